@@ -1,0 +1,156 @@
+"""Least recently used: evict the block whose last use is oldest.
+
+Exact to vLLM 0.19.1's `LRUCachePolicy`: a batch is touched from its last key to its
+first, so that the first block of a prefix is evicted after those that follow it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxkv.keys import lanes_to_keys
+from jaxkv.policies import directory as directory_lib
+from jaxkv.policies import recency
+from jaxkv.policies.directory import Directory
+from jaxkv.policies.recency import RecencyLog
+from jaxkv.types import NO_BLOCK, EvictResult, InsertResult, Policy
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LRUState:
+    """The blocks that are held, in the order of last use. An entry is a block id.
+
+    Attributes:
+        directory: Which block holds a key.
+        order: The blocks from the least to the most recently used.
+    """
+
+    directory: Directory
+    order: RecencyLog
+
+
+def init(num_blocks: int, max_batch: int) -> LRUState:
+    """Make an empty cache of `num_blocks`."""
+    return LRUState(
+        directory=directory_lib.init(num_blocks),
+        order=recency.init(num_blocks, max_batch),
+    )
+
+
+def find(state: LRUState, keys: Array, count: Array) -> Array:
+    """Find the block of each key; see `Policy.find`."""
+    entries = _entries(state, keys, count)
+    return jnp.where(entries < _num_blocks(state), entries, NO_BLOCK)
+
+
+def touch(state: LRUState, keys: Array, count: Array, ref_cnt: Array) -> LRUState:
+    """Record a use of each key, the last first; see `Policy.touch`."""
+    del ref_cnt  # A store in progress is used like any block.
+    ranks = count - 1 - jnp.arange(keys.shape[0], dtype=jnp.int32)
+    order = recency.append(state.order, _entries(state, keys, count), ranks, count)
+    return dataclasses.replace(state, order=order)
+
+
+def insert(state: LRUState, keys: Array, block_ids: Array) -> InsertResult:
+    """Add new keys as the most recent, in their order; see `Policy.insert`."""
+    wanted = block_ids != NO_BLOCK
+    entries = jnp.where(wanted, block_ids, _num_blocks(state))
+    directory, inserted = directory_lib.insert(state.directory, keys, entries)
+    entries = jnp.where(inserted, entries, _num_blocks(state))
+    ranks = jnp.cumsum(inserted, dtype=jnp.int32) - 1
+    order = recency.append(state.order, entries, ranks, ranks[-1] + 1)
+    return InsertResult(LRUState(directory, order), inserted)
+
+
+def remove(state: LRUState, keys: Array, block_ids: Array) -> LRUState:
+    """Forget keys; see `Policy.remove`."""
+    del keys  # An entry is its block id.
+    entries = jnp.where(block_ids != NO_BLOCK, block_ids, _num_blocks(state))
+    return LRUState(
+        directory=directory_lib.remove(state.directory, entries),
+        order=recency.remove(state.order, entries),
+    )
+
+
+def evict(state: LRUState, num: Array, ref_cnt: Array, width: int) -> EvictResult:
+    """Give up the least recently used blocks; see `Policy.evict`."""
+    order, victims, ok = recency.pop_oldest(
+        state.order, num, lambda entries: ref_cnt[entries] == 0, width
+    )
+    found = victims < _num_blocks(state)
+    return EvictResult(
+        state=LRUState(directory_lib.remove(state.directory, victims), order),
+        block_ids=jnp.where(found, victims, NO_BLOCK),
+        keys=state.directory.keys.at[victims].get(mode="fill", fill_value=0),
+        ok=ok,
+    )
+
+
+def snapshot(state: LRUState) -> dict[str, Any]:
+    """Show a state to a reader. For the host, not for jit.
+
+    Args:
+        state: The state, on any device.
+
+    Returns:
+        The keys in "order", from the least recently used on.
+    """
+    keys = np.asarray(state.directory.keys)
+    return {"order": lanes_to_keys(keys[recency.in_order(state.order)])}
+
+
+@functools.cache
+def make_lru(num_blocks: int, max_batch: int = 4096) -> Policy:
+    """Make the least-recently-used policy for a tier of `num_blocks`.
+
+    Args:
+        num_blocks: Blocks of the tier.
+        max_batch: Most keys in one call.
+
+    Returns:
+        The policy. Equal arguments give the same object, so that functions traced
+        with it are shared.
+
+    Raises:
+        ValueError: If an argument is less than 1.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> lru = make_lru(num_blocks=4)
+        >>> keys = jnp.arange(16, dtype=jnp.uint32).reshape(2, 8)
+        >>> state, inserted = lru.insert(lru.init(), keys, jnp.array([3, 1]))
+        >>> lru.find(state, keys, jnp.int32(2)).tolist()
+        [3, 1]
+        >>> evicted = lru.evict(state, jnp.int32(1), jnp.zeros(4, jnp.int32), 2)
+        >>> evicted.block_ids.tolist()
+        [3, -1]
+    """
+    for name, value in (("num_blocks", num_blocks), ("max_batch", max_batch)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1.")
+    return Policy(
+        init=functools.partial(init, num_blocks, max_batch),
+        find=find,
+        touch=touch,
+        insert=insert,
+        remove=remove,
+        evict=evict,
+    )
+
+
+def _entries(state: LRUState, keys: Array, count: Array) -> Array:
+    """Find the entry of each key, i32[K]; `num_blocks` where there is none."""
+    valid = jnp.arange(keys.shape[0], dtype=jnp.int32) < count
+    return directory_lib.find(state.directory, keys, valid)
+
+
+def _num_blocks(state: LRUState) -> int:
+    return state.directory.keys.shape[0]

@@ -1,0 +1,270 @@
+"""The recency log: an order of use whose upkeep and eviction ignore its length.
+
+An append-only array of entries. Using an entry appends it again; its newest position
+is its place, and a record is alive only at its entry's place, so that older records
+die by themselves. The oldest alive record is the least recently used entry. Eviction
+scans from the head in chunks; when the tail nears the end of the array, the alive
+records are moved to the front, which costs nanoseconds per append on average.
+
+One log can carry several lists. An entry is in one of them at most, and whatever puts
+it there puts it at the end: so the order of the log is the order of every list, and
+all that a list has of its own is a head. Lists are numbered from 0.
+
+As in `directory`, the entry E (one past the last) stands for "none".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from numpy.typing import NDArray
+
+_NO_PLACE = -1
+_CHUNK = 256
+# A place is (list << 29) | position. Two bits for the list keep it above -1.
+_POSITION_BITS = 29
+_MAX_LISTS = 4
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RecencyLog:
+    """Lists of entries in the order of last use. N lists.
+
+    Attributes:
+        entries: i32[L]. The entry recorded at each position; E where none was.
+        places: i32[E]. The list and the newest position of each entry; -1 if it is in
+            no list.
+        heads: i32[N]. No record of the list before this position is alive.
+        tail: i32[]. Where the next record goes.
+    """
+
+    entries: Array
+    places: Array
+    heads: Array
+    tail: Array
+
+
+class Oldest(NamedTuple):
+    """The entries at the old end of a list; nothing is changed by finding them.
+
+    Attributes:
+        entries: i32[K]. From the oldest on, then E.
+        num: i32[]. How many were found.
+        head: i32[]. The head of the list once they are gone.
+    """
+
+    entries: Array
+    num: Array
+    head: Array
+
+
+def init(num_entries: int, max_batch: int, num_lists: int = 1) -> RecencyLog:
+    """Make empty lists of up to `num_entries` in all, for batches of `max_batch`.
+
+    Raises:
+        ValueError: If the log would be too long to number its positions.
+    """
+    # Four times the entries: a compaction (linear in the log) then comes at most once
+    # in three uses of every entry.
+    length = max(4 * num_entries, num_entries + 2 * max_batch)
+    if length >= 1 << _POSITION_BITS or num_lists > _MAX_LISTS:
+        raise ValueError(f"{num_entries=} or {num_lists=} is too large.")
+    return RecencyLog(
+        entries=jnp.full((length,), num_entries, jnp.int32),
+        places=jnp.full((num_entries,), _NO_PLACE, jnp.int32),
+        heads=jnp.zeros((num_lists,), jnp.int32),
+        tail=jnp.zeros((), jnp.int32),
+    )
+
+
+def append(
+    log: RecencyLog,
+    entries: Array,
+    ranks: Array,
+    count: Array,
+    lists: Array | int = 0,
+) -> RecencyLog:
+    """Make entries the most recent.
+
+    Args:
+        log: The order before.
+        entries: i32[K]. Entries to move to the end, E where there is none. An entry
+            may appear more than once; its highest rank counts.
+        ranks: i32[K]. Order among them, distinct, in [0, count) wherever there is an
+            entry. The highest ends as the most recent.
+        count: i32[]. Positions to use up.
+        lists: i32[K]. The list that each is put in, or one for all. It must not be
+            lower than the list the entry is in; `remove` it first if it is.
+
+    Returns:
+        The order after.
+    """
+    log = _make_room(log, count)
+    num_entries, length = log.places.shape[0], log.entries.shape[0]
+    positions = log.tail + ranks
+    known = entries < num_entries
+    places = positions + (jnp.asarray(lists, jnp.int32) << _POSITION_BITS)
+    return dataclasses.replace(
+        log,
+        entries=log.entries.at[jnp.where(known, positions, length)].set(
+            entries, mode="drop"
+        ),
+        places=log.places.at[entries].max(places, mode="drop"),
+        tail=log.tail + count,
+    )
+
+
+def remove(log: RecencyLog, entries: Array) -> RecencyLog:
+    """Take `entries` (i32[K], E for none) out of their lists."""
+    return dataclasses.replace(
+        log, places=log.places.at[entries].set(_NO_PLACE, mode="drop")
+    )
+
+
+def list_of(log: RecencyLog, entries: Array) -> Array:
+    """Tell the list that each entry is in: i32[K], -1 for none."""
+    return _places(log, entries) >> _POSITION_BITS
+
+
+def is_newest(log: RecencyLog, entries: Array, ranks: Array, count: Array) -> Array:
+    """Tell which rows of the last `append` stand: bool[K], one for every entry."""
+    positions = log.tail - count + ranks
+    return _position(_places(log, entries)) == positions
+
+
+def find_oldest(
+    log: RecencyLog,
+    num: Array,
+    is_eligible: Callable[[Array], Array],
+    width: int,
+    of_list: int = 0,
+) -> Oldest:
+    """Find the `num` oldest eligible entries of a list, or as many as there are.
+
+    Args:
+        log: The order.
+        num: i32[]. How many, at most `width`.
+        is_eligible: ``i32[C] -> bool[C]``: which of some entries may be taken. The
+            answer for entries of other lists is of no account.
+        width: Length of the answer.
+        of_list: The list.
+
+    Returns:
+        What was found.
+    """
+    num_entries, length = log.places.shape[0], log.entries.shape[0]
+    chunk = min(_CHUNK, length)
+
+    def scan(
+        carry: tuple[Array, Array, Array, Array],
+    ) -> tuple[Array, Array, Array, Array]:
+        position, found, taken, head = carry
+        # The last chunk is cut short by starting it earlier and masking what was seen.
+        start = jnp.minimum(position, length - chunk)
+        at = start + jnp.arange(chunk, dtype=jnp.int32)
+        entries = lax.dynamic_slice(log.entries, (start,), (chunk,))
+        place_here = at + (of_list << _POSITION_BITS)
+        alive = (at >= position) & (_places(log, entries) == place_here)
+        eligible = alive & is_eligible(jnp.minimum(entries, num_entries - 1))
+        rank = found + jnp.cumsum(eligible, dtype=jnp.int32) - 1
+        take = eligible & (rank < num)
+        taken = taken.at[jnp.where(take, rank, width)].set(entries, mode="drop")
+        left = jnp.min(jnp.where(alive & ~take, at, length))
+        found = jnp.minimum(rank[-1] + 1, num)
+        return start + chunk, found, taken, jnp.minimum(head, left)
+
+    position, found, taken, head = lax.while_loop(
+        lambda carry: (carry[1] < num) & (carry[0] < log.tail),
+        scan,
+        (
+            log.heads[of_list],
+            jnp.int32(0),
+            jnp.full((width,), num_entries, jnp.int32),
+            jnp.int32(length),
+        ),
+    )
+    return Oldest(taken, found, jnp.minimum(jnp.minimum(head, position), log.tail))
+
+
+def pop_oldest(
+    log: RecencyLog,
+    num: Array,
+    is_eligible: Callable[[Array], Array],
+    width: int,
+) -> tuple[RecencyLog, Array, Array]:
+    """Take the `num` oldest eligible entries out of the only list, all or none.
+
+    Args:
+        log: The order before.
+        num: i32[]. How many, at most `width`.
+        is_eligible: ``i32[C] -> bool[C]``: which of some entries may be taken.
+        width: Length of the answer.
+
+    Returns:
+        The order after, i32[width] with the entries from the oldest on and then E,
+        and bool[]: whether there were `num`. If not, the order is as it was.
+    """
+    oldest = find_oldest(log, num, is_eligible, width)
+    ok = oldest.num >= num
+    taken = jnp.where(ok, oldest.entries, log.places.shape[0])
+    log = remove(log, taken)
+    return set_heads(log, [oldest], ok), taken, ok
+
+
+def set_heads(log: RecencyLog, oldest: Sequence[Oldest], ok: Array) -> RecencyLog:
+    """Note, if `ok` (bool[]), that what was found in each list has been removed."""
+    heads = jnp.stack([of_list.head for of_list in oldest])
+    return dataclasses.replace(log, heads=jnp.where(ok, heads, log.heads))
+
+
+def in_order(log: RecencyLog, of_list: int = 0) -> NDArray[np.int32]:
+    """List the entries of a list from the oldest on. For the host, not for jit."""
+    places = np.asarray(log.places)
+    members = np.flatnonzero(places >> _POSITION_BITS == of_list)
+    return members[np.argsort(places[members])].astype(np.int32)
+
+
+def _places(log: RecencyLog, entries: Array) -> Array:
+    """Read the places of entries; -1 for E."""
+    return log.places.at[entries].get(mode="fill", fill_value=_NO_PLACE)
+
+
+def _position(places: Array) -> Array:
+    """Drop the list from a place. What -1 becomes is no position."""
+    return places & ((1 << _POSITION_BITS) - 1)
+
+
+def _make_room(log: RecencyLog, count: Array) -> RecencyLog:
+    """Move the alive records to the front if `count` more would not fit."""
+    length = log.entries.shape[0]
+
+    def compact(log: RecencyLog) -> RecencyLog:
+        num_entries = log.places.shape[0]
+        at = jnp.arange(length, dtype=jnp.int32)
+        places = _places(log, log.entries)
+        alive = _position(places) == at
+        rank = jnp.cumsum(alive, dtype=jnp.int32) - 1
+        moved = jnp.full_like(log.entries, num_entries)
+        num_before = rank + 1 - alive.astype(jnp.int32)
+        return RecencyLog(
+            entries=moved.at[jnp.where(alive, rank, length)].set(
+                log.entries, mode="drop"
+            ),
+            places=log.places.at[jnp.where(alive, log.entries, num_entries)].set(
+                places - at + rank, mode="drop"
+            ),
+            # A head past the end may as well be at the last record.
+            heads=num_before[jnp.minimum(log.heads, length - 1)],
+            tail=rank[-1] + 1,
+        )
+
+    # A loop of at most one round rather than a `cond`, whose untouched branch would
+    # copy the whole log on the CPU backend.
+    return lax.while_loop(lambda log: log.tail + count > length, compact, log)

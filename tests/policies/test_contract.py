@@ -1,0 +1,190 @@
+"""What every policy promises. A new policy is a new name in the registry."""
+
+import functools
+import pickle
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.policies import POLICIES
+
+NUM_BLOCKS = 6
+WIDTH = 4
+
+
+@functools.cache
+def jitted(policy):
+    """The same policy with every function compiled, once for all tests."""
+    evict = jax.jit(policy.evict, static_argnums=3)
+    compiled = {
+        name: jax.jit(getattr(policy, name))
+        for name in ("find", "touch", "insert", "remove")
+    }
+    return policy._replace(evict=evict, **compiled)
+
+
+@pytest.fixture(params=sorted(POLICIES))
+def eager(request):
+    return POLICIES[request.param](NUM_BLOCKS, 64)
+
+
+@pytest.fixture
+def policy(eager):
+    return jitted(eager)
+
+
+def make_keys(*numbers):
+    keys = np.zeros((WIDTH, 8), np.uint32)
+    keys[: len(numbers)] = np.array(numbers, np.uint32)[:, None] + 1
+    return jnp.asarray(keys), jnp.int32(len(numbers))
+
+
+def block_ids(*ids):
+    return jnp.array([*ids, *[-1] * (WIDTH - len(ids))], jnp.int32)
+
+
+def filled(policy):
+    """Six blocks with keys 10, ..., 15, in this order of use."""
+    state = policy.init()
+    for first in (0, 3):
+        ids = range(first, first + 3)
+        keys, _ = make_keys(*(10 + i for i in ids))
+        state = policy.insert(state, keys, block_ids(*ids)).state
+    return state
+
+
+def free_refs():
+    return jnp.zeros(NUM_BLOCKS, jnp.int32)
+
+
+def test_finds_what_was_inserted(policy):
+    state = filled(policy)
+    assert policy.find(state, *make_keys(12, 99, 15)).tolist() == [2, -1, 5, -1]
+
+
+def test_ignores_padding(policy):
+    state = filled(policy)
+    keys, _ = make_keys(10, 11, 12)
+    assert policy.find(state, keys, jnp.int32(1)).tolist() == [0, -1, -1, -1]
+    touched = policy.touch(state, keys, jnp.int32(0), free_refs())
+    chex.assert_trees_all_equal(touched, state)
+    inserted = policy.insert(state, make_keys(90)[0], block_ids())
+    chex.assert_trees_all_equal(inserted.state, state)
+    assert not inserted.inserted.any()
+    removed = policy.remove(state, keys, block_ids())
+    chex.assert_trees_all_equal(removed, state)
+
+
+def test_removed_keys_are_absent_and_can_come_back(policy):
+    keys, count = make_keys(11, 13)
+    state = policy.remove(filled(policy), keys, block_ids(1, 3))
+    assert policy.find(state, keys, count).tolist() == [-1] * WIDTH
+    state = policy.insert(state, keys, block_ids(3, 1)).state
+    assert policy.find(state, keys, count).tolist() == [3, 1, -1, -1]
+
+
+def test_evicts_only_what_nobody_reads(policy):
+    ref_cnt = jnp.array([1, 0, -1, 0, 2, 0], jnp.int32)
+    evicted = policy.evict(filled(policy), jnp.int32(3), ref_cnt, WIDTH)
+    assert evicted.ok
+    assert sorted(evicted.block_ids[:3].tolist()) == [1, 3, 5]
+    keys = [int(key[0]) - 1 for key in evicted.keys]
+    assert keys[:3] == [10 + i for i in evicted.block_ids[:3].tolist()]
+    assert policy.find(evicted.state, *make_keys(11, 13, 15)).tolist() == [-1] * WIDTH
+
+
+def test_eviction_is_all_or_nothing(policy):
+    state = filled(policy)
+    ref_cnt = free_refs().at[:4].set(1)
+    evicted = policy.evict(state, jnp.int32(3), ref_cnt, WIDTH)
+    assert not evicted.ok
+    assert evicted.block_ids.tolist() == [-1] * WIDTH
+    chex.assert_trees_all_equal(evicted.state, state)
+
+
+def test_evicting_none_changes_nothing(policy):
+    state = filled(policy)
+    evicted = policy.evict(state, jnp.int32(0), free_refs(), WIDTH)
+    assert evicted.ok
+    chex.assert_trees_all_equal(evicted.state, state)
+
+
+def session(policy, state, keys):
+    """Touch some keys, evict a block and give it to another key."""
+    state = policy.touch(state, keys, jnp.int32(2), free_refs())
+    evicted = policy.evict(state, jnp.int32(1), free_refs(), WIDTH)
+    return policy.insert(evicted.state, keys + jnp.uint32(1000), evicted.block_ids)
+
+
+def test_jit_equals_eager(eager):
+    keys, _ = make_keys(10, 12)
+    slow = session(eager, filled(eager), keys)
+    fast = jax.jit(session, static_argnums=0)(eager, filled(eager), keys)
+    chex.assert_trees_all_equal(fast, slow)
+    chex.assert_trees_all_equal_shapes_and_dtypes(fast.state, eager.init())
+
+
+def test_traces_once_per_batch_size(policy):
+    traced = jax.jit(
+        chex.assert_max_traces(session, n=1), static_argnums=0, donate_argnums=1
+    )
+    state = filled(policy)
+    for number in range(5):
+        state = traced(policy, state, make_keys(10 + number, 11)[0]).state
+
+
+def test_scans_with_donation(policy):
+    keys = jnp.stack([make_keys(10 + i, 11)[0] for i in range(4)])
+
+    def scan(state, keys):
+        def body(state, keys):
+            result = session(policy, state, keys)
+            return result.state, result.inserted
+
+        return jax.lax.scan(body, state, keys)
+
+    scanned, _ = jax.jit(scan, donate_argnums=0)(filled(policy), keys)
+    state = filled(policy)
+    for batch in keys:
+        state = session(policy, state, batch).state
+    chex.assert_trees_all_equal(scanned, state)
+
+
+def test_vmaps_over_caches(policy):
+    keys = jnp.stack([make_keys(10 + i % 3, 11)[0] for i in range(8)])
+    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * 8), filled(policy))
+    together = jax.jit(jax.vmap(lambda s, k: session(policy, s, k)))(states, keys)
+    for cache in range(8):
+        alone = session(policy, filled(policy), keys[cache])
+        one = jax.tree.map(lambda leaf, cache=cache: leaf[cache], together)
+        chex.assert_trees_all_equal(one, alone)
+
+
+def test_state_survives_pickling(policy):
+    state = filled(policy)
+    copy = pickle.loads(pickle.dumps(jax.tree.map(np.asarray, state)))
+    chex.assert_trees_all_equal(copy, jax.tree.map(np.asarray, state))
+    assert jax.tree.structure(copy) == jax.tree.structure(state)
+    keys, _ = make_keys(10, 12)
+    copy = jax.tree.map(jnp.asarray, copy)
+    chex.assert_trees_all_equal(
+        session(policy, copy, keys), session(policy, state, keys)
+    )
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_equal_arguments_share_one_policy(name):
+    assert POLICIES[name](8, 64) is POLICIES[name](8, 64)
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize(
+    ("num_blocks", "max_batch", "match"),
+    [(0, 8, "num_blocks=0 must"), (8, -1, "max_batch=-1 must")],
+)
+def test_refuses_sizes_below_one(name, num_blocks, max_batch, match):
+    with pytest.raises(ValueError, match=match):
+        POLICIES[name](num_blocks, max_batch)

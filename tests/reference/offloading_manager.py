@@ -1,0 +1,144 @@
+"""A plain-Python twin of `jaxkv.OffloadingManager`: the oracle of its tests.
+
+Written from the description of vLLM 0.19.1's behaviour, with dicts and lists and no
+thought of speed. It differs from vLLM where jaxkv does: misuse raises before anything
+changes, and a key given twice to one `prepare_store` is stored once. The policy is a
+twin too; LRU's is here.
+"""
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+
+
+class Refused(Exception):
+    """A call that must raise and change nothing."""
+
+
+@dataclass
+class Block:
+    block_id: int
+    ref_cnt: int = -1
+
+
+@dataclass
+class Stored:
+    keys: list
+    block_ids: list
+    evicted: list
+
+
+class ReferenceLRU:
+    def __init__(self, num_blocks):
+        self.blocks = OrderedDict()  # the least recently used first
+
+    def snapshot(self):
+        return {"order": list(self.blocks)}
+
+    def get(self, key):
+        return self.blocks.get(key)
+
+    def insert(self, key, block):
+        self.blocks[key] = block
+
+    def remove(self, key):
+        del self.blocks[key]
+
+    def touch(self, keys):
+        for key in reversed(keys):
+            if key in self.blocks:
+                self.blocks.move_to_end(key)
+
+    def evict(self, num, protected):
+        evictable = [
+            key
+            for key, block in self.blocks.items()
+            if block.ref_cnt == 0 and key not in protected
+        ]
+        if len(evictable) < num:
+            return None
+        return [(key, self.blocks.pop(key)) for key in evictable[:num]]
+
+
+class ReferenceManager:
+    def __init__(self, num_blocks, policy=ReferenceLRU):
+        self.num_blocks = num_blocks
+        self.num_allocated = 0
+        self.freed = []
+        self.policy = policy(num_blocks)
+        self.events = []
+
+    @property
+    def blocks(self):
+        return self.policy.blocks
+
+    def num_free(self):
+        return len(self.freed) + self.num_blocks - self.num_allocated
+
+    def lookup(self, keys):
+        hits = 0
+        for key in keys:
+            block = self.policy.get(key)
+            if block is None or block.ref_cnt < 0:
+                break
+            hits += 1
+        return hits
+
+    def touch(self, keys):
+        self.policy.touch(keys)
+
+    def prepare_load(self, keys):
+        if self.lookup(keys) < len(keys):
+            raise Refused
+        for key in keys:
+            self.policy.get(key).ref_cnt += 1
+        return [self.policy.get(key).block_id for key in keys]
+
+    def complete_load(self, keys):
+        for key, times in Counter(keys).items():
+            block = self.policy.get(key)
+            if block is None or block.ref_cnt < times:
+                raise Refused
+        for key in keys:
+            self.policy.get(key).ref_cnt -= 1
+
+    def prepare_store(self, keys):
+        missing = [k for k in dict.fromkeys(keys) if self.policy.get(k) is None]
+        num_short = len(missing) - self.num_free()
+        evicted = []
+        if num_short > 0:
+            victims = self.policy.evict(num_short, protected=set(keys))
+            if victims is None:
+                return None
+            evicted = [key for key, _ in victims]
+            self.freed += [block.block_id for _, block in victims]
+            self.events.append((evicted, True))
+        for key in missing:
+            if self.num_allocated < self.num_blocks:
+                block_id, self.num_allocated = (
+                    self.num_allocated,
+                    self.num_allocated + 1,
+                )
+            else:
+                block_id = self.freed.pop()
+            self.policy.insert(key, Block(block_id))
+        ids = [self.policy.get(key).block_id for key in missing]
+        return Stored(missing, ids, evicted)
+
+    def complete_store(self, keys, success=True):
+        ended = []
+        for key in keys:
+            block = self.policy.get(key)
+            if block is None or block.ref_cnt >= 0:
+                continue
+            ended.append(key)
+            if success:
+                block.ref_cnt = 0
+            else:
+                self.policy.remove(key)
+                self.freed.append(block.block_id)
+        if success and ended:
+            self.events.append((ended, False))
+
+    def take_events(self):
+        events, self.events = self.events, []
+        return events

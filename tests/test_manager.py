@@ -1,0 +1,173 @@
+"""The pure functions of the manager: traced, scanned, vmapped, refused."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import manager
+from jaxkv.policies import POLICIES
+
+NUM_BLOCKS = 5
+WIDTH = 4
+
+lookup, prepare_load, complete_load, prepare_store, complete_store = (
+    jax.jit(function, static_argnums=0)
+    for function in (
+        manager.lookup,
+        manager.prepare_load,
+        manager.complete_load,
+        manager.prepare_store,
+        manager.complete_store,
+    )
+)
+
+
+@pytest.fixture(params=sorted(POLICIES))
+def policy(request):
+    return POLICIES[request.param](NUM_BLOCKS, 64)
+
+
+def batch(*numbers):
+    keys = np.zeros((WIDTH, 8), np.uint32)
+    keys[: len(numbers)] = np.array(numbers, np.uint32)[:, None] + 1
+    return jnp.asarray(keys), jnp.int32(len(numbers))
+
+
+def store(policy, state, *numbers, complete=True):
+    state, answer = prepare_store(policy, state, *batch(*numbers))
+    if complete:
+        state, _ = complete_store(policy, state, *batch(*numbers), jnp.bool_(True))
+    return state, answer
+
+
+def test_ids_are_fresh_first_then_the_last_freed(policy):
+    state = manager.init(policy, NUM_BLOCKS)
+    state, answer = store(policy, state, 1, 2, 3)
+    assert answer.block_ids.tolist() == [0, 1, 2, -1]
+    state, answer = store(policy, state, 4, 5)
+    assert answer.block_ids.tolist() == [3, 4, -1, -1]
+    state, answer = store(policy, state, 6, 7)
+    assert int(answer.num_evicted) == 2
+    assert answer.evicted_keys[:2].tolist() == [[2] * 8, [3] * 8]  # keys 1 and 2
+    assert answer.block_ids.tolist() == [1, 0, -1, -1]
+
+
+def test_a_full_tier_of_blocks_in_flight_refuses_bit_for_bit(policy):
+    state = manager.init(policy, NUM_BLOCKS)
+    state, _ = store(policy, state, 1, 2, 3)
+    state, _ = store(policy, state, 4, complete=False)
+    state, _ = prepare_load(policy, state, *batch(1, 2))
+    after, answer = prepare_store(policy, state, *batch(6, 7, 8))
+    assert not answer.ok
+    assert answer.block_ids.tolist() == [-1] * WIDTH
+    assert int(answer.num_evicted) == 0
+    chex.assert_trees_all_equal(after, state)
+
+
+def test_blocks_in_flight_of_the_batch_itself_are_not_evicted(policy):
+    """Regression: protecting the batch by adding 1 made NOT_READY blocks evictable."""
+    state = manager.init(policy, NUM_BLOCKS)
+    state, _ = store(policy, state, 1, 2, 3, complete=False)
+    state, _ = store(policy, state, 4, 5, complete=False)
+    after, answer = prepare_store(policy, state, *batch(1, 2, 9))
+    assert not answer.ok
+    chex.assert_trees_all_equal(after, state)
+
+
+def test_a_ready_block_of_the_batch_is_not_evicted(policy):
+    state = manager.init(policy, NUM_BLOCKS)
+    state, _ = store(policy, state, 1, 2, 3)
+    state, _ = store(policy, state, 4, 5)
+    state, answer = store(policy, state, 1, 2, 9)  # 1 and 2 are the oldest
+    assert int(answer.num_evicted) == 1
+    assert int(lookup(policy, state, *batch(1, 2))) == 2
+
+
+def test_a_key_given_twice_takes_one_block(policy):
+    state = manager.init(policy, NUM_BLOCKS)
+    state, answer = store(policy, state, 1, 1, 2, 1)
+    assert answer.block_ids.tolist() == [0, -1, 1, -1]
+    state, answer = store(policy, state, 3, 4, 5)
+    assert answer.block_ids.tolist() == [2, 3, 4, -1]  # nothing leaked
+
+
+def test_a_failed_store_gives_its_blocks_back(policy):
+    state = manager.init(policy, NUM_BLOCKS)
+    state, _ = store(policy, state, 1, 2, complete=False)
+    state, ended = complete_store(policy, state, *batch(2, 1, 2, 8), jnp.bool_(False))
+    assert ended.tolist() == [True, True, False, False]
+    assert int(lookup(policy, state, *batch(1))) == 0
+    _, answer = store(policy, state, 3, 4, 5, 6)
+    assert answer.block_ids.tolist() == [2, 3, 4, 0]  # fresh ones, then the last freed
+
+
+def test_refused_loads_change_nothing(policy):
+    state = manager.init(policy, NUM_BLOCKS)
+    state, _ = store(policy, state, 1, 2)
+    state, _ = store(policy, state, 3, complete=False)
+    for numbers, bad in (((1, 7), 1), ((1, 2, 3), 2)):
+        after, answer = prepare_load(policy, state, *batch(*numbers))
+        assert jnp.flatnonzero(answer.bad).tolist() == [bad]
+        chex.assert_trees_all_equal(after, state)
+    state, answer = prepare_load(policy, state, *batch(1, 1))
+    assert not answer.bad.any()
+    after, answer = complete_load(policy, state, *batch(1, 1, 1))
+    assert answer.bad.any()
+    chex.assert_trees_all_equal(after, state)
+
+
+def request_step(policy, state, keys, count):
+    """Serve a request as an engine would: load what is there, store the rest."""
+    hits = manager.lookup(policy, state, keys, count)
+    state = manager.touch(policy, state, keys, count)
+    state, _ = manager.prepare_load(policy, state, keys, hits)
+    state, answer = manager.prepare_store(policy, state, keys, count)
+    state, _ = manager.complete_store(policy, state, keys, count, jnp.bool_(True))
+    state, _ = manager.complete_load(policy, state, keys, hits)
+    return state, (hits, answer.ok, answer.block_ids)
+
+
+def requests(num):
+    rng = np.random.default_rng(num)
+    starts = rng.integers(0, 6, num)
+    keys = [batch(*range(s, s + WIDTH))[0] for s in starts]
+    return jnp.stack(keys), jnp.asarray(rng.integers(1, WIDTH + 1, num), jnp.int32)
+
+
+def test_scan_with_donation_equals_calls_one_by_one(policy):
+    keys, counts = requests(20)
+
+    def replay(state, keys, counts):
+        return jax.lax.scan(
+            lambda s, x: request_step(policy, s, *x), state, (keys, counts)
+        )
+
+    scanned = jax.jit(replay, donate_argnums=0)(
+        manager.init(policy, NUM_BLOCKS), keys, counts
+    )
+    step = jax.jit(chex.assert_max_traces(request_step, n=1), static_argnums=0)
+    state, answers = manager.init(policy, NUM_BLOCKS), []
+    for key, count in zip(keys, counts, strict=True):
+        state, answer = step(policy, state, key, count)
+        answers.append(answer)
+    assert any(int(hits) for hits, _, _ in answers)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *answers)
+    chex.assert_trees_all_equal(scanned, (state, stacked))
+
+
+def test_vmap_over_caches_equals_each_alone(policy):
+    keys, counts = requests(8)
+    states = jax.tree.map(
+        lambda leaf: jnp.stack([leaf] * 8), manager.init(policy, NUM_BLOCKS)
+    )
+    step = jax.jit(jax.vmap(lambda *args: request_step(policy, *args)))
+    together = step(states, keys, counts)
+    alone_step = jax.jit(request_step, static_argnums=0)
+    for cache in range(8):
+        alone = alone_step(
+            policy, manager.init(policy, NUM_BLOCKS), keys[cache], counts[cache]
+        )
+        one = jax.tree.map(lambda leaf, cache=cache: leaf[cache], together)
+        chex.assert_trees_all_equal(one, alone)

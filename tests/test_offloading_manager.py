@@ -1,0 +1,196 @@
+"""`OffloadingManager`: vLLM's own scenario, misuse, events, batch sizes."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv import OffloadingEvent, OffloadingManager, offloading_manager
+
+
+def keys(*numbers):
+    return [b"%032d" % number for number in numbers]
+
+
+def stored(manager, *numbers):
+    output = manager.prepare_store(keys(*numbers))
+    manager.complete_store(keys(*numbers))
+    return output
+
+
+def check(output, to_store, block_ids, evicted=()):
+    assert output.block_hashes_to_store == keys(*to_store)
+    assert output.store_spec.block_ids.tolist() == block_ids
+    assert output.block_hashes_evicted == keys(*evicted)
+
+
+def test_life_of_a_small_tier():
+    """The scenario that vLLM tests its manager with, step by step."""
+    manager = OffloadingManager(16, num_blocks=4, enable_events=True)
+    check(manager.prepare_store(keys(1, 2)), (1, 2), [0, 1])
+    assert manager.lookup(keys(1, 2)) == 0
+    assert list(manager.take_events()) == []
+    manager.complete_store(keys(1, 2))
+    assert list(manager.take_events()) == [
+        OffloadingEvent(keys(1, 2), 16, "CPU", removed=False)
+    ]
+    assert list(manager.take_events()) == []
+    assert manager.lookup(keys(1, 2, 3)) == 2
+    assert manager.lookup(keys(3, 1)) == 0
+
+    check(manager.prepare_store(keys(2, 3, 4, 5)), (3, 4, 5), [2, 3, 0], evicted=(1,))
+    assert list(manager.take_events()) == [
+        OffloadingEvent(keys(1), 16, "CPU", removed=True)
+    ]
+    assert manager.prepare_store(keys(1, 6)) is None  # only 2 could go, 3 to 5 not
+    manager.complete_store(keys(2, 3, 4, 5))
+    assert manager.prepare_load(keys(2, 3)).block_ids.tolist() == [1, 2]
+    assert manager.prepare_store(keys(6, 7, 8)) is None  # 2 and 3 are being loaded
+    manager.complete_load(keys(2, 3))
+    check(manager.prepare_store(keys(6, 7, 8)), (6, 7, 8), [3, 2, 1], evicted=(2, 3, 4))
+    manager.complete_store(keys(6, 7, 8), success=False)
+    check(manager.prepare_store(keys(9)), (9,), [1])
+    assert manager.num_held_blocks == 2
+
+
+def test_touch_makes_the_first_key_the_most_recent():
+    manager = OffloadingManager(16, num_blocks=4)
+    stored(manager, 1, 2, 3, 4)
+    manager.touch(keys(1, 2, 77, 4))
+    assert stored(manager, 5, 6, 7).block_hashes_evicted == keys(3, 4, 2)
+
+
+def test_specs_are_int64_and_name_their_medium():
+    manager = OffloadingManager(16, num_blocks=4)
+    stored = manager.prepare_store(keys(1)).store_spec
+    manager.complete_store(keys(1))
+    for spec in (stored, manager.prepare_load(keys(1)), manager.prepare_load([])):
+        assert isinstance(spec.block_ids, np.ndarray)
+        assert spec.block_ids.dtype == np.int64
+        assert spec.medium() == "CPU"
+
+
+def test_nothing_asked_is_nothing_done():
+    manager = OffloadingManager(16, num_blocks=1, enable_events=True)
+    assert manager.lookup([]) == 0
+    manager.touch([])
+    manager.complete_load([])
+    manager.complete_store([])
+    check(manager.prepare_store([]), (), [])
+    stored(manager, 1)
+    check(manager.prepare_store(keys(1)), (), [])
+    assert [event.removed for event in manager.take_events()] == [False]
+
+
+def test_iterators_serve_as_well_as_lists():
+    manager = OffloadingManager(16, num_blocks=4)
+    manager.prepare_store(iter(keys(1, 2)))
+    manager.complete_store(iter(keys(1, 2)))
+    manager.touch(iter(keys(1, 2)))
+    assert manager.lookup(iter(keys(1, 2))) == 2
+    assert manager.prepare_load(iter(keys(2))).block_ids.tolist() == [1]
+    manager.complete_load(iter(keys(2)))
+
+
+@pytest.mark.parametrize(
+    ("method", "numbers", "match"),
+    [
+        ("prepare_load", (1, 9), "0009' is not on the host"),
+        ("prepare_load", (1, 3), "0003' is not ready"),
+        ("complete_load", (9,), "0009' is not on the host"),
+        ("complete_load", (1,), "0001' has fewer loads in progress"),
+        ("complete_load", (2, 2), "0002' has fewer loads in progress"),
+        ("complete_load", (3,), "0003' has fewer loads in progress"),
+    ],
+)
+def test_misuse_names_the_key_and_changes_nothing(method, numbers, match):
+    manager = OffloadingManager(16, num_blocks=4, enable_events=True)
+    stored(manager, 1, 2)
+    manager.prepare_store(keys(3))
+    manager.prepare_load(keys(2))
+    events = list(manager.take_events())
+    assert events
+    before = jax.tree.map(np.array, manager._state)
+    with pytest.raises(ValueError, match=match):
+        getattr(manager, method)(keys(*numbers))
+    after = jax.tree.map(np.array, manager._state)
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    assert list(manager.take_events()) == []
+
+
+def test_half_drained_events_are_kept():
+    manager = OffloadingManager(16, num_blocks=4, enable_events=True)
+    stored(manager, 1)
+    stored(manager, 2)
+    first = next(manager.take_events())
+    assert first.block_hashes == keys(1)
+    assert len(list(manager.take_events())) == 2
+
+
+def test_without_events_nothing_is_kept():
+    manager = OffloadingManager(16, num_blocks=1)
+    stored(manager, 1)
+    assert list(manager.take_events()) == []
+
+
+def test_foreign_keys_come_back_as_they_were_given():
+    manager = OffloadingManager(16, num_blocks=2, enable_events=True)
+    foreign = [b"", b"x", b"y" * 33]
+    assert manager.prepare_store(foreign[:2]).block_hashes_to_store == foreign[:2]
+    manager.complete_store(foreign[:2])
+    assert manager.lookup(foreign) == 2
+    assert manager.prepare_store(foreign[2:]).block_hashes_evicted == [b""]
+    assert [e.block_hashes for e in manager.take_events()] == [foreign[:2], [b""]]
+    manager.complete_store(foreign[2:], success=False)
+    assert list(manager._names.values()) == [b"x"]  # and no other is remembered
+
+
+def test_keys_that_are_not_bytes_are_refused():
+    manager = OffloadingManager(16, num_blocks=2)
+    with pytest.raises(TypeError, match="'a' must be of type bytes"):
+        manager.lookup(["a"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"block_size": 0, "num_blocks": 4}, "block_size=0 must be at least 1"),
+        ({"block_size": 16, "num_blocks": -1}, "num_blocks=-1 must be at least 1"),
+        (
+            {"block_size": 16, "num_blocks": 4, "cache_policy": "mru"},
+            r"Unknown cache policy: 'mru'. Supported: \['lru'",
+        ),
+    ],
+)
+def test_refuses_bad_arguments(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        OffloadingManager(**arguments)
+
+
+def test_batches_beyond_the_largest_are_served():
+    manager = OffloadingManager(16, num_blocks=2)
+    many = keys(*range(manager._max_batch + 1))
+    assert manager.prepare_store(many) is None
+    assert manager.num_held_blocks == 0
+    assert manager.prepare_store(keys(1, 2) * manager._max_batch) is not None
+    manager.complete_store(keys(1, 2))
+    manager.touch([*keys(2), *many, *keys(2)])  # 2, many parts later: the most recent
+    assert manager.prepare_store(keys(5)).block_hashes_evicted == keys(1)
+
+
+def test_each_function_is_traced_once_per_batch_size():
+    manager = OffloadingManager(16, num_blocks=50)
+    manager.warm_up(max_keys=64)
+    functions = [
+        getattr(offloading_manager, name)
+        for name in ("_lookup", "_touch", "_prepare_load", "_prepare_store")
+    ]
+    traced = [function._cache_size() for function in functions]
+    for num in (1, 3, 15, 16, 17, 40):
+        output = manager.prepare_store(keys(*range(num)))
+        manager.complete_store(output.block_hashes_to_store)
+        manager.touch(keys(*range(num)))
+        assert manager.lookup(keys(*range(num))) == num
+        manager.prepare_load(keys(*range(num)))
+        manager.complete_load(keys(*range(num)))
+    OffloadingManager(16, num_blocks=50).lookup(keys(1))  # shares what was traced
+    assert [function._cache_size() for function in functions] == traced
