@@ -1,0 +1,197 @@
+"""What is loaded is what was saved: bit for bit, block for block."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.transfer import TransferEngine, memory
+
+CPU = jax.devices("cpu")[0]
+MODES = ("fused", "staged")
+FLOAT8 = (
+    "float8_e3m4",
+    "float8_e4m3",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+)
+
+
+def to_device(raw, dtype):
+    """u8[blocks, bytes] -> dtype[blocks, elements]."""
+    return jax.device_put(jnp.array(raw.view(jnp.dtype(dtype))), CPU)
+
+
+def bits(array):
+    """dtype[blocks, ...] -> u8[blocks, bytes]; a copy, for a view stops donation."""
+    return np.array(array).reshape(array.shape[0], -1).view(np.uint8)
+
+
+def every_pattern(dtype):
+    """u8[blocks, bytes]: every bit pattern of a type of one or two bytes."""
+    if jnp.dtype(dtype).itemsize == 2:
+        return np.arange(1 << 16, dtype=np.uint16).view(np.uint8).reshape(64, -1)
+    return np.arange(1 << 8, dtype=np.uint8).reshape(32, -1)
+
+
+def float32_patterns():
+    """u8[blocks, bytes]: random bits, every eighth a NaN with a random payload."""
+    rng = np.random.default_rng(7)
+    raw = rng.integers(0, 1 << 32, (40, 64), np.uint32)
+    raw[:, ::8] |= np.uint32(0x7F800001)
+    raw[:, ::16] &= ~np.uint32(1 << 22)  # signalling
+    return raw.view(np.uint8)
+
+
+def round_trip(raw, dtype, mode):
+    """Save every block, load each into another place of a pool of zeros."""
+    num_blocks = len(raw)
+    rng = np.random.default_rng(num_blocks)
+    pool = to_device(raw, dtype)
+    assert np.array_equal(bits(pool), raw)
+    engine = TransferEngine(pool, num_blocks + 3, mode=mode)
+    source, target = rng.permutation(num_blocks), rng.permutation(num_blocks)
+    host = rng.permutation(num_blocks + 3)[:num_blocks]
+    engine.save(pool, source, host)
+    assert [done.error for done in engine.drain()] == [None]
+    loaded, _ = engine.load(to_device(np.zeros_like(raw), dtype), host, target)
+    assert [done.error for done in engine.drain()] == [None]
+    assert loaded.dtype == jnp.dtype(dtype)
+    return bits(pool), bits(loaded)[target][np.argsort(source)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "uint8", *FLOAT8])
+def test_every_bit_pattern_survives(dtype, mode):
+    raw = every_pattern(dtype)
+    saved, loaded = round_trip(raw, dtype, mode)
+    assert np.array_equal(saved, raw)
+    assert np.array_equal(loaded, raw)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_float32_patterns_survive(mode):
+    raw = float32_patterns()
+    assert np.isnan(raw.view(np.float32)).mean() > 0.1
+    saved, loaded = round_trip(raw, "float32", mode)
+    assert np.array_equal(saved, raw)
+    assert np.array_equal(loaded, raw)
+
+
+@pytest.mark.gpu
+def test_every_bfloat16_pattern_survives_on_a_gpu():
+    raw = every_pattern("bfloat16")
+    pool = jnp.array(raw.view(jnp.bfloat16))
+    engine = TransferEngine(pool, len(raw))
+    assert engine.mode == "staged"
+    ids = np.random.default_rng(1).permutation(len(raw))
+    engine.save(pool, ids, ids)
+    assert [done.error for done in engine.drain()] == [None]
+    loaded, _ = engine.load(jnp.zeros_like(pool), ids, ids)
+    assert np.array_equal(bits(loaded), raw)
+
+
+# Leaves of one group apart from each other, scales beside what they scale, a block
+# that is a scalar, and a tuple and a dict of lists around it all.
+MIXED = (
+    {
+        "k": [("bfloat16", (3, 4)), ("bfloat16", (3, 4))],
+        "q": [("int8", (5,)), ("float8_e5m2", (3, 4))],
+    },
+    ("float32", ()),
+    {"v": [("bfloat16", (3, 4)), ("bool", (2, 2)), ("float32", (1, 1, 6))]},
+)
+
+
+def is_leaf(node):
+    return isinstance(node, tuple) and isinstance(node[0], str)
+
+
+def mixed_pool(num_blocks, rng):
+    def leaf(spec):
+        dtype, shape = spec
+        num_bytes = int(np.prod(shape)) * jnp.dtype(dtype).itemsize
+        raw = rng.integers(0, 2 if dtype == "bool" else 256, (num_blocks, num_bytes))
+        array = raw.astype(np.uint8).view(jnp.dtype(dtype))
+        return jax.device_put(jnp.array(array.reshape(num_blocks, *shape)), CPU)
+
+    return jax.tree.map(leaf, MIXED, is_leaf=is_leaf)
+
+
+def pool_bits(pool):
+    """u8[blocks, bytes]: all leaves side by side."""
+    return np.concatenate([bits(leaf) for leaf in jax.tree.leaves(pool)], axis=1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_load_into_a_mixed_pool_leaves_other_blocks_alone(mode):
+    rng = np.random.default_rng(3)
+    pool = mixed_pool(30, rng)
+    before = pool_bits(pool)
+    structure = jax.tree.structure(pool)
+    engine = TransferEngine(pool, 30, mode=mode)
+    assert engine.block_bytes == before.shape[1]
+    source, target = np.arange(21), rng.permutation(30)[:21]
+    engine.save(pool, source, source + 5)
+    engine.drain()
+    pool, _ = engine.load(pool, source + 5, target)
+    expected = before.copy()
+    expected[target] = before[source]
+    assert jax.tree.structure(pool) == structure
+    assert np.array_equal(pool_bits(pool), expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_random_transfers_agree_with_a_shadow(seed, mode):
+    num_blocks, num_host_blocks = 24, 40
+    rng = np.random.default_rng(seed)
+    pool = mixed_pool(num_blocks, rng)
+    device = pool_bits(pool)
+    host = np.zeros((num_host_blocks, device.shape[1]), np.uint8)
+    readable, pending = set(), {}
+    engine = TransferEngine(pool, num_host_blocks, mode=mode)
+
+    def step(pool, values, ids):  # What a model does: write into donated blocks.
+        return jax.tree.map(lambda leaf, new: leaf.at[ids].set(new), pool, values)
+
+    step = jax.jit(
+        step, donate_argnums=0, compiler_options=memory.compiler_options("cpu")
+    )
+
+    for _ in range(60):
+        num = int(rng.integers(0, num_blocks))
+        device_ids = rng.permutation(num_blocks)[:num]
+        match rng.integers(4):
+            case 0:
+                host_ids = rng.permutation(num_host_blocks)[:num]
+                ticket = engine.save(pool, device_ids, host_ids)
+                host[host_ids] = device[device_ids]
+                readable -= set(host_ids.tolist())
+                pending[ticket] = host_ids
+            case 1 if readable:
+                host_ids = rng.choice(sorted(readable), num)
+                pool, _ = engine.load(pool, host_ids, device_ids)
+                device[device_ids] = host[host_ids]
+            case 2:
+                ids = rng.permutation(num_blocks)[:5]
+                values = mixed_pool(5, rng)
+                device[ids] = pool_bits(values)
+                pool = step(pool, values, ids)
+            case _:
+                for done in engine.poll() if rng.integers(2) else engine.drain():
+                    assert done.error is None
+                    written = pending.pop(done.ticket, np.zeros(0, int))
+                    later = [set(ids.tolist()) for ids in pending.values()]
+                    readable |= set(written.tolist()).difference(*later)
+    engine.drain()
+    assert np.array_equal(pool_bits(pool), device)
+    assert readable
+    for start in range(0, len(readable), num_blocks):
+        ids = np.array(sorted(readable))[start : start + num_blocks]
+        pool, _ = engine.load(pool, ids, np.arange(len(ids)))
+        assert np.array_equal(pool_bits(pool)[: len(ids)], host[ids])
