@@ -1,0 +1,21 @@
+"""KV-cache offloading for JAX: a second home in host memory for paged KV blocks."""
+
+from jaxkv.blocks import DeviceBlockPool as DeviceBlockPool
+from jaxkv.connector import ConnectorOutput as ConnectorOutput
+from jaxkv.connector import OffloadMetadata as OffloadMetadata
+from jaxkv.connector import SchedulerOutput as SchedulerOutput
+from jaxkv.hashing import Extras as Extras
+from jaxkv.hashing import KeyChain as KeyChain
+from jaxkv.hashing import MultimodalItem as MultimodalItem
+from jaxkv.hashing import Namespace as Namespace
+from jaxkv.offloading_manager import OffloadingManager as OffloadingManager
+from jaxkv.policies import make_lru as make_lru
+from jaxkv.scheduler import OffloadScheduler as OffloadScheduler
+from jaxkv.transfer import TransferEngine as TransferEngine
+from jaxkv.types import LoadStoreSpec as LoadStoreSpec
+from jaxkv.types import OffloadingEvent as OffloadingEvent
+from jaxkv.types import Policy as Policy
+from jaxkv.types import PrepareStoreOutput as PrepareStoreOutput
+from jaxkv.worker import OffloadWorker as OffloadWorker
+
+__version__ = "0.1.0"
