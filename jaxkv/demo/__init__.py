@@ -1,0 +1,1 @@
+"""The demo: conversations about long documents, with offloading off and on."""

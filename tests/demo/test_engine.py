@@ -1,0 +1,257 @@
+"""The engine end to end: the same tokens with and without offloading."""
+
+import dataclasses
+import random
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.demo.engine import Engine, EngineConfig
+from jaxkv.demo.model import ModelConfig, reference_forward
+from jaxkv.demo.records import DemoConfig
+from jaxkv.demo.request import Phase
+from jaxkv.demo.run import check_config, measure_bandwidth, run_demo
+from jaxkv.demo.steps import make_steps
+
+MODEL = ModelConfig(
+    num_layers=2, d_model=64, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=128
+)
+CONFIG = EngineConfig(
+    block_size=16,
+    device_blocks=48,
+    host_blocks=200,
+    concurrency=3,
+    max_seq_tokens=640,
+    weights_epoch="test",
+)
+
+
+@pytest.fixture(scope="module")
+def steps():
+    return make_steps(MODEL, seed=0)
+
+
+def make_engine(steps, **changes):
+    return Engine(steps, dataclasses.replace(CONFIG, **changes))
+
+
+def finish(engine, *requests):
+    """Run until these requests are over, whatever else is in the engine."""
+    for _ in range(5000):
+        if all(r.phase in (Phase.FINISHED, Phase.ABORTED) for r in requests):
+            engine.drain()
+            return
+        engine.step()
+    raise AssertionError("the engine does not come to an end")
+
+
+def random_tokens(seed, num):
+    return random.Random(seed).choices(range(256), k=num)
+
+
+def check_at_rest(engine):
+    """Nothing waits, nothing is held, nothing is on its way."""
+    assert not engine.has_work
+    assert engine.blocks.num_free == engine.config.device_blocks - 1
+    if engine.offload is not None:
+        assert engine.worker.num_in_flight == 0
+        assert not engine.offload.has_pending_stores
+        assert not engine.offload.has_pending_loads
+        assert not np.asarray(engine.offload._manager._state.ref_cnt).any()
+
+
+def test_generates_what_the_dense_model_generates(steps):
+    engine = make_engine(steps, host_blocks=0)
+    prompt = random_tokens(1, 300)
+    request = engine.submit(prompt, 5)
+    finish(engine, request)
+    tokens = list(prompt)
+    for _ in range(5):
+        logits = reference_forward(steps.model, jnp.asarray(tokens, jnp.int32))
+        tokens.append(int(jnp.argmax(logits[-1])))
+    assert request.generated == tuple(tokens[300:])
+    check_at_rest(engine)
+
+
+def converse(engine, num_conversations, num_turns):
+    """Let conversations take turns in an engine that cannot hold them all."""
+    transcripts = [random_tokens(i, 250 + 7 * i) for i in range(num_conversations)]
+    for turn in range(num_turns):
+        requests = []
+        for i, transcript in enumerate(transcripts):
+            transcript += random_tokens(100 * turn + i, 20)
+            requests.append(engine.submit(transcript, 6))
+        finish(engine, *requests)
+        for transcript, request in zip(transcripts, requests, strict=True):
+            transcript += request.generated
+    return transcripts, requests
+
+
+@pytest.mark.parametrize("host_blocks", [200, 30, 1])
+def test_tokens_are_the_same_with_offloading(steps, host_blocks):
+    plain, _ = converse(make_engine(steps, host_blocks=0), 5, 3)
+    engine = make_engine(steps, host_blocks=host_blocks)
+    offloaded, last = converse(engine, 5, 3)
+    assert offloaded == plain
+    check_at_rest(engine)
+    assert engine.worker.blocks_stored > 0
+    if host_blocks == 200:
+        assert all(request.host_hit_tokens > 250 for request in last)
+
+
+def test_wrong_blocks_from_the_host_change_the_tokens(steps, monkeypatch):
+    """So that equal tokens mean something."""
+    prompt = random_tokens(3, 400)
+    engine = make_engine(steps)
+    first = engine.submit(prompt, 8)
+    finish(engine, first)
+    flush_device(engine)
+    load = engine.transfer.load
+
+    # Not merely in another order: attention would not notice that.
+    def load_one_block_everywhere(pool, host_ids, device_ids):
+        return load(pool, [host_ids[0]] * len(host_ids), device_ids)
+
+    monkeypatch.setattr(engine.transfer, "load", load_one_block_everywhere)
+    again = engine.submit(prompt, 8)
+    finish(engine, again)
+    assert again.host_hit_tokens == 384
+    assert again.generated != first.generated
+
+
+def flush_device(engine):
+    """Have the device tier give up all that it caches."""
+    engine.blocks.free(engine.blocks.allocate(engine.blocks.num_free))
+
+
+def test_a_prefix_in_common_is_stored_once(steps):
+    engine = make_engine(steps)
+    prefix = random_tokens(4, 320)
+    requests = [engine.submit(prefix + random_tokens(i, 20), 2) for i in range(4)]
+    finish(engine, *requests)
+    assert engine.worker.blocks_stored == 320 // 16 + 4  # and one of each tail
+    assert requests[-1].device_hit_tokens == 320
+
+
+def test_requests_can_be_aborted_at_any_time(steps):
+    engine = make_engine(steps)
+    rng = random.Random(5)
+    prompts = [random_tokens(i, 300) for i in range(4)]
+    warm = [engine.submit(prompt, 2) for prompt in prompts]
+    finish(engine, *warm)
+    for _ in range(12):
+        flush_device(engine)
+        requests = [engine.submit(prompt, 4) for prompt in prompts]
+        for _ in range(rng.randrange(4)):
+            engine.step()
+        for request in rng.sample(requests, 2):
+            engine.abort(request)
+            engine.abort(request)  # a second time does nothing
+        finish(engine, *requests)
+        check_at_rest(engine)
+    assert engine.worker.blocks_loaded > 0
+
+
+def test_a_failed_load_is_computed_instead(steps, monkeypatch):
+    prompt = random_tokens(6, 300)
+    engine = make_engine(steps)
+    first = engine.submit(prompt, 4)
+    finish(engine, first)
+    flush_device(engine)
+    poll = engine.worker.poll
+
+    def poll_failing():
+        output = poll()
+        return dataclasses.replace(
+            output, finished_recving=(), failed_recving=output.finished_recving
+        )
+
+    monkeypatch.setattr(engine.worker, "poll", poll_failing)
+    again = engine.submit(prompt, 4)
+    finish(engine, again)
+    assert again.host_hit_tokens == 0
+    assert again.generated == first.generated
+    check_at_rest(engine)
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "new_tokens", "match"),
+    [
+        (0, 4, r"len\(prompt\)=0 and max_new_tokens=4 must both be at least 1"),
+        (5, 0, "max_new_tokens=0 must both"),
+        (700, 1, "701 tokens is longer than max_seq_tokens=640"),
+    ],
+)
+def test_refuses_what_cannot_be_served(steps, prompt_tokens, new_tokens, match):
+    engine = make_engine(steps, host_blocks=0)
+    with pytest.raises(ValueError, match=match):
+        engine.submit([1] * prompt_tokens, new_tokens)
+    assert not engine.has_work
+    small = make_engine(steps, host_blocks=0, device_blocks=10)
+    with pytest.raises(ValueError, match=r"needs 13 blocks of the device pool, .* 9"):
+        small.submit([1] * 190, 10)
+
+
+def test_each_step_is_compiled_once_per_table_size(steps):
+    engine = make_engine(steps)
+    engine.warm_up()
+    sizes = [f.func._cache_size() for f in (steps.prefill_chunk, steps.decode)]
+    converse(engine, 3, 2)
+    assert [f.func._cache_size() for f in (steps.prefill_chunk, steps.decode)] == sizes
+
+
+def test_a_small_demo_runs_and_its_figures_agree():
+    config = DemoConfig(
+        conversations=3,
+        turns=2,
+        document_tokens=320,
+        question_tokens=60,
+        answer_tokens=4,
+        device_blocks=17,
+        host_bytes=16 << 20,
+    )
+    told = []
+    record = run_demo(config, lambda *args: told.append(args))
+    assert record.tokens_identical
+    assert record.off.blocks_stored == record.off.blocks_loaded == 0
+    assert record.on.blocks_stored > 0
+    assert record.on.blocks_loaded > 0
+    assert record.on.bytes_loaded % record.on.blocks_loaded == 0
+    block_bytes = record.on.bytes_stored // record.on.blocks_stored
+    assert record.on.peak_host_bytes == record.on.blocks_stored * block_bytes
+    assert sum(t.host_hit_tokens for t in record.on.turns) == (
+        record.on.blocks_loaded * config.block_size
+    )
+    for run in (record.off, record.on):
+        assert [(t.turn, t.conversation) for t in run.turns] == [
+            (turn, who) for turn in (1, 2) for who in range(3)
+        ]
+        for turn in run.turns:
+            hits = turn.device_hit_tokens + turn.host_hit_tokens
+            assert turn.prefilled_tokens == turn.prompt_tokens - hits > 0
+            assert turn.ttft_s > 0
+            assert len(turn.generated) == 4
+    assert [args[1:] for args in told if args[0] == "asking"] == [
+        (done, 12) for done in range(1, 13)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"turns": 99}, "the last turn would have 13136 tokens, but the model takes"),
+        ({"device_blocks": 20}, "20 device blocks cannot hold one conversation of 24"),
+        ({"host_bytes": 100}, "100 bytes of host memory cannot hold one KV block of"),
+    ],
+)
+def test_a_demo_that_cannot_run_is_refused(changes, match):
+    with pytest.raises(ValueError, match=match):
+        check_config(dataclasses.replace(DemoConfig(), **changes))
+
+
+def test_bandwidth_is_measured(steps):
+    record = measure_bandwidth(steps, DemoConfig())
+    assert record.num_bytes == 16 << 20
+    speeds = (record.store_gb_per_s, record.load_gb_per_s, record.copyto_gb_per_s)
+    assert all(0 < speed < 1000 for speed in speeds)
