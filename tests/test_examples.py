@@ -1,0 +1,50 @@
+"""The examples run as they stand, and print what README says they print."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXPECTED = {
+    "quickstart.py": "2 blocks back: k = 1.0, v = 2.0",
+    "serve.py": "round 2, prompt 0: (",
+}
+
+
+def run(example):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", ROOT / "examples" / example],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("example", sorted(EXPECTED))
+def test_runs(example):
+    assert EXPECTED[example] in run(example)
+
+
+def test_every_example_is_tested():
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(EXPECTED)
+
+
+def test_serving_again_brings_prompts_back_with_the_same_answer():
+    lines = run("serve.py").splitlines()
+    first, second = (
+        [line.split(": ")[1].split("), ") for line in lines if line.startswith(name)]
+        for name in ("round 1", "round 2")
+    )
+    assert [answer for answer, _ in first] == [answer for answer, _ in second]
+    assert {said for _, said in second} == {"576 of 600 tokens from the host"}
+
+
+def test_readme_shows_the_quickstart_as_it_is():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    source = (ROOT / "examples" / "quickstart.py").read_text(encoding="utf-8")
+    assert source.split('"""\n\n', 1)[1] in readme
