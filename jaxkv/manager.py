@@ -19,10 +19,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxkv.policies.counting import running_count
 from jaxkv.policies.directory import first_occurrence
+from jaxkv.policies.ordering import after
 from jaxkv.types import NO_BLOCK, Policy, PyTree
 
 NOT_READY = -1
+_PROTECTION = 1 << 20
 
 
 @jax.tree_util.register_dataclass
@@ -87,6 +90,26 @@ class StoreAnswer(NamedTuple):
     num_evicted: Array
 
 
+class StepAnswer(NamedTuple):
+    """What became of a request served by one call.
+
+    Attributes:
+        num_hits: i32[]. Keys, from the first on, whose blocks are to be loaded.
+        ok: bool[]. False if there was no room for the others; then none is stored.
+        block_ids: i32[K]. For the first `num_hits` keys the block to load from, for
+            the others the block to store in; NO_BLOCK where the key is known but is
+            no hit, repeats an earlier one, or is padding.
+        evicted_keys: u32[K, 8]. Keys that had to leave, in the order of eviction.
+        num_evicted: i32[]. How many.
+    """
+
+    num_hits: Array
+    ok: Array
+    block_ids: Array
+    evicted_keys: Array
+    num_evicted: Array
+
+
 def init(policy: Policy, num_blocks: int) -> ManagerState:
     """Make the state of an empty host tier of `num_blocks` under `policy`."""
     return ManagerState(
@@ -103,15 +126,15 @@ def init(policy: Policy, num_blocks: int) -> ManagerState:
 def lookup(policy: Policy, state: ManagerState, keys: Array, count: Array) -> Array:
     """Count the keys, from the first on, whose blocks can be read: i32[]."""
     block_ids = policy.find(state.policy, keys, count)
-    hit = (block_ids != NO_BLOCK) & (_ref_cnt(state, block_ids) >= 0)
-    return jnp.sum(jnp.cumprod(hit, dtype=jnp.int32), dtype=jnp.int32)
+    return _leading(_ref_cnt(state, block_ids) >= 0)
 
 
 def touch(
     policy: Policy, state: ManagerState, keys: Array, count: Array
 ) -> ManagerState:
     """Record a use of each key, the first key as the most recent."""
-    touched = policy.touch(state.policy, keys, count, state.ref_cnt)
+    ready = _ref_cnt(state, policy.find(state.policy, keys, count)) >= 0
+    touched = policy.touch(state.policy, keys, count, ready)
     return dataclasses.replace(state, policy=touched)
 
 
@@ -120,8 +143,7 @@ def prepare_load(
 ) -> tuple[ManagerState, LoadAnswer]:
     """Pin blocks that are about to be read. All keys must be known and ready."""
     block_ids = policy.find(state.policy, keys, count)
-    known = block_ids != NO_BLOCK
-    bad = _valid(keys, count) & ~(known & (_ref_cnt(state, block_ids) >= 0))
+    bad = _valid(keys, count) & (_ref_cnt(state, block_ids) < 0)
     pinned = jnp.where(jnp.any(bad), NO_BLOCK, block_ids)
     ref_cnt = state.ref_cnt.at[_index(state, pinned)].add(1, mode="drop")
     return dataclasses.replace(state, ref_cnt=ref_cnt), LoadAnswer(block_ids, bad)
@@ -133,10 +155,9 @@ def complete_load(
     """Unpin blocks that were read. Each key must have a load in progress."""
     block_ids = policy.find(state.policy, keys, count)
     ref_cnt = state.ref_cnt.at[_index(state, block_ids)].add(-1, mode="drop")
-    after = dataclasses.replace(state, ref_cnt=ref_cnt)
+    unpinned = dataclasses.replace(state, ref_cnt=ref_cnt)
     # A key may be given as often as it was pinned; one time more makes it negative.
-    known = block_ids != NO_BLOCK
-    bad = _valid(keys, count) & ~(known & (_ref_cnt(after, block_ids) >= 0))
+    bad = _valid(keys, count) & (_ref_cnt(unpinned, block_ids) < 0)
     undone = jnp.where(jnp.any(bad), block_ids, NO_BLOCK)
     ref_cnt = ref_cnt.at[_index(state, undone)].add(1, mode="drop")
     return dataclasses.replace(state, ref_cnt=ref_cnt), LoadAnswer(block_ids, bad)
@@ -150,31 +171,9 @@ def prepare_store(
     None of the keys given is evicted to make room for another. A key that repeats an
     earlier one of the batch counts once.
     """
-    num_blocks = state.ref_cnt.shape[0]
     present = policy.find(state.policy, keys, count)
     missing = _valid(keys, count) & (present == NO_BLOCK)
-    missing &= first_occurrence(keys, missing)
-
-    num_missing = jnp.sum(missing, dtype=jnp.int32)
-    num_free = state.pool.num_freed + num_blocks - state.pool.num_allocated
-    # For the length of the eviction the batch counts as being read. `max` rather than
-    # `add`: one more than NOT_READY would be 0, which is evictable.
-    protected = state.ref_cnt.at[_index(state, present)].max(1, mode="drop")
-    num_short = jnp.maximum(num_missing - num_free, 0)
-    evicted = policy.evict(state.policy, num_short, protected, keys.shape[0])
-    pool = _release(state.pool, evicted.block_ids)
-
-    pool, block_ids = _allocate(pool, missing & evicted.ok, num_blocks)
-    inserted = policy.insert(evicted.state, keys, block_ids)
-    stored = jnp.where(inserted.inserted, block_ids, NO_BLOCK)
-    pool = _release(pool, jnp.where(inserted.inserted, NO_BLOCK, block_ids))
-
-    ref_cnt = state.ref_cnt.at[_index(state, stored)].set(NOT_READY, mode="drop")
-    num_evicted = jnp.sum(evicted.block_ids != NO_BLOCK, dtype=jnp.int32)
-    return (
-        ManagerState(inserted.state, ref_cnt, pool),
-        StoreAnswer(evicted.ok, stored, evicted.keys, num_evicted),
-    )
+    return _store(policy, state, keys, present, missing)
 
 
 def complete_store(
@@ -208,9 +207,112 @@ def complete_store(
     )
 
 
+def request_step(
+    policy: Policy, state: ManagerState, keys: Array, count: Array
+) -> tuple[ManagerState, StepAnswer]:
+    """Serve a whole request: pin what can be read and find room for the rest.
+
+    The same as `lookup`, `touch`, `prepare_load` of the hits and `prepare_store` of
+    all keys, with one search for the keys instead of four.
+
+    Args:
+        policy: The policy.
+        state: The state before.
+        keys: u32[K, 8]. Keys of a prefix, in its order.
+        count: i32[]. How many of them are meant.
+
+    Returns:
+        The state after, and what to load and to store; `complete_step` ends both.
+    """
+    block_ids = policy.find(state.policy, keys, count)
+    ready = _ref_cnt(state, block_ids) >= 0
+    num_hits = _leading(ready)
+    is_hit = jnp.arange(keys.shape[0], dtype=jnp.int32) < num_hits
+
+    pinned = _index(state, jnp.where(is_hit, block_ids, NO_BLOCK))
+    state, stored = _store(
+        policy,
+        dataclasses.replace(
+            state,
+            policy=policy.touch(state.policy, keys, count, ready),
+            ref_cnt=state.ref_cnt.at[pinned].add(1, mode="drop"),
+        ),
+        keys,
+        block_ids,
+        _valid(keys, count) & (block_ids == NO_BLOCK),
+    )
+    return state, StepAnswer(
+        num_hits=num_hits,
+        ok=stored.ok,
+        block_ids=jnp.where(is_hit, block_ids, stored.block_ids),
+        evicted_keys=stored.evicted_keys,
+        num_evicted=stored.num_evicted,
+    )
+
+
+def complete_step(
+    state: ManagerState, block_ids: Array, num_hits: Array
+) -> ManagerState:
+    """End the loads and stores that a `request_step` began, all of them arrived.
+
+    Needs no search. Where something failed, end each with `complete_load` and
+    `complete_store` instead.
+
+    Args:
+        state: The state before.
+        block_ids: i32[K]. As in the answer of `request_step`.
+        num_hits: i32[]. As in that answer.
+
+    Returns:
+        The state after.
+    """
+    is_hit = jnp.arange(block_ids.shape[0], dtype=jnp.int32) < num_hits
+    # A load ends with one reader less, a store goes from NOT_READY to 0.
+    change = jnp.where(is_hit, -1, -NOT_READY)
+    ref_cnt = state.ref_cnt.at[_index(state, block_ids)].add(change, mode="drop")
+    return dataclasses.replace(state, ref_cnt=ref_cnt)
+
+
 def _valid(keys: Array, count: Array) -> Array:
     """Tell keys from padding: bool[K]."""
     return jnp.arange(keys.shape[0], dtype=jnp.int32) < count
+
+
+def _leading(flags: Array) -> Array:
+    """Count the true values before the first false one: i32[]."""
+    rows = jnp.arange(flags.shape[0], dtype=jnp.int32)
+    return jnp.min(jnp.where(flags, flags.shape[0], rows))
+
+
+def _store(
+    policy: Policy, state: ManagerState, keys: Array, present: Array, missing: Array
+) -> tuple[ManagerState, StoreAnswer]:
+    """Give the `missing` keys blocks; none of `present` (i32[K]) is evicted for it."""
+    num_blocks = state.ref_cnt.shape[0]
+    missing &= first_occurrence(keys, missing)
+    num_missing = jnp.sum(missing, dtype=jnp.int32)
+    num_free = state.pool.num_freed + num_blocks - state.pool.num_allocated
+    # For the length of the eviction the batch counts as being read, so much that even
+    # a block in flight, whose count is NOT_READY, is not evictable.
+    batch = _index(state, present)
+    protected = state.ref_cnt.at[batch].add(_PROTECTION, mode="drop")
+    num_short = jnp.maximum(num_missing - num_free, 0)
+    evicted = policy.evict(state.policy, num_short, protected, keys.shape[0])
+    ref_cnt = protected.at[after(batch, evicted.block_ids)].add(
+        -_PROTECTION, mode="drop"
+    )
+
+    pool = _release(state.pool, evicted.block_ids)
+    pool, block_ids = _allocate(pool, missing & evicted.ok, num_blocks)
+    inserted = policy.insert(evicted.state, keys, block_ids)
+    stored = jnp.where(inserted.inserted, block_ids, NO_BLOCK)
+    pool = _release(pool, jnp.where(inserted.inserted, NO_BLOCK, block_ids))
+    ref_cnt = ref_cnt.at[_index(state, stored)].set(NOT_READY, mode="drop")
+    num_evicted = jnp.sum(evicted.block_ids != NO_BLOCK, dtype=jnp.int32)
+    return (
+        ManagerState(inserted.state, ref_cnt, pool),
+        StoreAnswer(evicted.ok, stored, evicted.keys, num_evicted),
+    )
 
 
 def _index(state: ManagerState, block_ids: Array) -> Array:
@@ -229,7 +331,7 @@ def _allocate(
     pool: BlockPool, wanted: Array, num_blocks: int
 ) -> tuple[BlockPool, Array]:
     """Take an id for each row of `wanted` (bool[K]); there are enough."""
-    rank = jnp.cumsum(wanted, dtype=jnp.int32) - 1
+    rank = running_count(wanted) - 1
     num_fresh = jnp.minimum(rank[-1] + 1, num_blocks - pool.num_allocated)
     num_reused = rank[-1] + 1 - num_fresh
     from_top = jnp.clip(pool.num_freed - 1 - (rank - num_fresh), 0, num_blocks - 1)
@@ -249,7 +351,7 @@ def _allocate(
 def _release(pool: BlockPool, block_ids: Array) -> BlockPool:
     """Push ids (i32[K], NO_BLOCK ignored) on the stack, the last on top."""
     given = block_ids != NO_BLOCK
-    rank = jnp.cumsum(given, dtype=jnp.int32) - 1
+    rank = running_count(given) - 1
     at = jnp.where(given, pool.num_freed + rank, pool.freed.shape[0])
     return dataclasses.replace(
         pool,

@@ -72,17 +72,19 @@ class Policy(NamedTuple):
 
     A policy maps keys to host block ids and keeps an order among them. It knows
     nothing of bytes, and the manager shows it the reference counts where it has to
-    look at them. Every function is pure and may be traced; none raises, none looks
-    at anything but its arguments. Batches are `keys: u32[K, 8]` of which the first
-    `count: i32[]` are meant; the rest is padding.
+    look at them. Every function but `snapshot` is pure and may be traced; none raises,
+    none looks at anything but its arguments. Batches are `keys: u32[K, 8]` of which
+    the first `count: i32[]` are meant; the rest is padding.
 
     Attributes:
+        num_blocks: Blocks of the tier that the policy was made for, B.
+        max_batch: Most keys that one `touch` or `insert` may mean.
         init: ``() -> state``. An empty cache.
         find: ``(state, keys, count) -> i32[K]``. The block of each key, NO_BLOCK
             where the key is absent or padding. Changes no order.
-        touch: ``(state, keys, count, ref_cnt) -> state``. Record a use of each key;
-            the first key ends as the most recent. Unknown keys are ignored. Where
-            `ref_cnt` (i32[B]) is negative, the block's store is still in progress.
+        touch: ``(state, keys, count, ready) -> state``. Record a use of each key; the
+            first key ends as the most recent. Unknown keys are ignored. Where `ready`
+            (bool[K]) is false, the key's block, if any, is still being stored.
         insert: ``(state, keys, block_ids) -> InsertResult``. Add a key wherever
             `block_ids` (i32[K]) is not NO_BLOCK; these keys are absent and distinct.
         remove: ``(state, keys, block_ids) -> state``. Forget a key wherever
@@ -90,14 +92,21 @@ class Policy(NamedTuple):
         evict: ``(state, num, ref_cnt, width) -> EvictResult``. Give up `num` (i32[])
             blocks whose `ref_cnt` (i32[B]) is 0, all or none. `width` is static: the
             K of the answer, at least `num`.
+        snapshot: ``(state) -> dict``. Show a state to a reader, on the host and not
+            under jit. A list in the dict is a list of keys, `bytes`; every key that
+            has a block is in one of the lists, and no key is in two. What else is
+            in the dict, such as a number, is the policy's own.
     """
 
+    num_blocks: int
+    max_batch: int
     init: Callable[[], PyTree]
     find: Callable[[PyTree, jax.Array, jax.Array], jax.Array]
     touch: Callable[[PyTree, jax.Array, jax.Array, jax.Array], PyTree]
     insert: Callable[[PyTree, jax.Array, jax.Array], InsertResult]
     remove: Callable[[PyTree, jax.Array, jax.Array], PyTree]
     evict: Callable[[PyTree, jax.Array, jax.Array, int], EvictResult]
+    snapshot: Callable[[PyTree], dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

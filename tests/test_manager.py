@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxkv import manager
-from jaxkv.policies import POLICIES
+from jaxkv.policies import get_policy_maker, policy_names
 
 NUM_BLOCKS = 5
 WIDTH = 4
@@ -24,9 +24,9 @@ lookup, prepare_load, complete_load, prepare_store, complete_store = (
 )
 
 
-@pytest.fixture(params=sorted(POLICIES))
+@pytest.fixture(params=policy_names())
 def policy(request):
-    return POLICIES[request.param](NUM_BLOCKS, 64)
+    return get_policy_maker(request.param)(NUM_BLOCKS, 64)
 
 
 def batch(*numbers):
@@ -147,6 +147,7 @@ def test_scan_with_donation_equals_calls_one_by_one(policy):
     scanned = jax.jit(replay, donate_argnums=0)(
         manager.init(policy, NUM_BLOCKS), keys, counts
     )
+    chex.clear_trace_counter()  # It would count the other policies' traces too.
     step = jax.jit(chex.assert_max_traces(request_step, n=1), static_argnums=0)
     state, answers = manager.init(policy, NUM_BLOCKS), []
     for key, count in zip(keys, counts, strict=True):
@@ -171,3 +172,39 @@ def test_vmap_over_caches_equals_each_alone(policy):
         )
         one = jax.tree.map(lambda leaf, cache=cache: leaf[cache], together)
         chex.assert_trees_all_equal(one, alone)
+
+
+def test_a_request_step_equals_its_parts(policy):
+    keys, counts = requests(30)
+    fused = jax.jit(manager.request_step, static_argnums=0)
+    complete = jax.jit(manager.complete_step)
+    one = apart = manager.init(policy, NUM_BLOCKS)
+    refused = 0
+    for number, (key, count) in enumerate(zip(keys, counts, strict=True)):
+        one, answer = fused(policy, one, key, count)
+        hits = lookup(policy, apart, key, count)
+        apart = manager.touch(policy, apart, key, count)
+        apart, load = prepare_load(policy, apart, key, hits)
+        apart, store = prepare_store(policy, apart, key, count)
+        chex.assert_trees_all_equal(one, apart)
+        assert int(answer.num_hits) == int(hits)
+        assert answer.block_ids[: int(hits)].tolist() == (
+            load.block_ids[: int(hits)].tolist()
+        )
+        assert answer.block_ids[int(hits) :].tolist() == (
+            store.block_ids[int(hits) :].tolist()
+        )
+        chex.assert_trees_all_equal(answer.evicted_keys, store.evicted_keys)
+        assert bool(answer.ok) == bool(store.ok)
+        refused += not answer.ok
+        if number % 7 == 3:
+            continue  # leave these in flight, so that some later ones are refused
+        one = complete(one, answer.block_ids, answer.num_hits)
+        own = jnp.flatnonzero(store.block_ids != -1)
+        own_keys = jnp.zeros_like(key).at[: own.size].set(key[own])
+        apart, _ = complete_store(
+            policy, apart, own_keys, jnp.int32(own.size), jnp.bool_(True)
+        )
+        apart, _ = complete_load(policy, apart, key, hits)
+        chex.assert_trees_all_equal(one, apart)
+    assert refused

@@ -1,15 +1,12 @@
 """Cache policies: pure functions over pytrees, and the registry of their names."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-
+from jaxkv.policies.arc import ARCState as ARCState
+from jaxkv.policies.arc import make_arc as make_arc
+from jaxkv.policies.arc import make_arc_fixed as make_arc_fixed
 from jaxkv.policies.lru import LRUState as LRUState
 from jaxkv.policies.lru import make_lru as make_lru
-from jaxkv.types import Policy
-
-POLICIES: Mapping[str, Callable[[int, int], Policy]] = MappingProxyType(
-    {"lru": make_lru}
-)
-"""Makers of the built-in policies, ``(num_blocks, max_batch) -> Policy``, by name."""
+from jaxkv.policies.registry import POLICIES as POLICIES
+from jaxkv.policies.registry import PolicyMaker as PolicyMaker
+from jaxkv.policies.registry import get_policy_maker as get_policy_maker
+from jaxkv.policies.registry import policy_names as policy_names
+from jaxkv.policies.registry import register_policy as register_policy

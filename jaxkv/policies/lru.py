@@ -18,7 +18,9 @@ from jax import Array
 from jaxkv.keys import lanes_to_keys
 from jaxkv.policies import directory as directory_lib
 from jaxkv.policies import recency
+from jaxkv.policies.counting import running_count
 from jaxkv.policies.directory import Directory
+from jaxkv.policies.ordering import after
 from jaxkv.policies.recency import RecencyLog
 from jaxkv.types import NO_BLOCK, EvictResult, InsertResult, Policy
 
@@ -51,9 +53,9 @@ def find(state: LRUState, keys: Array, count: Array) -> Array:
     return jnp.where(entries < _num_blocks(state), entries, NO_BLOCK)
 
 
-def touch(state: LRUState, keys: Array, count: Array, ref_cnt: Array) -> LRUState:
+def touch(state: LRUState, keys: Array, count: Array, ready: Array) -> LRUState:
     """Record a use of each key, the last first; see `Policy.touch`."""
-    del ref_cnt  # A store in progress is used like any block.
+    del ready  # A block that is being stored is used like any other.
     ranks = count - 1 - jnp.arange(keys.shape[0], dtype=jnp.int32)
     order = recency.append(state.order, _entries(state, keys, count), ranks, count)
     return dataclasses.replace(state, order=order)
@@ -65,7 +67,7 @@ def insert(state: LRUState, keys: Array, block_ids: Array) -> InsertResult:
     entries = jnp.where(wanted, block_ids, _num_blocks(state))
     directory, inserted = directory_lib.insert(state.directory, keys, entries)
     entries = jnp.where(inserted, entries, _num_blocks(state))
-    ranks = jnp.cumsum(inserted, dtype=jnp.int32) - 1
+    ranks = running_count(inserted) - 1
     order = recency.append(state.order, entries, ranks, ranks[-1] + 1)
     return InsertResult(LRUState(directory, order), inserted)
 
@@ -85,11 +87,12 @@ def evict(state: LRUState, num: Array, ref_cnt: Array, width: int) -> EvictResul
     order, victims, ok = recency.pop_oldest(
         state.order, num, lambda entries: ref_cnt[entries] == 0, width
     )
-    found = victims < _num_blocks(state)
+    keys = state.directory.keys.at[victims].get(mode="fill", fill_value=0)
+    victims = after(victims, keys)  # Which will be overwritten.
     return EvictResult(
         state=LRUState(directory_lib.remove(state.directory, victims), order),
-        block_ids=jnp.where(found, victims, NO_BLOCK),
-        keys=state.directory.keys.at[victims].get(mode="fill", fill_value=0),
+        block_ids=jnp.where(victims < _num_blocks(state), victims, NO_BLOCK),
+        keys=keys,
         ok=ok,
     )
 
@@ -137,12 +140,15 @@ def make_lru(num_blocks: int, max_batch: int = 4096) -> Policy:
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1.")
     return Policy(
+        num_blocks=num_blocks,
+        max_batch=max_batch,
         init=functools.partial(init, num_blocks, max_batch),
         find=find,
         touch=touch,
         insert=insert,
         remove=remove,
         evict=evict,
+        snapshot=snapshot,
     )
 
 

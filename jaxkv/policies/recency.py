@@ -25,6 +25,8 @@ import numpy as np
 from jax import Array, lax
 from numpy.typing import NDArray
 
+from jaxkv.policies.counting import running_count
+
 _NO_PLACE = -1
 _CHUNK = 256
 # A place is (list << 29) | position. Two bits for the list keep it above -1.
@@ -84,29 +86,58 @@ def init(num_entries: int, max_batch: int, num_lists: int = 1) -> RecencyLog:
     )
 
 
-def append(
-    log: RecencyLog,
-    entries: Array,
-    ranks: Array,
-    count: Array,
-    lists: Array | int = 0,
+def make_room(log: RecencyLog, count: Array) -> RecencyLog:
+    """Move the alive records to the front if `count` more would not fit."""
+    length = log.entries.shape[0]
+
+    def compact(log: RecencyLog) -> RecencyLog:
+        num_entries = log.places.shape[0]
+        at = jnp.arange(length, dtype=jnp.int32)
+        places = _places(log, log.entries)
+        alive = _position(places) == at
+        rank = running_count(alive) - 1
+        moved = jnp.full_like(log.entries, num_entries)
+        num_before = rank + 1 - alive.astype(jnp.int32)
+        return RecencyLog(
+            entries=moved.at[jnp.where(alive, rank, length)].set(
+                log.entries, mode="drop"
+            ),
+            places=log.places.at[jnp.where(alive, log.entries, num_entries)].set(
+                places - at + rank, mode="drop"
+            ),
+            # A head past the end may as well be at the last record.
+            heads=num_before[jnp.minimum(log.heads, length - 1)],
+            tail=rank[-1] + 1,
+        )
+
+    # A loop of at most one round rather than a `cond`, whose untouched branch would
+    # copy the whole log on the CPU backend.
+    return lax.while_loop(lambda log: log.tail + count > length, compact, log)
+
+
+def append(log: RecencyLog, entries: Array, ranks: Array, count: Array) -> RecencyLog:
+    """Make entries the most recent of the only list: `put` after `make_room`."""
+    return put(make_room(log, count), entries, 0, ranks, count)
+
+
+def put(
+    log: RecencyLog, entries: Array, lists: Array | int, ranks: Array, count: Array
 ) -> RecencyLog:
-    """Make entries the most recent.
+    """Put entries at the end of lists. There must be room for them.
 
     Args:
         log: The order before.
         entries: i32[K]. Entries to move to the end, E where there is none. An entry
             may appear more than once; its highest rank counts.
+        lists: i32[K], or one number for all. The list that each is put in. An entry
+            stays in its list or goes up; `remove` it first if it is to go down.
         ranks: i32[K]. Order among them, distinct, in [0, count) wherever there is an
             entry. The highest ends as the most recent.
         count: i32[]. Positions to use up.
-        lists: i32[K]. The list that each is put in, or one for all. It must not be
-            lower than the list the entry is in; `remove` it first if it is.
 
     Returns:
         The order after.
     """
-    log = _make_room(log, count)
     num_entries, length = log.places.shape[0], log.entries.shape[0]
     positions = log.tail + ranks
     known = entries < num_entries
@@ -134,7 +165,7 @@ def list_of(log: RecencyLog, entries: Array) -> Array:
 
 
 def is_newest(log: RecencyLog, entries: Array, ranks: Array, count: Array) -> Array:
-    """Tell which rows of the last `append` stand: bool[K], one for every entry."""
+    """Tell which rows of the last `put` stand: bool[K], one for every entry."""
     positions = log.tail - count + ranks
     return _position(_places(log, entries)) == positions
 
@@ -173,7 +204,7 @@ def find_oldest(
         place_here = at + (of_list << _POSITION_BITS)
         alive = (at >= position) & (_places(log, entries) == place_here)
         eligible = alive & is_eligible(jnp.minimum(entries, num_entries - 1))
-        rank = found + jnp.cumsum(eligible, dtype=jnp.int32) - 1
+        rank = found + running_count(eligible) - 1
         take = eligible & (rank < num)
         taken = taken.at[jnp.where(take, rank, width)].set(entries, mode="drop")
         left = jnp.min(jnp.where(alive & ~take, at, length))
@@ -239,32 +270,3 @@ def _places(log: RecencyLog, entries: Array) -> Array:
 def _position(places: Array) -> Array:
     """Drop the list from a place. What -1 becomes is no position."""
     return places & ((1 << _POSITION_BITS) - 1)
-
-
-def _make_room(log: RecencyLog, count: Array) -> RecencyLog:
-    """Move the alive records to the front if `count` more would not fit."""
-    length = log.entries.shape[0]
-
-    def compact(log: RecencyLog) -> RecencyLog:
-        num_entries = log.places.shape[0]
-        at = jnp.arange(length, dtype=jnp.int32)
-        places = _places(log, log.entries)
-        alive = _position(places) == at
-        rank = jnp.cumsum(alive, dtype=jnp.int32) - 1
-        moved = jnp.full_like(log.entries, num_entries)
-        num_before = rank + 1 - alive.astype(jnp.int32)
-        return RecencyLog(
-            entries=moved.at[jnp.where(alive, rank, length)].set(
-                log.entries, mode="drop"
-            ),
-            places=log.places.at[jnp.where(alive, log.entries, num_entries)].set(
-                places - at + rank, mode="drop"
-            ),
-            # A head past the end may as well be at the last record.
-            heads=num_before[jnp.minimum(log.heads, length - 1)],
-            tail=rank[-1] + 1,
-        )
-
-    # A loop of at most one round rather than a `cond`, whose untouched branch would
-    # copy the whole log on the CPU backend.
-    return lax.while_loop(lambda log: log.tail + count > length, compact, log)

@@ -1,4 +1,14 @@
-"""What every policy promises. A new policy is a new name in the registry."""
+"""What every policy promises.
+
+These tests run for every policy of the registry. For another one, write a test file
+that takes them over and names the maker:
+
+    from tests.policies.test_contract import *  # noqa: F403
+
+    @pytest.fixture
+    def make():
+        return make_mine
+"""
 
 import functools
 import pickle
@@ -9,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.policies import POLICIES
+from jaxkv.keys import keys_to_lanes
+from jaxkv.policies import get_policy_maker, policy_names
 
 NUM_BLOCKS = 6
 WIDTH = 4
@@ -26,9 +37,14 @@ def jitted(policy):
     return policy._replace(evict=evict, **compiled)
 
 
-@pytest.fixture(params=sorted(POLICIES))
-def eager(request):
-    return POLICIES[request.param](NUM_BLOCKS, 64)
+@pytest.fixture(params=policy_names())
+def make(request):
+    return get_policy_maker(request.param)
+
+
+@pytest.fixture
+def eager(make):
+    return make(NUM_BLOCKS, 64)
 
 
 @pytest.fixture
@@ -56,6 +72,10 @@ def filled(policy):
     return state
 
 
+def all_ready():
+    return jnp.ones(WIDTH, bool)
+
+
 def free_refs():
     return jnp.zeros(NUM_BLOCKS, jnp.int32)
 
@@ -69,7 +89,7 @@ def test_ignores_padding(policy):
     state = filled(policy)
     keys, _ = make_keys(10, 11, 12)
     assert policy.find(state, keys, jnp.int32(1)).tolist() == [0, -1, -1, -1]
-    touched = policy.touch(state, keys, jnp.int32(0), free_refs())
+    touched = policy.touch(state, keys, jnp.int32(0), all_ready())
     chex.assert_trees_all_equal(touched, state)
     inserted = policy.insert(state, make_keys(90)[0], block_ids())
     chex.assert_trees_all_equal(inserted.state, state)
@@ -114,7 +134,7 @@ def test_evicting_none_changes_nothing(policy):
 
 def session(policy, state, keys):
     """Touch some keys, evict a block and give it to another key."""
-    state = policy.touch(state, keys, jnp.int32(2), free_refs())
+    state = policy.touch(state, keys, jnp.int32(2), all_ready())
     evicted = policy.evict(state, jnp.int32(1), free_refs(), WIDTH)
     return policy.insert(evicted.state, keys + jnp.uint32(1000), evicted.block_ids)
 
@@ -128,6 +148,7 @@ def test_jit_equals_eager(eager):
 
 
 def test_traces_once_per_batch_size(policy):
+    chex.clear_trace_counter()  # It would count the other policies' traces too.
     traced = jax.jit(
         chex.assert_max_traces(session, n=1), static_argnums=0, donate_argnums=1
     )
@@ -175,16 +196,57 @@ def test_state_survives_pickling(policy):
     )
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
-def test_equal_arguments_share_one_policy(name):
-    assert POLICIES[name](8, 64) is POLICIES[name](8, 64)
+def test_state_survives_an_orbax_checkpoint(policy, tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
+    state = filled(policy)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        copy = checkpointer.restore(tmp_path / "state", jax.eval_shape(policy.init))
+    assert jax.tree.structure(copy) == jax.tree.structure(state)
+    chex.assert_trees_all_equal(copy, state)
+    keys, _ = make_keys(10, 12)
+    chex.assert_trees_all_equal(
+        session(policy, copy, keys), session(policy, state, keys)
+    )
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
+def held_in_snapshot(policy, state):
+    """The block of each key that the snapshot shows, ghosts left out."""
+    shown = policy.snapshot(state).values()
+    keys = [key for part in shown if isinstance(part, list) for key in part]
+    assert len(set(keys)) == len(keys)
+    found = policy.find(state, jnp.asarray(keys_to_lanes(keys)), jnp.int32(len(keys)))
+    return {k: b for k, b in zip(keys, found.tolist(), strict=True) if b != -1}
+
+
+def test_snapshot_shows_every_block_once_and_changes_nothing(policy):
+    state = filled(policy)
+    before = jax.tree.map(np.array, state)
+    names = [np.full(8, 11 + i, "<u4").tobytes() for i in range(NUM_BLOCKS)]
+    assert held_in_snapshot(policy, state) == {key: i for i, key in enumerate(names)}
+    chex.assert_trees_all_equal(jax.tree.map(np.array, state), before)
+
+    evicted = policy.evict(state, jnp.int32(2), free_refs(), WIDTH)
+    gone = evicted.block_ids[:2].tolist()
+    assert held_in_snapshot(policy, evicted.state) == {
+        key: i for i, key in enumerate(names) if i not in gone
+    }
+    assert held_in_snapshot(policy, policy.init()) == {}
+
+
+def test_policy_knows_the_sizes_that_it_was_made_for(make):
+    assert (make(8, 64).num_blocks, make(8, 64).max_batch) == (8, 64)
+
+
+def test_equal_arguments_share_one_policy(make):
+    assert make(8, 64) is make(8, 64)
+
+
 @pytest.mark.parametrize(
     ("num_blocks", "max_batch", "match"),
     [(0, 8, "num_blocks=0 must"), (8, -1, "max_batch=-1 must")],
 )
-def test_refuses_sizes_below_one(name, num_blocks, max_batch, match):
+def test_refuses_sizes_below_one(make, num_blocks, max_batch, match):
     with pytest.raises(ValueError, match=match):
-        POLICIES[name](num_blocks, max_batch)
+        make(num_blocks, max_batch)

@@ -1,0 +1,424 @@
+"""Adaptive replacement: balance blocks used once against blocks used again.
+
+Four lists, each from the least to the most recently used. T1 has the blocks that were
+used once, T2 those that were used again. What is evicted from them leaves its key in
+B1 and B2, the ghosts. `target` is the size that T1 should have: the use of a ghost of
+B1 shows that T1 is too small and raises it, that of one of B2 lowers it (Megiddo and
+Modha, FAST 2003).
+
+`make_arc` is exact to vLLM 0.19.1's `ARCCachePolicy`, which departs from the paper:
+a new block always starts in T1, even if it has a ghost; a block whose store is in
+progress is not promoted; the target moves once for every ghost that is touched; and
+blocks are evicted from T1 while it is not smaller than the target, then from T2 only,
+so that T2 may be found empty, and the eviction refused, while T1 has blocks to give.
+`make_arc_fixed` mends what that costs.
+
+An entry is a key in any of the lists. Whatever moves an entry puts it at the end of a
+list, so one recency log carries all four.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxkv.keys import lanes_to_keys
+from jaxkv.policies import directory as directory_lib
+from jaxkv.policies import recency
+from jaxkv.policies.counting import running_count
+from jaxkv.policies.directory import Directory
+from jaxkv.policies.ordering import after
+from jaxkv.policies.recency import Oldest, RecencyLog
+from jaxkv.types import NO_BLOCK, EvictResult, InsertResult, Policy
+
+# In this order because every move but eviction is upwards (see `recency.put`).
+B1, B2, T1, T2 = range(4)
+_NUM_LISTS = 4
+_NO_LIST = -1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ARCState:
+    """The blocks that are held and the ghosts of some that were. E = 3 B.
+
+    Three times the blocks is enough: T1 and T2 share the blocks, a ghost that takes
+    the place of a block brings no new key, and B1 and B2 have at most B ghosts each
+    after every eviction.
+
+    Attributes:
+        directory: Which entry holds a key.
+        block_ids: i32[E]. The block of each entry in T1 or T2, else NO_BLOCK.
+        order: The four lists.
+        sizes: i32[4]. Entries in each list.
+        unused: i32[E]. A stack of the entries that are in no list; its height is
+            what `sizes` leaves of E.
+        target: u32[2]. The bits of the target, a float64: JAX has none by default.
+    """
+
+    directory: Directory
+    block_ids: Array
+    order: RecencyLog
+    sizes: Array
+    unused: Array
+    target: Array
+
+
+def init(num_blocks: int, max_batch: int) -> ARCState:
+    """Make an empty cache of `num_blocks`."""
+    num_entries = 3 * num_blocks
+    return ARCState(
+        directory=directory_lib.init(num_entries),
+        block_ids=jnp.full((num_entries,), NO_BLOCK, jnp.int32),
+        order=recency.init(num_entries, max_batch, _NUM_LISTS),
+        sizes=jnp.zeros((_NUM_LISTS,), jnp.int32),
+        unused=jnp.arange(num_entries, dtype=jnp.int32)[::-1],
+        target=jnp.zeros((2,), jnp.uint32),
+    )
+
+
+def find(state: ARCState, keys: Array, count: Array) -> Array:
+    """Find the block of each key; see `Policy.find`."""
+    return _blocks(state, _entries(state, keys, _is_meant(keys, count)))
+
+
+def touch(
+    state: ARCState, keys: Array, count: Array, ready: Array, *, fixed: bool
+) -> ARCState:
+    """Record a use of each key, the last first; see `Policy.touch`.
+
+    A block of T1 goes to T2 unless its store is in progress. Everything else goes to
+    the end of its own list, ghosts too; and those move the target.
+    """
+    entries = _entries(state, keys, _is_meant(keys, count))
+    order = recency.make_room(state.order, count)
+    lists = recency.list_of(order, entries)
+    new_lists = jnp.where((lists == T1) & ready, T2, lists)
+    ranks = count - 1 - jnp.arange(keys.shape[0], dtype=jnp.int32)
+    order = recency.put(order, entries, new_lists, ranks, count)
+    # A key that was given twice has moved once.
+    moved = recency.is_newest(order, entries, ranks, count)
+    hits = jnp.stack([_any(lists, B1), _any(lists, B2)]) if fixed else lists[::-1]
+    return dataclasses.replace(
+        state,
+        order=order,
+        sizes=state.sizes + _count(new_lists, moved) - _count(lists, moved),
+        target=_adapt(state.target, hits, state.sizes, _num_entries(state) // 3),
+    )
+
+
+def insert(
+    state: ARCState, keys: Array, block_ids: Array, *, fixed: bool
+) -> InsertResult:
+    """Add new keys to T1, in their order; see `Policy.insert`.
+
+    A ghost becomes a block again, and if `fixed` it does so in T2.
+    """
+    none = _num_entries(state)
+    wanted = block_ids != NO_BLOCK
+    ghosts = _entries(state, keys, wanted)
+    fresh = _take_unused(state, wanted & (ghosts == none))
+    directory, added = directory_lib.insert(state.directory, keys, fresh)
+    entries = jnp.where(added, fresh, ghosts)
+    inserted = entries < none
+
+    ranks = running_count(inserted) - 1
+    count = ranks[-1] + 1
+    order = recency.make_room(state.order, count)
+    lists = recency.list_of(order, entries)
+    new_lists = jnp.full_like(lists, T1)
+    if fixed:
+        new_lists = jnp.where(lists == _NO_LIST, T1, T2)
+    sizes = state.sizes + _count(new_lists, inserted) - _count(lists, inserted)
+    inserted_state = dataclasses.replace(
+        state,
+        directory=directory,
+        block_ids=state.block_ids.at[entries].set(block_ids, mode="drop"),
+        order=recency.put(order, after(entries, lists), new_lists, ranks, count),
+        sizes=sizes,
+        # What the directory had no room for.
+        unused=_give_back(state.unused, sizes, jnp.where(added, none, fresh)),
+    )
+    return InsertResult(inserted_state, inserted)
+
+
+def remove(state: ARCState, keys: Array, block_ids: Array) -> ARCState:
+    """Forget keys, without a ghost; see `Policy.remove`."""
+    entries = _entries(state, keys, block_ids != NO_BLOCK)
+    lists = recency.list_of(state.order, entries)
+    sizes = state.sizes - _count(lists, lists != _NO_LIST)
+    return ARCState(
+        directory=directory_lib.remove(state.directory, entries),
+        block_ids=state.block_ids.at[entries].set(NO_BLOCK, mode="drop"),
+        order=recency.remove(state.order, after(entries, lists)),
+        sizes=sizes,
+        unused=_give_back(state.unused, sizes, entries),
+        target=state.target,
+    )
+
+
+def evict(
+    state: ARCState, num: Array, ref_cnt: Array, width: int, *, fixed: bool
+) -> EvictResult:
+    """Give up the oldest blocks of T1 down to the target, then of T2.
+
+    If `fixed`, go on with those of T1 where T2 has no more; see `Policy.evict`.
+    """
+    none, num_blocks = _num_entries(state), ref_cnt.shape[0]
+
+    def oldest(num: Array, of_list: int) -> Oldest:
+        def is_eligible(entries: Array) -> Array:
+            if of_list in (B1, B2):
+                return jnp.ones_like(entries, jnp.bool_)
+            return ref_cnt[state.block_ids[entries]] == 0
+
+        return recency.find_oldest(state.order, num, is_eligible, width, of_list)
+
+    # Taken one by one, blocks would come from T1 while |T1| >= int(target).
+    above_target = state.sizes[T1] - _int_target(state.target) + 1
+    t1 = oldest(jnp.clip(above_target, 0, num), T1)
+    num_first = t1.num
+    t2 = oldest(num - num_first, T2)
+    if fixed:
+        t1 = oldest(num - t2.num, T1)
+    ok = t1.num + t2.num >= num
+    from_t1, from_t2 = jnp.where(ok, num - t2.num, 0), jnp.where(ok, t2.num, 0)
+
+    # The victims: some of T1, then those of T2, then (if fixed) the others of T1.
+    row = jnp.arange(width, dtype=jnp.int32)
+    is_t2 = (row >= num_first) & (row < num_first + t2.num)
+    of_t1 = t1.entries[jnp.where(row < num_first, row, row - t2.num)]
+    of_t2 = t2.entries[jnp.where(is_t2, row - num_first, 0)]
+    victims = jnp.where(ok, jnp.where(is_t2, of_t2, of_t1), none)
+    keys = state.directory.keys.at[victims].get(mode="fill", fill_value=0)
+    block_ids = _blocks(state, after(victims, keys))
+    victims = after(victims, block_ids)  # As both will be overwritten.
+
+    # They become ghosts, and the oldest ghosts in excess of the blocks are forgotten.
+    b1 = oldest(jnp.maximum(state.sizes[B1] + from_t1 - num_blocks, 0), B1)
+    b2 = oldest(jnp.maximum(state.sizes[B2] + from_t2 - num_blocks, 0), B2)
+    forgotten = jnp.concatenate([b1.entries, b2.entries])
+    sizes = state.sizes + jnp.stack(
+        [from_t1 - b1.num, from_t2 - b2.num, -from_t1, -from_t2]
+    )
+    num_victims = from_t1 + from_t2
+    order = recency.remove(state.order, jnp.concatenate([victims, forgotten]))
+    order = recency.set_heads(order, [b1, b2, t1, t2], ok)
+    order = recency.make_room(order, num_victims)
+    ghost_lists = jnp.where(is_t2, B2, B1)
+    order = recency.put(order, victims, ghost_lists, row, num_victims)
+    evicted = ARCState(
+        directory=directory_lib.remove(state.directory, forgotten),
+        block_ids=state.block_ids.at[victims].set(NO_BLOCK, mode="drop"),
+        order=order,
+        sizes=sizes,
+        unused=_give_back(state.unused, sizes, forgotten),
+        target=state.target,
+    )
+    return EvictResult(evicted, block_ids, keys, ok)
+
+
+def snapshot(state: ARCState) -> dict[str, Any]:
+    """Show a state to a reader. For the host, not for jit.
+
+    Args:
+        state: The state, on any device.
+
+    Returns:
+        The keys in "t1", "t2", "b1" and "b2", from the oldest on, and "target".
+    """
+    keys = np.asarray(state.directory.keys)
+    lists = {"t1": T1, "t2": T2, "b1": B1, "b2": B2}
+    return {
+        name: lanes_to_keys(keys[recency.in_order(state.order, of_list)])
+        for name, of_list in lists.items()
+    } | {"target": float(np.asarray(state.target).view(np.float64)[0])}
+
+
+@functools.cache
+def make_arc(num_blocks: int, max_batch: int = 4096) -> Policy:
+    """Make the adaptive replacement policy of vLLM 0.19.1 for `num_blocks`.
+
+    Args:
+        num_blocks: Blocks of the tier.
+        max_batch: Most keys in one call.
+
+    Returns:
+        The policy. Equal arguments give the same object, so that functions traced
+        with it are shared. It computes in float64 and needs a backend that has it,
+        as CPU and GPU do.
+
+    Raises:
+        ValueError: If an argument is less than 1.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> arc = make_arc(num_blocks=4)
+        >>> keys = jnp.arange(16, dtype=jnp.uint32).reshape(2, 8)
+        >>> refs = jnp.zeros(4, jnp.int32)
+        >>> state, _ = arc.insert(arc.init(), keys, jnp.array([3, 1]))
+        >>> state = arc.touch(state, keys, jnp.int32(1), refs)  # 3 is used again
+        >>> arc.evict(state, jnp.int32(1), refs, 2).block_ids.tolist()
+        [1, -1]
+    """
+    return _make(num_blocks, max_batch, fixed=False)
+
+
+@functools.cache
+def make_arc_fixed(num_blocks: int, max_batch: int = 4096) -> Policy:
+    """Make the adaptive replacement policy without vLLM 0.19.1's defects.
+
+    Three things differ from `make_arc`:
+
+    * Where T2 has no block to give, T1 gives more. vLLM 0.19.1 refuses the eviction
+      then, and nothing is offloaded until the target has moved (mended there since,
+      by pull request 55461).
+    * A call of `touch` raises the target at most once, for all its ghosts of B1, and
+      then lowers it at most once, for all those of B2. A request is one use of its
+      prefix, however many blocks that has; one step for each block lets a single
+      long prompt throw the target from one end to the other (there: 51787).
+    * A key that is inserted while it has a ghost goes to T2, as in the paper: this is
+      its second use. vLLM puts it in T1, where it has to prove itself again.
+
+    Args:
+        num_blocks: Blocks of the tier.
+        max_batch: Most keys in one call.
+
+    Returns:
+        The policy, as that of `make_arc`.
+
+    Raises:
+        ValueError: If an argument is less than 1.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> arc = make_arc_fixed(num_blocks=4)
+        >>> key = jnp.arange(8, dtype=jnp.uint32).reshape(1, 8)
+        >>> state, _ = arc.insert(arc.init(), key, jnp.array([0]))
+        >>> state = arc.evict(state, jnp.int32(1), jnp.zeros(4, jnp.int32), 1).state
+        >>> len(snapshot(state)["b1"])
+        1
+        >>> state, _ = arc.insert(state, key, jnp.array([2]))
+        >>> len(snapshot(state)["t2"])
+        1
+    """
+    return _make(num_blocks, max_batch, fixed=True)
+
+
+def _make(num_blocks: int, max_batch: int, *, fixed: bool) -> Policy:
+    for name, value in (("num_blocks", num_blocks), ("max_batch", max_batch)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1.")
+    return Policy(
+        num_blocks=num_blocks,
+        max_batch=max_batch,
+        init=functools.partial(init, num_blocks, max_batch),
+        find=find,
+        touch=functools.partial(touch, fixed=fixed),
+        insert=functools.partial(insert, fixed=fixed),
+        remove=remove,
+        evict=functools.partial(evict, fixed=fixed),
+        snapshot=snapshot,
+    )
+
+
+def _adapt(target: Array, lists: Array, sizes: Array, num_blocks: int) -> Array:
+    """Move the target once for each ghost that was used.
+
+    Args:
+        target: u32[2]. Bits of the target before.
+        lists: i32[K]. What lists the used entries were in, in the order of use.
+        sizes: i32[4]. Entries in each list, the same throughout.
+        num_blocks: The highest target.
+
+    Returns:
+        u32[2]. Bits of the target after.
+    """
+    is_ghost = (lists == B1) | (lists == B2)
+    rank = running_count(is_ghost) - 1
+    at = jnp.where(is_ghost, rank, lists.shape[0])
+    ghosts = jnp.zeros_like(lists).at[at].set(lists, mode="drop")
+    # The sum is clamped at every step, so the steps cannot be added up beforehand.
+    with jax.enable_x64(True):
+        # A list of ghosts that was hit is not empty, so this `max` changes no result.
+        b1, b2 = jnp.maximum(sizes[:2], 1).astype(jnp.float64)
+        up, down = jnp.maximum(b2 / b1, 1.0), jnp.maximum(b1 / b2, 1.0)
+
+        def move(i: Array, value: Array) -> Array:
+            raised = jnp.minimum(value + up, float(num_blocks))
+            lowered = jnp.maximum(value - down, 0.0)
+            return jnp.where(ghosts[i] == B1, raised, lowered)
+
+        value = lax.bitcast_convert_type(target, jnp.float64)
+        value = lax.fori_loop(jnp.int32(0), rank[-1] + 1, move, value)
+        return lax.bitcast_convert_type(value, jnp.uint32)
+
+
+def _int_target(target: Array) -> Array:
+    """Cut the target (u32[2], bits) down to a whole number: i32[]."""
+    with jax.enable_x64(True):
+        return lax.bitcast_convert_type(target, jnp.float64).astype(jnp.int32)
+
+
+def _entries(state: ARCState, keys: Array, meant: Array) -> Array:
+    """Find the entry of each key that is `meant` (bool[K]): i32[K], E for none."""
+    return directory_lib.find(state.directory, keys, meant)
+
+
+def _blocks(state: ARCState, entries: Array) -> Array:
+    """Read the block of each entry: i32[K], NO_BLOCK for ghosts and E."""
+    return state.block_ids.at[entries].get(mode="fill", fill_value=NO_BLOCK)
+
+
+def _count(lists: Array, counts: Array) -> Array:
+    """Count the rows of each list: i32[4], of the rows that count (bool[K])."""
+    of_list = lists[:, None] == jnp.arange(_NUM_LISTS, dtype=jnp.int32)[None, :]
+    return jnp.sum(of_list & counts[:, None], axis=0, dtype=jnp.int32)
+
+
+def _any(lists: Array, of_list: int) -> Array:
+    """Give `of_list` if it is among `lists`, else no list: i32[]."""
+    return jnp.where(jnp.any(lists == of_list), of_list, _NO_LIST)
+
+
+def _take_unused(state: ARCState, wanted: Array) -> Array:
+    """Choose an unused entry for each row that is `wanted`: i32[K], E for others."""
+    num_entries = _num_entries(state)
+    rank = running_count(wanted) - 1
+    top = num_entries - jnp.sum(state.sizes, dtype=jnp.int32) - 1
+    at = jnp.where(wanted, top - rank, num_entries)
+    return state.unused.at[at].get(mode="fill", fill_value=num_entries)
+
+
+def _give_back(unused: Array, sizes: Array, entries: Array) -> Array:
+    """Push entries (i32[K], E for none) on the stack, which is as high as `sizes` say.
+
+    Args:
+        unused: i32[E]. The stack before.
+        sizes: i32[4]. Entries in each list afterwards.
+        entries: i32[K]. Entries that left the lists, or never came to be in one.
+
+    Returns:
+        i32[E]. The stack after.
+    """
+    num_entries = unused.shape[0]
+    given = entries < num_entries
+    rank = running_count(given) - 1
+    height = num_entries - jnp.sum(sizes, dtype=jnp.int32)
+    at = jnp.where(given, height - 1 - rank, num_entries)
+    return unused.at[at].set(entries, mode="drop")
+
+
+def _is_meant(keys: Array, count: Array) -> Array:
+    """Tell keys from padding: bool[K]."""
+    return jnp.arange(keys.shape[0], dtype=jnp.int32) < count
+
+
+def _num_entries(state: ARCState) -> int:
+    return state.block_ids.shape[0]

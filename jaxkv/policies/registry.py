@@ -1,0 +1,80 @@
+"""The names that cache policies go by, jaxkv's own and those of its users."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TypeAlias
+
+from jaxkv.policies.arc import make_arc, make_arc_fixed
+from jaxkv.policies.lru import make_lru
+from jaxkv.types import Policy
+
+PolicyMaker: TypeAlias = Callable[[int, int], Policy]
+"""Makes a policy: ``(num_blocks, max_batch) -> Policy``."""
+
+_makers: dict[str, PolicyMaker] = {}
+
+POLICIES: Mapping[str, PolicyMaker] = MappingProxyType(_makers)
+"""The makers by name, for reading; `register_policy` adds to them."""
+
+
+def register_policy(name: str, make: PolicyMaker) -> None:
+    """Give a policy a name, by which it can be chosen from then on in this process.
+
+    Args:
+        name: A lower-case identifier that no policy has yet.
+        make: ``(num_blocks, max_batch) -> Policy``. Equal arguments should give the
+            same object (`functools.cache`), so that caches share compiled functions.
+
+    Raises:
+        ValueError: If the name is taken or no lower-case identifier.
+        TypeError: If `make` cannot be called.
+
+    Example:
+        >>> register_policy("my_lru", make_lru)
+        >>> get_policy_maker("my_lru")(4, 64) is make_lru(4, 64)
+        True
+    """
+    if not isinstance(name, str) or not re.fullmatch("[a-z][a-z0-9_]*", name):
+        raise ValueError(
+            f"{name=} must be a lower-case letter, then such letters, digits and '_'."
+        )
+    if name in _makers:
+        raise ValueError(f"{name=} is taken; it must be none of {policy_names()}.")
+    if not callable(make):
+        raise TypeError(f"{make=} must be callable: (num_blocks, max_batch) -> Policy.")
+    _makers[name] = make
+
+
+def policy_names() -> list[str]:
+    """List the names of all policies, in the order of their registration."""
+    return list(_makers)
+
+
+def get_policy_maker(name: str) -> PolicyMaker:
+    """Look up a policy by its name.
+
+    Args:
+        name: One of `policy_names()`.
+
+    Raises:
+        ValueError: If there is no such policy.
+
+    Example:
+        >>> get_policy_maker("lru") is make_lru
+        True
+    """
+    if name not in _makers:
+        names = policy_names()
+        near = difflib.get_close_matches(str(name).lower(), names, n=1)
+        hint = f". Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"Unknown cache policy: {name!r}. Supported: {names}{hint}")
+    return _makers[name]
+
+
+register_policy("lru", make_lru)
+register_policy("arc", make_arc)
+register_policy("arc_fixed", make_arc_fixed)
