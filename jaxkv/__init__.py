@@ -9,8 +9,14 @@ from jaxkv.hashing import KeyChain as KeyChain
 from jaxkv.hashing import MultimodalItem as MultimodalItem
 from jaxkv.hashing import Namespace as Namespace
 from jaxkv.offloading_manager import OffloadingManager as OffloadingManager
+from jaxkv.policies import get_policy_maker as get_policy_maker
+from jaxkv.policies import make_arc as make_arc
+from jaxkv.policies import make_arc_fixed as make_arc_fixed
 from jaxkv.policies import make_lru as make_lru
+from jaxkv.policies import policy_names as policy_names
+from jaxkv.policies import register_policy as register_policy
 from jaxkv.scheduler import OffloadScheduler as OffloadScheduler
+from jaxkv.snapshot import Snapshot as Snapshot
 from jaxkv.transfer import TransferEngine as TransferEngine
 from jaxkv.types import LoadStoreSpec as LoadStoreSpec
 from jaxkv.types import OffloadingEvent as OffloadingEvent

@@ -8,6 +8,7 @@ function is compiled once per size and process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import compress
 from typing import Any
 
 import jax
@@ -16,7 +17,9 @@ from numpy.typing import NDArray
 
 from jaxkv import manager
 from jaxkv.keys import key_from_foreign, keys_to_lanes, lanes_to_keys
-from jaxkv.policies import POLICIES
+from jaxkv.policies import get_policy_maker
+from jaxkv.reuse import ReuseFilter
+from jaxkv.snapshot import Snapshot, take_snapshot
 from jaxkv.types import (
     HOST_MEDIUM,
     KEY_BYTES,
@@ -25,6 +28,7 @@ from jaxkv.types import (
     BlockKey,
     LoadStoreSpec,
     OffloadingEvent,
+    Policy,
     PrepareStoreOutput,
 )
 
@@ -55,11 +59,20 @@ class OffloadingManager:
     Args:
         block_size: Tokens in a block; only repeated in events.
         num_blocks: Blocks of the host tier.
-        cache_policy: Which blocks to give up when it is full: "lru".
+        cache_policy: Which blocks to give up when it is full: a registered name, such
+            as "lru", "arc" and "arc_fixed", or a `Policy` made for `num_blocks` and
+            for batches of at least as many keys.
         enable_events: Whether to keep events for `take_events`.
+        store_threshold: Store only what was looked up at least so often, as vLLM's
+            `FilterReusedOffloadingManager` does; 0 or 1 to store whatever is offered.
+        max_tracker_size: Keys whose look-ups are counted for that, the latest ones.
+        warmup: Whether to compile every function now rather than at its first use.
+        warmup_max_keys: Most keys in one call to compile for; see `warm_up`.
 
     Raises:
-        ValueError: If a number is less than 1 or the policy is not known.
+        ValueError: If a number is too small, or the policy is not known or was made
+            for other sizes.
+        TypeError: If the policy is neither a name nor a `Policy`.
 
     Attributes:
         num_held_blocks: Blocks that hold a key, stores in progress included.
@@ -79,29 +92,40 @@ class OffloadingManager:
         self,
         block_size: int,
         num_blocks: int,
-        cache_policy: str = "lru",
+        cache_policy: str | Policy = "lru",
         enable_events: bool = False,
+        *,
+        store_threshold: int = 0,
+        max_tracker_size: int = 64_000,
+        warmup: bool = False,
+        warmup_max_keys: int = 1024,
     ) -> None:
-        for name, value in (("block_size", block_size), ("num_blocks", num_blocks)):
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1.")
-        if cache_policy not in POLICIES:
-            raise ValueError(
-                f"Unknown cache policy: {cache_policy!r}. Supported: {list(POLICIES)}"
-            )
+        for name, value, least in (
+            ("block_size", block_size, 1),
+            ("num_blocks", num_blocks, 1),
+            ("store_threshold", store_threshold, 0),
+            ("max_tracker_size", max_tracker_size, 1),
+            ("warmup_max_keys", warmup_max_keys, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name}={value} must be at least {least}.")
+        self._policy = _as_policy(cache_policy, num_blocks)
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.medium = HOST_MEDIUM
         self.events: list[OffloadingEvent] | None = [] if enable_events else None
         self.num_held_blocks = 0
-        # Twice the tier, so that more different keys than this cannot fit at all.
-        self._max_batch = _bucket(max(_LOG_BATCH, 2 * num_blocks))
-        self._policy = POLICIES[cache_policy](num_blocks, self._max_batch)
+        self._max_batch = self._policy.max_batch
         self._names: dict[BlockKey, bytes] = {}
+        self._reuse: ReuseFilter | None = None
+        if store_threshold > 1:
+            self._reuse = ReuseFilter(store_threshold, max_tracker_size)
         device = _scheduler_device()
         with jax.default_device(device):
             state = manager.init(self._policy, num_blocks)
         self._state = jax.device_put(state, device)
+        if warmup:
+            self.warm_up(warmup_max_keys)
 
     def warm_up(self, max_keys: int) -> None:
         """Compile every function for calls of up to `max_keys` keys, now.
@@ -132,6 +156,8 @@ class OffloadingManager:
             The length of the hit, in blocks.
         """
         keys = _as_keys(block_hashes)
+        if self._reuse is not None:
+            self._reuse.count(keys)
         if not keys:
             return 0
         return int(_lookup(self._policy, self._state, *_pad(keys)))
@@ -187,7 +213,8 @@ class OffloadingManager:
         """Find room for the blocks that are not known yet.
 
         Blocks that are being loaded or stored are not evicted, nor are those whose
-        keys are given here.
+        keys are given here. With a `store_threshold`, keys that were not looked up
+        often enough count as not given.
 
         Args:
             block_hashes: Keys of blocks that could be stored.
@@ -198,6 +225,9 @@ class OffloadingManager:
         """
         raw = list(block_hashes)
         keys = _as_keys(raw)
+        if self._reuse is not None:
+            passes = self._reuse.passes(keys)
+            raw, keys = list(compress(raw, passes)), list(compress(keys, passes))
         if len(keys) > self._max_batch:
             names = dict(zip(keys, raw, strict=True))
             keys, raw = list(names), list(names.values())
@@ -257,6 +287,23 @@ class OffloadingManager:
             yield from self.events
             self.events.clear()
 
+    def snapshot(self) -> Snapshot:
+        """Show the state to a reader, for tests and for debugging.
+
+        Returns:
+            The state, on the host. Keys are as they were given, but for foreign ones
+            that have left and that the policy still remembers: these have 32 bytes.
+
+        Example:
+            >>> m = OffloadingManager(block_size=16, num_blocks=3)
+            >>> _ = m.prepare_store([b"a", b"b"])
+            >>> m.complete_store([b"a"])
+            >>> m.snapshot()  # doctest: +NORMALIZE_WHITESPACE
+            Snapshot(policy={'order': [b'a', b'b']}, ref_cnt={b'a': 0, b'b': -1},
+                     block_ids={b'a': 0, b'b': 1}, free_ids=[2])
+        """
+        return take_snapshot(self._policy, self._state, self._names)
+
     def _load(
         self,
         step: Callable[..., tuple[manager.ManagerState, manager.LoadAnswer]],
@@ -292,6 +339,23 @@ def _scheduler_device() -> Any:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:
         return jax.local_devices()[0]
+
+
+def _as_policy(cache_policy: str | Policy, num_blocks: int) -> Policy:
+    """Make the policy of a name; check that it fits a tier of `num_blocks`."""
+    policy = cache_policy
+    if isinstance(policy, str):
+        # Twice the tier, so that more different keys than this cannot fit at all.
+        max_batch = _bucket(max(_LOG_BATCH, 2 * num_blocks))
+        policy = get_policy_maker(policy)(num_blocks, max_batch)
+    if not isinstance(policy, Policy):
+        raise TypeError(f"{cache_policy=} must be, or name, a jaxkv.Policy.")
+    if policy.num_blocks != num_blocks or policy.max_batch < num_blocks:
+        raise ValueError(
+            f"{policy.num_blocks=}, {policy.max_batch=} of the cache policy must be "
+            f"{num_blocks} and at least {num_blocks}, as {num_blocks=}."
+        )
+    return policy
 
 
 def _as_keys(block_hashes: Iterable[bytes]) -> list[BlockKey]:

@@ -28,7 +28,7 @@ from jaxkv.connector import (
     SchedulerOutput,
 )
 from jaxkv.offloading_manager import OffloadingManager
-from jaxkv.types import BlockKey, OffloadingEvent
+from jaxkv.types import BlockKey, OffloadingEvent, Policy
 
 
 @dataclasses.dataclass
@@ -66,11 +66,15 @@ class OffloadScheduler:
     Args:
         block_size: Tokens in a block, the same on both tiers.
         num_host_blocks: Blocks of the host tier.
-        cache_policy: Which of them to give up when it is full.
+        cache_policy: Which of them to give up when it is full; a name or a `Policy`.
         enable_events: Whether to keep events for `take_events`.
+        store_threshold: Store only what `get_num_new_matched_tokens` looked up on the
+            host at least so often; 0 or 1 to store whatever is computed.
 
     Raises:
-        ValueError: If a number is less than 1 or the policy is not known.
+        ValueError: If a number is too small, or the policy is not known or was made
+            for other sizes.
+        TypeError: If the policy is neither a name nor a `Policy`.
 
     Attributes:
         num_store_refusals: Times that the host tier had no room for all new blocks.
@@ -80,13 +84,19 @@ class OffloadScheduler:
         self,
         block_size: int,
         num_host_blocks: int,
-        cache_policy: str = "lru",
+        cache_policy: str | Policy = "lru",
         enable_events: bool = False,
+        *,
+        store_threshold: int = 0,
     ) -> None:
         self.block_size = block_size
         self.num_store_refusals = 0
         self._manager = OffloadingManager(
-            block_size, num_host_blocks, cache_policy, enable_events
+            block_size,
+            num_host_blocks,
+            cache_policy,
+            enable_events,
+            store_threshold=store_threshold,
         )
         self._device_pool: DeviceBlockPool | None = None
         self._loads: dict[str, _Load] = {}

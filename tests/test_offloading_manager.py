@@ -4,7 +4,17 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkv import OffloadingEvent, OffloadingManager, offloading_manager
+from jaxkv import (
+    OffloadingEvent,
+    OffloadingManager,
+    Snapshot,
+    make_arc_fixed,
+    make_lru,
+    offloading_manager,
+    register_policy,
+)
+from jaxkv.keys import key_from_foreign
+from jaxkv.policies import registry
 
 
 def keys(*numbers):
@@ -157,13 +167,138 @@ def test_keys_that_are_not_bytes_are_refused():
         ({"block_size": 16, "num_blocks": -1}, "num_blocks=-1 must be at least 1"),
         (
             {"block_size": 16, "num_blocks": 4, "cache_policy": "mru"},
-            r"Unknown cache policy: 'mru'. Supported: \['lru'",
+            r"Unknown cache policy: 'mru'. Supported: \['lru', .* Did you mean 'lru'\?",
+        ),
+        (
+            {"block_size": 16, "num_blocks": 4, "store_threshold": -1},
+            "store_threshold=-1 must be at least 0",
+        ),
+        (
+            {"block_size": 16, "num_blocks": 4, "max_tracker_size": 0},
+            "max_tracker_size=0 must be at least 1",
+        ),
+        (
+            {"block_size": 16, "num_blocks": 4, "warmup_max_keys": 0},
+            "warmup_max_keys=0 must be at least 1",
+        ),
+        (
+            {"block_size": 16, "num_blocks": 4, "cache_policy": make_lru(5, 64)},
+            "policy.num_blocks=5, policy.max_batch=64 of .* must be 4 and at least 4",
+        ),
+        (
+            {"block_size": 16, "num_blocks": 40, "cache_policy": make_lru(40, 39)},
+            "policy.max_batch=39 of the cache policy must be 40 and at least 40",
         ),
     ],
 )
 def test_refuses_bad_arguments(arguments, match):
     with pytest.raises(ValueError, match=match):
         OffloadingManager(**arguments)
+
+
+@pytest.mark.parametrize("policy", [None, make_lru, 7])
+def test_refuses_what_is_no_policy(policy):
+    with pytest.raises(TypeError, match=r"must be, or name, a jaxkv\.Policy"):
+        OffloadingManager(16, 4, cache_policy=policy)
+
+
+def test_refuses_a_registered_maker_of_something_else(monkeypatch):
+    monkeypatch.setattr(registry, "_makers", dict(registry._makers))
+    register_policy("broken", lambda num_blocks, max_batch: None)
+    with pytest.raises(TypeError, match="cache_policy='broken' must be, or name"):
+        OffloadingManager(16, 4, cache_policy="broken")
+
+
+def test_a_policy_is_as_good_as_its_name():
+    manager = OffloadingManager(16, 4, cache_policy=make_lru(4, 5))
+    stored(manager, 1, 2, 3, 4)
+    manager.touch([*keys(2), *keys(*range(50, 67)), *keys(1)])  # in parts of 5
+    assert manager.prepare_store(keys(5, 6)).block_hashes_evicted == keys(3, 4)
+    assert manager.prepare_store(keys(*range(6))) is None  # more than fit
+
+
+def test_snapshot_shows_keys_as_they_were_given():
+    manager = OffloadingManager(16, num_blocks=5)
+    assert manager.snapshot() == Snapshot({"order": []}, {}, {}, [0, 1, 2, 3, 4])
+    names = [b"foreign", *keys(1, 2)]
+    manager.prepare_store(names)
+    manager.complete_store(names[:2])
+    manager.prepare_load(names[:1])
+    manager.prepare_load(names[:1])
+    shown = manager.snapshot()
+    assert shown == Snapshot(
+        policy={"order": names},
+        ref_cnt={b"foreign": 2, names[1]: 0, names[2]: -1},
+        block_ids={b"foreign": 0, names[1]: 1, names[2]: 2},
+        free_ids=[3, 4],
+    )
+    manager.touch(names)
+    assert manager.snapshot().policy == {"order": names[::-1]}
+    assert shown.policy == {"order": names}  # no view of what goes on
+
+
+def test_snapshot_lists_free_ids_as_they_will_be_handed_out():
+    manager = OffloadingManager(16, num_blocks=6)
+    manager.prepare_store(keys(1, 2, 3, 4))
+    manager.complete_store(keys(3, 1), success=False)
+    free_ids = manager.snapshot().free_ids
+    assert len(free_ids) == 4
+    handed_out = manager.prepare_store(keys(5, 6, 7, 8)).store_spec.block_ids
+    assert handed_out.tolist() == free_ids
+    assert manager.snapshot().free_ids == []
+
+
+def test_snapshot_of_arc_has_ghosts_in_full_length():
+    manager = OffloadingManager(16, 2, cache_policy=make_arc_fixed(2, 64))
+    for name in (b"x", b"y", b"z"):
+        manager.prepare_store([name])
+        manager.complete_store([name])
+    shown = manager.snapshot()
+    assert shown.policy == {
+        "t1": [b"y", b"z"],
+        "t2": [],
+        "b1": [key_from_foreign(b"x")],
+        "b2": [],
+        "target": 0.0,
+    }
+    assert shown.block_ids == {b"y": 1, b"z": 0}
+
+
+def test_only_what_was_looked_up_often_enough_is_stored():
+    manager = OffloadingManager(16, num_blocks=4, store_threshold=2)
+    foreign = b"foreign"
+    nothing = manager.prepare_store([*keys(1, 2), foreign])
+    check(nothing, (), [])
+    manager.lookup([*keys(1, 2), foreign])
+    manager.lookup([*keys(3, 1), foreign])  # all are counted, beyond the first miss
+    output = manager.prepare_store([*keys(1, 2, 3), foreign])
+    assert output.block_hashes_to_store == [*keys(1), foreign]
+    manager.complete_store(output.block_hashes_to_store)
+    assert list(manager.snapshot().block_ids) == [*keys(1), foreign]
+    assert manager.lookup([*keys(1), foreign]) == 2
+
+
+@pytest.mark.parametrize("store_threshold", [0, 1])
+def test_without_a_threshold_everything_is_stored(store_threshold):
+    manager = OffloadingManager(16, num_blocks=4, store_threshold=store_threshold)
+    check(manager.prepare_store(keys(1, 2)), (1, 2), [0, 1])
+
+
+def test_a_refused_lookup_counts_nothing():
+    manager = OffloadingManager(16, num_blocks=4, store_threshold=2)
+    manager.lookup(keys(1))
+    with pytest.raises(TypeError, match="'a' must be of type bytes"):
+        manager.lookup([*keys(1), "a"])
+    check(manager.prepare_store(keys(1)), (), [])
+
+
+def test_the_tracker_forgets_keys_beyond_its_size():
+    manager = OffloadingManager(16, 4, store_threshold=2, max_tracker_size=2)
+    for _ in range(2):
+        manager.lookup(keys(1, 2, 3))
+    check(manager.prepare_store(keys(1, 2, 3)), (), [])
+    manager.lookup(keys(3))
+    check(manager.prepare_store(keys(1, 2, 3)), (3,), [0])
 
 
 def test_batches_beyond_the_largest_are_served():
@@ -178,8 +313,7 @@ def test_batches_beyond_the_largest_are_served():
 
 
 def test_each_function_is_traced_once_per_batch_size():
-    manager = OffloadingManager(16, num_blocks=50)
-    manager.warm_up(max_keys=64)
+    manager = OffloadingManager(16, num_blocks=50, warmup=True, warmup_max_keys=64)
     functions = [
         getattr(offloading_manager, name)
         for name in ("_lookup", "_touch", "_prepare_load", "_prepare_store")

@@ -45,9 +45,11 @@ class Rig:
     host block the key that the request asked for.
     """
 
-    def __init__(self, device_blocks=20, host_blocks=8):
+    def __init__(self, device_blocks=20, host_blocks=8, **options):
         self.pool = DeviceBlockPool(device_blocks)
-        self.scheduler = OffloadScheduler(BLOCK_SIZE, host_blocks, enable_events=True)
+        self.scheduler = OffloadScheduler(
+            BLOCK_SIZE, host_blocks, enable_events=True, **options
+        )
         self.scheduler.bind_device_block_pool(self.pool)
         self.device = {}
         self.host = {}
@@ -191,6 +193,16 @@ def test_the_last_token_is_always_computed():
     rig.forget_device()
     whole_blocks = make_request("two", 1, 2, 3, extra_tokens=0)
     assert rig.admit(whole_blocks) == 2
+
+
+def test_with_a_threshold_only_what_came_back_is_stored():
+    rig = Rig(store_threshold=2)
+    for name, *path in (("one", 1, 2, 3), ("two", 1, 2, 4)):
+        request = make_request(name, *path)
+        rig.run_alone(request)
+        rig.forget_device()
+    assert set(rig.host.values()) == set(make_keys(1, 2))
+    assert rig.admit(make_request("three", 1, 2, 3, 5)) == 2
 
 
 def test_blocks_are_stored_in_the_step_after_they_were_computed():

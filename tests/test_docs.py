@@ -1,0 +1,65 @@
+"""The Python of README and docs/ runs, prints what it says, and keeps the contract."""
+
+import contextlib
+import functools
+import io
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from jaxkv.policies import get_policy_maker, registry
+from tests.policies.test_contract import *  # noqa: F403 - on the policy of the docs
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ["README.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SAYS_IT_PRINTS = re.compile(r"^print\(.*\)  # (.*)$", re.MULTILINE)
+
+
+def run_page(page):
+    """Run a page's blocks as one module, which can be imported; give what it prints."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    module = types.ModuleType(re.sub(r"\W", "_", page))
+    sys.modules[module.__name__] = module
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for block in BLOCK.finditer(text):
+            # In its place, so that a traceback has the page's own line.
+            above = "\n" * text.count("\n", 0, block.start(1))
+            exec(compile(above + block[1], ROOT / page, "exec"), vars(module))
+    return printed.getvalue().splitlines()
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Run a page once; in the end, take back what the pages registered."""
+    modules, makers = dict(sys.modules), dict(registry._makers)
+    yield functools.cache(run_page)
+    for name in sys.modules.keys() - modules.keys():
+        if name.endswith("_md"):
+            del sys.modules[name]
+    registry._makers.clear()
+    registry._makers.update(makers)
+
+
+@pytest.fixture
+def make(run):
+    """The maker that the contract's tests, imported above, are to be run on."""
+    run("docs/write-a-policy.md")
+    return get_policy_maker("fifo")
+
+
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_python_runs_and_prints_what_it_says(run, page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    said = SAYS_IT_PRINTS.findall("".join(BLOCK.findall(text)))
+    printed = run(page)
+    assert [line for line in printed if line in said] == said
+
+
+def test_the_policy_of_the_docs_evicts_the_tail_of_the_oldest_batch_first(make):
+    policy = make(NUM_BLOCKS, 64)  # noqa: F405
+    evicted = policy.evict(filled(policy), 4, free_refs(), WIDTH)  # noqa: F405
+    assert evicted.block_ids.tolist() == [2, 1, 0, 5]
