@@ -8,6 +8,7 @@ import json
 import pytest
 
 from jaxkv import cli
+from jaxkv.commands import options
 from jaxkv.demo import run
 from jaxkv.demo.records import (
     BandwidthRecord,
@@ -59,7 +60,7 @@ def fake(monkeypatch):
     ("line", "message"),
     [
         ("dmeo", "jaxkv: error: unknown command 'dmeo': did you mean demo?"),
-        ("xyz", "jaxkv: error: unknown command 'xyz': there is demo"),
+        ("xyz", "jaxkv: error: unknown command 'xyz': there is demo, replay"),
         ("--versoin", "unknown option '--versoin': did you mean --version?"),
         ("demo --turn 3", "unknown option '--turn': did you mean --turns?"),
         ("demo --jso=x", "unknown option '--jso': did you mean --json?"),
@@ -81,6 +82,23 @@ def fake(monkeypatch):
         ("demo --plot a.pdf", "--plot: 'a.pdf' must end in .png"),
         ("demo --plot no/a.png", "--plot: cannot write 'no/a.png' (No such file"),
         ("demo --json .", "--json: cannot write '.' (Is a directory); name a file"),
+        ("replay", "the following arguments are required: TRACE"),
+        ("replay none.jsonl", "TRACE: cannot read 'none.jsonl' (No such file or dir"),
+        ("replay .", "TRACE: cannot read '.' (Is a directory)"),
+        ("replay synthetic:0", "TRACE: 'synthetic:0' must be synthetic:REQUESTS, such"),
+        ("replay synthetic:x", "TRACE: 'synthetic:x' must be synthetic:REQUESTS"),
+        ("replay synthetic --policy lur", "unknown 'lur': did you mean lru?"),
+        ("replay synthetic --policy zzz", "--policy: unknown 'zzz': there is lru, "),
+        ("replay synthetic --policy lru,", "--policy: unknown '': there is lru, "),
+        ("replay synthetic --capacity x", "--capacity: 'x' must be a number of blocks"),
+        ("replay synthetic --capacity 1.5", "'1.5' must be a number of blocks, such"),
+        ("replay synthetic --capacity 5,0%", "--capacity: '0%' must be more than 0"),
+        ("replay synthetic --capacity -3", "--capacity: '-3' must be a number of"),
+        ("replay synthetic --capacity 101%", "'101%' is more than the"),
+        ("replay synthetic --capacity 99999999", "different blocks of the trace"),
+        ("replay synthetic --block-size 0", "'0' must be a whole number from 1 to"),
+        ("replay synthetic --plot a.pdf", "--plot: 'a.pdf' must end in .png"),
+        ("replay synthetic --polcy lru", "'--polcy': did you mean --policy?"),
     ],
 )
 def test_a_refusal_is_one_line(line, message, capsys, fake, tmp_path, monkeypatch):
@@ -90,7 +108,9 @@ def test_a_refusal_is_one_line(line, message, capsys, fake, tmp_path, monkeypatc
     assert out == ""
     assert err.count("\n") == 1
     assert message in err
-    assert err.startswith("jaxkv demo: error: " if "demo " in line else "jaxkv: error:")
+    word = line.split()[0]
+    command = f"jaxkv {word}" if word in ("demo", "replay") else "jaxkv"
+    assert err.startswith(f"{command}: error: ")
     assert fake == []
     assert list(tmp_path.iterdir()) == []
 
@@ -243,7 +263,7 @@ def test_a_terminal_gets_a_bar(fake, capsys, monkeypatch):
     ],
 )
 def test_sizes(text, num_bytes):
-    assert cli.parse_bytes(text) == num_bytes
+    assert options.parse_bytes(text) == num_bytes
 
 
 @pytest.mark.parametrize(
@@ -251,4 +271,4 @@ def test_sizes(text, num_bytes):
 )
 def test_sizes_that_are_none(text):
     with pytest.raises(argparse.ArgumentTypeError, match="must be a size such as"):
-        cli.parse_bytes(text)
+        options.parse_bytes(text)

@@ -14,18 +14,25 @@ from pathlib import Path
 FLOORS = [
     ["types < hashing keys"],
     [
-        "policies.directory policies.recency < policies.* < policies",
+        "policies.ordering policies.counting < policies.directory policies.recency"
+        " < policies.lru policies.arc < policies.registry < policies",
         "transfer.memory < transfer.kernels < transfer.hoststore < transfer.engine"
         " < transfer",
     ],
-    ["manager < offloading_manager", "blocks"],
-    ["connector < scheduler worker"],
+    ["manager reuse < snapshot < offloading_manager", "blocks"],
+    [
+        "connector < scheduler worker",
+        "traces < synthetic belady request_loop < replay",
+    ],
     ["jaxkv"],  # the public face, jaxkv/__init__.py
     [
         "demo.records demo.request demo.model < demo.workload demo.steps < demo.engine"
         " < demo.report demo.run < demo"
     ],
-    ["cli"],
+    [
+        "commands.options commands.progress commands.replay_report"
+        " < commands.demo commands.replay < commands < cli"
+    ],
 ]
 CORE = {"jax", "jaxlib", "numpy"} | sys.stdlib_module_names
 EXTRAS = {"flax", "rich", "matplotlib"}

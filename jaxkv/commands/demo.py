@@ -1,0 +1,129 @@
+"""``jaxkv demo``: see what offloading does, on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+
+from jaxkv.commands.options import (
+    EXIT_MISMATCH,
+    EXIT_OK,
+    UsageError,
+    add_file_options,
+    check_extra,
+    check_files,
+    parse_bytes,
+    parse_whole_number_from,
+)
+from jaxkv.commands.progress import show_progress
+from jaxkv.demo.records import DemoConfig
+
+SUMMARY = "see what offloading does, on this machine, in about a minute"
+DESCRIPTION = (
+    "Ask several turns of questions about long documents, of a small model whose "
+    "device pool is several times too small for their KV. Do it with offloading off "
+    "and on; compare times and check that every token is the same."
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    default = DemoConfig()
+    for field, minimum, explanation in (
+        ("conversations", 1, "conversations, each about a document of its own"),
+        ("turns", 1, "questions in each conversation"),
+        ("document_tokens", 1, "length of a document, in tokens of one byte"),
+        ("answer_tokens", 1, "tokens generated for each question"),
+        ("device_blocks", 1, f"KV blocks of {default.block_size} tokens on the device"),
+        ("seed", 0, "seed of the weights and of the choice of documents"),
+    ):
+        parser.add_argument(
+            f"--{field.replace('_', '-')}",
+            type=parse_whole_number_from(minimum),
+            default=getattr(default, field),
+            metavar="N",
+            help=f"{explanation} (default: %(default)s)",
+        )
+    parser.add_argument(
+        "--host-bytes",
+        type=parse_bytes,
+        default="256MiB",
+        metavar="SIZE",
+        help="host memory for KV, such as 64MiB, 1GiB or a number of bytes "
+        "(default: %(default)s)",
+    )
+    add_file_options(parser, "the time to first token, turn by turn")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; return its exit code."""
+    names = {field.name for field in dataclasses.fields(DemoConfig)}
+    given = {name: value for name, value in vars(args).items() if name in names}
+    config = dataclasses.replace(DemoConfig(), **given)
+    check_files(args)
+    check_extra("the demo", ("flax", "rich", "matplotlib"))
+
+    from rich.console import Console
+
+    from jaxkv.demo import report, workload
+    from jaxkv.demo import run as demo_run
+
+    try:
+        demo_run.check_config(config)
+        workload.make_conversations(config)
+        _check_memory(config)
+    except ValueError as error:
+        raise UsageError(error) from error
+
+    console = Console()
+    console.print(_what_will_run(config), highlight=False, soft_wrap=True)
+    with show_progress() as on_progress:
+        record = demo_run.run_demo(config, on_progress)
+    report.print_report(record, console)
+    if args.plot:
+        report.plot_ttft(record, args.plot)
+    if args.json:
+        text = json.dumps(report.to_json(record), indent=2)
+        args.json.write_text(text + "\n", encoding="utf-8")
+    return EXIT_OK if record.tokens_identical else EXIT_MISMATCH
+
+
+def _check_memory(config: DemoConfig) -> None:
+    from jaxkv.demo.model import ModelConfig
+
+    block_bytes = config.block_size * ModelConfig().kv_bytes_per_token
+    wanted = config.device_blocks * block_bytes + config.host_bytes
+    try:
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return  # this system does not say
+    if wanted > memory_bytes:
+        raise UsageError(
+            f"the device pool and the host tier would take {wanted / 2**30:.1f} GiB, "
+            f"but this machine has {memory_bytes / 2**30:.1f} GiB: ask for fewer "
+            f"--device-blocks or --host-bytes"
+        )
+
+
+def _what_will_run(config: DemoConfig) -> str:
+    from jaxkv.demo.model import ModelConfig
+    from jaxkv.demo.run import max_seq_tokens
+
+    token_bytes = ModelConfig().kv_bytes_per_token
+    total = config.conversations * max_seq_tokens(config) * token_bytes
+    pool = config.device_blocks * config.block_size * token_bytes
+    fit = (
+        f"{total / pool:.1f} times too small"
+        if total > pool
+        else "enough for it all; fewer --device-blocks show more"
+    )
+    return (
+        f"Conversations  {config.conversations} of {config.turns} turns, about "
+        f"documents of {config.document_tokens:,} tokens\n"
+        f"KV of them all {total / 2**20:.1f} MiB at most\n"
+        f"Device pool    {pool / 2**20:.1f} MiB, {config.device_blocks} blocks of "
+        f"{config.block_size} tokens: {fit}\n"
+        f"Host memory    {config.host_bytes / 2**20:.1f} MiB"
+    )

@@ -1,0 +1,96 @@
+"""What the commands share: errors of one line, values of options, checks of files."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import pathlib
+import re
+from collections.abc import Callable, Sequence
+
+EXIT_OK, EXIT_MISMATCH, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{p}ib": 1024**i for i, p in enumerate("kmgt", start=1)},
+    **{f"{p}b": 1000**i for i, p in enumerate("kmgt", start=1)},
+}
+
+
+class UsageError(Exception):
+    """Something that the user can put right, in one line."""
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size such as ``64MiB``, ``1.5 GB`` or ``4096``.
+
+    >>> parse_bytes("64MiB")
+    67108864
+    """
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?([a-z]*)", text.strip().lower())
+    if match and match[2] in _UNITS:
+        num_bytes = int(float(match[1]) * _UNITS[match[2]])
+        if num_bytes >= 1:
+            return num_bytes
+    raise argparse.ArgumentTypeError(
+        f"{text!r} must be a size such as 64MiB, 1GiB or a number of bytes"
+    )
+
+
+def parse_whole_number_from(minimum: int) -> Callable[[str], int]:
+    """Make a reader of whole numbers from `minimum` on."""
+
+    def parse(text: str) -> int:
+        # Nine digits at most: what a seed of the weights may be, and plenty.
+        if re.fullmatch(r"\d{1,9}", text) and int(text) >= minimum:
+            return int(text)
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a whole number from {minimum} to 999999999"
+        )
+
+    return parse
+
+
+def add_file_options(parser: argparse.ArgumentParser, picture: str) -> None:
+    """Add --plot, which draws `picture`, and --json."""
+    parser.add_argument(
+        "--plot",
+        type=pathlib.Path,
+        metavar="FILE.png",
+        help=f"draw {picture} (default: no picture)",
+    )
+    parser.add_argument(
+        "--json",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="write all figures to a file (default: no file)",
+    )
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """Refuse files that cannot be written, before minutes are spent on them."""
+    if args.plot and args.plot.suffix.lower() != ".png":
+        raise UsageError(f"--plot: {str(args.plot)!r} must end in .png")
+    for option, path in (("--plot", args.plot), ("--json", args.json)):
+        if path is None:
+            continue
+        existed = path.exists()
+        try:
+            path.open("ab").close()
+        except OSError as error:
+            raise UsageError(
+                f"{option}: cannot write {str(path)!r} ({error.strerror}); name a "
+                f"file in a folder that exists and that you may write to"
+            ) from error
+        if not existed:
+            path.unlink()
+
+
+def check_extra(what: str, packages: Sequence[str]) -> None:
+    """Refuse to go on without the packages that `what` needs."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f'{what} needs {", ".join(missing)}: pip install "jaxkv[demo]"'
+        )

@@ -1,0 +1,38 @@
+"""How far a command has come: a bar on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def show_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Show how far a run is: a bar on a terminal, else a line for each label.
+
+    Yields:
+        What to call with a label, and how much of it is done, and of how much.
+    """
+    from rich.console import Console
+    from rich.progress import Progress, TaskID, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    tasks: dict[str, TaskID] = {}
+    columns = *Progress.get_default_columns()[:2], TimeElapsedColumn()
+    progress = Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    )
+
+    def show(label: str, done: int, total: int) -> None:
+        if label not in tasks:
+            for earlier in progress.tasks:
+                # Those of other threads go on.
+                progress.update(earlier.id, visible=not earlier.finished)
+            tasks[label] = progress.add_task(label, total=None)
+            if not console.is_terminal:
+                console.print(f"{label} ...")
+        # Without a total the bar pulses, which suits whatever cannot be counted.
+        progress.update(tasks[label], completed=done, total=total if done else None)
+
+    with progress:
+        yield show

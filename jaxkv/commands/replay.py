@@ -1,0 +1,157 @@
+"""``jaxkv replay``: how much a policy would find of a trace's prefixes."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+from fractions import Fraction
+
+from jaxkv.commands import replay_report as report
+from jaxkv.commands.options import (
+    EXIT_OK,
+    UsageError,
+    add_file_options,
+    check_extra,
+    check_files,
+    parse_whole_number_from,
+)
+from jaxkv.commands.progress import show_progress
+from jaxkv.policies import policy_names
+from jaxkv.replay import OPTIMUM, sweep
+from jaxkv.synthetic import make_synthetic_trace
+from jaxkv.traces import BLOCK_SIZE, Trace, TraceError, read_trace
+
+SUMMARY = "see how much each policy would find of the prefixes of a request trace"
+DESCRIPTION = (
+    "Replay a trace of requests against cache policies at several capacities, and "
+    "against the optimum, which knows the future. No bytes are moved; what counts is "
+    "how much of each prompt's prefix is found."
+)
+
+_SYNTHETIC = "synthetic"
+_SYNTHETIC_REQUESTS = 2000
+_CAPACITIES = "1%,3%,10%"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument(
+        "trace",
+        metavar="TRACE",
+        help="a file of Mooncake's or the normalised format, plain or .gz; or "
+        f"synthetic, or synthetic:REQUESTS, {_SYNTHETIC_REQUESTS} if not said",
+    )
+    parser.add_argument(
+        "--policy",
+        action="extend",
+        type=_split,
+        metavar="NAME,...",
+        help="policies to compare; may be repeated (default: all, which are "
+        f"{', '.join(policy_names())})",
+    )
+    parser.add_argument(
+        "--capacity",
+        action="extend",
+        type=_split,
+        metavar="N,...",
+        help="capacities, in blocks or in percent of the different blocks of the "
+        f"trace; may be repeated (default: {_CAPACITIES.replace('%', '%%')})",
+    )
+    parser.add_argument(
+        "--block-size",
+        type=parse_whole_number_from(1),
+        default=BLOCK_SIZE,
+        metavar="N",
+        help="tokens in a block of the trace (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--no-optimum",
+        action="store_true",
+        help="leave out the optimum (default: it is the last row)",
+    )
+    add_file_options(parser, "the hit ratio against the capacity")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; return its exit code."""
+    check_files(args)
+    check_extra("replay", ("rich", "matplotlib") if args.plot else ("rich",))
+    policies = _choose_policies(args.policy)
+    trace = _open_trace(args.trace, args.block_size)
+    capacities = _choose_capacities(args.capacity, trace.num_unique_blocks)
+    report.print_trace(trace)
+    if not args.no_optimum:
+        policies.append(OPTIMUM)
+    with show_progress() as on_progress:
+        results = sweep(trace, policies, capacities, on_progress)
+    report.print_results(trace, results)
+    if args.plot:
+        report.plot_results(trace, results, args.plot)
+    if args.json:
+        text = json.dumps(report.to_json(trace, results), indent=2)
+        args.json.write_text(text + "\n", encoding="utf-8")
+    return EXIT_OK
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
+def _choose_policies(given: list[str] | None) -> list[str]:
+    known = policy_names()
+    if given is None:
+        return known
+    names = list(dict.fromkeys(given))
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = (
+                f"did you mean {near[0]}?" if near else f"there is {', '.join(known)}"
+            )
+            raise UsageError(f"--policy: unknown {name!r}: {hint}")
+    return names
+
+
+def _choose_capacities(given: list[str] | None, num_unique: int) -> list[int]:
+    """Turn what was asked for into numbers of blocks, the smallest first."""
+    texts = _split(_CAPACITIES) if given is None else given
+    return sorted({_parse_capacity(text, num_unique) for text in texts})
+
+
+def _parse_capacity(text: str, num_unique: int) -> int:
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)(%?)", text)
+    if match is None or ("." in text and not match[2]):
+        raise UsageError(
+            f"--capacity: {text!r} must be a number of blocks, such as 5000, or a "
+            f"percentage, such as 3%"
+        )
+    number = Fraction(match[1])
+    if number == 0:
+        raise UsageError(f"--capacity: {text!r} must be more than 0")
+    blocks = int(number * num_unique / 100) if match[2] else int(number)
+    if blocks > num_unique:
+        raise UsageError(
+            f"--capacity: {text!r} is more than the {num_unique:,} different blocks of "
+            f"the trace, which would never be full"
+        )
+    return max(blocks, 1)
+
+
+def _open_trace(text: str, block_size: int) -> Trace:
+    name, _, number = text.partition(":")
+    if name == _SYNTHETIC:
+        if text != _SYNTHETIC and not re.fullmatch(r"[1-9]\d{0,6}", number):
+            raise UsageError(
+                f"TRACE: {text!r} must be {_SYNTHETIC}:REQUESTS, such as "
+                f"{_SYNTHETIC}:{_SYNTHETIC_REQUESTS}"
+            )
+        num_requests = int(number or _SYNTHETIC_REQUESTS)
+        return make_synthetic_trace(num_requests, block_size=block_size)
+    try:
+        return read_trace(text, block_size)
+    except TraceError as error:
+        raise UsageError(error) from error
+    except OSError as error:
+        raise UsageError(f"TRACE: cannot read {text!r} ({error.strerror})") from error
