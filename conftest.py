@@ -7,9 +7,10 @@ CPU backend, which every machine has.
 import os
 from pathlib import Path
 
-PLATFORM = os.environ.get("JAXKV_TEST_PLATFORM", "cpu")
 # Before jax is imported; in the environment, so that child processes have it too.
-os.environ["JAX_PLATFORMS"] = "cpu" if PLATFORM == "cpu" else f"{PLATFORM},cpu"
+os.environ["JAX_PLATFORMS"] = ",".join(
+    dict.fromkeys([os.environ.get("JAXKV_TEST_PLATFORM", "cpu"), "cpu"])
+)
 
 import hypothesis
 import jax
@@ -28,8 +29,9 @@ hypothesis.settings.load_profile("jaxkv")
 
 def pytest_configure() -> None:
     """Refuse a platform that is not there: jax would quietly take the CPU."""
-    if PLATFORM != "cpu" and jax.default_backend() == "cpu":
-        raise pytest.UsageError(f"JAXKV_TEST_PLATFORM={PLATFORM} finds only the CPU.")
+    platform = os.environ.get("JAXKV_TEST_PLATFORM", "cpu")
+    if platform != "cpu" and jax.default_backend() == "cpu":
+        raise pytest.UsageError(f"JAXKV_TEST_PLATFORM={platform} finds only the CPU.")
 
 
 def pytest_collection_modifyitems(

@@ -14,17 +14,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import platform
-import statistics
 import time
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 
+from common import machine, quartiles
 from jaxkv.transfer import TransferEngine, memory
 
 NUM_LEAVES = 4
@@ -114,25 +111,6 @@ def measure(num_rounds: int) -> list[dict[str, object]]:
                 }
             )
     return rows
-
-
-def quartiles(values: list[float]) -> list[float]:
-    """Give the lower quartile, the median and the upper quartile."""
-    return statistics.quantiles(values, n=4)
-
-
-def machine() -> dict[str, object]:
-    """Say where the figures come from."""
-    device = jax.devices()[0]
-    return {
-        "device": f"{device.platform} {device.device_kind}",
-        "num_cpus": len(os.sched_getaffinity(0)),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "numpy": np.__version__,
-    }
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from jaxkv.scheduler import OffloadScheduler
 from jaxkv.transfer import TransferEngine
 from jaxkv.worker import OffloadWorker
 
-CHUNK_SIZES = (64, 256)
+CHUNK_SIZES = (128, 256)
 """Tokens that a prefill step computes: the smallest that is enough, or the largest."""
 
 _IDLE_S = 50e-6
