@@ -4,7 +4,9 @@ JAXKV_TEST_PLATFORM=cuda (or tpu) runs the tests there; without it they run on t
 CPU backend, which every machine has.
 """
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before jax is imported; in the environment, so that child processes have it too.
@@ -48,6 +50,18 @@ def pytest_collection_modifyitems(
         reason = "no GPU (JAXKV_TEST_PLATFORM=cuda runs the tests on one)"
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_programs() -> Iterator[None]:
+    """Give up compiled programs file by file.
+
+    Each maps some memory of its own, and a process may have 65,530 maps on Linux: the
+    suite compiles so much that LLVM would crash for want of another.
+    """
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -191,7 +191,7 @@ def find_oldest(
         What was found.
     """
     num_entries, length = log.places.shape[0], log.entries.shape[0]
-    chunk = min(_CHUNK, length)
+    chunk = min(max(_CHUNK, width), length)
 
     def scan(
         carry: tuple[Array, Array, Array, Array],
