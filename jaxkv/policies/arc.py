@@ -263,7 +263,8 @@ def make_arc(num_blocks: int, max_batch: int = 4096) -> Policy:
         >>> keys = jnp.arange(16, dtype=jnp.uint32).reshape(2, 8)
         >>> refs = jnp.zeros(4, jnp.int32)
         >>> state, _ = arc.insert(arc.init(), keys, jnp.array([3, 1]))
-        >>> state = arc.touch(state, keys, jnp.int32(1), refs)  # 3 is used again
+        >>> ready = jnp.ones(2, bool)
+        >>> state = arc.touch(state, keys, jnp.int32(1), ready)  # 3 is used again
         >>> arc.evict(state, jnp.int32(1), refs, 2).block_ids.tolist()
         [1, -1]
     """
