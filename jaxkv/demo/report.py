@@ -115,8 +115,7 @@ def to_json(record: DemoRecord) -> dict[str, Any]:
         "bandwidth": dataclasses.asdict(record.bandwidth),
         "config": dataclasses.asdict(record.config),
         "machine": {
-            "platform": platform.platform(),
-            "processor": platform.processor() or platform.machine(),
+            "system": f"{platform.system()} {platform.machine()}",
             "cpu_count": os.cpu_count(),
             "device": jax.devices()[0].device_kind,
         },
