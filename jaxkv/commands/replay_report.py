@@ -114,7 +114,10 @@ def to_json(trace: Trace, results: Sequence[ReplayResult]) -> dict[str, Any]:
             }
             for result in results
         ],
-        "machine": {"platform": platform.platform(), "cpu_count": os.cpu_count()},
+        "machine": {
+            "system": f"{platform.system()} {platform.machine()}",
+            "cpu_count": os.cpu_count(),
+        },
         "versions": {
             "python": platform.python_version(),
             "jaxkv": __version__,
