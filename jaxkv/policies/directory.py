@@ -14,12 +14,14 @@ scatters with ``mode="drop"`` then ignore it, as they would not ignore -1.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxkv.policies.counting import running_count
 from jaxkv.policies.ordering import after
 from jaxkv.types import KEY_LANES
 
@@ -27,9 +29,17 @@ from jaxkv.types import KEY_LANES
 # seven, and a look-up reads half of what it would with sixteen slots at half the load.
 SLOTS_PER_BUCKET = 8
 _MAX_LOAD = 0.25
-_WITHIN = np.arange(SLOTS_PER_BUCKET, dtype=np.int32)[None, :]
 _FREE = 2**31 - 1
 _EMPTY_TAG = 0
+# One bit for each slot of a key's two buckets, and the bits of the first.
+_SLOT_BITS = np.uint32(1) << np.arange(2 * SLOTS_PER_BUCKET, dtype=np.uint32)
+_ONE_BUCKET = np.uint32((1 << SLOTS_PER_BUCKET) - 1)
+# Of a batch, how many rows at most try again at a time: one in so many, or this many.
+_LOSERS_SHARE = 8
+_LEAST_LOSERS = 256
+# Odd numbers, one for each lane and bucket: powers of the golden ratio times 2^32.
+_FACTORS = np.cumprod(np.full(2 * KEY_LANES, 0x9E3779B1, np.uint32), dtype=np.uint32)
+_FACTORS = _FACTORS.reshape(2, 1, KEY_LANES)
 
 
 @jax.tree_util.register_dataclass
@@ -76,32 +86,34 @@ def find(directory: Directory, keys: Array, valid: Array) -> Array:
         i32[K]. The entry of each key, E where the key is absent or padding.
     """
     num_entries = directory.keys.shape[0]
-    num_slots = directory.entries.shape[0]
     tag, buckets = _address(keys, directory.tags.shape[0])
+    matches = _slot_bits(directory.tags, buckets, tag)
+    # A key whose buckets are one and the same has every match twice.
+    is_one_bucket = buckets[:, 0] == buckets[:, 1]
+    matches = jnp.where(is_one_bucket, matches & _ONE_BUCKET, matches)
 
-    def matching_slots(otherwise: int) -> Array:
-        matches = _read(directory.tags, buckets) == tag[:, None, None]
-        return jnp.where(matches, _slots(buckets), otherwise)  # [K, 2, 8]
+    def entry_at_first(matches: Array) -> Array:
+        bit = _lowest(matches)
+        bucket = jnp.where(bit < SLOTS_PER_BUCKET, buckets[:, 0], buckets[:, 1])
+        slots = bucket * SLOTS_PER_BUCKET + bit % SLOTS_PER_BUCKET
+        entries = _read(directory.entries, jnp.where(matches > 0, slots, 0))
+        entries = jnp.where(matches > 0, entries, 0)
+        same = jnp.all(_read(directory.keys, entries) == keys, axis=1)
+        return jnp.where((matches > 0) & same, entries, num_entries)
 
-    def entry_at(slots: Array, keys: Array) -> Array:
-        is_slot = slots < num_slots
-        entries = _read(directory.entries, jnp.where(is_slot, slots, 0))
-        entries = jnp.where(is_slot, entries, 0)
-        same = jnp.all(_read(directory.keys, entries) == keys, axis=-1)
-        return jnp.where(is_slot & same, entries, num_entries)
+    def at_any_match(matches: Array) -> Array:
+        return lax.while_loop(
+            lambda carry: jnp.any(carry[0] > 0),
+            lambda carry: (
+                carry[0] & (carry[0] - 1),
+                jnp.minimum(carry[1], entry_at_first(carry[0])),
+            ),
+            (matches, jnp.full_like(buckets[:, 0], num_entries)),
+        )[1]
 
-    def by_every_match(_: Array) -> Array:
-        # Matches once more: handing them in would have every call write them down.
-        entries = entry_at(matching_slots(num_slots), keys[:, None, None, :])
-        return jnp.min(entries, axis=(1, 2))
-
-    first = jnp.min(matching_slots(num_slots), axis=(1, 2))
-    last = jnp.max(matching_slots(-1), axis=(1, 2))
     # Two equal tags in one key's buckets: one look-up in 10^8, but it must be right.
-    ambiguous = jnp.any(valid & (first < last))
-    found = lax.cond(
-        ambiguous, by_every_match, lambda found: found, entry_at(first, keys)
-    )
+    ambiguous = jnp.any(valid & ((matches & (matches - 1)) > 0))
+    found = lax.cond(ambiguous, at_any_match, entry_at_first, matches)
     return jnp.where(valid, found, num_entries)
 
 
@@ -110,9 +122,8 @@ def insert(
 ) -> tuple[Directory, Array]:
     """Add keys that are absent and distinct.
 
-    Each key claims a free slot with the number of its row in the batch; where several
-    want the same slot the lowest row has it and the others propose again. The result
-    depends on nothing but the arguments.
+    Each key claims a free slot of its emptier bucket. The result depends on nothing
+    but the arguments.
 
     Args:
         directory: Where to add them.
@@ -126,40 +137,22 @@ def insert(
     """
     num_entries = directory.keys.shape[0]
     num_slots = directory.entries.shape[0]
-    rows = jnp.arange(keys.shape[0], dtype=jnp.int32)
     tag, buckets = _address(keys, directory.tags.shape[0])
     # Start each key's search elsewhere, so that few rows propose the same slot.
-    turn = (tag % SLOTS_PER_BUCKET).astype(jnp.int32)
-    steps = (_WITHIN - turn[:, None]) % SLOTS_PER_BUCKET  # [K, 8]
+    turn = tag % SLOTS_PER_BUCKET
 
-    def propose(table: Array) -> tuple[Array, Array]:
-        free = _read(table.reshape(-1, SLOTS_PER_BUCKET), buckets) == _FREE  # [K, 2, 8]
-        num_free = jnp.sum(free, axis=2, dtype=jnp.int32)
-        nearest = jnp.min(jnp.where(free, steps[:, None, :], SLOTS_PER_BUCKET), axis=2)
-        emptier = num_free[:, 1] > num_free[:, 0]
-        bucket, step = (
-            jnp.where(emptier, pair[:, 1], pair[:, 0]) for pair in (buckets, nearest)
-        )
-        slot = bucket * SLOTS_PER_BUCKET + (turn + step) % SLOTS_PER_BUCKET
-        return slot, step < SLOTS_PER_BUCKET
+    def propose(table: Array, rows: Array, _: Array) -> tuple[Array, Array]:
+        own, ahead = _read(buckets, rows), _read(turn, rows)
+        free = _slot_bits(table.reshape(-1, SLOTS_PER_BUCKET), own, _FREE)
+        first, second = free & _ONE_BUCKET, free >> SLOTS_PER_BUCKET
+        emptier = lax.population_count(second) > lax.population_count(first)
+        free = jnp.where(emptier, second, first)
+        turned = (free >> ahead) | (free << (SLOTS_PER_BUCKET - ahead))
+        nearest = (_lowest(turned) + ahead.astype(jnp.int32)) % SLOTS_PER_BUCKET
+        bucket = jnp.where(emptier, own[:, 1], own[:, 0])
+        return bucket * SLOTS_PER_BUCKET + nearest, free > 0
 
-    def claim(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        table, claimed, pending = carry
-        slot, has_room = propose(table)
-        pending &= has_room
-        table = table.at[jnp.where(pending, slot, num_slots)].min(rows, mode="drop")
-        won = pending & (_read(table, slot) == rows)
-        return table, jnp.where(won, slot, claimed), pending & ~won
-
-    table, slots, _ = lax.while_loop(
-        lambda carry: jnp.any(carry[2]),
-        claim,
-        (
-            directory.entries,
-            jnp.full_like(rows, num_slots),
-            entries < num_entries,
-        ),
-    )
+    table, slots = _claim(directory.entries, entries < num_entries, propose)
     added = slots < num_slots
     entries = jnp.where(added, entries, num_entries)
     return (
@@ -195,62 +188,127 @@ def first_occurrence(keys: Array, valid: Array) -> Array:
     Returns:
         bool[K]. True for every distinct valid key's first row.
     """
-    num_rows = keys.shape[0]
-    num_slots = 16 * num_rows
-    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    num_places = 16 * keys.shape[0]
     tag, _ = _address(keys, 1)
 
-    # As in `insert`, rows claim places in a table and the lowest has it; a loser with
-    # the winner's key is a repetition, any other loser tries the next place. Rows with
-    # equal keys walk in step, so they always meet.
-    def claim(
+    def propose(_: Array, rows: Array, tries: Array) -> tuple[Array, Array]:
+        # Rows with equal keys walk the same way, so the later meets the earlier.
+        places = (_read(tag, rows) + tries.astype(jnp.uint32)) % num_places
+        return places.astype(jnp.int32), jnp.ones_like(rows, jnp.bool_)
+
+    def is_repetition(rows: Array, winners: Array) -> Array:
+        return jnp.all(_read(keys, rows) == _read(keys, winners), axis=1)
+
+    table = jnp.full((num_places,), _FREE, jnp.int32)
+    _, places = _claim(table, valid, propose, is_repetition)
+    return places < num_places
+
+
+def _claim(
+    table: Array,
+    wanted: Array,
+    propose: Callable[[Array, Array, Array], tuple[Array, Array]],
+    gives_up: Callable[[Array, Array], Array] | None = None,
+) -> tuple[Array, Array]:
+    """Let the rows of a batch take places in a table, one row a place.
+
+    A row takes a place by writing its number there; where several want the same place
+    the lowest row has it and the others propose again.
+
+    Args:
+        table: i32[P]. Places that are taken hold a number, the others `_FREE`.
+        wanted: bool[K]. The rows that want a place.
+        propose: ``(table, rows, tries) -> (places, has_room)``, i32[R] and bool[R]:
+            the place that each row tries next, and whether there is one.
+        gives_up: ``(rows, winners) -> bool[R]``: whether a row that lost to another
+            wants nothing any more.
+
+    Returns:
+        The table after, and i32[K]: the place of each row, P where it has none.
+    """
+    num_rows, num_places = wanted.shape[0], table.shape[0]
+    all_rows = jnp.arange(num_rows, dtype=jnp.int32)
+    # Few lose. They try again without the others, so many of them at a time.
+    width = min(num_rows, max(_LEAST_LOSERS, num_rows // _LOSERS_SHARE))
+
+    def bid(
+        table: Array, rows: Array, tries: Array, wanted: Array
+    ) -> tuple[Array, Array, Array, Array]:
+        places, has_room = propose(table, rows, tries)
+        wanted &= has_room
+        bids = jnp.where(wanted, places, num_places)
+        table = table.at[bids].min(rows, mode="drop")
+        winners = _read(table, places)
+        won = wanted & (winners == rows)
+        return table, jnp.where(won, places, num_places), wanted & ~won, winners
+
+    def again(
         carry: tuple[Array, Array, Array, Array],
     ) -> tuple[Array, Array, Array, Array]:
-        table, first, pending, place = carry
-        table = table.at[jnp.where(pending, place, num_slots)].min(rows, mode="drop")
-        winner = _read(table, place)
-        won = pending & (winner == rows)
-        others = _read(keys, jnp.minimum(winner, num_rows - 1))
-        repeats = jnp.all(others == keys, axis=1)
-        return table, first | won, pending & ~won & ~repeats, (place + 1) % num_slots
+        table, places, pending, tries = carry
+        rank = running_count(pending) - 1
+        rows = jnp.full((width,), num_rows, jnp.int32)
+        rows = rows.at[jnp.where(pending, rank, width)].set(all_rows, mode="drop")
+        is_row = rows < num_rows
+        at = jnp.minimum(rows, num_rows - 1)
+        table, taken, lost, winners = bid(table, at, _read(tries, at), is_row)
+        if gives_up is not None:
+            lost &= ~gives_up(at, jnp.minimum(winners, num_rows - 1))
+        return (
+            table,
+            places.at[rows].set(taken, mode="drop"),
+            pending.at[rows].set(lost, mode="drop"),
+            tries.at[rows].add(1, mode="drop"),
+        )
 
-    _, first, _, _ = lax.while_loop(
-        lambda carry: jnp.any(carry[2]),
-        claim,
-        (
-            jnp.full((num_slots,), _FREE, jnp.int32),
-            jnp.zeros_like(valid),
-            valid,
-            (tag % num_slots).astype(jnp.int32),
-        ),
+    tries = jnp.zeros_like(all_rows)
+    table, places, pending, _ = bid(table, all_rows, tries, wanted)
+    table, places, _, _ = lax.while_loop(
+        lambda carry: jnp.any(carry[2]), again, (table, places, pending, tries)
     )
-    return first
+    return table, places
 
 
 def _address(keys: Array, num_buckets: int) -> tuple[Array, Array]:
     """Compute each key's tag, u32[K] and never empty, and buckets, i32[K, 2]."""
-    # Keys of jaxkv.hashing are uniform already. Foreign keys may differ in a byte of
-    # one lane only, so every lane is mixed in, as MurmurHash3 mixes and finishes.
-    one = jnp.full(keys.shape[:1], 0x9E3779B9, jnp.uint32)
-    two = jnp.full(keys.shape[:1], 0x7F4A7C15, jnp.uint32)
-    for lane in range(KEY_LANES):
-        one = _scramble(one ^ keys[:, lane], 0xCC9E2D51)
-        two = _scramble(two ^ keys[:, lane], 0x1B873593)
-    one, two = (_scramble(_scramble(h, 0x85EBCA6B), 0xC2B2AE35) for h in (one, two))
-    tag = jnp.maximum(_scramble(one ^ (two >> 7), 0x2545F491), _EMPTY_TAG + 1)
+    # Keys of jaxkv.hashing are uniform already. Foreign keys may differ in one bit of
+    # one lane, so every lane counts: a multilinear hash, finished as MurmurHash3 is.
+    one, two = (
+        _finish(jnp.sum(keys * factors, axis=1, dtype=jnp.uint32))
+        for factors in _FACTORS
+    )
+    tag = jnp.maximum(one ^ (two >> 7) * jnp.uint32(0x2545F491), _EMPTY_TAG + 1)
     buckets = jnp.stack([one, two], axis=1) & jnp.uint32(num_buckets - 1)
     return tag, buckets.astype(jnp.int32)
 
 
-def _scramble(hashes: Array, factor: int) -> Array:
-    """Spread every bit upwards, then the upper half downwards: u32[K]."""
-    hashes *= jnp.uint32(factor)
+def _finish(hashes: Array) -> Array:
+    """Let every bit count in every other: u32[K]."""
+    hashes = (hashes ^ (hashes >> 16)) * jnp.uint32(0x85EBCA6B)
+    hashes = (hashes ^ (hashes >> 13)) * jnp.uint32(0xC2B2AE35)
     return hashes ^ (hashes >> 16)
 
 
-def _slots(buckets: Array) -> Array:
-    """List the slots of each bucket of each key: i32[K, 2, 8]."""
-    return buckets[:, :, None] * SLOTS_PER_BUCKET + _WITHIN[:, None, :]
+def _slot_bits(table: Array, buckets: Array, content: Array | int) -> Array:
+    """Tell which slots of each key's buckets hold `content`, a bit each: u32[K].
+
+    Args:
+        table: u32[N, 8] or i32[N, 8]. What the slots hold.
+        buckets: i32[K, 2].
+        content: What to look for; of the same type, [K] or one for all.
+
+    Returns:
+        Bits 0 to 7 for the first bucket, bits 8 to 15 for the second.
+    """
+    slots = _read(table, buckets).reshape(-1, _SLOT_BITS.size)
+    wanted = jnp.asarray(content, table.dtype).reshape(-1, 1)
+    bits = jnp.where(slots == wanted, _SLOT_BITS[None], jnp.uint32(0))
+    return jnp.sum(bits, axis=1, dtype=jnp.uint32)
+
+
+def _lowest(bits: Array) -> Array:
+    """Number the lowest bit that is set, 32 if none is: i32[K]."""
+    return lax.population_count((bits & -bits) - 1).astype(jnp.int32)
 
 
 def _read(table: Array, indices: Array) -> Array:
