@@ -8,6 +8,7 @@ from jaxkv.hashing import Extras as Extras
 from jaxkv.hashing import KeyChain as KeyChain
 from jaxkv.hashing import MultimodalItem as MultimodalItem
 from jaxkv.hashing import Namespace as Namespace
+from jaxkv.host_tier import HostTier as HostTier
 from jaxkv.offloading_manager import OffloadingManager as OffloadingManager
 from jaxkv.policies import get_policy_maker as get_policy_maker
 from jaxkv.policies import make_arc as make_arc
@@ -22,6 +23,7 @@ from jaxkv.types import LoadStoreSpec as LoadStoreSpec
 from jaxkv.types import OffloadingEvent as OffloadingEvent
 from jaxkv.types import Policy as Policy
 from jaxkv.types import PrepareStoreOutput as PrepareStoreOutput
+from jaxkv.types import RequestStepOutput as RequestStepOutput
 from jaxkv.worker import OffloadWorker as OffloadWorker
 
 __version__ = "0.1.0"

@@ -252,7 +252,7 @@ def request_step(
 
 def complete_step(
     state: ManagerState, block_ids: Array, num_hits: Array
-) -> ManagerState:
+) -> tuple[ManagerState, Array]:
     """End the loads and stores that a `request_step` began, all of them arrived.
 
     Needs no search. Where something failed, end each with `complete_load` and
@@ -264,13 +264,18 @@ def complete_step(
         num_hits: i32[]. As in that answer.
 
     Returns:
-        The state after.
+        The state after, and bool[]: whether it was done. It is refused, and nothing
+        changes, if a block is not being loaded, or not being stored, as the answer
+        had it.
     """
     is_hit = jnp.arange(block_ids.shape[0], dtype=jnp.int32) < num_hits
+    before = _ref_cnt(state, block_ids)
+    fits = jnp.where(is_hit, before > 0, before == NOT_READY)
+    ok = jnp.all(fits | (block_ids == NO_BLOCK))
     # A load ends with one reader less, a store goes from NOT_READY to 0.
-    change = jnp.where(is_hit, -1, -NOT_READY)
+    change = jnp.where(ok, jnp.where(is_hit, -1, -NOT_READY), 0)
     ref_cnt = state.ref_cnt.at[_index(state, block_ids)].add(change, mode="drop")
-    return dataclasses.replace(state, ref_cnt=ref_cnt)
+    return dataclasses.replace(state, ref_cnt=ref_cnt), ok
 
 
 def _valid(keys: Array, count: Array) -> Array:

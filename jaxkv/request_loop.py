@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from jaxkv import manager
 from jaxkv.manager import ManagerState
 from jaxkv.policies import PolicyMaker
+from jaxkv.programs import cpu_device
 from jaxkv.traces import Trace
 from jaxkv.types import KEY_LANES, Policy
 
@@ -86,7 +87,7 @@ class RequestLoop:
         counts = np.minimum(trace.num_blocks, capacity_blocks)
         self._widths = choose_widths(counts)
         self._policy = make_policy(capacity_blocks, self._widths[-1])
-        device = _cpu_device()
+        device = cpu_device()
         widths = np.searchsorted(self._widths, counts)
         self._requests = Requests(
             *jax.device_put(
@@ -193,18 +194,10 @@ def _serve(policy: Policy, width: int, requests: Requests, carry: Carry) -> Carr
     # The second touch comes before the blocks are ready, which ARC can tell. To touch
     # none is to change nothing.
     state = manager.touch(policy, state, keys, jnp.where(answer.ok, count, 0))
-    state = manager.complete_step(state, answer.block_ids, answer.num_hits)
+    state, _ = manager.complete_step(state, answer.block_ids, answer.num_hits)
     return Carry(
         next=request + 1,
         state=state,
         num_hits=carry.num_hits.at[request].set(answer.num_hits),
         refused=carry.refused.at[request].set(~answer.ok),
     )
-
-
-def _cpu_device() -> jax.Device:
-    """Choose the CPU backend; where it is switched off, whatever there is."""
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:
-        return jax.local_devices()[0]

@@ -140,6 +140,21 @@ class PrepareStoreOutput:
     block_hashes_evicted: list[BlockKey]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class RequestStepOutput:
+    """The answer of `OffloadingManager.request_step`.
+
+    Attributes:
+        num_hits: Keys, from the first on, whose blocks are on the host.
+        load_spec: Where these are. They are pinned until the step is completed.
+        store: What to store where, and what had to leave; None if there is no room.
+    """
+
+    num_hits: int
+    load_spec: LoadStoreSpec
+    store: PrepareStoreOutput | None
+
+
 @dataclasses.dataclass(frozen=True)
 class OffloadingEvent:
     """Blocks that became findable on the host tier, or left it.

@@ -19,7 +19,10 @@ FLOORS = [
         "transfer.memory < transfer.kernels < transfer.hoststore < transfer.engine"
         " < transfer",
     ],
-    ["manager reuse < snapshot < offloading_manager", "blocks"],
+    [
+        "manager reuse ragged < programs snapshot < host_tier < offloading_manager",
+        "blocks",
+    ],
     [
         "connector < scheduler worker",
         "traces < synthetic belady request_loop < replay",

@@ -199,7 +199,8 @@ def test_a_request_step_equals_its_parts(policy):
         refused += not answer.ok
         if number % 7 == 3:
             continue  # leave these in flight, so that some later ones are refused
-        one = complete(one, answer.block_ids, answer.num_hits)
+        one, done = complete(one, answer.block_ids, answer.num_hits)
+        assert done
         own = jnp.flatnonzero(store.block_ids != -1)
         own_keys = jnp.zeros_like(key).at[: own.size].set(key[own])
         apart, _ = complete_store(
@@ -208,3 +209,17 @@ def test_a_request_step_equals_its_parts(policy):
         apart, _ = complete_load(policy, apart, key, hits)
         chex.assert_trees_all_equal(one, apart)
     assert refused
+
+
+def test_a_step_that_has_ended_does_not_end_again(policy):
+    keys, counts = requests(2)
+    state = manager.init(policy, NUM_BLOCKS)
+    for key, count in zip(keys[:1].repeat(2, 0), counts[:1].repeat(2), strict=True):
+        state, answer = manager.request_step(policy, state, key, count)
+        ended, done = manager.complete_step(state, answer.block_ids, answer.num_hits)
+        assert done
+        again, done = manager.complete_step(ended, answer.block_ids, answer.num_hits)
+        assert not done
+        chex.assert_trees_all_equal(again, ended)
+        state = ended
+    assert answer.num_hits

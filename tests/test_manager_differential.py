@@ -118,7 +118,7 @@ class Pair:
             else value
             for name, value in self.twin.policy.snapshot().items()
         }
-        assert self.snapshot(self.real._state.policy) == expected
+        assert self.snapshot(self.real.many.state.policy) == expected
 
 
 def run(policy, num_blocks, batch_sizes, num_operations):
@@ -146,6 +146,6 @@ def test_equals_twin_on_random_operations(policy, num_blocks, batch_sizes):
 
 @pytest.mark.long
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("num_blocks", [1, 2, 16, 61, 256, 1000, 4096])
+@pytest.mark.parametrize("num_blocks", [1, 7, 61, 500, 4096])
 def test_equals_twin_on_a_million_random_operations(policy, num_blocks):
-    run(policy, num_blocks, (1, 4096), num_operations=1_000_000 // 7 + 1)
+    run(policy, num_blocks, (1, 4096), num_operations=200_000)

@@ -10,7 +10,7 @@ from jaxkv import (
     Snapshot,
     make_arc_fixed,
     make_lru,
-    offloading_manager,
+    programs,
     register_policy,
 )
 from jaxkv.keys import key_from_foreign
@@ -119,10 +119,10 @@ def test_misuse_names_the_key_and_changes_nothing(method, numbers, match):
     manager.prepare_load(keys(2))
     events = list(manager.take_events())
     assert events
-    before = jax.tree.map(np.array, manager._state)
+    before = jax.tree.map(np.array, manager.many.state)
     with pytest.raises(ValueError, match=match):
         getattr(manager, method)(keys(*numbers))
-    after = jax.tree.map(np.array, manager._state)
+    after = jax.tree.map(np.array, manager.many.state)
     jax.tree.map(np.testing.assert_array_equal, after, before)
     assert list(manager.take_events()) == []
 
@@ -151,7 +151,7 @@ def test_foreign_keys_come_back_as_they_were_given():
     assert manager.prepare_store(foreign[2:]).block_hashes_evicted == [b""]
     assert [e.block_hashes for e in manager.take_events()] == [foreign[:2], [b""]]
     manager.complete_store(foreign[2:], success=False)
-    assert list(manager._names.values()) == [b"x"]  # and no other is remembered
+    assert list(manager.many._names.values()) == [b"x"]  # and no other is remembered
 
 
 def test_keys_that_are_not_bytes_are_refused():
@@ -303,10 +303,10 @@ def test_the_tracker_forgets_keys_beyond_its_size():
 
 def test_batches_beyond_the_largest_are_served():
     manager = OffloadingManager(16, num_blocks=2)
-    many = keys(*range(manager._max_batch + 1))
+    many = keys(*range(manager.many.policy.max_batch + 1))
     assert manager.prepare_store(many) is None
     assert manager.num_held_blocks == 0
-    assert manager.prepare_store(keys(1, 2) * manager._max_batch) is not None
+    assert manager.prepare_store(keys(1, 2) * manager.many.policy.max_batch) is not None
     manager.complete_store(keys(1, 2))
     manager.touch([*keys(2), *many, *keys(2)])  # 2, many parts later: the most recent
     assert manager.prepare_store(keys(5)).block_hashes_evicted == keys(1)
@@ -314,11 +314,7 @@ def test_batches_beyond_the_largest_are_served():
 
 def test_each_function_is_traced_once_per_batch_size():
     manager = OffloadingManager(16, num_blocks=50, warmup=True, warmup_max_keys=64)
-    functions = [
-        getattr(offloading_manager, name)
-        for name in ("_lookup", "_touch", "_prepare_load", "_prepare_store")
-    ]
-    traced = [function._cache_size() for function in functions]
+    traced = programs._compiled._cache_size()
     for num in (1, 3, 15, 16, 17, 40):
         output = manager.prepare_store(keys(*range(num)))
         manager.complete_store(output.block_hashes_to_store)
@@ -327,4 +323,4 @@ def test_each_function_is_traced_once_per_batch_size():
         manager.prepare_load(keys(*range(num)))
         manager.complete_load(keys(*range(num)))
     OffloadingManager(16, num_blocks=50).lookup(keys(1))  # shares what was traced
-    assert [function._cache_size() for function in functions] == traced
+    assert programs._compiled._cache_size() == traced

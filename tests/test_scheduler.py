@@ -152,7 +152,7 @@ class Rig:
         assert not self.scheduler.has_pending_stores
         assert not self.scheduler.has_pending_loads
         assert self.pool.num_free == self.pool.num_blocks - 1
-        ref_cnt = np.asarray(self.scheduler._manager._state.ref_cnt)
+        ref_cnt = np.asarray(self.scheduler._manager.many.state.ref_cnt)
         assert not ref_cnt.any()
 
     def run_alone(self, request):

@@ -1,0 +1,399 @@
+"""The host tier's books for Python callers, many requests in one call.
+
+Bytes in, Python values out. The state lives on the CPU backend, as the scheduler that
+asks needs its answers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain, compress, pairwise
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv import manager, programs
+from jaxkv.keys import key_from_foreign, lanes_to_keys
+from jaxkv.reuse import ReuseFilter
+from jaxkv.snapshot import Snapshot, take_snapshot
+from jaxkv.types import (
+    HOST_MEDIUM,
+    KEY_BYTES,
+    NO_BLOCK,
+    BlockKey,
+    LoadStoreSpec,
+    OffloadingEvent,
+    Policy,
+    PrepareStoreOutput,
+    RequestStepOutput,
+)
+
+Requests = Iterable[Iterable[bytes]]
+_NO_IDS = np.empty(0, np.int32)
+
+
+class _Batch(NamedTuple):
+    """The keys of all requests in a row. R requests, n keys.
+
+    Attributes:
+        names: The n keys as they were given.
+        keys: The same, brought to 32 bytes.
+        offsets: R + 1. Request i has those from ``offsets[i]`` up to
+            ``offsets[i + 1]``.
+    """
+
+    names: list[bytes]
+    keys: list[BlockKey]
+    offsets: list[int]
+
+
+class HostTier:
+    """Keeps track of which blocks are in host memory, for many requests at a time.
+
+    The methods are those of `OffloadingManager`, of whose `many` attribute this is the
+    type, but take a list of requests, each with its keys, and give a list of answers.
+    The requests are served in order, with the results of as many single calls, in one
+    call of a compiled program. A call that raises changes nothing for any of them.
+
+    Attributes:
+        block_size: Tokens in a block; only repeated in events.
+        num_blocks: Blocks of the tier.
+        policy: The cache policy.
+        state: All that is known, as a pytree.
+        events: What happened since it was emptied last, None if that is not kept.
+        num_held_blocks: Blocks that hold a key, stores in progress included.
+
+    Example:
+        >>> from jaxkv import OffloadingManager
+        >>> many = OffloadingManager(block_size=16, num_blocks=4).many
+        >>> steps = many.request_step([[b"a", b"b"], [b"a", b"c"]])
+        >>> [step.store.block_hashes_to_store for step in steps]
+        [[b'a', b'b'], [b'c']]
+        >>> many.complete_step(steps)
+        >>> many.lookup([[b"a", b"b", b"d"], [b"d"], [b"c"]])
+        [2, 0, 1]
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        policy: Policy,
+        enable_events: bool = False,
+        reuse: ReuseFilter | None = None,
+    ) -> None:
+        self.block_size = block_size
+        self.num_blocks = policy.num_blocks
+        self.policy = policy
+        self.events: list[OffloadingEvent] | None = [] if enable_events else None
+        self.num_held_blocks = 0
+        self._names: dict[BlockKey, bytes] = {}
+        self._reuse = reuse
+        # By identity; an output in here is alive, so that no other has its id.
+        self._unfinished: dict[int, RequestStepOutput] = {}
+        device = programs.cpu_device()
+        with jax.default_device(device):
+            state = manager.init(policy, policy.num_blocks)
+        self.state = jax.device_put(state, device)
+
+    def lookup(self, requests: Requests) -> list[int]:
+        """Count the keys of each request, from its first, that can be read."""
+        batch = _batch(requests)
+        if self._reuse is not None:
+            self._reuse.count(batch.keys)
+        if not batch.keys:
+            return [0] * (len(batch.offsets) - 1)
+        hits: list[int] = self._call(programs.LOOKUP, batch).tolist()
+        return hits
+
+    def touch(self, requests: Requests) -> None:
+        """Record a use of each key; the first of a request as its most recent."""
+        batch = _batch(requests)
+        most = self.policy.max_batch
+        if self._is_too_long(batch):
+            # A request in parts, the last first, as keys are touched in that order.
+            batch = _batch(
+                keys[at : at + most]
+                for keys in _each(batch.keys, batch.offsets)
+                for at in reversed(range(0, len(keys), most))
+            )
+        if batch.keys:
+            self._call(programs.TOUCH, batch)
+
+    def prepare_load(self, requests: Requests) -> list[LoadStoreSpec]:
+        """Pin blocks that are about to be read.
+
+        Raises:
+            ValueError: If a key is absent or its bytes have not arrived. Then nothing
+                is pinned for any of the requests.
+        """
+        return self._load(
+            programs.PREPARE_LOAD,
+            programs.COMPLETE_LOAD,
+            requests,
+            absent="is not on the host; load only what lookup() counted.",
+            unfit="is not ready for reading: its store has not completed.",
+        )
+
+    def complete_load(self, requests: Requests) -> None:
+        """Unpin blocks that were read.
+
+        Raises:
+            ValueError: If a key has no load in progress. Then nothing is unpinned.
+        """
+        self._load(
+            programs.COMPLETE_LOAD,
+            programs.PREPARE_LOAD,
+            requests,
+            absent="is not on the host; complete_load() ends a prepare_load().",
+            unfit="has fewer loads in progress than complete_load() would end.",
+        )
+
+    def prepare_store(self, requests: Requests) -> list[PrepareStoreOutput | None]:
+        """Find room for the blocks that are not known yet; None where there is none."""
+        batch = _batch(requests)
+        if self._reuse is not None:
+            batch = _passing(batch, self._reuse.passes(batch.keys))
+        if not batch.keys:
+            return [_nothing_to_store() for _ in batch.offsets[1:]]
+        if self._is_too_long(batch):
+            return [self._store_long(n) for n in _each(batch.names, batch.offsets)]
+        answer = self._call(programs.PREPARE_STORE, batch)
+        return self._stored(batch, answer, answer.block_ids != NO_BLOCK)
+
+    def complete_store(
+        self, requests: Requests, success: bool | Sequence[bool] = True
+    ) -> None:
+        """End stores in progress.
+
+        Args:
+            requests: The keys of each request.
+            success: Whether the bytes arrived, of all or of each request.
+        """
+        batch = _batch(requests)
+        if not batch.keys:
+            return
+        arrived = np.empty(len(batch.offsets) - 1, np.bool_)
+        arrived[:] = success
+        ended = self._call(programs.COMPLETE_STORE, batch, arrived)
+        for request, rows in enumerate(_rows(ended, batch.offsets)):
+            if arrived[request]:
+                self._record([batch.names[row] for row in rows], removed=False)
+            else:
+                self.num_held_blocks -= len(rows)
+                for row in rows:
+                    self._names.pop(batch.keys[row], None)
+
+    def request_step(self, requests: Requests) -> list[RequestStepOutput]:
+        """Serve whole requests: pin what is on the host, find room for the rest."""
+        batch = _batch(requests)
+        if self._reuse is not None or self._is_too_long(batch):
+            each = _each(batch.names, batch.offsets)
+            steps = [self._step_by_step(names) for names in each]
+        elif not batch.keys:
+            steps = [
+                RequestStepOutput(0, _spec(_NO_IDS), _nothing_to_store())
+                for _ in batch.offsets[1:]
+            ]
+        else:
+            answer = self._call(programs.REQUEST_STEP, batch)
+            hits = answer.num_hits.tolist()
+            is_stored = answer.block_ids != NO_BLOCK
+            for start, num in zip(batch.offsets, hits, strict=False):
+                is_stored[start : start + num] = False
+            outputs = self._stored(batch, answer, is_stored)
+            ids = _each(answer.block_ids, batch.offsets)
+            steps = [
+                RequestStepOutput(num, _spec(own[:num]), output)
+                for num, own, output in zip(hits, ids, outputs, strict=True)
+            ]
+        self._unfinished.update((id(step), step) for step in steps)
+        return steps
+
+    def complete_step(self, steps: Sequence[RequestStepOutput]) -> None:
+        """End the loads and stores of request steps, all of them arrived.
+
+        Raises:
+            ValueError: If a step is not one of this tier that is still to be ended, or
+                loads or stores of it were ended otherwise. Then nothing changes.
+        """
+        if len({id(step) for step in steps} & self._unfinished.keys()) < len(steps):
+            raise ValueError(
+                f"{len(steps)=}: each must be an output of request_step() of this "
+                "manager, and be completed once."
+            )
+        loads = [step.load_spec.block_ids for step in steps]
+        stores = [step.store.store_spec.block_ids for step in steps if step.store]
+        num_hits = sum(map(len, loads))
+        block_ids = np.concatenate([*loads, *stores, _NO_IDS])
+        self.state, ok = programs.complete_step(self.state, block_ids, num_hits)
+        if not ok:
+            raise ValueError(
+                f"{len(steps)=}: a load or store of these was ended before; end the "
+                "others with complete_load() and complete_store()."
+            )
+        for step in steps:
+            del self._unfinished[id(step)]
+            if step.store is not None:
+                self._record(step.store.block_hashes_to_store, removed=False)
+
+    def snapshot(self) -> Snapshot:
+        """Show the state to a reader, for tests and for debugging."""
+        return take_snapshot(self.policy, self.state, self._names)
+
+    def warm_up(self, max_keys: int, max_total_keys: int = 0) -> None:
+        """Compile every program, now rather than at its first use.
+
+        Args:
+            max_keys: Most keys that one request will have.
+            max_total_keys: Most keys that the requests of one call will have together;
+                0 if there will be single requests only.
+        """
+        self.state = programs.warm_up(self.policy, self.state, max_keys, max_total_keys)
+
+    def _call(self, program: programs.Program, batch: _Batch, *each: Any) -> Any:
+        self.state, answer = programs.call(
+            program, self.policy, self.state, batch.keys, batch.offsets, *each
+        )
+        return answer
+
+    def _load(
+        self,
+        program: programs.Program,
+        inverse: programs.Program,
+        requests: Requests,
+        *,
+        absent: str,
+        unfit: str,
+    ) -> list[LoadStoreSpec]:
+        """Run a load program; undo it with its inverse and raise if it refuses."""
+        batch = _batch(requests)
+        if not batch.keys:
+            return [_spec(_NO_IDS) for _ in batch.offsets[1:]]
+        answer = self._call(program, batch)
+        if answer.bad.any():
+            requests_done = [
+                keys
+                for keys, bad in zip(
+                    _each(batch.keys, batch.offsets),
+                    _each(answer.bad, batch.offsets),
+                    strict=True,
+                )
+                if not bad.any()
+            ]
+            if any(requests_done):
+                self._call(inverse, _batch(requests_done))
+            row = int(np.flatnonzero(answer.bad)[0])
+            why = absent if answer.block_ids[row] == NO_BLOCK else unfit
+            raise ValueError(f"Block {batch.names[row]!r} {why}")
+        return [_spec(ids) for ids in _each(answer.block_ids, batch.offsets)]
+
+    def _stored(
+        self, batch: _Batch, answer: Any, is_stored: NDArray[np.bool_]
+    ) -> list[PrepareStoreOutput | None]:
+        """Note what the requests stored and evicted, one after the other; tell it.
+
+        Args:
+            batch: The requests.
+            answer: A `StoreAnswer` or `StepAnswer` of them all.
+            is_stored: bool[n]. The keys whose `block_ids` are to be stored in.
+        """
+        evicted = self._evicted(answer, batch.offsets)
+        outputs: list[PrepareStoreOutput | None] = []
+        for ok, rows, gone in zip(
+            answer.ok.tolist(), _rows(is_stored, batch.offsets), evicted, strict=True
+        ):
+            if not ok:
+                outputs.append(None)
+                continue
+            if self._names:
+                gone = [self._names.pop(key, key) for key in gone]
+            names = [batch.names[row] for row in rows]
+            if batch.names is not batch.keys:
+                for row, name in zip(rows, names, strict=True):
+                    if name != batch.keys[row]:
+                        self._names[batch.keys[row]] = name
+            self.num_held_blocks += len(names) - len(gone)
+            self._record(gone, removed=True)
+            spec = _spec(answer.block_ids[rows])
+            outputs.append(PrepareStoreOutput(names, spec, gone))
+        return outputs
+
+    def _evicted(self, answer: Any, offsets: Sequence[int]) -> list[list[BlockKey]]:
+        """List the keys that each request evicted."""
+        counts = answer.num_evicted.tolist()
+        if not any(counts):
+            return [[] for _ in counts]
+        rows = [
+            np.arange(start, start + num)
+            for start, num in zip(offsets, counts, strict=False)
+        ]
+        keys = lanes_to_keys(answer.evicted_keys[np.concatenate(rows)])
+        return _each(keys, list(accumulate(counts, initial=0)))
+
+    def _store_long(self, names: list[bytes]) -> PrepareStoreOutput | None:
+        """Serve a request that may be too long, less its repetitions."""
+        batch = _batch([names])
+        distinct = dict(zip(reversed(batch.keys), reversed(names), strict=True))
+        if len(distinct) > self.policy.max_batch:
+            return None  # More than there are blocks.
+        return self.prepare_store([list(reversed(distinct.values()))])[0]
+
+    def _step_by_step(self, names: list[bytes]) -> RequestStepOutput:
+        """Serve a request by the calls that a request step stands for."""
+        num_hits = self.lookup([names])[0]
+        self.touch([names])
+        loads = self.prepare_load([names[:num_hits]])[0]
+        return RequestStepOutput(num_hits, loads, self.prepare_store([names])[0])
+
+    def _is_too_long(self, batch: _Batch) -> bool:
+        """Whether a request has more keys than the policy takes at once."""
+        lengths = map(int.__sub__, batch.offsets[1:], batch.offsets)
+        return max(lengths, default=0) > self.policy.max_batch
+
+    def _record(self, block_hashes: list[bytes], *, removed: bool) -> None:
+        if block_hashes and self.events is not None:
+            self.events.append(
+                OffloadingEvent(block_hashes, self.block_size, HOST_MEDIUM, removed)
+            )
+
+
+def _batch(requests: Requests) -> _Batch:
+    """Put the keys of all requests in a row, and bring foreign ones to 32 bytes."""
+    each = [list(keys) for keys in requests]
+    names = list(chain.from_iterable(each))
+    offsets = list(accumulate(map(len, each), initial=0))
+    # The common case in two passes that Python does fast.
+    if set(map(type, names)) <= {bytes} and set(map(len, names)) <= {KEY_BYTES}:
+        return _Batch(names, names, offsets)
+    return _Batch(names, list(map(key_from_foreign, names)), offsets)
+
+
+def _passing(batch: _Batch, passes: Sequence[bool]) -> _Batch:
+    """Leave out the keys that do not pass."""
+    before = list(accumulate(passes, initial=0))
+    return _Batch(
+        list(compress(batch.names, passes)),
+        list(compress(batch.keys, passes)),
+        [before[offset] for offset in batch.offsets],
+    )
+
+
+def _each(items: Any, offsets: Sequence[int]) -> list[Any]:
+    """Cut a row of items into what belongs to each request."""
+    return [items[a:b] for a, b in pairwise(offsets)]
+
+
+def _rows(flags: NDArray[np.bool_], offsets: Sequence[int]) -> list[list[int]]:
+    """List the rows of each request whose flag is set."""
+    rows = np.flatnonzero(flags)
+    return _each(rows.tolist(), np.searchsorted(rows, offsets).tolist())
+
+
+def _spec(block_ids: NDArray[Any]) -> LoadStoreSpec:
+    return LoadStoreSpec(block_ids.astype(np.int64))
+
+
+def _nothing_to_store() -> PrepareStoreOutput:
+    return PrepareStoreOutput([], _spec(_NO_IDS), [])

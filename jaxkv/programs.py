@@ -1,0 +1,278 @@
+"""The functions of `jaxkv.manager` as compiled programs, called from Python.
+
+Keys are padded to a few sizes, so that a program is compiled once per size and
+process. To hand an array to a program and to take it back costs microseconds, so a
+program is given apart what it changes, which is donated, and the rest, of which it
+takes only what it reads.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+from numpy.typing import NDArray
+
+from jaxkv import manager
+from jaxkv.keys import keys_to_lanes
+from jaxkv.manager import ManagerState
+from jaxkv.ragged import in_order
+from jaxkv.types import KEY_LANES, NO_BLOCK, BlockKey, Policy, PyTree
+
+_SMALLEST_BATCH = 16
+_BATCH_STEP = 4
+# A ragged batch is padded to a width and to a total; few totals keep the pairs few.
+_SMALLEST_TOTAL = 1024
+_MAX_TOTAL = 1 << 16
+# To compute on so many rows of padding costs about as much as one call more.
+_ROWS_PER_CALL = 1024
+
+Parts = dict[str, PyTree]  # the fields of a ManagerState, or some of them
+
+
+class Program(NamedTuple):
+    """What to compile.
+
+    Attributes:
+        function: ``(policy, state, keys, count, *each) -> (state, answer)``.
+        changes: The fields of the state that it changes.
+        each: The types of the further arguments, scalars that each request has.
+    """
+
+    function: Callable[..., tuple[ManagerState, Any]]
+    changes: tuple[str, ...]
+    each: tuple[type[np.generic], ...] = ()
+
+
+_FIELDS = ("policy", "ref_cnt", "pool")
+LOOKUP = Program(lambda *batch: (batch[1], manager.lookup(*batch)), ())
+TOUCH = Program(lambda *batch: (manager.touch(*batch), None), ("policy",))
+PREPARE_LOAD = Program(manager.prepare_load, ("ref_cnt",))
+COMPLETE_LOAD = Program(manager.complete_load, ("ref_cnt",))
+PREPARE_STORE = Program(manager.prepare_store, _FIELDS)
+COMPLETE_STORE = Program(manager.complete_store, _FIELDS, (np.bool_,))
+REQUEST_STEP = Program(manager.request_step, _FIELDS)
+_PROGRAMS = (
+    LOOKUP,
+    TOUCH,
+    PREPARE_LOAD,
+    COMPLETE_LOAD,
+    PREPARE_STORE,
+    COMPLETE_STORE,
+    REQUEST_STEP,
+)
+_COMPLETE_STEP = Program(
+    lambda _, state, block_ids, num_hits: manager.complete_step(
+        state, block_ids, num_hits
+    ),
+    ("ref_cnt",),
+)
+
+
+def bucket(size: int, smallest: int = _SMALLEST_BATCH) -> int:
+    """Round up to a size that programs are compiled for."""
+    rounded = smallest
+    while rounded < size:
+        rounded *= _BATCH_STEP
+    return rounded
+
+
+def call(
+    program: Program,
+    policy: Policy,
+    state: ManagerState,
+    keys: Sequence[BlockKey],
+    offsets: Sequence[int],
+    *each: NDArray[Any],
+) -> tuple[ManagerState, Any]:
+    """Serve requests in their order, in one call where that is faster.
+
+    Args:
+        program: What to run.
+        policy: The policy.
+        state: The state before. What the program changes is donated.
+        keys: The n keys of all requests, one request after the other.
+        offsets: R + 1 of them; request i has the keys from ``offsets[i]`` up to
+            ``offsets[i + 1]``.
+        each: [R]. Further arguments of the program, an item for each request.
+
+    Returns:
+        The state after, and the answer with NumPy arrays: [n, ...] where a request's
+        has a row for each key, [R] where it is a scalar.
+    """
+    answers = []
+    for first, last in _runs(offsets):
+        start, stop = offsets[first], offsets[last]
+        num_keys, num_requests = stop - start, last - first
+        width = None
+        size = bucket(num_keys)
+        extents: tuple[Any, ...] = (np.int32(num_keys),)
+        own = [items[first] for items in each]
+        if num_requests > 1:
+            width = bucket(int(np.diff(offsets[first : last + 1]).max()))
+            size = bucket(num_keys + width, _SMALLEST_TOTAL)
+            bounds = np.full(_num_bounds(size), num_keys, np.int32)
+            bounds[: num_requests + 1] = np.subtract(offsets[first : last + 1], start)
+            extents = bounds, np.int32(num_requests)
+            own = [_fill(items[first:last], len(bounds) - 1) for items in each]
+        lanes = np.zeros((size, KEY_LANES), np.uint32)
+        lanes[:num_keys] = keys_to_lanes(keys[start:stop])
+        state, answer = _run(program, width, policy, state, lanes, *extents, *own)
+        answers.append(_without_padding(answer, size, num_keys, num_requests))
+    if len(answers) == 1:
+        return state, answers[0]
+    return state, jax.tree.map(lambda *parts: np.concatenate(parts), *answers)
+
+
+def complete_step(
+    state: ManagerState, block_ids: NDArray[Any], num_hits: int
+) -> tuple[ManagerState, bool]:
+    """End request steps.
+
+    Args:
+        state: The state before. Its `ref_cnt` is donated.
+        block_ids: int[n]. First the blocks that were loaded, then those stored.
+        num_hits: How many were loaded.
+
+    Returns:
+        The state after, and whether it was done; see `manager.complete_step`.
+    """
+    padded = np.full(bucket(len(block_ids)), NO_BLOCK, np.int32)
+    padded[: len(block_ids)] = block_ids
+    state, ok = _run(_COMPLETE_STEP, None, None, state, padded, np.int32(num_hits))
+    return state, bool(ok)
+
+
+def warm_up(
+    policy: Policy, state: ManagerState, max_keys: int, max_total_keys: int
+) -> ManagerState:
+    """Compile every program for the sizes that calls will have.
+
+    Args:
+        policy: The policy.
+        state: A state; it is donated, and given back as it was.
+        max_keys: Most keys of one request.
+        max_total_keys: Most keys of the requests of one call; 0 for no such calls.
+
+    Returns:
+        The state.
+    """
+    none = np.int32(0)  # Of what follows nothing is meant, so nothing changes.
+    for width in _sizes(max_keys):
+        keys = np.zeros((width, KEY_LANES), np.uint32)
+        for program in _PROGRAMS:
+            each = [np.zeros((), dtype) for dtype in program.each]
+            state, _ = _run(program, None, policy, state, keys, none, *each)
+        state, _ = complete_step(state, np.full(width, NO_BLOCK), 0)
+        for size in _sizes(max_total_keys and max_total_keys + width, _SMALLEST_TOTAL):
+            if size <= width:
+                continue
+            keys = np.zeros((size, KEY_LANES), np.uint32)
+            bounds = np.zeros(_num_bounds(size), np.int32)
+            for program in _PROGRAMS:
+                each = [np.zeros(len(bounds) - 1, dtype) for dtype in program.each]
+                state, _ = _run(
+                    program, width, policy, state, keys, bounds, none, *each
+                )
+    return state
+
+
+def _run(
+    program: Program,
+    width: int | None,
+    policy: Policy | None,
+    state: ManagerState,
+    *batch: Any,
+) -> tuple[ManagerState, Any]:
+    """Run a program, for one request or, if there is a width, for several."""
+    fixed = {name: getattr(state, name) for name in _FIELDS}
+    changing = {name: fixed.pop(name) for name in program.changes}
+    changed, answer = _compiled(program, width, policy, fixed, changing, *batch)
+    return ManagerState(**fixed, **changed), answer
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+def _compiled(
+    program: Program,
+    width: int | None,
+    policy: Policy | None,
+    fixed: Parts,
+    changing: Parts,
+    *batch: Array,
+) -> tuple[Parts, Any]:
+    def serve(changing: Parts, *batch: Array) -> tuple[Parts, Any]:
+        state = ManagerState(**fixed, **changing)
+        state, answer = program.function(policy, state, *batch)
+        return {name: getattr(state, name) for name in program.changes}, answer
+
+    return (serve if width is None else in_order(serve, width))(changing, *batch)
+
+
+def _runs(offsets: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Part requests into runs, each of which is to be one call.
+
+    In a call every request costs as much as the longest. A run goes on as long as the
+    padding that this brings costs less than another call.
+
+    Yields:
+        The first request of a run and the one after its last.
+    """
+    first, width = 0, 0
+    for request in range(len(offsets) - 1):
+        own = bucket(offsets[request + 1] - offsets[request])
+        wider = max(width, own)
+        waste = (wider - own) + (wider - width) * (request - first)
+        total = offsets[request + 1] - offsets[first] + wider
+        if request > first and (waste > _ROWS_PER_CALL or total > _MAX_TOTAL):
+            yield first, request
+            first, wider = request, own
+        width = wider
+    yield first, len(offsets) - 1
+
+
+def _sizes(most: int, smallest: int = _SMALLEST_BATCH) -> Iterator[int]:
+    """List the buckets from the smallest to that of `most`; none for 0."""
+    size = smallest
+    while most and size <= bucket(most, smallest):
+        yield size
+        size *= _BATCH_STEP
+
+
+def _num_bounds(size: int) -> int:
+    """Choose how many offsets go with `size` keys.
+
+    There is room for one request more than for keys, so that the length of an answer
+    says what it has a row for.
+    """
+    return size + 2
+
+
+def _fill(items: NDArray[Any], size: int) -> NDArray[Any]:
+    """Lengthen an array to `size`."""
+    filled = np.zeros(size, items.dtype)
+    filled[: len(items)] = items
+    return filled
+
+
+def _without_padding(answer: Any, size: int, num_keys: int, num_requests: int) -> Any:
+    """Bring to the host what belongs to keys and requests, of `size` rows of keys."""
+
+    def cut(leaf: Array) -> NDArray[Any]:
+        whole = np.asarray(leaf)
+        if not whole.ndim:
+            return whole.reshape(1)
+        return whole[: num_keys if len(whole) == size else num_requests]
+
+    return jax.tree.map(cut, answer)
+
+
+def cpu_device() -> jax.Device:
+    """Choose the CPU backend; where it is switched off, whatever there is."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return jax.local_devices()[0]
