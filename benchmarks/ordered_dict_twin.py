@@ -1,14 +1,15 @@
 """The Python that `jaxkv.manager` stands in for, as the baseline of `policy.py`.
 
 Dictionaries, one object a block and the same passes over the keys as vLLM 0.19.1's
-manager makes, written anew for this comparison; its results are checked against
-jaxkv's while they are timed. Not an oracle: `tests/reference` has that.
+manager and policies make, written anew for this comparison; its results are checked
+against jaxkv's while they are timed. Not an oracle: `tests/reference` has that.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections import OrderedDict
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +26,16 @@ class Block(ctypes.Structure):
         return self.ref_cnt >= 0
 
 
+Blocks = OrderedDict[bytes, Block]
+Victims = list[tuple[bytes, Block]]
+
+
 class LRU:
     """One dictionary, the least recently used first."""
 
-    def __init__(self) -> None:
-        self.blocks: OrderedDict[bytes, Block] = OrderedDict()
+    def __init__(self, num_blocks: int) -> None:
+        del num_blocks
+        self.blocks: Blocks = OrderedDict()
         self.get = self.blocks.get
 
     def insert(self, key: bytes, block: Block) -> None:
@@ -40,10 +46,8 @@ class LRU:
             if key in self.blocks:
                 self.blocks.move_to_end(key)
 
-    def evict(
-        self, num: int, protected: set[bytes]
-    ) -> list[tuple[bytes, Block]] | None:
-        victims = []
+    def evict(self, num: int, protected: set[bytes]) -> Victims | None:
+        victims: Victims = []
         for key, block in self.blocks.items():
             if block.ref_cnt == 0 and key not in protected:
                 victims.append((key, block))
@@ -56,14 +60,105 @@ class LRU:
         return victims
 
 
-class Manager:
-    """Reference counts and block ids over a policy."""
+class ARC:
+    """Two dictionaries of blocks and two of ghosts, the oldest first.
+
+    Goes on in a list where it chose its last victim. vLLM 0.19.1 starts from the
+    front for every victim, which `RescanningARC` does too.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.t1: Blocks = OrderedDict()
+        self.t2: Blocks = OrderedDict()
+        self.b1: OrderedDict[bytes, None] = OrderedDict()
+        self.b2: OrderedDict[bytes, None] = OrderedDict()
+        self.target = 0.0
+
+    def get(self, key: bytes) -> Block | None:
+        return self.t1.get(key) or self.t2.get(key)
+
+    def insert(self, key: bytes, block: Block) -> None:
+        self.t1[key] = block
+        self.b1.pop(key, None)
+        self.b2.pop(key, None)
+
+    def touch(self, keys: list[bytes]) -> None:
+        for key in reversed(keys):
+            if key in self.t1:
+                block = self.t1.pop(key)
+                (self.t2 if block.is_ready else self.t1)[key] = block
+            elif key in self.t2:
+                self.t2.move_to_end(key)
+            elif key in self.b1:
+                step = max(1, len(self.b2) / len(self.b1))
+                self.target = min(self.target + step, self.num_blocks)
+                self.b1.move_to_end(key)
+            elif key in self.b2:
+                step = max(1, len(self.b1) / len(self.b2))
+                self.target = max(self.target - step, 0)
+                self.b2.move_to_end(key)
+
+    def evict(self, num: int, protected: set[bytes]) -> Victims | None:
+        self.chosen: set[bytes] = set()
+        self.start(protected)
+        size, victims = len(self.t1), []
+        for _ in range(num):
+            victim = self.next_of(self.t1) if size >= int(self.target) else None
+            if victim is not None:
+                size -= 1
+                ghosts = self.b1
+            else:
+                victim = self.next_of(self.t2)
+                ghosts = self.b2
+            if victim is None:
+                return None
+            self.chosen.add(victim[0])
+            victims.append((victim, ghosts))
+        for (key, _), ghosts in victims:
+            del (self.t1 if ghosts is self.b1 else self.t2)[key]
+            ghosts[key] = None
+        for ghosts in (self.b1, self.b2):
+            while len(ghosts) > self.num_blocks:
+                ghosts.popitem(last=False)
+        return [victim for victim, _ in victims]
+
+    def start(self, protected: set[bytes]) -> None:
+        self.protected = protected
+        self.left = {
+            id(blocks): self.candidates(blocks) for blocks in (self.t1, self.t2)
+        }
+
+    def next_of(self, blocks: Blocks) -> tuple[bytes, Block] | None:
+        return next(self.left[id(blocks)], None)
+
+    def candidates(self, blocks: Blocks) -> Iterator[tuple[bytes, Block]]:
+        for key, block in blocks.items():
+            if (
+                block.ref_cnt == 0
+                and key not in self.protected
+                and key not in self.chosen
+            ):
+                yield key, block
+
+
+class RescanningARC(ARC):
+    """Looks for every victim from the front of its list."""
+
+    def next_of(self, blocks: Blocks) -> tuple[bytes, Block] | None:
+        return next(self.candidates(blocks), None)
+
+
+class Manager:
+    """Reference counts and block ids over a policy."""
+
+    def __init__(
+        self, num_blocks: int, make_policy: type[LRU] | type[ARC] = LRU
+    ) -> None:
+        self.num_blocks = num_blocks
         self.num_allocated = 0
         self.freed: list[int] = []
-        self.policy = LRU()
+        self.policy = make_policy(num_blocks)
 
     def lookup(self, keys: list[bytes]) -> int:
         hits = 0

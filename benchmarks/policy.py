@@ -1,105 +1,142 @@
 """How long do the host tier's decisions take, beside the Python that they replace?
 
-For every batch size and capacity: each operation of `jaxkv.manager`, and a whole
-request (look up, touch, pin hits, find room for the rest, complete), against
-`ordered_dict_twin.py`. Both serve the same requests by turns, half of each known and
-half new, in a tier that is full, and their answers are compared as they go. Times are
-of whole calls: keys as bytes in, block ids as NumPy out.
+Four tables, each against `ordered_dict_twin.py`, served the same requests by turns in
+the same process; the answers are compared as they go. Tiers are full, and half of a
+request's blocks are known, half new.
 
-    python benchmarks/policy.py [--capacities N ...] [--batches N ...] [--json FILE]
+- calls: `OffloadingManager`'s operations and a whole request (look up, touch, pin the
+  hits, find room for the rest, complete both), for every batch size and capacity; and
+  "step", the same request without `OffloadingManager`'s lists and specs: keys as
+  bytes in, block ids as a NumPy array out.
+- many: 32 requests of 64 blocks in one call, likewise with and without.
+- scan: a whole trace of requests in one `lax.scan` of `manager.request_step`.
+- arc: ARC's store with eviction, against a twin that looks for every victim from the
+  front of its list, as vLLM 0.19.1 does, and one that goes on where it was.
+
+The process has XLA run CPU programs in the calling thread, as one that schedules should
+(see docs/performance.md); `--threads` leaves it as it is by default.
+
+    python benchmarks/policy.py [--tables NAME ...] [--capacities N ...]
+                                [--batches N ...] [--threads] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import itertools
 import json
+import os
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+if "--threads" not in sys.argv:
+    os.environ["NPROC"] = "1"  # XLA reads it when its CPU client is made.
 
 import jax
 import numpy as np
+from jax import lax
 
 from common import machine, quartiles
-from jaxkv import manager
+from jaxkv import OffloadingManager, make_lru, manager, programs
 from jaxkv.keys import keys_to_lanes
-from jaxkv.policies import make_lru
-from ordered_dict_twin import Manager
+from jaxkv.types import KEY_LANES
+from ordered_dict_twin import ARC, Manager, RescanningARC
 
-OPERATIONS = (
-    "lookup",
-    "touch",
-    "load",
-    "store",
-    "request",
-)
 ROUNDS = 40
+_WARM_ROUNDS = 2
 _FILL_BATCH = 4096
+_TRACE_BLOCKS = 1 << 16
+
+Keys = list[bytes]
+Side = Callable[[Any], Any]
+Row = dict[str, Any]
 
 
 class Tier:
-    """jaxkv's side: a state and the jitted functions that update it."""
+    """jaxkv's side."""
 
-    def __init__(self, capacity: int) -> None:
-        policy = make_lru(capacity)
-        self.state = manager.init(policy, capacity)
-        self._lookup = jax.jit(functools.partial(manager.lookup, policy))
+    def __init__(self, capacity: int, policy: str = "lru") -> None:
+        self.manager = OffloadingManager(16, capacity, policy)
 
-        def donating(function: Callable[..., Any], *bound: Any) -> Callable[..., Any]:
-            return jax.jit(functools.partial(function, *bound), donate_argnums=0)
+    def lookup(self, keys: Keys) -> int:
+        return self.manager.lookup(keys)
 
-        self._touch = donating(manager.touch, policy)
-        self._prepare_load = donating(manager.prepare_load, policy)
-        self._complete_load = donating(manager.complete_load, policy)
-        self._prepare_store = donating(manager.prepare_store, policy)
-        self._complete_store = donating(manager.complete_store, policy)
-        self._request_step = donating(manager.request_step, policy)
-        self._complete_step = donating(manager.complete_step)
+    def touch(self, keys: Keys) -> None:
+        self.manager.touch(keys)
+        self._wait()
 
-    def lookup(self, keys: list[bytes]) -> int:
-        return int(self._lookup(self.state, *_batch(keys)))
+    def load(self, keys: Keys) -> list[int]:
+        spec = self.manager.prepare_load(keys)
+        self.manager.complete_load(keys)
+        self._wait()
+        return spec.block_ids.tolist()
 
-    def touch(self, keys: list[bytes]) -> None:
-        self.state = jax.block_until_ready(self._touch(self.state, *_batch(keys)))
+    def store(self, keys: Keys) -> list[int]:
+        output = self.manager.prepare_store(keys)
+        assert output is not None
+        self.manager.complete_store(keys)
+        self._wait()
+        return output.store_spec.block_ids.tolist()
 
-    def load(self, keys: list[bytes]) -> list[int]:
-        self.state, answer = self._prepare_load(self.state, *_batch(keys))
-        block_ids = np.asarray(answer.block_ids)
-        self.state, _ = self._complete_load(self.state, *_batch(keys))
-        jax.block_until_ready(self.state)
-        return block_ids.tolist()
+    def step(self, keys: Keys) -> list[int]:
+        return self.steps([keys])
 
-    def store(self, keys: list[bytes]) -> list[int]:
-        self.state, answer = self._prepare_store(self.state, *_batch(keys))
-        block_ids = np.asarray(answer.block_ids)
-        self.state, _ = self._complete_store(self.state, *_batch(keys), np.bool_(True))
-        jax.block_until_ready(self.state)
-        return block_ids[block_ids >= 0].tolist()
+    def steps(self, requests: list[Keys]) -> list[int]:
+        tier = self.manager.many
+        keys = list(itertools.chain.from_iterable(requests))
+        offsets = list(itertools.accumulate(map(len, requests), initial=0))
+        tier.state, answer = programs.call(
+            programs.REQUEST_STEP, tier.policy, tier.state, keys, offsets
+        )
+        is_hit = np.zeros(len(keys), np.bool_)
+        for start, num in zip(offsets, answer.num_hits.tolist(), strict=False):
+            is_hit[start : start + num] = True
+        hits, stores = answer.block_ids[is_hit], answer.block_ids[~is_hit]
+        tier.state, ok = programs.complete_step(
+            tier.state, np.concatenate([hits, stores]), len(hits)
+        )
+        assert ok
+        ids: list[int] = answer.block_ids.tolist()
+        return ids
 
-    def request(self, keys: list[bytes]) -> list[int]:
-        self.state, answer = self._request_step(self.state, *_batch(keys))
-        block_ids = np.asarray(answer.block_ids)
-        self.state = self._complete_step(self.state, answer.block_ids, answer.num_hits)
-        jax.block_until_ready(self.state)
-        return block_ids.tolist()
+    def request(self, keys: Keys) -> list[int]:
+        return self.requests([keys])[0]
+
+    def requests(self, requests: list[Keys]) -> list[list[int]]:
+        steps = self.manager.many.request_step(requests)
+        self.manager.many.complete_step(steps)
+        return [
+            [*step.load_spec.block_ids.tolist(), *_stored(step.store)] for step in steps
+        ]
+
+    def _wait(self) -> None:
+        """Wait for the state; one of its arrays is there when all are."""
+        jax.tree.leaves(self.manager.many.state)[0].block_until_ready()
+
+
+def _stored(output: Any) -> list[int]:
+    assert output is not None
+    ids: list[int] = output.store_spec.block_ids.tolist()
+    return ids
 
 
 class Twin(Manager):
     """The other side, with the same calls."""
 
-    def load(self, keys: list[bytes]) -> list[int]:
+    def load(self, keys: Keys) -> list[int]:
         block_ids = self.prepare_load(keys)
         self.complete_load(keys)
         return block_ids.tolist()
 
-    def store(self, keys: list[bytes]) -> list[int]:
+    def store(self, keys: Keys) -> list[int]:
         answer = self.prepare_store(keys)
         assert answer is not None
         self.complete_store(keys)
         return answer[1].tolist()
 
-    def request(self, keys: list[bytes]) -> list[int]:
+    def request(self, keys: Keys) -> list[int]:
         hits = self.lookup(keys)
         self.touch(keys)
         loaded = self.prepare_load(keys[:hits])
@@ -109,61 +146,210 @@ class Twin(Manager):
         self.complete_load(keys[:hits])
         return [*loaded.tolist(), *answer[1].tolist()]
 
+    def step(self, keys: Keys) -> list[int]:
+        return self.request(keys)
 
-def _batch(keys: list[bytes]) -> tuple[Any, np.int32]:
-    return keys_to_lanes(keys), np.int32(len(keys))
+    def steps(self, requests: list[Keys]) -> list[int]:
+        return list(itertools.chain.from_iterable(self.requests(requests)))
+
+    def requests(self, requests: list[Keys]) -> list[list[int]]:
+        # One after the other as in `Tier`: a later request may need what an earlier
+        # one holds, so all are completed in the end.
+        steps = []
+        for keys in requests:
+            hits = self.lookup(keys)
+            self.touch(keys)
+            loaded = self.prepare_load(keys[:hits])
+            answer = self.prepare_store(keys[hits:])
+            assert answer is not None
+            steps.append((keys, hits, loaded, answer[1]))
+        for keys, hits, _, _ in steps:
+            self.complete_store(keys[hits:])
+            self.complete_load(keys[:hits])
+        return [[*loaded.tolist(), *ids.tolist()] for _, _, loaded, ids in steps]
 
 
-def measure(capacity: int, batch: int) -> dict[str, dict[str, list[float]]]:
-    """Time both sides on one batch size and capacity.
+class Workload:
+    """Keys for requests of which half the blocks are known. Random, but repeatable."""
 
-    Returns:
-        For each operation the quartiles of both sides' times, in us, and of the
-        ratios of twin to jaxkv, round by round.
-    """
-    rng = np.random.default_rng(0)
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
 
-    def new_keys(num: int) -> list[bytes]:
-        data = rng.bytes(32 * num)
+    def new(self, num: int) -> Keys:
+        data = self.rng.bytes(32 * num)
         return [data[i : i + 32] for i in range(0, len(data), 32)]
 
-    tier, twin = Tier(capacity), Twin(capacity)
-    for _ in range(-(-capacity // _FILL_BATCH)):
-        keys = new_keys(_FILL_BATCH if capacity >= _FILL_BATCH else capacity)
-        assert tier.store(keys) == twin.store(keys)
-    known = keys[:batch]
-    times_us: dict[str, tuple[list[float], list[float]]] = {
-        operation: ([], []) for operation in OPERATIONS
-    }
-    for round_number in range(ROUNDS + 2):
-        half = batch // 2
-        mixed = known[:half] + new_keys(batch - half)
-        for operation in OPERATIONS:
-            arguments = {"store": new_keys(batch), "request": mixed}
-            keys = arguments.get(operation, known)
-            answers = []
-            for side, spent in zip((tier, twin), times_us[operation], strict=True):
-                start_s = time.perf_counter()
-                answers.append(getattr(side, operation)(keys))
-                if round_number >= 2:
-                    spent.append(1e6 * (time.perf_counter() - start_s))
-            assert answers[0] == answers[1], operation
-            if operation == "request":
-                known = mixed
+    def fill(self, capacity: int, *sides: Any) -> None:
+        """Store as many blocks as there are."""
+        for _ in range(-(-capacity // _FILL_BATCH)):
+            keys = self.new(min(_FILL_BATCH, capacity))
+            for side in sides:
+                side.store(keys)
+
+    def requests(self, batch: int) -> Iterator[Keys]:
+        """Yield requests that begin as the one before did and end otherwise."""
+        known = self.new(batch // 2)
+        while True:
+            yield known + self.new(batch - len(known))
+
+
+def compare(ours: Side, theirs: Side, argument: Callable[[], Any]) -> Row:
+    """Time both sides on the same arguments by turns.
+
+    Returns:
+        The quartiles of both sides' times, in us, and of the ratios of the twin's time
+        to jaxkv's, round by round.
+    """
+    times_us: tuple[list[float], list[float]] = ([], [])
+    for round_number in range(ROUNDS + _WARM_ROUNDS):
+        given, answers = argument(), []
+        for side, spent in zip((ours, theirs), times_us, strict=True):
+            start_s = time.perf_counter()
+            answers.append(side(given))
+            if round_number >= _WARM_ROUNDS:
+                spent.append(1e6 * (time.perf_counter() - start_s))
+        assert answers[0] == answers[1]
     return {
-        operation: {
-            "jaxkv_us": quartiles(ours),
-            "twin_us": quartiles(theirs),
-            "twin_over_jaxkv": quartiles(
-                [b / a for a, b in zip(ours, theirs, strict=True)]
-            ),
-        }
-        for operation, (ours, theirs) in times_us.items()
+        "jaxkv_us": quartiles(times_us[0]),
+        "twin_us": quartiles(times_us[1]),
+        "twin_over_jaxkv": quartiles([b / a for a, b in zip(*times_us, strict=True)]),
     }
+
+
+def time_calls(capacities: list[int], batches: list[int]) -> Iterator[Row]:
+    """Time every operation of `OffloadingManager`, and a whole request."""
+    for capacity in capacities:
+        for batch in batches:
+            if batch > capacity // 2:
+                continue
+            work, tier, twin = Workload(), Tier(capacity), Twin(capacity)
+            work.fill(capacity, tier, twin)
+            known = work.new(batch)
+            requests = work.requests(batch)
+            for side in (tier, twin):
+                side.store(known)
+            arguments: dict[str, Callable[[], Keys]] = {
+                "lookup": lambda known=known: known,
+                "touch": lambda known=known: known,
+                "load": lambda known=known: known,
+                "step": lambda requests=requests: next(requests),
+                "request": lambda requests=requests: next(requests),
+                "store": lambda work=work, batch=batch: work.new(batch),
+            }
+            for name, argument in arguments.items():
+                row = compare(getattr(tier, name), getattr(twin, name), argument)
+                yield {"capacity": capacity, "batch": batch, "operation": name, **row}
+
+
+def time_many(capacities: list[int], batches: list[int]) -> Iterator[Row]:
+    """Time 32 requests of 64 blocks in one call."""
+    del batches
+    for capacity in capacities:
+        if capacity < 1 << 14:
+            continue
+        work, tier, twin = Workload(), Tier(capacity), Twin(capacity)
+        work.fill(capacity, tier, twin)
+        streams = [work.requests(64) for _ in range(32)]
+        for name in ("steps", "requests"):
+            row = compare(
+                getattr(tier, name),
+                getattr(twin, name),
+                lambda streams=streams: [next(stream) for stream in streams],
+            )
+            yield {"capacity": capacity, "batch": 64, "operation": f"32 {name}", **row}
+
+
+def time_scan(capacities: list[int], batches: list[int]) -> Iterator[Row]:
+    """Time a whole trace in one program; the keys are on the device already."""
+    for capacity in capacities:
+        for batch in batches:
+            if batch > capacity // 2:
+                continue
+            policy = make_lru(capacity)
+
+            def serve(
+                state: Any, keys: Any, policy: Any = policy, batch: int = batch
+            ) -> Any:
+                count = np.int32(batch)
+                state, answer = manager.request_step(policy, state, keys, count)
+                state, _ = manager.complete_step(
+                    state, answer.block_ids, answer.num_hits
+                )
+                return state, answer.num_hits
+
+            scan = jax.jit(
+                lambda state, trace, serve=serve: lax.scan(serve, state, trace),
+                donate_argnums=0,
+            )
+            work, twin = Workload(), Twin(capacity)
+            state = manager.init(policy, capacity)
+            requests = work.requests(batch)
+            num = max(16, min(_TRACE_BLOCKS, 4096 * batch) // batch)
+
+            def ours(given: Any, scan: Any = scan) -> list[int]:
+                nonlocal state
+                state, hits = scan(state, given[1])
+                return hits.tolist()
+
+            def theirs(given: Any, twin: Twin = twin) -> list[int]:
+                hits = []
+                for keys in given[0]:
+                    hits.append(twin.lookup(keys))
+                    twin.request(keys)
+                return hits
+
+            def argument(
+                requests: Any = requests,
+                num: int = num,
+                size: int = programs.bucket(batch),
+            ) -> Any:
+                trace = [next(requests) for _ in range(num)]
+                lanes = np.zeros((num, size, KEY_LANES), np.uint32)
+                for row, keys in zip(lanes, trace, strict=True):
+                    row[: len(keys)] = keys_to_lanes(keys)
+                return trace, jax.device_put(lanes)
+
+            yield {
+                "capacity": capacity,
+                "batch": batch,
+                "operation": f"{num} requests",
+                **compare(ours, theirs, argument),
+            }
+
+
+def time_arc(capacities: list[int], batches: list[int]) -> Iterator[Row]:
+    """Time ARC's store with eviction."""
+    for capacity in capacities:
+        for batch in batches:
+            if not 16 <= batch <= min(1024, capacity // 2):
+                continue
+            for name, make_policy in (("rescanning", RescanningARC), ("linear", ARC)):
+                work, tier = Workload(), Tier(capacity, "arc")
+                twin = Twin(capacity, make_policy)
+                work.fill(capacity, tier, twin)
+                row = compare(
+                    tier.store,
+                    twin.store,
+                    lambda work=work, batch=batch: work.new(batch),
+                )
+                yield {
+                    "capacity": capacity,
+                    "batch": batch,
+                    "operation": f"store, {name} twin",
+                    **row,
+                }
+
+
+TABLES = {
+    "calls": time_calls,
+    "many": time_many,
+    "scan": time_scan,
+    "arc": time_arc,
+}
 
 
 def main() -> None:
-    """Measure, print a table and write the figures if asked to."""
+    """Measure, print the tables and write the figures if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--capacities",
@@ -172,29 +358,34 @@ def main() -> None:
         default=[1 << 10, 1 << 14, 1 << 18, 1 << 20],
     )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 256, 4096])
+    parser.add_argument("--tables", choices=TABLES, nargs="+", default=list(TABLES))
+    parser.add_argument(
+        "--threads", action="store_true", help="leave XLA's threads as they are"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
     args = parser.parse_args()
-    where = machine()
+    jax.config.update("jax_cpu_enable_async_dispatch", args.threads)
+    where = {**machine(), "threads": args.threads}
     print(*(f"{key} {value}" for key, value in where.items()), sep=", ")
-    print(f"LRU; median us of {ROUNDS} calls, jaxkv / twin, and the ratio [quartiles]")
-    rows = []
-    for capacity in args.capacities:
-        for batch in args.batches:
-            if batch > capacity // 2:
-                continue
-            figures = measure(capacity, batch)
-            rows.append({"capacity": capacity, "batch": batch, **figures})
-            for operation, row in figures.items():
-                low, ratio, high = row["twin_over_jaxkv"]
-                print(
-                    f"capacity {capacity:8}  batch {batch:5}  {operation:8}"
-                    f"{row['jaxkv_us'][1]:9.0f} /{row['twin_us'][1]:9.0f}"
-                    f"   {ratio:6.2f} [{low:.2f}, {high:.2f}]",
-                    flush=True,
-                )
+    print(f"median us of {ROUNDS} rounds, jaxkv / twin, and the ratio [quartiles]")
+    tables: dict[str, list[Row]] = {}
+    for table in args.tables:
+        print(f"\n{table}")
+        rows = tables[table] = []
+        for row in TABLES[table](args.capacities, args.batches):
+            rows.append(row)
+            low, ratio, high = row["twin_over_jaxkv"]
+            print(
+                f"capacity {row['capacity']:8}  batch {row['batch']:5}  "
+                f"{row['operation']:24}"
+                f"{row['jaxkv_us'][1]:9.0f} /{row['twin_us'][1]:9.0f}"
+                f"   {ratio:6.2f} [{low:.2f}, {high:.2f}]",
+                flush=True,
+            )
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"machine": where, "policy": "lru", "rows": rows}, file, indent=1)
+            json.dump({"machine": where, "tables": tables}, file, indent=1)
+            file.write("\n")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, compress, pairwise
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import jax
 import numpy as np
@@ -90,8 +91,10 @@ class HostTier:
         self.num_held_blocks = 0
         self._names: dict[BlockKey, bytes] = {}
         self._reuse = reuse
-        # By identity; an output in here is alive, so that no other has its id.
-        self._unfinished: dict[int, RequestStepOutput] = {}
+        # By identity. Who drops an output has ended it otherwise, or never will.
+        self._unfinished: WeakValueDictionary[int, RequestStepOutput] = (
+            WeakValueDictionary()
+        )
         device = programs.cpu_device()
         with jax.default_device(device):
             state = manager.init(policy, policy.num_blocks)
@@ -170,11 +173,20 @@ class HostTier:
         Args:
             requests: The keys of each request.
             success: Whether the bytes arrived, of all or of each request.
+
+        Raises:
+            ValueError: If `success` has another length than `requests`.
         """
         batch = _batch(requests)
+        num_requests = len(batch.offsets) - 1
+        if np.shape(success) not in ((), (num_requests,)):
+            raise ValueError(
+                f"{success=} must be one bool, or one for each of the {num_requests} "
+                "requests."
+            )
         if not batch.keys:
             return
-        arrived = np.empty(len(batch.offsets) - 1, np.bool_)
+        arrived = np.empty(num_requests, np.bool_)
         arrived[:] = success
         ended = self._call(programs.COMPLETE_STORE, batch, arrived)
         for request, rows in enumerate(_rows(ended, batch.offsets)):
@@ -218,7 +230,8 @@ class HostTier:
             ValueError: If a step is not one of this tier that is still to be ended, or
                 loads or stores of it were ended otherwise. Then nothing changes.
         """
-        if len({id(step) for step in steps} & self._unfinished.keys()) < len(steps):
+        own = {id(step) for step in steps if self._unfinished.get(id(step)) is step}
+        if len(own) < len(steps):
             raise ValueError(
                 f"{len(steps)=}: each must be an output of request_step() of this "
                 "manager, and be completed once."
@@ -299,38 +312,35 @@ class HostTier:
             answer: A `StoreAnswer` or `StepAnswer` of them all.
             is_stored: bool[n]. The keys whose `block_ids` are to be stored in.
         """
-        evicted = self._evicted(answer, batch.offsets)
+        flags = is_stored.tolist()
+        bounds = list(accumulate(flags, initial=0))
+        bounds = [bounds[offset] for offset in batch.offsets]
+        names = list(compress(batch.names, flags))
+        keys = names
+        if batch.keys is not batch.names:
+            keys = list(compress(batch.keys, flags))
+        block_ids = answer.block_ids[is_stored].astype(np.int64)
         outputs: list[PrepareStoreOutput | None] = []
-        for ok, rows, gone in zip(
-            answer.ok.tolist(), _rows(is_stored, batch.offsets), evicted, strict=True
+        for ok, (start, stop), evicted in zip(
+            answer.ok.tolist(),
+            pairwise(bounds),
+            _evicted(answer, batch.offsets),
+            strict=True,
         ):
             if not ok:
                 outputs.append(None)
                 continue
             if self._names:
-                gone = [self._names.pop(key, key) for key in gone]
-            names = [batch.names[row] for row in rows]
-            if batch.names is not batch.keys:
-                for row, name in zip(rows, names, strict=True):
-                    if name != batch.keys[row]:
-                        self._names[batch.keys[row]] = name
-            self.num_held_blocks += len(names) - len(gone)
-            self._record(gone, removed=True)
-            spec = _spec(answer.block_ids[rows])
-            outputs.append(PrepareStoreOutput(names, spec, gone))
+                evicted = [self._names.pop(key, key) for key in evicted]
+            if keys is not names:
+                for key, name in zip(keys[start:stop], names[start:stop], strict=True):
+                    if key != name:
+                        self._names[key] = name
+            self.num_held_blocks += stop - start - len(evicted)
+            self._record(evicted, removed=True)
+            spec = LoadStoreSpec(block_ids[start:stop])
+            outputs.append(PrepareStoreOutput(names[start:stop], spec, evicted))
         return outputs
-
-    def _evicted(self, answer: Any, offsets: Sequence[int]) -> list[list[BlockKey]]:
-        """List the keys that each request evicted."""
-        counts = answer.num_evicted.tolist()
-        if not any(counts):
-            return [[] for _ in counts]
-        rows = [
-            np.arange(start, start + num)
-            for start, num in zip(offsets, counts, strict=False)
-        ]
-        keys = lanes_to_keys(answer.evicted_keys[np.concatenate(rows)])
-        return _each(keys, list(accumulate(counts, initial=0)))
 
     def _store_long(self, names: list[bytes]) -> PrepareStoreOutput | None:
         """Serve a request that may be too long, less its repetitions."""
@@ -378,6 +388,15 @@ def _passing(batch: _Batch, passes: Sequence[bool]) -> _Batch:
         list(compress(batch.keys, passes)),
         [before[offset] for offset in batch.offsets],
     )
+
+
+def _evicted(answer: Any, offsets: Sequence[int]) -> list[list[BlockKey]]:
+    """List the keys that each request evicted."""
+    counts = answer.num_evicted.tolist()
+    starts = np.subtract(offsets[:-1], np.cumsum(counts) - counts)
+    rows = np.arange(sum(counts)) + np.repeat(starts, counts)
+    keys = lanes_to_keys(answer.evicted_keys[rows])
+    return _each(keys, list(accumulate(counts, initial=0)))
 
 
 def _each(items: Any, offsets: Sequence[int]) -> list[Any]:

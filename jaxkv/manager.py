@@ -4,7 +4,8 @@
 The functions here take `(policy, state, keys, count)` and return the state afterwards
 and an answer; they may be traced, scanned and vmapped, never raise, and leave the
 state bit for bit as it was when they refuse. `jaxkv.offloading_manager` puts vLLM's
-face on them.
+face on them. Give a batch at least two rows, the second as padding: of a scatter of one
+row XLA:CPU makes an update for which it copies the array, however large.
 
 The life of a block is its reference count: NOT_READY while its bytes are on the way
 to the host, 0 when it can be read or evicted, and above 0 while loads read it.

@@ -8,6 +8,7 @@ takes only what it reads.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -64,12 +65,6 @@ _PROGRAMS = (
     PREPARE_STORE,
     COMPLETE_STORE,
     REQUEST_STEP,
-)
-_COMPLETE_STEP = Program(
-    lambda _, state, block_ids, num_hits: manager.complete_step(
-        state, block_ids, num_hits
-    ),
-    ("ref_cnt",),
 )
 
 
@@ -143,8 +138,8 @@ def complete_step(
     """
     padded = np.full(bucket(len(block_ids)), NO_BLOCK, np.int32)
     padded[: len(block_ids)] = block_ids
-    state, ok = _run(_COMPLETE_STEP, None, None, state, padded, np.int32(num_hits))
-    return state, bool(ok)
+    ref_cnt, ok = _complete_step(state.ref_cnt, padded, np.int32(num_hits))
+    return dataclasses.replace(state, ref_cnt=ref_cnt), bool(ok)
 
 
 def warm_up(
@@ -184,7 +179,7 @@ def warm_up(
 def _run(
     program: Program,
     width: int | None,
-    policy: Policy | None,
+    policy: Policy,
     state: ManagerState,
     *batch: Any,
 ) -> tuple[ManagerState, Any]:
@@ -199,7 +194,7 @@ def _run(
 def _compiled(
     program: Program,
     width: int | None,
-    policy: Policy | None,
+    policy: Policy,
     fixed: Parts,
     changing: Parts,
     *batch: Array,
@@ -210,6 +205,16 @@ def _compiled(
         return {name: getattr(state, name) for name in program.changes}, answer
 
     return (serve if width is None else in_order(serve, width))(changing, *batch)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _complete_step(
+    ref_cnt: Array, block_ids: Array, num_hits: Array
+) -> tuple[Array, Array]:
+    # To hand in the rest would cost more than the work.
+    state = ManagerState(policy=None, ref_cnt=ref_cnt, pool=None)  # type: ignore[arg-type]
+    state, ok = manager.complete_step(state, block_ids, num_hits)
+    return state.ref_cnt, ok
 
 
 def _runs(offsets: Sequence[int]) -> Iterator[tuple[int, int]]:

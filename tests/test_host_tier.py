@@ -176,6 +176,25 @@ def test_a_step_is_completed_once():
     assert manager.lookup(keys(1, 2)) == 2
 
 
+def test_a_step_that_is_ended_by_its_parts_is_not_kept():
+    manager = OffloadingManager(16, 4)
+    step = manager.request_step(keys(1))
+    manager.complete_store(keys(1))
+    assert len(manager.many._unfinished) == 1
+    del step
+    assert len(manager.many._unfinished) == 0
+
+
+def test_success_is_told_for_all_requests_or_each():
+    many = OffloadingManager(16, 4).many
+    many.prepare_store([keys(1), keys(2)])
+    for success in ([True], [True] * 3, []):
+        with pytest.raises(ValueError, match="one for each of the 2 requests"):
+            many.complete_store([keys(1), keys(2)], success)
+    many.complete_store([keys(1), keys(2)], [True, False])
+    assert many.lookup([keys(1), keys(2)]) == [1, 0]
+
+
 def test_a_step_whose_store_failed_is_ended_by_its_parts():
     manager = OffloadingManager(16, 4)
     manager.complete_step(manager.request_step(keys(1)))
