@@ -13,8 +13,8 @@ request's blocks are known, half new.
 - arc: ARC's store with eviction, against a twin that looks for every victim from the
   front of its list, as vLLM 0.19.1 does, and one that goes on where it was.
 
-The process has XLA run CPU programs in the calling thread, as one that schedules should
-(see docs/performance.md); `--threads` leaves it as it is by default.
+XLA is made to run CPU programs in the calling thread (see docs/performance.md);
+`--threads` leaves it as it is by default.
 
     python benchmarks/policy.py [--tables NAME ...] [--capacities N ...]
                                 [--batches N ...] [--threads] [--json FILE]

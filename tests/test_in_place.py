@@ -1,5 +1,6 @@
 """The manager's functions update a donated state in place: no copy of a large array."""
 
+import functools
 import re
 
 import jax
@@ -9,18 +10,19 @@ import pytest
 
 from jaxkv import manager
 from jaxkv.policies import get_policy_maker
+from jaxkv.ragged import in_order
 
 NUM_BLOCKS = 1 << 14
 BATCH = 16
 COPY = re.compile(r"= \w+\[([\d,]+)\]\S* copy\(")
 
 
-def large_copies(compiled):
-    """List the copies of large arrays that every call makes (not compactions)."""
-    entry = compiled.as_text().split("\nENTRY ")[1]
+def large_copies(compiled, *, compactions=False):
+    """List the copies of large arrays that every call makes, or compactions too."""
+    text = compiled.as_text()
     return [
         line.strip()
-        for line in entry.splitlines()
+        for line in (text if compactions else text.split("\nENTRY ")[1]).splitlines()
         if (match := COPY.search(line))
         and np.prod([int(size) for size in match[1].split(",")]) >= NUM_BLOCKS
     ]
@@ -51,6 +53,23 @@ def compile_with(function, policy):
 def test_a_donated_state_is_updated_in_place(function, policy):
     compiled = compile_with(function, get_policy_maker(policy)(NUM_BLOCKS, 4096))
     assert large_copies(compiled) == []
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "arc_fixed"])
+def test_a_request_among_many_copies_no_more_than_alone(policy):
+    policy = get_policy_maker(policy)(NUM_BLOCKS, 4096)
+    state = jax.eval_shape(lambda: manager.init(policy, NUM_BLOCKS))
+    serve = in_order(functools.partial(manager.request_step, policy), BATCH)
+    many = jax.jit(serve, donate_argnums=0).lower(
+        state,
+        jax.ShapeDtypeStruct((4 * BATCH, 8), np.uint32),
+        jax.ShapeDtypeStruct((5,), np.int32),
+        jax.ShapeDtypeStruct((), np.int32),
+    )
+    alone = compile_with(manager.request_step, policy)
+    assert len(large_copies(many.compile(), compactions=True)) <= len(
+        large_copies(alone, compactions=True)
+    )
 
 
 def test_a_copy_would_be_seen():
