@@ -192,7 +192,8 @@ def first_occurrence(keys: Array, valid: Array) -> Array:
     tag, _ = _address(keys, 1)
 
     def propose(_: Array, rows: Array, tries: Array) -> tuple[Array, Array]:
-        # Rows with equal keys walk the same way, so the later meets the earlier.
+        # Rows with equal keys walk the same way, so the later meets the earlier: it
+        # starts no sooner, and what it passes was taken when the earlier came.
         places = (_read(tag, rows) + tries.astype(jnp.uint32)) % num_places
         return places.astype(jnp.int32), jnp.ones_like(rows, jnp.bool_)
 
@@ -212,8 +213,9 @@ def _claim(
 ) -> tuple[Array, Array]:
     """Let the rows of a batch take places in a table, one row a place.
 
-    A row takes a place by writing its number there; where several want the same place
-    the lowest row has it and the others propose again.
+    A row takes a free place by writing its number there; where several want the same
+    place at the same time the lowest row has it, and the others propose again, the
+    lowest rows first.
 
     Args:
         table: i32[P]. Places that are taken hold a number, the others `_FREE`.
@@ -236,7 +238,9 @@ def _claim(
     ) -> tuple[Array, Array, Array, Array]:
         places, has_room = propose(table, rows, tries)
         wanted &= has_room
-        bids = jnp.where(wanted, places, num_places)
+        # Who has a place keeps it, also from a lower row that comes later.
+        is_free = _read(table, places) == _FREE
+        bids = jnp.where(wanted & is_free, places, num_places)
         table = table.at[bids].min(rows, mode="drop")
         winners = _read(table, places)
         won = wanted & (winners == rows)

@@ -149,3 +149,19 @@ def test_first_occurrence(num):
             want.append(ok and key not in seen)
             seen |= {key} if ok else set()
         assert first_occurrence(keys, valid).tolist() == want
+
+
+def test_a_repetition_is_seen_after_its_first_row_was_passed_by_another():
+    """Among many losers, a row took the place of a key whose repetition came later.
+
+    The repetition then met the row in place of its own key, and counted as a first.
+    """
+    num = 4096
+    rng = np.random.default_rng(0)
+    for distinct in (num // 2, 4 * num) * 10:
+        keys = random_keys(rng, distinct)
+        picks = rng.integers(0, distinct, num)
+        want = np.zeros(num, bool)
+        want[np.unique(picks, return_index=True)[1]] = True
+        valid = np.ones(num, bool)
+        assert (first_occurrence(keys[picks], valid) == want).all()
