@@ -6,9 +6,9 @@ asks needs its answers at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain, compress, pairwise
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from itertools import accumulate, compress, pairwise
+from typing import Any
 from weakref import WeakValueDictionary
 
 import jax
@@ -16,12 +16,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv import manager, programs
-from jaxkv.keys import key_from_foreign, lanes_to_keys
+from jaxkv.keys import lanes_to_keys
+from jaxkv.request_batch import (
+    RequestBatch,
+    Requests,
+    cut,
+    flatten,
+    passing,
+    rows_of_each,
+)
 from jaxkv.reuse import ReuseFilter
 from jaxkv.snapshot import Snapshot, take_snapshot
 from jaxkv.types import (
     HOST_MEDIUM,
-    KEY_BYTES,
     NO_BLOCK,
     BlockKey,
     LoadStoreSpec,
@@ -31,23 +38,7 @@ from jaxkv.types import (
     RequestStepOutput,
 )
 
-Requests = Iterable[Iterable[bytes]]
 _NO_IDS = np.empty(0, np.int32)
-
-
-class _Batch(NamedTuple):
-    """The keys of all requests in a row. R requests, n keys.
-
-    Attributes:
-        names: The n keys as they were given.
-        keys: The same, brought to 32 bytes.
-        offsets: R + 1. Request i has those from ``offsets[i]`` up to
-            ``offsets[i + 1]``.
-    """
-
-    names: list[bytes]
-    keys: list[BlockKey]
-    offsets: list[int]
 
 
 class HostTier:
@@ -102,7 +93,7 @@ class HostTier:
 
     def lookup(self, requests: Requests) -> list[int]:
         """Count the keys of each request, from its first, that can be read."""
-        batch = _batch(requests)
+        batch = flatten(requests)
         if self._reuse is not None:
             self._reuse.count(batch.keys)
         if not batch.keys:
@@ -112,13 +103,13 @@ class HostTier:
 
     def touch(self, requests: Requests) -> None:
         """Record a use of each key; the first of a request as its most recent."""
-        batch = _batch(requests)
+        batch = flatten(requests)
         most = self.policy.max_batch
         if self._is_too_long(batch):
             # A request in parts, the last first, as keys are touched in that order.
-            batch = _batch(
+            batch = flatten(
                 keys[at : at + most]
-                for keys in _each(batch.keys, batch.offsets)
+                for keys in cut(batch.keys, batch.offsets)
                 for at in reversed(range(0, len(keys), most))
             )
         if batch.keys:
@@ -155,13 +146,13 @@ class HostTier:
 
     def prepare_store(self, requests: Requests) -> list[PrepareStoreOutput | None]:
         """Find room for the blocks that are not known yet; None where there is none."""
-        batch = _batch(requests)
+        batch = flatten(requests)
         if self._reuse is not None:
-            batch = _passing(batch, self._reuse.passes(batch.keys))
+            batch = passing(batch, self._reuse.passes(batch.keys))
         if not batch.keys:
             return [_nothing_to_store() for _ in batch.offsets[1:]]
         if self._is_too_long(batch):
-            return [self._store_long(n) for n in _each(batch.names, batch.offsets)]
+            return [self._store_long(n) for n in cut(batch.names, batch.offsets)]
         answer = self._call(programs.PREPARE_STORE, batch)
         return self._stored(batch, answer, answer.block_ids != NO_BLOCK)
 
@@ -177,7 +168,7 @@ class HostTier:
         Raises:
             ValueError: If `success` has another length than `requests`.
         """
-        batch = _batch(requests)
+        batch = flatten(requests)
         num_requests = len(batch.offsets) - 1
         if np.shape(success) not in ((), (num_requests,)):
             raise ValueError(
@@ -189,7 +180,7 @@ class HostTier:
         arrived = np.empty(num_requests, np.bool_)
         arrived[:] = success
         ended = self._call(programs.COMPLETE_STORE, batch, arrived)
-        for request, rows in enumerate(_rows(ended, batch.offsets)):
+        for request, rows in enumerate(rows_of_each(ended, batch.offsets)):
             if arrived[request]:
                 self._record([batch.names[row] for row in rows], removed=False)
             else:
@@ -199,9 +190,9 @@ class HostTier:
 
     def request_step(self, requests: Requests) -> list[RequestStepOutput]:
         """Serve whole requests: pin what is on the host, find room for the rest."""
-        batch = _batch(requests)
+        batch = flatten(requests)
         if self._reuse is not None or self._is_too_long(batch):
-            each = _each(batch.names, batch.offsets)
+            each = cut(batch.names, batch.offsets)
             steps = [self._step_by_step(names) for names in each]
         elif not batch.keys:
             steps = [
@@ -215,7 +206,7 @@ class HostTier:
             for start, num in zip(batch.offsets, hits, strict=False):
                 is_stored[start : start + num] = False
             outputs = self._stored(batch, answer, is_stored)
-            ids = _each(answer.block_ids, batch.offsets)
+            ids = cut(answer.block_ids, batch.offsets)
             steps = [
                 RequestStepOutput(num, _spec(own[:num]), output)
                 for num, own, output in zip(hits, ids, outputs, strict=True)
@@ -265,7 +256,7 @@ class HostTier:
         """
         self.state = programs.warm_up(self.policy, self.state, max_keys, max_total_keys)
 
-    def _call(self, program: programs.Program, batch: _Batch, *each: Any) -> Any:
+    def _call(self, program: programs.Program, batch: RequestBatch, *each: Any) -> Any:
         self.state, answer = programs.call(
             program, self.policy, self.state, batch.keys, batch.offsets, *each
         )
@@ -281,7 +272,7 @@ class HostTier:
         unfit: str,
     ) -> list[LoadStoreSpec]:
         """Run a load program; undo it with its inverse and raise if it refuses."""
-        batch = _batch(requests)
+        batch = flatten(requests)
         if not batch.keys:
             return [_spec(_NO_IDS) for _ in batch.offsets[1:]]
         answer = self._call(program, batch)
@@ -289,21 +280,21 @@ class HostTier:
             requests_done = [
                 keys
                 for keys, bad in zip(
-                    _each(batch.keys, batch.offsets),
-                    _each(answer.bad, batch.offsets),
+                    cut(batch.keys, batch.offsets),
+                    cut(answer.bad, batch.offsets),
                     strict=True,
                 )
                 if not bad.any()
             ]
             if any(requests_done):
-                self._call(inverse, _batch(requests_done))
+                self._call(inverse, flatten(requests_done))
             row = int(np.flatnonzero(answer.bad)[0])
             why = absent if answer.block_ids[row] == NO_BLOCK else unfit
             raise ValueError(f"Block {batch.names[row]!r} {why}")
-        return [_spec(ids) for ids in _each(answer.block_ids, batch.offsets)]
+        return [_spec(ids) for ids in cut(answer.block_ids, batch.offsets)]
 
     def _stored(
-        self, batch: _Batch, answer: Any, is_stored: NDArray[np.bool_]
+        self, batch: RequestBatch, answer: Any, is_stored: NDArray[np.bool_]
     ) -> list[PrepareStoreOutput | None]:
         """Note what the requests stored and evicted, one after the other; tell it.
 
@@ -344,11 +335,11 @@ class HostTier:
 
     def _store_long(self, names: list[bytes]) -> PrepareStoreOutput | None:
         """Serve a request that may be too long, less its repetitions."""
-        batch = _batch([names])
-        distinct = dict(zip(reversed(batch.keys), reversed(names), strict=True))
+        batch = flatten([names])
+        distinct = dict(zip(batch.keys, names, strict=True))
         if len(distinct) > self.policy.max_batch:
             return None  # More than there are blocks.
-        return self.prepare_store([list(reversed(distinct.values()))])[0]
+        return self.prepare_store([distinct.values()])[0]
 
     def _step_by_step(self, names: list[bytes]) -> RequestStepOutput:
         """Serve a request by the calls that a request step stands for."""
@@ -357,7 +348,7 @@ class HostTier:
         loads = self.prepare_load([names[:num_hits]])[0]
         return RequestStepOutput(num_hits, loads, self.prepare_store([names])[0])
 
-    def _is_too_long(self, batch: _Batch) -> bool:
+    def _is_too_long(self, batch: RequestBatch) -> bool:
         """Whether a request has more keys than the policy takes at once."""
         lengths = map(int.__sub__, batch.offsets[1:], batch.offsets)
         return max(lengths, default=0) > self.policy.max_batch
@@ -369,45 +360,13 @@ class HostTier:
             )
 
 
-def _batch(requests: Requests) -> _Batch:
-    """Put the keys of all requests in a row, and bring foreign ones to 32 bytes."""
-    each = [list(keys) for keys in requests]
-    names = list(chain.from_iterable(each))
-    offsets = list(accumulate(map(len, each), initial=0))
-    # The common case in two passes that Python does fast.
-    if set(map(type, names)) <= {bytes} and set(map(len, names)) <= {KEY_BYTES}:
-        return _Batch(names, names, offsets)
-    return _Batch(names, list(map(key_from_foreign, names)), offsets)
-
-
-def _passing(batch: _Batch, passes: Sequence[bool]) -> _Batch:
-    """Leave out the keys that do not pass."""
-    before = list(accumulate(passes, initial=0))
-    return _Batch(
-        list(compress(batch.names, passes)),
-        list(compress(batch.keys, passes)),
-        [before[offset] for offset in batch.offsets],
-    )
-
-
 def _evicted(answer: Any, offsets: Sequence[int]) -> list[list[BlockKey]]:
     """List the keys that each request evicted."""
     counts = answer.num_evicted.tolist()
     starts = np.subtract(offsets[:-1], np.cumsum(counts) - counts)
     rows = np.arange(sum(counts)) + np.repeat(starts, counts)
     keys = lanes_to_keys(answer.evicted_keys[rows])
-    return _each(keys, list(accumulate(counts, initial=0)))
-
-
-def _each(items: Any, offsets: Sequence[int]) -> list[Any]:
-    """Cut a row of items into what belongs to each request."""
-    return [items[a:b] for a, b in pairwise(offsets)]
-
-
-def _rows(flags: NDArray[np.bool_], offsets: Sequence[int]) -> list[list[int]]:
-    """List the rows of each request whose flag is set."""
-    rows = np.flatnonzero(flags)
-    return _each(rows.tolist(), np.searchsorted(rows, offsets).tolist())
+    return cut(keys, list(accumulate(counts, initial=0)))
 
 
 def _spec(block_ids: NDArray[Any]) -> LoadStoreSpec:

@@ -20,7 +20,8 @@ FLOORS = [
         " < transfer",
     ],
     [
-        "manager reuse ragged < programs snapshot < host_tier < offloading_manager",
+        "manager reuse ragged request_batch < programs snapshot < host_tier"
+        " < offloading_manager",
         "blocks",
     ],
     [
