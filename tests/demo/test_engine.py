@@ -58,7 +58,7 @@ def check_at_rest(engine):
         assert engine.worker.num_in_flight == 0
         assert not engine.offload.has_pending_stores
         assert not engine.offload.has_pending_loads
-        assert not np.asarray(engine.offload._manager._state.ref_cnt).any()
+        assert not np.asarray(engine.offload._manager.many.state.ref_cnt).any()
 
 
 def test_generates_what_the_dense_model_generates(steps):
