@@ -136,7 +136,7 @@ class Twin(Manager):
         self.complete_store(keys)
         return answer[1].tolist()
 
-    def request(self, keys: Keys) -> list[int]:
+    def serve(self, keys: Keys) -> tuple[int, list[int]]:
         hits = self.lookup(keys)
         self.touch(keys)
         loaded = self.prepare_load(keys[:hits])
@@ -144,7 +144,10 @@ class Twin(Manager):
         assert answer is not None
         self.complete_store(keys[hits:])
         self.complete_load(keys[:hits])
-        return [*loaded.tolist(), *answer[1].tolist()]
+        return hits, [*loaded.tolist(), *answer[1].tolist()]
+
+    def request(self, keys: Keys) -> list[int]:
+        return self.serve(keys)[1]
 
     def step(self, keys: Keys) -> list[int]:
         return self.request(keys)
@@ -292,11 +295,7 @@ def time_scan(capacities: list[int], batches: list[int]) -> Iterator[Row]:
                 return hits.tolist()
 
             def theirs(given: Any, twin: Twin = twin) -> list[int]:
-                hits = []
-                for keys in given[0]:
-                    hits.append(twin.lookup(keys))
-                    twin.request(keys)
-                return hits
+                return [twin.serve(keys)[0] for keys in given[0]]
 
             def argument(
                 requests: Any = requests,

@@ -270,12 +270,15 @@ def complete_step(
         had it.
     """
     is_hit = jnp.arange(block_ids.shape[0], dtype=jnp.int32) < num_hits
-    before = _ref_cnt(state, block_ids)
-    fits = jnp.where(is_hit, before > 0, before == NOT_READY)
-    ok = jnp.all(fits | (block_ids == NO_BLOCK))
     # A load ends with one reader less, a store goes from NOT_READY to 0.
-    change = jnp.where(ok, jnp.where(is_hit, -1, -NOT_READY), 0)
+    change = jnp.where(is_hit, -1, -NOT_READY)
     ref_cnt = state.ref_cnt.at[_index(state, block_ids)].add(change, mode="drop")
+    # A block may be given as often as it was pinned; one time more makes it negative.
+    left = _ref_cnt(dataclasses.replace(state, ref_cnt=ref_cnt), block_ids)
+    fits = jnp.where(is_hit, left >= 0, left == 0)
+    ok = jnp.all(fits | (block_ids == NO_BLOCK))
+    undone = _index(state, jnp.where(ok, NO_BLOCK, block_ids))
+    ref_cnt = ref_cnt.at[undone].add(-change, mode="drop")
     return dataclasses.replace(state, ref_cnt=ref_cnt), ok
 
 

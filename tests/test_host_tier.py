@@ -176,6 +176,19 @@ def test_a_step_is_completed_once():
     assert manager.lookup(keys(1, 2)) == 2
 
 
+def test_steps_that_share_a_block_do_not_end_it_more_often_than_they_pinned_it():
+    manager = OffloadingManager(16, 4)
+    manager.complete_step(manager.request_step(keys(1)))
+    steps = manager.many.request_step([keys(1), keys(1)])
+    manager.complete_load(keys(1))
+    before = copy_of(manager.many.state)
+    with pytest.raises(ValueError, match="was ended before"):
+        manager.many.complete_step(steps)
+    assert_same_state(manager.many.state, before)
+    manager.complete_step(steps[0])
+    assert manager.snapshot().ref_cnt == {keys(1)[0]: 0}
+
+
 def test_a_step_that_is_ended_by_its_parts_is_not_kept():
     manager = OffloadingManager(16, 4)
     step = manager.request_step(keys(1))
