@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FLOORS = [
-    ["types < hashing keys"],
+    ["types < hashing keys", "units"],
     [
         "policies.ordering policies.counting < policies.directory policies.recency"
         " < policies.lru policies.arc < policies.registry < policies",

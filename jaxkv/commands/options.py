@@ -8,14 +8,9 @@ import pathlib
 import re
 from collections.abc import Callable, Sequence
 
-EXIT_OK, EXIT_MISMATCH, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+from jaxkv import units
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    **{f"{p}ib": 1024**i for i, p in enumerate("kmgt", start=1)},
-    **{f"{p}b": 1000**i for i, p in enumerate("kmgt", start=1)},
-}
+EXIT_OK, EXIT_MISMATCH, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 class UsageError(Exception):
@@ -28,14 +23,11 @@ def parse_bytes(text: str) -> int:
     >>> parse_bytes("64MiB")
     67108864
     """
-    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?([a-z]*)", text.strip().lower())
-    if match and match[2] in _UNITS:
-        num_bytes = int(float(match[1]) * _UNITS[match[2]])
-        if num_bytes >= 1:
-            return num_bytes
-    raise argparse.ArgumentTypeError(
-        f"{text!r} must be a size such as 64MiB, 1GiB or a number of bytes"
-    )
+    try:
+        return units.parse_bytes(text)
+    except ValueError as error:
+        # argparse shows its users the text of this error only.
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def parse_whole_number_from(minimum: int) -> Callable[[str], int]:
