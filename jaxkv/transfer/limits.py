@@ -1,0 +1,297 @@
+"""How much host memory there may be, asked before it is taken.
+
+A process that pins more than there is may be killed by the kernel without a word, and
+XLA's own errors name neither the limit nor how to raise it. So all limits that can be
+read are read first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from jaxkv.units import gib
+
+_GIB = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pool:
+    """A runtime's own pool of pinned memory, and the variable that sets its size.
+
+    Attributes:
+        source: What it is, for messages.
+        variable: Its name in the environment.
+        default: Its value where it is not set.
+        unit_bytes: What a value of 1 stands for.
+        multiple: What values are multiples of.
+        values: What values are, for messages.
+    """
+
+    source: str
+    variable: str
+    default: int
+    unit_bytes: int
+    multiple: int
+    values: str
+
+
+# As documented: XLA's with GetGpuHostAllocator in xla/pjrt/gpu/gpu_helpers.h, the TPU's
+# in the Cloud TPU performance guide.
+_POOLS = {
+    "gpu": _Pool(
+        "XLA's pool of pinned memory",
+        "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB",
+        64,
+        _GIB,
+        1,
+        "a whole number of GiB from 1",
+    ),
+    "tpu": _Pool(
+        "the premapped memory of the TPU runtime",
+        "TPU_PREMAPPED_BUFFER_SIZE",
+        4 * _GIB,
+        1,
+        4096,
+        "a number of bytes, a multiple of 4096",
+    ),
+}
+_GPU_PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
+_GPU_POOL_PREALLOCATED_GIB = 16
+
+# What cgroup v1 writes for "unlimited" depends on the page size, but is always huge.
+_UNLIMITED_BYTES = 1 << 60
+
+_PROC = Path("/proc")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclasses.dataclass(frozen=True)
+class HostLimit:
+    """A limit on host memory.
+
+    Attributes:
+        num_bytes: How much more may be allocated.
+        source: What sets the limit, for messages.
+        remedy: How to raise it, for messages.
+    """
+
+    num_bytes: int
+    source: str
+    remedy: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Files:
+    """The names that a version of cgroups has for the same figures."""
+
+    limit: str
+    usage: str
+    file_pages: tuple[str, str]
+
+
+_V1 = _Files(
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_active_file", "total_inactive_file"),
+)
+_V2 = _Files("memory.max", "memory.current", ("active_file", "inactive_file"))
+
+
+def available_host_bytes(
+    proc_root: Path = _PROC, cgroup_root: Path = _CGROUP
+) -> HostLimit | None:
+    """Find out how much host memory this process may still allocate.
+
+    Args:
+        proc_root: Where procfs is mounted.
+        cgroup_root: Where the cgroup file systems are mounted.
+
+    Returns:
+        The tightest of the machine's available memory and the limits of the cgroups
+        that the process is in; None if this system tells neither.
+    """
+    limits = _system_limits(proc_root, cgroup_root)
+    return min(limits, key=lambda limit: limit.num_bytes, default=None)
+
+
+def check_host_bytes(
+    num_bytes: int,
+    platform: str,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    proc_root: Path = _PROC,
+    cgroup_root: Path = _CGROUP,
+) -> None:
+    """Refuse to allocate more pinned memory than there can be.
+
+    Nothing is set aside: what passes may still fail, if others take memory meanwhile
+    or the runtime's pool is fragmented. Then `host_memory_error` explains it.
+
+    Args:
+        num_bytes: What is to be allocated.
+        platform: The devices' platform: ``"cpu"``, ``"gpu"``, ``"tpu"``.
+        environ: The environment that the backend was started in.
+        proc_root: Where procfs is mounted.
+        cgroup_root: Where the cgroup file systems are mounted.
+
+    Raises:
+        MemoryError: That is more than one of the limits, which are named, the
+            tightest first.
+        ValueError: A variable has a value that the runtime does not understand.
+    """
+    limits = _pool_limits(platform, environ, num_bytes)
+    # A pool that the runtime took as it started is in use already: counted again, it
+    # would seem to be missing.
+    if not _pool_is_preallocated(platform, environ):
+        limits += _system_limits(proc_root, cgroup_root)
+    exceeded = sorted(
+        (limit for limit in limits if num_bytes > limit.num_bytes),
+        key=lambda limit: limit.num_bytes,
+    )
+    if exceeded:
+        reasons = "; and ".join(
+            f"{limit.source} has only {gib(limit.num_bytes)}: {limit.remedy}"
+            for limit in exceeded
+        )
+        raise MemoryError(
+            f"{gib(num_bytes)} of pinned host memory were asked for, but {reasons}, or "
+            "ask for fewer host blocks."
+        )
+
+
+def host_memory_error(num_blocks: int, num_bytes: int, platform: str) -> MemoryError:
+    """Explain a failure to allocate host blocks, and what to do about it.
+
+    Args:
+        num_blocks: How many host blocks were to be allocated.
+        num_bytes: Their size, together.
+        platform: The devices' platform: ``"cpu"``, ``"gpu"``, ``"tpu"``.
+    """
+    pool = _POOLS.get(platform)
+    return MemoryError(
+        f"Could not allocate {num_blocks} host blocks, {num_bytes} bytes "
+        f"({gib(num_bytes)}) of pinned_host memory: lower num_host_blocks"
+        + (f" or raise {pool.variable} before jax is imported." if pool else ".")
+    )
+
+
+def _system_limits(proc_root: Path, cgroup_root: Path) -> list[HostLimit]:
+    machine = _machine_limit(proc_root)
+    limits = [machine] if machine else []
+    limits += _cgroup_limits(proc_root, cgroup_root)
+    return limits
+
+
+def _machine_limit(proc_root: Path) -> HostLimit | None:
+    remedy = "free some memory"
+    meminfo = _read(proc_root / "meminfo")
+    match = re.search(r"^MemAvailable:\s+([0-9]+) kB$", meminfo, re.MULTILINE)
+    if match:
+        return HostLimit(int(match[1]) * 1024, "the machine", remedy)
+    try:
+        # All memory, not the free part: that would leave out what the system can take
+        # back from its caches, and refuse what does fit.
+        pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+    if pages < 1 or page_bytes < 1:  # -1 stands for "not known"
+        return None
+    return HostLimit(pages * page_bytes, "the machine", remedy)
+
+
+def _cgroup_limits(proc_root: Path, cgroup_root: Path) -> Iterator[HostLimit]:
+    """Yield the limit of every cgroup that the process is in and that has one."""
+    for line in _read(proc_root / "self/cgroup").splitlines():
+        # hierarchy:controllers:path, where v2 has no controllers.
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not controllers:
+            mount, files = cgroup_root, _V2
+        elif "memory" in controllers.split(","):
+            mount, files = cgroup_root / "memory", _V1
+        else:
+            continue
+        # In a container the path can be the host's. Then its folders are not there,
+        # and the mount itself is the container's own cgroup.
+        parts = [part for part in path.split("/") if part not in ("", ".", "..")]
+        for depth in range(len(parts), -1, -1):
+            limit = _one_cgroup(mount.joinpath(*parts[:depth]), files)
+            if limit:
+                yield limit
+
+
+def _one_cgroup(folder: Path, files: _Files) -> HostLimit | None:
+    limit = _read_int(folder / files.limit)
+    if limit is None or limit >= _UNLIMITED_BYTES:
+        return None
+    # Pages of files count as usage, but the kernel gives them up before it refuses.
+    # A server that has just read its weights would otherwise seem to be full.
+    file_bytes = sum(
+        int(value)
+        for name, value in re.findall(
+            r"^(\w+) ([0-9]+)$", _read(folder / "memory.stat"), re.MULTILINE
+        )
+        if name in files.file_pages
+    )
+    used = max(0, (_read_int(folder / files.usage) or 0) - file_bytes)
+    return HostLimit(
+        max(0, limit - used),
+        f"the cgroup {folder} ({files.limit} is {gib(limit)})",
+        "raise the memory limit of the container or service",
+    )
+
+
+def _read(path: Path) -> str:
+    """Read a file of the kernel; nothing if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
+
+
+def _read_int(path: Path) -> int | None:
+    text = _read(path).strip()
+    return int(text) if re.fullmatch("[0-9]{1,30}", text) else None
+
+
+def _pool_limits(
+    platform: str, environ: Mapping[str, str], num_bytes: int
+) -> list[HostLimit]:
+    """Give the limit of the runtime's own pool, if it has one.
+
+    The remedy makes room for `num_bytes`.
+    """
+    pool = _POOLS.get(platform)
+    if pool is None:
+        return []
+    default = pool.default
+    if platform == "gpu" and _pool_is_preallocated(platform, environ):
+        default = _GPU_POOL_PREALLOCATED_GIB
+    text = environ.get(pool.variable, str(default))
+    size = int(text) if re.fullmatch(r"\s*\+?[0-9]{1,18}\s*", text) else 0
+    if size < 1 or size % pool.multiple:
+        raise ValueError(f"{pool.variable}={text!r} must be {pool.values}.")
+    enough = -(-num_bytes // (pool.unit_bytes * pool.multiple)) * pool.multiple
+    verb = "is" if pool.variable in environ else "is not set, which means"
+    return [
+        HostLimit(
+            size * pool.unit_bytes,
+            f"{pool.source} ({pool.variable} {verb} {size})",
+            f"set {pool.variable} to {enough} or more before jax is imported",
+        )
+    ]
+
+
+def _pool_is_preallocated(platform: str, environ: Mapping[str, str]) -> bool:
+    if platform != "gpu":
+        return platform == "tpu"
+    text = environ.get(_GPU_PREALLOCATE, "false")
+    if text.lower() in ("0", "false"):
+        return False
+    if text.lower() in ("1", "true"):
+        return True
+    raise ValueError(f"{_GPU_PREALLOCATE}={text!r} must be true or false.")
