@@ -16,8 +16,8 @@ FLOORS = [
     [
         "policies.ordering policies.counting < policies.directory policies.recency"
         " < policies.lru policies.arc < policies.registry < policies",
-        "transfer.limits < transfer.memory < transfer.kernels < transfer.hoststore"
-        " < transfer.engine < transfer",
+        "transfer.limits < transfer.memory < transfer.probe transfer.kernels"
+        " < transfer.hoststore < transfer.engine < transfer",
     ],
     [
         "manager reuse ragged request_batch < programs snapshot < host_tier"

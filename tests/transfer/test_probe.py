@@ -1,0 +1,219 @@
+"""The try-out of the mode "fused": the real one on the CPU, and made-up failures."""
+
+import inspect
+import json
+import sys
+import time
+
+import jax
+import pytest
+from jaxlib import xla_client
+
+from jaxkv.transfer import probe
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    """Let each test ask anew."""
+    probe._probe_once.cache_clear()
+    yield
+    probe._probe_once.cache_clear()
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """Keep the commands that would be run, and let them succeed."""
+    seen = []
+
+    def run(command, **options):
+        seen.append((command, options))
+        return probe.subprocess.CompletedProcess(command, 0, f"noise\n{probe._OK}\n")
+
+    monkeypatch.setattr(probe.subprocess, "run", run)
+    return seen
+
+
+def child(code, timeout_s=60.0):
+    return probe._try_out([sys.executable, "-c", code], "gpu", timeout_s)
+
+
+def test_fused_may_be_used_on_the_cpu(monkeypatch):
+    monkeypatch.setenv("PYTHONWARNINGS", "error")  # none of the child's business
+    monkeypatch.setenv("JAX_DEBUG_NANS", "1")
+    result = probe.probe_fused("cpu")
+    assert result == probe.ProbeResult(
+        True,
+        "Mode 'fused' was tried out on cpu in a process of its own, which got all "
+        "bytes back that it had stored.",
+    )
+    monkeypatch.setattr(probe.subprocess, "run", None)  # is not asked again
+    assert probe.probe_fused("cpu") is result
+
+
+@pytest.mark.skipif(
+    any(device.platform == "gpu" for device in jax.devices()), reason="there is a GPU"
+)
+def test_a_device_that_is_not_there_is_a_reason():
+    result = probe.probe_fused("gpu")
+    assert not result.ok
+    assert "failed with exit status 1 (RuntimeError: Unknown backend" in result.reason
+
+
+def test_all_bit_patterns_come_back():
+    assert probe.count_changed("cpu") == (0, 2 << 16)
+
+
+def test_values_that_come_back_changed_are_counted(monkeypatch, capsys):
+    def load(*args):
+        leaves, token = loads(*args)
+        return [leaves[0], leaves[1].at[3, 0, 0].set(1)], token
+
+    loads = probe._load
+    monkeypatch.setattr(probe, "_load", load)
+    monkeypatch.setattr(probe, "_write_no_core_file", lambda: None)
+    probe.main("cpu")
+    assert capsys.readouterr().out == f"{probe._CHANGED} 1 of 131072\n"
+
+
+def test_host_memory_that_is_not_recycled_is_a_failure(monkeypatch):
+    jit = jax.jit
+
+    def without_donation(function, **options):
+        return jit(function, **(options | {"donate_argnums": ()}))
+
+    monkeypatch.setattr(probe.jax, "jit", without_donation)
+    with pytest.raises(RuntimeError, match="was not recycled"):
+        probe.count_changed("cpu")
+
+
+CASES = {
+    "import os; os.abort()": "was ended by SIGABRT. Use mode 'staged'.",
+    "import os, sys\nsys.stderr.write('F1 a.cc:7] Check failed: b\\n*** stack\\n');"
+    "sys.stderr.flush(); os.abort()": "ended by SIGABRT (F1 a.cc:7] Check failed: b).",
+    "import os; os.kill(os.getpid(), 9)": "was ended by SIGKILL",
+    "raise SystemExit(3)": "failed with exit status 3. Use mode 'staged'.",
+    "raise MemoryError('no room')": "failed with exit status 1 (MemoryError: no room).",
+    "import sys; sys.exit('odd\\nend')": "failed with exit status 1 (end).",
+    "": "gave no answer, but printed ''.",
+    "print('jaxkv probe: unchanged?')": "printed 'jaxkv probe: unchanged?'.",
+    "import sys; sys.stdout.buffer.write(b'\\xff' * 999)": "printed '\ufffd\ufffd",
+    f"print('{probe._CHANGED} 252 of 131072')": "got other bytes back than it had "
+    "stored: 252 of 131072 values differ. Use mode 'staged'.",
+    f"print('{probe._OK}'); raise SystemExit(4)": "failed with exit status 4",
+}
+
+
+@pytest.mark.parametrize("code", CASES)
+def test_a_child_that_fails_is_a_reason(code):
+    result = child(code)
+    assert not result.ok
+    start = "Mode 'fused' was tried out on gpu in a process of its own, which "
+    assert result.reason.startswith(start)
+    assert CASES[code] in result.reason
+    assert len(result.reason) < 500
+
+
+def test_a_child_that_never_ends_is_ended():
+    start_s = time.monotonic()
+    result = child("import time; time.sleep(600)", timeout_s=0.5)
+    assert time.monotonic() - start_s < 60
+    assert not result.ok
+    assert "did not finish within 0.5 s. Use mode 'staged'." in result.reason
+
+
+def test_an_interpreter_that_is_not_there_is_a_reason():
+    result = probe._try_out(["/no/such/python"], "gpu", 60.0)
+    assert not result.ok
+    assert "could not be started: [Errno 2] No such file" in result.reason
+
+
+@pytest.mark.parametrize("platform", ["tpu", "unheard of"])
+def test_other_platforms_are_refused_without_a_try(commands, platform):
+    result = probe.probe_fused(platform)
+    assert not result.ok
+    assert f"cannot be tried out on {platform}, whose devices may" in result.reason
+    assert result.reason.endswith("use mode 'staged'.")
+    assert commands == []
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan")])
+def test_no_time_at_all_is_refused(commands, timeout_s):
+    with pytest.raises(ValueError, match=r"timeout_s=.* more than 0 seconds\."):
+        probe.probe_fused("cpu", timeout_s=timeout_s)
+    assert commands == []
+
+
+def test_an_answer_is_kept_for_each_platform(commands):
+    for platform in ("cpu", "gpu", "cpu", "gpu"):
+        assert probe.probe_fused(platform, timeout_s=7).ok
+    assert [command[-1] for command, _ in commands] == ["cpu", "gpu"]
+    assert {options["timeout"] for _, options in commands} == {7.0}
+
+
+def test_the_child_imports_what_its_parent_would(commands, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, "/added/later"])
+    probe.probe_fused("cpu")
+    ((command, _),) = commands
+    assert json.loads(command[-2]) == sys.path
+
+
+def test_the_child_takes_little(commands, monkeypatch):
+    for name in (
+        "XLA_PYTHON_CLIENT_PREALLOCATE",
+        "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE",
+    ):
+        monkeypatch.setenv(name, "true")
+    for name in probe._SWITCHES_OF_NO_CONCERN:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    probe.probe_fused("cpu")
+    probe.probe_fused("gpu")
+    on_cpu, on_gpu = (options["env"] for _, options in commands)
+    assert on_gpu["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    assert on_gpu["XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"] == "false"
+    assert on_gpu["CUDA_VISIBLE_DEVICES"] == "3"
+    assert on_cpu["JAX_PLATFORMS"] == "cpu"
+    # What this process was configured with counts, not what its environment says now.
+    assert on_gpu["JAX_PLATFORMS"] == jax.config.jax_platforms
+    assert not on_gpu.keys() & set(probe._SWITCHES_OF_NO_CONCERN)
+
+
+def test_the_child_writes_no_core_file(monkeypatch):
+    resource = pytest.importorskip("resource")
+    limits = []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (7, 9))
+    monkeypatch.setattr(resource, "setrlimit", lambda *limit: limits.append(limit))
+    probe._write_no_core_file()
+    assert limits == [(resource.RLIMIT_CORE, (0, 9))]
+    monkeypatch.setitem(sys.modules, "resource", None)  # as on Windows
+    probe._write_no_core_file()
+
+
+TFRT = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"
+
+
+@pytest.mark.parametrize("value", ["1", " 1 ", "2", "true", "True", "yes"])
+def test_the_client_with_one_stream_is_refused(value):
+    with pytest.raises(ValueError, match=f"{TFRT}=.* makes XLA .* unset it, or set"):
+        probe.check_client("gpu", {TFRT: value})
+    probe.check_client("cpu", {TFRT: value})
+    probe.check_client("tpu", {TFRT: value})
+
+
+@pytest.mark.parametrize("environ", [{}, {TFRT: "0"}, {TFRT: "false"}, {TFRT: ""}])
+def test_the_client_with_streams_is_accepted(environ):
+    probe.check_client("gpu", environ)
+
+
+def test_the_environment_of_this_process_is_the_default(monkeypatch):
+    monkeypatch.setenv(TFRT, "1")
+    with pytest.raises(ValueError, match=f"{TFRT}='1'"):
+        probe.check_client("gpu")
+
+
+def test_jaxlib_still_has_the_variable_and_its_default(monkeypatch):
+    options = xla_client.generate_pjrt_gpu_plugin_options
+    assert TFRT in inspect.getsource(options)
+    monkeypatch.delenv(TFRT, raising=False)
+    assert options()["use_tfrt_gpu_client"] is False
