@@ -49,7 +49,10 @@ class OffloadWorker:
             The pool to run the model on.
         """
         if meta.need_flush:
-            self._flushed += self._engine.drain()
+            pool, flushed = self._engine.drain(pool)
+            self._flushed += flushed
+        else:
+            pool = self._engine.advance(pool)
         if meta.store_event != NO_EVENT:
             ticket = self._engine.save(
                 pool, meta.store_device_blocks, meta.store_host_blocks
@@ -66,9 +69,17 @@ class OffloadWorker:
         """Report the transfers that completed since the last time; never waits."""
         return self._report(self._engine.poll())
 
-    def drain(self) -> ConnectorOutput:
-        """Wait for all transfers and report them."""
-        return self._report(self._engine.drain())
+    def drain(self, pool: PyTree) -> tuple[PyTree, ConnectorOutput]:
+        """Wait for all transfers and report them.
+
+        Args:
+            pool: The device pool. Donated if there are loads.
+
+        Returns:
+            The pool to go on with, and the report.
+        """
+        pool, completions = self._engine.drain(pool)
+        return pool, self._report(completions)
 
     def _report(self, completions: list[Completion]) -> ConnectorOutput:
         recving: dict[bool, list[str]] = {True: [], False: []}

@@ -16,8 +16,11 @@ FLOORS = [
     [
         "policies.ordering policies.counting < policies.directory policies.recency"
         " < policies.lru policies.arc < policies.registry < policies",
-        "transfer.limits < transfer.memory < transfer.probe transfer.kernels"
-        " < transfer.hoststore < transfer.engine < transfer",
+        "transfer.memory transfer.limits < transfer.layout transfer.probe"
+        " < transfer.codecs < transfer.extents < transfer.rows transfer.sizing"
+        " transfer.hoststore < transfer.plans < transfer.ids transfer.kernels"
+        " < transfer.hostmemory transfer.tickets < transfer.flow < transfer.engine"
+        " < transfer",
     ],
     [
         "manager reuse ragged request_batch < programs snapshot < host_tier"

@@ -188,7 +188,8 @@ class Engine:
         if self.offload is None or self.worker is None:
             return
         self._start_transfers(None, [])
-        self.offload.update_connector_output(self.worker.drain())
+        self.pool, output = self.worker.drain(self.pool)
+        self.offload.update_connector_output(output)
 
     def warm_up(self) -> None:
         """Compile all that a run needs. Touches no block but the null block."""

@@ -206,10 +206,10 @@ def measure_bandwidth(steps: Steps, config: DemoConfig) -> BandwidthRecord:
         host_ids = device_ids + trial % num_sets * num_blocks
         times_s = [time.perf_counter()]
         engine.save(pool, device_ids, host_ids)
-        engine.drain()
+        pool, _ = engine.drain(pool)
         times_s.append(time.perf_counter())
         pool, _ = engine.load(pool, host_ids, device_ids)
-        engine.drain()
+        pool, _ = engine.drain(pool)
         times_s.append(time.perf_counter())
         np.copyto(targets[trial % num_sets], source)
         times_s.append(time.perf_counter())

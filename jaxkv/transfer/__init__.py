@@ -1,7 +1,10 @@
 """Moving blocks between a device pool and host memory."""
 
-from jaxkv.transfer.engine import Completion as Completion
-from jaxkv.transfer.engine import Ticket as Ticket
+from jaxkv.transfer.codecs import Compression as Compression
 from jaxkv.transfer.engine import TransferEngine as TransferEngine
-from jaxkv.transfer.memory import PoolLayout as PoolLayout
+from jaxkv.transfer.layout import PoolLayout as PoolLayout
+from jaxkv.transfer.limits import available_host_bytes as available_host_bytes
 from jaxkv.transfer.memory import memory_kinds as memory_kinds
+from jaxkv.transfer.probe import probe_fused as probe_fused
+from jaxkv.transfer.tickets import Completion as Completion
+from jaxkv.transfer.tickets import Ticket as Ticket

@@ -2,115 +2,62 @@
 
 from __future__ import annotations
 
-import collections
-import dataclasses
-from typing import Literal, NamedTuple, TypeAlias
+import threading
+from typing import SupportsIndex
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv.transfer import limits, memory, probe
+from jaxkv.transfer.codecs import Compression
+from jaxkv.transfer.extents import ExtentLayout
+from jaxkv.transfer.flow import Flow
+from jaxkv.transfer.hostmemory import HostMemory
 from jaxkv.transfer.hoststore import HostStore
-from jaxkv.transfer.kernels import (
-    MODES,
-    PROGRAM_SIZES,
+from jaxkv.transfer.ids import (
     BlockIdsLike,
-    Mode,
-    Mover,
-    block_ids,
     check_distinct,
-    chunks,
+    device_block_ids,
+    host_block_ids,
 )
-from jaxkv.transfer.memory import PoolLayout
+from jaxkv.transfer.kernels import MODES, Mode, Mover
+from jaxkv.transfer.layout import PoolLayout
+from jaxkv.transfer.plans import Plans
+from jaxkv.transfer.sizing import HostSize
+from jaxkv.transfer.tickets import Completion, Ticket
 from jaxkv.types import PyTree
+from jaxkv.units import parse_bytes
 
-Direction: TypeAlias = Literal["store", "load"]
-
-# What a transfer may fail with; anything else is a mistake in the code, and raised.
-_TRANSFER_ERRORS = (jax.errors.JaxRuntimeError, MemoryError)
-
-
-class Ticket(NamedTuple):
-    """Names one transfer of one engine.
-
-    Attributes:
-        direction: ``"store"`` (device to host) or ``"load"`` (host to device).
-        number: Counts the engine's transfers in the order of issue, from 0.
-    """
-
-    direction: Direction
-    number: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """How a transfer ended.
-
-    Attributes:
-        ticket: What `save` or `load` returned for it.
-        num_blocks: How many blocks it was to move.
-        num_bytes: The bytes of these blocks.
-        error: Why it failed; None if it did not.
-    """
-
-    ticket: Ticket
-    num_blocks: int
-    num_bytes: int
-    error: Exception | None
-
-    @property
-    def direction(self) -> Direction:
-        """``"store"`` or ``"load"``."""
-        return self.ticket.direction
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _InFlight:
-    """A transfer that has been issued.
-
-    Attributes:
-        ticket: Its name.
-        host_ids: i32[n]. The host blocks that it reads or writes.
-        watched: Arrays that are ready when it is done. None of them is donated.
-        error: What stopped its being issued, if anything did.
-    """
-
-    ticket: Ticket
-    host_ids: NDArray[np.int32]
-    watched: list[jax.Array]
-    error: Exception | None
-
-    def is_ready(self) -> bool:
-        return all(
-            array.is_ready()  # type: ignore[attr-defined]
-            for array in self.watched
-        )
-
-    def wait(self) -> Exception | None:
-        """Wait until it is done, and say why it failed."""
-        try:
-            # A failed array is ready, too: only waiting for it brings up the error.
-            jax.block_until_ready(self.watched)  # type: ignore[no-untyped-call]
-        except _TRANSFER_ERRORS as error:
-            return self.error or error.with_traceback(None)
-        return self.error
+DEFAULT_STAGING_BYTES = 256 << 20
 
 
 class TransferEngine:
     """Moves blocks between a device pool and host memory, in the background.
 
-    A pool is a pytree of arrays with the block axis first. The engine knows its
-    layout and owns `num_host_blocks` blocks of pinned host memory; the pool itself
-    stays with the caller, who passes it to every call and must go on with the one
-    that `load` returns.
+    A pool is a pytree of arrays with a block axis, on one device or sharded over a
+    mesh. The engine knows its layout and owns a store of pinned host memory; the pool
+    itself stays with the caller, who passes it to every call and must go on with the
+    one that `load`, `advance` and `drain` return.
 
-    Nothing blocks but `drain`. Data dependencies order the transfers among
-    themselves and against the caller's steps: a step that is given the pool after a
-    load sees the loaded blocks, and one that overwrites a device block after `save`
-    returned does not harm what is saved.
+    A step of a serving loop::
 
-    One thread owns an engine and dispatches all the work on its pool: the order of
-    dispatch is what all of this rests on, and there are no locks.
+        pool = engine.advance(pool)             # what has become possible meanwhile
+        ticket = engine.save(pool, ...)         # any number of these
+        pool, ticket = engine.load(pool, ...)   # and of these
+        pool, output = model(pool, ...)
+        for completion in engine.poll(): ...    # what is over
+
+    Nothing blocks but `drain`. A transfer is over when `poll` or `drain` has reported
+    it: a load's blocks are in the pool that was last returned by then, a save's can
+    be loaded. Until then leave the device blocks of a load alone, and those of a save
+    as long as `is_waiting` holds for it: what exceeds `staging_bytes` waits its turn,
+    loads before saves. Data dependencies order what has been issued against the
+    caller's steps, which may overwrite a saved block from then on.
+
+    A save changes no memory that holds something, so a failed one loses no blocks but
+    its own. One thread owns an engine and dispatches all the work on its pool, in one
+    order; with several processes, each makes the same calls and moves its own shards.
 
     Example:
         >>> import jax.numpy as jnp
@@ -118,7 +65,7 @@ class TransferEngine:
         >>> pool = {"k": jnp.ones((8, 16, 4)), "v": jnp.zeros((8, 16, 4))}
         >>> engine = TransferEngine(pool, num_host_blocks=32)
         >>> ticket = engine.save(pool, [5, 2], [30, 7])
-        >>> [completion] = engine.drain()
+        >>> pool, [completion] = engine.drain(pool)
         >>> completion.ticket == ticket, completion.num_bytes, completion.error
         (True, 1024, None)
         >>> pool, ticket = engine.load(pool, [7], [0])
@@ -126,33 +73,97 @@ class TransferEngine:
         Ticket(direction='load', number=1)
     """
 
-    def __init__(self, pool: PyTree, num_host_blocks: int, *, mode: Mode | None = None):
+    def __init__(
+        self,
+        pool: PyTree,
+        num_host_blocks: int | None = None,
+        *,
+        host_bytes: str | SupportsIndex | None = None,
+        mode: Mode | None = None,
+        block_axis: PyTree = 0,
+        blocks_per_host_block: int = 1,
+        layer_groups: int = 1,
+        staging_bytes: str | SupportsIndex = DEFAULT_STAGING_BYTES,
+        extent_bytes: str | SupportsIndex | None = None,
+        compression: Compression | None = None,
+    ):
         """Set up the host memory for blocks of `pool`.
 
         Args:
             pool: A pool of the layout that all later ones will have; not kept.
-            num_host_blocks: How many blocks the host memory holds.
+            num_host_blocks: How many blocks the host memory holds. Some more memory
+                is set aside, so that saves find room; see `host_bytes` of the engine.
+            host_bytes: How much host memory to set aside in this process instead,
+                such as ``"8GiB"``; `num_host_blocks` follows from it.
             mode: ``"fused"`` or ``"staged"``, see `Mover`; the results are the same.
-                None takes fused on CPU and staged elsewhere.
+                None takes fused on CPU and staged elsewhere, where fused is tried out
+                in another process before it is used.
+            block_axis: The axis that counts the blocks: an int, or a pytree of ints
+                that is a prefix of `pool`.
+            blocks_per_host_block: How many device blocks a host block holds.
+            layer_groups: In how many parts a load arrives, the first leaves first, so
+                that a model that runs layer by layer can begin before all is there.
+            staging_bytes: How much may be in flight at a time.
+            extent_bytes: How much moves in one piece; by default 8 MiB, or less for
+                small blocks and small stores.
+            compression: How to make blocks smaller on the host; None keeps every bit.
 
         Raises:
             ValueError: `pool` cannot be offloaded, or another argument is wrong.
             MemoryError: There is not that much host memory.
         """
-        if mode not in (None, *MODES):
-            raise ValueError(f"{mode=} must be one of {MODES} or None.")
-        if num_host_blocks < 1:
-            raise ValueError(f"{num_host_blocks=} must be at least 1.")
-        self._layout = PoolLayout.of(pool)
-        if mode is None:
-            mode = "fused" if self._layout.device.platform == "cpu" else "staged"
-        self._mover = Mover(self._layout, mode)
-        self._store = HostStore(self._layout, num_host_blocks)
-        self._in_flight: dict[Direction, collections.deque[_InFlight]] = {
-            "store": collections.deque(),
-            "load": collections.deque(),
-        }
-        self._num_issued = 0
+        layout = PoolLayout.of(pool, block_axis)
+        platform = layout.device.platform
+        memory.host_sharding(layout.device)  # Refuses devices without pinned memory.
+        probe.check_client(platform)
+        mode = _choose_mode(mode, platform)
+        if blocks_per_host_block < 1:
+            raise ValueError(f"{blocks_per_host_block=} must be at least 1.")
+
+        def extents_of(num_blocks: int) -> ExtentLayout:
+            return ExtentLayout.of(
+                layout,
+                num_blocks * blocks_per_host_block,
+                stacked=mode == "staged",
+                num_layer_groups=layer_groups,
+                compression=compression,
+            )
+
+        size = HostSize.of(
+            num_host_blocks,
+            None if host_bytes is None else parse_bytes(host_bytes),
+            None if extent_bytes is None else parse_bytes(extent_bytes),
+            extents_of(1).num_bytes,
+            layout.num_lanes,
+        )
+        extents = extents_of(size.extent_blocks)
+        self._staging_bytes = parse_bytes(staging_bytes)
+        if self._staging_bytes < extents.num_bytes:
+            raise ValueError(
+                f"{staging_bytes=} must be at least the {extents.num_bytes} bytes of "
+                "an extent, which is what moves in one piece."
+            )
+        self._host_bytes = size.num_extents * extents.num_bytes
+        limits.check_host_bytes(self._host_bytes, platform)
+        self._layout = layout
+        self._mover = Mover(extents, mode)
+        self._plans = Plans(
+            layout.num_lanes,
+            layout.lane_blocks,
+            size.extent_blocks,
+            blocks_per_host_block,
+        )
+        self._store = HostStore(
+            size.num_blocks, size.num_extents, size.extent_blocks, layout.num_lanes
+        )
+        self._flow = Flow(
+            self._mover,
+            self._plans,
+            self._store,
+            HostMemory(self._mover, size.num_extents),
+            self._staging_bytes,
+        )
+        self._owner = threading.get_ident()
 
     @property
     def mode(self) -> Mode:
@@ -161,29 +172,41 @@ class TransferEngine:
 
     @property
     def num_host_blocks(self) -> int:
-        """Host blocks that the engine owns."""
+        """Ids of host blocks: they are in [0, num_host_blocks)."""
         return self._store.num_blocks
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, all leaves together."""
-        return self._layout.block_bytes
+        """Bytes of one host block on the device, all leaves together."""
+        return self._layout.block_bytes * self._plans.blocks_per_host_block
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of all host blocks."""
-        return self.num_host_blocks * self.block_bytes
+        """Bytes of host memory set aside in this process, spare extents included."""
+        return self._host_bytes
 
     @property
     def num_in_flight(self) -> int:
-        """Transfers issued and not yet reported by `poll` or `drain`."""
-        return sum(len(queue) for queue in self._in_flight.values())
+        """Transfers not yet reported by `poll` or `drain`."""
+        return self._flow.num_in_flight
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Bytes that were issued and are not known to have arrived."""
+        return self._flow.bytes_in_flight
+
+    @property
+    def num_waiting(self) -> int:
+        """Transfers that wait for others before they are issued as a whole."""
+        return self._flow.num_waiting
+
+    def is_waiting(self, ticket: Ticket) -> bool:
+        """Whether a transfer still has to read or write the pool by a later call."""
+        return self._flow.is_waiting(ticket)
 
     def warm_up(self) -> None:
         """Compile every program now, so that no later save or load waits for it."""
-        for size in PROGRAM_SIZES:
-            self._mover.save_program(size)
-            self._mover.load_program(size)
+        self._mover.warm_up()
 
     def save(
         self,
@@ -193,41 +216,28 @@ class TransferEngine:
     ) -> Ticket:
         """Copy device blocks to host blocks.
 
-        Returns at once. The device blocks may be overwritten from then on; what the
-        host blocks held is gone, and they can be loaded from when the save has been
-        reported as completed without an error.
+        Returns at once. What the host blocks held is gone, and they can be loaded
+        from when the save has been reported as completed without an error.
 
         Args:
             pool: The current pool; only read.
-            device_block_ids: int[n]. Blocks of `pool`, distinct.
-            host_block_ids: int[n]. Where each goes, distinct.
+            device_block_ids: int[n]. Blocks of `pool`, distinct. With m blocks per
+                host block int[n, m]; -1 for one that is not to be saved.
+            host_block_ids: int[n]. Where each (row) goes, distinct.
 
         Returns:
             The name of the transfer.
 
         Raises:
             ValueError: The pool has another layout, or the ids are wrong.
-            RuntimeError: The pool has been deleted or donated.
+            RuntimeError: The pool has been deleted or donated, or another thread owns
+                the engine.
         """
-        leaves = self._layout.flatten(pool)
+        leaves = self._leaves(pool)
         device_ids, host_ids = self._pairs(device_block_ids, host_block_ids)
-        check_distinct("device_block_ids", device_ids)
         check_distinct("host_block_ids", host_ids)
-
-        ticket = self._next_ticket("store")
-        watched: list[jax.Array] = []
-        failure = None
-        self._store.claim(host_ids, ticket.number)
-        try:
-            for chunk in chunks(len(host_ids)):
-                old = self._store.take(host_ids[chunk])
-                blocks, tokens = self._mover.save(leaves, device_ids[chunk], old)
-                self._store.put(host_ids[chunk], blocks)
-                watched += tokens
-        except _TRANSFER_ERRORS as error:
-            failure = error.with_traceback(None)  # Whose frames would keep the pool.
-        self._issue(_InFlight(ticket, host_ids, watched, failure))
-        return ticket
+        self._plans.lanes(device_ids)
+        return self._flow.save(leaves, device_ids, host_ids)
 
     def load(
         self,
@@ -237,87 +247,119 @@ class TransferEngine:
     ) -> tuple[PyTree, Ticket]:
         """Copy host blocks to device blocks.
 
-        Returns at once. Where a load fails on its way, the returned pool fails with
-        it: its bytes are lost, and the caller has to start over with a new one.
+        Returns at once; the blocks are in the pool once the load has been reported.
+        Where a load fails on its way in the mode ``"fused"``, the returned pool fails
+        with it: its bytes are lost, and the caller has to start over with a new one.
+        In the mode ``"staged"`` bytes that fail to arrive leave the pool as it was.
 
         Args:
-            pool: The current pool. Donated, unless there are no blocks to load.
+            pool: The current pool. Donated, unless nothing is written into it yet.
             host_block_ids: int[n]. Blocks that hold bytes; one may come up twice.
-            device_block_ids: int[n]. Where each goes in `pool`, distinct.
+            device_block_ids: int[n]. Where each goes in `pool`, distinct. With m
+                blocks per host block int[n, m]; -1 for one that is not wanted.
 
         Returns:
-            The pool with these blocks replaced, and the name of the transfer.
+            The pool to go on with, and the name of the transfer.
 
         Raises:
             ValueError: The pool has another layout, the ids are wrong, or a host
                 block holds no bytes.
-            RuntimeError: The pool has been deleted or donated.
+            RuntimeError: The pool has been deleted or donated, or another thread owns
+                the engine.
         """
-        leaves = self._layout.flatten(pool)
+        leaves = self._leaves(pool)
         device_ids, host_ids = self._pairs(device_block_ids, host_block_ids)
-        check_distinct("device_block_ids", device_ids)
-        blocks = self._store.read(host_ids)
-
-        ticket = self._next_ticket("load")
-        watched: list[jax.Array] = []
-        failure = None
-        try:
-            for chunk in chunks(len(host_ids)):
-                leaves, tokens = self._mover.load(
-                    leaves, device_ids[chunk], blocks[chunk]
-                )
-                watched += tokens
-        except _TRANSFER_ERRORS as error:
-            failure = error.with_traceback(None)
-        self._issue(_InFlight(ticket, host_ids, watched, failure))
+        extents, places = self._store.find(host_ids)
+        self._plans.check_lanes(device_ids, places)
+        ticket = self._flow.load(leaves, device_ids, host_ids, extents, places)
         return self._layout.unflatten(leaves), ticket
+
+    def advance(self, pool: PyTree) -> PyTree:
+        """Do what has become possible: write what has landed, issue what waits.
+
+        Returns at once. Call it once per step, before the model runs.
+
+        Args:
+            pool: The current pool. Donated, if something is written into it.
+
+        Returns:
+            The pool to go on with.
+        """
+        leaves = self._leaves(pool)
+        self._flow.advance(leaves)
+        return self._layout.unflatten(leaves)
 
     def poll(self) -> list[Completion]:
         """Report what has finished since the last report; never wait.
 
         Returns:
-            Completions in the order of issue. A transfer is reported after all
+            Completions in the order of the calls. A transfer is reported after all
             earlier ones of its direction; failures are reported, not raised.
         """
-        return self._report(wait=False)
+        self._check_thread()
+        return self._flow.report()
 
-    def drain(self) -> list[Completion]:
-        """Wait for everything in flight and report it, as `poll` does."""
-        return self._report(wait=True)
+    def drain(self, pool: PyTree) -> tuple[PyTree, list[Completion]]:
+        """Issue and wait for everything, for the end of a run or a flush.
+
+        Args:
+            pool: The current pool. Donated, if something is written into it.
+
+        Returns:
+            The pool to go on with, and what `poll` would report.
+        """
+        leaves = self._leaves(pool)
+        self._flow.drain(leaves)
+        return self._layout.unflatten(leaves), self._flow.report()
+
+    def abandon(self, ticket: Ticket) -> None:
+        """Give up a transfer that nobody waits for any more.
+
+        What has been issued runs to its end, for a copy cannot be called back; the
+        rest never is. It is not reported. The host blocks of a save hold nothing, the
+        device blocks of a load hold anything.
+
+        Raises:
+            ValueError: No such transfer is in flight.
+        """
+        self._check_thread()
+        if not self._flow.abandon(ticket):
+            raise ValueError(f"{ticket} is not in flight: it has been reported before.")
+
+    def _leaves(self, pool: PyTree) -> list[jax.Array]:
+        self._check_thread()
+        return self._layout.flatten(pool)
+
+    def _check_thread(self) -> None:
+        if threading.get_ident() != self._owner:
+            raise RuntimeError(
+                f"the engine was made by thread {self._owner} and is used by thread "
+                f"{threading.get_ident()}: one thread must dispatch all work on a "
+                "pool, for its order is what keeps bytes right."
+            )
 
     def _pairs(
-        self, device_block_ids: BlockIdsLike, host_block_ids: BlockIdsLike
+        self, device_ids: BlockIdsLike, host_ids: BlockIdsLike
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        device_ids = block_ids(
-            "device_block_ids", device_block_ids, self._layout.num_blocks
+        device = device_block_ids(
+            device_ids, self._layout.num_blocks, self._plans.blocks_per_host_block
         )
-        host_ids = block_ids("host_block_ids", host_block_ids, self.num_host_blocks)
-        if len(device_ids) != len(host_ids):
+        host = host_block_ids(host_ids, self.num_host_blocks)
+        if len(device) != len(host):
             raise ValueError(
-                f"{len(device_ids)} device_block_ids and {len(host_ids)} "
-                "host_block_ids must be equally many: they go in pairs."
+                f"{len(device)} device_block_ids and {len(host)} host_block_ids must "
+                "be equally many: they go in pairs."
             )
-        return device_ids, host_ids
+        return device, host
 
-    def _next_ticket(self, direction: Direction) -> Ticket:
-        ticket = Ticket(direction, self._num_issued)
-        self._num_issued += 1
-        return ticket
 
-    def _issue(self, transfer: _InFlight) -> None:
-        self._in_flight[transfer.ticket.direction].append(transfer)
-
-    def _report(self, wait: bool) -> list[Completion]:
-        done = []
-        for queue in self._in_flight.values():
-            while queue and (wait or queue[0].is_ready()):
-                done.append(self._finish(queue.popleft()))
-        return sorted(done, key=lambda completion: completion.ticket.number)
-
-    def _finish(self, transfer: _InFlight) -> Completion:
-        ticket, host_ids = transfer.ticket, transfer.host_ids
-        error = transfer.wait()
-        if ticket.direction == "store":
-            self._store.settle(host_ids, ticket.number, ok=error is None)
-        num_bytes = len(host_ids) * self.block_bytes
-        return Completion(ticket, len(host_ids), num_bytes, error)
+def _choose_mode(mode: Mode | None, platform: str) -> Mode:
+    if mode is None:
+        return "fused" if platform == "cpu" else "staged"
+    if mode not in MODES:
+        raise ValueError(f"{mode=} must be one of {MODES} or None.")
+    if mode == "fused" and platform != "cpu":
+        result = probe.probe_fused(platform)
+        if not result.ok:
+            raise ValueError(f"{mode=} cannot be used here: {result.reason}")
+    return mode

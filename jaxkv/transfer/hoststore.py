@@ -1,61 +1,179 @@
-"""The host blocks: pinned memory set aside once, and which of it holds bytes."""
+"""The host blocks: which extent holds the bytes of which, and which may be read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.transfer import memory
-from jaxkv.transfer.kernels import Block
+NO_EXTENT = -1
+NOBODY = -1
 
-_ALLOCATION_ERRORS = (jax.errors.JaxRuntimeError, MemoryError)
+
+class Placement(NamedTuple):
+    """Where a save goes that fills (part of) one extent.
+
+    Attributes:
+        extent: The one that is written; it held nothing.
+        carry: The one whose blocks are taken over into it, or NO_EXTENT.
+        picked: int[n]. Which of the blocks that were to be placed are.
+        ids: i32[n]. These blocks.
+        places: int[n]. Where in the extent, ``lane * blocks + place in the lane``.
+        carried_ids: int[m]. The host blocks that are taken over.
+        carried_places: int[m]. Where they lie, in the old extent and the new one.
+    """
+
+    extent: int
+    carry: int
+    picked: NDArray[np.intp]
+    ids: NDArray[np.int32]
+    places: NDArray[np.intp]
+    carried_ids: NDArray[np.int32]
+    carried_places: NDArray[np.intp]
 
 
 class HostStore:
-    """A fixed number of host blocks in pinned memory.
+    """The books of the host memory, without its bytes.
 
-    Every host block is its own extent, for the caller gives blocks ids in any order
-    and frees them one by one. It is one array ``[leaves, *block]`` for each group of
-    leaves with equal block shape and dtype, for an array costs some microseconds a
-    transfer whatever its size. Against an array per leaf (16 leaves, XLA:CPU) stores
-    run 2 to 3 times as fast with blocks of 32 KiB, 1.3 to 1.7 times with 256 KiB and
-    about as fast with 1 MiB.
+    Host block ids come from the caller in any order; where the bytes of a block lie is
+    decided anew by every save, so that the blocks of a transfer lie together: log
+    structured, as Rosenblum and Ousterhout's file system. An extent is written once,
+    into one that held nothing. While there are free extents beyond the reserve, a save
+    takes one; then it takes over what an extent with few blocks still holds into a
+    free one, beside its own blocks, which makes the old one free.
 
-    All memory is allocated and touched at construction and then recycled, since
-    fresh pages are the slowest part of a copy. A block is readable from the
-    completion of its save to the issue of the next one.
+    There is one extent at least besides what the blocks fill, so a place is always
+    found in the end: as soon as the saves in flight are over.
+
+    An extent is pinned while a transfer reads it, and held while a save reads or
+    writes it. A block is readable from the completion of its save to the issue of the
+    next one, whose ticket number is its generation.
     """
 
-    def __init__(self, layout: memory.PoolLayout, num_blocks: int):
-        """Allocate `num_blocks` host blocks.
+    def __init__(
+        self, num_blocks: int, num_extents: int, extent_blocks: int, num_lanes: int = 1
+    ):
+        """Start empty.
 
-        Raises:
-            MemoryError: There is not that much pinned memory.
+        Args:
+            num_blocks: Ids of host blocks.
+            num_extents: Extents; more than the blocks fill.
+            extent_blocks: Host blocks per extent and lane.
+            num_lanes: Shards of the block axis.
         """
         self.num_blocks = num_blocks
-        self._platform = layout.device.platform
-        self._block_bytes = layout.block_bytes
-        sharding = memory.host_sharding(layout.device)
-        specs = layout.block_specs(sharding)
-        zeros = jax.jit(
-            lambda: tuple(jnp.zeros(spec.shape, spec.dtype) for spec in specs),
-            out_shardings=sharding,
-            compiler_options=memory.compiler_options(self._platform),
-        )
-        self._new_block = zeros.lower().compile()
-        self._blocks: list[Block | None] = []
-        self._blocks.extend(self._allocate(num_blocks))
-        # Whose bytes a block holds or awaits: a late failure must not take away what
-        # a later save has put there.
-        self._writer = np.full(num_blocks, -1, np.int64)
+        self._extent_blocks = extent_blocks
+        self._num_lanes = num_lanes
+        full = -(-num_blocks // (extent_blocks * num_lanes))
+        # One is for the liveness of saves, the others keep extents from being sparse.
+        self._reserve = max(1, (num_extents - full) // 2)
+        self._extent = np.full(num_blocks, NO_EXTENT, np.int32)
+        self._place = np.zeros(num_blocks, np.int32)
+        self._writer = np.full(num_blocks, NOBODY, np.int64)
         self._readable = np.zeros(num_blocks, np.bool_)
+        # Which block has each place of each extent, and how many places are taken.
+        self._owner = np.full(
+            (num_extents, num_lanes * extent_blocks), NOBODY, np.int32
+        )
+        self._used = np.zeros((num_extents, num_lanes), np.int32)
+        self._pins = np.zeros(num_extents, np.int32)
+        self._held = np.zeros(num_extents, np.bool_)
 
-    def read(self, ids: NDArray[np.int32]) -> list[Block]:
-        """Give the blocks `ids`.
+    @property
+    def num_free_extents(self) -> int:
+        """Extents that hold nothing and are not in use."""
+        return len(self._free())
+
+    @property
+    def num_pins(self) -> int:
+        """Reads in flight, one for each extent that they read."""
+        return int(self._pins.sum())
+
+    def claim(self, ids: NDArray[np.int32], writer: int) -> None:
+        """Make blocks unreadable, and give up their places, for a save.
+
+        Args:
+            ids: i32[n]. The blocks.
+            writer: The save's number.
+        """
+        self._vacate(ids)
+        self._writer[ids] = writer
+        self._readable[ids] = False
+
+    def place(
+        self, ids: NDArray[np.int32], lanes: NDArray[np.intp]
+    ) -> Placement | None:
+        """Find an extent for some of the blocks; `settle` must follow.
+
+        Args:
+            ids: i32[n]. Blocks that were claimed and have no place.
+            lanes: int[n]. The lane of each.
+
+        Returns:
+            Where as many as possible go, None if every extent with room is in use.
+        """
+        wanted = np.bincount(lanes, minlength=self._num_lanes)
+        free = self._free()
+        if not free.size:
+            return None
+        extent, carry = int(free[0]), NO_EXTENT
+        if free.size <= self._reserve:
+            room = np.minimum(self._extent_blocks - self._used, wanted).sum(axis=1)
+            room[self._held | (self._used.sum(axis=1) == 0)] = 0
+            # The most room; of equals, the fewest blocks to take over.
+            size = self._owner.shape[1]
+            carry = int(np.argmax(room * (size + 1) + size - self._used.sum(axis=1)))
+            if not room[carry]:
+                return None
+        picked, places = self._assign(lanes, carry)
+        carried_ids = np.zeros(0, np.int32)
+        carried_places = np.zeros(0, np.intp)
+        if carry != NO_EXTENT:
+            (carried_places,) = np.nonzero(self._owner[carry] != NOBODY)
+            carried_ids = self._owner[carry, carried_places]
+            self._held[carry] = True
+        self._held[extent] = True
+        self._enter(ids[picked], extent, places)
+        return Placement(
+            extent, carry, picked, ids[picked], places, carried_ids, carried_places
+        )
+
+    def settle(self, placement: Placement, ok: bool) -> None:
+        """End what `place` began.
+
+        Args:
+            placement: What it gave.
+            ok: Whether the bytes arrived. If not, the blocks lose their places, and
+                those that were to be taken over keep theirs.
+        """
+        new, old = placement.extent, placement.carry
+        self._held[new] = False
+        if not ok:
+            # Some may have been claimed by a later save, and have moved on.
+            here = self._owner[new, placement.places] == placement.ids
+            self._vacate(placement.ids[here])
+        if old == NO_EXTENT:
+            return
+        self._held[old] = False
+        if ok:
+            moved, places = placement.carried_ids, placement.carried_places
+            # A block that was saved anew in the meantime is not taken over.
+            same = self._owner[old, places] == moved
+            self._vacate(moved[same])
+            self._enter(moved[same], new, places[same])
+
+    def finish(self, ids: NDArray[np.int32], writer: int, ok: bool) -> None:
+        """End a save: its blocks become readable, or give up their places."""
+        own = ids[self._writer[ids] == writer]
+        self._readable[own] = ok
+        if not ok:
+            self._vacate(own)
+
+    def find(
+        self, ids: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Say in which extents blocks lie, and where in them.
 
         Raises:
             ValueError: One of them holds no bytes.
@@ -66,54 +184,63 @@ class HostStore:
                 f"host blocks {missing.tolist()} have no bytes to load: a save into "
                 "them must have been reported as completed without an error."
             )
-        return [self._held(index) for index in ids]
+        return self._extent[ids], self._place[ids]
 
-    def claim(self, ids: NDArray[np.int32], writer: int) -> None:
-        """Make blocks unreadable until `settle` is called for `writer`."""
-        self._writer[ids] = writer
-        self._readable[ids] = False
+    def pin(self, extent: int) -> None:
+        """Keep an extent from being written until `unpin`."""
+        self._pins[extent] += 1
 
-    def take(self, ids: NDArray[np.int32]) -> list[Block]:
-        """Hand over the memory of blocks; `put` must bring its replacement.
+    def unpin(self, extent: int) -> None:
+        """Undo one `pin`."""
+        self._pins[extent] -= 1
+
+    def check(self) -> None:
+        """Verify the books; for tests and debugging.
 
         Raises:
-            MemoryError: Memory was lost to a failed save and cannot be replaced.
+            AssertionError: They do not agree.
         """
-        lost = [index for index in ids if self._blocks[index] is None]
-        for index, block in zip(lost, self._allocate(len(lost)), strict=True):
-            self._blocks[index] = block
-        taken = [self._held(index) for index in ids]
-        for index in ids:
-            self._blocks[index] = None
-        return taken
+        (placed,) = np.nonzero(self._extent != NO_EXTENT)
+        owner = self._owner[self._extent[placed], self._place[placed]]
+        assert (owner == placed).all(), "a block is not where it should be"
+        assert (self._owner != NOBODY).sum() == len(placed), "a place is leaked"
+        by_lane = self._owner.reshape(len(self._pins), self._num_lanes, -1)
+        assert ((by_lane != NOBODY).sum(axis=2) == self._used).all(), "miscounted"
+        assert self._readable[placed].sum() == self._readable.sum(), "nothing to read"
+        assert (self._pins >= 0).all(), "unpinned too often"
 
-    def put(self, ids: NDArray[np.int32], blocks: Iterable[Block]) -> None:
-        """Replace the memory of blocks, its bytes perhaps still on their way."""
-        for index, block in zip(ids, blocks, strict=True):
-            self._blocks[index] = block
+    def _free(self) -> NDArray[np.intp]:
+        taken = (self._used.sum(axis=1) > 0) | (self._pins > 0) | self._held
+        (free,) = np.nonzero(~taken)
+        return free
 
-    def settle(self, ids: NDArray[np.int32], writer: int, ok: bool) -> None:
-        """End a save: its blocks become readable, or their memory is given up."""
-        own = ids[self._writer[ids] == writer]
-        self._readable[own] = ok
-        if not ok:
-            for index in own:
-                self._blocks[index] = None
+    def _assign(
+        self, lanes: NDArray[np.intp], carry: int
+    ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """Choose blocks and their places: those that `carry` has free, or all."""
+        picked, places = [], []
+        for lane in range(self._num_lanes):
+            start = lane * self._extent_blocks
+            free = np.arange(start, start + self._extent_blocks)
+            if carry != NO_EXTENT:
+                free = free[self._owner[carry, free] == NOBODY]
+            (wanted,) = np.nonzero(lanes == lane)
+            num = min(len(free), len(wanted))
+            picked.append(wanted[:num])
+            places.append(free[:num])
+        return np.concatenate(picked), np.concatenate(places)
 
-    def _held(self, index: int) -> Block:
-        block = self._blocks[index]
-        assert block is not None, f"host block {index} has no memory"
-        return block
+    def _enter(
+        self, ids: NDArray[np.int32], extent: int, places: NDArray[np.intp]
+    ) -> None:
+        self._extent[ids], self._place[ids] = extent, places
+        self._owner[extent, places] = ids
+        lanes = places // self._extent_blocks
+        self._used[extent] += np.bincount(lanes, minlength=self._num_lanes)
 
-    def _allocate(self, num_blocks: int) -> list[Block]:
-        try:
-            # Ready means written to, so that no save pays for the first page faults.
-            blocks = [self._new_block() for _ in range(num_blocks)]
-            jax.block_until_ready(blocks)  # type: ignore[no-untyped-call]
-            return blocks
-        except _ALLOCATION_ERRORS as error:
-            if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-                raise memory.host_memory_error(
-                    num_blocks, num_blocks * self._block_bytes, self._platform
-                ) from error
-            raise
+    def _vacate(self, ids: NDArray[np.int32]) -> None:
+        ids = ids[self._extent[ids] != NO_EXTENT]
+        extents, places = self._extent[ids], self._place[ids]
+        self._owner[extents, places] = NOBODY
+        np.subtract.at(self._used, (extents, places // self._extent_blocks), 1)
+        self._extent[ids] = NO_EXTENT

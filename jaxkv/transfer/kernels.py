@@ -1,9 +1,9 @@
-"""The compiled programs that move a fixed number of blocks, and their two modes."""
+"""The compiled programs that move the blocks of one extent, and their two modes."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
@@ -11,242 +11,261 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.transfer import memory
+from jaxkv.transfer import memory, rows
+from jaxkv.transfer.extents import Extent, ExtentLayout
+from jaxkv.transfer.plans import NOTHING, SavePlan
+
+_DEVICE = jax.memory.Space.Device
 
 Mode: TypeAlias = Literal["fused", "staged"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
-Block: TypeAlias = tuple[jax.Array, ...]
-"""One block outside the pool: an array ``[leaves, *block]`` per group of leaves."""
-
-BlockIdsLike: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
-
-# A transfer is cut greedily into programs of these sizes, so each direction compiles
-# at most three and pads nothing. Sets with 64 move blocks no faster (16 MiB of
-# temporaries are faulted in anew each time) and compile for seconds.
-PROGRAM_SIZES = (16, 4, 1)
-
-
-def chunks(num_blocks: int) -> Iterator[slice]:
-    """Cut `num_blocks` into runs of `PROGRAM_SIZES`, the largest first."""
-    start = 0
-    for size in PROGRAM_SIZES:
-        while num_blocks - start >= size:
-            yield slice(start, start + size)
-            start += size
-
-
-def block_ids(name: str, ids: BlockIdsLike, num_blocks: int) -> NDArray[np.int32]:
-    """Check ids and copy them.
-
-    The copy is ours: XLA may read NumPy memory in place and late, so a caller who
-    changes his array after the call would otherwise redirect the transfer.
-
-    Raises:
-        ValueError: They are not a flat sequence of ints in [0, num_blocks).
-    """
-    array = np.array(ids)
-    if array.size == 0:
-        return np.zeros(0, np.int32)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(
-            f"{name} must be a flat sequence of ints, not {array.dtype}"
-            f"{list(array.shape)}."
-        )
-    outside = array[(array < 0) | (array >= num_blocks)]
-    if outside.size:
-        raise ValueError(
-            f"{name} has {outside.tolist()}; ids must be in [0, {num_blocks})."
-        )
-    return array.astype(np.int32)
-
-
-def check_distinct(name: str, ids: NDArray[np.int32]) -> None:
-    """Refuse ids that occur more than once.
-
-    Raises:
-        ValueError: Some do.
-    """
-    values, counts = np.unique(ids, return_counts=True)
-    if len(values) < len(ids):
-        raise ValueError(
-            f"{name} has {values[counts > 1].tolist()} more than once; they must be "
-            "distinct."
-        )
-
 
 class Mover:
-    """Moves blocks between the leaves of one pool layout and host blocks.
+    """Moves blocks between the leaves of one pool layout and extents on the host.
+
+    An extent is written once and never changed: where only some of its rows are new,
+    the others are carried over from an older extent into a new one. So a save that
+    fails harms nothing that was there before.
 
     In the mode ``"fused"`` one program does it all: a save writes its rows straight
-    into the host memory of the blocks that it replaces (donated), a load copies to
-    the device and scatters. In the mode ``"staged"`` the programs stay on the device
-    and `jax.device_put` crosses over, in one call. Fused is the faster on CPU;
-    elsewhere a program that crosses over holds up the compute stream until the copy
-    is done, so staged hides the copy behind the next step.
+    into the host memory of a free extent (donated), a load copies to the device and
+    scatters. In the mode ``"staged"`` the programs stay on the device and
+    `jax.device_put` crosses over, in one call. Fused is the faster on CPU; elsewhere a
+    program that crosses over holds up the compute stream until the copy is done, so
+    staged hides the copy behind the next step.
+
+    Where the pool is spread over devices, every program runs on each shard by itself
+    with ids that count within the shard; none holds a collective.
 
     Programs are compiled on first use, ahead of time: an array that is committed to
     its device and one that is not then share the same program.
     """
 
-    def __init__(self, layout: memory.PoolLayout, mode: Mode):
+    def __init__(self, extents: ExtentLayout, mode: Mode):
         self.mode = mode
-        self._layout = layout
-        self._device = jax.sharding.SingleDeviceSharding(layout.device)
-        self._host = memory.host_sharding(layout.device)
-        self._options = memory.compiler_options(layout.device.platform)
+        self.extents = extents
+        self._pool = extents.pool
+        self._plan = self._pool.plan_sharding()
+        self._options = memory.compiler_options(self._pool.device.platform)
+        self._host = extents.shardings(memory.HOST_KIND)
+        self._device = extents.shardings(None)
         self.save_program = functools.cache(self._compile_save)
         self.load_program = functools.cache(self._compile_load)
 
+    @property
+    def num_layer_groups(self) -> int:
+        """Programs that a load takes for each extent."""
+        return len(self.extents.layer_groups)
+
+    def warm_up(self) -> None:
+        """Compile every program there is."""
+        for carries in (False, True):
+            self.save_program(carries)
+        for group in range(self.num_layer_groups):
+            self.load_program(group)
+
+    def new_extent(self) -> Callable[[], Extent]:
+        """Compile what allocates an extent of zeros on the host."""
+        specs = self.extents.specs(memory.HOST_KIND)
+        zeros = jax.jit(
+            lambda: tuple(jnp.zeros(spec.shape, spec.dtype) for spec in specs),
+            out_shardings=self._host,
+            compiler_options=self._options,
+        )
+        return zeros.lower().compile()
+
     def save(
-        self, leaves: list[jax.Array], ids: NDArray[np.int32], old: list[Block]
-    ) -> tuple[list[Block], list[jax.Array]]:
-        """Copy device blocks to the host.
+        self,
+        leaves: list[jax.Array],
+        plan: SavePlan,
+        carry: Extent | None,
+        spare: Extent | None,
+    ) -> tuple[Extent, list[jax.Array]]:
+        """Copy device blocks into a new extent on the host.
 
         Args:
             leaves: The pool's; only read.
-            ids: i32[n]. Device blocks; n is one of `PROGRAM_SIZES`.
-            old: The n host blocks that are replaced. Emptied.
+            plan: Which block goes where.
+            carry: The extent that rows are taken over from; only read. None if the
+                plan carries none.
+            spare: The memory to write to in the mode ``"fused"``. Donated.
 
         Returns:
-            The n new host blocks, and arrays that are ready when the copies are.
+            The new extent, and arrays that are ready when the copies are.
         """
-        program = self.save_program(len(ids))
+        program = self.save_program(carry is not None)
         if self.mode == "fused":
-            blocks, token = program(leaves, ids, old)
-            old.clear()
-            return blocks, [token]
-        staged, _ = program(leaves, ids)
-        # Let go of the old memory first, and the allocator hands it out again, warm.
-        old.clear()
-        blocks = jax.device_put(staged, self._host)
-        return blocks, jax.tree.leaves(blocks)
+            carries = () if carry is None else (carry,)
+            lists = plan.row_lists()
+            extent, token = self._run(program, leaves, lists, *carries, spare)
+            return extent, [token]
+        carries = () if carry is None else (jax.device_put(carry, self._device),)
+        staged, _ = self._run(program, leaves, plan.row_sources(), *carries)
+        extent = jax.device_put(staged, self._host)
+        return extent, list(extent)
+
+    def stage(self, extent: Extent, layer_group: int) -> Extent:
+        """Copy the arrays of a layer group to the device, in one call."""
+        arrays = self.extents.arrays_of(layer_group)
+        staged: Extent = jax.device_put(extent[arrays], self._device[arrays])
+        return staged
 
     def load(
-        self, leaves: list[jax.Array], ids: NDArray[np.int32], blocks: list[Block]
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Copy host blocks to the device.
+        self,
+        leaves: list[jax.Array],
+        targets: NDArray[np.int32],
+        arrays: Extent,
+        layer_group: int,
+    ) -> jax.Array:
+        """Copy blocks of an extent into the leaves of a layer group.
 
         Args:
-            leaves: The pool's. Donated.
-            ids: i32[n]. Device blocks, distinct; n is one of `PROGRAM_SIZES`.
-            blocks: The n host blocks; only read.
+            leaves: All of the pool's. Those of the layer group are donated, and
+                replaced in the list.
+            targets: i32[lanes, rows]. The device block for each row, counted within
+                its lane; NOTHING for rows that are not wanted.
+            arrays: The extent's of this group: those that `stage` gave in the mode
+                ``"staged"``, those on the host in the mode ``"fused"``.
+            layer_group: Which of them.
 
         Returns:
-            The new leaves, and arrays that are ready when the copies are.
+            An array that is ready when the copies are.
         """
-        if self.mode == "staged":
-            blocks = jax.device_put(blocks, self._device)
-        leaves, token = self.load_program(len(ids))(leaves, ids, blocks)
-        return leaves, [token]
+        # A row that is not wanted goes past the end, each to a place of its own, and
+        # is dropped there: -1 would wrap around, and ids must be distinct.
+        past = self._pool.lane_blocks + np.arange(targets.shape[1], dtype=np.int32)
+        rows = np.where(targets == NOTHING, past, targets)
+        own = self.extents.leaves_of(layer_group)
+        program = self.load_program(layer_group)
+        token: jax.Array
+        leaves[own], token = self._run(program, leaves[own], rows, arrays)
+        return token
 
-    # Both programs return a token besides: a scalar that nobody donates, so that it
-    # can be asked whether the program is done while the pool has long moved on. No
-    # other value is a scalar, hence no donated buffer can be reused for it.
+    def _run(
+        self,
+        program: jax.stages.Compiled,
+        leaves: list[jax.Array],
+        plan: NDArray[np.int32] | jax.Array,
+        *extents: Extent | None,
+    ) -> Any:
+        """Run a program; the plan is ours alone, for XLA may read it late."""
+        if isinstance(self._plan, jax.sharding.NamedSharding):
+            # Not `device_put`: with several processes it compares all copies first.
+            plan = jax.make_array_from_callback(
+                plan.shape, self._plan, lambda index: plan[index]
+            )
+        # A guard against transfers that nobody meant: a plan's is meant. It costs
+        # 100 us less than `device_put`.
+        with jax.transfer_guard_host_to_device("allow"):
+            return program(leaves, plan, *extents)
 
-    def _compile_save(self, size: int) -> jax.stages.Compiled:
+    # All programs return a token besides: a few ids that nobody donates, so that it
+    # can be asked whether the program is done while the pool has long moved on.
+
+    def _compile_save(self, carries: bool) -> jax.stages.Compiled:
         fused = self.mode == "fused"
+        num_rows = self.extents.rows
 
-        def save(
-            leaves: list[jax.Array], ids: jax.Array, *old: list[Block]
-        ) -> tuple[list[Block], jax.Array]:
-            del old  # Only lends its memory to the result.
-            return gather(leaves, ids, self._layout.groups), ids[0]
+        def write_rows(
+            leaves: list[jax.Array], plan: jax.Array, *extents: Extent
+        ) -> tuple[Extent, jax.Array]:
+            *carry, spare = extents
+            written = rows.write_rows(self.extents, leaves, plan[0], carry, spare)
+            return written, plan[:, :1]
+
+        def gather_rows(
+            leaves: list[jax.Array], plan: jax.Array, *carry: Extent
+        ) -> tuple[Extent, jax.Array]:
+            return rows.gather_rows(self.extents, leaves, plan[0], carry), plan[:, :1]
+
+        def program(
+            leaves: list[jax.Array], plan: jax.Array, *extents: Extent
+        ) -> tuple[Extent, jax.Array]:
+            extents = jax.device_put(extents, _DEVICE) if fused else extents
+            body = write_rows if fused else gather_rows
+            specs = (self._leaf_specs(), self._lane_spec())
+            extent = self.extents.partition_specs()
+            result: tuple[Extent, jax.Array] = self._per_shard(
+                body,
+                in_specs=(*specs, *[extent] * len(extents)),
+                out_specs=(extent, self._lane_spec()),
+            )(leaves, plan, *extents)
+            return result
 
         # Donate inside one memory kind only: XLA:CPU aborts the process on a device
         # buffer donated to a host result. The pool is never donated: it is only read.
-        program = jax.jit(
-            save,
-            donate_argnums=(2,) if fused else (),
+        kind = memory.HOST_KIND if fused else None
+        extents = [self.extents.specs(kind)] * (carries + fused)
+        compiled = jax.jit(
+            program,
+            donate_argnums=(1 + len(extents),) if fused else (),
             keep_unused=True,
-            out_shardings=(self._host if fused else self._device, self._device),
+            out_shardings=(self._host if fused else self._device, self._plan),
             compiler_options=self._options,
         )
-        old = [self._block_specs(size)] if fused else []
-        return program.lower(*self._pool_and_ids(size), *old).compile()
+        plan = self._plan_spec(3 * num_rows + 2 if fused else 2 * num_rows)
+        return compiled.lower(self._pool.pool_specs(), plan, *extents).compile()
 
-    def _compile_load(self, size: int) -> jax.stages.Compiled:
-        def load(
-            leaves: list[jax.Array], ids: jax.Array, blocks: list[Block]
+    def _compile_load(self, layer_group: int) -> jax.stages.Compiled:
+        fused = self.mode == "fused"
+        own = self.extents.leaves_of(layer_group)
+        arrays = self.extents.arrays_of(layer_group)
+
+        def scatter(
+            leaves: list[jax.Array], plan: jax.Array, extent: Extent
         ) -> tuple[list[jax.Array], jax.Array]:
-            if self.mode == "fused":
-                blocks = jax.device_put(blocks, jax.memory.Space.Device)
-            return scatter(leaves, ids, blocks, self._layout.groups), ids[0]
+            found = rows.scatter_rows(
+                self.extents, layer_group, leaves, plan[0], extent
+            )
+            return found, plan[:, :1]
 
-        program = jax.jit(
-            load,
+        def program(
+            leaves: list[jax.Array], plan: jax.Array, extent: Extent
+        ) -> tuple[list[jax.Array], jax.Array]:
+            extent = jax.device_put(extent, _DEVICE) if fused else extent
+            specs = (self._leaf_specs()[own], self._lane_spec())
+            result: tuple[list[jax.Array], jax.Array] = self._per_shard(
+                scatter,
+                in_specs=(*specs, self.extents.partition_specs()[arrays]),
+                out_specs=specs,
+            )(leaves, plan, extent)
+            return result
+
+        shardings = [leaf.sharding for leaf in self._pool.leaves[own]]
+        compiled = jax.jit(
+            program,
             donate_argnums=0,
-            out_shardings=(list(self._layout.shardings), self._device),
+            out_shardings=(shardings, self._plan),
             compiler_options=self._options,
         )
-        blocks = self._block_specs(size)
-        return program.lower(*self._pool_and_ids(size), blocks).compile()
+        return compiled.lower(
+            self._pool.pool_specs()[own],
+            self._plan_spec(self.extents.rows),
+            self.extents.specs(memory.HOST_KIND if fused else None)[arrays],
+        ).compile()
 
-    def _pool_and_ids(
-        self, size: int
-    ) -> tuple[list[jax.ShapeDtypeStruct], jax.ShapeDtypeStruct]:
-        ids = memory.array_spec((size,), np.dtype(np.int32))
-        return self._layout.pool_specs(), ids
-
-    def _block_specs(self, size: int) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
-        """Describe the blocks that a program takes in."""
-        sharding = self._host if self.mode == "fused" else self._device
-        return [self._layout.block_specs(sharding)] * size
-
-
-def gather(
-    leaves: list[jax.Array], ids: jax.Array, groups: tuple[tuple[int, ...], ...]
-) -> list[Block]:
-    """Read blocks out of a pool.
-
-    Args:
-        leaves: The pool's; block axis first.
-        ids: i32[n]. In range and not negative.
-        groups: Which leaves share an array of the result.
-
-    Returns:
-        n blocks.
-    """
-    # Row by row, not one gather a leaf: the rows then go straight into the result,
-    # without a temporary as large as the transfer.
-    return [
-        tuple(
-            jnp.stack(
-                [
-                    jax.lax.dynamic_index_in_dim(leaves[leaf], ids[n], keepdims=False)
-                    for leaf in group
-                ]
-            )
-            for group in groups
+    def _per_shard(
+        self, function: Callable[..., Any], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
+        """Have every shard run `function` by itself."""
+        if self._pool.mesh is None:
+            return function
+        # The check is of values that are equal on several devices; ours are by design.
+        return jax.shard_map(
+            function,
+            mesh=self._pool.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
         )
-        for n in range(len(ids))
-    ]
 
+    def _leaf_specs(self) -> list[jax.sharding.PartitionSpec]:
+        return [memory.partition_spec(*leaf.spec) for leaf in self._pool.leaves]
 
-def scatter(
-    leaves: list[jax.Array],
-    ids: jax.Array,
-    blocks: list[Block],
-    groups: tuple[tuple[int, ...], ...],
-) -> list[jax.Array]:
-    """Write blocks into a pool.
+    def _lane_spec(self) -> jax.sharding.PartitionSpec:
+        return memory.partition_spec(self._pool.lane_axes or None)
 
-    Args:
-        leaves: The pool's; block axis first.
-        ids: i32[n]. Distinct, in range and not negative: -1 would wrap around.
-        blocks: n blocks.
-        groups: Which leaves share an array of a block.
-
-    Returns:
-        The leaves afterwards.
-    """
-    leaves = list(leaves)
-    for array, group in enumerate(groups):
-        for row, leaf in enumerate(group):
-            rows = jnp.stack([block[array][row] for block in blocks])
-            # One scatter a leaf. Updates one after another would run 1.5 times as
-            # fast, but compile 15 times as long (4.4 s for 16 blocks of 16 leaves).
-            leaves[leaf] = (
-                leaves[leaf].at[ids].set(rows, mode="drop", unique_indices=True)
-            )
-    return leaves
+    def _plan_spec(self, size: int) -> jax.ShapeDtypeStruct:
+        shape = (self._pool.num_lanes, size)
+        return memory.array_spec(shape, np.dtype(np.int32), self._plan)

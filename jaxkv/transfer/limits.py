@@ -163,19 +163,18 @@ def check_host_bytes(
         )
 
 
-def host_memory_error(num_blocks: int, num_bytes: int, platform: str) -> MemoryError:
-    """Explain a failure to allocate host blocks, and what to do about it.
+def host_memory_error(num_bytes: int, platform: str) -> MemoryError:
+    """Explain a failure to allocate host memory, and what to do about it.
 
     Args:
-        num_blocks: How many host blocks were to be allocated.
-        num_bytes: Their size, together.
+        num_bytes: The size of what was to be allocated.
         platform: The devices' platform: ``"cpu"``, ``"gpu"``, ``"tpu"``.
     """
     pool = _POOLS.get(platform)
     return MemoryError(
-        f"Could not allocate {num_blocks} host blocks, {num_bytes} bytes "
-        f"({gib(num_bytes)}) of pinned_host memory: lower num_host_blocks"
-        + (f" or raise {pool.variable} before jax is imported." if pool else ".")
+        f"Could not allocate {num_bytes} bytes ({gib(num_bytes)}) of pinned_host "
+        "memory for host blocks: lower num_host_blocks or host_bytes"
+        + (f", or raise {pool.variable} before jax is imported." if pool else ".")
     )
 
 

@@ -1,0 +1,180 @@
+"""Extents: arrays of several host blocks, which is what travels in one piece."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.transfer import memory
+from jaxkv.transfer.codecs import Codec, Compression, Part, codecs_of
+from jaxkv.transfer.layout import PoolLayout
+
+Extent: TypeAlias = tuple[jax.Array, ...]
+"""The blocks of an extent: an array for each of the layout's bundles."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bundle:
+    """Leaves that share an array in an extent, stacked along a new first axis.
+
+    Attributes:
+        leaves: Their indices in the layout.
+        part: Which part of their codecs.
+    """
+
+    leaves: tuple[int, ...]
+    part: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ExtentLayout:
+    """What an extent looks like: a small pool of its own, perhaps compressed.
+
+    Attributes:
+        pool: What the blocks come from.
+        rows: Blocks of the pool per extent and lane.
+        stacked: Whether bundles are stacks; if not, each is a single leaf as it is.
+        codecs: How each leaf is written down.
+        layer_groups: The bundles, by groups of layers that are loaded one by one.
+    """
+
+    pool: PoolLayout
+    rows: int
+    stacked: bool
+    codecs: tuple[Codec, ...]
+    layer_groups: tuple[tuple[Bundle, ...], ...]
+
+    @classmethod
+    def of(
+        cls,
+        pool: PoolLayout,
+        rows: int,
+        *,
+        stacked: bool,
+        num_layer_groups: int = 1,
+        compression: Compression | None = None,
+    ) -> ExtentLayout:
+        """Lay out extents of `rows` blocks.
+
+        Args:
+            pool: What the blocks come from.
+            rows: Blocks of the pool per extent and lane.
+            stacked: Whether leaves that look alike share an array. Fewer arrays cross
+                over sooner; on CPU, a program that takes a stack apart again copies it.
+            num_layer_groups: Into how many runs the leaves are split.
+            compression: How blocks are written down; None for bit by bit.
+
+        Raises:
+            ValueError: There are fewer leaves than layer groups.
+        """
+        num_leaves = len(pool.leaves)
+        if not 1 <= num_layer_groups <= num_leaves:
+            raise ValueError(
+                f"layer_groups={num_layer_groups} must be in [1, {num_leaves}]: the "
+                f"pool has {num_leaves} leaves, and a leaf is not split."
+            )
+        codecs = tuple(codecs_of(pool, compression))
+        bounds = [num_leaves * n // num_layer_groups for n in range(num_layer_groups)]
+        layer_groups = []
+        for start, stop in itertools.pairwise([*bounds, num_leaves]):
+            alike: dict[object, list[int]] = {}
+            for index in range(start, stop):
+                leaf = pool.leaves[index]
+                look = (leaf.shape, leaf.dtype, leaf.spec, leaf.block_axis)
+                # A codec also depends on the head axis; its parts' shapes tell.
+                key = (look, codecs[index].parts) if stacked else index
+                alike.setdefault(key, []).append(index)
+            layer_groups.append(
+                tuple(
+                    Bundle(tuple(indices), part)
+                    for indices in alike.values()
+                    for part in range(len(codecs[indices[0]].parts))
+                )
+            )
+        return cls(pool, rows, stacked, codecs, tuple(layer_groups))
+
+    @functools.cached_property
+    def bundles(self) -> tuple[Bundle, ...]:
+        """All bundles, in the order of an extent's arrays."""
+        return tuple(itertools.chain.from_iterable(self.layer_groups))
+
+    def arrays_of(self, layer_group: int) -> slice:
+        """Say which of an extent's arrays belong to a layer group."""
+        sizes = [len(group) for group in self.layer_groups]
+        start = sum(sizes[:layer_group])
+        return slice(start, start + sizes[layer_group])
+
+    def leaves_of(self, layer_group: int) -> slice:
+        """Say which of the pool's leaves belong to a layer group."""
+        indices = [
+            i for bundle in self.layer_groups[layer_group] for i in bundle.leaves
+        ]
+        return slice(min(indices), max(indices) + 1)
+
+    def axis(self, bundle: Bundle) -> int:
+        """The axis of a bundle's array that counts blocks."""
+        return self.stacked + self.pool.leaves[bundle.leaves[0]].block_axis
+
+    def specs(self, kind: str | None) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Describe an extent's arrays in the memory `kind`, None for the device's."""
+        return tuple(
+            memory.array_spec(self._shape(b), self._part(b).dtype, sharding)
+            for b, sharding in zip(self.bundles, self.shardings(kind), strict=True)
+        )
+
+    def shardings(self, kind: str | None) -> tuple[jax.sharding.Sharding, ...]:
+        """Place an extent's arrays in the memory `kind`, each as its leaves are."""
+        if self.pool.mesh is None:
+            single = jax.sharding.SingleDeviceSharding
+            return (single(self.pool.device, memory_kind=kind),) * len(self.bundles)
+        return tuple(
+            jax.sharding.NamedSharding(self.pool.mesh, spec, memory_kind=kind)
+            for spec in self.partition_specs()
+        )
+
+    def partition_specs(self) -> tuple[jax.sharding.PartitionSpec, ...]:
+        """Give how each array is spread over the mesh."""
+        leaves, stack = self.pool.leaves, (None,) * self.stacked
+        return tuple(
+            memory.partition_spec(*stack, *leaves[bundle.leaves[0]].spec)
+            for bundle in self.bundles
+        )
+
+    def stack(self, arrays: list[jax.Array]) -> jax.Array:
+        """Make a bundle's array of what its leaves give."""
+        return jnp.stack(arrays) if self.stacked else arrays[0]
+
+    def unstack(self, array: jax.Array) -> list[jax.Array]:
+        """Undo `stack`."""
+        return list(array) if self.stacked else [array]
+
+    @functools.cached_property
+    def num_bytes(self) -> int:
+        """Bytes of one extent in the memory of this process, copies included."""
+        return sum(self.group_bytes)
+
+    @functools.cached_property
+    def group_bytes(self) -> tuple[int, ...]:
+        """Those of them that belong to each layer group."""
+        num_bytes = [
+            math.prod(spec.sharding.shard_shape(spec.shape))
+            * spec.dtype.itemsize
+            * len(spec.sharding.addressable_devices)
+            for spec in self.specs(None)
+        ]
+        groups = range(len(self.layer_groups))
+        return tuple(sum(num_bytes[self.arrays_of(group)]) for group in groups)
+
+    def _part(self, bundle: Bundle) -> Part:
+        return self.codecs[bundle.leaves[0]].parts[bundle.part]
+
+    def _shape(self, bundle: Bundle) -> tuple[int, ...]:
+        shape = [len(bundle.leaves)] * self.stacked + list(self._part(bundle).shape)
+        shape[self.axis(bundle)] = self.rows * self.pool.num_lanes
+        return tuple(shape)

@@ -1,0 +1,111 @@
+"""Block ids as callers give them, checked and copied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv.transfer.plans import NOTHING
+
+BlockIdsLike: TypeAlias = (
+    Sequence[int] | Sequence[Sequence[int]] | NDArray[np.integer[Any]]
+)
+
+
+def host_block_ids(ids: BlockIdsLike, num_blocks: int) -> NDArray[np.int32]:
+    """Check the ids of host blocks.
+
+    Raises:
+        ValueError: They are not a flat sequence of ints in [0, num_blocks).
+    """
+    array = _copy("host_block_ids", ids)
+    if array.ndim != 1:
+        raise ValueError(
+            "host_block_ids must be a flat sequence of ints, not "
+            f"{array.dtype}{list(array.shape)}."
+        )
+    return _in_range("host_block_ids", array, num_blocks, 0)
+
+
+def device_block_ids(
+    ids: BlockIdsLike, num_blocks: int, blocks_per_host_block: int
+) -> NDArray[np.int32]:
+    """Check the ids of device blocks, distinct ones.
+
+    Args:
+        ids: int[n], or int[n, m] where a host block holds m device blocks; NOTHING
+            stands for a device block that is not to be moved then.
+        num_blocks: How many there are.
+        blocks_per_host_block: m.
+
+    Returns:
+        i32[n, m].
+
+    Raises:
+        ValueError: They are anything else.
+    """
+    array, m = _copy("device_block_ids", ids), blocks_per_host_block
+    if array.size == 0:
+        return np.zeros((0, m), np.int32)
+    wanted = "a flat sequence of ints" if m == 1 else f"rows of {m} ints"
+    if array.ndim == 1 and m == 1:
+        array = array[:, None]
+    if array.ndim != 2 or array.shape[1] != m:
+        raise ValueError(
+            f"device_block_ids must be {wanted}, not "
+            f"{array.dtype}{list(array.shape)}: a host block holds {m} of them."
+        )
+    lowest = 0 if m == 1 else NOTHING
+    array = _in_range("device_block_ids", array, num_blocks, lowest)
+    empty = np.flatnonzero((array == NOTHING).all(axis=1))
+    if empty.size:
+        raise ValueError(
+            f"device_block_ids has nothing but {NOTHING} in the rows "
+            f"{empty.tolist()}; each host block must get or give something."
+        )
+    check_distinct("device_block_ids", array[array != NOTHING])
+    return array
+
+
+def check_distinct(name: str, ids: NDArray[np.int32]) -> None:
+    """Refuse ids that occur more than once.
+
+    Raises:
+        ValueError: Some do.
+    """
+    ordered = np.sort(ids)
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if twice.size:
+        raise ValueError(
+            f"{name} has {sorted(set(twice.tolist()))} more than once; they must be "
+            "distinct."
+        )
+
+
+def _copy(name: str, ids: BlockIdsLike) -> NDArray[np.integer[Any]]:
+    # The copy is ours: XLA may read NumPy memory in place and late, so a caller who
+    # changes his array after the call would otherwise redirect the transfer.
+    array = np.array(ids)
+    if array.size == 0:
+        return np.zeros(0, np.int32)
+    if array.dtype.kind not in "iu":
+        raise ValueError(
+            f"{name} must be a flat sequence of ints, not "
+            f"{array.dtype}{list(array.shape)}."
+        )
+    return array
+
+
+def _in_range(
+    name: str, array: NDArray[np.integer[Any]], num_blocks: int, lowest: int
+) -> NDArray[np.int32]:
+    outside = array[(array < lowest) | (array >= num_blocks)]
+    if outside.size:
+        raise ValueError(
+            f"{name} has {outside.tolist()}; ids must be in [0, {num_blocks})"
+            + (f", or {lowest} for none." if lowest else ".")
+        )
+    return array.astype(np.int32)

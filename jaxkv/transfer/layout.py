@@ -1,0 +1,294 @@
+"""What a device pool looks like, and how its blocks are spread over devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.transfer.memory import array_spec, partition_spec
+from jaxkv.types import PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One array of a pool: everything about it but its bytes.
+
+    Attributes:
+        name: Its path in the pool, for messages.
+        shape: All of its dimensions.
+        dtype: Of its elements.
+        sharding: Where it lives.
+        block_axis: Which dimension counts the blocks; not negative.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: jax.sharding.Sharding
+    block_axis: int
+
+    @property
+    def num_blocks(self) -> int:
+        """The size of the block axis."""
+        return self.shape[self.block_axis]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return math.prod(self.shape) // self.num_blocks * self.dtype.itemsize
+
+    @property
+    def spec(self) -> tuple[object, ...]:
+        """What shards each dimension: a mesh axis, a tuple of them, or None."""
+        if not isinstance(self.sharding, jax.sharding.NamedSharding):
+            return (None,) * len(self.shape)
+        spec = tuple(self.sharding.spec)
+        return spec + (None,) * (len(self.shape) - len(spec))
+
+    @property
+    def block_mesh_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which the block axis is sharded."""
+        entry = self.spec[self.block_axis]
+        if entry is None:
+            return ()
+        return entry if isinstance(entry, tuple) else (str(entry),)
+
+    def with_blocks(self, num_blocks: int) -> tuple[int, ...]:
+        """Give the shape with another number of blocks."""
+        axis = self.block_axis
+        return (*self.shape[:axis], num_blocks, *self.shape[axis + 1 :])
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolLayout:
+    """What a device pool looks like: everything about it but its bytes.
+
+    A pool is any pytree of arrays that hold the same number of blocks along an axis
+    of theirs. Leaves may differ in shape, dtype and sharding otherwise. Where the
+    block axis is sharded, each shard of it is a *lane*: a block never leaves its own,
+    so no program has to move bytes between devices.
+
+    Attributes:
+        treedef: How the leaves hang together.
+        leaves: What each is.
+        mesh: The devices of a pool that is spread over several; None for one device.
+    """
+
+    treedef: jax.tree_util.PyTreeDef
+    leaves: tuple[Leaf, ...]
+    mesh: jax.sharding.Mesh | None
+
+    @classmethod
+    def of(cls, pool: PyTree, block_axis: PyTree = 0) -> PoolLayout:
+        """Read the layout off `pool`.
+
+        Args:
+            pool: The arrays.
+            block_axis: Which axis counts the blocks: an int, or a pytree of ints
+                that is a prefix of `pool`. Negative ones count from the end.
+
+        Raises:
+            ValueError: `pool` has no leaves, or one that is not an array of whole
+                bytes with such an axis, in the default memory of its devices.
+            RuntimeError: The pool has been deleted or donated.
+        """
+        paths, treedef = jax.tree.flatten_with_path(pool)
+        if not paths:
+            raise ValueError("pool has no leaves; it must have at least one array.")
+        try:
+            axes = jax.tree.leaves(jax.tree.broadcast(block_axis, pool))
+        except ValueError as error:
+            raise ValueError(
+                f"{block_axis=} must be an int, or a tree of ints shaped like the top "
+                "of the pool."
+            ) from error
+        leaves = tuple(
+            _leaf(f"pool{jax.tree_util.keystr(path)}", array, axis)
+            for (path, array), axis in zip(paths, axes, strict=True)
+        )
+        first = leaves[0]
+        for leaf in leaves:
+            if leaf.num_blocks != first.num_blocks:
+                raise ValueError(
+                    f"{leaf.name} has {leaf.num_blocks} blocks and {first.name} "
+                    f"{first.num_blocks}; the block axes of all leaves must be equally "
+                    f"long (here {leaf.block_axis} of {list(leaf.shape)} and "
+                    f"{first.block_axis} of {list(first.shape)}; see block_axis)."
+                )
+            if leaf.sharding.device_set != first.sharding.device_set:
+                raise ValueError(
+                    f"{leaf.name} is on {_devices(leaf)} and {first.name} on "
+                    f"{_devices(first)}; all leaves must be on the same devices."
+                )
+        return cls(treedef, leaves, _mesh_of(leaves))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool."""
+        return self.leaves[0].num_blocks
+
+    @functools.cached_property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all leaves."""
+        return sum(leaf.block_bytes for leaf in self.leaves)
+
+    @functools.cached_property
+    def device(self) -> jax.Device:
+        """One of the pool's devices that this process can address."""
+        return _first_device(self.leaves[0].sharding)
+
+    @functools.cached_property
+    def lane_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which the block axis is sharded."""
+        return self.leaves[0].block_mesh_axes if self.mesh else ()
+
+    @functools.cached_property
+    def num_lanes(self) -> int:
+        """Shards of the block axis."""
+        if self.mesh is None:
+            return 1
+        return math.prod(self.mesh.shape[axis] for axis in self.lane_axes)
+
+    @property
+    def lane_blocks(self) -> int:
+        """Blocks of a lane."""
+        return self.num_blocks // self.num_lanes
+
+    def plan_sharding(self) -> jax.sharding.Sharding:
+        """Place an array ``[lanes, ...]`` so that each lane has its own row."""
+        if self.mesh is None:
+            return jax.sharding.SingleDeviceSharding(self.device)
+        spec = partition_spec(self.lane_axes or None)
+        return jax.sharding.NamedSharding(self.mesh, spec)
+
+    def pool_specs(self) -> list[jax.ShapeDtypeStruct]:
+        """Describe the leaves, for compiling."""
+        # Of one device not its own sharding: a trace needs no mesh axes then.
+        one = None if self.mesh else jax.sharding.SingleDeviceSharding(self.device)
+        return [
+            array_spec(leaf.shape, leaf.dtype, one or leaf.sharding)
+            for leaf in self.leaves
+        ]
+
+    def flatten(self, pool: PyTree) -> list[jax.Array]:
+        """Take `pool` apart, if it has this layout.
+
+        Raises:
+            ValueError: It has another layout.
+            RuntimeError: Its arrays have been deleted or donated.
+        """
+        arrays, treedef = jax.tree.flatten(pool)
+        if treedef != self.treedef:
+            raise ValueError(
+                f"pool must have the structure {self.treedef}, not {treedef}."
+            )
+        for array, leaf in zip(arrays, self.leaves, strict=True):
+            if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+                raise ValueError(
+                    f"{leaf.name} must be a jax.Array outside jit, not {type(array)}."
+                )
+            if array.shape != leaf.shape or array.dtype != leaf.dtype:
+                raise ValueError(
+                    f"{leaf.name} must be {leaf.dtype}{list(leaf.shape)}, "
+                    f"not {array.dtype}{list(array.shape)}."
+                )
+            if array.is_deleted():
+                raise RuntimeError(
+                    f"{leaf.name} has been deleted or donated: pass the pool that the "
+                    "last load, advance or drain (or the last step that donates it) "
+                    "returned."
+                )
+            # The first question is cheap, the second one settles it.
+            if array.sharding != leaf.sharding and not _same_place(array, leaf):
+                raise ValueError(
+                    f"{leaf.name} must be placed as {leaf.sharding}, not as "
+                    f"{array.sharding}."
+                )
+        return arrays
+
+    def unflatten(self, arrays: list[jax.Array]) -> PyTree:
+        """Put a pool together from its leaves."""
+        return jax.tree.unflatten(self.treedef, arrays)
+
+
+def _same_place(array: jax.Array, leaf: Leaf) -> bool:
+    ours, its = leaf.sharding, array.sharding
+    if its.memory_kind not in (ours.memory_kind, None):
+        return False
+    return its.is_equivalent_to(ours, array.ndim)
+
+
+def _devices(leaf: Leaf) -> str:
+    return ", ".join(sorted(str(device) for device in leaf.sharding.device_set))
+
+
+def _first_device(sharding: jax.sharding.Sharding) -> jax.Device:
+    devices: list[jax.Device] = list(sharding.addressable_devices)
+    return min(devices, key=lambda device: device.id)
+
+
+def _mesh_of(leaves: tuple[Leaf, ...]) -> jax.sharding.Mesh | None:
+    """Find the mesh that all leaves are spread over; None if they are not."""
+    first = leaves[0]
+    if len(first.sharding.device_set) == 1:
+        return None
+    for leaf in leaves:
+        if not isinstance(leaf.sharding, jax.sharding.NamedSharding):
+            raise ValueError(
+                f"{leaf.name} is spread over {len(leaf.sharding.device_set)} devices "
+                f"by {leaf.sharding}; it must be by a jax.sharding.NamedSharding."
+            )
+        if leaf.sharding.mesh != first.sharding.mesh:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"{leaf.name} and {first.name} are sharded over two meshes; all leaves "
+                "must be sharded over the same one."
+            )
+        if leaf.block_mesh_axes != first.block_mesh_axes:
+            raise ValueError(
+                f"the block axis of {leaf.name} is sharded over "
+                f"{leaf.block_mesh_axes or 'nothing'} and that of {first.name} over "
+                f"{first.block_mesh_axes or 'nothing'}; it must be sharded alike in "
+                "all leaves, for a block is on the same devices in all of them."
+            )
+    mesh = first.sharding.mesh  # type: ignore[attr-defined]
+    assert isinstance(mesh, jax.sharding.Mesh)
+    return mesh
+
+
+def _leaf(name: str, array: object, axis: object) -> Leaf:
+    """Describe an array, or refuse it."""
+    if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+        raise ValueError(f"{name} must be a jax.Array outside jit, not {type(array)}.")
+    if array.is_deleted():
+        raise RuntimeError(f"{name} has been deleted or donated.")
+    if array.ndim < 1 or array.size == 0:
+        raise ValueError(
+            f"{name} has shape {array.shape}; it must have a block axis and at least "
+            "one element."
+        )
+    if not isinstance(axis, int) or not -array.ndim <= axis < array.ndim:
+        raise ValueError(
+            f"block_axis {axis!r} of {name} must be an int in "
+            f"[{-array.ndim}, {array.ndim}): the array is {list(array.shape)}."
+        )
+    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        raise ValueError(
+            f"{name} has the dtype {array.dtype}; it must hold plain data."
+        )
+    if jax.dtypes.itemsize_bits(array.dtype) % 8:
+        raise ValueError(
+            f"{name} has the dtype {array.dtype}, less than a byte an element; pack it "
+            "into uint8 first."
+        )
+    default = _first_device(array.sharding).default_memory().kind
+    if array.sharding.memory_kind not in (default, None):
+        raise ValueError(
+            f"{name} is in {array.sharding.memory_kind!r}; a pool must be in the "
+            f"device's own memory, {default!r}."
+        )
+    return Leaf(name, array.shape, array.dtype, array.sharding, axis % array.ndim)
