@@ -212,8 +212,8 @@ class Flow:
             transfer = self._waiting_stores[0]
             if transfer.todo.size and not self._issue_store(leaves, transfer):
                 return
-            if not transfer.todo.size:
-                self._waiting_stores.popleft()
+            if not transfer.todo.size and transfer in self._waiting_stores:
+                self._waiting_stores.remove(transfer)
 
     def _may_write(self, piece: LoadPiece) -> bool:
         """Whether no older store still has to read what a load writes."""
