@@ -22,7 +22,6 @@ import numpy as np
 from jax import Array, lax
 
 from jaxkv.policies.counting import running_count
-from jaxkv.policies.ordering import after
 from jaxkv.types import KEY_LANES
 
 # Eight slots at a quarter of the load: two choices keep the fullest bucket at six or
@@ -51,7 +50,7 @@ class Directory:
         tags: u32[N, 8]. Tag of the key in each slot, 0 where the slot is empty.
         entries: i32[S]. Entry in each slot; larger than any entry where it is empty.
         keys: u32[E, 8]. Key of each entry; stale where the entry is not in use.
-        slots: i32[E]. Slot of each entry, S where the entry is not in use.
+        slots: i32[E]. Slot of each entry; stale where the entry is not in use.
     """
 
     tags: Array
@@ -91,6 +90,7 @@ def find(directory: Directory, keys: Array, valid: Array) -> Array:
     # A key whose buckets are one and the same has every match twice.
     is_one_bucket = buckets[:, 0] == buckets[:, 1]
     matches = jnp.where(is_one_bucket, matches & _ONE_BUCKET, matches)
+    matches = jnp.where(valid, matches, 0)
 
     def entry_at_first(matches: Array) -> Array:
         bit = _lowest(matches)
@@ -101,20 +101,16 @@ def find(directory: Directory, keys: Array, valid: Array) -> Array:
         same = jnp.all(_read(directory.keys, entries) == keys, axis=1)
         return jnp.where((matches > 0) & same, entries, num_entries)
 
-    def at_any_match(matches: Array) -> Array:
-        return lax.while_loop(
-            lambda carry: jnp.any(carry[0] > 0),
-            lambda carry: (
-                carry[0] & (carry[0] - 1),
-                jnp.minimum(carry[1], entry_at_first(carry[0])),
-            ),
-            (matches, jnp.full_like(buckets[:, 0], num_entries)),
-        )[1]
-
-    # Two equal tags in one key's buckets: one look-up in 10^8, but it must be right.
-    ambiguous = jnp.any(valid & ((matches & (matches - 1)) > 0))
-    found = lax.cond(ambiguous, at_any_match, entry_at_first, matches)
-    return jnp.where(valid, found, num_entries)
+    # One round, but for two equal tags in one key's buckets: one look-up in 10^8.
+    _, found = lax.while_loop(
+        lambda carry: jnp.any(carry[0] > 0),
+        lambda carry: (
+            carry[0] & (carry[0] - 1),
+            jnp.minimum(carry[1], entry_at_first(carry[0])),
+        ),
+        (matches, jnp.full_like(buckets[:, 0], num_entries)),
+    )
+    return found
 
 
 def insert(
@@ -141,7 +137,7 @@ def insert(
     # Start each key's search elsewhere, so that few rows propose the same slot.
     turn = tag % SLOTS_PER_BUCKET
 
-    def propose(table: Array, rows: Array, _: Array) -> tuple[Array, Array]:
+    def propose(table: Array, rows: Array) -> tuple[Array, Array]:
         own, ahead = _read(buckets, rows), _read(turn, rows)
         free = _slot_bits(table.reshape(-1, SLOTS_PER_BUCKET), own, _FREE)
         first, second = free & _ONE_BUCKET, free >> SLOTS_PER_BUCKET
@@ -174,7 +170,6 @@ def remove(directory: Directory, entries: Array) -> Directory:
         directory,
         tags=_set_tags(directory.tags, slots, _EMPTY_TAG),
         entries=directory.entries.at[slots].set(_FREE, mode="drop"),
-        slots=directory.slots.at[after(entries, slots)].set(num_slots, mode="drop"),
     )
 
 
@@ -188,28 +183,43 @@ def first_occurrence(keys: Array, valid: Array) -> Array:
     Returns:
         bool[K]. True for every distinct valid key's first row.
     """
-    num_places = 16 * keys.shape[0]
-    tag, _ = _address(keys, 1)
+    num_rows = keys.shape[0]
+    num_places = 16 * num_rows
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    # A table of two rows of places. Every key has a place in each; who has it is the
+    # lowest row of the batch.
+    one, two = (hashes % num_places for hashes in _hash(keys))
+    places = jnp.stack([one, two + num_places]).astype(jnp.int32)
+    table = jnp.full((2 * num_places,), _FREE, jnp.int32)
+    owners = _read(
+        table.at[jnp.where(valid[None], places, 2 * num_places)].min(
+            jnp.broadcast_to(rows, places.shape), mode="drop"
+        ),
+        places,
+    )
+    is_first = valid & ((owners[0] == rows) | (owners[1] == rows))
+    owner = jnp.minimum(owners[0], num_rows - 1)
+    repeats = jnp.all(_read(keys, owner) == keys, axis=1)
 
-    def propose(_: Array, rows: Array, tries: Array) -> tuple[Array, Array]:
-        # Rows with equal keys walk the same way, so the later meets the earlier: it
-        # starts no sooner, and what it passes was taken when the earlier came.
-        places = (_read(tag, rows) + tries.astype(jnp.uint32)) % num_places
-        return places.astype(jnp.int32), jnp.ones_like(rows, jnp.bool_)
+    # Few rows find both their places with other keys: these are searched for in turn.
+    def search_for_one(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        is_first, doubtful = carry
+        row = jnp.min(jnp.where(doubtful, rows, num_rows - 1))
+        same = valid & (rows < row) & jnp.all(keys == keys[row][None], axis=1)
+        here = rows == row
+        return is_first | (here & ~jnp.any(same)), doubtful & ~here
 
-    def is_repetition(rows: Array, winners: Array) -> Array:
-        return jnp.all(_read(keys, rows) == _read(keys, winners), axis=1)
-
-    table = jnp.full((num_places,), _FREE, jnp.int32)
-    _, places = _claim(table, valid, propose, is_repetition)
-    return places < num_places
+    return lax.while_loop(
+        lambda carry: jnp.any(carry[1]),
+        search_for_one,
+        (is_first, valid & ~is_first & ~repeats),
+    )[0]
 
 
 def _claim(
     table: Array,
     wanted: Array,
-    propose: Callable[[Array, Array, Array], tuple[Array, Array]],
-    gives_up: Callable[[Array, Array], Array] | None = None,
+    propose: Callable[[Array, Array], tuple[Array, Array]],
 ) -> tuple[Array, Array]:
     """Let the rows of a batch take places in a table, one row a place.
 
@@ -220,10 +230,8 @@ def _claim(
     Args:
         table: i32[P]. Places that are taken hold a number, the others `_FREE`.
         wanted: bool[K]. The rows that want a place.
-        propose: ``(table, rows, tries) -> (places, has_room)``, i32[R] and bool[R]:
-            the place that each row tries next, and whether there is one.
-        gives_up: ``(rows, winners) -> bool[R]``: whether a row that lost to another
-            wants nothing any more.
+        propose: ``(table, rows) -> (places, has_room)``, i32[R] and bool[R]: a free
+            place that each row tries to get, and whether there is one.
 
     Returns:
         The table after, and i32[K]: the place of each row, P where it has none.
@@ -233,61 +241,59 @@ def _claim(
     # Few lose. They try again without the others, so many of them at a time.
     width = min(num_rows, max(_LEAST_LOSERS, num_rows // _LOSERS_SHARE))
 
-    def bid(
-        table: Array, rows: Array, tries: Array, wanted: Array
-    ) -> tuple[Array, Array, Array, Array]:
-        places, has_room = propose(table, rows, tries)
-        wanted &= has_room
-        # Who has a place keeps it, also from a lower row that comes later.
-        is_free = _read(table, places) == _FREE
-        bids = jnp.where(wanted & is_free, places, num_places)
+    # Where a row still wants a place, `places` is `pending`.
+    pending = -1
+
+    def bid(table: Array, rows: Array, places: Array) -> tuple[Array, Array]:
+        """Let `rows` (distinct) try once; return the table and their `places`."""
+        wanted, has_room = propose(table, rows)
+        bids = jnp.where((places == pending) & has_room, wanted, num_places)
         table = table.at[bids].min(rows, mode="drop")
-        winners = _read(table, places)
-        won = wanted & (winners == rows)
-        return table, jnp.where(won, places, num_places), wanted & ~won, winners
+        lost = _read(table, wanted) != rows
+        taken = jnp.where(lost, pending, wanted)
+        taken = jnp.where(has_room, taken, num_places)
+        return table, jnp.where(places == pending, taken, places)
 
-    def again(
-        carry: tuple[Array, Array, Array, Array],
-    ) -> tuple[Array, Array, Array, Array]:
-        table, places, pending, tries = carry
-        rank = running_count(pending) - 1
+    def bid_of_losers(table: Array, places: Array) -> tuple[Array, Array]:
+        if width == num_rows:
+            return bid(table, all_rows, places)
+        rank = running_count(places == pending) - 1
         rows = jnp.full((width,), num_rows, jnp.int32)
-        rows = rows.at[jnp.where(pending, rank, width)].set(all_rows, mode="drop")
-        is_row = rows < num_rows
-        at = jnp.minimum(rows, num_rows - 1)
-        table, taken, lost, winners = bid(table, at, _read(tries, at), is_row)
-        if gives_up is not None:
-            lost &= ~gives_up(at, jnp.minimum(winners, num_rows - 1))
-        return (
-            table,
-            places.at[rows].set(taken, mode="drop"),
-            pending.at[rows].set(lost, mode="drop"),
-            tries.at[rows].add(1, mode="drop"),
-        )
+        at = jnp.where(places == pending, rank, width)
+        rows = rows.at[at].set(all_rows, mode="drop")
+        in_bounds = jnp.minimum(rows, num_rows - 1)
+        own = jnp.where(rows < num_rows, _read(places, in_bounds), num_places)
+        table, own = bid(table, in_bounds, own)
+        return table, places.at[rows].set(own, mode="drop")
 
-    tries = jnp.zeros_like(all_rows)
-    table, places, pending, _ = bid(table, all_rows, tries, wanted)
-    table, places, _, _ = lax.while_loop(
-        lambda carry: jnp.any(carry[2]), again, (table, places, pending, tries)
+    places = jnp.where(wanted, pending, num_places)
+    if width < num_rows:
+        table, places = bid(table, all_rows, places)
+    return lax.while_loop(
+        lambda carry: jnp.any(carry[1] == pending),
+        lambda carry: bid_of_losers(*carry),
+        (table, places),
     )
-    return table, places
 
 
 def _address(keys: Array, num_buckets: int) -> tuple[Array, Array]:
     """Compute each key's tag, u32[K] and never empty, and buckets, i32[K, 2]."""
-    # Keys of jaxkv.hashing are uniform already. Foreign keys may differ in one bit of
-    # one lane, so every lane counts: a multilinear hash, finished as MurmurHash3 is.
-    one, two = (
-        _finish(jnp.sum(keys * factors, axis=1, dtype=jnp.uint32))
-        for factors in _FACTORS
-    )
+    one, two = _hash(keys)
     tag = jnp.maximum(one ^ (two >> 7) * jnp.uint32(0x2545F491), _EMPTY_TAG + 1)
     buckets = jnp.stack([one, two], axis=1) & jnp.uint32(num_buckets - 1)
     return tag, buckets.astype(jnp.int32)
 
 
+def _hash(keys: Array) -> tuple[Array, Array]:
+    """Compute two hashes of each key, u32[K]."""
+    # Keys of jaxkv.hashing are uniform already. Foreign keys may differ in one bit of
+    # one lane, so every lane counts: a multilinear hash, finished as MurmurHash3 is.
+    one, two = _finish(jnp.sum(keys[None] * _FACTORS, axis=2, dtype=jnp.uint32))
+    return one, two
+
+
 def _finish(hashes: Array) -> Array:
-    """Let every bit count in every other: u32[K]."""
+    """Let every bit count in every other: u32[...]."""
     hashes = (hashes ^ (hashes >> 16)) * jnp.uint32(0x85EBCA6B)
     hashes = (hashes ^ (hashes >> 13)) * jnp.uint32(0xC2B2AE35)
     return hashes ^ (hashes >> 16)
