@@ -23,11 +23,19 @@ def running_count(flags: Array) -> Array:
     Returns:
         i32[K].
     """
+    num_flags = flags.size
+    if num_flags < _WORD:
+        flags = jnp.pad(flags, (0, _WORD - num_flags))
     if flags.size % _WORD:
         return jnp.cumsum(flags, dtype=jnp.int32)
     bits = jnp.where(flags.reshape(-1, _WORD), _BITS[None], jnp.uint32(0))
     words = jnp.sum(bits, axis=1, dtype=jnp.uint32)
-    through = jnp.cumsum(lax.population_count(words), dtype=jnp.uint32)
-    before = through - lax.population_count(words)
+    counts = lax.population_count(words)
+    if counts.size <= _WORD:
+        is_before = np.tri(counts.size, k=-1, dtype=np.bool_)
+        before = jnp.sum(jnp.where(is_before, counts[None], 0), axis=1)
+    else:
+        before = jnp.cumsum(counts) - counts
     within = lax.population_count(words[:, None] & _UP_TO[None])
-    return (before[:, None] + within).reshape(-1).astype(jnp.int32)
+    running = (before.astype(jnp.uint32)[:, None] + within).reshape(-1)
+    return running[:num_flags].astype(jnp.int32)
