@@ -22,7 +22,6 @@ from jax import Array
 
 from jaxkv.policies.counting import running_count
 from jaxkv.policies.directory import first_occurrence
-from jaxkv.policies.ordering import after
 from jaxkv.types import NO_BLOCK, Policy, PyTree
 
 NOT_READY = -1
@@ -174,7 +173,7 @@ def prepare_store(
     """
     present = policy.find(state.policy, keys, count)
     missing = _valid(keys, count) & (present == NO_BLOCK)
-    return _store(policy, state, keys, present, missing)
+    return _store(policy, state, keys, present, missing, is_hit=jnp.bool_(False))
 
 
 def complete_store(
@@ -194,9 +193,13 @@ def complete_store(
     """
     block_ids = policy.find(state.policy, keys, count)
     ended = (block_ids != NO_BLOCK) & (_ref_cnt(state, block_ids) == NOT_READY)
-    ended &= first_occurrence(keys, ended)
+    # Of the rows with one block the first has the lowest mark, and ends the store.
+    marks = NOT_READY - keys.shape[0] + jnp.arange(keys.shape[0], dtype=jnp.int32)
+    marked_at = _index(state, jnp.where(ended, block_ids, NO_BLOCK))
+    marked = state.ref_cnt.at[marked_at].min(marks, mode="drop")
+    ended &= _ref_cnt(dataclasses.replace(state, ref_cnt=marked), block_ids) == marks
     ended_ids = jnp.where(ended, block_ids, NO_BLOCK)
-    ref_cnt = state.ref_cnt.at[_index(state, ended_ids)].set(0, mode="drop")
+    ref_cnt = marked.at[_index(state, ended_ids)].set(0, mode="drop")
     lost = jnp.where(success, NO_BLOCK, ended_ids)
     return (
         ManagerState(
@@ -229,19 +232,10 @@ def request_step(
     ready = _ref_cnt(state, block_ids) >= 0
     num_hits = _leading(ready)
     is_hit = jnp.arange(keys.shape[0], dtype=jnp.int32) < num_hits
-
-    pinned = _index(state, jnp.where(is_hit, block_ids, NO_BLOCK))
-    state, stored = _store(
-        policy,
-        dataclasses.replace(
-            state,
-            policy=policy.touch(state.policy, keys, count, ready),
-            ref_cnt=state.ref_cnt.at[pinned].add(1, mode="drop"),
-        ),
-        keys,
-        block_ids,
-        _valid(keys, count) & (block_ids == NO_BLOCK),
-    )
+    touched = policy.touch(state.policy, keys, count, ready)
+    missing = _valid(keys, count) & (block_ids == NO_BLOCK)
+    state = dataclasses.replace(state, policy=touched)
+    state, stored = _store(policy, state, keys, block_ids, missing, is_hit=is_hit)
     return state, StepAnswer(
         num_hits=num_hits,
         ok=stored.ok,
@@ -294,30 +288,45 @@ def _leading(flags: Array) -> Array:
 
 
 def _store(
-    policy: Policy, state: ManagerState, keys: Array, present: Array, missing: Array
+    policy: Policy,
+    state: ManagerState,
+    keys: Array,
+    present: Array,
+    missing: Array,
+    *,
+    is_hit: Array,
 ) -> tuple[ManagerState, StoreAnswer]:
-    """Give the `missing` keys blocks; none of `present` (i32[K]) is evicted for it."""
-    num_blocks = state.ref_cnt.shape[0]
+    """Give the `missing` keys blocks; none of `present` (i32[K]) is evicted for it.
+
+    Those of `present` that are hits (`is_hit`, bool[K] or bool[]) are pinned.
+    """
     missing &= first_occurrence(keys, missing)
-    num_missing = jnp.sum(missing, dtype=jnp.int32)
+    rank = running_count(missing) - 1
+    num_missing = rank[-1] + 1
+    num_blocks = state.ref_cnt.shape[0]
     num_free = state.pool.num_freed + num_blocks - state.pool.num_allocated
+    num_short = jnp.maximum(num_missing - num_free, 0)
     # For the length of the eviction the batch counts as being read, so much that even
     # a block in flight, whose count is NOT_READY, is not evictable.
     batch = _index(state, present)
-    protected = state.ref_cnt.at[batch].add(_PROTECTION, mode="drop")
-    num_short = jnp.maximum(num_missing - num_free, 0)
-    evicted = policy.evict(state.policy, num_short, protected, keys.shape[0])
-    ref_cnt = protected.at[after(batch, evicted.block_ids)].add(
-        -_PROTECTION, mode="drop"
-    )
+    readers = jnp.broadcast_to(is_hit, present.shape).astype(jnp.int32)
+    ref_cnt = state.ref_cnt.at[batch].add(readers + _PROTECTION, mode="drop")
+    evicted = policy.evict(state.policy, num_short, ref_cnt, keys.shape[0])
 
-    pool = _release(state.pool, evicted.block_ids)
-    pool, block_ids = _allocate(pool, missing & evicted.ok, num_blocks)
+    rank = jnp.where(missing & evicted.ok, rank, NO_BLOCK)
+    num_taken = jnp.where(evicted.ok, num_missing, 0)
+    num_evicted = jnp.where(evicted.ok, num_short, 0)
+    pool, block_ids = _allocate(
+        state.pool, rank, num_taken, evicted.block_ids, num_evicted
+    )
     inserted = policy.insert(evicted.state, keys, block_ids)
     stored = jnp.where(inserted.inserted, block_ids, NO_BLOCK)
     pool = _release(pool, jnp.where(inserted.inserted, NO_BLOCK, block_ids))
-    ref_cnt = ref_cnt.at[_index(state, stored)].set(NOT_READY, mode="drop")
-    num_evicted = jnp.sum(evicted.block_ids != NO_BLOCK, dtype=jnp.int32)
+    # What is stored now had a count of 0: it was in the pool, or could be evicted.
+    ref_cnt = ref_cnt.at[jnp.concatenate([batch, _index(state, stored)])].add(
+        jnp.repeat(jnp.array([-_PROTECTION, NOT_READY], jnp.int32), keys.shape[0]),
+        mode="drop",
+    )
     return (
         ManagerState(inserted.state, ref_cnt, pool),
         StoreAnswer(evicted.ok, stored, evicted.keys, num_evicted),
@@ -337,23 +346,35 @@ def _ref_cnt(state: ManagerState, block_ids: Array) -> Array:
 
 
 def _allocate(
-    pool: BlockPool, wanted: Array, num_blocks: int
+    pool: BlockPool, rank: Array, num: Array, evicted: Array, num_evicted: Array
 ) -> tuple[BlockPool, Array]:
-    """Take an id for each row of `wanted` (bool[K]); there are enough."""
-    rank = running_count(wanted) - 1
-    num_fresh = jnp.minimum(rank[-1] + 1, num_blocks - pool.num_allocated)
-    num_reused = rank[-1] + 1 - num_fresh
-    from_top = jnp.clip(pool.num_freed - 1 - (rank - num_fresh), 0, num_blocks - 1)
-    block_ids = jnp.where(
-        rank < num_fresh, pool.num_allocated + rank, pool.freed[from_top]
-    )
+    """Take an id for some rows; there are enough, and none of `evicted` is left over.
+
+    Args:
+        pool: The ids that no key held before the eviction.
+        rank: i32[K]. Number of the row among those that want an id; NO_BLOCK if not.
+        num: i32[]. How many rows want one.
+        evicted: i32[K]. Ids that go on top of the stack, the last uppermost.
+        num_evicted: i32[]. How many.
+
+    Returns:
+        The pool after, and i32[K], NO_BLOCK where none was wanted.
+    """
+    num_blocks = pool.freed.shape[0]
+    num_fresh = jnp.minimum(num, num_blocks - pool.num_allocated)
+    depth = rank - num_fresh
+    from_evicted = evicted[jnp.clip(num_evicted - 1 - depth, 0, evicted.size - 1)]
+    height = pool.num_freed + num_evicted
+    from_freed = pool.freed[jnp.clip(height - 1 - depth, 0, num_blocks - 1)]
+    reused = jnp.where(depth < num_evicted, from_evicted, from_freed)
+    block_ids = jnp.where(depth < 0, pool.num_allocated + rank, reused)
     return (
         dataclasses.replace(
             pool,
             num_allocated=pool.num_allocated + num_fresh,
-            num_freed=pool.num_freed - num_reused,
+            num_freed=height - (num - num_fresh),
         ),
-        jnp.where(wanted, block_ids, NO_BLOCK),
+        jnp.where(rank == NO_BLOCK, NO_BLOCK, block_ids),
     )
 
 
