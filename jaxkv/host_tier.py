@@ -363,9 +363,11 @@ class HostTier:
 def _evicted(answer: Any, offsets: Sequence[int]) -> list[list[BlockKey]]:
     """List the keys that each request evicted."""
     counts = answer.num_evicted.tolist()
-    starts = np.subtract(offsets[:-1], np.cumsum(counts) - counts)
-    rows = np.arange(sum(counts)) + np.repeat(starts, counts)
-    keys = lanes_to_keys(answer.evicted_keys[rows])
+    rows = [
+        answer.evicted_keys[start : start + count]
+        for start, count in zip(offsets, counts, strict=False)
+    ]
+    keys = lanes_to_keys(np.concatenate(rows))
     return cut(keys, list(accumulate(counts, initial=0)))
 
 

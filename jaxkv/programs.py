@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from numpy.typing import NDArray
@@ -46,6 +48,23 @@ class Program(NamedTuple):
     function: Callable[..., tuple[ManagerState, Any]]
     changes: tuple[str, ...]
     each: tuple[type[np.generic], ...] = ()
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["words"], meta_fields=["layout"]
+)
+@dataclasses.dataclass(frozen=True)
+class _Packed:
+    """An answer as one array: to fetch an array costs microseconds, however small.
+
+    Attributes:
+        words: i32[n]. The arrays of the answer, one after the other; None if there
+            are none, so that nobody waits.
+        layout: The structure of the answer, and the shape and type of each array.
+    """
+
+    words: Array | None
+    layout: tuple[Any, tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]]
 
 
 _FIELDS = ("policy", "ref_cnt", "pool")
@@ -115,8 +134,8 @@ def call(
             own = [_fill(items[first:last], len(bounds) - 1) for items in each]
         run_keys = keys if num_keys == len(keys) else keys[start:stop]
         lanes = _lanes(run_keys, size)
-        state, answer = _run(program, width, policy, state, lanes, *extents, *own)
-        answers.append(_without_padding(answer, size, num_keys, num_requests))
+        state, packed = _run(program, width, policy, state, lanes, *extents, *own)
+        answers.append(_unpack(packed, size, num_keys, num_requests))
     if len(answers) == 1:
         return state, answers[0]
     return state, jax.tree.map(lambda *parts: np.concatenate(parts), *answers)
@@ -135,10 +154,11 @@ def complete_step(
     Returns:
         The state after, and whether it was done; see `manager.complete_step`.
     """
-    padded = np.full(bucket(len(block_ids)), NO_BLOCK, np.int32)
-    padded[: len(block_ids)] = block_ids
-    ref_cnt, ok = _complete_step(state.ref_cnt, padded, np.int32(num_hits))
-    return dataclasses.replace(state, ref_cnt=ref_cnt), bool(ok)
+    batch = np.full(1 + bucket(len(block_ids)), NO_BLOCK, np.int32)
+    batch[0] = num_hits
+    batch[1 : 1 + len(block_ids)] = block_ids
+    ref_cnt, ok = _complete_step(state.ref_cnt, batch)
+    return dataclasses.replace(state, ref_cnt=ref_cnt), bool(np.asarray(ok))
 
 
 def warm_up(
@@ -181,12 +201,12 @@ def _run(
     policy: Policy,
     state: ManagerState,
     *batch: Any,
-) -> tuple[ManagerState, Any]:
+) -> tuple[ManagerState, _Packed]:
     """Run a program, for one request or, if there is a width, for several."""
     fixed = {name: getattr(state, name) for name in _FIELDS}
     changing = {name: fixed.pop(name) for name in program.changes}
-    changed, answer = _compiled(program, width, policy, fixed, changing, *batch)
-    return ManagerState(**fixed, **changed), answer
+    changed, packed = _compiled(program, width, policy, fixed, changing, *batch)
+    return ManagerState(**fixed, **changed), packed
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
@@ -197,22 +217,22 @@ def _compiled(
     fixed: Parts,
     changing: Parts,
     *batch: Array,
-) -> tuple[Parts, Any]:
+) -> tuple[Parts, _Packed]:
     def serve(changing: Parts, *batch: Array) -> tuple[Parts, Any]:
         state = ManagerState(**fixed, **changing)
         state, answer = program.function(policy, state, *batch)
         return {name: getattr(state, name) for name in program.changes}, answer
 
-    return (serve if width is None else in_order(serve, width))(changing, *batch)
+    whole = serve if width is None else in_order(serve, width)
+    changed, answer = whole(changing, *batch)
+    return changed, _pack(answer)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _complete_step(
-    ref_cnt: Array, block_ids: Array, num_hits: Array
-) -> tuple[Array, Array]:
+def _complete_step(ref_cnt: Array, batch: Array) -> tuple[Array, Array]:
     # To hand in the rest would cost more than the work.
     state = ManagerState(policy=None, ref_cnt=ref_cnt, pool=None)  # type: ignore[arg-type]
-    state, ok = manager.complete_step(state, block_ids, num_hits)
+    state, ok = manager.complete_step(state, batch[1:], batch[0])
     return state.ref_cnt, ok
 
 
@@ -269,16 +289,31 @@ def _fill(items: NDArray[Any], size: int) -> NDArray[Any]:
     return filled
 
 
-def _without_padding(answer: Any, size: int, num_keys: int, num_requests: int) -> Any:
+def _pack(answer: Any) -> _Packed:
+    """Put the arrays of an answer, of 32 bits or bool, in one."""
+    leaves, structure = jax.tree.flatten(answer)
+    layout = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    words = [
+        x.astype(jnp.int32) if x.dtype == bool else x.view(jnp.int32) for x in leaves
+    ]
+    if not words:
+        return _Packed(None, layout)
+    return _Packed(jnp.concatenate([x.reshape(-1) for x in words]), layout)
+
+
+def _unpack(packed: _Packed, size: int, num_keys: int, num_requests: int) -> Any:
     """Bring to the host what belongs to keys and requests, of `size` rows of keys."""
-
-    def cut(leaf: Array) -> NDArray[Any]:
-        whole = np.asarray(leaf)
-        if not whole.ndim:
-            return whole.reshape(1)
-        return whole[: num_keys if len(whole) == size else num_requests]
-
-    return jax.tree.map(cut, answer)
+    structure, shapes = packed.layout
+    words = np.asarray(packed.words)
+    leaves, at = [], 0
+    for shape, dtype in shapes:
+        length, *width = shape or (1,)
+        num = num_keys if length == size else num_requests
+        own = words[at : at + num * math.prod(width)]
+        own = own.astype(dtype) if dtype.kind == "b" else own.view(dtype)
+        leaves.append(own.reshape(num, *width) if width else own)
+        at += length * math.prod(width)
+    return structure.unflatten(leaves)
 
 
 def cpu_device() -> jax.Device:
