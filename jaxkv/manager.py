@@ -25,7 +25,7 @@ from jaxkv.policies.directory import first_occurrence
 from jaxkv.types import NO_BLOCK, Policy, PyTree
 
 NOT_READY = -1
-_PROTECTION = 1 << 20
+_PROTECTION = 1 << 30
 
 
 @jax.tree_util.register_dataclass
@@ -307,10 +307,12 @@ def _store(
     num_free = state.pool.num_freed + num_blocks - state.pool.num_allocated
     num_short = jnp.maximum(num_missing - num_free, 0)
     # For the length of the eviction the batch counts as being read, so much that even
-    # a block in flight, whose count is NOT_READY, is not evictable.
+    # a block in flight, whose count is NOT_READY, is not evictable; but no more than
+    # fits 32 bits if all rows have the same block.
+    protection = _PROTECTION // keys.shape[0]
     batch = _index(state, present)
     readers = jnp.broadcast_to(is_hit, present.shape).astype(jnp.int32)
-    ref_cnt = state.ref_cnt.at[batch].add(readers + _PROTECTION, mode="drop")
+    ref_cnt = state.ref_cnt.at[batch].add(readers + protection, mode="drop")
     evicted = policy.evict(state.policy, num_short, ref_cnt, keys.shape[0])
 
     rank = jnp.where(missing & evicted.ok, rank, NO_BLOCK)
@@ -324,7 +326,7 @@ def _store(
     pool = _release(pool, jnp.where(inserted.inserted, NO_BLOCK, block_ids))
     # What is stored now had a count of 0: it was in the pool, or could be evicted.
     ref_cnt = ref_cnt.at[jnp.concatenate([batch, _index(state, stored)])].add(
-        jnp.repeat(jnp.array([-_PROTECTION, NOT_READY], jnp.int32), keys.shape[0]),
+        jnp.repeat(jnp.array([-protection, NOT_READY], jnp.int32), keys.shape[0]),
         mode="drop",
     )
     return (

@@ -57,6 +57,17 @@ def test_ids_are_fresh_first_then_the_last_freed(policy):
     assert answer.block_ids.tolist() == [1, 0, -1, -1]
 
 
+def test_a_key_given_thousands_of_times_is_not_evicted():
+    """Regression: so often counted as being read, its count came round to 0."""
+    policy = get_policy_maker("lru")(2, 1 << 13)
+    state, _ = store(policy, manager.init(policy, 2), 1, 2)
+    keys = np.full(((1 << 12) + 1, 8), 2, np.uint32)
+    keys[-1] = 9
+    state, answer = prepare_store(policy, state, jnp.asarray(keys), np.int32(len(keys)))
+    assert answer.evicted_keys[0].tolist() == [3] * 8  # key 2; the batch has key 1
+    assert int(lookup(policy, state, *batch(1))) == 1
+
+
 def test_a_full_tier_of_blocks_in_flight_refuses_bit_for_bit(policy):
     state = manager.init(policy, NUM_BLOCKS)
     state, _ = store(policy, state, 1, 2, 3)
