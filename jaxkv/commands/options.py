@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.util
 import pathlib
 import re
@@ -42,6 +43,33 @@ def parse_whole_number_from(minimum: int) -> Callable[[str], int]:
         )
 
     return parse
+
+
+def split_commas(text: str) -> list[str]:
+    """Read the values of an option that takes several.
+
+    >>> split_commas("lru, arc")
+    ['lru', 'arc']
+    """
+    return [part.strip() for part in text.split(",")]
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """Say what a word may have been meant to be, or what there is.
+
+    >>> did_you_mean("lur", ["lru", "arc"])
+    'did you mean lru?'
+    """
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"there is {', '.join(known)}"
+
+
+def check_names(option: str, given: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Refuse names that are not known; give the others, each once."""
+    for name in given:
+        if name not in known:
+            raise UsageError(f"{option}: unknown {name!r}: {did_you_mean(name, known)}")
+    return list(dict.fromkeys(given))
 
 
 def add_file_options(parser: argparse.ArgumentParser, picture: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import re
 from fractions import Fraction
@@ -15,7 +14,9 @@ from jaxkv.commands.options import (
     add_file_options,
     check_extra,
     check_files,
+    check_names,
     parse_whole_number_from,
+    split_commas,
 )
 from jaxkv.commands.progress import show_progress
 from jaxkv.policies import policy_names
@@ -46,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
         action="extend",
-        type=_split,
+        type=split_commas,
         metavar="NAME,...",
         help="policies to compare; may be repeated (default: all, which are "
         f"{', '.join(policy_names())})",
@@ -54,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--capacity",
         action="extend",
-        type=_split,
+        type=split_commas,
         metavar="N,...",
         help="capacities, in blocks or in percent of the different blocks of the "
         f"trace; may be repeated (default: {_CAPACITIES.replace('%', '%%')})",
@@ -78,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
     check_files(args)
     check_extra("replay", ("rich", "matplotlib") if args.plot else ("rich",))
-    policies = _choose_policies(args.policy)
+    known = policy_names()
+    policies = check_names("--policy", args.policy or known, known)
     trace = _open_trace(args.trace, args.block_size)
     capacities = _choose_capacities(args.capacity, trace.num_unique_blocks)
     report.print_trace(trace)
@@ -95,28 +97,9 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _split(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",")]
-
-
-def _choose_policies(given: list[str] | None) -> list[str]:
-    known = policy_names()
-    if given is None:
-        return known
-    names = list(dict.fromkeys(given))
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = (
-                f"did you mean {near[0]}?" if near else f"there is {', '.join(known)}"
-            )
-            raise UsageError(f"--policy: unknown {name!r}: {hint}")
-    return names
-
-
 def _choose_capacities(given: list[str] | None, num_unique: int) -> list[int]:
     """Turn what was asked for into numbers of blocks, the smallest first."""
-    texts = _split(_CAPACITIES) if given is None else given
+    texts = split_commas(_CAPACITIES) if given is None else given
     return sorted({_parse_capacity(text, num_unique) for text in texts})
 
 
