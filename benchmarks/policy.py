@@ -38,8 +38,8 @@ import jax
 import numpy as np
 from jax import lax
 
-from common import machine, quartiles
 from jaxkv import OffloadingManager, make_lru, manager, programs
+from jaxkv.bench.machine import machine, quartiles
 from jaxkv.keys import keys_to_lanes
 from jaxkv.types import KEY_LANES
 from ordered_dict_twin import ARC, Manager, RescanningARC

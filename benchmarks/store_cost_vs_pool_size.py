@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from common import machine, quartiles
+from jaxkv.bench.machine import machine, quartiles
 from jaxkv.transfer import TransferEngine, memory
 
 NUM_LEAVES = 4

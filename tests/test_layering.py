@@ -34,11 +34,13 @@ FLOORS = [
     ["jaxkv"],  # the public face, jaxkv/__init__.py
     [
         "demo.records demo.request demo.model < demo.workload demo.steps < demo.engine"
-        " < demo.report demo.run < demo"
+        " < demo.report demo.run < demo",
+        "bench.machine < bench.records < bench.plan < bench.paged_pool < bench.designs"
+        " < bench.overlap < bench.transfer bench.report < bench",
     ],
     [
         "commands.options commands.progress commands.replay_report"
-        " < commands.demo commands.replay < commands < cli"
+        " < commands.demo commands.replay commands.bench < commands < cli"
     ],
 ]
 CORE = {"jax", "jaxlib", "numpy"} | sys.stdlib_module_names

@@ -1,0 +1,1 @@
+"""Measurements that ship: run by ``jaxkv bench``."""

@@ -1,0 +1,88 @@
+"""What all measurements say of themselves: where they ran, and how times spread."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import pathlib
+import platform
+import re
+import statistics
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jaxkv import __version__
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """Give the lower quartile, the median and the upper quartile.
+
+    >>> quartiles([1.0, 2.0, 3.0])
+    [1.0, 2.0, 3.0]
+    """
+    return statistics.quantiles(values, n=4)
+
+
+def machine() -> dict[str, object]:
+    """Say where the figures come from, and from which versions."""
+    device = jax.devices()[0]
+    return {
+        "device": f"{device.platform} {device.device_kind}",
+        "cpu": cpu_model(),
+        "num_cpus": num_cpus(),
+        "last_level_cache_bytes": last_level_cache_bytes(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "jaxkv": __version__,
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+        "numpy": np.__version__,
+    }
+
+
+def num_cpus() -> int | None:
+    """Count the CPUs that this process may use; None if the system does not say."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+def cpu_model() -> str | None:
+    """Name the CPU; None if the system does not say."""
+    found = re.search(r"^model name\s*: (.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    return found[1] if found else None
+
+
+def last_level_cache_bytes() -> int | None:
+    """Give the size of a CPU's largest cache; None if the system does not say."""
+    sizes = []
+    for path in pathlib.Path("/sys/devices/system/cpu/cpu0/cache").glob("*/size"):
+        match = re.fullmatch(r"(\d+)([KMG])", _read(path).strip())
+        if match:
+            sizes.append(int(match[1]) << {"K": 10, "M": 20, "G": 30}[match[2]])
+    return max(sizes, default=None)
+
+
+def available_memory_bytes() -> int | None:
+    """Give the memory that can be had, of host or device; None if nobody says."""
+    limits = []
+    available = re.search(r"MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"))
+    if available:
+        limits.append(int(available[1]) << 10)
+    # A container may have less than its machine.
+    group = [_read(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current")]
+    if all(text.strip().isdigit() for text in group):
+        limits.append(int(group[0]) - int(group[1]))
+    device = jax.devices()[0].memory_stats() or {}  # None of a CPU.
+    if "bytes_limit" in device:
+        limits.append(device["bytes_limit"] - device.get("bytes_in_use", 0))
+    return min(limits, default=None)
+
+
+def _read(path: str | pathlib.Path) -> str:
+    try:
+        return pathlib.Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return ""
