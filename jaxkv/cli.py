@@ -1,4 +1,4 @@
-"""The command line: ``jaxkv demo``, ``jaxkv replay``.
+"""The command line: ``jaxkv demo``, ``jaxkv replay``, ``jaxkv bench``.
 
 Nothing heavy is imported before it is needed, so that ``jaxkv --help`` is quick.
 """
@@ -6,16 +6,20 @@ Nothing heavy is imported before it is needed, so that ``jaxkv --help`` is quick
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from jaxkv import __version__
-from jaxkv.commands import demo, replay
-from jaxkv.commands.options import EXIT_INTERRUPTED, EXIT_USAGE, UsageError
+from jaxkv.commands import bench, demo, replay
+from jaxkv.commands.options import (
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    UsageError,
+    did_you_mean,
+)
 
-_COMMANDS = {"demo": demo, "replay": replay}
+_COMMANDS = {"demo": demo, "replay": replay, "bench": bench}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The words after ``jaxkv``; those of the process if None.
 
     Returns:
-        The exit code: 0 if all went well, 1 if offloading changed an answer, 2 if
-        the command line cannot be right, 130 after an interrupt.
+        The exit code: 0 if all went well, 1 if offloading changed an answer or a
+        byte, 2 if the command line cannot be right, 130 after an interrupt.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     parser, commands = _make_parsers()
@@ -91,9 +95,7 @@ def _check_known(
         raise UsageError(f"unexpected {word!r}: a value must follow an option's name")
     if word in known:
         return
-    near = difflib.get_close_matches(word, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there is {', '.join(known)}"
-    raise UsageError(f"unknown {kind} {word!r}: {hint}")
+    raise UsageError(f"unknown {kind} {word!r}: {did_you_mean(word, known)}")
 
 
 if __name__ == "__main__":

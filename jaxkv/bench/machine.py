@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jaxkv import __version__
+from jaxkv.transfer import available_host_bytes
 
 
 def quartiles(values: Sequence[float]) -> list[float]:
@@ -67,14 +68,8 @@ def last_level_cache_bytes() -> int | None:
 
 def available_memory_bytes() -> int | None:
     """Give the memory that can be had, of host or device; None if nobody says."""
-    limits = []
-    available = re.search(r"MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"))
-    if available:
-        limits.append(int(available[1]) << 10)
-    # A container may have less than its machine.
-    group = [_read(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current")]
-    if all(text.strip().isdigit() for text in group):
-        limits.append(int(group[0]) - int(group[1]))
+    host = available_host_bytes()
+    limits = [] if host is None else [host.num_bytes]
     device = jax.devices()[0].memory_stats() or {}  # None of a CPU.
     if "bytes_limit" in device:
         limits.append(device["bytes_limit"] - device.get("bytes_in_use", 0))

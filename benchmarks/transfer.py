@@ -1,0 +1,17 @@
+"""How fast do blocks move, beside other designs and what the machine can do?
+
+The same as ``jaxkv bench transfer``, for a checkout; `docs/performance.md` says what is
+measured, and ``--help`` lists the options.
+
+    python benchmarks/transfer.py [--sizes SIZE,...] [--block-sizes SIZE,...]
+                                  [--rounds N] [--plot FILE.png] [--json FILE] ...
+"""
+
+from __future__ import annotations
+
+import sys
+
+from jaxkv.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["bench", "transfer", *sys.argv[1:]]))

@@ -1,0 +1,185 @@
+"""How much of a transfer hides behind a running step of a model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv.bench.designs import EngineDesign, Ids, raise_errors
+from jaxkv.bench.paged_pool import PagedPool, Pool
+from jaxkv.bench.plan import device_cycle, host_cycle
+from jaxkv.bench.records import Direction, Overlap
+from jaxkv.transfer.memory import compiler_options
+
+_STEP_S = 0.010
+_MAX_STEPS = 4
+_MAX_ROUNDS = 7
+
+
+class Step:
+    """A stand-in for a model's step: products of matrices, then a write to the pool.
+
+    Like a serving step it is given the pool, donated, and writes to it, so it comes
+    after every load issued before it, and before every save issued after it.
+
+    Args:
+        pool: Any pool of the layout that steps will be given; not kept.
+        scratch_block: The block that steps write to.
+    """
+
+    def __init__(self, pool: Pool, scratch_block: int):
+        platform = jax.devices()[0].platform
+        size = 512 if platform == "cpu" else 4096
+        key = jax.random.key(0)
+        self._matrix = jax.random.normal(key, (size, size), jnp.float32) / size**0.5
+        self._num_products = 1
+
+        def step(pool: Pool, matrix: jax.Array, num_products: int) -> Pool:
+            # tanh keeps the numbers in range, however many products there are.
+            value = jax.lax.fori_loop(
+                0, num_products, lambda _, value: jnp.tanh(value @ matrix), matrix
+            )
+            written = jnp.sum(value).astype(pool[0].dtype)
+            return [pool[0].at[scratch_block].set(written), *pool[1:]]
+
+        self._step = jax.jit(
+            step, donate_argnums=0, compiler_options=compiler_options(platform)
+        )
+
+    def __call__(self, pool: Pool) -> Pool:
+        """Start a step; it returns at once, with the pool that the next one takes."""
+        pool = self._step(pool, self._matrix, self._num_products)
+        return pool
+
+    def calibrate(self, pool: Pool) -> tuple[Pool, float]:
+        """Make a step take some 10 ms on this machine.
+
+        Returns:
+            The pool, and the seconds that a step takes now.
+        """
+        pool, _ = self._time(pool)  # compiles
+        while True:
+            times_s = []
+            for _ in range(3):
+                pool, duration_s = self._time(pool)
+                times_s.append(duration_s)
+            step_s = min(times_s)
+            if step_s >= 0.8 * _STEP_S:
+                return pool, step_s
+            factor = min(8.0, _STEP_S / step_s)
+            self._num_products = max(
+                self._num_products + 1, round(self._num_products * factor)
+            )
+
+    def _time(self, pool: Pool) -> tuple[Pool, float]:
+        start_s = time.perf_counter()
+        pool = self(pool)
+        jax.block_until_ready(pool)  # type: ignore[no-untyped-call]
+        return pool, time.perf_counter() - start_s
+
+
+class OverlapTimer:
+    """Times steps and the engine's transfers, by themselves and together.
+
+    Args:
+        paged: The pool.
+        design: The engine. All its host blocks hold bytes.
+        host_tags: u32[host blocks]. What these are, see `PagedPool`; kept up to date.
+        step: Calibrated.
+        num_blocks: Blocks of one transfer; each step has one.
+        mean_run: See `host_cycle`.
+    """
+
+    def __init__(
+        self,
+        paged: PagedPool,
+        design: EngineDesign,
+        host_tags: NDArray[np.uint32],
+        step: Step,
+        num_blocks: int,
+        mean_run: int | None = None,
+    ):
+        self._paged, self._design, self._step = paged, design, step
+        self._host_tags = host_tags
+        self._num_blocks = num_blocks
+        # Transfers that are in flight together need blocks of their own.
+        self._num_steps = max(1, min(_MAX_STEPS, paged.num_blocks // num_blocks))
+        self._device_ids = device_cycle(paged.num_blocks, seed=10)
+        self._host_ids = host_cycle(paged.num_blocks, mean_run, seed=11)
+
+    def measure(self, rounds: int) -> dict[Direction, Overlap]:
+        """Time everything by turns.
+
+        Args:
+            rounds: How often; few are enough, as each has several steps.
+        """
+        kinds: list[tuple[Direction | None, bool]] = [
+            (None, True),
+            ("save", False),
+            ("save", True),
+            ("load", False),
+            ("load", True),
+        ]
+        seconds: dict[tuple[Direction | None, bool], list[float]]
+        seconds = {kind: [] for kind in kinds}
+        for kind in kinds:
+            self._time(*kind)
+        for number in range(min(rounds, _MAX_ROUNDS)):
+            for place in range(len(kinds)):
+                kind = kinds[(number + place) % len(kinds)]
+                seconds[kind].append(self._time(*kind))
+        directions: tuple[Direction, ...] = ("save", "load")
+        return {
+            direction: Overlap(
+                num_steps=self._num_steps,
+                steps_s=seconds[None, True],
+                transfers_s=seconds[direction, False],
+                both_s=seconds[direction, True],
+            )
+            for direction in directions
+        }
+
+    def _time(self, direction: Direction | None, with_steps: bool) -> float:
+        total = self._num_steps * self._num_blocks
+        device_ids = self._device_ids.next(total).reshape(self._num_steps, -1)
+        host_ids = self._host_ids.next(total).reshape(self._num_steps, -1)
+        transfer = self._transfer(direction)
+        engine, pool = self._design.engine, self._paged.leaves
+        start_s = time.perf_counter()
+        for devices, hosts in zip(device_ids, host_ids, strict=True):
+            pool = transfer(engine.advance(pool), devices, hosts)
+            if with_steps:
+                pool = self._step(pool)
+            raise_errors(engine.poll())
+        pool = self._design.drain(pool)
+        jax.block_until_ready(pool)  # type: ignore[no-untyped-call]
+        duration_s = time.perf_counter() - start_s
+        self._paged.leaves = pool
+        if direction == "save":
+            self._host_tags[host_ids] = self._paged.tags[device_ids]
+        elif direction == "load":
+            self._paged.tags[device_ids] = self._host_tags[host_ids]
+        return duration_s
+
+    def _transfer(
+        self, direction: Direction | None
+    ) -> Callable[[Pool, Ids, Ids], Pool]:
+        engine = self._design.engine
+
+        def save(pool: Pool, device_ids: Ids, host_ids: Ids) -> Pool:
+            engine.save(pool, device_ids, host_ids)
+            return pool
+
+        def load(pool: Pool, device_ids: Ids, host_ids: Ids) -> Pool:
+            pool, _ = engine.load(pool, host_ids, device_ids)
+            return pool
+
+        def nothing(pool: Pool, device_ids: Ids, host_ids: Ids) -> Pool:
+            return pool
+
+        return {"save": save, "load": load, None: nothing}[direction]
