@@ -17,8 +17,16 @@ from jaxkv.transfer.plans import NOTHING, SavePlan
 
 _DEVICE = jax.memory.Space.Device
 
+SaveKind: TypeAlias = Literal["gather", "write", "merge"]
+"""Programs of a save: all rows of an extent, some of them, some beside older ones."""
+
 Mode: TypeAlias = Literal["fused", "staged"]
 MODES: tuple[Mode, ...] = get_args(Mode)
+
+SAVE_KINDS: dict[Mode, tuple[SaveKind, ...]] = {
+    "fused": ("gather", "write", "merge"),
+    "staged": ("gather", "merge"),
+}
 
 
 class Mover:
@@ -60,8 +68,8 @@ class Mover:
 
     def warm_up(self) -> None:
         """Compile every program there is."""
-        for carries in (False, True):
-            self.save_program(carries)
+        for kind in SAVE_KINDS[self.mode]:
+            self.save_program(kind)
         for group in range(self.num_layer_groups):
             self.load_program(group)
 
@@ -94,14 +102,23 @@ class Mover:
         Returns:
             The new extent, and arrays that are ready when the copies are.
         """
-        program = self.save_program(carry is not None)
+        kind: SaveKind
+        args: tuple[Any, ...]
         if self.mode == "fused":
-            carries = () if carry is None else (carry,)
-            lists = plan.row_lists()
-            extent, token = self._run(program, leaves, lists, *carries, spare)
+            if carry is not None:
+                kind, args = "merge", (plan.row_lists(), carry, spare)
+            elif (plan.sources != NOTHING).all():
+                kind, args = "gather", (plan.row_sources(), spare)
+            else:
+                kind, args = "write", (plan.row_lists(), spare)
+            extent, token = self._run(self.save_program(kind), leaves, *args)
             return extent, [token]
-        carries = () if carry is None else (jax.device_put(carry, self._device),)
-        staged, _ = self._run(program, leaves, plan.row_sources(), *carries)
+        if carry is not None:
+            on_device = jax.device_put(carry, self._device)
+            kind, args = "merge", (plan.row_sources(), on_device)
+        else:
+            kind, args = "gather", (plan.row_sources(),)
+        staged, _ = self._run(self.save_program(kind), leaves, *args)
         extent = jax.device_put(staged, self._host)
         return extent, list(extent)
 
@@ -160,34 +177,34 @@ class Mover:
         with jax.transfer_guard_host_to_device("allow"):
             return program(leaves, plan, *extents)
 
-    # All programs return a token besides: a few ids that nobody donates, so that it
-    # can be asked whether the program is done while the pool has long moved on.
+    def _compile_save(self, kind: SaveKind) -> jax.stages.Compiled:
+        fused, merges = self.mode == "fused", kind == "merge"
+        # All rows at once are the faster, for XLA:CPU gathers with several threads; of
+        # a few rows, one after the other is, for the others need not be written.
+        in_lists = fused and kind != "gather"
 
-    def _compile_save(self, carries: bool) -> jax.stages.Compiled:
-        fused = self.mode == "fused"
-        num_rows = self.extents.rows
-
-        def write_rows(
+        def write(
             leaves: list[jax.Array], plan: jax.Array, *extents: Extent
         ) -> tuple[Extent, jax.Array]:
             *carry, spare = extents
             written = rows.write_rows(self.extents, leaves, plan[0], carry, spare)
-            return written, plan[:, :1]
+            return written, _token(plan)
 
-        def gather_rows(
-            leaves: list[jax.Array], plan: jax.Array, *carry: Extent
+        def gather(
+            leaves: list[jax.Array], plan: jax.Array, *extents: Extent
         ) -> tuple[Extent, jax.Array]:
-            return rows.gather_rows(self.extents, leaves, plan[0], carry), plan[:, :1]
+            carry = extents[:1] if merges else ()
+            gathered = rows.gather_rows(self.extents, leaves, plan[0], carry)
+            return gathered, _token(plan)
 
         def program(
             leaves: list[jax.Array], plan: jax.Array, *extents: Extent
         ) -> tuple[Extent, jax.Array]:
             extents = jax.device_put(extents, _DEVICE) if fused else extents
-            body = write_rows if fused else gather_rows
             specs = (self._leaf_specs(), self._lane_spec())
             extent = self.extents.partition_specs()
             result: tuple[Extent, jax.Array] = self._per_shard(
-                body,
+                write if in_lists else gather,
                 in_specs=(*specs, *[extent] * len(extents)),
                 out_specs=(extent, self._lane_spec()),
             )(leaves, plan, *extents)
@@ -195,8 +212,8 @@ class Mover:
 
         # Donate inside one memory kind only: XLA:CPU aborts the process on a device
         # buffer donated to a host result. The pool is never donated: it is only read.
-        kind = memory.HOST_KIND if fused else None
-        extents = [self.extents.specs(kind)] * (carries + fused)
+        memory_kind = memory.HOST_KIND if fused else None
+        extents = [self.extents.specs(memory_kind)] * (merges + fused)
         compiled = jax.jit(
             program,
             donate_argnums=(1 + len(extents),) if fused else (),
@@ -204,7 +221,8 @@ class Mover:
             out_shardings=(self._host if fused else self._device, self._plan),
             compiler_options=self._options,
         )
-        plan = self._plan_spec(3 * num_rows + 2 if fused else 2 * num_rows)
+        num_rows = self.extents.rows
+        plan = self._plan_spec(3 * num_rows + 2 if in_lists else 2 * num_rows)
         return compiled.lower(self._pool.pool_specs(), plan, *extents).compile()
 
     def _compile_load(self, layer_group: int) -> jax.stages.Compiled:
@@ -218,7 +236,7 @@ class Mover:
             found = rows.scatter_rows(
                 self.extents, layer_group, leaves, plan[0], extent
             )
-            return found, plan[:, :1]
+            return found, _token(plan)
 
         def program(
             leaves: list[jax.Array], plan: jax.Array, extent: Extent
@@ -269,3 +287,15 @@ class Mover:
     def _plan_spec(self, size: int) -> jax.ShapeDtypeStruct:
         shape = (self._pool.num_lanes, size)
         return memory.array_spec(shape, np.dtype(np.int32), self._plan)
+
+
+def _token(plan: jax.Array) -> jax.Array:
+    """Make f32[1, 1], which is ready when the program is and which nobody donates.
+
+    So it can be asked whether the program is done while the pool has long moved on.
+    It costs a microsecond of arithmetic, on purpose: XLA:CPU counts the floating-point
+    operations of a program and runs one with less than a thousand in the thread that
+    calls, however many bytes it moves; the others it runs in the background.
+    """
+    ramp = jnp.arange(1024, dtype=jnp.float32)[None]
+    return jnp.sum(ramp * plan[:, :1].astype(jnp.float32), axis=1, keepdims=True)
