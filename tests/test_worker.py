@@ -1,5 +1,7 @@
 """The worker between the scheduler and a real transfer engine."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -36,9 +38,11 @@ def test_a_block_goes_to_the_host_and_comes_back(mode):
     worker = OffloadWorker(engine)
     pool = worker.start(metadata(store=[(4, 2), (1, 0)], store_event=7), pool)
     assert worker.num_in_flight == 1
-    assert worker.drain() == ConnectorOutput(completed_store_events=(7,))
+    pool, output = worker.drain(pool)
+    assert output == ConnectorOutput(completed_store_events=(7,))
     pool = worker.start(metadata(load=[(0, 2)], requests=("a", "b")), pool)
-    assert worker.drain() == ConnectorOutput(finished_recving=("a", "b"))
+    pool, output = worker.drain(pool)
+    assert output == ConnectorOutput(finished_recving=("a", "b"))
     assert worker.num_in_flight == 0
     np.testing.assert_array_equal(pool["k"][0], [8, 9])
     np.testing.assert_array_equal(pool["v"][0], [-8, -9])
@@ -49,7 +53,8 @@ def test_a_block_goes_to_the_host_and_comes_back(mode):
 def test_nothing_to_move_is_nothing_done():
     pool = make_pool()
     worker = OffloadWorker(TransferEngine(pool, 3))
-    assert worker.start(metadata(), pool) is pool
+    same = worker.start(metadata(), pool)
+    assert all(same[name] is pool[name] for name in pool)  # Not donated.
     assert worker.poll() == ConnectorOutput()
 
 
@@ -63,7 +68,7 @@ def test_polling_reports_each_transfer_once():
         if seen:
             break
     assert seen == [0]
-    assert worker.drain() == ConnectorOutput()
+    assert worker.drain(pool)[1] == ConnectorOutput()
 
 
 def test_a_flush_waits_and_is_reported_with_the_next_poll():
@@ -77,13 +82,30 @@ def test_a_flush_waits_and_is_reported_with_the_next_poll():
     assert worker.poll() == ConnectorOutput(completed_store_events=(3,))
 
 
+@pytest.mark.parametrize("mode", ["fused", "staged"])
+def test_a_step_finishes_the_loads_that_landed(mode):
+    pool = make_pool()
+    worker = OffloadWorker(TransferEngine(pool, 3, mode=mode))
+    pool = worker.start(metadata(store=[(4, 2)]), pool)
+    pool, _ = worker.drain(pool)
+    pool = worker.start(metadata(load=[(0, 2)]), pool)
+    seen = []
+    for _ in range(100_000):
+        pool = worker.start(metadata(), pool)
+        seen += worker.poll().finished_recving
+        if seen:
+            break
+    assert seen == ["r"]
+    np.testing.assert_array_equal(pool["k"][0], [8, 9])
+
+
 def test_a_failed_transfer_is_told_to_the_scheduler(monkeypatch):
     pool = make_pool()
     engine = TransferEngine(pool, 3)
     worker = OffloadWorker(engine)
     pool = worker.start(metadata(store=[(4, 2)], store_event=5), pool)
-    [done] = engine.drain()
-    failed = type(done)(done.ticket, 1, 8, RuntimeError("bus on fire"))
+    pool, [done] = engine.drain(pool)
+    failed = dataclasses.replace(done, error=RuntimeError("bus on fire"))
     monkeypatch.setattr(engine, "poll", lambda: [failed])
     assert worker.poll() == ConnectorOutput(failed_store_events=(5,))
     assert worker.blocks_stored == 0

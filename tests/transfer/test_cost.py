@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.transfer import TransferEngine, kernels, memory
+from jaxkv.transfer import TransferEngine, memory, rows
 
 CPU = jax.devices("cpu")[0]
 MODES = ("fused", "staged")
@@ -34,16 +34,16 @@ def whole_pool_converts(program):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2"])
 def test_no_program_converts_the_pool(mode, dtype):
     mover = TransferEngine(make_pool(dtype), 4, mode=mode)._mover
-    for size in kernels.PROGRAM_SIZES:
-        assert whole_pool_converts(mover.save_program(size)) == []
-        assert whole_pool_converts(mover.load_program(size)) == []
+    for carries in (False, True):
+        assert whole_pool_converts(mover.save_program(carries)) == []
+    assert whole_pool_converts(mover.load_program(0)) == []
 
 
 def test_without_the_compiler_options_a_load_converts_the_pool(monkeypatch):
     # If this fails, XLA has learnt better: the options may go, with their test above.
     monkeypatch.setattr(memory, "compiler_options", lambda platform: None)
     mover = TransferEngine(make_pool("float8_e5m2"), 4)._mover
-    assert whole_pool_converts(mover.load_program(4))
+    assert whole_pool_converts(mover.load_program(0))
 
 
 @modes
@@ -52,12 +52,12 @@ def test_a_load_updates_the_pool_in_place(mode):
     engine = TransferEngine(pool, 30, mode=mode)
     ids = np.arange(21)
     engine.save(pool, ids, ids)
-    engine.drain()
-    pool, _ = engine.load(pool, ids, ids)  # From here on XLA owns the memory.
-    engine.drain()
+    pool, _ = engine.drain(pool)
+    pool, _ = engine.load(pool, ids, ids)
+    pool, _ = engine.drain(pool)  # From here on XLA owns the memory.
     before = pointers(pool)
     pool, _ = engine.load(pool, ids, ids + 3)
-    engine.drain()
+    pool, _ = engine.drain(pool)
     assert pointers(pool) == before
 
 
@@ -71,93 +71,142 @@ def test_a_load_keeps_the_sharding_of_the_pool(mode):
     engine = TransferEngine(pool, 30, mode=mode)
     ids = np.arange(21)
     engine.save(pool, ids, ids)
-    engine.drain()
+    pool, _ = engine.drain(pool)
     pool, _ = engine.load(pool, ids, ids)
-    assert [leaf.sharding for leaf in pool] == [sharding] * 3
     engine.save(pool, ids, ids)
-    assert [done.error for done in engine.drain()] == [None, None]
+    pool, done = engine.drain(pool)
+    assert [each.error for each in done] == [None, None]
+    assert [leaf.sharding for leaf in pool] == [sharding] * 3
 
 
 def test_a_fused_save_recycles_the_host_memory_in_place():
     pool = make_pool()
     engine = TransferEngine(pool, 30, mode="fused")
-    before = pointers(engine._store._blocks)
-    assert len(set(before)) == 30 * 2  # An array per block and group.
-    for _ in range(3):
-        engine.save(pool, np.arange(21), np.arange(21) + 5)
-        engine.drain()
-    assert sorted(pointers(engine._store._blocks)) == sorted(before)
+    extents = engine._flow._memory._extents
+    before = pointers(extents)
+    # 30 blocks are 10 extents of 3, and one is to spare; each has an array per leaf.
+    assert len(set(before)) == 11 * 3
+    carried = 0
+    for start in (5, 0, 9, 2, 7):  # Runs that cut extents in two, so that rows move.
+        engine.save(pool, np.arange(21), np.arange(21) + start)
+        carried += sum(piece.placement.carry >= 0 for piece in engine._flow._saving)
+        pool, done = engine.drain(pool)
+        assert [each.error for each in done] == [None]
+        assert sorted(pointers(extents)) == sorted(before)
+    assert carried
 
 
-def test_host_blocks_are_pinned_and_grouped():
+def test_extents_are_pinned_and_stacked_where_they_travel_alone():
     pool = make_pool()
+    shapes = {
+        "fused": [(3, 64), (3, 64), (3, 8)],  # A leaf each: a stack would be copied.
+        "staged": [(2, 3, 64), (1, 3, 8)],  # Leaves that look alike: one array crosses.
+    }
     for mode in MODES:
-        engine = TransferEngine(pool, 3, mode=mode)
+        engine = TransferEngine(pool, 30, mode=mode)
         engine.save(pool, [0], [1])
-        engine.drain()
-        for block in engine._store._blocks:
-            assert [array.shape for array in block] == [(2, 64), (1, 8)]
-            assert {array.sharding.memory_kind for array in block} == {"pinned_host"}
+        engine.drain(pool)
+        extents = [extent for extent in engine._flow._memory._extents if extent]
+        assert len(extents) == {"fused": 11, "staged": 1}[mode]
+        for extent in extents:
+            assert [array.shape for array in extent] == shapes[mode]
+            assert {array.sharding.memory_kind for array in extent} == {"pinned_host"}
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Which of the functions that programs are made of were traced, in order."""
+    names = []
+
+    def count(name):
+        function = getattr(rows, name)
+
+        def counting(*args):
+            names.append(name)
+            return function(*args)
+
+        monkeypatch.setattr(rows, name, counting)
+
+    for name in ("write_rows", "gather_rows", "scatter_rows"):
+        count(name)
+    return names
+
+
+# A save has a program for extents of its own and one that carries rows over.
+PROGRAMS = {
+    "fused": ["scatter_rows", "write_rows", "write_rows"],
+    "staged": ["gather_rows", "gather_rows", "scatter_rows"],
+}
 
 
 @modes
-def test_one_program_a_size_and_direction(mode, monkeypatch):
-    traced = {"gather": [], "scatter": []}
-
-    def count(name):
-        function = getattr(kernels, name)
-
-        def counting(leaves, ids, *args):
-            traced[name].append(len(ids))
-            return function(leaves, ids, *args)
-
-        monkeypatch.setattr(kernels, name, counting)
-
-    count("gather")
-    count("scatter")
-    rng = np.random.default_rng(5)
+@pytest.mark.parametrize("seed", [5])
+def test_one_program_of_each_kind(mode, seed, traced):
+    rng = np.random.default_rng(seed)
     pool = make_pool()
     engine = TransferEngine(pool, NUM_BLOCKS, mode=mode)
     for _ in range(25):
         ids = rng.permutation(NUM_BLOCKS)[: rng.integers(1, NUM_BLOCKS)]
         engine.save(pool, ids, ids)
-        engine.drain()
+        pool, _ = engine.drain(pool)
         pool, _ = engine.load(pool, ids, ids)
-        engine.drain()
+        pool, done = engine.drain(pool)
+        assert [each.error for each in done] == [None]
     with jax.default_device(CPU):
         uncommitted = [jnp.ones((NUM_BLOCKS, 64), jnp.bfloat16) for _ in range(2)]
         uncommitted.append(jnp.full((NUM_BLOCKS, 8), 1.0))
     assert not uncommitted[0].committed
     assert uncommitted[2].weak_type
     engine.save(uncommitted, range(21), range(21))
-    engine.drain()
-    engine.load(uncommitted, range(21), range(21))
-    assert [done.error for done in engine.drain()] == [None]
-    assert {name: sorted(sizes) for name, sizes in traced.items()} == {
-        "gather": sorted(kernels.PROGRAM_SIZES),
-        "scatter": sorted(kernels.PROGRAM_SIZES),
-    }
+    pool, _ = engine.drain(uncommitted)
+    pool, _ = engine.load(pool, range(21), range(21))
+    assert [done.error for done in engine.drain(pool)[1]] == [None]
+    assert sorted(traced) == PROGRAMS[mode]
 
 
-def test_warm_up_compiles_all_there_is(monkeypatch):
+@modes
+def test_one_load_program_for_each_layer_group(mode, traced):
     pool = make_pool()
-    engine = TransferEngine(pool, NUM_BLOCKS)
+    engine = TransferEngine(pool, NUM_BLOCKS, mode=mode, layer_groups=3)
+    for num in (3, 21, 40):
+        engine.save(pool, range(num), range(num))
+        pool, _ = engine.drain(pool)
+        pool, _ = engine.load(pool, range(num), range(num))
+        pool, _ = engine.drain(pool)
+    assert traced.count("scatter_rows") == 3
+
+
+@modes
+def test_warm_up_compiles_all_there_is(mode, traced, monkeypatch):
+    pool = make_pool()
+    engine = TransferEngine(pool, NUM_BLOCKS, mode=mode)
     engine.warm_up()
-    monkeypatch.setattr(kernels, "gather", None)
-    monkeypatch.setattr(kernels, "scatter", None)
-    engine.save(pool, range(21), range(21))
-    assert [done.error for done in engine.drain()] == [None]
-    engine.load(pool, range(21), range(21))
-    assert [done.error for done in engine.drain()] == [None]
+    assert sorted(traced) == PROGRAMS[mode]
+    for name in ("write_rows", "gather_rows", "scatter_rows"):
+        monkeypatch.setattr(rows, name, None)
+    for ids in (range(40), range(0, 40, 3)):  # The second carries rows over.
+        engine.save(pool, ids, ids)
+        pool, done = engine.drain(pool)
+        assert [each.error for each in done] == [None]
+    pool, _ = engine.load(pool, range(21), range(21))
+    assert [done.error for done in engine.drain(pool)[1]] == [None]
 
 
-@pytest.mark.parametrize(
-    ("num_blocks", "sizes"),
-    [(0, []), (1, [1]), (4, [4]), (7, [4, 1, 1, 1]), (53, [16, 16, 16, 4, 1])],
-)
-def test_chunks_cover_all_blocks_once(num_blocks, sizes):
-    runs = list(kernels.chunks(num_blocks))
-    assert [run.stop - run.start for run in runs] == sizes
-    assert [i for run in runs for i in range(num_blocks)[run]] == list(
-        range(num_blocks)
+@modes
+def test_a_transfer_takes_a_program_for_each_extent(mode, monkeypatch):
+    pool = make_pool()
+    engine = TransferEngine(pool, NUM_BLOCKS, mode=mode)  # Five blocks an extent.
+    engine.warm_up()
+    run, calls = engine._mover._run, []
+    monkeypatch.setattr(
+        engine._mover, "_run", lambda *args: calls.append(args) or run(*args)
     )
+    for num_blocks, num_programs in [(0, 0), (1, 1), (5, 1), (6, 2), (23, 5)]:
+        calls.clear()
+        engine.save(pool, range(num_blocks), range(num_blocks))
+        pool, _ = engine.drain(pool)
+        assert len(calls) == num_programs
+        calls.clear()
+        pool, _ = engine.load(pool, range(num_blocks), range(num_blocks))
+        pool, _ = engine.drain(pool)
+        assert len(calls) == num_programs

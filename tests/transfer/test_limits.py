@@ -279,13 +279,13 @@ def test_a_malformed_variable_is_refused(tmp_path, platform, environ, message):
 @pytest.mark.parametrize(
     ("platform", "remedy"),
     [
-        ("gpu", f"lower num_host_blocks or raise {LIMIT} before jax is imported."),
-        ("tpu", f"lower num_host_blocks or raise {PREMAPPED} before jax is imported."),
-        ("cpu", "lower num_host_blocks."),
+        ("gpu", f"num_host_blocks or host_bytes, or raise {LIMIT} before jax is imported."),
+        ("tpu", f"or host_bytes, or raise {PREMAPPED} before jax is imported."),
+        ("cpu", "lower num_host_blocks or host_bytes."),
     ],
 )
 def test_the_error_of_a_failed_allocation_says_what_to_do(platform, remedy):
-    error = limits.host_memory_error(3, 3 << 30, platform)
+    error = limits.host_memory_error(3 << 30, platform)
     assert isinstance(error, MemoryError)
-    assert "3 host blocks, 3221225472 bytes (3.00 GiB) of pinned_host" in str(error)
+    assert "3221225472 bytes (3.00 GiB) of pinned_host memory for host" in str(error)
     assert str(error).endswith(remedy)

@@ -1,0 +1,55 @@
+"""Pools that are late, and pools that fail."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.transfer.numbered import numbered_pool
+
+
+@pytest.fixture(scope="session")
+def delayed():
+    """Make a pool that is ready some seconds later, however fast the machine is."""
+
+    @jax.jit
+    def step(num_products, pool):
+        # Products, for XLA:CPU runs what it takes to be cheap before it returns.
+        mean = jnp.full((64, 64), 1 / 64, jnp.float32)
+        product = jax.lax.fori_loop(0, num_products, lambda _, x: x @ mean, mean)
+        zero = product[0, 0] * 0
+        return jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), pool)
+
+    def duration_s(num_products):
+        start_s = time.perf_counter()
+        jax.block_until_ready(step(num_products, numbered_pool()))
+        return time.perf_counter() - start_s
+
+    duration_s(1)
+    products_per_s = 2000 / min(duration_s(2000) for _ in range(5))
+    return lambda pool, seconds: step(int(seconds * products_per_s), pool)
+
+
+def fault(*args):
+    raise RuntimeError("a fault of the device")
+
+
+def callback(function):
+    """f32[]: what `function` says when the program runs."""
+    return jax.pure_callback(function, jax.ShapeDtypeStruct((), jnp.float32))
+
+
+@pytest.fixture
+def broken(delayed):
+    """Make a pool whose arrays turn out to have failed, some time later."""
+
+    def step(pool, function):
+        zero = callback(function)
+        return jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), pool)
+
+    step = jax.jit(step, static_argnames="function")
+    yield lambda pool, seconds=0.5: step(delayed(pool, seconds), fault)
+    # jax waits at exit for the last callback of a device: let it be one that succeeds.
+    jax.block_until_ready(step(numbered_pool(), lambda: np.zeros((), np.float32)))
