@@ -81,7 +81,8 @@ class Case:
         return middle_s - start_s, end_s - middle_s
 
     def _drain(self) -> None:
-        for done in self.engine.drain():
+        self.pool, completions = self.engine.drain(self.pool)
+        for done in completions:
             if done.error is not None:
                 raise done.error
 
