@@ -247,7 +247,7 @@ class Flow:
                     "larger, or spread blocks over the lanes evenly."
                 )
             )
-            self._give_up(transfer)
+            transfer.todo = transfer.todo[:0]  # `_issue` takes it off the queue.
             return True
         piece = SavePiece(transfer, num_bytes, placement)
         device_ids = transfer.device_ids[transfer.todo[placement.picked]]

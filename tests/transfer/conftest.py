@@ -1,12 +1,14 @@
 """Pools that are late, and pools that fail."""
 
 import time
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv.transfer import tickets
 from tests.transfer.numbered import numbered_pool
 
 
@@ -53,3 +55,14 @@ def broken(delayed):
     yield lambda pool, seconds=0.5: step(delayed(pool, seconds), fault)
     # jax waits at exit for the last callback of a device: let it be one that succeeds.
     jax.block_until_ready(step(numbered_pool(), lambda: np.zeros((), np.float32)))
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """While it is shut nothing is ever over, however fast the machine is."""
+    is_ready = tickets.Piece.is_ready
+    gate = types.SimpleNamespace(shut=False)
+    monkeypatch.setattr(
+        tickets.Piece, "is_ready", lambda piece: not gate.shut and is_ready(piece)
+    )
+    return gate

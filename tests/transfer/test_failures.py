@@ -4,7 +4,10 @@ import jax
 import numpy as np
 import pytest
 
+from jaxkv.transfer import TransferEngine
+from tests.transfer.conftest import callback, fault
 from tests.transfer.numbered import (
+    EXTENT_BYTES,
     NUM_BLOCKS,
     check_at_rest,
     load_numbers,
@@ -106,3 +109,168 @@ def test_a_load_that_fails_on_its_way_spares_the_host_blocks(mode, broken):
     assert done.ticket == ticket
     assert "a fault of the device" in str(done.error)
     assert load_numbers(engine, numbered_pool(100), [1])[0] == [7]
+
+
+@modes
+def test_pieces_that_were_dispatched_with_a_failed_pool_fail_the_save(
+    mode, broken, gate
+):
+    engine, pool = make_engine(mode, staging_bytes=EXTENT_BYTES)
+    gate.shut = True
+    ticket = engine.save(pool, range(12), range(12))
+    assert engine.is_waiting(ticket)  # Two pieces of three.
+    gate.shut = False
+    bad, [done] = engine.drain(broken(pool, seconds=0.1))
+    assert done.ticket == ticket
+    assert "a fault of the device" in str(done.error)
+    check_at_rest(engine)
+    for host_id in range(12):
+        with pytest.raises(ValueError, match="have no bytes"):
+            engine.load(pool, [host_id], [0])
+    pool = store(engine, pool, range(12), range(12))
+    assert load_numbers(engine, pool, range(12))[0] == list(range(12))
+
+
+def fail_at_dispatch(engine, pool, broken, monkeypatch):
+    monkeypatch.setattr(engine._mover, "save_program", dispatch_failure)
+    return pool
+
+
+def fail_on_its_way(engine, pool, broken, monkeypatch):
+    return broken(pool, seconds=0.1)
+
+
+def fail_for_want_of_memory(engine, pool, broken, monkeypatch):
+    def take(index):
+        engine._flow._memory._extents[index] = None
+        raise MemoryError("no pinned memory")
+
+    monkeypatch.setattr(engine._flow._memory, "take", take)
+    return pool
+
+
+@modes
+@pytest.mark.parametrize(
+    "fail", [fail_at_dispatch, fail_on_its_way, fail_for_want_of_memory]
+)
+def test_neighbours_of_a_failed_save_keep_their_bytes(mode, fail, broken, monkeypatch):
+    engine, pool = make_engine(mode)
+    pool = store(engine, pool, range(24), range(24))
+    pool = store(engine, pool, range(8), range(24, 32))
+    expected = [*range(24), *range(8)]
+    # The host is full, so that each save takes over the rest of an extent.
+    with monkeypatch.context() as patch:
+        bad = fail(engine, pool, broken, patch)
+        engine.save(bad, [20, 21, 22], [1, 6, 30])
+        carried = [piece.placement.carry for piece in engine._flow._saving]
+        assert min(carried) >= 0
+        _, [done] = engine.drain(bad)
+    assert done.error is not None
+    check_at_rest(engine)
+    lost = (1, 6, 30)
+    for host_id in lost:
+        with pytest.raises(ValueError, match="have no bytes"):
+            engine.load(pool, [host_id], [0])
+    others = [host_id for host_id in range(32) if host_id not in lost]
+    for ids in (others[:16], others[16:]):
+        found, pool = load_numbers(engine, pool, ids)
+        assert found == [expected[host_id] for host_id in ids]
+    pool = store(engine, numbered_pool(), [20, 21, 22], lost)
+    assert load_numbers(engine, pool, [0, 1, 5, 6, 31, 30])[0] == [0, 20, 5, 21, 7, 22]
+    check_at_rest(engine)
+
+
+def stage_refuses(real, engine):
+    def stage(*args):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no staging memory")
+
+    return stage
+
+
+def stage_fails_later(real, engine):
+    def stage(*args):
+        arrays = real(*args)
+        zero = jax.jit(lambda: callback(fault))()
+        return tuple(array + zero.astype(array.dtype) for array in arrays)
+
+    return stage
+
+
+@pytest.mark.parametrize("stage", [stage_refuses, stage_fails_later])
+@pytest.mark.parametrize("layer_groups", [1, 2])
+def test_a_staged_load_that_does_not_arrive_leaves_the_pool(
+    stage, layer_groups, broken, monkeypatch
+):
+    del broken  # Only for what it does after the test.
+    engine, pool = make_engine(
+        "staged", staging_bytes=EXTENT_BYTES, layer_groups=layer_groups
+    )
+    pool = store(engine, pool, range(12), range(12))
+    real, calls = engine._mover.stage, []
+
+    def second_fails(*args):
+        calls.append(args)
+        failing = stage(real, engine) if len(calls) == 2 else real
+        return failing(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._mover, "stage", second_fails)
+        pool, ticket = engine.load(pool, range(12), range(12, 24))
+        pool, [done] = engine.drain(pool)
+    assert done.ticket == ticket
+    assert isinstance(done.error, jax.errors.JaxRuntimeError)
+    assert done.error.__traceback__ is None
+    assert len(calls) < 3 * layer_groups  # The rest was given up.
+    check_at_rest(engine)
+    k = np.array(pool["k"])[:, 0].astype(int).tolist()
+    assert k[:12] == list(range(12))  # Where nothing was to be loaded.
+    pool, _ = engine.load(pool, range(12), range(12, 24))
+    pool, [done] = engine.drain(pool)
+    assert done.error is None
+    assert numbers_in(pool) == [*range(12), *range(12)]
+
+
+@modes
+def test_a_failed_load_does_not_stop_the_others(mode, monkeypatch, gate):
+    engine, pool = make_engine(mode, staging_bytes=EXTENT_BYTES)
+    pool = store(engine, pool, range(8), range(8))
+    real, calls = engine._mover.load_program, []
+
+    def first_fails(group):
+        calls.append(group)
+        return dispatch_failure(group) if len(calls) == 1 else real(group)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._mover, "load_program", first_fails)
+        gate.shut = True
+        pool, failed = engine.load(pool, range(8), range(8, 16))
+        pool, loaded = engine.load(pool, [5], [20])
+        saved = engine.save(pool, [20], [20])  # Waits for the load before it.
+        gate.shut = False
+        pool, done = engine.drain(pool)
+    assert [each.ticket for each in done] == [failed, loaded, saved]
+    assert [each.error is None for each in done] == [False, True, True]
+    check_at_rest(engine)
+    assert load_numbers(engine, pool, [5, 20])[0] == [5, 5]
+
+
+@modes
+def test_a_lane_without_room_fails_one_store_and_no_other(mode):
+    # Blocks 0 to 11 are of one device, the others of a second: as two lanes.
+    devices = jax.devices("cpu")[:2]
+    mesh = jax.sharding.Mesh(np.array(devices), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    pool = jax.device_put(numbered_pool(), sharding)
+    engine = TransferEngine(pool, 8, mode=mode)
+    first = engine.save(pool, range(8), range(8))  # Twice what a lane holds.
+    second = engine.save(pool, [12, 13], [2, 3])
+    third = engine.save(pool, [14], [4])
+    pool, done = engine.drain(pool)
+    assert [each.ticket for each in done] == [first, second, third]
+    assert "the extents of the lanes [0] are full" in str(done[0].error)
+    assert [each.error for each in done[1:]] == [None, None]
+    check_at_rest(engine)
+    pool, _ = engine.load(pool, [4, 2, 3], [20, 21, 22])
+    pool, [done] = engine.drain(pool)
+    assert done.error is None
+    assert numbers_in(pool)[20:23] == [14, 12, 13]
