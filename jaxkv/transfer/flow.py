@@ -249,8 +249,9 @@ class Flow:
             )
             transfer.todo = transfer.todo[:0]  # `_issue` takes it off the queue.
             return True
-        piece = SavePiece(transfer, num_bytes, placement)
         device_ids = transfer.device_ids[transfer.todo[placement.picked]]
+        plan = self._plans.save(device_ids, placement)
+        piece = SavePiece(transfer, num_bytes, placement, plan)
         transfer.todo = np.delete(transfer.todo, placement.picked)
         transfer.num_pieces += 1
         self._bytes_in_flight += num_bytes
@@ -260,7 +261,6 @@ class Flow:
             if placement.carry != NO_EXTENT:
                 carry = self._memory.get(placement.carry)
             spare = self._memory.take(placement.extent)
-            plan = self._plans.save(device_ids, placement)
             extent, piece.watched = self._mover.save(leaves, plan, carry, spare)
             self._memory.put(placement.extent, extent)
         except TRANSFER_ERRORS as error:
@@ -320,11 +320,28 @@ class Flow:
             if error:
                 self._memory.put(piece.placement.extent, None)
             self.store.settle(piece.placement, ok=error is None)
+            if not error:
+                self._follow(piece)
         elif isinstance(piece, LoadPiece):
             self.store.unpin(piece.extent)
         if error:
             transfer.fail(error)
             self._give_up(transfer)
+
+    def _follow(self, saved: SavePiece) -> None:
+        """Have loads that wait read blocks where they have been taken over to.
+
+        Else the extent that was left would not be free, and the store that such a
+        load waits for would find no room.
+        """
+        for piece in self._waiting_loads:
+            rows_wanted = piece.targets != NOTHING
+            if piece.extent == saved.placement.carry and not np.any(
+                rows_wanted & ~saved.plan.carried
+            ):
+                self.store.unpin(piece.extent)
+                piece.extent = saved.placement.extent
+                self.store.pin(piece.extent)
 
     def _give_up(self, transfer: Transfer) -> None:
         """Drop what has not been issued of a transfer."""

@@ -91,13 +91,15 @@ class HostStore:
         return int(self._pins.sum())
 
     def claim(self, ids: NDArray[np.int32], writer: int) -> None:
-        """Make blocks unreadable, and give up their places, for a save.
+        """Make blocks unreadable, for a save.
+
+        They keep their places until `place` finds new ones: a load that was called
+        before may still have to read them.
 
         Args:
             ids: i32[n]. The blocks.
             writer: The save's number.
         """
-        self._vacate(ids)
         self._writer[ids] = writer
         self._readable[ids] = False
 
@@ -107,12 +109,13 @@ class HostStore:
         """Find an extent for some of the blocks; `settle` must follow.
 
         Args:
-            ids: i32[n]. Blocks that were claimed and have no place.
+            ids: i32[n]. Blocks that were claimed. They give up the places they have.
             lanes: int[n]. The lane of each.
 
         Returns:
             Where as many as possible go, None if every extent with room is in use.
         """
+        self._vacate(ids)
         wanted = np.bincount(lanes, minlength=self._num_lanes)
         free = self._free()
         if not free.size:
@@ -168,7 +171,9 @@ class HostStore:
         own = ids[self._writer[ids] == writer]
         self._readable[own] = ok
         if not ok:
-            self._vacate(own)
+            # Where somebody still reads, what was there stays until it is replaced:
+            # an extent is then no emptier than it looks to `place`.
+            self._vacate(own[self._pins[self._extent[own]] == 0])
 
     def find(
         self, ids: NDArray[np.int32]

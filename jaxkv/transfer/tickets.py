@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from jaxkv.transfer.extents import Extent
 from jaxkv.transfer.hoststore import Placement
+from jaxkv.transfer.plans import SavePlan
 
 Direction: TypeAlias = Literal["store", "load"]
 
@@ -137,9 +138,11 @@ class SavePiece(Piece):
 
     Attributes:
         placement: Where its blocks go.
+        plan: The same, row by row.
     """
 
     placement: Placement
+    plan: SavePlan
 
 
 @dataclasses.dataclass(eq=False)

@@ -98,7 +98,10 @@ def test_a_pool_that_cannot_be_offloaded_is_refused(make_pool, message):
         (2, r"block_axis 2 of pool\['k'\] must be an int in \[-2, 2\): .* \[6, 4\]"),
         ({"k": 0, "v": 1.0}, r"block_axis 1.0 of pool\['v'\] must be an int"),
         ({"k": 0}, "must be an int, or a tree of ints shaped like the top of the pool"),
-        ({"k": 0, "v": 1}, r"pool\['v'\] has 4 blocks and pool\['k'\] 6; .* \(here 1 of"),
+        (
+            {"k": 0, "v": 1},
+            r"pool\['v'\] has 4 blocks and pool\['k'\] 6; .* \(here 1 of",
+        ),
     ],
 )
 def test_a_wrong_block_axis_is_refused(block_axis, message):
@@ -155,5 +158,3 @@ def test_a_deleted_pool_is_refused():
         layout.flatten(pool)
     with pytest.raises(RuntimeError, match="deleted or donated"):
         PoolLayout.of(pool)
-
-

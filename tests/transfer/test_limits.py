@@ -279,7 +279,10 @@ def test_a_malformed_variable_is_refused(tmp_path, platform, environ, message):
 @pytest.mark.parametrize(
     ("platform", "remedy"),
     [
-        ("gpu", f"num_host_blocks or host_bytes, or raise {LIMIT} before jax is imported."),
+        (
+            "gpu",
+            f"num_host_blocks or host_bytes, or raise {LIMIT} before jax is imported.",
+        ),
         ("tpu", f"or host_bytes, or raise {PREMAPPED} before jax is imported."),
         ("cpu", "lower num_host_blocks or host_bytes."),
     ],

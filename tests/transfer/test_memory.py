@@ -63,7 +63,9 @@ def exhausted(*args):
 
 def test_construction_without_enough_host_memory(monkeypatch):
     monkeypatch.setattr(hostmemory.jax, "block_until_ready", exhausted)
-    with pytest.raises(MemoryError, match=r"allocate 48 bytes .* lower num_host_blocks"):
+    with pytest.raises(
+        MemoryError, match=r"allocate 48 bytes .* lower num_host_blocks"
+    ):
         TransferEngine([zeros((4, 2))], 5)
 
 
