@@ -167,14 +167,14 @@ class Mover:
         *extents: Extent | None,
     ) -> Any:
         """Run a program; the plan is ours alone, for XLA may read it late."""
-        if isinstance(self._plan, jax.sharding.NamedSharding):
-            # Not `device_put`: with several processes it compares all copies first.
-            plan = jax.make_array_from_callback(
-                plan.shape, self._plan, lambda index: plan[index]
-            )
         # A guard against transfers that nobody meant: a plan's is meant. It costs
         # 100 us less than `device_put`.
         with jax.transfer_guard_host_to_device("allow"):
+            if isinstance(self._plan, jax.sharding.NamedSharding):
+                # Not `device_put`: with several processes it compares all copies first.
+                plan = jax.make_array_from_callback(
+                    plan.shape, self._plan, lambda index: plan[index]
+                )
             return program(leaves, plan, *extents)
 
     def _compile_save(self, kind: SaveKind) -> jax.stages.Compiled:

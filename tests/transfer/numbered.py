@@ -58,7 +58,7 @@ def check_at_rest(engine):
     """Nothing is on its way, and nothing is held for it."""
     assert engine.num_in_flight == engine.num_waiting == engine.bytes_in_flight == 0
     flow = engine._flow
-    assert not (flow._landing or flow._saving or flow._loading)
+    assert not [*flow._landing, *flow._saving, *flow._loading]
     assert flow.store.num_pins == 0
     assert not flow.store._held.any()
     flow.store.check()

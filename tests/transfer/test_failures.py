@@ -120,7 +120,7 @@ def test_pieces_that_were_dispatched_with_a_failed_pool_fail_the_save(
     ticket = engine.save(pool, range(12), range(12))
     assert engine.is_waiting(ticket)  # Two pieces of three.
     gate.shut = False
-    bad, [done] = engine.drain(broken(pool, seconds=0.1))
+    _, [done] = engine.drain(broken(pool))
     assert done.ticket == ticket
     assert "a fault of the device" in str(done.error)
     check_at_rest(engine)
@@ -137,7 +137,7 @@ def fail_at_dispatch(engine, pool, broken, monkeypatch):
 
 
 def fail_on_its_way(engine, pool, broken, monkeypatch):
-    return broken(pool, seconds=0.1)
+    return broken(pool)
 
 
 def fail_for_want_of_memory(engine, pool, broken, monkeypatch):

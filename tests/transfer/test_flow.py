@@ -46,14 +46,19 @@ def test_no_more_is_in_flight_than_allowed(mode, extents, layer_groups, monkeypa
     engine, pool = make_engine(
         mode, staging_bytes=extents * EXTENT_BYTES, layer_groups=layer_groups
     )
-    mover, seen = engine._mover, [0]
-    for name in ("save", "stage", "load"):
+    seen = []
 
-        def spy(*args, real=getattr(mover, name)):
+    def spy_on(name):
+        real = getattr(engine._mover, name)
+
+        def spy(*args):
             seen.append(engine.bytes_in_flight)
             return real(*args)
 
-        monkeypatch.setattr(mover, name, spy)
+        monkeypatch.setattr(engine._mover, name, spy)
+
+    for name in ("save", "stage", "load"):
+        spy_on(name)
     rng = np.random.default_rng(extents)
     store(engine, pool, range(24), range(24))
     for _ in range(12):
