@@ -152,6 +152,37 @@ def test_a_load_into_a_mixed_pool_leaves_other_blocks_alone(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_host_blocks_of_several_device_blocks(seed, mode):
+    rng = np.random.default_rng(seed)
+    pool = mixed_pool(30, rng)
+    device = pool_bits(pool)
+    engine = TransferEngine(pool, 16, mode=mode, blocks_per_host_block=3)
+    assert engine.block_bytes == 3 * device.shape[1]
+    saved = rng.permutation(30)[:24].reshape(8, 3)
+    saved[rng.permutation(8)[:4], rng.integers(0, 3, 4)] = -1
+    host_ids = rng.permutation(16)[:8]
+    engine.save(pool, saved, host_ids)
+    pool, [done] = engine.drain(pool)
+    assert (done.num_blocks, done.error) == (8, None)
+    # To other places, some of them not wanted; what was not saved can be anything.
+    loaded = rng.permutation(30)[:24].reshape(8, 3)
+    loaded[saved == -1] = -1
+    loaded[rng.permutation(8)[:4], 0] = -1
+    wanted = loaded != -1
+    wanted_rows = wanted.any(axis=1)
+    pool, _ = engine.load(pool, host_ids[wanted_rows], loaded[wanted_rows])
+    pool, [done] = engine.drain(pool)
+    assert done.error is None
+    expected = device.copy()
+    expected[loaded[wanted]] = device[saved[wanted]]
+    assert np.array_equal(pool_bits(pool), expected)
+    for ids, message in [([[1, 2]], "rows of 3 ints"), ([[-1] * 3], "nothing but -1")]:
+        with pytest.raises(ValueError, match=message):
+            engine.save(pool, ids, [0])
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(6))
 def test_random_transfers_agree_with_a_shadow(seed, mode):
     num_blocks, num_host_blocks = 24, 40

@@ -230,6 +230,25 @@ def test_a_staged_load_that_does_not_arrive_leaves_the_pool(
     assert numbers_in(pool) == [*range(12), *range(12)]
 
 
+def test_what_lands_of_a_failed_load_is_not_written(monkeypatch):
+    engine, pool = make_engine("staged")
+    pool = store(engine, pool, range(12), range(12))
+    real, calls = engine._mover.stage, []
+
+    def first_fails(*args):
+        calls.append(args)
+        return dispatch_failure(args) if len(calls) == 1 else real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._mover, "stage", first_fails)
+        pool, _ = engine.load(pool, range(12), range(12, 24))
+        pool, [done] = engine.drain(pool)
+    assert len(calls) == 3
+    assert "no staging memory" in str(done.error)
+    assert numbers_in(pool) == list(range(NUM_BLOCKS))
+    check_at_rest(engine)
+
+
 @modes
 def test_a_failed_load_does_not_stop_the_others(mode, monkeypatch, gate):
     engine, pool = make_engine(mode, staging_bytes=EXTENT_BYTES)
