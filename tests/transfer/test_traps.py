@@ -80,17 +80,18 @@ def kinds(shardings):
 
 @modes
 def test_without_the_compiler_options_bits_change(mode, monkeypatch):
-    raw = np.arange(1 << 16, dtype=np.uint16).reshape(64, -1)
+    # Of bfloat16 jax 0.10 changes 252 patterns, 0.12 none.
+    raw = np.arange(1 << 8, dtype=np.uint8).reshape(32, -1)
 
     def came_back():
-        pool = jax.device_put(jnp.array(raw.view(jnp.bfloat16)), CPU)
-        engine = TransferEngine(pool, 64, mode=mode)
-        pool = store(engine, pool, range(64), range(64))
+        pool = jax.device_put(jnp.array(raw.view(jnp.float8_e5m2)), CPU)
+        engine = TransferEngine(pool, 32, mode=mode)
+        pool = store(engine, pool, range(32), range(32))
         loaded, _ = engine.load(
-            jax.tree.map(jnp.zeros_like, pool), range(64), range(64)
+            jax.tree.map(jnp.zeros_like, pool), range(32), range(32)
         )
         loaded, _ = engine.drain(loaded)
-        return np.array(loaded).view(np.uint16)
+        return np.array(loaded).view(np.uint8)
 
     assert np.array_equal(came_back(), raw)
     monkeypatch.setattr(memory, "compiler_options", lambda platform: None)
