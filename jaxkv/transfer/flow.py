@@ -247,7 +247,7 @@ class Flow:
                     "larger, or spread blocks over the lanes evenly."
                 )
             )
-            transfer.todo = transfer.todo[:0]  # `_issue` takes it off the queue.
+            self._give_up(transfer)
             return True
         device_ids = transfer.device_ids[transfer.todo[placement.picked]]
         plan = self._plans.save(device_ids, placement)

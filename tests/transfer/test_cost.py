@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.transfer import TransferEngine, memory, rows
+from jaxkv.transfer import TransferEngine, kernels, memory, rows
 
 CPU = jax.devices("cpu")[0]
 MODES = ("fused", "staged")
@@ -34,8 +34,8 @@ def whole_pool_converts(program):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2"])
 def test_no_program_converts_the_pool(mode, dtype):
     mover = TransferEngine(make_pool(dtype), 4, mode=mode)._mover
-    for carries in (False, True):
-        assert whole_pool_converts(mover.save_program(carries)) == []
+    for kind in kernels.SAVE_KINDS[mode]:
+        assert whole_pool_converts(mover.save_program(kind)) == []
     assert whole_pool_converts(mover.load_program(0)) == []
 
 
@@ -132,9 +132,10 @@ def traced(monkeypatch):
     return names
 
 
-# A save has a program for extents of its own and one that carries rows over.
+# A save has programs for all rows of an extent, for some (in the mode "fused"), and
+# for some beside those that are carried over.
 PROGRAMS = {
-    "fused": ["scatter_rows", "write_rows", "write_rows"],
+    "fused": ["gather_rows", "scatter_rows", "write_rows", "write_rows"],
     "staged": ["gather_rows", "gather_rows", "scatter_rows"],
 }
 
@@ -145,8 +146,8 @@ def test_one_program_of_each_kind(mode, seed, traced):
     rng = np.random.default_rng(seed)
     pool = make_pool()
     engine = TransferEngine(pool, NUM_BLOCKS, mode=mode)
-    for _ in range(25):
-        ids = rng.permutation(NUM_BLOCKS)[: rng.integers(1, NUM_BLOCKS)]
+    for num_blocks in (3, *rng.integers(1, NUM_BLOCKS, 24)):
+        ids = rng.permutation(NUM_BLOCKS)[:num_blocks]
         engine.save(pool, ids, ids)
         pool, _ = engine.drain(pool)
         pool, _ = engine.load(pool, ids, ids)

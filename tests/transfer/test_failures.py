@@ -63,9 +63,9 @@ def test_a_save_that_fails_at_dispatch_is_a_value_too(mode, monkeypatch):
     ids = list(range(21))  # Six pieces; the second fails.
     real, calls = engine._mover.save_program, []
 
-    def second_fails(carries):
-        calls.append(carries)
-        return dispatch_failure(carries) if len(calls) == 2 else real(carries)
+    def second_fails(kind):
+        calls.append(kind)
+        return dispatch_failure(kind) if len(calls) == 2 else real(kind)
 
     with monkeypatch.context() as patch:
         patch.setattr(engine._mover, "save_program", second_fails)
