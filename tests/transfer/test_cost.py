@@ -211,3 +211,17 @@ def test_a_transfer_takes_a_program_for_each_extent(mode, monkeypatch):
         pool, _ = engine.load(pool, range(num_blocks), range(num_blocks))
         pool, _ = engine.drain(pool)
         assert len(calls) == num_programs
+
+
+@modes
+def test_programs_run_in_the_background(mode, monkeypatch):
+    # XLA:CPU runs a program of less than 1,000 operations in the thread that calls.
+    def num_operations():
+        mover = TransferEngine(make_pool(), 16, mode=mode)._mover
+        programs = [mover.save_program(kind) for kind in kernels.SAVE_KINDS[mode]]
+        programs.append(mover.load_program(0))
+        return [program.cost_analysis()["flops"] for program in programs]
+
+    assert min(num_operations()) >= 1000
+    monkeypatch.setattr(kernels, "_token", lambda plan: plan[:, :1])
+    assert min(num_operations()) < 1000
