@@ -348,10 +348,20 @@ class Flow:
         transfer.todo = transfer.todo[:0]
         if transfer in self._waiting_stores:
             self._waiting_stores.remove(transfer)
+            self._forget_reader(transfer)
         for piece in [p for p in self._waiting_loads if p.transfer is transfer]:
             self._waiting_loads.remove(piece)
             self.store.unpin(piece.extent)
             transfer.num_pieces -= 1
+
+    def _forget_reader(self, store: Transfer) -> None:
+        """Have no later load wait for a store that will not read any more."""
+        blocks = store.device_ids[store.device_ids != NOTHING]
+        blocks = blocks[self._last_reader[blocks] == store.number]
+        self._last_reader[blocks] = -1
+        for other in self._waiting_stores:
+            shared = np.intersect1d(blocks, other.device_ids)
+            self._last_reader[shared] = other.number
 
     def _completion(self, transfer: Transfer) -> Completion:
         ids = tuple(transfer.host_ids.tolist())
