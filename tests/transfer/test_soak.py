@@ -1,0 +1,381 @@
+"""Random transfers, steps and failures for long, every byte against a copy in NumPy."""
+
+import collections
+import dataclasses
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.transfer import TransferEngine
+from tests.transfer import faults
+from tests.transfer.shadow import bits, random_array, to_device
+
+NUM_BLOCKS = 24
+NUM_HOST_BLOCKS = 40
+BLOCK_AXIS = {"k": 0, "v": 1}
+BLOCK_BYTES = 4 * 4 + 2 * 2 * 3
+
+
+@dataclasses.dataclass(eq=False)
+class Cell:
+    """What a block holds, or is to hold once a transfer is over.
+
+    Attributes:
+        value: Its bytes, one array a leaf.
+        source: What it was loaded from; worthless if that is.
+        ok: False once it may be anything: a load into it has failed or was abandoned.
+    """
+
+    value: list[np.ndarray]
+    source: "Cell | None" = None
+    ok: bool = True
+
+    def is_known(self):
+        return self.ok and (self.source is None or self.source.is_known())
+
+
+ANYTHING = Cell([], ok=False)
+
+
+@dataclasses.dataclass(eq=False)
+class Flight:
+    """A transfer in flight.
+
+    Attributes:
+        device_ids: The device blocks that it touches.
+        cells: What it writes, by host block of a save, by device block of a load.
+        may_fail: Whether something was made to fail while it was in flight.
+    """
+
+    device_ids: set[int]
+    cells: dict[int, list[Cell]]
+    may_fail: bool = False
+
+
+@jax.jit
+def _overwrite(pool, ids, k, v, num_products):
+    mean = jnp.full((64, 64), 1 / 64, jnp.float32)
+    mean = jax.lax.fori_loop(0, num_products, lambda _, x: x @ mean, mean)
+    late = ids + (mean[0, 0] * 0).astype(jnp.int32)
+    return {
+        "k": pool["k"].at[late].set(k, mode="drop"),
+        "v": pool["v"].at[:, late].set(v, mode="drop"),
+    }
+
+
+overwrite = jax.jit(_overwrite, donate_argnums=0)
+
+
+class Soak:
+    """An engine, its pool, and what both must hold."""
+
+    def __init__(self, mode, seed):
+        self.rng = np.random.default_rng(seed)
+        self.m = (1, 2)[seed % 2]
+        self.num_host_blocks = NUM_HOST_BLOCKS // self.m
+        self.pool = self._new_pool()
+        extent_bytes = int(self.rng.integers(1, 5)) * self.m * BLOCK_BYTES
+        self.engine = TransferEngine(
+            self.pool,
+            self.num_host_blocks,
+            mode=mode,
+            block_axis=BLOCK_AXIS,
+            blocks_per_host_block=self.m,
+            layer_groups=(1, 2)[seed // 2 % 2],
+            extent_bytes=extent_bytes,
+            staging_bytes=int(self.rng.integers(1, 4)) * extent_bytes,
+        )
+        self.engine.warm_up()
+        self.host = {}  # Readable host block -> its cells.
+        self.writer = {}  # Host block -> ticket of the last save into it.
+        self.flights = {}  # Ticket -> flight.
+        self.doomed = set()  # Tickets that cannot but fail.
+        self.counts = collections.Counter()
+        # As callers should be: they leave alone what a waiting save has yet to read.
+        self.is_careful = not seed // 4 % 2
+        self.failing = True
+        self._inject_failures()
+
+    # What a caller does.
+
+    def save(self):
+        device_ids = self._rows(self.rng.integers(1, NUM_BLOCKS // self.m // 2))
+        host_ids = self.rng.permutation(self.num_host_blocks)[: len(device_ids)]
+        self._save(self.pool, device_ids, host_ids)
+
+    def load(self):
+        if not self.host:
+            return
+        busy = self._busy() if self.is_careful else self._loading()
+        device_ids = self._rows(self.rng.integers(1, NUM_BLOCKS // self.m + 1), busy)
+        host_ids = self.rng.choice(list(self.host), len(device_ids))
+        cells = {}
+        for host_id, row in zip(host_ids.tolist(), device_ids, strict=True):
+            for source, device_id in zip(self.host[host_id], row, strict=True):
+                if device_id >= 0:
+                    cells[int(device_id)] = [Cell(source.value, source)]
+        self._hits = 0
+        self.pool, ticket = self.engine.load(
+            self.pool, host_ids, self._flat(device_ids)
+        )
+        self.flights[ticket] = Flight(set(cells), cells, self._hits > 0)
+        for device_id, [cell] in cells.items():
+            self.device[device_id] = cell
+
+    def load_what_is_not_there(self):
+        missing = sorted(set(range(self.num_host_blocks)) - set(self.host))
+        if missing:
+            in_flight = self.engine.num_in_flight
+            with pytest.raises(ValueError, match=r"have no bytes to load"):
+                self.engine.load(
+                    self.pool, missing[:1], self._flat(np.arange(self.m)[None])
+                )
+            assert self.engine.num_in_flight == in_flight
+
+    def step(self):
+        """Overwrite blocks that no transfer needs, donating the pool."""
+        busy = self._busy()
+        free = [d for d in range(NUM_BLOCKS) if d not in busy]
+        ids = self.rng.permutation(free)[: self.rng.integers(0, 9)].astype(np.int32)
+        padded = NUM_BLOCKS + np.arange(8, dtype=np.int32)
+        padded[: len(ids)] = ids
+        k, v = self._random_values(8)
+        late = int(self.rng.choice([0, 50, 500]))
+        self.pool = overwrite(self.pool, padded, k, v, late)
+        for n, device_id in enumerate(ids.tolist()):
+            self.device[device_id] = Cell([k[n], v[:, n]])
+
+    def advance(self):
+        self._hits = 0
+        self.pool = self.engine.advance(self.pool)
+
+    def poll(self):
+        self._hits = 0
+        self._take(self.engine.poll())
+
+    def drain(self):
+        self._hits = 0
+        self.pool, done = self.engine.drain(self.pool)
+        self._take(done)
+        assert not self.flights
+        self._check_nothing_left()
+
+    def abandon(self):
+        if not self.flights:
+            return
+        ticket = list(self.flights)[self.rng.integers(len(self.flights))]
+        self._forget(ticket, self.flights.pop(ticket))
+        self.engine.abandon(ticket)
+        with pytest.raises(ValueError, match=r"is not in flight"):
+            self.engine.abandon(ticket)
+
+    def check(self):
+        """Compare the device blocks that no load in flight writes."""
+        busy = self._loading()
+        k, v = np.array(self.pool["k"]), np.array(self.pool["v"])
+        for device_id, cell in enumerate(self.device):
+            if device_id not in busy and cell.is_known():
+                assert (bits(k[device_id]) == bits(cell.value[0])).all(), device_id
+                assert (bits(v[:, device_id]) == bits(cell.value[1])).all(), device_id
+                self.counts["blocks compared"] += 1
+
+    # What goes wrong.
+
+    def lose_a_save(self):
+        """Save from a copy of the pool that turns out to have failed."""
+        self._everything_may_fail()
+        device_ids = self._rows(2)
+        host_ids = self.rng.permutation(self.num_host_blocks)[: len(device_ids)]
+        self._save(faults.broken(self.pool), device_ids, host_ids, may_fail=True)
+
+    def lose_the_pool(self):
+        """Go on with a pool that turns out to have failed, then start over."""
+        older = set(self.flights)
+        self.pool = faults.broken(self.pool)
+        for action in (self.save, self.load, self.advance):
+            action()
+        self.doomed |= self.flights.keys() - older
+        self._everything_may_fail()
+        self.device = [ANYTHING] * NUM_BLOCKS
+        self.drain()
+        with pytest.raises(jax.errors.JaxRuntimeError, match=faults.FAULT):
+            self.pool["k"].block_until_ready()
+        self.pool = self._new_pool()
+
+    def run(self, num_steps):
+        actions = {
+            self.step: 6,
+            self.save: 4,
+            self.load: 4,
+            self.poll: 4,
+            self.advance: 4,
+            self.load_what_is_not_there: 1,
+            self.check: 0.5,
+            self.drain: 0.2,
+            self.abandon: 0.5,
+            self.lose_a_save: 0.1,
+            self.lose_the_pool: 0.1,
+        }
+        weights = np.array(list(actions.values()))
+        for n in self.rng.choice(len(actions), num_steps, p=weights / weights.sum()):
+            action = list(actions)[n]
+            self.counts[action.__name__] += 1
+            action()
+        self.finish()
+
+    def finish(self):
+        """Nothing is leaked, and all that should be is there."""
+        self.failing = False
+        self.drain()
+        self.check()
+        readable = np.flatnonzero(self.engine._store._readable).tolist()
+        assert readable == sorted(self.host)
+        rows = NUM_BLOCKS // self.m
+        for start in range(0, len(readable), rows):
+            host_ids = readable[start : start + rows]
+            device_ids = np.arange(len(host_ids) * self.m).reshape(-1, self.m)
+            self.pool, ticket = self.engine.load(
+                self.pool, host_ids, self._flat(device_ids)
+            )
+            cells = [cell for h in host_ids for cell in self.host[h]]
+            self.device[: len(cells)] = cells
+            self.pool, [done] = self.engine.drain(self.pool)
+            assert (done.ticket, done.error) == (ticket, None)
+            self.check()
+        self._check_nothing_left()
+        faults.recover(self.pool)
+
+    # Underneath.
+
+    def _loading(self):
+        """The device blocks of loads in flight."""
+        flights = self.flights.items()
+        return set().union(*(f.device_ids for t, f in flights if t.direction == "load"))
+
+    def _busy(self):
+        """Those, and the device blocks that saves still have to read."""
+        flights = self.flights.items()
+        waiting = (f.device_ids for t, f in flights if self.engine.is_waiting(t))
+        return self._loading().union(*waiting)
+
+    def _save(self, pool, device_ids, host_ids, may_fail=False):
+        cells = {}
+        for host_id, row in zip(host_ids.tolist(), device_ids, strict=True):
+            cells[host_id] = [self.device[d] if d >= 0 else ANYTHING for d in row]
+        self._hits = 0
+        ticket = self.engine.save(pool, self._flat(device_ids), host_ids)
+        touched = set(device_ids[device_ids >= 0].tolist())
+        self.flights[ticket] = Flight(touched, cells, may_fail or self._hits > 0)
+        for host_id in cells:
+            self.host.pop(host_id, None)
+            self.writer[host_id] = ticket
+
+    def _take(self, done):
+        assert done == sorted(done, key=lambda each: each.ticket.number)
+        for each in done:
+            flight = self.flights.pop(each.ticket)
+            assert not any(
+                older.direction == each.direction and older < each.ticket
+                for older in self.flights
+            )
+            self.counts[f"{each.direction}s over"] += 1
+            if each.error is not None:
+                assert flight.may_fail, each
+                self.counts[f"{each.direction}s failed"] += 1
+                self._forget(each.ticket, flight)
+                continue
+            assert each.ticket not in self.doomed or not each.num_blocks
+            if each.direction == "store":
+                for host_id, cells in flight.cells.items():
+                    if self.writer[host_id] == each.ticket:
+                        self.host[host_id] = cells
+
+    def _forget(self, ticket, flight):
+        if ticket.direction == "load":
+            for [cell] in flight.cells.values():
+                cell.ok = False
+
+    def _everything_may_fail(self):
+        for flight in self.flights.values():
+            flight.may_fail = True
+
+    def _hit(self, what):
+        self.counts[what] += 1
+        self._hits += 1
+        self._everything_may_fail()
+
+    def _inject_failures(self):
+        mover, memory = self.engine._mover, self.engine._flow._memory
+        rng = np.random.default_rng(self.rng.integers(1 << 32))
+
+        def refusing(owner, name, rate, poison_rate=0.0):
+            real = getattr(owner, name)
+
+            def refuse(*args):
+                if self.failing and rng.random() < rate:
+                    self._hit(f"{name} refused")
+                    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: by design")
+                result = real(*args)
+                if self.failing and rng.random() < poison_rate:
+                    self._hit(f"{name} poisoned")
+                    result = faults.broken(result)
+                return result
+
+            setattr(owner, name, refuse)
+
+        refusing(mover, "save", 0.005)
+        refusing(mover, "load", 0.005)
+        refusing(mover, "stage", 0.005, poison_rate=0.002)
+        refusing(memory, "_new_extent", 0.2)
+
+    def _check_nothing_left(self):
+        engine = self.engine
+        assert engine.bytes_in_flight == engine.num_in_flight == engine.num_waiting == 0
+        assert engine._store.num_pins == 0
+        assert not engine._store._held.any()
+        engine._store.check()
+
+    def _random_values(self, n):
+        k = random_array(self.rng, (n, 4), "int32")
+        return k, random_array(self.rng, (2, n, 3), "uint16")
+
+    def _new_pool(self):
+        k, v = self._random_values(NUM_BLOCKS)
+        self.device = [Cell([k[n], v[:, n]]) for n in range(NUM_BLOCKS)]
+        return to_device({"k": k, "v": v})
+
+    def _rows(self, num_rows, busy=()):
+        """Distinct device blocks i32[n, m], n as large as can be; -1 in some places."""
+        free = [d for d in range(NUM_BLOCKS) if d not in busy]
+        num_rows = min(int(num_rows), len(free) // self.m)
+        rows = self.rng.permutation(free)[: num_rows * self.m].reshape(-1, self.m)
+        if self.m > 1:
+            rows[self.rng.random(num_rows) < 0.2, self.rng.integers(self.m)] = -1
+        return rows.astype(np.int32)
+
+    def _flat(self, rows):
+        return rows[:, 0] if self.m == 1 else rows
+
+
+@pytest.mark.parametrize("mode", ["fused", "staged"])
+@pytest.mark.parametrize("seed", [0, 3, 6])
+def test_soak(mode, seed, caplog):
+    caplog.set_level(logging.CRITICAL)  # Of every fault that is made to happen.
+    soak = Soak(mode, seed)
+    soak.run(300)
+    print(f"{mode=} {seed=} {dict(soak.counts)}")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["fused", "staged"])
+@pytest.mark.parametrize("seed", [10, 11, 12, 13])
+def test_soak_of_10_000_steps(mode, seed, caplog):
+    caplog.set_level(logging.CRITICAL)
+    soak = Soak(mode, seed)
+    soak.run(10_000)
+    print(f"{mode=} {seed=} {dict(soak.counts)}")
+    assert soak.counts["stores over"] > 1000
+    assert soak.counts["loads over"] > 500
