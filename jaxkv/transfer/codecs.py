@@ -29,11 +29,13 @@ class Compression:
     Each block has a float32 scale for each head (and for each shard of it): its
     largest magnitude lands on the largest value of the type, as in the KV-cache
     quantisation of vLLM and TensorRT-LLM. Integer leaves are stored as they are.
-    Values come back rounded; infinities and NaNs do not come back at all.
+    Values come back rounded, once: what came back comes back the same from then on.
+    Infinities come back as the largest finite magnitude, NaNs as 0 from int8.
 
     Attributes:
         dtype: ``"int8"`` (error at most 1/254 of the largest magnitude of a block and
-            head) or ``"fp8"`` (float8_e4m3fn; about 1/16 of each value).
+            head) or ``"fp8"`` (float8_e4m3fn; at most 1/16 of each value); and that of
+            rounding to the dtype of the leaf.
         head_axis: Which axis of a leaf counts the heads, or anything else that has a
             range of its own: an int, or a pytree of ints that is a prefix of the pool.
     """
@@ -84,18 +86,25 @@ def codecs_of(layout: PoolLayout, compression: Compression | None) -> list[Codec
     if compression is None:
         return [_raw(leaf) for leaf in layout.leaves]
     skeleton = jax.tree.unflatten(layout.treedef, layout.leaves)
-    axes = jax.tree.leaves(
-        jax.tree.broadcast(
-            compression.head_axis, skeleton, is_leaf=lambda x: isinstance(x, Leaf)
+    try:
+        axes = jax.tree.leaves(
+            jax.tree.broadcast(
+                compression.head_axis, skeleton, is_leaf=lambda x: isinstance(x, Leaf)
+            )
         )
-    )
+    except ValueError as error:
+        raise ValueError(
+            f"compression: head_axis={compression.head_axis!r} must be an int, or a "
+            "tree of ints shaped like the top of the pool."
+        ) from error
     codecs = []
     for leaf, axis in zip(layout.leaves, axes, strict=True):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             codecs.append(_raw(leaf))
             continue
         ndim = len(leaf.shape)
-        if not -ndim <= axis < ndim or axis % ndim == leaf.block_axis:
+        is_axis = isinstance(axis, int) and -ndim <= axis < ndim
+        if not is_axis or axis % ndim == leaf.block_axis:
             raise ValueError(
                 f"compression: head_axis {axis} of {leaf.name} must be an axis of "
                 f"{list(leaf.shape)} other than the block axis {leaf.block_axis}."
@@ -126,10 +135,15 @@ def _quantised(
         for axis, size in enumerate(leaf.shape)
     )
 
+    # A scale of 16 bits, times a value of the type, is exact in float32: so what came
+    # back has that scale again, and does not drift from one save to the next.
     def encode(rows: jax.Array) -> tuple[jax.Array, ...]:
         values = rows.astype(jnp.float32)
-        peak = jnp.max(jnp.abs(values), axis=reduced, keepdims=True)
-        scale = jnp.where(peak > 0, peak / largest, jnp.ones_like(peak))
+        magnitudes = jnp.where(jnp.isfinite(values), jnp.abs(values), 0.0)
+        peak = jnp.max(magnitudes, axis=reduced, keepdims=True)
+        # XLA:CPU takes what is smaller than `tiny` for zero, and 0 / 0 is a NaN.
+        scale = jnp.maximum(peak / largest, np.finfo(np.float32).tiny)
+        scale = jax.lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=15)
         scaled = values / scale
         if dtype == "int8":
             scaled = jnp.round(scaled)
