@@ -3,6 +3,7 @@
 import os
 import random
 
+import jax
 import pytest
 
 from jaxkv.keys import key_from_foreign
@@ -149,3 +150,5 @@ def test_equals_twin_on_random_operations(policy, num_blocks, batch_sizes):
 @pytest.mark.parametrize("num_blocks", [1, 7, 61, 500, 4096])
 def test_equals_twin_on_a_million_random_operations(policy, num_blocks):
     run(policy, num_blocks, (1, 4096), num_operations=200_000)
+    # As `few_programs` does after a file: each part compiles hundreds of programs.
+    jax.clear_caches()
