@@ -66,8 +66,8 @@ class HostStore:
         self._extent_blocks = extent_blocks
         self._num_lanes = num_lanes
         full = -(-num_blocks // (extent_blocks * num_lanes))
-        # One is for the liveness of saves, the others keep extents from being sparse.
-        self._reserve = max(1, (num_extents - full) // 2)
+        # One for the liveness of saves; more let several take blocks over at a time.
+        self._reserve = max(1, (num_extents - full) // 8)
         self._extent = np.full(num_blocks, NO_EXTENT, np.int32)
         self._place = np.zeros(num_blocks, np.int32)
         self._writer = np.full(num_blocks, NOBODY, np.int64)

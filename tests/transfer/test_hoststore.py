@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkv.transfer.hoststore import NO_EXTENT, HostStore, Placement
+from jaxkv.transfer.sizing import HostSize
 
 
 @dataclasses.dataclass
@@ -303,3 +304,37 @@ def test_a_claimed_block_keeps_its_place_for_those_who_read_it():
     with pytest.raises(ValueError, match="have no bytes"):
         store.find(ids)
     store.check()
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_runs_of_blocks_are_hardly_taken_over(seed):
+    # A full tier, whose blocks are evicted in the runs in which requests saved them.
+    num_blocks, extent_blocks, mean_run, batch = 960, 16, 60, 32
+    size = HostSize.of(num_blocks, None, extent_blocks, 1, 1)
+    assert size.extent_blocks == extent_blocks
+    store = HostStore(num_blocks, size.num_extents, extent_blocks)
+    rng = np.random.default_rng(seed)
+    print(f"seed {seed}")
+
+    def num_taken_over(ids, number):
+        """Save `ids`; count the blocks that were moved out of their way."""
+        store.claim(ids, number)
+        todo, taken_over = ids, 0
+        while todo.size:
+            placement = store.place(todo, np.zeros(len(todo), np.intp))
+            store.settle(placement, ok=True)
+            todo = np.delete(todo, placement.picked)
+            taken_over += len(placement.carried_ids)
+        store.finish(ids, number, ok=True)
+        return taken_over
+
+    bounds = np.cumsum(rng.geometric(1 / mean_run, 100))
+    runs = np.split(np.arange(num_blocks, dtype=np.int32), bounds[bounds < num_blocks])
+    counts = []
+    for turn in range(5):
+        order = [runs[index] for index in rng.permutation(len(runs))]
+        for number, start in enumerate(range(0, num_blocks, batch)):
+            ids = np.concatenate(order)[start : start + batch]
+            counts.append(num_taken_over(ids, turn * num_blocks + number))
+    store.check()
+    assert sum(counts) < 0.05 * 5 * num_blocks
