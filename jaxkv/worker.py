@@ -11,7 +11,8 @@ class OffloadWorker:
     """Moves blocks as `OffloadScheduler` says, on the thread that runs the model.
 
     Args:
-        engine: The transfer engine of the device pool.
+        engine: The transfer engine of the device pool. It is the worker's alone: what
+            others move with it is not reported to anybody.
 
     Attributes:
         blocks_stored: Blocks whose store arrived so far.
@@ -21,6 +22,12 @@ class OffloadWorker:
     """
 
     def __init__(self, engine: TransferEngine) -> None:
+        if engine.blocks_per_host_block != 1 or engine.num_lanes != 1:
+            raise ValueError(
+                f"the engine has {engine.blocks_per_host_block} device blocks per host "
+                f"block and a block axis of {engine.num_lanes} shards; a scheduler "
+                "knows of neither yet, both must be 1."
+            )
         self.blocks_stored = 0
         self.blocks_loaded = 0
         self.bytes_stored = 0
@@ -90,7 +97,7 @@ class OffloadWorker:
                 stores[ok].append(self._store_events.pop(done.ticket))
                 self.blocks_stored += done.num_blocks * ok
                 self.bytes_stored += done.num_bytes * ok
-            else:
+            elif done.ticket in self._load_requests:
                 recving[ok].extend(self._load_requests.pop(done.ticket))
                 self.blocks_loaded += done.num_blocks * ok
                 self.bytes_loaded += done.num_bytes * ok

@@ -109,3 +109,20 @@ def test_a_failed_transfer_is_told_to_the_scheduler(monkeypatch):
     monkeypatch.setattr(engine, "poll", lambda: [failed])
     assert worker.poll() == ConnectorOutput(failed_store_events=(5,))
     assert worker.blocks_stored == 0
+
+
+def test_what_others_move_with_the_engine_does_not_stop_the_reports():
+    pool = make_pool()
+    engine = TransferEngine(pool, 3)
+    worker = OffloadWorker(engine)
+    pool = worker.start(metadata(store=[(1, 0)]), pool)
+    engine.save(pool, [2], [1])
+    pool, output = worker.drain(pool)
+    assert output.completed_store_events == (0,)
+    assert worker.num_in_flight == 0
+
+
+def test_an_engine_that_the_scheduler_does_not_know_is_refused():
+    engine = TransferEngine(make_pool(), 3, blocks_per_host_block=2)
+    with pytest.raises(ValueError, match="has 2 device blocks per host block"):
+        OffloadWorker(engine)

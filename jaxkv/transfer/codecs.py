@@ -28,7 +28,8 @@ class Compression:
 
     Each block has a float32 scale for each head (and for each shard of it): its
     largest magnitude lands on the largest value of the type, as in the KV-cache
-    quantisation of vLLM and TensorRT-LLM. Integer leaves are stored as they are.
+    quantisation of vLLM and TensorRT-LLM. Leaves of integers, and of one byte an
+    element, are stored as they are.
     Values come back rounded, once: what came back comes back the same from then on.
     Infinities come back as the largest finite magnitude, NaNs as 0 from int8.
 
@@ -38,6 +39,7 @@ class Compression:
             rounding to the dtype of the leaf.
         head_axis: Which axis of a leaf counts the heads, or anything else that has a
             range of its own: an int, or a pytree of ints that is a prefix of the pool.
+            None for leaves that are to stay as they are, such as scales.
     """
 
     dtype: Quantised = "int8"
@@ -89,8 +91,11 @@ def codecs_of(layout: PoolLayout, compression: Compression | None) -> list[Codec
     try:
         axes = jax.tree.leaves(
             jax.tree.broadcast(
-                compression.head_axis, skeleton, is_leaf=lambda x: isinstance(x, Leaf)
-            )
+                compression.head_axis,
+                skeleton,
+                is_leaf=lambda node: node is None or isinstance(node, Leaf),
+            ),
+            is_leaf=lambda node: node is None,
         )
     except ValueError as error:
         raise ValueError(
@@ -99,7 +104,8 @@ def codecs_of(layout: PoolLayout, compression: Compression | None) -> list[Codec
         ) from error
     codecs = []
     for leaf, axis in zip(layout.leaves, axes, strict=True):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        is_floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+        if axis is None or not is_floating or leaf.dtype.itemsize == 1:
             codecs.append(_raw(leaf))
             continue
         ndim = len(leaf.shape)

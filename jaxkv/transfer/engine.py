@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from typing import SupportsIndex
 
@@ -23,7 +24,7 @@ from jaxkv.transfer.ids import (
 )
 from jaxkv.transfer.kernels import MODES, Mode, Mover
 from jaxkv.transfer.layout import PoolLayout
-from jaxkv.transfer.plans import Plans
+from jaxkv.transfer.plans import NOTHING, Plans
 from jaxkv.transfer.sizing import HostSize
 from jaxkv.transfer.tickets import Completion, Ticket
 from jaxkv.types import PyTree
@@ -91,7 +92,8 @@ class TransferEngine:
 
         Args:
             pool: A pool of the layout that all later ones will have; not kept.
-            num_host_blocks: How many blocks the host memory holds. Some more memory
+            num_host_blocks: How many blocks the host memory holds; where the block
+                axis is sharded, an equal share of them for each shard. Some more memory
                 is set aside, so that saves find room; see `host_bytes` of the engine.
             host_bytes: How much host memory to set aside in this process instead,
                 such as ``"8GiB"``; `num_host_blocks` follows from it.
@@ -102,8 +104,10 @@ class TransferEngine:
                 that is a prefix of `pool`.
             blocks_per_host_block: How many device blocks a host block holds.
             layer_groups: In how many parts a load arrives, the first leaves first, so
-                that a model that runs layer by layer can begin before all is there.
-            staging_bytes: How much may be in flight at a time.
+                that a model that runs layer by layer can begin early: once `is_waiting`
+                is False for a load, each leaf is ready by itself.
+            staging_bytes: How much may be in flight at a time, in whole extents. What
+                a save has to take over of an older extent is not counted.
             extent_bytes: How much moves in one piece; by default 8 MiB, or less for
                 small blocks and small stores.
             compression: How to make blocks smaller on the host; None keeps every bit.
@@ -117,6 +121,9 @@ class TransferEngine:
         memory.host_sharding(layout.device)  # Refuses devices without pinned memory.
         probe.check_client(platform)
         mode = _choose_mode(mode, platform)
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            raise ValueError("jax_disable_jit is set; transfers are compiled programs.")
+        blocks_per_host_block = operator.index(blocks_per_host_block)
         if blocks_per_host_block < 1:
             raise ValueError(f"{blocks_per_host_block=} must be at least 1.")
 
@@ -130,14 +137,14 @@ class TransferEngine:
             )
 
         size = HostSize.of(
-            num_host_blocks,
-            None if host_bytes is None else parse_bytes(host_bytes),
-            None if extent_bytes is None else parse_bytes(extent_bytes),
+            None if num_host_blocks is None else operator.index(num_host_blocks),
+            None if host_bytes is None else _parse("host_bytes", host_bytes),
+            None if extent_bytes is None else _parse("extent_bytes", extent_bytes),
             extents_of(1).num_bytes,
             layout.num_lanes,
         )
         extents = extents_of(size.extent_blocks)
-        self._staging_bytes = parse_bytes(staging_bytes)
+        self._staging_bytes = _parse("staging_bytes", staging_bytes)
         if self._staging_bytes < extents.num_bytes:
             raise ValueError(
                 f"{staging_bytes=} must be at least the {extents.num_bytes} bytes of "
@@ -154,7 +161,11 @@ class TransferEngine:
             blocks_per_host_block,
         )
         self._store = HostStore(
-            size.num_blocks, size.num_extents, size.extent_blocks, layout.num_lanes
+            size.num_blocks,
+            size.num_extents,
+            size.extent_blocks,
+            layout.num_lanes,
+            blocks_per_host_block,
         )
         self._flow = Flow(
             self._mover,
@@ -174,6 +185,16 @@ class TransferEngine:
     def num_host_blocks(self) -> int:
         """Ids of host blocks: they are in [0, num_host_blocks)."""
         return self._store.num_blocks
+
+    @property
+    def blocks_per_host_block(self) -> int:
+        """Device blocks that a host block holds."""
+        return self._plans.blocks_per_host_block
+
+    @property
+    def num_lanes(self) -> int:
+        """Shards of the block axis. A block returns to the one it was saved from."""
+        return self._layout.num_lanes
 
     @property
     def block_bytes(self) -> int:
@@ -269,7 +290,7 @@ class TransferEngine:
         """
         leaves = self._leaves(pool)
         device_ids, host_ids = self._pairs(device_block_ids, host_block_ids)
-        extents, places = self._store.find(host_ids)
+        extents, places = self._store.find(host_ids, device_ids != NOTHING)
         self._plans.check_lanes(device_ids, places)
         ticket = self._flow.load(leaves, device_ids, host_ids, extents, places)
         return self._layout.unflatten(leaves), ticket
@@ -324,7 +345,10 @@ class TransferEngine:
         """
         self._check_thread()
         if not self._flow.abandon(ticket):
-            raise ValueError(f"{ticket} is not in flight: it has been reported before.")
+            raise ValueError(
+                f"{ticket} is not in flight: it was reported or abandoned before, or "
+                "another engine gave it."
+            )
 
     def _leaves(self, pool: PyTree) -> list[jax.Array]:
         self._check_thread()
@@ -351,6 +375,13 @@ class TransferEngine:
                 "be equally many: they go in pairs."
             )
         return device, host
+
+
+def _parse(name: str, size: str | SupportsIndex) -> int:
+    try:
+        return parse_bytes(size)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _choose_mode(mode: Mode | None, platform: str) -> Mode:

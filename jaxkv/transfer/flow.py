@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -108,7 +110,7 @@ class Flow:
         transfer = self._begin("store", host_ids, device_ids, after)
         transfer.todo = np.arange(len(host_ids))
         self._last_reader[touched] = transfer.number
-        self.store.claim(host_ids, transfer.number)
+        self.store.claim(host_ids, transfer.number, device_ids != NOTHING)
         self._waiting_stores.append(transfer)
         self._collect()
         if not self._waiting_loads:
@@ -256,15 +258,13 @@ class Flow:
         transfer.num_pieces += 1
         self._bytes_in_flight += num_bytes
         self._saving.append(piece)
-        try:
+        with _ended_by_errors(piece):
             carry = None
             if placement.carry != NO_EXTENT:
                 carry = self._memory.get(placement.carry)
             spare = self._memory.take(placement.extent)
             extent, piece.watched = self._mover.save(leaves, plan, carry, spare)
             self._memory.put(placement.extent, extent)
-        except TRANSFER_ERRORS as error:
-            piece.error = error
         return True
 
     def _issue_load(self, leaves: list[jax.Array], piece: LoadPiece) -> None:
@@ -276,11 +276,9 @@ class Flow:
             self._scatter(leaves, piece, arrays)
             return
         self._landing.append(piece)
-        try:
+        with _ended_by_errors(piece):
             piece.arrays = self._mover.stage(extent, piece.layer_group)
             piece.watched = list(piece.arrays)
-        except TRANSFER_ERRORS as error:
-            piece.error = error
 
     def _scatter_landed(self, leaves: list[jax.Array]) -> None:
         while self._landing and self._landing[0].is_ready():
@@ -300,10 +298,8 @@ class Flow:
         """Write a piece into the pool."""
         self._loading.append(piece)
         group = piece.layer_group
-        try:
+        with _ended_by_errors(piece):
             piece.watched = [self._mover.load(leaves, piece.targets, arrays, group)]
-        except TRANSFER_ERRORS as error:
-            piece.error = error
 
     def _collect(self) -> None:
         """Take note of the pieces that are over."""
@@ -367,3 +363,18 @@ class Flow:
         ids = tuple(transfer.host_ids.tolist())
         num_bytes = len(ids) * self._block_bytes
         return Completion(transfer.ticket, ids, num_bytes, transfer.error)
+
+
+@contextlib.contextmanager
+def _ended_by_errors(piece: Piece) -> Iterator[None]:
+    """Have any error end a piece, so that it never passes for one that arrived.
+
+    Those that transfers fail with go no further; others, an interrupt among them, do.
+    """
+    try:
+        yield
+    except TRANSFER_ERRORS as error:
+        piece.error = error
+    except BaseException as error:
+        piece.error = RuntimeError(f"stopped by {error!r} before it was issued")
+        raise

@@ -52,7 +52,12 @@ class HostStore:
     """
 
     def __init__(
-        self, num_blocks: int, num_extents: int, extent_blocks: int, num_lanes: int = 1
+        self,
+        num_blocks: int,
+        num_extents: int,
+        extent_blocks: int,
+        num_lanes: int = 1,
+        blocks_per_host_block: int = 1,
     ):
         """Start empty.
 
@@ -61,6 +66,7 @@ class HostStore:
             num_extents: Extents; more than the blocks fill.
             extent_blocks: Host blocks per extent and lane.
             num_lanes: Shards of the block axis.
+            blocks_per_host_block: Device blocks that a host block holds.
         """
         self.num_blocks = num_blocks
         self._extent_blocks = extent_blocks
@@ -72,6 +78,8 @@ class HostStore:
         self._place = np.zeros(num_blocks, np.int32)
         self._writer = np.full(num_blocks, NOBODY, np.int64)
         self._readable = np.zeros(num_blocks, np.bool_)
+        # Which of a block's device blocks were saved, if it is readable.
+        self._parts = np.ones((num_blocks, blocks_per_host_block), np.bool_)
         # Which block has each place of each extent, and how many places are taken.
         self._owner = np.full(
             (num_extents, num_lanes * extent_blocks), NOBODY, np.int32
@@ -90,7 +98,12 @@ class HostStore:
         """Reads in flight, one for each extent that they read."""
         return int(self._pins.sum())
 
-    def claim(self, ids: NDArray[np.int32], writer: int) -> None:
+    def claim(
+        self,
+        ids: NDArray[np.int32],
+        writer: int,
+        parts: NDArray[np.bool_] | bool = True,
+    ) -> None:
         """Make blocks unreadable, for a save.
 
         They keep their places until `place` finds new ones: a load that was called
@@ -99,7 +112,9 @@ class HostStore:
         Args:
             ids: i32[n]. The blocks.
             writer: The save's number.
+            parts: bool[n, m]. Which of their device blocks it brings.
         """
+        self._parts[ids] = parts
         self._writer[ids] = writer
         self._readable[ids] = False
 
@@ -128,7 +143,10 @@ class HostStore:
             size = self._owner.shape[1]
             carry = int(np.argmax(room * (size + 1) + size - self._used.sum(axis=1)))
             if not room[carry]:
-                return None
+                # One free extent has to stay, or nothing could ever be taken over.
+                if free.size == 1:
+                    return None
+                carry = NO_EXTENT
         picked, places = self._assign(lanes, carry)
         carried_ids = np.zeros(0, np.int32)
         carried_places = np.zeros(0, np.intp)
@@ -176,18 +194,28 @@ class HostStore:
             self._vacate(own[self._pins[self._extent[own]] == 0])
 
     def find(
-        self, ids: NDArray[np.int32]
+        self, ids: NDArray[np.int32], parts: NDArray[np.bool_] | bool = True
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Say in which extents blocks lie, and where in them.
 
+        Args:
+            ids: i32[n]. The blocks.
+            parts: bool[n, m]. Which of their device blocks are wanted.
+
         Raises:
-            ValueError: One of them holds no bytes.
+            ValueError: One of them holds no bytes, or not those.
         """
         missing = ids[~self._readable[ids]]
         if missing.size:
             raise ValueError(
                 f"host blocks {missing.tolist()} have no bytes to load: a save into "
                 "them must have been reported as completed without an error."
+            )
+        lacking = ids[(parts & ~self._parts[ids]).any(axis=1)]
+        if lacking.size and self._parts.shape[1] > 1:
+            raise ValueError(
+                f"host blocks {lacking.tolist()} lack device blocks that are wanted of "
+                "them: the save had -1 there."
             )
         return self._extent[ids], self._place[ids]
 

@@ -169,7 +169,12 @@ class Mover:
         """Run a program; the plan is ours alone, for XLA may read it late."""
         # A guard against transfers that nobody meant: a plan's is meant. It costs
         # 100 us less than `device_put`.
-        with jax.transfer_guard_host_to_device("allow"):
+        with (
+            jax.transfer_guard_host_to_device("allow"),
+            # Bytes are moved, not computed with: a NaN among them is no mistake.
+            jax.debug_nans(False),
+            jax.debug_infs(False),
+        ):
             if isinstance(self._plan, jax.sharding.NamedSharding):
                 # Not `device_put`: with several processes it compares all copies first.
                 plan = jax.make_array_from_callback(

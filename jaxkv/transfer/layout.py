@@ -125,6 +125,7 @@ class PoolLayout:
                     f"{leaf.name} is on {_devices(leaf)} and {first.name} on "
                     f"{_devices(first)}; all leaves must be on the same devices."
                 )
+        _check_distinct([array for _, array in paths], leaves)
         return cls(treedef, leaves, _mesh_of(leaves))
 
     @property
@@ -209,6 +210,7 @@ class PoolLayout:
                     f"{leaf.name} must be placed as {leaf.sharding}, not as "
                     f"{array.sharding}."
                 )
+        _check_distinct(arrays, self.leaves)
         return arrays
 
     def unflatten(self, arrays: list[jax.Array]) -> PyTree:
@@ -221,6 +223,20 @@ def _same_place(array: jax.Array, leaf: Leaf) -> bool:
     if its.memory_kind not in (ours.memory_kind, None):
         return False
     return its.is_equivalent_to(ours, array.ndim)
+
+
+def _check_distinct(arrays: list[jax.Array], leaves: tuple[Leaf, ...]) -> None:
+    """Refuse a pool that has one array twice: it could not be donated."""
+    if len({id(array) for array in arrays}) == len(arrays):
+        return
+    names: dict[int, str] = {}
+    for array, leaf in zip(arrays, leaves, strict=True):
+        if id(array) in names:
+            raise ValueError(
+                f"{names[id(array)]} and {leaf.name} are the same array; every leaf "
+                "must have memory of its own, for loads write into it."
+            )
+        names[id(array)] = leaf.name
 
 
 def _devices(leaf: Leaf) -> str:

@@ -221,7 +221,7 @@ def refusals(mode):
     pairs = TransferEngine(pool, 8, mode=mode, blocks_per_host_block=2)
     message = r"\[\[7, 8\]\] are of several shards: .* in runs of 8"
     expect(message, pairs.save, pool, [[0, 1], [7, 8]], [0, 1])
-    pairs.save(pool, [[0, 1], [-1, 8]], [0, 1])
+    pairs.save(pool, [[0, 1], [8, 9]], [0, 1])
     pool, _ = pairs.drain(pool)
     expect(message, pairs.load, pool, [0, 1], [[0, 1], [7, 8]])
     expect("of the shards", pairs.load, pool, [0, 1], [[0, 1], [-1, 7]])

@@ -243,3 +243,21 @@ def test_what_is_refused():
         TransferEngine(pool, 8, compression=Compression(head_axis=[1, 2]))
     with pytest.raises(ValueError, match=r"head_axis 1.5 of pool\['k'\] must be an"):
         TransferEngine(pool, 8, compression=Compression(head_axis=1.5))
+
+
+def test_what_is_quantised_already_stays_as_it_is():
+    rng = np.random.default_rng(11)
+    pool = {
+        "kv": jnp.array(rng.normal(size=(8, 4, 2, 16)), jnp.float8_e4m3fn),
+        "scale": jnp.array(rng.normal(size=(8, 4, 2)), jnp.float32),
+    }
+    compression = Compression("int8", head_axis={"kv": -2, "scale": None})
+    engine = TransferEngine(pool, 8, compression=compression)
+    assert engine.host_bytes == TransferEngine(pool, 8).host_bytes
+    engine.save(pool, range(8), range(8))
+    pool, _ = engine.drain(pool)
+    empty = jax.tree.map(jnp.zeros_like, pool)
+    loaded, _ = engine.load(empty, range(8), range(8))
+    loaded, _ = engine.drain(loaded)
+    for name, leaf in pool.items():
+        assert np.array(loaded[name]).tobytes() == np.array(leaf).tobytes()

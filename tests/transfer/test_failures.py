@@ -293,3 +293,41 @@ def test_a_lane_without_room_fails_one_store_and_no_other(mode):
     pool, [done] = engine.drain(pool)
     assert done.error is None
     assert numbers_in(pool)[20:23] == [14, 12, 13]
+
+
+@modes
+@pytest.mark.parametrize("error", [KeyboardInterrupt, FloatingPointError])
+def test_an_interrupted_call_is_not_taken_for_done(mode, error, monkeypatch):
+    engine, pool = make_engine(mode)
+    pool = store(engine, pool, [3], [0])
+
+    def stop(*args):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._mover, "_run", stop)
+        patch.setattr(engine._mover, "stage", stop)
+        with pytest.raises(error):
+            engine.save(pool, [5], [1])
+        with pytest.raises(error):
+            engine.load(pool, [0], [9])
+    pool, done = engine.drain(pool)
+    assert [error.__name__ in str(each.error) for each in done] == [True, True]
+    with pytest.raises(ValueError, match=r"\[1\] have no bytes"):
+        engine.load(pool, [1], [0])
+    check_at_rest(engine)
+    assert load_numbers(engine, pool, [0])[0] == [3]
+
+
+@modes
+def test_nans_are_moved_though_jax_debugs_them(mode):
+    pool = {"k": jax.numpy.full((8, 4), np.nan)}
+    engine = TransferEngine(pool, 4, mode=mode)
+    with jax.debug_nans(True):
+        engine.save(pool, [1], [2])
+        pool, done = engine.drain(pool)
+        assert [each.error for each in done] == [None]
+        pool, _ = engine.load(pool, [2], [3])
+        pool, done = engine.drain(pool)
+    assert [each.error for each in done] == [None]
+    assert np.isnan(np.array(pool["k"])).all()

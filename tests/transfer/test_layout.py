@@ -158,3 +158,13 @@ def test_a_deleted_pool_is_refused():
         layout.flatten(pool)
     with pytest.raises(RuntimeError, match="deleted or donated"):
         PoolLayout.of(pool)
+
+
+def test_a_pool_that_has_an_array_twice_is_refused():
+    leaf, other = zeros((4, 2)), zeros((4, 2))
+    message = r"pool\[0\] and pool\[2\] are the same array"
+    with pytest.raises(ValueError, match=message):
+        PoolLayout.of([leaf, other, leaf])
+    layout = PoolLayout.of([leaf, other, zeros((4, 2))])
+    with pytest.raises(ValueError, match=message):
+        layout.flatten([leaf, other, leaf])

@@ -302,3 +302,20 @@ def test_host_bytes_that_are_refused():
         TransferEngine(pool)
     with pytest.raises(ValueError, match=r"one of .* must be given"):
         TransferEngine(pool, 4, host_bytes="1MB")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_save_left_out_of_a_host_block_cannot_be_loaded(mode):
+    pool = [jnp.arange(64, dtype=jnp.float32).reshape(16, 4)]
+    engine = TransferEngine(pool, 8, mode=mode, blocks_per_host_block=2)
+    engine.save(pool, [[14, 15], [12, 13]], [0, 1])
+    pool, _ = engine.drain(pool)
+    engine.save(pool, [[4, -1]], [0])
+    pool, _ = engine.drain(pool)
+    with pytest.raises(ValueError, match=r"host blocks \[0\] lack device blocks"):
+        engine.load(pool, [1, 0], [[6, 7], [8, 9]])
+    pool, _ = engine.load(pool, [1, 0], [[6, 7], [8, -1]])
+    pool, done = engine.drain(pool)
+    assert [each.error for each in done] == [None]
+    leaf = np.array(pool[0])
+    assert np.array_equal(leaf[[6, 7, 8, 9]], leaf[[12, 13, 4, 9]])

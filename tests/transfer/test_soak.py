@@ -38,6 +38,7 @@ class Cell:
 
 
 ANYTHING = Cell([], ok=False)
+NOT_SAVED = Cell([], ok=False)  # A device block that the save of a host block left out.
 
 
 @dataclasses.dataclass(eq=False)
@@ -112,6 +113,7 @@ class Soak:
         busy = self._busy() if self.is_careful else self._loading()
         device_ids = self._rows(self.rng.integers(1, NUM_BLOCKS // self.m + 1), busy)
         host_ids = self.rng.choice(list(self.host), len(device_ids))
+        host_ids, device_ids = self._that_were_saved(host_ids, device_ids)
         cells = {}
         for host_id, row in zip(host_ids.tolist(), device_ids, strict=True):
             for source, device_id in zip(self.host[host_id], row, strict=True):
@@ -237,11 +239,14 @@ class Soak:
         for start in range(0, len(readable), rows):
             host_ids = readable[start : start + rows]
             device_ids = np.arange(len(host_ids) * self.m).reshape(-1, self.m)
+            host_ids, device_ids = self._that_were_saved(host_ids, device_ids)
             self.pool, ticket = self.engine.load(
                 self.pool, host_ids, self._flat(device_ids)
             )
-            cells = [cell for h in host_ids for cell in self.host[h]]
-            self.device[: len(cells)] = cells
+            for host_id, row in zip(host_ids, device_ids, strict=True):
+                for cell, device_id in zip(self.host[host_id], row, strict=True):
+                    if device_id >= 0:
+                        self.device[device_id] = cell
             self.pool, [done] = self.engine.drain(self.pool)
             assert (done.ticket, done.error) == (ticket, None)
             self.check()
@@ -264,7 +269,7 @@ class Soak:
     def _save(self, pool, device_ids, host_ids, may_fail=False):
         cells = {}
         for host_id, row in zip(host_ids.tolist(), device_ids, strict=True):
-            cells[host_id] = [self.device[d] if d >= 0 else ANYTHING for d in row]
+            cells[host_id] = [self.device[d] if d >= 0 else NOT_SAVED for d in row]
         self._hits = 0
         ticket = self.engine.save(pool, self._flat(device_ids), host_ids)
         touched = set(device_ids[device_ids >= 0].tolist())
@@ -355,6 +360,14 @@ class Soak:
         if self.m > 1:
             rows[self.rng.random(num_rows) < 0.2, self.rng.integers(self.m)] = -1
         return rows.astype(np.int32)
+
+    def _that_were_saved(self, host_ids, device_ids):
+        """Leave out of a load what was left out of the saves."""
+        device_ids = np.array(device_ids)
+        for host_id, row in zip(host_ids, device_ids, strict=True):
+            row[[cell is NOT_SAVED for cell in self.host[host_id]]] = -1
+        some = (device_ids >= 0).any(axis=1)
+        return np.array(host_ids)[some], device_ids[some]
 
     def _flat(self, rows):
         return rows[:, 0] if self.m == 1 else rows
