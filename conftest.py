@@ -71,3 +71,10 @@ def shared_traces() -> Path:
     if not path.is_dir():
         pytest.skip("no traces beside the checkout (../shared/traces)")
     return path
+
+
+@pytest.fixture
+def plain_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever colours and widths the environment asks for."""
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)

@@ -74,7 +74,7 @@ def fake(monkeypatch):
         ("demo --host-bytes 5XB", "'5XB' must be a size such as 64MiB, 1GiB or"),
         ("demo --host-bytes 0", "'0' must be a size such as 64MiB"),
         ("demo --host-bytes 9", "9 bytes of host memory cannot hold one KV block"),
-        ("demo --host-bytes 9999TiB", "but this machine has "),
+        ("demo --host-bytes 9999TiB", "ask for fewer --device-blocks or --host-bytes"),
         ("demo --device-blocks 99999999", "--device-blocks or --host-bytes"),
         ("demo --device-blocks 9", "79 are needed at least"),
         ("demo --document-tokens 5000", "but the model takes 4096"),
@@ -272,3 +272,14 @@ def test_sizes(text, num_bytes):
 def test_sizes_that_are_none(text):
     with pytest.raises(argparse.ArgumentTypeError, match="must be a size such as"):
         options.parse_bytes(text)
+
+
+def test_a_demo_without_enough_host_memory_ends_in_one_line(monkeypatch, capsys):
+    def too_much(config, on_progress):
+        raise MemoryError("9.00 GiB of pinned host memory were asked for")
+
+    monkeypatch.setattr(run, "run_demo", too_much)
+    assert cli.main(["demo"]) == 2
+    error = capsys.readouterr().err
+    assert "ask for fewer --device-blocks or --host-bytes: 9.00 GiB of" in error
+    assert "Traceback" not in error

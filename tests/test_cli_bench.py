@@ -13,17 +13,12 @@ from jaxkv.bench.transfer import BytesDifferError
 ON_CPU = jax.default_backend() == "cpu"
 LIMIT = "np.copyto" if ON_CPU else "device_put"
 
+pytestmark = pytest.mark.usefixtures("plain_output")
+
 SMALL = (
     "bench transfer --sizes 2KiB,16KiB,64KiB --block-sizes 4KiB --rounds 3 "
     "--layers 2 --working-set 128KiB"
 )
-
-
-@pytest.fixture(autouse=True)
-def plain_output(monkeypatch):
-    """Whatever colours and widths the environment asks for."""
-    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def test_it_prints_draws_and_writes(capsys, tmp_path):

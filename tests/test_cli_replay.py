@@ -9,14 +9,9 @@ from jaxkv import cli
 from jaxkv.policies import policy_names
 from jaxkv.replay import ReplayResult
 
+pytestmark = pytest.mark.usefixtures("plain_output")
+
 SMALL = "replay synthetic:60 --policy lru --capacity 20%,100%"
-
-
-@pytest.fixture(autouse=True)
-def plain_output(monkeypatch):
-    """Whatever colours and widths the environment asks for."""
-    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def test_it_prints_draws_and_writes(capsys, tmp_path):

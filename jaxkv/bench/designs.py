@@ -128,7 +128,7 @@ class PerBlockDesign:
         blocks = jax.device_put(gathered, self._host)
         for index, block in zip(host_ids.tolist(), blocks, strict=True):
             self._blocks[index] = block
-        jax.block_until_ready(blocks)  # type: ignore[no-untyped-call]
+        memory.wait_for(blocks)
 
     def load(self, pool: Pool, host_ids: Ids, device_ids: Ids) -> Pool:
         """Copy blocks to the device."""
@@ -136,7 +136,7 @@ class PerBlockDesign:
         staged = jax.device_put(blocks, self._device)
         for chunk in buckets(len(device_ids)):
             pool = self._scatter(pool, device_ids[chunk], staged[chunk])
-        jax.block_until_ready(pool)  # type: ignore[no-untyped-call]
+        memory.wait_for(pool)
         return pool
 
 
@@ -172,7 +172,7 @@ class NumpyDesign:
         rows = self._rows[host_ids].view(self._dtype)
         staged = jax.device_put(rows, self._device)
         pool = self._scatter(pool, device_ids, staged)
-        jax.block_until_ready(pool)  # type: ignore[no-untyped-call]
+        memory.wait_for(pool)
         return pool
 
 
@@ -253,7 +253,7 @@ class DevicePutLimit:
         self._on_host: list[jax.Array | None] = list(
             jax.device_put(self._on_device, self._host)
         )
-        jax.block_until_ready(self._on_host)  # type: ignore[no-untyped-call]
+        memory.wait_for(self._on_host)
 
     def copy(self, direction: Direction) -> None:
         """Copy the bytes once."""
@@ -266,7 +266,7 @@ class DevicePutLimit:
         )
         target[index] = None  # Its memory is then there for the new one, warm.
         target[index] = jax.device_put(source[index], sharding)
-        jax.block_until_ready(target[index])  # type: ignore[no-untyped-call]
+        memory.wait_for(target[index])
 
 
 def make_limit(working_set_bytes: int, num_bytes: int) -> CopyLimit | DevicePutLimit:

@@ -14,7 +14,7 @@ from jaxkv.bench.designs import EngineDesign, Ids, raise_errors
 from jaxkv.bench.paged_pool import PagedPool, Pool
 from jaxkv.bench.plan import device_cycle, host_cycle
 from jaxkv.bench.records import Direction, Overlap
-from jaxkv.transfer.memory import compiler_options
+from jaxkv.transfer.memory import compiler_options, wait_for
 
 _STEP_S = 0.010
 _MAX_STEPS = 4
@@ -79,7 +79,7 @@ class Step:
     def _time(self, pool: Pool) -> tuple[Pool, float]:
         start_s = time.perf_counter()
         pool = self(pool)
-        jax.block_until_ready(pool)  # type: ignore[no-untyped-call]
+        wait_for(pool)
         return pool, time.perf_counter() - start_s
 
 
@@ -157,7 +157,7 @@ class OverlapTimer:
                 pool = self._step(pool)
             raise_errors(engine.poll())
         pool = self._design.drain(pool)
-        jax.block_until_ready(pool)  # type: ignore[no-untyped-call]
+        wait_for(pool)
         duration_s = time.perf_counter() - start_s
         self._paged.leaves = pool
         if direction == "save":

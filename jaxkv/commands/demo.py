@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 
 from jaxkv.commands.options import (
     EXIT_MISMATCH,
@@ -19,6 +18,7 @@ from jaxkv.commands.options import (
 )
 from jaxkv.commands.progress import show_progress
 from jaxkv.demo.records import DemoConfig
+from jaxkv.units import gib
 
 SUMMARY = "see what offloading does, on this machine, in about a minute"
 DESCRIPTION = (
@@ -26,6 +26,9 @@ DESCRIPTION = (
     "device pool is several times too small for their KV. Do it with offloading off "
     "and on; compare times and check that every token is the same."
 )
+
+
+_ASK_FOR_LESS = "ask for fewer --device-blocks or --host-bytes"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -79,8 +82,11 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console()
     console.print(_what_will_run(config), highlight=False, soft_wrap=True)
-    with show_progress() as on_progress:
-        record = demo_run.run_demo(config, on_progress)
+    try:
+        with show_progress() as on_progress:
+            record = demo_run.run_demo(config, on_progress)
+    except MemoryError as error:
+        raise UsageError(f"{_ASK_FOR_LESS}: {error}") from error
     report.print_report(record, console)
     if args.plot:
         report.plot_ttft(record, args.plot)
@@ -92,18 +98,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_memory(config: DemoConfig) -> None:
     from jaxkv.demo.model import ModelConfig
+    from jaxkv.transfer import available_host_bytes
 
     block_bytes = config.block_size * ModelConfig().kv_bytes_per_token
     wanted = config.device_blocks * block_bytes + config.host_bytes
-    try:
-        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return  # this system does not say
-    if wanted > memory_bytes:
+    limit = available_host_bytes()
+    if limit is not None and wanted > limit.num_bytes:
         raise UsageError(
-            f"the device pool and the host tier would take {wanted / 2**30:.1f} GiB, "
-            f"but this machine has {memory_bytes / 2**30:.1f} GiB: ask for fewer "
-            f"--device-blocks or --host-bytes"
+            f"the device pool and the host tier would take {gib(wanted)}, but "
+            f"{limit.source} has {gib(limit.num_bytes)}: {_ASK_FOR_LESS}"
         )
 
 

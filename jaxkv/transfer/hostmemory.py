@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 
+from jaxkv.transfer import memory
 from jaxkv.transfer.extents import Extent
 from jaxkv.transfer.kernels import Mover
 from jaxkv.transfer.limits import host_memory_error
@@ -35,7 +36,7 @@ class HostMemory:
             for index in range(num_extents):
                 self._extents[index] = self._new_extent()
             # Ready means written to, so that no save pays for the first page faults.
-            jax.block_until_ready(self._extents)  # type: ignore[no-untyped-call]
+            memory.wait_for(self._extents)
         except _ALLOCATION_ERRORS as error:
             self._explain(error, num_extents)
             raise

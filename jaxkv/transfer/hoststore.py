@@ -138,10 +138,11 @@ class HostStore:
         extent, carry = int(free[0]), NO_EXTENT
         if free.size <= self._reserve:
             room = np.minimum(self._extent_blocks - self._used, wanted).sum(axis=1)
-            room[self._held | (self._used.sum(axis=1) == 0)] = 0
+            used = self._used.sum(axis=1)
+            room[self._held | (used == 0)] = 0
             # The most room; of equals, the fewest blocks to take over.
             size = self._owner.shape[1]
-            carry = int(np.argmax(room * (size + 1) + size - self._used.sum(axis=1)))
+            carry = int(np.argmax(room * (size + 1) + size - used))
             if not room[carry]:
                 # One free extent has to stay, or nothing could ever be taken over.
                 if free.size == 1:

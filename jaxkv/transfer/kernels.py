@@ -167,8 +167,8 @@ class Mover:
         *extents: Extent | None,
     ) -> Any:
         """Run a program; the plan is ours alone, for XLA may read it late."""
-        # A guard against transfers that nobody meant: a plan's is meant. It costs
-        # 100 us less than `device_put`.
+        # A guard is against transfers that nobody meant: a plan's is meant, and costs
+        # less than by `device_put`.
         with (
             jax.transfer_guard_host_to_device("allow"),
             # Bytes are moved, not computed with: a NaN among them is no mistake.
@@ -298,7 +298,7 @@ def _token(plan: jax.Array) -> jax.Array:
     """Make f32[1, 1], which is ready when the program is and which nobody donates.
 
     So it can be asked whether the program is done while the pool has long moved on.
-    It costs a microsecond of arithmetic, on purpose: XLA:CPU counts the floating-point
+    It costs a little arithmetic, on purpose: XLA:CPU counts the floating-point
     operations of a program and runs one with less than a thousand in the thread that
     calls, however many bytes it moves; the others it runs in the background.
     """

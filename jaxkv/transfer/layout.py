@@ -253,13 +253,16 @@ def _mesh_of(leaves: tuple[Leaf, ...]) -> jax.sharding.Mesh | None:
     first = leaves[0]
     if len(first.sharding.device_set) == 1:
         return None
+    meshes = []
     for leaf in leaves:
-        if not isinstance(leaf.sharding, jax.sharding.NamedSharding):
+        sharding = leaf.sharding
+        if not isinstance(sharding, jax.sharding.NamedSharding):
             raise ValueError(
-                f"{leaf.name} is spread over {len(leaf.sharding.device_set)} devices "
-                f"by {leaf.sharding}; it must be by a jax.sharding.NamedSharding."
+                f"{leaf.name} is spread over {len(sharding.device_set)} devices by "
+                f"{sharding}; it must be by a jax.sharding.NamedSharding."
             )
-        if leaf.sharding.mesh != first.sharding.mesh:  # type: ignore[attr-defined]
+        meshes.append(sharding.mesh)
+        if sharding.mesh != meshes[0]:
             raise ValueError(
                 f"{leaf.name} and {first.name} are sharded over two meshes; all leaves "
                 "must be sharded over the same one."
@@ -271,9 +274,8 @@ def _mesh_of(leaves: tuple[Leaf, ...]) -> jax.sharding.Mesh | None:
                 f"{first.block_mesh_axes or 'nothing'}; it must be sharded alike in "
                 "all leaves, for a block is on the same devices in all of them."
             )
-    mesh = first.sharding.mesh  # type: ignore[attr-defined]
-    assert isinstance(mesh, jax.sharding.Mesh)
-    return mesh
+    assert isinstance(meshes[0], jax.sharding.Mesh)
+    return meshes[0]
 
 
 def _leaf(name: str, array: object, axis: object) -> Leaf:

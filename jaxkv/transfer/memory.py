@@ -62,6 +62,11 @@ def compiler_options(platform: str) -> dict[str, str] | None:
     return {"xla_disable_hlo_passes": ",".join(passes)}
 
 
+def wait_for(arrays: object) -> None:
+    """Wait until arrays, in any pytree, are there; raise what they failed with."""
+    jax.block_until_ready(arrays)  # type: ignore[no-untyped-call]
+
+
 def partition_spec(*entries: object) -> jax.sharding.PartitionSpec:
     """Say what shards each dimension of an array."""
     return jax.sharding.PartitionSpec(*entries)  # type: ignore[no-untyped-call]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# An array costs some 5 us to hand to a program and 20 us to `device_put`, whatever its
-# size, and a program some 50 us to start: 8 MiB take about 200 us at 40 GB/s.
+# An array costs the same to hand over whatever its size, and a program to start; the
+# bytes of an extent have to take several times as long as both.
 TARGET_EXTENT_BYTES = 8 << 20
 # Of tiny blocks fewer bytes are enough: a load moves the extent for one block of it.
 _MAX_EXTENT_BLOCKS = 64

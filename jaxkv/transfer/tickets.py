@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv.transfer import memory
 from jaxkv.transfer.extents import Extent
 from jaxkv.transfer.hoststore import Placement
 from jaxkv.transfer.plans import SavePlan
@@ -126,7 +127,7 @@ class Piece:
         """Wait until it is over, and say why it failed."""
         try:
             # A failed array is ready, too: only waiting for it brings up the error.
-            jax.block_until_ready(self.watched)  # type: ignore[no-untyped-call]
+            memory.wait_for(self.watched)
         except TRANSFER_ERRORS as error:
             return self.error or error
         return self.error

@@ -208,11 +208,15 @@ def compressed(num_devices, spec, dtype, mode):
     assert (error <= bound).all(), (error / peak).max()
 
 
-def refusals(mode):
-    mesh = mesh_of(4)
-    place = jax.sharding.NamedSharding(mesh, P("blocks"))
+def pool_by_blocks():
+    """A pool whose block axis is sharded, and the same on the host."""
+    place = jax.sharding.NamedSharding(mesh_of(4), P("blocks"))
     values = np.arange(NUM_BLOCKS * 8, dtype=np.float32).reshape(NUM_BLOCKS, 8)
-    pool = to_devices(values, place)
+    return values, to_devices(values, place)
+
+
+def refusals(mode):
+    values, pool = pool_by_blocks()
     engine = TransferEngine(pool, 8, mode=mode)
     engine.save(pool, [1, 9], [0, 1])
     pool, _ = engine.drain(pool)
@@ -235,10 +239,7 @@ def expect(message, function, *args):
 
 
 def one_lane_filled(mode, others_wait):
-    mesh = mesh_of(4)
-    place = jax.sharding.NamedSharding(mesh, P("blocks"))
-    values = np.arange(NUM_BLOCKS * 8, dtype=np.float32).reshape(NUM_BLOCKS, 8)
-    pool = to_devices(values, place)
+    values, pool = pool_by_blocks()
     engine = TransferEngine(pool, 8, mode=mode)
     engine.save(pool, [0, 8], [6, 7])
     pool, _ = engine.drain(pool)
