@@ -6,7 +6,7 @@ asks needs its answers at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, compress, pairwise
 from typing import Any
 from weakref import WeakValueDictionary
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv import manager, programs
-from jaxkv.keys import lanes_to_keys
+from jaxkv.keys import key_from_foreign, lanes_to_keys
 from jaxkv.request_batch import (
     RequestBatch,
     Requests,
@@ -86,23 +86,42 @@ class HostTier:
         self._unfinished: WeakValueDictionary[int, RequestStepOutput] = (
             WeakValueDictionary()
         )
+        self.state = self._empty()
+
+    def _empty(self) -> manager.ManagerState:
         device = programs.cpu_device()
         with jax.default_device(device):
-            state = manager.init(policy, policy.num_blocks)
-        self.state = jax.device_put(state, device)
+            state = manager.init(self.policy, self.num_blocks)
+        state = jax.device_put(state, device)
+        return state
 
     def lookup(self, requests: Requests) -> list[int]:
         """Count the keys of each request, from its first, that can be read."""
         batch = flatten(requests)
-        if self._reuse is not None:
-            self._reuse.count(batch.keys)
+        self.count_lookup(batch.keys)
         if not batch.keys:
             return [0] * (len(batch.offsets) - 1)
         hits: list[int] = self._call(programs.LOOKUP, batch).tolist()
         return hits
 
+    def count_lookup(self, keys: Iterable[BlockKey]) -> None:
+        """Count keys as looked up, by `lookup` or by others who read the state."""
+        if self._reuse is not None:
+            self._reuse.count(keys)
+
     def touch(self, requests: Requests) -> None:
         """Record a use of each key; the first of a request as its most recent."""
+        self._touch(programs.TOUCH, requests)
+
+    def reorder(self, requests: Requests) -> None:
+        """As `touch`, but no more than the order of eviction changes.
+
+        For the blocks of one use that come in parts: a policy that tells what is used
+        once from what is used again (ARC) is not to take them for the latter.
+        """
+        self._touch(programs.REORDER, requests)
+
+    def _touch(self, program: programs.Program, requests: Requests) -> None:
         batch = flatten(requests)
         most = self.policy.max_batch
         if self._is_too_long(batch):
@@ -113,7 +132,7 @@ class HostTier:
                 for at in reversed(range(0, len(keys), most))
             )
         if batch.keys:
-            self._call(programs.TOUCH, batch)
+            self._call(program, batch)
 
     def prepare_load(self, requests: Requests) -> list[LoadStoreSpec]:
         """Pin blocks that are about to be read.
@@ -187,6 +206,23 @@ class HostTier:
                 self.num_held_blocks -= len(rows)
                 for row in rows:
                     self._names.pop(batch.keys[row], None)
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """Forget blocks whose bytes are no good; those in flight stay."""
+        batch = flatten([keys])
+        if not batch.keys:
+            return
+        rows = np.flatnonzero(self._call(programs.DISCARD, batch)).tolist()
+        self._forget([batch.names[row] for row in rows])
+
+    def clear(self) -> None:
+        """Forget everything at once, loads and stores in progress included."""
+        ref_cnt = self.snapshot().ref_cnt
+        self.state = self._empty()
+        self._unfinished.clear()
+        self._forget([name for name, count in ref_cnt.items() if count >= 0])
+        self._names.clear()
+        self.num_held_blocks = 0
 
     def request_step(self, requests: Requests) -> list[RequestStepOutput]:
         """Serve whole requests: pin what is on the host, find room for the rest."""
@@ -352,6 +388,13 @@ class HostTier:
         """Whether a request has more keys than the policy takes at once."""
         lengths = map(int.__sub__, batch.offsets[1:], batch.offsets)
         return max(lengths, default=0) > self.policy.max_batch
+
+    def _forget(self, names: list[bytes]) -> None:
+        """Note that blocks with these names are gone."""
+        self.num_held_blocks -= len(names)
+        for name in names:
+            self._names.pop(key_from_foreign(name), None)
+        self._record(names, removed=True)
 
     def _record(self, block_hashes: list[bytes], *, removed: bool) -> None:
         if block_hashes and self.events is not None:

@@ -20,28 +20,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxkv import id_pool
+from jaxkv.id_pool import IdPool
 from jaxkv.policies.counting import running_count
 from jaxkv.policies.directory import first_occurrence
 from jaxkv.types import NO_BLOCK, Policy, PyTree
 
 NOT_READY = -1
 _PROTECTION = 1 << 30
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class BlockPool:
-    """The ids that no key holds: fresh ones first, then the last freed.
-
-    Attributes:
-        num_allocated: i32[]. Ids from here on are fresh, never handed out.
-        freed: i32[B]. A stack of ids that were handed out and came back.
-        num_freed: i32[]. Height of the stack.
-    """
-
-    num_allocated: Array
-    freed: Array
-    num_freed: Array
 
 
 @jax.tree_util.register_dataclass
@@ -58,7 +44,7 @@ class ManagerState:
 
     policy: PyTree
     ref_cnt: Array
-    pool: BlockPool
+    pool: IdPool
 
 
 class LoadAnswer(NamedTuple):
@@ -115,27 +101,36 @@ def init(policy: Policy, num_blocks: int) -> ManagerState:
     return ManagerState(
         policy=policy.init(),
         ref_cnt=jnp.zeros((num_blocks,), jnp.int32),
-        pool=BlockPool(
-            num_allocated=jnp.zeros((), jnp.int32),
-            freed=jnp.full((num_blocks,), NO_BLOCK, jnp.int32),
-            num_freed=jnp.zeros((), jnp.int32),
-        ),
+        pool=id_pool.init(num_blocks),
     )
+
+
+def readable(policy: Policy, state: ManagerState, keys: Array, count: Array) -> Array:
+    """Tell which keys have blocks that can be read: bool[K]."""
+    return _ref_cnt(state, policy.find(state.policy, keys, count)) >= 0
 
 
 def lookup(policy: Policy, state: ManagerState, keys: Array, count: Array) -> Array:
     """Count the keys, from the first on, whose blocks can be read: i32[]."""
-    block_ids = policy.find(state.policy, keys, count)
-    return _leading(_ref_cnt(state, block_ids) >= 0)
+    return _leading(readable(policy, state, keys, count))
 
 
 def touch(
     policy: Policy, state: ManagerState, keys: Array, count: Array
 ) -> ManagerState:
     """Record a use of each key, the first key as the most recent."""
-    ready = _ref_cnt(state, policy.find(state.policy, keys, count)) >= 0
+    ready = readable(policy, state, keys, count)
     touched = policy.touch(state.policy, keys, count, ready)
     return dataclasses.replace(state, policy=touched)
+
+
+def reorder(
+    policy: Policy, state: ManagerState, keys: Array, count: Array
+) -> ManagerState:
+    """Make keys the most recent, the first above all, without counting it as a use."""
+    unused = jnp.zeros(keys.shape[:1], jnp.bool_)
+    reordered = policy.touch(state.policy, keys, count, unused)
+    return dataclasses.replace(state, policy=reordered)
 
 
 def prepare_load(
@@ -205,9 +200,38 @@ def complete_store(
         ManagerState(
             policy=policy.remove(state.policy, keys, lost),
             ref_cnt=ref_cnt,
-            pool=_release(state.pool, lost),
+            pool=id_pool.give_back(state.pool, lost),
         ),
         ended,
+    )
+
+
+def discard(
+    policy: Policy, state: ManagerState, keys: Array, count: Array
+) -> tuple[ManagerState, Array]:
+    """Forget blocks that nobody reads or writes, as if they had been evicted.
+
+    Args:
+        policy: The policy.
+        state: The state before.
+        keys: u32[K, 8]. Keys that are absent, or that are being loaded or stored, are
+            ignored.
+        count: i32[]. How many of them are meant.
+
+    Returns:
+        The state after, and bool[K]: the keys that were forgotten here.
+    """
+    block_ids = policy.find(state.policy, keys, count)
+    idle = (block_ids != NO_BLOCK) & (_ref_cnt(state, block_ids) == 0)
+    idle &= first_occurrence(keys, idle)
+    gone = jnp.where(idle, block_ids, NO_BLOCK)
+    return (
+        dataclasses.replace(
+            state,
+            policy=policy.remove(state.policy, keys, gone),
+            pool=id_pool.give_back(state.pool, gone),
+        ),
+        idle,
     )
 
 
@@ -303,9 +327,7 @@ def _store(
     missing &= first_occurrence(keys, missing)
     rank = running_count(missing) - 1
     num_missing = rank[-1] + 1
-    num_blocks = state.ref_cnt.shape[0]
-    num_free = state.pool.num_freed + num_blocks - state.pool.num_allocated
-    num_short = jnp.maximum(num_missing - num_free, 0)
+    num_short = jnp.maximum(num_missing - id_pool.num_free(state.pool), 0)
     # For the length of the eviction the batch counts as being read, so much that even
     # a block in flight, whose count is NOT_READY, is not evictable; but no more than
     # fits 32 bits if all rows have the same block.
@@ -318,12 +340,12 @@ def _store(
     rank = jnp.where(missing & evicted.ok, rank, NO_BLOCK)
     num_taken = jnp.where(evicted.ok, num_missing, 0)
     num_evicted = jnp.where(evicted.ok, num_short, 0)
-    pool, block_ids = _allocate(
+    pool, block_ids = id_pool.take(
         state.pool, rank, num_taken, evicted.block_ids, num_evicted
     )
     inserted = policy.insert(evicted.state, keys, block_ids)
     stored = jnp.where(inserted.inserted, block_ids, NO_BLOCK)
-    pool = _release(pool, jnp.where(inserted.inserted, NO_BLOCK, block_ids))
+    pool = id_pool.give_back(pool, jnp.where(inserted.inserted, NO_BLOCK, block_ids))
     # What is stored now had a count of 0: it was in the pool, or could be evicted.
     ref_cnt = ref_cnt.at[jnp.concatenate([batch, _index(state, stored)])].add(
         jnp.repeat(jnp.array([-protection, NOT_READY], jnp.int32), keys.shape[0]),
@@ -344,49 +366,4 @@ def _ref_cnt(state: ManagerState, block_ids: Array) -> Array:
     """Read reference counts, NOT_READY for NO_BLOCK."""
     return state.ref_cnt.at[_index(state, block_ids)].get(
         mode="fill", fill_value=NOT_READY
-    )
-
-
-def _allocate(
-    pool: BlockPool, rank: Array, num: Array, evicted: Array, num_evicted: Array
-) -> tuple[BlockPool, Array]:
-    """Take an id for some rows; there are enough, and none of `evicted` is left over.
-
-    Args:
-        pool: The ids that no key held before the eviction.
-        rank: i32[K]. Number of the row among those that want an id; NO_BLOCK if not.
-        num: i32[]. How many rows want one.
-        evicted: i32[K]. Ids that go on top of the stack, the last uppermost.
-        num_evicted: i32[]. How many.
-
-    Returns:
-        The pool after, and i32[K], NO_BLOCK where none was wanted.
-    """
-    num_blocks = pool.freed.shape[0]
-    num_fresh = jnp.minimum(num, num_blocks - pool.num_allocated)
-    depth = rank - num_fresh
-    from_evicted = evicted[jnp.clip(num_evicted - 1 - depth, 0, evicted.size - 1)]
-    height = pool.num_freed + num_evicted
-    from_freed = pool.freed[jnp.clip(height - 1 - depth, 0, num_blocks - 1)]
-    reused = jnp.where(depth < num_evicted, from_evicted, from_freed)
-    block_ids = jnp.where(depth < 0, pool.num_allocated + rank, reused)
-    return (
-        dataclasses.replace(
-            pool,
-            num_allocated=pool.num_allocated + num_fresh,
-            num_freed=height - (num - num_fresh),
-        ),
-        jnp.where(rank == NO_BLOCK, NO_BLOCK, block_ids),
-    )
-
-
-def _release(pool: BlockPool, block_ids: Array) -> BlockPool:
-    """Push ids (i32[K], NO_BLOCK ignored) on the stack, the last on top."""
-    given = block_ids != NO_BLOCK
-    rank = running_count(given) - 1
-    at = jnp.where(given, pool.num_freed + rank, pool.freed.shape[0])
-    return dataclasses.replace(
-        pool,
-        freed=pool.freed.at[at].set(block_ids, mode="drop"),
-        num_freed=pool.num_freed + rank[-1] + 1,
     )

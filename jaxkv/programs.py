@@ -70,18 +70,22 @@ class _Packed:
 _FIELDS = ("policy", "ref_cnt", "pool")
 LOOKUP = Program(lambda *batch: (batch[1], manager.lookup(*batch)), ())
 TOUCH = Program(lambda *batch: (manager.touch(*batch), None), ("policy",))
+REORDER = Program(lambda *batch: (manager.reorder(*batch), None), ("policy",))
 PREPARE_LOAD = Program(manager.prepare_load, ("ref_cnt",))
 COMPLETE_LOAD = Program(manager.complete_load, ("ref_cnt",))
 PREPARE_STORE = Program(manager.prepare_store, _FIELDS)
 COMPLETE_STORE = Program(manager.complete_store, _FIELDS, (np.bool_,))
+DISCARD = Program(manager.discard, ("policy", "pool"))
 REQUEST_STEP = Program(manager.request_step, _FIELDS)
 _PROGRAMS = (
     LOOKUP,
     TOUCH,
+    REORDER,
     PREPARE_LOAD,
     COMPLETE_LOAD,
     PREPARE_STORE,
     COMPLETE_STORE,
+    DISCARD,
     REQUEST_STEP,
 )
 

@@ -23,7 +23,7 @@ FLOORS = [
         " < transfer",
     ],
     [
-        "manager reuse ragged request_batch < programs snapshot < host_tier"
+        "id_pool < manager reuse ragged request_batch < programs snapshot < host_tier"
         " < offloading_manager",
         "blocks",
     ],
