@@ -26,6 +26,7 @@ FLOORS = [
         "id_pool < manager reuse ragged request_batch < programs snapshot < host_tier"
         " < offloading_manager",
         "blocks",
+        "groups < hits",
     ],
     [
         "connector < scheduler worker",
