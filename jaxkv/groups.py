@@ -123,12 +123,17 @@ def check_groups(groups: tuple[GroupSpec, ...]) -> None:
     """Refuse groups that cannot be searched together.
 
     Raises:
-        ValueError: There is none, or one with chunked local attention is beside
-            another of a block size that does not divide its own. vLLM refuses these
-            too.
+        ValueError: There is none, the block sizes have no common multiple in int32,
+            or a group with chunked local attention is beside another of a block size
+            that does not divide its own, which vLLM refuses too.
     """
     if not groups:
         raise ValueError(f"{groups=} must hold at least one group.")
+    if alignment(groups) >= 1 << 31:
+        raise ValueError(
+            f"{alignment(groups)}, the least common multiple of the block sizes in "
+            f"{groups=}, must be less than 2**31."
+        )
     for group in groups:
         if isinstance(group, ChunkedLocal) and group.block_size != alignment(groups):
             raise ValueError(
@@ -213,5 +218,5 @@ def _check_tokens(group: GroupSpec) -> None:
         size = getattr(group, field.name)
         if not isinstance(size, int) or isinstance(size, bool):
             raise TypeError(f"{field.name}={size!r} of {group} must be an int.")
-        if size < 1:
-            raise ValueError(f"{field.name}={size} of {group} must be at least 1.")
+        if not 1 <= size < 1 << 31:
+            raise ValueError(f"{field.name}={size} of {group} must be in [1, 2**31).")

@@ -32,6 +32,11 @@ def test_groups_of_equal_sizes_and_kind_are_equal_keys():
         (lambda: ChunkedLocal(16, 0), "chunk=0 of"),
         (lambda: ChunkedLocal(16, 24), "ChunkedLocal(block_size=16, chunk=24) must"),
         (lambda: as_groups(0), "block_size=0 of"),
+        (lambda: SlidingWindow(16, 1 << 31), "window=2147483648 of"),
+        (
+            lambda: as_groups([Mamba((1 << 30) - 1), Mamba(4)]),
+            "4294967292, the least common multiple",
+        ),
         (lambda: as_groups([]), "groups=() must hold at least one group"),
         (lambda: check_groups(()), "groups=() must hold at least one group"),
         (lambda: lazy_target_blocks(as_groups(16), 0), "max_num_batched_tokens=0"),
