@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv import manager, programs
+from jaxkv.batches import cpu_device
 from jaxkv.keys import key_from_foreign, lanes_to_keys
 from jaxkv.request_batch import (
     RequestBatch,
@@ -89,7 +90,7 @@ class HostTier:
         self.state = self._empty()
 
     def _empty(self) -> manager.ManagerState:
-        device = programs.cpu_device()
+        device = cpu_device()
         with jax.default_device(device):
             state = manager.init(self.policy, self.num_blocks)
         state = jax.device_put(state, device)

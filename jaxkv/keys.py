@@ -51,6 +51,14 @@ def key_from_foreign(raw: bytes) -> BlockKey:
     return hashlib.sha256(_FOREIGN_DOMAIN + raw).digest()
 
 
+def keys_from_foreign(names: list[bytes]) -> list[BlockKey]:
+    """Make keys of many of another system's; the same list if these are keys."""
+    # The common case in two passes that Python does fast.
+    if set(map(type, names)) <= {bytes} and set(map(len, names)) <= {KEY_BYTES}:
+        return names
+    return list(map(key_from_foreign, names))
+
+
 def keys_to_lanes(keys: Sequence[BlockKey]) -> NDArray[np.uint32]:
     """Turn keys into what the array side works with.
 

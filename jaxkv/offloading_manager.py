@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from jaxkv.batches import bucket
 from jaxkv.host_tier import HostTier
 from jaxkv.policies import get_policy_maker
-from jaxkv.programs import bucket
 from jaxkv.reuse import ReuseFilter
 from jaxkv.snapshot import Snapshot
 from jaxkv.types import (

@@ -1,9 +1,7 @@
 """The functions of `jaxkv.manager` as compiled programs, called from Python.
 
-Keys are padded to a few sizes, so that a program is compiled once per size and
-process. To hand an array to a program and to take it back costs microseconds, so a
-program is given apart what it changes, which is donated, and the rest, of which it
-takes only what it reads.
+Keys are padded to a few sizes (`jaxkv.batches`). A program is given apart what it
+changes, which is donated, and the rest, of which it takes only what it reads.
 """
 
 from __future__ import annotations
@@ -15,18 +13,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
 from jaxkv import manager
+from jaxkv.batches import Packed, bucket, buckets, pack, pad_keys
 from jaxkv.manager import ManagerState
 from jaxkv.ragged import in_order
-from jaxkv.types import KEY_BYTES, KEY_LANES, NO_BLOCK, BlockKey, Policy, PyTree
+from jaxkv.types import KEY_LANES, NO_BLOCK, BlockKey, Policy, PyTree
 
-_SMALLEST_BATCH = 16
-_BATCH_STEP = 4
 # A ragged batch is padded to a width and to a total; few totals keep the pairs few.
 _SMALLEST_TOTAL = 1024
 _MAX_TOTAL = 1 << 16
@@ -50,23 +46,6 @@ class Program(NamedTuple):
     each: tuple[type[np.generic], ...] = ()
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["words"], meta_fields=["layout"]
-)
-@dataclasses.dataclass(frozen=True)
-class _Packed:
-    """An answer as one array: to fetch an array costs microseconds, however small.
-
-    Attributes:
-        words: i32[n]. The arrays of the answer, one after the other; None if there
-            are none, so that nobody waits.
-        layout: The structure of the answer, and the shape and type of each array.
-    """
-
-    words: Array | None
-    layout: tuple[Any, tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]]
-
-
 _FIELDS = ("policy", "ref_cnt", "pool")
 LOOKUP = Program(lambda *batch: (batch[1], manager.lookup(*batch)), ())
 TOUCH = Program(lambda *batch: (manager.touch(*batch), None), ("policy",))
@@ -88,14 +67,6 @@ _PROGRAMS = (
     DISCARD,
     REQUEST_STEP,
 )
-
-
-def bucket(size: int, smallest: int = _SMALLEST_BATCH) -> int:
-    """Round up to a size that programs are compiled for."""
-    rounded = smallest
-    while rounded < size:
-        rounded *= _BATCH_STEP
-    return rounded
 
 
 def call(
@@ -137,7 +108,7 @@ def call(
             extents = bounds, np.int32(num_requests)
             own = [_fill(items[first:last], len(bounds) - 1) for items in each]
         run_keys = keys if num_keys == len(keys) else keys[start:stop]
-        lanes = _lanes(run_keys, size)
+        lanes = pad_keys(run_keys, size)
         state, packed = _run(program, width, policy, state, lanes, *extents, *own)
         answers.append(_unpack(packed, size, num_keys, num_requests))
     if len(answers) == 1:
@@ -180,13 +151,13 @@ def warm_up(
         The state.
     """
     none = np.int32(0)  # Of what follows nothing is meant, so nothing changes.
-    for width in _sizes(max_keys):
+    for width in buckets(max_keys):
         keys = np.zeros((width, KEY_LANES), np.uint32)
         for program in _PROGRAMS:
             each = [np.zeros((), dtype) for dtype in program.each]
             state, _ = _run(program, None, policy, state, keys, none, *each)
         state, _ = complete_step(state, np.full(width, NO_BLOCK), 0)
-        for size in _sizes(max_total_keys and max_total_keys + width, _SMALLEST_TOTAL):
+        for size in buckets(max_total_keys and max_total_keys + width, _SMALLEST_TOTAL):
             if size <= width:
                 continue
             keys = np.zeros((size, KEY_LANES), np.uint32)
@@ -205,7 +176,7 @@ def _run(
     policy: Policy,
     state: ManagerState,
     *batch: Any,
-) -> tuple[ManagerState, _Packed]:
+) -> tuple[ManagerState, Packed]:
     """Run a program, for one request or, if there is a width, for several."""
     fixed = {name: getattr(state, name) for name in _FIELDS}
     changing = {name: fixed.pop(name) for name in program.changes}
@@ -221,7 +192,7 @@ def _compiled(
     fixed: Parts,
     changing: Parts,
     *batch: Array,
-) -> tuple[Parts, _Packed]:
+) -> tuple[Parts, Packed]:
     def serve(changing: Parts, *batch: Array) -> tuple[Parts, Any]:
         state = ManagerState(**fixed, **changing)
         state, answer = program.function(policy, state, *batch)
@@ -229,7 +200,7 @@ def _compiled(
 
     whole = serve if width is None else in_order(serve, width)
     changed, answer = whole(changing, *batch)
-    return changed, _pack(answer)
+    return changed, pack(answer)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -262,14 +233,6 @@ def _runs(offsets: Sequence[int]) -> Iterator[tuple[int, int]]:
     yield first, len(offsets) - 1
 
 
-def _sizes(most: int, smallest: int = _SMALLEST_BATCH) -> Iterator[int]:
-    """List the buckets from the smallest to that of `most`; none for 0."""
-    size = smallest
-    while most and size <= bucket(most, smallest):
-        yield size
-        size *= _BATCH_STEP
-
-
 def _num_bounds(size: int) -> int:
     """Choose how many offsets go with `size` keys.
 
@@ -279,13 +242,6 @@ def _num_bounds(size: int) -> int:
     return size + 2
 
 
-def _lanes(keys: Sequence[BlockKey], size: int) -> NDArray[np.uint32]:
-    """Lay keys out as u32[size, 8]; as `keys_to_lanes`, but padded and trusting."""
-    data = b"".join(keys).ljust(size * KEY_BYTES, b"\0")
-    lanes = np.frombuffer(data, "<u4").reshape(size, KEY_LANES)
-    return lanes.astype(np.uint32, copy=False)
-
-
 def _fill(items: NDArray[Any], size: int) -> NDArray[Any]:
     """Lengthen an array to `size`."""
     filled = np.zeros(size, items.dtype)
@@ -293,19 +249,7 @@ def _fill(items: NDArray[Any], size: int) -> NDArray[Any]:
     return filled
 
 
-def _pack(answer: Any) -> _Packed:
-    """Put the arrays of an answer, of 32 bits or bool, in one."""
-    leaves, structure = jax.tree.flatten(answer)
-    layout = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-    words = [
-        x.astype(jnp.int32) if x.dtype == bool else x.view(jnp.int32) for x in leaves
-    ]
-    if not words:
-        return _Packed(None, layout)
-    return _Packed(jnp.concatenate([x.reshape(-1) for x in words]), layout)
-
-
-def _unpack(packed: _Packed, size: int, num_keys: int, num_requests: int) -> Any:
+def _unpack(packed: Packed, size: int, num_keys: int, num_requests: int) -> Any:
     """Bring to the host what belongs to keys and requests, of `size` rows of keys."""
     structure, shapes = packed.layout
     words = np.asarray(packed.words)
@@ -318,11 +262,3 @@ def _unpack(packed: _Packed, size: int, num_keys: int, num_requests: int) -> Any
         leaves.append(own.reshape(num, *width) if width else own)
         at += length * math.prod(width)
     return structure.unflatten(leaves)
-
-
-def cpu_device() -> jax.Device:
-    """Choose the CPU backend; where it is switched off, whatever there is."""
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:
-        return jax.local_devices()[0]

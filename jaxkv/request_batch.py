@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.keys import key_from_foreign
-from jaxkv.types import KEY_BYTES, BlockKey
+from jaxkv.keys import keys_from_foreign
+from jaxkv.types import BlockKey
 
 Requests = Iterable[Iterable[bytes]]
 
@@ -40,10 +40,7 @@ def flatten(requests: Requests) -> RequestBatch:
     each = [list(keys) for keys in requests]
     names = list(chain.from_iterable(each))
     offsets = list(accumulate(map(len, each), initial=0))
-    # The common case in two passes that Python does fast.
-    if set(map(type, names)) <= {bytes} and set(map(len, names)) <= {KEY_BYTES}:
-        return RequestBatch(names, names, offsets)
-    return RequestBatch(names, list(map(key_from_foreign, names)), offsets)
+    return RequestBatch(names, keys_from_foreign(names), offsets)
 
 
 def passing(batch: RequestBatch, passes: Sequence[bool]) -> RequestBatch:

@@ -19,9 +19,9 @@ from jax import Array, lax
 from numpy.typing import NDArray
 
 from jaxkv import manager
+from jaxkv.batches import cpu_device
 from jaxkv.manager import ManagerState
 from jaxkv.policies import PolicyMaker
-from jaxkv.programs import cpu_device
 from jaxkv.traces import Trace
 from jaxkv.types import KEY_LANES, Policy
 
