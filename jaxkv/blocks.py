@@ -1,28 +1,62 @@
-"""The device tier: who holds which KV block in HBM, and which prefix is still there.
+"""The device tier for Python callers: lists of ids and keys in, Python values out.
 
-The rules are those of vLLM's `BlockPool`: a block that nobody holds keeps its contents
-and its key until it is needed for something else, the longest unused first.
+`DeviceBlockPool` keeps a `jaxkv.device_tier` state on the CPU backend, as the engine
+needs its answers at once. Every call is one compiled program, which updates the state
+in place.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
-from jaxkv.types import BlockKey
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
 
-NULL_BLOCK = 0
-"""Never handed out: engines point unused entries of block tables at it."""
+from jaxkv import device_programs as programs
+from jaxkv import device_tier
+from jaxkv.batches import bucket, cpu_device
+from jaxkv.device_programs import Program
+from jaxkv.device_tier import NULL_BLOCK, DeviceTier, Given
+from jaxkv.keys import keys_from_foreign, lanes_to_keys
+from jaxkv.types import (
+    DEVICE_MEDIUM,
+    NO_BLOCK,
+    BlockKey,
+    OffloadingEvent,
+)
+
+__all__ = ["NULL_BLOCK", "BlockIds", "DeviceBlockPool"]
+
+BlockIds: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
+
+_NO_IDS = np.empty(0, np.int32)
 
 
 class DeviceBlockPool:
     """Reference counts and prefix cache of the device's block pool.
 
+    The null block may stand in any list of ids; it is passed over. A list may have an
+    id more than once, which then counts as often. A call that raises changes nothing.
+
     Args:
         num_blocks: Blocks in the pool, the null block among them.
+        enable_events: Keep events, for `take_events`.
+        block_size: Tokens in a block; only repeated in events.
+        max_batch: Most blocks of one compiled call; what has more is cut into parts.
+
+    Attributes:
+        num_blocks: Blocks in the pool.
+        num_free: Blocks that `allocate` could hand out now.
+        block_size: As given.
+        state: All that is known, as a pytree. A program that puts another in its place
+            sets `num_free` to that of the state.
 
     Raises:
-        ValueError: If there is no block besides the null block.
+        ValueError: If there is no block besides the null block, or `max_batch` is
+            less than 2.
 
     Example:
         >>> pool = DeviceBlockPool(num_blocks=3)
@@ -38,28 +72,51 @@ class DeviceBlockPool:
         [1]
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        enable_events: bool = False,
+        block_size: int = 0,
+        max_batch: int = 8192,
+    ) -> None:
         if num_blocks < 2:
             raise ValueError(
                 f"{num_blocks=} must be at least 2: the null block and one to use."
             )
+        if max_batch < 2:
+            raise ValueError(f"{max_batch=} must be at least 2.")
         self.num_blocks = num_blocks
-        self._ref_cnt = [0] * num_blocks
-        self._keys: list[BlockKey | None] = [None] * num_blocks
-        # Blocks that nobody holds, the next to be given up first.
-        self._free = OrderedDict.fromkeys(range(NULL_BLOCK + 1, num_blocks))
-        # Two requests may compute the same block at the same time, so that a key can
-        # have several blocks. They stay apart; the first one serves.
-        self._by_key: dict[BlockKey, OrderedDict[int, None]] = {}
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that `allocate` could hand out now."""
-        return len(self._free)
+        self.num_free = num_blocks - 1
+        self.block_size = block_size
+        self._events: list[OffloadingEvent] | None = [] if enable_events else None
+        self._allocate_program = (
+            programs.ALLOCATE_WITH_KEYS if enable_events else programs.ALLOCATE
+        )
+        self._max_batch = max_batch
+        # Keys that are not of 32 bytes, as the caller knows them, by block.
+        self._names: dict[int, bytes] = {}
+        device = cpu_device()
+        with jax.default_device(device):
+            state = device_tier.init(num_blocks, max_batch)
+        self.state: DeviceTier = jax.device_put(state, device)
 
     def ref_cnt(self, block_id: int) -> int:
         """Count the holders of a block."""
-        return self._ref_cnt[block_id]
+        return int(self._counts(self._checked([block_id]))[0][0])
+
+    def find(self, keys: Iterable[BlockKey]) -> NDArray[np.int32]:
+        """Find the block that serves each key.
+
+        Args:
+            keys: n of them.
+
+        Returns:
+            i32[n]. Of several blocks with the key the one cached first, NO_BLOCK where
+            there is none. They are not held until `touch` is called.
+        """
+        parts = self._run(programs.FIND, keys=keys_from_foreign(list(keys)))
+        return np.concatenate([_NO_IDS, *(found[:num] for num, found in parts)])
 
     def find_prefix(self, keys: Iterable[BlockKey]) -> list[int]:
         """List the blocks of the longest run of keys, from the first on, that is here.
@@ -70,13 +127,23 @@ class DeviceBlockPool:
         Returns:
             Their blocks. They are not held until `touch` is called.
         """
-        block_ids = []
-        for key in keys:
-            blocks = self._by_key.get(key)
-            if not blocks:
-                break
-            block_ids.append(next(iter(blocks)))
-        return block_ids
+        found: list[int] = self.find(keys).tolist()
+        return found[: found.index(NO_BLOCK)] if NO_BLOCK in found else found
+
+    def holds(self, block_ids: BlockIds, keys: Sequence[BlockKey]) -> NDArray[np.bool_]:
+        """Tell which blocks still hold a key, whether they serve it or not.
+
+        Args:
+            block_ids: n blocks.
+            keys: n keys, one for each block.
+
+        Returns:
+            bool[n].
+        """
+        ids = self._checked(block_ids)
+        parts = self._run(programs.HOLDS, ids, _of_blocks(keys, ids))
+        held = [held[:num] for num, held in parts]
+        return np.concatenate([np.zeros(0, np.bool_), *held])
 
     def allocate(self, num: int) -> list[int]:
         """Take blocks, giving up what they cached.
@@ -88,27 +155,51 @@ class DeviceBlockPool:
             Their ids, each held once.
 
         Raises:
-            ValueError: If fewer are free; then none is taken.
+            ValueError: If fewer are free, or `num` is negative; then none is taken.
         """
+        if num < 0:
+            raise ValueError(f"{num=} must be at least 0.")
         if num > self.num_free:
             raise ValueError(
                 f"{num=} blocks wanted, but only {self.num_free} of "
                 f"{self.num_blocks} are free."
             )
-        block_ids = [self._free.popitem(last=False)[0] for _ in range(num)]
-        for block_id in block_ids:
-            self._forget(block_id)
-            self._ref_cnt[block_id] = 1
+        block_ids: list[int] = []
+        lost: list[bytes] = []
+        for size in programs.cut(num, self._max_batch):
+            width = programs.padded_size(size, self._max_batch)
+            answer = self._call(self._allocate_program, np.int32(size), width=width)
+            if self._events is None:
+                block_ids += answer[:size].tolist()
+            else:
+                block_ids += answer.block_ids[:size].tolist()
+                lost += [key for key in self._keys_of(answer, size) if key is not None]
+        self.num_free -= num
+        self._record(lost, removed=True)
+        self._forget_names(block_ids)
         return block_ids
 
-    def touch(self, block_ids: Iterable[int]) -> None:
-        """Hold blocks once more, so that they are not given up."""
-        for block_id in block_ids:
-            if self._ref_cnt[block_id] == 0:
-                del self._free[block_id]
-            self._ref_cnt[block_id] += 1
+    def next_free(self, num: int) -> tuple[list[int], list[bytes | None]]:
+        """Tell which blocks `allocate` would take next.
 
-    def free(self, block_ids: Sequence[int]) -> None:
+        Args:
+            num: How many; if fewer are free, these.
+
+        Returns:
+            Their ids in its order, and the key that each would lose, None if none.
+        """
+        num = min(num, self.num_free)
+        if num <= 0:
+            return [], []
+        given = self._call(programs.NEXT_FREE, np.int32(num), width=bucket(num))
+        return given.block_ids[:num].tolist(), self._keys_of(given, num)
+
+    def touch(self, block_ids: BlockIds) -> None:
+        """Hold blocks once more, so that they are not given up."""
+        for _, num_free in self._run(programs.TOUCH, self._checked(block_ids)):
+            self.num_free = int(num_free)
+
+    def free(self, block_ids: BlockIds) -> None:
         """Let go of blocks that were allocated or touched.
 
         Args:
@@ -118,17 +209,28 @@ class DeviceBlockPool:
         Raises:
             ValueError: If a block is not held as often; then none is let go.
         """
-        for index, block_id in enumerate(block_ids):
-            self._ref_cnt[block_id] -= 1
-            if self._ref_cnt[block_id] < 0:
-                for undo in block_ids[: index + 1]:
-                    self._ref_cnt[undo] += 1
-                raise ValueError(f"{block_id=} is freed more often than it is held.")
-        for block_id in block_ids:
-            if self._ref_cnt[block_id] == 0:
-                self._free[block_id] = None
+        self._release(programs.FREE, block_ids, "is freed more often than it is held.")
 
-    def cache(self, block_ids: Sequence[int], keys: Sequence[BlockKey]) -> None:
+    def pin(self, block_ids: BlockIds) -> None:
+        """Keep blocks from being allocated, but at their place among the free ones.
+
+        For transfers that read them: a block that is freed, or was free already, is
+        given up as early as if there had been no transfer, but not during it.
+        """
+        for _, num_free in self._run(programs.PIN, self._checked(block_ids)):
+            self.num_free = int(num_free)
+
+    def unpin(self, block_ids: BlockIds) -> None:
+        """Take pins back.
+
+        Raises:
+            ValueError: If a block is not pinned as often; then none is taken back.
+        """
+        self._release(
+            programs.UNPIN, block_ids, "is unpinned more often than it is pinned."
+        )
+
+    def cache(self, block_ids: BlockIds, keys: Sequence[BlockKey]) -> None:
         """Make full, computed blocks findable.
 
         Args:
@@ -136,21 +238,179 @@ class DeviceBlockPool:
             keys: What each of them contains. A block that has its key is left alone.
 
         Raises:
-            ValueError: If a block is known under another key.
+            ValueError: If a block is known under another key, or is given two; then
+                none is cached.
         """
-        for block_id, key in zip(block_ids, keys, strict=True):
-            if self._keys[block_id] not in (None, key):
+        ids = self._checked(block_ids)
+        lanes = _of_blocks(keys, ids)
+        added: list[int] = []
+        start = 0
+        for num, answer in self._run(programs.CACHE, ids, lanes):
+            if answer.bad.any():
+                row = start + int(answer.bad.argmax())
+                for _ in self._run(programs.EVICT, ids[added]):
+                    pass
+                known = self._known_as(ids, keys, row)
                 raise ValueError(
-                    f"{block_id=} is cached as {self._keys[block_id]!r}, not {key!r}."
+                    f"block_id={ids[row]} is cached as {known!r}, not {keys[row]!r}."
                 )
-        for block_id, key in zip(block_ids, keys, strict=True):
-            self._keys[block_id] = key
-            self._by_key.setdefault(key, OrderedDict())[block_id] = None
+            added += (start + np.flatnonzero(answer.added[:num])).tolist()
+            start += num
+        if lanes is not keys:
+            self._names.update(
+                (int(ids[row]), keys[row]) for row in added if keys[row] != lanes[row]
+            )
+        self._record([keys[row] for row in added], removed=False)
 
-    def _forget(self, block_id: int) -> None:
-        key = self._keys[block_id]
-        if key is not None:
-            self._keys[block_id] = None
-            del self._by_key[key][block_id]
-            if not self._by_key[key]:
-                del self._by_key[key]
+    def evict(self, block_ids: BlockIds) -> None:
+        """Forget what blocks contain; they stay with whoever holds them."""
+        ids = list(dict.fromkeys(self._checked(block_ids).tolist()))
+        lost = []
+        for num, given in self._run(programs.EVICT, np.array(ids, np.int32)):
+            lost += [key for key in self._keys_of(given, num) if key is not None]
+        self._record(lost, removed=True)
+        self._forget_names(ids)
+
+    def reset(self) -> bool:
+        """Forget what all blocks contain, unless one is held or pinned.
+
+        Returns:
+            Whether it was done.
+        """
+        if not self._call(programs.RESET):
+            return False
+        self._names.clear()
+        if self._events is not None:
+            self._events.append(
+                OffloadingEvent([], self.block_size, DEVICE_MEDIUM, True)
+            )
+        return True
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """Hand out the events since the last time; none if they are not kept.
+
+        Every block that gets a key or loses it counts, so that a key that several
+        blocks hold is there as often. A removal of no keys is that of all.
+        """
+        if self._events is None:
+            return []
+        events, self._events = self._events, []
+        return events
+
+    def warm_up(self, max_blocks: int) -> None:
+        """Compile every program but that of `reset`, now rather than at its first use.
+
+        Args:
+            max_blocks: Most blocks or keys that one call will have.
+        """
+        self.state = programs.warm_up(
+            self.state, max_blocks, self._max_batch, self._allocate_program
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError if something is not as it should be. For tests."""
+        # A copy, as an array that NumPy looks at cannot be updated in place.
+        state = jax.tree.map(jnp.copy, self.state)
+        device_tier.check(state)
+        assert self.num_free == int(state.num_free)
+        assert all(np.array(state.cache.has_key)[list(self._names)])
+
+    def _call(self, program: Program, *batch: Any, width: int | None = None) -> Any:
+        self.state, answer = programs.call(program, self.state, *batch, width=width)
+        return answer
+
+    def _run(
+        self,
+        program: Program,
+        ids: NDArray[np.int32] | None = None,
+        keys: Sequence[BlockKey] | None = None,
+    ) -> Iterator[tuple[int, Any]]:
+        """Run a program on blocks, keys or both, in parts if they are many.
+
+        Yields:
+            The length of a part, and its answer, whose arrays are longer.
+        """
+        for num, batch in programs.parts(ids, keys, self._max_batch):
+            yield num, self._call(program, *batch)
+
+    def _release(self, program: Program, block_ids: BlockIds, complaint: str) -> None:
+        ids = self._checked(block_ids)
+        if len(ids) > self._max_batch:
+            ids = self._in_first_places(program, ids, complaint)
+        for num, (num_free, bad_row) in self._run(program, ids):
+            if bad_row < num:
+                raise ValueError(f"block_id={ids[bad_row]} {complaint}")
+            self.num_free = int(num_free)
+
+    def _in_first_places(
+        self, program: Program, ids: NDArray[np.int32], complaint: str
+    ) -> NDArray[np.int32]:
+        """Prepare for a release in parts: it must succeed, and have the order of one.
+
+        Returns:
+            The ids, those that are repeated together, at the first place they have.
+        """
+        ids = ids[ids != NULL_BLOCK]
+        blocks, first, block_of, times = np.unique(
+            ids, return_index=True, return_inverse=True, return_counts=True
+        )
+        bad = first[times > self._counts(blocks)[program is programs.UNPIN]]
+        if len(bad):
+            raise ValueError(f"block_id={ids[bad.min()]} {complaint}")
+        return ids[np.argsort(first[block_of], kind="stable")]
+
+    def _counts(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Read the counts of holders and of pins of blocks: i32[2, n]."""
+        parts = self._run(programs.COUNTS, ids)
+        return np.concatenate(
+            [np.stack(counts)[:, :num] for num, counts in parts], axis=1
+        )
+
+    def _checked(self, block_ids: BlockIds) -> NDArray[Any]:
+        """Make an array of ids; refuse what the pool has not."""
+        ids = np.asarray(block_ids)
+        if not ids.size:
+            return _NO_IDS
+        if ids.dtype.kind not in "iu" or ids.ndim != 1:
+            raise TypeError(f"{block_ids=} must be a flat list of ints.")
+        if ids.min() < 0 or ids.max() >= self.num_blocks:
+            wrong = ids[(ids < 0) | (ids >= self.num_blocks)][0]
+            raise ValueError(f"block_id={wrong} must be in [0, {self.num_blocks}).")
+        return ids
+
+    def _keys_of(self, given: Given, num: int) -> list[bytes | None]:
+        """List the keys of the first blocks of an answer, None for no key."""
+        keys = lanes_to_keys(given.keys[:num])
+        pairs = zip(keys, given.has_key[:num].tolist(), strict=True)
+        known: list[bytes | None] = [key if has_key else None for key, has_key in pairs]
+        if self._names:
+            for row, block_id in enumerate(given.block_ids[:num].tolist()):
+                known[row] = self._names.get(block_id, known[row])
+        return known
+
+    def _known_as(self, ids: NDArray[Any], keys: Sequence[BlockKey], row: int) -> bytes:
+        """Tell the key of a row's block, which an earlier row gave if it has none."""
+        block_id = int(ids[row])
+        cache = self.state.cache
+        if not cache.has_key[block_id]:
+            return keys[int(np.argmax(ids == block_id))]
+        (key,) = lanes_to_keys(cache.directory.keys[block_id][None])
+        return self._names.get(block_id, key)
+
+    def _forget_names(self, block_ids: list[int]) -> None:
+        if self._names:
+            for block_id in block_ids:
+                self._names.pop(block_id, None)
+
+    def _record(self, block_hashes: list[bytes], *, removed: bool) -> None:
+        if block_hashes and self._events is not None:
+            self._events.append(
+                OffloadingEvent(block_hashes, self.block_size, DEVICE_MEDIUM, removed)
+            )
+
+
+def _of_blocks(keys: Sequence[BlockKey], ids: NDArray[Any]) -> list[BlockKey]:
+    """Bring the keys of blocks, one each, to 32 bytes."""
+    if len(keys) != len(ids):
+        raise ValueError(f"{len(ids)=} blocks must have as many keys, {len(keys)=}.")
+    return keys_from_foreign(list(keys))

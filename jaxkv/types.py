@@ -37,6 +37,9 @@ NO_BLOCK = -1
 HOST_MEDIUM = "CPU"
 """The medium in events of the host tier, spelled as vLLM spells it."""
 
+DEVICE_MEDIUM = "GPU"
+"""The medium in events of the device tier, whatever the device, as in vLLM."""
+
 
 class EvictResult(NamedTuple):
     """What a policy gave up.
@@ -157,12 +160,13 @@ class RequestStepOutput:
 
 @dataclasses.dataclass(frozen=True)
 class OffloadingEvent:
-    """Blocks that became findable on the host tier, or left it.
+    """Blocks that became findable on a tier, or left it.
 
     Attributes:
-        block_hashes: Their keys, in the order in which it happened.
+        block_hashes: Their keys, in the order in which it happened; none if all that
+            the tier had left it.
         block_size: Tokens in a block.
-        medium: `HOST_MEDIUM`.
+        medium: `HOST_MEDIUM` or `DEVICE_MEDIUM`.
         removed: True if they left.
     """
 

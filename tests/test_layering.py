@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FLOORS = [
-    ["types < hashing keys", "units"],
+    ["types < hashing keys batches", "units"],
     [
         "policies.ordering policies.counting < policies.directory policies.recency"
         " < policies.lru policies.arc < policies.registry < policies",
@@ -25,7 +25,7 @@ FLOORS = [
     [
         "id_pool < manager reuse ragged request_batch < programs snapshot < host_tier"
         " < offloading_manager",
-        "blocks",
+        "prefix_cache < device_tier < device_programs < blocks",
         "groups < hits",
     ],
     [

@@ -173,6 +173,26 @@ def remove(directory: Directory, entries: Array) -> Directory:
     )
 
 
+def pass_on(directory: Directory, entries: Array, heirs: Array) -> Directory:
+    """Have other entries hold keys, that they have in `keys` already.
+
+    Args:
+        directory: Where.
+        entries: i32[K]. Entries in use, E for padding.
+        heirs: i32[K]. Who gets the key of each; unused entries.
+
+    Returns:
+        The directory after. An entry may be given more than once, with the same heir.
+    """
+    num_slots = directory.entries.shape[0]
+    slots = directory.slots.at[entries].get(mode="fill", fill_value=num_slots)
+    return dataclasses.replace(
+        directory,
+        entries=directory.entries.at[slots].set(heirs, mode="drop"),
+        slots=directory.slots.at[heirs].set(slots, mode="drop"),
+    )
+
+
 def first_occurrence(keys: Array, valid: Array) -> Array:
     """Tell which rows of a batch are the first with their key.
 
