@@ -50,6 +50,8 @@ class DeviceBlockPool:
     Attributes:
         num_blocks: Blocks in the pool.
         num_free: Blocks that `allocate` could hand out now.
+        num_changes: Grows with whatever changes what a block contains or which is given
+            up next; pins do not.
         block_size: As given.
         state: All that is known, as a pytree. A program that puts another in its place
             sets `num_free` to that of the state.
@@ -88,6 +90,7 @@ class DeviceBlockPool:
             raise ValueError(f"{max_batch=} must be at least 2.")
         self.num_blocks = num_blocks
         self.num_free = num_blocks - 1
+        self.num_changes = 0
         self.block_size = block_size
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
         self._allocate_program = (
@@ -317,6 +320,7 @@ class DeviceBlockPool:
 
     def _call(self, program: Program, *batch: Any, width: int | None = None) -> Any:
         self.state, answer = programs.call(program, self.state, *batch, width=width)
+        self.num_changes += "queue" in program.changes or "cache" in program.changes
         return answer
 
     def _run(

@@ -93,8 +93,8 @@ class HostTier:
         device = cpu_device()
         with jax.default_device(device):
             state = manager.init(self.policy, self.num_blocks)
-        state = jax.device_put(state, device)
-        return state
+        placed: manager.ManagerState = jax.device_put(state, device)
+        return placed
 
     def lookup(self, requests: Requests) -> list[int]:
         """Count the keys of each request, from its first, that can be read."""
@@ -218,12 +218,12 @@ class HostTier:
 
     def clear(self) -> None:
         """Forget everything at once, loads and stores in progress included."""
-        ref_cnt = self.snapshot().ref_cnt
         self.state = self._empty()
-        self._unfinished.clear()
-        self._forget([name for name, count in ref_cnt.items() if count >= 0])
-        self._names.clear()
         self.num_held_blocks = 0
+        self._names.clear()
+        self._unfinished.clear()
+        if self.events is not None:
+            self.events.append(OffloadingEvent([], self.block_size, HOST_MEDIUM, True))
 
     def request_step(self, requests: Requests) -> list[RequestStepOutput]:
         """Serve whole requests: pin what is on the host, find room for the rest."""

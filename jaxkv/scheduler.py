@@ -8,10 +8,11 @@
                  -> update_state_after_alloc
     a step       build_connector_meta -> `jaxkv.worker` moves the blocks
                  -> the model runs -> update_connector_output
+    preempted    request_preempted, before its blocks are freed
     at its end   request_finished, for an aborted request too
 
-Stores are eager: a block is stored in the step after it was computed, when its data
-are certain. No hook blocks, and none touches an array on the device.
+No hook blocks, and none touches an array of the model's device. docs/lifecycle.md shows
+a step call by call.
 """
 
 from __future__ import annotations
@@ -21,189 +22,209 @@ from collections.abc import Iterator, Sequence
 
 from jaxkv.blocks import DeviceBlockPool
 from jaxkv.connector import (
-    NO_EVENT,
+    BlockTable,
     ConnectorOutput,
     OffloadMetadata,
     Request,
     SchedulerOutput,
+    keys_by_group,
 )
+from jaxkv.groups import GroupSpec, as_groups
 from jaxkv.offloading_manager import OffloadingManager
-from jaxkv.types import BlockKey, OffloadingEvent, Policy
+from jaxkv.scheduling.eager import EagerStores
+from jaxkv.scheduling.gate import Gate
+from jaxkv.scheduling.lazy import LazyStores
+from jaxkv.scheduling.loads import Loads
+from jaxkv.scheduling.prefix import rows_of
+from jaxkv.scheduling.rules import OffloadRules, check_rules
+from jaxkv.scheduling.stores import Stores
+from jaxkv.types import OffloadingEvent, Policy
 
 
-@dataclasses.dataclass
-class _Load:
-    """Host blocks pinned for a request, from the query until they were read."""
+@dataclasses.dataclass(frozen=True)
+class OffloadStats:
+    """What came of stores and loads so far.
 
-    keys: list[BlockKey]
-    host_blocks: list[int]
-    first_block: int
-    device_blocks: list[int] = dataclasses.field(default_factory=list)
-    event: int = NO_EVENT
+    Attributes:
+        num_store_refusals: Times that the host had no room for all that was offered.
+        num_dropped_full: Blocks that did not get to the host, as it had no room until
+            their request was over.
+        num_dropped_slow: Likewise, as too much was on its way already.
+        num_dropped_failed: Blocks whose transfer to the host failed.
+        num_loads_declined: Loads that would have taken longer than to compute.
+    """
 
-
-@dataclasses.dataclass
-class _Store:
-    """How far a request has been stored."""
-
-    request: Request
-    device_blocks: list[int]
-    num_offered: int = 0
-
-
-@dataclasses.dataclass
-class _Transfer:
-    """Blocks on their way to the host."""
-
-    keys: list[BlockKey] = dataclasses.field(default_factory=list)
-    device_blocks: list[int] = dataclasses.field(default_factory=list)
-    host_blocks: list[int] = dataclasses.field(default_factory=list)
+    num_store_refusals: int
+    num_dropped_full: int
+    num_dropped_slow: int
+    num_dropped_failed: int
+    num_loads_declined: int
 
 
 class OffloadScheduler:
     """Decides what is stored to the host and what is loaded back.
 
     Args:
-        block_size: Tokens in a block, the same on both tiers.
-        num_host_blocks: Blocks of the host tier.
+        groups: The groups of the model's layers (see `jaxkv.groups`); an int for a
+            model that has one group, of full attention, with blocks of so many tokens.
+            Blocks of all groups share one pool, and are of the same number of bytes.
+        num_host_blocks: Blocks of the host tier; see `jaxkv.groups.num_host_blocks`.
         cache_policy: Which of them to give up when it is full; a name or a `Policy`.
         enable_events: Whether to keep events for `take_events`.
-        store_threshold: Store only what `get_num_new_matched_tokens` looked up on the
-            host at least so often; 0 or 1 to store whatever is computed.
+        rules: How to store and load.
 
     Raises:
-        ValueError: If a number is too small, or the policy is not known or was made
-            for other sizes.
+        ValueError: If a number is too small, the policy is not known or was made for
+            other sizes, or the rules and the groups do not go together.
         TypeError: If the policy is neither a name nor a `Policy`.
 
     Attributes:
-        num_store_refusals: Times that the host tier had no room for all new blocks.
+        groups: The groups.
+        rules: The rules.
+        num_host_blocks: Blocks of the host tier.
     """
 
     def __init__(
         self,
-        block_size: int,
+        groups: int | GroupSpec | Sequence[GroupSpec],
         num_host_blocks: int,
         cache_policy: str | Policy = "lru",
         enable_events: bool = False,
         *,
-        store_threshold: int = 0,
+        rules: OffloadRules | None = None,
     ) -> None:
-        self.block_size = block_size
-        self.num_store_refusals = 0
+        self.groups = as_groups(groups)
+        self.rules = rules = rules or OffloadRules()
+        self.num_host_blocks = num_host_blocks
+        check_rules(rules, self.groups)
         self._manager = OffloadingManager(
-            block_size,
+            self.groups[0].block_size * rules.blocks_per_host_block,
             num_host_blocks,
             cache_policy,
             enable_events,
-            store_threshold=store_threshold,
+            store_threshold=rules.store_threshold,
         )
-        self._device_pool: DeviceBlockPool | None = None
-        self._loads: dict[str, _Load] = {}
-        self._stores: dict[str, _Store] = {}
-        self._load_event_to_reqs: dict[int, tuple[str, ...]] = {}
-        self._next_load_event = 0
-        # Blocks given a place on the host, that leave with the next step's metadata.
-        self._outgoing = _Transfer()
-        self._stores_in_flight: dict[int, _Transfer] = {}
-        self._next_store_event = 0
+        host = self._manager.many
+        self._gate = Gate(rules)
+        self._loads = Loads(self.groups, host, rules, self._gate)
+        self._stores = Stores(host, rules)
+        self._eager: EagerStores | None = None
+        self._lazy: LazyStores | None = None
+        if rules.mode == "eager":
+            self._eager = EagerStores(self.groups, host, rules, self._stores)
+        else:
+            self._lazy = LazyStores(self.groups, rules, self._stores)
+        # Requests that count as having used their blocks.
+        self._known: set[str] = set()
+        self._bound_pool: DeviceBlockPool | None = None
 
     def bind_device_block_pool(self, pool: DeviceBlockPool) -> None:
         """Take the pool whose blocks are to be held during transfers."""
-        self._device_pool = pool
-
-    @property
-    def has_pending_stores(self) -> bool:
-        """Whether blocks are on their way to the host."""
-        return bool(self._stores_in_flight or self._outgoing.keys)
-
-    @property
-    def has_pending_loads(self) -> bool:
-        """Whether blocks are on their way back, for a living request or a dead one."""
-        return bool(self._loads)
+        self._bound_pool = pool
 
     @property
     def num_host_blocks_held(self) -> int:
         """Blocks of the host tier that hold something, stores in flight included."""
         return self._manager.num_held_blocks
 
-    def warm_up(self, max_blocks_per_request: int) -> None:
-        """Compile all decisions now, so that no later request waits for it."""
-        self._manager.warm_up(max_blocks_per_request)
+    @property
+    def stats(self) -> OffloadStats:
+        """What came of stores and loads so far."""
+        dropped = self._stores.num_dropped
+        return OffloadStats(
+            num_store_refusals=self._stores.num_refusals,
+            num_dropped_full=dropped["full"],
+            num_dropped_slow=dropped["slow"],
+            num_dropped_failed=dropped["failed"],
+            num_loads_declined=self._gate.num_declined,
+        )
+
+    def has_pending_stores(self) -> bool:
+        """Tell whether blocks are on their way to the host.
+
+        An engine without requests goes on stepping while there are.
+        """
+        return len(self._stores) > 0
+
+    def has_pending_loads(self) -> bool:
+        """Tell whether blocks are on their way back, for whomever."""
+        return len(self._loads) > 0
+
+    def warm_up(
+        self, max_blocks_per_request: int, max_blocks_per_step: int = 0
+    ) -> None:
+        """Compile all decisions now, so that no later request waits for it.
+
+        Args:
+            max_blocks_per_request: Most blocks that a request will have.
+            max_blocks_per_step: Most blocks that the requests of a step will store
+                together; 0 if no two requests will ever store in one step.
+        """
+        self._manager.warm_up(max_blocks_per_request, max_blocks_per_step)
+
+    def note_rates(self, load_bytes_per_s: float, prefill_tokens_per_s: float) -> None:
+        """Tell how fast loads and the model are, for the gate of `OffloadRules`.
+
+        Processes that serve one model together must be told the same.
+
+        Args:
+            load_bytes_per_s: Such as `OffloadWorker.load_bytes_per_s`; 0 if unknown.
+            prefill_tokens_per_s: As the engine measured it; 0 if unknown.
+        """
+        self._gate.note_rates(load_bytes_per_s, prefill_tokens_per_s)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
-    ) -> tuple[int, bool]:
-        """Ask how far the host tier continues a prefix; what it has is pinned.
+    ) -> tuple[int | None, bool]:
+        """Ask how much more of a request can be had than the device's own prefix.
 
-        The pin lasts until the request's blocks are loaded, it finishes, or it asks
-        again. The last token is never matched, as its logits are needed.
+        Both tiers are searched together: where the device has lost a block in the
+        middle of a prefix, and the host has that one, what follows counts as well.
+        Whatever is offered is held until it is loaded, until the request finishes, or
+        until it asks again. The last token is never offered: its logits are needed.
 
         Args:
             request: A request that is about to be scheduled.
             num_computed_tokens: Tokens found on the device, whole blocks.
 
         Returns:
-            How many tokens more can be loaded, and whether that happens
-            asynchronously, while the request waits.
-
-        Raises:
-            ValueError: If a load for a request of this name is in flight.
+            How many tokens more can be had; None if the request is to ask again in a
+            later step. And whether they take time, while the request waits; if not,
+            they are there when the model of this step runs.
         """
-        self._drop_unissued_load(request.request_id)
-        if request.request_id in self._loads:
-            raise ValueError(
-                f"A load for {request.request_id=} is in flight; wait for it."
-            )
-        first = num_computed_tokens // self.block_size
-        last = max(request.num_tokens - 1, 0) // self.block_size
-        keys = list(request.block_keys[first:last])
-        self._manager.touch(request.block_keys[:last])
-        num_hits = self._manager.lookup(keys)
-        if num_hits == 0:
-            return 0, False
-        keys = keys[:num_hits]
-        spec = self._manager.prepare_load(keys)
-        self._loads[request.request_id] = _Load(keys, spec.block_ids.tolist(), first)
-        return num_hits * self.block_size, True
+        return self._loads.query(self._pool, request, num_computed_tokens)
 
     def update_state_after_alloc(
-        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
+        self, request: Request, block_ids: BlockTable, num_external_tokens: int
     ) -> None:
         """Note the device blocks of a request and what is to be loaded into them.
+
+        May be called again for a request that is known, with 0 tokens, to replace
+        its block table.
 
         Args:
             request: The request.
             block_ids: All its device blocks, those found on the device first.
-            num_external_tokens: How much of the host's offer the engine takes; 0 if
-                nothing.
+            num_external_tokens: How much of the offer the engine takes; 0 for nothing.
 
         Raises:
             ValueError: If that is no whole number of blocks, or more than
-                `get_num_new_matched_tokens` offered.
+                `get_num_new_matched_tokens` offered; if there are several groups, or
+                one that is not of full attention, less. Then nothing changes.
         """
-        request_id = request.request_id
-        num_loads, rest = divmod(num_external_tokens, self.block_size)
-        load = self._loads.get(request_id)
-        offered = len(load.keys) if load else 0
-        if rest or not 0 <= num_loads <= offered:
-            raise ValueError(
-                f"{num_external_tokens=} of request {request_id!r} must be a multiple "
-                f"of {self.block_size} up to {offered * self.block_size}, the offer."
+        self._loads.take(self._pool, request, block_ids, num_external_tokens)
+        if self._eager is not None:
+            self._eager.register(request, block_ids)
+        if request.request_id not in self._known:
+            self._known.add(request.request_id)
+            # Once, however often it asked: a request uses its blocks once.
+            keys = keys_by_group(request, len(self.groups))
+            none = [0] * len(keys)
+            factor = self.rules.blocks_per_host_block
+            rows = rows_of(
+                self.groups, keys, [[]] * len(keys), none, list(map(len, keys)), factor
             )
-        self._stores.setdefault(request_id, _Store(request, list(block_ids)))
-        if load is None:
-            return
-        if num_loads < offered:
-            self._manager.complete_load(load.keys[num_loads:])
-            del load.keys[num_loads:], load.host_blocks[num_loads:]
-        if num_loads == 0:
-            del self._loads[request_id]
-            return
-        load.device_blocks = list(
-            block_ids[load.first_block : load.first_block + num_loads]
-        )
-        self._pool.touch(load.device_blocks)
+            self._manager.many.touch([rows.keys])
 
     def build_connector_meta(self, output: SchedulerOutput) -> OffloadMetadata:
         """List the transfers to start in this step.
@@ -215,148 +236,142 @@ class OffloadScheduler:
         Returns:
             The transfers.
         """
-        for request_id, num_tokens in output.num_scheduled_tokens.items():
-            store = self._stores.get(request_id)
-            if store is None:
-                continue
-            store.device_blocks.extend(output.new_block_ids.get(request_id, ()))
-            if num_tokens > 0:
-                self._offer(store)
-        store_event, outgoing = self._issue_stores()
-        load_event, loads = self._issue_loads()
+        pool = self._pool
+        for request_id in output.preempted_req_ids:
+            self._loads.drop(pool, request_id)
+            self._known.discard(request_id)
+        if self._eager is not None:
+            self._eager.offer_step(pool, output)
+        if self._lazy is not None:
+            self._lazy.offer_step(pool)
+        most = self.rules.max_blocks_in_flight
+        if most is not None:
+            most -= self._loads.num_blocks_in_flight + self._stores.num_blocks_in_flight
+        load_event, loads, copies = self._loads.issue(pool, most)
+        if most is not None:
+            most = max(most - sum(len(load.written_blocks) for load in loads), 0)
+        store_event, stores = self._stores.issue(most)
         return OffloadMetadata(
             load_event=load_event,
-            load_device_blocks=tuple(b for load in loads for b in load.device_blocks),
-            load_host_blocks=tuple(b for load in loads for b in load.host_blocks),
-            load_event_to_reqs=dict(self._load_event_to_reqs),
+            load_device_blocks=tuple(
+                block
+                for load in loads
+                if load.targets is not None
+                for block in load.targets.reshape(-1).tolist()
+            ),
+            load_host_blocks=tuple(
+                block for load in loads for block in load.host_blocks
+            ),
+            load_event_to_reqs=dict(self._loads.event_to_reqs),
             store_event=store_event,
-            store_device_blocks=tuple(outgoing.device_blocks),
-            store_host_blocks=tuple(outgoing.host_blocks),
-            need_flush=bool(output.preempted_req_ids),
+            store_device_blocks=tuple(stores.device_blocks),
+            store_host_blocks=tuple(stores.host_blocks),
+            need_flush=self.rules.flush_on_preemption
+            and bool(output.preempted_req_ids),
+            copy_from_blocks=tuple(b for load in copies for b in load.sources.tolist()),
+            copy_to_blocks=tuple(
+                b for load in copies for b in load.copy_targets.tolist()
+            ),
         )
 
-    def update_connector_output(self, output: ConnectorOutput) -> None:
-        """Release what the worker no longer reads or writes.
+    def update_connector_output(self, output: ConnectorOutput) -> ConnectorOutput:
+        """Release what no worker reads or writes any more.
 
         Args:
-            output: What completed since the last time.
-        """
-        for request_id in (*output.finished_recving, *output.failed_recving):
-            self._end_load(request_id)
-        for event in output.completed_store_events:
-            self._end_store(event, success=True)
-        for event in output.failed_store_events:
-            self._end_store(event, success=False)
+            output: What workers saw complete since the last time.
 
-    def request_finished(self, request: Request) -> None:
+        Returns:
+            What is over on all of them, less the loads that nobody waits for.
+
+        Raises:
+            ValueError: If it tells of something that is not in flight. Then nothing
+                changes.
+        """
+        pool = self._pool
+        stores = output.completed_store_events, output.failed_store_events
+        self._stores.check_reports(*stores)
+        finished, failed = self._loads.report(
+            pool, output.finished_recving, output.failed_recving
+        )
+        if finished or failed:
+            self._stores.num_changes += 1
+        completed, lost = self._stores.report(pool, *stores)
+        return ConnectorOutput(
+            tuple(finished), tuple(failed), tuple(completed), tuple(lost)
+        )
+
+    def request_preempted(self, request: Request) -> None:
+        """Note that a request is about to lose its blocks, and will come back.
+
+        What it has computed and not stored is stored with the next step. Optional: a
+        request that is only named in `SchedulerOutput.preempted_req_ids` loses that.
+
+        Args:
+            request: The request, its `num_computed_tokens` those of before.
+        """
+        self._part_with(request)
+
+    def request_finished(
+        self, request: Request, block_ids: BlockTable | None = None
+    ) -> tuple[bool, None]:
         """Note that a request is over, by itself or by abort.
 
-        Its last full blocks are stored with the next step. The engine may free its
-        blocks at once: what is in flight is held here until it has arrived.
+        Its last full blocks are stored with the next step, and those that the host
+        gave up meanwhile. The engine may free its blocks at once: what is in flight is
+        held here until it has arrived.
 
         Args:
             request: The request, its `num_computed_tokens` final.
+            block_ids: All its device blocks, if they are at hand.
+
+        Returns:
+            Whether the engine has to keep the blocks, never; and nothing else.
         """
-        self._drop_unissued_load(request.request_id)
-        store = self._stores.pop(request.request_id, None)
-        if store is not None:
-            self._offer(store)
+        if block_ids is not None and self._eager is not None:
+            self._eager.replace_table(request, block_ids)
+        self._part_with(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, None]:
+        """Do as `request_finished` does, for an engine whose tables have groups."""
+        table = block_ids if len(self.groups) > 1 else block_ids[0]
+        return self.request_finished(request, table)
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Hand out the host tier's events since the last time."""
         return self._manager.take_events()
 
+    def reset(self) -> bool:
+        """Forget all that the host tier holds, as after a change of weights.
+
+        Stores in flight end without a trace. Reset the device's pool as well, and
+        change the keys' `Namespace.weights_epoch`.
+
+        Returns:
+            Whether it was done; not while a load is under way or offered, as its
+            request would go on with old blocks.
+        """
+        if self.has_pending_loads():
+            return False
+        self._stores.forget(self._pool)
+        self._manager.many.clear()
+        if self._eager is not None:
+            self._eager.clear()
+        if self._lazy is not None:
+            self._lazy.clear()
+        return True
+
     @property
     def _pool(self) -> DeviceBlockPool:
-        if self._device_pool is None:
+        if self._bound_pool is None:
             raise RuntimeError("Call bind_device_block_pool() before scheduling.")
-        return self._device_pool
+        return self._bound_pool
 
-    def _offer(self, store: _Store) -> None:
-        """Find places on the host for a request's blocks computed since the last time.
-
-        Blocks for which there is no room are offered again in its next step.
-        """
-        request = store.request
-        num_full = min(
-            request.num_computed_tokens // self.block_size,
-            len(request.block_keys),
-            len(store.device_blocks),
-        )
-        if num_full <= store.num_offered:
-            return
-        first = store.num_offered
-        # All or, as the manager places all or none, half of them, and so on: the head
-        # of a prefix is worth having without its tail.
-        while (
-            answer := self._manager.prepare_store(request.block_keys[first:num_full])
-        ) is None:
-            self.num_store_refusals += 1
-            num_full = first + (num_full - first) // 2
-        if num_full == first:
-            return
-        # The whole prefix again, so that its head outlives its tail on the host.
-        self._manager.touch(request.block_keys[:num_full])
-        device_blocks = dict(
-            zip(
-                request.block_keys[first:num_full],
-                store.device_blocks[first:num_full],
-                strict=True,
-            )
-        )
-        to_read = [device_blocks[key] for key in answer.block_hashes_to_store]
-        self._pool.touch(to_read)
-        self._outgoing.keys += answer.block_hashes_to_store
-        self._outgoing.device_blocks += to_read
-        self._outgoing.host_blocks += answer.store_spec.block_ids.tolist()
-        store.num_offered = num_full
-
-    def _issue_stores(self) -> tuple[int, _Transfer]:
-        outgoing = self._outgoing
-        if not outgoing.keys:
-            return NO_EVENT, outgoing
-        event = self._next_store_event
-        self._next_store_event += 1
-        self._stores_in_flight[event] = outgoing
-        self._outgoing = _Transfer()
-        return event, outgoing
-
-    def _issue_loads(self) -> tuple[int, list[_Load]]:
-        waiting = {
-            request_id: load
-            for request_id, load in self._loads.items()
-            if load.event == NO_EVENT and load.device_blocks
-        }
-        if not waiting:
-            return NO_EVENT, []
-        event = self._next_load_event
-        self._next_load_event += 1
-        self._load_event_to_reqs[event] = tuple(waiting)
-        for load in waiting.values():
-            load.event = event
-        return event, list(waiting.values())
-
-    def _end_store(self, event: int, *, success: bool) -> None:
-        transfer = self._stores_in_flight.pop(event)
-        self._manager.complete_store(transfer.keys, success)
-        # Tail first, so that on the device too the head of a prefix outlives it.
-        self._pool.free(transfer.device_blocks[::-1])
-
-    def _end_load(self, request_id: str) -> None:
-        load = self._loads.pop(request_id)
-        self._manager.complete_load(load.keys)
-        self._pool.free(load.device_blocks[::-1])
-        others = tuple(
-            other
-            for other in self._load_event_to_reqs.get(load.event, ())
-            if other != request_id
-        )
-        if others:
-            self._load_event_to_reqs[load.event] = others
-        else:
-            self._load_event_to_reqs.pop(load.event, None)
-
-    def _drop_unissued_load(self, request_id: str) -> None:
-        load = self._loads.get(request_id)
-        if load is not None and load.event == NO_EVENT:
-            self._end_load(request_id)
+    def _part_with(self, request: Request) -> None:
+        """Let go of a request's load, and store what it leaves behind."""
+        self._loads.drop(self._pool, request.request_id)
+        self._known.discard(request.request_id)
+        if self._eager is not None:
+            self._eager.finish(self._pool, request.request_id)

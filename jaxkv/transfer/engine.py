@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import threading
+from collections.abc import Sequence
 from typing import SupportsIndex
 
 import jax
@@ -19,11 +20,13 @@ from jaxkv.transfer.hoststore import HostStore
 from jaxkv.transfer.ids import (
     BlockIdsLike,
     check_distinct,
+    copy_pairs,
     device_block_ids,
     host_block_ids,
 )
-from jaxkv.transfer.kernels import MODES, Mode, Mover
+from jaxkv.transfer.kernels import Mode, Mover
 from jaxkv.transfer.layout import PoolLayout
+from jaxkv.transfer.modes import choose_mode
 from jaxkv.transfer.plans import NOTHING, Plans
 from jaxkv.transfer.sizing import HostSize
 from jaxkv.transfer.tickets import Completion, Ticket
@@ -120,7 +123,7 @@ class TransferEngine:
         platform = layout.device.platform
         memory.host_sharding(layout.device)  # Refuses devices without pinned memory.
         probe.check_client(platform)
-        mode = _choose_mode(mode, platform)
+        mode = choose_mode(mode, platform)
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             raise ValueError("jax_disable_jit is set; transfers are compiled programs.")
         blocks_per_host_block = operator.index(blocks_per_host_block)
@@ -295,6 +298,36 @@ class TransferEngine:
         ticket = self._flow.load(leaves, device_ids, host_ids, extents, places)
         return self._layout.unflatten(leaves), ticket
 
+    def copy(
+        self,
+        pool: PyTree,
+        source_block_ids: Sequence[int],
+        target_block_ids: Sequence[int],
+    ) -> PyTree:
+        """Copy device blocks to other device blocks; there when the next program runs.
+
+        Args:
+            pool: The current pool. Donated, if something is copied.
+            source_block_ids: int[n]. Blocks of `pool`.
+            target_block_ids: int[n]. Where each goes; distinct, no source among them.
+
+        Returns:
+            The pool to go on with.
+
+        Raises:
+            ValueError: The pool has another layout or a sharded block axis, or the ids
+                are wrong.
+        """
+        leaves = self._leaves(pool)
+        sources, targets = copy_pairs(
+            source_block_ids, target_block_ids, self._layout.num_blocks
+        )
+        if self.num_lanes > 1:
+            raise ValueError("a pool whose block axis is sharded has no copies.")
+        if len(sources):
+            self._mover.copy(leaves, sources, targets)
+        return self._layout.unflatten(leaves)
+
     def advance(self, pool: PyTree) -> PyTree:
         """Do what has become possible: write what has landed, issue what waits.
 
@@ -382,15 +415,3 @@ def _parse(name: str, size: str | SupportsIndex) -> int:
         return parse_bytes(size)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-
-
-def _choose_mode(mode: Mode | None, platform: str) -> Mode:
-    if mode is None:
-        return "fused" if platform == "cpu" else "staged"
-    if mode not in MODES:
-        raise ValueError(f"{mode=} must be one of {MODES} or None.")
-    if mode == "fused" and platform != "cpu":
-        result = probe.probe_fused(platform)
-        if not result.ok:
-            raise ValueError(f"{mode=} cannot be used here: {result.reason}")
-    return mode

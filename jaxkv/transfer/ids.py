@@ -70,6 +70,33 @@ def device_block_ids(
     return array
 
 
+def copy_pairs(
+    sources: Sequence[int], targets: Sequence[int], num_blocks: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Check the ids of device blocks that are to be copied on the device.
+
+    Raises:
+        ValueError: They do not go in pairs, are not in [0, num_blocks), a target is
+            given twice, or one is a source.
+    """
+    each = []
+    for name, ids in (("source_block_ids", sources), ("target_block_ids", targets)):
+        each.append(_in_range(name, _copy(name, ids), num_blocks, 0))
+    if each[0].shape != each[1].shape or each[0].ndim != 1:
+        raise ValueError(
+            f"source_block_ids of shape {list(each[0].shape)} and target_block_ids of "
+            f"shape {list(each[1].shape)} must be flat and go in pairs."
+        )
+    check_distinct("target_block_ids", each[1])
+    both = np.intersect1d(each[0], each[1])
+    if both.size:
+        raise ValueError(
+            f"target_block_ids has {both.tolist()}, which are sources too: what is "
+            "written must not be read."
+        )
+    return each[0], each[1]
+
+
 def check_distinct(name: str, ids: NDArray[np.int32]) -> None:
     """Refuse ids that occur more than once.
 

@@ -16,6 +16,7 @@ from jaxkv.transfer.extents import Extent, ExtentLayout
 from jaxkv.transfer.plans import NOTHING, SavePlan
 
 _DEVICE = jax.memory.Space.Device
+_SMALLEST_COPY = 16
 
 SaveKind: TypeAlias = Literal["gather", "write", "merge"]
 """Programs of a save: all rows of an extent, some of them, some beside older ones."""
@@ -60,6 +61,7 @@ class Mover:
         self._device = extents.shardings(None)
         self.save_program = functools.cache(self._compile_save)
         self.load_program = functools.cache(self._compile_load)
+        self.copy_program = functools.cache(self._compile_copy)
 
     @property
     def num_layer_groups(self) -> int:
@@ -158,6 +160,29 @@ class Mover:
         token: jax.Array
         leaves[own], token = self._run(program, leaves[own], rows, arrays)
         return token
+
+    def copy(
+        self,
+        leaves: list[jax.Array],
+        sources: NDArray[np.int32],
+        targets: NDArray[np.int32],
+    ) -> None:
+        """Copy blocks of a pool of one lane to others of it.
+
+        Args:
+            leaves: The pool's. Donated, and replaced in the list.
+            sources: i32[n]. What to read.
+            targets: i32[n]. Where each goes; none of these is read.
+        """
+        size = _SMALLEST_COPY
+        while size < len(sources):
+            size *= 4
+        # A row of padding goes past the end, as in `load`.
+        plan = np.zeros((1, 2 * size), np.int32)
+        plan[0, size:] = self._pool.lane_blocks + np.arange(size)
+        plan[0, : len(sources)] = sources
+        plan[0, size : size + len(targets)] = targets
+        leaves[:], _ = self._run(self.copy_program(size), leaves, plan)
 
     def _run(
         self,
@@ -267,6 +292,23 @@ class Mover:
             self._plan_spec(self.extents.rows),
             self.extents.specs(memory.HOST_KIND if fused else None)[arrays],
         ).compile()
+
+    def _compile_copy(self, size: int) -> jax.stages.Compiled:
+        def copy(
+            leaves: list[jax.Array], plan: jax.Array
+        ) -> tuple[list[jax.Array], jax.Array]:
+            axes = [leaf.block_axis for leaf in self._pool.leaves]
+            return rows.copy_blocks(leaves, axes, *jnp.split(plan[0], 2)), _token(plan)
+
+        specs = (self._leaf_specs(), self._lane_spec())
+        compiled = jax.jit(
+            self._per_shard(copy, in_specs=specs, out_specs=specs),
+            donate_argnums=0,
+            out_shardings=([leaf.sharding for leaf in self._pool.leaves], self._plan),
+            compiler_options=self._options,
+        )
+        plan = self._plan_spec(2 * size)
+        return compiled.lower(self._pool.pool_specs(), plan).compile()
 
     def _per_shard(
         self, function: Callable[..., Any], in_specs: Any, out_specs: Any

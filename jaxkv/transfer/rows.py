@@ -155,3 +155,28 @@ def scatter_rows(
             leaves[leaf - first].at[index].set(blocks, mode="drop", unique_indices=True)
         )
     return leaves
+
+
+def copy_blocks(
+    leaves: list[jax.Array], axes: list[int], sources: jax.Array, targets: jax.Array
+) -> list[jax.Array]:
+    """Copy blocks of a pool to others of it.
+
+    Args:
+        leaves: The pool's.
+        axes: The block axis of each.
+        sources: i32[n]. What to read.
+        targets: i32[n]. Where each goes. Distinct, not negative; those out of range
+            are dropped.
+
+    Returns:
+        The leaves afterwards.
+    """
+    copied = []
+    for leaf, axis in zip(leaves, axes, strict=True):
+        along = (slice(None),) * axis
+        blocks = leaf.at[(*along, sources)].get(mode="promise_in_bounds")
+        copied.append(
+            leaf.at[(*along, targets)].set(blocks, mode="drop", unique_indices=True)
+        )
+    return copied

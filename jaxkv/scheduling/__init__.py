@@ -1,0 +1,1 @@
+"""The books of `jaxkv.scheduler`: searches, loads, stores, and the rules they keep."""

@@ -1,0 +1,63 @@
+"""Whether to load or to compute again: whichever is the sooner."""
+
+from __future__ import annotations
+
+from jaxkv.scheduling.rules import OffloadRules
+
+_PROBE_INTERVAL = 32
+
+
+class Gate:
+    """Declines loads that would take longer than to compute the tokens again.
+
+    It knows rates only from `note_rates`, and lets everything pass until then. Of the
+    loads that it would decline one in `_PROBE_INTERVAL` passes, so that the rate of
+    loads goes on being measured.
+
+    Args:
+        rules: What the engine chose.
+
+    Attributes:
+        num_declined: Loads declined so far.
+    """
+
+    def __init__(self, rules: OffloadRules) -> None:
+        self.num_declined = 0
+        self._is_on = rules.gate
+        self._block_bytes = rules.block_bytes
+        self._load_bytes_per_s = 0.0
+        self._prefill_tokens_per_s = 0.0
+        self._num_slow = 0
+
+    def note_rates(self, load_bytes_per_s: float, prefill_tokens_per_s: float) -> None:
+        """Take note of what was measured; see `OffloadScheduler.note_rates`."""
+        for name, rate in (
+            ("load_bytes_per_s", load_bytes_per_s),
+            ("prefill_tokens_per_s", prefill_tokens_per_s),
+        ):
+            if not 0 <= rate < float("inf"):
+                raise ValueError(f"{name}={rate} must be a number of at least 0.")
+        self._load_bytes_per_s = load_bytes_per_s
+        self._prefill_tokens_per_s = prefill_tokens_per_s
+
+    def is_worth(
+        self, *, num_tokens: int, num_blocks: int, num_blocks_ahead: int
+    ) -> bool:
+        """Tell whether a load is to be made.
+
+        Args:
+            num_tokens: Tokens that it saves computing.
+            num_blocks: Device blocks that it moves.
+            num_blocks_ahead: Those in flight before it.
+        """
+        if not (self._is_on and self._load_bytes_per_s and self._prefill_tokens_per_s):
+            return True
+        num_bytes = (num_blocks + num_blocks_ahead) * self._block_bytes
+        load_s = num_bytes / self._load_bytes_per_s
+        if load_s <= num_tokens / self._prefill_tokens_per_s:
+            return True
+        self._num_slow += 1
+        if self._num_slow % _PROBE_INTERVAL == 0:
+            return True
+        self.num_declined += 1
+        return False

@@ -1,0 +1,52 @@
+"""Lazy stores: what the device is about to give up, and not before."""
+
+from __future__ import annotations
+
+from jaxkv.blocks import DeviceBlockPool
+from jaxkv.groups import GroupSpec, lazy_target_blocks
+from jaxkv.scheduling.prefix import Rows
+from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.scheduling.stores import Stores
+from jaxkv.types import BlockKey
+
+
+class LazyStores:
+    """Chooses what to store from the old end of the device's order of eviction.
+
+    Every step looks at the blocks that will be given up next, as many as twice those of
+    a full step, and stores what the host lacks. Each look begins at the oldest block:
+    there is no cursor that could pass one by.
+
+    Args:
+        groups: The groups of the model's layers.
+        rules: What the engine chose.
+        stores: Takes what was chosen.
+    """
+
+    def __init__(
+        self, groups: tuple[GroupSpec, ...], rules: OffloadRules, stores: Stores
+    ) -> None:
+        self._target = lazy_target_blocks(groups, rules.max_num_batched_tokens)
+        self._stores = stores
+        self._seen: tuple[int, int] | None = None
+
+    def offer_step(self, pool: DeviceBlockPool) -> None:
+        """Offer the blocks that the device will give up next."""
+        seen = pool.num_changes, self._stores.num_changes
+        if seen == self._seen or self._stores.is_congested:
+            return
+        block_ids, keys = pool.next_free(self._target)
+        cached: list[tuple[int, BlockKey]] = [
+            (block, key)
+            for block, key in zip(block_ids, keys, strict=True)
+            if key is not None
+        ]
+        own = [key for _, key in cached]
+        blocks = [block for block, _ in cached]
+        self._stores.place(pool, [Rows(own, own, blocks, None)])
+        # What was placed is pinned by now, which is no change to come back for.
+        self._seen = pool.num_changes, self._stores.num_changes
+
+    def clear(self) -> None:
+        """Note that the host has forgotten everything."""
+        self._seen = None

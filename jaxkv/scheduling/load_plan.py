@@ -1,0 +1,186 @@
+"""One request's load: what it lacks of its prefix, where that is, where it goes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import compress
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv.blocks import NULL_BLOCK
+from jaxkv.connector import NO_EVENT, BlockTable, tables_by_group
+from jaxkv.groups import GroupSpec
+from jaxkv.search import Match
+from jaxkv.types import NO_BLOCK, BlockKey
+
+Ids: TypeAlias = NDArray[np.int32]
+_NO_IDS: Ids = np.empty(0, np.int32)
+
+
+@dataclasses.dataclass
+class Load:
+    """What one request gets from the host, and from elsewhere on the device.
+
+    A row is a host block, which holds m device blocks. r rows, c copies.
+
+    Attributes:
+        request_id: Whose it is.
+        num_computed_tokens: What the request had when it asked.
+        num_tokens: What it was offered beyond that.
+        keys: Key of each row.
+        row_groups: i32[r]. The group of layers of each.
+        row_indices: i32[r, m]. Which of the request's blocks in that group its parts
+            are; NO_BLOCK for a part that is not wanted.
+        sources: i32[c]. Device blocks to be copied.
+        copy_groups: i32[c]. The group of layers of each.
+        copy_indices: i32[c]. Which of the request's blocks in that group it is.
+        host_blocks: The id of each row.
+        targets: i32[r, m]. Device blocks that are written; NO_BLOCK for a part that is
+            not wanted. None until the allocation.
+        copy_targets: i32[c]. Likewise, for the copies.
+        event: Which load event it left with.
+        num_reports: Workers that reported it.
+        has_failed: Whether one of them reported a failure.
+        is_wanted: Whether the request still waits for it.
+    """
+
+    request_id: str
+    num_computed_tokens: int
+    num_tokens: int
+    keys: list[BlockKey]
+    row_groups: Ids
+    row_indices: Ids
+    sources: Ids
+    copy_groups: Ids
+    copy_indices: Ids
+    host_blocks: list[int] = dataclasses.field(default_factory=list)
+    targets: Ids | None = None
+    copy_targets: Ids = dataclasses.field(default_factory=_NO_IDS.copy)
+    event: int = NO_EVENT
+    num_reports: int = 0
+    has_failed: bool = False
+    is_wanted: bool = True
+
+    @property
+    def written_blocks(self) -> Ids:
+        """Device blocks that the transfer writes."""
+        return _NO_IDS if self.targets is None else self.targets[self.targets >= 0]
+
+
+def plan_load(
+    groups: tuple[GroupSpec, ...],
+    request_id: str,
+    keys: Sequence[Sequence[BlockKey]],
+    match: Match,
+    num_computed_tokens: int,
+    blocks_per_host_block: int,
+) -> Load:
+    """List what a request lacks of its longest prefix.
+
+    Args:
+        groups: The groups of the model's layers.
+        request_id: The request.
+        keys: Its keys, for each group.
+        match: The longest prefix.
+        num_computed_tokens: What the request has of it.
+        blocks_per_host_block: Device blocks in a host block.
+    """
+    factor = blocks_per_host_block
+    load_keys: list[BlockKey] = []
+    rows, row_indices, sources, copies = [], [], [], []
+    for own_keys, spec, needed, on_device in zip(
+        keys, groups, match.needed, match.device_blocks, strict=True
+    ):
+        missing = needed.copy()
+        missing[: num_computed_tokens // spec.block_size] = False
+        # A copy on the device costs next to nothing beside a transfer.
+        copied = np.flatnonzero(missing & (on_device != NO_BLOCK)).astype(np.int32)
+        copies.append(copied)
+        sources.append(on_device[copied])
+        missing[copied] = False
+        missing = np.pad(missing, (0, -missing.size % factor))
+        indices = np.arange(missing.size, dtype=np.int32)
+        parts = np.where(missing, indices, NO_BLOCK).reshape(-1, factor)
+        of_group = np.flatnonzero((parts != NO_BLOCK).any(axis=1))
+        rows.append(of_group)
+        row_indices.append(parts[of_group])
+        load_keys += [own_keys[row * factor + factor - 1] for row in of_group.tolist()]
+    numbers = np.arange(len(groups), dtype=np.int32)
+    return Load(
+        request_id,
+        num_computed_tokens,
+        match.num_tokens - num_computed_tokens,
+        load_keys,
+        row_groups=np.repeat(numbers, [len(own) for own in rows]),
+        row_indices=np.concatenate(row_indices),
+        sources=np.concatenate(sources),
+        copy_groups=np.repeat(numbers, [len(own) for own in copies]),
+        copy_indices=np.concatenate(copies),
+    )
+
+
+def find_targets(
+    load: Load, groups: tuple[GroupSpec, ...], table: BlockTable, num_tokens: int
+) -> tuple[Ids, Ids]:
+    """Look up the device blocks that a load is to write.
+
+    Args:
+        load: The load.
+        groups: The groups of the model's layers.
+        table: The request's device blocks.
+        num_tokens: How much of the prefix is wanted.
+
+    Returns:
+        What `Load.targets` and `Load.copy_targets` are to be.
+
+    Raises:
+        ValueError: If the table has no block where one is to be loaded.
+    """
+    tables = tables_by_group(table, len(groups))
+
+    def blocks_at(of_group: Ids, indices: Ids) -> Ids:
+        blocks = np.full(indices.shape, NO_BLOCK, np.int32)
+        for group, spec in enumerate(groups):
+            wanted = (of_group == group) & (indices != NO_BLOCK)
+            wanted &= indices < num_tokens // spec.block_size
+            own = np.array(tables[group], np.int32)
+            absent = indices[wanted & (indices >= own.size)]
+            if not absent.size:
+                blocks[wanted] = own[indices[wanted]]
+                absent = indices[wanted & (blocks == NULL_BLOCK)]
+            if absent.size:
+                raise ValueError(
+                    f"block {absent[0]} of group {group} of request "
+                    f"{load.request_id!r} is to be loaded, but its block table, of "
+                    f"{own.size} blocks, has none there."
+                )
+        return blocks
+
+    return (
+        blocks_at(load.row_groups[:, None], load.row_indices),
+        blocks_at(load.copy_groups, load.copy_indices),
+    )
+
+
+def split_load(load: Load, targets: Ids, copy_targets: Ids) -> tuple[Load, Load]:
+    """Split a load into what has targets and what was offered in vain."""
+
+    def part(rows: NDArray[np.bool_], copies: NDArray[np.bool_]) -> Load:
+        return dataclasses.replace(
+            load,
+            keys=list(compress(load.keys, rows.tolist())),
+            row_groups=load.row_groups[rows],
+            row_indices=load.row_indices[rows],
+            sources=load.sources[copies],
+            copy_groups=load.copy_groups[copies],
+            copy_indices=load.copy_indices[copies],
+            host_blocks=list(compress(load.host_blocks, rows.tolist())),
+            targets=targets[rows],
+            copy_targets=copy_targets[copies],
+        )
+
+    rows, copies = (targets != NO_BLOCK).any(axis=1), copy_targets != NO_BLOCK
+    return part(rows, copies), part(~rows, ~copies)

@@ -1,0 +1,270 @@
+"""Blocks on their way back to the device, from the query to the last report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+import numpy as np
+
+from jaxkv.blocks import DeviceBlockPool
+from jaxkv.connector import NO_EVENT, BlockTable, Request, keys_by_group
+from jaxkv.groups import FullAttention, GroupSpec, alignment
+from jaxkv.host_tier import HostTier
+from jaxkv.scheduling.gate import Gate
+from jaxkv.scheduling.load_plan import Load, find_targets, plan_load, split_load
+from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.search import search
+from jaxkv.types import BlockKey
+
+
+class Loads:
+    """The loads of all requests.
+
+    Every block of a load is held: on the host from the query on, so that nothing can
+    evict what was offered; on the device from the allocation on; both until all workers
+    have reported it.
+
+    Args:
+        groups: The groups of the model's layers.
+        host: The host tier.
+        rules: What the engine chose.
+        gate: Tells whether a load is worth its time.
+
+    Attributes:
+        event_to_reqs: The requests that each load event in flight serves.
+    """
+
+    def __init__(
+        self,
+        groups: tuple[GroupSpec, ...],
+        host: HostTier,
+        rules: OffloadRules,
+        gate: Gate,
+    ) -> None:
+        self.event_to_reqs: dict[int, tuple[str, ...]] = {}
+        self._groups = groups
+        self._host = host
+        self._rules = rules
+        self._gate = gate
+        self._loads: dict[str, Load] = {}
+        # How many loads bring each host block; kept only to delay those that share.
+        self._shared: Counter[BlockKey] = Counter()
+        self._next_event = 0
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    @property
+    def num_blocks_in_flight(self) -> int:
+        """Device blocks that are being written."""
+        return sum(
+            len(load.written_blocks)
+            for load in self._loads.values()
+            if load.event != NO_EVENT
+        )
+
+    def query(
+        self, pool: DeviceBlockPool, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Look for what continues a prefix, and hold it."""
+        before = self._loads.get(request.request_id)
+        if before is not None and before.event != NO_EVENT:
+            return None, False  # From before a preemption; its end will be reported.
+        self.drop(pool, request.request_id)
+        factor = self._rules.blocks_per_host_block
+        keys = keys_by_group(request, len(self._groups))
+        max_tokens = request.num_tokens - 1
+        match = search(self._groups, keys, max_tokens, pool, self._host, factor)
+        if self._rules.store_threshold:
+            self._host.count_lookup(
+                chain.from_iterable(own[factor - 1 :: factor] for own in keys)
+            )
+        if match.num_tokens <= num_computed_tokens:
+            return 0, False
+        load = plan_load(
+            self._groups, request.request_id, keys, match, num_computed_tokens, factor
+        )
+        if self._rules.delay_shared_loads and any(map(self._shared.get, load.keys)):
+            return None, False
+        if load.keys and not self._gate.is_worth(
+            num_tokens=load.num_tokens,
+            num_blocks=len(load.keys) * factor,
+            num_blocks_ahead=self.num_blocks_in_flight,
+        ):
+            return 0, False
+        load.host_blocks = self._host.prepare_load([load.keys])[0].block_ids.tolist()
+        pool.pin(load.sources)
+        self._loads[request.request_id] = load
+        if self._rules.delay_shared_loads:
+            self._shared.update(load.keys)
+        # Copies are done when the step's model runs; a transfer takes its time.
+        return load.num_tokens, bool(load.keys)
+
+    def take(
+        self,
+        pool: DeviceBlockPool,
+        request: Request,
+        table: BlockTable,
+        num_external_tokens: int,
+    ) -> None:
+        """Note where what was offered is to go."""
+        load = self._loads.get(request.request_id)
+        if load is not None and load.targets is not None:
+            if num_external_tokens:
+                raise ValueError(
+                    f"{num_external_tokens=} of request {request.request_id!r} must be "
+                    "0: it has taken an offer, whose load is under way."
+                )
+            return
+        offered = load.num_tokens if load else 0
+        step = alignment(self._groups)
+        if not all(isinstance(group, FullAttention) for group in self._groups):
+            step = max(offered, 1)  # A shorter prefix may need other blocks.
+        if num_external_tokens % step or not 0 <= num_external_tokens <= offered:
+            raise ValueError(
+                f"{num_external_tokens=} of request {request.request_id!r} must be a "
+                f"multiple of {step} up to {offered}, the offer."
+            )
+        if load is None:
+            return
+        if num_external_tokens == 0:
+            self.drop(pool, request.request_id)
+            return
+        num_tokens = load.num_computed_tokens + num_external_tokens
+        taken, left = split_load(
+            load, *find_targets(load, self._groups, table, num_tokens)
+        )
+        pool.pin(np.concatenate([taken.written_blocks, taken.copy_targets]))
+        pool.unpin(left.sources)
+        self._release(left.keys)
+        self._loads[request.request_id] = taken
+
+    def issue(
+        self, pool: DeviceBlockPool, num_blocks: int | None
+    ) -> tuple[int, list[Load], list[Load]]:
+        """Send out loads that have been taken, in the order of the queries.
+
+        Args:
+            pool: The device's blocks.
+            num_blocks: How many device blocks may leave; None for any number. A load
+                that is larger leaves if nothing else is in flight.
+
+        Returns:
+            The event, the loads that leave with it, and the loads with copies, which
+            are done in this step.
+        """
+        event = self._next_event
+        in_flight = self.num_blocks_in_flight
+        leaving: list[Load] = []
+        copying: list[Load] = []
+        for load in list(self._loads.values()):
+            if load.event != NO_EVENT or load.targets is None:
+                continue
+            own = len(load.written_blocks)
+            if num_blocks is not None and own:
+                if own > num_blocks and in_flight:
+                    num_blocks = 0  # Nor may others overtake it.
+                    continue
+                num_blocks -= own
+                in_flight += own
+            if load.sources.size:
+                copying.append(load)
+            if own:
+                load.event = event
+                leaving.append(load)
+            else:
+                del self._loads[load.request_id]
+        for load in copying:
+            # Whatever overwrites a source comes later, on the device too.
+            pool.unpin(load.sources)
+            if load.event == NO_EVENT:
+                pool.unpin(load.copy_targets)
+        if not leaving:
+            return NO_EVENT, [], copying
+        self._next_event += 1
+        self.event_to_reqs[event] = tuple(load.request_id for load in leaving)
+        return event, leaving, copying
+
+    def report(
+        self, pool: DeviceBlockPool, finished: Sequence[str], failed: Sequence[str]
+    ) -> tuple[list[str], list[str]]:
+        """Note what workers reported.
+
+        Returns:
+            The requests whose loads are now there, and those whose loads have failed,
+            on one worker or more.
+
+        Raises:
+            ValueError: If no report of such a load is due. Then nothing changes.
+        """
+        for request_id, count in Counter((*finished, *failed)).items():
+            load = self._loads.get(request_id)
+            due = self._rules.world_size - load.num_reports if load else 0
+            if load is None or load.event == NO_EVENT or count > due:
+                raise ValueError(
+                    f"{count} reports of a load of request {request_id!r}, which is "
+                    f"not in flight on so many workers; in flight are "
+                    f"{sorted(self.event_to_reqs.values())}."
+                )
+        ended: list[Load] = []
+        for request_id in (*finished, *failed):
+            load = self._loads[request_id]
+            load.num_reports += 1
+            load.has_failed |= request_id in failed
+            if load.num_reports == self._rules.world_size:
+                ended.append(load)
+        self._end(pool, ended)
+        answers: tuple[list[str], list[str]] = [], []
+        for load in ended:
+            if load.is_wanted:
+                answers[load.has_failed].append(load.request_id)
+        return answers
+
+    def drop(self, pool: DeviceBlockPool, request_id: str) -> None:
+        """Let go of a load that nobody waits for; one in flight when it ends."""
+        load = self._loads.get(request_id)
+        if load is None:
+            return
+        if load.event != NO_EVENT:
+            load.is_wanted = False
+            return
+        pool.unpin(load.sources)
+        self._end(pool, [load])
+
+    def _end(self, pool: DeviceBlockPool, loads: Iterable[Load]) -> None:
+        """Let go of all blocks of loads, but of sources of copies."""
+        loads = list(loads)
+        if not loads:
+            return
+        self._release([key for load in loads for key in load.keys])
+        pool.unpin(
+            np.concatenate(
+                [
+                    ids
+                    for load in loads
+                    for ids in (load.written_blocks, load.copy_targets)
+                ]
+            )
+        )
+        for load in loads:
+            del self._loads[load.request_id]
+            if load.has_failed:
+                # Whoever asks next is to compute them, and to store them anew.
+                self._host.discard(load.keys)
+            if load.event == NO_EVENT:
+                continue
+            others = tuple(
+                other
+                for other in self.event_to_reqs.pop(load.event)
+                if other != load.request_id
+            )
+            if others:
+                self.event_to_reqs[load.event] = others
+
+    def _release(self, keys: list[BlockKey]) -> None:
+        """Let go of host blocks."""
+        self._host.complete_load([keys])
+        if self._rules.delay_shared_loads:
+            self._shared.subtract(keys)

@@ -1,0 +1,124 @@
+"""What an engine may choose about offloading, and which choices do not go together."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from jaxkv.groups import FullAttention, GroupSpec
+
+VLLM_0_19 = "vllm-0.19"
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadRules:
+    """How `OffloadScheduler` stores and loads.
+
+    Attributes:
+        mode: "eager" stores blocks when they are computed; "lazy" when the device is
+            about to give them up.
+        max_num_batched_tokens: Most tokens of a step. In lazy mode, twice the blocks
+            that these take are kept ready to be given up (vLLM's watermark).
+        world_size: Workers that each report every transfer; it is complete when all
+            of them have.
+        blocks_per_host_block: Device blocks that a host block holds. Larger transfers,
+            but blocks come and go only so many together.
+        store_threshold: Store only what was looked up on the host at least so often;
+            0 or 1 to store whatever is computed.
+        prompt_only: Whether generated tokens are left out.
+        max_offload_tokens: Tokens of a request, from its first, that may be stored;
+            None for all.
+        delay_shared_loads: Whether a request waits for another that is loading one of
+            its blocks, to find it on the device then. Fewer bytes move, but the
+            request stands still. Without it both load, each for itself.
+        max_blocks_in_flight: How many device blocks may be on their way at a time, in
+            either direction; loads come first. None for no bound.
+        block_bytes: Bytes of a device block, for the gate alone.
+        gate: Whether a load is declined that would take longer than to compute the
+            tokens again, once `OffloadScheduler.note_rates` has said how fast both
+            are.
+        flush_on_preemption: Whether a step that preempts first waits for the transfers
+            in flight. They hold on to their blocks in any case.
+        compat: "vllm-0.19" for the decisions of vLLM 0.19.1's
+            `SimpleCPUOffloadScheduler`, its faults among them: for comparison only.
+    """
+
+    mode: Literal["eager", "lazy"] = "eager"
+    max_num_batched_tokens: int = 8192
+    world_size: int = 1
+    blocks_per_host_block: int = 1
+    store_threshold: int = 0
+    prompt_only: bool = False
+    max_offload_tokens: int | None = None
+    delay_shared_loads: bool = False
+    max_blocks_in_flight: int | None = None
+    block_bytes: int = 0
+    gate: bool = False
+    flush_on_preemption: bool = False
+    compat: Literal["vllm-0.19"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("eager", "lazy"):
+            raise ValueError(f"mode={self.mode!r} must be 'eager' or 'lazy'.")
+        if self.compat not in (None, VLLM_0_19):
+            raise ValueError(f"compat={self.compat!r} must be {VLLM_0_19!r} or None.")
+        for name, least in (
+            ("max_num_batched_tokens", 1),
+            ("world_size", 1),
+            ("blocks_per_host_block", 1),
+            ("store_threshold", 0),
+            ("max_offload_tokens", 1),
+            ("max_blocks_in_flight", 1),
+            ("block_bytes", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value} must be at least {least}.")
+        if self.gate and not self.block_bytes:
+            raise ValueError("gate=True needs block_bytes, a device block's bytes.")
+
+
+def check_rules(rules: OffloadRules, groups: tuple[GroupSpec, ...]) -> None:
+    """Refuse what does not go together, and what nobody has tried together.
+
+    Raises:
+        ValueError: With the reason.
+    """
+    if rules.blocks_per_host_block > 1:
+        factor = f"blocks_per_host_block={rules.blocks_per_host_block}"
+        if groups != (FullAttention(groups[0].block_size),):
+            raise ValueError(
+                f"{factor} needs a model with one group, of full attention: blocks of "
+                f"{groups} do not come and go in such rows."
+            )
+        if rules.mode == "lazy":
+            raise ValueError(
+                f"{factor} and mode='lazy' exclude one another: the device gives up "
+                "single blocks, and a host block takes several in a row."
+            )
+    if rules.mode == "lazy":
+        for name in ("prompt_only", "max_offload_tokens"):
+            if getattr(rules, name):
+                raise ValueError(
+                    f"{name}={getattr(rules, name)} and mode='lazy' exclude one "
+                    "another: a block that the device gives up belongs to no request."
+                )
+    if rules.compat:
+        plain = OffloadRules(
+            mode=rules.mode,
+            max_num_batched_tokens=rules.max_num_batched_tokens,
+            world_size=rules.world_size,
+            compat=rules.compat,
+        )
+        for field in dataclasses.fields(rules):
+            value = getattr(rules, field.name)
+            if value != getattr(plain, field.name):
+                raise ValueError(
+                    f"{field.name}={value} and compat={rules.compat!r} exclude one "
+                    "another: vLLM 0.19.1 had no such choice there."
+                )
+        if not any(isinstance(group, FullAttention) for group in groups):
+            raise ValueError(
+                f"compat={rules.compat!r} needs a group of full attention, as vLLM "
+                f"0.19.1 did; the groups are {groups}."
+            )

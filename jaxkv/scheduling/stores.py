@@ -1,0 +1,228 @@
+"""Blocks on their way to the host, from their place there to the last report."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from itertools import chain, compress
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from jaxkv.blocks import DeviceBlockPool
+from jaxkv.connector import NO_EVENT
+from jaxkv.host_tier import HostTier
+from jaxkv.scheduling.prefix import Rows
+from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.types import BlockKey
+
+DropReason: TypeAlias = Literal["full", "slow", "failed"]
+"""Why blocks did not get to the host: it had no room for them; too much was on its
+way already; or their transfer failed."""
+
+
+@dataclasses.dataclass
+class Transfer:
+    """Blocks on their way to the host. n rows, each a host block.
+
+    Attributes:
+        keys: Key of each row.
+        device_blocks: The device blocks of all rows, m for each, held until the end.
+        host_blocks: Where each row goes.
+        num_reports: Workers that reported it.
+        has_failed: Whether one of them reported a failure.
+        is_stale: Whether the host tier has forgotten it.
+    """
+
+    keys: list[BlockKey] = dataclasses.field(default_factory=list)
+    device_blocks: list[int] = dataclasses.field(default_factory=list)
+    host_blocks: list[int] = dataclasses.field(default_factory=list)
+    num_reports: int = 0
+    has_failed: bool = False
+    is_stale: bool = False
+
+    def split(self, num: int, num_blocks: int) -> tuple[Transfer, Transfer]:
+        """Split what has not left yet, before a row and its first device block."""
+        return (
+            Transfer(
+                self.keys[:num],
+                self.device_blocks[:num_blocks],
+                self.host_blocks[:num],
+            ),
+            Transfer(
+                self.keys[num:],
+                self.device_blocks[num_blocks:],
+                self.host_blocks[num:],
+            ),
+        )
+
+
+class Stores:
+    """The stores of all requests, whoever chooses the blocks.
+
+    A device block is held until its store has ended. It keeps its place in the order
+    of eviction meanwhile, so that a store changes nothing about what goes next.
+
+    Args:
+        host: The host tier.
+        rules: What the engine chose.
+
+    Attributes:
+        num_refusals: Times that the host had no room for all that was offered.
+        num_dropped: Blocks that were given up, by reason.
+        num_changes: Counts what may have made room on the host.
+    """
+
+    def __init__(self, host: HostTier, rules: OffloadRules) -> None:
+        self.num_refusals = 0
+        self.num_dropped: Counter[DropReason] = Counter()
+        self.num_changes = 0
+        self._host = host
+        self._rules = rules
+        self._factor = rules.blocks_per_host_block
+        self._waiting = Transfer()
+        self._in_flight: dict[int, Transfer] = {}
+        self._next_event = 0
+
+    def __len__(self) -> int:
+        return len(self._in_flight) + bool(self._waiting.keys)
+
+    @property
+    def num_blocks_in_flight(self) -> int:
+        """Device blocks that are being read."""
+        return sum(len(sent.device_blocks) for sent in self._in_flight.values())
+
+    @property
+    def is_congested(self) -> bool:
+        """Whether as much waits as may be in flight at a time."""
+        most = self._rules.max_blocks_in_flight
+        return most is not None and len(self._waiting.device_blocks) >= most
+
+    def place(self, pool: DeviceBlockPool, offers: Sequence[Rows]) -> list[int]:
+        """Find room on the host for blocks that it does not know.
+
+        Args:
+            pool: The device's blocks.
+            offers: What could be stored. What a device block does not contain, and
+                what the host has, counts as done.
+
+        Returns:
+            How many rows of each offer are done, from its first on.
+        """
+        if not any(offer.keys for offer in offers):
+            return [0] * len(offers)
+        held = pool.holds(
+            [block for offer in offers for block in offer.device_blocks],
+            [key for offer in offers for key in offer.device_keys],
+        )
+        rows: list[bool] = np.all(held.reshape(-1, self._factor), axis=1).tolist()
+        keys: list[list[BlockKey]] = []
+        at = 0
+        for offer in offers:
+            keys.append(list(compress(offer.keys, rows[at : at + len(offer.keys)])))
+            at += len(offer.keys)
+        answers = self._host.prepare_store(keys)
+        num_done = []
+        for offer, own, answer in zip(offers, keys, answers, strict=True):
+            done = len(offer.keys)
+            # All or, as the tier places all or none, half of them, and so on: the
+            # head of a prefix is worth having without its tail.
+            num = len(own)
+            while answer is None:
+                self.num_refusals += 1
+                num //= 2
+                (answer,) = self._host.prepare_store([own[:num]])
+            if num < len(own):
+                done = list(offer.keys).index(own[num])
+            num_done.append(done)
+            if not answer.block_hashes_to_store:
+                continue
+            self._waiting.keys += answer.block_hashes_to_store
+            self._waiting.host_blocks += answer.store_spec.block_ids.tolist()
+            blocks = np.asarray(offer.device_blocks).reshape(-1, self._factor)
+            if len(answer.block_hashes_to_store) < len(blocks):
+                row_of = dict(zip(offer.keys, range(len(blocks)), strict=True))
+                blocks = blocks[[row_of[key] for key in answer.block_hashes_to_store]]
+            to_read = blocks.reshape(-1)
+            pool.pin(to_read)
+            self._waiting.device_blocks += to_read.tolist()
+        return num_done
+
+    def issue(self, num_blocks: int | None) -> tuple[int, Transfer]:
+        """Send out what has a place on the host, the first come first.
+
+        Args:
+            num_blocks: How many device blocks may leave; None for any number.
+
+        Returns:
+            The event and what leaves with it.
+        """
+        waiting = self._waiting
+        num = len(waiting.keys)
+        if num_blocks is not None:
+            least = 0 if self._in_flight else 1
+            num = min(num, max(num_blocks // self._factor, least))
+        if num == 0:
+            return NO_EVENT, Transfer()
+        event = self._next_event
+        self._next_event += 1
+        leaving, self._waiting = waiting.split(num, num * self._factor)
+        self._in_flight[event] = leaving
+        return event, leaving
+
+    def check_reports(self, completed: Sequence[int], failed: Sequence[int]) -> None:
+        """Raise ValueError if workers report what is not in flight on them."""
+        for event, count in Counter((*completed, *failed)).items():
+            sent = self._in_flight.get(event)
+            due = self._rules.world_size - sent.num_reports if sent else 0
+            if count > due:
+                raise ValueError(
+                    f"{count} reports of store event {event}, of which {due} are due; "
+                    f"in flight are {list(self._in_flight)}."
+                )
+
+    def report(
+        self, pool: DeviceBlockPool, completed: Sequence[int], failed: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """Note what workers reported.
+
+        Returns:
+            The events that are over on all workers: those that arrived, and those that
+            did not.
+
+        Raises:
+            ValueError: If no report of such an event is due. Then nothing changes.
+        """
+        self.check_reports(completed, failed)
+        ended: dict[int, Transfer] = {}
+        for event in (*completed, *failed):
+            sent = self._in_flight[event]
+            sent.num_reports += 1
+            sent.has_failed |= event in failed
+            if sent.num_reports == self._rules.world_size:
+                ended[event] = self._in_flight.pop(event)
+        if ended:
+            self._end(pool, list(ended.values()))
+        return (
+            [event for event, sent in ended.items() if not sent.has_failed],
+            [event for event, sent in ended.items() if sent.has_failed],
+        )
+
+    def forget(self, pool: DeviceBlockPool) -> None:
+        """Let go of what waits; what is in flight holds its device blocks, no more."""
+        pool.unpin(self._waiting.device_blocks)
+        self._waiting = Transfer()
+        for sent in self._in_flight.values():
+            sent.is_stale = True
+
+    def _end(self, pool: DeviceBlockPool, transfers: Sequence[Transfer]) -> None:
+        known = [sent for sent in transfers if not sent.is_stale]
+        self._host.complete_store(
+            [sent.keys for sent in known], [not sent.has_failed for sent in known]
+        )
+        for sent in known:
+            if sent.has_failed:
+                self.num_dropped["failed"] += len(sent.device_blocks)
+        pool.unpin(list(chain(*(sent.device_blocks for sent in transfers))))
+        self.num_changes += 1

@@ -1,0 +1,170 @@
+"""How much of a request is still there: one search of both tiers.
+
+vLLM 0.19.1 searches the device first and the host from there on. A block that the
+device has given up in the middle of a prefix then ends its reuse unless the host has
+all the blocks that follow. Here a block counts wherever it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpy.typing import NDArray
+
+from jaxkv import device_tier, manager
+from jaxkv.batches import Packed, bucket, pack, pad_keys, unpack
+from jaxkv.blocks import NULL_BLOCK, DeviceBlockPool
+from jaxkv.device_tier import DeviceTier
+from jaxkv.groups import GroupSpec
+from jaxkv.hits import find_longest_hit
+from jaxkv.host_tier import HostTier
+from jaxkv.manager import ManagerState
+from jaxkv.request_batch import flatten
+from jaxkv.types import NO_BLOCK, BlockKey, Policy, PyTree
+
+
+class Match(NamedTuple):
+    """The longest prefix that can be used, and where its blocks are.
+
+    Attributes:
+        num_tokens: Its length.
+        device_blocks: i32[n] for each group. The device block of each key that was
+            searched for, NO_BLOCK where there is none.
+        on_host: bool[n] for each group. Whether the host has it, ready to be read.
+        needed: bool[n] for each group. Whether the prefix consists of it.
+    """
+
+    num_tokens: int
+    device_blocks: list[NDArray[np.int32]]
+    on_host: list[NDArray[np.bool_]]
+    needed: list[NDArray[np.bool_]]
+
+
+def find_cached_prefix(
+    pool: DeviceBlockPool,
+    groups: tuple[GroupSpec, ...],
+    keys_by_group: Sequence[Sequence[BlockKey]],
+    max_tokens: int,
+) -> tuple[int, list[list[int]]]:
+    """Find the longest prefix of a request that the device holds by itself.
+
+    Args:
+        pool: The device's blocks.
+        groups: The groups of the model's layers.
+        keys_by_group: Keys of the request's full blocks, for each group.
+        max_tokens: Most tokens that the prefix may have.
+
+    Returns:
+        Its length in tokens, and for each group its blocks in order, NULL_BLOCK for
+        one that the next token does not read. They are not held until `pool.touch`.
+    """
+    match = search(groups, keys_by_group, max_tokens, pool)
+    block_ids = []
+    for group, ids, needed in zip(
+        groups, match.device_blocks, match.needed, strict=True
+    ):
+        end = match.num_tokens // group.block_size
+        block_ids.append(np.where(needed, ids, NULL_BLOCK)[:end].tolist())
+    return match.num_tokens, block_ids
+
+
+def search(
+    groups: tuple[GroupSpec, ...],
+    keys_by_group: Sequence[Sequence[BlockKey]],
+    max_tokens: int,
+    pool: DeviceBlockPool,
+    host: HostTier | None = None,
+    blocks_per_host_block: int = 1,
+) -> Match:
+    """Find the longest prefix of a request of which every block is on some tier.
+
+    Args:
+        groups: The groups of the model's layers.
+        keys_by_group: Keys of the request's full blocks, for each group.
+        max_tokens: Most tokens that the prefix may have.
+        pool: The device's blocks.
+        host: The host's; None to search the device alone.
+        blocks_per_host_block: Device blocks in a host block, whose key is the last
+            one's.
+
+    Returns:
+        What was found. Nothing is held or changed.
+    """
+    keys = []
+    for group, all_keys in zip(groups, keys_by_group, strict=True):
+        usable = max(max_tokens, 0) // group.block_size
+        # The host block that the last of them is in may go further.
+        usable += -usable % blocks_per_host_block
+        keys.append(flatten([all_keys[:usable]]).keys)
+    counts = [len(own) for own in keys]
+    covered = [n * group.block_size for n, group in zip(counts, groups, strict=True)]
+    most = max(min(max_tokens, *covered), 0)
+    answer: Match = unpack(
+        _search(
+            groups,
+            host and host.policy,
+            blocks_per_host_block,
+            pool.state,
+            host and (host.state.policy, host.state.ref_cnt),
+            [pad_keys(own, bucket(len(own))) for own in keys],
+            np.array([most, *counts], np.int32),
+        )
+    )
+
+    def cut(arrays: list[NDArray[Any]]) -> list[NDArray[Any]]:
+        return [array[:count] for array, count in zip(arrays, counts, strict=True)]
+
+    return Match(
+        int(answer.num_tokens),
+        cut(answer.device_blocks),
+        cut(answer.on_host),
+        cut(answer.needed),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _search(
+    groups: tuple[GroupSpec, ...],
+    policy: Policy | None,
+    blocks_per_host_block: int,
+    device: DeviceTier,
+    host: tuple[PyTree, Array] | None,
+    keys: list[Array],
+    numbers: Array,
+) -> Packed:
+    """Search for one request.
+
+    Args:
+        groups: The groups.
+        policy: The host's; None to search the device alone.
+        blocks_per_host_block: Device blocks in a host block.
+        device: The device's blocks.
+        host: The state of the policy, and the reference counts.
+        keys: u32[n_g, 8] for each group.
+        numbers: i32[1 + G]. Most tokens, and how many keys each group has.
+
+    Returns:
+        A `Match`.
+    """
+    factor = blocks_per_host_block
+    device_blocks, on_host, masks = [], [], []
+    for index, own in enumerate(keys):
+        count = numbers[1 + index]
+        block_ids = device_tier.find(device, own, count)
+        readable = jnp.zeros(own.shape[:1], jnp.bool_)
+        if policy is not None and host is not None:
+            state = ManagerState(*host, pool=None)  # type: ignore[arg-type]
+            last_keys = own[factor - 1 :: factor]
+            rows = manager.readable(policy, state, last_keys, count // factor)
+            readable = readable.at[: rows.size * factor].set(jnp.repeat(rows, factor))
+        device_blocks.append(block_ids)
+        on_host.append(readable)
+        masks.append((block_ids != NO_BLOCK) | readable)
+    hit = find_longest_hit(groups, masks, numbers[0])
+    return pack(Match(hit.num_tokens, device_blocks, on_host, list(hit.needed)))  # type: ignore[arg-type]
