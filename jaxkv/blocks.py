@@ -358,7 +358,8 @@ class DeviceBlockPool:
         blocks, first, block_of, times = np.unique(
             ids, return_index=True, return_inverse=True, return_counts=True
         )
-        bad = first[times > self._counts(blocks)[program is programs.UNPIN]]
+        held, pins = self._counts(blocks)
+        bad = first[times > (pins if program is programs.UNPIN else held)]
         if len(bad):
             raise ValueError(f"block_id={ids[bad.min()]} {complaint}")
         return ids[np.argsort(first[block_of], kind="stable")]
@@ -366,9 +367,8 @@ class DeviceBlockPool:
     def _counts(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
         """Read the counts of holders and of pins of blocks: i32[2, n]."""
         parts = self._run(programs.COUNTS, ids)
-        return np.concatenate(
-            [np.stack(counts)[:, :num] for num, counts in parts], axis=1
-        )
+        each = (np.stack(counts)[:, :num] for num, counts in parts)
+        return np.concatenate([_NO_IDS.reshape(2, 0), *each], axis=1)
 
     def _checked(self, block_ids: BlockIds) -> NDArray[Any]:
         """Make an array of ids; refuse what the pool has not."""

@@ -20,6 +20,7 @@ from jax import Array, lax
 
 from jaxkv.policies import directory as directory_lib
 from jaxkv.policies.directory import Directory
+from jaxkv.policies.ordering import after
 
 _END = -1
 
@@ -226,45 +227,45 @@ def _unlink(cache: PrefixCache, entries: Array) -> tuple[PrefixCache, Array]:
     def look_farther(
         carry: tuple[Array, Array, Array, Array],
     ) -> tuple[Array, Array, Array, Array]:
-        following, preceding, after, before = carry
-        after = jnp.where(is_gone(after), get(following, after), after)
-        before = jnp.where(is_gone(before), get(preceding, before), before)
+        following, preceding, right, left = carry
+        right = jnp.where(is_gone(right), get(following, right), right)
+        left = jnp.where(is_gone(left), get(preceding, left), left)
         return (
-            following.at[entries].set(after, mode="drop"),
-            preceding.at[entries].set(before, mode="drop"),
-            after,
-            before,
+            following.at[entries].set(right, mode="drop"),
+            preceding.at[entries].set(left, mode="drop"),
+            right,
+            left,
         )
 
     _, keys = keys_of(cache, entries)
     serving = find(cache, keys, chained)
     last = ~get(cache.preceding, serving)
-    following, preceding, after, before = lax.while_loop(
+    following, preceding, right, left = lax.while_loop(
         lambda carry: jnp.any(is_gone(carry[2]) | is_gone(carry[3])),
         look_farther,
         (
             cache.following,
             cache.preceding,
             get(cache.following, entries),
-            get(cache.preceding, entries),
+            get(cache.preceding, after(entries, last)),
         ),
     )
     heir = jnp.where(is_gone(serving), get(following, serving), serving)
     heir = jnp.where(chained, heir, _END)
     last = jnp.where(is_gone(last), get(preceding, last), last)
     has_heir = heir >= 0
-    between = chained & (before >= 0) & (after >= 0)
+    between = chained & (left >= 0) & (right >= 0)
 
     def places(where: Array, first: Array, second: Array) -> Array:
         """Put the places of two scatters in one; no place is in both."""
         first = jnp.where(where, first, num_blocks)
         return jnp.concatenate([first, jnp.where(has_heir, second, num_blocks)])
 
-    following = following.at[places(between, before, last)].set(
-        jnp.concatenate([after, jnp.full_like(last, _END)]), mode="drop"
+    following = following.at[places(between, left, last)].set(
+        jnp.concatenate([right, jnp.full_like(last, _END)]), mode="drop"
     )
-    preceding = preceding.at[places(between, after, heir)].set(
-        jnp.concatenate([before, ~last]), mode="drop"
+    preceding = preceding.at[places(between, right, heir)].set(
+        jnp.concatenate([left, ~last]), mode="drop"
     )
     moves = has_heir & (heir != serving)
     directory = directory_lib.pass_on(
