@@ -19,7 +19,8 @@ FLOORS = [
         "transfer.memory transfer.limits < transfer.layout transfer.probe"
         " < transfer.codecs < transfer.extents < transfer.rows transfer.sizing"
         " transfer.hoststore < transfer.plans < transfer.ids transfer.kernels"
-        " < transfer.modes transfer.hostmemory transfer.tickets < transfer.flow < transfer.engine"
+        " < transfer.modes transfer.hostmemory transfer.tickets < transfer.flow"
+        " < transfer.engine"
         " < transfer",
     ],
     [
@@ -31,7 +32,7 @@ FLOORS = [
     [
         "connector < scheduling.rules search < scheduling.gate scheduling.load_plan"
         " scheduling.prefix < scheduling.loads scheduling.stores"
-        " < scheduling.eager scheduling.lazy < scheduling scheduler worker",
+        " < scheduling.eager scheduling.lazy < scheduling scheduler worker < compat",
         "traces < synthetic belady request_loop < replay",
     ],
     ["jaxkv"],  # the public face, jaxkv/__init__.py

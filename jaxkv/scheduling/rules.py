@@ -7,8 +7,6 @@ from typing import Literal
 
 from jaxkv.groups import FullAttention, GroupSpec
 
-VLLM_0_19 = "vllm-0.19"
-
 
 @dataclasses.dataclass(frozen=True)
 class OffloadRules:
@@ -39,8 +37,6 @@ class OffloadRules:
             are.
         flush_on_preemption: Whether a step that preempts first waits for the transfers
             in flight. They hold on to their blocks in any case.
-        compat: "vllm-0.19" for the decisions of vLLM 0.19.1's
-            `SimpleCPUOffloadScheduler`, its faults among them: for comparison only.
     """
 
     mode: Literal["eager", "lazy"] = "eager"
@@ -55,13 +51,10 @@ class OffloadRules:
     block_bytes: int = 0
     gate: bool = False
     flush_on_preemption: bool = False
-    compat: Literal["vllm-0.19"] | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in ("eager", "lazy"):
             raise ValueError(f"mode={self.mode!r} must be 'eager' or 'lazy'.")
-        if self.compat not in (None, VLLM_0_19):
-            raise ValueError(f"compat={self.compat!r} must be {VLLM_0_19!r} or None.")
         for name, least in (
             ("max_num_batched_tokens", 1),
             ("world_size", 1),
@@ -103,22 +96,3 @@ def check_rules(rules: OffloadRules, groups: tuple[GroupSpec, ...]) -> None:
                     f"{name}={getattr(rules, name)} and mode='lazy' exclude one "
                     "another: a block that the device gives up belongs to no request."
                 )
-    if rules.compat:
-        plain = OffloadRules(
-            mode=rules.mode,
-            max_num_batched_tokens=rules.max_num_batched_tokens,
-            world_size=rules.world_size,
-            compat=rules.compat,
-        )
-        for field in dataclasses.fields(rules):
-            value = getattr(rules, field.name)
-            if value != getattr(plain, field.name):
-                raise ValueError(
-                    f"{field.name}={value} and compat={rules.compat!r} exclude one "
-                    "another: vLLM 0.19.1 had no such choice there."
-                )
-        if not any(isinstance(group, FullAttention) for group in groups):
-            raise ValueError(
-                f"compat={rules.compat!r} needs a group of full attention, as vLLM "
-                f"0.19.1 did; the groups are {groups}."
-            )
