@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from jaxkv.batches import buckets
 from jaxkv.blocks import DeviceBlockPool
 from jaxkv.connector import (
     BlockTable,
@@ -38,7 +39,8 @@ from jaxkv.scheduling.loads import Loads
 from jaxkv.scheduling.prefix import rows_of
 from jaxkv.scheduling.rules import OffloadRules, check_rules
 from jaxkv.scheduling.stores import Stores
-from jaxkv.types import OffloadingEvent, Policy
+from jaxkv.search import search
+from jaxkv.types import KEY_BYTES, OffloadingEvent, Policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,12 +157,28 @@ class OffloadScheduler:
     ) -> None:
         """Compile all decisions now, so that no later request waits for it.
 
+        Those of the bound pool, too, and of `find_cached_prefix` over it.
+
         Args:
-            max_blocks_per_request: Most blocks that a request will have.
+            max_blocks_per_request: Most blocks that a request will have in a group.
             max_blocks_per_step: Most blocks that the requests of a step will store
                 together; 0 if no two requests will ever store in one step.
         """
+        if self._lazy is not None:
+            max_blocks_per_request = max(max_blocks_per_request, self._lazy.num_blocks)
         self._manager.warm_up(max_blocks_per_request, max_blocks_per_step)
+        pool = self._pool
+        pool.warm_up(max(max_blocks_per_request, max_blocks_per_step))
+        smallest = min(group.block_size for group in self.groups)
+        for num_blocks in buckets(max_blocks_per_request):
+            num_tokens = num_blocks * smallest
+            keys = [
+                [bytes(KEY_BYTES)] * max(num_tokens // group.block_size, 1)
+                for group in self.groups
+            ]
+            factor = self.rules.blocks_per_host_block
+            for host in (None, self._manager.many):
+                search(self.groups, keys, num_tokens, pool, host, factor)
 
     def note_rates(self, load_bytes_per_s: float, prefill_tokens_per_s: float) -> None:
         """Tell how fast loads and the model are, for the gate of `OffloadRules`.

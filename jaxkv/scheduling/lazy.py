@@ -21,12 +21,15 @@ class LazyStores:
         groups: The groups of the model's layers.
         rules: What the engine chose.
         stores: Takes what was chosen.
+
+    Attributes:
+        num_blocks: How many blocks each look goes over.
     """
 
     def __init__(
         self, groups: tuple[GroupSpec, ...], rules: OffloadRules, stores: Stores
     ) -> None:
-        self._target = lazy_target_blocks(groups, rules.max_num_batched_tokens)
+        self.num_blocks = lazy_target_blocks(groups, rules.max_num_batched_tokens)
         self._stores = stores
         self._seen: tuple[int, int] | None = None
 
@@ -35,7 +38,7 @@ class LazyStores:
         seen = pool.num_changes, self._stores.num_changes
         if seen == self._seen or self._stores.is_congested:
             return
-        block_ids, keys = pool.next_free(self._target)
+        block_ids, keys = pool.next_free(self.num_blocks)
         cached: list[tuple[int, BlockKey]] = [
             (block, key)
             for block, key in zip(block_ids, keys, strict=True)
