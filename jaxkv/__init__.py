@@ -1,9 +1,15 @@
 """KV-cache offloading for JAX: a second home in host memory for paged KV blocks."""
 
 from jaxkv.blocks import DeviceBlockPool as DeviceBlockPool
+from jaxkv.compat import make_scheduler as make_scheduler
 from jaxkv.connector import ConnectorOutput as ConnectorOutput
 from jaxkv.connector import OffloadMetadata as OffloadMetadata
 from jaxkv.connector import SchedulerOutput as SchedulerOutput
+from jaxkv.groups import ChunkedLocal as ChunkedLocal
+from jaxkv.groups import FullAttention as FullAttention
+from jaxkv.groups import Mamba as Mamba
+from jaxkv.groups import SlidingWindow as SlidingWindow
+from jaxkv.groups import num_host_blocks as num_host_blocks
 from jaxkv.hashing import Extras as Extras
 from jaxkv.hashing import KeyChain as KeyChain
 from jaxkv.hashing import MultimodalItem as MultimodalItem
@@ -17,6 +23,8 @@ from jaxkv.policies import make_lru as make_lru
 from jaxkv.policies import policy_names as policy_names
 from jaxkv.policies import register_policy as register_policy
 from jaxkv.scheduler import OffloadScheduler as OffloadScheduler
+from jaxkv.scheduling.rules import OffloadRules as OffloadRules
+from jaxkv.search import find_cached_prefix as find_cached_prefix
 from jaxkv.snapshot import Snapshot as Snapshot
 from jaxkv.transfer import TransferEngine as TransferEngine
 from jaxkv.types import LoadStoreSpec as LoadStoreSpec
