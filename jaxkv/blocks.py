@@ -21,12 +21,7 @@ from jaxkv.batches import bucket, cpu_device
 from jaxkv.device_programs import Program
 from jaxkv.device_tier import NULL_BLOCK, DeviceTier, Given
 from jaxkv.keys import keys_from_foreign, lanes_to_keys
-from jaxkv.types import (
-    DEVICE_MEDIUM,
-    NO_BLOCK,
-    BlockKey,
-    OffloadingEvent,
-)
+from jaxkv.types import DEVICE_MEDIUM, NO_BLOCK, BlockKey, OffloadingEvent
 
 __all__ = ["NULL_BLOCK", "BlockIds", "DeviceBlockPool"]
 
@@ -93,9 +88,8 @@ class DeviceBlockPool:
         self.num_changes = 0
         self.block_size = block_size
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
-        self._allocate_program = (
-            programs.ALLOCATE_WITH_KEYS if enable_events else programs.ALLOCATE
-        )
+        allocations = programs.ALLOCATE, programs.ALLOCATE_WITH_KEYS
+        self._allocate_program = allocations[enable_events]
         self._max_batch = max_batch
         # Keys that are not of 32 bytes, as the caller knows them, by block.
         self._names: dict[int, bytes] = {}
@@ -143,8 +137,8 @@ class DeviceBlockPool:
         Returns:
             bool[n].
         """
-        ids = self._checked(block_ids)
-        parts = self._run(programs.HOLDS, ids, _of_blocks(keys, ids))
+        ids, _, lanes = self._pairs(block_ids, keys)
+        parts = self._run(programs.HOLDS, ids, lanes)
         held = [held[:num] for num, held in parts]
         return np.concatenate([np.zeros(0, np.bool_), *held])
 
@@ -171,15 +165,11 @@ class DeviceBlockPool:
         lost: list[bytes] = []
         for size in programs.cut(num, self._max_batch):
             width = programs.padded_size(size, self._max_batch)
-            answer = self._call(self._allocate_program, np.int32(size), width=width)
-            if self._events is None:
-                block_ids += answer[:size].tolist()
-            else:
-                block_ids += answer.block_ids[:size].tolist()
-                lost += [key for key in self._keys_of(answer, size) if key is not None]
+            ids, given = self._call(self._allocate_program, np.int32(size), width=width)
+            block_ids += ids[:size].tolist()
+            lost += self._lost(given, size) if given is not None else []
         self.num_free -= num
-        self._record(lost, removed=True)
-        self._forget_names(block_ids)
+        self._note_losses(block_ids, lost)
         return block_ids
 
     def next_free(self, num: int) -> tuple[list[int], list[bytes | None]]:
@@ -229,9 +219,8 @@ class DeviceBlockPool:
         Raises:
             ValueError: If a block is not pinned as often; then none is taken back.
         """
-        self._release(
-            programs.UNPIN, block_ids, "is unpinned more often than it is pinned."
-        )
+        complaint = "is unpinned more often than it is pinned."
+        self._release(programs.UNPIN, block_ids, complaint)
 
     def cache(self, block_ids: BlockIds, keys: Sequence[BlockKey]) -> None:
         """Make full, computed blocks findable.
@@ -244,35 +233,33 @@ class DeviceBlockPool:
             ValueError: If a block is known under another key, or is given two; then
                 none is cached.
         """
-        ids = self._checked(block_ids)
-        lanes = _of_blocks(keys, ids)
+        ids, names, lanes = self._pairs(block_ids, keys)
         added: list[int] = []
         start = 0
         for num, answer in self._run(programs.CACHE, ids, lanes):
             if answer.bad.any():
                 row = start + int(answer.bad.argmax())
-                for _ in self._run(programs.EVICT, ids[added]):
-                    pass
-                known = self._known_as(ids, keys, row)
+                list(self._run(programs.EVICT, ids[added]))  # Undo the parts before.
                 raise ValueError(
-                    f"block_id={ids[row]} is cached as {known!r}, not {keys[row]!r}."
+                    f"block_id={ids[row]} is cached as "
+                    f"{self._known_as(ids, names, row)!r}, not {names[row]!r}."
                 )
             added += (start + np.flatnonzero(answer.added[:num])).tolist()
             start += num
-        if lanes is not keys:
+        if lanes is not names:
             self._names.update(
-                (int(ids[row]), keys[row]) for row in added if keys[row] != lanes[row]
+                (int(ids[row]), names[row]) for row in added if names[row] != lanes[row]
             )
-        self._record([keys[row] for row in added], removed=False)
+        if added and self._events is not None:
+            self._record([names[row] for row in added], removed=False)
 
     def evict(self, block_ids: BlockIds) -> None:
         """Forget what blocks contain; they stay with whoever holds them."""
         ids = list(dict.fromkeys(self._checked(block_ids).tolist()))
-        lost = []
+        lost: list[bytes] = []
         for num, given in self._run(programs.EVICT, np.array(ids, np.int32)):
-            lost += [key for key in self._keys_of(given, num) if key is not None]
-        self._record(lost, removed=True)
-        self._forget_names(ids)
+            lost += self._lost(given, num)
+        self._note_losses(ids, lost)
 
     def reset(self) -> bool:
         """Forget what all blocks contain, unless one is held or pinned.
@@ -283,10 +270,7 @@ class DeviceBlockPool:
         if not self._call(programs.RESET):
             return False
         self._names.clear()
-        if self._events is not None:
-            self._events.append(
-                OffloadingEvent([], self.block_size, DEVICE_MEDIUM, True)
-            )
+        self._record([], removed=True)
         return True
 
     def take_events(self) -> list[OffloadingEvent]:
@@ -329,11 +313,7 @@ class DeviceBlockPool:
         ids: NDArray[np.int32] | None = None,
         keys: Sequence[BlockKey] | None = None,
     ) -> Iterator[tuple[int, Any]]:
-        """Run a program on blocks, keys or both, in parts if they are many.
-
-        Yields:
-            The length of a part, and its answer, whose arrays are longer.
-        """
+        """Run a program in parts; yield their lengths and their padded answers."""
         for num, batch in programs.parts(ids, keys, self._max_batch):
             yield num, self._call(program, *batch)
 
@@ -349,11 +329,7 @@ class DeviceBlockPool:
     def _in_first_places(
         self, program: Program, ids: NDArray[np.int32], complaint: str
     ) -> NDArray[np.int32]:
-        """Prepare for a release in parts: it must succeed, and have the order of one.
-
-        Returns:
-            The ids, those that are repeated together, at the first place they have.
-        """
+        """Refuse a release in parts before the first; move ids to their first place."""
         ids = ids[ids != NULL_BLOCK]
         blocks, first, block_of, times = np.unique(
             ids, return_index=True, return_inverse=True, return_counts=True
@@ -382,6 +358,15 @@ class DeviceBlockPool:
             raise ValueError(f"block_id={wrong} must be in [0, {self.num_blocks}).")
         return ids
 
+    def _pairs(
+        self, block_ids: BlockIds, keys: Sequence[BlockKey]
+    ) -> tuple[NDArray[Any], list[bytes], list[BlockKey]]:
+        """Check blocks and their keys; the keys as given, and brought to 32 bytes."""
+        ids, names = self._checked(block_ids), list(keys)
+        if len(names) != len(ids):
+            raise ValueError(f"{len(ids)=} blocks must have as many {len(keys)=}.")
+        return ids, names, keys_from_foreign(names)
+
     def _keys_of(self, given: Given, num: int) -> list[bytes | None]:
         """List the keys of the first blocks of an answer, None for no key."""
         keys = lanes_to_keys(given.keys[:num])
@@ -401,20 +386,18 @@ class DeviceBlockPool:
         (key,) = lanes_to_keys(cache.directory.keys[block_id][None])
         return self._names.get(block_id, key)
 
-    def _forget_names(self, block_ids: list[int]) -> None:
+    def _lost(self, given: Given, num: int) -> list[bytes]:
+        return [key for key in self._keys_of(given, num) if key is not None]
+
+    def _note_losses(self, block_ids: list[int], lost: list[bytes]) -> None:
         if self._names:
             for block_id in block_ids:
                 self._names.pop(block_id, None)
+        if lost:
+            self._record(lost, removed=True)
 
     def _record(self, block_hashes: list[bytes], *, removed: bool) -> None:
-        if block_hashes and self._events is not None:
+        if self._events is not None:
             self._events.append(
                 OffloadingEvent(block_hashes, self.block_size, DEVICE_MEDIUM, removed)
             )
-
-
-def _of_blocks(keys: Sequence[BlockKey], ids: NDArray[Any]) -> list[BlockKey]:
-    """Bring the keys of blocks, one each, to 32 bytes."""
-    if len(keys) != len(ids):
-        raise ValueError(f"{len(ids)=} blocks must have as many keys, {len(keys)=}.")
-    return keys_from_foreign(list(keys))

@@ -64,7 +64,7 @@ def _allocate(
     tier: DeviceTier, num: Array, width: int, with_keys: bool
 ) -> tuple[DeviceTier, Any]:
     tier, _, given = device_tier.allocate(tier, num, width)
-    return tier, given if with_keys else given.block_ids
+    return tier, (given.block_ids, given if with_keys else None)
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(DeviceTier))

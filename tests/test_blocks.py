@@ -302,7 +302,7 @@ def test_events_name_keys_as_they_were_given(pool):
 
 
 def test_duplicates_of_one_batch_serve_in_its_order():
-    pool = DeviceBlockPool(NUM_BLOCKS, max_batch=16)
+    pool = DeviceBlockPool(NUM_BLOCKS, enable_events=True, max_batch=16)
     ids = pool.allocate(12)
     order = ids[::-1]
     pool.cache(order, [b"same"] * 12)
