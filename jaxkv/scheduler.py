@@ -242,6 +242,7 @@ class OffloadScheduler:
             rows = rows_of(
                 self.groups, keys, [[]] * len(keys), none, list(map(len, keys)), factor
             )
+            self._manager.many.count_lookup(rows.keys)
             self._manager.many.touch([rows.keys])
 
     def build_connector_meta(self, output: SchedulerOutput) -> OffloadMetadata:
@@ -257,7 +258,6 @@ class OffloadScheduler:
         pool = self._pool
         for request_id in output.preempted_req_ids:
             self._loads.drop(pool, request_id)
-            self._known.discard(request_id)
         if self._eager is not None:
             self._eager.offer_step(pool, output)
         if self._lazy is not None:
@@ -348,6 +348,7 @@ class OffloadScheduler:
         if block_ids is not None and self._eager is not None:
             self._eager.replace_table(request, block_ids)
         self._part_with(request)
+        self._known.discard(request.request_id)
         return False, None
 
     def request_finished_all_groups(
@@ -390,6 +391,5 @@ class OffloadScheduler:
     def _part_with(self, request: Request) -> None:
         """Let go of a request's load, and store what it leaves behind."""
         self._loads.drop(self._pool, request.request_id)
-        self._known.discard(request.request_id)
         if self._eager is not None:
             self._eager.finish(self._pool, request.request_id)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import chain
 
 import numpy as np
 
@@ -77,10 +76,6 @@ class Loads:
         keys = keys_by_group(request, len(self._groups))
         max_tokens = request.num_tokens - 1
         match = search(self._groups, keys, max_tokens, pool, self._host, factor)
-        if self._rules.store_threshold:
-            self._host.count_lookup(
-                chain.from_iterable(own[factor - 1 :: factor] for own in keys)
-            )
         if match.num_tokens <= num_computed_tokens:
             return 0, False
         load = plan_load(

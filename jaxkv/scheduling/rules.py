@@ -21,8 +21,8 @@ class OffloadRules:
             of them have.
         blocks_per_host_block: Device blocks that a host block holds. Larger transfers,
             but blocks come and go only so many together.
-        store_threshold: Store only what was looked up on the host at least so often;
-            0 or 1 to store whatever is computed.
+        store_threshold: Store only what at least so many requests have asked for, a
+            request that is preempted being one; 0 or 1 to store whatever is computed.
         prompt_only: Whether generated tokens are left out.
         max_offload_tokens: Tokens of a request, from its first, that may be stored;
             None for all.
