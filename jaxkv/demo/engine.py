@@ -198,17 +198,17 @@ class Engine:
             self.transfer.warm_up()
         rows = self.config.concurrency
         for size in self._table_sizes:
-            table = np.full(size, NULL_BLOCK, np.int32)
+            tables = np.full((1, rows, size), NULL_BLOCK, np.int32)
             for num_tokens in CHUNK_SIZES:
                 tokens = np.zeros(num_tokens, np.int32)
                 self.pool = self._steps.prefill_chunk(
-                    self.pool, tokens, np.int32(0), np.int32(1), table
+                    self.pool, tokens, np.int32(0), np.int32(1), tables[:, 0]
                 ).pool
             self.pool = self._steps.decode(
                 self.pool,
                 np.zeros(rows, np.int32),
                 np.full(rows, -1, np.int32),
-                np.tile(table, (rows, 1)),
+                tables,
             ).pool
 
     def _collect_transfers(self) -> None:
@@ -285,7 +285,7 @@ class Engine:
             tokens,
             np.int32(start),
             np.int32(len(chunk)),
-            self._tables([request], start + len(chunk), rows=1)[0],
+            self._tables([request], start + len(chunk), rows=1)[:, 0],
         )
         self.pool = result.pool
         is_last = start + len(chunk) == request.num_tokens
@@ -341,13 +341,13 @@ class Engine:
     def _tables(
         self, requests: Sequence[EngineRequest], num_tokens: int, rows: int
     ) -> NDArray[np.int32]:
-        """Lay block tables out as i32[rows, M], with M enough for `num_tokens`."""
+        """Lay block tables out as i32[1, rows, M], with M enough for `num_tokens`."""
         needed = self._num_blocks(num_tokens)
         size = next(size for size in self._table_sizes if size >= needed)
-        tables = np.full((rows, size), NULL_BLOCK, np.int32)
+        tables = np.full((1, rows, size), NULL_BLOCK, np.int32)
         for row, request in enumerate(requests):
             block_ids = request.block_ids[:size]
-            tables[row, : len(block_ids)] = block_ids
+            tables[0, row, : len(block_ids)] = block_ids
         return tables
 
 

@@ -1,7 +1,13 @@
 """A small decoder-only transformer over a paged KV pool, with random weights.
 
+Its layers attend to everything, or to the last few tokens, or by turns to the one and
+the other. Layers of a kind form a group, with a block table of its own. One pool serves
+all groups, as in vLLM: it has as many layer slots as a group has layers, and a block
+holds the KV of one group at a time.
+
 Letters used in shape descriptions, beside those of `jaxkv.types`:
 
+    C   groups of layers
     N   sequences in one call
     T   tokens of each sequence in one call
     M   entries of a block table
@@ -19,7 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +33,10 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
+from jaxkv.groups import FullAttention, GroupSpec, SlidingWindow
+
 Pool: TypeAlias = tuple[dict[str, Array], ...]
-"""A layer's ``{"k", "v"}``, each f32[num_blocks, block_size, K, D]."""
+"""A layer slot's ``{"k", "v"}``, each f32[num_blocks, block_size, K, D]."""
 
 Attend: TypeAlias = Callable[[int, Array, Array, Array], Array]
 """``(layer, q, k, v) -> out``, q and out of [N, T, H, D], k and v of [N, T, K, D]."""
@@ -56,7 +64,7 @@ class ModelConfig:
 
     Attributes:
         vocab_size: Tokens are bytes.
-        num_layers: Transformer layers.
+        num_layers: Transformer layers; an even number in a hybrid.
         d_model: Width of the residual stream.
         num_heads: Query heads.
         num_kv_heads: Key and value heads, each shared by as many query heads.
@@ -65,6 +73,10 @@ class ModelConfig:
         max_seq_tokens: Longest sequence that the model is meant for.
         rope_base: Rotary wavelengths go from 2 pi tokens up to almost this times that.
         tie_embeddings: Whether the unembedding is the embedding.
+        layers: What layers attend to: all of them to everything ("full"), or to the
+            last `window_tokens` ("window"); or, from the first on, one to everything
+            and one to the window by turns ("hybrid").
+        window_tokens: How far a token sees in a window layer, itself included.
         dtype: Of weights and KV; float32 is the only one.
     """
 
@@ -78,6 +90,8 @@ class ModelConfig:
     max_seq_tokens: int = 4096
     rope_base: float = 10_000.0
     tie_embeddings: bool = False
+    layers: Literal["full", "window", "hybrid"] = "full"
+    window_tokens: int = 512
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
@@ -90,11 +104,48 @@ class ModelConfig:
             raise ValueError(f"head_dim={self.head_dim} must be even.")
         if self.dtype != "float32":
             raise ValueError(f"dtype={self.dtype!r} must be 'float32'.")
+        if self.layers not in ("full", "window", "hybrid"):
+            raise ValueError(
+                f"layers={self.layers!r} must be 'full', 'window' or 'hybrid'."
+            )
+        if self.layers == "hybrid" and self.num_layers % 2:
+            raise ValueError(
+                f"num_layers={self.num_layers} of a hybrid must be even, half of them "
+                "for each group."
+            )
+        if self.window_tokens < 1:
+            raise ValueError(f"window_tokens={self.window_tokens} must be at least 1.")
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """How far a token sees in each group of layers, itself included.
+
+        Layer number i is in group ``i % len(windows)``. None is everything.
+        """
+        return {
+            "full": (None,),
+            "window": (self.window_tokens,),
+            "hybrid": (None, self.window_tokens),
+        }[self.layers]
+
+    def groups(self, block_size: int) -> tuple[GroupSpec, ...]:
+        """Say the same in jaxkv's words, for blocks of `block_size` tokens."""
+        return tuple(
+            FullAttention(block_size)
+            if window is None
+            else SlidingWindow(block_size, window)
+            for window in self.windows
+        )
+
+    @property
+    def layers_per_group(self) -> int:
+        """Layers that one block of the pool holds the KV of."""
+        return self.num_layers // len(self.windows)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values that one token leaves in the pool."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * 4
+        """Bytes of keys and values that one token leaves in a block of a group."""
+        return 2 * self.layers_per_group * self.num_kv_heads * self.head_dim * 4
 
 
 def rope(x: Array, positions: Array, base: float) -> Array:
@@ -232,6 +283,22 @@ class Transformer(nnx.Module):
         return self.unembed(x)
 
 
+def visible_positions(queries: Array, keys: Array, window: int | None) -> Array:
+    """Tell which positions each token attends to.
+
+    Args:
+        queries: i32[N, T]. Positions of the tokens; negative for padding.
+        keys: i32[S]. Positions of what there is to attend to.
+        window: How far a token sees, itself included; None for everything before it.
+
+    Returns:
+        bool[N, T, S].
+    """
+    behind = queries[:, :, None] - keys[None, None]
+    seen = behind >= 0
+    return seen if window is None else seen & (behind < window)
+
+
 def reference_forward(model: Transformer, tokens: Array) -> Array:
     """Score the token after every prefix of one sequence, without paging.
 
@@ -242,13 +309,16 @@ def reference_forward(model: Transformer, tokens: Array) -> Array:
     Returns:
         f32[S, V].
     """
-    positions = jnp.arange(tokens.size)[None]
-    visible = positions[:, None, :] <= positions[:, :, None]
+    positions = jnp.arange(tokens.size)
+    windows = model.config.windows
+    masks = [
+        visible_positions(positions[None], positions, window) for window in windows
+    ]
 
-    def attend(_: int, q: Array, k: Array, v: Array) -> Array:
-        return attention(q, k, v, visible)
+    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+        return attention(q, k, v, masks[layer % len(windows)])
 
-    return model.logits(model.hidden(tokens[None], positions, attend)[0])
+    return model.logits(model.hidden(tokens[None], positions[None], attend)[0])
 
 
 def init_pool(config: ModelConfig, num_blocks: int, block_size: int) -> Pool:
@@ -256,11 +326,11 @@ def init_pool(config: ModelConfig, num_blocks: int, block_size: int) -> Pool:
 
     Args:
         config: The shape of the model.
-        num_blocks: Blocks in the pool.
+        num_blocks: Blocks in the pool, for all groups of layers together.
         block_size: Tokens in a block.
 
     Returns:
-        One ``{"k", "v"}`` a layer, each
+        One ``{"k", "v"}`` for each layer of a group, each
         f32[num_blocks, block_size, num_kv_heads, head_dim].
     """
     shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
@@ -268,7 +338,7 @@ def init_pool(config: ModelConfig, num_blocks: int, block_size: int) -> Pool:
     def zeros() -> Pool:
         return tuple(
             {name: jnp.zeros(shape, config.dtype) for name in ("k", "v")}
-            for _ in range(config.num_layers)
+            for _ in range(config.layers_per_group)
         )
 
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -281,8 +351,8 @@ def paged_hidden(
 ) -> tuple[Pool, Array]:
     """Run all layers on sequences whose KV is in the pool; write their new KV.
 
-    A token attends to the positions up to its own, so those below the first of
-    `positions` must have been written before.
+    A token attends to the positions up to its own, in a window layer to the last few
+    of them, so those below the first of `positions` must have been written before.
 
     Args:
         model: The model.
@@ -290,37 +360,41 @@ def paged_hidden(
         tokens: i32[N, T].
         positions: i32[N, T]. Where each token is in its sequence; -1 for padding,
             which writes nothing.
-        tables: i32[N, M]. The blocks of each sequence; anything past its end.
+        tables: i32[C, N, M]. The blocks of each sequence, for each group of layers;
+            anything past its end, and where no token's window reaches.
 
     Returns:
         The pool, and f32[N, T, d_model], finite but meaningless at padding.
     """
     num_blocks, block_size = pool[0]["k"].shape[:2]
-    N, M = tables.shape
+    C, N, M = tables.shape
     slots = jnp.arange(M * block_size)
-    visible = slots[None, None] <= positions[:, :, None]
+    masks = [
+        visible_positions(positions, slots, window) for window in model.config.windows
+    ]
     # Masking scores is not enough: a weight of 0 times a NaN of someone else's
     # block is NaN. What no token of the sequence may see is replaced by 0.
-    written = (slots[None] <= positions.max(axis=1)[:, None])[:, :, None, None]
+    seen = [mask.any(axis=1)[:, :, None, None] for mask in masks]
 
     row, offset = jnp.divmod(jnp.maximum(positions, 0), block_size)
-    block = jnp.take_along_axis(tables, row, axis=1, mode="clip")
+    block = jnp.take_along_axis(tables, row[None], axis=2, mode="clip")
     # Out of range and dropped; -1 would wrap around to the last block.
-    block = jnp.where(positions >= 0, block, num_blocks)
+    block = jnp.where(positions[None] >= 0, block, num_blocks)
     new_pool = list(pool)
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+        slot, group = divmod(layer, C)
         leaves = {
-            name: pool[layer][name].at[block, offset].set(value, mode="drop")
+            name: new_pool[slot][name].at[block[group], offset].set(value, mode="drop")
             for name, value in (("k", k), ("v", v))
         }
-        new_pool[layer] = leaves
+        new_pool[slot] = leaves
 
         def read(leaf: Array) -> Array:
-            blocks = leaf.at[tables].get(mode="clip")
-            return jnp.where(written, blocks.reshape(N, -1, *leaf.shape[2:]), 0.0)
+            blocks = leaf.at[tables[group]].get(mode="clip")
+            return jnp.where(seen[group], blocks.reshape(N, -1, *leaf.shape[2:]), 0.0)
 
-        return attention(q, read(leaves["k"]), read(leaves["v"]), visible)
+        return attention(q, read(leaves["k"]), read(leaves["v"]), masks[group])
 
     hidden = model.hidden(tokens, positions, attend)
     return tuple(new_pool), hidden

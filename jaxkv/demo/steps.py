@@ -43,12 +43,13 @@ class Steps(NamedTuple):
         prefill_chunk: ``(pool, tokens, start, num_tokens, block_table)``. Compute T
             tokens of one sequence. `tokens` is i32[T], of which the first
             `num_tokens` (i32[], at least 1) are meant; the first is at position
-            `start` (i32[]); `block_table` is i32[M], anything past the sequence.
+            `start` (i32[]); `block_table` is i32[C, M], a row for each group of
+            layers, with anything past the sequence and where no window reaches.
             `StepResult.logits` is f32[V], for the token after the last.
         decode: ``(pool, tokens, positions, block_tables)``. Compute one token,
             i32[N], of each of N sequences, at `positions` (i32[N], negative in
-            rows of padding); `block_tables` is i32[N, M]. `StepResult.logits` is
-            f32[N, V], meaningless in rows of padding.
+            rows of padding); `block_tables` is i32[C, N, M], likewise.
+            `StepResult.logits` is f32[N, V], meaningless in rows of padding.
     """
 
     config: ModelConfig
@@ -94,7 +95,7 @@ def make_steps(config: ModelConfig, seed: int) -> Steps:
         index = jnp.arange(tokens.size, dtype=jnp.int32)
         positions = jnp.where(index < num_tokens, start + index, -1)
         pool, hidden = paged_hidden(
-            model, pool, tokens[None], positions[None], block_table[None]
+            model, pool, tokens[None], positions[None], block_table[:, None]
         )
         last = jax.lax.dynamic_slice_in_dim(hidden[0], num_tokens - 1, 1)
         return result(pool, model.logits(last)[0])

@@ -1,5 +1,6 @@
 """The paged steps against the dense forward pass of the same model."""
 
+import dataclasses
 import re
 
 import chex
@@ -16,19 +17,32 @@ from jaxkv.demo.model import (
     reference_forward,
 )
 from jaxkv.demo.steps import Steps, make_steps
+from jaxkv.groups import FullAttention, SlidingWindow
 
 BLOCK_SIZE = 4
-NUM_BLOCKS = 40
+NUM_BLOCKS = 60
 CHUNK = 8
 SMALL = ModelConfig(
     num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48
 )
+VARIANTS = {
+    "full": SMALL,
+    "window": dataclasses.replace(SMALL, layers="window", window_tokens=6),
+    "hybrid": dataclasses.replace(
+        SMALL, num_layers=4, layers="hybrid", window_tokens=9
+    ),
+}
 CLOSE = {"rtol": 0, "atol": 1e-4}
 
 
 @pytest.fixture(scope="module")
-def steps():
-    return make_steps(SMALL, seed=3)
+def all_steps():
+    return {name: make_steps(config, seed=3) for name, config in VARIANTS.items()}
+
+
+@pytest.fixture(params=VARIANTS)
+def steps(request, all_steps):
+    return all_steps[request.param]
 
 
 @pytest.fixture(scope="module")
@@ -37,27 +51,62 @@ def tokens():
 
 
 @pytest.fixture(scope="module")
-def expected(steps, tokens):
-    return np.asarray(nnx.jit(reference_forward)(steps.model, jnp.asarray(tokens)))
+def all_expected(all_steps, tokens):
+    return {name: dense(steps, tokens) for name, steps in all_steps.items()}
 
 
-def make_table(rng, num_tokens, size):
-    """Shuffle a block table; entries past `num_tokens` are wild."""
-    blocks = rng.permutation(NUM_BLOCKS).astype(np.int32)
-    used = -(-num_tokens // BLOCK_SIZE)
-    wild = rng.choice([-1, 10**6, NUM_BLOCKS, 0], size - used).astype(np.int32)
-    return np.concatenate([blocks[:used], wild])
+@pytest.fixture
+def expected(request, all_expected, steps):
+    return all_expected[request.node.callspec.params["steps"]]
 
 
-def prefill(steps: Steps, pool, tokens, table, cuts=()):
+def dense(steps, tokens):
+    return np.asarray(jitted_forward(steps.model, jnp.asarray(tokens)))
+
+
+jitted_forward = nnx.jit(reference_forward)
+
+
+def make_tables(rng, config, num_tokens, size):
+    """Shuffle block tables i32[C, size]; entries past `num_tokens` are wild."""
+    num_groups, used = len(config.windows), -(-num_tokens // BLOCK_SIZE)
+    blocks = rng.permutation(np.arange(1, NUM_BLOCKS, dtype=np.int32))
+    wild = rng.choice([-1, 10**6, NUM_BLOCKS, 0], (num_groups, size - used))
+    return np.concatenate(
+        [blocks[: num_groups * used].reshape(num_groups, used), wild], axis=1
+    ).astype(np.int32)
+
+
+def in_window(config, pool, tables, start):
+    """Take away what no token from `start` on looks at, and fill it with NaN.
+
+    Returns:
+        The pool, and the tables with the null block instead.
+    """
+    num_blocks, block_size = pool[0]["k"].shape[:2]
+    gone = np.zeros(tables.shape, bool)
+    for row, window in zip(gone, config.windows, strict=True):
+        if window is not None:
+            row[: max(start - window + 1, 0) // block_size] = True
+    lost = np.where(gone, tables, num_blocks)
+    return fill_with_nan(pool, lost), np.where(gone, 0, tables).astype(np.int32)
+
+
+@jax.jit
+def fill_with_nan(pool, block_ids):
+    return jax.tree.map(lambda leaf: leaf.at[block_ids].set(jnp.nan, mode="drop"), pool)
+
+
+def prefill(steps: Steps, pool, tokens, tables, cuts=()):
     """Prefill all of `tokens`, with the chunks ending at `cuts` at the latest."""
     start = 0
     while start < len(tokens):
         end = min([start + CHUNK, len(tokens), *(c for c in cuts if c > start)])
         chunk = np.full(CHUNK, 77, np.int32)
         chunk[: end - start] = tokens[start:end]
+        pool, now = in_window(steps.config, pool, tables, start)
         result = steps.prefill_chunk(
-            pool, chunk, np.int32(start), np.int32(end - start), table
+            pool, chunk, np.int32(start), np.int32(end - start), now
         )
         pool, start = result.pool, end
     return result
@@ -68,14 +117,14 @@ def poisoned(steps):
     return jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), pool)
 
 
-@pytest.mark.parametrize("trial", range(6))
+@pytest.mark.parametrize("trial", range(5))
 def test_chunked_prefill_is_the_dense_forward_pass(steps, tokens, expected, trial):
     rng = np.random.default_rng(trial)
     length = int(rng.integers(1, len(tokens) + 1))
     cuts = rng.integers(1, len(tokens), rng.integers(0, 6))
-    table = make_table(rng, length, size=(13, 20)[trial % 2])
+    tables = make_tables(rng, steps.config, length, size=(13, 20)[trial % 2])
 
-    result = prefill(steps, poisoned(steps), tokens[:length], table, cuts)
+    result = prefill(steps, poisoned(steps), tokens[:length], tables, cuts)
 
     np.testing.assert_allclose(result.logits, expected[length - 1], **CLOSE)
     assert result.logits.shape == (256,)
@@ -84,18 +133,22 @@ def test_chunked_prefill_is_the_dense_forward_pass(steps, tokens, expected, tria
 
 
 def test_decode_goes_on_where_prefill_ended(steps, tokens, expected):
-    rng = np.random.default_rng(1)
-    blocks = rng.permutation(NUM_BLOCKS)[:26].astype(np.int32)
-    tables = [blocks[:13], blocks[13:]]
+    config = steps.config
+    both = make_tables(np.random.default_rng(1), config, 96, size=24)
+    tables = [both[:, :12], both[:, 12:]]
     starts = [17, 30]
     pool = poisoned(steps)
     for table, start in zip(tables, starts, strict=True):
         pool = prefill(steps, pool, tokens[:start], table).pool
-    rows = np.stack([tables[0], np.full(13, -1, np.int32), tables[1]])
 
     for i in range(15):
+        rows = []
+        for table, start in zip(tables, starts, strict=True):
+            pool, now = in_window(config, pool, table, start + i)
+            rows.append(now)
+        rows.insert(1, np.full_like(now, -1))
         positions = np.array([starts[0] + i, -1, starts[1] + i], np.int32)
-        result = steps.decode(pool, tokens[positions], positions, rows)
+        result = steps.decode(pool, tokens[positions], positions, np.stack(rows, 1))
         pool = result.pool
         for row in (0, 2):
             want = expected[positions[row]]
@@ -103,10 +156,34 @@ def test_decode_goes_on_where_prefill_ended(steps, tokens, expected):
             assert int(result.next_token[row]) == int(np.argmax(want))
     # And prefill goes on where decode ended.
     rest = tokens[:CHUNK]
-    both = np.concatenate([tokens[:32], rest])
-    want = nnx.jit(reference_forward)(steps.model, jnp.asarray(both))[-1]
-    last = steps.prefill_chunk(pool, rest, np.int32(32), np.int32(CHUNK), tables[0])
+    want = dense(steps, np.concatenate([tokens[:32], rest]))[-1]
+    last = steps.prefill_chunk(pool, rest, np.int32(32), np.int32(CHUNK), rows[0])
     np.testing.assert_allclose(last.logits, want, **CLOSE)
+
+
+def test_a_window_is_all_that_a_layer_sees(tokens):
+    """One layer: what is further back has no influence, what is nearer has."""
+    config = dataclasses.replace(SMALL, num_layers=1, layers="window", window_tokens=6)
+    steps = make_steps(config, seed=0)
+    answers = []
+    for changed in (30, 14, 15):  # the first of them comes too late to be seen
+        other = tokens.copy()
+        other[changed] = (other[changed] + 1) % 256
+        answers.append(dense(steps, other)[20])
+    np.testing.assert_array_equal(answers[1], answers[0])
+    assert np.abs(answers[2] - answers[0]).max() > 1e-3
+
+
+def test_layers_of_a_hybrid_take_turns(all_steps, tokens):
+    """The first layer is full: the last token's answer depends on the first token."""
+    other = tokens.copy()
+    other[0] = (other[0] + 1) % 256
+    config = dataclasses.replace(VARIANTS["hybrid"], num_layers=2, window_tokens=1)
+    answers = [dense(make_steps(config, seed=0), t)[-1] for t in (tokens, other)]
+    assert np.abs(answers[0] - answers[1]).max() > 1e-3
+    config = dataclasses.replace(config, layers="window")
+    answers = [dense(make_steps(config, seed=0), t)[-1] for t in (tokens, other)]
+    np.testing.assert_array_equal(*answers)
 
 
 def test_tied_embeddings(tokens):
@@ -120,26 +197,26 @@ def test_tied_embeddings(tokens):
         tie_embeddings=True,
     )
     steps = make_steps(config, seed=0)
-    want = reference_forward(steps.model, jnp.asarray(tokens[:11]))[-1]
-    table = np.arange(3, dtype=np.int32)
+    want = dense(steps, tokens[:11])[-1]
+    table = np.arange(3, dtype=np.int32)[None]
     pool = init_pool(config, NUM_BLOCKS, BLOCK_SIZE)
     result = prefill(steps, pool, tokens[:11], table)
     np.testing.assert_allclose(result.logits, want, **CLOSE)
 
 
 def test_only_the_meant_tokens_are_written(steps, tokens):
-    table = np.array([5, 9, 2], np.int32)
-    pool = prefill(steps, poisoned(steps), tokens[:6], table).pool
+    tables = np.array([[5, 9, 2], [7, 8, 3]], np.int32)[: len(steps.config.windows)]
+    pool = prefill(steps, poisoned(steps), tokens[:6], tables).pool
     for leaf in jax.tree.leaves(pool):
         written = np.isfinite(np.asarray(leaf)).all(axis=(2, 3))
         want = np.zeros((NUM_BLOCKS, BLOCK_SIZE), bool)
-        want[5], want[9, :2] = True, True
+        want[tables[:, 0]], want[tables[:, 1], :2] = True, True
         np.testing.assert_array_equal(written, want)
 
 
 def test_rows_of_padding_write_nothing(steps):
     pool = init_pool(steps.config, NUM_BLOCKS, BLOCK_SIZE)
-    rows = np.zeros((3, 2), np.int32)
+    rows = np.zeros((len(steps.config.windows), 3, 2), np.int32)
     positions = np.array([-1, -1, -5], np.int32)
     result = steps.decode(pool, np.ones(3, np.int32), positions, rows)
     chex.assert_trees_all_equal(
@@ -148,29 +225,27 @@ def test_rows_of_padding_write_nothing(steps):
     assert np.isfinite(result.logits).all()
 
 
-def test_one_wrong_block_changes_the_answer():
+@pytest.mark.parametrize("layers", VARIANTS)
+def test_one_wrong_block_changes_the_answer(layers):
     """Else equal answers would not show that the KV is right."""
-    steps = make_steps(ModelConfig(), seed=0)
+    config = ModelConfig(layers=layers, window_tokens=100)
+    steps = make_steps(config, seed=0)
     text = np.random.default_rng(0).integers(32, 127, 200, dtype=np.int32)
-    table = np.arange(1, 15, dtype=np.int32)
-    pool = init_pool(steps.config, 16, 16)
-    pool = prefill(steps, pool, text[:192], table).pool
-    for wrong in (0, 5, 11):
-        answers = []
-        for block in (table[wrong], 15):
-            swapped = table.copy()
-            swapped[wrong] = block
-            result = prefill_at(steps, pool, text, swapped, start=192)
-            pool = result.pool
-            answers.append(np.asarray(result.logits))
-        assert np.abs(answers[0] - answers[1]).max() > 0.1
-
-
-def prefill_at(steps, pool, tokens, table, start):
-    count = len(tokens) - start
-    return steps.prefill_chunk(
-        pool, tokens[start:], np.int32(start), np.int32(count), table
-    )
+    tables = np.arange(1, 29, dtype=np.int32).reshape(2, 14)[: len(config.windows)]
+    pool = init_pool(config, 30, 16)
+    pool = prefill(steps, pool, text[:192], tables).pool
+    for group, window in enumerate(config.windows):
+        for wrong in (0, 5, 11) if window is None else (6, 9, 11):
+            answers = []
+            for block in (tables[group, wrong], 29):
+                swapped = tables.copy()
+                swapped[group, wrong] = block
+                result = steps.prefill_chunk(
+                    pool, text[192:], np.int32(192), np.int32(8), swapped
+                )
+                pool = result.pool
+                answers.append(np.asarray(result.logits))
+            assert np.abs(answers[0] - answers[1]).max() > 0.1
 
 
 def test_one_compilation_for_each_shape(tokens):
@@ -179,13 +254,14 @@ def test_one_compilation_for_each_shape(tokens):
     for size in (4, 8, 4, 8):
         for start in (0, 3):
             for count in (1, CHUNK):
-                table = np.arange(size, dtype=np.int32)
+                table = np.arange(size, dtype=np.int32)[None]
                 pool = steps.prefill_chunk(
                     pool, tokens[:CHUNK], np.int32(start), np.int32(count), table
                 ).pool
+        rows = np.stack([table] * 2, axis=1)
         for position in (-1, 2, 9):
             pool = steps.decode(
-                pool, tokens[:2], np.full(2, position, np.int32), np.stack([table] * 2)
+                pool, tokens[:2], np.full(2, position, np.int32), rows
             ).pool
     assert steps.prefill_chunk.func._cache_size() == 2
     assert steps.decode.func._cache_size() == 2
@@ -193,11 +269,12 @@ def test_one_compilation_for_each_shape(tokens):
 
 @pytest.mark.parametrize("kind", ["prefill_chunk", "decode"])
 def test_the_pool_is_updated_in_place(steps, kind):
-    pool = init_pool(SMALL, NUM_BLOCKS, BLOCK_SIZE)
+    pool = init_pool(steps.config, NUM_BLOCKS, BLOCK_SIZE)
     scalar, row = np.int32(1), np.zeros(2, np.int32)
+    tables = np.zeros((len(steps.config.windows), 2, 2), np.int32)
     arguments = {
-        "prefill_chunk": (np.zeros(CHUNK, np.int32), scalar, scalar, row),
-        "decode": (row, row, np.zeros((2, 2), np.int32)),
+        "prefill_chunk": (np.zeros(CHUNK, np.int32), scalar, scalar, tables[:, 0]),
+        "decode": (row, row, tables),
     }[kind]
     step = getattr(steps, kind)
 
@@ -220,22 +297,33 @@ def test_the_seed_decides_the_weights():
     assert any((a != b).any() for a, b in zip(first, other, strict=True))
 
 
-def test_pool_layout():
-    pool = init_pool(SMALL, 3, 5)
-    assert len(pool) == SMALL.num_layers
+@pytest.mark.parametrize("layers", VARIANTS)
+def test_pool_layout(layers):
+    config = VARIANTS[layers]
+    pool = init_pool(config, 3, 5)
+    assert len(pool) == config.layers_per_group == 2
     chex.assert_trees_all_equal(
         pool[0], {name: jnp.zeros((3, 5, 2, 8), jnp.float32) for name in "kv"}
     )
     assert pool[0]["k"].committed
     assert pool[0]["k"].devices() == {jax.devices()[0]}
     per_token = sum(leaf.nbytes for leaf in jax.tree.leaves(pool)) // 15
-    assert per_token == SMALL.kv_bytes_per_token
+    assert per_token == config.kv_bytes_per_token
     assert ModelConfig().kv_bytes_per_token == 2048
 
 
+def test_groups_are_those_of_the_layers():
+    groups = {name: config.groups(16) for name, config in VARIANTS.items()}
+    assert groups == {
+        "full": (FullAttention(16),),
+        "window": (SlidingWindow(16, 6),),
+        "hybrid": (FullAttention(16), SlidingWindow(16, 9)),
+    }
+
+
 def test_padding_stays_finite(steps):
-    tables = np.zeros((1, 2), np.int32)
-    _, hidden = paged_hidden(
+    tables = np.zeros((len(steps.config.windows), 1, 2), np.int32)
+    _, hidden = nnx.jit(paged_hidden)(
         steps.model,
         poisoned(steps),
         jnp.zeros((1, 3), jnp.int32),
@@ -251,6 +339,12 @@ def test_padding_stays_finite(steps):
         ({"num_heads": 3, "num_kv_heads": 2}, "num_heads=3 must be a multiple"),
         ({"head_dim": 7}, "head_dim=7 must be even"),
         ({"dtype": "bfloat16"}, "dtype='bfloat16' must be 'float32'"),
+        ({"layers": "half"}, "layers='half' must be 'full', 'window' or 'hybrid'"),
+        (
+            {"layers": "hybrid", "num_layers": 3},
+            "num_layers=3 of a hybrid must be even",
+        ),
+        ({"window_tokens": 0}, "window_tokens=0 must be at least 1"),
     ],
 )
 def test_config_refuses_what_cannot_work(arguments, message):
