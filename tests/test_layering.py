@@ -37,8 +37,9 @@ FLOORS = [
     ],
     ["jaxkv"],  # the public face, jaxkv/__init__.py
     [
-        "demo.records demo.request demo.model < demo.workload demo.steps < demo.engine"
-        " < demo.report demo.run < demo",
+        "demo.records demo.request demo.model"
+        " < demo.workload demo.steps demo.allocation < demo.runner demo.batcher"
+        " < demo.engine < demo.report demo.run < demo",
         "bench.machine < bench.records < bench.plan < bench.paged_pool < bench.designs"
         " < bench.overlap < bench.transfer bench.report < bench",
     ],

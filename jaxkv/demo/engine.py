@@ -10,24 +10,22 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
-from jaxkv.blocks import NULL_BLOCK, DeviceBlockPool
+from jaxkv.blocks import DeviceBlockPool
 from jaxkv.connector import SchedulerOutput
+from jaxkv.demo.allocation import most_blocks
+from jaxkv.demo.batcher import Batcher
 from jaxkv.demo.model import ModelConfig, init_pool
 from jaxkv.demo.request import EngineRequest, Phase
+from jaxkv.demo.runner import Runner
 from jaxkv.demo.steps import Steps
 from jaxkv.hashing import KeyChain, Namespace
 from jaxkv.scheduler import OffloadScheduler
+from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.transfer import TransferEngine
 from jaxkv.worker import OffloadWorker
-
-CHUNK_SIZES = (128, 256)
-"""Tokens that a prefill step computes: the smallest that is enough, or the largest."""
 
 _IDLE_S = 50e-6
 
@@ -44,6 +42,9 @@ class EngineConfig:
         max_seq_tokens: Longest request, prompt and answer.
         weights_epoch: Which weights the model has; part of every block's key.
         cache_policy: Which host blocks to give up when the host tier is full.
+        offload_mode: When blocks are stored; see `OffloadRules.mode`.
+        chunk_sizes: Tokens that a prefill step computes: the smallest that is enough,
+            or the largest. In ascending order.
     """
 
     block_size: int
@@ -53,6 +54,8 @@ class EngineConfig:
     max_seq_tokens: int
     weights_epoch: str
     cache_policy: str = "lru"
+    offload_mode: Literal["eager", "lazy"] = "eager"
+    chunk_sizes: tuple[int, ...] = (128, 256)
 
 
 class Engine:
@@ -84,26 +87,48 @@ class Engine:
         self.offload: OffloadScheduler | None = None
         self.transfer: TransferEngine | None = None
         self.worker: OffloadWorker | None = None
+        self._groups = steps.config.groups(config.block_size)
         if config.host_blocks:
             self.offload = OffloadScheduler(
-                config.block_size, config.host_blocks, config.cache_policy
+                self._groups,
+                config.host_blocks,
+                config.cache_policy,
+                rules=OffloadRules(
+                    config.offload_mode,
+                    max_num_batched_tokens=config.chunk_sizes[-1] + config.concurrency,
+                ),
             )
             self.offload.bind_device_block_pool(self.blocks)
             self.transfer = TransferEngine(self.pool, config.host_blocks)
             self.worker = OffloadWorker(self.transfer)
         self.peak_host_blocks = 0
-        self._steps = steps
         self._clock = clock
         self._namespace = _namespace(steps.config, config)
-        self._waiting: deque[EngineRequest] = deque()
-        self._active: dict[str, EngineRequest] = {}
+        self._runner = Runner(
+            steps,
+            config.block_size,
+            config.concurrency,
+            config.max_seq_tokens,
+            config.chunk_sizes,
+        )
+        self._batcher = Batcher(
+            self.blocks,
+            self._groups,
+            config.concurrency,
+            config.chunk_sizes[-1],
+            self.offload,
+        )
         self._num_submitted = 0
-        self._table_sizes = _table_sizes(config)
 
     @property
     def has_work(self) -> bool:
         """Whether a request waits or runs."""
-        return bool(self._waiting or self._active)
+        return self._batcher.has_work
+
+    @property
+    def num_preemptions(self) -> int:
+        """Times that a request lost its blocks to an older one."""
+        return self._batcher.num_preemptions
 
     def submit(self, prompt: Sequence[int], max_new_tokens: int) -> EngineRequest:
         """Add a request to the queue.
@@ -128,33 +153,34 @@ class Engine:
                 f"A request of {num_tokens} tokens is longer than "
                 f"max_seq_tokens={self.config.max_seq_tokens}."
             )
-        needed, usable = self._num_blocks(num_tokens), self.config.device_blocks - 1
+        needed = most_blocks(self._groups, num_tokens, self.config.chunk_sizes[-1])
+        usable = self.config.device_blocks - 1
         if needed > usable:
             raise ValueError(
                 f"A request of {num_tokens} tokens needs {needed} blocks of the device "
                 f"pool, which has {usable}."
             )
-        chain = KeyChain(self._namespace)
-        chain.extend(prompt)
+        chains = tuple(
+            KeyChain(self._namespace, group=group) for group in range(len(self._groups))
+        )
+        for chain in chains:
+            chain.extend(prompt)
         request = EngineRequest(
-            f"request-{self._num_submitted}",
+            self._num_submitted,
             tuple(prompt),
             max_new_tokens,
             self._clock(),
-            chain,
+            chains,
             list(prompt),
+            [[] for _ in self._groups],
         )
         self._num_submitted += 1
-        self._waiting.append(request)
+        self._batcher.add(request)
         return request
 
     def abort(self, request: EngineRequest) -> None:
         """Stop a request, wherever it is. One that is over already stays as it is."""
-        if request in self._waiting:
-            self._waiting.remove(request)
-            request.phase = Phase.ABORTED
-        elif request.request_id in self._active:
-            self._retire(request, Phase.ABORTED)
+        self._batcher.end(request, Phase.ABORTED)
 
     def step(self) -> list[EngineRequest]:
         """Go on by one step.
@@ -163,204 +189,71 @@ class Engine:
             The requests that finished in it.
         """
         self._collect_transfers()
-        self._admit()
-        running = [r for r in self._active.values() if r.phase is Phase.RUNNING]
-        prefill = next((r for r in running if r.is_prefilling), None)
-        decode = [r for r in running if not r.is_prefilling]
-        self._start_transfers(prefill, decode)
-
-        chunk: list[EngineRequest] = []
-        if prefill is not None and self._prefill(prefill):
-            chunk = [prefill]
-        if decode:
-            self._decode(decode)
-        elif prefill is None:
-            time.sleep(_IDLE_S)  # all that is active waits for a load
-        finished = [
-            r for r in (*chunk, *decode) if len(r.generated) == r.max_new_tokens
-        ]
+        batch = self._batcher.schedule()
+        self._start_transfers(batch.output)
+        self._batcher.release_unneeded(batch)
+        for request in batch.prefill:
+            self._prefill(request)
+        if batch.decode:
+            self._decode(batch.decode)
+        computed = batch.prefill + batch.decode
+        if not computed:
+            time.sleep(_IDLE_S)  # all that there is waits for transfers
+        self._batcher.cache_computed(computed)
+        finished = [r for r in computed if len(r.generated) == r.max_new_tokens]
         for request in finished:
-            self._retire(request, Phase.FINISHED)
+            self._batcher.end(request, Phase.FINISHED)
         return finished
 
     def drain(self) -> None:
         """Let the transfers in flight arrive; for the end of a run."""
         if self.offload is None or self.worker is None:
             return
-        self._start_transfers(None, [])
+        self._start_transfers(SchedulerOutput({}))
         self.pool, output = self.worker.drain(self.pool)
-        self.offload.update_connector_output(output)
+        self._batcher.note_transfers(self.offload.update_connector_output(output))
 
     def warm_up(self) -> None:
         """Compile all that a run needs. Touches no block but the null block."""
+        max_blocks = -(-self.config.max_seq_tokens // self.config.block_size)
+        max_blocks *= len(self._groups)
+        self.blocks.warm_up(max_blocks)
         if self.offload is not None and self.transfer is not None:
-            self.offload.warm_up(self._num_blocks(self.config.max_seq_tokens))
+            self.offload.warm_up(max_blocks, max_blocks)
             self.transfer.warm_up()
-        rows = self.config.concurrency
-        for size in self._table_sizes:
-            tables = np.full((1, rows, size), NULL_BLOCK, np.int32)
-            for num_tokens in CHUNK_SIZES:
-                tokens = np.zeros(num_tokens, np.int32)
-                self.pool = self._steps.prefill_chunk(
-                    self.pool, tokens, np.int32(0), np.int32(1), tables[:, 0]
-                ).pool
-            self.pool = self._steps.decode(
-                self.pool,
-                np.zeros(rows, np.int32),
-                np.full(rows, -1, np.int32),
-                tables,
-            ).pool
+        self.pool = self._runner.warm_up(self.pool)
 
     def _collect_transfers(self) -> None:
         """Take note of the loads and stores that arrived."""
-        if self.offload is None or self.worker is None:
-            return
-        output = self.worker.poll()
-        self.offload.update_connector_output(output)
-        for request_id in output.finished_recving:
-            request = self._active.get(request_id)
-            if request is not None:  # else it was aborted meanwhile
-                request.num_computed_tokens += request.host_hit_tokens
-                request.phase = Phase.RUNNING
-                self._cache(request)
-        for request_id in output.failed_recving:
-            request = self._active.get(request_id)
-            if request is not None:
-                request.host_hit_tokens = 0  # computed instead
-                request.phase = Phase.RUNNING
+        if self.offload is not None and self.worker is not None:
+            output = self.worker.poll()
+            self._batcher.note_transfers(self.offload.update_connector_output(output))
 
-    def _admit(self) -> None:
-        """Give blocks to waiting requests, in the order of arrival, while they fit."""
-        while self._waiting and len(self._active) < self.config.concurrency:
-            request = self._waiting[0]
-            # The last token is computed in any case: its logits are needed.
-            num_reusable = (request.num_tokens - 1) // self.config.block_size
-            local = self.blocks.find_prefix(request.block_keys[:num_reusable])
-            self.blocks.touch(local)
-            total = self._num_blocks(len(request.prompt) + request.max_new_tokens)
-            if total - len(local) > self.blocks.num_free:
-                self.blocks.free(local[::-1])
-                return
-            self._waiting.popleft()
-            self._active[request.request_id] = request
-            num_local = len(local) * self.config.block_size
-            num_external = 0
-            if self.offload is not None:
-                num_external, _ = self.offload.get_num_new_matched_tokens(
-                    request, num_local
-                )
-            request.block_ids = local + self.blocks.allocate(total - len(local))
-            request.num_computed_tokens = request.device_hit_tokens = num_local
-            request.num_cached_blocks = len(local)
-            request.host_hit_tokens = num_external
-            request.phase = Phase.LOADING if num_external else Phase.RUNNING
-            if self.offload is not None:
-                self.offload.update_state_after_alloc(
-                    request, request.block_ids, num_external
-                )
-
-    def _start_transfers(
-        self, prefill: EngineRequest | None, decode: list[EngineRequest]
-    ) -> None:
+    def _start_transfers(self, output: SchedulerOutput) -> None:
         """Send out the stores and loads of this step, before the model runs."""
         if self.offload is None or self.worker is None:
             return
-        num_scheduled = {request.request_id: 1 for request in decode}
-        if prefill is not None:
-            num_scheduled[prefill.request_id] = len(_next_chunk(prefill))
-        meta = self.offload.build_connector_meta(SchedulerOutput(num_scheduled))
+        meta = self.offload.build_connector_meta(output)
         held = self.offload.num_host_blocks_held
         self.peak_host_blocks = max(self.peak_host_blocks, held)
         self.pool = self.worker.start(meta, self.pool)
 
-    def _prefill(self, request: EngineRequest) -> bool:
-        """Compute one chunk of a prompt; tell whether it was the last."""
-        start = request.num_computed_tokens
-        chunk = _next_chunk(request)
-        size = next(size for size in CHUNK_SIZES if size >= len(chunk))
-        tokens = np.zeros(size, np.int32)
-        tokens[: len(chunk)] = chunk
-        result = self._steps.prefill_chunk(
-            self.pool,
-            tokens,
-            np.int32(start),
-            np.int32(len(chunk)),
-            self._tables([request], start + len(chunk), rows=1)[:, 0],
-        )
-        self.pool = result.pool
-        is_last = start + len(chunk) == request.num_tokens
-        # Waited for in any case, so that a chunk's time is counted where it is spent.
-        token = int(result.next_token)
-        request.num_computed_tokens += len(chunk)
-        if is_last:
-            request.first_token_s = self._clock()
-            self._append(request, token)
-        self._cache(request)
-        return is_last
+    def _prefill(self, request: EngineRequest) -> None:
+        """Compute one chunk of a prompt, and the next token if it is the last."""
+        num_tokens = len(self._runner.next_chunk(request))
+        self.pool, token = self._runner.prefill(self.pool, request)
+        request.num_computed_tokens += num_tokens
+        if request.num_computed_tokens == request.num_tokens:
+            if not request.generated:
+                request.first_token_s = self._clock()
+            request.append(token)
 
-    def _decode(self, requests: list[EngineRequest]) -> None:
+    def _decode(self, requests: Sequence[EngineRequest]) -> None:
         """Compute the newest token of each request and add the next one."""
-        rows = self.config.concurrency
-        tokens = np.zeros(rows, np.int32)
-        positions = np.full(rows, -1, np.int32)
-        for row, request in enumerate(requests):
-            tokens[row] = request.tokens[-1]
-            positions[row] = request.num_computed_tokens
-        tables = self._tables(requests, int(positions.max()) + 1, rows)
-        result = self._steps.decode(self.pool, tokens, positions, tables)
-        self.pool = result.pool
-        next_tokens = np.asarray(result.next_token).tolist()
-        for request, token in zip(requests, next_tokens, strict=False):
+        self.pool, tokens = self._runner.decode(self.pool, requests)
+        for request, token in zip(requests, tokens, strict=True):
             request.num_computed_tokens += 1
-            self._append(request, token)
-            self._cache(request)
-
-    def _append(self, request: EngineRequest, token: int) -> None:
-        request.tokens.append(token)
-        request.chain.extend([token])
-
-    def _cache(self, request: EngineRequest) -> None:
-        """Make a request's newly computed full blocks findable on the device."""
-        first = request.num_cached_blocks
-        last = request.num_computed_tokens // self.config.block_size
-        self.blocks.cache(request.block_ids[first:last], request.block_keys[first:last])
-        request.num_cached_blocks = max(first, last)
-
-    def _retire(self, request: EngineRequest, phase: Phase) -> None:
-        """Take a request's blocks away and let the offload scheduler know."""
-        del self._active[request.request_id]
-        request.phase = phase
-        if self.offload is not None:
-            self.offload.request_finished(request)
-        # Tail first, so that the head of a prefix is given up last.
-        self.blocks.free(request.block_ids[::-1])
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.config.block_size)
-
-    def _tables(
-        self, requests: Sequence[EngineRequest], num_tokens: int, rows: int
-    ) -> NDArray[np.int32]:
-        """Lay block tables out as i32[1, rows, M], with M enough for `num_tokens`."""
-        needed = self._num_blocks(num_tokens)
-        size = next(size for size in self._table_sizes if size >= needed)
-        tables = np.full((1, rows, size), NULL_BLOCK, np.int32)
-        for row, request in enumerate(requests):
-            block_ids = request.block_ids[:size]
-            tables[0, row, : len(block_ids)] = block_ids
-        return tables
-
-
-def _table_sizes(config: EngineConfig) -> list[int]:
-    """List block table sizes: few, as each is compiled, yet not one for all."""
-    largest = -(-config.max_seq_tokens // config.block_size)
-    return sorted({-(-largest // 2), largest})
-
-
-def _next_chunk(request: EngineRequest) -> list[int]:
-    """Cut the tokens of a request's next prefill step."""
-    start = request.num_computed_tokens
-    return request.tokens[start : start + CHUNK_SIZES[-1]]
+            request.append(token)
 
 
 def _namespace(model: ModelConfig, config: EngineConfig) -> Namespace:

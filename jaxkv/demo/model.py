@@ -351,8 +351,7 @@ def paged_hidden(
 ) -> tuple[Pool, Array]:
     """Run all layers on sequences whose KV is in the pool; write their new KV.
 
-    A token attends to the positions up to its own, in a window layer to the last few
-    of them, so those below the first of `positions` must have been written before.
+    Positions that a token attends to must have been written before, or be among them.
 
     Args:
         model: The model.

@@ -25,39 +25,66 @@ class EngineRequest:
     """A prompt and what has become of it.
 
     Attributes:
-        request_id: Its name.
+        number: How many requests came before it.
         prompt: Its tokens.
         max_new_tokens: How many to generate.
         arrival_s: When it came, by the engine's clock.
-        chain: Keys of its full blocks.
+        chains: Keys of its full blocks, for each group of layers.
         tokens: Prompt and generated tokens so far.
-        block_ids: Its device blocks.
+        block_ids_by_group: Its device blocks, for each group of layers; the null block
+            where no token to come looks.
         num_computed_tokens: Tokens whose KV is in the device pool.
-        num_cached_blocks: Blocks that were made findable on the device.
-        device_hit_tokens: Prompt tokens whose KV was found on the device.
-        host_hit_tokens: Prompt tokens whose KV was brought back from the host.
+        num_loading_tokens: Tokens whose KV is on its way from the host.
+        num_cached_blocks: Blocks of each group that were made findable on the device.
+        device_hit_tokens: Prompt tokens whose KV was found on the device on arrival.
+        host_hit_tokens: Prompt tokens whose KV was then brought back from the host.
+        num_preemptions: Times that its blocks were taken away.
+        load_failed: Whether a load failed, so that the host is not asked again.
         first_token_s: When its first token was there.
         phase: Where it is in its life.
     """
 
-    request_id: str
+    number: int
     prompt: tuple[int, ...]
     max_new_tokens: int
     arrival_s: float
-    chain: KeyChain
+    chains: tuple[KeyChain, ...]
     tokens: list[int]
-    block_ids: list[int] = dataclasses.field(default_factory=list)
+    block_ids_by_group: list[list[int]] = dataclasses.field(default_factory=list)
     num_computed_tokens: int = 0
+    num_loading_tokens: int = 0
     num_cached_blocks: int = 0
     device_hit_tokens: int = 0
     host_hit_tokens: int = 0
+    num_preemptions: int = 0
+    load_failed: bool = False
     first_token_s: float = 0.0
     phase: Phase = Phase.WAITING
 
     @property
+    def request_id(self) -> str:
+        """Its name."""
+        return f"request-{self.number}"
+
+    @property
     def block_keys(self) -> Sequence[BlockKey]:
-        """Keys of the full blocks of all tokens so far."""
-        return self.chain.keys
+        """Keys of the full blocks of all tokens so far, for the first group."""
+        return self.chains[0].keys
+
+    @property
+    def block_keys_by_group(self) -> Sequence[Sequence[BlockKey]]:
+        """Keys of the full blocks of all tokens so far, for each group of layers."""
+        return [chain.keys for chain in self.chains]
+
+    @property
+    def num_present_tokens(self) -> int:
+        """Tokens whose KV will be there when the next one is computed."""
+        return self.num_computed_tokens + self.num_loading_tokens
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt)
 
     @property
     def num_tokens(self) -> int:
@@ -78,3 +105,9 @@ class EngineRequest:
     def is_prefilling(self) -> bool:
         """Whether more than the newest token remains to be computed."""
         return self.num_tokens - self.num_computed_tokens > 1 or not self.generated
+
+    def append(self, token: int) -> None:
+        """Add a generated token."""
+        self.tokens.append(token)
+        for chain in self.chains:
+            chain.extend([token])

@@ -6,7 +6,10 @@ import random
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from jaxkv.connector import ConnectorOutput
+from jaxkv.demo.allocation import most_blocks
 from jaxkv.demo.engine import Engine, EngineConfig
 from jaxkv.demo.model import ModelConfig, reference_forward
 from jaxkv.demo.records import DemoConfig
@@ -56,21 +59,31 @@ def check_at_rest(engine):
     assert engine.blocks.num_free == engine.config.device_blocks - 1
     if engine.offload is not None:
         assert engine.worker.num_in_flight == 0
-        assert not engine.offload.has_pending_stores
-        assert not engine.offload.has_pending_loads
+        assert not engine.offload.has_pending_stores()
+        assert not engine.offload.has_pending_loads()
         assert not np.asarray(engine.offload._manager.many.state.ref_cnt).any()
+
+
+def check_tokens(steps, request, config=CONFIG):
+    """What was generated is what the dense model finds best, or as good as that."""
+    tokens = np.zeros(config.max_seq_tokens, np.int32)  # one length, one compilation
+    tokens[: request.num_tokens] = request.tokens
+    logits = np.asarray(jitted_forward(steps.model, jnp.asarray(tokens)))
+    first = len(request.prompt) - 1
+    rows = logits[first : first + len(request.generated)]
+    chosen = rows[np.arange(len(rows)), list(request.generated)]
+    np.testing.assert_allclose(chosen, rows.max(axis=1), rtol=0, atol=1e-3)
+
+
+jitted_forward = nnx.jit(reference_forward)
 
 
 def test_generates_what_the_dense_model_generates(steps):
     engine = make_engine(steps, host_blocks=0)
-    prompt = random_tokens(1, 300)
-    request = engine.submit(prompt, 5)
+    request = engine.submit(random_tokens(1, 300), 5)
     finish(engine, request)
-    tokens = list(prompt)
-    for _ in range(5):
-        logits = reference_forward(steps.model, jnp.asarray(tokens, jnp.int32))
-        tokens.append(int(jnp.argmax(logits[-1])))
-    assert request.generated == tuple(tokens[300:])
+    assert len(request.generated) == 5
+    check_tokens(steps, request)
     check_at_rest(engine)
 
 
@@ -97,7 +110,9 @@ def test_tokens_are_the_same_with_offloading(steps, host_blocks):
     check_at_rest(engine)
     assert engine.worker.blocks_stored > 0
     if host_blocks == 200:
-        assert all(request.host_hit_tokens > 250 for request in last)
+        hits = [(r.device_hit_tokens, r.host_hit_tokens) for r in last]
+        assert all(device + host > 250 for device, host in hits)
+        assert sum(host for _, host in hits) > 1000
 
 
 def test_wrong_blocks_from_the_host_change_the_tokens(steps, monkeypatch):
@@ -172,6 +187,223 @@ def test_a_failed_load_is_computed_instead(steps, monkeypatch):
     finish(engine, again)
     assert again.host_hit_tokens == 0
     assert again.generated == first.generated
+    check_at_rest(engine)
+
+
+TIGHT = EngineConfig(
+    block_size=4,
+    device_blocks=0,  # by variant
+    host_blocks=0,
+    concurrency=4,
+    max_seq_tokens=96,
+    weights_epoch="test",
+    chunk_sizes=(16,),
+)
+VARIANTS = {
+    "full": MODEL,
+    "window": dataclasses.replace(MODEL, layers="window", window_tokens=21),
+    "hybrid": dataclasses.replace(
+        MODEL, num_layers=4, layers="hybrid", window_tokens=10
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def all_steps():
+    return {name: make_steps(config, seed=0) for name, config in VARIANTS.items()}
+
+
+def make_tight_engine(steps, num_tokens=96, **changes):
+    """Make an engine with as many blocks as one request of `num_tokens` needs."""
+    needed = most_blocks(steps.config.groups(4), num_tokens, chunk=16)
+    return Engine(
+        steps, dataclasses.replace(TIGHT, device_blocks=needed + 1, **changes)
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("variant", "host_blocks"),
+    [
+        ("full", 0),
+        ("full", 60),
+        ("full", 12),
+        ("window", 0),
+        ("window", 60),
+        ("hybrid", 0),
+        ("hybrid", 90),
+        ("hybrid", 20),
+    ],
+)
+def test_tokens_are_right_however_often_requests_are_preempted(
+    all_steps, variant, host_blocks, seed
+):
+    rng = random.Random(seed)
+    steps = all_steps[variant]
+    engine = make_tight_engine(steps, host_blocks=host_blocks)
+    documents = [random_tokens(i, 70) for i in range(3)]
+    unborn, requests = 16, []
+    for _ in range(5000):
+        while unborn and rng.random() < 0.2:
+            unborn -= 1
+            prompt = rng.choice(documents)[: rng.randrange(1, 71)]
+            prompt += random_tokens(unborn, rng.randrange(8))
+            requests.append(engine.submit(prompt, rng.randrange(1, 19)))
+        if requests and rng.random() < 0.05:
+            engine.abort(rng.choice(requests[1:] or requests))
+        engine.step()
+        if not unborn and not engine.has_work:
+            break
+    engine.drain()
+    check_at_rest(engine)
+    phases = [request.phase for request in requests]
+    assert set(phases) == {Phase.FINISHED, Phase.ABORTED}
+    assert engine.num_preemptions == sum(r.num_preemptions for r in requests) > 0
+    assert requests[0].num_preemptions == 0  # nobody is older
+    for request in requests:
+        if request.phase is Phase.FINISHED:
+            assert len(request.generated) == request.max_new_tokens
+        check_tokens(steps, request, TIGHT)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_one_request_never_holds_more_blocks_than_were_asked_for(
+    all_steps, variant, monkeypatch
+):
+    steps = all_steps[variant]
+    engine = make_tight_engine(steps)
+    usable = engine.blocks.num_free
+    assert usable == {"full": 24, "window": 14, "hybrid": 24 + 11}[variant]
+    allocate, num_free = engine.blocks.allocate, []
+
+    def allocate_and_look(num):
+        block_ids = allocate(num)
+        num_free.append(engine.blocks.num_free)
+        return block_ids
+
+    monkeypatch.setattr(engine.blocks, "allocate", allocate_and_look)
+    request = engine.submit(random_tokens(0, 70), 26)
+    while engine.has_work:
+        engine.step()
+    check_tokens(steps, request, TIGHT)
+    check_at_rest(engine)
+    # The bound is close; while the window's table is longest, the other is short.
+    assert min(num_free) == {"full": 0, "window": 1, "hybrid": 7}[variant]
+    with pytest.raises(ValueError, match=f"needs {usable} blocks .* {usable - 1}"):
+        Engine(steps, dataclasses.replace(TIGHT, device_blocks=usable)).submit(
+            [1] * 90, 6
+        )
+
+
+def test_a_preempted_request_keeps_its_tokens_and_comes_back_from_the_host(all_steps):
+    engine = make_tight_engine(all_steps["full"], host_blocks=100)
+    old = engine.submit(random_tokens(0, 40), 50)
+    new = engine.submit(random_tokens(1, 40), 20)
+    while not new.num_preemptions:
+        engine.step()
+    generated = new.generated
+    assert generated
+    assert new.phase is Phase.WAITING
+    assert not any(new.block_ids_by_group)
+    while old.phase is not Phase.FINISHED:
+        engine.step()
+    finish(engine, new)
+    assert new.generated[: len(generated)] == generated
+    assert old.num_preemptions == 0
+    assert engine.worker.blocks_loaded > 0
+    # Hits are those of the arrival.
+    assert new.device_hit_tokens == new.host_hit_tokens == 0
+    for request in (old, new):
+        check_tokens(all_steps["full"], request, TIGHT)
+    check_at_rest(engine)
+
+
+def test_blocks_that_stores_hold_are_waited_for(all_steps, monkeypatch):
+    engine = make_tight_engine(all_steps["full"], host_blocks=100)
+    poll = engine.worker.poll
+    monkeypatch.setattr(engine.worker, "poll", ConnectorOutput)  # nothing arrives
+    first = engine.submit(random_tokens(0, 90), 5)
+    while first.phase is not Phase.FINISHED:
+        engine.step()
+    second = engine.submit(random_tokens(1, 90), 5)
+    for _ in range(20):
+        engine.step()
+    assert second.phase is not Phase.FINISHED
+    monkeypatch.setattr(engine.worker, "poll", poll)
+    finish(engine, second)
+    check_tokens(all_steps["full"], second, TIGHT)
+    check_at_rest(engine)
+
+
+def test_who_waits_for_the_hosts_answer_holds_up_nobody(all_steps, monkeypatch):
+    engine = make_tight_engine(all_steps["full"], host_blocks=100)
+    ask = engine.offload.get_num_new_matched_tokens
+    slow = engine.submit(random_tokens(0, 50), 4)
+    answers = iter(range(6))
+
+    def ask_slowly(request, num_computed_tokens):
+        if request is slow and next(answers, None) is not None:
+            return None, False
+        return ask(request, num_computed_tokens)
+
+    monkeypatch.setattr(engine.offload, "get_num_new_matched_tokens", ask_slowly)
+    quick = engine.submit(random_tokens(1, 10), 2)
+    while quick.phase is not Phase.FINISHED:
+        assert slow.phase is Phase.WAITING
+        engine.step()
+    finish(engine, slow)
+    check_tokens(all_steps["full"], slow, TIGHT)
+    check_at_rest(engine)
+
+
+def test_a_load_that_is_not_asynchronous_is_computed_on_at_once(all_steps, monkeypatch):
+    """Such as one that only copies blocks on the device."""
+    engine = make_tight_engine(all_steps["full"], host_blocks=100)
+    prompt = random_tokens(0, 60)
+    first = engine.submit(prompt, 4)
+    finish(engine, first)
+    flush_device(engine)
+    ask = engine.offload.get_num_new_matched_tokens
+    monkeypatch.setattr(
+        engine.offload,
+        "get_num_new_matched_tokens",
+        lambda *arguments: (ask(*arguments)[0], False),
+    )
+    start, reports = engine.worker.start, []
+
+    def start_and_wait(meta, pool):
+        pool, output = engine.worker.drain(start(meta, pool))
+        reports.append(output)
+        return pool
+
+    monkeypatch.setattr(engine.worker, "start", start_and_wait)
+    monkeypatch.setattr(
+        engine.worker, "poll", lambda: reports.pop() if reports else ConnectorOutput()
+    )
+    again = engine.submit(prompt, 4)
+    engine.step()
+    assert again.host_hit_tokens == 56
+    assert len(again.generated) == 1
+    finish(engine, again)
+    assert again.generated == first.generated
+    check_at_rest(engine)
+
+
+def test_a_request_that_does_not_fit_holds_nothing(all_steps):
+    """It asked the host, and then there was no room for what the host has."""
+    engine = make_tight_engine(all_steps["full"], host_blocks=100)
+    prompt = random_tokens(0, 80)
+    finish(engine, engine.submit(prompt, 2))
+    flush_device(engine)
+    other = engine.submit(random_tokens(1, 30), 20)
+    while not other.generated:
+        engine.step()
+    waiting = engine.submit(prompt, 2)
+    engine.step()
+    assert waiting.phase is Phase.WAITING
+    assert not engine.offload.has_pending_loads()
+    engine.abort(waiting)
+    finish(engine, other)
     check_at_rest(engine)
 
 
