@@ -13,11 +13,13 @@ from jaxkv.commands.options import (
     add_file_options,
     check_extra,
     check_files,
+    check_names,
     parse_bytes,
     parse_whole_number_from,
 )
 from jaxkv.commands.progress import show_progress
 from jaxkv.demo.records import DemoConfig
+from jaxkv.policies import policy_names
 from jaxkv.units import gib
 
 SUMMARY = "see what offloading does, on this machine, in about a minute"
@@ -28,6 +30,11 @@ DESCRIPTION = (
 )
 
 
+_LAYERS = {
+    "full": "all layers attend to everything",
+    "window": "all layers attend to the last {} tokens",
+    "hybrid": "layers attend to everything and to the last {} tokens by turns",
+}
 _ASK_FOR_LESS = "ask for fewer --device-blocks or --host-bytes"
 
 
@@ -40,6 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("document_tokens", 1, "length of a document, in tokens of one byte"),
         ("answer_tokens", 1, "tokens generated for each question"),
         ("device_blocks", 1, f"KV blocks of {default.block_size} tokens on the device"),
+        ("window_tokens", 1, "how far back layers with a window look"),
         ("seed", 0, "seed of the weights and of the choice of documents"),
     ):
         parser.add_argument(
@@ -49,6 +57,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             metavar="N",
             help=f"{explanation} (default: %(default)s)",
         )
+    for field, choices, explanation in (
+        ("mode", ("eager", "lazy"), "store blocks at once, or at the last moment"),
+        ("layers", ("full", "window", "hybrid"), "what the model's layers attend to"),
+    ):
+        parser.add_argument(
+            f"--{field}",
+            choices=choices,
+            default=getattr(default, field),
+            help=f"{explanation} (default: %(default)s)",
+        )
+    parser.add_argument(
+        "--policy",
+        dest="cache_policy",
+        default=default.cache_policy,
+        metavar="NAME",
+        help="what a full host tier gives up: one of "
+        f"{', '.join(policy_names())} (default: %(default)s)",
+    )
     parser.add_argument(
         "--host-bytes",
         type=parse_bytes,
@@ -65,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
     names = {field.name for field in dataclasses.fields(DemoConfig)}
     given = {name: value for name, value in vars(args).items() if name in names}
     config = dataclasses.replace(DemoConfig(), **given)
+    check_names("--policy", [config.cache_policy], policy_names())
     check_files(args)
     check_extra("the demo", ("flax", "rich", "matplotlib"))
 
@@ -97,10 +124,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_memory(config: DemoConfig) -> None:
-    from jaxkv.demo.model import ModelConfig
+    from jaxkv.demo.run import model_config
     from jaxkv.transfer import available_host_bytes
 
-    block_bytes = config.block_size * ModelConfig().kv_bytes_per_token
+    block_bytes = config.block_size * model_config(config).kv_bytes_per_token
     wanted = config.device_blocks * block_bytes + config.host_bytes
     limit = available_host_bytes()
     if limit is not None and wanted > limit.num_bytes:
@@ -111,11 +138,12 @@ def _check_memory(config: DemoConfig) -> None:
 
 
 def _what_will_run(config: DemoConfig) -> str:
-    from jaxkv.demo.model import ModelConfig
-    from jaxkv.demo.run import max_seq_tokens
+    from jaxkv.demo.run import max_seq_tokens, model_config
 
-    token_bytes = ModelConfig().kv_bytes_per_token
-    total = config.conversations * max_seq_tokens(config) * token_bytes
+    model = model_config(config)
+    token_bytes = model.kv_bytes_per_token
+    num_groups = len(model.groups(config.block_size))
+    total = config.conversations * max_seq_tokens(config) * token_bytes * num_groups
     pool = config.device_blocks * config.block_size * token_bytes
     fit = (
         f"{total / pool:.1f} times too small"
@@ -128,5 +156,7 @@ def _what_will_run(config: DemoConfig) -> str:
         f"KV of them all {total / 2**20:.1f} MiB at most\n"
         f"Device pool    {pool / 2**20:.1f} MiB, {config.device_blocks} blocks of "
         f"{config.block_size} tokens: {fit}\n"
-        f"Host memory    {config.host_bytes / 2**20:.1f} MiB"
+        f"Host memory    {config.host_bytes / 2**20:.1f} MiB, {config.mode} stores, "
+        f"policy {config.cache_policy}\n"
+        f"Model          {_LAYERS[config.layers].format(config.window_tokens)}"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +20,11 @@ class DemoConfig:
         block_size: Tokens in a KV block.
         device_blocks: KV blocks in the device pool.
         host_bytes: Size of the host tier.
+        cache_policy: Which host blocks to give up when the host tier is full.
+        mode: When blocks are stored: "eager" or "lazy"; see `OffloadRules.mode`.
+        layers: What the model's layers attend to: "full", "window" or "hybrid"; see
+            `ModelConfig.layers`.
+        window_tokens: How far back the layers with a window look.
         seed: Seed of the weights and of the choice of documents.
     """
 
@@ -31,6 +37,10 @@ class DemoConfig:
     block_size: int = 32
     device_blocks: int = 256
     host_bytes: int = 256 << 20
+    cache_policy: str = "lru"
+    mode: Literal["eager", "lazy"] = "eager"
+    layers: Literal["full", "window", "hybrid"] = "full"
+    window_tokens: int = 512
     seed: int = 0
 
 
@@ -71,6 +81,7 @@ class RunRecord:
         bytes_stored: Bytes of the former.
         bytes_loaded: Bytes of the latter.
         peak_host_bytes: Most bytes of the host tier that held blocks at a time.
+        num_preemptions: Times that a request lost its device blocks to an older one.
     """
 
     turns: tuple[TurnRecord, ...]
@@ -80,6 +91,7 @@ class RunRecord:
     bytes_stored: int
     bytes_loaded: int
     peak_host_bytes: int
+    num_preemptions: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

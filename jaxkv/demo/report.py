@@ -239,6 +239,7 @@ def _transfer_rows(record: DemoRecord) -> Rows:
             NONE,
             f"{_percent(on.peak_host_bytes, capacity)} of {_binary(capacity)}",
         ),
+        ("Preemptions", f"{record.off.num_preemptions:,}", f"{on.num_preemptions:,}"),
         ("Wall time", f"{record.off.wall_s:.1f} s", f"{on.wall_s:.1f} s"),
     ]
 

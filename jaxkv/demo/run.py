@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from jaxkv.demo.allocation import most_blocks
 from jaxkv.demo.engine import Engine, EngineConfig
 from jaxkv.demo.model import ModelConfig, init_pool
 from jaxkv.demo.records import (
@@ -32,25 +33,32 @@ _BANDWIDTH_BYTES = 16 << 20
 
 def check_config(config: DemoConfig) -> None:
     """Raise ValueError, with what would be right, if `config` cannot be run."""
-    limit = ModelConfig().max_seq_tokens
+    model = model_config(config)
+    limit = model.max_seq_tokens
     longest = max_seq_tokens(config)
     if longest > limit:
         raise ValueError(
             f"the last turn would have {longest} tokens, but the model takes {limit}: "
             "ask for fewer turns, a shorter document or shorter answers"
         )
-    needed = -(-longest // config.block_size) + 1
+    groups = model.groups(config.block_size)
+    needed = most_blocks(groups, longest, EngineConfig.chunk_sizes[-1]) + 1
     if config.device_blocks < needed:
         raise ValueError(
             f"{config.device_blocks} device blocks cannot hold one conversation of "
             f"{longest} tokens: {needed} are needed at least"
         )
-    block_bytes = config.block_size * ModelConfig().kv_bytes_per_token
+    block_bytes = config.block_size * model.kv_bytes_per_token
     if config.host_bytes < block_bytes:
         raise ValueError(
             f"{config.host_bytes} bytes of host memory cannot hold one KV block of "
             f"{block_bytes} bytes"
         )
+
+
+def model_config(config: DemoConfig) -> ModelConfig:
+    """Describe the model that the demo runs."""
+    return ModelConfig(layers=config.layers, window_tokens=config.window_tokens)
 
 
 def max_seq_tokens(config: DemoConfig) -> int:
@@ -74,7 +82,7 @@ def run_demo(config: DemoConfig, on_progress: OnProgress) -> DemoRecord:
         ValueError: If `config` cannot be run; see `check_config`.
     """
     check_config(config)
-    steps = make_steps(ModelConfig(), config.seed)
+    steps = make_steps(model_config(config), config.seed)
     conversations = make_conversations(config)
     block_bytes = config.block_size * steps.config.kv_bytes_per_token
     host_blocks = config.host_bytes // block_bytes
@@ -91,6 +99,8 @@ def run_demo(config: DemoConfig, on_progress: OnProgress) -> DemoRecord:
                 concurrency=config.concurrency,
                 max_seq_tokens=max_seq_tokens(config),
                 weights_epoch=f"random from seed {config.seed}",
+                cache_policy=config.cache_policy,
+                offload_mode=config.mode,
             ),
         )
         engine.warm_up()
@@ -178,6 +188,7 @@ class Session:
             bytes_stored=worker.bytes_stored if worker else 0,
             bytes_loaded=worker.bytes_loaded if worker else 0,
             peak_host_bytes=self._engine.peak_host_blocks * block_bytes,
+            num_preemptions=self._engine.num_preemptions,
         )
 
 
