@@ -19,6 +19,7 @@ import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
+from jaxkv.keys import PackedKeys
 from jaxkv.types import KEY_BYTES, KEY_LANES, BlockKey
 
 SMALLEST_BATCH = 16
@@ -60,6 +61,10 @@ def buckets(most: int, smallest: int = SMALLEST_BATCH) -> Iterator[int]:
 
 def pad_keys(keys: Sequence[BlockKey], size: int) -> NDArray[np.uint32]:
     """Lay keys out as u32[size, 8]; as `keys_to_lanes`, but padded and trusting."""
+    if isinstance(keys, PackedKeys):
+        padded = np.zeros((size, KEY_LANES), np.uint32)
+        padded[: len(keys)] = keys.lanes
+        return padded
     data = b"".join(keys).ljust(size * KEY_BYTES, b"\0")
     lanes = np.frombuffer(data, "<u4").reshape(size, KEY_LANES)
     return lanes.astype(np.uint32, copy=False)

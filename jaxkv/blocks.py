@@ -20,7 +20,7 @@ from jaxkv import device_tier
 from jaxkv.batches import bucket, cpu_device
 from jaxkv.device_programs import Program
 from jaxkv.device_tier import NULL_BLOCK, DeviceTier, Given
-from jaxkv.keys import keys_from_foreign, lanes_to_keys
+from jaxkv.keys import PackedKeys, keys_from_foreign, lanes_to_keys
 from jaxkv.types import DEVICE_MEDIUM, NO_BLOCK, BlockKey, OffloadingEvent
 
 __all__ = ["NULL_BLOCK", "BlockIds", "DeviceBlockPool"]
@@ -112,7 +112,7 @@ class DeviceBlockPool:
             i32[n]. Of several blocks with the key the one cached first, NO_BLOCK where
             there is none. They are not held until `touch` is called.
         """
-        parts = self._run(programs.FIND, keys=keys_from_foreign(list(keys)))
+        parts = self._run(programs.FIND, keys=keys_from_foreign(keys))
         return np.concatenate([_NO_IDS, *(found[:num] for num, found in parts)])
 
     def find_prefix(self, keys: Iterable[BlockKey]) -> list[int]:
@@ -362,7 +362,8 @@ class DeviceBlockPool:
         self, block_ids: BlockIds, keys: Sequence[BlockKey]
     ) -> tuple[NDArray[Any], list[bytes], list[BlockKey]]:
         """Check blocks and their keys; the keys as given, and brought to 32 bytes."""
-        ids, names = self._checked(block_ids), list(keys)
+        ids = self._checked(block_ids)
+        names = keys if isinstance(keys, PackedKeys) else list(keys)
         if len(names) != len(ids):
             raise ValueError(f"{len(ids)=} blocks must have as many {len(keys)=}.")
         return ids, names, keys_from_foreign(names)

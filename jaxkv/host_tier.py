@@ -57,6 +57,7 @@ class HostTier:
         state: All that is known, as a pytree.
         events: What happened since it was emptied last, None if that is not kept.
         num_held_blocks: Blocks that hold a key, stores in progress included.
+        num_removed: Blocks that have held a key and do so no more.
 
     Example:
         >>> from jaxkv import OffloadingManager
@@ -81,6 +82,7 @@ class HostTier:
         self.policy = policy
         self.events: list[OffloadingEvent] | None = [] if enable_events else None
         self.num_held_blocks = 0
+        self.num_removed = 0
         self._names: dict[BlockKey, bytes] = {}
         self._reuse = reuse
         # By identity. Who drops an output has ended it otherwise, or never will.
@@ -109,6 +111,14 @@ class HostTier:
         """Count keys as looked up, by `lookup` or by others who read the state."""
         if self._reuse is not None:
             self._reuse.count(keys)
+
+    def contains(self, keys: Iterable[bytes]) -> NDArray[np.bool_]:
+        """Tell which keys have a block, stores in progress included: bool[n]."""
+        batch = flatten([keys])
+        if not batch.keys:
+            return np.empty(0, np.bool_)
+        found: NDArray[np.bool_] = self._call(programs.CONTAINS, batch)
+        return found
 
     def touch(self, requests: Requests) -> None:
         """Record a use of each key; the first of a request as its most recent."""
@@ -164,6 +174,28 @@ class HostTier:
             unfit="has fewer loads in progress than complete_load() would end.",
         )
 
+    def pin(self, block_ids: NDArray[np.integer[Any]]) -> None:
+        """Do as `prepare_load` does, for blocks that a search has just found.
+
+        Raises:
+            ValueError: If a block is being stored. Then nothing is pinned.
+        """
+        self.state, ok = programs.pin(self.state, block_ids)
+        if not ok:
+            raise ValueError(f"one of {block_ids=} is being stored.")
+
+    def unpin(self, block_ids: NDArray[np.integer[Any]]) -> None:
+        """Do as `complete_load` does, for blocks by their ids.
+
+        Raises:
+            ValueError: If a block has no load in progress. Then nothing is unpinned.
+        """
+        self.state, ok = programs.complete_step(
+            self.state, block_ids, num_hits=len(block_ids)
+        )
+        if not ok:
+            raise ValueError(f"one of {block_ids=} has no load in progress.")
+
     def prepare_store(self, requests: Requests) -> list[PrepareStoreOutput | None]:
         """Find room for the blocks that are not known yet; None where there is none."""
         batch = flatten(requests)
@@ -205,6 +237,7 @@ class HostTier:
                 self._record([batch.names[row] for row in rows], removed=False)
             else:
                 self.num_held_blocks -= len(rows)
+                self.num_removed += len(rows)
                 for row in rows:
                     self._names.pop(batch.keys[row], None)
 
@@ -219,6 +252,7 @@ class HostTier:
     def clear(self) -> None:
         """Forget everything at once, loads and stores in progress included."""
         self.state = self._empty()
+        self.num_removed += self.num_held_blocks
         self.num_held_blocks = 0
         self._names.clear()
         self._unfinished.clear()
@@ -283,15 +317,23 @@ class HostTier:
         """Show the state to a reader, for tests and for debugging."""
         return take_snapshot(self.policy, self.state, self._names)
 
-    def warm_up(self, max_keys: int, max_total_keys: int = 0) -> None:
+    def warm_up(
+        self,
+        max_keys: int,
+        max_total_keys: int = 0,
+        which: Sequence[programs.Program] | None = None,
+    ) -> None:
         """Compile every program, now rather than at its first use.
 
         Args:
             max_keys: Most keys that one request will have.
             max_total_keys: Most keys that the requests of one call will have together;
                 0 if there will be single requests only.
+            which: The programs that will be called; None for all.
         """
-        self.state = programs.warm_up(self.policy, self.state, max_keys, max_total_keys)
+        self.state = programs.warm_up(
+            self.policy, self.state, max_keys, max_total_keys, which
+        )
 
     def _call(self, program: programs.Program, batch: RequestBatch, *each: Any) -> Any:
         self.state, answer = programs.call(
@@ -365,6 +407,7 @@ class HostTier:
                     if key != name:
                         self._names[key] = name
             self.num_held_blocks += stop - start - len(evicted)
+            self.num_removed += len(evicted)
             self._record(evicted, removed=True)
             spec = LoadStoreSpec(block_ids[start:stop])
             outputs.append(PrepareStoreOutput(names[start:stop], spec, evicted))
@@ -393,6 +436,7 @@ class HostTier:
     def _forget(self, names: list[bytes]) -> None:
         """Note that blocks with these names are gone."""
         self.num_held_blocks -= len(names)
+        self.num_removed += len(names)
         for name in names:
             self._names.pop(key_from_foreign(name), None)
         self._record(names, removed=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import SupportsIndex, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -51,8 +53,58 @@ def key_from_foreign(raw: bytes) -> BlockKey:
     return hashlib.sha256(_FOREIGN_DOMAIN + raw).digest()
 
 
-def keys_from_foreign(names: list[bytes]) -> list[BlockKey]:
+class PackedKeys(list[bytes]):
+    """Keys that are asked about again and again, with what the array side reads.
+
+    To look through thousands of keys and to lay them out costs Python longer than the
+    array side takes to find them. A list of this kind has that done once. It is not to
+    be changed; a slice of it is of the same kind.
+
+    Args:
+        keys: n keys of `KEY_BYTES`.
+        lanes: u32[n, 8]. The same, as `keys_to_lanes` has them.
+
+    Example:
+        >>> keys = PackedKeys.of([b"k" * 32, b"l" * 32])
+        >>> keys[1:].lanes.shape
+        (1, 8)
+    """
+
+    __slots__ = ("lanes",)
+
+    def __init__(self, keys: Iterable[BlockKey], lanes: NDArray[np.uint32]) -> None:
+        super().__init__(keys)
+        self.lanes = lanes
+
+    @classmethod
+    def of(cls, keys: Sequence[bytes]) -> PackedKeys:
+        """Pack keys; foreign ones (`key_from_foreign`) are made keys first."""
+        names = keys_from_foreign(keys)
+        return cls(names, keys_to_lanes(names))
+
+    @classmethod
+    def join(cls, parts: Sequence[PackedKeys]) -> PackedKeys:
+        """Put several lists in a row."""
+        if len(parts) == 1:
+            return parts[0]
+        lanes = np.concatenate([part.lanes for part in parts])
+        return cls(itertools.chain.from_iterable(parts), lanes)
+
+    @overload
+    def __getitem__(self, index: SupportsIndex, /) -> BlockKey: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> PackedKeys: ...
+    def __getitem__(self, index: SupportsIndex | slice, /) -> BlockKey | PackedKeys:
+        if isinstance(index, slice):
+            return PackedKeys(super().__getitem__(index), self.lanes[index])
+        return super().__getitem__(index)
+
+
+def keys_from_foreign(names: Iterable[bytes]) -> list[BlockKey]:
     """Make keys of many of another system's; the same list if these are keys."""
+    if isinstance(names, PackedKeys):
+        return names
+    names = names if isinstance(names, list) else list(names)
     # The common case in two passes that Python does fast.
     if set(map(type, names)) <= {bytes} and set(map(len, names)) <= {KEY_BYTES}:
         return names

@@ -105,21 +105,24 @@ def init(policy: Policy, num_blocks: int) -> ManagerState:
     )
 
 
-def readable(policy: Policy, state: ManagerState, keys: Array, count: Array) -> Array:
-    """Tell which keys have blocks that can be read: bool[K]."""
-    return _ref_cnt(state, policy.find(state.policy, keys, count)) >= 0
+def find_readable(
+    policy: Policy, state: ManagerState, keys: Array, count: Array
+) -> Array:
+    """Find the block of each key: i32[K], NO_BLOCK where there is none to read."""
+    block_ids = policy.find(state.policy, keys, count)
+    return jnp.where(_ref_cnt(state, block_ids) >= 0, block_ids, NO_BLOCK)
 
 
 def lookup(policy: Policy, state: ManagerState, keys: Array, count: Array) -> Array:
     """Count the keys, from the first on, whose blocks can be read: i32[]."""
-    return _leading(readable(policy, state, keys, count))
+    return _leading(find_readable(policy, state, keys, count) != NO_BLOCK)
 
 
 def touch(
     policy: Policy, state: ManagerState, keys: Array, count: Array
 ) -> ManagerState:
     """Record a use of each key, the first key as the most recent."""
-    ready = readable(policy, state, keys, count)
+    ready = find_readable(policy, state, keys, count) != NO_BLOCK
     touched = policy.touch(state.policy, keys, count, ready)
     return dataclasses.replace(state, policy=touched)
 
@@ -142,6 +145,23 @@ def prepare_load(
     pinned = jnp.where(jnp.any(bad), NO_BLOCK, block_ids)
     ref_cnt = state.ref_cnt.at[_index(state, pinned)].add(1, mode="drop")
     return dataclasses.replace(state, ref_cnt=ref_cnt), LoadAnswer(block_ids, bad)
+
+
+def pin(state: ManagerState, block_ids: Array) -> tuple[ManagerState, Array]:
+    """Do as `prepare_load` does, for blocks that a search has just found.
+
+    Args:
+        state: The state before.
+        block_ids: i32[K]. Blocks, NO_BLOCK for padding.
+
+    Returns:
+        The state after, and bool[]: whether it was done. It is refused, and nothing
+        changes, if a block is being stored.
+    """
+    ok = jnp.all((block_ids == NO_BLOCK) | (_ref_cnt(state, block_ids) >= 0))
+    pinned = jnp.where(ok, block_ids, NO_BLOCK)
+    ref_cnt = state.ref_cnt.at[_index(state, pinned)].add(1, mode="drop")
+    return dataclasses.replace(state, ref_cnt=ref_cnt), ok
 
 
 def complete_load(

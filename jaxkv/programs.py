@@ -47,6 +47,13 @@ class Program(NamedTuple):
 
 
 _FIELDS = ("policy", "ref_cnt", "pool")
+CONTAINS = Program(
+    lambda policy, state, *batch: (
+        state,
+        policy.find(state.policy, *batch) != NO_BLOCK,
+    ),
+    (),
+)
 LOOKUP = Program(lambda *batch: (batch[1], manager.lookup(*batch)), ())
 TOUCH = Program(lambda *batch: (manager.touch(*batch), None), ("policy",))
 REORDER = Program(lambda *batch: (manager.reorder(*batch), None), ("policy",))
@@ -57,6 +64,7 @@ COMPLETE_STORE = Program(manager.complete_store, _FIELDS, (np.bool_,))
 DISCARD = Program(manager.discard, ("policy", "pool"))
 REQUEST_STEP = Program(manager.request_step, _FIELDS)
 _PROGRAMS = (
+    CONTAINS,
     LOOKUP,
     TOUCH,
     REORDER,
@@ -129,15 +137,41 @@ def complete_step(
     Returns:
         The state after, and whether it was done; see `manager.complete_step`.
     """
+    return _call_by_ids(_complete_step, state, num_hits, block_ids)
+
+
+def pin(state: ManagerState, block_ids: NDArray[Any]) -> tuple[ManagerState, bool]:
+    """Pin blocks that a search has just found.
+
+    Args:
+        state: The state before. Its `ref_cnt` is donated.
+        block_ids: int[n].
+
+    Returns:
+        The state after, and whether it was done; see `manager.pin`.
+    """
+    return _call_by_ids(_pin, state, 0, block_ids)
+
+
+def _call_by_ids(
+    program: Callable[..., Any],
+    state: ManagerState,
+    number: int,
+    block_ids: NDArray[Any],
+) -> tuple[ManagerState, bool]:
     batch = np.full(1 + bucket(len(block_ids)), NO_BLOCK, np.int32)
-    batch[0] = num_hits
+    batch[0] = number
     batch[1 : 1 + len(block_ids)] = block_ids
-    ref_cnt, ok = _complete_step(state.ref_cnt, batch)
+    ref_cnt, ok = program(state.ref_cnt, batch)
     return dataclasses.replace(state, ref_cnt=ref_cnt), bool(np.asarray(ok))
 
 
 def warm_up(
-    policy: Policy, state: ManagerState, max_keys: int, max_total_keys: int
+    policy: Policy,
+    state: ManagerState,
+    max_keys: int,
+    max_total_keys: int,
+    which: Sequence[Program] | None = None,
 ) -> ManagerState:
     """Compile every program for the sizes that calls will have.
 
@@ -146,6 +180,7 @@ def warm_up(
         state: A state; it is donated, and given back as it was.
         max_keys: Most keys of one request.
         max_total_keys: Most keys of the requests of one call; 0 for no such calls.
+        which: The programs that will be called; None for all.
 
     Returns:
         The state.
@@ -153,16 +188,17 @@ def warm_up(
     none = np.int32(0)  # Of what follows nothing is meant, so nothing changes.
     for width in buckets(max_keys):
         keys = np.zeros((width, KEY_LANES), np.uint32)
-        for program in _PROGRAMS:
+        for program in which or _PROGRAMS:
             each = [np.zeros((), dtype) for dtype in program.each]
             state, _ = _run(program, None, policy, state, keys, none, *each)
         state, _ = complete_step(state, np.full(width, NO_BLOCK), 0)
+        state, _ = pin(state, np.full(width, NO_BLOCK))
         for size in buckets(max_total_keys and max_total_keys + width, _SMALLEST_TOTAL):
             if size <= width:
                 continue
             keys = np.zeros((size, KEY_LANES), np.uint32)
             bounds = np.zeros(_num_bounds(size), np.int32)
-            for program in _PROGRAMS:
+            for program in which or _PROGRAMS:
                 each = [np.zeros(len(bounds) - 1, dtype) for dtype in program.each]
                 state, _ = _run(
                     program, width, policy, state, keys, bounds, none, *each
@@ -201,6 +237,13 @@ def _compiled(
     whole = serve if width is None else in_order(serve, width)
     changed, answer = whole(changing, *batch)
     return changed, pack(answer)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _pin(ref_cnt: Array, batch: Array) -> tuple[Array, Array]:
+    state = ManagerState(policy=None, ref_cnt=ref_cnt, pool=None)  # type: ignore[arg-type]
+    state, ok = manager.pin(state, batch[1:])
+    return state.ref_cnt, ok
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from jaxkv import programs
 from jaxkv.batches import buckets
 from jaxkv.blocks import DeviceBlockPool
 from jaxkv.connector import (
@@ -28,7 +29,6 @@ from jaxkv.connector import (
     OffloadMetadata,
     Request,
     SchedulerOutput,
-    keys_by_group,
 )
 from jaxkv.groups import GroupSpec, as_groups
 from jaxkv.offloading_manager import OffloadingManager
@@ -37,10 +37,19 @@ from jaxkv.scheduling.gate import Gate
 from jaxkv.scheduling.lazy import LazyStores
 from jaxkv.scheduling.loads import Loads
 from jaxkv.scheduling.prefix import rows_of
+from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules, check_rules
 from jaxkv.scheduling.stores import Stores
 from jaxkv.search import search
 from jaxkv.types import KEY_BYTES, OffloadingEvent, Policy
+
+_PROGRAMS = (
+    programs.CONTAINS,
+    programs.TOUCH,
+    programs.REORDER,
+    programs.PREPARE_STORE,
+    programs.COMPLETE_STORE,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,14 +117,19 @@ class OffloadScheduler:
         )
         host = self._manager.many
         self._gate = Gate(rules)
-        self._loads = Loads(self.groups, host, rules, self._gate)
+        self._keys = RequestKeys(len(self.groups))
+        self._loads = Loads(self.groups, host, rules, self._gate, self._keys)
         self._stores = Stores(host, rules)
         self._eager: EagerStores | None = None
         self._lazy: LazyStores | None = None
         if rules.mode == "eager":
-            self._eager = EagerStores(self.groups, host, rules, self._stores)
+            self._eager = EagerStores(
+                self.groups, host, rules, self._stores, self._keys
+            )
         else:
             self._lazy = LazyStores(self.groups, rules, self._stores)
+        # Tokens that requests had found on the device when they asked.
+        self._num_local: dict[str, int] = {}
         # Requests that count as having used their blocks.
         self._known: set[str] = set()
         self._bound_pool: DeviceBlockPool | None = None
@@ -166,7 +180,9 @@ class OffloadScheduler:
         """
         if self._lazy is not None:
             max_blocks_per_request = max(max_blocks_per_request, self._lazy.num_blocks)
-        self._manager.warm_up(max_blocks_per_request, max_blocks_per_step)
+        self._manager.many.warm_up(
+            max_blocks_per_request, max_blocks_per_step, _PROGRAMS
+        )
         pool = self._pool
         pool.warm_up(max(max_blocks_per_request, max_blocks_per_step))
         smallest = min(group.block_size for group in self.groups)
@@ -210,6 +226,7 @@ class OffloadScheduler:
             later step. And whether they take time, while the request waits; if not,
             they are there when the model of this step runs.
         """
+        self._num_local[request.request_id] = num_computed_tokens
         return self._loads.query(self._pool, request, num_computed_tokens)
 
     def update_state_after_alloc(
@@ -232,11 +249,12 @@ class OffloadScheduler:
         """
         self._loads.take(self._pool, request, block_ids, num_external_tokens)
         if self._eager is not None:
-            self._eager.register(request, block_ids)
+            num_local = self._num_local.pop(request.request_id, 0)
+            self._eager.register(request, block_ids, num_local, num_external_tokens)
         if request.request_id not in self._known:
             self._known.add(request.request_id)
             # Once, however often it asked: a request uses its blocks once.
-            keys = keys_by_group(request, len(self.groups))
+            keys = self._keys.of(request)
             none = [0] * len(keys)
             factor = self.rules.blocks_per_host_block
             rows = rows_of(
@@ -278,7 +296,7 @@ class OffloadScheduler:
                 for block in load.targets.reshape(-1).tolist()
             ),
             load_host_blocks=tuple(
-                block for load in loads for block in load.host_blocks
+                block for load in loads for block in load.host_blocks.tolist()
             ),
             load_event_to_reqs=dict(self._loads.event_to_reqs),
             store_event=store_event,
@@ -313,6 +331,9 @@ class OffloadScheduler:
         )
         if finished or failed:
             self._stores.num_changes += 1
+        if self._eager is not None:
+            for request_id in failed:
+                self._eager.recompute(request_id)
         completed, lost = self._stores.report(pool, *stores)
         return ConnectorOutput(
             tuple(finished), tuple(failed), tuple(completed), tuple(lost)
@@ -349,6 +370,7 @@ class OffloadScheduler:
             self._eager.replace_table(request, block_ids)
         self._part_with(request)
         self._known.discard(request.request_id)
+        self._keys.forget(request.request_id)
         return False, None
 
     def request_finished_all_groups(
@@ -391,5 +413,6 @@ class OffloadScheduler:
     def _part_with(self, request: Request) -> None:
         """Let go of a request's load, and store what it leaves behind."""
         self._loads.drop(self._pool, request.request_id)
+        self._num_local.pop(request.request_id, None)
         if self._eager is not None:
             self._eager.finish(self._pool, request.request_id)

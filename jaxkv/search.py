@@ -36,13 +36,13 @@ class Match(NamedTuple):
         num_tokens: Its length.
         device_blocks: i32[n] for each group. The device block of each key that was
             searched for, NO_BLOCK where there is none.
-        on_host: bool[n] for each group. Whether the host has it, ready to be read.
+        host_blocks: i32[n] for each group. Likewise the host block, if it can be read.
         needed: bool[n] for each group. Whether the prefix consists of it.
     """
 
     num_tokens: int
     device_blocks: list[NDArray[np.int32]]
-    on_host: list[NDArray[np.bool_]]
+    host_blocks: list[NDArray[np.int32]]
     needed: list[NDArray[np.bool_]]
 
 
@@ -123,7 +123,7 @@ def search(
     return Match(
         int(answer.num_tokens),
         cut(answer.device_blocks),
-        cut(answer.on_host),
+        cut(answer.host_blocks),
         cut(answer.needed),
     )
 
@@ -153,18 +153,18 @@ def _search(
         A `Match`.
     """
     factor = blocks_per_host_block
-    device_blocks, on_host, masks = [], [], []
+    device_blocks, host_blocks, masks = [], [], []
     for index, own in enumerate(keys):
         count = numbers[1 + index]
         block_ids = device_tier.find(device, own, count)
-        readable = jnp.zeros(own.shape[:1], jnp.bool_)
+        on_host = jnp.full(own.shape[:1], NO_BLOCK, jnp.int32)
         if policy is not None and host is not None:
             state = ManagerState(*host, pool=None)  # type: ignore[arg-type]
             last_keys = own[factor - 1 :: factor]
-            rows = manager.readable(policy, state, last_keys, count // factor)
-            readable = readable.at[: rows.size * factor].set(jnp.repeat(rows, factor))
+            rows = manager.find_readable(policy, state, last_keys, count // factor)
+            on_host = on_host.at[: rows.size * factor].set(jnp.repeat(rows, factor))
         device_blocks.append(block_ids)
-        on_host.append(readable)
-        masks.append((block_ids != NO_BLOCK) | readable)
+        host_blocks.append(on_host)
+        masks.append((block_ids != NO_BLOCK) | (on_host != NO_BLOCK))
     hit = find_longest_hit(groups, masks, numbers[0])
-    return pack(Match(hit.num_tokens, device_blocks, on_host, list(hit.needed)))  # type: ignore[arg-type]
+    return pack(Match(hit.num_tokens, device_blocks, host_blocks, list(hit.needed)))  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ FLOORS = [
     ],
     [
         "connector < scheduling.rules search < scheduling.gate scheduling.load_plan"
-        " scheduling.prefix < scheduling.loads scheduling.stores"
+        " scheduling.prefix scheduling.request_keys < scheduling.loads scheduling.stores"
         " < scheduling.eager scheduling.lazy < scheduling scheduler worker < compat",
         "traces < synthetic belady request_loop < replay",
     ],

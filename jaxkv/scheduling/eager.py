@@ -12,12 +12,12 @@ from jaxkv.connector import (
     BlockTable,
     Request,
     SchedulerOutput,
-    keys_by_group,
     tables_by_group,
 )
 from jaxkv.groups import GroupSpec
 from jaxkv.host_tier import HostTier
 from jaxkv.scheduling.prefix import Rows, rows_of
+from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stores import Stores
 
@@ -34,9 +34,12 @@ class _Progress:
     Attributes:
         request: The request.
         tables: Its device blocks, for each group.
-        num_offered: How many of them were offered and are done.
+        num_offered: How many of them were offered and are done, or were found.
         next_tokens: Computed tokens from which on there may be more to offer.
         refused_at: `Stores.num_changes` when the host had no room for the rest.
+        known_at: `HostTier.num_removed` when the host was known to have, or to get, all
+            that counts as offered; -1 if it never was.
+        is_ordered: Whether these have their place in the host's order of eviction.
     """
 
     request: Request
@@ -44,6 +47,8 @@ class _Progress:
     num_offered: list[int]
     next_tokens: int = 0
     refused_at: int = -1
+    known_at: int = -1
+    is_ordered: bool = False
 
 
 class EagerStores:
@@ -57,6 +62,7 @@ class EagerStores:
         host: The host tier.
         rules: What the engine chose.
         stores: Takes what was chosen.
+        keys: The requests' keys.
     """
 
     def __init__(
@@ -65,21 +71,44 @@ class EagerStores:
         host: HostTier,
         rules: OffloadRules,
         stores: Stores,
+        keys: RequestKeys,
     ) -> None:
         self._groups = groups
         self._host = host
         self._rules = rules
         self._stores = stores
+        self._keys = keys
         self._progress: dict[str, _Progress] = {}
 
-    def register(self, request: Request, table: BlockTable) -> None:
-        """Take note of a request, or of its block table if it is known."""
-        if not self.replace_table(request, table):
-            self._progress[request.request_id] = _Progress(
-                request,
-                tables_by_group(table, len(self._groups)),
-                [0] * len(self._groups),
-            )
+    def register(
+        self, request: Request, table: BlockTable, num_local: int, num_external: int
+    ) -> None:
+        """Take note of a request, or of its block table if it is known.
+
+        Args:
+            request: The request.
+            table: All its device blocks.
+            num_local: Tokens that were found on the device.
+            num_external: Tokens that come from the host.
+        """
+        if self.replace_table(request, table):
+            return
+        factor = self._rules.blocks_per_host_block
+        num_tokens = num_local + num_external
+        self._progress[request.request_id] = _Progress(
+            request,
+            tables_by_group(table, len(self._groups)),
+            [num_tokens // spec.block_size // factor * factor for spec in self._groups],
+            # What the device had by itself may have left the host, or never got there.
+            known_at=-1 if num_local else self._host.num_removed,
+            is_ordered=True,
+        )
+
+    def recompute(self, request_id: str) -> None:
+        """Note that what was to come from the host for a request did not."""
+        progress = self._progress.get(request_id)
+        if progress is not None:
+            self._start_over(progress)
 
     def replace_table(self, request: Request, table: BlockTable) -> bool:
         """Take note of the block table of a request, if it is known."""
@@ -125,19 +154,28 @@ class EagerStores:
         if progress is None:
             return
         num_full = self._num_full(progress)
+        num_known = self._num_known(progress, num_full)
         if self._stores.is_congested:
-            num_lost = sum(num_full) - sum(progress.num_offered)
-            self._stores.num_dropped["slow"] += max(num_lost, 0)
+            lost = sum(num_full) - sum(num_known)
+            self._stores.num_dropped["slow"] += max(lost, 0)
             return
-        progress.num_offered = [0] * len(self._groups)
+        progress.num_offered = num_known
         self._offer(pool, [progress])
-        self._stores.num_dropped["full"] += sum(num_full) - sum(progress.num_offered)
+        lost = sum(num_full) - sum(progress.num_offered)
+        self._stores.num_dropped["full"] += max(lost, 0)
+        if not progress.is_ordered:
+            from_head = [0] * len(self._groups)
+            self._host.reorder([self._rows(progress, from_head, num_full).keys])
 
     def clear(self) -> None:
         """Note that the host has forgotten everything."""
         for progress in self._progress.values():
-            progress.num_offered = [0] * len(self._groups)
-            progress.next_tokens = 0
+            self._start_over(progress)
+
+    def _start_over(self, progress: _Progress) -> None:
+        progress.num_offered = [0] * len(self._groups)
+        progress.next_tokens = 0
+        progress.refused_at = -1
 
     def _num_full(self, progress: _Progress) -> list[int]:
         """Count the blocks that are certain and may be stored, for each group."""
@@ -150,7 +188,7 @@ class EagerStores:
             min(num_tokens // spec.block_size, len(own), len(table)) // factor * factor
             for spec, own, table in zip(
                 self._groups,
-                keys_by_group(request, len(self._groups)),
+                self._keys.of(request),
                 progress.tables,
                 strict=True,
             )
@@ -164,48 +202,68 @@ class EagerStores:
             limit = min(limit, num_prompt_tokens)
         return limit
 
+    def _num_known(self, progress: _Progress, num_full: list[int]) -> list[int]:
+        """Count the blocks, from the first on, that the host has or is being given."""
+        if progress.known_at == self._host.num_removed:
+            return progress.num_offered
+        rows = self._rows(progress, [0] * len(self._groups), num_full)
+        is_known = self._host.contains(rows.keys)
+        num = len(is_known) if is_known.all() else int(is_known.argmin())
+        return self._of_each_group(rows, num)
+
     def _offer(self, pool: DeviceBlockPool, requests: Sequence[_Progress]) -> None:
         """Offer what requests have that was not offered before."""
-        factor = self._rules.blocks_per_host_block
+        from_head = [0] * len(self._groups)
         each, to_reorder = [], []
         for progress in requests:
             num_full = self._num_full(progress)
             rows = self._rows(progress, progress.num_offered, num_full)
             each.append(rows)
-            if len(rows.keys) * factor * _REORDER_SHARE >= sum(num_full):
-                from_head = [0] * len(self._groups)
-                prefix = self._rows(progress, from_head, num_full).keys
-                to_reorder.append(prefix)
+            if not rows.keys:
+                continue
+            prefix = self._rows(progress, from_head, num_full)
+            progress.is_ordered = len(rows.keys) * _REORDER_SHARE >= len(prefix.keys)
+            if progress.is_ordered:
+                to_reorder.append(prefix.keys)
         num_done = self._stores.place(pool, each)
         for progress, rows, num in zip(requests, each, num_done, strict=True):
             progress.refused_at = -1
             if num < len(rows.keys):
                 progress.refused_at = self._stores.num_changes
-            done = [num]
-            if rows.groups is not None:
-                of_each = np.bincount(rows.groups[:num], minlength=len(self._groups))
-                done = of_each.tolist()
             progress.num_offered = [
-                offered + new * factor
-                for offered, new in zip(progress.num_offered, done, strict=True)
-            ]
-            next_tokens = min(
-                (offered + factor) * spec.block_size
-                for offered, spec in zip(
-                    progress.num_offered, self._groups, strict=True
+                offered + new
+                for offered, new in zip(
+                    progress.num_offered, self._of_each_group(rows, num), strict=True
                 )
-            )
-            if next_tokens > self._limit(progress.request):
-                next_tokens = _NO_LIMIT
-            progress.next_tokens = next_tokens
+            ]
+            progress.next_tokens = self._next_tokens(progress)
         # So that the head of a prefix outlives its tail on the host.
         self._host.reorder(to_reorder)
+
+    def _next_tokens(self, progress: _Progress) -> int:
+        """Tell how many tokens a request must have before there is more to offer."""
+        factor = self._rules.blocks_per_host_block
+        next_tokens = min(
+            (offered + factor) * spec.block_size
+            for offered, spec in zip(progress.num_offered, self._groups, strict=True)
+        )
+        return (
+            next_tokens if next_tokens <= self._limit(progress.request) else _NO_LIMIT
+        )
+
+    def _of_each_group(self, rows: Rows, num: int) -> list[int]:
+        """Count the device blocks in the first `num` rows, for each group."""
+        if rows.groups is None:
+            return [num * self._rules.blocks_per_host_block]
+        counts = np.bincount(rows.groups[:num], minlength=len(self._groups))
+        of_each: list[int] = counts.tolist()
+        return of_each
 
     def _rows(self, progress: _Progress, first: list[int], last: list[int]) -> Rows:
         """List a request's blocks from `first` up to `last`, of each group."""
         return rows_of(
             self._groups,
-            keys_by_group(progress.request, len(self._groups)),
+            self._keys.of(progress.request),
             progress.tables,
             first,
             last,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from itertools import compress
 from typing import TypeAlias
 
 import numpy as np
@@ -30,14 +29,14 @@ class Load:
         request_id: Whose it is.
         num_computed_tokens: What the request had when it asked.
         num_tokens: What it was offered beyond that.
-        keys: Key of each row.
+        request_keys: The request's keys, for each group.
+        host_blocks: i32[r]. The id of each row.
         row_groups: i32[r]. The group of layers of each.
         row_indices: i32[r, m]. Which of the request's blocks in that group its parts
             are; NO_BLOCK for a part that is not wanted.
         sources: i32[c]. Device blocks to be copied.
         copy_groups: i32[c]. The group of layers of each.
         copy_indices: i32[c]. Which of the request's blocks in that group it is.
-        host_blocks: The id of each row.
         targets: i32[r, m]. Device blocks that are written; NO_BLOCK for a part that is
             not wanted. None until the allocation.
         copy_targets: i32[c]. Likewise, for the copies.
@@ -50,19 +49,31 @@ class Load:
     request_id: str
     num_computed_tokens: int
     num_tokens: int
-    keys: list[BlockKey]
+    request_keys: Sequence[Sequence[BlockKey]]
+    host_blocks: Ids
     row_groups: Ids
     row_indices: Ids
     sources: Ids
     copy_groups: Ids
     copy_indices: Ids
-    host_blocks: list[int] = dataclasses.field(default_factory=list)
     targets: Ids | None = None
     copy_targets: Ids = dataclasses.field(default_factory=_NO_IDS.copy)
     event: int = NO_EVENT
     num_reports: int = 0
     has_failed: bool = False
     is_wanted: bool = True
+
+    @property
+    def keys(self) -> list[BlockKey]:
+        """Key of each row: that of its last block."""
+        factor = self.row_indices.shape[1]
+        lasts = self.row_indices.max(axis=1, initial=NO_BLOCK) // factor * factor
+        return [
+            self.request_keys[group][last + factor - 1]
+            for group, last in zip(
+                self.row_groups.tolist(), lasts.tolist(), strict=True
+            )
+        ]
 
     @property
     def written_blocks(self) -> Ids:
@@ -89,10 +100,9 @@ def plan_load(
         blocks_per_host_block: Device blocks in a host block.
     """
     factor = blocks_per_host_block
-    load_keys: list[BlockKey] = []
     rows, row_indices, sources, copies = [], [], [], []
-    for own_keys, spec, needed, on_device in zip(
-        keys, groups, match.needed, match.device_blocks, strict=True
+    for spec, needed, on_device, on_host in zip(
+        groups, match.needed, match.device_blocks, match.host_blocks, strict=True
     ):
         missing = needed.copy()
         missing[: num_computed_tokens // spec.block_size] = False
@@ -105,15 +115,15 @@ def plan_load(
         indices = np.arange(missing.size, dtype=np.int32)
         parts = np.where(missing, indices, NO_BLOCK).reshape(-1, factor)
         of_group = np.flatnonzero((parts != NO_BLOCK).any(axis=1))
-        rows.append(of_group)
+        rows.append(on_host[of_group * factor])
         row_indices.append(parts[of_group])
-        load_keys += [own_keys[row * factor + factor - 1] for row in of_group.tolist()]
     numbers = np.arange(len(groups), dtype=np.int32)
     return Load(
         request_id,
         num_computed_tokens,
         match.num_tokens - num_computed_tokens,
-        load_keys,
+        keys,
+        np.concatenate(rows),
         row_groups=np.repeat(numbers, [len(own) for own in rows]),
         row_indices=np.concatenate(row_indices),
         sources=np.concatenate(sources),
@@ -171,13 +181,12 @@ def split_load(load: Load, targets: Ids, copy_targets: Ids) -> tuple[Load, Load]
     def part(rows: NDArray[np.bool_], copies: NDArray[np.bool_]) -> Load:
         return dataclasses.replace(
             load,
-            keys=list(compress(load.keys, rows.tolist())),
+            host_blocks=load.host_blocks[rows],
             row_groups=load.row_groups[rows],
             row_indices=load.row_indices[rows],
             sources=load.sources[copies],
             copy_groups=load.copy_groups[copies],
             copy_indices=load.copy_indices[copies],
-            host_blocks=list(compress(load.host_blocks, rows.tolist())),
             targets=targets[rows],
             copy_targets=copy_targets[copies],
         )

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from jaxkv.blocks import DeviceBlockPool
-from jaxkv.connector import NO_EVENT, BlockTable, Request, keys_by_group
+from jaxkv.connector import NO_EVENT, BlockTable, Request
 from jaxkv.groups import FullAttention, GroupSpec, alignment
 from jaxkv.host_tier import HostTier
 from jaxkv.scheduling.gate import Gate
 from jaxkv.scheduling.load_plan import Load, find_targets, plan_load, split_load
+from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.search import search
-from jaxkv.types import BlockKey
 
 
 class Loads:
@@ -30,6 +30,7 @@ class Loads:
         host: The host tier.
         rules: What the engine chose.
         gate: Tells whether a load is worth its time.
+        keys: The requests' keys.
 
     Attributes:
         event_to_reqs: The requests that each load event in flight serves.
@@ -41,15 +42,17 @@ class Loads:
         host: HostTier,
         rules: OffloadRules,
         gate: Gate,
+        keys: RequestKeys,
     ) -> None:
         self.event_to_reqs: dict[int, tuple[str, ...]] = {}
         self._groups = groups
         self._host = host
         self._rules = rules
         self._gate = gate
+        self._keys = keys
         self._loads: dict[str, Load] = {}
         # How many loads bring each host block; kept only to delay those that share.
-        self._shared: Counter[BlockKey] = Counter()
+        self._shared: Counter[int] = Counter()
         self._next_event = 0
 
     def __len__(self) -> int:
@@ -73,7 +76,7 @@ class Loads:
             return None, False  # From before a preemption; its end will be reported.
         self.drop(pool, request.request_id)
         factor = self._rules.blocks_per_host_block
-        keys = keys_by_group(request, len(self._groups))
+        keys = self._keys.of(request)
         max_tokens = request.num_tokens - 1
         match = search(self._groups, keys, max_tokens, pool, self._host, factor)
         if match.num_tokens <= num_computed_tokens:
@@ -81,21 +84,22 @@ class Loads:
         load = plan_load(
             self._groups, request.request_id, keys, match, num_computed_tokens, factor
         )
-        if self._rules.delay_shared_loads and any(map(self._shared.get, load.keys)):
+        rows = load.host_blocks
+        if self._rules.delay_shared_loads and any(map(self._shared.get, rows.tolist())):
             return None, False
-        if load.keys and not self._gate.is_worth(
+        if rows.size and not self._gate.is_worth(
             num_tokens=load.num_tokens,
-            num_blocks=len(load.keys) * factor,
+            num_blocks=rows.size * factor,
             num_blocks_ahead=self.num_blocks_in_flight,
         ):
             return 0, False
-        load.host_blocks = self._host.prepare_load([load.keys])[0].block_ids.tolist()
+        self._host.pin(rows)
         pool.pin(load.sources)
         self._loads[request.request_id] = load
         if self._rules.delay_shared_loads:
-            self._shared.update(load.keys)
+            self._shared.update(rows.tolist())
         # Copies are done when the step's model runs; a transfer takes its time.
-        return load.num_tokens, bool(load.keys)
+        return load.num_tokens, bool(rows.size)
 
     def take(
         self,
@@ -133,7 +137,7 @@ class Loads:
         )
         pool.pin(np.concatenate([taken.written_blocks, taken.copy_targets]))
         pool.unpin(left.sources)
-        self._release(left.keys)
+        self._release([left])
         self._loads[request.request_id] = taken
 
     def issue(
@@ -233,7 +237,7 @@ class Loads:
         loads = list(loads)
         if not loads:
             return
-        self._release([key for load in loads for key in load.keys])
+        self._release(loads)
         pool.unpin(
             np.concatenate(
                 [
@@ -258,8 +262,10 @@ class Loads:
             if others:
                 self.event_to_reqs[load.event] = others
 
-    def _release(self, keys: list[BlockKey]) -> None:
-        """Let go of host blocks."""
-        self._host.complete_load([keys])
+    def _release(self, loads: Sequence[Load]) -> None:
+        """Let go of the host blocks of loads."""
+        rows = np.concatenate([load.host_blocks for load in loads])
+        if rows.size:
+            self._host.unpin(rows)
         if self._rules.delay_shared_loads:
-            self._shared.subtract(keys)
+            self._shared.subtract(rows.tolist())

@@ -116,12 +116,15 @@ class Stores:
             [block for offer in offers for block in offer.device_blocks],
             [key for offer in offers for key in offer.device_keys],
         )
-        rows: list[bool] = np.all(held.reshape(-1, self._factor), axis=1).tolist()
-        keys: list[list[BlockKey]] = []
+        is_held = np.all(held.reshape(-1, self._factor), axis=1)
+        keys: list[Sequence[BlockKey]] = []
         at = 0
         for offer in offers:
-            keys.append(list(compress(offer.keys, rows[at : at + len(offer.keys)])))
-            at += len(offer.keys)
+            own = is_held[at : at + len(offer.keys)]
+            at += len(own)
+            keys.append(
+                offer.keys if own.all() else list(compress(offer.keys, own.tolist()))
+            )
         answers = self._host.prepare_store(keys)
         num_done = []
         for offer, own, answer in zip(offers, keys, answers, strict=True):

@@ -1,0 +1,67 @@
+"""Requests' keys, looked through and laid out once and not in every step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv.connector import Request, keys_by_group
+from jaxkv.keys import PackedKeys
+from jaxkv.types import KEY_LANES
+
+
+class RequestKeys:
+    """Packs the keys of requests as they grow.
+
+    Args:
+        num_groups: Groups of the model's layers.
+    """
+
+    def __init__(self, num_groups: int) -> None:
+        self._num_groups = num_groups
+        self._packed: dict[str, list[_Growing]] = {}
+
+    def of(self, request: Request) -> list[PackedKeys]:
+        """Give a request's keys, for each group."""
+        packed = self._packed.setdefault(
+            request.request_id, [_Growing() for _ in range(self._num_groups)]
+        )
+        keys = keys_by_group(request, self._num_groups)
+        return [own.up_to_date(now) for own, now in zip(packed, keys, strict=True)]
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is kept for a request."""
+        self._packed.pop(request_id, None)
+
+
+class _Growing:
+    """The keys of one group of a request, with room for more."""
+
+    def __init__(self) -> None:
+        self._keys = PackedKeys.of([])
+        self._last = b""
+        self._room: NDArray[np.uint32] = np.empty((0, KEY_LANES), np.uint32)
+
+    def up_to_date(self, keys: Sequence[bytes]) -> PackedKeys:
+        """Take note of the keys as they are now."""
+        num, total = len(self._keys), len(keys)
+        # A key stands for all tokens up to its block: where the last one that was
+        # packed is in its place, those before it are.
+        if num > total or (num and keys[num - 1] != self._last):
+            num = 0
+        elif num == total:
+            return self._keys
+        new = PackedKeys.of(keys[num:])
+        if total > len(self._room):
+            room = np.empty((2 * total, KEY_LANES), np.uint32)
+            room[:num] = self._room[:num]
+            self._room = room
+        elif num == 0:
+            self._room = np.empty_like(self._room)  # Others still read the old one.
+        self._room[num:total] = new.lanes
+        names = itertools.chain(itertools.islice(self._keys, num), new)
+        self._keys, self._last = PackedKeys(names, self._room[:total]), keys[-1]
+        return self._keys
