@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from jaxkv.batches import buckets
 from jaxkv.blocks import DeviceBlockPool
 from jaxkv.connector import SchedulerOutput
 from jaxkv.demo.allocation import most_blocks
@@ -24,7 +25,9 @@ from jaxkv.demo.steps import Steps
 from jaxkv.hashing import KeyChain, Namespace
 from jaxkv.scheduler import OffloadScheduler
 from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.search import find_cached_prefix
 from jaxkv.transfer import TransferEngine
+from jaxkv.types import KEY_BYTES
 from jaxkv.worker import OffloadWorker
 
 _IDLE_S = 50e-6
@@ -216,11 +219,18 @@ class Engine:
     def warm_up(self) -> None:
         """Compile all that a run needs. Touches no block but the null block."""
         max_blocks = -(-self.config.max_seq_tokens // self.config.block_size)
-        max_blocks *= len(self._groups)
-        self.blocks.warm_up(max_blocks)
+        # A step stores what one prompt has gained and a block of each other request; a
+        # request gives up the blocks of all groups at once.
+        per_step = max_blocks * len(self._groups) + self.config.concurrency
         if self.offload is not None and self.transfer is not None:
-            self.offload.warm_up(max_blocks, max_blocks)
+            self.offload.warm_up(max_blocks, per_step)
             self.transfer.warm_up()
+        else:
+            self.blocks.warm_up(per_step)
+            for num in buckets(max_blocks):
+                keys = [[bytes(KEY_BYTES)] * num for _ in self._groups]
+                num_tokens = num * self.config.block_size
+                find_cached_prefix(self.blocks, self._groups, keys, num_tokens)
         self.pool = self._runner.warm_up(self.pool)
 
     def _collect_transfers(self) -> None:

@@ -199,6 +199,7 @@ TIGHT = EngineConfig(
     weights_epoch="test",
     chunk_sizes=(16,),
 )
+HOST_BLOCKS = 40
 VARIANTS = {
     "full": MODEL,
     "window": dataclasses.replace(MODEL, layers="window", window_tokens=21),
@@ -221,26 +222,31 @@ def make_tight_engine(steps, num_tokens=96, **changes):
     )
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
-    ("variant", "host_blocks"),
+    ("variant", "host_blocks", "offload_mode", "seed"),
     [
-        ("full", 0),
-        ("full", 60),
-        ("full", 12),
-        ("window", 0),
-        ("window", 60),
-        ("hybrid", 0),
-        ("hybrid", 90),
-        ("hybrid", 20),
+        ("full", 0, "eager", 0),
+        ("full", HOST_BLOCKS, "eager", 1),
+        ("window", 0, "eager", 2),
+        ("hybrid", HOST_BLOCKS, "eager", 3),
+        *(
+            pytest.param(variant, host_blocks, mode, seed, marks=pytest.mark.long)
+            for variant in VARIANTS
+            for host_blocks in (0, 3, HOST_BLOCKS)
+            for mode in ("eager", "lazy")
+            for seed in range(8)
+            if host_blocks or mode == "eager"
+        ),
     ],
 )
 def test_tokens_are_right_however_often_requests_are_preempted(
-    all_steps, variant, host_blocks, seed
+    all_steps, variant, host_blocks, offload_mode, seed
 ):
     rng = random.Random(seed)
     steps = all_steps[variant]
-    engine = make_tight_engine(steps, host_blocks=host_blocks)
+    engine = make_tight_engine(
+        steps, host_blocks=host_blocks, offload_mode=offload_mode
+    )
     documents = [random_tokens(i, 70) for i in range(3)]
     unborn, requests = 16, []
     for _ in range(5000):
@@ -257,7 +263,8 @@ def test_tokens_are_right_however_often_requests_are_preempted(
     engine.drain()
     check_at_rest(engine)
     phases = [request.phase for request in requests]
-    assert set(phases) == {Phase.FINISHED, Phase.ABORTED}
+    assert set(phases) <= {Phase.FINISHED, Phase.ABORTED}
+    assert phases.count(Phase.FINISHED) > 5
     assert engine.num_preemptions == sum(r.num_preemptions for r in requests) > 0
     assert requests[0].num_preemptions == 0  # nobody is older
     for request in requests:
@@ -296,7 +303,7 @@ def test_one_request_never_holds_more_blocks_than_were_asked_for(
 
 
 def test_a_preempted_request_keeps_its_tokens_and_comes_back_from_the_host(all_steps):
-    engine = make_tight_engine(all_steps["full"], host_blocks=100)
+    engine = make_tight_engine(all_steps["full"], host_blocks=HOST_BLOCKS)
     old = engine.submit(random_tokens(0, 40), 50)
     new = engine.submit(random_tokens(1, 40), 20)
     while not new.num_preemptions:
@@ -319,7 +326,7 @@ def test_a_preempted_request_keeps_its_tokens_and_comes_back_from_the_host(all_s
 
 
 def test_blocks_that_stores_hold_are_waited_for(all_steps, monkeypatch):
-    engine = make_tight_engine(all_steps["full"], host_blocks=100)
+    engine = make_tight_engine(all_steps["full"], host_blocks=HOST_BLOCKS)
     poll = engine.worker.poll
     monkeypatch.setattr(engine.worker, "poll", ConnectorOutput)  # nothing arrives
     first = engine.submit(random_tokens(0, 90), 5)
@@ -336,7 +343,7 @@ def test_blocks_that_stores_hold_are_waited_for(all_steps, monkeypatch):
 
 
 def test_who_waits_for_the_hosts_answer_holds_up_nobody(all_steps, monkeypatch):
-    engine = make_tight_engine(all_steps["full"], host_blocks=100)
+    engine = make_tight_engine(all_steps["full"], host_blocks=HOST_BLOCKS)
     ask = engine.offload.get_num_new_matched_tokens
     slow = engine.submit(random_tokens(0, 50), 4)
     answers = iter(range(6))
@@ -358,7 +365,7 @@ def test_who_waits_for_the_hosts_answer_holds_up_nobody(all_steps, monkeypatch):
 
 def test_a_load_that_is_not_asynchronous_is_computed_on_at_once(all_steps, monkeypatch):
     """Such as one that only copies blocks on the device."""
-    engine = make_tight_engine(all_steps["full"], host_blocks=100)
+    engine = make_tight_engine(all_steps["full"], host_blocks=HOST_BLOCKS)
     prompt = random_tokens(0, 60)
     first = engine.submit(prompt, 4)
     finish(engine, first)
@@ -391,7 +398,7 @@ def test_a_load_that_is_not_asynchronous_is_computed_on_at_once(all_steps, monke
 
 def test_a_request_that_does_not_fit_holds_nothing(all_steps):
     """It asked the host, and then there was no room for what the host has."""
-    engine = make_tight_engine(all_steps["full"], host_blocks=100)
+    engine = make_tight_engine(all_steps["full"], host_blocks=HOST_BLOCKS)
     prompt = random_tokens(0, 80)
     finish(engine, engine.submit(prompt, 2))
     flush_device(engine)
