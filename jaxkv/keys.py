@@ -82,14 +82,6 @@ class PackedKeys(list[bytes]):
         names = keys_from_foreign(keys)
         return cls(names, keys_to_lanes(names))
 
-    @classmethod
-    def join(cls, parts: Sequence[PackedKeys]) -> PackedKeys:
-        """Put several lists in a row."""
-        if len(parts) == 1:
-            return parts[0]
-        lanes = np.concatenate([part.lanes for part in parts])
-        return cls(itertools.chain.from_iterable(parts), lanes)
-
     @overload
     def __getitem__(self, index: SupportsIndex, /) -> BlockKey: ...
     @overload
@@ -98,6 +90,17 @@ class PackedKeys(list[bytes]):
         if isinstance(index, slice):
             return PackedKeys(super().__getitem__(index), self.lanes[index])
         return super().__getitem__(index)
+
+
+def join_keys(parts: Sequence[Sequence[bytes]]) -> list[bytes]:
+    """Put lists of keys in a row; packed ones stay packed."""
+    if len(parts) == 1 and isinstance(parts[0], list):
+        return parts[0]
+    names = itertools.chain.from_iterable(parts)
+    packed = [part for part in parts if isinstance(part, PackedKeys)]
+    if packed and len(packed) == len(parts):
+        return PackedKeys(names, np.concatenate([part.lanes for part in packed]))
+    return list(names)
 
 
 def keys_from_foreign(names: Iterable[bytes]) -> list[BlockKey]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain, compress, pairwise
+from itertools import accumulate, compress, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.keys import PackedKeys, keys_from_foreign
+from jaxkv.keys import join_keys, keys_from_foreign
 from jaxkv.types import BlockKey
 
 Requests = Iterable[Iterable[bytes]]
@@ -37,14 +37,8 @@ def flatten(requests: Requests) -> RequestBatch:
         >>> flatten([[b"x" * 32, b"y" * 32], [], [b"x" * 32]]).offsets
         [0, 2, 2, 3]
     """
-    requests = list(requests)
-    packed = [keys for keys in requests if isinstance(keys, PackedKeys)]
-    if packed and len(packed) == len(requests):
-        offsets = list(accumulate(map(len, packed), initial=0))
-        joined = PackedKeys.join(packed)
-        return RequestBatch(joined, joined, offsets)
-    each = [list(keys) for keys in requests]
-    names = list(chain.from_iterable(each))
+    each = [keys if isinstance(keys, list) else list(keys) for keys in requests]
+    names = join_keys(each)
     offsets = list(accumulate(map(len, each), initial=0))
     return RequestBatch(names, keys_from_foreign(names), offsets)
 

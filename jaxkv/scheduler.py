@@ -176,15 +176,14 @@ class OffloadScheduler:
         Args:
             max_blocks_per_request: Most blocks that a request will have in a group.
             max_blocks_per_step: Most blocks that the requests of a step will store
-                together; 0 if no two requests will ever store in one step.
+                together, if that is more.
         """
         if self._lazy is not None:
             max_blocks_per_request = max(max_blocks_per_request, self._lazy.num_blocks)
-        self._manager.many.warm_up(
-            max_blocks_per_request, max_blocks_per_step, _PROGRAMS
-        )
+        most = max(max_blocks_per_request, max_blocks_per_step)
+        self._manager.many.warm_up(most, which=_PROGRAMS)
         pool = self._pool
-        pool.warm_up(max(max_blocks_per_request, max_blocks_per_step))
+        pool.warm_up(most)
         smallest = min(group.block_size for group in self.groups)
         for num_blocks in buckets(max_blocks_per_request):
             num_tokens = num_blocks * smallest

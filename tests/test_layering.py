@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FLOORS = [
-    ["types < hashing keys batches", "units"],
+    ["types < hashing keys < batches", "units"],
     [
         "policies.ordering policies.counting < policies.directory policies.recency"
         " < policies.lru policies.arc < policies.registry < policies",
@@ -31,8 +31,9 @@ FLOORS = [
     ],
     [
         "connector < scheduling.rules search < scheduling.gate scheduling.load_plan"
-        " scheduling.prefix scheduling.request_keys < scheduling.loads scheduling.stores"
-        " < scheduling.eager scheduling.lazy < scheduling scheduler worker < compat",
+        " scheduling.prefix scheduling.request_keys"
+        " < scheduling.loads scheduling.stores < scheduling.eager scheduling.lazy"
+        " < scheduling scheduler worker < compat",
         "traces < synthetic belady request_loop < replay",
     ],
     ["jaxkv"],  # the public face, jaxkv/__init__.py

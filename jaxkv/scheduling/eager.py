@@ -16,6 +16,7 @@ from jaxkv.connector import (
 )
 from jaxkv.groups import GroupSpec
 from jaxkv.host_tier import HostTier
+from jaxkv.keys import join_keys
 from jaxkv.scheduling.prefix import Rows, rows_of
 from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules
@@ -238,7 +239,7 @@ class EagerStores:
             ]
             progress.next_tokens = self._next_tokens(progress)
         # So that the head of a prefix outlives its tail on the host.
-        self._host.reorder(to_reorder)
+        self._host.reorder([join_keys(to_reorder)])
 
     def _next_tokens(self, progress: _Progress) -> int:
         """Tell how many tokens a request must have before there is more to offer."""

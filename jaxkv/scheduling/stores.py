@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain, compress
+from itertools import accumulate, chain, compress
 from typing import Literal, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxkv.blocks import DeviceBlockPool
 from jaxkv.connector import NO_EVENT
 from jaxkv.host_tier import HostTier
+from jaxkv.keys import join_keys
 from jaxkv.scheduling.prefix import Rows
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.types import BlockKey
@@ -110,47 +112,66 @@ class Stores:
         Returns:
             How many rows of each offer are done, from its first on.
         """
-        if not any(offer.keys for offer in offers):
-            return [0] * len(offers)
-        held = pool.holds(
-            [block for offer in offers for block in offer.device_blocks],
-            [key for offer in offers for key in offer.device_keys],
+        num_done = [len(offer.keys) for offer in offers]
+        if not any(num_done):
+            return num_done
+        blocks = np.concatenate(
+            [np.asarray(offer.device_blocks, np.int32) for offer in offers]
         )
+        held = pool.holds(blocks, join_keys([offer.device_keys for offer in offers]))
+        blocks = blocks.reshape(-1, self._factor)
         is_held = np.all(held.reshape(-1, self._factor), axis=1)
-        keys: list[Sequence[BlockKey]] = []
-        at = 0
-        for offer in offers:
-            own = is_held[at : at + len(offer.keys)]
-            at += len(own)
-            keys.append(
-                offer.keys if own.all() else list(compress(offer.keys, own.tolist()))
+        keys = join_keys([offer.keys for offer in offers])
+        if self._take(pool, keys, blocks, is_held):
+            return num_done
+        # There is no room for all of them.
+        stops = list(accumulate(num_done))
+        for number, (stop, num) in enumerate(zip(stops, num_done, strict=True)):
+            own = slice(stop - num, stop)
+            num_done[number] = self._take_head(
+                pool, keys[own], blocks[own], is_held[own]
             )
-        answers = self._host.prepare_store(keys)
-        num_done = []
-        for offer, own, answer in zip(offers, keys, answers, strict=True):
-            done = len(offer.keys)
-            # All or, as the tier places all or none, half of them, and so on: the
-            # head of a prefix is worth having without its tail.
-            num = len(own)
-            while answer is None:
-                self.num_refusals += 1
-                num //= 2
-                (answer,) = self._host.prepare_store([own[:num]])
-            if num < len(own):
-                done = list(offer.keys).index(own[num])
-            num_done.append(done)
-            if not answer.block_hashes_to_store:
-                continue
-            self._waiting.keys += answer.block_hashes_to_store
-            self._waiting.host_blocks += answer.store_spec.block_ids.tolist()
-            blocks = np.asarray(offer.device_blocks).reshape(-1, self._factor)
-            if len(answer.block_hashes_to_store) < len(blocks):
-                row_of = dict(zip(offer.keys, range(len(blocks)), strict=True))
-                blocks = blocks[[row_of[key] for key in answer.block_hashes_to_store]]
-            to_read = blocks.reshape(-1)
-            pool.pin(to_read)
-            self._waiting.device_blocks += to_read.tolist()
         return num_done
+
+    def _take_head(
+        self,
+        pool: DeviceBlockPool,
+        keys: Sequence[BlockKey],
+        blocks: NDArray[np.int32],
+        is_held: NDArray[np.bool_],
+    ) -> int:
+        """Find room for as many rows as possible, from the first on; count them."""
+        # All or, as the tier places all or none, half of them, and so on: the head of
+        # a prefix is worth having without its tail.
+        num = len(keys)
+        while num and not self._take(pool, keys[:num], blocks[:num], is_held[:num]):
+            self.num_refusals += 1
+            num //= 2
+        return num
+
+    def _take(
+        self,
+        pool: DeviceBlockPool,
+        keys: Sequence[BlockKey],
+        blocks: NDArray[np.int32],
+        is_held: NDArray[np.bool_],
+    ) -> bool:
+        """Find room for rows, all or none; tell whether there was."""
+        if not is_held.all():
+            keys, blocks = list(compress(keys, is_held.tolist())), blocks[is_held]
+        (answer,) = self._host.prepare_store([keys])
+        if answer is None:
+            return False
+        to_store = answer.block_hashes_to_store
+        if len(to_store) < len(blocks):
+            row_of = dict(zip(reversed(keys), range(len(blocks))[::-1], strict=True))
+            blocks = blocks[[row_of[key] for key in to_store]]
+        to_read = blocks.reshape(-1)
+        pool.pin(to_read)
+        self._waiting.keys += to_store
+        self._waiting.host_blocks += answer.store_spec.block_ids.tolist()
+        self._waiting.device_blocks += to_read.tolist()
+        return True
 
     def issue(self, num_blocks: int | None) -> tuple[int, Transfer]:
         """Send out what has a place on the host, the first come first.
@@ -220,12 +241,16 @@ class Stores:
             sent.is_stale = True
 
     def _end(self, pool: DeviceBlockPool, transfers: Sequence[Transfer]) -> None:
-        known = [sent for sent in transfers if not sent.is_stale]
-        self._host.complete_store(
-            [sent.keys for sent in known], [not sent.has_failed for sent in known]
-        )
-        for sent in known:
-            if sent.has_failed:
-                self.num_dropped["failed"] += len(sent.device_blocks)
+        for success in (True, False):
+            ended = [
+                sent
+                for sent in transfers
+                if not sent.is_stale and sent.has_failed != success
+            ]
+            keys = list(chain(*(sent.keys for sent in ended)))
+            self._host.complete_store([keys], success)
+            if not success:
+                num_lost = sum(len(sent.device_blocks) for sent in ended)
+                self.num_dropped["failed"] += num_lost
         pool.unpin(list(chain(*(sent.device_blocks for sent in transfers))))
         self.num_changes += 1
