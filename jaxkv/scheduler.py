@@ -279,13 +279,16 @@ class OffloadScheduler:
             self._eager.offer_step(pool, output)
         if self._lazy is not None:
             self._lazy.offer_step(pool)
+        in_flight = self._loads.num_blocks_in_flight + self._stores.num_blocks_in_flight
         most = self.rules.max_blocks_in_flight
         if most is not None:
-            most -= self._loads.num_blocks_in_flight + self._stores.num_blocks_in_flight
-        load_event, loads, copies = self._loads.issue(pool, most)
+            most = max(most - in_flight, 0)
+        load_event, loads, copies = self._loads.issue(pool, most, in_flight)
+        num_leaving = sum(len(load.written_blocks) for load in loads)
         if most is not None:
-            most = max(most - sum(len(load.written_blocks) for load in loads), 0)
-        store_event, stores = self._stores.issue(most)
+            # A load that is held up waits for room: stores may not take it.
+            most = 0 if self._loads.is_held_up else max(most - num_leaving, 0)
+        store_event, stores = self._stores.issue(most, in_flight + num_leaving)
         return OffloadMetadata(
             load_event=load_event,
             load_device_blocks=tuple(

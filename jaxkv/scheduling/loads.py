@@ -140,8 +140,16 @@ class Loads:
         self._release([left])
         self._loads[request.request_id] = taken
 
+    @property
+    def is_held_up(self) -> bool:
+        """Whether a load has been taken and has not left."""
+        return any(
+            load.event == NO_EVENT and load.targets is not None
+            for load in self._loads.values()
+        )
+
     def issue(
-        self, pool: DeviceBlockPool, num_blocks: int | None
+        self, pool: DeviceBlockPool, num_blocks: int | None, in_flight: int
     ) -> tuple[int, list[Load], list[Load]]:
         """Send out loads that have been taken, in the order of the queries.
 
@@ -149,13 +157,13 @@ class Loads:
             pool: The device's blocks.
             num_blocks: How many device blocks may leave; None for any number. A load
                 that is larger leaves if nothing else is in flight.
+            in_flight: Device blocks that are in flight, in either direction.
 
         Returns:
             The event, the loads that leave with it, and the loads with copies, which
             are done in this step.
         """
         event = self._next_event
-        in_flight = self.num_blocks_in_flight
         leaving: list[Load] = []
         copying: list[Load] = []
         for load in list(self._loads.values()):

@@ -173,11 +173,13 @@ class Stores:
         self._waiting.device_blocks += to_read.tolist()
         return True
 
-    def issue(self, num_blocks: int | None) -> tuple[int, Transfer]:
+    def issue(self, num_blocks: int | None, in_flight: int) -> tuple[int, Transfer]:
         """Send out what has a place on the host, the first come first.
 
         Args:
-            num_blocks: How many device blocks may leave; None for any number.
+            num_blocks: How many device blocks may leave; None for any number. A row
+                that is larger leaves if nothing else is in flight.
+            in_flight: Device blocks that are in flight, in either direction.
 
         Returns:
             The event and what leaves with it.
@@ -185,7 +187,7 @@ class Stores:
         waiting = self._waiting
         num = len(waiting.keys)
         if num_blocks is not None:
-            least = 0 if self._in_flight else 1
+            least = 0 if in_flight else 1
             num = min(num, max(num_blocks // self._factor, least))
         if num == 0:
             return NO_EVENT, Transfer()
