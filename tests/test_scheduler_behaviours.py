@@ -3,10 +3,11 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import OffloadScheduler
+from jaxkv import OffloadScheduler, OffloadWorker, TransferEngine
 from jaxkv.blocks import NULL_BLOCK
 from jaxkv.connector import NO_EVENT, ConnectorOutput
 from jaxkv.groups import FullAttention, Mamba, SlidingWindow
@@ -496,6 +497,43 @@ def test_a_transfer_is_over_when_all_workers_have_reported_it(failing):
     rig.loads.clear()
     rig.finish("two")
     rig.check_nothing_leaked()
+
+
+def test_two_workers_report_what_one_scheduler_waits_for():
+    """As with a model that is spread over two devices, each with its own pool."""
+    rig = Rig(world_size=2)
+    pools = [jnp.arange(NUM_BLOCKS, dtype=jnp.int32) + 100 * n for n in range(2)]
+    workers = [OffloadWorker(TransferEngine(p, NUM_BLOCKS)) for p in pools]
+
+    def move(meta):
+        outputs = []
+        for number, worker in enumerate(workers):
+            pools[number] = worker.start(meta, pools[number])
+            pools[number], output = worker.drain(pools[number])
+            outputs.append(output)
+        return outputs
+
+    def tell(*outputs):
+        return rig.scheduler.update_connector_output(ConnectorOutput.aggregate(outputs))
+
+    rig.admit(rig.request("one", 1, 2))
+    rig.step(one=2)
+    stored = list(rig.requests["one"].block_ids[:2])
+    rig.finish("one")
+    outputs = move(rig.step())
+    # One of them is a step behind.
+    assert tell(outputs[0]) == ConnectorOutput()
+    assert rig.scheduler.has_pending_stores()
+    assert tell(outputs[1]).completed_store_events == (0,)
+    rig.host |= rig.stores.popleft()[1]
+    rig.forget_device()
+    request = rig.request("two", 1, 2, 3)
+    rig.admit(request)
+    assert tell(*move(rig.step())).finished_recving == ("two",)
+    assert not rig.scheduler.has_pending_loads()
+    for number, pool in enumerate(pools):
+        loaded = np.array(pool)[request.block_ids[:2]]
+        np.testing.assert_array_equal(loaded, np.array(stored) + 100 * number)
 
 
 @pytest.mark.parametrize("num_reported", [0, 1])
