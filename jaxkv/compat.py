@@ -206,8 +206,9 @@ class Vllm019Scheduler:
         for request_id in (*output.finished_recving, *output.failed_recving):
             self._end_load(request_id)
         completed, failed = [], []
-        for event in (*output.completed_store_events, *output.failed_store_events):
-            self._num_reports[event] += 1
+        reports = (*output.completed_store_events, *output.failed_store_events)
+        for event, count in Counter(reports).items():
+            self._num_reports[event] += count
             self._has_failed[event] |= event in output.failed_store_events
             if self._num_reports[event] < self._world_size:
                 continue

@@ -1,23 +1,17 @@
-"""The host tier's books for Python callers, many requests in one call.
-
-Bytes in, Python values out. The state lives on the CPU backend, as the scheduler that
-asks needs its answers at once.
-"""
+"""vLLM's calls to the host tier, for many requests in one call."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, compress, pairwise
 from typing import Any
-from weakref import WeakValueDictionary
 
-import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv import manager, programs
-from jaxkv.batches import cpu_device
-from jaxkv.keys import key_from_foreign, lanes_to_keys
+from jaxkv import programs
+from jaxkv.host_books import HostBooks
+from jaxkv.keys import lanes_to_keys
 from jaxkv.request_batch import (
     RequestBatch,
     Requests,
@@ -26,15 +20,10 @@ from jaxkv.request_batch import (
     passing,
     rows_of_each,
 )
-from jaxkv.reuse import ReuseFilter
-from jaxkv.snapshot import Snapshot, take_snapshot
 from jaxkv.types import (
-    HOST_MEDIUM,
     NO_BLOCK,
     BlockKey,
     LoadStoreSpec,
-    OffloadingEvent,
-    Policy,
     PrepareStoreOutput,
     RequestStepOutput,
 )
@@ -42,22 +31,13 @@ from jaxkv.types import (
 _NO_IDS = np.empty(0, np.int32)
 
 
-class HostTier:
+class HostTier(HostBooks):
     """Keeps track of which blocks are in host memory, for many requests at a time.
 
     The methods are those of `OffloadingManager`, of whose `many` attribute this is the
     type, but take a list of requests, each with its keys, and give a list of answers.
     The requests are served in order, with the results of as many single calls, in one
     call of a compiled program. A call that raises changes nothing for any of them.
-
-    Attributes:
-        block_size: Tokens in a block; only repeated in events.
-        num_blocks: Blocks of the tier.
-        policy: The cache policy.
-        state: All that is known, as a pytree.
-        events: What happened since it was emptied last, None if that is not kept.
-        num_held_blocks: Blocks that hold a key, stores in progress included.
-        num_removed: Blocks that have held a key and do so no more.
 
     Example:
         >>> from jaxkv import OffloadingManager
@@ -70,34 +50,6 @@ class HostTier:
         [2, 0, 1]
     """
 
-    def __init__(
-        self,
-        block_size: int,
-        policy: Policy,
-        enable_events: bool = False,
-        reuse: ReuseFilter | None = None,
-    ) -> None:
-        self.block_size = block_size
-        self.num_blocks = policy.num_blocks
-        self.policy = policy
-        self.events: list[OffloadingEvent] | None = [] if enable_events else None
-        self.num_held_blocks = 0
-        self.num_removed = 0
-        self._names: dict[BlockKey, bytes] = {}
-        self._reuse = reuse
-        # By identity. Who drops an output has ended it otherwise, or never will.
-        self._unfinished: WeakValueDictionary[int, RequestStepOutput] = (
-            WeakValueDictionary()
-        )
-        self.state = self._empty()
-
-    def _empty(self) -> manager.ManagerState:
-        device = cpu_device()
-        with jax.default_device(device):
-            state = manager.init(self.policy, self.num_blocks)
-        placed: manager.ManagerState = jax.device_put(state, device)
-        return placed
-
     def lookup(self, requests: Requests) -> list[int]:
         """Count the keys of each request, from its first, that can be read."""
         batch = flatten(requests)
@@ -106,19 +58,6 @@ class HostTier:
             return [0] * (len(batch.offsets) - 1)
         hits: list[int] = self._call(programs.LOOKUP, batch).tolist()
         return hits
-
-    def count_lookup(self, keys: Iterable[BlockKey]) -> None:
-        """Count keys as looked up, by `lookup` or by others who read the state."""
-        if self._reuse is not None:
-            self._reuse.count(keys)
-
-    def contains(self, keys: Iterable[bytes]) -> NDArray[np.bool_]:
-        """Tell which keys have a block, stores in progress included: bool[n]."""
-        batch = flatten([keys])
-        if not batch.keys:
-            return np.empty(0, np.bool_)
-        found: NDArray[np.bool_] = self._call(programs.CONTAINS, batch)
-        return found
 
     def touch(self, requests: Requests) -> None:
         """Record a use of each key; the first of a request as its most recent."""
@@ -174,28 +113,6 @@ class HostTier:
             unfit="has fewer loads in progress than complete_load() would end.",
         )
 
-    def pin(self, block_ids: NDArray[np.integer[Any]]) -> None:
-        """Do as `prepare_load` does, for blocks that a search has just found.
-
-        Raises:
-            ValueError: If a block is being stored. Then nothing is pinned.
-        """
-        self.state, ok = programs.pin(self.state, block_ids)
-        if not ok:
-            raise ValueError(f"one of {block_ids=} is being stored.")
-
-    def unpin(self, block_ids: NDArray[np.integer[Any]]) -> None:
-        """Do as `complete_load` does, for blocks by their ids.
-
-        Raises:
-            ValueError: If a block has no load in progress. Then nothing is unpinned.
-        """
-        self.state, ok = programs.complete_step(
-            self.state, block_ids, num_hits=len(block_ids)
-        )
-        if not ok:
-            raise ValueError(f"one of {block_ids=} has no load in progress.")
-
     def prepare_store(self, requests: Requests) -> list[PrepareStoreOutput | None]:
         """Find room for the blocks that are not known yet; None where there is none."""
         batch = flatten(requests)
@@ -240,24 +157,6 @@ class HostTier:
                 self.num_removed += len(rows)
                 for row in rows:
                     self._names.pop(batch.keys[row], None)
-
-    def discard(self, keys: Iterable[bytes]) -> None:
-        """Forget blocks whose bytes are no good; those in flight stay."""
-        batch = flatten([keys])
-        if not batch.keys:
-            return
-        rows = np.flatnonzero(self._call(programs.DISCARD, batch)).tolist()
-        self._forget([batch.names[row] for row in rows])
-
-    def clear(self) -> None:
-        """Forget everything at once, loads and stores in progress included."""
-        self.state = self._empty()
-        self.num_removed += self.num_held_blocks
-        self.num_held_blocks = 0
-        self._names.clear()
-        self._unfinished.clear()
-        if self.events is not None:
-            self.events.append(OffloadingEvent([], self.block_size, HOST_MEDIUM, True))
 
     def request_step(self, requests: Requests) -> list[RequestStepOutput]:
         """Serve whole requests: pin what is on the host, find room for the rest."""
@@ -312,34 +211,6 @@ class HostTier:
             del self._unfinished[id(step)]
             if step.store is not None:
                 self._record(step.store.block_hashes_to_store, removed=False)
-
-    def snapshot(self) -> Snapshot:
-        """Show the state to a reader, for tests and for debugging."""
-        return take_snapshot(self.policy, self.state, self._names)
-
-    def warm_up(
-        self,
-        max_keys: int,
-        max_total_keys: int = 0,
-        which: Sequence[programs.Program] | None = None,
-    ) -> None:
-        """Compile every program, now rather than at its first use.
-
-        Args:
-            max_keys: Most keys that one request will have.
-            max_total_keys: Most keys that the requests of one call will have together;
-                0 if there will be single requests only.
-            which: The programs that will be called; None for all.
-        """
-        self.state = programs.warm_up(
-            self.policy, self.state, max_keys, max_total_keys, which
-        )
-
-    def _call(self, program: programs.Program, batch: RequestBatch, *each: Any) -> Any:
-        self.state, answer = programs.call(
-            program, self.policy, self.state, batch.keys, batch.offsets, *each
-        )
-        return answer
 
     def _load(
         self,
@@ -432,20 +303,6 @@ class HostTier:
         """Whether a request has more keys than the policy takes at once."""
         lengths = map(int.__sub__, batch.offsets[1:], batch.offsets)
         return max(lengths, default=0) > self.policy.max_batch
-
-    def _forget(self, names: list[bytes]) -> None:
-        """Note that blocks with these names are gone."""
-        self.num_held_blocks -= len(names)
-        self.num_removed += len(names)
-        for name in names:
-            self._names.pop(key_from_foreign(name), None)
-        self._record(names, removed=True)
-
-    def _record(self, block_hashes: list[bytes], *, removed: bool) -> None:
-        if block_hashes and self.events is not None:
-            self.events.append(
-                OffloadingEvent(block_hashes, self.block_size, HOST_MEDIUM, removed)
-            )
 
 
 def _evicted(answer: Any, offsets: Sequence[int]) -> list[list[BlockKey]]:

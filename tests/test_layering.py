@@ -24,8 +24,8 @@ FLOORS = [
         " < transfer",
     ],
     [
-        "id_pool < manager reuse ragged request_batch < programs snapshot < host_tier"
-        " < offloading_manager",
+        "id_pool < manager reuse ragged request_batch < programs snapshot < host_books"
+        " < host_tier < offloading_manager",
         "prefix_cache < device_tier < device_programs < blocks",
         "groups < hits",
     ],
