@@ -285,7 +285,9 @@ class DeviceBlockPool:
         return events
 
     def warm_up(self, max_blocks: int) -> None:
-        """Compile every program but that of `reset`, now rather than at its first use.
+        """Compile what a step may call, now rather than at its first use.
+
+        That is all but `next_free`, `evict`, `reset` and `ref_cnt`.
 
         Args:
             max_blocks: Most blocks or keys that one call will have.

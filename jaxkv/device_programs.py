@@ -152,7 +152,7 @@ def parts(
 def warm_up(
     state: DeviceTier, max_blocks: int, max_batch: int, allocate: Program
 ) -> DeviceTier:
-    """Compile the programs for the sizes that batches will have.
+    """Compile the programs of every step for the sizes that batches will have.
 
     Args:
         state: A state; it is donated, and given back as it was.
@@ -171,10 +171,9 @@ def warm_up(
         state, _ = call(FIND, state, keys, none)
         for program in (HOLDS, CACHE):
             state, _ = call(program, state, ids, keys)
-        for program in (COUNTS, TOUCH, FREE, PIN, UNPIN, EVICT):
+        for program in (TOUCH, FREE, PIN, UNPIN):
             state, _ = call(program, state, ids)
-        for program in (allocate, NEXT_FREE):
-            state, _ = call(program, state, none, width=size)
+        state, _ = call(allocate, state, none, width=size)
     return state
 
 

@@ -184,6 +184,8 @@ class OffloadScheduler:
         self._manager.many.warm_up(most, which=_PROGRAMS)
         pool = self._pool
         pool.warm_up(most)
+        if self._lazy is not None:
+            pool.next_free(self._lazy.num_blocks)
         smallest = min(group.block_size for group in self.groups)
         for num_blocks in buckets(max_blocks_per_request):
             num_tokens = num_blocks * smallest
