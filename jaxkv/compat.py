@@ -2,7 +2,7 @@
 
 `Vllm019Scheduler` has the hooks of `OffloadScheduler` and decides as vLLM 0.19.1's
 `SimpleCPUOffloadScheduler`: which ids, in which order, with which events. What it does
-wrong is listed at the class; `tests/test_compat.py` holds both sides of each item.
+wrong is listed at the class; `tests/test_scheduler_known_faults.py` holds both sides.
 """
 
 from __future__ import annotations
@@ -207,6 +207,7 @@ class Vllm019Scheduler:
             self._end_load(request_id)
         completed, failed = [], []
         reports = (*output.completed_store_events, *output.failed_store_events)
+        # In the order of the first reports, whenever the others come.
         for event, count in Counter(reports).items():
             self._num_reports[event] += count
             self._has_failed[event] |= event in output.failed_store_events
