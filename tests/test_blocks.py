@@ -318,6 +318,9 @@ def test_duplicates_of_one_batch_serve_in_its_order():
 def test_one_program_is_traced_for_each_size():
     pool = DeviceBlockPool(NUM_BLOCKS, enable_events=True, max_batch=16)
     pool.warm_up(9)
+    pool.next_free(9)  # what `warm_up` leaves out
+    pool.evict([1])
+    pool.ref_cnt(1)
     traced = programs._compiled._cache_size()
     ids = np.array([], np.int64)
     keys = []
