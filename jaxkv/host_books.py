@@ -100,6 +100,25 @@ class HostBooks:
         if not ok:
             raise ValueError(f"one of {block_ids=} has no load in progress.")
 
+    def publish(self, block_ids: Sequence[int], keys: list[bytes]) -> None:
+        """Do as `complete_store` does for what arrived, without a search.
+
+        Args:
+            block_ids: Blocks that are being stored.
+            keys: Their keys.
+
+        Raises:
+            ValueError: If a block is not being stored. Then nothing changes.
+        """
+        if not keys:
+            return
+        self.state, ok = programs.complete_step(
+            self.state, np.array(block_ids, np.int32), num_hits=0
+        )
+        if not ok:
+            raise ValueError(f"one of {block_ids=} is not being stored.")
+        self._record([self._names.get(key, key) for key in keys], removed=False)
+
     def discard(self, keys: Iterable[bytes]) -> None:
         """Forget blocks whose bytes are no good; those in flight stay."""
         batch = flatten([keys])

@@ -65,8 +65,8 @@ class PackedKeys(list[bytes]):
         lanes: u32[n, 8]. The same, as `keys_to_lanes` has them.
 
     Example:
-        >>> keys = PackedKeys.of([b"k" * 32, b"l" * 32])
-        >>> keys[1:].lanes.shape
+        >>> keys = [b"k" * 32, b"l" * 32]
+        >>> PackedKeys(keys, keys_to_lanes(keys))[1:].lanes.shape
         (1, 8)
     """
 
@@ -75,12 +75,6 @@ class PackedKeys(list[bytes]):
     def __init__(self, keys: Iterable[BlockKey], lanes: NDArray[np.uint32]) -> None:
         super().__init__(keys)
         self.lanes = lanes
-
-    @classmethod
-    def of(cls, keys: Sequence[bytes]) -> PackedKeys:
-        """Pack keys; foreign ones (`key_from_foreign`) are made keys first."""
-        names = keys_from_foreign(keys)
-        return cls(names, keys_to_lanes(names))
 
     @overload
     def __getitem__(self, index: SupportsIndex, /) -> BlockKey: ...

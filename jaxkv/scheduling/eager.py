@@ -24,7 +24,7 @@ from jaxkv.scheduling.stores import Stores
 
 # A request's blocks on the host are put in order again when so large a share of them
 # is new: no oftener, as it costs time for each block of the prefix.
-_REORDER_SHARE = 16
+_REORDER_SHARE = 4
 _NO_LIMIT = 1 << 62
 
 

@@ -46,7 +46,8 @@ class LazyStores:
         ]
         own = [key for _, key in cached]
         blocks = [block for block, _ in cached]
-        self._stores.place(pool, [Rows(own, own, blocks, None)])
+        # The pool has just told what they contain.
+        self._stores.place(pool, [Rows(own, own, blocks, None)], check=False)
         # What was placed is pinned by now, which is no change to come back for.
         self._seen = pool.num_changes, self._stores.num_changes
 

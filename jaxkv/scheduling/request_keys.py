@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.connector import Request, keys_by_group
-from jaxkv.keys import PackedKeys
+from jaxkv.keys import PackedKeys, keys_from_foreign, keys_to_lanes
 from jaxkv.types import KEY_LANES
 
 
@@ -24,8 +24,8 @@ class RequestKeys:
         self._num_groups = num_groups
         self._packed: dict[str, list[_Growing]] = {}
 
-    def of(self, request: Request) -> list[PackedKeys]:
-        """Give a request's keys, for each group."""
+    def of(self, request: Request) -> list[list[bytes]]:
+        """Give a request's keys, for each group; foreign ones as they are."""
         packed = self._packed.setdefault(
             request.request_id, [_Growing() for _ in range(self._num_groups)]
         )
@@ -41,11 +41,11 @@ class _Growing:
     """The keys of one group of a request, with room for more."""
 
     def __init__(self) -> None:
-        self._keys = PackedKeys.of([])
-        self._last = b""
         self._room: NDArray[np.uint32] = np.empty((0, KEY_LANES), np.uint32)
+        self._keys = PackedKeys([], self._room)
+        self._last = b""
 
-    def up_to_date(self, keys: Sequence[bytes]) -> PackedKeys:
+    def up_to_date(self, keys: Sequence[bytes]) -> list[bytes]:
         """Take note of the keys as they are now."""
         num, total = len(self._keys), len(keys)
         # A key stands for all tokens up to its block: where the last one that was
@@ -54,7 +54,10 @@ class _Growing:
             num = 0
         elif num == total:
             return self._keys
-        new = PackedKeys.of(keys[num:])
+        added = list(keys[num:])
+        if keys_from_foreign(added) is not added:
+            return list(keys)  # Events are to tell them as they were given.
+        new = PackedKeys(added, keys_to_lanes(added))
         if total > len(self._room):
             room = np.empty((2 * total, KEY_LANES), np.uint32)
             room[:num] = self._room[:num]

@@ -101,13 +101,16 @@ class Stores:
         most = self._rules.max_blocks_in_flight
         return most is not None and len(self._waiting.device_blocks) >= most
 
-    def place(self, pool: DeviceBlockPool, offers: Sequence[Rows]) -> list[int]:
+    def place(
+        self, pool: DeviceBlockPool, offers: Sequence[Rows], *, check: bool = True
+    ) -> list[int]:
         """Find room on the host for blocks that it does not know.
 
         Args:
             pool: The device's blocks.
             offers: What could be stored. What a device block does not contain, and
                 what the host has, counts as done.
+            check: Whether to look what the device blocks contain.
 
         Returns:
             How many rows of each offer are done, from its first on.
@@ -118,9 +121,12 @@ class Stores:
         blocks = np.concatenate(
             [np.asarray(offer.device_blocks, np.int32) for offer in offers]
         )
-        held = pool.holds(blocks, join_keys([offer.device_keys for offer in offers]))
+        is_held = np.ones(sum(num_done), np.bool_)
+        if check:
+            keys = join_keys([offer.device_keys for offer in offers])
+            held = pool.holds(blocks, keys)
+            is_held = np.all(held.reshape(-1, self._factor), axis=1)
         blocks = blocks.reshape(-1, self._factor)
-        is_held = np.all(held.reshape(-1, self._factor), axis=1)
         keys = join_keys([offer.keys for offer in offers])
         if self._take(pool, keys, blocks, is_held):
             return num_done
@@ -243,16 +249,14 @@ class Stores:
             sent.is_stale = True
 
     def _end(self, pool: DeviceBlockPool, transfers: Sequence[Transfer]) -> None:
-        for success in (True, False):
-            ended = [
-                sent
-                for sent in transfers
-                if not sent.is_stale and sent.has_failed != success
-            ]
-            keys = list(chain(*(sent.keys for sent in ended)))
-            self._host.complete_store([keys], success)
-            if not success:
-                num_lost = sum(len(sent.device_blocks) for sent in ended)
-                self.num_dropped["failed"] += num_lost
+        known = [sent for sent in transfers if not sent.is_stale]
+        arrived = [sent for sent in known if not sent.has_failed]
+        self._host.publish(
+            list(chain(*(sent.host_blocks for sent in arrived))),
+            list(chain(*(sent.keys for sent in arrived))),
+        )
+        lost = [sent for sent in known if sent.has_failed]
+        self._host.complete_store([chain(*(sent.keys for sent in lost))], False)
+        self.num_dropped["failed"] += sum(len(sent.device_blocks) for sent in lost)
         pool.unpin(list(chain(*(sent.device_blocks for sent in transfers))))
         self.num_changes += 1
