@@ -279,8 +279,6 @@ class OffloadScheduler:
             self._loads.drop(pool, request_id)
         if self._eager is not None:
             self._eager.offer_step(pool, output)
-        if self._lazy is not None:
-            self._lazy.offer_step(pool)
         in_flight = self._loads.num_blocks_in_flight + self._stores.num_blocks_in_flight
         most = self.rules.max_blocks_in_flight
         if most is not None:
@@ -290,6 +288,9 @@ class OffloadScheduler:
         if most is not None:
             # A load that is held up waits for room: stores may not take it.
             most = 0 if self._loads.is_held_up else max(most - num_leaving, 0)
+        if self._lazy is not None:
+            # After the loads, which let go of the free blocks that they copy.
+            self._lazy.offer_step(pool)
         store_event, stores = self._stores.issue(most, in_flight + num_leaving)
         return OffloadMetadata(
             load_event=load_event,

@@ -81,6 +81,7 @@ def search(
     pool: DeviceBlockPool,
     host: HostTier | None = None,
     blocks_per_host_block: int = 1,
+    max_device_tokens: int | None = None,
 ) -> Match:
     """Find the longest prefix of a request of which every block is on some tier.
 
@@ -92,6 +93,7 @@ def search(
         host: The host's; None to search the device alone.
         blocks_per_host_block: Device blocks in a host block, whose key is the last
             one's.
+        max_device_tokens: Tokens whose blocks may be the device's; None for all.
 
     Returns:
         What was found. Nothing is held or changed.
@@ -105,6 +107,7 @@ def search(
     counts = [len(own) for own in keys]
     covered = [n * group.block_size for n, group in zip(counts, groups, strict=True)]
     most = max(min(max_tokens, *covered), 0)
+    on_device = most if max_device_tokens is None else max_device_tokens
     answer: Match = unpack(
         _search(
             groups,
@@ -113,7 +116,7 @@ def search(
             pool.state,
             host and (host.state.policy, host.state.ref_cnt),
             [pad_keys(own, bucket(len(own))) for own in keys],
-            np.array([most, *counts], np.int32),
+            np.array([most, on_device, *counts], np.int32),
         )
     )
 
@@ -147,7 +150,8 @@ def _search(
         device: The device's blocks.
         host: The state of the policy, and the reference counts.
         keys: u32[n_g, 8] for each group.
-        numbers: i32[1 + G]. Most tokens, and how many keys each group has.
+        numbers: i32[2 + G]. Most tokens, most of these that may be on the device, and
+            how many keys each group has.
 
     Returns:
         A `Match`.
@@ -155,8 +159,9 @@ def _search(
     factor = blocks_per_host_block
     device_blocks, host_blocks, masks = [], [], []
     for index, own in enumerate(keys):
-        count = numbers[1 + index]
-        block_ids = device_tier.find(device, own, count)
+        count = numbers[2 + index]
+        num_on_device = jnp.minimum(count, numbers[1] // groups[index].block_size)
+        block_ids = device_tier.find(device, own, num_on_device)
         on_host = jnp.full(own.shape[:1], NO_BLOCK, jnp.int32)
         if policy is not None and host is not None:
             state = ManagerState(*host, pool=None)  # type: ignore[arg-type]

@@ -209,7 +209,7 @@ class OffloadWorker:
                 recving[ok].extend(pending.name)
                 self.blocks_loaded += done.num_blocks * ok
                 self.bytes_loaded += done.num_bytes * ok
-                if ok:
+                if ok and done.num_bytes:
                     self._measure(done.num_bytes, now_s - pending.start_s)
         if self._deadline_s is not None:
             for ticket, pending in list(self._pending.items()):

@@ -148,6 +148,34 @@ def test_blocks_that_only_the_device_has_are_copied_and_there_in_the_same_step()
     rig.check_nothing_leaked()
 
 
+@pytest.mark.parametrize("host_has", [True, False])
+def test_what_a_request_is_to_copy_leaves_it_no_room(host_has):
+    """It could ask for ever, for what was offered to it kept its own blocks from it."""
+    rig = Rig()
+    path = range(NUM_BLOCKS - 2)
+    request = rig.request("one", *path)
+    rig.admit(request)
+    rig.step(one=len(path))
+    rig.finish("one")
+    rig.step()
+    rig.store_arrives(ok=host_has)
+    rig.pool.evict(rig.pool.find(make_keys(0)))
+    if not host_has:
+        # All but the first, which alone the host has.
+        rig.run(rig.request("head", 0))
+        rig.pool.evict(rig.pool.find(make_keys(0)))
+    again = rig.request("two", *path)
+    num_from_host = len(path) if host_has else 1
+    assert rig.admit(again) == num_from_host * BLOCK_SIZE
+    meta = rig.step()
+    assert len(meta.load_host_blocks) == num_from_host
+    assert not meta.copy_from_blocks
+    rig.load_arrives()
+    rig.step(two=len(path))
+    rig.finish("two")
+    rig.check_nothing_leaked()
+
+
 @both
 def test_storing_one_block_turns_a_hit_of_four_into_none(compat):
     rig = Rig(compat)

@@ -31,12 +31,11 @@ class LazyStores:
     ) -> None:
         self.num_blocks = lazy_target_blocks(groups, rules.max_num_batched_tokens)
         self._stores = stores
-        self._seen: tuple[int, int] | None = None
+        self._seen: tuple[int, int, int] | None = None
 
     def offer_step(self, pool: DeviceBlockPool) -> None:
         """Offer the blocks that the device will give up next."""
-        seen = pool.num_changes, self._stores.num_changes
-        if seen == self._seen or self._stores.is_congested:
+        if self._look(pool) == self._seen or self._stores.is_congested:
             return
         block_ids, keys = pool.next_free(self.num_blocks)
         cached: list[tuple[int, BlockKey]] = [
@@ -49,8 +48,13 @@ class LazyStores:
         # The pool has just told what they contain.
         self._stores.place(pool, [Rows(own, own, blocks, None)], check=False)
         # What was placed is pinned by now, which is no change to come back for.
-        self._seen = pool.num_changes, self._stores.num_changes
+        self._seen = self._look(pool)
 
     def clear(self) -> None:
         """Note that the host has forgotten everything."""
         self._seen = None
+
+    def _look(self, pool: DeviceBlockPool) -> tuple[int, int, int]:
+        """Give numbers that differ if there may be something new to store."""
+        # A block that was passed over, as a load had it pinned, is no change.
+        return pool.num_changes, pool.num_free, self._stores.num_changes

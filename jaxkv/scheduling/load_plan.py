@@ -37,6 +37,8 @@ class Load:
         sources: i32[c]. Device blocks to be copied.
         copy_groups: i32[c]. The group of layers of each.
         copy_indices: i32[c]. Which of the request's blocks in that group it is.
+        is_awaited: Whether the request was told to wait for a report, which comes even
+            if it takes no more of the offer than copies.
         targets: i32[r, m]. Device blocks that are written; NO_BLOCK for a part that is
             not wanted. None until the allocation.
         copy_targets: i32[c]. Likewise, for the copies.
@@ -56,6 +58,7 @@ class Load:
     sources: Ids
     copy_groups: Ids
     copy_indices: Ids
+    is_awaited: bool = False
     targets: Ids | None = None
     copy_targets: Ids = dataclasses.field(default_factory=_NO_IDS.copy)
     event: int = NO_EVENT

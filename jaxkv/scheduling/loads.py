@@ -81,9 +81,23 @@ class Loads:
         match = search(self._groups, keys, max_tokens, pool, self._host, factor)
         if match.num_tokens <= num_computed_tokens:
             return 0, False
-        load = plan_load(
-            self._groups, request.request_id, keys, match, num_computed_tokens, factor
-        )
+        name = request.request_id
+        load = plan_load(self._groups, name, keys, match, num_computed_tokens, factor)
+        if not self._leaves_room(pool, request, load):
+            match = search(
+                self._groups,
+                keys,
+                max_tokens,
+                pool,
+                self._host,
+                factor,
+                max_device_tokens=num_computed_tokens,
+            )
+            if match.num_tokens <= num_computed_tokens:
+                return 0, False
+            load = plan_load(
+                self._groups, name, keys, match, num_computed_tokens, factor
+            )
         rows = load.host_blocks
         if self._rules.delay_shared_loads and any(map(self._shared.get, rows.tolist())):
             return None, False
@@ -99,7 +113,8 @@ class Loads:
         if self._rules.delay_shared_loads:
             self._shared.update(rows.tolist())
         # Copies are done when the step's model runs; a transfer takes its time.
-        return load.num_tokens, bool(rows.size)
+        load.is_awaited = bool(rows.size)
+        return load.num_tokens, load.is_awaited
 
     def take(
         self,
@@ -178,7 +193,7 @@ class Loads:
                 in_flight += own
             if load.sources.size:
                 copying.append(load)
-            if own:
+            if load.is_awaited:
                 load.event = event
                 leaving.append(load)
             else:
@@ -240,6 +255,19 @@ class Loads:
         pool.unpin(load.sources)
         self._end(pool, [load])
 
+    def _leaves_room(self, pool: DeviceBlockPool, request: Request, load: Load) -> bool:
+        """Tell whether a request finds its blocks beside those that it is to copy.
+
+        Else it would hold them and ask for ever, if no other request ends.
+        """
+        if not load.sources.size:
+            return True
+        pool.pin(load.sources)
+        num_free = pool.num_free
+        pool.unpin(load.sources)
+        each = (-(-request.num_tokens // spec.block_size) for spec in self._groups)
+        return num_free >= sum(each)
+
     def _end(self, pool: DeviceBlockPool, loads: Iterable[Load]) -> None:
         """Let go of all blocks of loads, but of sources of copies."""
         loads = list(loads)
@@ -276,4 +304,5 @@ class Loads:
         if rows.size:
             self._host.unpin(rows)
         if self._rules.delay_shared_loads:
-            self._shared.subtract(rows.tolist())
+            # Not `subtract`, which would keep every block that was ever loaded.
+            self._shared -= Counter(rows.tolist())

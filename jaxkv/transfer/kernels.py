@@ -69,11 +69,13 @@ class Mover:
         return len(self.extents.layer_groups)
 
     def warm_up(self) -> None:
-        """Compile every program there is."""
+        """Compile every program there is, of the copies the one for a few blocks."""
         for kind in SAVE_KINDS[self.mode]:
             self.save_program(kind)
         for group in range(self.num_layer_groups):
             self.load_program(group)
+        if self._pool.num_lanes == 1:
+            self.copy_program(_SMALLEST_COPY)
 
     def new_extent(self) -> Callable[[], Extent]:
         """Compile what allocates an extent of zeros on the host."""
