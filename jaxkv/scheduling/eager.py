@@ -100,8 +100,8 @@ class EagerStores:
             request,
             tables_by_group(table, len(self._groups)),
             [num_tokens // spec.block_size // factor * factor for spec in self._groups],
-            # What the device had by itself may have left the host, or never got there.
-            known_at=-1 if num_local else self._host.num_removed,
+            # What was on the device may have left the host, or never got there.
+            known_at=-1 if num_tokens else self._host.num_removed,
             is_ordered=True,
         )
 
