@@ -41,7 +41,6 @@ class HostBooks:
         state: All that is known, as a pytree.
         events: What happened since it was emptied last, None if that is not kept.
         num_held_blocks: Blocks that hold a key, stores in progress included.
-        num_removed: Blocks that have held a key and do so no more.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class HostBooks:
         self.policy = policy
         self.events: list[OffloadingEvent] | None = [] if enable_events else None
         self.num_held_blocks = 0
-        self.num_removed = 0
         self._names: dict[BlockKey, bytes] = {}
         self._reuse = reuse
         # By identity. Who drops an output has ended it otherwise, or never will.
@@ -130,7 +128,6 @@ class HostBooks:
     def clear(self) -> None:
         """Forget everything at once, loads and stores in progress included."""
         self.state = self._empty()
-        self.num_removed += self.num_held_blocks
         self.num_held_blocks = 0
         self._names.clear()
         self._unfinished.clear()
@@ -175,7 +172,6 @@ class HostBooks:
     def _forget(self, names: list[bytes]) -> None:
         """Note that blocks with these names are gone."""
         self.num_held_blocks -= len(names)
-        self.num_removed += len(names)
         for name in names:
             self._names.pop(key_from_foreign(name), None)
         self._record(names, removed=True)

@@ -154,7 +154,6 @@ class HostTier(HostBooks):
                 self._record([batch.names[row] for row in rows], removed=False)
             else:
                 self.num_held_blocks -= len(rows)
-                self.num_removed += len(rows)
                 for row in rows:
                     self._names.pop(batch.keys[row], None)
 
@@ -278,7 +277,6 @@ class HostTier(HostBooks):
                     if key != name:
                         self._names[key] = name
             self.num_held_blocks += stop - start - len(evicted)
-            self.num_removed += len(evicted)
             self._record(evicted, removed=True)
             spec = LoadStoreSpec(block_ids[start:stop])
             outputs.append(PrepareStoreOutput(names[start:stop], spec, evicted))

@@ -38,8 +38,6 @@ class _Progress:
         num_offered: How many of them were offered and are done, or were found.
         next_tokens: Computed tokens from which on there may be more to offer.
         refused_at: `Stores.num_changes` when the host had no room for the rest.
-        known_at: `HostTier.num_removed` when the host was known to have, or to get, all
-            that counts as offered; -1 if it never was.
         is_ordered: Whether these have their place in the host's order of eviction.
     """
 
@@ -48,7 +46,6 @@ class _Progress:
     num_offered: list[int]
     next_tokens: int = 0
     refused_at: int = -1
-    known_at: int = -1
     is_ordered: bool = False
 
 
@@ -100,8 +97,6 @@ class EagerStores:
             request,
             tables_by_group(table, len(self._groups)),
             [num_tokens // spec.block_size // factor * factor for spec in self._groups],
-            # What was on the device may have left the host, or never got there.
-            known_at=-1 if num_tokens else self._host.num_removed,
             is_ordered=True,
         )
 
@@ -205,8 +200,6 @@ class EagerStores:
 
     def _num_known(self, progress: _Progress, num_full: list[int]) -> list[int]:
         """Count the blocks, from the first on, that the host has or is being given."""
-        if progress.known_at == self._host.num_removed:
-            return progress.num_offered
         rows = self._rows(progress, [0] * len(self._groups), num_full)
         is_known = self._host.contains(rows.keys)
         num = len(is_known) if is_known.all() else int(is_known.argmin())
