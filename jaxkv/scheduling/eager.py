@@ -150,18 +150,22 @@ class EagerStores:
         if progress is None:
             return
         num_full = self._num_full(progress)
-        num_known = self._num_known(progress, num_full)
-        if self._stores.is_congested:
-            lost = sum(num_full) - sum(num_known)
-            self._stores.num_dropped["slow"] += max(lost, 0)
+        from_head = [0] * len(self._groups)
+        rows = self._rows(progress, from_head, num_full)
+        is_known = self._host.contains(rows.keys)
+        if is_known.all():
+            if not progress.is_ordered:
+                self._host.reorder([rows.keys])
             return
-        progress.num_offered = num_known
+        if self._stores.is_congested:
+            num_lost = int((~is_known).sum()) * self._rules.blocks_per_host_block
+            self._stores.num_dropped["slow"] += num_lost
+            return
+        # All of it, so that its tail does not take the place of its head.
+        progress.num_offered = from_head
         self._offer(pool, [progress])
-        lost = sum(num_full) - sum(progress.num_offered)
-        self._stores.num_dropped["full"] += max(lost, 0)
-        if not progress.is_ordered:
-            from_head = [0] * len(self._groups)
-            self._host.reorder([self._rows(progress, from_head, num_full).keys])
+        num_lost = sum(num_full) - sum(progress.num_offered)
+        self._stores.num_dropped["full"] += num_lost
 
     def clear(self) -> None:
         """Note that the host has forgotten everything."""
@@ -197,13 +201,6 @@ class EagerStores:
             num_prompt_tokens: int = request.num_prompt_tokens  # type: ignore[attr-defined]
             limit = min(limit, num_prompt_tokens)
         return limit
-
-    def _num_known(self, progress: _Progress, num_full: list[int]) -> list[int]:
-        """Count the blocks, from the first on, that the host has or is being given."""
-        rows = self._rows(progress, [0] * len(self._groups), num_full)
-        is_known = self._host.contains(rows.keys)
-        num = len(is_known) if is_known.all() else int(is_known.argmin())
-        return self._of_each_group(rows, num)
 
     def _offer(self, pool: DeviceBlockPool, requests: Sequence[_Progress]) -> None:
         """Offer what requests have that was not offered before."""
