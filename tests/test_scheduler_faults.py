@@ -120,3 +120,27 @@ def test_lazy_stores_do_not_pass_over_what_an_offer_held():
     scheduler.request_finished(request)  # which was never admitted
     meta = scheduler.build_connector_meta(IDLE)
     assert sorted(meta.store_device_blocks) == blocks
+
+
+def test_the_tail_of_a_request_does_not_take_the_place_of_its_head():
+    """At its end only the missing blocks were offered, and the others not protected."""
+    pool = DeviceBlockPool(12)
+    scheduler = OffloadScheduler(BLOCK_SIZE, 4)
+    scheduler.bind_device_block_pool(pool)
+    request = make_request("one", 1, 2, 3, 4)
+    blocks = pool.allocate(5)
+    scheduler.update_state_after_alloc(request, blocks, 0)
+    request.num_computed_tokens = 2 * BLOCK_SIZE
+    pool.cache(blocks[:2], request.block_keys[:2])
+    step = SchedulerOutput({"one": 2 * BLOCK_SIZE})
+    event = scheduler.build_connector_meta(step).store_event
+    report = ConnectorOutput(completed_store_events=(event,))
+    scheduler.update_connector_output(report)
+    run_alone(scheduler, pool, 8, 9)  # the host is full, and these are the newest
+    request.num_computed_tokens = 4 * BLOCK_SIZE
+    pool.cache(blocks[2:4], request.block_keys[2:4])
+    scheduler.request_finished(request)
+    assert len(scheduler.build_connector_meta(IDLE).store_host_blocks) == 2
+    pool.evict(blocks[:2])
+    asks = make_request("two", 1, 2, 3)
+    assert scheduler.get_num_new_matched_tokens(asks, 0) == (12, True)
