@@ -269,7 +269,11 @@ class Engine(Admission):
 
     def preempt(self, request):
         """Take a request's blocks away; it starts anew later."""
-        if self.rng.random() < 0.7:
+        load = self.loads.get(request.request_id)
+        # What has not left is let go of at once, or else, as nobody says so, with the
+        # step's metadata; in between it would be there for others to wait for.
+        has_offer = load is not None and load.event == NO_EVENT
+        if has_offer or self.rng.random() < 0.7:
             num_refusals = self.scheduler.stats.num_store_refusals
             self.scheduler.request_preempted(request)
             self.take_events()
