@@ -17,7 +17,6 @@ a step call by call.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 from jaxkv import programs
@@ -39,6 +38,7 @@ from jaxkv.scheduling.loads import Loads
 from jaxkv.scheduling.prefix import rows_of
 from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules, check_rules
+from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.scheduling.stores import Stores
 from jaxkv.search import search
 from jaxkv.types import KEY_BYTES, OffloadingEvent, Policy
@@ -50,26 +50,6 @@ _PROGRAMS = (
     programs.PREPARE_STORE,
     programs.COMPLETE_STORE,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class OffloadStats:
-    """What came of stores and loads so far.
-
-    Attributes:
-        num_store_refusals: Times that the host had no room for all that was offered.
-        num_dropped_full: Blocks that did not get to the host, as it had no room until
-            their request was over.
-        num_dropped_slow: Likewise, as too much was on its way already.
-        num_dropped_failed: Blocks whose transfer to the host failed.
-        num_loads_declined: Loads that would have taken longer than to compute.
-    """
-
-    num_store_refusals: int
-    num_dropped_full: int
-    num_dropped_slow: int
-    num_dropped_failed: int
-    num_loads_declined: int
 
 
 class OffloadScheduler:

@@ -30,8 +30,8 @@ FLOORS = [
         "groups < hits",
     ],
     [
-        "connector < scheduling.rules search < scheduling.gate scheduling.load_plan"
-        " scheduling.prefix scheduling.request_keys"
+        "connector < scheduling.rules scheduling.stats search < scheduling.gate"
+        " scheduling.load_plan scheduling.prefix scheduling.request_keys"
         " < scheduling.loads scheduling.stores < scheduling.eager scheduling.lazy"
         " < scheduling scheduler worker < compat",
         "traces < synthetic belady request_loop < replay",
