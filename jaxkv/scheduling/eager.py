@@ -22,8 +22,8 @@ from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stores import Stores
 
-# A request's blocks on the host are put in order again when so large a share of them
-# is new: no oftener, as it costs time for each block of the prefix.
+# A request's blocks on the host are put in order again when one in so many of them is
+# new: no oftener, as it costs time for each block of the prefix.
 _REORDER_SHARE = 4
 _NO_LIMIT = 1 << 62
 
@@ -238,9 +238,9 @@ class EagerStores:
             (offered + factor) * spec.block_size
             for offered, spec in zip(progress.num_offered, self._groups, strict=True)
         )
-        return (
-            next_tokens if next_tokens <= self._limit(progress.request) else _NO_LIMIT
-        )
+        if next_tokens > self._limit(progress.request):
+            return _NO_LIMIT
+        return next_tokens
 
     def _of_each_group(self, rows: Rows, num: int) -> list[int]:
         """Count the device blocks in the first `num` rows, for each group."""

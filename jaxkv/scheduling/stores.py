@@ -128,9 +128,9 @@ class Stores:
             is_held = np.all(held.reshape(-1, self._factor), axis=1)
         blocks = blocks.reshape(-1, self._factor)
         keys = join_keys([offer.keys for offer in offers])
-        if self._take(pool, keys, blocks, is_held):
+        if len(offers) > 1 and self._take(pool, keys, blocks, is_held):
             return num_done
-        # There is no room for all of them.
+        # One offer, or no room for all of several.
         stops = list(accumulate(num_done))
         for number, (stop, num) in enumerate(zip(stops, num_done, strict=True)):
             own = slice(stop - num, stop)
