@@ -36,21 +36,37 @@ FLOORS = [
         " < scheduling scheduler worker < compat",
         "traces < synthetic belady request_loop < replay",
     ],
+    [
+        "config",
+        "observe.catalog observe.kv_events < observe.publisher",
+        "observe.metrics",
+        "observe",
+    ],
     ["jaxkv"],  # the public face, jaxkv/__init__.py
     [
         "demo.records demo.request demo.model"
         " < demo.workload demo.steps demo.allocation < demo.runner demo.batcher"
         " < demo.engine < demo.report demo.run < demo",
+        "integrations.prefix_blocks < integrations.prefix_store"
+        " < integrations.jetstream",
+        "integrations.maxtext",
+        "integrations.vllm",
+        "integrations",
+        "doctor",
         "bench.machine < bench.records < bench.plan < bench.paged_pool < bench.designs"
         " < bench.overlap < bench.transfer bench.report < bench",
     ],
     [
         "commands.options commands.progress commands.replay_report"
-        " < commands.demo commands.replay commands.bench < commands < cli"
+        " < commands.demo commands.replay commands.bench commands.doctor"
+        " < commands < cli"
     ],
 ]
 CORE = {"jax", "jaxlib", "numpy"} | sys.stdlib_module_names
-EXTRAS = {"flax", "rich", "matplotlib"}
+EXTRAS = {"flax", "rich", "matplotlib", "zmq", "msgspec", "prometheus_client"}
+ENGINES = {"jetstream", "maxtext", "vllm", "tpu_inference"}  # what is plugged into
+# Packages that are of no use without an extra, and say so when imported.
+NEED_EXTRAS = ("jaxkv.demo", "jaxkv.observe")
 
 Sources = dict[str, str]  # a module's full name -> its text
 
@@ -108,8 +124,8 @@ def faults(sources: Sources) -> list[str]:
                 other = place(name)
                 if other is None or not may_import(own, other):
                     found.append(f"{module} may not import {name}")
-            elif top in EXTRAS:
-                if not lazy and not module.startswith("jaxkv.demo"):
+            elif top in EXTRAS | ENGINES:
+                if not lazy and not module.startswith(NEED_EXTRAS):
                     found.append(f"{module} may import {name} only in a function")
             elif top not in CORE:
                 found.append(f"{module} imports {name}, which is no dependency")
