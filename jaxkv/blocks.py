@@ -349,16 +349,7 @@ class DeviceBlockPool:
         return np.concatenate([_NO_IDS.reshape(2, 0), *each], axis=1)
 
     def _checked(self, block_ids: BlockIds) -> NDArray[Any]:
-        """Make an array of ids; refuse what the pool has not."""
-        ids = np.asarray(block_ids)
-        if not ids.size:
-            return _NO_IDS
-        if ids.dtype.kind not in "iu" or ids.ndim != 1:
-            raise TypeError(f"{block_ids=} must be a flat list of ints.")
-        if ids.min() < 0 or ids.max() >= self.num_blocks:
-            wrong = ids[(ids < 0) | (ids >= self.num_blocks)][0]
-            raise ValueError(f"block_id={wrong} must be in [0, {self.num_blocks}).")
-        return ids
+        return programs.checked_ids(block_ids, self.num_blocks)
 
     def _pairs(
         self, block_ids: BlockIds, keys: Sequence[BlockKey]

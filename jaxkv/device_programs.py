@@ -108,6 +108,21 @@ def call(
     return DeviceTier(**fixed, **changed), unpack(packed)
 
 
+def checked_ids(
+    block_ids: Sequence[int] | NDArray[np.integer[Any]], num_blocks: int
+) -> NDArray[Any]:
+    """Make an array of ids; refuse what a pool of `num_blocks` has not."""
+    ids = np.asarray(block_ids)
+    if not ids.size:
+        return np.empty(0, np.int32)
+    if ids.dtype.kind not in "iu" or ids.ndim != 1:
+        raise TypeError(f"{block_ids=} must be a flat list of ints.")
+    if ids.min() < 0 or ids.max() >= num_blocks:
+        wrong = ids[(ids < 0) | (ids >= num_blocks)][0]
+        raise ValueError(f"block_id={wrong} must be in [0, {num_blocks}).")
+    return ids
+
+
 def cut(total: int, max_batch: int) -> Iterator[int]:
     """Cut a batch into parts that one call may have; none if it is empty."""
     while total > 0:

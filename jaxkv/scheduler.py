@@ -19,8 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from jaxkv import programs
-from jaxkv.batches import buckets
 from jaxkv.blocks import DeviceBlockPool
 from jaxkv.connector import (
     BlockTable,
@@ -40,16 +38,8 @@ from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules, check_rules
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.scheduling.stores import Stores
-from jaxkv.search import search
-from jaxkv.types import KEY_BYTES, OffloadingEvent, Policy
-
-_PROGRAMS = (
-    programs.CONTAINS,
-    programs.TOUCH,
-    programs.REORDER,
-    programs.PREPARE_STORE,
-    programs.COMPLETE_STORE,
-)
+from jaxkv.scheduling.warm_up import warm_up
+from jaxkv.types import OffloadingEvent, Policy
 
 
 class OffloadScheduler:
@@ -158,24 +148,14 @@ class OffloadScheduler:
             max_blocks_per_step: Most blocks that the requests of a step will store
                 together, if that is more.
         """
-        if self._lazy is not None:
-            max_blocks_per_request = max(max_blocks_per_request, self._lazy.num_blocks)
-        most = max(max_blocks_per_request, max_blocks_per_step)
-        self._manager.many.warm_up(most, which=_PROGRAMS)
-        pool = self._pool
-        pool.warm_up(most)
-        if self._lazy is not None:
-            pool.next_free(self._lazy.num_blocks)
-        smallest = min(group.block_size for group in self.groups)
-        for num_blocks in buckets(max_blocks_per_request):
-            num_tokens = num_blocks * smallest
-            keys = [
-                [bytes(KEY_BYTES)] * max(num_tokens // group.block_size, 1)
-                for group in self.groups
-            ]
-            factor = self.rules.blocks_per_host_block
-            for host in (None, self._manager.many):
-                search(self.groups, keys, num_tokens, pool, host, factor)
+        warm_up(
+            self.groups,
+            self.rules,
+            self._manager.many,
+            self._pool,
+            max_blocks_per_request,
+            max_blocks_per_step,
+        )
 
     def note_rates(self, load_bytes_per_s: float, prefill_tokens_per_s: float) -> None:
         """Tell how fast loads and the model are, for the gate of `OffloadRules`.

@@ -15,7 +15,8 @@ FLOORS = [
     ["types < hashing keys < batches", "units"],
     [
         "policies.ordering policies.counting < policies.directory policies.recency"
-        " < policies.lru policies.arc < policies.registry < policies",
+        " policies.arc_target < policies.lru policies.arc < policies.registry"
+        " < policies",
         "transfer.memory transfer.limits < transfer.layout transfer.probe"
         " < transfer.codecs < transfer.extents < transfer.rows transfer.sizing"
         " transfer.hoststore < transfer.plans < transfer.ids transfer.kernels"
@@ -32,7 +33,8 @@ FLOORS = [
     [
         "connector < scheduling.rules scheduling.stats search < scheduling.gate"
         " scheduling.load_plan scheduling.prefix scheduling.request_keys"
-        " < scheduling.loads scheduling.stores < scheduling.eager scheduling.lazy"
+        " scheduling.warm_up < scheduling.loads scheduling.stores"
+        " < scheduling.eager scheduling.lazy scheduling.vllm_019"
         " < scheduling scheduler worker < compat",
         "traces < synthetic belady request_loop < replay",
     ],

@@ -26,11 +26,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from jaxkv.keys import lanes_to_keys
+from jaxkv.policies import arc_target, recency
 from jaxkv.policies import directory as directory_lib
-from jaxkv.policies import recency
+from jaxkv.policies.arc_target import B1, B2
 from jaxkv.policies.counting import running_count
 from jaxkv.policies.directory import Directory
 from jaxkv.policies.ordering import after
@@ -38,7 +39,7 @@ from jaxkv.policies.recency import Oldest, RecencyLog
 from jaxkv.types import NO_BLOCK, EvictResult, InsertResult, Policy
 
 # In this order because every move but eviction is upwards (see `recency.put`).
-B1, B2, T1, T2 = range(4)
+T1, T2 = 2, 3
 _NUM_LISTS = 4
 _NO_LIST = -1
 
@@ -79,7 +80,7 @@ def init(num_blocks: int, max_batch: int) -> ARCState:
         order=recency.init(num_entries, max_batch, _NUM_LISTS),
         sizes=jnp.zeros((_NUM_LISTS,), jnp.int32),
         unused=jnp.arange(num_entries, dtype=jnp.int32)[::-1],
-        target=jnp.zeros((2,), jnp.uint32),
+        target=arc_target.zero(),
     )
 
 
@@ -109,7 +110,9 @@ def touch(
         state,
         order=order,
         sizes=state.sizes + _count(new_lists, moved) - _count(lists, moved),
-        target=_adapt(state.target, hits, state.sizes, _num_entries(state) // 3),
+        target=arc_target.adapt(
+            state.target, hits, state.sizes, _num_entries(state) // 3
+        ),
     )
 
 
@@ -181,7 +184,7 @@ def evict(
         return recency.find_oldest(state.order, num, is_eligible, width, of_list)
 
     # Taken one by one, blocks would come from T1 while |T1| >= int(target).
-    above_target = state.sizes[T1] - _int_target(state.target) + 1
+    above_target = state.sizes[T1] - arc_target.as_int(state.target) + 1
     t1 = oldest(jnp.clip(above_target, 0, num), T1)
     num_first = t1.num
     t2 = oldest(num - num_first, T2)
@@ -238,7 +241,7 @@ def snapshot(state: ARCState) -> dict[str, Any]:
     return {
         name: lanes_to_keys(keys[recency.in_order(state.order, of_list)])
         for name, of_list in lists.items()
-    } | {"target": float(np.asarray(state.target).view(np.float64)[0])}
+    } | {"target": arc_target.as_float(state.target)}
 
 
 @functools.cache
@@ -327,44 +330,6 @@ def _make(num_blocks: int, max_batch: int, *, fixed: bool) -> Policy:
         evict=functools.partial(evict, fixed=fixed),
         snapshot=snapshot,
     )
-
-
-def _adapt(target: Array, lists: Array, sizes: Array, num_blocks: int) -> Array:
-    """Move the target once for each ghost that was used.
-
-    Args:
-        target: u32[2]. Bits of the target before.
-        lists: i32[K]. What lists the used entries were in, in the order of use.
-        sizes: i32[4]. Entries in each list, the same throughout.
-        num_blocks: The highest target.
-
-    Returns:
-        u32[2]. Bits of the target after.
-    """
-    is_ghost = (lists == B1) | (lists == B2)
-    rank = running_count(is_ghost) - 1
-    at = jnp.where(is_ghost, rank, lists.shape[0])
-    ghosts = jnp.zeros_like(lists).at[at].set(lists, mode="drop")
-    # The sum is clamped at every step, so the steps cannot be added up beforehand.
-    with jax.enable_x64(True):
-        # A list of ghosts that was hit is not empty, so this `max` changes no result.
-        b1, b2 = jnp.maximum(sizes[:2], 1).astype(jnp.float64)
-        up, down = jnp.maximum(b2 / b1, 1.0), jnp.maximum(b1 / b2, 1.0)
-
-        def move(i: Array, value: Array) -> Array:
-            raised = jnp.minimum(value + up, float(num_blocks))
-            lowered = jnp.maximum(value - down, 0.0)
-            return jnp.where(ghosts[i] == B1, raised, lowered)
-
-        value = lax.bitcast_convert_type(target, jnp.float64)
-        value = lax.fori_loop(jnp.int32(0), rank[-1] + 1, move, value)
-        return lax.bitcast_convert_type(value, jnp.uint32)
-
-
-def _int_target(target: Array) -> Array:
-    """Cut the target (u32[2], bits) down to a whole number: i32[]."""
-    with jax.enable_x64(True):
-        return lax.bitcast_convert_type(target, jnp.float64).astype(jnp.int32)
 
 
 def _entries(state: ARCState, keys: Array, meant: Array) -> Array:

@@ -21,17 +21,15 @@ from jaxkv.transfer.ids import (
     BlockIdsLike,
     check_distinct,
     copy_pairs,
-    device_block_ids,
-    host_block_ids,
+    transfer_pairs,
 )
 from jaxkv.transfer.kernels import Mode, Mover
 from jaxkv.transfer.layout import PoolLayout
 from jaxkv.transfer.modes import choose_mode
 from jaxkv.transfer.plans import NOTHING, Plans
-from jaxkv.transfer.sizing import HostSize
+from jaxkv.transfer.sizing import HostSize, parse_argument
 from jaxkv.transfer.tickets import Completion, Ticket
 from jaxkv.types import PyTree
-from jaxkv.units import parse_bytes
 
 DEFAULT_STAGING_BYTES = 256 << 20
 
@@ -140,14 +138,12 @@ class TransferEngine:
             )
 
         size = HostSize.of(
-            None if num_host_blocks is None else operator.index(num_host_blocks),
-            None if host_bytes is None else _parse("host_bytes", host_bytes),
-            None if extent_bytes is None else _parse("extent_bytes", extent_bytes),
+            *(num_host_blocks, host_bytes, extent_bytes),
             extents_of(1).num_bytes,
             layout.num_lanes,
         )
         extents = extents_of(size.extent_blocks)
-        self._staging_bytes = _parse("staging_bytes", staging_bytes)
+        self._staging_bytes = parse_argument("staging_bytes", staging_bytes)
         if self._staging_bytes < extents.num_bytes:
             raise ValueError(
                 f"{staging_bytes=} must be at least the {extents.num_bytes} bytes of "
@@ -398,20 +394,7 @@ class TransferEngine:
     def _pairs(
         self, device_ids: BlockIdsLike, host_ids: BlockIdsLike
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        device = device_block_ids(
-            device_ids, self._layout.num_blocks, self._plans.blocks_per_host_block
+        num_blocks = self._layout.num_blocks, self.num_host_blocks
+        return transfer_pairs(
+            device_ids, host_ids, *num_blocks, self.blocks_per_host_block
         )
-        host = host_block_ids(host_ids, self.num_host_blocks)
-        if len(device) != len(host):
-            raise ValueError(
-                f"{len(device)} device_block_ids and {len(host)} host_block_ids must "
-                "be equally many: they go in pairs."
-            )
-        return device, host
-
-
-def _parse(name: str, size: str | SupportsIndex) -> int:
-    try:
-        return parse_bytes(size)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None

@@ -70,6 +70,31 @@ def device_block_ids(
     return array
 
 
+def transfer_pairs(
+    device_ids: BlockIdsLike,
+    host_ids: BlockIdsLike,
+    num_device_blocks: int,
+    num_host_blocks: int,
+    blocks_per_host_block: int,
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Check the two sides of a transfer.
+
+    Returns:
+        i32[n, m] and i32[n], as `device_block_ids` and `host_block_ids` check them.
+
+    Raises:
+        ValueError: One of them is wrong, or they do not go in pairs.
+    """
+    device = device_block_ids(device_ids, num_device_blocks, blocks_per_host_block)
+    host = host_block_ids(host_ids, num_host_blocks)
+    if len(device) != len(host):
+        raise ValueError(
+            f"{len(device)} device_block_ids and {len(host)} host_block_ids must "
+            "be equally many: they go in pairs."
+        )
+    return device, host
+
+
 def copy_pairs(
     sources: Sequence[int], targets: Sequence[int], num_blocks: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import operator
+from typing import NamedTuple, SupportsIndex
+
+from jaxkv.units import parse_bytes
 
 # An array costs the same to hand over whatever its size, and a program to start; the
 # bytes of an extent have to take several times as long as both.
@@ -27,17 +30,17 @@ class HostSize(NamedTuple):
     @classmethod
     def of(
         cls,
-        num_blocks: int | None,
-        host_bytes: int | None,
-        extent_bytes: int | None,
+        num_host_blocks: SupportsIndex | None,
+        host_bytes: str | SupportsIndex | None,
+        extent_bytes: str | SupportsIndex | None,
         lane_row_bytes: int,
         num_lanes: int,
     ) -> HostSize:
         """Work it out from what the caller has said.
 
         Args:
-            num_blocks: Host blocks, if that was said.
-            host_bytes: All memory, if that was.
+            num_host_blocks: Host blocks, if that was said.
+            host_bytes: All memory, if that was, such as ``"8GiB"``.
             extent_bytes: An extent's, if that was.
             lane_row_bytes: Bytes on the host of one block in each lane.
             num_lanes: Shards of the block axis.
@@ -45,21 +48,24 @@ class HostSize(NamedTuple):
         Raises:
             ValueError: Too little was said, too much, or something too small.
         """
-        if (num_blocks is None) == (host_bytes is None):
+        if (num_host_blocks is None) == (host_bytes is None):
             raise ValueError(
-                f"one of {num_blocks=} and {host_bytes=} must be given: the size of "
-                "the host tier, in blocks or in bytes."
+                f"one of {num_host_blocks=} and {host_bytes=} must be given: the size "
+                "of the host tier, in blocks or in bytes."
             )
-        target = {} if extent_bytes is None else {"target_bytes": extent_bytes}
-        if num_blocks is not None:
+        target = {}
+        if extent_bytes is not None:
+            target["target_bytes"] = parse_argument("extent_bytes", extent_bytes)
+        if num_host_blocks is not None:
+            num_blocks = operator.index(num_host_blocks)
             if num_blocks < 1:
-                raise ValueError(f"num_host_blocks={num_blocks} must be at least 1.")
+                raise ValueError(f"{num_host_blocks=} must be at least 1.")
             rows = -(-num_blocks // num_lanes)
             per_extent = extent_blocks(lane_row_bytes, rows, **target)
             full = -(-rows // per_extent)
             return cls(num_blocks, per_extent, full + _num_spare(full))
         assert host_bytes is not None
-        rows = host_bytes // lane_row_bytes
+        rows = parse_argument("host_bytes", host_bytes) // lane_row_bytes
         per_extent = extent_blocks(lane_row_bytes, rows, **target)
         num_extents = rows // per_extent
         full = num_extents - _num_spare(num_extents)
@@ -69,6 +75,18 @@ class HostSize(NamedTuple):
                 f"takes {lane_row_bytes} bytes, and as many are kept to spare."
             )
         return cls(full * per_extent * num_lanes, per_extent, num_extents)
+
+
+def parse_argument(name: str, size: str | SupportsIndex) -> int:
+    """Read a size in bytes that was given as the argument `name`.
+
+    Raises:
+        ValueError: It is not a size, or less than one byte.
+    """
+    try:
+        return parse_bytes(size)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _num_spare(num_extents: int) -> int:

@@ -277,9 +277,13 @@ def test_wrong_arguments_at_construction():
         TransferEngine(numbered_pool(), 4, layer_groups=3)
     with pytest.raises(ValueError, match="staging_bytes=47 must be at least the 48 by"):
         TransferEngine(numbered_pool(), 4, staging_bytes=47)
-    with pytest.raises(ValueError, match="one of num_blocks=None and host_bytes=None"):
+    with pytest.raises(
+        ValueError, match="num_host_blocks=None and host_bytes=None must"
+    ):
         TransferEngine(numbered_pool())
-    with pytest.raises(ValueError, match="num_blocks=4 and host_bytes=4096 must"):
+    with pytest.raises(
+        ValueError, match="num_host_blocks=4 and host_bytes='4KiB' must"
+    ):
         TransferEngine(numbered_pool(), 4, host_bytes="4KiB")
     with pytest.raises(ValueError, match="host_bytes=95 must be at least 96"):
         TransferEngine(numbered_pool(), host_bytes=95)
