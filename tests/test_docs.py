@@ -16,6 +16,8 @@ from tests.policies.test_contract import *  # noqa: F403 - on the policy of the 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ["README.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NAMES_A_FILE = re.compile(r"(?:tests|benchmarks|examples|jaxkv|docs)/[\w/.-]+\.\w+")
+LINKS_TO = re.compile(r"\]\((?!https?://)([^)#]+)[^)]*\)")
 SAYS_IT_PRINTS = re.compile(r"^print\(.*\)  # (.*)$", re.MULTILINE)
 
 
@@ -57,6 +59,17 @@ def test_python_runs_and_prints_what_it_says(run, page):
     said = SAYS_IT_PRINTS.findall("".join(BLOCK.findall(text)))
     printed = run(page)
     assert [line for line in printed if line in said] == said
+
+
+@pytest.mark.parametrize("page", sorted(PAGES))
+def test_what_a_page_names_is_there(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    beside = (ROOT / page).parent
+    missing = [
+        name for name in NAMES_A_FILE.findall(text) if not (ROOT / name).exists()
+    ]
+    missing += [link for link in LINKS_TO.findall(text) if not (beside / link).exists()]
+    assert missing == []
 
 
 def test_the_policy_of_the_docs_evicts_the_tail_of_the_oldest_batch_first(make):
