@@ -41,6 +41,9 @@ class HostBooks:
         state: All that is known, as a pytree.
         events: What happened since it was emptied last, None if that is not kept.
         num_held_blocks: Blocks that hold a key, stores in progress included.
+        num_evicted: Blocks that were given up so far to make room for others.
+        num_skipped: Times so far that a block was not to be stored, as too few had
+            asked for it.
     """
 
     def __init__(
@@ -55,6 +58,8 @@ class HostBooks:
         self.policy = policy
         self.events: list[OffloadingEvent] | None = [] if enable_events else None
         self.num_held_blocks = 0
+        self.num_evicted = 0
+        self.num_skipped = 0
         self._names: dict[BlockKey, bytes] = {}
         self._reuse = reuse
         # By identity. Who drops an output has ended it otherwise, or never will.

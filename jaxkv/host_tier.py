@@ -117,7 +117,9 @@ class HostTier(HostBooks):
         """Find room for the blocks that are not known yet; None where there is none."""
         batch = flatten(requests)
         if self._reuse is not None:
-            batch = passing(batch, self._reuse.passes(batch.keys))
+            passes = self._reuse.passes(batch.keys)
+            self.num_skipped += passes.count(False)
+            batch = passing(batch, passes)
         if not batch.keys:
             return [_nothing_to_store() for _ in batch.offsets[1:]]
         if self._is_too_long(batch):
@@ -277,6 +279,7 @@ class HostTier(HostBooks):
                     if key != name:
                         self._names[key] = name
             self.num_held_blocks += stop - start - len(evicted)
+            self.num_evicted += len(evicted)
             self._record(evicted, removed=True)
             spec = LoadStoreSpec(block_ids[start:stop])
             outputs.append(PrepareStoreOutput(names[start:stop], spec, evicted))

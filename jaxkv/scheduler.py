@@ -17,7 +17,9 @@ a step call by call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxkv.blocks import DeviceBlockPool
 from jaxkv.connector import (
@@ -32,11 +34,12 @@ from jaxkv.offloading_manager import OffloadingManager
 from jaxkv.scheduling.eager import EagerStores
 from jaxkv.scheduling.gate import Gate
 from jaxkv.scheduling.lazy import LazyStores
+from jaxkv.scheduling.load_plan import flat_ids
 from jaxkv.scheduling.loads import Loads
 from jaxkv.scheduling.prefix import rows_of
 from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules, check_rules
-from jaxkv.scheduling.stats import OffloadStats
+from jaxkv.scheduling.stats import Delays, InTransit, OffloadStats
 from jaxkv.scheduling.stores import Stores
 from jaxkv.scheduling.warm_up import warm_up
 from jaxkv.types import OffloadingEvent, Policy
@@ -53,6 +56,7 @@ class OffloadScheduler:
         cache_policy: Which of them to give up when it is full; a name or a `Policy`.
         enable_events: Whether to keep events for `take_events`.
         rules: How to store and load.
+        clock: Seconds since some moment, for `delays`; no decision depends on it.
 
     Raises:
         ValueError: If a number is too small, the policy is not known or was made for
@@ -63,6 +67,7 @@ class OffloadScheduler:
         groups: The groups.
         rules: The rules.
         num_host_blocks: Blocks of the host tier.
+        delays: How long look-ups took, and loads from the look-up to their arrival.
     """
 
     def __init__(
@@ -73,6 +78,7 @@ class OffloadScheduler:
         enable_events: bool = False,
         *,
         rules: OffloadRules | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.groups = as_groups(groups)
         self.rules = rules = rules or OffloadRules()
@@ -86,10 +92,14 @@ class OffloadScheduler:
             store_threshold=rules.store_threshold,
         )
         host = self._manager.many
-        self._gate = Gate(rules)
+        self.delays = Delays(clock)
+        self._stats = OffloadStats()
+        self._gate = Gate(rules, self._stats)
         self._keys = RequestKeys(len(self.groups))
-        self._loads = Loads(self.groups, host, rules, self._gate, self._keys)
-        self._stores = Stores(host, rules)
+        self._loads = Loads(
+            self.groups, host, rules, self._gate, self._keys, self._stats
+        )
+        self._stores = Stores(host, rules, self._stats)
         self._eager: EagerStores | None = None
         self._lazy: LazyStores | None = None
         if rules.mode == "eager":
@@ -116,14 +126,15 @@ class OffloadScheduler:
     @property
     def stats(self) -> OffloadStats:
         """What came of stores and loads so far."""
-        dropped = self._stores.num_dropped
-        return OffloadStats(
-            num_store_refusals=self._stores.num_refusals,
-            num_dropped_full=dropped["full"],
-            num_dropped_slow=dropped["slow"],
-            num_dropped_failed=dropped["failed"],
-            num_loads_declined=self._gate.num_declined,
+        host = self._manager.many
+        return dataclasses.replace(
+            self._stats, num_evicted=host.num_evicted, num_skipped=host.num_skipped
         )
+
+    @property
+    def in_transit(self) -> InTransit:
+        """What is on its way now; any thread may ask, as for `stats`."""
+        return InTransit(*self._stores.in_transit, *self._loads.in_transit)
 
     def has_pending_stores(self) -> bool:
         """Tell whether blocks are on their way to the host.
@@ -187,8 +198,11 @@ class OffloadScheduler:
             later step. And whether they take time, while the request waits; if not,
             they are there when the model of this step runs.
         """
+        start_s = self.delays.clock()
         self._num_local[request.request_id] = num_computed_tokens
-        return self._loads.query(self._pool, request, num_computed_tokens)
+        offer = self._loads.query(self._pool, request, num_computed_tokens)
+        self.delays.note_lookup(request.request_id, start_s, *offer)
+        return offer
 
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockTable, num_external_tokens: int
@@ -209,11 +223,15 @@ class OffloadScheduler:
                 one that is not of full attention, less. Then nothing changes.
         """
         self._loads.take(self._pool, request, block_ids, num_external_tokens)
+        name = request.request_id
+        num_local = self._num_local.pop(name, None)
         if self._eager is not None:
-            num_local = self._num_local.pop(request.request_id, 0)
-            self._eager.register(request, block_ids, num_local, num_external_tokens)
-        if request.request_id not in self._known:
-            self._known.add(request.request_id)
+            self._eager.register(
+                request, block_ids, num_local or 0, num_external_tokens
+            )
+        if name not in self._known:
+            self._known.add(name)
+            self._stats.count_request(request, num_local, num_external_tokens)
             # Once, however often it asked: a request uses its blocks once.
             keys = self._keys.of(request)
             none = [0] * len(keys)
@@ -254,25 +272,16 @@ class OffloadScheduler:
         store_event, stores = self._stores.issue(most, in_flight + num_leaving)
         return OffloadMetadata(
             load_event=load_event,
-            load_device_blocks=tuple(
-                block
-                for load in loads
-                if load.targets is not None
-                for block in load.targets.reshape(-1).tolist()
-            ),
-            load_host_blocks=tuple(
-                block for load in loads for block in load.host_blocks.tolist()
-            ),
+            load_device_blocks=flat_ids(load.targets for load in loads),
+            load_host_blocks=flat_ids(load.host_blocks for load in loads),
             load_event_to_reqs=dict(self._loads.event_to_reqs),
             store_event=store_event,
             store_device_blocks=tuple(stores.device_blocks),
             store_host_blocks=tuple(stores.host_blocks),
             need_flush=self.rules.flush_on_preemption
             and bool(output.preempted_req_ids),
-            copy_from_blocks=tuple(b for load in copies for b in load.sources.tolist()),
-            copy_to_blocks=tuple(
-                b for load in copies for b in load.copy_targets.tolist()
-            ),
+            copy_from_blocks=flat_ids(load.sources for load in copies),
+            copy_to_blocks=flat_ids(load.copy_targets for load in copies),
         )
 
     def update_connector_output(self, output: ConnectorOutput) -> ConnectorOutput:
@@ -294,6 +303,7 @@ class OffloadScheduler:
         finished, failed = self._loads.report(
             pool, output.finished_recving, output.failed_recving
         )
+        self.delays.note_loads(finished, failed)
         if finished or failed:
             self._stores.num_changes += 1
         if self._eager is not None:
@@ -378,6 +388,7 @@ class OffloadScheduler:
     def _part_with(self, request: Request) -> None:
         """Let go of a request's load, and store what it leaves behind."""
         self._loads.drop(self._pool, request.request_id)
+        self.delays.forget(request.request_id)
         self._num_local.pop(request.request_id, None)
         if self._eager is not None:
             self._eager.finish(self._pool, request.request_id)

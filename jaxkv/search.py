@@ -18,7 +18,7 @@ from jax import Array
 from numpy.typing import NDArray
 
 from jaxkv import device_tier, manager
-from jaxkv.batches import Packed, bucket, pack, pad_keys, unpack
+from jaxkv.batches import Packed, bucket, buckets, pack, pad_keys, unpack
 from jaxkv.blocks import NULL_BLOCK, DeviceBlockPool
 from jaxkv.device_tier import DeviceTier
 from jaxkv.groups import GroupSpec
@@ -26,7 +26,7 @@ from jaxkv.hits import find_longest_hit
 from jaxkv.host_tier import HostTier
 from jaxkv.manager import ManagerState
 from jaxkv.request_batch import flatten
-from jaxkv.types import NO_BLOCK, BlockKey, Policy, PyTree
+from jaxkv.types import KEY_BYTES, NO_BLOCK, BlockKey, Policy, PyTree
 
 
 class Match(NamedTuple):
@@ -129,6 +129,33 @@ def search(
         cut(answer.host_blocks),
         cut(answer.needed),
     )
+
+
+def warm_up(
+    groups: tuple[GroupSpec, ...],
+    pool: DeviceBlockPool,
+    host: HostTier,
+    blocks_per_host_block: int,
+    max_blocks: int,
+) -> None:
+    """Compile the search, of both tiers and of the device alone.
+
+    Args:
+        groups: The groups of the model's layers.
+        pool: The device's blocks.
+        host: The host's.
+        blocks_per_host_block: Device blocks in a host block.
+        max_blocks: Most blocks that a request will have in a group.
+    """
+    smallest = min(group.block_size for group in groups)
+    for num_blocks in buckets(max_blocks):
+        num_tokens = num_blocks * smallest
+        keys = [
+            [bytes(KEY_BYTES)] * max(num_tokens // group.block_size, 1)
+            for group in groups
+        ]
+        for tier in (None, host):
+            search(groups, keys, num_tokens, pool, tier, blocks_per_host_block)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -11,7 +11,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxkv.connector import NO_EVENT, ConnectorOutput, OffloadMetadata
+from jaxkv.scheduling.stats import SIZE_BUCKETS, Histogram
 from jaxkv.transfer import Completion, Ticket, TransferEngine
+from jaxkv.transfer.tickets import Direction
 from jaxkv.types import PyTree
 
 _RATE_WEIGHT = 0.25
@@ -63,6 +65,11 @@ class OffloadWorker:
         blocks_loaded: Host blocks whose load arrived so far.
         bytes_stored: Bytes of the former.
         bytes_loaded: Bytes of the latter.
+        store_s: Seconds that these stores took, from the start to the report. Those of
+            transfers that overlap count for each.
+        load_s: Seconds that these loads took.
+        store_sizes: Bytes of each of these stores; a step has one.
+        load_sizes: Bytes of each of these loads.
         load_bytes_per_s: How fast loads were of late, from the start to the report;
             0 before the first.
         plan_digest: Digest of all steps so far, if `check_plans`.
@@ -95,6 +102,10 @@ class OffloadWorker:
         self.blocks_loaded = 0
         self.bytes_stored = 0
         self.bytes_loaded = 0
+        self.store_s = 0.0
+        self.load_s = 0.0
+        self.store_sizes = Histogram(SIZE_BUCKETS)
+        self.load_sizes = Histogram(SIZE_BUCKETS)
         self.load_bytes_per_s = 0.0
         self.plan_digest = b""
         self._engine = engine
@@ -110,6 +121,22 @@ class OffloadWorker:
     def num_in_flight(self) -> int:
         """Transfers that were started and not reported yet."""
         return len(self._pending)
+
+    @property
+    def num_in_flight_by_direction(self) -> dict[Direction, int]:
+        """How many of these are stores, and how many loads; any thread may ask."""
+        directions = [ticket.direction for ticket in tuple(self._pending)]
+        return {"store": directions.count("store"), "load": directions.count("load")}
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Bytes that were issued and are not known to have arrived."""
+        return self._engine.bytes_in_flight
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory set aside in this process."""
+        return self._engine.host_bytes
 
     def start(self, meta: OffloadMetadata, pool: PyTree) -> PyTree:
         """Start the transfers of a step; returns before they are done.
@@ -203,14 +230,10 @@ class OffloadWorker:
             ok = done.error is None
             if isinstance(pending.name, int):
                 stores[ok].append(pending.name)
-                self.blocks_stored += done.num_blocks * ok
-                self.bytes_stored += done.num_bytes * ok
             else:
                 recving[ok].extend(pending.name)
-                self.blocks_loaded += done.num_blocks * ok
-                self.bytes_loaded += done.num_bytes * ok
-                if ok and done.num_bytes:
-                    self._measure(done.num_bytes, now_s - pending.start_s)
+            if ok:
+                self._count(done, now_s - pending.start_s)
         if self._deadline_s is not None:
             for ticket, pending in list(self._pending.items()):
                 if now_s - pending.start_s > self._deadline_s:
@@ -227,8 +250,21 @@ class OffloadWorker:
             failed_store_events=tuple(stores[False]),
         )
 
-    def _measure(self, num_bytes: int, duration_s: float) -> None:
-        rate = num_bytes / max(duration_s, 1e-9)
+    def _count(self, done: Completion, duration_s: float) -> None:
+        """Count a transfer that arrived."""
+        if done.direction == "store":
+            self.blocks_stored += done.num_blocks
+            self.bytes_stored += done.num_bytes
+            self.store_s += duration_s
+            self.store_sizes.add(done.num_bytes)
+            return
+        self.blocks_loaded += done.num_blocks
+        self.bytes_loaded += done.num_bytes
+        self.load_s += duration_s
+        self.load_sizes.add(done.num_bytes)
+        if not done.num_bytes:
+            return
+        rate = done.num_bytes / max(duration_s, 1e-9)
         if self.load_bytes_per_s:
             rate = (1 - _RATE_WEIGHT) * self.load_bytes_per_s + _RATE_WEIGHT * rate
         self.load_bytes_per_s = rate

@@ -355,6 +355,8 @@ class Engine(Admission):
         assert not scheduler._known
         assert not scheduler._loads.event_to_reqs
         assert not scheduler._loads._shared
+        assert not scheduler.delays._offered_s
+        assert not scheduler.delays._deferred_s
         if scheduler._eager is not None:
             assert not scheduler._eager._progress
         self.is_calm = False

@@ -252,6 +252,21 @@ class Watcher:
             pins.update(store.device_blocks)
         return pins
 
+    def check_counts(self, ref_cnt):
+        """See that what was to be stored is counted once, wherever it is now."""
+        stats, now = self.scheduler.stats, self.scheduler.in_transit
+        sent = [store for store in self.stores.values() if not store.is_stale]
+        assert now.stores_in_flight == sum(len(store.device_blocks) for store in sent)
+        assert now.stores_waiting == len(self.scheduler._stores._waiting.device_blocks)
+        assert now.host_blocks_written == sum(n < 0 for n in ref_cnt)
+        assert now.host_blocks_read == sum(n > 0 for n in ref_cnt)
+        dropped = stats.num_dropped_full + stats.num_dropped_slow
+        dropped += stats.num_dropped_failed + stats.num_dropped_reset
+        on_their_way = now.stores_waiting + now.stores_in_flight
+        assert stats.num_offered == stats.num_stored + dropped + on_their_way
+        assert stats.num_device_hit_tokens <= stats.num_device_query_tokens
+        assert stats.num_host_hit_tokens <= stats.num_host_query_tokens
+
     def check(self, deeply=False):
         pool, scheduler = self.pool, self.scheduler
         waiting = scheduler._stores._waiting
@@ -280,6 +295,7 @@ class Watcher:
         assert pool.num_free == pool.num_blocks - 1 - len(busy)
         assert scheduler.has_pending_loads() == bool(self.loads)
         assert scheduler.has_pending_stores() == bool(self.stores or waiting.keys)
+        self.check_counts(list(ref_cnt.values()))
         on_host = self.keys_on_host()
         assert scheduler.num_host_blocks_held == len(on_host)
         hosts = list(self.ready.values())

@@ -439,6 +439,19 @@ def test_stats_say_why_blocks_did_not_get_to_the_host():
     rig.check_nothing_leaked()
 
 
+def test_stats_do_not_call_dropped_what_the_host_has():
+    rig = make_rig()
+    rig.fill_host(NUM_BLOCKS - 3)
+    rig.run(rig.request("one", 1, 2, 3))
+    # The host is full, and all of it is being loaded from.
+    held = [key for [key] in rig.host.values()]
+    rig.scheduler._manager.many.prepare_load([held])
+    rig.run(rig.request("two", 1, 2, 3, 4))
+    assert rig.scheduler.stats.num_dropped_full == 1
+    rig.scheduler._manager.many.complete_load([held])
+    rig.check_nothing_leaked()
+
+
 def test_stats_count_what_was_too_much_at_once():
     rig = make_rig(max_blocks_in_flight=1)
     rig.admit(rig.request("one", 1, 2, 3))

@@ -149,6 +149,7 @@ class EagerStores:
         progress = self._progress.pop(request_id, None)
         if progress is None:
             return
+        factor, stats = self._rules.blocks_per_host_block, self._stores.stats
         num_full = self._num_full(progress)
         from_head = [0] * len(self._groups)
         rows = self._rows(progress, from_head, num_full)
@@ -158,14 +159,17 @@ class EagerStores:
                 self._host.reorder([rows.keys])
             return
         if self._stores.is_congested:
-            num_lost = int((~is_known).sum()) * self._rules.blocks_per_host_block
-            self._stores.num_dropped["slow"] += num_lost
+            num_lost = int((~is_known).sum()) * factor
+            stats.num_offered += num_lost
+            stats.num_dropped_slow += num_lost
             return
         # All of it, so that its tail does not take the place of its head.
         progress.num_offered = from_head
         self._offer(pool, [progress])
-        num_lost = sum(num_full) - sum(progress.num_offered)
-        self._stores.num_dropped["full"] += num_lost
+        num_done = sum(progress.num_offered) // factor
+        num_lost = int((~is_known[num_done:]).sum()) * factor
+        stats.num_offered += num_lost
+        stats.num_dropped_full += num_lost
 
     def clear(self) -> None:
         """Note that the host has forgotten everything."""

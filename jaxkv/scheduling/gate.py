@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.scheduling.stats import OffloadStats
 
 _PROBE_INTERVAL = 32
 
@@ -16,13 +17,11 @@ class Gate:
 
     Args:
         rules: What the engine chose.
-
-    Attributes:
-        num_declined: Loads declined so far.
+        stats: Where declined loads are counted.
     """
 
-    def __init__(self, rules: OffloadRules) -> None:
-        self.num_declined = 0
+    def __init__(self, rules: OffloadRules, stats: OffloadStats) -> None:
+        self._stats = stats
         self._is_on = rules.gate
         self._block_bytes = rules.block_bytes
         self._load_bytes_per_s = 0.0
@@ -59,5 +58,5 @@ class Gate:
         self._num_slow += 1
         if self._num_slow % _PROBE_INTERVAL == 0:
             return True
-        self.num_declined += 1
+        self._stats.num_loads_declined += 1
         return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -176,6 +176,11 @@ def find_targets(
         blocks_at(load.row_groups[:, None], load.row_indices),
         blocks_at(load.copy_groups, load.copy_indices),
     )
+
+
+def flat_ids(each: Iterable[Ids | None]) -> tuple[int, ...]:
+    """List the ids of several arrays in a row."""
+    return tuple(i for ids in each if ids is not None for i in ids.reshape(-1).tolist())
 
 
 def split_load(load: Load, targets: Ids, copy_targets: Ids) -> tuple[Load, Load]:

@@ -15,7 +15,10 @@ from jaxkv.scheduling.gate import Gate
 from jaxkv.scheduling.load_plan import Load, find_targets, plan_load, split_load
 from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.search import search
+
+_NO_ROWS = np.empty(0, np.int32)
 
 
 class Loads:
@@ -31,6 +34,7 @@ class Loads:
         rules: What the engine chose.
         gate: Tells whether a load is worth its time.
         keys: The requests' keys.
+        stats: Where it is counted what comes of the loads.
 
     Attributes:
         event_to_reqs: The requests that each load event in flight serves.
@@ -43,6 +47,7 @@ class Loads:
         rules: OffloadRules,
         gate: Gate,
         keys: RequestKeys,
+        stats: OffloadStats,
     ) -> None:
         self.event_to_reqs: dict[int, tuple[str, ...]] = {}
         self._groups = groups
@@ -50,6 +55,7 @@ class Loads:
         self._rules = rules
         self._gate = gate
         self._keys = keys
+        self._stats = stats
         self._loads: dict[str, Load] = {}
         # How many loads bring each host block; kept only to delay those that share.
         self._shared: Counter[int] = Counter()
@@ -66,6 +72,17 @@ class Loads:
             for load in self._loads.values()
             if load.event != NO_EVENT
         )
+
+    @property
+    def in_transit(self) -> tuple[int, int, int]:
+        """The part of `InTransit` that tells of loads; for any thread."""
+        num_blocks = {True: 0, False: 0}
+        rows = [_NO_ROWS]
+        for load in tuple(self._loads.values()):
+            num_blocks[load.event == NO_EVENT] += len(load.written_blocks)
+            rows.append(load.host_blocks)
+        # Several requests may load one host block.
+        return num_blocks[True], num_blocks[False], np.unique(np.concatenate(rows)).size
 
     def query(
         self, pool: DeviceBlockPool, request: Request, num_computed_tokens: int
@@ -199,6 +216,7 @@ class Loads:
             else:
                 del self._loads[load.request_id]
         for load in copying:
+            self._stats.num_copied += load.sources.size
             # Whatever overwrites a source comes later, on the device too.
             pool.unpin(load.sources)
             if load.event == NO_EVENT:
@@ -237,6 +255,10 @@ class Loads:
             load.has_failed |= request_id in failed
             if load.num_reports == self._rules.world_size:
                 ended.append(load)
+        for load in ended:
+            self._stats.num_loads_failed += load.has_failed
+            self._stats.num_loads += not load.has_failed
+            self._stats.num_loaded += len(load.written_blocks) * (not load.has_failed)
         self._end(pool, ended)
         answers: tuple[list[str], list[str]] = [], []
         for load in ended:

@@ -1,25 +1,208 @@
-"""What came of stores and loads, in numbers."""
+"""What came of stores and loads, in numbers, and how long they took."""
 
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from jaxkv.connector import Request
+
+# The buckets of vLLM's histograms of the same names (`jaxkv.observe.metrics`).
+SIZE_BUCKETS = (1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)
+LOOKUP_BUCKETS = (1e-5, 5e-5, 1e-4, 5e-4, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0)
+DELAY_BUCKETS = (1e-4, 5e-4, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class OffloadStats:
     """What came of stores and loads so far.
 
+    Blocks are device blocks unless it says otherwise. Whatever was offered to the host
+    is stored, dropped, or still on its way (`InTransit`).
+
+    A reader in another thread may see a block that has been offered and is nowhere
+    else yet, never the other way round: a part is counted after the whole and, as the
+    fields are read in their order, read before it.
+
     Attributes:
         num_store_refusals: Times that the host had no room for all that was offered.
+        num_stored: Blocks that got to the host.
         num_dropped_full: Blocks that did not get to the host, as it had no room until
             their request was over.
         num_dropped_slow: Likewise, as too much was on its way already.
         num_dropped_failed: Blocks whose transfer to the host failed.
+        num_dropped_reset: Blocks that were on their way when the host was reset.
+        num_offered: Blocks that were to be stored: that got a place on the host, or
+            were dropped without.
+        num_skipped: Times that a host block was not stored as too few had asked for it
+            (`OffloadRules.store_threshold`).
+        num_evicted: Host blocks that were given up to make room for others.
+        num_loads: Loads that arrived, each for a request.
+        num_loads_failed: Loads that did not.
         num_loads_declined: Loads that would have taken longer than to compute.
+        num_loaded: Blocks that came back from the host.
+        num_copied: Blocks that were copied on the device, in place of a load.
+        num_device_hit_tokens: Tokens of new requests that were found on the device.
+        num_device_query_tokens: Tokens of new requests, found or not.
+        num_host_hit_tokens: Of the tokens that the device's own prefix did not have,
+            those that the host brought, or copies on the device.
+        num_host_query_tokens: Tokens that the device's own prefix did not have.
     """
 
-    num_store_refusals: int
-    num_dropped_full: int
-    num_dropped_slow: int
-    num_dropped_failed: int
-    num_loads_declined: int
+    num_store_refusals: int = 0
+    num_stored: int = 0
+    num_dropped_full: int = 0
+    num_dropped_slow: int = 0
+    num_dropped_failed: int = 0
+    num_dropped_reset: int = 0
+    num_offered: int = 0
+    num_skipped: int = 0
+    num_evicted: int = 0
+    num_loads: int = 0
+    num_loads_failed: int = 0
+    num_loads_declined: int = 0
+    num_loaded: int = 0
+    num_copied: int = 0
+    num_device_hit_tokens: int = 0
+    num_device_query_tokens: int = 0
+    num_host_hit_tokens: int = 0
+    num_host_query_tokens: int = 0
+
+    def count_request(
+        self, request: Request, num_local: int | None, num_external: int
+    ) -> None:
+        """Count what a new request had found when it got its blocks.
+
+        Args:
+            request: The request.
+            num_local: Tokens found on the device; None if nobody has asked for more.
+            num_external: Tokens that come from the host or are copied.
+        """
+        if num_local is not None:
+            self.num_device_query_tokens += request.num_tokens
+            self.num_device_hit_tokens += num_local
+            self.num_host_query_tokens += request.num_tokens - num_local
+            self.num_host_hit_tokens += num_external
+
+
+class InTransit(NamedTuple):
+    """What is on its way now, in device blocks unless it says otherwise.
+
+    Attributes:
+        stores_waiting: Blocks with a place on the host that have not left yet.
+        stores_in_flight: Blocks that have left for the host.
+        host_blocks_written: Host blocks with a store that waits or is in flight.
+        loads_waiting: Blocks to be loaded for requests that have their device blocks.
+        loads_in_flight: Blocks that have left for the device.
+        host_blocks_read: Host blocks held for a load: offered, waiting or in flight.
+    """
+
+    stores_waiting: int
+    stores_in_flight: int
+    host_blocks_written: int
+    loads_waiting: int
+    loads_in_flight: int
+    host_blocks_read: int
+
+
+class Histogram:
+    """Counts values by size.
+
+    One thread adds to it; others may read meanwhile.
+
+    Args:
+        bounds: The largest value of each bucket but the last, ascending.
+
+    Attributes:
+        bounds: As given.
+        total: The sum of all values.
+
+    Example:
+        >>> sizes = Histogram([1.0, 10.0])
+        >>> for size in (0.5, 1.0, 7.0, 70.0):
+        ...     sizes.add(size)
+        >>> sizes.counts, sizes.total
+        ((2, 1, 1), 78.5)
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.total = 0.0
+        self._counts = [0] * (len(bounds) + 1)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many values each bucket has; the last those above all bounds."""
+        return tuple(self._counts)
+
+    def add(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+class Delays:
+    """How long look-ups take, and how long requests wait for what they found.
+
+    Args:
+        clock: Seconds since some moment.
+
+    Attributes:
+        lookups: Seconds of each single look-up.
+        deferrals: Seconds from a look-up that is to be asked again until one that
+            gives an answer, or the end of the request.
+        loads: Seconds from the look-up that offered a load until it was reported to
+            have arrived, whatever it had to wait for.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.lookups = Histogram(LOOKUP_BUCKETS)
+        self.deferrals = Histogram(DELAY_BUCKETS)
+        self.loads = Histogram(DELAY_BUCKETS)
+        self.clock = clock
+        # When the look-up of each request began that was put off, or offered a load.
+        self._deferred_s: dict[str, float] = {}
+        self._offered_s: dict[str, float] = {}
+
+    def note_lookup(
+        self, request_id: str, start_s: float, num_tokens: int | None, is_awaited: bool
+    ) -> None:
+        """Note a look-up that has just ended.
+
+        Args:
+            request_id: Whose it is.
+            start_s: When it began.
+            num_tokens: What it offered; None if it is to be asked again.
+            is_awaited: Whether the request is to wait for that.
+        """
+        now_s = self.clock()
+        self.lookups.add(now_s - start_s)
+        if num_tokens is None:
+            self._deferred_s.setdefault(request_id, start_s)
+            return
+        self._end_deferral(request_id, now_s)
+        if is_awaited:
+            self._offered_s[request_id] = start_s
+        else:
+            self._offered_s.pop(request_id, None)
+
+    def note_loads(self, finished: Iterable[str], failed: Iterable[str]) -> None:
+        """Note loads that were reported to be over."""
+        for request_id in finished:
+            start_s = self._offered_s.pop(request_id, None)
+            if start_s is not None:
+                self.loads.add(self.clock() - start_s)
+        for request_id in failed:
+            self._offered_s.pop(request_id, None)
+
+    def forget(self, request_id: str) -> None:
+        """Note that a request asks and waits no more."""
+        self._offered_s.pop(request_id, None)
+        self._end_deferral(request_id, None)
+
+    def _end_deferral(self, request_id: str, now_s: float | None) -> None:
+        start_s = self._deferred_s.pop(request_id, None)
+        if start_s is not None:
+            self.deferrals.add((self.clock() if now_s is None else now_s) - start_s)

@@ -6,7 +6,6 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, chain, compress
-from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +16,8 @@ from jaxkv.host_tier import HostTier
 from jaxkv.keys import join_keys
 from jaxkv.scheduling.prefix import Rows
 from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.types import BlockKey
-
-DropReason: TypeAlias = Literal["full", "slow", "failed"]
-"""Why blocks did not get to the host: it had no room for them; too much was on its
-way already; or their transfer failed."""
 
 
 @dataclasses.dataclass
@@ -69,17 +65,18 @@ class Stores:
     Args:
         host: The host tier.
         rules: What the engine chose.
+        stats: Where it is counted what comes of them.
 
     Attributes:
-        num_refusals: Times that the host had no room for all that was offered.
-        num_dropped: Blocks that were given up, by reason.
         num_changes: Counts what may have made room on the host.
+        stats: As given.
     """
 
-    def __init__(self, host: HostTier, rules: OffloadRules) -> None:
-        self.num_refusals = 0
-        self.num_dropped: Counter[DropReason] = Counter()
+    def __init__(
+        self, host: HostTier, rules: OffloadRules, stats: OffloadStats
+    ) -> None:
         self.num_changes = 0
+        self.stats = stats
         self._host = host
         self._rules = rules
         self._factor = rules.blocks_per_host_block
@@ -94,6 +91,17 @@ class Stores:
     def num_blocks_in_flight(self) -> int:
         """Device blocks that are being read."""
         return sum(len(sent.device_blocks) for sent in self._in_flight.values())
+
+    @property
+    def in_transit(self) -> tuple[int, int, int]:
+        """The part of `InTransit` that tells of stores; for any thread."""
+        waiting = self._waiting
+        sent = [each for each in tuple(self._in_flight.values()) if not each.is_stale]
+        return (
+            len(waiting.device_blocks),
+            sum(len(each.device_blocks) for each in sent),
+            len(waiting.keys) + sum(len(each.keys) for each in sent),
+        )
 
     @property
     def is_congested(self) -> bool:
@@ -151,7 +159,7 @@ class Stores:
         # a prefix is worth having without its tail.
         num = len(keys)
         while num and not self._take(pool, keys[:num], blocks[:num], is_held[:num]):
-            self.num_refusals += 1
+            self.stats.num_store_refusals += 1
             num //= 2
         return num
 
@@ -174,6 +182,7 @@ class Stores:
             blocks = blocks[[row_of[key] for key in to_store]]
         to_read = blocks.reshape(-1)
         pool.pin(to_read)
+        self.stats.num_offered += len(to_read)
         self._waiting.keys += to_store
         self._waiting.host_blocks += answer.store_spec.block_ids.tolist()
         self._waiting.device_blocks += to_read.tolist()
@@ -244,9 +253,11 @@ class Stores:
     def forget(self, pool: DeviceBlockPool) -> None:
         """Let go of what waits; what is in flight holds its device blocks, no more."""
         pool.unpin(self._waiting.device_blocks)
-        self._waiting = Transfer()
-        for sent in self._in_flight.values():
+        for sent in (self._waiting, *self._in_flight.values()):
+            if not sent.is_stale:
+                self.stats.num_dropped_reset += len(sent.device_blocks)
             sent.is_stale = True
+        self._waiting = Transfer()
 
     def _end(self, pool: DeviceBlockPool, transfers: Sequence[Transfer]) -> None:
         known = [sent for sent in transfers if not sent.is_stale]
@@ -257,6 +268,7 @@ class Stores:
         )
         lost = [sent for sent in known if sent.has_failed]
         self._host.complete_store([chain(*(sent.keys for sent in lost))], False)
-        self.num_dropped["failed"] += sum(len(sent.device_blocks) for sent in lost)
+        self.stats.num_stored += sum(len(sent.device_blocks) for sent in arrived)
+        self.stats.num_dropped_failed += sum(len(sent.device_blocks) for sent in lost)
         pool.unpin(list(chain(*(sent.device_blocks for sent in transfers))))
         self.num_changes += 1

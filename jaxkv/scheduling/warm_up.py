@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from jaxkv import programs
-from jaxkv.batches import buckets
+from jaxkv import programs, search
 from jaxkv.blocks import DeviceBlockPool
 from jaxkv.groups import GroupSpec, lazy_target_blocks
 from jaxkv.host_tier import HostTier
 from jaxkv.scheduling.rules import OffloadRules
-from jaxkv.search import search
-from jaxkv.types import KEY_BYTES
 
 _PROGRAMS = (
     programs.CONTAINS,
@@ -47,12 +44,5 @@ def warm_up(
     pool.warm_up(most)
     if rules.mode == "lazy":
         pool.next_free(target)
-    smallest = min(group.block_size for group in groups)
-    for num_blocks in buckets(max_blocks_per_request):
-        num_tokens = num_blocks * smallest
-        keys = [
-            [bytes(KEY_BYTES)] * max(num_tokens // group.block_size, 1)
-            for group in groups
-        ]
-        for tier in (None, host):
-            search(groups, keys, num_tokens, pool, tier, rules.blocks_per_host_block)
+    factor = rules.blocks_per_host_block
+    search.warm_up(groups, pool, host, factor, max_blocks_per_request)
