@@ -41,7 +41,7 @@ FLOORS = [
     [
         "config",
         "observe.catalog observe.kv_events < observe.publisher",
-        "observe.metrics",
+        "observe.families < observe.metrics",
         "observe",
     ],
     ["jaxkv"],  # the public face, jaxkv/__init__.py

@@ -1,0 +1,1 @@
+"""What others see of the tiers: events for routers, metrics for dashboards."""

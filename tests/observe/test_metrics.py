@@ -1,0 +1,616 @@
+"""Metrics as Prometheus gets them: scraped over HTTP from engines that ran."""
+
+import http.client
+import json
+import math
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxkv import OffloadRules, OffloadScheduler, OffloadWorker, TransferEngine
+from jaxkv.blocks import DeviceBlockPool
+from jaxkv.demo.engine import Engine, EngineConfig
+from jaxkv.demo.model import ModelConfig
+from jaxkv.demo.steps import make_steps
+from jaxkv.observe.families import ALL
+from jaxkv.observe.metrics import OffloadMetrics
+from tests.offload_rig import BLOCK_SIZE, NUM_BLOCKS, Rig
+from tests.test_worker import Clock, make_pool, metadata
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SIZES = "1e6 5e6 10e6 20e6 40e6 60e6 80e6 100e6 150e6 200e6"
+LOOKUPS = "1e-5 5e-5 1e-4 5e-4 1e-3 5e-3 0.01 0.05 0.1 0.5 1"
+DELAYS = "1e-4 5e-4 1e-3 5e-3 0.01 0.05 0.1 0.5 1 5 10"
+# Of vLLM 0.27: names, kinds, and the bounds of the buckets.
+OF_VLLM = {
+    "vllm:kv_offload_store_bytes": ("counter", ""),
+    "vllm:kv_offload_load_bytes": ("counter", ""),
+    "vllm:kv_offload_store_time": ("counter", ""),
+    "vllm:kv_offload_load_time": ("counter", ""),
+    "vllm:kv_offload_store_size": ("histogram", SIZES),
+    "vllm:kv_offload_load_size": ("histogram", SIZES),
+    "vllm:kv_offload_lookup_sync_delay_seconds": ("histogram", LOOKUPS),
+    "vllm:kv_offload_lookup_async_delay_seconds": ("histogram", DELAYS),
+    "vllm:kv_offload_allocation_failure": ("counter", ""),
+    "vllm:kv_offload_stores_skipped": ("counter", ""),
+    "vllm:kv_offload_cpu_cache_usage_perc": ("gauge", ""),
+    "vllm:kv_offload_cpu_cache_write_usage_perc": ("gauge", ""),
+    "vllm:kv_offload_cpu_cache_read_usage_perc": ("gauge", ""),
+    "vllm:external_prefix_cache_queries": ("counter", ""),
+    "vllm:external_prefix_cache_hits": ("counter", ""),
+    "vllm:prefix_cache_queries": ("counter", ""),
+    "vllm:prefix_cache_hits": ("counter", ""),
+    "vllm:kv_cache_usage_perc": ("gauge", ""),
+}
+
+
+def get(port):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    with closing(connection):
+        connection.request("GET", "/metrics")
+        answer = connection.getresponse()
+        assert answer.status == 200
+        return answer.read().decode()
+
+
+def scrape(port):
+    """Every sample by its name, or by its name and labels other than the engine's."""
+    samples = {}
+    for family in text_string_to_metric_families(get(port)):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("engine") == "0"
+            key = (sample.name, *labels.values()) if labels else sample.name
+            assert key not in samples
+            samples[key] = sample.value
+    return samples
+
+
+def read(scheduler=None, worker=None, pool=None):
+    """The same of a scrape of what is there only for it."""
+    metrics = OffloadMetrics(scheduler, worker, pool, CollectorRegistry())
+    with closing(metrics):
+        return scrape(metrics.serve(0))
+
+
+@pytest.fixture(scope="module")
+def served():
+    """An engine that served prompts while others scraped it, and what it did."""
+    config = EngineConfig(
+        block_size=32,
+        device_blocks=24,
+        host_blocks=40,
+        concurrency=2,
+        max_seq_tokens=640,
+        weights_epoch="0",
+    )
+    engine = Engine(make_steps(ModelConfig(num_layers=1), seed=0), config)
+    moved = {"save": [], "load": []}
+
+    def watch(name):
+        call = getattr(engine.transfer, name)
+
+        def watched(pool, first, second):
+            hosts = second if name == "save" else first
+            moved[name].append(len(hosts) * engine.transfer.block_bytes)
+            return call(pool, first, second)
+
+        setattr(engine.transfer, name, watched)
+
+    watch("save")
+    watch("load")
+    metrics = OffloadMetrics(
+        engine.offload, engine.worker, engine.blocks, CollectorRegistry()
+    )
+    port = metrics.serve(0)
+    between_steps, at_any_time, is_over = [], [], threading.Event()
+
+    def keep_scraping():
+        while not is_over.wait(0.05):  # Let the engine have the interpreter, too.
+            at_any_time.append(scrape(port))
+
+    scraper = threading.Thread(target=keep_scraping)
+    scraper.start()
+    prompts = [[(7 * who + i * i) % 256 for i in range(600)] for who in range(3)]
+    try:
+        requests = []
+        for who in (0, 1, 0, 2, 1, 0):
+            requests.append(engine.submit(prompts[who], max_new_tokens=3))
+            while engine.has_work:
+                engine.step()
+                between_steps.append(scrape(port))
+        engine.drain()
+    finally:
+        is_over.set()
+        scraper.join()
+    scrapes = [between_steps, at_any_time]
+    yield engine, requests, moved, scrapes, scrape(port), metrics
+    metrics.close()
+
+
+def test_a_scrape_has_what_the_engine_did(served):
+    engine, requests, moved, _, page, metrics = served
+    num_tokens = sum(len(request.prompt) for request in requests)
+    on_device = sum(request.device_hit_tokens for request in requests)
+    on_host = sum(request.host_hit_tokens for request in requests)
+    assert on_host > 0
+    assert page["vllm:prefix_cache_queries_total"] == num_tokens
+    assert page["vllm:prefix_cache_hits_total"] == on_device
+    assert page["vllm:external_prefix_cache_queries_total"] == num_tokens - on_device
+    assert page["vllm:external_prefix_cache_hits_total"] == on_host
+    for direction, each in (("store", moved["save"]), ("load", moved["load"])):
+        name = f"vllm:kv_offload_{direction}_"
+        assert page[f"{name}bytes_total"] == sum(each) == page[f"{name}size_sum"] > 0
+        assert page[f"{name}size_count"] == len(each)
+        assert page[f"{name}size_bucket", "1e+06"] == sum(n <= 1e6 for n in each)
+        assert page[f"{name}time_total"] > 0
+        past = {"store": "stored", "load": "loaded"}[direction]
+        blocks = page[f"jaxkv:kv_offload_blocks_{past}_total"]
+        assert blocks * engine.transfer.block_bytes == sum(each)
+    held = len(engine.offload._manager.many.snapshot().block_ids)
+    stored = page["jaxkv:kv_offload_blocks_stored_total"]
+    assert page["jaxkv:kv_offload_host_blocks_held"] == held <= 40
+    assert page["jaxkv:kv_offload_host_blocks_evicted_total"] == stored - held > 0
+    assert page["jaxkv:kv_offload_host_blocks"] == 40
+    assert page["jaxkv:kv_offload_host_bytes"] == engine.transfer.host_bytes
+    num_loads = sum(request.host_hit_tokens > 0 for request in requests)
+    assert page["jaxkv:kv_offload_loads_total"] == num_loads
+    assert page["jaxkv:kv_offload_load_delay_seconds_count"] == num_loads
+    assert page["vllm:kv_offload_lookup_sync_delay_seconds_count"] >= len(requests)
+    assert page["vllm:kv_cache_usage_perc"] == 0
+    # At the end nothing is on its way.
+    assert page["jaxkv:kv_offload_bytes_in_flight"] == 0
+    assert page["vllm:kv_offload_cpu_cache_usage_perc"] == 0
+    for direction in ("load", "store"):
+        for what in ("blocks", "transfers"):
+            assert page[f"jaxkv:kv_offload_{what}_in_flight", direction] == 0
+    mib = page["vllm:kv_offload_store_bytes_total"] / 2**20
+    assert metrics.format_line().startswith(f"KV offload: stored {mib:.1f} MiB, ")
+    assert f"host hits {on_host} of {num_tokens - on_device} tokens" in (
+        metrics.format_line()
+    )
+
+
+def test_scrapes_during_a_run_make_sense_and_only_grow(served):
+    *_, scrapes, last, _ = served
+    for page, before in pairs(scrapes, last):
+        assert page.keys() == last.keys()
+        for kind in ("prefix_cache", "external_prefix_cache"):
+            hits = page[f"vllm:{kind}_hits_total"]
+            assert hits <= page[f"vllm:{kind}_queries_total"]
+        stored = page["jaxkv:kv_offload_blocks_stored_total"]
+        assert stored <= page["jaxkv:kv_offload_blocks_offered_total"]
+        for key, value in page.items():
+            name = key if isinstance(key, str) else key[0]
+            if name.endswith(("_total", "_count", "_sum", "_bucket")):
+                assert value >= before[key], key
+    seen = {key for page in scrapes[0] for key, value in page.items() if value}
+    assert ("jaxkv:kv_offload_transfers_in_flight", "store") in seen
+    assert ("jaxkv:kv_offload_blocks_in_flight", "load") in seen
+    assert "vllm:kv_offload_cpu_cache_write_usage_perc" in seen
+    assert "vllm:kv_cache_usage_perc" in seen
+
+
+def pairs(scrapes, last):
+    """Each scrape and the one before it."""
+    for each in scrapes:
+        pages = [dict.fromkeys(last, 0.0), *each, last]
+        yield from zip(pages[1:], pages, strict=False)
+
+
+def test_what_is_offered_is_stored_dropped_or_on_its_way():
+    rig = Rig(max_blocks_in_flight=2)
+    for name, *path in (("one", 1, 2, 3), ("two", 4, 5)):
+        rig.admit(rig.request(name, *path))
+        rig.step(**{name: len(path)})
+        rig.finish(name)
+    # Three of "one" have a place, of which two have left; those of "two" wait, too.
+    page = check_identity(rig.scheduler)
+    assert page["jaxkv:kv_offload_blocks_in_flight", "store"] == 2
+    assert page["jaxkv:kv_offload_blocks_waiting", "store"] == 3
+    assert page["vllm:kv_offload_cpu_cache_write_usage_perc"] == 5 / NUM_BLOCKS
+    assert page["vllm:kv_offload_cpu_cache_usage_perc"] == 5 / NUM_BLOCKS
+    rig.store_arrives(ok=False)
+    rig.step()
+    rig.store_arrives()
+    rig.step()
+    assert check_identity(rig.scheduler)["jaxkv:kv_offload_blocks_stored_total"] == 2
+    rig.admit(rig.request("three", 6, 7))
+    rig.step(three=2)
+    rig.finish("three")
+    assert rig.scheduler.reset()
+    page = check_identity(rig.scheduler)
+    assert page["jaxkv:kv_offload_blocks_in_flight", "store"] == 0
+    dropped = "jaxkv:kv_offload_blocks_dropped_total"
+    assert (page[dropped, "failed"], page[dropped, "reset"]) == (2, 3)
+    rig.settle()
+    after = check_identity(rig.scheduler)
+    assert after["jaxkv:kv_offload_blocks_stored_total"] == 2
+    rig.check_nothing_leaked()
+
+
+def check_identity(scheduler):
+    page = read(scheduler)
+    parts = [page["jaxkv:kv_offload_blocks_stored_total"]]
+    for reason in ("failed", "full", "reset", "slow"):
+        parts.append(page["jaxkv:kv_offload_blocks_dropped_total", reason])
+    for where in ("in_flight", "waiting"):
+        parts.append(page[f"jaxkv:kv_offload_blocks_{where}", "store"])
+    assert page["jaxkv:kv_offload_blocks_offered_total"] == sum(parts)
+    return page
+
+
+def test_how_long_requests_ask_and_wait():
+    rig, clock = Rig(delay_shared_loads=True), Clock()
+    rig.run(rig.request("first", 1, 2))
+    rig.forget_device()
+    rig.scheduler.delays.clock = clock
+    assert rig.admit(rig.request("one", 1, 2, 3)) == 2 * BLOCK_SIZE
+    assert rig.admit(rig.request("two", 1, 2, 4)) is None
+    page = read(rig.scheduler)
+    # Two blocks of the host are held, for one load, which has not left.
+    assert page["vllm:kv_offload_cpu_cache_read_usage_perc"] == 2 / NUM_BLOCKS
+    clock.now_s += 0.03
+    rig.step()
+    page = read(rig.scheduler)
+    assert page["jaxkv:kv_offload_blocks_in_flight", "load"] == 2
+    clock.now_s += 0.03
+    rig.load_arrives()
+    clock.now_s += 2
+    assert rig.admit(rig.request("two", 1, 2, 4)) == 0  # It is on the device by now.
+    page = read(rig.scheduler)
+    name = "jaxkv:kv_offload_load_delay_seconds"
+    assert page[f"{name}_sum"] == pytest.approx(0.06)
+    buckets = [page[f"{name}_bucket", le] for le in ("0.05", "0.1", "+Inf")]
+    assert buckets == [0, 1, 1]
+    name = "vllm:kv_offload_lookup_async_delay_seconds"
+    assert page[f"{name}_sum"] == pytest.approx(2.06)
+    assert page[f"{name}_bucket", "1.0"] == 0
+    assert page[f"{name}_bucket", "5.0"] == 1 == page[f"{name}_count"]
+    assert page["jaxkv:kv_offload_blocks_loaded_total"] == 2
+    # A request that was put off and ends has waited, too.
+    rig.forget_device()
+    rig.admit(rig.request("three", 1, 2, 3, 5))
+    rig.scheduler.request_finished(rig.request("four", 1, 2, 3, 5))
+    assert read(rig.scheduler)[f"{name}_count"] == 1
+    for request in ("one", "two", "three"):
+        rig.finish(request)
+    rig.check_nothing_leaked()
+
+
+def test_a_look_up_takes_as_long_as_the_clock_says():
+    class Ticking(Clock):
+        def __call__(self):
+            self.now_s += 0.25
+            return self.now_s
+
+    rig = Rig()
+    rig.scheduler.delays.clock = Ticking()
+    rig.offer(rig.request("one", 1, 2))
+    page = read(rig.scheduler)
+    name = "vllm:kv_offload_lookup_sync_delay_seconds"
+    assert (page[f"{name}_count"], page[f"{name}_sum"]) == (1, 0.25)
+    assert (page[f"{name}_bucket", "0.1"], page[f"{name}_bucket", "0.5"]) == (0, 1)
+
+
+def test_a_request_counts_once_with_what_it_found_on_each_tier():
+    rig = Rig(device_blocks=NUM_BLOCKS)
+    rig.run(rig.request("first", 1, 2, 3))
+    rig.forget_device()
+    again = rig.request("again", 1, 2, 3, 4)
+    for _ in range(3):  # Asking is no use of what is found.
+        assert rig.offer(again) == (3 * BLOCK_SIZE, True)
+    rig.admit(again, take=BLOCK_SIZE)
+    page = read(rig.scheduler)
+    first, own = 3 * BLOCK_SIZE + 1, 4 * BLOCK_SIZE + 1
+    assert page["vllm:external_prefix_cache_queries_total"] == first + own
+    assert page["vllm:external_prefix_cache_hits_total"] == BLOCK_SIZE
+    assert page["vllm:prefix_cache_queries_total"] == first + own
+    assert page["vllm:prefix_cache_hits_total"] == 0
+    rig.step()
+    rig.load_arrives(ok=False)
+    rig.preempt("again")
+    assert rig.admit(rig.request("again", 1, 2, 3, 4)) == 0
+    after = read(rig.scheduler)
+    assert after["jaxkv:kv_offload_load_failures_total"] == 1
+    assert after["jaxkv:kv_offload_loads_total"] == 0
+    for name in page:
+        if "prefix_cache" in name:
+            assert after[name] == page[name]
+    rig.finish("again")
+    rig.check_nothing_leaked()
+
+
+def test_what_guards_keep_out_is_counted():
+    rig = Rig(gate=True, block_bytes=1000, store_threshold=2)
+    rig.run(rig.request("one", 1, 2))
+    assert read(rig.scheduler)["vllm:kv_offload_stores_skipped_total"] >= 2
+    rig.run(rig.request("two", 1, 2))
+    rig.forget_device()
+    rig.scheduler.note_rates(1.0, 1e9)
+    assert rig.offer(rig.request("three", 1, 2)) == (0, False)
+    page = read(rig.scheduler)
+    assert page["jaxkv:kv_offload_loads_declined_total"] == 1
+    assert page["vllm:kv_offload_allocation_failure_total"] == 0
+
+
+def test_times_and_sizes_of_transfers_are_the_workers():
+    pool, clock = make_pool(), Clock()
+    engine = TransferEngine(pool, 3)
+    worker = OffloadWorker(engine, clock=clock)
+    pool = worker.start(metadata(store=[(4, 2), (1, 0)]), pool)
+    page = read(worker=worker)
+    assert page["jaxkv:kv_offload_transfers_in_flight", "store"] == 1
+    assert page["jaxkv:kv_offload_transfers_in_flight", "load"] == 0
+    assert page["vllm:kv_offload_store_bytes_total"] == 0
+    clock.now_s += 2
+    pool, _ = worker.drain(pool)
+    pool = worker.start(metadata(load=[(0, 2)]), pool)
+    clock.now_s += 0.5
+    worker.drain(pool)
+    page = read(worker=worker)
+    assert page["vllm:kv_offload_store_time_total"] == 2
+    assert page["vllm:kv_offload_load_time_total"] == 0.5
+    assert page["vllm:kv_offload_store_bytes_total"] == 2 * engine.block_bytes
+    assert page["vllm:kv_offload_load_size_sum"] == engine.block_bytes
+    assert page["jaxkv:kv_offload_transfers_in_flight", "store"] == 0
+    assert not any("prefix_cache" in name for name in page)
+
+
+def make_all():
+    """What feeds every metric."""
+    rules = OffloadRules(
+        store_threshold=2, max_blocks_in_flight=4, gate=True, block_bytes=1
+    )
+    worker = OffloadWorker(TransferEngine({"kv": jnp.zeros((4, 2))}, 3))
+    return OffloadScheduler(4, 8, rules=rules), worker, DeviceBlockPool(4)
+
+
+@pytest.fixture(scope="module")
+def all_families():
+    metrics = OffloadMetrics(*make_all(), CollectorRegistry())
+    with closing(metrics):
+        text = get(metrics.serve(0))
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def test_names_kinds_and_buckets_are_those_of_vllm(all_families):
+    assert {name for name in all_families if name.startswith("vllm:")} == set(OF_VLLM)
+    for name, (kind, bounds) in OF_VLLM.items():
+        family = all_families[name]
+        assert family.type == kind
+        les = [s.labels["le"] for s in family.samples if s.name.endswith("_bucket")]
+        assert [float(le) for le in les[:-1]] == [float(b) for b in bounds.split()]
+
+
+def test_a_metric_that_nothing_feeds_is_not_there():
+    eager = read(OffloadScheduler(4, 8))
+    for name in ("loads_declined_total", "blocks_waiting", "stores_skipped_total"):
+        assert not any(name in str(key) for key in eager)
+    dropped = "jaxkv:kv_offload_blocks_dropped_total"
+    assert (dropped, "full") in eager
+    assert (dropped, "slow") not in eager
+    lazy = read(OffloadScheduler(4, 8, rules=OffloadRules(mode="lazy")))
+    assert (dropped, "full") not in lazy
+    assert "vllm:kv_cache_usage_perc" not in lazy
+
+
+def test_the_docs_have_every_metric_as_it_is(all_families):
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    row = re.compile(
+        r"^\| `([a-z]+:\w+)` \| (\w+) \| (?:`(\w+)` )?\| ([^|]+) \| ", re.M
+    )
+    listed = {name: rest for name, *rest in row.findall(text)}
+    assert listed.keys() == {family.name for family in ALL} == all_families.keys()
+    for name, (kind, label, unit) in listed.items():
+        assert kind == all_families[name].type
+        labels = {key for s in all_families[name].samples for key in s.labels}
+        assert labels - {"engine", "le"} == ({label} if label else set())
+        assert not name.endswith("_seconds") or unit == "seconds"
+        assert all_families[name].documentation
+
+
+PROMQL_WORDS = {"sum", "max", "by", "rate", "histogram_quantile", "label_values"}
+
+
+def selected(query):
+    """The metrics of a query of PromQL, with the labels that it asks of each."""
+    grouped = re.findall(r"\bby \(([\w, ]+)\)", query)
+    query = re.sub(r"\bby \([\w, ]+\)|\[[^]]*\]", " ", query)
+    found = []
+    for name, matchers in re.findall(r"([a-zA-Z_:][\w:]*)(\{[^}]*\})?", query):
+        if name not in PROMQL_WORDS:
+            labels = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", matchers))
+            found.append((name, labels))
+    return found, {label.strip() for each in grouped for label in each.split(",")}
+
+
+def test_the_reader_of_queries_finds_names_and_labels():
+    query = 'sum by (le) (rate(a:b_bucket{engine=~"$engine"}[5m])) / max(c)'
+    assert selected(query) == ([("a:b_bucket", {"engine"}), ("c", set())], {"le"})
+
+
+def test_every_query_of_the_dashboard_names_what_is_there(all_families):
+    samples = {}
+    for family in all_families.values():
+        for sample in family.samples:
+            samples.setdefault(sample.name, set()).update(sample.labels)
+    board = load_dashboard()
+    engines = board["templating"]["list"][1]["query"]
+    name, label = re.fullmatch(r"label_values\((\S+), (\w+)\)", engines).groups()
+    assert label in samples[name]
+    queries = [t["expr"] for p in board["panels"] for t in p.get("targets", ())]
+    assert len(queries) > 20
+    for query in queries:
+        found, grouped = selected(query)
+        assert found
+        for name, labels in found:
+            assert labels == {"engine"}, query
+            assert labels | grouped <= samples[name], query
+    legends = [t["legendFormat"] for p in board["panels"] for t in p.get("targets", ())]
+    for query, legend in zip(queries, legends, strict=True):
+        assert set(re.findall(r"{{(\w+)}}", legend)) <= selected(query)[1]
+
+
+def load_dashboard():
+    return json.loads((ROOT / "examples" / "grafana.json").read_text(encoding="utf-8"))
+
+
+def test_the_dashboard_is_one(all_families):
+    board = load_dashboard()
+    assert board["title"]
+    assert board["uid"]
+    assert board["schemaVersion"] >= 36
+    source, engine = board["templating"]["list"]
+    assert (source["name"], source["type"]) == ("datasource", "datasource")
+    assert (engine["name"], engine["type"]) == ("engine", "query")
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids)
+    cells = Counter()
+    for panel in board["panels"]:
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24
+        for x in range(at["x"], at["x"] + at["w"]):
+            cells.update((x, y) for y in range(at["y"], at["y"] + at["h"]))
+        if panel["type"] == "row":
+            continue
+        refs = [target["refId"] for target in panel["targets"]]
+        assert len(set(refs)) == len(refs) > 0
+        for part in (panel, *panel["targets"]):
+            assert part["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+    assert set(cells.values()) == {1}, "panels overlap"
+
+
+def test_the_docs_name_every_panel():
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    listed = {}
+    for line in re.findall(r"^\| .*\? \| .* \| .* \|$", text, re.M):
+        question, panels, _ = (cell.strip() for cell in line[1:-1].split(" | ", 2))
+        listed[question.removesuffix("?")] = panels.split("; ")
+    shown, title = {}, None
+    for panel in load_dashboard()["panels"]:
+        if panel["type"] == "row":
+            title = panel["title"].removesuffix("?")
+            shown[title] = []
+        else:
+            shown[title].append(panel["title"])
+    assert listed == shown
+
+
+def test_engines_share_a_registry_by_their_labels():
+    registry = CollectorRegistry()
+    first = OffloadMetrics(OffloadScheduler(4, 8), registry=registry)
+    with pytest.raises(ValueError, match=r"must differ .* \{\"engine\": \"1\"\}"):
+        OffloadMetrics(OffloadScheduler(4, 9), registry=registry)
+    labels = {"model_name": "small", "engine": "1"}
+    second = OffloadMetrics(OffloadScheduler(4, 9), registry=registry, labels=labels)
+    name = "jaxkv:kv_offload_host_blocks"
+    text = get(second.serve(0))
+    assert text.count(f"# TYPE {name} gauge") == 1
+    assert registry.get_sample_value(name, {"engine": "0"}) == 8
+    assert registry.get_sample_value(name, labels) == 9
+    first.close()
+    first.close()
+    assert registry.get_sample_value(name, {"engine": "0"}) is None
+    assert registry.get_sample_value(name, labels) == 9
+    second.close()
+    assert not list(registry.collect())
+    OffloadMetrics(OffloadScheduler(4, 8), registry=registry).close()
+
+
+def test_names_that_are_taken_are_left_to_whoever_has_them():
+    registry = CollectorRegistry()
+    gauge = Gauge("vllm:kv_cache_usage_perc", "Somebody's.", registry=registry)
+    with pytest.raises(ValueError, match="give another registry"):
+        OffloadMetrics(OffloadScheduler(4, 8), registry=registry)
+    assert [family.documentation for family in registry.collect()] == ["Somebody's."]
+    registry.unregister(gauge)
+    OffloadMetrics(OffloadScheduler(4, 8), registry=registry).close()
+
+
+@pytest.mark.parametrize("name", ["le", "reason", "direction", "a-b", "__a", "1", ""])
+def test_labels_that_cannot_be_are_refused(name):
+    registry = CollectorRegistry()
+    with pytest.raises(ValueError, match=re.escape(f"label {name!r} must be")):
+        OffloadMetrics(OffloadScheduler(4, 8), registry=registry, labels={name: "0"})
+    assert not list(registry.collect())
+
+
+def test_nothing_to_measure_is_refused():
+    with pytest.raises(ValueError, match="nothing to measure"):
+        OffloadMetrics(registry=CollectorRegistry())
+
+
+def test_nothing_listens_until_it_is_asked_to(monkeypatch):
+    listening = []
+    listen = socket.socket.listen
+
+    def watched(self, *args):
+        listening.append(self.getsockname())
+        return listen(self, *args)
+
+    monkeypatch.setattr(socket.socket, "listen", watched)
+    threads = threading.active_count()
+    metrics = OffloadMetrics(*make_all(), CollectorRegistry())
+    assert list(metrics.collect())
+    assert metrics.format_line()
+    assert (listening, threading.active_count()) == ([], threads)
+    port = metrics.serve(0)
+    assert listening == [("127.0.0.1", port)]
+    with pytest.raises(RuntimeError, match=f"already serving at port {port}"):
+        metrics.serve(0)
+    metrics.close()
+    assert threading.active_count() == threads
+    with pytest.raises(ConnectionRefusedError):
+        get(port)
+
+
+def test_a_port_that_cannot_be_is_an_error_that_says_so():
+    metrics = OffloadMetrics(OffloadScheduler(4, 8), registry=CollectorRegistry())
+    with closing(socket.create_server(("127.0.0.1", 0))) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot serve metrics at 127.0.0.1:{port}"):
+            metrics.serve(port)
+    for port in (-1, 65536):
+        with pytest.raises(ValueError, match=r"must be in \[0, 65536\)"):
+            metrics.serve(port)
+    assert get(metrics.serve(0))
+    metrics.close()
+
+
+def run_python(code):
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_without_the_extra_it_says_how_to_get_it():
+    without = "import sys; sys.modules['prometheus_client'] = None; "
+    code, said = run_python(without + "import jaxkv.observe.metrics")
+    assert code == 1
+    assert said.splitlines()[-1].startswith("ImportError: jaxkv.observe.metrics needs")
+    assert 'pip install "jaxkv[metrics]"' in said
+    assert run_python(without + "import jaxkv, jaxkv.observe, jaxkv.cli") == (0, "")
+
+
+def test_a_line_for_a_log_tells_of_what_there_is():
+    scheduler, worker, _ = make_all()
+    line = OffloadMetrics(scheduler, registry=CollectorRegistry()).format_line()
+    assert line == (
+        "KV offload: device hits 0 of 0 tokens, host hits 0 of 0 tokens, "
+        "host blocks 0 of 8, evicted 0, dropped 0"
+    )
+    line = OffloadMetrics(worker=worker, registry=CollectorRegistry()).format_line()
+    assert line == "KV offload: stored 0.0 MiB, loaded 0.0 MiB"
+    assert not math.isnan(read(worker=worker)["vllm:kv_offload_load_size_sum"])
