@@ -29,8 +29,8 @@ import operator
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -163,6 +163,25 @@ class Extras:
 NO_EXTRAS = Extras()
 
 
+class KeyedBlock(NamedTuple):
+    """A key, and what it was made of.
+
+    Attributes:
+        key: The block's key.
+        parent: The key of the block before; None for a request's first block.
+        tokens: The block's tokens, u32 each, little-endian.
+        group: Which group of layers.
+        extras: What the request adds. Multimodal items are those that begin in the
+            block, and their offsets count from its start.
+    """
+
+    key: BlockKey
+    parent: BlockKey | None
+    tokens: bytes
+    group: int = 0
+    extras: Extras = NO_EXTRAS
+
+
 def encode_block(
     namespace: Namespace,
     group: int,
@@ -205,7 +224,7 @@ def encode_block(
     return (
         _encode_constant(namespace, group, extras)
         + _encode_parent(parent)
-        + b"".join(_encode_item(item, 0) for item in extras.multimodal)
+        + _encode_items(extras)
         + _field(_Tag.TOKENS, token_bytes)
     )
 
@@ -237,6 +256,7 @@ class KeyChain:
         namespace: What all blocks share.
         extras: What this request adds.
         group: Which group of layers.
+        record: Called with every block that gets a key (`jaxkv.observe.catalog`).
 
     Example:
         >>> chain = KeyChain(Namespace("m", "0", "int8", "flat", block_size=2))
@@ -247,17 +267,26 @@ class KeyChain:
     """
 
     def __init__(
-        self, namespace: Namespace, extras: Extras = NO_EXTRAS, group: int = 0
+        self,
+        namespace: Namespace,
+        extras: Extras = NO_EXTRAS,
+        group: int = 0,
+        *,
+        record: Callable[[KeyedBlock], object] | None = None,
     ) -> None:
         self._block_bytes = _TOKEN_BYTES * namespace.block_size
         self._tokens_head = _head(_Tag.TOKENS, self._block_bytes)
         # All that is the same in each block is hashed here, once.
         self._constant = hashlib.sha256(_encode_constant(namespace, group, extras))
-        self._items: dict[int, bytes] = {}  # by the block in which they begin
+        self._group, self._record = group, record
+        self._plain = dataclasses.replace(extras, multimodal=())
+        # What differs, by the block in which items begin; offsets from its start.
+        self._special: dict[int, Extras] = {}
         for item in extras.multimodal:
             block, offset = divmod(item.offset, namespace.block_size)
-            encoded = _encode_item(item, item.offset - offset)
-            self._items[block] = self._items.get(block, b"") + encoded
+            before = self._special.get(block, self._plain)
+            items = *before.multimodal, dataclasses.replace(item, offset=offset)
+            self._special[block] = dataclasses.replace(extras, multimodal=items)
         self._keys: list[BlockKey] = []
         self._tail = b""  # tokens of the block that is not yet full
 
@@ -288,15 +317,17 @@ class KeyChain:
         stop = len(data) - len(data) % self._block_bytes
         parent = self._keys[-1] if self._keys else None
         for start in range(0, stop, self._block_bytes):
+            own = data[start : start + self._block_bytes]
+            extras = self._special.get(len(self._keys), self._plain)
             hasher = self._constant.copy()
             hasher.update(
-                _encode_parent(parent)
-                + self._items.get(len(self._keys), b"")
-                + self._tokens_head
-                + data[start : start + self._block_bytes]
+                _encode_parent(parent) + _encode_items(extras) + self._tokens_head + own
             )
-            parent = hasher.digest()
-            self._keys.append(parent)
+            key = hasher.digest()
+            if self._record is not None:
+                self._record(KeyedBlock(key, parent, own, self._group, extras))
+            self._keys.append(key)
+            parent = key
         self._tail = data[stop:]
         return self._keys[len(self._keys) - stop // self._block_bytes :]
 
@@ -327,9 +358,12 @@ def _encode_parent(parent: BlockKey | None) -> bytes:
     return b"" if parent is None else _PARENT_HEAD + parent
 
 
-def _encode_item(item: MultimodalItem, block_start: int) -> bytes:
-    offset = struct.pack("<Q", item.offset - block_start)
-    return _field(_Tag.ITEM, offset + item.content_hash)
+def _encode_items(extras: Extras) -> bytes:
+    """Encode the items of a block, whose offsets count from its start."""
+    return b"".join(
+        _field(_Tag.ITEM, struct.pack("<Q", item.offset) + item.content_hash)
+        for item in extras.multimodal
+    )
 
 
 def _token_bytes(tokens: TokenIds) -> bytes:

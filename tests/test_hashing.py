@@ -361,6 +361,33 @@ def test_refusals_name_the_value(make, error, message):
         make()
 
 
+def test_a_chain_records_what_its_keys_were_made_of():
+    """A record has all that `block_key` needs, and the tokens as they were fed."""
+    items = (
+        MultimodalItem(b"two", 5),
+        MultimodalItem(b"one", 5),
+        MultimodalItem(b"c", 9),
+    )
+    extras = Extras("salt", "lora", items)
+    blocks = []
+    chain = KeyChain(NAMESPACE, extras, 3, record=blocks.append)
+    for part in (range(3), range(3, 9), range(9, 15)):
+        chain.extend(part)
+    assert [block.key for block in blocks] == chain.keys
+    assert [block.parent for block in blocks] == [None, *chain.keys[:-1]]
+    tokens = [np.frombuffer(block.tokens, "<u4").tolist() for block in blocks]
+    assert tokens == [list(range(n, n + 4)) for n in (0, 4, 8)]
+    for block, own in zip(blocks, tokens, strict=True):
+        group, parent, inside = block.group, block.parent, block.extras
+        assert block.key == block_key(NAMESPACE, group, parent, own, inside)
+    assert [block.extras.multimodal for block in blocks] == [
+        (),
+        (MultimodalItem(b"one", 1), MultimodalItem(b"two", 1)),
+        (MultimodalItem(b"c", 1),),
+    ]
+    assert chain.keys == KeyChain(NAMESPACE, extras, 3).extend(range(15))
+
+
 # Foreign keys, and lanes.
 
 
