@@ -40,7 +40,8 @@ FLOORS = [
     ],
     [
         "config",
-        "observe.catalog observe.kv_events < observe.publisher",
+        "observe.catalog observe.kv_events observe.addresses < observe.describe"
+        " < observe.publisher observe.subscriber",
         "observe.families < observe.metrics",
         "observe",
     ],

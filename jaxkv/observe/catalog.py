@@ -1,0 +1,174 @@
+"""What is behind each key, for those outside who do not have it.
+
+A tier knows keys. A router that is to find a prompt's blocks needs their tokens, and
+which block each follows. The catalogue keeps both for as long as a tier has the block,
+and for some blocks more: one that left every tier is soon computed again, and one that
+was just named is not there yet.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+from jaxkv.hashing import KeyedBlock
+from jaxkv.types import HOST_MEDIUM, BlockKey, OffloadingEvent
+
+
+class BlockCatalog:
+    """Remembers what keys were made of, and which tier has which block.
+
+    It belongs to the thread that schedules, as the tiers do. Give `record` to every
+    `KeyChain`; whoever publishes events calls `note`.
+
+    Args:
+        max_spare: Most blocks that are remembered though no tier has them; the oldest
+            are forgotten first. Those that a tier has are remembered in any case, so
+            that all together the catalogue knows no more than so many blocks besides
+            the tiers' own.
+        blocks_per_host_block: As in `OffloadRules`. A host block has the key of the
+            last device block in it, and stands for them all.
+
+    Raises:
+        ValueError: If a number is too small.
+
+    Example:
+        >>> from jaxkv import KeyChain, Namespace, OffloadingEvent
+        >>> catalog = BlockCatalog()
+        >>> namespace = Namespace("m", "0", "int8", "flat", block_size=2)
+        >>> keys = KeyChain(namespace, record=catalog.record).extend([7, 8, 9, 10])
+        >>> catalog.find(keys[1]).parent == keys[0]
+        True
+        >>> catalog.note(OffloadingEvent(keys, 2, "CPU", removed=False))
+        >>> catalog.num_held("CPU"), catalog.num_held("GPU")
+        (2, 0)
+    """
+
+    def __init__(
+        self, max_spare: int = 65_536, *, blocks_per_host_block: int = 1
+    ) -> None:
+        if max_spare < 0:
+            raise ValueError(f"{max_spare=} must be at least 0.")
+        if blocks_per_host_block < 1:
+            raise ValueError(f"{blocks_per_host_block=} must be at least 1.")
+        self.max_spare = max_spare
+        self.blocks_per_host_block = blocks_per_host_block
+        self._known: dict[BlockKey, KeyedBlock] = {}
+        self._spare: dict[BlockKey, None] = {}  # known, on no tier; oldest first
+        self._tiers: dict[str, dict[BlockKey, int]] = {}  # copies of each block
+        self._block_sizes: dict[str, int] = {}
+        self._num_tiers: dict[BlockKey, int] = {}  # how many tiers have it
+        # Host blocks are to leave as what they came as, whatever was learnt since.
+        self._parts: dict[BlockKey, tuple[BlockKey, ...]] = {}
+
+    def __len__(self) -> int:
+        """Count the blocks that are known."""
+        return len(self._known)
+
+    def record(self, block: KeyedBlock) -> None:
+        """Remember a block. One that is known already counts as new again."""
+        key = block.key
+        self._known[key] = block
+        if key not in self._num_tiers:
+            self._spare.pop(key, None)
+            self._spare[key] = None
+            self._drop_oldest()
+
+    def find(self, key: BlockKey) -> KeyedBlock | None:
+        """Tell what a key was made of; None if that is not known."""
+        return self._known.get(key)
+
+    def num_held(self, medium: str) -> int:
+        """Count the blocks that a tier has, copies of one block once."""
+        return len(self._tiers.get(medium, ()))
+
+    def held(self, medium: str) -> Mapping[BlockKey, int]:
+        """Tell which blocks a tier has, and how many copies of each."""
+        return self._tiers.get(medium, {})
+
+    def media(self) -> Iterator[str]:
+        """Name the tiers that have something, the first to be heard of first."""
+        return (medium for medium, copies in self._tiers.items() if copies)
+
+    def block_size(self, medium: str) -> int:
+        """Tell how many tokens a tier's blocks have by its own last event."""
+        return self._block_sizes.get(medium, 0)
+
+    def parts(self, event: OffloadingEvent) -> list[BlockKey]:
+        """List the blocks of an event, host blocks taken apart.
+
+        Args:
+            event: One that `note` has not seen yet.
+
+        Returns:
+            Keys of device blocks, those of one host block in a row; the key of a host
+            block whose parts are not known.
+        """
+        if self.blocks_per_host_block == 1 or event.medium != HOST_MEDIUM:
+            return event.block_hashes
+        if event.removed:
+            each = [self._parts.get(key, (key,)) for key in event.block_hashes]
+        else:
+            each = [self._take_apart(key) for key in event.block_hashes]
+        return list(itertools.chain.from_iterable(each))
+
+    def note(self, event: OffloadingEvent) -> None:
+        """Take note of what a tier got or lost."""
+        copies = self._tiers.setdefault(event.medium, {})
+        self._block_sizes[event.medium] = event.block_size
+        parts = self.parts(event)
+        if not event.removed:
+            for part in parts:
+                self._add(copies, part)
+        elif event.block_hashes:
+            for part in parts:
+                self._take(copies, part)
+        else:
+            for part in list(copies):
+                copies[part] = 1
+                self._take(copies, part)
+        if self.blocks_per_host_block > 1 and event.medium == HOST_MEDIUM:
+            if not event.removed:
+                new = {key: self._take_apart(key) for key in event.block_hashes}
+                self._parts.update(new)
+            elif event.block_hashes:
+                for key in event.block_hashes:
+                    self._parts.pop(key, None)
+            else:
+                self._parts.clear()
+
+    def _take_apart(self, key: BlockKey) -> tuple[BlockKey, ...]:
+        """Go back from a host block's key to those of all blocks in it."""
+        parts: list[BlockKey] = []
+        part: BlockKey | None = key
+        while len(parts) < self.blocks_per_host_block:
+            block = None if part is None else self._known.get(part)
+            if block is None:
+                return (key,)
+            parts.append(block.key)
+            part = block.parent
+        return tuple(reversed(parts))
+
+    def _add(self, copies: dict[BlockKey, int], key: BlockKey) -> None:
+        if key not in copies:
+            self._num_tiers[key] = self._num_tiers.get(key, 0) + 1
+            self._spare.pop(key, None)
+        copies[key] = copies.get(key, 0) + 1
+
+    def _take(self, copies: dict[BlockKey, int], key: BlockKey) -> None:
+        """Take one copy away; of what a tier does not have, none."""
+        left = copies.pop(key, 0) - 1
+        if left > 0:
+            copies[key] = left
+        elif left == 0:
+            self._num_tiers[key] -= 1
+            if not self._num_tiers[key]:
+                del self._num_tiers[key]
+                if key in self._known:
+                    self._spare[key] = None
+                    self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        while len(self._spare) > self.max_spare:
+            oldest = next(iter(self._spare))
+            del self._spare[oldest], self._known[oldest]

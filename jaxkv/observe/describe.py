@@ -1,0 +1,220 @@
+"""What happened on the tiers, told so that those outside can make use of it.
+
+A tier's event names keys. What is told of them is what their blocks' names were made
+of: tokens, the block before, adapter, salt, group (asked for in vLLM's issue 43468).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxkv.groups import ChunkedLocal, FullAttention, GroupSpec, Mamba, SlidingWindow
+from jaxkv.hashing import KeyedBlock
+from jaxkv.observe.catalog import BlockCatalog
+from jaxkv.observe.kv_events import (
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    KVEvent,
+)
+from jaxkv.types import BlockKey, OffloadingEvent
+
+
+def describe(
+    event: OffloadingEvent,
+    catalog: BlockCatalog,
+    groups: Sequence[GroupSpec] = (),
+    *,
+    int_block_hashes: bool = False,
+) -> list[KVEvent]:
+    """Say what a tier's event is about.
+
+    Blocks that the catalogue does not know are told without tokens and parent. Where a
+    tier lost all that it had, each removal is told, unless no other tier has anything
+    either: vLLM's `AllBlocksCleared` is about all tiers.
+
+    Args:
+        event: One that `catalog` has not noted yet.
+        catalog: What is known of the blocks.
+        groups: The groups of the model's layers, to name their kinds; none to leave
+            that out.
+        int_block_hashes: Give 64-bit numbers for keys, as vLLM does unless told not to.
+
+    Returns:
+        One `BlockStored` for each run of blocks that follow one another, or one
+        `BlockRemoved` for each run of blocks of one group.
+
+    Example:
+        >>> from jaxkv import KeyChain, Namespace
+        >>> catalog = BlockCatalog()
+        >>> namespace = Namespace("m", "0", "int8", "flat", block_size=2)
+        >>> keys = KeyChain(namespace, record=catalog.record).extend([7, 8, 9, 10])
+        >>> (stored,) = describe(OffloadingEvent(keys[1:], 2, "CPU", False), catalog)
+        >>> stored.token_ids, stored.parent_block_hash == keys[0]
+        ([9, 10], True)
+    """
+    make_hash = _hash_as_int if int_block_hashes else _hash_as_bytes
+    if event.block_hashes and not event.removed:
+        parts = catalog.parts(event)
+        return _describe_stored(event, parts, catalog, groups, make_hash)
+    if event.block_hashes:
+        parts = catalog.parts(event)
+    elif any(other != event.medium for other in catalog.media()):
+        parts = _each_copy(catalog, event.medium)
+    else:
+        return [AllBlocksCleared()]
+    known = ((key, catalog.find(key)) for key in parts)
+    runs = itertools.groupby(known, lambda pair: pair[1] and pair[1].group)
+    return [
+        BlockRemoved([make_hash(key) for key, _ in run], event.medium, group)
+        for group, run in runs
+    ]
+
+
+def describe_all(
+    catalog: BlockCatalog,
+    groups: Sequence[GroupSpec] = (),
+    *,
+    int_block_hashes: bool = False,
+) -> list[KVEvent]:
+    """Say what all tiers have, for readers whose picture of it may be wrong.
+
+    Arguments are as for `describe`. What it returns begins with `AllBlocksCleared`.
+    """
+    make_hash = _hash_as_int if int_block_hashes else _hash_as_bytes
+    events: list[KVEvent] = [AllBlocksCleared()]
+    for medium in catalog.media():
+        copies = _each_copy(catalog, medium)
+        event = OffloadingEvent(copies, catalog.block_size(medium), medium, False)
+        events += _describe_stored(event, copies, catalog, groups, make_hash)
+    return events
+
+
+def count_unknown(events: Iterable[KVEvent]) -> int:
+    """Count the stored blocks that are told without tokens."""
+    return sum(
+        len(event.block_hashes)
+        for event in events
+        if isinstance(event, BlockStored) and not event.token_ids
+    )
+
+
+def _describe_stored(
+    event: OffloadingEvent,
+    parts: Iterable[BlockKey],
+    catalog: BlockCatalog,
+    groups: Sequence[GroupSpec],
+    make_hash: Callable[[BlockKey], BlockHash],
+) -> list[KVEvent]:
+    stored: list[KVEvent] = []
+    for keys, blocks in _runs(parts, catalog):
+        hashes = [make_hash(key) for key in keys]
+        if not blocks:
+            size = event.block_size
+            stored.append(BlockStored(hashes, None, [], size, None, event.medium, None))
+            continue
+        first = blocks[0]
+        parent = None if first.parent is None else make_hash(first.parent)
+        tokens = np.frombuffer(b"".join(block.tokens for block in blocks), "<u4")
+        extra_keys = [_extra_keys(block) for block in blocks]
+        kind, window = _kind(groups, first.group)
+        stored.append(
+            BlockStored(
+                block_hashes=hashes,
+                parent_block_hash=parent,
+                token_ids=tokens.tolist(),
+                block_size=len(tokens) // len(blocks),
+                lora_id=None,
+                medium=event.medium,
+                lora_name=_text(first.extras.lora_name),
+                extra_keys=extra_keys if any(extra_keys) else None,
+                group_idx=first.group,
+                kv_cache_spec_kind=kind,
+                kv_cache_spec_sliding_window=window,
+            )
+        )
+    return stored
+
+
+def _runs(
+    keys: Iterable[BlockKey], catalog: BlockCatalog
+) -> Iterator[tuple[list[BlockKey], list[KeyedBlock]]]:
+    """Split keys where one does not follow the other; unknown ones have no blocks."""
+    run: list[BlockKey] = []
+    blocks: list[KeyedBlock] = []
+    for key in keys:
+        block = catalog.find(key)
+        if run and not _follows(block, blocks[-1] if blocks else None):
+            yield run, blocks
+            run, blocks = [], []
+        run.append(key)
+        if block:
+            blocks.append(block)
+    if run:
+        yield run, blocks
+
+
+def _follows(block: KeyedBlock | None, last: KeyedBlock | None) -> bool:
+    """Whether two blocks can be told in one event, in which lists are in step."""
+    if block is None or last is None:
+        return block is last
+    return (
+        block.parent == last.key
+        and block.group == last.group
+        and block.extras.lora_name == last.extras.lora_name
+        and len(block.tokens) == len(last.tokens)
+    )
+
+
+def _each_copy(catalog: BlockCatalog, medium: str) -> list[BlockKey]:
+    copies = catalog.held(medium).items()
+    return [key for key, num_copies in copies for _ in range(num_copies)]
+
+
+def _extra_keys(block: KeyedBlock) -> tuple[Any, ...] | None:
+    """List what a block's key covers besides tokens, in vLLM's order."""
+    extras = block.extras
+    keys: list[Any] = []
+    if extras.lora_name is not None:
+        keys.append(_text(extras.lora_name))
+    keys += [(item.content_hash.hex(), item.offset) for item in extras.multimodal]
+    if extras.cache_salt is not None and block.parent is None:
+        keys.append(_text(extras.cache_salt))
+    return tuple(keys) or None
+
+
+def _text(text: str | None) -> str | None:
+    """Make text that can be written: a lone surrogate has no UTF-8."""
+    return (
+        None
+        if text is None
+        else text.encode("utf-8", "backslashreplace").decode("utf-8")
+    )
+
+
+def _kind(groups: Sequence[GroupSpec], group: int) -> tuple[str | None, int | None]:
+    """Name a group's kind of attention as vLLM does, and tell its window."""
+    if group >= len(groups):
+        return None, None
+    match groups[group]:
+        case FullAttention():
+            return "full_attention", None
+        case SlidingWindow(_, window):
+            return "sliding_window", window
+        case ChunkedLocal():
+            return "chunked_local_attention", None
+        case Mamba():
+            return "mamba", None
+
+
+def _hash_as_bytes(key: BlockKey) -> BlockHash:
+    return key
+
+
+def _hash_as_int(key: BlockKey) -> BlockHash:
+    return int.from_bytes(key[-8:], "big")

@@ -1,0 +1,157 @@
+"""Events of the tiers as vLLM puts them on the wire.
+
+Field names, their order, their defaults and the tag are those of vLLM's
+`vllm/distributed/kv_events.py`, so that what was written for vLLM reads these too. A
+batch is an array, ``[ts, events, data_parallel_rank]``. An event in it is a map with
+its name under "type", as vLLM writes it since June 2026 (its pull request 42892), or
+an array that begins with its name, as before.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+try:
+    import msgspec
+except ImportError as error:
+    raise ImportError(
+        'Events on the wire need msgspec: pip install "jaxkv[events]".'
+    ) from error
+
+BlockHash: TypeAlias = bytes | int
+"""A block's key, or the number that its last 8 bytes are, most significant first."""
+
+
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
+    """Blocks in a row, each the next one's parent, that a tier has from now on.
+
+    Attributes:
+        block_hashes: The blocks, in the order of their tokens.
+        parent_block_hash: The block before the first; None at the root, or if nothing
+            is known of the block.
+        token_ids: Tokens of all the blocks, in order; none if they are not known.
+        block_size: Tokens in one block.
+        lora_id: Always None; vLLM keeps it for old readers.
+        medium: Which tier.
+        lora_name: The adapter.
+        extra_keys: For each block None, or what its key covers besides tokens: the
+            adapter, then ``(hash, offset)`` of each multimodal item that begins in the
+            block, then, in a request's first block, the salt.
+        group_idx: Which group of layers.
+        kv_cache_spec_kind: The group's kind of attention, by vLLM's name for it.
+        kv_cache_spec_sliding_window: Tokens in its window, if it has one.
+    """
+
+    block_hashes: list[BlockHash]
+    parent_block_hash: BlockHash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
+    """Blocks of which a tier has one copy less.
+
+    Attributes:
+        block_hashes: The blocks.
+        medium: Which tier.
+        group_idx: Which group of layers.
+    """
+
+    block_hashes: list[BlockHash]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True):
+    """No tier has anything any more."""
+
+
+KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    """What happened up to a moment.
+
+    Attributes:
+        ts: Seconds since 1970.
+        events: In the order in which it happened.
+        data_parallel_rank: Which of several engines.
+    """
+
+    ts: float
+    events: list[KVEvent]
+    data_parallel_rank: int | None = None
+
+
+class _BlockStoredArray(BlockStored, tag="BlockStored", array_like=True): ...
+
+
+class _BlockRemovedArray(BlockRemoved, tag="BlockRemoved", array_like=True): ...
+
+
+class _AllBlocksClearedArray(
+    AllBlocksCleared, tag="AllBlocksCleared", array_like=True
+): ...
+
+
+class _ArrayBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    ts: float
+    events: list[_BlockStoredArray | _BlockRemovedArray | _AllBlocksClearedArray]
+    data_parallel_rank: int | None = None
+
+
+_AS_ARRAY = {
+    BlockStored: _BlockStoredArray,
+    BlockRemoved: _BlockRemovedArray,
+    AllBlocksCleared: _AllBlocksClearedArray,
+}
+
+
+def encode_batch(batch: KVEventBatch, *, array_like: bool = False) -> bytes:
+    """Write a batch as msgpack.
+
+    Args:
+        batch: The batch.
+        array_like: Write events as arrays, for readers of before June 2026.
+
+    Example:
+        >>> batch = KVEventBatch(0.5, [BlockRemoved([7], "CPU")], 0)
+        >>> msgspec.msgpack.decode(encode_batch(batch))
+        [0.5, [{'type': 'BlockRemoved', 'block_hashes': [7], 'medium': 'CPU'}], 0]
+        >>> msgspec.msgpack.decode(encode_batch(batch, array_like=True))
+        [0.5, [['BlockRemoved', [7], 'CPU', None]], 0]
+    """
+    if not array_like:
+        return msgspec.msgpack.encode(batch)
+    events = [
+        _AS_ARRAY[type(event)](*msgspec.structs.astuple(event))
+        for event in batch.events
+    ]
+    return msgspec.msgpack.encode([batch.ts, events, batch.data_parallel_rank])
+
+
+def decode_batch(payload: bytes, *, array_like: bool = False) -> KVEventBatch:
+    """Read a batch; extra fields of newer writers are passed over.
+
+    Args:
+        payload: What `encode_batch` or vLLM wrote.
+        array_like: As in `encode_batch`.
+
+    Raises:
+        msgspec.DecodeError: If it is no such batch.
+    """
+    if not array_like:
+        return msgspec.msgpack.decode(payload, type=KVEventBatch)
+    batch = msgspec.msgpack.decode(payload, type=_ArrayBatch)
+    plain = {array: event for event, array in _AS_ARRAY.items()}
+    events: list[KVEvent] = [
+        plain[type(event)](*msgspec.structs.astuple(event)) for event in batch.events
+    ]
+    return KVEventBatch(batch.ts, events, batch.data_parallel_rank)

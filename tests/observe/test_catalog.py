@@ -1,0 +1,136 @@
+"""What the catalogue knows, how long, and how little it forgets and keeps."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from jaxkv.hashing import KeyChain, KeyedBlock, Namespace
+from jaxkv.observe.catalog import BlockCatalog
+from jaxkv.types import DEVICE_MEDIUM, HOST_MEDIUM, OffloadingEvent
+
+SPACE = Namespace("model", "weights", "float32", "NHD", 2)
+
+
+def stored(*keys, medium=HOST_MEDIUM):
+    return OffloadingEvent(list(keys), 2, medium, removed=False)
+
+
+def removed(*keys, medium=HOST_MEDIUM):
+    return OffloadingEvent(list(keys), 2, medium, removed=True)
+
+
+def test_what_a_tier_has_is_known_however_much_else_is_named():
+    catalog = BlockCatalog(max_spare=3)
+    held = KeyChain(SPACE, record=catalog.record).extend(range(4))
+    catalog.note(stored(*held))
+    for n in range(20):
+        KeyChain(SPACE, record=catalog.record).extend([n, n])
+    assert len(catalog) == 2 + 3
+    assert [catalog.find(key).key for key in held] == held
+    assert catalog.num_held(HOST_MEDIUM) == 2
+    assert catalog.num_held(DEVICE_MEDIUM) == 0
+
+
+def test_a_block_that_left_every_tier_is_forgotten_as_the_newest_of_the_spare():
+    catalog = BlockCatalog(max_spare=1)
+    (key,) = KeyChain(SPACE, record=catalog.record).extend([1, 2])
+    catalog.note(stored(key))
+    catalog.note(stored(key, medium=DEVICE_MEDIUM))
+    (other,) = KeyChain(SPACE, record=catalog.record).extend([3, 4])
+    catalog.note(removed(key))
+    assert catalog.find(key), "the device still has it"
+    catalog.note(removed(key, medium=DEVICE_MEDIUM))
+    assert catalog.find(key), "its request may compute it again"
+    assert catalog.find(other) is None
+    (another,) = KeyChain(SPACE, record=catalog.record).extend([5, 6])
+    assert catalog.find(key) is None
+    assert catalog.find(another)
+
+
+def test_naming_a_block_again_keeps_it():
+    catalog = BlockCatalog(max_spare=2)
+    one, _, again, _ = [
+        KeyChain(SPACE, record=catalog.record).extend(tokens)[0]
+        for tokens in ([1, 1], [2, 2], [1, 1], [3, 3])
+    ]
+    assert one == again
+    assert catalog.find(one)
+    assert len(catalog) == 2
+
+
+def test_copies_are_counted():
+    catalog = BlockCatalog(max_spare=0)
+    (key,) = KeyChain(SPACE).extend([1, 2])
+    catalog.note(stored(key, key, medium=DEVICE_MEDIUM))
+    catalog.record(KeyedBlock(key, None, b"12345678"))
+    assert catalog.held(DEVICE_MEDIUM) == {key: 2}
+    catalog.note(removed(key, medium=DEVICE_MEDIUM))
+    assert catalog.find(key)
+    catalog.note(removed(key, b"nobody has it", medium=DEVICE_MEDIUM))
+    assert len(catalog) == catalog.num_held(DEVICE_MEDIUM) == 0
+
+
+def test_a_host_block_leaves_as_what_it_came_as():
+    """Two device blocks are in a host block, which has the key of the second."""
+    catalog = BlockCatalog(blocks_per_host_block=2)
+    later = []
+    keys = KeyChain(SPACE, record=later.append).extend(range(8))
+    for block in later[:2]:
+        catalog.record(block)
+    events = [stored(keys[1], keys[3]), removed(keys[3]), removed(keys[1], b"?")]
+    assert catalog.parts(events[0]) == [keys[0], keys[1], keys[3]]
+    catalog.note(events[0])
+    for block in later:  # Now it is known that there is a third in the second.
+        catalog.record(block)
+    assert catalog.parts(events[1]) == [keys[3]]
+    catalog.note(events[1])
+    assert catalog.parts(events[2]) == [keys[0], keys[1], b"?"]
+    catalog.note(events[2])
+    assert catalog.num_held(HOST_MEDIUM) == 0
+    assert catalog.parts(stored(keys[3])) == [keys[2], keys[3]]
+    assert catalog.parts(stored(keys[3], medium=DEVICE_MEDIUM)) == [keys[3]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_it_agrees_with_counting_and_stays_bounded(seed):
+    """Whatever happens, in any order, on both tiers."""
+    rng = np.random.default_rng(seed)
+    catalog = BlockCatalog(max_spare=5)
+    held = {HOST_MEDIUM: Counter(), DEVICE_MEDIUM: Counter()}
+    known, recorded = {}, []
+    for step in range(600):
+        medium = (HOST_MEDIUM, DEVICE_MEDIUM)[rng.integers(2)]
+        copies = held[medium]
+        match rng.integers(9):
+            case 0 | 1 | 2:
+                tokens = rng.integers(2, size=6)
+                keys = KeyChain(SPACE, record=recorded.append).extend(tokens)
+                for block in recorded:
+                    catalog.record(block)
+                    known[block.key] = block
+                recorded.clear()
+                if step % 3:
+                    catalog.note(stored(*keys, medium=medium))
+                    copies.update(keys)
+            case 3:
+                catalog.note(removed(medium=medium))
+                copies.clear()
+            case _ if copies:
+                keys = [key for key in copies.elements() if rng.integers(2)]
+                catalog.note(removed(*keys, medium=medium) if keys else stored())
+                copies.subtract(keys)
+                held[medium] = +copies
+    for medium, copies in held.items():
+        assert catalog.held(medium) == copies
+        for key in copies:
+            assert catalog.find(key) == known[key]
+    assert len(catalog) <= len(held[HOST_MEDIUM] | held[DEVICE_MEDIUM]) + 5
+    assert any(held.values())
+
+
+def test_bad_sizes_are_refused():
+    with pytest.raises(ValueError, match="max_spare=-1 must be at least 0"):
+        BlockCatalog(max_spare=-1)
+    with pytest.raises(ValueError, match="blocks_per_host_block=0 must be at least"):
+        BlockCatalog(blocks_per_host_block=0)

@@ -1,0 +1,294 @@
+"""What is told of a tier's events, block by block."""
+
+import msgspec
+import pytest
+
+from jaxkv.groups import ChunkedLocal, FullAttention, Mamba, SlidingWindow
+from jaxkv.hashing import Extras, KeyChain, MultimodalItem, Namespace
+from jaxkv.observe.catalog import BlockCatalog
+from jaxkv.observe.describe import count_unknown, describe, describe_all
+from jaxkv.observe.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+    decode_batch,
+    encode_batch,
+)
+from jaxkv.types import DEVICE_MEDIUM, HOST_MEDIUM, OffloadingEvent
+
+SPACE = Namespace("model", "weights", "float32", "NHD", 2)
+GROUPS = FullAttention(2), SlidingWindow(2, 9), ChunkedLocal(2, 4), Mamba(2)
+
+
+@pytest.fixture
+def catalog():
+    return BlockCatalog()
+
+
+def chain(catalog, tokens, extras=None, group=0):
+    made = KeyChain(SPACE, extras or Extras(), group, record=catalog.record)
+    return made.extend(tokens)
+
+
+def stored(*keys, medium=HOST_MEDIUM, block_size=2):
+    return OffloadingEvent(list(keys), block_size, medium, removed=False)
+
+
+def removed(*keys, medium=HOST_MEDIUM):
+    return OffloadingEvent(list(keys), 2, medium, removed=True)
+
+
+def tell(catalog, *events, **how):
+    told = []
+    for event in events:
+        told.append(describe(event, catalog, **how))
+        catalog.note(event)
+    return told
+
+
+def test_blocks_that_follow_one_another_are_told_at_once(catalog):
+    keys = chain(catalog, range(10, 18))
+    [[event]] = tell(catalog, stored(*keys[1:3], medium=DEVICE_MEDIUM), groups=GROUPS)
+    assert event == BlockStored(
+        block_hashes=keys[1:3],
+        parent_block_hash=keys[0],
+        token_ids=[12, 13, 14, 15],
+        block_size=2,
+        lora_id=None,
+        medium="GPU",
+        lora_name=None,
+        extra_keys=None,
+        group_idx=0,
+        kv_cache_spec_kind="full_attention",
+    )
+
+
+def test_an_event_is_split_where_a_block_does_not_follow_the_one_before(catalog):
+    one, other = chain(catalog, range(6)), chain(catalog, [0, 1, 8, 9])
+    [told] = tell(catalog, stored(one[0], one[1], other[1], one[2], *other))
+    assert [(e.parent_block_hash, e.token_ids) for e in told] == [
+        (None, [0, 1, 2, 3]),
+        (one[0], [8, 9]),
+        (one[1], [4, 5]),
+        (None, [0, 1, 8, 9]),
+    ]
+
+
+def test_every_copy_of_a_block_is_told_and_counts_by_itself(catalog):
+    """As a device pool says it: a key that several blocks hold is there as often."""
+    keys = chain(catalog, range(4))
+    [first, second, third] = tell(
+        catalog, stored(keys[0], keys[1], keys[1]), removed(keys[1]), removed(keys[1])
+    )
+    assert [(e.parent_block_hash, e.token_ids) for e in first] == [
+        (None, [0, 1, 2, 3]),
+        (keys[0], [2, 3]),
+    ]
+    assert second == third == [BlockRemoved([keys[1]], "CPU", 0)]
+
+
+def test_groups_are_told_apart_and_named(catalog):
+    keys = [chain(catalog, range(4), group=group) for group in range(4)]
+    [told, gone] = tell(
+        catalog,
+        stored(*keys[0], *keys[1], *keys[2], *keys[3]),
+        removed(keys[0][0], keys[3][1], keys[3][0]),
+        groups=GROUPS,
+    )
+    assert [
+        (e.group_idx, e.kv_cache_spec_kind, e.kv_cache_spec_sliding_window)
+        for e in told
+    ] == [
+        (0, "full_attention", None),
+        (1, "sliding_window", 9),
+        (2, "chunked_local_attention", None),
+        (3, "mamba", None),
+    ]
+    assert gone == [
+        BlockRemoved([keys[0][0]], "CPU", 0),
+        BlockRemoved([keys[3][1], keys[3][0]], "CPU", 3),
+    ]
+
+
+def test_a_group_with_blocks_of_its_own_size_has_it_told(catalog):
+    large = Namespace("model", "weights", "float32", "NHD", 4)
+    keys = KeyChain(large, group=1, record=catalog.record).extend(range(8))
+    [[event]] = tell(catalog, stored(*keys, block_size=2))
+    assert (event.block_size, event.token_ids) == (4, list(range(8)))
+
+
+def test_what_the_key_covers_besides_tokens_is_told_in_vllms_order(catalog):
+    items = MultimodalItem(bytes(range(32)), 3), MultimodalItem(b"\xff", 5)
+    extras = Extras("sa\ud800lt", "adapter", items)
+    [[event]] = tell(catalog, stored(*chain(catalog, range(8), extras)))
+    assert event.lora_name == "adapter"
+    assert event.extra_keys == [
+        ("adapter", "sa\\ud800lt"),  # The salt stands in the first block alone.
+        ("adapter", (bytes(range(32)).hex(), 1)),
+        ("adapter", ("ff", 1)),
+        ("adapter",),
+    ]
+    (plain,) = describe(stored(*chain(catalog, range(8))), catalog)
+    assert plain.extra_keys is None
+    [[later]] = tell(catalog, stored(*chain(catalog, range(8), Extras("s"))[1:]))
+    assert later.extra_keys is None
+
+
+def test_unknown_blocks_are_told_without_tokens_and_counted(catalog):
+    keys = chain(catalog, range(4))
+    [told, gone] = tell(
+        catalog,
+        stored(b"foreign", b"other", *keys, b"third", block_size=16),
+        removed(b"other", keys[1], medium=HOST_MEDIUM),
+    )
+    assert told[0] == BlockStored(
+        [b"foreign", b"other"], None, [], 16, None, "CPU", None
+    )
+    assert told[1].token_ids == [0, 1, 2, 3]
+    assert told[2].block_hashes == [b"third"]
+    assert count_unknown(told) == 3
+    assert gone == [
+        BlockRemoved([b"other"], "CPU", None),
+        BlockRemoved([keys[1]], "CPU", 0),
+    ]
+
+
+def test_a_cleared_tier_is_not_told_as_all_tiers_cleared(catalog):
+    keys = chain(catalog, range(4))
+    clear, clear_device = removed(), removed(medium=DEVICE_MEDIUM)
+    told = tell(
+        catalog,
+        stored(*keys),
+        stored(*keys, keys[1], medium=DEVICE_MEDIUM),
+        clear,
+        clear,
+        stored(keys[0]),
+        clear_device,
+        clear,
+    )
+    assert told[2] == [BlockRemoved(keys, "CPU", 0)]
+    assert told[3] == []
+    assert told[5] == [BlockRemoved([keys[0], keys[1], keys[1]], "GPU", 0)]
+    assert told[6] == [AllBlocksCleared()]
+    assert tell(BlockCatalog(), clear) == [[AllBlocksCleared()]]
+
+
+def test_a_host_block_of_several_is_told_as_these():
+    """Routers know prompts in blocks of one size, that of the device."""
+    catalog = BlockCatalog(blocks_per_host_block=2)
+    keys = chain(catalog, range(10))
+    [told, gone] = tell(catalog, stored(keys[1], keys[3]), removed(keys[3]))
+    assert [(e.block_hashes, e.token_ids, e.block_size) for e in told] == [
+        (keys[:4], list(range(8)), 2)
+    ]
+    assert gone == [BlockRemoved(keys[2:4], "CPU", 0)]
+
+
+def test_all_that_is_held_can_be_told_anew(catalog):
+    keys = chain(catalog, range(6))
+    tell(catalog, stored(*keys), stored(keys[0], keys[0], b"?", medium=DEVICE_MEDIUM))
+    told = describe_all(catalog)
+    assert told[0] == AllBlocksCleared()
+    assert [(e.medium, e.block_hashes, e.block_size) for e in told[1:]] == [
+        ("CPU", keys, 2),
+        ("GPU", [keys[0]], 2),
+        ("GPU", [keys[0]], 2),
+        ("GPU", [b"?"], 2),
+    ]
+    assert describe_all(BlockCatalog()) == [AllBlocksCleared()]
+
+
+def test_hashes_can_be_the_numbers_that_vllm_gives(catalog):
+    keys = chain(catalog, range(4))
+    events = stored(keys[1], b"\x01\x00"), removed(keys[1])
+    [told, gone] = tell(catalog, *events, int_block_hashes=True)
+    mask = 2**64 - 1
+    assert told[0].parent_block_hash == int.from_bytes(keys[0], "big") & mask
+    assert told[0].block_hashes == gone[0].block_hashes
+    assert told[0].block_hashes == [int.from_bytes(keys[1], "big") & mask]
+    assert told[1].block_hashes == [256]
+
+
+# The wire. What is expected is written out, not taken from the code under test.
+
+BATCH = KVEventBatch(
+    1.5,
+    [
+        BlockStored([b"k" * 32, 2**64 - 1], b"p" * 32, [7, 8], 1, None, "CPU", None),
+        BlockStored([5], None, [7], 1, None, "GPU", "lora", [("lora", ("ab", 0))], 0),
+        BlockRemoved([5], "GPU", 1),
+        AllBlocksCleared(),
+    ],
+    3,
+)
+
+
+def test_the_wire_is_vllms_of_today():
+    assert msgspec.msgpack.decode(encode_batch(BATCH)) == [
+        1.5,
+        [
+            {
+                "type": "BlockStored",
+                "block_hashes": [b"k" * 32, 2**64 - 1],
+                "parent_block_hash": b"p" * 32,
+                "token_ids": [7, 8],
+                "block_size": 1,
+                "lora_id": None,
+                "medium": "CPU",
+                "lora_name": None,
+            },
+            {
+                "type": "BlockStored",
+                "block_hashes": [5],
+                "parent_block_hash": None,
+                "token_ids": [7],
+                "block_size": 1,
+                "lora_id": None,
+                "medium": "GPU",
+                "lora_name": "lora",
+                "extra_keys": [["lora", ["ab", 0]]],
+                "group_idx": 0,
+            },
+            {
+                "type": "BlockRemoved",
+                "block_hashes": [5],
+                "medium": "GPU",
+                "group_idx": 1,
+            },
+            {"type": "AllBlocksCleared"},
+        ],
+        3,
+    ]
+
+
+def test_the_wire_of_older_readers_begins_each_event_with_its_name():
+    payload = encode_batch(BATCH, array_like=True)
+    ts, events, rank = msgspec.msgpack.decode(payload)
+    assert (ts, rank) == (1.5, 3)
+    first = ["BlockStored", [b"k" * 32, 2**64 - 1], b"p" * 32, [7, 8], 1, None]
+    assert events[0][:8] == [*first, "CPU", None]
+    assert events[1][:10] == [
+        *("BlockStored", [5], None, [7], 1, None, "GPU", "lora"),
+        *([["lora", ["ab", 0]]], 0),
+    ]
+    assert not any(events[0][8:] + events[1][10:])
+    assert events[2:] == [["BlockRemoved", [5], "GPU", 1], ["AllBlocksCleared"]]
+
+
+@pytest.mark.parametrize("array_like", [False, True])
+def test_a_batch_is_read_as_it_was_written(array_like):
+    payload = encode_batch(BATCH, array_like=array_like)
+    batch = decode_batch(payload, array_like=array_like)
+    assert batch.events[0] == BATCH.events[0]
+    assert batch.events[2:] == BATCH.events[2:]
+    # What is nested in extra_keys comes back as lists; written again it is the same.
+    assert encode_batch(batch, array_like=array_like) == payload
+    with pytest.raises(msgspec.DecodeError):
+        decode_batch(payload, array_like=not array_like)
+
+
+def test_fields_of_newer_writers_are_passed_over():
+    event = {"type": "BlockRemoved", "block_hashes": [1], "medium": "CPU", "new": 7}
+    payload = msgspec.msgpack.encode([0.5, [event], None, "newer"])
+    assert decode_batch(payload).events == [BlockRemoved([1], "CPU")]
