@@ -40,8 +40,8 @@ FLOORS = [
     ],
     [
         "config",
-        "observe.catalog observe.kv_events observe.addresses < observe.describe"
-        " < observe.publisher observe.subscriber",
+        "observe.catalog observe.kv_events observe.sockets < observe.describe"
+        " < observe.publisher < observe.subscriber",
         "observe.families < observe.metrics",
         "observe",
     ],

@@ -1,0 +1,82 @@
+"""Addresses of sockets, checked before ZeroMQ sees them."""
+
+from __future__ import annotations
+
+import errno
+import re
+
+try:
+    import zmq as zmq
+except ImportError as error:
+    raise ImportError(
+        'Events over the network need pyzmq: pip install "jaxkv[events]".'
+    ) from error
+
+_TCP = re.compile(r"(tcp://(?:\*|\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]*]+)):(\*|[0-9]{1,5})")
+_IPC = re.compile(r"ipc://\S+")
+
+
+def offset_endpoint(name: str, endpoint: str, data_parallel_rank: int) -> str:
+    """Give each of several engines an address of its own, as vLLM does.
+
+    Args:
+        name: What the caller calls the address, for messages.
+        endpoint: Of the first engine, ``tcp://HOST:PORT`` or ``ipc://PATH``. The port 0
+            or * is any free one.
+        data_parallel_rank: Which engine.
+
+    Raises:
+        ValueError: If it is no address.
+
+    Example:
+        >>> offset_endpoint("endpoint", "tcp://127.0.0.1:5557", 2)
+        'tcp://127.0.0.1:5559'
+        >>> offset_endpoint("endpoint", "ipc:///run/events", 2)
+        'ipc:///run/events_dp2'
+    """
+    if data_parallel_rank < 0:
+        raise ValueError(f"{data_parallel_rank=} must be at least 0.")
+    if isinstance(endpoint, str):
+        if _IPC.fullmatch(endpoint):
+            rank = data_parallel_rank
+            return endpoint if rank == 0 else f"{endpoint}_dp{rank}"
+        if match := _TCP.fullmatch(endpoint):
+            host, port = match.groups()
+            if port == "*" or int(port) == 0:
+                return f"{host}:*"
+            if int(port) + data_parallel_rank < 1 << 16:
+                return f"{host}:{int(port) + data_parallel_rank}"
+    more = f" (with {data_parallel_rank=} added)" if data_parallel_rank else ""
+    raise ValueError(
+        f"{name}={endpoint!r}{more} must be tcp://HOST:PORT, such as "
+        "'tcp://127.0.0.1:5557', with a port below 65536, or ipc://PATH."
+    )
+
+
+def bind(socket: zmq.Socket[bytes], name: str, endpoint: str) -> str:
+    """Bind a socket to an address that `offset_endpoint` gave.
+
+    Returns:
+        The address as it came to be, with the port that was free.
+
+    Raises:
+        OSError: If it cannot be had, with the reason.
+    """
+    # Not always: a machine without IPv6 could then bind nothing.
+    socket.ipv6 = "[" in endpoint
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        reason = f"cannot be bound: {error.strerror}"
+        if error.errno == errno.EADDRINUSE:
+            reason = "is in use. Close who has it, or give another port"
+        raise OSError(error.errno, f"{name}={endpoint!r} {reason}.") from None
+    bound = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(bound, bytes)
+    return bound.decode().rstrip("\0")
+
+
+def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Connect a socket; whether anybody is there shows later."""
+    socket.ipv6 = "[" in endpoint
+    socket.connect(endpoint)

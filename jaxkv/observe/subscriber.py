@@ -1,0 +1,221 @@
+"""Receives published events, notices what is missing, and asks for it again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterator
+from types import TracebackType
+from typing import NamedTuple
+
+import msgspec
+
+from jaxkv.observe.kv_events import KVEventBatch, decode_batch
+from jaxkv.observe.publisher import END_OF_REPLAY, SEQ_BYTES
+from jaxkv.observe.sockets import bind, connect, offset_endpoint, zmq
+
+
+class ReceivedBatch(NamedTuple):
+    """A batch, and its place in the stream.
+
+    Attributes:
+        seq: Its sequence number.
+        batch: What happened.
+    """
+
+    seq: int
+    batch: KVEventBatch
+
+
+@dataclasses.dataclass(frozen=True)
+class SubscriberStats:
+    """What was received so far.
+
+    Attributes:
+        num_batches: Batches, those of replays included.
+        num_replayed: Of these, the ones that a replay brought.
+        num_lost: Batches that a gap in the sequence numbers tells of and no replay
+            brought.
+        num_restarts: Times that the sequence numbers began anew: the publisher's
+            process is another, and so is what its tiers have.
+        num_malformed: Messages that were no batch.
+    """
+
+    num_batches: int = 0
+    num_replayed: int = 0
+    num_lost: int = 0
+    num_restarts: int = 0
+    num_malformed: int = 0
+
+
+class EventSubscriber:
+    """Receives the events of one publisher, jaxkv's or vLLM's, in order.
+
+    Not for several threads.
+
+    Args:
+        endpoint: Where the publisher publishes.
+        replay_endpoint: Where it answers requests for a replay; None not to ask.
+        topic: Only topics that begin so.
+        start_seq: The sequence number to begin with; what was published before the
+            subscription is then asked for. None to begin with what comes first.
+        hwm: Messages that may wait here; what is beyond is lost, and asked for again.
+        replay_timeout_s: Seconds to wait for each message of a replay.
+        bind: Bind, for publishers that connect.
+        array_like: Events are arrays, as of vLLM before June 2026.
+
+    Attributes:
+        endpoint: Where it listens, with the port that was free if any was asked for.
+        stats: What was received so far.
+
+    Raises:
+        ValueError: If an address is none, or a number is too small.
+        OSError: If an address cannot be had.
+
+    Example:
+        >>> with EventSubscriber("tcp://127.0.0.1:5557") as subscriber:
+        ...     print(subscriber.receive(timeout_s=0))
+        None
+    """
+
+    def __init__(
+        self,
+        endpoint: str = "tcp://127.0.0.1:5557",
+        replay_endpoint: str | None = None,
+        topic: str = "",
+        *,
+        start_seq: int | None = None,
+        hwm: int = 100_000,
+        replay_timeout_s: float = 5.0,
+        bind: bool = False,
+        array_like: bool = False,
+    ) -> None:
+        if hwm < 1:
+            raise ValueError(f"{hwm=} must be at least 1.")
+        if start_seq is not None and start_seq < 0:
+            raise ValueError(f"{start_seq=} must be at least 0.")
+        self.endpoint = offset_endpoint("endpoint", endpoint, 0)
+        self._replay_endpoint = replay_endpoint and offset_endpoint(
+            "replay_endpoint", replay_endpoint, 0
+        )
+        self.stats = SubscriberStats()
+        self._next_seq = start_seq  # None until there was one
+        self._last_live = -1  # of the publications, replays aside
+        self._replay_timeout_s = replay_timeout_s
+        self._array_like = array_like
+        self._ready: deque[ReceivedBatch] = deque()
+        self._context = zmq.Context()
+        try:
+            self._open(topic, hwm, bind)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+
+    def receive(self, timeout_s: float) -> ReceivedBatch | None:
+        """Take the next batch, after those that it shows to be missing.
+
+        Args:
+            timeout_s: Seconds to wait for a publication.
+
+        Returns:
+            The batch; None if none came.
+        """
+        if not self._ready and self._sub.poll(round(1000 * timeout_s)):
+            self._accept(self._sub.recv_multipart())
+        return self._ready.popleft() if self._ready else None
+
+    def catch_up(self) -> int:
+        """Ask for all that is published and not received, publications or not.
+
+        Returns:
+            How many batches came; `receive` has them.
+        """
+        start = self._next_seq or 0
+        num_before = len(self._ready)
+        for seq, payload in self._ask(start):
+            if seq >= start:
+                self._skip_to(seq)
+                self._take(seq, payload, is_replayed=True)
+        return len(self._ready) - num_before
+
+    def close(self) -> None:
+        """Give up the connections."""
+        self._context.destroy(linger=0)
+
+    def __enter__(self) -> EventSubscriber:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _open(self, topic: str, hwm: int, binds: bool) -> None:
+        self._sub = self._context.socket(zmq.SUB)
+        self._sub.set_hwm(hwm)
+        self._sub.subscribe(topic)
+        if binds:
+            self.endpoint = bind(self._sub, "endpoint", self.endpoint)
+        else:
+            connect(self._sub, self.endpoint)
+
+    def _accept(self, frames: list[bytes]) -> None:
+        if len(frames) != 3 or len(frames[1]) != SEQ_BYTES:
+            self._count(num_malformed=1)
+            return
+        _, number, payload = frames
+        seq = int.from_bytes(number, "big")
+        if seq <= self._last_live:  # One publisher's numbers only rise.
+            self._count(num_restarts=1)
+            self._next_seq = 0
+        self._last_live = seq
+        if self._next_seq is None:
+            self._next_seq = seq
+        if seq < self._next_seq:
+            return  # A replay has brought it already.
+        if seq > self._next_seq:
+            for missing, old in self._ask(self._next_seq):
+                if self._next_seq <= missing < seq:
+                    self._skip_to(missing)
+                    self._take(missing, old, is_replayed=True)
+        self._skip_to(seq)
+        self._take(seq, payload, is_replayed=False)
+
+    def _skip_to(self, seq: int) -> None:
+        """Give up what lies before a batch."""
+        if self._next_seq is not None:
+            self._count(num_lost=seq - self._next_seq)
+        self._next_seq = seq
+
+    def _take(self, seq: int, payload: bytes, *, is_replayed: bool) -> None:
+        self._next_seq = seq + 1
+        try:
+            batch = decode_batch(payload, array_like=self._array_like)
+        except msgspec.DecodeError:
+            self._count(num_malformed=1)
+            return
+        self._count(num_batches=1, num_replayed=int(is_replayed))
+        self._ready.append(ReceivedBatch(seq, batch))
+
+    def _ask(self, start: int) -> Iterator[tuple[int, bytes]]:
+        """Ask for a replay; it may end too early, which its reader sees."""
+        if not self._replay_endpoint:
+            return
+        # One socket for each request: no answer to an earlier one gets into this.
+        with self._context.socket(zmq.DEALER) as replay:
+            replay.linger = 0
+            replay.rcvhwm = 0  # A whole replay has to fit, however slow we are.
+            connect(replay, self._replay_endpoint)
+            replay.send_multipart((b"", start.to_bytes(SEQ_BYTES, "big")))
+            while replay.poll(round(1000 * self._replay_timeout_s)):
+                _, number, payload = replay.recv_multipart()
+                if number == END_OF_REPLAY:
+                    return
+                yield int.from_bytes(number, "big"), payload
+
+    def _count(self, **more: int) -> None:
+        now = {name: getattr(self.stats, name) + num for name, num in more.items()}
+        self.stats = dataclasses.replace(self.stats, **now)

@@ -1,0 +1,502 @@
+"""Publishers and subscribers over real sockets."""
+
+import subprocess
+import sys
+import threading
+from collections import Counter
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from jaxkv.blocks import DeviceBlockPool
+from jaxkv.groups import FullAttention, SlidingWindow
+from jaxkv.hashing import Extras, KeyChain, Namespace
+from jaxkv.keys import lanes_to_keys
+from jaxkv.observe import publisher as publisher_module
+from jaxkv.observe.catalog import BlockCatalog
+from jaxkv.observe.publisher import EventPublisher
+from jaxkv.observe.sockets import offset_endpoint
+from jaxkv.observe.subscriber import EventSubscriber
+from jaxkv.types import DEVICE_MEDIUM, HOST_MEDIUM, OffloadingEvent
+from tests.observe.listening import DECODER, WAIT_MS, Listener, Picture, wait_for
+from tests.offload_rig import BLOCK_SIZE, NUM_BLOCKS, FakeRequest, Rig
+
+ANY = "tcp://127.0.0.1:*"
+SPACE = Namespace("model", "weights", "float32", "NHD", 2)
+
+
+def stored(*keys, medium=HOST_MEDIUM):
+    return OffloadingEvent(list(keys), 2, medium, removed=False)
+
+
+def removed(*keys, medium=HOST_MEDIUM):
+    return OffloadingEvent(list(keys), 2, medium, removed=True)
+
+
+def numbered(n):
+    return stored(n.to_bytes(32, "little"))
+
+
+def publish_until_heard(publisher, subscriber):
+    """What is published before the subscription is there passes by."""
+    for _ in range(400):
+        publisher.publish([numbered(0)])
+        if got := subscriber.receive(timeout_s=0.05):
+            return got
+    raise AssertionError("nothing came")
+
+
+# A real scheduler, told to somebody else's subscriber.
+
+
+class PublishingRig(Rig):
+    """An engine that names blocks as it should, and publishes what both tiers say."""
+
+    def __init__(self, publisher, **how):
+        super().__init__(**how)
+        self.publisher = publisher
+        self.pool = DeviceBlockPool(
+            NUM_BLOCKS, enable_events=True, block_size=BLOCK_SIZE
+        )
+        self.scheduler.bind_device_block_pool(self.pool)
+        self.fed = {}  # key: the tokens up to the block's end, adapter, group
+
+    def ask(self, name, tokens, lora=None):
+        keys = []
+        for group, spec in enumerate(self.groups):
+            space = Namespace("model", "weights", "f4", "NHD", spec.block_size)
+            extras, record = Extras(lora_name=lora), self.publisher.catalog.record
+            keys.append(KeyChain(space, extras, group, record=record).extend(tokens))
+            for n, key in enumerate(keys[-1], start=1):
+                self.fed[key] = tokens[: n * spec.block_size], lora, group
+        return FakeRequest(name, keys, len(tokens), len(tokens))
+
+    def publish(self):
+        self.publisher.publish(
+            [*self.scheduler.take_events(), *self.pool.take_events()]
+        )
+
+    def held(self, medium):
+        if medium == DEVICE_MEDIUM:
+            cache = self.pool.state.cache
+            lanes = np.asarray(cache.directory.keys)[np.asarray(cache.has_key)]
+            return Counter(lanes_to_keys(lanes))
+        ref_cnt = self.scheduler._manager.snapshot().ref_cnt
+        rows = self.rules.blocks_per_host_block
+        ready = [key for key, count in ref_cnt.items() if count >= 0]
+        return Counter(part for key in ready for part in self.before(key, rows))
+
+    def before(self, key, num):
+        """The last blocks of a prefix, this one the last."""
+        while num and key is not None:
+            yield key
+            block = self.publisher.catalog.find(key)
+            num, key = num - 1, block.parent
+
+
+HYBRID = FullAttention(BLOCK_SIZE), SlidingWindow(BLOCK_SIZE, 2 * BLOCK_SIZE)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"groups": HYBRID},
+        {"blocks_per_host_block": 2},
+        {"mode": "lazy", "max_num_batched_tokens": 2 * BLOCK_SIZE},
+    ],
+    ids=["eager", "hybrid", "large host blocks", "lazy"],
+)
+def test_a_subscriber_that_loses_messages_ends_with_what_both_tiers_hold(how, seed):
+    rng = np.random.default_rng(seed)
+    catalog = BlockCatalog(
+        max_spare=40, blocks_per_host_block=how.get("blocks_per_host_block", 1)
+    )
+    groups = how.get("groups", BLOCK_SIZE)
+    with EventPublisher(
+        ANY, ANY, "kv@pod@model", catalog=catalog, groups=groups, clock=lambda: 7.5
+    ) as publisher:
+        rig = PublishingRig(publisher, **how)
+
+        def serve(n):
+            tokens = rng.integers(2, size=4 * BLOCK_SIZE + 1)
+            tokens = np.repeat(tokens, [BLOCK_SIZE] * 4 + [1] * (len(tokens) - 4))
+            tokens = tokens[: rng.integers(1, 6) * BLOCK_SIZE + 1].tolist()
+            rig.run(rig.ask(f"r{n}", tokens, lora=rng.choice([None, "adapter"])))
+            if n < 35 and rng.integers(6) == 0:
+                rig.pool.reset() if rng.integers(2) else rig.scheduler.reset()
+            rig.publish()
+
+        picture, next_seq, num_lost = Picture(), 0, 0
+        for n in range(6):  # before anybody listens
+            serve(n)
+        with Listener(
+            publisher.endpoint, publisher.replay_endpoint, b"kv@"
+        ) as listener:
+            for n in range(6, 40):
+                serve(n)
+                if not listener.sub.poll(20):
+                    continue
+                topic, number, payload = listener.hear()
+                seq = int.from_bytes(number, "big")
+                assert (topic, len(number)) == (b"kv@pod@model", 8)
+                if rng.integers(3) == 0:
+                    num_lost += 1
+                    continue
+                if seq > next_seq:
+                    for old, batch in listener.ask(next_seq):
+                        if old < seq:
+                            picture.learn(batch)
+                batch = DECODER.decode(payload)
+                assert (batch.ts, batch.data_parallel_rank) == (7.5, 0)
+                picture.learn(batch)
+                next_seq = seq + 1
+            for _, batch in listener.ask(next_seq):
+                picture.learn(batch)
+        assert num_lost
+        assert next_seq > 10
+        assert publisher.stats.num_unknown_blocks == 0
+        assert publisher.stats.num_dropped_full == 0
+    for medium in (HOST_MEDIUM, DEVICE_MEDIUM):
+        assert picture.held(medium) == rig.held(medium)
+        assert picture.held(medium)
+    for key, (_, _, lora, group) in picture.tokens.items():
+        tokens, *rest = rig.fed[key]
+        assert (list(tokens), *rest) == (picture.prompt(key), lora, group)
+    assert len(catalog) <= 40 + 2 * NUM_BLOCKS
+
+
+# Sequence numbers, gaps, replays.
+
+
+def test_our_own_subscriber_replays_what_it_missed():
+    with EventPublisher(ANY, ANY) as publisher:
+        for n in range(5):
+            publisher.publish([numbered(n)])
+        with EventSubscriber(
+            publisher.endpoint, publisher.replay_endpoint, start_seq=2
+        ) as subscriber:
+            assert subscriber.catch_up() == 3
+            received = [subscriber.receive(timeout_s=0) for _ in range(3)]
+            for n in range(5, 405):
+                publisher.publish([numbered(n)])
+                while batch := subscriber.receive(timeout_s=0.05):
+                    received.append(batch)
+                if len(received) >= 12:
+                    break
+    assert [seq for seq, _ in received] == list(range(2, 2 + len(received)))
+    for seq, batch in received:
+        (event,) = batch.events
+        assert event.block_hashes == numbered(seq).block_hashes
+    stats = subscriber.stats
+    assert (stats.num_batches, stats.num_lost) == (len(received), 0)
+    assert stats.num_replayed >= 3
+
+
+def test_what_is_no_longer_kept_is_counted_as_lost():
+    with EventPublisher(ANY, ANY, buffer_steps=3) as publisher:
+        for n in range(10):
+            publisher.publish([numbered(n)])
+        how = {"start_seq": 0}
+        with EventSubscriber(
+            publisher.endpoint, publisher.replay_endpoint, **how
+        ) as subscriber:
+            wait_for(lambda: publisher.stats.num_published == 10)
+            assert subscriber.catch_up() == 3
+            assert [subscriber.receive(0).seq for _ in range(3)] == [7, 8, 9]
+            assert subscriber.stats.num_lost == 7
+            assert subscriber.catch_up() == 0
+
+
+def test_a_gap_without_a_replay_is_counted():
+    with EventPublisher(ANY) as publisher:
+        for n in range(4):
+            publisher.publish([numbered(n)])
+        with EventSubscriber(publisher.endpoint, start_seq=1) as subscriber:
+            got = publish_until_heard(publisher, subscriber)
+    assert subscriber.stats.num_lost == got.seq - 1 >= 3
+
+
+def test_a_subscriber_notices_that_the_publisher_is_another():
+    with EventPublisher(ANY) as publisher:
+        endpoint = publisher.endpoint
+        subscriber = EventSubscriber(endpoint)
+        publish_until_heard(publisher, subscriber)
+        for _ in range(1000):
+            publisher.publish([numbered(0)])
+        for _ in range(1000):
+            assert subscriber.receive(timeout_s=WAIT_MS / 1000)
+    with subscriber, EventPublisher(endpoint) as publisher:
+        got = publish_until_heard(publisher, subscriber)
+    assert got.seq < 1000
+    assert subscriber.stats.num_restarts == 1
+
+
+def test_a_req_socket_gets_the_first_batch_and_nonsense_gets_nothing():
+    """A REQ socket puts the empty frame in by itself; vLLM's example uses one."""
+    with EventPublisher(ANY, ANY) as publisher, zmq.Context() as context:
+        for n in range(3):
+            publisher.publish([numbered(n)])
+        wait_for(lambda: publisher.stats.num_published == 3)
+        with context.socket(zmq.DEALER) as nonsense:
+            nonsense.linger = 0
+            nonsense.connect(publisher.replay_endpoint)
+            nonsense.send_multipart([b"no empty frame"])
+            nonsense.send_multipart([b"", b"1", b"2"])
+            wait_for(lambda: publisher.stats.num_bad_requests == 2)
+            assert not nonsense.poll(0)
+        with context.socket(zmq.REQ) as request:
+            request.linger = 0
+            request.connect(publisher.replay_endpoint)
+            request.send((1).to_bytes(8, "big"))
+            assert request.poll(WAIT_MS)
+            number, payload = request.recv_multipart()
+    assert int.from_bytes(number, "big") == 1
+    (event,) = DECODER.decode(payload).events
+    assert event.block_hashes == numbered(1).block_hashes
+
+
+def test_every_batch_arrives_however_they_come():
+    """A wake-up that is lost leaves batches waiting for the next one."""
+    with EventPublisher(ANY) as publisher, Listener(publisher.endpoint) as listener:
+        listener.await_subscription(lambda: publisher.publish([removed()]))
+        first = publisher.stats.num_published
+        for burst in range(100):
+            for n in range(burst % 7):
+                publisher.publish([numbered(n)])
+            for _ in range(burst % 7):
+                _, number, _ = listener.hear()
+                assert int.from_bytes(number, "big") == first
+                first += 1
+
+
+# Too much at a time.
+
+
+def test_a_subscriber_that_does_not_read_does_not_hold_up_the_engine():
+    batch = [stored(*(n.to_bytes(32, "little") for n in range(200)))]
+    with (
+        EventPublisher(ANY, ANY, hwm=1) as publisher,
+        Listener(publisher.endpoint, publisher.replay_endpoint, hwm=1) as listener,
+    ):
+        for _ in range(3000):
+            publisher.publish(batch)
+        wait_for(lambda: publisher.stats.num_published == 3000)
+        assert [seq for seq, _ in listener.ask(0)] == list(range(3000))
+    assert publisher.stats.num_dropped_full == 0
+
+
+def test_a_full_queue_drops_counts_and_tells_all_anew(monkeypatch):
+    """The thread stands still while it encodes, as long as the test wants it to."""
+    go_on, stands = threading.Event(), threading.Event()
+    encode = publisher_module.encode_batch
+
+    def encode_in_time(batch, **how):
+        stands.set()
+        assert go_on.wait(WAIT_MS / 1000)
+        return encode(batch, **how)
+
+    with EventPublisher(ANY, ANY, max_queue_size=2) as publisher:
+        record = publisher.catalog.record
+        keys = KeyChain(SPACE, record=record).extend(range(20))
+        monkeypatch.setattr(publisher_module, "encode_batch", encode_in_time)
+        publisher.publish([stored(keys[0])])
+        assert stands.wait(WAIT_MS / 1000)
+        publisher.publish([stored(keys[1])])
+        publisher.publish([stored(keys[2], keys[3])])
+        publisher.publish([removed(keys[0])])  # no room from here on
+        publisher.publish([stored(keys[4], keys[4], medium=DEVICE_MEDIUM)])
+        publisher.publish([])
+        stats = publisher.stats
+        assert (stats.num_queued, stats.num_dropped_full) == (2, 2)
+        go_on.set()
+        wait_for(lambda: publisher.stats.num_queued == 0)
+        publisher.publish([])
+        assert publisher.stats.num_retold == 1
+        publisher.publish([removed(keys[2])])
+        publisher.publish([])
+        with Listener(publisher.endpoint, publisher.replay_endpoint) as listener:
+            wait_for(lambda: publisher.stats.num_published == 5)
+            told = listener.ask(0)
+    assert [seq for seq, _ in told] == [0, 1, 2, 5, 6]
+    picture = Picture()
+    for _, batch in told[2:]:  # Whatever came before the drop does not matter.
+        picture.learn(batch)
+    assert picture.held(HOST_MEDIUM) == Counter([keys[1], keys[3]])
+    assert picture.held(DEVICE_MEDIUM) == {keys[4]: 2}
+    assert picture.tokens[keys[4]] == (keys[3], [8, 9], None, 0)
+    assert publisher.stats.num_dropped_full == 2
+
+
+# Addresses, beginnings and ends.
+
+
+def test_ranks_have_ports_of_their_own_and_say_who_they_are():
+    with EventPublisher(ANY) as other:
+        port = int(other.endpoint.rpartition(":")[2])
+    with EventPublisher(f"tcp://127.0.0.1:{port - 3}", data_parallel_rank=3) as made:
+        assert made.endpoint == f"tcp://127.0.0.1:{port}"
+        with EventSubscriber(made.endpoint) as subscriber:
+            got = publish_until_heard(made, subscriber)
+    assert got.batch.data_parallel_rank == 3
+    assert offset_endpoint("it", "tcp://[::1]:80", 2) == "tcp://[::1]:82"
+    assert offset_endpoint("it", "tcp://*:80", 0) == "tcp://*:80"
+
+
+def test_a_publisher_can_connect_to_a_subscriber_that_binds(tmp_path):
+    how = {"array_like": True}
+    for endpoint in (ANY, f"ipc://{tmp_path}/events"):
+        with (
+            EventSubscriber(endpoint, bind=True, **how) as subscriber,
+            EventPublisher(subscriber.endpoint, connect=True, **how) as publisher,
+        ):
+            got = publish_until_heard(publisher, subscriber)
+        assert got.batch.events[0].block_hashes == numbered(0).block_hashes
+
+
+def test_hashes_and_groups_are_told_as_asked_for():
+    catalog = BlockCatalog()
+    keys = KeyChain(SPACE, group=1, record=catalog.record).extend(range(4))
+    groups = FullAttention(2), SlidingWindow(2, 5)
+    with EventPublisher(
+        ANY, ANY, catalog=catalog, groups=groups, int_block_hashes=True
+    ) as publisher:
+        publisher.publish([stored(*keys)])
+        wait_for(lambda: publisher.stats.num_published)
+        with Listener(publisher.endpoint, publisher.replay_endpoint) as listener:
+            [(_, batch)] = listener.ask(0)
+    (event,) = batch.events
+    assert event.block_hashes == [int.from_bytes(key[24:], "big") for key in keys]
+    assert event.kv_cache_spec_kind == "sliding_window"
+    assert event.kv_cache_spec_sliding_window == 5
+
+
+def test_messages_that_are_no_batch_are_counted_and_passed_over():
+    with zmq.Context() as context, context.socket(zmq.PUB) as pub:
+        pub.linger = 0
+        pub.bind("tcp://127.0.0.1:*")
+        endpoint = pub.last_endpoint.decode()
+        good = msgspec.msgpack.encode([0.5, [["AllBlocksCleared"]]])
+        with EventSubscriber(endpoint, array_like=True) as subscriber:
+            got, n = None, 0
+            while got is None:
+                n += 1
+                pub.send_multipart([b"", b"few"])
+                pub.send_multipart([b"", (2 * n).to_bytes(8, "big"), b"nonsense"])
+                pub.send_multipart([b"", (2 * n + 1).to_bytes(8, "big"), good])
+                for _ in range(3):
+                    got = got or subscriber.receive(timeout_s=0.02)
+            assert got.batch.data_parallel_rank is None
+            assert subscriber.stats.num_malformed >= 2 or n > 1
+            assert subscriber.stats.num_lost == 0
+
+
+def test_closing_leaves_nothing_behind():
+    before = set(threading.enumerate())
+    publisher = EventPublisher(ANY, ANY)
+    for n in range(100):
+        publisher.publish([numbered(n)])
+    publisher.close()
+    publisher.close()
+    assert set(threading.enumerate()) == before
+    assert publisher.stats.num_published == 100
+    with pytest.raises(RuntimeError, match="The publisher is closed"):
+        publisher.publish([numbered(0)])
+    again = {"endpoint": publisher.endpoint}
+    with EventPublisher(**again, replay_endpoint=publisher.replay_endpoint):
+        pass
+
+
+def test_an_address_in_use_is_named_and_nothing_stays_open():
+    before = set(threading.enumerate())
+    with EventPublisher(ANY) as first:
+        with pytest.raises(OSError, match=f"endpoint='{first.endpoint}' is in use"):
+            EventPublisher(first.endpoint)
+        with pytest.raises(OSError, match=r"replay_endpoint='tcp.*' is in use") as got:
+            EventPublisher(ANY, first.endpoint)
+        assert got.value.errno is not None
+        with pytest.raises(OSError, match=r"endpoint='tcp.*' is in use"):
+            EventSubscriber(first.endpoint, bind=True)
+    with pytest.raises(OSError, match=r"endpoint='tcp://nobody\.invalid:1' cannot be"):
+        EventPublisher("tcp://nobody.invalid:1")
+    assert set(threading.enumerate()) == before
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: EventPublisher("127.0.0.1:5557"), "endpoint='127.0.0.1:5557' must be"),
+        (lambda: EventPublisher("tcp://127.0.0.1"), "such as 'tcp://127.0.0.1:5557'"),
+        (lambda: EventPublisher("tcp://host:65536"), "a port below 65536"),
+        (lambda: EventPublisher("inproc://cache"), "endpoint='inproc://cache' must"),
+        (lambda: EventPublisher(5557), "endpoint=5557 must be tcp"),
+        (lambda: EventPublisher(ANY, "tcp://*"), "replay_endpoint='tcp://.*' must be"),
+        (
+            lambda: EventPublisher("tcp://*:65535", data_parallel_rank=1),
+            r"with data_parallel_rank=1 added\) must be",
+        ),
+        (lambda: EventPublisher(ANY, data_parallel_rank=-1), "rank=-1 must be at lea"),
+        (lambda: EventPublisher(ANY, buffer_steps=-1), "buffer_steps=-1 must be at"),
+        (lambda: EventPublisher(ANY, hwm=0), "hwm=0 must be at least 1"),
+        (lambda: EventPublisher(ANY, max_queue_size=0), "max_queue_size=0 must be at"),
+        (lambda: EventSubscriber("tcp://*"), "endpoint='tcp://.*' must be"),
+        (lambda: EventSubscriber(ANY, start_seq=-1), "start_seq=-1 must be at least"),
+        (lambda: EventSubscriber(ANY, hwm=0), "hwm=0 must be at least 1"),
+    ],
+)
+def test_bad_arguments_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def run(program):
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize(
+    ("blocked", "module", "message"),
+    [
+        ("zmq", "publisher", "Events over the network need pyzmq"),
+        ("zmq", "subscriber", "Events over the network need pyzmq"),
+        ("msgspec", "publisher", "Events on the wire need msgspec"),
+        ("msgspec", "describe", "Events on the wire need msgspec"),
+    ],
+)
+def test_without_the_extra_the_error_names_it(blocked, module, message):
+    done = run(
+        f"import sys; sys.modules[{blocked!r}] = None\n"
+        "import jaxkv, jaxkv.observe.catalog\n"
+        "try:\n"
+        f"    import jaxkv.observe.{module}\n"
+        "except ImportError as error:\n"
+        "    print(error)\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert message in done.stdout
+    assert 'pip install "jaxkv[events]"' in done.stdout
+
+
+def test_the_library_does_not_import_what_events_need():
+    done = run(
+        "import sys, jaxkv, jaxkv.cli, jaxkv.observe.catalog\n"
+        "print({'zmq', 'msgspec'} & set(sys.modules))"
+    )
+    assert done.stdout == "set()\n", done.stderr
+
+
+def test_a_publisher_that_nobody_closed_does_not_hold_up_the_end():
+    done = run(
+        "from jaxkv.observe.publisher import EventPublisher\n"
+        f"publisher = EventPublisher({ANY!r}, {ANY!r})\n"
+        "print('made')"
+    )
+    assert (done.returncode, done.stdout) == (0, "made\n"), done.stderr
