@@ -275,17 +275,18 @@ class EventPublisher:
             poller.register(self._replay, zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
-            if self._replay is not None and self._replay in ready:
-                self._answer(self._replay)
             if self._heard in ready:
                 self._heard.recv()
-                with self._lock:
-                    self._is_ringing = False
-                    num_queued, is_last = len(self._queue), self._is_closed
-                for _ in range(num_queued):
-                    self._send(*self._queue.popleft())
-                if is_last:
-                    return
+            with self._lock:
+                self._is_ringing &= self._heard not in ready
+                num_queued, is_last = len(self._queue), self._is_closed
+            # In any case, so that a replay has all that was queued before its request.
+            for _ in range(num_queued):
+                self._send(*self._queue.popleft())
+            if is_last:
+                return
+            if self._replay is not None and self._replay in ready:
+                self._answer(self._replay)
 
     def _send(self, seq: int, batch: KVEventBatch) -> None:
         number = seq.to_bytes(SEQ_BYTES, "big")

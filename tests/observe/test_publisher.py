@@ -204,8 +204,7 @@ def test_what_is_no_longer_kept_is_counted_as_lost():
         with EventSubscriber(
             publisher.endpoint, publisher.replay_endpoint, **how
         ) as subscriber:
-            wait_for(lambda: publisher.stats.num_published == 10)
-            assert subscriber.catch_up() == 3
+            assert subscriber.catch_up() == 3  # All that was queued is there.
             assert [subscriber.receive(0).seq for _ in range(3)] == [7, 8, 9]
             assert subscriber.stats.num_lost == 7
             assert subscriber.catch_up() == 0
@@ -240,7 +239,6 @@ def test_a_req_socket_gets_the_first_batch_and_nonsense_gets_nothing():
     with EventPublisher(ANY, ANY) as publisher, zmq.Context() as context:
         for n in range(3):
             publisher.publish([numbered(n)])
-        wait_for(lambda: publisher.stats.num_published == 3)
         with context.socket(zmq.DEALER) as nonsense:
             nonsense.linger = 0
             nonsense.connect(publisher.replay_endpoint)
@@ -284,7 +282,6 @@ def test_a_subscriber_that_does_not_read_does_not_hold_up_the_engine():
     ):
         for _ in range(3000):
             publisher.publish(batch)
-        wait_for(lambda: publisher.stats.num_published == 3000)
         assert [seq for seq, _ in listener.ask(0)] == list(range(3000))
     assert publisher.stats.num_dropped_full == 0
 
@@ -319,7 +316,6 @@ def test_a_full_queue_drops_counts_and_tells_all_anew(monkeypatch):
         publisher.publish([removed(keys[2])])
         publisher.publish([])
         with Listener(publisher.endpoint, publisher.replay_endpoint) as listener:
-            wait_for(lambda: publisher.stats.num_published == 5)
             told = listener.ask(0)
     assert [seq for seq, _ in told] == [0, 1, 2, 5, 6]
     picture = Picture()
@@ -365,7 +361,6 @@ def test_hashes_and_groups_are_told_as_asked_for():
         ANY, ANY, catalog=catalog, groups=groups, int_block_hashes=True
     ) as publisher:
         publisher.publish([stored(*keys)])
-        wait_for(lambda: publisher.stats.num_published)
         with Listener(publisher.endpoint, publisher.replay_endpoint) as listener:
             [(_, batch)] = listener.ask(0)
     (event,) = batch.events
@@ -467,7 +462,6 @@ def run(program):
     [
         ("zmq", "publisher", "Events over the network need pyzmq"),
         ("zmq", "subscriber", "Events over the network need pyzmq"),
-        ("msgspec", "publisher", "Events on the wire need msgspec"),
         ("msgspec", "describe", "Events on the wire need msgspec"),
     ],
 )
