@@ -1,0 +1,1 @@
+"""Adapters that put jaxkv into engines of others."""

@@ -1,0 +1,225 @@
+"""Cut the KV of one prompt into blocks, and put it together again.
+
+An engine with a contiguous cache holds the KV of a prompt as a pytree whose arrays
+count tokens along one axis each, padded to some length. Cut along that axis, such an
+array is a pool of blocks. Other leaves hold nothing of the prompt: room for tokens that
+are to be generated, counters.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.types import PyTree
+
+AxisRules: TypeAlias = Mapping[str, int | None]
+"""Patterns of leaf paths, ``"*/cached_key"``, to sequence axes; None for no axis."""
+
+MAXTEXT_RULES: AxisRules = {
+    "*cache_prefill_segment_id": -1,
+    "*cached_prefill_*": -4,
+    "*": None,
+}
+"""MaxText's prefill cache, with the order of axes that is its default."""
+
+
+class HasShape(Protocol):
+    """An array, or what describes one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """All of its dimensions."""
+
+
+class LeafAxis(NamedTuple):
+    """Where a leaf counts tokens.
+
+    Attributes:
+        path: The leaf's path in its pytree, such as ``"layers/0/key"``.
+        axis: Its sequence axis, not negative; None if it has none.
+    """
+
+    path: str
+    axis: int | None
+
+
+def leaf_paths(prefix: PyTree) -> list[tuple[str, Any]]:
+    """List the leaves of a pytree with their paths, joined by slashes."""
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+        for path, leaf in jax.tree.leaves_with_path(prefix)
+    ]
+
+
+def find_sequence_axes(
+    prefix: PyTree, padded_length: int | None = None, rules: AxisRules | None = None
+) -> list[LeafAxis]:
+    """Find the axis along which each leaf counts tokens.
+
+    Without rules, a cache with MaxText's names is taken for one of MaxText; of others
+    an axis counts tokens if it is `padded_length` long.
+
+    Args:
+        prefix: Arrays, or shapes of such.
+        padded_length: Tokens that the arrays have room for, if that is known.
+        rules: Says it outright: paths or patterns of paths, of which the first that
+            fits counts.
+
+    Returns:
+        One for each leaf, in the order of the pytree.
+
+    Raises:
+        ValueError: An axis cannot be told, is not there, or has the wrong length.
+
+    Example:
+        >>> cache = {"key": jnp.zeros((2, 8, 4)), "step": jnp.zeros(())}
+        >>> find_sequence_axes(cache, 8)
+        [LeafAxis(path='key', axis=1), LeafAxis(path='step', axis=None)]
+    """
+    leaves = leaf_paths(prefix)
+    if not leaves:
+        raise ValueError("the prefix has no leaves; it must have at least one array.")
+    if rules is None and any("cached_prefill_" in path for path, _ in leaves):
+        rules = MAXTEXT_RULES
+    if rules is not None:
+        axes = [_by_rules(path, leaf, rules) for path, leaf in leaves]
+    elif padded_length is not None:
+        axes = [_by_length(path, leaf, padded_length) for path, leaf in leaves]
+    else:
+        raise ValueError(
+            "padded_length=None and no names that are known: give sequence_axes, such "
+            f"as {{{leaves[0][0]!r}: 1}}."
+        )
+    found = [
+        (path, leaf.shape[axis.axis])
+        for (path, leaf), axis in zip(leaves, axes, strict=True)
+        if axis.axis is not None
+    ]
+    if not found:
+        raise ValueError(
+            f"no leaf of {[path for path, _ in leaves]} has a sequence axis"
+            + (f" of {padded_length=}" if rules is None else "")
+            + "; say which with sequence_axes."
+        )
+    length = found[0][1] if padded_length is None else padded_length
+    for path, size in found:
+        if size != length:
+            raise ValueError(
+                f"{path!r} counts {size} along its sequence axis, not {length}: it is "
+                "no cache of tokens (a recurrent state cannot be cut into blocks), or "
+                "the axis in sequence_axes is wrong."
+            )
+    return axes
+
+
+def compare_shapes(shorter: PyTree, longer: PyTree) -> dict[str, int | None]:
+    """Find the sequence axes as those in which two caches of the same model differ.
+
+    Args:
+        shorter: A cache for fewer tokens, or its shapes (`jax.eval_shape`).
+        longer: One for more.
+
+    Returns:
+        Rules for `find_sequence_axes`: the axis of each path.
+
+    Raises:
+        ValueError: The caches differ in more than one axis of a leaf, or otherwise.
+
+    Example:
+        >>> short, long = jnp.zeros((2, 8, 8)), jnp.zeros((2, 8, 16))
+        >>> compare_shapes([short], [long])
+        {'0': 2}
+    """
+    pairs = leaf_paths(shorter), leaf_paths(longer)
+    if [path for path, _ in pairs[0]] != [path for path, _ in pairs[1]]:
+        raise ValueError("the two caches must have the same structure.")
+    rules: dict[str, int | None] = {}
+    for (path, a), (_, b) in zip(*pairs, strict=True):
+        if len(a.shape) != len(b.shape):
+            raise ValueError(
+                f"{path!r} is {a.shape} and {b.shape}; it must have as many axes."
+            )
+        sizes = zip(a.shape, b.shape, strict=True)
+        differing = [axis for axis, (x, y) in enumerate(sizes) if x != y]
+        if len(differing) > 1:
+            raise ValueError(
+                f"{path!r} is {a.shape} and {b.shape}: the axes {differing} differ, so "
+                "which counts tokens cannot be told; say it with sequence_axes."
+            )
+        rules[path] = differing[0] if differing else None
+    if all(axis is None for axis in rules.values()):
+        raise ValueError("the two caches have the same shapes; lengths must differ.")
+    return rules
+
+
+def cut(array: jax.Array, axis: int, block_size: int, num_blocks: int) -> jax.Array:
+    """Cut ``[..., tokens, ...]`` into ``[..., num_blocks, block_size, ...]``.
+
+    What exceeds these blocks is left out, what is missing is zero. May be traced.
+
+    Example:
+        >>> cut(jnp.arange(5), 0, 2, 3).tolist()
+        [[0, 1], [2, 3], [4, 0]]
+    """
+    array = _resize(array, axis, num_blocks * block_size)
+    before, after = array.shape[:axis], array.shape[axis + 1 :]
+    return array.reshape(*before, num_blocks, block_size, *after)
+
+
+def join(blocks: jax.Array, axis: int, length: int) -> jax.Array:
+    """Put ``[..., num_blocks, block_size, ...]`` together: ``[..., length, ...]``.
+
+    What is missing is zero. May be traced.
+
+    Example:
+        >>> join(jnp.array([[0, 1], [2, 3]]), 0, 5).tolist()
+        [0, 1, 2, 3, 0]
+    """
+    before, after = blocks.shape[:axis], blocks.shape[axis + 2 :]
+    num_tokens = blocks.shape[axis] * blocks.shape[axis + 1]
+    return _resize(blocks.reshape(*before, num_tokens, *after), axis, length)
+
+
+def _resize(array: jax.Array, axis: int, length: int) -> jax.Array:
+    size = array.shape[axis]
+    if size > length:
+        return jax.lax.slice_in_dim(array, 0, length, axis=axis)
+    if size == length:
+        return array
+    padding = [(0, length - size if a == axis else 0, 0) for a in range(array.ndim)]
+    return jax.lax.pad(array, jnp.zeros((), array.dtype), padding)
+
+
+def _by_rules(path: str, leaf: HasShape, rules: AxisRules) -> LeafAxis:
+    ndim = len(leaf.shape)
+    for pattern, axis in rules.items():
+        if path != pattern and not fnmatch.fnmatchcase(path, pattern):
+            continue
+        if axis is None:
+            return LeafAxis(path, None)
+        if not -ndim <= axis < ndim:
+            raise ValueError(
+                f"axis {axis} of {pattern!r} in sequence_axes must be in "
+                f"[{-ndim}, {ndim}): {path!r} is {list(leaf.shape)}."
+            )
+        return LeafAxis(path, axis % ndim)
+    raise ValueError(
+        f"no pattern of sequence_axes fits {path!r}, {list(leaf.shape)}; give its "
+        "axis, or None if it holds nothing of the prompt."
+    )
+
+
+def _by_length(path: str, leaf: HasShape, length: int) -> LeafAxis:
+    axes = [axis for axis, size in enumerate(leaf.shape) if size == length]
+    if len(axes) > 1:
+        raise ValueError(
+            f"the axes {axes} of {path!r}, {list(leaf.shape)}, are all {length} long, "
+            "so which counts tokens cannot be told; say it with sequence_axes, such as "
+            f"{{{path!r}: {axes[0]}}}."
+        )
+    return LeafAxis(path, axes[0] if axes else None)

@@ -1,0 +1,256 @@
+"""What the KV of one prompt looks like, whole and cut into blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.integrations.prefix_blocks import cut, join, leaf_paths
+from jaxkv.transfer import memory
+from jaxkv.types import PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One array of a prompt's KV.
+
+    Attributes:
+        name: Its path, for messages.
+        shape: At its greatest length.
+        dtype: Of its elements.
+        sharding: Where it lives.
+        axis: Which dimension counts tokens; not negative.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: jax.sharding.Sharding
+    axis: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it has room for."""
+        return self.shape[self.axis]
+
+    def with_length(self, length: int) -> tuple[int, ...]:
+        """Give the shape with another number of tokens."""
+        return (*self.shape[: self.axis], length, *self.shape[self.axis + 1 :])
+
+    def pool_sharding(self) -> jax.sharding.Sharding:
+        """Place the same array cut into blocks, which has one dimension more."""
+        if not isinstance(self.sharding, jax.sharding.NamedSharding):
+            return self.sharding
+        spec = list(self.sharding.spec)
+        if len(spec) > self.axis:
+            spec.insert(self.axis, None)
+        return jax.sharding.NamedSharding(
+            self.sharding.mesh, memory.partition_spec(*spec)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefixLayout:
+    """What the KV of a prompt looks like, whole and cut into blocks.
+
+    Attributes:
+        treedef: How the leaves hang together.
+        leaves: What each is.
+        block_size: Tokens in a block.
+    """
+
+    treedef: jax.tree_util.PyTreeDef
+    leaves: tuple[Leaf, ...]
+    block_size: int
+
+    @classmethod
+    def of(
+        cls, kv_like: PyTree, sequence_axis: PyTree, block_size: int
+    ) -> PrefixLayout:
+        """Read the layout off the KV of a prompt, or off its shapes.
+
+        Args:
+            kv_like: Arrays, or `jax.ShapeDtypeStruct` of such, of the greatest length.
+            sequence_axis: The axis that counts tokens: an int, or a pytree of ints
+                that is a prefix of `kv_like`.
+            block_size: Tokens in a block.
+
+        Raises:
+            ValueError: Some leaf has no such axis, its tokens are spread over devices,
+                or they are fewer than a block, or others than those of the first leaf.
+        """
+        pairs = leaf_paths(kv_like)
+        if not pairs:
+            raise ValueError("kv has no leaves; it must have at least one array.")
+        try:
+            axes = jax.tree.leaves(jax.tree.broadcast(sequence_axis, kv_like))
+        except ValueError as error:
+            raise ValueError(
+                f"{sequence_axis=} must be an int, or a tree of ints shaped like the "
+                "top of the KV."
+            ) from error
+        leaves = tuple(
+            _leaf(path or "kv", like, axis)
+            for (path, like), axis in zip(pairs, axes, strict=True)
+        )
+        for leaf in leaves:
+            if leaf.num_tokens != leaves[0].num_tokens:
+                raise ValueError(
+                    f"{leaf.name!r} has room for {leaf.num_tokens} tokens along axis "
+                    f"{leaf.axis} and {leaves[0].name!r} for {leaves[0].num_tokens} "
+                    f"along axis {leaves[0].axis}; all leaves must have the same."
+                )
+        if leaves[0].num_tokens < block_size:
+            raise ValueError(
+                f"the KV has room for {leaves[0].num_tokens} tokens, which is less "
+                f"than a block: {block_size=}."
+            )
+        return cls(jax.tree.structure(kv_like), leaves, block_size)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that the arrays have room for."""
+        return self.leaves[0].num_tokens
+
+    @property
+    def num_blocks(self) -> int:
+        """Full blocks that the arrays have room for."""
+        return self.max_tokens // self.block_size
+
+    @property
+    def axes(self) -> list[int]:
+        """The sequence axis of each leaf, which is the block axis of its pool."""
+        return [leaf.axis for leaf in self.leaves]
+
+    def check(self, kv: PyTree) -> tuple[list[jax.Array], int]:
+        """Take the KV of a prompt apart, if it has this layout but for its length.
+
+        Returns:
+            Its leaves, placed as the layout says, and the tokens they have room for.
+
+        Raises:
+            ValueError: It has another layout.
+            TypeError: A leaf is no `jax.Array`.
+            RuntimeError: An array has been deleted or donated.
+        """
+        arrays, treedef = jax.tree.flatten(kv)
+        if treedef != self.treedef:
+            raise ValueError(
+                f"kv must have the structure {self.treedef}, not {treedef}."
+            )
+        length = 0
+        for n, (array, leaf) in enumerate(zip(arrays, self.leaves, strict=True)):
+            if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+                raise TypeError(
+                    f"{leaf.name!r} must be a jax.Array outside jit, not {type(array)}."
+                )
+            if array.is_deleted():
+                raise RuntimeError(f"{leaf.name!r} has been deleted or donated.")
+            if n == 0 and array.ndim == len(leaf.shape):
+                length = array.shape[leaf.axis]
+            if array.dtype != leaf.dtype or array.shape != leaf.with_length(length):
+                raise ValueError(
+                    f"{leaf.name!r} must be {leaf.dtype}{list(leaf.shape)}, perhaps "
+                    f"with another length of axis {leaf.axis}, the same in all leaves; "
+                    f"not {array.dtype}{list(array.shape)}."
+                )
+        if length > self.max_tokens:
+            raise ValueError(
+                f"kv has room for {length} tokens, and the template for "
+                f"{self.max_tokens}; make the store for the greatest length."
+            )
+        for n, (array, leaf) in enumerate(zip(arrays, self.leaves, strict=True)):
+            if not array.sharding.is_equivalent_to(leaf.sharding, array.ndim):
+                arrays[n] = jax.device_put(array, leaf.sharding)
+        return arrays, length
+
+    def cut(self, leaves: list[jax.Array]) -> list[jax.Array]:
+        """Copy the leaves of a prompt's KV into a pool of blocks."""
+        return self._cut(leaves)
+
+    def join(self, pool: list[jax.Array], length: int) -> PyTree:
+        """Copy a pool of blocks into arrays with room for `length` tokens."""
+        return jax.tree.unflatten(self.treedef, self._join(pool, length=length))
+
+    def new_pool(self) -> list[jax.Array]:
+        """Make a pool of zeros."""
+        return self._new_pool()
+
+    @functools.cached_property
+    def _pool_shardings(self) -> list[jax.sharding.Sharding]:
+        return [leaf.pool_sharding() for leaf in self.leaves]
+
+    @functools.cached_property
+    def _options(self) -> dict[str, str] | None:
+        devices: list[jax.Device] = list(self.leaves[0].sharding.device_set)
+        return memory.compiler_options(devices[0].platform)
+
+    @functools.cached_property
+    def _cut(self) -> Callable[[list[jax.Array]], list[jax.Array]]:
+        def cut_all(leaves: list[jax.Array]) -> list[jax.Array]:
+            return [
+                cut(array, axis, self.block_size, self.num_blocks)
+                for array, axis in zip(leaves, self.axes, strict=True)
+            ]
+
+        return jax.jit(
+            cut_all, out_shardings=self._pool_shardings, compiler_options=self._options
+        )
+
+    @functools.cached_property
+    def _join(self) -> Callable[..., list[jax.Array]]:
+        def join_all(pool: list[jax.Array], length: int) -> list[jax.Array]:
+            return [
+                join(blocks, axis, length)
+                for blocks, axis in zip(pool, self.axes, strict=True)
+            ]
+
+        return jax.jit(
+            join_all,
+            static_argnames="length",
+            out_shardings=[leaf.sharding for leaf in self.leaves],
+            compiler_options=self._options,
+        )
+
+    @functools.cached_property
+    def _new_pool(self) -> Callable[[], list[jax.Array]]:
+        def zeros() -> list[jax.Array]:
+            empty = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.leaves]
+            return [
+                cut(array, axis, self.block_size, self.num_blocks)
+                for array, axis in zip(empty, self.axes, strict=True)
+            ]
+
+        return jax.jit(zeros, out_shardings=self._pool_shardings)
+
+
+def _leaf(name: str, like: Any, axis: object) -> Leaf:
+    shape = tuple(like.shape)
+    if not isinstance(axis, int) or not -len(shape) <= axis < len(shape):
+        raise ValueError(
+            f"sequence_axis {axis!r} of {name!r} must be an int in "
+            f"[{-len(shape)}, {len(shape)}): the array is {list(shape)}."
+        )
+    axis %= len(shape)
+    sharding = like.sharding
+    if sharding is None:
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        spec = tuple(sharding.spec)
+        if len(spec) > axis and spec[axis] is not None:
+            raise ValueError(
+                f"the tokens of {name!r}, axis {axis}, are sharded over "
+                f"{spec[axis]!r}; a block must be in one piece, so shard another axis."
+            )
+    elif len(sharding.device_set) > 1:
+        raise ValueError(
+            f"{name!r} is spread over {len(sharding.device_set)} devices by "
+            f"{sharding}; it must be by a jax.sharding.NamedSharding."
+        )
+    return Leaf(name, shape, np.dtype(like.dtype), sharding, axis)

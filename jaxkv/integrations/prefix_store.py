@@ -1,0 +1,446 @@
+"""The KV of prompts on the host, in blocks that prompts with the same beginning share.
+
+For engines that hold the KV of one prompt in arrays of its own, not in a paged pool.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import threading
+from types import TracebackType
+from typing import NamedTuple, SupportsIndex, TypeAlias
+
+import jax
+import numpy as np
+
+from jaxkv import Extras, KeyChain, Namespace, OffloadingManager, Policy, TransferEngine
+from jaxkv.hashing import NO_EXTRAS, TokenIds
+from jaxkv.integrations.prefix_layout import PrefixLayout
+from jaxkv.integrations.task_thread import TaskThread
+from jaxkv.transfer.kernels import Mode
+from jaxkv.transfer.tickets import TRANSFER_ERRORS
+from jaxkv.types import BlockKey, PrepareStoreOutput, PyTree
+
+_Leaves: TypeAlias = list[jax.Array]
+
+
+class PrefixHit(NamedTuple):
+    """What was found of a prompt.
+
+    Attributes:
+        num_tokens: The tokens that it covers, from the first on; whole blocks.
+        kv: Their keys and values, as the arrays that were saved; zero beyond.
+    """
+
+    num_tokens: int
+    kv: PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefixStats:
+    """What a store was asked for, and what came of it.
+
+    Attributes:
+        query_tokens: Tokens of the prompts that `load` was asked for.
+        hit_tokens: Those whose KV it gave.
+        stored_blocks: Blocks whose bytes arrived on the host.
+        evicted_blocks: Blocks that were given up for others.
+        dropped_blocks: Blocks that found no room.
+        failed_saves: Saves whose bytes did not arrive, or were not wanted any more.
+        failed_loads: Loads whose bytes did not arrive: misses.
+    """
+
+    query_tokens: int = 0
+    hit_tokens: int = 0
+    stored_blocks: int = 0
+    evicted_blocks: int = 0
+    dropped_blocks: int = 0
+    failed_saves: int = 0
+    failed_loads: int = 0
+
+
+class PrefixStore:
+    """Keeps the KV of prompts on the host, each full block of tokens once.
+
+    `save` takes the arrays of one prompt and returns before its bytes have left the
+    device; what it was given may be donated from then on. `load` gives the KV of the
+    longest prefix that is there, as new arrays, placed like the ones of the template.
+
+    Any thread may call. A thread of the store's own dispatches the transfers, one after
+    the other, loads before saves. A block is found once its bytes have arrived.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> namespace = Namespace("my-model", "v1", "float32", "NHD", block_size=4)
+        >>> kv = {"k": jnp.ones((16, 2, 8)), "v": jnp.ones((16, 2, 8))}
+        >>> with PrefixStore(kv, namespace=namespace, num_host_blocks=64) as store:
+        ...     saved = store.save(range(10), kv)
+        ...     store.flush()
+        ...     hit = store.load([0, 1, 2, 3, 9, 9, 9, 9])
+        >>> saved, hit.num_tokens, float(hit.kv["k"].sum())
+        (8, 4, 64.0)
+    """
+
+    def __init__(
+        self,
+        kv_like: PyTree,
+        *,
+        namespace: Namespace,
+        num_host_blocks: int | None = None,
+        host_bytes: str | SupportsIndex | None = None,
+        cache_policy: str | Policy = "lru",
+        sequence_axis: PyTree = 0,
+        mode: Mode | None = None,
+        extent_bytes: str | SupportsIndex | None = None,
+        max_pending_saves: int = 8,
+    ):
+        """Set up the host memory.
+
+        Args:
+            kv_like: The KV of one prompt at its greatest length, or shapes of it
+                (`jax.ShapeDtypeStruct`, with shardings if it is spread over devices);
+                not kept. Arrays may be sharded along all axes but that of the tokens.
+            namespace: What the KV depends on besides the tokens; says how many tokens
+                a block has.
+            num_host_blocks: Blocks that the host holds.
+            host_bytes: How much host memory to set aside instead, such as ``"8GiB"``.
+            cache_policy: What to give up when it is full, as for `OffloadingManager`.
+            sequence_axis: The axis that counts tokens: an int, or a pytree of ints
+                that is a prefix of `kv_like`.
+            mode: As for `TransferEngine`.
+            extent_bytes: As for `TransferEngine`.
+            max_pending_saves: Saves that may be under way, each of which holds a copy
+                of its KV on the device; the next waits for one to end.
+
+        Raises:
+            ValueError: An argument is wrong.
+            MemoryError: There is not that much host memory.
+        """
+        if max_pending_saves < 1:
+            raise ValueError(f"{max_pending_saves=} must be at least 1.")
+        self._namespace = namespace
+        self._layout = PrefixLayout.of(kv_like, sequence_axis, namespace.block_size)
+        self._max_saves = max_pending_saves
+        self._num_saves = 0
+        self._stats = PrefixStats()
+        self._generation = 0  # One more with each `clear`, so that nothing old counts.
+        self._fault: BaseException | None = None
+        self._closed = False
+        # Of all that is above; told when a save has ended.
+        self._lock = threading.Condition()
+        # The one that makes the engine and calls it, as the engine demands.
+        self._thread = TaskThread("jaxkv-prefix-store")
+        make = functools.partial(
+            TransferEngine,
+            self._layout.new_pool(),
+            num_host_blocks,
+            host_bytes=host_bytes,
+            mode=mode,
+            block_axis=self._layout.axes,
+            extent_bytes=extent_bytes,
+        )
+        try:
+            self._engine = self._thread.run(make).result()
+            self._manager = OffloadingManager(
+                namespace.block_size, self._engine.num_host_blocks, cache_policy
+            )
+        except BaseException:
+            self._thread.close()
+            raise
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self._namespace.block_size
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that the arrays of the template have room for."""
+        return self._layout.max_tokens
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks that the host holds."""
+        return self._manager.num_blocks
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, all leaves together."""
+        return self._engine.block_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that were set aside."""
+        return self._engine.host_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the blocks that are held, those on their way included."""
+        with self._lock:
+            return self._manager.num_held_blocks * self._engine.block_bytes
+
+    @property
+    def stats(self) -> PrefixStats:
+        """What happened so far."""
+        with self._lock:
+            return self._stats
+
+    def warm_up(self) -> None:
+        """Compile what saves and loads of arrays of full length take."""
+        pool = self._layout.new_pool()
+        self._layout.cut(jax.tree.leaves(self._layout.join(pool, self.max_tokens)))
+        with self._lock:
+            self._check()
+            self._manager.warm_up(self._layout.num_blocks)
+            compiled = self._thread.run(self._engine.warm_up, urgent=True)
+        compiled.result()
+
+    def contains(self, tokens: TokenIds, extras: Extras = NO_EXTRAS) -> bool:
+        """Whether all full blocks of a prompt, at least one, are there to be loaded."""
+        keys = self._keys(tokens, extras)
+        with self._lock:
+            self._check()
+            return bool(keys) and self._manager.lookup(keys) == len(keys)
+
+    def load(
+        self,
+        tokens: TokenIds,
+        extras: Extras = NO_EXTRAS,
+        *,
+        min_tokens: int = 0,
+        length: int | None = None,
+    ) -> PrefixHit | None:
+        """Bring back the KV of the longest prefix that is there.
+
+        Waits until the bytes have arrived.
+
+        Args:
+            tokens: int[n]. The prompt.
+            extras: The adapter and salt that it was saved with.
+            min_tokens: Load nothing if fewer tokens are there.
+            length: How long the sequence axes of the arrays are to be; as long as in
+                the template unless given.
+
+        Returns:
+            What was found; None if there is nothing, or it could not be read.
+
+        Raises:
+            ValueError: `length` or a token is out of range.
+            RuntimeError: The store was closed.
+        """
+        length = self.max_tokens if length is None else operator.index(length)
+        if not 1 <= length <= self.max_tokens:
+            raise ValueError(f"{length=} must be in [1, {self.max_tokens}].")
+        keys = self._keys(tokens, extras)[: length // self.block_size]
+        with self._lock:
+            self._check()
+            self._count(query_tokens=len(tokens))
+            num_hits = self._manager.lookup(keys)
+            num_tokens = num_hits * self.block_size
+            if not num_hits or num_tokens < min_tokens:
+                return None
+            keys = keys[:num_hits]
+            self._manager.touch(keys)
+            host_ids = self._manager.prepare_load(keys).block_ids
+            task = functools.partial(self._load, self._generation, keys, host_ids)
+            loading = self._thread.run(task, urgent=True)
+        pool = loading.result()
+        if pool is None:
+            return None
+        with self._lock:
+            self._count(hit_tokens=num_tokens)
+        return PrefixHit(num_tokens, self._layout.join(pool, length))
+
+    def save(
+        self,
+        tokens: TokenIds,
+        kv: PyTree,
+        num_tokens: int | None = None,
+        extras: Extras = NO_EXTRAS,
+        *,
+        only_if: jax.Array | None = None,
+    ) -> int:
+        """Keep the KV of a prompt: that of its full blocks that are not there yet.
+
+        Returns before the bytes have left the device, unless many saves are pending.
+        `kv` is only read, by a program that has been dispatched by then, so that it may
+        be donated.
+
+        Args:
+            tokens: int[n]. The prompt.
+            kv: Its keys and values, like the template; the sequence axes may be
+                shorter, all of them alike.
+            num_tokens: How many of the tokens are in `kv`; all of them unless given.
+            extras: The adapter and salt that the KV depends on.
+            only_if: bool[]. If this turns out to be False, nothing is kept.
+
+        Returns:
+            The tokens, from the first on, that are held or on their way: all in full
+            blocks, unless there is no room.
+
+        Raises:
+            ValueError: `kv` is not like the template, or a number is out of range.
+            TypeError: A leaf is no `jax.Array`.
+            RuntimeError: `kv` has been deleted or donated, or the store was closed.
+        """
+        leaves, length = self._layout.check(kv)
+        most = min(length, len(tokens))
+        num_tokens = len(tokens) if num_tokens is None else operator.index(num_tokens)
+        if not 0 <= num_tokens <= most:
+            raise ValueError(
+                f"{num_tokens=} must be in [0, {most}]: {len(tokens)} tokens are "
+                f"given, and kv has room for {length}."
+            )
+        keys = self._keys(tokens[:num_tokens], extras)
+        with self._lock:
+            self._check()
+            self._lock.wait_for(lambda: self._num_saves < self._max_saves)
+            self._check()
+            keys, output = self._find_room(keys)
+            if not output.block_hashes_to_store:
+                return len(keys) * self.block_size
+            self._num_saves += 1
+            generation = self._generation
+        try:
+            # A copy of its own, which nobody donates.
+            blocks = self._layout.cut(leaves)
+            self._thread.run(
+                functools.partial(self._save, generation, keys, output, blocks, only_if)
+            )
+        except BaseException:
+            self._end_save(generation, keys, output, ok=False)
+            raise
+        return len(keys) * self.block_size
+
+    def flush(self) -> None:
+        """Wait until all saves have ended.
+
+        Raises:
+            RuntimeError: The store was closed.
+        """
+        with self._lock:
+            self._lock.wait_for(lambda: not self._num_saves)
+            self._check()
+
+    def clear(self) -> None:
+        """Forget everything; what is on its way will be neither found nor loaded."""
+        with self._lock:
+            self._check()
+            self._generation += 1
+            self._manager.many.clear()
+
+    def close(self) -> None:
+        """Wait for what is on its way and end the thread; no calls after this."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._num_saves)
+            self._closed = True
+        self._thread.close()
+
+    def __enter__(self) -> PrefixStore:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _keys(self, tokens: TokenIds, extras: Extras) -> list[BlockKey]:
+        return KeyChain(self._namespace, extras).extend(tokens)
+
+    def _check(self) -> None:
+        """Refuse calls to a store that cannot serve them. Needs the lock."""
+        if self._closed:
+            raise RuntimeError("the prefix store was closed.")
+        if self._fault is not None:
+            raise RuntimeError("the prefix store's thread failed.") from self._fault
+
+    def _count(self, **counts: int) -> None:
+        """Add to counters. Needs the lock."""
+        new = {name: getattr(self._stats, name) + n for name, n in counts.items()}
+        self._stats = dataclasses.replace(self._stats, **new)
+
+    def _find_room(
+        self, keys: list[BlockKey]
+    ) -> tuple[list[BlockKey], PrepareStoreOutput]:
+        """Find room for a prefix, or for less of it. Needs the lock.
+
+        Returns:
+            The keys that are known now, from the first on, and what is to be stored.
+        """
+        fitting = keys[: self.num_host_blocks]
+        while (output := self._manager.prepare_store(fitting)) is None:
+            fitting = fitting[: len(fitting) // 2]
+        self._count(
+            dropped_blocks=len(keys) - len(fitting),
+            evicted_blocks=len(output.block_hashes_evicted),
+        )
+        return fitting, output
+
+    def _save(
+        self,
+        generation: int,
+        keys: list[BlockKey],
+        output: PrepareStoreOutput,
+        blocks: _Leaves,
+        only_if: jax.Array | None,
+    ) -> None:
+        """Carry out a save, in the store's thread."""
+        ok = False
+        try:
+            place = {key: n for n, key in enumerate(keys)}
+            ids = [place[key] for key in output.block_hashes_to_store]
+            if generation == self._generation and (only_if is None or bool(only_if)):
+                self._engine.save(blocks, ids, output.store_spec.block_ids)
+                _, [done] = self._engine.drain(blocks)
+                ok = done.error is None
+        except TRANSFER_ERRORS:
+            pass  # It is what the KV was made by that has failed.
+        except BaseException as error:
+            self._fault = error  # A mistake in the code, for whoever calls next.
+        finally:
+            self._end_save(generation, keys, output, ok)
+
+    def _end_save(
+        self,
+        generation: int,
+        keys: list[BlockKey],
+        output: PrepareStoreOutput,
+        ok: bool,
+    ) -> None:
+        stored = output.block_hashes_to_store
+        with self._lock:
+            if generation == self._generation:
+                self._manager.complete_store(stored, success=ok)
+                # What is given up first is the tail of a prefix, not its head.
+                self._manager.many.reorder([keys])
+                self._count(stored_blocks=len(stored) * ok, failed_saves=not ok)
+            self._num_saves -= 1
+            self._lock.notify_all()
+
+    def _load(
+        self, generation: int, keys: list[BlockKey], host_ids: np.ndarray
+    ) -> _Leaves | None:
+        """Carry out a load, in the store's thread."""
+        pool = None
+        try:
+            if generation == self._generation:
+                empty = self._layout.new_pool()
+                pool, _ = self._engine.load(empty, host_ids, range(len(keys)))
+                pool, [done] = self._engine.drain(pool)
+                if done.error is not None:
+                    pool = None
+        except TRANSFER_ERRORS:
+            pool = None
+        finally:
+            with self._lock:
+                if generation == self._generation:
+                    self._manager.complete_load(keys)
+                    if pool is None:  # Nobody is to hit them again.
+                        self._manager.many.discard(keys)
+                        self._count(failed_loads=1)
+        return pool

@@ -1,0 +1,3 @@
+"""Arrays that are late."""
+
+from tests.transfer.conftest import delayed  # noqa: F401

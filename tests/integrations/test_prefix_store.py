@@ -1,0 +1,440 @@
+"""The KV of prompts comes back bit for bit, and only where it belongs."""
+
+import concurrent.futures
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import Extras, Namespace
+from jaxkv.hashing import NO_EXTRAS
+from jaxkv.integrations.prefix_store import PrefixStats, PrefixStore
+from tests.integrations.known_kv import (
+    SEQUENCE_AXIS,
+    check_equal,
+    check_hit,
+    known_kv,
+    to_device,
+)
+from tests.transfer import faults
+
+BLOCK, LENGTH = 4, 34  # The last two tokens of the arrays make no full block.
+NAMESPACE = Namespace("model", "0", "mixed", "made up", BLOCK)
+TENANTS = (NO_EXTRAS, Extras(lora_name="a"), Extras(cache_salt="a"), Extras("b", "a"))
+
+modes = pytest.mark.parametrize("mode", ["fused", "staged"])
+
+
+@pytest.fixture
+def make():
+    """Make stores that are closed in the end."""
+    stores = []
+
+    def make(num_host_blocks=64, **arguments):
+        arguments = {"namespace": NAMESPACE, "sequence_axis": SEQUENCE_AXIS} | arguments
+        like = to_device(known_kv([], LENGTH))
+        stores.append(PrefixStore(like, num_host_blocks=num_host_blocks, **arguments))
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+def save(store, tokens, extras=NO_EXTRAS, length=LENGTH, **arguments):
+    kv = to_device(known_kv(tokens, length, extras))
+    return store.save(tokens, kv, extras=extras, **arguments)
+
+
+def check_at_rest(store):
+    """Nothing is pinned, and as much is held as the books say."""
+    snapshot = store._manager.snapshot()
+    assert set(snapshot.ref_cnt.values()) <= {0}
+    assert store.held_bytes == len(snapshot.ref_cnt) * store.block_bytes
+    assert store._engine.num_in_flight == store._engine._store.num_pins == 0
+
+
+@modes
+def test_a_prompt_comes_back_bit_for_bit(make, mode):
+    store = make(mode=mode)
+    prompt = list(range(100, 100 + 27))
+    assert save(store, prompt) == 24
+    store.flush()
+    assert store.contains(prompt)
+    assert store.held_bytes == 6 * store.block_bytes == 6 * BLOCK * 60
+    hit = store.load([*prompt, 7, 8])
+    assert hit.num_tokens == 24
+    check_hit(hit, prompt)
+    assert all(
+        mine.sharding.is_equivalent_to(its.sharding, mine.ndim)
+        for mine, its in zip(
+            jax.tree.leaves(hit.kv),
+            jax.tree.leaves(to_device(known_kv([], LENGTH))),
+            strict=True,
+        )
+    )
+    hit = store.load([*prompt[:13], 0, *prompt[14:]])  # They part in the fourth block.
+    assert hit.num_tokens == 12
+    check_hit(hit, prompt)
+    assert store.load([0, *prompt[1:]]) is None
+    assert store.load(prompt[:3]) is None
+    assert store.load(prompt, min_tokens=25) is None
+    assert store.load(prompt, min_tokens=24).num_tokens == 24
+    stats = store.stats
+    assert (stats.query_tokens, stats.hit_tokens) == (29 + 27 + 27 + 3 + 27 * 2, 60)
+    assert (stats.stored_blocks, stats.evicted_blocks, stats.failed_saves) == (6, 0, 0)
+    check_at_rest(store)
+
+
+@modes
+def test_arrays_of_several_lengths(make, mode):
+    store = make(mode=mode)
+    prompt = list(range(20))
+    assert save(store, prompt, length=20) == 20
+    store.flush()
+    for length in (34, 20, 18, 9, 4):
+        hit = store.load(prompt, length=length)
+        assert hit.num_tokens == min(20, length // BLOCK * BLOCK)
+        check_hit(hit, prompt, length=length)
+    assert store.load(prompt, length=3) is None
+    # A prompt that goes on: only what it adds moves, out of longer arrays.
+    assert save(store, [*prompt, *range(50, 60)], length=30, num_tokens=26) == 24
+    store.flush()
+    assert store.stats.stored_blocks == 6
+    check_hit(store.load([*prompt, *range(50, 60)]), [*prompt, *range(50, 60)])
+
+
+class Oracle:
+    """Which prefixes are held: a list of token prefixes, the oldest use first."""
+
+    def __init__(self, num_blocks):
+        self.num_blocks = num_blocks
+        self.order = []
+
+    def keys(self, tokens, extras):
+        ends = range(BLOCK, min(len(tokens), LENGTH) + 1, BLOCK)
+        return [(extras, tuple(tokens[:end])) for end in ends]
+
+    def use(self, keys):
+        for key in reversed(keys):
+            if key in self.order:
+                self.order.remove(key)
+                self.order.append(key)
+
+    def hits(self, keys):
+        missing = [n for n, key in enumerate(keys) if key not in self.order]
+        return min(missing, default=len(keys))
+
+    def load(self, keys):
+        num_hits = self.hits(keys)
+        self.use(keys[:num_hits])
+        return num_hits
+
+    def save(self, keys):
+        keys = keys[: self.num_blocks]
+        new = [key for key in keys if key not in self.order]
+        while len(self.order) + len(new) > self.num_blocks:
+            self.order.remove(next(key for key in self.order if key not in keys))
+        self.order += new
+        self.use(keys)
+        return len(keys)
+
+
+def random_prompt(rng):
+    """One of some beginnings, and one of some ends: prompts often share blocks."""
+    beginning = np.random.default_rng(int(rng.integers(4))).integers(0, 50, 16)
+    end = np.random.default_rng(int(rng.integers(100, 120))).integers(0, 50, 17)
+    tokens = [*beginning[: rng.integers(17)], *end[: rng.integers(18)]]
+    return [int(token) for token in tokens]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_goes_the_way_of_a_plain_list_of_prefixes(make, seed):
+    rng = np.random.default_rng(seed)
+    num_blocks = int(rng.integers(1, 40))
+    store = make(num_blocks, mode=("fused", "staged")[seed % 2])
+    oracle = Oracle(num_blocks)
+    for _ in range(100):
+        tokens = random_prompt(rng)
+        extras = TENANTS[rng.integers(len(TENANTS))]
+        keys = oracle.keys(tokens, extras)
+        action = rng.random()
+        if action < 0.5:
+            hit = store.load(tokens, extras)
+            assert (0 if hit is None else hit.num_tokens) == BLOCK * oracle.load(keys)
+            if hit is not None:
+                check_hit(hit, tokens, extras)
+        elif action < 0.98:
+            assert save(store, tokens, extras) == BLOCK * oracle.save(keys)
+            store.flush()
+        else:
+            store.clear()
+            oracle.order.clear()
+        held = bool(keys) and oracle.hits(keys) == len(keys)
+        assert store.contains(tokens, extras) == held
+        assert store.held_bytes == len(oracle.order) * store.block_bytes
+    assert store.stats.hit_tokens > 0
+    check_at_rest(store)
+
+
+@pytest.mark.parametrize("cache_policy", ["lru", "arc"])
+def test_eight_threads(make, cache_policy):
+    store = make(30, cache_policy=cache_policy, max_pending_saves=3)
+    hits = []
+
+    def hammer(seed):
+        rng = np.random.default_rng(seed)
+        for _ in range(40):
+            tokens, extras = random_prompt(rng), TENANTS[rng.integers(len(TENANTS))]
+            hit = store.load(tokens, extras)
+            if hit is not None:
+                check_hit(hit, tokens, extras)
+                hits.append(hit.num_tokens)
+            if not store.contains(tokens, extras):
+                assert save(store, tokens, extras) <= len(tokens)
+            if rng.random() < 0.02:
+                store.clear()
+            if rng.random() < 0.1:
+                store.flush()
+
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        for done in [threads.submit(hammer, seed) for seed in range(8)]:
+            done.result(timeout=300)
+    store.flush()
+    assert sum(hits) == store.stats.hit_tokens > 0
+    assert store.stats.evicted_blocks > 0
+    assert (store.stats.failed_saves, store.stats.failed_loads) == (0, 0)
+    check_at_rest(store)
+
+
+@modes
+def test_what_was_saved_may_be_donated_right_away(make, mode, delayed):
+    store = make(mode=mode)
+    prompt = list(range(30))
+    overwrite = jax.jit(lambda kv: jax.tree.map(jnp.zeros_like, kv), donate_argnums=0)
+    wanted = to_device(known_kv(prompt, LENGTH))
+    jax.block_until_ready(overwrite(to_device(known_kv([], LENGTH))))
+    late = delayed(jax.tree.map(lambda leaf: leaf, wanted), 1.0)  # Not there yet.
+    expected = jax.tree.map(np.array, delayed(wanted, 0.0))
+    assert store.save(prompt, late) == 28
+    overwrite(late)
+    assert not store.contains(prompt), "found before its bytes have arrived"
+    store.flush()
+    hit = store.load(prompt)
+    zeroed = known_kv(prompt[:28], LENGTH, rubbish=False)
+    expected = jax.tree.map(
+        lambda kept, axis, zero: np.where(
+            np.expand_dims(
+                np.arange(LENGTH) < 28,
+                tuple(a for a in range(zero.ndim) if a != axis),
+            ),
+            kept,
+            np.zeros((), kept.dtype),
+        ),
+        expected,
+        SEQUENCE_AXIS,
+        zeroed,
+    )
+    check_equal(hit.kv, expected)
+
+
+def late_bool(delayed, value, seconds=1.0):
+    return delayed(jnp.ones(()), seconds) == (1 if value else 0)
+
+
+def test_what_was_not_wanted_is_not_kept(make, delayed):
+    store = make()
+    prompt = list(range(30))
+    assert save(store, prompt, only_if=late_bool(delayed, False)) == 28
+    assert not store.contains(prompt)
+    store.flush()
+    assert (store.load(prompt), store.held_bytes) == (None, 0)
+    assert store.stats.failed_saves == 1
+    save(store, prompt, only_if=late_bool(delayed, True, 0.1))
+    store.flush()
+    check_hit(store.load(prompt), prompt)
+
+
+def test_what_is_cleared_on_its_way_is_not_found(make, delayed):
+    store = make()
+    prompt, other = list(range(30)), list(range(50, 80))
+    save(store, prompt, only_if=late_bool(delayed, True))
+    store.clear()
+    # The same keys again, with other bytes than the ones on their way.
+    save(store, prompt, only_if=late_bool(delayed, True, 0.1))
+    save(store, other)
+    store.flush()
+    check_hit(store.load(prompt), prompt)
+    check_hit(store.load(other), other)
+    assert store.stats.stored_blocks == 14
+    check_at_rest(store)
+
+
+@modes
+def test_kv_that_failed_is_never_found(make, mode):
+    store = make(mode=mode)
+    prompt = list(range(30))
+    save(store, prompt[:9])
+    kv = faults.broken(to_device(known_kv(prompt, LENGTH)))
+    assert store.save(prompt, kv) == 28
+    store.flush()
+    faults.recover(to_device(known_kv(prompt, LENGTH)))
+    hit = store.load(prompt)
+    assert hit.num_tokens == 8
+    check_hit(hit, prompt)
+    assert store.stats.failed_saves == 1
+    check_at_rest(store)
+    assert save(store, prompt) == 28
+    store.flush()
+    check_hit(store.load(prompt), prompt)
+
+
+@modes
+def test_a_failed_load_is_a_miss_and_is_forgotten(make, mode, monkeypatch):
+    store = make(mode=mode)
+    prompt = list(range(30))
+    save(store, prompt)
+    store.flush()
+
+    def fails(*args):
+        raise jax.errors.JaxRuntimeError("a fault of the device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._engine._mover, "load_program", fails)
+        assert store.load(prompt) is None
+    assert (store.stats.failed_loads, store.stats.hit_tokens) == (1, 0)
+    assert not store.contains(prompt)
+    assert store.load(prompt) is None
+    check_at_rest(store)
+    save(store, prompt)
+    store.flush()
+    check_hit(store.load(prompt), prompt)
+
+
+def test_a_mistake_in_the_thread_reaches_whoever_calls_next(make, monkeypatch):
+    store = make()
+
+    def fails(*args):
+        raise KeyError("a mistake in the code")
+
+    monkeypatch.setattr(store._engine, "save", fails)
+    save(store, list(range(8)))
+    with pytest.raises(RuntimeError, match="thread failed") as raised:
+        store.flush()
+    assert "a mistake in the code" in str(raised.value.__cause__)
+    with pytest.raises(RuntimeError, match="thread failed"):
+        store.load([1, 2, 3, 4])
+
+
+def test_a_full_queue_makes_the_next_save_wait(make, delayed):
+    store = make(max_pending_saves=1)
+    save(store, list(range(8)), only_if=late_bool(delayed, True))
+    second = threading.Thread(target=save, args=(store, list(range(50, 58))))
+    second.start()
+    second.join()
+    store.close()
+    assert store.stats.stored_blocks == 4
+
+
+def test_more_than_the_host_holds(make):
+    store = make(5)
+    prompt = list(range(30))
+    assert save(store, prompt) == 20
+    store.flush()
+    assert store.load(prompt).num_tokens == 20
+    assert store.stats.dropped_blocks == 2
+    other = list(range(60, 72))
+    save(store, other)
+    store.flush()
+    # The tail of a prefix goes before its head.
+    assert (store.load(prompt).num_tokens, store.load(other).num_tokens) == (8, 12)
+    assert store.stats.evicted_blocks == 3
+
+
+def test_tokens_as_arrays(make):
+    store = make()
+    tokens = np.arange(20, dtype=np.int32)
+    save(store, tokens)
+    store.flush()
+    assert store.contains(tuple(range(20)))
+    assert store.load(jnp.arange(20)).num_tokens == 20
+
+
+def test_wrong_calls_are_refused_and_change_nothing(make):
+    store = make()
+    kv, prompt = to_device(known_kv(range(20), LENGTH)), list(range(20))
+    deleted = to_device(known_kv(range(20), LENGTH))
+    deleted["key"].delete()
+    refusals = [
+        (ValueError, "num_tokens=21 must be in", (prompt, kv, 21)),
+        (ValueError, "num_tokens=-1 must be in", (prompt, kv, -1)),
+        (ValueError, r"num_tokens=35 must be in \[0, 34\]", (list(range(35)), kv)),
+        (ValueError, "must have the structure", (prompt, kv["layers"])),
+        (ValueError, "'key' must be bfloat16", (prompt, kv | {"key": jnp.zeros(4)})),
+        (
+            ValueError,
+            r"'layers/1' must be float32\[2, 2, 34\]",
+            (prompt, kv | {"layers": [kv["layers"][0], kv["layers"][1][..., :20]]}),
+        ),
+        (TypeError, "must be a jax.Array", (prompt, known_kv(prompt, LENGTH))),
+        (ValueError, "tokens for", (prompt, to_device(known_kv(prompt, 40)))),
+        (RuntimeError, "'key' has been deleted or donated", (prompt, deleted)),
+        (ValueError, r"tokens\[1\]=-1", ([0, -1, 2, 3], kv)),
+    ]
+    for error, message, arguments in refusals:
+        if message == "tokens for":
+            message = "kv has room for 40 tokens, and the template for 34"
+        with pytest.raises(error, match=message):
+            store.save(*arguments)
+    with pytest.raises(ValueError, match=r"length=35 must be in \[1, 34\]"):
+        store.load(prompt, length=35)
+    assert (store.stats, store.held_bytes) == (PrefixStats(), 0)
+    store.close()
+    store.close()
+    for call in (store.flush, store.clear, lambda: store.load(prompt)):
+        with pytest.raises(RuntimeError, match="was closed"):
+            call()
+    with pytest.raises(RuntimeError, match="was closed"):
+        store.save(prompt, kv)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sequence_axis": 0}, "has room for 3 tokens along axis 0 and 'key' for 34"),
+        ({"sequence_axis": {"key": 0}}, "must be an int, or a tree of ints"),
+        ({"sequence_axis": 3}, r"sequence_axis 3 of 'key' must be an int in \[-3, 3\)"),
+        ({"num_host_blocks": 0}, "num_host_blocks=0 must be at least 1"),
+        ({"num_host_blocks": None}, "one of"),
+        ({"max_pending_saves": 0}, "max_pending_saves=0 must be at least 1"),
+        ({"cache_policy": "nonesuch"}, "nonesuch"),
+        ({"namespace": Namespace("m", "0", "d", "l", 64)}, "less than a block"),
+    ],
+)
+def test_wrong_arguments_are_refused(make, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make(**arguments)
+
+
+def test_no_leaves_are_refused():
+    with pytest.raises(ValueError, match="kv has no leaves"):
+        PrefixStore([], namespace=NAMESPACE, num_host_blocks=4)
+
+
+def test_nothing_is_compiled_anew_for_another_number_of_blocks(make):
+    store = make()
+    store.warm_up()
+    with jax.log_compiles(False):
+        save(store, list(range(8)))
+        store.flush()
+        sizes = store._layout._cut._cache_size(), store._layout._join._cache_size()
+        for end in (9, 13, 17, 34):
+            save(store, list(range(end)))
+            store.flush()
+            store.load(list(range(end)))
+    assert sizes == (
+        store._layout._cut._cache_size(),
+        store._layout._join._cache_size(),
+    )
