@@ -50,8 +50,8 @@ FLOORS = [
         "demo.records demo.request demo.model"
         " < demo.workload demo.steps demo.allocation < demo.runner demo.batcher"
         " < demo.engine < demo.report demo.run < demo",
-        "integrations.prefix_blocks integrations.task_thread"
-        " < integrations.prefix_layout < integrations.prefix_store"
+        "integrations.prefix_blocks < integrations.prefix_layout"
+        " < integrations.prefix_moves < integrations.prefix_store"
         " < integrations.jetstream",
         "integrations.maxtext",
         "integrations.vllm",

@@ -170,64 +170,72 @@ class PrefixLayout:
                 arrays[n] = jax.device_put(array, leaf.sharding)
         return arrays, length
 
-    def cut(self, leaves: list[jax.Array]) -> list[jax.Array]:
-        """Copy the leaves of a prompt's KV into a pool of blocks."""
-        return self._cut(leaves)
+    def cut(self, leaves: list[jax.Array], length: int) -> list[jax.Array]:
+        """Copy the KV of a prompt, with room for `length` tokens, into blocks."""
+        pool: list[jax.Array] = self._programs("cut", length)(leaves)
+        return pool
 
     def join(self, pool: list[jax.Array], length: int) -> PyTree:
-        """Copy a pool of blocks into arrays with room for `length` tokens."""
-        return jax.tree.unflatten(self.treedef, self._join(pool, length=length))
+        """Copy blocks into the KV of a prompt, with room for `length` tokens."""
+        return jax.tree.unflatten(self.treedef, self._programs("join", length)(pool))
 
     def new_pool(self) -> list[jax.Array]:
-        """Make a pool of zeros."""
-        return self._new_pool()
+        """Make blocks of zeros."""
+        pool: list[jax.Array] = self._programs("zeros", 0)()
+        return pool
 
     @functools.cached_property
-    def _pool_shardings(self) -> list[jax.sharding.Sharding]:
-        return [leaf.pool_sharding() for leaf in self.leaves]
+    def _programs(self) -> Callable[[str, int], jax.stages.Compiled]:
+        # Ahead of time: an array that is committed to its device and one that is not
+        # then share the same program.
+        return functools.cache(self._compile)
 
-    @functools.cached_property
-    def _options(self) -> dict[str, str] | None:
-        devices: list[jax.Device] = list(self.leaves[0].sharding.device_set)
-        return memory.compiler_options(devices[0].platform)
-
-    @functools.cached_property
-    def _cut(self) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    def _compile(self, name: str, length: int) -> jax.stages.Compiled:
         def cut_all(leaves: list[jax.Array]) -> list[jax.Array]:
             return [
                 cut(array, axis, self.block_size, self.num_blocks)
                 for array, axis in zip(leaves, self.axes, strict=True)
             ]
 
-        return jax.jit(
-            cut_all, out_shardings=self._pool_shardings, compiler_options=self._options
-        )
-
-    @functools.cached_property
-    def _join(self) -> Callable[..., list[jax.Array]]:
-        def join_all(pool: list[jax.Array], length: int) -> list[jax.Array]:
+        def join_all(pool: list[jax.Array]) -> list[jax.Array]:
             return [
                 join(blocks, axis, length)
                 for blocks, axis in zip(pool, self.axes, strict=True)
             ]
 
-        return jax.jit(
-            join_all,
-            static_argnames="length",
-            out_shardings=[leaf.sharding for leaf in self.leaves],
-            compiler_options=self._options,
-        )
-
-    @functools.cached_property
-    def _new_pool(self) -> Callable[[], list[jax.Array]]:
         def zeros() -> list[jax.Array]:
-            empty = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.leaves]
-            return [
-                cut(array, axis, self.block_size, self.num_blocks)
-                for array, axis in zip(empty, self.axes, strict=True)
-            ]
+            return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in blocks]
 
-        return jax.jit(zeros, out_shardings=self._pool_shardings)
+        whole = [
+            memory.array_spec(leaf.with_length(length), leaf.dtype, leaf.sharding)
+            for leaf in self.leaves
+        ]
+        blocks = [
+            memory.array_spec(
+                (
+                    *leaf.shape[: leaf.axis],
+                    self.num_blocks,
+                    self.block_size,
+                    *leaf.shape[leaf.axis + 1 :],
+                ),
+                leaf.dtype,
+                leaf.pool_sharding(),
+            )
+            for leaf in self.leaves
+        ]
+        kinds: dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[Any]]] = {
+            "cut": (cut_all, (whole,), blocks),
+            "join": (join_all, (blocks,), whole),
+            "zeros": (zeros, (), blocks),
+        }
+        function, args, results = kinds[name]
+        devices: list[jax.Device] = list(self.leaves[0].sharding.device_set)
+        program = jax.jit(
+            function,
+            out_shardings=[each.sharding for each in results],
+            compiler_options=memory.compiler_options(devices[0].platform),
+        )
+        return program.lower(*args).compile()
 
 
 def _leaf(name: str, like: Any, axis: object) -> Leaf:

@@ -10,20 +10,16 @@ import functools
 import operator
 import threading
 from types import TracebackType
-from typing import NamedTuple, SupportsIndex, TypeAlias
+from typing import NamedTuple, SupportsIndex
 
 import jax
-import numpy as np
 
-from jaxkv import Extras, KeyChain, Namespace, OffloadingManager, Policy, TransferEngine
+from jaxkv import Extras, KeyChain, Namespace, OffloadingManager, Policy
 from jaxkv.hashing import NO_EXTRAS, TokenIds
 from jaxkv.integrations.prefix_layout import PrefixLayout
-from jaxkv.integrations.task_thread import TaskThread
+from jaxkv.integrations.prefix_moves import PrefixMover
 from jaxkv.transfer.kernels import Mode
-from jaxkv.transfer.tickets import TRANSFER_ERRORS
 from jaxkv.types import BlockKey, PrepareStoreOutput, PyTree
-
-_Leaves: TypeAlias = list[jax.Array]
 
 
 class PrefixHit(NamedTuple):
@@ -130,24 +126,15 @@ class PrefixStore:
         self._closed = False
         # Of all that is above; told when a save has ended.
         self._lock = threading.Condition()
-        # The one that makes the engine and calls it, as the engine demands.
-        self._thread = TaskThread("jaxkv-prefix-store")
-        make = functools.partial(
-            TransferEngine,
-            self._layout.new_pool(),
-            num_host_blocks,
-            host_bytes=host_bytes,
-            mode=mode,
-            block_axis=self._layout.axes,
-            extent_bytes=extent_bytes,
+        self._mover = PrefixMover(
+            self._layout, num_host_blocks, host_bytes, mode, extent_bytes
         )
         try:
-            self._engine = self._thread.run(make).result()
             self._manager = OffloadingManager(
-                namespace.block_size, self._engine.num_host_blocks, cache_policy
+                namespace.block_size, self._mover.engine.num_host_blocks, cache_policy
             )
         except BaseException:
-            self._thread.close()
+            self._mover.close()
             raise
 
     @property
@@ -168,18 +155,18 @@ class PrefixStore:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block, all leaves together."""
-        return self._engine.block_bytes
+        return self._mover.engine.block_bytes
 
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory that were set aside."""
-        return self._engine.host_bytes
+        return self._mover.engine.host_bytes
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the blocks that are held, those on their way included."""
         with self._lock:
-            return self._manager.num_held_blocks * self._engine.block_bytes
+            return self._manager.num_held_blocks * self._mover.engine.block_bytes
 
     @property
     def stats(self) -> PrefixStats:
@@ -189,13 +176,10 @@ class PrefixStore:
 
     def warm_up(self) -> None:
         """Compile what saves and loads of arrays of full length take."""
-        pool = self._layout.new_pool()
-        self._layout.cut(jax.tree.leaves(self._layout.join(pool, self.max_tokens)))
         with self._lock:
             self._check()
             self._manager.warm_up(self._layout.num_blocks)
-            compiled = self._thread.run(self._engine.warm_up, urgent=True)
-        compiled.result()
+        self._mover.warm_up()
 
     def contains(self, tokens: TokenIds, extras: Extras = NO_EXTRAS) -> bool:
         """Whether all full blocks of a prompt, at least one, are there to be loaded."""
@@ -244,8 +228,12 @@ class PrefixStore:
             keys = keys[:num_hits]
             self._manager.touch(keys)
             host_ids = self._manager.prepare_load(keys).block_ids
-            task = functools.partial(self._load, self._generation, keys, host_ids)
-            loading = self._thread.run(task, urgent=True)
+            generation = self._generation
+            loading = self._mover.load(
+                host_ids,
+                lambda: generation == self._generation,
+                functools.partial(self._end_load, generation, keys),
+            )
         pool = loading.result()
         if pool is None:
             return None
@@ -303,14 +291,20 @@ class PrefixStore:
                 return len(keys) * self.block_size
             self._num_saves += 1
             generation = self._generation
+        stored = output.block_hashes_to_store
+        end = functools.partial(self._end_save, generation, keys, stored)
+        place = {key: n for n, key in enumerate(keys)}
         try:
-            # A copy of its own, which nobody donates.
-            blocks = self._layout.cut(leaves)
-            self._thread.run(
-                functools.partial(self._save, generation, keys, output, blocks, only_if)
+            self._mover.save(
+                leaves,
+                length,
+                [place[key] for key in stored],
+                output.store_spec.block_ids,
+                lambda: generation == self._generation and (only_if is None or only_if),
+                end,
             )
         except BaseException:
-            self._end_save(generation, keys, output, ok=False)
+            end(False, None)
             raise
         return len(keys) * self.block_size
 
@@ -336,7 +330,7 @@ class PrefixStore:
         with self._lock:
             self._lock.wait_for(lambda: not self._num_saves)
             self._closed = True
-        self._thread.close()
+        self._mover.close()
 
     def __enter__(self) -> PrefixStore:
         return self
@@ -381,66 +375,28 @@ class PrefixStore:
         )
         return fitting, output
 
-    def _save(
-        self,
-        generation: int,
-        keys: list[BlockKey],
-        output: PrepareStoreOutput,
-        blocks: _Leaves,
-        only_if: jax.Array | None,
-    ) -> None:
-        """Carry out a save, in the store's thread."""
-        ok = False
-        try:
-            place = {key: n for n, key in enumerate(keys)}
-            ids = [place[key] for key in output.block_hashes_to_store]
-            if generation == self._generation and (only_if is None or bool(only_if)):
-                self._engine.save(blocks, ids, output.store_spec.block_ids)
-                _, [done] = self._engine.drain(blocks)
-                ok = done.error is None
-        except TRANSFER_ERRORS:
-            pass  # It is what the KV was made by that has failed.
-        except BaseException as error:
-            self._fault = error  # A mistake in the code, for whoever calls next.
-        finally:
-            self._end_save(generation, keys, output, ok)
-
     def _end_save(
         self,
         generation: int,
         keys: list[BlockKey],
-        output: PrepareStoreOutput,
+        stored: list[BlockKey],
         ok: bool,
+        fault: BaseException | None,
     ) -> None:
-        stored = output.block_hashes_to_store
         with self._lock:
+            self._num_saves -= 1
+            self._lock.notify_all()
+            self._fault = self._fault or fault
             if generation == self._generation:
                 self._manager.complete_store(stored, success=ok)
                 # What is given up first is the tail of a prefix, not its head.
                 self._manager.many.reorder([keys])
                 self._count(stored_blocks=len(stored) * ok, failed_saves=not ok)
-            self._num_saves -= 1
-            self._lock.notify_all()
 
-    def _load(
-        self, generation: int, keys: list[BlockKey], host_ids: np.ndarray
-    ) -> _Leaves | None:
-        """Carry out a load, in the store's thread."""
-        pool = None
-        try:
+    def _end_load(self, generation: int, keys: list[BlockKey], ok: bool) -> None:
+        with self._lock:
             if generation == self._generation:
-                empty = self._layout.new_pool()
-                pool, _ = self._engine.load(empty, host_ids, range(len(keys)))
-                pool, [done] = self._engine.drain(pool)
-                if done.error is not None:
-                    pool = None
-        except TRANSFER_ERRORS:
-            pool = None
-        finally:
-            with self._lock:
-                if generation == self._generation:
-                    self._manager.complete_load(keys)
-                    if pool is None:  # Nobody is to hit them again.
-                        self._manager.many.discard(keys)
-                        self._count(failed_loads=1)
-        return pool
+                self._manager.complete_load(keys)
+                if not ok:  # Nobody is to hit them again.
+                    self._manager.many.discard(keys)
+                    self._count(failed_loads=1)

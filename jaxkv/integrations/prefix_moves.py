@@ -1,0 +1,191 @@
+"""Blocks of prompts' KV between device and host, moved by a thread of their own."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, SupportsIndex, TypeVar
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv import TransferEngine
+from jaxkv.integrations.prefix_layout import PrefixLayout
+from jaxkv.transfer.kernels import Mode
+from jaxkv.transfer.tickets import TRANSFER_ERRORS
+
+T = TypeVar("T")
+
+
+class TaskThread:
+    """One thread, and two queues of tasks: of the urgent ones and of the others.
+
+    Example:
+        >>> thread = TaskThread("example")
+        >>> thread.run(lambda: 6 * 7).result()
+        42
+        >>> thread.close()
+    """
+
+    def __init__(self, name: str):
+        self._executor = ThreadPoolExecutor(1, name)
+        self._urgent: collections.deque[Callable[[], None]] = collections.deque()
+        self._others: collections.deque[Callable[[], None]] = collections.deque()
+
+    def run(self, task: Callable[[], T], *, urgent: bool = False) -> Future[T]:
+        """Have the thread run a task.
+
+        Args:
+            task: What to do.
+            urgent: Whether it goes before all others that have not begun.
+
+        Returns:
+            Its result, or what it raises.
+
+        Raises:
+            RuntimeError: The thread has been closed.
+        """
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(task())
+            except BaseException as error:
+                future.set_exception(error)
+
+        # One thread takes out of a queue, so that it needs no lock.
+        (self._urgent if urgent else self._others).append(run)
+        self._executor.submit(self._run_next)
+        return future
+
+    def close(self) -> None:
+        """Wait for all tasks, and end the thread; none may be run any more."""
+        self._executor.shutdown()
+
+    def _run_next(self) -> None:
+        # As often as there are tasks, each time for the most urgent of them.
+        (self._urgent or self._others).popleft()()
+
+
+class PrefixMover:
+    """Moves the blocks of one prompt after the other, loads before saves.
+
+    A transfer engine wants one thread and, while something is on its way, one pool.
+    Here every prompt is a pool by itself, so its transfer runs to its end before the
+    next one begins.
+    """
+
+    def __init__(
+        self,
+        layout: PrefixLayout,
+        num_host_blocks: int | None,
+        host_bytes: str | SupportsIndex | None,
+        mode: Mode | None,
+        extent_bytes: str | SupportsIndex | None,
+    ):
+        """Set up the host memory; arguments and errors as of `TransferEngine`."""
+        self._layout = layout
+        self._thread = TaskThread("jaxkv-prefix-mover")
+        make = functools.partial(
+            TransferEngine,
+            layout.new_pool(),
+            num_host_blocks,
+            host_bytes=host_bytes,
+            mode=mode,
+            block_axis=layout.axes,
+            extent_bytes=extent_bytes,
+        )
+        try:
+            self.engine = self._thread.run(make).result()
+        except BaseException:
+            self._thread.close()
+            raise
+
+    def warm_up(self) -> None:
+        """Compile what saves and loads of arrays of full length take."""
+        pool = self._layout.new_pool()
+        length = self._layout.max_tokens
+        self._layout.cut(jax.tree.leaves(self._layout.join(pool, length)), length)
+        self._thread.run(self.engine.warm_up, urgent=True).result()
+
+    def save(
+        self,
+        leaves: list[jax.Array],
+        length: int,
+        block_ids: Sequence[int],
+        host_block_ids: NDArray[np.int64],
+        is_wanted: Callable[[], Any],
+        end: Callable[[bool, BaseException | None], None],
+    ) -> None:
+        """Copy blocks of a prompt's KV to the host.
+
+        Args:
+            leaves: The KV. Only read, by a program that has been dispatched when this
+                returns.
+            length: Tokens that it has room for.
+            block_ids: Which blocks of it.
+            host_block_ids: Where each goes.
+            is_wanted: Asked when its turn has come; may wait.
+            end: Told in the end whether the bytes have arrived, and of a mistake in
+                the code if that is why not. Not if this raises.
+        """
+        # A copy of its own, which nobody donates.
+        blocks = self._layout.cut(leaves, length)
+
+        def save() -> None:
+            ok, fault = False, None
+            try:
+                if is_wanted():
+                    self.engine.save(blocks, block_ids, host_block_ids)
+                    _, [done] = self.engine.drain(blocks)
+                    ok = done.error is None
+            except TRANSFER_ERRORS:
+                pass  # What the KV, or the answer, was computed by has failed.
+            except BaseException as error:
+                fault = error
+            end(ok, fault)
+
+        self._thread.run(save)
+
+    def load(
+        self,
+        host_block_ids: NDArray[np.int64],
+        is_wanted: Callable[[], bool],
+        end: Callable[[bool], None],
+    ) -> Future[list[jax.Array] | None]:
+        """Copy host blocks to the first blocks of a new pool.
+
+        Args:
+            host_block_ids: Which blocks, in order.
+            is_wanted: Asked when its turn has come.
+            end: Told in the end whether the bytes have arrived.
+
+        Returns:
+            The pool; None if the bytes have not arrived.
+        """
+
+        def load() -> list[jax.Array] | None:
+            found = None
+            try:
+                if is_wanted():
+                    pool, _ = self.engine.load(
+                        self._layout.new_pool(),
+                        host_block_ids,
+                        range(len(host_block_ids)),
+                    )
+                    pool, [done] = self.engine.drain(pool)
+                    found = pool if done.error is None else None
+            except TRANSFER_ERRORS:
+                pass
+            finally:
+                end(found is not None)
+            return found
+
+        return self._thread.run(load, urgent=True)
+
+    def close(self) -> None:
+        """Wait for what is on its way, and end the thread."""
+        self._thread.close()

@@ -1,0 +1,134 @@
+"""What test_sharded_prefixes.py checks, run by it in a process of four CPU devices.
+
+    python -m tests.integrations.sharded_prefixes
+
+prints a JSON object, for each case a traceback, or null if all is well.
+"""
+
+import json
+import os
+import sys
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import Namespace
+from jaxkv.integrations.prefix_store import PrefixStore
+from tests.integrations.known_kv import check_equal
+
+P = jax.sharding.PartitionSpec
+NAMESPACE = Namespace("model", "0", "mixed", "NHD", 4)
+LENGTH, HEADS = 18, 4
+CASES = {}
+
+
+def case(*arguments):
+    def add(function):
+        name = ", ".join([function.__name__, *map(str, arguments)])
+        CASES[name] = lambda: function(*arguments)
+        return function
+
+    return add
+
+
+def mesh_of(axis_type="Auto", shape=(2, 2)):
+    devices = np.array(jax.devices()[:4]).reshape(shape)
+    types = (getattr(jax.sharding.AxisType, axis_type),) * 2
+    return jax.sharding.Mesh(devices, ("layers", "heads"), axis_types=types)
+
+
+def values():
+    rng = np.random.default_rng(0)
+    kv = rng.standard_normal((2, LENGTH, HEADS, 8)).astype(jnp.bfloat16)
+    return {"kv": kv, "mask": rng.integers(0, 9, (2, LENGTH), np.int32)}
+
+
+def shardings(mesh):
+    by_both = jax.sharding.NamedSharding(mesh, P("layers", None, "heads"))
+    return {"kv": by_both, "mask": jax.sharding.NamedSharding(mesh, P())}
+
+
+def put(arrays, places):
+    return jax.tree.map(lambda a, place: jax.device_put(a, place), arrays, places)
+
+
+def kept(arrays, num_tokens):
+    covered = np.arange(LENGTH) < num_tokens
+    return {
+        "kv": np.where(
+            covered[None, :, None, None], arrays["kv"], np.zeros_like(arrays["kv"])
+        ),
+        "mask": np.where(covered[None], arrays["mask"], 0),
+    }
+
+
+@case("Auto", "fused")
+@case("Auto", "staged")
+@case("Explicit", "fused")
+@case("Explicit", "staged")
+def comes_back_where_it_was(axis_type, mode):
+    places, arrays = shardings(mesh_of(axis_type)), values()
+    kv, prompt = put(arrays, places), list(range(LENGTH))
+    with PrefixStore(
+        kv, namespace=NAMESPACE, num_host_blocks=16, sequence_axis=1, mode=mode
+    ) as store:
+        assert store.save(prompt, kv) == 16
+        store.flush()
+        hit = store.load(prompt)
+        assert hit.num_tokens == 16
+        check_equal(hit.kv, kept(arrays, 16))
+        for mine, place in zip(*map(jax.tree.leaves, (hit.kv, places)), strict=True):
+            assert mine.sharding.is_equivalent_to(place, mine.ndim), mine.sharding
+
+
+@case()
+def from_shapes_alone_and_from_elsewhere():
+    """A template without bytes; KV that comes from one device goes to all four."""
+    places, arrays = shardings(mesh_of()), values()
+    like = jax.tree.map(
+        lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place),
+        arrays,
+        places,
+    )
+    prompt = list(range(LENGTH))
+    with PrefixStore(
+        like, namespace=NAMESPACE, num_host_blocks=16, sequence_axis=1
+    ) as store:
+        store.save(prompt, jax.tree.map(jnp.array, arrays))
+        store.flush()
+        hit = store.load(prompt[:9])
+        assert hit.num_tokens == 8
+        check_equal(hit.kv, kept(arrays, 8))
+        assert hit.kv["kv"].sharding.is_equivalent_to(places["kv"], 4)
+
+
+@case()
+def refuses_sharded_tokens():
+    place = jax.sharding.NamedSharding(mesh_of(), P(None, "heads"))
+    kv = jax.device_put(jnp.zeros((2, 16)), place)
+    with pytest.raises(ValueError, match="tokens of 'kv', axis 1, are sharded over"):
+        PrefixStore(kv, namespace=NAMESPACE, num_host_blocks=4, sequence_axis=1)
+
+
+def main():
+    """Run all cases."""
+    results = {}
+    for name, function in CASES.items():
+        try:
+            function()
+            results[name] = None
+        except Exception:
+            results[name] = traceback.format_exc()
+    print(json.dumps(results))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    main()
