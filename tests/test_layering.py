@@ -52,6 +52,7 @@ FLOORS = [
         " < demo.engine < demo.report demo.run < demo",
         "integrations.prefix_blocks < integrations.prefix_layout"
         " < integrations.prefix_moves < integrations.prefix_store"
+        " < integrations.prefix_template integrations.jetstream_adapters"
         " < integrations.jetstream",
         "integrations.maxtext",
         "integrations.vllm",

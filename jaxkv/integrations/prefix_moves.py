@@ -6,7 +6,7 @@ import collections
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, SupportsIndex, TypeVar
+from typing import SupportsIndex, TypeVar
 
 import jax
 import numpy as np
@@ -117,7 +117,7 @@ class PrefixMover:
         length: int,
         block_ids: Sequence[int],
         host_block_ids: NDArray[np.int64],
-        is_wanted: Callable[[], Any],
+        is_wanted: Callable[[], bool],
         end: Callable[[bool, BaseException | None], None],
     ) -> None:
         """Copy blocks of a prompt's KV to the host.

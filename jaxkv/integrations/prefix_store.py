@@ -9,10 +9,9 @@ import dataclasses
 import functools
 import operator
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple, SupportsIndex
-
-import jax
 
 from jaxkv import Extras, KeyChain, Namespace, OffloadingManager, Policy
 from jaxkv.hashing import NO_EXTRAS, TokenIds
@@ -248,7 +247,7 @@ class PrefixStore:
         num_tokens: int | None = None,
         extras: Extras = NO_EXTRAS,
         *,
-        only_if: jax.Array | None = None,
+        only_if: Callable[[], bool] | None = None,
     ) -> int:
         """Keep the KV of a prompt: that of its full blocks that are not there yet.
 
@@ -262,7 +261,8 @@ class PrefixStore:
                 shorter, all of them alike.
             num_tokens: How many of the tokens are in `kv`; all of them unless given.
             extras: The adapter and salt that the KV depends on.
-            only_if: bool[]. If this turns out to be False, nothing is kept.
+            only_if: Asked by the store's thread when the bytes are about to leave;
+                if it says False, nothing is kept. It may wait for the device.
 
         Returns:
             The tokens, from the first on, that are held or on their way: all in full
@@ -300,7 +300,9 @@ class PrefixStore:
                 length,
                 [place[key] for key in stored],
                 output.store_spec.block_ids,
-                lambda: generation == self._generation and (only_if is None or only_if),
+                lambda: (
+                    generation == self._generation and (only_if is None or only_if())
+                ),
                 end,
             )
         except BaseException:

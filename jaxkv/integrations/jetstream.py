@@ -1,0 +1,352 @@
+"""A prefix cache for JetStream's `Driver`, in blocks that prompts share.
+
+For ``Driver(..., prefix_cache_inst=PrefixCache(...))`` of JetStream 0.3. Nothing of
+JetStream is imported: what its driver calls, and what it reads of the answers, is all
+that this file knows of it.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol, SupportsIndex, TypeAlias
+
+import jax
+
+from jaxkv import Extras, Namespace, Policy
+from jaxkv.hashing import NO_EXTRAS
+from jaxkv.integrations.prefix_blocks import AxisRules
+from jaxkv.integrations.prefix_store import PrefixStats, PrefixStore
+from jaxkv.integrations.prefix_template import PrefixTemplate
+from jaxkv.transfer.kernels import Mode
+from jaxkv.types import PyTree
+
+Key: TypeAlias = tuple[int, ...]
+"""The tokens of a prompt, from the first on."""
+
+ExtrasOf: TypeAlias = Callable[[Key], Extras | None]
+"""What the KV of a prompt depends on besides its tokens; None to not cache it."""
+
+_RECENT_LOADS = 100
+
+
+class ValueLike(Protocol):
+    """What the driver saves: JetStream's ``prefix_cache.Value``, or `PrefixValue`."""
+
+    @property
+    def prefix(self) -> PyTree:
+        """The engine's cache."""
+
+    @property
+    def tokens(self) -> Key:
+        """The tokens that it is of."""
+
+    @property
+    def true_length(self) -> int:
+        """How many of them it holds."""
+
+    @property
+    def padded_length(self) -> int:
+        """How many it has room for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefixValue:
+    """What was found: the attributes of JetStream's ``prefix_cache.Value``.
+
+    Attributes:
+        prefix: The engine's cache, in arrays of its own; zero after the tokens.
+        tokens: The tokens that it is of.
+        true_length: How many they are.
+        padded_length: How many it has room for.
+        prefix_size_bytes: Bytes of its arrays.
+        device: Where the arrays were when they were saved, leaf by leaf.
+    """
+
+    prefix: PyTree
+    tokens: Key
+    true_length: int
+    padded_length: int
+    prefix_size_bytes: int
+    device: PyTree
+
+
+class PrefixCache:
+    """Does what JetStream's ``PrefixCache`` does, with each block of KV kept once.
+
+    The engine's cache, any pytree, is cut into blocks along its sequence axes. Full
+    blocks are kept on the host under keys that name their tokens, all tokens before,
+    the adapter and the salt; prompts that begin alike share them. `load` puts the
+    longest prefix that is there together again, placed as it was.
+
+    How the cache of the engine looks is learnt from the first one that is saved, or
+    from `learn`. Leaves without a sequence axis, such as buffers for tokens that are
+    to be generated, are given back as they were in it; a later cache in which they
+    differ is not kept, for they would hold something of the prompt.
+
+    Any thread may call.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> cache = PrefixCache(block_size=4, num_host_blocks=64, extras_of=None)
+        >>> engine_cache = {"key": jnp.ones((1, 16, 2)), "index": jnp.zeros((1,))}
+        >>> tokens = (5, 6, 7, 8, 9, 10, 11, 12)
+        >>> value = PrefixValue(engine_cache, tokens, 8, 16, 136, None)
+        >>> cache.save(tokens, value), cache.flush()
+        (True, None)
+        >>> found = cache.load((5, 6, 7, 8, 0, 0), min_common_prefix_key_length=4)
+        >>> found.tokens, float(found.prefix["key"].sum())
+        ((5, 6, 7, 8), 8.0)
+        >>> cache.close()
+    """
+
+    def __init__(
+        self,
+        *,
+        block_size: int,
+        extras_of: ExtrasOf | None,
+        num_host_blocks: int | None = None,
+        host_bytes: str | SupportsIndex | None = None,
+        cache_policy: str | Policy = "lru",
+        sequence_axes: AxisRules | None = None,
+        mode: Mode | None = None,
+        extent_bytes: str | SupportsIndex | None = None,
+        max_pending_saves: int = 8,
+    ):
+        """Say how large the cache is to be; its memory is set aside by `learn`.
+
+        Args:
+            block_size: Tokens in a block. It should divide the engine's
+                ``prefill_chunk_size``, for JetStream reuses whole chunks.
+            extras_of: What KV depends on besides the tokens, which are all that the
+                driver tells: an `AdapterWatch`, or a function of the tokens. None if
+                there are neither adapters nor salts: with adapters it would serve the
+                KV of one under another, so it has to be said.
+            num_host_blocks: Blocks that the host holds.
+            host_bytes: How much host memory to set aside instead, such as ``"8GiB"``.
+            cache_policy: What to give up when it is full, as for `OffloadingManager`.
+            sequence_axes: Which axis of each leaf counts tokens, by patterns of its
+                path, ``{"*/key": 1, "*": None}``; see also `compare_shapes`. Not
+                needed where the axis is the only one as long as the cache, or the
+                names are MaxText's.
+            mode: As for `TransferEngine`.
+            extent_bytes: As for `TransferEngine`.
+            max_pending_saves: As for `PrefixStore`.
+        """
+        if (num_host_blocks is None) == (host_bytes is None):
+            raise ValueError(
+                f"one of {num_host_blocks=} and {host_bytes=} must be given."
+            )
+        # KV never leaves this object, so its keys need no more of a name.
+        namespace = Namespace("jetstream", "", "", "", block_size)
+        options = {
+            "namespace": namespace,
+            "num_host_blocks": num_host_blocks,
+            "host_bytes": host_bytes,
+            "cache_policy": cache_policy,
+            "mode": mode,
+            "extent_bytes": extent_bytes,
+            "max_pending_saves": max_pending_saves,
+        }
+        self._extras_of = extras_of or (lambda key: NO_EXTRAS)
+        self._shared = _Shared(options, sequence_axes)
+
+    def for_adapter(
+        self, lora_name: str | None, salt: str | None = None
+    ) -> PrefixCache:
+        """Give the same cache for prompts of one adapter and salt only.
+
+        For a driver, or a tenant, that has one. Memory and statistics are shared.
+        """
+        view = copy.copy(self)
+        extras = Extras(salt, lora_name)
+        view._extras_of = lambda key: extras
+        return view
+
+    @property
+    def store(self) -> PrefixStore | None:
+        """Where the blocks are; None as long as the engine's cache is not known."""
+        template = self._shared.template
+        return None if template is None else template.store
+
+    @property
+    def stats(self) -> PrefixStats:
+        """What happened so far."""
+        return PrefixStats() if self.store is None else self.store.stats
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the blocks that are held."""
+        return 0 if self.store is None else self.store.held_bytes
+
+    def learn(self, prefix: PyTree, padded_length: int) -> None:
+        """Learn how the engine's cache looks, set memory aside and compile.
+
+        Nothing happens if that is known.
+
+        Args:
+            prefix: A cache of the engine's, of the greatest length; not kept.
+            padded_length: Tokens that it has room for.
+
+        Raises:
+            ValueError: It cannot be cut, or it cannot be told how.
+            MemoryError: There is not that much host memory.
+        """
+        self._shared.learn(prefix, padded_length).store.warm_up()
+
+    def contains(self, key: Key) -> bool:
+        """Whether all full blocks of a prompt are there; there must be one at least."""
+        extras, store = self._extras_of(key), self.store
+        return extras is not None and store is not None and store.contains(key, extras)
+
+    def load(
+        self,
+        key: Key,
+        min_common_prefix_key_length: int | None = None,
+        device: Any = None,
+    ) -> PrefixValue | None:
+        """Give the engine's cache of the longest prefix that is there, in whole blocks.
+
+        Args:
+            key: The prompt.
+            min_common_prefix_key_length: Load nothing if fewer tokens are there.
+            device: Where to put it, as for `jax.device_put`; where it was, if None.
+
+        Returns:
+            What was found; None if nothing was, or it could not be read.
+        """
+        extras, template = self._extras_of(key), self._shared.template
+        hit = None
+        if extras is not None and template is not None:
+            least = min_common_prefix_key_length or 0
+            hit = template.store.load(key, extras, min_tokens=least)
+        num_tokens = 0 if hit is None else hit.num_tokens
+        self._shared.note(len(key), num_tokens)
+        if hit is None:
+            return None
+        assert template is not None
+        prefix = template.rebuild(hit.kv)
+        if device is not None:
+            prefix = jax.device_put(prefix, device)
+        return PrefixValue(
+            prefix=prefix,
+            tokens=tuple(key[:num_tokens]),
+            true_length=num_tokens,
+            padded_length=template.padded_length,
+            prefix_size_bytes=template.num_bytes,
+            device=template.shardings,
+        )
+
+    def save(self, key: Key, value: ValueLike) -> bool:
+        """Keep the full blocks of a prompt.
+
+        Returns before the bytes have left the device; the arrays may be donated.
+
+        Args:
+            key: The prompt.
+            value: The engine's cache of it.
+
+        Returns:
+            Whether all its full blocks, at least one, are there or on their way.
+
+        Raises:
+            ValueError: The cache is of other tokens, or looks otherwise than the first.
+        """
+        if tuple(value.tokens[: len(key)]) != tuple(key):
+            raise ValueError(
+                f"the value is of the tokens {value.tokens}, which do not begin with "
+                f"the key, {key}."
+            )
+        extras = self._extras_of(key)
+        if extras is None:
+            return False
+        template = self._shared.learn(value.prefix, value.padded_length)
+        num_tokens = min(len(key), value.true_length)
+        kv, only_if = template.take_apart(value.prefix)
+        held = template.store.save(key, kv, num_tokens, extras, only_if=only_if)
+        block_size = template.store.block_size
+        return 0 < held == num_tokens // block_size * block_size
+
+    def flush(self) -> None:
+        """Wait until all that was saved has arrived."""
+        if self.store is not None:
+            self.store.flush()
+
+    def clear(self) -> None:
+        """Forget all prompts, as after a change of weights."""
+        if self.store is not None:
+            self.store.clear()
+        self._shared.recent.clear()
+
+    def gen_statistic_str(self) -> str:
+        """Say in words what was found lately, and what is held."""
+        asked, found = self._shared.sums()
+        lines = [
+            f"Prefix cache: {found} of {asked} tokens found "
+            f"({found / (asked or 1):.4f}) in the last {_RECENT_LOADS} loads"
+        ]
+        if self.store is not None:
+            stats = self.store.stats
+            lines += [
+                f"  held: {self.store.held_bytes} bytes, room for "
+                f"{self.store.num_host_blocks * self.store.block_bytes}",
+                f"  blocks of {self.store.block_size} tokens: {stats.stored_blocks} "
+                f"stored, {stats.evicted_blocks} evicted, {stats.dropped_blocks} "
+                "without room",
+                f"  failed: {stats.failed_saves} saves, {stats.failed_loads} loads",
+            ]
+        return "\n".join(lines) + "\n"
+
+    def close(self) -> None:
+        """Wait for what is on its way and end the thread; no calls after this."""
+        if self.store is not None:
+            self.store.close()
+
+    def __enter__(self) -> PrefixCache:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Shared:
+    """What a cache and its views for adapters have in common."""
+
+    def __init__(self, options: dict[str, Any], rules: AxisRules | None):
+        self.template: PrefixTemplate | None = None
+        self.recent: collections.deque[tuple[int, int]] = collections.deque(
+            maxlen=_RECENT_LOADS
+        )
+        self._options = options
+        self._rules = rules
+        self._lock = threading.Lock()
+
+    def learn(self, prefix: PyTree, padded_length: int) -> PrefixTemplate:
+        with self._lock:
+            if self.template is None:
+                self.template = PrefixTemplate(
+                    prefix,
+                    padded_length,
+                    self._rules,
+                    lambda kv, axes: PrefixStore(
+                        kv, sequence_axis=axes, **self._options
+                    ),
+                )
+            return self.template
+
+    def note(self, num_asked: int, num_found: int) -> None:
+        with self._lock:
+            self.recent.append((num_asked, num_found))
+
+    def sums(self) -> tuple[int, int]:
+        with self._lock:
+            return sum(n for n, _ in self.recent), sum(n for _, n in self.recent)

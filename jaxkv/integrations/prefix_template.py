@@ -1,0 +1,181 @@
+"""An engine's cache taken apart: what is of the prompt, and what is always the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv.integrations.prefix_blocks import (
+    AxisRules,
+    LeafAxis,
+    find_sequence_axes,
+)
+from jaxkv.integrations.prefix_store import PrefixStore
+from jaxkv.types import PyTree
+
+_log = logging.getLogger(__name__)
+
+
+class PrefixTemplate:
+    """What an engine's cache looks like, and a store for the KV in it.
+
+    Leaves without a sequence axis are the same in every cache: each that is saved is
+    compared, on the device, with the one that the template was made of. Of those that
+    are all zero no copy is kept.
+    """
+
+    def __init__(
+        self,
+        prefix: PyTree,
+        padded_length: int,
+        rules: AxisRules | None,
+        make_store: Callable[[list[jax.Array], list[int]], PrefixStore],
+    ):
+        """Learn from a cache, which is not kept.
+
+        Args:
+            prefix: The cache.
+            padded_length: Tokens that it has room for. Not used if there are rules.
+            rules: As for `find_sequence_axes`.
+            make_store: Makes the store, for these arrays with these sequence axes.
+
+        Raises:
+            ValueError: A sequence axis cannot be told, or the cache cannot be stored.
+            TypeError: A leaf is no `jax.Array`.
+        """
+        arrays, treedef = jax.tree.flatten(prefix)
+        self._treedef: jax.tree_util.PyTreeDef = treedef
+        for array in arrays:
+            _check_array(array)
+        self._leaves = find_sequence_axes(
+            prefix, None if rules is not None else padded_length, rules
+        )
+        parts = list(zip(self._leaves, arrays, strict=True))
+        self._specs = [jax.typeof(array) for array in arrays]
+        self._kept = [
+            None
+            if leaf.axis is not None or bool(_is_zero(array))
+            else jnp.array(array, copy=True)
+            for leaf, array in parts
+        ]
+        self._shardings = [array.sharding for array in arrays]
+        self._differing: set[str] = set()
+        kv = [array for leaf, array in parts if leaf.axis is not None]
+        axes = [leaf.axis for leaf in self._leaves if leaf.axis is not None]
+        self.padded_length: int = kv[0].shape[axes[0]]
+        self.num_bytes = sum(array.nbytes for array in arrays)
+        self.store = make_store(kv, axes)
+
+    @property
+    def shardings(self) -> PyTree:
+        """Where each leaf lives."""
+        return jax.tree.unflatten(self._treedef, self._shardings)
+
+    def take_apart(
+        self, prefix: PyTree
+    ) -> tuple[list[jax.Array], Callable[[], bool] | None]:
+        """Take the KV out of a cache.
+
+        Returns:
+            The arrays that count tokens, and what says whether the others are those of
+            the template, once the device has compared them; None if there are none.
+
+        Raises:
+            ValueError: The cache has another structure than the template's, or other
+                shapes.
+            TypeError: A leaf is no `jax.Array`.
+        """
+        arrays, treedef = jax.tree.flatten(prefix)
+        if treedef != self._treedef:
+            raise ValueError(
+                f"the prefix must have the structure {self._treedef}, as the first one "
+                f"had, not {treedef}."
+            )
+        kv, same = [], []
+        for n, (leaf, array) in enumerate(zip(self._leaves, arrays, strict=True)):
+            _check_array(array)
+            if leaf.axis is None:
+                same.append((leaf, self._compare(n, array)))
+            else:
+                kv.append(array)
+        return kv, (lambda: self._all_same(same)) if same else None
+
+    def rebuild(self, kv: list[jax.Array]) -> PyTree:
+        """Put a cache together from arrays that count tokens; none is shared."""
+        left = iter(kv)
+        arrays = []
+        for leaf, spec, kept, place in zip(
+            self._leaves, self._specs, self._kept, self._shardings, strict=True
+        ):
+            if leaf.axis is not None:
+                arrays.append(next(left))
+            elif kept is None:
+                arrays.append(jnp.zeros(spec.shape, spec.dtype, device=place))
+            else:
+                arrays.append(jnp.array(kept, copy=True))
+        return jax.tree.unflatten(self._treedef, arrays)
+
+    def _compare(self, n: int, array: jax.Array) -> jax.Array:
+        spec, kept, place = self._specs[n], self._kept[n], self._shardings[n]
+        if array.shape != spec.shape or array.dtype != spec.dtype:
+            raise ValueError(
+                f"{self._leaves[n].path!r} must be {spec.dtype}{list(spec.shape)}, as "
+                f"the first one was, not {array.dtype}{list(array.shape)}."
+            )
+        if kept is None:
+            return _is_zero(array)
+        if not array.sharding.is_equivalent_to(place, array.ndim):
+            array = jax.device_put(array, place)
+        return _is_same(array, kept)
+
+    def _all_same(self, same: list[tuple[LeafAxis, jax.Array]]) -> bool:
+        differing = [leaf.path for leaf, is_same in same if not is_same]
+        for path in differing:
+            if path not in self._differing:
+                self._differing.add(path)
+                _log.warning(
+                    "A prefix is not kept: %r has no sequence axis, but differs from "
+                    "that of the first prefix, so it holds something of the prompt. If "
+                    "it counts tokens, say along which axis with sequence_axes.",
+                    path,
+                )
+        return not differing
+
+
+def _check_array(array: object) -> None:
+    if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+        raise TypeError(
+            f"a prefix must be a pytree of jax.Arrays outside jit; a leaf is "
+            f"{type(array)}."
+        )
+    if array.is_deleted():
+        raise RuntimeError("an array of the prefix has been deleted or donated.")
+
+
+def _is_zero(array: jax.Array) -> jax.Array:
+    """Compute bool[]: whether all bits are zero."""
+    zero: jax.Array = _compare_bits(array, None)
+    return zero
+
+
+def _is_same(array: jax.Array, other: jax.Array) -> jax.Array:
+    """Compute bool[]: whether all bits are the same."""
+    same: jax.Array = _compare_bits(array, other)
+    return same
+
+
+@jax.jit
+def _compare_bits(array: jax.Array, other: jax.Array | None) -> jax.Array:
+    bits = _bits(array)
+    return jnp.all(bits == (jnp.zeros_like(bits) if other is None else _bits(other)))
+
+
+def _bits(array: jax.Array) -> jax.Array:
+    """See floats as the integers that they are stored as: a NaN equals itself."""
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return array
+    bits = jnp.dtype(f"uint{8 * array.dtype.itemsize}")
+    return jax.lax.bitcast_convert_type(array, bits)
