@@ -1,0 +1,480 @@
+"""JetStream's driver gets the same tokens with jaxkv's prefix cache, for less."""
+
+import asyncio
+import concurrent.futures
+import importlib.util
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import make_lru
+from jaxkv.integrations.jetstream import PrefixCache, PrefixValue
+from jaxkv.integrations.jetstream_adapters import AdapterWatch
+from jaxkv.integrations.prefix_blocks import compare_shapes, find_sequence_axes
+from tests.integrations.jetstream_double import (
+    AdapterStore,
+    Driver,
+    Engine,
+    WholePrefixCache,
+    num_bytes,
+    shared_prompts,
+)
+from tests.integrations.known_kv import check_equal
+
+POLICY = make_lru(512, 4096)  # Compiled once.
+ENGINE = Engine()
+PARAMS = ENGINE.init_params()
+
+
+@pytest.fixture
+def make():
+    """Make caches that are closed in the end."""
+    caches = []
+
+    def make(**arguments):
+        if "num_host_blocks" not in arguments and "host_bytes" not in arguments:
+            arguments |= {"num_host_blocks": 512, "cache_policy": POLICY}
+        defaults = {"block_size": 8, "extras_of": None}
+        caches.append(PrefixCache(**defaults | arguments))
+        return caches[-1]
+
+    yield make
+    for cache in caches:
+        cache.close()
+
+
+class Flushing:
+    """The same cache, in which each prompt finds all that was saved before it."""
+
+    def __init__(self, cache):
+        self.load, self.contains, self._cache = cache.load, cache.contains, cache
+
+    def save(self, key, value):
+        saved = self._cache.save(key, value)
+        self._cache.flush()
+        return saved
+
+
+def serve(prompts, cache, num_threads=1, adapters=None, **options):
+    """Answer prompts; say the tokens, and how many chunks were computed."""
+    engines = [Engine() for _ in range(num_threads)]
+    params = [dict(PARAMS) for _ in engines]
+    with Driver(engines, params, prefix_cache_inst=cache) as driver:
+        answers = driver.answer(prompts, **options)
+    return answers, sum(engine.num_chunks for engine in engines)
+
+
+def test_fifty_prompts_same_tokens_fewer_bytes_no_more_work(make):
+    prompts = shared_prompts(50)
+    expected, chunks_without = serve(prompts, None)
+    assert len({tuple(answer) for answer in expected}) > 25, "all answers are alike"
+    cache, whole = make(), WholePrefixCache(1 << 40)
+    answers, chunks = serve(prompts, Flushing(cache))
+    answers_whole, chunks_whole = serve(prompts, whole)
+    assert answers == answers_whole == expected
+    assert chunks == chunks_whole < 0.6 * chunks_without
+    assert cache.held_bytes < 0.25 * whole.held_bytes
+    # No more than one copy of each block.
+    blocks = {key[:end] for key in whole._values for end in range(8, len(key) + 1, 8)}
+    assert cache.held_bytes == len(blocks) * cache.store.block_bytes
+
+
+def test_four_prefill_threads_and_a_small_store(make):
+    prompts = shared_prompts(50, seed=1)
+    expected, _ = serve(prompts, None)
+    cache = make(num_host_blocks=24, max_pending_saves=2)
+    for _ in range(2):
+        answers, _ = serve(prompts, cache, num_threads=4)
+        assert answers == expected
+    cache.flush()
+    assert cache.held_bytes <= 24 * cache.store.block_bytes
+    assert cache.stats.evicted_blocks > 0
+    assert cache.stats.hit_tokens > 0
+    assert (cache.stats.failed_saves, cache.stats.failed_loads) == (0, 0)
+
+
+def engine_cache(tokens=(), padded_length=32, **others):
+    """An engine's cache: bytes that follow from the tokens, rubbish behind them."""
+    rng = np.random.default_rng([7, *tokens])
+    rows = [np.random.default_rng([*tokens[: n + 1]]) for n in range(len(tokens))]
+    kv = [row.standard_normal((2, 8)).astype(np.float32) for row in rows]
+    kv += list(rng.standard_normal((padded_length - len(kv), 2, 8)).astype(np.float32))
+    kv = jnp.array(np.stack(kv))
+    segment = jnp.where(jnp.arange(padded_length) < len(tokens), 1, 0)[None]
+    return {
+        "key": kv,
+        "value": jnp.flip(kv, 2).transpose(1, 0, 2).astype(jnp.bfloat16),
+        "segment": segment.astype(jnp.int32),
+        "generated": jnp.zeros((5, 2, 8)),
+        "index": jnp.full((1,), 3, jnp.int32),
+    } | others
+
+
+AXES = {"key": 0, "value": 1, "segment": 1}
+
+
+def value_of(tokens, padded_length=32, prefix=None):
+    tokens = tuple(tokens)
+    prefix = engine_cache(tokens, padded_length) if prefix is None else prefix
+    return PrefixValue(
+        prefix, tokens, len(tokens), padded_length, num_bytes(prefix), None
+    )
+
+
+def check_value(value, tokens, prefix=None):
+    """What was found is what was saved, with zeros after its tokens."""
+    n = value.true_length
+    wanted = engine_cache(tokens) if prefix is None else prefix
+    for name, axis in AXES.items():
+        array = np.moveaxis(np.array(wanted[name]), axis, 0).copy()
+        array[n:] = 0
+        wanted[name] = np.moveaxis(array, 0, axis)
+    check_equal(value.prefix, jax.tree.map(np.array, wanted))
+    assert value.tokens == tuple(tokens[:n])
+
+
+def test_answers_as_the_documented_cache_does(make):
+    cache = make()
+    key = tuple(range(40, 64))
+    assert not cache.contains(key)
+    assert cache.load(key) is None
+    assert "0 of 24 tokens found" in cache.gen_statistic_str()
+    assert cache.save(key, value_of(key)) is True
+    cache.flush()
+    assert cache.contains(key)
+    assert cache.contains(key[:16])
+    assert not cache.contains(key[:3])
+    assert not cache.contains((*key, *range(8)))
+    found = cache.load((*key, 1, 2), min_common_prefix_key_length=16)
+    assert (found.tokens, found.true_length, found.padded_length) == (key, 24, 32)
+    assert found.prefix_size_bytes == num_bytes(found.prefix)
+    assert found.device["key"] == value_of(key).prefix["key"].sharding
+    check_value(found, key)
+    parting = (*key[:20], 0, 0, 0, 0)
+    check_value(cache.load(parting), key)
+    assert cache.load(parting).tokens == key[:16]
+    assert cache.load(parting, min_common_prefix_key_length=17) is None
+    other = jax.devices()[1]
+    moved = cache.load(key, device=other)
+    assert all(leaf.device == other for leaf in jax.tree.leaves(moved.prefix))
+    check_value(moved, key)
+    # What was given may be donated: it is nobody else's.
+    for leaf in jax.tree.leaves(found.prefix):
+        leaf.delete()
+    check_value(cache.load(key), key)
+    said = cache.gen_statistic_str()
+    assert "blocks of 8 tokens: 3 stored, 0 evicted" in said
+    assert f"held: {cache.held_bytes} bytes" in said
+    cache.clear()
+    assert not cache.contains(key)
+    assert (cache.load(key), cache.held_bytes) == (None, 0)
+    assert cache.save(key, value_of(key))
+    assert not cache.save(key[:5], value_of(key[:5])), "less than a block"
+    assert cache.save(key[:13], value_of(key[:13]))
+
+
+def test_a_cache_of_another_device_comes_back_where_the_first_was(make):
+    cache = make()
+    cache.learn(engine_cache(), 32)
+    key = tuple(range(16))
+    elsewhere = jax.device_put(engine_cache(key), jax.devices()[1])
+    assert cache.save(key, value_of(key, prefix=elsewhere))
+    cache.flush()
+    found = cache.load(key)
+    assert all(
+        leaf.device == jax.devices()[0] for leaf in jax.tree.leaves(found.prefix)
+    )
+    check_value(found, key)
+
+
+def test_adapters_and_salts_do_not_mix(make):
+    tokens = tuple(range(24))
+    cache = make()
+    views = {
+        name: cache.for_adapter(*name)
+        for name in [("a",), ("b",), ("a", "s"), (None, "s"), (None, "")]
+    }
+    views[()] = cache
+    for n, view in enumerate(views.values()):
+        assert not view.contains(tokens)
+        assert view.load(tokens) is None
+        assert view.save(tokens, value_of(tokens, prefix=engine_cache((n,) * 24)))
+        cache.flush()
+    for n, view in enumerate(views.values()):
+        found = view.load(tokens)
+        assert (
+            np.array(found.prefix["key"][:24]) == engine_cache((n,) * 24)["key"][:24]
+        ).all()
+    assert cache.stats.stored_blocks == 3 * len(views)
+
+
+def test_what_must_not_be_cached_is_not(make):
+    cache = make(extras_of=lambda key: None)
+    tokens = tuple(range(24))
+    assert not cache.save(tokens, value_of(tokens))
+    assert not cache.contains(tokens)
+    assert cache.load(tokens) is None
+    assert cache.store is None
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_an_unmodified_driver_with_adapters(make, num_threads):
+    prompts = [prompt for prompt in shared_prompts(12, seed=3) for _ in range(3)]
+    names = ["", "a", "b"] * 12
+
+    def run(cache_of=None, watch=None):
+        stores = [AdapterStore(PARAMS) for _ in range(num_threads)]
+        engines = [Engine() for _ in stores]
+        watched = stores, engines
+        if watch is not None:
+            watched = map(watch.store, stores), map(watch.engine, engines)
+        stores, engines = map(list, watched)
+        for store in stores:
+            for path, name in enumerate("ab"):
+                asyncio.run(store.register_adapter(name, path, {}))
+        params = [dict(PARAMS) for _ in stores]
+        with Driver(engines, params, stores, cache_of) as driver:
+            requests = [
+                driver.submit(prompt, adapter_id=name)
+                for prompt, name in zip(prompts, names, strict=True)
+            ]
+            for request in requests:
+                assert request.done.wait(120)
+                assert request.error is None
+        return [request.answer for request in requests]
+
+    expected = run()
+    assert expected[0::3] != expected[1::3] != expected[2::3]
+    watch = AdapterWatch()
+    cache = make(extras_of=watch)
+    answers = run(Flushing(cache), watch)
+    assert cache.stats.hit_tokens > 0
+    assert answers == expected
+    if num_threads == 1:  # The fault that is not to be reproduced is really there.
+        assert run(Flushing(make())) != expected
+
+
+def test_once_nobody_knows_the_adapter_nothing_is_cached():
+    watch = AdapterWatch()
+    store = watch.store(AdapterStore(PARAMS))
+    asyncio.run(store.register_adapter("a", 0, {}))
+    asyncio.run(store.register_adapter("b", 1, {}))
+
+    class Failing(Engine):
+        fails = False
+
+        def unapply_adapter(self, *args):
+            if self.fails:
+                raise KeyError("no such adapter")
+
+    engine = watch.engine(Failing())
+
+    def apply(name):
+        asyncio.run(store.get_lora_weights(adapter_id=name, load_if_not_loaded=True))
+        engine.apply_adapter(dict(PARAMS), {}, 0)
+        return watch()
+
+    base = watch()
+    first = apply("a")
+    engine.unapply_adapter({}, {}, 0)
+    assert watch() == base
+    second = apply("b")
+    engine.unapply_adapter({}, {}, 0)
+    asyncio.run(store.register_adapter("a", 2, {}))
+    again = apply("a")
+    engine.unapply_adapter({}, {}, 0)
+    assert len({base, first, second, again}) == 4
+    # One on top of another is nobody's; nor does it get better again.
+    apply("a")
+    assert apply("b") is None
+    engine.unapply_adapter({}, {}, 0)
+    assert watch() is None
+    assert apply("a") is None
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        assert thread.submit(watch).result() == base  # Another thread, another engine.
+        engine._inner.fails = True
+
+        def fail():
+            apply("a")
+            with pytest.raises(KeyError):
+                engine.unapply_adapter({}, {}, 0)
+            return watch()
+
+        assert thread.submit(fail).result() is None
+
+
+def test_a_leaf_that_holds_something_of_the_prompt_is_noticed(make, caplog):
+    cache = make()
+    first, second, third = (tuple(range(n, n + 16)) for n in (0, 20, 40))
+    cache.save(first, value_of(first))
+    odd = engine_cache(second, index=jnp.full((1,), 4, jnp.int32))
+    cache.save(second, value_of(second, prefix=odd))
+    odd = engine_cache(third, generated=jnp.ones((5, 2, 8)))
+    with caplog.at_level(logging.WARNING):
+        cache.save(third, value_of(third, prefix=odd))
+        cache.flush()
+    assert [cache.contains(key) for key in (first, second, third)] == [
+        True,
+        False,
+        False,
+    ]
+    assert "'generated' has no sequence axis, but differs" in caplog.text
+    assert cache.stats.failed_saves == 2
+
+
+def maxtext_cache(length, layers=2, decoder="layers"):
+    """Shapes as MaxText's, whose buffers happen to be as long as the prompt's."""
+    kv = jnp.zeros((layers, length, 2, 1, 4))
+    return {
+        "decoder": {
+            decoder: {
+                "cached_prefill_key": kv,
+                "cached_prefill_value": kv + 0,
+                "cache_prefill_segment_id": jnp.zeros((layers, 1, length), jnp.int32),
+                "cached_ar_key": kv + 0,
+                "cache_ar_segment_id": jnp.zeros((layers, 1, length), jnp.int32),
+                "cache_ar_index": jnp.zeros((layers, 1), jnp.int32),
+            }
+        }
+    }
+
+
+def axes_of(prefix, *args):
+    return {
+        leaf.path.split("/")[-1]: leaf.axis
+        for leaf in find_sequence_axes(prefix, *args)
+    }
+
+
+def test_how_sequence_axes_are_found():
+    names = {
+        "cached_prefill_key": 1,
+        "cached_prefill_value": 1,
+        "cache_prefill_segment_id": 2,
+        "cached_ar_key": None,
+        "cache_ar_segment_id": None,
+        "cache_ar_index": None,
+    }
+    assert axes_of(maxtext_cache(16), 16) == names
+    assert axes_of(engine_cache(), 32) == AXES | {"generated": None, "index": None}
+    cube = {"key": jnp.zeros((8, 8, 8)), "index": jnp.zeros(())}
+    with pytest.raises(ValueError, match=r"axes \[0, 1, 2\] of 'key'.*sequence_axes"):
+        find_sequence_axes(cube, 8)
+    assert axes_of(cube, None, {"k*": -1, "*": None}) == {"key": 2, "index": None}
+    with pytest.raises(ValueError, match="no pattern of sequence_axes fits 'index'"):
+        find_sequence_axes(cube, None, {"k*": -1})
+    with pytest.raises(
+        ValueError, match=r"axis 3 of 'k\*' in sequence_axes must be in"
+    ):
+        find_sequence_axes(cube, None, {"k*": 3, "*": None})
+    with pytest.raises(ValueError, match="has a sequence axis of padded_length=9"):
+        find_sequence_axes(cube, 9)
+    with pytest.raises(ValueError, match="padded_length=None and no names"):
+        find_sequence_axes(cube)
+    with pytest.raises(ValueError, match="has no leaves"):
+        find_sequence_axes({})
+    two = {"a": [jnp.zeros((8,))], "b": jnp.zeros((4,))}
+    with pytest.raises(ValueError, match=r"'a/0' counts 8 .* not 4: it is no cache"):
+        find_sequence_axes(two, 4, {"*": 0})
+    # A recurrent state under the names of keys: MaxText's linear attention.
+    state = maxtext_cache(16)
+    state["decoder"]["layers"]["cached_prefill_key"] = jnp.zeros((1, 2, 4, 4))
+    with pytest.raises(ValueError, match="a recurrent state cannot be cut"):
+        find_sequence_axes(state, 16)
+
+
+def test_axes_by_comparison():
+    assert compare_shapes(engine_cache(), engine_cache((), 64)) == AXES | {
+        "generated": None,
+        "index": None,
+    }
+    rules = compare_shapes(jnp.zeros((8, 8)), jnp.zeros((8, 16)))
+    assert axes_of(jnp.zeros((8, 16)), None, rules) == {"": 1}
+    with pytest.raises(ValueError, match=r"the axes \[0, 1\] differ"):
+        compare_shapes(jnp.zeros((8, 8)), jnp.zeros((16, 16)))
+    with pytest.raises(ValueError, match="have the same shapes"):
+        compare_shapes(jnp.zeros((8, 8)), jnp.zeros((8, 8)))
+    with pytest.raises(ValueError, match="the same structure"):
+        compare_shapes([jnp.zeros(8)], {"a": jnp.zeros(16)})
+    with pytest.raises(ValueError, match="as many axes"):
+        compare_shapes(jnp.zeros(8), jnp.zeros((8, 8)))
+
+
+@pytest.mark.parametrize("decoder", ["layers", "layers_0"])
+def test_the_layout_of_maxtext(make, decoder):
+    cache = make()
+    rng = np.random.default_rng(0)
+    layers = 2
+    prefix = maxtext_cache(16, layers, decoder)
+    own = prefix["decoder"][decoder]
+    for name in ("cached_prefill_key", "cached_prefill_value"):
+        own[name] = jnp.array(rng.standard_normal(own[name].shape, np.float32))
+    if decoder == "layers_0":  # Not scanned: without the axis of layers.
+        own = prefix["decoder"][decoder] = {name: leaf[0] for name, leaf in own.items()}
+    segment = "cache_prefill_segment_id"
+    own[segment] = jnp.ones_like(own[segment])
+    key = tuple(range(16))
+    assert cache.save(key, value_of(key, 16, prefix))
+    cache.flush()
+    found = cache.load((*key[:8], 99))
+    assert found.tokens == key[:8]
+    wanted = jax.tree.map(np.array, prefix)["decoder"][decoder]
+    for name, axis in (("cached_prefill_key", -4), ("cached_prefill_value", -4)):
+        np.moveaxis(wanted[name], axis, 0)[8:] = 0
+    wanted[segment][..., 8:] = 0
+    check_equal(found.prefix["decoder"][decoder], wanted)
+
+
+def test_wrong_calls_are_refused_with_what_would_be_right(make):
+    with pytest.raises(TypeError, match="extras_of"):
+        PrefixCache(block_size=8, num_host_blocks=8)
+    with pytest.raises(ValueError, match="num_host_blocks=None and host_bytes=None"):
+        PrefixCache(block_size=8, extras_of=None)
+    with pytest.raises(ValueError, match="block_size"):
+        PrefixCache(block_size=0, extras_of=None, num_host_blocks=8)
+    cache, key = make(), tuple(range(16))
+    with pytest.raises(ValueError, match=r"the axes \[0, 1\] of '1'.*sequence_axes"):
+        cache.save(key, value_of(key, 32, [jnp.zeros((32, 2)), jnp.zeros((32, 32))]))
+    assert cache.store is None
+    cache.save(key, value_of(key))
+    cache.flush()
+    held = cache.held_bytes
+    refusals = [
+        (ValueError, "do not begin with the key", value_of(key[1:])),
+        (ValueError, "must have the structure", value_of(key, prefix=[jnp.zeros(32)])),
+        (
+            ValueError,
+            r"'generated' must be float32\[5, 2, 8\]",
+            value_of(key, prefix=engine_cache(key, generated=jnp.zeros((6, 2, 8)))),
+        ),
+        (ValueError, "template for 32", value_of(key, 64)),
+        (
+            TypeError,
+            "pytree of jax.Arrays",
+            value_of(key, prefix=jax.tree.map(np.array, engine_cache(key))),
+        ),
+    ]
+    for error, message, value in refusals:
+        with pytest.raises(error, match=message):
+            cache.save(key, value)
+    assert cache.held_bytes == held
+    check_value(cache.load(key), key)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jetstream") is None,
+    reason="no JetStream (0.3 comes from its repository only)",
+)
+def test_the_real_driver(make):
+    from tests.integrations.real_jetstream import answers
+
+    prompts = [tuple(range(1, 40)), (*range(1, 30), 5, 6, 7), tuple(range(1, 40))]
+    expected, chunks_without = answers(prompts, None)
+    cache = make(sequence_axes={"*": 1})
+    found, chunks = answers(prompts, Flushing(cache))
+    assert found == expected
+    assert chunks < chunks_without
+    assert cache.stats.hit_tokens > 0
