@@ -78,7 +78,7 @@ def search(
     groups: tuple[GroupSpec, ...],
     keys_by_group: Sequence[Sequence[BlockKey]],
     max_tokens: int,
-    pool: DeviceBlockPool,
+    pool: DeviceBlockPool | None,
     host: HostTier | None = None,
     blocks_per_host_block: int = 1,
     max_device_tokens: int | None = None,
@@ -89,7 +89,8 @@ def search(
         groups: The groups of the model's layers.
         keys_by_group: Keys of the request's full blocks, for each group.
         max_tokens: Most tokens that the prefix may have.
-        pool: The device's blocks.
+        pool: The device's blocks. None to look at none of them: all blocks of the
+            first `max_device_tokens` are then taken to be there, as NULL_BLOCK.
         host: The host's; None to search the device alone.
         blocks_per_host_block: Device blocks in a host block, whose key is the last
             one's.
@@ -113,7 +114,7 @@ def search(
             groups,
             host and host.policy,
             blocks_per_host_block,
-            pool.state,
+            pool and pool.state,
             host and (host.state.policy, host.state.ref_cnt),
             [pad_keys(own, bucket(len(own))) for own in keys],
             np.array([most, on_device, *counts], np.int32),
@@ -133,16 +134,16 @@ def search(
 
 def warm_up(
     groups: tuple[GroupSpec, ...],
-    pool: DeviceBlockPool,
+    pool: DeviceBlockPool | None,
     host: HostTier,
     blocks_per_host_block: int,
     max_blocks: int,
 ) -> None:
-    """Compile the search, of both tiers and of the device alone.
+    """Compile the search, of both tiers and of the device alone; or of the host alone.
 
     Args:
         groups: The groups of the model's layers.
-        pool: The device's blocks.
+        pool: The device's blocks; None if only the host is searched.
         host: The host's.
         blocks_per_host_block: Device blocks in a host block.
         max_blocks: Most blocks that a request will have in a group.
@@ -154,6 +155,9 @@ def warm_up(
             [bytes(KEY_BYTES)] * max(num_tokens // group.block_size, 1)
             for group in groups
         ]
+        if pool is None:
+            search(groups, keys, num_tokens, None, host, blocks_per_host_block, 0)
+            continue
         for tier in (None, host):
             search(groups, keys, num_tokens, pool, tier, blocks_per_host_block)
 
@@ -163,7 +167,7 @@ def _search(
     groups: tuple[GroupSpec, ...],
     policy: Policy | None,
     blocks_per_host_block: int,
-    device: DeviceTier,
+    device: DeviceTier | None,
     host: tuple[PyTree, Array] | None,
     keys: list[Array],
     numbers: Array,
@@ -174,7 +178,7 @@ def _search(
         groups: The groups.
         policy: The host's; None to search the device alone.
         blocks_per_host_block: Device blocks in a host block.
-        device: The device's blocks.
+        device: The device's blocks; None to take those of the first tokens for granted.
         host: The state of the policy, and the reference counts.
         keys: u32[n_g, 8] for each group.
         numbers: i32[2 + G]. Most tokens, most of these that may be on the device, and
@@ -188,7 +192,11 @@ def _search(
     for index, own in enumerate(keys):
         count = numbers[2 + index]
         num_on_device = jnp.minimum(count, numbers[1] // groups[index].block_size)
-        block_ids = device_tier.find(device, own, num_on_device)
+        if device is None:
+            is_there = jnp.arange(own.shape[0], dtype=jnp.int32) < num_on_device
+            block_ids = jnp.where(is_there, jnp.int32(NULL_BLOCK), jnp.int32(NO_BLOCK))
+        else:
+            block_ids = device_tier.find(device, own, num_on_device)
         on_host = jnp.full(own.shape[:1], NO_BLOCK, jnp.int32)
         if policy is not None and host is not None:
             state = ManagerState(*host, pool=None)  # type: ignore[arg-type]

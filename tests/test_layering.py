@@ -55,7 +55,9 @@ FLOORS = [
         " < integrations.prefix_template integrations.jetstream_adapters"
         " < integrations.jetstream",
         "integrations.maxtext",
-        "integrations.vllm",
+        "integrations.vllm_config integrations.vllm_pool"
+        " < integrations.vllm_worker integrations.vllm_events"
+        " < integrations.vllm_scheduler < integrations.vllm",
         "integrations",
         "doctor",
         "bench.machine < bench.records < bench.plan < bench.paged_pool < bench.designs"

@@ -95,7 +95,15 @@ class Loads:
         factor = self._rules.blocks_per_host_block
         keys = self._keys.of(request)
         max_tokens = request.num_tokens - 1
-        match = search(self._groups, keys, max_tokens, pool, self._host, factor)
+        match = search(
+            self._groups,
+            keys,
+            max_tokens,
+            pool if self._rules.copy_on_device else None,
+            self._host,
+            factor,
+            None if self._rules.copy_on_device else num_computed_tokens,
+        )
         if match.num_tokens <= num_computed_tokens:
             return 0, False
         name = request.request_id

@@ -35,6 +35,9 @@ class OffloadRules:
         gate: Whether a load is declined that would take longer than to compute the
             tokens again, once `OffloadScheduler.note_rates` has said how fast both
             are.
+        copy_on_device: Whether a block of a prefix that the device holds after a gap
+            is copied there, rather than loaded. Its source is held from the query on.
+            An engine that leaves offers unanswered while others need blocks says no.
         flush_on_preemption: Whether a step that preempts first waits for the transfers
             in flight. They hold on to their blocks in any case.
     """
@@ -50,6 +53,7 @@ class OffloadRules:
     max_blocks_in_flight: int | None = None
     block_bytes: int = 0
     gate: bool = False
+    copy_on_device: bool = True
     flush_on_preemption: bool = False
 
     def __post_init__(self) -> None:

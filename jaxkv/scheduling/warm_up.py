@@ -45,4 +45,5 @@ def warm_up(
     if rules.mode == "lazy":
         pool.next_free(target)
     factor = rules.blocks_per_host_block
-    search.warm_up(groups, pool, host, factor, max_blocks_per_request)
+    searched = pool if rules.copy_on_device else None
+    search.warm_up(groups, searched, host, factor, max_blocks_per_request)

@@ -1,0 +1,302 @@
+"""What vLLM was started with, read and checked for `OffloadConnector`.
+
+Both halves of the connector read it by themselves, the scheduler's and the worker's,
+and have to come to the same number of host blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxkv import FullAttention, OffloadRules, SlidingWindow
+from jaxkv.groups import GroupSpec
+from jaxkv.units import parse_bytes
+
+DEFAULT_HOST_BYTES = 8 << 30
+
+# What has to be 1, or there are more schedulers, workers or kinds of block ids than
+# the connector was ever tried with.
+_SIZES = (
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "decode_context_parallel_size",
+    "prefill_context_parallel_size",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConnectorConfig:
+    """How the connector is to store and load.
+
+    Attributes:
+        groups: The groups of the model's layers.
+        rules: How to store and load.
+        num_host_blocks: Blocks of the host tier.
+        planned_bytes: Bytes of them, by vLLM's own account of a block.
+        cache_policy: Which of them to give up when it is full.
+        enable_events: Whether vLLM publishes events of its KV caches.
+        max_model_len: Most tokens of a request.
+        max_num_batched_tokens: Most tokens of a step.
+        staging_bytes: Device memory for transfers; None for the engine's own choice.
+        deadline_s: How long a transfer may take.
+    """
+
+    groups: tuple[GroupSpec, ...]
+    rules: OffloadRules
+    num_host_blocks: int
+    planned_bytes: int
+    cache_policy: str
+    enable_events: bool
+    max_model_len: int
+    max_num_batched_tokens: int
+    staging_bytes: int | None
+    deadline_s: float
+
+    @classmethod
+    def of(cls, vllm_config: Any, kv_cache_config: Any) -> ConnectorConfig:
+        """Read vLLM's configuration.
+
+        Args:
+            vllm_config: vLLM's `VllmConfig`.
+            kv_cache_config: vLLM's `KVCacheConfig`.
+
+        Raises:
+            ValueError: If jaxkv cannot serve it, or was never tried with it; if a key
+                of ``kv_connector_extra_config`` is not known or has a bad value.
+        """
+        _check_engine(vllm_config)
+        groups = _groups_of(kv_cache_config)
+        _check_hashes(vllm_config.cache_config, kv_cache_config, groups)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+        values = read_extra_config(extra)
+        factor = values["blocks_per_chunk"]
+        block_bytes = _block_bytes(kv_cache_config) * factor
+        num_host_blocks = values["num_cpu_blocks"]
+        if num_host_blocks is None:
+            num_host_blocks = values["cpu_bytes_to_use"] // block_bytes
+        if num_host_blocks < 1:
+            raise ValueError(
+                f"cpu_bytes_to_use={values['cpu_bytes_to_use']} must be at least "
+                f"{block_bytes}, the bytes of a block of all layers."
+            )
+        events = getattr(vllm_config, "kv_events_config", None)
+        scheduler_config = vllm_config.scheduler_config
+        return cls(
+            groups,
+            OffloadRules(
+                blocks_per_host_block=factor,
+                store_threshold=values["store_threshold"],
+                prompt_only=values["offload_prompt_only"],
+                max_offload_tokens=values["max_offload_tokens"],
+                delay_shared_loads=values["delay_shared_loads"],
+                # vLLM may leave an offer unanswered and ask for others first. What
+                # such an offer held on the device, nobody could use.
+                copy_on_device=False,
+            ),
+            num_host_blocks,
+            num_host_blocks * block_bytes,
+            values["eviction_policy"],
+            bool(events and events.enable_kv_cache_events),
+            vllm_config.model_config.max_model_len,
+            scheduler_config.max_num_batched_tokens,
+            values["staging_bytes"],
+            values["transfer_deadline_s"],
+        )
+
+
+def _count(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least 0.")
+    return value
+
+
+def _count_or_none(name: str, value: Any) -> int | None:
+    return None if value is None else _count(name, value)
+
+
+def _bytes(name: str, value: Any) -> int:
+    try:
+        return parse_bytes(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _bytes_or_none(name: str, value: Any) -> int | None:
+    return None if value is None else _bytes(name, value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be true or false.")
+    return value
+
+
+def _not_lazy(name: str, value: Any) -> bool:
+    if _flag(name, value):
+        raise ValueError(
+            f"{name}=true cannot be had: vLLM's block pool moves a block to the far "
+            "end of its order of eviction when its store is over, so that the next "
+            "blocks to be given up would be those that were not stored."
+        )
+    return False
+
+
+def _name(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name}={value!r} must be the name of a cache policy.")
+    return value
+
+
+def _seconds(name: str, value: Any) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < float("inf"):
+        raise ValueError(f"{name}={value!r} must be a number of seconds above 0.")
+    return float(value)
+
+
+# vLLM's names where vLLM has them: name -> (default, how a value is read).
+EXTRA_KEYS: dict[str, tuple[Any, Callable[[str, Any], Any]]] = {
+    "cpu_bytes_to_use": (DEFAULT_HOST_BYTES, _bytes),
+    "num_cpu_blocks": (None, _count_or_none),
+    "eviction_policy": ("lru", _name),
+    "store_threshold": (0, _count),
+    "offload_prompt_only": (False, _flag),
+    "max_offload_tokens": (None, _count_or_none),
+    "blocks_per_chunk": (1, _count),
+    "delay_shared_loads": (False, _flag),
+    "lazy_offload": (False, _not_lazy),
+    "staging_bytes": (None, _bytes_or_none),
+    "transfer_deadline_s": (30.0, _seconds),
+}
+
+
+def read_extra_config(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Read ``kv_connector_extra_config``.
+
+    Args:
+        extra: What the user gave.
+
+    Returns:
+        A value for each of `EXTRA_KEYS`.
+
+    Raises:
+        ValueError: If a key is not known or has a bad value; the nearest valid name is
+            given.
+    """
+    for name in extra:
+        if name not in EXTRA_KEYS:
+            near = difflib.get_close_matches(str(name), EXTRA_KEYS, 1, cutoff=0.5)
+            hint = f": did you mean {near[0]!r}?" if near else "."
+            raise ValueError(
+                f"kv_connector_extra_config has no key {name!r}{hint} "
+                f"Known are {', '.join(EXTRA_KEYS)}."
+            )
+    values = {
+        name: read(name, extra.get(name, default))
+        for name, (default, read) in EXTRA_KEYS.items()
+    }
+    if "cpu_bytes_to_use" in extra and values["num_cpu_blocks"] is not None:
+        raise ValueError(
+            "cpu_bytes_to_use and num_cpu_blocks both say how large the host tier is: "
+            "give one of them."
+        )
+    if values["blocks_per_chunk"] < 1:
+        raise ValueError("blocks_per_chunk=0 must be at least 1.")
+    return values
+
+
+def _check_engine(config: Any) -> None:
+    """Refuse an engine that the connector cannot serve, or was never tried with."""
+    for name in _SIZES:
+        size = getattr(config.parallel_config, name, 1)
+        if size != 1:
+            raise ValueError(f"{name}={size} must be 1: with more it was never tried.")
+    sharding = getattr(config, "sharding_config", None)
+    dp_size = getattr(sharding, "total_dp_size", 1)
+    if dp_size != 1:
+        raise ValueError(
+            f"total_dp_size={dp_size} must be 1: each rank has blocks of its own, and "
+            "a store of one rank could be loaded by another."
+        )
+    if not config.cache_config.enable_prefix_caching:
+        raise ValueError(
+            "enable_prefix_caching must be true: blocks are known by the hashes that "
+            "vLLM's prefix cache makes."
+        )
+    if getattr(config, "speculative_config", None) is not None:
+        raise ValueError(
+            "speculative_config must be none: draft tokens may be taken back after "
+            "their block was stored, which was never tried."
+        )
+    if getattr(config.model_config, "runner_type", "generate") == "pooling":
+        raise ValueError(
+            "runner_type='pooling' has no KV cache to come back to, and its steps do "
+            "not tell which transfers are over."
+        )
+    additional = getattr(config, "additional_config", None) or {}
+    if additional.get("enable_continue_decode"):
+        raise ValueError(
+            "enable_continue_decode must be false: its loop puts the KV caches back "
+            "after the connector has had its turn, and what was loaded is lost."
+        )
+    role = config.kv_transfer_config.kv_role
+    if role != "kv_both":
+        raise ValueError(f"kv_role={role!r} must be 'kv_both': it stores and loads.")
+
+
+def _groups_of(kv_cache_config: Any) -> tuple[GroupSpec, ...]:
+    """Translate vLLM's groups of layers."""
+    groups: list[GroupSpec] = []
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        # Layers of one kind that differ in size are wrapped up by the worker's vLLM.
+        each = getattr(spec, "kv_cache_specs", None)
+        layers = list(each.values()) if each else [spec]
+        kinds = sorted({type(layer).__name__ for layer in layers})
+        windows = sorted(
+            {getattr(layer, "sliding_window", None) or 0 for layer in layers}
+        )
+        if kinds == ["FullAttentionSpec"]:
+            groups.append(FullAttention(spec.block_size))
+        elif kinds == ["SlidingWindowSpec"] and len(windows) == 1:
+            groups.append(SlidingWindow(spec.block_size, windows[0]))
+        else:
+            raise ValueError(
+                f"KV cache group {index} is of {', '.join(kinds)} with windows "
+                f"{windows}; served are groups of FullAttentionSpec, "
+                "or of SlidingWindowSpec with one window. Others (MLA, Mamba, chunked "
+                "attention) were never tried with the layouts of tpu-inference."
+            )
+    if not groups:
+        raise ValueError("the model has no KV cache group, so nothing to offload.")
+    return tuple(groups)
+
+
+def _check_hashes(
+    cache_config: Any, kv_cache_config: Any, groups: tuple[GroupSpec, ...]
+) -> None:
+    """Refuse block hashes that are not one for each block of each group."""
+    sizes = {group.block_size for group in groups}
+    units: set[int] = {
+        getattr(kv_cache_config, "hash_block_size", None) or 0,
+        getattr(cache_config, "prefix_match_unit", None) or 0,
+        getattr(cache_config, "hash_block_size", None) or 0,
+    } - {0}
+    if len(sizes) > 1 or units - sizes:
+        raise ValueError(
+            f"blocks of {sorted(sizes)} tokens and block hashes of "
+            f"{sorted(units or sizes)} tokens must all be of one size."
+        )
+
+
+def _block_bytes(kv_cache_config: Any) -> int:
+    """Tell the bytes of a device block of all layers, by vLLM's account."""
+    tensors = kv_cache_config.kv_cache_tensors
+    # Where a tensor has a stride it lies, like all others, in one allocation, whose
+    # size it repeats. Earlier versions gave each a memory of its own.
+    is_shared = hasattr(tensors[0], "layer_stride")
+    num_bytes = tensors[0].size if is_shared else sum(t.size for t in tensors)
+    return max(int(num_bytes // kv_cache_config.num_blocks), 1)
