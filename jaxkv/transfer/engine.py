@@ -242,7 +242,8 @@ class TransferEngine:
         Args:
             pool: The current pool; only read.
             device_block_ids: int[n]. Blocks of `pool`, distinct. With m blocks per
-                host block int[n, m]; -1 for one that is not to be saved.
+                host block int[n, m], -1 for one that is not to be saved; rows may
+                share blocks.
             host_block_ids: int[n]. Where each (row) goes, distinct.
 
         Returns:
@@ -254,7 +255,7 @@ class TransferEngine:
                 the engine.
         """
         leaves = self._leaves(pool)
-        device_ids, host_ids = self._pairs(device_block_ids, host_block_ids)
+        device_ids, host_ids = self._pairs(device_block_ids, host_block_ids, True)
         check_distinct("host_block_ids", host_ids)
         self._plans.lanes(device_ids)
         return self._flow.save(leaves, device_ids, host_ids)
@@ -288,7 +289,7 @@ class TransferEngine:
                 the engine.
         """
         leaves = self._leaves(pool)
-        device_ids, host_ids = self._pairs(device_block_ids, host_block_ids)
+        device_ids, host_ids = self._pairs(device_block_ids, host_block_ids, False)
         extents, places = self._store.find(host_ids, device_ids != NOTHING)
         self._plans.check_lanes(device_ids, places)
         ticket = self._flow.load(leaves, device_ids, host_ids, extents, places)
@@ -392,9 +393,9 @@ class TransferEngine:
             )
 
     def _pairs(
-        self, device_ids: BlockIdsLike, host_ids: BlockIdsLike
+        self, device_ids: BlockIdsLike, host_ids: BlockIdsLike, may_share: bool
     ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         num_blocks = self._layout.num_blocks, self.num_host_blocks
         return transfer_pairs(
-            device_ids, host_ids, *num_blocks, self.blocks_per_host_block
+            device_ids, host_ids, *num_blocks, self.blocks_per_host_block, may_share
         )

@@ -31,7 +31,10 @@ def host_block_ids(ids: BlockIdsLike, num_blocks: int) -> NDArray[np.int32]:
 
 
 def device_block_ids(
-    ids: BlockIdsLike, num_blocks: int, blocks_per_host_block: int
+    ids: BlockIdsLike,
+    num_blocks: int,
+    blocks_per_host_block: int,
+    may_share: bool,
 ) -> NDArray[np.int32]:
     """Check the ids of device blocks, distinct ones.
 
@@ -40,6 +43,7 @@ def device_block_ids(
             stands for a device block that is not to be moved then.
         num_blocks: How many there are.
         blocks_per_host_block: m.
+        may_share: Whether two rows may have blocks in common, if m is more than 1.
 
     Returns:
         i32[n, m].
@@ -66,7 +70,8 @@ def device_block_ids(
             f"device_block_ids has nothing but {NOTHING} in the rows "
             f"{empty.tolist()}; each host block must get or give something."
         )
-    check_distinct("device_block_ids", array[array != NOTHING])
+    for part in array if may_share and m > 1 else [array]:
+        check_distinct("device_block_ids", part[part != NOTHING])
     return array
 
 
@@ -76,6 +81,7 @@ def transfer_pairs(
     num_device_blocks: int,
     num_host_blocks: int,
     blocks_per_host_block: int,
+    may_share: bool,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Check the two sides of a transfer.
 
@@ -85,7 +91,9 @@ def transfer_pairs(
     Raises:
         ValueError: One of them is wrong, or they do not go in pairs.
     """
-    device = device_block_ids(device_ids, num_device_blocks, blocks_per_host_block)
+    device = device_block_ids(
+        device_ids, num_device_blocks, blocks_per_host_block, may_share
+    )
     host = host_block_ids(host_ids, num_host_blocks)
     if len(device) != len(host):
         raise ValueError(

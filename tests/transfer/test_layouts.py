@@ -173,7 +173,7 @@ REFUSALS = {
     "a flat list": ([0, 1, 2, 3], "must be rows of 4 ints"),
     "rows too short": ([[0, 1], [2, 3]], "must be rows of 4 ints"),
     "an empty row": ([[0, 1, 2, 3], [-1] * 4], r"nothing but -1 in the rows \[1\]"),
-    "an id twice": ([[0, 1, 2, 3], [4, 5, 3, 6]], r"has \[3\] more than once"),
+    "an id twice": ([[0, 1, 2, 3], [4, 5, 4, 6]], r"has \[4\] more than once"),
     "less than none": ([[0, 1, 2, -2]], r"has \[-2\]; ids .* or -1 for none"),
     "out of range": ([[0, 1, 2, 24]], r"has \[24\]; ids must be in \[0, 24\)"),
 }
@@ -191,6 +191,24 @@ def test_rows_of_device_blocks_that_are_refused(case):
     with pytest.raises(ValueError, match=message):
         engine.load(pool, host_ids, device_ids)
     assert engine.num_in_flight == 0
+    shadow.check(pool)
+
+
+@pytest.mark.parametrize("mode", ["fused", "staged"])
+def test_rows_that_part_within_a_row_share_its_head(mode):
+    """Two prefixes stored in one step; the second row was refused once."""
+    name = "MaxText's prefill cache, scanned"
+    engine, pool, shadow, _ = make(name, mode, blocks_per_host_block=4)
+    rows = [[0, 1, 2, 3], [0, 1, 4, 5]]
+    engine.save(pool, rows, [0, 1])
+    shadow.save(rows, [0, 1])
+    pool, _ = engine.drain(pool)
+    with pytest.raises(ValueError, match=r"has \[0, 1\] more than once"):
+        engine.load(pool, [0, 1], rows)  # nothing is written twice
+    targets = [[8, 9, 10, 11], [12, 13, 14, 15]]
+    pool, _ = engine.load(pool, [0, 1], targets)
+    shadow.load([0, 1], targets)
+    pool, _ = engine.drain(pool)
     shadow.check(pool)
 
 
