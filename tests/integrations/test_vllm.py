@@ -1,0 +1,271 @@
+"""vLLM's connector, driven as vLLM drives it; see `fake_vllm` and `fake_engine`."""
+
+import numpy as np
+import pytest
+
+from . import fake_vllm
+from .fake_engine import Engine, next_token
+from .fake_vllm import (
+    BLOCK_SIZE,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVConnectorRole,
+    Request,
+    create_connector,
+    make_configs,
+)
+
+
+@pytest.fixture(params=["0.19", "0.32"])
+def generation(request, monkeypatch):
+    fake_vllm.install(monkeypatch, request.param)
+    return request.param
+
+
+@pytest.fixture
+def newest(monkeypatch):
+    fake_vllm.install(monkeypatch, "0.32")
+
+
+def reference(prompt, num_output):
+    tokens = list(prompt)
+    for _ in range(num_output):
+        tokens.append(next_token(tokens))
+    return tokens
+
+
+def forget_device(engine):
+    engine.scheduler.pool.overwrite_all()
+    engine.runner.kv_caches = [cache * 0 for cache in engine.runner.kv_caches]
+
+
+def make_warm_engine(**options):
+    """An engine whose host, and nothing else, has range(18)."""
+    engine = Engine(**options)
+    engine.run(Request("first", range(18), 1))
+    forget_device(engine)
+    return engine
+
+
+def test_a_prompt_comes_back_from_the_host(generation):
+    engine = make_warm_engine(generation=generation)
+    again = Request("again", range(18), 3)
+    engine.run(again)
+    # The runner has compared all that was read with what had been computed.
+    assert engine.scheduler.num_external_tokens == 4 * BLOCK_SIZE
+    assert again.tokens == reference(range(18), 3)
+    engine.check_nothing_leaked()
+
+
+def test_what_the_device_has_of_a_prefix_is_not_loaded(newest):
+    engine = make_warm_engine()
+    engine.run(Request("head", range(9), 1))
+    assert engine.scheduler.num_external_tokens == 2 * BLOCK_SIZE
+    engine.run(Request("again", range(18), 1))
+    assert engine.scheduler.num_external_tokens == 4 * BLOCK_SIZE
+
+
+SERVED = {
+    "0.19": dict(generation="0.19"),
+    "0.32": dict(generation="0.32"),
+    "asynchronous": dict(generation="0.32", is_async=True),
+    "hybrid": dict(generation="0.32", windows=(None, 6)),
+    "larger host blocks": dict(generation="0.32", extra={"blocks_per_chunk": 2}),
+}
+
+
+LONG = [pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 9)]
+
+
+@pytest.mark.parametrize("seed", [0, *LONG])
+@pytest.mark.parametrize("name", SERVED)
+def test_every_token_read_is_what_was_computed_for_it(name, seed, monkeypatch):
+    options = SERVED[name]
+    fake_vllm.install(monkeypatch, options["generation"])
+    rng = np.random.default_rng(seed)
+    engine = Engine(**options)
+    engine.make_unreliable(rng)
+    prompts = [rng.integers(0, 50, 30).tolist() for _ in range(3)]
+    served = []
+    for number in range(60):
+        head = prompts[rng.integers(3)][: rng.integers(1, 31)]
+        prompt = head + rng.integers(0, 50, rng.integers(0, 5)).tolist()
+        request = Request(f"r{number}", prompt, int(rng.integers(1, 12)))
+        served.append((request, prompt))
+        engine.scheduler.add(request)
+        for _ in range(rng.integers(0, 6)):
+            engine.step()
+        if rng.random() < 0.1:
+            engine.scheduler.reset_running()
+        if rng.random() < 0.1:
+            alive = engine.scheduler.requests.values()
+            alive = [own for own in alive if own.status != "ABORTED"]
+            if alive:
+                victim = alive[rng.integers(len(alive))]
+                engine.scheduler.abort(victim.request_id)
+    engine.run()
+    engine.check_nothing_leaked()
+    done = [(own, prompt) for own, prompt in served if own.status != "ABORTED"]
+    assert len(done) > 40
+    for request, prompt in done:
+        assert request.tokens == reference(prompt, request.max_tokens - len(prompt))
+    assert engine.scheduler.num_external_tokens > 0
+    assert engine.scheduler.was_preempted
+
+
+def fail_loads(engine):
+    """Let all loads fail, and spoil what they wrote."""
+
+    class Never:
+        def random(self):
+            return 0.9  # late for once, failed always
+
+    half = engine.runner.connector._worker
+    engine.make_unreliable(Never())
+    half._worker._failure_rate = 1.0
+
+
+def test_the_blocks_of_a_failed_load_are_told_and_computed_again(generation):
+    engine = make_warm_engine(generation=generation)
+    fail_loads(engine)
+    told = []
+    take = engine.runner.connector.get_block_ids_with_load_errors
+    engine.runner.connector.get_block_ids_with_load_errors = lambda: (
+        told.append(take()) or told[-1]
+    )
+    request = Request("again", range(18), 3)
+    engine.scheduler.add(request)
+    engine.step()
+    (table,) = engine.scheduler.tables["again"]
+    loading = {block.block_id for block in table}
+    engine.run()
+    assert loading in told
+    assert request.tokens == reference(range(18), 3)
+    engine.check_nothing_leaked()
+    # Nobody hits the blocks that could not be loaded, until they are stored anew.
+    assert engine.scheduler.num_external_tokens == 4 * BLOCK_SIZE
+
+
+def test_in_hybrid_models_failed_loads_are_told_by_request(newest):
+    engine = make_warm_engine(windows=(None, 6))
+    fail_loads(engine)
+    request = Request("again", range(18), 3)
+    engine.run(request)  # the engine asserts that no blocks are told
+    assert engine.scheduler.num_external_tokens == 4 * BLOCK_SIZE
+    assert request.tokens == reference(range(18), 3)
+    engine.check_nothing_leaked()
+
+
+def test_vllm_019_is_not_served_hybrid_models(monkeypatch):
+    fake_vllm.install(monkeypatch, "0.19")
+    with pytest.raises(ValueError, match="2 KV cache groups need a vLLM that asks"):
+        Engine(generation="0.19", windows=(None, 6))
+
+
+def test_a_request_preempted_between_steps_gets_its_load(newest):
+    """vLLM names it with the step in which it is back; its load must not be dropped."""
+    engine = make_warm_engine()
+    request = Request("again", range(18), 3)
+    engine.scheduler.add(request)
+    engine.step()
+    engine.step()
+    assert request.status == "RUNNING"
+    engine.scheduler.reset_running()
+    forget_device(engine)
+    engine.step()
+    assert request.status == "WAITING_FOR_REMOTE_KVS"
+    engine.run()
+    assert request.tokens == reference(range(18), 3)
+    engine.check_nothing_leaked()
+
+
+def test_a_request_aborted_while_it_loads_keeps_its_blocks_until_then(newest):
+    engine = make_warm_engine()
+    pool = engine.scheduler.pool
+    engine.scheduler.add(Request("again", range(18), 3))
+    output = engine.scheduler.schedule()
+    engine.scheduler.abort("again")
+    assert len(pool.free_queue) < len(pool.blocks) - 1
+    engine.scheduler.update(output, *engine.runner.execute(output))
+    engine.run()
+    engine.check_nothing_leaked()
+
+
+def test_an_idle_engine_steps_until_its_stores_have_arrived(newest):
+    engine = Engine()
+    engine.scheduler.add(Request("one", range(9), 1))
+    while engine.scheduler.requests:
+        engine.step()
+    assert engine.scheduler.connector.has_pending_push_work()
+    assert len(engine.scheduler.pool.free_queue) < len(engine.scheduler.pool.blocks) - 1
+    engine.run()
+    engine.check_nothing_leaked()
+    assert engine.books.num_host_blocks_held == 2
+
+
+def test_a_stored_block_that_was_free_goes_the_tail_of_a_prefix_first(newest):
+    engine = Engine()
+    request = Request("one", range(18), 1)
+    engine.scheduler.add(request)
+    engine.step()
+    (table,) = [list(own) for own in engine.scheduler.tables["one"]]
+    engine.run()
+    last = list(engine.scheduler.pool.free_queue)[-4:]
+    assert last == table[:4][::-1]
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+def test_events_are_vllms_own(newest, windows):
+    engine = Engine(windows=windows, extra={"num_cpu_blocks": 32})
+    request = Request("one", range(18), 1)
+    engine.run(request)
+    stored = [event for event in engine.events if isinstance(event, BlockStored)]
+    hashes = {(event.group_idx, own) for event in stored for own in event.block_hashes}
+    groups = range(len(windows)) if len(windows) > 1 else [None]
+    # What has left the window was never offered.
+    assert hashes <= {(group, own) for group in groups for own in request.block_hashes}
+    assert {own for _, own in hashes} == set(request.block_hashes[:4])
+    assert {event.medium for event in stored} == {"CPU"}
+    assert {event.block_size for event in stored} == {BLOCK_SIZE}
+    engine.run(*(Request(f"r{n}", range(n, n + 30), 1) for n in range(5)))
+    assert any(isinstance(event, BlockRemoved) for event in engine.events)
+    assert engine.scheduler.connector.reset_cache()
+    assert AllBlocksCleared() in engine.scheduler.connector.take_events()
+    assert engine.runner.connector.reset_cache() is None
+
+
+def test_the_class_is_made_by_its_path_and_by_the_name_that_tpu_inference_lets_in(
+    newest,
+):
+    for name in ("OffloadConnector", "TPUOffloadConnector"):
+        config, cache_config = make_configs(kv_transfer_config__kv_connector=name)
+        for role in KVConnectorRole:
+            connector = create_connector(config, role, cache_config)
+            assert connector.role is role
+            assert connector.requires_kv_delivery is False
+            assert connector.get_required_kvcache_layout(config) is None
+
+
+def test_each_half_says_so_if_it_is_asked_for_the_others_work(newest):
+    config, cache_config = make_configs()
+    ours, theirs = (create_connector(config, r, cache_config) for r in KVConnectorRole)
+    with pytest.raises(RuntimeError, match="the scheduler's connector was asked"):
+        ours.get_finished(set())
+    with pytest.raises(RuntimeError, match="the worker's connector was asked"):
+        theirs.get_num_new_matched_tokens(Request("one", range(9), 1), 0)
+    with pytest.raises(RuntimeError, match=r"bind_gpu_block_pool\(\) was not called"):
+        ours.get_num_new_matched_tokens(Request("one", range(9), 1), 0)
+    with pytest.raises(ValueError, match="take vLLM's own OffloadingConnector"):
+        theirs.register_kv_caches({"layer": object()})
+    theirs.bind_connector_metadata(object())
+    with pytest.raises(RuntimeError, match=r"register_runner\(\) was not called"):
+        theirs.start_load_kv(None)
+
+
+def test_without_vllm_the_module_can_be_imported():
+    import jaxkv.integrations.vllm as module
+
+    config, cache_config = make_configs()
+    connector = module.OffloadConnector(config, KVConnectorRole.WORKER, cache_config)
+    assert connector.get_finished(set()) == (None, set())

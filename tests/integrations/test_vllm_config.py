@@ -1,0 +1,163 @@
+"""What vLLM's connector refuses to be started with, and what it makes of the rest."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from jaxkv import FullAttention, SlidingWindow
+from jaxkv.integrations.vllm_config import EXTRA_KEYS, ConnectorConfig
+
+from .fake_vllm import BLOCK_SIZE, MLAAttentionSpec, make_configs
+
+
+def read(**options):
+    return ConnectorConfig.of(*make_configs(**options))
+
+
+def test_the_keys_say_how_to_store_and_load():
+    config = read(
+        windows=(None, 6),
+        extra={
+            "num_cpu_blocks": 7,
+            "eviction_policy": "arc",
+            "store_threshold": 2,
+            "offload_prompt_only": True,
+            "max_offload_tokens": 64,
+            "delay_shared_loads": True,
+            "staging_bytes": "1MiB",
+            "transfer_deadline_s": 5,
+        },
+    )
+    assert config.groups == (FullAttention(BLOCK_SIZE), SlidingWindow(BLOCK_SIZE, 6))
+    assert (config.num_host_blocks, config.cache_policy) == (7, "arc")
+    rules = config.rules
+    assert (rules.store_threshold, rules.prompt_only) == (2, True)
+    assert (rules.max_offload_tokens, rules.delay_shared_loads) == (64, True)
+    assert (config.staging_bytes, config.deadline_s) == (1 << 20, 5.0)
+
+
+def test_bytes_become_blocks_of_all_layers():
+    # 2 layers of 4 tokens of 64 bytes; 8 GiB if nothing is said.
+    extra = {"num_cpu_blocks": None}
+    assert read(extra=extra).num_host_blocks == (8 << 30) // 512
+    extra |= {"cpu_bytes_to_use": "1MiB", "blocks_per_chunk": 4}
+    assert read(extra=extra).num_host_blocks == (1 << 20) // 2048
+    # vLLM 0.32: every tensor repeats the size of the allocation that all are in.
+    config, cache_config = make_configs(extra=extra)
+    cache_config.kv_cache_tensors = [
+        SimpleNamespace(size=24 * 512, layer_stride=24 * 256) for _ in range(2)
+    ]
+    assert ConnectorConfig.of(config, cache_config).num_host_blocks == (1 << 20) // 2048
+
+
+BAD_KEYS = {
+    "a slip": (
+        {"cpu_byte_to_use": 1},
+        "has no key 'cpu_byte_to_use': did you mean 'cp",
+    ),
+    "nothing like it": ({"zzz": 1}, r"has no key 'zzz'\. Known are cpu_bytes_to_use, "),
+    "no size": (
+        {"num_cpu_blocks": None, "cpu_bytes_to_use": "much"},
+        "cpu_bytes_to_use",
+    ),
+    "too small": (
+        {"num_cpu_blocks": None, "cpu_bytes_to_use": 511},
+        "at least 512, the",
+    ),
+    "no block": ({"num_cpu_blocks": 0}, "must be at least"),
+    "both": ({"cpu_bytes_to_use": 1 << 20}, "both say how large"),
+    "no number": (
+        {"store_threshold": "2"},
+        "store_threshold='2' must be a whole number",
+    ),
+    "negative": ({"store_threshold": -1}, "store_threshold=-1 must be a whole number"),
+    "no flag": ({"offload_prompt_only": "no"}, "'no' must be true or false"),
+    "lazy": (
+        {"lazy_offload": True},
+        "lazy_offload=true cannot be had: vLLM's block pool",
+    ),
+    "no chunk": ({"blocks_per_chunk": 0}, "blocks_per_chunk=0 must be at least 1"),
+    "no time": ({"transfer_deadline_s": 0}, "must be a number of seconds above 0"),
+    "no name": (
+        {"eviction_policy": 3},
+        "eviction_policy=3 must be the name of a cache",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_KEYS)
+def test_keys_that_are_refused(case):
+    extra, message = BAD_KEYS[case]
+    with pytest.raises(ValueError, match=message):
+        read(extra=extra)
+
+
+BAD_ENGINES = {
+    "pipelines": (
+        "parallel_config__pipeline_parallel_size",
+        2,
+        "parallel_size=2 must be",
+    ),
+    "data": (
+        "parallel_config__data_parallel_size",
+        2,
+        "data_parallel_size=2 must be 1",
+    ),
+    "context": ("parallel_config__decode_context_parallel_size", 2, "must be 1"),
+    "ranks": ("sharding_config", SimpleNamespace(total_dp_size=2), "total_dp_size=2"),
+    "no hashes": (
+        "cache_config__enable_prefix_caching",
+        False,
+        "must be true: blocks are",
+    ),
+    "finer hashes": ("cache_config__prefix_match_unit", 2, r"\[4\] tokens .* of \[2\]"),
+    "drafts": (
+        "speculative_config",
+        SimpleNamespace(),
+        "speculative_config must be none",
+    ),
+    "pooling": ("model_config__runner_type", "pooling", "has no KV cache to come back"),
+    "its loop": (
+        "additional_config",
+        {"enable_continue_decode": True},
+        "must be false",
+    ),
+    "role": ("kv_transfer_config__kv_role", "kv_producer", "must be 'kv_both'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ENGINES)
+def test_engines_that_are_refused(case):
+    name, value, message = BAD_ENGINES[case]
+    with pytest.raises(ValueError, match=message):
+        read(**{name: value})
+
+
+def test_layers_that_are_refused():
+    config, cache_config = make_configs()
+    (group,) = cache_config.kv_cache_groups
+    group.kv_cache_spec = MLAAttentionSpec(block_size=BLOCK_SIZE)
+    with pytest.raises(
+        ValueError, match=r"group 0 is of MLAAttentionSpec .* never tried"
+    ):
+        ConnectorConfig.of(config, cache_config)
+    full, window = make_configs(windows=(None, 6))[1].kv_cache_groups
+    # Layers of a kind but of several sizes come wrapped up.
+    layers = {"a": window.kv_cache_spec, "b": window.kv_cache_spec}
+    group.kv_cache_spec = SimpleNamespace(kv_cache_specs=layers, block_size=BLOCK_SIZE)
+    assert ConnectorConfig.of(config, cache_config).groups == (SlidingWindow(4, 6),)
+    layers["b"] = full.kv_cache_spec
+    with pytest.raises(ValueError, match="FullAttentionSpec, SlidingWindowSpec"):
+        ConnectorConfig.of(config, cache_config)
+    cache_config.kv_cache_groups = []
+    with pytest.raises(ValueError, match="has no KV cache group"):
+        ConnectorConfig.of(config, cache_config)
+    other = SimpleNamespace(kv_cache_spec=type(full.kv_cache_spec)(block_size=8))
+    cache_config.kv_cache_groups = [full, other]
+    with pytest.raises(ValueError, match=r"blocks of \[4, 8\] tokens"):
+        ConnectorConfig.of(config, cache_config)
+
+
+def test_every_key_is_in_the_documentation(request):
+    text = (request.config.rootpath / "docs" / "vllm.md").read_text(encoding="utf-8")
+    assert [name for name in EXTRA_KEYS if f"`{name}`" not in text] == []
