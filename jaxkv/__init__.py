@@ -2,6 +2,8 @@
 
 from jaxkv.blocks import DeviceBlockPool as DeviceBlockPool
 from jaxkv.compat import make_scheduler as make_scheduler
+from jaxkv.config import OffloadConfig as OffloadConfig
+from jaxkv.config_keys import ConfigError as ConfigError
 from jaxkv.connector import ConnectorOutput as ConnectorOutput
 from jaxkv.connector import OffloadMetadata as OffloadMetadata
 from jaxkv.connector import SchedulerOutput as SchedulerOutput

@@ -12,12 +12,8 @@ from typing import NoReturn
 
 from jaxkv import __version__
 from jaxkv.commands import bench, demo, replay
-from jaxkv.commands.options import (
-    EXIT_INTERRUPTED,
-    EXIT_USAGE,
-    UsageError,
-    did_you_mean,
-)
+from jaxkv.commands.options import EXIT_INTERRUPTED, EXIT_USAGE, UsageError
+from jaxkv.names import did_you_mean
 
 _COMMANDS = {"demo": demo, "replay": replay, "bench": bench}
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FLOORS = [
-    ["types < hashing keys < batches", "units"],
+    ["types < hashing keys < batches", "units", "names"],
     [
         "policies.ordering policies.counting < policies.directory policies.recency"
         " policies.arc_target < policies.lru policies.arc < policies.registry"
@@ -39,7 +39,7 @@ FLOORS = [
         "traces < synthetic belady request_loop < replay",
     ],
     [
-        "config",
+        "config_keys < config",
         "observe.catalog observe.kv_events observe.sockets < observe.describe"
         " < observe.publisher < observe.subscriber",
         "observe.families < observe.metrics",

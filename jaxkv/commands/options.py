@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
 import pathlib
 import re
 from collections.abc import Callable, Sequence
 
 from jaxkv import units
+from jaxkv.names import did_you_mean
 
 EXIT_OK, EXIT_MISMATCH, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -52,16 +52,6 @@ def split_commas(text: str) -> list[str]:
     ['lru', 'arc']
     """
     return [part.strip() for part in text.split(",")]
-
-
-def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """Say what a word may have been meant to be, or what there is.
-
-    >>> did_you_mean("lur", ["lru", "arc"])
-    'did you mean lru?'
-    """
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"there is {', '.join(known)}"
 
 
 def check_names(option: str, given: Sequence[str], known: Sequence[str]) -> list[str]:

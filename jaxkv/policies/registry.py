@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TypeAlias
 
+from jaxkv.names import nearest
 from jaxkv.policies.arc import make_arc, make_arc_fixed
 from jaxkv.policies.lru import make_lru
 from jaxkv.types import Policy
@@ -69,8 +69,8 @@ def get_policy_maker(name: str) -> PolicyMaker:
     """
     if name not in _makers:
         names = policy_names()
-        near = difflib.get_close_matches(str(name).lower(), names, n=1)
-        hint = f". Did you mean {near[0]!r}?" if near else ""
+        near = nearest(str(name).lower(), names)
+        hint = f". Did you mean {near!r}?" if near else ""
         raise ValueError(f"Unknown cache policy: {name!r}. Supported: {names}{hint}")
     return _makers[name]
 

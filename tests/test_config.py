@@ -1,0 +1,399 @@
+"""OffloadConfig: where values come from, what is refused, what is made from it."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import ConfigError, OffloadConfig
+from jaxkv.config_keys import KEYS, PREFIX, variable_of
+from jaxkv.connector import NO_EVENT, OffloadMetadata
+from jaxkv.groups import FullAttention, SlidingWindow
+from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.transfer import TransferEngine
+from jaxkv.units import parse_bytes
+from jaxkv.worker import OffloadWorker
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# For each key a value that is not its default, as JSON and as the environment have it.
+OTHERS = {
+    "host_bytes": (12345678, "12345678"),
+    "num_host_blocks": (7, "7"),
+    "blocks_per_host_block": (4, " 4 "),
+    "cache_policy": ("arc", "arc"),
+    "mode": ("lazy", "lazy"),
+    "max_num_batched_tokens": (512, "+512"),
+    "store_threshold": (2, "2"),
+    "prompt_only": (True, "Yes"),
+    "max_offload_tokens": (99, "99"),
+    "delay_shared_loads": (True, "on"),
+    "max_blocks_in_flight": (5, "5"),
+    "gate": (True, "1"),
+    "flush_on_preemption": (True, "TRUE"),
+    "world_size": (3, "3"),
+    "enable_events": (True, "true"),
+    "transfer_mode": ("staged", "staged"),
+    "staging_bytes": (1 << 30, "1GiB"),
+    "extent_bytes": (1 << 20, "1 MiB"),
+    "layer_groups": (2, "2"),
+    "compression": ("int8", "int8"),
+    "deadline_s": (2.5, "2.5"),
+    "report_after_steps": (2, "2"),
+    "check_plans": (True, "true"),
+}
+
+
+def table_of_the_docs():
+    text = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| `(\w+)` \| (.*?) ?\| `(.*?)` \| (.*?) \| (.+) \|$", text, re.MULTILINE
+    )
+    return {name: tuple(cells) for name, *cells in rows}
+
+
+def test_the_table_of_the_docs_has_all_keys_as_they_are():
+    table = table_of_the_docs()
+    fields = {field.name: field.default for field in dataclasses.fields(OffloadConfig)}
+    assert list(table) == list(KEYS) == list(fields) == list(OTHERS)
+    for name, (unit, default, scope, meaning) in table.items():
+        assert (unit, scope) == (KEYS[name].unit, KEYS[name].scope), name
+        value = json.loads(default)
+        if KEYS[name].unit == "bytes" and value is not None:
+            value = parse_bytes(value)
+        assert (value, type(value)) == (fields[name], type(fields[name])), name
+        assert meaning.endswith(".")
+
+
+def takers():
+    """What the parts take that is a choice, and the key of each."""
+    of_rules = {field.name for field in dataclasses.fields(OffloadRules)}
+    of_engine = set(TransferEngine.__init__.__kwdefaults__) | {"num_host_blocks"}
+    of_worker = set(OffloadWorker.__init__.__kwdefaults__)
+    return {
+        "scheduler": of_rules - {"block_bytes"} | {"cache_policy", "enable_events"},
+        "engine": of_engine - {"mode", "block_axis"} | {"transfer_mode"},
+        "worker": of_worker - {"clock"},
+    }
+
+
+def test_no_choice_of_the_parts_is_missing():
+    for part, names in takers().items():
+        own = {name for name, key in KEYS.items() if part in key.scope}
+        # The scheduler takes the number of host blocks beside its rules.
+        extra = {"num_host_blocks"} if part == "scheduler" else set()
+        assert own == names | extra
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_key_comes_the_same_from_everywhere(name, tmp_path):
+    value, text = OTHERS[name]
+    config = OffloadConfig(**{name: value})
+    assert getattr(config, name) == value
+    assert type(getattr(config, name)) is type(value)
+    assert config != OffloadConfig()
+    assert OffloadConfig.from_dict({name: value}) == config
+    assert OffloadConfig.from_json(json.dumps({name: value})) == config
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({name: value}))
+    assert OffloadConfig.from_file(path) == config
+    environ = {variable_of(name): text, "HOME": "/", "JAXKV_TEST_SEED": "5"}
+    assert OffloadConfig.from_env(environ=environ) == config
+    # There and back.
+    assert OffloadConfig.from_dict(config.to_dict()) == config
+    assert OffloadConfig.from_json(json.dumps(config.to_dict())) == config
+    # What is explicit counts more than the environment, a default among it.
+    default = getattr(OffloadConfig(), name)
+    if name not in ("host_bytes", "num_host_blocks"):
+        assert OffloadConfig.from_env({name: default}, environ) == OffloadConfig()
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, key in KEYS.items() if key.may_be_none]
+)
+def test_none_and_nothing_in_the_environment(name):
+    assert OffloadConfig.from_env(environ={variable_of(name): ""}) == OffloadConfig()
+    assert OffloadConfig.from_env(environ={variable_of(name): " "}) == OffloadConfig()
+    none = OffloadConfig.from_env(environ={variable_of(name): "None"})
+    assert none == OffloadConfig(**{name: None})
+
+
+def test_the_environment_is_that_of_the_process(monkeypatch):
+    monkeypatch.setenv("JAXKV_MODE", "lazy")
+    assert OffloadConfig.from_env().mode == "lazy"
+    assert OffloadConfig.from_env({"mode": "eager"}).mode == "eager"
+    assert OffloadConfig().mode == OffloadConfig.from_dict({}).mode == "eager"
+
+
+def test_one_size_takes_the_place_of_the_other():
+    environ = {"JAXKV_NUM_HOST_BLOCKS": "7"}
+    config = OffloadConfig.from_env({"host_bytes": "1GiB"}, environ)
+    assert (config.host_bytes, config.num_host_blocks) == (1 << 30, None)
+    environ = {"JAXKV_HOST_BYTES": "1GiB"}
+    config = OffloadConfig.from_env({"num_host_blocks": 7}, environ)
+    assert (config.host_bytes, config.num_host_blocks) == (None, 7)
+    assert OffloadConfig.from_env({"host_bytes": None}, environ).host_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"host_byte": 1}, "unknown key host_byte: did you mean host_bytes?"),
+        ({"Mode": "lazy"}, "unknown key Mode: did you mean mode?"),
+        ({"JAXKV_MODE": "lazy"}, "unknown key JAXKV_MODE: did you mean mode?"),
+        ({"zzz": 1}, "unknown key zzz: there is host_bytes, num_host_blocks, "),
+        ({3: 1}, "unknown key 3: there is host_bytes, "),
+        (
+            {"host_bytes": "8 parsecs"},
+            "host_bytes='8 parsecs' must be a size such as 64MiB, 1GiB or a number of "
+            "bytes, or None",
+        ),
+        ({"host_bytes": 0}, "host_bytes=0 must be a size such as"),
+        ({"host_bytes": True}, "host_bytes=True must be a size such as"),
+        ({"host_bytes": 1.5}, "host_bytes=1.5 must be a size such as"),
+        ({"staging_bytes": None}, "staging_bytes=None must be a size such as"),
+        ({"num_host_blocks": 0}, "num_host_blocks=0 must be a whole number from 1, or"),
+        ({"world_size": 0}, "world_size=0 must be a whole number from 1"),
+        ({"world_size": None}, "world_size=None must be a whole number from 1"),
+        ({"world_size": "2"}, "world_size='2' must be a whole number from 1"),
+        ({"world_size": True}, "world_size=True must be a whole number from 1"),
+        ({"store_threshold": -1}, "store_threshold=-1 must be a whole number from 0"),
+        ({"layer_groups": 2.0}, "layer_groups=2.0 must be a whole number from 1"),
+        ({"prompt_only": 1}, "prompt_only=1 must be true or false"),
+        ({"prompt_only": "true"}, "prompt_only='true' must be true or false"),
+        (
+            {"mode": "lzay"},
+            "mode='lzay' must be one of eager, lazy: did you mean lazy?",
+        ),
+        ({"mode": None}, "mode=None must be one of eager, lazy"),
+        ({"mode": ["lazy"]}, "mode=['lazy'] must be one of eager, lazy"),
+        ({"cache_policy": "LRU"}, "must be one of lru, arc, arc_fixed: did you mean "),
+        ({"transfer_mode": "x"}, "='x' must be one of fused, staged, or None"),
+        ({"compression": "fp9"}, "one of int8, fp8, or None: did you mean fp8?"),
+        (
+            {"deadline_s": 0},
+            "deadline_s=0 must be a number of seconds above 0, or None",
+        ),
+        ({"deadline_s": "5"}, "deadline_s='5' must be a number of seconds above 0"),
+        ({"deadline_s": float("nan")}, "deadline_s=nan must be a number of seconds"),
+        ({"deadline_s": float("inf")}, "deadline_s=inf must be a number of seconds"),
+        ({"deadline_s": 10**400}, "must be a number of seconds above 0, or None"),
+        (
+            {"host_bytes": "1GiB", "num_host_blocks": 5},
+            "host_bytes=1073741824 and num_host_blocks=5 exclude one another",
+        ),
+        (
+            {"mode": "lazy", "prompt_only": True},
+            "prompt_only=True and mode='lazy' exclude one another: a block that",
+        ),
+        (
+            {"mode": "lazy", "blocks_per_host_block": 2},
+            "blocks_per_host_block=2 and mode='lazy' exclude one another",
+        ),
+    ],
+)
+def test_a_refusal_names_the_key_and_what_would_be_right(values, message):
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig.from_dict(values)
+    assert message in str(caught.value)
+    assert len(caught.value.faults) == 1
+
+
+def test_all_faults_are_told_at_once():
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig(mode="x", world_size=0, deadline_s=-1)
+    assert [fault.partition("=")[0] for fault in caught.value.faults] == [
+        "mode",
+        "world_size",
+        "deadline_s",
+    ]
+    assert str(caught.value) == "; ".join(caught.value.faults)
+
+
+@pytest.mark.parametrize(
+    ("environ", "explicit", "faults"),
+    [
+        (
+            {"JAXKV_HOST_BYTE": "8GiB"},
+            {},
+            ["unknown variable JAXKV_HOST_BYTE: did you mean JAXKV_HOST_BYTES?"],
+        ),
+        (
+            {"JAXKV_host_bytes": "8GiB"},
+            {},
+            ["unknown variable JAXKV_host_bytes: did you mean JAXKV_HOST_BYTES?"],
+        ),
+        (
+            {"JAXKV_HOST_BYTES": "8 GB!", "JAXKV_GATE": "maybe"},
+            {"moed": "lazy"},
+            [
+                "unknown key moed: did you mean mode?",
+                "JAXKV_HOST_BYTES='8 GB!' must be a size such as 64MiB, 1GiB or a "
+                "number of bytes, or None",
+                "JAXKV_GATE='maybe' must be true or false",
+            ],
+        ),
+        (
+            {"JAXKV_MODE": "lazily"},
+            {"mode": "eager"},
+            ["JAXKV_MODE='lazily' must be one of eager, lazy: did you mean lazy?"],
+        ),
+        (
+            {"JAXKV_WORLD_SIZE": "none"},
+            {},
+            ["JAXKV_WORLD_SIZE='none' must be a whole number from 1"],
+        ),
+        (
+            {"JAXKV_WORLD_SIZE": "2.0"},
+            {},
+            ["JAXKV_WORLD_SIZE='2.0' must be a whole number from 1"],
+        ),
+        (
+            {"JAXKV_DEADLINE_S": "inf"},
+            {},
+            ["JAXKV_DEADLINE_S='inf' must be a number of seconds above 0, or None"],
+        ),
+        (
+            {"JAXKV_MODE": "lazy", "JAXKV_GATE": "1"},
+            {"prompt_only": True},
+            [
+                "prompt_only=True and mode='lazy' exclude one another: a block that "
+                "the device gives up belongs to no request. (JAXKV_MODE in the "
+                "environment)"
+            ],
+        ),
+        (
+            {"JAXKV_HOST_BYTES": "1KiB", "JAXKV_NUM_HOST_BLOCKS": "1"},
+            {},
+            [
+                "host_bytes=1024 and num_host_blocks=1 exclude one another: both are "
+                "the size of the host tier. (JAXKV_HOST_BYTES, JAXKV_NUM_HOST_BLOCKS "
+                "in the environment)"
+            ],
+        ),
+        ({"JAXKV_GATE": "1"}, {"mode": 5}, ["mode=5 must be one of eager, lazy"]),
+    ],
+)
+def test_a_refusal_names_the_variable(environ, explicit, faults):
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig.from_env(explicit, environ)
+    assert list(caught.value.faults) == faults
+
+
+def test_unknown_variables_that_are_like_none_are_told_what_there_is():
+    with pytest.raises(ConfigError, match="JAXKV_XYZ: there is JAXKV_HOST_BYTES, JAX"):
+        OffloadConfig.from_env(environ={"JAXKV_XYZ": "1"})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "this is not JSON: Expecting value: line 1 column 1"),
+        ("{'mode': 1}", "this is not JSON: "),
+        ('["mode"]', r"\['mode'\] must be a JSON object of keys and values"),
+        ("null", "None must be a JSON object"),
+        ('{"gate": true, "gate": false}', "key gate is there more than once"),
+        (b"\xff\xfe\xff", "this is not JSON: "),
+        ('{"deadline_s": NaN}', "deadline_s=nan must be"),
+    ],
+)
+def test_what_is_no_json_object_is_refused(text, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        OffloadConfig.from_json(text)
+    path = tmp_path / "offload.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=f"{path}: .*{message}"):
+        OffloadConfig.from_file(path)
+
+
+def test_a_file_that_is_not_there_is_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        OffloadConfig.from_file(tmp_path / "none.json")
+
+
+def make_pool(num_blocks=16, block_size=4):
+    return {"k": jnp.zeros((num_blocks, block_size, 2, 8)), "v": jnp.zeros((16, 4, 2))}
+
+
+def test_the_parts_are_made_as_it_says():
+    config = OffloadConfig.from_dict(
+        {
+            "host_bytes": "1MiB",
+            "cache_policy": "arc",
+            "gate": True,
+            "max_blocks_in_flight": 8,
+            "transfer_mode": "staged",
+            "extent_bytes": "32KiB",
+            "deadline_s": 1,
+            "enable_events": True,
+        }
+    )
+    engine, scheduler, worker = config.connect(make_pool(), 4)
+    assert engine.mode == "staged"
+    assert 31 << 15 <= engine.host_bytes <= 1 << 20
+    assert scheduler.num_host_blocks == engine.num_host_blocks
+    assert scheduler.groups == (FullAttention(4),)
+    assert scheduler.rules == OffloadRules(
+        max_blocks_in_flight=8, gate=True, block_bytes=engine.block_bytes
+    )
+    assert "t1" in scheduler._manager.many.snapshot().policy
+    assert scheduler._manager.many.events == []
+    assert worker._deadline_s == 1.0
+
+
+def test_blocks_of_several_and_compression():
+    config = OffloadConfig(
+        num_host_blocks=6, blocks_per_host_block=2, compression="int8", gate=True
+    )
+    engine, scheduler, _ = config.connect(make_pool(), 4, head_axis={"k": 2, "v": None})
+    assert engine.num_host_blocks == scheduler.num_host_blocks == 6
+    assert engine.blocks_per_host_block == scheduler.rules.blocks_per_host_block == 2
+    assert scheduler.rules.block_bytes * 2 == engine.block_bytes
+    plain = OffloadConfig(num_host_blocks=6, blocks_per_host_block=2).make_engine(
+        make_pool()
+    )
+    assert engine.host_bytes < plain.host_bytes
+
+
+def test_parts_by_themselves():
+    config = OffloadConfig(num_host_blocks=5, mode="lazy", max_num_batched_tokens=64)
+    scheduler = config.make_scheduler([FullAttention(4), SlidingWindow(4, 16)])
+    assert scheduler.num_host_blocks == 5
+    assert scheduler.rules.mode == "lazy"
+    assert config.make_scheduler(4, 9).num_host_blocks == 9
+    with pytest.raises(ValueError, match="num_host_blocks=None must be given where"):
+        OffloadConfig().make_scheduler(4)
+    with pytest.raises(ValueError, match="set the size of the host tier, such as host"):
+        OffloadConfig().make_engine(make_pool())
+    with pytest.raises(ValueError, match="gate=True needs block_bytes"):
+        OffloadConfig(gate=True).make_scheduler(4, 9)
+
+
+def test_what_does_not_suit_the_model_is_refused_before_memory_is_taken(monkeypatch):
+    def make_engine(*args, **kwargs):
+        raise AssertionError("made")
+
+    monkeypatch.setattr(OffloadConfig, "make_engine", make_engine)
+    config = OffloadConfig(num_host_blocks=6, blocks_per_host_block=2)
+    with pytest.raises(ValueError, match="blocks_per_host_block=2 needs a model with"):
+        config.connect(make_pool(), [FullAttention(4), SlidingWindow(4, 16)])
+
+
+def test_the_worker_moves_blocks_with_the_engine_beside_it():
+    values = np.arange(16 * 4 * 2, dtype=np.float32).reshape(16, 4, 2)
+    offload = OffloadConfig(num_host_blocks=16).connect(jnp.asarray(values), 4)
+    meta = OffloadMetadata(NO_EVENT, (), (), {}, 0, (5, 2), (0, 9), need_flush=False)
+    pool = offload.worker.start(meta, jnp.asarray(values))
+    pool, output = offload.worker.drain(pool)
+    assert output.completed_store_events == (0,)
+    pool, _ = offload.engine.load(jnp.zeros_like(pool), [9, 0], [1, 3])
+    pool, _ = offload.engine.drain(pool)
+    np.testing.assert_array_equal(pool[jnp.array([1, 3])], values[[2, 5]])
+
+
+def test_the_prefix_of_the_variables():
+    assert all(variable_of(name).startswith(PREFIX) for name in KEYS)
