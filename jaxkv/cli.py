@@ -1,4 +1,4 @@
-"""The command line: ``jaxkv demo``, ``jaxkv replay``, ``jaxkv bench``.
+"""The command line: ``jaxkv demo``, ``replay``, ``bench``, ``doctor``.
 
 Nothing heavy is imported before it is needed, so that ``jaxkv --help`` is quick.
 """
@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from jaxkv import __version__
-from jaxkv.commands import bench, demo, replay
+from jaxkv.commands import bench, demo, doctor, replay
 from jaxkv.commands.options import EXIT_INTERRUPTED, EXIT_USAGE, UsageError
 from jaxkv.names import did_you_mean
 
-_COMMANDS = {"demo": demo, "replay": replay, "bench": bench}
+_COMMANDS = {"demo": demo, "replay": replay, "bench": bench, "doctor": doctor}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 if all went well, 1 if offloading changed an answer or a
-        byte, 2 if the command line cannot be right, 130 after an interrupt.
+        byte, or the doctor found something wrong, 2 if the command line cannot be
+        right, 130 after an interrupt.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     parser, commands = _make_parsers()

@@ -173,7 +173,7 @@ class OffloadConfig:
         """
         explicit = dict(explicit or {})
         faults = unknown(explicit, "key")
-        variables = _variables(os.environ if environ is None else environ)
+        variables = variables_of(os.environ if environ is None else environ)
         faults += unknown(variables, "variable", variable_of)
         values = {}
         for key_name, key in KEYS.items():
@@ -194,7 +194,7 @@ class OffloadConfig:
         except ConfigError as error:
             used = values.keys() - explicit.keys()
             raise ConfigError(
-                [_with_variables(f, used) for f in error.faults]
+                [_withvariables_of(f, used) for f in error.faults]
             ) from None
 
     def to_dict(self) -> dict[str, Any]:
@@ -353,8 +353,8 @@ _NO_SIZE = (
 )
 
 
-def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Give the variables that are meant for a configuration."""
+def variables_of(environ: Mapping[str, str]) -> dict[str, str]:
+    """Give the variables that are meant for a configuration, in order."""
     return {
         variable: environ[variable]
         for variable in sorted(environ)
@@ -362,7 +362,7 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _with_variables(fault: str, used: Set[str]) -> str:
+def _withvariables_of(fault: str, used: Set[str]) -> str:
     """Say of which of its values the environment is the source."""
     words = [word for word in KEYS if word in used and f"{word}=" in fault]
     named = [variable_of(word) for word in words]

@@ -59,9 +59,9 @@ FLOORS = [
         " < integrations.vllm_worker integrations.vllm_events"
         " < integrations.vllm_scheduler < integrations.vllm",
         "integrations",
-        "doctor",
         "bench.machine < bench.records < bench.plan < bench.paged_pool < bench.designs"
-        " < bench.overlap < bench.transfer bench.report < bench",
+        " < bench.overlap < bench.transfer bench.report < bench < doctor.bandwidth"
+        " < doctor.facts < doctor.findings < doctor.report < doctor",
     ],
     [
         "commands.options commands.progress commands.replay_report"

@@ -35,6 +35,13 @@ def machine() -> dict[str, object]:
         "num_cpus": num_cpus(),
         "last_level_cache_bytes": last_level_cache_bytes(),
         "system": f"{platform.system()} {platform.machine()}",
+        **versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Name the versions of Python and of the packages that figures depend on."""
+    return {
         "python": platform.python_version(),
         "jaxkv": __version__,
         "jax": jax.__version__,

@@ -78,7 +78,7 @@ def _rows(record: TransferRecord, result: CaseResult) -> list[list[str]]:
 
     def of_design(name: str) -> Callable[[Direction], tuple[str, str]]:
         return lambda d: (
-            _speed_text(_speed(result, name, d)),
+            speed_text(_speed(result, name, d)),
             _ratio_text(_over_limit(result, name, d)),
         )
 
@@ -87,7 +87,7 @@ def _rows(record: TransferRecord, result: CaseResult) -> list[list[str]]:
 
     def limit(direction: Direction) -> tuple[str, str]:
         num_bytes = result.case.num_bytes
-        return _speed_text(speed(num_bytes, result.limit_s[direction])), ""
+        return speed_text(speed(num_bytes, result.limit_s[direction])), ""
 
     def hidden(direction: Direction) -> tuple[str, str]:
         p50 = result.overlap[direction].hidden[1]
@@ -135,7 +135,8 @@ def _over_rival(result: CaseResult, name: str, direction: Direction) -> Ratio:
     return ratio(designs_s[ENGINE][direction], designs_s[name][direction])
 
 
-def _speed_text(value: Speed) -> str:
+def speed_text(value: Speed) -> str:
+    """Say how fast the best round was, and the median one."""
     return f"{_number(value.best_gb_per_s)} / {_number(value.p50_gb_per_s)}"
 
 

@@ -12,6 +12,7 @@ from jaxkv import units
 from jaxkv.names import did_you_mean
 
 EXIT_OK, EXIT_MISMATCH, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_WRONG = 1
 
 
 class UsageError(Exception):
@@ -70,6 +71,11 @@ def add_file_options(parser: argparse.ArgumentParser, picture: str) -> None:
         metavar="FILE.png",
         help=f"draw {picture} (default: no picture)",
     )
+    add_json_option(parser)
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """Add --json."""
     parser.add_argument(
         "--json",
         type=pathlib.Path,
@@ -80,9 +86,10 @@ def add_file_options(parser: argparse.ArgumentParser, picture: str) -> None:
 
 def check_files(args: argparse.Namespace) -> None:
     """Refuse files that cannot be written, before minutes are spent on them."""
-    if args.plot and args.plot.suffix.lower() != ".png":
-        raise UsageError(f"--plot: {str(args.plot)!r} must end in .png")
-    for option, path in (("--plot", args.plot), ("--json", args.json)):
+    plot = getattr(args, "plot", None)
+    if plot and plot.suffix.lower() != ".png":
+        raise UsageError(f"--plot: {str(plot)!r} must end in .png")
+    for option, path in (("--plot", plot), ("--json", args.json)):
         if path is None:
             continue
         existed = path.exists()

@@ -1,18 +1,33 @@
-"""How far a command has come: a bar on a terminal, lines elsewhere."""
+"""How far a command has come: a bar on a terminal, lines elsewhere or without rich."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 @contextmanager
 def show_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Show how far a run is: a bar on a terminal, else a line for each label.
+    """Show how far a run is: a bar on a terminal, if rich is there, else lines.
+
+    A line for each label.
 
     Yields:
         What to call with a label, and how much of it is done, and of how much.
     """
+    if importlib.util.find_spec("rich") is None:
+        seen = set()
+
+        def tell(label: str, done: int, total: int) -> None:
+            if label not in seen:
+                seen.add(label)
+                print(f"{label} ...", file=sys.stderr)
+
+        yield tell
+        return
+
     from rich.console import Console
     from rich.progress import Progress, TaskID, TimeElapsedColumn
 

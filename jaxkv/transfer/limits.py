@@ -65,8 +65,13 @@ _GPU_POOL_PREALLOCATED_GIB = 16
 # What cgroup v1 writes for "unlimited" depends on the page size, but is always huge.
 _UNLIMITED_BYTES = 1 << 60
 
-_PROC = Path("/proc")
-_CGROUP = Path("/sys/fs/cgroup")
+MACHINE = "the machine"
+"""The source of the limit that is the machine's own."""
+
+PROC = Path("/proc")
+"""Where procfs is mounted."""
+CGROUP = Path("/sys/fs/cgroup")
+"""Where the cgroup file systems are mounted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +87,34 @@ class HostLimit:
     num_bytes: int
     source: str
     remedy: str
+
+
+@dataclasses.dataclass(frozen=True)
+class PinnedPool:
+    """A runtime's own pool of pinned memory, as large as it is set.
+
+    Attributes:
+        num_bytes: Its size.
+        source: What it is and what sets its size, for messages.
+        variable: The variable of the environment that sets its size.
+        unit_bytes: Its size is a multiple of these.
+        value_bytes: What a value of 1 of the variable stands for.
+        is_preallocated: Whether the runtime took all of it as it started, so that it
+            is not in what the system has left.
+    """
+
+    num_bytes: int
+    source: str
+    variable: str
+    unit_bytes: int
+    value_bytes: int
+    is_preallocated: bool
+
+    def remedy(self, num_bytes: int) -> str:
+        """Say how to make room for so many bytes."""
+        units = -(-num_bytes // self.unit_bytes)
+        value = units * (self.unit_bytes // self.value_bytes)
+        return f"set {self.variable} to {value} or more before jax is imported"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +134,44 @@ _V1 = _Files(
 _V2 = _Files("memory.max", "memory.current", ("active_file", "inactive_file"))
 
 
+def system_limits(
+    proc_root: Path = PROC, cgroup_root: Path = CGROUP
+) -> list[HostLimit]:
+    """List what the machine and each cgroup of this process may still give it.
+
+    Args:
+        proc_root: Where procfs is mounted.
+        cgroup_root: Where the cgroup file systems are mounted.
+
+    Returns:
+        The limit of `MACHINE`, if it is known, then those of the cgroups that have one.
+    """
+    machine = _machine_limit(proc_root)
+    limits = [machine] if machine else []
+    limits += _cgroup_limits(proc_root, cgroup_root)
+    return limits
+
+
+def total_host_bytes(proc_root: Path = PROC) -> int | None:
+    """Find out how much memory the machine has; None if this system does not say.
+
+    Args:
+        proc_root: Where procfs is mounted.
+    """
+    total = _meminfo(proc_root, "MemTotal")
+    if total is not None:
+        return total
+    try:
+        pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+    if pages < 1 or page_bytes < 1:  # -1 stands for "not known"
+        return None
+    return pages * page_bytes
+
+
 def available_host_bytes(
-    proc_root: Path = _PROC, cgroup_root: Path = _CGROUP
+    proc_root: Path = PROC, cgroup_root: Path = CGROUP
 ) -> HostLimit | None:
     """Find out how much host memory this process may still allocate.
 
@@ -114,8 +183,45 @@ def available_host_bytes(
         The tightest of the machine's available memory and the limits of the cgroups
         that the process is in; None if this system tells neither.
     """
-    limits = _system_limits(proc_root, cgroup_root)
+    limits = system_limits(proc_root, cgroup_root)
     return min(limits, key=lambda limit: limit.num_bytes, default=None)
+
+
+def pinned_pool(
+    platform: str, environ: Mapping[str, str] = os.environ
+) -> PinnedPool | None:
+    """Find out how large the runtime's own pool of pinned memory is.
+
+    Args:
+        platform: The devices' platform: ``"cpu"``, ``"gpu"``, ``"tpu"``.
+        environ: The environment that the backend was started in.
+
+    Returns:
+        The pool; None on a platform without one.
+
+    Raises:
+        ValueError: A variable has a value that the runtime does not understand.
+    """
+    pool = _POOLS.get(platform)
+    if pool is None:
+        return None
+    default = pool.default
+    is_preallocated = _pool_is_preallocated(platform, environ)
+    if platform == "gpu" and is_preallocated:
+        default = _GPU_POOL_PREALLOCATED_GIB
+    text = environ.get(pool.variable, str(default))
+    size = int(text) if re.fullmatch(r"\s*\+?[0-9]{1,18}\s*", text) else 0
+    if size < 1 or size % pool.multiple:
+        raise ValueError(f"{pool.variable}={text!r} must be {pool.values}.")
+    verb = "is" if pool.variable in environ else "is not set, which means"
+    return PinnedPool(
+        size * pool.unit_bytes,
+        f"{pool.source} ({pool.variable} {verb} {size})",
+        pool.variable,
+        pool.unit_bytes * pool.multiple,
+        pool.unit_bytes,
+        is_preallocated,
+    )
 
 
 def check_host_bytes(
@@ -123,8 +229,8 @@ def check_host_bytes(
     platform: str,
     environ: Mapping[str, str] = os.environ,
     *,
-    proc_root: Path = _PROC,
-    cgroup_root: Path = _CGROUP,
+    proc_root: Path = PROC,
+    cgroup_root: Path = CGROUP,
 ) -> None:
     """Refuse to allocate more pinned memory than there can be.
 
@@ -143,11 +249,14 @@ def check_host_bytes(
             tightest first.
         ValueError: A variable has a value that the runtime does not understand.
     """
-    limits = _pool_limits(platform, environ, num_bytes)
+    pool = pinned_pool(platform, environ)
+    limits = []
+    if pool is not None:
+        limits.append(HostLimit(pool.num_bytes, pool.source, pool.remedy(num_bytes)))
     # A pool that the runtime took as it started is in use already: counted again, it
     # would seem to be missing.
-    if not _pool_is_preallocated(platform, environ):
-        limits += _system_limits(proc_root, cgroup_root)
+    if pool is None or not pool.is_preallocated:
+        limits += system_limits(proc_root, cgroup_root)
     exceeded = sorted(
         (limit for limit in limits if num_bytes > limit.num_bytes),
         key=lambda limit: limit.num_bytes,
@@ -178,28 +287,21 @@ def host_memory_error(num_bytes: int, platform: str) -> MemoryError:
     )
 
 
-def _system_limits(proc_root: Path, cgroup_root: Path) -> list[HostLimit]:
-    machine = _machine_limit(proc_root)
-    limits = [machine] if machine else []
-    limits += _cgroup_limits(proc_root, cgroup_root)
-    return limits
-
-
 def _machine_limit(proc_root: Path) -> HostLimit | None:
     remedy = "free some memory"
+    # Without it, all memory, not the free part: that would leave out what the system
+    # can take back from its caches, and refuse what does fit.
+    num_bytes = _meminfo(proc_root, "MemAvailable")
+    if num_bytes is None:
+        num_bytes = total_host_bytes(proc_root)
+    return None if num_bytes is None else HostLimit(num_bytes, MACHINE, remedy)
+
+
+def _meminfo(proc_root: Path, name: str) -> int | None:
+    """Read a figure of the kernel's about memory, in bytes."""
     meminfo = _read(proc_root / "meminfo")
-    match = re.search(r"^MemAvailable:\s+([0-9]+) kB$", meminfo, re.MULTILINE)
-    if match:
-        return HostLimit(int(match[1]) * 1024, "the machine", remedy)
-    try:
-        # All memory, not the free part: that would leave out what the system can take
-        # back from its caches, and refuse what does fit.
-        pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return None
-    if pages < 1 or page_bytes < 1:  # -1 stands for "not known"
-        return None
-    return HostLimit(pages * page_bytes, "the machine", remedy)
+    match = re.search(rf"^{name}:\s+([0-9]+) kB$", meminfo, re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
 
 
 def _cgroup_limits(proc_root: Path, cgroup_root: Path) -> Iterator[HostLimit]:
@@ -255,34 +357,6 @@ def _read(path: Path) -> str:
 def _read_int(path: Path) -> int | None:
     text = _read(path).strip()
     return int(text) if re.fullmatch("[0-9]{1,30}", text) else None
-
-
-def _pool_limits(
-    platform: str, environ: Mapping[str, str], num_bytes: int
-) -> list[HostLimit]:
-    """Give the limit of the runtime's own pool, if it has one.
-
-    The remedy makes room for `num_bytes`.
-    """
-    pool = _POOLS.get(platform)
-    if pool is None:
-        return []
-    default = pool.default
-    if platform == "gpu" and _pool_is_preallocated(platform, environ):
-        default = _GPU_POOL_PREALLOCATED_GIB
-    text = environ.get(pool.variable, str(default))
-    size = int(text) if re.fullmatch(r"\s*\+?[0-9]{1,18}\s*", text) else 0
-    if size < 1 or size % pool.multiple:
-        raise ValueError(f"{pool.variable}={text!r} must be {pool.values}.")
-    enough = -(-num_bytes // (pool.unit_bytes * pool.multiple)) * pool.multiple
-    verb = "is" if pool.variable in environ else "is not set, which means"
-    return [
-        HostLimit(
-            size * pool.unit_bytes,
-            f"{pool.source} ({pool.variable} {verb} {size})",
-            f"set {pool.variable} to {enough} or more before jax is imported",
-        )
-    ]
 
 
 def _pool_is_preallocated(platform: str, environ: Mapping[str, str]) -> bool:
