@@ -40,7 +40,7 @@ from jaxkv.types import KEY_BYTES, BlockKey
 TokenIds: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 """Token ids in [0, 2**32), of any integer dtype and one dimension."""
 
-_TOKEN_BYTES = 4
+TOKEN_BYTES = 4
 
 
 class _Tag(enum.IntEnum):
@@ -212,7 +212,7 @@ def encode_block(
         '07000000 02010000'
     """
     token_bytes = _token_bytes(tokens)
-    if len(token_bytes) != _TOKEN_BYTES * namespace.block_size:
+    if len(token_bytes) != TOKEN_BYTES * namespace.block_size:
         raise ValueError(
             f"{len(tokens)=} must be the block size, {namespace.block_size}."
         )
@@ -274,7 +274,7 @@ class KeyChain:
         *,
         record: Callable[[KeyedBlock], object] | None = None,
     ) -> None:
-        self._block_bytes = _TOKEN_BYTES * namespace.block_size
+        self._block_bytes = TOKEN_BYTES * namespace.block_size
         self._tokens_head = _head(_Tag.TOKENS, self._block_bytes)
         # All that is the same in each block is hashed here, once.
         self._constant = hashlib.sha256(_encode_constant(namespace, group, extras))
@@ -298,7 +298,7 @@ class KeyChain:
     @property
     def num_tokens(self) -> int:
         """Tokens so far, those of the block that is not yet full included."""
-        return (len(self._keys) * self._block_bytes + len(self._tail)) // _TOKEN_BYTES
+        return (len(self._keys) * self._block_bytes + len(self._tail)) // TOKEN_BYTES
 
     def extend(self, tokens: TokenIds) -> list[BlockKey]:
         """Append tokens, and make the keys of the blocks that become full by them.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 
-from jaxkv.hashing import KeyedBlock
+from jaxkv.hashing import TOKEN_BYTES, KeyedBlock
 from jaxkv.types import HOST_MEDIUM, BlockKey, OffloadingEvent
 
 
@@ -26,11 +26,9 @@ class BlockCatalog:
             are forgotten first. Those that a tier has are remembered in any case, so
             that all together the catalogue knows no more than so many blocks besides
             the tiers' own.
-        blocks_per_host_block: As in `OffloadRules`. A host block has the key of the
-            last device block in it, and stands for them all.
 
     Raises:
-        ValueError: If a number is too small.
+        ValueError: If `max_spare` is too small.
 
     Example:
         >>> from jaxkv import KeyChain, Namespace, OffloadingEvent
@@ -44,21 +42,17 @@ class BlockCatalog:
         (2, 0)
     """
 
-    def __init__(
-        self, max_spare: int = 65_536, *, blocks_per_host_block: int = 1
-    ) -> None:
+    def __init__(self, max_spare: int = 65_536) -> None:
         if max_spare < 0:
             raise ValueError(f"{max_spare=} must be at least 0.")
-        if blocks_per_host_block < 1:
-            raise ValueError(f"{blocks_per_host_block=} must be at least 1.")
         self.max_spare = max_spare
-        self.blocks_per_host_block = blocks_per_host_block
         self._known: dict[BlockKey, KeyedBlock] = {}
         self._spare: dict[BlockKey, None] = {}  # known, on no tier; oldest first
         self._tiers: dict[str, dict[BlockKey, int]] = {}  # copies of each block
         self._block_sizes: dict[str, int] = {}
         self._num_tiers: dict[BlockKey, int] = {}  # how many tiers have it
-        # Host blocks are to leave as what they came as, whatever was learnt since.
+        # Host blocks of several. They are to leave as what they came as, whatever was
+        # learnt since.
         self._parts: dict[BlockKey, tuple[BlockKey, ...]] = {}
 
     def __len__(self) -> int:
@@ -95,7 +89,10 @@ class BlockCatalog:
         return self._block_sizes.get(medium, 0)
 
     def parts(self, event: OffloadingEvent) -> list[BlockKey]:
-        """List the blocks of an event, host blocks taken apart.
+        """List the blocks of an event, host blocks of several taken apart.
+
+        Such a host block (`OffloadRules.blocks_per_host_block`) has the key of the last
+        device block in it, and its event tells how many tokens are in all of them.
 
         Args:
             event: One that `note` has not seen yet.
@@ -104,49 +101,47 @@ class BlockCatalog:
             Keys of device blocks, those of one host block in a row; the key of a host
             block whose parts are not known.
         """
-        if self.blocks_per_host_block == 1 or event.medium != HOST_MEDIUM:
-            return event.block_hashes
-        if event.removed:
-            each = [self._parts.get(key, (key,)) for key in event.block_hashes]
-        else:
-            each = [self._take_apart(key) for key in event.block_hashes]
-        return list(itertools.chain.from_iterable(each))
+        return list(itertools.chain.from_iterable(self._parts_of_each(event)))
 
     def note(self, event: OffloadingEvent) -> None:
         """Take note of what a tier got or lost."""
         copies = self._tiers.setdefault(event.medium, {})
         self._block_sizes[event.medium] = event.block_size
-        parts = self.parts(event)
-        if not event.removed:
-            for part in parts:
-                self._add(copies, part)
-        elif event.block_hashes:
-            for part in parts:
-                self._take(copies, part)
-        else:
+        if not event.block_hashes:
             for part in list(copies):
                 copies[part] = 1
                 self._take(copies, part)
-        if self.blocks_per_host_block > 1 and event.medium == HOST_MEDIUM:
-            if not event.removed:
-                new = {key: self._take_apart(key) for key in event.block_hashes}
-                self._parts.update(new)
-            elif event.block_hashes:
-                for key in event.block_hashes:
-                    self._parts.pop(key, None)
-            else:
+            if event.medium == HOST_MEDIUM:
                 self._parts.clear()
+        each = self._parts_of_each(event)
+        for key, parts in zip(event.block_hashes, each, strict=True):
+            for part in parts:
+                (self._take if event.removed else self._add)(copies, part)
+            if event.removed and event.medium == HOST_MEDIUM:
+                self._parts.pop(key, None)
+            elif len(parts) > 1:
+                self._parts[key] = parts
 
-    def _take_apart(self, key: BlockKey) -> tuple[BlockKey, ...]:
+    def _parts_of_each(self, event: OffloadingEvent) -> list[tuple[BlockKey, ...]]:
+        keys = event.block_hashes
+        if event.medium != HOST_MEDIUM:
+            return [(key,) for key in keys]
+        if event.removed:
+            return [self._parts.get(key, (key,)) for key in keys]
+        return [self._take_apart(key, event.block_size) for key in keys]
+
+    def _take_apart(self, key: BlockKey, block_size: int) -> tuple[BlockKey, ...]:
         """Go back from a host block's key to those of all blocks in it."""
-        parts: list[BlockKey] = []
-        part: BlockKey | None = key
-        while len(parts) < self.blocks_per_host_block:
-            block = None if part is None else self._known.get(part)
-            if block is None:
-                return (key,)
-            parts.append(block.key)
-            part = block.parent
+        block = self._known.get(key)
+        if block is None or block.group:  # A model of several groups has no such rows.
+            return (key,)
+        num, rest = divmod(block_size * TOKEN_BYTES, len(block.tokens))
+        parts = [key]
+        while block and block.parent is not None and len(parts) < num:
+            parts.append(block.parent)
+            block = self._known.get(block.parent)
+        if block is None or len(parts) < num or rest:
+            return (key,)
         return tuple(reversed(parts))
 
     def _add(self, copies: dict[BlockKey, int], key: BlockKey) -> None:

@@ -78,7 +78,7 @@ class EventPublisher:
         catalog: What is known of the blocks; its `record` is for the `KeyChain`s. None
             for a new one.
         groups: The groups of the model's layers, as `OffloadScheduler` takes them, to
-            name their kinds in events; none to leave that out.
+            name their kinds in events; None to leave that out.
         connect: Connect to a subscriber that binds, rather than bind.
         int_block_hashes: Give 64-bit numbers for keys, as vLLM does unless told not to.
             Fewer bytes, and old subscribers take nothing else; but two blocks may have
@@ -114,7 +114,7 @@ class EventPublisher:
         data_parallel_rank: int = 0,
         *,
         catalog: BlockCatalog | None = None,
-        groups: int | GroupSpec | Sequence[GroupSpec] = (),
+        groups: int | GroupSpec | Sequence[GroupSpec] | None = None,
         connect: bool = False,
         int_block_hashes: bool = False,
         array_like: bool = False,
@@ -134,7 +134,7 @@ class EventPublisher:
         self.catalog = BlockCatalog() if catalog is None else catalog
         self._topic = topic.encode("utf-8")
         self._rank = data_parallel_rank
-        self._groups = () if groups == () else as_groups(groups)
+        self._groups = () if groups is None else as_groups(groups)
         self._int_block_hashes = int_block_hashes
         self._array_like = array_like
         self._clock = clock
@@ -190,7 +190,9 @@ class EventPublisher:
                 )
                 self._num_retold += 1
                 self._is_short = False
-            self._queue.append((seq, KVEventBatch(self._clock(), told, self._rank)))
+            self._queue.append(
+                (seq, KVEventBatch(float(self._clock()), told, self._rank))
+            )
             self._ring()
 
     @property

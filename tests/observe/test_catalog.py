@@ -1,5 +1,6 @@
 """What the catalogue knows, how long, and how little it forgets and keeps."""
 
+import dataclasses
 from collections import Counter
 
 import numpy as np
@@ -73,12 +74,20 @@ def test_copies_are_counted():
 
 def test_a_host_block_leaves_as_what_it_came_as():
     """Two device blocks are in a host block, which has the key of the second."""
-    catalog = BlockCatalog(blocks_per_host_block=2)
+    catalog = BlockCatalog()
     later = []
     keys = KeyChain(SPACE, record=later.append).extend(range(8))
     for block in later[:2]:
         catalog.record(block)
-    events = [stored(keys[1], keys[3]), removed(keys[3]), removed(keys[1], b"?")]
+    events = [
+        dataclasses.replace(event, block_size=4)
+        for event in (
+            stored(keys[1], keys[3]),
+            removed(keys[3]),
+            removed(keys[1], b"?"),
+            stored(keys[3]),
+        )
+    ]
     assert catalog.parts(events[0]) == [keys[0], keys[1], keys[3]]
     catalog.note(events[0])
     for block in later:  # Now it is known that there is a third in the second.
@@ -88,7 +97,9 @@ def test_a_host_block_leaves_as_what_it_came_as():
     assert catalog.parts(events[2]) == [keys[0], keys[1], b"?"]
     catalog.note(events[2])
     assert catalog.num_held(HOST_MEDIUM) == 0
-    assert catalog.parts(stored(keys[3])) == [keys[2], keys[3]]
+    assert catalog.parts(events[3]) == [keys[2], keys[3]]
+    assert catalog.parts(stored(keys[3])) == [keys[3]]
+    assert catalog.parts(dataclasses.replace(events[3], block_size=5)) == [keys[3]]
     assert catalog.parts(stored(keys[3], medium=DEVICE_MEDIUM)) == [keys[3]]
 
 
@@ -132,5 +143,3 @@ def test_it_agrees_with_counting_and_stays_bounded(seed):
 def test_bad_sizes_are_refused():
     with pytest.raises(ValueError, match="max_spare=-1 must be at least 0"):
         BlockCatalog(max_spare=-1)
-    with pytest.raises(ValueError, match="blocks_per_host_block=0 must be at least"):
-        BlockCatalog(blocks_per_host_block=0)

@@ -174,11 +174,12 @@ def test_a_cleared_tier_is_not_told_as_all_tiers_cleared(catalog):
     assert tell(BlockCatalog(), clear) == [[AllBlocksCleared()]]
 
 
-def test_a_host_block_of_several_is_told_as_these():
+def test_a_host_block_of_several_is_told_as_these(catalog):
     """Routers know prompts in blocks of one size, that of the device."""
-    catalog = BlockCatalog(blocks_per_host_block=2)
     keys = chain(catalog, range(10))
-    [told, gone] = tell(catalog, stored(keys[1], keys[3]), removed(keys[3]))
+    [told, gone] = tell(
+        catalog, stored(keys[1], keys[3], block_size=4), removed(keys[3])
+    )
     assert [(e.block_hashes, e.token_ids, e.block_size) for e in told] == [
         (keys[:4], list(range(8)), 2)
     ]
