@@ -258,6 +258,14 @@ class Watcher:
         sent = [store for store in self.stores.values() if not store.is_stale]
         assert now.stores_in_flight == sum(len(store.device_blocks) for store in sent)
         assert now.stores_waiting == len(self.scheduler._stores._waiting.device_blocks)
+        leaving = Counter()
+        for load in self.loads.values():
+            num = sum(map(len, load.rows.values())) * (load.targets is not None)
+            leaving[load.event != NO_EVENT] += num
+        assert (now.loads_waiting, now.loads_in_flight) == (
+            leaving[False],
+            leaving[True],
+        )
         assert now.host_blocks_written == sum(n < 0 for n in ref_cnt)
         assert now.host_blocks_read == sum(n > 0 for n in ref_cnt)
         dropped = stats.num_dropped_full + stats.num_dropped_slow

@@ -452,6 +452,13 @@ def test_stats_do_not_call_dropped_what_the_host_has():
     rig.check_nothing_leaked()
 
 
+def test_stats_are_of_the_moment_they_were_asked_for():
+    rig = make_rig()
+    before = rig.scheduler.stats
+    rig.run(rig.request("one", 1, 2))
+    assert (before.num_stored, rig.scheduler.stats.num_stored) == (0, 2)
+
+
 def test_stats_count_what_was_too_much_at_once():
     rig = make_rig(max_blocks_in_flight=1)
     rig.admit(rig.request("one", 1, 2, 3))

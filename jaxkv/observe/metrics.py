@@ -118,6 +118,8 @@ class OffloadMetrics:
     def serve(self, port: int, addr: str = "127.0.0.1") -> int:
         """Serve the registry's metrics over HTTP, in a thread, until `close`.
 
+        Always in Prometheus' plain text.
+
         Args:
             port: Where to listen; 0 for any free port.
             addr: The address to listen at; by default only this machine's own.
@@ -146,6 +148,7 @@ class OffloadMetrics:
                 f"cannot serve metrics at {addr}:{port} ({error.strerror}); give "
                 "another address or port, or port 0 for any that is free",
             ) from error
+        self._server.set_app(_in_plain_text(self._server.get_app()))
         return self._server.server_port
 
     def close(self) -> None:
@@ -255,6 +258,19 @@ class _Engines(Collector):
                 if known is not metric:
                     known.samples += metric.samples
         yield from metrics.values()
+
+
+def _in_plain_text(app: Any) -> Any:
+    """Have prometheus_client's WSGI application answer in plain text.
+
+    From 0.23 on it writes ":" as "_" in OpenMetrics, which Prometheus 2 would rather
+    have (github.com/prometheus/client_python/issues/1177).
+    """
+
+    def plain(environ: dict[str, Any], start_response: Any) -> Any:
+        return app({**environ, "HTTP_ACCEPT": "text/plain"}, start_response)
+
+    return plain
 
 
 def _samples(

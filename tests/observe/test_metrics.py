@@ -54,10 +54,10 @@ OF_VLLM = {
 }
 
 
-def get(port):
+def get(port, headers=None):
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     with closing(connection):
-        connection.request("GET", "/metrics")
+        connection.request("GET", "/metrics", headers=headers or {})
         answer = connection.getresponse()
         assert answer.status == 200
         return answer.read().decode()
@@ -393,6 +393,22 @@ def test_names_kinds_and_buckets_are_those_of_vllm(all_families):
         assert [float(le) for le in les[:-1]] == [float(b) for b in bounds.split()]
 
 
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3",
+        "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+        "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,*/*;q=0.2",
+    ],
+    ids=["Prometheus 2", "Prometheus 3"],
+)
+def test_colons_stay_colons_whatever_format_is_asked_for(accept):
+    metrics = OffloadMetrics(OffloadScheduler(4, 8), registry=CollectorRegistry())
+    with closing(metrics):
+        text = get(metrics.serve(0), {"Accept": accept})
+    assert '\njaxkv:kv_offload_host_blocks{engine="0"} 8.0\n' in text
+
+
 def test_a_metric_that_nothing_feeds_is_not_there():
     eager = read(OffloadScheduler(4, 8))
     for name in ("loads_declined_total", "blocks_waiting", "stores_skipped_total"):
@@ -581,6 +597,8 @@ def test_a_port_that_cannot_be_is_an_error_that_says_so():
         port = other.getsockname()[1]
         with pytest.raises(OSError, match=f"cannot serve metrics at 127.0.0.1:{port}"):
             metrics.serve(port)
+    with pytest.raises(OSError, match=r"cannot serve metrics at 192.0.2.1:0 \("):
+        metrics.serve(0, "192.0.2.1")  # An address that no machine has.
     for port in (-1, 65536):
         with pytest.raises(ValueError, match=r"must be in \[0, 65536\)"):
             metrics.serve(port)
