@@ -53,8 +53,8 @@ FLOORS = [
         "integrations.prefix_blocks < integrations.prefix_layout"
         " < integrations.prefix_moves < integrations.prefix_store"
         " < integrations.prefix_template integrations.jetstream_adapters"
-        " < integrations.jetstream",
-        "integrations.maxtext",
+        " integrations.maxtext_cache integrations.maxtext_guards"
+        " < integrations.jetstream integrations.maxtext",
         "integrations.vllm_config integrations.vllm_pool"
         " < integrations.vllm_worker integrations.vllm_events"
         " < integrations.vllm_scheduler < integrations.vllm",

@@ -1,0 +1,112 @@
+"""What has to be set right in some versions of MaxText before a prefill can resume.
+
+Each guard says what it mends and in which versions, and leaves all others alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+from typing import Any
+
+import jax
+
+ASSERTION_VERSIONS = frozenset({"0.2.0", "0.2.1", "0.2.2", "0.2.3", "0.2.4", "0.2.5"})
+"""Versions of MaxText whose chunked prefill fails an assertion; later ones may, too."""
+
+
+def guard_chunked_prefill() -> bool:
+    """Let chunked prefill run where an assertion of MaxText's own stops it.
+
+    In `ASSERTION_VERSIONS` an attention layer tells its cache that keys are one token
+    long, as it does not know better when it makes it, and chunked prefill, which is the
+    only way to resume, asserts that they are as long as the chunk: "self.key_seq_len=1,
+    segment_id_seq_len=... should match". The guard tells the cache how long they are
+    while it is asked. Other versions are left alone.
+
+    Returns:
+        Whether the guard is in place now.
+
+    Raises:
+        ImportError: There is no MaxText.
+    """
+    if _version() not in ASSERTION_VERSIONS:
+        return False
+    cache_class = _import("maxtext.inference.kvcache").KVCache
+    update = cache_class.kv_cache_chunked_prefill
+    if getattr(update, "is_jaxkv_guard", False):
+        return True
+
+    @functools.wraps(update)
+    def guarded(self: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        lengths = self.key_seq_len, self.value_seq_len
+        self.key_seq_len, self.value_seq_len = key.shape[1], value.shape[1]
+        try:
+            return update(self, key, value, *args, **kwargs)
+        finally:
+            self.key_seq_len, self.value_seq_len = lengths
+
+    guarded.is_jaxkv_guard = True  # type: ignore[attr-defined]
+    cache_class.kv_cache_chunked_prefill = guarded
+    return True
+
+
+def guard_stub_results() -> bool:
+    """Let an engine without JetStream return its results from under `jit`.
+
+    Where JetStream is missing, or `DECOUPLE_GCLOUD=TRUE`, MaxText takes stand-ins for
+    its classes. That of `ResultTokens` is no pytree, so that every prefill raises a
+    TypeError. The guard registers it as one. JetStream's own class is left alone.
+
+    Returns:
+        Whether the guard is in place now.
+
+    Raises:
+        ImportError: There is no MaxText.
+    """
+    engine_api = _import("maxtext.inference.maxengine.maxengine").engine_api
+    if not getattr(engine_api, "_IS_STUB", False):
+        return False
+    results = engine_api.ResultTokens
+    arrays = ("data", "log_prob")
+    rest = ("tokens_idx", "valid_idx", "length_idx", "samples_per_slot")
+
+    def flatten(result: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        return (
+            [getattr(result, name) for name in arrays],
+            tuple(getattr(result, name) for name in rest),
+        )
+
+    def unflatten(static: tuple[Any, ...], children: list[Any]) -> Any:
+        return results(
+            **dict(zip(arrays, children, strict=True)),
+            **dict(zip(rest, static, strict=True)),
+        )
+
+    if jax.tree.leaves(results(data=0)) != [0]:  # Else it is a pytree already.
+        jax.tree_util.register_pytree_node(results, flatten, unflatten)
+    return True
+
+
+def find_prefix_class() -> Any:
+    """Find the class of what `MaxEngine.prefill` takes as `existing_prefix`.
+
+    Raises:
+        ImportError: There is no MaxText.
+    """
+    return _import("maxtext.inference.maxengine.maxengine").ExistingPrefix
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("maxtext")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ImportError(
+            "there is no MaxText here: pip install maxtext, on Python 3.12 or newer."
+        ) from error
+
+
+def _import(module: str) -> Any:
+    _version()
+    return importlib.import_module(module)
