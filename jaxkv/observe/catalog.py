@@ -9,6 +9,7 @@ was just named is not there yet.
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 
 from jaxkv.hashing import TOKEN_BYTES, KeyedBlock
@@ -47,7 +48,8 @@ class BlockCatalog:
             raise ValueError(f"{max_spare=} must be at least 0.")
         self.max_spare = max_spare
         self._known: dict[BlockKey, KeyedBlock] = {}
-        self._spare: dict[BlockKey, None] = {}  # known, on no tier; oldest first
+        # Known, on no tier; oldest first. A dict is slow to find its first item again.
+        self._spare: OrderedDict[BlockKey, None] = OrderedDict()
         self._tiers: dict[str, dict[BlockKey, int]] = {}  # copies of each block
         self._block_sizes: dict[str, int] = {}
         self._num_tiers: dict[BlockKey, int] = {}  # how many tiers have it
@@ -64,8 +66,8 @@ class BlockCatalog:
         key = block.key
         self._known[key] = block
         if key not in self._num_tiers:
-            self._spare.pop(key, None)
             self._spare[key] = None
+            self._spare.move_to_end(key)
             self._drop_oldest()
 
     def find(self, key: BlockKey) -> KeyedBlock | None:
@@ -165,5 +167,5 @@ class BlockCatalog:
 
     def _drop_oldest(self) -> None:
         while len(self._spare) > self.max_spare:
-            oldest = next(iter(self._spare))
-            del self._spare[oldest], self._known[oldest]
+            oldest, _ = self._spare.popitem(last=False)
+            del self._known[oldest]

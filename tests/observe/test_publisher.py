@@ -1,5 +1,7 @@
 """Publishers and subscribers over real sockets."""
 
+import itertools
+import struct
 import subprocess
 import sys
 import threading
@@ -41,7 +43,7 @@ def numbered(n):
 
 def publish_until_heard(publisher, subscriber):
     """What is published before the subscription is there passes by."""
-    for _ in range(400):
+    for _ in range(1200):
         publisher.publish([numbered(0)])
         if got := subscriber.receive(timeout_s=0.05):
             return got
@@ -235,7 +237,8 @@ def test_a_subscriber_notices_that_the_publisher_is_another():
 
 def test_a_req_socket_gets_the_first_batch_and_nonsense_gets_nothing():
     """A REQ socket puts the empty frame in by itself; vLLM's example uses one."""
-    with EventPublisher(ANY, ANY) as publisher, zmq.Context() as context:
+    clock = itertools.count().__next__  # ints, which readers of floats may not take
+    with EventPublisher(ANY, ANY, clock=clock) as publisher, zmq.Context() as context:
         for n in range(3):
             publisher.publish([numbered(n)])
         with context.socket(zmq.DEALER) as nonsense:
@@ -252,6 +255,7 @@ def test_a_req_socket_gets_the_first_batch_and_nonsense_gets_nothing():
             assert request.poll(WAIT_MS)
             number, payload = request.recv_multipart()
     assert int.from_bytes(number, "big") == 1
+    assert payload[:10] == b"\x93\xcb" + struct.pack(">d", 1.0)
     (event,) = DECODER.decode(payload).events
     assert event.block_hashes == numbered(1).block_hashes
 
