@@ -210,11 +210,12 @@ def pairs(scrapes, last):
 
 def test_what_is_offered_is_stored_dropped_or_on_its_way():
     rig = Rig(max_blocks_in_flight=2)
-    for name, *path in (("one", 1, 2, 3), ("two", 4, 5)):
+    for name, *path in (("one", 1, 2, 3), ("two", 4, 5), ("late", 8)):
         rig.admit(rig.request(name, *path))
         rig.step(**{name: len(path)})
         rig.finish(name)
     # Three of "one" have a place, of which two have left; those of "two" wait, too.
+    # That of "late" was too much.
     page = check_identity(rig.scheduler)
     assert page["jaxkv:kv_offload_blocks_in_flight", "store"] == 2
     assert page["jaxkv:kv_offload_blocks_waiting", "store"] == 3
@@ -233,6 +234,7 @@ def test_what_is_offered_is_stored_dropped_or_on_its_way():
     assert page["jaxkv:kv_offload_blocks_in_flight", "store"] == 0
     dropped = "jaxkv:kv_offload_blocks_dropped_total"
     assert (page[dropped, "failed"], page[dropped, "reset"]) == (2, 3)
+    assert (page[dropped, "slow"], page[dropped, "full"]) == (1, 0)
     rig.settle()
     after = check_identity(rig.scheduler)
     assert after["jaxkv:kv_offload_blocks_stored_total"] == 2
@@ -261,6 +263,7 @@ def test_how_long_requests_ask_and_wait():
     # Two blocks of the host are held, for one load, which has not left.
     assert page["vllm:kv_offload_cpu_cache_read_usage_perc"] == 2 / NUM_BLOCKS
     clock.now_s += 0.03
+    assert rig.admit(rig.request("two", 1, 2, 4)) is None
     rig.step()
     page = read(rig.scheduler)
     assert page["jaxkv:kv_offload_blocks_in_flight", "load"] == 2
@@ -295,12 +298,21 @@ def test_a_look_up_takes_as_long_as_the_clock_says():
             return self.now_s
 
     rig = Rig()
+    rig.run(rig.request("first", 1, 2))
+    rig.forget_device()
+    before = read(rig.scheduler)
     rig.scheduler.delays.clock = Ticking()
-    rig.offer(rig.request("one", 1, 2))
+    rig.admit(rig.request("one", 1, 2, 3))
+    rig.step()
+    rig.load_arrives()
     page = read(rig.scheduler)
     name = "vllm:kv_offload_lookup_sync_delay_seconds"
-    assert (page[f"{name}_count"], page[f"{name}_sum"]) == (1, 0.25)
-    assert (page[f"{name}_bucket", "0.1"], page[f"{name}_bucket", "0.5"]) == (0, 1)
+    grown = {key: value - before[key] for key, value in page.items()}
+    assert grown[f"{name}_count"] == 1
+    assert grown[f"{name}_sum"] == pytest.approx(0.25)
+    assert (grown[f"{name}_bucket", "0.1"], grown[f"{name}_bucket", "0.5"]) == (0, 1)
+    # From the beginning of the look-up.
+    assert page["jaxkv:kv_offload_load_delay_seconds_sum"] == 0.5
 
 
 def test_a_request_counts_once_with_what_it_found_on_each_tier():
