@@ -1,0 +1,160 @@
+"""Names are vLLM's; docs and dashboard name the metrics that there are."""
+
+import json
+import re
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxkv.observe.families import ALL
+from jaxkv.observe.metrics import OffloadMetrics
+from tests.observe.scraping import get, make_all
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SIZES = "1e6 5e6 10e6 20e6 40e6 60e6 80e6 100e6 150e6 200e6"
+LOOKUPS = "1e-5 5e-5 1e-4 5e-4 1e-3 5e-3 0.01 0.05 0.1 0.5 1"
+DELAYS = "1e-4 5e-4 1e-3 5e-3 0.01 0.05 0.1 0.5 1 5 10"
+# Of vLLM 0.27: names, kinds, and the bounds of the buckets.
+OF_VLLM = {
+    "vllm:kv_offload_store_bytes": ("counter", ""),
+    "vllm:kv_offload_load_bytes": ("counter", ""),
+    "vllm:kv_offload_store_time": ("counter", ""),
+    "vllm:kv_offload_load_time": ("counter", ""),
+    "vllm:kv_offload_store_size": ("histogram", SIZES),
+    "vllm:kv_offload_load_size": ("histogram", SIZES),
+    "vllm:kv_offload_lookup_sync_delay_seconds": ("histogram", LOOKUPS),
+    "vllm:kv_offload_lookup_async_delay_seconds": ("histogram", DELAYS),
+    "vllm:kv_offload_allocation_failure": ("counter", ""),
+    "vllm:kv_offload_stores_skipped": ("counter", ""),
+    "vllm:kv_offload_cpu_cache_usage_perc": ("gauge", ""),
+    "vllm:kv_offload_cpu_cache_write_usage_perc": ("gauge", ""),
+    "vllm:kv_offload_cpu_cache_read_usage_perc": ("gauge", ""),
+    "vllm:external_prefix_cache_queries": ("counter", ""),
+    "vllm:external_prefix_cache_hits": ("counter", ""),
+    "vllm:prefix_cache_queries": ("counter", ""),
+    "vllm:prefix_cache_hits": ("counter", ""),
+    "vllm:kv_cache_usage_perc": ("gauge", ""),
+}
+
+
+@pytest.fixture(scope="module")
+def all_families():
+    metrics = OffloadMetrics(*make_all(), CollectorRegistry())
+    with closing(metrics):
+        text = get(metrics.serve(0))
+    return {family.name: family for family in text_string_to_metric_families(text)}
+
+
+def test_names_kinds_and_buckets_are_those_of_vllm(all_families):
+    assert {name for name in all_families if name.startswith("vllm:")} == set(OF_VLLM)
+    for name, (kind, bounds) in OF_VLLM.items():
+        family = all_families[name]
+        assert family.type == kind
+        les = [s.labels["le"] for s in family.samples if s.name.endswith("_bucket")]
+        assert [float(le) for le in les[:-1]] == [float(b) for b in bounds.split()]
+
+
+def test_the_docs_have_every_metric_as_it_is(all_families):
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    row = re.compile(
+        r"^\| `([a-z]+:\w+)` \| (\w+) \| (?:`(\w+)` )?\| ([^|]+) \| ", re.M
+    )
+    listed = {name: rest for name, *rest in row.findall(text)}
+    assert listed.keys() == {family.name for family in ALL} == all_families.keys()
+    for name, (kind, label, unit) in listed.items():
+        assert kind == all_families[name].type
+        labels = {key for s in all_families[name].samples for key in s.labels}
+        assert labels - {"engine", "le"} == ({label} if label else set())
+        assert not name.endswith("_seconds") or unit == "seconds"
+        assert all_families[name].documentation
+
+
+PROMQL_WORDS = {"sum", "max", "by", "rate", "histogram_quantile", "label_values"}
+
+
+def selected(query):
+    """The metrics of a query of PromQL, with the labels that it asks of each."""
+    grouped = re.findall(r"\bby \(([\w, ]+)\)", query)
+    query = re.sub(r"\bby \([\w, ]+\)|\[[^]]*\]", " ", query)
+    found = []
+    for name, matchers in re.findall(r"([a-zA-Z_:][\w:]*)(\{[^}]*\})?", query):
+        if name not in PROMQL_WORDS:
+            labels = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", matchers))
+            found.append((name, labels))
+    return found, {label.strip() for each in grouped for label in each.split(",")}
+
+
+def test_the_reader_of_queries_finds_names_and_labels():
+    query = 'sum by (le) (rate(a:b_bucket{engine=~"$engine"}[5m])) / max(c)'
+    assert selected(query) == ([("a:b_bucket", {"engine"}), ("c", set())], {"le"})
+
+
+def test_every_query_of_the_dashboard_names_what_is_there(all_families):
+    samples = {}
+    for family in all_families.values():
+        for sample in family.samples:
+            samples.setdefault(sample.name, set()).update(sample.labels)
+    board = load_dashboard()
+    engines = board["templating"]["list"][1]["query"]
+    name, label = re.fullmatch(r"label_values\((\S+), (\w+)\)", engines).groups()
+    assert label in samples[name]
+    queries = [t["expr"] for p in board["panels"] for t in p.get("targets", ())]
+    assert len(queries) > 20
+    for query in queries:
+        found, grouped = selected(query)
+        assert found
+        for name, labels in found:
+            assert labels == {"engine"}, query
+            assert labels | grouped <= samples[name], query
+    legends = [t["legendFormat"] for p in board["panels"] for t in p.get("targets", ())]
+    for query, legend in zip(queries, legends, strict=True):
+        assert set(re.findall(r"{{(\w+)}}", legend)) <= selected(query)[1]
+
+
+def load_dashboard():
+    return json.loads((ROOT / "examples" / "grafana.json").read_text(encoding="utf-8"))
+
+
+def test_the_dashboard_is_one(all_families):
+    board = load_dashboard()
+    assert board["title"]
+    assert board["uid"]
+    assert board["schemaVersion"] >= 36
+    source, engine = board["templating"]["list"]
+    assert (source["name"], source["type"]) == ("datasource", "datasource")
+    assert (engine["name"], engine["type"]) == ("engine", "query")
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids)
+    cells = Counter()
+    for panel in board["panels"]:
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24
+        for x in range(at["x"], at["x"] + at["w"]):
+            cells.update((x, y) for y in range(at["y"], at["y"] + at["h"]))
+        if panel["type"] == "row":
+            continue
+        refs = [target["refId"] for target in panel["targets"]]
+        assert len(set(refs)) == len(refs) > 0
+        for part in (panel, *panel["targets"]):
+            assert part["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+    assert set(cells.values()) == {1}, "panels overlap"
+
+
+def test_the_docs_name_every_panel():
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    listed = {}
+    for line in re.findall(r"^\| .*\? \| .* \| .* \|$", text, re.M):
+        question, panels, _ = (cell.strip() for cell in line[1:-1].split(" | ", 2))
+        listed[question.removesuffix("?")] = panels.split("; ")
+    shown, title = {}, None
+    for panel in load_dashboard()["panels"]:
+        if panel["type"] == "row":
+            title = panel["title"].removesuffix("?")
+            shown[title] = []
+        else:
+            shown[title].append(panel["title"])
+    assert listed == shown

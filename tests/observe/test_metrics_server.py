@@ -1,0 +1,143 @@
+"""Metrics in a registry beside others, and the server that is only there if asked."""
+
+import math
+import re
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import closing
+
+import pytest
+from prometheus_client import CollectorRegistry, Gauge
+
+from jaxkv import OffloadScheduler
+from jaxkv.observe.metrics import OffloadMetrics
+from tests.observe.scraping import get, make_all, read
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3",
+        "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+        "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,*/*;q=0.2",
+    ],
+    ids=["Prometheus 2", "Prometheus 3"],
+)
+def test_colons_stay_colons_whatever_format_is_asked_for(accept):
+    metrics = OffloadMetrics(OffloadScheduler(4, 8), registry=CollectorRegistry())
+    with closing(metrics):
+        text = get(metrics.serve(0), {"Accept": accept})
+    assert '\njaxkv:kv_offload_host_blocks{engine="0"} 8.0\n' in text
+
+
+def test_engines_share_a_registry_by_their_labels():
+    registry = CollectorRegistry()
+    first = OffloadMetrics(OffloadScheduler(4, 8), registry=registry)
+    with pytest.raises(ValueError, match=r"must differ .* \{\"engine\": \"1\"\}"):
+        OffloadMetrics(OffloadScheduler(4, 9), registry=registry)
+    labels = {"model_name": "small", "engine": "1"}
+    second = OffloadMetrics(OffloadScheduler(4, 9), registry=registry, labels=labels)
+    name = "jaxkv:kv_offload_host_blocks"
+    text = get(second.serve(0))
+    assert text.count(f"# TYPE {name} gauge") == 1
+    assert registry.get_sample_value(name, {"engine": "0"}) == 8
+    assert registry.get_sample_value(name, labels) == 9
+    first.close()
+    first.close()
+    assert registry.get_sample_value(name, {"engine": "0"}) is None
+    assert registry.get_sample_value(name, labels) == 9
+    second.close()
+    assert not list(registry.collect())
+    OffloadMetrics(OffloadScheduler(4, 8), registry=registry).close()
+
+
+def test_names_that_are_taken_are_left_to_whoever_has_them():
+    registry = CollectorRegistry()
+    gauge = Gauge("vllm:kv_cache_usage_perc", "Somebody's.", registry=registry)
+    with pytest.raises(ValueError, match="give another registry"):
+        OffloadMetrics(OffloadScheduler(4, 8), registry=registry)
+    assert [family.documentation for family in registry.collect()] == ["Somebody's."]
+    registry.unregister(gauge)
+    OffloadMetrics(OffloadScheduler(4, 8), registry=registry).close()
+
+
+@pytest.mark.parametrize("name", ["le", "reason", "direction", "a-b", "__a", "1", ""])
+def test_labels_that_cannot_be_are_refused(name):
+    registry = CollectorRegistry()
+    with pytest.raises(ValueError, match=re.escape(f"label {name!r} must be")):
+        OffloadMetrics(OffloadScheduler(4, 8), registry=registry, labels={name: "0"})
+    assert not list(registry.collect())
+
+
+def test_nothing_to_measure_is_refused():
+    with pytest.raises(ValueError, match="nothing to measure"):
+        OffloadMetrics(registry=CollectorRegistry())
+
+
+def test_nothing_listens_until_it_is_asked_to(monkeypatch):
+    listening = []
+    listen = socket.socket.listen
+
+    def watched(self, *args):
+        listening.append(self.getsockname())
+        return listen(self, *args)
+
+    monkeypatch.setattr(socket.socket, "listen", watched)
+    threads = threading.active_count()
+    metrics = OffloadMetrics(*make_all(), CollectorRegistry())
+    assert list(metrics.collect())
+    assert metrics.format_line()
+    assert (listening, threading.active_count()) == ([], threads)
+    port = metrics.serve(0)
+    assert listening == [("127.0.0.1", port)]
+    with pytest.raises(RuntimeError, match=f"already serving at port {port}"):
+        metrics.serve(0)
+    metrics.close()
+    assert threading.active_count() == threads
+    with pytest.raises(ConnectionRefusedError):
+        get(port)
+
+
+def test_a_port_that_cannot_be_is_an_error_that_says_so():
+    metrics = OffloadMetrics(OffloadScheduler(4, 8), registry=CollectorRegistry())
+    with closing(socket.create_server(("127.0.0.1", 0))) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot serve metrics at 127.0.0.1:{port}"):
+            metrics.serve(port)
+    with pytest.raises(OSError, match=r"cannot serve metrics at 192.0.2.1:0 \("):
+        metrics.serve(0, "192.0.2.1")  # An address that no machine has.
+    for port in (-1, 65536):
+        with pytest.raises(ValueError, match=r"must be in \[0, 65536\)"):
+            metrics.serve(port)
+    assert get(metrics.serve(0))
+    metrics.close()
+
+
+def run_python(code):
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_without_the_extra_it_says_how_to_get_it():
+    without = "import sys; sys.modules['prometheus_client'] = None; "
+    code, said = run_python(without + "import jaxkv.observe.metrics")
+    assert code == 1
+    assert said.splitlines()[-1].startswith("ImportError: jaxkv.observe.metrics needs")
+    assert 'pip install "jaxkv[metrics]"' in said
+    assert run_python(without + "import jaxkv, jaxkv.observe, jaxkv.cli") == (0, "")
+
+
+def test_a_line_for_a_log_tells_of_what_there_is():
+    scheduler, worker, _ = make_all()
+    line = OffloadMetrics(scheduler, registry=CollectorRegistry()).format_line()
+    assert line == (
+        "KV offload: device hits 0 of 0 tokens, host hits 0 of 0 tokens, "
+        "host blocks 0 of 8, evicted 0, dropped 0"
+    )
+    line = OffloadMetrics(worker=worker, registry=CollectorRegistry()).format_line()
+    assert line == "KV offload: stored 0.0 MiB, loaded 0.0 MiB"
+    assert not math.isnan(read(worker=worker)["vllm:kv_offload_load_size_sum"])
