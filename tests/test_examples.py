@@ -12,6 +12,7 @@ EXPECTED = {
     "events.py": "batch 1: CPU, 1 blocks, tokens 48..63, after a block, adapter None",
     "quickstart.py": "2 blocks back: k = 1.0, v = 2.0",
     "serve.py": "round 2, prompt 0: (",
+    "vllm_connector.py": "32 of 40 tokens from the host: [[1, 2], [1, 2]] in blocks",
 }
 # Examples that need packages of their own, and the tests that run them.
 ELSEWHERE = {"maxtext_offload.py": "tests/integrations/test_maxtext_engine.py"}

@@ -269,3 +269,17 @@ def test_without_vllm_the_module_can_be_imported():
     config, cache_config = make_configs()
     connector = module.OffloadConnector(config, KVConnectorRole.WORKER, cache_config)
     assert connector.get_finished(set()) == (None, set())
+
+
+def test_nothing_of_an_offer_is_held_on_the_device(newest):
+    """vLLM may never answer one, and give its blocks to others first."""
+    engine = Engine()
+    engine.run(Request("first", range(18), 1))
+    pool = engine.scheduler.pool
+    hole = pool.get_cached_block(Request("same", range(18), 1).block_hashes[1], 0)
+    pool.forget(hole)
+    num_free = len(pool.free_queue)
+    offer = engine.scheduler.connector.get_num_new_matched_tokens
+    # Blocks 2 and 3 are still on the device, after the gap.
+    assert offer(Request("again", range(18), 1), BLOCK_SIZE) == (3 * BLOCK_SIZE, True)
+    assert len(pool.free_queue) == num_free
