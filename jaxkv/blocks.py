@@ -100,7 +100,7 @@ class DeviceBlockPool:
 
     def ref_cnt(self, block_id: int) -> int:
         """Count the holders of a block."""
-        return int(self._counts(self._checked([block_id]))[0][0])
+        return int(self.counts(self._checked([block_id]))[0][0])
 
     def find(self, keys: Iterable[BlockKey]) -> NDArray[np.int32]:
         """Find the block that serves each key.
@@ -336,14 +336,14 @@ class DeviceBlockPool:
         blocks, first, block_of, times = np.unique(
             ids, return_index=True, return_inverse=True, return_counts=True
         )
-        held, pins = self._counts(blocks)
+        held, pins = self.counts(blocks)
         bad = first[times > (pins if program is programs.UNPIN else held)]
         if len(bad):
             raise ValueError(f"block_id={ids[bad.min()]} {complaint}")
         return ids[np.argsort(first[block_of], kind="stable")]
 
-    def _counts(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Read the counts of holders and of pins of blocks: i32[2, n]."""
+    def counts(self, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Read how many hold each of n blocks, and how many pin it: i32[2, n]."""
         parts = self._run(programs.COUNTS, ids)
         each = (np.stack(counts)[:, :num] for num, counts in parts)
         return np.concatenate([_NO_IDS.reshape(2, 0), *each], axis=1)

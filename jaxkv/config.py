@@ -82,7 +82,9 @@ class OffloadConfig:
     delay_shared_loads: bool = False
     max_blocks_in_flight: int | None = None
     gate: bool = False
+    copy_on_device: bool = True
     flush_on_preemption: bool = False
+    remember_losses: int = 0
     world_size: int = 1
     enable_events: bool = False
     transfer_mode: Mode | None = None

@@ -190,7 +190,9 @@ KEYS: Mapping[str, Key] = MappingProxyType(
             "device blocks", "scheduler", 1, may_be_none=True
         ),
         "gate": _flag("scheduler"),
+        "copy_on_device": _flag("scheduler"),
         "flush_on_preemption": _flag("scheduler"),
+        "remember_losses": _number("host blocks", "scheduler", 0),
         "world_size": _number("workers", "scheduler", 1),
         "enable_events": _flag("scheduler"),
         "transfer_mode": _name("engine", lambda: MODES, may_be_none=True),

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from jaxkv import manager, programs
 from jaxkv.batches import cpu_device
 from jaxkv.keys import key_from_foreign
+from jaxkv.losses import Losses
 from jaxkv.request_batch import RequestBatch, flatten
 from jaxkv.reuse import ReuseFilter
 from jaxkv.snapshot import Snapshot, take_snapshot
@@ -40,6 +41,7 @@ class HostBooks:
         policy: The cache policy.
         state: All that is known, as a pytree.
         events: What happened since it was emptied last, None if that is not kept.
+        losses: Why blocks are not here, as far as that is to be remembered.
         num_held_blocks: Blocks that hold a key, stores in progress included.
         num_evicted: Blocks that were given up so far to make room for others.
         num_skipped: Times so far that a block was not to be stored, as too few had
@@ -57,6 +59,7 @@ class HostBooks:
         self.num_blocks = policy.num_blocks
         self.policy = policy
         self.events: list[OffloadingEvent] | None = [] if enable_events else None
+        self.losses = Losses(max_size=0)
         self.num_held_blocks = 0
         self.num_evicted = 0
         self.num_skipped = 0
@@ -67,6 +70,12 @@ class HostBooks:
             WeakValueDictionary()
         )
         self.state = self._empty()
+
+    def passes(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Tell for each key whether it was looked up often enough to be stored."""
+        if self._reuse is None:
+            return [True] * len(keys)
+        return self._reuse.passes(keys)
 
     def contains(self, keys: Iterable[bytes]) -> NDArray[np.bool_]:
         """Tell which keys have a block, stores in progress included: bool[n]."""
@@ -128,7 +137,9 @@ class HostBooks:
         if not batch.keys:
             return
         rows = np.flatnonzero(self._call(programs.DISCARD, batch)).tolist()
-        self._forget([batch.names[row] for row in rows])
+        names = [batch.names[row] for row in rows]
+        self._forget(names)
+        self.losses.note(names, "load failed")
 
     def clear(self) -> None:
         """Forget everything at once, loads and stores in progress included."""
@@ -136,6 +147,7 @@ class HostBooks:
         self.num_held_blocks = 0
         self._names.clear()
         self._unfinished.clear()
+        self.losses.clear()
         if self.events is not None:
             self.events.append(OffloadingEvent([], self.block_size, HOST_MEDIUM, True))
 

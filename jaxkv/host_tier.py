@@ -281,6 +281,7 @@ class HostTier(HostBooks):
             self.num_held_blocks += stop - start - len(evicted)
             self.num_evicted += len(evicted)
             self._record(evicted, removed=True)
+            self.losses.note(evicted, "evicted")
             spec = LoadStoreSpec(block_ids[start:stop])
             outputs.append(PrepareStoreOutput(names[start:stop], spec, evicted))
         return outputs

@@ -32,6 +32,7 @@ from jaxkv.connector import (
 from jaxkv.groups import GroupSpec, as_groups
 from jaxkv.offloading_manager import OffloadingManager
 from jaxkv.scheduling.eager import EagerStores
+from jaxkv.scheduling.explain import Explanation, explain
 from jaxkv.scheduling.gate import Gate
 from jaxkv.scheduling.lazy import LazyStores
 from jaxkv.scheduling.load_plan import flat_ids
@@ -96,16 +97,13 @@ class OffloadScheduler:
         self._stats = OffloadStats()
         self._gate = Gate(rules, self._stats)
         self._keys = RequestKeys(len(self.groups))
-        self._loads = Loads(
-            self.groups, host, rules, self._gate, self._keys, self._stats
-        )
+        parts = self.groups, host, rules
+        self._loads = Loads(*parts, self._gate, self._keys, self._stats)
         self._stores = Stores(host, rules, self._stats)
         self._eager: EagerStores | None = None
         self._lazy: LazyStores | None = None
         if rules.mode == "eager":
-            self._eager = EagerStores(
-                self.groups, host, rules, self._stores, self._keys
-            )
+            self._eager = EagerStores(*parts, self._stores, self._keys)
         else:
             self._lazy = LazyStores(self.groups, rules, self._stores)
         # Tokens that requests had found on the device when they asked.
@@ -159,14 +157,9 @@ class OffloadScheduler:
             max_blocks_per_step: Most blocks that the requests of a step will store
                 together, if that is more.
         """
-        warm_up(
-            self.groups,
-            self.rules,
-            self._manager.many,
-            self._pool,
-            max_blocks_per_request,
-            max_blocks_per_step,
-        )
+        tiers = self._manager.many, self._pool
+        most = max_blocks_per_request, max_blocks_per_step
+        warm_up(self.groups, self.rules, *tiers, *most)
 
     def note_rates(self, load_bytes_per_s: float, prefill_tokens_per_s: float) -> None:
         """Tell how fast loads and the model are, for the gate of `OffloadRules`.
@@ -203,6 +196,18 @@ class OffloadScheduler:
         offer = self._loads.query(self._pool, request, num_computed_tokens)
         self.delays.note_lookup(request.request_id, start_s, *offer)
         return offer
+
+    def explain(
+        self, request: Request, num_computed_tokens: int | None = None
+    ) -> Explanation:
+        """Say of each block of a request where it is or why not; nothing changes.
+
+        Args:
+            request: A request, whether it is known or not.
+            num_computed_tokens: As above; None for the device's own prefix.
+        """
+        tiers = self._pool, self._manager.many, self._loads
+        return explain(self.groups, self.rules, *tiers, request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockTable, num_external_tokens: int

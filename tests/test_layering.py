@@ -25,8 +25,8 @@ FLOORS = [
         " < transfer",
     ],
     [
-        "id_pool < manager reuse ragged request_batch < programs snapshot < host_books"
-        " < host_tier < offloading_manager",
+        "id_pool < manager reuse losses ragged request_batch < programs snapshot"
+        " < host_books < host_tier < offloading_manager",
         "prefix_cache < device_tier < device_programs < blocks",
         "groups < hits",
     ],
@@ -34,7 +34,7 @@ FLOORS = [
         "connector < scheduling.rules scheduling.stats search < scheduling.gate"
         " scheduling.load_plan scheduling.prefix scheduling.request_keys"
         " scheduling.warm_up < scheduling.loads scheduling.stores"
-        " < scheduling.eager scheduling.lazy scheduling.vllm_019"
+        " < scheduling.eager scheduling.lazy scheduling.explain scheduling.vllm_019"
         " < scheduling scheduler worker < compat",
         "traces < synthetic belady request_loop < replay",
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import compress
 
 import numpy as np
 
@@ -19,13 +20,12 @@ from jaxkv.host_tier import HostTier
 from jaxkv.keys import join_keys
 from jaxkv.scheduling.prefix import Rows, rows_of
 from jaxkv.scheduling.request_keys import RequestKeys
-from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.scheduling.rules import NO_LIMIT, OffloadRules, most_stored_tokens
 from jaxkv.scheduling.stores import Stores
 
 # A request's blocks on the host are put in order again when one in so many of them is
 # new: no oftener, as it costs time for each block of the prefix.
 _REORDER_SHARE = 4
-_NO_LIMIT = 1 << 62
 
 
 @dataclasses.dataclass
@@ -162,6 +162,7 @@ class EagerStores:
             num_lost = int((~is_known).sum()) * factor
             stats.num_offered += num_lost
             stats.num_dropped_slow += num_lost
+            self._host.losses.note(compress(rows.keys, ~is_known), "slow")
             return
         # All of it, so that its tail does not take the place of its head.
         progress.num_offered = from_head
@@ -170,6 +171,8 @@ class EagerStores:
         num_lost = int((~is_known[num_done:]).sum()) * factor
         stats.num_offered += num_lost
         stats.num_dropped_full += num_lost
+        lost = compress(rows.keys[num_done:], ~is_known[num_done:])
+        self._host.losses.note(lost, "full")
 
     def clear(self) -> None:
         """Note that the host has forgotten everything."""
@@ -186,7 +189,10 @@ class EagerStores:
         request = progress.request
         # Some may be scheduled ahead of time, and not computed for certain.
         num_ahead = getattr(request, "num_output_placeholders", 0)
-        num_tokens = min(request.num_computed_tokens - num_ahead, self._limit(request))
+        num_tokens = min(
+            request.num_computed_tokens - num_ahead,
+            most_stored_tokens(self._rules, request),
+        )
         factor = self._rules.blocks_per_host_block
         return [
             min(num_tokens // spec.block_size, len(own), len(table)) // factor * factor
@@ -197,14 +203,6 @@ class EagerStores:
                 strict=True,
             )
         ]
-
-    def _limit(self, request: Request) -> int:
-        """Tell how many tokens of a request may be stored."""
-        limit = self._rules.max_offload_tokens or _NO_LIMIT
-        if self._rules.prompt_only:
-            num_prompt_tokens: int = request.num_prompt_tokens  # type: ignore[attr-defined]
-            limit = min(limit, num_prompt_tokens)
-        return limit
 
     def _offer(self, pool: DeviceBlockPool, requests: Sequence[_Progress]) -> None:
         """Offer what requests have that was not offered before."""
@@ -242,8 +240,8 @@ class EagerStores:
             (offered + factor) * spec.block_size
             for offered, spec in zip(progress.num_offered, self._groups, strict=True)
         )
-        if next_tokens > self._limit(progress.request):
-            return _NO_LIMIT
+        if next_tokens > most_stored_tokens(self._rules, progress.request):
+            return NO_LIMIT
         return next_tokens
 
     def _of_each_group(self, rows: Rows, num: int) -> list[int]:

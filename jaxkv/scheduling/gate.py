@@ -49,14 +49,26 @@ class Gate:
             num_blocks: Device blocks that it moves.
             num_blocks_ahead: Those in flight before it.
         """
-        if not (self._is_on and self._load_bytes_per_s and self._prefill_tokens_per_s):
-            return True
-        num_bytes = (num_blocks + num_blocks_ahead) * self._block_bytes
-        load_s = num_bytes / self._load_bytes_per_s
-        if load_s <= num_tokens / self._prefill_tokens_per_s:
+        if not self._is_slow(num_tokens, num_blocks, num_blocks_ahead):
             return True
         self._num_slow += 1
         if self._num_slow % _PROBE_INTERVAL == 0:
             return True
         self._stats.num_loads_declined += 1
         return False
+
+    def would_pass(
+        self, *, num_tokens: int, num_blocks: int, num_blocks_ahead: int
+    ) -> bool:
+        """Tell what `is_worth` would, and count nothing."""
+        if not self._is_slow(num_tokens, num_blocks, num_blocks_ahead):
+            return True
+        return (self._num_slow + 1) % _PROBE_INTERVAL == 0
+
+    def _is_slow(self, num_tokens: int, num_blocks: int, num_blocks_ahead: int) -> bool:
+        """Whether a load takes longer than to compute, as far as rates are known."""
+        if not (self._is_on and self._load_bytes_per_s and self._prefill_tokens_per_s):
+            return False
+        num_bytes = (num_blocks + num_blocks_ahead) * self._block_bytes
+        load_s = num_bytes / self._load_bytes_per_s
+        return load_s > num_tokens / self._prefill_tokens_per_s

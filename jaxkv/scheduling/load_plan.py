@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.blocks import NULL_BLOCK
-from jaxkv.connector import NO_EVENT, BlockTable, tables_by_group
+from jaxkv.blocks import NULL_BLOCK, DeviceBlockPool
+from jaxkv.connector import NO_EVENT, BlockTable, Request, tables_by_group
 from jaxkv.groups import GroupSpec
-from jaxkv.search import Match
+from jaxkv.host_tier import HostTier
+from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.search import Match, search
 from jaxkv.types import NO_BLOCK, BlockKey
 
 Ids: TypeAlias = NDArray[np.int32]
@@ -133,6 +135,52 @@ def plan_load(
         copy_groups=np.repeat(numbers, [len(own) for own in copies]),
         copy_indices=np.concatenate(copies),
     )
+
+
+def find_offer(
+    groups: tuple[GroupSpec, ...],
+    host: HostTier,
+    pool: DeviceBlockPool,
+    request: Request,
+    keys: Sequence[Sequence[BlockKey]],
+    num_computed_tokens: int,
+    rules: OffloadRules,
+    num_free_beside: Callable[[Ids], int],
+) -> tuple[Match, Load | None]:
+    """Find what continues a request's prefix. Nothing is held or changed.
+
+    Args:
+        groups: The groups of the model's layers.
+        host: The host tier.
+        pool: The device's blocks.
+        request: The request.
+        keys: Its keys, for each group.
+        num_computed_tokens: What the request has of it.
+        rules: What the engine chose.
+        num_free_beside: Tells how many device blocks are free, if these are held.
+
+    Returns:
+        The longest prefix that may be used, and what the request lacks of it; None if
+        that is nothing.
+    """
+
+    def look(max_device_tokens: int | None) -> tuple[Match, Load | None]:
+        factor, most = rules.blocks_per_host_block, request.num_tokens - 1
+        tiers = pool if rules.copy_on_device else None, host
+        match = search(groups, keys, most, *tiers, factor, max_device_tokens)
+        if match.num_tokens <= num_computed_tokens:
+            return match, None
+        name = request.request_id
+        return match, plan_load(groups, name, keys, match, num_computed_tokens, factor)
+
+    match, load = look(None if rules.copy_on_device else num_computed_tokens)
+    if load is not None and load.sources.size:
+        # Beside the blocks that it is to copy a request must find its own, else it
+        # would hold them and ask for ever, if no other request ends.
+        each = (-(-request.num_tokens // spec.block_size) for spec in groups)
+        if num_free_beside(load.sources) < sum(each):
+            return look(num_computed_tokens)
+    return match, load
 
 
 def find_targets(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -12,11 +13,43 @@ from jaxkv.connector import NO_EVENT, BlockTable, Request
 from jaxkv.groups import FullAttention, GroupSpec, alignment
 from jaxkv.host_tier import HostTier
 from jaxkv.scheduling.gate import Gate
-from jaxkv.scheduling.load_plan import Load, find_targets, plan_load, split_load
+from jaxkv.scheduling.load_plan import (
+    Ids,
+    Load,
+    find_offer,
+    find_targets,
+    split_load,
+)
 from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
-from jaxkv.search import search
+from jaxkv.search import Match
+from jaxkv.types import BlockKey
+
+HoldUp: TypeAlias = Literal["loading", "shared", "gate"]
+_NO_IDS: Ids = np.empty(0, np.int32)
+
+
+class Preview(NamedTuple):
+    """What a query would come to.
+
+    Attributes:
+        match: The longest prefix that the tiers hold.
+        num_tokens: What would be offered; None if the request is to ask again.
+        is_awaited: Whether the request would have to wait for it.
+        hold_up: Why it is less than the tiers hold: the request has a load under way;
+            another has one of its blocks; computing is faster. None if it is not.
+        own: The load that the request has under way.
+        shared: Host blocks that others are loading, for which it would wait.
+    """
+
+    match: Match
+    num_tokens: int | None
+    is_awaited: bool
+    hold_up: HoldUp | None
+    own: Load | None
+    shared: tuple[int, ...]
+
 
 _NO_ROWS = np.empty(0, np.int32)
 
@@ -92,37 +125,26 @@ class Loads:
         if before is not None and before.event != NO_EVENT:
             return None, False  # From before a preemption; its end will be reported.
         self.drop(pool, request.request_id)
+
+        def num_free_beside(sources: Ids) -> int:
+            pool.pin(sources)
+            num_free = pool.num_free
+            pool.unpin(sources)
+            return num_free
+
         factor = self._rules.blocks_per_host_block
-        keys = self._keys.of(request)
-        max_tokens = request.num_tokens - 1
-        match = search(
+        _, load = find_offer(
             self._groups,
-            keys,
-            max_tokens,
-            pool if self._rules.copy_on_device else None,
             self._host,
-            factor,
-            None if self._rules.copy_on_device else num_computed_tokens,
+            pool,
+            request,
+            self._keys.of(request),
+            num_computed_tokens,
+            self._rules,
+            num_free_beside,
         )
-        if match.num_tokens <= num_computed_tokens:
+        if load is None:
             return 0, False
-        name = request.request_id
-        load = plan_load(self._groups, name, keys, match, num_computed_tokens, factor)
-        if not self._leaves_room(pool, request, load):
-            match = search(
-                self._groups,
-                keys,
-                max_tokens,
-                pool,
-                self._host,
-                factor,
-                max_device_tokens=num_computed_tokens,
-            )
-            if match.num_tokens <= num_computed_tokens:
-                return 0, False
-            load = plan_load(
-                self._groups, name, keys, match, num_computed_tokens, factor
-            )
         rows = load.host_blocks
         if self._rules.delay_shared_loads and any(map(self._shared.get, rows.tolist())):
             return None, False
@@ -140,6 +162,58 @@ class Loads:
         # Copies are done when the step's model runs; a transfer takes its time.
         load.is_awaited = bool(rows.size)
         return load.num_tokens, load.is_awaited
+
+    def preview(
+        self,
+        pool: DeviceBlockPool,
+        request: Request,
+        keys: Sequence[Sequence[BlockKey]],
+        num_computed_tokens: int,
+    ) -> Preview:
+        """Tell what `query` would answer, and change nothing."""
+        own = self._loads.get(request.request_id)
+        dropped = _NO_IDS  # What `query` lets go of first.
+        if own is not None and own.event == NO_EVENT:
+            dropped = np.concatenate(
+                [own.sources, own.written_blocks, own.copy_targets]
+            )
+
+        def num_free_beside(sources: Ids) -> int:
+            blocks = np.union1d(sources, dropped)
+            held, pins = pool.counts(blocks)
+            pins_then = pins - (blocks[:, None] == dropped).sum(axis=1)
+            is_free_then = (held == 0) & (pins_then == 0) & ~np.isin(blocks, sources)
+            num_free_now = int(((held == 0) & (pins == 0)).sum())
+            return pool.num_free + int(is_free_then.sum()) - num_free_now
+
+        factor = self._rules.blocks_per_host_block
+        match, load = find_offer(
+            self._groups,
+            self._host,
+            pool,
+            request,
+            keys,
+            num_computed_tokens,
+            self._rules,
+            num_free_beside,
+        )
+        if own is not None and own.event != NO_EVENT:
+            return Preview(match, None, False, "loading", own, ())
+        if load is None:
+            return Preview(match, 0, False, None, None, ())
+        rows = load.host_blocks
+        if self._rules.delay_shared_loads:
+            of_others = self._shared - Counter(own.host_blocks.tolist() if own else ())
+            shared = tuple(row for row in rows.tolist() if of_others[row])
+            if shared:
+                return Preview(match, None, False, "shared", None, shared)
+        if rows.size and not self._gate.would_pass(
+            num_tokens=load.num_tokens,
+            num_blocks=rows.size * factor,
+            num_blocks_ahead=self.num_blocks_in_flight,
+        ):
+            return Preview(match, 0, False, "gate", None, ())
+        return Preview(match, load.num_tokens, bool(rows.size), None, None, ())
 
     def take(
         self,
@@ -284,19 +358,6 @@ class Loads:
             return
         pool.unpin(load.sources)
         self._end(pool, [load])
-
-    def _leaves_room(self, pool: DeviceBlockPool, request: Request, load: Load) -> bool:
-        """Tell whether a request finds its blocks beside those that it is to copy.
-
-        Else it would hold them and ask for ever, if no other request ends.
-        """
-        if not load.sources.size:
-            return True
-        pool.pin(load.sources)
-        num_free = pool.num_free
-        pool.unpin(load.sources)
-        each = (-(-request.num_tokens // spec.block_size) for spec in self._groups)
-        return num_free >= sum(each)
 
     def _end(self, pool: DeviceBlockPool, loads: Iterable[Load]) -> None:
         """Let go of all blocks of loads, but of sources of copies."""

@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from jaxkv.connector import Request
 from jaxkv.groups import FullAttention, GroupSpec
+
+NO_LIMIT = 1 << 62
+"""More tokens than a request has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +44,8 @@ class OffloadRules:
             An engine that leaves offers unanswered while others need blocks says no.
         flush_on_preemption: Whether a step that preempts first waits for the transfers
             in flight. They hold on to their blocks in any case.
+        remember_losses: Host blocks whose loss is remembered, with the reason, for
+            `OffloadScheduler.explain`: the last so many; 0 for none.
     """
 
     mode: Literal["eager", "lazy"] = "eager"
@@ -55,6 +61,7 @@ class OffloadRules:
     gate: bool = False
     copy_on_device: bool = True
     flush_on_preemption: bool = False
+    remember_losses: int = 0
 
     def __post_init__(self) -> None:
         if self.mode not in ("eager", "lazy"):
@@ -67,12 +74,22 @@ class OffloadRules:
             ("max_offload_tokens", 1),
             ("max_blocks_in_flight", 1),
             ("block_bytes", 0),
+            ("remember_losses", 0),
         ):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name}={value} must be at least {least}.")
         if self.gate and not self.block_bytes:
             raise ValueError("gate=True needs block_bytes, a device block's bytes.")
+
+
+def most_stored_tokens(rules: OffloadRules, request: Request) -> int:
+    """Tell how many tokens of a request may be stored, from its first."""
+    limit = rules.max_offload_tokens or NO_LIMIT
+    if rules.prompt_only:
+        num_prompt_tokens: int = request.num_prompt_tokens  # type: ignore[attr-defined]
+        limit = min(limit, num_prompt_tokens)
+    return limit
 
 
 def check_rules(rules: OffloadRules, groups: tuple[GroupSpec, ...]) -> None:

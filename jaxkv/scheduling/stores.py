@@ -14,6 +14,7 @@ from jaxkv.blocks import DeviceBlockPool
 from jaxkv.connector import NO_EVENT
 from jaxkv.host_tier import HostTier
 from jaxkv.keys import join_keys
+from jaxkv.losses import Losses
 from jaxkv.scheduling.prefix import Rows
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
@@ -77,6 +78,7 @@ class Stores:
     ) -> None:
         self.num_changes = 0
         self.stats = stats
+        host.losses = Losses(rules.remember_losses)
         self._host = host
         self._rules = rules
         self._factor = rules.blocks_per_host_block
@@ -267,7 +269,9 @@ class Stores:
             list(chain(*(sent.keys for sent in arrived))),
         )
         lost = [sent for sent in known if sent.has_failed]
-        self._host.complete_store([chain(*(sent.keys for sent in lost))], False)
+        lost_keys = list(chain(*(sent.keys for sent in lost)))
+        self._host.complete_store([lost_keys], False)
+        self._host.losses.note(lost_keys, "store failed")
         self.stats.num_stored += sum(len(sent.device_blocks) for sent in arrived)
         self.stats.num_dropped_failed += sum(len(sent.device_blocks) for sent in lost)
         pool.unpin(list(chain(*(sent.device_blocks for sent in transfers))))

@@ -1,0 +1,314 @@
+"""Block by block: what the tiers hold of a request, and why they lack the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv.batches import cpu_device
+from jaxkv.blocks import DeviceBlockPool
+from jaxkv.connector import Request
+from jaxkv.groups import GroupSpec
+from jaxkv.hits import find_longest_hit
+from jaxkv.host_tier import HostTier
+from jaxkv.keys import keys_from_foreign
+from jaxkv.losses import Loss
+from jaxkv.scheduling.load_plan import Load
+from jaxkv.scheduling.loads import HoldUp, Loads, Preview
+from jaxkv.scheduling.request_keys import RequestKeys
+from jaxkv.scheduling.rules import OffloadRules, most_stored_tokens
+from jaxkv.search import Match, find_cached_prefix, search
+from jaxkv.types import NO_BLOCK, BlockKey
+
+Verdict: TypeAlias = Literal["device", "host", "pending", "unneeded", "missed"]
+"""What a block is to a request: a hit on either tier; on its way; not read by the next
+token; or to be computed."""
+
+Reason: TypeAlias = (
+    Loss
+    | Literal[
+        "storing",
+        "loading",
+        "window",
+        "last token",
+        "gap",
+        "other group",
+        "no room",
+        "no copy",
+        "rare",
+        "left out",
+        "part",
+        "never",
+    ]
+)
+"""Why; see `_WORDS`."""
+
+_WORDS: dict[Reason | None, str] = {
+    None: "",
+    "storing": "being stored",
+    "loading": "being loaded",
+    "window": "the next token does not read it",
+    "last token": "past the last token that can be a hit: its logits are needed",
+    "gap": "it is there, but a block before it is missing",
+    "other group": "it is there, but the groups of layers have no prefix this long",
+    "no room": "it is there, but beside it there is no room to copy it",
+    "no copy": "it is on the device, where nothing is copied (copy_on_device)",
+    "rare": "not asked for often enough to be stored (store_threshold)",
+    "left out": "not to be stored (prompt_only, max_offload_tokens)",
+    "part": "its host block would not be full",
+    "never": "not stored, or lost longer ago than is remembered",
+    "evicted": "evicted from the host",
+    "full": "dropped: the host had no room",
+    "slow": "dropped: too much was on its way to the host",
+    "store failed": "dropped: its store failed",
+    "load failed": "forgotten: its load failed",
+}
+_VERDICTS: dict[Verdict, str] = {
+    "device": "hit on the device",
+    "host": "hit on the host",
+    "pending": "pending",
+    "unneeded": "not needed",
+    "missed": "missed",
+}
+_HOLD_UPS: dict[HoldUp, str] = {
+    "loading": "It has a load under way, and is to ask again.",
+    "shared": "It is to ask again, as another is loading some of it.",
+    "gate": "It is to compute, as a load would take longer (gate).",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockVerdict:
+    """What a block is to a request.
+
+    Attributes:
+        group: The group of layers.
+        index: Which of the request's blocks in that group.
+        first_token: The first token in it.
+        num_tokens: Tokens in it.
+        verdict: What it is.
+        reason: Why, where there is more to say.
+    """
+
+    group: int
+    index: int
+    first_token: int
+    num_tokens: int
+    verdict: Verdict
+    reason: Reason | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What the tiers hold of a request. As text it is a table.
+
+    Attributes:
+        request_id: The request.
+        num_tokens: Its tokens.
+        num_computed_tokens: What it has, or the device by itself.
+        num_offered_tokens: What `OffloadScheduler.get_num_new_matched_tokens` would
+            offer beyond that; None if the request is to ask again.
+        is_awaited: Whether it would have to wait for it.
+        hold_up: Why that is less than the tiers hold: a load of its own is under way,
+            it waits for another's, or computing is faster. None if it is not.
+        blocks: All its full blocks, one group after the other.
+    """
+
+    request_id: str
+    num_tokens: int
+    num_computed_tokens: int
+    num_offered_tokens: int | None
+    is_awaited: bool
+    hold_up: HoldUp | None
+    blocks: tuple[BlockVerdict, ...]
+
+    def __str__(self) -> str:
+        """Show a table, in which blocks of one verdict in a row are one line."""
+        offer = self.num_offered_tokens or 0
+        lines = [
+            f"Request {self.request_id}: {self.num_tokens} tokens, "
+            f"{self.num_computed_tokens} at hand, {offer} more offered."
+        ]
+        if self.hold_up is not None:
+            lines.append(_HOLD_UPS[self.hold_up])
+        rows = list(self._rows())
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines += [
+            "  ".join(map(str.ljust, row, widths)).rstrip()
+            for row in rows
+            if self.blocks
+        ]
+        return "\n".join(lines)
+
+    def _rows(self) -> Iterator[tuple[str, str, str, str]]:
+        yield "group", "blocks", "tokens", "verdict"
+        for (group, verdict, reason), run in itertools.groupby(
+            self.blocks, lambda block: (block.group, block.verdict, block.reason)
+        ):
+            blocks = list(run)
+            first, last = blocks[0], blocks[-1]
+            words = _VERDICTS[verdict] + (f": {_WORDS[reason]}" if reason else "")
+            yield (
+                str(group),
+                _span(first.index, last.index),
+                _span(first.first_token, last.first_token + last.num_tokens - 1),
+                words,
+            )
+
+
+def explain(
+    groups: tuple[GroupSpec, ...],
+    rules: OffloadRules,
+    pool: DeviceBlockPool,
+    host: HostTier,
+    loads: Loads,
+    request: Request,
+    num_computed_tokens: int | None,
+) -> Explanation:
+    """Say what the tiers hold of a request. Changes nothing.
+
+    Args:
+        groups: The groups of the model's layers.
+        rules: What the engine chose.
+        pool: The device's blocks.
+        host: The host tier.
+        loads: The loads of all requests.
+        request: The request.
+        num_computed_tokens: What it has; None for what the device has by itself.
+    """
+    # Not those of the scheduler, which are kept until the request ends.
+    keys = RequestKeys(len(groups)).of(request)
+    most = request.num_tokens - 1
+    if num_computed_tokens is None:
+        num_computed_tokens, _ = find_cached_prefix(pool, groups, keys, most)
+    preview = loads.preview(pool, request, keys, num_computed_tokens)
+    factor = rules.blocks_per_host_block
+    # Of the device, too, all that is there: also where another group has less.
+    presence = search(groups, keys, most, pool, host, factor, request.num_tokens)
+    blocks: list[BlockVerdict] = []
+    for group in range(len(groups)):
+        verdicts = _verdicts(
+            groups, rules, host, request, keys, presence, preview, group
+        )
+        size = groups[group].block_size
+        blocks += [
+            BlockVerdict(group, index, index * size, size, verdict, reason)
+            for index, (verdict, reason) in enumerate(verdicts)
+        ]
+    return Explanation(
+        request.request_id,
+        request.num_tokens,
+        num_computed_tokens,
+        preview.num_tokens,
+        preview.is_awaited,
+        preview.hold_up,
+        tuple(blocks),
+    )
+
+
+def _verdicts(
+    groups: tuple[GroupSpec, ...],
+    rules: OffloadRules,
+    host: HostTier,
+    request: Request,
+    all_keys: Sequence[Sequence[BlockKey]],
+    presence: Match,
+    preview: Preview,
+    group: int,
+) -> Iterator[tuple[Verdict, Reason | None]]:
+    """Judge the blocks of a group, in their order."""
+    spec, keys = groups[group], all_keys[group]
+    device_blocks, host_blocks = (
+        presence.device_blocks[group],
+        presence.host_blocks[group],
+    )
+    usable = min(max(request.num_tokens - 1, 0) // spec.block_size, len(keys))
+    is_there = ((device_blocks != NO_BLOCK) | (host_blocks != NO_BLOCK))[:usable]
+    end, longest, alone = (
+        num_tokens // spec.block_size
+        for num_tokens in (
+            preview.match.num_tokens,
+            presence.num_tokens,
+            _prefix_alone(spec, is_there),
+        )
+    )
+    why_absent = _why_absent(rules, host, request, spec, keys)
+    in_load = _indices_in(preview.own, group)
+    for index in range(len(keys)):
+        if index >= usable:
+            yield "missed", "last token"
+        elif index in in_load or host_blocks[index] in preview.shared:
+            yield "pending", "loading"
+        elif index < end and not preview.match.needed[group][index]:
+            yield "unneeded", "window"
+        elif index < end:
+            is_used = preview.match.device_blocks[group][index] != NO_BLOCK
+            yield ("device" if is_used else "host"), None
+        elif not is_there[index]:
+            reason = why_absent(index)
+            yield ("pending" if reason == "storing" else "missed"), reason
+        elif index < longest:
+            yield "missed", "no room" if rules.copy_on_device else "no copy"
+        else:
+            yield "missed", "other group" if index < alone else "gap"
+
+
+def _prefix_alone(spec: GroupSpec, is_there: NDArray[np.bool_]) -> int:
+    """Count the tokens of the longest prefix that a group has by itself."""
+    with jax.default_device(cpu_device()):
+        hit = find_longest_hit(
+            (spec,), (jnp.asarray(is_there),), is_there.size * spec.block_size
+        )
+    return int(hit.num_tokens)
+
+
+def _indices_in(load: Load | None, group: int) -> set[int]:
+    """Give the blocks of a group that a load brings."""
+    if load is None:
+        return set()
+    indices = load.row_indices[load.row_groups == group].reshape(-1).tolist()
+    copied = load.copy_indices[load.copy_groups == group].tolist()
+    return {*indices, *copied} - {NO_BLOCK}
+
+
+def _why_absent(
+    rules: OffloadRules,
+    host: HostTier,
+    request: Request,
+    spec: GroupSpec,
+    keys: Sequence[BlockKey],
+) -> Callable[[int], Reason]:
+    """Make what tells why a block of a group is on neither tier."""
+    factor = rules.blocks_per_host_block
+    rows = keys_from_foreign(list(keys[factor - 1 :: factor]))
+    is_known = host.contains(rows)
+    passes = host.passes(rows)
+    most = most_stored_tokens(rules, request)
+
+    def why(index: int) -> Reason:
+        row = index // factor
+        if row >= len(rows):
+            return "part"
+        if is_known[row]:
+            return "storing"
+        loss = host.losses.reason_of(rows[row])
+        if loss is not None:
+            return loss
+        if not passes[row]:
+            return "rare"
+        if (row + 1) * factor * spec.block_size > most:
+            return "left out"
+        return "never"
+
+    return why
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
