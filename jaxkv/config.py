@@ -6,16 +6,17 @@ import dataclasses
 import os
 import pathlib
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from jaxkv.blocks import DeviceBlockPool
 from jaxkv.config_keys import (
     KEYS,
-    PREFIX,
     ConfigError,
     parse_json,
+    read_environment,
     unknown,
-    variable_of,
+    with_variables,
 )
 from jaxkv.groups import FullAttention, GroupSpec, as_groups
 from jaxkv.scheduler import OffloadScheduler
@@ -27,8 +28,12 @@ from jaxkv.transfer.kernels import Mode
 from jaxkv.types import PyTree
 from jaxkv.worker import OffloadWorker
 
-# Of the tests of this project, and no part of a configuration.
-_TEST_PREFIX = "JAXKV_TEST_"
+if TYPE_CHECKING:
+    # They need extras, which not everybody has.
+    from jaxkv.observe.catalog import BlockCatalog
+    from jaxkv.observe.metrics import OffloadMetrics
+    from jaxkv.observe.publisher import EventPublisher
+
 _SIZES = ("host_bytes", "num_host_blocks")
 
 
@@ -95,6 +100,11 @@ class OffloadConfig:
     deadline_s: float | None = 30.0
     report_after_steps: int | None = None
     check_plans: bool = False
+    events_endpoint: str | None = None
+    events_replay_endpoint: str | None = None
+    events_topic: str = ""
+    metrics_port: int | None = None
+    metrics_address: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
         faults = []
@@ -127,10 +137,7 @@ class OffloadConfig:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> OffloadConfig:
-        """Make a configuration from a JSON object.
-
-        Args:
-            text: JSON; bytes are taken for UTF-8.
+        """Make a configuration from a JSON object; bytes are taken for UTF-8.
 
         Raises:
             ConfigError: It is no JSON object, or `from_dict` refuses it.
@@ -174,17 +181,8 @@ class OffloadConfig:
                 told with the variable; or as `from_dict`.
         """
         explicit = dict(explicit or {})
-        faults = unknown(explicit, "key")
-        variables = variables_of(os.environ if environ is None else environ)
-        faults += unknown(variables, "variable", variable_of)
-        values = {}
-        for key_name, key in KEYS.items():
-            text = variables.get(variable_of(key_name), "").strip()
-            try:
-                if text:
-                    values[key_name] = key.read(text)
-            except ValueError as error:
-                faults.append(f"{variable_of(key_name)}={error}")
+        values, faults = read_environment(os.environ if environ is None else environ)
+        faults = unknown(explicit, "key") + faults
         if faults:
             raise ConfigError(faults)
         if any(explicit.get(key_name) is not None for key_name in _SIZES):
@@ -195,9 +193,8 @@ class OffloadConfig:
             return cls(**(values | explicit))
         except ConfigError as error:
             used = values.keys() - explicit.keys()
-            raise ConfigError(
-                [_withvariables_of(f, used) for f in error.faults]
-            ) from None
+            faults = [with_variables(fault, used) for fault in error.faults]
+            raise ConfigError(faults) from None
 
     def to_dict(self) -> dict[str, Any]:
         """Give all keys and values, as `from_dict` and JSON take them."""
@@ -277,7 +274,7 @@ class OffloadConfig:
             groups,
             num_host_blocks,
             self.cache_policy,
-            self.enable_events,
+            self.enable_events or self.events_endpoint is not None,
             rules=self.make_rules(block_bytes),
         )
 
@@ -288,10 +285,6 @@ class OffloadConfig:
         clock: Callable[[], float] = time.monotonic,
     ) -> OffloadWorker:
         """Make the worker.
-
-        Args:
-            engine: The transfer engine.
-            clock: Seconds since some moment.
 
         Raises:
             ValueError: As `OffloadWorker`.
@@ -304,6 +297,58 @@ class OffloadConfig:
             clock=clock,
         )
 
+    def make_publisher(
+        self,
+        groups: int | GroupSpec | Sequence[GroupSpec] | None = None,
+        *,
+        catalog: BlockCatalog | None = None,
+        data_parallel_rank: int = 0,
+    ) -> EventPublisher | None:
+        """Make an `EventPublisher`, with its arguments; None without `events_endpoint`.
+
+        Raises:
+            ImportError: The extra ``events`` is missing.
+            ValueError: An address is none.
+            OSError: It cannot be had.
+        """
+        if self.events_endpoint is None:
+            return None
+        from jaxkv.observe.publisher import EventPublisher
+
+        return EventPublisher(
+            self.events_endpoint,
+            self.events_replay_endpoint,
+            self.events_topic,
+            data_parallel_rank=data_parallel_rank,
+            catalog=catalog,
+            groups=groups,
+        )
+
+    def serve_metrics(
+        self,
+        scheduler: OffloadScheduler | None = None,
+        worker: OffloadWorker | None = None,
+        pool: DeviceBlockPool | None = None,
+        labels: Mapping[str, str] | None = None,
+    ) -> OffloadMetrics | None:
+        """Serve `OffloadMetrics`, with its arguments; None without `metrics_port`.
+
+        Raises:
+            ImportError: The extra ``metrics`` is missing.
+            OSError: It cannot listen there.
+        """
+        if self.metrics_port is None:
+            return None
+        from jaxkv.observe.metrics import OffloadMetrics
+
+        metrics = OffloadMetrics(scheduler, worker, pool, labels=labels)
+        try:
+            metrics.serve(self.metrics_port, self.metrics_address)
+        except OSError:
+            metrics.close()
+            raise
+        return metrics
+
     def connect(
         self,
         pool: PyTree,
@@ -314,15 +359,7 @@ class OffloadConfig:
     ) -> Offload:
         """Make all parts for one pool.
 
-        Args:
-            pool: As for `make_engine`.
-            groups: As for `make_scheduler`.
-            block_axis: As for `make_engine`.
-            head_axis: As for `make_engine`.
-
-        Raises:
-            ValueError: As the methods for each part.
-            MemoryError: There is not that much host memory.
+        The arguments and errors are those of the methods for each part.
         """
         groups = as_groups(groups)
         # Before gigabytes are set aside in vain.
@@ -342,6 +379,11 @@ class OffloadConfig:
                 f"{self.num_host_blocks} exclude one another: both are the size of "
                 "the host tier."
             ]
+        if self.events_replay_endpoint is not None and self.events_endpoint is None:
+            return [
+                f"events_replay_endpoint={self.events_replay_endpoint!r} needs an "
+                "events_endpoint, whose events it replays."
+            ]
         try:
             check_rules(self.make_rules(block_bytes=1), (FullAttention(1),))
         except ValueError as error:
@@ -353,19 +395,3 @@ _NO_SIZE = (
     "host_bytes and num_host_blocks are both None; set the size of the host tier, such "
     "as host_bytes='8GiB' or JAXKV_HOST_BYTES=8GiB. `jaxkv doctor` recommends one."
 )
-
-
-def variables_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """Give the variables that are meant for a configuration, in order."""
-    return {
-        variable: environ[variable]
-        for variable in sorted(environ)
-        if variable.startswith(PREFIX) and not variable.startswith(_TEST_PREFIX)
-    }
-
-
-def _withvariables_of(fault: str, used: Set[str]) -> str:
-    """Say of which of its values the environment is the source."""
-    words = [word for word in KEYS if word in used and f"{word}=" in fault]
-    named = [variable_of(word) for word in words]
-    return f"{fault} ({', '.join(named)} in the environment)" if named else fault

@@ -11,7 +11,7 @@ import json
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, cast, get_args
 
@@ -21,11 +21,17 @@ from jaxkv.transfer.codecs import Quantised
 from jaxkv.transfer.kernels import MODES
 from jaxkv.units import parse_bytes
 
-Scope: TypeAlias = Literal["engine", "scheduler", "engine, scheduler", "worker"]
-"""Which parts a key reaches: `TransferEngine`, `OffloadScheduler`, `OffloadWorker`."""
+Scope: TypeAlias = Literal[
+    "engine", "scheduler", "engine, scheduler", "worker", "events", "metrics"
+]
+"""Which parts a key reaches: `TransferEngine`, `OffloadScheduler`, `OffloadWorker`, and
+`EventPublisher` and `OffloadMetrics` of `jaxkv.observe`."""
 
 PREFIX = "JAXKV_"
 """What the names of the environment's variables begin with."""
+
+# Of the tests of this project, and no part of a configuration.
+_TEST_PREFIX = "JAXKV_TEST_"
 
 _FLAGS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
@@ -111,18 +117,25 @@ def _size(scope: Scope, *, may_be_none: bool = False) -> Key:
     return Key("bytes", scope, expected, parse_bytes, may_be_none=may_be_none)
 
 
-def _number(unit: str, scope: Scope, least: int, *, may_be_none: bool = False) -> Key:
-    """Make a key for a whole number from `least` on."""
+def _number(
+    unit: str,
+    scope: Scope,
+    least: int,
+    *,
+    most: int | None = None,
+    may_be_none: bool = False,
+) -> Key:
+    """Make a key for a whole number from `least` on, perhaps up to `most`."""
 
     def check(value: Any) -> int:
         whole = operator.index(value)
-        if isinstance(value, bool) or whole < least:
+        too_large = most is not None and whole > most
+        if isinstance(value, bool) or whole < least or too_large:
             raise ValueError
         return whole
 
-    return Key(
-        unit, scope, f"a whole number from {least}", check, _parse_int, may_be_none
-    )
+    expected = f"a whole number from {least}" + (f" to {most}" if most else "")
+    return Key(unit, scope, expected, check, _parse_int, may_be_none)
 
 
 def _seconds(scope: Scope, *, may_be_none: bool = False) -> Key:
@@ -158,6 +171,24 @@ def _name(
         return value
 
     return Key("", scope, "", check, may_be_none=may_be_none, names=names)
+
+
+def _text(scope: Scope, expected: str, pattern: str, *, may_be_none: bool) -> Key:
+    """Make a key for a text of a pattern."""
+
+    def check(value: Any) -> str:
+        if not isinstance(value, str) or not re.fullmatch(pattern, value):
+            raise ValueError
+        return value
+
+    return Key("", scope, expected, check, may_be_none=may_be_none)
+
+
+def _address(scope: Scope) -> Key:
+    """Make a key for an address of ZeroMQ."""
+    expected = "an address such as tcp://127.0.0.1:5557 or ipc:///run/kv"
+    pattern = r"tcp://\S+:(\*|[0-9]{1,5})|ipc://\S+"
+    return _text(scope, expected, pattern, may_be_none=True)
 
 
 def _parse_int(text: str) -> int:
@@ -203,6 +234,13 @@ KEYS: Mapping[str, Key] = MappingProxyType(
         "deadline_s": _seconds("worker", may_be_none=True),
         "report_after_steps": _number("steps", "worker", 1, may_be_none=True),
         "check_plans": _flag("worker"),
+        "events_endpoint": _address("events"),
+        "events_replay_endpoint": _address("events"),
+        "events_topic": _text("events", "a text", "(?s:.*)", may_be_none=False),
+        "metrics_port": _number("", "metrics", 0, most=65535, may_be_none=True),
+        "metrics_address": _text(
+            "metrics", "an address such as 127.0.0.1", r"\S+", may_be_none=False
+        ),
     }
 )
 """All keys; docs/configuration.md says what each is for."""
@@ -240,6 +278,41 @@ def unknown(
             )
             faults.append(f"unknown {kind} {word}: {hint}")
     return faults
+
+
+def variables_of(environ: Mapping[str, str]) -> dict[str, str]:
+    """Give the variables that are meant for a configuration, in order."""
+    return {
+        variable: environ[variable]
+        for variable in sorted(environ)
+        if variable.startswith(PREFIX) and not variable.startswith(_TEST_PREFIX)
+    }
+
+
+def read_environment(environ: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """Read the values of keys from variables.
+
+    Returns:
+        The values, and what is wrong with the variables.
+    """
+    variables = variables_of(environ)
+    faults = unknown(variables, "variable", variable_of)
+    values = {}
+    for name, key in KEYS.items():
+        text = variables.get(variable_of(name), "").strip()
+        try:
+            if text:
+                values[name] = key.read(text)
+        except ValueError as error:
+            faults.append(f"{variable_of(name)}={error}")
+    return values, faults
+
+
+def with_variables(fault: str, used: Set[str]) -> str:
+    """Say of which of its values the environment is the source."""
+    words = [word for word in KEYS if word in used and f"{word}=" in fault]
+    named = [variable_of(word) for word in words]
+    return f"{fault} ({', '.join(named)} in the environment)" if named else fault
 
 
 def parse_json(text: str | bytes) -> dict[str, Any]:

@@ -3,16 +3,19 @@
 import dataclasses
 import json
 import re
+import urllib.request
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 
 from jaxkv import ConfigError, OffloadConfig
 from jaxkv.config_keys import KEYS, PREFIX, variable_of
 from jaxkv.connector import NO_EVENT, OffloadMetadata
 from jaxkv.groups import FullAttention, SlidingWindow
+from jaxkv.observe.subscriber import EventSubscriber
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.transfer import TransferEngine
 from jaxkv.units import parse_bytes
@@ -20,6 +23,8 @@ from jaxkv.worker import OffloadWorker
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# What a key does nothing without.
+NEEDED = {"events_replay_endpoint": {"events_endpoint": "tcp://127.0.0.1:5557"}}
 # For each key a value that is not its default, as JSON and as the environment have it.
 OTHERS = {
     "host_bytes": (12345678, "12345678"),
@@ -47,6 +52,11 @@ OTHERS = {
     "deadline_s": (2.5, "2.5"),
     "report_after_steps": (2, "2"),
     "check_plans": (True, "true"),
+    "events_endpoint": ("tcp://127.0.0.1:*", "tcp://127.0.0.1:*"),
+    "events_replay_endpoint": ("ipc:///run/replay", "ipc:///run/replay"),
+    "events_topic": ("kv@pod@model", "kv@pod@model"),
+    "metrics_port": (9400, "9400"),
+    "metrics_address": ("0.0.0.0", "0.0.0.0"),
 }
 
 
@@ -94,24 +104,27 @@ def test_no_choice_of_the_parts_is_missing():
 @pytest.mark.parametrize("name", KEYS)
 def test_a_key_comes_the_same_from_everywhere(name, tmp_path):
     value, text = OTHERS[name]
-    config = OffloadConfig(**{name: value})
+    values = NEEDED.get(name, {}) | {name: value}
+    config = OffloadConfig(**values)
     assert getattr(config, name) == value
     assert type(getattr(config, name)) is type(value)
     assert config != OffloadConfig()
-    assert OffloadConfig.from_dict({name: value}) == config
-    assert OffloadConfig.from_json(json.dumps({name: value})) == config
+    assert OffloadConfig.from_dict(values) == config
+    assert OffloadConfig.from_json(json.dumps(values)) == config
     path = tmp_path / "a.json"
-    path.write_text(json.dumps({name: value}))
+    path.write_text(json.dumps(values))
     assert OffloadConfig.from_file(path) == config
     environ = {variable_of(name): text, "HOME": "/", "JAXKV_TEST_SEED": "5"}
-    assert OffloadConfig.from_env(environ=environ) == config
+    others = {key: given for key, given in values.items() if key != name}
+    assert OffloadConfig.from_env(others, environ) == config
     # There and back.
     assert OffloadConfig.from_dict(config.to_dict()) == config
     assert OffloadConfig.from_json(json.dumps(config.to_dict())) == config
     # What is explicit counts more than the environment, a default among it.
     default = getattr(OffloadConfig(), name)
     if name not in ("host_bytes", "num_host_blocks"):
-        assert OffloadConfig.from_env({name: default}, environ) == OffloadConfig()
+        plain = OffloadConfig.from_env({name: default}, environ)
+        assert plain == OffloadConfig()
 
 
 @pytest.mark.parametrize(
@@ -183,6 +196,13 @@ def test_one_size_takes_the_place_of_the_other():
         ({"deadline_s": "5"}, "deadline_s='5' must be a number of seconds above 0"),
         ({"deadline_s": float("nan")}, "deadline_s=nan must be a number of seconds"),
         ({"deadline_s": float("inf")}, "deadline_s=inf must be a number of seconds"),
+        ({"metrics_port": 65536}, "=65536 must be a whole number from 0 to 65535, or"),
+        ({"events_endpoint": "5557"}, "='5557' must be an address such as tcp://127."),
+        ({"events_topic": 5}, "events_topic=5 must be a text"),
+        (
+            {"events_replay_endpoint": "tcp://*:1"},
+            "events_replay_endpoint='tcp://*:1' needs an events_endpoint, whose",
+        ),
         ({"deadline_s": 10**400}, "must be a number of seconds above 0, or None"),
         (
             {"host_bytes": "1GiB", "num_host_blocks": 5},
@@ -395,6 +415,47 @@ def test_the_worker_moves_blocks_with_the_engine_beside_it():
     pool, _ = offload.engine.load(jnp.zeros_like(pool), [9, 0], [1, 3])
     pool, _ = offload.engine.drain(pool)
     np.testing.assert_array_equal(pool[jnp.array([1, 3])], values[[2, 5]])
+
+
+def test_events_are_published_where_it_says():
+    config = OffloadConfig(
+        num_host_blocks=8,
+        events_endpoint="tcp://127.0.0.1:*",
+        events_replay_endpoint="tcp://127.0.0.1:*",
+        events_topic="kv@pod@model",
+    )
+    scheduler = config.make_scheduler(4)
+    scheduler._manager.prepare_store([b"a"])
+    scheduler._manager.complete_store([b"a"])
+    with config.make_publisher(4) as publisher:
+        address = publisher.endpoint, publisher.replay_endpoint
+        with EventSubscriber(*address, "kv@pod@model", start_seq=0) as subscriber:
+            publisher.publish(scheduler.take_events())
+            subscriber.catch_up()
+            _, batch = subscriber.receive(timeout_s=10.0)
+    assert [event.medium for event in batch.events] == ["CPU"]
+    assert OffloadConfig().make_publisher(4) is None
+
+
+def test_metrics_are_served_where_it_says():
+    scheduler = OffloadConfig(num_host_blocks=8).make_scheduler(4)
+    registered = set(REGISTRY._collector_to_names)
+    metrics = OffloadConfig(metrics_port=0).serve_metrics(scheduler)
+    try:
+        port = metrics._server.server_port
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+            text = page.read().decode()
+        assert "kv_offload_host_blocks" in text
+        # A port that is taken leaves nothing behind.
+        with pytest.raises(OSError, match=f"cannot serve metrics at 127.0.0.1:{port}"):
+            OffloadConfig(metrics_port=port).serve_metrics(
+                OffloadConfig(num_host_blocks=8).make_scheduler(4),
+                labels={"engine": "1"},
+            )
+    finally:
+        metrics.close()
+    assert OffloadConfig().serve_metrics(scheduler) is None
+    assert set(REGISTRY._collector_to_names) <= registered
 
 
 def test_the_prefix_of_the_variables():

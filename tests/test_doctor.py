@@ -301,6 +301,17 @@ def test_a_missing_extra_is_wrong_only_if_it_is_needed(tmp_path):
     assert fault.advice == 'pip install "jaxkv[events]"'
 
 
+def test_an_extra_that_the_settings_need(tmp_path):
+    missing = {"events": ("pyzmq",), "metrics": ("prometheus_client",), "demo": ()}
+    environ = {"JAXKV_EVENTS_ENDPOINT": "tcp://127.0.0.1:5557"}
+    (fault,) = wrong(facts_of(Machine(tmp_path), environ=environ, missing=missing))
+    assert fault.what == "the extra events is needed, and pyzmq not installed"
+    environ = {"JAXKV_METRICS_PORT": "0"}
+    facts = facts_of(Machine(tmp_path), environ=environ, missing=missing)
+    (fault,) = wrong(facts, needed=["metrics"])
+    assert fault.advice == 'pip install "jaxkv[metrics]"'
+
+
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     """A made-up machine for the command."""

@@ -388,7 +388,7 @@ class Explaining(Engine):
                 assert on_device
             elif block.verdict == "host" or block.reason == "loading":
                 assert on_host or found.hold_up == "loading"
-            elif block.reason in ("gap", "other group", "no room"):
+            elif block.reason in ("gap", "other group", "no room", "no copy"):
                 assert on_device or on_host
             elif block.reason not in ("last token", "window"):
                 assert not on_device

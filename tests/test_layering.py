@@ -39,12 +39,12 @@ FLOORS = [
         "traces < synthetic belady request_loop < replay",
     ],
     [
-        "config_keys < config",
         "observe.catalog observe.kv_events observe.sockets < observe.describe"
         " < observe.publisher < observe.subscriber",
         "observe.families < observe.metrics",
         "observe",
     ],
+    ["config_keys < config"],
     ["jaxkv"],  # the public face, jaxkv/__init__.py
     [
         "demo.records demo.request demo.model"

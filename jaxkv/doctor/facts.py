@@ -13,8 +13,8 @@ import jax
 
 from jaxkv.batches import cpu_device
 from jaxkv.bench.machine import cpu_model, num_cpus, versions
-from jaxkv.config import OffloadConfig, variables_of
-from jaxkv.config_keys import ConfigError
+from jaxkv.config import OffloadConfig
+from jaxkv.config_keys import ConfigError, variables_of
 from jaxkv.doctor.bandwidth import Bandwidth
 from jaxkv.transfer import limits, memory, probe
 from jaxkv.transfer.kernels import Mode

@@ -149,7 +149,11 @@ def _of_the_backend(facts: Facts) -> Iterator[Finding]:
 
 
 def _of_the_extras(facts: Facts, question: Question) -> Iterator[Finding]:
-    for extra in question.needed:
+    needed = list(question.needed)
+    if facts.config is not None:
+        needed += ["events"] * (facts.config.events_endpoint is not None)
+        needed += ["metrics"] * (facts.config.metrics_port is not None)
+    for extra in dict.fromkeys(needed):
         if facts.missing[extra]:
             packages = ", ".join(facts.missing[extra])
             yield Finding(
