@@ -1,0 +1,130 @@
+"""What does a prefix cache in blocks hold, and what does it save, beside one of wholes?
+
+Fifty prompts with shared beginnings go through a driver with JetStream's calls, over a
+small transformer with chunked prefill: without a cache, with jaxkv's `PrefixCache`, and
+with one that keeps whole caches as JetStream's does (`WholePrefixCache`, a stand-in of
+ours), each with room for everything and with `--host-bytes`. Every answer has to be the
+same. Bytes are those of the host: held in the end, and set aside for it. Prefill work
+is counted in chunks, each one call of the engine's `prefill`. Nothing is timed: how
+fast a stand-in is says nothing of JetStream.
+
+    python benchmarks/prefix_cache.py [--prompts N] [--host-bytes BYTES] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import sys
+from typing import Any
+
+import jax
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+from jaxkv.bench.machine import machine
+from jaxkv.integrations.jetstream import PrefixCache
+from jaxkv.units import parse_bytes
+from tests.integrations.jetstream_double import (
+    Driver,
+    Engine,
+    Flushing,
+    WholePrefixCache,
+    num_bytes,
+    shared_prompts,
+)
+
+BLOCK_SIZE = 8
+
+
+def serve(prompts: list[tuple[int, ...]], cache: Any) -> tuple[list[list[int]], int]:
+    """Answer prompts; give the tokens and the chunks that were computed."""
+    engine = Engine()
+    with Driver([engine], [engine.init_params()], prefix_cache_inst=cache) as driver:
+        return driver.answer(prompts), engine.num_chunks
+
+
+def num_distinct_blocks(prompts: list[tuple[int, ...]]) -> int:
+    """Count the blocks of whole chunks, those that prompts share once."""
+    chunk = Engine.prefill_chunk_size
+    ends = [range(BLOCK_SIZE, len(p) // chunk * chunk + 1, BLOCK_SIZE) for p in prompts]
+    return len({p[:end] for p, own in zip(prompts, ends, strict=True) for end in own})
+
+
+def measure(num_prompts: int, host_bytes: int) -> list[dict[str, object]]:
+    """Serve the prompts in every way; one row for each."""
+    prompts = shared_prompts(num_prompts)
+    expected, num_chunks = serve(prompts, None)
+    rows: list[dict[str, object]] = [
+        {"cache": "none", "room": None, "held": 0, "set_aside": 0, "chunks": num_chunks}
+    ]
+    for room in (None, host_bytes):
+        size: dict[str, Any] = {"host_bytes": room}
+        if room is None:
+            size = {"num_host_blocks": num_distinct_blocks(prompts)}
+        with PrefixCache(block_size=BLOCK_SIZE, extras_of=None, **size) as blocks:
+            answers, num_chunks = serve(prompts, Flushing(blocks))
+            assert blocks.store is not None
+            held = blocks.held_bytes, blocks.store.host_bytes
+        whole = WholePrefixCache(1 << 62 if room is None else room)
+        answers_whole, num_chunks_whole = serve(prompts, whole)
+        if not answers == answers_whole == expected:
+            raise AssertionError("a prefix cache has changed an answer")
+        held_whole = whole.held_bytes, room or whole.held_bytes
+        for name, (in_use, set_aside), chunks in (
+            ("blocks (jaxkv)", held, num_chunks),
+            ("whole prefixes", held_whole, num_chunks_whole),
+        ):
+            rows.append(
+                {
+                    "cache": name,
+                    "room": room,
+                    "held": in_use,
+                    "set_aside": set_aside,
+                    "chunks": chunks,
+                }
+            )
+    return rows
+
+
+def main() -> None:
+    """Measure, print a table and write the figures if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--prompts", type=int, default=50, help="how many (50)")
+    parser.add_argument(
+        "--host-bytes",
+        type=parse_bytes,
+        default="512KiB",
+        help="the small room (512KiB)",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the figures here")
+    args = parser.parse_args()
+    rows = measure(args.prompts, args.host_bytes)
+    where = machine()
+    prompts = shared_prompts(args.prompts)
+    settings = {
+        "prompts": args.prompts,
+        "prompt_tokens": sum(map(len, prompts)),
+        "block_size": BLOCK_SIZE,
+        "chunk_tokens": Engine.prefill_chunk_size,
+        "cache_tokens": Engine.max_prefill_length,
+        "cache_bytes": num_bytes(Engine().init_cache()),
+        "host_bytes": args.host_bytes,
+    }
+    print(*(f"{key} {value}" for key, value in where.items()), sep=", ")
+    print(*(f"{key} {value}" for key, value in settings.items()), sep=", ")
+    for row in rows:
+        room = "unlimited" if row["room"] is None else f"{row['room']} bytes"
+        print(
+            f"{row['cache']:15} room {room:12}: {row['held']:>8} bytes held of "
+            f"{row['set_aside']:>8}, {row['chunks']:>4} chunks computed"
+        )
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump({"machine": where, "settings": settings, "rows": rows}, file)
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    main()
