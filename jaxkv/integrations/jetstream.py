@@ -196,7 +196,8 @@ class PrefixCache:
             ValueError: It cannot be cut, or it cannot be told how.
             MemoryError: There is not that much host memory.
         """
-        self._shared.learn(prefix, padded_length).store.warm_up()
+        if self.store is None:
+            self._shared.learn(prefix, padded_length).store.warm_up()
 
     def contains(self, key: Key) -> bool:
         """Whether all full blocks of a prompt are there; there must be one at least."""
