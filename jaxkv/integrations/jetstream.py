@@ -12,7 +12,6 @@ import copy
 import dataclasses
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Protocol, SupportsIndex, TypeAlias
 
 import jax
@@ -310,12 +309,7 @@ class PrefixCache:
     def __enter__(self) -> PrefixCache:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -10,7 +10,6 @@ import functools
 import operator
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import NamedTuple, SupportsIndex
 
 from jaxkv import Extras, KeyChain, Namespace, OffloadingManager, Policy
@@ -337,12 +336,7 @@ class PrefixStore:
     def __enter__(self) -> PrefixStore:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _keys(self, tokens: TokenIds, extras: Extras) -> list[BlockKey]:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from jaxkv import Namespace
+from jaxkv.integrations.jetstream import PrefixCache, PrefixValue
 from jaxkv.integrations.prefix_store import PrefixStore
 from tests.integrations.known_kv import check_equal
 
@@ -103,6 +104,33 @@ def from_shapes_alone_and_from_elsewhere():
         assert hit.num_tokens == 8
         check_equal(hit.kv, kept(arrays, 8))
         assert hit.kv["kv"].sharding.is_equivalent_to(places["kv"], 4)
+
+
+@case("Auto")
+@case("Explicit")
+def an_engines_cache_comes_back_where_it_was(axis_type):
+    """Leaves that count tokens, and leaves that do not, over four devices."""
+    mesh = mesh_of(axis_type)
+    places = shardings(mesh) | {
+        "generated": jax.sharding.NamedSharding(mesh, P(None, "heads")),
+        "index": jax.sharding.NamedSharding(mesh, P()),
+    }
+    others = {"generated": np.zeros((5, 4), np.float32), "index": np.full((2,), 7)}
+    arrays = values() | {name: leaf.astype("float32") for name, leaf in others.items()}
+    tokens = tuple(range(16))
+    with PrefixCache(block_size=4, num_host_blocks=16, extras_of=None) as cache:
+        for n in range(2):  # The second is compared with the first.
+            key = (n, *tokens[1:])
+            value = PrefixValue(put(arrays, places), key, 16, LENGTH, 0, None)
+            assert cache.save(key, value)
+        cache.flush()
+        assert cache.stats.failed_saves == 0
+        found = cache.load(key)
+        check_equal(found.prefix, arrays | kept(arrays, 16))
+        for name, place in places.items():
+            mine = found.prefix[name]
+            assert mine.sharding.is_equivalent_to(place, mine.ndim), (name, mine)
+            assert found.device[name] == place
 
 
 @case()
