@@ -148,10 +148,11 @@ class Oracle:
         return len(keys)
 
 
-def random_prompt(rng):
+def random_prompt(rng, num_ends=20):
     """One of some beginnings, and one of some ends: prompts often share blocks."""
     beginning = np.random.default_rng(int(rng.integers(4))).integers(0, 50, 16)
-    end = np.random.default_rng(int(rng.integers(100, 120))).integers(0, 50, 17)
+    seed = 100 + int(rng.integers(num_ends))
+    end = np.random.default_rng(seed).integers(0, 50, 17)
     tokens = [*beginning[: rng.integers(17)], *end[: rng.integers(18)]]
     return [int(token) for token in tokens]
 
@@ -159,12 +160,12 @@ def random_prompt(rng):
 @pytest.mark.parametrize("seed", range(3))
 def test_goes_the_way_of_a_plain_list_of_prefixes(make, seed):
     rng = np.random.default_rng(seed)
-    num_blocks = (64, 1, 12)[seed]
+    num_blocks, num_tenants, num_ends = [(64, 4, 20), (1, 2, 1), (24, 1, 2)][seed]
     store = make(num_blocks, mode=("fused", "staged")[seed % 2])
     oracle = Oracle(num_blocks)
     for _ in range(80):
-        tokens = random_prompt(rng)
-        extras = TENANTS[rng.integers(len(TENANTS))]
+        tokens = random_prompt(rng, num_ends)
+        extras = TENANTS[rng.integers(num_tenants)]
         keys = oracle.keys(tokens, extras)
         action = rng.random()
         if action < 0.5:
@@ -293,6 +294,22 @@ def test_what_is_cleared_on_its_way_is_not_found(make):
     assert not store.contains(prompt[:4])
     check_hit(store.load(other), other)
     assert store.stats.stored_blocks == 7
+    check_at_rest(store)
+
+
+def test_what_is_cleared_while_it_moves_is_not_found(make):
+    store = make()
+    prompt, other = list(range(30)), list(range(50, 80))
+
+    def clear_and_begin_anew():
+        store.clear()
+        assert save(store, prompt, only_if=lambda: False) == 28
+        return True
+
+    store.save(prompt, to_device(known_kv(other, LENGTH)), only_if=clear_and_begin_anew)
+    store.flush()
+    assert not store.contains(prompt[:4])
+    assert store.load(prompt) is None
     check_at_rest(store)
 
 
