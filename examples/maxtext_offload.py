@@ -4,7 +4,6 @@ Needs MaxText on Python 3.12; tiny, with random weights, so that it runs on any 
 """
 
 import os
-import tempfile
 
 os.environ.setdefault("DECOUPLE_GCLOUD", "TRUE")  # No Google Cloud, no JetStream.
 
@@ -21,10 +20,9 @@ skip_jax_distributed_system=true dtype=float32 attention=dot_product vocab_size=
 base_num_decoder_layers=2 base_emb_dim=32 base_mlp_dim=64 base_num_query_heads=4
 base_num_kv_heads=2 head_dim=16 max_prefill_predict_length=64 max_target_length=96
 use_chunked_prefill=true prefill_chunk_size=8 decode_sampling_strategy=greedy"""
-TINY += f" base_output_directory={tempfile.gettempdir()}"
 
-config = [f"{MAXTEXT_CONFIGS_DIR}/base.yml", *TINY.split()]
-engine = MaxEngine(pyconfig.initialize(["", *config]))
+config = ["", f"{MAXTEXT_CONFIGS_DIR}/base.yml", *TINY.split()]
+engine = MaxEngine(pyconfig.initialize(config))
 params = engine.load_params()
 namespace = Namespace("tiny", "0", "float32", "maxtext, scanned", block_size=8)
 offload = MaxTextOffload(engine, namespace=namespace, host_bytes="1MiB")

@@ -236,9 +236,17 @@ class MaxTextOffload:
             The tokens, from the first on, that are held or on their way.
 
         Raises:
-            ValueError: There is no such slot, or no token.
+            ValueError: There is no such slot, or no token. Or the model has windows of
+                attention, with which what MaxText generates is not what it would
+                prefill.
             RuntimeError: The decode state has been donated, or the store was closed.
         """
+        for name in WINDOWS:
+            if window := getattr(self._engine.config, name, 0):
+                raise ValueError(
+                    f"{name}={window} must be 0: with it MaxText generates other KV "
+                    "than it prefills, so that only prompts can be kept (save_prefix)."
+                )
         slot = operator.index(slot)
         num_slots = decode_state["generated_tokens"].shape[0]
         if not 0 <= slot < num_slots:
@@ -266,9 +274,8 @@ class MaxTextOffload:
         self.close()
 
     def _existing(self, cache: PyTree, tokens: TokenIds) -> Any:
-        return self._prefix_class(
-            cache=cache, common_prefix_tokens=jnp.asarray(tokens, jnp.int32)
-        )
+        covered = jnp.asarray(np.asarray(tokens, np.int32))
+        return self._prefix_class(cache=cache, common_prefix_tokens=covered)
 
 
 WANTED = {
@@ -279,6 +286,11 @@ WANTED = {
     "use_ragged_attention": (False, "it gives each slot a ring index of its own"),
 }
 """Settings of MaxText's -> what they must be, and why."""
+
+ATTENTIONS = ("global", "local_sliding", "chunk")
+
+WINDOWS = ("sliding_window_size", "chunk_attn_window_size")
+"""Settings of MaxText's that are 0 if it generates the KV that it would prefill."""
 
 
 def check_config(config: Any) -> None:
@@ -291,10 +303,12 @@ def check_config(config: Any) -> None:
         found = getattr(config, name, wanted)
         if found != wanted:
             raise ValueError(f"{name}={found!r} must be {wanted!r}: {why}.")
-    if getattr(config, "attention_type", None) == "mla":
+    attention = getattr(config, "attention_type", "global")
+    if attention not in ATTENTIONS:
         raise ValueError(
-            "attention_type='mla' cannot be served: the prefill of multi-head latent "
-            "attention in MaxText pays no heed to an existing prefix."
+            f"attention_type={attention!r} must be one of {ATTENTIONS}: in MaxText the "
+            "prefill of latent attention pays no heed to an existing prefix, and "
+            "others look at later tokens."
         )
     if getattr(config, "stack_prefill_result_cache", False) and not config.scan_layers:
         raise ValueError(

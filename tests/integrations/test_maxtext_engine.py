@@ -234,6 +234,13 @@ def test_what_the_slot_does_not_have_is_not_kept(setup):
         offload.save_slot([], server.state, 2)
 
 
+def test_with_windows_of_attention_only_prompts_are_kept(setup, monkeypatch):
+    windows = SimpleNamespace(prefill_chunk_size=CHUNK, sliding_window_size=8)
+    monkeypatch.setattr(setup.offload, "_engine", SimpleNamespace(config=windows))
+    with pytest.raises(ValueError, match="sliding_window_size=8 must be 0"):
+        setup.offload.save_slot([1, 2, 3], {}, 0)
+
+
 def test_prompts_that_do_not_fit_are_refused(setup):
     for tokens in ([], random_tokens(7, LONGEST + 1)):
         with pytest.raises(ValueError, match="must have between 1 and 64"):

@@ -132,6 +132,7 @@ GOOD = {
         ("quantize_kvcache", True, "must be False: chunked prefill refuses"),
         ("use_ragged_attention", True, "must be False"),
         ("attention_type", "mla", "pays no heed to an existing prefix"),
+        ("attention_type", "full", "look at later tokens"),
         ("stack_prefill_result_cache", True, "must be False with scan_layers=False"),
     ],
 )
