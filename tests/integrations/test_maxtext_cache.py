@@ -145,6 +145,15 @@ def test_a_slot_gives_its_own_tokens_around_the_ring(layout, seed):
     assert min(wrapped, overwritten) > 0  # The cases that matter have come up.
 
 
+def test_a_prompt_with_padding_inside_is_not_taken():
+    engine = Engine("scanned")
+    engine.insert(1, 6)
+    assert bool(slot_kv(engine.state(), 1, 3)[1])
+    for _, leaves in leaf_groups(engine.cache):
+        leaves["cache_prefill_segment_id"][..., 1, 4] = 0
+    assert not bool(slot_kv(engine.state(), 1, 3)[1])
+
+
 def test_a_slot_compiles_once():
     engine = Engine("scanned")
     engine.insert(0, 3)
