@@ -8,9 +8,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPECTED = {
-    "metrics.py": "vllm:external_prefix_cache_hits_total {'engine': '0'} 1600.0",
     "events.py": "batch 1: CPU, 1 blocks, tokens 48..63, after a block, adapter None",
     "jetstream_prefix_cache.py": "the same answers: True",
+    "metrics.py": "vllm:external_prefix_cache_hits_total {'engine': '0'} 1600.0",
     "quickstart.py": "2 blocks back: k = 1.0, v = 2.0",
     "serve.py": "round 2, prompt 0: (",
     "vllm_connector.py": "32 of 40 tokens from the host: [[1, 2], [1, 2]] in blocks",
