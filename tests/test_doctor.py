@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxkv import cli
+from jaxkv import OffloadConfig, cli
 from jaxkv.bench.transfer import BytesDifferError
 from jaxkv.doctor import facts as doctor_facts
 from jaxkv.doctor.facts import EXTRAS, Backend, Facts, gather_facts
@@ -264,11 +264,24 @@ def test_what_an_engine_would_refuse(tmp_path, monkeypatch):
 def test_variables_that_are_set_wrongly(tmp_path):
     environ = {"JAXKV_HOST_BYTE": "8GiB", "JAXKV_MODE": "eagr"}
     facts = facts_of(Machine(tmp_path), environ=environ)
-    assert facts.config is None
+    assert facts.config == OffloadConfig()
     assert [fault.what for fault in wrong(facts)] == [
         "unknown variable JAXKV_HOST_BYTE: did you mean JAXKV_HOST_BYTES?",
         "JAXKV_MODE='eagr' must be one of eager, lazy: did you mean eager?",
     ]
+
+
+def test_a_size_is_judged_beside_variables_that_are_wrong(tmp_path):
+    environ = {"JAXKV_HOST_BYTES": "8GiB", "JAXKV_MODE": "eagr"}
+    assert facts_of(Machine(tmp_path), environ=environ).config.host_bytes == 8 * GIB
+    contradiction = {"JAXKV_HOST_BYTES": "8GiB", "JAXKV_NUM_HOST_BLOCKS": "9"}
+    facts = facts_of(Machine(tmp_path), environ=contradiction)
+    assert facts.config is None
+    (fault,) = wrong(facts)
+    assert "host_bytes=8589934592 and num_host_blocks=9 exclude one" in fault.what
+    assert fault.what.endswith(
+        "(JAXKV_HOST_BYTES, JAXKV_NUM_HOST_BLOCKS in the environment)"
+    )
 
 
 def test_a_pool_variable_that_is_set_wrongly(tmp_path, monkeypatch):

@@ -433,10 +433,7 @@ def explain_all(setup, seed, num_steps):
             OffloadRules(blocks_per_host_block=3, store_threshold=2),
             max_drafts=3,
         ),
-        Setup(
-            GROUPS["two sizes"],
-            OffloadRules(max_offload_tokens=18, copy_on_device=False),
-        ),
+        Setup(GROUPS["two sizes"], OffloadRules(max_offload_tokens=18)),
     ],
 )
 def test_an_explanation_agrees_with_the_offer_and_leaves_no_trace(setup):

@@ -14,7 +14,12 @@ import jax
 from jaxkv.batches import cpu_device
 from jaxkv.bench.machine import cpu_model, num_cpus, versions
 from jaxkv.config import OffloadConfig
-from jaxkv.config_keys import ConfigError, variables_of
+from jaxkv.config_keys import (
+    ConfigError,
+    read_environment,
+    variables_of,
+    with_variables,
+)
 from jaxkv.doctor.bandwidth import Bandwidth
 from jaxkv.transfer import limits, memory, probe
 from jaxkv.transfer.kernels import Mode
@@ -67,7 +72,8 @@ class Facts:
         refusals: Why a transfer engine would refuse to be made, or jax to start.
         missing: The packages that are missing, of each extra.
         variables: The variables of the environment that configure jaxkv.
-        config: What they come to; None if they are wrong.
+        config: What those of them that are right come to; None if these contradict
+            one another.
         config_faults: What is wrong with them.
         bandwidth: How fast blocks moved; None if that was not measured.
         probe_fault: Why that failed; empty if it did not.
@@ -120,11 +126,11 @@ def gather_facts(
     platforms = environ.get("JAX_PLATFORMS", "")
     refusals = []
     config = None
-    config_faults: tuple[str, ...] = ()
+    values, config_faults = read_environment(environ)
     try:
-        config = OffloadConfig.from_env(environ=environ)
+        config = OffloadConfig(**values)
     except ConfigError as error:
-        config_faults = error.faults
+        config_faults += [with_variables(one, values.keys()) for one in error.faults]
     chosen_mode = None if config is None else config.transfer_mode
     backend, pool, mode = None, None, None
     try:
@@ -166,7 +172,7 @@ def gather_facts(
         missing={name: missing_packages(name) for name in EXTRAS},
         variables=variables_of(environ),
         config=config,
-        config_faults=config_faults,
+        config_faults=tuple(config_faults),
     )
 
 
