@@ -8,10 +8,6 @@ in a process of one device, as that engine wants it; prints what came of it as J
 import asyncio
 import json
 
-from jetstream.core import orchestrator
-from jetstream.core.proto import jetstream_pb2
-from jetstream.engine import mock_engine
-
 from jaxkv.integrations.jetstream import PrefixCache
 from tests.integrations.jetstream_double import Flushing
 
@@ -20,6 +16,11 @@ CHUNK, LENGTH, MAX_TOKENS = 4, 64, 2
 
 def answers(prompts, cache):
     """Answer prompts, each by a driver of its own; count the calls to `prefill`."""
+    # Here, for pytest imports every file to look for doctests.
+    from jetstream.core import orchestrator
+    from jetstream.core.proto import jetstream_pb2
+    from jetstream.engine import mock_engine
+
     num_calls = []
 
     def make_engine(**arguments):

@@ -79,7 +79,7 @@ def test_fifty_prompts_same_tokens_fewer_bytes_no_more_work(make):
 def test_four_prefill_threads_and_a_small_store(make):
     prompts = shared_prompts(50, seed=1)
     expected, _ = serve(prompts, None)
-    cache = make(num_host_blocks=24, max_pending_saves=2)
+    cache = make(num_host_blocks=24, cache_policy="arc", max_pending_saves=2)
     for _ in range(2):
         answers, _ = serve(prompts, cache, num_threads=4)
         assert answers == expected
