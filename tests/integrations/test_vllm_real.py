@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from .fake_engine import Runner, next_token
+from .fake_engine import Runner, Unreliable, next_token
 
 pytestmark = [
     pytest.mark.skipif(
@@ -22,7 +22,7 @@ pytestmark = [
     ),
     pytest.mark.filterwarnings("ignore"),
 ]
-BLOCK_SIZE, NUM_BLOCKS = 4, 24
+BLOCK_SIZE = 4
 MODEL = dict(
     architectures=["LlamaForCausalLM"],
     model_type="llama",
@@ -48,7 +48,7 @@ def make_engine(tmp_path, monkeypatch):
 
 
 class RealEngine:
-    def __init__(self, model, *, is_async=False):
+    def __init__(self, model, *, is_async=False, windows=(None,), num_blocks=24):
         import torch
         from vllm.config import (
             CacheConfig,
@@ -76,6 +76,7 @@ class RealEngine:
             KVCacheConfig,
             KVCacheGroupSpec,
             KVCacheTensor,
+            SlidingWindowSpec,
         )
         from vllm.v1.structured_output import StructuredOutputManager
 
@@ -87,7 +88,7 @@ class RealEngine:
             gpu_memory_utilization=0.9,
             enable_prefix_caching=True,
         )
-        cache_config.num_gpu_blocks = NUM_BLOCKS
+        cache_config.num_gpu_blocks = num_blocks
         self.config = VllmConfig(
             model_config=model_config,
             cache_config=cache_config,
@@ -109,22 +110,32 @@ class RealEngine:
                 kv_connector_extra_config={"num_cpu_blocks": 32},
             ),
         )
-        spec = FullAttentionSpec(
+        shape = dict(
             block_size=BLOCK_SIZE, num_kv_heads=2, head_size=16, dtype=torch.bfloat16
         )
-        size = NUM_BLOCKS * BLOCK_SIZE * 128
-        layers = ["layer0", "layer1"]
+        size = num_blocks * BLOCK_SIZE * 128
+        # A layer of each group shares an array with one of every other.
+        groups = [
+            KVCacheGroupSpec(
+                [f"group{number}.layer{layer}" for layer in range(2)],
+                SlidingWindowSpec(**shape, sliding_window=window)
+                if window
+                else FullAttentionSpec(**shape),
+            )
+            for number, window in enumerate(windows)
+        ]
         kv_cache_config = KVCacheConfig(
-            num_blocks=NUM_BLOCKS,
+            num_blocks=num_blocks,
             kv_cache_tensors=[
                 KVCacheTensor(
                     size=2 * size,
-                    layers=layers,
+                    layers=group.layer_names,
                     layer_stride=size,
-                    block_stride=size // NUM_BLOCKS,
+                    block_stride=size // num_blocks,
                 )
+                for group in groups
             ],
-            kv_cache_groups=[KVCacheGroupSpec(layers, spec)],
+            kv_cache_groups=groups,
         )
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
@@ -140,7 +151,7 @@ class RealEngine:
         )
         # Where the runners' mixin looks for it.
         kv_transfer_state._KV_CONNECTOR_AGENT = worker
-        self.runner = RealRunner(worker, NUM_BLOCKS, (None,), newer=True)
+        self.runner = RealRunner(worker, num_blocks, windows, newer=True)
         self.is_async = is_async
         self.in_flight = []
         self.num_external_tokens = 0
@@ -182,7 +193,11 @@ class RealEngine:
                 self.scheduler.update_from_output(*self.in_flight.pop(0))
             else:
                 return
-        raise AssertionError(f"not done after {max_steps} steps")
+        alive = self.scheduler.requests.values()
+        raise AssertionError(
+            f"after {max_steps} steps there are "
+            f"{[(r.request_id, r.status.name, r.num_computed_tokens) for r in alive]}"
+        )
 
 
 class RealRunner(Runner):
@@ -263,15 +278,24 @@ def test_a_prompt_comes_back_from_the_host_in_vllm(make_engine):
     assert engine.num_external_tokens == 4 * BLOCK_SIZE
 
 
-@pytest.mark.parametrize("is_async", [False, True])
+SERVED = {
+    "synchronous": {},
+    "asynchronous": {"is_async": True},
+    # With fewer blocks vLLM 0.32 stands still: a request whose load has failed as a
+    # whole has to find room beside its own reservation, before others may go on.
+    "hybrid": {"windows": (None, 6), "num_blocks": 64},
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
 @pytest.mark.parametrize("seed", range(3))
-def test_every_token_read_in_vllm_is_what_was_computed_for_it(
-    make_engine, seed, is_async
-):
+def test_every_token_read_in_vllm_is_what_was_computed_for_it(make_engine, seed, name):
     from vllm.v1.request import RequestStatus
 
     rng = np.random.default_rng(seed)
-    engine = make_engine(is_async=is_async)
+    engine = make_engine(**SERVED[name])
+    half = engine.runner.connector._worker
+    half._worker = Unreliable(half, engine.runner, rng)
     prompts = [rng.integers(0, 50, 30).tolist() for _ in range(3)]
     served = []
     for number in range(60):
@@ -300,4 +324,4 @@ def test_every_token_read_in_vllm_is_what_was_computed_for_it(
         assert list(request.all_token_ids) == reference(prompt, num_output)
     assert engine.num_external_tokens > 0
     pool = engine.scheduler.kv_cache_manager.block_pool
-    assert pool.get_num_free_blocks() == NUM_BLOCKS - 1
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
