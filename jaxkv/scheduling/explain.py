@@ -63,7 +63,7 @@ _WORDS: dict[Reason | None, str] = {
     "rare": "not asked for often enough to be stored (store_threshold)",
     "left out": "not to be stored (prompt_only, max_offload_tokens)",
     "part": "its host block would not be full",
-    "never": "not stored, or lost longer ago than is remembered",
+    "never": "not stored, or its loss is not remembered (remember_losses)",
     "evicted": "evicted from the host",
     "full": "dropped: the host had no room",
     "slow": "dropped: too much was on its way to the host",
