@@ -98,15 +98,16 @@ class MaxTextOffload:
             MemoryError: There is not that much host memory.
         """
         check_config(engine.config)
-        maxtext_guards.guard_chunked_prefill()
-        maxtext_guards.guard_stub_results()
         if cache_like is None:
             cache_like = _cache_like(engine)
         self._engine = engine
-        self._prefix_class = maxtext_guards.find_prefix_class()
         self._cache_like = jax.tree.map(_shape_of, cache_like)
+        kv_like = maxtext_cache.prompt_kv(self._cache_like)
+        self._prefix_class = maxtext_guards.find_prefix_class()
+        maxtext_guards.guard_chunked_prefill()
+        maxtext_guards.guard_stub_results()
         self.store = PrefixStore(
-            maxtext_cache.prompt_kv(self._cache_like),
+            kv_like,
             namespace=namespace,
             num_host_blocks=num_host_blocks,
             host_bytes=host_bytes,
@@ -256,7 +257,9 @@ class MaxTextOffload:
         num_tokens = min(len(tokens) - 1, self.max_tokens)
         needed = {name: decode_state[name] for name in ("cache", "generated_tokens")}
         kv, has_all = maxtext_cache.slot_kv(needed, slot, num_tokens)
-        return self.store.save(tokens, kv, num_tokens, extras, only_if=has_all)
+        return self.store.save(
+            tokens, kv, num_tokens, extras, only_if=lambda: bool(has_all)
+        )
 
     def close(self) -> None:
         """Wait for what is on its way; no calls after this."""

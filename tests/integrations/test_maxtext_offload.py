@@ -1,0 +1,168 @@
+"""`MaxTextOffload` over a made-up engine: what it brings back is what was computed."""
+
+import random
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import Extras, Namespace
+from jaxkv.integrations import maxtext_guards
+from jaxkv.integrations.maxtext import MaxTextOffload
+from tests.integrations.fake_maxtext import (
+    LENGTH,
+    Engine,
+    kv_of,
+    leaf_groups,
+    make_cache,
+)
+
+CHUNK = 4
+
+
+class ExistingPrefix(NamedTuple):
+    cache: object
+    common_prefix_tokens: jax.Array
+
+
+class PrefillEngine:
+    """Computes KV that is a token's alone, and checks the KV that it goes on from."""
+
+    config = SimpleNamespace(prefill_chunk_size=CHUNK, use_chunked_prefill=True)
+
+    def __init__(self, layout):
+        self.layout = layout
+        self.num_computed = 0
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        self.prefill_kv_cache_shardings = jax.tree.map(
+            lambda _: device, make_cache(layout, 1)
+        )
+
+    def _nnx_init_cache_dict(self):
+        return jax.tree.map(jnp.asarray, make_cache(self.layout, 1))
+
+    def prefill(self, *, params, existing_prefix, padded_tokens, true_length):
+        assert params == "params"
+        assert padded_tokens.shape == (CHUNK,)
+        before = []
+        cache = make_cache(self.layout, 1)
+        if existing_prefix is not None:
+            before = existing_prefix.common_prefix_tokens.tolist()
+            cache = jax.tree.map(np.array, existing_prefix.cache)
+        tokens = [*before, *padded_tokens[:true_length].tolist()]
+        assert len(tokens) <= LENGTH
+        for number, leaves in leaf_groups(cache):
+            stack = leaves["cache_ar_index"].shape[:-1]
+            wanted = np.arange(LENGTH) < len(before)
+            assert (leaves["cache_prefill_segment_id"][..., 0, :] == wanted).all()
+            leaves["cache_prefill_segment_id"][..., 0, : len(tokens)] = 1
+            for which, name in enumerate(("key", "value")):
+                rows = leaves[f"cached_prefill_{name}"]
+                for row, token in enumerate(tokens):
+                    kv = kv_of(token, number, which, stack)
+                    if row < len(before):
+                        np.testing.assert_array_equal(rows[..., row, :, 0, :], kv)
+                    rows[..., row, :, 0, :] = kv
+        self.num_computed += true_length
+        return {"cache": jax.tree.map(jnp.asarray, cache)}, tokens
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """Make an engine and what keeps its KV, with no MaxText about."""
+    monkeypatch.setattr(maxtext_guards, "guard_chunked_prefill", lambda: False)
+    monkeypatch.setattr(maxtext_guards, "guard_stub_results", lambda: False)
+    monkeypatch.setattr(maxtext_guards, "find_prefix_class", lambda: ExistingPrefix)
+    made = []
+
+    def make(layout, block_size=CHUNK, **arguments):
+        engine = PrefillEngine(layout)
+        namespace = Namespace("made up", "0", "float32", layout, block_size)
+        made.append(
+            MaxTextOffload(engine, namespace=namespace, num_host_blocks=64, **arguments)
+        )
+        return engine, made[-1]
+
+    yield make
+    for offload in made:
+        offload.close()
+
+
+@pytest.mark.parametrize("block_size", [2, 3, 4, 8])
+def test_only_what_is_new_is_computed(make, block_size):
+    engine, offload = make("mixed", block_size)
+    rng = random.Random(block_size)
+    for turn in range(3):
+        prompt = [rng.randrange(1, 9) for _ in range(7)]
+        assert offload.prefill("params", prompt).num_tokens == 0
+        offload.store.flush()
+        longer = [*prompt, *(20 + turn for _ in range(4))]
+        engine.num_computed = 0
+        done = offload.prefill("params", longer)
+        # Whole blocks of the first prompt, and of these whole chunks.
+        kept = 7 // block_size * block_size // CHUNK * CHUNK
+        assert (done.num_tokens, engine.num_computed) == (kept, 11 - kept)
+        assert done.result == longer
+        offload.store.clear()
+
+
+@pytest.mark.parametrize("layout", ["scanned", "unscanned"])
+def test_a_request_goes_on_from_what_it_generated(make, layout):
+    prefill_engine, offload = make(layout)
+    engine = Engine(layout)
+    engine.insert(0, 2)
+    for _ in range(4):
+        engine.step()
+    engine.insert(1, 3)
+    for _ in range(6):  # Around the ring, which has seven rows.
+        engine.step()
+    tokens = engine.lists[1]
+    assert offload.save_slot([*tokens, 999], engine.state(), 1) == 8
+    offload.store.flush()
+    done = offload.prefill("params", [*tokens, 999, 1000])
+    assert done.num_tokens == 8
+    assert prefill_engine.num_computed == 3
+    salted = offload.resume([*tokens, 999], Extras(cache_salt="another"))
+    assert salted == (None, 0)
+
+
+def test_a_slot_of_other_lengths_keeps_nothing_and_is_counted(make):
+    _, offload = make("scanned")
+    engine = Engine("scanned")
+    engine.insert(0, 4)
+    offload.save_slot(range(1, 10), engine.state(), 0)
+    offload.store.flush()
+    assert offload.store.stats.failed_saves == 1
+    assert offload.resume(range(1, 10)) == (None, 0)
+
+
+def test_the_last_token_is_always_computed(make):
+    engine, offload = make("scanned")
+    offload.prefill("params", range(1, 9))
+    offload.store.flush()
+    engine.num_computed = 0
+    assert offload.prefill("params", range(1, 9)).num_tokens == 4
+    assert engine.num_computed == 4
+
+
+def test_the_cache_may_be_shown_instead_of_asked_for(make):
+    cache = jax.tree.map(jnp.asarray, make_cache("scanned", 1))
+    _, offload = make("scanned", cache_like=cache)
+    assert offload.max_tokens == LENGTH
+
+
+def test_a_refused_engine_leaves_maxtext_as_it_is(make, monkeypatch):
+    applied = []
+    monkeypatch.setattr(
+        maxtext_guards, "guard_chunked_prefill", lambda: applied.append(1)
+    )
+    decode_cache = jax.tree.map(jnp.asarray, make_cache("scanned", 3))
+    with pytest.raises(ValueError, match="has 3 slots"):
+        make("scanned", cache_like=decode_cache)
+    monkeypatch.setattr(PrefillEngine, "config", SimpleNamespace(quantize_kvcache=True))
+    with pytest.raises(ValueError, match="quantize_kvcache=True must be False"):
+        make("scanned")
+    assert not applied
