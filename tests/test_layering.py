@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FLOORS = [
-    ["types < hashing keys < batches", "units", "names"],
+    ["types < hashing keys < batches", "closing", "units", "names"],
     [
         "policies.ordering policies.counting < policies.directory policies.recency"
         " policies.arc_target < policies.lru policies.arc < policies.registry"

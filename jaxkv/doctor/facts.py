@@ -144,7 +144,7 @@ def gather_facts(
         for check in (
             lambda: memory.host_sharding(device),
             lambda: probe.check_client(backend.platform, environ),
-            _check_jit,
+            probe.check_jit,
         ):
             try:
                 check()
@@ -195,13 +195,6 @@ def _backend_of(device: jax.Device) -> Backend:
         memory.memory_kinds(device),
         stats.get("bytes_limit"),
     )
-
-
-def _check_jit() -> None:
-    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-        raise ValueError(
-            "JAX_DISABLE_JIT is set, but transfers are compiled programs: unset it."
-        )
 
 
 def _system() -> str:

@@ -17,6 +17,7 @@ from typing import Any, Protocol, SupportsIndex, TypeAlias
 import jax
 
 from jaxkv import Extras, Namespace, Policy
+from jaxkv.closing import Closing
 from jaxkv.hashing import NO_EXTRAS
 from jaxkv.integrations.prefix_blocks import AxisRules
 from jaxkv.integrations.prefix_store import PrefixStats, PrefixStore
@@ -74,7 +75,7 @@ class PrefixValue:
     device: PyTree
 
 
-class PrefixCache:
+class PrefixCache(Closing):
     """Does what JetStream's ``PrefixCache`` does, with each block of KV kept once.
 
     The engine's cache, any pytree, is cut into blocks along its sequence axes. Full
@@ -305,12 +306,6 @@ class PrefixCache:
         """Wait for what is on its way and end the thread; no calls after this."""
         if self.store is not None:
             self.store.close()
-
-    def __enter__(self) -> PrefixCache:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _Shared:

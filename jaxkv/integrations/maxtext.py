@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, NamedTuple, SupportsIndex
 
 import jax
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import Extras, Namespace, Policy
+from jaxkv.closing import Closing
 from jaxkv.hashing import NO_EXTRAS, TokenIds
 from jaxkv.integrations import maxtext_cache, maxtext_guards
 from jaxkv.integrations.prefix_store import PrefixStore
@@ -52,7 +52,7 @@ class Prefill(NamedTuple):
     num_tokens: int
 
 
-class MaxTextOffload:
+class MaxTextOffload(Closing):
     """Keeps the KV of a MaxEngine's requests on the host, and resumes from it.
 
     Around the calls that an engine loop makes anyway:
@@ -264,17 +264,6 @@ class MaxTextOffload:
     def close(self) -> None:
         """Wait for what is on its way; no calls after this."""
         self.store.close()
-
-    def __enter__(self) -> MaxTextOffload:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _existing(self, cache: PyTree, tokens: TokenIds) -> Any:
         covered = jnp.asarray(np.asarray(tokens, np.int32))

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple, SupportsIndex
 
 from jaxkv import Extras, KeyChain, Namespace, OffloadingManager, Policy
+from jaxkv.closing import Closing
 from jaxkv.hashing import NO_EXTRAS, TokenIds
 from jaxkv.integrations.prefix_layout import PrefixLayout
 from jaxkv.integrations.prefix_moves import PrefixMover
@@ -55,7 +56,7 @@ class PrefixStats:
     failed_loads: int = 0
 
 
-class PrefixStore:
+class PrefixStore(Closing):
     """Keeps the KV of prompts on the host, each full block of tokens once.
 
     `save` takes the arrays of one prompt and returns before its bytes have left the
@@ -332,12 +333,6 @@ class PrefixStore:
             self._lock.wait_for(lambda: not self._num_saves)
             self._closed = True
         self._mover.close()
-
-    def __enter__(self) -> PrefixStore:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _keys(self, tokens: TokenIds, extras: Extras) -> list[BlockKey]:
         return KeyChain(self._namespace, extras).extend(tokens)

@@ -7,8 +7,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 
+from jaxkv.closing import Closing
 from jaxkv.groups import GroupSpec, as_groups
 from jaxkv.observe.catalog import BlockCatalog
 from jaxkv.observe.describe import count_unknown, describe, describe_all
@@ -48,7 +48,7 @@ class PublisherStats:
     num_bad_requests: int
 
 
-class EventPublisher:
+class EventPublisher(Closing):
     """Publishes events to whoever subscribes, from a thread of its own.
 
     A message is (topic, sequence number, payload): the number has 8 bytes, the first
@@ -216,17 +216,6 @@ class EventPublisher:
                 self._ring()
         self._thread.join()
         self._context.destroy(linger=0)
-
-    def __enter__(self) -> EventPublisher:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _open(self, hwm: int, buffer_steps: int, connects: bool) -> None:
         self._pub = self._context.socket(zmq.PUB)

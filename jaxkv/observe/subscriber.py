@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Iterator
-from types import TracebackType
 from typing import NamedTuple
 
 import msgspec
 
+from jaxkv.closing import Closing
 from jaxkv.observe.kv_events import KVEventBatch, decode_batch
 from jaxkv.observe.publisher import END_OF_REPLAY, SEQ_BYTES
 from jaxkv.observe.sockets import bind, connect, offset_endpoint, zmq
@@ -48,7 +48,7 @@ class SubscriberStats:
     num_malformed: int = 0
 
 
-class EventSubscriber:
+class EventSubscriber(Closing):
     """Receives the events of one publisher, jaxkv's or vLLM's, in order.
 
     Not for several threads.
@@ -141,17 +141,6 @@ class EventSubscriber:
     def close(self) -> None:
         """Give up the connections."""
         self._context.destroy(linger=0)
-
-    def __enter__(self) -> EventSubscriber:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _open(self, topic: str, hwm: int, binds: bool) -> None:
         self._sub = self._context.socket(zmq.SUB)

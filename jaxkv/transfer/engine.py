@@ -121,9 +121,8 @@ class TransferEngine:
         platform = layout.device.platform
         memory.host_sharding(layout.device)  # Refuses devices without pinned memory.
         probe.check_client(platform)
+        probe.check_jit()
         mode = choose_mode(mode, platform)
-        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            raise ValueError("jax_disable_jit is set; transfers are compiled programs.")
         blocks_per_host_block = operator.index(blocks_per_host_block)
         if blocks_per_host_block < 1:
             raise ValueError(f"{blocks_per_host_block=} must be at least 1.")

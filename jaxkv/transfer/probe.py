@@ -115,6 +115,18 @@ def check_client(platform: str, environ: Mapping[str, str] = os.environ) -> None
         )
 
 
+def check_jit() -> None:
+    """Refuse to work where nothing is compiled.
+
+    Raises:
+        ValueError: JAX was told to compile nothing.
+    """
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        raise ValueError(
+            "JAX_DISABLE_JIT is set, but transfers are compiled programs: unset it."
+        )
+
+
 def main(platform: str) -> None:
     """Try it out and print what came of it. Not in a process that must survive."""
     _write_no_core_file()

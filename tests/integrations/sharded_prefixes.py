@@ -1,14 +1,9 @@
 """What test_sharded_prefixes.py checks, run by it in a process of four CPU devices.
 
-    python -m tests.integrations.sharded_prefixes
+    python -m tests.integrations.sharded_prefixes [NAME ...]
 
 prints a JSON object, for each case a traceback, or null if all is well.
 """
-
-import json
-import os
-import sys
-import traceback
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +13,7 @@ import pytest
 from jaxkv import Namespace
 from jaxkv.integrations.jetstream import PrefixCache, PrefixValue
 from jaxkv.integrations.prefix_store import PrefixStore
+from tests.device_cases import main
 from tests.integrations.known_kv import check_equal
 
 P = jax.sharding.PartitionSpec
@@ -141,22 +137,5 @@ def refuses_sharded_tokens():
         PrefixStore(kv, namespace=NAMESPACE, num_host_blocks=4, sequence_axis=1)
 
 
-def main():
-    """Run all cases."""
-    results = {}
-    for name, function in CASES.items():
-        try:
-            function()
-            results[name] = None
-        except Exception:
-            results[name] = traceback.format_exc()
-    print(json.dumps(results))
-    sys.stdout.flush()
-
-
 if __name__ == "__main__":
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    jax.config.update("jax_num_cpu_devices", 4)
-    jax.config.update("jax_numpy_rank_promotion", "raise")
-    jax.config.update("jax_numpy_dtype_promotion", "strict")
-    main()
+    main(CASES, num_devices=4)

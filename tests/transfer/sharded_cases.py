@@ -5,11 +5,7 @@
 prints a JSON object, for each case a traceback, or null if all is well.
 """
 
-import json
-import os
 import re
-import sys
-import traceback
 from collections.abc import Callable
 
 import jax
@@ -19,6 +15,7 @@ import pytest
 
 from jaxkv.transfer import Compression, TransferEngine
 from jaxkv.transfer.kernels import SAVE_KINDS
+from tests.device_cases import main
 from tests.transfer.shadow import Shadow, bits, random_array
 
 P = jax.sharding.PartitionSpec
@@ -307,22 +304,5 @@ for axis_type in AXIS_TYPES:
     add(f"positive control, {axis_type}", positive_control, axis_type)
 
 
-def main(names):
-    """Run cases, all of them if none is named."""
-    results = {}
-    for name in names or CASES:
-        try:
-            CASES[name]()
-            results[name] = None
-        except Exception:
-            results[name] = traceback.format_exc()
-    print(json.dumps(results))
-    sys.stdout.flush()
-
-
 if __name__ == "__main__":
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    jax.config.update("jax_num_cpu_devices", 8)
-    jax.config.update("jax_numpy_rank_promotion", "raise")
-    jax.config.update("jax_numpy_dtype_promotion", "strict")
-    main(sys.argv[1:])
+    main(CASES, num_devices=8)
