@@ -2,7 +2,7 @@
 
 vLLM loads the class by this module's path, with no change to vLLM or to tpu-inference::
 
-    vllm serve MODEL --kv-transfer-config '{
+    vllm serve MODEL --no-async-scheduling --kv-transfer-config '{
         "kv_connector": "TPUOffloadConnector",
         "kv_connector_module_path": "jaxkv.integrations.vllm",
         "kv_role": "kv_both",

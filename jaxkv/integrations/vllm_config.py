@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib.metadata
+import importlib.util
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,6 +28,11 @@ _SIZES = (
     "decode_context_parallel_size",
     "prefill_context_parallel_size",
 )
+
+# The newest tpu-inference, as (major, minor), that is known to lose tokens with
+# asynchronous scheduling; docs/vllm.md says how. Raise it with each release that
+# still does.
+_LAST_TO_LOSE_TOKENS = (0, 32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,6 +253,40 @@ def _check_engine(config: Any) -> None:
     role = config.kv_transfer_config.kv_role
     if role != "kv_both":
         raise ValueError(f"kv_role={role!r} must be 'kv_both': it stores and loads.")
+    _check_async_scheduling(config.scheduler_config)
+
+
+def _check_async_scheduling(scheduler_config: Any) -> None:
+    """Refuse asynchronous scheduling where tpu-inference loses tokens with it."""
+    # vLLM has replaced None, its default, before it makes a connector. Versions that
+    # leave it None, or lack it, schedule synchronously.
+    if not getattr(scheduler_config, "async_scheduling", None):
+        return
+    version = _tpu_inference_version()
+    if version is None:
+        return
+    found = re.match(r"([0-9]+)\.([0-9]+)", version)
+    if found and (int(found[1]), int(found[2])) > _LAST_TO_LOSE_TOKENS:
+        return
+    raise ValueError(
+        f"async_scheduling=True with tpu-inference {version or 'of unknown version'} "
+        "gives wrong tokens: a request that is left out of a step continues from token "
+        "0 instead of its last token, and the host tier would keep the KV of it. Add "
+        "--no-async-scheduling (async_scheduling=False)."
+    )
+
+
+def _tpu_inference_version() -> str | None:
+    """Give the version of the installed tpu-inference.
+
+    Returns:
+        The version; empty if it has none, as a checkout on the path; None if
+        tpu-inference is not installed.
+    """
+    try:
+        return importlib.metadata.version("tpu-inference") or ""
+    except importlib.metadata.PackageNotFoundError:
+        return "" if importlib.util.find_spec("tpu_inference") else None
 
 
 def _groups_of(kv_cache_config: Any) -> tuple[GroupSpec, ...]:

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from jaxkv.integrations import vllm_config
+
 from . import fake_vllm
 from .fake_engine import Engine, next_token
 from .fake_vllm import (
@@ -33,6 +35,16 @@ def reference(prompt, num_output):
     for _ in range(num_output):
         tokens.append(next_token(tokens))
     return tokens
+
+
+@pytest.mark.parametrize("role", KVConnectorRole)
+def test_no_half_starts_where_async_scheduling_loses_tokens(
+    generation, role, monkeypatch
+):
+    monkeypatch.setattr(vllm_config, "_tpu_inference_version", lambda: "0.32.0")
+    configs = make_configs(scheduler_config__async_scheduling=True)
+    with pytest.raises(ValueError, match="Add --no-async-scheduling"):
+        create_connector(configs[0], role, configs[1])
 
 
 def forget_device(engine):

@@ -1,5 +1,8 @@
 """What vLLM's connector refuses to be started with, and what it makes of the rest."""
 
+import importlib
+import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -131,6 +134,64 @@ def test_engines_that_are_refused(case):
     name, value, message = BAD_ENGINES[case]
     with pytest.raises(ValueError, match=message):
         read(**{name: value})
+
+
+@pytest.fixture
+def install_tpu_inference(tmp_path, monkeypatch):
+    """Hides what is installed; makes a tpu-inference found, with a version or none."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "tpu_inference", raising=False)
+    importlib.invalidate_caches()
+
+    def install(version):
+        (tmp_path / "tpu_inference").mkdir()
+        (tmp_path / "tpu_inference" / "__init__.py").touch()
+        if version is not None:
+            folder = tmp_path / f"tpu_inference-{version}.dist-info"
+            folder.mkdir()
+            (folder / "METADATA").write_text(
+                f"Metadata-Version: 2.1\nName: tpu-inference\nVersion: {version}\n"
+            )
+        importlib.invalidate_caches()
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("version", "named"),
+    [
+        ("0.32.0", "tpu-inference 0.32.0 gives wrong tokens: a request that is left"),
+        ("0.32.1.dev20261101", "tpu-inference 0.32.1.dev20261101 gives wrong tokens"),
+        ("0.19.1", "tpu-inference 0.19.1 gives wrong tokens"),
+        ("0.9", "tpu-inference 0.9 gives wrong tokens"),
+        ("main", "tpu-inference main gives wrong tokens"),
+        (None, "tpu-inference of unknown version gives wrong tokens"),
+    ],
+)
+def test_async_scheduling_is_refused_where_tpu_inference_loses_tokens(
+    version, named, install_tpu_inference
+):
+    install_tpu_inference(version)
+    with pytest.raises(ValueError, match=re.escape(named)) as caught:
+        read(scheduler_config__async_scheduling=True)
+    assert "Add --no-async-scheduling (async_scheduling=False)." in str(caught.value)
+    # What is synchronous is served: told so, by default, or by an older vLLM.
+    for is_async in (False, None):
+        assert read(scheduler_config__async_scheduling=is_async).num_host_blocks == 32
+    assert read().num_host_blocks == 32
+
+
+@pytest.mark.parametrize("version", ["0.33.0", "0.100.0", "1.0"])
+def test_async_scheduling_is_served_with_a_newer_tpu_inference(
+    version, install_tpu_inference
+):
+    install_tpu_inference(version)
+    assert read(scheduler_config__async_scheduling=True).num_host_blocks == 32
+
+
+@pytest.mark.usefixtures("install_tpu_inference")
+def test_async_scheduling_is_served_without_tpu_inference():
+    assert read(scheduler_config__async_scheduling=True).num_host_blocks == 32
 
 
 def test_layers_that_are_refused():
