@@ -48,6 +48,8 @@ class DeviceBlockPool:
         num_changes: Grows with whatever changes what a block contains or which is given
             up next; pins do not.
         block_size: As given.
+        unwritten: Blocks whose tokens were neither computed nor loaded; `cache` skips
+            them. `OffloadScheduler` adds them, `allocate` and `evict` remove theirs.
         state: All that is known, as a pytree. A program that puts another in its place
             sets `num_free` to that of the state.
 
@@ -60,6 +62,7 @@ class DeviceBlockPool:
         >>> pool.allocate(2)
         [1, 2]
         >>> pool.cache([1, 2], [b"head", b"tail"])
+        []
         >>> pool.free([2, 1])
         >>> pool.find_prefix([b"head", b"tail", b"other"])
         [1, 2]
@@ -87,6 +90,7 @@ class DeviceBlockPool:
         self.num_free = num_blocks - 1
         self.num_changes = 0
         self.block_size = block_size
+        self.unwritten: set[int] = set()
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
         allocations = programs.ALLOCATE, programs.ALLOCATE_WITH_KEYS
         self._allocate_program = allocations[enable_events]
@@ -222,18 +226,26 @@ class DeviceBlockPool:
         complaint = "is unpinned more often than it is pinned."
         self._release(programs.UNPIN, block_ids, complaint)
 
-    def cache(self, block_ids: BlockIds, keys: Sequence[BlockKey]) -> None:
+    def cache(self, block_ids: BlockIds, keys: Sequence[BlockKey]) -> list[int]:
         """Make full, computed blocks findable.
 
         Args:
             block_ids: Blocks that somebody holds.
             keys: What each of them contains. A block that has its key is left alone.
 
+        Returns:
+            The blocks that were skipped, as they are `unwritten`.
+
         Raises:
             ValueError: If a block is known under another key, or is given two; then
                 none is cached.
         """
         ids, names, lanes = self._pairs(block_ids, keys)
+        skipped = [i for i in ids.tolist() if i in self.unwritten]
+        if skipped:
+            rows = np.flatnonzero(~np.isin(ids, skipped))
+            self.cache(ids[rows], [names[row] for row in rows.tolist()])
+            return skipped
         added: list[int] = []
         start = 0
         for num, answer in self._run(programs.CACHE, ids, lanes):
@@ -252,6 +264,7 @@ class DeviceBlockPool:
             )
         if added and self._events is not None:
             self._record([names[row] for row in added], removed=False)
+        return skipped
 
     def evict(self, block_ids: BlockIds) -> None:
         """Forget what blocks contain; they stay with whoever holds them."""
@@ -384,6 +397,7 @@ class DeviceBlockPool:
         return [key for key in self._keys_of(given, num) if key is not None]
 
     def _note_losses(self, block_ids: list[int], lost: list[bytes]) -> None:
+        self.unwritten.difference_update(block_ids)
         if self._names:
             for block_id in block_ids:
                 self._names.pop(block_id, None)

@@ -70,7 +70,9 @@ def keys_by_group(request: Request, num_groups: int) -> Sequence[Sequence[BlockK
 
 
 def tables_by_group(table: BlockTable, num_groups: int) -> list[list[int]]:
-    """Give a block table as one list for each group of layers."""
+    """Give a block table as one list for each group of layers; [] for no blocks."""
+    if not len(table):
+        return [[] for _ in range(num_groups)]
     if num_groups == 1 and (len(table) != 1 or isinstance(table[0], int)):
         return [list(cast(Sequence[int], table))]
     if len(table) != num_groups or isinstance(table[0], int):

@@ -28,6 +28,7 @@ from jaxkv.connector import (
     OffloadMetadata,
     Request,
     SchedulerOutput,
+    tables_by_group,
 )
 from jaxkv.groups import GroupSpec, as_groups
 from jaxkv.offloading_manager import OffloadingManager
@@ -35,9 +36,9 @@ from jaxkv.scheduling.eager import EagerStores
 from jaxkv.scheduling.explain import Explanation, explain
 from jaxkv.scheduling.gate import Gate
 from jaxkv.scheduling.lazy import LazyStores
-from jaxkv.scheduling.load_plan import flat_ids
+from jaxkv.scheduling.load_plan import flat_ids, mark_skipped
 from jaxkv.scheduling.loads import Loads
-from jaxkv.scheduling.prefix import rows_of
+from jaxkv.scheduling.prefix import row_keys
 from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules, check_rules
 from jaxkv.scheduling.stats import Delays, InTransit, OffloadStats
@@ -211,7 +212,7 @@ class OffloadScheduler:
 
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockTable, num_external_tokens: int
-    ) -> None:
+    ) -> list[list[int]]:
         """Note the device blocks of a request and what is to be loaded into them.
 
         May be called again for a request that is known, with 0 tokens, to replace
@@ -222,13 +223,20 @@ class OffloadScheduler:
             block_ids: All its device blocks, those found on the device first.
             num_external_tokens: How much of the offer the engine takes; 0 for nothing.
 
+        Returns:
+            The table once the offer is there, a list for each group: `block_ids`, but
+            NULL_BLOCK for what the offer leaves out, as the next token does not read
+            it. The engine may free those blocks then; `DeviceBlockPool.cache` skips
+            them. If the load fails, it goes on with `block_ids` and computes them.
+
         Raises:
             ValueError: If that is no whole number of blocks, or more than
                 `get_num_new_matched_tokens` offered; if there are several groups, or
                 one that is not of full attention, less. Then nothing changes.
         """
-        self._loads.take(self._pool, request, block_ids, num_external_tokens)
-        name = request.request_id
+        pool, tables = self._pool, tables_by_group(block_ids, len(self.groups))
+        load = self._loads.take(pool, request, block_ids, num_external_tokens)
+        name, keys = request.request_id, self._keys.of(request)
         num_local = self._num_local.pop(name, None)
         if self._eager is not None:
             self._eager.register(
@@ -238,14 +246,11 @@ class OffloadScheduler:
             self._known.add(name)
             self._stats.count_request(request, num_local, num_external_tokens)
             # Once, however often it asked: a request uses its blocks once.
-            keys = self._keys.of(request)
-            none = [0] * len(keys)
-            factor = self.rules.blocks_per_host_block
-            rows = rows_of(
-                self.groups, keys, [[]] * len(keys), none, list(map(len, keys)), factor
-            )
-            self._manager.many.count_lookup(rows.keys)
-            self._manager.many.touch([rows.keys])
+            used = row_keys(self.groups, keys, self.rules.blocks_per_host_block)
+            self._manager.many.count_lookup(used)
+            self._manager.many.touch([used])
+        prefix = keys, tables, num_local, num_external_tokens
+        return mark_skipped(self.groups, pool, *prefix, load)
 
     def build_connector_meta(self, output: SchedulerOutput) -> OffloadMetadata:
         """List the transfers to start in this step.

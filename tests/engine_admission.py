@@ -82,10 +82,13 @@ class Admission(Refuser):
             max(local // spec.block_size, first_read(spec, total))
             for spec in self.groups
         ]
+        request.is_careless = rng.random() < 0.3
+        if request.is_careless:
+            request.num_cached = [local // spec.block_size for spec in self.groups]
         request.seen_on_host = set()
         if rng.random() < 0.03:
             self.try_bad_takes(request, offer)
-        self.scheduler.update_state_after_alloc(request, request.table, taken)
+        after = self.scheduler.update_state_after_alloc(request, request.table, taken)
         load = self.loads.get(request.request_id)
         if load is not None and not taken:
             del self.loads[request.request_id]
@@ -99,6 +102,10 @@ class Admission(Refuser):
                 ]
             }
             assert NULL_BLOCK not in load.targets.values()
+        self.note_skipped(request, local, total, load if taken else None)
+        assert after == [
+            [NULL_BLOCK if b in request.skipped else b for b in own] for own in tables
+        ]
         # What a request finds is looked for on the host when it ends, not before.
         for g, spec in enumerate(self.groups):
             rows = range(0, total // spec.block_size, self.factor)
@@ -111,6 +118,17 @@ class Admission(Refuser):
         self.waiting.remove(request)
         self.active.append(request)
         return True
+
+    def note_skipped(self, request, local, total, load):
+        """Take note of the blocks of an offer to which nothing is written."""
+        request.skipped = {
+            request.tables[g][i]
+            for g, spec in enumerate(self.groups)
+            for i in range(local // spec.block_size, total // spec.block_size)
+            if load is None or (g, i) not in load.targets
+        } - {NULL_BLOCK}
+        self.unwritten |= request.skipped
+        self.counts["skipped"] += len(request.skipped)
 
     def query(self, request, local, touched):
         """Ask for an offer, and compare with what is known to be there."""

@@ -63,6 +63,7 @@ class Engine(Admission):
         assert request.phase == "loading"
         request.phase = "running"
         self.counts["failed"] += 1
+        self.unwritten -= request.skipped
         first = request.num_computed_tokens
         holes = []
         for g, spec in enumerate(self.groups):
@@ -248,10 +249,14 @@ class Engine(Admission):
                 blocks.append(request.tables[g][i])
                 keys.append(request.block_keys_by_group[g][i])
             request.num_cached[g] = max(last, request.num_cached[g])
-        assert NULL_BLOCK not in blocks
+        assert NULL_BLOCK not in blocks or request.is_careless
         if blocks:
-            self.pool.cache(blocks, keys)
+            skipped = self.pool.cache(blocks, keys)
+            assert skipped == [block for block in blocks if block in self.unwritten]
+            self.counts["not cached"] += len(skipped)
         for block, key in zip(blocks, keys, strict=True):
+            if block == NULL_BLOCK or block in self.unwritten:
+                continue
             assert self.device_keys.setdefault(block, key) == key
             self.serving.setdefault(key, []).append(block)
 

@@ -58,6 +58,7 @@ class Watcher:
         self.digest = b""
         self.is_calm = False
         self.evicted = set()
+        self.unwritten = set()  # blocks that the pool is not to cache
         self._num_requests = 0
 
     def key(self, group, prefix):
@@ -139,6 +140,7 @@ class Watcher:
             assert not busy & set(blocks), "a block in flight is handed out"
         for block in blocks:
             self.forget_device(block)
+        self.unwritten.difference_update(blocks)
         return blocks
 
     def forget_device(self, block):
@@ -301,6 +303,7 @@ class Watcher:
         assert real_ref == listed(ref_cnt, self.setup.num_host_blocks)
         busy = {*held, *(b for b, n in pins.items() if n)}
         assert pool.num_free == pool.num_blocks - 1 - len(busy)
+        assert pool.unwritten == self.unwritten
         assert scheduler.has_pending_loads() == bool(self.loads)
         assert scheduler.has_pending_stores() == bool(self.stores or waiting.keys)
         self.check_counts(list(ref_cnt.values()))

@@ -177,7 +177,9 @@ class Rig:
             table += skipped
             request.tables.append(table + self.pool.allocate(num - len(table)))
         request.num_computed_tokens = num_local
-        self.scheduler.update_state_after_alloc(request, request.table, offer)
+        after = self.scheduler.update_state_after_alloc(request, request.table, offer)
+        # This engine has no block where the next token reads none.
+        assert self.compat or after == request.tables
         self.requests[request.request_id] = request
         request.loading_tokens = offer
         if offer and not takes_time:

@@ -52,6 +52,8 @@ class SimRequest:
         self.num_loading_tokens = 0
         self.new_blocks = None
         self.seen_on_host = set()
+        self.is_careless = False  # It caches what its windows leave out, too.
+        self.skipped = set()  # Blocks of its offer that are not written.
         self._engine = engine
         for prefix in path[1:]:
             self.append(prefix)

@@ -280,6 +280,29 @@ def test_the_null_block_is_passed_over(pool):
     assert pool.find_prefix([b"null"]) == []
 
 
+def test_unwritten_blocks_are_not_cached(pool):
+    pool.unwritten.update([10, 11, 12])
+    blocks, keys = [10, 9, NULL_BLOCK, 11], [b"u", b"v", b"null", b"w"]
+    assert pool.cache(blocks, keys) == [10, 11]
+    assert pool.find([b"u", b"v", b"w"]).tolist() == [NO_BLOCK, 9, NO_BLOCK]
+    assert pool.cache([9], [b"v"]) == []
+    pool.take_events()
+    before = state_of(pool)
+    with pytest.raises(ValueError, match="block_id=9 is cached as b'v', not b'x'"):
+        pool.cache([10, 9], [b"u", b"x"])
+    assert state_of(pool) == before
+    assert pool.unwritten == {10, 11, 12}
+
+
+def test_blocks_are_no_longer_unwritten_once_they_are_something_else(pool):
+    pool.free([3, 2, 1])
+    pool.unwritten.update(range(1, 24))
+    new = pool.allocate(2)
+    pool.evict([3])
+    assert pool.unwritten == {*range(1, 24)} - {*new, 3}
+    assert pool.cache(new, [b"x", b"y"]) == []
+
+
 def test_a_prefix_ends_at_the_first_hole(pool):
     assert pool.find_prefix([b"a", b"b", b"c", b"d"]) == [1, 2, 3, 4]
     assert pool.find_prefix(iter([b"a", b"b", b"x", b"c"])) == [1, 2]

@@ -46,10 +46,12 @@ class Ours:
         self.allocate = self.pool.allocate
         self.touch = self.pool.touch
         self.free = self.pool.free
-        self.cache = self.pool.cache
 
     def find(self, keys, most):
         return find_cached_prefix(self.pool, self.groups, keys, most)
+
+    def cache(self, ids, keys):
+        assert self.pool.cache(ids, keys) == []
 
     def plan(self, output):
         meta = self.scheduler.build_connector_meta(output)

@@ -40,11 +40,17 @@ class VllmBlockPool:
     Args:
         pool: vLLM's `BlockPool`.
         num_groups: Groups of the model's layers.
+
+    Attributes:
+        unwritten: See `DeviceBlockPool`. Nobody reads it, and it stays empty: where
+            tokens are skipped, vLLM's tables have the null block, which vLLM does not
+            cache.
     """
 
     def __init__(self, pool: Any, num_groups: int) -> None:
         self._pool = pool
         self._num_groups = num_groups
+        self.unwritten: set[int] = set()
 
     def holds(self, block_ids: BlockIds, keys: Sequence[BlockKey]) -> NDArray[np.bool_]:
         """Tell which blocks vLLM knows to contain what a key stands for.

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from jaxkv.blocks import NULL_BLOCK, DeviceBlockPool
 from jaxkv.connector import NO_EVENT, BlockTable, Request, tables_by_group
-from jaxkv.groups import GroupSpec
+from jaxkv.groups import FullAttention, GroupSpec
 from jaxkv.host_tier import HostTier
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.search import Match, search
@@ -48,6 +48,7 @@ class Load:
         num_reports: Workers that reported it.
         has_failed: Whether one of them reported a failure.
         is_wanted: Whether the request still waits for it.
+        skipped: Device blocks of what was offered that nothing is written to.
     """
 
     request_id: str
@@ -67,6 +68,7 @@ class Load:
     num_reports: int = 0
     has_failed: bool = False
     is_wanted: bool = True
+    skipped: Sequence[int] = ()
 
     @property
     def keys(self) -> list[BlockKey]:
@@ -224,6 +226,67 @@ def find_targets(
         blocks_at(load.row_groups[:, None], load.row_indices),
         blocks_at(load.copy_groups, load.copy_indices),
     )
+
+
+def mark_skipped(
+    groups: tuple[GroupSpec, ...],
+    pool: DeviceBlockPool,
+    keys: Sequence[Sequence[BlockKey]],
+    tables: Sequence[Sequence[int]],
+    num_local: int | None,
+    num_external: int,
+    load: Load | None,
+) -> list[list[int]]:
+    """Find the blocks of a prefix that nothing is written to; mark them in the pool.
+
+    The next token does not read them: they are outside the window, in another chunk,
+    or hold older states. So they are neither loaded nor copied, nor computed.
+
+    Args:
+        groups: The groups of the model's layers.
+        pool: The device's blocks. Of those in `tables`, just the ones that are found
+            are `unwritten` afterwards.
+        keys: The request's keys, for each group.
+        tables: Its device blocks, for each group.
+        num_local: Tokens that were found on the device; None if nobody looked, as the
+            request runs already. Then nothing is found here.
+        num_external: Tokens that come to them.
+        load: How they come; None if there are none.
+
+    Returns:
+        The tables, with NULL_BLOCK in place of what is found behind `num_local`.
+    """
+    if num_local is None or all(isinstance(spec, FullAttention) for spec in groups):
+        return [list(table) for table in tables]
+    written = _NO_IDS
+    if load is not None:
+        written = np.concatenate([load.written_blocks, load.copy_targets])
+    answer = []
+    unwritten: list[int] = []
+    skipped: list[int] = []
+    for spec, own_keys, table in zip(groups, keys, tables, strict=True):
+        start = num_local // spec.block_size
+        end = (num_local + num_external) // spec.block_size
+        if isinstance(spec, FullAttention):
+            start = end = 0  # All of it is read.
+        head, tail = np.array(table[:end], np.int32), list(table[end:])
+        # What the request computes may be in a block that has had another place.
+        is_unwritten = ~np.isin(head, [NULL_BLOCK, *written.tolist(), *tail])
+        # An engine may have put blocks of its own where the device was not searched.
+        found = np.flatnonzero(is_unwritten[: min(start, len(own_keys))])
+        if found.size:
+            found_keys = [own_keys[index] for index in found.tolist()]
+            is_unwritten[found] = ~pool.holds(head[found], found_keys)
+        unwritten += head[is_unwritten].tolist()
+        is_unwritten[:start] = False
+        skipped += head[is_unwritten].tolist()
+        answer.append([*np.where(is_unwritten, NULL_BLOCK, head).tolist(), *tail])
+    if pool.unwritten:
+        pool.unwritten.difference_update(*tables)
+    pool.unwritten.update(unwritten)
+    if load is not None:
+        load.skipped = skipped
+    return answer
 
 
 def flat_ids(each: Iterable[Ids | None]) -> tuple[int, ...]:

@@ -51,9 +51,6 @@ class Preview(NamedTuple):
     shared: tuple[int, ...]
 
 
-_NO_ROWS = np.empty(0, np.int32)
-
-
 class Loads:
     """The loads of all requests.
 
@@ -110,7 +107,7 @@ class Loads:
     def in_transit(self) -> tuple[int, int, int]:
         """The part of `InTransit` that tells of loads; for any thread."""
         num_blocks = {True: 0, False: 0}
-        rows = [_NO_ROWS]
+        rows = [_NO_IDS]
         for load in tuple(self._loads.values()):
             num_blocks[load.event == NO_EVENT] += len(load.written_blocks)
             rows.append(load.host_blocks)
@@ -221,8 +218,8 @@ class Loads:
         request: Request,
         table: BlockTable,
         num_external_tokens: int,
-    ) -> None:
-        """Note where what was offered is to go."""
+    ) -> Load | None:
+        """Note where what was offered is to go; give what was taken of it."""
         load = self._loads.get(request.request_id)
         if load is not None and load.targets is not None:
             if num_external_tokens:
@@ -230,7 +227,7 @@ class Loads:
                     f"{num_external_tokens=} of request {request.request_id!r} must be "
                     "0: it has taken an offer, whose load is under way."
                 )
-            return
+            return None
         offered = load.num_tokens if load else 0
         step = alignment(self._groups)
         if not all(isinstance(group, FullAttention) for group in self._groups):
@@ -241,10 +238,10 @@ class Loads:
                 f"multiple of {step} up to {offered}, the offer."
             )
         if load is None:
-            return
+            return None
         if num_external_tokens == 0:
             self.drop(pool, request.request_id)
-            return
+            return None
         num_tokens = load.num_computed_tokens + num_external_tokens
         taken, left = split_load(
             load, *find_targets(load, self._groups, table, num_tokens)
@@ -253,6 +250,7 @@ class Loads:
         pool.unpin(left.sources)
         self._release([left])
         self._loads[request.request_id] = taken
+        return taken
 
     @property
     def is_held_up(self) -> bool:
@@ -341,6 +339,9 @@ class Loads:
             self._stats.num_loads_failed += load.has_failed
             self._stats.num_loads += not load.has_failed
             self._stats.num_loaded += len(load.written_blocks) * (not load.has_failed)
+            if load.has_failed and load.is_wanted:
+                # Now the request computes all that it was to get.
+                pool.unwritten.difference_update(load.skipped)
         self._end(pool, ended)
         answers: tuple[list[str], list[str]] = [], []
         for load in ended:

@@ -28,6 +28,24 @@ class Rows(NamedTuple):
     groups: NDArray[np.intp] | None
 
 
+def row_keys(
+    specs: tuple[GroupSpec, ...],
+    keys: Sequence[Sequence[BlockKey]],
+    blocks_per_host_block: int,
+) -> Sequence[BlockKey]:
+    """List the keys of a request's host blocks so that a part is the prefix's head.
+
+    Args:
+        specs: The groups of the model's layers.
+        keys: The request's keys, for each group.
+        blocks_per_host_block: Device blocks in a host block, whose key is the last's.
+    """
+    counts = [len(own) for own in keys]
+    no_tables: list[list[int]] = [[] for _ in keys]
+    first = [0] * len(keys)
+    return rows_of(specs, keys, no_tables, first, counts, blocks_per_host_block).keys
+
+
 def rows_of(
     specs: tuple[GroupSpec, ...],
     keys: Sequence[Sequence[BlockKey]],

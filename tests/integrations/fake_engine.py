@@ -524,3 +524,5 @@ class Engine:
         assert not any(block.ref_cnt for block in pool.blocks if not block.is_null)
         assert not self.books.has_pending_stores()
         assert not self.books.has_pending_loads()
+        # Where the next token reads none, vLLM has no block that it could cache.
+        assert self.books._bound_pool.unwritten == set()
