@@ -100,6 +100,7 @@ class OffloadConfig:
     deadline_s: float | None = 30.0
     report_after_steps: int | None = None
     check_plans: bool = False
+    agreement_timeout_s: float = 60.0
     events_endpoint: str | None = None
     events_replay_endpoint: str | None = None
     events_topic: str = ""
@@ -294,6 +295,7 @@ class OffloadConfig:
             deadline_s=self.deadline_s,
             report_after_steps=self.report_after_steps,
             check_plans=self.check_plans,
+            agreement_timeout_s=self.agreement_timeout_s,
             clock=clock,
         )
 

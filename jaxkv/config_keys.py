@@ -234,6 +234,7 @@ KEYS: Mapping[str, Key] = MappingProxyType(
         "deadline_s": _seconds("worker", may_be_none=True),
         "report_after_steps": _number("steps", "worker", 1, may_be_none=True),
         "check_plans": _flag("worker"),
+        "agreement_timeout_s": _seconds("worker"),
         "events_endpoint": _address("events"),
         "events_replay_endpoint": _address("events"),
         "events_topic": _text("events", "a text", "(?s:.*)", may_be_none=False),

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxkv.connector import NO_EVENT, ConnectorOutput, OffloadMetadata
+from jaxkv.scheduling.agreement import Agreement, EventName
+from jaxkv.scheduling.agreement import PlanMismatchError as PlanMismatchError
+from jaxkv.scheduling.exchange import AgreementError as AgreementError
+from jaxkv.scheduling.exchange import open_exchanges
 from jaxkv.scheduling.stats import SIZE_BUCKETS, Histogram
 from jaxkv.transfer import Completion, Ticket, TransferEngine
 from jaxkv.transfer.tickets import Direction
 from jaxkv.types import PyTree
 
 _RATE_WEIGHT = 0.25
-
-
-class PlanMismatchError(RuntimeError):
-    """Processes that serve one model have planned different transfers."""
 
 
 class _Pending(NamedTuple):
@@ -32,7 +33,7 @@ class _Pending(NamedTuple):
         step: In which step.
     """
 
-    name: int | tuple[str, ...]
+    name: EventName
     start_s: float
     step: int
 
@@ -43,18 +44,32 @@ class OffloadWorker:
     Where several processes serve one model, each has a scheduler and a worker, and all
     schedulers must be told the same in the same step. A transfer may arrive a step
     earlier here than there: `report_after_steps` makes its report a matter of counting.
+    It may fail here and not there: the processes tell one another, and it is reported
+    as failed in all. `start` and `drain` are then to be called by all of them, in the
+    same order.
 
     Args:
         engine: The transfer engine of the device pool. It is the worker's alone: what
             others move with it is not reported to anybody.
-        deadline_s: How long a transfer may take. One that takes longer is given up and
-            reported as failed. None to wait for as long as it takes.
+        deadline_s: How long a transfer may take. One that takes longer is abandoned and
+            reported as failed. None to wait for as long as it takes, which one process
+            with `report_after_steps` does in any case. Where several processes serve
+            one model: how long they wait for a transfer that is due.
         report_after_steps: Report a transfer when so many steps have started after its
             own, neither sooner nor later; if need be, wait for it. None to report it
-            as soon as it is done, which one process alone may.
-        check_plans: Whether all processes compare what they planned, at the start of
-            each step; for debugging, as it makes them wait for one another.
-        clock: Seconds since some moment, for `deadline_s` and `load_bytes_per_s`.
+            as soon as it is done, which one process alone may. With 1, several
+            processes wait for one another in each step that follows a transfer; from 2
+            on they have the last step to agree in.
+        check_plans: Whether all processes compare what they planned, and what they
+            agreed on, at the start of each step; for debugging, as it makes them wait
+            for one another.
+        agreement_timeout_s: How long several processes wait for one another, and for
+            transfers that are due, before they end the run with `AgreementError`. It
+            is to be longer than one may be behind the others, such as to compile what
+            the others find compiled; and longer than `deadline_s`, if a transfer that
+            is stuck is to fail and not to end the run. One process alone ignores it.
+        clock: Seconds since some moment, for `deadline_s` and `load_bytes_per_s`, and
+            for how long transfers that are due are waited for.
 
     Raises:
         ValueError: If the block axis of the engine's pool is sharded, or if arguments
@@ -72,7 +87,8 @@ class OffloadWorker:
         load_sizes: Bytes of each of these loads.
         load_bytes_per_s: How fast loads were of late, from the start to the report;
             0 before the first.
-        plan_digest: Digest of all steps so far, if `check_plans`.
+        plan_digest: Digest of all steps so far, if `check_plans`, and of all outcomes
+            that the processes agreed on.
     """
 
     def __init__(
@@ -82,6 +98,7 @@ class OffloadWorker:
         deadline_s: float | None = 30.0,
         report_after_steps: int | None = None,
         check_plans: bool = False,
+        agreement_timeout_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if engine.num_lanes != 1:
@@ -93,6 +110,10 @@ class OffloadWorker:
             raise ValueError(f"{deadline_s=} must be more than 0, or None.")
         if report_after_steps is not None and report_after_steps < 1:
             raise ValueError(f"{report_after_steps=} must be at least 1, or None.")
+        if not 0 < agreement_timeout_s < math.inf:
+            raise ValueError(
+                f"{agreement_timeout_s=} must be a number of seconds above 0."
+            )
         if report_after_steps is None and jax.process_count() > 1:
             raise ValueError(
                 f"{jax.process_count()} processes see transfers arrive in different "
@@ -110,12 +131,21 @@ class OffloadWorker:
         self.plan_digest = b""
         self._engine = engine
         self._deadline_s = deadline_s if report_after_steps is None else None
+        self._agreement, self._plans = None, None
+        if jax.process_count() > 1:
+            outcomes, self._plans = open_exchanges(
+                agreement_timeout_s, ("outcomes", "plans")
+            )
+            self._agreement = Agreement(outcomes, engine, deadline_s, clock)
         self._report_after_steps = report_after_steps
         self._check_plans = check_plans
         self._clock = clock
         self._step = 0
         self._pending: dict[Ticket, _Pending] = {}
         self._completions: list[Completion] = []
+        # Where several processes agree: how transfers ended, None for those that have
+        # failed, and that is to be reported.
+        self._agreed: list[tuple[Ticket, Completion | None]] = []
 
     @property
     def num_in_flight(self) -> int:
@@ -153,12 +183,24 @@ class OffloadWorker:
             The pool to run the model on.
 
         Raises:
-            PlanMismatchError: With `check_plans`, if another process has another plan.
+            PlanMismatchError: If another process has another plan: with `check_plans`
+                before anything of it is started, else when a transfer is due.
+            AgreementError: If another process, or a transfer that is due, makes this
+                one wait for longer than `agreement_timeout_s`.
         """
         self._step += 1
+        if self._agreement is None:
+            return self._start(meta, pool)
+        with self._agreement.watch(f"OffloadWorker.start in step {self._step}"):
+            return self._start(meta, pool)
+
+    def _start(self, meta: OffloadMetadata, pool: PyTree) -> PyTree:
         if self._check_plans:
             self._compare(meta)
-        if meta.need_flush or self._is_due():
+        if self._agreement is not None:
+            last = self._step - (self._report_after_steps or 0)
+            pool = self._settle(pool, self._agreement, last, meta.need_flush)
+        elif meta.need_flush or self._is_due():
             pool, completions = self._engine.drain(pool)
             self._completions += completions
         else:
@@ -180,8 +222,11 @@ class OffloadWorker:
 
     def poll(self) -> ConnectorOutput:
         """Report the transfers that completed since the last time; never waits."""
+        if self._agreement is not None:
+            self._agreement.say()
+            return self._report(self._take_agreed())
         self._completions += self._engine.poll()
-        return self._report()
+        return self._report(self._take_own())
 
     def drain(self, pool: PyTree) -> tuple[PyTree, ConnectorOutput]:
         """Wait for all transfers and report them.
@@ -191,13 +236,23 @@ class OffloadWorker:
 
         Returns:
             The pool to go on with, and the report.
+
+        Raises:
+            PlanMismatchError: As `start`.
+            AgreementError: As `start`.
         """
+        if self._agreement is not None:
+            with self._agreement.watch(f"OffloadWorker.drain in step {self._step}"):
+                pool = self._settle(pool, self._agreement, self._step, True)
+            return pool, self._report(self._take_agreed())
         pool, completions = self._engine.drain(pool)
         self._completions += completions
-        return pool, self._report(is_last=True)
+        return pool, self._report(self._take_own(is_last=True))
 
-    def _note(self, ticket: Ticket, name: int | tuple[str, ...]) -> None:
+    def _note(self, ticket: Ticket, name: EventName) -> None:
         self._pending[ticket] = _Pending(name, self._clock(), self._step)
+        if self._agreement is not None:
+            self._agreement.begin(ticket, name, self._step)
 
     def _is_due(self) -> bool:
         """Whether a transfer has to be waited for now."""
@@ -214,11 +269,30 @@ class OffloadWorker:
         after = self._report_after_steps
         return after is None or self._step - pending.step >= after
 
-    def _report(self, *, is_last: bool = False) -> ConnectorOutput:
-        recving: dict[bool, list[str]] = {True: [], False: []}
-        stores: dict[bool, list[int]] = {True: [], False: []}
+    def _settle(
+        self, pool: PyTree, agreement: Agreement, last: int, wait_for_all: bool
+    ) -> PyTree:
+        """Agree with the other processes on the transfers up to a step."""
+        pool, agreed = agreement.settle(pool, last, wait_for_all=wait_for_all)
+        self._agreed += agreed
+        if self._check_plans:
+            for ticket, done in agreed:
+                text = f"{self._pending[ticket].name!r} {done is not None}"
+                link = self.plan_digest + text.encode("utf-8", "surrogatepass")
+                self.plan_digest = hashlib.sha256(link).digest()
+        return pool
+
+    def _take_agreed(self) -> list[tuple[_Pending, Completion | None]]:
+        """Take what is to be reported, and how it ended; None if it has failed."""
+        agreed, self._agreed = self._agreed, []
+        return [(self._pending.pop(ticket), done) for ticket, done in agreed]
+
+    def _take_own(
+        self, *, is_last: bool = False
+    ) -> list[tuple[_Pending, Completion | None]]:
+        """Take what one process alone is to report, in the same form."""
+        taken: list[tuple[_Pending, Completion | None]] = []
         completions, self._completions = self._completions, []
-        now_s = self._clock()
         for done in completions:
             pending = self._pending.get(done.ticket)
             if pending is None:
@@ -227,22 +301,30 @@ class OffloadWorker:
                 self._completions.append(done)
                 continue
             del self._pending[done.ticket]
-            ok = done.error is None
-            if isinstance(pending.name, int):
-                stores[ok].append(pending.name)
-            else:
-                recving[ok].extend(pending.name)
-            if ok:
-                self._count(done, now_s - pending.start_s)
+            taken.append((pending, done if done.error is None else None))
         if self._deadline_s is not None:
+            now_s = self._clock()
             for ticket, pending in list(self._pending.items()):
                 if now_s - pending.start_s > self._deadline_s:
                     self._engine.abandon(ticket)
                     del self._pending[ticket]
-                    if isinstance(pending.name, int):
-                        stores[False].append(pending.name)
-                    else:
-                        recving[False].extend(pending.name)
+                    taken.append((pending, None))
+        return taken
+
+    def _report(
+        self, taken: list[tuple[_Pending, Completion | None]]
+    ) -> ConnectorOutput:
+        recving: dict[bool, list[str]] = {True: [], False: []}
+        stores: dict[bool, list[int]] = {True: [], False: []}
+        now_s = self._clock()
+        for pending, done in taken:
+            ok = done is not None
+            if isinstance(pending.name, int):
+                stores[ok].append(pending.name)
+            else:
+                recving[ok].extend(pending.name)
+            if done is not None:
+                self._count(done, now_s - pending.start_s)
         return ConnectorOutput(
             finished_recving=tuple(recving[True]),
             failed_recving=tuple(recving[False]),
@@ -272,13 +354,16 @@ class OffloadWorker:
     def _compare(self, meta: OffloadMetadata) -> None:
         """Compare the plan with those of the other processes."""
         self.plan_digest = meta.digest(self.plan_digest)
-        own = np.frombuffer(self.plan_digest, np.uint8).astype(np.int32)
-        each = np.asarray(multihost_utils.process_allgather(own)).reshape(-1, own.size)
-        others = np.flatnonzero((each != own).any(axis=1)).tolist()
+        if self._plans is None:
+            return
+        own = self.plan_digest.hex()
+        self._plans.say(own, self._step)
+        each = self._plans.hear(f"what they plan in step {self._step}")
+        others = [process for process, text in enumerate(each) if text != own]
         if others:
             raise PlanMismatchError(
                 f"in step {self._step} processes {others} planned other transfers than "
-                f"process {jax.process_index()}: their schedulers were not told the "
+                f"process {self._plans.process}: their schedulers were not told the "
                 "same requests and reports in the same order."
             )
 

@@ -52,6 +52,7 @@ OTHERS = {
     "deadline_s": (2.5, "2.5"),
     "report_after_steps": (2, "2"),
     "check_plans": (True, "true"),
+    "agreement_timeout_s": (9.5, "9.5"),
     "events_endpoint": ("tcp://127.0.0.1:*", "tcp://127.0.0.1:*"),
     "events_replay_endpoint": ("ipc:///run/replay", "ipc:///run/replay"),
     "events_topic": ("kv@pod@model", "kv@pod@model"),

@@ -31,7 +31,9 @@ FLOORS = [
         "groups < hits",
     ],
     [
-        "connector < scheduling.rules scheduling.stats search < scheduling.gate"
+        "connector scheduling.exchange scheduling.watchdog"
+        " < scheduling.agreement scheduling.rules scheduling.stats search"
+        " < scheduling.gate"
         " scheduling.load_plan scheduling.prefix scheduling.request_keys"
         " scheduling.warm_up < scheduling.loads scheduling.stores"
         " < scheduling.eager scheduling.lazy scheduling.explain scheduling.vllm_019"

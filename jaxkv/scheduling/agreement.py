@@ -1,0 +1,227 @@
+"""How the processes that serve one model agree on how transfers ended."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import time
+from collections.abc import Callable
+from typing import TypeAlias
+
+from jaxkv.scheduling.exchange import AgreementError, Exchange
+from jaxkv.scheduling.watchdog import Watchdog
+from jaxkv.transfer import Completion, Ticket, TransferEngine
+from jaxkv.types import PyTree
+
+EventName: TypeAlias = int | tuple[str, ...]
+"""A store event, or the requests of a load event."""
+
+# How long to wait between two looks at transfers that are due; doubled up to the most.
+_LEAST_PAUSE_S = 1e-4
+_MOST_PAUSE_S = 5e-3
+
+
+class PlanMismatchError(RuntimeError):
+    """Processes that serve one model have planned different transfers."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Transfer:
+    """A transfer that the processes have not agreed on.
+
+    Attributes:
+        ticket: What the engine calls it.
+        name: What the scheduler calls it.
+        step: In which step it was started.
+        is_over: Whether it has ended in this process, or was abandoned.
+        done: How it ended, if it succeeded.
+    """
+
+    ticket: Ticket
+    name: EventName
+    step: int
+    is_over: bool = False
+    done: Completion | None = None
+
+    def __str__(self) -> str:
+        if isinstance(self.name, int):
+            return f"store event {self.name} of step {self.step}"
+        return f"the load of {', '.join(map(repr, self.name))} of step {self.step}"
+
+    def end(self, done: Completion | None) -> None:
+        """Note how it ended here; None if it was abandoned."""
+        self.is_over = True
+        self.done = done if done is not None and done.error is None else None
+
+
+class Agreement:
+    """Makes a transfer that has failed in one process fail in all.
+
+    How the transfers of a step ended here is said as soon as it is known, and heard
+    when they are due, from `settle`. All processes call that in the same order.
+
+    Args:
+        exchange: How the processes talk; it is this object's alone.
+        engine: What moves blocks in this process.
+        deadline_s: How long to wait for one of its transfers that is due, which is
+            then abandoned and has failed; None to end the run instead.
+        clock: Seconds since some moment.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        engine: TransferEngine,
+        deadline_s: float | None,
+        clock: Callable[[], float],
+    ):
+        self._exchange = exchange
+        self._engine = engine
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._transfers: dict[Ticket, _Transfer] = {}
+        self._last_said = 0
+        self._failure: Exception | None = None
+        self._watchdog = Watchdog(exchange.timeout_s)
+
+    def watch(self, call: str) -> contextlib.AbstractContextManager[None]:
+        """Watch over a call: it ends the process if it does not return for long."""
+        return self._watchdog.watch(lambda: self._say_of(call))
+
+    def begin(self, ticket: Ticket, name: EventName, step: int) -> None:
+        """Take note of a transfer that was started."""
+        self._transfers[ticket] = _Transfer(ticket, name, step)
+
+    def say(self) -> None:
+        """Tell the others which transfers are over here, and how; never waits."""
+        for done in self._engine.poll():
+            transfer = self._transfers.get(done.ticket)
+            if transfer is not None:
+                transfer.end(done)
+        # Step by step, for the rounds of the exchange are counted.
+        for step, transfers in self._by_step():
+            if not all(transfer.is_over for transfer in transfers):
+                break
+            if step > self._last_said:
+                self._exchange.say(_text(step, transfers), step)
+                self._last_said = step
+
+    def settle(
+        self, pool: PyTree, last: int, *, wait_for_all: bool
+    ) -> tuple[PyTree, list[tuple[Ticket, Completion | None]]]:
+        """Agree on transfers; wait for those of this process, then for the others.
+
+        Args:
+            pool: The device pool.
+            last: The last step whose transfers are due.
+            wait_for_all: Whether to wait for this process's later ones, too.
+
+        Returns:
+            The pool to go on with, and of the transfers that were due how they ended
+            here; None for those that have failed in any process.
+
+        Raises:
+            AgreementError: This process's transfers are not over in time, or not all
+                processes have said how theirs ended.
+            PlanMismatchError: Others have moved something else.
+        """
+        if self._failure is not None:
+            raise self._failure
+        self._watchdog.beat()
+        end_s = self._clock() + self._exchange.timeout_s
+        try:
+            pool = self._wait(pool, last, wait_for_all)
+            outcomes = self._hear(last, end_s)
+        except (AgreementError, PlanMismatchError) as error:
+            self._failure = error
+            raise
+        self._watchdog.beat()
+        return pool, outcomes
+
+    def _wait(self, pool: PyTree, last: int, wait_for_all: bool) -> PyTree:
+        """Wait until this process's own transfers are over."""
+        # Not `engine.drain`: what it waits for may depend on a collective that another
+        # process never joins.
+        start_s, pause_s = self._clock(), _LEAST_PAUSE_S
+        while True:
+            pool = self._engine.advance(pool)
+            self.say()
+            waited_s = self._clock() - start_s
+            late = [
+                transfer
+                for transfer in self._transfers.values()
+                if (transfer.step <= last or wait_for_all) and not transfer.is_over
+            ]
+            if not late:
+                return pool
+            if self._deadline_s is not None and waited_s > self._deadline_s:
+                for transfer in late:
+                    self._engine.abandon(transfer.ticket)
+                    transfer.end(None)
+                continue
+            if waited_s > self._exchange.timeout_s:
+                process = self._exchange.process
+                raise AgreementError(
+                    f"{' and '.join(map(str, late))}: not over in process {process} "
+                    f"within agreement_timeout_s={self._exchange.timeout_s:g}. The "
+                    "device is stuck, or waits for a process that has stalled or died. "
+                    "With a deadline_s below that, such a transfer fails.",
+                    late[0].step,
+                    (process,),
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+
+    def _hear(self, last: int, end_s: float) -> list[tuple[Ticket, Completion | None]]:
+        """Wait for what the others say."""
+        outcomes = []
+        for step, transfers in self._by_step():
+            if step > last:
+                break
+            about = f"how {' and '.join(map(str, transfers))} ended"
+            texts = self._exchange.hear(about, end_s - self._clock())
+            oks = self._agree(step, transfers, texts)
+            for transfer, ok in zip(transfers, oks, strict=True):
+                del self._transfers[transfer.ticket]
+                outcomes.append((transfer.ticket, transfer.done if ok else None))
+        return outcomes
+
+    def _say_of(self, call: str) -> str:
+        text = (
+            f"{call} has not returned in process {self._exchange.process} for "
+            f"{self._watchdog.limit_s:g} s. It waits inside jax's runtime, most likely "
+            "for a process that has stalled or died"
+        )
+        silent = self._exchange.silent
+        return f"{text}: processes {list(silent)} are silent." if silent else f"{text}."
+
+    def _by_step(self) -> list[tuple[int, list[_Transfer]]]:
+        groups = itertools.groupby(self._transfers.values(), lambda each: each.step)
+        return [(step, list(transfers)) for step, transfers in groups]
+
+    def _agree(
+        self, step: int, transfers: list[_Transfer], texts: list[str]
+    ) -> list[bool]:
+        """Say of each transfer of a step whether it has succeeded everywhere."""
+        own = self._exchange.process
+        plans = [text.rpartition(" ")[0] for text in texts]
+        others = [process for process, p in enumerate(plans) if p != plans[own]]
+        if others:
+            raise PlanMismatchError(
+                f"in step {step} processes {others} started other transfers than "
+                f"process {own}: their schedulers were not told the same requests and "
+                "reports in the same order."
+            )
+        outcomes = [text.rpartition(" ")[2] for text in texts]
+        return [set(column) == {"1"} for column in zip(*outcomes, strict=True)]
+
+
+def _text(step: int, transfers: list[_Transfer]) -> str:
+    """Put into words what a process says: the step, what it moved, how that ended."""
+    names = repr([transfer.name for transfer in transfers])
+    digest = hashlib.sha256(names.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{step} {digest} " + "".join(
+        "0" if transfer.done is None else "1" for transfer in transfers
+    )

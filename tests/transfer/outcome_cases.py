@@ -1,0 +1,197 @@
+"""One of the processes of test_processes.py, some of whose transfers fail.
+
+python -m tests.transfer.outcome_cases ADDRESS NUM_PROCESSES PROCESS END TIMEOUT_S
+"""
+
+import os
+import signal
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import OffloadWorker, TransferEngine
+from jaxkv.connector import NO_EVENT, OffloadMetadata
+from jaxkv.scheduling import watchdog
+from jaxkv.worker import AgreementError
+
+P = jax.sharding.PartitionSpec
+NUM_BLOCKS, NUM_HOST_BLOCKS, NUM_STEPS = 16, 7, 14
+NUM_DEVICES = 4
+FAILED_STORE, FAILED_LOAD = 4, 8
+LOST_TIMEOUT_S = 4.0
+
+
+@jax.jit
+def model(pool, block, value):
+    """Write a block; what it writes depends on all devices, so that they have to meet.
+
+    No value is negative, which XLA does not know.
+    """
+    return pool.at[block].set(value + jnp.minimum(pool[block].sum(), 0))
+
+
+def value_of(key):
+    return np.int32(1000 + key)
+
+
+class HostTable:
+    """What a scheduler knows, as far as it is told; the same in all processes.
+
+    Each step computes the block of a new key, stores that of the last, and loads one
+    that the host has. There are so few host blocks that each is soon used again: would
+    a process not hear of a failure, it would read another key there than the others.
+    """
+
+    def __init__(self):
+        self.free = list(range(NUM_HOST_BLOCKS))
+        self.host = {}  # by key, the first to come first
+        self.storing, self.loading = {}, {}
+
+    def plan(self, number):
+        in_use = {key for key, _ in self.loading.values()}
+        keys = [key for key in self.host if key not in in_use]
+        is_loading = number >= 4 and keys
+        if is_loading:
+            self.loading[f"r{number}"] = keys[0], 8 + number % 8
+        if not self.free:
+            self.free.append(self.host.pop(keys[-1]))
+        self.storing[number] = number, self.free.pop(0)
+        return OffloadMetadata(
+            load_event=number if is_loading else NO_EVENT,
+            load_device_blocks=(8 + number % 8,) if is_loading else (),
+            load_host_blocks=(self.host[keys[0]],) if is_loading else (),
+            load_event_to_reqs={number: (f"r{number}",)} if is_loading else {},
+            store_event=number,
+            store_device_blocks=(number % 8,),
+            store_host_blocks=self.storing[number][1:],
+            need_flush=False,
+        )
+
+    def hear(self, output, pool):
+        for event in output.completed_store_events:
+            key, host_block = self.storing.pop(event)
+            self.host[key] = host_block
+        for event in output.failed_store_events:
+            self.free.append(self.storing.pop(event)[1])
+        for name in output.finished_recving:
+            key, block = self.loading.pop(name)
+            for shard in pool.addressable_shards:
+                found = np.array(shard.data)[block].tolist()
+                assert found == [value_of(key)] * len(found), (name, key, found)
+            print("a load has brought the right bytes", flush=True)
+        for name in output.failed_recving:
+            self.free.append(self.host.pop(self.loading.pop(name)[0]))
+
+
+def fail(*_):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no staging memory")
+
+
+def serve(engine, worker, pool, process, num_processes):
+    """Serve some steps, in which transfers fail, each in one process."""
+    table = HostTable()
+    mover = engine._mover
+    for number in range(NUM_STEPS):
+        pool = model(pool, np.int32(number % 8), value_of(number))
+        programs = mover.save_program, mover.load_program
+        if number == FAILED_STORE and process == 1:
+            mover.save_program = fail
+        if number == FAILED_LOAD and process == num_processes - 1:
+            mover.load_program = fail
+        pool = worker.start(table.plan(number), pool)
+        mover.save_program, mover.load_program = programs
+        # Each is another time behind the others.
+        time.sleep(0.01 * (number * (process + 1) % 3))
+        output = worker.poll()
+        assert (FAILED_STORE in output.failed_store_events) == (
+            number == FAILED_STORE + 2
+        )
+        assert (f"r{FAILED_LOAD}" in output.failed_recving) == (
+            number == FAILED_LOAD + 2
+        )
+        table.hear(output, pool)
+        print(f"told in step {number}: {output}", flush=True)
+    pool, output = worker.drain(pool)
+    table.hear(output, pool)
+    assert not table.storing
+    assert not table.loading
+    print(f"told at the end: {output} {worker.plan_digest.hex()}", flush=True)
+    return pool
+
+
+def lose_one(engine, pool, process, num_processes, end):
+    """Let the last process be lost; the others have to notice, and to say so."""
+    watchdog._LEAST_LIMIT_S = watchdog._MARGIN_S = 1.0  # All is compiled.
+    worker = OffloadWorker(
+        engine,
+        report_after_steps=2,
+        agreement_timeout_s=LOST_TIMEOUT_S,
+    )
+    table = HostTable()
+    pool = worker.start(table.plan(0), pool)
+    pool, output = worker.drain(pool)
+    table.hear(output, pool)
+    if process == num_processes - 1:
+        if end == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1e6)
+    if end == "hang":
+        # The devices wait for those of the other, and so does whoever uses the pool.
+        pool = model(pool, np.int32(1), value_of(1))
+    print("alone", flush=True)
+    start_s = time.monotonic()
+    try:
+        pool = worker.start(table.plan(1), pool)
+        if end == "die":
+            worker.drain(pool)
+        for number in (2, 3):
+            pool = worker.start(table.plan(number), pool)
+    except AgreementError as error:
+        duration_s = time.monotonic() - start_s
+        print(f"AgreementError after {duration_s:.2f} s: {error}", flush=True)
+
+
+def leave(process, num_processes, timeout_s):
+    """End at once: jax would wait for the lost process. The first is the last to go.
+
+    It runs the coordination service, without which jax ends the others.
+    """
+    client = jax._src.distributed.global_state.client
+    if process:
+        client.key_value_set(f"left/{process}", "")
+    else:
+        for other in range(1, num_processes - 1):
+            client.blocking_key_value_get(f"left/{other}", int(1e3 * timeout_s))
+    os._exit(0)
+
+
+def main(address, num_processes, process, end, timeout_s):
+    num_processes, process, timeout_s = int(num_processes), int(process), int(timeout_s)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", NUM_DEVICES // num_processes)
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.distributed.initialize(address, num_processes, process)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("heads",))
+    place = jax.sharding.NamedSharding(mesh, P(None, "heads"))
+    array = np.zeros((NUM_BLOCKS, NUM_DEVICES), np.int32)
+    pool = jax.make_array_from_callback(
+        array.shape, place, lambda index: jnp.array(array[index])
+    )
+    engine = TransferEngine(pool, NUM_HOST_BLOCKS)
+    worker = OffloadWorker(
+        engine,
+        report_after_steps=2,
+        check_plans=True,
+        agreement_timeout_s=timeout_s,
+    )
+    pool = serve(engine, worker, pool, process, num_processes)
+    lose_one(engine, pool, process, num_processes, end)
+    leave(process, num_processes, timeout_s)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
