@@ -6,6 +6,8 @@ CPU backend, which every machine has.
 
 import gc
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,8 @@ import hypothesis
 import jax
 import pytest
 
+PLATFORM = os.environ.get("JAXKV_TEST_PLATFORM", "cpu")
+
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -28,12 +32,44 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("jaxkv")
 
+_GIB_PER_WORKER = 4
+_COMPILED = pytest.StashKey[str]()
 
-def pytest_configure() -> None:
-    """Refuse a platform that is not there: jax would quietly take the CPU."""
-    platform = os.environ.get("JAXKV_TEST_PLATFORM", "cpu")
-    if platform != "cpu" and jax.default_backend() == "cpu":
-        raise pytest.UsageError(f"JAXKV_TEST_PLATFORM={platform} finds only the CPU.")
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Choose how many processes share the tests, as many as have cores and memory."""
+    if PLATFORM != "cpu":
+        return 1  # There is one accelerator.
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(os.cpu_count() or 1, memory_bytes // (_GIB_PER_WORKER << 30), 8))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse a platform that is not there; keep what is compiled for this run.
+
+    What one process has compiled the others find, and so does the process itself once
+    it has dropped it (`few_programs`).
+    """
+    if PLATFORM != "cpu" and jax.default_backend() == "cpu":
+        # JAX would quietly take the CPU.
+        raise pytest.UsageError(f"JAXKV_TEST_PLATFORM={PLATFORM} finds only the CPU.")
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return  # Such as in the processes that share the tests.
+    config.stash[_COMPILED] = folder = tempfile.mkdtemp(prefix="jaxkv-tests-")
+    for name, value in (
+        ("jax_compilation_cache_dir", folder),
+        ("jax_persistent_cache_min_compile_time_secs", 0),
+        ("jax_persistent_cache_min_entry_size_bytes", -1),
+    ):
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove what was compiled."""
+    if _COMPILED in config.stash:
+        shutil.rmtree(config.stash[_COMPILED], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(
@@ -54,7 +90,7 @@ def pytest_collection_modifyitems(
 
 @pytest.fixture(autouse=True, scope="module")
 def few_programs() -> Iterator[None]:
-    """Give up compiled programs file by file.
+    """Drop compiled programs file by file.
 
     Each maps some memory of its own, and a process may have 65,530 maps on Linux: the
     suite compiles so much that LLVM would crash for want of another.

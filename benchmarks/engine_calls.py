@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxkv.blocks import DeviceBlockPool
-from jaxkv.connector import NO_EVENT, ConnectorOutput, SchedulerOutput
-from jaxkv.groups import FullAttention
-from jaxkv.scheduler import OffloadScheduler
+from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, SchedulerOutput
 from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.scheduling.scheduler import OffloadScheduler
+from jaxkv.search.groups import FullAttention
+from jaxkv.tiers.device import DeviceBlockPool
 from tests.reference.block_pool import BlockPool
 from tests.reference.offload_scheduler import ReferenceScheduler
 

@@ -1,4 +1,4 @@
-"""The Python that `jaxkv.manager` stands in for, as the baseline of `policy.py`.
+"""The Python that `OffloadingManager` stands in for, as the baseline of `policy.py`.
 
 Dictionaries, one object a block and the same passes over the keys as vLLM 0.19.1's
 manager and policies make, written anew for this comparison; its results are checked

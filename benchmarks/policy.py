@@ -1,50 +1,40 @@
 """How long do the host tier's decisions take, beside the Python that they replace?
 
-Four tables, each against `ordered_dict_twin.py`, served the same requests by turns in
+Three tables, each against `ordered_dict_twin.py`, served the same requests by turns in
 the same process; the answers are compared as they go. Tiers are full, and half of a
 request's blocks are known, half new.
 
 - calls: `OffloadingManager`'s operations and a whole request (look up, touch, pin the
-  hits, find room for the rest, complete both), for every batch size and capacity; and
-  "step", the same request without `OffloadingManager`'s lists and specs: keys as
-  bytes in, block ids as a NumPy array out.
-- many: 32 requests of 64 blocks in one call, likewise with and without.
-- scan: a whole trace of requests in one `lax.scan` of `manager.request_step`.
+  hits, find room for the rest, complete both), keys as bytes in, lists out; and
+  "packed", the same request with keys laid out before and block ids as a NumPy array
+  out, as a caller has it that asks about the same keys again and again.
+- scan: a whole trace of requests in one `lax.scan` of `host_state.request_step`.
 - arc: ARC's store with eviction, against a twin that looks for every victim from the
   front of its list, as vLLM 0.19.1 does, and one that goes on where it was.
 
-XLA is made to run CPU programs in the calling thread (see docs/performance.md);
-`--threads` leaves it as it is by default.
-
     python benchmarks/policy.py [--tables NAME ...] [--capacities N ...]
-                                [--batches N ...] [--threads] [--json FILE]
+                                [--batches N ...] [--executor xla] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
-
-if "--threads" not in sys.argv:
-    os.environ["NPROC"] = "1"  # XLA reads it when its CPU client is made.
 
 import jax
 import numpy as np
 from jax import lax
 
-from jaxkv import OffloadingManager, make_lru, manager, programs
-from jaxkv.bench.machine import machine, quartiles
-from jaxkv.keys import keys_to_lanes
-from jaxkv.types import KEY_LANES
+from jaxkv import OffloadingManager, make_lru
+from jaxkv.keys import PackedKeys, keys_to_words
+from jaxkv.tiers import host_state
+from jaxkv.tools.bench.machine import machine, quartiles
 from ordered_dict_twin import ARC, Manager, RescanningARC
 
-ROUNDS = 40
+ROUNDS = 60
 _WARM_ROUNDS = 2
 _FILL_BATCH = 4096
 _TRACE_BLOCKS = 1 << 16
@@ -57,8 +47,10 @@ Row = dict[str, Any]
 class Tier:
     """jaxkv's side."""
 
+    executor: Any = "native"
+
     def __init__(self, capacity: int, policy: str = "lru") -> None:
-        self.manager = OffloadingManager(16, capacity, policy)
+        self.manager = OffloadingManager(16, capacity, policy, executor=self.executor)
 
     def lookup(self, keys: Keys) -> int:
         return self.manager.lookup(keys)
@@ -67,11 +59,13 @@ class Tier:
         self.manager.touch(keys)
         self._wait()
 
-    def load(self, keys: Keys) -> list[int]:
-        spec = self.manager.prepare_load(keys)
+    def prepare_load(self, keys: Keys) -> list[int]:
+        block_ids: list[int] = self.manager.prepare_load(keys).block_ids.tolist()
+        return block_ids
+
+    def complete_load(self, keys: Keys) -> None:
         self.manager.complete_load(keys)
         self._wait()
-        return spec.block_ids.tolist()
 
     def store(self, keys: Keys) -> list[int]:
         output = self.manager.prepare_store(keys)
@@ -80,40 +74,22 @@ class Tier:
         self._wait()
         return output.store_spec.block_ids.tolist()
 
-    def step(self, keys: Keys) -> list[int]:
-        return self.steps([keys])
-
-    def steps(self, requests: list[Keys]) -> list[int]:
-        tier = self.manager.many
-        keys = list(itertools.chain.from_iterable(requests))
-        offsets = list(itertools.accumulate(map(len, requests), initial=0))
-        tier.state, answer = programs.call(
-            programs.REQUEST_STEP, tier.policy, tier.state, keys, offsets
-        )
-        is_hit = np.zeros(len(keys), np.bool_)
-        for start, num in zip(offsets, answer.num_hits.tolist(), strict=False):
-            is_hit[start : start + num] = True
-        hits, stores = answer.block_ids[is_hit], answer.block_ids[~is_hit]
-        tier.state, ok = programs.complete_step(
-            tier.state, np.concatenate([hits, stores]), len(hits)
-        )
-        assert ok
-        ids: list[int] = answer.block_ids.tolist()
-        return ids
-
     def request(self, keys: Keys) -> list[int]:
-        return self.requests([keys])[0]
+        step = self.manager.request_step(keys)
+        self.manager.complete_step(step)
+        self._wait()
+        return [*step.load_spec.block_ids.tolist(), *_stored(step.store)]
 
-    def requests(self, requests: list[Keys]) -> list[list[int]]:
-        steps = self.manager.many.request_step(requests)
-        self.manager.many.complete_step(steps)
-        return [
-            [*step.load_spec.block_ids.tolist(), *_stored(step.store)] for step in steps
-        ]
+    def packed(self, keys: PackedKeys) -> Any:
+        step = self.manager.executor.request_step(keys.words)
+        assert self.manager.executor.complete_step(step.block_ids, step.num_hits)
+        self._wait()
+        return step.block_ids
 
     def _wait(self) -> None:
-        """Wait for the state; one of its arrays is there when all are."""
-        jax.tree.leaves(self.manager.many.state)[0].block_until_ready()
+        """Wait for XLA; one array of the state is there when all are."""
+        if self.executor == "xla":
+            jax.tree.leaves(self.manager.executor.state)[0].block_until_ready()
 
 
 def _stored(output: Any) -> list[int]:
@@ -124,11 +100,6 @@ def _stored(output: Any) -> list[int]:
 
 class Twin(Manager):
     """The other side, with the same calls."""
-
-    def load(self, keys: Keys) -> list[int]:
-        block_ids = self.prepare_load(keys)
-        self.complete_load(keys)
-        return block_ids.tolist()
 
     def store(self, keys: Keys) -> list[int]:
         answer = self.prepare_store(keys)
@@ -149,27 +120,8 @@ class Twin(Manager):
     def request(self, keys: Keys) -> list[int]:
         return self.serve(keys)[1]
 
-    def step(self, keys: Keys) -> list[int]:
+    def packed(self, keys: Keys) -> list[int]:
         return self.request(keys)
-
-    def steps(self, requests: list[Keys]) -> list[int]:
-        return list(itertools.chain.from_iterable(self.requests(requests)))
-
-    def requests(self, requests: list[Keys]) -> list[list[int]]:
-        # One after the other as in `Tier`: a later request may need what an earlier
-        # one holds, so all are completed in the end.
-        steps = []
-        for keys in requests:
-            hits = self.lookup(keys)
-            self.touch(keys)
-            loaded = self.prepare_load(keys[:hits])
-            answer = self.prepare_store(keys[hits:])
-            assert answer is not None
-            steps.append((keys, hits, loaded, answer[1]))
-        for keys, hits, _, _ in steps:
-            self.complete_store(keys[hits:])
-            self.complete_load(keys[:hits])
-        return [[*loaded.tolist(), *ids.tolist()] for _, _, loaded, ids in steps]
 
 
 class Workload:
@@ -211,7 +163,10 @@ def compare(ours: Side, theirs: Side, argument: Callable[[], Any]) -> Row:
             answers.append(side(given))
             if round_number >= _WARM_ROUNDS:
                 spent.append(1e6 * (time.perf_counter() - start_s))
-        assert answers[0] == answers[1]
+        ours_says, theirs_says = (
+            [int(i) for i in own] if np.ndim(own) else own for own in answers
+        )
+        assert ours_says == theirs_says
     return {
         "jaxkv_us": quartiles(times_us[0]),
         "twin_us": quartiles(times_us[1]),
@@ -234,9 +189,10 @@ def time_calls(capacities: list[int], batches: list[int]) -> Iterator[Row]:
             arguments: dict[str, Callable[[], Keys]] = {
                 "lookup": lambda known=known: known,
                 "touch": lambda known=known: known,
-                "load": lambda known=known: known,
-                "step": lambda requests=requests: next(requests),
+                "prepare_load": lambda known=known: known,
+                "complete_load": lambda known=known: known,
                 "request": lambda requests=requests: next(requests),
+                "packed": lambda requests=requests: _pack(next(requests)),
                 "store": lambda work=work, batch=batch: work.new(batch),
             }
             for name, argument in arguments.items():
@@ -244,29 +200,15 @@ def time_calls(capacities: list[int], batches: list[int]) -> Iterator[Row]:
                 yield {"capacity": capacity, "batch": batch, "operation": name, **row}
 
 
-def time_many(capacities: list[int], batches: list[int]) -> Iterator[Row]:
-    """Time 32 requests of 64 blocks in one call."""
-    del batches
-    for capacity in capacities:
-        if capacity < 1 << 14:
-            continue
-        work, tier, twin = Workload(), Tier(capacity), Twin(capacity)
-        work.fill(capacity, tier, twin)
-        streams = [work.requests(64) for _ in range(32)]
-        for name in ("steps", "requests"):
-            row = compare(
-                getattr(tier, name),
-                getattr(twin, name),
-                lambda streams=streams: [next(stream) for stream in streams],
-            )
-            yield {"capacity": capacity, "batch": 64, "operation": f"32 {name}", **row}
+def _pack(keys: Keys) -> PackedKeys:
+    return PackedKeys(keys, keys_to_words(keys))
 
 
 def time_scan(capacities: list[int], batches: list[int]) -> Iterator[Row]:
     """Time a whole trace in one program; the keys are on the device already."""
     for capacity in capacities:
         for batch in batches:
-            if batch > capacity // 2:
+            if not 16 <= batch <= capacity // 2:
                 continue
             policy = make_lru(capacity)
 
@@ -274,8 +216,8 @@ def time_scan(capacities: list[int], batches: list[int]) -> Iterator[Row]:
                 state: Any, keys: Any, policy: Any = policy, batch: int = batch
             ) -> Any:
                 count = np.int32(batch)
-                state, answer = manager.request_step(policy, state, keys, count)
-                state, _ = manager.complete_step(
+                state, answer = host_state.request_step(policy, state, keys, count)
+                state, _ = host_state.complete_step(
                     state, answer.block_ids, answer.num_hits
                 )
                 return state, answer.num_hits
@@ -285,7 +227,7 @@ def time_scan(capacities: list[int], batches: list[int]) -> Iterator[Row]:
                 donate_argnums=0,
             )
             work, twin = Workload(), Twin(capacity)
-            state = manager.init(policy, capacity)
+            state = host_state.init(policy)
             requests = work.requests(batch)
             num = max(16, min(_TRACE_BLOCKS, 4096 * batch) // batch)
 
@@ -300,13 +242,10 @@ def time_scan(capacities: list[int], batches: list[int]) -> Iterator[Row]:
             def argument(
                 requests: Any = requests,
                 num: int = num,
-                size: int = programs.bucket(batch),
             ) -> Any:
                 trace = [next(requests) for _ in range(num)]
-                lanes = np.zeros((num, size, KEY_LANES), np.uint32)
-                for row, keys in zip(lanes, trace, strict=True):
-                    row[: len(keys)] = keys_to_lanes(keys)
-                return trace, jax.device_put(lanes)
+                words = np.stack([keys_to_words(keys) for keys in trace])
+                return trace, jax.device_put(words)
 
             yield {
                 "capacity": capacity,
@@ -341,7 +280,6 @@ def time_arc(capacities: list[int], batches: list[int]) -> Iterator[Row]:
 
 TABLES = {
     "calls": time_calls,
-    "many": time_many,
     "scan": time_scan,
     "arc": time_arc,
 }
@@ -354,17 +292,17 @@ def main() -> None:
         "--capacities",
         type=int,
         nargs="+",
-        default=[1 << 10, 1 << 14, 1 << 18, 1 << 20],
+        default=[1 << 14, 1 << 18],
     )
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 256, 4096])
-    parser.add_argument("--tables", choices=TABLES, nargs="+", default=list(TABLES))
     parser.add_argument(
-        "--threads", action="store_true", help="leave XLA's threads as they are"
+        "--batches", type=int, nargs="+", default=[1, 16, 64, 256, 1024, 4096]
     )
+    parser.add_argument("--tables", choices=TABLES, nargs="+", default=list(TABLES))
+    parser.add_argument("--executor", choices=["native", "xla"], default="native")
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
     args = parser.parse_args()
-    jax.config.update("jax_cpu_enable_async_dispatch", args.threads)
-    where = {**machine(), "threads": args.threads}
+    Tier.executor = args.executor
+    where = {**machine(), "executor": args.executor}
     print(*(f"{key} {value}" for key, value in where.items()), sep=", ")
     print(f"median us of {ROUNDS} rounds, jaxkv / twin, and the ratio [quartiles]")
     tables: dict[str, list[Row]] = {}
@@ -377,7 +315,7 @@ def main() -> None:
             print(
                 f"capacity {row['capacity']:8}  batch {row['batch']:5}  "
                 f"{row['operation']:24}"
-                f"{row['jaxkv_us'][1]:9.0f} /{row['twin_us'][1]:9.0f}"
+                f"{row['jaxkv_us'][1]:9.1f} /{row['twin_us'][1]:9.1f}"
                 f"   {ratio:6.2f} [{low:.2f}, {high:.2f}]",
                 flush=True,
             )

@@ -23,10 +23,10 @@ import jax
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from jaxkv.bench.machine import machine
+from jaxkv._util import parse_bytes
 from jaxkv.integrations.jetstream import PrefixCache
-from jaxkv.units import parse_bytes
-from tests.integrations.jetstream_double import (
+from jaxkv.tools.bench.machine import machine
+from tests.rigs.jetstream_double import (
     Driver,
     Engine,
     Flushing,

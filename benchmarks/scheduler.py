@@ -1,6 +1,6 @@
 """How long does scheduling take a step, beside the Python that it replaces?
 
-Five tables, each against the twin of vLLM 0.19.1's `SimpleCPUOffloadScheduler` in
+Six tables, each against the twin of vLLM 0.19.1's `SimpleCPUOffloadScheduler` in
 `tests/reference`. Two engines make the same calls by turns in the same process, one to
 jaxkv's pool and scheduler, one to the twin's; what is loaded and stored is compared as
 it goes. Transfers complete in the step in which they start. Some requests run, with
@@ -11,14 +11,15 @@ prompts of the same length, whose blocks were stored; beside them
 - loaded: that prompt is scheduled, now that it is there;
 - prefill: a prompt comes that nobody knows, and is computed and stored in chunks of
   8,192 tokens, in a host tier that is full;
-- lazy: the same, but blocks are stored only when the device is about to give them up.
-  Not compared, as the twin leaves blocks out; how many each stored is told.
+- lazy: the same, but blocks are stored only when the device is about to evict them.
+  Not compared, as the twin leaves blocks out; how many each stored is told;
+- calls: no requests, but each call to the device's pool by itself, for so many blocks
+  as a prompt has.
 
 "hooks" are the calls to the offload scheduler, "pool" what the engine itself asks of
 the device's pool. Where several steps make a round, it is their mean.
 
-XLA is made to run CPU programs in the calling thread (see docs/performance.md), and
-the garbage collector leaves what was made before the rounds alone.
+The garbage collector leaves what was made before the rounds alone.
 
     python benchmarks/scheduler.py [--tables NAME ...] [--requests N ...]
                                    [--prompts TOKENS ...] [--max-blocks N] [--json FILE]
@@ -30,20 +31,18 @@ import argparse
 import gc
 import itertools
 import json
-import os
 import pathlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-os.environ["NPROC"] = "1"  # XLA reads it when its CPU client is made.
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-import jax
 import numpy as np
 
 from engine_calls import BLOCK_SIZE, CHUNK_TOKENS, Engine, Jaxkv, Prompt, Twin
-from jaxkv.bench.machine import machine, quartiles
+from jaxkv.tools.bench.machine import machine, quartiles
 
 ROUNDS = 20
 _WARM_ROUNDS = 3
@@ -57,7 +56,7 @@ class Workload:
     Args:
         num_requests: How many run.
         num_tokens: Length of each prompt.
-        lazy: Whether blocks are stored when the device is about to give them up.
+        lazy: Whether blocks are stored when the device is about to evict them.
     """
 
     def __init__(self, num_requests: int, num_tokens: int, lazy: bool = False) -> None:
@@ -84,7 +83,7 @@ class Workload:
                 others, engine.running = engine.running, []
                 engine.run(prompt)
                 engine.running = [*others, prompt]
-        if lazy:  # Let there be something in whatever the device gives up.
+        if lazy:  # Let there be something in whatever the device evicts.
             for _ in range(num_spare // self.num_blocks + 1):
                 prompts = self.new_prompts()
                 for engine, prompt in zip(self.engines, prompts, strict=True):
@@ -216,6 +215,51 @@ def time_lazy(num_requests: int, num_tokens: int) -> Row:
     )
 
 
+def time_calls(num_tokens: int) -> Iterator[Row]:
+    """Time the calls to the device's pool, for the blocks of a prompt."""
+    num_blocks = num_tokens // BLOCK_SIZE
+    rng = np.random.default_rng(0)
+    sides = [
+        make(num_device_blocks=4 * num_blocks + 2, num_host_blocks=1, lazy=False)
+        for make in (Jaxkv, Twin)
+    ]
+    spent_us: dict[str, tuple[list[float], list[float]]] = {}
+
+    def timed(name: str, number: int, call: Callable[..., Any], *args: Any) -> Any:
+        start_s = time.perf_counter()
+        answer = call(*args)
+        times = spent_us.setdefault(name, ([], []))
+        times[number].append(1e6 * (time.perf_counter() - start_s))
+        return answer
+
+    for _ in range(_WARM_ROUNDS + ROUNDS):
+        data = rng.bytes(32 * num_blocks)
+        keys = [data[i : i + 32] for i in range(0, len(data), 32)]
+        answers = []
+        for number, side in enumerate(sides):
+            ids = timed("allocate", number, side.allocate, num_blocks)
+            timed("cache", number, side.cache, ids, keys)
+            found = timed("find_prefix", number, side.find_prefix, keys)
+            timed("touch", number, side.touch, ids)
+            timed("free", number, side.free, ids)
+            side.free(ids[::-1])
+            answers.append((ids, found))
+        assert answers[0] == answers[1]
+    for name, (ours, theirs) in spent_us.items():
+        del ours[:_WARM_ROUNDS], theirs[:_WARM_ROUNDS]
+        ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
+        yield {
+            "table": "calls",
+            "requests": 0,
+            "prompt_tokens": num_tokens,
+            name: {
+                "jaxkv_us": quartiles(ours),
+                "twin_us": quartiles(theirs),
+                "twin_over_jaxkv": quartiles(ratios),
+            },
+        }
+
+
 TABLES = {
     "decode": time_decode,
     "arrival": time_arrival,
@@ -229,10 +273,13 @@ def measure(
     tables: list[str], requests: list[int], prompts: list[int], max_blocks: int
 ) -> Iterator[Row]:
     """Measure all tables, but for what would take too much memory."""
+    if "calls" in tables:
+        for num_blocks in (16, 64, 256, 1024, 8192):
+            yield from time_calls(num_blocks * BLOCK_SIZE)
     for num_requests, num_tokens in itertools.product(requests, prompts):
         if num_requests * num_tokens > max_blocks * BLOCK_SIZE:
             continue
-        for table in tables:
+        for table in [name for name in tables if name in TABLES]:
             row = TABLES[table](num_requests, num_tokens)
             yield {
                 "table": table,
@@ -240,7 +287,6 @@ def measure(
                 "prompt_tokens": num_tokens,
                 **row,
             }
-        jax.clear_caches()  # Other sizes are other programs.
 
 
 def main() -> None:
@@ -250,7 +296,8 @@ def main() -> None:
     parser.add_argument(
         "--prompts", type=int, nargs="+", default=[1 << 10, 1 << 13, 1 << 15, 1 << 17]
     )
-    parser.add_argument("--tables", choices=TABLES, nargs="+", default=list(TABLES))
+    names = [*TABLES, "calls"]
+    parser.add_argument("--tables", choices=names, nargs="+", default=names)
     parser.add_argument(
         "--max-blocks",
         type=int,
@@ -259,21 +306,20 @@ def main() -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
     args = parser.parse_args()
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
     where = machine()
     print(*(f"{key} {value}" for key, value in where.items()), sep=", ")
     print(f"median us a step of {ROUNDS} rounds, jaxkv / twin, and the ratio")
     rows = []
     for row in measure(args.tables, args.requests, args.prompts, args.max_blocks):
         rows.append(row)
-        for what in ("hooks", "pool"):
-            if what in row:
+        for what in row:
+            if isinstance(row[what], dict):
                 low, ratio, high = row[what]["twin_over_jaxkv"]
                 print(
                     f"requests {row['requests']:4}  prompt {row['prompt_tokens']:7}  "
-                    f"{row['table']:8} {what:6}"
-                    f"{row[what]['jaxkv_us'][1]:9.0f} /"
-                    f"{row[what]['twin_us'][1]:9.0f}"
+                    f"{row['table']:8} {what:12}"
+                    f"{row[what]['jaxkv_us'][1]:9.1f} /"
+                    f"{row[what]['twin_us'][1]:9.1f}"
                     f"   {ratio:6.2f} [{low:.2f}, {high:.2f}]",
                     flush=True,
                 )

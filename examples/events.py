@@ -1,7 +1,7 @@
-"""Publish what the host tier gets and loses, and read it as a router would.
+"""Publish the events of the host tier, and read them as a router would.
 
-Needs the extra "events". The subscriber comes too late on purpose, and has everything
-replayed.
+Needs the extra "events". The subscriber starts too late on purpose, and requests a
+replay of everything.
 """
 
 from jaxkv import Extras, KeyChain, Namespace, OffloadingManager
@@ -15,7 +15,7 @@ manager = OffloadingManager(block_size=16, num_blocks=4, enable_events=True)
 with EventPublisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*") as publisher:
     prompts = (range(48), None), (range(64), None), (range(100, 133), "my-adapter")
     for tokens, lora in prompts:
-        # The chain tells the publisher's catalogue what each key stands for.
+        # The chain records the tokens of each key in the publisher's catalogue.
         chain = KeyChain(
             namespace, Extras(lora_name=lora), record=publisher.catalog.record
         )

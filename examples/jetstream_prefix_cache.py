@@ -1,12 +1,12 @@
 """Share KV between prompts in JetStream: a drop-in for its prefix cache.
 
-With JetStream 0.3 the whole of it is::
+With JetStream 0.3 this is all::
 
     cache = PrefixCache(block_size=16, host_bytes="8GiB", extras_of=None)
     Driver(..., prefix_cache_inst=cache)
 
-JetStream 0.3 is on no package registry, so this file brings a small engine of the same
-shape, random weights and all, and makes the calls that the driver makes.
+JetStream 0.3 is on no package registry, so this file has a small engine with the same
+interface and random weights, and makes the calls of the driver.
 """
 
 import functools
@@ -20,7 +20,7 @@ VOCAB, WIDTH, HEADS, LAYERS = 97, 64, 4, 2
 
 
 class TinyEngine:
-    """A transformer with chunked prefill, by the names of JetStream's `Engine`."""
+    """A transformer with chunked prefill, and the interface of JetStream's `Engine`."""
 
     use_chunked_prefill, prefill_chunk_size, max_prefill_length = True, 16, 128
 
@@ -37,13 +37,13 @@ class TinyEngine:
         }
 
     def init_cache(self):
-        """Make the cache of a prompt: room for its KV, and buffers beside it."""
+        """Make the cache of a prompt: room for its KV, and other buffers."""
         kv = (self.max_prefill_length, HEADS, WIDTH // HEADS)
         layers = [{"key": jnp.zeros(kv), "value": jnp.zeros(kv)} for _ in range(LAYERS)]
         return {"layers": layers, "generated": jnp.zeros((8, *kv[1:]))}
 
     def prefill(self, *, params, existing_prefix=None, padded_tokens, true_length):
-        """Compute a chunk after what `existing_prefix` holds."""
+        """Compute a chunk after `existing_prefix`."""
         cache, start = self.init_cache(), 0
         if existing_prefix is not None:
             cache = existing_prefix.cache
@@ -52,8 +52,8 @@ class TinyEngine:
         return {"cache": cache, "length": start + true_length}, token
 
     def insert(self, prefix, decode_state, slot):
-        """Begin to generate after a prompt, whose arrays are donated."""
-        return take_over(prefix["cache"]), prefix["length"]
+        """Start to generate after a prompt, whose arrays are donated."""
+        return donate(prefix["cache"]), prefix["length"]
 
     def generate(self, params, decode_state, token):
         """Compute one more token."""
@@ -63,14 +63,14 @@ class TinyEngine:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def take_over(cache):
-    """Leave nothing to whoever held the arrays before."""
+def donate(cache):
+    """Copy the cache, so that its old arrays are gone."""
     return jax.tree.map(lambda leaf: leaf + 0, cache)
 
 
 @jax.jit
 def forward(params, cache, tokens, start, true_length):
-    """Extend the cache by some tokens, and say which comes next."""
+    """Extend the cache by some tokens, and return the next one."""
     place = start + jnp.arange(len(tokens))
     x = params["embed"][tokens] + params["position"][place]
     layers = []
@@ -93,14 +93,14 @@ def forward(params, cache, tokens, start, true_length):
 
 
 class ExistingPrefix:
-    """As in JetStream."""
+    """JetStream's class of this name."""
 
     def __init__(self, cache, common_prefix_tokens):
         self.cache, self.common_prefix_tokens = cache, common_prefix_tokens
 
 
 def answer(engine, params, prompt, cache, num_tokens=6):
-    """Do as the driver does with a prompt; count the chunks that were computed."""
+    """Answer a prompt as the driver does; count the computed chunks."""
     size, prefix, num_chunks = engine.prefill_chunk_size, None, 0
     found = cache.load(prompt, min_common_prefix_key_length=size)
     start = 0 if found is None else min(len(found.tokens), len(prompt) - 1)
@@ -128,7 +128,7 @@ def answer(engine, params, prompt, cache, num_tokens=6):
 
 
 def main():
-    """Answer prompts that begin alike, twice, with and without what was kept."""
+    """Answer prompts with a common prefix, twice, with and without the cache."""
     engine = TinyEngine()
     params = engine.init_params()
     system = tuple((7 * n * n + 3) % VOCAB for n in range(48))
@@ -142,7 +142,7 @@ def main():
             answered, num_chunks = answer(engine, params, prompt, cache)
             answers.append(answered)
             chunks.append(num_chunks)
-            cache.flush()  # So that the next prompt finds it for certain.
+            cache.flush()  # So that the next prompt finds it.
         held = cache.held_bytes
         cache.clear()
         alone = []

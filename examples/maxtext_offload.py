@@ -1,4 +1,4 @@
-"""A conversation with MaxText's MaxEngine that goes on from KV on the host.
+"""A conversation with MaxText's MaxEngine that resumes from KV on the host.
 
 Needs MaxText on Python 3.12; tiny, with random weights, so that it runs on any machine.
 """
@@ -29,7 +29,7 @@ offload = MaxTextOffload(engine, namespace=namespace, host_bytes="1MiB")
 
 
 def answer(prefix, first, num_steps):
-    """Generate in slot 0; give the tokens, and the decode state that has their KV."""
+    """Generate in slot 0; return the tokens, and the decode state with their KV."""
     state = engine.insert(prefix, engine.init_decode_state(), slot=0)  # Donates it.
     tokens = [int(first.data[0, 0])]
     for _ in range(num_steps):
@@ -38,15 +38,15 @@ def answer(prefix, first, num_steps):
     return tokens, state
 
 
-# Turn 1. When the request ends, its prompt and what it generated go to the host.
+# Turn 1. At its end, the KV of the prompt and the generated tokens is saved.
 prompt = list(range(100, 121))
 prefix, first, _ = offload.prefill(params, prompt)
 tokens, state = answer(prefix, first, num_steps=15)
 offload.save_slot([*prompt, *tokens], state, slot=0)
-offload.store.flush()  # Here, as this user answers before the bytes are there.
+offload.store.flush()  # This user answers before the bytes have arrived.
 del state  # The engine forgets.
 
-# Turn 2 goes on from there: only the end is computed.
+# Turn 2 resumes from there: only the end is computed.
 prompt += [*tokens, *range(9)]
 prefix, first, from_host = offload.prefill(params, prompt)
 print(f"turn 2: {from_host} of {len(prompt)} tokens came from the host")

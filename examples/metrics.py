@@ -1,7 +1,7 @@
 """Serve prompts, and their metrics over HTTP; read these as Prometheus would.
 
-Needs the extras "demo" and "metrics". For Grafana there is grafana.json beside this;
-docs/metrics.md says what each metric means.
+Needs the extras "demo" and "metrics". grafana.json beside this is a dashboard;
+docs/metrics.md explains each metric.
 """
 
 import urllib.request
@@ -9,10 +9,10 @@ import urllib.request
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxkv.demo.engine import Engine, EngineConfig
-from jaxkv.demo.model import ModelConfig
-from jaxkv.demo.steps import make_steps
 from jaxkv.observe.metrics import OffloadMetrics
+from jaxkv.tools.demo.engine import Engine, EngineConfig
+from jaxkv.tools.demo.model import ModelConfig
+from jaxkv.tools.demo.steps import make_steps
 
 config = EngineConfig(
     block_size=32,

@@ -1,4 +1,4 @@
-"""Keep KV blocks on the host and bring them back: the smallest whole use of jaxkv."""
+"""Store KV blocks on the host and load them again: the smallest use of jaxkv."""
 
 import jax.numpy as jnp
 

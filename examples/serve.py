@@ -4,9 +4,9 @@ The engine is a small but real one: a transformer with paged KV, chunked prefill
 continuous batching, driven by jaxkv's offload scheduler. Needs the extra "demo".
 """
 
-from jaxkv.demo.engine import Engine, EngineConfig
-from jaxkv.demo.model import ModelConfig
-from jaxkv.demo.steps import make_steps
+from jaxkv.tools.demo.engine import Engine, EngineConfig
+from jaxkv.tools.demo.model import ModelConfig
+from jaxkv.tools.demo.steps import make_steps
 
 config = EngineConfig(
     block_size=32,

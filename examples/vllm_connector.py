@@ -1,8 +1,8 @@
 """vLLM's connector over a KV cache as tpu-inference lays it out, without vLLM.
 
-What vLLM's scheduler and runner hand over is stood in for by a few lines each; the
-calls are theirs, in their order. One prompt is computed and stored, its blocks are
-overwritten, and it comes back.
+A few lines replace the objects of vLLM's scheduler and runner; the calls are theirs, in
+their order. One prompt is computed and stored, its blocks are overwritten, and it is
+loaded again.
 """
 
 import pickle
@@ -17,11 +17,11 @@ BLOCK, NUM_BLOCKS, LAYERS = 16, 8, 2
 
 
 class FullAttentionSpec(Object):
-    """vLLM's name for layers whose tokens read all the tokens before them."""
+    """vLLM's name for layers that attend to all earlier tokens."""
 
 
 class BlockPool:
-    """Of vLLM's block pool: who holds a block, and what it contains."""
+    """vLLM's block pool: reference counts and hashes of blocks."""
 
     def __init__(self):
         self.blocks = [
@@ -30,12 +30,12 @@ class BlockPool:
         ]
 
     def touch(self, blocks):
-        """Hold blocks once more."""
+        """Add a reference to blocks."""
         for block in blocks:
             block.ref_cnt += 1
 
     def free_blocks(self, blocks):
-        """Let go of blocks."""
+        """Remove a reference from blocks."""
         for block in blocks:
             block.ref_cnt -= 1
 
@@ -65,7 +65,7 @@ worker.register_runner(runner)
 
 
 def step(**num_scheduled_tokens):
-    """Do what vLLM does in a step, but for the model."""
+    """Do a step as vLLM does, without the model."""
     output = Object(
         scheduled_cached_reqs=Object(req_ids=[], new_block_ids=[]),
         num_scheduled_tokens=num_scheduled_tokens,
@@ -82,7 +82,7 @@ def step(**num_scheduled_tokens):
 
 
 def make_request(name):
-    """Make a prompt of 40 tokens, of which two blocks are full."""
+    """Make a prompt of 40 tokens, which fill two blocks."""
     keys = KeyChain(Namespace("m", "v1", "bfloat16", "NHD", BLOCK)).extend(range(40))
     return Object(
         request_id=name,

@@ -1,32 +1,48 @@
-"""One configuration for all parts, from code, a dict, JSON or the environment."""
+"""One configuration for all parts, from code, a dict, JSON or the environment.
+
+Each key is declared once, as a field of `OffloadConfig`. Its metadata says what its
+values are, in Python and as text, which parts it reaches and what it is for; checks,
+messages and the table of docs/configuration.md come from there. What is refused is told
+with the value, with what would be right, and with the nearest name.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+import operator
 import os
 import pathlib
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-
-from jaxkv.blocks import DeviceBlockPool
-from jaxkv.config_keys import (
-    KEYS,
-    ConfigError,
-    parse_json,
-    read_environment,
-    unknown,
-    with_variables,
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from types import MappingProxyType
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeAlias,
+    TypeVar,
+    cast,
+    get_args,
 )
-from jaxkv.groups import FullAttention, GroupSpec, as_groups
-from jaxkv.scheduler import OffloadScheduler
+
+from jaxkv._util import nearest, parse_bytes
+from jaxkv.policies import policy_names
 from jaxkv.scheduling.rules import OffloadRules, check_rules
+from jaxkv.scheduling.scheduler import OffloadScheduler
+from jaxkv.scheduling.worker import OffloadWorker
+from jaxkv.search.groups import FullAttention, GroupSpec, as_groups
+from jaxkv.tiers.device import DeviceBlockPool
+from jaxkv.tiers.executors import ExecutorName
 from jaxkv.transfer import TransferEngine
 from jaxkv.transfer.codecs import Compression, Quantised
 from jaxkv.transfer.engine import DEFAULT_STAGING_BYTES
-from jaxkv.transfer.kernels import Mode
+from jaxkv.transfer.kernels import MODES, Mode
 from jaxkv.types import PyTree
-from jaxkv.worker import OffloadWorker
 
 if TYPE_CHECKING:
     # They need extras, which not everybody has.
@@ -34,7 +50,247 @@ if TYPE_CHECKING:
     from jaxkv.observe.metrics import OffloadMetrics
     from jaxkv.observe.publisher import EventPublisher
 
+Scope: TypeAlias = Literal[
+    "engine", "scheduler", "engine, scheduler", "worker", "events", "metrics"
+]
+"""Which parts a key reaches: `TransferEngine`, `OffloadScheduler`, `OffloadWorker`, and
+`EventPublisher` and `OffloadMetrics` of `jaxkv.observe`."""
+
+PREFIX = "JAXKV_"
+"""What the names of the environment's variables begin with."""
+
+# Of the tests of this project, and no part of a configuration.
+_TEST_PREFIX = "JAXKV_TEST_"
+
 _SIZES = ("host_bytes", "num_host_blocks")
+
+# Characters of a value or name that a message shows.
+_MOST_SHOWN = 100
+
+_FLAGS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be right.
+
+    Attributes:
+        faults: What is wrong with it, each in a sentence.
+    """
+
+    def __init__(self, faults: Sequence[str]) -> None:
+        super().__init__("; ".join(faults))
+        self.faults = tuple(faults)
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """What a key of a configuration takes.
+
+    Attributes:
+        scope: Which parts it reaches.
+        about: What it is for, in Markdown.
+        unit: Of its values; empty for names and flags.
+        expected: What its values are, for messages; empty if they are names.
+        check: Gives a Python value as it is kept; raises ValueError or TypeError.
+        parse: Reads a text, which `check` is to see next; raises ValueError.
+        may_be_none: Whether None is one of them, as text ``none``.
+        names: What there is, if its values are names.
+    """
+
+    scope: Scope
+    about: str
+    unit: str
+    expected: str
+    check: Callable[[Any], Any]
+    parse: Callable[[str], Any] = str
+    may_be_none: bool = False
+    names: Callable[[], Sequence[str]] = tuple
+
+    def read(self, given: Any, *, is_text: bool = False) -> Any:
+        """Give a value as it is kept.
+
+        Args:
+            given: From Python or JSON; or a text that stands for it.
+            is_text: Whether it is the latter, as in the environment.
+
+        Raises:
+            ValueError: It is no such value, with what would be right.
+        """
+        if is_text:
+            given = given.strip()
+        is_none = given.lower() == "none" if is_text else given is None
+        if is_none and self.may_be_none:
+            return None
+        try:
+            return self.check(self.parse(given) if is_text else given)
+        except (TypeError, ValueError, OverflowError, RecursionError):
+            raise ValueError(self._refusal(given)) from None
+
+    def _refusal(self, value: object) -> str:
+        names = list(self.names())
+        expected = f"one of {', '.join(names)}" if names else self.expected
+        near = nearest(value.lower(), names) if isinstance(value, str) else None
+        return (
+            f"{_shown(value)} must be {expected}"
+            + (", or None" if self.may_be_none else "")
+            + (f": did you mean {near}?" if near else "")
+        )
+
+
+def _shown(value: object) -> str:
+    """Write a value for a message: on one line, and cut if it is long."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):
+        # It is nested too deeply, or an int of more digits than Python writes.
+        text = f"<{type(value).__name__}>"
+    return _cut(" ".join(text.splitlines()))
+
+
+def _shown_name(name: object) -> str:
+    """Write the name of a key or variable: as it is, if that can be read."""
+    is_plain = isinstance(name, str) and name.isprintable()
+    return _cut(str(name)) if is_plain else _shown(name)
+
+
+def _cut(text: str) -> str:
+    """Leave the middle of a long text out."""
+    if len(text) <= _MOST_SHOWN:
+        return text
+    half = _MOST_SHOWN // 2
+    return f"{text[:half]}...{text[-half:]}"
+
+
+_T = TypeVar("_T")
+
+
+def _declare(default: _T, key: Key) -> _T:
+    """Declare a field, which may be None if that is its default.
+
+    As `dataclasses.field`, it says that it gives the default, for type checkers.
+    """
+    if default is None:
+        key = dataclasses.replace(key, may_be_none=True)
+    return dataclasses.field(default=default, metadata={"key": key})
+
+
+def _size(default: _T, scope: Scope, about: str) -> _T:
+    """Declare a size in bytes, such as ``"8GiB"``."""
+    expected = "a size such as 64MiB, 1GiB or a number of bytes"
+    key = Key(scope, about, "bytes", expected, parse_bytes)
+    return _declare(default, key)
+
+
+def _number(
+    default: _T,
+    scope: Scope,
+    about: str,
+    *,
+    unit: str,
+    least: int,
+    most: int | None = None,
+) -> _T:
+    """Declare a whole number from `least` on, perhaps up to `most`."""
+
+    def check(value: Any) -> int:
+        whole = operator.index(value)
+        too_large = most is not None and whole > most
+        if isinstance(value, bool) or whole < least or too_large:
+            raise ValueError
+        return whole
+
+    expected = f"a whole number from {least}" + (f" to {most}" if most else "")
+    key = Key(scope, about, unit, expected, check, _parse_int)
+    return _declare(default, key)
+
+
+def _seconds(default: _T, scope: Scope, about: str, *, or_none: bool = False) -> _T:
+    """Declare a time."""
+
+    def check(value: Any) -> float:
+        if isinstance(value, bool | str) or not 0 < value < math.inf:
+            raise ValueError
+        return float(value)
+
+    expected = "a number of seconds above 0"
+    key = Key(scope, about, "s", expected, check, float, or_none)
+    return _declare(default, key)
+
+
+def _flag(default: _T, scope: Scope, about: str) -> _T:
+    """Declare what is true or false."""
+
+    def check(value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise TypeError
+        return value
+
+    key = Key(scope, about, "", "true or false", check, _parse_flag)
+    return _declare(default, key)
+
+
+def _name(
+    default: _T,
+    scope: Scope,
+    about: str,
+    *,
+    names: Callable[[], Sequence[str]],
+) -> _T:
+    """Declare one of several names."""
+
+    def check(value: Any) -> str:
+        if not isinstance(value, str) or value not in names():
+            raise ValueError
+        return value
+
+    key = Key(scope, about, "", "", check, names=names)
+    return _declare(default, key)
+
+
+def _text(
+    default: _T,
+    scope: Scope,
+    about: str,
+    *,
+    expected: str = "a text of valid Unicode",
+    pattern: str = "(?s:.*)",
+) -> _T:
+    """Declare a text of a pattern, whose group `port`, if any, is below 65536."""
+
+    def check(value: Any) -> str:
+        match = re.fullmatch(pattern, value)
+        if not match or int(match.groupdict().get("port") or 0) > 65535:
+            raise ValueError
+        value.encode()  # Refuses a lone surrogate, which nobody could send.
+        return cast(str, value)
+
+    key = Key(scope, about, "", expected, check)
+    return _declare(default, key)
+
+
+def _endpoint(default: _T, scope: Scope, about: str) -> _T:
+    """Declare an address of ZeroMQ."""
+    expected = (
+        "an address such as tcp://127.0.0.1:5557 or ipc:///run/kv, with a port below "
+        "65536"
+    )
+    pattern = r"tcp://\S+:(?:\*|(?P<port>[0-9]{1,5}))|ipc://\S+"
+    return _text(default, scope, about, expected=expected, pattern=pattern)
+
+
+def _parse_int(text: str) -> int:
+    if not re.fullmatch("[+-]?[0-9]{1,18}", text):
+        raise ValueError
+    return int(text)
+
+
+def _parse_flag(text: str) -> bool:
+    if text.lower() not in _FLAGS:
+        raise ValueError
+    return _FLAGS[text.lower()]
 
 
 class Offload(NamedTuple):
@@ -75,43 +331,211 @@ class OffloadConfig:
         (1073741824, 'lazy')
     """
 
-    host_bytes: int | str | None = None
-    num_host_blocks: int | None = None
-    blocks_per_host_block: int = 1
-    cache_policy: str = "lru"
-    mode: Literal["eager", "lazy"] = "eager"
-    max_num_batched_tokens: int = 8192
-    store_threshold: int = 0
-    prompt_only: bool = False
-    max_offload_tokens: int | None = None
-    delay_shared_loads: bool = False
-    max_blocks_in_flight: int | None = None
-    gate: bool = False
-    copy_on_device: bool = True
-    flush_on_preemption: bool = False
-    remember_losses: int = 0
-    world_size: int = 1
-    enable_events: bool = False
-    transfer_mode: Mode | None = None
-    staging_bytes: int | str = DEFAULT_STAGING_BYTES
-    extent_bytes: int | str | None = None
-    layer_groups: int = 1
-    compression: Quantised | None = None
-    deadline_s: float | None = 30.0
-    report_after_steps: int | None = None
-    check_plans: bool = False
-    agreement_timeout_s: float = 60.0
-    events_endpoint: str | None = None
-    events_replay_endpoint: str | None = None
-    events_topic: str = ""
-    metrics_port: int | None = None
-    metrics_address: str = "127.0.0.1"
+    host_bytes: int | str | None = _size(
+        None,
+        "engine",
+        "Host memory for blocks in this process, spare room included. This or the "
+        "next key is needed to make an engine.",
+    )
+    num_host_blocks: int | None = _number(
+        None,
+        "engine, scheduler",
+        "The same as a number of blocks; memory to spare comes on top.",
+        unit="host blocks",
+        least=1,
+    )
+    blocks_per_host_block: int = _number(
+        1,
+        "engine, scheduler",
+        "How many device blocks a host block holds. Larger transfers, but blocks "
+        "come and go only together; for models with one group, of full "
+        "attention, and eager stores.",
+        unit="device blocks",
+        least=1,
+    )
+    cache_policy: str = _name(
+        "lru",
+        "scheduler",
+        "Which blocks a full host tier evicts: `lru`, `arc`, `arc_fixed`, or a "
+        "policy of your own.",
+        names=policy_names,
+    )
+    executor: ExecutorName = _name(  # noqa: RUF009 - it is a field
+        "native",
+        "scheduler",
+        "Who runs the policy: compiled functions on the host (`native`), or its pure "
+        "functions as XLA programs (`xla`).",
+        names=lambda: get_args(ExecutorName),
+    )
+    mode: Literal["eager", "lazy"] = _name(
+        "eager",
+        "scheduler",
+        "Store blocks when they are computed (`eager`), or when the device is about "
+        "to evict them (`lazy`).",
+        names=lambda: ("eager", "lazy"),
+    )
+    max_num_batched_tokens: int = _number(
+        8192,
+        "scheduler",
+        "Most tokens of a step; lazy stores keep ahead of twice as many.",
+        unit="tokens",
+        least=1,
+    )
+    store_threshold: int = _number(
+        0,
+        "scheduler",
+        "Store only what this number of requests have asked for; 0 or 1 for all.",
+        unit="requests",
+        least=0,
+    )
+    prompt_only: bool = _flag(
+        False, "scheduler", "Leave generated tokens out. Not with lazy stores."
+    )
+    max_offload_tokens: int | None = _number(
+        None,
+        "scheduler",
+        "Store this number of tokens of a request, from its first; `null` for all. Not "
+        "with lazy stores.",
+        unit="tokens",
+        least=1,
+    )
+    delay_shared_loads: bool = _flag(
+        False,
+        "scheduler",
+        "Let a request wait for another that loads one of its blocks, to find it on "
+        "the device.",
+    )
+    max_blocks_in_flight: int | None = _number(
+        None,
+        "scheduler",
+        "Bounds what is on its way at a time, loads first; `null` for no bound.",
+        unit="device blocks",
+        least=1,
+    )
+    skip_slow_loads: bool = _flag(
+        False,
+        "scheduler",
+        "Decline a load that would take longer than to compute its tokens, by the "
+        "rates of `OffloadScheduler.note_rates`.",
+    )
+    copy_on_device: bool = _flag(
+        True,
+        "scheduler",
+        "Copy a block that the device holds after a gap in a prefix, rather than "
+        "load it.",
+    )
+    flush_on_preemption: bool = _flag(
+        False, "scheduler", "Wait for all transfers in a step that preempts."
+    )
+    remember_drops: int = _number(
+        0,
+        "scheduler",
+        "Remember of this number of blocks why they are not on the host, for "
+        "`OffloadScheduler.explain`.",
+        unit="host blocks",
+        least=0,
+    )
+    world_size: int = _number(
+        1,
+        "scheduler",
+        "Workers that each report every transfer to one scheduler.",
+        unit="workers",
+        least=1,
+    )
+    enable_events: bool = _flag(
+        False,
+        "scheduler",
+        "Keep the host tier's events for `OffloadScheduler.take_events`.",
+    )
+    transfer_mode: Mode | None = _name(  # noqa: RUF009 - it is a field
+        None,
+        "engine",
+        "How bytes move, `fused` or `staged`; `null` for what is best on the platform.",
+        names=lambda: MODES,
+    )
+    staging_bytes: int | str = _size(
+        DEFAULT_STAGING_BYTES, "engine", "How much may be in flight at a time."
+    )
+    extent_bytes: int | str | None = _size(
+        None,
+        "engine",
+        "How much moves in one piece; `null` for 8 MiB, or less for small blocks "
+        "and stores.",
+    )
+    layer_groups: int = _number(
+        1,
+        "engine",
+        "In how many parts a load arrives, the first layers first.",
+        unit="parts",
+        least=1,
+    )
+    compression: Quantised | None = _name(  # noqa: RUF009 - it is a field
+        None,
+        "engine",
+        "Make blocks smaller on the host, `int8` or `fp8`; `null` keeps every bit.",
+        names=lambda: get_args(Quantised),
+    )
+    deadline_s: float | None = _seconds(
+        30.0,
+        "worker",
+        "Abandon a transfer that takes longer; `null` to wait. Several processes wait "
+        "so long for one that is due; one with `report_after_steps` waits in any case.",
+        or_none=True,
+    )
+    report_after_steps: int | None = _number(
+        None,
+        "worker",
+        "Report a transfer this number of steps after its own; several processes need "
+        "it. `null` for as soon as it is done.",
+        unit="steps",
+        least=1,
+    )
+    check_plans: bool = _flag(
+        False,
+        "worker",
+        "Compare the plans of all processes in each step, and what they agreed on; "
+        "for debugging.",
+    )
+    agreement_timeout_s: float = _seconds(
+        60.0,
+        "worker",
+        "How long several processes wait for one another, and for transfers that are "
+        "due, before they end the run with `AgreementError`.",
+    )
+    events_endpoint: str | None = _endpoint(
+        None,
+        "events",
+        "Where `make_publisher` publishes events, `tcp://HOST:PORT` or "
+        "`ipc://PATH`; setting it turns the host tier's events on. `null` for "
+        "nowhere.",
+    )
+    events_replay_endpoint: str | None = _endpoint(
+        None, "events", "Where it answers requests for a replay."
+    )
+    events_topic: str = _text("", "events", "What subscribers filter by.")
+    metrics_port: int | None = _number(
+        None,
+        "metrics",
+        "Where `serve_metrics` serves metrics over HTTP; 0 for any free port, "
+        "`null` for nowhere.",
+        unit="",
+        least=0,
+        most=65535,
+    )
+    metrics_address: str = _text(
+        "127.0.0.1",
+        "metrics",
+        "The address that it listens at; only this machine's own, unless told "
+        "otherwise.",
+        expected="an address such as 127.0.0.1",
+        pattern=r"\S+",
+    )
 
     def __post_init__(self) -> None:
         faults = []
         for key_name, key in KEYS.items():
             try:
-                value = key.kept(getattr(self, key_name))
+                value = key.read(getattr(self, key_name))
             except ValueError as error:
                 faults.append(f"{key_name}={error}")
             else:
@@ -238,10 +662,10 @@ class OffloadConfig:
         """Make the rules of a scheduler.
 
         Args:
-            block_bytes: Bytes of a device block, which `gate` needs.
+            block_bytes: Bytes of a device block, which `skip_slow_loads` needs.
 
         Raises:
-            ValueError: `gate` is set and `block_bytes` is 0.
+            ValueError: `skip_slow_loads` is set and `block_bytes` is 0.
         """
         names = {field.name for field in dataclasses.fields(OffloadRules)}
         chosen = {key: value for key, value in self.to_dict().items() if key in names}
@@ -259,7 +683,7 @@ class OffloadConfig:
         Args:
             groups: The groups of the model's layers; see `OffloadScheduler`.
             num_host_blocks: Those of the engine; None for the key of that name.
-            block_bytes: Bytes of a device block, which `gate` needs.
+            block_bytes: Bytes of a device block, which `skip_slow_loads` needs.
 
         Raises:
             ValueError: There is no number of host blocks, or as `OffloadScheduler`.
@@ -277,6 +701,7 @@ class OffloadConfig:
             self.cache_policy,
             self.enable_events or self.events_endpoint is not None,
             rules=self.make_rules(block_bytes),
+            executor=self.executor,
         )
 
     def make_worker(
@@ -377,14 +802,14 @@ class OffloadConfig:
         """Say which values do not go together, whatever the model is."""
         if self.host_bytes is not None and self.num_host_blocks is not None:
             return [
-                f"host_bytes={self.host_bytes} and num_host_blocks="
-                f"{self.num_host_blocks} exclude one another: both are the size of "
-                "the host tier."
+                f"host_bytes={_shown(self.host_bytes)} and num_host_blocks="
+                f"{_shown(self.num_host_blocks)} exclude one another: both are the "
+                "size of the host tier."
             ]
         if self.events_replay_endpoint is not None and self.events_endpoint is None:
             return [
-                f"events_replay_endpoint={self.events_replay_endpoint!r} needs an "
-                "events_endpoint, whose events it replays."
+                f"events_replay_endpoint={_shown(self.events_replay_endpoint)} needs "
+                "an events_endpoint, whose events it replays."
             ]
         try:
             check_rules(self.make_rules(block_bytes=1), (FullAttention(1),))
@@ -397,3 +822,126 @@ _NO_SIZE = (
     "host_bytes and num_host_blocks are both None; set the size of the host tier, such "
     "as host_bytes='8GiB' or JAXKV_HOST_BYTES=8GiB. `jaxkv doctor` recommends one."
 )
+
+
+KEYS: Mapping[str, Key] = MappingProxyType(
+    {key.name: key.metadata["key"] for key in dataclasses.fields(OffloadConfig)}
+)
+"""All keys, in the order of the fields."""
+
+
+def table_of_keys() -> str:
+    """Write the table of docs/configuration.md."""
+    rows = ["| key | unit | default | scope | what it does |", "|---|---|---|---|---|"]
+    for name, default in OffloadConfig().to_dict().items():
+        key = KEYS[name]
+        if key.unit == "bytes" and default is not None:
+            default = f"{default >> 20}MiB"
+        cells = f"`{name}`", key.unit, f"`{json.dumps(default)}`", key.scope, key.about
+        rows.append("|" + "".join(f" {cell}".rstrip() + " |" for cell in cells))
+    return "\n".join(rows)
+
+
+def variable_of(key: str) -> str:
+    """Name the variable of the environment that sets a key.
+
+    >>> variable_of("host_bytes")
+    'JAXKV_HOST_BYTES'
+    """
+    return PREFIX + key.upper()
+
+
+def unknown(
+    given: Iterable[object], kind: str, spell: Callable[[str], str] = str
+) -> list[str]:
+    """Say of what names no key what it may have been meant to be.
+
+    Args:
+        given: What names keys.
+        kind: What to call one of them.
+        spell: How they spell a key.
+    """
+    known = [spell(key) for key in KEYS]
+    faults = []
+    for word in given:
+        if word not in known:
+            shown = _shown_name(word)
+            plain = (word if isinstance(word, str) else shown).lower()
+            plain = plain.removeprefix(PREFIX.lower())
+            near = nearest(plain, list(KEYS))
+            hint = (
+                f"did you mean {spell(near)}?"
+                if near
+                else f"there is {', '.join(known)}"
+            )
+            faults.append(f"unknown {kind} {shown}: {hint}")
+    return faults
+
+
+def variables_of(environ: Mapping[str, str]) -> dict[str, str]:
+    """Give the variables that are meant for a configuration, in order."""
+    return {
+        variable: environ[variable]
+        for variable in sorted(environ)
+        if variable.startswith(PREFIX) and not variable.startswith(_TEST_PREFIX)
+    }
+
+
+def read_environment(environ: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """Read the values of keys from variables.
+
+    Returns:
+        The values, and what is wrong with the variables.
+    """
+    variables = variables_of(environ)
+    faults = unknown(variables, "variable", variable_of)
+    values = {}
+    for name, key in KEYS.items():
+        text = variables.get(variable_of(name), "").strip()
+        try:
+            if text:
+                values[name] = key.read(text, is_text=True)
+        except ValueError as error:
+            faults.append(f"{variable_of(name)}={error}")
+    return values, faults
+
+
+def with_variables(fault: str, used: Set[str]) -> str:
+    """Say of which of its values the environment is the source."""
+    words = [word for word in KEYS if word in used and f"{word}=" in fault]
+    named = [variable_of(word) for word in words]
+    return f"{fault} ({', '.join(named)} in the environment)" if named else fault
+
+
+def parse_json(text: str | bytes) -> dict[str, Any]:
+    """Read a JSON object; bytes are taken for UTF-8.
+
+    Raises:
+        ConfigError: It is none, or has a key more than once.
+    """
+    if not isinstance(text, str | bytes | bytearray):
+        raise ConfigError([f"{_shown(text)} must be JSON, as a str or as bytes"])
+    try:
+        values = json.loads(text, object_pairs_hook=_distinct)
+    except ConfigError:
+        raise
+    except RecursionError:
+        fault = "this is nested too deeply to be a JSON object of keys and values"
+        raise ConfigError([fault]) from None
+    except ValueError as error:  # of the syntax, or of the encoding
+        raise ConfigError([f"this is not JSON: {error}"]) from None
+    if not isinstance(values, dict):
+        fault = f"{_shown(values)} must be a JSON object of keys and values"
+        raise ConfigError([fault])
+    return cast(dict[str, Any], values)
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        counts = Counter(key_name for key_name, _ in pairs)
+        twice = sorted(word for word, count in counts.items() if count > 1)
+        raise ConfigError(
+            [f"key {_shown_name(word)} is there more than once" for word in twice]
+        )
+    return values

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import typing
 import urllib.request
 from pathlib import Path
 
@@ -12,14 +13,14 @@ import pytest
 from prometheus_client import REGISTRY
 
 from jaxkv import ConfigError, OffloadConfig
-from jaxkv.config_keys import KEYS, PREFIX, variable_of
-from jaxkv.connector import NO_EVENT, OffloadMetadata
-from jaxkv.groups import FullAttention, SlidingWindow
+from jaxkv._util import parse_bytes
+from jaxkv.config import KEYS, PREFIX, table_of_keys, variable_of
 from jaxkv.observe.subscriber import EventSubscriber
+from jaxkv.scheduling.protocol import NO_EVENT, OffloadMetadata
 from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.scheduling.worker import OffloadWorker
+from jaxkv.search.groups import FullAttention, SlidingWindow
 from jaxkv.transfer import TransferEngine
-from jaxkv.units import parse_bytes
-from jaxkv.worker import OffloadWorker
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,6 +32,7 @@ OTHERS = {
     "num_host_blocks": (7, "7"),
     "blocks_per_host_block": (4, " 4 "),
     "cache_policy": ("arc", "arc"),
+    "executor": ("xla", "xla"),
     "mode": ("lazy", "lazy"),
     "max_num_batched_tokens": (512, "+512"),
     "store_threshold": (2, "2"),
@@ -38,10 +40,10 @@ OTHERS = {
     "max_offload_tokens": (99, "99"),
     "delay_shared_loads": (True, "on"),
     "max_blocks_in_flight": (5, "5"),
-    "gate": (True, "1"),
+    "skip_slow_loads": (True, "1"),
     "copy_on_device": (False, "Off"),
     "flush_on_preemption": (True, "TRUE"),
-    "remember_losses": (1000, "1000"),
+    "remember_drops": (1000, "1000"),
     "world_size": (3, "3"),
     "enable_events": (True, "true"),
     "transfer_mode": ("staged", "staged"),
@@ -82,6 +84,27 @@ def test_the_table_of_the_docs_has_all_keys_as_they_are():
         assert meaning.endswith(".")
 
 
+def test_the_table_of_the_docs_is_what_the_fields_declare():
+    text = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    assert table_of_keys() in text, f"the table is to be:\n{table_of_keys()}"
+
+
+def test_annotations_and_declarations_agree_on_none():
+    hints = typing.get_type_hints(OffloadConfig)
+    own = {name for name, hint in hints.items() if type(None) in typing.get_args(hint)}
+    assert own == {name for name, key in KEYS.items() if key.may_be_none}
+
+
+def test_the_defaults_are_those_of_the_parts():
+    assert OffloadConfig().make_rules() == OffloadRules()
+    renamed = {"mode": "transfer_mode"}
+    for part in TransferEngine, OffloadWorker:
+        for name, default in part.__init__.__kwdefaults__.items():
+            if name not in ("block_axis", "clock"):
+                own = getattr(OffloadConfig(), renamed.get(name, name))
+                assert (own, type(own)) == (default, type(default)), name
+
+
 def takers():
     """What the parts take that is a choice, and the key of each."""
     of_rules = {field.name for field in dataclasses.fields(OffloadRules)}
@@ -97,8 +120,8 @@ def takers():
 def test_no_choice_of_the_parts_is_missing():
     for part, names in takers().items():
         own = {name for name, key in KEYS.items() if part in key.scope}
-        # The scheduler takes the number of host blocks beside its rules.
-        extra = {"num_host_blocks"} if part == "scheduler" else set()
+        # What the scheduler takes beside its rules.
+        extra = {"num_host_blocks", "executor"} if part == "scheduler" else set()
         assert own == names | extra
 
 
@@ -251,13 +274,13 @@ def test_all_faults_are_told_at_once():
             ["unknown variable JAXKV_host_bytes: did you mean JAXKV_HOST_BYTES?"],
         ),
         (
-            {"JAXKV_HOST_BYTES": "8 GB!", "JAXKV_GATE": "maybe"},
+            {"JAXKV_HOST_BYTES": "8 GB!", "JAXKV_SKIP_SLOW_LOADS": "maybe"},
             {"moed": "lazy"},
             [
                 "unknown key moed: did you mean mode?",
                 "JAXKV_HOST_BYTES='8 GB!' must be a size such as 64MiB, 1GiB or a "
                 "number of bytes, or None",
-                "JAXKV_GATE='maybe' must be true or false",
+                "JAXKV_SKIP_SLOW_LOADS='maybe' must be true or false",
             ],
         ),
         (
@@ -281,11 +304,11 @@ def test_all_faults_are_told_at_once():
             ["JAXKV_DEADLINE_S='inf' must be a number of seconds above 0, or None"],
         ),
         (
-            {"JAXKV_MODE": "lazy", "JAXKV_GATE": "1"},
+            {"JAXKV_MODE": "lazy", "JAXKV_SKIP_SLOW_LOADS": "1"},
             {"prompt_only": True},
             [
                 "prompt_only=True and mode='lazy' exclude one another: a block that "
-                "the device gives up belongs to no request. (JAXKV_MODE in the "
+                "the device evicts belongs to no request. (JAXKV_MODE in the "
                 "environment)"
             ],
         ),
@@ -298,7 +321,11 @@ def test_all_faults_are_told_at_once():
                 "in the environment)"
             ],
         ),
-        ({"JAXKV_GATE": "1"}, {"mode": 5}, ["mode=5 must be one of eager, lazy"]),
+        (
+            {"JAXKV_SKIP_SLOW_LOADS": "1"},
+            {"mode": 5},
+            ["mode=5 must be one of eager, lazy"],
+        ),
     ],
 )
 def test_a_refusal_names_the_variable(environ, explicit, faults):
@@ -319,7 +346,10 @@ def test_unknown_variables_that_are_like_none_are_told_what_there_is():
         ("{'mode': 1}", "this is not JSON: "),
         ('["mode"]', r"\['mode'\] must be a JSON object of keys and values"),
         ("null", "None must be a JSON object"),
-        ('{"gate": true, "gate": false}', "key gate is there more than once"),
+        (
+            '{"skip_slow_loads": true, "skip_slow_loads": false}',
+            "key skip_slow_loads is there more than once",
+        ),
         (b"\xff\xfe\xff", "this is not JSON: "),
         ('{"deadline_s": NaN}', "deadline_s=nan must be"),
     ],
@@ -331,6 +361,118 @@ def test_what_is_no_json_object_is_refused(text, message, tmp_path):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=f"{path}: .*{message}"):
         OffloadConfig.from_file(path)
+
+
+def one_line_of(call, *args):
+    """Have a call refuse its arguments; give what it says, which can be printed."""
+    with pytest.raises(ConfigError) as caught:
+        call(*args)
+    (fault,) = caught.value.faults
+    assert "\n" not in fault
+    assert len(fault.encode()) < 1000
+    return fault
+
+
+@pytest.mark.parametrize("opening", ["[", '{"mode": ', '{"mode": ['])
+def test_json_that_is_nested_too_deeply_is_a_config_error(opening):
+    fault = one_line_of(OffloadConfig.from_json, opening * 100_000)
+    assert fault.startswith("this is nested too deeply to be a JSON object")
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_value_that_is_nested_too_deeply_to_be_shown_is_a_config_error(name):
+    value = []
+    for _ in range(100_000):
+        value = [value]
+    fault = one_line_of(OffloadConfig.from_dict, {name: value})
+    assert fault.startswith(f"{name}=<list> must be ")
+
+
+@pytest.mark.parametrize("text", [None, 5, {"mode": "lazy"}, ["x" * 100_000]])
+def test_json_that_is_no_text_is_a_config_error(text):
+    fault = one_line_of(OffloadConfig.from_json, text)
+    assert fault.endswith(" must be JSON, as a str or as bytes")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("events_topic", "kv\ud800"),
+        ("events_endpoint", "ipc:///run/\udcff"),
+        ("metrics_address", "h\udcff"),
+        ("mode", "\ud800"),
+        ("host_bytes", "1\ud800"),
+    ],
+)
+def test_a_lone_surrogate_is_no_text(name, value):
+    words = f"={value!a} must be "
+    assert words in one_line_of(OffloadConfig.from_dict, {name: value})
+    assert words in one_line_of(OffloadConfig.from_json, json.dumps({name: value}))
+    # As Python reads bytes of the environment that are not UTF-8.
+    environ = {variable_of(name): value}
+    assert words in one_line_of(OffloadConfig.from_env, {}, environ)
+
+
+@pytest.mark.parametrize("name", ["mode\ud800", "mode\n", "mo\x1bde"])
+def test_an_unknown_name_that_cannot_be_printed_is_escaped(name):
+    text = json.dumps({name: "lazy"})
+    told = f"unknown key {name!r}: did you mean mode?"
+    assert one_line_of(OffloadConfig.from_dict, {name: "lazy"}) == told
+    assert one_line_of(OffloadConfig.from_json, text) == told
+    variable = variable_of(name)
+    told = f"unknown variable {variable!r}: did you mean JAXKV_MODE?"
+    assert one_line_of(OffloadConfig.from_env, {}, {variable: "lazy"}) == told
+    twice = f"{text[:-1]}, {text[1:]}"
+    told = f"key {name!r} is there more than once"
+    assert one_line_of(OffloadConfig.from_json, twice) == told
+
+
+@pytest.mark.parametrize("name", ["events_endpoint", "events_replay_endpoint"])
+def test_a_port_above_65535_is_no_address(name):
+    def config(port):
+        endpoint = f"tcp://127.0.0.1:{port}"
+        return OffloadConfig(**({"events_endpoint": "tcp://a:1"} | {name: endpoint}))
+
+    assert getattr(config(65535), name).endswith(":65535")
+    for port in (65536, 99999):
+        fault = one_line_of(config, port)
+        assert fault.startswith(f"{name}='tcp://127.0.0.1:{port}' must be an address ")
+        assert fault.endswith(", with a port below 65536, or None")
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_long_values_are_cut(name):
+    value = " " + "x" * 100_000 + " "
+    if name != "events_topic":
+        fault = one_line_of(OffloadConfig.from_dict, {name: value})
+        assert fault.startswith(f"{name}=' xxx")
+        assert "xxx...xxx" in fault
+        environ = {variable_of(name): "x x" * 100_000}
+        fault = one_line_of(OffloadConfig.from_env, {}, environ)
+        assert fault.startswith(f"{variable_of(name)}='x xx x")
+    values = np.zeros((100, 100))
+    fault = one_line_of(OffloadConfig.from_dict, {name: values})
+    assert fault.startswith(f"{name}=array([[0., 0., 0., ")
+    fault = one_line_of(OffloadConfig.from_dict, {name: -(10**5000)})
+    assert fault.startswith(f"{name}=<int> must be ")
+
+
+def test_long_names_and_what_is_no_object_are_cut():
+    name = "x" * 100_000
+    told = "unknown key xxx"
+    assert one_line_of(OffloadConfig.from_dict, {name: 1}).startswith(told)
+    told = "unknown variable JAXKV_xxx"
+    environ = {f"JAXKV_{name}": "1"}
+    assert one_line_of(OffloadConfig.from_env, {}, environ).startswith(told)
+    twice = f'{{"{name}": 1, "{name}": 2}}'
+    assert one_line_of(OffloadConfig.from_json, twice).startswith("key xxx")
+    fault = one_line_of(OffloadConfig.from_json, json.dumps([name]))
+    assert fault.endswith("xxx'] must be a JSON object of keys and values")
+    replay = {"events_replay_endpoint": f"ipc://{name}"}
+    fault = one_line_of(OffloadConfig.from_dict, replay)
+    assert fault.endswith("xxx' needs an events_endpoint, whose events it replays.")
+    sizes = {"host_bytes": 10**5000, "num_host_blocks": 10**4000}
+    assert "exclude one another" in one_line_of(OffloadConfig.from_dict, sizes)
 
 
 def test_a_file_that_is_not_there_is_an_os_error(tmp_path):
@@ -347,7 +489,7 @@ def test_the_parts_are_made_as_it_says():
         {
             "host_bytes": "1MiB",
             "cache_policy": "arc",
-            "gate": True,
+            "skip_slow_loads": True,
             "max_blocks_in_flight": 8,
             "transfer_mode": "staged",
             "extent_bytes": "32KiB",
@@ -361,16 +503,19 @@ def test_the_parts_are_made_as_it_says():
     assert scheduler.num_host_blocks == engine.num_host_blocks
     assert scheduler.groups == (FullAttention(4),)
     assert scheduler.rules == OffloadRules(
-        max_blocks_in_flight=8, gate=True, block_bytes=engine.block_bytes
+        max_blocks_in_flight=8, skip_slow_loads=True, block_bytes=engine.block_bytes
     )
-    assert "t1" in scheduler._manager.many.snapshot().policy
-    assert scheduler._manager.many.events == []
+    assert "t1" in scheduler._manager.snapshot().policy
+    assert scheduler._manager.events == []
     assert worker._deadline_s == 1.0
 
 
 def test_blocks_of_several_and_compression():
     config = OffloadConfig(
-        num_host_blocks=6, blocks_per_host_block=2, compression="int8", gate=True
+        num_host_blocks=6,
+        blocks_per_host_block=2,
+        compression="int8",
+        skip_slow_loads=True,
     )
     engine, scheduler, _ = config.connect(make_pool(), 4, head_axis={"k": 2, "v": None})
     assert engine.num_host_blocks == scheduler.num_host_blocks == 6
@@ -392,8 +537,8 @@ def test_parts_by_themselves():
         OffloadConfig().make_scheduler(4)
     with pytest.raises(ValueError, match="set the size of the host tier, such as host"):
         OffloadConfig().make_engine(make_pool())
-    with pytest.raises(ValueError, match="gate=True needs block_bytes"):
-        OffloadConfig(gate=True).make_scheduler(4, 9)
+    with pytest.raises(ValueError, match="skip_slow_loads=True needs block_bytes"):
+        OffloadConfig(skip_slow_loads=True).make_scheduler(4, 9)
 
 
 def test_what_does_not_suit_the_model_is_refused_before_memory_is_taken(monkeypatch):

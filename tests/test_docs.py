@@ -13,8 +13,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from jaxkv.groups import FullAttention, SlidingWindow
 from jaxkv.policies import get_policy_maker, registry
+from jaxkv.search.groups import FullAttention, SlidingWindow
 from tests.policies.test_contract import *  # noqa: F403 - on the policy of the docs
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,8 +1,8 @@
 """A prefix cache for JetStream's `Driver`, in blocks that prompts share.
 
-For ``Driver(..., prefix_cache_inst=PrefixCache(...))`` of JetStream 0.3. Nothing of
-JetStream is imported: what its driver calls, and what it reads of the answers, is all
-that this file knows of it.
+For ``Driver(..., prefix_cache_inst=PrefixCache(...))`` of JetStream 0.3. This module
+does not import JetStream: it has the methods that the driver calls, and returns the
+attributes that it reads.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, Protocol, SupportsIndex, TypeAlias
 import jax
 
 from jaxkv import Extras, Namespace, Policy
-from jaxkv.closing import Closing
-from jaxkv.hashing import NO_EXTRAS
+from jaxkv._util import Resource
 from jaxkv.integrations.prefix_blocks import AxisRules
 from jaxkv.integrations.prefix_store import PrefixStats, PrefixStore
 from jaxkv.integrations.prefix_template import PrefixTemplate
+from jaxkv.keys.hashing import NO_EXTRAS
 from jaxkv.transfer.kernels import Mode
 from jaxkv.types import PyTree
 
@@ -29,13 +29,13 @@ Key: TypeAlias = tuple[int, ...]
 """The tokens of a prompt, from the first on."""
 
 ExtrasOf: TypeAlias = Callable[[Key], Extras | None]
-"""What the KV of a prompt depends on besides its tokens; None to not cache it."""
+"""Returns what the KV of a prompt depends on besides tokens; None to not cache it."""
 
 _RECENT_LOADS = 100
 
 
 class ValueLike(Protocol):
-    """What the driver saves: JetStream's ``prefix_cache.Value``, or `PrefixValue`."""
+    """A value to save: JetStream's ``prefix_cache.Value``, or `PrefixValue`."""
 
     @property
     def prefix(self) -> PyTree:
@@ -43,28 +43,28 @@ class ValueLike(Protocol):
 
     @property
     def tokens(self) -> Key:
-        """The tokens that it is of."""
+        """Its tokens."""
 
     @property
     def true_length(self) -> int:
-        """How many of them it holds."""
+        """Number of tokens that it holds."""
 
     @property
     def padded_length(self) -> int:
-        """How many it has room for."""
+        """Number of tokens that it has room for."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PrefixValue:
-    """What was found: the attributes of JetStream's ``prefix_cache.Value``.
+    """A loaded prefix, with the attributes of JetStream's ``prefix_cache.Value``.
 
     Attributes:
-        prefix: The engine's cache, in arrays of its own; zero after the tokens.
-        tokens: The tokens that it is of.
-        true_length: How many they are.
-        padded_length: How many it has room for.
+        prefix: The engine's cache, in new arrays; zero after the tokens.
+        tokens: Its tokens.
+        true_length: Number of its tokens.
+        padded_length: Number of tokens that it has room for.
         prefix_size_bytes: Bytes of its arrays.
-        device: Where the arrays were when they were saved, leaf by leaf.
+        device: The placement of each leaf when it was saved.
     """
 
     prefix: PyTree
@@ -75,18 +75,18 @@ class PrefixValue:
     device: PyTree
 
 
-class PrefixCache(Closing):
-    """Does what JetStream's ``PrefixCache`` does, with each block of KV kept once.
+class PrefixCache(Resource):
+    """Replaces JetStream's ``PrefixCache``, and keeps each block of KV once.
 
     The engine's cache, any pytree, is cut into blocks along its sequence axes. Full
-    blocks are kept on the host under keys that name their tokens, all tokens before,
-    the adapter and the salt; prompts that begin alike share them. `load` puts the
-    longest prefix that is there together again, placed as it was.
+    blocks are kept on the host under keys of their tokens, all tokens before, the
+    adapter and the salt; prompts with a common prefix share them. `load` rebuilds the
+    longest prefix on the host, placed as it was.
 
-    How the cache of the engine looks is learnt from the first one that is saved, or
-    from `learn`. Leaves without a sequence axis, such as buffers for tokens that are
-    to be generated, are given back as they were in it; a later cache in which they
-    differ is not kept, for they would hold something of the prompt.
+    The layout of the engine's cache is learnt from the first one saved, or from
+    `learn`. Leaves without a sequence axis, such as buffers for generated tokens, are
+    returned as they were in it; a later cache in which they differ is not kept, since
+    they would depend on the prompt.
 
     Any thread may call.
 
@@ -117,22 +117,22 @@ class PrefixCache(Closing):
         extent_bytes: str | SupportsIndex | None = None,
         max_pending_saves: int = 8,
     ):
-        """Say how large the cache is to be; its memory is set aside by `learn`.
+        """Set the size of the cache; `learn` allocates its memory.
 
         Args:
-            block_size: Tokens in a block. It should divide the engine's
-                ``prefill_chunk_size``, for JetStream reuses whole chunks.
-            extras_of: What KV depends on besides the tokens, which are all that the
-                driver tells: an `AdapterWatch`, or a function of the tokens. None if
-                there are neither adapters nor salts: with adapters it would serve the
-                KV of one under another, so it has to be said.
-            num_host_blocks: Blocks that the host holds.
-            host_bytes: How much host memory to set aside instead, such as ``"8GiB"``.
-            cache_policy: What to give up when it is full, as for `OffloadingManager`.
-            sequence_axes: Which axis of each leaf counts tokens, by patterns of its
-                path, ``{"*/key": 1, "*": None}``; see also `compare_shapes`. Not
-                needed where the axis is the only one as long as the cache, or the
-                names are MaxText's.
+            block_size: Tokens per block. It should divide the engine's
+                ``prefill_chunk_size``, since JetStream reuses whole chunks.
+            extras_of: What KV depends on besides the tokens: an `AdapterWatch`, or a
+                function of the tokens, since the driver passes no more. None if there
+                are neither adapters nor salts; it has no default, because with adapters
+                None would serve the KV of one adapter under another.
+            num_host_blocks: Number of host blocks.
+            host_bytes: Bytes of host memory instead, such as ``"8GiB"``.
+            cache_policy: Which blocks to evict when it is full, as for
+                `OffloadingManager`.
+            sequence_axes: The axis of each leaf that counts tokens, by patterns of its
+                path, ``{"*/key": 1, "*": None}``; see also `compare_shapes`. Not needed
+                if only that axis is as long as the cache, or the names are MaxText's.
             mode: As for `TransferEngine`.
             extent_bytes: As for `TransferEngine`.
             max_pending_saves: As for `PrefixStore`.
@@ -141,7 +141,7 @@ class PrefixCache(Closing):
             raise ValueError(
                 f"one of {num_host_blocks=} and {host_bytes=} must be given."
             )
-        # KV never leaves this object, so its keys need no more of a name.
+        # KV never leaves this object, so its keys need no other fields.
         namespace = Namespace("jetstream", "", "", "", block_size)
         options = {
             "namespace": namespace,
@@ -158,9 +158,9 @@ class PrefixCache(Closing):
     def for_adapter(
         self, lora_name: str | None, salt: str | None = None
     ) -> PrefixCache:
-        """Give the same cache for prompts of one adapter and salt only.
+        """Return a view of the cache for prompts of one adapter and salt.
 
-        For a driver, or a tenant, that has one. Memory and statistics are shared.
+        For a driver or tenant with a fixed one. Memory and statistics are shared.
         """
         view = copy.copy(self)
         extras = Extras(salt, lora_name)
@@ -169,38 +169,38 @@ class PrefixCache(Closing):
 
     @property
     def store(self) -> PrefixStore | None:
-        """Where the blocks are; None as long as the engine's cache is not known."""
+        """The store of the blocks; None until the engine's cache is known."""
         template = self._shared.template
         return None if template is None else template.store
 
     @property
     def stats(self) -> PrefixStats:
-        """What happened so far."""
+        """Counts so far."""
         return PrefixStats() if self.store is None else self.store.stats
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the blocks that are held."""
+        """Bytes of the held blocks."""
         return 0 if self.store is None else self.store.held_bytes
 
     def learn(self, prefix: PyTree, padded_length: int) -> None:
-        """Learn how the engine's cache looks, set memory aside and compile.
+        """Learn the layout of the engine's cache, allocate memory and compile.
 
-        Nothing happens if that is known.
+        Does nothing if the layout is known.
 
         Args:
-            prefix: A cache of the engine's, of the greatest length; not kept.
+            prefix: A cache of the engine, of the greatest length; not kept.
             padded_length: Tokens that it has room for.
 
         Raises:
-            ValueError: It cannot be cut, or it cannot be told how.
-            MemoryError: There is not that much host memory.
+            ValueError: It cannot be cut, or its sequence axes are not clear.
+            MemoryError: There is not enough host memory.
         """
         if self.store is None:
             self._shared.learn(prefix, padded_length).store.warm_up()
 
     def contains(self, key: Key) -> bool:
-        """Whether all full blocks of a prompt are there; there must be one at least."""
+        """Whether all full blocks of a prompt, at least one, are on the host."""
         extras, store = self._extras_of(key), self.store
         return extras is not None and store is not None and store.contains(key, extras)
 
@@ -210,15 +210,15 @@ class PrefixCache(Closing):
         min_common_prefix_key_length: int | None = None,
         device: Any = None,
     ) -> PrefixValue | None:
-        """Give the engine's cache of the longest prefix that is there, in whole blocks.
+        """Load the longest prefix of whole blocks into a new cache.
 
         Args:
             key: The prompt.
-            min_common_prefix_key_length: Load nothing if fewer tokens are there.
-            device: Where to put it, as for `jax.device_put`; where it was, if None.
+            min_common_prefix_key_length: Load nothing if fewer tokens are found.
+            device: Where to put it, as for `jax.device_put`; None for where it was.
 
         Returns:
-            What was found; None if nothing was, or it could not be read.
+            The prefix; None if nothing was found or the load failed.
         """
         extras, template = self._extras_of(key), self._shared.template
         hit = None
@@ -243,7 +243,7 @@ class PrefixCache(Closing):
         )
 
     def save(self, key: Key, value: ValueLike) -> bool:
-        """Keep the full blocks of a prompt.
+        """Save the full blocks of a prompt.
 
         Returns before the bytes have left the device; the arrays may be donated.
 
@@ -252,28 +252,28 @@ class PrefixCache(Closing):
             value: The engine's cache of it.
 
         Returns:
-            Whether all its full blocks, at least one, are there or on their way.
+            Whether all its full blocks, at least one, are held or in flight.
 
         Raises:
-            ValueError: The cache is of other tokens, or looks otherwise than the first.
+            ValueError: The cache has other tokens, or another layout than the first.
         """
         if tuple(value.tokens[: len(key)]) != tuple(key):
             raise ValueError(
-                f"the value is of the tokens {value.tokens}, which do not begin with "
-                f"the key, {key}."
+                f"the value has the tokens {value.tokens}, which do not begin with the "
+                f"key, {key}."
             )
         extras = self._extras_of(key)
         if extras is None:
             return False
         template = self._shared.learn(value.prefix, value.padded_length)
         num_tokens = min(len(key), value.true_length)
-        kv, only_if = template.take_apart(value.prefix)
+        kv, only_if = template.split(value.prefix)
         held = template.store.save(key, kv, num_tokens, extras, only_if=only_if)
         block_size = template.store.block_size
         return 0 < held == num_tokens // block_size * block_size
 
     def flush(self) -> None:
-        """Wait until all that was saved has arrived."""
+        """Wait until all saves have arrived."""
         if self.store is not None:
             self.store.flush()
 
@@ -284,7 +284,7 @@ class PrefixCache(Closing):
         self._shared.recent.clear()
 
     def gen_statistic_str(self) -> str:
-        """Say in words what was found lately, and what is held."""
+        """Describe the recent hits and the held blocks."""
         asked, found = self._shared.sums()
         lines = [
             f"Prefix cache: {found} of {asked} tokens found "
@@ -303,13 +303,13 @@ class PrefixCache(Closing):
         return "\n".join(lines) + "\n"
 
     def close(self) -> None:
-        """Wait for what is on its way and end the thread; no calls after this."""
+        """Wait for transfers in flight and end the thread; no calls after this."""
         if self.store is not None:
             self.store.close()
 
 
 class _Shared:
-    """What a cache and its views for adapters have in common."""
+    """The state that a cache shares with its views for adapters."""
 
     def __init__(self, options: dict[str, Any], rules: AxisRules | None):
         self.template: PrefixTemplate | None = None

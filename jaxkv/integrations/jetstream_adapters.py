@@ -1,4 +1,4 @@
-"""Which LoRA adapter JetStream's driver has applied, for the keys of its cache."""
+"""Tracks which LoRA adapter JetStream's driver has applied, for the keys of KV."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxkv import Extras
-from jaxkv.hashing import NO_EXTRAS
+from jaxkv.keys.hashing import NO_EXTRAS
 
 
 class AdapterWatch:
-    """Knows which adapter is applied in the thread that asks.
+    """Knows which adapter is applied in the calling thread.
 
-    The driver tells a prefix cache the tokens of a prompt, not its adapter. But in the
-    thread that prefills it asks the adapter store for the adapter's weights by name,
-    then has the engine apply them, and take them away afterwards. Give the driver the
-    stores and prefill engines that `store` and `engine` return, which note this and
-    pass everything on, and the cache the watch::
+    The driver passes a prefix cache the tokens of a prompt, not its adapter. But the
+    thread that prefills asks the adapter store for the adapter's weights by name, then
+    has the engine apply them and remove them afterwards. Pass the driver the wrapped
+    stores and prefill engines that `store` and `engine` return, and the cache the
+    watch::
 
         watch = AdapterWatch()
         Driver(
@@ -29,9 +29,9 @@ class AdapterWatch:
             ...
         )
 
-    Adapters that are registered anew under an old name count as others. Once it cannot
-    be told which weights the engine has, as after an adapter that could not be taken
-    away, nothing is cached any more for this thread.
+    An adapter registered again under the same name counts as another one. Once the
+    weights of the engine are unknown, as after a failed removal of an adapter, nothing
+    is cached any more for that thread.
     """
 
     def __init__(self) -> None:
@@ -39,31 +39,31 @@ class AdapterWatch:
         self._registered: collections.Counter[str] = collections.Counter()
 
     def __call__(self, key: object = ()) -> Extras | None:
-        """Say what KV that this thread computes now depends on; None if unknown."""
+        """Return what KV computed in this thread depends on; None if unknown."""
         extras: Extras | None = getattr(self._thread, "extras", NO_EXTRAS)
         return extras
 
     def store(self, adapters: Any) -> Any:
-        """Watch an adapter store: JetStream's ``AdapterTensorStore``."""
+        """Wrap an adapter store: JetStream's ``AdapterTensorStore``."""
         return _WatchedStore(self, adapters)
 
     def engine(self, engine: Any) -> Any:
-        """Watch an engine that prefills."""
+        """Wrap an engine that prefills."""
         return _WatchedEngine(self, engine)
 
     def _ask(self, adapter_id: str) -> None:
-        # A name, and how often it was registered, framed by their order.
+        # The number of registrations, then the name: unambiguous in this order.
         self._thread.asked = f"{self._registered[adapter_id]} {adapter_id}"
 
     def _asked(self) -> Extras | None:
-        """Say what KV depends on once the adapter that was asked for is applied."""
+        """Return what KV depends on once the requested adapter is applied."""
         name = getattr(self._thread, "asked", None)
-        # On top of an adapter that is still there, or of one unknown, it is nobody's.
+        # On top of another adapter, or of unknown weights, the result is unknown.
         return Extras(lora_name=name) if name and self() == NO_EXTRAS else None
 
     @contextlib.contextmanager
     def _changing(self, extras: Extras | None) -> Iterator[None]:
-        """Note what holds from now on; nothing is known if it fails, ever after."""
+        """Set the extras from now on; they stay unknown if the change fails."""
         if self() is None:
             extras = None
         self._thread.extras = None
@@ -72,7 +72,7 @@ class AdapterWatch:
 
 
 class _Watched:
-    """Passes on what it does not note."""
+    """Forwards all other attributes."""
 
     def __init__(self, watch: AdapterWatch, inner: Any):
         self._watch = watch

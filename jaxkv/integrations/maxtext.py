@@ -1,9 +1,9 @@
-"""KV of MaxText's MaxEngine on the host: kept, and resumed from.
+"""Keeps the KV of MaxText's MaxEngine on the host, and resumes prefills from it.
 
-MaxEngine has no pages: a prefill gives the cache of one prompt, `insert` copies it into
-a slot of the decode state, and a prefill goes on from a cache that it is given as
-`existing_prefix`. So KV is taken out after a prefill and at the end of a request, and
-put back before the next prefill.
+MaxEngine has no pages: a prefill returns the cache of one prompt, `insert` copies it
+into a slot of the decode state, and a prefill can continue from a cache passed as
+`existing_prefix`. So KV is saved after a prefill and at the end of a request, and
+loaded before the next prefill.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import Extras, Namespace, Policy
-from jaxkv.closing import Closing
-from jaxkv.hashing import NO_EXTRAS, TokenIds
+from jaxkv._util import Resource
 from jaxkv.integrations import maxtext_cache, maxtext_guards
 from jaxkv.integrations.prefix_store import PrefixStore
+from jaxkv.keys.hashing import NO_EXTRAS, TokenIds
 from jaxkv.transfer import memory
 from jaxkv.types import PyTree
 
 
 class Resumption(NamedTuple):
-    """Where a prefill may go on.
+    """The point from which a prefill may continue.
 
     Attributes:
-        existing_prefix: What `MaxEngine.prefill` takes under this name; None if nothing
-            was found.
-        num_tokens: The tokens that it covers, from the first on.
+        existing_prefix: The argument for `MaxEngine.prefill`; None if nothing was
+            found.
+        num_tokens: Tokens that it covers, from the first on.
     """
 
     existing_prefix: Any
@@ -39,12 +39,12 @@ class Resumption(NamedTuple):
 
 
 class Prefill(NamedTuple):
-    """What the prefill of a whole prompt gave.
+    """The result of the prefill of a whole prompt.
 
     Attributes:
-        prefix: As of the last `MaxEngine.prefill`; for `insert`, which donates it.
-        result: Its first token, as of that call too.
-        num_tokens: The tokens of the prompt that were not computed, but brought back.
+        prefix: From the last `MaxEngine.prefill`; for `insert`, which donates it.
+        result: The first token, from that call.
+        num_tokens: Tokens of the prompt that were loaded, not computed.
     """
 
     prefix: Any
@@ -52,16 +52,16 @@ class Prefill(NamedTuple):
     num_tokens: int
 
 
-class MaxTextOffload(Closing):
+class MaxTextOffload(Resource):
     """Keeps the KV of a MaxEngine's requests on the host, and resumes from it.
 
-    Around the calls that an engine loop makes anyway:
+    An engine loop adds these calls:
 
-    * `prefill` instead of the engine's own; or, around one's own chunks, `resume`
-      before the first of them and `save_prefix` after the last, before `insert`.
-    * `save_slot` when a request ends, before its slot is given to another.
+    * `prefill` instead of the engine's; or, with your own chunks, `resume` before the
+      first chunk and `save_prefix` after the last, before `insert`.
+    * `save_slot` when a request ends, before its slot is reused.
 
-    Neither of the saves waits for the device. Any thread may call.
+    The saves do not wait for the device. Any thread may call.
 
     Attributes:
         store: The blocks, their counters, `flush` and `clear`.
@@ -79,23 +79,24 @@ class MaxTextOffload(Closing):
     ):
         """Set up the host memory, and the guards that this version of MaxText needs.
 
-        The guards (`jaxkv.integrations.maxtext_guards`) change classes of MaxText's.
+        The guards (`jaxkv.integrations.maxtext_guards`) change classes of MaxText.
 
         Args:
             engine: A MaxEngine whose parameters are loaded.
-            namespace: What the KV depends on besides the tokens; says how many tokens a
-                block has. The engine's chunk is a good size, or a divisor of it.
-            num_host_blocks: Blocks that the host holds.
-            host_bytes: How much host memory to set aside instead, such as ``"8GiB"``.
-            cache_policy: What to give up when it is full, as for `OffloadingManager`.
-            cache_like: The cache of some prefill, `prefix["cache"]`, or the shapes of
-                one; asked of the engine unless given.
+            namespace: What the KV depends on besides the tokens, with the block size.
+                The engine's chunk size or a divisor of it is a good block size.
+            num_host_blocks: Number of host blocks.
+            host_bytes: Bytes of host memory instead, such as ``"8GiB"``.
+            cache_policy: Which blocks to evict when it is full, as for
+                `OffloadingManager`.
+            cache_like: The cache of a prefill, `prefix["cache"]`, or its shapes; by
+                default the engine is asked for it.
 
         Raises:
-            ImportError: There is no MaxText.
+            ImportError: MaxText is not installed.
             ValueError: The engine cannot resume, or its cache cannot be cut by tokens;
                 the message says why. Or an argument is wrong.
-            MemoryError: There is not that much host memory.
+            MemoryError: There is not enough host memory.
         """
         check_config(engine.config)
         if cache_like is None:
@@ -117,20 +118,20 @@ class MaxTextOffload(Closing):
 
     @property
     def chunk_size(self) -> int:
-        """Tokens that one prefill computes; what is resumed is a multiple of it.
+        """Tokens that one prefill computes; resumed lengths are multiples of it.
 
-        MaxEngine compiles its prefill for each length of an existing prefix, so that
-        there should be few of them.
+        MaxEngine compiles its prefill for each length of an existing prefix, so there
+        should be few lengths.
         """
         return int(self._engine.config.prefill_chunk_size)
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the longest prompt, and so of what is kept of any request."""
+        """Tokens of the longest prompt, and so the most that is kept of a request."""
         return self.store.max_tokens
 
     def resume(self, tokens: TokenIds, extras: Extras = NO_EXTRAS) -> Resumption:
-        """Find where the prefill of a prompt may go on. Waits for the bytes.
+        """Load the longest prefix to continue a prefill from. Waits for the bytes.
 
         Args:
             tokens: int[n]. The prompt. At least its last token is left to compute.
@@ -154,13 +155,13 @@ class MaxTextOffload(Closing):
         extras: Extras = NO_EXTRAS,
         **arguments: Any,
     ) -> Prefill:
-        """Prefill a prompt in chunks, from what is kept of it on; keep the rest.
+        """Prefill a prompt in chunks, after its longest saved prefix, and save it.
 
         Args:
             params: As for `MaxEngine.prefill`.
             tokens: int[n]. The prompt.
             extras: The adapter and salt that its KV depends on.
-            arguments: More for `MaxEngine.prefill`, in each chunk.
+            arguments: Further arguments for each `MaxEngine.prefill`.
 
         Raises:
             ValueError: The prompt is empty, or too long for the engine.
@@ -194,18 +195,18 @@ class MaxTextOffload(Closing):
     def save_prefix(
         self, tokens: TokenIds, prefix: Any, extras: Extras = NO_EXTRAS
     ) -> int:
-        """Keep the KV of a prompt after its prefill; before `insert`, which donates it.
+        """Save the KV of a prompt after its prefill; before `insert`, which donates it.
 
         Args:
-            tokens: int[n]. The whole prompt, what it was resumed from included.
-            prefix: What the last prefill of it gave.
+            tokens: int[n]. The whole prompt, with the resumed tokens.
+            prefix: The result of its last prefill.
             extras: The adapter and salt that its KV depends on.
 
         Returns:
-            The tokens, from the first on, that are held or on their way.
+            The number of tokens, from the first on, that are held or in flight.
 
         Raises:
-            ValueError: The prefix is not of this engine, or of fewer tokens.
+            ValueError: The prefix is not of this engine, or has fewer tokens.
             RuntimeError: It has been donated, or the store was closed.
         """
         return self.store.save(
@@ -219,27 +220,26 @@ class MaxTextOffload(Closing):
         slot: int,
         extras: Extras = NO_EXTRAS,
     ) -> int:
-        """Keep the KV of a request at its end: of its prompt, and of what it generated.
+        """Save the KV of a request at its end, of its prompt and generated tokens.
 
-        Call it before anything is inserted into the slot again; steps of others may
-        have come between. If the slot turns out not to have that many tokens, or the
-        ring has overwritten some, nothing is kept (`store.stats.failed_saves`).
+        Call it before anything is inserted into the slot again; steps of other requests
+        may have run since. If the slot has fewer tokens, or the ring has overwritten
+        some, nothing is kept (`store.stats.failed_saves`).
 
         Args:
-            tokens: int[n]. All tokens of the request: its prompt, and what it
-                generated. The last has no KV yet. What exceeds `max_tokens` is not
-                kept, since no prefill could resume from it.
-            decode_state: As the last `generate` gave it.
+            tokens: int[n]. All tokens of the request, prompt and generated. The last
+                one has no KV yet. Tokens beyond `max_tokens` are not kept, since no
+                prefill could resume from them.
+            decode_state: The result of the last `generate`.
             slot: The request's slot.
             extras: The adapter and salt that its KV depends on.
 
         Returns:
-            The tokens, from the first on, that are held or on their way.
+            The number of tokens, from the first on, that are held or in flight.
 
         Raises:
-            ValueError: There is no such slot, or no token. Or the model has windows of
-                attention, with which what MaxText generates is not what it would
-                prefill.
+            ValueError: There is no such slot, or no token. Or the model has attention
+                windows, with which MaxText generates other KV than it prefills.
             RuntimeError: The decode state has been donated, or the store was closed.
         """
         for name in WINDOWS:
@@ -262,7 +262,7 @@ class MaxTextOffload(Closing):
         )
 
     def close(self) -> None:
-        """Wait for what is on its way; no calls after this."""
+        """Wait for transfers in flight; no calls after this."""
         self.store.close()
 
     def _existing(self, cache: PyTree, tokens: TokenIds) -> Any:
@@ -275,18 +275,18 @@ WANTED = {
     "prefill_cache_axis_order": ("1,2,0,3", "chunked prefill is right for no other"),
     "ar_cache_axis_order": ("1,2,0,3", "no other is known to jaxkv"),
     "quantize_kvcache": (False, "chunked prefill refuses quantised KV"),
-    "use_ragged_attention": (False, "it gives each slot a ring index of its own"),
+    "use_ragged_attention": (False, "it gives each slot its own ring index"),
 }
-"""Settings of MaxText's -> what they must be, and why."""
+"""Settings of MaxText -> their required values, and why."""
 
 ATTENTIONS = ("global", "local_sliding", "chunk")
 
 WINDOWS = ("sliding_window_size", "chunk_attn_window_size")
-"""Settings of MaxText's that are 0 if it generates the KV that it would prefill."""
+"""Settings of MaxText that are 0 if generated KV equals prefilled KV."""
 
 
 def check_config(config: Any) -> None:
-    """Refuse a configuration of MaxText's that `MaxTextOffload` cannot serve.
+    """Refuse a configuration of MaxText that `MaxTextOffload` cannot serve.
 
     Raises:
         ValueError: A setting is wrong; the message says which, and why.
@@ -299,24 +299,24 @@ def check_config(config: Any) -> None:
     if attention not in ATTENTIONS:
         raise ValueError(
             f"attention_type={attention!r} must be one of {ATTENTIONS}: in MaxText the "
-            "prefill of latent attention pays no heed to an existing prefix, and "
-            "others look at later tokens."
+            "prefill of latent attention ignores an existing prefix, and others attend "
+            "to later tokens."
         )
     if getattr(config, "stack_prefill_result_cache", False) and not config.scan_layers:
         raise ValueError(
             "stack_prefill_result_cache=True must be False with scan_layers=False: a "
-            "prefill would give a stacked cache and resume only from an unstacked one."
+            "prefill returns a stacked cache and resumes only from an unstacked one."
         )
 
 
 def _cache_like(engine: Any) -> PyTree:
-    """Ask an engine for the shapes of its prefill cache, as they lie on its mesh."""
+    """Ask an engine for the shapes and shardings of its prefill cache."""
     make = getattr(engine, "_nnx_init_cache_dict", None)
     shardings = getattr(engine, "prefill_kv_cache_shardings", None)
     if make is None or shardings is None:
         raise ValueError(
-            "the engine does not tell what its cache looks like: load its parameters "
-            'first; or give cache_like, prefix["cache"] of any prefill.'
+            "the engine does not tell the shapes of its cache: load its parameters "
+            'first, or pass cache_like, prefix["cache"] of any prefill.'
         )
     return jax.tree.map(
         lambda leaf, sharding: memory.array_spec(leaf.shape, leaf.dtype, sharding),

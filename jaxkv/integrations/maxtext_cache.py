@@ -1,21 +1,21 @@
-"""Where MaxText's cache has the KV of a prompt, and of the tokens generated since.
+"""Where MaxText's cache has the KV of a prompt, and of its generated tokens.
 
-The cache is a tree of dicts. For each layer, or once for all of them with their axes in
-front (`scan_layers`), it holds, for prompts of at most `S` tokens, `R` rows for
-generated ones, `B` slots, `H` heads of `D` numbers:
+The cache is a tree of dicts. For each layer, or once for all layers with their axes in
+front (`scan_layers`), it holds, for prompts of at most `S` tokens, `R` rows of
+generated tokens, `B` slots, `H` heads of `D` numbers:
 
     cached_prefill_key, cached_prefill_value    [..., S, H, B, D]
     cache_prefill_segment_id                    i32[..., B, S], 1 where a token is
     cached_ar_key, cached_ar_value              [..., R, H, B, D]
     cache_ar_segment_id                         i32[..., B, R]
-    cache_ar_index                              i32[..., 1], the row written next
+    cache_ar_index                              i32[..., 1], the next row to write
     cached_ar_lengths                           i32[..., B]
 
 The rows of generated tokens are one ring for all slots: a step writes the same row of
-each. So a slot that has seen n steps since its prompt was inserted has its tokens in
-the n rows before the index, around the ring. How many it has seen is in the decode
-state's `generated_tokens`; `cached_ar_lengths` is wrong for scanned layers, where
-inserting sets a layer to zero and not a slot.
+each slot. So a slot has the tokens of the n steps since its prompt was inserted in the
+n rows before the index, around the ring. The decode state's `generated_tokens` has n;
+`cached_ar_lengths` is wrong for scanned layers, where inserting sets a layer to zero
+instead of a slot.
 
 Observed in MaxText 0.2.4 and 0.2.5. Nothing here imports it.
 """
@@ -46,16 +46,16 @@ NAMES = {
 
 
 def prompt_kv(cache: PyTree) -> KV:
-    """Pick the keys and values out of the cache of a prefill.
+    """Return the keys and values in the cache of a prefill.
 
     Args:
-        cache: `prefix["cache"]`, or the shapes of one.
+        cache: `prefix["cache"]`, or its shapes.
 
     Returns:
-        Its own arrays. Nothing is copied, so they go when `insert` donates the prefix.
+        The arrays of the cache, not copies: `insert` donates them with the prefix.
 
     Raises:
-        ValueError: The cache is not of prefills, or of a kind that cannot be cut by
+        ValueError: The cache is not a prefill's, or of a kind that cannot be cut by
             tokens; the message says which.
     """
     layers = find_layers(cache)
@@ -75,19 +75,19 @@ def prompt_kv(cache: PyTree) -> KV:
 def slot_kv(
     decode_state: Mapping[str, Any], slot: int, num_tokens: int
 ) -> tuple[KV, jax.Array]:
-    """Gather the keys and values of a slot: of its prompt, then of what it generated.
+    """Gather the keys and values of a slot, of its prompt and its generated tokens.
 
-    Compiled once for an engine; waits for nothing.
+    It is compiled once per engine and does not wait.
 
     Args:
-        decode_state: As `generate` gave it.
+        decode_state: The result of `generate`.
         slot: The request's slot.
-        num_tokens: How many tokens are wanted, from the first on, at most S.
+        num_tokens: Number of tokens wanted, from the first on, at most S.
 
     Returns:
-        The arrays, a copy, as of a prefill of all these tokens; beyond the tokens that
-        the slot has they are rubbish. And bool[], whether it has as many as wanted,
-        none of them overwritten on the ring.
+        Copies of the arrays, as from a prefill of all these tokens; undefined beyond
+        the tokens of the slot. And bool[]: whether the slot has all wanted tokens,
+        none of them overwritten in the ring.
 
     Raises:
         ValueError: As for `prompt_kv`.
@@ -97,7 +97,7 @@ def slot_kv(
     num_generated = decode_state["generated_tokens"][slot, 0]
     for path, layer in find_layers(decode_state["cache"]).items():
         num_slots, length = layer[SEGMENTS].shape[-2:]
-        # Alike in all layers of a stack, so those of the first do.
+        # The same in all layers of a stack, so the first is enough.
         taken = layer[SEGMENTS].reshape(-1, num_slots, length)[0, slot] != 0
         num_prompt = taken.sum(dtype=jnp.int32)
         row = jnp.arange(length, dtype=jnp.int32)
@@ -126,17 +126,16 @@ def resume_cache(cache_like: PyTree, kv: KV, num_tokens: int) -> Any:
     """Build the cache to resume a prefill from.
 
     Args:
-        cache_like: The cache of some prefill, or the shapes of one, with shardings if
-            its arrays are to have them.
-        kv: What is known of the prompt, as `prompt_kv` gives it; becomes part of it.
-        num_tokens: How many tokens, from the first on, are to count.
+        cache_like: The cache of a prefill, or its shapes, with the shardings to use.
+        kv: The KV of the prompt, as from `prompt_kv`; becomes part of the cache.
+        num_tokens: Number of tokens, from the first on, that count.
 
     Returns:
-        A cache with these tokens and an empty ring, of the structure of `cache_like`.
-        Layers share the arrays that are alike: it is to be read, not donated.
+        A cache with these tokens and an empty ring, with the structure of `cache_like`.
+        Layers share equal arrays, so it must not be donated.
 
     Raises:
-        ValueError: `kv` is not of such a cache, or has no room for `num_tokens`.
+        ValueError: `kv` is not from such a cache, or has no room for `num_tokens`.
     """
     wanted = prompt_kv(cache_like)
     if wanted.keys() != kv.keys():
@@ -170,16 +169,16 @@ def resume_cache(cache_like: PyTree, kv: KV, num_tokens: int) -> Any:
 
 
 def find_layers(cache: PyTree) -> dict[str, dict[str, Any]]:
-    """Group the leaves of a cache by the layer, or stack of layers, that they are of.
+    """Group the leaves of a cache by layer, or stack of layers.
 
     Args:
-        cache: The cache of a prefill or of a decode state, or the shapes of one.
+        cache: The cache of a prefill or of a decode state, or its shapes.
 
     Returns:
         The path of the layer -> the names of its leaves -> the leaves.
 
     Raises:
-        ValueError: It is no cache of MaxText's, or of a kind that cannot be cut by
+        ValueError: It is not MaxText's cache, or of a kind that cannot be cut by
             tokens; the message says which.
     """
     layers: dict[str, dict[str, Any]] = {}
@@ -201,7 +200,7 @@ def _fill(
     sharding: jax.sharding.Sharding | None,
     num_tokens: int,
 ) -> jax.Array:
-    """Make a leaf that says that there are so many tokens, or one of zeros."""
+    """Make segment ids of `num_tokens` tokens, or a leaf of zeros."""
     if is_segments:
         counts = (jnp.arange(shape[-1], dtype=jnp.int32) < num_tokens).astype(dtype)
         filled = jax.lax.broadcast_in_dim(counts, shape, [len(shape) - 1])
@@ -219,7 +218,7 @@ def _name(path: Any) -> str:
 
 
 def _fault(path: str, layer: Mapping[str, Any]) -> str | None:
-    """Say why a layer cannot be served."""
+    """Return why a layer cannot be served, or None."""
     names = sorted(layer)
     if any(name.endswith("_scale") for name in names):
         return (
@@ -235,12 +234,12 @@ def _fault(path: str, layer: Mapping[str, Any]) -> str | None:
         )
     if layer.keys() != NAMES:
         odd = sorted(layer.keys() ^ NAMES)
-        return f"has {names}, of which jaxkv does not know what to make: {odd}"
+        return f"has {names}, of which jaxkv does not know {odd}"
     key, value = (layer[name].shape for name in PREFILL)
     if key != value or "Mla" in path:
         return (
             "holds the latents of multi-head latent attention (MLA), whose prefill in "
-            "MaxText pays no heed to an existing prefix"
+            "MaxText ignores an existing prefix"
         )
     num_slots, length = layer[SEGMENTS].shape[-2:]
     if (key[-4::2] if len(key) >= 4 else key) != (length, num_slots):

@@ -1,6 +1,6 @@
-"""What has to be set right in some versions of MaxText before a prefill can resume.
+"""Fixes for some versions of MaxText, without which a prefill cannot resume.
 
-Each guard says what it mends and in which versions, and leaves all others alone.
+Each guard says what it fixes and in which versions, and leaves other versions alone.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ from typing import Any
 import jax
 
 ASSERTION_VERSIONS = frozenset({"0.2.0", "0.2.1", "0.2.2", "0.2.3", "0.2.4", "0.2.5"})
-"""Versions of MaxText whose chunked prefill fails an assertion; later ones may, too."""
+"""Versions of MaxText whose chunked prefill fails an assertion; later ones may too."""
 
 
 def guard_chunked_prefill() -> bool:
-    """Let chunked prefill run where an assertion of MaxText's own stops it.
+    """Let chunked prefill run where an assertion in MaxText stops it.
 
-    In `ASSERTION_VERSIONS` an attention layer tells its cache that keys are one token
-    long, as it does not know better when it makes it, and chunked prefill, which is the
-    only way to resume, asserts that they are as long as the chunk: "self.key_seq_len=1,
-    segment_id_seq_len=... should match". The guard tells the cache how long they are
-    while it is asked. Other versions are left alone.
+    In `ASSERTION_VERSIONS` an attention layer creates its cache for keys of one token,
+    and chunked prefill, the only way to resume, asserts that they are as long as the
+    chunk: "self.key_seq_len=1, segment_id_seq_len=... should match". The guard sets the
+    true length during that call. Other versions are left alone.
 
     Returns:
         Whether the guard is in place now.
 
     Raises:
-        ImportError: There is no MaxText.
+        ImportError: MaxText is not installed.
     """
     if _version() not in ASSERTION_VERSIONS:
         return False
@@ -53,17 +52,17 @@ def guard_chunked_prefill() -> bool:
 
 
 def guard_stub_results() -> bool:
-    """Let an engine without JetStream return its results from under `jit`.
+    """Let an engine without JetStream return its results from `jit`.
 
-    Where JetStream is missing, or `DECOUPLE_GCLOUD=TRUE`, MaxText takes stand-ins for
-    its classes. That of `ResultTokens` is no pytree, so that every prefill raises a
+    If JetStream is missing, or `DECOUPLE_GCLOUD=TRUE`, MaxText uses stubs for its
+    classes. The stub of `ResultTokens` is not a pytree, so every prefill raises a
     TypeError. The guard registers it as one. JetStream's own class is left alone.
 
     Returns:
         Whether the guard is in place now.
 
     Raises:
-        ImportError: There is no MaxText.
+        ImportError: MaxText is not installed.
     """
     engine_api = _import("maxtext.inference.maxengine.maxengine").engine_api
     if not getattr(engine_api, "_IS_STUB", False):
@@ -84,16 +83,16 @@ def guard_stub_results() -> bool:
             **dict(zip(rest, static, strict=True)),
         )
 
-    if jax.tree.leaves(results(data=0)) != [0]:  # Else it is a pytree already.
+    if jax.tree.leaves(results(data=0)) != [0]:  # It is not a pytree yet.
         jax.tree_util.register_pytree_node(results, flatten, unflatten)
     return True
 
 
 def find_prefix_class() -> Any:
-    """Find the class of what `MaxEngine.prefill` takes as `existing_prefix`.
+    """Return the class that `MaxEngine.prefill` takes as `existing_prefix`.
 
     Raises:
-        ImportError: There is no MaxText.
+        ImportError: MaxText is not installed.
     """
     return _import("maxtext.inference.maxengine.maxengine").ExistingPrefix
 
@@ -103,7 +102,7 @@ def _version() -> str:
         return importlib.metadata.version("maxtext")
     except importlib.metadata.PackageNotFoundError as error:
         raise ImportError(
-            "there is no MaxText here: pip install maxtext, on Python 3.12 or newer."
+            "MaxText is not installed: pip install maxtext, on Python 3.12 or newer."
         ) from error
 
 

@@ -1,9 +1,8 @@
-"""Cut the KV of one prompt into blocks, and put it together again.
+"""Cut the KV of one prompt into blocks, and join blocks into KV.
 
-An engine with a contiguous cache holds the KV of a prompt as a pytree whose arrays
-count tokens along one axis each, padded to some length. Cut along that axis, such an
-array is a pool of blocks. Other leaves hold nothing of the prompt: room for tokens that
-are to be generated, counters.
+An engine with a contiguous cache holds the KV of a prompt as a pytree of arrays, padded
+along their sequence axes. Cut along that axis, an array is a pool of blocks. Other
+leaves, such as counters or room for generated tokens, do not depend on the prompt.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ MAXTEXT_RULES: AxisRules = {
     "*cached_prefill_*": -4,
     "*": None,
 }
-"""MaxText's prefill cache, with the order of axes that is its default."""
+"""MaxText's prefill cache, with its default order of axes."""
 
 
 class HasShape(Protocol):
-    """An array, or what describes one."""
+    """An array, or its description."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """All of its dimensions."""
+        """Its shape."""
 
 
 class LeafAxis(NamedTuple):
-    """Where a leaf counts tokens.
+    """The sequence axis of a leaf.
 
     Attributes:
         path: The leaf's path in its pytree, such as ``"layers/0/key"``.
@@ -49,7 +48,7 @@ class LeafAxis(NamedTuple):
 
 
 def leaf_paths(prefix: PyTree) -> list[tuple[str, Any]]:
-    """List the leaves of a pytree with their paths, joined by slashes."""
+    """Return the leaves of a pytree with their paths, joined by slashes."""
     return [
         (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
         for path, leaf in jax.tree.leaves_with_path(prefix)
@@ -59,22 +58,21 @@ def leaf_paths(prefix: PyTree) -> list[tuple[str, Any]]:
 def find_sequence_axes(
     prefix: PyTree, padded_length: int | None = None, rules: AxisRules | None = None
 ) -> list[LeafAxis]:
-    """Find the axis along which each leaf counts tokens.
+    """Find the sequence axis of each leaf.
 
-    Without rules, a cache with MaxText's names is taken for one of MaxText; of others
-    an axis counts tokens if it is `padded_length` long.
+    Without rules, `MAXTEXT_RULES` apply to a cache with MaxText's names; in other
+    caches the sequence axis is the one of length `padded_length`.
 
     Args:
-        prefix: Arrays, or shapes of such.
-        padded_length: Tokens that the arrays have room for, if that is known.
-        rules: Says it outright: paths or patterns of paths, of which the first that
-            fits counts.
+        prefix: Arrays or their shapes.
+        padded_length: Tokens that the arrays have room for, if known.
+        rules: Axes by path or pattern of paths; the first match counts.
 
     Returns:
-        One for each leaf, in the order of the pytree.
+        An axis for each leaf, in the order of the pytree.
 
     Raises:
-        ValueError: An axis cannot be told, is not there, or has the wrong length.
+        ValueError: An axis is ambiguous, missing, or of the wrong length.
 
     Example:
         >>> cache = {"key": jnp.zeros((2, 8, 4)), "step": jnp.zeros(())}
@@ -92,8 +90,8 @@ def find_sequence_axes(
         axes = [_by_length(path, leaf, padded_length) for path, leaf in leaves]
     else:
         raise ValueError(
-            "padded_length=None and no names that are known: give sequence_axes, such "
-            f"as {{{leaves[0][0]!r}: 1}}."
+            "padded_length=None and no known names: pass sequence_axes, such as "
+            f"{{{leaves[0][0]!r}: 1}}."
         )
     found = [
         (path, leaf.shape[axis.axis])
@@ -104,31 +102,32 @@ def find_sequence_axes(
         raise ValueError(
             f"no leaf of {[path for path, _ in leaves]} has a sequence axis"
             + (f" of {padded_length=}" if rules is None else "")
-            + "; say which with sequence_axes."
+            + "; pass sequence_axes."
         )
     length = found[0][1] if padded_length is None else padded_length
     for path, size in found:
         if size != length:
             raise ValueError(
-                f"{path!r} counts {size} along its sequence axis, not {length}: it is "
-                "no cache of tokens (a recurrent state cannot be cut into blocks), or "
+                f"{path!r} has {size} along its sequence axis, not {length}: it is not "
+                "a cache of tokens (a recurrent state cannot be cut into blocks), or "
                 "the axis in sequence_axes is wrong."
             )
     return axes
 
 
 def compare_shapes(shorter: PyTree, longer: PyTree) -> dict[str, int | None]:
-    """Find the sequence axes as those in which two caches of the same model differ.
+    """Find the sequence axes as those in which two caches of a model differ.
 
     Args:
         shorter: A cache for fewer tokens, or its shapes (`jax.eval_shape`).
-        longer: One for more.
+        longer: A cache for more tokens, or its shapes.
 
     Returns:
         Rules for `find_sequence_axes`: the axis of each path.
 
     Raises:
-        ValueError: The caches differ in more than one axis of a leaf, or otherwise.
+        ValueError: The caches differ in structure, in the number of axes, in several
+            axes of a leaf, or not at all.
 
     Example:
         >>> short, long = jnp.zeros((2, 8, 8)), jnp.zeros((2, 8, 16))
@@ -142,14 +141,14 @@ def compare_shapes(shorter: PyTree, longer: PyTree) -> dict[str, int | None]:
     for (path, a), (_, b) in zip(*pairs, strict=True):
         if len(a.shape) != len(b.shape):
             raise ValueError(
-                f"{path!r} is {a.shape} and {b.shape}; it must have as many axes."
+                f"{path!r} is {a.shape} and {b.shape}; it must have the same axes."
             )
         sizes = zip(a.shape, b.shape, strict=True)
         differing = [axis for axis, (x, y) in enumerate(sizes) if x != y]
         if len(differing) > 1:
             raise ValueError(
                 f"{path!r} is {a.shape} and {b.shape}: the axes {differing} differ, so "
-                "which counts tokens cannot be told; say it with sequence_axes."
+                "the sequence axis is not clear; pass sequence_axes."
             )
         rules[path] = differing[0] if differing else None
     if all(axis is None for axis in rules.values()):
@@ -160,7 +159,7 @@ def compare_shapes(shorter: PyTree, longer: PyTree) -> dict[str, int | None]:
 def cut(array: jax.Array, axis: int, block_size: int, num_blocks: int) -> jax.Array:
     """Cut ``[..., tokens, ...]`` into ``[..., num_blocks, block_size, ...]``.
 
-    What exceeds these blocks is left out, what is missing is zero. May be traced.
+    Tokens beyond these blocks are left out; missing ones are zero. May be traced.
 
     Example:
         >>> cut(jnp.arange(5), 0, 2, 3).tolist()
@@ -172,9 +171,9 @@ def cut(array: jax.Array, axis: int, block_size: int, num_blocks: int) -> jax.Ar
 
 
 def join(blocks: jax.Array, axis: int, length: int) -> jax.Array:
-    """Put ``[..., num_blocks, block_size, ...]`` together: ``[..., length, ...]``.
+    """Join ``[..., num_blocks, block_size, ...]`` into ``[..., length, ...]``.
 
-    What is missing is zero. May be traced.
+    Missing tokens are zero. May be traced.
 
     Example:
         >>> join(jnp.array([[0, 1], [2, 3]]), 0, 5).tolist()
@@ -209,8 +208,8 @@ def _by_rules(path: str, leaf: HasShape, rules: AxisRules) -> LeafAxis:
             )
         return LeafAxis(path, axis % ndim)
     raise ValueError(
-        f"no pattern of sequence_axes fits {path!r}, {list(leaf.shape)}; give its "
-        "axis, or None if it holds nothing of the prompt."
+        f"no pattern of sequence_axes matches {path!r}, {list(leaf.shape)}; add its "
+        "axis, or None if it does not depend on the prompt."
     )
 
 
@@ -219,7 +218,7 @@ def _by_length(path: str, leaf: HasShape, length: int) -> LeafAxis:
     if len(axes) > 1:
         raise ValueError(
             f"the axes {axes} of {path!r}, {list(leaf.shape)}, are all {length} long, "
-            "so which counts tokens cannot be told; say it with sequence_axes, such as "
+            "so the sequence axis is not clear; pass sequence_axes, such as "
             f"{{{path!r}: {axes[0]}}}."
         )
     return LeafAxis(path, axes[0] if axes else None)

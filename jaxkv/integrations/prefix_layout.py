@@ -1,4 +1,4 @@
-"""What the KV of one prompt looks like, whole and cut into blocks."""
+"""The layout of the KV of one prompt, whole and cut into blocks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Leaf:
 
     Attributes:
         name: Its path, for messages.
-        shape: At its greatest length.
-        dtype: Of its elements.
-        sharding: Where it lives.
-        axis: Which dimension counts tokens; not negative.
+        shape: Its shape at the greatest length.
+        dtype: Type of its elements.
+        sharding: Its devices.
+        axis: The axis that counts tokens; not negative.
     """
 
     name: str
@@ -40,11 +40,11 @@ class Leaf:
         return self.shape[self.axis]
 
     def with_length(self, length: int) -> tuple[int, ...]:
-        """Give the shape with another number of tokens."""
+        """Return the shape with another number of tokens."""
         return (*self.shape[: self.axis], length, *self.shape[self.axis + 1 :])
 
     def pool_sharding(self) -> jax.sharding.Sharding:
-        """Place the same array cut into blocks, which has one dimension more."""
+        """Return the sharding of the array cut into blocks, with one axis more."""
         if not isinstance(self.sharding, jax.sharding.NamedSharding):
             return self.sharding
         spec = list(self.sharding.spec)
@@ -57,12 +57,12 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class PrefixLayout:
-    """What the KV of a prompt looks like, whole and cut into blocks.
+    """The layout of the KV of a prompt, whole and cut into blocks.
 
     Attributes:
-        treedef: How the leaves hang together.
-        leaves: What each is.
-        block_size: Tokens in a block.
+        treedef: The structure of the pytree.
+        leaves: A description of each leaf.
+        block_size: Tokens per block.
     """
 
     treedef: jax.tree_util.PyTreeDef
@@ -73,17 +73,17 @@ class PrefixLayout:
     def of(
         cls, kv_like: PyTree, sequence_axis: PyTree, block_size: int
     ) -> PrefixLayout:
-        """Read the layout off the KV of a prompt, or off its shapes.
+        """Read the layout of the KV of a prompt, or of its shapes.
 
         Args:
-            kv_like: Arrays, or `jax.ShapeDtypeStruct` of such, of the greatest length.
+            kv_like: Arrays or `jax.ShapeDtypeStruct`s of the greatest length.
             sequence_axis: The axis that counts tokens: an int, or a pytree of ints
                 that is a prefix of `kv_like`.
-            block_size: Tokens in a block.
+            block_size: Tokens per block.
 
         Raises:
-            ValueError: Some leaf has no such axis, its tokens are spread over devices,
-                or they are fewer than a block, or others than those of the first leaf.
+            ValueError: A leaf has no such axis, its tokens are sharded, or it has room
+                for less than a block or for other tokens than the first leaf.
         """
         pairs = leaf_paths(kv_like)
         if not pairs:
@@ -129,14 +129,14 @@ class PrefixLayout:
         return [leaf.axis for leaf in self.leaves]
 
     def check(self, kv: PyTree) -> tuple[list[jax.Array], int]:
-        """Take the KV of a prompt apart, if it has this layout but for its length.
+        """Return the leaves of a prompt's KV, which has this layout at any length.
 
         Returns:
-            Its leaves, placed as the layout says, and the tokens they have room for.
+            The leaves, placed as the layout says, and the tokens they have room for.
 
         Raises:
             ValueError: It has another layout.
-            TypeError: A leaf is no `jax.Array`.
+            TypeError: A leaf is not a `jax.Array`.
             RuntimeError: An array has been deleted or donated.
         """
         arrays, treedef = jax.tree.flatten(kv)
@@ -180,14 +180,13 @@ class PrefixLayout:
         return jax.tree.unflatten(self.treedef, self._programs("join", length)(pool))
 
     def new_pool(self) -> list[jax.Array]:
-        """Make blocks of zeros."""
+        """Make a pool of zeros."""
         pool: list[jax.Array] = self._programs("zeros", 0)()
         return pool
 
     @functools.cached_property
     def _programs(self) -> Callable[[str, int], jax.stages.Compiled]:
-        # Ahead of time: an array that is committed to its device and one that is not
-        # then share the same program.
+        # Ahead of time, so that committed and uncommitted arrays share a program.
         return functools.cache(self._compile)
 
     def _compile(self, name: str, length: int) -> jax.stages.Compiled:
@@ -254,7 +253,7 @@ def _leaf(name: str, like: Any, axis: object) -> Leaf:
         if len(spec) > axis and spec[axis] is not None:
             raise ValueError(
                 f"the tokens of {name!r}, axis {axis}, are sharded over "
-                f"{spec[axis]!r}; a block must be in one piece, so shard another axis."
+                f"{spec[axis]!r}; a block must not be split, so shard another axis."
             )
     elif len(sharding.device_set) > 1:
         raise ValueError(

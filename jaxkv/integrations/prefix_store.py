@@ -1,6 +1,6 @@
-"""The KV of prompts on the host, in blocks that prompts with the same beginning share.
+"""The KV of prompts on the host, in blocks that prompts with a common prefix share.
 
-For engines that hold the KV of one prompt in arrays of its own, not in a paged pool.
+For engines that hold the KV of each prompt in separate arrays, not in a paged pool.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from collections.abc import Callable
 from typing import NamedTuple, SupportsIndex
 
 from jaxkv import Extras, KeyChain, Namespace, OffloadingManager, Policy
-from jaxkv.closing import Closing
-from jaxkv.hashing import NO_EXTRAS, TokenIds
+from jaxkv._util import Resource
+from jaxkv.integrations.prefix_copier import PrefixCopier
 from jaxkv.integrations.prefix_layout import PrefixLayout
-from jaxkv.integrations.prefix_moves import PrefixMover
+from jaxkv.keys.hashing import NO_EXTRAS, TokenIds
+from jaxkv.tiers.base import PrepareStoreOutput
 from jaxkv.transfer.kernels import Mode
-from jaxkv.types import BlockKey, PrepareStoreOutput, PyTree
+from jaxkv.types import BlockKey, PyTree
 
 
 class PrefixHit(NamedTuple):
-    """What was found of a prompt.
+    """A loaded prefix of a prompt.
 
     Attributes:
-        num_tokens: The tokens that it covers, from the first on; whole blocks.
-        kv: Their keys and values, as the arrays that were saved; zero beyond.
+        num_tokens: Tokens that it covers, from the first on; whole blocks.
+        kv: Their keys and values, like the saved arrays; zero beyond.
     """
 
     num_tokens: int
@@ -35,16 +36,16 @@ class PrefixHit(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PrefixStats:
-    """What a store was asked for, and what came of it.
+    """Counts of a store so far.
 
     Attributes:
-        query_tokens: Tokens of the prompts that `load` was asked for.
-        hit_tokens: Those whose KV it gave.
+        query_tokens: Tokens of the prompts that `load` was called with.
+        hit_tokens: Tokens whose KV was loaded.
         stored_blocks: Blocks whose bytes arrived on the host.
-        evicted_blocks: Blocks that were given up for others.
+        evicted_blocks: Blocks evicted to make room for others.
         dropped_blocks: Blocks that found no room.
-        failed_saves: Saves whose bytes did not arrive, or were not wanted any more.
-        failed_loads: Loads whose bytes did not arrive: misses.
+        failed_saves: Saves whose bytes did not arrive, or that `only_if` refused.
+        failed_loads: Loads whose bytes did not arrive; they count as misses.
     """
 
     query_tokens: int = 0
@@ -56,15 +57,15 @@ class PrefixStats:
     failed_loads: int = 0
 
 
-class PrefixStore(Closing):
+class PrefixStore(Resource):
     """Keeps the KV of prompts on the host, each full block of tokens once.
 
     `save` takes the arrays of one prompt and returns before its bytes have left the
-    device; what it was given may be donated from then on. `load` gives the KV of the
-    longest prefix that is there, as new arrays, placed like the ones of the template.
+    device; the arrays may be donated from then on. `load` returns the KV of the longest
+    prefix on the host, in new arrays placed like those of the template.
 
-    Any thread may call. A thread of the store's own dispatches the transfers, one after
-    the other, loads before saves. A block is found once its bytes have arrived.
+    Any thread may call. The store's thread dispatches the transfers one at a time,
+    loads before saves. A block is found once its bytes have arrived.
 
     Example:
         >>> import jax.numpy as jnp
@@ -94,24 +95,24 @@ class PrefixStore(Closing):
         """Set up the host memory.
 
         Args:
-            kv_like: The KV of one prompt at its greatest length, or shapes of it
+            kv_like: The KV of one prompt at its greatest length, or its shapes
                 (`jax.ShapeDtypeStruct`, with shardings if it is spread over devices);
-                not kept. Arrays may be sharded along all axes but that of the tokens.
-            namespace: What the KV depends on besides the tokens; says how many tokens
-                a block has.
-            num_host_blocks: Blocks that the host holds.
-            host_bytes: How much host memory to set aside instead, such as ``"8GiB"``.
-            cache_policy: What to give up when it is full, as for `OffloadingManager`.
+                not kept. Arrays may be sharded along all axes except the sequence axis.
+            namespace: What the KV depends on besides the tokens, with the block size.
+            num_host_blocks: Number of host blocks.
+            host_bytes: Bytes of host memory instead, such as ``"8GiB"``.
+            cache_policy: Which blocks to evict when it is full, as for
+                `OffloadingManager`.
             sequence_axis: The axis that counts tokens: an int, or a pytree of ints
                 that is a prefix of `kv_like`.
             mode: As for `TransferEngine`.
             extent_bytes: As for `TransferEngine`.
-            max_pending_saves: Saves that may be under way, each of which holds a copy
-                of its KV on the device; the next waits for one to end.
+            max_pending_saves: Saves that may be pending, each with a copy of its KV on
+                the device; the next one waits.
 
         Raises:
             ValueError: An argument is wrong.
-            MemoryError: There is not that much host memory.
+            MemoryError: There is not enough host memory.
         """
         if max_pending_saves < 1:
             raise ValueError(f"{max_pending_saves=} must be at least 1.")
@@ -120,25 +121,25 @@ class PrefixStore(Closing):
         self._max_saves = max_pending_saves
         self._num_saves = 0
         self._stats = PrefixStats()
-        self._generation = 0  # One more with each `clear`, so that nothing old counts.
+        self._generation = 0  # Incremented by `clear`: older transfers do not count.
         self._fault: BaseException | None = None
         self._closed = False
-        # Of all that is above; told when a save has ended.
+        # Guards the attributes above; notified when a save has ended.
         self._lock = threading.Condition()
-        self._mover = PrefixMover(
+        self._copier = PrefixCopier(
             self._layout, num_host_blocks, host_bytes, mode, extent_bytes
         )
         try:
             self._manager = OffloadingManager(
-                namespace.block_size, self._mover.engine.num_host_blocks, cache_policy
+                namespace.block_size, self._copier.engine.num_host_blocks, cache_policy
             )
         except BaseException:
-            self._mover.close()
+            self._copier.close()
             raise
 
     @property
     def block_size(self) -> int:
-        """Tokens in a block."""
+        """Tokens per block."""
         return self._namespace.block_size
 
     @property
@@ -148,40 +149,40 @@ class PrefixStore(Closing):
 
     @property
     def num_host_blocks(self) -> int:
-        """Blocks that the host holds."""
+        """Number of host blocks."""
         return self._manager.num_blocks
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block, all leaves together."""
-        return self._mover.engine.block_bytes
+        return self._copier.engine.block_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that were set aside."""
-        return self._mover.engine.host_bytes
+        """Bytes of allocated host memory."""
+        return self._copier.engine.host_bytes
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the blocks that are held, those on their way included."""
+        """Bytes of the held blocks, those in flight included."""
         with self._lock:
-            return self._manager.num_held_blocks * self._mover.engine.block_bytes
+            return self._manager.num_held_blocks * self._copier.engine.block_bytes
 
     @property
     def stats(self) -> PrefixStats:
-        """What happened so far."""
+        """Counts so far."""
         with self._lock:
             return self._stats
 
     def warm_up(self) -> None:
-        """Compile what saves and loads of arrays of full length take."""
+        """Compile the programs for saves and loads of full length."""
         with self._lock:
             self._check()
-            self._manager.warm_up(self._layout.num_blocks)
-        self._mover.warm_up()
+            self._manager.warm_up()
+        self._copier.warm_up()
 
     def contains(self, tokens: TokenIds, extras: Extras = NO_EXTRAS) -> bool:
-        """Whether all full blocks of a prompt, at least one, are there to be loaded."""
+        """Whether all full blocks of a prompt, at least one, can be loaded."""
         keys = self._keys(tokens, extras)
         with self._lock:
             self._check()
@@ -195,19 +196,19 @@ class PrefixStore(Closing):
         min_tokens: int = 0,
         length: int | None = None,
     ) -> PrefixHit | None:
-        """Bring back the KV of the longest prefix that is there.
+        """Load the KV of the longest prefix on the host.
 
         Waits until the bytes have arrived.
 
         Args:
             tokens: int[n]. The prompt.
             extras: The adapter and salt that it was saved with.
-            min_tokens: Load nothing if fewer tokens are there.
-            length: How long the sequence axes of the arrays are to be; as long as in
-                the template unless given.
+            min_tokens: Load nothing if fewer tokens are found.
+            length: Length of the sequence axes of the new arrays; by default that of
+                the template.
 
         Returns:
-            What was found; None if there is nothing, or it could not be read.
+            The prefix; None if nothing was found or the load failed.
 
         Raises:
             ValueError: `length` or a token is out of range.
@@ -228,7 +229,7 @@ class PrefixStore(Closing):
             self._manager.touch(keys)
             host_ids = self._manager.prepare_load(keys).block_ids
             generation = self._generation
-            loading = self._mover.load(
+            loading = self._copier.load(
                 host_ids,
                 lambda: generation == self._generation,
                 functools.partial(self._end_load, generation, keys),
@@ -249,28 +250,28 @@ class PrefixStore(Closing):
         *,
         only_if: Callable[[], bool] | None = None,
     ) -> int:
-        """Keep the KV of a prompt: that of its full blocks that are not there yet.
+        """Save the full blocks of a prompt that are not on the host yet.
 
-        Returns before the bytes have left the device, unless many saves are pending.
-        `kv` is only read, by a program that has been dispatched by then, so that it may
-        be donated.
+        Returns before the bytes have left the device, unless `max_pending_saves` are
+        pending. `kv` is only read, by a program that has been dispatched by then, so it
+        may be donated.
 
         Args:
             tokens: int[n]. The prompt.
             kv: Its keys and values, like the template; the sequence axes may be
-                shorter, all of them alike.
-            num_tokens: How many of the tokens are in `kv`; all of them unless given.
+                shorter, all by the same length.
+            num_tokens: Number of tokens in `kv`; by default all.
             extras: The adapter and salt that the KV depends on.
-            only_if: Asked by the store's thread when the bytes are about to leave;
-                if it says False, nothing is kept. It may wait for the device.
+            only_if: Called by the store's thread before the save is issued; if it
+                returns False, nothing is kept. It may wait for the device.
 
         Returns:
-            The tokens, from the first on, that are held or on their way: all in full
-            blocks, unless there is no room.
+            The number of tokens, from the first on, that are held or in flight: those
+            of all full blocks, unless there is no room.
 
         Raises:
             ValueError: `kv` is not like the template, or a number is out of range.
-            TypeError: A leaf is no `jax.Array`.
+            TypeError: A leaf is not a `jax.Array`.
             RuntimeError: `kv` has been deleted or donated, or the store was closed.
         """
         leaves, length = self._layout.check(kv)
@@ -295,7 +296,7 @@ class PrefixStore(Closing):
         end = functools.partial(self._end_save, generation, keys, stored)
         place = {key: n for n, key in enumerate(keys)}
         try:
-            self._mover.save(
+            self._copier.save(
                 leaves,
                 length,
                 [place[key] for key in stored],
@@ -321,24 +322,24 @@ class PrefixStore(Closing):
             self._check()
 
     def clear(self) -> None:
-        """Forget everything; what is on its way will be neither found nor loaded."""
+        """Remove all blocks; those in flight will not be found either."""
         with self._lock:
             self._check()
             self._generation += 1
-            self._manager.many.clear()
+            self._manager.clear()
 
     def close(self) -> None:
-        """Wait for what is on its way and end the thread; no calls after this."""
+        """Wait for transfers in flight and end the thread; no calls after this."""
         with self._lock:
             self._lock.wait_for(lambda: not self._num_saves)
             self._closed = True
-        self._mover.close()
+        self._copier.close()
 
     def _keys(self, tokens: TokenIds, extras: Extras) -> list[BlockKey]:
         return KeyChain(self._namespace, extras).extend(tokens)
 
     def _check(self) -> None:
-        """Refuse calls to a store that cannot serve them. Needs the lock."""
+        """Raise if the store was closed or its thread failed. Needs the lock."""
         if self._closed:
             raise RuntimeError("the prefix store was closed.")
         if self._fault is not None:
@@ -352,10 +353,10 @@ class PrefixStore(Closing):
     def _find_room(
         self, keys: list[BlockKey]
     ) -> tuple[list[BlockKey], PrepareStoreOutput]:
-        """Find room for a prefix, or for less of it. Needs the lock.
+        """Find room for a prefix, or for a part of it. Needs the lock.
 
         Returns:
-            The keys that are known now, from the first on, and what is to be stored.
+            The keys that have room, from the first on, and which of them to store.
         """
         fitting = keys[: self.num_host_blocks]
         while (output := self._manager.prepare_store(fitting)) is None:
@@ -380,14 +381,14 @@ class PrefixStore(Closing):
             self._fault = self._fault or fault
             if generation == self._generation:
                 self._manager.complete_store(stored, success=ok)
-                # What is given up first is the tail of a prefix, not its head.
-                self._manager.many.reorder([keys])
+                # Evict the tail of a prefix before its head.
+                self._manager.reorder(keys)
                 self._count(stored_blocks=len(stored) * ok, failed_saves=not ok)
 
     def _end_load(self, generation: int, keys: list[BlockKey], ok: bool) -> None:
         with self._lock:
             if generation == self._generation:
                 self._manager.complete_load(keys)
-                if not ok:  # Nobody is to hit them again.
-                    self._manager.many.discard(keys)
+                if not ok:  # They must not be hit again.
+                    self._manager.discard(keys)
                     self._count(failed_loads=1)

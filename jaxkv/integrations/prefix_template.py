@@ -1,4 +1,4 @@
-"""An engine's cache taken apart: what is of the prompt, and what is always the same."""
+"""Splits an engine's cache into the KV of the prompt and constant leaves."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ _log = logging.getLogger(__name__)
 
 
 class PrefixTemplate:
-    """What an engine's cache looks like, and a store for the KV in it.
+    """The layout of an engine's cache, and a store for its KV.
 
-    Leaves without a sequence axis are the same in every cache: each that is saved is
-    compared, on the device, with the one that the template was made of. Of those that
-    are all zero no copy is kept.
+    Leaves without a sequence axis must be the same in every cache: each saved cache is
+    compared on the device with the template's. Leaves that are all zero are not kept.
     """
 
     def __init__(
@@ -34,17 +33,17 @@ class PrefixTemplate:
         rules: AxisRules | None,
         make_store: Callable[[list[jax.Array], list[int]], PrefixStore],
     ):
-        """Learn from a cache, which is not kept.
+        """Read the layout of a cache, which is not kept.
 
         Args:
             prefix: The cache.
             padded_length: Tokens that it has room for. Not used if there are rules.
             rules: As for `find_sequence_axes`.
-            make_store: Makes the store, for these arrays with these sequence axes.
+            make_store: Makes the store from the arrays with KV and their sequence axes.
 
         Raises:
-            ValueError: A sequence axis cannot be told, or the cache cannot be stored.
-            TypeError: A leaf is no `jax.Array`.
+            ValueError: A sequence axis is not clear, or the cache cannot be stored.
+            TypeError: A leaf is not a `jax.Array`.
         """
         arrays, treedef = jax.tree.flatten(prefix)
         self._treedef: jax.tree_util.PyTreeDef = treedef
@@ -71,22 +70,23 @@ class PrefixTemplate:
 
     @property
     def shardings(self) -> PyTree:
-        """Where each leaf lives."""
+        """The sharding of each leaf."""
         return jax.tree.unflatten(self._treedef, self._shardings)
 
-    def take_apart(
+    def split(
         self, prefix: PyTree
     ) -> tuple[list[jax.Array], Callable[[], bool] | None]:
-        """Take the KV out of a cache.
+        """Split a cache into its KV and the other leaves.
 
         Returns:
-            The arrays that count tokens, and what says whether the others are those of
-            the template, once the device has compared them; None if there are none.
+            The arrays with a sequence axis; and a function that waits for the device
+            and returns whether the other leaves equal the template's, or None if there
+            are no others.
 
         Raises:
-            ValueError: The cache has another structure than the template's, or other
-                shapes.
-            TypeError: A leaf is no `jax.Array`.
+            ValueError: The cache has another structure or other shapes than the
+                template.
+            TypeError: A leaf is not a `jax.Array`.
         """
         arrays, treedef = jax.tree.flatten(prefix)
         if treedef != self._treedef:
@@ -104,7 +104,7 @@ class PrefixTemplate:
         return kv, (lambda: self._all_same(same)) if same else None
 
     def rebuild(self, kv: list[jax.Array]) -> PyTree:
-        """Put a cache together from arrays that count tokens; none is shared."""
+        """Make a cache from arrays with a sequence axis; copy the other leaves."""
         left = iter(kv)
         arrays = []
         for leaf, spec, kept, place in zip(
@@ -138,8 +138,8 @@ class PrefixTemplate:
                 self._differing.add(path)
                 _log.warning(
                     "A prefix is not kept: %r has no sequence axis, but differs from "
-                    "that of the first prefix, so it holds something of the prompt. If "
-                    "it counts tokens, say along which axis with sequence_axes.",
+                    "that of the first prefix, so it depends on the prompt. If it has "
+                    "a sequence axis, pass it in sequence_axes.",
                     path,
                 )
         return not differing
@@ -156,13 +156,13 @@ def _check_array(array: object) -> None:
 
 
 def _is_zero(array: jax.Array) -> jax.Array:
-    """Compute bool[]: whether all bits are zero."""
+    """Return bool[]: whether all bits are zero."""
     zero: jax.Array = _compare_bits(array, None)
     return zero
 
 
 def _is_same(array: jax.Array, other: jax.Array) -> jax.Array:
-    """Compute bool[]: whether all bits are the same."""
+    """Return bool[]: whether all bits are equal."""
     same: jax.Array = _compare_bits(array, other)
     return same
 
@@ -174,7 +174,7 @@ def _compare_bits(array: jax.Array, other: jax.Array | None) -> jax.Array:
 
 
 def _bits(array: jax.Array) -> jax.Array:
-    """See floats as the integers that they are stored as: a NaN equals itself."""
+    """Return floats as integers of the same bits, so that a NaN equals itself."""
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return array
     bits = jnp.dtype(f"uint{8 * array.dtype.itemsize}")

@@ -1,9 +1,9 @@
-"""What is behind each key, for those outside who do not have it.
+"""The catalogue: the tokens and the parent behind each key, for events.
 
-A tier knows keys. A router that is to find a prompt's blocks needs their tokens, and
-which block each follows. The catalogue keeps both for as long as a tier has the block,
-and for some blocks more: one that left every tier is soon computed again, and one that
-was just named is not there yet.
+A tier knows only keys. A router that looks for the blocks of a prompt needs their
+tokens and parents. The catalogue keeps both while a tier has the block, and for a
+limited number of other blocks: new ones are not on a tier yet, and evicted ones are
+often computed again.
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 
-from jaxkv.hashing import TOKEN_BYTES, KeyedBlock
-from jaxkv.types import HOST_MEDIUM, BlockKey, OffloadingEvent
+from jaxkv.keys.hashing import TOKEN_BYTES, KeyedBlock
+from jaxkv.tiers.base import HOST_MEDIUM, OffloadingEvent
+from jaxkv.types import BlockKey
 
 
 class BlockCatalog:
-    """Remembers what keys were made of, and which tier has which block.
+    """Keeps the inputs of keys, and which tier has which block.
 
-    It belongs to the thread that schedules, as the tiers do. Give `record` to every
-    `KeyChain`; whoever publishes events calls `note`.
+    Only the scheduling thread uses it, like the tiers. Pass `record` to every
+    `KeyChain`; the publisher of events calls `note`.
 
     Args:
-        max_spare: Most blocks that are remembered though no tier has them; the oldest
-            are forgotten first. Those that a tier has are remembered in any case, so
-            that all together the catalogue knows no more than so many blocks besides
-            the tiers' own.
+        max_spare: Limit on the blocks kept that are on no tier; the oldest are dropped
+            first. Blocks on a tier are always kept.
 
     Raises:
         ValueError: If `max_spare` is too small.
@@ -48,21 +47,21 @@ class BlockCatalog:
             raise ValueError(f"{max_spare=} must be at least 0.")
         self.max_spare = max_spare
         self._known: dict[BlockKey, KeyedBlock] = {}
-        # Known, on no tier; oldest first. A dict is slow to find its first item again.
+        # Known, on no tier; oldest first. Popping the first item of a dict is slow.
         self._spare: OrderedDict[BlockKey, None] = OrderedDict()
         self._tiers: dict[str, dict[BlockKey, int]] = {}  # copies of each block
         self._block_sizes: dict[str, int] = {}
         self._num_tiers: dict[BlockKey, int] = {}  # how many tiers have it
-        # Host blocks of several. They are to leave as what they came as, whatever was
-        # learnt since.
+        # Parts of host blocks that hold several device blocks. A removal has the parts
+        # of the store, whatever was recorded since.
         self._parts: dict[BlockKey, tuple[BlockKey, ...]] = {}
 
     def __len__(self) -> int:
-        """Count the blocks that are known."""
+        """Return the number of known blocks."""
         return len(self._known)
 
     def record(self, block: KeyedBlock) -> None:
-        """Remember a block. One that is known already counts as new again."""
+        """Keep a block; a block that is already known becomes the newest."""
         key = block.key
         self._known[key] = block
         if key not in self._num_tiers:
@@ -71,42 +70,42 @@ class BlockCatalog:
             self._drop_oldest()
 
     def find(self, key: BlockKey) -> KeyedBlock | None:
-        """Tell what a key was made of; None if that is not known."""
+        """Return the block of a key; None if it is not known."""
         return self._known.get(key)
 
     def num_held(self, medium: str) -> int:
-        """Count the blocks that a tier has, copies of one block once."""
+        """Count the distinct blocks on a tier."""
         return len(self._tiers.get(medium, ()))
 
     def held(self, medium: str) -> Mapping[BlockKey, int]:
-        """Tell which blocks a tier has, and how many copies of each."""
+        """Return the blocks on a tier and the number of copies of each."""
         return self._tiers.get(medium, {})
 
     def media(self) -> Iterator[str]:
-        """Name the tiers that have something, the first to be heard of first."""
+        """Return the tiers that have blocks, in the order of their first event."""
         return (medium for medium, copies in self._tiers.items() if copies)
 
     def block_size(self, medium: str) -> int:
-        """Tell how many tokens a tier's blocks have by its own last event."""
+        """Return the tokens per block of a tier, from its last event."""
         return self._block_sizes.get(medium, 0)
 
     def parts(self, event: OffloadingEvent) -> list[BlockKey]:
-        """List the blocks of an event, host blocks of several taken apart.
+        """Return the blocks of an event, with host blocks split into device blocks.
 
-        Such a host block (`OffloadRules.blocks_per_host_block`) has the key of the last
-        device block in it, and its event tells how many tokens are in all of them.
+        A host block of several device blocks (`OffloadRules.blocks_per_host_block`) has
+        the key of its last one, and its event has the tokens of all as its block size.
 
         Args:
-            event: One that `note` has not seen yet.
+            event: An event that `note` has not seen yet.
 
         Returns:
-            Keys of device blocks, those of one host block in a row; the key of a host
-            block whose parts are not known.
+            Keys of device blocks, those of a host block in order; the key of the host
+            block itself if its parts are not known.
         """
         return list(itertools.chain.from_iterable(self._parts_of_each(event)))
 
     def note(self, event: OffloadingEvent) -> None:
-        """Take note of what a tier got or lost."""
+        """Record the blocks that a tier stored or removed."""
         copies = self._tiers.setdefault(event.medium, {})
         self._block_sizes[event.medium] = event.block_size
         if not event.block_hashes:
@@ -130,12 +129,12 @@ class BlockCatalog:
             return [(key,) for key in keys]
         if event.removed:
             return [self._parts.get(key, (key,)) for key in keys]
-        return [self._take_apart(key, event.block_size) for key in keys]
+        return [self._split(key, event.block_size) for key in keys]
 
-    def _take_apart(self, key: BlockKey, block_size: int) -> tuple[BlockKey, ...]:
-        """Go back from a host block's key to those of all blocks in it."""
+    def _split(self, key: BlockKey, block_size: int) -> tuple[BlockKey, ...]:
+        """Return the keys of a host block's device blocks, found from its own key."""
         block = self._known.get(key)
-        if block is None or block.group:  # A model of several groups has no such rows.
+        if block is None or block.group:  # Models of several groups have none.
             return (key,)
         num, rest = divmod(block_size * TOKEN_BYTES, len(block.tokens))
         parts = [key]
@@ -153,7 +152,7 @@ class BlockCatalog:
         copies[key] = copies.get(key, 0) + 1
 
     def _take(self, copies: dict[BlockKey, int], key: BlockKey) -> None:
-        """Take one copy away; of what a tier does not have, none."""
+        """Remove one copy, if the tier has the block."""
         left = copies.pop(key, 0) - 1
         if left > 0:
             copies[key] = left

@@ -1,7 +1,7 @@
-"""What happened on the tiers, told so that those outside can make use of it.
+"""Turns the events of tiers, which have only keys, into vLLM's KV events.
 
-A tier's event names keys. What is told of them is what their blocks' names were made
-of: tokens, the block before, adapter, salt, group (asked for in vLLM's issue 43468).
+A KV event also has what the keys were computed from: tokens, parent, adapter, salt,
+group (requested in vLLM's issue 43468).
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.groups import ChunkedLocal, FullAttention, GroupSpec, Mamba, SlidingWindow
-from jaxkv.hashing import KeyedBlock
+from jaxkv.keys.hashing import KeyedBlock
 from jaxkv.observe.catalog import BlockCatalog
 from jaxkv.observe.kv_events import (
     AllBlocksCleared,
@@ -22,7 +21,15 @@ from jaxkv.observe.kv_events import (
     BlockStored,
     KVEvent,
 )
-from jaxkv.types import BlockKey, OffloadingEvent
+from jaxkv.search.groups import (
+    ChunkedLocal,
+    FullAttention,
+    GroupSpec,
+    Mamba,
+    SlidingWindow,
+)
+from jaxkv.tiers.base import OffloadingEvent
+from jaxkv.types import BlockKey
 
 
 def describe(
@@ -32,22 +39,22 @@ def describe(
     *,
     int_block_hashes: bool = False,
 ) -> list[KVEvent]:
-    """Say what a tier's event is about.
+    """Make the KV events of a tier's event.
 
-    Blocks that the catalogue does not know are told without tokens and parent. Where a
-    tier lost all that it had, each removal is told, unless no other tier has anything
-    either: vLLM's `AllBlocksCleared` is about all tiers.
+    Blocks that the catalogue does not know have no tokens and no parent. If a tier was
+    cleared, each of its blocks is reported as removed, unless the other tiers are empty
+    too: vLLM's `AllBlocksCleared` is about all tiers.
 
     Args:
-        event: One that `catalog` has not noted yet.
-        catalog: What is known of the blocks.
-        groups: The groups of the model's layers, to name their kinds; none to leave
-            that out.
-        int_block_hashes: Give 64-bit numbers for keys, as vLLM does unless told not to.
+        event: An event that `catalog` has not noted yet.
+        catalog: The known blocks.
+        groups: The groups of the model's layers, to name their kinds; empty to leave
+            the kinds out.
+        int_block_hashes: Use 64-bit numbers for keys, as vLLM does by default.
 
     Returns:
-        One `BlockStored` for each run of blocks that follow one another, or one
-        `BlockRemoved` for each run of blocks of one group.
+        One `BlockStored` for each run of consecutive blocks, or one `BlockRemoved` for
+        each run of blocks of one group.
 
     Example:
         >>> from jaxkv import KeyChain, Namespace
@@ -82,9 +89,9 @@ def describe_all(
     *,
     int_block_hashes: bool = False,
 ) -> list[KVEvent]:
-    """Say what all tiers have, for readers whose picture of it may be wrong.
+    """Make KV events of all blocks on the tiers, for readers that missed events.
 
-    Arguments are as for `describe`. What it returns begins with `AllBlocksCleared`.
+    Arguments are as for `describe`. The first event is `AllBlocksCleared`.
     """
     make_hash = _hash_as_int if int_block_hashes else _hash_as_bytes
     events: list[KVEvent] = [AllBlocksCleared()]
@@ -96,7 +103,7 @@ def describe_all(
 
 
 def count_unknown(events: Iterable[KVEvent]) -> int:
-    """Count the stored blocks that are told without tokens."""
+    """Count the stored blocks without tokens."""
     return sum(
         len(event.block_hashes)
         for event in events
@@ -144,7 +151,7 @@ def _describe_stored(
 def _runs(
     keys: Iterable[BlockKey], catalog: BlockCatalog
 ) -> Iterator[tuple[list[BlockKey], list[KeyedBlock]]]:
-    """Split keys where one does not follow the other; unknown ones have no blocks."""
+    """Split keys into consecutive runs; a run of unknown keys has no blocks."""
     run: list[BlockKey] = []
     blocks: list[KeyedBlock] = []
     for key in keys:
@@ -160,7 +167,7 @@ def _runs(
 
 
 def _follows(block: KeyedBlock | None, last: KeyedBlock | None) -> bool:
-    """Whether two blocks can be told in one event, in which lists are in step."""
+    """Whether two blocks can be in one event, whose lists run in parallel."""
     if block is None or last is None:
         return block is last
     return (
@@ -189,7 +196,7 @@ def _extra_keys(block: KeyedBlock) -> tuple[Any, ...] | None:
 
 
 def _text(text: str | None) -> str | None:
-    """Make text that can be written: a lone surrogate has no UTF-8."""
+    """Escape lone surrogates, which UTF-8 cannot encode."""
     return (
         None
         if text is None
@@ -198,7 +205,7 @@ def _text(text: str | None) -> str | None:
 
 
 def _kind(groups: Sequence[GroupSpec], group: int) -> tuple[str | None, int | None]:
-    """Name a group's kind of attention as vLLM does, and tell its window."""
+    """Return vLLM's name for a group's kind of attention, and its window."""
     if group >= len(groups):
         return None, None
     match groups[group]:

@@ -1,11 +1,11 @@
-"""Every metric: its name, what it means, and where its value is read.
+"""Every metric: its name, its meaning, and how its value is read.
 
-Names that start with "vllm:" are those of vLLM 0.27, and mean what they mean there:
-the offloading metrics of its `OffloadingConnector` and `CPUOffloadingSpec` with their
-buckets, and those of its prefix caches. What vLLM has no name for starts with "jaxkv:".
-A counter's samples end in "_total", which Prometheus' clients add.
+Names that start with "vllm:" are those of vLLM 0.27, with their meaning and buckets:
+the offloading metrics of its `OffloadingConnector` and `CPUOffloadingSpec`, and those
+of its prefix caches. Metrics that vLLM does not have start with "jaxkv:". The samples
+of a counter end in "_total", which Prometheus' clients add.
 
-A metric is there only if something feeds it: `Family.read` gives None otherwise.
+A metric without a source is left out: `Family.read` returns None for it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
-from jaxkv.blocks import DeviceBlockPool
-from jaxkv.scheduler import OffloadScheduler
+from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.scheduling.stats import Histogram, InTransit, OffloadStats
-from jaxkv.worker import OffloadWorker
+from jaxkv.scheduling.worker import OffloadWorker
+from jaxkv.tiers.device import DeviceBlockPool
 
 Value: TypeAlias = float | Mapping[str, float] | Histogram
 """A number, one for each value of a label, or a histogram."""
@@ -30,11 +30,11 @@ class Family(Generic[Source]):
     """A metric.
 
     Attributes:
-        name: Its name, a counter's without "_total".
-        kind: What Prometheus calls its type.
-        text: What it means.
-        read: Takes its value from where it is kept; None if nothing feeds it there.
-        label: The label that it has besides the engine's; empty for none.
+        name: Its name, without the "_total" of a counter.
+        kind: Its Prometheus type.
+        text: Its meaning.
+        read: Reads its value; None if it has no source.
+        label: Its label besides the engine's; empty for none.
     """
 
     name: str
@@ -44,26 +44,26 @@ class Family(Generic[Source]):
     label: str = ""
 
 
-class Books(NamedTuple):
-    """What a scheduler knows, read once for all metrics."""
+class Readings(NamedTuple):
+    """The numbers of a scheduler, read once for all metrics."""
 
     scheduler: OffloadScheduler
     stats: OffloadStats
     now: InTransit
 
     @staticmethod
-    def of(scheduler: OffloadScheduler) -> Books:
+    def of(scheduler: OffloadScheduler) -> Readings:
         """Read a scheduler's numbers."""
-        return Books(scheduler, scheduler.stats, scheduler.in_transit)
+        return Readings(scheduler, scheduler.stats, scheduler.in_transit)
 
     def share(self, num_host_blocks: int) -> float:
-        """Give host blocks as a share of all."""
+        """Return host blocks as a share of all."""
         return num_host_blocks / self.scheduler.num_host_blocks
 
     def dropped(self) -> dict[str, float]:
-        """Count the blocks that did not get to the host, by the reasons there can be.
+        """Count the blocks that were not stored on the host, by drop reason.
 
-        In lazy mode nobody waits for room, so that nothing is dropped for want of it.
+        In lazy mode no store waits for room, so none is dropped for lack of it.
         """
         rules, stats = self.scheduler.rules, self.stats
         reasons = {"failed": stats.num_dropped_failed, "reset": stats.num_dropped_reset}
@@ -74,62 +74,62 @@ class Books(NamedTuple):
         return {reason: float(num) for reason, num in sorted(reasons.items())}
 
     def waiting(self) -> dict[str, float] | None:
-        """Count the blocks that wait for room to leave, if there is a bound."""
+        """Count the blocks that wait for the bound in flight, if there is one."""
         if self.scheduler.rules.max_blocks_in_flight is None:
             return None
         return {"load": self.now.loads_waiting, "store": self.now.stores_waiting}
 
 
-OF_SCHEDULER: tuple[Family[Books], ...] = (
+OF_SCHEDULER: tuple[Family[Readings], ...] = (
     Family(
         "vllm:prefix_cache_queries",
         "counter",
-        "Tokens of new requests that were looked for on the device.",
-        lambda books: books.stats.num_device_query_tokens,
+        "Tokens of new requests that were looked up on the device.",
+        lambda readings: readings.stats.num_device_query_tokens,
     ),
     Family(
         "vllm:prefix_cache_hits",
         "counter",
         "Tokens of new requests that were found on the device.",
-        lambda books: books.stats.num_device_hit_tokens,
+        lambda readings: readings.stats.num_device_hit_tokens,
     ),
     Family(
         "vllm:external_prefix_cache_queries",
         "counter",
-        "Tokens of new requests that the device's own prefix did not have.",
-        lambda books: books.stats.num_host_query_tokens,
+        "Tokens of new requests that were not in a prefix on the device.",
+        lambda readings: readings.stats.num_host_query_tokens,
     ),
     Family(
         "vllm:external_prefix_cache_hits",
         "counter",
         "Tokens of these that were loaded from the host, or copied on the device.",
-        lambda books: books.stats.num_host_hit_tokens,
+        lambda readings: readings.stats.num_host_hit_tokens,
     ),
     Family(
         "vllm:kv_offload_lookup_sync_delay_seconds",
         "histogram",
-        "How long a single look-up took.",
-        lambda books: books.scheduler.delays.lookups,
+        "Duration of a single lookup.",
+        lambda readings: readings.scheduler.delays.lookups,
     ),
     Family(
         "vllm:kv_offload_lookup_async_delay_seconds",
         "histogram",
-        "From a look-up that was put off until one that gave an answer.",
-        lambda books: books.scheduler.delays.deferrals,
+        "From a lookup that was deferred until one that gave an answer.",
+        lambda readings: readings.scheduler.delays.deferrals,
     ),
     Family(
         "vllm:kv_offload_allocation_failure",
         "counter",
         "Times that the host had no room for the blocks of an offer.",
-        lambda books: books.stats.num_store_refusals,
+        lambda readings: readings.stats.num_store_refusals,
     ),
     Family(
         "vllm:kv_offload_stores_skipped",
         "counter",
-        "Times that a host block was not stored as too few had asked for it.",
-        lambda books: (
-            books.stats.num_skipped
-            if books.scheduler.rules.store_threshold > 1
+        "Times that a host block was not stored because too few had asked for it.",
+        lambda readings: (
+            readings.stats.num_skipped
+            if readings.scheduler.rules.store_threshold > 1
             else None
         ),
     ),
@@ -137,113 +137,115 @@ OF_SCHEDULER: tuple[Family[Books], ...] = (
         "vllm:kv_offload_cpu_cache_usage_perc",
         "gauge",
         "Share of the host blocks that transfers hold, from 0 to 1.",
-        lambda books: books.share(
-            books.now.host_blocks_written + books.now.host_blocks_read
+        lambda readings: readings.share(
+            readings.now.host_blocks_written + readings.now.host_blocks_read
         ),
     ),
     Family(
         "vllm:kv_offload_cpu_cache_write_usage_perc",
         "gauge",
         "Share of the host blocks that stores hold, from 0 to 1.",
-        lambda books: books.share(books.now.host_blocks_written),
+        lambda readings: readings.share(readings.now.host_blocks_written),
     ),
     Family(
         "vllm:kv_offload_cpu_cache_read_usage_perc",
         "gauge",
         "Share of the host blocks that loads hold, from 0 to 1.",
-        lambda books: books.share(books.now.host_blocks_read),
+        lambda readings: readings.share(readings.now.host_blocks_read),
     ),
     Family(
         "jaxkv:kv_offload_host_blocks",
         "gauge",
         "Blocks of the host tier.",
-        lambda books: books.scheduler.num_host_blocks,
+        lambda readings: readings.scheduler.num_host_blocks,
     ),
     Family(
         "jaxkv:kv_offload_host_blocks_held",
         "gauge",
-        "Host blocks that hold something, or will once a store arrives.",
-        lambda books: books.scheduler.num_host_blocks_held,
+        "Host blocks that hold a block, or will once their store arrives.",
+        lambda readings: readings.scheduler.num_host_blocks_held,
     ),
     Family(
         "jaxkv:kv_offload_host_blocks_evicted",
         "counter",
-        "Host blocks that were given up to make room for others.",
-        lambda books: books.stats.num_evicted,
+        "Host blocks that were evicted to make room for others.",
+        lambda readings: readings.stats.num_evicted,
     ),
     Family(
         "jaxkv:kv_offload_blocks_offered",
         "counter",
-        "Device blocks that were to be stored, whatever became of them.",
-        lambda books: books.stats.num_offered,
+        "Device blocks that were offered for storing.",
+        lambda readings: readings.stats.num_offered,
     ),
     Family(
         "jaxkv:kv_offload_blocks_stored",
         "counter",
-        "Device blocks that got to the host.",
-        lambda books: books.stats.num_stored,
+        "Device blocks that were stored on the host.",
+        lambda readings: readings.stats.num_stored,
     ),
     Family(
         "jaxkv:kv_offload_blocks_dropped",
         "counter",
-        "Device blocks that were to be stored and did not get to the host, by reason.",
-        Books.dropped,
+        "Device blocks that were offered and not stored on the host, by reason.",
+        Readings.dropped,
         "reason",
     ),
     Family(
         "jaxkv:kv_offload_blocks_loaded",
         "counter",
-        "Device blocks that were filled from the host.",
-        lambda books: books.stats.num_loaded,
+        "Device blocks that were loaded from the host.",
+        lambda readings: readings.stats.num_loaded,
     ),
     Family(
         "jaxkv:kv_offload_blocks_copied",
         "counter",
-        "Device blocks that were copied from others on the device, in place of a load.",
-        lambda books: books.stats.num_copied,
+        "Device blocks that were copied on the device instead of loaded.",
+        lambda readings: readings.stats.num_copied,
     ),
     Family(
         "jaxkv:kv_offload_blocks_waiting",
         "gauge",
-        "Device blocks whose transfer waits until less is in flight.",
-        Books.waiting,
+        "Device blocks whose transfer waits for the bound in flight.",
+        Readings.waiting,
         "direction",
     ),
     Family(
         "jaxkv:kv_offload_blocks_in_flight",
         "gauge",
-        "Device blocks that stores read and loads write now.",
-        lambda books: {
-            "load": books.now.loads_in_flight,
-            "store": books.now.stores_in_flight,
+        "Device blocks that stores read and loads write at present.",
+        lambda readings: {
+            "load": readings.now.loads_in_flight,
+            "store": readings.now.stores_in_flight,
         },
         "direction",
     ),
     Family(
         "jaxkv:kv_offload_loads",
         "counter",
-        "Loads that arrived, each for a request.",
-        lambda books: books.stats.num_loads,
+        "Loads that arrived, one per request.",
+        lambda readings: readings.stats.num_loads,
     ),
     Family(
         "jaxkv:kv_offload_load_failures",
         "counter",
         "Loads that failed; the model computed the tokens instead.",
-        lambda books: books.stats.num_loads_failed,
+        lambda readings: readings.stats.num_loads_failed,
     ),
     Family(
         "jaxkv:kv_offload_loads_declined",
         "counter",
-        "Loads that would have taken longer than to compute the tokens.",
-        lambda books: (
-            books.stats.num_loads_declined if books.scheduler.rules.gate else None
+        "Loads skipped because computing the tokens was estimated to be faster.",
+        lambda readings: (
+            readings.stats.num_loads_declined
+            if readings.scheduler.rules.skip_slow_loads
+            else None
         ),
     ),
     Family(
         "jaxkv:kv_offload_load_delay_seconds",
         "histogram",
-        "From the look-up that offered a load until it was reported to have arrived.",
-        lambda books: books.scheduler.delays.loads,
+        "From the lookup that offered a load until its arrival was reported.",
+        lambda readings: readings.scheduler.delays.loads,
     ),
 )
 
@@ -263,25 +265,25 @@ OF_WORKER: tuple[Family[OffloadWorker], ...] = (
     Family(
         "vllm:kv_offload_store_time",
         "counter",
-        "Seconds that stores took, from the start to the report.",
+        "Seconds that stores took, from start to report.",
         lambda worker: worker.store_s,
     ),
     Family(
         "vllm:kv_offload_load_time",
         "counter",
-        "Seconds that loads took, from the start to the report.",
+        "Seconds that loads took, from start to report.",
         lambda worker: worker.load_s,
     ),
     Family(
         "vllm:kv_offload_store_size",
         "histogram",
-        "Bytes of a step's stores.",
+        "Bytes of the stores of a step.",
         lambda worker: worker.store_sizes,
     ),
     Family(
         "vllm:kv_offload_load_size",
         "histogram",
-        "Bytes of a step's loads.",
+        "Bytes of the loads of a step.",
         lambda worker: worker.load_sizes,
     ),
     Family(
@@ -289,7 +291,7 @@ OF_WORKER: tuple[Family[OffloadWorker], ...] = (
         "gauge",
         "Transfers that were started and not reported yet.",
         lambda worker: {
-            str(direction): float(num)
+            direction: float(num)
             for direction, num in worker.num_in_flight_by_direction.items()
         },
         "direction",
@@ -303,7 +305,7 @@ OF_WORKER: tuple[Family[OffloadWorker], ...] = (
     Family(
         "jaxkv:kv_offload_host_bytes",
         "gauge",
-        "Bytes of host memory that were set aside.",
+        "Bytes of host memory allocated for the tier.",
         lambda worker: worker.host_bytes,
     ),
 )

@@ -1,10 +1,10 @@
-"""Events of the tiers as vLLM puts them on the wire.
+"""KV events in vLLM's wire format.
 
-Field names, their order, their defaults and the tag are those of vLLM's
-`vllm/distributed/kv_events.py`, so that what was written for vLLM reads these too. A
-batch is an array, ``[ts, events, data_parallel_rank]``. An event in it is a map with
-its name under "type", as vLLM writes it since June 2026 (its pull request 42892), or
-an array that begins with its name, as before.
+Field names, order, defaults and tags are those of vLLM's
+`vllm/distributed/kv_events.py`, so that readers for vLLM work unchanged. A batch is an
+array, ``[ts, events, data_parallel_rank]``. An event in it is a map with its name under
+"type", as vLLM writes since June 2026 (pull request 42892), or an array that begins
+with its name, as before.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ except ImportError as error:
     ) from error
 
 BlockHash: TypeAlias = bytes | int
-"""A block's key, or the number that its last 8 bytes are, most significant first."""
+"""A block's key, or its last 8 bytes as a big-endian number."""
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
-    """Blocks in a row, each the next one's parent, that a tier has from now on.
+    """Consecutive blocks, each the parent of the next, that a tier has stored.
 
     Attributes:
         block_hashes: The blocks, in the order of their tokens.
-        parent_block_hash: The block before the first; None at the root, or if nothing
-            is known of the block.
-        token_ids: Tokens of all the blocks, in order; none if they are not known.
-        block_size: Tokens in one block.
+        parent_block_hash: The parent of the first block; None if it has none or the
+            blocks are not known.
+        token_ids: Tokens of all blocks, in order; empty if they are not known.
+        block_size: Tokens per block.
         lora_id: Always None; vLLM keeps it for old readers.
-        medium: Which tier.
+        medium: The tier.
         lora_name: The adapter.
         extra_keys: For each block None, or what its key covers besides tokens: the
             adapter, then ``(hash, offset)`` of each multimodal item that begins in the
             block, then, in a request's first block, the salt.
-        group_idx: Which group of layers.
-        kv_cache_spec_kind: The group's kind of attention, by vLLM's name for it.
+        group_idx: Index of the group of layers.
+        kv_cache_spec_kind: The group's kind of attention, by vLLM's name.
         kv_cache_spec_sliding_window: Tokens in its window, if it has one.
     """
 
@@ -56,12 +56,12 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
-    """Blocks of which a tier has one copy less.
+    """Blocks of which a tier has removed a copy.
 
     Attributes:
         block_hashes: The blocks.
-        medium: Which tier.
-        group_idx: Which group of layers.
+        medium: The tier.
+        group_idx: Index of the group of layers.
     """
 
     block_hashes: list[BlockHash]
@@ -70,19 +70,19 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True):
-    """No tier has anything any more."""
+    """All tiers are empty."""
 
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What happened up to a moment.
+    """Events of the tiers since the last batch.
 
     Attributes:
         ts: Seconds since 1970.
-        events: In the order in which it happened.
-        data_parallel_rank: Which of several engines.
+        events: The events, in order.
+        data_parallel_rank: Index of the engine, if there are several.
     """
 
     ts: float
@@ -115,11 +115,11 @@ _AS_ARRAY = {
 
 
 def encode_batch(batch: KVEventBatch, *, array_like: bool = False) -> bytes:
-    """Write a batch as msgpack.
+    """Encode a batch as msgpack.
 
     Args:
         batch: The batch.
-        array_like: Write events as arrays, for readers of before June 2026.
+        array_like: Encode events as arrays, for readers from before June 2026.
 
     Example:
         >>> batch = KVEventBatch(0.5, [BlockRemoved([7], "CPU")], 0)
@@ -138,14 +138,14 @@ def encode_batch(batch: KVEventBatch, *, array_like: bool = False) -> bytes:
 
 
 def decode_batch(payload: bytes, *, array_like: bool = False) -> KVEventBatch:
-    """Read a batch; extra fields of newer writers are passed over.
+    """Decode a batch, ignoring extra fields of newer writers.
 
     Args:
-        payload: What `encode_batch` or vLLM wrote.
+        payload: A batch from `encode_batch` or vLLM.
         array_like: As in `encode_batch`.
 
     Raises:
-        msgspec.DecodeError: If it is no such batch.
+        msgspec.DecodeError: If it is not a batch.
     """
     if not array_like:
         return msgspec.msgpack.decode(payload, type=KVEventBatch)

@@ -1,11 +1,10 @@
 """Metrics for Prometheus, under vLLM's names where it has them.
 
     metrics = OffloadMetrics(scheduler, worker, pool)
-    metrics.serve(9400)  # or serve the registry as you do already
+    metrics.serve(9400)  # or serve the registry as you already do
 
-Nothing listens until `serve` is called, and nothing is done in the engine's steps that
-would not be done without: plain numbers are read when somebody asks. What they mean is
-in docs/metrics.md.
+Nothing listens until `serve` is called, and the engine's steps do no extra work: a
+scrape reads plain numbers. docs/metrics.md explains each metric.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 from wsgiref.simple_server import WSGIServer
 
-from jaxkv.blocks import DeviceBlockPool
 from jaxkv.observe.families import (
     ALL,
     OF_POOL,
     OF_SCHEDULER,
     OF_WORKER,
-    Books,
     Family,
+    Readings,
     Value,
 )
-from jaxkv.scheduler import OffloadScheduler
+from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.scheduling.stats import Histogram
-from jaxkv.worker import OffloadWorker
+from jaxkv.scheduling.worker import OffloadWorker
+from jaxkv.tiers.device import DeviceBlockPool
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, Metric, start_http_server
@@ -51,20 +50,20 @@ class OffloadMetrics:
     """The metrics of one engine, in a registry of prometheus_client.
 
     Engines that share a registry need different labels. Any thread may read the
-    metrics: the numbers of a scrape during a step may be of before or after it.
+    metrics; a scrape during a step may mix numbers from before and after it.
 
     Args:
-        scheduler: Decides what moves; None where another process has it.
-        worker: Carries it out; None where another process has it.
-        pool: The device's blocks, for their usage; None to leave that to others.
-        registry: Where the metrics are to be found; None for prometheus_client's own,
-            which whatever serves metrics in this process serves by default.
+        scheduler: The scheduler; None if another process has it.
+        worker: The worker; None if another process has it.
+        pool: The device tier, for its usage; None to leave that metric out.
+        registry: The registry to join; None for prometheus_client's default, which
+            metrics servers in this process serve by default.
         labels: Labels of all its metrics, by default ``{"engine": "0"}`` as in vLLM.
 
     Raises:
         ValueError: If there is neither a scheduler nor a worker, a label is not
-            allowed, another engine has the same labels, or somebody else has
-            registered a metric of one of the names.
+            allowed, another engine has the same labels, or the registry already has a
+            metric with one of the names.
 
     Example:
         >>> from prometheus_client import CollectorRegistry
@@ -87,7 +86,7 @@ class OffloadMetrics:
     ) -> None:
         if scheduler is None and worker is None:
             raise ValueError(
-                "there is nothing to measure: give the scheduler, the worker, or both."
+                "there is nothing to measure: pass the scheduler, the worker, or both."
             )
         self.labels = {"engine": "0"} if labels is None else dict(labels)
         own = {family.label for family in ALL if family.label} | {"le"}
@@ -107,9 +106,9 @@ class OffloadMetrics:
         _Engines.add(self._registry, self)
 
     def collect(self) -> Iterator[Metric]:
-        """Read all metrics that something feeds."""
+        """Read all metrics that have a source."""
         if self._scheduler is not None:
-            yield from self._read(OF_SCHEDULER, Books.of(self._scheduler))
+            yield from self._read(OF_SCHEDULER, Readings.of(self._scheduler))
         if self._worker is not None:
             yield from self._read(OF_WORKER, self._worker)
         if self._pool is not None:
@@ -118,19 +117,19 @@ class OffloadMetrics:
     def serve(self, port: int, addr: str = "127.0.0.1") -> int:
         """Serve the registry's metrics over HTTP, in a thread, until `close`.
 
-        Always in Prometheus' plain text.
+        The format is always Prometheus' plain text.
 
         Args:
-            port: Where to listen; 0 for any free port.
-            addr: The address to listen at; by default only this machine's own.
+            port: The port to listen on; 0 for any free port.
+            addr: The address to listen on; by default loopback.
 
         Returns:
             The port.
 
         Raises:
-            ValueError: If the port is no port.
-            OSError: If it cannot listen there.
-            RuntimeError: If it is serving already.
+            ValueError: If `port` is out of range.
+            OSError: If the address cannot be bound.
+            RuntimeError: If it is already serving.
         """
         if self._server is not None:
             raise RuntimeError(
@@ -152,7 +151,7 @@ class OffloadMetrics:
         return self._server.server_port
 
     def close(self) -> None:
-        """Stop serving, and take the metrics out of the registry."""
+        """Stop serving, and remove the metrics from the registry."""
         if self._server is not None and self._thread is not None:
             self._server.shutdown()
             self._server.server_close()
@@ -161,7 +160,7 @@ class OffloadMetrics:
         _Engines.remove(self._registry, self)
 
     def format_line(self) -> str:
-        """Say in one line what has come of it so far, for a log."""
+        """Summarise the numbers so far in one line, for a log."""
         parts = []
         if self._worker is not None:
             for what, num_bytes in (
@@ -170,8 +169,8 @@ class OffloadMetrics:
             ):
                 parts.append(f"{what} {num_bytes / 2**20:.1f} MiB")
         if self._scheduler is not None:
-            books = Books.of(self._scheduler)
-            stats = books.stats
+            readings = Readings.of(self._scheduler)
+            stats = readings.stats
             for tier, hits, queries in (
                 ("device", stats.num_device_hit_tokens, stats.num_device_query_tokens),
                 ("host", stats.num_host_hit_tokens, stats.num_host_query_tokens),
@@ -182,7 +181,7 @@ class OffloadMetrics:
             parts += [
                 f"host blocks {held} of {self._scheduler.num_host_blocks}",
                 f"evicted {stats.num_evicted}",
-                f"dropped {sum(books.dropped().values()):.0f}",
+                f"dropped {sum(readings.dropped().values()):.0f}",
             ]
         return "KV offload: " + ", ".join(parts)
 
@@ -200,7 +199,7 @@ class OffloadMetrics:
 
 
 class _Engines(Collector):
-    """The engines of a registry: each metric once, with the samples of all of them."""
+    """The engines of a registry: each metric once, with the samples of every engine."""
 
     _of_registry: ClassVar[WeakKeyDictionary[CollectorRegistry, _Engines]] = (
         WeakKeyDictionary()
@@ -212,7 +211,7 @@ class _Engines(Collector):
 
     @classmethod
     def add(cls, registry: CollectorRegistry, metrics: OffloadMetrics) -> None:
-        """Put an engine's metrics into a registry."""
+        """Add an engine's metrics to a registry."""
         with cls._lock:
             known = cls._of_registry.get(registry)
             if known is None:
@@ -221,7 +220,7 @@ class _Engines(Collector):
                     registry.register(known)
                 except ValueError as error:
                     raise ValueError(
-                        f"the registry has metrics of these names already ({error}); "
+                        f"the registry already has metrics with these names ({error}); "
                         "give another registry, such as CollectorRegistry()."
                     ) from error
                 cls._of_registry[registry] = known
@@ -234,7 +233,7 @@ class _Engines(Collector):
 
     @classmethod
     def remove(cls, registry: CollectorRegistry, metrics: OffloadMetrics) -> None:
-        """Take an engine's metrics out, if they are there."""
+        """Remove an engine's metrics, if they are there."""
         with cls._lock:
             known = cls._of_registry.get(registry)
             if known is None or metrics not in known.engines:
@@ -245,7 +244,7 @@ class _Engines(Collector):
                 del cls._of_registry[registry]
 
     def describe(self) -> Iterator[Metric]:
-        """Name all metrics that there may be, so that nobody else takes the names."""
+        """Name all possible metrics, so that no other collector takes the names."""
         for family in ALL:
             yield Metric(family.name, family.text, family.kind)
 
@@ -261,10 +260,10 @@ class _Engines(Collector):
 
 
 def _in_plain_text(app: Any) -> Any:
-    """Have prometheus_client's WSGI application answer in plain text.
+    """Make prometheus_client's WSGI application answer in plain text.
 
-    From 0.23 on it writes ":" as "_" in OpenMetrics, which Prometheus 2 would rather
-    have (github.com/prometheus/client_python/issues/1177).
+    Since 0.23 it writes ":" as "_" in OpenMetrics, which Prometheus 2 prefers
+    (github.com/prometheus/client_python/issues/1177).
     """
 
     def plain(environ: dict[str, Any], start_response: Any) -> Any:
@@ -276,7 +275,7 @@ def _in_plain_text(app: Any) -> Any:
 def _samples(
     family: Family[Any], value: Value
 ) -> Iterator[tuple[str, dict[str, str], float]]:
-    """List a metric's samples: what to add to its name and to its labels, the value."""
+    """Yield the samples of a metric: suffix of its name, extra labels, value."""
     if isinstance(value, Histogram):
         total, counts = value.total, tuple(accumulate(value.counts))
         for bound, count in zip((*value.bounds, float("inf")), counts, strict=True):

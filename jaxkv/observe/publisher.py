@@ -1,4 +1,4 @@
-"""Publishes what happens on the tiers, as vLLM does: ZeroMQ, msgpack, with replay."""
+"""Publishes the events of the tiers as vLLM does: ZeroMQ, msgpack, with replay."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from jaxkv.closing import Closing
-from jaxkv.groups import GroupSpec, as_groups
+from jaxkv._util import Resource
 from jaxkv.observe.catalog import BlockCatalog
 from jaxkv.observe.describe import count_unknown, describe, describe_all
 from jaxkv.observe.kv_events import KVEvent, KVEventBatch, encode_batch
 from jaxkv.observe.sockets import bind, connect, offset_endpoint, zmq
-from jaxkv.types import OffloadingEvent
+from jaxkv.search.groups import GroupSpec, as_groups
+from jaxkv.tiers.base import OffloadingEvent
 
 SEQ_BYTES = 8
 END_OF_REPLAY = (-1).to_bytes(SEQ_BYTES, "big", signed=True)
-"""The sequence number that ends a replay, with an empty payload."""
+"""The sequence number of the message that ends a replay; its payload is empty."""
 
-# Larger than any request for a replay, which is a number.
+# Larger than any replay request, which is a number.
 _MAX_REQUEST_BYTES = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class PublisherStats:
-    """What came of the batches so far.
+    """Counts of batches and requests so far.
 
     Attributes:
-        num_published: Batches handed to the subscribers' connections.
-        num_queued: Batches that wait for their turn.
-        num_dropped_full: Batches dropped, as too many were waiting.
-        num_retold: Times that all the tiers have was told anew, after a drop.
-        num_unknown_blocks: Stored blocks told without tokens, as the catalogue did not
-            know them.
-        num_replays: Requests for a replay that were answered.
-        num_bad_requests: Requests for a replay that were none.
+        num_published: Batches passed to the subscribers' connections.
+        num_queued: Batches that wait in the queue.
+        num_dropped_full: Batches dropped because the queue was full.
+        num_retold: Batches that listed all blocks on the tiers again, after a drop.
+        num_unknown_blocks: Stored blocks published without tokens, because the
+            catalogue did not know them.
+        num_replays: Answered replay requests.
+        num_bad_requests: Malformed replay requests.
     """
 
     num_published: int
@@ -48,52 +48,52 @@ class PublisherStats:
     num_bad_requests: int
 
 
-class EventPublisher(Closing):
-    """Publishes events to whoever subscribes, from a thread of its own.
+class EventPublisher(Resource):
+    """Publishes events to subscribers, from a separate thread.
 
-    A message is (topic, sequence number, payload): the number has 8 bytes, the first
-    the most significant; the payload is what `jaxkv.observe.kv_events` writes. On the
-    replay address, a request is a sequence number, and the answer all batches from it
-    on that are still kept, (sequence number, payload) each, then `END_OF_REPLAY` with
-    an empty payload.
+    A message is (topic, sequence number, payload): the number is 8 bytes, big-endian;
+    the payload is a batch of `jaxkv.observe.kv_events`. On the replay address, a
+    request is a sequence number, and the answer is (sequence number, payload) of each
+    batch from that number on that is still kept, then `END_OF_REPLAY` with an empty
+    payload.
 
-    `publish` never waits. When too much waits already, its batch is dropped and
-    counted; the sequence number is used up, so that subscribers see the gap. The next
-    batch that finds room then begins with `AllBlocksCleared` and tells all that the
-    tiers have, so that from it on subscribers are right again.
+    `publish` never waits. If the queue is full, its batch is dropped and counted; it
+    uses up a sequence number, so that subscribers see the gap. The next batch that fits
+    then begins with `AllBlocksCleared` and lists all blocks on the tiers, which puts
+    subscribers right again.
 
-    Close it, or use it as a context: `close` sends what is queued. A subscriber gets
-    no more than its connection has taken by then.
+    Close it, or use it as a context: `close` sends the queued batches. A subscriber
+    gets only what its connection has accepted by then.
 
     Args:
-        endpoint: Where to publish, ``tcp://HOST:PORT`` or ``ipc://PATH``. The messages
-            contain what users wrote: "tcp://*:5557" shows it to the whole network.
-        replay_endpoint: Where to answer requests for a replay; None for nowhere.
-        topic: What subscribers filter by. llm-d wants ``kv@POD@MODEL``.
+        endpoint: Address to publish on, ``tcp://HOST:PORT`` or ``ipc://PATH``. Messages
+            contain text of users: "tcp://*:5557" shows it to the whole network.
+        replay_endpoint: Address that answers replay requests; None for none.
+        topic: Topic that subscribers filter by. llm-d wants ``kv@POD@MODEL``.
         buffer_steps: Batches kept for replays.
-        hwm: Messages that may wait for one slow subscriber; it loses what is beyond.
+        hwm: Messages that may wait for a slow subscriber; more are lost to it.
         max_queue_size: Batches that may wait for the thread.
-        data_parallel_rank: Which of several engines this is. It is added to the ports,
-            so that one configuration serves all.
-        catalog: What is known of the blocks; its `record` is for the `KeyChain`s. None
-            for a new one.
+        data_parallel_rank: Index of this engine among several. It is added to the
+            ports, so that one configuration serves all.
+        catalog: The known blocks; pass its `record` to the `KeyChain`s. None for a new
+            one.
         groups: The groups of the model's layers, as `OffloadScheduler` takes them, to
-            name their kinds in events; None to leave that out.
-        connect: Connect to a subscriber that binds, rather than bind.
-        int_block_hashes: Give 64-bit numbers for keys, as vLLM does unless told not to.
-            Fewer bytes, and old subscribers take nothing else; but two blocks may have
-            one number.
-        array_like: Write events as arrays, for subscribers of before June 2026.
-        clock: Seconds since 1970, for the batches' time.
+            name their kinds in events; None to leave the kinds out.
+        connect: Connect to a subscriber that binds, instead of binding.
+        int_block_hashes: Use 64-bit numbers for keys, as vLLM does by default. They are
+            smaller, and old subscribers accept nothing else; but two blocks may have
+            the same number.
+        array_like: Encode events as arrays, for subscribers from before June 2026.
+        clock: Returns seconds since 1970, for the time of batches.
 
     Attributes:
-        endpoint: Where it publishes, with the port that was free if any was asked for.
-        replay_endpoint: Where it answers.
-        catalog: What is known of the blocks.
+        endpoint: The address it publishes on, with the port that it got.
+        replay_endpoint: The address that answers replay requests.
+        catalog: The known blocks.
 
     Raises:
-        ValueError: If an address is none, or a number is too small.
-        OSError: If an address cannot be had, such as one in use.
+        ValueError: If an address is malformed, or a number is too small.
+        OSError: If an address cannot be bound, for example because it is in use.
 
     Example:
         >>> events = [OffloadingEvent([b"k" * 32], 16, "CPU", removed=False)]
@@ -143,12 +143,12 @@ class EventPublisher(Closing):
         self._buffer: deque[tuple[bytes, bytes]] = deque(maxlen=buffer_steps)
         self._lock = threading.Lock()
         self._next_seq = 0
-        self._is_short = False  # Subscribers lack what was dropped.
+        self._is_short = False  # A batch was dropped.
         self._is_closed = self._is_ringing = False
         self._num_published = self._num_dropped = self._num_retold = 0
         self._num_unknown = self._num_replays = self._num_bad_requests = 0
 
-        # Of its own: nobody else's sockets are in the way when it ends.
+        # A separate context: destroying it closes only these sockets.
         self._context = zmq.Context()
         try:
             self._open(hwm, buffer_steps, connect)
@@ -161,10 +161,10 @@ class EventPublisher(Closing):
         self._thread.start()
 
     def publish(self, events: Iterable[OffloadingEvent]) -> None:
-        """Queue what `take_events` gave, of one tier or several, as one batch.
+        """Queue the events of `take_events`, from one or more tiers, as one batch.
 
         Without events there is no batch, unless one was dropped before. Call it from
-        the thread that schedules.
+        the scheduling thread.
 
         Raises:
             RuntimeError: If the publisher is closed.
@@ -172,9 +172,9 @@ class EventPublisher(Closing):
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("The publisher is closed.")
-            told = self._tell(events)
+            kv_events = self._describe(events)
             is_full = len(self._queue) >= self._max_queue_size
-            if not told and (is_full or not self._is_short):
+            if not kv_events and (is_full or not self._is_short):
                 return
             seq = self._next_seq
             self._next_seq += 1
@@ -183,7 +183,7 @@ class EventPublisher(Closing):
                 self._is_short = True
                 return
             if self._is_short:
-                told = describe_all(
+                kv_events = describe_all(
                     self.catalog,
                     self._groups,
                     int_block_hashes=self._int_block_hashes,
@@ -191,13 +191,13 @@ class EventPublisher(Closing):
                 self._num_retold += 1
                 self._is_short = False
             self._queue.append(
-                (seq, KVEventBatch(float(self._clock()), told, self._rank))
+                (seq, KVEventBatch(float(self._clock()), kv_events, self._rank))
             )
             self._ring()
 
     @property
     def stats(self) -> PublisherStats:
-        """What came of the batches so far."""
+        """Counts of batches and requests so far."""
         return PublisherStats(
             num_published=self._num_published,
             num_queued=len(self._queue),
@@ -209,7 +209,7 @@ class EventPublisher(Closing):
         )
 
     def close(self) -> None:
-        """Send what is queued, end the thread, and give up the addresses."""
+        """Send the queued batches, end the thread, and release the addresses."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -227,34 +227,34 @@ class EventPublisher(Closing):
         self._replay: zmq.Socket[bytes] | None = None
         if self.replay_endpoint:
             self._replay = self._context.socket(zmq.ROUTER)
-            # A ROUTER drops what is beyond. A whole replay has to fit, even while
-            # ZeroMQ still counts up to half of this as waiting that is gone.
+            # A ROUTER drops messages beyond it. A whole replay has to fit, while ZeroMQ
+            # may count up to half of this as waiting that has been sent.
             self._replay.sndhwm = 2 * (buffer_steps + 1)
             self._replay.maxmsgsize = _MAX_REQUEST_BYTES
             self.replay_endpoint = bind(
                 self._replay, "replay_endpoint", self.replay_endpoint
             )
-        # Wakes the thread, which waits for requests too.
+        # Wakes the thread, which also waits for requests.
         self._bell = self._context.socket(zmq.PAIR)
         self._heard = self._context.socket(zmq.PAIR)
         self._heard.bind("inproc://bell")
         self._bell.connect("inproc://bell")
 
-    def _tell(self, events: Iterable[OffloadingEvent]) -> list[KVEvent]:
-        told: list[KVEvent] = []
+    def _describe(self, events: Iterable[OffloadingEvent]) -> list[KVEvent]:
+        kv_events: list[KVEvent] = []
         for event in events:
-            told += describe(
+            kv_events += describe(
                 event,
                 self.catalog,
                 self._groups,
                 int_block_hashes=self._int_block_hashes,
             )
             self.catalog.note(event)
-        self._num_unknown += count_unknown(told)
-        return told
+        self._num_unknown += count_unknown(kv_events)
+        return kv_events
 
     def _ring(self) -> None:
-        """Wake the thread, unless it is about to look; with the lock held."""
+        """Wake the thread, unless it is about to check; with the lock held."""
         if not self._is_ringing:
             self._is_ringing = True
             self._bell.send(b"")
@@ -271,7 +271,7 @@ class EventPublisher(Closing):
             with self._lock:
                 self._is_ringing &= self._heard not in ready
                 num_queued, is_last = len(self._queue), self._is_closed
-            # In any case, so that a replay has all that was queued before its request.
+            # Always, so that a replay has every batch queued before its request.
             for _ in range(num_queued):
                 self._send(*self._queue.popleft())
             if is_last:
@@ -287,7 +287,7 @@ class EventPublisher(Closing):
         self._num_published += 1
 
     def _answer(self, replay: zmq.Socket[bytes]) -> None:
-        """Answer one request: ``(client, b"", sequence number)``."""
+        """Answer a replay request: ``(client, b"", sequence number)``."""
         frames = replay.recv_multipart()
         if len(frames) != 3 or frames[1]:
             self._num_bad_requests += 1

@@ -1,4 +1,4 @@
-"""Addresses of sockets, checked before ZeroMQ sees them."""
+"""ZeroMQ socket addresses, checked before use."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _IPC = re.compile(r"ipc://\S+")
 
 
 def offset_endpoint(name: str, endpoint: str, data_parallel_rank: int) -> str:
-    """Give each of several engines an address of its own, as vLLM does.
+    """Return the address of one of several engines, as vLLM does.
 
     Args:
-        name: What the caller calls the address, for messages.
-        endpoint: Of the first engine, ``tcp://HOST:PORT`` or ``ipc://PATH``. The port 0
-            or * is any free one.
-        data_parallel_rank: Which engine.
+        name: The argument's name, for messages.
+        endpoint: Address of the first engine, ``tcp://HOST:PORT`` or ``ipc://PATH``.
+            Port 0 or * is any free one.
+        data_parallel_rank: Index of the engine.
 
     Raises:
-        ValueError: If it is no address.
+        ValueError: If `endpoint` is malformed.
 
     Example:
         >>> offset_endpoint("endpoint", "tcp://127.0.0.1:5557", 2)
@@ -54,22 +54,22 @@ def offset_endpoint(name: str, endpoint: str, data_parallel_rank: int) -> str:
 
 
 def bind(socket: zmq.Socket[bytes], name: str, endpoint: str) -> str:
-    """Bind a socket to an address that `offset_endpoint` gave.
+    """Bind a socket to an address from `offset_endpoint`.
 
     Returns:
-        The address as it came to be, with the port that was free.
+        The bound address, with the port that was free.
 
     Raises:
-        OSError: If it cannot be had, with the reason.
+        OSError: If it cannot be bound, with the reason.
     """
-    # Not always: a machine without IPv6 could then bind nothing.
+    # Only if needed: a machine without IPv6 could bind nothing with it.
     socket.ipv6 = "[" in endpoint
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
         reason = f"cannot be bound: {error.strerror}"
         if error.errno == errno.EADDRINUSE:
-            reason = "is in use. Close who has it, or give another port"
+            reason = "is in use. Close its owner, or give another port"
         raise OSError(error.errno, f"{name}={endpoint!r} {reason}.") from None
     bound = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(bound, bytes)
@@ -77,6 +77,6 @@ def bind(socket: zmq.Socket[bytes], name: str, endpoint: str) -> str:
 
 
 def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    """Connect a socket; whether anybody is there shows later."""
+    """Connect a socket; ZeroMQ connects in the background."""
     socket.ipv6 = "[" in endpoint
     socket.connect(endpoint)

@@ -1,4 +1,4 @@
-"""Receives published events, notices what is missing, and asks for it again."""
+"""Receives published events, detects missing batches, and requests their replay."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import NamedTuple
 
 import msgspec
 
-from jaxkv.closing import Closing
+from jaxkv._util import Resource
 from jaxkv.observe.kv_events import KVEventBatch, decode_batch
 from jaxkv.observe.publisher import END_OF_REPLAY, SEQ_BYTES
 from jaxkv.observe.sockets import bind, connect, offset_endpoint, zmq
 
 
 class ReceivedBatch(NamedTuple):
-    """A batch, and its place in the stream.
+    """A batch and its sequence number.
 
     Attributes:
         seq: Its sequence number.
-        batch: What happened.
+        batch: Its events.
     """
 
     seq: int
@@ -29,16 +29,15 @@ class ReceivedBatch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SubscriberStats:
-    """What was received so far.
+    """Counts of received batches so far.
 
     Attributes:
         num_batches: Batches, those of replays included.
-        num_replayed: Of these, the ones that a replay brought.
-        num_lost: Batches that a gap in the sequence numbers tells of and no replay
-            brought.
-        num_restarts: Times that the sequence numbers began anew: the publisher's
-            process is another, and so is what its tiers have.
-        num_malformed: Messages that were no batch.
+        num_replayed: Batches from replays.
+        num_lost: Batches missing in the sequence numbers that no replay returned.
+        num_restarts: Times that the sequence numbers started again: the publisher is a
+            new process, with other tiers.
+        num_malformed: Messages that were not a batch.
     """
 
     num_batches: int = 0
@@ -48,29 +47,29 @@ class SubscriberStats:
     num_malformed: int = 0
 
 
-class EventSubscriber(Closing):
+class EventSubscriber(Resource):
     """Receives the events of one publisher, jaxkv's or vLLM's, in order.
 
-    Not for several threads.
+    Use it from one thread.
 
     Args:
-        endpoint: Where the publisher publishes.
-        replay_endpoint: Where it answers requests for a replay; None not to ask.
-        topic: Only topics that begin so.
-        start_seq: The sequence number to begin with; what was published before the
-            subscription is then asked for. None to begin with what comes first.
-        hwm: Messages that may wait here; what is beyond is lost, and asked for again.
+        endpoint: The publisher's address.
+        replay_endpoint: Its address for replay requests; None to request none.
+        topic: Prefix of the topics to receive.
+        start_seq: The first sequence number wanted; batches published before the
+            subscription are then requested. None to start with the first to arrive.
+        hwm: Messages that may wait here; more are lost, and requested again.
         replay_timeout_s: Seconds to wait for each message of a replay.
         bind: Bind, for publishers that connect.
-        array_like: Events are arrays, as of vLLM before June 2026.
+        array_like: Events are arrays, as in vLLM before June 2026.
 
     Attributes:
-        endpoint: Where it listens, with the port that was free if any was asked for.
-        stats: What was received so far.
+        endpoint: Its address, with the port that it got.
+        stats: Counts of received batches.
 
     Raises:
-        ValueError: If an address is none, or a number is too small.
-        OSError: If an address cannot be had.
+        ValueError: If an address is malformed, or a number is too small.
+        OSError: If an address cannot be bound.
 
     Example:
         >>> with EventSubscriber("tcp://127.0.0.1:5557") as subscriber:
@@ -99,8 +98,8 @@ class EventSubscriber(Closing):
             "replay_endpoint", replay_endpoint, 0
         )
         self.stats = SubscriberStats()
-        self._next_seq = start_seq  # None until there was one
-        self._last_live = -1  # of the publications, replays aside
+        self._next_seq = start_seq  # None before the first
+        self._last_live = -1  # of publications, without replays
         self._replay_timeout_s = replay_timeout_s
         self._array_like = array_like
         self._ready: deque[ReceivedBatch] = deque()
@@ -112,23 +111,23 @@ class EventSubscriber(Closing):
             raise
 
     def receive(self, timeout_s: float) -> ReceivedBatch | None:
-        """Take the next batch, after those that it shows to be missing.
+        """Return the next batch; missing ones come first.
 
         Args:
             timeout_s: Seconds to wait for a publication.
 
         Returns:
-            The batch; None if none came.
+            The batch; None on timeout.
         """
         if not self._ready and self._sub.poll(round(1000 * timeout_s)):
             self._accept(self._sub.recv_multipart())
         return self._ready.popleft() if self._ready else None
 
     def catch_up(self) -> int:
-        """Ask for all that is published and not received, publications or not.
+        """Request all published batches that were not received.
 
         Returns:
-            How many batches came; `receive` has them.
+            The number of batches that came; `receive` returns them.
         """
         start = self._next_seq or 0
         num_before = len(self._ready)
@@ -139,7 +138,7 @@ class EventSubscriber(Closing):
         return len(self._ready) - num_before
 
     def close(self) -> None:
-        """Give up the connections."""
+        """Close the connections."""
         self._context.destroy(linger=0)
 
     def _open(self, topic: str, hwm: int, binds: bool) -> None:
@@ -164,7 +163,7 @@ class EventSubscriber(Closing):
         if self._next_seq is None:
             self._next_seq = seq
         if seq < self._next_seq:
-            return  # A replay has brought it already.
+            return  # Already replayed.
         if seq > self._next_seq:
             for missing, old in self._ask(self._next_seq):
                 if self._next_seq <= missing < seq:
@@ -174,7 +173,7 @@ class EventSubscriber(Closing):
         self._take(seq, payload, is_replayed=False)
 
     def _skip_to(self, seq: int) -> None:
-        """Give up what lies before a batch."""
+        """Count the batches before `seq` as lost."""
         if self._next_seq is not None:
             self._count(num_lost=seq - self._next_seq)
         self._next_seq = seq
@@ -190,10 +189,10 @@ class EventSubscriber(Closing):
         self._ready.append(ReceivedBatch(seq, batch))
 
     def _ask(self, start: int) -> Iterator[tuple[int, bytes]]:
-        """Ask for a replay; it may end too early, which its reader sees."""
+        """Request a replay; the caller detects one that ends early."""
         if not self._replay_endpoint:
             return
-        # One socket for each request: no answer to an earlier one gets into this.
+        # One socket per request, so that no answer to an earlier one arrives.
         with self._context.socket(zmq.DEALER) as replay:
             replay.linger = 0
             replay.rcvhwm = 0  # A whole replay has to fit, however slow we are.

@@ -3,6 +3,9 @@
 from jaxkv.policies.arc import ARCState as ARCState
 from jaxkv.policies.arc import make_arc as make_arc
 from jaxkv.policies.arc import make_arc_fixed as make_arc_fixed
+from jaxkv.policies.base import EvictResult as EvictResult
+from jaxkv.policies.base import InsertResult as InsertResult
+from jaxkv.policies.base import Policy as Policy
 from jaxkv.policies.lru import LRUState as LRUState
 from jaxkv.policies.lru import make_lru as make_lru
 from jaxkv.policies.registry import POLICIES as POLICIES

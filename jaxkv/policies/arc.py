@@ -26,22 +26,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
-from jaxkv.keys import lanes_to_keys
-from jaxkv.policies import arc_target, recency
+from jaxkv.keys import words_to_keys
+from jaxkv.native import arc as native
+from jaxkv.native.arc import B1, B2, NO_LIST, T1, T2
+from jaxkv.native.policy import register_native
 from jaxkv.policies import directory as directory_lib
-from jaxkv.policies.arc_target import B1, B2
-from jaxkv.policies.counting import running_count
+from jaxkv.policies import recency
+from jaxkv.policies.base import EvictResult, InsertResult, Policy
 from jaxkv.policies.directory import Directory
-from jaxkv.policies.ordering import after
 from jaxkv.policies.recency import Oldest, RecencyLog
-from jaxkv.types import NO_BLOCK, EvictResult, InsertResult, Policy
+from jaxkv.policies.xla import after, running_count
+from jaxkv.types import NO_BLOCK
 
-# In this order because every move but eviction is upwards (see `recency.put`).
-T1, T2 = 2, 3
 _NUM_LISTS = 4
-_NO_LIST = -1
 
 
 @jax.tree_util.register_dataclass
@@ -60,7 +59,8 @@ class ARCState:
         sizes: i32[4]. Entries in each list.
         unused: i32[E]. A stack of the entries that are in no list; its height is
             what `sizes` leaves of E.
-        target: u32[2]. The bits of the target, a float64: JAX has none by default.
+        target: u32[2]. The bits of the target, a float64: vLLM's is a Python float, and
+            its decisions cannot be had exactly with less; JAX has none by default.
     """
 
     directory: Directory
@@ -69,6 +69,9 @@ class ARCState:
     sizes: Array
     unused: Array
     target: Array
+
+
+register_native(ARCState, native.NATIVE)
 
 
 def init(num_blocks: int, max_batch: int) -> ARCState:
@@ -80,7 +83,7 @@ def init(num_blocks: int, max_batch: int) -> ARCState:
         order=recency.init(num_entries, max_batch, _NUM_LISTS),
         sizes=jnp.zeros((_NUM_LISTS,), jnp.int32),
         unused=jnp.arange(num_entries, dtype=jnp.int32)[::-1],
-        target=arc_target.zero(),
+        target=_zero_target(),
     )
 
 
@@ -110,9 +113,7 @@ def touch(
         state,
         order=order,
         sizes=state.sizes + _count(new_lists, moved) - _count(lists, moved),
-        target=arc_target.adapt(
-            state.target, hits, state.sizes, _num_entries(state) // 3
-        ),
+        target=_adapt_target(state.target, hits, state.sizes, _num_entries(state) // 3),
     )
 
 
@@ -137,7 +138,7 @@ def insert(
     lists = recency.list_of(order, entries)
     new_lists = jnp.full_like(lists, T1)
     if fixed:
-        new_lists = jnp.where(lists == _NO_LIST, T1, T2)
+        new_lists = jnp.where(lists == NO_LIST, T1, T2)
     sizes = state.sizes + _count(new_lists, inserted) - _count(lists, inserted)
     inserted_state = dataclasses.replace(
         state,
@@ -155,7 +156,7 @@ def remove(state: ARCState, keys: Array, block_ids: Array) -> ARCState:
     """Forget keys, without a ghost; see `Policy.remove`."""
     entries = _entries(state, keys, block_ids != NO_BLOCK)
     lists = recency.list_of(state.order, entries)
-    sizes = state.sizes - _count(lists, lists != _NO_LIST)
+    sizes = state.sizes - _count(lists, lists != NO_LIST)
     return ARCState(
         directory=directory_lib.remove(state.directory, entries),
         block_ids=state.block_ids.at[entries].set(NO_BLOCK, mode="drop"),
@@ -169,7 +170,7 @@ def remove(state: ARCState, keys: Array, block_ids: Array) -> ARCState:
 def evict(
     state: ARCState, num: Array, ref_cnt: Array, width: int, *, fixed: bool
 ) -> EvictResult:
-    """Give up the oldest blocks of T1 down to the target, then of T2.
+    """Evict the oldest blocks of T1 down to the target, then of T2.
 
     If `fixed`, go on with those of T1 where T2 has no more; see `Policy.evict`.
     """
@@ -184,7 +185,7 @@ def evict(
         return recency.find_oldest(state.order, num, is_eligible, width, of_list)
 
     # Taken one by one, blocks would come from T1 while |T1| >= int(target).
-    above_target = state.sizes[T1] - arc_target.as_int(state.target) + 1
+    above_target = state.sizes[T1] - _target_as_int(state.target) + 1
     t1 = oldest(jnp.clip(above_target, 0, num), T1)
     num_first = t1.num
     t2 = oldest(num - num_first, T2)
@@ -239,9 +240,9 @@ def snapshot(state: ARCState) -> dict[str, Any]:
     keys = np.asarray(state.directory.keys)
     lists = {"t1": T1, "t2": T2, "b1": B1, "b2": B2}
     return {
-        name: lanes_to_keys(keys[recency.in_order(state.order, of_list)])
+        name: words_to_keys(keys[recency.in_order(state.order, of_list)])
         for name, of_list in lists.items()
-    } | {"target": arc_target.as_float(state.target)}
+    } | {"target": target_as_float(state.target)}
 
 
 @functools.cache
@@ -329,6 +330,7 @@ def _make(num_blocks: int, max_batch: int, *, fixed: bool) -> Policy:
         remove=remove,
         evict=functools.partial(evict, fixed=fixed),
         snapshot=snapshot,
+        native=native.NATIVE_FIXED if fixed else native.NATIVE,
     )
 
 
@@ -350,7 +352,7 @@ def _count(lists: Array, counts: Array) -> Array:
 
 def _any(lists: Array, of_list: int) -> Array:
     """Give `of_list` if it is among `lists`, else no list: i32[]."""
-    return jnp.where(jnp.any(lists == of_list), of_list, _NO_LIST)
+    return jnp.where(jnp.any(lists == of_list), of_list, NO_LIST)
 
 
 def _take_unused(state: ARCState, wanted: Array) -> Array:
@@ -388,3 +390,51 @@ def _is_meant(keys: Array, count: Array) -> Array:
 
 def _num_entries(state: ARCState) -> int:
     return state.block_ids.shape[0]
+
+
+def _zero_target() -> Array:
+    """Make the bits of 0.0: u32[2]."""
+    return jnp.zeros((2,), jnp.uint32)
+
+
+def _adapt_target(target: Array, lists: Array, sizes: Array, num_blocks: int) -> Array:
+    """Move the target once for each ghost that was used.
+
+    Args:
+        target: u32[2]. Bits of the target before.
+        lists: i32[K]. What lists the used entries were in, in the order of use.
+        sizes: i32[4]. Entries in each list, the same throughout.
+        num_blocks: The highest target.
+
+    Returns:
+        u32[2]. Bits of the target after.
+    """
+    is_ghost = (lists == B1) | (lists == B2)
+    rank = running_count(is_ghost) - 1
+    at = jnp.where(is_ghost, rank, lists.shape[0])
+    ghosts = jnp.zeros_like(lists).at[at].set(lists, mode="drop")
+    # The sum is clamped at every step, so the steps cannot be added up beforehand.
+    with jax.enable_x64(True):
+        # A list of ghosts that was hit is not empty, so this `max` changes no result.
+        b1, b2 = jnp.maximum(sizes[:2], 1).astype(jnp.float64)
+        up, down = jnp.maximum(b2 / b1, 1.0), jnp.maximum(b1 / b2, 1.0)
+
+        def move(i: Array, value: Array) -> Array:
+            raised = jnp.minimum(value + up, float(num_blocks))
+            lowered = jnp.maximum(value - down, 0.0)
+            return jnp.where(ghosts[i] == B1, raised, lowered)
+
+        value = lax.bitcast_convert_type(target, jnp.float64)
+        value = lax.fori_loop(jnp.int32(0), rank[-1] + 1, move, value)
+        return lax.bitcast_convert_type(value, jnp.uint32)
+
+
+def _target_as_int(target: Array) -> Array:
+    """Cut the target (u32[2], bits) down to a whole number: i32[]."""
+    with jax.enable_x64(True):
+        return lax.bitcast_convert_type(target, jnp.float64).astype(jnp.int32)
+
+
+def target_as_float(target: Array) -> float:
+    """Show the target to a reader. For the host, not for jit."""
+    return float(np.asarray(target).view(np.float64)[0])

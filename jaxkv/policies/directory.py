@@ -21,24 +21,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxkv.policies.counting import running_count
-from jaxkv.types import KEY_LANES
+from jaxkv.native.directory import FACTORS, FREE, SLOTS_PER_BUCKET
+from jaxkv.policies.xla import running_count
+from jaxkv.types import KEY_WORDS
 
-# Eight slots at a quarter of the load: two choices keep the fullest bucket at six or
-# seven, and a look-up reads half of what it would with sixteen slots at half the load.
-SLOTS_PER_BUCKET = 8
 _MAX_LOAD = 0.25
-_FREE = 2**31 - 1
 _EMPTY_TAG = 0
 # One bit for each slot of a key's two buckets, and the bits of the first.
 _SLOT_BITS = np.uint32(1) << np.arange(2 * SLOTS_PER_BUCKET, dtype=np.uint32)
 _ONE_BUCKET = np.uint32((1 << SLOTS_PER_BUCKET) - 1)
-# Of a batch, how many rows at most try again at a time: one in so many, or this many.
+# Of a batch, how many rows may try again without the others: one in eight, or 256.
 _LOSERS_SHARE = 8
 _LEAST_LOSERS = 256
-# Odd numbers, one for each lane and bucket: powers of the golden ratio times 2^32.
-_FACTORS = np.cumprod(np.full(2 * KEY_LANES, 0x9E3779B1, np.uint32), dtype=np.uint32)
-_FACTORS = _FACTORS.reshape(2, 1, KEY_LANES)
+_FACTORS = FACTORS.reshape(2, 1, KEY_WORDS)
 
 
 @jax.tree_util.register_dataclass
@@ -67,8 +62,8 @@ def init(num_entries: int) -> Directory:
     num_slots = num_buckets * SLOTS_PER_BUCKET
     return Directory(
         tags=jnp.zeros((num_buckets, SLOTS_PER_BUCKET), jnp.uint32),
-        entries=jnp.full((num_slots,), _FREE, jnp.int32),
-        keys=jnp.zeros((num_entries, KEY_LANES), jnp.uint32),
+        entries=jnp.full((num_slots,), FREE, jnp.int32),
+        keys=jnp.zeros((num_entries, KEY_WORDS), jnp.uint32),
         slots=jnp.full((num_entries,), num_slots, jnp.int32),
     )
 
@@ -139,7 +134,7 @@ def insert(
 
     def propose(table: Array, rows: Array) -> tuple[Array, Array]:
         own, ahead = _read(buckets, rows), _read(turn, rows)
-        free = _slot_bits(table.reshape(-1, SLOTS_PER_BUCKET), own, _FREE)
+        free = _slot_bits(table.reshape(-1, SLOTS_PER_BUCKET), own, FREE)
         first, second = free & _ONE_BUCKET, free >> SLOTS_PER_BUCKET
         emptier = lax.population_count(second) > lax.population_count(first)
         free = jnp.where(emptier, second, first)
@@ -169,7 +164,7 @@ def remove(directory: Directory, entries: Array) -> Directory:
     return dataclasses.replace(
         directory,
         tags=_set_tags(directory.tags, slots, _EMPTY_TAG),
-        entries=directory.entries.at[slots].set(_FREE, mode="drop"),
+        entries=directory.entries.at[slots].set(FREE, mode="drop"),
     )
 
 
@@ -210,7 +205,7 @@ def first_occurrence(keys: Array, valid: Array) -> Array:
     # lowest row of the batch.
     one, two = (hashes % num_places for hashes in _hash(keys))
     places = jnp.stack([one, two + num_places]).astype(jnp.int32)
-    table = jnp.full((2 * num_places,), _FREE, jnp.int32)
+    table = jnp.full((2 * num_places,), FREE, jnp.int32)
     owners = _read(
         table.at[jnp.where(valid[None], places, 2 * num_places)].min(
             jnp.broadcast_to(rows, places.shape), mode="drop"
@@ -244,11 +239,10 @@ def _claim(
     """Let the rows of a batch take places in a table, one row a place.
 
     A row takes a free place by writing its number there; where several want the same
-    place at the same time the lowest row has it, and the others propose again, the
-    lowest rows first.
+    place at the same time the lowest row has it, and the others propose again.
 
     Args:
-        table: i32[P]. Places that are taken hold a number, the others `_FREE`.
+        table: i32[P]. Places that are taken hold a number, the others `FREE`.
         wanted: bool[K]. The rows that want a place.
         propose: ``(table, rows) -> (places, has_room)``, i32[R] and bool[R]: a free
             place that each row tries to get, and whether there is one.
@@ -258,7 +252,7 @@ def _claim(
     """
     num_rows, num_places = wanted.shape[0], table.shape[0]
     all_rows = jnp.arange(num_rows, dtype=jnp.int32)
-    # Few lose. They try again without the others, so many of them at a time.
+    # Few lose. Once there are no more than these they try again without the others.
     width = min(num_rows, max(_LEAST_LOSERS, num_rows // _LOSERS_SHARE))
 
     # Where a row still wants a place, `places` is `pending`.
@@ -275,8 +269,6 @@ def _claim(
         return table, jnp.where(places == pending, taken, places)
 
     def bid_of_losers(table: Array, places: Array) -> tuple[Array, Array]:
-        if width == num_rows:
-            return bid(table, all_rows, places)
         rank = running_count(places == pending) - 1
         rows = jnp.full((width,), num_rows, jnp.int32)
         at = jnp.where(places == pending, rank, width)
@@ -286,14 +278,23 @@ def _claim(
         table, own = bid(table, in_bounds, own)
         return table, places.at[rows].set(own, mode="drop")
 
-    places = jnp.where(wanted, pending, num_places)
-    if width < num_rows:
-        table, places = bid(table, all_rows, places)
-    return lax.while_loop(
-        lambda carry: jnp.any(carry[1] == pending),
-        lambda carry: bid_of_losers(*carry),
-        (table, places),
+    def is_any_left(carry: tuple[Array, Array]) -> Array:
+        return jnp.any(carry[1] == pending)
+
+    def are_many_left(carry: tuple[Array, Array]) -> Array:
+        return jnp.sum(carry[1] == pending, dtype=jnp.int32) > width
+
+    carry = table, jnp.where(wanted, pending, num_places)
+    if width == num_rows:
+        return lax.while_loop(
+            is_any_left, lambda carry: bid(carry[0], all_rows, carry[1]), carry
+        )
+    # In a round every row that is left tries, whatever the width: so how a batch is
+    # padded changes no result.
+    carry = lax.while_loop(
+        are_many_left, lambda carry: bid(carry[0], all_rows, carry[1]), carry
     )
+    return lax.while_loop(is_any_left, lambda carry: bid_of_losers(*carry), carry)
 
 
 def _address(keys: Array, num_buckets: int) -> tuple[Array, Array]:
@@ -306,8 +307,9 @@ def _address(keys: Array, num_buckets: int) -> tuple[Array, Array]:
 
 def _hash(keys: Array) -> tuple[Array, Array]:
     """Compute two hashes of each key, u32[K]."""
-    # Keys of jaxkv.hashing are uniform already. Foreign keys may differ in one bit of
-    # one lane, so every lane counts: a multilinear hash, finished as MurmurHash3 is.
+    # Keys of jaxkv.keys.hashing are uniform already. Keys of others may differ in one
+    # bit of one word, so every word counts: a multilinear hash, finished as
+    # MurmurHash3 is.
     one, two = _finish(jnp.sum(keys[None] * _FACTORS, axis=2, dtype=jnp.uint32))
     return one, two
 

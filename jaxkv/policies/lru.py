@@ -15,14 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxkv.keys import lanes_to_keys
+from jaxkv.keys import words_to_keys
+from jaxkv.native import lru as native
+from jaxkv.native.policy import register_native
 from jaxkv.policies import directory as directory_lib
 from jaxkv.policies import recency
-from jaxkv.policies.counting import running_count
+from jaxkv.policies.base import EvictResult, InsertResult, Policy
 from jaxkv.policies.directory import Directory
-from jaxkv.policies.ordering import after
 from jaxkv.policies.recency import RecencyLog
-from jaxkv.types import NO_BLOCK, EvictResult, InsertResult, Policy
+from jaxkv.policies.xla import after, running_count
+from jaxkv.types import NO_BLOCK
 
 
 @jax.tree_util.register_dataclass
@@ -37,6 +39,9 @@ class LRUState:
 
     directory: Directory
     order: RecencyLog
+
+
+register_native(LRUState, native.NATIVE)
 
 
 def init(num_blocks: int, max_batch: int) -> LRUState:
@@ -83,7 +88,7 @@ def remove(state: LRUState, keys: Array, block_ids: Array) -> LRUState:
 
 
 def evict(state: LRUState, num: Array, ref_cnt: Array, width: int) -> EvictResult:
-    """Give up the least recently used blocks; see `Policy.evict`."""
+    """Evict the least recently used blocks; see `Policy.evict`."""
     order, victims, ok = recency.pop_oldest(
         state.order, num, lambda entries: ref_cnt[entries] == 0, width
     )
@@ -107,7 +112,7 @@ def snapshot(state: LRUState) -> dict[str, Any]:
         The keys in "order", from the least recently used on.
     """
     keys = np.asarray(state.directory.keys)
-    return {"order": lanes_to_keys(keys[recency.in_order(state.order)])}
+    return {"order": words_to_keys(keys[recency.in_order(state.order)])}
 
 
 @functools.cache
@@ -149,6 +154,7 @@ def make_lru(num_blocks: int, max_batch: int = 4096) -> Policy:
         remove=remove,
         evict=evict,
         snapshot=snapshot,
+        native=native.NATIVE,
     )
 
 

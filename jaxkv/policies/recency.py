@@ -25,12 +25,10 @@ import numpy as np
 from jax import Array, lax
 from numpy.typing import NDArray
 
-from jaxkv.policies.counting import running_count
+from jaxkv.native.recency import NO_PLACE, POSITION_BITS
+from jaxkv.policies.xla import running_count
 
-_NO_PLACE = -1
 _CHUNK = 256
-# A place is (list << 29) | position. Two bits for the list keep it above -1.
-_POSITION_BITS = 29
 _MAX_LISTS = 4
 
 
@@ -76,11 +74,11 @@ def init(num_entries: int, max_batch: int, num_lists: int = 1) -> RecencyLog:
     # Four times the entries: a compaction (linear in the log) then comes at most once
     # in three uses of every entry.
     length = max(4 * num_entries, num_entries + 2 * max_batch)
-    if length >= 1 << _POSITION_BITS or num_lists > _MAX_LISTS:
+    if length >= 1 << POSITION_BITS or num_lists > _MAX_LISTS:
         raise ValueError(f"{num_entries=} or {num_lists=} is too large.")
     return RecencyLog(
         entries=jnp.full((length,), num_entries, jnp.int32),
-        places=jnp.full((num_entries,), _NO_PLACE, jnp.int32),
+        places=jnp.full((num_entries,), NO_PLACE, jnp.int32),
         heads=jnp.zeros((num_lists,), jnp.int32),
         tail=jnp.zeros((), jnp.int32),
     )
@@ -94,7 +92,7 @@ def init_filled(num_entries: int, max_batch: int, first: int = 0) -> RecencyLog:
     return dataclasses.replace(
         log,
         entries=jnp.minimum(positions + first, num_entries),
-        places=jnp.maximum(places, _NO_PLACE),
+        places=jnp.maximum(places, NO_PLACE),
         tail=jnp.asarray(num_entries - first, jnp.int32),
     )
 
@@ -154,7 +152,7 @@ def put(
     num_entries, length = log.places.shape[0], log.entries.shape[0]
     positions = log.tail + ranks
     known = entries < num_entries
-    places = positions + (jnp.asarray(lists, jnp.int32) << _POSITION_BITS)
+    places = positions + (jnp.asarray(lists, jnp.int32) << POSITION_BITS)
     return dataclasses.replace(
         log,
         entries=log.entries.at[jnp.where(known, positions, length)].set(
@@ -168,13 +166,13 @@ def put(
 def remove(log: RecencyLog, entries: Array) -> RecencyLog:
     """Take `entries` (i32[K], E for none) out of their lists."""
     return dataclasses.replace(
-        log, places=log.places.at[entries].set(_NO_PLACE, mode="drop")
+        log, places=log.places.at[entries].set(NO_PLACE, mode="drop")
     )
 
 
 def list_of(log: RecencyLog, entries: Array) -> Array:
     """Tell the list that each entry is in: i32[K], -1 for none."""
-    return _places(log, entries) >> _POSITION_BITS
+    return _places(log, entries) >> POSITION_BITS
 
 
 def is_newest(log: RecencyLog, entries: Array, ranks: Array, count: Array) -> Array:
@@ -196,7 +194,7 @@ def find_oldest(
         log: The order.
         num: i32[]. How many, at most `width`.
         is_eligible: ``i32[C] -> bool[C]``: which of some entries may be taken. The
-            answer for entries of other lists is of no account.
+            answer for entries of other lists does not matter.
         width: Length of the answer.
         of_list: The list.
 
@@ -207,34 +205,40 @@ def find_oldest(
     chunk = min(max(_CHUNK, width), length)
 
     def scan(
-        carry: tuple[Array, Array, Array, Array],
-    ) -> tuple[Array, Array, Array, Array]:
-        position, found, taken, head = carry
+        carry: tuple[Array, Array, Array, Array, Array],
+    ) -> tuple[Array, Array, Array, Array, Array]:
+        position, found, taken, left, end = carry
         # The last chunk is cut short by starting it earlier and masking what was seen.
         start = jnp.minimum(position, length - chunk)
         at = start + jnp.arange(chunk, dtype=jnp.int32)
         entries = lax.dynamic_slice(log.entries, (start,), (chunk,))
-        place_here = at + (of_list << _POSITION_BITS)
+        place_here = at + (of_list << POSITION_BITS)
         alive = (at >= position) & (_places(log, entries) == place_here)
         eligible = alive & is_eligible(jnp.minimum(entries, num_entries - 1))
         rank = found + running_count(eligible) - 1
         take = eligible & (rank < num)
         taken = taken.at[jnp.where(take, rank, width)].set(entries, mode="drop")
-        left = jnp.min(jnp.where(alive & ~take, at, length))
+        left = jnp.minimum(left, jnp.min(jnp.where(alive & ~take, at, length)))
+        end = jnp.maximum(end, jnp.max(jnp.where(take, at + 1, 0)))
         found = jnp.minimum(rank[-1] + 1, num)
-        return start + chunk, found, taken, jnp.minimum(head, left)
+        return start + chunk, found, taken, left, end
 
-    position, found, taken, head = lax.while_loop(
+    head = log.heads[of_list]
+    _, found, taken, left, end = lax.while_loop(
         lambda carry: (carry[1] < num) & (carry[0] < log.tail),
         scan,
         (
-            log.heads[of_list],
+            head,
             jnp.int32(0),
             jnp.full((width,), num_entries, jnp.int32),
             jnp.int32(length),
+            head,
         ),
     )
-    return Oldest(taken, found, jnp.minimum(jnp.minimum(head, position), log.tail))
+    # Up to the last that was found, or to the tail if the whole log was searched: how
+    # far the last chunk went beyond that changes no result.
+    end = jnp.where(found < num, log.tail, end)
+    return Oldest(taken, found, jnp.minimum(left, end))
 
 
 def pop_oldest(
@@ -271,15 +275,15 @@ def set_heads(log: RecencyLog, oldest: Sequence[Oldest], ok: Array) -> RecencyLo
 def in_order(log: RecencyLog, of_list: int = 0) -> NDArray[np.int32]:
     """List the entries of a list from the oldest on. For the host, not for jit."""
     places = np.asarray(log.places)
-    members = np.flatnonzero(places >> _POSITION_BITS == of_list)
+    members = np.flatnonzero(places >> POSITION_BITS == of_list)
     return members[np.argsort(places[members])].astype(np.int32)
 
 
 def _places(log: RecencyLog, entries: Array) -> Array:
     """Read the places of entries; -1 for E."""
-    return log.places.at[entries].get(mode="fill", fill_value=_NO_PLACE)
+    return log.places.at[entries].get(mode="fill", fill_value=NO_PLACE)
 
 
 def _position(places: Array) -> Array:
     """Drop the list from a place. What -1 becomes is no position."""
-    return places & ((1 << _POSITION_BITS) - 1)
+    return places & ((1 << POSITION_BITS) - 1)

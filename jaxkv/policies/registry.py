@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TypeAlias
 
-from jaxkv.names import nearest
+from jaxkv._util import nearest
 from jaxkv.policies.arc import make_arc, make_arc_fixed
+from jaxkv.policies.base import Policy
 from jaxkv.policies.lru import make_lru
-from jaxkv.types import Policy
 
 PolicyMaker: TypeAlias = Callable[[int, int], Policy]
 """Makes a policy: ``(num_blocks, max_batch) -> Policy``."""

@@ -1,1 +1,9 @@
-"""The books of `jaxkv.scheduler`: searches, loads, stores, and the rules they keep."""
+"""What moves in a step, and who carries it out."""
+
+from jaxkv.scheduling.protocol import ConnectorOutput as ConnectorOutput
+from jaxkv.scheduling.protocol import OffloadMetadata as OffloadMetadata
+from jaxkv.scheduling.protocol import SchedulerOutput as SchedulerOutput
+from jaxkv.scheduling.rules import OffloadRules as OffloadRules
+from jaxkv.scheduling.scheduler import OffloadScheduler as OffloadScheduler
+from jaxkv.scheduling.vllm_019 import make_scheduler as make_scheduler
+from jaxkv.scheduling.worker import OffloadWorker as OffloadWorker

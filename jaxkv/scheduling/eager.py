@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from itertools import compress
 
 import numpy as np
 
-from jaxkv.blocks import DeviceBlockPool
-from jaxkv.connector import (
+from jaxkv.scheduling.prefix import Rows, rows_of
+from jaxkv.scheduling.protocol import (
     BlockTable,
     Request,
     SchedulerOutput,
     tables_by_group,
 )
-from jaxkv.groups import GroupSpec
-from jaxkv.host_tier import HostTier
-from jaxkv.keys import join_keys
-from jaxkv.scheduling.prefix import Rows, rows_of
 from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import NO_LIMIT, OffloadRules, most_stored_tokens
 from jaxkv.scheduling.stores import Stores
+from jaxkv.search.groups import GroupSpec
+from jaxkv.tiers.device import DeviceBlockPool
+from jaxkv.tiers.host import OffloadingManager
 
-# A request's blocks on the host are put in order again when one in so many of them is
+# A request's blocks on the host are put in order again when one in four of them is
 # new: no oftener, as it costs time for each block of the prefix.
 _REORDER_SHARE = 4
 
@@ -52,7 +50,7 @@ class _Progress:
 class EagerStores:
     """Chooses what to store, request by request.
 
-    A block that the host gives up while the request runs is stored again at its end,
+    A block that the host evicts while the request runs is stored again at its end,
     when the device, too, is about to give it up.
 
     Args:
@@ -66,7 +64,7 @@ class EagerStores:
     def __init__(
         self,
         groups: tuple[GroupSpec, ...],
-        host: HostTier,
+        host: OffloadingManager,
         rules: OffloadRules,
         stores: Stores,
         keys: RequestKeys,
@@ -130,7 +128,6 @@ class EagerStores:
                     own.extend(new)
         if self._stores.is_congested:
             return
-        with_news = []
         num_changes = self._stores.num_changes
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             progress = self._progress.get(request_id)
@@ -140,12 +137,10 @@ class EagerStores:
                 and progress.request.num_computed_tokens >= progress.next_tokens
                 and progress.refused_at != num_changes
             ):
-                with_news.append(progress)
-        if with_news:
-            self._offer(pool, with_news)
+                self._offer(pool, progress)
 
     def finish(self, pool: DeviceBlockPool, request_id: str) -> None:
-        """Offer all of a request that is about to give up its device blocks."""
+        """Offer all of a request that is about to lose its device blocks."""
         progress = self._progress.pop(request_id, None)
         if progress is None:
             return
@@ -156,23 +151,23 @@ class EagerStores:
         is_known = self._host.contains(rows.keys)
         if is_known.all():
             if not progress.is_ordered:
-                self._host.reorder([rows.keys])
+                self._host.reorder(rows.keys)
             return
         if self._stores.is_congested:
             num_lost = int((~is_known).sum()) * factor
             stats.num_offered += num_lost
             stats.num_dropped_slow += num_lost
-            self._host.losses.note(compress(rows.keys, ~is_known), "slow")
+            self._host.drops.note(compress(rows.keys, ~is_known), "slow")
             return
         # All of it, so that its tail does not take the place of its head.
         progress.num_offered = from_head
-        self._offer(pool, [progress])
+        self._offer(pool, progress)
         num_done = sum(progress.num_offered) // factor
         num_lost = int((~is_known[num_done:]).sum()) * factor
         stats.num_offered += num_lost
         stats.num_dropped_full += num_lost
         lost = compress(rows.keys[num_done:], ~is_known[num_done:])
-        self._host.losses.note(lost, "full")
+        self._host.drops.note(lost, "full")
 
     def clear(self) -> None:
         """Note that the host has forgotten everything."""
@@ -204,34 +199,27 @@ class EagerStores:
             )
         ]
 
-    def _offer(self, pool: DeviceBlockPool, requests: Sequence[_Progress]) -> None:
-        """Offer what requests have that was not offered before."""
-        from_head = [0] * len(self._groups)
-        each, to_reorder = [], []
-        for progress in requests:
-            num_full = self._num_full(progress)
-            rows = self._rows(progress, progress.num_offered, num_full)
-            each.append(rows)
-            if not rows.keys:
-                continue
-            prefix = self._rows(progress, from_head, num_full)
+    def _offer(self, pool: DeviceBlockPool, progress: _Progress) -> None:
+        """Offer what a request has that was not offered before."""
+        num_full = self._num_full(progress)
+        rows = self._rows(progress, progress.num_offered, num_full)
+        num_done = self._stores.place(pool, rows)
+        progress.refused_at = -1
+        if num_done < len(rows.keys):
+            progress.refused_at = self._stores.num_changes
+        progress.num_offered = [
+            offered + new
+            for offered, new in zip(
+                progress.num_offered, self._of_each_group(rows, num_done), strict=True
+            )
+        ]
+        progress.next_tokens = self._next_tokens(progress)
+        if rows.keys:
+            prefix = self._rows(progress, [0] * len(self._groups), num_full)
             progress.is_ordered = len(rows.keys) * _REORDER_SHARE >= len(prefix.keys)
             if progress.is_ordered:
-                to_reorder.append(prefix.keys)
-        num_done = self._stores.place(pool, each)
-        for progress, rows, num in zip(requests, each, num_done, strict=True):
-            progress.refused_at = -1
-            if num < len(rows.keys):
-                progress.refused_at = self._stores.num_changes
-            progress.num_offered = [
-                offered + new
-                for offered, new in zip(
-                    progress.num_offered, self._of_each_group(rows, num), strict=True
-                )
-            ]
-            progress.next_tokens = self._next_tokens(progress)
-        # So that the head of a prefix outlives its tail on the host.
-        self._host.reorder([join_keys(to_reorder)])
+                # So that the head of a prefix outlives its tail on the host.
+                self._host.reorder(prefix.keys)
 
     def _next_tokens(self, progress: _Progress) -> int:
         """Tell how many tokens a request must have before there is more to offer."""

@@ -7,24 +7,19 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, TypeAlias
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.batches import cpu_device
-from jaxkv.blocks import DeviceBlockPool
-from jaxkv.connector import Request
-from jaxkv.groups import GroupSpec
-from jaxkv.hits import find_longest_hit
-from jaxkv.host_tier import HostTier
-from jaxkv.keys import keys_from_foreign
-from jaxkv.losses import Loss
-from jaxkv.scheduling.load_plan import Load
-from jaxkv.scheduling.loads import HoldUp, Loads, Preview
+from jaxkv.scheduling.loads import Load, Loads, Preview, Stall
+from jaxkv.scheduling.protocol import Request
 from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules, most_stored_tokens
-from jaxkv.search import Match, find_cached_prefix, search
+from jaxkv.search.groups import GroupSpec
+from jaxkv.search.hits import find_longest_hit
+from jaxkv.search.tiers import Match, find_cached_prefix, search, source_of
+from jaxkv.tiers.device import DeviceBlockPool
+from jaxkv.tiers.host import OffloadingManager
+from jaxkv.tiers.key_memory import DropReason
 from jaxkv.types import NO_BLOCK, BlockKey
 
 Verdict: TypeAlias = Literal["device", "host", "pending", "unneeded", "missed"]
@@ -32,7 +27,7 @@ Verdict: TypeAlias = Literal["device", "host", "pending", "unneeded", "missed"]
 token; or to be computed."""
 
 Reason: TypeAlias = (
-    Loss
+    DropReason
     | Literal[
         "storing",
         "loading",
@@ -63,7 +58,7 @@ _WORDS: dict[Reason | None, str] = {
     "rare": "not asked for often enough to be stored (store_threshold)",
     "left out": "not to be stored (prompt_only, max_offload_tokens)",
     "part": "its host block would not be full",
-    "never": "not stored, or its loss is not remembered (remember_losses)",
+    "never": "not stored, or why it was dropped is not known (remember_drops)",
     "evicted": "evicted from the host",
     "full": "dropped: the host had no room",
     "slow": "dropped: too much was on its way to the host",
@@ -77,10 +72,10 @@ _VERDICTS: dict[Verdict, str] = {
     "unneeded": "not needed",
     "missed": "missed",
 }
-_HOLD_UPS: dict[HoldUp, str] = {
+_HOLD_UPS: dict[Stall, str] = {
     "loading": "It has a load under way, and is to ask again.",
     "shared": "It is to ask again, as another is loading some of it.",
-    "gate": "It is to compute, as a load would take longer (gate).",
+    "gate": "It is to compute, as a load would take longer (skip_slow_loads).",
 }
 
 
@@ -126,7 +121,7 @@ class Explanation:
     num_computed_tokens: int
     num_offered_tokens: int | None
     is_awaited: bool
-    hold_up: HoldUp | None
+    hold_up: Stall | None
     blocks: tuple[BlockVerdict, ...]
 
     def __str__(self) -> str:
@@ -167,7 +162,7 @@ def explain(
     groups: tuple[GroupSpec, ...],
     rules: OffloadRules,
     pool: DeviceBlockPool,
-    host: HostTier,
+    host: OffloadingManager,
     loads: Loads,
     request: Request,
     num_computed_tokens: int | None,
@@ -191,7 +186,8 @@ def explain(
     preview = loads.preview(pool, request, keys, num_computed_tokens)
     factor = rules.blocks_per_host_block
     # Of the device, too, all that is there: also where another group has less.
-    presence = search(groups, keys, most, pool, host, factor, request.num_tokens)
+    sources = source_of(pool), source_of(host, factor)
+    presence = search(groups, keys, most, sources)
     blocks: list[BlockVerdict] = []
     for group in range(len(groups)):
         verdicts = _verdicts(
@@ -216,7 +212,7 @@ def explain(
 def _verdicts(
     groups: tuple[GroupSpec, ...],
     rules: OffloadRules,
-    host: HostTier,
+    host: OffloadingManager,
     request: Request,
     all_keys: Sequence[Sequence[BlockKey]],
     presence: Match,
@@ -225,10 +221,7 @@ def _verdicts(
 ) -> Iterator[tuple[Verdict, Reason | None]]:
     """Judge the blocks of a group, in their order."""
     spec, keys = groups[group], all_keys[group]
-    device_blocks, host_blocks = (
-        presence.device_blocks[group],
-        presence.host_blocks[group],
-    )
+    device_blocks, host_blocks = (ids[group] for ids in presence.block_ids)
     usable = min(max(request.num_tokens - 1, 0) // spec.block_size, len(keys))
     is_there = ((device_blocks != NO_BLOCK) | (host_blocks != NO_BLOCK))[:usable]
     end, longest, alone = (
@@ -249,7 +242,7 @@ def _verdicts(
         elif index < end and not preview.match.needed[group][index]:
             yield "unneeded", "window"
         elif index < end:
-            is_used = preview.match.device_blocks[group][index] != NO_BLOCK
+            is_used = preview.match.block_ids[0][group][index] != NO_BLOCK
             yield ("device" if is_used else "host"), None
         elif not is_there[index]:
             reason = why_absent(index)
@@ -262,11 +255,8 @@ def _verdicts(
 
 def _prefix_alone(spec: GroupSpec, is_there: NDArray[np.bool_]) -> int:
     """Count the tokens of the longest prefix that a group has by itself."""
-    with jax.default_device(cpu_device()):
-        hit = find_longest_hit(
-            (spec,), (jnp.asarray(is_there),), is_there.size * spec.block_size
-        )
-    return int(hit.num_tokens)
+    most = is_there.size * spec.block_size
+    return find_longest_hit((spec,), (is_there,), most).num_tokens
 
 
 def _indices_in(load: Load | None, group: int) -> set[int]:
@@ -280,14 +270,14 @@ def _indices_in(load: Load | None, group: int) -> set[int]:
 
 def _why_absent(
     rules: OffloadRules,
-    host: HostTier,
+    host: OffloadingManager,
     request: Request,
     spec: GroupSpec,
     keys: Sequence[BlockKey],
 ) -> Callable[[int], Reason]:
     """Make what tells why a block of a group is on neither tier."""
     factor = rules.blocks_per_host_block
-    rows = keys_from_foreign(list(keys[factor - 1 :: factor]))
+    rows = list(keys[factor - 1 :: factor])
     is_known = host.contains(rows)
     passes = host.passes(rows)
     most = most_stored_tokens(rules, request)
@@ -298,7 +288,7 @@ def _why_absent(
             return "part"
         if is_known[row]:
             return "storing"
-        loss = host.losses.reason_of(rows[row])
+        loss = host.drops.reason_of(rows[row])
         if loss is not None:
             return loss
         if not passes[row]:

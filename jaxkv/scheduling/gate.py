@@ -22,7 +22,7 @@ class Gate:
 
     def __init__(self, rules: OffloadRules, stats: OffloadStats) -> None:
         self._stats = stats
-        self._is_on = rules.gate
+        self._is_on = rules.skip_slow_loads
         self._block_bytes = rules.block_bytes
         self._load_bytes_per_s = 0.0
         self._prefill_tokens_per_s = 0.0
@@ -40,7 +40,12 @@ class Gate:
         self._prefill_tokens_per_s = prefill_tokens_per_s
 
     def is_worth(
-        self, *, num_tokens: int, num_blocks: int, num_blocks_ahead: int
+        self,
+        *,
+        num_tokens: int,
+        num_blocks: int,
+        num_blocks_ahead: int,
+        is_preview: bool = False,
     ) -> bool:
         """Tell whether a load is to be made.
 
@@ -48,22 +53,16 @@ class Gate:
             num_tokens: Tokens that it saves computing.
             num_blocks: Device blocks that it moves.
             num_blocks_ahead: Those in flight before it.
+            is_preview: Whether nothing is counted, so that the next call answers the
+                same.
         """
         if not self._is_slow(num_tokens, num_blocks, num_blocks_ahead):
             return True
-        self._num_slow += 1
-        if self._num_slow % _PROBE_INTERVAL == 0:
-            return True
-        self._stats.num_loads_declined += 1
-        return False
-
-    def would_pass(
-        self, *, num_tokens: int, num_blocks: int, num_blocks_ahead: int
-    ) -> bool:
-        """Tell what `is_worth` would, and count nothing."""
-        if not self._is_slow(num_tokens, num_blocks, num_blocks_ahead):
-            return True
-        return (self._num_slow + 1) % _PROBE_INTERVAL == 0
+        is_probe = (self._num_slow + 1) % _PROBE_INTERVAL == 0
+        if not is_preview:
+            self._num_slow += 1
+            self._stats.num_loads_declined += not is_probe
+        return is_probe
 
     def _is_slow(self, num_tokens: int, num_blocks: int, num_blocks_ahead: int) -> bool:
         """Whether a load takes longer than to compute, as far as rates are known."""

@@ -1,19 +1,19 @@
-"""Lazy stores: what the device is about to give up, and not before."""
+"""Lazy stores: what the device is about to evict, and not before."""
 
 from __future__ import annotations
 
-from jaxkv.blocks import DeviceBlockPool
-from jaxkv.groups import GroupSpec, lazy_target_blocks
 from jaxkv.scheduling.prefix import Rows
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stores import Stores
+from jaxkv.search.groups import GroupSpec, lazy_target_blocks
+from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.types import BlockKey
 
 
 class LazyStores:
     """Chooses what to store from the old end of the device's order of eviction.
 
-    Every step looks at the blocks that will be given up next, as many as twice those of
+    Every step looks at the blocks that will be evicted next, as many as twice those of
     a full step, and stores what the host lacks. Each look begins at the oldest block:
     there is no cursor that could pass one by.
 
@@ -34,7 +34,7 @@ class LazyStores:
         self._seen: tuple[int, int, int] | None = None
 
     def offer_step(self, pool: DeviceBlockPool) -> None:
-        """Offer the blocks that the device will give up next."""
+        """Offer the blocks that the device will evict next."""
         if self._look(pool) == self._seen or self._stores.is_congested:
             return
         block_ids, keys = pool.next_free(self.num_blocks)
@@ -46,7 +46,7 @@ class LazyStores:
         own = [key for _, key in cached]
         blocks = [block for block, _ in cached]
         # The pool has just told what they contain.
-        self._stores.place(pool, [Rows(own, own, blocks, None)], check=False)
+        self._stores.place(pool, Rows(own, own, blocks, None), check=False)
         # What was placed is pinned by now, which is no change to come back for.
         self._seen = self._look(pool)
 

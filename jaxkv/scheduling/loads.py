@@ -2,32 +2,95 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from jaxkv.blocks import DeviceBlockPool
-from jaxkv.connector import NO_EVENT, BlockTable, Request
-from jaxkv.groups import FullAttention, GroupSpec, alignment
-from jaxkv.host_tier import HostTier
 from jaxkv.scheduling.gate import Gate
-from jaxkv.scheduling.load_plan import (
-    Ids,
-    Load,
-    find_offer,
-    find_targets,
-    split_load,
-)
+from jaxkv.scheduling.protocol import NO_EVENT, BlockTable, Request, tables_by_group
 from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
-from jaxkv.search import Match
-from jaxkv.types import BlockKey
+from jaxkv.search.groups import FullAttention, GroupSpec, alignment
+from jaxkv.search.tiers import Match, first_tokens, search, source_of
+from jaxkv.tiers.device import DeviceBlockPool
+from jaxkv.tiers.host import OffloadingManager
+from jaxkv.types import NO_BLOCK, NULL_BLOCK, BlockKey
 
-HoldUp: TypeAlias = Literal["loading", "shared", "gate"]
+Stall: TypeAlias = Literal["loading", "shared", "gate"]
+Ids: TypeAlias = NDArray[np.int32]
 _NO_IDS: Ids = np.empty(0, np.int32)
+
+
+@dataclasses.dataclass
+class Load:
+    """What one request gets from the host, and from elsewhere on the device.
+
+    A row is a host block, which holds m device blocks. r rows, c copies.
+
+    Attributes:
+        request_id: Whose it is.
+        num_computed_tokens: What the request had when it asked.
+        num_tokens: What it was offered beyond that.
+        request_keys: The request's keys, for each group.
+        host_blocks: i32[r]. The id of each row.
+        row_groups: i32[r]. The group of layers of each.
+        row_indices: i32[r, m]. Which of the request's blocks in that group its parts
+            are; NO_BLOCK for a part that is not wanted.
+        sources: i32[c]. Device blocks to be copied.
+        copy_groups: i32[c]. The group of layers of each.
+        copy_indices: i32[c]. Which of the request's blocks in that group it is.
+        is_awaited: Whether the request was told to wait for a report, which comes even
+            if it takes no more of the offer than copies.
+        targets: i32[r, m]. Device blocks that are written; NO_BLOCK for a part that is
+            not wanted. None until the allocation.
+        copy_targets: i32[c]. Likewise, for the copies.
+        event: Which load event it left with.
+        num_reports: Workers that reported it.
+        has_failed: Whether one of them reported a failure.
+        is_wanted: Whether the request still waits for it.
+        skipped: Device blocks of what was offered that nothing is written to.
+    """
+
+    request_id: str
+    num_computed_tokens: int
+    num_tokens: int
+    request_keys: Sequence[Sequence[BlockKey]]
+    host_blocks: Ids
+    row_groups: Ids
+    row_indices: Ids
+    sources: Ids
+    copy_groups: Ids
+    copy_indices: Ids
+    is_awaited: bool = False
+    targets: Ids | None = None
+    copy_targets: Ids = dataclasses.field(default_factory=_NO_IDS.copy)
+    event: int = NO_EVENT
+    num_reports: int = 0
+    has_failed: bool = False
+    is_wanted: bool = True
+    skipped: Sequence[int] = ()
+
+    @property
+    def keys(self) -> list[BlockKey]:
+        """Key of each row: that of its last block."""
+        factor = self.row_indices.shape[1]
+        lasts = self.row_indices.max(axis=1, initial=NO_BLOCK) // factor * factor
+        return [
+            self.request_keys[group][last + factor - 1]
+            for group, last in zip(
+                self.row_groups.tolist(), lasts.tolist(), strict=True
+            )
+        ]
+
+    @property
+    def written_blocks(self) -> Ids:
+        """Device blocks that the transfer writes."""
+        return _NO_IDS if self.targets is None else self.targets[self.targets >= 0]
 
 
 class Preview(NamedTuple):
@@ -46,7 +109,7 @@ class Preview(NamedTuple):
     match: Match
     num_tokens: int | None
     is_awaited: bool
-    hold_up: HoldUp | None
+    hold_up: Stall | None
     own: Load | None
     shared: tuple[int, ...]
 
@@ -64,16 +127,17 @@ class Loads:
         rules: What the engine chose.
         gate: Tells whether a load is worth its time.
         keys: The requests' keys.
-        stats: Where it is counted what comes of the loads.
+        stats: Where loads that arrive and loads that fail are counted.
 
     Attributes:
         event_to_reqs: The requests that each load event in flight serves.
+        num_blocks_in_flight: Device blocks that are being written.
     """
 
     def __init__(
         self,
         groups: tuple[GroupSpec, ...],
-        host: HostTier,
+        host: OffloadingManager,
         rules: OffloadRules,
         gate: Gate,
         keys: RequestKeys,
@@ -90,18 +154,13 @@ class Loads:
         # How many loads bring each host block; kept only to delay those that share.
         self._shared: Counter[int] = Counter()
         self._next_event = 0
+        self.num_blocks_in_flight = 0
+        is_all_read = all(isinstance(group, FullAttention) for group in groups)
+        # How many tokens an offer may be cut by; None if it may not.
+        self._step = alignment(groups) if is_all_read else None
 
     def __len__(self) -> int:
         return len(self._loads)
-
-    @property
-    def num_blocks_in_flight(self) -> int:
-        """Device blocks that are being written."""
-        return sum(
-            len(load.written_blocks)
-            for load in self._loads.values()
-            if load.event != NO_EVENT
-        )
 
     @property
     def in_transit(self) -> tuple[int, int, int]:
@@ -204,10 +263,11 @@ class Loads:
             shared = tuple(row for row in rows.tolist() if of_others[row])
             if shared:
                 return Preview(match, None, False, "shared", None, shared)
-        if rows.size and not self._gate.would_pass(
+        if rows.size and not self._gate.is_worth(
             num_tokens=load.num_tokens,
             num_blocks=rows.size * factor,
             num_blocks_ahead=self.num_blocks_in_flight,
+            is_preview=True,
         ):
             return Preview(match, 0, False, "gate", None, ())
         return Preview(match, load.num_tokens, bool(rows.size), None, None, ())
@@ -229,9 +289,8 @@ class Loads:
                 )
             return None
         offered = load.num_tokens if load else 0
-        step = alignment(self._groups)
-        if not all(isinstance(group, FullAttention) for group in self._groups):
-            step = max(offered, 1)  # A shorter prefix may need other blocks.
+        # Where not all of a prefix is read, a shorter one may need other blocks.
+        step = self._step or max(offered, 1)
         if num_external_tokens % step or not 0 <= num_external_tokens <= offered:
             raise ValueError(
                 f"{num_external_tokens=} of request {request.request_id!r} must be a "
@@ -246,9 +305,12 @@ class Loads:
         taken, left = split_load(
             load, *find_targets(load, self._groups, table, num_tokens)
         )
-        pool.pin(np.concatenate([taken.written_blocks, taken.copy_targets]))
-        pool.unpin(left.sources)
-        self._release([left])
+        pool.pin(taken.written_blocks)
+        if taken.copy_targets.size:
+            pool.pin(taken.copy_targets)
+        if left is not None:
+            pool.unpin(left.sources)
+            self._release([left])
         self._loads[request.request_id] = taken
         return taken
 
@@ -292,6 +354,7 @@ class Loads:
                 copying.append(load)
             if load.is_awaited:
                 load.event = event
+                self.num_blocks_in_flight += own
                 leaving.append(load)
             else:
                 del self._loads[load.request_id]
@@ -325,7 +388,7 @@ class Loads:
             if load is None or load.event == NO_EVENT or count > due:
                 raise ValueError(
                     f"{count} reports of a load of request {request_id!r}, which is "
-                    f"not in flight on so many workers; in flight are "
+                    f"not in flight on that many workers; in flight are "
                     f"{sorted(self.event_to_reqs.values())}."
                 )
         ended: list[Load] = []
@@ -382,6 +445,7 @@ class Loads:
                 self._host.discard(load.keys)
             if load.event == NO_EVENT:
                 continue
+            self.num_blocks_in_flight -= len(load.written_blocks)
             others = tuple(
                 other
                 for other in self.event_to_reqs.pop(load.event)
@@ -398,3 +462,257 @@ class Loads:
         if self._rules.delay_shared_loads:
             # Not `subtract`, which would keep every block that was ever loaded.
             self._shared -= Counter(rows.tolist())
+
+
+def plan_load(
+    groups: tuple[GroupSpec, ...],
+    request_id: str,
+    keys: Sequence[Sequence[BlockKey]],
+    match: Match,
+    num_computed_tokens: int,
+    blocks_per_host_block: int,
+) -> Load:
+    """List what a request lacks of its longest prefix.
+
+    Args:
+        groups: The groups of the model's layers.
+        request_id: The request.
+        keys: Its keys, for each group.
+        match: The longest prefix.
+        num_computed_tokens: What the request has of it.
+        blocks_per_host_block: Device blocks in a host block.
+    """
+    factor = blocks_per_host_block
+    rows, row_indices, sources, copies = [], [], [], []
+    for spec, needed, on_device, on_host in zip(
+        groups, match.needed, *match.block_ids, strict=True
+    ):
+        start = num_computed_tokens // spec.block_size
+        missing = np.flatnonzero(needed[start:]).astype(np.int32) + np.int32(start)
+        # A copy on the device costs next to nothing beside a transfer.
+        nearby = on_device[missing]
+        is_copied = nearby != NO_BLOCK
+        copies.append(missing[is_copied])
+        sources.append(nearby[is_copied])
+        missing = missing[~is_copied]
+        parts = missing[:, None]
+        if factor > 1:
+            is_missing = np.zeros(-(-needed.size // factor) * factor, np.bool_)
+            is_missing[missing] = True
+            missing = np.unique(missing // factor) * factor
+            parts = missing[:, None] + np.arange(factor, dtype=np.int32)
+            parts = np.where(is_missing[parts], parts, np.int32(NO_BLOCK))
+        rows.append(on_host[missing])
+        row_indices.append(parts)
+    return Load(
+        request_id,
+        num_computed_tokens,
+        match.num_tokens - num_computed_tokens,
+        keys,
+        _join(rows),
+        row_groups=_number(rows),
+        row_indices=_join(row_indices),
+        sources=_join(sources),
+        copy_groups=_number(copies),
+        copy_indices=_join(copies),
+    )
+
+
+def _join(each: Sequence[Ids]) -> Ids:
+    """Put the arrays of all groups in a row."""
+    return each[0] if len(each) == 1 else np.concatenate(each)
+
+
+def _number(each: Sequence[Ids]) -> Ids:
+    """Tell of each item of arrays in a row which array it is from."""
+    if len(each) == 1:
+        return np.zeros(len(each[0]), np.int32)
+    numbers = np.arange(len(each), dtype=np.int32)
+    return np.repeat(numbers, [len(own) for own in each])
+
+
+def find_offer(
+    groups: tuple[GroupSpec, ...],
+    host: OffloadingManager,
+    pool: DeviceBlockPool,
+    request: Request,
+    keys: Sequence[Sequence[BlockKey]],
+    num_computed_tokens: int,
+    rules: OffloadRules,
+    num_free_beside: Callable[[Ids], int],
+) -> tuple[Match, Load | None]:
+    """Find what continues a request's prefix. Nothing is held or changed.
+
+    Args:
+        groups: The groups of the model's layers.
+        host: The host tier.
+        pool: The device's blocks.
+        request: The request.
+        keys: Its keys, for each group.
+        num_computed_tokens: What the request has of it.
+        rules: What the engine chose.
+        num_free_beside: Tells how many device blocks are free, if these are held.
+
+    Returns:
+        The longest prefix that may be used, and what the request lacks of it; None if
+        that is nothing.
+    """
+
+    def look(max_device_tokens: int | None) -> tuple[Match, Load | None]:
+        factor = rules.blocks_per_host_block
+        device = source_of(pool) if rules.copy_on_device else first_tokens(0)
+        if max_device_tokens is not None:
+            device = device._replace(max_tokens=max_device_tokens)
+        sources = device, source_of(host, factor)
+        match = search(groups, keys, request.num_tokens - 1, sources)
+        if match.num_tokens <= num_computed_tokens:
+            return match, None
+        name = request.request_id
+        return match, plan_load(groups, name, keys, match, num_computed_tokens, factor)
+
+    match, load = look(None if rules.copy_on_device else num_computed_tokens)
+    if load is not None and load.sources.size:
+        # Beside the blocks that it is to copy a request must find its own, else it
+        # would hold them and ask for ever, if no other request ends.
+        each = (-(-request.num_tokens // spec.block_size) for spec in groups)
+        if num_free_beside(load.sources) < sum(each):
+            return look(num_computed_tokens)
+    return match, load
+
+
+def find_targets(
+    load: Load, groups: tuple[GroupSpec, ...], table: BlockTable, num_tokens: int
+) -> tuple[Ids, Ids]:
+    """Look up the device blocks that a load is to write.
+
+    Args:
+        load: The load.
+        groups: The groups of the model's layers.
+        table: The request's device blocks.
+        num_tokens: How much of the prefix is wanted.
+
+    Returns:
+        What `Load.targets` and `Load.copy_targets` are to be.
+
+    Raises:
+        ValueError: If the table has no block where one is to be loaded.
+    """
+    tables = tables_by_group(table, len(groups))
+
+    def blocks_at(of_group: Ids, indices: Ids) -> Ids:
+        if not indices.size:
+            return indices
+        blocks = np.full(indices.shape, NO_BLOCK, np.int32)
+        for group, spec in enumerate(groups):
+            wanted = (of_group == group) & (indices != NO_BLOCK)
+            wanted &= indices < num_tokens // spec.block_size
+            own = np.array(tables[group], np.int32)
+            absent = indices[wanted & (indices >= own.size)]
+            if not absent.size:
+                blocks[wanted] = own[indices[wanted]]
+                absent = indices[wanted & (blocks == NULL_BLOCK)]
+            if absent.size:
+                raise ValueError(
+                    f"block {absent[0]} of group {group} of request "
+                    f"{load.request_id!r} is to be loaded, but its block table, of "
+                    f"{own.size} blocks, has none there."
+                )
+        return blocks
+
+    return (
+        blocks_at(load.row_groups[:, None], load.row_indices),
+        blocks_at(load.copy_groups, load.copy_indices),
+    )
+
+
+def mark_skipped(
+    groups: tuple[GroupSpec, ...],
+    pool: DeviceBlockPool,
+    keys: Sequence[Sequence[BlockKey]],
+    tables: Sequence[Sequence[int]],
+    num_local: int | None,
+    num_external: int,
+    load: Load | None,
+) -> list[list[int]]:
+    """Find the blocks of a prefix that nothing is written to; mark them in the pool.
+
+    The next token does not read them: they are outside the window, in another chunk,
+    or hold older states. So they are neither loaded nor copied, nor computed.
+
+    Args:
+        groups: The groups of the model's layers.
+        pool: The device's blocks. Of those in `tables`, just the ones that are found
+            are `unwritten` afterwards.
+        keys: The request's keys, for each group.
+        tables: Its device blocks, for each group.
+        num_local: Tokens that were found on the device; None if nobody looked, as the
+            request runs already. Then nothing is found here.
+        num_external: Tokens that come to them.
+        load: How they come; None if there are none.
+
+    Returns:
+        The tables, with NULL_BLOCK in place of what is found behind `num_local`.
+    """
+    if num_local is None or all(isinstance(spec, FullAttention) for spec in groups):
+        return [list(table) for table in tables]
+    written = _NO_IDS
+    if load is not None:
+        written = np.concatenate([load.written_blocks, load.copy_targets])
+    answer = []
+    unwritten: list[int] = []
+    skipped: list[int] = []
+    for spec, own_keys, table in zip(groups, keys, tables, strict=True):
+        start = num_local // spec.block_size
+        end = (num_local + num_external) // spec.block_size
+        if isinstance(spec, FullAttention):
+            start = end = 0  # All of it is read.
+        head, tail = np.array(table[:end], np.int32), list(table[end:])
+        # What the request computes may be in a block that has had another place.
+        is_unwritten = ~np.isin(head, [NULL_BLOCK, *written.tolist(), *tail])
+        # An engine may have put blocks of its own where the device was not searched.
+        found = np.flatnonzero(is_unwritten[: min(start, len(own_keys))])
+        if found.size:
+            found_keys = [own_keys[index] for index in found.tolist()]
+            is_unwritten[found] = ~pool.holds(head[found], found_keys)
+        unwritten += head[is_unwritten].tolist()
+        is_unwritten[:start] = False
+        skipped += head[is_unwritten].tolist()
+        answer.append([*np.where(is_unwritten, NULL_BLOCK, head).tolist(), *tail])
+    if pool.unwritten:
+        pool.unwritten.difference_update(*tables)
+    pool.unwritten.update(unwritten)
+    if load is not None:
+        load.skipped = skipped
+    return answer
+
+
+def flat_ids(each: Iterable[Ids | None]) -> tuple[int, ...]:
+    """List the ids of several arrays in a row."""
+    flat: list[int] = []
+    for ids in each:
+        if ids is not None:
+            flat += ids.ravel().tolist()
+    return tuple(flat)
+
+
+def split_load(load: Load, targets: Ids, copy_targets: Ids) -> tuple[Load, Load | None]:
+    """Split a load into what has targets and what was offered in vain, if anything."""
+
+    def part(rows: NDArray[np.bool_], copies: NDArray[np.bool_]) -> Load:
+        return dataclasses.replace(
+            load,
+            host_blocks=load.host_blocks[rows],
+            row_groups=load.row_groups[rows],
+            row_indices=load.row_indices[rows],
+            sources=load.sources[copies],
+            copy_groups=load.copy_groups[copies],
+            copy_indices=load.copy_indices[copies],
+            targets=targets[rows],
+            copy_targets=copy_targets[copies],
+        )
+
+    rows, copies = (targets != NO_BLOCK).any(axis=1), copy_targets != NO_BLOCK
+    if rows.all() and copies.all():
+        load.targets, load.copy_targets = targets, copy_targets
+        return load, None
+    return part(rows, copies), part(~rows, ~copies)

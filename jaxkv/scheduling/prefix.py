@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.groups import GroupSpec
+from jaxkv.search.groups import GroupSpec
 from jaxkv.types import BlockKey
 
 
@@ -40,6 +40,8 @@ def row_keys(
         keys: The request's keys, for each group.
         blocks_per_host_block: Device blocks in a host block, whose key is the last's.
     """
+    if len(specs) == blocks_per_host_block == 1:
+        return keys[0]
     counts = [len(own) for own in keys]
     no_tables: list[list[int]] = [[] for _ in keys]
     first = [0] * len(keys)
@@ -66,9 +68,11 @@ def rows_of(
     """
     factor = blocks_per_host_block
     if len(specs) == 1:
-        part = slice(first[0], last[0])
-        last_keys = keys[0][first[0] + factor - 1 : last[0] : factor]
-        return Rows(last_keys, keys[0][part], tables[0][part], None)
+        own, table = keys[0], tables[0]
+        if first[0] or last[0] < len(own):
+            own = own[first[0] : last[0]]
+        row_keys = own if factor == 1 else own[factor - 1 :: factor]
+        return Rows(row_keys, own, table[first[0] : last[0]], None)
     # Several groups go with rows of one block (`check_rules`).
     ends = [
         (np.arange(start, max(start, stop)) + 1) * spec.block_size

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.connector import Request, keys_by_group
-from jaxkv.keys import PackedKeys, keys_from_foreign, keys_to_lanes
-from jaxkv.types import KEY_LANES
+from jaxkv.keys.packed import PackedKeys, has_foreign, keys_to_words
+from jaxkv.scheduling.protocol import Request, keys_by_group
+from jaxkv.types import KEY_WORDS
 
 
 class RequestKeys:
@@ -26,9 +26,10 @@ class RequestKeys:
 
     def of(self, request: Request) -> list[list[bytes]]:
         """Give a request's keys, for each group; foreign ones as they are."""
-        packed = self._packed.setdefault(
-            request.request_id, [_Growing() for _ in range(self._num_groups)]
-        )
+        packed = self._packed.get(request.request_id)
+        if packed is None:
+            packed = [_Growing() for _ in range(self._num_groups)]
+            self._packed[request.request_id] = packed
         keys = keys_by_group(request, self._num_groups)
         return [own.up_to_date(now) for own, now in zip(packed, keys, strict=True)]
 
@@ -41,7 +42,7 @@ class _Growing:
     """The keys of one group of a request, with room for more."""
 
     def __init__(self) -> None:
-        self._room: NDArray[np.uint32] = np.empty((0, KEY_LANES), np.uint32)
+        self._room: NDArray[np.uint32] = np.empty((0, KEY_WORDS), np.uint32)
         self._keys = PackedKeys([], self._room)
         self._last = b""
 
@@ -55,16 +56,15 @@ class _Growing:
         elif num == total:
             return self._keys
         added = list(keys[num:])
-        if keys_from_foreign(added) is not added:
+        if has_foreign(added):
             return list(keys)  # Events are to tell them as they were given.
-        new = PackedKeys(added, keys_to_lanes(added))
         if total > len(self._room):
-            room = np.empty((2 * total, KEY_LANES), np.uint32)
+            room = np.empty((2 * total, KEY_WORDS), np.uint32)
             room[:num] = self._room[:num]
             self._room = room
         elif num == 0:
             self._room = np.empty_like(self._room)  # Others still read the old one.
-        self._room[num:total] = new.lanes
-        names = itertools.chain(itertools.islice(self._keys, num), new)
+        self._room[num:total] = keys_to_words(added)
+        names = itertools.chain(itertools.islice(self._keys, num), added)
         self._keys, self._last = PackedKeys(names, self._room[:total]), keys[-1]
         return self._keys

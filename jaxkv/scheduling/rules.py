@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from jaxkv.connector import Request
-from jaxkv.groups import FullAttention, GroupSpec
+from jaxkv.scheduling.protocol import Request
+from jaxkv.search.groups import FullAttention, GroupSpec
 
 NO_LIMIT = 1 << 62
 """More tokens than a request has."""
@@ -20,13 +20,14 @@ class OffloadRules:
         mode: "eager" stores blocks when they are computed; "lazy" when the device is
             about to give them up.
         max_num_batched_tokens: Most tokens of a step. In lazy mode, twice the blocks
-            that these take are kept ready to be given up (vLLM's watermark).
+            that these take are kept ready to be evicted (vLLM's watermark).
         world_size: Workers that each report every transfer; it is complete when all
             of them have.
         blocks_per_host_block: Device blocks that a host block holds. Larger transfers,
-            but blocks come and go only so many together.
-        store_threshold: Store only what at least so many requests have asked for, a
-            request that is preempted being one; 0 or 1 to store whatever is computed.
+            but blocks come and go only together.
+        store_threshold: Store only what at least this number of requests have asked
+            for, a request that is preempted being one; 0 or 1 to store whatever is
+            computed.
         prompt_only: Whether generated tokens are left out.
         max_offload_tokens: Tokens of a request, from its first, that may be stored;
             None for all.
@@ -35,17 +36,18 @@ class OffloadRules:
             request stands still. Without it both load, each for itself.
         max_blocks_in_flight: How many device blocks may be on their way at a time, in
             either direction; loads come first. None for no bound.
-        block_bytes: Bytes of a device block, for the gate alone.
-        gate: Whether a load is declined that would take longer than to compute the
-            tokens again, once `OffloadScheduler.note_rates` has said how fast both
-            are.
+        block_bytes: Bytes of a device block, for `skip_slow_loads` alone.
+        skip_slow_loads: Whether a load is declined that would take longer than to
+            compute the tokens again, once `OffloadScheduler.note_rates` has said how
+            fast both are.
         copy_on_device: Whether a block of a prefix that the device holds after a gap
             is copied there, rather than loaded. Its source is held from the query on.
             An engine that leaves offers unanswered while others need blocks says no.
         flush_on_preemption: Whether a step that preempts first waits for the transfers
             in flight. They hold on to their blocks in any case.
-        remember_losses: Host blocks whose loss is remembered, with the reason, for
-            `OffloadScheduler.explain`: the last so many; 0 for none.
+        remember_drops: How many of the last host blocks that were evicted or not
+            stored are remembered, with the reason, for `OffloadScheduler.explain`; 0
+            for none.
     """
 
     mode: Literal["eager", "lazy"] = "eager"
@@ -58,10 +60,10 @@ class OffloadRules:
     delay_shared_loads: bool = False
     max_blocks_in_flight: int | None = None
     block_bytes: int = 0
-    gate: bool = False
+    skip_slow_loads: bool = False
     copy_on_device: bool = True
     flush_on_preemption: bool = False
-    remember_losses: int = 0
+    remember_drops: int = 0
 
     def __post_init__(self) -> None:
         if self.mode not in ("eager", "lazy"):
@@ -74,13 +76,15 @@ class OffloadRules:
             ("max_offload_tokens", 1),
             ("max_blocks_in_flight", 1),
             ("block_bytes", 0),
-            ("remember_losses", 0),
+            ("remember_drops", 0),
         ):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name}={value} must be at least {least}.")
-        if self.gate and not self.block_bytes:
-            raise ValueError("gate=True needs block_bytes, a device block's bytes.")
+        if self.skip_slow_loads and not self.block_bytes:
+            raise ValueError(
+                "skip_slow_loads=True needs block_bytes, a device block's bytes."
+            )
 
 
 def most_stored_tokens(rules: OffloadRules, request: Request) -> int:
@@ -107,7 +111,7 @@ def check_rules(rules: OffloadRules, groups: tuple[GroupSpec, ...]) -> None:
             )
         if rules.mode == "lazy":
             raise ValueError(
-                f"{factor} and mode='lazy' exclude one another: the device gives up "
+                f"{factor} and mode='lazy' exclude one another: the device evicts "
                 "single blocks, and a host block takes several in a row."
             )
     if rules.mode == "lazy":
@@ -115,5 +119,5 @@ def check_rules(rules: OffloadRules, groups: tuple[GroupSpec, ...]) -> None:
             if getattr(rules, name):
                 raise ValueError(
                     f"{name}={getattr(rules, name)} and mode='lazy' exclude one "
-                    "another: a block that the device gives up belongs to no request."
+                    "another: a block that the device evicts belongs to no request."
                 )

@@ -1,4 +1,4 @@
-"""What came of stores and loads, in numbers, and how long they took."""
+"""How many stores and loads there were, how they ended, how long they took."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from jaxkv.connector import Request
+from jaxkv.scheduling.protocol import Request
 
 # The buckets of vLLM's histograms of the same names (`jaxkv.observe.metrics`).
 SIZE_BUCKETS = (1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)
@@ -17,7 +17,7 @@ DELAY_BUCKETS = (1e-4, 5e-4, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0)
 
 @dataclasses.dataclass
 class OffloadStats:
-    """What came of stores and loads so far.
+    """How stores and loads ended so far.
 
     Blocks are device blocks unless it says otherwise. Whatever was offered to the host
     is stored, dropped, or still on its way (`InTransit`).
@@ -38,7 +38,7 @@ class OffloadStats:
             were dropped without.
         num_skipped: Times that a host block was not stored as too few had asked for it
             (`OffloadRules.store_threshold`).
-        num_evicted: Host blocks that were given up to make room for others.
+        num_evicted: Host blocks that were evicted to make room for others.
         num_loads: Loads that arrived, each for a request.
         num_loads_failed: Loads that did not.
         num_loads_declined: Loads that would have taken longer than to compute.

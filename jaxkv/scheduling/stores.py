@@ -5,24 +5,22 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate, chain, compress
+from itertools import chain, compress
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.blocks import DeviceBlockPool
-from jaxkv.connector import NO_EVENT
-from jaxkv.host_tier import HostTier
-from jaxkv.keys import join_keys
-from jaxkv.losses import Losses
 from jaxkv.scheduling.prefix import Rows
+from jaxkv.scheduling.protocol import NO_EVENT
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
+from jaxkv.tiers.device import DeviceBlockPool
+from jaxkv.tiers.host import OffloadingManager
 from jaxkv.types import BlockKey
 
 
 @dataclasses.dataclass
-class Transfer:
+class StoreBatch:
     """Blocks on their way to the host. n rows, each a host block.
 
     Attributes:
@@ -41,15 +39,15 @@ class Transfer:
     has_failed: bool = False
     is_stale: bool = False
 
-    def split(self, num: int, num_blocks: int) -> tuple[Transfer, Transfer]:
+    def split(self, num: int, num_blocks: int) -> tuple[StoreBatch, StoreBatch]:
         """Split what has not left yet, before a row and its first device block."""
         return (
-            Transfer(
+            StoreBatch(
                 self.keys[:num],
                 self.device_blocks[:num_blocks],
                 self.host_blocks[:num],
             ),
-            Transfer(
+            StoreBatch(
                 self.keys[num:],
                 self.device_blocks[num_blocks:],
                 self.host_blocks[num:],
@@ -66,33 +64,29 @@ class Stores:
     Args:
         host: The host tier.
         rules: What the engine chose.
-        stats: Where it is counted what comes of them.
+        stats: Where stores that arrive and blocks that are dropped are counted.
 
     Attributes:
         num_changes: Counts what may have made room on the host.
+        num_blocks_in_flight: Device blocks that are being read.
         stats: As given.
     """
 
     def __init__(
-        self, host: HostTier, rules: OffloadRules, stats: OffloadStats
+        self, host: OffloadingManager, rules: OffloadRules, stats: OffloadStats
     ) -> None:
         self.num_changes = 0
         self.stats = stats
-        host.losses = Losses(rules.remember_losses)
         self._host = host
         self._rules = rules
         self._factor = rules.blocks_per_host_block
-        self._waiting = Transfer()
-        self._in_flight: dict[int, Transfer] = {}
+        self._waiting = StoreBatch()
+        self._in_flight: dict[int, StoreBatch] = {}
         self._next_event = 0
+        self.num_blocks_in_flight = 0
 
     def __len__(self) -> int:
         return len(self._in_flight) + bool(self._waiting.keys)
-
-    @property
-    def num_blocks_in_flight(self) -> int:
-        """Device blocks that are being read."""
-        return sum(len(sent.device_blocks) for sent in self._in_flight.values())
 
     @property
     def in_transit(self) -> tuple[int, int, int]:
@@ -111,56 +105,32 @@ class Stores:
         most = self._rules.max_blocks_in_flight
         return most is not None and len(self._waiting.device_blocks) >= most
 
-    def place(
-        self, pool: DeviceBlockPool, offers: Sequence[Rows], *, check: bool = True
-    ) -> list[int]:
+    def place(self, pool: DeviceBlockPool, offer: Rows, *, check: bool = True) -> int:
         """Find room on the host for blocks that it does not know.
 
         Args:
             pool: The device's blocks.
-            offers: What could be stored. What a device block does not contain, and
-                what the host has, counts as done.
+            offer: What could be stored. What a device block does not contain, and what
+                the host has, counts as done.
             check: Whether to look what the device blocks contain.
 
         Returns:
-            How many rows of each offer are done, from its first on.
+            How many rows are done, from the first on.
         """
-        num_done = [len(offer.keys) for offer in offers]
-        if not any(num_done):
-            return num_done
-        blocks = np.concatenate(
-            [np.asarray(offer.device_blocks, np.int32) for offer in offers]
-        )
-        is_held = np.ones(sum(num_done), np.bool_)
+        num = len(offer.keys)
+        if not num:
+            return 0
+        blocks = np.asarray(offer.device_blocks, np.int64)
+        is_held = np.ones(num, np.bool_)
         if check:
-            keys = join_keys([offer.device_keys for offer in offers])
-            held = pool.holds(blocks, keys)
+            held = pool.holds(blocks, offer.device_keys)
             is_held = np.all(held.reshape(-1, self._factor), axis=1)
         blocks = blocks.reshape(-1, self._factor)
-        keys = join_keys([offer.keys for offer in offers])
-        if len(offers) > 1 and self._take(pool, keys, blocks, is_held):
-            return num_done
-        # One offer, or no room for all of several.
-        stops = list(accumulate(num_done))
-        for number, (stop, num) in enumerate(zip(stops, num_done, strict=True)):
-            own = slice(stop - num, stop)
-            num_done[number] = self._take_head(
-                pool, keys[own], blocks[own], is_held[own]
-            )
-        return num_done
-
-    def _take_head(
-        self,
-        pool: DeviceBlockPool,
-        keys: Sequence[BlockKey],
-        blocks: NDArray[np.int32],
-        is_held: NDArray[np.bool_],
-    ) -> int:
-        """Find room for as many rows as possible, from the first on; count them."""
         # All or, as the tier places all or none, half of them, and so on: the head of
         # a prefix is worth having without its tail.
-        num = len(keys)
-        while num and not self._take(pool, keys[:num], blocks[:num], is_held[:num]):
+        while num and not self._take(
+            pool, offer.keys[:num], blocks[:num], is_held[:num]
+        ):
             self.stats.num_store_refusals += 1
             num //= 2
         return num
@@ -169,13 +139,13 @@ class Stores:
         self,
         pool: DeviceBlockPool,
         keys: Sequence[BlockKey],
-        blocks: NDArray[np.int32],
+        blocks: NDArray[np.int64],
         is_held: NDArray[np.bool_],
     ) -> bool:
         """Find room for rows, all or none; tell whether there was."""
         if not is_held.all():
             keys, blocks = list(compress(keys, is_held.tolist())), blocks[is_held]
-        (answer,) = self._host.prepare_store([keys])
+        answer = self._host.prepare_store(keys)
         if answer is None:
             return False
         to_store = answer.block_hashes_to_store
@@ -190,7 +160,7 @@ class Stores:
         self._waiting.device_blocks += to_read.tolist()
         return True
 
-    def issue(self, num_blocks: int | None, in_flight: int) -> tuple[int, Transfer]:
+    def issue(self, num_blocks: int | None, in_flight: int) -> tuple[int, StoreBatch]:
         """Send out what has a place on the host, the first come first.
 
         Args:
@@ -207,11 +177,12 @@ class Stores:
             least = 0 if in_flight else 1
             num = min(num, max(num_blocks // self._factor, least))
         if num == 0:
-            return NO_EVENT, Transfer()
+            return NO_EVENT, StoreBatch()
         event = self._next_event
         self._next_event += 1
         leaving, self._waiting = waiting.split(num, num * self._factor)
         self._in_flight[event] = leaving
+        self.num_blocks_in_flight += len(leaving.device_blocks)
         return event, leaving
 
     def check_reports(self, completed: Sequence[int], failed: Sequence[int]) -> None:
@@ -238,13 +209,14 @@ class Stores:
             ValueError: If no report of such an event is due. Then nothing changes.
         """
         self.check_reports(completed, failed)
-        ended: dict[int, Transfer] = {}
+        ended: dict[int, StoreBatch] = {}
         for event in (*completed, *failed):
             sent = self._in_flight[event]
             sent.num_reports += 1
             sent.has_failed |= event in failed
             if sent.num_reports == self._rules.world_size:
                 ended[event] = self._in_flight.pop(event)
+                self.num_blocks_in_flight -= len(sent.device_blocks)
         if ended:
             self._end(pool, list(ended.values()))
         return (
@@ -259,9 +231,9 @@ class Stores:
             if not sent.is_stale:
                 self.stats.num_dropped_reset += len(sent.device_blocks)
             sent.is_stale = True
-        self._waiting = Transfer()
+        self._waiting = StoreBatch()
 
-    def _end(self, pool: DeviceBlockPool, transfers: Sequence[Transfer]) -> None:
+    def _end(self, pool: DeviceBlockPool, transfers: Sequence[StoreBatch]) -> None:
         known = [sent for sent in transfers if not sent.is_stale]
         arrived = [sent for sent in known if not sent.has_failed]
         self._host.publish(
@@ -270,8 +242,8 @@ class Stores:
         )
         lost = [sent for sent in known if sent.has_failed]
         lost_keys = list(chain(*(sent.keys for sent in lost)))
-        self._host.complete_store([lost_keys], False)
-        self._host.losses.note(lost_keys, "store failed")
+        self._host.complete_store(lost_keys, False)
+        self._host.drops.note(lost_keys, "store failed")
         self.stats.num_stored += sum(len(sent.device_blocks) for sent in arrived)
         self.stats.num_dropped_failed += sum(len(sent.device_blocks) for sent in lost)
         pool.unpin(list(chain(*(sent.device_blocks for sent in transfers))))

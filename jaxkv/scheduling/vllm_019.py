@@ -12,8 +12,8 @@ from typing import Literal
 
 import numpy as np
 
-from jaxkv.blocks import NULL_BLOCK, DeviceBlockPool
-from jaxkv.connector import (
+from jaxkv.policies.base import Policy
+from jaxkv.scheduling.protocol import (
     NO_EVENT,
     BlockTable,
     ConnectorOutput,
@@ -23,9 +23,13 @@ from jaxkv.connector import (
     keys_by_group,
     tables_by_group,
 )
-from jaxkv.groups import FullAttention, GroupSpec, as_groups, lazy_target_blocks
-from jaxkv.search import Match, search
-from jaxkv.types import NO_BLOCK, BlockKey, OffloadingEvent
+from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.scheduling.scheduler import OffloadScheduler
+from jaxkv.search.groups import FullAttention, GroupSpec, as_groups, lazy_target_blocks
+from jaxkv.search.tiers import Match, search, source_of
+from jaxkv.tiers.base import OffloadingEvent
+from jaxkv.tiers.device import DeviceBlockPool
+from jaxkv.types import NO_BLOCK, NULL_BLOCK, BlockKey
 
 
 @dataclasses.dataclass
@@ -52,7 +56,7 @@ class Vllm019Scheduler:
     * What a query found is not held, and may be gone at the allocation, which raises.
     * A block that another request is storing is stored again.
     * The last blocks of a request that finishes are lost, and so are those that the
-      host gives up while their request runs.
+      host evicts while their request runs.
     * The host is searched from the device's part on: it has to have all the rest.
     * Blocks are released head first, so that the head of a prefix is evicted first.
     * Lazy stores go on from where they were, past blocks that were not stored.
@@ -162,7 +166,7 @@ class Vllm019Scheduler:
             for index in np.flatnonzero(match.needed[group]).tolist():
                 load.keys.append(keys[group][index])
                 load.device_blocks.append(table[place + index])
-                load.host_blocks.append(int(match.device_blocks[group][index]))
+                load.host_blocks.append(int(match.block_ids[0][group][index]))
         self._host.touch(load.host_blocks)
         self._pool.touch(load.device_blocks)
         self._loads[request.request_id] = load
@@ -257,7 +261,7 @@ class Vllm019Scheduler:
                 self.groups, keys_by_group(request, len(self.groups)), strict=True
             )
         ]
-        return keys, search(self.groups, keys, most, self._host)
+        return keys, search(self.groups, keys, most, [source_of(self._host)])
 
     def _scan_requests(self, output: SchedulerOutput) -> _Transfer:
         """Collect what the scheduled requests computed up to the last step."""
@@ -314,7 +318,7 @@ class Vllm019Scheduler:
         return True
 
     def _scan_queue(self) -> _Transfer:
-        """Collect from the blocks that are given up next, on from the last visited."""
+        """Collect from the blocks that are evicted next, on from the last visited."""
         block_ids, keys = self._pool.next_free(self._pool.num_free)
         if self._cursor not in block_ids:
             self._cursor = NO_BLOCK
@@ -357,3 +361,56 @@ class Vllm019Scheduler:
         )
         if others:
             self._load_event_to_reqs[load.event] = others
+
+
+def make_scheduler(
+    groups: int | GroupSpec | Sequence[GroupSpec],
+    num_host_blocks: int,
+    cache_policy: str | Policy = "lru",
+    enable_events: bool = False,
+    *,
+    rules: OffloadRules | None = None,
+    compat: Literal["vllm-0.19"] | None = None,
+) -> OffloadScheduler | Vllm019Scheduler:
+    """Make an offload scheduler, jaxkv's own or one that decides as vLLM did.
+
+    Args:
+        groups: See `OffloadScheduler`.
+        num_host_blocks: Blocks of the host tier; vLLM's null block among them.
+        cache_policy: See `OffloadScheduler`.
+        enable_events: Whether to keep events for `take_events`.
+        rules: How to store and load.
+        compat: "vllm-0.19" for vLLM 0.19.1's decisions, None for jaxkv's.
+
+    Raises:
+        ValueError: If an argument is wrong, or vLLM 0.19.1 had no such choice.
+    """
+    if compat is None:
+        return OffloadScheduler(
+            groups, num_host_blocks, cache_policy, enable_events, rules=rules
+        )
+    if compat != "vllm-0.19":
+        raise ValueError(f"{compat=} must be 'vllm-0.19' or None.")
+    if cache_policy != "lru":
+        raise ValueError(f"{cache_policy=} must be 'lru', for {compat=} has no other.")
+    rules = rules or OffloadRules()
+    known = OffloadRules(
+        mode=rules.mode,
+        max_num_batched_tokens=rules.max_num_batched_tokens,
+        world_size=rules.world_size,
+    )
+    for field in dataclasses.fields(rules):
+        value = getattr(rules, field.name)
+        if value != getattr(known, field.name):
+            raise ValueError(
+                f"{field.name}={value} and {compat=} exclude one another: vLLM 0.19.1 "
+                "had no such choice there."
+            )
+    return Vllm019Scheduler(
+        groups,
+        num_host_blocks,
+        enable_events,
+        mode=rules.mode,
+        max_num_batched_tokens=rules.max_num_batched_tokens,
+        world_size=rules.world_size,
+    )

@@ -1,9 +1,8 @@
-"""In which form blocks lie in host memory: as they are, or compressed."""
+"""Codecs: the form of blocks in host memory, raw or compressed."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -24,22 +23,21 @@ _QUANTISED: dict[str, tuple[type, float]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Compression:
-    """Store floating-point blocks on the host in one byte an element.
+    """Keep floating-point blocks on the host in one byte per element.
 
-    Each block has a float32 scale for each head (and for each shard of it): its
-    largest magnitude lands on the largest value of the type, as in the KV-cache
-    quantisation of vLLM and TensorRT-LLM. Leaves of integers, and of one byte an
-    element, are stored as they are.
-    Values come back rounded, once: what came back comes back the same from then on.
-    Infinities come back as the largest finite magnitude, NaNs as 0 from int8.
+    Each block has a float32 scale per head and shard, which maps its largest magnitude
+    to the largest value of the type, as in the KV-cache quantisation of vLLM and
+    TensorRT-LLM. Leaves of integers, or of one byte per element, are kept as they are.
+    Values are rounded once: saving and loading them again changes nothing more.
+    Infinities come back as the largest finite magnitude, and NaNs from int8 as 0.
 
     Attributes:
         dtype: ``"int8"`` (error at most 1/254 of the largest magnitude of a block and
-            head) or ``"fp8"`` (float8_e4m3fn; at most 1/16 of each value); and that of
+            head) or ``"fp8"`` (float8_e4m3fn; at most 1/16 of each value), plus the
             rounding to the dtype of the leaf.
-        head_axis: Which axis of a leaf counts the heads, or anything else that has a
-            range of its own: an int, or a pytree of ints that is a prefix of the pool.
-            None for leaves that are to stay as they are, such as scales.
+        head_axis: The axis of a leaf that counts heads, or whatever else has separate
+            ranges: an int, or a pytree of ints that is a prefix of the pool. None for
+            leaves to keep as they are, such as scales.
     """
 
     dtype: Quantised = "int8"
@@ -54,11 +52,11 @@ class Compression:
 
 
 class Part(NamedTuple):
-    """One array that a codec makes of a leaf; its axes are those of the leaf.
+    """One array that a codec makes from a leaf, with the axes of the leaf.
 
     Attributes:
-        shape: As of the whole leaf.
-        dtype: Of its elements.
+        shape: Shape for all blocks of the leaf.
+        dtype: Type of its elements.
     """
 
     shape: tuple[int, ...]
@@ -66,10 +64,10 @@ class Part(NamedTuple):
 
 
 class Codec(NamedTuple):
-    """How blocks of one leaf are written down on the host.
+    """How the blocks of one leaf are encoded on the host.
 
     Attributes:
-        parts: What is written.
+        parts: The arrays of the encoded leaf.
         encode: The leaf's blocks ``dtype[..., rows, ...]`` -> the parts of these rows.
         decode: The reverse.
     """
@@ -120,7 +118,7 @@ def codecs_of(layout: PoolLayout, compression: Compression | None) -> list[Codec
 
 
 def _raw(leaf: Leaf) -> Codec:
-    """Write blocks down bit by bit."""
+    """Keep every bit."""
     return Codec(
         parts=(Part(leaf.shape, leaf.dtype),),
         encode=lambda rows: (rows,),
@@ -131,23 +129,23 @@ def _raw(leaf: Leaf) -> Codec:
 def _quantised(
     leaf: Leaf, head_axis: int, dtype: Quantised, layout: PoolLayout
 ) -> Codec:
-    """Write blocks down as small numbers and a scale per block, head and shard."""
+    """Encode blocks as one-byte values and a scale per block, head and shard."""
     stored, largest = _QUANTISED[dtype]
     kept = (leaf.block_axis, head_axis)
     reduced = tuple(axis for axis in range(len(leaf.shape)) if axis not in kept)
-    # Every shard scales its own part: the largest of all would need a collective.
+    # Each shard has its own scale: a maximum over shards would need a collective.
     scale_shape = tuple(
-        size if axis in kept else _num_shards(leaf, axis, layout)
+        size if axis in kept else layout.num_shards_of(leaf, axis)
         for axis, size in enumerate(leaf.shape)
     )
 
-    # A scale of 16 bits, times a value of the type, is exact in float32: so what came
-    # back has that scale again, and does not drift from one save to the next.
+    # A scale with 15 bits of mantissa times a value of the type is exact in float32, so
+    # loaded values have the same scale again and do not drift from save to save.
     def encode(rows: jax.Array) -> tuple[jax.Array, ...]:
         values = rows.astype(jnp.float32)
         magnitudes = jnp.where(jnp.isfinite(values), jnp.abs(values), 0.0)
         peak = jnp.max(magnitudes, axis=reduced, keepdims=True)
-        # XLA:CPU takes what is smaller than `tiny` for zero, and 0 / 0 is a NaN.
+        # XLA:CPU flushes values below `tiny` to zero, and 0 / 0 is a NaN.
         scale = jnp.maximum(peak / largest, np.finfo(np.float32).tiny)
         scale = jax.lax.reduce_precision(scale, exponent_bits=8, mantissa_bits=15)
         scaled = values / scale
@@ -167,11 +165,3 @@ def _quantised(
         encode=encode,
         decode=decode,
     )
-
-
-def _num_shards(leaf: Leaf, axis: int, layout: PoolLayout) -> int:
-    entry = leaf.spec[axis]
-    if entry is None or layout.mesh is None:
-        return 1
-    names = entry if isinstance(entry, tuple) else (entry,)
-    return math.prod(layout.mesh.shape[name] for name in names)

@@ -1,4 +1,4 @@
-"""The transfer engine: issue saves and loads, and learn when they are done."""
+"""The transfer engine: issues saves and loads, and reports when they are done."""
 
 from __future__ import annotations
 
@@ -13,21 +13,19 @@ from numpy.typing import NDArray
 
 from jaxkv.transfer import limits, memory, probe
 from jaxkv.transfer.codecs import Compression
+from jaxkv.transfer.extent_table import ExtentTable
 from jaxkv.transfer.extents import ExtentLayout
-from jaxkv.transfer.flow import Flow
-from jaxkv.transfer.hostmemory import HostMemory
-from jaxkv.transfer.hoststore import HostStore
+from jaxkv.transfer.host_memory import HostMemory, HostSize, parse_argument
 from jaxkv.transfer.ids import (
     BlockIdsLike,
     check_distinct,
     copy_pairs,
     transfer_pairs,
 )
-from jaxkv.transfer.kernels import Mode, Mover
+from jaxkv.transfer.kernels import Copier, Mode, choose_mode
 from jaxkv.transfer.layout import PoolLayout
-from jaxkv.transfer.modes import choose_mode
 from jaxkv.transfer.plans import NOTHING, Plans
-from jaxkv.transfer.sizing import HostSize, parse_argument
+from jaxkv.transfer.queue import TransferQueue
 from jaxkv.transfer.tickets import Completion, Ticket
 from jaxkv.types import PyTree
 
@@ -38,28 +36,28 @@ class TransferEngine:
     """Moves blocks between a device pool and host memory, in the background.
 
     A pool is a pytree of arrays with a block axis, on one device or sharded over a
-    mesh. The engine knows its layout and owns a store of pinned host memory; the pool
-    itself stays with the caller, who passes it to every call and must go on with the
-    one that `load`, `advance` and `drain` return.
+    mesh. The engine knows its layout and owns pinned host memory. The caller owns the
+    pool, passes it to every call and must continue with the pool that `load`, `copy`,
+    `advance` and `drain` return.
 
     A step of a serving loop::
 
-        pool = engine.advance(pool)             # what has become possible meanwhile
-        ticket = engine.save(pool, ...)         # any number of these
-        pool, ticket = engine.load(pool, ...)   # and of these
+        pool = engine.advance(pool)             # write what landed, issue what waits
+        ticket = engine.save(pool, ...)         # any number of saves
+        pool, ticket = engine.load(pool, ...)   # and of loads
         pool, output = model(pool, ...)
-        for completion in engine.poll(): ...    # what is over
+        for completion in engine.poll(): ...    # finished transfers
 
-    Nothing blocks but `drain`. A transfer is over when `poll` or `drain` has reported
-    it: a load's blocks are in the pool that was last returned by then, a save's can
-    be loaded. Until then leave the device blocks of a load alone, and those of a save
-    as long as `is_waiting` holds for it: what exceeds `staging_bytes` waits its turn,
-    loads before saves. Data dependencies order what has been issued against the
-    caller's steps, which may overwrite a saved block from then on.
+    Only `drain` blocks. A transfer is over when `poll` or `drain` has reported it: the
+    blocks of a load are in the last returned pool, those of a save can be loaded. Until
+    then do not use the device blocks of a load, and do not overwrite those of a save
+    while `is_waiting` is True for it: transfers beyond `staging_bytes` wait, loads
+    going before saves. Once a save has been issued, data dependencies order it before
+    the caller's later steps, which may overwrite its blocks.
 
-    A save changes no memory that holds something, so a failed one loses no blocks but
-    its own. One thread owns an engine and dispatches all the work on its pool, in one
-    order; with several processes, each makes the same calls and moves its own shards.
+    A save never overwrites memory that holds blocks, so a failed save loses only its
+    own. One thread owns an engine and dispatches all work on its pool, in one order;
+    with several processes, each makes the same calls and moves its own shards.
 
     Example:
         >>> import jax.numpy as jnp
@@ -92,30 +90,30 @@ class TransferEngine:
         """Set up the host memory for blocks of `pool`.
 
         Args:
-            pool: A pool of the layout that all later ones will have; not kept.
-            num_host_blocks: How many blocks the host memory holds; where the block
-                axis is sharded, an equal share of them for each shard. Some more memory
-                is set aside, so that saves find room; see `host_bytes` of the engine.
-            host_bytes: How much host memory to set aside in this process instead,
-                such as ``"8GiB"``; `num_host_blocks` follows from it.
-            mode: ``"fused"`` or ``"staged"``, see `Mover`; the results are the same.
-                None takes fused on CPU and staged elsewhere, where fused is tried out
+            pool: A pool with the layout that all later pools will have; not kept.
+            num_host_blocks: Number of blocks that the host memory holds, divided
+                equally among the shards of the block axis. The engine allocates some
+                spare memory besides, so that saves find room; see its `host_bytes`.
+            host_bytes: Bytes of host memory to allocate in this process, such as
+                ``"8GiB"``, instead of `num_host_blocks`.
+            mode: ``"fused"`` or ``"staged"``, see `Copier`; the results are the same.
+                None takes fused on CPU and staged elsewhere. On GPU, fused is tested
                 in another process before it is used.
             block_axis: The axis that counts the blocks: an int, or a pytree of ints
                 that is a prefix of `pool`.
-            blocks_per_host_block: How many device blocks a host block holds.
-            layer_groups: In how many parts a load arrives, the first leaves first, so
-                that a model that runs layer by layer can begin early: once `is_waiting`
-                is False for a load, each leaf is ready by itself.
-            staging_bytes: How much may be in flight at a time, in whole extents. What
-                a save has to take over of an older extent is not counted.
-            extent_bytes: How much moves in one piece; by default 8 MiB, or less for
-                small blocks and small stores.
-            compression: How to make blocks smaller on the host; None keeps every bit.
+            blocks_per_host_block: Number of device blocks that a host block holds.
+            layer_groups: Number of parts in which a load arrives, the first leaves
+                first, so that a model that runs layer by layer can begin early: once
+                `is_waiting` is False for a load, each leaf is ready by itself.
+            staging_bytes: Bytes that may be in flight at a time; at least one extent.
+                Blocks that a save carries over from another extent do not count.
+            extent_bytes: Bytes that move in one piece; by default 8 MiB, or less for
+                small blocks and small host tiers.
+            compression: How to compress blocks on the host; None keeps every bit.
 
         Raises:
             ValueError: `pool` cannot be offloaded, or another argument is wrong.
-            MemoryError: There is not that much host memory.
+            MemoryError: There is not enough host memory.
         """
         layout = PoolLayout.of(pool, block_axis)
         platform = layout.device.platform
@@ -139,37 +137,37 @@ class TransferEngine:
         size = HostSize.of(
             *(num_host_blocks, host_bytes, extent_bytes),
             extents_of(1).num_bytes,
-            layout.num_lanes,
+            layout.num_shards,
         )
         extents = extents_of(size.extent_blocks)
         self._staging_bytes = parse_argument("staging_bytes", staging_bytes)
         if self._staging_bytes < extents.num_bytes:
             raise ValueError(
                 f"{staging_bytes=} must be at least the {extents.num_bytes} bytes of "
-                "an extent, which is what moves in one piece."
+                "an extent, which moves in one piece."
             )
         self._host_bytes = size.num_extents * extents.num_bytes
         limits.check_host_bytes(self._host_bytes, platform)
         self._layout = layout
-        self._mover = Mover(extents, mode)
+        self._copier = Copier(extents, mode)
         self._plans = Plans(
-            layout.num_lanes,
-            layout.lane_blocks,
+            layout.num_shards,
+            layout.shard_blocks,
             size.extent_blocks,
             blocks_per_host_block,
         )
-        self._store = HostStore(
+        self._table = ExtentTable(
             size.num_blocks,
             size.num_extents,
             size.extent_blocks,
-            layout.num_lanes,
+            layout.num_shards,
             blocks_per_host_block,
         )
-        self._flow = Flow(
-            self._mover,
+        self._queue = TransferQueue(
+            self._copier,
             self._plans,
-            self._store,
-            HostMemory(self._mover, size.num_extents),
+            self._table,
+            HostMemory(self._copier, size.num_extents),
             self._staging_bytes,
         )
         self._owner = threading.get_ident()
@@ -177,22 +175,22 @@ class TransferEngine:
     @property
     def mode(self) -> Mode:
         """``"fused"`` or ``"staged"``."""
-        return self._mover.mode
+        return self._copier.mode
 
     @property
     def num_host_blocks(self) -> int:
-        """Ids of host blocks: they are in [0, num_host_blocks)."""
-        return self._store.num_blocks
+        """Number of host blocks; their ids are in [0, num_host_blocks)."""
+        return self._table.num_blocks
 
     @property
     def blocks_per_host_block(self) -> int:
-        """Device blocks that a host block holds."""
+        """Number of device blocks that a host block holds."""
         return self._plans.blocks_per_host_block
 
     @property
-    def num_lanes(self) -> int:
-        """Shards of the block axis. A block returns to the one it was saved from."""
-        return self._layout.num_lanes
+    def num_shards(self) -> int:
+        """Shards of the block axis. A block is loaded into the shard it came from."""
+        return self._layout.num_shards
 
     @property
     def block_bytes(self) -> int:
@@ -201,31 +199,31 @@ class TransferEngine:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory set aside in this process, spare extents included."""
+        """Bytes of host memory allocated in this process, spare extents included."""
         return self._host_bytes
 
     @property
     def num_in_flight(self) -> int:
         """Transfers not yet reported by `poll` or `drain`."""
-        return self._flow.num_in_flight
+        return self._queue.num_in_flight
 
     @property
     def bytes_in_flight(self) -> int:
         """Bytes that were issued and are not known to have arrived."""
-        return self._flow.bytes_in_flight
+        return self._queue.bytes_in_flight
 
     @property
     def num_waiting(self) -> int:
-        """Transfers that wait for others before they are issued as a whole."""
-        return self._flow.num_waiting
+        """Transfers that wait for others before they can be issued completely."""
+        return self._queue.num_waiting
 
     def is_waiting(self, ticket: Ticket) -> bool:
-        """Whether a transfer still has to read or write the pool by a later call."""
-        return self._flow.is_waiting(ticket)
+        """Whether a transfer still has to read or write the pool in a later call."""
+        return self._queue.is_waiting(ticket)
 
     def warm_up(self) -> None:
-        """Compile every program now, so that no later save or load waits for it."""
-        self._mover.warm_up()
+        """Compile every program now, so that no save or load waits for it later."""
+        self._copier.warm_up()
 
     def save(
         self,
@@ -235,18 +233,17 @@ class TransferEngine:
     ) -> Ticket:
         """Copy device blocks to host blocks.
 
-        Returns at once. What the host blocks held is gone, and they can be loaded
-        from when the save has been reported as completed without an error.
+        Returns at once. The previous contents of the host blocks are gone; the blocks
+        can be loaded once the save has been reported as completed without an error.
 
         Args:
             pool: The current pool; only read.
-            device_block_ids: int[n]. Blocks of `pool`, distinct. With m blocks per
-                host block int[n, m], -1 for one that is not to be saved; rows may
-                share blocks.
-            host_block_ids: int[n]. Where each (row) goes, distinct.
+            device_block_ids: int[n]. Blocks of `pool`, distinct. With m blocks per host
+                block int[n, m], with -1 for blocks not to save; rows may share blocks.
+            host_block_ids: int[n]. Where each block or row goes, distinct.
 
         Returns:
-            The name of the transfer.
+            The ticket of the transfer.
 
         Raises:
             ValueError: The pool has another layout, or the ids are wrong.
@@ -256,8 +253,8 @@ class TransferEngine:
         leaves = self._leaves(pool)
         device_ids, host_ids = self._pairs(device_block_ids, host_block_ids, True)
         check_distinct("host_block_ids", host_ids)
-        self._plans.lanes(device_ids)
-        return self._flow.save(leaves, device_ids, host_ids)
+        self._plans.shards(device_ids)
+        return self._queue.save(leaves, device_ids, host_ids)
 
     def load(
         self,
@@ -268,18 +265,18 @@ class TransferEngine:
         """Copy host blocks to device blocks.
 
         Returns at once; the blocks are in the pool once the load has been reported.
-        Where a load fails on its way in the mode ``"fused"``, the returned pool fails
-        with it: its bytes are lost, and the caller has to start over with a new one.
-        In the mode ``"staged"`` bytes that fail to arrive leave the pool as it was.
+        If the copy fails in the mode ``"fused"``, the returned pool fails with it: its
+        contents are lost, and the caller has to start with a new pool. In the mode
+        ``"staged"`` a copy that fails leaves the pool as it was.
 
         Args:
-            pool: The current pool. Donated, unless nothing is written into it yet.
-            host_block_ids: int[n]. Blocks that hold bytes; one may come up twice.
-            device_block_ids: int[n]. Where each goes in `pool`, distinct. With m
-                blocks per host block int[n, m]; -1 for one that is not wanted.
+            pool: The current pool. Donated, if something is written into it.
+            host_block_ids: int[n]. Blocks that hold bytes; ids may repeat.
+            device_block_ids: int[n]. Where each goes in `pool`, distinct. With m blocks
+                per host block int[n, m], with -1 for blocks not to load.
 
         Returns:
-            The pool to go on with, and the name of the transfer.
+            The pool to continue with, and the ticket of the transfer.
 
         Raises:
             ValueError: The pool has another layout, the ids are wrong, or a host
@@ -289,9 +286,9 @@ class TransferEngine:
         """
         leaves = self._leaves(pool)
         device_ids, host_ids = self._pairs(device_block_ids, host_block_ids, False)
-        extents, places = self._store.find(host_ids, device_ids != NOTHING)
-        self._plans.check_lanes(device_ids, places)
-        ticket = self._flow.load(leaves, device_ids, host_ids, extents, places)
+        extents, places = self._table.find(host_ids, device_ids != NOTHING)
+        self._plans.check_shards(device_ids, places)
+        ticket = self._queue.load(leaves, device_ids, host_ids, extents, places)
         return self._layout.unflatten(leaves), ticket
 
     def copy(
@@ -300,15 +297,15 @@ class TransferEngine:
         source_block_ids: Sequence[int],
         target_block_ids: Sequence[int],
     ) -> PyTree:
-        """Copy device blocks to other device blocks; there when the next program runs.
+        """Copy device blocks to other device blocks, before any later program runs.
 
         Args:
             pool: The current pool. Donated, if something is copied.
             source_block_ids: int[n]. Blocks of `pool`.
-            target_block_ids: int[n]. Where each goes; distinct, no source among them.
+            target_block_ids: int[n]. Where each goes; distinct, and none is a source.
 
         Returns:
-            The pool to go on with.
+            The pool to continue with.
 
         Raises:
             ValueError: The pool has another layout or a sharded block axis, or the ids
@@ -318,14 +315,14 @@ class TransferEngine:
         sources, targets = copy_pairs(
             source_block_ids, target_block_ids, self._layout.num_blocks
         )
-        if self.num_lanes > 1:
-            raise ValueError("a pool whose block axis is sharded has no copies.")
+        if self.num_shards > 1:
+            raise ValueError("copy needs a pool whose block axis is not sharded.")
         if len(sources):
-            self._mover.copy(leaves, sources, targets)
+            self._copier.copy(leaves, sources, targets)
         return self._layout.unflatten(leaves)
 
     def advance(self, pool: PyTree) -> PyTree:
-        """Do what has become possible: write what has landed, issue what waits.
+        """Write loads that have landed into the pool, and issue waiting transfers.
 
         Returns at once. Call it once per step, before the model runs.
 
@@ -333,47 +330,46 @@ class TransferEngine:
             pool: The current pool. Donated, if something is written into it.
 
         Returns:
-            The pool to go on with.
+            The pool to continue with.
         """
         leaves = self._leaves(pool)
-        self._flow.advance(leaves)
+        self._queue.advance(leaves)
         return self._layout.unflatten(leaves)
 
     def poll(self) -> list[Completion]:
-        """Report what has finished since the last report; never wait.
+        """Report the transfers that have finished since the last report; never wait.
 
         Returns:
             Completions in the order of the calls. A transfer is reported after all
-            earlier ones of its direction; failures are reported, not raised.
+            earlier ones in its direction; failures are reported, not raised.
         """
         self._check_thread()
-        return self._flow.report()
+        return self._queue.report()
 
     def drain(self, pool: PyTree) -> tuple[PyTree, list[Completion]]:
-        """Issue and wait for everything, for the end of a run or a flush.
+        """Issue all transfers and wait for them, as for a flush or the end of a run.
 
         Args:
             pool: The current pool. Donated, if something is written into it.
 
         Returns:
-            The pool to go on with, and what `poll` would report.
+            The pool to continue with, and the completions, as `poll` returns them.
         """
         leaves = self._leaves(pool)
-        self._flow.drain(leaves)
-        return self._layout.unflatten(leaves), self._flow.report()
+        self._queue.drain(leaves)
+        return self._layout.unflatten(leaves), self._queue.report()
 
     def abandon(self, ticket: Ticket) -> None:
-        """Give up a transfer that nobody waits for any more.
+        """Abandon a transfer, which will not be reported.
 
-        What has been issued runs to its end, for a copy cannot be called back; the
-        rest never is. It is not reported. The host blocks of a save hold nothing, the
-        device blocks of a load hold anything.
+        Copies that have been issued finish; the others are never issued. Afterwards the
+        host blocks of a save are empty, and the device blocks of a load undefined.
 
         Raises:
             ValueError: No such transfer is in flight.
         """
         self._check_thread()
-        if not self._flow.abandon(ticket):
+        if not self._queue.abandon(ticket):
             raise ValueError(
                 f"{ticket} is not in flight: it was reported or abandoned before, or "
                 "another engine gave it."
@@ -388,7 +384,7 @@ class TransferEngine:
             raise RuntimeError(
                 f"the engine was made by thread {self._owner} and is used by thread "
                 f"{threading.get_ident()}: one thread must dispatch all work on a "
-                "pool, for its order is what keeps bytes right."
+                "pool, since its order keeps the bytes right."
             )
 
     def _pairs(

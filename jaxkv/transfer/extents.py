@@ -1,4 +1,4 @@
-"""Extents: arrays of several host blocks, which is what travels in one piece."""
+"""Extents: arrays of several host blocks, which move in one piece."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from jaxkv.transfer.codecs import Codec, Compression, Part, codecs_of
 from jaxkv.transfer.layout import PoolLayout
 
 Extent: TypeAlias = tuple[jax.Array, ...]
-"""The blocks of an extent: an array for each of the layout's bundles."""
+"""The arrays of an extent, one for each bundle of its layout."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Bundle:
-    """Leaves that share an array in an extent, stacked along a new first axis.
+    """Leaves that share an array of an extent, stacked along a new first axis.
 
     Attributes:
-        leaves: Their indices in the layout.
-        part: Which part of their codecs.
+        leaves: Their indices in the layout of the pool.
+        part: Index of the part of their codecs that the array holds.
     """
 
     leaves: tuple[int, ...]
@@ -34,14 +34,14 @@ class Bundle:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExtentLayout:
-    """What an extent looks like: a small pool of its own, perhaps compressed.
+    """The layout of an extent: a small pool, which may be compressed.
 
     Attributes:
-        pool: What the blocks come from.
-        rows: Blocks of the pool per extent and lane.
-        stacked: Whether bundles are stacks; if not, each is a single leaf as it is.
-        codecs: How each leaf is written down.
-        layer_groups: The bundles, by groups of layers that are loaded one by one.
+        pool: Layout of the pool that the blocks come from.
+        rows: Device blocks per extent and shard.
+        stacked: Whether bundles stack leaves; if not, each is a single leaf.
+        codecs: How each leaf is encoded.
+        layer_groups: The bundles of each group of layers; groups are loaded in turn.
     """
 
     pool: PoolLayout
@@ -63,12 +63,12 @@ class ExtentLayout:
         """Lay out extents of `rows` blocks.
 
         Args:
-            pool: What the blocks come from.
-            rows: Blocks of the pool per extent and lane.
-            stacked: Whether leaves that look alike share an array. Fewer arrays cross
-                over sooner; on CPU, a program that takes a stack apart again copies it.
-            num_layer_groups: Into how many runs the leaves are split.
-            compression: How blocks are written down; None for bit by bit.
+            pool: Layout of the pool that the blocks come from.
+            rows: Device blocks per extent and shard.
+            stacked: Whether equal leaves share an array. Fewer arrays are copied
+                faster; on CPU, a program that unstacks an array copies it.
+            num_layer_groups: Number of runs that the leaves are split into.
+            compression: How blocks are compressed; None keeps every bit.
 
         Raises:
             ValueError: There are fewer leaves than layer groups.
@@ -87,7 +87,7 @@ class ExtentLayout:
             for index in range(start, stop):
                 leaf = pool.leaves[index]
                 look = (leaf.shape, leaf.dtype, leaf.spec, leaf.block_axis)
-                # A codec also depends on the head axis; its parts' shapes tell.
+                # A codec also depends on the head axis, which its parts' shapes show.
                 key = (look, codecs[index].parts) if stacked else index
                 alike.setdefault(key, []).append(index)
             layer_groups.append(
@@ -105,31 +105,31 @@ class ExtentLayout:
         return tuple(itertools.chain.from_iterable(self.layer_groups))
 
     def arrays_of(self, layer_group: int) -> slice:
-        """Say which of an extent's arrays belong to a layer group."""
+        """Return the range of an extent's arrays in a layer group."""
         sizes = [len(group) for group in self.layer_groups]
         start = sum(sizes[:layer_group])
         return slice(start, start + sizes[layer_group])
 
     def leaves_of(self, layer_group: int) -> slice:
-        """Say which of the pool's leaves belong to a layer group."""
+        """Return the range of the pool's leaves in a layer group."""
         indices = [
             i for bundle in self.layer_groups[layer_group] for i in bundle.leaves
         ]
         return slice(min(indices), max(indices) + 1)
 
     def axis(self, bundle: Bundle) -> int:
-        """The axis of a bundle's array that counts blocks."""
+        """Return the block axis of a bundle's array."""
         return self.stacked + self.pool.leaves[bundle.leaves[0]].block_axis
 
     def specs(self, kind: str | None) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Describe an extent's arrays in the memory `kind`, None for the device's."""
+        """Describe an extent's arrays in memory `kind`; None for the device's own."""
         return tuple(
             memory.array_spec(self._shape(b), self._part(b).dtype, sharding)
             for b, sharding in zip(self.bundles, self.shardings(kind), strict=True)
         )
 
     def shardings(self, kind: str | None) -> tuple[jax.sharding.Sharding, ...]:
-        """Place an extent's arrays in the memory `kind`, each as its leaves are."""
+        """Shard an extent's arrays as their leaves are, in memory `kind`."""
         if self.pool.mesh is None:
             single = jax.sharding.SingleDeviceSharding
             return (single(self.pool.device, memory_kind=kind),) * len(self.bundles)
@@ -139,7 +139,7 @@ class ExtentLayout:
         )
 
     def partition_specs(self) -> tuple[jax.sharding.PartitionSpec, ...]:
-        """Give how each array is spread over the mesh."""
+        """Return how each array is spread over the mesh."""
         leaves, stack = self.pool.leaves, (None,) * self.stacked
         return tuple(
             memory.partition_spec(*stack, *leaves[bundle.leaves[0]].spec)
@@ -147,7 +147,7 @@ class ExtentLayout:
         )
 
     def stack(self, arrays: list[jax.Array]) -> jax.Array:
-        """Make a bundle's array of what its leaves give."""
+        """Make a bundle's array from those of its leaves."""
         return jnp.stack(arrays) if self.stacked else arrays[0]
 
     def unstack(self, array: jax.Array) -> list[jax.Array]:
@@ -156,12 +156,12 @@ class ExtentLayout:
 
     @functools.cached_property
     def num_bytes(self) -> int:
-        """Bytes of one extent in the memory of this process, copies included."""
+        """Bytes of one extent in this process, replicas included."""
         return sum(self.group_bytes)
 
     @functools.cached_property
     def group_bytes(self) -> tuple[int, ...]:
-        """Those of them that belong to each layer group."""
+        """The bytes of each layer group."""
         num_bytes = [
             math.prod(spec.sharding.shard_shape(spec.shape))
             * spec.dtype.itemsize
@@ -176,5 +176,5 @@ class ExtentLayout:
 
     def _shape(self, bundle: Bundle) -> tuple[int, ...]:
         shape = [len(bundle.leaves)] * self.stacked + list(self._part(bundle).shape)
-        shape[self.axis(bundle)] = self.rows * self.pool.num_lanes
+        shape[self.axis(bundle)] = self.rows * self.pool.num_shards
         return tuple(shape)

@@ -1,4 +1,4 @@
-"""Block ids as callers give them, checked and copied."""
+"""Check and copy the block ids that callers pass."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def device_block_ids(
     blocks_per_host_block: int,
     may_share: bool,
 ) -> NDArray[np.int32]:
-    """Check the ids of device blocks, distinct ones.
+    """Check the ids of device blocks, which must be distinct.
 
     Args:
-        ids: int[n], or int[n, m] where a host block holds m device blocks; NOTHING
-            stands for a device block that is not to be moved then.
-        num_blocks: How many there are.
+        ids: int[n], or int[n, m] where a host block holds m device blocks; there
+            NOTHING stands for a device block that does not move.
+        num_blocks: Device blocks of the pool.
         blocks_per_host_block: m.
-        may_share: Whether two rows may have blocks in common, if m is more than 1.
+        may_share: Whether rows may share blocks, if m is more than 1.
 
     Returns:
         i32[n, m].
 
     Raises:
-        ValueError: They are anything else.
+        ValueError: The ids have another shape or type, are out of range, or repeat.
     """
     array, m = _copy("device_block_ids", ids), blocks_per_host_block
     if array.size == 0:
@@ -67,8 +67,8 @@ def device_block_ids(
     empty = np.flatnonzero((array == NOTHING).all(axis=1))
     if empty.size:
         raise ValueError(
-            f"device_block_ids has nothing but {NOTHING} in the rows "
-            f"{empty.tolist()}; each host block must get or give something."
+            f"device_block_ids has only {NOTHING} in the rows {empty.tolist()}; each "
+            "row must name at least one device block."
         )
     for part in array if may_share and m > 1 else [array]:
         check_distinct("device_block_ids", part[part != NOTHING])
@@ -83,13 +83,13 @@ def transfer_pairs(
     blocks_per_host_block: int,
     may_share: bool,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Check the two sides of a transfer.
+    """Check the ids of both sides of a transfer.
 
     Returns:
-        i32[n, m] and i32[n], as `device_block_ids` and `host_block_ids` check them.
+        i32[n, m] and i32[n], see `device_block_ids` and `host_block_ids`.
 
     Raises:
-        ValueError: One of them is wrong, or they do not go in pairs.
+        ValueError: One side is wrong, or they differ in length.
     """
     device = device_block_ids(
         device_ids, num_device_blocks, blocks_per_host_block, may_share
@@ -106,11 +106,11 @@ def transfer_pairs(
 def copy_pairs(
     sources: Sequence[int], targets: Sequence[int], num_blocks: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Check the ids of device blocks that are to be copied on the device.
+    """Check the ids of device blocks to copy on the device.
 
     Raises:
-        ValueError: They do not go in pairs, are not in [0, num_blocks), a target is
-            given twice, or one is a source.
+        ValueError: They differ in length, are not in [0, num_blocks), a target
+            repeats, or a target is a source.
     """
     each = []
     for name, ids in (("source_block_ids", sources), ("target_block_ids", targets)):
@@ -124,17 +124,17 @@ def copy_pairs(
     both = np.intersect1d(each[0], each[1])
     if both.size:
         raise ValueError(
-            f"target_block_ids has {both.tolist()}, which are sources too: what is "
-            "written must not be read."
+            f"target_block_ids has {both.tolist()}, which are sources too: a block "
+            "must not be both read and written."
         )
     return each[0], each[1]
 
 
 def check_distinct(name: str, ids: NDArray[np.int32]) -> None:
-    """Refuse ids that occur more than once.
+    """Refuse repeated ids.
 
     Raises:
-        ValueError: Some do.
+        ValueError: An id repeats.
     """
     ordered = np.sort(ids)
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
@@ -146,8 +146,8 @@ def check_distinct(name: str, ids: NDArray[np.int32]) -> None:
 
 
 def _copy(name: str, ids: BlockIdsLike) -> NDArray[np.integer[Any]]:
-    # The copy is ours: XLA may read NumPy memory in place and late, so a caller who
-    # changes his array after the call would otherwise redirect the transfer.
+    # A copy: XLA may read NumPy memory in place and late, so a caller that changes its
+    # array after the call would otherwise redirect the transfer.
     array = np.array(ids)
     if array.size == 0:
         return np.zeros(0, np.int32)

@@ -1,4 +1,4 @@
-"""The compiled programs that move the blocks of one extent, and their two modes."""
+"""Compiled programs that copy the blocks of one extent, in two modes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.transfer import memory, rows
+from jaxkv.transfer import memory, probe, rows
 from jaxkv.transfer.extents import Extent, ExtentLayout
 from jaxkv.transfer.plans import NOTHING, SavePlan
 
@@ -19,7 +19,7 @@ _DEVICE = jax.memory.Space.Device
 _SMALLEST_COPY = 16
 
 SaveKind: TypeAlias = Literal["gather", "write", "merge"]
-"""Programs of a save: all rows of an extent, some of them, some beside older ones."""
+"""Programs of a save: all rows of an extent, some, or some beside carried rows."""
 
 Mode: TypeAlias = Literal["fused", "staged"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -30,25 +30,25 @@ SAVE_KINDS: dict[Mode, tuple[SaveKind, ...]] = {
 }
 
 
-class Mover:
-    """Moves blocks between the leaves of one pool layout and extents on the host.
+class Copier:
+    """Copies blocks between the leaves of one pool layout and extents on the host.
 
-    An extent is written once and never changed: where only some of its rows are new,
-    the others are carried over from an older extent into a new one. So a save that
-    fails harms nothing that was there before.
+    An extent is written once and never changed: where only some rows are new, the
+    others are carried over from another extent into a new one. So a failed save does
+    not damage older blocks.
 
-    In the mode ``"fused"`` one program does it all: a save writes its rows straight
-    into the host memory of a free extent (donated), a load copies to the device and
-    scatters. In the mode ``"staged"`` the programs stay on the device and
-    `jax.device_put` crosses over, in one call. Fused is the faster on CPU; elsewhere a
-    program that crosses over holds up the compute stream until the copy is done, so
-    staged hides the copy behind the next step.
+    In the mode ``"fused"`` one program does all the work: a save writes its rows
+    directly into the host memory of a free extent (donated), a load copies to the
+    device and scatters. In the mode ``"staged"`` the programs stay on the device, and
+    one call of `jax.device_put` copies to or from the host. Fused is faster on CPU;
+    elsewhere a program that accesses the host blocks the compute stream until its copy
+    is done, so staged hides the copy behind the next step.
 
-    Where the pool is spread over devices, every program runs on each shard by itself
-    with ids that count within the shard; none holds a collective.
+    If the pool is spread over devices, every program runs on each shard separately with
+    ids that count within the shard; no program contains a collective.
 
-    Programs are compiled on first use, ahead of time: an array that is committed to
-    its device and one that is not then share the same program.
+    Programs are compiled ahead of time, on first use, so that arrays committed to a
+    device and uncommitted ones share a program.
     """
 
     def __init__(self, extents: ExtentLayout, mode: Mode):
@@ -65,20 +65,20 @@ class Mover:
 
     @property
     def num_layer_groups(self) -> int:
-        """Programs that a load takes for each extent."""
+        """Number of programs that load an extent."""
         return len(self.extents.layer_groups)
 
     def warm_up(self) -> None:
-        """Compile every program there is, of the copies the one for a few blocks."""
+        """Compile every program, of the copies only the smallest."""
         for kind in SAVE_KINDS[self.mode]:
             self.save_program(kind)
         for group in range(self.num_layer_groups):
             self.load_program(group)
-        if self._pool.num_lanes == 1:
+        if self._pool.num_shards == 1:
             self.copy_program(_SMALLEST_COPY)
 
     def new_extent(self) -> Callable[[], Extent]:
-        """Compile what allocates an extent of zeros on the host."""
+        """Compile a program that allocates an extent of zeros on the host."""
         specs = self.extents.specs(memory.HOST_KIND)
         zeros = jax.jit(
             lambda: tuple(jnp.zeros(spec.shape, spec.dtype) for spec in specs),
@@ -99,12 +99,12 @@ class Mover:
         Args:
             leaves: The pool's; only read.
             plan: Which block goes where.
-            carry: The extent that rows are taken over from; only read. None if the
+            carry: The extent that rows are carried over from; only read. None if the
                 plan carries none.
             spare: The memory to write to in the mode ``"fused"``. Donated.
 
         Returns:
-            The new extent, and arrays that are ready when the copies are.
+            The new extent, and arrays that are ready when the copies are done.
         """
         kind: SaveKind
         args: tuple[Any, ...]
@@ -144,18 +144,18 @@ class Mover:
         Args:
             leaves: All of the pool's. Those of the layer group are donated, and
                 replaced in the list.
-            targets: i32[lanes, rows]. The device block for each row, counted within
-                its lane; NOTHING for rows that are not wanted.
-            arrays: The extent's of this group: those that `stage` gave in the mode
-                ``"staged"``, those on the host in the mode ``"fused"``.
-            layer_group: Which of them.
+            targets: i32[shards, rows]. The device block for each row, counted within
+                its shard; NOTHING for rows that are not wanted.
+            arrays: The extent's arrays of this group: on the device, from `stage`, in
+                the mode ``"staged"``; on the host in the mode ``"fused"``.
+            layer_group: The index of the group.
 
         Returns:
-            An array that is ready when the copies are.
+            An array that is ready when the copies are done.
         """
-        # A row that is not wanted goes past the end, each to a place of its own, and
-        # is dropped there: -1 would wrap around, and ids must be distinct.
-        past = self._pool.lane_blocks + np.arange(targets.shape[1], dtype=np.int32)
+        # Rows that are not wanted get distinct ids past the end, which are dropped:
+        # -1 would wrap around, and ids must be distinct.
+        past = self._pool.shard_blocks + np.arange(targets.shape[1], dtype=np.int32)
         rows = np.where(targets == NOTHING, past, targets)
         own = self.extents.leaves_of(layer_group)
         program = self.load_program(layer_group)
@@ -169,19 +169,19 @@ class Mover:
         sources: NDArray[np.int32],
         targets: NDArray[np.int32],
     ) -> None:
-        """Copy blocks of a pool of one lane to others of it.
+        """Copy blocks within a pool whose block axis is not sharded.
 
         Args:
             leaves: The pool's. Donated, and replaced in the list.
-            sources: i32[n]. What to read.
-            targets: i32[n]. Where each goes; none of these is read.
+            sources: i32[n]. The blocks to read.
+            targets: i32[n]. Where each goes; distinct, and none is a source.
         """
         size = _SMALLEST_COPY
         while size < len(sources):
             size *= 4
-        # A row of padding goes past the end, as in `load`.
+        # Padding goes past the end, as in `load`.
         plan = np.zeros((1, 2 * size), np.int32)
-        plan[0, size:] = self._pool.lane_blocks + np.arange(size)
+        plan[0, size:] = self._pool.shard_blocks + np.arange(size)
         plan[0, : len(sources)] = sources
         plan[0, size : size + len(targets)] = targets
         leaves[:], _ = self._run(self.copy_program(size), leaves, plan)
@@ -193,17 +193,17 @@ class Mover:
         plan: NDArray[np.int32] | jax.Array,
         *extents: Extent | None,
     ) -> Any:
-        """Run a program; the plan is ours alone, for XLA may read it late."""
-        # A guard is against transfers that nobody meant: a plan's is meant, and costs
-        # less than by `device_put`.
+        """Run a program with a plan that nothing changes: XLA may read it late."""
+        # Transfer guards refuse implicit transfers; the plan's is intended, and costs
+        # less than a `device_put`.
         with (
             jax.transfer_guard_host_to_device("allow"),
-            # Bytes are moved, not computed with: a NaN among them is no mistake.
+            # Bytes are only moved: a NaN among them is no error.
             jax.debug_nans(False),
             jax.debug_infs(False),
         ):
             if isinstance(self._plan, jax.sharding.NamedSharding):
-                # Not `device_put`: with several processes it compares all copies first.
+                # With several processes `device_put` would compare the replicas first.
                 plan = jax.make_array_from_callback(
                     plan.shape, self._plan, lambda index: plan[index]
                 )
@@ -211,8 +211,8 @@ class Mover:
 
     def _compile_save(self, kind: SaveKind) -> jax.stages.Compiled:
         fused, merges = self.mode == "fused", kind == "merge"
-        # All rows at once are the faster, for XLA:CPU gathers with several threads; of
-        # a few rows, one after the other is, for the others need not be written.
+        # For all rows a gather is faster, since XLA:CPU uses several threads; for a few
+        # rows a loop is, since it leaves the others unwritten.
         in_lists = fused and kind != "gather"
 
         def write(
@@ -233,17 +233,17 @@ class Mover:
             leaves: list[jax.Array], plan: jax.Array, *extents: Extent
         ) -> tuple[Extent, jax.Array]:
             extents = jax.device_put(extents, _DEVICE) if fused else extents
-            specs = (self._leaf_specs(), self._lane_spec())
+            specs = (self._leaf_specs(), self._shard_spec())
             extent = self.extents.partition_specs()
             result: tuple[Extent, jax.Array] = self._per_shard(
                 write if in_lists else gather,
                 in_specs=(*specs, *[extent] * len(extents)),
-                out_specs=(extent, self._lane_spec()),
+                out_specs=(extent, self._shard_spec()),
             )(leaves, plan, *extents)
             return result
 
-        # Donate inside one memory kind only: XLA:CPU aborts the process on a device
-        # buffer donated to a host result. The pool is never donated: it is only read.
+        # Donate within one memory kind only: XLA:CPU aborts the process if a device
+        # buffer is donated to a host result. The pool is only read, never donated.
         memory_kind = memory.HOST_KIND if fused else None
         extents = [self.extents.specs(memory_kind)] * (merges + fused)
         compiled = jax.jit(
@@ -274,7 +274,7 @@ class Mover:
             leaves: list[jax.Array], plan: jax.Array, extent: Extent
         ) -> tuple[list[jax.Array], jax.Array]:
             extent = jax.device_put(extent, _DEVICE) if fused else extent
-            specs = (self._leaf_specs()[own], self._lane_spec())
+            specs = (self._leaf_specs()[own], self._shard_spec())
             result: tuple[list[jax.Array], jax.Array] = self._per_shard(
                 scatter,
                 in_specs=(*specs, self.extents.partition_specs()[arrays]),
@@ -302,7 +302,7 @@ class Mover:
             axes = [leaf.block_axis for leaf in self._pool.leaves]
             return rows.copy_blocks(leaves, axes, *jnp.split(plan[0], 2)), _token(plan)
 
-        specs = (self._leaf_specs(), self._lane_spec())
+        specs = (self._leaf_specs(), self._shard_spec())
         compiled = jax.jit(
             self._per_shard(copy, in_specs=specs, out_specs=specs),
             donate_argnums=0,
@@ -315,10 +315,10 @@ class Mover:
     def _per_shard(
         self, function: Callable[..., Any], in_specs: Any, out_specs: Any
     ) -> Callable[..., Any]:
-        """Have every shard run `function` by itself."""
+        """Run `function` on each shard separately."""
         if self._pool.mesh is None:
             return function
-        # The check is of values that are equal on several devices; ours are by design.
+        # check_vma proves that replicas are equal, which holds here by construction.
         return jax.shard_map(
             function,
             mesh=self._pool.mesh,
@@ -330,21 +330,42 @@ class Mover:
     def _leaf_specs(self) -> list[jax.sharding.PartitionSpec]:
         return [memory.partition_spec(*leaf.spec) for leaf in self._pool.leaves]
 
-    def _lane_spec(self) -> jax.sharding.PartitionSpec:
-        return memory.partition_spec(self._pool.lane_axes or None)
+    def _shard_spec(self) -> jax.sharding.PartitionSpec:
+        return memory.partition_spec(self._pool.shard_axes or None)
 
     def _plan_spec(self, size: int) -> jax.ShapeDtypeStruct:
-        shape = (self._pool.num_lanes, size)
+        shape = (self._pool.num_shards, size)
         return memory.array_spec(shape, np.dtype(np.int32), self._plan)
 
 
 def _token(plan: jax.Array) -> jax.Array:
-    """Make f32[1, 1], which is ready when the program is and which nobody donates.
+    """Make f32[1, 1] that is ready when the program is done and is never donated.
 
-    So it can be asked whether the program is done while the pool has long moved on.
-    It costs a little arithmetic, on purpose: XLA:CPU counts the floating-point
-    operations of a program and runs one with less than a thousand in the thread that
-    calls, however many bytes it moves; the others it runs in the background.
+    It tells whether the program is done after the pool has been donated again. Its
+    arithmetic is on purpose: XLA:CPU runs a program with less than a thousand
+    floating-point operations in the calling thread, however many bytes it moves, and
+    any other in the background.
     """
     ramp = jnp.arange(1024, dtype=jnp.float32)[None]
     return jnp.sum(ramp * plan[:, :1].astype(jnp.float32), axis=1, keepdims=True)
+
+
+def choose_mode(mode: Mode | None, platform: str) -> Mode:
+    """Check a mode, or choose one.
+
+    Args:
+        mode: The requested mode; None for the best on the platform.
+        platform: The platform of the pool's devices.
+
+    Raises:
+        ValueError: There is no such mode, or it does not work here.
+    """
+    if mode is None:
+        return "fused" if platform == "cpu" else "staged"
+    if mode not in MODES:
+        raise ValueError(f"{mode=} must be one of {MODES} or None.")
+    if mode == "fused" and platform != "cpu":
+        result = probe.probe_fused(platform)
+        if not result.ok:
+            raise ValueError(f"{mode=} cannot be used here: {result.reason}")
+    return mode

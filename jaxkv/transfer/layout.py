@@ -1,4 +1,4 @@
-"""What a device pool looks like, and how its blocks are spread over devices."""
+"""The layout of a device pool, and how its blocks are spread over devices."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from jaxkv.types import PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One array of a pool: everything about it but its bytes.
+    """Describes one array of a pool.
 
     Attributes:
         name: Its path in the pool, for messages.
-        shape: All of its dimensions.
-        dtype: Of its elements.
-        sharding: Where it lives.
-        block_axis: Which dimension counts the blocks; not negative.
+        shape: Its shape.
+        dtype: Type of its elements.
+        sharding: Its devices.
+        block_axis: The axis that counts the blocks; not negative.
     """
 
     name: str
@@ -50,33 +50,36 @@ class Leaf:
         spec = tuple(self.sharding.spec)
         return spec + (None,) * (len(self.shape) - len(spec))
 
-    @property
-    def block_mesh_axes(self) -> tuple[str, ...]:
-        """The mesh axes over which the block axis is sharded."""
-        entry = self.spec[self.block_axis]
+    def mesh_axes(self, axis: int) -> tuple[str, ...]:
+        """Return the mesh axes over which an axis is sharded."""
+        entry = self.spec[axis]
         if entry is None:
             return ()
         return entry if isinstance(entry, tuple) else (str(entry),)
 
+    @property
+    def block_mesh_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which the block axis is sharded."""
+        return self.mesh_axes(self.block_axis)
+
     def with_blocks(self, num_blocks: int) -> tuple[int, ...]:
-        """Give the shape with another number of blocks."""
+        """Return the shape with another number of blocks."""
         axis = self.block_axis
         return (*self.shape[:axis], num_blocks, *self.shape[axis + 1 :])
 
 
 @dataclasses.dataclass(frozen=True)
 class PoolLayout:
-    """What a device pool looks like: everything about it but its bytes.
+    """The structure, shapes, dtypes and shardings of a device pool.
 
-    A pool is any pytree of arrays that hold the same number of blocks along an axis
-    of theirs. Leaves may differ in shape, dtype and sharding otherwise. Where the
-    block axis is sharded, each shard of it is a *lane*: a block never leaves its own,
-    so no program has to move bytes between devices.
+    A pool is any pytree of arrays with the same number of blocks along their block
+    axes. Leaves may differ otherwise in shape, dtype and sharding. A block never leaves
+    its shard of the block axis, so no program has to move bytes between devices.
 
     Attributes:
-        treedef: How the leaves hang together.
-        leaves: What each is.
-        mesh: The devices of a pool that is spread over several; None for one device.
+        treedef: The structure of the pytree.
+        leaves: A description of each leaf.
+        mesh: The mesh of a pool on several devices; None for one device.
     """
 
     treedef: jax.tree_util.PyTreeDef
@@ -85,16 +88,16 @@ class PoolLayout:
 
     @classmethod
     def of(cls, pool: PyTree, block_axis: PyTree = 0) -> PoolLayout:
-        """Read the layout off `pool`.
+        """Read the layout of `pool`.
 
         Args:
             pool: The arrays.
-            block_axis: Which axis counts the blocks: an int, or a pytree of ints
+            block_axis: The axis that counts the blocks: an int, or a pytree of ints
                 that is a prefix of `pool`. Negative ones count from the end.
 
         Raises:
-            ValueError: `pool` has no leaves, or one that is not an array of whole
-                bytes with such an axis, in the default memory of its devices.
+            ValueError: `pool` has no leaves, or a leaf is not an array of whole bytes
+                with such an axis in the default memory of its devices.
             RuntimeError: The pool has been deleted or donated.
         """
         paths, treedef = jax.tree.flatten_with_path(pool)
@@ -130,12 +133,12 @@ class PoolLayout:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the pool."""
+        """Number of blocks of the pool."""
         return self.leaves[0].num_blocks
 
     @functools.cached_property
     def block_bytes(self) -> int:
-        """Bytes of one block over all leaves."""
+        """Bytes of one block in all leaves."""
         return sum(leaf.block_bytes for leaf in self.leaves)
 
     @functools.cached_property
@@ -144,32 +147,36 @@ class PoolLayout:
         return _first_device(self.leaves[0].sharding)
 
     @functools.cached_property
-    def lane_axes(self) -> tuple[str, ...]:
+    def shard_axes(self) -> tuple[str, ...]:
         """The mesh axes over which the block axis is sharded."""
         return self.leaves[0].block_mesh_axes if self.mesh else ()
 
     @functools.cached_property
-    def num_lanes(self) -> int:
+    def num_shards(self) -> int:
         """Shards of the block axis."""
+        return self.num_shards_of(self.leaves[0], self.leaves[0].block_axis)
+
+    def num_shards_of(self, leaf: Leaf, axis: int) -> int:
+        """Return the number of shards of an axis of a leaf."""
         if self.mesh is None:
             return 1
-        return math.prod(self.mesh.shape[axis] for axis in self.lane_axes)
+        return math.prod(self.mesh.shape[name] for name in leaf.mesh_axes(axis))
 
     @property
-    def lane_blocks(self) -> int:
-        """Blocks of a lane."""
-        return self.num_blocks // self.num_lanes
+    def shard_blocks(self) -> int:
+        """Number of blocks per shard."""
+        return self.num_blocks // self.num_shards
 
     def plan_sharding(self) -> jax.sharding.Sharding:
-        """Place an array ``[lanes, ...]`` so that each lane has its own row."""
+        """Return the sharding of an array ``[shards, ...]``, a row for each shard."""
         if self.mesh is None:
             return jax.sharding.SingleDeviceSharding(self.device)
-        spec = partition_spec(self.lane_axes or None)
+        spec = partition_spec(self.shard_axes or None)
         return jax.sharding.NamedSharding(self.mesh, spec)
 
     def pool_specs(self) -> list[jax.ShapeDtypeStruct]:
         """Describe the leaves, for compiling."""
-        # Of one device not its own sharding: a trace needs no mesh axes then.
+        # On one device not the leaf's sharding, so that a trace needs no mesh axes.
         one = None if self.mesh else jax.sharding.SingleDeviceSharding(self.device)
         return [
             array_spec(leaf.shape, leaf.dtype, one or leaf.sharding)
@@ -177,7 +184,7 @@ class PoolLayout:
         ]
 
     def flatten(self, pool: PyTree) -> list[jax.Array]:
-        """Take `pool` apart, if it has this layout.
+        """Return the leaves of `pool`, which must have this layout.
 
         Raises:
             ValueError: It has another layout.
@@ -204,7 +211,7 @@ class PoolLayout:
                     "last load, advance or drain (or the last step that donates it) "
                     "returned."
                 )
-            # The first question is cheap, the second one settles it.
+            # The first comparison is cheap; the second decides.
             if array.sharding != leaf.sharding and not _same_place(array, leaf):
                 raise ValueError(
                     f"{leaf.name} must be placed as {leaf.sharding}, not as "
@@ -214,7 +221,7 @@ class PoolLayout:
         return arrays
 
     def unflatten(self, arrays: list[jax.Array]) -> PyTree:
-        """Put a pool together from its leaves."""
+        """Make a pool from its leaves."""
         return jax.tree.unflatten(self.treedef, arrays)
 
 
@@ -226,7 +233,7 @@ def _same_place(array: jax.Array, leaf: Leaf) -> bool:
 
 
 def _check_distinct(arrays: list[jax.Array], leaves: tuple[Leaf, ...]) -> None:
-    """Refuse a pool that has one array twice: it could not be donated."""
+    """Refuse a pool in which an array is two leaves: it could not be donated."""
     if len({id(array) for array in arrays}) == len(arrays):
         return
     names: dict[int, str] = {}
@@ -234,7 +241,7 @@ def _check_distinct(arrays: list[jax.Array], leaves: tuple[Leaf, ...]) -> None:
         if id(array) in names:
             raise ValueError(
                 f"{names[id(array)]} and {leaf.name} are the same array; every leaf "
-                "must have memory of its own, for loads write into it."
+                "must have its own memory, since loads write into it."
             )
         names[id(array)] = leaf.name
 
@@ -249,7 +256,7 @@ def _first_device(sharding: jax.sharding.Sharding) -> jax.Device:
 
 
 def _mesh_of(leaves: tuple[Leaf, ...]) -> jax.sharding.Mesh | None:
-    """Find the mesh that all leaves are spread over; None if they are not."""
+    """Return the mesh that all leaves are spread over; None for one device."""
     first = leaves[0]
     if len(first.sharding.device_set) == 1:
         return None
@@ -272,14 +279,14 @@ def _mesh_of(leaves: tuple[Leaf, ...]) -> jax.sharding.Mesh | None:
                 f"the block axis of {leaf.name} is sharded over "
                 f"{leaf.block_mesh_axes or 'nothing'} and that of {first.name} over "
                 f"{first.block_mesh_axes or 'nothing'}; it must be sharded alike in "
-                "all leaves, for a block is on the same devices in all of them."
+                "all leaves, so that a block is on the same devices in each."
             )
     assert isinstance(meshes[0], jax.sharding.Mesh)
     return meshes[0]
 
 
 def _leaf(name: str, array: object, axis: object) -> Leaf:
-    """Describe an array, or refuse it."""
+    """Describe an array, or raise if it cannot be offloaded."""
     if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
         raise ValueError(f"{name} must be a jax.Array outside jit, not {type(array)}.")
     if array.is_deleted():
@@ -300,13 +307,13 @@ def _leaf(name: str, array: object, axis: object) -> Leaf:
         )
     if jax.dtypes.itemsize_bits(array.dtype) % 8:
         raise ValueError(
-            f"{name} has the dtype {array.dtype}, less than a byte an element; pack it "
-            "into uint8 first."
+            f"{name} has the dtype {array.dtype}, less than a byte per element; pack "
+            "it into uint8 first."
         )
     default = _first_device(array.sharding).default_memory().kind
     if array.sharding.memory_kind not in (default, None):
         raise ValueError(
             f"{name} is in {array.sharding.memory_kind!r}; a pool must be in the "
-            f"device's own memory, {default!r}."
+            f"device's default memory, {default!r}."
         )
     return Leaf(name, array.shape, array.dtype, array.sharding, axis % array.ndim)

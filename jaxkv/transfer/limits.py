@@ -1,8 +1,8 @@
-"""How much host memory there may be, asked before it is taken.
+"""Limits on host memory, checked before it is allocated.
 
-A process that pins more than there is may be killed by the kernel without a word, and
-XLA's own errors name neither the limit nor how to raise it. So all limits that can be
-read are read first.
+The kernel may kill a process that pins too much without a message, and XLA's errors
+name neither the limit nor how to raise it. So every limit that can be read is read
+first.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from jaxkv.units import gib
+from jaxkv._util import gib
 
 _GIB = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
 class _Pool:
-    """A runtime's own pool of pinned memory, and the variable that sets its size.
+    """A runtime's pool of pinned memory, and the variable that sets its size.
 
     Attributes:
-        source: What it is, for messages.
-        variable: Its name in the environment.
-        default: Its value where it is not set.
-        unit_bytes: What a value of 1 stands for.
-        multiple: What values are multiples of.
-        values: What values are, for messages.
+        source: Description of the pool, for messages.
+        variable: Name of the environment variable.
+        default: Its value if it is not set.
+        unit_bytes: Bytes that a value of 1 stands for.
+        multiple: Values must be multiples of this.
+        values: Description of valid values, for messages.
     """
 
     source: str
@@ -39,8 +39,8 @@ class _Pool:
     values: str
 
 
-# As documented: XLA's with GetGpuHostAllocator in xla/pjrt/gpu/gpu_helpers.h, the TPU's
-# in the Cloud TPU performance guide.
+# Documented for GPU with GetGpuHostAllocator in xla/pjrt/gpu/gpu_helpers.h, for TPU in
+# the Cloud TPU performance guide.
 _POOLS = {
     "gpu": _Pool(
         "XLA's pool of pinned memory",
@@ -62,11 +62,11 @@ _POOLS = {
 _GPU_PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
 _GPU_POOL_PREALLOCATED_GIB = 16
 
-# What cgroup v1 writes for "unlimited" depends on the page size, but is always huge.
+# The value that cgroup v1 has for "unlimited" depends on the page size, but is huge.
 _UNLIMITED_BYTES = 1 << 60
 
 MACHINE = "the machine"
-"""The source of the limit that is the machine's own."""
+"""The source of the limit of the machine itself."""
 
 PROC = Path("/proc")
 """Where procfs is mounted."""
@@ -79,7 +79,7 @@ class HostLimit:
     """A limit on host memory.
 
     Attributes:
-        num_bytes: How much more may be allocated.
+        num_bytes: Bytes that may still be allocated.
         source: What sets the limit, for messages.
         remedy: How to raise it, for messages.
     """
@@ -91,16 +91,16 @@ class HostLimit:
 
 @dataclasses.dataclass(frozen=True)
 class PinnedPool:
-    """A runtime's own pool of pinned memory, as large as it is set.
+    """A runtime's pool of pinned memory, with its configured size.
 
     Attributes:
         num_bytes: Its size.
         source: What it is and what sets its size, for messages.
-        variable: The variable of the environment that sets its size.
-        unit_bytes: Its size is a multiple of these.
-        value_bytes: What a value of 1 of the variable stands for.
-        is_preallocated: Whether the runtime took all of it as it started, so that it
-            is not in what the system has left.
+        variable: The environment variable that sets its size.
+        unit_bytes: Its size must be a multiple of this.
+        value_bytes: Bytes that a value of 1 of the variable stands for.
+        is_preallocated: Whether the runtime allocated all of it at start, so that the
+            system's available memory no longer includes it.
     """
 
     num_bytes: int
@@ -111,7 +111,7 @@ class PinnedPool:
     is_preallocated: bool
 
     def remedy(self, num_bytes: int) -> str:
-        """Say how to make room for so many bytes."""
+        """Return how to make the pool hold `num_bytes`."""
         units = -(-num_bytes // self.unit_bytes)
         value = units * (self.unit_bytes // self.value_bytes)
         return f"set {self.variable} to {value} or more before jax is imported"
@@ -119,7 +119,7 @@ class PinnedPool:
 
 @dataclasses.dataclass(frozen=True)
 class _Files:
-    """The names that a version of cgroups has for the same figures."""
+    """Names of the files and fields in a version of cgroups."""
 
     limit: str
     usage: str
@@ -137,14 +137,14 @@ _V2 = _Files("memory.max", "memory.current", ("active_file", "inactive_file"))
 def system_limits(
     proc_root: Path = PROC, cgroup_root: Path = CGROUP
 ) -> list[HostLimit]:
-    """List what the machine and each cgroup of this process may still give it.
+    """List the limits of the machine and of each cgroup of this process.
 
     Args:
         proc_root: Where procfs is mounted.
         cgroup_root: Where the cgroup file systems are mounted.
 
     Returns:
-        The limit of `MACHINE`, if it is known, then those of the cgroups that have one.
+        The limit of `MACHINE`, if it is known, then those of cgroups that have one.
     """
     machine = _machine_limit(proc_root)
     limits = [machine] if machine else []
@@ -153,7 +153,7 @@ def system_limits(
 
 
 def total_host_bytes(proc_root: Path = PROC) -> int | None:
-    """Find out how much memory the machine has; None if this system does not say.
+    """Return the memory of the machine in bytes; None if the system does not tell.
 
     Args:
         proc_root: Where procfs is mounted.
@@ -173,15 +173,15 @@ def total_host_bytes(proc_root: Path = PROC) -> int | None:
 def available_host_bytes(
     proc_root: Path = PROC, cgroup_root: Path = CGROUP
 ) -> HostLimit | None:
-    """Find out how much host memory this process may still allocate.
+    """Return how much host memory this process may still allocate.
 
     Args:
         proc_root: Where procfs is mounted.
         cgroup_root: Where the cgroup file systems are mounted.
 
     Returns:
-        The tightest of the machine's available memory and the limits of the cgroups
-        that the process is in; None if this system tells neither.
+        The tightest of the machine's available memory and the limits of the process's
+        cgroups; None if the system tells neither.
     """
     limits = system_limits(proc_root, cgroup_root)
     return min(limits, key=lambda limit: limit.num_bytes, default=None)
@@ -190,7 +190,7 @@ def available_host_bytes(
 def pinned_pool(
     platform: str, environ: Mapping[str, str] = os.environ
 ) -> PinnedPool | None:
-    """Find out how large the runtime's own pool of pinned memory is.
+    """Return the size of the runtime's pool of pinned memory.
 
     Args:
         platform: The devices' platform: ``"cpu"``, ``"gpu"``, ``"tpu"``.
@@ -200,7 +200,7 @@ def pinned_pool(
         The pool; None on a platform without one.
 
     Raises:
-        ValueError: A variable has a value that the runtime does not understand.
+        ValueError: A variable has an invalid value.
     """
     pool = _POOLS.get(platform)
     if pool is None:
@@ -232,29 +232,28 @@ def check_host_bytes(
     proc_root: Path = PROC,
     cgroup_root: Path = CGROUP,
 ) -> None:
-    """Refuse to allocate more pinned memory than there can be.
+    """Refuse to allocate more pinned memory than the limits allow.
 
-    Nothing is set aside: what passes may still fail, if others take memory meanwhile
-    or the runtime's pool is fragmented. Then `host_memory_error` explains it.
+    Nothing is reserved: the allocation may still fail if other processes take memory or
+    the runtime's pool is fragmented. `host_memory_error` then explains it.
 
     Args:
-        num_bytes: What is to be allocated.
+        num_bytes: Bytes to allocate.
         platform: The devices' platform: ``"cpu"``, ``"gpu"``, ``"tpu"``.
         environ: The environment that the backend was started in.
         proc_root: Where procfs is mounted.
         cgroup_root: Where the cgroup file systems are mounted.
 
     Raises:
-        MemoryError: That is more than one of the limits, which are named, the
-            tightest first.
-        ValueError: A variable has a value that the runtime does not understand.
+        MemoryError: `num_bytes` exceeds limits, which the message names, the tightest
+            first.
+        ValueError: A variable has an invalid value.
     """
     pool = pinned_pool(platform, environ)
     limits = []
     if pool is not None:
         limits.append(HostLimit(pool.num_bytes, pool.source, pool.remedy(num_bytes)))
-    # A pool that the runtime took as it started is in use already: counted again, it
-    # would seem to be missing.
+    # The system already counts a preallocated pool as used.
     if pool is None or not pool.is_preallocated:
         limits += system_limits(proc_root, cgroup_root)
     exceeded = sorted(
@@ -273,10 +272,10 @@ def check_host_bytes(
 
 
 def host_memory_error(num_bytes: int, platform: str) -> MemoryError:
-    """Explain a failure to allocate host memory, and what to do about it.
+    """Make an error that explains a failed allocation of host memory.
 
     Args:
-        num_bytes: The size of what was to be allocated.
+        num_bytes: Bytes that were to be allocated.
         platform: The devices' platform: ``"cpu"``, ``"gpu"``, ``"tpu"``.
     """
     pool = _POOLS.get(platform)
@@ -289,8 +288,8 @@ def host_memory_error(num_bytes: int, platform: str) -> MemoryError:
 
 def _machine_limit(proc_root: Path) -> HostLimit | None:
     remedy = "free some memory"
-    # Without it, all memory, not the free part: that would leave out what the system
-    # can take back from its caches, and refuse what does fit.
+    # If it is missing, all memory: the free part would leave out caches that the system
+    # can reclaim, and refuse sizes that fit.
     num_bytes = _meminfo(proc_root, "MemAvailable")
     if num_bytes is None:
         num_bytes = total_host_bytes(proc_root)
@@ -298,7 +297,7 @@ def _machine_limit(proc_root: Path) -> HostLimit | None:
 
 
 def _meminfo(proc_root: Path, name: str) -> int | None:
-    """Read a figure of the kernel's about memory, in bytes."""
+    """Read a field of meminfo, in bytes."""
     meminfo = _read(proc_root / "meminfo")
     match = re.search(rf"^{name}:\s+([0-9]+) kB$", meminfo, re.MULTILINE)
     return int(match[1]) * 1024 if match else None
@@ -316,8 +315,8 @@ def _cgroup_limits(proc_root: Path, cgroup_root: Path) -> Iterator[HostLimit]:
             mount, files = cgroup_root / "memory", _V1
         else:
             continue
-        # In a container the path can be the host's. Then its folders are not there,
-        # and the mount itself is the container's own cgroup.
+        # In a container the path can be the host's. Then its folders do not exist, and
+        # the mount itself is the container's cgroup.
         parts = [part for part in path.split("/") if part not in ("", ".", "..")]
         for depth in range(len(parts), -1, -1):
             limit = _one_cgroup(mount.joinpath(*parts[:depth]), files)
@@ -329,8 +328,8 @@ def _one_cgroup(folder: Path, files: _Files) -> HostLimit | None:
     limit = _read_int(folder / files.limit)
     if limit is None or limit >= _UNLIMITED_BYTES:
         return None
-    # Pages of files count as usage, but the kernel gives them up before it refuses.
-    # A server that has just read its weights would otherwise seem to be full.
+    # File pages count as usage, but the kernel reclaims them before it refuses. A
+    # server that has just read its weights would otherwise seem to be full.
     file_bytes = sum(
         int(value)
         for name, value in re.findall(
@@ -347,7 +346,7 @@ def _one_cgroup(folder: Path, files: _Files) -> HostLimit | None:
 
 
 def _read(path: Path) -> str:
-    """Read a file of the kernel; nothing if it cannot be read."""
+    """Read a file of the kernel; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError):

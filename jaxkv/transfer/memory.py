@@ -1,4 +1,4 @@
-"""The memories that blocks move between, and how programs treat their bytes."""
+"""Memory kinds of devices, and options that keep transfer programs bit-exact."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NORMALISED_FLOATS = (
 
 
 def memory_kinds(device: jax.Device) -> tuple[str, ...]:
-    """Name the memories that `device` can address, its own first."""
+    """Return the memory kinds that `device` can address, its default first."""
     default = device.default_memory().kind
     others = sorted({memory.kind for memory in device.addressable_memories()})
     return (default, *(kind for kind in others if kind != default))
@@ -35,10 +35,10 @@ def memory_kinds(device: jax.Device) -> tuple[str, ...]:
 def host_sharding(
     device: jax.Device, kind: str = HOST_KIND
 ) -> jax.sharding.SingleDeviceSharding:
-    """Place arrays in the host memory that `device` copies to and from.
+    """Return the sharding of arrays in the host memory of `device`.
 
     Raises:
-        ValueError: `kind` is not one that bytes survive in, or `device` lacks it.
+        ValueError: `kind` does not preserve all bits, or `device` lacks it.
     """
     if kind != HOST_KIND:
         raise ValueError(
@@ -49,13 +49,13 @@ def host_sharding(
     if kind not in kinds:
         raise ValueError(
             f"{device} has the memories {kinds}, not {kind!r}: it has no host memory "
-            "that it could copy blocks to in the background."
+            "to copy blocks to in the background."
         )
     return jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
 
 
 def compiler_options(platform: str) -> dict[str, str] | None:
-    """Give the options that keep transfer programs cheap and bit-exact."""
+    """Return the options that keep transfer programs cheap and bit-exact."""
     if platform != "cpu":
         return None
     passes = (f"float-normalization-{name}" for name in _NORMALISED_FLOATS)
@@ -63,12 +63,12 @@ def compiler_options(platform: str) -> dict[str, str] | None:
 
 
 def wait_for(arrays: object) -> None:
-    """Wait until arrays, in any pytree, are there; raise what they failed with."""
+    """Wait until a pytree of arrays is ready; raise the error of one that failed."""
     jax.block_until_ready(arrays)  # type: ignore[no-untyped-call]
 
 
 def partition_spec(*entries: object) -> jax.sharding.PartitionSpec:
-    """Say what shards each dimension of an array."""
+    """Make the spec of an array, an entry for each dimension."""
     return jax.sharding.PartitionSpec(*entries)  # type: ignore[no-untyped-call]
 
 

@@ -1,4 +1,4 @@
-"""Which block goes where within an extent, in the terms of the programs."""
+"""Plans: which device block goes into which row of an extent."""
 
 from __future__ import annotations
 
@@ -7,44 +7,44 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.transfer.hoststore import Placement
+from jaxkv.transfer.extent_table import Placement
 
 NOTHING = -1
-"""In a plan: a row that is neither written nor read."""
+"""In a plan, a row that is neither written nor read."""
 
 
 class SavePlan(NamedTuple):
     """Which block goes into which row of an extent.
 
     Attributes:
-        sources: i32[lanes, rows]. The device block, counted within its lane; NOTHING
+        sources: i32[shards, rows]. The device block, counted within its shard; NOTHING
             for a row that is free or carried over.
-        carried: bool[lanes, rows]. Whether the row is taken over from another extent.
+        carried: bool[shards, rows]. Whether the row is carried over from an extent.
     """
 
     sources: NDArray[np.int32]
     carried: NDArray[np.bool_]
 
     def row_lists(self) -> NDArray[np.int32]:
-        """Write the plan as lists: i32[lanes, 3 * rows + 2].
+        """Return the plan as lists: i32[shards, 3 * rows + 2].
 
-        The blocks to read, the rows to write them to, the rows to carry over, and how
-        many there are of both.
+        The blocks to read, the rows to write them to, the rows to carry over, then the
+        number of rows to write and of rows to carry over.
         """
-        num_lanes, num_rows = self.sources.shape
-        lists = np.zeros((num_lanes, 3 * num_rows + 2), np.int32)
-        for lane in range(num_lanes):
-            (rows,) = np.nonzero(self.sources[lane] != NOTHING)
-            (carried,) = np.nonzero(self.carried[lane])
-            lists[lane, : len(rows)] = self.sources[lane, rows]
-            lists[lane, num_rows : num_rows + len(rows)] = rows
-            lists[lane, 2 * num_rows : 2 * num_rows + len(carried)] = carried
-            lists[lane, -2:] = len(rows), len(carried)
+        num_shards, num_rows = self.sources.shape
+        lists = np.zeros((num_shards, 3 * num_rows + 2), np.int32)
+        for shard in range(num_shards):
+            (rows,) = np.nonzero(self.sources[shard] != NOTHING)
+            (carried,) = np.nonzero(self.carried[shard])
+            lists[shard, : len(rows)] = self.sources[shard, rows]
+            lists[shard, num_rows : num_rows + len(rows)] = rows
+            lists[shard, 2 * num_rows : 2 * num_rows + len(carried)] = carried
+            lists[shard, -2:] = len(rows), len(carried)
         return lists
 
     def row_sources(self) -> NDArray[np.int32]:
-        """Write the plan row by row: i32[lanes, 2 * rows], blocks, whether carried."""
-        # A row without a block reads some other: the gather must stay in range.
+        """Return the plan row by row: i32[shards, 2 * rows], blocks and carried."""
+        # A row without a block reads block 0: the gather must stay in range.
         blocks = np.maximum(self.sources, 0)
         return np.concatenate([blocks, self.carried.astype(np.int32)], axis=1)
 
@@ -52,81 +52,82 @@ class SavePlan(NamedTuple):
 class Plans(NamedTuple):
     """Turns block ids into rows of extents.
 
-    A host block is `blocks_per_host_block` rows of an extent, one after the other, in
-    one lane; a row is a block of the device.
+    A host block is `blocks_per_host_block` consecutive rows of an extent, in one shard;
+    a row holds one device block.
 
     Attributes:
-        num_lanes: Shards of the block axis.
-        lane_blocks: Device blocks of a lane.
-        extent_blocks: Host blocks per extent and lane.
+        num_shards: Shards of the block axis.
+        shard_blocks: Device blocks per shard.
+        extent_blocks: Host blocks per extent and shard.
         blocks_per_host_block: Device blocks that a host block holds.
     """
 
-    num_lanes: int
-    lane_blocks: int
+    num_shards: int
+    shard_blocks: int
     extent_blocks: int
     blocks_per_host_block: int
 
     @property
     def num_rows(self) -> int:
-        """Rows of an extent, in each lane."""
+        """Rows per extent and shard."""
         return self.extent_blocks * self.blocks_per_host_block
 
-    def lanes(self, device_ids: NDArray[np.int32]) -> NDArray[np.intp]:
-        """Say in which lane each host block's blocks are.
+    def shards(self, device_ids: NDArray[np.int32]) -> NDArray[np.intp]:
+        """Return the shard of each host block's device blocks, int[n].
 
         Args:
             device_ids: i32[n, m]. NOTHING for none.
 
-        Returns:
-            int[n].
-
         Raises:
-            ValueError: The blocks of one host block are in several.
+            ValueError: The device blocks of a host block are in several shards.
         """
-        if self.num_lanes == 1:
+        if self.num_shards == 1:
             return np.zeros(len(device_ids), np.intp)
-        lanes = (device_ids // self.lane_blocks).astype(np.intp)
-        first: NDArray[np.intp] = lanes.max(axis=1)  # That of NOTHING is negative.
+        shards = (device_ids // self.shard_blocks).astype(np.intp)
+        first: NDArray[np.intp] = shards.max(axis=1)  # NOTHING has a negative one.
         apart = np.flatnonzero(
-            ((lanes != first[:, None]) & (device_ids != NOTHING)).any(axis=1)
+            ((shards != first[:, None]) & (device_ids != NOTHING)).any(axis=1)
         )
         if apart.size:
             raise ValueError(
                 f"device_block_ids {device_ids[apart].tolist()} are of several shards: "
-                f"the block axis is sharded in runs of {self.lane_blocks}, and the "
+                f"the block axis is sharded in runs of {self.shard_blocks}, and the "
                 "blocks of a host block must be in one of them."
             )
         return first
 
-    def check_lanes(
+    def check_shards(
         self, device_ids: NDArray[np.int32], places: NDArray[np.int32]
     ) -> None:
         """Refuse to load blocks into another shard than they were saved from.
 
+        Args:
+            device_ids: i32[n, m]. Where the blocks go.
+            places: i32[n]. Where they are in their extents.
+
         Raises:
-            ValueError: Some would have to.
+            ValueError: A block was saved from another shard.
         """
-        lanes, saved = self.lanes(device_ids), places // self.extent_blocks
-        wrong = np.flatnonzero(lanes != saved)
+        shards, saved = self.shards(device_ids), places // self.extent_blocks
+        wrong = np.flatnonzero(shards != saved)
         if wrong.size:
             raise ValueError(
                 f"device_block_ids {device_ids[wrong].tolist()} are of the shards "
-                f"{lanes[wrong].tolist()} of the block axis, and what they are to hold "
-                f"was saved from {saved[wrong].tolist()}: a block stays on its devices."
+                f"{shards[wrong].tolist()} of the block axis, but their host blocks "
+                f"are from {saved[wrong].tolist()}: a block stays on its devices."
             )
 
     def save(self, device_ids: NDArray[np.int32], placement: Placement) -> SavePlan:
-        """Plan the piece of a store.
+        """Plan a piece of a save.
 
         Args:
-            device_ids: i32[n, m]. The blocks that were placed.
+            device_ids: i32[n, m]. The placed blocks.
             placement: Where they go.
         """
-        shape = (self.num_lanes, self.num_rows)
+        shape = (self.num_shards, self.num_rows)
         sources = np.full(shape, NOTHING, np.int32)
-        lanes, rows = self._rows(placement.places)
-        sources[lanes, rows] = self._within_lane(device_ids, lanes)
+        shards, rows = self._rows(placement.places)
+        sources[shards, rows] = self._within_shard(device_ids, shards)
         carried = np.zeros(shape, np.bool_)
         carried[self._rows(placement.carried_places)] = True
         return SavePlan(sources, carried)
@@ -138,18 +139,18 @@ class Plans(NamedTuple):
 
         Args:
             device_ids: i32[n, m]. Where its blocks go.
-            places: int[n]. Which they are. One may come up more than once: each time
-                takes a plan of its own.
+            places: int[n]. Their places. Each repetition of a place takes another
+                plan.
 
         Returns:
-            i32[lanes, rows] each: the device block for each row, NOTHING for none.
+            i32[shards, rows] each: the device block for each row, NOTHING for none.
         """
         plans = []
         while len(places):
             _, once = np.unique(places, return_index=True)
-            targets = np.full((self.num_lanes, self.num_rows), NOTHING, np.int32)
-            lanes, rows = self._rows(places[once])
-            targets[lanes, rows] = self._within_lane(device_ids[once], lanes)
+            targets = np.full((self.num_shards, self.num_rows), NOTHING, np.int32)
+            shards, rows = self._rows(places[once])
+            targets[shards, rows] = self._within_shard(device_ids[once], shards)
             plans.append(targets)
             device_ids = np.delete(device_ids, once, axis=0)
             places = np.delete(places, once)
@@ -158,13 +159,13 @@ class Plans(NamedTuple):
     def _rows(
         self, places: NDArray[np.integer[Any]]
     ) -> tuple[NDArray[np.integer[Any]], NDArray[np.integer[Any]]]:
-        """Give lanes int[n, 1] and rows int[n, m] of places."""
-        lanes, place = np.divmod(places[:, None], self.extent_blocks)
+        """Return the shards int[n, 1] and rows int[n, m] of places int[n]."""
+        shards, place = np.divmod(places[:, None], self.extent_blocks)
         m = self.blocks_per_host_block
-        return lanes, place * m + np.arange(m)
+        return shards, place * m + np.arange(m)
 
-    def _within_lane(
-        self, device_ids: NDArray[np.int32], lanes: NDArray[np.integer[Any]]
+    def _within_shard(
+        self, device_ids: NDArray[np.int32], shards: NDArray[np.integer[Any]]
     ) -> NDArray[np.int32]:
-        inside = device_ids - lanes * self.lane_blocks
+        inside = device_ids - shards * self.shard_blocks
         return np.where(device_ids == NOTHING, NOTHING, inside).astype(np.int32)

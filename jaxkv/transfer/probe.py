@@ -1,7 +1,7 @@
-"""May this accelerator move blocks in the mode ``"fused"``? Asked in another process.
+"""Test in another process whether an accelerator supports the mode ``"fused"``.
 
-Where a runtime cannot let a program write into donated host memory, it does not raise:
-it aborts the process, or gives other bytes. So a process of its own tries it first.
+A runtime that cannot let a program write into donated host memory does not raise: it
+aborts the process or corrupts bytes. So a separate process tries it first.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _TFRT_CLIENT = "XLA_PYTHON_CLIENT_USE_TFRT_GPU_CLIENT"
 _OK = "jaxkv probe: unchanged"
 _CHANGED = "jaxkv probe: changed"
 
-# `python -m` would warn that the package has imported the module already. The path is
-# handed over because a program may have added to it, and -P keeps the working folder
-# out of it until then.
+# `python -m` would warn that the package has already imported the module. The path is
+# passed because a program may have added to it; until then -P keeps the working folder
+# off it.
 _CHILD = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from jaxkv.transfer import probe; probe.main(sys.argv[2])"
 )
 
-# The test moves NaNs and compiles ahead of time. It asks about the runtime, not about
-# what its user has switched on for debugging.
-_SWITCHES_OF_NO_CONCERN = (
+# The test moves NaNs and compiles ahead of time. It checks the runtime, not the debug
+# switches of the user.
+_IGNORED_SWITCHES = (
     "JAX_DEBUG_NANS",
     "JAX_DEBUG_INFS",
     "JAX_DISABLE_JIT",
@@ -51,7 +51,7 @@ class ProbeResult:
 
     Attributes:
         ok: Whether it may.
-        reason: Why, in one sentence for users.
+        reason: Why, in a sentence for users.
     """
 
     ok: bool
@@ -59,18 +59,18 @@ class ProbeResult:
 
 
 def probe_fused(platform: str, timeout_s: float = 120.0) -> ProbeResult:
-    """Find out whether the mode ``"fused"`` may be used on the devices of a platform.
+    """Test whether the mode ``"fused"`` works on the devices of a platform.
 
-    A process of its own stores blocks in host memory that it donates, loads them and
-    compares all bits. That takes seconds, and some memory of the first device. The
-    answer is kept for as long as this process lives.
+    A separate process saves blocks into donated host memory, loads them and compares
+    all bits. That takes seconds, and some memory of the first device. The result is
+    cached for the life of this process.
 
     Args:
         platform: The devices' platform: ``"cpu"``, ``"gpu"``, ``"tpu"``.
-        timeout_s: How long to wait for the answer, in seconds.
+        timeout_s: Seconds to wait for the result.
 
     Returns:
-        Whether it may, and why. On TPU it may not: it cannot be tried out.
+        Whether it works, and why. On TPU it cannot be tested, so it is refused.
 
     Raises:
         ValueError: `timeout_s` is not positive.
@@ -85,17 +85,17 @@ def _probe_once(platform: str, timeout_s: float) -> ProbeResult:
     if platform not in ("cpu", "gpu"):
         return ProbeResult(
             False,
-            f"Mode 'fused' cannot be tried out on {platform}, whose devices may belong "
-            "to one process only, and where it does not work it would end this one: "
-            "use mode 'staged'.",
+            f"Mode 'fused' cannot be tested on {platform}, whose devices may belong to "
+            "one process only, and if it does not work it ends this process: use mode "
+            "'staged'.",
         )
     path = json.dumps([str(entry) for entry in sys.path])
     command = [sys.executable, "-P", "-c", _CHILD, path, platform]
-    return _try_out(command, platform, timeout_s)
+    return _run_child(command, platform, timeout_s)
 
 
 def check_client(platform: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse a runtime on which no copy would ever overlap with a computation.
+    """Refuse a runtime on which no copy can overlap with a computation.
 
     Args:
         platform: The devices' platform: ``"cpu"``, ``"gpu"``, ``"tpu"``.
@@ -105,8 +105,8 @@ def check_client(platform: str, environ: Mapping[str, str] = os.environ) -> None
         ValueError: The backend runs everything on a single stream.
     """
     value = environ.get(_TFRT_CLIENT, "0").strip()
-    # jaxlib takes ints only. But a word that it would fail on may have been set since
-    # it looked, by somebody who means to have this client.
+    # jaxlib accepts ints only; a word may have been set after jaxlib read the variable,
+    # with the intent to have this client.
     if platform == "gpu" and value.lower() not in ("", "0", "false", "no", "off"):
         raise ValueError(
             f"{_TFRT_CLIENT}={value!r} makes XLA use a client with one stream for "
@@ -116,10 +116,10 @@ def check_client(platform: str, environ: Mapping[str, str] = os.environ) -> None
 
 
 def check_jit() -> None:
-    """Refuse to work where nothing is compiled.
+    """Refuse to run without compilation.
 
     Raises:
-        ValueError: JAX was told to compile nothing.
+        ValueError: ``JAX_DISABLE_JIT`` is set.
     """
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         raise ValueError(
@@ -128,23 +128,23 @@ def check_jit() -> None:
 
 
 def main(platform: str) -> None:
-    """Try it out and print what came of it. Not in a process that must survive."""
+    """Run the test and print the result. Not in a process that must survive."""
     _write_no_core_file()
     num_changed, num_values = count_changed(platform)
     print(f"{_CHANGED} {num_changed} of {num_values}" if num_changed else _OK)
 
 
 def count_changed(platform: str) -> tuple[int, int]:
-    """Store and load all bfloat16 values in the mode ``"fused"``, in miniature.
+    """Save and load all bfloat16 values as the mode ``"fused"`` does.
 
     Args:
-        platform: The platform whose first device is to do it.
+        platform: The platform; its first device is used.
 
     Returns:
-        How many of the values came back with other bits, and how many there were.
+        The number of values that came back with other bits, and of all values.
 
     Raises:
-        RuntimeError: The host memory of a store was not recycled by the next one.
+        RuntimeError: A save did not recycle the host memory of the one before.
     """
     device = jax.devices(platform)[0]
     on_host = memory.host_sharding(device)
@@ -155,7 +155,7 @@ def count_changed(platform: str) -> tuple[int, int]:
     leaves = [
         jax.device_put(leaf.view(jnp.bfloat16), on_device) for leaf in leaves_bits
     ]
-    # Eight blocks, two at a time, from and to places that are not in order.
+    # Eight blocks, two at a time, from and to blocks out of order.
     sources = np.array([5, 0, 7, 2, 1, 6, 3, 4], np.int32)
     targets = np.roll(sources, 3)
     pairs = [
@@ -185,8 +185,8 @@ def count_changed(platform: str) -> tuple[int, int]:
     )
     save = save_jit.lower(leaves, pairs[0][0], extent).compile()
     load = load_jit.lower(restored, pairs[0][1], extent).compile()
-    # Four times into the same host memory, again before the last load is known to be
-    # done with it.
+    # Four saves into the same host memory, each before the last load from it is known
+    # to be done.
     for source_ids, target_ids in pairs:
         old = extent
         extent, _ = save(leaves, source_ids, old)
@@ -200,14 +200,14 @@ def count_changed(platform: str) -> tuple[int, int]:
     return num_changed, len(leaves) * bits.size
 
 
-# As in the engine, both return a scalar besides: an output on the device, beside which
-# donated memory has to find the output that is its own.
+# As in the engine, both also return a scalar: with an output on the device, donated
+# memory has to be matched with the right output.
 
 
 def _save(
     leaves: list[jax.Array], ids: jax.Array, old: list[jax.Array]
 ) -> tuple[list[jax.Array], jax.Array]:
-    del old  # Only lends its memory to the result.
+    del old  # Only its memory is used, for the result.
     return [leaf.at[ids].get(mode="clip") for leaf in leaves], ids[0]
 
 
@@ -221,8 +221,8 @@ def _load(
     ], ids[0]
 
 
-def _try_out(command: Sequence[str], platform: str, timeout_s: float) -> ProbeResult:
-    """Run the child and put what happened into words."""
+def _run_child(command: Sequence[str], platform: str, timeout_s: float) -> ProbeResult:
+    """Run the child and describe what happened."""
     try:
         child = subprocess.run(
             command,
@@ -246,14 +246,14 @@ def _try_out(command: Sequence[str], platform: str, timeout_s: float) -> ProbeRe
         what = f"failed with exit status {child.returncode}{_last_words(child.stderr)}"
     elif answer.startswith(_CHANGED):
         num_values = answer.removeprefix(_CHANGED).strip()
-        what = f"got other bytes back than it had stored: {num_values} values differ"
+        what = f"read back other bytes than it saved: {num_values} values differ"
     elif answer != _OK:
         what = f"gave no answer, but printed {answer[:100]!r}"
     else:
         return ProbeResult(
             True,
-            f"Mode 'fused' was tried out on {platform} in a process of its own, which "
-            "got all bytes back that it had stored.",
+            f"Mode 'fused' was tested on {platform} in a separate process, which read "
+            "back all bytes that it saved.",
         )
     return _refusal(platform, what)
 
@@ -261,26 +261,26 @@ def _try_out(command: Sequence[str], platform: str, timeout_s: float) -> ProbeRe
 def _refusal(platform: str, what: str) -> ProbeResult:
     return ProbeResult(
         False,
-        f"Mode 'fused' was tried out on {platform} in a process of its own, which "
-        f"{what}. Use mode 'staged'.",
+        f"Mode 'fused' was tested on {platform} in a separate process, which {what}. "
+        "Use mode 'staged'.",
     )
 
 
 def _environment(platform: str) -> dict[str, str]:
-    """Make an environment in which the child takes little and tells all."""
+    """Make an environment in which the child takes little memory and tells errors."""
     environ = {
         name: value
         for name, value in os.environ.items()
-        if name not in _SWITCHES_OF_NO_CONCERN
+        if name not in _IGNORED_SWITCHES
     }
-    # This process may hold nearly all memory of the device already, and pinned memory
-    # that is set aside at once is no less scarce.
+    # This process may already hold nearly all memory of the device, and preallocated
+    # pinned memory is as scarce.
     environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     environ["XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"] = "false"
-    # Else the last line of a traceback is a remark about tracebacks.
+    # Otherwise the last line of a traceback is a remark about filtering.
     environ["JAX_TRACEBACK_FILTERING"] = "off"
-    # As configured here, be it by a variable or by the program; and no device is
-    # opened for the sake of the CPU.
+    # The platforms configured here, by a variable or by the program; a test of the CPU
+    # opens no other device.
     configured = getattr(jax.config, "jax_platforms", None)
     platforms = "cpu" if platform == "cpu" else configured
     if platforms:
@@ -296,14 +296,14 @@ def _signal_name(number: int) -> str:
 
 
 def _last_words(stderr: str) -> str:
-    """Pick the line that says what went wrong, to go into brackets."""
+    """Return the line that tells the error, in brackets."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     telling = [line for line in lines if re.search(r"Error\b|Check failed", line)]
     return f" ({(telling or lines)[-1][:300]})" if lines else ""
 
 
 def _write_no_core_file() -> None:
-    """Let a crash, which is one of the answers, leave nothing on the disk."""
+    """Keep a crash, which is a possible result, from leaving a core file."""
     try:
         import resource
     except ImportError:  # not on this system

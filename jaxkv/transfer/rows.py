@@ -1,6 +1,6 @@
-"""The rows of an extent: written, gathered and scattered by pure functions.
+"""Pure functions that write, gather and scatter the rows of an extent.
 
-Everything here sees one shard of the pool and of the extent.
+Each sees the part of the pool and of the extent that is on one device.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ def write_rows(
     carry: Sequence[Extent],
     spare: Extent,
 ) -> Extent:
-    """Write blocks, and rows of `carry`, into `spare`: as many as there are.
+    """Write listed blocks, and listed rows of `carry`, into `spare`.
 
     Args:
-        extents: What an extent looks like.
+        extents: Layout of an extent.
         leaves: The pool's.
         lists: i32[3 * rows + 2], see `SavePlan.row_lists`.
-        carry: The extent to carry over from, if there is one.
+        carry: The extent to carry rows over from, or none.
         spare: The memory to write to.
 
     Returns:
@@ -34,8 +34,8 @@ def write_rows(
     """
     ids, rows, carried = jnp.split(lists[:-2], 3)
 
-    # Row by row in a loop: a short save then costs little, nothing is padded, and the
-    # rows go straight into the result, without a temporary as large as the extent.
+    # One row per iteration: a short save costs little, nothing is padded, and rows go
+    # straight into the result, without a temporary as large as the extent.
     def write(n: jax.Array, extent: Extent) -> Extent:
         blocks = _encoded(
             extents,
@@ -76,13 +76,13 @@ def gather_rows(
     sources: jax.Array,
     carry: Sequence[Extent],
 ) -> Extent:
-    """Read the rows of an extent out of the pool, and those of `carry` out of it.
+    """Gather the rows of a new extent from the pool, carried rows from `carry`.
 
     Args:
-        extents: What an extent looks like.
+        extents: Layout of an extent.
         leaves: The pool's.
         sources: i32[2 * rows], see `SavePlan.row_sources`.
-        carry: The extent to carry over from, if there is one; on the device.
+        carry: The extent to carry rows over from, on the device, or none.
 
     Returns:
         The new extent, on the device.
@@ -110,7 +110,7 @@ def _encoded(
     read: Callable[[jax.Array, int], jax.Array],
     leaves: list[jax.Array],
 ) -> Extent:
-    """Read blocks of every leaf and write them down as an extent has them."""
+    """Read blocks of every leaf and encode them into the arrays of an extent."""
     written = [
         codec.encode(read(array, leaf.block_axis))
         for codec, array, leaf in zip(
@@ -130,11 +130,11 @@ def scatter_rows(
     targets: jax.Array,
     arrays: Extent,
 ) -> list[jax.Array]:
-    """Write the rows of an extent into a pool.
+    """Write the rows of an extent into the leaves of a layer group.
 
     Args:
-        extents: What an extent looks like.
-        layer_group: Which leaves and arrays these are.
+        extents: Layout of an extent.
+        layer_group: The group of the leaves and arrays.
         leaves: The pool's, of this group.
         targets: i32[rows]. Distinct, not negative; those out of range are dropped.
         arrays: The extent's, of this group.
@@ -160,12 +160,12 @@ def scatter_rows(
 def copy_blocks(
     leaves: list[jax.Array], axes: list[int], sources: jax.Array, targets: jax.Array
 ) -> list[jax.Array]:
-    """Copy blocks of a pool to others of it.
+    """Copy blocks within a pool.
 
     Args:
         leaves: The pool's.
         axes: The block axis of each.
-        sources: i32[n]. What to read.
+        sources: i32[n]. The blocks to read.
         targets: i32[n]. Where each goes. Distinct, not negative; those out of range
             are dropped.
 

@@ -1,4 +1,4 @@
-"""Transfers on their way: what names them, what they consist of, how they end."""
+"""Transfers: tickets, the pieces they are issued in, and how they complete."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.transfer import memory
+from jaxkv.transfer.extent_table import Placement
 from jaxkv.transfer.extents import Extent
-from jaxkv.transfer.hoststore import Placement
 from jaxkv.transfer.plans import SavePlan
 
-Direction: TypeAlias = Literal["store", "load"]
+Direction: TypeAlias = Literal["save", "load"]
 
-# What a transfer may fail with; anything else is a mistake in the code, and raised.
+# Errors that end a transfer; any other is a bug, and raised.
 TRANSFER_ERRORS = (jax.errors.JaxRuntimeError, MemoryError)
 
 
@@ -24,8 +24,8 @@ class Ticket(NamedTuple):
     """Names one transfer of one engine.
 
     Attributes:
-        direction: ``"store"`` (device to host) or ``"load"`` (host to device).
-        number: Counts the engine's transfers in the order of their calls, from 0.
+        direction: ``"save"`` (device to host) or ``"load"`` (host to device).
+        number: Counts the engine's transfers in the order of the calls, from 0.
     """
 
     direction: Direction
@@ -37,10 +37,10 @@ class Completion:
     """How a transfer ended.
 
     Attributes:
-        ticket: What `save` or `load` returned for it.
-        host_block_ids: The host blocks that it was to write or to read.
-        num_bytes: The bytes of these blocks, on the device.
-        error: Why it failed; None if it did not.
+        ticket: What `save` or `load` returned.
+        host_block_ids: The host blocks to write or to read.
+        num_bytes: The bytes of these blocks on the device.
+        error: Why it failed; None if it succeeded.
     """
 
     ticket: Ticket
@@ -50,12 +50,12 @@ class Completion:
 
     @property
     def direction(self) -> Direction:
-        """``"store"`` or ``"load"``."""
+        """``"save"`` or ``"load"``."""
         return self.ticket.direction
 
     @property
     def num_blocks(self) -> int:
-        """How many host blocks it was to move."""
+        """Number of host blocks to move."""
         return len(self.host_block_ids)
 
 
@@ -67,12 +67,12 @@ class Transfer:
         ticket: Its name.
         host_ids: i32[n]. The host blocks that it reads or writes.
         device_ids: i32[n, m]. The device blocks.
-        after: Number of the last transfer of the other direction that touches a
-            device block of this one and may not be overtaken; -1 for none.
-        todo: int[...]. Which blocks of a store have no place yet.
-        num_pieces: Pieces that are not over yet.
-        error: What the first piece to fail failed with.
-        abandoned: Whether nobody wants to hear of it.
+        after: Number of the last transfer in the other direction that shares a device
+            block with this one, and must go first; -1 for none.
+        todo: int[...]. Indices of a save's blocks that have no place yet.
+        num_pieces: Pieces that have not finished.
+        error: The error of the first piece that failed.
+        abandoned: Whether `report` leaves it out.
     """
 
     ticket: Ticket
@@ -91,24 +91,24 @@ class Transfer:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it is to be done or on its way."""
+        """Whether no piece is in flight or still to be issued."""
         return not self.num_pieces and not self.todo.size
 
     def fail(self, error: Exception) -> None:
-        """Note an error, if it is the first."""
+        """Record an error, if it is the first."""
         # Without the traceback, whose frames would keep the pool alive.
         self.error = self.error or error.with_traceback(None)
 
 
 @dataclasses.dataclass(eq=False)
 class Piece:
-    """What one program moves: some blocks of a transfer, all of one extent.
+    """What one program moves: the blocks of a transfer that share an extent.
 
     Attributes:
-        transfer: What it is a part of.
-        num_bytes: Bytes in flight while it is.
-        watched: Arrays that are ready when it is done. None of them is donated.
-        error: What stopped its being issued, if anything did.
+        transfer: The transfer it belongs to.
+        num_bytes: Bytes that it counts as in flight.
+        watched: Arrays that are ready when it is done; none of them is donated.
+        error: What kept it from being issued, if anything did.
     """
 
     transfer: Transfer
@@ -117,16 +117,16 @@ class Piece:
     error: Exception | None = dataclasses.field(default=None, kw_only=True)
 
     def is_ready(self) -> bool:
-        """Whether it is over, one way or the other; never waits."""
+        """Whether it has finished or failed; never waits."""
         return all(
             array.is_ready()  # type: ignore[attr-defined]
             for array in self.watched
         )
 
     def wait(self) -> Exception | None:
-        """Wait until it is over, and say why it failed."""
+        """Wait until it is over; return the error if it failed."""
         try:
-            # A failed array is ready, too: only waiting for it brings up the error.
+            # A failed array is ready too: only waiting for it raises its error.
             memory.wait_for(self.watched)
         except TRANSFER_ERRORS as error:
             return self.error or error
@@ -135,11 +135,11 @@ class Piece:
 
 @dataclasses.dataclass(eq=False)
 class SavePiece(Piece):
-    """A piece of a store, which has been issued.
+    """A piece of a save that has been issued.
 
     Attributes:
         placement: Where its blocks go.
-        plan: The same, row by row.
+        plan: The placement, row by row.
     """
 
     placement: Placement
@@ -151,11 +151,11 @@ class LoadPiece(Piece):
     """A piece of a load.
 
     Attributes:
-        extent: Where its blocks lie.
-        targets: i32[lanes, rows]. Where each row of the extent goes.
-        layer_group: Which of the pool's leaves.
-        arrays: The extent's arrays of this group, on the device, once they are on
-            their way there by themselves.
+        extent: The extent that holds its blocks.
+        targets: i32[shards, rows]. Where each row of the extent goes.
+        layer_group: Which of the pool's leaves it writes.
+        arrays: The extent's arrays of this group on the device, once a staged copy
+            has been issued.
     """
 
     extent: int

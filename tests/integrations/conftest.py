@@ -1,3 +1,3 @@
-"""Arrays that are late."""
+"""Arrays that are ready late."""
 
 from tests.transfer.conftest import delayed  # noqa: F401

@@ -1,4 +1,4 @@
-"""JetStream's driver gets the same tokens with jaxkv's prefix cache, for less."""
+"""JetStream's driver gives the same tokens with jaxkv's prefix cache."""
 
 import asyncio
 import concurrent.futures
@@ -19,7 +19,7 @@ from jaxkv import make_lru
 from jaxkv.integrations.jetstream import PrefixCache, PrefixValue
 from jaxkv.integrations.jetstream_adapters import AdapterWatch
 from jaxkv.integrations.prefix_blocks import compare_shapes, find_sequence_axes
-from tests.integrations.jetstream_double import (
+from tests.rigs.jetstream_double import (
     AdapterStore,
     Driver,
     Engine,
@@ -28,7 +28,7 @@ from tests.integrations.jetstream_double import (
     num_bytes,
     shared_prompts,
 )
-from tests.integrations.known_kv import check_equal
+from tests.rigs.known_kv import check_equal
 
 POLICY = make_lru(512, 4096)  # Compiled once.
 ENGINE = Engine()
@@ -37,7 +37,7 @@ PARAMS = ENGINE.init_params()
 
 @pytest.fixture
 def make():
-    """Make caches that are closed in the end."""
+    """Make caches that are closed after the test."""
     caches = []
 
     def make(**arguments):
@@ -53,7 +53,7 @@ def make():
 
 
 def serve(prompts, cache, num_threads=1, adapters=None, **options):
-    """Answer prompts; say the tokens, and how many chunks were computed."""
+    """Answer prompts; return the tokens and the number of computed chunks."""
     engines = [Engine() for _ in range(num_threads)]
     params = [dict(PARAMS) for _ in engines]
     with Driver(engines, params, prefix_cache_inst=cache) as driver:
@@ -61,7 +61,7 @@ def serve(prompts, cache, num_threads=1, adapters=None, **options):
     return answers, sum(engine.num_chunks for engine in engines)
 
 
-def test_fifty_prompts_same_tokens_fewer_bytes_no_more_work(make):
+def test_fifty_prompts_get_the_same_tokens_with_fewer_bytes(make):
     prompts = shared_prompts(50)
     expected, chunks_without = serve(prompts, None)
     assert len({tuple(answer) for answer in expected}) > 25, "all answers are alike"
@@ -76,7 +76,7 @@ def test_fifty_prompts_same_tokens_fewer_bytes_no_more_work(make):
     assert cache.held_bytes == len(blocks) * cache.store.block_bytes
 
 
-def test_four_prefill_threads_and_a_small_store(make):
+def test_four_prefill_threads_get_the_same_tokens_from_a_small_store(make):
     prompts = shared_prompts(50, seed=1)
     expected, _ = serve(prompts, None)
     cache = make(num_host_blocks=24, cache_policy="arc", max_pending_saves=2)
@@ -91,7 +91,7 @@ def test_four_prefill_threads_and_a_small_store(make):
 
 
 def engine_cache(tokens=(), padded_length=32, **others):
-    """An engine's cache: bytes that follow from the tokens, rubbish behind them."""
+    """An engine's cache: bytes that depend on the tokens, and rubbish after them."""
     rng = np.random.default_rng([7, *tokens])
     rows = [np.random.default_rng([*tokens[: n + 1]]) for n in range(len(tokens))]
     kv = [row.standard_normal((2, 8)).astype(np.float32) for row in rows]
@@ -119,7 +119,7 @@ def value_of(tokens, padded_length=32, prefix=None):
 
 
 def check_value(value, tokens, prefix=None):
-    """What was found is what was saved, with zeros after its tokens."""
+    """Check that a value equals the saved one, with zeros after its tokens."""
     n = value.true_length
     wanted = engine_cache(tokens) if prefix is None else prefix
     for name, axis in AXES.items():
@@ -130,7 +130,7 @@ def check_value(value, tokens, prefix=None):
     assert value.tokens == tuple(tokens[:n])
 
 
-def test_answers_as_the_documented_cache_does(make):
+def test_the_cache_answers_as_jetstreams_documentation_says(make):
     cache = make()
     key = tuple(range(40, 64))
     assert not cache.contains(key)
@@ -155,7 +155,7 @@ def test_answers_as_the_documented_cache_does(make):
     moved = cache.load(key, device=other)
     assert all(leaf.device == other for leaf in jax.tree.leaves(moved.prefix))
     check_value(moved, key)
-    # What was given may be donated: it is nobody else's.
+    # The returned arrays may be donated.
     for leaf in jax.tree.leaves(found.prefix):
         leaf.delete()
     check_value(cache.load(key), key)
@@ -184,7 +184,7 @@ def test_a_cache_of_another_device_comes_back_where_the_first_was(make):
     check_value(found, key)
 
 
-def test_adapters_and_salts_do_not_mix(make):
+def test_adapters_and_salts_do_not_share_blocks(make):
     tokens = tuple(range(24))
     cache = make()
     views = {
@@ -205,7 +205,7 @@ def test_adapters_and_salts_do_not_mix(make):
     assert cache.stats.stored_blocks == 3 * len(views)
 
 
-def test_what_must_not_be_cached_is_not(make):
+def test_a_prompt_without_extras_is_not_cached(make):
     cache = make(extras_of=lambda key: None)
     tokens = tuple(range(24))
     assert not cache.save(tokens, value_of(tokens))
@@ -215,7 +215,7 @@ def test_what_must_not_be_cached_is_not(make):
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_an_unmodified_driver_with_adapters(make, num_threads):
+def test_an_unmodified_driver_never_shares_kv_between_adapters(make, num_threads):
     prompts = [prompt for prompt in shared_prompts(12, seed=3) for _ in range(3)]
     names = ["", "a", "b"] * 12
 
@@ -247,11 +247,11 @@ def test_an_unmodified_driver_with_adapters(make, num_threads):
     answers = run(Flushing(cache), watch)
     assert cache.stats.hit_tokens > 0
     assert answers == expected
-    if num_threads == 1:  # The fault that is not to be reproduced is really there.
+    if num_threads == 1:  # The reference has the fault that must not be reproduced.
         assert run(Flushing(make())) != expected
 
 
-def test_once_nobody_knows_the_adapter_nothing_is_cached():
+def test_nothing_is_cached_once_the_adapter_is_unknown():
     watch = AdapterWatch()
     store = watch.store(AdapterStore(PARAMS))
     asyncio.run(store.register_adapter("a", 0, {}))
@@ -281,7 +281,7 @@ def test_once_nobody_knows_the_adapter_nothing_is_cached():
     again = apply("a")
     engine.unapply_adapter({}, {}, 0)
     assert len({base, first, second, again}) == 4
-    # One on top of another is nobody's; nor does it get better again.
+    # One adapter on top of another is unknown, and stays so.
     apply("a")
     assert apply("b") is None
     engine.unapply_adapter({}, {}, 0)
@@ -300,7 +300,7 @@ def test_once_nobody_knows_the_adapter_nothing_is_cached():
         assert thread.submit(fail).result() is None
 
 
-def test_a_leaf_that_holds_something_of_the_prompt_is_noticed(make, caplog):
+def test_a_cache_whose_constant_leaf_differs_is_not_kept(make, caplog):
     cache = make()
     first, second, third = (tuple(range(n, n + 16)) for n in (0, 20, 40))
     cache.save(first, value_of(first))
@@ -320,7 +320,7 @@ def test_a_leaf_that_holds_something_of_the_prompt_is_noticed(make, caplog):
 
 
 def maxtext_cache(length, layers=2, decoder="layers"):
-    """Shapes as MaxText's, whose buffers happen to be as long as the prompt's."""
+    """Shapes as MaxText's, with buffers as long as the prompt's."""
     kv = jnp.zeros((layers, length, 2, 1, 4))
     return {
         "decoder": {
@@ -343,7 +343,7 @@ def axes_of(prefix, *args):
     }
 
 
-def test_how_sequence_axes_are_found():
+def test_sequence_axes_are_found_by_length_rules_and_names():
     names = {
         "cached_prefill_key": 1,
         "cached_prefill_value": 1,
@@ -358,7 +358,7 @@ def test_how_sequence_axes_are_found():
     with pytest.raises(ValueError, match=r"axes \[0, 1, 2\] of 'key'.*sequence_axes"):
         find_sequence_axes(cube, 8)
     assert axes_of(cube, None, {"k*": -1, "*": None}) == {"key": 2, "index": None}
-    with pytest.raises(ValueError, match="no pattern of sequence_axes fits 'index'"):
+    with pytest.raises(ValueError, match="no pattern of sequence_axes matches 'index'"):
         find_sequence_axes(cube, None, {"k*": -1})
     with pytest.raises(
         ValueError, match=r"axis 3 of 'k\*' in sequence_axes must be in"
@@ -366,21 +366,21 @@ def test_how_sequence_axes_are_found():
         find_sequence_axes(cube, None, {"k*": 3, "*": None})
     with pytest.raises(ValueError, match="has a sequence axis of padded_length=9"):
         find_sequence_axes(cube, 9)
-    with pytest.raises(ValueError, match="padded_length=None and no names"):
+    with pytest.raises(ValueError, match="padded_length=None and no known names"):
         find_sequence_axes(cube)
     with pytest.raises(ValueError, match="has no leaves"):
         find_sequence_axes({})
     two = {"a": [jnp.zeros((8,))], "b": jnp.zeros((4,))}
-    with pytest.raises(ValueError, match=r"'a/0' counts 8 .* not 4: it is no cache"):
+    with pytest.raises(ValueError, match=r"'a/0' has 8 .* not 4: it is not a cache"):
         find_sequence_axes(two, 4, {"*": 0})
-    # A recurrent state under the names of keys: MaxText's linear attention.
+    # A recurrent state named as keys: MaxText's linear attention.
     state = maxtext_cache(16)
     state["decoder"]["layers"]["cached_prefill_key"] = jnp.zeros((1, 2, 4, 4))
     with pytest.raises(ValueError, match="a recurrent state cannot be cut"):
         find_sequence_axes(state, 16)
 
 
-def test_axes_by_comparison():
+def test_compare_shapes_finds_the_sequence_axes():
     assert compare_shapes(engine_cache(), engine_cache((), 64)) == AXES | {
         "generated": None,
         "index": None,
@@ -393,12 +393,12 @@ def test_axes_by_comparison():
         compare_shapes(jnp.zeros((8, 8)), jnp.zeros((8, 8)))
     with pytest.raises(ValueError, match="the same structure"):
         compare_shapes([jnp.zeros(8)], {"a": jnp.zeros(16)})
-    with pytest.raises(ValueError, match="as many axes"):
+    with pytest.raises(ValueError, match="must have the same axes"):
         compare_shapes(jnp.zeros(8), jnp.zeros((8, 8)))
 
 
 @pytest.mark.parametrize("decoder", ["layers", "layers_0"])
-def test_the_layout_of_maxtext(make, decoder):
+def test_maxtexts_cache_comes_back(make, decoder):
     cache = make()
     rng = np.random.default_rng(0)
     layers = 2
@@ -422,7 +422,7 @@ def test_the_layout_of_maxtext(make, decoder):
     check_equal(found.prefix["decoder"][decoder], wanted)
 
 
-def test_wrong_calls_are_refused_with_what_would_be_right(make):
+def test_invalid_calls_are_refused_with_what_would_be_right(make):
     with pytest.raises(TypeError, match="extras_of"):
         PrefixCache(block_size=8, num_host_blocks=8)
     with pytest.raises(ValueError, match="num_host_blocks=None and host_bytes=None"):
@@ -458,14 +458,14 @@ def test_wrong_calls_are_refused_with_what_would_be_right(make):
     check_value(cache.load(key), key)
 
 
-@pytest.mark.long  # Its engine multiplies large matrices to seem busy.
+@pytest.mark.long  # Its engine multiplies large matrices to take time.
 @pytest.mark.skipif(
     importlib.util.find_spec("jetstream") is None,
     reason="no JetStream (0.3 comes from its repository only)",
 )
-def test_the_real_driver():
+def test_the_real_driver_gives_the_same_answers():
     done = subprocess.run(
-        [sys.executable, "-m", "tests.integrations.real_jetstream"],
+        [sys.executable, "-m", "tests.rigs.real_jetstream"],
         cwd=Path(__file__).resolve().parents[2],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,

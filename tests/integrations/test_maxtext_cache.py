@@ -1,4 +1,4 @@
-"""Where each token's KV lies in MaxText's caches, against lists of tokens."""
+"""The KV of tokens in MaxText's caches, compared with lists of tokens."""
 
 import random
 
@@ -12,7 +12,7 @@ from jaxkv.integrations.maxtext_cache import (
     resume_cache,
     slot_kv,
 )
-from tests.integrations.fake_maxtext import (
+from tests.rigs.fake_maxtext import (
     DIM,
     HEADS,
     LAYOUTS,
@@ -61,10 +61,10 @@ def test_a_slot_gives_its_own_tokens_around_the_ring(layout, seed):
             index = next(leaf_groups(engine.cache))[1]["cache_ar_index"].flat[0]
             wrapped += index < generated and num_tokens > len(tokens) - generated
         overwritten += generated > RING
-    assert min(wrapped, overwritten) > 0  # The cases that matter have come up.
+    assert min(wrapped, overwritten) > 0  # The important cases have occurred.
 
 
-def test_a_prompt_with_padding_inside_is_not_taken():
+def test_a_slot_with_padding_inside_its_prompt_is_refused():
     engine = Engine("scanned")
     engine.insert(1, 6)
     assert bool(slot_kv(engine.state(), 1, 3)[1])
@@ -73,7 +73,7 @@ def test_a_prompt_with_padding_inside_is_not_taken():
     assert not bool(slot_kv(engine.state(), 1, 3)[1])
 
 
-def test_a_slot_compiles_once():
+def test_slot_kv_compiles_once():
     engine = Engine("scanned")
     engine.insert(0, 3)
     slot_kv.clear_cache()
@@ -110,7 +110,7 @@ def test_a_cache_to_resume_from_holds_the_prompt_and_an_empty_ring(layout):
 
 
 def change(cache, **leaves):
-    """Replace leaves in each layer; None takes one out."""
+    """Replace leaves in each layer; None removes one."""
     for _, layer in leaf_groups(cache):
         for name, leaf in leaves.items():
             if leaf is None:
@@ -129,7 +129,7 @@ CHANGES = [
     ({"conv_state": (1, 3, 4)}, "holds the state of a linear-attention layer"),
     ({"cached_prefill_value": (5, LENGTH, HEADS, 1, 3)}, "latent attention"),
     ({"key_pages": (2, 4, 8, 4)}, "holds pages"),
-    ({"entry_count": (1, 1)}, r"jaxkv does not know what to make: \['entry_count'\]"),
+    ({"entry_count": (1, 1)}, r"jaxkv does not know \['entry_count'\]"),
     (
         {
             "cached_prefill_key": (5, 1, LENGTH, HEADS, DIM),
@@ -158,7 +158,7 @@ def test_the_latents_of_mla_are_refused_by_name_too():
         prompt_kv(cache)
 
 
-def test_what_is_no_prefill_cache_is_refused():
+def test_a_cache_that_is_not_a_prefills_is_refused():
     with pytest.raises(ValueError, match="the cache has no leaves"):
         prompt_kv({})
     with pytest.raises(ValueError, match=r"has 3 slots; .* must be a prefill's"):

@@ -1,6 +1,6 @@
-"""A real MaxEngine goes on from the host as if it had computed everything itself.
+"""A real MaxEngine resumes from the host as if it had computed everything.
 
-Tiny, with random weights, on the CPU. MaxText needs an environment of its own:
+Tiny, with random weights, on the CPU. MaxText needs a separate environment:
 .ci/maxtext makes it, and runs this there.
 """
 
@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from jaxkv import Extras, Namespace
-from jaxkv.hashing import NO_EXTRAS
 from jaxkv.integrations.maxtext import MaxTextOffload
+from jaxkv.keys.hashing import NO_EXTRAS
 
 ROOT = Path(__file__).resolve().parents[2]
 CHUNK, LONGEST, RING, SLOTS = 8, 64, 16, 4
@@ -88,7 +88,7 @@ def make_engine(maxtext, tmp_path, **settings):
 
 @pytest.fixture(scope="module", params=["scanned", "unscanned"])
 def setup(request, maxtext, tmp_path_factory):
-    """An engine, its random weights, and its KV on the host."""
+    """An engine, its random weights, and its offload."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         engine = make_engine(
             maxtext,
@@ -103,7 +103,7 @@ def setup(request, maxtext, tmp_path_factory):
 
 
 def random_params(engine):
-    """What `load_params` gives without a checkpoint, in a third of the time."""
+    """The result of `load_params` without a checkpoint, in a third of the time."""
     from flax import nnx
     from maxtext.utils.model_creation_utils import get_nnx_create_model_fn
 
@@ -119,7 +119,7 @@ def random_tokens(seed, count):
 
 
 def full_prefill(setup, tokens):
-    """What MaxEngine itself computes of a whole prompt, in one piece."""
+    """MaxEngine's prefill of a whole prompt in one piece."""
     padded = np.zeros(LONGEST, np.int32)
     padded[: len(tokens)] = tokens
     return setup.engine.prefill(
@@ -128,7 +128,7 @@ def full_prefill(setup, tokens):
 
 
 def answer(setup, prefix, result, steps):
-    """Generate greedily, alone in a fresh decode state."""
+    """Generate greedily, alone in a new decode state."""
     state = setup.engine.init_decode_state()
     state = setup.engine.insert(prefix, state, 0)
     tokens = [int(result.data[0, 0])]
@@ -166,7 +166,7 @@ class Server:
         return tokens
 
 
-def test_two_turns_are_answered_as_if_all_was_computed(setup):
+def test_two_turns_are_answered_as_without_the_host(setup):
     params, offload = setup.params, setup.offload
     prompts = {
         0: random_tokens(1, 21),
@@ -197,7 +197,7 @@ def test_two_turns_are_answered_as_if_all_was_computed(setup):
 
         again = [*tokens, *random_tokens(10 + slot, 9)]
         resumed = offload.prefill(params, again)
-        # All but the last token had KV; whole blocks of it are on the host.
+        # All but the last token have KV; its full blocks are on the host.
         assert resumed.num_tokens == (len(tokens) - 1) // CHUNK * CHUNK
         assert resumed.num_tokens > len(prompt)
         prefix, result = full_prefill(setup, again)
@@ -206,14 +206,14 @@ def test_two_turns_are_answered_as_if_all_was_computed(setup):
         assert int(resumed.prefix["next_pos"][0, 0]) == len(again)
         assert answer(setup, *resumed[:2], 8) == answer(setup, prefix, result, 8)
 
-    # What the second turn computed is kept as well; adapters do not share it.
+    # The KV of the second turn is kept too; adapters do not share it.
     offload.store.flush()
     assert offload.resume(again).num_tokens == (len(again) - 1) // CHUNK * CHUNK
     assert offload.resume(again, Extras(lora_name="other")) == (None, 0)
     assert offload.resume(again[:CHUNK], NO_EXTRAS) == (None, 0)  # One is computed.
 
 
-def test_what_the_slot_does_not_have_is_not_kept(setup):
+def test_a_slot_without_all_the_tokens_is_not_kept(setup):
     offload = setup.offload
     server = Server(setup)
     prompt = random_tokens(5, 8)
@@ -222,7 +222,9 @@ def test_what_the_slot_does_not_have_is_not_kept(setup):
     offload.store.flush()
     before = offload.store.stats
     tokens = server.running[2]
-    offload.save_slot(tokens, server.state, 2)  # Has lost the first generated token.
+    offload.save_slot(
+        tokens, server.state, 2
+    )  # The ring has overwritten the first generated token.
     offload.save_slot([*tokens, *random_tokens(6, 8)], server.state, 2)
     offload.store.flush()
     assert offload.store.stats.failed_saves == before.failed_saves + 2
@@ -234,7 +236,7 @@ def test_what_the_slot_does_not_have_is_not_kept(setup):
         offload.save_slot([], server.state, 2)
 
 
-def test_with_windows_of_attention_only_prompts_are_kept(setup, monkeypatch):
+def test_with_attention_windows_only_prompts_are_kept(setup, monkeypatch):
     windows = SimpleNamespace(prefill_chunk_size=CHUNK, sliding_window_size=8)
     monkeypatch.setattr(setup.offload, "_engine", SimpleNamespace(config=windows))
     with pytest.raises(ValueError, match="sliding_window_size=8 must be 0"):

@@ -1,4 +1,4 @@
-"""The guards mend what they name, where it is, and leave everything else alone."""
+"""The guards fix what they name in their versions, and nothing else."""
 
 import importlib.metadata
 import sys
@@ -12,7 +12,7 @@ from jaxkv.integrations.maxtext import check_config
 
 
 class Array:
-    """All that the guard looks at."""
+    """The attributes that the guard reads."""
 
     def __init__(self, length):
         self.shape = (1, length, 2, 4)
@@ -20,7 +20,7 @@ class Array:
 
 @pytest.fixture
 def fake_maxtext(monkeypatch):
-    """Stand in for MaxText's modules, at a version: give its cache class."""
+    """Replace MaxText's modules at a version; return its cache class."""
 
     def make(version, stub=True):
         class KVCache:
@@ -53,7 +53,7 @@ def fake_maxtext(monkeypatch):
 
 
 @pytest.mark.parametrize("version", sorted(maxtext_guards.ASSERTION_VERSIONS))
-def test_the_assertion_holds_while_the_cache_is_asked(fake_maxtext, version):
+def test_the_guard_sets_the_key_length_during_the_call(fake_maxtext, version):
     cache_class, _ = fake_maxtext(version)
     segments = types.SimpleNamespace(shape=(1, 24))
     cache = cache_class()
@@ -65,7 +65,7 @@ def test_the_assertion_holds_while_the_cache_is_asked(fake_maxtext, version):
     assert cache_class.kv_cache_chunked_prefill is guarded
     given = cache.kv_cache_chunked_prefill(Array(24), Array(24), segments, previous=3)
     assert given[3] == 3
-    with pytest.raises(AssertionError):  # Of keys that are not as long as the chunk.
+    with pytest.raises(AssertionError):  # Keys that are not as long as the chunk.
         cache.kv_cache_chunked_prefill(Array(23), Array(23), segments)
     assert (cache.key_seq_len, cache.value_seq_len) == (1, 1)
 
@@ -78,7 +78,7 @@ def test_other_versions_are_left_alone(fake_maxtext, version):
     assert cache_class.kv_cache_chunked_prefill is before
 
 
-def test_stand_ins_for_results_become_pytrees(fake_maxtext):
+def test_stub_results_become_pytrees(fake_maxtext):
     _, results = fake_maxtext("0.2.5")
     result = results(data=1, tokens_idx=(0, 1), log_prob=2, samples_per_slot=1)
     assert jax.tree.leaves(result) == [result]
@@ -131,8 +131,8 @@ GOOD = {
         ("ar_cache_axis_order", "0,2,1,3", "must be '1,2,0,3'"),
         ("quantize_kvcache", True, "must be False: chunked prefill refuses"),
         ("use_ragged_attention", True, "must be False"),
-        ("attention_type", "mla", "pays no heed to an existing prefix"),
-        ("attention_type", "full", "look at later tokens"),
+        ("attention_type", "mla", "ignores an existing prefix"),
+        ("attention_type", "full", "attend to later tokens"),
         ("stack_prefill_result_cache", True, "must be False with scan_layers=False"),
     ],
 )

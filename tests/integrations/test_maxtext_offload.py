@@ -1,4 +1,4 @@
-"""`MaxTextOffload` over a made-up engine: what it brings back is what was computed."""
+"""`MaxTextOffload` with a fake engine: loaded KV equals computed KV."""
 
 import random
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ import pytest
 from jaxkv import Extras, Namespace
 from jaxkv.integrations import maxtext_guards
 from jaxkv.integrations.maxtext import MaxTextOffload
-from tests.integrations.fake_maxtext import (
+from tests.rigs.fake_maxtext import (
     LENGTH,
     Engine,
     kv_of,
@@ -29,7 +29,7 @@ class ExistingPrefix(NamedTuple):
 
 
 class PrefillEngine:
-    """Computes KV that is a token's alone, and checks the KV that it goes on from."""
+    """Computes KV that depends on the token alone, and checks the KV it is given."""
 
     config = SimpleNamespace(prefill_chunk_size=CHUNK, use_chunked_prefill=True)
 
@@ -72,7 +72,7 @@ class PrefillEngine:
 
 @pytest.fixture
 def make(monkeypatch):
-    """Make an engine and what keeps its KV, with no MaxText about."""
+    """Make an engine and its offload, without MaxText."""
     monkeypatch.setattr(maxtext_guards, "guard_chunked_prefill", lambda: False)
     monkeypatch.setattr(maxtext_guards, "guard_stub_results", lambda: False)
     monkeypatch.setattr(maxtext_guards, "find_prefix_class", lambda: ExistingPrefix)
@@ -92,7 +92,7 @@ def make(monkeypatch):
 
 
 @pytest.mark.parametrize("block_size", [2, 3, 4, 8])
-def test_only_what_is_new_is_computed(make, block_size):
+def test_only_new_tokens_are_computed(make, block_size):
     engine, offload = make("mixed", block_size)
     rng = random.Random(block_size)
     for turn in range(3):
@@ -102,7 +102,7 @@ def test_only_what_is_new_is_computed(make, block_size):
         longer = [*prompt, *(20 + turn for _ in range(4))]
         engine.num_computed = 0
         done = offload.prefill("params", longer)
-        # Whole blocks of the first prompt, and of these whole chunks.
+        # Full blocks of the first prompt, cut to whole chunks.
         kept = 7 // block_size * block_size // CHUNK * CHUNK
         assert (done.num_tokens, engine.num_computed) == (kept, 11 - kept)
         assert done.result == longer
@@ -110,7 +110,7 @@ def test_only_what_is_new_is_computed(make, block_size):
 
 
 @pytest.mark.parametrize("layout", ["scanned", "unscanned"])
-def test_a_request_goes_on_from_what_it_generated(make, layout):
+def test_a_request_resumes_from_its_generated_tokens(make, layout):
     prefill_engine, offload = make(layout)
     engine = Engine(layout)
     engine.insert(0, 2)
@@ -148,13 +148,13 @@ def test_the_last_token_is_always_computed(make):
     assert engine.num_computed == 4
 
 
-def test_the_cache_may_be_shown_instead_of_asked_for(make):
+def test_cache_like_replaces_the_engines_shapes(make):
     cache = jax.tree.map(jnp.asarray, make_cache("scanned", 1))
     _, offload = make("scanned", cache_like=cache)
     assert offload.max_tokens == LENGTH
 
 
-def test_a_refused_engine_leaves_maxtext_as_it_is(make, monkeypatch):
+def test_a_refused_engine_leaves_maxtext_unchanged(make, monkeypatch):
     applied = []
     monkeypatch.setattr(
         maxtext_guards, "guard_chunked_prefill", lambda: applied.append(1)

@@ -1,4 +1,4 @@
-"""The KV of prompts comes back bit for bit, and only where it belongs."""
+"""The KV of prompts comes back bit for bit, and only for its own prompt."""
 
 import concurrent.futures
 import contextlib
@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxkv import Extras, Namespace, make_lru
-from jaxkv.hashing import NO_EXTRAS
 from jaxkv.integrations.prefix_store import PrefixStats, PrefixStore
-from tests.integrations.known_kv import (
+from jaxkv.keys.hashing import NO_EXTRAS
+from tests.rigs.known_kv import (
     SEQUENCE_AXIS,
     check_hit,
     known_kv,
@@ -32,7 +32,7 @@ modes = pytest.mark.parametrize("mode", ["fused", "staged"])
 
 @pytest.fixture
 def make():
-    """Make stores that are closed in the end."""
+    """Make stores that are closed after the test."""
     stores = []
 
     def make(num_host_blocks=64, **arguments):
@@ -55,12 +55,12 @@ def save(store, tokens, extras=NO_EXTRAS, length=LENGTH, **arguments):
 
 
 def check_at_rest(store):
-    """Nothing is pinned, and as much is held as the books say."""
+    """Check that nothing is pinned, and that the manager agrees with the engine."""
     snapshot = store._manager.snapshot()
     assert set(snapshot.ref_cnt.values()) <= {0}
     assert store.held_bytes == len(snapshot.ref_cnt) * store.block_bytes
-    engine = store._mover.engine
-    assert engine.num_in_flight == engine._store.num_pins == 0
+    engine = store._copier.engine
+    assert engine.num_in_flight == engine._table.num_pins == 0
 
 
 @modes
@@ -82,7 +82,7 @@ def test_a_prompt_comes_back_bit_for_bit(make, mode):
             strict=True,
         )
     )
-    hit = store.load([*prompt[:13], 0, *prompt[14:]])  # They part in the fourth block.
+    hit = store.load([*prompt[:13], 0, *prompt[14:]])  # Differ in block 4.
     assert hit.num_tokens == 12
     check_hit(hit, prompt)
     assert store.load([0, *prompt[1:]]) is None
@@ -96,7 +96,7 @@ def test_a_prompt_comes_back_bit_for_bit(make, mode):
 
 
 @modes
-def test_arrays_of_several_lengths(make, mode):
+def test_arrays_of_several_lengths_share_blocks(make, mode):
     store = make(mode=mode)
     prompt = list(range(20))
     assert save(store, prompt, length=20) == 20
@@ -106,7 +106,7 @@ def test_arrays_of_several_lengths(make, mode):
         assert hit.num_tokens == min(20, length // BLOCK * BLOCK)
         check_hit(hit, prompt, length=length)
     assert store.load(prompt, length=3) is None
-    # A prompt that goes on: only what it adds moves, out of longer arrays.
+    # A longer prompt: only its new blocks move, out of longer arrays.
     assert save(store, [*prompt, *range(50, 60)], length=30, num_tokens=26) == 24
     store.flush()
     assert store.stats.stored_blocks == 6
@@ -114,7 +114,7 @@ def test_arrays_of_several_lengths(make, mode):
 
 
 class Oracle:
-    """Which prefixes are held: a list of token prefixes, the oldest use first."""
+    """The held prefixes: a list of token prefixes, the oldest use first."""
 
     def __init__(self, num_blocks):
         self.num_blocks = num_blocks
@@ -150,7 +150,7 @@ class Oracle:
 
 
 def random_prompt(rng, num_ends=20):
-    """One of some beginnings, and one of some ends: prompts often share blocks."""
+    """One of some prefixes and one of some ends: prompts often share blocks."""
     beginning = np.random.default_rng(int(rng.integers(4))).integers(0, 50, 16)
     seed = 100 + int(rng.integers(num_ends))
     end = np.random.default_rng(seed).integers(0, 50, 17)
@@ -159,7 +159,7 @@ def random_prompt(rng, num_ends=20):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_goes_the_way_of_a_plain_list_of_prefixes(make, seed):
+def test_random_prompts_agree_with_a_list_of_prefixes(make, seed):
     rng = np.random.default_rng(seed)
     num_blocks, num_tenants, num_ends = [(64, 4, 20), (5, 2, 1), (24, 1, 2)][seed]
     store = make(num_blocks, mode=("fused", "staged")[seed % 2])
@@ -187,7 +187,7 @@ def test_goes_the_way_of_a_plain_list_of_prefixes(make, seed):
     check_at_rest(store)
 
 
-def test_eight_threads(make):
+def test_eight_threads_get_the_right_bytes(make):
     store = make(24, max_pending_saves=3)
     hits = []
 
@@ -217,15 +217,15 @@ def test_eight_threads(make):
 
 
 @contextlib.contextmanager
-def held_up(store):
-    """Nothing is moved within; what has been saved by the end of it is moved then."""
+def blocked_thread(store):
+    """Keep saves from running within; they run at the end."""
     begun, go_on = threading.Event(), threading.Event()
 
     def wait():
         begun.set()
         assert go_on.wait(60)
 
-    waiting = store._mover._thread.run(wait, urgent=True)
+    waiting = store._copier._thread.run(wait, urgent=True)
     assert begun.wait(60)
     try:
         yield
@@ -236,14 +236,14 @@ def held_up(store):
 
 
 @modes
-def test_what_was_saved_may_be_donated_right_away(make, mode):
+def test_saved_arrays_may_be_donated_at_once(make, mode):
     store = make(mode=mode)
     prompt = list(range(30))
     overwrite = jax.jit(
         lambda kv: jax.tree.map(jnp.zeros_like, kv), donate_argnums=0, keep_unused=True
     )
     kv = to_device(known_kv(prompt, LENGTH))
-    with held_up(store):
+    with blocked_thread(store):
         assert store.save(prompt, kv) == 28
         jax.block_until_ready(overwrite(kv))
         assert kv["key"].is_deleted()
@@ -251,7 +251,7 @@ def test_what_was_saved_may_be_donated_right_away(make, mode):
     check_hit(store.load(prompt), prompt)
 
 
-def test_a_donated_prompt_that_was_not_computed_yet(make, delayed):
+def test_a_prompt_may_be_donated_before_it_is_computed(make, delayed):
     store = make()
     prompt = list(range(30))
     kv = {"key": jnp.arange(LENGTH * 8, dtype=jnp.int32).reshape(LENGTH, 8)}
@@ -270,7 +270,7 @@ def test_a_donated_prompt_that_was_not_computed_yet(make, delayed):
     assert (np.array(hit.kv["key"][:28]) == np.array(kv["key"][:28])).all()
 
 
-def test_what_was_not_wanted_is_not_kept(make):
+def test_a_save_that_only_if_refuses_is_not_kept(make):
     store = make()
     prompt = list(range(30))
     assert save(store, prompt, only_if=lambda: False) == 28
@@ -282,11 +282,11 @@ def test_what_was_not_wanted_is_not_kept(make):
     check_hit(store.load(prompt), prompt)
 
 
-def test_what_is_cleared_on_its_way_is_not_found(make):
+def test_a_waiting_save_that_is_cleared_is_not_found(make):
     store = make()
     prompt, other = list(range(30)), list(range(50, 80))
-    with held_up(store):
-        # What would be wrong: bytes of another prompt under these keys.
+    with blocked_thread(store):
+        # The fault would be bytes of another prompt under these keys.
         store.save(prompt, to_device(known_kv(other, LENGTH)))
         store.clear()
         assert save(store, prompt[:12], only_if=lambda: False) == 12
@@ -297,7 +297,7 @@ def test_what_is_cleared_on_its_way_is_not_found(make):
     check_at_rest(store)
 
 
-def test_what_is_cleared_while_it_moves_is_not_found(make):
+def test_a_save_cleared_in_flight_is_not_found(make):
     store = make()
     prompt, other = list(range(30)), list(range(50, 80))
 
@@ -313,13 +313,13 @@ def test_what_is_cleared_while_it_moves_is_not_found(make):
     check_at_rest(store)
 
 
-def test_a_load_that_was_cleared_is_a_miss(make):
+def test_a_cleared_load_is_a_miss(make):
     store = make()
     prompt = list(range(30))
     save(store, prompt)
     store.flush()
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        with held_up(store):
+        with blocked_thread(store):
             loading = thread.submit(store.load, prompt)
             while not store.stats.query_tokens:
                 pass
@@ -331,7 +331,7 @@ def test_a_load_that_was_cleared_is_a_miss(make):
 
 
 @modes
-def test_kv_that_failed_is_never_found(make, mode):
+def test_failed_kv_is_never_found(make, mode):
     store = make(mode=mode)
     prompt = list(range(30))
     save(store, prompt[:9])
@@ -350,7 +350,7 @@ def test_kv_that_failed_is_never_found(make, mode):
 
 
 @modes
-def test_a_failed_load_is_a_miss_and_is_forgotten(make, mode, monkeypatch):
+def test_a_failed_load_is_a_miss_and_discards_its_blocks(make, mode, monkeypatch):
     store = make(mode=mode)
     prompt = list(range(30))
     save(store, prompt)
@@ -360,7 +360,7 @@ def test_a_failed_load_is_a_miss_and_is_forgotten(make, mode, monkeypatch):
         raise jax.errors.JaxRuntimeError("a fault of the device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store._mover.engine._mover, "load_program", fails)
+        patch.setattr(store._copier.engine._copier, "load_program", fails)
         assert store.load(prompt) is None
     assert (store.stats.failed_loads, store.stats.hit_tokens) == (1, 0)
     assert not store.contains(prompt)
@@ -371,13 +371,13 @@ def test_a_failed_load_is_a_miss_and_is_forgotten(make, mode, monkeypatch):
     check_hit(store.load(prompt), prompt)
 
 
-def test_a_mistake_in_the_thread_reaches_whoever_calls_next(make, monkeypatch):
+def test_a_bug_in_the_thread_is_raised_by_the_next_call(make, monkeypatch):
     store = make()
 
     def fails(*args):
         raise KeyError("a mistake in the code")
 
-    monkeypatch.setattr(store._mover.engine, "save", fails)
+    monkeypatch.setattr(store._copier.engine, "save", fails)
     save(store, list(range(8)))
     with pytest.raises(RuntimeError, match="thread failed") as raised:
         store.flush()
@@ -389,7 +389,7 @@ def test_a_mistake_in_the_thread_reaches_whoever_calls_next(make, monkeypatch):
 def test_a_full_queue_makes_the_next_save_wait(make):
     store = make(max_pending_saves=1)
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        with held_up(store):
+        with blocked_thread(store):
             save(store, list(range(8)))
             second = thread.submit(save, store, list(range(50, 58)))
             done, _ = concurrent.futures.wait([second], timeout=0.2)
@@ -399,7 +399,7 @@ def test_a_full_queue_makes_the_next_save_wait(make):
     assert store.stats.stored_blocks == 4
 
 
-def test_more_than_the_host_holds(make):
+def test_prompts_larger_than_the_host_keep_their_head(make):
     store = make(5)
     prompt = list(range(30))
     assert save(store, prompt) == 20
@@ -409,12 +409,12 @@ def test_more_than_the_host_holds(make):
     other = list(range(60, 72))
     save(store, other)
     store.flush()
-    # The tail of a prefix goes before its head.
+    # The tail of a prefix is evicted before its head.
     assert (store.load(prompt).num_tokens, store.load(other).num_tokens) == (8, 12)
     assert store.stats.evicted_blocks == 3
 
 
-def test_tokens_as_arrays(make):
+def test_tokens_may_be_arrays(make):
     store = make()
     tokens = np.arange(20, dtype=np.int32)
     save(store, tokens)
@@ -423,7 +423,7 @@ def test_tokens_as_arrays(make):
     assert store.load(jnp.arange(20)).num_tokens == 20
 
 
-def test_wrong_calls_are_refused_and_change_nothing(make):
+def test_invalid_calls_are_refused_and_change_nothing(make):
     store = make()
     kv, prompt = to_device(known_kv(range(20), LENGTH)), list(range(20))
     deleted = to_device(known_kv(range(20), LENGTH))
@@ -473,7 +473,7 @@ def test_wrong_calls_are_refused_and_change_nothing(make):
         ({"namespace": Namespace("m", "0", "d", "l", 64)}, "less than a block"),
     ],
 )
-def test_wrong_arguments_are_refused(make, arguments, message):
+def test_invalid_arguments_are_refused(make, arguments, message):
     with pytest.raises(ValueError, match=message):
         make(**arguments)
 
@@ -483,7 +483,7 @@ def test_no_leaves_are_refused():
         PrefixStore([], namespace=NAMESPACE, num_host_blocks=4)
 
 
-def test_nothing_is_compiled_anew_for_another_number_of_blocks(make):
+def test_another_number_of_blocks_compiles_nothing(make):
     store = make()
     store.warm_up()
     programs = store._layout._programs

@@ -1,22 +1,22 @@
-"""Prefixes whose heads and layers are spread over four devices come back so.
+"""Prefixes whose heads and layers are spread over four devices keep their shardings.
 
-All cases run in one process of their own, which has four CPU devices.
+All cases run in one separate process, which has four CPU devices.
 """
 
 import pytest
 
-from tests.device_cases import run
-from tests.integrations.sharded_prefixes import CASES
+from tests.rigs.device_cases import run
+from tests.rigs.sharded_prefixes import CASES
 
 
 @pytest.fixture(scope="module")
 def results():
-    """What became of each case: a traceback, or None if all was well."""
-    return run("tests.integrations.sharded_prefixes", timeout_s=300)
+    """The result of each case: a traceback, or None if it passed."""
+    return run("tests.rigs.sharded_prefixes", timeout_s=300)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_sharded(results, case):
+def test_sharded_case_passes(results, case):
     assert results[case] is None, results[case]
 
 

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
-from jaxkv.integrations import vllm_config
-
-from . import fake_vllm
-from .fake_engine import Engine, next_token
-from .fake_vllm import (
+from jaxkv.integrations.vllm import config as vllm_config
+from tests.rigs import fake_vllm
+from tests.rigs.fake_engine import Engine, next_token
+from tests.rigs.fake_vllm import (
     BLOCK_SIZE,
     AllBlocksCleared,
     BlockRemoved,
@@ -38,7 +37,7 @@ def reference(prompt, num_output):
 
 
 @pytest.mark.parametrize("role", KVConnectorRole)
-def test_no_half_starts_where_async_scheduling_loses_tokens(
+def test_neither_half_starts_where_async_scheduling_loses_tokens(
     generation, role, monkeypatch
 ):
     monkeypatch.setattr(vllm_config, "_tpu_inference_version", lambda: "0.32.0")
@@ -53,7 +52,7 @@ def forget_device(engine):
 
 
 def make_warm_engine(**options):
-    """An engine whose host, and nothing else, has range(18)."""
+    """An engine that has range(18) on the host only."""
     engine = Engine(**options)
     engine.run(Request("first", range(18), 1))
     forget_device(engine)
@@ -64,13 +63,13 @@ def test_a_prompt_comes_back_from_the_host(generation):
     engine = make_warm_engine(generation=generation)
     again = Request("again", range(18), 3)
     engine.run(again)
-    # The runner has compared all that was read with what had been computed.
+    # The runner has compared all it read with the computed values.
     assert engine.scheduler.num_external_tokens == 4 * BLOCK_SIZE
     assert again.tokens == reference(range(18), 3)
     engine.check_nothing_leaked()
 
 
-def test_what_the_device_has_of_a_prefix_is_not_loaded(newest):
+def test_blocks_on_the_device_are_not_loaded(newest):
     engine = make_warm_engine()
     engine.run(Request("head", range(9), 1))
     assert engine.scheduler.num_external_tokens == 2 * BLOCK_SIZE
@@ -92,7 +91,7 @@ LONG = [pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 9)]
 
 @pytest.mark.parametrize("seed", [0, *LONG])
 @pytest.mark.parametrize("name", SERVED)
-def test_every_token_read_is_what_was_computed_for_it(name, seed, monkeypatch):
+def test_every_token_read_equals_the_computed_one(name, seed, monkeypatch):
     options = SERVED[name]
     fake_vllm.install(monkeypatch, options["generation"])
     rng = np.random.default_rng(seed)
@@ -131,14 +130,14 @@ def fail_loads(engine):
 
     class Never:
         def random(self):
-            return 0.9  # late for once, failed always
+            return 0.9  # late once, then always failed
 
     half = engine.runner.connector._worker
     engine.make_unreliable(Never())
     half._worker._failure_rate = 1.0
 
 
-def test_the_blocks_of_a_failed_load_are_told_and_computed_again(generation):
+def test_the_blocks_of_a_failed_load_are_reported_and_computed_again(generation):
     engine = make_warm_engine(generation=generation)
     fail_loads(engine)
     told = []
@@ -155,33 +154,34 @@ def test_the_blocks_of_a_failed_load_are_told_and_computed_again(generation):
     assert loading in told
     assert request.tokens == reference(range(18), 3)
     engine.check_nothing_leaked()
-    # Nobody hits the blocks that could not be loaded, until they are stored anew.
+    # The blocks that could not be loaded are no hits until they are stored again.
     assert engine.scheduler.num_external_tokens == 4 * BLOCK_SIZE
 
 
-def test_in_hybrid_models_failed_loads_are_told_by_request(newest):
+def test_in_hybrid_models_failed_loads_are_reported_by_request(newest):
     engine = make_warm_engine(windows=(None, 6))
     fail_loads(engine)
     request = Request("again", range(18), 3)
-    engine.run(request)  # the engine asserts that no blocks are told
+    engine.run(request)  # the engine asserts that no blocks are reported
     assert engine.scheduler.num_external_tokens == 4 * BLOCK_SIZE
     assert request.tokens == reference(range(18), 3)
     engine.check_nothing_leaked()
 
 
-def test_vllm_019_is_not_served_hybrid_models(monkeypatch):
+def test_hybrid_models_are_refused_on_vllm_019(monkeypatch):
     fake_vllm.install(monkeypatch, "0.19")
-    with pytest.raises(ValueError, match="2 KV cache groups need a vLLM that asks"):
+    with pytest.raises(ValueError, match="2 KV cache groups need a vLLM that calls"):
         Engine(generation="0.19", windows=(None, 6))
 
 
 def test_a_request_preempted_between_steps_gets_its_load(newest):
-    """vLLM names it with the step in which it is back; its load must not be dropped."""
+    """vLLM reports it with the step that resumes it; its load must not be dropped."""
     engine = make_warm_engine()
     request = Request("again", range(18), 3)
     engine.scheduler.add(request)
     engine.step()
-    engine.step()
+    while request.status == "WAITING_FOR_REMOTE_KVS":
+        engine.step()
     assert request.status == "RUNNING"
     engine.scheduler.reset_running()
     forget_device(engine)
@@ -192,7 +192,7 @@ def test_a_request_preempted_between_steps_gets_its_load(newest):
     engine.check_nothing_leaked()
 
 
-def test_a_request_aborted_while_it_loads_keeps_its_blocks_until_then(newest):
+def test_a_request_aborted_while_it_loads_holds_its_blocks_until_the_end(newest):
     engine = make_warm_engine()
     pool = engine.scheduler.pool
     engine.scheduler.add(Request("again", range(18), 3))
@@ -213,10 +213,10 @@ def test_an_idle_engine_steps_until_its_stores_have_arrived(newest):
     assert len(engine.scheduler.pool.free_queue) < len(engine.scheduler.pool.blocks) - 1
     engine.run()
     engine.check_nothing_leaked()
-    assert engine.books.num_host_blocks_held == 2
+    assert engine.offload_scheduler.num_host_blocks_held == 2
 
 
-def test_a_stored_block_that_was_free_goes_the_tail_of_a_prefix_first(newest):
+def test_free_stored_blocks_are_evicted_tail_first(newest):
     engine = Engine()
     request = Request("one", range(18), 1)
     engine.scheduler.add(request)
@@ -228,14 +228,14 @@ def test_a_stored_block_that_was_free_goes_the_tail_of_a_prefix_first(newest):
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6)])
-def test_events_are_vllms_own(newest, windows):
+def test_events_are_vllms_classes(newest, windows):
     engine = Engine(windows=windows, extra={"num_cpu_blocks": 32})
     request = Request("one", range(18), 1)
     engine.run(request)
     stored = [event for event in engine.events if isinstance(event, BlockStored)]
     hashes = {(event.group_idx, own) for event in stored for own in event.block_hashes}
     groups = range(len(windows)) if len(windows) > 1 else [None]
-    # What has left the window was never offered.
+    # Blocks out of the window were never offered.
     assert hashes <= {(group, own) for group in groups for own in request.block_hashes}
     assert {own for _, own in hashes} == set(request.block_hashes[:4])
     assert {event.medium for event in stored} == {"CPU"}
@@ -247,7 +247,7 @@ def test_events_are_vllms_own(newest, windows):
     assert engine.runner.connector.reset_cache() is None
 
 
-def test_the_class_is_made_by_its_path_and_by_the_name_that_tpu_inference_lets_in(
+def test_the_class_is_created_by_path_under_both_names(
     newest,
 ):
     for name in ("OffloadConnector", "TPUOffloadConnector"):
@@ -259,16 +259,16 @@ def test_the_class_is_made_by_its_path_and_by_the_name_that_tpu_inference_lets_i
             assert connector.get_required_kvcache_layout(config) is None
 
 
-def test_each_half_says_so_if_it_is_asked_for_the_others_work(newest):
+def test_each_half_refuses_the_others_methods(newest):
     config, cache_config = make_configs()
     ours, theirs = (create_connector(config, r, cache_config) for r in KVConnectorRole)
-    with pytest.raises(RuntimeError, match="the scheduler's connector was asked"):
+    with pytest.raises(RuntimeError, match="of the worker was called on the scheduler"):
         ours.get_finished(set())
-    with pytest.raises(RuntimeError, match="the worker's connector was asked"):
+    with pytest.raises(RuntimeError, match="of the scheduler was called on the worker"):
         theirs.get_num_new_matched_tokens(Request("one", range(9), 1), 0)
     with pytest.raises(RuntimeError, match=r"bind_gpu_block_pool\(\) was not called"):
         ours.get_num_new_matched_tokens(Request("one", range(9), 1), 0)
-    with pytest.raises(ValueError, match="take vLLM's own OffloadingConnector"):
+    with pytest.raises(ValueError, match="use vLLM's OffloadingConnector"):
         theirs.register_kv_caches({"layer": object()})
     theirs.bind_connector_metadata(object())
     with pytest.raises(RuntimeError, match=r"register_runner\(\) was not called"):
@@ -283,8 +283,8 @@ def test_without_vllm_the_module_can_be_imported():
     assert connector.get_finished(set()) == (None, set())
 
 
-def test_nothing_of_an_offer_is_held_on_the_device(newest):
-    """vLLM may never answer one, and give its blocks to others first."""
+def test_an_offer_holds_no_device_blocks(newest):
+    """vLLM may never answer an offer, and give its blocks to others first."""
     engine = Engine()
     engine.run(Request("first", range(18), 1))
     pool = engine.scheduler.pool

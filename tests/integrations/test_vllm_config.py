@@ -1,4 +1,4 @@
-"""What vLLM's connector refuses to be started with, and what it makes of the rest."""
+"""Configurations that vLLM's connector accepts and refuses."""
 
 import importlib
 import re
@@ -8,16 +8,15 @@ from types import SimpleNamespace
 import pytest
 
 from jaxkv import FullAttention, SlidingWindow
-from jaxkv.integrations.vllm_config import EXTRA_KEYS, ConnectorConfig
-
-from .fake_vllm import BLOCK_SIZE, MLAAttentionSpec, make_configs
+from jaxkv.integrations.vllm.config import EXTRA_KEYS, ConnectorConfig
+from tests.rigs.fake_vllm import BLOCK_SIZE, MLAAttentionSpec, make_configs
 
 
 def read(**options):
     return ConnectorConfig.of(*make_configs(**options))
 
 
-def test_the_keys_say_how_to_store_and_load():
+def test_the_keys_set_rules_and_sizes():
     config = read(
         windows=(None, 6),
         extra={
@@ -39,13 +38,13 @@ def test_the_keys_say_how_to_store_and_load():
     assert (config.staging_bytes, config.deadline_s) == (1 << 20, 5.0)
 
 
-def test_bytes_become_blocks_of_all_layers():
-    # 2 layers of 4 tokens of 64 bytes; 8 GiB if nothing is said.
+def test_cpu_bytes_become_blocks_of_all_layers():
+    # 2 layers of 4 tokens of 64 bytes; 8 GiB by default.
     extra = {"num_cpu_blocks": None}
     assert read(extra=extra).num_host_blocks == (8 << 30) // 512
     extra |= {"cpu_bytes_to_use": "1MiB", "blocks_per_chunk": 4}
     assert read(extra=extra).num_host_blocks == (1 << 20) // 2048
-    # vLLM 0.32: every tensor repeats the size of the allocation that all are in.
+    # vLLM 0.32: every tensor repeats the size of their common allocation.
     config, cache_config = make_configs(extra=extra)
     cache_config.kv_cache_tensors = [
         SimpleNamespace(size=24 * 512, layer_stride=24 * 256) for _ in range(2)
@@ -68,7 +67,7 @@ BAD_KEYS = {
         "at least 512, the",
     ),
     "no block": ({"num_cpu_blocks": 0}, "must be at least"),
-    "both": ({"cpu_bytes_to_use": 1 << 20}, "both say how large"),
+    "both": ({"cpu_bytes_to_use": 1 << 20}, "both set the size"),
     "no number": (
         {"store_threshold": "2"},
         "store_threshold='2' must be a whole number",
@@ -77,7 +76,7 @@ BAD_KEYS = {
     "no flag": ({"offload_prompt_only": "no"}, "'no' must be true or false"),
     "lazy": (
         {"lazy_offload": True},
-        "lazy_offload=true cannot be had: vLLM's block pool",
+        "lazy_offload=true is not supported: vLLM's block pool",
     ),
     "no chunk": ({"blocks_per_chunk": 0}, "blocks_per_chunk=0 must be at least 1"),
     "no time": ({"transfer_deadline_s": 0}, "must be a number of seconds above 0"),
@@ -89,7 +88,7 @@ BAD_KEYS = {
 
 
 @pytest.mark.parametrize("case", BAD_KEYS)
-def test_keys_that_are_refused(case):
+def test_invalid_keys_are_refused(case):
     extra, message = BAD_KEYS[case]
     with pytest.raises(ValueError, match=message):
         read(extra=extra)
@@ -111,7 +110,7 @@ BAD_ENGINES = {
     "no hashes": (
         "cache_config__enable_prefix_caching",
         False,
-        "must be true: blocks are",
+        "must be true: blocks have",
     ),
     "finer hashes": ("cache_config__prefix_match_unit", 2, r"\[4\] tokens .* of \[2\]"),
     "drafts": (
@@ -119,7 +118,7 @@ BAD_ENGINES = {
         SimpleNamespace(),
         "speculative_config must be none",
     ),
-    "pooling": ("model_config__runner_type", "pooling", "has no KV cache to come back"),
+    "pooling": ("model_config__runner_type", "pooling", "has no KV cache to load"),
     "its loop": (
         "additional_config",
         {"enable_continue_decode": True},
@@ -130,7 +129,7 @@ BAD_ENGINES = {
 
 
 @pytest.mark.parametrize("case", BAD_ENGINES)
-def test_engines_that_are_refused(case):
+def test_unsupported_engines_are_refused(case):
     name, value, message = BAD_ENGINES[case]
     with pytest.raises(ValueError, match=message):
         read(**{name: value})
@@ -138,7 +137,7 @@ def test_engines_that_are_refused(case):
 
 @pytest.fixture
 def install_tpu_inference(tmp_path, monkeypatch):
-    """Hides what is installed; makes a tpu-inference found, with a version or none."""
+    """Replace the installed tpu-inference by one with a version, or none."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "tpu_inference", raising=False)
     importlib.invalidate_caches()
@@ -175,7 +174,7 @@ def test_async_scheduling_is_refused_where_tpu_inference_loses_tokens(
     with pytest.raises(ValueError, match=re.escape(named)) as caught:
         read(scheduler_config__async_scheduling=True)
     assert "Add --no-async-scheduling (async_scheduling=False)." in str(caught.value)
-    # What is synchronous is served: told so, by default, or by an older vLLM.
+    # Synchronous scheduling is served: set, by default, or with an older vLLM.
     for is_async in (False, None):
         assert read(scheduler_config__async_scheduling=is_async).num_host_blocks == 32
     assert read().num_host_blocks == 32
@@ -194,16 +193,16 @@ def test_async_scheduling_is_served_without_tpu_inference():
     assert read(scheduler_config__async_scheduling=True).num_host_blocks == 32
 
 
-def test_layers_that_are_refused():
+def test_unsupported_layers_are_refused():
     config, cache_config = make_configs()
     (group,) = cache_config.kv_cache_groups
     group.kv_cache_spec = MLAAttentionSpec(block_size=BLOCK_SIZE)
     with pytest.raises(
-        ValueError, match=r"group 0 is of MLAAttentionSpec .* never tried"
+        ValueError, match=r"group 0 is of MLAAttentionSpec .* never tested"
     ):
         ConnectorConfig.of(config, cache_config)
     full, window = make_configs(windows=(None, 6))[1].kv_cache_groups
-    # Layers of a kind but of several sizes come wrapped up.
+    # Layers of one kind and several sizes are wrapped.
     layers = {"a": window.kv_cache_spec, "b": window.kv_cache_spec}
     group.kv_cache_spec = SimpleNamespace(kv_cache_specs=layers, block_size=BLOCK_SIZE)
     assert ConnectorConfig.of(config, cache_config).groups == (SlidingWindow(4, 6),)

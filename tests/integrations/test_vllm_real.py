@@ -1,6 +1,6 @@
-"""The connector beside vLLM's own scheduler, where vLLM is installed.
+"""The connector with vLLM's scheduler, where vLLM is installed.
 
-The runner is the one of `fake_engine`, which knows what its KV caches have to contain;
+The runner is that of `fake_engine`, which knows the contents of its KV caches;
 vLLM's factory, scheduler, block pool and connector calls are the real ones.
 """
 
@@ -13,9 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxkv.integrations import vllm_config
-
-from .fake_engine import Runner, Unreliable, next_token
+from jaxkv.integrations.vllm import config as vllm_config
+from tests.rigs.fake_engine import Runner, Unreliable, next_token
 
 pytestmark = [
     pytest.mark.skipif(
@@ -45,7 +44,7 @@ MODEL = dict(
 @pytest.fixture
 def make_engine(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    # It comes with vllm-tpu and loses tokens; the runner of these tests keeps them.
+    # tpu-inference comes with vllm-tpu and loses tokens; this runner does not.
     monkeypatch.setattr(vllm_config, "_tpu_inference_version", lambda: None)
     (tmp_path / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
     return lambda **options: RealEngine(str(tmp_path), **options)
@@ -153,7 +152,7 @@ class RealEngine:
         worker = KVConnectorFactory.create_connector(
             self.config, KVConnectorRole.WORKER, kv_cache_config
         )
-        # Where the runners' mixin looks for it.
+        # The runners' mixin looks for it here.
         kv_transfer_state._KV_CONNECTOR_AGENT = worker
         self.runner = RealRunner(worker, num_blocks, windows, newer=True)
         self.is_async = is_async
@@ -205,7 +204,7 @@ class RealEngine:
 
 
 class RealRunner(Runner):
-    """Takes vLLM's own outputs, and has vLLM call the connector around the model."""
+    """Takes vLLM's outputs, and lets vLLM call the connector around the model."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -285,15 +284,15 @@ def test_a_prompt_comes_back_from_the_host_in_vllm(make_engine):
 SERVED = {
     "synchronous": {},
     "asynchronous": {"is_async": True},
-    # With fewer blocks vLLM 0.32 stands still: a request whose load has failed as a
-    # whole has to find room beside its own reservation, before others may go on.
+    # With fewer blocks vLLM 0.32 stalls: a request whose load has failed completely
+    # has to find room beside its own reservation before others may continue.
     "hybrid": {"windows": (None, 6), "num_blocks": 64},
 }
 
 
 @pytest.mark.parametrize("name", SERVED)
 @pytest.mark.parametrize("seed", range(3))
-def test_every_token_read_in_vllm_is_what_was_computed_for_it(make_engine, seed, name):
+def test_every_token_read_in_vllm_equals_the_computed_one(make_engine, seed, name):
     from vllm.v1.request import RequestStatus
 
     rng = np.random.default_rng(seed)
@@ -311,7 +310,7 @@ def test_every_token_read_in_vllm_is_what_was_computed_for_it(make_engine, seed,
         for _ in range(rng.integers(0, 6)):
             engine.step()
         if rng.random() < 0.1:
-            # It preempts all that run, and then says if blocks were in flight.
+            # It preempts all running requests, and then says if blocks were in flight.
             with contextlib.suppress(RuntimeError):
                 engine.scheduler.reset_prefix_cache(reset_running_requests=True)
         if rng.random() < 0.1:

@@ -1,4 +1,4 @@
-"""What the catalogue knows, how long, and how little it forgets and keeps."""
+"""The catalogue: which blocks it keeps, how long, and its bound."""
 
 import dataclasses
 from collections import Counter
@@ -6,9 +6,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxkv.hashing import KeyChain, KeyedBlock, Namespace
+from jaxkv.keys.hashing import KeyChain, KeyedBlock, Namespace
 from jaxkv.observe.catalog import BlockCatalog
-from jaxkv.types import DEVICE_MEDIUM, HOST_MEDIUM, OffloadingEvent
+from jaxkv.tiers.base import DEVICE_MEDIUM, HOST_MEDIUM, OffloadingEvent
 
 SPACE = Namespace("model", "weights", "float32", "NHD", 2)
 
@@ -21,7 +21,7 @@ def removed(*keys, medium=HOST_MEDIUM):
     return OffloadingEvent(list(keys), 2, medium, removed=True)
 
 
-def test_what_a_tier_has_is_known_however_much_else_is_named():
+def test_blocks_on_a_tier_stay_known_however_many_are_recorded():
     catalog = BlockCatalog(max_spare=3)
     held = KeyChain(SPACE, record=catalog.record).extend(range(4))
     catalog.note(stored(*held))
@@ -33,7 +33,7 @@ def test_what_a_tier_has_is_known_however_much_else_is_named():
     assert catalog.num_held(DEVICE_MEDIUM) == 0
 
 
-def test_a_block_that_left_every_tier_is_forgotten_as_the_newest_of_the_spare():
+def test_a_block_removed_from_every_tier_becomes_the_newest_spare():
     catalog = BlockCatalog(max_spare=1)
     (key,) = KeyChain(SPACE, record=catalog.record).extend([1, 2])
     catalog.note(stored(key))
@@ -49,7 +49,7 @@ def test_a_block_that_left_every_tier_is_forgotten_as_the_newest_of_the_spare():
     assert catalog.find(another)
 
 
-def test_naming_a_block_again_keeps_it():
+def test_recording_a_block_again_makes_it_the_newest():
     catalog = BlockCatalog(max_spare=2)
     one, _, again, _ = [
         KeyChain(SPACE, record=catalog.record).extend(tokens)[0]
@@ -60,7 +60,7 @@ def test_naming_a_block_again_keeps_it():
     assert len(catalog) == 2
 
 
-def test_copies_are_counted():
+def test_copies_of_a_block_are_counted():
     catalog = BlockCatalog(max_spare=0)
     (key,) = KeyChain(SPACE).extend([1, 2])
     catalog.note(stored(key, key, medium=DEVICE_MEDIUM))
@@ -72,8 +72,8 @@ def test_copies_are_counted():
     assert len(catalog) == catalog.num_held(DEVICE_MEDIUM) == 0
 
 
-def test_a_host_block_leaves_as_what_it_came_as():
-    """Two device blocks are in a host block, which has the key of the second."""
+def test_a_host_block_is_removed_with_the_parts_it_was_stored_with():
+    """A host block has two device blocks, and the key of the second."""
     catalog = BlockCatalog()
     later = []
     keys = KeyChain(SPACE, record=later.append).extend(range(8))
@@ -90,7 +90,7 @@ def test_a_host_block_leaves_as_what_it_came_as():
     ]
     assert catalog.parts(events[0]) == [keys[0], keys[1], keys[3]]
     catalog.note(events[0])
-    for block in later:  # Now it is known that there is a third in the second.
+    for block in later:  # Now the second host block is known to have a third block.
         catalog.record(block)
     assert catalog.parts(events[1]) == [keys[3]]
     catalog.note(events[1])
@@ -104,8 +104,8 @@ def test_a_host_block_leaves_as_what_it_came_as():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_it_agrees_with_counting_and_stays_bounded(seed):
-    """Whatever happens, in any order, on both tiers."""
+def test_the_catalogue_agrees_with_a_model_and_stays_bounded(seed):
+    """Random events in any order on both tiers."""
     rng = np.random.default_rng(seed)
     catalog = BlockCatalog(max_spare=5)
     held = {HOST_MEDIUM: Counter(), DEVICE_MEDIUM: Counter()}

@@ -1,10 +1,9 @@
-"""What is told of a tier's events, block by block."""
+"""KV events of the events of a tier."""
 
 import msgspec
 import pytest
 
-from jaxkv.groups import ChunkedLocal, FullAttention, Mamba, SlidingWindow
-from jaxkv.hashing import Extras, KeyChain, MultimodalItem, Namespace
+from jaxkv.keys.hashing import Extras, KeyChain, MultimodalItem, Namespace
 from jaxkv.observe.catalog import BlockCatalog
 from jaxkv.observe.describe import count_unknown, describe, describe_all
 from jaxkv.observe.kv_events import (
@@ -15,7 +14,8 @@ from jaxkv.observe.kv_events import (
     decode_batch,
     encode_batch,
 )
-from jaxkv.types import DEVICE_MEDIUM, HOST_MEDIUM, OffloadingEvent
+from jaxkv.search.groups import ChunkedLocal, FullAttention, Mamba, SlidingWindow
+from jaxkv.tiers.base import DEVICE_MEDIUM, HOST_MEDIUM, OffloadingEvent
 
 SPACE = Namespace("model", "weights", "float32", "NHD", 2)
 GROUPS = FullAttention(2), SlidingWindow(2, 9), ChunkedLocal(2, 4), Mamba(2)
@@ -47,7 +47,7 @@ def tell(catalog, *events, **how):
     return told
 
 
-def test_blocks_that_follow_one_another_are_told_at_once(catalog):
+def test_consecutive_blocks_are_one_event(catalog):
     keys = chain(catalog, range(10, 18))
     [[event]] = tell(catalog, stored(*keys[1:3], medium=DEVICE_MEDIUM), groups=GROUPS)
     assert event == BlockStored(
@@ -64,7 +64,7 @@ def test_blocks_that_follow_one_another_are_told_at_once(catalog):
     )
 
 
-def test_an_event_is_split_where_a_block_does_not_follow_the_one_before(catalog):
+def test_an_event_is_split_between_blocks_that_are_not_consecutive(catalog):
     one, other = chain(catalog, range(6)), chain(catalog, [0, 1, 8, 9])
     [told] = tell(catalog, stored(one[0], one[1], other[1], one[2], *other))
     assert [(e.parent_block_hash, e.token_ids) for e in told] == [
@@ -75,8 +75,8 @@ def test_an_event_is_split_where_a_block_does_not_follow_the_one_before(catalog)
     ]
 
 
-def test_every_copy_of_a_block_is_told_and_counts_by_itself(catalog):
-    """As a device pool says it: a key that several blocks hold is there as often."""
+def test_every_copy_of_a_block_has_its_own_event(catalog):
+    """As from a device pool: a key is there once for each block that holds it."""
     keys = chain(catalog, range(4))
     [first, second, third] = tell(
         catalog, stored(keys[0], keys[1], keys[1]), removed(keys[1]), removed(keys[1])
@@ -88,7 +88,7 @@ def test_every_copy_of_a_block_is_told_and_counts_by_itself(catalog):
     assert second == third == [BlockRemoved([keys[1]], "CPU", 0)]
 
 
-def test_groups_are_told_apart_and_named(catalog):
+def test_groups_have_separate_events_with_their_kinds(catalog):
     keys = [chain(catalog, range(4), group=group) for group in range(4)]
     [told, gone] = tell(
         catalog,
@@ -111,20 +111,20 @@ def test_groups_are_told_apart_and_named(catalog):
     ]
 
 
-def test_a_group_with_blocks_of_its_own_size_has_it_told(catalog):
+def test_an_event_has_the_block_size_of_its_group(catalog):
     large = Namespace("model", "weights", "float32", "NHD", 4)
     keys = KeyChain(large, group=1, record=catalog.record).extend(range(8))
     [[event]] = tell(catalog, stored(*keys, block_size=2))
     assert (event.block_size, event.token_ids) == (4, list(range(8)))
 
 
-def test_what_the_key_covers_besides_tokens_is_told_in_vllms_order(catalog):
+def test_extra_keys_are_in_vllms_order(catalog):
     items = MultimodalItem(bytes(range(32)), 3), MultimodalItem(b"\xff", 5)
     extras = Extras("sa\ud800lt", "adapter", items)
     [[event]] = tell(catalog, stored(*chain(catalog, range(8), extras)))
     assert event.lora_name == "adapter"
     assert event.extra_keys == [
-        ("adapter", "sa\\ud800lt"),  # The salt stands in the first block alone.
+        ("adapter", "sa\\ud800lt"),  # Only the first block has the salt.
         ("adapter", (bytes(range(32)).hex(), 1)),
         ("adapter", ("ff", 1)),
         ("adapter",),
@@ -135,7 +135,7 @@ def test_what_the_key_covers_besides_tokens_is_told_in_vllms_order(catalog):
     assert later.extra_keys is None
 
 
-def test_unknown_blocks_are_told_without_tokens_and_counted(catalog):
+def test_unknown_blocks_have_no_tokens_and_are_counted(catalog):
     keys = chain(catalog, range(4))
     [told, gone] = tell(
         catalog,
@@ -154,7 +154,7 @@ def test_unknown_blocks_are_told_without_tokens_and_counted(catalog):
     ]
 
 
-def test_a_cleared_tier_is_not_told_as_all_tiers_cleared(catalog):
+def test_a_cleared_tier_is_removals_while_another_tier_has_blocks(catalog):
     keys = chain(catalog, range(4))
     clear, clear_device = removed(), removed(medium=DEVICE_MEDIUM)
     told = tell(
@@ -174,8 +174,8 @@ def test_a_cleared_tier_is_not_told_as_all_tiers_cleared(catalog):
     assert tell(BlockCatalog(), clear) == [[AllBlocksCleared()]]
 
 
-def test_a_host_block_of_several_is_told_as_these(catalog):
-    """Routers know prompts in blocks of one size, that of the device."""
+def test_a_host_block_is_described_as_its_device_blocks(catalog):
+    """Routers split prompts into blocks of one size, that of the device."""
     keys = chain(catalog, range(10))
     [told, gone] = tell(
         catalog, stored(keys[1], keys[3], block_size=4), removed(keys[3])
@@ -186,7 +186,7 @@ def test_a_host_block_of_several_is_told_as_these(catalog):
     assert gone == [BlockRemoved(keys[2:4], "CPU", 0)]
 
 
-def test_all_that_is_held_can_be_told_anew(catalog):
+def test_describe_all_lists_every_held_block(catalog):
     keys = chain(catalog, range(6))
     tell(catalog, stored(*keys), stored(keys[0], keys[0], b"?", medium=DEVICE_MEDIUM))
     told = describe_all(catalog)
@@ -200,7 +200,7 @@ def test_all_that_is_held_can_be_told_anew(catalog):
     assert describe_all(BlockCatalog()) == [AllBlocksCleared()]
 
 
-def test_hashes_can_be_the_numbers_that_vllm_gives(catalog):
+def test_int_block_hashes_are_vllms_numbers(catalog):
     keys = chain(catalog, range(4))
     events = stored(keys[1], b"\x01\x00"), removed(keys[1])
     [told, gone] = tell(catalog, *events, int_block_hashes=True)
@@ -211,7 +211,7 @@ def test_hashes_can_be_the_numbers_that_vllm_gives(catalog):
     assert told[1].block_hashes == [256]
 
 
-# The wire. What is expected is written out, not taken from the code under test.
+# The wire format. Expected values are written out, independent of the code.
 
 BATCH = KVEventBatch(
     1.5,
@@ -225,7 +225,7 @@ BATCH = KVEventBatch(
 )
 
 
-def test_the_wire_is_vllms_of_today():
+def test_the_wire_format_is_vllms():
     assert msgspec.msgpack.decode(encode_batch(BATCH)) == [
         1.5,
         [
@@ -263,7 +263,7 @@ def test_the_wire_is_vllms_of_today():
     ]
 
 
-def test_the_wire_of_older_readers_begins_each_event_with_its_name():
+def test_the_array_format_begins_each_event_with_its_name():
     payload = encode_batch(BATCH, array_like=True)
     ts, events, rank = msgspec.msgpack.decode(payload)
     assert (ts, rank) == (1.5, 3)
@@ -278,18 +278,18 @@ def test_the_wire_of_older_readers_begins_each_event_with_its_name():
 
 
 @pytest.mark.parametrize("array_like", [False, True])
-def test_a_batch_is_read_as_it_was_written(array_like):
+def test_a_batch_survives_encoding_and_decoding(array_like):
     payload = encode_batch(BATCH, array_like=array_like)
     batch = decode_batch(payload, array_like=array_like)
     assert batch.events[0] == BATCH.events[0]
     assert batch.events[2:] == BATCH.events[2:]
-    # What is nested in extra_keys comes back as lists; written again it is the same.
+    # Tuples in extra_keys come back as lists; encoded again they are the same.
     assert encode_batch(batch, array_like=array_like) == payload
     with pytest.raises(msgspec.DecodeError):
         decode_batch(payload, array_like=not array_like)
 
 
-def test_fields_of_newer_writers_are_passed_over():
+def test_unknown_fields_are_ignored():
     event = {"type": "BlockRemoved", "block_hashes": [1], "medium": "CPU", "new": 7}
     payload = msgspec.msgpack.encode([0.5, [event], None, "newer"])
     assert decode_batch(payload).events == [BlockRemoved([1], "CPU")]

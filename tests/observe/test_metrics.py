@@ -1,4 +1,4 @@
-"""Metrics tell what engines did, scraped over HTTP during the run and after it."""
+"""Metrics of real engine runs, scraped over HTTP during and after them."""
 
 import threading
 
@@ -6,18 +6,18 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from jaxkv import OffloadRules, OffloadScheduler, OffloadWorker, TransferEngine
-from jaxkv.demo.engine import Engine, EngineConfig
-from jaxkv.demo.model import ModelConfig
-from jaxkv.demo.steps import make_steps
 from jaxkv.observe.metrics import OffloadMetrics
-from tests.observe.scraping import read, scrape
-from tests.offload_rig import BLOCK_SIZE, NUM_BLOCKS, Rig
-from tests.test_worker import Clock, make_pool, metadata
+from jaxkv.tools.demo.engine import Engine, EngineConfig
+from jaxkv.tools.demo.model import ModelConfig
+from jaxkv.tools.demo.steps import make_steps
+from tests.rigs.offload_rig import BLOCK_SIZE, NUM_BLOCKS, Rig
+from tests.rigs.scraping import read, scrape
+from tests.scheduling.test_worker import Clock, make_pool, metadata
 
 
 @pytest.fixture(scope="module")
 def served():
-    """An engine that served prompts while others scraped it, and what it did."""
+    """An engine that serves prompts while it is scraped, and its counts."""
     config = EngineConfig(
         block_size=32,
         device_blocks=24,
@@ -48,7 +48,7 @@ def served():
     between_steps, at_any_time, is_over = [], [], threading.Event()
 
     def keep_scraping():
-        while not is_over.wait(0.05):  # Let the engine have the interpreter, too.
+        while not is_over.wait(0.05):  # Leave the interpreter to the engine.
             at_any_time.append(scrape(port))
 
     scraper = threading.Thread(target=keep_scraping)
@@ -70,7 +70,7 @@ def served():
     metrics.close()
 
 
-def test_a_scrape_has_what_the_engine_did(served):
+def test_a_scrape_has_the_engines_counts(served):
     engine, requests, moved, _, page, metrics = served
     num_tokens = sum(len(request.prompt) for request in requests)
     on_device = sum(request.device_hit_tokens for request in requests)
@@ -89,7 +89,7 @@ def test_a_scrape_has_what_the_engine_did(served):
         past = {"store": "stored", "load": "loaded"}[direction]
         blocks = page[f"jaxkv:kv_offload_blocks_{past}_total"]
         assert blocks * engine.transfer.block_bytes == sum(each)
-    held = len(engine.offload._manager.many.snapshot().block_ids)
+    held = len(engine.offload._manager.snapshot().block_ids)
     stored = page["jaxkv:kv_offload_blocks_stored_total"]
     assert page["jaxkv:kv_offload_host_blocks_held"] == held <= 40
     assert page["jaxkv:kv_offload_host_blocks_evicted_total"] == stored - held > 0
@@ -100,7 +100,7 @@ def test_a_scrape_has_what_the_engine_did(served):
     assert page["jaxkv:kv_offload_load_delay_seconds_count"] == num_loads
     assert page["vllm:kv_offload_lookup_sync_delay_seconds_count"] >= len(requests)
     assert page["vllm:kv_cache_usage_perc"] == 0
-    # At the end nothing is on its way.
+    # At the end nothing is in flight.
     assert page["jaxkv:kv_offload_bytes_in_flight"] == 0
     assert page["vllm:kv_offload_cpu_cache_usage_perc"] == 0
     for direction in ("load", "store"):
@@ -113,7 +113,7 @@ def test_a_scrape_has_what_the_engine_did(served):
     )
 
 
-def test_scrapes_during_a_run_make_sense_and_only_grow(served):
+def test_counters_never_shrink_during_a_run(served):
     *_, scrapes, last, _ = served
     for page, before in pairs(scrapes, last):
         assert page.keys() == last.keys()
@@ -140,14 +140,14 @@ def pairs(scrapes, last):
         yield from zip(pages[1:], pages, strict=False)
 
 
-def test_what_is_offered_is_stored_dropped_or_on_its_way():
+def test_offered_blocks_are_stored_dropped_waiting_or_in_flight():
     rig = Rig(max_blocks_in_flight=2)
     for name, *path in (("one", 1, 2, 3), ("two", 4, 5), ("late", 8)):
         rig.admit(rig.request(name, *path))
         rig.step(**{name: len(path)})
         rig.finish(name)
-    # Three of "one" have a place, of which two have left; those of "two" wait, too.
-    # That of "late" was too much.
+    # Three of "one" have host blocks, two of them in flight; those of "two" wait.
+    # That of "late" exceeded the bound.
     page = check_identity(rig.scheduler)
     assert page["jaxkv:kv_offload_blocks_in_flight", "store"] == 2
     assert page["jaxkv:kv_offload_blocks_waiting", "store"] == 3
@@ -184,7 +184,7 @@ def check_identity(scheduler):
     return page
 
 
-def test_how_long_requests_ask_and_wait():
+def test_lookup_and_load_delays_are_measured():
     rig, clock = Rig(delay_shared_loads=True), Clock()
     rig.run(rig.request("first", 1, 2))
     rig.forget_device()
@@ -192,7 +192,7 @@ def test_how_long_requests_ask_and_wait():
     assert rig.admit(rig.request("one", 1, 2, 3)) == 2 * BLOCK_SIZE
     assert rig.admit(rig.request("two", 1, 2, 4)) is None
     page = read(rig.scheduler)
-    # Two blocks of the host are held, for one load, which has not left.
+    # Two host blocks are held for one load, which has not been issued.
     assert page["vllm:kv_offload_cpu_cache_read_usage_perc"] == 2 / NUM_BLOCKS
     clock.now_s += 0.03
     assert rig.admit(rig.request("two", 1, 2, 4)) is None
@@ -202,7 +202,7 @@ def test_how_long_requests_ask_and_wait():
     clock.now_s += 0.03
     rig.load_arrives()
     clock.now_s += 2
-    assert rig.admit(rig.request("two", 1, 2, 4)) == 0  # It is on the device by now.
+    assert rig.admit(rig.request("two", 1, 2, 4)) == 0  # It has arrived on the device.
     page = read(rig.scheduler)
     name = "jaxkv:kv_offload_load_delay_seconds"
     assert page[f"{name}_sum"] == pytest.approx(0.06)
@@ -213,7 +213,7 @@ def test_how_long_requests_ask_and_wait():
     assert page[f"{name}_bucket", "1.0"] == 0
     assert page[f"{name}_bucket", "5.0"] == 1 == page[f"{name}_count"]
     assert page["jaxkv:kv_offload_blocks_loaded_total"] == 2
-    # A request that was put off and ends has waited, too.
+    # A deferred request that ends has waited too.
     rig.forget_device()
     rig.admit(rig.request("three", 1, 2, 3, 5))
     rig.scheduler.request_finished(rig.request("four", 1, 2, 3, 5))
@@ -223,7 +223,7 @@ def test_how_long_requests_ask_and_wait():
     rig.check_nothing_leaked()
 
 
-def test_a_look_up_takes_as_long_as_the_clock_says():
+def test_a_lookup_delay_is_the_clocks_difference():
     class Ticking(Clock):
         def __call__(self):
             self.now_s += 0.25
@@ -243,16 +243,16 @@ def test_a_look_up_takes_as_long_as_the_clock_says():
     assert grown[f"{name}_count"] == 1
     assert grown[f"{name}_sum"] == pytest.approx(0.25)
     assert (grown[f"{name}_bucket", "0.1"], grown[f"{name}_bucket", "0.5"]) == (0, 1)
-    # From the beginning of the look-up.
+    # From the start of the lookup.
     assert page["jaxkv:kv_offload_load_delay_seconds_sum"] == 0.5
 
 
-def test_a_request_counts_once_with_what_it_found_on_each_tier():
+def test_a_request_counts_its_hits_on_each_tier_once():
     rig = Rig(device_blocks=NUM_BLOCKS)
     rig.run(rig.request("first", 1, 2, 3))
     rig.forget_device()
     again = rig.request("again", 1, 2, 3, 4)
-    for _ in range(3):  # Asking is no use of what is found.
+    for _ in range(3):  # A lookup alone is not a hit.
         assert rig.offer(again) == (3 * BLOCK_SIZE, True)
     rig.admit(again, take=BLOCK_SIZE)
     page = read(rig.scheduler)
@@ -275,8 +275,8 @@ def test_a_request_counts_once_with_what_it_found_on_each_tier():
     rig.check_nothing_leaked()
 
 
-def test_what_guards_keep_out_is_counted():
-    rig = Rig(gate=True, block_bytes=1000, store_threshold=2)
+def test_skipped_stores_and_declined_loads_are_counted():
+    rig = Rig(skip_slow_loads=True, block_bytes=1000, store_threshold=2)
     rig.run(rig.request("one", 1, 2))
     assert read(rig.scheduler)["vllm:kv_offload_stores_skipped_total"] >= 2
     rig.run(rig.request("two", 1, 2))
@@ -288,7 +288,7 @@ def test_what_guards_keep_out_is_counted():
     assert page["vllm:kv_offload_allocation_failure_total"] == 0
 
 
-def test_times_and_sizes_of_transfers_are_the_workers():
+def test_transfer_times_and_sizes_are_the_workers():
     pool, clock = make_pool(), Clock()
     engine = TransferEngine(pool, 3)
     worker = OffloadWorker(engine, clock=clock)
@@ -311,7 +311,7 @@ def test_times_and_sizes_of_transfers_are_the_workers():
     assert not any("prefix_cache" in name for name in page)
 
 
-def test_a_metric_that_nothing_feeds_is_not_there():
+def test_a_metric_without_a_source_is_left_out():
     eager = read(OffloadScheduler(4, 8))
     for name in ("loads_declined_total", "blocks_waiting", "stores_skipped_total"):
         assert not any(name in str(key) for key in eager)

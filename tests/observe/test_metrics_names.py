@@ -1,4 +1,4 @@
-"""Names are vLLM's; docs and dashboard name the metrics that there are."""
+"""Metric names match vLLM, the docs and the dashboard."""
 
 import json
 import re
@@ -12,13 +12,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxkv.observe.families import ALL
 from jaxkv.observe.metrics import OffloadMetrics
-from tests.observe.scraping import get, make_all
+from tests.rigs.scraping import get, make_all
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SIZES = "1e6 5e6 10e6 20e6 40e6 60e6 80e6 100e6 150e6 200e6"
 LOOKUPS = "1e-5 5e-5 1e-4 5e-4 1e-3 5e-3 0.01 0.05 0.1 0.5 1"
 DELAYS = "1e-4 5e-4 1e-3 5e-3 0.01 0.05 0.1 0.5 1 5 10"
-# Of vLLM 0.27: names, kinds, and the bounds of the buckets.
+# From vLLM 0.27: names, kinds, and bounds of buckets.
 OF_VLLM = {
     "vllm:kv_offload_store_bytes": ("counter", ""),
     "vllm:kv_offload_load_bytes": ("counter", ""),
@@ -58,7 +58,7 @@ def test_names_kinds_and_buckets_are_those_of_vllm(all_families):
         assert [float(le) for le in les[:-1]] == [float(b) for b in bounds.split()]
 
 
-def test_the_docs_have_every_metric_as_it_is(all_families):
+def test_the_docs_list_every_metric_with_its_kind_and_labels(all_families):
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     row = re.compile(
         r"^\| `([a-z]+:\w+)` \| (\w+) \| (?:`(\w+)` )?\| ([^|]+) \| ", re.M
@@ -77,7 +77,7 @@ PROMQL_WORDS = {"sum", "max", "by", "rate", "histogram_quantile", "label_values"
 
 
 def selected(query):
-    """The metrics of a query of PromQL, with the labels that it asks of each."""
+    """The metrics of a PromQL query, with the labels that it uses of each."""
     grouped = re.findall(r"\bby \(([\w, ]+)\)", query)
     query = re.sub(r"\bby \([\w, ]+\)|\[[^]]*\]", " ", query)
     found = []
@@ -88,12 +88,12 @@ def selected(query):
     return found, {label.strip() for each in grouped for label in each.split(",")}
 
 
-def test_the_reader_of_queries_finds_names_and_labels():
+def test_selected_finds_names_and_labels_of_a_query():
     query = 'sum by (le) (rate(a:b_bucket{engine=~"$engine"}[5m])) / max(c)'
     assert selected(query) == ([("a:b_bucket", {"engine"}), ("c", set())], {"le"})
 
 
-def test_every_query_of_the_dashboard_names_what_is_there(all_families):
+def test_every_dashboard_query_names_existing_metrics_and_labels(all_families):
     samples = {}
     for family in all_families.values():
         for sample in family.samples:
@@ -119,7 +119,7 @@ def load_dashboard():
     return json.loads((ROOT / "examples" / "grafana.json").read_text(encoding="utf-8"))
 
 
-def test_the_dashboard_is_one(all_families):
+def test_the_dashboard_is_well_formed(all_families):
     board = load_dashboard()
     assert board["title"]
     assert board["uid"]

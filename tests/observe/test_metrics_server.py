@@ -1,4 +1,4 @@
-"""Metrics in a registry beside others, and the server that is only there if asked."""
+"""Metrics beside others in a registry, and the HTTP server."""
 
 import math
 import re
@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from jaxkv import OffloadScheduler
 from jaxkv.observe.metrics import OffloadMetrics
-from tests.observe.scraping import get, make_all, read
+from tests.rigs.scraping import get, make_all, read
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_engines_share_a_registry_by_their_labels():
     OffloadMetrics(OffloadScheduler(4, 8), registry=registry).close()
 
 
-def test_names_that_are_taken_are_left_to_whoever_has_them():
+def test_a_registry_with_taken_names_is_refused():
     registry = CollectorRegistry()
     gauge = Gauge("vllm:kv_cache_usage_perc", "Somebody's.", registry=registry)
     with pytest.raises(ValueError, match="give another registry"):
@@ -64,7 +64,7 @@ def test_names_that_are_taken_are_left_to_whoever_has_them():
 
 
 @pytest.mark.parametrize("name", ["le", "reason", "direction", "a-b", "__a", "1", ""])
-def test_labels_that_cannot_be_are_refused(name):
+def test_invalid_labels_are_refused(name):
     registry = CollectorRegistry()
     with pytest.raises(ValueError, match=re.escape(f"label {name!r} must be")):
         OffloadMetrics(OffloadScheduler(4, 8), registry=registry, labels={name: "0"})
@@ -76,7 +76,7 @@ def test_nothing_to_measure_is_refused():
         OffloadMetrics(registry=CollectorRegistry())
 
 
-def test_nothing_listens_until_it_is_asked_to(monkeypatch):
+def test_nothing_listens_before_serve(monkeypatch):
     listening = []
     listen = socket.socket.listen
 
@@ -100,14 +100,14 @@ def test_nothing_listens_until_it_is_asked_to(monkeypatch):
         get(port)
 
 
-def test_a_port_that_cannot_be_is_an_error_that_says_so():
+def test_an_unusable_port_is_named_in_the_error():
     metrics = OffloadMetrics(OffloadScheduler(4, 8), registry=CollectorRegistry())
     with closing(socket.create_server(("127.0.0.1", 0))) as other:
         port = other.getsockname()[1]
         with pytest.raises(OSError, match=f"cannot serve metrics at 127.0.0.1:{port}"):
             metrics.serve(port)
     with pytest.raises(OSError, match=r"cannot serve metrics at 192.0.2.1:0 \("):
-        metrics.serve(0, "192.0.2.1")  # An address that no machine has.
+        metrics.serve(0, "192.0.2.1")  # An address reserved for documentation.
     for port in (-1, 65536):
         with pytest.raises(ValueError, match=r"must be in \[0, 65536\)"):
             metrics.serve(port)
@@ -122,16 +122,19 @@ def run_python(code):
     return done.returncode, done.stdout + done.stderr
 
 
-def test_without_the_extra_it_says_how_to_get_it():
+def test_without_the_extra_the_error_says_how_to_install_it():
     without = "import sys; sys.modules['prometheus_client'] = None; "
     code, said = run_python(without + "import jaxkv.observe.metrics")
     assert code == 1
     assert said.splitlines()[-1].startswith("ImportError: jaxkv.observe.metrics needs")
     assert 'pip install "jaxkv[metrics]"' in said
-    assert run_python(without + "import jaxkv, jaxkv.observe, jaxkv.cli") == (0, "")
+    assert run_python(without + "import jaxkv, jaxkv.observe, jaxkv.cli.main") == (
+        0,
+        "",
+    )
 
 
-def test_a_line_for_a_log_tells_of_what_there_is():
+def test_format_line_has_the_numbers_of_what_is_given():
     scheduler, worker, _ = make_all()
     line = OffloadMetrics(scheduler, registry=CollectorRegistry()).format_line()
     assert line == (

@@ -11,15 +11,15 @@ import msgspec
 import pytest
 import zmq
 
-from jaxkv.groups import FullAttention, SlidingWindow
-from jaxkv.hashing import KeyChain, Namespace
+from jaxkv.keys.hashing import KeyChain, Namespace
 from jaxkv.observe import publisher as publisher_module
 from jaxkv.observe.catalog import BlockCatalog
 from jaxkv.observe.publisher import EventPublisher
 from jaxkv.observe.sockets import offset_endpoint
 from jaxkv.observe.subscriber import EventSubscriber
-from jaxkv.types import DEVICE_MEDIUM, HOST_MEDIUM, OffloadingEvent
-from tests.observe.listening import DECODER, WAIT_MS, Listener, Picture, wait_for
+from jaxkv.search.groups import FullAttention, SlidingWindow
+from jaxkv.tiers.base import DEVICE_MEDIUM, HOST_MEDIUM, OffloadingEvent
+from tests.rigs.listening import DECODER, WAIT_MS, Listener, Picture, wait_for
 
 ANY = "tcp://127.0.0.1:*"
 SPACE = Namespace("model", "weights", "float32", "NHD", 2)
@@ -38,7 +38,7 @@ def numbered(n):
 
 
 def publish_until_heard(publisher, subscriber):
-    """What is published before the subscription is there passes by."""
+    """Publish until the subscription is there: earlier batches are lost."""
     for _ in range(1200):
         publisher.publish([numbered(0)])
         if got := subscriber.receive(timeout_s=0.05):
@@ -49,7 +49,7 @@ def publish_until_heard(publisher, subscriber):
 # Sequence numbers, gaps, replays.
 
 
-def test_our_own_subscriber_replays_what_it_missed():
+def test_the_subscriber_requests_what_it_missed():
     with EventPublisher(ANY, ANY) as publisher:
         for n in range(5):
             publisher.publish([numbered(n)])
@@ -73,7 +73,7 @@ def test_our_own_subscriber_replays_what_it_missed():
     assert stats.num_replayed >= 3
 
 
-def test_what_is_no_longer_kept_is_counted_as_lost():
+def test_batches_no_longer_kept_are_counted_as_lost():
     with EventPublisher(ANY, ANY, buffer_steps=3) as publisher:
         for n in range(10):
             publisher.publish([numbered(n)])
@@ -81,7 +81,7 @@ def test_what_is_no_longer_kept_is_counted_as_lost():
         with EventSubscriber(
             publisher.endpoint, publisher.replay_endpoint, **how
         ) as subscriber:
-            assert subscriber.catch_up() == 3  # All that was queued is there.
+            assert subscriber.catch_up() == 3  # All queued batches are there.
             assert [subscriber.receive(0).seq for _ in range(3)] == [7, 8, 9]
             assert subscriber.stats.num_lost == 7
             assert subscriber.catch_up() == 0
@@ -97,7 +97,7 @@ def test_a_gap_without_a_replay_is_counted():
     assert subscriber.stats.num_lost == got.seq - 1 >= 3
 
 
-def test_a_subscriber_notices_that_the_publisher_is_another():
+def test_a_subscriber_detects_a_restarted_publisher():
     with EventPublisher(ANY) as publisher:
         endpoint = publisher.endpoint
         subscriber = EventSubscriber(endpoint)
@@ -112,9 +112,9 @@ def test_a_subscriber_notices_that_the_publisher_is_another():
     assert subscriber.stats.num_restarts == 1
 
 
-def test_a_req_socket_gets_the_first_batch_and_nonsense_gets_nothing():
-    """A REQ socket puts the empty frame in by itself; vLLM's example uses one."""
-    clock = itertools.count().__next__  # ints, which readers of floats may not take
+def test_a_req_socket_gets_the_first_batch_and_malformed_requests_nothing():
+    """A REQ socket adds the empty frame itself; vLLM's example uses one."""
+    clock = itertools.count().__next__  # ints, which readers of floats may not accept
     with EventPublisher(ANY, ANY, clock=clock) as publisher, zmq.Context() as context:
         for n in range(3):
             publisher.publish([numbered(n)])
@@ -137,8 +137,8 @@ def test_a_req_socket_gets_the_first_batch_and_nonsense_gets_nothing():
     assert event.block_hashes == numbered(1).block_hashes
 
 
-def test_every_batch_arrives_however_they_come():
-    """A wake-up that is lost leaves batches waiting for the next one."""
+def test_every_batch_of_a_burst_arrives():
+    """A lost wake-up would leave batches waiting for the next one."""
     with EventPublisher(ANY) as publisher, Listener(publisher.endpoint) as listener:
         listener.await_subscription(lambda: publisher.publish([removed()]))
         first = publisher.stats.num_published
@@ -151,10 +151,10 @@ def test_every_batch_arrives_however_they_come():
                 first += 1
 
 
-# Too much at a time.
+# Too many at a time.
 
 
-def test_a_subscriber_that_does_not_read_does_not_hold_up_the_engine():
+def test_a_subscriber_that_does_not_read_does_not_block_the_engine():
     batch = [stored(*(n.to_bytes(32, "little") for n in range(200)))]
     with (
         EventPublisher(ANY, ANY, hwm=1) as publisher,
@@ -166,8 +166,8 @@ def test_a_subscriber_that_does_not_read_does_not_hold_up_the_engine():
     assert publisher.stats.num_dropped_full == 0
 
 
-def test_a_full_queue_drops_counts_and_tells_all_anew(monkeypatch):
-    """The thread stands still while it encodes, as long as the test wants it to."""
+def test_after_a_drop_the_next_batch_lists_all_blocks(monkeypatch):
+    """The test stops the thread in its encoding, as long as it needs."""
     go_on, stands = threading.Event(), threading.Event()
     encode = publisher_module.encode_batch
 
@@ -199,7 +199,7 @@ def test_a_full_queue_drops_counts_and_tells_all_anew(monkeypatch):
             told = listener.ask(0)
     assert [seq for seq, _ in told] == [0, 1, 2, 5, 6]
     picture = Picture()
-    for _, batch in told[2:]:  # Whatever came before the drop does not matter.
+    for _, batch in told[2:]:  # Earlier batches do not matter.
         picture.learn(batch)
     assert picture.held(HOST_MEDIUM) == Counter([keys[1], keys[3]])
     assert picture.held(DEVICE_MEDIUM) == {keys[4]: 2}
@@ -207,10 +207,10 @@ def test_a_full_queue_drops_counts_and_tells_all_anew(monkeypatch):
     assert publisher.stats.num_dropped_full == 2
 
 
-# Addresses, beginnings and ends.
+# Addresses, start and close.
 
 
-def test_ranks_have_ports_of_their_own_and_say_who_they_are():
+def test_ranks_have_different_ports_and_send_their_rank():
     with EventPublisher(ANY) as other:
         port = int(other.endpoint.rpartition(":")[2])
     with EventPublisher(f"tcp://127.0.0.1:{port - 3}", data_parallel_rank=3) as made:
@@ -233,7 +233,7 @@ def test_a_publisher_can_connect_to_a_subscriber_that_binds(tmp_path):
         assert got.batch.events[0].block_hashes == numbered(0).block_hashes
 
 
-def test_hashes_and_groups_are_told_as_asked_for():
+def test_int_hashes_and_group_kinds_are_published():
     catalog = BlockCatalog()
     keys = KeyChain(SPACE, group=1, record=catalog.record).extend(range(4))
     groups = FullAttention(2), SlidingWindow(2, 5)
@@ -249,7 +249,7 @@ def test_hashes_and_groups_are_told_as_asked_for():
     assert event.kv_cache_spec_sliding_window == 5
 
 
-def test_messages_that_are_no_batch_are_counted_and_passed_over():
+def test_malformed_messages_are_counted_and_skipped():
     with zmq.Context() as context, context.socket(zmq.PUB) as pub:
         pub.linger = 0
         pub.bind("tcp://127.0.0.1:*")
@@ -270,7 +270,7 @@ def test_messages_that_are_no_batch_are_counted_and_passed_over():
             assert subscriber.stats.num_lost == 0
 
 
-def test_closing_leaves_nothing_behind():
+def test_close_sends_the_queue_and_frees_thread_and_address():
     before = set(threading.enumerate())
     publisher = EventPublisher(ANY, ANY)
     for n in range(100):
@@ -346,7 +346,7 @@ def run(program):
         ("msgspec", "describe", "Events on the wire need msgspec"),
     ],
 )
-def test_without_the_extra_the_error_names_it(blocked, module, message):
+def test_without_the_extra_the_error_names_the_package(blocked, module, message):
     done = run(
         f"import sys; sys.modules[{blocked!r}] = None\n"
         "import jaxkv, jaxkv.observe.catalog\n"
@@ -360,15 +360,15 @@ def test_without_the_extra_the_error_names_it(blocked, module, message):
     assert 'pip install "jaxkv[events]"' in done.stdout
 
 
-def test_the_library_does_not_import_what_events_need():
+def test_the_library_does_not_import_zmq_or_msgspec():
     done = run(
-        "import sys, jaxkv, jaxkv.cli, jaxkv.observe.catalog\n"
+        "import sys, jaxkv, jaxkv.cli.main, jaxkv.observe.catalog\n"
         "print({'zmq', 'msgspec'} & set(sys.modules))"
     )
     assert done.stdout == "set()\n", done.stderr
 
 
-def test_a_publisher_that_nobody_closed_does_not_hold_up_the_end():
+def test_an_unclosed_publisher_does_not_block_the_exit():
     done = run(
         "from jaxkv.observe.publisher import EventPublisher\n"
         f"publisher = EventPublisher({ANY!r}, {ANY!r})\n"

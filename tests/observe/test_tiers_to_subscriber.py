@@ -1,25 +1,25 @@
-"""What both tiers of a real scheduler hold, as a subscriber pictures it."""
+"""A subscriber reconstructs the contents of both tiers of a real scheduler."""
 
 from collections import Counter
 
 import numpy as np
 import pytest
 
-from jaxkv.blocks import DeviceBlockPool
-from jaxkv.groups import FullAttention, SlidingWindow
-from jaxkv.hashing import Extras, KeyChain, Namespace
-from jaxkv.keys import lanes_to_keys
+from jaxkv.keys import words_to_keys
+from jaxkv.keys.hashing import Extras, KeyChain, Namespace
 from jaxkv.observe.catalog import BlockCatalog
 from jaxkv.observe.publisher import EventPublisher
-from jaxkv.types import DEVICE_MEDIUM, HOST_MEDIUM
-from tests.observe.listening import DECODER, Listener, Picture
-from tests.offload_rig import BLOCK_SIZE, NUM_BLOCKS, FakeRequest, Rig
+from jaxkv.search.groups import FullAttention, SlidingWindow
+from jaxkv.tiers.base import DEVICE_MEDIUM, HOST_MEDIUM
+from jaxkv.tiers.device import DeviceBlockPool
+from tests.rigs.listening import DECODER, Listener, Picture
+from tests.rigs.offload_rig import BLOCK_SIZE, NUM_BLOCKS, FakeRequest, Rig
 
 ANY = "tcp://127.0.0.1:*"
 
 
 class PublishingRig(Rig):
-    """An engine that names blocks as it should, and publishes what both tiers say."""
+    """An engine with real keys that publishes the events of both tiers."""
 
     def __init__(self, publisher, **how):
         super().__init__(**how)
@@ -28,7 +28,7 @@ class PublishingRig(Rig):
             NUM_BLOCKS, enable_events=True, block_size=BLOCK_SIZE
         )
         self.scheduler.bind_device_block_pool(self.pool)
-        self.fed = {}  # key: the tokens up to the block's end, adapter, group
+        self.fed = {}  # key -> the tokens up to the block's end, adapter, group
 
     def ask(self, name, tokens, lora=None):
         keys = []
@@ -47,16 +47,15 @@ class PublishingRig(Rig):
 
     def held(self, medium):
         if medium == DEVICE_MEDIUM:
-            cache = self.pool.state.cache
-            lanes = np.asarray(cache.directory.keys)[np.asarray(cache.has_key)]
-            return Counter(lanes_to_keys(lanes))
+            state = self.pool.state
+            return Counter(words_to_keys(state.directory.keys[state.has_key]))
         ref_cnt = self.scheduler._manager.snapshot().ref_cnt
         rows = self.rules.blocks_per_host_block
         ready = [key for key, count in ref_cnt.items() if count >= 0]
         return Counter(part for key in ready for part in self.before(key, rows))
 
     def before(self, key, num):
-        """The last blocks of a prefix, this one the last."""
+        """The last blocks of a prefix, up to this one."""
         while num and key is not None:
             yield key
             block = self.publisher.catalog.find(key)
@@ -77,7 +76,7 @@ HYBRID = FullAttention(BLOCK_SIZE), SlidingWindow(BLOCK_SIZE, 2 * BLOCK_SIZE)
     ],
     ids=["eager", "hybrid", "large host blocks", "lazy"],
 )
-def test_a_subscriber_that_loses_messages_ends_with_what_both_tiers_hold(how, seed):
+def test_a_subscriber_that_loses_messages_ends_with_the_tiers_contents(how, seed):
     rng = np.random.default_rng(seed)
     catalog = BlockCatalog(max_spare=40)
     groups = how.get("groups", BLOCK_SIZE)

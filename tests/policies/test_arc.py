@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.keys import lanes_to_keys
+from jaxkv.keys import words_to_keys
 from jaxkv.policies.arc import make_arc, make_arc_fixed, snapshot
 from tests.reference.arc import ReferenceARC, ReferenceARCFixed
 
@@ -274,7 +274,7 @@ def test_equals_its_twin_through_compactions(name, num_blocks):
     state, free = policy.init(), set(range(num_blocks))
     ref_cnt = np.zeros(num_blocks, np.int32)
     universe = np.arange(8 * 4 * (num_blocks + 1), dtype=np.uint32).reshape(-1, 8)
-    numbers = {key: number for number, key in enumerate(lanes_to_keys(universe))}
+    numbers = {key: number for number, key in enumerate(words_to_keys(universe))}
     num_compactions = 0
 
     def batch(numbers):

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.keys import keys_to_lanes
+from jaxkv.keys import keys_to_words
 from jaxkv.policies import get_policy_maker, policy_names
 
 NUM_BLOCKS = 6
@@ -216,7 +216,7 @@ def held_in_snapshot(policy, state):
     shown = policy.snapshot(state).values()
     keys = [key for part in shown if isinstance(part, list) for key in part]
     assert len(set(keys)) == len(keys)
-    found = policy.find(state, jnp.asarray(keys_to_lanes(keys)), jnp.int32(len(keys)))
+    found = policy.find(state, jnp.asarray(keys_to_words(keys)), jnp.int32(len(keys)))
     return {k: b for k, b in zip(keys, found.tolist(), strict=True) if b != -1}
 
 

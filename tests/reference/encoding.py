@@ -1,4 +1,4 @@
-"""Reads block encodings back: a parser that shares nothing with `jaxkv.hashing`.
+"""Reads block encodings back: a parser that shares nothing with `jaxkv.keys.hashing`.
 
 If every encoding can be read back to the inputs that it was made from, no two
 inputs have the same one.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from jaxkv.hashing import Extras, MultimodalItem, Namespace
+from jaxkv.keys.hashing import Extras, MultimodalItem, Namespace
 
 FORMAT, SALT, LORA, PARENT, ITEM, TOKENS = 1, 8, 9, 10, 11, 12
 NAMESPACE_AND_GROUP = range(2, 8)

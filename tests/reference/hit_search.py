@@ -8,7 +8,7 @@ None, such as `BlockPool.get_cached_block`.
 
 from math import lcm
 
-from jaxkv.groups import ChunkedLocal, FullAttention, Mamba, SlidingWindow
+from jaxkv.search.groups import ChunkedLocal, FullAttention, Mamba, SlidingWindow
 
 
 def cdiv(a, b):

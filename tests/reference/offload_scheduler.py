@@ -1,12 +1,13 @@
 """A plain-Python twin of vLLM 0.19.1's `SimpleCPUOffloadScheduler`, with its faults.
 
-Written from a description of its behaviour, over the values of `jaxkv.connector` and
-the twin pool on both tiers. An oracle where jaxkv does the same, and its rival where
-it does better: nothing is pinned between query and allocation, a block in flight is
-stored again, a request's last blocks are lost at its end, the head of a prefix is
-given up before its tail, and the lazy cursor leaves blocks out.
+Written from a description of its behaviour, over the values of
+`jaxkv.scheduling.protocol` and the twin pool on both tiers. An oracle where jaxkv does
+the same, and its rival where it does better: nothing is pinned between query and
+allocation, a block in flight is stored again, a request's last blocks are lost at its
+end, the head of a prefix is evicted before its tail, and the lazy cursor leaves blocks
+out.
 
-As in `jaxkv.connector` the table of a new or resumed request comes with
+As in `jaxkv.scheduling.protocol` the table of a new or resumed request comes with
 `update_state_after_alloc`. Block ids and keys are flat lists if there is one group,
 else a list per group.
 """
@@ -14,8 +15,8 @@ else a list per group.
 from collections import Counter
 from dataclasses import dataclass, field
 
-from jaxkv.connector import NO_EVENT
-from jaxkv.groups import Mamba, SlidingWindow
+from jaxkv.scheduling.protocol import NO_EVENT
+from jaxkv.search.groups import Mamba, SlidingWindow
 from tests.reference.block_pool import BlockPool
 from tests.reference.hit_search import cdiv, find_longest_cache_hit, is_full
 
@@ -287,7 +288,7 @@ class ReferenceScheduler:
         return num_free, ran_out
 
     def _scan_free_queue(self):
-        """Collect from the blocks that are given up next, on from the last visited."""
+        """Collect from the blocks that are evicted next, on from the last visited."""
         if self.device_pool is None:
             return Copy([], [])
         queue = self.device_pool.free_queue

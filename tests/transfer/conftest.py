@@ -1,4 +1,4 @@
-"""Pools that are late, and pools that fail."""
+"""Pools that are ready late, and pools that fail."""
 
 import time
 import types
@@ -18,7 +18,7 @@ def delayed():
 
     @jax.jit
     def step(num_products, pool):
-        # Products, for XLA:CPU runs what it takes to be cheap before it returns.
+        # Matrix products: XLA:CPU runs cheap programs before it returns.
         mean = jnp.full((64, 64), 1 / 64, jnp.float32)
         product = jax.lax.fori_loop(0, num_products, lambda _, x: x @ mean, mean)
         zero = product[0, 0] * 0
@@ -39,13 +39,13 @@ def fault(*args):
 
 
 def callback(function):
-    """f32[]: what `function` says when the program runs."""
+    """f32[]: the value of `function` when the program runs."""
     return jax.pure_callback(function, jax.ShapeDtypeStruct((), jnp.float32))
 
 
 @pytest.fixture
 def broken(delayed):
-    """Make a pool whose arrays turn out to have failed, some time later."""
+    """Make a pool whose arrays fail some time later."""
 
     def step(pool, function):
         zero = callback(function)
@@ -59,16 +59,16 @@ def broken(delayed):
             try:
                 return program(delayed(pool, seconds))
             except jax.errors.JaxRuntimeError:
-                seconds *= 2  # It was not late: XLA:CPU then runs it at once.
+                seconds *= 2  # It was not late, and XLA:CPU ran it at once.
 
     yield broken
-    # jax waits at exit for the last callback of a device: let it be one that succeeds.
+    # At exit jax waits for the last callback of a device, which must succeed.
     jax.block_until_ready(step(numbered_pool(), lambda: np.zeros((), np.float32)))
 
 
 @pytest.fixture
 def gate(monkeypatch):
-    """While it is shut nothing is ever over, however fast the machine is."""
+    """While it is shut no piece is ready, however fast the machine is."""
     is_ready = tickets.Piece.is_ready
     gate = types.SimpleNamespace(shut=False)
     monkeypatch.setattr(

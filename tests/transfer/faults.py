@@ -1,4 +1,4 @@
-"""Arrays that turn out to have failed, which is how a device reports its faults."""
+"""Arrays that fail after they were made, as when a device has a fault."""
 
 import functools
 
@@ -27,7 +27,7 @@ def _late_zero(num_products):
 def _call_back(function, zero, pool):
     kind = jax.ShapeDtypeStruct((), jnp.float32)
     zero += jax.pure_callback(function, kind)
-    # An addition would change NaNs, and XLA:CPU skips one of a zero that it can see.
+    # An addition would change NaNs, and XLA:CPU removes the addition of a known zero.
     return jax.tree.map(lambda leaf: jnp.where(zero == 0, leaf, leaf * 0), pool)
 
 
@@ -35,7 +35,7 @@ _compiled = {}
 
 
 def _run(function, zero, pool):
-    """Run a program that has been compiled before its arguments are made."""
+    """Run a program, compiled before its arguments are made."""
     leaves, treedef = jax.tree.flatten(pool)
     key = (function, treedef, *[(leaf.shape, leaf.dtype) for leaf in leaves])
     if key not in _compiled:
@@ -45,8 +45,8 @@ def _run(function, zero, pool):
 
 
 def broken(pool):
-    """Give a pool whose arrays turn out to have failed, later."""
-    # What the callback needs is late: else XLA:CPU would call back at once, and raise.
+    """Return a pool whose arrays fail later."""
+    # The argument is late: otherwise XLA:CPU would call back at once, and raise.
     return _run(_raise, lambda: _late_zero(20_000), pool)
 
 

@@ -1,4 +1,4 @@
-"""A pool whose blocks say which they are, for tests of what ends up where."""
+"""A pool whose blocks hold their numbers, for tests of where blocks end up."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jaxkv.transfer import TransferEngine
 CPU = jax.devices("cpu")[0]
 MODES = ("fused", "staged")
 NUM_BLOCKS, NUM_HOST_BLOCKS = 24, 32
-# What follows from them: host blocks per extent, and extents with the spare one.
+# These follow: host blocks per extent, and extents with the spare one.
 EXTENT_BLOCKS, NUM_EXTENTS = 4, 9
 BLOCK_BYTES = 8 * 4 + 8 * 2
 EXTENT_BYTES = EXTENT_BLOCKS * BLOCK_BYTES
@@ -19,14 +19,14 @@ modes = pytest.mark.parametrize("mode", MODES)
 
 
 def numbered_pool(offset=0):
-    """Blocks that say which they are: leaf k holds n, leaf v holds -n."""
+    """Blocks that hold their numbers: n in leaf k, -n in leaf v."""
     numbers = jnp.arange(offset, offset + NUM_BLOCKS, dtype=jnp.float32)
     k = jnp.broadcast_to(numbers[:, None], (NUM_BLOCKS, 8))
     return jax.device_put({"k": k, "v": -k.astype(jnp.bfloat16)}, CPU)
 
 
 def numbers_in(pool):
-    """The number of each block; checks that all of the block agrees."""
+    """The number that each block holds; checks all its elements."""
     k, v = np.array(pool["k"]), np.array(pool["v"].astype(jnp.float32))
     assert (k == k[:, :1]).all()
     assert (v == -k).all()
@@ -38,7 +38,7 @@ def make_engine(mode, **arguments):
     return TransferEngine(pool, NUM_HOST_BLOCKS, mode=mode, **arguments), pool
 
 
-def store(engine, pool, device_ids, host_ids):
+def save_and_wait(engine, pool, device_ids, host_ids):
     """Save blocks and wait until they can be loaded."""
     ticket = engine.save(pool, device_ids, host_ids)
     pool, done = engine.drain(pool)
@@ -55,10 +55,10 @@ def load_numbers(engine, pool, host_ids):
 
 
 def check_at_rest(engine):
-    """Nothing is on its way, and nothing is held for it."""
+    """Check that nothing is in flight, pinned or held."""
     assert engine.num_in_flight == engine.num_waiting == engine.bytes_in_flight == 0
-    flow = engine._flow
-    assert not [*flow._landing, *flow._saving, *flow._loading]
-    assert flow.store.num_pins == 0
-    assert not flow.store._held.any()
-    flow.store.check()
+    queue = engine._queue
+    assert not [*queue._landing, *queue._saving, *queue._loading]
+    assert queue.table.num_pins == 0
+    assert not queue.table._held.any()
+    queue.table.check()

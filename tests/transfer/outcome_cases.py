@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import OffloadWorker, TransferEngine
-from jaxkv.connector import NO_EVENT, OffloadMetadata
 from jaxkv.scheduling import watchdog
-from jaxkv.worker import AgreementError
+from jaxkv.scheduling.protocol import NO_EVENT, OffloadMetadata
+from jaxkv.scheduling.worker import AgreementError
 
 P = jax.sharding.PartitionSpec
 NUM_BLOCKS, NUM_HOST_BLOCKS, NUM_STEPS = 16, 7, 14
@@ -26,9 +26,9 @@ LOST_TIMEOUT_S = 4.0
 
 @jax.jit
 def model(pool, block, value):
-    """Write a block; what it writes depends on all devices, so that they have to meet.
+    """Write a block; the value depends on all devices, so they have to synchronise.
 
-    No value is negative, which XLA does not know.
+    No value is negative, which XLA cannot tell.
     """
     return pool.at[block].set(value + jnp.minimum(pool[block].sum(), 0))
 
@@ -38,16 +38,16 @@ def value_of(key):
 
 
 class HostTable:
-    """What a scheduler knows, as far as it is told; the same in all processes.
+    """The table of a scheduler, from its reports; the same in all processes.
 
-    Each step computes the block of a new key, stores that of the last, and loads one
-    that the host has. There are so few host blocks that each is soon used again: would
-    a process not hear of a failure, it would read another key there than the others.
+    Each step computes the block of a new key, stores that of the last key, and loads
+    one from the host. There are few host blocks, so each is soon reused: a process that
+    missed a failure would read another key from it than the others.
     """
 
     def __init__(self):
         self.free = list(range(NUM_HOST_BLOCKS))
-        self.host = {}  # by key, the first to come first
+        self.host = {}  # by key, the oldest first
         self.storing, self.loading = {}, {}
 
     def plan(self, number):
@@ -91,19 +91,19 @@ def fail(*_):
 
 
 def serve(engine, worker, pool, process, num_processes):
-    """Serve some steps, in which transfers fail, each in one process."""
+    """Serve some steps in which transfers fail, each in one process."""
     table = HostTable()
-    mover = engine._mover
+    copier = engine._copier
     for number in range(NUM_STEPS):
         pool = model(pool, np.int32(number % 8), value_of(number))
-        programs = mover.save_program, mover.load_program
+        programs = copier.save_program, copier.load_program
         if number == FAILED_STORE and process == 1:
-            mover.save_program = fail
+            copier.save_program = fail
         if number == FAILED_LOAD and process == num_processes - 1:
-            mover.load_program = fail
+            copier.load_program = fail
         pool = worker.start(table.plan(number), pool)
-        mover.save_program, mover.load_program = programs
-        # Each is another time behind the others.
+        copier.save_program, copier.load_program = programs
+        # Each process is late by another time.
         time.sleep(0.01 * (number * (process + 1) % 3))
         output = worker.poll()
         assert (FAILED_STORE in output.failed_store_events) == (
@@ -123,8 +123,8 @@ def serve(engine, worker, pool, process, num_processes):
 
 
 def lose_one(engine, pool, process, num_processes, end):
-    """Let the last process be lost; the others have to notice, and to say so."""
-    watchdog._LEAST_LIMIT_S = watchdog._MARGIN_S = 1.0  # All is compiled.
+    """Lose the last process; the others have to notice and raise."""
+    watchdog._LEAST_LIMIT_S = watchdog._MARGIN_S = 1.0  # Everything is compiled.
     worker = OffloadWorker(
         engine,
         report_after_steps=2,
@@ -139,7 +139,7 @@ def lose_one(engine, pool, process, num_processes, end):
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(1e6)
     if end == "hang":
-        # The devices wait for those of the other, and so does whoever uses the pool.
+        # The devices wait for the lost ones, and so does any use of the pool.
         pool = model(pool, np.int32(1), value_of(1))
     print("alone", flush=True)
     start_s = time.monotonic()
@@ -155,7 +155,7 @@ def lose_one(engine, pool, process, num_processes, end):
 
 
 def leave(process, num_processes, timeout_s):
-    """End at once: jax would wait for the lost process. The first is the last to go.
+    """Exit at once: jax would wait for the lost process. The first one exits last.
 
     It runs the coordination service, without which jax ends the others.
     """

@@ -11,15 +11,15 @@ import jax
 import numpy as np
 
 from jaxkv import OffloadWorker, TransferEngine
-from jaxkv.connector import NO_EVENT, ConnectorOutput, OffloadMetadata
-from jaxkv.worker import PlanMismatchError
-from tests.offload_rig import NUM_BLOCKS, Rig
+from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, OffloadMetadata
+from jaxkv.scheduling.worker import PlanMismatchError
+from tests.rigs.offload_rig import NUM_BLOCKS, Rig
 
 P = jax.sharding.PartitionSpec
 
 
 def make_worker():
-    """A pool whose heads are spread over all devices, and what moves its blocks."""
+    """A pool whose heads are spread over all devices, and its worker."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("heads",))
     place = jax.sharding.NamedSharding(mesh, P(None, "heads"))
     array = np.arange(NUM_BLOCKS * 4, dtype=np.int32).reshape(NUM_BLOCKS, 4)
@@ -31,7 +31,7 @@ def make_worker():
 
 
 def plan(number, load=True):
-    """Store block `number`, and load what was stored three steps before."""
+    """Store block `number`, and load the one stored three steps before."""
     is_loading = load and number >= 3
     return OffloadMetadata(
         load_event=number if is_loading else NO_EVENT,
@@ -61,13 +61,13 @@ def agree(rng):
     assert output == ConnectorOutput(("r8", "r9"), (), (8, 9))
     for shard in pool.addressable_shards:
         rows = np.array(shard.data)[7:14, 0] // 4
-        # Block n + 4 has what block n - 3 had, which may be from a load as well.
+        # Block n + 4 has the bytes of block n - 3, which may be from a load too.
         assert rows.tolist() == [0, 1, 2, 3, 4, 5, 6], rows
     print(worker.plan_digest.hex(), flush=True)
 
 
 def differ(own):
-    """One process plans a load less in the fifth step."""
+    """One process leaves out a load in the fifth step."""
     worker, pool = make_worker()
     for number in range(4):
         pool = worker.start(plan(number), pool)

@@ -46,12 +46,12 @@ def round_trips(mesh_shape, spec, mode):
     shape = (NUM_BLOCKS, 2, HEADS, 4)
     arrays = [random_array(rng, shape, dtype) for dtype in ("bfloat16", "int8")]
     pool, shadow = global_pool(arrays, place), Shadow(arrays)
-    num_lanes = mesh.shape["blocks"] if "blocks" in spec else 1
-    # Such that each lane has room for all, since which lane gets what is random.
-    room = NUM_HOST_BLOCKS * num_lanes
+    num_shards = mesh.shape["blocks"] if "blocks" in spec else 1
+    # Each shard has room for all blocks, since they are dealt at random.
+    room = NUM_HOST_BLOCKS * num_shards
     engine = TransferEngine(pool, room, mode=mode, layer_groups=2)
-    lane_blocks = NUM_BLOCKS // num_lanes
-    lane_of = {}
+    shard_blocks = NUM_BLOCKS // num_shards
+    shard_of = {}
     for _ in range(3):
         device_ids = rng.permutation(NUM_BLOCKS)[:12]
         host_ids = rng.permutation(NUM_HOST_BLOCKS)[:12]
@@ -59,13 +59,13 @@ def round_trips(mesh_shape, spec, mode):
         for part in np.split(np.arange(12), 3):
             engine.save(pool, device_ids[part], host_ids[part])
         shadow.save(device_ids, host_ids)
-        lanes = (device_ids // lane_blocks).tolist()
-        lane_of.update(zip(host_ids.tolist(), lanes, strict=True))
+        shards = (device_ids // shard_blocks).tolist()
+        shard_of.update(zip(host_ids.tolist(), shards, strict=True))
         pool, done = engine.drain(pool)
         assert [each.error for each in done] == [None] * 3
         pairs = []
         for device_id in rng.permutation(NUM_BLOCKS).tolist():
-            here = [h for h in lane_of if lane_of[h] == device_id // lane_blocks]
+            here = [h for h in shard_of if shard_of[h] == device_id // shard_blocks]
             if here:
                 pairs.append((int(rng.choice(here)), device_id))
         host_ids, device_ids = zip(*pairs, strict=True)
@@ -74,11 +74,11 @@ def round_trips(mesh_shape, spec, mode):
         pool, [done] = engine.drain(pool)
         assert done.error is None, done.error
         check(pool, shadow)
-    # Each process sets aside what its own shards take.
+    # Each process allocates memory for its own shards.
     small = TransferEngine(pool, host_bytes=1 << 20, mode=mode)
     assert 0 < small.host_bytes <= 1 << 20
-    engine._store.check()
-    assert engine.bytes_in_flight == engine._store.num_pins == 0
+    engine._table.check()
+    assert engine.bytes_in_flight == engine._table.num_pins == 0
 
 
 def compressed(mode):

@@ -1,4 +1,4 @@
-"""A pool and its host blocks once more, as plain NumPy: what engines are held to."""
+"""A NumPy model of a pool and its host blocks, which engines must agree with."""
 
 import jax
 import jax.numpy as jnp
@@ -6,20 +6,20 @@ import numpy as np
 
 
 def random_array(rng, shape, dtype):
-    """Random bits; of a float they are NaNs and infinities, too."""
+    """Random bits; floats include NaNs and infinities."""
     dtype = jnp.dtype(dtype)
     raw = rng.integers(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), np.uint8)
     return raw.view(dtype)
 
 
 def bits(array):
-    """Copy the bytes of an array, for a view would stop its donation."""
+    """Copy the bytes of an array, since a view would stop its donation."""
     array = np.ascontiguousarray(np.array(array))
     return array.view(np.uint8)
 
 
 def to_device(arrays):
-    """A pool with memory of its own: NumPy's could not be donated."""
+    """A pool in its own memory: NumPy's could not be donated."""
     return jax.tree.map(lambda array: jax.device_put(jnp.array(array)), arrays)
 
 
@@ -33,7 +33,7 @@ class Shadow:
     """
 
     def __init__(self, pool, block_axis=0):
-        """Begin as a copy of `pool`, a tree of NumPy arrays."""
+        """Start as a copy of `pool`, a tree of NumPy arrays."""
         axes = jax.tree.leaves(jax.tree.broadcast(block_axis, pool))
         self.axes = axes
         self.leaves = [

@@ -1,8 +1,8 @@
-"""What test_sharded.py checks, run by it in a process of eight CPU devices.
+"""The cases of test_sharded.py, run in a process with eight CPU devices.
 
     python -m tests.transfer.sharded_cases [NAME ...]
 
-prints a JSON object, for each case a traceback, or null if all is well.
+prints a JSON object: for each case a traceback, or null if it passed.
 """
 
 import re
@@ -15,7 +15,7 @@ import pytest
 
 from jaxkv.transfer import Compression, TransferEngine
 from jaxkv.transfer.kernels import SAVE_KINDS
-from tests.device_cases import main
+from tests.rigs.device_cases import main
 from tests.transfer.shadow import Shadow, bits, random_array
 
 P = jax.sharding.PartitionSpec
@@ -46,7 +46,7 @@ def mesh_of(num_devices, axis_type="Auto"):
 
 
 def random_arrays(rng, dtype="bfloat16"):
-    """Two layers, and something with other axes beside them."""
+    """Two layers, and a leaf with other axes."""
     kv = [random_array(rng, (NUM_BLOCKS, 2, HEADS, 8), dtype) for _ in range(2)]
     return {"kv": kv, "scale": random_array(rng, (HEADS, NUM_BLOCKS), "int32")}
 
@@ -62,7 +62,7 @@ def shardings(mesh, spec):
 
 
 def to_devices(arrays, places):
-    """Each shard in memory of its own: NumPy's could not be donated."""
+    """Each shard in its own memory: NumPy's could not be donated."""
 
     def put(array, place):
         return jax.make_array_from_callback(
@@ -72,7 +72,7 @@ def to_devices(arrays, places):
     return jax.tree.map(put, arrays, places)
 
 
-def lanes_of(mesh, spec):
+def shards_of(mesh, spec):
     entry = spec[0] if len(spec) else None
     names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
     return int(np.prod([mesh.shape[name] for name in names], dtype=int))
@@ -87,18 +87,18 @@ def pointers(arrays):
 
 
 def programs(engine):
-    mover = engine._mover
-    saves = [mover.save_program(kind) for kind in SAVE_KINDS[mover.mode]]
-    return saves + [mover.load_program(g) for g in range(mover.num_layer_groups)]
+    copier = engine._copier
+    saves = [copier.save_program(kind) for kind in SAVE_KINDS[copier.mode]]
+    return saves + [copier.load_program(g) for g in range(copier.num_layer_groups)]
 
 
 def extents(engine):
-    return [extent for extent in engine._flow._memory._extents if extent is not None]
+    return [extent for extent in engine._queue._memory._extents if extent is not None]
 
 
 def check_extents(engine, mesh):
     """Extents are in pinned memory, spread over the devices as the pool is."""
-    layout = engine._mover.extents
+    layout = engine._copier.extents
     assert extents(engine)
     for extent in extents(engine):
         for bundle, array in zip(layout.bundles, extent, strict=True):
@@ -109,13 +109,13 @@ def check_extents(engine, mesh):
             assert array.sharding.is_equivalent_to(wanted, array.ndim), array.sharding
 
 
-def deal(rng, num_lanes, n, m):
-    """Device blocks i32[n, m] such that a row's are in one lane, and these lanes."""
-    lane_blocks = NUM_BLOCKS // num_lanes
-    rows = np.stack([rng.permutation(lane_blocks) for _ in range(num_lanes)])
-    rows = (rows + lane_blocks * np.arange(num_lanes)[:, None]).reshape(-1, m)
+def deal(rng, num_shards, n, m):
+    """Device blocks i32[n, m], each row in one shard, and the shards of the rows."""
+    shard_blocks = NUM_BLOCKS // num_shards
+    rows = np.stack([rng.permutation(shard_blocks) for _ in range(num_shards)])
+    rows = (rows + shard_blocks * np.arange(num_shards)[:, None]).reshape(-1, m)
     rows = rng.permutation(rows)[:n]
-    return rows, rows[:, 0] // lane_blocks
+    return rows, rows[:, 0] // shard_blocks
 
 
 def round_trips(num_devices, spec, axis_type, mode, m=1, layer_groups=1, rounds=4):
@@ -123,7 +123,7 @@ def round_trips(num_devices, spec, axis_type, mode, m=1, layer_groups=1, rounds=
     rng = np.random.default_rng(num_devices)
     arrays, places = random_arrays(rng), shardings(mesh, spec)
     pool, shadow = to_devices(arrays, places), Shadow(arrays, BLOCK_AXIS)
-    num_lanes = lanes_of(mesh, spec)
+    num_shards = shards_of(mesh, spec)
     engine = TransferEngine(
         pool,
         32 // m,
@@ -136,19 +136,19 @@ def round_trips(num_devices, spec, axis_type, mode, m=1, layer_groups=1, rounds=
         found = COLLECTIVES.findall(program.as_text())
         assert not found, found
     pool_memory, host_memory = pointers(pool), pointers(extents(engine))
-    lane_of = {}
+    shard_of = {}
     for _ in range(rounds):
-        device_ids, lanes = deal(rng, num_lanes, int(rng.integers(1, 12 // m)), m)
+        device_ids, shards = deal(rng, num_shards, int(rng.integers(1, 12 // m)), m)
         host_ids = rng.permutation(32 // m)[: len(device_ids)]
         engine.save(pool, device_ids, host_ids)
         shadow.save(device_ids, host_ids)
-        lane_of.update(zip(host_ids.tolist(), lanes.tolist(), strict=True))
+        shard_of.update(zip(host_ids.tolist(), shards.tolist(), strict=True))
         pool, [done] = engine.drain(pool)
         assert done.error is None
-        device_ids, lanes = deal(rng, num_lanes, NUM_BLOCKS // m, m)
+        device_ids, shards = deal(rng, num_shards, NUM_BLOCKS // m, m)
         pairs = []
-        for row, lane in zip(device_ids, lanes, strict=True):
-            here = [h for h in lane_of if lane_of[h] == lane]
+        for row, shard in zip(device_ids, shards, strict=True):
+            here = [h for h in shard_of if shard_of[h] == shard]
             if here and rng.random() < 0.7:
                 pairs.append((int(rng.choice(here)), row))
         host_ids = [host_id for host_id, _ in pairs]
@@ -167,12 +167,12 @@ def round_trips(num_devices, spec, axis_type, mode, m=1, layer_groups=1, rounds=
         assert pointers(pool) == pool_memory, "the pool has moved"
         if mode == "fused":
             assert pointers(extents(engine)) == host_memory, "extents have moved"
-    assert engine.bytes_in_flight == engine._store.num_pins == 0
-    engine._store.check()
+    assert engine.bytes_in_flight == engine._table.num_pins == 0
+    engine._table.check()
 
 
 def check_every_copy(pool, shadow):
-    """Compare each device's own bytes, for copies of a shard could differ."""
+    """Compare the bytes on each device, since replicas of a shard could differ."""
     leaves = jax.tree.leaves(pool)
     for mine, leaf, axis in zip(shadow.leaves, leaves, shadow.axes, strict=True):
         whole = np.moveaxis(mine, 0, axis)
@@ -184,7 +184,7 @@ def compressed(num_devices, spec, dtype, mode):
     mesh = mesh_of(num_devices)
     rng = np.random.default_rng(3)
     values = rng.standard_normal((NUM_BLOCKS, 2, HEADS, 8)).astype(np.float32)
-    # Shards of a block have ranges of their own.
+    # Shards of a block have different ranges.
     values *= 10.0 ** rng.integers(-3, 4, (1, 1, HEADS, 1)).astype(np.float32)
     place = jax.sharding.NamedSharding(mesh, spec)
     pool = to_devices(values, place)
@@ -206,7 +206,7 @@ def compressed(num_devices, spec, dtype, mode):
 
 
 def pool_by_blocks():
-    """A pool whose block axis is sharded, and the same on the host."""
+    """The values of a pool whose block axis is sharded, and the pool."""
     place = jax.sharding.NamedSharding(mesh_of(4), P("blocks"))
     values = np.arange(NUM_BLOCKS * 8, dtype=np.float32).reshape(NUM_BLOCKS, 8)
     return values, to_devices(values, place)
@@ -227,7 +227,7 @@ def refusals(mode):
     expect(message, pairs.load, pool, [0, 1], [[0, 1], [7, 8]])
     expect("of the shards", pairs.load, pool, [0, 1], [[0, 1], [-1, 7]])
     for each in (engine, pairs):
-        assert each.num_in_flight == each._store.num_pins == 0
+        assert each.num_in_flight == each._table.num_pins == 0
 
 
 def expect(message, function, *args):
@@ -235,12 +235,12 @@ def expect(message, function, *args):
         function(*args)
 
 
-def one_lane_filled(mode, others_wait):
+def one_shard_filled(mode, others_wait):
     values, pool = pool_by_blocks()
     engine = TransferEngine(pool, 8, mode=mode)
     engine.save(pool, [0, 8], [6, 7])
     pool, _ = engine.drain(pool)
-    # Of the host's eight blocks, half are meant for the first lane.
+    # Of the host's eight blocks, half are meant for the first shard.
     failing = engine.save(pool, [1, 2, 3, 4, 5, 6], range(6))
     after = [engine.save(pool, [9], [0])] if others_wait else []
     pool, done = engine.drain(pool)
@@ -249,9 +249,9 @@ def one_lane_filled(mode, others_wait):
     assert "are full; make the host tier larger, or spread" in str(done[0].error)
     assert [each.error for each in done[1:]] == [None] * len(after)
     assert engine.bytes_in_flight == engine.num_in_flight == 0
-    assert engine._store.num_pins == 0
-    engine._store.check()
-    # What was there is, and there is room for as much as before.
+    assert engine._table.num_pins == 0
+    engine._table.check()
+    # Older blocks are intact, and there is as much room as before.
     engine.save(pool, [1, 2, 3, 9, 10, 11], range(6))
     pool, [done] = engine.drain(pool)
     assert done.error is None
@@ -262,7 +262,7 @@ def one_lane_filled(mode, others_wait):
 
 
 def positive_control(axis_type):
-    """What the engine does not do: take blocks by ids that count over all shards."""
+    """Gather by ids that count over all shards, which the engine never does."""
     mesh = mesh_of(4, axis_type)
     place = jax.sharding.NamedSharding(mesh, P("blocks"))
     everywhere = jax.sharding.NamedSharding(mesh, P())
@@ -297,8 +297,8 @@ for mode in ("fused", "staged"):
     add(f"a mesh of one device, {mode}", round_trips, 1, both, "Auto", mode)
     add(f"int8, {mode}", compressed, 8, both, "int8", mode)
     add(f"refusals, {mode}", refusals, mode)
-    add(f"one lane filled, {mode}", one_lane_filled, mode, False)
-    add(f"one lane filled while others wait, {mode}", one_lane_filled, mode, True)
+    add(f"one shard filled, {mode}", one_shard_filled, mode, False)
+    add(f"one shard filled while others wait, {mode}", one_shard_filled, mode, True)
 add("fp8, fused", compressed, 4, P("blocks", "heads"), "fp8", "fused")
 for axis_type in AXIS_TYPES:
     add(f"positive control, {axis_type}", positive_control, axis_type)

@@ -1,4 +1,4 @@
-"""What is loaded is what was saved: bit for bit, block for block."""
+"""Loaded blocks equal saved blocks, bit for bit."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def to_device(raw, dtype):
 
 
 def bits(array):
-    """dtype[blocks, ...] -> u8[blocks, bytes]; a copy, for a view stops donation."""
+    """dtype[blocks, ...] -> u8[blocks, bytes]; a copy, since a view stops donation."""
     return np.array(array).reshape(array.shape[0], -1).view(np.uint8)
 
 
@@ -48,7 +48,7 @@ def float32_patterns():
 
 
 def round_trip(raw, dtype, mode):
-    """Save every block, load each into another place of a pool of zeros."""
+    """Save every block, load each into another block of a pool of zeros."""
     num_blocks = len(raw)
     rng = np.random.default_rng(num_blocks)
     pool = to_device(raw, dtype)
@@ -153,7 +153,7 @@ def test_a_load_into_a_mixed_pool_leaves_other_blocks_alone(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_host_blocks_of_several_device_blocks(seed, mode):
+def test_host_blocks_of_several_device_blocks_keep_every_bit(seed, mode):
     rng = np.random.default_rng(seed)
     pool = mixed_pool(30, rng)
     device = pool_bits(pool)
@@ -165,7 +165,7 @@ def test_host_blocks_of_several_device_blocks(seed, mode):
     engine.save(pool, saved, host_ids)
     pool, [done] = engine.drain(pool)
     assert (done.num_blocks, done.error) == (8, None)
-    # To other places, some of them not wanted; what was not saved can be anything.
+    # Into other blocks, some left out; blocks that were not saved may hold anything.
     loaded = rng.permutation(30)[:24].reshape(8, 3)
     loaded[saved == -1] = -1
     loaded[rng.permutation(8)[:4], 0] = -1
@@ -177,7 +177,7 @@ def test_host_blocks_of_several_device_blocks(seed, mode):
     expected = device.copy()
     expected[loaded[wanted]] = device[saved[wanted]]
     assert np.array_equal(pool_bits(pool), expected)
-    for ids, message in [([[1, 2]], "rows of 3 ints"), ([[-1] * 3], "nothing but -1")]:
+    for ids, message in [([[1, 2]], "rows of 3 ints"), ([[-1] * 3], "only -1")]:
         with pytest.raises(ValueError, match=message):
             engine.save(pool, ids, [0])
 
@@ -191,7 +191,7 @@ def test_random_transfers_agree_with_a_shadow(seed, mode):
     device = pool_bits(pool)
     host = np.zeros((num_host_blocks, device.shape[1]), np.uint8)
     readable, pending = set(), {}
-    # Every other time as little as possible may be in flight, and the rest waits.
+    # Every other time the budget is one extent, and the rest waits.
     engine = TransferEngine(
         pool,
         num_host_blocks,
@@ -201,7 +201,7 @@ def test_random_transfers_agree_with_a_shadow(seed, mode):
     )
     touched = {}  # Device blocks of the transfers that were not reported, by ticket.
 
-    def step(pool, values, ids):  # What a model does: write into donated blocks.
+    def step(pool, values, ids):  # Like a model: write into donated blocks.
         return jax.tree.map(lambda leaf, new: leaf.at[ids].set(new), pool, values)
 
     step = jax.jit(

@@ -1,4 +1,4 @@
-"""Compression: how large the error may be, what it costs, and what stays as it was."""
+"""Compression: error bounds, sizes, and leaves that are not compressed."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def normal(leaf="float32", shape=SHAPE, seed=0):
 
 @pytest.fixture(scope="module")
 def send():
-    """Send blocks there and back, by an engine for each kind of pool."""
+    """Save and load blocks, with one engine for each kind of pool."""
     engines = {}
 
     def send(arrays, dtype, mode="fused", head_axis=-2):
@@ -59,13 +59,13 @@ def peaks(values, axes=(1, 3)):
 
 
 def rounding(values):
-    """What storing them in their own dtype costs at most, relatively."""
+    """The largest relative error of rounding to a dtype."""
     return np.float32(jnp.finfo(values.dtype).eps) / 2
 
 
 @modes
 @leaf_dtypes
-def test_the_error_of_int8(send, leaf, mode):
+def test_int8_error_is_within_its_bound(send, leaf, mode):
     values = normal(leaf)
     found = send(values, "int8", mode)
     assert found.dtype == values.dtype
@@ -77,7 +77,7 @@ def test_the_error_of_int8(send, leaf, mode):
 
 @modes
 @leaf_dtypes
-def test_the_error_of_fp8(send, leaf, mode):
+def test_fp8_error_is_within_its_bound(send, leaf, mode):
     values = normal(leaf)
     found = send(values, "fp8", mode)
     assert found.dtype == values.dtype
@@ -90,7 +90,7 @@ def test_the_error_of_fp8(send, leaf, mode):
 
 
 @dtypes
-def test_heads_with_ranges_far_apart_do_not_meet(send, dtype):
+def test_heads_have_separate_scales(send, dtype):
     values = normal()
     alone = send(values, dtype)
     factor = np.float32(2**20)
@@ -98,14 +98,14 @@ def test_heads_with_ranges_far_apart_do_not_meet(send, dtype):
     together = send(values, dtype)
     assert (together[:, :, 0] == alone[:, :, 0]).all()
     assert (together[:, :, 1] == alone[:, :, 1] * factor).all()
-    # Nor do blocks.
+    # So have blocks.
     values[2] *= factor
     found = send(values, dtype)
     assert (found[[0, 1, 3]] == together[[0, 1, 3]]).all()
 
 
 @dtypes
-def test_zeros_and_constants(send, dtype):
+def test_zeros_and_constants_come_back_exactly(send, dtype):
     values = np.zeros(SHAPE, np.float32)
     values[1] = 1.0
     values[2] = -0.1
@@ -130,10 +130,10 @@ def test_zeros_beside_tiny_values_stay_zeros(send, dtype, peak):
 
 @dtypes
 @leaf_dtypes
-def test_what_is_not_finite_does_not_harm_the_others(send, dtype, leaf):
+def test_values_that_are_not_finite_leave_the_others_intact(send, dtype, leaf):
     values = normal(leaf)
     peak = peaks(values)[0, 0, 0, 0]
-    # The peak itself is left alone.
+    # The peak itself is unchanged.
     small = np.argwhere(np.abs(float32(values[0, :, 0])) < peak / 2)[:3]
     values[0, small[:, 0], 0, small[:, 1]] = 0
     expected = send(values, dtype)
@@ -149,8 +149,8 @@ def test_what_is_not_finite_does_not_harm_the_others(send, dtype, leaf):
 
 @dtypes
 @leaf_dtypes
-def test_values_do_not_drift(send, dtype, leaf):
-    """What came back once comes back the same from then on."""
+def test_repeated_saves_and_loads_do_not_drift(send, dtype, leaf):
+    """After the first round trip values no longer change."""
     values = normal(leaf)
     first = send(values, dtype)
     assert (bits(first) != bits(values)).any()
@@ -161,7 +161,7 @@ def test_values_do_not_drift(send, dtype, leaf):
 
 
 @dtypes
-def test_both_modes_give_the_same(send, dtype):
+def test_both_modes_compress_to_the_same_values(send, dtype):
     values = normal("bfloat16")
     fused, staged = (send(values, dtype, mode) for mode in MODES)
     assert (bits(fused) == bits(staged)).all()
@@ -196,18 +196,18 @@ def test_every_bit_is_kept_by_default(send, mode):
 @modes
 @dtypes
 @pytest.mark.parametrize("leaf", ["bfloat16", "float32"])
-def test_host_memory_shrinks(leaf, dtype, mode):
+def test_compression_shrinks_host_memory(leaf, dtype, mode):
     pool = jnp.zeros((8, 16, 4, 64), leaf)
     raw = TransferEngine(pool, 64, mode=mode, extent_bytes=1)
     small = TransferEngine(
         pool, 64, mode=mode, extent_bytes=1, compression=Compression(dtype)
     )
     assert small.block_bytes == raw.block_bytes
-    # A byte an element, and four for the scale of each head.
+    # A byte per element, and four for the scale of each head.
     elements, itemsize = 16 * 4 * 64, jnp.dtype(leaf).itemsize
     expected = (elements + 4 * 4) / (elements * itemsize)
     assert small.host_bytes / raw.host_bytes == pytest.approx(expected)
-    # And as many bytes hold as many blocks more.
+    # The same bytes hold more blocks accordingly.
     raw = TransferEngine(pool, host_bytes="4MB", mode=mode)
     small = TransferEngine(
         pool, host_bytes="4MB", mode=mode, compression=Compression(dtype)
@@ -218,7 +218,7 @@ def test_host_memory_shrinks(leaf, dtype, mode):
 
 
 @dtypes
-def test_the_head_axis_may_be_any_but_the_blocks(send, dtype):
+def test_the_head_axis_may_be_any_but_the_block_axis(send, dtype):
     values = normal()
     values[:, 3] *= 2.0**20  # One token far from the others.
     by_token = send(values, dtype, head_axis=1)
@@ -229,7 +229,7 @@ def test_the_head_axis_may_be_any_but_the_blocks(send, dtype):
     assert (np.abs(found["v"] - tree["v"]) <= peaks(tree["v"], axes=2) / 15.9).all()
 
 
-def test_what_is_refused():
+def test_invalid_compression_is_refused():
     with pytest.raises(ValueError, match=r"compression dtype='int4' must be one of"):
         Compression("int4")
     pool = {"k": jnp.zeros((6, 8, 2, 16)), "ids": jnp.zeros((6, 5), jnp.int32)}
@@ -245,7 +245,7 @@ def test_what_is_refused():
         TransferEngine(pool, 8, compression=Compression(head_axis=1.5))
 
 
-def test_what_is_quantised_already_stays_as_it_is():
+def test_leaves_of_one_byte_elements_are_not_compressed():
     rng = np.random.default_rng(11)
     pool = {
         "kv": jnp.array(rng.normal(size=(8, 4, 2, 16)), jnp.float8_e4m3fn),

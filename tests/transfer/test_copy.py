@@ -76,18 +76,18 @@ def test_a_pool_is_copied_in_place_and_each_size_compiled_once(mode):
         assert before.is_deleted()
         np.testing.assert_array_equal(pool["k"], expected)
         assert pool["k"].unsafe_buffer_pointer() == where
-    assert engine._mover.copy_program.cache_info().misses == 1
+    assert engine._copier.copy_program.cache_info().misses == 1
 
 
 @modes
-def test_nothing_to_copy_is_nothing_done(mode):
+def test_an_empty_copy_runs_no_program(mode):
     pool = {"k": jnp.ones((NUM_BLOCKS, 2))}
     same = make_engine(mode, pool).copy(pool, [], [])
     assert same["k"] is pool["k"]
 
 
 @modes
-def test_what_is_saved_before_a_copy_is_what_was_there_before_it(mode):
+def test_a_save_before_a_copy_saves_the_old_bytes(mode):
     pool = jnp.arange(NUM_BLOCKS, dtype=jnp.int32)
     engine = make_engine(mode, pool)
     engine.save(pool, [5], [0])
@@ -110,7 +110,7 @@ def test_what_is_saved_before_a_copy_is_what_was_there_before_it(mode):
         ([1.0], [2], "flat sequence of ints"),
     ],
 )
-def test_wrong_copies_are_refused_and_change_nothing(sources, targets, why):
+def test_invalid_copies_are_refused_and_change_nothing(sources, targets, why):
     pool = jnp.arange(NUM_BLOCKS, dtype=jnp.int32)
     engine = make_engine("staged", pool)
     with pytest.raises(ValueError, match=why):
@@ -119,7 +119,7 @@ def test_wrong_copies_are_refused_and_change_nothing(sources, targets, why):
     np.testing.assert_array_equal(pool, np.arange(NUM_BLOCKS))
 
 
-def test_a_pool_of_another_layout_or_in_lanes_is_refused():
+def test_a_copy_refuses_another_layout_and_a_sharded_block_axis():
     pool = jnp.arange(NUM_BLOCKS, dtype=jnp.int32)
     engine = make_engine("staged", pool)
     with pytest.raises(ValueError, match="int32"):
@@ -127,6 +127,6 @@ def test_a_pool_of_another_layout_or_in_lanes_is_refused():
     mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("blocks",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("blocks"))
     spread = jax.device_put(pool, place)
-    with pytest.raises(ValueError, match="sharded has no copies"):
+    with pytest.raises(ValueError, match="block axis is not sharded"):
         make_engine("staged", spread).copy(spread, [1], [2])
     assert not spread.is_deleted()

@@ -1,4 +1,4 @@
-"""What a transfer must not cost: copies of the pool, fresh memory, compilations."""
+"""Transfers must not copy the pool, take fresh memory or compile again."""
 
 import re
 
@@ -33,17 +33,17 @@ def whole_pool_converts(program):
 @modes
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2"])
 def test_no_program_converts_the_pool(mode, dtype):
-    mover = TransferEngine(make_pool(dtype), 4, mode=mode)._mover
+    copier = TransferEngine(make_pool(dtype), 4, mode=mode)._copier
     for kind in kernels.SAVE_KINDS[mode]:
-        assert whole_pool_converts(mover.save_program(kind)) == []
-    assert whole_pool_converts(mover.load_program(0)) == []
+        assert whole_pool_converts(copier.save_program(kind)) == []
+    assert whole_pool_converts(copier.load_program(0)) == []
 
 
 def test_without_the_compiler_options_a_load_converts_the_pool(monkeypatch):
-    # If this fails, XLA has learnt better: the options may go, with their test above.
+    # If this fails, XLA has fixed it: the options may go, with their test above.
     monkeypatch.setattr(memory, "compiler_options", lambda platform: None)
-    mover = TransferEngine(make_pool("float8_e5m2"), 4)._mover
-    assert whole_pool_converts(mover.load_program(0))
+    copier = TransferEngine(make_pool("float8_e5m2"), 4)._copier
+    assert whole_pool_converts(copier.load_program(0))
 
 
 @modes
@@ -63,7 +63,7 @@ def test_a_load_updates_the_pool_in_place(mode):
 
 @modes
 def test_a_load_keeps_the_sharding_of_the_pool(mode):
-    # One device, but a mesh whose block axis the pool is spread over.
+    # One device, as a mesh whose axis shards the block axis.
     explicit = (jax.sharding.AxisType.Explicit,)
     mesh = jax.make_mesh((1,), ("x",), explicit, devices=[CPU])
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
@@ -82,14 +82,14 @@ def test_a_load_keeps_the_sharding_of_the_pool(mode):
 def test_a_fused_save_recycles_the_host_memory_in_place():
     pool = make_pool()
     engine = TransferEngine(pool, 30, mode="fused")
-    extents = engine._flow._memory._extents
+    extents = engine._queue._memory._extents
     before = pointers(extents)
-    # 30 blocks are 10 extents of 3, and one is to spare; each has an array per leaf.
+    # 30 blocks are 10 extents of 3, and one is spare; each has an array per leaf.
     assert len(set(before)) == 11 * 3
     carried = 0
     for start in (5, 0, 9, 2, 7):  # Runs that cut extents in two, so that rows move.
         engine.save(pool, np.arange(21), np.arange(21) + start)
-        carried += sum(piece.placement.carry >= 0 for piece in engine._flow._saving)
+        carried += sum(piece.placement.carry >= 0 for piece in engine._queue._saving)
         pool, done = engine.drain(pool)
         assert [each.error for each in done] == [None]
         assert sorted(pointers(extents)) == sorted(before)
@@ -99,14 +99,14 @@ def test_a_fused_save_recycles_the_host_memory_in_place():
 def test_extents_are_pinned_and_stacked_where_they_travel_alone():
     pool = make_pool()
     shapes = {
-        "fused": [(3, 64), (3, 64), (3, 8)],  # A leaf each: a stack would be copied.
-        "staged": [(2, 3, 64), (1, 3, 8)],  # Leaves that look alike: one array crosses.
+        "fused": [(3, 64), (3, 64), (3, 8)],  # One leaf each: a stack would be copied.
+        "staged": [(2, 3, 64), (1, 3, 8)],  # Equal leaves share one array.
     }
     for mode in MODES:
         engine = TransferEngine(pool, 30, mode=mode)
         engine.save(pool, [0], [1])
         engine.drain(pool)
-        extents = [extent for extent in engine._flow._memory._extents if extent]
+        extents = [extent for extent in engine._queue._memory._extents if extent]
         assert len(extents) == {"fused": 11, "staged": 1}[mode]
         for extent in extents:
             assert [array.shape for array in extent] == shapes[mode]
@@ -115,7 +115,7 @@ def test_extents_are_pinned_and_stacked_where_they_travel_alone():
 
 @pytest.fixture
 def traced(monkeypatch):
-    """Which of the functions that programs are made of were traced, in order."""
+    """The functions of `rows` that were traced, in order."""
     names = []
 
     def count(name):
@@ -142,7 +142,7 @@ PROGRAMS = {
 
 @modes
 @pytest.mark.parametrize("seed", [5])
-def test_one_program_of_each_kind(mode, seed, traced):
+def test_each_kind_of_program_is_traced_once(mode, seed, traced):
     rng = np.random.default_rng(seed)
     pool = make_pool()
     engine = TransferEngine(pool, NUM_BLOCKS, mode=mode)
@@ -166,7 +166,7 @@ def test_one_program_of_each_kind(mode, seed, traced):
 
 
 @modes
-def test_one_load_program_for_each_layer_group(mode, traced):
+def test_each_layer_group_has_one_load_program(mode, traced):
     pool = make_pool()
     engine = TransferEngine(pool, NUM_BLOCKS, mode=mode, layer_groups=3)
     for num in (3, 21, 40):
@@ -178,7 +178,7 @@ def test_one_load_program_for_each_layer_group(mode, traced):
 
 
 @modes
-def test_warm_up_compiles_all_there_is(mode, traced, monkeypatch):
+def test_warm_up_compiles_every_program(mode, traced, monkeypatch):
     pool = make_pool()
     engine = TransferEngine(pool, NUM_BLOCKS, mode=mode)
     engine.warm_up()
@@ -198,9 +198,9 @@ def test_a_transfer_takes_a_program_for_each_extent(mode, monkeypatch):
     pool = make_pool()
     engine = TransferEngine(pool, NUM_BLOCKS, mode=mode)  # Five blocks an extent.
     engine.warm_up()
-    run, calls = engine._mover._run, []
+    run, calls = engine._copier._run, []
     monkeypatch.setattr(
-        engine._mover, "_run", lambda *args: calls.append(args) or run(*args)
+        engine._copier, "_run", lambda *args: calls.append(args) or run(*args)
     )
     for num_blocks, num_programs in [(0, 0), (1, 1), (5, 1), (6, 2), (23, 5)]:
         calls.clear()
@@ -217,9 +217,9 @@ def test_a_transfer_takes_a_program_for_each_extent(mode, monkeypatch):
 def test_programs_run_in_the_background(mode, monkeypatch):
     # XLA:CPU runs a program of less than 1,000 operations in the thread that calls.
     def num_operations():
-        mover = TransferEngine(make_pool(), 16, mode=mode)._mover
-        programs = [mover.save_program(kind) for kind in kernels.SAVE_KINDS[mode]]
-        programs.append(mover.load_program(0))
+        copier = TransferEngine(make_pool(), 16, mode=mode)._copier
+        programs = [copier.save_program(kind) for kind in kernels.SAVE_KINDS[mode]]
+        programs.append(copier.load_program(0))
         return [program.cost_analysis()["flops"] for program in programs]
 
     assert min(num_operations()) >= 1000

@@ -1,4 +1,4 @@
-"""What the engine promises a caller: order, refusals, failures, and never to block."""
+"""The engine as its caller sees it: order, refusals, failures, no blocking."""
 
 import time
 
@@ -19,12 +19,12 @@ from tests.transfer.numbered import (
     modes,
     numbered_pool,
     numbers_in,
-    store,
+    save_and_wait,
 )
 
 
 @modes
-def test_sizes(mode):
+def test_an_engine_reports_its_sizes(mode):
     engine, _ = make_engine(mode)
     assert engine.mode == mode
     assert engine.block_bytes == 8 * 4 + 8 * 2
@@ -50,7 +50,7 @@ def test_completions_are_in_the_order_of_issue(mode):
     pool, done = engine.drain(pool)
     assert [each.ticket for each in done] == tickets[5:]
     assert [each.ticket.number for each in done] == list(range(5, 11))
-    assert [each.direction for each in done] == ["load", "store"] * 3
+    assert [each.direction for each in done] == ["load", "save"] * 3
     assert [each.num_blocks for each in done] == [1] * 6
     assert [each.num_bytes for each in done] == [engine.block_bytes] * 6
     assert engine.poll() == engine.drain(pool)[1] == []
@@ -71,7 +71,7 @@ def test_empty_transfers_complete_at_the_next_poll(mode, empty):
 
 @modes
 @pytest.mark.parametrize("num_blocks", [1, 3, 4, 15, 16, 17, 21, 24])
-def test_any_number_of_blocks(mode, num_blocks):
+def test_any_number_of_blocks_can_be_moved(mode, num_blocks):
     engine, pool = make_engine(mode)
     ids = np.random.default_rng(num_blocks).permutation(NUM_BLOCKS)[:num_blocks]
     engine.save(pool, ids.tolist(), ids.astype(np.uint16))
@@ -84,7 +84,7 @@ def test_any_number_of_blocks(mode, num_blocks):
 @modes
 def test_a_host_block_can_be_loaded_twice_at_once(mode):
     engine, pool = make_engine(mode)
-    store(engine, pool, [7], [3])
+    save_and_wait(engine, pool, [7], [3])
     assert load_numbers(engine, pool, [3, 3, 3])[0] == [7, 7, 7]
 
 
@@ -92,7 +92,7 @@ def test_a_host_block_can_be_loaded_twice_at_once(mode):
 def test_the_caller_may_change_his_ids_after_the_call(mode, delayed):
     engine, pool = make_engine(mode)
     engine.warm_up()
-    # At an address that XLA reads in place, if it is let.
+    # At an address that XLA would read in place.
     memory = np.zeros(64, np.int32)
     start = -memory.ctypes.data % 64 // 4
     device_ids = memory[start : start + 4]
@@ -109,7 +109,7 @@ def test_the_caller_may_change_his_ids_after_the_call(mode, delayed):
 def test_save_and_load_do_not_wait_for_the_step_before(mode, delayed):
     engine, pool = make_engine(mode)
     engine.warm_up()
-    store(engine, pool, [4], [9])
+    save_and_wait(engine, pool, [4], [9])
     pool = delayed(pool, 1.0)
     step_output = pool["k"]
     stored = engine.save(pool, range(NUM_BLOCKS), [*range(10, 32), 0, 1])
@@ -130,8 +130,8 @@ def test_poll_reports_without_drain(mode, delayed):
     pool = delayed(pool, 0.2)
     ticket = engine.save(pool, [4], [9])
     reports = []
-    give_up_s = time.perf_counter() + 60
-    while not reports and time.perf_counter() < give_up_s:
+    deadline_s = time.perf_counter() + 60
+    while not reports and time.perf_counter() < deadline_s:
         reports = engine.poll()
     assert [done.ticket for done in reports] == [ticket]
     assert load_numbers(engine, pool, [9])[0] == [4]
@@ -140,11 +140,11 @@ def test_poll_reports_without_drain(mode, delayed):
 @modes
 def test_advance_and_poll_finish_a_load_without_drain(mode, delayed):
     engine, pool = make_engine(mode)
-    pool = store(engine, pool, [4], [9])
+    pool = save_and_wait(engine, pool, [4], [9])
     pool, ticket = engine.load(delayed(pool, 0.2), [9], [0])
     reports = []
-    give_up_s = time.perf_counter() + 60
-    while not reports and time.perf_counter() < give_up_s:
+    deadline_s = time.perf_counter() + 60
+    while not reports and time.perf_counter() < deadline_s:
         pool = engine.advance(pool)
         reports = engine.poll()
     assert [done.ticket for done in reports] == [ticket]
@@ -218,7 +218,7 @@ def test_a_save_into_one_host_block_twice_is_refused(mode):
 @modes
 def test_host_blocks_without_bytes_cannot_be_loaded(mode):
     engine, pool = make_engine(mode)
-    pool = store(engine, pool, [7], [1])
+    pool = save_and_wait(engine, pool, [7], [1])
     with pytest.raises(ValueError, match=r"host blocks \[4, 5\] have no bytes to load"):
         engine.load(pool, [1, 4, 5], [0, 1, 2])
     engine.save(pool, [8], [1])
@@ -231,7 +231,7 @@ def test_host_blocks_without_bytes_cannot_be_loaded(mode):
 @modes
 def test_a_stale_pool_is_refused_and_changes_nothing(mode):
     engine, stale = make_engine(mode)
-    store(engine, stale, [7], [1])
+    save_and_wait(engine, stale, [7], [1])
     pool, _ = engine.load(stale, [1], [0])
     pool, _ = engine.drain(pool)
     message = r"pool\['k'\] has been deleted .* pass the pool that the last load"
@@ -251,7 +251,7 @@ def test_a_stale_pool_is_refused_and_changes_nothing(mode):
 @modes
 def test_a_pool_of_another_layout_is_refused_and_changes_nothing(mode):
     engine, pool = make_engine(mode)
-    pool = store(engine, pool, [7], [1])
+    pool = save_and_wait(engine, pool, [7], [1])
     other = {"k": pool["k"], "v": pool["k"]}
     with pytest.raises(ValueError, match=r"pool\['v'\] must be bfloat16\[24, 8\]"):
         engine.save(other, [2], [1])
@@ -266,7 +266,7 @@ def test_a_pool_of_another_layout_is_refused_and_changes_nothing(mode):
     assert load_numbers(engine, pool, [1])[0] == [7]
 
 
-def test_wrong_arguments_at_construction():
+def test_invalid_arguments_are_refused_at_construction():
     with pytest.raises(ValueError, match="num_host_blocks=0 must be at least 1"):
         TransferEngine(numbered_pool(), 0)
     with pytest.raises(ValueError, match="mode='eager' must be one of"):

@@ -1,4 +1,4 @@
-"""A transfer that fails is reported, and spares everything but itself."""
+"""A transfer that fails is reported, and damages nothing but its own blocks."""
 
 import jax
 import numpy as np
@@ -15,37 +15,36 @@ from tests.transfer.numbered import (
     modes,
     numbered_pool,
     numbers_in,
-    store,
+    save_and_wait,
 )
 
 
 @modes
 def test_a_failed_save_is_reported_and_leaves_its_blocks_unreadable(mode, broken):
     engine, pool = make_engine(mode)
-    store(engine, pool, [7, 8], [1, 2])
+    save_and_wait(engine, pool, [7, 8], [1, 2])
     bad = broken(pool)
     ticket = engine.save(bad, [0, 1, 3], [2, 3, 4])
     _, [done] = engine.drain(bad)
     assert done.ticket == ticket
     assert isinstance(done.error, jax.errors.JaxRuntimeError)
     assert "a fault of the device" in str(done.error)
-    # The guard against taking it for a success: asked whether it is ready, a failed
-    # array says yes.
+    # A failed array says that it is ready, which must not count as success.
     with pytest.raises(jax.errors.JaxRuntimeError):
         bad["k"].block_until_ready()
     assert bad["k"].is_ready()
     with pytest.raises(ValueError, match=r"host blocks \[2, 3, 4\] have no bytes"):
         engine.load(pool, [2, 3, 4], [0, 1, 2])
     check_at_rest(engine)
-    pool = store(engine, pool, [9, 10, 11], [2, 3, 4])
+    pool = save_and_wait(engine, pool, [9, 10, 11], [2, 3, 4])
     assert load_numbers(engine, pool, [1, 2, 3, 4])[0] == [7, 9, 10, 11]
 
 
 @modes
-def test_a_late_failure_spares_what_a_later_save_wrote(mode, monkeypatch):
+def test_a_late_failure_keeps_the_bytes_of_a_later_save(mode, monkeypatch):
     engine, pool = make_engine(mode)
     with monkeypatch.context() as patch:
-        patch.setattr(engine._mover, "save_program", dispatch_failure)
+        patch.setattr(engine._copier, "save_program", dispatch_failure)
         engine.save(pool, [0], [5])  # Fails, but is not reported yet.
     engine.save(pool, [6], [5])
     pool, done = engine.drain(pool)
@@ -58,17 +57,17 @@ def dispatch_failure(size):
 
 
 @modes
-def test_a_save_that_fails_at_dispatch_is_a_value_too(mode, monkeypatch):
+def test_a_save_that_fails_at_dispatch_is_reported_not_raised(mode, monkeypatch):
     engine, pool = make_engine(mode)
     ids = list(range(21))  # Six pieces; the second fails.
-    real, calls = engine._mover.save_program, []
+    real, calls = engine._copier.save_program, []
 
     def second_fails(kind):
         calls.append(kind)
         return dispatch_failure(kind) if len(calls) == 2 else real(kind)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._mover, "save_program", second_fails)
+        patch.setattr(engine._copier, "save_program", second_fails)
         engine.save(pool, ids, ids)
     assert len(calls) > 1
     pool, [done] = engine.drain(pool)
@@ -78,16 +77,16 @@ def test_a_save_that_fails_at_dispatch_is_a_value_too(mode, monkeypatch):
         with pytest.raises(ValueError, match="no bytes to load"):
             engine.load(pool, [host_id], [0])
     check_at_rest(engine)
-    pool = store(engine, pool, ids, ids)
+    pool = save_and_wait(engine, pool, ids, ids)
     assert load_numbers(engine, pool, ids)[0] == ids
 
 
 @modes
 def test_a_load_that_fails_at_dispatch_returns_the_pool_as_it_was(mode, monkeypatch):
     engine, pool = make_engine(mode)
-    pool = store(engine, pool, [7], [1])
+    pool = save_and_wait(engine, pool, [7], [1])
     with monkeypatch.context() as patch:
-        patch.setattr(engine._mover, "load_program", dispatch_failure)
+        patch.setattr(engine._copier, "load_program", dispatch_failure)
         pool, ticket = engine.load(pool, [1], [0])
         pool, [done] = engine.drain(pool)
     assert (done.ticket, done.direction) == (ticket, "load")
@@ -98,9 +97,9 @@ def test_a_load_that_fails_at_dispatch_returns_the_pool_as_it_was(mode, monkeypa
 
 
 @modes
-def test_a_load_that_fails_on_its_way_spares_the_host_blocks(mode, broken):
+def test_a_load_that_fails_in_flight_keeps_the_host_blocks(mode, broken):
     engine, pool = make_engine(mode)
-    pool = store(engine, pool, [7], [1])
+    pool = save_and_wait(engine, pool, [7], [1])
     pool, ticket = engine.load(broken(pool), [1], [0])
     pool, [done] = engine.drain(pool)
     check_at_rest(engine)
@@ -127,12 +126,12 @@ def test_pieces_that_were_dispatched_with_a_failed_pool_fail_the_save(
     for host_id in range(12):
         with pytest.raises(ValueError, match="have no bytes"):
             engine.load(pool, [host_id], [0])
-    pool = store(engine, pool, range(12), range(12))
+    pool = save_and_wait(engine, pool, range(12), range(12))
     assert load_numbers(engine, pool, range(12))[0] == list(range(12))
 
 
 def fail_at_dispatch(engine, pool, broken, monkeypatch):
-    monkeypatch.setattr(engine._mover, "save_program", dispatch_failure)
+    monkeypatch.setattr(engine._copier, "save_program", dispatch_failure)
     return pool
 
 
@@ -142,10 +141,10 @@ def fail_on_its_way(engine, pool, broken, monkeypatch):
 
 def fail_for_want_of_memory(engine, pool, broken, monkeypatch):
     def take(index):
-        engine._flow._memory._extents[index] = None
+        engine._queue._memory._extents[index] = None
         raise MemoryError("no pinned memory")
 
-    monkeypatch.setattr(engine._flow._memory, "take", take)
+    monkeypatch.setattr(engine._queue._memory, "take", take)
     return pool
 
 
@@ -153,16 +152,18 @@ def fail_for_want_of_memory(engine, pool, broken, monkeypatch):
 @pytest.mark.parametrize(
     "fail", [fail_at_dispatch, fail_on_its_way, fail_for_want_of_memory]
 )
-def test_neighbours_of_a_failed_save_keep_their_bytes(mode, fail, broken, monkeypatch):
+def test_a_failed_save_keeps_the_other_blocks_of_its_extents(
+    mode, fail, broken, monkeypatch
+):
     engine, pool = make_engine(mode)
-    pool = store(engine, pool, range(24), range(24))
-    pool = store(engine, pool, range(8), range(24, 32))
+    pool = save_and_wait(engine, pool, range(24), range(24))
+    pool = save_and_wait(engine, pool, range(8), range(24, 32))
     expected = [*range(24), *range(8)]
-    # The host is full, so that each save takes over the rest of an extent.
+    # The host is full, so each save carries over the rest of an extent.
     with monkeypatch.context() as patch:
         bad = fail(engine, pool, broken, patch)
         engine.save(bad, [20, 21, 22], [1, 6, 30])
-        carried = [piece.placement.carry for piece in engine._flow._saving]
+        carried = [piece.placement.carry for piece in engine._queue._saving]
         assert min(carried) >= 0
         _, [done] = engine.drain(bad)
     assert done.error is not None
@@ -175,7 +176,7 @@ def test_neighbours_of_a_failed_save_keep_their_bytes(mode, fail, broken, monkey
     for ids in (others[:16], others[16:]):
         found, pool = load_numbers(engine, pool, ids)
         assert found == [expected[host_id] for host_id in ids]
-    pool = store(engine, numbered_pool(), [20, 21, 22], lost)
+    pool = save_and_wait(engine, numbered_pool(), [20, 21, 22], lost)
     assert load_numbers(engine, pool, [0, 1, 5, 6, 31, 30])[0] == [0, 20, 5, 21, 7, 22]
     check_at_rest(engine)
 
@@ -198,15 +199,15 @@ def stage_fails_later(real, engine):
 
 @pytest.mark.parametrize("stage", [stage_refuses, stage_fails_later])
 @pytest.mark.parametrize("layer_groups", [1, 2])
-def test_a_staged_load_that_does_not_arrive_leaves_the_pool(
+def test_a_staged_load_that_fails_leaves_the_pool_unchanged(
     stage, layer_groups, broken, monkeypatch
 ):
-    del broken  # Only for what it does after the test.
+    del broken  # Only for its teardown.
     engine, pool = make_engine(
         "staged", staging_bytes=EXTENT_BYTES, layer_groups=layer_groups
     )
-    pool = store(engine, pool, range(12), range(12))
-    real, calls = engine._mover.stage, []
+    pool = save_and_wait(engine, pool, range(12), range(12))
+    real, calls = engine._copier.stage, []
 
     def second_fails(*args):
         calls.append(args)
@@ -214,33 +215,33 @@ def test_a_staged_load_that_does_not_arrive_leaves_the_pool(
         return failing(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._mover, "stage", second_fails)
+        patch.setattr(engine._copier, "stage", second_fails)
         pool, ticket = engine.load(pool, range(12), range(12, 24))
         pool, [done] = engine.drain(pool)
     assert done.ticket == ticket
     assert isinstance(done.error, jax.errors.JaxRuntimeError)
     assert done.error.__traceback__ is None
-    assert len(calls) < 3 * layer_groups  # The rest was given up.
+    assert len(calls) < 3 * layer_groups  # The rest was dropped.
     check_at_rest(engine)
     k = np.array(pool["k"])[:, 0].astype(int).tolist()
-    assert k[:12] == list(range(12))  # Where nothing was to be loaded.
+    assert k[:12] == list(range(12))  # Blocks that were not loaded.
     pool, _ = engine.load(pool, range(12), range(12, 24))
     pool, [done] = engine.drain(pool)
     assert done.error is None
     assert numbers_in(pool) == [*range(12), *range(12)]
 
 
-def test_what_lands_of_a_failed_load_is_not_written(monkeypatch):
+def test_landed_pieces_of_a_failed_load_are_not_written(monkeypatch):
     engine, pool = make_engine("staged")
-    pool = store(engine, pool, range(12), range(12))
-    real, calls = engine._mover.stage, []
+    pool = save_and_wait(engine, pool, range(12), range(12))
+    real, calls = engine._copier.stage, []
 
     def first_fails(*args):
         calls.append(args)
         return dispatch_failure(args) if len(calls) == 1 else real(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._mover, "stage", first_fails)
+        patch.setattr(engine._copier, "stage", first_fails)
         pool, _ = engine.load(pool, range(12), range(12, 24))
         pool, [done] = engine.drain(pool)
     assert len(calls) == 3
@@ -252,15 +253,15 @@ def test_what_lands_of_a_failed_load_is_not_written(monkeypatch):
 @modes
 def test_a_failed_load_does_not_stop_the_others(mode, monkeypatch, gate):
     engine, pool = make_engine(mode, staging_bytes=EXTENT_BYTES)
-    pool = store(engine, pool, range(8), range(8))
-    real, calls = engine._mover.load_program, []
+    pool = save_and_wait(engine, pool, range(8), range(8))
+    real, calls = engine._copier.load_program, []
 
     def first_fails(group):
         calls.append(group)
         return dispatch_failure(group) if len(calls) == 1 else real(group)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._mover, "load_program", first_fails)
+        patch.setattr(engine._copier, "load_program", first_fails)
         gate.shut = True
         pool, failed = engine.load(pool, range(8), range(8, 16))
         pool, loaded = engine.load(pool, [5], [20])
@@ -274,19 +275,19 @@ def test_a_failed_load_does_not_stop_the_others(mode, monkeypatch, gate):
 
 
 @modes
-def test_a_lane_without_room_fails_one_store_and_no_other(mode):
-    # Blocks 0 to 11 are of one device, the others of a second: as two lanes.
+def test_a_shard_without_room_fails_one_save_only(mode):
+    # Two shards: blocks 0 to 11 on one device, the others on a second.
     devices = jax.devices("cpu")[:2]
     mesh = jax.sharding.Mesh(np.array(devices), ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     pool = jax.device_put(numbered_pool(), sharding)
     engine = TransferEngine(pool, 8, mode=mode)
-    first = engine.save(pool, range(8), range(8))  # Twice what a lane holds.
+    first = engine.save(pool, range(8), range(8))  # Twice what a shard holds.
     second = engine.save(pool, [12, 13], [2, 3])
     third = engine.save(pool, [14], [4])
     pool, done = engine.drain(pool)
     assert [each.ticket for each in done] == [first, second, third]
-    assert "the extents of the lanes [0] are full" in str(done[0].error)
+    assert "the extents of the shards [0] are full" in str(done[0].error)
     assert [each.error for each in done[1:]] == [None, None]
     check_at_rest(engine)
     pool, _ = engine.load(pool, [4, 2, 3], [20, 21, 22])
@@ -297,16 +298,16 @@ def test_a_lane_without_room_fails_one_store_and_no_other(mode):
 
 @modes
 @pytest.mark.parametrize("error", [KeyboardInterrupt, FloatingPointError])
-def test_an_interrupted_call_is_not_taken_for_done(mode, error, monkeypatch):
+def test_an_interrupted_call_is_not_reported_as_done(mode, error, monkeypatch):
     engine, pool = make_engine(mode)
-    pool = store(engine, pool, [3], [0])
+    pool = save_and_wait(engine, pool, [3], [0])
 
     def stop(*args):
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._mover, "_run", stop)
-        patch.setattr(engine._mover, "stage", stop)
+        patch.setattr(engine._copier, "_run", stop)
+        patch.setattr(engine._copier, "stage", stop)
         with pytest.raises(error):
             engine.save(pool, [5], [1])
         with pytest.raises(error):
@@ -320,7 +321,7 @@ def test_an_interrupted_call_is_not_taken_for_done(mode, error, monkeypatch):
 
 
 @modes
-def test_nans_are_moved_though_jax_debugs_them(mode):
+def test_nans_are_moved_under_jax_debug_nans(mode):
     pool = {"k": jax.numpy.full((8, 4), np.nan)}
     engine = TransferEngine(pool, 4, mode=mode)
     with jax.debug_nans(True):

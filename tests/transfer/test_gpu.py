@@ -1,4 +1,4 @@
-"""What only a GPU can show. `JAXKV_TEST_PLATFORM=cuda pytest -m gpu` runs it there."""
+"""Tests that need a GPU: `JAXKV_TEST_PLATFORM=cuda pytest -m gpu`."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ ROWS = (64, 1024)  # A block of one leaf: 128 KiB in bfloat16.
 
 
 def random_pool(seed, num_leaves=4):
-    """Leaves of random bits, NaNs and all, and the same on the host."""
+    """Leaves of random bits, NaNs included, and the same on the host."""
     rng = np.random.default_rng(seed)
     shape = (NUM_BLOCKS, *ROWS)
     raw = [rng.integers(0, 1 << 16, shape, np.uint16) for _ in range(num_leaves)]
@@ -72,7 +72,7 @@ def test_host_blocks_are_pinned():
     engine = TransferEngine(pool, NUM_BLOCKS)
     engine.save(pool, range(64), range(64))
     engine.drain(pool)
-    extents = [extent for extent in engine._flow._memory._extents if extent]
+    extents = [extent for extent in engine._queue._memory._extents if extent]
     assert extents
     kinds = {array.sharding.memory_kind for array in jax.tree.leaves(extents)}
     assert kinds == {"pinned_host"}
@@ -96,7 +96,7 @@ def test_neither_direction_waits_for_the_step_before():
     assert np.array_equal(bits_of(pool[0])[100:116], raw[0][:16])
 
 
-def test_a_pool_over_all_gpus():
+def test_a_pool_over_all_gpus_round_trips():
     devices = [device for device in jax.devices() if device.platform == "gpu"]
     if len(devices) < 2:
         pytest.skip("one GPU")

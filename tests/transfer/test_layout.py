@@ -1,4 +1,4 @@
-"""What a pool may look like, and what is refused."""
+"""Layouts of pools, and the pools that are refused."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def mesh_of(num_devices, axis="x"):
     )
 
 
-def test_layout_of_a_mixed_pool():
+def test_layout_describes_a_mixed_pool():
     pool = {
         "kv": [zeros((6, 4, 2), jnp.bfloat16), zeros((6, 4, 2), jnp.bfloat16)],
         "scale": zeros((6,)),
@@ -66,7 +66,7 @@ def spread(mesh_axis, block_axis):
         (lambda: [zeros(())], r"pool\[0\] has shape \(\); it must have a block axis"),
         (lambda: [zeros((0, 4))], "at least one element"),
         (lambda: [zeros((4, 0))], "at least one element"),
-        (lambda: [zeros((4, 2), jnp.int4)], "int4, less than a byte an element"),
+        (lambda: [zeros((4, 2), jnp.int4)], "int4, less than a byte per element"),
         (lambda: [jax.random.split(jax.random.key(0), 4)], "must hold plain data"),
         (lambda: [zeros((4, 2)), zeros((5, 2))], r"pool\[1\] has 5 blocks and pool"),
         (
@@ -75,7 +75,7 @@ def spread(mesh_axis, block_axis):
         ),
         (
             lambda: jax.device_put(zeros((4, 2)), memory.host_sharding(CPU)),
-            "pool is in 'pinned_host'; a pool must be in the device's own memory",
+            "pool is in 'pinned_host'; a pool must be in the device's default memory",
         ),
         (
             lambda: [spread("x", "x"), spread("y", "y")],
@@ -110,7 +110,7 @@ def test_a_wrong_block_axis_is_refused(block_axis, message):
         TransferEngine(pool, 4, block_axis=block_axis)
 
 
-def test_layout_with_block_axes_of_its_own():
+def test_leaves_may_have_different_block_axes():
     pool = {"kv": [zeros((3, 6, 4)), zeros((4, 6, 3))], "scale": zeros((6,))}
     layout = PoolLayout.of(pool, {"kv": -2, "scale": 0})
     assert [leaf.block_axis for leaf in layout.leaves] == [1, 1, 0]

@@ -1,6 +1,6 @@
-"""Any paged layout travels bit for bit; host blocks, layer groups and sizes to choose.
+"""Any paged layout keeps every bit, with any host blocks, layer groups and sizes.
 
-Pools of other engines are in miniature: the order of their axes is what counts.
+Pools of other engines are in miniature, with the order of their axes.
 """
 
 import jax
@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.demo.model import ModelConfig, init_pool
+from jaxkv._util import parse_bytes
+from jaxkv.tools.demo.model import ModelConfig, init_pool
 from jaxkv.transfer import TransferEngine
-from jaxkv.units import parse_bytes
 from tests.transfer.faults import FAULT, broken, recover
 from tests.transfer.shadow import Shadow, random_array, to_device
 
@@ -34,7 +34,7 @@ def demo_pool():
     return jax.tree.map(lambda leaf: spec(leaf.shape, leaf.dtype), pool)
 
 
-# name -> the pool, its block axis, how many blocks make a host block
+# name -> the pool, its block axis, device blocks per host block
 LAYOUTS = {
     "the example engine": (demo_pool(), 0, 1),
     # [num_blocks, block_size, ceil(2 * kv_heads / packing), packing, head_dim]
@@ -85,7 +85,7 @@ LAYOUTS = {
 
 
 def make(name, mode, seed=0, **options):
-    """An engine with three host blocks to spare, a pool, and their shadow."""
+    """An engine with three spare host blocks, a pool, and their shadow."""
     specs, block_axis, m = LAYOUTS[name]
     rng = np.random.default_rng(seed)
     arrays = jax.tree.map(lambda s: random_array(rng, s.shape, s.dtype), specs)
@@ -109,7 +109,7 @@ def move(engine, pool, shadow, rng, m, rounds=4):
         pool, [done] = engine.drain(pool)
         assert done.error is None
         assert done.num_bytes == n * engine.block_bytes
-        # Some of these and of those before, one of them twice, where nothing was.
+        # Some of these and of the earlier ones, one of them twice, into empty blocks.
         known = rng.permutation(list(shadow.host))[: num_blocks // m - 1].tolist()
         host_ids = [*known, known[0]]
         device_ids = rng.permutation(num_blocks)[: len(host_ids) * m]
@@ -124,7 +124,7 @@ def move(engine, pool, shadow, rng, m, rounds=4):
 
 @modes
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_round_trip(name, mode):
+def test_blocks_of_any_layout_round_trip(name, mode):
     engine, pool, shadow, rng = make(name, mode)
     m = LAYOUTS[name][2]
     block_bytes = [leaf[0].nbytes for leaf in shadow.leaves]
@@ -135,15 +135,15 @@ def test_round_trip(name, mode):
 
 @modes
 @pytest.mark.parametrize("m", [2, 4])
-def test_a_host_block_of_several_device_blocks(m, mode):
+def test_host_blocks_of_several_device_blocks_round_trip_with_gaps(m, mode):
     name = "MaxText's prefill cache, scanned"
     engine, pool, shadow, rng = make(name, mode, seed=m, blocks_per_host_block=m)
     pool = move(engine, pool, shadow, rng, m)
     engine.save(pool, np.arange(2 * m).reshape(2, m), [0, 1])
     shadow.save(np.arange(2 * m).reshape(2, m), [0, 1])
     pool, _ = engine.drain(pool)
-    # vLLM's rule: of the first host block as many device blocks are left out, at its
-    # start, as there are too few of them on the device.
+    # vLLM's rule: the first host block leaves out device blocks at its start, as many
+    # as the device lacks.
     for num_wanted in range(m + 1, 2 * m):
         skipped = -num_wanted % m
         wanted = rng.permutation(24)[:num_wanted]
@@ -155,7 +155,7 @@ def test_a_host_block_of_several_device_blocks(m, mode):
 
 
 @modes
-def test_device_blocks_left_out_of_a_save(mode):
+def test_device_blocks_left_out_of_a_save_keep_others_intact(mode):
     engine, pool, shadow, _ = make("MaxText's prefill cache, scanned", mode)
     device_ids = [[-1, -1, 7, 3], [4, -1, 5, 6], [23, 22, 21, -1]]
     engine.save(pool, device_ids, [2, 0, 1])
@@ -172,7 +172,7 @@ def test_device_blocks_left_out_of_a_save(mode):
 REFUSALS = {
     "a flat list": ([0, 1, 2, 3], "must be rows of 4 ints"),
     "rows too short": ([[0, 1], [2, 3]], "must be rows of 4 ints"),
-    "an empty row": ([[0, 1, 2, 3], [-1] * 4], r"nothing but -1 in the rows \[1\]"),
+    "an empty row": ([[0, 1, 2, 3], [-1] * 4], r"only -1 in the rows \[1\]"),
     "an id twice": ([[0, 1, 2, 3], [4, 5, 4, 6]], r"has \[4\] more than once"),
     "less than none": ([[0, 1, 2, -2]], r"has \[-2\]; ids .* or -1 for none"),
     "out of range": ([[0, 1, 2, 24]], r"has \[24\]; ids must be in \[0, 24\)"),
@@ -180,7 +180,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_rows_of_device_blocks_that_are_refused(case):
+def test_invalid_rows_of_device_blocks_are_refused(case):
     engine, pool, shadow, _ = make("MaxText's prefill cache, scanned", "fused")
     engine.save(pool, np.arange(8).reshape(2, 4), [0, 1])
     pool, _ = engine.drain(pool)
@@ -195,7 +195,7 @@ def test_rows_of_device_blocks_that_are_refused(case):
 
 
 @pytest.mark.parametrize("mode", ["fused", "staged"])
-def test_rows_that_part_within_a_row_share_its_head(mode):
+def test_rows_may_share_a_head_and_differ_after_it(mode):
     """Two prefixes stored in one step; the second row was refused once."""
     name = "MaxText's prefill cache, scanned"
     engine, pool, shadow, _ = make(name, mode, blocks_per_host_block=4)
@@ -212,7 +212,7 @@ def test_rows_that_part_within_a_row_share_its_head(mode):
     shadow.check(pool)
 
 
-def test_arguments_that_do_not_fit_the_pool():
+def test_arguments_that_do_not_fit_the_pool_are_refused():
     pool = {"k": jnp.zeros((4, 6)), "v": jnp.zeros((6, 4))}
     with pytest.raises(ValueError, match=r"pool\['v'\] has 6 blocks and pool\['k'\] 4"):
         TransferEngine(pool, 8)
@@ -232,12 +232,12 @@ def test_arguments_that_do_not_fit_the_pool():
 
 @modes
 @pytest.mark.parametrize("layer_groups", [1, 2, 4])
-def test_layer_groups_give_the_same(layer_groups, mode):
+def test_layer_groups_load_the_same_bytes(layer_groups, mode):
     name = "int8 with scales"
     engine, pool, shadow, rng = make(name, mode, layer_groups=layer_groups)
-    assert engine._mover.num_layer_groups == layer_groups
+    assert engine._copier.num_layer_groups == layer_groups
     move(engine, pool, shadow, rng, 1)
-    compiled = engine._mover.load_program.cache_info().currsize
+    compiled = engine._copier.load_program.cache_info().currsize
     assert compiled == layer_groups
 
 
@@ -247,14 +247,14 @@ def test_all_of_a_layer_group_is_issued_before_the_next(mode, monkeypatch):
     engine.save(pool, range(NUM_BLOCKS), range(NUM_BLOCKS))
     shadow.save(range(NUM_BLOCKS), range(NUM_BLOCKS))
     pool, _ = engine.drain(pool)
-    assert len(set(engine._store.find(np.arange(NUM_BLOCKS))[0])) > 2
-    groups, real = [], engine._mover.load
+    assert len(set(engine._table.find(np.arange(NUM_BLOCKS))[0])) > 2
+    groups, real = [], engine._copier.load
 
     def load(leaves, targets, arrays, layer_group):
         groups.append(layer_group)
         return real(leaves, targets, arrays, layer_group)
 
-    monkeypatch.setattr(engine._mover, "load", load)
+    monkeypatch.setattr(engine._copier, "load", load)
     pool, _ = engine.load(pool, range(NUM_BLOCKS), range(NUM_BLOCKS)[::-1])
     shadow.load(range(NUM_BLOCKS), range(NUM_BLOCKS)[::-1])
     pool, _ = engine.drain(pool)
@@ -264,13 +264,13 @@ def test_all_of_a_layer_group_is_issued_before_the_next(mode, monkeypatch):
 
 
 @modes
-def test_the_first_layers_can_be_used_without_the_others(mode):
+def test_the_first_layers_can_be_used_before_the_others_arrive(mode):
     pool = [jnp.full((4, 8), 1.0), jnp.full((4, 8), 2.0)]
     engine = TransferEngine(pool, 8, mode=mode, layer_groups=2)
     engine.warm_up()
     engine.save(pool, [0], [5])
     pool, _ = engine.drain(pool)
-    # The second layer never arrives, and the first is none the worse for it.
+    # The second layer never arrives, and the first is usable.
     pool, ticket = engine.load([jnp.zeros((4, 8)), broken(pool[1])], [5], [3])
     pool, [done] = engine.drain(pool)
     assert np.array(pool[0]).tolist() == [[0.0] * 8] * 3 + [[1.0] * 8]
@@ -296,7 +296,7 @@ def test_host_bytes_are_not_exceeded(host_bytes, mode):
     asked = parse_bytes(host_bytes)
     assert 0.6 * asked < engine.num_host_blocks * block_bytes <= engine.host_bytes
     assert engine.host_bytes <= asked
-    # As many blocks, asked for by number, take no more.
+    # The same number of blocks, given by number, takes no more.
     same = TransferEngine(
         pool,
         engine.num_host_blocks,
@@ -309,7 +309,7 @@ def test_host_bytes_are_not_exceeded(host_bytes, mode):
         move(engine, pool, shadow, rng, 1)
 
 
-def test_host_bytes_that_are_refused():
+def test_invalid_host_bytes_are_refused():
     pool = jnp.zeros((4, 64))
     assert TransferEngine(pool, host_bytes=512).num_host_blocks == 1
     with pytest.raises(ValueError, match="host_bytes=511 must be at least 512"):
@@ -323,7 +323,7 @@ def test_host_bytes_that_are_refused():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_a_save_left_out_of_a_host_block_cannot_be_loaded(mode):
+def test_device_blocks_that_a_save_left_out_cannot_be_loaded(mode):
     pool = [jnp.arange(64, dtype=jnp.float32).reshape(16, 4)]
     engine = TransferEngine(pool, 8, mode=mode, blocks_per_host_block=2)
     engine.save(pool, [[14, 15], [12, 13]], [0, 1])

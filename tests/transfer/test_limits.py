@@ -1,4 +1,4 @@
-"""Host memory, asked of made-up machines, cgroups and environments."""
+"""Limits on host memory, with fake machines, cgroups and environments."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ GIB = 1 << 30
 
 
 class Machine:
-    """A made-up /proc and /sys/fs/cgroup; without `available` it has no meminfo."""
+    """A fake /proc and /sys/fs/cgroup; without `available` it has no meminfo."""
 
     def __init__(self, folder, available=64 * GIB, cgroup="0::/\n"):
         self.proc, self.cgroup = folder / "proc", folder / "cgroup"
@@ -51,7 +51,7 @@ class Machine:
         )
 
 
-def test_the_machine_without_cgroups(tmp_path):
+def test_without_cgroups_the_machine_sets_the_limit(tmp_path):
     machine = Machine(tmp_path, 3 * GIB)
     assert machine.available().num_bytes == 3 * GIB
     assert machine.available().source == "the machine"
@@ -59,7 +59,7 @@ def test_the_machine_without_cgroups(tmp_path):
     assert machine.available().num_bytes == 3 * GIB
 
 
-def test_a_cgroup_below_one_that_is_tighter(tmp_path):
+def test_a_tighter_parent_cgroup_sets_the_limit(tmp_path):
     machine = Machine(tmp_path, cgroup="0::/pod/server\n")
     machine.v2("pod/server", 16 * GIB, 2 * GIB)
     machine.v2("pod", 8 * GIB, 3 * GIB)
@@ -68,27 +68,27 @@ def test_a_cgroup_below_one_that_is_tighter(tmp_path):
     assert str(machine.cgroup / "pod") + " (memory.max is 8.00 GiB)" in found.source
 
 
-def test_a_cgroup_that_is_tighter_than_the_one_above(tmp_path):
+def test_a_cgroup_tighter_than_its_parent_sets_the_limit(tmp_path):
     machine = Machine(tmp_path, cgroup="0::/pod/server\n")
     machine.v2("pod/server", 4 * GIB, 1 * GIB)
     machine.v2("pod", 32 * GIB, 20 * GIB)
     assert machine.available().num_bytes == 3 * GIB
 
 
-def test_a_cgroup_without_a_limit(tmp_path):
+def test_a_cgroup_without_a_limit_is_ignored(tmp_path):
     machine = Machine(tmp_path, 3 * GIB, cgroup="0::/pod/server\n")
     machine.v2("pod/server", "max", 2 * GIB)
     machine.v2("pod", "max", 2 * GIB)
     assert machine.available().source == "the machine"
 
 
-def test_a_cgroup_wider_than_the_machine(tmp_path):
+def test_a_cgroup_above_the_machines_memory_is_ignored(tmp_path):
     machine = Machine(tmp_path, 3 * GIB)
     machine.v2("", 32 * GIB, 2 * GIB)
     assert machine.available().source == "the machine"
 
 
-def test_file_pages_are_not_in_the_way(tmp_path):
+def test_file_pages_do_not_count_as_usage(tmp_path):
     machine = Machine(tmp_path)
     stat = f"anon {GIB}\nfile {9 * GIB}\nactive_file {2 * GIB}\ninactive_file {5 * GIB}"
     machine.v2("", 10 * GIB, 10 * GIB, stat)
@@ -110,7 +110,7 @@ def test_a_cgroup_over_its_limit_has_nothing_left(tmp_path):
 V1 = "11:cpu,cpuacct:/x\n4:memory:/docker/abc\n1:name=systemd:/x\n0::/x\n"
 
 
-def test_cgroups_of_version_1(tmp_path):
+def test_cgroups_of_version_1_set_the_limit(tmp_path):
     machine = Machine(tmp_path, cgroup=V1)
     stat = f"inactive_file 1\ntotal_inactive_file {GIB}\n"
     machine.v1("docker/abc", 8 * GIB, 4 * GIB, stat)
@@ -120,39 +120,39 @@ def test_cgroups_of_version_1(tmp_path):
     assert "docker/abc (memory.limit_in_bytes is 8.00 GiB)" in found.source
 
 
-def test_cgroups_of_version_1_without_a_limit(tmp_path):
+def test_cgroups_of_version_1_without_a_limit_are_ignored(tmp_path):
     machine = Machine(tmp_path, 3 * GIB, cgroup=V1)
     machine.v1("docker/abc", 2**63 - 4096, 4 * GIB)
     assert machine.available().source == "the machine"
 
 
 @pytest.mark.parametrize("path", ["/docker/abc", "/../../kubepods/pod7"])
-def test_a_container_that_sees_only_its_own_cgroup(tmp_path, path):
+def test_a_container_reads_its_own_cgroup(tmp_path, path):
     machine = Machine(tmp_path, cgroup=f"4:memory:{path}\n")
     machine.v1("", 8 * GIB, 6 * GIB)
     assert machine.available().num_bytes == 2 * GIB
 
 
 @pytest.mark.parametrize("text", ["", "0", "::", "nonsense\n0:\n", "\xff\x00:a\n"])
-def test_malformed_cgroup_membership_is_passed_over(tmp_path, text):
+def test_malformed_cgroup_membership_is_ignored(tmp_path, text):
     machine = Machine(tmp_path, 3 * GIB, cgroup=text)
     assert machine.available().num_bytes == 3 * GIB
 
 
 @pytest.mark.parametrize("limit", ["", "lots", "-1", "1e9", "9" * 99, "٣"])
-def test_a_malformed_limit_is_passed_over(tmp_path, limit):
+def test_a_malformed_limit_is_ignored(tmp_path, limit):
     machine = Machine(tmp_path, 3 * GIB)
     machine.v2("", limit, 0)
     assert machine.available().source == "the machine"
 
 
-def test_a_malformed_usage_leaves_the_whole_limit(tmp_path):
+def test_a_malformed_usage_counts_as_none(tmp_path):
     machine = Machine(tmp_path, 3 * GIB)
     machine.v2("", 2 * GIB, "much", "inactive_file\nx y z\ninactive_file many\n")
     assert machine.available().num_bytes == 2 * GIB
 
 
-def test_unreadable_files_are_passed_over(tmp_path):
+def test_unreadable_files_are_ignored(tmp_path):
     machine = Machine(tmp_path, 3 * GIB)
     (machine.cgroup / "memory.max").mkdir(parents=True)  # cannot be read, even by root
     assert machine.available().num_bytes == 3 * GIB
@@ -160,14 +160,14 @@ def test_unreadable_files_are_passed_over(tmp_path):
     assert machine.available().num_bytes == 3 * GIB
 
 
-def test_a_system_without_meminfo_says_how_much_it_has(tmp_path, monkeypatch):
+def test_without_meminfo_sysconf_gives_the_memory(tmp_path, monkeypatch):
     pages = {"SC_PHYS_PAGES": 1 << 20, "SC_PAGE_SIZE": 4096}
     monkeypatch.setattr(os, "sysconf", pages.__getitem__)
     machine = Machine(tmp_path, available=None)
     assert machine.available().num_bytes == 4 * GIB
 
 
-def test_a_system_that_says_nothing_sets_no_limit(tmp_path, monkeypatch):
+def test_an_unknown_memory_size_sets_no_limit(tmp_path, monkeypatch):
     def sysconf(name):
         raise ValueError("unrecognized configuration name")
 
@@ -189,7 +189,7 @@ def test_this_machine_has_some_memory():
         limits.check_host_bytes(1 << 50, "cpu")
 
 
-def test_more_than_the_machine_has(tmp_path):
+def test_more_than_the_machine_has_is_refused(tmp_path):
     machine = Machine(tmp_path, 3 * GIB)
     machine.check(3 * GIB)
     message = r"^3\.50 GiB .* but the machine has only 3\.00 GiB: free some memory, or "
@@ -197,7 +197,7 @@ def test_more_than_the_machine_has(tmp_path):
         machine.check(7 * GIB // 2)
 
 
-def test_more_than_the_cgroup_may_use(tmp_path):
+def test_more_than_the_cgroup_allows_is_refused(tmp_path):
     machine = Machine(tmp_path)
     machine.v2("", 8 * GIB, 5 * GIB)
     machine.check(3 * GIB)
@@ -237,7 +237,9 @@ PREMAPPED = "TPU_PREMAPPED_BUFFER_SIZE"
         ("tpu", {PREMAPPED: str(GIB)}, 1, f"set {PREMAPPED} to 1073745920 or more"),
     ],
 )
-def test_the_runtimes_pool(tmp_path, platform, environ, num_gib, message):
+def test_the_runtimes_pool_has_its_configured_size(
+    tmp_path, platform, environ, num_gib, message
+):
     machine = Machine(tmp_path, 1 << 50)
     machine.check(num_gib * GIB, platform, environ)
     with pytest.raises(MemoryError, match=message):
@@ -251,7 +253,7 @@ def test_the_cpu_has_no_pool(tmp_path):
 @pytest.mark.parametrize(
     ("platform", "environ"), [("gpu", {PREALLOCATE: "true"}), ("tpu", {})]
 )
-def test_a_pool_that_is_taken_already_is_not_counted_twice(tmp_path, platform, environ):
+def test_a_preallocated_pool_is_not_counted_twice(tmp_path, platform, environ):
     machine = Machine(tmp_path, 1 * GIB)
     machine.v2("", 20 * GIB, 20 * GIB)
     machine.check(4 * GIB, platform, environ)
@@ -287,7 +289,7 @@ def test_a_malformed_variable_is_refused(tmp_path, platform, environ, message):
         ("cpu", "lower num_host_blocks or host_bytes."),
     ],
 )
-def test_the_error_of_a_failed_allocation_says_what_to_do(platform, remedy):
+def test_a_failed_allocation_says_what_to_change(platform, remedy):
     error = limits.host_memory_error(3 << 30, platform)
     assert isinstance(error, MemoryError)
     assert "3221225472 bytes (3.00 GiB) of pinned_host memory for host" in str(error)

@@ -1,10 +1,10 @@
-"""The host's memory: its kinds, the options of programs, and how it runs out."""
+"""Memory kinds, compiler options, and running out of host memory."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxkv.transfer import TransferEngine, hostmemory, memory, memory_kinds
+from jaxkv.transfer import TransferEngine, host_memory, memory, memory_kinds
 
 CPU = jax.devices("cpu")[0]
 
@@ -61,8 +61,8 @@ def exhausted(*args):
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of pinned memory")
 
 
-def test_construction_without_enough_host_memory(monkeypatch):
-    monkeypatch.setattr(hostmemory.jax, "block_until_ready", exhausted)
+def test_construction_without_enough_host_memory_is_explained(monkeypatch):
+    monkeypatch.setattr(host_memory.jax, "block_until_ready", exhausted)
     with pytest.raises(
         MemoryError, match=r"allocate 48 bytes .* lower num_host_blocks"
     ):
@@ -73,6 +73,6 @@ def test_construction_raises_other_errors_as_they_are(monkeypatch):
     def broken(*args):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
-    monkeypatch.setattr(hostmemory.jax, "block_until_ready", broken)
+    monkeypatch.setattr(host_memory.jax, "block_until_ready", broken)
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
         TransferEngine([zeros((4, 2))], 5)

@@ -1,4 +1,4 @@
-"""The try-out of the mode "fused": the real one on the CPU, and made-up failures."""
+"""The test of the mode "fused": the real one on the CPU, and fake failures."""
 
 import inspect
 import json
@@ -14,7 +14,7 @@ from jaxkv.transfer import probe
 
 @pytest.fixture(autouse=True)
 def forget():
-    """Let each test ask anew."""
+    """Clear the cached results for each test."""
     probe._probe_once.cache_clear()
     yield
     probe._probe_once.cache_clear()
@@ -34,26 +34,26 @@ def commands(monkeypatch):
 
 
 def child(code, timeout_s=60.0):
-    return probe._try_out([sys.executable, "-c", code], "gpu", timeout_s)
+    return probe._run_child([sys.executable, "-c", code], "gpu", timeout_s)
 
 
 def test_fused_may_be_used_on_the_cpu(monkeypatch):
-    monkeypatch.setenv("PYTHONWARNINGS", "error")  # none of the child's business
+    monkeypatch.setenv("PYTHONWARNINGS", "error")  # must not reach the child
     monkeypatch.setenv("JAX_DEBUG_NANS", "1")
     result = probe.probe_fused("cpu")
     assert result == probe.ProbeResult(
         True,
-        "Mode 'fused' was tried out on cpu in a process of its own, which got all "
-        "bytes back that it had stored.",
+        "Mode 'fused' was tested on cpu in a separate process, which read back all "
+        "bytes that it saved.",
     )
-    monkeypatch.setattr(probe.subprocess, "run", None)  # is not asked again
+    monkeypatch.setattr(probe.subprocess, "run", None)  # is not called again
     assert probe.probe_fused("cpu") is result
 
 
 @pytest.mark.skipif(
     any(device.platform == "gpu" for device in jax.devices()), reason="there is a GPU"
 )
-def test_a_device_that_is_not_there_is_a_reason():
+def test_a_missing_device_is_given_as_the_reason():
     result = probe.probe_fused("gpu")
     assert not result.ok
     assert "failed with exit status 1 (RuntimeError: Unknown backend" in result.reason
@@ -97,17 +97,17 @@ CASES = {
     "": "gave no answer, but printed ''.",
     "print('jaxkv probe: unchanged?')": "printed 'jaxkv probe: unchanged?'.",
     "import sys; sys.stdout.buffer.write(b'\\xff' * 999)": "printed '\ufffd\ufffd",
-    f"print('{probe._CHANGED} 252 of 131072')": "got other bytes back than it had "
-    "stored: 252 of 131072 values differ. Use mode 'staged'.",
+    f"print('{probe._CHANGED} 252 of 131072')": "read back other bytes than it "
+    "saved: 252 of 131072 values differ. Use mode 'staged'.",
     f"print('{probe._OK}'); raise SystemExit(4)": "failed with exit status 4",
 }
 
 
 @pytest.mark.parametrize("code", CASES)
-def test_a_child_that_fails_is_a_reason(code):
+def test_a_failing_child_is_given_as_the_reason(code):
     result = child(code)
     assert not result.ok
-    start = "Mode 'fused' was tried out on gpu in a process of its own, which "
+    start = "Mode 'fused' was tested on gpu in a separate process, which "
     assert result.reason.startswith(start)
     assert CASES[code] in result.reason
     assert len(result.reason) < 500
@@ -121,49 +121,49 @@ def test_a_child_that_never_ends_is_ended():
     assert "did not finish within 0.5 s. Use mode 'staged'." in result.reason
 
 
-def test_an_interpreter_that_is_not_there_is_a_reason():
-    result = probe._try_out(["/no/such/python"], "gpu", 60.0)
+def test_a_missing_interpreter_is_given_as_the_reason():
+    result = probe._run_child(["/no/such/python"], "gpu", 60.0)
     assert not result.ok
     assert "could not be started: [Errno 2] No such file" in result.reason
 
 
 @pytest.mark.parametrize("platform", ["tpu", "unheard of"])
-def test_other_platforms_are_refused_without_a_try(commands, platform):
+def test_other_platforms_are_refused_without_a_test(commands, platform):
     result = probe.probe_fused(platform)
     assert not result.ok
-    assert f"cannot be tried out on {platform}, whose devices may" in result.reason
+    assert f"cannot be tested on {platform}, whose devices may" in result.reason
     assert result.reason.endswith("use mode 'staged'.")
     assert commands == []
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan")])
-def test_no_time_at_all_is_refused(commands, timeout_s):
+def test_a_timeout_that_is_not_positive_is_refused(commands, timeout_s):
     with pytest.raises(ValueError, match=r"timeout_s=.* more than 0 seconds\."):
         probe.probe_fused("cpu", timeout_s=timeout_s)
     assert commands == []
 
 
-def test_an_answer_is_kept_for_each_platform(commands):
+def test_the_result_is_cached_for_each_platform(commands):
     for platform in ("cpu", "gpu", "cpu", "gpu"):
         assert probe.probe_fused(platform, timeout_s=7).ok
     assert [command[-1] for command, _ in commands] == ["cpu", "gpu"]
     assert {options["timeout"] for _, options in commands} == {7.0}
 
 
-def test_the_child_imports_what_its_parent_would(commands, monkeypatch):
+def test_the_child_has_the_import_path_of_its_parent(commands, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, "/added/later"])
     probe.probe_fused("cpu")
     ((command, _),) = commands
     assert json.loads(command[-2]) == sys.path
 
 
-def test_the_child_takes_little(commands, monkeypatch):
+def test_the_child_preallocates_nothing(commands, monkeypatch):
     for name in (
         "XLA_PYTHON_CLIENT_PREALLOCATE",
         "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE",
     ):
         monkeypatch.setenv(name, "true")
-    for name in probe._SWITCHES_OF_NO_CONCERN:
+    for name in probe._IGNORED_SWITCHES:
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
@@ -174,9 +174,9 @@ def test_the_child_takes_little(commands, monkeypatch):
     assert on_gpu["XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"] == "false"
     assert on_gpu["CUDA_VISIBLE_DEVICES"] == "3"
     assert on_cpu["JAX_PLATFORMS"] == "cpu"
-    # What this process was configured with counts, not what its environment says now.
+    # The configuration of this process counts, not its present environment.
     assert on_gpu["JAX_PLATFORMS"] == jax.config.jax_platforms
-    assert not on_gpu.keys() & set(probe._SWITCHES_OF_NO_CONCERN)
+    assert not on_gpu.keys() & set(probe._IGNORED_SWITCHES)
 
 
 def test_the_child_writes_no_core_file(monkeypatch):

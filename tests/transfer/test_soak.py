@@ -1,4 +1,4 @@
-"""Random transfers, steps and failures for long, every byte against a copy in NumPy."""
+"""Long random runs of transfers, steps and failures, compared with a NumPy model."""
 
 import collections
 import dataclasses
@@ -21,12 +21,12 @@ BLOCK_BYTES = 4 * 4 + 2 * 2 * 3
 
 @dataclasses.dataclass(eq=False)
 class Cell:
-    """What a block holds, or is to hold once a transfer is over.
+    """The contents of a block, now or once a transfer is over.
 
     Attributes:
-        value: Its bytes, one array a leaf.
-        source: What it was loaded from; worthless if that is.
-        ok: False once it may be anything: a load into it has failed or was abandoned.
+        value: Its bytes, an array for each leaf.
+        source: The cell it was loaded from; unknown if that one is.
+        ok: False once it is undefined: a load into it has failed or was abandoned.
     """
 
     value: list[np.ndarray]
@@ -47,8 +47,8 @@ class Flight:
 
     Attributes:
         device_ids: The device blocks that it touches.
-        cells: What it writes, by host block of a save, by device block of a load.
-        may_fail: Whether something was made to fail while it was in flight.
+        cells: The cells it writes, by host block of a save, by device block of a load.
+        may_fail: Whether a failure was injected while it was in flight.
     """
 
     device_ids: set[int]
@@ -71,7 +71,7 @@ overwrite = jax.jit(_overwrite, donate_argnums=0)
 
 
 class Soak:
-    """An engine, its pool, and what both must hold."""
+    """An engine, its pool, and the contents that both must have."""
 
     def __init__(self, mode, seed):
         self.rng = np.random.default_rng(seed)
@@ -93,14 +93,14 @@ class Soak:
         self.host = {}  # Readable host block -> its cells.
         self.writer = {}  # Host block -> ticket of the last save into it.
         self.flights = {}  # Ticket -> flight.
-        self.doomed = set()  # Tickets that cannot but fail.
+        self.doomed = set()  # Tickets that must fail.
         self.counts = collections.Counter()
-        # As callers should be: they leave alone what a waiting save has yet to read.
+        # Like a correct caller: leaves blocks alone that a waiting save has to read.
         self.is_careful = not seed // 4 % 2
         self.failing = True
         self._inject_failures()
 
-    # What a caller does.
+    # The operations of a caller.
 
     def save(self):
         device_ids = self._rows(self.rng.integers(1, NUM_BLOCKS // self.m // 2))
@@ -184,17 +184,17 @@ class Soak:
                 assert (bits(v[:, device_id]) == bits(cell.value[1])).all(), device_id
                 self.counts["blocks compared"] += 1
 
-    # What goes wrong.
+    # Failures.
 
     def lose_a_save(self):
-        """Save from a copy of the pool that turns out to have failed."""
+        """Save from a copy of the pool that fails later."""
         self._everything_may_fail()
         device_ids = self._rows(2)
         host_ids = self.rng.permutation(self.num_host_blocks)[: len(device_ids)]
         self._save(faults.broken(self.pool), device_ids, host_ids, may_fail=True)
 
     def lose_the_pool(self):
-        """Go on with a pool that turns out to have failed, then start over."""
+        """Continue with a pool that fails later, then start over."""
         older = set(self.flights)
         self.pool = faults.broken(self.pool)
         for action in (self.save, self.load, self.advance):
@@ -229,11 +229,11 @@ class Soak:
         self.finish()
 
     def finish(self):
-        """Nothing is leaked, and all that should be is there."""
+        """Check that nothing is leaked or missing."""
         self.failing = False
         self.drain()
         self.check()
-        readable = np.flatnonzero(self.engine._store._readable).tolist()
+        readable = np.flatnonzero(self.engine._table._readable).tolist()
         assert readable == sorted(self.host)
         rows = NUM_BLOCKS // self.m
         for start in range(0, len(readable), rows):
@@ -253,7 +253,7 @@ class Soak:
         self._check_nothing_left()
         faults.recover(self.pool)
 
-    # Underneath.
+    # Helpers.
 
     def _loading(self):
         """The device blocks of loads in flight."""
@@ -261,7 +261,7 @@ class Soak:
         return set().union(*(f.device_ids for t, f in flights if t.direction == "load"))
 
     def _busy(self):
-        """Those, and the device blocks that saves still have to read."""
+        """These, and the device blocks that saves still have to read."""
         flights = self.flights.items()
         waiting = (f.device_ids for t, f in flights if self.engine.is_waiting(t))
         return self._loading().union(*waiting)
@@ -293,7 +293,7 @@ class Soak:
                 self._forget(each.ticket, flight)
                 continue
             assert each.ticket not in self.doomed or not each.num_blocks
-            if each.direction == "store":
+            if each.direction == "save":
                 for host_id, cells in flight.cells.items():
                     if self.writer[host_id] == each.ticket:
                         self.host[host_id] = cells
@@ -313,7 +313,7 @@ class Soak:
         self._everything_may_fail()
 
     def _inject_failures(self):
-        mover, memory = self.engine._mover, self.engine._flow._memory
+        copier, memory = self.engine._copier, self.engine._queue._memory
         rng = np.random.default_rng(self.rng.integers(1 << 32))
 
         def refusing(owner, name, rate, poison_rate=0.0):
@@ -331,17 +331,17 @@ class Soak:
 
             setattr(owner, name, refuse)
 
-        refusing(mover, "save", 0.005)
-        refusing(mover, "load", 0.005)
-        refusing(mover, "stage", 0.005, poison_rate=0.002)
+        refusing(copier, "save", 0.005)
+        refusing(copier, "load", 0.005)
+        refusing(copier, "stage", 0.005, poison_rate=0.002)
         refusing(memory, "_new_extent", 0.2)
 
     def _check_nothing_left(self):
         engine = self.engine
         assert engine.bytes_in_flight == engine.num_in_flight == engine.num_waiting == 0
-        assert engine._store.num_pins == 0
-        assert not engine._store._held.any()
-        engine._store.check()
+        assert engine._table.num_pins == 0
+        assert not engine._table._held.any()
+        engine._table.check()
 
     def _random_values(self, n):
         k = random_array(self.rng, (n, 4), "int32")
@@ -353,7 +353,7 @@ class Soak:
         return to_device({"k": k, "v": v})
 
     def _rows(self, num_rows, busy=()):
-        """Distinct device blocks i32[n, m], n as large as can be; -1 in some places."""
+        """Distinct device blocks i32[n, m], as many as there are; -1 in some places."""
         free = [d for d in range(NUM_BLOCKS) if d not in busy]
         num_rows = min(int(num_rows), len(free) // self.m)
         rows = self.rng.permutation(free)[: num_rows * self.m].reshape(-1, self.m)
@@ -362,7 +362,7 @@ class Soak:
         return rows.astype(np.int32)
 
     def _that_were_saved(self, host_ids, device_ids):
-        """Leave out of a load what was left out of the saves."""
+        """Leave out of a load the device blocks that the saves left out."""
         device_ids = np.array(device_ids)
         for host_id, row in zip(host_ids, device_ids, strict=True):
             row[[cell is NOT_SAVED for cell in self.host[host_id]]] = -1
@@ -375,8 +375,8 @@ class Soak:
 
 @pytest.mark.parametrize("mode", ["fused", "staged"])
 @pytest.mark.parametrize("seed", [0, 3, 6])
-def test_soak(mode, seed, caplog):
-    caplog.set_level(logging.CRITICAL)  # Of every fault that is made to happen.
+def test_random_transfers_with_failures_agree_with_numpy(mode, seed, caplog):
+    caplog.set_level(logging.CRITICAL)  # At least one of every injected fault.
     soak = Soak(mode, seed)
     soak.run(300)
     print(f"{mode=} {seed=} {dict(soak.counts)}")
@@ -385,10 +385,10 @@ def test_soak(mode, seed, caplog):
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["fused", "staged"])
 @pytest.mark.parametrize("seed", [10, 11, 12, 13])
-def test_soak_of_10_000_steps(mode, seed, caplog):
+def test_10_000_random_steps_with_failures_agree_with_numpy(mode, seed, caplog):
     caplog.set_level(logging.CRITICAL)
     soak = Soak(mode, seed)
     soak.run(10_000)
     print(f"{mode=} {seed=} {dict(soak.counts)}")
-    assert soak.counts["stores over"] > 1000
+    assert soak.counts["saves over"] > 1000
     assert soak.counts["loads over"] > 500

@@ -1,38 +1,38 @@
-"""What has bitten others who move bytes with JAX, and the test that holds each trap.
+"""Traps of moving bytes with JAX, and the test for each.
 
-Where a guard of ours can be taken away, a test shows that the trap is still there: if
-such a test fails, JAX has learnt better, and the guard may go.
+Where a guard can be removed, a test shows that the trap still exists: if such a test
+fails, JAX has fixed it, and the guard may go.
 
 - A scatter of a small float converts the whole pool, and moving one changes
   signalling NaNs: test_cost `no_program_converts`, `without_the_compiler_options`;
   test_bits `every_bit_pattern`; here `without_the_compiler_options`.
 - A device buffer donated to a host result aborts the process:
-  `no_program_donates_across`, `donating_across` (in a process of its own).
+  `no_program_donates_across`, `donating_across` (in a separate process).
 - The next step donates the pool that a save reads: `a_save_donates_nothing`;
   test_engine `a_device_block_may_be_overwritten`.
 - Fresh host memory is slow: test_cost `a_fused_save_recycles`.
-- A NumPy view of donated memory undoes the donation: `a_view_that_somebody_holds`.
+- A NumPy view of donated memory undoes the donation: `a_numpy_view_of_an_extent`.
 - NumPy memory is read late, and in place: test_engine `the_caller_may_change`; here
-  `ids_may_change`, `plans_are_of_their_own_memory`.
+  `ids_may_change`, `plans_have_their_own_memory`.
 - A target of -1 is the last block: `rows_that_are_not_wanted`.
-- A gather clamps what is out of range: test_engine `refused_ids`; here
+- A gather clamps ids out of range: test_engine `refused_ids`; here
   `every_row_of_a_save`.
-- A failed array says that it is ready: `an_error_is_only_seen`.
-- A donated array cannot be asked: `what_is_watched`.
-- A program for every number of blocks: test_cost `one_program_of_each_kind`.
+- A failed array says that it is ready: `an_error_is_raised_only`.
+- A donated array cannot be queried: `watched_arrays`.
+- A program for every number of blocks: test_cost `each_kind_of_program`.
 - Host memory runs out: test_memory `construction_without_enough`; here
-  `memory_that_runs_out`, `too_much_host_memory`.
-- The runtimes have limits of their own: test_limits.
+  `running_out_of_memory`, `too_much_host_memory`.
+- The runtimes set limits: test_limits.
 - unpinned_host changes bfloat16, and is ignored inside jit: test_memory
   `unpinned_host_is_refused`; here `the_source_names_one_host_memory`.
 - The TFRT client runs on one stream: test_probe `the_client_with_one_stream`; here
-  `an_engine_asks`.
-- compute_on changes its face, `jnp.zeros(device=...)` fails for host memory:
+  `an_engine_checks`.
+- compute_on changes its interface, `jnp.zeros(device=...)` fails for host memory:
   `the_source_has_no_call`.
 - Not every backend computes in host memory: `staged_programs_stay`.
 - A pool is committed to a mesh: test_cost `a_load_keeps_the_sharding`; here
   `transfers_under_a_guard`.
-- Another thread dispatches in another order: test_flow `another_thread_is_refused`.
+- Another thread dispatches in another order: test_queue `another_thread_is_refused`.
 - The caller forbids implicit transfers: `transfers_under_a_guard`.
 """
 
@@ -60,16 +60,16 @@ from tests.transfer.numbered import (
     modes,
     numbered_pool,
     numbers_in,
-    store,
+    save_and_wait,
 )
 
 SOURCE = Path(jaxkv.transfer.__file__).parent
 
 
 def programs_of(engine):
-    mover = engine._mover
-    return [mover.save_program(kind) for kind in kernels.SAVE_KINDS[engine.mode]] + [
-        mover.load_program(group) for group in range(mover.num_layer_groups)
+    copier = engine._copier
+    return [copier.save_program(kind) for kind in kernels.SAVE_KINDS[engine.mode]] + [
+        copier.load_program(group) for group in range(copier.num_layer_groups)
     ]
 
 
@@ -86,7 +86,7 @@ def test_without_the_compiler_options_bits_change(mode, monkeypatch):
     def came_back():
         pool = jax.device_put(jnp.array(raw.view(jnp.float8_e5m2)), CPU)
         engine = TransferEngine(pool, 32, mode=mode)
-        pool = store(engine, pool, range(32), range(32))
+        pool = save_and_wait(engine, pool, range(32), range(32))
         loaded, _ = engine.load(
             jax.tree.map(jnp.zeros_like, pool), range(32), range(32)
         )
@@ -107,7 +107,7 @@ def test_no_program_donates_across_memories(mode):
         assert len(donated) == len(inputs)
         given = [kind for kind, yes in zip(inputs, donated, strict=True) if yes]
         outputs = kinds(program.output_shardings)
-        for kind in given:  # Each finds a result in its own memory.
+        for kind in given:  # Each is matched with a result in its own memory.
             outputs.remove(kind)
 
 
@@ -117,7 +117,7 @@ def test_a_save_donates_nothing_of_the_pool(mode):
     for program in programs_of(engine)[:-1]:
         (leaves, *_), _ = program.args_info
         assert not any(info.donated for info in jax.tree.leaves(leaves))
-    store(engine, pool, range(8), range(8))
+    save_and_wait(engine, pool, range(8), range(8))
     assert numbers_in(pool) == list(range(NUM_BLOCKS))
 
 
@@ -145,10 +145,10 @@ def test_donating_across_memories_ends_the_process():
 
 
 @modes
-def test_a_view_that_somebody_holds_does_not_change(mode):
-    # Donation then falls back to a copy: slower, and as right.
+def test_a_numpy_view_of_an_extent_does_not_change(mode):
+    # Donation then falls back to a copy, which is slower and correct.
     engine, pool = make_engine(mode)
-    pool = store(engine, pool, [7], [1])
+    pool = save_and_wait(engine, pool, [7], [1])
     pool, _ = engine.load(pool, [1], [0])
     pool, _ = engine.drain(pool)  # From here on XLA owns the memory.
     view = np.asarray(pool["k"])
@@ -156,11 +156,11 @@ def test_a_view_that_somebody_holds_does_not_change(mode):
     pool, _ = engine.drain(pool)
     assert numbers_in(pool)[:3] == [7, 1, 7]
     assert view[:3, 0].tolist() == [7, 1, 2]
-    extents = engine._flow._memory._extents
+    extents = engine._queue._memory._extents
     views = [np.asarray(array) for extent in extents if extent for array in extent]
     before = [view.copy() for view in views]
     for _ in range(len(extents) + 1):
-        pool = store(engine, pool, range(24), range(24))
+        pool = save_and_wait(engine, pool, range(24), range(24))
     assert all(map(np.array_equal, views, before))
     assert load_numbers(engine, pool, range(4))[0] == [7, 1, 7, 3]
 
@@ -168,7 +168,7 @@ def test_a_view_that_somebody_holds_does_not_change(mode):
 @modes
 def test_ids_may_change_while_a_transfer_waits(mode, gate):
     engine, pool = make_engine(mode, staging_bytes=EXTENT_BYTES)
-    pool = store(engine, pool, range(8), range(8))
+    pool = save_and_wait(engine, pool, range(8), range(8))
     gate.shut = True
     sources, places = np.arange(8, 20, dtype=np.int32), np.arange(8, 20, dtype=np.int32)
     host_ids, targets = np.arange(8, dtype=np.int32), np.arange(12, 20, dtype=np.int32)
@@ -184,16 +184,16 @@ def test_ids_may_change_while_a_transfer_waits(mode, gate):
 
 
 @modes
-def test_plans_are_of_their_own_memory(mode, monkeypatch):
+def test_plans_have_their_own_memory(mode, monkeypatch):
     engine, pool = make_engine(mode)
-    run, plans = engine._mover._run, []
+    run, plans = engine._copier._run, []
 
     def spy(program, leaves, plan, *extents):
         plans.append(plan)
         return run(program, leaves, plan, *extents)
 
-    monkeypatch.setattr(engine._mover, "_run", spy)
-    pool = store(engine, pool, range(12), range(12))
+    monkeypatch.setattr(engine._copier, "_run", spy)
+    pool = save_and_wait(engine, pool, range(12), range(12))
     pool, _ = engine.load(pool, range(12), range(12))
     engine.drain(pool)
     assert len(plans) == 6
@@ -203,7 +203,7 @@ def test_plans_are_of_their_own_memory(mode, monkeypatch):
 
 @modes
 @pytest.mark.parametrize("guarded", [True, False])
-def test_rows_that_are_not_wanted_go_nowhere(mode, guarded, monkeypatch):
+def test_rows_that_are_not_wanted_are_dropped(mode, guarded, monkeypatch):
     if not guarded:
         scatter_rows = rows.scatter_rows
 
@@ -213,7 +213,9 @@ def test_rows_that_are_not_wanted_go_nowhere(mode, guarded, monkeypatch):
 
         monkeypatch.setattr(rows, "scatter_rows", wrapping)
     engine, pool = make_engine(mode)
-    pool = store(engine, pool, range(4), range(4))  # An extent; one row is wanted.
+    pool = save_and_wait(
+        engine, pool, range(4), range(4)
+    )  # An extent; one row is wanted.
     pool, _ = engine.load(pool, [2], [10])
     pool, _ = engine.drain(pool)
     unchanged = numbers_in(pool)[11:] == list(range(11, NUM_BLOCKS))
@@ -222,19 +224,19 @@ def test_rows_that_are_not_wanted_go_nowhere(mode, guarded, monkeypatch):
 
 @modes
 @pytest.mark.parametrize("seed", [0])
-def test_every_row_of_a_save_reads_a_block_that_is_there(mode, seed, monkeypatch):
+def test_every_row_of_a_save_reads_a_block_in_range(mode, seed, monkeypatch):
     engine, pool = make_engine(mode)
     seen, rng = [], np.random.default_rng(seed)
-    save = engine._mover.save
+    save = engine._copier.save
 
     def spy(leaves, plan, carry, spare):
         seen.append(plan)
         return save(leaves, plan, carry, spare)
 
-    monkeypatch.setattr(engine._mover, "save", spy)
+    monkeypatch.setattr(engine._copier, "save", spy)
     for _ in range(12):
         ids = rng.permutation(NUM_BLOCKS)[: rng.integers(1, 9)]
-        pool = store(engine, pool, ids, rng.permutation(32)[: len(ids)])
+        pool = save_and_wait(engine, pool, ids, rng.permutation(32)[: len(ids)])
     assert any(plan.carried.any() for plan in seen)
     for plan in seen:
         [rows_of] = plan.row_sources()
@@ -250,7 +252,7 @@ def test_every_row_of_a_save_reads_a_block_that_is_there(mode, seed, monkeypatch
 
 @modes
 @pytest.mark.parametrize("guarded", [True, False])
-def test_an_error_is_only_seen_by_waiting_for_it(mode, guarded, broken, monkeypatch):
+def test_an_error_is_raised_only_by_waiting(mode, guarded, broken, monkeypatch):
     if not guarded:
         monkeypatch.setattr(tickets.Piece, "wait", lambda piece: piece.error)
     engine, pool = make_engine(mode)
@@ -258,7 +260,7 @@ def test_an_error_is_only_seen_by_waiting_for_it(mode, guarded, broken, monkeypa
     engine.save(bad, [1], [1])
     with pytest.raises(jax.errors.JaxRuntimeError):
         jax.block_until_ready(bad)
-    watched = [array for piece in engine._flow._saving for array in piece.watched]
+    watched = [array for piece in engine._queue._saving for array in piece.watched]
     done = []
     while not done:
         done = engine.poll()
@@ -268,16 +270,16 @@ def test_an_error_is_only_seen_by_waiting_for_it(mode, guarded, broken, monkeypa
 
 
 @modes
-def test_what_is_watched_is_never_donated(mode, gate):
+def test_watched_arrays_are_never_donated(mode, gate):
     engine, pool = make_engine(mode, layer_groups=2)
-    pool = store(engine, pool, range(24), range(24))
+    pool = save_and_wait(engine, pool, range(24), range(24))
     gate.shut = True
     first = pool
     for _ in range(3):
         pool, _ = engine.load(pool, range(12), range(12))
         engine.save(pool, range(12, 24), range(12, 24))
-    flow = engine._flow
-    pieces = [*flow._saving, *flow._landing, *flow._loading]
+    queue = engine._queue
+    pieces = [*queue._saving, *queue._landing, *queue._loading]
     gate.shut = False
     pool, _ = engine.drain(pool)
     assert len(pieces) > 3
@@ -288,27 +290,27 @@ def test_what_is_watched_is_never_donated(mode, gate):
         first["k"].is_ready()
 
 
-def test_memory_that_runs_out_in_the_middle_is_explained(monkeypatch):
+def test_running_out_of_memory_later_is_explained(monkeypatch):
     engine, pool = make_engine("fused")
-    pool = store(engine, pool, [1], [1])
+    pool = save_and_wait(engine, pool, [1], [1])
 
     def exhausted(*args):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of pinned memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._flow._memory, "_new_extent", exhausted)
+        patch.setattr(engine._queue._memory, "_new_extent", exhausted)
         for _ in range(2):  # The first loses memory that the second wants back.
-            patch.setattr(engine._mover, "save_program", exhausted)
+            patch.setattr(engine._copier, "save_program", exhausted)
             engine.save(pool, [2], [2])
             pool, [done] = engine.drain(pool)
         assert isinstance(done.error, MemoryError)
         assert f"allocate {EXTENT_BYTES} bytes" in str(done.error)
     check_at_rest(engine)
-    pool = store(engine, pool, [2], [2])
+    pool = save_and_wait(engine, pool, [2], [2])
     assert load_numbers(engine, pool, [1, 2])[0] == [1, 2]
 
 
-def test_too_much_host_memory_is_refused_before_it_is_taken(monkeypatch):
+def test_too_much_host_memory_is_refused_before_allocation(monkeypatch):
     monkeypatch.setattr(jaxkv.transfer.engine, "HostMemory", None)
     with pytest.raises(MemoryError, match="pinned"):
         TransferEngine(
@@ -319,7 +321,7 @@ def test_too_much_host_memory_is_refused_before_it_is_taken(monkeypatch):
         )
 
 
-def test_an_engine_asks_about_its_client(monkeypatch):
+def test_an_engine_checks_its_client(monkeypatch):
     def refuse(platform):
         raise ValueError(f"one stream on {platform}")
 
@@ -337,7 +339,7 @@ def calls_in(source):
 @pytest.mark.parametrize(
     "path", sorted(SOURCE.glob("*.py")), ids=lambda path: path.stem
 )
-def test_the_source_has_no_call_that_fails_elsewhere(path):
+def test_the_source_has_no_call_that_fails_on_other_backends(path):
     source = path.read_text(encoding="utf-8")
     assert "compute_on" not in source
     assert "TransferToMemoryKind" not in source
@@ -368,14 +370,14 @@ def test_staged_programs_stay_on_the_device():
 MESHES = {
     "one device": None,
     "mesh of one": (1, jax.sharding.AxisType.Auto, "x"),
-    "two lanes": (2, jax.sharding.AxisType.Auto, "x"),
+    "two shards": (2, jax.sharding.AxisType.Auto, "x"),
     "two copies": (2, jax.sharding.AxisType.Explicit, None),
 }
 
 
 @modes
 @pytest.mark.parametrize("mesh", MESHES)
-def test_transfers_under_a_guard_against_implicit_ones(mode, mesh):
+def test_transfers_under_a_guard_against_implicit_transfers(mode, mesh):
     pool = numbered_pool()
     if MESHES[mesh]:
         num, axis_type, spec = MESHES[mesh]

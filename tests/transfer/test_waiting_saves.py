@@ -1,4 +1,4 @@
-"""Saves that wait their turn, and what is asked of the engine in the meantime."""
+"""Saves that wait, and calls of the engine in the meantime."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ modes = pytest.mark.parametrize("mode", ["fused", "staged"])
 
 
 def make_engine(mode, staging_bytes=16):
-    """Of 24 blocks, with extents of two of them, one in flight at a time."""
+    """An engine with 24 blocks in extents of two, one extent in flight at a time."""
     values = np.arange(48, dtype=np.int32).reshape(24, 2)
     pool = to_device(values)
     options = {"mode": mode, "extent_bytes": 16, "staging_bytes": staging_bytes}
@@ -20,12 +20,12 @@ def make_engine(mode, staging_bytes=16):
 
 def check_nothing_left(engine):
     assert engine.bytes_in_flight == engine.num_in_flight == engine.num_waiting == 0
-    assert engine._store.num_pins == 0
-    engine._store.check()
+    assert engine._table.num_pins == 0
+    engine._table.check()
 
 
 @modes
-def test_a_block_saved_anew_while_its_save_waits_has_one_place(mode, monkeypatch):
+def test_a_block_saved_again_while_its_save_waits_has_one_place(mode, monkeypatch):
     engine, pool, values = make_engine(mode)
     with monkeypatch.context() as patch:
         patch.setattr(Piece, "is_ready", lambda piece: False)
@@ -43,7 +43,7 @@ def test_a_block_saved_anew_while_its_save_waits_has_one_place(mode, monkeypatch
 
 
 @modes
-def test_a_save_of_which_later_ones_replace_everything_is_over(mode, monkeypatch):
+def test_a_save_that_later_saves_replace_completes(mode, monkeypatch):
     engine, pool, values = make_engine(mode)
     with monkeypatch.context() as patch:
         patch.setattr(Piece, "is_ready", lambda piece: False)
@@ -59,7 +59,7 @@ def test_a_save_of_which_later_ones_replace_everything_is_over(mode, monkeypatch
 
 
 @modes
-def test_a_save_finds_room_where_loads_that_wait_for_it_have_it(mode, monkeypatch):
+def test_a_save_takes_room_held_by_loads_that_wait_for_it(mode, monkeypatch):
     engine, pool, values = make_engine(mode)
     engine.save(pool, range(16), range(16))
     pool, _ = engine.drain(pool)
@@ -67,7 +67,7 @@ def test_a_save_finds_room_where_loads_that_wait_for_it_have_it(mode, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(Piece, "is_ready", lambda piece: False)
         engine.save(pool, odd, odd)
-        # Into blocks that the save still has to read, from what the next one replaces.
+        # Into blocks that the save has to read, from blocks that the next one replaces.
         pool, _ = engine.load(pool, even, odd)
         engine.save(pool, even, even)
         assert engine.num_waiting == 3
@@ -81,22 +81,22 @@ def test_a_save_finds_room_where_loads_that_wait_for_it_have_it(mode, monkeypatc
 
 
 @modes
-def test_no_load_waits_for_a_save_that_was_abandoned(mode, monkeypatch):
+def test_no_load_waits_for_an_abandoned_save(mode, monkeypatch):
     engine, pool, values = make_engine(mode, staging_bytes="1MB")
     engine.save(pool, [7, 8], [7, 8])
     pool, _ = engine.drain(pool)
     with monkeypatch.context() as patch:
         patch.setattr(Piece, "is_ready", lambda piece: False)
         engine.save(pool, [0], [0])
-        patch.setattr(engine._store, "place", lambda ids, lanes: None)
+        patch.setattr(engine._table, "place", lambda ids, shards: None)
         engine.save(pool, [1, 2], [1, 2])  # Waits for room.
         abandoned = engine.save(pool, [2, 3], [3, 4])
         engine.abandon(abandoned)
         # Block 3 is free, but 2 still has to be read.
         pool, _ = engine.load(pool, [7], [3])
-        assert not engine._flow._waiting_loads
+        assert not engine._queue._waiting_loads
         pool, _ = engine.load(pool, [8], [2])
-        assert engine._flow._waiting_loads
+        assert engine._queue._waiting_loads
     pool, done = engine.drain(pool)
     assert [each.error for each in done] == [None] * 4
     check_nothing_left(engine)

@@ -1,0 +1,111 @@
+"""Sizes written by people, suggestions for misspelt names, closable resources."""
+
+from __future__ import annotations
+
+import abc
+import difflib
+import fractions
+import operator
+import re
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self, SupportsIndex
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{p}ib": 1024**i for i, p in enumerate("kmgt", start=1)},
+    **{f"{p}b": 1000**i for i, p in enumerate("kmgt", start=1)},
+}
+
+
+def parse_bytes(size: str | SupportsIndex) -> int:
+    """Parse a size such as ``64MiB``, ``1.5 GB`` or ``4096``.
+
+    Args:
+        size: A number with a unit (of 1024 as in ``MiB`` or of 1000 as in ``MB``), or
+            bytes as a number without a unit or an int.
+
+    Returns:
+        Bytes, at least 1. A fraction of a byte is dropped.
+
+    Raises:
+        ValueError: `size` is not a size, or less than one byte.
+
+    >>> parse_bytes("64MiB")
+    67108864
+    >>> parse_bytes(4096)
+    4096
+    """
+    num_bytes = _parse_text(size) if isinstance(size, str) else _parse_int(size)
+    if num_bytes < 1:
+        raise ValueError(
+            f"{size!r} must be a size such as 64MiB, 1GiB or a number of bytes"
+        )
+    return num_bytes
+
+
+def gib(num_bytes: int) -> str:
+    """Format bytes in GiB, for messages.
+
+    >>> gib(3 << 29)
+    '1.50 GiB'
+    """
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def _parse_text(text: str) -> int:
+    """Parse a size; 0 if it is malformed."""
+    match = re.fullmatch(
+        r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([a-z]*)", text.strip().lower()
+    )
+    if not match or match[2] not in _UNITS:
+        return 0
+    # Not a float: it would round sizes of more than 53 bits.
+    return int(fractions.Fraction(match[1]) * _UNITS[match[2]])
+
+
+def _parse_int(number: SupportsIndex) -> int:
+    """Convert any kind of int; 0 if it is not one."""
+    try:
+        return 0 if isinstance(number, bool) else operator.index(number)
+    except TypeError:
+        return 0
+
+
+def nearest(word: str, known: Sequence[str]) -> str | None:
+    """Return the known name most like a word; None if none is like it.
+
+    >>> nearest("lur", ["lru", "arc"])
+    'lru'
+    """
+    return next(iter(difflib.get_close_matches(word, known, n=1)), None)
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """Suggest the known name most like a word, or list all names.
+
+    >>> did_you_mean("lur", ["lru", "arc"])
+    'did you mean lru?'
+    """
+    near = nearest(word, known)
+    return f"did you mean {near}?" if near else f"there is {', '.join(known)}"
+
+
+class Resource(abc.ABC):
+    """Closed at the end of a ``with`` statement, also after an exception."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Release what is held; no calls after this."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,1 +1,0 @@
-"""Measurements that ship: run by ``jaxkv bench``."""

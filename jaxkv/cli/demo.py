@@ -1,0 +1,161 @@
+"""``jaxkv demo``: show the effect of offloading on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from jaxkv._util import gib
+from jaxkv.cli.options import (
+    EXIT_MISMATCH,
+    EXIT_OK,
+    UsageError,
+    add_file_options,
+    check_extra,
+    check_files,
+    check_names,
+    parse_bytes,
+    parse_whole_number_from,
+    write_json,
+)
+from jaxkv.cli.progress import show_progress
+from jaxkv.policies import policy_names
+from jaxkv.tools.demo.records import DemoConfig
+
+SUMMARY = "see what offloading does, on this machine, in about a minute"
+DESCRIPTION = (
+    "Ask a small model several turns of questions about long documents, with a device "
+    "pool several times too small for their KV. Do it with offloading off and on; "
+    "compare times and check that every token is the same."
+)
+
+
+_LAYERS = {
+    "full": "all layers attend to everything",
+    "window": "all layers attend to the last {} tokens",
+    "hybrid": "layers attend alternately to everything and to the last {} tokens",
+}
+_ASK_FOR_LESS = "ask for fewer --device-blocks or --host-bytes"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    default = DemoConfig()
+    for field, minimum, explanation in (
+        ("conversations", 1, "conversations, each about another document"),
+        ("turns", 1, "questions in each conversation"),
+        ("document_tokens", 1, "length of a document, in tokens of one byte"),
+        ("answer_tokens", 1, "tokens generated for each question"),
+        ("device_blocks", 1, f"KV blocks of {default.block_size} tokens on the device"),
+        ("window_tokens", 1, "how far back layers with a window look"),
+        ("seed", 0, "seed of the weights and of the choice of documents"),
+    ):
+        parser.add_argument(
+            f"--{field.replace('_', '-')}",
+            type=parse_whole_number_from(minimum),
+            default=getattr(default, field),
+            metavar="N",
+            help=f"{explanation} (default: %(default)s)",
+        )
+    for field, choices, explanation in (
+        ("mode", ("eager", "lazy"), "store blocks at once, or at the last moment"),
+        ("layers", ("full", "window", "hybrid"), "what the model's layers attend to"),
+    ):
+        parser.add_argument(
+            f"--{field}",
+            choices=choices,
+            default=getattr(default, field),
+            help=f"{explanation} (default: %(default)s)",
+        )
+    parser.add_argument(
+        "--policy",
+        dest="cache_policy",
+        default=default.cache_policy,
+        metavar="NAME",
+        help="which blocks a full host tier evicts: one of "
+        f"{', '.join(policy_names())} (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--host-bytes",
+        type=parse_bytes,
+        default="256MiB",
+        metavar="SIZE",
+        help="host memory for KV, such as 64MiB, 1GiB or a number of bytes "
+        "(default: %(default)s)",
+    )
+    add_file_options(parser, "the time to first token, turn by turn")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; return its exit code."""
+    names = {field.name for field in dataclasses.fields(DemoConfig)}
+    given = {name: value for name, value in vars(args).items() if name in names}
+    config = dataclasses.replace(DemoConfig(), **given)
+    check_names("--policy", [config.cache_policy], policy_names())
+    check_files(args)
+    check_extra("the demo", ("flax", "rich", "matplotlib"))
+
+    from rich.console import Console
+
+    from jaxkv.tools.demo import report, workload
+    from jaxkv.tools.demo import run as demo_run
+
+    try:
+        demo_run.check_config(config)
+        workload.make_conversations(config)
+        _check_memory(config)
+    except ValueError as error:
+        raise UsageError(error) from error
+
+    console = Console()
+    console.print(_what_will_run(config), highlight=False, soft_wrap=True)
+    try:
+        with show_progress() as on_progress:
+            record = demo_run.run_demo(config, on_progress)
+    except MemoryError as error:
+        raise UsageError(f"{_ASK_FOR_LESS}: {error}") from error
+    report.print_report(record, console)
+    if args.plot:
+        report.plot_ttft(record, args.plot)
+    if args.json:
+        write_json(args.json, report.to_json(record))
+    return EXIT_OK if record.tokens_identical else EXIT_MISMATCH
+
+
+def _check_memory(config: DemoConfig) -> None:
+    from jaxkv.tools.demo.run import model_config
+    from jaxkv.transfer import available_host_bytes
+
+    block_bytes = config.block_size * model_config(config).kv_bytes_per_token
+    wanted = config.device_blocks * block_bytes + config.host_bytes
+    limit = available_host_bytes()
+    if limit is not None and wanted > limit.num_bytes:
+        raise UsageError(
+            f"the device pool and the host tier would take {gib(wanted)}, but "
+            f"{limit.source} has {gib(limit.num_bytes)}: {_ASK_FOR_LESS}"
+        )
+
+
+def _what_will_run(config: DemoConfig) -> str:
+    from jaxkv.tools.demo.run import max_seq_tokens, model_config
+
+    model = model_config(config)
+    token_bytes = model.kv_bytes_per_token
+    num_groups = len(model.groups(config.block_size))
+    total = config.conversations * max_seq_tokens(config) * token_bytes * num_groups
+    pool = config.device_blocks * config.block_size * token_bytes
+    fit = (
+        f"{total / pool:.1f} times too small"
+        if total > pool
+        else "enough for all of it; fewer --device-blocks show more"
+    )
+    return (
+        f"Conversations  {config.conversations} of {config.turns} turns, about "
+        f"documents of {config.document_tokens:,} tokens\n"
+        f"KV of them all {total / 2**20:.1f} MiB at most\n"
+        f"Device pool    {pool / 2**20:.1f} MiB, {config.device_blocks} blocks of "
+        f"{config.block_size} tokens: {fit}\n"
+        f"Host memory    {config.host_bytes / 2**20:.1f} MiB, {config.mode} stores, "
+        f"policy {config.cache_policy}\n"
+        f"Model          {_LAYERS[config.layers].format(config.window_tokens)}"
+    )

@@ -1,0 +1,119 @@
+"""Shared by the commands: one-line errors, option values, files."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import pathlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from jaxkv import _util as units
+from jaxkv._util import did_you_mean
+
+EXIT_OK, EXIT_MISMATCH, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_WRONG = 1
+
+
+class UsageError(Exception):
+    """An error that the user can correct, in one line."""
+
+
+def parse_bytes(text: str) -> int:
+    """Parse a size such as ``64MiB``, ``1.5 GB`` or ``4096``.
+
+    >>> parse_bytes("64MiB")
+    67108864
+    """
+    try:
+        return units.parse_bytes(text)
+    except ValueError as error:
+        # argparse shows the text of this error only.
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def parse_whole_number_from(minimum: int) -> Callable[[str], int]:
+    """Make a parser of whole numbers from `minimum` on."""
+
+    def parse(text: str) -> int:
+        # At most nine digits: enough, and the limit for a seed of the weights.
+        if re.fullmatch(r"\d{1,9}", text) and int(text) >= minimum:
+            return int(text)
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a whole number from {minimum} to 999999999"
+        )
+
+    return parse
+
+
+def split_commas(text: str) -> list[str]:
+    """Split the values of an option that takes several.
+
+    >>> split_commas("lru, arc")
+    ['lru', 'arc']
+    """
+    return [part.strip() for part in text.split(",")]
+
+
+def check_names(option: str, given: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Refuse unknown names; return the names without repetitions."""
+    for name in given:
+        if name not in known:
+            raise UsageError(f"{option}: unknown {name!r}: {did_you_mean(name, known)}")
+    return list(dict.fromkeys(given))
+
+
+def add_file_options(parser: argparse.ArgumentParser, picture: str) -> None:
+    """Add --plot, which draws `picture`, and --json."""
+    parser.add_argument(
+        "--plot",
+        type=pathlib.Path,
+        metavar="FILE.png",
+        help=f"draw {picture} (default: no picture)",
+    )
+    add_json_option(parser)
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    """Add --json."""
+    parser.add_argument(
+        "--json",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="write all figures to a file (default: no file)",
+    )
+
+
+def check_files(args: argparse.Namespace) -> None:
+    """Refuse files that cannot be written, before a long run."""
+    plot = getattr(args, "plot", None)
+    if plot and plot.suffix.lower() != ".png":
+        raise UsageError(f"--plot: {str(plot)!r} must end in .png")
+    for option, path in (("--plot", plot), ("--json", args.json)):
+        if path is None:
+            continue
+        existed = path.exists()
+        try:
+            path.open("ab").close()
+        except OSError as error:
+            raise UsageError(
+                f"{option}: cannot write {str(path)!r} ({error.strerror}); name a "
+                f"file in a folder that exists and that you may write to"
+            ) from error
+        if not existed:
+            path.unlink()
+
+
+def write_json(path: pathlib.Path, figures: Mapping[str, object]) -> None:
+    """Write figures to the file of --json."""
+    path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+def check_extra(what: str, packages: Sequence[str]) -> None:
+    """Refuse to continue without the packages that `what` needs."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f'{what} needs {", ".join(missing)}: pip install "jaxkv[demo]"'
+        )

@@ -1,0 +1,51 @@
+"""Progress of a command: a bar on a terminal, lines elsewhere or without rich."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def show_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Show the progress of a run: a bar on a terminal with rich, else a line per label.
+
+    Yields:
+        A function to call with a label, the amount done and the total.
+    """
+    if importlib.util.find_spec("rich") is None:
+        seen = set()
+
+        def tell(label: str, done: int, total: int) -> None:
+            if label not in seen:
+                seen.add(label)
+                print(f"{label} ...", file=sys.stderr)
+
+        yield tell
+        return
+
+    from rich.console import Console
+    from rich.progress import Progress, TaskID, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    tasks: dict[str, TaskID] = {}
+    columns = *Progress.get_default_columns()[:2], TimeElapsedColumn()
+    progress = Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    )
+
+    def show(label: str, done: int, total: int) -> None:
+        if label not in tasks:
+            for earlier in progress.tasks:
+                # Bars of other threads stay.
+                progress.update(earlier.id, visible=not earlier.finished)
+            tasks[label] = progress.add_task(label, total=None)
+            if not console.is_terminal:
+                console.print(f"{label} ...")
+        # Without a total the bar pulses.
+        progress.update(tasks[label], completed=done, total=total if done else None)
+
+    with progress:
+        yield show

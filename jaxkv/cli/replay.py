@@ -1,0 +1,139 @@
+"""``jaxkv replay``: the hit ratios of cache policies on a request trace."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from fractions import Fraction
+
+from jaxkv.cli.options import (
+    EXIT_OK,
+    UsageError,
+    add_file_options,
+    check_extra,
+    check_files,
+    check_names,
+    parse_whole_number_from,
+    split_commas,
+    write_json,
+)
+from jaxkv.cli.progress import show_progress
+from jaxkv.policies import policy_names
+from jaxkv.tools.replay import report
+from jaxkv.tools.replay.run import OPTIMUM, sweep
+from jaxkv.tools.replay.synthetic import make_synthetic_trace
+from jaxkv.tools.replay.traces import BLOCK_SIZE, Trace, TraceError, read_trace
+
+SUMMARY = "see how much of the prefixes in a request trace each policy would find"
+DESCRIPTION = (
+    "Replay a trace of requests against cache policies at several capacities, and "
+    "against the optimum, which knows the future. No bytes are moved; the result is "
+    "how much of each prompt's prefix is found."
+)
+
+_SYNTHETIC = "synthetic"
+_SYNTHETIC_REQUESTS = 2000
+_CAPACITIES = "1%,3%,10%"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument(
+        "trace",
+        metavar="TRACE",
+        help="a file of Mooncake's or the normalised format, plain or .gz; or "
+        f"synthetic, or synthetic:REQUESTS, by default {_SYNTHETIC_REQUESTS}",
+    )
+    parser.add_argument(
+        "--policy",
+        action="extend",
+        type=split_commas,
+        metavar="NAME,...",
+        help="policies to compare; may be repeated (default: all, which are "
+        f"{', '.join(policy_names())})",
+    )
+    parser.add_argument(
+        "--capacity",
+        action="extend",
+        type=split_commas,
+        metavar="N,...",
+        help="capacities, in blocks or in percent of the different blocks of the "
+        f"trace; may be repeated (default: {_CAPACITIES.replace('%', '%%')})",
+    )
+    parser.add_argument(
+        "--block-size",
+        type=parse_whole_number_from(1),
+        default=BLOCK_SIZE,
+        metavar="N",
+        help="tokens in a block of the trace (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--no-optimum",
+        action="store_true",
+        help="leave out the optimum (default: it is the last row)",
+    )
+    add_file_options(parser, "the hit ratio against the capacity")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; return its exit code."""
+    check_files(args)
+    check_extra("replay", ("rich", "matplotlib") if args.plot else ("rich",))
+    known = policy_names()
+    policies = check_names("--policy", args.policy or known, known)
+    trace = _open_trace(args.trace, args.block_size)
+    capacities = _choose_capacities(args.capacity, trace.num_unique_blocks)
+    report.print_trace(trace)
+    if not args.no_optimum:
+        policies.append(OPTIMUM)
+    with show_progress() as on_progress:
+        results = sweep(trace, policies, capacities, on_progress)
+    report.print_results(trace, results)
+    if args.plot:
+        report.plot_results(trace, results, args.plot)
+    if args.json:
+        write_json(args.json, report.to_json(trace, results))
+    return EXIT_OK
+
+
+def _choose_capacities(given: list[str] | None, num_unique: int) -> list[int]:
+    """Parse the requested capacities into numbers of blocks, in ascending order."""
+    texts = split_commas(_CAPACITIES) if given is None else given
+    return sorted({_parse_capacity(text, num_unique) for text in texts})
+
+
+def _parse_capacity(text: str, num_unique: int) -> int:
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)(%?)", text)
+    if match is None or ("." in text and not match[2]):
+        raise UsageError(
+            f"--capacity: {text!r} must be a number of blocks, such as 5000, or a "
+            f"percentage, such as 3%"
+        )
+    number = Fraction(match[1])
+    if number == 0:
+        raise UsageError(f"--capacity: {text!r} must be more than 0")
+    blocks = int(number * num_unique / 100) if match[2] else int(number)
+    if blocks > num_unique:
+        raise UsageError(
+            f"--capacity: {text!r} is more than the {num_unique:,} different blocks of "
+            f"the trace, which would never be full"
+        )
+    return max(blocks, 1)
+
+
+def _open_trace(text: str, block_size: int) -> Trace:
+    name, _, number = text.partition(":")
+    if name == _SYNTHETIC:
+        if text != _SYNTHETIC and not re.fullmatch(r"[1-9]\d{0,6}", number):
+            raise UsageError(
+                f"TRACE: {text!r} must be {_SYNTHETIC}:REQUESTS, such as "
+                f"{_SYNTHETIC}:{_SYNTHETIC_REQUESTS}"
+            )
+        num_requests = int(number or _SYNTHETIC_REQUESTS)
+        return make_synthetic_trace(num_requests, block_size=block_size)
+    try:
+        return read_trace(text, block_size)
+    except TraceError as error:
+        raise UsageError(error) from error
+    except OSError as error:
+        raise UsageError(f"TRACE: cannot read {text!r} ({error.strerror})") from error

@@ -1,0 +1,275 @@
+"""vLLM's connector: jaxkv as the host tier of vLLM on TPU.
+
+vLLM loads the class by this module's path, with no change to vLLM or to tpu-inference::
+
+    vllm serve MODEL --no-async-scheduling --kv-transfer-config '{
+        "kv_connector": "TPUOffloadConnector",
+        "kv_connector_module_path": "jaxkv.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": "64GiB"}}'
+
+docs/vllm.md lists the keys, and what is supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from jaxkv import OffloadMetadata
+from jaxkv.integrations.vllm.config import ConnectorConfig
+from jaxkv.integrations.vllm.scheduler import SchedulerHalf, to_vllm
+from jaxkv.integrations.vllm.worker import WorkerHalf, WorkerReport
+
+
+def _bases() -> tuple[type, ...]:
+    """Return vLLM's base classes; none if vLLM is not installed."""
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # type: ignore[import-not-found]
+            KVConnectorBase_V1,
+            SupportsHMA,
+        )
+    except ImportError:
+        return ()
+    return KVConnectorBase_V1, SupportsHMA
+
+
+_BASES = _bases()
+
+
+class OffloadConnector(*_BASES):  # type: ignore[misc]
+    """A host tier for vLLM's KV cache, over the KV caches of a JAX runner.
+
+    vLLM makes two of them, one beside its scheduler and one beside its runner, in one
+    process or in two. The methods are those of vLLM's `KVConnectorBase_V1`, from
+    version 0.19 on. Without vLLM the class has no base and the same methods.
+
+    No call waits for a transfer: a store reads full, held blocks, so it may run beside
+    the model, and only its own request waits for a load.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig`.
+        role: vLLM's `KVConnectorRole`.
+        kv_cache_config: vLLM's `KVCacheConfig`.
+
+    Raises:
+        ValueError: If jaxkv does not support vLLM's configuration, or a key of
+            ``kv_connector_extra_config`` is unknown or has a bad value.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        if _BASES:
+            super().__init__(vllm_config, role, kv_cache_config)
+        config = ConnectorConfig.of(vllm_config, kv_cache_config)
+        self._num_groups = len(config.groups)
+        reports_requests = any(hasattr(base, "get_transfer_results") for base in _BASES)
+        if _BASES and self._num_groups > 1 and not reports_requests:
+            raise ValueError(
+                f"{self._num_groups} KV cache groups need a vLLM that calls "
+                "get_transfer_results(): this one takes failed loads as block ids, "
+                "which do not name the group. Add "
+                "--disable-hybrid-kv-cache-manager."
+            )
+        self._metadata: OffloadMetadata | None = None
+        self._failed_requests: set[str] = set()
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        if role.name == "SCHEDULER":
+            self._scheduler = SchedulerHalf(config)
+        else:
+            self._worker = WorkerHalf(config)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: blocks that are not stored are computed again."""
+        return False
+
+    # Called by vLLM's scheduler.
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Bind vLLM's block pool, whose blocks are held while they are in flight.
+
+        Compiles all decisions, which takes a while.
+        """
+        self._of_scheduler.bind_block_pool(gpu_block_pool)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return how many more tokens the host has than vLLM's prefix cache.
+
+        Args:
+            request: vLLM's `Request`.
+            num_computed_tokens: Tokens that vLLM found on the device.
+
+        Returns:
+            The number, or None to be asked again in a later step; and whether the
+            request has to wait for them.
+        """
+        return self._of_scheduler.query(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: Any, blocks: Any, num_external_tokens: int
+    ) -> None:
+        """Record the blocks of a request and the tokens to load into them.
+
+        Args:
+            request: vLLM's `Request`.
+            blocks: vLLM's `KVCacheBlocks`, all blocks of the request.
+            num_external_tokens: Tokens of the offer that vLLM accepts.
+        """
+        block_ids = blocks.get_block_ids()
+        self._of_scheduler.note_blocks(request, block_ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> OffloadMetadata:
+        """Return the transfers of a step, from vLLM's `SchedulerOutput`."""
+        return self._of_scheduler.build_metadata(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Process the worker's report, from vLLM's `KVConnectorOutput`."""
+        report: WorkerReport | None = connector_output.kv_connector_worker_meta
+        self._of_scheduler.note_report(report)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Finish a request. Its blocks may be freed at once."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Finish a request. Its blocks may be freed at once.
+
+        Blocks in flight are held separately.
+        """
+        self._of_scheduler.finish(request, block_ids)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        """Whether vLLM must continue to step though no request is left."""
+        return self._of_scheduler.has_pending_transfers()
+
+    def take_events(self) -> Iterable[Any]:
+        """Return vLLM's events of blocks stored on the host tier and removed from it.
+
+        They have no token ids and parents: a router knows both from the device's event
+        with the same hash.
+        """
+        return list(to_vllm(self._of_scheduler.take_events(), self._num_groups))
+
+    def reset_cache(self) -> bool | None:
+        """Clear the host tier; return whether that was done."""
+        return self._scheduler.reset() if self._scheduler else None
+
+    # Called by the runner.
+
+    def register_runner(self, runner: Any) -> None:
+        """Set up the host memory for the KV caches of tpu-inference's runner.
+
+        Args:
+            runner: Its `kv_caches` are read and replaced in every step, since the model
+                donates them.
+        """
+        self._of_worker.register_runner(runner)
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        """Refuse caches without their runner.
+
+        Raises:
+            ValueError: Always. Arrays that a model donates are gone after a step, and
+                JAX cannot move PyTorch tensors.
+        """
+        raise ValueError(
+            f"register_kv_caches() was called with {type(kv_caches).__name__}: jaxkv "
+            "serves JAX runners, which call register_runner(). For PyTorch use vLLM's "
+            "OffloadingConnector."
+        )
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Do nothing: blocks in flight are held, and cannot be overwritten."""
+
+    def bind_connector_metadata(self, connector_metadata: OffloadMetadata) -> None:
+        """Set the transfers of a step."""
+        self._metadata = connector_metadata
+
+    def has_connector_metadata(self) -> bool:
+        """Whether a step is being processed."""
+        return self._metadata is not None
+
+    def clear_connector_metadata(self) -> None:
+        """End the step."""
+        self._metadata = None
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Start the stores and loads of the step; returns at once.
+
+        vLLM calls it before or after the model, depending on its version. Both are
+        correct: the requests of the step do not write blocks that are stored and do not
+        read blocks that are loaded.
+        """
+        if self._metadata is not None:
+            self._of_worker.start(self._metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: no request runs before its load was reported."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Do nothing: blocks are stored when they are full, all layers together."""
+
+    def wait_for_save(self) -> None:
+        """Do nothing: blocks are held until their store is reported."""
+
+    def get_finished(
+        self, finished_req_ids: set[str]
+    ) -> tuple[set[str] | None, set[str] | None]:
+        """Return the requests whose loads are over, failed ones included."""
+        output = self._of_worker.poll()
+        if self._num_groups > 1:
+            self._failed_requests.update(output.failed_recving)
+        return None, {*output.finished_recving, *output.failed_recving}
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Return the same, and the failed loads if block ids cannot name them."""
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving |= self._failed_requests
+        self._failed_requests.clear()
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that failed loads left unwritten, to be computed again."""
+        failed = self._of_worker.take_failed_blocks()
+        return failed if self._num_groups == 1 else set()
+
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """Return the report for the scheduler's half."""
+        return self._of_worker.take_report()
+
+    def shutdown(self) -> None:
+        """Wait for transfers in flight."""
+        if self._worker is not None:
+            self._worker.shut_down()
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Require no layout: all bytes of a block are moved as they are."""
+        return None
+
+    @property
+    def _of_scheduler(self) -> SchedulerHalf:
+        if self._scheduler is None:
+            raise RuntimeError("a method of the scheduler was called on the worker.")
+        return self._scheduler
+
+    @property
+    def _of_worker(self) -> WorkerHalf:
+        if self._worker is None:
+            raise RuntimeError("a method of the worker was called on the scheduler.")
+        return self._worker
+
+
+# tpu-inference 0.32 accepts connectors by name; this is one of the names.
+TPUOffloadConnector = OffloadConnector

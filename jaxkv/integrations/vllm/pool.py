@@ -1,0 +1,85 @@
+"""vLLM's block pool, as far as `OffloadScheduler` needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv.tiers.base import BlockIds
+from jaxkv.types import BlockKey
+
+_GROUP_BYTES = 4
+
+
+def key_in_group(block_hash: bytes, group: int) -> BlockKey:
+    r"""Return the key of a block in a group, as vLLM's prefix cache makes it.
+
+    Example:
+        >>> key_in_group(b"hash", 1)
+        b'hash\x00\x00\x00\x01'
+    """
+    return block_hash + group.to_bytes(_GROUP_BYTES, "big")
+
+
+def split_key(key: BlockKey) -> tuple[bytes, int]:
+    """Return the block hash and the group of a key from `key_in_group`."""
+    return key[:-_GROUP_BYTES], int.from_bytes(key[-_GROUP_BYTES:], "big")
+
+
+class VllmBlockPool:
+    """Holds blocks of a pool that vLLM owns.
+
+    It replaces a `DeviceBlockPool` if nothing is copied on the device
+    (`OffloadRules.copy_on_device`). One difference: vLLM's pool has no pins, so a block
+    that is free when its transfer ends is evicted last in vLLM's order, whatever its
+    place was before.
+
+    Args:
+        pool: vLLM's `BlockPool`.
+        num_groups: Groups of the model's layers.
+
+    Attributes:
+        unwritten: See `DeviceBlockPool`. It stays empty: vLLM's tables have the null
+            block for skipped tokens, which vLLM does not cache.
+    """
+
+    def __init__(self, pool: Any, num_groups: int) -> None:
+        self._pool = pool
+        self._num_groups = num_groups
+        self.unwritten: set[int] = set()
+
+    def holds(self, block_ids: BlockIds, keys: Sequence[BlockKey]) -> NDArray[np.bool_]:
+        """Return which blocks hold their keys in vLLM's pool.
+
+        Args:
+            block_ids: n blocks.
+            keys: n keys: vLLM's hashes, with their group if there are several.
+
+        Returns:
+            bool[n].
+        """
+        blocks = self._pool.blocks
+        names = keys
+        if self._num_groups == 1:
+            names = [key_in_group(key, 0) for key in keys]
+        pairs = zip(np.asarray(block_ids).tolist(), names, strict=True)
+        held = [blocks[block].block_hash == name for block, name in pairs]
+        return np.array(held, np.bool_)
+
+    def pin(self, block_ids: BlockIds) -> None:
+        """Keep blocks from being allocated."""
+        self._pool.touch(self._blocks(block_ids))
+
+    def unpin(self, block_ids: BlockIds) -> None:
+        """Undo `pin`; the last block is allocated first."""
+        self._pool.free_blocks(self._blocks(block_ids)[::-1])
+
+    def warm_up(self) -> None:
+        """Do nothing: vLLM's pool is not compiled."""
+
+    def _blocks(self, block_ids: BlockIds) -> list[Any]:
+        blocks = (self._pool.blocks[block] for block in np.asarray(block_ids).tolist())
+        return [block for block in blocks if not block.is_null]

@@ -1,0 +1,236 @@
+"""The scheduler's half of `OffloadConnector`: vLLM's requests, as jaxkv reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, cast
+
+from jaxkv import (
+    DeviceBlockPool,
+    OffloadingEvent,
+    OffloadMetadata,
+    OffloadScheduler,
+    SchedulerOutput,
+)
+from jaxkv.integrations.vllm.config import ConnectorConfig
+from jaxkv.integrations.vllm.pool import VllmBlockPool, key_in_group, split_key
+from jaxkv.integrations.vllm.worker import WorkerReport
+from jaxkv.types import BlockKey
+
+
+class VllmRequest:
+    """A request of vLLM with the attributes that `OffloadScheduler` reads.
+
+    Args:
+        request: vLLM's `Request`.
+        num_groups: Groups of the model's layers.
+    """
+
+    def __init__(self, request: Any, num_groups: int) -> None:
+        self.request = request
+        self._keys: list[list[BlockKey]] = [[] for _ in range(num_groups)]
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        request_id: str = self.request.request_id
+        return request_id
+
+    @property
+    def block_keys(self) -> Sequence[BlockKey]:
+        """Hashes of the full blocks of all tokens so far."""
+        hashes: Sequence[BlockKey] = self.request.block_hashes
+        return hashes
+
+    @property
+    def block_keys_by_group(self) -> Sequence[Sequence[BlockKey]]:
+        """The keys for each group, as vLLM's prefix cache makes them."""
+        hashes = self.block_keys
+        for group, keys in enumerate(self._keys):
+            keys += (key_in_group(own, group) for own in hashes[len(keys) :])
+        return self._keys
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, prompt and generated."""
+        return int(self.request.num_tokens)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return int(self.request.num_prompt_tokens)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV is on the device."""
+        return int(self.request.num_computed_tokens)
+
+    @property
+    def num_output_placeholders(self) -> int:
+        """How many of these are scheduled ahead."""
+        return int(getattr(self.request, "num_output_placeholders", 0))
+
+
+class SchedulerHalf:
+    """Decides what is stored and loaded, beside vLLM's scheduler.
+
+    Args:
+        config: Configuration of the connector.
+
+    Raises:
+        ValueError: If the cache policy is unknown, or the rules do not fit the model's
+            groups.
+
+    Attributes:
+        scheduler: The scheduler of stores and loads.
+    """
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        self.scheduler = OffloadScheduler(
+            config.groups,
+            config.num_host_blocks,
+            config.cache_policy,
+            config.enable_events,
+            rules=config.rules,
+        )
+        self._config = config
+        self._is_bound = False
+        self._requests: dict[str, VllmRequest] = {}
+        # Requests that got blocks since the metadata of the last step.
+        self._allocated: set[str] = set()
+
+    def bind_block_pool(self, pool: Any) -> None:
+        """Bind the pool whose blocks are held, and compile all decisions."""
+        config = self._config
+        held = VllmBlockPool(pool, len(config.groups))
+        # It has the methods that the scheduler calls without copies on the device.
+        self.scheduler.bind_device_block_pool(cast(DeviceBlockPool, held))
+        self._is_bound = True
+        self.scheduler.warm_up()
+
+    def query(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many more tokens the host has than the device."""
+        if not self._is_bound:
+            raise RuntimeError(
+                "bind_gpu_block_pool() was not called: this vLLM, or its scheduler "
+                "for data parallelism, does not share its block pool with connectors."
+            )
+        known = self._request(request)
+        return self.scheduler.get_num_new_matched_tokens(known, num_computed_tokens)
+
+    def note_blocks(
+        self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int
+    ) -> None:
+        """Record all blocks of a request and the tokens to load into them."""
+        known = self._request(request)
+        self.scheduler.update_state_after_alloc(known, block_ids, num_external_tokens)
+        self._allocated.add(known.request_id)
+
+    def build_metadata(self, output: Any) -> OffloadMetadata:
+        """Return the transfers to start in a step, from vLLM's `SchedulerOutput`."""
+        cached = output.scheduled_cached_reqs
+        # The blocks of a request from the queue were recorded on allocation.
+        new_block_ids = {
+            request_id: block_ids
+            for request_id, block_ids in zip(
+                cached.req_ids, cached.new_block_ids, strict=True
+            )
+            if block_ids is not None and request_id not in self._allocated
+        }
+        # vLLM also preempts between steps. A request that was resumed before this step
+        # does not count as preempted: its recorded blocks are the new ones.
+        preempted = set(output.preempted_req_ids or ()) - self._allocated
+        self._allocated.clear()
+        return self.scheduler.build_connector_meta(
+            SchedulerOutput(
+                output.num_scheduled_tokens, new_block_ids, sorted(preempted)
+            )
+        )
+
+    def note_report(self, report: WorkerReport | None) -> None:
+        """Release the blocks of transfers that the worker reports as over."""
+        if report is not None:
+            self.scheduler.update_connector_output(report.output)
+
+    def finish(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
+        """Finish a request that is done or aborted."""
+        self.scheduler.request_finished_all_groups(self._request(request), block_ids)
+        self._requests.pop(request.request_id, None)
+        self._allocated.discard(request.request_id)
+
+    def has_pending_transfers(self) -> bool:
+        """Whether vLLM must continue to step though it has no requests."""
+        pending = self.scheduler
+        return pending.has_pending_stores() or pending.has_pending_loads()
+
+    def take_events(self) -> Iterator[OffloadingEvent]:
+        """Return the host tier's events since the last call."""
+        return self.scheduler.take_events()
+
+    def reset(self) -> bool:
+        """Clear the host tier; return whether that was done."""
+        return self.scheduler.reset()
+
+    def _request(self, request: Any) -> VllmRequest:
+        known = self._requests.get(request.request_id)
+        if known is None or known.request is not request:
+            known = VllmRequest(request, len(self._config.groups))
+            self._requests[request.request_id] = known
+        return known
+
+
+def to_vllm(events: Iterable[OffloadingEvent], num_groups: int) -> Iterator[Any]:
+    """Convert jaxkv's events into vLLM's.
+
+    Args:
+        events: The events, in order.
+        num_groups: Groups of the model's layers.
+
+    Yields:
+        ``BlockStored``, ``BlockRemoved`` and ``AllBlocksCleared`` of this vLLM.
+    """
+    events = list(events)
+    if not events:
+        return
+    from vllm.distributed.kv_events import (  # type: ignore[import-not-found]
+        AllBlocksCleared,
+        BlockRemoved,
+        BlockStored,
+    )
+    from vllm.v1.core.kv_cache_utils import (  # type: ignore[import-not-found]
+        maybe_convert_block_hash,
+    )
+
+    for event in events:
+        if not event.block_hashes:
+            yield AllBlocksCleared()
+            continue
+        for group, hashes in _by_group(event.block_hashes, num_groups):
+            names = [maybe_convert_block_hash(own) for own in hashes]
+            # Versions without groups have no such field.
+            of_group = {} if num_groups == 1 else {"group_idx": group}
+            if event.removed:
+                yield BlockRemoved(block_hashes=names, medium=event.medium, **of_group)
+            else:
+                yield BlockStored(
+                    block_hashes=names,
+                    parent_block_hash=None,
+                    token_ids=[],
+                    block_size=event.block_size,
+                    lora_id=None,
+                    medium=event.medium,
+                    lora_name=None,
+                    **of_group,
+                )
+
+
+def _by_group(
+    keys: Iterable[bytes], num_groups: int
+) -> Iterator[tuple[int, list[bytes]]]:
+    """Split keys into runs of one group, without the group in the hash."""
+    if num_groups == 1:
+        yield 0, list(keys)
+        return
+    for group, run in groupby(map(split_key, keys), key=lambda pair: pair[1]):
+        yield group, [block_hash for block_hash, _ in run]

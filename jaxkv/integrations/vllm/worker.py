@@ -1,0 +1,146 @@
+"""The worker's half of `OffloadConnector`: moves the blocks of a runner's KV caches."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import jax
+
+from jaxkv import ConnectorOutput, OffloadMetadata, OffloadWorker, TransferEngine
+from jaxkv._util import gib
+from jaxkv.integrations.vllm.config import ConnectorConfig
+from jaxkv.scheduling.protocol import NO_EVENT
+from jaxkv.transfer.engine import DEFAULT_STAGING_BYTES
+from jaxkv.types import NO_BLOCK
+
+_LOG = logging.getLogger("jaxkv")
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerReport:
+    """Completed transfers of a worker, sent to the scheduler's process.
+
+    Attributes:
+        output: The report for jaxkv's scheduler.
+    """
+
+    output: ConnectorOutput
+
+    def aggregate(self, other: WorkerReport) -> WorkerReport:
+        """Combine the reports of two workers, as vLLM's executors do."""
+        return WorkerReport(ConnectorOutput.aggregate([self.output, other.output]))
+
+
+class WorkerHalf:
+    """Starts the transfers of each step and reports how they ended.
+
+    A runner donates its caches to the model in every step, so none is kept here: each
+    call reads the runner's current caches and replaces them.
+
+    Args:
+        config: Configuration of the connector.
+    """
+
+    def __init__(self, config: ConnectorConfig) -> None:
+        self._config = config
+        self._runner: Any = None
+        self._worker: OffloadWorker | None = None
+        # Device blocks that each request's load writes, for loads that fail.
+        self._targets: dict[str, tuple[int, ...]] = {}
+        self._failed_blocks: set[int] = set()
+        self._report = ConnectorOutput()
+
+    def register_runner(self, runner: Any) -> None:
+        """Set up the host memory for the blocks of a runner.
+
+        Args:
+            runner: Has `kv_caches`, a list with an array for each layer, the block
+                axis first.
+
+        Raises:
+            ValueError: If the caches cannot be offloaded.
+            MemoryError: If there is not enough host memory.
+        """
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"{jax.process_count()} processes serve the model: the connector was "
+                "never tested with more than one."
+            )
+        config = self._config
+        # Only the layout of the caches is kept.
+        engine = TransferEngine(
+            list(runner.kv_caches),
+            config.num_host_blocks,
+            blocks_per_host_block=config.rules.blocks_per_host_block,
+            staging_bytes=config.staging_bytes or DEFAULT_STAGING_BYTES,
+        )
+        self._worker = OffloadWorker(engine, deadline_s=config.deadline_s)
+        self._runner = runner
+        # Runners forbid compilation during a step.
+        engine.warm_up()
+        _LOG.info(
+            "%d host blocks of %d bytes, %s of pinned memory in all",
+            config.num_host_blocks,
+            engine.block_bytes,
+            gib(engine.host_bytes),
+        )
+        used = engine.block_bytes * config.num_host_blocks
+        if used > config.planned_bytes:
+            _LOG.warning(
+                "the host tier takes %s instead of %s: the runner's blocks are larger "
+                "than vLLM says; num_cpu_blocks sets their number instead",
+                gib(used),
+                gib(config.planned_bytes),
+            )
+
+    def start(self, meta: OffloadMetadata) -> None:
+        """Start the transfers of a step; returns before they are done."""
+        runner, worker = self._runner, self._worker
+        if worker is None:
+            raise RuntimeError(
+                "register_runner() was not called: the runner of this vLLM does not "
+                "pass its KV caches to connectors as tpu-inference's does."
+            )
+        if meta.load_event != NO_EVENT:
+            for request_id in meta.load_event_to_reqs[meta.load_event]:
+                self._targets[request_id] = meta.load_device_blocks
+        caches = runner.kv_caches
+        runner.kv_caches = type(caches)(worker.start(meta, list(caches)))
+
+    def poll(self) -> ConnectorOutput:
+        """Return what completed since the last call; never waits."""
+        if self._worker is None:
+            return ConnectorOutput()
+        new = self._worker.poll()
+        for request_id in new.finished_recving:
+            self._targets.pop(request_id, None)
+        for request_id in new.failed_recving:
+            self._failed_blocks.update(self._targets.pop(request_id, ()))
+        self._report = ConnectorOutput.aggregate([self._report, new])
+        return new
+
+    def take_failed_blocks(self) -> set[int]:
+        """Return the device blocks that failed loads left unwritten.
+
+        These are all blocks of a load event, since its requests fail together.
+        """
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed - {NO_BLOCK}
+
+    def take_report(self) -> WorkerReport | None:
+        """Return the report for the scheduler; None if it is empty."""
+        report, self._report = self._report, ConnectorOutput()
+        return None if report == ConnectorOutput() else WorkerReport(report)
+
+    def shut_down(self) -> None:
+        """Wait for transfers in flight, and release the runner."""
+        runner, worker = self._runner, self._worker
+        self._runner = self._worker = None
+        if worker is None or not worker.num_in_flight:
+            return
+        caches = runner.kv_caches
+        if caches and not any(cache.is_deleted() for cache in caches):
+            pool, _ = worker.drain(list(caches))
+            runner.kv_caches = type(caches)(pool)

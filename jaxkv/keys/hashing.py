@@ -1,0 +1,399 @@
+"""Keys of blocks: SHA-256 over everything that a block's bytes depend on.
+
+Blocks with the same key share memory, so a key that left something out could serve one
+user's text to another. An encoding is a sequence of fields, each ``u8 tag, u64 length,
+payload``, numbers little-endian:
+
+    FORMAT      version of the encoding
+    MODEL ...   the namespace: model, weights epoch, stored dtype, layout, block size
+    GROUP       index of the group of layers
+    SALT, LORA  left out if the request has none; present but empty is different
+    PARENT      the key of the previous block; left out for the first block
+    ITEM        once for each multimodal item that begins in the block
+    TOKENS      u32 each
+
+Tags ascend and every payload has its length, so an encoding is unambiguous: different
+inputs have different encodings, and SHA-256 gives them different keys. The parent's key
+covers all tokens before the block.
+
+Keys do not depend on the process, the machine or its clock: every host computes the
+same keys for a request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import operator
+import struct
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv.types import KEY_BYTES, BlockKey
+
+TokenIds: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
+"""Token ids in [0, 2**32), of any integer dtype and one dimension."""
+
+TOKEN_BYTES = 4
+
+
+class _Tag(enum.IntEnum):
+    """Type of a field. A number is never reused for another field."""
+
+    FORMAT = 1
+    MODEL = 2
+    WEIGHTS_EPOCH = 3
+    KV_DTYPE = 4
+    LAYOUT = 5
+    BLOCK_SIZE = 6
+    GROUP = 7
+    SALT = 8
+    LORA = 9
+    PARENT = 10
+    ITEM = 11
+    TOKENS = 12
+
+
+def _head(tag: _Tag, num_bytes: int) -> bytes:
+    return struct.pack("<BQ", tag, num_bytes)
+
+
+def _field(tag: _Tag, payload: bytes) -> bytes:
+    return _head(tag, len(payload)) + payload
+
+
+def _text(tag: _Tag, text: str) -> bytes:
+    # A str may have lone surrogates (JSON allows them in a salt): encode them rather
+    # than fail on a request. Each str still has one encoding.
+    return _field(tag, text.encode("utf-8", "surrogatepass"))
+
+
+def _check_type(name: str, value: object, expected: type) -> None:
+    if not isinstance(value, expected):
+        raise TypeError(f"{name}={value!r} must be of type {expected.__name__}.")
+
+
+def _check_range(name: str, value: int, low: int, bits: int) -> None:
+    _check_type(name, value, int)
+    if not low <= value < 1 << bits:
+        raise ValueError(f"{name}={value!r} must be in [{low}, 2**{bits}).")
+
+
+@dataclasses.dataclass(frozen=True)
+class Namespace:
+    """What the bytes of every block depend on, besides the tokens.
+
+    Blocks are shared only within one namespace. Change `weights_epoch` whenever the
+    weights change under the same model name: older blocks are then never found.
+
+    Attributes:
+        model: The model, with its revision.
+        weights_epoch: Version of its weights.
+        kv_dtype: The stored dtype, resolved: "bfloat16", never "auto".
+        layout: Arrangement of heads, layers and shards in a block.
+        block_size: Tokens per block.
+    """
+
+    model: str
+    weights_epoch: str
+    kv_dtype: str
+    layout: str
+    block_size: int
+
+    def __post_init__(self) -> None:
+        for name in ("model", "weights_epoch", "kv_dtype", "layout"):
+            _check_type(name, getattr(self, name), str)
+        _check_range("block_size", self.block_size, 1, 32)
+
+
+@dataclasses.dataclass(frozen=True)
+class MultimodalItem:
+    """An image, a sound, ...: content that its placeholder tokens do not identify.
+
+    Attributes:
+        content_hash: A collision-resistant hash of the content, of any length.
+        offset: Position of its first token in the request.
+    """
+
+    content_hash: bytes
+    offset: int
+
+    def __post_init__(self) -> None:
+        _check_type("content_hash", self.content_hash, bytes)
+        if not self.content_hash:
+            raise ValueError("content_hash=b'' must not be empty.")
+        _check_range("offset", self.offset, 0, 64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Extras:
+    """What the bytes of one request's blocks depend on, besides the tokens.
+
+    Salt and LoRA are part of every block's key. A multimodal item is part of the key
+    of the block in which it begins: earlier blocks do not depend on it, and later ones
+    inherit it through their parent.
+
+    Attributes:
+        cache_salt: Requests share blocks only with requests of the same salt; a trusted
+            party must set it. None and "" are different salts.
+        lora_name: The adapter, with its revision.
+        multimodal: Items in any order; sorted on construction.
+    """
+
+    cache_salt: str | None = None
+    lora_name: str | None = None
+    multimodal: tuple[MultimodalItem, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("cache_salt", "lora_name"):
+            if getattr(self, name) is not None:
+                _check_type(name, getattr(self, name), str)
+        for item in self.multimodal:
+            _check_type("multimodal item", item, MultimodalItem)
+        items = sorted(self.multimodal, key=lambda i: (i.offset, i.content_hash))
+        object.__setattr__(self, "multimodal", tuple(items))
+
+
+NO_EXTRAS = Extras()
+
+
+class KeyedBlock(NamedTuple):
+    """A key and the inputs it was computed from.
+
+    Attributes:
+        key: The block's key.
+        parent: The key of the previous block; None for a request's first block.
+        tokens: The block's tokens, u32 each, little-endian.
+        group: Index of the group of layers.
+        extras: The request's extras. Multimodal items are those that begin in the
+            block, and their offsets count from its start.
+    """
+
+    key: BlockKey
+    parent: BlockKey | None
+    tokens: bytes
+    group: int = 0
+    extras: Extras = NO_EXTRAS
+
+
+def encode_block(
+    namespace: Namespace,
+    group: int,
+    parent: BlockKey | None,
+    tokens: TokenIds,
+    extras: Extras = NO_EXTRAS,
+) -> bytes:
+    """Encode one full block unambiguously.
+
+    Args:
+        namespace: The namespace of the blocks.
+        group: Index of the group of layers, for models that have several; else 0.
+        parent: The key of the previous block, None for a request's first block.
+        tokens: int[block_size]. The block's tokens.
+        extras: The request's extras, with offsets of multimodal items that count from
+            the start of the block.
+
+    Returns:
+        The encoding that `block_key` hashes.
+
+    Raises:
+        ValueError: If `tokens` is not one block, or a number is out of range.
+        TypeError: If a token is not an integer.
+
+    Example:
+        >>> namespace = Namespace("m", "0", "int8", "flat", 2)
+        >>> encode_block(namespace, 0, None, [7, 258])[-8:].hex(" ", 4)
+        '07000000 02010000'
+    """
+    token_bytes = _token_bytes(tokens)
+    if len(token_bytes) != TOKEN_BYTES * namespace.block_size:
+        raise ValueError(
+            f"{len(tokens)=} must be the block size, {namespace.block_size}."
+        )
+    for item in extras.multimodal:
+        if item.offset >= namespace.block_size:
+            raise ValueError(f"{item.offset=} must be below {namespace.block_size}.")
+    if parent is not None and len(parent) != KEY_BYTES:
+        raise ValueError(f"{parent=} must be a key of {KEY_BYTES} bytes.")
+    return (
+        _encode_constant(namespace, group, extras)
+        + _encode_parent(parent)
+        + _encode_items(extras)
+        + _field(_Tag.TOKENS, token_bytes)
+    )
+
+
+def block_key(
+    namespace: Namespace,
+    group: int,
+    parent: BlockKey | None,
+    tokens: TokenIds,
+    extras: Extras = NO_EXTRAS,
+) -> BlockKey:
+    """Compute the key of one full block; arguments as for `encode_block`.
+
+    Example:
+        >>> namespace = Namespace("m", "0", "int8", "flat", 2)
+        >>> block_key(namespace, 0, None, [7, 258]).hex()[:16]
+        '5a7874d331002a1c'
+    """
+    encoding = encode_block(namespace, group, parent, tokens, extras)
+    return hashlib.sha256(encoding).digest()
+
+
+class KeyChain:
+    """The keys of one request's full blocks, computed as its tokens arrive.
+
+    It keeps the keys of full blocks, and the tokens of the partial block only.
+
+    Args:
+        namespace: The namespace of the blocks.
+        extras: The request's extras.
+        group: Index of the group of layers.
+        record: Called with every block that gets a key (`jaxkv.observe.catalog`).
+
+    Example:
+        >>> chain = KeyChain(Namespace("m", "0", "int8", "flat", block_size=2))
+        >>> [key.hex()[:8] for key in chain.extend([7, 258, 9])]
+        ['5a7874d3']
+        >>> chain.num_tokens, len(chain.keys)
+        (3, 1)
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        extras: Extras = NO_EXTRAS,
+        group: int = 0,
+        *,
+        record: Callable[[KeyedBlock], object] | None = None,
+    ) -> None:
+        self._block_bytes = TOKEN_BYTES * namespace.block_size
+        self._tokens_head = _head(_Tag.TOKENS, self._block_bytes)
+        # The fields that are the same in every block are hashed once.
+        self._constant = hashlib.sha256(_encode_constant(namespace, group, extras))
+        self._group, self._record = group, record
+        self._plain = dataclasses.replace(extras, multimodal=())
+        # Extras of the blocks in which items begin, with offsets from their start.
+        self._special: dict[int, Extras] = {}
+        for item in extras.multimodal:
+            block, offset = divmod(item.offset, namespace.block_size)
+            before = self._special.get(block, self._plain)
+            items = *before.multimodal, dataclasses.replace(item, offset=offset)
+            self._special[block] = dataclasses.replace(extras, multimodal=items)
+        self._keys: list[BlockKey] = []
+        self._tail = b""  # tokens of the partial block
+
+    @property
+    def keys(self) -> Sequence[BlockKey]:
+        """All keys so far: not a copy, but a list that grows with the chain."""
+        return self._keys
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, those of the partial block included."""
+        return (len(self._keys) * self._block_bytes + len(self._tail)) // TOKEN_BYTES
+
+    def extend(self, tokens: TokenIds) -> list[BlockKey]:
+        """Append tokens, and compute the keys of the blocks that they fill.
+
+        Args:
+            tokens: int[n]. Lists, tuples and arrays are fast.
+
+        Returns:
+            The new keys, if any; `keys` has them too.
+
+        Raises:
+            ValueError: If a token is out of range; the chain is unchanged.
+            TypeError: If a token is not an integer; the chain is unchanged.
+        """
+        data = self._tail + _token_bytes(tokens)
+        stop = len(data) - len(data) % self._block_bytes
+        parent = self._keys[-1] if self._keys else None
+        for start in range(0, stop, self._block_bytes):
+            own = data[start : start + self._block_bytes]
+            extras = self._special.get(len(self._keys), self._plain)
+            hasher = self._constant.copy()
+            hasher.update(
+                _encode_parent(parent) + _encode_items(extras) + self._tokens_head + own
+            )
+            key = hasher.digest()
+            if self._record is not None:
+                self._record(KeyedBlock(key, parent, own, self._group, extras))
+            self._keys.append(key)
+            parent = key
+        self._tail = data[stop:]
+        return self._keys[len(self._keys) - stop // self._block_bytes :]
+
+
+def _encode_constant(namespace: Namespace, group: int, extras: Extras) -> bytes:
+    """Encode the fields that are the same in every block of a request."""
+    _check_range("group", group, 0, 32)
+    fields = [
+        _field(_Tag.FORMAT, b"jaxkv block 1"),
+        _text(_Tag.MODEL, namespace.model),
+        _text(_Tag.WEIGHTS_EPOCH, namespace.weights_epoch),
+        _text(_Tag.KV_DTYPE, namespace.kv_dtype),
+        _text(_Tag.LAYOUT, namespace.layout),
+        _field(_Tag.BLOCK_SIZE, struct.pack("<I", namespace.block_size)),
+        _field(_Tag.GROUP, struct.pack("<I", group)),
+    ]
+    if extras.cache_salt is not None:
+        fields.append(_text(_Tag.SALT, extras.cache_salt))
+    if extras.lora_name is not None:
+        fields.append(_text(_Tag.LORA, extras.lora_name))
+    return b"".join(fields)
+
+
+_PARENT_HEAD = _head(_Tag.PARENT, KEY_BYTES)
+
+
+def _encode_parent(parent: BlockKey | None) -> bytes:
+    return b"" if parent is None else _PARENT_HEAD + parent
+
+
+def _encode_items(extras: Extras) -> bytes:
+    """Encode the items of a block, whose offsets count from its start."""
+    return b"".join(
+        _field(_Tag.ITEM, struct.pack("<Q", item.offset) + item.content_hash)
+        for item in extras.multimodal
+    )
+
+
+def _token_bytes(tokens: TokenIds) -> bytes:
+    """Return `tokens` as little-endian u32, without a Python loop."""
+    if isinstance(tokens, list | tuple | range):
+        try:
+            packed = array("I", tokens)
+        except (OverflowError, TypeError):
+            raise _token_error(tokens) from None
+        if sys.byteorder == "big":
+            packed.byteswap()
+        return packed.tobytes()
+    values = np.asarray(tokens)
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise TypeError(
+            f"tokens of {values.dtype=}, {values.shape=} must be integers in a row."
+        )
+    narrow = values.astype("<u4")
+    if not (narrow == values).all():
+        raise _token_error(values.tolist())
+    return narrow.tobytes()
+
+
+def _token_error(tokens: Iterable[Any]) -> ValueError | TypeError:
+    """Return an error that names the first bad token."""
+    for i, token in enumerate(tokens):
+        try:
+            inside = 0 <= operator.index(token) < 1 << 32
+        except TypeError:
+            return TypeError(f"tokens[{i}]={token!r} must be an integer.")
+        if not inside:
+            return ValueError(f"tokens[{i}]={token!r} must be in [0, 2**32).")
+    raise AssertionError("no token is bad")

@@ -1,0 +1,171 @@
+"""Keys of others, and keys as the array side has them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import SupportsIndex, cast, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from jaxkv.types import KEY_BYTES, KEY_WORDS, BlockKey
+
+# What is hashed begins with its domain. No two of them are alike in their first
+# bytes, nor like the encoding of a block (`jaxkv.keys.hashing`), which begins with a 1.
+_INT_DOMAIN = b"jaxkv int 1:"
+_FOREIGN_DOMAIN = b"jaxkv foreign 1:"
+
+_ONLY_KEYS = {KEY_BYTES}
+_ITEM = np.dtype((np.void, KEY_BYTES))
+
+
+def key_from_int(value: int) -> BlockKey:
+    """Make a key of a number, such as a trace's block id.
+
+    Args:
+        value: In [0, 2**64).
+
+    Example:
+        >>> key_from_int(0).hex()[:16]
+        '6428223f5b8d8030'
+    """
+    if not 0 <= value < 1 << 64:
+        raise ValueError(f"{value=} must be in [0, 2**64).")
+    return hashlib.sha256(_INT_DOMAIN + value.to_bytes(8, "little")).digest()
+
+
+def key_from_foreign(raw: bytes) -> BlockKey:
+    """Make a key of another system's, such as vLLM's BlockHash.
+
+    Args:
+        raw: 32 bytes are taken to be a good hash and pass through unchanged; any
+            other length is hashed, under a domain of its own.
+
+    Example:
+        >>> key_from_foreign(bytes(32)) == bytes(32)
+        True
+        >>> len(key_from_foreign(b"8 bytes."))
+        32
+    """
+    if not isinstance(raw, bytes):
+        raise TypeError(f"{raw=} must be of type bytes.")
+    if len(raw) == KEY_BYTES:
+        return raw
+    return hashlib.sha256(_FOREIGN_DOMAIN + raw).digest()
+
+
+class PackedKeys(list[bytes]):
+    """Keys that are asked about again and again, with what the array side reads.
+
+    To look through thousands of keys and to lay them out costs Python longer than the
+    array side takes to find them. A list of this kind has that done once. It is not to
+    be changed; a slice of it is of the same kind.
+
+    Args:
+        keys: n keys of `KEY_BYTES`.
+        words: u32[n, 8]. The same, as `keys_to_words` has them.
+
+    Example:
+        >>> keys = [b"k" * 32, b"l" * 32]
+        >>> PackedKeys(keys, keys_to_words(keys))[1:].words.shape
+        (1, 8)
+    """
+
+    __slots__ = ("words",)
+
+    def __init__(self, keys: Iterable[BlockKey], words: NDArray[np.uint32]) -> None:
+        super().__init__(keys)
+        words = np.ascontiguousarray(words)
+        if words.flags.writeable:
+            words = words.view()
+            words.flags.writeable = False
+        self.words = words
+
+    @overload
+    def __getitem__(self, index: SupportsIndex, /) -> BlockKey: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> PackedKeys: ...
+    def __getitem__(self, index: SupportsIndex | slice, /) -> BlockKey | PackedKeys:
+        if isinstance(index, slice):
+            return PackedKeys(super().__getitem__(index), self.words[index])
+        return super().__getitem__(index)
+
+
+def pack(names: Iterable[bytes]) -> tuple[list[bytes], NDArray[np.uint32]]:
+    """List keys, of any length, and lay out what the array side knows them by.
+
+    Args:
+        names: n keys. Those that are not of 32 bytes go by `key_from_foreign`.
+
+    Returns:
+        The keys as they were given, the same list if they are one, and u32[n, 8].
+
+    Example:
+        >>> names, words = pack([b"k" * 32, b"short"])
+        >>> words.shape
+        (2, 8)
+    """
+    if isinstance(names, PackedKeys):
+        return names, names.words
+    if not isinstance(names, list):
+        names = list(names)
+    try:
+        keys = names
+        if set(map(len, names)) != _ONLY_KEYS:
+            keys = list(map(key_from_foreign, names))
+        data = b"".join(keys)
+    except TypeError:
+        wrong = next((name for name in names if not isinstance(name, bytes)), names)
+        raise TypeError(f"key={wrong!r} must be of type bytes.") from None
+    return names, np.ndarray((len(names), KEY_WORDS), np.uint32, data)
+
+
+def is_foreign(name: bytes) -> bool:
+    """Tell whether the array side knows a key by another than itself."""
+    return len(name) != KEY_BYTES
+
+
+def has_foreign(names: Sequence[bytes]) -> bool:
+    """Tell whether any of some keys is foreign."""
+    return not set(map(len, names)) <= _ONLY_KEYS
+
+
+def keys_to_words(keys: Sequence[BlockKey]) -> NDArray[np.uint32]:
+    """Turn keys into what the array side works with.
+
+    Args:
+        keys: n keys of `KEY_BYTES`.
+
+    Returns:
+        u32[n, 8]. Read-only; word i is bytes 4i to 4i+3, little-endian.
+
+    Example:
+        >>> words = keys_to_words([bytes(range(32))])
+        >>> words.shape, hex(words[0, 1])
+        ((1, 8), '0x7060504')
+    """
+    lengths = set(map(len, keys))
+    if not lengths <= _ONLY_KEYS:
+        raise ValueError(f"{sorted(lengths)=} of the keys must all be {KEY_BYTES}.")
+    return np.frombuffer(b"".join(keys), np.uint32).reshape(-1, KEY_WORDS)
+
+
+def words_to_keys(words: ArrayLike) -> list[BlockKey]:
+    """Turn words back into keys.
+
+    Args:
+        words: u32[n, 8]. What `keys_to_words` gives.
+
+    Example:
+        >>> words_to_keys(keys_to_words([b"k" * 32]))
+        [b'kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk']
+    """
+    words = np.asarray(words)
+    if words.dtype != np.uint32 or words.shape[1:] != (KEY_WORDS,):
+        raise ValueError(
+            f"{words.dtype=}, {words.shape=} must be uint32, (n, {KEY_WORDS})."
+        )
+    # NumPy makes `bytes` of items without a type, faster than Python slices them.
+    items = np.ascontiguousarray(words).view(_ITEM)
+    return cast(list[BlockKey], items.ravel().tolist())

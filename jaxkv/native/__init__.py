@@ -1,0 +1,1 @@
+"""The transitions of the tiers as machine code over NumPy arrays, updated in place."""

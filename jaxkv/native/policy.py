@@ -1,0 +1,154 @@
+"""What a cache policy does in place: the native counterpart of the pure contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from numba.core.extending import overload
+
+from jaxkv.native.compiling import StateType, label_state
+
+
+class NativePolicy(NamedTuple):
+    """The functions of a policy that update its state in place.
+
+    They are compiled by Numba (`jaxkv.native.compiling.compiled`) and do what the pure
+    functions of `jaxkv.policies.base.Policy` of the same names do, to the bit. They
+    take the policy's state, whose arrays are NumPy's. An entry is whatever a policy
+    numbers its keys by, -1 for none; all arguments that are arrays of K rows are of
+    the keys of one call.
+
+    Attributes:
+        find: ``(state, keys, entries, block_ids)``. Write the entry of each key of
+            `keys` (u32[K, 8]) to `entries` (i32[K]) and its block to `block_ids`
+            (i32[K]), NO_BLOCK where it has none. Changes no state.
+        touch: ``(state, variant, entries, is_use)``. Record a use of each entry, the
+            first as the most recent; where `is_use` (bool[K]) is false it changes no
+            more than the order.
+        insert: ``(state, variant, keys, block_ids)``. Add a key wherever `block_ids`
+            (i32[K]) is not NO_BLOCK, which is written where there is no room for it.
+        remove: ``(state, entries)``. Forget entries, each of which holds a block.
+        evict: ``(state, variant, num, ref_cnt, block_ids, keys) -> bool``. Evict `num`
+            blocks whose `ref_cnt` (i32[B]) is 0, write their ids to `block_ids`
+            (i32[K]) and their keys to `keys` (u32[K, 8]); all or none.
+        variant: A number that three of them are given, so that policies which differ
+            in details share their machine code.
+    """
+
+    find: Callable[..., None]
+    touch: Callable[..., None]
+    insert: Callable[..., None]
+    remove: Callable[..., None]
+    evict: Callable[..., Any]
+    variant: int = 0
+
+
+_natives: dict[str, NativePolicy] = {}  # by the label of their states
+_labels: dict[type, str] = {}
+
+
+def register_native(state_class: type, native: NativePolicy) -> None:
+    """Have compiled functions call a policy's own wherever they meet its state.
+
+    Args:
+        state_class: The class of the policy's state.
+        native: Its functions.
+
+    Raises:
+        ValueError: If the class is known with other functions.
+    """
+    known = _natives.get(_labels.get(state_class, ""))
+    if known is not None and known[:5] != native[:5]:
+        raise ValueError(
+            f"{state_class} has native functions already; another policy must have a "
+            "state class of its own."
+        )
+    _labels[state_class] = label = label_state(state_class, native[:5])
+    _natives[label] = native
+
+
+def find(state: Any, keys: Any, entries: Any, block_ids: Any) -> None:
+    """Call the policy's `find`, in compiled functions; so do the others here."""
+    _natives[_labels[type(state)]].find(state, keys, entries, block_ids)
+
+
+def touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
+    """Call the policy's `touch`."""
+    _natives[_labels[type(state)]].touch(state, variant, entries, is_use)
+
+
+def insert(state: Any, variant: int, keys: Any, block_ids: Any) -> None:
+    """Call the policy's `insert`."""
+    _natives[_labels[type(state)]].insert(state, variant, keys, block_ids)
+
+
+def remove(state: Any, entries: Any) -> None:
+    """Call the policy's `remove`."""
+    _natives[_labels[type(state)]].remove(state, entries)
+
+
+def evict(
+    state: Any, variant: int, num: int, ref_cnt: Any, block_ids: Any, keys: Any
+) -> Any:
+    """Call the policy's `evict`."""
+    own = _natives[_labels[type(state)]].evict
+    return own(state, variant, num, ref_cnt, block_ids, keys)
+
+
+@overload(find)
+def _find(state: Any, keys: Any, entries: Any, block_ids: Any) -> Any:
+    own = _native_of(state).find
+
+    def call(state: Any, keys: Any, entries: Any, block_ids: Any) -> Any:
+        own(state, keys, entries, block_ids)
+
+    return call
+
+
+@overload(touch)
+def _touch(state: Any, variant: int, entries: Any, is_use: Any) -> Any:
+    own = _native_of(state).touch
+
+    def call(state: Any, variant: int, entries: Any, is_use: Any) -> Any:
+        own(state, variant, entries, is_use)
+
+    return call
+
+
+@overload(insert)
+def _insert(state: Any, variant: int, keys: Any, block_ids: Any) -> Any:
+    own = _native_of(state).insert
+
+    def call(state: Any, variant: int, keys: Any, block_ids: Any) -> Any:
+        own(state, variant, keys, block_ids)
+
+    return call
+
+
+@overload(remove)
+def _remove(state: Any, entries: Any) -> Any:
+    own = _native_of(state).remove
+
+    def call(state: Any, entries: Any) -> Any:
+        own(state, entries)
+
+    return call
+
+
+@overload(evict)
+def _evict(
+    state: Any, variant: int, num: int, ref_cnt: Any, block_ids: Any, keys: Any
+) -> Any:
+    own = _native_of(state).evict
+
+    def call(
+        state: Any, variant: int, num: int, ref_cnt: Any, block_ids: Any, keys: Any
+    ) -> Any:
+        return own(state, variant, num, ref_cnt, block_ids, keys)
+
+    return call
+
+
+def _native_of(state: StateType) -> NativePolicy:
+    return _natives[state.label]

@@ -1,0 +1,121 @@
+"""The contract of a cache policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxkv.native.policy import NativePolicy
+from jaxkv.types import PyTree
+
+
+class EvictResult(NamedTuple):
+    """What a policy evicted.
+
+    Attributes:
+        state: The policy's state afterwards; bit for bit as it was if not `ok`.
+        block_ids: i32[K]. Victims in the order of eviction, then NO_BLOCK.
+        keys: u32[K, 8]. The victims' keys, then zeros.
+        ok: bool[]. Whether all the blocks asked for were found.
+    """
+
+    state: PyTree
+    block_ids: jax.Array
+    keys: jax.Array
+    ok: jax.Array
+
+
+class InsertResult(NamedTuple):
+    """The keys of a batch that were added.
+
+    Attributes:
+        state: The policy's state afterwards.
+        inserted: bool[K]. Whether the key was added. One that was to be and was not
+            found no room in the key directory and must be treated as not stored.
+    """
+
+    state: PyTree
+    inserted: jax.Array
+
+
+class Policy(NamedTuple):
+    """A cache policy: which block to evict when the host tier is full.
+
+    A policy maps keys to host block ids and keeps an order among them. It knows
+    nothing of bytes, and the manager shows it the reference counts where it has to
+    look at them. Every function but `snapshot` is pure and may be traced; none raises,
+    none looks at anything but its arguments. Batches are `keys: u32[K, 8]` of which
+    the first `count: i32[]` are meant; the rest is padding.
+
+    Attributes:
+        num_blocks: Blocks of the tier that the policy was made for, B.
+        max_batch: Most keys that one `touch` or `insert` may mean.
+        init: ``() -> state``. An empty cache.
+        find: ``(state, keys, count) -> i32[K]``. The block of each key, NO_BLOCK
+            where the key is absent or padding. Changes no order.
+        touch: ``(state, keys, count, ready) -> state``. Record a use of each key; the
+            first key ends as the most recent. Unknown keys are ignored. Where `ready`
+            (bool[K]) is false, the key's block, if any, is still being stored.
+        insert: ``(state, keys, block_ids) -> InsertResult``. Add a key wherever
+            `block_ids` (i32[K]) is not NO_BLOCK; these keys are absent and distinct.
+        remove: ``(state, keys, block_ids) -> state``. Forget a key wherever
+            `block_ids` is not NO_BLOCK; these are the keys' blocks, each once.
+        evict: ``(state, num, ref_cnt, width) -> EvictResult``. Evict `num` (i32[])
+            blocks whose `ref_cnt` (i32[B]) is 0, all or none. `width` is static: the
+            K of the answer, at least `num`.
+        snapshot: ``(state) -> dict``. Show a state to a reader, on the host and not
+            under jit. A list in the dict is a list of keys, `bytes`; every key that
+            has a block is in one of the lists, and no key is in two. What else is
+            in the dict, such as a number, is the policy's own.
+        native: The same transitions in place, for callers in Python; None where there
+            are none, and then these callers run the pure functions.
+    """
+
+    num_blocks: int
+    max_batch: int
+    init: Callable[[], PyTree]
+    find: Callable[[PyTree, jax.Array, jax.Array], jax.Array]
+    touch: Callable[[PyTree, jax.Array, jax.Array, jax.Array], PyTree]
+    insert: Callable[[PyTree, jax.Array, jax.Array], InsertResult]
+    remove: Callable[[PyTree, jax.Array, jax.Array], PyTree]
+    evict: Callable[[PyTree, jax.Array, jax.Array, int], EvictResult]
+    snapshot: Callable[[PyTree], dict[str, Any]]
+    native: NativePolicy | None = None
+
+
+def native_only(
+    name: str,
+    num_blocks: int,
+    max_batch: int,
+    init: Callable[[], PyTree],
+    snapshot: Callable[[PyTree], dict[str, Any]],
+    native: NativePolicy,
+) -> Policy:
+    """Make a policy that has no pure functions. What would trace one is refused.
+
+    Args:
+        name: What to call it when it is refused.
+        num_blocks: As in `Policy`, and so are the others.
+        max_batch: Most keys of one call.
+        init: Makes an empty cache.
+        snapshot: Shows a state.
+        native: The functions that there are.
+    """
+
+    def refuse(*_: object) -> Any:
+        raise ValueError(
+            f"policy {name!r} has native functions only, and cannot be jitted: use it "
+            "with executor='native', or give it pure functions."
+        )
+
+    pure = dict.fromkeys(("find", "touch", "insert", "remove", "evict"), refuse)
+    return Policy(
+        num_blocks=num_blocks,
+        max_batch=max_batch,
+        init=init,
+        snapshot=snapshot,
+        native=native,
+        **pure,
+    )

@@ -1,0 +1,67 @@
+"""What XLA:CPU has to be told or asked in a certain way to be fast.
+
+`running_count` counts over a batch of flags. `after` makes XLA see that a read of an
+array comes before a write to it: a donated array is updated in place only if XLA can
+prove that, else it copies the whole of it, which for a large cache costs more than all
+the rest of a call. A read that comes first in the program proves nothing: the write has
+to depend on what was read.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+_WORD = 32
+_BITS = np.uint32(1) << np.arange(_WORD, dtype=np.uint32)
+_UP_TO = np.uint32(0xFFFFFFFF) >> np.arange(_WORD - 1, -1, -1, dtype=np.uint32)
+
+
+def running_count(flags: Array) -> Array:
+    """Count the true values up to and including each position.
+
+    The same as a cumulative sum, with a sum over words of 32 flags and population
+    counts inside them in place of one over every flag, which XLA:CPU does slowly.
+
+    Args:
+        flags: bool[K].
+
+    Returns:
+        i32[K].
+    """
+    num_flags = flags.size
+    if num_flags < _WORD:
+        flags = jnp.pad(flags, (0, _WORD - num_flags))
+    if flags.size % _WORD:
+        return jnp.cumsum(flags, dtype=jnp.int32)
+    bits = jnp.where(flags.reshape(-1, _WORD), _BITS[None], jnp.uint32(0))
+    words = jnp.sum(bits, axis=1, dtype=jnp.uint32)
+    counts = lax.population_count(words)
+    if counts.size <= _WORD:
+        is_before = np.tri(counts.size, k=-1, dtype=np.bool_)
+        before = jnp.sum(jnp.where(is_before, counts[None], 0), axis=1)
+    else:
+        before = jnp.cumsum(counts) - counts
+    within = lax.population_count(words[:, None] & _UP_TO[None])
+    running = (before.astype(jnp.uint32)[:, None] + within).reshape(-1)
+    return running[:num_flags].astype(jnp.int32)
+
+
+def after(indices: Array, *reads: Array) -> Array:
+    """Make what is done at `indices` wait for values that were read.
+
+    Args:
+        indices: i32[K]. Where a scatter will write; none is negative.
+        reads: i32[K, ...] or u32[K, ...]. What was gathered from the same array.
+
+    Returns:
+        `indices`, depending on every one of `reads`.
+    """
+    # Always 0, as no index is negative, but XLA does not know that.
+    zero = indices >> 31
+    for read in reads:
+        words = lax.bitcast_convert_type(read, jnp.int32)
+        # One word of a row is enough: they are all read at once.
+        indices += words.reshape(words.shape[0], -1)[:, 0] & zero
+    return indices

@@ -1,0 +1,196 @@
+"""What an engine, the offload scheduler and the worker tell one another.
+
+The names are those of vLLM's connectors; everything here is a value or a shape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeAlias, cast
+
+import numpy as np
+
+from jaxkv.types import BlockKey
+
+NO_EVENT = -1
+
+BlockTable: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
+"""Device block ids of a request, in the order of its tokens: one list, or, where the
+model has several groups of layers, one list for each."""
+
+
+class Request(Protocol):
+    """What the scheduler reads of an engine's request. It changes none of it.
+
+    Three attributes more are read where there are any:
+
+    * ``block_keys_by_group``, where the model has several groups of layers: for each
+      of them what `block_keys` is for the only one.
+    * ``num_output_placeholders``, with asynchronous scheduling: how many of
+      `num_computed_tokens` are not computed for certain yet.
+    * ``num_prompt_tokens``, if only prompts are to be stored.
+    """
+
+    @property
+    def request_id(self) -> str:
+        """Unique among the requests that are alive or have a load in flight."""
+        ...
+
+    @property
+    def block_keys(self) -> Sequence[BlockKey]:
+        """Keys of the full blocks of all tokens so far."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, prompt and generated."""
+        ...
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Of these, the ones whose KV is in the device pool."""
+        ...
+
+
+def keys_by_group(request: Request, num_groups: int) -> Sequence[Sequence[BlockKey]]:
+    """Give a request's keys as one list for each group of layers."""
+    if num_groups == 1:
+        return (request.block_keys,)
+    keys: Sequence[Sequence[BlockKey]]
+    keys = getattr(request, "block_keys_by_group", ())
+    if len(keys) != num_groups:
+        raise ValueError(
+            f"request {request.request_id!r} must have block_keys_by_group, with a "
+            f"list for each of the {num_groups} groups."
+        )
+    return keys
+
+
+def tables_by_group(table: BlockTable, num_groups: int) -> list[list[int]]:
+    """Give a block table as one list for each group of layers; [] for no blocks."""
+    if not len(table):
+        return [[] for _ in range(num_groups)]
+    if num_groups == 1 and (len(table) != 1 or isinstance(table[0], int)):
+        return [list(cast(Sequence[int], table))]
+    if len(table) != num_groups or isinstance(table[0], int):
+        raise ValueError(
+            f"the block table of {len(table)} items must have a list for each of the "
+            f"{num_groups} groups."
+        )
+    return [list(ids) for ids in cast(Sequence[Sequence[int]], table)]
+
+
+@dataclasses.dataclass(frozen=True)
+class SchedulerOutput:
+    """What the engine is about to compute in a step.
+
+    Attributes:
+        num_scheduled_tokens: Tokens to compute, by request id.
+        new_block_ids: Device blocks allocated since the last step, by request id,
+            other than those given to `update_state_after_alloc`.
+        preempted_req_ids: Requests whose blocks were taken away since the last step.
+    """
+
+    num_scheduled_tokens: Mapping[str, int]
+    new_block_ids: Mapping[str, BlockTable] = dataclasses.field(default_factory=dict)
+    preempted_req_ids: Sequence[str] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadMetadata:
+    """The transfers of a step. Block ids of the two tiers go in pairs.
+
+    Where a host block holds several device blocks, the device blocks of each host block
+    stand in a row, NO_BLOCK for one that is not meant.
+
+    Attributes:
+        load_event: Number of this step's loads, NO_EVENT if there are none.
+        load_device_blocks: Where the loads write.
+        load_host_blocks: What they read.
+        load_event_to_reqs: The requests that each load event in flight serves.
+        store_event: Number of this step's stores, NO_EVENT if there are none.
+        store_device_blocks: What the stores read.
+        store_host_blocks: Where they write.
+        need_flush: Whether the worker must wait for all that is in flight first.
+        copy_from_blocks: Device blocks that are to be copied on the device, after the
+            stores and before the loads, ...
+        copy_to_blocks: ... and where to.
+    """
+
+    load_event: int
+    load_device_blocks: tuple[int, ...]
+    load_host_blocks: tuple[int, ...]
+    load_event_to_reqs: Mapping[int, tuple[str, ...]]
+    store_event: int
+    store_device_blocks: tuple[int, ...]
+    store_host_blocks: tuple[int, ...]
+    need_flush: bool
+    copy_from_blocks: tuple[int, ...] = ()
+    copy_to_blocks: tuple[int, ...] = ()
+
+    def digest(self, before: bytes = b"") -> bytes:
+        """Make a digest of this plan and those before it.
+
+        Processes that serve one model together must plan alike: equal digests say
+        that they did.
+
+        Args:
+            before: The digest of the step before.
+
+        Returns:
+            32 bytes.
+        """
+        hasher = hashlib.sha256(before)
+        requests = self.load_event_to_reqs.get(self.load_event, ())
+        for ids in (
+            (self.load_event, self.store_event, self.need_flush, len(requests)),
+            self.load_device_blocks,
+            self.load_host_blocks,
+            self.store_device_blocks,
+            self.store_host_blocks,
+            self.copy_from_blocks,
+            self.copy_to_blocks,
+        ):
+            hasher.update(len(ids).to_bytes(8, "little"))
+            hasher.update(np.array(ids, "<i8").tobytes())
+        for request_id in requests:
+            name = request_id.encode("utf-8", "surrogatepass")
+            hasher.update(len(name).to_bytes(8, "little") + name)
+        return hasher.digest()
+
+
+@dataclasses.dataclass(frozen=True)
+class ConnectorOutput:
+    """What workers saw complete; what each of several saw is in a row.
+
+    Attributes:
+        finished_recving: Requests whose load arrived.
+        failed_recving: Requests whose load failed; they compute those tokens instead.
+        completed_store_events: Store events that arrived.
+        failed_store_events: Store events that did not.
+    """
+
+    finished_recving: tuple[str, ...] = ()
+    failed_recving: tuple[str, ...] = ()
+    completed_store_events: tuple[int, ...] = ()
+    failed_store_events: tuple[int, ...] = ()
+
+    @staticmethod
+    def aggregate(outputs: Sequence[ConnectorOutput]) -> ConnectorOutput:
+        """Put together what several workers saw in a step.
+
+        Example:
+            >>> one = ConnectorOutput(completed_store_events=(3,))
+            >>> ConnectorOutput.aggregate([one, one]).completed_store_events
+            (3, 3)
+        """
+        chain = itertools.chain.from_iterable
+        return ConnectorOutput(
+            tuple(chain(output.finished_recving for output in outputs)),
+            tuple(chain(output.failed_recving for output in outputs)),
+            tuple(chain(output.completed_store_events for output in outputs)),
+            tuple(chain(output.failed_store_events for output in outputs)),
+        )

@@ -1,0 +1,222 @@
+"""Kinds of attention: which blocks of a prefix the next token still reads.
+
+Layers that keep the same tokens in blocks of the same size share their block tables and
+form a group. A model has one group or several (a hybrid model). What sets the kinds
+apart is how much of a prefix has to be there before its next token can be computed; the
+search for the longest such prefix is in `jaxkv.search.hits`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+
+@dataclasses.dataclass(frozen=True)
+class FullAttention:
+    """Every token reads all the tokens before it.
+
+    Attributes:
+        block_size: Tokens in a block.
+    """
+
+    block_size: int
+
+    def __post_init__(self) -> None:
+        _check_tokens(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class SlidingWindow:
+    """Every token reads the last `window` tokens, itself among them.
+
+    Attributes:
+        block_size: Tokens in a block.
+        window: Tokens in the window.
+    """
+
+    block_size: int
+    window: int
+
+    def __post_init__(self) -> None:
+        _check_tokens(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkedLocal:
+    """Every token reads the tokens before it in its own chunk.
+
+    Attributes:
+        block_size: Tokens in a block.
+        chunk: Tokens in a chunk; whole blocks.
+    """
+
+    block_size: int
+    chunk: int
+
+    def __post_init__(self) -> None:
+        _check_tokens(self)
+        # vLLM allows any chunk. It then takes for a hit what ends in the middle of a
+        # chunk and has none of its blocks, so that the next token reads garbage.
+        if self.chunk % self.block_size:
+            raise ValueError(
+                f"{self} must have a chunk that is a multiple of its block_size."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Mamba:
+    """Every token reads the state after the token before it.
+
+    Attributes:
+        block_size: Tokens from one kept state to the next.
+    """
+
+    block_size: int
+
+    def __post_init__(self) -> None:
+        _check_tokens(self)
+
+
+GroupSpec: TypeAlias = FullAttention | SlidingWindow | ChunkedLocal | Mamba
+"""The kind of a group. Hashable: a static argument of jitted functions."""
+
+
+def as_groups(groups: int | GroupSpec | Sequence[GroupSpec]) -> tuple[GroupSpec, ...]:
+    """Make a checked tuple of whatever says which groups a model has.
+
+    Args:
+        groups: The groups; one group; or a block size in tokens, which stands for one
+            group with full attention.
+
+    Raises:
+        TypeError: Something is not a group.
+        ValueError: There is no group, or `check_groups` refuses them.
+
+    Example:
+        >>> as_groups(16)
+        (FullAttention(block_size=16),)
+    """
+    if isinstance(groups, int) and not isinstance(groups, bool):
+        return (FullAttention(groups),)
+    if isinstance(groups, GroupSpec):
+        return (groups,)
+    if isinstance(groups, str) or not isinstance(groups, Sequence):
+        raise TypeError(
+            f"{groups=} must be a block size, a group such as FullAttention(16), or a "
+            "sequence of groups."
+        )
+    for index, group in enumerate(groups):
+        if not isinstance(group, GroupSpec):
+            raise TypeError(
+                f"groups[{index}]={group!r} must be one of FullAttention, "
+                "SlidingWindow, ChunkedLocal and Mamba."
+            )
+    checked = tuple(groups)
+    check_groups(checked)
+    return checked
+
+
+def check_groups(groups: tuple[GroupSpec, ...]) -> None:
+    """Refuse groups that cannot be searched together.
+
+    Raises:
+        ValueError: There is none, the block sizes have no common multiple in int32,
+            or a group with chunked local attention is beside another of a block size
+            that does not divide its own, which vLLM refuses too.
+    """
+    if not groups:
+        raise ValueError(f"{groups=} must hold at least one group.")
+    if alignment(groups) >= 1 << 31:
+        raise ValueError(
+            f"{alignment(groups)}, the least common multiple of the block sizes in "
+            f"{groups=}, must be less than 2**31."
+        )
+    for group in groups:
+        if isinstance(group, ChunkedLocal) and group.block_size != alignment(groups):
+            raise ValueError(
+                f"{group} must have a block_size of {alignment(groups)}, the least "
+                f"common multiple of the block sizes in {groups=}."
+            )
+
+
+def alignment(groups: tuple[GroupSpec, ...]) -> int:
+    """Tell in tokens where hits may end: at the ends of blocks of all groups at once.
+
+    Example:
+        >>> alignment((FullAttention(16), Mamba(24)))
+        48
+    """
+    return math.lcm(*(group.block_size for group in groups))
+
+
+def lazy_target_blocks(
+    groups: tuple[GroupSpec, ...], max_num_batched_tokens: int
+) -> int:
+    """Tell how many device blocks lazy offloading keeps ready to be evicted.
+
+    The rule is that of vLLM 0.19.1's `SimpleCPUOffloadScheduler`: twice what one
+    request may take that fills a step.
+
+    Args:
+        groups: The groups of the model.
+        max_num_batched_tokens: Most tokens of a step.
+
+    Example:
+        >>> lazy_target_blocks((FullAttention(16), SlidingWindow(16, 100)), 64)
+        24
+    """
+    if max_num_batched_tokens < 1:
+        raise ValueError(f"{max_num_batched_tokens=} must be at least 1.")
+    num_blocks = 0
+    for group in groups:
+        match group:
+            case Mamba():
+                num_blocks += 2
+            case SlidingWindow(block_size, window):
+                num_blocks += -(-window // block_size) + 1
+            case _:
+                num_blocks += -(-max_num_batched_tokens // group.block_size)
+    return 2 * num_blocks
+
+
+def num_host_blocks(
+    host_bytes: int, device_bytes: int, num_device_blocks: int, world_size: int = 1
+) -> int:
+    """Tell how many blocks the host tier has, from what a block takes on the device.
+
+    The rule is that of vLLM 0.19.1's `SimpleCPUOffloadScheduler`. A budget that is too
+    small for a block gives one block.
+
+    Args:
+        host_bytes: Host memory for the tier, of all workers together.
+        device_bytes: Device memory of the KV cache of one worker, all groups.
+        num_device_blocks: Blocks in it.
+        world_size: Workers that share the host memory.
+
+    Example:
+        >>> num_host_blocks(8 << 30, device_bytes=1 << 30, num_device_blocks=512)
+        4096
+    """
+    sizes = dict(
+        host_bytes=host_bytes,
+        device_bytes=device_bytes,
+        num_device_blocks=num_device_blocks,
+        world_size=world_size,
+    )
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name}={size} must be at least 1.")
+    return max(1, num_device_blocks * (host_bytes // world_size) // device_bytes)
+
+
+def _check_tokens(group: GroupSpec) -> None:
+    """Refuse a group whose sizes are not positive ints."""
+    for field in dataclasses.fields(group):
+        size = getattr(group, field.name)
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"{field.name}={size!r} of {group} must be an int.")
+        if not 1 <= size < 1 << 31:
+            raise ValueError(f"{field.name}={size} of {group} must be in [1, 2**31).")

@@ -1,0 +1,147 @@
+"""How much of a request is still there: one search of all tiers.
+
+vLLM 0.19.1 searches the device first and the host from there on. A block that the
+device has evicted in the middle of a prefix then ends its reuse unless the host has
+all the blocks that follow. Here a block counts wherever it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv.search.groups import GroupSpec
+from jaxkv.search.hits import find_longest_hit
+from jaxkv.tiers.base import Tier
+from jaxkv.tiers.device import DeviceBlockPool
+from jaxkv.types import NO_BLOCK, NULL_BLOCK, BlockKey
+
+Ids: TypeAlias = NDArray[np.int32]
+Keys: TypeAlias = Sequence[BlockKey]
+
+
+class Source(NamedTuple):
+    """Where a search looks.
+
+    Attributes:
+        find: Finds the block of each key: i32[n], NO_BLOCK for none.
+        blocks_per_row: Blocks of a request in a block of the tier, whose key is the
+            last one's.
+        max_tokens: Tokens, from the first on, whose blocks may come from there; None
+            for all.
+    """
+
+    find: Callable[[Keys], Ids]
+    blocks_per_row: int = 1
+    max_tokens: int | None = None
+
+
+class Match(NamedTuple):
+    """The longest prefix that can be used, and where its blocks are.
+
+    Attributes:
+        num_tokens: Its length.
+        block_ids: For each source, i32[n] for each group: the block of each key that
+            was searched for, NO_BLOCK where there is none.
+        needed: bool[n] for each group. Whether the prefix consists of it.
+    """
+
+    num_tokens: int
+    block_ids: list[list[Ids]]
+    needed: list[NDArray[np.bool_]]
+
+
+def source_of(tier: Tier, blocks_per_row: int = 1) -> Source:
+    """Make a source of all that a tier holds."""
+    return Source(tier.find, blocks_per_row)
+
+
+def first_tokens(num_tokens: int) -> Source:
+    """Make a source that has the blocks of the first tokens, as NULL_BLOCK."""
+
+    def find(keys: Keys) -> Ids:
+        return np.full(len(keys), NULL_BLOCK, np.int32)
+
+    return Source(find, max_tokens=num_tokens)
+
+
+def find_cached_prefix(
+    pool: DeviceBlockPool,
+    groups: tuple[GroupSpec, ...],
+    keys_by_group: Sequence[Keys],
+    max_tokens: int,
+) -> tuple[int, list[list[int]]]:
+    """Find the longest prefix of a request that the device holds by itself.
+
+    Args:
+        pool: The device's blocks.
+        groups: The groups of the model's layers.
+        keys_by_group: Keys of the request's full blocks, for each group.
+        max_tokens: Most tokens that the prefix may have.
+
+    Returns:
+        Its length in tokens, and for each group its blocks in order, NULL_BLOCK for
+        one that the next token does not read. They are not held until `pool.touch`.
+    """
+    match = search(groups, keys_by_group, max_tokens, [source_of(pool)])
+    block_ids = []
+    for group, ids, needed in zip(
+        groups, match.block_ids[0], match.needed, strict=True
+    ):
+        end = match.num_tokens // group.block_size
+        block_ids.append(np.where(needed, ids, NULL_BLOCK)[:end].tolist())
+    return match.num_tokens, block_ids
+
+
+def search(
+    groups: tuple[GroupSpec, ...],
+    keys_by_group: Sequence[Keys],
+    max_tokens: int,
+    sources: Sequence[Source],
+) -> Match:
+    """Find the longest prefix of a request of which every block is in some source.
+
+    Args:
+        groups: The groups of the model's layers.
+        keys_by_group: Keys of the request's full blocks, for each group.
+        max_tokens: Most tokens that the prefix may have.
+        sources: Where to look, the nearest first.
+
+    Returns:
+        What was found. Nothing is held or changed.
+    """
+    most_per_row = max(source.blocks_per_row for source in sources)
+    keys = []
+    for group, all_keys in zip(groups, keys_by_group, strict=True):
+        usable = max(max_tokens, 0) // group.block_size
+        # The row that the last of them is in may go further.
+        usable += -usable % most_per_row
+        keys.append(all_keys if usable >= len(all_keys) else all_keys[:usable])
+    block_ids = [
+        [_find(source, group, own) for group, own in zip(groups, keys, strict=True)]
+        for source in sources
+    ]
+    masks = []
+    for of_group in zip(*block_ids, strict=True):
+        mask = of_group[0] != NO_BLOCK
+        for ids in of_group[1:]:
+            mask |= ids != NO_BLOCK
+        masks.append(mask)
+    hit = find_longest_hit(groups, masks, max_tokens)
+    return Match(hit.num_tokens, block_ids, hit.needed)
+
+
+def _find(source: Source, group: GroupSpec, keys: Keys) -> Ids:
+    """Find the blocks of a group in a source."""
+    num, per_row = len(keys), source.blocks_per_row
+    if source.max_tokens is not None:
+        num = min(num, source.max_tokens // group.block_size)
+    if per_row == 1 and num == len(keys):
+        return source.find(keys)
+    block_ids = np.full(len(keys), NO_BLOCK, np.int32)
+    rows = source.find(keys[:num][per_row - 1 :: per_row])
+    block_ids[: len(rows) * per_row] = np.repeat(rows, per_row)
+    return block_ids

@@ -1,0 +1,9 @@
+"""Which block is where on the device and on the host."""
+
+from jaxkv.tiers.base import LoadStoreSpec as LoadStoreSpec
+from jaxkv.tiers.base import OffloadingEvent as OffloadingEvent
+from jaxkv.tiers.base import PrepareStoreOutput as PrepareStoreOutput
+from jaxkv.tiers.base import RequestStepOutput as RequestStepOutput
+from jaxkv.tiers.device import DeviceBlockPool as DeviceBlockPool
+from jaxkv.tiers.host import OffloadingManager as OffloadingManager
+from jaxkv.tiers.snapshot import Snapshot as Snapshot

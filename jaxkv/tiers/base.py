@@ -1,0 +1,117 @@
+"""What tiers have in common: their names, what they can do, and what they answer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv.types import BlockKey
+
+HOST_MEDIUM = "CPU"
+"""The medium in events of the host tier, spelled as vLLM spells it."""
+
+DEVICE_MEDIUM = "GPU"
+"""The medium in events of the device tier, whatever the device, as in vLLM."""
+
+BlockIds: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
+"""Ids of blocks of one tier."""
+
+
+class Tier(Protocol):
+    """A place that blocks can be found in, as the search and the scheduler see it."""
+
+    @property
+    def medium(self) -> str:
+        """The name of the tier in events."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the tier."""
+        ...
+
+    def find(self, keys: Iterable[BlockKey]) -> NDArray[np.int32]:
+        """Find the block that serves each key: i32[n], NO_BLOCK where none can."""
+        ...
+
+    def pin(self, block_ids: BlockIds) -> None:
+        """Keep blocks from being reused while a transfer reads or writes them."""
+        ...
+
+    def unpin(self, block_ids: BlockIds) -> None:
+        """Take pins back."""
+        ...
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Hand out what happened since the last time."""
+        ...
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class LoadStoreSpec:
+    """Host blocks on one side of a transfer.
+
+    Attributes:
+        block_ids: i64[n]. In the order of the keys that were asked about.
+    """
+
+    block_ids: NDArray[np.int64]
+
+    @staticmethod
+    def medium() -> str:
+        """Name the tier that the ids belong to."""
+        return HOST_MEDIUM
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class PrepareStoreOutput:
+    """The answer of `OffloadingManager.prepare_store`.
+
+    Attributes:
+        block_hashes_to_store: Keys that were absent, in the order given.
+        store_spec: Where each of them goes.
+        block_hashes_evicted: Keys that had to leave, in the order of eviction.
+    """
+
+    block_hashes_to_store: list[BlockKey]
+    store_spec: LoadStoreSpec
+    block_hashes_evicted: list[BlockKey]
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class RequestStepOutput:
+    """The answer of `OffloadingManager.request_step`.
+
+    Attributes:
+        num_hits: Keys, from the first on, whose blocks are on the host.
+        load_spec: Where these are. They are pinned until the step is completed.
+        store: What to store where, and what had to leave; None if there is no room.
+        pending: The manager's note of what `complete_step` is to end.
+    """
+
+    num_hits: int
+    load_spec: LoadStoreSpec
+    store: PrepareStoreOutput | None
+    pending: Any = dataclasses.field(default=None, repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadingEvent:
+    """Blocks that became findable on a tier, or left it.
+
+    Attributes:
+        block_hashes: Their keys, in the order in which it happened; none if all that
+            the tier had left it.
+        block_size: Tokens in a block.
+        medium: `HOST_MEDIUM` or `DEVICE_MEDIUM`.
+        removed: True if they left.
+    """
+
+    block_hashes: list[BlockKey]
+    block_size: int
+    medium: str
+    removed: bool

@@ -1,0 +1,521 @@
+"""The device tier: who holds which block of the device, and what it caches.
+
+The rules are those of vLLM 0.19.1's `BlockPool`: a block that nobody holds keeps its
+contents and its key until it is needed for something else, the longest unused first.
+Pins are jaxkv's own: a transfer that reads a block keeps it from being allocated, but
+leaves it its place among those that wait for that. A block can be allocated if it is
+neither held nor pinned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv.keys.packed import has_foreign, is_foreign, pack, words_to_keys
+from jaxkv.native import device as native
+from jaxkv.native.compiling import Bound, EntryPoints, own
+from jaxkv.native.device import NO_LINK
+from jaxkv.policies import directory as directory_lib
+from jaxkv.policies.directory import Directory
+from jaxkv.tiers.base import DEVICE_MEDIUM, BlockIds, OffloadingEvent
+from jaxkv.types import KEY_BYTES, KEY_WORDS, NULL_BLOCK, BlockKey
+
+_NO_IDS = np.empty(0, np.int64)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DeviceTier:
+    """Everything known about the blocks of the device; `jaxkv.native.device` uses it.
+
+    Attributes:
+        directory: The block that serves each key. An entry is a block id. Its `keys`
+            has the keys of blocks that hold a key and do not serve it, too.
+        has_key: bool[B]. Whether the block has a key.
+        following: i32[B]. The block with the same key that came next, -1 for none.
+        preceding: i32[B]. The one that came before. The serving block has the
+            complement of the last one here, a number below 0.
+        ref_cnt: i32[B]. Holders of each block; always 0 for the null block.
+        pins: i32[B]. Transfers that keep each block from being allocated.
+        newer: i32[B]. The block that is to go after this one, of those that nobody
+            holds; the null block after the last, -1 for a block that is held.
+        older: i32[B]. The block that is to go before this one, likewise.
+        num_free: i32[]. Blocks that nobody holds and that are not pinned.
+    """
+
+    directory: Directory
+    has_key: NDArray[np.bool_]
+    following: NDArray[np.int32]
+    preceding: NDArray[np.int32]
+    ref_cnt: NDArray[np.int32]
+    pins: NDArray[np.int32]
+    newer: NDArray[np.int32]
+    older: NDArray[np.int32]
+    num_free: NDArray[np.int32]
+
+
+def init(num_blocks: int) -> DeviceTier:
+    """Make the state of a tier of `num_blocks`, all free but the null block."""
+    blocks = np.arange(num_blocks, dtype=np.int32)
+    return DeviceTier(
+        directory=own(directory_lib.init(num_blocks)),
+        has_key=np.zeros(num_blocks, np.bool_),
+        following=np.full(num_blocks, NO_LINK, np.int32),
+        preceding=np.full(num_blocks, NO_LINK, np.int32),
+        ref_cnt=np.zeros(num_blocks, np.int32),
+        pins=np.zeros(num_blocks, np.int32),
+        # The null block closes the ring.
+        newer=np.roll(blocks, -1),
+        older=np.roll(blocks, 1),
+        num_free=np.array(num_blocks - 1, np.int32),
+    )
+
+
+def check(tier: DeviceTier) -> None:
+    """Raise AssertionError if something is not as it should be."""
+    num_blocks = len(tier.ref_cnt)
+    assert tier.ref_cnt.min() >= 0
+    assert tier.pins.min() >= 0
+    assert tier.ref_cnt[NULL_BLOCK] == tier.pins[NULL_BLOCK] == 0
+    assert not tier.has_key[NULL_BLOCK]
+
+    queue, block = [], int(tier.newer[NULL_BLOCK])
+    while block != NULL_BLOCK:
+        assert tier.older[tier.newer[block]] == block
+        queue.append(block)
+        assert len(queue) < num_blocks, "the queue has no end"
+        block = int(tier.newer[block])
+    unheld = np.flatnonzero(tier.ref_cnt == 0)[1:].tolist()
+    assert sorted(queue) == unheld
+    assert int(tier.num_free) == np.count_nonzero(tier.pins[queue] == 0)
+
+    directory = tier.directory
+    used = np.flatnonzero(directory.entries < num_blocks)
+    serving = np.asarray(directory.entries)[used].tolist()
+    assert (np.asarray(directory.slots)[serving] == used).all()
+    is_tagged = np.asarray(directory.tags).reshape(-1) != 0
+    assert (is_tagged == (np.asarray(directory.entries) < num_blocks)).all()
+    keys = [directory.keys[block].tobytes() for block in serving]
+    assert len(set(keys)) == len(keys), "a key is served twice"
+    seen = []
+    for first, key in zip(serving, keys, strict=True):
+        chain = [first]
+        while (block := int(tier.following[chain[-1]])) != NO_LINK:
+            assert int(tier.preceding[block]) == chain[-1]
+            assert directory.keys[block].tobytes() == key
+            chain.append(block)
+            assert len(chain) <= num_blocks, "a chain has no end"
+        assert int(tier.preceding[first]) == ~chain[-1]
+        seen += chain
+    assert sorted(seen) == np.flatnonzero(tier.has_key).tolist()
+
+
+class DeviceBlockPool:
+    """Reference counts and prefix cache of the device's block pool.
+
+    The null block may stand in any list of ids; it is passed over. A list may have an
+    id more than once, which then counts as often. A call that raises changes nothing.
+
+    Args:
+        num_blocks: Blocks in the pool, the null block among them.
+        enable_events: Keep events, for `take_events`.
+        block_size: Tokens in a block; only repeated in events.
+
+    Attributes:
+        num_blocks: Blocks in the pool.
+        num_changes: Grows with whatever changes what a block contains or which is
+            allocated next; pins do not.
+        block_size: As given.
+        unwritten: Blocks whose tokens were neither computed nor loaded; `cache` skips
+            them. `OffloadScheduler` adds them, `allocate` and `evict` remove theirs.
+        state: All that is known, as a pytree of NumPy arrays that calls change.
+
+    Raises:
+        ValueError: If there is no block besides the null block.
+
+    Example:
+        >>> pool = DeviceBlockPool(num_blocks=3)
+        >>> pool.allocate(2)
+        [1, 2]
+        >>> pool.cache([1, 2], [b"head", b"tail"])
+        []
+        >>> pool.free([2, 1])
+        >>> pool.find_prefix([b"head", b"tail", b"other"])
+        [1, 2]
+        >>> pool.allocate(1)  # freed first, so allocated first
+        [2]
+        >>> pool.find_prefix([b"head", b"tail"])
+        [1]
+    """
+
+    medium = DEVICE_MEDIUM
+
+    def __init__(
+        self, num_blocks: int, *, enable_events: bool = False, block_size: int = 0
+    ) -> None:
+        if num_blocks < 2:
+            raise ValueError(
+                f"{num_blocks=} must be at least 2: the null block and one to use."
+            )
+        self.num_blocks = num_blocks
+        self.num_changes = 0
+        self.block_size = block_size
+        self.unwritten: set[int] = set()
+        self._events: list[OffloadingEvent] | None = [] if enable_events else None
+        # Keys that are not of 32 bytes, as the caller knows them, by block.
+        self._names: dict[int, bytes] = {}
+        self.state = init(num_blocks)
+        self._bound = bound = Bound(self.state)
+        keys = np.zeros((1, KEY_WORDS), np.uint32)
+        some_keys = keys.view()
+        some_keys.flags.writeable = False  # As those that are asked about.
+        flags, ids = np.empty(1, np.bool_), _NO_IDS
+        self._native = EntryPoints(
+            native,
+            {
+                "find_outside": (ids, 1),
+                "find": (bound, some_keys, np.empty(1, np.int32)),
+                "find_prefix": (bound, some_keys, np.empty(1, np.int32)),
+                "holds": (bound, ids, some_keys, flags),
+                "next_free": (bound, 1, ids, flags, keys),
+                "allocate": (bound, 1, ids, flags, keys),
+                "touch": (bound, ids),
+                "free": (bound, ids),
+                "pin": (bound, ids),
+                "unpin": (bound, ids),
+                "cache": (bound, ids, some_keys, flags),
+                "evict": (bound, ids, flags, keys),
+            },
+        )
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` could hand out now."""
+        return int(self.state.num_free)
+
+    def ref_cnt(self, block_id: int) -> int:
+        """Count the holders of a block."""
+        return int(self.counts([block_id])[0, 0])
+
+    def counts(self, block_ids: BlockIds) -> NDArray[np.int32]:
+        """Read how many hold each of n blocks, and how many pin it: i32[2, n]."""
+        ids = self._checked(block_ids)
+        return np.stack([self.state.ref_cnt[ids], self.state.pins[ids]])
+
+    def find(self, keys: Iterable[BlockKey]) -> NDArray[np.int32]:
+        """Find the block that serves each key.
+
+        Args:
+            keys: n of them.
+
+        Returns:
+            i32[n]. Of several blocks with the key the one cached first, NO_BLOCK where
+            there is none. They are not held until `touch` is called.
+        """
+        _, words = pack(keys)
+        block_ids = np.empty(len(words), np.int32)
+        self._native.find(self._bound, words, block_ids)
+        return block_ids
+
+    def find_prefix(self, keys: Iterable[BlockKey]) -> list[int]:
+        """List the blocks of the longest run of keys, from the first on, that is here.
+
+        Args:
+            keys: Keys of a prefix, in its order.
+
+        Returns:
+            Their blocks. They are not held until `touch` is called.
+        """
+        _, words = pack(keys)
+        block_ids = np.empty(len(words), np.int32)
+        num_found = self._native.find_prefix(self._bound, words, block_ids)
+        found: list[int] = block_ids[:num_found].tolist()
+        return found
+
+    def holds(self, block_ids: BlockIds, keys: Sequence[BlockKey]) -> NDArray[np.bool_]:
+        """Tell which blocks still hold a key, whether they serve it or not.
+
+        Args:
+            block_ids: n blocks.
+            keys: n keys, one for each block.
+
+        Returns:
+            bool[n].
+        """
+        ids, _, words = self._pairs(block_ids, keys)
+        is_held = np.empty(len(ids), np.bool_)
+        self._native.holds(self._bound, ids, words, is_held)
+        return is_held
+
+    def allocate(self, num: int) -> list[int]:
+        """Take blocks, evicting what they cached.
+
+        Args:
+            num: How many.
+
+        Returns:
+            Their ids, each held once.
+
+        Raises:
+            ValueError: If fewer are free, or `num` is negative; then none is taken.
+        """
+        if num < 0:
+            raise ValueError(f"{num=} must be at least 0.")
+        if num > self.num_free:
+            raise ValueError(
+                f"{num=} blocks wanted, but only {self.num_free} of "
+                f"{self.num_blocks} are free."
+            )
+        block_ids, evicted = self._take(self._native.allocate, num)
+        self.num_changes += 1
+        if self._events is not None or self._names or self.unwritten:
+            self._note_evicted(block_ids, evicted())
+        return block_ids
+
+    def next_free(self, num: int) -> tuple[list[int], list[bytes | None]]:
+        """Tell which blocks `allocate` would take next.
+
+        Args:
+            num: How many; if fewer are free, these.
+
+        Returns:
+            Their ids in its order, and the key that each would lose, None if none.
+        """
+        block_ids, keys = self._take(
+            self._native.next_free, max(min(num, self.num_free), 0)
+        )
+        return block_ids, keys()
+
+    def touch(self, block_ids: BlockIds) -> None:
+        """Hold blocks once more, so that they are not allocated."""
+        self._native.touch(self._bound, self._checked(block_ids))
+        self.num_changes += 1
+
+    def free(self, block_ids: BlockIds) -> None:
+        """Release blocks that were allocated or touched.
+
+        Args:
+            block_ids: Which. Of those that nobody holds any more the first is
+                allocated first, so that a prefix is to be passed tail first.
+
+        Raises:
+            ValueError: If a block is not held as often; then none is released.
+        """
+        ids = self._checked(block_ids)
+        bad = self._native.free(self._bound, ids)
+        if bad >= 0:
+            raise ValueError(
+                f"block_id={ids[bad]} is freed more often than it is held."
+            )
+        self.num_changes += 1
+
+    def pin(self, block_ids: BlockIds) -> None:
+        """Keep blocks from being allocated, but at their place among the free ones.
+
+        For transfers that read them: a block that is freed, or was free already, is
+        allocated as early as if there had been no transfer, but not during it.
+        """
+        self._native.pin(self._bound, self._checked(block_ids))
+
+    def unpin(self, block_ids: BlockIds) -> None:
+        """Take pins back.
+
+        Raises:
+            ValueError: If a block is not pinned as often; then none is taken back.
+        """
+        ids = self._checked(block_ids)
+        bad = self._native.unpin(self._bound, ids)
+        if bad >= 0:
+            raise ValueError(
+                f"block_id={ids[bad]} is unpinned more often than it is pinned."
+            )
+
+    def cache(self, block_ids: BlockIds, keys: Sequence[BlockKey]) -> list[int]:
+        """Make full, computed blocks findable.
+
+        Args:
+            block_ids: Blocks that somebody holds.
+            keys: What each of them contains. A block that has its key is left alone.
+
+        Returns:
+            The blocks that were skipped, as they are `unwritten`.
+
+        Raises:
+            ValueError: If a block is known under another key, or is given two; then
+                none is cached.
+        """
+        ids, names, words = self._pairs(block_ids, keys)
+        if self.unwritten:
+            skipped = [block for block in ids.tolist() if block in self.unwritten]
+            if skipped:
+                rows = np.flatnonzero(~np.isin(ids, skipped))
+                self.cache(ids[rows], [names[row] for row in rows.tolist()])
+                return skipped
+        is_added = np.empty(len(ids), np.bool_)
+        bad = self._native.cache(self._bound, ids, words, is_added)
+        if bad >= 0:
+            raise ValueError(
+                f"block_id={ids[bad]} is cached as "
+                f"{self._known_as(ids, names, bad)!r}, not {names[bad]!r}."
+            )
+        self.num_changes += 1
+        if has_foreign(names):
+            self._names.update(
+                (int(ids[row]), name)
+                for row, name in enumerate(names)
+                if is_foreign(name) and is_added[row]
+            )
+        if self._events is not None and is_added.any():
+            self._record(list(compress(names, is_added.tolist())), removed=False)
+        return []
+
+    def evict(self, block_ids: BlockIds) -> None:
+        """Forget what blocks contain; they stay with whoever holds them."""
+        ids = list(dict.fromkeys(self._checked(block_ids).tolist()))
+
+        def evict(bound: Bound, num: int, *answer: Any) -> None:
+            answer[0][:] = ids
+            self._native.evict(bound, *answer)
+
+        _, evicted = self._take(evict, len(ids))
+        self.num_changes += 1
+        self._note_evicted(ids, evicted())
+
+    def reset(self) -> bool:
+        """Forget what all blocks contain, unless one is held or pinned.
+
+        Returns:
+            Whether it was done.
+        """
+        if self.num_free < self.num_blocks - 1:
+            return False
+        empty = init(self.num_blocks)
+        for old, new in zip(
+            jax.tree.leaves(self.state.directory),
+            jax.tree.leaves(empty.directory),
+            strict=True,
+        ):
+            old[...] = new
+        for links in (self.state.following, self.state.preceding):
+            links[:] = NO_LINK
+        self.state.has_key[:] = False
+        self._names.clear()
+        self.num_changes += 1
+        self._record([], removed=True)
+        return True
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """Hand out the events since the last time; none if they are not kept.
+
+        Every block that gets a key or loses it counts, so that a key that several
+        blocks hold is there as often. A removal of no keys is that of all.
+        """
+        if self._events is None:
+            return []
+        events, self._events = self._events, []
+        return events
+
+    def warm_up(self) -> None:
+        """Load, or compile, what the methods run, so that no later call waits for it.
+
+        It takes seconds where the machine has not run them before, else part of one.
+        """
+        scratch = DeviceBlockPool(2)
+        blocks, keys = scratch.allocate(1), [bytes(KEY_BYTES)]
+        scratch.cache(blocks, keys)
+        scratch.find(keys)
+        scratch.find_prefix(keys)
+        scratch.holds(blocks, keys)
+        scratch.pin(blocks)
+        scratch.unpin(blocks)
+        scratch.touch(blocks)
+        scratch.free(blocks * 2)
+        scratch.next_free(1)
+        scratch.evict(blocks)
+
+    def check(self) -> None:
+        """Raise AssertionError if something is not as it should be. For tests."""
+        check(self.state)
+        assert all(self.state.has_key[list(self._names)])
+
+    def _take(
+        self, function: Callable[..., None], num: int
+    ) -> tuple[list[int], Callable[[], list[bytes | None]]]:
+        """Call what writes `num` blocks and their keys.
+
+        Returns:
+            The blocks, and what lists their keys, None for no key.
+        """
+        block_ids = np.empty(num, np.int64)
+        has_key = np.empty(num, np.bool_)
+        words = np.empty((num, KEY_WORDS), np.uint32)
+        function(self._bound, num, block_ids, has_key, words)
+
+        def keys() -> list[bytes | None]:
+            rows = np.flatnonzero(has_key).tolist()
+            listed: list[bytes | None] = [None] * num
+            for row, key in zip(rows, words_to_keys(words[rows]), strict=True):
+                listed[row] = self._names.get(int(block_ids[row]), key)
+            return listed
+
+        return block_ids.tolist(), keys
+
+    def _checked(self, block_ids: BlockIds) -> NDArray[Any]:
+        """Make an array of ids; refuse what the pool has not."""
+        if isinstance(block_ids, np.ndarray):
+            if block_ids.dtype.kind not in "iu" or block_ids.ndim != 1:
+                raise TypeError(f"{block_ids=} must be a flat list of ints.")
+            ids = np.ascontiguousarray(block_ids, np.int64)
+        else:
+            try:
+                # Takes a third of the time that NumPy takes for a list.
+                ids = np.frombuffer(array("q", block_ids), np.int64)
+            except TypeError:
+                raise TypeError(f"{block_ids=} must be a flat list of ints.") from None
+        wrong = self._native.find_outside(ids, self.num_blocks)
+        if wrong >= 0:
+            raise ValueError(
+                f"block_id={ids[wrong]} must be in [0, {self.num_blocks})."
+            )
+        return ids
+
+    def _pairs(
+        self, block_ids: BlockIds, keys: Sequence[BlockKey]
+    ) -> tuple[NDArray[Any], list[bytes], NDArray[np.uint32]]:
+        """Check blocks and their keys; the keys as given, and as u32[n, 8]."""
+        ids = self._checked(block_ids)
+        names, words = pack(keys)
+        if len(names) != len(ids):
+            raise ValueError(f"{len(ids)=} blocks must have as many {len(keys)=}.")
+        return ids, names, words
+
+    def _known_as(self, ids: NDArray[Any], keys: Sequence[BlockKey], row: int) -> bytes:
+        """Tell the key of a row's block, which an earlier row gave if it has none."""
+        block_id = int(ids[row])
+        if not self.state.has_key[block_id]:
+            return keys[int(np.argmax(ids == block_id))]
+        (key,) = words_to_keys(self.state.directory.keys[block_id][None])
+        return self._names.get(block_id, key)
+
+    def _note_evicted(self, block_ids: list[int], keys: Sequence[bytes | None]) -> None:
+        self.unwritten.difference_update(block_ids)
+        if self._names:
+            for block_id in block_ids:
+                self._names.pop(block_id, None)
+        lost = [key for key in keys if key is not None]
+        if lost:
+            self._record(lost, removed=True)
+
+    def _record(self, block_hashes: list[bytes], *, removed: bool) -> None:
+        if self._events is not None:
+            self._events.append(
+                OffloadingEvent(block_hashes, self.block_size, DEVICE_MEDIUM, removed)
+            )

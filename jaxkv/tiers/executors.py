@@ -1,0 +1,382 @@
+"""Who runs the host tier's transitions for callers in Python: arrays in, arrays out.
+
+`NativeExecutor` has the state in NumPy arrays and updates them in place by compiled
+functions (`jaxkv.native.host`): microseconds a call. `XlaExecutor` has it in JAX arrays
+and runs the pure functions (`jaxkv.tiers.host_state`) as XLA programs: for policies
+that have no others, and for comparison. Both give the same answers and, to the bit, the
+same states. Keys are u32[n, 8], C-contiguous and read-only; n is at least 1.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv.native import host as native
+from jaxkv.native.compiling import Bound, EntryPoints, own
+from jaxkv.policies.base import Policy
+from jaxkv.tiers import host_state
+from jaxkv.tiers.host_state import HostState
+from jaxkv.types import KEY_WORDS, NO_BLOCK
+
+ExecutorName: TypeAlias = Literal["native", "xla"]
+Words: TypeAlias = NDArray[np.uint32]
+Ids: TypeAlias = NDArray[np.int64]
+
+# What compiled functions are made ready for; keys are read-only.
+_SOME_KEYS = np.frombuffer(bytes(4 * KEY_WORDS), np.uint32).reshape(1, KEY_WORDS)
+_SOME_IDS = np.empty(1, np.int64)
+
+_SMALLEST_BATCH = 16
+_BATCH_STEP = 4
+
+
+class Store(NamedTuple):
+    """Where keys are to be stored.
+
+    Attributes:
+        num_stored: How many keys are to be stored.
+        block_ids: i64[n]. NO_BLOCK where the key is known or repeats an earlier one.
+        evicted_keys: u32[m, 8]. Keys that had to leave, in the order of eviction. Good
+            until the next call.
+    """
+
+    num_stored: int
+    block_ids: Ids
+    evicted_keys: Words
+
+
+class Step(NamedTuple):
+    """What to load and where to store.
+
+    Attributes:
+        num_hits: Keys, from the first on, to load.
+        num_stored: How many keys are to be stored.
+        block_ids: i64[n]. The blocks of the hits, then as `Store.block_ids`.
+        evicted_keys: u32[m, 8]. As in `Store`; None if there was no room.
+    """
+
+    num_hits: int
+    num_stored: int
+    block_ids: Ids
+    evicted_keys: Words | None
+
+
+class Executor(Protocol):
+    """The transitions of a host tier; `jaxkv.tiers.host_state` says what each does."""
+
+    @property
+    def state(self) -> HostState:
+        """The state; of the native executor, with arrays that calls change."""
+        ...
+
+    def find(self, keys: Words) -> NDArray[np.int32]:
+        """Find the block of each key, one that is being stored included: i32[n]."""
+        ...
+
+    def find_readable(self, keys: Words) -> NDArray[np.int32]:
+        """Find the block of each key whose bytes have arrived: i32[n]."""
+        ...
+
+    def lookup(self, keys: Words) -> int:
+        """Count the keys, from the first on, that can be read."""
+        ...
+
+    def touch(self, keys: Words, counts_as_use: bool = True) -> None:
+        """Record a use of each key, or only move them."""
+        ...
+
+    def prepare_load(self, keys: Words) -> tuple[Ids, int]:
+        """Pin blocks: their ids, and the first row that cannot be read or -1."""
+        ...
+
+    def complete_load(self, keys: Words) -> tuple[Ids, int]:
+        """Unpin blocks: their ids, and the first row that is not pinned or -1."""
+        ...
+
+    def pin(self, block_ids: Ids) -> bool:
+        """Pin blocks by their ids, unless one is being stored."""
+        ...
+
+    def complete_step(self, block_ids: Ids, num_hits: int) -> bool:
+        """End loads of the first blocks and stores of the others."""
+        ...
+
+    def prepare_store(self, keys: Words) -> Store | None:
+        """Give unknown keys blocks; None if there is no room."""
+        ...
+
+    def complete_store(self, keys: Words, success: bool) -> NDArray[np.bool_]:
+        """End stores; tell of each key whether its store ended: bool[n]."""
+        ...
+
+    def discard(self, keys: Words) -> NDArray[np.bool_]:
+        """Forget idle blocks; tell which keys were forgotten: bool[n]."""
+        ...
+
+    def request_step(self, keys: Words) -> Step:
+        """Pin what is there and find room for the rest."""
+        ...
+
+
+def make_executor(policy: Policy, name: ExecutorName = "native") -> Executor:
+    """Make the executor of an empty tier.
+
+    Args:
+        policy: The cache policy.
+        name: "xla" to run the pure functions; "native" to run the others, where the
+            policy has them.
+
+    Raises:
+        ValueError: If the name is neither.
+    """
+    if name not in ("native", "xla"):
+        raise ValueError(f"executor={name!r} must be 'native' or 'xla'.")
+    with jax.default_device(cpu_device()):
+        state = host_state.init(policy)
+    if name == "native" and policy.native is not None:
+        return NativeExecutor(policy, state)
+    return XlaExecutor(policy, state)
+
+
+class NativeExecutor:
+    """Runs compiled functions over NumPy arrays.
+
+    Args:
+        policy: The cache policy; it has native functions.
+        state: What to begin with; it is copied.
+    """
+
+    def __init__(self, policy: Policy, state: HostState) -> None:
+        assert policy.native is not None
+        self.state: HostState = own(state)
+        self._variant = policy.native.variant
+        self._bound = Bound(self.state)
+        self._ref_cnt = self.state.ref_cnt
+        # Room for the keys that a call evicts, kept from call to call.
+        self._evicted = np.empty((_SMALLEST_BATCH, KEY_WORDS), np.uint32)
+        bound, variant, evicted = self._bound, self._variant, self._evicted
+        self._native = EntryPoints(
+            native,
+            {
+                "find": (bound, _SOME_KEYS, np.empty(1, np.int32)),
+                "find_readable": (bound, _SOME_KEYS, np.empty(1, np.int32)),
+                "lookup": (bound, _SOME_KEYS),
+                "touch": (bound, variant, _SOME_KEYS, True),
+                "prepare_load": (bound, _SOME_KEYS, _SOME_IDS),
+                "complete_load": (bound, _SOME_KEYS, _SOME_IDS),
+                "pin": (self._ref_cnt, _SOME_IDS),
+                "complete_step": (self._ref_cnt, _SOME_IDS, 0),
+                "prepare_store": (bound, variant, _SOME_KEYS, _SOME_IDS, evicted),
+                "complete_store": (bound, _SOME_KEYS, True, np.empty(1, np.bool_)),
+                "discard": (bound, _SOME_KEYS, np.empty(1, np.bool_)),
+                "request_step": (bound, variant, _SOME_KEYS, _SOME_IDS, evicted),
+            },
+        )
+
+    def find(self, keys: Words) -> NDArray[np.int32]:
+        block_ids = np.empty(len(keys), np.int32)
+        self._native.find(self._bound, keys, block_ids)
+        return block_ids
+
+    def find_readable(self, keys: Words) -> NDArray[np.int32]:
+        block_ids = np.empty(len(keys), np.int32)
+        self._native.find_readable(self._bound, keys, block_ids)
+        return block_ids
+
+    def lookup(self, keys: Words) -> int:
+        num_hits: int = self._native.lookup(self._bound, keys)
+        return num_hits
+
+    def touch(self, keys: Words, counts_as_use: bool = True) -> None:
+        self._native.touch(self._bound, self._variant, keys, counts_as_use)
+
+    def prepare_load(self, keys: Words) -> tuple[Ids, int]:
+        block_ids = np.empty(len(keys), np.int64)
+        return block_ids, self._native.prepare_load(self._bound, keys, block_ids)
+
+    def complete_load(self, keys: Words) -> tuple[Ids, int]:
+        block_ids = np.empty(len(keys), np.int64)
+        return block_ids, self._native.complete_load(self._bound, keys, block_ids)
+
+    def pin(self, block_ids: Ids) -> bool:
+        is_done: bool = self._native.pin(self._ref_cnt, block_ids)
+        return is_done
+
+    def complete_step(self, block_ids: Ids, num_hits: int) -> bool:
+        is_done: bool = self._native.complete_step(self._ref_cnt, block_ids, num_hits)
+        return is_done
+
+    def prepare_store(self, keys: Words) -> Store | None:
+        block_ids, evicted = np.empty(len(keys), np.int64), self._room(len(keys))
+        num_stored, num_evicted = self._native.prepare_store(
+            self._bound, self._variant, keys, block_ids, evicted
+        )
+        if num_evicted < 0:
+            return None
+        return Store(num_stored, block_ids, evicted[:num_evicted])
+
+    def complete_store(self, keys: Words, success: bool) -> NDArray[np.bool_]:
+        ended = np.empty(len(keys), np.bool_)
+        self._native.complete_store(self._bound, keys, success, ended)
+        return ended
+
+    def discard(self, keys: Words) -> NDArray[np.bool_]:
+        gone = np.empty(len(keys), np.bool_)
+        self._native.discard(self._bound, keys, gone)
+        return gone
+
+    def request_step(self, keys: Words) -> Step:
+        block_ids, evicted = np.empty(len(keys), np.int64), self._room(len(keys))
+        num_hits, num_stored, num_evicted = self._native.request_step(
+            self._bound, self._variant, keys, block_ids, evicted
+        )
+        gone = None if num_evicted < 0 else evicted[:num_evicted]
+        return Step(num_hits, num_stored, block_ids, gone)
+
+    def _room(self, num_keys: int) -> Words:
+        if len(self._evicted) < num_keys:
+            self._evicted = np.empty((2 * num_keys, KEY_WORDS), np.uint32)
+        return self._evicted
+
+
+class XlaExecutor:
+    """Runs the pure functions as XLA programs, with keys padded to a few sizes.
+
+    Args:
+        policy: The cache policy.
+        state: What to begin with; it is copied.
+    """
+
+    def __init__(self, policy: Policy, state: HostState) -> None:
+        self._policy = policy
+        self.state: HostState = jax.device_put(own(state), cpu_device())
+
+    def find(self, keys: Words) -> NDArray[np.int32]:
+        found: NDArray[np.int32] = self._run(_find, keys)
+        return found
+
+    def find_readable(self, keys: Words) -> NDArray[np.int32]:
+        found: NDArray[np.int32] = self._run(_find_readable, keys)
+        return found
+
+    def lookup(self, keys: Words) -> int:
+        return int(self._run(_lookup, keys))
+
+    def touch(self, keys: Words, counts_as_use: bool = True) -> None:
+        self._run(_touch if counts_as_use else _reorder, keys)
+
+    def prepare_load(self, keys: Words) -> tuple[Ids, int]:
+        return _ids_and_first(self._run(host_state.prepare_load, keys))
+
+    def complete_load(self, keys: Words) -> tuple[Ids, int]:
+        return _ids_and_first(self._run(host_state.complete_load, keys))
+
+    def pin(self, block_ids: Ids) -> bool:
+        self.state, ok = _pin(self.state, _pad(block_ids))
+        return bool(ok)
+
+    def complete_step(self, block_ids: Ids, num_hits: int) -> bool:
+        self.state, ok = _complete_step(self.state, _pad(block_ids), np.int32(num_hits))
+        return bool(ok)
+
+    def prepare_store(self, keys: Words) -> Store | None:
+        answer = self._run(host_state.prepare_store, keys)
+        if not answer.ok:
+            return None
+        evicted = answer.evicted_keys[: int(answer.num_evicted)]
+        num_stored = int(np.count_nonzero(answer.block_ids != NO_BLOCK))
+        return Store(num_stored, answer.block_ids.astype(np.int64), evicted)
+
+    def complete_store(self, keys: Words, success: bool) -> NDArray[np.bool_]:
+        ended: NDArray[np.bool_]
+        ended = self._run(host_state.complete_store, keys, np.bool_(success))
+        return ended
+
+    def discard(self, keys: Words) -> NDArray[np.bool_]:
+        gone: NDArray[np.bool_] = self._run(host_state.discard, keys)
+        return gone
+
+    def request_step(self, keys: Words) -> Step:
+        answer = self._run(host_state.request_step, keys)
+        evicted = answer.evicted_keys[: int(answer.num_evicted)] if answer.ok else None
+        num_hits = int(answer.num_hits)
+        num_stored = int(np.count_nonzero(answer.block_ids[num_hits:] != NO_BLOCK))
+        return Step(num_hits, num_stored, answer.block_ids.astype(np.int64), evicted)
+
+    def _run(self, function: Callable[..., Any], keys: Words, *more: Any) -> Any:
+        """Run a function; arrays of its answer that have a row a key are cut to n."""
+        num_keys = len(keys)
+        padded = np.zeros((_padded(num_keys), KEY_WORDS), np.uint32)
+        padded[:num_keys] = keys
+        self.state, answer = _compiled(
+            function, self._policy, self.state, padded, np.int32(num_keys), *more
+        )
+        return jax.tree.map(
+            lambda x: np.asarray(x)[:num_keys] if x.ndim else np.asarray(x)[()], answer
+        )
+
+
+def cpu_device() -> jax.Device:
+    """Choose the CPU backend; where it is switched off, whatever there is."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return jax.local_devices()[0]
+
+
+def _find(policy: Policy, state: HostState, *batch: Any) -> Any:
+    return state, policy.find(state.policy, *batch)
+
+
+def _find_readable(policy: Policy, state: HostState, *batch: Any) -> Any:
+    return state, host_state.find_readable(policy, state, *batch)
+
+
+def _lookup(policy: Policy, state: HostState, *batch: Any) -> Any:
+    return state, host_state.lookup(policy, state, *batch)
+
+
+def _touch(policy: Policy, state: HostState, *batch: Any) -> Any:
+    return host_state.touch(policy, state, *batch), ()
+
+
+def _reorder(policy: Policy, state: HostState, *batch: Any) -> Any:
+    return host_state.reorder(policy, state, *batch), ()
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def _compiled(
+    function: Callable[..., Any], policy: Policy, state: HostState, *batch: Any
+) -> Any:
+    return function(policy, state, *batch)
+
+
+_pin = jax.jit(host_state.pin, donate_argnums=0)
+_complete_step = jax.jit(host_state.complete_step, donate_argnums=0)
+
+
+def _padded(size: int) -> int:
+    """Round up to one of the sizes that programs are compiled for."""
+    padded = _SMALLEST_BATCH
+    while padded < size:
+        padded *= _BATCH_STEP
+    return padded
+
+
+def _pad(block_ids: Ids) -> NDArray[np.int32]:
+    padded = np.full(_padded(len(block_ids)), NO_BLOCK, np.int32)
+    padded[: len(block_ids)] = block_ids
+    return padded
+
+
+def _ids_and_first(answer: host_state.LoadAnswer) -> tuple[Ids, int]:
+    bad = np.asarray(answer.bad)
+    return np.asarray(answer.block_ids, np.int64), (
+        int(bad.argmax()) if bad.any() else -1
+    )

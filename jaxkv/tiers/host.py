@@ -1,0 +1,520 @@
+"""vLLM's `OffloadingManager`: bytes in, Python values out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress, islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv.keys.packed import (
+    has_foreign,
+    is_foreign,
+    key_from_foreign,
+    pack,
+    words_to_keys,
+)
+from jaxkv.policies import get_policy_maker
+from jaxkv.policies.base import Policy
+from jaxkv.tiers.base import (
+    HOST_MEDIUM,
+    BlockIds,
+    LoadStoreSpec,
+    OffloadingEvent,
+    PrepareStoreOutput,
+    RequestStepOutput,
+)
+from jaxkv.tiers.executors import Executor, ExecutorName, Ids, Words, make_executor
+from jaxkv.tiers.key_memory import DropReasons, ReuseFilter
+from jaxkv.tiers.snapshot import Snapshot, take_snapshot
+from jaxkv.types import KEY_BYTES, NO_BLOCK, BlockKey
+
+_LEAST_MAX_BATCH = 4096
+_NO_IDS = np.empty(0, np.int64)
+
+
+class OffloadingManager:
+    """Keeps track of which blocks are in host memory, and where.
+
+    The methods, their order of calls and their results are those of vLLM 0.19.1's
+    `CPUOffloadingManager`, with three differences: misuse raises a ValueError that
+    names the key; a call that raises changes nothing; and a key that is given twice to
+    `prepare_store` takes one block (vLLM's takes two and never finds the first again).
+
+    Keys are any `bytes`. Keys of 32 bytes, such as `jaxkv.keys` makes, are used as they
+    are; others cost one SHA-256 each.
+
+    Args:
+        block_size: Tokens in a block; only repeated in events.
+        num_blocks: Blocks of the host tier.
+        cache_policy: Which blocks to evict when it is full: a registered name, such as
+            "lru", "arc" and "arc_fixed", or a `Policy` made for `num_blocks` and for
+            batches of at least as many keys.
+        enable_events: Whether to keep events for `take_events`.
+        store_threshold: Store only what was looked up at least so often, as vLLM's
+            `FilterReusedOffloadingManager` does; 0 or 1 to store whatever is offered.
+        max_tracker_size: Keys whose look-ups are counted for that, the latest ones.
+        remember_drops: Keys for which `drops` remembers why they are not here.
+        executor: "native" for compiled functions that update NumPy arrays, where the
+            policy has them; "xla" for the pure functions as XLA programs.
+
+    Raises:
+        ValueError: If a number is too small, or the policy is not known or was made
+            for other sizes.
+        TypeError: If the policy is neither a name nor a `Policy`.
+
+    Attributes:
+        block_size: As given.
+        num_blocks: As given.
+        policy: The cache policy.
+        executor: Has the state, as a pytree of arrays, and changes it.
+        events: What happened since `take_events`; None if that is not kept.
+        drops: Why blocks are not here, as far as that is remembered.
+        num_held_blocks: Blocks that hold a key, stores in progress included.
+        num_evicted: Blocks that were evicted so far.
+        num_skipped: Times so far that a block was not to be stored, as too few had
+            asked for it.
+
+    Example:
+        >>> m = OffloadingManager(block_size=16, num_blocks=2)
+        >>> m.prepare_store([b"a", b"b"]).store_spec.block_ids.tolist()
+        [0, 1]
+        >>> m.complete_store([b"a", b"b"])
+        >>> m.lookup([b"a", b"b", b"c"])
+        2
+        >>> m.prepare_store([b"c"]).block_hashes_evicted
+        [b'a']
+    """
+
+    medium = HOST_MEDIUM
+
+    def __init__(
+        self,
+        block_size: int,
+        num_blocks: int,
+        cache_policy: str | Policy = "lru",
+        enable_events: bool = False,
+        *,
+        store_threshold: int = 0,
+        max_tracker_size: int = 64_000,
+        remember_drops: int = 0,
+        executor: ExecutorName = "native",
+    ) -> None:
+        for name, value, least in (
+            ("block_size", block_size, 1),
+            ("num_blocks", num_blocks, 1),
+            ("store_threshold", store_threshold, 0),
+            ("max_tracker_size", max_tracker_size, 1),
+            ("remember_drops", remember_drops, 0),
+        ):
+            if value < least:
+                raise ValueError(f"{name}={value} must be at least {least}.")
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.policy = _as_policy(cache_policy, num_blocks)
+        self.events: list[OffloadingEvent] | None = [] if enable_events else None
+        self.drops = DropReasons(remember_drops)
+        self.num_held_blocks = 0
+        self.num_evicted = 0
+        self.num_skipped = 0
+        self._executor_name: ExecutorName = executor
+        self.executor: Executor = make_executor(self.policy, executor)
+        # What keys that are not of 32 bytes were given as, by what stands for them.
+        self._names: dict[BlockKey, bytes] = {}
+        self._reuse = None
+        if store_threshold > 1:
+            self._reuse = ReuseFilter(store_threshold, max_tracker_size)
+        # Request steps that were begun before it was put here are forgotten.
+        self._epoch = object()
+
+    def lookup(self, block_hashes: Iterable[bytes]) -> int:
+        """Count the keys, from the first on, that are present and ready.
+
+        Args:
+            block_hashes: Keys of a prefix, in its order.
+
+        Returns:
+            The length of the hit, in blocks.
+        """
+        names, words = pack(block_hashes)
+        if self._reuse is not None:
+            self._reuse.count(names)
+        return self.executor.lookup(words) if names else 0
+
+    def touch(self, block_hashes: Iterable[bytes]) -> None:
+        """Record a use of each key; the first ends as the most recent.
+
+        Args:
+            block_hashes: Keys of a prefix, in its order. Unknown ones are ignored.
+        """
+        names, words = pack(block_hashes)
+        if 0 < len(names) <= self.policy.max_batch:
+            self.executor.touch(words)
+        else:
+            self._touch_in_parts(words, counts_as_use=True)
+
+    def reorder(self, block_hashes: Iterable[bytes]) -> None:
+        """As `touch`, but no more than the order of eviction changes.
+
+        For the blocks of one use that come in parts: a policy that tells what is used
+        once from what is used again (ARC) is not to take them for the latter.
+        """
+        names, words = pack(block_hashes)
+        if 0 < len(names) <= self.policy.max_batch:
+            self.executor.touch(words, counts_as_use=False)
+        else:
+            self._touch_in_parts(words, counts_as_use=False)
+
+    def prepare_load(self, block_hashes: Iterable[bytes]) -> LoadStoreSpec:
+        """Pin blocks that are about to be read.
+
+        Args:
+            block_hashes: Keys that are present and ready.
+
+        Returns:
+            Where they are, in the order given.
+
+        Raises:
+            ValueError: If a key is absent or its bytes have not arrived. Then nothing
+                is pinned.
+        """
+        names, words = pack(block_hashes)
+        if not names:
+            return LoadStoreSpec(_NO_IDS)
+        block_ids, bad = self.executor.prepare_load(words)
+        if bad >= 0:
+            why = "is not ready for reading: its store has not completed."
+            if block_ids[bad] == NO_BLOCK:
+                why = "is not on the host; load only what lookup() counted."
+            raise ValueError(f"Block {names[bad]!r} {why}")
+        return LoadStoreSpec(block_ids)
+
+    def complete_load(self, block_hashes: Iterable[bytes]) -> None:
+        """Unpin blocks that were read.
+
+        Args:
+            block_hashes: Keys given to `prepare_load` before, once for each time.
+
+        Raises:
+            ValueError: If a key has no load in progress. Then nothing is unpinned.
+        """
+        names, words = pack(block_hashes)
+        if not names:
+            return
+        block_ids, bad = self.executor.complete_load(words)
+        if bad >= 0:
+            why = "has fewer loads in progress than complete_load() would end."
+            if block_ids[bad] == NO_BLOCK:
+                why = "is not on the host; complete_load() ends a prepare_load()."
+            raise ValueError(f"Block {names[bad]!r} {why}")
+
+    def prepare_store(self, block_hashes: Iterable[bytes]) -> PrepareStoreOutput | None:
+        """Find room for the blocks that are not known yet.
+
+        Blocks that are being loaded or stored are not evicted, nor are those whose
+        keys are given here. With a `store_threshold`, keys that were not looked up
+        often enough count as not given.
+
+        Args:
+            block_hashes: Keys of blocks that could be stored.
+
+        Returns:
+            What to store where, and what had to leave; None if there is no room, and
+            then nothing has changed.
+        """
+        names, words = pack(block_hashes)
+        if self._reuse is not None:
+            passes = self._reuse.passes(names)
+            self.num_skipped += passes.count(False)
+            names, words = pack(list(compress(names, passes)))
+        if len(names) > self.policy.max_batch:
+            names, words = pack(list(dict.fromkeys(names)))
+        if not names:
+            return PrepareStoreOutput([], LoadStoreSpec(_NO_IDS), [])
+        if len(names) > self.policy.max_batch:
+            return None  # More than there are blocks.
+        answer = self.executor.prepare_store(words)
+        return None if answer is None else self._stored(names, *answer)
+
+    def complete_store(
+        self, block_hashes: Iterable[bytes], success: bool = True
+    ) -> None:
+        """End stores in progress.
+
+        Args:
+            block_hashes: Keys that `prepare_store` listed. Absent and ready ones are
+                ignored.
+            success: Whether the bytes arrived. If not, the blocks are freed.
+        """
+        names, words = pack(block_hashes)
+        if not names:
+            return
+        is_over = self.executor.complete_store(words, success)
+        ended = list(compress(names, is_over.tolist()))
+        if success:
+            self._record(ended, removed=False)
+        else:
+            self._forget(ended)
+
+    def request_step(self, block_hashes: Iterable[bytes]) -> RequestStepOutput:
+        """Serve a whole request: pin what is on the host and find room for the rest.
+
+        The same as `lookup`, `touch`, `prepare_load` of the hits and `prepare_store`,
+        with one call and one search for the keys.
+
+        Args:
+            block_hashes: Keys of a prefix, in its order.
+
+        Returns:
+            What to load and what to store. End it with `complete_step`, or, where
+            something failed, its parts with `complete_load` and `complete_store`.
+
+        Example:
+            >>> m = OffloadingManager(block_size=16, num_blocks=2)
+            >>> m.complete_step(m.request_step([b"a"]))
+            >>> step = m.request_step([b"a", b"b"])
+            >>> step.num_hits, step.store.block_hashes_to_store
+            (1, [b'b'])
+        """
+        names, words = pack(block_hashes)
+        if self._reuse is not None or not 0 < len(names) <= self.policy.max_batch:
+            return self._step_by_step(names)
+        num_hits, num_stored, block_ids, evicted = self.executor.request_step(words)
+        store = None
+        if evicted is not None:
+            rest = list(islice(names, num_hits, None))
+            store = self._stored(rest, num_stored, block_ids[num_hits:], evicted)
+        loads = LoadStoreSpec(block_ids[:num_hits])
+        return RequestStepOutput(num_hits, loads, store, (self._epoch, block_ids))
+
+    def complete_step(self, step: RequestStepOutput) -> None:
+        """End the loads and stores of a request step, all of them arrived.
+
+        Args:
+            step: What `request_step` returned.
+
+        Raises:
+            ValueError: If it is none of this manager's, or it, or a part of it, was
+                ended before. Then nothing changes.
+        """
+        epoch, block_ids = step.pending or (None, _NO_IDS)
+        if epoch is not self._epoch:
+            raise ValueError(
+                f"{step=} must be an output of request_step() of this manager, and be "
+                "completed once."
+            )
+        if not self.executor.complete_step(block_ids, step.num_hits):
+            raise ValueError(
+                f"{step=}: a load or store of it was ended before; end the others with "
+                "complete_load() and complete_store()."
+            )
+        step.pending = None
+        if step.store is not None:
+            self._record(step.store.block_hashes_to_store, removed=False)
+
+    def take_events(self) -> Iterator[OffloadingEvent]:
+        """Hand out the events since the last time, then forget them.
+
+        Yields:
+            The events, oldest first. They are forgotten when the last was taken.
+        """
+        if self.events is not None:
+            yield from self.events
+            self.events.clear()
+
+    def find(self, keys: Iterable[BlockKey]) -> NDArray[np.int32]:
+        """Find the block of each key that can be read: i32[n], NO_BLOCK if none."""
+        names, words = pack(keys)
+        if not names:
+            return np.empty(0, np.int32)
+        return self.executor.find_readable(words)
+
+    def contains(self, keys: Iterable[bytes]) -> NDArray[np.bool_]:
+        """Tell which keys have a block, stores in progress included: bool[n]."""
+        names, words = pack(keys)
+        if not names:
+            return np.empty(0, np.bool_)
+        is_known: NDArray[np.bool_] = self.executor.find(words) != NO_BLOCK
+        return is_known
+
+    def passes(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Tell for each key whether it was looked up often enough to be stored."""
+        if self._reuse is None:
+            return [True] * len(keys)
+        return self._reuse.passes(keys)
+
+    def count_lookup(self, keys: Iterable[BlockKey]) -> None:
+        """Count keys as looked up, by `lookup` or by others who read the state."""
+        if self._reuse is not None:
+            self._reuse.count(keys)
+
+    def pin(self, block_ids: BlockIds) -> None:
+        """Do as `prepare_load` does, for blocks that a search has just found.
+
+        Raises:
+            ValueError: If a block is being stored. Then nothing is pinned.
+        """
+        ids = np.asarray(block_ids, np.int64)
+        if not self.executor.pin(ids):
+            raise ValueError(f"one of {block_ids=} is being stored.")
+
+    def unpin(self, block_ids: BlockIds) -> None:
+        """Do as `complete_load` does, for blocks by their ids.
+
+        Raises:
+            ValueError: If a block has no load in progress. Then nothing is unpinned.
+        """
+        ids = np.asarray(block_ids, np.int64)
+        if not self.executor.complete_step(ids, len(ids)):
+            raise ValueError(f"one of {block_ids=} has no load in progress.")
+
+    def publish(self, block_ids: BlockIds, keys: list[bytes]) -> None:
+        """Do as `complete_store` does for what arrived, without a search.
+
+        Args:
+            block_ids: Blocks that are being stored.
+            keys: Their keys.
+
+        Raises:
+            ValueError: If a block is not being stored. Then nothing changes.
+        """
+        if not keys:
+            return
+        if not self.executor.complete_step(np.asarray(block_ids, np.int64), 0):
+            raise ValueError(f"one of {block_ids=} is not being stored.")
+        self._record(keys, removed=False)
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """Forget blocks whose bytes are no good; those in flight stay."""
+        names, words = pack(keys)
+        if not names:
+            return
+        gone = list(compress(names, self.executor.discard(words).tolist()))
+        self._forget(gone)
+        self._record(gone, removed=True)
+        self.drops.note(gone, "load failed")
+
+    def clear(self) -> None:
+        """Forget everything at once, loads and stores in progress included."""
+        self.executor = make_executor(self.policy, self._executor_name)
+        self.num_held_blocks = 0
+        self._names.clear()
+        self._epoch = object()
+        self.drops.clear()
+        if self.events is not None:
+            self.events.append(OffloadingEvent([], self.block_size, HOST_MEDIUM, True))
+
+    def snapshot(self) -> Snapshot:
+        """Show the state to a reader, for tests and for debugging.
+
+        Returns:
+            The state, on the host. Keys are as they were given, but for foreign ones
+            that have left and that the policy still remembers: these have 32 bytes.
+
+        Example:
+            >>> m = OffloadingManager(block_size=16, num_blocks=3)
+            >>> _ = m.prepare_store([b"a", b"b"])
+            >>> m.complete_store([b"a"])
+            >>> m.snapshot()  # doctest: +NORMALIZE_WHITESPACE
+            Snapshot(policy={'order': [b'a', b'b']}, ref_cnt={b'a': 0, b'b': -1},
+                     block_ids={b'a': 0, b'b': 1}, free_ids=[2])
+        """
+        return take_snapshot(self.policy, self.executor, self._names)
+
+    def warm_up(self, *, step_by_step: bool = True) -> None:
+        """Load, or compile, what the methods run, so that no later call waits for it.
+
+        It takes seconds where the machine has not run them before, else part of one.
+
+        Args:
+            step_by_step: Whether `lookup`, `prepare_load`, `complete_load` and
+                `request_step` will be called, too, which `OffloadScheduler` does not.
+        """
+        scratch = make_executor(self.policy, self._executor_name)
+        _, words = pack([bytes(KEY_BYTES)])
+        ids = np.zeros(1, np.int64)
+        for read in (scratch.find, scratch.find_readable):
+            read(words)
+        for counts_as_use in (True, False):
+            scratch.touch(words, counts_as_use)
+        scratch.prepare_store(words)
+        scratch.complete_store(words, True)
+        scratch.pin(ids)
+        scratch.complete_step(ids, 1)
+        scratch.discard(words)
+        if step_by_step:
+            scratch.lookup(words)
+            scratch.prepare_load(words)
+            scratch.complete_load(words)
+            scratch.request_step(words)
+
+    def _touch_in_parts(self, words: Words, *, counts_as_use: bool) -> None:
+        most = self.policy.max_batch
+        # Keys are touched from the last to the first, and so are parts of them.
+        for start in reversed(range(0, len(words), most)):
+            self.executor.touch(words[start : start + most], counts_as_use)
+
+    def _step_by_step(self, names: list[bytes]) -> RequestStepOutput:
+        """Serve a request by the calls that a request step stands for."""
+        num_hits = self.lookup(names)
+        self.touch(names)
+        loads = self.prepare_load(names[:num_hits])
+        store = self.prepare_store(names)
+        block_ids = loads.block_ids
+        if store is not None:
+            block_ids = np.concatenate([block_ids, store.store_spec.block_ids])
+        return RequestStepOutput(num_hits, loads, store, (self._epoch, block_ids))
+
+    def _stored(
+        self, names: list[bytes], num_stored: int, block_ids: Ids, evicted_keys: Words
+    ) -> PrepareStoreOutput:
+        """Note where keys go (NO_BLOCK: nowhere) and which had to leave; tell it."""
+        to_store = list(names)
+        if num_stored < len(names):
+            is_stored = block_ids != NO_BLOCK
+            to_store = list(compress(names, is_stored.tolist()))
+            block_ids = block_ids[is_stored]
+        evicted = words_to_keys(evicted_keys) if len(evicted_keys) else []
+        if self._names:
+            evicted = [self._names.pop(key, key) for key in evicted]
+        if has_foreign(to_store):
+            self._names.update(
+                (key_from_foreign(name), name) for name in to_store if is_foreign(name)
+            )
+        self.num_held_blocks += len(to_store) - len(evicted)
+        self.num_evicted += len(evicted)
+        self._record(evicted, removed=True)
+        self.drops.note(evicted, "evicted")
+        return PrepareStoreOutput(to_store, LoadStoreSpec(block_ids), evicted)
+
+    def _forget(self, names: list[bytes]) -> None:
+        """Note that blocks with these names are gone."""
+        self.num_held_blocks -= len(names)
+        if self._names:
+            for name in names:
+                self._names.pop(key_from_foreign(name), None)
+
+    def _record(self, block_hashes: list[bytes], *, removed: bool) -> None:
+        if block_hashes and self.events is not None:
+            self.events.append(
+                OffloadingEvent(block_hashes, self.block_size, HOST_MEDIUM, removed)
+            )
+
+
+def _as_policy(cache_policy: Any, num_blocks: int) -> Policy:
+    """Make the policy of a name; check that it fits a tier of `num_blocks`."""
+    policy = cache_policy
+    if isinstance(policy, str):
+        # Twice the tier, so that more different keys than this cannot fit at all.
+        max_batch = max(_LEAST_MAX_BATCH, 2 * num_blocks)
+        policy = get_policy_maker(policy)(num_blocks, max_batch)
+    if not isinstance(policy, Policy):
+        raise TypeError(f"{cache_policy=} must be, or name, a jaxkv.Policy.")
+    if policy.num_blocks != num_blocks or policy.max_batch < num_blocks:
+        raise ValueError(
+            f"{policy.num_blocks=}, {policy.max_batch=} of the cache policy must be "
+            f"{num_blocks} and at least {num_blocks}, as {num_blocks=}."
+        )
+    return policy

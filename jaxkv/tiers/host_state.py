@@ -1,0 +1,455 @@
+"""Which block of the host tier holds what: pure functions over one pytree.
+
+`HostState` joins a policy's state, the reference counts and the pool of block ids.
+The functions here take `(policy, state, keys, count)` and return the state afterwards
+and an answer; they may be traced, scanned and vmapped, never raise, and leave the
+state bit for bit as it was when they refuse. They define what the tier does;
+`jaxkv.native.host` does the same in place, for `jaxkv.tiers.host`. Give a batch at
+least two rows, the second as padding: of a scatter of one row XLA:CPU makes an update
+for which it copies the array, however large.
+
+The life of a block is its reference count: NOT_READY while its bytes are on the way
+to the host, 0 when it can be read or evicted, and above 0 while loads read it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxkv.policies.base import Policy
+from jaxkv.policies.directory import first_occurrence
+from jaxkv.policies.xla import running_count
+from jaxkv.types import NO_BLOCK, NOT_READY, PyTree
+
+_PROTECTION = 1 << 30
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class IdPool:
+    """The ids that no key holds: fresh ones first, then the last freed.
+
+    Attributes:
+        num_allocated: i32[]. Ids from here on are fresh, never handed out.
+        freed: i32[B]. A stack of ids that were handed out and came back.
+        num_freed: i32[]. Height of the stack.
+    """
+
+    num_allocated: Array
+    freed: Array
+    num_freed: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HostState:
+    """Everything known about the host tier.
+
+    Attributes:
+        policy: The policy's own state.
+        ref_cnt: i32[B]. NOT_READY, or the number of loads that read the block. 0 for
+            ids in the pool.
+        pool: The ids that no key holds.
+    """
+
+    policy: PyTree
+    ref_cnt: Array
+    pool: IdPool
+
+
+class LoadAnswer(NamedTuple):
+    """The blocks of a batch that is to be read.
+
+    Attributes:
+        block_ids: i32[K]. Block of each key, NO_BLOCK where it is absent or padding.
+        bad: bool[K]. The keys that are in the way. If any, nothing was done.
+    """
+
+    block_ids: Array
+    bad: Array
+
+
+class StoreAnswer(NamedTuple):
+    """Where a batch of blocks is to be stored.
+
+    Attributes:
+        ok: bool[]. False if there was no room; then nothing was done.
+        block_ids: i32[K]. Block that each key is to be stored in, NO_BLOCK where the
+            key is already known, repeats an earlier one, or is padding.
+        evicted_keys: u32[K, 8]. Keys that had to leave, in the order of eviction.
+        num_evicted: i32[]. How many.
+    """
+
+    ok: Array
+    block_ids: Array
+    evicted_keys: Array
+    num_evicted: Array
+
+
+class StepAnswer(NamedTuple):
+    """What a request served by one call is to load and to store.
+
+    Attributes:
+        num_hits: i32[]. Keys, from the first on, whose blocks are to be loaded.
+        ok: bool[]. False if there was no room for the others; then none is stored.
+        block_ids: i32[K]. For the first `num_hits` keys the block to load from, for
+            the others the block to store in; NO_BLOCK where the key is known but is
+            no hit, repeats an earlier one, or is padding.
+        evicted_keys: u32[K, 8]. Keys that had to leave, in the order of eviction.
+        num_evicted: i32[]. How many.
+    """
+
+    num_hits: Array
+    ok: Array
+    block_ids: Array
+    evicted_keys: Array
+    num_evicted: Array
+
+
+def init(policy: Policy) -> HostState:
+    """Make the state of an empty host tier, of the blocks that `policy` is made for."""
+    return HostState(
+        policy=policy.init(),
+        ref_cnt=jnp.zeros((policy.num_blocks,), jnp.int32),
+        pool=_init_pool(policy.num_blocks),
+    )
+
+
+def find_readable(policy: Policy, state: HostState, keys: Array, count: Array) -> Array:
+    """Find the block of each key: i32[K], NO_BLOCK where there is none to read."""
+    block_ids = policy.find(state.policy, keys, count)
+    return jnp.where(_ref_cnt(state, block_ids) >= 0, block_ids, NO_BLOCK)
+
+
+def lookup(policy: Policy, state: HostState, keys: Array, count: Array) -> Array:
+    """Count the keys, from the first on, whose blocks can be read: i32[]."""
+    return _leading(find_readable(policy, state, keys, count) != NO_BLOCK)
+
+
+def touch(policy: Policy, state: HostState, keys: Array, count: Array) -> HostState:
+    """Record a use of each key, the first key as the most recent."""
+    ready = find_readable(policy, state, keys, count) != NO_BLOCK
+    touched = policy.touch(state.policy, keys, count, ready)
+    return dataclasses.replace(state, policy=touched)
+
+
+def reorder(policy: Policy, state: HostState, keys: Array, count: Array) -> HostState:
+    """Make keys the most recent, the first above all, without counting it as a use."""
+    unused = jnp.zeros(keys.shape[:1], jnp.bool_)
+    reordered = policy.touch(state.policy, keys, count, unused)
+    return dataclasses.replace(state, policy=reordered)
+
+
+def prepare_load(
+    policy: Policy, state: HostState, keys: Array, count: Array
+) -> tuple[HostState, LoadAnswer]:
+    """Pin blocks that are about to be read. All keys must be known and ready."""
+    block_ids = policy.find(state.policy, keys, count)
+    bad = _valid(keys, count) & (_ref_cnt(state, block_ids) < 0)
+    pinned = jnp.where(jnp.any(bad), NO_BLOCK, block_ids)
+    ref_cnt = state.ref_cnt.at[_index(state, pinned)].add(1, mode="drop")
+    return dataclasses.replace(state, ref_cnt=ref_cnt), LoadAnswer(block_ids, bad)
+
+
+def pin(state: HostState, block_ids: Array) -> tuple[HostState, Array]:
+    """Do as `prepare_load` does, for blocks that a search has just found.
+
+    Args:
+        state: The state before.
+        block_ids: i32[K]. Blocks, NO_BLOCK for padding.
+
+    Returns:
+        The state after, and bool[]: whether it was done. It is refused, and nothing
+        changes, if a block is being stored.
+    """
+    ok = jnp.all((block_ids == NO_BLOCK) | (_ref_cnt(state, block_ids) >= 0))
+    pinned = jnp.where(ok, block_ids, NO_BLOCK)
+    ref_cnt = state.ref_cnt.at[_index(state, pinned)].add(1, mode="drop")
+    return dataclasses.replace(state, ref_cnt=ref_cnt), ok
+
+
+def complete_load(
+    policy: Policy, state: HostState, keys: Array, count: Array
+) -> tuple[HostState, LoadAnswer]:
+    """Unpin blocks that were read. Each key must have a load in progress."""
+    block_ids = policy.find(state.policy, keys, count)
+    ref_cnt = state.ref_cnt.at[_index(state, block_ids)].add(-1, mode="drop")
+    unpinned = dataclasses.replace(state, ref_cnt=ref_cnt)
+    # A key may be given as often as it was pinned; one time more makes it negative.
+    bad = _valid(keys, count) & (_ref_cnt(unpinned, block_ids) < 0)
+    undone = jnp.where(jnp.any(bad), block_ids, NO_BLOCK)
+    ref_cnt = ref_cnt.at[_index(state, undone)].add(1, mode="drop")
+    return dataclasses.replace(state, ref_cnt=ref_cnt), LoadAnswer(block_ids, bad)
+
+
+def prepare_store(
+    policy: Policy, state: HostState, keys: Array, count: Array
+) -> tuple[HostState, StoreAnswer]:
+    """Give every unknown key a block, evicting others where there is no free one.
+
+    None of the keys given is evicted to make room for another. A key that repeats an
+    earlier one of the batch counts once.
+    """
+    present = policy.find(state.policy, keys, count)
+    missing = _valid(keys, count) & (present == NO_BLOCK)
+    return _store(policy, state, keys, present, missing, is_hit=jnp.bool_(False))
+
+
+def complete_store(
+    policy: Policy, state: HostState, keys: Array, count: Array, success: Array
+) -> tuple[HostState, Array]:
+    """End stores in progress: the blocks become readable, or are given back.
+
+    Args:
+        policy: The policy.
+        state: The state before.
+        keys: u32[K, 8]. Keys that are absent or ready are ignored.
+        count: i32[]. How many of them are meant.
+        success: bool[]. Whether the bytes arrived.
+
+    Returns:
+        The state after, and bool[K]: the keys whose store ended here.
+    """
+    block_ids = policy.find(state.policy, keys, count)
+    ended = (block_ids != NO_BLOCK) & (_ref_cnt(state, block_ids) == NOT_READY)
+    # Of the rows with one block the first has the lowest mark, and ends the store.
+    marks = NOT_READY - keys.shape[0] + jnp.arange(keys.shape[0], dtype=jnp.int32)
+    marked_at = _index(state, jnp.where(ended, block_ids, NO_BLOCK))
+    marked = state.ref_cnt.at[marked_at].min(marks, mode="drop")
+    ended &= _ref_cnt(dataclasses.replace(state, ref_cnt=marked), block_ids) == marks
+    ended_ids = jnp.where(ended, block_ids, NO_BLOCK)
+    ref_cnt = marked.at[_index(state, ended_ids)].set(0, mode="drop")
+    lost = jnp.where(success, NO_BLOCK, ended_ids)
+    return (
+        HostState(
+            policy=policy.remove(state.policy, keys, lost),
+            ref_cnt=ref_cnt,
+            pool=_give_back(state.pool, lost),
+        ),
+        ended,
+    )
+
+
+def discard(
+    policy: Policy, state: HostState, keys: Array, count: Array
+) -> tuple[HostState, Array]:
+    """Forget blocks that nobody reads or writes, as if they had been evicted.
+
+    Args:
+        policy: The policy.
+        state: The state before.
+        keys: u32[K, 8]. Keys that are absent, or that are being loaded or stored, are
+            ignored.
+        count: i32[]. How many of them are meant.
+
+    Returns:
+        The state after, and bool[K]: the keys that were forgotten here.
+    """
+    block_ids = policy.find(state.policy, keys, count)
+    idle = (block_ids != NO_BLOCK) & (_ref_cnt(state, block_ids) == 0)
+    idle &= first_occurrence(keys, idle)
+    gone = jnp.where(idle, block_ids, NO_BLOCK)
+    return (
+        dataclasses.replace(
+            state,
+            policy=policy.remove(state.policy, keys, gone),
+            pool=_give_back(state.pool, gone),
+        ),
+        idle,
+    )
+
+
+def request_step(
+    policy: Policy, state: HostState, keys: Array, count: Array
+) -> tuple[HostState, StepAnswer]:
+    """Serve a whole request: pin what can be read and find room for the rest.
+
+    The same as `lookup`, `touch`, `prepare_load` of the hits and `prepare_store` of
+    all keys, with one search for the keys instead of four.
+
+    Args:
+        policy: The policy.
+        state: The state before.
+        keys: u32[K, 8]. Keys of a prefix, in its order.
+        count: i32[]. How many of them are meant.
+
+    Returns:
+        The state after, and what to load and to store; `complete_step` ends both.
+    """
+    block_ids = policy.find(state.policy, keys, count)
+    ready = _ref_cnt(state, block_ids) >= 0
+    num_hits = _leading(ready)
+    is_hit = jnp.arange(keys.shape[0], dtype=jnp.int32) < num_hits
+    touched = policy.touch(state.policy, keys, count, ready)
+    missing = _valid(keys, count) & (block_ids == NO_BLOCK)
+    state = dataclasses.replace(state, policy=touched)
+    state, stored = _store(policy, state, keys, block_ids, missing, is_hit=is_hit)
+    return state, StepAnswer(
+        num_hits=num_hits,
+        ok=stored.ok,
+        block_ids=jnp.where(is_hit, block_ids, stored.block_ids),
+        evicted_keys=stored.evicted_keys,
+        num_evicted=stored.num_evicted,
+    )
+
+
+def complete_step(
+    state: HostState, block_ids: Array, num_hits: Array
+) -> tuple[HostState, Array]:
+    """End the loads and stores that a `request_step` began, all of them arrived.
+
+    Needs no search. Where something failed, end each with `complete_load` and
+    `complete_store` instead.
+
+    Args:
+        state: The state before.
+        block_ids: i32[K]. As in the answer of `request_step`.
+        num_hits: i32[]. As in that answer.
+
+    Returns:
+        The state after, and bool[]: whether it was done. It is refused, and nothing
+        changes, if a block is not being loaded, or not being stored, as the answer
+        had it.
+    """
+    is_hit = jnp.arange(block_ids.shape[0], dtype=jnp.int32) < num_hits
+    # A load ends with one reader less, a store goes from NOT_READY to 0.
+    change = jnp.where(is_hit, -1, -NOT_READY)
+    ref_cnt = state.ref_cnt.at[_index(state, block_ids)].add(change, mode="drop")
+    # A block may be given as often as it was pinned; one time more makes it negative.
+    left = _ref_cnt(dataclasses.replace(state, ref_cnt=ref_cnt), block_ids)
+    fits = jnp.where(is_hit, left >= 0, left == 0)
+    ok = jnp.all(fits | (block_ids == NO_BLOCK))
+    undone = _index(state, jnp.where(ok, NO_BLOCK, block_ids))
+    ref_cnt = ref_cnt.at[undone].add(-change, mode="drop")
+    return dataclasses.replace(state, ref_cnt=ref_cnt), ok
+
+
+def _valid(keys: Array, count: Array) -> Array:
+    """Tell keys from padding: bool[K]."""
+    return jnp.arange(keys.shape[0], dtype=jnp.int32) < count
+
+
+def _leading(flags: Array) -> Array:
+    """Count the true values before the first false one: i32[]."""
+    rows = jnp.arange(flags.shape[0], dtype=jnp.int32)
+    return jnp.min(jnp.where(flags, flags.shape[0], rows))
+
+
+def _store(
+    policy: Policy,
+    state: HostState,
+    keys: Array,
+    present: Array,
+    missing: Array,
+    *,
+    is_hit: Array,
+) -> tuple[HostState, StoreAnswer]:
+    """Give the `missing` keys blocks; none of `present` (i32[K]) is evicted for it.
+
+    Those of `present` that are hits (`is_hit`, bool[K] or bool[]) are pinned.
+    """
+    missing &= first_occurrence(keys, missing)
+    rank = running_count(missing) - 1
+    num_missing = rank[-1] + 1
+    num_short = jnp.maximum(num_missing - _num_free(state.pool), 0)
+    # For the length of the eviction the batch counts as being read, so much that even
+    # a block in flight, whose count is NOT_READY, is not evictable; but no more than
+    # fits 32 bits if all rows have the same block.
+    protection = _PROTECTION // keys.shape[0]
+    batch = _index(state, present)
+    readers = jnp.broadcast_to(is_hit, present.shape).astype(jnp.int32)
+    ref_cnt = state.ref_cnt.at[batch].add(readers + protection, mode="drop")
+    evicted = policy.evict(state.policy, num_short, ref_cnt, keys.shape[0])
+
+    rank = jnp.where(missing & evicted.ok, rank, NO_BLOCK)
+    num_taken = jnp.where(evicted.ok, num_missing, 0)
+    num_evicted = jnp.where(evicted.ok, num_short, 0)
+    pool, block_ids = _take(state.pool, rank, num_taken, evicted.block_ids, num_evicted)
+    inserted = policy.insert(evicted.state, keys, block_ids)
+    stored = jnp.where(inserted.inserted, block_ids, NO_BLOCK)
+    pool = _give_back(pool, jnp.where(inserted.inserted, NO_BLOCK, block_ids))
+    # What is stored now had a count of 0: it was in the pool, or could be evicted.
+    ref_cnt = ref_cnt.at[jnp.concatenate([batch, _index(state, stored)])].add(
+        jnp.repeat(jnp.array([-protection, NOT_READY], jnp.int32), keys.shape[0]),
+        mode="drop",
+    )
+    return (
+        HostState(inserted.state, ref_cnt, pool),
+        StoreAnswer(evicted.ok, stored, evicted.keys, num_evicted),
+    )
+
+
+def _index(state: HostState, block_ids: Array) -> Array:
+    """Map NO_BLOCK out of range, where a scatter drops it (-1 would wrap around)."""
+    return jnp.where(block_ids == NO_BLOCK, state.ref_cnt.shape[0], block_ids)
+
+
+def _ref_cnt(state: HostState, block_ids: Array) -> Array:
+    """Read reference counts, NOT_READY for NO_BLOCK."""
+    return state.ref_cnt.at[_index(state, block_ids)].get(
+        mode="fill", fill_value=NOT_READY
+    )
+
+
+def _init_pool(num_blocks: int) -> IdPool:
+    """Make a pool in which all of `num_blocks` ids are fresh."""
+    return IdPool(
+        num_allocated=jnp.zeros((), jnp.int32),
+        freed=jnp.full((num_blocks,), NO_BLOCK, jnp.int32),
+        num_freed=jnp.zeros((), jnp.int32),
+    )
+
+
+def _num_free(pool: IdPool) -> Array:
+    """Count the ids in the pool: i32[]."""
+    return pool.num_freed + pool.freed.shape[0] - pool.num_allocated
+
+
+def _take(
+    pool: IdPool, rank: Array, num: Array, evicted: Array, num_evicted: Array
+) -> tuple[IdPool, Array]:
+    """Take an id for some rows; there are enough, and none of `evicted` is left over.
+
+    Args:
+        pool: The ids that no key held before the eviction.
+        rank: i32[K]. Number of the row among those that want an id; NO_BLOCK if not.
+        num: i32[]. How many rows want one.
+        evicted: i32[K]. Ids that go on top of the stack, the last uppermost.
+        num_evicted: i32[]. How many.
+
+    Returns:
+        The pool after, and i32[K], NO_BLOCK where none was wanted.
+    """
+    num_blocks = pool.freed.shape[0]
+    num_fresh = jnp.minimum(num, num_blocks - pool.num_allocated)
+    depth = rank - num_fresh
+    from_evicted = evicted[jnp.clip(num_evicted - 1 - depth, 0, evicted.size - 1)]
+    height = pool.num_freed + num_evicted
+    from_freed = pool.freed[jnp.clip(height - 1 - depth, 0, num_blocks - 1)]
+    reused = jnp.where(depth < num_evicted, from_evicted, from_freed)
+    block_ids = jnp.where(depth < 0, pool.num_allocated + rank, reused)
+    return (
+        dataclasses.replace(
+            pool,
+            num_allocated=pool.num_allocated + num_fresh,
+            num_freed=height - (num - num_fresh),
+        ),
+        jnp.where(rank == NO_BLOCK, NO_BLOCK, block_ids),
+    )
+
+
+def _give_back(pool: IdPool, block_ids: Array) -> IdPool:
+    """Push ids (i32[K], NO_BLOCK ignored) on the stack, the last on top."""
+    given = block_ids != NO_BLOCK
+    rank = running_count(given) - 1
+    at = jnp.where(given, pool.num_freed + rank, pool.freed.shape[0])
+    return dataclasses.replace(
+        pool,
+        freed=pool.freed.at[at].set(block_ids, mode="drop"),
+        num_freed=pool.num_freed + rank[-1] + 1,
+    )

@@ -1,0 +1,1 @@
+"""Built on jaxkv: a small engine, measurements, replays of traces, a doctor."""

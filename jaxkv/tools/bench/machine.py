@@ -1,0 +1,90 @@
+"""Facts about the machine of a measurement, and quartiles of its times."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import pathlib
+import platform
+import re
+import statistics
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jaxkv import __version__
+from jaxkv.transfer import available_host_bytes
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    """Return the lower quartile, the median and the upper quartile.
+
+    >>> quartiles([1.0, 2.0, 3.0])
+    [1.0, 2.0, 3.0]
+    """
+    return statistics.quantiles(values, n=4)
+
+
+def machine() -> dict[str, object]:
+    """Describe the machine and the versions of the figures."""
+    device = jax.devices()[0]
+    return {
+        "device": f"{device.platform} {device.device_kind}",
+        "cpu": cpu_model(),
+        "num_cpus": num_cpus(),
+        "last_level_cache_bytes": last_level_cache_bytes(),
+        "system": f"{platform.system()} {platform.machine()}",
+        **versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that matter."""
+    return {
+        "python": platform.python_version(),
+        "jaxkv": __version__,
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+        "numpy": np.__version__,
+    }
+
+
+def num_cpus() -> int | None:
+    """Return the number of CPUs for this process; None if unknown."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+def cpu_model() -> str | None:
+    """Return the model of the CPU; None if unknown."""
+    found = re.search(r"^model name\s*: (.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    return found[1] if found else None
+
+
+def last_level_cache_bytes() -> int | None:
+    """Return the size of the largest CPU cache; None if unknown."""
+    sizes = []
+    for path in pathlib.Path("/sys/devices/system/cpu/cpu0/cache").glob("*/size"):
+        match = re.fullmatch(r"(\d+)([KMG])", _read(path).strip())
+        if match:
+            sizes.append(int(match[1]) << {"K": 10, "M": 20, "G": 30}[match[2]])
+    return max(sizes, default=None)
+
+
+def available_memory_bytes() -> int | None:
+    """Return the available memory of host or device, the smaller; None if unknown."""
+    host = available_host_bytes()
+    limits = [] if host is None else [host.num_bytes]
+    device = jax.devices()[0].memory_stats() or {}  # None on CPU.
+    if "bytes_limit" in device:
+        limits.append(device["bytes_limit"] - device.get("bytes_in_use", 0))
+    return min(limits, default=None)
+
+
+def _read(path: str | pathlib.Path) -> str:
+    try:
+        return pathlib.Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return ""

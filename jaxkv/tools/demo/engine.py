@@ -1,0 +1,268 @@
+"""A small serving engine: continuous batching and chunked prefill over a paged pool.
+
+It takes the place of vLLM, MaxText or JetStream, to show and test jaxkv in an engine. A
+step computes one chunk of one prompt, and one token of every request that is past its
+prompt, while the transfers of the offload scheduler are in flight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from jaxkv.keys.hashing import KeyChain, Namespace
+from jaxkv.scheduling.protocol import SchedulerOutput
+from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.scheduling.scheduler import OffloadScheduler
+from jaxkv.scheduling.worker import OffloadWorker
+from jaxkv.search.tiers import find_cached_prefix
+from jaxkv.tiers.device import DeviceBlockPool
+from jaxkv.tools.demo.allocation import most_blocks
+from jaxkv.tools.demo.batcher import Batcher
+from jaxkv.tools.demo.model import ModelConfig, init_pool
+from jaxkv.tools.demo.request import EngineRequest, Phase
+from jaxkv.tools.demo.runner import Runner
+from jaxkv.tools.demo.steps import Steps
+from jaxkv.transfer import TransferEngine
+
+_IDLE_S = 50e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """The size of an engine.
+
+    Attributes:
+        block_size: Tokens per KV block.
+        device_blocks: KV blocks in the device pool, the null block included.
+        host_blocks: KV blocks in the host tier; 0 for an engine without one.
+        concurrency: Maximum requests that hold blocks.
+        max_seq_tokens: Maximum tokens of a request, prompt and answer.
+        weights_epoch: Version of the model's weights; part of every block's key.
+        cache_policy: Policy that chooses the host blocks to evict.
+        offload_mode: When blocks are stored; see `OffloadRules.mode`.
+        chunk_sizes: Tokens of a prefill step, in ascending order: the smallest size
+            that is enough, or the largest.
+    """
+
+    block_size: int
+    device_blocks: int
+    host_blocks: int
+    concurrency: int
+    max_seq_tokens: int
+    weights_epoch: str
+    cache_policy: str = "lru"
+    offload_mode: Literal["eager", "lazy"] = "eager"
+    chunk_sizes: tuple[int, ...] = (128, 256)
+
+
+class Engine:
+    """Generates greedily for many requests at a time, on one thread.
+
+    Args:
+        steps: The model.
+        config: The size of the engine.
+        clock: Returns seconds; only for `EngineRequest`'s times.
+
+    Attributes:
+        offload: The offload scheduler; None without a host tier.
+        transfer: The transfer engine; None without a host tier.
+        worker: Runs the scheduler's transfers on the engine; None without a host tier.
+        blocks: The device tier.
+        pool: The KV pool.
+        peak_host_blocks: Maximum number of host blocks in use.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        config: EngineConfig,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.config = config
+        self.blocks = DeviceBlockPool(config.device_blocks)
+        self.pool = init_pool(steps.config, config.device_blocks, config.block_size)
+        self.offload: OffloadScheduler | None = None
+        self.transfer: TransferEngine | None = None
+        self.worker: OffloadWorker | None = None
+        self._groups = steps.config.groups(config.block_size)
+        if config.host_blocks:
+            self.offload = OffloadScheduler(
+                self._groups,
+                config.host_blocks,
+                config.cache_policy,
+                rules=OffloadRules(
+                    config.offload_mode,
+                    max_num_batched_tokens=config.chunk_sizes[-1] + config.concurrency,
+                ),
+            )
+            self.offload.bind_device_block_pool(self.blocks)
+            self.transfer = TransferEngine(self.pool, config.host_blocks)
+            self.worker = OffloadWorker(self.transfer)
+        self.peak_host_blocks = 0
+        self._clock = clock
+        self._namespace = _namespace(steps.config, config)
+        self._runner = Runner(
+            steps,
+            config.block_size,
+            config.concurrency,
+            config.max_seq_tokens,
+            config.chunk_sizes,
+        )
+        self._batcher = Batcher(
+            self.blocks,
+            self._groups,
+            config.concurrency,
+            config.chunk_sizes[-1],
+            self.offload,
+        )
+        self._num_submitted = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits or runs."""
+        return self._batcher.has_work
+
+    @property
+    def num_preemptions(self) -> int:
+        """Number of preemptions."""
+        return self._batcher.num_preemptions
+
+    def submit(self, prompt: Sequence[int], max_new_tokens: int) -> EngineRequest:
+        """Add a request to the queue.
+
+        Args:
+            prompt: Its tokens, at least one.
+            max_new_tokens: Tokens to generate, at least one.
+
+        Returns:
+            The request, which is updated as it runs.
+
+        Raises:
+            ValueError: If it is empty or can never fit; then it is not added.
+        """
+        num_tokens = len(prompt) + max_new_tokens
+        if not prompt or max_new_tokens < 1:
+            raise ValueError(
+                f"{len(prompt)=} and {max_new_tokens=} must both be at least 1."
+            )
+        if num_tokens > self.config.max_seq_tokens:
+            raise ValueError(
+                f"A request of {num_tokens} tokens is longer than "
+                f"max_seq_tokens={self.config.max_seq_tokens}."
+            )
+        needed = most_blocks(self._groups, num_tokens, self.config.chunk_sizes[-1])
+        usable = self.config.device_blocks - 1
+        if needed > usable:
+            raise ValueError(
+                f"A request of {num_tokens} tokens needs {needed} blocks of the device "
+                f"pool, which has {usable}."
+            )
+        chains = tuple(
+            KeyChain(self._namespace, group=group) for group in range(len(self._groups))
+        )
+        for chain in chains:
+            chain.extend(prompt)
+        request = EngineRequest(
+            self._num_submitted,
+            tuple(prompt),
+            max_new_tokens,
+            self._clock(),
+            chains,
+            list(prompt),
+            [[] for _ in self._groups],
+        )
+        self._num_submitted += 1
+        self._batcher.add(request)
+        return request
+
+    def abort(self, request: EngineRequest) -> None:
+        """Abort a request in any phase. One that is already over stays as it is."""
+        self._batcher.end(request, Phase.ABORTED)
+
+    def step(self) -> list[EngineRequest]:
+        """Run one step.
+
+        Returns:
+            The requests that finished.
+        """
+        self._collect_transfers()
+        batch = self._batcher.schedule()
+        self._start_transfers(batch.output)
+        self._batcher.release_unneeded(batch)
+        for request in batch.prefill:
+            self._prefill(request)
+        if batch.decode:
+            self._decode(batch.decode)
+        computed = batch.prefill + batch.decode
+        if not computed:
+            time.sleep(_IDLE_S)  # all requests wait for transfers
+        self._batcher.cache_computed(computed)
+        finished = [r for r in computed if len(r.generated) == r.max_new_tokens]
+        for request in finished:
+            self._batcher.end(request, Phase.FINISHED)
+        return finished
+
+    def drain(self) -> None:
+        """Wait for the transfers in flight; for the end of a run."""
+        if self.offload is None or self.worker is None:
+            return
+        self._start_transfers(SchedulerOutput({}))
+        self.pool, output = self.worker.drain(self.pool)
+        self._batcher.note_transfers(self.offload.update_connector_output(output))
+
+    def warm_up(self) -> None:
+        """Compile everything that a run needs. Writes only the null block."""
+        if self.offload is not None and self.transfer is not None:
+            self.offload.warm_up()
+            self.transfer.warm_up()
+        else:
+            self.blocks.warm_up()
+            no_keys: list[list[bytes]] = [[] for _ in self._groups]
+            find_cached_prefix(self.blocks, self._groups, no_keys, 0)
+        self.pool = self._runner.warm_up(self.pool)
+
+    def _collect_transfers(self) -> None:
+        """Process the loads and stores that completed."""
+        if self.offload is not None and self.worker is not None:
+            output = self.worker.poll()
+            self._batcher.note_transfers(self.offload.update_connector_output(output))
+
+    def _start_transfers(self, output: SchedulerOutput) -> None:
+        """Start the stores and loads of this step, before the model runs."""
+        if self.offload is None or self.worker is None:
+            return
+        meta = self.offload.build_connector_meta(output)
+        held = self.offload.num_host_blocks_held
+        self.peak_host_blocks = max(self.peak_host_blocks, held)
+        self.pool = self.worker.start(meta, self.pool)
+
+    def _prefill(self, request: EngineRequest) -> None:
+        """Compute one chunk of a prompt, and the next token if it is the last."""
+        num_tokens = len(self._runner.next_chunk(request))
+        self.pool, token = self._runner.prefill(self.pool, request)
+        request.num_computed_tokens += num_tokens
+        if request.num_computed_tokens == request.num_tokens:
+            if not request.generated:
+                request.first_token_s = self._clock()
+            request.append(token)
+
+    def _decode(self, requests: Sequence[EngineRequest]) -> None:
+        """Compute the newest token of each request and add the next one."""
+        self.pool, tokens = self._runner.decode(self.pool, requests)
+        for request, token in zip(requests, tokens, strict=True):
+            request.num_computed_tokens += 1
+            request.append(token)
+
+
+def _namespace(model: ModelConfig, config: EngineConfig) -> Namespace:
+    """Return what the bytes of a KV block depend on, besides its tokens."""
+    return Namespace(
+        model=f"jaxkv-demo {model}",
+        weights_epoch=config.weights_epoch,
+        kv_dtype="float32",
+        layout="per layer: k, v of [block, head, dim]",
+        block_size=config.block_size,
+    )

@@ -1,0 +1,362 @@
+"""The results of a demo as JSON, as a table and as a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import pathlib
+import platform
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxkv.tools.demo.records import DemoRecord, RunRecord, TurnRecord
+
+NONE = "-"
+"""The text of a cell without a value."""
+
+OFF_COLOUR = "#c8553d"
+ON_COLOUR = "#1b6f8a"
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Where the answers of two runs start to differ.
+
+    Attributes:
+        conversation: Index of the conversation, from 0.
+        turn: Number of the turn, from 1.
+        position: Index of the token in the answer, from 0.
+    """
+
+    conversation: int
+    turn: int
+    position: int
+
+
+def first_difference(record: DemoRecord) -> Difference | None:
+    """Find the first token that differs between both runs; None if none does."""
+    on = {(t.conversation, t.turn): t.generated for t in record.on.turns}
+    for turn in record.off.turns:
+        other = on.pop((turn.conversation, turn.turn), ())
+        if turn.generated != other:
+            same = [a == b for a, b in zip(turn.generated, other, strict=False)]
+            position = same.index(False) if False in same else len(same)
+            return Difference(turn.conversation, turn.turn, position)
+    for conversation, number in on:
+        return Difference(conversation, number, 0)
+    return None
+
+
+def hit_tokens(run: RunRecord) -> dict[str, dict[str, int]]:
+    """Count the prompt tokens queried and found on each tier.
+
+    The device is queried for every prompt token, the host for those not on the device.
+
+    Args:
+        run: The run.
+
+    Returns:
+        ``{"hit_tokens", "queried_tokens"}`` of "device" and of "host".
+    """
+    prompt = sum(t.prompt_tokens for t in run.turns)
+    device = sum(t.device_hit_tokens for t in run.turns)
+    host = sum(t.host_hit_tokens for t in run.turns)
+    return {
+        "device": {"hit_tokens": device, "queried_tokens": prompt},
+        "host": {"hit_tokens": host, "queried_tokens": prompt - device},
+    }
+
+
+def ttft_percentile_s(turns: Iterable[TurnRecord], percentile: float) -> float | None:
+    """Return a percentile of the time to first token in seconds; None without turns."""
+    seconds = [t.ttft_s for t in turns]
+    return float(np.percentile(seconds, percentile)) if seconds else None
+
+
+def returning_turn_ttft_speedup(record: DemoRecord) -> float | None:
+    """Return the ratio off : on of the median time to first token from turn 2 on."""
+    off, on = (
+        ttft_percentile_s((t for t in run.turns if t.turn > 1), 50)
+        for run in (record.off, record.on)
+    )
+    return off / on if off and on else None
+
+
+def to_json(record: DemoRecord) -> dict[str, Any]:
+    """Convert a record for ``json.dump``.
+
+    Args:
+        record: The record of both runs.
+
+    Returns:
+        The most important figures at the top, of the run with offloading unless they
+        say otherwise; those of each run under "off" and "on".
+    """
+    on = record.on
+    return {
+        "tokens_identical": record.tokens_identical,
+        "returning_turn_ttft_speedup": returning_turn_ttft_speedup(record),
+        "blocks_stored": on.blocks_stored,
+        "blocks_loaded": on.blocks_loaded,
+        "bytes_stored": on.bytes_stored,
+        "bytes_loaded": on.bytes_loaded,
+        "peak_host_bytes": on.peak_host_bytes,
+        "host_capacity_bytes": record.host_capacity_bytes,
+        "wall_s": record.off.wall_s + on.wall_s,
+        "off": _run_json(record.off),
+        "on": _run_json(on),
+        "bandwidth": dataclasses.asdict(record.bandwidth),
+        "config": dataclasses.asdict(record.config),
+        "machine": {
+            "system": f"{platform.system()} {platform.machine()}",
+            "cpu_count": os.cpu_count(),
+            "device": jax.devices()[0].device_kind,
+        },
+        "versions": {"python": platform.python_version()}
+        | {
+            name: _version(name) for name in ("jaxkv", "jax", "jaxlib", "numpy", "flax")
+        },
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _run_json(run: RunRecord) -> dict[str, Any]:
+    return {
+        "wall_s": run.wall_s,
+        "prompt_tokens": sum(t.prompt_tokens for t in run.turns),
+        "prefilled_tokens": sum(t.prefilled_tokens for t in run.turns),
+        "ttft_p50_s": ttft_percentile_s(run.turns, 50),
+        "ttft_p95_s": ttft_percentile_s(run.turns, 95),
+        "ttft_p50_s_by_turn": {
+            str(turn): ttft_percentile_s((t for t in run.turns if t.turn == turn), 50)
+            for turn in _turn_numbers(run)
+        },
+        "tiers": hit_tokens(run),
+        "turns": [dataclasses.asdict(t) for t in run.turns],
+    }
+
+
+def _turn_numbers(run: RunRecord) -> list[int]:
+    return sorted({t.turn for t in run.turns})
+
+
+def print_report(record: DemoRecord, console: Console) -> None:
+    """Print the figures of both runs side by side.
+
+    Args:
+        record: The record of both runs.
+        console: Where to print.
+    """
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("KV offloading", style="bold")
+    table.add_column("off", justify="right")
+    table.add_column("on", justify="right")
+    for rows in (_ttft_rows, _token_rows, _transfer_rows):
+        table.add_section()
+        table.add_row()
+        for label, off, on in rows(record):
+            table.add_row(label, off, on)
+    console.print()
+    console.print(table)
+    console.print()
+    _print_verdict(record, console)
+
+
+Rows: TypeAlias = list[tuple[str, str, str]]
+
+
+def _ttft_rows(record: DemoRecord) -> Rows:
+    def cell(run: RunRecord, turns: range) -> str:
+        chosen = [t for t in run.turns if t.turn in turns]
+        p50, p95 = ttft_percentile_s(chosen, 50), ttft_percentile_s(chosen, 95)
+        return NONE if p50 is None else f"{p50:.3f} / {p95:.3f} s"
+
+    end = record.config.turns + 1
+    spans = {
+        "  all turns": range(1, end),
+        "  turn 1": range(1, 2),
+        "  turns 2 and later": range(2, end),
+    }
+    return [("Time to first token", "p50 / p95", "p50 / p95")] + [
+        (label, cell(record.off, turns), cell(record.on, turns))
+        for label, turns in spans.items()
+    ]
+
+
+def _token_rows(record: DemoRecord) -> Rows:
+    def total(run: RunRecord, field: str) -> str:
+        return f"{sum(getattr(t, field) for t in run.turns):,}"
+
+    def rate(run: RunRecord, tier: str) -> str:
+        counts = hit_tokens(run)[tier]
+        queried = counts["queried_tokens"]
+        return f"{_percent(counts['hit_tokens'], queried)} of {queried:,}"
+
+    off, on = record.off, record.on
+    fields = {
+        "Prompt tokens": "prompt_tokens",
+        "  found on the device": "device_hit_tokens",
+        "  brought back from host": "host_hit_tokens",
+        "  prefilled": "prefilled_tokens",
+    }
+    return [
+        *((label, total(off, name), total(on, name)) for label, name in fields.items()),
+        ("Device hits, of prompt", rate(off, "device"), rate(on, "device")),
+        ("Host hits, of device misses", NONE, rate(on, "host")),
+    ]
+
+
+def _transfer_rows(record: DemoRecord) -> Rows:
+    on, speed = record.on, record.bandwidth
+
+    def moved(blocks: int, num_bytes: int) -> str:
+        return f"{blocks:,} = {_binary(num_bytes)}"
+
+    def rate(gb_per_s: float) -> str:
+        return f"{gb_per_s:.2f} = {gb_per_s / speed.copyto_gb_per_s:.2f} x np.copyto"
+
+    capacity = record.host_capacity_bytes
+    return [
+        ("Blocks stored", NONE, moved(on.blocks_stored, on.bytes_stored)),
+        ("Blocks loaded", NONE, moved(on.blocks_loaded, on.bytes_loaded)),
+        ("Store alone, GB/s", NONE, rate(speed.store_gb_per_s)),
+        ("Load alone, GB/s", NONE, rate(speed.load_gb_per_s)),
+        (
+            "Host memory, peak",
+            NONE,
+            f"{_percent(on.peak_host_bytes, capacity)} of {_binary(capacity)}",
+        ),
+        ("Preemptions", f"{record.off.num_preemptions:,}", f"{on.num_preemptions:,}"),
+        ("Wall time", f"{record.off.wall_s:.1f} s", f"{on.wall_s:.1f} s"),
+    ]
+
+
+def _print_verdict(record: DemoRecord, console: Console) -> None:
+    speedup = returning_turn_ttft_speedup(record)
+    if speedup is not None:
+        console.print(
+            f"From turn 2 on the first token comes {speedup:.2f} times as fast (p50).",
+            highlight=False,
+        )
+    difference = first_difference(record)
+    if difference is None:
+        num_tokens = sum(len(t.generated) for t in record.off.turns)
+        console.print(
+            f"All {num_tokens:,} generated tokens are identical with offloading off "
+            f"and on.",
+            style="green",
+            highlight=False,
+        )
+    else:
+        console.print(
+            f"The answers differ: conversation {difference.conversation}, turn "
+            f"{difference.turn}, from token {difference.position} of the answer on.",
+            style="red",
+            highlight=False,
+        )
+
+
+def plot_ttft(record: DemoRecord, path: str | pathlib.Path) -> None:
+    """Draw the time to first token, turn by turn, with and without offloading.
+
+    Args:
+        record: The record of both runs.
+        path: The PNG file to write.
+    """
+    # Slow to import, and used only here. A bare Figure needs no display.
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    config = record.config
+    figure = Figure(figsize=(7.2, 4.4), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    ends = []
+    for name, run, colour, shift in (
+        ("off", record.off, OFF_COLOUR, -0.06),
+        ("on", record.on, ON_COLOUR, 0.06),
+    ):
+        turns = _turn_numbers(run)
+        p50_s = [
+            float(np.median([t.ttft_s for t in run.turns if t.turn == turn]))
+            for turn in turns
+        ]
+        ends.append((p50_s[-1], name, colour))
+        axes.scatter(
+            [t.turn + shift for t in run.turns],
+            [t.ttft_s for t in run.turns],
+            s=18,
+            color=colour,
+            alpha=0.25,
+            linewidths=0,
+        )
+        axes.plot(turns, p50_s, color=colour, linewidth=2.2, marker="o")
+    for y_s, name, colour in ends:
+        axes.annotate(
+            f"offloading {name}\n{y_s:.2f} s",
+            (1, y_s),
+            xycoords=("axes fraction", "data"),
+            xytext=(4, 0),
+            textcoords="offset points",
+            # Separate even if both lines end at the same height.
+            va="bottom" if (y_s, name, colour) == max(ends) else "top",
+            color=colour,
+            fontweight="bold",
+        )
+    axes.set_xlim(0.7, config.turns + 0.3)
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.set_xlabel("turn of the conversation")
+    axes.set_ylabel("time to first token (s)")
+    axes.set_title(
+        "Time to first token: the median, and every request",
+        loc="left",
+        pad=24,
+        fontsize=13,
+        fontweight="bold",
+    )
+    axes.annotate(
+        f"{config.conversations} conversations about documents of "
+        f"{config.document_tokens:,} tokens; {config.device_blocks} KV blocks of "
+        f"{config.block_size} tokens on the device",
+        (0, 1),
+        xycoords="axes fraction",
+        xytext=(0, 9),
+        textcoords="offset points",
+        fontsize=9,
+        color="#555555",
+    )
+    axes.grid(axis="y", color="#e4e4e4")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(length=0)
+    figure.savefig(path)
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f}%" if whole else NONE
+
+
+def _binary(num_bytes: float) -> str:
+    """Format bytes in the largest unit that leaves at least 1.
+
+    >>> _binary(3 << 19)
+    '1.5 MiB'
+    """
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if num_bytes < 1024:
+            break
+        num_bytes, unit = num_bytes / 1024, larger
+    return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"

@@ -1,0 +1,246 @@
+"""Runs the demo: the same conversations without and with a host tier."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from jaxkv.tools.demo.allocation import most_blocks
+from jaxkv.tools.demo.engine import Engine, EngineConfig
+from jaxkv.tools.demo.model import ModelConfig, init_pool
+from jaxkv.tools.demo.records import (
+    BandwidthRecord,
+    DemoConfig,
+    DemoRecord,
+    RunRecord,
+    TurnRecord,
+)
+from jaxkv.tools.demo.request import EngineRequest
+from jaxkv.tools.demo.steps import Steps, make_steps
+from jaxkv.tools.demo.workload import Conversation, make_conversations
+from jaxkv.transfer import TransferEngine
+
+OnProgress: TypeAlias = Callable[[str, int, int], None]
+"""``(activity, turns done, turns in total)``."""
+
+_BANDWIDTH_TRIALS = 15
+_BANDWIDTH_BYTES = 16 << 20
+
+
+def check_config(config: DemoConfig) -> None:
+    """Raise ValueError, saying what would be right, if `config` cannot be run."""
+    model = model_config(config)
+    limit = model.max_seq_tokens
+    longest = max_seq_tokens(config)
+    if longest > limit:
+        raise ValueError(
+            f"the last turn would have {longest} tokens, but the model takes {limit}: "
+            "ask for fewer turns, a shorter document or shorter answers"
+        )
+    groups = model.groups(config.block_size)
+    needed = most_blocks(groups, longest, EngineConfig.chunk_sizes[-1]) + 1
+    if config.device_blocks < needed:
+        raise ValueError(
+            f"{config.device_blocks} device blocks cannot hold one conversation of "
+            f"{longest} tokens: at least {needed} are needed"
+        )
+    block_bytes = config.block_size * model.kv_bytes_per_token
+    if config.host_bytes < block_bytes:
+        raise ValueError(
+            f"{config.host_bytes} bytes of host memory cannot hold one KV block of "
+            f"{block_bytes} bytes"
+        )
+
+
+def model_config(config: DemoConfig) -> ModelConfig:
+    """Return the configuration of the demo's model."""
+    return ModelConfig(layers=config.layers, window_tokens=config.window_tokens)
+
+
+def max_seq_tokens(config: DemoConfig) -> int:
+    """Compute the length of the longest conversation, with its last answer."""
+    return config.document_tokens + config.turns * (
+        config.question_tokens + config.answer_tokens
+    )
+
+
+def run_demo(config: DemoConfig, on_progress: OnProgress) -> DemoRecord:
+    """Run all conversations with offloading off and on, and measure the transfers.
+
+    Args:
+        config: The configuration.
+        on_progress: Called on progress.
+
+    Returns:
+        The record of both runs.
+
+    Raises:
+        ValueError: If `config` cannot be run; see `check_config`.
+    """
+    check_config(config)
+    steps = make_steps(model_config(config), config.seed)
+    conversations = make_conversations(config)
+    block_bytes = config.block_size * steps.config.kv_bytes_per_token
+    host_blocks = config.host_bytes // block_bytes
+
+    on_progress("compiling", 0, 0)
+    sessions = []
+    for num_blocks in (0, host_blocks):
+        engine = Engine(
+            steps,
+            EngineConfig(
+                block_size=config.block_size,
+                device_blocks=config.device_blocks,
+                host_blocks=num_blocks,
+                concurrency=config.concurrency,
+                max_seq_tokens=max_seq_tokens(config),
+                weights_epoch=f"random from seed {config.seed}",
+                cache_policy=config.cache_policy,
+                offload_mode=config.mode,
+            ),
+        )
+        engine.warm_up()
+        sessions.append(Session(engine, conversations, config.answer_tokens))
+
+    # Turn by turn, since the speed of a machine varies over time.
+    done, total = 0, 2 * config.turns * config.conversations
+
+    def count() -> None:
+        nonlocal done
+        done += 1
+        on_progress("asking", done, total)
+
+    for _ in range(config.turns):
+        for session in sessions:
+            session.ask(count)
+    off, on = (session.record() for session in sessions)
+    on_progress("measuring transfers", 0, 0)
+    return DemoRecord(
+        config=config,
+        off=off,
+        on=on,
+        bandwidth=measure_bandwidth(steps, config),
+        host_capacity_bytes=host_blocks * block_bytes,
+    )
+
+
+class Session:
+    """Conversations with one engine: all first questions, then all second ones, ...
+
+    As many requests as the engine runs at a time are outstanding; the next arrives when
+    one finishes. So a conversation returns after all others had their turn.
+
+    Args:
+        engine: A new engine.
+        conversations: The conversations.
+        answer_tokens: Tokens to generate for each question.
+    """
+
+    def __init__(
+        self, engine: Engine, conversations: Sequence[Conversation], answer_tokens: int
+    ) -> None:
+        self._engine = engine
+        self._conversations = conversations
+        self._answer_tokens = answer_tokens
+        self._transcripts = [list(c.document) for c in conversations]
+        self._turn = 0
+        self._turns: list[TurnRecord] = []
+        self._wall_s = 0.0
+
+    def ask(self, on_answer: Callable[[], None]) -> None:
+        """Ask the next question of every conversation and generate its answer.
+
+        Args:
+            on_answer: Called after each answer.
+        """
+        start_s = time.perf_counter()
+        engine = self._engine
+        pending = deque(range(len(self._conversations)))
+        outstanding: dict[EngineRequest, int] = {}
+        while pending or outstanding:
+            while pending and len(outstanding) < engine.config.concurrency:
+                who = pending.popleft()
+                transcript = self._transcripts[who]
+                transcript += self._conversations[who].questions[self._turn]
+                outstanding[engine.submit(transcript, self._answer_tokens)] = who
+            for request in engine.step():
+                who = outstanding.pop(request)
+                self._transcripts[who] += request.generated
+                self._turns.append(_turn_record(who, self._turn + 1, request))
+                on_answer()
+        engine.drain()
+        self._turn += 1
+        self._wall_s += time.perf_counter() - start_s
+
+    def record(self) -> RunRecord:
+        """Return the record so far."""
+        worker, transfer = self._engine.worker, self._engine.transfer
+        block_bytes = transfer.block_bytes if transfer else 0
+        return RunRecord(
+            turns=tuple(sorted(self._turns, key=lambda r: (r.turn, r.conversation))),
+            wall_s=self._wall_s,
+            blocks_stored=worker.blocks_stored if worker else 0,
+            blocks_loaded=worker.blocks_loaded if worker else 0,
+            bytes_stored=worker.bytes_stored if worker else 0,
+            bytes_loaded=worker.bytes_loaded if worker else 0,
+            peak_host_bytes=self._engine.peak_host_blocks * block_bytes,
+            num_preemptions=self._engine.num_preemptions,
+        )
+
+
+def measure_bandwidth(steps: Steps, config: DemoConfig) -> BandwidthRecord:
+    """Time stores, loads and `np.copyto` of the same bytes, in turn.
+
+    Args:
+        steps: The model, for the layout of its KV.
+        config: The size of a block.
+
+    Returns:
+        The medians.
+    """
+    block_bytes = config.block_size * steps.config.kv_bytes_per_token
+    num_blocks = max(1, _BANDWIDTH_BYTES // block_bytes)
+    # Several sets of host blocks in turn, so that no trial finds its bytes in cache.
+    num_sets = 4
+    pool = init_pool(steps.config, num_blocks, config.block_size)
+    engine = TransferEngine(pool, num_sets * num_blocks)
+    engine.warm_up()
+    device_ids = np.arange(num_blocks)
+    source = np.ones(num_blocks * block_bytes, np.uint8)
+    targets = [np.zeros_like(source) for _ in range(num_sets)]
+    seconds: dict[str, list[float]] = {"store": [], "load": [], "copyto": []}
+    for trial in range(num_sets + _BANDWIDTH_TRIALS):
+        host_ids = device_ids + trial % num_sets * num_blocks
+        times_s = [time.perf_counter()]
+        engine.save(pool, device_ids, host_ids)
+        pool, _ = engine.drain(pool)
+        times_s.append(time.perf_counter())
+        pool, _ = engine.load(pool, host_ids, device_ids)
+        pool, _ = engine.drain(pool)
+        times_s.append(time.perf_counter())
+        np.copyto(targets[trial % num_sets], source)
+        times_s.append(time.perf_counter())
+        if trial >= num_sets:  # the first round only touches the memory
+            for name, duration_s in zip(seconds, np.diff(times_s), strict=True):
+                seconds[name].append(float(duration_s))
+    num_bytes = num_blocks * block_bytes
+    speed = {n: num_bytes / float(np.median(s)) / 1e9 for n, s in seconds.items()}
+    return BandwidthRecord(speed["store"], speed["load"], speed["copyto"], num_bytes)
+
+
+def _turn_record(conversation: int, turn: int, request: EngineRequest) -> TurnRecord:
+    hits = request.device_hit_tokens + request.host_hit_tokens
+    return TurnRecord(
+        conversation=conversation,
+        turn=turn,
+        prompt_tokens=len(request.prompt),
+        device_hit_tokens=request.device_hit_tokens,
+        host_hit_tokens=request.host_hit_tokens,
+        prefilled_tokens=len(request.prompt) - hits,
+        ttft_s=request.ttft_s,
+        generated=request.generated,
+    )

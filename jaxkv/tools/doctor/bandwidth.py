@@ -1,0 +1,80 @@
+"""A short measurement of how fast blocks move."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from jaxkv.tools.bench.machine import available_memory_bytes
+from jaxkv.tools.bench.plan import make_plan
+from jaxkv.tools.bench.records import ENGINE, Speed, TransferConfig, speed
+from jaxkv.tools.bench.transfer import run_transfer
+from jaxkv.transfer.kernels import Mode
+
+_SIZE_BYTES = 32 << 20
+_WORKING_SET_BYTES = 64 << 20
+_BLOCK_BYTES = 1 << 20
+_ROUNDS = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Bandwidth:
+    """The speed of the transfer engine, beside the machine's limit.
+
+    Attributes:
+        size_bytes: Bytes of a transfer.
+        block_bytes: Bytes of a block.
+        save: Speed from the device to the host.
+        load: Speed from the host to the device.
+        limit: Name of the limit: ``"np.copyto"`` or ``"device_put"``.
+        limit_save: Its speed from the device to the host.
+        limit_load: Its speed from the host to the device.
+    """
+
+    size_bytes: int
+    block_bytes: int
+    save: Speed
+    load: Speed
+    limit: str
+    limit_save: Speed
+    limit_load: Speed
+
+
+def measure_bandwidth(
+    mode: Mode, on_progress: Callable[[str, int, int], None]
+) -> Bandwidth:
+    """Save and load blocks for some seconds, and check all bytes.
+
+    Args:
+        mode: The mode of the engine.
+        on_progress: Called with a label, the amount done and the total.
+
+    Raises:
+        MemoryError: There is too little memory.
+        RuntimeError: A transfer fails.
+        BytesDifferError: A transfer delivers the wrong bytes.
+    """
+    config = TransferConfig(
+        sizes=(_SIZE_BYTES,),
+        block_sizes=(_BLOCK_BYTES,),
+        rounds=_ROUNDS,
+        mode=mode,
+        designs=(ENGINE,),
+        overlap=False,
+        working_set_bytes=_WORKING_SET_BYTES,
+    )
+    plan = make_plan(config, None, available_memory_bytes())
+    if not plan.cases:
+        raise MemoryError("; ".join(plan.left_out))
+    record = run_transfer(config, plan, on_progress)
+    (result,) = record.results
+    own = result.designs_s[ENGINE]
+    return Bandwidth(
+        _SIZE_BYTES,
+        _BLOCK_BYTES,
+        speed(_SIZE_BYTES, own["save"]),
+        speed(_SIZE_BYTES, own["load"]),
+        record.limit,
+        speed(_SIZE_BYTES, result.limit_s["save"]),
+        speed(_SIZE_BYTES, result.limit_s["load"]),
+    )

@@ -1,0 +1,207 @@
+"""Facts about a machine, without judging them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+
+from jaxkv.config import (
+    ConfigError,
+    OffloadConfig,
+    read_environment,
+    variables_of,
+    with_variables,
+)
+from jaxkv.tiers.executors import cpu_device
+from jaxkv.tools.bench.machine import cpu_model, num_cpus, versions
+from jaxkv.tools.doctor.bandwidth import Bandwidth
+from jaxkv.transfer import limits, memory, probe
+from jaxkv.transfer.kernels import Mode, choose_mode
+from jaxkv.transfer.limits import HostLimit, PinnedPool
+
+EXTRAS: Mapping[str, Mapping[str, str]] = {
+    "events": {"zmq": "pyzmq", "msgspec": "msgspec"},
+    "metrics": {"prometheus_client": "prometheus_client"},
+    "demo": {"flax": "flax", "rich": "rich", "matplotlib": "matplotlib"},
+}
+"""The extras: for each, the modules it needs and their packages."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """The backend of jax.
+
+    Attributes:
+        platform: ``"cpu"``, ``"gpu"``, ``"tpu"``.
+        kind: Kind of the first device.
+        num_devices: Devices of all processes.
+        decides_on: The platform that the scheduler's decisions run on.
+        memory_kinds: Memory kinds of the first device, its default first.
+        memory_bytes: Memory of the first device; None if the runtime does not tell.
+    """
+
+    platform: str
+    kind: str
+    num_devices: int
+    decides_on: str
+    memory_kinds: tuple[str, ...]
+    memory_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """The facts.
+
+    Attributes:
+        system: The operating system and the CPU.
+        versions: Versions of Python and of the packages that matter.
+        total_bytes: Memory of the machine; None if the system does not tell.
+        limits: Memory limits of the machine and of each cgroup.
+        has_nvidia_driver: Whether the machine has an NVIDIA driver.
+        chosen_platforms: Platforms that the environment allows jax; empty for all.
+        backend: The backend of jax; None if it fails to start.
+        pool: The runtime's pool of pinned memory, if it has one.
+        mode: The mode that a transfer engine would use; None if there is none.
+        refusals: Why jax does not start, or a transfer engine cannot be made.
+        missing: The missing packages of each extra.
+        variables: The environment variables that configure jaxkv.
+        config: The configuration from the valid ones; None if they contradict one
+            another.
+        config_faults: The faults of the others.
+        bandwidth: Measured speeds; None if they were not measured.
+        probe_fault: Why the measurement failed; empty if it did not.
+        probe_left_out: Why it was left out; empty if it was not.
+    """
+
+    system: str
+    versions: Mapping[str, str]
+    total_bytes: int | None
+    limits: tuple[HostLimit, ...]
+    has_nvidia_driver: bool
+    chosen_platforms: str
+    backend: Backend | None
+    pool: PinnedPool | None
+    mode: Mode | None
+    refusals: tuple[str, ...]
+    missing: Mapping[str, tuple[str, ...]]
+    variables: Mapping[str, str]
+    config: OffloadConfig | None
+    config_faults: tuple[str, ...]
+    bandwidth: Bandwidth | None = None
+    probe_fault: str = ""
+    probe_left_out: str = ""
+
+    @property
+    def machine_limit(self) -> HostLimit | None:
+        """The memory limit of the machine, if known."""
+        own = (limit for limit in self.limits if limit.source == limits.MACHINE)
+        return next(own, None)
+
+    @property
+    def cgroup_limits(self) -> tuple[HostLimit, ...]:
+        """The memory limits of the cgroups."""
+        return tuple(one for one in self.limits if one.source != limits.MACHINE)
+
+
+def gather_facts(
+    environ: Mapping[str, str] = os.environ,
+    *,
+    proc_root: Path = limits.PROC,
+    cgroup_root: Path = limits.CGROUP,
+) -> Facts:
+    """Gather the facts. Starts jax's backend.
+
+    Args:
+        environ: The environment.
+        proc_root: Where procfs is mounted.
+        cgroup_root: Where the cgroup file systems are mounted.
+    """
+    platforms = environ.get("JAX_PLATFORMS", "")
+    refusals = []
+    config = None
+    values, config_faults = read_environment(environ)
+    try:
+        config = OffloadConfig(**values)
+    except ConfigError as error:
+        config_faults += [with_variables(one, values.keys()) for one in error.faults]
+    chosen_mode = None if config is None else config.transfer_mode
+    backend, pool, mode = None, None, None
+    try:
+        device = jax.devices()[0]
+    except (RuntimeError, AssertionError) as error:
+        # The message is empty if JAX_PLATFORMS names a plugin that is not installed.
+        why = _in_one_line(error) or f"it has no backend for JAX_PLATFORMS={platforms}"
+        refusals.append(f"jax does not start: {why}")
+    else:
+        backend = _backend_of(device)
+        for check in (
+            lambda: memory.host_sharding(device),
+            lambda: probe.check_client(backend.platform, environ),
+            probe.check_jit,
+        ):
+            try:
+                check()
+            except ValueError as error:
+                refusals.append(_in_one_line(error))
+        try:
+            pool = limits.pinned_pool(backend.platform, environ)
+        except ValueError as error:
+            refusals.append(_in_one_line(error))
+        try:
+            mode = choose_mode(chosen_mode, backend.platform)
+        except ValueError as error:
+            refusals.append(_in_one_line(error))
+    return Facts(
+        system=_system(),
+        versions=versions(),
+        total_bytes=limits.total_host_bytes(proc_root),
+        limits=tuple(limits.system_limits(proc_root, cgroup_root)),
+        has_nvidia_driver=(proc_root / "driver/nvidia/version").exists(),
+        chosen_platforms=platforms,
+        backend=backend,
+        pool=pool,
+        mode=mode,
+        refusals=tuple(refusals),
+        missing={name: missing_packages(name) for name in EXTRAS},
+        variables=variables_of(environ),
+        config=config,
+        config_faults=tuple(config_faults),
+    )
+
+
+def missing_packages(extra: str) -> tuple[str, ...]:
+    """Return the packages of an extra that are not installed."""
+    return tuple(
+        package
+        for module, package in EXTRAS[extra].items()
+        if importlib.util.find_spec(module) is None
+    )
+
+
+def _backend_of(device: jax.Device) -> Backend:
+    stats = device.memory_stats() or {}  # None on CPU.
+    return Backend(
+        device.platform,
+        device.device_kind,
+        jax.device_count(),
+        cpu_device().platform,
+        memory.memory_kinds(device),
+        stats.get("bytes_limit"),
+    )
+
+
+def _system() -> str:
+    cpu = cpu_model()
+    return f"{platform.system()} {platform.machine()}, {num_cpus()} CPUs" + (
+        f" ({cpu})" if cpu else ""
+    )
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,296 @@
+"""Findings and a recommended size, computed from the facts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Literal, TypeAlias
+
+from jaxkv._util import gib
+from jaxkv.config import variable_of
+from jaxkv.tools.bench.plan import size_text
+from jaxkv.tools.doctor.facts import Facts
+from jaxkv.transfer.limits import HostLimit
+
+# Left for the rest of a server, which grows while it runs: compiled programs, requests,
+# file pages, transfer buffers.
+_RESERVE_SHARE = 8
+_LEAST_RESERVE_BYTES = 2 << 30
+# A smaller tier is useless.
+_LEAST_TIER_BYTES = 64 << 20
+
+Level: TypeAlias = Literal["wrong", "note"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What the user wants to be checked.
+
+    Attributes:
+        host_bytes: A size of the host tier to judge; None for none.
+        source: Where that size was set, for messages.
+        device_pool_bytes: Bytes of the device pool; None if unknown.
+        needed: The extras that must be installed.
+    """
+
+    host_bytes: int | None = None
+    source: str = "--host-bytes"
+    device_pool_bytes: int | None = None
+    needed: Sequence[str] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something that the user should know.
+
+    Attributes:
+        level: Whether it is wrong or a note.
+        what: The finding, in a sentence.
+        advice: What to do; may be empty.
+    """
+
+    level: Level
+    what: str
+    advice: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recommendation:
+    """A size for the host tier.
+
+    Attributes:
+        num_bytes: The size; 0 if there is no room for one.
+        why: The reasoning.
+        is_by_pool: Whether the runtime's pool of pinned memory limits it.
+    """
+
+    num_bytes: int
+    why: str
+    is_by_pool: bool
+
+
+def recommend(facts: Facts, question: Question) -> Recommendation | None:
+    """Recommend a size for the host tier; None if no limit is known.
+
+    It is the memory left by the tightest limit of the machine and its cgroups, less an
+    eighth and at least 2 GiB (or half, if that is less) for the rest of the server; at
+    most the runtime's pool of pinned memory, less an eighth for its other uses. On the
+    CPU backend the device pool is in the same memory and is subtracted first. If the
+    runtime has preallocated its pool, only the pool counts.
+    """
+    found = []
+    rooms = _rooms(facts, question)
+    if rooms:
+        room = min(rooms, key=lambda room: room.num_bytes)
+        least = min(_LEAST_RESERVE_BYTES, room.num_bytes // 2)
+        reserve = max(room.num_bytes // _RESERVE_SHARE, least)
+        size = _round_down(room.num_bytes - reserve)
+        rest = "the rest of the server"
+        found.append(Recommendation(size, _why(room, size, rest), False))
+    if facts.pool is not None:
+        pool = HostLimit(facts.pool.num_bytes, facts.pool.source, "")
+        size = _round_down(pool.num_bytes - pool.num_bytes // _RESERVE_SHARE)
+        rest = "its other uses"
+        found.append(Recommendation(size, _why(pool, size, rest), True))
+    return min(found, key=lambda one: one.num_bytes, default=None)
+
+
+def _why(limit: HostLimit, size: int, rest: str) -> str:
+    left = gib(limit.num_bytes - size)
+    return f"{limit.source} has {gib(limit.num_bytes)}, of which {left} stay for {rest}"
+
+
+def judge(facts: Facts, question: Question) -> list[Finding]:
+    """Return what is wrong, then the notes."""
+    found = [
+        *_of_the_backend(facts),
+        *(Finding("wrong", fault) for fault in facts.config_faults),
+        *_of_the_extras(facts, question),
+        *_of_the_size(facts, question),
+        *_of_the_limits(facts, question),
+    ]
+    if facts.probe_fault:
+        found.append(Finding("wrong", f"blocks do not move: {facts.probe_fault}"))
+    if facts.probe_left_out:
+        what = f"transfers were not measured: {facts.probe_left_out}"
+        found.append(Finding("note", what))
+    return sorted(found, key=lambda finding: finding.level == "note")
+
+
+def _of_the_backend(facts: Facts) -> Iterator[Finding]:
+    for refusal in facts.refusals:
+        advice = ""
+        if facts.backend is None:
+            advice = (
+                'install what jax needs to run here, as pip install "jaxkv[cuda12]" or '
+                '"jaxkv[tpu]" does, or set JAX_PLATFORMS=cpu'
+            )
+        yield Finding("wrong", refusal, advice)
+    backend = facts.backend
+    if backend is not None and "cpu" not in (backend.platform, backend.decides_on):
+        yield Finding(
+            "note",
+            f"JAX_PLATFORMS={facts.chosen_platforms} leaves out the CPU backend, so "
+            f"that the scheduler's decisions run on the {backend.platform} and wait "
+            "for the model",
+            f"set JAX_PLATFORMS={facts.chosen_platforms},cpu",
+        )
+    if _is_on_cpu(facts) and facts.has_nvidia_driver:
+        if facts.chosen_platforms:
+            what = f"as JAX_PLATFORMS={facts.chosen_platforms} says"
+            yield Finding("note", f"jax runs on the CPU, not on the NVIDIA GPU, {what}")
+        else:
+            yield Finding(
+                "wrong",
+                "jax runs on the CPU, though this machine has an NVIDIA driver",
+                'pip install "jaxkv[cuda12]", or set JAX_PLATFORMS=cpu to say that '
+                "that is intended",
+            )
+
+
+def _of_the_extras(facts: Facts, question: Question) -> Iterator[Finding]:
+    needed = list(question.needed)
+    if facts.config is not None:
+        needed += ["events"] * (facts.config.events_endpoint is not None)
+        needed += ["metrics"] * (facts.config.metrics_port is not None)
+    for extra in dict.fromkeys(needed):
+        if facts.missing[extra]:
+            packages = ", ".join(facts.missing[extra])
+            yield Finding(
+                "wrong",
+                f"the extra {extra} is needed, and {packages} not installed",
+                f'pip install "jaxkv[{extra}]"',
+            )
+
+
+def _of_the_size(facts: Facts, question: Question) -> Iterator[Finding]:
+    best = recommend(facts, question)
+    pool_bytes = question.device_pool_bytes or 0
+    size = question.host_bytes
+    if size is None:
+        if best is None:
+            return
+        if best.num_bytes < _LEAST_TIER_BYTES:
+            yield Finding(
+                "wrong",
+                f"there is no room for a host tier: {best.why}",
+                _how_to_raise(facts, question, 2 * _LEAST_TIER_BYTES),
+            )
+        elif best.num_bytes <= pool_bytes:
+            yield Finding(
+                "wrong",
+                f"the recommended {_text(best.num_bytes)} of host memory "
+                f"{_too_small(pool_bytes)}",
+                _how_to_raise(facts, question, 2 * pool_bytes),
+            )
+        return
+    asked = f"{_text(size)} of host memory ({question.source})"
+    exceeded = [
+        limit for limit in _limits(facts, question, size) if size > limit.num_bytes
+    ]
+    for limit in sorted(exceeded, key=lambda limit: limit.num_bytes):
+        yield Finding(
+            "wrong",
+            f"{asked} do not fit: {limit.source} has only {gib(limit.num_bytes)} left",
+            limit.remedy + _or_ask_for(best),
+        )
+    if not exceeded and best is not None and size > best.num_bytes:
+        yield Finding(
+            "note",
+            f"{asked} fit, but {_text(best.num_bytes)} would be safer: {best.why}",
+        )
+    if size <= pool_bytes:
+        yield Finding(
+            "wrong",
+            f"{asked} {_too_small(pool_bytes)}",
+            f"ask for more than {gib(pool_bytes)}",
+        )
+
+
+def _too_small(pool_bytes: int) -> str:
+    return (
+        f"are no more than the {gib(pool_bytes)} of the device pool: the host tier "
+        "would hold little that the device does not"
+    )
+
+
+def _of_the_limits(facts: Facts, question: Question) -> Iterator[Finding]:
+    machine = facts.machine_limit
+    tightest = min(facts.limits, key=lambda limit: limit.num_bytes, default=None)
+    if machine is not None and tightest is not None and tightest is not machine:
+        yield Finding(
+            "note",
+            f"{tightest.source} has {gib(tightest.num_bytes)} left, which counts: the "
+            f"machine has {gib(machine.num_bytes)}",
+        )
+    best = recommend(facts, question)
+    pool = facts.pool
+    if pool is None or best is None or not best.is_by_pool:
+        return
+    # The recommendation without the limit of the pool.
+    larger = recommend(dataclasses.replace(facts, pool=None), question)
+    room = 0 if larger is None else larger.num_bytes
+    if pool.is_preallocated:
+        room += pool.num_bytes
+    if room > pool.num_bytes:
+        yield Finding(
+            "note",
+            f"{pool.source} limits the host tier: the machine has room for "
+            f"{_text(_round_down(room))}",
+            f"for a larger host tier, {pool.remedy(room)}",
+        )
+
+
+def _rooms(facts: Facts, question: Question) -> list[HostLimit]:
+    """Return the memory that the machine and its cgroups have for the host tier."""
+    if facts.pool is not None and facts.pool.is_preallocated:
+        return []
+    pool_bytes = question.device_pool_bytes or 0
+    if not (pool_bytes and _is_on_cpu(facts)):
+        return list(facts.limits)
+    return [
+        HostLimit(
+            max(0, limit.num_bytes - pool_bytes),
+            f"{limit.source}, less the device pool, which is in the same memory,",
+            limit.remedy,
+        )
+        for limit in facts.limits
+    ]
+
+
+def _limits(facts: Facts, question: Question, num_bytes: int) -> list[HostLimit]:
+    """Return all limits on an allocation, as `limits.check_host_bytes` has them."""
+    rooms = _rooms(facts, question)
+    pool = facts.pool
+    if pool is None:
+        return rooms
+    return [HostLimit(pool.num_bytes, pool.source, pool.remedy(num_bytes)), *rooms]
+
+
+def _how_to_raise(facts: Facts, question: Question, num_bytes: int) -> str:
+    limits = _limits(facts, question, num_bytes)
+    return min(limits, key=lambda limit: limit.num_bytes).remedy
+
+
+def _or_ask_for(best: Recommendation | None) -> str:
+    if best is None or best.num_bytes < _LEAST_TIER_BYTES:
+        return ""
+    setting = f"{variable_of('host_bytes')}={_text(best.num_bytes, '')}"
+    return f", or ask for {_text(best.num_bytes)}: {setting}"
+
+
+def _is_on_cpu(facts: Facts) -> bool:
+    return facts.backend is not None and facts.backend.platform == "cpu"
+
+
+def _round_down(num_bytes: int) -> int:
+    """Round a size down to a multiple that people would write."""
+    for unit in (1 << 30, 64 << 20):
+        if num_bytes >= 4 * unit:
+            return num_bytes // unit * unit
+    return num_bytes >> 20 << 20
+
+
+def _text(num_bytes: int, space: str = " ") -> str:
+    text = size_text(num_bytes)
+    return gib(num_bytes) if text.endswith("bytes") else text.replace(" ", space)

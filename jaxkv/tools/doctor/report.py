@@ -1,0 +1,124 @@
+"""A diagnosis as lines for people, and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxkv._util import gib
+from jaxkv.tools.bench.plan import size_text
+from jaxkv.tools.bench.records import Speed
+from jaxkv.tools.bench.report import speed_text
+from jaxkv.tools.doctor.facts import Facts
+from jaxkv.tools.doctor.findings import Finding, Recommendation
+
+_MARKS = {"wrong": "WRONG", "note": "note "}
+
+
+def fact_lines(facts: Facts, best: Recommendation | None) -> list[str]:
+    """Return the facts and the recommendation, in lines of two columns."""
+    rows = [*_machine_rows(facts), *_device_rows(facts), *_speed_rows(facts)]
+    rows.append(("Extras", _extras_text(facts)))
+    if facts.variables:
+        texts = (f"{name}={value}" for name, value in facts.variables.items())
+        rows.append(("Settings", ", ".join(texts)))
+    size = "no limit is known, and no size recommended"
+    if best is not None and best.num_bytes:
+        size = f"{size_text(best.num_bytes)} recommended: {best.why}"
+    elif best is not None:
+        size = f"no room for one: {best.why}"
+    rows.append(("Host tier", size))
+    return [f"{label:<12} {text}" for label, text in rows]
+
+
+def finding_lines(findings: Sequence[Finding]) -> list[str]:
+    """Return the findings, then the advice, then the number of things wrong."""
+    lines = [f"{_MARKS[found.level]}  {found.what}" for found in findings]
+    advice = list(dict.fromkeys(found.advice for found in findings if found.advice))
+    if advice:
+        lines += ["", "What to do"]
+        lines += [f"  {number}. {text}" for number, text in enumerate(advice, start=1)]
+    num_wrong = sum(found.level == "wrong" for found in findings)
+    verb = "thing is" if num_wrong == 1 else "things are"
+    if lines:
+        lines.append("")
+    lines.append(f"{num_wrong} {verb} wrong." if num_wrong else "All is well.")
+    return lines
+
+
+def to_json(
+    facts: Facts, best: Recommendation | None, findings: Sequence[Finding]
+) -> dict[str, Any]:
+    """Convert a diagnosis for ``json.dump``."""
+    return {
+        "ok": all(found.level != "wrong" for found in findings),
+        "recommended_host_bytes": None if best is None else best.num_bytes,
+        "findings": [dataclasses.asdict(found) for found in findings],
+        "facts": dataclasses.asdict(facts),
+    }
+
+
+def _machine_rows(facts: Facts) -> Iterator[tuple[str, str]]:
+    yield "Machine", facts.system
+    memory = "unknown" if facts.total_bytes is None else gib(facts.total_bytes)
+    own = facts.machine_limit
+    yield "Memory", memory + (f", {gib(own.num_bytes)} available" if own else "")
+    for limit in facts.cgroup_limits:
+        source = limit.source.removeprefix("the cgroup ")
+        yield "Cgroup", f"{source}: {gib(limit.num_bytes)} left"
+    if not facts.cgroup_limits:
+        yield "Cgroup", "no limit"
+    versions = dict(facts.versions)
+    python = versions.pop("python")
+    others = ", ".join(f"{name} {version}" for name, version in versions.items())
+    yield "Software", f"Python {python}, {others}"
+
+
+def _device_rows(facts: Facts) -> Iterator[tuple[str, str]]:
+    backend = facts.backend
+    if backend is None:
+        yield "Device", "none: jax does not start"
+        return
+    memory = "" if backend.memory_bytes is None else f", {gib(backend.memory_bytes)}"
+    number = f"{backend.num_devices} of them" if backend.num_devices > 1 else "one"
+    yield "Device", f"{backend.platform} {backend.kind}{memory}, {number}"
+    yield "Memory kinds", ", ".join(backend.memory_kinds)
+    pool = "none of its own on this platform"
+    if facts.pool is not None:
+        taken = ", preallocated" if facts.pool.is_preallocated else ""
+        pool = f"{facts.pool.source}: {gib(facts.pool.num_bytes)}{taken}"
+    yield "Pinned pool", pool
+    if facts.mode is not None:
+        chosen = facts.config is not None and facts.config.transfer_mode is not None
+        why = "as chosen" if chosen else f"the default on {backend.platform}"
+        yield "Mode", f"{facts.mode}, {why}"
+
+
+def _speed_rows(facts: Facts) -> Iterator[tuple[str, str]]:
+    found = facts.bandwidth
+    if found is None:
+        return
+    yield "Store", _speed_text(found.save, found.limit, found.limit_save)
+    yield "Load", _speed_text(found.load, found.limit, found.limit_load)
+    note = (
+        f"best / p50 of {size_text(found.size_bytes)} in blocks of "
+        f"{size_text(found.block_bytes)}, all bytes checked"
+    )
+    if facts.backend is not None and facts.backend.platform == "cpu":
+        note += "; on CPU both ends are the same memory"
+    yield "", note
+
+
+def _speed_text(own: Speed, limit: str, limit_speed: Speed) -> str:
+    return f"{speed_text(own)} GB/s; {limit} {speed_text(limit_speed)} GB/s"
+
+
+def _extras_text(facts: Facts) -> str:
+    there = [name for name, missing in facts.missing.items() if not missing]
+    others = [
+        f"{name} ({', '.join(missing)} missing)"
+        for name, missing in facts.missing.items()
+        if missing
+    ]
+    return ", ".join([*there, *others])

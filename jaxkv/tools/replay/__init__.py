@@ -1,0 +1,1 @@
+"""Replays request traces against cache policies."""

@@ -1,0 +1,102 @@
+"""The offline optimum: the hits of a cache that knows the future.
+
+Belady's rule evicts the block whose next use is farthest away. Here every missing block
+must be stored, as under the policies, and hits are prefixes. Of blocks with the same
+next use, the deepest in the prompt is evicted first, so that the rest of a prefix can
+still be found.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv.tools.replay.traces import Trace
+
+_REQUESTS_PER_REPORT = 1000
+
+
+def find_optimum(
+    trace: Trace,
+    capacity_blocks: int,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> NDArray[np.int64]:
+    """Count the prefix blocks that the optimum finds for each request.
+
+    A request with more blocks than the cache is held completely until the next one
+    needs room. No real cache can do that; the result is an upper bound.
+
+    Args:
+        trace: The requests.
+        capacity_blocks: Blocks of the cache.
+        on_progress: Called repeatedly with the requests done and in total.
+
+    Returns:
+        i64[R]. The length of the prefix found.
+
+    Raises:
+        ValueError: If `capacity_blocks` is less than 1.
+
+    Example:
+        >>> from jaxkv.tools.replay.traces import make_trace
+        >>> find_optimum(make_trace("t", [[1], [2], [3], [1]]), 2).tolist()
+        [0, 0, 0, 1]
+    """
+    if capacity_blocks < 1:
+        raise ValueError(f"{capacity_blocks=} must be at least 1.")
+    ids, offsets = trace.ids.tolist(), trace.offsets.tolist()
+    next_uses = _next_uses(trace)
+    num_hits = np.zeros(trace.num_requests, np.int64)
+    held: dict[int, int] = {}  # a block -> the request that uses it next
+    # (-next use, -depth, block); entries that disagree with `held` are outdated.
+    farthest: list[tuple[int, int, int]] = []
+    for request in range(trace.num_requests):
+        start, stop = offsets[request : request + 2]
+        own = ids[start:stop]
+        num_hits[request] = next(
+            (i for i, b in enumerate(own) if b not in held), len(own)
+        )
+        for depth, block in enumerate(own):
+            held[block] = next_uses[start + depth]
+            heapq.heappush(farthest, (-held[block], -depth, block))
+        _evict(held, farthest, capacity_blocks, set(own))
+        if request % _REQUESTS_PER_REPORT == 0:
+            on_progress(request, trace.num_requests)
+    on_progress(trace.num_requests, trace.num_requests)
+    return num_hits
+
+
+def _evict(
+    held: dict[int, int],
+    farthest: list[tuple[int, int, int]],
+    capacity_blocks: int,
+    own: set[int],
+) -> None:
+    """Evict down to the capacity, sparing the request's own blocks."""
+    spared = []
+    while len(held) > capacity_blocks and farthest:
+        entry = heapq.heappop(farthest)
+        block = entry[2]
+        if held.get(block) != -entry[0]:
+            continue  # used or evicted since
+        if block in own:
+            spared.append(entry)
+        else:
+            del held[block]
+    for entry in spared:
+        heapq.heappush(farthest, entry)
+
+
+def _next_uses(trace: Trace) -> list[int]:
+    """Return for each use of a block the request of its next use, or R for none."""
+    requests = np.repeat(np.arange(trace.num_requests), trace.num_blocks)
+    # Sorted by block and request, the next use of a block is the next entry.
+    order = np.lexsort((requests, trace.ids))
+    next_uses = np.full(trace.num_block_refs, trace.num_requests)
+    same = trace.ids[order[1:]] == trace.ids[order[:-1]]
+    next_uses[order[:-1][same]] = requests[order[1:][same]]
+    result: list[int] = next_uses.tolist()
+    return result

@@ -1,0 +1,95 @@
+"""A synthetic trace: conversations of several turns with shared system prompts."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from jaxkv.tools.replay.traces import BLOCK_SIZE, Trace, make_trace
+
+_GAP_MS = 300.0
+
+
+def make_synthetic_trace(
+    num_requests: int,
+    seed: int = 0,
+    *,
+    num_system_prompts: int = 8,
+    system_blocks: int = 6,
+    turn_blocks: float = 8.0,
+    turns: float = 5.0,
+    max_open: int = 200,
+    block_size: int = BLOCK_SIZE,
+) -> Trace:
+    """Make a trace of conversations. Equal arguments give an equal trace.
+
+    A request either begins a conversation, with a system prompt drawn by Zipf's law, or
+    continues an open one, drawn by Zipf's law from the most recent to the oldest. Its
+    prompt is the conversation so far, and new blocks.
+
+    Args:
+        num_requests: Number of requests.
+        seed: Seed of the random numbers.
+        num_system_prompts: Number of system prompts.
+        system_blocks: Blocks of each.
+        turn_blocks: New blocks of a turn, on average.
+        turns: Turns of a conversation, on average.
+        max_open: Number of the latest conversations that may be continued.
+        block_size: Tokens per block.
+
+    Raises:
+        ValueError: If a number is less than 1.
+
+    Example:
+        >>> trace = make_synthetic_trace(100, seed=1)
+        >>> trace.num_requests, trace.num_block_refs > trace.num_unique_blocks
+        (100, True)
+    """
+    for name, value in (
+        ("num_requests", num_requests),
+        ("num_system_prompts", num_system_prompts),
+        ("system_blocks", system_blocks),
+        ("turn_blocks", turn_blocks),
+        ("turns", turns),
+        ("max_open", max_open),
+        ("block_size", block_size),
+    ):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1.")
+    rng = np.random.default_rng(seed)
+    popularity = _zipf_cdf(num_system_prompts)
+    recency = _zipf_cdf(max_open)
+    fresh = itertools.count(num_system_prompts * system_blocks)
+    open_: list[list[int]] = []  # the latest last
+    requests, input_tokens = [], []
+    for _ in range(num_requests):
+        rank = int(np.searchsorted(recency, rng.random()))
+        if rng.random() * turns < 1 or rank >= len(open_):
+            prompt = int(np.searchsorted(popularity, rng.random()))
+            first = prompt * system_blocks
+            said = list(range(first, first + system_blocks))
+        else:
+            said = open_.pop(-1 - rank)
+        num_new = int(rng.geometric(1 / turn_blocks))
+        said = said + list(itertools.islice(fresh, num_new))
+        open_ = [*open_, said][-max_open:]
+        requests.append(said)
+        input_tokens.append(len(said) * block_size + int(rng.integers(block_size)))
+    time_ms = np.cumsum(rng.exponential(_GAP_MS, num_requests))
+    return make_trace(
+        f"synthetic, {num_requests:,} requests, seed {seed}",
+        requests,
+        time_ms,
+        input_tokens,
+        block_size,
+    )
+
+
+def _zipf_cdf(num: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Return the CDF of ranks 0 to num - 1, with probabilities as 1 / (rank + 1)."""
+    chances = 1 / np.arange(1, num + 1)
+    cdf = np.cumsum(chances)
+    # Exactly 1 at the end, so that every random number below 1 has a rank.
+    cdf /= cdf[-1]
+    return cdf

@@ -1,0 +1,268 @@
+"""Request traces: the blocks of each request's prompt, in order of arrival.
+
+Two formats are read, plain or gzip-compressed, one JSON object per line; the first line
+decides which:
+
+    Mooncake     {"timestamp": 0, "input_length": 6758, "output_length": 500,
+                  "hash_ids": [0, 1, 2]}
+    normalised   {"t": 0, "in": 6758, "out": 500, "ids": [0, 1, 2]}
+
+Times are in milliseconds, lengths in tokens. Equal ids are equal blocks after equal
+prefixes; the numbers have no other meaning. In shapes, R is the number of requests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import io
+import itertools
+import json
+import math
+import pathlib
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+BLOCK_SIZE = 512
+"""Tokens per block in the traces that Mooncake published."""
+
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+class TraceError(ValueError):
+    """A trace that cannot be read, with the file, the line and the reason."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trace:
+    """The requests of a trace.
+
+    Attributes:
+        name: For display.
+        ids: i32[num_block_refs]. The blocks of all requests, one request after another,
+            numbered from 0 by first appearance.
+        offsets: i64[R + 1]. Request r has ``ids[offsets[r]:offsets[r + 1]]``.
+        time_ms: f64[R]. Arrival of each request.
+        input_tokens: i64[R]. Length of each prompt, or None if unknown.
+        block_size: Tokens per block, or None if unknown.
+        num_unique_blocks: Number of different blocks.
+    """
+
+    name: str
+    ids: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    time_ms: NDArray[np.float64]
+    input_tokens: NDArray[np.int64] | None
+    block_size: int | None
+    num_unique_blocks: int
+
+    @property
+    def num_requests(self) -> int:
+        """Number of requests."""
+        return len(self.offsets) - 1
+
+    @property
+    def num_block_refs(self) -> int:
+        """Number of blocks of all requests, with repetitions."""
+        return len(self.ids)
+
+    @property
+    def num_blocks(self) -> NDArray[np.int64]:
+        """Blocks of each request: i64[R]."""
+        return np.diff(self.offsets)
+
+
+def make_trace(
+    name: str,
+    requests: Iterable[Sequence[int]],
+    time_ms: ArrayLike | None = None,
+    input_tokens: ArrayLike | None = None,
+    block_size: int | None = None,
+) -> Trace:
+    """Make a trace from requests with arbitrary block ids.
+
+    Args:
+        name: For display.
+        requests: The block ids of each request.
+        time_ms: f64[R]. Arrival of each; all at once if None.
+        input_tokens: i64[R]. Length of each prompt, if known.
+        block_size: Tokens per block, if known.
+
+    Raises:
+        ValueError: If there is no request with a block.
+
+    Example:
+        >>> trace = make_trace("two", [[70, 80], [70, 90, 60]])
+        >>> trace.ids.tolist(), trace.offsets.tolist()
+        ([0, 1, 0, 2, 3], [0, 2, 5])
+        >>> trace.num_requests, trace.num_unique_blocks, trace.num_block_refs
+        (2, 4, 5)
+    """
+    numbers: dict[int, int] = {}
+    ids: list[int] = []
+    offsets = [0]
+    for request in requests:
+        ids += [numbers.setdefault(block, len(numbers)) for block in request]
+        offsets.append(len(ids))
+    if not ids:
+        raise ValueError(f"The trace {name!r} must have a request with a full block.")
+    return Trace(
+        name=name,
+        ids=np.asarray(ids, np.int32),
+        offsets=np.asarray(offsets, np.int64),
+        time_ms=np.zeros(len(offsets) - 1)
+        if time_ms is None
+        else np.asarray(time_ms, np.float64),
+        input_tokens=None
+        if input_tokens is None
+        else np.asarray(input_tokens, np.int64),
+        block_size=block_size,
+        num_unique_blocks=len(numbers),
+    )
+
+
+def read_trace(path: str | pathlib.Path, block_size: int = BLOCK_SIZE) -> Trace:
+    """Read a trace from a file, in either format.
+
+    Only full blocks count: the id of a partial last block, as in Mooncake's files, is
+    left out.
+
+    Args:
+        path: The file.
+        block_size: Tokens per block, which the formats do not contain.
+
+    Returns:
+        The requests in the order of the file.
+
+    Raises:
+        TraceError: If the file or a line is malformed.
+        OSError: If the file cannot be opened.
+    """
+    if block_size < 1:
+        raise ValueError(f"{block_size=} must be at least 1.")
+    path = pathlib.Path(path)
+    requests, times_ms, input_tokens = [], [], []
+    for request in _read_requests(path, block_size):
+        requests.append(request.ids)
+        times_ms.append(request.time_ms)
+        input_tokens.append(request.input_tokens)
+    if not requests:
+        raise TraceError(f"{path}: the file has no request")
+    if not any(requests):
+        raise TraceError(f"{path}: no request has a full block of {block_size} tokens")
+    name = path.name.removesuffix(".gz").removesuffix(".jsonl")
+    return make_trace(name, requests, times_ms, input_tokens, block_size)
+
+
+class _Request(NamedTuple):
+    time_ms: float
+    input_tokens: int
+    ids: list[int]
+
+
+class _Format(NamedTuple):
+    """Names of the fields of a line."""
+
+    time_ms: str
+    input_tokens: str
+    output_tokens: str
+    ids: str
+
+
+_FORMATS = (
+    _Format("timestamp", "input_length", "output_length", "hash_ids"),
+    _Format("t", "in", "out", "ids"),
+)
+
+
+class _BadLineError(Exception):
+    """Why a line is not a request."""
+
+
+def _read_requests(path: pathlib.Path, block_size: int) -> Iterator[_Request]:
+    form: _Format | None = None
+    number = 0
+    try:
+        for line in _open_lines(path):
+            number += 1
+            if line.isspace():
+                continue
+            fields = _parse_json(line)
+            form = form or _detect_format(fields)
+            yield _parse_request(fields, form, block_size)
+    except _BadLineError as error:
+        raise TraceError(f"{path}:{number}: {error}") from None
+    except UnicodeDecodeError:
+        raise TraceError(f"{path}:{number + 1}: is not UTF-8 text") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise TraceError(f"{path}:{number + 1}: broken gzip data ({error})") from None
+
+
+def _open_lines(path: pathlib.Path) -> Iterator[str]:
+    with path.open("rb") as file:
+        magic = file.read(len(_GZIP_MAGIC))
+        file.seek(0)
+        if path.suffix == ".gz" and magic not in (_GZIP_MAGIC, b""):
+            raise TraceError(f"{path}: is not gzip data, though its name ends in .gz")
+        data = gzip.GzipFile(fileobj=file) if magic == _GZIP_MAGIC else file
+        with io.TextIOWrapper(data, encoding="utf-8") as text:
+            yield from text
+
+
+def _parse_json(line: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        why = error.msg if isinstance(error, json.JSONDecodeError) else error
+        raise _BadLineError(f"is not JSON ({why})") from None
+    if not isinstance(fields, dict):
+        raise _BadLineError(f"must be a JSON object, not {_show(fields)}")
+    return fields
+
+
+def _detect_format(fields: dict[str, Any]) -> _Format:
+    """Return the format with the most of these fields."""
+    form = max(_FORMATS, key=lambda form: len(fields.keys() & set(form)))
+    if not fields.keys() & set(form):
+        known = " or ".join(", ".join(form) for form in _FORMATS)
+        raise _BadLineError(f"no known format: the fields must be {known}")
+    return form
+
+
+def _parse_request(fields: dict[str, Any], form: _Format, block_size: int) -> _Request:
+    missing = [name for name in form if name not in fields]
+    if missing:
+        raise _BadLineError(f"{missing[0]!r} is missing")
+    time_ms = fields[form.time_ms]
+    if type(time_ms) not in (int, float) or not 0 <= time_ms < math.inf:
+        raise _BadLineError(
+            f"{form.time_ms!r} must be a number of milliseconds from 0 on, "
+            f"not {_show(time_ms)}"
+        )
+    for name in (form.input_tokens, form.output_tokens):
+        if type(fields[name]) is not int or not 0 <= fields[name] < 1 << 53:
+            raise _BadLineError(
+                f"{name!r} must be a number of tokens from 0 on, "
+                f"not {_show(fields[name])}"
+            )
+    ids = fields[form.ids]
+    if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
+        raise _BadLineError(f"{form.ids!r} must be a list of ints, not {_show(ids)}")
+    input_tokens = fields[form.input_tokens]
+    num_full, rest = divmod(input_tokens, block_size)
+    if len(ids) > num_full + (rest > 0):
+        raise _BadLineError(
+            f"{form.ids!r} has {len(ids)} blocks, too many for {input_tokens} tokens "
+            f"in blocks of {block_size}; is the block size right?"
+        )
+    return _Request(float(time_ms), input_tokens, ids[:num_full])
+
+
+def _show(value: Any) -> str:
+    """Format the beginning of a value as JSON."""
+    text = "".join(itertools.islice(json.JSONEncoder().iterencode(value), 20))
+    return text if len(text) <= 40 else f"{text[:40]}..."

@@ -1,0 +1,186 @@
+"""The memory of the host tier: its size, and its extents in pinned memory."""
+
+from __future__ import annotations
+
+import operator
+from typing import NamedTuple, SupportsIndex
+
+import jax
+
+from jaxkv._util import parse_bytes
+from jaxkv.transfer import memory
+from jaxkv.transfer.extents import Extent
+from jaxkv.transfer.kernels import Copier
+from jaxkv.transfer.limits import host_memory_error
+
+_ALLOCATION_ERRORS = (jax.errors.JaxRuntimeError, MemoryError)
+# Passing an array to a program and starting the program cost the same for any size;
+# moving the bytes of an extent should take several times as long as both.
+TARGET_EXTENT_BYTES = 8 << 20
+# With tiny blocks an extent is smaller: loading one block moves the whole extent.
+_MAX_EXTENT_BLOCKS = 64
+
+
+class HostSize(NamedTuple):
+    """How large the host tier is.
+
+    Attributes:
+        num_blocks: Host blocks.
+        extent_blocks: Host blocks per extent and shard.
+        num_extents: Extents, spare ones included.
+    """
+
+    num_blocks: int
+    extent_blocks: int
+    num_extents: int
+
+    @classmethod
+    def of(
+        cls,
+        num_host_blocks: SupportsIndex | None,
+        host_bytes: str | SupportsIndex | None,
+        extent_bytes: str | SupportsIndex | None,
+        row_bytes: int,
+        num_shards: int,
+    ) -> HostSize:
+        """Compute the size from the engine's arguments.
+
+        Args:
+            num_host_blocks: Host blocks, or None if `host_bytes` is given.
+            host_bytes: Host memory such as ``"8GiB"``, or None.
+            extent_bytes: Size of an extent, or None for the default.
+            row_bytes: Bytes on the host of one host block in every shard.
+            num_shards: Shards of the block axis.
+
+        Raises:
+            ValueError: None or both of the first two are given, or a size is too small.
+        """
+        if (num_host_blocks is None) == (host_bytes is None):
+            raise ValueError(
+                f"one of {num_host_blocks=} and {host_bytes=} must be given: the size "
+                "of the host tier, in blocks or in bytes."
+            )
+        target = {}
+        if extent_bytes is not None:
+            target["target_bytes"] = parse_argument("extent_bytes", extent_bytes)
+        if num_host_blocks is not None:
+            num_blocks = operator.index(num_host_blocks)
+            if num_blocks < 1:
+                raise ValueError(f"{num_host_blocks=} must be at least 1.")
+            rows = -(-num_blocks // num_shards)
+            per_extent = extent_blocks(row_bytes, rows, **target)
+            full = -(-rows // per_extent)
+            return cls(num_blocks, per_extent, full + _num_spare(full))
+        assert host_bytes is not None
+        rows = parse_argument("host_bytes", host_bytes) // row_bytes
+        per_extent = extent_blocks(row_bytes, rows, **target)
+        num_extents = rows // per_extent
+        full = num_extents - _num_spare(num_extents)
+        if full < 1:
+            raise ValueError(
+                f"{host_bytes=} must be at least {2 * row_bytes}: one host block "
+                f"takes {row_bytes} bytes, and as many are kept spare."
+            )
+        return cls(full * per_extent * num_shards, per_extent, num_extents)
+
+
+def parse_argument(name: str, size: str | SupportsIndex) -> int:
+    """Parse a size in bytes, given as the argument `name`.
+
+    Raises:
+        ValueError: It is not a size, or less than one byte.
+    """
+    try:
+        return parse_bytes(size)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _num_spare(num_extents: int) -> int:
+    """Spare extents, so that a save finds room for its blocks together."""
+    # An eighth: with less, a full tier carries over many blocks for each saved one,
+    # even where blocks come and go in runs (`test_runs_of_blocks_are_rarely_carried`).
+    return max(1, num_extents // 8)
+
+
+def extent_blocks(
+    host_block_bytes: int, num_host_blocks: int, target_bytes: int = TARGET_EXTENT_BYTES
+) -> int:
+    """Choose how many host blocks an extent holds.
+
+    Args:
+        host_block_bytes: Bytes of a host block.
+        num_host_blocks: Host blocks; a small tier has small extents, so that some can
+            be spare.
+        target_bytes: Bytes per extent to aim for.
+    """
+    enough = -(-target_bytes // host_block_bytes)
+    return max(1, min(enough, _MAX_EXTENT_BLOCKS, num_host_blocks // 8))
+
+
+class HostMemory:
+    """A fixed number of extents.
+
+    All are allocated and touched at construction and then recycled, since fresh pages
+    are the slowest part of a copy. In the mode ``"fused"`` a program writes into the
+    memory of a free extent; in the mode ``"staged"`` that memory returns to XLA's
+    allocator, which reuses it for the next extent of the same size.
+    """
+
+    def __init__(self, copier: Copier, num_extents: int):
+        """Allocate `num_extents` extents.
+
+        Raises:
+            MemoryError: There is not that much pinned memory.
+        """
+        self._new_extent = copier.new_extent()
+        self._extent_bytes = copier.extents.num_bytes
+        self._platform = copier.extents.pool.device.platform
+        self._recycles = copier.mode == "fused"
+        self._extents: list[Extent | None] = [None] * num_extents
+        try:
+            for index in range(num_extents):
+                self._extents[index] = self._new_extent()
+            # Ready means written, so that no save pays for the first page faults.
+            memory.wait_for(self._extents)
+        except _ALLOCATION_ERRORS as error:
+            self._explain(error, num_extents)
+            raise
+        if not self._recycles:
+            self._extents = [None] * num_extents
+
+    def get(self, index: int) -> Extent:
+        """Return an extent to read."""
+        extent = self._extents[index]
+        assert extent is not None, f"extent {index} has no memory"
+        return extent
+
+    def take(self, index: int) -> Extent | None:
+        """Hand out the memory of an extent; `put` must set its replacement.
+
+        Returns:
+            The memory to write to; None in the mode ``"staged"``.
+
+        Raises:
+            MemoryError: A failed save lost the memory, and it cannot be replaced.
+        """
+        extent, self._extents[index] = self._extents[index], None
+        if not self._recycles:
+            return None
+        if extent is None:
+            try:
+                extent = self._new_extent()
+            except _ALLOCATION_ERRORS as error:
+                self._explain(error, 1)
+                raise
+        return extent
+
+    def put(self, index: int, extent: Extent | None) -> None:
+        """Replace an extent, whose copy may be in flight; None if the save failed."""
+        self._extents[index] = extent
+
+    def _explain(self, error: Exception, num_extents: int) -> None:
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            raise host_memory_error(
+                num_extents * self._extent_bytes, self._platform
+            ) from error

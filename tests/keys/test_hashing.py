@@ -1,0 +1,418 @@
+"""Keys of blocks: no two inputs share one, and the same input always has the same."""
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import struct
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from jaxkv.keys import key_from_foreign, key_from_int, keys_to_words, words_to_keys
+from jaxkv.keys.hashing import (
+    Extras,
+    KeyChain,
+    MultimodalItem,
+    Namespace,
+    block_key,
+    encode_block,
+)
+from tests.reference.encoding import decode_block, split_fields
+
+NAMESPACE = Namespace("model", "epoch", "bfloat16", "layout", block_size=4)
+PARENT = bytes(range(32))
+
+# st.characters() has lone surrogates too, and low ones that look like framing.
+texts = st.text(st.characters() | st.characters(max_codepoint=15), max_size=12)
+keys = st.binary(min_size=32, max_size=32)
+token_ids = st.integers(0, 2**32 - 1)
+
+
+def items(max_offset: int) -> st.SearchStrategy[MultimodalItem]:
+    hashes = st.binary(min_size=1, max_size=20)
+    return st.builds(MultimodalItem, hashes, st.integers(0, max_offset))
+
+
+def extras(max_offset: int) -> st.SearchStrategy[Extras]:
+    listed = st.lists(items(max_offset), max_size=3).map(tuple)
+    return st.builds(Extras, st.none() | texts, st.none() | texts, listed)
+
+
+@st.composite
+def blocks(draw):
+    """Arguments of `encode_block`."""
+    size = draw(st.integers(1, 4))
+    return (
+        Namespace(*(draw(texts) for _ in range(4)), size),
+        draw(st.integers(0, 2**32 - 1)),
+        draw(st.none() | keys),
+        draw(st.lists(token_ids, min_size=size, max_size=size)),
+        draw(extras(size - 1)),
+    )
+
+
+# The encoding is injective.
+
+
+@given(blocks())
+def test_an_encoding_is_read_back_to_its_inputs(block):
+    assert decode_block(encode_block(*block)) == block
+
+
+@given(blocks())
+def test_tags_ascend(block):
+    tags = [tag for tag, _ in split_fields(encode_block(*block))]
+    assert tags == sorted(tags)
+
+
+TEXT_FIELDS = ["model", "weights_epoch", "kv_dtype", "layout", "cache_salt"]
+
+
+def with_texts(**fields: str) -> bytes:
+    names = {field.name for field in dataclasses.fields(Namespace)}
+    namespace = {name: text for name, text in fields.items() if name in names}
+    extra = {name: text for name, text in fields.items() if name not in names}
+    return encode_block(
+        dataclasses.replace(NAMESPACE, **namespace), 0, None, [1] * 4, Extras(**extra)
+    )
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    list(zip(TEXT_FIELDS, [*TEXT_FIELDS[1:], "lora_name"], strict=True)),
+)
+@given(text=texts, cut=st.integers(0, 12), other_cut=st.integers(0, 12))
+def test_text_moved_over_the_border_of_two_fields(left, right, text, cut, other_cut):
+    assume(text[:cut] != text[:other_cut])
+    one = with_texts(**{left: text[:cut], right: text[cut:]})
+    other = with_texts(**{left: text[:other_cut], right: text[other_cut:]})
+    assert one != other
+
+
+def test_text_that_looks_like_the_next_field():
+    lora_field = struct.pack("<BQ", 9, 1).decode() + "b"
+    forged = Extras(cache_salt="a" + lora_field)
+    honest = Extras(cache_salt="a", lora_name="b")
+    assert encode_block(NAMESPACE, 0, None, [1] * 4, forged) != encode_block(
+        NAMESPACE, 0, None, [1] * 4, honest
+    )
+
+
+@given(blocks(), st.binary(min_size=1, max_size=9), st.integers(0, 999))
+def test_bytes_added_anywhere_give_no_encoding_of_the_same_inputs(block, moved, at):
+    encoding = encode_block(*block)
+    at %= len(encoding) + 1
+    changed = encoding[:at] + moved + encoding[at:]
+    with contextlib.suppress(ValueError, struct.error):  # mostly no encoding at all
+        assert decode_block(changed) != block
+
+
+# Each input matters.
+
+
+CHANGES = {
+    "model": (dataclasses.replace(NAMESPACE, model="other"), 0, PARENT, Extras()),
+    "weights": (dataclasses.replace(NAMESPACE, weights_epoch="1"), 0, PARENT, Extras()),
+    "dtype": (dataclasses.replace(NAMESPACE, kv_dtype="float16"), 0, PARENT, Extras()),
+    "layout": (dataclasses.replace(NAMESPACE, layout="other"), 0, PARENT, Extras()),
+    "group": (NAMESPACE, 1, PARENT, Extras()),
+    "root": (NAMESPACE, 0, None, Extras()),
+    "parent": (NAMESPACE, 0, bytes(32), Extras()),
+    "salt": (NAMESPACE, 0, PARENT, Extras(cache_salt="a")),
+    "other salt": (NAMESPACE, 0, PARENT, Extras(cache_salt="b")),
+    "empty salt": (NAMESPACE, 0, PARENT, Extras(cache_salt="")),
+    "lora like the salt": (NAMESPACE, 0, PARENT, Extras(lora_name="a")),
+    "empty lora": (NAMESPACE, 0, PARENT, Extras(lora_name="")),
+    "salt and lora": (NAMESPACE, 0, PARENT, Extras("a", "b")),
+    "lora and salt": (NAMESPACE, 0, PARENT, Extras("b", "a")),
+    "item": (NAMESPACE, 0, PARENT, Extras(multimodal=(MultimodalItem(b"a", 0),))),
+    "moved": (NAMESPACE, 0, PARENT, Extras(multimodal=(MultimodalItem(b"a", 1),))),
+    "other": (NAMESPACE, 0, PARENT, Extras(multimodal=(MultimodalItem(b"b", 0),))),
+    "twice": (NAMESPACE, 0, PARENT, Extras(multimodal=(MultimodalItem(b"a", 0),) * 2)),
+}
+
+
+def test_each_input_changes_the_key():
+    tokens = [1, 2, 3, 4]
+    made = {block_key(NAMESPACE, 0, PARENT, tokens)}
+    made.add(block_key(NAMESPACE, 0, PARENT, [1, 2, 4, 3]))
+    half = dataclasses.replace(NAMESPACE, block_size=2)
+    made.add(block_key(half, 0, PARENT, tokens[:2]))
+    for namespace, group, parent, extra in CHANGES.values():
+        made.add(block_key(namespace, group, parent, tokens, extra))
+    assert len(made) == 3 + len(CHANGES)
+
+
+def test_the_same_salt_hits_and_another_misses():
+    tokens = range(8)
+    mine = KeyChain(NAMESPACE, Extras(cache_salt="mine")).extend(tokens)
+    again = KeyChain(NAMESPACE, Extras(cache_salt="mine")).extend(tokens)
+    theirs = KeyChain(NAMESPACE, Extras(cache_salt="theirs")).extend(tokens)
+    nobodys = KeyChain(NAMESPACE).extend(tokens)
+    assert mine == again
+    assert not set(mine) & set(theirs) | set(mine) & set(nobodys)
+
+
+def test_multimodal_items_are_sorted():
+    one, other = MultimodalItem(b"b", 3), MultimodalItem(b"a", 3)
+    assert Extras(multimodal=(one, other)) == Extras(multimodal=(other, one))
+
+
+# Pinned: a change here orphans every block that anybody has stored.
+
+
+def test_an_encoding_written_by_hand():
+    block = (
+        Namespace("m", "w", "d", "", block_size=2),
+        3,
+        b"p" * 32,
+        [5, 2**32 - 1],
+        Extras("s", "", (MultimodalItem(b"hash", 1),)),
+    )
+    encoding = (
+        b"\1\x0d\0\0\0\0\0\0\0jaxkv block 1"
+        b"\2\1\0\0\0\0\0\0\0m"
+        b"\3\1\0\0\0\0\0\0\0w"
+        b"\4\1\0\0\0\0\0\0\0d"
+        b"\5\0\0\0\0\0\0\0\0"
+        b"\6\4\0\0\0\0\0\0\0\2\0\0\0"
+        b"\7\4\0\0\0\0\0\0\0\3\0\0\0"
+        b"\x08\1\0\0\0\0\0\0\0s"
+        b"\x09\0\0\0\0\0\0\0\0"
+        b"\x0a\x20\0\0\0\0\0\0\0pppppppppppppppppppppppppppppppp"
+        b"\x0b\x0c\0\0\0\0\0\0\0\1\0\0\0\0\0\0\0hash"
+        b"\x0c\x08\0\0\0\0\0\0\0\5\0\0\0\xff\xff\xff\xff"
+    )
+    assert encode_block(*block) == encoding
+    assert block_key(*block) == hashlib.sha256(encoding).digest()
+
+
+def test_golden_digests():
+    tokens = list(range(8))
+    salted = Extras("salt", "lora", (MultimodalItem(b"image", 5),))
+    made = [
+        *KeyChain(NAMESPACE).extend(tokens),
+        *KeyChain(NAMESPACE, salted, group=1).extend(tokens),
+        key_from_int(2**64 - 1),
+        key_from_foreign(b"12345678"),
+    ]
+    assert [key.hex() for key in made] == [
+        "33a829e5aa021845f1345ae19d77ec845eeba7d2628945ebeda48459197e8d47",
+        "18fa51507493842f179f98e25fca0d8af2be374deb35bc892d05f2b2cd0f8b03",
+        "74a8915058daccb8f7bd3ce2ca35e256eed6eb9cdad8b0451e24db908d187a7b",
+        "795026b00b3af38bfc2ac2b265410700efda89778b4cbef2703b6775802d0b8e",
+        "798adb50219310163a6cdf88424af23306e841536a83e51d53a217b740d35e2a",
+        "802d4de3de659f58d9341c7825a662d7ea9524d5fc9c06a7fea9be8f82c0f4ee",
+    ]
+
+
+# Chains.
+
+
+@given(
+    tokens=st.lists(token_ids, max_size=40),
+    cuts=st.lists(st.integers(0, 40), max_size=6),
+    extra=extras(max_offset=50),
+)
+def test_a_chain_grown_in_any_steps_is_the_same(tokens, cuts, extra):
+    whole = KeyChain(NAMESPACE, extra, group=2)
+    assert whole.extend(tokens) == list(whole.keys)
+    grown = KeyChain(NAMESPACE, extra, group=2)
+    edges = [0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]
+    new = []
+    for start, stop in itertools.pairwise(edges):
+        new += grown.extend(tokens[start:stop])
+        assert (grown.num_tokens, len(grown.keys)) == (stop, stop // 4)
+    assert new == list(grown.keys) == list(whole.keys)
+
+
+@given(st.lists(token_ids, min_size=4, max_size=24), extras(max_offset=30))
+def test_a_chain_is_block_keys_in_a_row(tokens, extra):
+    parent, expected = None, []
+    for start in range(0, len(tokens) - 3, 4):
+        inside = tuple(
+            MultimodalItem(item.content_hash, item.offset - start)
+            for item in extra.multimodal
+            if start <= item.offset < start + 4
+        )
+        own = dataclasses.replace(extra, multimodal=inside)
+        parent = block_key(NAMESPACE, 0, parent, tokens[start : start + 4], own)
+        expected.append(parent)
+    assert KeyChain(NAMESPACE, extra).extend(tokens) == expected
+
+
+def test_a_difference_changes_its_block_and_all_later_ones():
+    tokens = [9] * 20  # equal blocks: only the parent tells them apart
+    keys_of = KeyChain(NAMESPACE).extend(tokens)
+    assert len(set(keys_of)) == 5
+    for block in range(5):
+        changed = tokens.copy()
+        changed[4 * block + 3] = 8
+        others = KeyChain(NAMESPACE).extend(changed)
+        same = [a == b for a, b in zip(keys_of, others, strict=True)]
+        assert same == [True] * block + [False] * (5 - block)
+
+
+def test_an_image_leaves_the_blocks_before_it_shared():
+    cat, dog = (
+        KeyChain(NAMESPACE, Extras(multimodal=(MultimodalItem(image, 6),))).extend(
+            [0] * 16
+        )
+        for image in (b"cat", b"dog")
+    )
+    assert [a == b for a, b in zip(cat, dog, strict=True)] == [True] + [False] * 3
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [tuple, np.uint32, np.int32, np.int64, np.uint64, np.uint16, ">i4"],
+)
+def test_kinds_of_token_input_agree(kind):
+    tokens = [0, 1, 255, 256, 30_000, 17, 2, 3]
+    given_as = tuple(tokens) if kind is tuple else np.array(tokens, kind)
+    assert KeyChain(NAMESPACE).extend(given_as) == KeyChain(NAMESPACE).extend(tokens)
+
+
+def test_ranges_and_strided_arrays_are_tokens_too():
+    expected = KeyChain(NAMESPACE).extend([0, 2, 4, 6])
+    assert KeyChain(NAMESPACE).extend(range(0, 8, 2)) == expected
+    assert KeyChain(NAMESPACE).extend(np.arange(8)[::2]) == expected
+    assert KeyChain(NAMESPACE).extend(range(0)) == []
+
+
+def test_a_chain_does_not_keep_the_tokens_of_full_blocks():
+    chain = KeyChain(dataclasses.replace(NAMESPACE, block_size=4096))
+    piece = np.arange(1000)
+    tracemalloc.start()
+    for _ in range(1000):
+        chain.extend(piece)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(chain.keys) == 244
+    assert held < 64_000  # bytes; the tokens have 4,000,000
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "message"),
+    [
+        ([1, -1], ValueError, r"tokens\[1\]=-1 must be in \[0, 2\*\*32\)"),
+        ((2**32,), ValueError, r"tokens\[0\]=4294967296 must be in"),
+        ([2**80], ValueError, r"tokens\[0\]=1208925819614629174706176 must be in"),
+        ([1, 2.0], TypeError, r"tokens\[1\]=2.0 must be an integer"),
+        (["a"], TypeError, r"tokens\[0\]='a' must be an integer"),
+        (np.array([0, -5]), ValueError, r"tokens\[1\]=-5 must be in"),
+        (np.array([2**32]), ValueError, r"tokens\[0\]=4294967296 must be in"),
+        (np.array([-1], np.int8), ValueError, r"tokens\[0\]=-1 must be in"),
+        (np.array([2**63], np.uint64), ValueError, r"tokens\[0\]=9223372036854775808"),
+        (np.array([1.0]), TypeError, r"float64.*must be integers in a row"),
+        (np.array([True]), TypeError, r"bool.*must be integers in a row"),
+        (np.zeros((2, 2), int), TypeError, r"\(2, 2\) must be integers in a row"),
+        (b"bytes", TypeError, r"S5.*must be integers in a row"),
+        ("text", TypeError, r"U4.*must be integers in a row"),
+    ],
+)
+def test_refused_tokens_leave_a_chain_as_it_was(tokens, error, message):
+    chain, twin = KeyChain(NAMESPACE), KeyChain(NAMESPACE)
+    assert chain.extend([1, 2, 3, 4, 5]) == twin.extend([1, 2, 3, 4, 5])
+    with pytest.raises(error, match=message):
+        chain.extend(tokens)
+    assert (chain.num_tokens, chain.keys) == (twin.num_tokens, twin.keys)
+    assert chain.extend([6, 7, 8]) == twin.extend([6, 7, 8])
+
+
+BEYOND = Extras(multimodal=(MultimodalItem(b"h", 4),))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Namespace("m", 1, "d", "l", 4), TypeError, "weights_epoch=1 must be"),
+        (lambda: Namespace("m", "w", "d", "l", 0), ValueError, "block_size=0 must be"),
+        (lambda: Namespace("m", "w", "d", "l", 4.0), TypeError, "block_size=4.0 must"),
+        (lambda: Extras(cache_salt=b"s"), TypeError, "cache_salt=b's' must be of type"),
+        (lambda: Extras(lora_name=7), TypeError, "lora_name=7 must be of type str"),
+        (lambda: Extras(multimodal=("i",)), TypeError, "item='i' must be of type Mult"),
+        (lambda: MultimodalItem("h", 0), TypeError, "content_hash='h' must be of type"),
+        (lambda: MultimodalItem(b"", 0), ValueError, "content_hash=b'' must not be"),
+        (lambda: MultimodalItem(b"h", -1), ValueError, "offset=-1 must be in"),
+        (lambda: KeyChain(NAMESPACE, group=-1), ValueError, "group=-1 must be in"),
+        (lambda: block_key(NAMESPACE, 2**32, None, [1] * 4), ValueError, "group=4294"),
+        (lambda: block_key(NAMESPACE, 0, None, [1] * 3), ValueError, "=3 must be the"),
+        (lambda: block_key(NAMESPACE, 0, b"p", [1] * 4), ValueError, "parent=b'p' mus"),
+        (
+            lambda: block_key(NAMESPACE, 0, None, [1] * 4, BEYOND),
+            ValueError,
+            "item.offset=4 must be below 4",
+        ),
+        (lambda: key_from_int(-1), ValueError, "value=-1 must be in"),
+        (lambda: key_from_int(2**64), ValueError, "value=18446744073709551616 must"),
+        (lambda: key_from_foreign("k"), TypeError, "raw='k' must be of type bytes"),
+        (lambda: keys_to_words([b"k" * 31, b"k" * 33]), ValueError, r"\[31, 33\]"),
+        (lambda: words_to_keys(np.zeros((2, 8), int)), ValueError, "int64.*must be"),
+        (lambda: words_to_keys(np.zeros(8, np.uint32)), ValueError, r"shape=\(8,\)"),
+    ],
+)
+def test_refusals_name_the_value(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_chain_records_what_its_keys_were_made_of():
+    """A record has all that `block_key` needs, and the tokens as they were fed."""
+    items = (
+        MultimodalItem(b"two", 5),
+        MultimodalItem(b"one", 5),
+        MultimodalItem(b"c", 9),
+    )
+    extras = Extras("salt", "lora", items)
+    blocks = []
+    chain = KeyChain(NAMESPACE, extras, 3, record=blocks.append)
+    for part in (range(3), range(3, 9), range(9, 15)):
+        chain.extend(part)
+    assert [block.key for block in blocks] == chain.keys
+    assert [block.parent for block in blocks] == [None, *chain.keys[:-1]]
+    tokens = [np.frombuffer(block.tokens, "<u4").tolist() for block in blocks]
+    assert tokens == [list(range(n, n + 4)) for n in (0, 4, 8)]
+    for block, own in zip(blocks, tokens, strict=True):
+        group, parent, inside = block.group, block.parent, block.extras
+        assert block.key == block_key(NAMESPACE, group, parent, own, inside)
+    assert [block.extras.multimodal for block in blocks] == [
+        (),
+        (MultimodalItem(b"one", 1), MultimodalItem(b"two", 1)),
+        (MultimodalItem(b"c", 1),),
+    ]
+    assert chain.keys == KeyChain(NAMESPACE, extras, 3).extend(range(15))
+
+
+# Foreign keys, and keys as words.
+
+
+@given(st.lists(st.binary(min_size=1, max_size=80), unique=True, max_size=20))
+def test_foreign_keys_stay_different(raws):
+    made = [key_from_foreign(raw) for raw in raws]
+    assert {len(key) for key in made} <= {32}
+    assert len(set(made)) == len(raws)
+    for key, raw in zip(made, raws, strict=True):
+        assert (key == raw) == (len(raw) == 32)
+
+
+def test_ints_bytes_and_blocks_have_domains_of_their_own():
+    raw = (7).to_bytes(8, "little")
+    encoding = encode_block(NAMESPACE, 0, None, [1] * 4)
+    made = {key_from_int(7), key_from_foreign(raw), hashlib.sha256(raw).digest()}
+    made |= {key_from_foreign(encoding), hashlib.sha256(encoding).digest()}
+    assert len(made) == 5
+
+
+@given(st.lists(keys, max_size=9))
+def test_lanes_round_trip(made):
+    words = keys_to_words(made)
+    assert (words.dtype, words.shape) == (np.uint32, (len(made), 8))
+    expected = [struct.unpack("<8I", key) for key in made]
+    assert words.tolist() == [list(row) for row in expected]
+    assert words_to_keys(words) == made
+    assert words_to_keys(words[::-1]) == made[::-1]

@@ -1,0 +1,527 @@
+"""An engine like vLLM's on TPU: a scheduler and a runner, with a connector in each.
+
+The runner knows what every slot of its KV caches must contain, and checks before each
+step all that the step's attention reads. Messages between the two halves are pickled,
+as between processes.
+"""
+
+import functools
+import hashlib
+import pickle
+from collections import Counter, deque
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv.scheduling.protocol import ConnectorOutput
+from tests.rigs.fake_vllm import (
+    BLOCK_SIZE,
+    BlockPool,
+    CachedRequestData,
+    KVCacheBlocks,
+    KVConnectorOutput,
+    KVConnectorRole,
+    SchedulerOutput,
+    create_connector,
+    make_configs,
+)
+
+MAX_TOKENS = 16
+
+
+def next_token(tokens):
+    """The answer of the model."""
+    return hashlib.sha256(repr(tokens).encode()).digest()[0] % 50
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def slot(prefix, group, layer):
+    """The content of a layer of a group for the last token of a prefix."""
+    seed = hashlib.sha256(repr((prefix, group, layer)).encode()).digest()
+    values = np.random.default_rng(list(seed)).standard_normal((2, 2, 8), np.float32)
+    return values.astype(jnp.bfloat16)
+
+
+class Scheduler:
+    """vLLM's scheduler: chunked prefill, prefix caching, preemption."""
+
+    def __init__(self, connector, num_blocks, windows, *, newer, max_running=4):
+        self.connector = connector
+        self.pool = BlockPool(num_blocks, newer=newer)
+        self.windows = windows
+        self.max_running = max_running
+        self.requests = {}
+        self.tables = {}
+        self.waiting = deque()
+        self.running = []
+        self.finished_recving, self.failed_recving = set(), set()
+        self.preempted, self.finished = set(), set()
+        self.stale = Counter()
+        self.num_external_tokens = 0
+        self.was_preempted = set()
+        if newer:
+            manager = SimpleNamespace(block_pool=self.pool)
+            connector.bind_kv_cache_manager(manager)
+        else:
+            connector.bind_gpu_block_pool(self.pool)
+
+    def add(self, request):
+        self.requests[request.request_id] = request
+        self.waiting.append(request)
+
+    def schedule(self):
+        self.budget, self.num_scheduled = MAX_TOKENS, {}
+        new, cached, has_sync = [], CachedRequestData([], set(), []), False
+        num_preempted = len(self.preempted)
+        for request in list(self.running):
+            if request not in self.running:
+                continue
+            num = request.num_tokens + request.num_output_placeholders
+            num = min(num - request.num_computed_tokens, self.budget)
+            if num <= 0:
+                continue
+            before = [len(own) for own in self.tables[request.request_id]]
+            while not self.allocate(request, request.num_computed_tokens + num):
+                victim = self.running.pop()
+                self.preempt(victim)
+                if victim in (request, None):
+                    break
+            if request not in self.running:
+                break
+            added = zip(self.tables[request.request_id], before, strict=True)
+            ids = tuple([b.block_id for b in own[start:]] for own, start in added)
+            cached.req_ids.append(request.request_id)
+            cached.new_block_ids.append(ids if any(ids) else None)
+            self.note(request, num)
+        if len(self.preempted) == num_preempted:
+            skipped = []
+            # Requests with blocks come first.
+            is_new = {True: deque(), False: deque()}
+            for request in self.waiting:
+                is_new[request.request_id not in self.tables].append(request)
+            self.waiting = is_new[False] + is_new[True]
+            while self.waiting and self.budget and len(self.running) < self.max_running:
+                answer = self.admit(self.waiting[0])
+                if answer == "no room":
+                    break
+                request = self.waiting.popleft()
+                if answer == "skipped":
+                    skipped.append(request)
+                    continue
+                has_sync |= answer == "sync"
+                name = request.request_id
+                if name in self.was_preempted:
+                    ids = KVCacheBlocks(self.tables[name]).get_block_ids()
+                    cached.req_ids.append(name)
+                    cached.resumed_req_ids.add(name)
+                    cached.new_block_ids.append(ids)
+                else:
+                    new.append(name)
+            self.waiting.extendleft(reversed(skipped))
+        output = SchedulerOutput(
+            new, cached, self.num_scheduled, self.finished, self.preempted, has_sync
+        )
+        output.kv_connector_metadata = self.connector.build_connector_meta(output)
+        output.work = {
+            name: (
+                self.requests[name].num_computed_tokens,
+                num,
+                KVCacheBlocks(self.tables[name]).get_block_ids(),
+            )
+            for name, num in self.num_scheduled.items()
+        }
+        output.all_tokens = {
+            name: list(self.requests[name].tokens)
+            for name in (*new, *cached.resumed_req_ids)
+        }
+        self.finished, self.preempted = set(), set()
+        for name, num in self.num_scheduled.items():
+            request = self.requests[name]
+            request.num_computed_tokens += num
+            known = request.num_tokens + request.num_output_placeholders
+            request.num_output_placeholders += request.num_computed_tokens == known
+        return output
+
+    def admit(self, request):
+        name = request.request_id
+        if request.status == "WAITING_FOR_REMOTE_KVS":
+            if name not in self.finished_recving:
+                return "skipped"
+            self.finished_recving.discard(name)
+            if name in self.failed_recving and not request.num_computed_tokens:
+                self.free(request)
+            self.failed_recving.discard(name)
+            self.cache(request, request.num_computed_tokens)
+            request.status = "WAITING"
+        hits, external, is_async = [], 0, False
+        computed = request.num_computed_tokens
+        if computed == 0:
+            hits = self.find_hits(request)
+            computed = len(hits) * BLOCK_SIZE
+            external, is_async = self.connector.get_num_new_matched_tokens(
+                request, computed
+            )
+            if external is None:
+                return "skipped"
+            assert external % BLOCK_SIZE == 0
+            assert computed + external < request.num_tokens
+            computed += external
+        num = min(request.num_tokens - computed, self.budget) * (not is_async)
+        if is_async and not self.has_room_for_all(request):
+            return "no room"
+        if not self.allocate(request, computed + num, hits, computed):
+            return "no room"
+        blocks = KVCacheBlocks(self.tables[name])
+        self.connector.update_state_after_alloc(request, blocks, external)
+        self.num_external_tokens += external
+        request.num_computed_tokens = computed
+        if is_async:
+            request.status = "WAITING_FOR_REMOTE_KVS"
+            return "skipped"
+        request.status = "RUNNING"
+        self.running.append(request)
+        self.note(request, num)
+        return "sync" if external else "none"
+
+    def find_hits(self, request):
+        """Find the prefix on the device; hybrid models look for none."""
+        hits = []
+        for block_hash in request.block_hashes[
+            : (request.num_tokens - 1) // BLOCK_SIZE
+        ]:
+            block = self.pool.get_cached_block(block_hash, 0)
+            if block is None or len(self.windows) > 1:
+                break
+            hits.append(block)
+        return hits
+
+    def first_needed(self, group, num_tokens):
+        """The first block that the next token reads."""
+        window = self.windows[group]
+        return max(num_tokens - window + 1, 0) // BLOCK_SIZE if window else 0
+
+    def allocate(self, request, num_tokens, hits=(), num_computed=0):
+        """Allocate blocks for the tokens, all or nothing."""
+        tables = self.tables.get(request.request_id, ([],) * len(self.windows))
+        num_blocks = -(-num_tokens // BLOCK_SIZE)
+        plans = []
+        for group, table in enumerate(tables):
+            first = self.first_needed(group, num_computed) if not table else 0
+            start = max(len(table) + len(hits), min(first, num_blocks))
+            plans.append((start, max(num_blocks - start, 0)))
+        num_free = len(self.pool.free_queue) - sum(b.ref_cnt == 0 for b in hits)
+        if sum(num for _, num in plans) > num_free:
+            return False
+        self.pool.touch(hits)
+        result = []
+        for table, (start, num) in zip(tables, plans, strict=True):
+            known = [*table, *hits]
+            null = [self.pool.null_block] * (start - len(known))
+            result.append(known + null + self.pool.get_new_blocks(num))
+        self.tables[request.request_id] = tuple(result)
+        return True
+
+    def has_room_for_all(self, request):
+        """Whether all loading requests can be finished."""
+        loading = [r for r in self.requests.values() if r.request_id in self.tables]
+        loading = [r for r in loading if r not in self.running]
+        need = 0
+        for each in (request, *loading):
+            tables = self.tables.get(each.request_id, ([],) * len(self.windows))
+            num_blocks = -(-each.num_tokens // BLOCK_SIZE)
+            need += sum(max(num_blocks - len(table), 0) for table in tables)
+        return need <= len(self.pool.free_queue)
+
+    def note(self, request, num):
+        self.num_scheduled[request.request_id] = num
+        self.budget -= num
+        self.cache(request, request.num_computed_tokens + num)
+
+    def cache(self, request, num_tokens):
+        num = min(num_tokens // BLOCK_SIZE, len(request.block_hashes))
+        for group, table in enumerate(self.tables.get(request.request_id, ())):
+            for block, key in zip(table[:num], request.block_hashes, strict=False):
+                self.pool.cache(block, key, group)
+
+    def free(self, request):
+        for table in self.tables.pop(request.request_id, ()):
+            self.pool.free_blocks(reversed(table))
+
+    def preempt(self, request):
+        """Preempt a request; its tokens in flight are lost."""
+        self.free(request)
+        request.num_computed_tokens = 0
+        self.stale[request.request_id] += request.num_output_placeholders
+        request.num_output_placeholders = 0
+        request.status = "PREEMPTED"
+        self.preempted.add(request.request_id)
+        self.was_preempted.add(request.request_id)
+        self.waiting.appendleft(request)
+
+    def reset_running(self):
+        """Preempt all between two steps, as reset_prefix_cache() can."""
+        while self.running:
+            self.preempt(self.running.pop())
+
+    def update(self, output, connector_output, sampled):
+        for request in list(self.waiting):
+            self.note_failures(request, connector_output)
+        for name, token in sampled.items():
+            request = self.requests.get(name)
+            if request is None or request.status == "ABORTED":
+                continue
+            if self.stale[name]:
+                self.stale[name] -= 1
+                continue
+            request.num_output_placeholders -= 1
+            request.append(token)
+            if request.num_tokens >= request.max_tokens:
+                self.running.remove(request)
+                self.finish(request)
+        self.connector.update_connector_output(connector_output)
+        for name in connector_output.finished_recving or ():
+            request = self.requests[name]
+            if request.status == "WAITING_FOR_REMOTE_KVS":
+                self.finished_recving.add(name)
+            else:
+                assert request.status == "ABORTED"
+                self.free(request)
+                del self.requests[name]
+
+    def note_failures(self, request, connector_output):
+        name = request.request_id
+        if request.status != "WAITING_FOR_REMOTE_KVS":
+            return
+        if name in connector_output.failed_recving:
+            request.num_computed_tokens = 0
+            self.failed_recving.add(name)
+        if len(self.windows) > 1:
+            assert not connector_output.invalid_block_ids
+            return
+        (table,) = self.tables[name]
+        for index, block in enumerate(table):
+            if block.block_id in connector_output.invalid_block_ids:
+                request.num_computed_tokens = index * BLOCK_SIZE
+                self.failed_recving.add(name)
+                break
+
+    def abort(self, request_id):
+        request = self.requests[request_id]
+        is_loading = request.status == "WAITING_FOR_REMOTE_KVS"
+        is_loading &= request_id not in self.finished_recving
+        self.finished_recving.discard(request_id)
+        self.failed_recving.discard(request_id)
+        if request in self.running:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        request.status = "ABORTED"
+        self.finish(request, keep_blocks=is_loading)
+
+    def finish(self, request, *, keep_blocks=False):
+        tables = self.tables.get(request.request_id, ([],) * len(self.windows))
+        ids = KVCacheBlocks(tables).get_block_ids()
+        delay, params = self.connector.request_finished_all_groups(request, ids)
+        assert (delay, params) == (False, None)
+        self.finished.add(request.request_id)
+        if not keep_blocks:
+            self.free(request)
+            del self.requests[request.request_id]
+
+    def has_requests(self):
+        # The second part came between 0.19 and 0.25.
+        return bool(self.requests) or self.connector.has_pending_push_work()
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def write(caches, blocks, offsets, values):
+    """Write the KV of a step's tokens, as the model does."""
+    at = [cache.at[blocks, offsets] for cache in caches]
+    return [own.set(new, mode="drop") for own, new in zip(at, values, strict=True)]
+
+
+class Runner:
+    """tpu-inference's runner: a list with a cache for each layer, donated."""
+
+    def __init__(self, connector, num_blocks, windows, *, newer, num_layers=2):
+        shape = (num_blocks, BLOCK_SIZE, 2, 2, 8)
+        self.kv_caches = [jnp.zeros(shape, jnp.bfloat16) for _ in range(num_layers)]
+        self.connector = connector
+        self.windows = windows
+        self.newer = newer
+        self.tokens = {}
+        connector.register_runner(self)
+
+    def execute(self, output):
+        connector = self.connector
+        connector.bind_connector_metadata(output.kv_connector_metadata)
+        starts_late = self.newer and not output.has_sync_kv_loads
+        if not starts_late:
+            connector.start_load_kv(None)
+        sampled = self.forward(output) if output.num_scheduled_tokens else {}
+        if starts_late:
+            connector.start_load_kv(None)
+        connector.wait_for_save()
+        result = KVConnectorOutput()
+        if self.newer:
+            done = connector.get_transfer_results(output.finished_req_ids)
+            result.finished_recving = done.finished_recving
+            result.failed_recving = done.failed_recving
+        else:
+            done = connector.get_finished(output.finished_req_ids)
+            result.finished_sending, result.finished_recving = done
+        assert not result.finished_sending
+        result.invalid_block_ids = connector.get_block_ids_with_load_errors()
+        result.kv_connector_worker_meta = connector.build_connector_worker_meta()
+        connector.clear_connector_metadata()
+        return result, sampled
+
+    def forward(self, output):
+        for name, tokens in output.all_tokens.items():
+            self.tokens[name] = list(tokens)
+        num_layers, num_rows = len(self.kv_caches), MAX_TOKENS * len(self.windows)
+        blocks = np.full(num_rows, len(self.kv_caches[0]), np.int32)
+        offsets = np.zeros(num_rows, np.int32)
+        values = np.zeros((num_layers, num_rows, 2, 2, 8), jnp.bfloat16)
+        row = 0
+        for name, (start, num, tables) in output.work.items():
+            tokens = tuple(self.tokens[name])
+            for group, table in enumerate(tables):
+                for place in range(start, start + num):
+                    blocks[row] = table[place // BLOCK_SIZE]
+                    offsets[row] = place % BLOCK_SIZE
+                    for layer in range(num_layers):
+                        values[layer, row] = slot(tokens[: place + 1], group, layer)
+                    row += 1
+        assert blocks.all(), "a token is to be written to the null block"
+        self.kv_caches = write(self.kv_caches, blocks, offsets, list(values))
+        self.check_what_is_read(output)
+        sampled = {}
+        for name, (start, num, _) in output.work.items():
+            if start + num == len(self.tokens[name]):
+                sampled[name] = next_token(self.tokens[name])
+                self.tokens[name].append(sampled[name])
+        return sampled
+
+    def check_what_is_read(self, output):
+        """Compare all that the step's attention reads with the computed values.
+
+        Requests may read what others write in the same step.
+        """
+        content = [np.asarray(cache) for cache in self.kv_caches]
+        for name, (start, num, tables) in output.work.items():
+            tokens = tuple(self.tokens[name])
+            for group, table in enumerate(tables):
+                window = self.windows[group]
+                first = max(start - window + 1, 0) if window else 0
+                for place in range(first, start + num):
+                    block = table[place // BLOCK_SIZE]
+                    for layer, cache in enumerate(content):
+                        np.testing.assert_array_equal(
+                            cache[block, place % BLOCK_SIZE].view(np.uint16),
+                            slot(tokens[: place + 1], group, layer).view(np.uint16),
+                            f"{name}, token {place}, {block=}, {group=}, {layer=}",
+                        )
+
+
+class Unreliable:
+    """An `OffloadWorker` with late reports and some failing transfers."""
+
+    def __init__(self, half, runner, rng, failure_rate=0.2):
+        self._half, self._worker, self._runner = half, half._worker, runner
+        self._rng, self._failure_rate = rng, failure_rate
+        self._late = deque()
+
+    def __getattr__(self, name):
+        return getattr(self._worker, name)
+
+    def poll(self):
+        self._late.append(self._worker.poll())
+        if self._rng.random() < 0.5:
+            return ConnectorOutput()
+        output = ConnectorOutput.aggregate(list(self._late))
+        self._late.clear()
+        if self._rng.random() > self._failure_rate:
+            return output
+        lost = [self._half._targets[name] for name in output.finished_recving]
+        lost = np.array([b for own in lost for b in own if b >= 0], np.int32)
+        self._runner.kv_caches = [
+            cache.at[lost].set(jnp.nan) for cache in self._runner.kv_caches
+        ]
+        return ConnectorOutput(
+            failed_recving=output.finished_recving + output.failed_recving,
+            failed_store_events=output.completed_store_events
+            + output.failed_store_events,
+        )
+
+
+class Engine:
+    """Both halves and their loop."""
+
+    def __init__(
+        self,
+        *,
+        generation="0.32",
+        windows=(None,),
+        num_blocks=24,
+        is_async=False,
+        extra=None,
+    ):
+        config, cache_config = make_configs(
+            extra=extra, windows=windows, num_blocks=num_blocks
+        )
+        newer = generation == "0.32"
+        own, other = (
+            create_connector(config, role, cache_config)
+            for role in (KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER)
+        )
+        self.scheduler = Scheduler(own, num_blocks, windows, newer=newer)
+        self.runner = Runner(other, num_blocks, windows, newer=newer)
+        self.is_async = is_async
+        self.in_flight = deque()
+        self.events = []
+
+    @property
+    def offload_scheduler(self):
+        """jaxkv's scheduler."""
+        return self.scheduler.connector._scheduler.scheduler
+
+    def make_unreliable(self, rng):
+        half = self.runner.connector._worker
+        half._worker = Unreliable(half, self.runner, rng)
+
+    def step(self):
+        output = self.scheduler.schedule()
+        result = self.runner.execute(pickle.loads(pickle.dumps(output)))
+        self.in_flight.append((output, pickle.loads(pickle.dumps(result))))
+        while len(self.in_flight) > self.is_async:
+            self.take_output()
+        self.events += self.scheduler.connector.take_events()
+
+    def take_output(self):
+        done, (connector_output, sampled) = self.in_flight.popleft()
+        self.scheduler.update(done, connector_output, sampled)
+
+    def run(self, *requests, max_steps=400):
+        """Serve requests until all work is done."""
+        for request in requests:
+            self.scheduler.add(request)
+        for _ in range(max_steps):
+            if self.scheduler.has_requests():
+                self.step()
+            elif self.in_flight:
+                self.take_output()
+            else:
+                return
+        raise AssertionError(f"not done after {max_steps} steps: {self.scheduler}")
+
+    def check_nothing_leaked(self):
+        pool = self.scheduler.pool
+        assert len(pool.free_queue) == len(pool.blocks) - 1
+        assert not any(block.ref_cnt for block in pool.blocks if not block.is_null)
+        assert not self.offload_scheduler.has_pending_stores()
+        assert not self.offload_scheduler.has_pending_loads()
+        # Where the next token reads no block, vLLM has none to cache.
+        assert self.offload_scheduler._bound_pool.unwritten == set()

@@ -1,0 +1,50 @@
+"""Metrics as Prometheus gets them: scraped over HTTP."""
+
+import http.client
+from contextlib import closing
+
+import jax.numpy as jnp
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from jaxkv import OffloadRules, OffloadScheduler, OffloadWorker, TransferEngine
+from jaxkv.observe.metrics import OffloadMetrics
+from jaxkv.tiers.device import DeviceBlockPool
+
+
+def get(port, headers=None):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    with closing(connection):
+        connection.request("GET", "/metrics", headers=headers or {})
+        answer = connection.getresponse()
+        assert answer.status == 200
+        return answer.read().decode()
+
+
+def scrape(port):
+    """Every sample by its name, or by its name and labels other than the engine's."""
+    samples = {}
+    for family in text_string_to_metric_families(get(port)):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("engine") == "0"
+            key = (sample.name, *labels.values()) if labels else sample.name
+            assert key not in samples
+            samples[key] = sample.value
+    return samples
+
+
+def read(scheduler=None, worker=None, pool=None):
+    """Scrape metrics that are made only for this call."""
+    metrics = OffloadMetrics(scheduler, worker, pool, CollectorRegistry())
+    with closing(metrics):
+        return scrape(metrics.serve(0))
+
+
+def make_all():
+    """The sources of all metrics."""
+    rules = OffloadRules(
+        store_threshold=2, max_blocks_in_flight=4, skip_slow_loads=True, block_bytes=1
+    )
+    worker = OffloadWorker(TransferEngine({"kv": jnp.zeros((4, 2))}, 3))
+    return OffloadScheduler(4, 8, rules=rules), worker, DeviceBlockPool(4)

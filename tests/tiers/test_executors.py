@@ -1,0 +1,78 @@
+"""Who runs a policy's functions; `test_host_differential` says that all run alike."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv.native import lru as native_lru
+from jaxkv.policies import get_policy_maker, lru
+from jaxkv.policies.base import native_only
+from jaxkv.tiers import executors
+from jaxkv.tiers.executors import NativeExecutor, XlaExecutor, make_executor
+from jaxkv.tiers.host import OffloadingManager
+from jaxkv.types import NO_BLOCK
+
+
+def as_lists(answer):
+    return [np.asarray(part).tolist() for part in jax.tree.leaves(answer)]
+
+
+@pytest.mark.parametrize("executor", ["native", "xla"])
+def test_the_arrays_given_to_an_executor_stay_as_they_are(executor):
+    policy = get_policy_maker("lru")(4, 16)
+    kind = {"native": NativeExecutor, "xla": XlaExecutor}[executor]
+    state = make_executor(policy, executor).state
+    before = as_lists(state)
+    key = np.ones((1, 8), np.uint32)
+    assert kind(policy, state).prepare_store(key).block_ids.tolist() == [0]
+    assert as_lists(state) == before
+
+
+def test_a_policy_with_pure_functions_alone_is_served():
+    policy = get_policy_maker("lru")(2, 16)._replace(native=None)
+    manager = OffloadingManager(16, 2, policy)
+    assert isinstance(manager.executor, XlaExecutor)
+    manager.complete_step(manager.request_step([b"a", b"b"]))
+    assert manager.prepare_store([b"c"]).block_hashes_evicted == [b"a"]
+    assert manager.lookup([b"b"]) == 1
+
+
+def test_a_policy_with_native_functions_alone_is_refused_where_it_is_jitted():
+    policy = native_only(
+        "mine", 2, 16, lambda: lru.init(2, 16), lru.snapshot, native_lru.NATIVE
+    )
+    manager = OffloadingManager(16, 2, policy)
+    manager.complete_step(manager.request_step([b"a", b"b"]))
+    assert manager.prepare_store([b"c"]).block_hashes_evicted == [b"a"]
+    jitted = OffloadingManager(16, 2, policy, executor="xla")
+    with pytest.raises(ValueError, match="policy 'mine' has native functions only"):
+        jitted.lookup([b"a"])
+
+
+def test_no_block_is_passed_over_when_a_step_ends():
+    policy = get_policy_maker("lru")(4, 16)
+    for kind in (NativeExecutor, XlaExecutor):
+        executor = kind(policy, make_executor(policy).state)
+        step = executor.request_step(np.ones((3, 8), np.uint32))
+        assert step.block_ids.tolist() == [0, NO_BLOCK, NO_BLOCK]
+        assert executor.complete_step(step.block_ids, 0)
+        assert not executor.complete_step(step.block_ids, 0)
+
+
+def test_xla_programs_are_traced_once_for_each_padded_size():
+    policy = get_policy_maker("lru")(40, 64)
+    executor = XlaExecutor(policy, make_executor(policy).state)
+    rng = np.random.default_rng(0)
+
+    def serve_all(num):
+        keys = rng.integers(0, 1 << 32, (num, 8), np.uint32)
+        executor.complete_store(keys[: executor.prepare_store(keys).num_stored], True)
+        executor.touch(keys)
+        executor.prepare_load(keys[: executor.lookup(keys)])
+        executor.complete_load(keys)
+
+    serve_all(3)
+    traced = executors._compiled._cache_size()
+    for num in (1, 2, 15, 16):
+        serve_all(num)
+    assert executors._compiled._cache_size() == traced

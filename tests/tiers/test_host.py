@@ -1,0 +1,432 @@
+"""`OffloadingManager`: vLLM's own scenario, misuse, events, batch sizes."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv import (
+    OffloadingEvent,
+    OffloadingManager,
+    Snapshot,
+    make_arc_fixed,
+    make_lru,
+    register_policy,
+)
+from jaxkv.keys import PackedKeys, key_from_foreign, keys_to_words
+from jaxkv.policies import registry
+
+
+def keys(*numbers):
+    return [b"%032d" % number for number in numbers]
+
+
+def stored(manager, *numbers):
+    output = manager.prepare_store(keys(*numbers))
+    manager.complete_store(keys(*numbers))
+    return output
+
+
+def check(output, to_store, block_ids, evicted=()):
+    assert output.block_hashes_to_store == keys(*to_store)
+    assert output.store_spec.block_ids.tolist() == block_ids
+    assert output.block_hashes_evicted == keys(*evicted)
+
+
+def test_life_of_a_small_tier():
+    """The scenario that vLLM tests its manager with, step by step."""
+    manager = OffloadingManager(16, num_blocks=4, enable_events=True)
+    check(manager.prepare_store(keys(1, 2)), (1, 2), [0, 1])
+    assert manager.lookup(keys(1, 2)) == 0
+    assert list(manager.take_events()) == []
+    manager.complete_store(keys(1, 2))
+    assert list(manager.take_events()) == [
+        OffloadingEvent(keys(1, 2), 16, "CPU", removed=False)
+    ]
+    assert list(manager.take_events()) == []
+    assert manager.lookup(keys(1, 2, 3)) == 2
+    assert manager.lookup(keys(3, 1)) == 0
+
+    check(manager.prepare_store(keys(2, 3, 4, 5)), (3, 4, 5), [2, 3, 0], evicted=(1,))
+    assert list(manager.take_events()) == [
+        OffloadingEvent(keys(1), 16, "CPU", removed=True)
+    ]
+    assert manager.prepare_store(keys(1, 6)) is None  # only 2 could go, 3 to 5 not
+    manager.complete_store(keys(2, 3, 4, 5))
+    assert manager.prepare_load(keys(2, 3)).block_ids.tolist() == [1, 2]
+    assert manager.prepare_store(keys(6, 7, 8)) is None  # 2 and 3 are being loaded
+    manager.complete_load(keys(2, 3))
+    check(manager.prepare_store(keys(6, 7, 8)), (6, 7, 8), [3, 2, 1], evicted=(2, 3, 4))
+    manager.complete_store(keys(6, 7, 8), success=False)
+    check(manager.prepare_store(keys(9)), (9,), [1])
+    assert manager.num_held_blocks == 2
+
+
+def test_touch_makes_the_first_key_the_most_recent():
+    manager = OffloadingManager(16, num_blocks=4)
+    stored(manager, 1, 2, 3, 4)
+    manager.touch(keys(1, 2, 77, 4))
+    assert stored(manager, 5, 6, 7).block_hashes_evicted == keys(3, 4, 2)
+
+
+def test_specs_are_int64_and_name_their_medium():
+    manager = OffloadingManager(16, num_blocks=4)
+    stored = manager.prepare_store(keys(1)).store_spec
+    manager.complete_store(keys(1))
+    for spec in (stored, manager.prepare_load(keys(1)), manager.prepare_load([])):
+        assert isinstance(spec.block_ids, np.ndarray)
+        assert spec.block_ids.dtype == np.int64
+        assert spec.medium() == "CPU"
+
+
+def test_nothing_asked_is_nothing_done():
+    manager = OffloadingManager(16, num_blocks=1, enable_events=True)
+    assert manager.lookup([]) == 0
+    manager.touch([])
+    manager.complete_load([])
+    manager.complete_store([])
+    check(manager.prepare_store([]), (), [])
+    stored(manager, 1)
+    check(manager.prepare_store(keys(1)), (), [])
+    assert [event.removed for event in manager.take_events()] == [False]
+
+
+def test_iterators_serve_as_well_as_lists():
+    manager = OffloadingManager(16, num_blocks=4)
+    manager.prepare_store(iter(keys(1, 2)))
+    manager.complete_store(iter(keys(1, 2)))
+    manager.touch(iter(keys(1, 2)))
+    assert manager.lookup(iter(keys(1, 2))) == 2
+    assert manager.prepare_load(iter(keys(2))).block_ids.tolist() == [1]
+    manager.complete_load(iter(keys(2)))
+
+
+@pytest.mark.parametrize(
+    ("method", "numbers", "match"),
+    [
+        ("prepare_load", (1, 9), "0009' is not on the host"),
+        ("prepare_load", (1, 3), "0003' is not ready"),
+        ("complete_load", (9,), "0009' is not on the host"),
+        ("complete_load", (1,), "0001' has fewer loads in progress"),
+        ("complete_load", (2, 2), "0002' has fewer loads in progress"),
+        ("complete_load", (3,), "0003' has fewer loads in progress"),
+    ],
+)
+def test_misuse_names_the_key_and_changes_nothing(method, numbers, match):
+    manager = OffloadingManager(16, num_blocks=4, enable_events=True)
+    stored(manager, 1, 2)
+    manager.prepare_store(keys(3))
+    manager.prepare_load(keys(2))
+    events = list(manager.take_events())
+    assert events
+    before = jax.tree.map(np.array, manager.executor.state)
+    with pytest.raises(ValueError, match=match):
+        getattr(manager, method)(keys(*numbers))
+    after = jax.tree.map(np.array, manager.executor.state)
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    assert list(manager.take_events()) == []
+
+
+def test_half_drained_events_are_kept():
+    manager = OffloadingManager(16, num_blocks=4, enable_events=True)
+    stored(manager, 1)
+    stored(manager, 2)
+    first = next(manager.take_events())
+    assert first.block_hashes == keys(1)
+    assert len(list(manager.take_events())) == 2
+
+
+def test_without_events_nothing_is_kept():
+    manager = OffloadingManager(16, num_blocks=1)
+    stored(manager, 1)
+    assert list(manager.take_events()) == []
+
+
+def test_foreign_keys_come_back_as_they_were_given():
+    manager = OffloadingManager(16, num_blocks=2, enable_events=True)
+    foreign = [b"", b"x", b"y" * 33]
+    assert manager.prepare_store(foreign[:2]).block_hashes_to_store == foreign[:2]
+    manager.complete_store(foreign[:2])
+    assert manager.lookup(foreign) == 2
+    assert manager.prepare_store(foreign[2:]).block_hashes_evicted == [b""]
+    assert [e.block_hashes for e in manager.take_events()] == [foreign[:2], [b""]]
+    manager.complete_store(foreign[2:], success=False)
+    assert list(manager._names.values()) == [b"x"]  # and no other is remembered
+
+
+def test_keys_that_are_not_bytes_are_refused():
+    manager = OffloadingManager(16, num_blocks=2)
+    with pytest.raises(TypeError, match="'a' must be of type bytes"):
+        manager.lookup(["a"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"block_size": 0, "num_blocks": 4}, "block_size=0 must be at least 1"),
+        ({"block_size": 16, "num_blocks": -1}, "num_blocks=-1 must be at least 1"),
+        (
+            {"block_size": 16, "num_blocks": 4, "cache_policy": "mru"},
+            r"Unknown cache policy: 'mru'. Supported: \['lru', .* Did you mean 'lru'\?",
+        ),
+        (
+            {"block_size": 16, "num_blocks": 4, "store_threshold": -1},
+            "store_threshold=-1 must be at least 0",
+        ),
+        (
+            {"block_size": 16, "num_blocks": 4, "max_tracker_size": 0},
+            "max_tracker_size=0 must be at least 1",
+        ),
+        (
+            {"block_size": 16, "num_blocks": 4, "remember_drops": -1},
+            "remember_drops=-1 must be at least 0",
+        ),
+        (
+            {"block_size": 16, "num_blocks": 4, "executor": "numba"},
+            "executor='numba' must be 'native' or 'xla'",
+        ),
+        (
+            {"block_size": 16, "num_blocks": 4, "cache_policy": make_lru(5, 64)},
+            "policy.num_blocks=5, policy.max_batch=64 of .* must be 4 and at least 4",
+        ),
+        (
+            {"block_size": 16, "num_blocks": 40, "cache_policy": make_lru(40, 39)},
+            "policy.max_batch=39 of the cache policy must be 40 and at least 40",
+        ),
+    ],
+)
+def test_refuses_bad_arguments(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        OffloadingManager(**arguments)
+
+
+@pytest.mark.parametrize("policy", [None, make_lru, 7])
+def test_refuses_what_is_no_policy(policy):
+    with pytest.raises(TypeError, match=r"must be, or name, a jaxkv\.Policy"):
+        OffloadingManager(16, 4, cache_policy=policy)
+
+
+def test_refuses_a_registered_maker_of_something_else(monkeypatch):
+    monkeypatch.setattr(registry, "_makers", dict(registry._makers))
+    register_policy("broken", lambda num_blocks, max_batch: None)
+    with pytest.raises(TypeError, match="cache_policy='broken' must be, or name"):
+        OffloadingManager(16, 4, cache_policy="broken")
+
+
+def test_a_policy_is_as_good_as_its_name():
+    manager = OffloadingManager(16, 4, cache_policy=make_lru(4, 5))
+    stored(manager, 1, 2, 3, 4)
+    manager.touch([*keys(2), *keys(*range(50, 67)), *keys(1)])  # in parts of 5
+    assert manager.prepare_store(keys(5, 6)).block_hashes_evicted == keys(3, 4)
+    assert manager.prepare_store(keys(*range(6))) is None  # more than fit
+
+
+def test_snapshot_shows_keys_as_they_were_given():
+    manager = OffloadingManager(16, num_blocks=5)
+    assert manager.snapshot() == Snapshot({"order": []}, {}, {}, [0, 1, 2, 3, 4])
+    names = [b"foreign", *keys(1, 2)]
+    manager.prepare_store(names)
+    manager.complete_store(names[:2])
+    manager.prepare_load(names[:1])
+    manager.prepare_load(names[:1])
+    shown = manager.snapshot()
+    assert shown == Snapshot(
+        policy={"order": names},
+        ref_cnt={b"foreign": 2, names[1]: 0, names[2]: -1},
+        block_ids={b"foreign": 0, names[1]: 1, names[2]: 2},
+        free_ids=[3, 4],
+    )
+    manager.touch(names)
+    assert manager.snapshot().policy == {"order": names[::-1]}
+    assert shown.policy == {"order": names}  # no view of what goes on
+
+
+def test_snapshot_lists_free_ids_as_they_will_be_handed_out():
+    manager = OffloadingManager(16, num_blocks=6)
+    manager.prepare_store(keys(1, 2, 3, 4))
+    manager.complete_store(keys(3, 1), success=False)
+    free_ids = manager.snapshot().free_ids
+    assert len(free_ids) == 4
+    handed_out = manager.prepare_store(keys(5, 6, 7, 8)).store_spec.block_ids
+    assert handed_out.tolist() == free_ids
+    assert manager.snapshot().free_ids == []
+
+
+def test_snapshot_of_arc_has_ghosts_in_full_length():
+    manager = OffloadingManager(16, 2, cache_policy=make_arc_fixed(2, 64))
+    for name in (b"x", b"y", b"z"):
+        manager.prepare_store([name])
+        manager.complete_store([name])
+    shown = manager.snapshot()
+    assert shown.policy == {
+        "t1": [b"y", b"z"],
+        "t2": [],
+        "b1": [key_from_foreign(b"x")],
+        "b2": [],
+        "target": 0.0,
+    }
+    assert shown.block_ids == {b"y": 1, b"z": 0}
+
+
+def test_only_what_was_looked_up_often_enough_is_stored():
+    manager = OffloadingManager(16, num_blocks=4, store_threshold=2)
+    foreign = b"foreign"
+    nothing = manager.prepare_store([*keys(1, 2), foreign])
+    check(nothing, (), [])
+    manager.lookup([*keys(1, 2), foreign])
+    manager.lookup([*keys(3, 1), foreign])  # all are counted, beyond the first miss
+    output = manager.prepare_store([*keys(1, 2, 3), foreign])
+    assert output.block_hashes_to_store == [*keys(1), foreign]
+    manager.complete_store(output.block_hashes_to_store)
+    assert list(manager.snapshot().block_ids) == [*keys(1), foreign]
+    assert manager.lookup([*keys(1), foreign]) == 2
+
+
+@pytest.mark.parametrize("store_threshold", [0, 1])
+def test_without_a_threshold_everything_is_stored(store_threshold):
+    manager = OffloadingManager(16, num_blocks=4, store_threshold=store_threshold)
+    check(manager.prepare_store(keys(1, 2)), (1, 2), [0, 1])
+
+
+def test_a_refused_lookup_counts_nothing():
+    manager = OffloadingManager(16, num_blocks=4, store_threshold=2)
+    manager.lookup(keys(1))
+    with pytest.raises(TypeError, match="'a' must be of type bytes"):
+        manager.lookup([*keys(1), "a"])
+    check(manager.prepare_store(keys(1)), (), [])
+
+
+def test_the_tracker_forgets_keys_beyond_its_size():
+    manager = OffloadingManager(16, 4, store_threshold=2, max_tracker_size=2)
+    for _ in range(2):
+        manager.lookup(keys(1, 2, 3))
+    check(manager.prepare_store(keys(1, 2, 3)), (), [])
+    manager.lookup(keys(3))
+    check(manager.prepare_store(keys(1, 2, 3)), (3,), [0])
+
+
+def test_batches_beyond_the_largest_are_served():
+    manager = OffloadingManager(16, num_blocks=2)
+    many = keys(*range(manager.policy.max_batch + 1))
+    assert manager.prepare_store(many) is None
+    assert manager.num_held_blocks == 0
+    repeated = keys(2, 1) * manager.policy.max_batch
+    check(manager.prepare_store(repeated), (2, 1), [0, 1])
+    manager.complete_store(keys(1, 2))
+    manager.touch([*keys(2), *many, *keys(2)])  # 2, many parts later: the most recent
+    assert manager.prepare_store(keys(5)).block_hashes_evicted == keys(1)
+
+
+def plain(output):
+    """Turn a request step into what `==` compares."""
+    store = output.store
+    return (
+        output.num_hits,
+        output.load_spec.block_ids.tolist(),
+        store
+        and (
+            store.block_hashes_to_store,
+            store.store_spec.block_ids.tolist(),
+            store.block_hashes_evicted,
+        ),
+    )
+
+
+def assert_refused(manager, step, match):
+    before = jax.tree.map(np.array, manager.executor.state)
+    with pytest.raises(ValueError, match=match):
+        manager.complete_step(step)
+    after = jax.tree.map(np.array, manager.executor.state)
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+
+
+def test_a_step_is_completed_once():
+    manager = OffloadingManager(16, 4)
+    step = manager.request_step(keys(1, 2))
+    other = OffloadingManager(16, 4).request_step(keys(1))
+    assert_refused(manager, other, r"output of request_step\(\) of this")
+    manager.complete_step(step)
+    assert_refused(manager, step, "be completed once")
+    assert manager.lookup(keys(1, 2)) == 2
+
+
+def test_a_step_from_before_clear_is_not_completed():
+    manager = OffloadingManager(16, 4)
+    step = manager.request_step(keys(1))
+    manager.clear()
+    assert_refused(manager, step, r"output of request_step\(\) of this")
+
+
+def test_steps_that_share_a_block_do_not_end_it_more_often_than_they_pinned_it():
+    manager = OffloadingManager(16, 4)
+    manager.complete_step(manager.request_step(keys(1)))
+    first, second = (manager.request_step(keys(1)) for _ in range(2))
+    manager.complete_load(keys(1))
+    manager.complete_step(first)
+    assert_refused(manager, second, "was ended before")
+    assert manager.snapshot().ref_cnt == {keys(1)[0]: 0}
+
+
+def test_a_step_whose_store_failed_is_ended_by_its_parts():
+    manager = OffloadingManager(16, 4)
+    manager.complete_step(manager.request_step(keys(1)))
+    step = manager.request_step(keys(1, 2))
+    manager.complete_store(keys(2), success=False)
+    assert_refused(manager, step, "was ended before")
+    manager.complete_load(keys(1))
+    assert manager.snapshot().ref_cnt == {keys(1)[0]: 0}
+
+
+def test_a_step_that_finds_no_room_still_loads():
+    manager = OffloadingManager(16, 2)
+    manager.complete_step(manager.request_step(keys(1)))
+    step = manager.request_step(keys(1, 2, 3))
+    assert plain(step) == (1, [0], None)
+    manager.complete_step(step)
+    assert manager.snapshot().ref_cnt == {keys(1)[0]: 0}
+
+
+def test_a_step_stores_only_what_was_looked_up_often_enough():
+    manager = OffloadingManager(16, 4, store_threshold=2)
+    assert plain(manager.request_step(keys(1, 2))) == (0, [], ([], [], []))
+    step = manager.request_step(keys(1, 3))
+    assert plain(step) == (0, [], (keys(1), [0], []))
+    manager.complete_step(step)
+    assert manager.lookup(keys(1)) == 1
+
+
+def test_a_step_longer_than_the_policy_takes_is_served_in_parts():
+    manager = OffloadingManager(16, 3, make_lru(3, 3))
+    manager.complete_step(manager.request_step(keys(1, 2)))
+    assert plain(manager.request_step(keys(1, 2, 3, 4, 5))) == (2, [0, 1], None)
+    manager.complete_load(keys(1, 2))
+    step = manager.request_step(keys(3, 3, 3, 3))
+    assert plain(step) == (0, [], (keys(3), [2], []))
+
+
+def test_a_step_about_nothing_does_nothing():
+    manager = OffloadingManager(16, 4)
+    before = jax.tree.map(np.array, manager.executor.state)
+    step = manager.request_step([])
+    assert plain(step) == (0, [], ([], [], []))
+    manager.complete_step(step)
+    after = jax.tree.map(np.array, manager.executor.state)
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+
+
+def test_packed_keys_are_served_like_others():
+    managers = [OffloadingManager(16, 8) for _ in range(2)]
+    plain_keys = keys(*range(6))
+    packed = PackedKeys(plain_keys, keys_to_words(plain_keys))
+    for manager, own in zip(managers, (plain_keys, packed), strict=True):
+        manager.complete_step(manager.request_step(own[:4]))
+        manager.complete_step(manager.request_step(own[1:]))
+    assert managers[0].snapshot() == managers[1].snapshot()
+
+
+def test_drops_say_why_a_block_is_not_here():
+    manager = OffloadingManager(16, 2, remember_drops=8)
+    stored(manager, 1, 2)
+    stored(manager, 3)
+    manager.discard(keys(2))
+    reasons = [manager.drops.reason_of(key) for key in keys(1, 2, 3)]
+    assert reasons == ["evicted", "load failed", None]

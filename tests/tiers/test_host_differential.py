@@ -1,0 +1,200 @@
+"""`OffloadingManager`, by either executor, against its plain-Python twin."""
+
+import os
+import random
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv.keys import key_from_foreign
+from jaxkv.policies import arc, lru
+from jaxkv.tiers.executors import NativeExecutor, XlaExecutor
+from jaxkv.tiers.host import OffloadingManager
+from tests.reference.arc import ReferenceARC, ReferenceARCFixed
+from tests.reference.offloading_manager import ReferenceLRU, ReferenceManager, Refused
+
+SEED = int(os.environ.get("JAXKV_TEST_SEED", "20261120"))
+POLICIES = {
+    "lru": (ReferenceLRU, lru.snapshot),
+    "arc": (ReferenceARC, arc.snapshot),
+    "arc_fixed": (ReferenceARCFixed, arc.snapshot),
+}
+
+
+def make_key(number):
+    """Mostly keys of 32 bytes, some that are alike but for a byte, some foreign."""
+    match number % 3:
+        case 0:
+            return number.to_bytes(32, "big")
+        case 1:
+            return random.Random(number).randbytes(32)
+        case _:
+            return b"foreign-%d" % number
+
+
+class Trio:
+    """A manager with each executor and their twin, given the same calls.
+
+    Answers are compared after each, and the executors' states, to the bit. Now and then
+    each executor goes on with the state that the other one has made.
+    """
+
+    def __init__(self, policy, num_blocks, batch_sizes, rng):
+        twin, self.snapshot = POLICIES[policy]
+        self.real = [
+            OffloadingManager(16, num_blocks, policy, True, executor=executor)
+            for executor in ("native", "xla")
+        ]
+        self.twin = ReferenceManager(num_blocks, twin)
+        self.batch_sizes = batch_sizes
+        self.rng = rng
+        self.universe = [make_key(n) for n in range(4 * num_blocks + 4)]
+        self.on_array_side = {
+            key: key if len(key) == 32 else key_from_foreign(key)
+            for key in self.universe
+        }
+        self.loading = []
+
+    def some_keys(self):
+        """Pick a run of the universe (a prefix as requests have it) or a mixture."""
+        shortest, longest = self.batch_sizes
+        # From the shortest to the longest, and short ones most of the time.
+        size = int(shortest * (longest / shortest) ** self.rng.random() ** 3 + 0.5)
+        start = self.rng.randrange(len(self.universe))
+        if self.rng.random() < 0.5:
+            keys = (self.universe[start:] + self.universe[:start])[:size]
+        else:
+            keys = self.rng.choices(self.universe, k=size)  # with repetitions
+        if self.rng.random() < 0.3:
+            held = [key for key in keys if self.twin.policy.get(key) is not None]
+            # As long as the others, so that no more sizes are compiled.
+            keys = (held * size)[:size]
+        return keys
+
+    def all(self, name, *args):
+        """Call `name` on all; give the results, or None if all refused."""
+        try:
+            expected = getattr(self.twin, name)(*args)
+        except Refused:
+            for real in self.real:
+                with pytest.raises(ValueError, match=r"^Block b['\"]"):
+                    getattr(real, name)(*args)
+            return None
+        return [getattr(real, name)(*args) for real in self.real], expected
+
+    def step(self):
+        operation = self.rng.choices(
+            ("lookup", "touch", "store", "end_store", "load", "end_load"),
+            weights=(3, 3, 4, 4, 2, 2),
+        )[0]
+        keys = self.some_keys()
+        if operation == "lookup":
+            found, expected = self.all("lookup", keys)
+            assert found == [expected] * 2
+        elif operation == "touch":
+            self.all("touch", keys)
+        elif operation == "store":
+            outputs, expected = self.all("prepare_store", keys)
+            for output in outputs:
+                assert (output is None) == (expected is None)
+                if output is not None:
+                    assert output.block_hashes_to_store == expected.keys
+                    assert output.store_spec.block_ids.tolist() == expected.block_ids
+                    assert output.block_hashes_evicted == expected.evicted
+        elif operation == "end_store":
+            self.all("complete_store", keys, self.rng.random() < 0.8)
+        elif operation == "load":
+            answer = self.all("prepare_load", keys)
+            if answer is not None:
+                specs, expected = answer
+                assert [spec.block_ids.tolist() for spec in specs] == [expected] * 2
+                self.loading.append(keys)
+        elif self.loading and self.rng.random() < 0.9:
+            index = self.rng.randrange(len(self.loading))
+            self.all("complete_load", self.loading.pop(index))
+        else:
+            before = [block.ref_cnt for block in self.twin.blocks.values()]
+            self.all("complete_load", keys)
+            after = [block.ref_cnt for block in self.twin.blocks.values()]
+            if before != after:  # it ended loads that this test thinks are its own
+                self.all("prepare_load", keys)
+
+        expected = self.twin.take_events()
+        for real in self.real:
+            events = [(e.block_hashes, e.removed) for e in real.take_events()]
+            assert events == expected
+
+    def compare_states(self):
+        """Compare the executors' states with one another, to the bit."""
+        native, xla = (real.executor.state for real in self.real)
+        for (path, own), other in zip(
+            jax.tree_util.tree_leaves_with_path(native),
+            jax.tree.leaves(xla),
+            strict=True,
+        ):
+            where = jax.tree_util.keystr(path)
+            assert own.dtype == other.dtype, where
+            np.testing.assert_array_equal(own, other, err_msg=where)
+
+    def exchange_states(self):
+        """Have each executor go on with the state of the other."""
+        native, xla = self.real
+        states = native.executor.state, xla.executor.state
+        native.executor = NativeExecutor(native.policy, states[1])
+        xla.executor = XlaExecutor(xla.policy, states[0])
+
+    def compare_policies(self):
+        """Compare the orders, and for ARC the target to its last bit."""
+        expected = {
+            name: [self.on_array_side[key] for key in value]
+            if isinstance(value, list)
+            else value
+            for name, value in self.twin.policy.snapshot().items()
+        }
+        for real in self.real:
+            assert self.snapshot(real.executor.state.policy) == expected
+
+
+def run(policy, num_blocks, batch_sizes, num_operations):
+    print(f"seed {SEED}; JAXKV_TEST_SEED sets another")
+    trio = Trio(policy, num_blocks, batch_sizes, random.Random(SEED + num_blocks))
+    every = 16 + num_blocks // 4
+    for number in range(num_operations):
+        trio.step()
+        # Each of the first, in which everything happens for the first time.
+        if number < 200 or number % 8 == 0:
+            trio.compare_states()
+        if number % every == 0:
+            trio.compare_policies()
+        if number % (8 * every) == 0:
+            trio.exchange_states()
+    trio.compare_states()
+    trio.compare_policies()
+
+
+# One padded size per capacity: compiling for XLA takes longer than the calls.
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("num_blocks", "batch_sizes"),
+    [(1, (1, 4)), (7, (1, 16)), (50, (17, 64)), (300, (65, 256))],
+)
+def test_executors_equal_their_twin_on_random_operations(
+    policy, num_blocks, batch_sizes
+):
+    # LRU 100,000 in all; what the others share with it is tested by that.
+    num_operations = 25_000 if policy == "lru" else 4_000
+    run(policy, num_blocks, batch_sizes, num_operations)
+
+
+def test_executors_equal_their_twin_where_few_of_a_batch_try_again_for_a_slot():
+    run("lru", 900, (257, 1024), 500)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("num_blocks", [1, 7, 61, 500, 4096])
+def test_executors_equal_their_twin_on_a_million_random_operations(policy, num_blocks):
+    run(policy, num_blocks, (1, 4096), num_operations=200_000)
+    # As `few_programs` does after a file: each part compiles hundreds of programs.
+    jax.clear_caches()

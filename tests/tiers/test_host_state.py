@@ -1,0 +1,231 @@
+"""The pure functions of the manager: traced, scanned, vmapped, refused."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv.policies import get_policy_maker, policy_names
+from jaxkv.tiers import host_state
+
+NUM_BLOCKS = 5
+WIDTH = 4
+
+lookup, touch, prepare_load, complete_load, prepare_store, complete_store, fused = (
+    jax.jit(function, static_argnums=0)
+    for function in (
+        host_state.lookup,
+        host_state.touch,
+        host_state.prepare_load,
+        host_state.complete_load,
+        host_state.prepare_store,
+        host_state.complete_store,
+        host_state.request_step,
+    )
+)
+complete_step = jax.jit(host_state.complete_step)
+
+
+@pytest.fixture(params=policy_names())
+def policy(request):
+    return get_policy_maker(request.param)(NUM_BLOCKS, 64)
+
+
+def batch(*numbers):
+    keys = np.zeros((WIDTH, 8), np.uint32)
+    keys[: len(numbers)] = np.array(numbers, np.uint32)[:, None] + 1
+    return jnp.asarray(keys), jnp.int32(len(numbers))
+
+
+def store(policy, state, *numbers, complete=True):
+    state, answer = prepare_store(policy, state, *batch(*numbers))
+    if complete:
+        state, _ = complete_store(policy, state, *batch(*numbers), jnp.bool_(True))
+    return state, answer
+
+
+def test_ids_are_fresh_first_then_the_last_freed(policy):
+    state = host_state.init(policy)
+    state, answer = store(policy, state, 1, 2, 3)
+    assert answer.block_ids.tolist() == [0, 1, 2, -1]
+    state, answer = store(policy, state, 4, 5)
+    assert answer.block_ids.tolist() == [3, 4, -1, -1]
+    state, answer = store(policy, state, 6, 7)
+    assert int(answer.num_evicted) == 2
+    assert answer.evicted_keys[:2].tolist() == [[2] * 8, [3] * 8]  # keys 1 and 2
+    assert answer.block_ids.tolist() == [1, 0, -1, -1]
+
+
+def test_a_key_given_thousands_of_times_is_not_evicted():
+    """Regression: so often counted as being read, its count came round to 0."""
+    policy = get_policy_maker("lru")(2, 1 << 13)
+    state, _ = store(policy, host_state.init(policy), 1, 2)
+    keys = np.full(((1 << 12) + 1, 8), 2, np.uint32)
+    keys[-1] = 9
+    state, answer = prepare_store(policy, state, jnp.asarray(keys), np.int32(len(keys)))
+    assert answer.evicted_keys[0].tolist() == [3] * 8  # key 2; the batch has key 1
+    assert int(lookup(policy, state, *batch(1))) == 1
+
+
+def test_a_full_tier_of_blocks_in_flight_refuses_bit_for_bit(policy):
+    state = host_state.init(policy)
+    state, _ = store(policy, state, 1, 2, 3)
+    state, _ = store(policy, state, 4, complete=False)
+    state, _ = prepare_load(policy, state, *batch(1, 2))
+    after, answer = prepare_store(policy, state, *batch(6, 7, 8))
+    assert not answer.ok
+    assert answer.block_ids.tolist() == [-1] * WIDTH
+    assert int(answer.num_evicted) == 0
+    chex.assert_trees_all_equal(after, state)
+
+
+def test_blocks_in_flight_of_the_batch_itself_are_not_evicted(policy):
+    """Regression: protecting the batch by adding 1 made NOT_READY blocks evictable."""
+    state = host_state.init(policy)
+    state, _ = store(policy, state, 1, 2, 3, complete=False)
+    state, _ = store(policy, state, 4, 5, complete=False)
+    after, answer = prepare_store(policy, state, *batch(1, 2, 9))
+    assert not answer.ok
+    chex.assert_trees_all_equal(after, state)
+
+
+def test_a_ready_block_of_the_batch_is_not_evicted(policy):
+    state = host_state.init(policy)
+    state, _ = store(policy, state, 1, 2, 3)
+    state, _ = store(policy, state, 4, 5)
+    state, answer = store(policy, state, 1, 2, 9)  # 1 and 2 are the oldest
+    assert int(answer.num_evicted) == 1
+    assert int(lookup(policy, state, *batch(1, 2))) == 2
+
+
+def test_a_key_given_twice_takes_one_block(policy):
+    state = host_state.init(policy)
+    state, answer = store(policy, state, 1, 1, 2, 1)
+    assert answer.block_ids.tolist() == [0, -1, 1, -1]
+    state, answer = store(policy, state, 3, 4, 5)
+    assert answer.block_ids.tolist() == [2, 3, 4, -1]  # nothing leaked
+
+
+def test_a_failed_store_gives_its_blocks_back(policy):
+    state = host_state.init(policy)
+    state, _ = store(policy, state, 1, 2, complete=False)
+    state, ended = complete_store(policy, state, *batch(2, 1, 2, 8), jnp.bool_(False))
+    assert ended.tolist() == [True, True, False, False]
+    assert int(lookup(policy, state, *batch(1))) == 0
+    _, answer = store(policy, state, 3, 4, 5, 6)
+    assert answer.block_ids.tolist() == [2, 3, 4, 0]  # fresh ones, then the last freed
+
+
+def test_refused_loads_change_nothing(policy):
+    state = host_state.init(policy)
+    state, _ = store(policy, state, 1, 2)
+    state, _ = store(policy, state, 3, complete=False)
+    for numbers, bad in (((1, 7), 1), ((1, 2, 3), 2)):
+        after, answer = prepare_load(policy, state, *batch(*numbers))
+        assert jnp.flatnonzero(answer.bad).tolist() == [bad]
+        chex.assert_trees_all_equal(after, state)
+    state, answer = prepare_load(policy, state, *batch(1, 1))
+    assert not answer.bad.any()
+    after, answer = complete_load(policy, state, *batch(1, 1, 1))
+    assert answer.bad.any()
+    chex.assert_trees_all_equal(after, state)
+
+
+def request_step(policy, state, keys, count):
+    """Serve a request as an engine would: load what is there, store the rest."""
+    hits = host_state.lookup(policy, state, keys, count)
+    state = host_state.touch(policy, state, keys, count)
+    state, _ = host_state.prepare_load(policy, state, keys, hits)
+    state, answer = host_state.prepare_store(policy, state, keys, count)
+    state, _ = host_state.complete_store(policy, state, keys, count, jnp.bool_(True))
+    state, _ = host_state.complete_load(policy, state, keys, hits)
+    return state, (hits, answer.ok, answer.block_ids)
+
+
+def requests(num):
+    rng = np.random.default_rng(num)
+    starts = rng.integers(0, 6, num)
+    keys = [batch(*range(s, s + WIDTH))[0] for s in starts]
+    return jnp.stack(keys), jnp.asarray(rng.integers(1, WIDTH + 1, num), jnp.int32)
+
+
+def test_scan_with_donation_equals_calls_one_by_one(policy):
+    keys, counts = requests(20)
+
+    def replay(state, keys, counts):
+        return jax.lax.scan(
+            lambda s, x: request_step(policy, s, *x), state, (keys, counts)
+        )
+
+    scanned = jax.jit(replay, donate_argnums=0)(host_state.init(policy), keys, counts)
+    chex.clear_trace_counter()  # It would count the other policies' traces too.
+    step = jax.jit(chex.assert_max_traces(request_step, n=1), static_argnums=0)
+    state, answers = host_state.init(policy), []
+    for key, count in zip(keys, counts, strict=True):
+        state, answer = step(policy, state, key, count)
+        answers.append(answer)
+    assert any(int(hits) for hits, _, _ in answers)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *answers)
+    chex.assert_trees_all_equal(scanned, (state, stacked))
+
+
+def test_vmap_over_caches_equals_each_alone(policy):
+    keys, counts = requests(8)
+    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * 8), host_state.init(policy))
+    step = jax.jit(jax.vmap(lambda *args: request_step(policy, *args)))
+    together = step(states, keys, counts)
+    alone_step = jax.jit(request_step, static_argnums=0)
+    for cache in range(8):
+        alone = alone_step(policy, host_state.init(policy), keys[cache], counts[cache])
+        one = jax.tree.map(lambda leaf, cache=cache: leaf[cache], together)
+        chex.assert_trees_all_equal(one, alone)
+
+
+def test_a_request_step_equals_its_parts(policy):
+    keys, counts = requests(30)
+    one = apart = host_state.init(policy)
+    refused = 0
+    for number, (key, count) in enumerate(zip(keys, counts, strict=True)):
+        one, answer = fused(policy, one, key, count)
+        hits = lookup(policy, apart, key, count)
+        apart = touch(policy, apart, key, count)
+        apart, load = prepare_load(policy, apart, key, hits)
+        apart, store = prepare_store(policy, apart, key, count)
+        chex.assert_trees_all_equal(one, apart)
+        assert int(answer.num_hits) == int(hits)
+        is_hit = np.arange(key.shape[0]) < int(hits)
+        assert (
+            answer.block_ids == np.where(is_hit, load.block_ids, store.block_ids)
+        ).all()
+        chex.assert_trees_all_equal(answer.evicted_keys, store.evicted_keys)
+        assert bool(answer.ok) == bool(store.ok)
+        refused += not answer.ok
+        if number % 7 == 3:
+            continue  # leave these in flight, so that some later ones are refused
+        one, done = complete_step(one, answer.block_ids, answer.num_hits)
+        assert done
+        # NumPy, as JAX would compile for every number of keys.
+        own = np.flatnonzero(np.asarray(store.block_ids) != -1)
+        own_keys = np.zeros((WIDTH, 8), np.uint32)
+        own_keys[: own.size] = np.asarray(key)[own]
+        apart, _ = complete_store(
+            policy, apart, own_keys, jnp.int32(own.size), jnp.bool_(True)
+        )
+        apart, _ = complete_load(policy, apart, key, hits)
+        chex.assert_trees_all_equal(one, apart)
+    assert refused
+
+
+def test_a_step_that_has_ended_does_not_end_again(policy):
+    keys, counts = requests(2)
+    state = host_state.init(policy)
+    for key, count in zip(keys[:1].repeat(2, 0), counts[:1].repeat(2), strict=True):
+        state, answer = fused(policy, state, key, count)
+        ended, done = complete_step(state, answer.block_ids, answer.num_hits)
+        assert done
+        again, done = complete_step(ended, answer.block_ids, answer.num_hits)
+        assert not done
+        chex.assert_trees_all_equal(again, ended)
+        state = ended
+    assert answer.num_hits

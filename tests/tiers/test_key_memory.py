@@ -1,0 +1,55 @@
+"""What is offered to the host tier only after it was asked for again."""
+
+import random
+from collections import Counter
+
+from jaxkv.tiers.key_memory import ReuseFilter
+
+
+def test_a_key_passes_from_its_threshold_on():
+    reuse = ReuseFilter(threshold=3, max_size=10)
+    passes = []
+    for _ in range(4):
+        reuse.count([b"a"])
+        passes += reuse.passes([b"a", b"b"])
+    assert passes == [False, False, False, False, True, False, True, False]
+
+
+def test_a_key_counts_as_often_as_it_is_given():
+    reuse = ReuseFilter(threshold=2, max_size=10)
+    reuse.count([b"a", b"b", b"a"])
+    assert reuse.passes([b"a", b"b", b"a"]) == [True, False, True]
+
+
+def test_the_key_looked_up_longest_ago_is_forgotten():
+    reuse = ReuseFilter(threshold=2, max_size=2)
+    reuse.count([b"a", b"b", b"a"])  # b is the older one now
+    reuse.count([b"c"])
+    assert reuse.passes([b"a", b"b", b"c"]) == [True, False, False]
+    reuse.count([b"b", b"b"])  # starts from 0; a leaves
+    assert reuse.passes([b"a", b"b", b"c"]) == [False, True, False]
+
+
+def test_asking_whether_keys_pass_is_no_lookup():
+    reuse = ReuseFilter(threshold=2, max_size=2)
+    reuse.count([b"a", b"b"])
+    for _ in range(3):
+        assert reuse.passes([b"a"]) == [False]
+    reuse.count([b"c"])  # a was still the one looked up longest ago
+    reuse.count([b"a", b"c"])
+    assert reuse.passes([b"a", b"b", b"c"]) == [False, False, True]
+
+
+def test_equals_a_count_over_the_latest_keys():
+    rng = random.Random(5)
+    reuse, history, max_size = ReuseFilter(threshold=2, max_size=6), [], 6
+    universe = [bytes([i]) for i in range(12)]
+    counts = Counter()
+    for _ in range(500):
+        key = rng.choice(universe)
+        reuse.count([key])
+        history.append(key)
+        counts[key] += 1
+        latest = list(dict.fromkeys(reversed(history)))[:max_size]
+        counts = Counter({key: counts[key] for key in latest})
+        assert reuse.passes(universe) == [counts[key] >= 2 for key in universe]

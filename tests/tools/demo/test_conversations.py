@@ -1,0 +1,124 @@
+"""Random conversations, without and with offloading: the same tokens in both.
+
+In a workload several users ask questions in several turns. They share documents, some
+of their requests are aborted, and the device pool is so small that requests are
+preempted. `pytest -m long` runs twelve workloads for each model, mode and policy, 216
+in all.
+"""
+
+import dataclasses
+import itertools
+import random
+
+import pytest
+
+from jaxkv.tools.demo.allocation import most_blocks
+from jaxkv.tools.demo.engine import Engine, EngineConfig
+from jaxkv.tools.demo.model import ModelConfig
+from jaxkv.tools.demo.request import Phase
+from jaxkv.tools.demo.steps import make_steps
+
+FULL = ModelConfig(
+    num_layers=2, d_model=64, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=128
+)
+MODELS = {
+    "full": FULL,
+    "window": dataclasses.replace(FULL, layers="window", window_tokens=21),
+    "hybrid": dataclasses.replace(
+        FULL, num_layers=4, layers="hybrid", window_tokens=10
+    ),
+}
+MAX_TOKENS = 96
+CASES = list(itertools.product(MODELS, ("eager", "lazy"), ("lru", "arc", "arc_fixed")))
+
+
+@pytest.fixture(scope="module")
+def make_engine():
+    """Make engines of models, with programs that are compiled once."""
+    all_steps = {name: make_steps(model, seed=0) for name, model in MODELS.items()}
+
+    def make(name, **changes):
+        steps = all_steps[name]
+        needed = most_blocks(steps.config.groups(4), MAX_TOKENS, chunk=16)
+        config = EngineConfig(
+            block_size=4,
+            device_blocks=needed + 5,
+            host_blocks=0,
+            concurrency=4,
+            max_seq_tokens=MAX_TOKENS,
+            weights_epoch="test",
+            chunk_sizes=(16,),
+        )
+        return Engine(steps, dataclasses.replace(config, **changes))
+
+    return make
+
+
+def converse(engine, seed):
+    """Run a workload.
+
+    Returns:
+        The generated tokens by user and turn, of requests that were not aborted.
+    """
+    rng = random.Random(seed)
+
+    def tokens(least, most):
+        return rng.choices(range(256), k=rng.randint(least, most))
+
+    documents = [tokens(12, 40) for _ in range(2)]
+    transcripts = {user: list(rng.choice(documents)) for user in range(5)}
+    answers = {}
+    for turn in range(3):
+        users = sorted(transcripts, key=lambda _: rng.random())
+        # The requests to abort, and after how many tokens.
+        aborts = {user: rng.randint(0, 4) for user in users if rng.random() < 0.2}
+        requests = {}
+        for user in users:
+            transcripts[user] += tokens(1, 7)
+            requests[user] = engine.submit(transcripts[user], rng.randint(1, 6))
+        for _ in range(3000):
+            for user, num in list(aborts.items()):
+                if len(requests[user].generated) >= num:
+                    engine.abort(requests[user])
+                    del aborts[user]
+            if not engine.has_work:
+                break
+            engine.step()
+        assert not engine.has_work, "the engine does not come to an end"
+        for user, request in requests.items():
+            if request.phase is Phase.FINISHED:
+                answers[user, turn] = request.generated
+                transcripts[user] += request.generated
+    engine.drain()
+    assert engine.blocks.num_free == engine.config.device_blocks - 1
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "policy", "seeds"),
+    [
+        ("full", "lazy", "arc", range(2)),
+        ("hybrid", "eager", "lru", range(2)),
+        *(
+            pytest.param(*case, range(12 * i, 12 * i + 12), marks=pytest.mark.long)
+            for i, case in enumerate(CASES)
+        ),
+    ],
+)
+def test_conversations_get_the_same_tokens_with_offloading(
+    make_engine, name, mode, policy, seeds
+):
+    alone = make_engine(name)
+    offloading = make_engine(
+        name, host_blocks=60, offload_mode=mode, cache_policy=policy
+    )
+    num_answers = 0
+    for seed in seeds:
+        print(f"seed {seed}")
+        expected = converse(alone, seed)
+        assert converse(offloading, seed) == expected
+        num_answers += len(expected)
+    assert num_answers > 8 * len(seeds)
+    assert alone.num_preemptions + offloading.num_preemptions > 0
+    assert offloading.worker.blocks_loaded > 0
+    assert offloading.worker.num_in_flight == 0

@@ -1,0 +1,496 @@
+"""The engine end to end: the same tokens with and without offloading."""
+
+import dataclasses
+import random
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxkv.scheduling.protocol import ConnectorOutput
+from jaxkv.tools.demo.allocation import most_blocks
+from jaxkv.tools.demo.engine import Engine, EngineConfig
+from jaxkv.tools.demo.model import ModelConfig, reference_forward
+from jaxkv.tools.demo.records import DemoConfig
+from jaxkv.tools.demo.request import Phase
+from jaxkv.tools.demo.run import check_config, measure_bandwidth, run_demo
+from jaxkv.tools.demo.steps import make_steps
+
+MODEL = ModelConfig(
+    num_layers=2, d_model=64, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=128
+)
+CONFIG = EngineConfig(
+    block_size=16,
+    device_blocks=48,
+    host_blocks=200,
+    concurrency=3,
+    max_seq_tokens=640,
+    weights_epoch="test",
+)
+
+
+@pytest.fixture(scope="module")
+def steps():
+    return make_steps(MODEL, seed=0)
+
+
+def make_engine(steps, **changes):
+    return Engine(steps, dataclasses.replace(CONFIG, **changes))
+
+
+def finish(engine, *requests):
+    """Run until these requests are over; others may remain."""
+    for _ in range(5000):
+        if all(r.phase in (Phase.FINISHED, Phase.ABORTED) for r in requests):
+            engine.drain()
+            return
+        engine.step()
+    raise AssertionError("the engine does not come to an end")
+
+
+def random_tokens(seed, num):
+    return random.Random(seed).choices(range(256), k=num)
+
+
+def check_at_rest(engine):
+    """Check that nothing waits, is held or is in flight."""
+    assert not engine.has_work
+    assert engine.blocks.num_free == engine.config.device_blocks - 1
+    if engine.offload is not None:
+        assert engine.worker.num_in_flight == 0
+        assert not engine.offload.has_pending_stores()
+        assert not engine.offload.has_pending_loads()
+        assert not np.asarray(engine.offload._manager.executor.state.ref_cnt).any()
+
+
+def check_tokens(steps, request, config=CONFIG):
+    """Generated tokens are the best of the dense model, or tied with it."""
+    tokens = np.zeros(config.max_seq_tokens, np.int32)  # one length, one compilation
+    tokens[: request.num_tokens] = request.tokens
+    logits = np.asarray(jitted_forward(steps.model, jnp.asarray(tokens)))
+    first = len(request.prompt) - 1
+    rows = logits[first : first + len(request.generated)]
+    chosen = rows[np.arange(len(rows)), list(request.generated)]
+    np.testing.assert_allclose(chosen, rows.max(axis=1), rtol=0, atol=1e-3)
+
+
+jitted_forward = nnx.jit(reference_forward)
+
+
+def test_generates_what_the_dense_model_generates(steps):
+    engine = make_engine(steps, host_blocks=0)
+    request = engine.submit(random_tokens(1, 300), 5)
+    finish(engine, request)
+    assert len(request.generated) == 5
+    check_tokens(steps, request)
+    check_at_rest(engine)
+
+
+def converse(engine, num_conversations, num_turns):
+    """Run conversations in turn in an engine that cannot hold them all."""
+    transcripts = [random_tokens(i, 250 + 7 * i) for i in range(num_conversations)]
+    for turn in range(num_turns):
+        requests = []
+        for i, transcript in enumerate(transcripts):
+            transcript += random_tokens(100 * turn + i, 20)
+            requests.append(engine.submit(transcript, 6))
+        finish(engine, *requests)
+        for transcript, request in zip(transcripts, requests, strict=True):
+            transcript += request.generated
+    return transcripts, requests
+
+
+@pytest.mark.parametrize("host_blocks", [200, 30, 1])
+def test_tokens_are_the_same_with_offloading(steps, host_blocks):
+    plain, _ = converse(make_engine(steps, host_blocks=0), 5, 3)
+    engine = make_engine(steps, host_blocks=host_blocks)
+    offloaded, last = converse(engine, 5, 3)
+    assert offloaded == plain
+    check_at_rest(engine)
+    assert engine.worker.blocks_stored > 0
+    if host_blocks == 200:
+        hits = [(r.device_hit_tokens, r.host_hit_tokens) for r in last]
+        assert all(device + host > 250 for device, host in hits)
+        assert sum(host for _, host in hits) > 1000
+
+
+def test_wrong_blocks_from_the_host_change_the_tokens(steps, monkeypatch):
+    """Otherwise equal tokens would prove nothing."""
+    prompt = random_tokens(3, 400)
+    engine = make_engine(steps)
+    first = engine.submit(prompt, 8)
+    finish(engine, first)
+    flush_device(engine)
+    load = engine.transfer.load
+
+    # Not only in another order, which attention would not notice.
+    def load_one_block_everywhere(pool, host_ids, device_ids):
+        return load(pool, [host_ids[0]] * len(host_ids), device_ids)
+
+    monkeypatch.setattr(engine.transfer, "load", load_one_block_everywhere)
+    again = engine.submit(prompt, 8)
+    finish(engine, again)
+    assert again.host_hit_tokens == 384
+    assert again.generated != first.generated
+
+
+def flush_device(engine):
+    """Evict all cached blocks from the device tier."""
+    engine.blocks.free(engine.blocks.allocate(engine.blocks.num_free))
+
+
+def test_a_common_prefix_is_stored_once(steps):
+    engine = make_engine(steps)
+    prefix = random_tokens(4, 320)
+    requests = [engine.submit(prefix + random_tokens(i, 20), 2) for i in range(4)]
+    finish(engine, *requests)
+    assert engine.worker.blocks_stored == 320 // 16 + 4  # and one of each tail
+    assert requests[-1].device_hit_tokens == 320
+
+
+def test_requests_can_be_aborted_at_any_time(steps):
+    engine = make_engine(steps)
+    rng = random.Random(5)
+    prompts = [random_tokens(i, 300) for i in range(4)]
+    warm = [engine.submit(prompt, 2) for prompt in prompts]
+    finish(engine, *warm)
+    for _ in range(12):
+        flush_device(engine)
+        requests = [engine.submit(prompt, 4) for prompt in prompts]
+        for _ in range(rng.randrange(4)):
+            engine.step()
+        for request in rng.sample(requests, 2):
+            engine.abort(request)
+            engine.abort(request)  # a second time does nothing
+        finish(engine, *requests)
+        check_at_rest(engine)
+    assert engine.worker.blocks_loaded > 0
+
+
+def test_a_failed_load_is_computed_instead(steps, monkeypatch):
+    prompt = random_tokens(6, 300)
+    engine = make_engine(steps)
+    first = engine.submit(prompt, 4)
+    finish(engine, first)
+    flush_device(engine)
+    poll = engine.worker.poll
+
+    def poll_failing():
+        output = poll()
+        return dataclasses.replace(
+            output, finished_recving=(), failed_recving=output.finished_recving
+        )
+
+    monkeypatch.setattr(engine.worker, "poll", poll_failing)
+    again = engine.submit(prompt, 4)
+    finish(engine, again)
+    assert again.host_hit_tokens == 0
+    assert again.generated == first.generated
+    check_at_rest(engine)
+
+
+TIGHT = EngineConfig(
+    block_size=4,
+    device_blocks=0,  # by variant
+    host_blocks=0,
+    concurrency=4,
+    max_seq_tokens=96,
+    weights_epoch="test",
+    chunk_sizes=(16,),
+)
+HOST_BLOCKS = 40
+VARIANTS = {
+    "full": MODEL,
+    "window": dataclasses.replace(MODEL, layers="window", window_tokens=21),
+    "hybrid": dataclasses.replace(
+        MODEL, num_layers=4, layers="hybrid", window_tokens=10
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def all_steps():
+    return {name: make_steps(config, seed=0) for name, config in VARIANTS.items()}
+
+
+def make_tight_engine(steps, num_tokens=96, **changes):
+    """Make an engine with as many blocks as one request of `num_tokens` needs."""
+    needed = most_blocks(steps.config.groups(4), num_tokens, chunk=16)
+    return Engine(
+        steps, dataclasses.replace(TIGHT, device_blocks=needed + 1, **changes)
+    )
+
+
+@pytest.mark.parametrize(
+    ("variant", "host_blocks", "offload_mode", "seed"),
+    [
+        ("full", 0, "eager", 0),
+        ("full", HOST_BLOCKS, "eager", 1),
+        ("window", 0, "eager", 2),
+        ("hybrid", HOST_BLOCKS, "eager", 3),
+        *(
+            pytest.param(variant, host_blocks, mode, seed, marks=pytest.mark.long)
+            for variant in VARIANTS
+            for host_blocks in (0, 3, HOST_BLOCKS)
+            for mode in ("eager", "lazy")
+            for seed in range(8)
+            if host_blocks or mode == "eager"
+        ),
+    ],
+)
+def test_preempted_requests_generate_the_right_tokens(
+    all_steps, variant, host_blocks, offload_mode, seed
+):
+    rng = random.Random(seed)
+    steps = all_steps[variant]
+    engine = make_tight_engine(
+        steps, host_blocks=host_blocks, offload_mode=offload_mode
+    )
+    documents = [random_tokens(i, 70) for i in range(3)]
+    unborn, requests = 16, []
+    for _ in range(5000):
+        while unborn and rng.random() < 0.2:
+            unborn -= 1
+            prompt = rng.choice(documents)[: rng.randrange(1, 71)]
+            prompt += random_tokens(unborn, rng.randrange(8))
+            requests.append(engine.submit(prompt, rng.randrange(1, 19)))
+        if requests and rng.random() < 0.05:
+            engine.abort(rng.choice(requests[1:] or requests))
+        engine.step()
+        if not unborn and not engine.has_work:
+            break
+    engine.drain()
+    check_at_rest(engine)
+    phases = [request.phase for request in requests]
+    assert set(phases) <= {Phase.FINISHED, Phase.ABORTED}
+    assert phases.count(Phase.FINISHED) > 5
+    assert engine.num_preemptions == sum(r.num_preemptions for r in requests) > 0
+    assert requests[0].num_preemptions == 0  # no request is older
+    for request in requests:
+        if request.phase is Phase.FINISHED:
+            assert len(request.generated) == request.max_new_tokens
+        check_tokens(steps, request, TIGHT)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_request_never_holds_more_than_most_blocks(all_steps, variant, monkeypatch):
+    steps = all_steps[variant]
+    engine = make_tight_engine(steps)
+    usable = engine.blocks.num_free
+    assert usable == {"full": 24, "window": 14, "hybrid": 24 + 11}[variant]
+    allocate, num_free = engine.blocks.allocate, []
+
+    def allocate_and_look(num):
+        block_ids = allocate(num)
+        num_free.append(engine.blocks.num_free)
+        return block_ids
+
+    monkeypatch.setattr(engine.blocks, "allocate", allocate_and_look)
+    request = engine.submit(random_tokens(0, 70), 26)
+    while engine.has_work:
+        engine.step()
+    check_tokens(steps, request, TIGHT)
+    check_at_rest(engine)
+    # The bound is close; when the window's table is longest, the other is short.
+    assert min(num_free) == {"full": 0, "window": 1, "hybrid": 7}[variant]
+    with pytest.raises(ValueError, match=f"needs {usable} blocks .* {usable - 1}"):
+        Engine(steps, dataclasses.replace(TIGHT, device_blocks=usable)).submit(
+            [1] * 90, 6
+        )
+
+
+def test_a_preempted_request_keeps_its_tokens_and_loads_from_the_host(all_steps):
+    engine = make_tight_engine(all_steps["full"], host_blocks=HOST_BLOCKS)
+    old = engine.submit(random_tokens(0, 40), 50)
+    new = engine.submit(random_tokens(1, 40), 20)
+    while not new.num_preemptions:
+        engine.step()
+    generated = new.generated
+    assert generated
+    assert new.phase is Phase.WAITING
+    assert not any(new.block_ids_by_group)
+    while old.phase is not Phase.FINISHED:
+        engine.step()
+    finish(engine, new)
+    assert new.generated[: len(generated)] == generated
+    assert old.num_preemptions == 0
+    assert engine.worker.blocks_loaded > 0
+    # Hits are counted on arrival.
+    assert new.device_hit_tokens == new.host_hit_tokens == 0
+    for request in (old, new):
+        check_tokens(all_steps["full"], request, TIGHT)
+    check_at_rest(engine)
+
+
+def test_blocks_that_stores_hold_are_waited_for(all_steps, monkeypatch):
+    engine = make_tight_engine(all_steps["full"], host_blocks=HOST_BLOCKS)
+    poll = engine.worker.poll
+    monkeypatch.setattr(engine.worker, "poll", ConnectorOutput)  # nothing arrives
+    first = engine.submit(random_tokens(0, 90), 5)
+    while first.phase is not Phase.FINISHED:
+        engine.step()
+    second = engine.submit(random_tokens(1, 90), 5)
+    for _ in range(20):
+        engine.step()
+    assert second.phase is not Phase.FINISHED
+    monkeypatch.setattr(engine.worker, "poll", poll)
+    finish(engine, second)
+    check_tokens(all_steps["full"], second, TIGHT)
+    check_at_rest(engine)
+
+
+def test_a_request_that_waits_for_the_hosts_answer_delays_no_other(
+    all_steps, monkeypatch
+):
+    engine = make_tight_engine(all_steps["full"], host_blocks=HOST_BLOCKS)
+    ask = engine.offload.get_num_new_matched_tokens
+    slow = engine.submit(random_tokens(0, 50), 4)
+    answers = iter(range(6))
+
+    def ask_slowly(request, num_computed_tokens):
+        if request is slow and next(answers, None) is not None:
+            return None, False
+        return ask(request, num_computed_tokens)
+
+    monkeypatch.setattr(engine.offload, "get_num_new_matched_tokens", ask_slowly)
+    quick = engine.submit(random_tokens(1, 10), 2)
+    while quick.phase is not Phase.FINISHED:
+        assert slow.phase is Phase.WAITING
+        engine.step()
+    finish(engine, slow)
+    check_tokens(all_steps["full"], slow, TIGHT)
+    check_at_rest(engine)
+
+
+def test_a_synchronous_load_is_used_in_the_same_step(all_steps, monkeypatch):
+    """For example one that only copies blocks on the device."""
+    engine = make_tight_engine(all_steps["full"], host_blocks=HOST_BLOCKS)
+    prompt = random_tokens(0, 60)
+    first = engine.submit(prompt, 4)
+    finish(engine, first)
+    flush_device(engine)
+    ask = engine.offload.get_num_new_matched_tokens
+    monkeypatch.setattr(
+        engine.offload,
+        "get_num_new_matched_tokens",
+        lambda *arguments: (ask(*arguments)[0], False),
+    )
+    start, reports = engine.worker.start, []
+
+    def start_and_wait(meta, pool):
+        pool, output = engine.worker.drain(start(meta, pool))
+        reports.append(output)
+        return pool
+
+    monkeypatch.setattr(engine.worker, "start", start_and_wait)
+    monkeypatch.setattr(
+        engine.worker, "poll", lambda: reports.pop() if reports else ConnectorOutput()
+    )
+    again = engine.submit(prompt, 4)
+    engine.step()
+    assert again.host_hit_tokens == 56
+    assert len(again.generated) == 1
+    finish(engine, again)
+    assert again.generated == first.generated
+    check_at_rest(engine)
+
+
+def test_a_request_that_does_not_fit_holds_nothing(all_steps):
+    """It queried the host, and then there was no room for the blocks to load."""
+    engine = make_tight_engine(all_steps["full"], host_blocks=HOST_BLOCKS)
+    prompt = random_tokens(0, 80)
+    finish(engine, engine.submit(prompt, 2))
+    flush_device(engine)
+    other = engine.submit(random_tokens(1, 30), 20)
+    while not other.generated:
+        engine.step()
+    waiting = engine.submit(prompt, 2)
+    engine.step()
+    assert waiting.phase is Phase.WAITING
+    assert not engine.offload.has_pending_loads()
+    engine.abort(waiting)
+    finish(engine, other)
+    check_at_rest(engine)
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "new_tokens", "match"),
+    [
+        (0, 4, r"len\(prompt\)=0 and max_new_tokens=4 must both be at least 1"),
+        (5, 0, "max_new_tokens=0 must both"),
+        (700, 1, "701 tokens is longer than max_seq_tokens=640"),
+    ],
+)
+def test_invalid_requests_are_refused(steps, prompt_tokens, new_tokens, match):
+    engine = make_engine(steps, host_blocks=0)
+    with pytest.raises(ValueError, match=match):
+        engine.submit([1] * prompt_tokens, new_tokens)
+    assert not engine.has_work
+    small = make_engine(steps, host_blocks=0, device_blocks=10)
+    with pytest.raises(ValueError, match=r"needs 13 blocks of the device pool, .* 9"):
+        small.submit([1] * 190, 10)
+
+
+def test_each_step_is_compiled_once_per_table_size(steps):
+    engine = make_engine(steps)
+    engine.warm_up()
+    sizes = [f.func._cache_size() for f in (steps.prefill_chunk, steps.decode)]
+    converse(engine, 3, 2)
+    assert [f.func._cache_size() for f in (steps.prefill_chunk, steps.decode)] == sizes
+
+
+def test_a_small_demo_runs_with_consistent_figures():
+    config = DemoConfig(
+        conversations=3,
+        turns=2,
+        document_tokens=320,
+        question_tokens=60,
+        answer_tokens=4,
+        device_blocks=17,
+        host_bytes=16 << 20,
+    )
+    told = []
+    record = run_demo(config, lambda *args: told.append(args))
+    assert record.tokens_identical
+    assert record.off.blocks_stored == record.off.blocks_loaded == 0
+    assert record.on.blocks_stored > 0
+    assert record.on.blocks_loaded > 0
+    assert record.on.bytes_loaded % record.on.blocks_loaded == 0
+    block_bytes = record.on.bytes_stored // record.on.blocks_stored
+    assert record.on.peak_host_bytes == record.on.blocks_stored * block_bytes
+    assert sum(t.host_hit_tokens for t in record.on.turns) == (
+        record.on.blocks_loaded * config.block_size
+    )
+    for run in (record.off, record.on):
+        assert [(t.turn, t.conversation) for t in run.turns] == [
+            (turn, who) for turn in (1, 2) for who in range(3)
+        ]
+        for turn in run.turns:
+            hits = turn.device_hit_tokens + turn.host_hit_tokens
+            assert turn.prefilled_tokens == turn.prompt_tokens - hits > 0
+            assert turn.ttft_s > 0
+            assert len(turn.generated) == 4
+    assert [args[1:] for args in told if args[0] == "asking"] == [
+        (done, 12) for done in range(1, 13)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"turns": 99}, "the last turn would have 13136 tokens, but the model takes"),
+        ({"device_blocks": 20}, "20 device blocks cannot hold one conversation of 24"),
+        ({"host_bytes": 100}, "100 bytes of host memory cannot hold one KV block of"),
+    ],
+)
+def test_a_demo_that_cannot_run_is_refused(changes, match):
+    with pytest.raises(ValueError, match=match):
+        check_config(dataclasses.replace(DemoConfig(), **changes))
+
+
+def test_bandwidth_is_measured(steps):
+    record = measure_bandwidth(steps, DemoConfig())
+    assert record.num_bytes == 16 << 20
+    speeds = (record.store_gb_per_s, record.load_gb_per_s, record.copyto_gb_per_s)
+    assert all(0 < speed < 1000 for speed in speeds)

@@ -1,0 +1,352 @@
+"""The paged steps against the dense forward pass of the same model."""
+
+import dataclasses
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxkv.search.groups import FullAttention, SlidingWindow
+from jaxkv.tools.demo.model import (
+    ModelConfig,
+    init_pool,
+    paged_hidden,
+    reference_forward,
+)
+from jaxkv.tools.demo.steps import Steps, make_steps
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 60
+CHUNK = 8
+SMALL = ModelConfig(
+    num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48
+)
+VARIANTS = {
+    "full": SMALL,
+    "window": dataclasses.replace(SMALL, layers="window", window_tokens=6),
+    "hybrid": dataclasses.replace(
+        SMALL, num_layers=4, layers="hybrid", window_tokens=9
+    ),
+}
+CLOSE = {"rtol": 0, "atol": 1e-4}
+
+
+@pytest.fixture(scope="module")
+def all_steps():
+    return {name: make_steps(config, seed=3) for name, config in VARIANTS.items()}
+
+
+@pytest.fixture(params=VARIANTS)
+def steps(request, all_steps):
+    return all_steps[request.param]
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return np.random.default_rng(0).integers(0, 256, 50, dtype=np.int32)
+
+
+@pytest.fixture(scope="module")
+def all_expected(all_steps, tokens):
+    return {name: dense(steps, tokens) for name, steps in all_steps.items()}
+
+
+@pytest.fixture
+def expected(request, all_expected, steps):
+    return all_expected[request.node.callspec.params["steps"]]
+
+
+def dense(steps, tokens):
+    return np.asarray(jitted_forward(steps.model, jnp.asarray(tokens)))
+
+
+jitted_forward = nnx.jit(reference_forward)
+
+
+def make_tables(rng, config, num_tokens, size):
+    """Shuffled block tables i32[C, size]; entries past `num_tokens` are random."""
+    num_groups, used = len(config.windows), -(-num_tokens // BLOCK_SIZE)
+    blocks = rng.permutation(np.arange(1, NUM_BLOCKS, dtype=np.int32))
+    wild = rng.choice([-1, 10**6, NUM_BLOCKS, 0], (num_groups, size - used))
+    return np.concatenate(
+        [blocks[: num_groups * used].reshape(num_groups, used), wild], axis=1
+    ).astype(np.int32)
+
+
+def in_window(config, pool, tables, start):
+    """Remove blocks that no token from `start` on attends to, and fill them with NaN.
+
+    Returns:
+        The pool, and the tables with the null block instead.
+    """
+    num_blocks, block_size = pool[0]["k"].shape[:2]
+    gone = np.zeros(tables.shape, bool)
+    for row, window in zip(gone, config.windows, strict=True):
+        if window is not None:
+            row[: max(start - window + 1, 0) // block_size] = True
+    lost = np.where(gone, tables, num_blocks)
+    return fill_with_nan(pool, lost), np.where(gone, 0, tables).astype(np.int32)
+
+
+@jax.jit
+def fill_with_nan(pool, block_ids):
+    return jax.tree.map(lambda leaf: leaf.at[block_ids].set(jnp.nan, mode="drop"), pool)
+
+
+def prefill(steps: Steps, pool, tokens, tables, cuts=()):
+    """Prefill all of `tokens`, in chunks that end at `cuts` or before."""
+    start = 0
+    while start < len(tokens):
+        end = min([start + CHUNK, len(tokens), *(c for c in cuts if c > start)])
+        chunk = np.full(CHUNK, 77, np.int32)
+        chunk[: end - start] = tokens[start:end]
+        pool, now = in_window(steps.config, pool, tables, start)
+        result = steps.prefill_chunk(
+            pool, chunk, np.int32(start), np.int32(end - start), now
+        )
+        pool, start = result.pool, end
+    return result
+
+
+def poisoned(steps):
+    pool = init_pool(steps.config, NUM_BLOCKS, BLOCK_SIZE)
+    return jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), pool)
+
+
+@pytest.mark.parametrize("trial", range(5))
+def test_chunked_prefill_is_the_dense_forward_pass(steps, tokens, expected, trial):
+    rng = np.random.default_rng(trial)
+    length = int(rng.integers(1, len(tokens) + 1))
+    cuts = rng.integers(1, len(tokens), rng.integers(0, 6))
+    tables = make_tables(rng, steps.config, length, size=(13, 20)[trial % 2])
+
+    result = prefill(steps, poisoned(steps), tokens[:length], tables, cuts)
+
+    np.testing.assert_allclose(result.logits, expected[length - 1], **CLOSE)
+    assert result.logits.shape == (256,)
+    assert result.next_token.dtype == jnp.int32
+    assert int(result.next_token) == int(np.argmax(expected[length - 1]))
+
+
+def test_decode_continues_where_prefill_ended(steps, tokens, expected):
+    config = steps.config
+    both = make_tables(np.random.default_rng(1), config, 96, size=24)
+    tables = [both[:, :12], both[:, 12:]]
+    starts = [17, 30]
+    pool = poisoned(steps)
+    for table, start in zip(tables, starts, strict=True):
+        pool = prefill(steps, pool, tokens[:start], table).pool
+
+    for i in range(15):
+        rows = []
+        for table, start in zip(tables, starts, strict=True):
+            pool, now = in_window(config, pool, table, start + i)
+            rows.append(now)
+        rows.insert(1, np.full_like(now, -1))
+        positions = np.array([starts[0] + i, -1, starts[1] + i], np.int32)
+        result = steps.decode(pool, tokens[positions], positions, np.stack(rows, 1))
+        pool = result.pool
+        for row in (0, 2):
+            want = expected[positions[row]]
+            np.testing.assert_allclose(result.logits[row], want, **CLOSE)
+            assert int(result.next_token[row]) == int(np.argmax(want))
+    # Prefill continues where decode ended.
+    rest = tokens[:CHUNK]
+    want = dense(steps, np.concatenate([tokens[:32], rest]))[-1]
+    last = steps.prefill_chunk(pool, rest, np.int32(32), np.int32(CHUNK), rows[0])
+    np.testing.assert_allclose(last.logits, want, **CLOSE)
+
+
+def test_a_window_layer_attends_to_its_window_only(tokens):
+    """One layer: tokens before the window have no influence, tokens in it have."""
+    config = dataclasses.replace(SMALL, num_layers=1, layers="window", window_tokens=6)
+    steps = make_steps(config, seed=0)
+    answers = []
+    for changed in (30, 14, 15):  # the first of them is too late to matter
+        other = tokens.copy()
+        other[changed] = (other[changed] + 1) % 256
+        answers.append(dense(steps, other)[20])
+    np.testing.assert_array_equal(answers[1], answers[0])
+    assert np.abs(answers[2] - answers[0]).max() > 1e-3
+
+
+def test_hybrid_layers_alternate(all_steps, tokens):
+    """The first layer is full: the last token's answer depends on the first token."""
+    other = tokens.copy()
+    other[0] = (other[0] + 1) % 256
+    config = dataclasses.replace(VARIANTS["hybrid"], num_layers=2, window_tokens=1)
+    answers = [dense(make_steps(config, seed=0), t)[-1] for t in (tokens, other)]
+    assert np.abs(answers[0] - answers[1]).max() > 1e-3
+    config = dataclasses.replace(config, layers="window")
+    answers = [dense(make_steps(config, seed=0), t)[-1] for t in (tokens, other)]
+    np.testing.assert_array_equal(*answers)
+
+
+def test_tied_embeddings_match_the_dense_model(tokens):
+    config = ModelConfig(
+        num_layers=1,
+        d_model=16,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
+        d_ff=16,
+        tie_embeddings=True,
+    )
+    steps = make_steps(config, seed=0)
+    want = dense(steps, tokens[:11])[-1]
+    table = np.arange(3, dtype=np.int32)[None]
+    pool = init_pool(config, NUM_BLOCKS, BLOCK_SIZE)
+    result = prefill(steps, pool, tokens[:11], table)
+    np.testing.assert_allclose(result.logits, want, **CLOSE)
+
+
+def test_only_the_first_num_tokens_are_written(steps, tokens):
+    tables = np.array([[5, 9, 2], [7, 8, 3]], np.int32)[: len(steps.config.windows)]
+    pool = prefill(steps, poisoned(steps), tokens[:6], tables).pool
+    for leaf in jax.tree.leaves(pool):
+        written = np.isfinite(np.asarray(leaf)).all(axis=(2, 3))
+        want = np.zeros((NUM_BLOCKS, BLOCK_SIZE), bool)
+        want[tables[:, 0]], want[tables[:, 1], :2] = True, True
+        np.testing.assert_array_equal(written, want)
+
+
+def test_rows_of_padding_write_nothing(steps):
+    pool = init_pool(steps.config, NUM_BLOCKS, BLOCK_SIZE)
+    rows = np.zeros((len(steps.config.windows), 3, 2), np.int32)
+    positions = np.array([-1, -1, -5], np.int32)
+    result = steps.decode(pool, np.ones(3, np.int32), positions, rows)
+    chex.assert_trees_all_equal(
+        result.pool, init_pool(steps.config, NUM_BLOCKS, BLOCK_SIZE)
+    )
+    assert np.isfinite(result.logits).all()
+
+
+@pytest.mark.parametrize("layers", VARIANTS)
+def test_one_wrong_block_changes_the_answer(layers):
+    """Otherwise equal answers would not show that the KV is right."""
+    config = ModelConfig(layers=layers, window_tokens=100)
+    steps = make_steps(config, seed=0)
+    text = np.random.default_rng(0).integers(32, 127, 200, dtype=np.int32)
+    tables = np.arange(1, 29, dtype=np.int32).reshape(2, 14)[: len(config.windows)]
+    pool = init_pool(config, 30, 16)
+    pool = prefill(steps, pool, text[:192], tables).pool
+    for group, window in enumerate(config.windows):
+        for wrong in (0, 5, 11) if window is None else (6, 9, 11):
+            answers = []
+            for block in (tables[group, wrong], 29):
+                swapped = tables.copy()
+                swapped[group, wrong] = block
+                result = steps.prefill_chunk(
+                    pool, text[192:], np.int32(192), np.int32(8), swapped
+                )
+                pool = result.pool
+                answers.append(np.asarray(result.logits))
+            assert np.abs(answers[0] - answers[1]).max() > 0.1
+
+
+def test_one_compilation_for_each_shape(tokens):
+    steps = make_steps(SMALL, seed=0)
+    pool = init_pool(SMALL, NUM_BLOCKS, BLOCK_SIZE)
+    for size in (4, 8, 4, 8):
+        for start in (0, 3):
+            for count in (1, CHUNK):
+                table = np.arange(size, dtype=np.int32)[None]
+                pool = steps.prefill_chunk(
+                    pool, tokens[:CHUNK], np.int32(start), np.int32(count), table
+                ).pool
+        rows = np.stack([table] * 2, axis=1)
+        for position in (-1, 2, 9):
+            pool = steps.decode(
+                pool, tokens[:2], np.full(2, position, np.int32), rows
+            ).pool
+    assert steps.prefill_chunk.func._cache_size() == 2
+    assert steps.decode.func._cache_size() == 2
+
+
+@pytest.mark.parametrize("kind", ["prefill_chunk", "decode"])
+def test_the_pool_is_updated_in_place(steps, kind):
+    pool = init_pool(steps.config, NUM_BLOCKS, BLOCK_SIZE)
+    scalar, row = np.int32(1), np.zeros(2, np.int32)
+    tables = np.zeros((len(steps.config.windows), 2, 2), np.int32)
+    arguments = {
+        "prefill_chunk": (np.zeros(CHUNK, np.int32), scalar, scalar, tables[:, 0]),
+        "decode": (row, row, tables),
+    }[kind]
+    step = getattr(steps, kind)
+
+    compiled = step.func.lower(*step.args, pool, *arguments).compile()
+    shape = f"f32[{NUM_BLOCKS},{BLOCK_SIZE},2,8]"
+    assert shape in compiled.as_text()
+    assert not re.search(re.escape(shape) + r"\S* copy\(", compiled.as_text())
+
+    before = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(pool)]
+    after = step(pool, *arguments).pool
+    assert before == [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(after)]
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(pool))
+
+
+def test_the_seed_determines_the_weights():
+    first, again, other = (
+        jax.tree.leaves(nnx.state(make_steps(SMALL, seed).model)) for seed in (1, 1, 2)
+    )
+    chex.assert_trees_all_equal(first, again)
+    assert any((a != b).any() for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("layers", VARIANTS)
+def test_the_pool_has_a_slot_per_layer_of_a_group(layers):
+    config = VARIANTS[layers]
+    pool = init_pool(config, 3, 5)
+    assert len(pool) == config.layers_per_group == 2
+    chex.assert_trees_all_equal(
+        pool[0], {name: jnp.zeros((3, 5, 2, 8), jnp.float32) for name in "kv"}
+    )
+    assert pool[0]["k"].committed
+    assert pool[0]["k"].devices() == {jax.devices()[0]}
+    per_token = sum(leaf.nbytes for leaf in jax.tree.leaves(pool)) // 15
+    assert per_token == config.kv_bytes_per_token
+    assert ModelConfig().kv_bytes_per_token == 2048
+
+
+def test_groups_are_those_of_the_layers():
+    groups = {name: config.groups(16) for name, config in VARIANTS.items()}
+    assert groups == {
+        "full": (FullAttention(16),),
+        "window": (SlidingWindow(16, 6),),
+        "hybrid": (FullAttention(16), SlidingWindow(16, 9)),
+    }
+
+
+def test_padding_stays_finite(steps):
+    tables = np.zeros((len(steps.config.windows), 1, 2), np.int32)
+    _, hidden = nnx.jit(paged_hidden)(
+        steps.model,
+        poisoned(steps),
+        jnp.zeros((1, 3), jnp.int32),
+        jnp.full((1, 3), -1),
+        jnp.asarray(tables),
+    )
+    assert np.isfinite(hidden).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_heads": 3, "num_kv_heads": 2}, "num_heads=3 must be a multiple"),
+        ({"head_dim": 7}, "head_dim=7 must be even"),
+        ({"dtype": "bfloat16"}, "dtype='bfloat16' must be 'float32'"),
+        ({"layers": "half"}, "layers='half' must be 'full', 'window' or 'hybrid'"),
+        (
+            {"layers": "hybrid", "num_layers": 3},
+            "num_layers=3 of a hybrid must be even",
+        ),
+        ({"window_tokens": 0}, "window_tokens=0 must be at least 1"),
+    ],
+)
+def test_invalid_model_configs_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ModelConfig(**arguments)

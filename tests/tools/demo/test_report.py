@@ -1,0 +1,208 @@
+"""The report on fake records, with figures computed by hand."""
+
+import dataclasses
+import json
+import struct
+
+import pytest
+from rich.console import Console
+
+from jaxkv.tools.demo import report
+from jaxkv.tools.demo.records import (
+    BandwidthRecord,
+    DemoConfig,
+    DemoRecord,
+    RunRecord,
+    TurnRecord,
+)
+from jaxkv.tools.demo.report import Difference
+
+
+def make_turn(conversation, turn, device, host, ttft_s, generated=(7, 8, 9)):
+    return TurnRecord(
+        conversation=conversation,
+        turn=turn,
+        prompt_tokens=1000,
+        device_hit_tokens=device,
+        host_hit_tokens=host,
+        prefilled_tokens=1000 - device - host,
+        ttft_s=ttft_s,
+        generated=generated,
+    )
+
+
+OFF = RunRecord(
+    turns=(
+        make_turn(0, 1, 0, 0, 1.0),
+        make_turn(1, 1, 100, 0, 2.0),
+        make_turn(0, 2, 100, 0, 2.0),
+        make_turn(1, 2, 100, 0, 3.0),
+    ),
+    wall_s=10.0,
+    blocks_stored=0,
+    blocks_loaded=0,
+    bytes_stored=0,
+    bytes_loaded=0,
+    peak_host_bytes=0,
+)
+ON = RunRecord(
+    turns=(
+        make_turn(0, 1, 0, 0, 1.0),
+        make_turn(1, 1, 200, 0, 1.5),
+        make_turn(0, 2, 100, 700, 0.25),
+        make_turn(1, 2, 100, 800, 0.75),
+    ),
+    wall_s=6.0,
+    blocks_stored=50,
+    blocks_loaded=1500,
+    bytes_stored=50 << 16,
+    bytes_loaded=1500 << 16,
+    peak_host_bytes=3 << 20,
+)
+RECORD = DemoRecord(
+    config=DemoConfig(conversations=2, turns=2),
+    off=OFF,
+    on=ON,
+    bandwidth=BandwidthRecord(2.0, 3.0, 8.0, 1 << 20),
+    host_capacity_bytes=8 << 20,
+)
+
+
+def with_answer(record, index, generated):
+    turns = list(record.on.turns)
+    turns[index] = dataclasses.replace(turns[index], generated=generated)
+    on = dataclasses.replace(record.on, turns=tuple(turns))
+    return dataclasses.replace(record, on=on)
+
+
+def first_turns(record):
+    off, on = (
+        dataclasses.replace(run, turns=run.turns[:2]) for run in (record.off, record.on)
+    )
+    config = dataclasses.replace(record.config, turns=1)
+    return dataclasses.replace(record, config=config, off=off, on=on)
+
+
+def printed(record, colour=False):
+    console = Console(
+        width=80,
+        force_terminal=colour,
+        no_color=not colour,
+        color_system="standard" if colour else None,
+    )
+    with console.capture() as capture:
+        report.print_report(record, console)
+    return capture.get()
+
+
+def test_json_has_the_figures_that_matter():
+    got = json.loads(json.dumps(report.to_json(RECORD), allow_nan=False))
+    want = {
+        "tokens_identical": True,
+        "returning_turn_ttft_speedup": 2.5 / 0.5,
+        "blocks_stored": 50,
+        "blocks_loaded": 1500,
+        "bytes_stored": 50 << 16,
+        "bytes_loaded": 1500 << 16,
+        "peak_host_bytes": 3 << 20,
+        "host_capacity_bytes": 8 << 20,
+        "wall_s": 16.0,
+    }
+    assert {key: got[key] for key in want} == want
+    assert got["off"]["ttft_p50_s_by_turn"] == {"1": 1.5, "2": 2.5}
+    assert got["on"]["ttft_p50_s_by_turn"] == {"1": 1.25, "2": 0.5}
+    assert got["on"]["tiers"] == {
+        "device": {"hit_tokens": 400, "queried_tokens": 4000},
+        "host": {"hit_tokens": 1500, "queried_tokens": 3600},
+    }
+    assert got["on"]["prefilled_tokens"] == 4000 - 400 - 1500
+    assert got["on"]["turns"][2]["host_hit_tokens"] == 700
+    assert got["config"]["device_blocks"] == DemoConfig().device_blocks
+    assert got["versions"]["jax"]
+    assert got["machine"]["cpu_count"] >= 1
+
+
+def test_without_a_returning_turn_there_is_no_speedup():
+    record = first_turns(RECORD)
+    assert report.returning_turn_ttft_speedup(record) is None
+    assert report.to_json(record)["returning_turn_ttft_speedup"] is None
+    assert "From turn 2" not in printed(record)
+    (line,) = (x for x in printed(record).splitlines() if "turns 2 and" in x)
+    assert line.split() == ["turns", "2", "and", "later", "-", "-"]
+
+
+@pytest.mark.parametrize(
+    ("label", "cells"),
+    [
+        ("  all turns", "2.000 / 2.850 s 0.875 / 1.425 s"),
+        ("  turn 1", "1.500 / 1.950 s 1.250 / 1.475 s"),
+        ("  turns 2 and later", "2.500 / 2.950 s 0.500 / 0.725 s"),
+        ("Prompt tokens", "4,000 4,000"),
+        ("  found on the device", "300 400"),
+        ("  brought back from host", "0 1,500"),
+        ("  prefilled", "3,700 2,100"),
+        ("Device hits, of prompt", "7.5% of 4,000 10.0% of 4,000"),
+        ("Host hits, of device misses", "- 41.7% of 3,600"),
+        ("Blocks stored", "- 50 = 3.1 MiB"),
+        ("Blocks loaded", "- 1,500 = 93.8 MiB"),
+        ("Store alone, GB/s", "- 2.00 = 0.25 x np.copyto"),
+        ("Load alone, GB/s", "- 3.00 = 0.38 x np.copyto"),
+        ("Host memory, peak", "- 37.5% of 8.0 MiB"),
+        ("Wall time", "10.0 s 6.0 s"),
+    ],
+)
+def test_the_table_has_the_figures(label, cells):
+    (line,) = (x for x in printed(RECORD).splitlines() if x.startswith(f"{label}  "))
+    assert line.removeprefix(label).split() == cells.split()
+
+
+def test_the_report_fits_a_terminal_of_80_columns():
+    for record in (RECORD, with_answer(RECORD, 3, (7,))):
+        assert max(len(line) for line in printed(record).splitlines()) <= 80
+
+
+def test_the_verdict_on_equal_answers():
+    text = printed(RECORD)
+    assert "From turn 2 on the first token comes 5.00 times as fast (p50)." in text
+    assert "All 12 generated tokens are identical with offloading off and on." in text
+    assert "\x1b[32m" in printed(RECORD, colour=True)
+
+
+@pytest.mark.parametrize(
+    ("index", "generated", "difference"),
+    [
+        (3, (7, 0, 9), Difference(1, 2, 1)),
+        (0, (7, 8), Difference(0, 1, 2)),
+        (2, (), Difference(0, 2, 0)),
+        (2, (7, 8, 9, 9), Difference(0, 2, 3)),
+    ],
+)
+def test_the_verdict_names_the_first_difference(index, generated, difference):
+    record = with_answer(RECORD, index, generated)
+    assert report.first_difference(record) == difference
+    assert not report.to_json(record)["tokens_identical"]
+    text = " ".join(printed(record).split())
+    assert (
+        f"The answers differ: conversation {difference.conversation}, turn "
+        f"{difference.turn}, from token {difference.position} of the answer on."
+    ) in text
+    assert "\x1b[31m" in printed(record, colour=True)
+
+
+def test_a_turn_that_only_one_run_has_is_a_difference():
+    shorter = dataclasses.replace(RECORD.off, turns=RECORD.off.turns[:3])
+    record = dataclasses.replace(RECORD, off=shorter)
+    assert report.first_difference(record) == Difference(1, 2, 0)
+    record = dataclasses.replace(RECORD, on=shorter)
+    assert report.first_difference(record) == Difference(1, 2, 0)
+
+
+@pytest.mark.parametrize("record", [RECORD, first_turns(RECORD)])
+def test_plot_is_a_picture_of_sensible_size(record, tmp_path):
+    path = tmp_path / "ttft.png"
+    report.plot_ttft(record, path)
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    assert (width, height) == (1080, 660)
+    assert len(data) > 10_000

@@ -1,0 +1,84 @@
+"""The optimum: no other choice of victims finds more. Published figures."""
+
+import itertools
+import random
+
+import pytest
+
+from jaxkv.tools.replay.belady import find_optimum
+from jaxkv.tools.replay.run import OPTIMUM, sweep
+from jaxkv.tools.replay.traces import make_trace, read_trace
+
+
+def best_of_all(requests, capacity):
+    """Try every choice of victims."""
+
+    def best(held, rest):
+        if not rest:
+            return 0
+        own = rest[0]
+        num_hits = next((i for i, b in enumerate(own) if b not in held), len(own))
+        others = sorted(held - set(own))
+        num_kept = min(len(others), capacity - len(own))
+        return num_hits + max(
+            best(frozenset(own) | set(kept), rest[1:])
+            for kept in itertools.combinations(others, num_kept)
+        )
+
+    return best(frozenset(), requests)
+
+
+def make_requests(rng):
+    """Prefixes of a small tree, none longer than 3."""
+    paths = [(0, 1, 2), (0, 1, 3), (0, 4, 5), (6, 7, 8), (6, 9, 10)]
+    return [rng.choice(paths)[: rng.randint(1, 3)] for _ in range(7)]
+
+
+@pytest.mark.parametrize("capacity", [3, 4, 5])
+def test_no_other_choice_of_victims_finds_more(capacity):
+    rng = random.Random(capacity)
+    for _ in range(25):
+        requests = make_requests(rng)
+        found = find_optimum(make_trace("tree", requests), capacity)
+        assert found.sum() == best_of_all(requests, capacity), requests
+
+
+def test_of_blocks_with_one_next_use_the_deepest_is_evicted_first():
+    # One of 1, 2, 3 is evicted for 4; without 3 the prefix of two can still be found.
+    trace = make_trace("ties", [[1, 2, 3], [4], [1, 2, 3]])
+    assert find_optimum(trace, 3).tolist() == [0, 0, 2]
+
+
+def test_a_request_larger_than_the_cache_is_held_until_the_next():
+    trace = make_trace("large", [[1, 2, 3], [1, 2, 3], [9], [1, 2, 3]])
+    assert find_optimum(trace, 2).tolist() == [0, 3, 0, 1]
+
+
+def test_the_end_is_reported_and_capacity_0_is_refused():
+    reports = []
+    trace = make_trace("t", [[1], [1]])
+    find_optimum(trace, 1, lambda done, total: reports.append((done, total)))
+    assert reports[-1] == (2, 2)
+    with pytest.raises(ValueError, match="capacity_blocks=0 must be at least 1"):
+        find_optimum(trace, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "percents"),
+    [
+        (
+            "mooncake_conversation",
+            {1708: 24.3, 5126: 35.6, 8544: 38.2, 17089: 38.2, 51269: 38.2},
+        ),
+        pytest.param(
+            "cc_agentic_a",
+            {394: 22.2, 1184: 70.7, 1973: 86.6, 3947: 95.2},
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_published_figures_are_reproduced(shared_traces, name, percents):
+    trace = read_trace(shared_traces / f"{name}.jsonl.gz")
+    results = sweep(trace, [OPTIMUM], list(percents))
+    found = {r.capacity_blocks: round(100 * r.block_hit_ratio, 1) for r in results}
+    assert found == percents

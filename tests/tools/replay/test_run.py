@@ -1,0 +1,165 @@
+"""`replay` against a plain loop over the twin of the manager, and published figures."""
+
+import dataclasses
+import threading
+
+import numpy as np
+import pytest
+
+from jaxkv.policies import make_lru
+from jaxkv.tools.replay.run import OPTIMUM, replay, sweep
+from jaxkv.tools.replay.synthetic import make_synthetic_trace
+from jaxkv.tools.replay.traces import make_trace, read_trace
+from tests.reference.arc import ReferenceARC, ReferenceARCFixed
+from tests.reference.offloading_manager import ReferenceLRU, ReferenceManager
+
+TWINS = {"lru": ReferenceLRU, "arc": ReferenceARC, "arc_fixed": ReferenceARCFixed}
+
+
+def replay_twin(twin, trace, capacity):
+    """Replay with Python's dicts: the hits of each request, and the refused ones."""
+    cache = ReferenceManager(capacity, twin)
+    num_hits, refused = [], []
+    for request in np.split(trace.ids, trace.offsets[1:-1]):
+        keys = request[:capacity].tolist()
+        num_hits.append(cache.lookup(keys))
+        cache.touch(keys)
+        stored = cache.prepare_store(keys)
+        refused.append(stored is None)
+        if stored is not None:
+            cache.touch(keys)
+            cache.complete_store(keys)
+    return num_hits, refused
+
+
+@pytest.fixture(scope="module")
+def trace():
+    """Conversations, with an empty request and a repeated one among them."""
+    made = make_synthetic_trace(400, seed=3, turn_blocks=3, max_open=30)
+    requests = [part.tolist() for part in np.split(made.ids, made.offsets[1:-1])]
+    requests[200:202] = [[], [5, 6, 5, 99_999, 6, 99_999]]
+    return make_trace("synthetic", requests, made.time_ms, made.input_tokens, 512)
+
+
+@pytest.mark.parametrize("policy", sorted(TWINS))
+def test_every_request_agrees_with_the_twin(policy, trace):
+    # Some requests are larger than the cache, and ARC refuses some.
+    expected, refused = replay_twin(TWINS[policy], trace, 60)
+    result = replay(policy, trace, 60)
+    assert max(trace.num_blocks) > 60
+    assert any(refused) == (policy == "arc")
+    assert result.num_hit_blocks == sum(expected)
+    assert result.num_refused == sum(refused)
+    assert result.num_block_refs == trace.num_block_refs
+    assert result.block_hit_ratio == sum(expected) / trace.num_block_refs
+    tokens = np.minimum(np.array(expected) * 512, trace.input_tokens)
+    assert result.hit_tokens == tokens.sum()
+    assert result.token_hit_ratio == tokens.sum() / trace.input_tokens.sum()
+
+
+def test_a_policy_without_native_functions_gives_the_same_result():
+    def make_pure(capacity_blocks, max_batch):
+        return make_lru(capacity_blocks, max_batch)._replace(native=None)
+
+    trace = make_synthetic_trace(60, seed=3, turn_blocks=3)
+    pure = replay(make_pure, trace, 40)
+    assert pure == dataclasses.replace(replay("lru", trace, 40), policy="pure")
+    assert pure.num_hit_blocks > 0
+
+
+def test_tokens_are_counted_only_if_known():
+    result = replay(OPTIMUM, make_trace("no tokens", [[5, 6], [5, 6]]), 4)
+    assert result.block_hit_ratio == 0.5
+    assert result.input_tokens is result.hit_tokens is result.token_hit_ratio is None
+
+
+def test_a_sweep_is_every_policy_at_every_capacity(trace):
+    reports, threads = {}, set()
+
+    def on_progress(label, done, total):
+        reports.setdefault(label, []).append((done, total))
+        threads.add(threading.get_ident())
+
+    results = sweep(trace, ["lru", OPTIMUM], [60, 200], on_progress)
+    assert [(r.policy, r.capacity_blocks) for r in results] == [
+        ("lru", 60),
+        ("lru", 200),
+        (OPTIMUM, 60),
+        (OPTIMUM, 200),
+    ]
+    assert results[0] == replay("lru", trace, 60)  # except the times
+    for lru, optimum in zip(results[:2], results[2:], strict=True):
+        assert lru.num_hit_blocks < optimum.num_hit_blocks
+    assert sorted(reports) == sorted(
+        f"{policy}, {capacity} blocks"
+        for policy in ("lru", OPTIMUM)
+        for capacity in (60, 200)
+    )
+    for of_label in reports.values():
+        assert of_label[0] == (0, 400)
+        assert of_label[-1] == (400, 400)
+
+
+def test_a_policy_may_be_a_maker(trace):
+    result = replay(make_lru, trace, 60)
+    assert result == replay("lru", trace, 60)
+
+
+def test_invalid_arguments_are_refused_before_anything_runs(trace):
+    def never(*report):
+        raise AssertionError(report)
+
+    with pytest.raises(ValueError, match=r"'lur'.*Did you mean 'lru'"):
+        sweep(trace, [OPTIMUM, "lur"], [10], never)
+    with pytest.raises(ValueError, match=r"capacities=\[10, 0\] must be at least 1"):
+        sweep(trace, [OPTIMUM], [10, 0], never)
+    with pytest.raises(ValueError, match="capacity_blocks=0 must be at least 1"):
+        replay("lru", trace, 0)
+
+
+def test_an_error_in_the_callback_ends_the_sweep(trace):
+    def fail(label, done, total):
+        raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        sweep(trace, [OPTIMUM], [10, 20, 30], fail)
+
+
+def find_ratios(path, policy, capacities):
+    results = sweep(read_trace(path), [policy], capacities)
+    return {r.capacity_blocks: round(r.block_hit_ratio, 5) for r in results}
+
+
+def test_lru_has_its_exact_figures(shared_traces):
+    path = shared_traces / "mooncake_conversation.jsonl.gz"
+    assert find_ratios(path, "lru", [1708, 5126]) == {1708: 0.05439, 5126: 0.12730}
+
+
+def test_arc_has_its_exact_figures(shared_traces):
+    path = shared_traces / "mooncake_conversation.jsonl.gz"
+    trace = read_trace(path)
+    assert find_ratios(path, "arc", [1708, 5126]) == {1708: 0.06634, 5126: 0.12923}
+    assert replay("arc", trace, 1708).num_refused == 2288
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "percents"),
+    [
+        (
+            "mooncake_conversation",
+            "lru",
+            {1708: 5.4, 5126: 12.7, 8544: 20.2, 17089: 28.8, 51269: 37.3},
+        ),
+        (
+            "mooncake_conversation",
+            "arc",
+            {1708: 6.6, 5126: 12.9, 8544: 18.7, 17089: 28.6, 51269: 36.2},
+        ),
+        ("cc_agentic_a", "lru", {394: 8.7, 1184: 47.5, 1973: 75.8, 3947: 92.9}),
+        ("cc_agentic_a", "arc", {394: 13.4, 1184: 44.8, 1973: 73.9, 3947: 92.3}),
+    ],
+)
+def test_published_figures_are_reproduced(shared_traces, name, policy, percents):
+    path = shared_traces / f"{name}.jsonl.gz"
+    ratios = find_ratios(path, policy, list(percents))
+    assert {c: round(100 * ratio, 1) for c, ratio in ratios.items()} == percents

@@ -1,0 +1,176 @@
+"""Traces in both formats, and errors with file, line and reason."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+from jaxkv.tools.replay.synthetic import make_synthetic_trace
+from jaxkv.tools.replay.traces import TraceError, make_trace, read_trace
+
+MOONCAKE = [
+    {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [7, 8, 9]},
+    {"timestamp": 9, "input_length": 600, "output_length": 1, "hash_ids": [7, -8]},
+    {
+        "timestamp": 9,
+        "input_length": 1024,
+        "output_length": 1,
+        "hash_ids": [7, 1 << 64],
+    },
+]
+NORMALISED = [
+    {"t": 0, "in": 1100, "out": 5, "ids": [0, 1]},
+    {"t": 9, "in": 600, "out": 1, "ids": [0], "stop": "end_turn"},
+    {"t": 9.0, "in": 1024, "out": 1, "ids": [0, 2]},
+]
+
+
+def write(path, lines):
+    text = "".join(f"{json.dumps(line)}\n" for line in lines)
+    data = text.encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+@pytest.mark.parametrize("lines", [MOONCAKE, NORMALISED], ids=["mooncake", "own"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_both_formats_are_read(tmp_path, lines, name):
+    trace = read_trace(write(tmp_path / name, lines))
+    assert trace.name == "a"
+    # Partial last blocks are left out, the others are renumbered.
+    assert trace.ids.tolist() == [0, 1, 0, 0, 2]
+    assert trace.ids.dtype == np.int32
+    assert trace.offsets.tolist() == [0, 2, 3, 5]
+    assert trace.time_ms.tolist() == [0, 9, 9]
+    assert trace.input_tokens.tolist() == [1100, 600, 1024]
+    assert trace.block_size == 512
+    assert trace.num_requests == 3
+    assert trace.num_unique_blocks == 3
+    assert trace.num_block_refs == 5
+
+
+def test_gzip_is_recognised_by_content_not_by_name(tmp_path):
+    path = tmp_path / "trace"
+    path.write_bytes(gzip.compress(json.dumps(NORMALISED[0]).encode()))
+    assert read_trace(path).ids.tolist() == [0, 1]
+
+
+def test_empty_lines_are_skipped_and_empty_requests_kept(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        '\n{"t": 0, "in": 9, "out": 1, "ids": []}\n\n'
+        '{"t": 0, "in": 512, "out": 1, "ids": [3]}\n'
+    )
+    assert read_trace(path).num_blocks.tolist() == [0, 1]
+
+
+def test_the_block_size_can_be_set(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"t": 0, "in": 50, "out": 1, "ids": [1, 2, 3]}\n')
+    assert read_trace(path, block_size=16).num_block_refs == 3
+    with pytest.raises(ValueError, match="block_size=0 must be at least 1"):
+        read_trace(path, block_size=0)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "is not JSON (Expecting property name"),
+        ("[" * 100_000, "is not JSON (maximum recursion"),
+        ("[1, 2]", "must be a JSON object, not [1, 2]"),
+        ('{"t": 1, "in": 9, "ids": []}', "'out' is missing"),
+        ('{"t": 1, "in": 9, "out": 1}', "'ids' is missing"),
+        ('{"t": "1", "in": 9, "out": 1, "ids": []}', "'t' must be a number of milli"),
+        ('{"t": -1, "in": 9, "out": 1, "ids": []}', "from 0 on, not -1"),
+        ('{"t": NaN, "in": 9, "out": 1, "ids": []}', "from 0 on, not NaN"),
+        ('{"t": 1, "in": -9, "out": 1, "ids": []}', "'in' must be a number of tokens"),
+        ('{"t": 1, "in": 9.5, "out": 1, "ids": []}', "from 0 on, not 9.5"),
+        ('{"t": 1, "in": true, "out": 1, "ids": []}', "from 0 on, not true"),
+        ('{"t": 1, "in": 9, "out": null, "ids": []}', "'out' must be a number of"),
+        (
+            '{"t": 1, "in": 9, "out": 1, "ids": 7}',
+            "'ids' must be a list of ints, not 7",
+        ),
+        ('{"t": 1, "in": 9, "out": 1, "ids": [1.0]}', "list of ints, not [1.0]"),
+        ('{"t": 1, "in": 9, "out": 1, "ids": [true]}', "list of ints, not [true]"),
+        (
+            '{"t": 1, "in": 1000, "out": 1, "ids": [1, 2, 3]}',
+            "'ids' has 3 blocks, too many for 1000 tokens in blocks of 512; is the",
+        ),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, reason):
+    path = tmp_path / "a.jsonl"
+    good = '{"t": 0, "in": 512, "out": 1, "ids": [3]}'
+    path.write_text(f"{good}\n\n{line}\n{good}\n")
+    with pytest.raises(TraceError) as caught:
+        read_trace(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}:3: ")
+    assert reason in message
+    assert len(message) < len(str(path)) + 150
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "reason"),
+    [
+        ("a.jsonl", b"", ": the file has no request"),
+        ("a.jsonl.gz", b"", ": the file has no request"),
+        ("a.jsonl", b"\n\n", ": the file has no request"),
+        (
+            "a.jsonl",
+            b'{"t": 0, "in": 9, "out": 1, "ids": []}',
+            ": no request has a full block of 512 tokens",
+        ),
+        ("a.jsonl", b'{"a": 1}', ":1: no known format: the fields must be timestamp,"),
+        ("a.jsonl", b"\xff\xfe\n", ":1: is not UTF-8 text"),
+        ("a.gz", b"{}\n", ": is not gzip data, though its name ends in .gz"),
+        ("a.gz", gzip.compress(b"{}" * 999)[:20], ":1: broken gzip data ("),
+        ("a.gz", b"\x1f\x8bxxxxxxxxxxxxxxxxxx", ":1: broken gzip data ("),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path, name, data, reason):
+    path = tmp_path / name
+    path.write_bytes(data)
+    with pytest.raises(TraceError) as caught:
+        read_trace(path)
+    assert str(caught.value).startswith(f"{path}{reason}")
+
+
+def test_a_missing_file_is_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_trace(tmp_path / "none")
+
+
+def test_a_trace_without_blocks_is_refused():
+    with pytest.raises(ValueError, match="'empty' must have a request with a full"):
+        make_trace("empty", [[], []])
+
+
+def test_synthetic_traces_are_deterministic_and_conversations():
+    one, same, other = (make_synthetic_trace(300, seed) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(one.ids, same.ids)
+    np.testing.assert_array_equal(one.time_ms, same.time_ms)
+    assert one.ids.tolist() != other.ids.tolist()
+    requests = np.split(one.ids, one.offsets[1:-1])
+    before = {}
+    for request in requests:  # a block has the same predecessor wherever it appears
+        for previous, block in zip([-1, *request], request, strict=False):
+            assert before.setdefault(block, previous) == previous
+    assert np.all(np.diff(one.time_ms) >= 0)
+    np.testing.assert_array_equal(one.input_tokens // 512, one.num_blocks)
+
+
+@pytest.mark.parametrize("name", ["num_requests", "turns", "system_blocks"])
+def test_synthetic_sizes_are_checked(name):
+    with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
+        make_synthetic_trace(**({"num_requests": 3} | {name: 0}))
+
+
+def test_recorded_traces_match_their_description(shared_traces):
+    trace = read_trace(shared_traces / "mooncake_conversation_1k.jsonl.gz")
+    assert trace.num_requests == 1000
+    assert trace.num_unique_blocks == 20_527
+    assert trace.num_block_refs == 26_307
+    np.testing.assert_array_equal(trace.num_blocks, trace.input_tokens // 512)

@@ -1,0 +1,553 @@
+"""`jaxkv doctor`: the diagnosis as text, as JSON and as the exit code."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxkv import OffloadConfig
+from jaxkv.cli import main as cli
+from jaxkv.tools.bench.transfer import BytesDifferError
+from jaxkv.tools.doctor import facts as doctor_facts
+from jaxkv.tools.doctor.facts import EXTRAS, Backend, Facts, gather_facts
+from jaxkv.tools.doctor.findings import Question, judge, recommend
+from jaxkv.transfer import limits
+from tests.transfer.test_limits import LIMIT, PREALLOCATE, PREMAPPED, V1, Machine
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 1 << 30
+
+pytestmark = pytest.mark.usefixtures("plain_output")
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("JAXKV_") and not name.startswith("JAXKV_TEST_"):
+            monkeypatch.delenv(name)
+
+
+def facts_of(machine, platform="cpu", environ=None, **others):
+    """The facts of a fake machine with devices of a platform."""
+    facts = gather_facts(
+        environ or {}, proc_root=machine.proc, cgroup_root=machine.cgroup
+    )
+    backend = Backend(
+        platform, "made up", 1, "cpu", ("device", "pinned_host"), 80 * GIB
+    )
+    pool = limits.pinned_pool(platform, environ or {})
+    return dataclasses.replace(facts, backend=backend, pool=pool, **others)
+
+
+def wrong(facts, **question):
+    found = judge(facts, Question(**question))
+    return [finding for finding in found if finding.level == "wrong"]
+
+
+def notes(facts, **question):
+    found = judge(facts, Question(**question))
+    return [finding for finding in found if finding.level == "note"]
+
+
+def size(facts, **question):
+    return recommend(facts, Question(**question)).num_bytes
+
+
+def test_a_machine_without_faults_has_no_findings(tmp_path):
+    facts = facts_of(Machine(tmp_path, 64 * GIB))
+    assert judge(facts, Question()) == []
+    assert size(facts) == 56 * GIB
+    assert judge(facts, Question(host_bytes=56 * GIB, needed=["events"])) == []
+
+
+def test_a_host_size_above_the_limits_is_wrong(tmp_path):
+    (fault,) = wrong(facts_of(Machine(tmp_path, 64 * GIB)), host_bytes=65 * GIB)
+    assert fault.what == (
+        "65 GiB of host memory (--host-bytes) do not fit: the machine has only "
+        "64.00 GiB left"
+    )
+    assert fault.advice == "free some memory, or ask for 56 GiB: JAXKV_HOST_BYTES=56GiB"
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_tighter_cgroup_is_a_note_and_sets_the_size(tmp_path, version):
+    path = {1: V1, 2: "0::/docker/abc\n"}[version]
+    machine = Machine(tmp_path, 64 * GIB, cgroup=path)
+    {1: machine.v1, 2: machine.v2}[version]("docker/abc", 16 * GIB, 2 * GIB)
+    facts = facts_of(machine)
+    assert size(facts) == 12 * GIB
+    assert wrong(facts) == []
+    (note,) = notes(facts)
+    assert re.fullmatch(
+        r"the cgroup .*docker/abc \(memory\S+ is 16\.00 GiB\) has 14\.00 GiB left, "
+        r"which counts: the machine has 64\.00 GiB",
+        note.what,
+    )
+    (fault,) = wrong(facts, host_bytes=20 * GIB)
+    assert "do not fit: the cgroup" in fault.what
+    assert "has only 14.00 GiB left" in fault.what
+    assert fault.advice == (
+        "raise the memory limit of the container or service, or ask for 12 GiB: "
+        "JAXKV_HOST_BYTES=12GiB"
+    )
+
+
+def test_a_cgroup_above_the_machines_memory_is_not_mentioned(tmp_path):
+    machine = Machine(tmp_path, 16 * GIB)
+    machine.v2("", 32 * GIB, 1 * GIB)
+    assert judge(facts_of(machine), Question()) == []
+
+
+def test_a_size_within_the_reserve_is_a_note(tmp_path):
+    facts = facts_of(Machine(tmp_path, 64 * GIB))
+    (note,) = judge(facts, Question(host_bytes=60 * GIB, source="JAXKV_HOST_BYTES"))
+    assert note.level == "note"
+    assert note.what.startswith(
+        "60 GiB of host memory (JAXKV_HOST_BYTES) fit, but 56 GiB would be safer: the "
+        "machine has 64.00 GiB, of which 8.00 GiB stay for the rest"
+    )
+
+
+@pytest.mark.parametrize(
+    ("available", "recommended"),
+    [(64 * GIB, 56), (20 * GIB, 17), (12 * GIB, 10), (6 * GIB, 4)],
+)
+def test_the_reserve_is_an_eighth_and_at_least_2_gib(tmp_path, available, recommended):
+    facts = facts_of(Machine(tmp_path, available))
+    assert size(facts) == recommended * GIB
+
+
+def test_a_small_machine_reserves_half(tmp_path):
+    assert size(facts_of(Machine(tmp_path, 3 * GIB))) == 1536 << 20
+    facts = facts_of(Machine(tmp_path, 100 << 20))
+    assert size(facts) == 50 << 20
+    (fault,) = wrong(facts)
+    assert fault.what.startswith("there is no room for a host tier: the machine has")
+    assert fault.advice == "free some memory"
+
+
+def test_a_host_tier_no_larger_than_the_device_pool_is_wrong(tmp_path):
+    facts = facts_of(Machine(tmp_path, 64 * GIB), "gpu")
+    (fault,) = wrong(facts, host_bytes=20 * GIB, device_pool_bytes=20 * GIB)
+    assert "20 GiB of host memory (--host-bytes) are no more than the 20.00" in (
+        fault.what
+    )
+    assert fault.advice == "ask for more than 20.00 GiB"
+    assert wrong(facts, host_bytes=21 * GIB, device_pool_bytes=20 * GIB) == []
+    assert wrong(facts, device_pool_bytes=50 * GIB) == []
+    (fault,) = wrong(facts, device_pool_bytes=60 * GIB)
+    assert fault.what.startswith("the recommended 56 GiB of host memory are no more")
+
+
+def test_on_cpu_the_device_pool_is_subtracted(tmp_path):
+    facts = facts_of(Machine(tmp_path, 64 * GIB))
+    assert size(facts, device_pool_bytes=16 * GIB) == 42 * GIB
+    question = {"device_pool_bytes": 16 * GIB}
+    assert wrong(facts, host_bytes=48 * GIB, **question) == []
+    (fault,) = wrong(facts, host_bytes=49 * GIB, **question)
+    assert "the machine, less the device pool, which is in the same memory," in (
+        fault.what
+    )
+    on_gpu = facts_of(Machine(tmp_path, 64 * GIB), "gpu")
+    assert size(on_gpu, device_pool_bytes=16 * GIB) == 56 * GIB
+
+
+def test_the_pinned_pool_of_a_gpu_limits_the_size(tmp_path):
+    facts = facts_of(Machine(tmp_path, 512 * GIB), "gpu")
+    assert size(facts) == 56 * GIB
+    (note,) = judge(facts, Question())
+    assert "XLA's pool of pinned memory" in note.what
+    assert note.what.endswith("the machine has room for 448 GiB")
+    assert note.advice == (
+        f"for a larger host tier, set {LIMIT} to 448 or more before jax is imported"
+    )
+    (fault,) = wrong(facts, host_bytes=100 * GIB)
+    assert fault.advice.startswith(f"set {LIMIT} to 100 or more before jax is impor")
+    assert fault.advice.endswith("or ask for 56 GiB: JAXKV_HOST_BYTES=56GiB")
+    raised = facts_of(Machine(tmp_path, 512 * GIB), "gpu", {LIMIT: "512"})
+    assert judge(raised, Question(host_bytes=100 * GIB)) == []
+
+
+def test_only_a_preallocated_pool_limits_the_size(tmp_path):
+    machine = Machine(tmp_path, 1 * GIB)
+    facts = facts_of(machine, "tpu")
+    assert size(facts) == 3584 << 20
+    assert wrong(facts, host_bytes=4 * GIB) == []
+    (fault,) = wrong(facts, host_bytes=5 * GIB)
+    assert fault.advice.startswith(f"set {PREMAPPED} to {5 * GIB} or more before jax")
+    facts = facts_of(Machine(tmp_path, 64 * GIB), "gpu", {PREALLOCATE: "1"})
+    assert size(facts) == 14 * GIB
+    (note,) = notes(facts)
+    assert note.what.endswith("the machine has room for 72 GiB")
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_a_size_fits_exactly_if_the_engine_accepts_it(tmp_path, seed):
+    rng = random.Random(seed)
+    machine = Machine(tmp_path, rng.randrange(1, 200) * GIB // 2, cgroup="0::/a/b\n")
+    for path in ("a/b", "a", ""):
+        if rng.random() < 0.4:
+            limit = rng.randrange(1, 200) * GIB // 2
+            machine.v2(path, limit, rng.randrange(limit))
+    platform = rng.choice(["cpu", "gpu", "tpu"])
+    environ = {}
+    if rng.random() < 0.5:
+        environ[LIMIT] = str(rng.randrange(1, 100))
+        environ[PREMAPPED] = str(rng.randrange(1, 25) * GIB)
+    if rng.random() < 0.5:
+        environ[PREALLOCATE] = rng.choice(["true", "0"])
+    facts = facts_of(machine, platform, environ)
+    best = recommend(facts, Question())
+    for num_bytes in (best.num_bytes, *(rng.randrange(1, 100 * GIB) for _ in range(4))):
+        if not num_bytes:
+            continue
+        fits = not any(
+            "do not fit" in f.what for f in wrong(facts, host_bytes=num_bytes)
+        )
+        try:
+            machine.check(num_bytes, platform, environ)
+        except MemoryError:
+            assert not fits
+        else:
+            assert fits
+    assert all("not fit" not in f.what for f in wrong(facts, host_bytes=best.num_bytes))
+
+
+def test_jax_on_the_cpu_beside_a_gpu_is_wrong_unless_chosen(tmp_path):
+    machine = Machine(tmp_path)
+    machine.write(machine.proc / "driver/nvidia/version", "NVRM version: 1")
+    (fault,) = wrong(facts_of(machine))
+    assert fault.what == "jax runs on the CPU, though this machine has an NVIDIA driver"
+    assert fault.advice.startswith('pip install "jaxkv[cuda12]", or set JAX_PLATFORMS')
+    chosen = facts_of(machine, environ={"JAX_PLATFORMS": "cpu"})
+    assert wrong(chosen) == []
+    (note,) = notes(chosen)
+    assert note.what.endswith("not on the NVIDIA GPU, as JAX_PLATFORMS=cpu says")
+    assert judge(facts_of(machine, "gpu"), Question(host_bytes=GIB)) == []
+
+
+def test_decisions_that_run_on_the_device_are_a_note(tmp_path):
+    facts = facts_of(Machine(tmp_path), "gpu", {"JAX_PLATFORMS": "cuda"})
+    assert judge(facts, Question()) == []
+    backend = dataclasses.replace(facts.backend, decides_on="gpu")
+    (note,) = judge(dataclasses.replace(facts, backend=backend), Question())
+    assert note.level == "note"
+    assert note.what.startswith("JAX_PLATFORMS=cuda leaves out the CPU backend, so")
+    assert note.advice == "set JAX_PLATFORMS=cuda,cpu"
+
+
+def test_refusals_of_the_engine_are_wrong(tmp_path, monkeypatch):
+    backend = jax.devices()[0].platform
+    found = functools.partial(gather_facts, {}, proc_root=tmp_path)
+    monkeypatch.setattr(doctor_facts.memory, "HOST_KIND", "pinned_host")
+    monkeypatch.setattr(
+        "jaxkv.transfer.memory.memory_kinds", lambda device: ("device",)
+    )
+    (fault,) = wrong(found())
+    assert "has the memories ('device',), not 'pinned_host'" in fault.what
+    monkeypatch.undo()
+    with jax.disable_jit():
+        (fault,) = wrong(found())
+    assert fault.what.startswith("JAX_DISABLE_JIT is set, but transfers are compiled")
+    assert found().mode == ("fused" if backend == "cpu" else "staged")
+
+
+def test_invalid_variables_are_wrong(tmp_path):
+    environ = {"JAXKV_HOST_BYTE": "8GiB", "JAXKV_MODE": "eagr"}
+    facts = facts_of(Machine(tmp_path), environ=environ)
+    assert facts.config == OffloadConfig()
+    assert [fault.what for fault in wrong(facts)] == [
+        "unknown variable JAXKV_HOST_BYTE: did you mean JAXKV_HOST_BYTES?",
+        "JAXKV_MODE='eagr' must be one of eager, lazy: did you mean eager?",
+    ]
+
+
+def test_a_size_is_judged_beside_invalid_variables(tmp_path):
+    environ = {"JAXKV_HOST_BYTES": "8GiB", "JAXKV_MODE": "eagr"}
+    assert facts_of(Machine(tmp_path), environ=environ).config.host_bytes == 8 * GIB
+    contradiction = {"JAXKV_HOST_BYTES": "8GiB", "JAXKV_NUM_HOST_BLOCKS": "9"}
+    facts = facts_of(Machine(tmp_path), environ=contradiction)
+    assert facts.config is None
+    (fault,) = wrong(facts)
+    assert "host_bytes=8589934592 and num_host_blocks=9 exclude one" in fault.what
+    assert fault.what.endswith(
+        "(JAXKV_HOST_BYTES, JAXKV_NUM_HOST_BLOCKS in the environment)"
+    )
+
+
+def test_an_invalid_pool_variable_is_wrong(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        doctor_facts, "_backend_of", lambda d: Backend("gpu", "x", 1, "cpu", (), None)
+    )
+    facts = gather_facts({LIMIT: "64GB"}, proc_root=tmp_path, cgroup_root=tmp_path)
+    (fault,) = wrong(facts)
+    assert fault.what == f"{LIMIT}='64GB' must be a whole number of GiB from 1."
+
+
+def test_the_extras_are_those_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {
+        name: [re.match(r"[\w-]+", line)[0] for line in lines]
+        for name, lines in project["optional-dependencies"].items()
+    }
+    assert {name: list(own.values()) for name, own in EXTRAS.items()} == {
+        name: declared[name] for name in EXTRAS
+    }
+    assert set(declared) - set(EXTRAS) == {"test", "dev", "cuda12", "tpu"}
+
+
+def test_a_missing_extra_is_wrong_only_if_it_is_needed(tmp_path):
+    missing = {"events": ("pyzmq",), "metrics": (), "demo": ("flax", "rich")}
+    facts = facts_of(Machine(tmp_path), missing=missing)
+    assert judge(facts, Question(needed=["metrics"])) == []
+    (fault,) = wrong(facts, needed=["events", "metrics"])
+    assert fault.what == "the extra events is needed, and pyzmq not installed"
+    assert fault.advice == 'pip install "jaxkv[events]"'
+
+
+def test_an_extra_that_the_settings_need_is_wrong_if_missing(tmp_path):
+    missing = {"events": ("pyzmq",), "metrics": ("prometheus_client",), "demo": ()}
+    environ = {"JAXKV_EVENTS_ENDPOINT": "tcp://127.0.0.1:5557"}
+    (fault,) = wrong(facts_of(Machine(tmp_path), environ=environ, missing=missing))
+    assert fault.what == "the extra events is needed, and pyzmq not installed"
+    environ = {"JAXKV_METRICS_PORT": "0"}
+    facts = facts_of(Machine(tmp_path), environ=environ, missing=missing)
+    (fault,) = wrong(facts, needed=["metrics"])
+    assert fault.advice == 'pip install "jaxkv[metrics]"'
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A fake machine for the command."""
+    made_up = Machine(tmp_path / "machine", 64 * GIB)
+    roots = {"proc_root": made_up.proc, "cgroup_root": made_up.cgroup}
+    monkeypatch.setattr(
+        "jaxkv.cli.doctor.gather_facts", functools.partial(gather_facts, **roots)
+    )
+    return made_up
+
+
+def test_the_command_prints_in_columns_and_writes_json(machine, capsys, tmp_path):
+    figures = tmp_path / "a.json"
+    line = f"doctor --host-bytes 70GiB --need metrics --no-probe --json {figures}"
+    assert cli.main(line.split()) == 1
+    out, err = capsys.readouterr()
+    assert err == ""
+    rows = dict(
+        (line[:13].strip(), line[13:]) for line in out.split("\n\n")[0].splitlines()
+    )
+    assert list(rows) == [
+        "Machine",
+        "Memory",
+        "Cgroup",
+        "Software",
+        "Device",
+        "Memory kinds",
+        "Pinned pool",
+        "Mode",
+        "Extras",
+        "Host tier",
+    ]
+    assert rows["Memory"] == "95.37 GiB, 64.00 GiB available"
+    assert rows["Cgroup"] == "no limit"
+    assert rows["Software"].startswith(f"Python {sys.version.split()[0]}, jaxkv 0.")
+    assert rows["Extras"] == "events, metrics, demo"
+    assert rows["Host tier"].startswith("56 GiB recommended: the machine has 64.00 GiB")
+    assert out.split("\n\n", 1)[1] == (
+        "WRONG  70 GiB of host memory (--host-bytes) do not fit: the machine has only "
+        "64.00 GiB left\n\n"
+        "What to do\n"
+        "  1. free some memory, or ask for 56 GiB: JAXKV_HOST_BYTES=56GiB\n\n"
+        "1 thing is wrong.\n"
+    )
+    written = json.loads(figures.read_text())
+    assert written["ok"] is False
+    assert written["recommended_host_bytes"] == 56 * GIB
+    assert [finding["level"] for finding in written["findings"]] == ["wrong"]
+    assert written["facts"]["limits"][0]["num_bytes"] == 64 * GIB
+    assert written["facts"]["config"]["host_bytes"] is None
+    assert written["facts"]["bandwidth"] is None
+
+
+def test_a_size_from_the_environment_is_judged(machine, capsys, monkeypatch):
+    monkeypatch.setenv("JAXKV_HOST_BYTES", "70GiB")
+    assert cli.main(["doctor", "--no-probe"]) == 1
+    out = capsys.readouterr().out
+    assert "Settings     JAXKV_HOST_BYTES=70GiB\n" in out
+    assert "WRONG  70 GiB of host memory (JAXKV_HOST_BYTES) do not fit" in out
+    # The command line takes precedence.
+    assert cli.main(["doctor", "--no-probe", "--host-bytes", "8GiB"]) == 0
+    assert capsys.readouterr().out.endswith("\n\nAll is well.\n")
+
+
+def test_the_probe_moves_blocks(machine, capsys, tmp_path):
+    figures = tmp_path / "a.json"
+    assert cli.main(["doctor", "--json", str(figures)]) == 0
+    out, err = capsys.readouterr()
+    assert err.splitlines()[0] == "1 MiB blocks: filling host memory ..."
+    assert re.search(r"^Store +\d+\.\d+ / \d+\.\d+ GB/s; \S+ \d", out, re.MULTILINE)
+    assert re.search(r"^Load +\d+\.\d+ / \d+\.\d+ GB/s; \S+ \d", out, re.MULTILINE)
+    bandwidth = json.loads(figures.read_text())["facts"]["bandwidth"]
+    assert bandwidth["save"]["best_gb_per_s"] >= bandwidth["save"]["p50_gb_per_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (BytesDifferError("3 blocks differ"), 1, "WRONG  blocks do not move: 3 bl"),
+        (RuntimeError("no stream"), 1, "WRONG  blocks do not move: no stream"),
+        (MemoryError("32 MiB"), 0, "note   transfers were not measured: 32 MiB"),
+    ],
+)
+def test_a_failing_probe_is_wrong(machine, capsys, monkeypatch, error, code, message):
+    def measure(mode, on_progress):
+        raise error
+
+    monkeypatch.setattr("jaxkv.cli.doctor.measure_bandwidth", measure)
+    assert cli.main(["doctor"]) == code
+    assert message in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("doctor --need event", "--need: unknown 'event': did you mean events?"),
+        ("doctor --host-bytes x", "--host-bytes: 'x' must be a size such as 64MiB"),
+        ("doctor --json no/a.json", "--json: cannot write 'no/a.json' (No such file"),
+        ("doctor --no-prob", "unknown option '--no-prob': did you mean --no-probe?"),
+        ("docter", "unknown command 'docter': did you mean doctor?"),
+    ],
+)
+def test_a_wrong_command_line_is_a_one_line_error(line, message, capsys):
+    assert cli.main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def run_doctor(words, *, before="", **environ):
+    """Run it in a separate process, after some Python."""
+    program = (
+        f"{before}\nfrom jaxkv.cli import main as cli\nsys.exit(cli.main({words!r}))"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", f"import sys, os\n{program}"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **environ},
+        timeout=300,
+        check=False,
+    )
+
+
+def test_the_doctor_names_missing_extras_and_runs_without_rich():
+    without = "sys.modules['zmq'] = sys.modules['rich'] = None"
+    # The probe shows progress without rich, too.
+    done = run_doctor(["doctor", "--need", "events"], before=without)
+    assert done.returncode == 1, done.stderr
+    assert "Extras       metrics, events (pyzmq missing), demo (rich missing)" in (
+        done.stdout
+    )
+    assert "WRONG  the extra events is needed, and pyzmq not installed" in done.stdout
+    assert '  1. pip install "jaxkv[events]"' in done.stdout
+    assert "GB/s" in done.stdout
+    assert done.stderr.splitlines() == [
+        "1 MiB blocks: filling host memory ...",
+        "1 MiB blocks, 32 MiB ...",
+    ]
+
+
+def test_a_backend_that_does_not_start_is_wrong():
+    done = run_doctor(["doctor"], JAX_PLATFORMS="nonsense")
+    assert done.returncode == 1, done.stderr
+    assert "Device       none: jax does not start" in done.stdout
+    assert re.search(r"WRONG  jax does not start: .*nonsense", done.stdout)
+    assert 'pip install "jaxkv[cuda12]"' in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_a_missing_plugin_without_a_message_is_explained(monkeypatch, tmp_path):
+    def devices():
+        raise AssertionError  # as jax 0.10.2 does
+
+    monkeypatch.setattr(jax, "devices", devices)
+    facts = gather_facts({"JAX_PLATFORMS": "cuda"}, proc_root=tmp_path)
+    assert [fault.what for fault in wrong(facts)] == [
+        "jax does not start: it has no backend for JAX_PLATFORMS=cuda"
+    ]
+
+
+@contextlib.contextmanager
+def real_cgroup(num_bytes):
+    """Make a cgroup with a limit below this process's; skip without permission."""
+    membership = Path("/proc/self/cgroup")
+    if not membership.exists():
+        pytest.skip("this system has no cgroups")
+    lines = dict(
+        (controllers, path)
+        for _, controllers, path in (
+            line.split(":", 2) for line in membership.read_text().splitlines()
+        )
+    )
+    root, name, path = Path("/sys/fs/cgroup"), "memory.max", lines.get("", "/")
+    if "memory" in lines:
+        root, name, path = root / "memory", "memory.limit_in_bytes", lines["memory"]
+    folder = root / path.strip("/") / f"jaxkv-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup may be made here ({error})")
+    try:
+        (folder / name).write_text(str(num_bytes))
+    except OSError as error:
+        folder.rmdir()
+        pytest.skip(f"no cgroup may be limited here ({error})")
+    try:
+        yield folder
+    finally:
+        folder.rmdir()
+
+
+def test_a_real_cgroup_limits_the_recommendation(tmp_path):
+    figures = tmp_path / "a.json"
+    words = ["doctor", "--no-probe", "--host-bytes", "2GiB", "--json", str(figures)]
+    with real_cgroup(1 * GIB) as folder:
+        join = f"open({str(folder / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))"
+        done = run_doctor(words, before=join)
+        assert done.returncode == 1, done.stderr
+        said = "WRONG  2 GiB of host memory (--host-bytes) do not fit: the cgroup "
+        assert f"{said}{folder} (" in done.stdout
+        assert "raise the memory limit of the container or service" in done.stdout
+        best = json.loads(figures.read_text())["recommended_host_bytes"]
+        assert 64 << 20 <= best <= GIB // 2
+        # The recommended size can be allocated, and more than the limit cannot.
+        make = (
+            f"{join}\nimport jax.numpy as jnp\nfrom jaxkv import OffloadConfig\n"
+            "pool = jnp.zeros((8, 1 << 18))\n"
+            "OffloadConfig(host_bytes=%r).make_engine(pool)\nsys.exit(print('made'))"
+        )
+        done = run_doctor([], before=make % best)
+        assert (done.returncode, done.stdout) == (0, "made\n"), done.stderr
+        done = run_doctor([], before=make % "2GiB")
+        assert f"but the cgroup {folder} (" in done.stderr
+
+
+def test_facts_describe_this_machine():
+    facts = gather_facts()
+    assert isinstance(facts, Facts)
+    assert facts.backend.platform == jax.devices()[0].platform
+    assert facts.backend.num_devices == jax.device_count()
+    assert "pinned_host" in facts.backend.memory_kinds
+    assert facts.refusals == ()

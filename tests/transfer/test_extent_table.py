@@ -1,0 +1,346 @@
+"""The extent table against a model that holds the contents of every place."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxkv.transfer.extent_table import NO_EXTENT, ExtentTable, Placement
+from jaxkv.transfer.host_memory import HostSize
+
+
+@dataclasses.dataclass
+class Save:
+    """A save as the engine issues it: placed piece by piece, in order."""
+
+    number: int
+    ids: np.ndarray
+    shards: np.ndarray
+    todo: np.ndarray
+    pieces: int = 0
+    ok: bool = True
+
+
+class Twin:
+    """An extent table beside the contents of every extent.
+
+    A place holds (host block, number of the save).
+    """
+
+    def __init__(self, num_blocks, num_extents, extent_blocks, num_shards):
+        self.table = ExtentTable(num_blocks, num_extents, extent_blocks, num_shards)
+        self.extent_blocks, self.num_shards = extent_blocks, num_shards
+        self.contents = [{} for _ in range(num_extents)]
+        self.claimed_by = {}
+        self.readable = {}  # Host block -> number of the save that it must hold.
+        self.saves = []
+        self.in_flight = []  # (save, placement, what its extent will hold)
+        self.reads = []  # (extent, place, what it held)
+        self.num_saves = 0
+
+    @property
+    def waiting(self):
+        return next((save for save in self.saves if save.todo.size), None)
+
+    @property
+    def at_rest(self):
+        return not self.in_flight and not self.reads
+
+    def claim(self, ids, shards):
+        ids, shards = np.array(ids, np.int32), np.array(shards, np.intp)
+        save = Save(self.num_saves, ids, shards, np.arange(len(ids)))
+        self.num_saves += 1
+        self.table.claim(ids, save.number)
+        for host_id in ids.tolist():
+            self.claimed_by[host_id] = save.number
+            self.readable.pop(host_id, None)
+        self.saves.append(save)
+
+    def place(self):
+        """Place a piece of the first waiting save; return whether that was possible."""
+        save = self.waiting
+        ids, shards = save.ids[save.todo], save.shards[save.todo]
+        placement = self.table.place(ids, shards)
+        if placement is None:
+            return False
+        self.check_placement(placement, ids, shards)
+        old = {} if placement.carry == NO_EXTENT else self.contents[placement.carry]
+        held = {place: old[place] for place in placement.carried_places.tolist()}
+        for host_id, place in zip(placement.ids, placement.places, strict=True):
+            held[int(place)] = (int(host_id), save.number)
+        self.contents[
+            placement.extent
+        ] = {}  # Its old contents are about to be overwritten.
+        save.todo = np.delete(save.todo, placement.picked)
+        save.pieces += 1
+        self.in_flight.append((save, placement, held))
+        return True
+
+    def check_placement(self, placement, ids, shards):
+        assert len(placement.picked) > 0
+        assert (placement.ids == ids[placement.picked]).all()
+        assert (
+            placement.places // self.extent_blocks == shards[placement.picked]
+        ).all()
+        assert placement.extent != placement.carry
+        places = [*placement.places.tolist(), *placement.carried_places.tolist()]
+        assert len(set(places)) == len(places)
+        assert set(places) <= set(range(self.extent_blocks * self.num_shards))
+        # No read uses the extent to write, and no piece in flight writes it,
+        # reads it or is read.
+        assert placement.extent not in [extent for extent, _, _ in self.reads]
+        for _, other, _ in self.in_flight:
+            assert {placement.extent, placement.carry}.isdisjoint(
+                {other.extent, other.carry} - {NO_EXTENT}
+            )
+        if placement.carry != NO_EXTENT:
+            held = self.contents[placement.carry]
+            for host_id, place in zip(
+                placement.carried_ids.tolist(),
+                placement.carried_places.tolist(),
+                strict=True,
+            ):
+                assert held[place][0] == host_id
+
+    def settle(self, index, ok):
+        save, placement, held = self.in_flight.pop(index)
+        save.pieces -= 1
+        if ok:
+            self.contents[placement.extent] = held
+        else:
+            save.ok, save.todo = False, save.todo[:0]
+        self.table.settle(placement, ok)
+
+    def finish(self):
+        """Report the saves that are over, in order."""
+        while self.saves and not self.saves[0].todo.size and not self.saves[0].pieces:
+            save = self.saves.pop(0)
+            self.table.finish(save.ids, save.number, save.ok)
+            for host_id in save.ids.tolist():
+                if save.ok and self.claimed_by[host_id] == save.number:
+                    self.readable[host_id] = save.number
+
+    def read(self, host_id):
+        [extent], [place] = self.table.find(np.array([host_id], np.int32))
+        self.table.pin(extent)
+        self.reads.append((extent, place, self.contents[extent][place]))
+
+    def end_read(self, index):
+        extent, place, held = self.reads.pop(index)
+        assert self.contents[extent][place] == held, "overwritten while it was read"
+        self.table.unpin(extent)
+
+    def check(self):
+        self.table.check()
+        assert self.table.num_pins == len(self.reads)
+        ids = np.array(sorted(self.readable), np.int32)
+        found = zip(ids.tolist(), *self.table.find(ids), strict=True)
+        for host_id, extent, place in found:
+            expected = (host_id, self.readable[host_id])
+            assert self.contents[extent][place] == expected
+        others = np.setdiff1d(np.arange(self.table.num_blocks), ids).astype(np.int32)
+        for host_id in others:
+            with pytest.raises(ValueError, match=rf"host blocks \[{host_id}\] have no"):
+                self.table.find(np.array([host_id]))
+
+    def settle_all(self, rng):
+        """Finish all saves; each must find its places."""
+        while True:
+            self.finish()
+            self.check()
+            if self.waiting and self.place():
+                continue
+            if self.in_flight:
+                self.settle(rng.integers(len(self.in_flight)), ok=True)
+            elif self.reads:
+                self.end_read(0)
+            else:
+                assert not self.waiting, "no place, though nothing is in the way"
+                return
+
+
+SHAPES = {  # Host blocks, extents, blocks per extent and shard, shards.
+    "one block an extent": (6, 7, 1, 1),
+    "one spare extent": (16, 5, 4, 1),
+    "not a multiple": (19, 6, 4, 1),
+    "many spare": (24, 14, 3, 1),
+    "two shards": (24, 5, 3, 2),
+}
+
+
+def shards_of(ids, num_shards):
+    """A shard for each host block, the same number of blocks in each."""
+    return np.asarray(ids) % num_shards
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_random_saves_and_reads_agree_with_the_model(shape, seed):
+    rng = np.random.default_rng(seed)
+    num_blocks, *_, num_shards = SHAPES[shape]
+    twin = Twin(*SHAPES[shape])
+    for _ in range(150):
+        match rng.integers(8):
+            case 0 | 1 if len(twin.saves) < 5:
+                # Mostly small ones, so that extents are full of holes.
+                num = rng.integers(1, num_blocks + 1 if rng.integers(5) == 0 else 4)
+                ids = rng.permutation(num_blocks)[:num]
+                twin.claim(ids, shards_of(ids, num_shards))
+            case 2 | 3 if twin.waiting:
+                at_rest = twin.at_rest
+                assert twin.place() or not at_rest, "no place, and nothing in the way"
+            case 4 | 5 if twin.in_flight:
+                twin.settle(rng.integers(len(twin.in_flight)), rng.integers(4) > 0)
+            case 6 if twin.readable and len(twin.reads) < 3:
+                twin.read(int(rng.choice(sorted(twin.readable))))
+            case 7 if twin.reads:
+                twin.end_read(rng.integers(len(twin.reads)))
+            case _:
+                twin.finish()
+        twin.check()
+    twin.settle_all(rng)
+    ids = rng.permutation(
+        num_blocks
+    )  # All blocks at once fit, whatever was there before.
+    twin.claim(ids, shards_of(ids, num_shards))
+    twin.settle_all(rng)
+    assert sorted(twin.readable) == list(range(num_blocks))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_in_random_shards_leave_the_table_consistent(seed):
+    # Blocks change their shards, which may be full: there are places or not.
+    rng = np.random.default_rng(seed)
+    twin = Twin(12, 4, 3, 2)
+    for _ in range(150):
+        if twin.waiting is None:
+            ids = rng.permutation(12)[: rng.integers(1, 6)]
+            twin.claim(ids, rng.integers(0, 2, len(ids)))
+        if not twin.place() and not twin.in_flight:
+            twin.waiting.ok, twin.waiting.todo = False, twin.waiting.todo[:0]
+        if twin.in_flight and rng.integers(2):
+            twin.settle(rng.integers(len(twin.in_flight)), rng.integers(4) > 0)
+        twin.finish()
+        twin.check()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_full_table_places_every_block_again_one_by_one(shape):
+    num_blocks, _, extent_blocks, num_shards = SHAPES[shape]
+    twin, rng = Twin(*SHAPES[shape]), np.random.default_rng(0)
+    everything = np.arange(num_blocks)
+    twin.claim(everything, shards_of(everything, num_shards))
+    twin.settle_all(rng)
+    for start in range(extent_blocks):  # One of each extent, then the next of each.
+        for host_id in range(start, num_blocks, extent_blocks):
+            twin.claim([host_id], shards_of([host_id], num_shards))
+            twin.settle_all(rng)
+            assert len(twin.readable) == num_blocks
+
+
+def test_a_full_table_with_a_hole_in_every_extent_fills_them():
+    twin, rng = Twin(16, 5, 4, 1), np.random.default_rng(0)
+    twin.claim(range(16), [0] * 16)
+    twin.settle_all(rng)
+    twin.claim([0, 5, 10, 15], [0] * 4)
+    placements = 0
+    while twin.waiting:
+        assert twin.place()
+        placements += 1
+        twin.settle(0, ok=True)
+    assert placements == 4  # No extent had room for more.
+    assert twin.table.num_free_extents == 1
+    twin.finish()
+    twin.check()
+
+
+def test_a_failed_piece_leaves_its_carried_blocks_in_place():
+    table = ExtentTable(8, 3, 4)
+
+    def save(ids, number, ok=True):
+        ids = np.array(ids, np.int32)
+        table.claim(ids, number)
+        placement = table.place(ids, np.zeros(len(ids), np.intp))
+        table.settle(placement, ok)
+        table.finish(ids, number, ok)
+        return placement
+
+    save([0, 1, 2, 3], 0)
+    save([4, 5], 1)
+    before = table.find(np.array([4, 5]))
+    failed = save([6, 7], 2, ok=False)
+    assert failed.carried_ids.tolist() == [4, 5]
+    assert np.array_equal(table.find(np.array([4, 5])), before)
+    with pytest.raises(ValueError, match=r"host blocks \[6, 7\] have no bytes"):
+        table.find(np.array([4, 6, 7]))
+    moved = save([6, 7], 3)
+    assert table.find(np.array([4, 5, 6, 7]))[0].tolist() == [moved.extent] * 4
+    table.check()
+
+
+def test_a_later_save_of_a_block_frees_its_earlier_place():
+    # Both were called before either had a place.
+    table = ExtentTable(8, 3, 4)
+    ids = np.array([1, 2], np.int32)
+    table.claim(ids, 0)
+    table.claim(ids, 1)
+    placements: list[Placement] = []
+    for _ in range(2):
+        placements.append(table.place(ids, np.zeros(2, np.intp)))
+        table.check()
+    for number, placement in enumerate(placements):
+        table.settle(placement, ok=True)
+        table.finish(ids, number, ok=True)
+        table.check()
+    assert table.find(ids)[0].tolist() == [placements[1].extent] * 2
+    assert table.num_free_extents == 2
+
+
+def test_a_claimed_block_keeps_its_place_while_it_is_pinned():
+    table, ids = ExtentTable(8, 3, 4), np.arange(4, dtype=np.int32)
+    table.claim(ids, 0)
+    table.settle(table.place(ids, np.zeros(4, np.intp)), ok=True)
+    table.finish(ids, 0, ok=True)
+    table.pin(table.find(ids)[0][0])
+    table.claim(ids, 1)
+    free = table.num_free_extents
+    table.finish(ids, 1, ok=False)  # Abandoned before it had a place.
+    table.unpin(0)
+    assert table.num_free_extents == free == 2
+    with pytest.raises(ValueError, match="have no bytes"):
+        table.find(ids)
+    table.check()
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_runs_of_blocks_are_rarely_carried(seed):
+    # A full tier, whose blocks are evicted in the runs in which requests saved them.
+    num_blocks, extent_blocks, mean_run, batch = 960, 16, 60, 32
+    size = HostSize.of(num_blocks, None, extent_blocks, 1, 1)
+    assert size.extent_blocks == extent_blocks
+    table = ExtentTable(num_blocks, size.num_extents, extent_blocks)
+    rng = np.random.default_rng(seed)
+    print(f"seed {seed}")
+
+    def num_carried(ids, number):
+        """Save `ids`; count the blocks that were carried over."""
+        table.claim(ids, number)
+        todo, taken_over = ids, 0
+        while todo.size:
+            placement = table.place(todo, np.zeros(len(todo), np.intp))
+            table.settle(placement, ok=True)
+            todo = np.delete(todo, placement.picked)
+            taken_over += len(placement.carried_ids)
+        table.finish(ids, number, ok=True)
+        return taken_over
+
+    bounds = np.cumsum(rng.geometric(1 / mean_run, 100))
+    runs = np.split(np.arange(num_blocks, dtype=np.int32), bounds[bounds < num_blocks])
+    counts = []
+    for turn in range(5):
+        order = [runs[index] for index in rng.permutation(len(runs))]
+        for number, start in enumerate(range(0, num_blocks, batch)):
+            ids = np.concatenate(order)[start : start + batch]
+            counts.append(num_carried(ids, turn * num_blocks + number))
+    table.check()
+    assert sum(counts) < 0.05 * 5 * num_blocks
