@@ -47,9 +47,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def compiled(function: Function) -> Function:
     """Compile a function when it is first called, for the types it is called with.
 
-    Integer division and indices are not checked: the callers are.
+    Neither divisions nor indices are checked: callers pass what is right. The lock of
+    the interpreter is kept, so that no other thread sees a state half changed.
     """
-    dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
+    dispatcher = numba.njit(error_model="numpy")(function)
     # Numba raises where it finds no folder that it may write to.
     with contextlib.suppress(RuntimeError):
         dispatcher._cache = _Cache(function)
