@@ -13,8 +13,7 @@ prompts of the same length, whose blocks were stored; beside them
   8,192 tokens, in a host tier that is full;
 - lazy: the same, but blocks are stored only when the device is about to evict them.
   Not compared, as the twin leaves blocks out; how many each stored is told;
-- calls: no requests, but each call to the device's pool by itself, for so many blocks
-  as a prompt has.
+- calls: each call to the device's pool by itself, for as many blocks as a prompt has.
 
 "hooks" are the calls to the offload scheduler, "pool" what the engine itself asks of
 the device's pool. Where several steps make a round, it is their mean.

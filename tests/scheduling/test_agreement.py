@@ -56,7 +56,7 @@ class KeyValues:
 
 
 def run_all(num_processes, body):
-    """Run `body(process)` as so many threads; give what each returns or raises."""
+    """Run `body(process)` in a thread for each; give what each returns or raises."""
     results = [None] * num_processes
 
     def run(process):
