@@ -19,7 +19,6 @@ from jaxkv.scheduling import OffloadRules as OffloadRules
 from jaxkv.scheduling import OffloadScheduler as OffloadScheduler
 from jaxkv.scheduling import OffloadWorker as OffloadWorker
 from jaxkv.scheduling import SchedulerOutput as SchedulerOutput
-from jaxkv.scheduling import make_scheduler as make_scheduler
 from jaxkv.search import ChunkedLocal as ChunkedLocal
 from jaxkv.search import FullAttention as FullAttention
 from jaxkv.search import Mamba as Mamba

@@ -5,5 +5,4 @@ from jaxkv.scheduling.protocol import OffloadMetadata as OffloadMetadata
 from jaxkv.scheduling.protocol import SchedulerOutput as SchedulerOutput
 from jaxkv.scheduling.rules import OffloadRules as OffloadRules
 from jaxkv.scheduling.scheduler import OffloadScheduler as OffloadScheduler
-from jaxkv.scheduling.vllm_019 import make_scheduler as make_scheduler
 from jaxkv.scheduling.worker import OffloadWorker as OffloadWorker

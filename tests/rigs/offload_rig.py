@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, SchedulerOutput
 from jaxkv.scheduling.rules import OffloadRules
-from jaxkv.scheduling.vllm_019 import make_scheduler
+from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.search.groups import (
     ChunkedLocal,
     FullAttention,
@@ -91,7 +91,6 @@ class Rig:
 
     def __init__(
         self,
-        compat=False,
         *,
         groups=BLOCK_SIZE,
         device_blocks=NUM_BLOCKS,
@@ -102,14 +101,8 @@ class Rig:
         self.groups = as_groups(groups)
         self.pool = DeviceBlockPool(device_blocks)
         self.rules = OffloadRules(**rules)
-        self.compat = compat
-        self.scheduler = make_scheduler(
-            self.groups,
-            host_blocks,
-            policy,
-            enable_events=True,
-            rules=self.rules,
-            compat="vllm-0.19" if compat else None,
+        self.scheduler = OffloadScheduler(
+            self.groups, host_blocks, policy, enable_events=True, rules=self.rules
         )
         self.scheduler.bind_device_block_pool(self.pool)
         self.device = {}
@@ -117,11 +110,6 @@ class Rig:
         self.stores = deque()
         self.loads = deque()
         self.requests = {}
-
-    @property
-    def num_host_blocks(self):
-        """Number of blocks that fit: vLLM's host tier has a null block too."""
-        return NUM_BLOCKS - self.compat
 
     def request(self, name, *path, **more):
         return make_request(name, *path, groups=self.groups, **more)
@@ -179,7 +167,7 @@ class Rig:
         request.num_computed_tokens = num_local
         after = self.scheduler.update_state_after_alloc(request, request.table, offer)
         # This engine allocates no block that the next token does not read.
-        assert self.compat or after == request.tables
+        assert after == request.tables
         self.requests[request.request_id] = request
         request.loading_tokens = offer
         if offer and not takes_time:
@@ -320,7 +308,7 @@ class Rig:
             self.step()
             self.load_arrives()
         self.step(tokens={name: request.num_tokens})
-        # Another step, in which vLLM stores the last blocks too.
+        # Another step, which stores the last blocks too.
         self.step(tokens={name: 1})
         self.finish(name)
         self.settle()
@@ -345,8 +333,5 @@ class Rig:
         assert not self.scheduler.has_pending_loads()
         assert self.pool.num_free == self.pool.num_blocks - 1
         self.pool.check()
-        if self.compat:
-            assert self.scheduler._host.num_free == NUM_BLOCKS - 1
-        else:
-            ref_cnt = np.asarray(self.scheduler._manager.executor.state.ref_cnt)
-            assert not ref_cnt.any()
+        ref_cnt = np.asarray(self.scheduler._manager.executor.state.ref_cnt)
+        assert not ref_cnt.any()

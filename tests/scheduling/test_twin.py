@@ -252,6 +252,22 @@ def test_fault_a_block_in_flight_is_stored_again_and_one_given_up_is_not():
     assert engine.step(first, *others).store_event == NO_EVENT
 
 
+def test_fault_equal_blocks_of_one_step_are_stored_twice():
+    engine = Engine()
+    requests = [make_request("a", "x"), make_request("b", "x")]
+    engine.run(*requests)
+    assert engine.step(*requests).store_device_blocks == [1, 3]
+
+
+def test_fault_what_a_preempted_request_has_computed_is_lost():
+    engine = Engine()
+    request = make_request("a", "ab")
+    engine.run(request)
+    engine.finish(request, preempt=True)
+    assert engine.step(preempted=["a"]).store_event == NO_EVENT
+    assert engine.hit("ab") == 0
+
+
 def test_fault_a_hole_on_the_device_ends_reuse():
     engine = Engine()
     engine.store("a", "abcd")
