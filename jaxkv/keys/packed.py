@@ -128,6 +128,8 @@ def is_foreign(name: bytes) -> bool:
 
 def has_foreign(names: Sequence[bytes]) -> bool:
     """Tell whether any of some keys is foreign."""
+    if isinstance(names, PackedKeys):
+        return False
     return not set(map(len, names)) <= _ONLY_KEYS
 
 

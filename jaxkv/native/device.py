@@ -1,7 +1,8 @@
 """The device tier's transitions in place; `jaxkv.tiers.device` says what they are.
 
-Every function takes a `Bound` of a `DeviceTier`. Of block ids, those that are not above
-the null block are passed over. A function that refuses changes nothing.
+Every function takes a `Bound` of a `DeviceTier`. The null block among block ids is
+passed over. A function that refuses changes nothing; it tells the first row that is
+wrong, which may be one that is no block's (`find_outside`), -1 if none is.
 
 The blocks that nobody holds are in a ring of two links a block, `newer` and `older`,
 that the null block closes: the one after it goes next, the one before it last. Blocks
@@ -21,12 +22,9 @@ NO_LINK = -1
 
 
 @compiled
-def find_outside(block_ids: Any, num_blocks: int) -> Any:
-    """Find the first row that is no block of a pool of `num_blocks`, -1 for none."""
-    for row in range(block_ids.shape[0]):
-        if not 0 <= block_ids[row] < num_blocks:
-            return row
-    return -1
+def find_outside(bound: Any, block_ids: Any) -> Any:
+    """Find the first row (i64[K]) that is no block of the pool, -1 for none."""
+    return _outside(state_of(bound), block_ids)
 
 
 @compiled
@@ -46,9 +44,12 @@ def find_prefix(bound: Any, keys: Any, block_ids: Any) -> Any:
 
 
 @compiled
-def holds(bound: Any, block_ids: Any, keys: Any, flags: Any) -> None:
+def holds(bound: Any, block_ids: Any, keys: Any, flags: Any) -> Any:
     """Tell which blocks (i64[K]) hold a key (u32[K, 8]), serving it or not: bool[K]."""
     tier = state_of(bound)
+    bad = _outside(tier, block_ids)
+    if bad >= 0:
+        return bad
     for row in range(block_ids.shape[0]):
         block = block_ids[row]
         flags[row] = (
@@ -56,6 +57,7 @@ def holds(bound: Any, block_ids: Any, keys: Any, flags: Any) -> None:
             and tier.has_key[block]
             and directory_lib.same_key(tier.directory.keys, block, keys, row)
         )
+    return -1
 
 
 @compiled
@@ -96,15 +98,19 @@ def allocate(bound: Any, num: int, block_ids: Any, has_key: Any, keys: Any) -> N
 
 
 @compiled
-def touch(bound: Any, block_ids: Any) -> None:
+def touch(bound: Any, block_ids: Any) -> Any:
     """Hold blocks (i64[K]) once more for each time they are given."""
     tier = state_of(bound)
+    bad = _outside(tier, block_ids)
+    if bad >= 0:
+        return bad
     for block in block_ids:
         if block > NULL_BLOCK:
             if tier.ref_cnt[block] == 0:
                 _unqueue(tier, block)
                 tier.num_free[()] -= tier.pins[block] == 0
             tier.ref_cnt[block] += 1
+    return -1
 
 
 @compiled
@@ -112,13 +118,12 @@ def free(bound: Any, block_ids: Any) -> Any:
     """Release blocks (i64[K]) once for each time they are given.
 
     Those that nobody holds any more are queued in this order, where one that is
-    repeated counts at its first place.
-
-    Returns:
-        The first row whose block is not held as often, -1 if all were released.
+    repeated counts at its first place. Wrong is a block that is not held as often.
     """
     tier = state_of(bound)
-    bad = _lower(tier.ref_cnt, block_ids)
+    bad = _outside(tier, block_ids)
+    if bad < 0:
+        bad = _lower(tier.ref_cnt, block_ids)
     if bad < 0:
         for block in block_ids:
             is_new = block > NULL_BLOCK and tier.newer[block] == NO_LINK
@@ -129,24 +134,30 @@ def free(bound: Any, block_ids: Any) -> Any:
 
 
 @compiled
-def pin(bound: Any, block_ids: Any) -> None:
+def pin(bound: Any, block_ids: Any) -> Any:
     """Keep blocks (i64[K]) from being allocated, once more for each time given."""
     tier = state_of(bound)
+    bad = _outside(tier, block_ids)
+    if bad >= 0:
+        return bad
     for block in block_ids:
         if block > NULL_BLOCK:
             if tier.pins[block] == 0:
                 tier.num_free[()] -= tier.ref_cnt[block] == 0
             tier.pins[block] += 1
+    return -1
 
 
 @compiled
 def unpin(bound: Any, block_ids: Any) -> Any:
     """Take pins back, one for each time that a block (i64[K]) is given.
 
-    Returns:
-        The first row whose block is not pinned as often, -1 if all were taken back.
+    Wrong is a block that is not pinned as often.
     """
     tier = state_of(bound)
+    bad = _outside(tier, block_ids)
+    if bad >= 0:
+        return bad
     for row in range(block_ids.shape[0]):
         block = block_ids[row]
         if block > NULL_BLOCK:
@@ -170,11 +181,12 @@ def cache(bound: Any, block_ids: Any, keys: Any, added: Any) -> Any:
         added: bool[K]. Written: whether the block got the key; not if it had it, and
             not in the unlikely case that the directory had no room.
 
-    Returns:
-        The first row whose block has another key, -1 if there is none.
+    Wrong is a row whose block has another key.
     """
     tier = state_of(bound)
-    bad = _find_contradiction(tier, block_ids, keys)
+    bad = _outside(tier, block_ids)
+    if bad < 0:
+        bad = _find_contradiction(tier, block_ids, keys)
     if bad >= 0:
         return bad
     for row in range(block_ids.shape[0]):
@@ -201,6 +213,15 @@ def evict(bound: Any, block_ids: Any, has_key: Any, keys: Any) -> None:
         _show(tier, block, row, block_ids, has_key, keys)
         if block > NULL_BLOCK:
             _drop(tier, block)
+
+
+@compiled
+def _outside(tier: Any, block_ids: Any) -> Any:
+    num_blocks = tier.ref_cnt.shape[0]
+    for row in range(block_ids.shape[0]):
+        if not 0 <= block_ids[row] < num_blocks:
+            return row
+    return -1
 
 
 @inlined

@@ -7,7 +7,6 @@ from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stores import Stores
 from jaxkv.search.groups import GroupSpec, lazy_target_blocks
 from jaxkv.tiers.device import DeviceBlockPool
-from jaxkv.types import BlockKey
 
 
 class LazyStores:
@@ -37,16 +36,9 @@ class LazyStores:
         """Offer the blocks that the device will evict next."""
         if self._look(pool) == self._seen or self._stores.is_congested:
             return
-        block_ids, keys = pool.next_free(self.num_blocks)
-        cached: list[tuple[int, BlockKey]] = [
-            (block, key)
-            for block, key in zip(block_ids, keys, strict=True)
-            if key is not None
-        ]
-        own = [key for _, key in cached]
-        blocks = [block for block, _ in cached]
+        blocks, keys = pool.next_victims(self.num_blocks)
         # The pool has just told what they contain.
-        self._stores.place(pool, Rows(own, own, blocks, None), check=False)
+        self._stores.place(pool, Rows(keys, keys, blocks, None), check=False)
         # What was placed is pinned by now, which is no change to come back for.
         self._seen = self._look(pool)
 

@@ -24,7 +24,7 @@ class Rows(NamedTuple):
 
     keys: Sequence[BlockKey]
     device_keys: Sequence[BlockKey]
-    device_blocks: Sequence[int]
+    device_blocks: Sequence[int] | NDArray[np.int64]
     groups: NDArray[np.intp] | None
 
 

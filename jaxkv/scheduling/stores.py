@@ -149,10 +149,7 @@ class Stores:
         if answer is None:
             return False
         to_store = answer.block_hashes_to_store
-        if len(to_store) < len(blocks):
-            row_of = dict(zip(reversed(keys), range(len(blocks))[::-1], strict=True))
-            blocks = blocks[[row_of[key] for key in to_store]]
-        to_read = blocks.reshape(-1)
+        to_read = blocks[answer.rows].reshape(-1)
         pool.pin(to_read)
         self.stats.num_offered += len(to_read)
         self._waiting.keys += to_store

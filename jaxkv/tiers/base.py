@@ -75,11 +75,13 @@ class PrepareStoreOutput:
         block_hashes_to_store: Keys that were absent, in the order given.
         store_spec: Where each of them goes.
         block_hashes_evicted: Keys that had to leave, in the order of eviction.
+        rows: Which of the keys given those to store were, by their first place: i64[n].
     """
 
     block_hashes_to_store: list[BlockKey]
     store_spec: LoadStoreSpec
     block_hashes_evicted: list[BlockKey]
+    rows: NDArray[np.int64]
 
 
 @dataclasses.dataclass(eq=False, slots=True)

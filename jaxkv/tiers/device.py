@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.keys.packed import has_foreign, is_foreign, pack, words_to_keys
+from jaxkv.keys.packed import PackedKeys, has_foreign, is_foreign, pack, words_to_keys
 from jaxkv.native import device as native
 from jaxkv.native.compiling import Bound, EntryPoints, own
 from jaxkv.native.device import NO_LINK
@@ -181,7 +181,7 @@ class DeviceBlockPool:
         self._native = EntryPoints(
             native,
             {
-                "find_outside": (ids, 1),
+                "find_outside": (bound, ids),
                 "find": (bound, some_keys, np.empty(1, np.int32)),
                 "find_prefix": (bound, some_keys, np.empty(1, np.int32)),
                 "holds": (bound, ids, some_keys, flags),
@@ -207,7 +207,8 @@ class DeviceBlockPool:
 
     def counts(self, block_ids: BlockIds) -> NDArray[np.int32]:
         """Read how many hold each of n blocks, and how many pin it: i32[2, n]."""
-        ids = self._checked(block_ids)
+        ids = _as_ids(block_ids)
+        self._refuse_outside(ids)
         return np.stack([self.state.ref_cnt[ids], self.state.pins[ids]])
 
     def find(self, keys: Iterable[BlockKey]) -> NDArray[np.int32]:
@@ -252,7 +253,8 @@ class DeviceBlockPool:
         """
         ids, _, words = self._pairs(block_ids, keys)
         is_held = np.empty(len(ids), np.bool_)
-        self._native.holds(self._bound, ids, words, is_held)
+        if self._native.holds(self._bound, ids, words, is_held) >= 0:
+            self._refuse_outside(ids)
         return is_held
 
     def allocate(self, num: int) -> list[int]:
@@ -294,9 +296,30 @@ class DeviceBlockPool:
         )
         return block_ids, keys()
 
+    def next_victims(self, num: int) -> tuple[NDArray[np.int64], list[bytes]]:
+        """Tell which of the blocks that `allocate` would take next hold a key.
+
+        Args:
+            num: How many blocks to look at; if fewer are free, these.
+
+        Returns:
+            Those of them that hold a key, i64[n] in its order, and the n keys.
+        """
+        block_ids, has_key, words = self._shown(
+            self._native.next_free, max(min(num, self.num_free), 0)
+        )
+        held, words = block_ids[has_key], words[has_key]
+        keys = words_to_keys(words)
+        if not self._names:
+            return held, PackedKeys(keys, words)
+        named = map(self._names.get, held.tolist(), keys)
+        return held, list(named)
+
     def touch(self, block_ids: BlockIds) -> None:
         """Hold blocks once more, so that they are not allocated."""
-        self._native.touch(self._bound, self._checked(block_ids))
+        ids = _as_ids(block_ids)
+        if self._native.touch(self._bound, ids) >= 0:
+            self._refuse_outside(ids)
         self.num_changes += 1
 
     def free(self, block_ids: BlockIds) -> None:
@@ -309,9 +332,10 @@ class DeviceBlockPool:
         Raises:
             ValueError: If a block is not held as often; then none is released.
         """
-        ids = self._checked(block_ids)
+        ids = _as_ids(block_ids)
         bad = self._native.free(self._bound, ids)
         if bad >= 0:
+            self._refuse_outside(ids)
             raise ValueError(
                 f"block_id={ids[bad]} is freed more often than it is held."
             )
@@ -323,7 +347,9 @@ class DeviceBlockPool:
         For transfers that read them: a block that is freed, or was free already, is
         allocated as early as if there had been no transfer, but not during it.
         """
-        self._native.pin(self._bound, self._checked(block_ids))
+        ids = _as_ids(block_ids)
+        if self._native.pin(self._bound, ids) >= 0:
+            self._refuse_outside(ids)
 
     def unpin(self, block_ids: BlockIds) -> None:
         """Take pins back.
@@ -331,9 +357,10 @@ class DeviceBlockPool:
         Raises:
             ValueError: If a block is not pinned as often; then none is taken back.
         """
-        ids = self._checked(block_ids)
+        ids = _as_ids(block_ids)
         bad = self._native.unpin(self._bound, ids)
         if bad >= 0:
+            self._refuse_outside(ids)
             raise ValueError(
                 f"block_id={ids[bad]} is unpinned more often than it is pinned."
             )
@@ -362,6 +389,7 @@ class DeviceBlockPool:
         is_added = np.empty(len(ids), np.bool_)
         bad = self._native.cache(self._bound, ids, words, is_added)
         if bad >= 0:
+            self._refuse_outside(ids)
             raise ValueError(
                 f"block_id={ids[bad]} is cached as "
                 f"{self._known_as(ids, names, bad)!r}, not {names[bad]!r}."
@@ -379,7 +407,9 @@ class DeviceBlockPool:
 
     def evict(self, block_ids: BlockIds) -> None:
         """Forget what blocks contain; they stay with whoever holds them."""
-        ids = list(dict.fromkeys(self._checked(block_ids).tolist()))
+        given = _as_ids(block_ids)
+        self._refuse_outside(given)
+        ids = list(dict.fromkeys(given.tolist()))
 
         def evict(bound: Bound, num: int, *answer: Any) -> None:
             answer[0][:] = ids
@@ -454,10 +484,7 @@ class DeviceBlockPool:
         Returns:
             The blocks, and what lists their keys, None for no key.
         """
-        block_ids = np.empty(num, np.int64)
-        has_key = np.empty(num, np.bool_)
-        words = np.empty((num, KEY_WORDS), np.uint32)
-        function(self._bound, num, block_ids, has_key, words)
+        block_ids, has_key, words = self._shown(function, num)
 
         def keys() -> list[bytes | None]:
             rows = np.flatnonzero(has_key).tolist()
@@ -468,30 +495,29 @@ class DeviceBlockPool:
 
         return block_ids.tolist(), keys
 
-    def _checked(self, block_ids: BlockIds) -> NDArray[Any]:
-        """Make an array of ids; refuse what the pool has not."""
-        if isinstance(block_ids, np.ndarray):
-            if block_ids.dtype.kind not in "iu" or block_ids.ndim != 1:
-                raise TypeError(f"{block_ids=} must be a flat list of ints.")
-            ids = np.ascontiguousarray(block_ids, np.int64)
-        else:
-            try:
-                # Takes a third of the time that NumPy takes for a list.
-                ids = np.frombuffer(array("q", block_ids), np.int64)
-            except TypeError:
-                raise TypeError(f"{block_ids=} must be a flat list of ints.") from None
-        wrong = self._native.find_outside(ids, self.num_blocks)
+    def _shown(
+        self, function: Callable[..., None], num: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.uint32]]:
+        """Call what writes `num` blocks, whether each has a key, and the keys."""
+        block_ids = np.empty(num, np.int64)
+        has_key = np.empty(num, np.bool_)
+        words = np.empty((num, KEY_WORDS), np.uint32)
+        function(self._bound, num, block_ids, has_key, words)
+        return block_ids, has_key, words
+
+    def _refuse_outside(self, block_ids: NDArray[Any]) -> None:
+        """Raise ValueError if an id is no block's."""
+        wrong = self._native.find_outside(self._bound, block_ids)
         if wrong >= 0:
             raise ValueError(
-                f"block_id={ids[wrong]} must be in [0, {self.num_blocks})."
+                f"block_id={block_ids[wrong]} must be in [0, {self.num_blocks})."
             )
-        return ids
 
     def _pairs(
         self, block_ids: BlockIds, keys: Sequence[BlockKey]
     ) -> tuple[NDArray[Any], list[bytes], NDArray[np.uint32]]:
-        """Check blocks and their keys; the keys as given, and as u32[n, 8]."""
-        ids = self._checked(block_ids)
+        """Make arrays of blocks and their keys; the keys as given, and as u32[n, 8]."""
+        ids = _as_ids(block_ids)
         names, words = pack(keys)
         if len(names) != len(ids):
             raise ValueError(f"{len(ids)=} blocks must have as many {len(keys)=}.")
@@ -519,3 +545,24 @@ class DeviceBlockPool:
             self._events.append(
                 OffloadingEvent(block_hashes, self.block_size, DEVICE_MEDIUM, removed)
             )
+
+
+def _as_ids(block_ids: BlockIds) -> NDArray[Any]:
+    """Make i64[n] of block ids.
+
+    Raises:
+        TypeError: If they are no flat list of ints.
+        ValueError: If one needs more than 64 bits.
+    """
+    if isinstance(block_ids, np.ndarray):
+        if block_ids.dtype.kind not in "iu" or block_ids.ndim != 1:
+            raise TypeError(f"{block_ids=} must be a flat list of ints.")
+        return np.ascontiguousarray(block_ids, np.int64)
+    try:
+        # Takes a third of the time that NumPy takes for a list.
+        return np.frombuffer(array("q", block_ids), np.int64)
+    except TypeError:
+        raise TypeError(f"{block_ids=} must be a flat list of ints.") from None
+    except OverflowError:
+        wrong = max(block_ids, key=abs)
+        raise ValueError(f"block_id={wrong} has more than 64 bits.") from None

@@ -225,18 +225,28 @@ class OffloadingManager:
             then nothing has changed.
         """
         names, words = pack(block_hashes)
+        rows: list[int] | None = None  # What is left of the keys; None for all.
         if self._reuse is not None:
             passes = self._reuse.passes(names)
             self.num_skipped += passes.count(False)
+            rows = list(compress(range(len(names)), passes))
             names, words = pack(list(compress(names, passes)))
         if len(names) > self.policy.max_batch:
+            given = range(len(names)) if rows is None else rows
+            first = dict(zip(reversed(names), reversed(given), strict=True))
             names, words = pack(list(dict.fromkeys(names)))
+            rows = [first[name] for name in names]
         if not names:
-            return PrepareStoreOutput([], LoadStoreSpec(_NO_IDS), [])
+            return PrepareStoreOutput([], LoadStoreSpec(_NO_IDS), [], _NO_IDS)
         if len(names) > self.policy.max_batch:
             return None  # More than there are blocks.
         answer = self.executor.prepare_store(words)
-        return None if answer is None else self._stored(names, *answer)
+        if answer is None:
+            return None
+        stored = self._stored(names, *answer)
+        if rows is not None:
+            stored.rows = np.array(rows, np.int64)[stored.rows]
+        return stored
 
     def complete_store(
         self, block_hashes: Iterable[bytes], success: bool = True
@@ -286,6 +296,7 @@ class OffloadingManager:
         if evicted is not None:
             rest = list(islice(names, num_hits, None))
             store = self._stored(rest, num_stored, block_ids[num_hits:], evicted)
+            store.rows += num_hits
         loads = LoadStoreSpec(block_ids[:num_hits])
         return RequestStepOutput(num_hits, loads, store, (self._epoch, block_ids))
 
@@ -472,10 +483,11 @@ class OffloadingManager:
     ) -> PrepareStoreOutput:
         """Note where keys go (NO_BLOCK: nowhere) and which had to leave; tell it."""
         to_store = list(names)
+        rows = np.arange(num_stored)
         if num_stored < len(names):
-            is_stored = block_ids != NO_BLOCK
-            to_store = list(compress(names, is_stored.tolist()))
-            block_ids = block_ids[is_stored]
+            rows = np.flatnonzero(block_ids != NO_BLOCK)
+            to_store = [names[row] for row in rows.tolist()]
+            block_ids = block_ids[rows]
         evicted = words_to_keys(evicted_keys) if len(evicted_keys) else []
         if self._names:
             evicted = [self._names.pop(key, key) for key in evicted]
@@ -487,7 +499,7 @@ class OffloadingManager:
         self.num_evicted += len(evicted)
         self._record(evicted, removed=True)
         self.drops.note(evicted, "evicted")
-        return PrepareStoreOutput(to_store, LoadStoreSpec(block_ids), evicted)
+        return PrepareStoreOutput(to_store, LoadStoreSpec(block_ids), evicted, rows)
 
     def _forget(self, names: list[bytes]) -> None:
         """Note that blocks with these names are gone."""

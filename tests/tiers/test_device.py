@@ -369,3 +369,42 @@ def test_a_reset_leaves_the_order_of_the_free_blocks(pool):
     assert pool.next_free(99) == (order, [None] * len(order))
     assert pool.find([b"a", b"b"]).tolist() == [NO_BLOCK] * 2
     pool.check()
+
+
+def test_ids_that_are_no_blocks_are_refused_and_change_nothing():
+    pool = DeviceBlockPool(4)
+    pool.allocate(2)
+    pool.cache([1], [b"a"])
+    before = jax.tree.map(np.array, pool.state)
+    calls = {
+        "touch": lambda ids: pool.touch(ids),
+        "free": lambda ids: pool.free(ids),
+        "pin": lambda ids: pool.pin(ids),
+        "unpin": lambda ids: pool.unpin(ids),
+        "cache": lambda ids: pool.cache(ids, [b"k"] * len(ids)),
+        "holds": lambda ids: pool.holds(ids, [b"k"] * len(ids)),
+        "evict": lambda ids: pool.evict(ids),
+        "counts": lambda ids: pool.counts(ids),
+    }
+    for call in calls.values():
+        for wrong, why in ((4, "must be in"), (-1, "must be in"), (2**70, "64 bits")):
+            with pytest.raises(ValueError, match=f"block_id={wrong} .*{why}"):
+                call([1, wrong])
+            jax.tree.map(np.testing.assert_array_equal, before, pool.state)
+        with pytest.raises(TypeError, match="flat list of ints"):
+            call([1, "x"])
+
+
+def test_next_victims_are_the_next_free_blocks_that_hold_a_key():
+    pool = DeviceBlockPool(6)
+    blocks = pool.allocate(5)
+    long_key = b"l" * 32
+    pool.cache([blocks[1], blocks[3]], [long_key, b"short"])
+    pool.free(blocks)
+    held, keys = pool.next_victims(9)
+    assert (held.tolist(), keys) == ([blocks[1], blocks[3]], [long_key, b"short"])
+    held, keys = pool.next_victims(2)
+    assert (held.tolist(), keys) == ([blocks[1]], [long_key])
+    assert pool.next_victims(0)[1] == []
+    pool.pin([blocks[1]])
+    assert pool.next_victims(9)[1] == [b"short"]

@@ -430,3 +430,21 @@ def test_drops_say_why_a_block_is_not_here():
     manager.discard(keys(2))
     reasons = [manager.drops.reason_of(key) for key in keys(1, 2, 3)]
     assert reasons == ["evicted", "load failed", None]
+
+
+@pytest.mark.parametrize("store_threshold", [0, 2])
+@pytest.mark.parametrize("num_given", [6, 5000])
+def test_rows_say_which_of_the_keys_given_are_stored(store_threshold, num_given):
+    manager = OffloadingManager(16, 8, store_threshold=store_threshold)
+    known, wanted, other = ([f"{name}{i}".encode() for i in range(2)] for name in "kwo")
+    for keys_of_two in (known, wanted):
+        for _ in range(2):
+            manager.lookup(keys_of_two)
+            manager.lookup(keys_of_two[1:])
+    manager.complete_store(manager.prepare_store(known).block_hashes_to_store)
+    given = [wanted[0], known[0], other[0], wanted[0], known[1], wanted[1]]
+    given = (given * num_given)[:num_given]
+    answer = manager.prepare_store(given)
+    expected = wanted if store_threshold else [wanted[0], other[0], wanted[1]]
+    assert answer.block_hashes_to_store == expected
+    assert answer.rows.tolist() == [given.index(key) for key in expected]
