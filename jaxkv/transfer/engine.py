@@ -26,6 +26,7 @@ from jaxkv.transfer.kernels import Copier, Mode, choose_mode
 from jaxkv.transfer.layout import PoolLayout
 from jaxkv.transfer.plans import NOTHING, Plans
 from jaxkv.transfer.queue import TransferQueue
+from jaxkv.transfer.step_loads import StepLoads
 from jaxkv.transfer.tickets import Completion, Ticket
 from jaxkv.types import PyTree
 
@@ -261,6 +262,8 @@ class TransferEngine:
         pool: PyTree,
         host_block_ids: BlockIdsLike,
         device_block_ids: BlockIdsLike,
+        *,
+        in_step: bool = False,
     ) -> tuple[PyTree, Ticket]:
         """Copy host blocks to device blocks.
 
@@ -274,6 +277,8 @@ class TransferEngine:
             host_block_ids: int[n]. Blocks that hold bytes; ids may repeat.
             device_block_ids: int[n]. Where each goes in `pool`, distinct. With m blocks
                 per host block int[n, m], with -1 for blocks not to load.
+            in_step: Whether the caller's next program writes the blocks; they wait for
+                `take_step_loads`.
 
         Returns:
             The pool to continue with, and the ticket of the transfer.
@@ -288,8 +293,54 @@ class TransferEngine:
         device_ids, host_ids = self._pairs(device_block_ids, host_block_ids, False)
         extents, places = self._table.find(host_ids, device_ids != NOTHING)
         self._plans.check_shards(device_ids, places)
-        ticket = self._queue.load(leaves, device_ids, host_ids, extents, places)
+        ticket = self._queue.load(
+            leaves, device_ids, host_ids, extents, places, in_step
+        )
         return self._layout.unflatten(leaves), ticket
+
+    def take_step_loads(
+        self, pool: PyTree, num_extents: int
+    ) -> tuple[PyTree, StepLoads]:
+        """Hand over what was to be loaded `in_step`, for the next program to write.
+
+        The program calls `StepLoads.write` on the pool, layer group by layer group, so
+        that the first layers run while the bytes of the next ones arrive. It is to be
+        the next one on the pool, and `step_started` is to follow; until then all calls
+        are refused but `poll`::
+
+            pool, loads = engine.take_step_loads(pool, 4)
+            pool, output = prefill(pool, loads, ...)
+            engine.step_started(output)
+
+        Args:
+            pool: The current pool. Donated, if something is written into it.
+            num_extents: How many extents the program takes in. What is left over is
+                written by the engine's own programs before it; with 0 that is all.
+
+        Returns:
+            The pool to continue with, and what the program is to write: of either
+            `num_extents` extents or none, so that jit sees two structures. Do not
+            donate it.
+
+        Raises:
+            ValueError: The pool has another layout, or `num_extents` is negative.
+            RuntimeError: See `load`.
+        """
+        leaves = self._leaves(pool)
+        if num_extents < 0:
+            raise ValueError(f"{num_extents=} must be at least 0.")
+        loads = self._queue.take_step_loads(leaves, num_extents)
+        return self._layout.unflatten(leaves), loads
+
+    def step_started(self, result: jax.Array) -> None:
+        """Say that the program which writes what `take_step_loads` gave is under way.
+
+        Args:
+            result: An array that it returns and that is not donated afterwards: when it
+                is ready, these loads are over. If the program fails, they have failed.
+        """
+        self._check_thread()
+        self._queue.start_step(result)
 
     def copy(
         self,
@@ -377,6 +428,11 @@ class TransferEngine:
 
     def _leaves(self, pool: PyTree) -> list[jax.Array]:
         self._check_thread()
+        if self._queue.step_is_due:
+            raise RuntimeError(
+                "take_step_loads() gave loads to the caller's next program; start it, "
+                "and call step_started() with an array of its results."
+            )
         return self._layout.flatten(pool)
 
     def _check_thread(self) -> None:

@@ -153,15 +153,56 @@ class Copier:
         Returns:
             An array that is ready when the copies are done.
         """
-        # Rows that are not wanted get distinct ids past the end, which are dropped:
-        # -1 would wrap around, and ids must be distinct.
-        past = self._pool.shard_blocks + np.arange(targets.shape[1], dtype=np.int32)
-        rows = np.where(targets == NOTHING, past, targets)
         own = self.extents.leaves_of(layer_group)
         program = self.load_program(layer_group)
         token: jax.Array
-        leaves[own], token = self._run(program, leaves[own], rows, arrays)
+        leaves[own], token = self._run(
+            program, leaves[own], self._rows_to_write(targets), arrays
+        )
         return token
+
+    def write_group(
+        self,
+        leaves: list[jax.Array],
+        targets: NDArray[np.int32] | jax.Array,
+        arrays: Extent,
+        layer_group: int,
+    ) -> list[jax.Array]:
+        """Write blocks of an extent into the leaves of a layer group. Inside jit.
+
+        Args:
+            leaves: Those of the layer group.
+            targets: What `step_targets` makes.
+            arrays: The extent's arrays of this group, on the host.
+            layer_group: The index of the group.
+
+        Returns:
+            The leaves afterwards.
+        """
+
+        def scatter(
+            leaves: list[jax.Array], targets: jax.Array, arrays: Extent
+        ) -> list[jax.Array]:
+            return rows.scatter_rows(
+                self.extents, layer_group, leaves, targets[0], arrays
+            )
+
+        own = self._leaf_specs()[self.extents.leaves_of(layer_group)]
+        extent = self.extents.partition_specs()[self.extents.arrays_of(layer_group)]
+        written: list[jax.Array] = self._per_shard(
+            scatter, in_specs=(own, self._shard_spec(), extent), out_specs=own
+        )(leaves, targets, jax.device_put(arrays, _DEVICE))
+        return written
+
+    def step_targets(self, targets: NDArray[np.int32]) -> NDArray[np.int32] | jax.Array:
+        """Make what `write_group` takes of i32[shards, rows], NOTHING for no block."""
+        return self._placed(self._rows_to_write(targets))
+
+    def _rows_to_write(self, targets: NDArray[np.int32]) -> NDArray[np.int32]:
+        # Rows that are not wanted get distinct ids past the end, which are dropped:
+        # -1 would wrap around, and ids must be distinct.
+        past = self._pool.shard_blocks + np.arange(targets.shape[1], dtype=np.int32)
+        return np.where(targets == NOTHING, past, targets)
 
     def copy(
         self,
@@ -190,7 +231,7 @@ class Copier:
         self,
         program: jax.stages.Compiled,
         leaves: list[jax.Array],
-        plan: NDArray[np.int32] | jax.Array,
+        plan: NDArray[np.int32],
         *extents: Extent | None,
     ) -> Any:
         """Run a program with a plan that nothing changes: XLA may read it late."""
@@ -202,12 +243,16 @@ class Copier:
             jax.debug_nans(False),
             jax.debug_infs(False),
         ):
-            if isinstance(self._plan, jax.sharding.NamedSharding):
-                # With several processes `device_put` would compare the replicas first.
-                plan = jax.make_array_from_callback(
-                    plan.shape, self._plan, lambda index: plan[index]
-                )
-            return program(leaves, plan, *extents)
+            return program(leaves, self._placed(plan), *extents)
+
+    def _placed(self, plan: NDArray[np.int32]) -> NDArray[np.int32] | jax.Array:
+        """Spread a plan over the devices of the pool, if they are several."""
+        if not isinstance(self._plan, jax.sharding.NamedSharding):
+            return plan
+        # With several processes `device_put` would compare the replicas first.
+        return jax.make_array_from_callback(
+            plan.shape, self._plan, lambda index: plan[index]
+        )
 
     def _compile_save(self, kind: SaveKind) -> jax.stages.Compiled:
         fused, merges = self.mode == "fused", kind == "merge"

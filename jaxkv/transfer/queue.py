@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 from collections.abc import Iterator
 
 import jax
@@ -11,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.transfer.extent_table import NO_EXTENT, ExtentTable
-from jaxkv.transfer.extents import Extent
 from jaxkv.transfer.host_memory import HostMemory
 from jaxkv.transfer.kernels import Copier
 from jaxkv.transfer.plans import NOTHING, Plans
+from jaxkv.transfer.step_loads import StepLoads
 from jaxkv.transfer.tickets import (
     TRANSFER_ERRORS,
     Completion,
@@ -38,6 +39,9 @@ class TransferQueue:
     In the mode ``"staged"`` a load has two steps: its bytes are copied to the device,
     and once they have landed, `advance` scatters them into the pool. So no program
     waits for the bus, and a failed copy leaves the pool as it was.
+
+    A load may be left to the caller's own program instead (`take_step_loads`): it is
+    written there whole, whatever the budget, and is over when that program is.
 
     Methods that take the pool's leaves as a list may replace leaves in it.
     """
@@ -70,6 +74,10 @@ class TransferQueue:
         self._waiting_loads: collections.deque[LoadPiece] = collections.deque()
         self._landing: collections.deque[LoadPiece] = collections.deque()
         self._loading: collections.deque[LoadPiece] = collections.deque()
+        # What the caller's next program is to write, the pieces of an extent together;
+        # and what it was given and has not started with.
+        self._for_step: list[list[LoadPiece]] = []
+        self._in_step: list[LoadPiece] = []
         # The last save that reads each device block, the last load that writes it.
         self._last_reader = np.full(pool.num_blocks, -1, np.int64)
         self._last_writer = np.full(pool.num_blocks, -1, np.int64)
@@ -87,12 +95,17 @@ class TransferQueue:
     @property
     def num_waiting(self) -> int:
         """Transfers that have not been issued completely."""
-        loads = {piece.transfer.number for piece in self._waiting_loads}
+        loads = {piece.transfer.number for piece in self._unissued_loads()}
         return len(self._waiting_saves) + len(loads)
+
+    @property
+    def step_is_due(self) -> bool:
+        """Whether the caller took loads for a program and has not started it."""
+        return bool(self._in_step)
 
     def is_waiting(self, ticket: Ticket) -> bool:
         """Whether a transfer still has to read or write the pool in a later call."""
-        loads = [*self._landing, *self._waiting_loads]
+        loads = [*self._landing, *self._unissued_loads(), *self._in_step]
         return any(
             transfer.ticket == ticket
             for transfer in (*self._waiting_saves, *[p.transfer for p in loads])
@@ -124,8 +137,12 @@ class TransferQueue:
         host_ids: NDArray[np.int32],
         extents: NDArray[np.int32],
         places: NDArray[np.int32],
+        in_step: bool,
     ) -> Ticket:
-        """Begin a load of the blocks at `places` of `extents`, checked before."""
+        """Begin a load of the blocks at `places` of `extents`, checked before.
+
+        If `in_step`, `take_step_loads` is to hand it out.
+        """
         touched = device_ids[device_ids != NOTHING]
         after = int(self._last_reader[touched].max(initial=-1))
         transfer = self._begin("load", host_ids, device_ids, after)
@@ -135,16 +152,62 @@ class TransferQueue:
         for extent in dict.fromkeys(extents.tolist()):
             (own,) = np.nonzero(extents == extent)
             targets[extent] = self._plans.load(device_ids[own], places[own])
-        for group in range(self._copier.num_layer_groups):
-            for extent, rounds in targets.items():
-                for rows in rounds:
-                    num_bytes = layout.group_bytes[group]
-                    piece = LoadPiece(transfer, num_bytes, extent, rows, group)
-                    self.table.pin(extent)
-                    self._waiting_loads.append(piece)
-                    transfer.num_pieces += 1
-        self.advance(leaves)
+        groups = range(self._copier.num_layer_groups)
+        pieces = [
+            [
+                LoadPiece(transfer, layout.group_bytes[group], extent, rows, group)
+                for group in groups
+            ]
+            for extent, rounds in targets.items()
+            for rows in rounds
+        ]
+        for of_extent in pieces:
+            for piece in of_extent:
+                self.table.pin(piece.extent)
+                transfer.num_pieces += 1
+        if in_step:
+            self._for_step += pieces
+        else:
+            for group in groups:  # All of the first layers before any of the next.
+                self._waiting_loads += [of_extent[group] for of_extent in pieces]
+            self.advance(leaves)
         return transfer.ticket
+
+    def take_step_loads(self, leaves: list[jax.Array], num_extents: int) -> StepLoads:
+        """Hand out loads that the caller's next program is to write.
+
+        What does not fit, the engine's own programs write now. Where an older save has
+        still to read what a load writes, this waits for it.
+        """
+        while not all(self._may_write(pieces[0]) for pieces in self._for_step):
+            (self._saving or self._loading or self._landing)[0].wait()
+            self.advance(leaves)
+        # The first are written before the step, so that the order is kept.
+        num_now = max(len(self._for_step) - num_extents, 0)
+        now, given = self._for_step[:num_now], self._for_step[num_now:]
+        self._for_step = []
+        for group in range(self._copier.num_layer_groups):
+            for of_extent in now:
+                self._load_now(leaves, of_extent[group])
+        for of_extent in given:
+            self._in_step += of_extent
+            self._bytes_in_flight += sum(piece.num_bytes for piece in of_extent)
+        firsts = [of_extent[0] for of_extent in given]
+        extents = [self._memory.get(piece.extent) for piece in firsts]
+        targets = [piece.targets for piece in firsts]
+        if firsts:  # As many each time, so that the program is traced once.
+            num_spare = num_extents - len(firsts)
+            extents += extents[:1] * num_spare
+            targets += [np.full_like(targets[0], NOTHING)] * num_spare
+        placed = tuple(map(self._copier.step_targets, targets))
+        return StepLoads(tuple(extents), placed, self._copier)
+
+    def start_step(self, token: jax.Array) -> None:
+        """Note that the program which was given loads runs; `token` is a result."""
+        for piece in self._in_step:
+            piece.watched = [token]
+            self._loading.append(piece)
+        self._in_step = []
 
     def advance(self, leaves: list[jax.Array]) -> None:
         """Scatter what has landed, and issue what may go next."""
@@ -181,6 +244,8 @@ class TransferQueue:
 
     def drain(self, leaves: list[jax.Array]) -> None:
         """Issue everything and wait for it."""
+        if self._for_step:
+            self.take_step_loads(leaves, 0)
         self.advance(leaves)
         while pieces := [*self._landing, *self._saving, *self._loading]:
             pieces[0].wait()
@@ -222,10 +287,16 @@ class TransferQueue:
         waiting = self._waiting_saves
         return not waiting or waiting[0].number > piece.transfer.after
 
+    def _unissued_loads(self) -> list[LoadPiece]:
+        return [*self._waiting_loads, *itertools.chain(*self._for_step)]
+
     def _may_read(self, transfer: Transfer) -> bool:
         """Whether no older load still has to write what a save reads."""
+        # The oldest of each: those that are left to the caller are in no order with
+        # the others.
         pending = [*self._landing, *self._waiting_loads][:1]
-        return not pending or pending[0].transfer.number > transfer.after
+        pending += [pieces[0] for pieces in self._for_step[:1]]
+        return all(piece.transfer.number > transfer.after for piece in pending)
 
     def _has_room(self, num_bytes: int) -> bool:
         in_flight = self._bytes_in_flight
@@ -269,13 +340,29 @@ class TransferQueue:
 
     def _issue_load(self, leaves: list[jax.Array], piece: LoadPiece) -> None:
         """Issue a piece of a load."""
-        self._bytes_in_flight += piece.num_bytes
-        extent = self._memory.get(piece.extent)
         if self._copier.mode == "fused":
-            arrays = extent[self._copier.extents.arrays_of(piece.layer_group)]
-            self._scatter(leaves, piece, arrays)
+            self._load_now(leaves, piece)
             return
         self._landing.append(piece)
+        self._stage(piece)
+
+    def _load_now(self, leaves: list[jax.Array], piece: LoadPiece) -> None:
+        """Have whatever runs next on the pool find a piece there, in either mode."""
+        if self._copier.mode == "staged":
+            self._stage(piece)
+            if piece.error is not None:
+                self._loading.append(piece)
+                return
+        else:
+            self._bytes_in_flight += piece.num_bytes
+            extent = self._memory.get(piece.extent)
+            piece.arrays = extent[self._copier.extents.arrays_of(piece.layer_group)]
+        self._scatter(leaves, piece)
+
+    def _stage(self, piece: LoadPiece) -> None:
+        """Start to copy a piece to the device."""
+        self._bytes_in_flight += piece.num_bytes
+        extent = self._memory.get(piece.extent)
         with _ended_by_errors(piece):
             piece.arrays = self._copier.stage(extent, piece.layer_group)
             piece.watched = list(piece.arrays)
@@ -289,13 +376,12 @@ class TransferQueue:
                 piece.error = error
                 self._end(piece)
                 continue
-            assert piece.arrays is not None
-            self._scatter(leaves, piece, piece.arrays)
+            self._scatter(leaves, piece)
 
-    def _scatter(
-        self, leaves: list[jax.Array], piece: LoadPiece, arrays: Extent
-    ) -> None:
+    def _scatter(self, leaves: list[jax.Array], piece: LoadPiece) -> None:
         """Write a piece into the pool."""
+        arrays, piece.arrays = piece.arrays, None
+        assert arrays is not None
         self._loading.append(piece)
         group = piece.layer_group
         with _ended_by_errors(piece):
@@ -330,7 +416,7 @@ class TransferQueue:
         Otherwise their pins would keep the old extent from being free, and a save that
         such a load waits for could find no room.
         """
-        for piece in self._waiting_loads:
+        for piece in self._unissued_loads():
             rows_wanted = piece.targets != NOTHING
             if piece.extent == saved.placement.carry and not np.any(
                 rows_wanted & ~saved.plan.carried
@@ -345,10 +431,16 @@ class TransferQueue:
         if transfer in self._waiting_saves:
             self._waiting_saves.remove(transfer)
             self._forget_reader(transfer)
-        for piece in [p for p in self._waiting_loads if p.transfer is transfer]:
-            self._waiting_loads.remove(piece)
-            self.table.unpin(piece.extent)
-            transfer.num_pieces -= 1
+        for piece in self._unissued_loads():
+            if piece.transfer is transfer:
+                self.table.unpin(piece.extent)
+                transfer.num_pieces -= 1
+        self._waiting_loads = collections.deque(
+            piece for piece in self._waiting_loads if piece.transfer is not transfer
+        )
+        self._for_step = [
+            pieces for pieces in self._for_step if pieces[0].transfer is not transfer
+        ]
 
     def _forget_reader(self, save: Transfer) -> None:
         """Keep later loads from waiting for a save that reads no more."""

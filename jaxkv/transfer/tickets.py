@@ -154,8 +154,8 @@ class LoadPiece(Piece):
         extent: The extent that holds its blocks.
         targets: i32[shards, rows]. Where each row of the extent goes.
         layer_group: Which of the pool's leaves it writes.
-        arrays: The extent's arrays of this group on the device, once a staged copy
-            has been issued.
+        arrays: The extent's arrays of this group, until they are scattered: on the
+            device, once a staged copy has been issued, or on the host.
     """
 
     extent: int
