@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from jaxkv.transfer import memory, probe, rows
 from jaxkv.transfer.extents import Extent, ExtentLayout
 from jaxkv.transfer.plans import NOTHING, SavePlan
+from jaxkv.types import PyTree
 
 _DEVICE = jax.memory.Space.Device
 _SMALLEST_COPY = 16
@@ -167,6 +168,7 @@ class Copier:
         targets: NDArray[np.int32] | jax.Array,
         arrays: Extent,
         layer_group: int,
+        after: PyTree,
     ) -> list[jax.Array]:
         """Write blocks of an extent into the leaves of a layer group. Inside jit.
 
@@ -175,6 +177,7 @@ class Copier:
             targets: What `step_targets` makes.
             arrays: The extent's arrays of this group, on the host.
             layer_group: The index of the group.
+            after: What is computed before the copy is waited for.
 
         Returns:
             The leaves afterwards.
@@ -189,9 +192,13 @@ class Copier:
 
         own = self._leaf_specs()[self.extents.leaves_of(layer_group)]
         extent = self.extents.partition_specs()[self.extents.arrays_of(layer_group)]
+        # Nothing else would keep XLA from waiting for all groups before the first.
+        arrived, _ = jax.lax.optimization_barrier(  # type: ignore[no-untyped-call]
+            (jax.device_put(arrays, _DEVICE), after)
+        )
         written: list[jax.Array] = self._per_shard(
             scatter, in_specs=(own, self._shard_spec(), extent), out_specs=own
-        )(leaves, targets, jax.device_put(arrays, _DEVICE))
+        )(leaves, targets, arrived)
         return written
 
     def step_targets(self, targets: NDArray[np.int32]) -> NDArray[np.int32] | jax.Array:

@@ -19,9 +19,15 @@ class StepLoads:
     """Blocks on the host that a step of the model brings into the pool itself.
 
     `TransferEngine.take_step_loads` makes it. It is a pytree, to be passed to the
-    jitted step beside the pool; `write` is to be called inside. What it writes for one
-    group of layers depends on that group's bytes alone, so that XLA can copy those of
-    the next group while the layers before it run.
+    jitted step beside the pool; `write` is to be called inside, for each group of
+    layers right before they run::
+
+        for group, layers in enumerate(groups_of_layers):
+            pool = loads.write(pool, group, after=x)
+            x, pool = layers(x, pool)
+
+    The copies of all groups can begin at once, and each group is waited for where its
+    layers begin, so that the bytes of one arrive while the layers before it run.
 
     Attributes:
         extents: The extents that blocks come from, in host memory; any may be there
@@ -36,13 +42,17 @@ class StepLoads:
     targets: tuple[NDArray[np.int32] | jax.Array, ...]
     copier: Copier = dataclasses.field(metadata={"static": True})
 
-    def write(self, pool: PyTree, layer_group: int | None = None) -> PyTree:
+    def write(
+        self, pool: PyTree, layer_group: int | None = None, after: PyTree = ()
+    ) -> PyTree:
         """Write the blocks into a pool. Inside jit.
 
         Args:
             pool: The pool, with the layout of the engine's.
             layer_group: Which run of the pool's leaves, see the `layer_groups` of
                 `TransferEngine`; the leaves of others stay as they are. None for all.
+            after: What is to be computed before the bytes are waited for, such as the
+                output of the layers before. Without it XLA waits for all of them first.
 
         Returns:
             The pool to run those layers on.
@@ -65,6 +75,6 @@ class StepLoads:
             arrays = self.copier.extents.arrays_of(group)
             for extent, targets in zip(self.extents, self.targets, strict=True):
                 leaves[own] = self.copier.write_group(
-                    leaves[own], targets, extent[arrays], group
+                    leaves[own], targets, extent[arrays], group, after
                 )
         return jax.tree.unflatten(structure, leaves)

@@ -29,9 +29,11 @@ def make_step(num_groups=1):
     @functools.partial(jax.jit, donate_argnums=0)
     def step(pool, loads):
         step.num_traces += 1
+        result = jnp.zeros(())
         for group in range(num_groups):
-            pool = loads.write(pool, group)
-        return pool, sum(leaf.ravel()[0].astype(jnp.float32) for leaf in pool.values())
+            pool = loads.write(pool, group, after=result)
+            result += sum(leaf.ravel()[0].astype(jnp.float32) for leaf in pool.values())
+        return pool, result
 
     step.num_traces = 0
     return step
