@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import itertools
 import time
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from jaxkv.scheduling.exchange import AgreementError, Exchange
@@ -21,6 +21,8 @@ EventName: TypeAlias = int | tuple[str, ...]
 # How long to wait between two looks at transfers that are due; doubled up to the most.
 _LEAST_PAUSE_S = 1e-4
 _MOST_PAUSE_S = 5e-3
+# How many transfers an error lists.
+_MOST_NAMED = 8
 
 
 class PlanMismatchError(RuntimeError):
@@ -56,6 +58,21 @@ class _Transfer:
         self.done = done if done is not None and done.error is None else None
 
 
+@dataclasses.dataclass(eq=False)
+class _Step:
+    """The transfers of a step that the processes have not agreed on.
+
+    Attributes:
+        number: The step.
+        transfers: In the order in which they were started.
+        num_open: Those that are not over in this process.
+    """
+
+    number: int
+    transfers: list[_Transfer]
+    num_open: int = 0
+
+
 class Agreement:
     """Makes a transfer that has failed in one process fail in all.
 
@@ -82,7 +99,9 @@ class Agreement:
         self._deadline_s = deadline_s
         self._clock = clock
         self._transfers: dict[Ticket, _Transfer] = {}
-        self._last_said = 0
+        # In order; and of these, the ones that nothing was said about.
+        self._steps: OrderedDict[int, _Step] = OrderedDict()
+        self._unsaid: deque[_Step] = deque()
         self._failure: Exception | None = None
         self._watchdog = Watchdog(exchange.timeout_s)
 
@@ -92,21 +111,23 @@ class Agreement:
 
     def begin(self, ticket: Ticket, name: EventName, step: int) -> None:
         """Take note of a transfer that was started."""
-        self._transfers[ticket] = _Transfer(ticket, name, step)
+        if step not in self._steps:
+            self._steps[step] = _Step(step, [])
+            self._unsaid.append(self._steps[step])
+        self._transfers[ticket] = transfer = _Transfer(ticket, name, step)
+        self._steps[step].transfers.append(transfer)
+        self._steps[step].num_open += 1
 
     def say(self) -> None:
         """Tell the others which transfers are over here, and how; never waits."""
         for done in self._engine.poll():
             transfer = self._transfers.get(done.ticket)
             if transfer is not None:
-                transfer.end(done)
+                self._end(transfer, done)
         # Step by step, for the rounds of the exchange are counted.
-        for step, transfers in self._by_step():
-            if not all(transfer.is_over for transfer in transfers):
-                break
-            if step > self._last_said:
-                self._exchange.say(_text(step, transfers), step)
-                self._last_said = step
+        while self._unsaid and not self._unsaid[0].num_open:
+            step = self._unsaid.popleft()
+            self._exchange.say(_text(step.number, step.transfers), step.number)
 
     def settle(
         self, pool: PyTree, last: int, *, wait_for_all: bool
@@ -151,20 +172,22 @@ class Agreement:
             waited_s = self._clock() - start_s
             late = [
                 transfer
-                for transfer in self._transfers.values()
-                if (transfer.step <= last or wait_for_all) and not transfer.is_over
+                for step in self._up_to(None if wait_for_all else last)
+                if step.num_open
+                for transfer in step.transfers
+                if not transfer.is_over
             ]
             if not late:
                 return pool
             if self._deadline_s is not None and waited_s > self._deadline_s:
                 for transfer in late:
                     self._engine.abandon(transfer.ticket)
-                    transfer.end(None)
+                    self._end(transfer, None)
                 continue
             if waited_s > self._exchange.timeout_s:
                 process = self._exchange.process
                 raise AgreementError(
-                    f"{' and '.join(map(str, late))}: not over in process {process} "
+                    f"{_listed(late)}: not over in process {process} "
                     f"within agreement_timeout_s={self._exchange.timeout_s:g}. The "
                     "device is stuck, or waits for a process that has stalled or died. "
                     "With a deadline_s below that, such a transfer fails.",
@@ -177,16 +200,20 @@ class Agreement:
     def _hear(self, last: int, end_s: float) -> list[tuple[Ticket, Completion | None]]:
         """Wait for what the others say."""
         outcomes = []
-        for step, transfers in self._by_step():
-            if step > last:
-                break
-            about = f"how {' and '.join(map(str, transfers))} ended"
+        for step in list(self._up_to(last)):
+            about = f"how {_listed(step.transfers)} ended"
             texts = self._exchange.hear(about, end_s - self._clock())
-            oks = self._agree(step, transfers, texts)
-            for transfer, ok in zip(transfers, oks, strict=True):
+            oks = self._agree(step.number, step.transfers, texts)
+            del self._steps[step.number]
+            for transfer, ok in zip(step.transfers, oks, strict=True):
                 del self._transfers[transfer.ticket]
                 outcomes.append((transfer.ticket, transfer.done if ok else None))
         return outcomes
+
+    def _end(self, transfer: _Transfer, done: Completion | None) -> None:
+        """Note how a transfer ended here; None if it was abandoned."""
+        self._steps[transfer.step].num_open -= not transfer.is_over
+        transfer.end(done)
 
     def _say_of(self, call: str) -> str:
         text = (
@@ -197,9 +224,12 @@ class Agreement:
         silent = self._exchange.silent
         return f"{text}: processes {list(silent)} are silent." if silent else f"{text}."
 
-    def _by_step(self) -> list[tuple[int, list[_Transfer]]]:
-        groups = itertools.groupby(self._transfers.values(), lambda each: each.step)
-        return [(step, list(transfers)) for step, transfers in groups]
+    def _up_to(self, last: int | None) -> Iterator[_Step]:
+        """Give the steps up to one; all if that is None."""
+        for number, step in self._steps.items():
+            if last is not None and number > last:
+                break
+            yield step
 
     def _agree(
         self, step: int, transfers: list[_Transfer], texts: list[str]
@@ -216,6 +246,13 @@ class Agreement:
             )
         outcomes = [text.rpartition(" ")[2] for text in texts]
         return [set(column) == {"1"} for column in zip(*outcomes, strict=True)]
+
+
+def _listed(transfers: list[_Transfer]) -> str:
+    """List transfers for a message; not all of many."""
+    named = " and ".join(map(str, transfers[:_MOST_NAMED]))
+    more = len(transfers) - _MOST_NAMED
+    return f"{named} and {more} more" if more > 0 else named
 
 
 def _text(step: int, transfers: list[_Transfer]) -> str:

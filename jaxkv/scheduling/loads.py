@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -24,6 +24,8 @@ from jaxkv.types import NO_BLOCK, NULL_BLOCK, BlockKey
 Stall: TypeAlias = Literal["loading", "shared", "gate"]
 Ids: TypeAlias = NDArray[np.int32]
 _NO_IDS: Ids = np.empty(0, np.int32)
+# How many requests an error lists.
+_MOST_NAMES = 8
 
 
 @dataclasses.dataclass
@@ -111,11 +113,14 @@ class Preview(NamedTuple):
     is_awaited: bool
     hold_up: Stall | None
     own: Load | None
-    shared: tuple[int, ...]
+    shared: frozenset[int]
 
 
 class Loads:
     """The loads of all requests.
+
+    No call goes over all of them, as there may be many: whatever is asked about them
+    together is kept up to date.
 
     Every block of a load is held: on the host from the query on, so that nothing can
     evict what was offered; on the device from the allocation on; both until all workers
@@ -130,7 +135,6 @@ class Loads:
         stats: Where loads that arrive and loads that fail are counted.
 
     Attributes:
-        event_to_reqs: The requests that each load event in flight serves.
         num_blocks_in_flight: Device blocks that are being written.
     """
 
@@ -143,7 +147,6 @@ class Loads:
         keys: RequestKeys,
         stats: OffloadStats,
     ) -> None:
-        self.event_to_reqs: dict[int, tuple[str, ...]] = {}
         self._groups = groups
         self._host = host
         self._rules = rules
@@ -151,9 +154,14 @@ class Loads:
         self._keys = keys
         self._stats = stats
         self._loads: dict[str, Load] = {}
-        # How many loads bring each host block; kept only to delay those that share.
-        self._shared: Counter[int] = Counter()
+        # Those that were taken and have not left, in the order in which they were:
+        # those with a transfer, and those with nothing but copies.
+        self._waiting: OrderedDict[str, Load] = OrderedDict()
+        self._copying: dict[str, Load] = {}
+        # How many loads read each host block.
+        self._num_readers = np.zeros(host.num_blocks, np.int32)
         self._next_event = 0
+        self._num_blocks_waiting = 0
         self.num_blocks_in_flight = 0
         is_all_read = all(isinstance(group, FullAttention) for group in groups)
         # How many tokens an offer may be cut by; None if it may not.
@@ -165,13 +173,9 @@ class Loads:
     @property
     def in_transit(self) -> tuple[int, int, int]:
         """The part of `InTransit` that tells of loads; for any thread."""
-        num_blocks = {True: 0, False: 0}
-        rows = [_NO_IDS]
-        for load in tuple(self._loads.values()):
-            num_blocks[load.event == NO_EVENT] += len(load.written_blocks)
-            rows.append(load.host_blocks)
         # Several requests may load one host block.
-        return num_blocks[True], num_blocks[False], np.unique(np.concatenate(rows)).size
+        num_read = int(np.count_nonzero(self._num_readers))
+        return self._num_blocks_waiting, self.num_blocks_in_flight, num_read
 
     def query(
         self, pool: DeviceBlockPool, request: Request, num_computed_tokens: int
@@ -202,7 +206,7 @@ class Loads:
         if load is None:
             return 0, False
         rows = load.host_blocks
-        if self._rules.delay_shared_loads and any(map(self._shared.get, rows.tolist())):
+        if self._rules.delay_shared_loads and self._num_readers[rows].any():
             return None, False
         if rows.size and not self._gate.is_worth(
             num_tokens=load.num_tokens,
@@ -213,8 +217,7 @@ class Loads:
         self._host.pin(rows)
         pool.pin(load.sources)
         self._loads[request.request_id] = load
-        if self._rules.delay_shared_loads:
-            self._shared.update(rows.tolist())
+        np.add.at(self._num_readers, rows, 1)
         # Copies are done when the step's model runs; a transfer takes its time.
         load.is_awaited = bool(rows.size)
         return load.num_tokens, load.is_awaited
@@ -227,6 +230,7 @@ class Loads:
         num_computed_tokens: int,
     ) -> Preview:
         """Tell what `query` would answer, and change nothing."""
+        nothing: frozenset[int] = frozenset()
         own = self._loads.get(request.request_id)
         dropped = _NO_IDS  # What `query` lets go of first.
         if own is not None and own.event == NO_EVENT:
@@ -254,13 +258,16 @@ class Loads:
             num_free_beside,
         )
         if own is not None and own.event != NO_EVENT:
-            return Preview(match, None, False, "loading", own, ())
+            return Preview(match, None, False, "loading", own, nothing)
         if load is None:
-            return Preview(match, 0, False, None, None, ())
+            return Preview(match, 0, False, None, None, nothing)
         rows = load.host_blocks
         if self._rules.delay_shared_loads:
-            of_others = self._shared - Counter(own.host_blocks.tolist() if own else ())
-            shared = tuple(row for row in rows.tolist() if of_others[row])
+            of_own = Counter(own.host_blocks.tolist() if own else ())
+            num_readers = zip(
+                rows.tolist(), self._num_readers[rows].tolist(), strict=True
+            )
+            shared = frozenset(row for row, num in num_readers if num > of_own[row])
             if shared:
                 return Preview(match, None, False, "shared", None, shared)
         if rows.size and not self._gate.is_worth(
@@ -269,8 +276,8 @@ class Loads:
             num_blocks_ahead=self.num_blocks_in_flight,
             is_preview=True,
         ):
-            return Preview(match, 0, False, "gate", None, ())
-        return Preview(match, load.num_tokens, bool(rows.size), None, None, ())
+            return Preview(match, 0, False, "gate", None, nothing)
+        return Preview(match, load.num_tokens, bool(rows.size), None, None, nothing)
 
     def take(
         self,
@@ -312,20 +319,20 @@ class Loads:
             pool.unpin(left.sources)
             self._release([left])
         self._loads[request.request_id] = taken
+        num_blocks = len(taken.written_blocks)
+        self._num_blocks_waiting += num_blocks
+        (self._waiting if num_blocks else self._copying)[request.request_id] = taken
         return taken
 
     @property
     def is_held_up(self) -> bool:
         """Whether a load has been taken and has not left."""
-        return any(
-            load.event == NO_EVENT and load.targets is not None
-            for load in self._loads.values()
-        )
+        return bool(self._waiting or self._copying)
 
     def issue(
         self, pool: DeviceBlockPool, num_blocks: int | None, in_flight: int
     ) -> tuple[int, list[Load], list[Load]]:
-        """Send out loads that have been taken, in the order of the queries.
+        """Send out loads that have been taken, in the order in which they were.
 
         Args:
             pool: The device's blocks.
@@ -338,25 +345,26 @@ class Loads:
             are done in this step.
         """
         event = self._next_event
-        leaving: list[Load] = []
-        copying: list[Load] = []
-        for load in list(self._loads.values()):
-            if load.event != NO_EVENT or load.targets is None:
-                continue
+        ready = list(self._copying.values())
+        self._copying.clear()
+        while self._waiting:
+            load = next(iter(self._waiting.values()))
             own = len(load.written_blocks)
-            if num_blocks is not None and own:
+            if num_blocks is not None:
                 if own > num_blocks and in_flight:
-                    num_blocks = 0  # Nor may others overtake it.
-                    continue
+                    break  # Nor may others overtake it.
                 num_blocks -= own
                 in_flight += own
-            if load.sources.size:
-                copying.append(load)
-            if load.is_awaited:
-                load.event = event
-                self.num_blocks_in_flight += own
-                leaving.append(load)
-            else:
+            self._waiting.popitem(last=False)
+            self._num_blocks_waiting -= own
+            self.num_blocks_in_flight += own
+            ready.append(load)
+        leaving = [load for load in ready if load.is_awaited]
+        copying = [load for load in ready if load.sources.size]
+        for load in leaving:
+            load.event = event
+        for load in ready:
+            if not load.is_awaited:
                 del self._loads[load.request_id]
         for load in copying:
             self._stats.num_copied += load.sources.size
@@ -367,7 +375,6 @@ class Loads:
         if not leaving:
             return NO_EVENT, [], copying
         self._next_event += 1
-        self.event_to_reqs[event] = tuple(load.request_id for load in leaving)
         return event, leaving, copying
 
     def report(
@@ -389,13 +396,14 @@ class Loads:
                 raise ValueError(
                     f"{count} reports of a load of request {request_id!r}, which is "
                     f"not in flight on that many workers; in flight are "
-                    f"{sorted(self.event_to_reqs.values())}."
+                    f"{self._names_in_flight()}."
                 )
         ended: list[Load] = []
+        has_failed = set(failed)
         for request_id in (*finished, *failed):
             load = self._loads[request_id]
             load.num_reports += 1
-            load.has_failed |= request_id in failed
+            load.has_failed |= request_id in has_failed
             if load.num_reports == self._rules.world_size:
                 ended.append(load)
         for load in ended:
@@ -411,6 +419,12 @@ class Loads:
             if load.is_wanted:
                 answers[load.has_failed].append(load.request_id)
         return answers
+
+    def _names_in_flight(self) -> str:
+        """List the requests whose loads are in flight; not all of many."""
+        names = [name for name, load in self._loads.items() if load.event != NO_EVENT]
+        more = len(names) - _MOST_NAMES
+        return f"{names[:_MOST_NAMES]}" + (f" and {more} more" if more > 0 else "")
 
     def drop(self, pool: DeviceBlockPool, request_id: str) -> None:
         """Let go of a load that nobody waits for; one in flight when it ends."""
@@ -443,25 +457,19 @@ class Loads:
             if load.has_failed:
                 # Whoever asks next is to compute them, and to store them anew.
                 self._host.discard(load.keys)
-            if load.event == NO_EVENT:
-                continue
-            self.num_blocks_in_flight -= len(load.written_blocks)
-            others = tuple(
-                other
-                for other in self.event_to_reqs.pop(load.event)
-                if other != load.request_id
-            )
-            if others:
-                self.event_to_reqs[load.event] = others
+            if load.event != NO_EVENT:
+                self.num_blocks_in_flight -= len(load.written_blocks)
+            elif self._waiting.pop(load.request_id, None) is not None:
+                self._num_blocks_waiting -= len(load.written_blocks)
+            else:
+                self._copying.pop(load.request_id, None)
 
     def _release(self, loads: Sequence[Load]) -> None:
         """Let go of the host blocks of loads."""
         rows = np.concatenate([load.host_blocks for load in loads])
         if rows.size:
             self._host.unpin(rows)
-        if self._rules.delay_shared_loads:
-            # Not `subtract`, which would keep every block that was ever loaded.
-            self._shared -= Counter(rows.tolist())
+        np.subtract.at(self._num_readers, rows, 1)
 
 
 def plan_load(

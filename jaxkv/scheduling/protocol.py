@@ -110,7 +110,7 @@ class OffloadMetadata:
         load_event: Number of this step's loads, NO_EVENT if there are none.
         load_device_blocks: Where the loads write.
         load_host_blocks: What they read.
-        load_event_to_reqs: The requests that each load event in flight serves.
+        load_event_to_reqs: The requests that this step's load event serves.
         store_event: Number of this step's stores, NO_EVENT if there are none.
         store_device_blocks: What the stores read.
         store_host_blocks: Where they write.
@@ -118,6 +118,9 @@ class OffloadMetadata:
         copy_from_blocks: Device blocks that are to be copied on the device, after the
             stores and before the loads, ...
         copy_to_blocks: ... and where to.
+        load_sizes: How many of `load_host_blocks` are for each of the load event's
+            requests, in their order, so that each is reported as soon as its own are
+            there. Empty to report all of them together.
     """
 
     load_event: int
@@ -130,6 +133,7 @@ class OffloadMetadata:
     need_flush: bool
     copy_from_blocks: tuple[int, ...] = ()
     copy_to_blocks: tuple[int, ...] = ()
+    load_sizes: tuple[int, ...] = ()
 
     def digest(self, before: bytes = b"") -> bytes:
         """Make a digest of this plan and those before it.
@@ -153,6 +157,7 @@ class OffloadMetadata:
             self.store_host_blocks,
             self.copy_from_blocks,
             self.copy_to_blocks,
+            self.load_sizes,
         ):
             hasher.update(len(ids).to_bytes(8, "little"))
             hasher.update(np.array(ids, "<i8").tobytes())

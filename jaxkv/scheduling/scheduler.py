@@ -287,20 +287,21 @@ class OffloadScheduler:
             self._lazy.offer_step(pool)
         store_event, stores = self._stores.issue(most, in_flight + num_leaving)
         need_flush = self.rules.flush_on_preemption and bool(output.preempted_req_ids)
-        events = self._loads.event_to_reqs
-        if not (loads or copies or stores.keys or need_flush or events):
+        if not (loads or copies or stores.keys or need_flush):
             return _NOTHING
+        names = tuple(load.request_id for load in loads)
         return OffloadMetadata(
             load_event=load_event,
             load_device_blocks=flat_ids(load.targets for load in loads),
             load_host_blocks=flat_ids(load.host_blocks for load in loads),
-            load_event_to_reqs=dict(events),
+            load_event_to_reqs={load_event: names} if loads else {},
             store_event=store_event,
             store_device_blocks=tuple(stores.device_blocks),
             store_host_blocks=tuple(stores.host_blocks),
             need_flush=need_flush,
             copy_from_blocks=flat_ids(load.sources for load in copies),
             copy_to_blocks=flat_ids(load.copy_targets for load in copies),
+            load_sizes=tuple(len(load.host_blocks) for load in loads),
         )
 
     def update_connector_output(self, output: ConnectorOutput) -> ConnectorOutput:

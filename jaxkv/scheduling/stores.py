@@ -39,20 +39,14 @@ class StoreBatch:
     has_failed: bool = False
     is_stale: bool = False
 
-    def split(self, num: int, num_blocks: int) -> tuple[StoreBatch, StoreBatch]:
-        """Split what has not left yet, before a row and its first device block."""
-        return (
-            StoreBatch(
-                self.keys[:num],
-                self.device_blocks[:num_blocks],
-                self.host_blocks[:num],
-            ),
-            StoreBatch(
-                self.keys[num:],
-                self.device_blocks[num_blocks:],
-                self.host_blocks[num:],
-            ),
+    def take(self, num: int, num_blocks: int) -> StoreBatch:
+        """Take the first rows, and their device blocks, out of what has not left."""
+        # Not two copies: what stays may be a thousand times as much.
+        taken = StoreBatch(
+            self.keys[:num], self.device_blocks[:num_blocks], self.host_blocks[:num]
         )
+        del self.keys[:num], self.device_blocks[:num_blocks], self.host_blocks[:num]
+        return taken
 
 
 class Stores:
@@ -84,6 +78,8 @@ class Stores:
         self._in_flight: dict[int, StoreBatch] = {}
         self._next_event = 0
         self.num_blocks_in_flight = 0
+        # Host blocks in flight that the host tier has not forgotten.
+        self._num_known_in_flight = 0
 
     def __len__(self) -> int:
         return len(self._in_flight) + bool(self._waiting.keys)
@@ -91,12 +87,13 @@ class Stores:
     @property
     def in_transit(self) -> tuple[int, int, int]:
         """The part of `InTransit` that tells of stores; for any thread."""
+        # In this order, so that what leaves meanwhile is not counted twice.
+        num_known = self._num_known_in_flight
         waiting = self._waiting
-        sent = [each for each in tuple(self._in_flight.values()) if not each.is_stale]
         return (
             len(waiting.device_blocks),
-            sum(len(each.device_blocks) for each in sent),
-            len(waiting.keys) + sum(len(each.keys) for each in sent),
+            num_known * self._factor,
+            len(waiting.keys) + num_known,
         )
 
     @property
@@ -177,9 +174,13 @@ class Stores:
             return NO_EVENT, StoreBatch()
         event = self._next_event
         self._next_event += 1
-        leaving, self._waiting = waiting.split(num, num * self._factor)
+        if num == len(waiting.keys):
+            leaving, self._waiting = waiting, StoreBatch()
+        else:
+            leaving = waiting.take(num, num * self._factor)
         self._in_flight[event] = leaving
         self.num_blocks_in_flight += len(leaving.device_blocks)
+        self._num_known_in_flight += len(leaving.keys)
         return event, leaving
 
     def check_reports(self, completed: Sequence[int], failed: Sequence[int]) -> None:
@@ -206,14 +207,16 @@ class Stores:
             ValueError: If no report of such an event is due. Then nothing changes.
         """
         self.check_reports(completed, failed)
+        has_failed = set(failed)
         ended: dict[int, StoreBatch] = {}
         for event in (*completed, *failed):
             sent = self._in_flight[event]
             sent.num_reports += 1
-            sent.has_failed |= event in failed
+            sent.has_failed |= event in has_failed
             if sent.num_reports == self._rules.world_size:
                 ended[event] = self._in_flight.pop(event)
                 self.num_blocks_in_flight -= len(sent.device_blocks)
+                self._num_known_in_flight -= len(sent.keys) * (not sent.is_stale)
         if ended:
             self._end(pool, list(ended.values()))
         return (
@@ -229,6 +232,7 @@ class Stores:
                 self.stats.num_dropped_reset += len(sent.device_blocks)
             sent.is_stale = True
         self._waiting = StoreBatch()
+        self._num_known_in_flight = 0
 
     def _end(self, pool: DeviceBlockPool, transfers: Sequence[StoreBatch]) -> None:
         known = [sent for sent in transfers if not sent.is_stale]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -23,17 +25,34 @@ from jaxkv.types import PyTree
 _RATE_WEIGHT = 0.25
 
 
+@dataclasses.dataclass(eq=False)
+class _Batch:
+    """The transfers of a step in one direction, which share its bandwidth.
+
+    Attributes:
+        start_s: When they were started.
+        num_left: Those that were not reported.
+        num_bytes: Bytes of those that arrived.
+        end_s: When the last of these was reported.
+    """
+
+    start_s: float
+    num_left: int
+    num_bytes: int = 0
+    end_s: float | None = None
+
+
 class _Pending(NamedTuple):
     """A transfer that was started and not reported.
 
     Attributes:
-        name: The store event, or the requests of the load event.
-        start_s: When it was started.
+        name: The store event, or the requests that wait for the load.
+        batch: What was started with it.
         step: In which step.
     """
 
     name: EventName
-    start_s: float
+    batch: _Batch
     step: int
 
 
@@ -80,12 +99,13 @@ class OffloadWorker:
         bytes_stored: Bytes of the former.
         bytes_loaded: Bytes of the latter.
         store_s: Seconds that these stores took, from the start to the report. Those of
-            transfers that overlap count for each.
-        load_s: Seconds that these loads took.
-        store_sizes: Bytes of each of these stores; a step has one.
-        load_sizes: Bytes of each of these loads.
-        load_bytes_per_s: How fast loads were of late, from the start to the report;
-            0 before the first.
+            several steps count for each, though they overlap.
+        load_s: Seconds that these loads took, from the start of a step's to the report
+            of the last of them.
+        store_sizes: Bytes of the stores of each step.
+        load_sizes: Bytes of the loads of each step.
+        load_bytes_per_s: How fast the loads of the last steps were, all of a step from
+            the start to the last report; 0 before the first.
         plan_digest: Digest of all steps so far, if `check_plans`, and of all outcomes
             that the processes agreed on.
     """
@@ -140,8 +160,10 @@ class OffloadWorker:
         self._check_plans = check_plans
         self._clock = clock
         self._step = 0
-        self._pending: dict[Ticket, _Pending] = {}
-        self._completions: list[Completion] = []
+        # In the order in which they were started.
+        self._pending: OrderedDict[Ticket, _Pending] = OrderedDict()
+        self._num_pending = {"save": 0, "load": 0}
+        self._completions: dict[Ticket, Completion] = {}
         # Where several processes agree: how transfers ended, None for those that have
         # failed, and that is to be reported.
         self._agreed: list[tuple[Ticket, Completion | None]] = []
@@ -154,8 +176,7 @@ class OffloadWorker:
     @property
     def num_in_flight_by_direction(self) -> dict[str, int]:
         """How many of these are stores, and how many loads; any thread may ask."""
-        directions = [ticket.direction for ticket in tuple(self._pending)]
-        return {"store": directions.count("save"), "load": directions.count("load")}
+        return {"store": self._num_pending["save"], "load": self._num_pending["load"]}
 
     @property
     def bytes_in_flight(self) -> int:
@@ -201,7 +222,7 @@ class OffloadWorker:
             pool = self._settle(pool, self._agreement, last, meta.need_flush)
         elif meta.need_flush or self._is_due():
             pool, completions = self._engine.drain(pool)
-            self._completions += completions
+            self._keep(completions)
         else:
             pool = self._engine.advance(pool)
         rows = self._engine.blocks_per_host_block
@@ -209,14 +230,15 @@ class OffloadWorker:
             ticket = self._engine.save(
                 pool, _rows(meta.store_device_blocks, rows), meta.store_host_blocks
             )
-            self._note(ticket, meta.store_event)
+            self._note([ticket], [meta.store_event])
         if meta.copy_from_blocks:
             pool = self._engine.copy(pool, meta.copy_from_blocks, meta.copy_to_blocks)
         if meta.load_event != NO_EVENT:
-            pool, ticket = self._engine.load(
-                pool, meta.load_host_blocks, _rows(meta.load_device_blocks, rows)
+            names, sizes = _each_load(meta)
+            pool, tickets = self._engine.load_each(
+                pool, meta.load_host_blocks, _rows(meta.load_device_blocks, rows), sizes
             )
-            self._note(ticket, meta.load_event_to_reqs[meta.load_event])
+            self._note(tickets, names)
         return pool
 
     def poll(self) -> ConnectorOutput:
@@ -224,7 +246,7 @@ class OffloadWorker:
         if self._agreement is not None:
             self._agreement.say()
             return self._report(self._take_agreed())
-        self._completions += self._engine.poll()
+        self._keep(self._engine.poll())
         return self._report(self._take_own())
 
     def drain(self, pool: PyTree) -> tuple[PyTree, ConnectorOutput]:
@@ -245,28 +267,42 @@ class OffloadWorker:
                 pool = self._settle(pool, self._agreement, self._step, True)
             return pool, self._report(self._take_agreed())
         pool, completions = self._engine.drain(pool)
-        self._completions += completions
+        self._keep(completions)
         return pool, self._report(self._take_own(is_last=True))
 
-    def _note(self, ticket: Ticket, name: EventName) -> None:
-        self._pending[ticket] = _Pending(name, self._clock(), self._step)
-        if self._agreement is not None:
-            self._agreement.begin(ticket, name, self._step)
+    def _note(self, tickets: Sequence[Ticket], names: Sequence[EventName]) -> None:
+        """Take note of the transfers of a step in one direction."""
+        batch = _Batch(self._clock(), len(tickets))
+        for ticket, name in zip(tickets, names, strict=True):
+            self._pending[ticket] = _Pending(name, batch, self._step)
+            self._num_pending[ticket.direction] += 1
+            if self._agreement is not None:
+                self._agreement.begin(ticket, name, self._step)
+
+    def _forget(self, ticket: Ticket) -> _Pending:
+        self._num_pending[ticket.direction] -= 1
+        return self._pending.pop(ticket)
+
+    def _keep(self, completions: Iterable[Completion]) -> None:
+        """Keep what the engine reported until it is due, but for what others moved."""
+        for done in completions:
+            if done.ticket in self._pending:
+                self._completions[done.ticket] = done
 
     def _is_due(self) -> bool:
         """Whether a transfer has to be waited for now."""
         if self._report_after_steps is None:
             return False
-        self._completions += self._engine.poll()
-        done = {completion.ticket for completion in self._completions}
-        return any(
-            self._is_old(pending) and ticket not in done
-            for ticket, pending in self._pending.items()
-        )
+        self._keep(self._engine.poll())
+        return any(ticket not in self._completions for ticket in self._old())
 
-    def _is_old(self, pending: _Pending) -> bool:
-        after = self._report_after_steps
-        return after is None or self._step - pending.step >= after
+    def _old(self) -> Iterator[Ticket]:
+        """Give the transfers that `report_after_steps` is over for."""
+        last = self._step - (self._report_after_steps or 0)
+        for ticket, pending in self._pending.items():
+            if pending.step > last:
+                break
+            yield ticket
 
     def _settle(
         self, pool: PyTree, agreement: Agreement, last: int, wait_for_all: bool
@@ -284,30 +320,26 @@ class OffloadWorker:
     def _take_agreed(self) -> list[tuple[_Pending, Completion | None]]:
         """Take what is to be reported, and how it ended; None if it has failed."""
         agreed, self._agreed = self._agreed, []
-        return [(self._pending.pop(ticket), done) for ticket, done in agreed]
+        return [(self._forget(ticket), done) for ticket, done in agreed]
 
     def _take_own(
         self, *, is_last: bool = False
     ) -> list[tuple[_Pending, Completion | None]]:
         """Take what one process alone is to report, in the same form."""
         taken: list[tuple[_Pending, Completion | None]] = []
-        completions, self._completions = self._completions, []
-        for done in completions:
-            pending = self._pending.get(done.ticket)
-            if pending is None:
-                continue
-            if not (is_last or self._is_old(pending)):
-                self._completions.append(done)
-                continue
-            del self._pending[done.ticket]
-            taken.append((pending, done if done.error is None else None))
+        waits = not is_last and self._report_after_steps is not None
+        for ticket in list(self._old() if waits else self._completions):
+            if ticket in self._completions:
+                done = self._completions.pop(ticket)
+                taken.append((self._forget(ticket), None if done.error else done))
         if self._deadline_s is not None:
             now_s = self._clock()
-            for ticket, pending in list(self._pending.items()):
-                if now_s - pending.start_s > self._deadline_s:
-                    self._engine.abandon(ticket)
-                    del self._pending[ticket]
-                    taken.append((pending, None))
+            while self._pending:
+                ticket, pending = next(iter(self._pending.items()))
+                if not now_s - pending.batch.start_s > self._deadline_s:
+                    break
+                self._engine.abandon(ticket)
+                taken.append((self._forget(ticket), None))
         return taken
 
     def _report(
@@ -322,8 +354,7 @@ class OffloadWorker:
                 stores[ok].append(pending.name)
             else:
                 recving[ok].extend(pending.name)
-            if done is not None:
-                self._count(done, now_s - pending.start_s)
+            self._count(pending.batch, done, now_s)
         return ConnectorOutput(
             finished_recving=tuple(recving[True]),
             failed_recving=tuple(recving[False]),
@@ -331,21 +362,27 @@ class OffloadWorker:
             failed_store_events=tuple(stores[False]),
         )
 
-    def _count(self, done: Completion, duration_s: float) -> None:
-        """Count a transfer that arrived."""
-        if done.direction == "save":
-            self.blocks_stored += done.num_blocks
-            self.bytes_stored += done.num_bytes
-            self.store_s += duration_s
-            self.store_sizes.add(done.num_bytes)
+    def _count(self, batch: _Batch, done: Completion | None, now_s: float) -> None:
+        """Count a transfer that has ended; None if it has failed."""
+        batch.num_left -= 1
+        if done is not None:
+            batch.num_bytes += done.num_bytes
+            batch.end_s = now_s
+            if done.direction == "save":
+                self.blocks_stored += done.num_blocks
+                self.bytes_stored += done.num_bytes
+                self.store_s += now_s - batch.start_s
+                self.store_sizes.add(done.num_bytes)
+                return
+            self.blocks_loaded += done.num_blocks
+            self.bytes_loaded += done.num_bytes
+        # Those of a step together: each by itself has only a part of the bandwidth.
+        if batch.end_s is None or batch.num_left or not batch.num_bytes:
             return
-        self.blocks_loaded += done.num_blocks
-        self.bytes_loaded += done.num_bytes
+        duration_s = batch.end_s - batch.start_s
         self.load_s += duration_s
-        self.load_sizes.add(done.num_bytes)
-        if not done.num_bytes:
-            return
-        rate = done.num_bytes / max(duration_s, 1e-9)
+        self.load_sizes.add(batch.num_bytes)
+        rate = batch.num_bytes / max(duration_s, 1e-9)
         if self.load_bytes_per_s:
             rate = (1 - _RATE_WEIGHT) * self.load_bytes_per_s + _RATE_WEIGHT * rate
         self.load_bytes_per_s = rate
@@ -365,6 +402,20 @@ class OffloadWorker:
                 f"process {self._plans.process}: their schedulers were not told the "
                 "same requests and reports in the same order."
             )
+
+
+def _each_load(meta: OffloadMetadata) -> tuple[list[EventName], Sequence[int]]:
+    """List who waits for each load of a plan, and how many host blocks it has."""
+    requests = meta.load_event_to_reqs[meta.load_event]
+    if not meta.load_sizes:
+        return [requests], [len(meta.load_host_blocks)]
+    if len(meta.load_sizes) != len(requests):
+        raise ValueError(
+            f"the plan has {len(meta.load_sizes)} load_sizes for the "
+            f"{len(requests)} requests of load event {meta.load_event}; it must have "
+            "one for each."
+        )
+    return [(request_id,) for request_id in requests], meta.load_sizes
 
 
 def _rows(block_ids: tuple[int, ...], blocks_per_row: int) -> PyTree:

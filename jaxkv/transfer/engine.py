@@ -289,14 +289,64 @@ class TransferEngine:
             RuntimeError: The pool has been deleted or donated, or another thread owns
                 the engine.
         """
+        ids = host_block_ids, device_block_ids
+        pool, (ticket,) = self._load(pool, *ids, None, in_step)
+        return pool, ticket
+
+    def load_each(
+        self,
+        pool: PyTree,
+        host_block_ids: BlockIdsLike,
+        device_block_ids: BlockIdsLike,
+        sizes: Sequence[int],
+        *,
+        in_step: bool = False,
+    ) -> tuple[PyTree, list[Ticket]]:
+        """Copy host blocks to device blocks, for several users who wait by themselves.
+
+        The same bytes move as with one `load`, in as many pieces: what several need of
+        an extent moves once. But the loads with the fewest pieces go first, and each is
+        reported, fails or is abandoned by itself.
+
+        Args:
+            pool: As for `load`.
+            host_block_ids: int[n]. As for `load`, the blocks of each load in a row.
+            device_block_ids: int[n] or int[n, m]. As for `load`; distinct over all.
+            sizes: How many of the host blocks each load has; n in all.
+            in_step: As for `load`.
+
+        Returns:
+            The pool to continue with, and a ticket for each load.
+
+        Raises:
+            ValueError: As `load`, or the sizes do not add up.
+            RuntimeError: As `load`.
+        """
+        return self._load(pool, host_block_ids, device_block_ids, sizes, in_step)
+
+    def _load(
+        self,
+        pool: PyTree,
+        host_block_ids: BlockIdsLike,
+        device_block_ids: BlockIdsLike,
+        sizes: Sequence[int] | None,
+        in_step: bool,
+    ) -> tuple[PyTree, list[Ticket]]:
         leaves = self._leaves(pool)
         device_ids, host_ids = self._pairs(device_block_ids, host_block_ids, False)
+        if sizes is None:
+            sizes = [len(host_ids)]
+        elif min(sizes, default=0) < 0 or sum(sizes) != len(host_ids):
+            raise ValueError(
+                f"sizes={list(sizes)[:8]} must be numbers of blocks, and the "
+                f"{len(host_ids)} of host_block_ids in all."
+            )
         extents, places = self._table.find(host_ids, device_ids != NOTHING)
         self._plans.check_shards(device_ids, places)
-        ticket = self._queue.load(
-            leaves, device_ids, host_ids, extents, places, in_step
+        tickets = self._queue.load(
+            leaves, device_ids, host_ids, extents, places, sizes, in_step
         )
-        return self._layout.unflatten(leaves), ticket
+        return self._layout.unflatten(leaves), tickets
 
     def take_step_loads(
         self, pool: PyTree, num_extents: int
@@ -391,8 +441,8 @@ class TransferEngine:
         """Report the transfers that have finished since the last report; never wait.
 
         Returns:
-            Completions in the order of the calls. A transfer is reported after all
-            earlier ones in its direction; failures are reported, not raised.
+            Completions in the order of the calls. A transfer is reported after those of
+            all earlier calls in its direction; failures are reported, not raised.
         """
         self._check_thread()
         return self._queue.report()

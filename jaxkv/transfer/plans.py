@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,6 +48,66 @@ class SavePlan(NamedTuple):
         # A row without a block reads block 0: the gather must stay in range.
         blocks = np.maximum(self.sources, 0)
         return np.concatenate([blocks, self.carried.astype(np.int32)], axis=1)
+
+
+class Cut(NamedTuple):
+    """What a load takes out of one extent at a time.
+
+    Attributes:
+        extent: The extent.
+        rows: int[k]. Which of the call's blocks; no two have the same place.
+        transfers: Which of the call's transfers these belong to, ascending.
+    """
+
+    extent: int
+    rows: NDArray[np.intp]
+    transfers: list[int]
+
+
+def cut_load(
+    extents: NDArray[np.int32], places: NDArray[np.int32], owners: NDArray[np.intp]
+) -> list[Cut]:
+    """Cut a load by extents, in the order of their first blocks.
+
+    Args:
+        extents: i32[n]. Where each block is; n blocks, which may repeat.
+        places: i32[n]. Its place there.
+        owners: int[n]. The transfer it is for.
+    """
+    order = np.argsort(extents, kind="stable")
+    starts = np.flatnonzero(np.diff(extents[order])) + 1
+    cuts = []
+    for rows in sorted(np.split(order, starts), key=lambda rows: rows[:1].tolist()):
+        while rows.size:
+            _, once = np.unique(places[rows], return_index=True)
+            picked = rows[once]
+            owned_by = np.unique(owners[picked]).tolist()
+            cuts.append(Cut(int(extents[picked[0]]), picked, owned_by))
+            rows = np.delete(rows, once)
+    return cuts
+
+
+def shortest_first(cuts: list[Cut], num_transfers: int) -> Iterator[list[Cut]]:
+    """Order a load's cuts so that a transfer does not wait for a longer one.
+
+    Args:
+        cuts: What is to be moved.
+        num_transfers: How many transfers they are for.
+
+    Yields:
+        For one transfer after the other, from that with the fewest cuts on, those that
+        no transfer before it has.
+    """
+    of_each: list[list[int]] = [[] for _ in range(num_transfers)]
+    for number, cut in enumerate(cuts):
+        for transfer in cut.transfers:
+            of_each[transfer].append(number)
+    is_done = np.zeros(len(cuts), np.bool_)
+    for numbers in sorted(of_each, key=len):
+        left = [number for number in numbers if not is_done[number]]
+        is_done[left] = True
+        if left:
+            yield [cuts[number] for number in left]
 
 
 class Plans(NamedTuple):
@@ -155,6 +216,20 @@ class Plans(NamedTuple):
             device_ids = np.delete(device_ids, once, axis=0)
             places = np.delete(places, once)
         return plans
+
+    def leave_out(
+        self, targets: NDArray[np.int32], device_ids: NDArray[np.int32]
+    ) -> None:
+        """Take device blocks out of a plan of a load, in place.
+
+        Args:
+            targets: i32[shards, rows]. The plan.
+            device_ids: i32[n, m]. What it is not to write, NOTHING for none.
+        """
+        starts = np.arange(self.num_shards, dtype=np.int32) * self.shard_blocks
+        is_target = targets != NOTHING
+        is_out = np.isin(targets + starts[:, None], device_ids[device_ids != NOTHING])
+        targets[is_target & is_out] = NOTHING
 
     def _rows(
         self, places: NDArray[np.integer[Any]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from jaxkv.transfer.extent_table import NO_EXTENT, ExtentTable
 from jaxkv.transfer.host_memory import HostMemory
 from jaxkv.transfer.kernels import Copier
-from jaxkv.transfer.plans import NOTHING, Plans
+from jaxkv.transfer.plans import NOTHING, Plans, cut_load, shortest_first
 from jaxkv.transfer.step_loads import StepLoads
 from jaxkv.transfer.tickets import (
     TRANSFER_ERRORS,
+    Call,
     Completion,
     Direction,
     LoadPiece,
@@ -31,10 +32,14 @@ from jaxkv.transfer.tickets import (
 class TransferQueue:
     """Issues the pieces of transfers in a safe order, within a byte budget.
 
-    A transfer is cut into one piece for each extent that it touches. Pieces that would
+    A call is cut into one piece for each extent that it touches. Pieces that would
     exceed the budget wait: loads go before saves, and each direction in the order of
-    the calls. No transfer overtakes an older one that reads a device block which it
-    writes, or writes one that it reads.
+    the calls. No call overtakes an older one that reads a device block which it writes,
+    or writes one that it reads.
+
+    A call may load for several transfers. They share the pieces of the extents that
+    several of them touch, so that no extent moves twice; those with the fewest pieces
+    go first, and each is over when its own pieces are.
 
     In the mode ``"staged"`` a load has two steps: its bytes are copied to the device,
     and once they have landed, `advance` scatters them into the pool. So no program
@@ -63,7 +68,8 @@ class TransferQueue:
         self._budget_bytes = budget_bytes
         self._bytes_in_flight = 0
         self._num_issued = 0
-        self._reported: dict[Direction, collections.deque[Transfer]] = {
+        self._transfers: dict[Ticket, Transfer] = {}
+        self._calls: dict[Direction, collections.deque[Call]] = {
             "save": collections.deque(),
             "load": collections.deque(),
         }
@@ -78,6 +84,9 @@ class TransferQueue:
         # and what it was given and has not started with.
         self._for_step: list[list[LoadPiece]] = []
         self._in_step: list[LoadPiece] = []
+        # Loads of which a piece waits, and these pieces by extent, as keys of dicts.
+        self._num_waiting_loads = 0
+        self._waiting_of_extent: dict[int, dict[LoadPiece, None]] = {}
         # The last save that reads each device block, the last load that writes it.
         self._last_reader = np.full(pool.num_blocks, -1, np.int64)
         self._last_writer = np.full(pool.num_blocks, -1, np.int64)
@@ -90,13 +99,12 @@ class TransferQueue:
     @property
     def num_in_flight(self) -> int:
         """Transfers that have not been reported."""
-        return sum(len(queue) for queue in self._reported.values())
+        return len(self._transfers)
 
     @property
     def num_waiting(self) -> int:
         """Transfers that have not been issued completely."""
-        loads = {piece.transfer.number for piece in self._unissued_loads()}
-        return len(self._waiting_saves) + len(loads)
+        return len(self._waiting_saves) + self._num_waiting_loads
 
     @property
     def step_is_due(self) -> bool:
@@ -105,11 +113,8 @@ class TransferQueue:
 
     def is_waiting(self, ticket: Ticket) -> bool:
         """Whether a transfer still has to read or write the pool in a later call."""
-        loads = [*self._landing, *self._unissued_loads(), *self._in_step]
-        return any(
-            transfer.ticket == ticket
-            for transfer in (*self._waiting_saves, *[p.transfer for p in loads])
-        )
+        transfer = self._transfers.get(ticket)
+        return transfer is not None and bool(transfer.todo.size or transfer.unwritten)
 
     def save(
         self,
@@ -119,12 +124,13 @@ class TransferQueue:
     ) -> Ticket:
         """Begin a save of ids that have been checked."""
         touched = device_ids[device_ids != NOTHING]
-        after = int(self._last_writer[touched].max(initial=-1))
-        transfer = self._begin("save", host_ids, device_ids, after)
+        call = Call(self._num_issued, int(self._last_writer[touched].max(initial=-1)))
+        transfer = self._begin("save", call, host_ids, device_ids)
         transfer.todo = np.arange(len(host_ids))
         self._last_reader[touched] = transfer.number
         self.table.claim(host_ids, transfer.number, device_ids != NOTHING)
         self._waiting_saves.append(transfer)
+        self._note_if_over(transfer)
         self._collect()
         if not self._waiting_loads:
             self._issue(leaves)
@@ -137,41 +143,54 @@ class TransferQueue:
         host_ids: NDArray[np.int32],
         extents: NDArray[np.int32],
         places: NDArray[np.int32],
+        sizes: Sequence[int],
         in_step: bool,
-    ) -> Ticket:
-        """Begin a load of the blocks at `places` of `extents`, checked before.
+    ) -> list[Ticket]:
+        """Begin loads of the blocks at `places` of `extents`, checked before.
 
-        If `in_step`, `take_step_loads` is to hand it out.
+        Each load has as many of them, in their order, as `sizes` says. If `in_step`,
+        `take_step_loads` is to hand them out.
         """
         touched = device_ids[device_ids != NOTHING]
-        after = int(self._last_reader[touched].max(initial=-1))
-        transfer = self._begin("load", host_ids, device_ids, after)
-        self._last_writer[touched] = transfer.number
-        layout = self._copier.extents
-        targets = {}
-        for extent in dict.fromkeys(extents.tolist()):
-            (own,) = np.nonzero(extents == extent)
-            targets[extent] = self._plans.load(device_ids[own], places[own])
-        groups = range(self._copier.num_layer_groups)
-        pieces = [
-            [
-                LoadPiece(transfer, layout.group_bytes[group], extent, rows, group)
-                for group in groups
-            ]
-            for extent, rounds in targets.items()
-            for rows in rounds
+        call = Call(self._num_issued, int(self._last_reader[touched].max(initial=-1)))
+        ends = np.cumsum(sizes)
+        transfers = [
+            self._begin(
+                "load", call, host_ids[end - n : end], device_ids[end - n : end]
+            )
+            for n, end in zip(sizes, ends.tolist(), strict=True)
         ]
-        for of_extent in pieces:
-            for piece in of_extent:
-                self.table.pin(piece.extent)
-                transfer.num_pieces += 1
-        if in_step:
-            self._for_step += pieces
-        else:
-            for group in groups:  # All of the first layers before any of the next.
-                self._waiting_loads += [of_extent[group] for of_extent in pieces]
+        self._last_writer[touched] = call.number
+        cuts = cut_load(extents, places, np.repeat(np.arange(len(sizes)), sizes))
+        for part in shortest_first(cuts, len(sizes)):
+            plans = [
+                self._plans.load(device_ids[cut.rows], places[cut.rows])[0]
+                for cut in part
+            ]
+            pieces: list[list[LoadPiece]] = [[] for _ in part]
+            for group, num_bytes in enumerate(self._copier.extents.group_bytes):
+                for cut, targets, of_cut in zip(part, plans, pieces, strict=True):
+                    own = [transfers[number] for number in cut.transfers]
+                    # Each has its own, as rows of it may have to be left out.
+                    piece = LoadPiece(
+                        own, num_bytes, call, cut.extent, targets.copy(), group
+                    )
+                    self._hold_extent(piece)
+                    of_cut.append(piece)
+                    for transfer in own:
+                        transfer.num_pieces += 1
+                        transfer.num_unissued += 1
+                        transfer.unwritten[piece] = None
+            if in_step:
+                self._for_step += pieces
+            else:  # All of the first layers before any of the next.
+                self._waiting_loads += itertools.chain(*zip(*pieces, strict=True))
+        for transfer in transfers:
+            self._num_waiting_loads += bool(transfer.num_unissued)
+            self._note_if_over(transfer)
+        if not in_step:
             self.advance(leaves)
-        return transfer.ticket
+        return [transfer.ticket for transfer in transfers]
 
     def take_step_loads(self, leaves: list[jax.Array], num_extents: int) -> StepLoads:
         """Hand out loads that the caller's next program is to write.
@@ -187,12 +206,12 @@ class TransferQueue:
         now, given = self._for_step[:num_now], self._for_step[num_now:]
         self._for_step = []
         for group in range(self._copier.num_layer_groups):
-            for of_extent in now:
-                self._load_now(leaves, of_extent[group])
-        for of_extent in given:
-            self._in_step += of_extent
-            self._bytes_in_flight += sum(piece.num_bytes for piece in of_extent)
-        firsts = [of_extent[0] for of_extent in given]
+            for of_cut in now:
+                self._load_now(leaves, of_cut[group])
+        for piece in itertools.chain(*given):
+            self._note_issued(piece)
+            self._in_step.append(piece)
+        firsts = [of_cut[0] for of_cut in given]
         extents = [self._memory.get(piece.extent) for piece in firsts]
         targets = [piece.targets for piece in firsts]
         if firsts:  # As many each time, so that the program is traced once.
@@ -205,6 +224,8 @@ class TransferQueue:
     def start_step(self, token: jax.Array) -> None:
         """Note that the program which was given loads runs; `token` is a result."""
         for piece in self._in_step:
+            for transfer in piece.transfers:
+                del transfer.unwritten[piece]
             piece.watched = [token]
             self._loading.append(piece)
         self._in_step = []
@@ -221,25 +242,33 @@ class TransferQueue:
         Returns:
             Whether such a transfer was in flight.
         """
-        for transfer in self._reported[ticket.direction]:
-            if transfer.ticket == ticket and not transfer.abandoned:
-                transfer.abandoned = True
-                self._drop_unissued(transfer)
-                return True
-        return False
+        transfer = self._transfers.get(ticket)
+        if transfer is None or transfer.abandoned:
+            return False
+        transfer.abandoned = True
+        self._drop_unissued(transfer)
+        return True
 
     def report(self) -> list[Completion]:
-        """Return what has finished since the last call, each direction in order."""
+        """Return what has finished since the last time, call after call.
+
+        A call is not looked at before all earlier ones of its direction are over.
+        """
         self._collect()
         done = []
-        for queue in self._reported.values():
-            while queue and queue[0].is_over:
-                transfer = queue.popleft()
-                if transfer.ticket.direction == "save":
-                    ok = transfer.error is None and not transfer.abandoned
-                    self.table.finish(transfer.host_ids, transfer.number, ok)
-                if not transfer.abandoned:
-                    done.append(self._completion(transfer))
+        for calls in self._calls.values():
+            while calls:
+                over, calls[0].over = calls[0].over, []
+                for transfer in over:
+                    del self._transfers[transfer.ticket]
+                    if transfer.ticket.direction == "save":
+                        ok = transfer.error is None and not transfer.abandoned
+                        self.table.finish(transfer.host_ids, transfer.number, ok)
+                    if not transfer.abandoned:
+                        done.append(self._completion(transfer))
+                if calls[0].num_left:
+                    break
+                calls.popleft()
         return sorted(done, key=lambda completion: completion.ticket.number)
 
     def drain(self, leaves: list[jax.Array]) -> None:
@@ -247,22 +276,32 @@ class TransferQueue:
         if self._for_step:
             self.take_step_loads(leaves, 0)
         self.advance(leaves)
-        while pieces := [*self._landing, *self._saving, *self._loading]:
+        while pieces := self._landing or self._saving or self._loading:
             pieces[0].wait()
             self.advance(leaves)
 
     def _begin(
         self,
         direction: Direction,
+        call: Call,
         host_ids: NDArray[np.int32],
         device_ids: NDArray[np.int32],
-        after: int,
     ) -> Transfer:
         ticket = Ticket(direction, self._num_issued)
         self._num_issued += 1
-        transfer = Transfer(ticket, host_ids, device_ids, after, np.zeros(0, np.intp))
-        self._reported[direction].append(transfer)
+        transfer = Transfer(ticket, call, host_ids, device_ids, np.zeros(0, np.intp))
+        self._transfers[ticket] = transfer
+        if not call.num_left:
+            self._calls[direction].append(call)
+        call.num_left += 1
         return transfer
+
+    def _note_if_over(self, transfer: Transfer) -> None:
+        """Have a transfer reported if nothing is left of it."""
+        if transfer.is_over and not transfer.is_noted:
+            transfer.is_noted = True
+            transfer.call.over.append(transfer)
+            transfer.call.num_left -= 1
 
     def _issue(self, leaves: list[jax.Array]) -> None:
         """Issue waiting pieces as far as the budget and the order allow."""
@@ -272,7 +311,9 @@ class TransferQueue:
                 if self._may_write(piece):
                     if not self._has_room(piece.num_bytes):
                         return
-                    self._issue_load(leaves, self._waiting_loads.popleft())
+                    self._waiting_loads.popleft()
+                    self._skip_dropped()
+                    self._issue_load(leaves, piece)
                     continue
             if not self._waiting_saves:
                 return
@@ -285,18 +326,14 @@ class TransferQueue:
     def _may_write(self, piece: LoadPiece) -> bool:
         """Whether no older save still has to read what a load writes."""
         waiting = self._waiting_saves
-        return not waiting or waiting[0].number > piece.transfer.after
-
-    def _unissued_loads(self) -> list[LoadPiece]:
-        return [*self._waiting_loads, *itertools.chain(*self._for_step)]
+        return not waiting or waiting[0].number > piece.call.after
 
     def _may_read(self, transfer: Transfer) -> bool:
         """Whether no older load still has to write what a save reads."""
-        # The oldest of each: those that are left to the caller are in no order with
-        # the others.
-        pending = [*self._landing, *self._waiting_loads][:1]
-        pending += [pieces[0] for pieces in self._for_step[:1]]
-        return all(piece.transfer.number > transfer.after for piece in pending)
+        # Those that are left to the caller are in no order with the others.
+        oldest = [*itertools.islice(self._landing or self._waiting_loads, 1)]
+        oldest += [pieces[0] for pieces in self._for_step[:1]]
+        return all(piece.call.number > transfer.call.after for piece in oldest)
 
     def _has_room(self, num_bytes: int) -> bool:
         in_flight = self._bytes_in_flight
@@ -324,7 +361,7 @@ class TransferQueue:
             return True
         device_ids = transfer.device_ids[transfer.todo[placement.picked]]
         plan = self._plans.save(device_ids, placement)
-        piece = SavePiece(transfer, num_bytes, placement, plan)
+        piece = SavePiece([transfer], num_bytes, placement, plan)
         transfer.todo = np.delete(transfer.todo, placement.picked)
         transfer.num_pieces += 1
         self._bytes_in_flight += num_bytes
@@ -343,25 +380,34 @@ class TransferQueue:
         if self._copier.mode == "fused":
             self._load_now(leaves, piece)
             return
+        self._note_issued(piece)
         self._landing.append(piece)
         self._stage(piece)
 
     def _load_now(self, leaves: list[jax.Array], piece: LoadPiece) -> None:
         """Have whatever runs next on the pool find a piece there, in either mode."""
+        self._note_issued(piece)
         if self._copier.mode == "staged":
             self._stage(piece)
             if piece.error is not None:
                 self._loading.append(piece)
                 return
         else:
-            self._bytes_in_flight += piece.num_bytes
             extent = self._memory.get(piece.extent)
             piece.arrays = extent[self._copier.extents.arrays_of(piece.layer_group)]
         self._scatter(leaves, piece)
 
+    def _note_issued(self, piece: LoadPiece) -> None:
+        """Note that a piece of a load waits no more."""
+        self._note_no_wait(piece)
+        piece.is_issued = True
+        for transfer in piece.transfers:
+            transfer.num_unissued -= 1
+            self._num_waiting_loads -= not transfer.num_unissued
+        self._bytes_in_flight += piece.num_bytes
+
     def _stage(self, piece: LoadPiece) -> None:
         """Start to copy a piece to the device."""
-        self._bytes_in_flight += piece.num_bytes
         extent = self._memory.get(piece.extent)
         with _ended_by_errors(piece):
             piece.arrays = self._copier.stage(extent, piece.layer_group)
@@ -371,8 +417,7 @@ class TransferQueue:
         while self._landing and self._landing[0].is_ready():
             piece = self._landing.popleft()
             error = piece.wait()
-            transfer = piece.transfer
-            if error or transfer.error or transfer.abandoned:
+            if error or not piece.transfers:
                 piece.error = error
                 self._end(piece)
                 continue
@@ -382,6 +427,8 @@ class TransferQueue:
         """Write a piece into the pool."""
         arrays, piece.arrays = piece.arrays, None
         assert arrays is not None
+        for transfer in piece.transfers:
+            del transfer.unwritten[piece]
         self._loading.append(piece)
         group = piece.layer_group
         with _ended_by_errors(piece):
@@ -395,8 +442,6 @@ class TransferQueue:
 
     def _end(self, piece: Piece) -> None:
         error = piece.wait()
-        transfer = piece.transfer
-        transfer.num_pieces -= 1
         self._bytes_in_flight -= piece.num_bytes
         if isinstance(piece, SavePiece):
             if error:
@@ -406,9 +451,14 @@ class TransferQueue:
                 self._follow(piece)
         elif isinstance(piece, LoadPiece):
             self.table.unpin(piece.extent)
-        if error:
-            transfer.fail(error)
-            self._drop_unissued(transfer)
+        for transfer in piece.transfers:
+            transfer.num_pieces -= 1
+            if isinstance(piece, LoadPiece):
+                transfer.unwritten.pop(piece, None)
+            if error:
+                transfer.fail(error)
+                self._drop_unissued(transfer)
+            self._note_if_over(transfer)
 
     def _follow(self, saved: SavePiece) -> None:
         """Point waiting loads at the extent that their blocks were carried over to.
@@ -416,31 +466,52 @@ class TransferQueue:
         Otherwise their pins would keep the old extent from being free, and a save that
         such a load waits for could find no room.
         """
-        for piece in self._unissued_loads():
-            rows_wanted = piece.targets != NOTHING
-            if piece.extent == saved.placement.carry and not np.any(
-                rows_wanted & ~saved.plan.carried
-            ):
-                self.table.unpin(piece.extent)
+        for piece in list(self._waiting_of_extent.get(saved.placement.carry, ())):
+            if not np.any((piece.targets != NOTHING) & ~saved.plan.carried):
+                self._forget_extent(piece)
                 piece.extent = saved.placement.extent
-                self.table.pin(piece.extent)
+                self._hold_extent(piece)
+
+    def _hold_extent(self, piece: LoadPiece) -> None:
+        """Keep the extent of a piece that waits."""
+        self.table.pin(piece.extent)
+        self._waiting_of_extent.setdefault(piece.extent, {})[piece] = None
+
+    def _forget_extent(self, piece: LoadPiece) -> None:
+        """Undo `_hold_extent`."""
+        self._note_no_wait(piece)
+        self.table.unpin(piece.extent)
+
+    def _note_no_wait(self, piece: LoadPiece) -> None:
+        waiting = self._waiting_of_extent[piece.extent]
+        del waiting[piece]
+        if not waiting:
+            del self._waiting_of_extent[piece.extent]
 
     def _drop_unissued(self, transfer: Transfer) -> None:
-        """Drop the pieces of a transfer that have not been issued."""
+        """Issue no more of a transfer, and write no more of it into the pool."""
         transfer.todo = transfer.todo[:0]
         if transfer in self._waiting_saves:
             self._waiting_saves.remove(transfer)
             self._forget_reader(transfer)
-        for piece in self._unissued_loads():
-            if piece.transfer is transfer:
-                self.table.unpin(piece.extent)
-                transfer.num_pieces -= 1
-        self._waiting_loads = collections.deque(
-            piece for piece in self._waiting_loads if piece.transfer is not transfer
-        )
-        self._for_step = [
-            pieces for pieces in self._for_step if pieces[0].transfer is not transfer
-        ]
+        for piece in transfer.unwritten:
+            piece.transfers.remove(transfer)
+            transfer.num_pieces -= 1
+            if piece.transfers:
+                self._plans.leave_out(piece.targets, transfer.device_ids)
+            elif not piece.is_issued:
+                self._forget_extent(piece)
+        transfer.unwritten.clear()
+        self._num_waiting_loads -= bool(transfer.num_unissued)
+        transfer.num_unissued = 0
+        self._for_step = [of_cut for of_cut in self._for_step if of_cut[0].transfers]
+        self._skip_dropped()
+        self._note_if_over(transfer)
+
+    def _skip_dropped(self) -> None:
+        """Have the first load that waits be one that is wanted."""
+        while self._waiting_loads and not self._waiting_loads[0].transfers:
+            self._waiting_loads.popleft()
 
     def _forget_reader(self, save: Transfer) -> None:
         """Keep later loads from waiting for a save that reads no more."""

@@ -60,29 +60,53 @@ class Completion:
 
 
 @dataclasses.dataclass(eq=False)
+class Call:
+    """One call of the engine, whose transfers wait for others together.
+
+    Attributes:
+        number: Number of its first transfer.
+        after: Number of the last call in the other direction that shares a device block
+            with this one, and must go first; -1 for none.
+        num_left: Transfers that are not over.
+        over: Those that are over and not reported, in the order in which they ended.
+    """
+
+    number: int
+    after: int
+    num_left: int = 0
+    over: list[Transfer] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(eq=False)
 class Transfer:
-    """One call of `save` or `load`, until it is reported.
+    """What one ticket names, until it is reported.
 
     Attributes:
         ticket: Its name.
+        call: The call that began it.
         host_ids: i32[n]. The host blocks that it reads or writes.
         device_ids: i32[n, m]. The device blocks.
-        after: Number of the last transfer in the other direction that shares a device
-            block with this one, and must go first; -1 for none.
         todo: int[...]. Indices of a save's blocks that have no place yet.
+        unwritten: Pieces of a load that have not been written into the pool, as the
+            keys of a dict, which keeps their order.
+        num_unissued: Pieces of a load that have not been issued.
         num_pieces: Pieces that have not finished.
         error: The error of the first piece that failed.
         abandoned: Whether `report` leaves it out.
+        is_noted: Whether its call knows that it is over.
     """
 
     ticket: Ticket
+    call: Call
     host_ids: NDArray[np.int32]
     device_ids: NDArray[np.int32]
-    after: int
     todo: NDArray[np.intp]
+    unwritten: dict[LoadPiece, None] = dataclasses.field(default_factory=dict)
+    num_unissued: int = 0
     num_pieces: int = 0
     error: Exception | None = None
     abandoned: bool = False
+    is_noted: bool = False
 
     @property
     def number(self) -> int:
@@ -102,16 +126,17 @@ class Transfer:
 
 @dataclasses.dataclass(eq=False)
 class Piece:
-    """What one program moves: the blocks of a transfer that share an extent.
+    """What one program moves: the blocks of a call that share an extent.
 
     Attributes:
-        transfer: The transfer it belongs to.
+        transfers: The transfers that it is a part of. A save's piece has one; a load's
+            may have several, and none once all of them have failed or been abandoned.
         num_bytes: Bytes that it counts as in flight.
         watched: Arrays that are ready when it is done; none of them is donated.
         error: What kept it from being issued, if anything did.
     """
 
-    transfer: Transfer
+    transfers: list[Transfer]
     num_bytes: int
     watched: list[jax.Array] = dataclasses.field(default_factory=list, kw_only=True)
     error: Exception | None = dataclasses.field(default=None, kw_only=True)
@@ -151,14 +176,18 @@ class LoadPiece(Piece):
     """A piece of a load.
 
     Attributes:
+        call: The call that it is a part of.
         extent: The extent that holds its blocks.
         targets: i32[shards, rows]. Where each row of the extent goes.
         layer_group: Which of the pool's leaves it writes.
+        is_issued: Whether it has been issued.
         arrays: The extent's arrays of this group, until they are scattered: on the
             device, once a staged copy has been issued, or on the host.
     """
 
+    call: Call
     extent: int
     targets: NDArray[np.int32]
     layer_group: int
+    is_issued: bool = False
     arrays: Extent | None = None

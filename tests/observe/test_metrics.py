@@ -32,15 +32,16 @@ def served():
     def watch(name):
         call = getattr(engine.transfer, name)
 
-        def watched(pool, first, second):
+        def watched(pool, first, second, *sizes):
             hosts = second if name == "save" else first
-            moved[name].append(len(hosts) * engine.transfer.block_bytes)
-            return call(pool, first, second)
+            each = moved["save" if name == "save" else "load"]
+            each.append(len(hosts) * engine.transfer.block_bytes)
+            return call(pool, first, second, *sizes)
 
         setattr(engine.transfer, name, watched)
 
     watch("save")
-    watch("load")
+    watch("load_each")
     metrics = OffloadMetrics(
         engine.offload, engine.worker, engine.blocks, CollectorRegistry()
     )

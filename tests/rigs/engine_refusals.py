@@ -27,7 +27,9 @@ class Refuser(Watcher):
             for name, own in progress.items()
         ]
         records += [repr((scheduler._stores._waiting, scheduler._stores._in_flight))]
-        records += [repr((scheduler._loads.event_to_reqs, scheduler._known))]
+        loads = scheduler._loads
+        records += [repr((list(loads._waiting), list(loads._copying)))]
+        records += [repr((loads.in_transit, scheduler._known))]
         return [np.array(jnp.copy(array)).tobytes() for array in arrays], records
 
     def refuse(self, call, *args):

@@ -358,8 +358,9 @@ class Engine(Admission):
         assert not scheduler.has_pending_stores()
         assert self.pool.num_free == self.pool.num_blocks - 1
         assert not scheduler._known
-        assert not scheduler._loads.event_to_reqs
-        assert not scheduler._loads._shared
+        assert scheduler.in_transit == (0, 0, 0, 0, 0, 0)
+        assert not scheduler._loads._waiting
+        assert not scheduler._loads._copying
         assert not scheduler.delays._offered_s
         assert not scheduler.delays._deferred_s
         if scheduler._eager is not None:

@@ -118,11 +118,14 @@ class Watcher:
         real = zip(meta.copy_from_blocks, meta.copy_to_blocks, strict=True)
         assert sorted(real) == sorted(copies)
         self.counts["copied"] += len(copies)
-        in_flight = {}
-        for name, load in self.loads.items():
-            if load.event != NO_EVENT:
-                in_flight.setdefault(load.event, set()).add(name)
-        assert {e: set(n) for e, n in meta.load_event_to_reqs.items()} == in_flight
+        assert list(meta.load_event_to_reqs) == [meta.load_event] * bool(names)
+        # Each request's rows stand together, in the order of the requests.
+        hosts = iter(meta.load_host_blocks)
+        for name, size in zip(names, meta.load_sizes, strict=True):
+            own = [next(hosts) for _ in range(size)]
+            load = self.loads[name]
+            assert sorted(own) == sorted(load.hosts[at] for at in load.rows)
+        assert not list(hosts)
         most = self.rules.max_blocks_in_flight
         if most:
             own = [

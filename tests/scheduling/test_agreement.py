@@ -1,5 +1,6 @@
 """Workers that agree on how transfers ended, as threads that share a store of keys."""
 
+import dataclasses
 import gc
 import re
 import threading
@@ -381,7 +382,7 @@ def test_what_is_known_is_said_before_it_is_due(connect, store):
     def body(process):
         worker, _, pool = connect(process, report_after_steps=3)
         pool = worker.start(plan(store=(1, 0)), pool)
-        while not worker._agreement._last_said:
+        while worker._agreement._unsaid:
             worker.poll()
             time.sleep(0.001)
         if process == 1:
@@ -507,3 +508,44 @@ def test_a_call_that_does_not_return_ends_the_process(monkeypatch):
 def test_a_call_may_take_the_time_of_a_compilation_however_short_the_timeout_is():
     assert Watchdog(0.1).limit_s == 30
     assert Watchdog(60).limit_s == 65
+
+
+def test_a_load_that_fails_in_one_process_fails_in_all_and_alone(connect):
+    """Of several that left in one step: they are agreed on request by request."""
+
+    def body(process):
+        worker, engine, pool = connect(process, check_plans=True)
+        for number in range(NUM_BLOCKS // 2):
+            pool = worker.start(plan(store=(number, number), event=number), pool)
+        pool, _ = worker.drain(pool)
+        last = NUM_BLOCKS // 2 - 1
+        meta = dataclasses.replace(
+            plan(load=(NUM_BLOCKS - 1, 0), event=1),
+            load_device_blocks=(NUM_BLOCKS - 1, NUM_BLOCKS - 2, NUM_BLOCKS - 3),
+            load_host_blocks=(0, last, 0),
+            load_event_to_reqs={1: ("one", "other", "third")},
+            load_sizes=(1, 1, 1),
+        )
+        load, issue = engine._copier.load, []
+
+        def refuse_one(leaves, targets, arrays, group):
+            issue.append(targets)
+            if process == 1 and NUM_BLOCKS - 2 in targets:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")
+            return load(leaves, targets, arrays, group)
+
+        engine._copier.load = refuse_one
+        pool = worker.start(meta, pool)
+        assert len(issue) > 1
+        pool = worker.start(plan(), pool)
+        pool = worker.start(plan(), pool)
+        output = worker.poll()
+        assert worker.num_in_flight == engine.num_in_flight == 0
+        return output, worker.plan_digest
+
+    (output, digest), same = run_all(2, body)
+    assert same == (output, digest)
+    together = set(output.finished_recving)
+    assert "other" in output.failed_recving
+    assert "third" in together
+    assert {*output.failed_recving, *together} == {"one", "other", "third"}

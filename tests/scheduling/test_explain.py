@@ -340,7 +340,8 @@ def state_of(engine):
         list(scheduler._num_local.items()),
         list(scheduler._keys._packed),
         [repr(load) for load in scheduler._loads._loads.values()],
-        sorted(scheduler._loads._shared.items()),
+        scheduler._loads._num_readers.tolist(),
+        scheduler.in_transit,
         scheduler._stores.num_changes,
         len(scheduler._stores),
     )

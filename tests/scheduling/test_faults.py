@@ -72,9 +72,9 @@ def test_delaying_shared_loads_keeps_no_book_of_what_is_over():
     run_alone(scheduler, pool, 1, 2, 3)
     pool.free(pool.allocate(11))
     scheduler.get_num_new_matched_tokens(make_request("one", 1, 2, 3), 0)
-    assert len(scheduler._loads._shared) == 3
+    assert scheduler.in_transit.host_blocks_read == 3
     scheduler.request_finished(make_request("one", 1, 2, 3))
-    assert not scheduler._loads._shared
+    assert scheduler.in_transit.host_blocks_read == 0
 
 
 def test_an_offer_does_not_hold_what_it_takes_to_accept_it():

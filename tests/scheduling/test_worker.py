@@ -215,7 +215,7 @@ def test_reports_may_be_a_matter_of_counting(mode, is_late, late):
         pool = worker.start(plan, pool)
         if not is_late:
             while engine.num_in_flight and not worker._completions:
-                worker._completions += engine.poll()
+                worker._keep(engine.poll())
                 pool = engine.advance(pool)
         output = worker.poll()
         seen.append((output.completed_store_events, output.finished_recving))

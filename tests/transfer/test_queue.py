@@ -25,7 +25,7 @@ def issued_by(engine, monkeypatch):
     issue_load, issue_save = queue._issue_load, queue._issue_save
 
     def load(leaves, piece):
-        issued.append(piece.transfer.ticket)
+        issued.append(piece.transfers[0].ticket)
         issue_load(leaves, piece)
 
     def save(leaves, transfer):

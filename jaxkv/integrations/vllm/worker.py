@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from itertools import islice
 from typing import Any
 
 import jax
@@ -104,8 +105,12 @@ class WorkerHalf:
                 "pass its KV caches to connectors as tpu-inference's does."
             )
         if meta.load_event != NO_EVENT:
-            for request_id in meta.load_event_to_reqs[meta.load_event]:
-                self._targets[request_id] = meta.load_device_blocks
+            factor = self._config.rules.blocks_per_host_block
+            blocks = iter(meta.load_device_blocks)
+            for request_id, size in zip(
+                meta.load_event_to_reqs[meta.load_event], meta.load_sizes, strict=True
+            ):
+                self._targets[request_id] = tuple(islice(blocks, size * factor))
         caches = runner.kv_caches
         runner.kv_caches = type(caches)(worker.start(meta, list(caches)))
 
@@ -124,7 +129,7 @@ class WorkerHalf:
     def take_failed_blocks(self) -> set[int]:
         """Return the device blocks that failed loads left unwritten.
 
-        These are all blocks of a load event, since its requests fail together.
+        These are all blocks of a request's load, even if a part of it has arrived.
         """
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed - {NO_BLOCK}

@@ -122,13 +122,13 @@ def test_wrong_blocks_from_the_host_change_the_tokens(steps, monkeypatch):
     first = engine.submit(prompt, 8)
     finish(engine, first)
     flush_device(engine)
-    load = engine.transfer.load
+    load = engine.transfer.load_each
 
     # Not only in another order, which attention would not notice.
-    def load_one_block_everywhere(pool, host_ids, device_ids):
-        return load(pool, [host_ids[0]] * len(host_ids), device_ids)
+    def load_one_block_everywhere(pool, host_ids, device_ids, sizes):
+        return load(pool, [host_ids[0]] * len(host_ids), device_ids, sizes)
 
-    monkeypatch.setattr(engine.transfer, "load", load_one_block_everywhere)
+    monkeypatch.setattr(engine.transfer, "load_each", load_one_block_everywhere)
     again = engine.submit(prompt, 8)
     finish(engine, again)
     assert again.host_hit_tokens == 384

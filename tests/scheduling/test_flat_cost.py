@@ -1,0 +1,87 @@
+"""What a step and a look-up cost does not grow with what waits or is on its way."""
+
+import importlib
+import pathlib
+import sys
+import time
+
+import pytest
+
+BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
+FEW, MANY = 20, 1000
+ROUNDS = 15
+# Python's own noise at these few microseconds.
+SLACK_US = 10.0
+
+
+@pytest.fixture(scope="module")
+def in_flight():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        yield importlib.import_module("in_flight")
+
+
+def num_lines(run):
+    """Count the lines of Python that a call executes."""
+    count = 0
+
+    def trace(frame, event, arg):
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def least_us(run):
+    """Time a call; the least of several, which other processes disturb least."""
+    times_us = []
+    for _ in range(ROUNDS):
+        start_s = time.perf_counter()
+        clean_up = run()
+        times_us.append(1e6 * (time.perf_counter() - start_s))
+        clean_up()
+    return min(times_us)
+
+
+def check_flat(crowds):
+    few, many = (crowd.actions() for crowd in crowds)
+    for what in few:
+        for action in (few[what], many[what]):
+            action()()  # Whatever is done once.
+        lines = [num_lines(action) for action in (few[what], many[what])]
+        assert lines[1] <= 1.1 * lines[0] + 20, f"{what}: {lines} lines"
+        times_us = [least_us(action) for action in (few[what], many[what])]
+        assert times_us[1] <= 3 * times_us[0] + SLACK_US, f"{what}: {times_us} us"
+
+
+@pytest.mark.parametrize(
+    "state",
+    ["waiting", "running", "preempted", "loading", "held up", "storing", "queued"],
+)
+def test_cost_grows_with_requests_in_flight(in_flight, state):
+    """A step took 14 ms, and the counts for dashboards 19 ms, with 10,000 loads."""
+    assert state in in_flight.STATES
+    check_flat([in_flight.Crowd(state, num, MANY) for num in (FEW, MANY)])
+
+
+@pytest.mark.parametrize("state", ["loads", "saves"])
+def test_cost_grows_with_transfers_that_do_not_land(in_flight, state):
+    """A step of the worker took 1 ms with 10,000 transfers, an agreement 8 ms."""
+    fleets = [in_flight.Fleet(state, num, MANY) for num in (FEW, MANY)]
+    with in_flight.never():
+        check_flat(fleets)
+
+
+def test_an_error_about_a_report_lists_all_loads_in_flight(in_flight):
+    crowd = in_flight.Crowd("loading", 100, 100)
+    report = in_flight.ConnectorOutput(finished_recving=("nobody",))
+    with pytest.raises(ValueError, match=r"'nobody'.* and 92 more\.$") as caught:
+        crowd.scheduler.update_connector_output(report)
+    assert len(str(caught.value)) < 300
