@@ -424,6 +424,12 @@ class OffloadConfig:
         "Copy a block that the device holds after a gap in a prefix, rather than "
         "load it.",
     )
+    load_in_step: bool = _flag(
+        False,
+        "scheduler",
+        "Offer what the host has as there in the step, whose program writes it itself "
+        "(`OffloadWorker.take_step_loads`).",
+    )
     flush_on_preemption: bool = _flag(
         False, "scheduler", "Wait for all transfers in a step that preempts."
     )

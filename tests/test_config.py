@@ -42,6 +42,7 @@ OTHERS = {
     "max_blocks_in_flight": (5, "5"),
     "skip_slow_loads": (True, "1"),
     "copy_on_device": (False, "Off"),
+    "load_in_step": (True, "yes"),
     "flush_on_preemption": (True, "TRUE"),
     "remember_drops": (1000, "1000"),
     "world_size": (3, "3"),

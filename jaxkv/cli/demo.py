@@ -76,6 +76,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         f"{', '.join(policy_names())} (default: %(default)s)",
     )
     parser.add_argument(
+        "--load-in-step",
+        action="store_true",
+        help="let the prefill write what is loaded for it, layer by layer, instead of "
+        "waiting until it is there (default: wait)",
+    )
+    parser.add_argument(
         "--host-bytes",
         type=parse_bytes,
         default="256MiB",
@@ -156,6 +162,7 @@ def _what_will_run(config: DemoConfig) -> str:
         f"Device pool    {pool / 2**20:.1f} MiB, {config.device_blocks} blocks of "
         f"{config.block_size} tokens: {fit}\n"
         f"Host memory    {config.host_bytes / 2**20:.1f} MiB, {config.mode} stores, "
-        f"policy {config.cache_policy}\n"
+        f"policy {config.cache_policy}"
+        f"{', loads in the prefill itself' * config.load_in_step}\n"
         f"Model          {_LAYERS[config.layers].format(config.window_tokens)}"
     )

@@ -54,7 +54,7 @@ class Load:
         event: Which load event it left with.
         num_reports: Workers that reported it.
         has_failed: Whether one of them reported a failure.
-        is_wanted: Whether the request still waits for it.
+        is_wanted: Whether the request still waits for it, or runs with it.
         skipped: Device blocks of what was offered that nothing is written to.
     """
 
@@ -218,8 +218,9 @@ class Loads:
         pool.pin(load.sources)
         self._loads[request.request_id] = load
         np.add.at(self._num_readers, rows, 1)
-        # Copies are done when the step's model runs; a transfer takes its time.
-        load.is_awaited = bool(rows.size)
+        # Copies are done when the step's model runs; a transfer takes its time, unless
+        # the model itself waits for it.
+        load.is_awaited = bool(rows.size) and not self._rules.load_in_step
         return load.num_tokens, load.is_awaited
 
     def preview(
@@ -277,7 +278,8 @@ class Loads:
             is_preview=True,
         ):
             return Preview(match, 0, False, "gate", None, nothing)
-        return Preview(match, load.num_tokens, bool(rows.size), None, None, nothing)
+        is_awaited = bool(rows.size) and not self._rules.load_in_step
+        return Preview(match, load.num_tokens, is_awaited, None, None, nothing)
 
     def take(
         self,
@@ -359,12 +361,12 @@ class Loads:
             self._num_blocks_waiting -= own
             self.num_blocks_in_flight += own
             ready.append(load)
-        leaving = [load for load in ready if load.is_awaited]
+        leaving = [load for load in ready if load.is_awaited or load.host_blocks.size]
         copying = [load for load in ready if load.sources.size]
         for load in leaving:
             load.event = event
         for load in ready:
-            if not load.is_awaited:
+            if load.event == NO_EVENT:
                 del self._loads[load.request_id]
         for load in copying:
             self._stats.num_copied += load.sources.size
@@ -383,8 +385,8 @@ class Loads:
         """Note what workers reported.
 
         Returns:
-            The requests whose loads are now there, and those whose loads have failed,
-            on one worker or more.
+            The requests that wait for a load that is now there, and those whose loads
+            have failed, on one worker or more.
 
         Raises:
             ValueError: If no report of such a load is due. Then nothing changes.
@@ -416,7 +418,7 @@ class Loads:
         self._end(pool, ended)
         answers: tuple[list[str], list[str]] = [], []
         for load in ended:
-            if load.is_wanted:
+            if load.is_wanted and (load.is_awaited or load.has_failed):
                 answers[load.has_failed].append(load.request_id)
         return answers
 

@@ -121,6 +121,7 @@ class OffloadMetadata:
         load_sizes: How many of `load_host_blocks` are for each of the load event's
             requests, in their order, so that each is reported as soon as its own are
             there. Empty to report all of them together.
+        load_in_step: Whether the step's own program writes the loads.
     """
 
     load_event: int
@@ -134,6 +135,7 @@ class OffloadMetadata:
     copy_from_blocks: tuple[int, ...] = ()
     copy_to_blocks: tuple[int, ...] = ()
     load_sizes: tuple[int, ...] = ()
+    load_in_step: bool = False
 
     def digest(self, before: bytes = b"") -> bytes:
         """Make a digest of this plan and those before it.
@@ -150,7 +152,8 @@ class OffloadMetadata:
         hasher = hashlib.sha256(before)
         requests = self.load_event_to_reqs.get(self.load_event, ())
         for ids in (
-            (self.load_event, self.store_event, self.need_flush, len(requests)),
+            (self.load_event, self.store_event, len(requests)),
+            (self.need_flush, self.load_in_step),
             self.load_device_blocks,
             self.load_host_blocks,
             self.store_device_blocks,

@@ -43,6 +43,10 @@ class OffloadRules:
         copy_on_device: Whether a block of a prefix that the device holds after a gap
             is copied there, rather than loaded. Its source is held from the query on.
             An engine that leaves offers unanswered while others need blocks says no.
+        load_in_step: Whether the step that first runs a request writes its loads itself
+            (`OffloadWorker.take_step_loads`). Then no request waits for a load, and
+            what is offered counts as there in that step; `max_blocks_in_flight` does
+            not hold such loads up.
         flush_on_preemption: Whether a step that preempts first waits for the transfers
             in flight. They hold on to their blocks in any case.
         remember_drops: How many of the last host blocks that were evicted or not
@@ -62,6 +66,7 @@ class OffloadRules:
     block_bytes: int = 0
     skip_slow_loads: bool = False
     copy_on_device: bool = True
+    load_in_step: bool = False
     flush_on_preemption: bool = False
     remember_drops: int = 0
 

@@ -277,7 +277,9 @@ class OffloadScheduler:
         most = self.rules.max_blocks_in_flight
         if most is not None:
             most = max(most - in_flight, 0)
-        load_event, loads, copies = self._loads.issue(pool, most, in_flight)
+        # A load that the step itself writes cannot be put off: the request runs in it.
+        most_loaded = None if self.rules.load_in_step else most
+        load_event, loads, copies = self._loads.issue(pool, most_loaded, in_flight)
         num_leaving = sum(len(load.written_blocks) for load in loads)
         if most is not None:
             # A load that is held up waits for room: stores may not take it.
@@ -302,6 +304,7 @@ class OffloadScheduler:
             copy_from_blocks=flat_ids(load.sources for load in copies),
             copy_to_blocks=flat_ids(load.copy_targets for load in copies),
             load_sizes=tuple(len(load.host_blocks) for load in loads),
+            load_in_step=self.rules.load_in_step and bool(loads),
         )
 
     def update_connector_output(self, output: ConnectorOutput) -> ConnectorOutput:

@@ -19,7 +19,7 @@ from jaxkv.scheduling.exchange import AgreementError as AgreementError
 from jaxkv.scheduling.exchange import open_exchanges
 from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, OffloadMetadata
 from jaxkv.scheduling.stats import SIZE_BUCKETS, Histogram
-from jaxkv.transfer import Completion, Ticket, TransferEngine
+from jaxkv.transfer import Completion, StepLoads, Ticket, TransferEngine
 from jaxkv.types import PyTree
 
 _RATE_WEIGHT = 0.25
@@ -32,12 +32,14 @@ class _Batch:
     Attributes:
         start_s: When they were started.
         num_left: Those that were not reported.
+        in_step: Whether the step's own program writes them, in its own time.
         num_bytes: Bytes of those that arrived.
         end_s: When the last of these was reported.
     """
 
     start_s: float
     num_left: int
+    in_step: bool = False
     num_bytes: int = 0
     end_s: float | None = None
 
@@ -203,11 +205,17 @@ class OffloadWorker:
             The pool to run the model on.
 
         Raises:
+            RuntimeError: If nobody took the loads of the last step, or started it.
             PlanMismatchError: If another process has another plan: with `check_plans`
                 before anything of it is started, else when a transfer is due.
             AgreementError: If another process, or a transfer that is due, makes this
                 one wait for longer than `agreement_timeout_s`.
         """
+        if self._engine.has_step_loads:
+            raise RuntimeError(
+                "nobody took the loads of the last step: with load_in_step, call "
+                "take_step_loads() after start(), and step_started()."
+            )
         self._step += 1
         if self._agreement is None:
             return self._start(meta, pool)
@@ -236,10 +244,40 @@ class OffloadWorker:
         if meta.load_event != NO_EVENT:
             names, sizes = _each_load(meta)
             pool, tickets = self._engine.load_each(
-                pool, meta.load_host_blocks, _rows(meta.load_device_blocks, rows), sizes
+                pool,
+                meta.load_host_blocks,
+                _rows(meta.load_device_blocks, rows),
+                sizes,
+                in_step=meta.load_in_step,
             )
-            self._note(tickets, names)
+            self._note(tickets, names, meta.load_in_step)
         return pool
+
+    def take_step_loads(
+        self, pool: PyTree, num_extents: int
+    ) -> tuple[PyTree, StepLoads]:
+        """Hand over the loads of this step, for its program to write.
+
+        With `OffloadRules.load_in_step`, after `start`: see
+        `TransferEngine.take_step_loads`. `step_started` is to follow. A load fails if
+        the program does; there is no deadline for it.
+
+        Args:
+            pool: The device pool. Donated, if something is written into it.
+            num_extents: How many extents the program takes in; 0 if it takes none.
+
+        Returns:
+            The pool to run the program on, and what it is to write.
+        """
+        return self._engine.take_step_loads(pool, num_extents)
+
+    def step_started(self, result: jax.Array) -> None:
+        """Say that the program which writes the loads is under way.
+
+        Args:
+            result: An array that it returns, which is not donated afterwards.
+        """
+        self._engine.step_started(result)
 
     def poll(self) -> ConnectorOutput:
         """Report the transfers that completed since the last time; never waits."""
@@ -270,9 +308,14 @@ class OffloadWorker:
         self._keep(completions)
         return pool, self._report(self._take_own(is_last=True))
 
-    def _note(self, tickets: Sequence[Ticket], names: Sequence[EventName]) -> None:
+    def _note(
+        self,
+        tickets: Sequence[Ticket],
+        names: Sequence[EventName],
+        in_step: bool = False,
+    ) -> None:
         """Take note of the transfers of a step in one direction."""
-        batch = _Batch(self._clock(), len(tickets))
+        batch = _Batch(self._clock(), len(tickets), in_step)
         for ticket, name in zip(tickets, names, strict=True):
             self._pending[ticket] = _Pending(name, batch, self._step)
             self._num_pending[ticket.direction] += 1
@@ -334,13 +377,18 @@ class OffloadWorker:
                 taken.append((self._forget(ticket), None if done.error else done))
         if self._deadline_s is not None:
             now_s = self._clock()
-            while self._pending:
-                ticket, pending = next(iter(self._pending.items()))
-                if not now_s - pending.batch.start_s > self._deadline_s:
-                    break
+            for ticket in list(self._late(now_s - self._deadline_s)):
                 self._engine.abandon(ticket)
                 taken.append((self._forget(ticket), None))
         return taken
+
+    def _late(self, start_s: float) -> Iterator[Ticket]:
+        """Give the transfers that began before a time, but for a step's own."""
+        for ticket, pending in self._pending.items():
+            if not pending.batch.start_s < start_s:
+                break
+            if not pending.batch.in_step:
+                yield ticket
 
     def _report(
         self, taken: list[tuple[_Pending, Completion | None]]
@@ -382,6 +430,8 @@ class OffloadWorker:
         duration_s = batch.end_s - batch.start_s
         self.load_s += duration_s
         self.load_sizes.add(batch.num_bytes)
+        if batch.in_step:
+            return
         rate = batch.num_bytes / max(duration_s, 1e-9)
         if self.load_bytes_per_s:
             rate = (1 - _RATE_WEIGHT) * self.load_bytes_per_s + _RATE_WEIGHT * rate

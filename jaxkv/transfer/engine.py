@@ -218,6 +218,11 @@ class TransferEngine:
         """Transfers that wait for others before they can be issued completely."""
         return self._queue.num_waiting
 
+    @property
+    def has_step_loads(self) -> bool:
+        """Whether loads wait for `take_step_loads`."""
+        return self._queue.has_step_loads
+
     def is_waiting(self, ticket: Ticket) -> bool:
         """Whether a transfer still has to read or write the pool in a later call."""
         return self._queue.is_waiting(ticket)
@@ -381,6 +386,15 @@ class TransferEngine:
             raise ValueError(f"{num_extents=} must be at least 0.")
         loads = self._queue.take_step_loads(leaves, num_extents)
         return self._layout.unflatten(leaves), loads
+
+    def idle_step_loads(self, num_extents: int) -> StepLoads:
+        """Make loads that write nothing, to compile or warm up a program with.
+
+        Args:
+            num_extents: As for `take_step_loads`.
+        """
+        self._check_thread()
+        return self._queue.idle_step_loads(num_extents)
 
     def step_started(self, result: jax.Array) -> None:
         """Say that the program which writes what `take_step_loads` gave is under way.

@@ -107,6 +107,11 @@ class TransferQueue:
         return len(self._waiting_saves) + self._num_waiting_loads
 
     @property
+    def has_step_loads(self) -> bool:
+        """Whether loads wait for `take_step_loads`."""
+        return bool(self._for_step)
+
+    @property
     def step_is_due(self) -> bool:
         """Whether the caller took loads for a program and has not started it."""
         return bool(self._in_step)
@@ -220,6 +225,14 @@ class TransferQueue:
             targets += [np.full_like(targets[0], NOTHING)] * num_spare
         placed = tuple(map(self._copier.step_targets, targets))
         return StepLoads(tuple(extents), placed, self._copier)
+
+    def idle_step_loads(self, num_extents: int) -> StepLoads:
+        """Make loads that write nothing."""
+        num_shards, num_rows = self._plans.num_shards, self._plans.num_rows
+        nothing = np.full((num_shards, num_rows), NOTHING, np.int32)
+        targets = self._copier.step_targets(nothing)
+        extents = [self._copier.new_extent()()] * num_extents if num_extents else []
+        return StepLoads(tuple(extents), (targets,) * num_extents, self._copier)
 
     def start_step(self, token: jax.Array) -> None:
         """Note that the program which was given loads runs; `token` is a result."""

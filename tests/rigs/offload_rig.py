@@ -204,6 +204,8 @@ class Rig:
                     if part != NO_BLOCK:
                         assert part not in copies
                         copies[part] = key
+            if meta.load_in_step:
+                self.device |= copies  # By the program of this step.
             names = meta.load_event_to_reqs[meta.load_event]
             self.loads.append((names, copies))
         for name, num_tokens in scheduled.items():

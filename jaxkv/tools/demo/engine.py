@@ -25,9 +25,12 @@ from jaxkv.tools.demo.model import ModelConfig, init_pool
 from jaxkv.tools.demo.request import EngineRequest, Phase
 from jaxkv.tools.demo.runner import Runner
 from jaxkv.tools.demo.steps import Steps
-from jaxkv.transfer import TransferEngine
+from jaxkv.transfer import StepLoads, TransferEngine
 
 _IDLE_S = 50e-6
+# Of a prefill that writes its loads itself: each more is more to compile, and the
+# engine writes those that are left over.
+_STEP_EXTENTS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +46,7 @@ class EngineConfig:
         weights_epoch: Version of the model's weights; part of every block's key.
         cache_policy: Policy that chooses the host blocks to evict.
         offload_mode: When blocks are stored; see `OffloadRules.mode`.
+        load_in_step: Whether the prefill writes what is loaded for it, layer by layer.
         chunk_sizes: Tokens of a prefill step, in ascending order: the smallest size
             that is enough, or the largest.
     """
@@ -55,6 +59,7 @@ class EngineConfig:
     weights_epoch: str
     cache_policy: str = "lru"
     offload_mode: Literal["eager", "lazy"] = "eager"
+    load_in_step: bool = False
     chunk_sizes: tuple[int, ...] = (128, 256)
 
 
@@ -96,10 +101,15 @@ class Engine:
                 rules=OffloadRules(
                     config.offload_mode,
                     max_num_batched_tokens=config.chunk_sizes[-1] + config.concurrency,
+                    load_in_step=config.load_in_step,
                 ),
             )
             self.offload.bind_device_block_pool(self.blocks)
-            self.transfer = TransferEngine(self.pool, config.host_blocks)
+            self.transfer = TransferEngine(
+                self.pool,
+                config.host_blocks,
+                layer_groups=len(self.pool) if config.load_in_step else 1,
+            )
             self.worker = OffloadWorker(self.transfer)
         self.peak_host_blocks = 0
         self._clock = clock
@@ -194,6 +204,8 @@ class Engine:
         self._batcher.release_unneeded(batch)
         for request in batch.prefill:
             self._prefill(request)
+        if not batch.prefill:
+            self._take_loads(0)
         if batch.decode:
             self._decode(batch.decode)
         computed = batch.prefill + batch.decode
@@ -222,7 +234,10 @@ class Engine:
             self.blocks.warm_up()
             no_keys: list[list[bytes]] = [[] for _ in self._groups]
             find_cached_prefix(self.blocks, self._groups, no_keys, 0)
-        self.pool = self._runner.warm_up(self.pool)
+        loads: list[StepLoads | None] = [None]
+        if self.transfer is not None and self.config.load_in_step:
+            loads = [self.transfer.idle_step_loads(num) for num in (0, _STEP_EXTENTS)]
+        self.pool = self._runner.warm_up(self.pool, loads)
 
     def _collect_transfers(self) -> None:
         """Process the loads and stores that completed."""
@@ -239,10 +254,23 @@ class Engine:
         self.peak_host_blocks = max(self.peak_host_blocks, held)
         self.pool = self.worker.start(meta, self.pool)
 
+    def _take_loads(self, num_extents: int) -> StepLoads | None:
+        """Take what the next program on the pool is to write; None for nothing ever."""
+        if self.worker is None or not self.config.load_in_step:
+            return None
+        self.pool, loads = self.worker.take_step_loads(self.pool, num_extents)
+        return loads
+
     def _prefill(self, request: EngineRequest) -> None:
         """Compute one chunk of a prompt, and the next token if it is the last."""
         num_tokens = len(self._runner.next_chunk(request))
-        self.pool, token = self._runner.prefill(self.pool, request)
+        loads = self._take_loads(_STEP_EXTENTS)
+        result = self._runner.prefill(self.pool, request, loads)
+        self.pool = result.pool
+        if loads is not None and self.worker is not None:
+            self.worker.step_started(result.next_token)
+        # Always waits, so that the time of a chunk is counted in its step.
+        token = int(result.next_token)
         request.num_computed_tokens += num_tokens
         if request.num_computed_tokens == request.num_tokens:
             if not request.generated:

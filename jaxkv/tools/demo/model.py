@@ -34,6 +34,7 @@ from flax import nnx
 from jax import Array
 
 from jaxkv.search.groups import FullAttention, GroupSpec, SlidingWindow
+from jaxkv.transfer import StepLoads
 
 Pool: TypeAlias = tuple[dict[str, Array], ...]
 """A layer slot's ``{"k", "v"}``, each f32[num_blocks, block_size, K, D]."""
@@ -348,7 +349,12 @@ def init_pool(config: ModelConfig, num_blocks: int, block_size: int) -> Pool:
 
 
 def paged_hidden(
-    model: Transformer, pool: Pool, tokens: Array, positions: Array, tables: Array
+    model: Transformer,
+    pool: Pool,
+    tokens: Array,
+    positions: Array,
+    tables: Array,
+    loads: StepLoads | None = None,
 ) -> tuple[Pool, Array]:
     """Run all layers on sequences with their KV in the pool; write their new KV.
 
@@ -362,6 +368,7 @@ def paged_hidden(
             which writes nothing.
         tables: i32[C, N, M]. The blocks of each sequence, for each group of layers;
             arbitrary past its end and where no token's window reaches.
+        loads: What comes from the host meanwhile, in a group for each layer slot.
 
     Returns:
         The pool, and f32[N, T, d_model], finite but meaningless at padding.
@@ -384,6 +391,8 @@ def paged_hidden(
 
     def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
         slot, group = divmod(layer, C)
+        if loads is not None and group == 0:
+            new_pool[:] = loads.write(tuple(new_pool), slot, after=q)
         leaves = {
             name: new_pool[slot][name].at[block[group], offset].set(value, mode="drop")
             for name, value in (("k", k), ("v", v))

@@ -22,6 +22,7 @@ class DemoConfig:
         host_bytes: Size of the host tier in bytes.
         cache_policy: Policy that chooses the host blocks to evict.
         mode: When blocks are stored: "eager" or "lazy"; see `OffloadRules.mode`.
+        load_in_step: Whether prefill steps write what is loaded themselves.
         layers: Attention of the layers: "full", "window" or "hybrid"; see
             `ModelConfig.layers`.
         window_tokens: Window of the layers with a sliding window.
@@ -39,6 +40,7 @@ class DemoConfig:
     host_bytes: int = 256 << 20
     cache_policy: str = "lru"
     mode: Literal["eager", "lazy"] = "eager"
+    load_in_step: bool = False
     layers: Literal["full", "window", "hybrid"] = "full"
     window_tokens: int = 512
     seed: int = 0

@@ -101,6 +101,7 @@ def run_demo(config: DemoConfig, on_progress: OnProgress) -> DemoRecord:
                 weights_epoch=f"random from seed {config.seed}",
                 cache_policy=config.cache_policy,
                 offload_mode=config.mode,
+                load_in_step=config.load_in_step,
             ),
         )
         engine.warm_up()

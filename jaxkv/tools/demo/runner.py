@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +10,8 @@ from numpy.typing import NDArray
 
 from jaxkv.tools.demo.model import Pool
 from jaxkv.tools.demo.request import EngineRequest
-from jaxkv.tools.demo.steps import Steps
+from jaxkv.tools.demo.steps import StepResult, Steps
+from jaxkv.transfer import StepLoads
 from jaxkv.types import NULL_BLOCK
 
 
@@ -50,12 +52,15 @@ class Runner:
         start = request.num_computed_tokens
         return request.tokens[start : start + self._chunk_sizes[-1]]
 
-    def prefill(self, pool: Pool, request: EngineRequest) -> tuple[Pool, int]:
-        """Compute the next chunk of a prompt, and wait for it.
+    def prefill(
+        self, pool: Pool, request: EngineRequest, loads: StepLoads | None
+    ) -> StepResult:
+        """Compute the next chunk of a prompt; returns before that is done.
 
         Args:
             pool: The KV pool. Donated.
             request: The request, with blocks for the chunk.
+            loads: What comes from the host meanwhile.
 
         Returns:
             The pool, and the token after the chunk.
@@ -65,15 +70,14 @@ class Runner:
         size = next(size for size in self._chunk_sizes if size >= len(chunk))
         tokens = np.zeros(size, np.int32)
         tokens[: len(chunk)] = chunk
-        result = self._steps.prefill_chunk(
+        return self._steps.prefill_chunk(
             pool,
             tokens,
             np.int32(start),
             np.int32(len(chunk)),
             self._tables([request], start + len(chunk), rows=1)[:, 0],
+            loads,
         )
-        # Always waits, so that the time of a chunk is counted in its step.
-        return result.pool, int(result.next_token)
 
     def decode(
         self, pool: Pool, requests: Sequence[EngineRequest]
@@ -97,11 +101,12 @@ class Runner:
         result = self._steps.decode(pool, tokens, positions, tables)
         return result.pool, np.asarray(result.next_token).tolist()[: len(requests)]
 
-    def warm_up(self, pool: Pool) -> Pool:
+    def warm_up(self, pool: Pool, loads: Sequence[StepLoads | None]) -> Pool:
         """Compile everything that a run needs. Writes only the null block.
 
         Args:
             pool: The KV pool. Donated.
+            loads: One for each structure that `prefill` will be given.
 
         Returns:
             The pool.
@@ -109,10 +114,10 @@ class Runner:
         rows = self._concurrency
         for size in self._table_sizes:
             tables = np.full((self._num_groups, rows, size), NULL_BLOCK, np.int32)
-            for num_tokens in self._chunk_sizes:
+            for num_tokens, each in itertools.product(self._chunk_sizes, loads):
                 tokens = np.zeros(num_tokens, np.int32)
                 pool = self._steps.prefill_chunk(
-                    pool, tokens, np.int32(0), np.int32(1), tables[:, 0]
+                    pool, tokens, np.int32(0), np.int32(1), tables[:, 0], each
                 ).pool
             pool = self._steps.decode(
                 pool, np.zeros(rows, np.int32), np.full(rows, -1, np.int32), tables

@@ -13,6 +13,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jaxkv.tools.demo.model import ModelConfig, Pool, Transformer, paged_hidden
+from jaxkv.transfer import StepLoads
 
 Weights: TypeAlias = tuple[Array, ...]
 
@@ -40,12 +41,13 @@ class Steps(NamedTuple):
     Attributes:
         config: The shape of the model.
         model: The model itself, for `reference_forward`.
-        prefill_chunk: ``(pool, tokens, start, num_tokens, block_table)``. Compute T
-            tokens of one sequence. `tokens` is i32[T], of which the first
+        prefill_chunk: ``(pool, tokens, start, num_tokens, block_table, loads=None)``.
+            Compute T tokens of one sequence. `tokens` is i32[T], of which the first
             `num_tokens` (i32[], at least 1) count; the first is at position `start`
             (i32[]); `block_table` is i32[C, M], a row for each group of layers, with
-            arbitrary entries past the sequence and where no window reaches.
-            `StepResult.logits` is f32[V], for the token after the last.
+            arbitrary entries past the sequence and where no window reaches; `loads` is
+            what comes from the host meanwhile. `StepResult.logits` is f32[V], for the
+            token after the last.
         decode: ``(pool, tokens, positions, block_tables)``. Compute one token,
             i32[N], of each of N sequences, at `positions` (i32[N], negative in
             rows of padding); `block_tables` is i32[C, N, M], as above.
@@ -54,9 +56,7 @@ class Steps(NamedTuple):
 
     config: ModelConfig
     model: Transformer
-    prefill_chunk: Callable[
-        [Pool, ArrayLike, ArrayLike, ArrayLike, ArrayLike], StepResult
-    ]
+    prefill_chunk: Callable[..., StepResult]
     decode: Callable[[Pool, ArrayLike, ArrayLike, ArrayLike], StepResult]
 
 
@@ -90,12 +90,13 @@ def make_steps(config: ModelConfig, seed: int) -> Steps:
         start: Array,
         num_tokens: Array,
         block_table: Array,
+        loads: StepLoads | None = None,
     ) -> StepResult:
         model = restore(weights)
         index = jnp.arange(tokens.size, dtype=jnp.int32)
         positions = jnp.where(index < num_tokens, start + index, -1)
         pool, hidden = paged_hidden(
-            model, pool, tokens[None], positions[None], block_table[:, None]
+            model, pool, tokens[None], positions[None], block_table[:, None], loads
         )
         last = jax.lax.dynamic_slice_in_dim(hidden[0], num_tokens - 1, 1)
         return result(pool, model.logits(last)[0])

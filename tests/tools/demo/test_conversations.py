@@ -2,8 +2,8 @@
 
 In a workload several users ask questions in several turns. They share documents, some
 of their requests are aborted, and the device pool is so small that requests are
-preempted. `pytest -m long` runs twelve workloads for each model, mode and policy, 216
-in all.
+preempted. `pytest -m long` runs twelve workloads for each model, mode and policy, with
+loads that requests wait for and with loads in the step itself, 432 in all.
 """
 
 import dataclasses
@@ -94,6 +94,7 @@ def converse(engine, seed):
     return answers
 
 
+@pytest.mark.parametrize("load_in_step", [False, True])
 @pytest.mark.parametrize(
     ("name", "mode", "policy", "seeds"),
     [
@@ -106,11 +107,15 @@ def converse(engine, seed):
     ],
 )
 def test_conversations_get_the_same_tokens_with_offloading(
-    make_engine, name, mode, policy, seeds
+    make_engine, name, mode, policy, seeds, load_in_step
 ):
     alone = make_engine(name)
     offloading = make_engine(
-        name, host_blocks=60, offload_mode=mode, cache_policy=policy
+        name,
+        host_blocks=60,
+        offload_mode=mode,
+        cache_policy=policy,
+        load_in_step=load_in_step,
     )
     num_answers = 0
     for seed in seeds:

@@ -101,10 +101,11 @@ def converse(engine, num_conversations, num_turns):
     return transcripts, requests
 
 
+@pytest.mark.parametrize("load_in_step", [False, True])
 @pytest.mark.parametrize("host_blocks", [200, 30, 1])
-def test_tokens_are_the_same_with_offloading(steps, host_blocks):
+def test_tokens_are_the_same_with_offloading(steps, host_blocks, load_in_step):
     plain, _ = converse(make_engine(steps, host_blocks=0), 5, 3)
-    engine = make_engine(steps, host_blocks=host_blocks)
+    engine = make_engine(steps, host_blocks=host_blocks, load_in_step=load_in_step)
     offloaded, last = converse(engine, 5, 3)
     assert offloaded == plain
     check_at_rest(engine)

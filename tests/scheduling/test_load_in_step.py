@@ -1,0 +1,181 @@
+"""Loads that the step's own program writes: no request waits for them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import OffloadWorker, TransferEngine
+from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput
+from jaxkv.search.groups import FullAttention, SlidingWindow
+from tests.rigs.offload_rig import BLOCK_SIZE, NUM_BLOCKS, Rig
+
+HYBRID = (FullAttention(BLOCK_SIZE), SlidingWindow(BLOCK_SIZE, 2 * BLOCK_SIZE))
+
+
+def stored(rig, *path):
+    """Have the host hold a prefix, and the device nothing."""
+    rig.run(rig.request("before", *path))
+    rig.forget_device()
+
+
+@pytest.mark.parametrize("groups", [BLOCK_SIZE, HYBRID], ids=["full", "hybrid"])
+def test_what_is_offered_counts_as_there_in_the_step(groups):
+    rig = Rig(load_in_step=True, groups=groups)
+    stored(rig, 1, 2, 3)
+    request = rig.request("one", 1, 2, 3, 4)
+    assert rig.offer(request) == (3 * BLOCK_SIZE, False)
+    explained = rig.scheduler.explain(request)
+    assert (explained.num_offered_tokens, explained.is_awaited) == (12, False)
+    assert rig.admit(request) == 3 * BLOCK_SIZE
+    assert request.num_computed_tokens == 3 * BLOCK_SIZE
+    meta = rig.step(one=1)  # Looks at the bytes.
+    assert meta.load_in_step
+    assert meta.load_event_to_reqs == {meta.load_event: ("one",)}
+    assert rig.scheduler.has_pending_loads()
+    rig.finish("one")
+    rig.check_nothing_leaked()
+
+
+def test_a_step_without_loads_says_so():
+    rig = Rig(load_in_step=True)
+    rig.admit(rig.request("one", 1))
+    meta = rig.step(one=1)
+    assert (meta.load_event, meta.load_in_step) == (NO_EVENT, False)
+
+
+def test_blocks_are_held_until_the_step_is_reported():
+    rig = Rig(load_in_step=True)
+    stored(rig, 1, 2)
+    request = rig.request("one", 1, 2, 3)
+    rig.admit(request)
+    rig.step(one=1)
+    written = request.block_ids[:2]
+    rig.finish("one")
+    free = rig.pool.allocate(rig.pool.num_free)
+    assert not set(free) & set(written)
+    rig.pool.free(free)
+    names, _ = rig.loads.popleft()
+    answer = rig.scheduler.update_connector_output(ConnectorOutput(names))
+    assert answer == ConnectorOutput()
+    rig.check_nothing_leaked()
+
+
+def test_the_engine_hears_of_a_running_requests_load_only_if_it_failed():
+    for ok in (True, False):
+        rig = Rig(load_in_step=True)
+        stored(rig, 1, 2)
+        rig.admit(rig.request("one", 1, 2, 3))
+        rig.step(one=1)
+        names, _ = rig.loads.popleft()
+        output = ConnectorOutput(names) if ok else ConnectorOutput(failed_recving=names)
+        answer = rig.scheduler.update_connector_output(output)
+        assert answer.finished_recving == ()
+        assert answer.failed_recving == (() if ok else ("one",))
+        assert not rig.scheduler.has_pending_loads()
+        # What could not be read is forgotten; the request is to be preempted then.
+        assert rig.scheduler.num_host_blocks_held == 2 * ok
+        rig.finish("one")
+        rig.check_nothing_leaked()
+
+
+def test_a_preempted_request_asks_again_when_its_step_is_over():
+    rig = Rig(load_in_step=True)
+    stored(rig, 1, 2)
+    request = rig.request("one", 1, 2, 3)
+    rig.admit(request)
+    rig.step(one=1)
+    rig.preempt("one")
+    rig.step(preempted=("one",))
+    assert rig.admit(request) is None
+    names, _ = rig.loads.popleft()
+    rig.scheduler.update_connector_output(ConnectorOutput(names))
+    assert rig.admit(request) is not None
+    rig.step(one=1)
+    rig.finish("one")
+    rig.check_nothing_leaked()
+
+
+def test_loads_in_the_step_are_not_held_up_by_the_bound():
+    rig = Rig(load_in_step=True, max_blocks_in_flight=1)
+    stored(rig, 1, 2, 3)
+    rig.admit(rig.request("one", 1, 2, 3, 4))
+    rig.admit(rig.request("two", 1, 2, 3, 5))
+    meta = rig.step(one=1, two=1)
+    assert len(meta.load_device_blocks) == 6
+    rig.finish("one")
+    rig.finish("two")
+    rig.check_nothing_leaked()
+
+
+class WorkerRig:
+    """A worker over a pool whose blocks hold their numbers, and a rig that plans."""
+
+    def __init__(self, mode, **more):
+        self.now_s = 0.0
+        self.pool = jnp.arange(NUM_BLOCKS, dtype=jnp.int32)
+        engine = TransferEngine(self.pool, NUM_BLOCKS, mode=mode)
+        engine.save(self.pool, range(NUM_BLOCKS), range(NUM_BLOCKS))
+        self.pool, _ = engine.drain(self.pool)
+        clock = lambda: self.now_s  # noqa: E731
+        self.worker = OffloadWorker(engine, clock=clock, **more)
+        self.rig = Rig(load_in_step=True)
+        stored(self.rig, 1, 2)
+        self.request = self.rig.request("one", 1, 2, 3)
+        self.rig.admit(self.request)
+        self.meta = self.rig.step(one=1)
+        self.pool = self.worker.start(self.meta, self.pool)
+
+    def run_step(self, num_extents=1):
+        self.pool, loads = self.worker.take_step_loads(self.pool, num_extents)
+
+        @jax.jit
+        def step(pool, loads):
+            pool = loads.write(pool)
+            return pool, pool.sum()
+
+        self.pool, result = step(self.pool, loads)
+        self.worker.step_started(result)
+        return loads
+
+    def poll(self):
+        for _ in range(100_000):
+            output = self.worker.poll()
+            if output != ConnectorOutput():
+                return output
+        raise AssertionError("nothing was reported")
+
+
+modes = pytest.mark.parametrize("mode", ["fused", "staged"])
+
+
+@modes
+@pytest.mark.parametrize("num_extents", [0, 1])
+def test_the_worker_hands_over_the_loads_of_its_plan(mode, num_extents):
+    rig = WorkerRig(mode)
+    loads = rig.run_step(num_extents)
+    assert len(loads.extents) == num_extents
+    found = np.array(rig.pool)[list(rig.meta.load_device_blocks)]
+    assert found.tolist() == list(rig.meta.load_host_blocks)
+    assert rig.poll() == ConnectorOutput(("one",))
+    assert rig.worker.blocks_loaded == 2
+    assert rig.worker.load_bytes_per_s == 0  # The time was the step's.
+    assert rig.worker.num_in_flight == 0
+
+
+@modes
+def test_a_step_whose_loads_nobody_took_is_refused(mode):
+    rig = WorkerRig(mode)
+    with pytest.raises(RuntimeError, match="nobody took the loads of the last step"):
+        rig.worker.start(rig.meta, rig.pool)
+    rig.run_step()
+    assert rig.poll() == ConnectorOutput(("one",))
+
+
+@modes
+def test_there_is_no_deadline_for_a_load_in_the_step(mode):
+    rig = WorkerRig(mode, deadline_s=1.0)
+    rig.now_s = 100.0
+    assert rig.worker.poll() == ConnectorOutput()
+    rig.run_step()
+    assert rig.poll() == ConnectorOutput(("one",))

@@ -1,0 +1,88 @@
+"""What the TPU compilers make of a step that writes its loads: copies beside layers.
+
+Compiled for devices that are not there, in a process that has libtpu; nothing runs.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGETS = {
+    "v5e": "v5e:2x2",
+    "v5p": "v5p:2x2x1",
+    "v6e": "v6e:2x2",
+    "tpu7x": "tpu7x:2x2x1",
+}
+MODES = ("staged", "fused")
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def schedules(request):
+    """What happens in which order, for each mode and with or without `after`."""
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed, which compiles for TPUs")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.transfer.step_schedule", TARGETS[request.param]],
+        cwd=ROOT,
+        env=os.environ
+        | {
+            "JAX_PLATFORMS": "cpu",
+            "TPU_SKIP_MDS_QUERY": "1",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+            "TPU_WORKER_HOSTNAMES": "localhost",
+        },
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+def num_layers_before(events, wanted):
+    """Count the layers that have run before each event of a kind, by its group."""
+    counts, num_layers = {}, 0
+    for kind, group in events:
+        if kind == "layer":
+            num_layers += 1
+        elif kind == wanted:
+            counts.setdefault(group, []).append(num_layers)
+    return counts
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bytes_of_a_group_arrive_while_the_layers_before_it_run(schedules, mode):
+    events = schedules[mode]["events"]
+    starts = num_layers_before(events, "start")
+    ends = num_layers_before(events, "done")
+    groups = sorted(starts)
+    assert len(groups) == schedules[mode]["num_groups"]
+    assert starts.keys() == ends.keys()
+    for group in groups[1:]:
+        # Started before the layers in front of the group are done, ...
+        assert max(starts[group]) < group
+        # ... and not waited for before any of them has run.
+        assert min(ends[group]) >= 1
+    # At least half of the groups are waited for where their own layers begin.
+    late = [group for group in groups if max(ends[group]) >= group]
+    assert len(late) >= len(groups) // 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_pool_is_written_in_place(schedules, mode):
+    facts = schedules[mode]
+    assert facts["alias_bytes"] == facts["pool_bytes"]
+    assert facts["num_whole_leaf_copies"] == 0
+
+
+def test_without_the_dependency_all_bytes_are_waited_for_first(schedules):
+    """Otherwise the tests above would prove nothing."""
+    ends = num_layers_before(schedules["staged, no after"]["events"], "done")
+    assert max(max(counts) for counts in ends.values()) == 0
