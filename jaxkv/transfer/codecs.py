@@ -76,6 +76,10 @@ class Codec(NamedTuple):
     encode: Callable[[jax.Array], tuple[jax.Array, ...]]
     decode: Callable[[tuple[jax.Array, ...]], jax.Array]
 
+    def keeps(self, leaf: Leaf) -> bool:
+        """Whether the blocks of `leaf` are stored as they are."""
+        return self.parts == (Part(leaf.shape, leaf.dtype),)
+
 
 def codecs_of(layout: PoolLayout, compression: Compression | None) -> list[Codec]:
     """Choose a codec for every leaf.

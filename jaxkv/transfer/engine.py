@@ -22,12 +22,13 @@ from jaxkv.transfer.ids import (
     copy_pairs,
     transfer_pairs,
 )
-from jaxkv.transfer.kernels import Copier, Mode, choose_mode
+from jaxkv.transfer.kernels import Copier, Kernel, Mode, choose_mode
 from jaxkv.transfer.layout import PoolLayout
 from jaxkv.transfer.plans import NOTHING, Plans
 from jaxkv.transfer.queue import TransferQueue
 from jaxkv.transfer.step_loads import StepLoads
 from jaxkv.transfer.tickets import Completion, Ticket
+from jaxkv.transfer.tiling import warn_of_costly_layouts
 from jaxkv.types import PyTree
 
 DEFAULT_STAGING_BYTES = 256 << 20
@@ -87,6 +88,7 @@ class TransferEngine:
         staging_bytes: str | SupportsIndex = DEFAULT_STAGING_BYTES,
         extent_bytes: str | SupportsIndex | None = None,
         compression: Compression | None = None,
+        kernel: Kernel | None = None,
     ):
         """Set up the host memory for blocks of `pool`.
 
@@ -111,6 +113,9 @@ class TransferEngine:
             extent_bytes: Bytes that move in one piece; by default 8 MiB, or less for
                 small blocks and small host tiers.
             compression: How to compress blocks on the host; None keeps every bit.
+            kernel: How the programs of the mode ``"staged"`` copy blocks: ``"dma"``, by
+                asynchronous copies of the TPU, or ``"xla"``, by gathers and scatters.
+                None takes ``"dma"`` on TPU where its compiler accepts the layout.
 
         Raises:
             ValueError: `pool` cannot be offloaded, or another argument is wrong.
@@ -137,7 +142,7 @@ class TransferEngine:
 
         size = HostSize.of(
             *(num_host_blocks, host_bytes, extent_bytes),
-            extents_of(1).num_bytes,
+            extents_of(1).host_bytes,
             layout.num_shards,
         )
         extents = extents_of(size.extent_blocks)
@@ -147,10 +152,12 @@ class TransferEngine:
                 f"{staging_bytes=} must be at least the {extents.num_bytes} bytes of "
                 "an extent, which moves in one piece."
             )
-        self._host_bytes = size.num_extents * extents.num_bytes
+        self._host_bytes = size.num_extents * extents.host_bytes
+        padding = extents.host_bytes / extents.num_bytes
+        warn_of_costly_layouts(layout, extents.rows, padding)
         limits.check_host_bytes(self._host_bytes, platform)
         self._layout = layout
-        self._copier = Copier(extents, mode)
+        self._copier = Copier(extents, mode, kernel)
         self._plans = Plans(
             layout.num_shards,
             layout.shard_blocks,
@@ -179,6 +186,14 @@ class TransferEngine:
         return self._copier.mode
 
     @property
+    def kernel(self) -> Kernel:
+        """``"dma"`` if some leaves are copied by it, else ``"xla"``.
+
+        It is known for certain after `warm_up`: the compiler may refuse ``"dma"``.
+        """
+        return self._copier.kernel
+
+    @property
     def num_host_blocks(self) -> int:
         """Number of host blocks; their ids are in [0, num_host_blocks)."""
         return self._table.num_blocks
@@ -200,7 +215,10 @@ class TransferEngine:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory allocated in this process, spare extents included."""
+        """Bytes of host memory allocated in this process.
+
+        They include the spare extents, and what the device's tiles pad on TPU.
+        """
         return self._host_bytes
 
     @property

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxkv.transfer import memory
 from jaxkv.transfer.codecs import Codec, Compression, Part, codecs_of
 from jaxkv.transfer.layout import PoolLayout
+from jaxkv.transfer.tiling import padded_bytes
 
 Extent: TypeAlias = tuple[jax.Array, ...]
 """The arrays of an extent, one for each bundle of its layout."""
@@ -86,7 +87,7 @@ class ExtentLayout:
             alike: dict[object, list[int]] = {}
             for index in range(start, stop):
                 leaf = pool.leaves[index]
-                look = (leaf.shape, leaf.dtype, leaf.spec, leaf.block_axis)
+                look = (leaf.shape, leaf.dtype, leaf.spec, leaf.block_axis, leaf.layout)
                 # A codec also depends on the head axis, which its parts' shapes show.
                 key = (look, codecs[index].parts) if stacked else index
                 alike.setdefault(key, []).append(index)
@@ -158,6 +159,19 @@ class ExtentLayout:
     def num_bytes(self) -> int:
         """Bytes of one extent in this process, replicas included."""
         return sum(self.group_bytes)
+
+    @functools.cached_property
+    def host_bytes(self) -> int:
+        """Bytes that an extent takes on the host in this process, with padding."""
+        return sum(
+            padded_bytes(
+                spec.sharding.shard_shape(spec.shape),
+                spec.dtype,
+                memory.default_layout(spec.shape, spec.dtype, spec.sharding),
+            )
+            * len(spec.sharding.addressable_devices)
+            for spec in self.specs(memory.HOST_KIND)
+        )
 
     @functools.cached_property
     def group_bytes(self) -> tuple[int, ...]:

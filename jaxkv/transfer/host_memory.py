@@ -134,7 +134,7 @@ class HostMemory:
             MemoryError: There is not that much pinned memory.
         """
         self._new_extent = copier.new_extent()
-        self._extent_bytes = copier.extents.num_bytes
+        self._extent_bytes = copier.extents.host_bytes
         self._platform = copier.extents.pool.device.platform
         self._recycles = copier.mode == "fused"
         self._extents: list[Extent | None] = [None] * num_extents

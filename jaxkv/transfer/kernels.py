@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format
 from numpy.typing import NDArray
 
-from jaxkv.transfer import memory, probe, rows
-from jaxkv.transfer.extents import Extent, ExtentLayout
+from jaxkv.transfer import dma, memory, probe, rows
+from jaxkv.transfer.extents import Bundle, Extent, ExtentLayout
 from jaxkv.transfer.plans import NOTHING, SavePlan
 from jaxkv.types import PyTree
+
+_log = logging.getLogger(__name__)
 
 _DEVICE = jax.memory.Space.Device
 _SMALLEST_COPY = 16
@@ -24,6 +28,10 @@ SaveKind: TypeAlias = Literal["gather", "write", "merge"]
 
 Mode: TypeAlias = Literal["fused", "staged"]
 MODES: tuple[Mode, ...] = get_args(Mode)
+
+Kernel: TypeAlias = Literal["xla", "dma"]
+"""How rows are copied on a device: by XLA's gathers and scatters, or by `dma`."""
+KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 
 SAVE_KINDS: dict[Mode, tuple[SaveKind, ...]] = {
     "fused": ("gather", "write", "merge"),
@@ -45,6 +53,10 @@ class Copier:
     elsewhere a program that accesses the host blocks the compute stream until its copy
     is done, so staged hides the copy behind the next step.
 
+    On TPU the staged programs consist of asynchronous copies (the kernel ``"dma"``),
+    for the leaves that these can copy and that are not compressed. If the compiler
+    refuses them, all programs are XLA's, and a warning is logged.
+
     If the pool is spread over devices, every program runs on each shard separately with
     ids that count within the shard; no program contains a collective.
 
@@ -52,17 +64,40 @@ class Copier:
     device and uncommitted ones share a program.
     """
 
-    def __init__(self, extents: ExtentLayout, mode: Mode):
+    def __init__(self, extents: ExtentLayout, mode: Mode, kernel: Kernel | None = None):
+        """Prepare to compile programs.
+
+        Args:
+            extents: Layout of the extents.
+            mode: ``"fused"`` or ``"staged"``.
+            kernel: What copies rows; None for the best that compiles. Where there is no
+                TPU, ``"dma"`` is interpreted, for tests.
+
+        Raises:
+            ValueError: `kernel` does not exist, or cannot copy any leaf in this mode.
+        """
         self.mode = mode
         self.extents = extents
         self._pool = extents.pool
+        self._platform = self._pool.device.platform
         self._plan = self._pool.plan_sharding()
-        self._options = memory.compiler_options(self._pool.device.platform)
         self._host = extents.shardings(memory.HOST_KIND)
         self._device = extents.shardings(None)
+        # Only on CPU does a program that writes some rows of an extent take less time
+        # than one that writes all: the rows of a loop are not copied over a bus one by
+        # one.
+        self._writes_single_rows = mode == "fused" and self._platform == "cpu"
+        self._token = _token if self._platform == "cpu" else _first
+        self._may_fall_back = kernel is None
+        self._by_dma = self._choose_by_dma(kernel)
         self.save_program = functools.cache(self._compile_save)
         self.load_program = functools.cache(self._compile_load)
         self.copy_program = functools.cache(self._compile_copy)
+
+    @property
+    def kernel(self) -> Kernel:
+        """``"dma"`` if some leaves are copied by it, else ``"xla"``."""
+        return "dma" if self._by_dma else "xla"
 
     @property
     def num_layer_groups(self) -> int:
@@ -84,9 +119,8 @@ class Copier:
         zeros = jax.jit(
             lambda: tuple(jnp.zeros(spec.shape, spec.dtype) for spec in specs),
             out_shardings=self._host,
-            compiler_options=self._options,
         )
-        return zeros.lower().compile()
+        return memory.compile_program(zeros.lower(), self._platform)
 
     def save(
         self,
@@ -108,22 +142,25 @@ class Copier:
             The new extent, and arrays that are ready when the copies are done.
         """
         kind: SaveKind
-        args: tuple[Any, ...]
+        extents: tuple[Extent | None, ...]
         if self.mode == "fused":
             if carry is not None:
-                kind, args = "merge", (plan.row_lists(), carry, spare)
+                kind, extents = "merge", (carry, spare)
             elif (plan.sources != NOTHING).all():
-                kind, args = "gather", (plan.row_sources(), spare)
+                kind, extents = "gather", (spare,)
             else:
-                kind, args = "write", (plan.row_lists(), spare)
-            extent, token = self._run(self.save_program(kind), leaves, *args)
+                kind, extents = "write", (spare,)
+            lists = self._takes_lists(kind)
+            rows = plan.row_lists() if lists else plan.row_sources()
+            program = self.save_program(kind)
+            extent, token = self._run(program, leaves, rows, *extents)
             return extent, [token]
         if carry is not None:
-            on_device = jax.device_put(carry, self._device)
-            kind, args = "merge", (plan.row_sources(), on_device)
+            kind, extents = "merge", (jax.device_put(carry, self._device),)
         else:
-            kind, args = "gather", (plan.row_sources(),)
-        staged, _ = self._run(self.save_program(kind), leaves, *args)
+            kind, extents = "gather", ()
+        program = self.save_program(kind)
+        staged, _ = self._run(program, leaves, plan.row_sources(), *extents)
         extent = jax.device_put(staged, self._host)
         return extent, list(extent)
 
@@ -157,9 +194,7 @@ class Copier:
         own = self.extents.leaves_of(layer_group)
         program = self.load_program(layer_group)
         token: jax.Array
-        leaves[own], token = self._run(
-            program, leaves[own], self._rows_to_write(targets), arrays
-        )
+        leaves[own], token = self._run(program, leaves[own], targets, arrays)
         return token
 
     def write_group(
@@ -174,7 +209,7 @@ class Copier:
 
         Args:
             leaves: Those of the layer group.
-            targets: What `step_targets` makes.
+            targets: i32[shards, rows]. As for `load`.
             arrays: The extent's arrays of this group, on the host.
             layer_group: The index of the group.
             after: What is computed before the copy is waited for.
@@ -186,9 +221,7 @@ class Copier:
         def scatter(
             leaves: list[jax.Array], targets: jax.Array, arrays: Extent
         ) -> list[jax.Array]:
-            return rows.scatter_rows(
-                self.extents, layer_group, leaves, targets[0], arrays
-            )
+            return self._scatter(layer_group, leaves, targets[0], arrays)
 
         own = self._leaf_specs()[self.extents.leaves_of(layer_group)]
         extent = self.extents.partition_specs()[self.extents.arrays_of(layer_group)]
@@ -200,16 +233,6 @@ class Copier:
             scatter, in_specs=(own, self._shard_spec(), extent), out_specs=own
         )(leaves, targets, arrived)
         return written
-
-    def step_targets(self, targets: NDArray[np.int32]) -> NDArray[np.int32] | jax.Array:
-        """Make what `write_group` takes of i32[shards, rows], NOTHING for no block."""
-        return self._placed(self._rows_to_write(targets))
-
-    def _rows_to_write(self, targets: NDArray[np.int32]) -> NDArray[np.int32]:
-        # Rows that are not wanted get distinct ids past the end, which are dropped:
-        # -1 would wrap around, and ids must be distinct.
-        past = self._pool.shard_blocks + np.arange(targets.shape[1], dtype=np.int32)
-        return np.where(targets == NOTHING, past, targets)
 
     def copy(
         self,
@@ -227,9 +250,7 @@ class Copier:
         size = _SMALLEST_COPY
         while size < len(sources):
             size *= 4
-        # Padding goes past the end, as in `load`.
-        plan = np.zeros((1, 2 * size), np.int32)
-        plan[0, size:] = self._pool.shard_blocks + np.arange(size)
+        plan = np.full((1, 2 * size), NOTHING, np.int32)
         plan[0, : len(sources)] = sources
         plan[0, size : size + len(targets)] = targets
         leaves[:], _ = self._run(self.copy_program(size), leaves, plan)
@@ -250,9 +271,9 @@ class Copier:
             jax.debug_nans(False),
             jax.debug_infs(False),
         ):
-            return program(leaves, self._placed(plan), *extents)
+            return program(leaves, self.placed(plan), *extents)
 
-    def _placed(self, plan: NDArray[np.int32]) -> NDArray[np.int32] | jax.Array:
+    def placed(self, plan: NDArray[np.int32]) -> NDArray[np.int32] | jax.Array:
         """Spread a plan over the devices of the pool, if they are several."""
         if not isinstance(self._plan, jax.sharding.NamedSharding):
             return plan
@@ -261,53 +282,64 @@ class Copier:
             plan.shape, self._plan, lambda index: plan[index]
         )
 
-    def _compile_save(self, kind: SaveKind) -> jax.stages.Compiled:
-        fused, merges = self.mode == "fused", kind == "merge"
+    def _takes_lists(self, kind: SaveKind) -> bool:
+        """Whether the plan of a save program is `SavePlan.row_lists`."""
         # For all rows a gather is faster, since XLA:CPU uses several threads; for a few
         # rows a loop is, since it leaves the others unwritten.
-        in_lists = fused and kind != "gather"
+        return self._writes_single_rows and kind != "gather"
+
+    def _compile_save(self, kind: SaveKind) -> jax.stages.Compiled:
+        fused, merges = self.mode == "fused", kind == "merge"
+        in_lists = self._takes_lists(kind)
 
         def write(
             leaves: list[jax.Array], plan: jax.Array, *extents: Extent
         ) -> tuple[Extent, jax.Array]:
             *carry, spare = extents
             written = rows.write_rows(self.extents, leaves, plan[0], carry, spare)
-            return written, _token(plan)
+            return written, self._token(plan)
 
         def gather(
-            leaves: list[jax.Array], plan: jax.Array, *extents: Extent
+            leaves: list[jax.Array], plan: jax.Array, *carry: Extent
         ) -> tuple[Extent, jax.Array]:
-            carry = extents[:1] if merges else ()
-            gathered = rows.gather_rows(self.extents, leaves, plan[0], carry)
-            return gathered, _token(plan)
+            return self._gather(leaves, plan[0], *carry), self._token(plan)
 
         def program(
             leaves: list[jax.Array], plan: jax.Array, *extents: Extent
         ) -> tuple[Extent, jax.Array]:
-            extents = jax.device_put(extents, _DEVICE) if fused else extents
+            # A program that writes whole extents takes the memory of the spare one, but
+            # does not read it: it stays on the host.
+            read = extents if in_lists else extents[:merges]
+            read = jax.device_put(read, _DEVICE) if fused else read
             specs = (self._leaf_specs(), self._shard_spec())
             extent = self.extents.partition_specs()
             result: tuple[Extent, jax.Array] = self._per_shard(
                 write if in_lists else gather,
-                in_specs=(*specs, *[extent] * len(extents)),
+                in_specs=(*specs, *[extent] * len(read)),
                 out_specs=(extent, self._shard_spec()),
-            )(leaves, plan, *extents)
+            )(leaves, plan, *read)
             return result
 
         # Donate within one memory kind only: XLA:CPU aborts the process if a device
         # buffer is donated to a host result. The pool is only read, never donated.
         memory_kind = memory.HOST_KIND if fused else None
         extents = [self.extents.specs(memory_kind)] * (merges + fused)
-        compiled = jax.jit(
-            program,
-            donate_argnums=(1 + len(extents),) if fused else (),
-            keep_unused=True,
-            out_shardings=(self._host if fused else self._device, self._plan),
-            compiler_options=self._options,
-        )
-        num_rows = self.extents.rows
-        plan = self._plan_spec(3 * num_rows + 2 if in_lists else 2 * num_rows)
-        return compiled.lower(self._pool.pool_specs(), plan, *extents).compile()
+
+        def lower() -> jax.stages.Lowered:
+            num_rows = self.extents.rows
+            return jax.jit(
+                program,
+                # The last extent: the spare one, or the staged copy of the carried one.
+                donate_argnums=(1 + len(extents),) if extents else (),
+                keep_unused=True,
+                out_shardings=(self._host if fused else self._device, self._plan),
+            ).lower(
+                self._pool.pool_specs(),
+                self._plan_spec(3 * num_rows + 2 if in_lists else 2 * num_rows),
+                *extents,
+            )
+
+        return self._compile(lower)
 
     def _compile_load(self, layer_group: int) -> jax.stages.Compiled:
         fused = self.mode == "fused"
@@ -317,10 +349,9 @@ class Copier:
         def scatter(
             leaves: list[jax.Array], plan: jax.Array, extent: Extent
         ) -> tuple[list[jax.Array], jax.Array]:
-            found = rows.scatter_rows(
-                self.extents, layer_group, leaves, plan[0], extent
+            return self._scatter(layer_group, leaves, plan[0], extent), self._token(
+                plan
             )
-            return found, _token(plan)
 
         def program(
             leaves: list[jax.Array], plan: jax.Array, extent: Extent
@@ -334,35 +365,137 @@ class Copier:
             )(leaves, plan, extent)
             return result
 
-        shardings = [leaf.sharding for leaf in self._pool.leaves[own]]
-        compiled = jax.jit(
-            program,
-            donate_argnums=0,
-            out_shardings=(shardings, self._plan),
-            compiler_options=self._options,
-        )
-        return compiled.lower(
-            self._pool.pool_specs()[own],
-            self._plan_spec(self.extents.rows),
-            self.extents.specs(memory.HOST_KIND if fused else None)[arrays],
-        ).compile()
+        def lower() -> jax.stages.Lowered:
+            return jax.jit(
+                program,
+                donate_argnums=0,
+                out_shardings=(self._placements()[own], self._plan),
+            ).lower(
+                self._pool.pool_specs()[own],
+                self._plan_spec(self.extents.rows),
+                self.extents.specs(memory.HOST_KIND if fused else None)[arrays],
+            )
+
+        return self._compile(lower)
 
     def _compile_copy(self, size: int) -> jax.stages.Compiled:
         def copy(
             leaves: list[jax.Array], plan: jax.Array
         ) -> tuple[list[jax.Array], jax.Array]:
-            axes = [leaf.block_axis for leaf in self._pool.leaves]
-            return rows.copy_blocks(leaves, axes, *jnp.split(plan[0], 2)), _token(plan)
+            return self._copy_blocks(leaves, plan[0]), self._token(plan)
 
-        specs = (self._leaf_specs(), self._shard_spec())
-        compiled = jax.jit(
-            self._per_shard(copy, in_specs=specs, out_specs=specs),
-            donate_argnums=0,
-            out_shardings=([leaf.sharding for leaf in self._pool.leaves], self._plan),
-            compiler_options=self._options,
+        def lower() -> jax.stages.Lowered:
+            specs = (self._leaf_specs(), self._shard_spec())
+            return jax.jit(
+                self._per_shard(copy, in_specs=specs, out_specs=specs),
+                donate_argnums=0,
+                out_shardings=(self._placements(), self._plan),
+            ).lower(self._pool.pool_specs(), self._plan_spec(2 * size))
+
+        return self._compile(lower)
+
+    def _compile(self, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+        """Compile a program, if need be without the kernel ``"dma"``."""
+        if self._by_dma and self._may_fall_back:
+            try:
+                return memory.compile_program(lower(), self._platform)
+            except Exception as error:  # Pallas has exceptions of its own, all private.
+                by_dma, self._by_dma = self._by_dma, frozenset()
+                compiled = memory.compile_program(lower(), self._platform)
+                # XLA's program compiles, so the kernel was at fault.
+                _log.warning(
+                    "The compiler refuses the asynchronous copies of %d arrays; "
+                    "XLA's programs are used instead: %s",
+                    len(by_dma),
+                    error,
+                )
+                return compiled
+        return memory.compile_program(lower(), self._platform)
+
+    def _gather(
+        self, leaves: list[jax.Array], sources: jax.Array, carry: Extent | None = None
+    ) -> Extent:
+        """Gather the arrays of an extent, see `SavePlan.row_sources`."""
+        pool = dict(enumerate(leaves))
+        bundles = self.extents.bundles
+        gathered: dict[int, jax.Array] = {}
+        for numbers, by_dma in self._by_kernel(bundles):
+            own = [bundles[n] for n in numbers]
+            old = None if carry is None else tuple(carry[n] for n in numbers)
+            if by_dma:
+                arrays = dma.gather_rows(self.extents, own, pool, sources, old)
+            else:
+                arrays = rows.gather_rows(self.extents, own, pool, sources, old)
+            gathered.update(zip(numbers, arrays, strict=True))
+        return tuple(gathered[n] for n in range(len(bundles)))
+
+    def _scatter(
+        self,
+        layer_group: int,
+        leaves: list[jax.Array],
+        targets: jax.Array,
+        extent: Extent,
+    ) -> list[jax.Array]:
+        """Write the arrays of a layer group into its leaves."""
+        indices = self.extents.leaves_of(layer_group)
+        pool = dict(zip(range(indices.start, indices.stop), leaves, strict=True))
+        bundles = self.extents.layer_groups[layer_group]
+        for numbers, by_dma in self._by_kernel(bundles):
+            scatter = dma.scatter_rows if by_dma else rows.scatter_rows
+            own = [bundles[n] for n in numbers]
+            arrays = tuple(extent[n] for n in numbers)
+            pool |= scatter(self.extents, own, pool, targets, arrays)
+        return list(pool.values())
+
+    def _copy_blocks(self, leaves: list[jax.Array], plan: jax.Array) -> list[jax.Array]:
+        """Copy blocks within the leaves."""
+        pool = dict(enumerate(leaves))
+        layouts = dict(enumerate(self._pool.leaves))
+        for copy, own in (
+            (dma.copy_blocks, self._by_dma),
+            (rows.copy_blocks, layouts.keys() - self._by_dma),
+        ):
+            if own:
+                some = {n: layouts[n] for n in sorted(own)}
+                pool |= copy(some, pool, plan, self._platform)
+        return list(pool.values())
+
+    def _by_kernel(self, bundles: Sequence[Bundle]) -> list[tuple[list[int], bool]]:
+        """Split bundles, as their numbers, by whether ``"dma"`` copies them."""
+        split: dict[bool, list[int]] = {}
+        for number, bundle in enumerate(bundles):
+            by_dma = self._by_dma.issuperset(bundle.leaves)
+            split.setdefault(by_dma, []).append(number)
+        return [(numbers, by_dma) for by_dma, numbers in split.items()]
+
+    def _choose_by_dma(self, kernel: Kernel | None) -> frozenset[int]:
+        """Choose the leaves that the kernel ``"dma"`` copies."""
+        if kernel not in (None, *KERNELS):
+            raise ValueError(f"{kernel=} must be one of {KERNELS} or None.")
+        works_here = self.mode == "staged" and self._platform != "gpu"
+        if kernel == "dma" and not works_here:
+            raise ValueError(
+                f"{kernel=} is for mode 'staged' on TPU, not for mode {self.mode!r} on "
+                f"{self._platform}: it copies between buffers of one TPU."
+            )
+        best: Kernel = "dma" if works_here and self._platform == "tpu" else "xla"
+        if (kernel or best) == "xla":
+            return frozenset()
+        accepted = frozenset(
+            index
+            for index, leaf in enumerate(self._pool.leaves)
+            if self.extents.codecs[index].keeps(leaf) and dma.accepts(leaf)
         )
-        plan = self._plan_spec(2 * size)
-        return compiled.lower(self._pool.pool_specs(), plan).compile()
+        if kernel == "dma" and not accepted:
+            raise ValueError(
+                f"{kernel=} can copy no leaf of this pool: each is compressed, of a "
+                "dtype that Pallas lacks, or has blocks along one of the last two axes "
+                "in memory. Leave out the kernel, or take 'xla'."
+            )
+        return accepted
+
+    def _placements(self) -> list[jax.sharding.Sharding | Format]:
+        return [leaf.placed(leaf.sharding) for leaf in self._pool.leaves]
 
     def _per_shard(
         self, function: Callable[..., Any], in_specs: Any, out_specs: Any
@@ -399,7 +532,12 @@ def _token(plan: jax.Array) -> jax.Array:
     any other in the background.
     """
     ramp = jnp.arange(1024, dtype=jnp.float32)[None]
-    return jnp.sum(ramp * plan[:, :1].astype(jnp.float32), axis=1, keepdims=True)
+    return jnp.sum(ramp * _first(plan), axis=1, keepdims=True)
+
+
+def _first(plan: jax.Array) -> jax.Array:
+    """Make the token where all programs run in the background: in one operation."""
+    return plan[:, :1].astype(jnp.float32)
 
 
 def choose_mode(mode: Mode | None, platform: str) -> Mode:

@@ -9,8 +9,14 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format, Layout
 
-from jaxkv.transfer.memory import array_spec, partition_spec
+from jaxkv.transfer.memory import (
+    array_spec,
+    default_layout,
+    layout_of,
+    partition_spec,
+)
 from jaxkv.types import PyTree
 
 
@@ -24,6 +30,7 @@ class Leaf:
         dtype: Type of its elements.
         sharding: Its devices.
         block_axis: The axis that counts the blocks; not negative.
+        layout: How it lies in memory; None for the compiler's default.
     """
 
     name: str
@@ -31,6 +38,17 @@ class Leaf:
     dtype: np.dtype
     sharding: jax.sharding.Sharding
     block_axis: int
+    layout: Layout | None = None
+
+    @functools.cached_property
+    def order(self) -> tuple[int, ...]:
+        """The axes as they lie in memory, the major one first."""
+        layout = self.layout or default_layout(self.shape, self.dtype, self.sharding)
+        return tuple(layout.major_to_minor)
+
+    def placed(self, sharding: jax.sharding.Sharding) -> jax.sharding.Sharding | Format:
+        """Return `sharding`, with the layout of the leaf where it has its own."""
+        return sharding if self.layout is None else Format(self.layout, sharding)
 
     @property
     def num_blocks(self) -> int:
@@ -179,7 +197,7 @@ class PoolLayout:
         # On one device not the leaf's sharding, so that a trace needs no mesh axes.
         one = None if self.mesh else jax.sharding.SingleDeviceSharding(self.device)
         return [
-            array_spec(leaf.shape, leaf.dtype, one or leaf.sharding)
+            array_spec(leaf.shape, leaf.dtype, leaf.placed(one or leaf.sharding))
             for leaf in self.leaves
         ]
 
@@ -216,6 +234,13 @@ class PoolLayout:
                 raise ValueError(
                     f"{leaf.name} must be placed as {leaf.sharding}, not as "
                     f"{array.sharding}."
+                )
+            # An array in another layout would be copied into this one at every call.
+            if leaf.layout is not None and layout_of(array) != leaf.layout:
+                raise ValueError(
+                    f"{leaf.name} must lie in memory as {leaf.layout}, not as "
+                    f"{layout_of(array)}: compile the programs that return it with "
+                    "the layout of the pool that the engine was made for."
                 )
         _check_distinct(arrays, self.leaves)
         return arrays
@@ -316,4 +341,20 @@ def _leaf(name: str, array: object, axis: object) -> Leaf:
             f"{name} is in {array.sharding.memory_kind!r}; a pool must be in the "
             f"device's default memory, {default!r}."
         )
-    return Leaf(name, array.shape, array.dtype, array.sharding, axis % array.ndim)
+    layout = layout_of(array)
+    return Leaf(
+        name,
+        array.shape,
+        array.dtype,
+        array.sharding,
+        axis % array.ndim,
+        None if _is_dense(layout) else layout,
+    )
+
+
+def _is_dense(layout: Layout | None) -> bool:
+    """Whether a layout is what compilers take by default on CPU and GPU."""
+    if layout is None:
+        return True
+    order = layout.major_to_minor
+    return not layout.tiling and order == tuple(range(len(order)))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import numpy as np
+from jax.experimental.layout import Format, Layout
 
 HOST_KIND = "pinned_host"
 """The one memory kind that host blocks live in."""
@@ -54,12 +57,30 @@ def host_sharding(
     return jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
 
 
+# Before each program XLA:TPU copies an operand to VMEM that the program will read. Of a
+# save that is a whole leaf, of which it wants a few rows. A compiler refuses options
+# that it does not know, and this one is not promised to stay.
+_OPTIONAL = {"tpu": {"xla_max_cross_program_prefetches": "0"}}
+
+
 def compiler_options(platform: str) -> dict[str, str] | None:
     """Return the options that keep transfer programs cheap and bit-exact."""
     if platform != "cpu":
         return None
     passes = (f"float-normalization-{name}" for name in _NORMALISED_FLOATS)
     return {"xla_disable_hlo_passes": ",".join(passes)}
+
+
+def compile_program(lowered: jax.stages.Lowered, platform: str) -> jax.stages.Compiled:
+    """Compile a transfer program for devices of a platform."""
+    options: dict[str, str | bool] = {**(compiler_options(platform) or {})}
+    more = _OPTIONAL.get(platform, {})
+    try:
+        return lowered.compile({**options, **more})
+    except jax.errors.JaxRuntimeError as error:
+        if not any(f"No such compile option: '{name}'" in str(error) for name in more):
+            raise
+        return lowered.compile(options)
 
 
 def wait_for(arrays: object) -> None:
@@ -75,9 +96,31 @@ def partition_spec(*entries: object) -> jax.sharding.PartitionSpec:
 def array_spec(
     shape: tuple[int, ...],
     dtype: np.dtype,
-    sharding: jax.sharding.Sharding | None = None,
+    sharding: jax.sharding.Sharding | Format | None = None,
 ) -> jax.ShapeDtypeStruct:
     """Describe an array, for compiling."""
     return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
         shape, dtype, sharding=sharding
     )
+
+
+@functools.cache
+def default_layout(
+    shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding
+) -> Layout:
+    """Return how the compiler lays out an array unless told otherwise."""
+    device: jax.Device = next(iter(sharding.device_set))
+    if device.platform != "tpu":
+        return Layout(tuple(range(len(shape))))
+    spec = array_spec(shape, dtype, sharding)
+    program = jax.jit(lambda array: array, out_shardings=sharding)
+    compiled = program.lower(spec).compile()
+    (placed,), _ = compiled.input_formats
+    layout: Layout = placed.layout
+    return layout
+
+
+def layout_of(array: jax.Array) -> Layout | None:
+    """Return how an array lies in memory; None if the backend does not tell."""
+    layout: Layout | None = array.format.layout  # type: ignore[attr-defined]
+    return layout

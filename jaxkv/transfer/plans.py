@@ -44,10 +44,12 @@ class SavePlan(NamedTuple):
         return lists
 
     def row_sources(self) -> NDArray[np.int32]:
-        """Return the plan row by row: i32[shards, 2 * rows], blocks and carried."""
-        # A row without a block reads block 0: the gather must stay in range.
-        blocks = np.maximum(self.sources, 0)
-        return np.concatenate([blocks, self.carried.astype(np.int32)], axis=1)
+        """Return the plan row by row: i32[shards, 2 * rows].
+
+        The sources, then for each row whether it is carried over: 0 or 1.
+        """
+        carried = self.carried.astype(np.int32)
+        return np.concatenate([self.sources, carried], axis=1)
 
 
 class Cut(NamedTuple):

@@ -223,14 +223,14 @@ class TransferQueue:
             num_spare = num_extents - len(firsts)
             extents += extents[:1] * num_spare
             targets += [np.full_like(targets[0], NOTHING)] * num_spare
-        placed = tuple(map(self._copier.step_targets, targets))
+        placed = tuple(map(self._copier.placed, targets))
         return StepLoads(tuple(extents), placed, self._copier)
 
     def idle_step_loads(self, num_extents: int) -> StepLoads:
         """Make loads that write nothing."""
         num_shards, num_rows = self._plans.num_shards, self._plans.num_rows
         nothing = np.full((num_shards, num_rows), NOTHING, np.int32)
-        targets = self._copier.step_targets(nothing)
+        targets = self._copier.placed(nothing)
         extents = [self._copier.new_extent()()] * num_extents if num_extents else []
         return StepLoads(tuple(extents), (targets,) * num_extents, self._copier)
 

@@ -5,12 +5,17 @@ Each sees the part of the pool and of the extent that is on one device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
-from jaxkv.transfer.extents import Extent, ExtentLayout
+from jaxkv.transfer.extents import Bundle, Extent, ExtentLayout
+from jaxkv.transfer.layout import Leaf
+from jaxkv.transfer.plans import NOTHING
+
+# XLA:TPU gathers wider rows from a copy of the whole leaf.
+_WIDE_ROW_BYTES = 256 << 10
 
 
 def write_rows(
@@ -39,8 +44,9 @@ def write_rows(
     def write(n: jax.Array, extent: Extent) -> Extent:
         blocks = _encoded(
             extents,
+            extents.bundles,
+            dict(enumerate(leaves)),
             lambda leaf, axis: jax.lax.dynamic_slice_in_dim(leaf, ids[n], 1, axis),
-            leaves,
         )
         return tuple(
             jax.lax.dynamic_update_slice_in_dim(
@@ -72,32 +78,33 @@ def write_rows(
 
 def gather_rows(
     extents: ExtentLayout,
-    leaves: list[jax.Array],
+    bundles: Sequence[Bundle],
+    leaves: Mapping[int, jax.Array],
     sources: jax.Array,
-    carry: Sequence[Extent],
+    carry: Extent | None,
 ) -> Extent:
     """Gather the rows of a new extent from the pool, carried rows from `carry`.
 
     Args:
         extents: Layout of an extent.
-        leaves: The pool's.
+        bundles: Those to gather.
+        leaves: The pool's, by index.
         sources: i32[2 * rows], see `SavePlan.row_sources`.
-        carry: The extent to carry rows over from, on the device, or none.
+        carry: Arrays of `bundles` to carry rows over from, on the device, or None.
 
     Returns:
-        The new extent, on the device.
+        The arrays of `bundles`, on the device.
     """
     ids, carried = jnp.split(sources, 2)
 
     def gather(leaf: jax.Array, axis: int) -> jax.Array:
-        index = (slice(None),) * axis + (ids,)
-        return leaf.at[index].get(mode="promise_in_bounds")
+        return _read(leaf, axis, ids, extents.pool.device.platform)
 
-    gathered = _encoded(extents, gather, leaves)
-    if not carry:
+    gathered = _encoded(extents, bundles, leaves, gather)
+    if carry is None:
         return gathered
     merged = []
-    for bundle, new, old in zip(extents.bundles, gathered, carry[0], strict=True):
+    for bundle, new, old in zip(bundles, gathered, carry, strict=True):
         shape = [1] * new.ndim
         shape[extents.axis(bundle)] = extents.rows
         old_row = jnp.broadcast_to(carried.reshape(shape) > 0, new.shape)
@@ -107,76 +114,129 @@ def gather_rows(
 
 def _encoded(
     extents: ExtentLayout,
+    bundles: Sequence[Bundle],
+    leaves: Mapping[int, jax.Array],
     read: Callable[[jax.Array, int], jax.Array],
-    leaves: list[jax.Array],
 ) -> Extent:
-    """Read blocks of every leaf and encode them into the arrays of an extent."""
-    written = [
-        codec.encode(read(array, leaf.block_axis))
-        for codec, array, leaf in zip(
-            extents.codecs, leaves, extents.pool.leaves, strict=True
+    """Read blocks of the leaves of bundles and encode them into their arrays."""
+    written = {
+        leaf: extents.codecs[leaf].encode(
+            read(leaves[leaf], extents.pool.leaves[leaf].block_axis)
         )
-    ]
+        for leaf in sorted({leaf for bundle in bundles for leaf in bundle.leaves})
+    }
     return tuple(
         extents.stack([written[leaf][bundle.part] for leaf in bundle.leaves])
-        for bundle in extents.bundles
+        for bundle in bundles
     )
 
 
 def scatter_rows(
     extents: ExtentLayout,
-    layer_group: int,
-    leaves: list[jax.Array],
+    bundles: Sequence[Bundle],
+    leaves: Mapping[int, jax.Array],
     targets: jax.Array,
     arrays: Extent,
-) -> list[jax.Array]:
-    """Write the rows of an extent into the leaves of a layer group.
+) -> dict[int, jax.Array]:
+    """Write the rows of an extent into leaves.
 
     Args:
         extents: Layout of an extent.
-        layer_group: The group of the leaves and arrays.
-        leaves: The pool's, of this group.
-        targets: i32[rows]. Distinct, not negative; those out of range are dropped.
-        arrays: The extent's, of this group.
+        bundles: Those to write, with all parts of their leaves.
+        leaves: The pool's, by index.
+        targets: i32[rows]. The block for each row, distinct; NOTHING for rows that are
+            not wanted.
+        arrays: The extent's arrays of `bundles`.
 
     Returns:
-        The leaves afterwards.
+        The leaves of `bundles` afterwards.
     """
-    first = extents.leaves_of(layer_group).start
     parts: dict[int, list[jax.Array]] = {}
-    for bundle, array in zip(extents.layer_groups[layer_group], arrays, strict=True):
-        for leaf, part in zip(bundle.leaves, extents.unstack(array), strict=True):
-            parts.setdefault(leaf, []).append(part)
-    leaves = list(leaves)
-    for leaf, written in parts.items():
-        index = (slice(None),) * extents.pool.leaves[leaf].block_axis + (targets,)
-        blocks = extents.codecs[leaf].decode(tuple(written))
-        leaves[leaf - first] = (
-            leaves[leaf - first].at[index].set(blocks, mode="drop", unique_indices=True)
-        )
-    return leaves
+    for bundle, array in zip(bundles, arrays, strict=True):
+        for index, part in zip(bundle.leaves, extents.unstack(array), strict=True):
+            parts.setdefault(index, []).append(part)
+    platform = extents.pool.device.platform
+    written = {}
+    for index in sorted(parts):
+        axis = extents.pool.leaves[index].block_axis
+        blocks = extents.codecs[index].decode(tuple(parts[index]))
+        written[index] = _write(leaves[index], axis, targets, blocks, platform)
+    return written
 
 
 def copy_blocks(
-    leaves: list[jax.Array], axes: list[int], sources: jax.Array, targets: jax.Array
-) -> list[jax.Array]:
-    """Copy blocks within a pool.
+    layouts: Mapping[int, Leaf],
+    leaves: Mapping[int, jax.Array],
+    plan: jax.Array,
+    platform: str,
+) -> dict[int, jax.Array]:
+    """Copy blocks within leaves.
 
     Args:
-        leaves: The pool's.
-        axes: The block axis of each.
-        sources: i32[n]. The blocks to read.
-        targets: i32[n]. Where each goes. Distinct, not negative; those out of range
-            are dropped.
+        layouts: Which leaves, by index.
+        leaves: The pool's, likewise.
+        plan: i32[2 * n]. The blocks to read, then where each goes: distinct, and none
+            is read; NOTHING for none.
+        platform: The platform of the pool's devices.
 
     Returns:
-        The leaves afterwards.
+        The leaves of `layouts` afterwards.
     """
-    copied = []
-    for leaf, axis in zip(leaves, axes, strict=True):
-        along = (slice(None),) * axis
-        blocks = leaf.at[(*along, sources)].get(mode="promise_in_bounds")
-        copied.append(
-            leaf.at[(*along, targets)].set(blocks, mode="drop", unique_indices=True)
-        )
+    sources, targets = jnp.split(plan, 2)
+    copied = {}
+    for index, layout in layouts.items():
+        leaf, axis = leaves[index], layout.block_axis
+        blocks = _read(leaf, axis, sources, platform)
+        copied[index] = _write(leaf, axis, targets, blocks, platform)
     return copied
+
+
+def _read(leaf: jax.Array, axis: int, sources: jax.Array, platform: str) -> jax.Array:
+    """Read blocks of a leaf; any block for NOTHING."""
+    ids = jnp.maximum(sources, 0)  # Every row has to read a block in range.
+    if not _is_wide(leaf, axis, platform):
+        index = (slice(None),) * axis + (ids,)
+        return leaf.at[index].get(mode="promise_in_bounds")
+
+    def read(n: jax.Array, blocks: jax.Array) -> jax.Array:
+        block = jax.lax.dynamic_slice_in_dim(leaf, ids[n], 1, axis)
+        return jax.lax.dynamic_update_slice_in_dim(blocks, block, n, axis)
+
+    shape = (*leaf.shape[:axis], ids.size, *leaf.shape[axis + 1 :])
+    blocks: jax.Array = jax.lax.fori_loop(
+        0, ids.size, read, jnp.zeros(shape, leaf.dtype)
+    )
+    return blocks
+
+
+def _write(
+    leaf: jax.Array, axis: int, targets: jax.Array, blocks: jax.Array, platform: str
+) -> jax.Array:
+    """Write blocks to distinct places in a leaf; those for NOTHING nowhere."""
+    if not _is_wide(leaf, axis, platform):
+        ids = _past_the_end(targets, leaf.shape[axis])
+        index = (slice(None),) * axis + (ids,)
+        return leaf.at[index].set(blocks, mode="drop", unique_indices=True)
+
+    def write(n: jax.Array, leaf: jax.Array) -> jax.Array:
+        new = jax.lax.dynamic_slice_in_dim(blocks, n, 1, axis)
+        old = jax.lax.dynamic_slice_in_dim(leaf, targets[n], 1, axis)
+        block = jnp.where(targets[n] == NOTHING, old, new)
+        return jax.lax.dynamic_update_slice_in_dim(leaf, block, targets[n], axis)
+
+    written: jax.Array = jax.lax.fori_loop(0, targets.size, write, leaf)
+    return written
+
+
+def _is_wide(leaf: jax.Array, axis: int, platform: str) -> bool:
+    """Whether to copy blocks one by one."""
+    return platform == "tpu" and leaf.nbytes // leaf.shape[axis] > _WIDE_ROW_BYTES
+
+
+def _past_the_end(targets: jax.Array, num_blocks: int) -> jax.Array:
+    """Replace each NOTHING by an id that a scatter drops.
+
+    They must be distinct, too, and -1 would wrap around to the last block.
+    """
+    past = num_blocks + jnp.arange(targets.size, dtype=targets.dtype)
+    return jnp.where(targets == NOTHING, past, targets)

@@ -32,8 +32,8 @@ class StepLoads:
     Attributes:
         extents: The extents that blocks come from, in host memory; any may be there
             more than once.
-        targets: For each of them i32[shards, rows], the device block of each row. Rows
-            that are not wanted have numbers past the last block.
+        targets: For each of them i32[shards, rows], the device block of each row,
+            counted within its shard; NOTHING for rows that are not wanted.
         copier: What knows the layouts. It is part of the tree's structure, so that
             the programs of one engine are traced once for each number of extents.
     """

@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.transfer import TransferEngine, memory
+from jaxkv.transfer import PoolLayout, TransferEngine, dma, memory
 
 CPU = jax.devices("cpu")[0]
-MODES = ("fused", "staged")
+# The mode, and the kernel of its programs. Asynchronous copies are interpreted.
+FUSED, STAGED, DMA = ("fused", None), ("staged", None), ("staged", "dma")
+WAYS = (FUSED, STAGED, DMA)
 FLOAT8 = (
     "float8_e3m4",
     "float8_e4m3",
@@ -22,8 +24,9 @@ FLOAT8 = (
 
 
 def to_device(raw, dtype):
-    """u8[blocks, bytes] -> dtype[blocks, elements]."""
-    return jax.device_put(jnp.array(raw.view(jnp.dtype(dtype))), CPU)
+    """u8[blocks, bytes] -> dtype[blocks, 1, elements]."""
+    values = raw.view(jnp.dtype(dtype)).reshape(len(raw), 1, -1)
+    return jax.device_put(jnp.array(values), CPU)
 
 
 def bits(array):
@@ -47,13 +50,14 @@ def float32_patterns():
     return raw.view(np.uint8)
 
 
-def round_trip(raw, dtype, mode):
+def round_trip(raw, dtype, mode, kernel):
     """Save every block, load each into another block of a pool of zeros."""
     num_blocks = len(raw)
     rng = np.random.default_rng(num_blocks)
     pool = to_device(raw, dtype)
     assert np.array_equal(bits(pool), raw)
-    engine = TransferEngine(pool, num_blocks + 3, mode=mode)
+    engine = TransferEngine(pool, num_blocks + 3, mode=mode, kernel=kernel)
+    assert engine.kernel == (kernel or "xla")
     source, target = rng.permutation(num_blocks), rng.permutation(num_blocks)
     host = rng.permutation(num_blocks + 3)[:num_blocks]
     engine.save(pool, source, host)
@@ -66,20 +70,32 @@ def round_trip(raw, dtype, mode):
     return bits(pool), bits(loaded)[target][np.argsort(source)]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "uint8", *FLOAT8])
-def test_every_bit_pattern_survives(dtype, mode):
+def ways_of(dtype):
+    """The ways to copy blocks of a dtype, which Pallas may lack."""
+    leaf = PoolLayout.of(to_device(every_pattern(dtype), dtype)).leaves[0]
+    return WAYS if dma.accepts(leaf) else (FUSED, STAGED)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mode", "kernel"),
+    [
+        (dtype, *way)
+        for dtype in ("bfloat16", "float16", "int8", "uint8", "int16", *FLOAT8)
+        for way in ways_of(dtype)
+    ],
+)
+def test_every_bit_pattern_survives(dtype, mode, kernel):
     raw = every_pattern(dtype)
-    saved, loaded = round_trip(raw, dtype, mode)
+    saved, loaded = round_trip(raw, dtype, mode, kernel)
     assert np.array_equal(saved, raw)
     assert np.array_equal(loaded, raw)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_float32_patterns_survive(mode):
+@pytest.mark.parametrize(("mode", "kernel"), WAYS)
+def test_float32_patterns_survive(mode, kernel):
     raw = float32_patterns()
     assert np.isnan(raw.view(np.float32)).mean() > 0.1
-    saved, loaded = round_trip(raw, "float32", mode)
+    saved, loaded = round_trip(raw, "float32", mode, kernel)
     assert np.array_equal(saved, raw)
     assert np.array_equal(loaded, raw)
 
@@ -132,13 +148,13 @@ def pool_bits(pool):
     return np.concatenate([bits(leaf) for leaf in jax.tree.leaves(pool)], axis=1)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_load_into_a_mixed_pool_leaves_other_blocks_alone(mode):
+@pytest.mark.parametrize(("mode", "kernel"), WAYS)
+def test_a_load_into_a_mixed_pool_leaves_other_blocks_alone(mode, kernel):
     rng = np.random.default_rng(3)
     pool = mixed_pool(30, rng)
     before = pool_bits(pool)
     structure = jax.tree.structure(pool)
-    engine = TransferEngine(pool, 30, mode=mode)
+    engine = TransferEngine(pool, 30, mode=mode, kernel=kernel)
     assert engine.block_bytes == before.shape[1]
     source, target = np.arange(21), rng.permutation(30)[:21]
     engine.save(pool, source, source + 5)
@@ -151,13 +167,14 @@ def test_a_load_into_a_mixed_pool_leaves_other_blocks_alone(mode):
     assert np.array_equal(pool_bits(pool), expected)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "kernel"), WAYS)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_host_blocks_of_several_device_blocks_keep_every_bit(seed, mode):
+def test_host_blocks_of_several_device_blocks_keep_every_bit(seed, mode, kernel):
     rng = np.random.default_rng(seed)
     pool = mixed_pool(30, rng)
     device = pool_bits(pool)
-    engine = TransferEngine(pool, 16, mode=mode, blocks_per_host_block=3)
+    options = {"mode": mode, "kernel": kernel}
+    engine = TransferEngine(pool, 16, blocks_per_host_block=3, **options)
     assert engine.block_bytes == 3 * device.shape[1]
     saved = rng.permutation(30)[:24].reshape(8, 3)
     saved[rng.permutation(8)[:4], rng.integers(0, 3, 4)] = -1
@@ -182,9 +199,11 @@ def test_host_blocks_of_several_device_blocks_keep_every_bit(seed, mode):
             engine.save(pool, ids, [0])
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("seed", range(6))
-def test_random_transfers_agree_with_a_shadow(seed, mode):
+@pytest.mark.parametrize(
+    ("seed", "mode", "kernel"),
+    [(seed, *way) for way in WAYS for seed in range(2 if way == DMA else 6)],
+)
+def test_random_transfers_agree_with_a_shadow(seed, mode, kernel):
     num_blocks, num_host_blocks = 24, 40
     rng = np.random.default_rng(seed)
     pool = mixed_pool(num_blocks, rng)
@@ -196,6 +215,7 @@ def test_random_transfers_agree_with_a_shadow(seed, mode):
         pool,
         num_host_blocks,
         mode=mode,
+        kernel=kernel,
         layer_groups=1 + seed % 3,
         **({"staging_bytes": "1500B"} if seed % 2 else {}),
     )

@@ -11,6 +11,10 @@ from tests.transfer.shadow import bits, random_array
 NUM_BLOCKS = 16
 
 modes = pytest.mark.parametrize("mode", ["fused", "staged"])
+# Asynchronous copies are interpreted.
+ways = pytest.mark.parametrize(
+    ("mode", "kernel"), [("fused", None), ("staged", None), ("staged", "dma")]
+)
 
 
 def make_engine(mode, pool, **more):
@@ -26,8 +30,8 @@ def check_copied(before, after, axes, pairs):
         assert (bits(got) == bits(expected)).all()
 
 
-@modes
-def test_blocks_of_any_layout_are_copied_bit_for_bit(mode):
+@ways
+def test_blocks_of_any_layout_are_copied_bit_for_bit(mode, kernel):
     rng = np.random.default_rng(0)
     axes = {"half": 1, "bytes": 0, "pair": 2, "float": 0, "flags": 1}
     shapes = {
@@ -39,7 +43,7 @@ def test_blocks_of_any_layout_are_copied_bit_for_bit(mode):
     }
     arrays = {n: random_array(rng, shape, kind) for n, (shape, kind) in shapes.items()}
     pool = jax.tree.map(jnp.array, arrays)
-    engine = make_engine(mode, pool, block_axis=axes)
+    engine = make_engine(mode, pool, kernel=kernel, block_axis=axes)
     pairs = [(3, 0), (7, 15), (3, 1)]  # one source may go to several places
     new = engine.copy(pool, *zip(*pairs, strict=True))
     names = list(arrays)
@@ -51,13 +55,13 @@ def test_blocks_of_any_layout_are_copied_bit_for_bit(mode):
     )
 
 
-@modes
-def test_sharded_heads_are_copied_where_they_are(mode):
+@ways
+def test_sharded_heads_are_copied_where_they_are(mode, kernel):
     mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("heads",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "heads"))
     array = np.arange(NUM_BLOCKS * 8, dtype=np.int32).reshape(NUM_BLOCKS, 4, 2)
     pool = jax.device_put(array, place)
-    engine = make_engine(mode, pool)
+    engine = make_engine(mode, pool, kernel=kernel)
     new = engine.copy(pool, [1, 2], [3, 0])
     assert new.sharding == place
     check_copied([array], [new], [0], [(1, 3), (2, 0)])

@@ -1,0 +1,320 @@
+"""Pallas kernels for TPU that copy the rows of an extent by asynchronous copies.
+
+They do what `rows` does, for the leaves that `accepts` names, and read and write no
+more than the rows that are wanted: XLA's gathers and scatters read a row several times,
+and copy whole leaves where rows are wide. A row goes from HBM to HBM without passing
+through a core, several at a time.
+
+Mosaic, the compiler of these kernels, addresses an array in the order in which it lies
+in memory. So each array is first transposed into that order, which moves no bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxkv.transfer.extents import Bundle, Extent, ExtentLayout
+from jaxkv.transfer.layout import Leaf
+from jaxkv.transfer.memory import array_spec
+from jaxkv.transfer.plans import NOTHING
+
+# Enough to hide the latency of a copy, few enough for the queues of the hardware.
+_COPIES_IN_FLIGHT = 64
+# How the kernels run where there is no TPU.
+_INTERPRETER: Any = True
+# The floats of Mosaic. To show it others, or a bool, as integers, XLA would convert
+# whole leaves.
+_FLOATS = ("float32", "bfloat16", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e5m2")
+
+_Array: TypeAlias = jax.Array | jax.ShapeDtypeStruct
+
+
+class _Rows(NamedTuple):
+    """The rows of a leaf in one of several arrays, which are as they lie in memory.
+
+    Attributes:
+        array: Index of the array.
+        layer: The index along the first axis of a stack of leaves; else nothing.
+        axis: The axis that counts the rows, apart from that of the stack.
+    """
+
+    array: int
+    layer: tuple[int, ...]
+    axis: int
+
+    def at(self, refs: Sequence[Any], position: Any) -> Any:
+        """Return a reference to one row."""
+        return refs[self.array].at[(*self.layer, *(slice(None),) * self.axis, position)]
+
+    def row_bytes(self, arrays: Sequence[_Array]) -> int:
+        """Return the bytes of one row."""
+        shape = list(arrays[self.array].shape[len(self.layer) :])
+        del shape[self.axis]
+        return int(np.prod(shape)) * arrays[self.array].dtype.itemsize
+
+
+def accepts(leaf: Leaf) -> bool:
+    """Whether the kernels can copy blocks of a leaf.
+
+    The last two axes in memory are tiled, and a copy cannot cut a tile.
+    """
+    is_integer = jnp.issubdtype(leaf.dtype, jnp.integer) and leaf.dtype.itemsize <= 4
+    return (is_integer or leaf.dtype.name in _FLOATS) and _axis(leaf) < (
+        len(leaf.shape) - 2
+    )
+
+
+def gather_rows(
+    extents: ExtentLayout,
+    bundles: Sequence[Bundle],
+    leaves: Mapping[int, jax.Array],
+    sources: jax.Array,
+    carry: Extent | None,
+) -> Extent:
+    """Gather the rows of a new extent from the pool.
+
+    Args:
+        extents: Layout of an extent.
+        bundles: Those to gather.
+        leaves: The pool's, by index.
+        sources: i32[2 * rows], see `SavePlan.row_sources`. A row without a source is
+            not written.
+        carry: Arrays of `bundles` to write to in place, which keeps the rows carried
+            over; None for new arrays.
+
+    Returns:
+        The arrays of `bundles`.
+    """
+    indices, in_pool, in_extent = _pair(extents, bundles)
+    pool = [_as_it_lies(leaves[n], extents.pool.leaves[n]) for n in indices]
+    orders = [_order(extents, bundle) for bundle in bundles]
+    targets: list[_Array]
+    if carry is None:
+        targets = [
+            _new_array(extents, bundle, pool[indices.index(bundle.leaves[0])])
+            for bundle in bundles
+        ]
+    else:
+        targets = [array.transpose(o) for array, o in zip(carry, orders, strict=True)]
+    arrays = _copy_rows(
+        sources,
+        pool,
+        targets,
+        list(zip(in_pool, in_extent, strict=True)),
+        lambda plan, row: (plan[row], row),
+        extents.rows,
+        extents.pool.device.platform,
+    )
+    return tuple(
+        a.transpose(np.argsort(o)) for a, o in zip(arrays, orders, strict=True)
+    )
+
+
+def scatter_rows(
+    extents: ExtentLayout,
+    bundles: Sequence[Bundle],
+    leaves: Mapping[int, jax.Array],
+    targets: jax.Array,
+    arrays: Extent,
+) -> dict[int, jax.Array]:
+    """Write the rows of an extent into leaves, in place.
+
+    Args:
+        extents: Layout of an extent.
+        bundles: Those to write.
+        leaves: The pool's, by index.
+        targets: i32[rows]. The block for each row, distinct. A row of NOTHING is not
+            read.
+        arrays: The extent's arrays of `bundles`.
+
+    Returns:
+        The leaves of `bundles` afterwards.
+    """
+    indices, in_pool, in_extent = _pair(extents, bundles)
+    written = _copy_rows(
+        targets,
+        [a.transpose(_order(extents, b)) for a, b in zip(arrays, bundles, strict=True)],
+        [_as_it_lies(leaves[n], extents.pool.leaves[n]) for n in indices],
+        list(zip(in_extent, in_pool, strict=True)),
+        lambda plan, row: (row, plan[row]),
+        extents.rows,
+        extents.pool.device.platform,
+    )
+    return {
+        n: leaf.transpose(np.argsort(extents.pool.leaves[n].order))
+        for n, leaf in zip(indices, written, strict=True)
+    }
+
+
+def copy_blocks(
+    layouts: Mapping[int, Leaf],
+    leaves: Mapping[int, jax.Array],
+    plan: jax.Array,
+    platform: str,
+) -> dict[int, jax.Array]:
+    """Copy blocks within leaves, in place.
+
+    Args:
+        layouts: Which leaves, by index.
+        leaves: The pool's, likewise.
+        plan: i32[2 * n]. The blocks to read, NOTHING for none, then where each goes:
+            distinct, and none is read.
+        platform: The platform of the pool's devices.
+
+    Returns:
+        The leaves of `layouts` afterwards.
+    """
+    num = plan.size // 2
+    rows = [_Rows(n, (), _axis(leaf)) for n, leaf in enumerate(layouts.values())]
+    written = _copy_rows(
+        plan,
+        (),
+        [_as_it_lies(leaves[n], leaf) for n, leaf in layouts.items()],
+        [(row, row) for row in rows],
+        lambda plan, row: (plan[row], plan[num + row]),
+        num,
+        platform,
+    )
+    return {
+        n: array.transpose(np.argsort(leaf.order))
+        for (n, leaf), array in zip(layouts.items(), written, strict=True)
+    }
+
+
+def _copy_rows(
+    plan: jax.Array,
+    inputs: Sequence[jax.Array],
+    targets: Sequence[_Array],
+    pairs: Sequence[tuple[_Rows, _Rows]],
+    positions: Callable[[Any, Any], tuple[Any, Any]],
+    num_rows: int,
+    platform: str,
+) -> Sequence[jax.Array]:
+    """Copy rows from arrays to arrays, several at a time.
+
+    Args:
+        plan: i32[...]. Its first `num_rows` say which rows are wanted: not NOTHING.
+        inputs: Arrays to read; none to read the targets.
+        targets: Arrays to write to in place, or descriptions of new ones.
+        pairs: What is copied for each row, from the inputs to the targets.
+        positions: A reference to the plan, and a row -> where it is in the inputs, and
+            where in the targets.
+        num_rows: Number of rows.
+        platform: The platform of the pool's devices.
+
+    Returns:
+        The targets afterwards.
+    """
+    in_place = [target for target in targets if isinstance(target, jax.Array)]
+    rows_in_flight = max(1, min(num_rows, _COPIES_IN_FLIGHT // len(pairs)))
+
+    def kernel(plan: Any, *refs: Any) -> None:
+        semaphores = refs[-1]
+        written = refs[-1 - len(targets) : -1]
+        read = refs[: len(inputs)] or written
+
+        # A row has a semaphore of its own: to wait on one is to wait for a number of
+        # bytes, no matter of which copies.
+        def each_copy(row: Any, act: Callable[[Any], None]) -> None:
+            @pl.when(plan[row] != NOTHING)
+            def _() -> None:
+                semaphore = semaphores.at[row % rows_in_flight]
+                source, target = positions(plan, row)
+                for origin, place in pairs:
+                    act(
+                        pltpu.make_async_copy(
+                            origin.at(read, source),
+                            place.at(written, target),
+                            semaphore,
+                        )
+                    )
+
+        def start(row: Any, _: None) -> None:
+            each_copy(row, lambda copy: copy.start())
+
+        def wait(row: Any, _: None) -> None:
+            each_copy(row, lambda copy: copy.wait())
+
+        def wait_and_start(row: Any, _: None) -> None:
+            wait(row - rows_in_flight, None)
+            start(row, None)
+
+        jax.lax.fori_loop(0, rows_in_flight, start, None)
+        jax.lax.fori_loop(rows_in_flight, num_rows, wait_and_start, None)
+        jax.lax.fori_loop(num_rows - rows_in_flight, num_rows, wait, None)
+
+    # XLA cannot see what a kernel reads and writes, and would count nothing.
+    row_bytes = sum(target.row_bytes(targets) for _, target in pairs)
+    cost = pl.CostEstimate(
+        flops=0, transcendentals=0, bytes_accessed=2 * num_rows * row_bytes
+    )
+    hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    written: Sequence[jax.Array] = pl.pallas_call(
+        kernel,
+        out_shape=[array_spec(t.shape, np.dtype(t.dtype)) for t in targets],
+        in_specs=[
+            pl.BlockSpec(memory_space=pltpu.SMEM),
+            *[hbm] * (len(inputs) + len(in_place)),
+        ],
+        out_specs=[hbm] * len(targets),
+        input_output_aliases={1 + len(inputs) + n: n for n in range(len(in_place))},
+        scratch_shapes=[pltpu.SemaphoreType.DMA((rows_in_flight,))],
+        cost_estimate=cost,
+        interpret=_INTERPRETER if platform != "tpu" else False,
+        name="jaxkv_copy_rows",
+    )(plan, *[_kept_in_hbm(array, platform) for array in (*inputs, *in_place)])
+    return written
+
+
+def _kept_in_hbm(array: jax.Array, platform: str) -> jax.Array:
+    """Keep XLA from copying a whole operand to VMEM, which it does where it fits."""
+    if platform != "tpu":
+        return array
+    return pltpu.with_memory_space_constraint(array, pltpu.HBM)
+
+
+def _pair(
+    extents: ExtentLayout, bundles: Sequence[Bundle]
+) -> tuple[list[int], list[_Rows], list[_Rows]]:
+    """List the leaves of bundles: indices, rows in the leaves, rows in the arrays."""
+    indices: list[int] = []
+    in_pool, in_extent = [], []
+    for array, bundle in enumerate(bundles):
+        for layer, n in enumerate(bundle.leaves):
+            axis = _axis(extents.pool.leaves[n])
+            in_pool.append(_Rows(len(indices), (), axis))
+            in_extent.append(_Rows(array, (layer,) * extents.stacked, axis))
+            indices.append(n)
+    return indices, in_pool, in_extent
+
+
+def _new_array(
+    extents: ExtentLayout, bundle: Bundle, leaf: jax.Array
+) -> jax.ShapeDtypeStruct:
+    """Describe a bundle's array for rows of `leaf`, both as they lie in memory."""
+    axis = _axis(extents.pool.leaves[bundle.leaves[0]])
+    shape = (*leaf.shape[:axis], extents.rows, *leaf.shape[axis + 1 :])
+    stack = (len(bundle.leaves),) * extents.stacked
+    return array_spec((*stack, *shape), leaf.dtype)
+
+
+def _as_it_lies(array: jax.Array, leaf: Leaf) -> jax.Array:
+    return array.transpose(leaf.order)
+
+
+def _axis(leaf: Leaf) -> int:
+    """Return the axis of a leaf, as it lies in memory, that counts its blocks."""
+    return leaf.order.index(leaf.block_axis)
+
+
+def _order(extents: ExtentLayout, bundle: Bundle) -> tuple[int, ...]:
+    """Return the axes of a bundle's array, ordered as its leaves lie in memory."""
+    order = extents.pool.leaves[bundle.leaves[0]].order
+    return (0, *(1 + axis for axis in order)) if extents.stacked else order
