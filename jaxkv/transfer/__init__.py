@@ -9,3 +9,4 @@ from jaxkv.transfer.probe import probe_fused as probe_fused
 from jaxkv.transfer.step_loads import StepLoads as StepLoads
 from jaxkv.transfer.tickets import Completion as Completion
 from jaxkv.transfer.tickets import Ticket as Ticket
+from jaxkv.transfer.tiling import CostlyLayoutWarning as CostlyLayoutWarning

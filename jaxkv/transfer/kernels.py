@@ -32,6 +32,8 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 Kernel: TypeAlias = Literal["xla", "dma"]
 """How rows are copied on a device: by XLA's gathers and scatters, or by `dma`."""
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
+# Where "dma" is the default in the mode "staged".
+_DMA_PLATFORMS = ("tpu",)
 
 SAVE_KINDS: dict[Mode, tuple[SaveKind, ...]] = {
     "fused": ("gather", "write", "merge"),
@@ -478,8 +480,8 @@ class Copier:
                 f"{kernel=} is for mode 'staged' on TPU, not for mode {self.mode!r} on "
                 f"{self._platform}: it copies between buffers of one TPU."
             )
-        best: Kernel = "dma" if works_here and self._platform == "tpu" else "xla"
-        if (kernel or best) == "xla":
+        is_best = works_here and self._platform in _DMA_PLATFORMS
+        if kernel == "xla" or (kernel is None and not is_best):
             return frozenset()
         accepted = frozenset(
             index

@@ -142,7 +142,15 @@ def make_step(num_groups):
 
 
 def round_trips(
-    num_devices, spec, axis_type, mode, m=1, layer_groups=1, rounds=4, in_step=False
+    num_devices,
+    spec,
+    axis_type,
+    mode,
+    m=1,
+    layer_groups=1,
+    rounds=4,
+    in_step=False,
+    kernel=None,
 ):
     mesh = mesh_of(num_devices, axis_type)
     rng = np.random.default_rng(num_devices)
@@ -158,8 +166,10 @@ def round_trips(
         block_axis=BLOCK_AXIS,
         blocks_per_host_block=m,
         layer_groups=layer_groups,
+        kernel=kernel,
     )
     step = make_step(layer_groups) if in_step else None
+    assert engine.kernel == (kernel or "xla")
     for program in programs(engine):
         found = COLLECTIVES.findall(program.as_text())
         assert not found, found
@@ -331,6 +341,11 @@ for mode in ("fused", "staged"):
     add(f"refusals, {mode}", refusals, mode)
     add(f"one shard filled, {mode}", one_shard_filled, mode, False)
     add(f"one shard filled while others wait, {mode}", one_shard_filled, mode, True)
+# Asynchronous copies are interpreted, which takes a while to compile.
+for spec_name, axis_type in (("by heads", "Auto"), ("by both", "Explicit")):
+    name = f"{spec_name}, 4 devices, {axis_type}, asynchronous copies"
+    options = {"rounds": 2, "kernel": "dma"}
+    add(name, round_trips, 4, SPECS[spec_name], axis_type, "staged", **options)
 add("fp8, fused", compressed, 4, P("blocks", "heads"), "fp8", "fused")
 for axis_type in AXIS_TYPES:
     add(f"positive control, {axis_type}", positive_control, axis_type)

@@ -57,6 +57,28 @@ def test_compiler_options_are_for_the_cpu_only():
     assert memory.compiler_options("tpu") is None
 
 
+def lowered():
+    return jax.jit(lambda array: array + 1).lower(jnp.zeros(3, jnp.int32))
+
+
+def test_a_program_is_compiled_without_an_option_that_its_compiler_lacks(monkeypatch):
+    # The option for TPU is none that XLA:CPU knows.
+    [option] = memory._OPTIONAL["tpu"]
+    refusal = f"No such compile option: '{option}'"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=refusal):
+        lowered().compile(memory._OPTIONAL["tpu"])
+    monkeypatch.setitem(memory._OPTIONAL, "cpu", memory._OPTIONAL["tpu"])
+    program = memory.compile_program(lowered(), "cpu")
+    assert program(jnp.zeros(3, jnp.int32)).tolist() == [1, 1, 1]
+
+
+def test_a_compiler_that_refuses_for_another_reason_is_heard(monkeypatch):
+    monkeypatch.setattr(memory, "compiler_options", lambda platform: {"xla_odd": "1"})
+    monkeypatch.setitem(memory._OPTIONAL, "cpu", memory._OPTIONAL["tpu"])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_odd"):
+        memory.compile_program(lowered(), "cpu")
+
+
 def exhausted(*args):
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of pinned memory")
 

@@ -1,0 +1,160 @@
+"""What layouts in memory cost: padding on the host, and blocks that lie apart."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.layout import Format, Layout
+
+from jaxkv.transfer import CostlyLayoutWarning, PoolLayout, TransferEngine, memory
+from jaxkv.transfer.tiling import blocks_lie_apart, costly_leaves, padded_bytes
+from tests.transfer.shadow import Shadow, bits, random_array
+
+CPU = jax.devices("cpu")[0]
+HERE = jax.sharding.SingleDeviceSharding(CPU)
+MIB = 1 << 20
+
+ways = pytest.mark.parametrize(
+    ("mode", "kernel"), [("fused", None), ("staged", None), ("staged", "dma")]
+)
+
+
+# What libtpu 0.0.52 says of arrays in host memory, on each of four generations.
+@pytest.mark.parametrize(
+    ("shape", "dtype", "order", "tiling", "factor"),
+    [
+        ((4, 8, 16, 8, 2, 128), "bfloat16", (0, 1, 2, 3, 4, 5), (2, 128), 1),
+        ((4, 8, 16, 8, 2, 64), "bfloat16", (0, 1, 2, 3, 4, 5), (2, 128), 2),
+        ((4, 8, 16, 576), "bfloat16", (0, 1, 2, 3), (8, 128), 640 / 576),
+        ((4, 8, 16, 8, 96), "bfloat16", (0, 1, 2, 3, 4), (8, 128), 4 / 3),
+        ((4, 8, 16, 8, 1, 128), "bfloat16", (0, 1, 2, 4, 3, 5), (8, 128), 1),
+        ((1, 8, 5, 128), "int8", (0, 2, 1, 3), (8, 128), 1),
+        ((8, 8), "float32", (0, 1), (8, 128), 16),
+        ((1, 8, 16, 2, 32), "float32", (0, 1, 2, 3, 4), (2, 128), 4),
+        ((2048, 16, 8, 2, 64), "bfloat16", (1, 2, 3, 4, 0), (8, 128), 1),
+        ((5,), "float32", (0,), (1, 128), 128 / 5),
+    ],
+)
+def test_padding_is_what_tiles_add(shape, dtype, order, tiling, factor):
+    dtype = jnp.dtype(dtype)
+    dense = int(np.prod(shape)) * dtype.itemsize
+    layout = Layout(order, (tiling, (2, 1)))
+    assert padded_bytes(shape, dtype, layout) == round(factor * dense)
+    assert padded_bytes(shape, dtype, Layout(order)) == dense
+
+
+def pool_of(order, shape=(64, 32, 4, 64), dtype="float32", seed=0):
+    """A pool of one leaf that lies in memory in an order of its axes, and its bytes."""
+    array = random_array(np.random.default_rng(seed), shape, dtype)
+    placed = jax.device_put(jnp.array(array), Format(Layout(order), HERE))
+    return jax.jit(lambda x: x, out_shardings=placed.format)(placed), array
+
+
+@pytest.mark.parametrize(
+    ("order", "block_axis", "apart"),
+    [
+        ((0, 1, 2, 3), 0, False),
+        ((1, 2, 3, 0), 0, True),
+        ((1, 0, 2, 3), 0, False),
+        ((0, 1, 2, 3), 3, True),
+    ],
+)
+def test_blocks_lie_apart_if_their_axis_is_the_minor_one(order, block_axis, apart):
+    pool, _ = pool_of(order)
+    layout = PoolLayout.of(pool, block_axis)
+    assert layout.leaves[0].order == order
+    assert blocks_lie_apart(layout.leaves[0]) == apart
+    # In the order of its axes a leaf lies as the caller wants it.
+    assert bool(costly_leaves(layout)) == (apart and block_axis == 0)
+
+
+def test_a_small_leaf_may_lie_as_it_likes():
+    pool, _ = pool_of((1, 0), (64, 32))
+    layout = PoolLayout.of(pool)
+    assert blocks_lie_apart(layout.leaves[0])
+    assert costly_leaves(layout) == []
+
+
+def test_a_costly_layout_is_warned_of_with_the_cure_and_the_cost():
+    pool, _ = pool_of((1, 2, 3, 0))
+    with pytest.warns(CostlyLayoutWarning) as caught:
+        engine = TransferEngine([pool, jnp.zeros((64, 4))], 16, extent_bytes="128KiB")
+    rows = engine._copier.extents.rows
+    [text] = [str(each.message) for each in caught]
+    assert text.startswith("pool[0] has its blocks along the minor axis in memory")
+    assert f"a copy of {rows} blocks moves all 64: about {128 // rows} times" in text
+    assert "Make the last dimension, 64, a multiple of 128" in text
+    assert "Extents take 1.00 times their bytes on the host" in text
+
+
+def test_a_row_major_pool_is_not_warned_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TransferEngine(pool_of((0, 1, 2, 3))[0], 16)
+        TransferEngine(pool_of((1, 0, 2, 3))[0], 16)
+        TransferEngine(jnp.zeros((4, 64, 4096)), 16, block_axis=-1)
+
+
+@ways
+@pytest.mark.parametrize("order", [(1, 0, 2, 3), (0, 2, 1, 3)])
+def test_a_pool_keeps_its_own_layout_and_every_bit(order, mode, kernel):
+    pool, array = pool_of(order, (12, 2, 4, 8), "bfloat16")
+    shadow = Shadow(array, 0)
+    engine = TransferEngine(pool, 15, mode=mode, kernel=kernel)
+    where, layout = pool.unsafe_buffer_pointer(), pool.format
+    for ids in ([3, 9, 1, 7, 2], [0, 11]):
+        engine.save(pool, ids, ids)
+        shadow.save(np.array(ids), np.array(ids))
+        pool, [done] = engine.drain(pool)
+        assert done.error is None
+        pool, _ = engine.load(pool, ids, ids[::-1])
+        shadow.load(np.array(ids), np.array(ids[::-1]))
+        pool, [done] = engine.drain(pool)
+        assert done.error is None
+        pool = engine.copy(pool, [5], [4])
+        shadow.leaves[0][4] = shadow.leaves[0][5]
+        shadow.check(pool)
+        assert pool.format == layout
+        assert pool.unsafe_buffer_pointer() == where, "the pool has moved"
+
+
+def test_leaves_of_different_layouts_are_not_stacked():
+    first, one = pool_of((0, 1, 2, 3), (12, 2, 4, 8), seed=1)
+    second, two = pool_of((1, 0, 2, 3), (12, 2, 4, 8), seed=2)
+    engine = TransferEngine([first, second], 15, mode="staged", kernel="dma")
+    assert len(engine._copier.extents.bundles) == 2
+    pool = [first, second]
+    engine.save(pool, [3, 4], [0, 1])
+    pool, _ = engine.drain(pool)
+    pool, _ = engine.load(pool, [0, 1], [7, 8])
+    pool, _ = engine.drain(pool)
+    for leaf, array in zip(pool, (one, two), strict=True):
+        expected = array.copy()
+        expected[[7, 8]] = array[[3, 4]]
+        assert (bits(np.array(leaf)) == bits(expected)).all()
+
+
+def test_a_pool_in_another_layout_is_refused_and_nothing_happens():
+    pool, _ = pool_of((1, 0, 2, 3), (12, 2, 4, 8))
+    engine = TransferEngine(pool, 15)
+    other = jax.device_put(pool, Format(Layout((0, 1, 2, 3)), HERE))
+    with pytest.raises(ValueError, match="pool must lie in memory as Layout"):
+        engine.save(other, [1], [2])
+    assert engine.num_in_flight == 0
+
+
+def test_host_bytes_count_what_tiles_pad(monkeypatch):
+    pool = jnp.zeros((64, 16, 4, 64), jnp.bfloat16)
+    dense = TransferEngine(pool, 16)
+
+    def tiled(shape, dtype, sharding):
+        return Layout(tuple(range(len(shape))), ((4, 128), (2, 1)))
+
+    monkeypatch.setattr(memory, "default_layout", tiled)
+    padded = TransferEngine(pool, 16)
+    assert padded.host_bytes == 2 * dense.host_bytes
+    assert TransferEngine(pool, host_bytes=4 * MIB).num_host_blocks * 2 == (
+        4 * MIB // padded.block_bytes * 7 // 8
+    )
