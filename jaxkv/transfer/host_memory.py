@@ -17,6 +17,10 @@ _ALLOCATION_ERRORS = (jax.errors.JaxRuntimeError, MemoryError)
 # Passing an array to a program and starting the program cost the same for any size;
 # moving the bytes of an extent should take several times as long as both.
 TARGET_EXTENT_BYTES = 8 << 20
+# A small tier needs more and smaller ones: where a save replaces half of an extent, the
+# other half has to be carried over, row by row.
+_LEAST_EXTENT_BYTES = 1 << 20
+_LEAST_EXTENTS = 16
 # With tiny blocks an extent is smaller: loading one block moves the whole extent.
 _MAX_EXTENT_BLOCKS = 64
 
@@ -60,20 +64,20 @@ class HostSize(NamedTuple):
                 f"one of {num_host_blocks=} and {host_bytes=} must be given: the size "
                 "of the host tier, in blocks or in bytes."
             )
-        target = {}
+        target = None
         if extent_bytes is not None:
-            target["target_bytes"] = parse_argument("extent_bytes", extent_bytes)
+            target = parse_argument("extent_bytes", extent_bytes)
         if num_host_blocks is not None:
             num_blocks = operator.index(num_host_blocks)
             if num_blocks < 1:
                 raise ValueError(f"{num_host_blocks=} must be at least 1.")
             rows = -(-num_blocks // num_shards)
-            per_extent = extent_blocks(row_bytes, rows, **target)
+            per_extent = extent_blocks(row_bytes, rows, target)
             full = -(-rows // per_extent)
             return cls(num_blocks, per_extent, full + _num_spare(full))
         assert host_bytes is not None
         rows = parse_argument("host_bytes", host_bytes) // row_bytes
-        per_extent = extent_blocks(row_bytes, rows, **target)
+        per_extent = extent_blocks(row_bytes, rows, target)
         num_extents = rows // per_extent
         full = num_extents - _num_spare(num_extents)
         if full < 1:
@@ -104,7 +108,7 @@ def _num_spare(num_extents: int) -> int:
 
 
 def extent_blocks(
-    host_block_bytes: int, num_host_blocks: int, target_bytes: int = TARGET_EXTENT_BYTES
+    host_block_bytes: int, num_host_blocks: int, target_bytes: int | None = None
 ) -> int:
     """Choose how many host blocks an extent holds.
 
@@ -112,8 +116,11 @@ def extent_blocks(
         host_block_bytes: Bytes of a host block.
         num_host_blocks: Host blocks; a small tier has small extents, so that some can
             be spare.
-        target_bytes: Bytes per extent to aim for.
+        target_bytes: Bytes per extent to aim for; None for the best.
     """
+    if target_bytes is None:
+        share = host_block_bytes * num_host_blocks // _LEAST_EXTENTS
+        target_bytes = min(TARGET_EXTENT_BYTES, max(_LEAST_EXTENT_BYTES, share))
     enough = -(-target_bytes // host_block_bytes)
     return max(1, min(enough, _MAX_EXTENT_BLOCKS, num_host_blocks // 8))
 

@@ -44,6 +44,15 @@ def padded_bytes(shape: tuple[int, ...], dtype: np.dtype, layout: Layout) -> int
     return math.prod(sizes) * dtype.itemsize
 
 
+def lane_padding(length: int) -> float:
+    """Return by what factor tiles on TPU pad a last dimension of some length.
+
+    >>> lane_padding(64), lane_padding(128)
+    (2.0, 1.0)
+    """
+    return -(-length // LANES) * LANES / length
+
+
 def blocks_lie_apart(leaf: Leaf) -> bool:
     """Whether a block is spread over the whole leaf: its axis is the minor one."""
     return leaf.num_blocks > 1 and leaf.order[-1] == leaf.block_axis

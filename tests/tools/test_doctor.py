@@ -21,6 +21,7 @@ from jaxkv.tools.bench.transfer import BytesDifferError
 from jaxkv.tools.doctor import facts as doctor_facts
 from jaxkv.tools.doctor.facts import EXTRAS, Backend, Facts, gather_facts
 from jaxkv.tools.doctor.findings import Question, judge, recommend
+from jaxkv.tools.doctor.report import fact_lines
 from jaxkv.transfer import limits
 from tests.transfer.test_limits import LIMIT, PREALLOCATE, PREMAPPED, V1, Machine
 
@@ -551,3 +552,12 @@ def test_facts_describe_this_machine():
     assert facts.backend.num_devices == jax.device_count()
     assert "pinned_host" in facts.backend.memory_kinds
     assert facts.refusals == ()
+
+
+def test_the_padding_of_host_rows_is_told_on_tpu(tmp_path):
+    lines = fact_lines(facts_of(Machine(tmp_path), "tpu"), None)
+    [line] = [line for line in lines if line.startswith("Host layout")]
+    assert "(64: 2.00, 80: 1.60, 96: 1.33, 192: 1.33, 576: 1.11)" in line
+    for platform in ("cpu", "gpu"):
+        lines = fact_lines(facts_of(Machine(tmp_path), platform), None)
+        assert not any(line.startswith("Host layout") for line in lines)

@@ -312,6 +312,17 @@ def test_a_claimed_block_keeps_its_place_while_it_is_pinned():
     table.check()
 
 
+@pytest.mark.parametrize(
+    ("tier_bytes", "extent_bytes"),
+    [(16, 1), (64, 4), (128, 8), (4096, 8)],
+)
+def test_a_small_tier_has_sixteen_extents(tier_bytes, extent_bytes):
+    # With eight of 8 MiB, nearly every save of 16 MiB into 64 MiB carried rows over.
+    block_bytes = 1 << 18
+    size = HostSize.of(tier_bytes << 20 >> 18, None, None, block_bytes, 1)
+    assert size.extent_blocks * block_bytes == extent_bytes << 20
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_runs_of_blocks_are_rarely_carried(seed):
     # A full tier, whose blocks are evicted in the runs in which requests saved them.

@@ -12,6 +12,10 @@ from jaxkv.tools.bench.records import Speed
 from jaxkv.tools.bench.report import speed_text
 from jaxkv.tools.doctor.facts import Facts
 from jaxkv.tools.doctor.findings import Finding, Recommendation
+from jaxkv.transfer.tiling import LANES, lane_padding
+
+# Head dimensions of models, and the latent of DeepSeek's attention, that tiles pad.
+_PADDED_SIZES = (64, 80, 96, 192, 576)
 
 _MARKS = {"wrong": "WRONG", "note": "note "}
 
@@ -93,6 +97,15 @@ def _device_rows(facts: Facts) -> Iterator[tuple[str, str]]:
         chosen = facts.config is not None and facts.config.transfer_mode is not None
         why = "as chosen" if chosen else f"the default on {backend.platform}"
         yield "Mode", f"{facts.mode}, {why}"
+    if backend.platform == "tpu":
+        factors = [f"{size}: {lane_padding(size):.2f}" for size in _PADDED_SIZES]
+        yield (
+            "Host layout",
+            (
+                f"rows of {LANES}: shorter ones are padded, which takes so many times their "
+                f"bytes ({', '.join(factors)}); pack them"
+            ),
+        )
 
 
 def _speed_rows(facts: Facts) -> Iterator[tuple[str, str]]:
