@@ -99,13 +99,8 @@ def _device_rows(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "Mode", f"{facts.mode}, {why}"
     if backend.platform == "tpu":
         factors = [f"{size}: {lane_padding(size):.2f}" for size in _PADDED_SIZES]
-        yield (
-            "Host layout",
-            (
-                f"rows of {LANES}: shorter ones are padded, which takes so many times their "
-                f"bytes ({', '.join(factors)}); pack them"
-            ),
-        )
+        text = f"rows of {LANES}; others are padded, to so many times their bytes"
+        yield "Host layout", f"{text} ({', '.join(factors)}): pack them"
 
 
 def _speed_rows(facts: Facts) -> Iterator[tuple[str, str]]:
