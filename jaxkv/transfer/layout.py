@@ -109,7 +109,8 @@ class PoolLayout:
         """Read the layout of `pool`.
 
         Args:
-            pool: The arrays.
+            pool: The arrays; or `jax.ShapeDtypeStruct` with shardings, which describe
+                them for compiling, on devices that need not be there.
             block_axis: The axis that counts the blocks: an int, or a pytree of ints
                 that is a prefix of `pool`. Negative ones count from the end.
 
@@ -263,6 +264,8 @@ def _check_distinct(arrays: list[jax.Array], leaves: tuple[Leaf, ...]) -> None:
         return
     names: dict[int, str] = {}
     for array, leaf in zip(arrays, leaves, strict=True):
+        if not isinstance(array, jax.Array):
+            continue  # a description, which has no memory
         if id(array) in names:
             raise ValueError(
                 f"{names[id(array)]} and {leaf.name} are the same array; every leaf "
@@ -276,7 +279,10 @@ def _devices(leaf: Leaf) -> str:
 
 
 def _first_device(sharding: jax.sharding.Sharding) -> jax.Device:
-    devices: list[jax.Device] = list(sharding.addressable_devices)
+    # No process can address the devices of a described topology.
+    devices: list[jax.Device] = list(
+        sharding.addressable_devices or sharding.device_set
+    )
     return min(devices, key=lambda device: device.id)
 
 
@@ -312,9 +318,12 @@ def _mesh_of(leaves: tuple[Leaf, ...]) -> jax.sharding.Mesh | None:
 
 def _leaf(name: str, array: object, axis: object) -> Leaf:
     """Describe an array, or raise if it cannot be offloaded."""
-    if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+    if isinstance(array, jax.ShapeDtypeStruct):
+        if array.sharding is None:
+            raise ValueError(f"{name} is described without a sharding: {array}.")
+    elif not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
         raise ValueError(f"{name} must be a jax.Array outside jit, not {type(array)}.")
-    if array.is_deleted():
+    elif array.is_deleted():
         raise RuntimeError(f"{name} has been deleted or donated.")
     if array.ndim < 1 or array.size == 0:
         raise ValueError(

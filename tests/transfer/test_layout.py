@@ -52,6 +52,27 @@ def test_layout_accepts_any_sharding_over_one_device():
     layout.flatten(zeros((6, 4)))
 
 
+def test_a_described_pool_has_the_layout_of_its_arrays():
+    """So that programs can be compiled for devices that are not there."""
+    pool = [zeros((6, 4, 2), jnp.bfloat16), zeros((3, 6))]
+    axes = [0, 1]
+    specs = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        for leaf in pool
+    ]
+    assert PoolLayout.of(specs, axes) == PoolLayout.of(pool, axes)
+    # One description may stand for several arrays, as it has no memory.
+    same = PoolLayout.of([specs[0]] * 2)
+    assert [leaf.shape for leaf in same.leaves] == [(6, 4, 2)] * 2
+    assert same.device == CPU
+
+
+def test_a_pool_described_without_a_sharding_is_refused():
+    spec = jax.ShapeDtypeStruct((6, 4), jnp.float32)
+    with pytest.raises(ValueError, match=r"pool\[0\] is described without a sharding"):
+        PoolLayout.of([spec])
+
+
 def spread(mesh_axis, block_axis):
     """An array over two devices, whose blocks are spread over `block_axis`."""
     sharding = NamedSharding(mesh_of(2, mesh_axis), PartitionSpec(block_axis))
