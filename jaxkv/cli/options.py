@@ -90,19 +90,24 @@ def check_files(args: argparse.Namespace) -> None:
     plot = getattr(args, "plot", None)
     if plot and plot.suffix.lower() != ".png":
         raise UsageError(f"--plot: {str(plot)!r} must end in .png")
-    for option, path in (("--plot", plot), ("--json", args.json)):
-        if path is None:
-            continue
-        existed = path.exists()
-        try:
-            path.open("ab").close()
-        except OSError as error:
-            raise UsageError(
-                f"{option}: cannot write {str(path)!r} ({error.strerror}); name a "
-                f"file in a folder that exists and that you may write to"
-            ) from error
-        if not existed:
-            path.unlink()
+    check_file("--plot", plot)
+    check_file("--json", args.json)
+
+
+def check_file(option: str, path: pathlib.Path | None) -> None:
+    """Refuse a file that cannot be written, if an option names one."""
+    if path is None:
+        return
+    existed = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise UsageError(
+            f"{option}: cannot write {str(path)!r} ({error.strerror}); name a "
+            f"file in a folder that exists and that you may write to"
+        ) from error
+    if not existed:
+        path.unlink()
 
 
 def write_json(path: pathlib.Path, figures: Mapping[str, object]) -> None:

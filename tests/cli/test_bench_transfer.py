@@ -1,4 +1,4 @@
-"""`jaxkv bench`: what it prints, draws and writes, and how it refuses."""
+"""`jaxkv bench transfer`: what it prints, draws and writes, and how it refuses."""
 
 import itertools
 import json
@@ -81,7 +81,7 @@ def test_wrong_bytes_are_a_one_line_error_and_exit_1(capsys, monkeypatch):
     def broken(config, plan, on_progress):
         raise BytesDifferError("engine, 4 KiB blocks, 16 KiB: 3 blocks are not what")
 
-    monkeypatch.setattr("jaxkv.cli.bench.run_transfer", broken)
+    monkeypatch.setattr("jaxkv.cli.bench_transfer.run_transfer", broken)
     assert cli.main(SMALL.split()) == 1
     assert capsys.readouterr().err == (
         "jaxkv bench: bytes differ: engine, 4 KiB blocks, 16 KiB: 3 blocks are not "
@@ -93,7 +93,7 @@ def test_too_little_memory_is_a_one_line_error(capsys, monkeypatch):
     def broken(config, plan, on_progress):
         raise MemoryError("Could not allocate 4 host blocks")
 
-    monkeypatch.setattr("jaxkv.cli.bench.run_transfer", broken)
+    monkeypatch.setattr("jaxkv.cli.bench_transfer.run_transfer", broken)
     assert cli.main(SMALL.split()) == 2
     assert capsys.readouterr().err == (
         "jaxkv bench: error: ask for smaller --sizes or a smaller --working-set: "
@@ -136,7 +136,7 @@ def test_a_refusal_is_a_one_line_error(line, message, capsys, tmp_path, monkeypa
 
 def test_help_says_what_a_block_size_means(capsys):
     with pytest.raises(SystemExit) as exit_info:
-        cli.main(["bench", "--help"])
+        cli.main(["bench", "transfer", "--help"])
     assert exit_info.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "bytes of one block over all layers" in text

@@ -1,0 +1,1 @@
+"""What the compilers of accelerators that are not there make of the programs."""

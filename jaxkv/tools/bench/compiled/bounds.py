@@ -1,0 +1,140 @@
+"""The bounds that compiled programs must keep."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from jaxkv.tools.bench.compiled.plan import Kind, Program
+from jaxkv.tools.bench.compiled.records import Figures
+from jaxkv.tools.bench.compiled.targets import Backend
+
+MIB = 1 << 20
+
+MOVES: tuple[Kind, ...] = ("gather", "write", "merge", "load")
+"""The programs of saves and loads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """What the figures of a program may be at most. None bounds nothing.
+
+    Attributes:
+        bytes_ratio: Bytes accessed over the ideal.
+        bytes_from_blocks: The number of blocks from which `bytes_ratio` applies: what
+            a program reads besides, its plan say, weighs too much in fewer.
+        temp_ratio: Temporary memory over what is moved.
+        temp_free_bytes: Temporary memory that is not counted. Compilers set aside some
+            for semaphores, the plan and the token, and for what a loop has in hand,
+            whatever is moved; of one small block it would be a multiple.
+        alias_whole_pool: Whether results must be written into the whole pool.
+        kernels: Operations that run on the device.
+        kernels_per_leaf: How many more kernels there may be for each leaf.
+        collectives: Number of collectives.
+        whole_leaf: Operations on a whole leaf that are not in place.
+        unknown_loops: Loops without a known trip count.
+    """
+
+    bytes_ratio: float | None = None
+    bytes_from_blocks: int = 8
+    temp_ratio: float | None = None
+    temp_free_bytes: int = MIB
+    alias_whole_pool: bool = False
+    kernels: int | None = None
+    kernels_per_leaf: int = 0
+    collectives: int | None = 0
+    whole_leaf: int | None = 0
+    unknown_loops: int | None = None
+
+
+_TPU = Bounds(bytes_ratio=4.0, temp_ratio=1.1)
+_TPU_DMA = dataclasses.replace(_TPU, bytes_ratio=1.5, kernels=4)
+_GPU = Bounds(temp_ratio=1.1, unknown_loops=0)
+_GPU_MOVE = dataclasses.replace(_GPU, kernels=2, kernels_per_leaf=1)
+# Nobody waits for an emulated accelerator: what must hold everywhere, and no more.
+_CPU = Bounds()
+
+# By compiler, what moves the rows, and whether it is a save or a load.
+_BOUNDS: dict[tuple[Backend, str, Literal["move", "copy"]], Bounds] = {
+    ("tpu", "xla", "move"): _TPU,
+    ("tpu", "xla", "copy"): _TPU,
+    ("tpu", "dma", "move"): _TPU_DMA,
+    ("tpu", "dma", "copy"): _TPU,
+    ("gpu", "xla", "move"): _GPU_MOVE,
+    ("gpu", "xla", "copy"): _GPU,
+    ("cpu", "xla", "move"): _CPU,
+    ("cpu", "xla", "copy"): _CPU,
+}
+
+# What a merge carries over lies on the device beside what it gathers.
+_MERGE_TEMP_RATIO = 1.3
+
+# Padding of a pool's bytes that is no part of it: the plan, and its alignment.
+_ALIGNMENT_BYTES = 64 << 10
+
+
+def bounds_of(backend: Backend, kernel: str, kind: Kind) -> Bounds:
+    """Return the bounds of a program.
+
+    Args:
+        backend: Which compiler makes it.
+        kernel: What moves the rows: ``"xla"`` or ``"dma"``.
+        kind: What it does.
+    """
+    bounds = _BOUNDS[backend, kernel, "move" if kind in MOVES else "copy"]
+    if kind == "merge" and bounds.temp_ratio is not None:
+        bounds = dataclasses.replace(bounds, temp_ratio=_MERGE_TEMP_RATIO)
+    if kind in ("load", "copy"):
+        bounds = dataclasses.replace(bounds, alias_whole_pool=True)
+    return bounds
+
+
+def broken_bounds(program: Program, figures: Figures) -> tuple[str, ...]:
+    """Return the bounds that a program breaks, a line each."""
+    bounds = bounds_of(program.target.backend, figures.kernel, program.kind)
+    lines = []
+    ratio, most = figures.bytes_ratio, bounds.bytes_ratio
+    if (
+        ratio is not None
+        and most is not None
+        and program.num_blocks >= bounds.bytes_from_blocks
+        and ratio > most
+    ):
+        lines.append(f"bytes {ratio:.1f}x of the ideal, at most {most:g}x")
+    if bounds.temp_ratio is not None:
+        free = max(bounds.temp_ratio * figures.moved_bytes, bounds.temp_free_bytes)
+        if figures.temp_bytes > free:
+            lines.append(
+                f"temp {figures.temp_ratio:.2f}x of what is moved, at most "
+                f"{bounds.temp_ratio:g}x"
+            )
+    missing = figures.pool_bytes - figures.alias_bytes
+    if bounds.alias_whole_pool and missing > _ALIGNMENT_BYTES:
+        lines.append(f"alias {figures.alias_ratio:.2f} of the pool, not all of it")
+    if bounds.kernels is not None:
+        allowed = bounds.kernels + bounds.kernels_per_leaf * figures.leaves
+        if figures.kernels > allowed:
+            lines.append(f"{figures.kernels} kernels, at most {allowed}")
+    for name, found, allowed_number in (
+        ("collectives", figures.collectives, bounds.collectives),
+        ("not in place on a whole leaf", figures.whole_leaf, bounds.whole_leaf),
+    ):
+        if allowed_number is not None and len(found) > allowed_number:
+            lines.append(f"{name}: {_counted(found)}")
+    if bounds.unknown_loops is not None and (
+        figures.unknown_loops > bounds.unknown_loops
+    ):
+        lines.append(f"{figures.unknown_loops} loops without a known trip count")
+    return tuple(lines)
+
+
+def _counted(names: tuple[str, ...]) -> str:
+    """Write each name once, with how often it is there.
+
+    >>> _counted(("copy", "copy", "prefetch"))
+    '2 x copy, prefetch'
+    """
+    counts = {name: names.count(name) for name in names}
+    return ", ".join(
+        name if count == 1 else f"{count} x {name}" for name, count in counts.items()
+    )

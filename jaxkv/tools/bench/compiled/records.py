@@ -1,0 +1,240 @@
+"""What the compilers said."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from jaxkv.tools.bench.compiled.plan import Kind, Program
+from jaxkv.tools.bench.compiled.targets import Backend
+from jaxkv.transfer.kernels import Mode
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """What the compiler says of one program, on one device.
+
+    Attributes:
+        kernel: What moves the rows: ``"xla"`` or ``"dma"``.
+        leaves: Number of leaves of the pool.
+        block_bytes: Bytes of a block in all leaves, without padding.
+        pool_bytes: Bytes of the pool as it lies on the device, padding included.
+        moved_bytes: Bytes of the moved blocks as they lie there.
+        extent_host_bytes: Bytes of an extent of these blocks as it lies on the host,
+            padding included; None if not asked for.
+        accessed_bytes: Bytes that the program reads and writes by XLA's estimate,
+            loops counted once; None if the compiler gives none.
+        estimated_s: Seconds that it takes by XLA's estimate; None if there is none.
+        temp_bytes: Memory that it takes beside its arguments and results, on device
+            and host.
+        alias_bytes: Bytes of arguments that results are written into.
+        host_bytes: Bytes that it copies between host and device.
+        kernels: Operations that run on the device, those of a loop once.
+        host_copies: Copies between host and device, those of a loop once.
+        loops: The loops.
+        unknown_loops: Those whose trip count the compiler does not know.
+        collectives: The collectives in it.
+        whole_leaf: Operations on a whole leaf that are not in place.
+        compile_s: Seconds of CPU time that lowering and compiling took.
+    """
+
+    kernel: str
+    leaves: int
+    block_bytes: int
+    pool_bytes: int
+    moved_bytes: int
+    extent_host_bytes: int | None
+    accessed_bytes: int | None
+    estimated_s: float | None
+    temp_bytes: int
+    alias_bytes: int
+    host_bytes: int
+    kernels: int
+    host_copies: int
+    loops: int
+    unknown_loops: int
+    collectives: tuple[str, ...]
+    whole_leaf: tuple[str, ...]
+    compile_s: float
+
+    @property
+    def bytes_ratio(self) -> float | None:
+        """Bytes accessed over the least there can be: read once and written once."""
+        if self.accessed_bytes is None:
+            return None
+        return self.accessed_bytes / (2 * self.moved_bytes)
+
+    @property
+    def temp_ratio(self) -> float:
+        """Temporary memory over what is moved."""
+        return self.temp_bytes / self.moved_bytes
+
+    @property
+    def alias_ratio(self) -> float:
+        """Aliased memory over the pool."""
+        return self.alias_bytes / self.pool_bytes
+
+    @property
+    def host_ratio(self) -> float:
+        """Bytes between host and device over what is moved."""
+        return self.host_bytes / self.moved_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """What the compiling process says of a program.
+
+    Attributes:
+        figures: What the compiler says; None if it refused the program.
+        error: Why it did; None if it did not.
+    """
+
+    figures: Figures | None
+    error: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A program with what became of it.
+
+    Attributes:
+        program: The program.
+        figures: What the compiler says; None if it did not compile.
+        error: Why it did not compile; None if it did.
+        broken: The bounds that it breaks, a line each.
+    """
+
+    program: Program
+    figures: Figures | None
+    error: str | None
+    broken: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockCost:
+    """What a block costs on a target.
+
+    Attributes:
+        target: Name of the target.
+        pool: Name of the pool.
+        block_bytes: Bytes of a block in all leaves, without padding, on one device.
+        device_bytes: Bytes of it as it lies on the device.
+        host_bytes: Bytes of it as it lies on the host; None if unknown.
+        num_blocks: Blocks moved at once, which the times are of.
+        save_s: Estimated seconds of the device for a save of them; None if unknown.
+        load_s: The same for a load.
+    """
+
+    target: str
+    pool: str
+    block_bytes: int
+    device_bytes: float
+    host_bytes: float | None
+    num_blocks: int
+    save_s: float | None
+    load_s: float | None
+
+
+def block_costs(results: tuple[Result, ...]) -> tuple[BlockCost, ...]:
+    """Sum up what a block costs, for each target and pool that compiled.
+
+    Times are of the smallest move of eight blocks or more, in the last of the modes:
+    ``staged`` if it was compiled.
+    """
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        if result.figures is not None:
+            key = (result.program.target.name, result.program.pool.name)
+            groups.setdefault(key, []).append(result)
+    costs = []
+    for (target, pool), group in groups.items():
+        moves = [r for r in group if r.program.kind in ("gather", "load")]
+        sizes = sorted({r.program.num_blocks for r in moves})
+        if not sizes:
+            continue
+        size = next((n for n in sizes if n >= 8), sizes[-1])
+        mode = moves[-1].program.mode
+        chosen = {
+            r.program.kind: r.figures
+            for r in moves
+            if r.program.num_blocks == size and r.program.mode == mode
+        }
+        some = next(iter(chosen.values()), None)
+        if some is None:
+            continue
+        hosts = [
+            figures.extent_host_bytes / size
+            for figures in chosen.values()
+            if figures and figures.extent_host_bytes is not None
+        ]
+        save, load = chosen.get("gather"), chosen.get("load")
+        costs.append(
+            BlockCost(
+                target,
+                pool,
+                some.block_bytes,
+                some.moved_bytes / size,
+                hosts[0] if hosts else None,
+                size,
+                save.estimated_s if save else None,
+                load.estimated_s if load else None,
+            )
+        )
+    return tuple(costs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """The worst figures of a program over all numbers of blocks.
+
+    Attributes:
+        target: Name of the target.
+        backend: Its compiler.
+        pool: Name of the pool.
+        mode: The mode of the transfer engine.
+        kind: What the program does.
+        results: The results, by number of blocks.
+    """
+
+    target: str
+    backend: Backend
+    pool: str
+    mode: Mode
+    kind: Kind
+    results: tuple[Result, ...]
+
+    @property
+    def figures(self) -> tuple[Figures, ...]:
+        """What compiled."""
+        return tuple(r.figures for r in self.results if r.figures is not None)
+
+    @property
+    def bytes_ratio(self) -> float | None:
+        """The worst ratio of bytes, of moves that a bound is on if there are any."""
+        pairs = [
+            (r.program.num_blocks, r.figures.bytes_ratio)
+            for r in self.results
+            if r.figures is not None and r.figures.bytes_ratio is not None
+        ]
+        large = [ratio for blocks, ratio in pairs if blocks >= 8]
+        return max(large or [ratio for _, ratio in pairs], default=None)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a bound is broken at any number of blocks."""
+        return any(r.broken for r in self.results)
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds of CPU time that all of them took to compile."""
+        return math.fsum(figures.compile_s for figures in self.figures)
+
+
+def rows_of(results: tuple[Result, ...]) -> tuple[Row, ...]:
+    """Put together the results that differ in the number of blocks only."""
+    groups: dict[tuple[str, Backend, str, Mode, Kind], list[Result]] = {}
+    for result in results:
+        p = result.program
+        key = (p.target.name, p.target.backend, p.pool.name, p.mode, p.kind)
+        groups.setdefault(key, []).append(result)
+    return tuple(Row(*key, tuple(group)) for key, group in groups.items())

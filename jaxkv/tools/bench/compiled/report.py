@@ -1,0 +1,381 @@
+"""What the compilers said, as tables, as JSON and as Markdown."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import pathlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxkv.tools.bench.compiled.plan import CompileConfig, Program
+from jaxkv.tools.bench.compiled.records import (
+    BlockCost,
+    Figures,
+    Row,
+    block_costs,
+    rows_of,
+)
+from jaxkv.tools.bench.compiled.run import CompileRecord
+from jaxkv.tools.bench.machine import versions
+from jaxkv.tools.bench.plan import size_text
+
+MARKERS = ("<!-- jaxkv bench compile -->", "<!-- end of jaxkv bench compile -->")
+"""The lines of a Markdown file that the tables go between."""
+
+_COMPILERS = ("libtpu", "jax-cuda12-pjrt")
+
+
+def print_plan(config: CompileConfig, num_programs: int) -> None:
+    """Print what is going to be compiled."""
+    from rich.console import Console
+
+    blocks = ", ".join(map(str, config.blocks))
+    lines = [
+        f"Targets      {', '.join(target.device for target in config.targets)}",
+        f"Compilers    {_versions_text()}",
+        f"Programs     {num_programs}: {' and '.join(config.modes)}, {blocks} blocks",
+    ]
+    for i, pool in enumerate((*config.pools, *config.examples)):
+        lines.append(f"{'' if i else 'Pools':12} {pool.name}: {pool.tells}")
+    Console().print("\n".join(lines), highlight=False, soft_wrap=True)
+
+
+def print_results(record: CompileRecord) -> None:
+    """Print the figures of each program, what a block costs, and what is broken."""
+    from rich.console import Console
+
+    console = Console()
+
+    def say(text: str = "", style: str | None = None) -> None:
+        console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
+
+    rows = rows_of(record.results)
+    for target in record.config.targets:
+        chosen = [row for row in rows if row.target == target.name]
+        if chosen:
+            say()
+            console.print(_table(target.device, chosen))
+    say()
+    for line in _notes(record):
+        say(line, style="dim")
+    say()
+    console.print(_block_table(block_costs(record.results)))
+    if record.broken:
+        say()
+        say("Broken bounds", style="bold")
+        for line in broken_lines(rows):
+            say(line)
+    say()
+    say(summary(record))
+
+
+def summary(record: CompileRecord) -> str:
+    """Say in one line how the run ended."""
+    names = ", ".join(target.name for target in record.config.targets)
+    judged = [r for r in record.results if not r.program.is_example]
+    broken = len(record.broken)
+    outcome = f"{broken} break a bound" if broken else "every bound holds"
+    return f"{len(judged)} programs for {names} in {record.seconds:.0f} s: {outcome}"
+
+
+def broken_lines(rows: Iterable[Row]) -> list[str]:
+    """Say which bounds are broken: a line for each program, whatever it moves."""
+    lines = []
+    for row in rows:
+        broken = [result for result in row.results if result.broken]
+        if broken:
+            blocks = ", ".join(str(result.program.num_blocks) for result in broken)
+            worst = max(broken, key=lambda result: len(result.broken))
+            lines.append(
+                f"{row.target}, {row.pool}, {_name(row)} of {blocks} blocks: "
+                f"{'; '.join(worst.broken)}"
+            )
+    return lines
+
+
+def _table(title: str, rows: Sequence[Row]) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(title, style="bold", no_wrap=True)
+    for name in ("bytes", "temp", "kernels", "alias", "host", "coll.", "leaf", "s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    pool = None
+    for row in rows:
+        if row.pool != pool:
+            pool = row.pool
+            table.add_row()
+            table.add_row(pool)
+        mark = "!" if row.is_broken else " "
+        style = "red" if row.is_broken else None
+        table.add_row(f"{mark} {_name(row)}", *_cells(row), style=style)
+    return table
+
+
+def _cells(row: Row) -> list[str]:
+    """Make the cells of a program: the worst over all numbers of blocks."""
+    if not row.figures:
+        return ["did not compile"]
+
+    def worst(value: Callable[[Figures], float]) -> float:
+        return max(value(figures) for figures in row.figures)
+
+    has_loops = any(figures.loops for figures in row.figures)
+    takes_pool = row.kind in ("load", "copy")
+    alias = min(figures.alias_ratio for figures in row.figures)
+    collectives = worst(lambda figures: len(figures.collectives))
+    whole_leaf = worst(lambda figures: len(figures.whole_leaf))
+    return [
+        _ratio(row.bytes_ratio) + ("+" if has_loops and row.bytes_ratio else ""),
+        _ratio(worst(lambda figures: figures.temp_ratio)),
+        f"{worst(lambda figures: figures.kernels):.0f}",
+        _ratio(alias) if takes_pool else "-",
+        _ratio(worst(lambda figures: figures.host_ratio))
+        if row.mode == "fused" and row.kind != "copy"
+        else "-",
+        f"{collectives:.0f}" if collectives else "-",
+        f"{whole_leaf:.0f}" if whole_leaf else "-",
+        f"{worst(lambda figures: figures.compile_s):.1f}",
+    ]
+
+
+def _block_table(costs: Sequence[BlockCost]) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("What a block costs", style="bold", no_wrap=True)
+    for name in ("bytes", "device", "host", "blocks", "save", "load"):
+        table.add_column(name, justify="right", no_wrap=True)
+    target = None
+    for cost in costs:
+        if cost.target != target:
+            target = cost.target
+            table.add_row()
+            table.add_row(target)
+        table.add_row(
+            f"  {cost.pool}",
+            _size(cost.block_bytes),
+            _size(cost.device_bytes),
+            "?" if cost.host_bytes is None else _size(cost.host_bytes),
+            str(cost.num_blocks),
+            _time(cost.save_s),
+            _time(cost.load_s),
+        )
+    return table
+
+
+def _notes(record: CompileRecord) -> list[str]:
+    blocks = ", ".join(map(str, record.config.blocks))
+    return [
+        f"Each figure is the worst for {blocks} blocks on one device. !: it breaks a "
+        "bound; pools for comparison have none.",
+        "bytes: what XLA estimates that a program reads and writes, over twice what it "
+        "moves, for 8 blocks or more. +: it has loops, whose body XLA counts once, so "
+        "temp and leaf say more. A Pallas kernel counts as what it declares to move. "
+        "XLA estimates nothing for GPUs.",
+        "temp: memory that it takes besides, over what it moves; alias: what a load "
+        "writes in place, over the pool; host: bytes between host and device, over "
+        "what it moves; leaf: operations on a whole leaf that are not in place; s: CPU "
+        "time to compile.",
+        "save and load: XLA's estimate of the device's time for the blocks, in the "
+        f"mode {record.config.modes[-1]}; host and device: with padding.",
+    ]
+
+
+def to_json(record: CompileRecord) -> dict[str, Any]:
+    """Convert a record for ``json.dump``."""
+    config = record.config
+    return {
+        "versions": _versions(),
+        "seconds": record.seconds,
+        "targets": [dataclasses.asdict(target) for target in config.targets],
+        "pools": [dataclasses.asdict(p) for p in (*config.pools, *config.examples)],
+        "blocks": list(config.blocks),
+        "modes": list(config.modes),
+        "results": [
+            {
+                **_program_json(result.program),
+                "error": result.error,
+                "broken": list(result.broken),
+                **(_figures_json(result.figures) if result.figures else {}),
+            }
+            for result in record.results
+        ],
+        "block_costs": [
+            dataclasses.asdict(cost) for cost in block_costs(record.results)
+        ],
+    }
+
+
+def _program_json(program: Program) -> dict[str, Any]:
+    return {
+        "target": program.target.name,
+        "pool": program.pool.name,
+        "mode": program.mode,
+        "program": program.kind,
+        "num_blocks": program.num_blocks,
+        "bounds_apply": not program.is_example,
+    }
+
+
+def _figures_json(figures: Figures) -> dict[str, Any]:
+    return {
+        **dataclasses.asdict(figures),
+        "bytes_ratio": figures.bytes_ratio,
+        "temp_ratio": figures.temp_ratio,
+        "alias_ratio": figures.alias_ratio,
+        "host_ratio": figures.host_ratio,
+    }
+
+
+def to_markdown(record: CompileRecord) -> str:
+    """Write the figures that matter when a chip is chosen as Markdown."""
+    names = [target.name for target in record.config.targets]
+    costs = {(c.target, c.pool): c for c in block_costs(record.results)}
+    pools = list(dict.fromkeys(pool for _, pool in costs))
+    found: dict[tuple[str, str, str], Row] = {
+        (row.target, row.pool, row.kind): row
+        for row in rows_of(record.results)
+        if row.mode == record.config.modes[-1]
+    }
+    blocks = next(iter(costs.values())).num_blocks if costs else 0
+    lines = [
+        f"Saves and loads of {blocks} blocks in the mode "
+        f"`{record.config.modes[-1]}`: the bytes that a program reads and writes over "
+        "the least there can be, its kernels, and XLA's estimate of its time on the "
+        "device.",
+        "",
+        f"| pool | | {' | '.join(names)} |",
+        f"|---|---|{'---|' * len(names)}",
+    ]
+    for pool in pools:
+        for kind, name in (("gather", "save"), ("load", "load")):
+            cells = [
+                _move_cell(found.get((target, pool, kind)), blocks) for target in names
+            ]
+            label = pool if kind == "gather" else ""
+            lines.append(f"| {label} | {name} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "What one block takes: its bytes, and how many times as many it takes on the "
+        "device and on the host, where padding and layout differ.",
+        "",
+        f"| pool | a block | {' | '.join(names)} |",
+        f"|---|---|{'---|' * len(names)}",
+    ]
+    for pool in pools:
+        of_pool = [costs.get((target, pool)) for target in names]
+        bytes_text = next(_size(cost.block_bytes) for cost in of_pool if cost)
+        lines.append(
+            f"| {pool} | {bytes_text} | {' | '.join(map(_padding_cell, of_pool))} |"
+        )
+    judged = [r for r in record.results if not r.program.is_example]
+    broken = len(record.broken)
+    lines += [
+        "",
+        f"{len(judged)} programs, of which {broken or 'none'} "
+        f"{'breaks' if broken in (0, 1) else 'break'} a bound; {_versions_text()}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def write_markdown(path: pathlib.Path, text: str) -> None:
+    """Write Markdown to a file: between `MARKERS` if it has them, else all of it.
+
+    Raises:
+        ValueError: It has one of the markers only, or the second before the first.
+    """
+    start, end = MARKERS
+    old = path.read_text(encoding="utf-8") if path.exists() else ""
+    if start in old or end in old:
+        head, _, rest = old.partition(f"{start}\n")
+        _, found, tail = rest.partition(end)
+        if not found:
+            raise ValueError(f"{str(path)!r} must have {start!r}, and {end!r} after it")
+        text = f"{head}{start}\n\n{text}\n{end}{tail}"
+    path.write_text(text, encoding="utf-8")
+
+
+def _move_cell(row: Row | None, blocks: int) -> str:
+    if row is None:
+        return "-"
+    chosen = [r for r in row.results if r.program.num_blocks == blocks]
+    figures = chosen[0].figures if chosen else None
+    if figures is None:
+        return "does not compile" if chosen else "-"
+    parts = []
+    if figures.bytes_ratio is not None:
+        parts.append(f"{_ratio(figures.bytes_ratio)}x")
+    parts.append(f"{figures.kernels} k")
+    if figures.estimated_s is not None:
+        parts.append(_time(figures.estimated_s))
+    return ", ".join(parts)
+
+
+def _padding_cell(cost: BlockCost | None) -> str:
+    if cost is None:
+        return "-"
+    device = f"{cost.device_bytes / cost.block_bytes:.2f}"
+    if cost.host_bytes is None:
+        return device
+    return f"{device}, {cost.host_bytes / cost.block_bytes:.2f}"
+
+
+def _name(row: Row) -> str:
+    return "copy" if row.kind == "copy" else f"{row.mode} {row.kind}"
+
+
+def _ratio(value: float | None) -> str:
+    """Format a ratio with about three digits.
+
+    >>> _ratio(1.0049), _ratio(582.01), _ratio(None)
+    ('1.00', '582', '-')
+    """
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if value < 9.995 else f"{value:.{1 if value < 99.5 else 0}f}"
+
+
+def _time(seconds: float | None) -> str:
+    """Format an estimated time.
+
+    >>> _time(0.000182), _time(0.0119), _time(None)
+    ('182 us', '11.9 ms', '?')
+    """
+    if seconds is None:
+        return "?"
+    return f"{1e6 * seconds:.0f} us" if seconds < 1e-3 else f"{1e3 * seconds:.1f} ms"
+
+
+def _size(num_bytes: float) -> str:
+    """Format bytes.
+
+    >>> _size(65536), _size(20480), _size(1.5)
+    ('64 KiB', '20 KiB', '2 B')
+    """
+    if num_bytes < 1024:
+        return f"{num_bytes:.0f} B"
+    exact = size_text(round(num_bytes))
+    if len(exact) <= 8:
+        return exact
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.2f} {name}"
+    return exact
+
+
+def _versions() -> Mapping[str, str]:
+    found = dict(versions())
+    for name in _COMPILERS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _versions_text() -> str:
+    found = _versions()
+    names = [name for name in ("jax", *_COMPILERS) if name in found]
+    return ", ".join(f"{name} {found[name]}" for name in names)

@@ -1,0 +1,135 @@
+"""Compiles the programs of a plan, in processes of their own, and judges them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, Any
+
+import jaxkv
+from jaxkv.tools.bench.compiled.bounds import broken_bounds
+from jaxkv.tools.bench.compiled.plan import CompileConfig, Program, programs
+from jaxkv.tools.bench.compiled.records import Result
+from jaxkv.tools.bench.compiled.targets import Backend, environment
+
+OnProgress = Callable[[str, int, int], None]
+
+_WORKER = "jaxkv.tools.bench.compiled.worker"
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileRecord:
+    """The results of a run.
+
+    Attributes:
+        config: What was compiled.
+        results: What became of each program.
+        seconds: How long all of it took.
+    """
+
+    config: CompileConfig
+    results: tuple[Result, ...]
+    seconds: float
+
+    @property
+    def broken(self) -> tuple[Result, ...]:
+        """The results that break a bound, or did not compile."""
+        return tuple(result for result in self.results if result.broken)
+
+
+def run_compile(config: CompileConfig, on_progress: OnProgress) -> CompileRecord:
+    """Compile all programs of a configuration.
+
+    Args:
+        config: What to compile.
+        on_progress: Called with a label, the amount done and the total.
+    """
+    started = time.monotonic()
+    results: list[Result] = []
+    for target, group in itertools.groupby(programs(config), lambda p: p.target):
+        chosen = list(group)
+        on_progress(target.device, 0, len(chosen))
+        for done, result in enumerate(_results(target.backend, chosen), 1):
+            results.append(result)
+            on_progress(target.device, done, len(chosen))
+    return CompileRecord(config, tuple(results), time.monotonic() - started)
+
+
+def judge(program: Program, figures: Any, error: str | None) -> Result:
+    """Make the result of a program from what the compiler said."""
+    broken: tuple[str, ...] = ()
+    if figures is None:
+        broken = (f"did not compile: {error}",)
+    elif not program.is_example:
+        broken = broken_bounds(program, figures)
+    return Result(program, figures, error, broken)
+
+
+def _results(backend: Backend, chosen: Sequence[Program]) -> Iterator[Result]:
+    """Yield the results of programs of one backend, in their order."""
+    left = list(chosen)
+    while left:
+        # A compiler that ends its process costs the program that it was at.
+        for reply, why in _replies(backend, left):
+            program = left.pop(0)
+            if reply is None:
+                yield judge(program, None, why)
+            else:
+                yield judge(program, reply.figures, reply.error)
+
+
+def _replies(
+    backend: Backend, chosen: Sequence[Program]
+) -> Iterator[tuple[Any, str | None]]:
+    """Yield a worker's replies; if it ends early, a last one of why."""
+    with tempfile.TemporaryFile() as errors:
+        command = [sys.executable, "-m", _WORKER]
+        worker = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=_environment(backend),
+        )
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        try:
+            try:
+                pickle.dump(list(chosen), worker.stdin)
+                worker.stdin.close()
+            except BrokenPipeError:
+                pass  # It has ended already; why is told below.
+            for _ in chosen:
+                try:
+                    reply = pickle.load(worker.stdout)
+                except (EOFError, pickle.UnpicklingError):
+                    code = worker.wait()
+                    yield None, f"the process ended with {code}: {_last_line(errors)}"
+                    return
+                yield reply, None
+        finally:
+            worker.kill()
+            worker.wait()
+            worker.stdout.close()
+
+
+def _environment(backend: Backend) -> dict[str, str]:
+    """Make the environment of a worker, which must find this jaxkv."""
+    root = str(pathlib.Path(jaxkv.__file__).parent.parent)
+    path = os.environ.get("PYTHONPATH")
+    python_path = root if not path else os.pathsep.join([root, path])
+    return {**os.environ, **environment(backend), "PYTHONPATH": python_path}
+
+
+def _last_line(file: IO[bytes]) -> str:
+    file.seek(0)
+    lines = file.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")[:300]
