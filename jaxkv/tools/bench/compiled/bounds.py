@@ -21,8 +21,10 @@ class Bounds:
 
     Attributes:
         bytes_ratio: Bytes accessed over the ideal.
-        bytes_from_blocks: The number of blocks from which `bytes_ratio` applies: what
-            a program reads besides, its plan say, weighs too much in fewer.
+        free_bytes: Bytes accessed that are not counted: the plan, and the token that
+            tells when the program is done.
+        bytes_from_blocks: The number of blocks from which `bytes_ratio` applies: of
+            fewer, what a program reads besides would be a multiple.
         temp_ratio: Temporary memory over what is moved.
         temp_free_bytes: Temporary memory that is not counted. Compilers set aside some
             for semaphores, the plan and the token, and for what a loop has in hand,
@@ -36,6 +38,7 @@ class Bounds:
     """
 
     bytes_ratio: float | None = None
+    free_bytes: int = 64 << 10
     bytes_from_blocks: int = 8
     temp_ratio: float | None = None
     temp_free_bytes: int = MIB
@@ -93,21 +96,26 @@ def broken_bounds(program: Program, figures: Figures) -> tuple[str, ...]:
     """Return the bounds that a program breaks, a line each."""
     bounds = bounds_of(program.target.backend, figures.kernel, program.kind)
     lines = []
-    ratio, most = figures.bytes_ratio, bounds.bytes_ratio
     if (
-        ratio is not None
-        and most is not None
+        bounds.bytes_ratio is not None
+        and figures.accessed_bytes is not None
         and program.num_blocks >= bounds.bytes_from_blocks
-        and ratio > most
+        and figures.accessed_bytes - bounds.free_bytes
+        > bounds.bytes_ratio * 2 * figures.moved_bytes
     ):
-        lines.append(f"bytes {ratio:.1f}x of the ideal, at most {most:g}x")
-    if bounds.temp_ratio is not None:
-        free = max(bounds.temp_ratio * figures.moved_bytes, bounds.temp_free_bytes)
-        if figures.temp_bytes > free:
-            lines.append(
-                f"temp {figures.temp_ratio:.2f}x of what is moved, at most "
-                f"{bounds.temp_ratio:g}x"
-            )
+        lines.append(
+            f"bytes {figures.bytes_ratio:.2f}x of the ideal, at most "
+            f"{bounds.bytes_ratio:g}x"
+        )
+    if (
+        bounds.temp_ratio is not None
+        and figures.temp_bytes - bounds.temp_free_bytes
+        > bounds.temp_ratio * figures.moved_bytes
+    ):
+        lines.append(
+            f"temp {figures.temp_ratio:.2f}x of what is moved, at most "
+            f"{bounds.temp_ratio:g}x"
+        )
     missing = figures.pool_bytes - figures.alias_bytes
     if bounds.alias_whole_pool and missing > _ALIGNMENT_BYTES:
         lines.append(f"alias {figures.alias_ratio:.2f} of the pool, not all of it")
@@ -124,7 +132,7 @@ def broken_bounds(program: Program, figures: Figures) -> tuple[str, ...]:
     if bounds.unknown_loops is not None and (
         figures.unknown_loops > bounds.unknown_loops
     ):
-        lines.append(f"{figures.unknown_loops} loops without a known trip count")
+        lines.append(f"loops without a known trip count: {figures.unknown_loops}")
     return tuple(lines)
 
 
