@@ -110,13 +110,26 @@ def describe(target: Target, pool: PoolShape) -> PoolLayout:
         axes = [None] * pool.sharded_axis
         spec = memory.partition_spec(*axes, "x")
         sharding = jax.sharding.NamedSharding(mesh, spec)
-    place: Any = sharding
+    leaf = _spec(pool, sharding)
     if pool.row_major and target.backend == "tpu":
-        place = Format(Layout(tuple(range(len(pool.shape)))), sharding)
-    leaf = jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+        order = Layout(tuple(range(len(pool.shape))))
+        leaf = _spec(pool, _tiled(_spec(pool, Format(order, sharding))))
+    return PoolLayout.of([leaf] * pool.num_leaves, pool.block_axis)
+
+
+def _spec(
+    pool: PoolShape, place: jax.sharding.Sharding | Format
+) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
         pool.shape, jnp.dtype(pool.dtype), sharding=place
     )
-    return PoolLayout.of([leaf] * pool.num_leaves, pool.block_axis)
+
+
+def _tiled(spec: jax.ShapeDtypeStruct) -> Format:
+    """Return the format of an array whose order of axes is chosen, tiles included."""
+    program: Any = jax.jit(lambda array: (), keep_unused=True).lower(spec).compile()
+    (found,), _ = program.input_formats
+    return Format(found.layout, spec.sharding)
 
 
 @functools.cache
