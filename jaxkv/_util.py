@@ -92,6 +92,40 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
     return f"did you mean {near}?" if near else f"there is {', '.join(known)}"
 
 
+def shorten(value: object, most: int = 80) -> str:
+    """Quote a value for a message of one line, the middle left out of a long one.
+
+    Whatever it is: what has no text, or one that no stream could print, is escaped.
+
+    >>> shorten("lru"), shorten("a" * 1000, 20)
+    ("'lru'", "'aaaaa...aaaaa' (1000 characters)")
+    """
+    if isinstance(value, str) and len(value) > most:
+        half = max(most // 4, 1)
+        head, tail = value[:half], value[-half:]
+        return f"{_printable(head + '...' + tail)} ({len(value)} characters)"
+    try:
+        text = repr(value)
+    # An int of too many digits, something nested too deeply, or any class's own.
+    except Exception as error:
+        return f"<{type(value).__name__}: {type(error).__name__} in its repr>"
+    text = _escaped(text)
+    if len(text) > most:
+        half = max(most // 2 - 2, 1)
+        text = f"{text[:half]}...{text[-half:]}"
+    return text
+
+
+def _printable(text: str) -> str:
+    return _escaped(repr(text))
+
+
+def _escaped(text: str) -> str:
+    """Leave surrogates and line breaks out of a text."""
+    line = " ".join(text.split())
+    return line.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 class Resource(abc.ABC):
     """Closed at the end of a ``with`` statement, also after an exception."""
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from jaxkv import _util as units
 from jaxkv._util import did_you_mean
 
-EXIT_OK, EXIT_MISMATCH, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_OK, EXIT_MISMATCH, EXIT_USAGE = 0, 1, 2
 EXIT_WRONG = 1
 
 

@@ -1,0 +1,109 @@
+"""The process of a command: how it ends, and what it writes to.
+
+A signal ends it at once, from a thread of its own, rather than by an exception in
+whatever code happens to run:
+
+* `KeyboardInterrupt` waits until the main thread is back from a compiler or a device.
+  Raised in an import, a destructor or a callback of C++, it is printed, swallowed, or
+  leaves locks held, and the process hangs.
+* Behind it the interpreter takes jax's client apart while transfers are in flight. The
+  threads that run them then read what is gone: a segmentation fault.
+
+The end of a command leaves the interpreter as it is, too, for the same reason: an error
+may leave transfers in flight. All output has been written by then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import sys
+import threading
+from typing import IO, NoReturn
+
+_WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+# What the output may fail with: its disk is full, its reader has gone.
+OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO, errno.EBADF}
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_BROKEN_PIPE = 128 + 13  # As if SIGPIPE had ended it.
+
+
+def end_on_signals(name: str) -> None:
+    """Have SIGINT and SIGTERM end this process with one line and their exit code.
+
+    Only the main thread may call it.
+
+    Args:
+        name: What the line begins with.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    threading.Thread(
+        target=_wait, args=(reader, name), name="jaxkv signals", daemon=True
+    ).start()
+    # Written to at once, wherever the main thread is; the handlers run in that thread.
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in _WORDS:
+        signal.signal(number, _do_nothing)
+
+
+def write_lines_at_once() -> None:
+    """Let no output wait in the process, and none fail for a letter it cannot show."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):
+            stream.reconfigure(  # type: ignore[union-attr]
+                line_buffering=True, errors="backslashreplace"
+            )
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process, all output being written."""
+    for stream in (sys.stdout, sys.stderr):
+        if not _flush(stream) and not code:
+            code = 1
+    os._exit(code)
+
+
+def _flush(stream: IO[str] | None) -> bool:
+    try:
+        if stream is not None:
+            stream.flush()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _do_nothing(number: int, frame: object) -> None:
+    pass
+
+
+def _wait(reader: int, name: str) -> None:
+    while True:
+        for number in os.read(reader, 1):
+            if number in _WORDS:
+                _end(signal.Signals(number), name)
+
+
+def _end(number: signal.Signals, name: str) -> None:
+    line = f"{name}: {_WORDS[number]}\n".encode()
+    with contextlib.suppress(OSError):
+        if os.isatty(2):
+            # In place of a bar, which has hidden the cursor.
+            line = b"\r\x1b[K\x1b[?25h" + line
+        # Past Python's stream, whose lock the main thread may hold.
+        os.write(2, line)
+    _end_children()
+    os._exit(128 + number)
+
+
+def _end_children() -> None:
+    """End what this process has started, such as a test of a GPU."""
+    folder = "/proc/self/task"
+    for task in os.listdir(folder) if os.path.isdir(folder) else ():
+        with contextlib.suppress(OSError):
+            with open(f"{folder}/{task}/children", encoding="ascii") as file:
+                children = file.read().split()
+            for child in children:
+                os.kill(int(child), signal.SIGKILL)
