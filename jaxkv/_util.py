@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self, SupportsIndex
 
+# Characters of a value or name that a message shows.
+_MOST_SHOWN = 100
+
 _UNITS = {
     "": 1,
     "b": 1,
@@ -40,7 +43,7 @@ def parse_bytes(size: str | SupportsIndex) -> int:
     num_bytes = _parse_text(size) if isinstance(size, str) else _parse_int(size)
     if num_bytes < 1:
         raise ValueError(
-            f"{size!r} must be a size such as 64MiB, 1GiB or a number of bytes"
+            f"{shown(size)} must be a size such as 64MiB, 1GiB or a number of bytes"
         )
     return num_bytes
 
@@ -79,6 +82,9 @@ def nearest(word: str, known: Sequence[str]) -> str | None:
     >>> nearest("lur", ["lru", "arc"])
     'lru'
     """
+    # What is much longer is like none, and would take long to compare.
+    if len(word) > 4 * max(map(len, known), default=0):
+        return None
     return next(iter(difflib.get_close_matches(word, known, n=1)), None)
 
 
@@ -92,38 +98,37 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
     return f"did you mean {near}?" if near else f"there is {', '.join(known)}"
 
 
-def shorten(value: object, most: int = 80) -> str:
-    """Quote a value for a message of one line, the middle left out of a long one.
+def shown(value: object) -> str:
+    """Write a value for a message: on one line, and cut if it is long.
 
-    Whatever it is: what has no text, or one that no stream could print, is escaped.
-
-    >>> shorten("lru"), shorten("a" * 1000, 20)
-    ("'lru'", "'aaaaa...aaaaa' (1000 characters)")
+    >>> shown("lru"), shown("a" * 1000)[-70:]
+    ("'lru'", "aaaaaaaaaaaaaaaaaaa...aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa'")
     """
-    if isinstance(value, str) and len(value) > most:
-        half = max(most // 4, 1)
-        head, tail = value[:half], value[-half:]
-        return f"{_printable(head + '...' + tail)} ({len(value)} characters)"
-    try:
-        text = repr(value)
-    # An int of too many digits, something nested too deeply, or any class's own.
-    except Exception as error:
-        return f"<{type(value).__name__}: {type(error).__name__} in its repr>"
-    text = _escaped(text)
-    if len(text) > most:
-        half = max(most // 2 - 2, 1)
-        text = f"{text[:half]}...{text[-half:]}"
-    return text
+    if isinstance(value, str | bytes) and len(value) > 2 * _MOST_SHOWN:
+        # Before each of its characters is quoted.
+        text = f"{value[:_MOST_SHOWN]!r}...{value[-_MOST_SHOWN:]!r}"
+    else:
+        try:
+            text = repr(value)
+        # It is nested too deeply, an int of more digits than Python writes, or of a
+        # class that cannot be written.
+        except Exception:
+            text = f"<{type(value).__name__}>"
+    return _cut(" ".join(text.splitlines()))
 
 
-def _printable(text: str) -> str:
-    return _escaped(repr(text))
+def shown_name(name: object) -> str:
+    """Write a name for a message: as it is, if that can be read."""
+    is_plain = isinstance(name, str) and name.isprintable()
+    return _cut(str(name)) if is_plain else shown(name)
 
 
-def _escaped(text: str) -> str:
-    """Leave surrogates and line breaks out of a text."""
-    line = " ".join(text.split())
-    return line.encode("utf-8", "backslashreplace").decode("utf-8")
+def _cut(text: str) -> str:
+    """Leave the middle of a long text out."""
+    if len(text) <= _MOST_SHOWN:
+        return text
+    half = _MOST_SHOWN // 2
+    return f"{text[:half]}...{text[-half:]}"
 
 
 class Resource(abc.ABC):

@@ -30,7 +30,7 @@ from typing import (
     get_args,
 )
 
-from jaxkv._util import nearest, parse_bytes
+from jaxkv._util import nearest, parse_bytes, shown, shown_name
 from jaxkv.policies import policy_names
 from jaxkv.scheduling.rules import OffloadRules, check_rules
 from jaxkv.scheduling.scheduler import OffloadScheduler
@@ -63,9 +63,6 @@ PREFIX = "JAXKV_"
 _TEST_PREFIX = "JAXKV_TEST_"
 
 _SIZES = ("host_bytes", "num_host_blocks")
-
-# Characters of a value or name that a message shows.
-_MOST_SHOWN = 100
 
 _FLAGS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
@@ -134,34 +131,10 @@ class Key:
         expected = f"one of {', '.join(names)}" if names else self.expected
         near = nearest(value.lower(), names) if isinstance(value, str) else None
         return (
-            f"{_shown(value)} must be {expected}"
+            f"{shown(value)} must be {expected}"
             + (", or None" if self.may_be_none else "")
             + (f": did you mean {near}?" if near else "")
         )
-
-
-def _shown(value: object) -> str:
-    """Write a value for a message: on one line, and cut if it is long."""
-    try:
-        text = repr(value)
-    except (RecursionError, ValueError):
-        # It is nested too deeply, or an int of more digits than Python writes.
-        text = f"<{type(value).__name__}>"
-    return _cut(" ".join(text.splitlines()))
-
-
-def _shown_name(name: object) -> str:
-    """Write the name of a key or variable: as it is, if that can be read."""
-    is_plain = isinstance(name, str) and name.isprintable()
-    return _cut(str(name)) if is_plain else _shown(name)
-
-
-def _cut(text: str) -> str:
-    """Leave the middle of a long text out."""
-    if len(text) <= _MOST_SHOWN:
-        return text
-    half = _MOST_SHOWN // 2
-    return f"{text[:half]}...{text[-half:]}"
 
 
 _T = TypeVar("_T")
@@ -808,13 +781,13 @@ class OffloadConfig:
         """Say which values do not go together, whatever the model is."""
         if self.host_bytes is not None and self.num_host_blocks is not None:
             return [
-                f"host_bytes={_shown(self.host_bytes)} and num_host_blocks="
-                f"{_shown(self.num_host_blocks)} exclude one another: both are the "
+                f"host_bytes={shown(self.host_bytes)} and num_host_blocks="
+                f"{shown(self.num_host_blocks)} exclude one another: both are the "
                 "size of the host tier."
             ]
         if self.events_replay_endpoint is not None and self.events_endpoint is None:
             return [
-                f"events_replay_endpoint={_shown(self.events_replay_endpoint)} needs "
+                f"events_replay_endpoint={shown(self.events_replay_endpoint)} needs "
                 "an events_endpoint, whose events it replays."
             ]
         try:
@@ -871,7 +844,7 @@ def unknown(
     faults = []
     for word in given:
         if word not in known:
-            shown = _shown_name(word)
+            shown = shown_name(word)
             plain = (word if isinstance(word, str) else shown).lower()
             plain = plain.removeprefix(PREFIX.lower())
             near = nearest(plain, list(KEYS))
@@ -926,7 +899,7 @@ def parse_json(text: str | bytes) -> dict[str, Any]:
         ConfigError: It is none, or has a key more than once.
     """
     if not isinstance(text, str | bytes | bytearray):
-        raise ConfigError([f"{_shown(text)} must be JSON, as a str or as bytes"])
+        raise ConfigError([f"{shown(text)} must be JSON, as a str or as bytes"])
     try:
         values = json.loads(text, object_pairs_hook=_distinct)
     except ConfigError:
@@ -937,7 +910,7 @@ def parse_json(text: str | bytes) -> dict[str, Any]:
     except ValueError as error:  # of the syntax, or of the encoding
         raise ConfigError([f"this is not JSON: {error}"]) from None
     if not isinstance(values, dict):
-        fault = f"{_shown(values)} must be a JSON object of keys and values"
+        fault = f"{shown(values)} must be a JSON object of keys and values"
         raise ConfigError([fault])
     return cast(dict[str, Any], values)
 
@@ -948,6 +921,6 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         counts = Counter(key_name for key_name, _ in pairs)
         twice = sorted(word for word, count in counts.items() if count > 1)
         raise ConfigError(
-            [f"key {_shown_name(word)} is there more than once" for word in twice]
+            [f"key {shown_name(word)} is there more than once" for word in twice]
         )
     return values

@@ -42,7 +42,7 @@ def test_a_size_in_bytes(size, num_bytes):
 def test_what_is_no_size_is_refused_by_name(size):
     with pytest.raises(ValueError, match="must be a size such as 64MiB") as caught:
         units.parse_bytes(size)
-    assert str(caught.value).startswith(repr(size))
+    assert str(caught.value).startswith(units.shown(size))
 
 
 def test_the_command_line_reads_and_refuses_the_same():

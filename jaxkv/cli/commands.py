@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from jaxkv import __version__
-from jaxkv._util import did_you_mean, shorten
+from jaxkv._util import did_you_mean, shown
 from jaxkv.cli import COMMANDS
 from jaxkv.cli.options import EXIT_USAGE, EXIT_WRONG, UsageError
 from jaxkv.cli.process import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, OUTPUT_ERRORS
@@ -138,8 +138,8 @@ def _check_known(
         kind, known = "command", commands
     else:
         raise UsageError(
-            f"unexpected {shorten(word)}: a value must follow an option's name"
+            f"unexpected {shown(word)}: a value must follow an option's name"
         )
     if word in known:
         return
-    raise UsageError(f"unknown {kind} {shorten(word)}: {did_you_mean(word, known)}")
+    raise UsageError(f"unknown {kind} {shown(word)}: {did_you_mean(word, known)}")

@@ -9,7 +9,7 @@ with its name, as before.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 try:
     import msgspec
@@ -148,10 +148,24 @@ def decode_batch(payload: bytes, *, array_like: bool = False) -> KVEventBatch:
         msgspec.DecodeError: If it is not a batch.
     """
     if not array_like:
-        return msgspec.msgpack.decode(payload, type=KVEventBatch)
-    batch = msgspec.msgpack.decode(payload, type=_ArrayBatch)
+        return _decode(payload, KVEventBatch)
+    batch = _decode(payload, _ArrayBatch)
     plain = {array: event for event, array in _AS_ARRAY.items()}
     events: list[KVEvent] = [
         plain[type(event)](*msgspec.structs.astuple(event)) for event in batch.events
     ]
     return KVEventBatch(batch.ts, events, batch.data_parallel_rank)
+
+
+_T = TypeVar("_T")
+
+
+def _decode(payload: bytes, wanted: type[_T]) -> _T:
+    try:
+        return msgspec.msgpack.decode(payload, type=wanted)
+    except msgspec.DecodeError:
+        raise
+    # What msgspec lets out: text that is no UTF-8, deep nesting, lengths and numbers
+    # beyond what Python can hold.
+    except (ValueError, RecursionError, OverflowError, MemoryError) as error:
+        raise msgspec.DecodeError(f"{type(error).__name__}: {error}") from None

@@ -12,7 +12,7 @@ from jaxkv._util import Resource
 from jaxkv.observe.catalog import BlockCatalog
 from jaxkv.observe.describe import count_unknown, describe, describe_all
 from jaxkv.observe.kv_events import KVEvent, KVEventBatch, encode_batch
-from jaxkv.observe.sockets import bind, connect, offset_endpoint, zmq
+from jaxkv.observe.sockets import bind, connect, offset_endpoint, topic_bytes, zmq
 from jaxkv.search.groups import GroupSpec, as_groups
 from jaxkv.tiers.base import OffloadingEvent
 
@@ -132,7 +132,7 @@ class EventPublisher(Resource):
             "replay_endpoint", replay_endpoint, data_parallel_rank
         )
         self.catalog = BlockCatalog() if catalog is None else catalog
-        self._topic = topic.encode("utf-8")
+        self._topic = topic_bytes(topic)
         self._rank = data_parallel_rank
         self._groups = () if groups is None else as_groups(groups)
         self._int_block_hashes = int_block_hashes

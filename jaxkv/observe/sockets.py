@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import re
 
+from jaxkv._util import shown
+
 try:
     import zmq as zmq
 except ImportError as error:
@@ -48,9 +50,23 @@ def offset_endpoint(name: str, endpoint: str, data_parallel_rank: int) -> str:
                 return f"{host}:{int(port) + data_parallel_rank}"
     more = f" (with {data_parallel_rank=} added)" if data_parallel_rank else ""
     raise ValueError(
-        f"{name}={endpoint!r}{more} must be tcp://HOST:PORT, such as "
+        f"{name}={shown(endpoint)}{more} must be tcp://HOST:PORT, such as "
         "'tcp://127.0.0.1:5557', with a port below 65536, or ipc://PATH."
     )
+
+
+def topic_bytes(topic: str) -> bytes:
+    """Encode a topic.
+
+    Raises:
+        ValueError: If it is no text of valid Unicode.
+    """
+    try:
+        return topic.encode()
+    except (AttributeError, UnicodeEncodeError):
+        raise ValueError(
+            f"topic={shown(topic)} must be a text of valid Unicode."
+        ) from None
 
 
 def bind(socket: zmq.Socket[bytes], name: str, endpoint: str) -> str:
@@ -70,7 +86,7 @@ def bind(socket: zmq.Socket[bytes], name: str, endpoint: str) -> str:
         reason = f"cannot be bound: {error.strerror}"
         if error.errno == errno.EADDRINUSE:
             reason = "is in use. Close its owner, or give another port"
-        raise OSError(error.errno, f"{name}={endpoint!r} {reason}.") from None
+        raise OSError(error.errno, f"{name}={shown(endpoint)} {reason}.") from None
     bound = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(bound, bytes)
     return bound.decode().rstrip("\0")

@@ -12,7 +12,12 @@ import msgspec
 from jaxkv._util import Resource
 from jaxkv.observe.kv_events import KVEventBatch, decode_batch
 from jaxkv.observe.publisher import END_OF_REPLAY, SEQ_BYTES
-from jaxkv.observe.sockets import bind, connect, offset_endpoint, zmq
+from jaxkv.observe.sockets import bind, connect, offset_endpoint, topic_bytes, zmq
+
+# Numbers are signed ones of 8 bytes, of which -1 ends a replay.
+_END = 1 << 63
+# Answers of one replay that are none.
+_MOST_MALFORMED = 100
 
 
 class ReceivedBatch(NamedTuple):
@@ -37,7 +42,7 @@ class SubscriberStats:
         num_lost: Batches missing in the sequence numbers that no replay returned.
         num_restarts: Times that the sequence numbers started again: the publisher is a
             new process, with other tiers.
-        num_malformed: Messages that were not a batch.
+        num_malformed: Messages that were not a batch, those of replays included.
     """
 
     num_batches: int = 0
@@ -117,7 +122,8 @@ class EventSubscriber(Resource):
             timeout_s: Seconds to wait for a publication.
 
         Returns:
-            The batch; None on timeout.
+            The batch; None on timeout. Whatever else arrives is counted in
+            `SubscriberStats.num_malformed`.
         """
         if not self._ready and self._sub.poll(round(1000 * timeout_s)):
             self._accept(self._sub.recv_multipart())
@@ -129,12 +135,8 @@ class EventSubscriber(Resource):
         Returns:
             The number of batches that came; `receive` returns them.
         """
-        start = self._next_seq or 0
         num_before = len(self._ready)
-        for seq, payload in self._ask(start):
-            if seq >= start:
-                self._skip_to(seq)
-                self._take(seq, payload, is_replayed=True)
+        self._replay_from(self._next_seq or 0)
         return len(self._ready) - num_before
 
     def close(self) -> None:
@@ -144,18 +146,21 @@ class EventSubscriber(Resource):
     def _open(self, topic: str, hwm: int, binds: bool) -> None:
         self._sub = self._context.socket(zmq.SUB)
         self._sub.set_hwm(hwm)
-        self._sub.subscribe(topic)
+        self._sub.subscribe(topic_bytes(topic))
         if binds:
             self.endpoint = bind(self._sub, "endpoint", self.endpoint)
         else:
             connect(self._sub, self.endpoint)
 
     def _accept(self, frames: list[bytes]) -> None:
-        if len(frames) != 3 or len(frames[1]) != SEQ_BYTES:
+        if len(frames) != 3 or len(frames[1]) != SEQ_BYTES or frames[1][0] > 127:
             self._count(num_malformed=1)
             return
         _, number, payload = frames
         seq = int.from_bytes(number, "big")
+        batch = self._decode(payload)
+        if batch is None and seq != self._next_seq:
+            return  # Nor is its number to be believed.
         if seq <= self._last_live:  # One publisher's numbers only rise.
             self._count(num_restarts=1)
             self._next_seq = 0
@@ -165,12 +170,12 @@ class EventSubscriber(Resource):
         if seq < self._next_seq:
             return  # Already replayed.
         if seq > self._next_seq:
-            for missing, old in self._ask(self._next_seq):
-                if self._next_seq <= missing < seq:
-                    self._skip_to(missing)
-                    self._take(missing, old, is_replayed=True)
+            self._replay_from(self._next_seq, seq)
         self._skip_to(seq)
-        self._take(seq, payload, is_replayed=False)
+        if batch is None:
+            self._next_seq = seq + 1
+        else:
+            self._take(seq, batch, is_replayed=False)
 
     def _skip_to(self, seq: int) -> None:
         """Count the batches before `seq` as lost."""
@@ -178,18 +183,40 @@ class EventSubscriber(Resource):
             self._count(num_lost=seq - self._next_seq)
         self._next_seq = seq
 
-    def _take(self, seq: int, payload: bytes, *, is_replayed: bool) -> None:
+    def _take(self, seq: int, batch: KVEventBatch, *, is_replayed: bool) -> None:
         self._next_seq = seq + 1
-        try:
-            batch = decode_batch(payload, array_like=self._array_like)
-        except msgspec.DecodeError:
-            self._count(num_malformed=1)
-            return
         self._count(num_batches=1, num_replayed=int(is_replayed))
         self._ready.append(ReceivedBatch(seq, batch))
 
+    def _decode(self, payload: bytes) -> KVEventBatch | None:
+        """Decode a batch, or count it as malformed."""
+        try:
+            return decode_batch(payload, array_like=self._array_like)
+        except msgspec.DecodeError:
+            self._count(num_malformed=1)
+            return None
+
+    def _replay_from(self, start: int, end: int = _END) -> None:
+        """Have batches replayed, from one number up to another."""
+        least = start
+        for seq, payload in self._ask(start):
+            if seq >= end:
+                return  # It was published meanwhile, and arrives by itself.
+            if seq < least:  # They rise, too, and begin where they were to.
+                self._count(num_malformed=1)
+                continue
+            batch = self._decode(payload)
+            if batch is not None:
+                least = seq + 1
+                self._skip_to(seq)
+                self._take(seq, batch, is_replayed=True)
+
     def _ask(self, start: int) -> Iterator[tuple[int, bytes]]:
-        """Request a replay; the caller detects one that ends early."""
+        """Request a replay; the caller detects one that ends early.
+
+        One with too many answers that are none is not listened to any longer.
+        """
+        most = self.stats.num_malformed + _MOST_MALFORMED
         if not self._replay_endpoint:
             return
         # One socket per request, so that no answer to an earlier one arrives.
@@ -199,10 +226,15 @@ class EventSubscriber(Resource):
             connect(replay, self._replay_endpoint)
             replay.send_multipart((b"", start.to_bytes(SEQ_BYTES, "big")))
             while replay.poll(round(1000 * self._replay_timeout_s)):
-                _, number, payload = replay.recv_multipart()
-                if number == END_OF_REPLAY:
+                frames = replay.recv_multipart()
+                if len(frames) != 3 or frames[0] or len(frames[1]) != SEQ_BYTES:
+                    self._count(num_malformed=1)
+                elif frames[1] == END_OF_REPLAY:
                     return
-                yield int.from_bytes(number, "big"), payload
+                else:
+                    yield int.from_bytes(frames[1], "big"), frames[2]
+                if self.stats.num_malformed >= most:
+                    return
 
     def _count(self, **more: int) -> None:
         now = {name: getattr(self.stats, name) + num for name, num in more.items()}

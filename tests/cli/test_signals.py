@@ -25,7 +25,7 @@ LAUNCHER = (
 )
 BENCH = ["bench", "transfer", "--sizes", "1MiB,8MiB", "--rounds", "50"]
 DEMO = ["demo", "--conversations", "1"]
-REPLAY = ["replay", "--synthetic", "docs", "--policies", "arc"]
+REPLAY = ["replay", "synthetic:20000", "--policy", "arc"]
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 TIMEOUT_S = 30.0
 

@@ -1,0 +1,247 @@
+"""Whatever arrives at a subscriber, over real sockets: it is counted, never raised."""
+
+import random
+import threading
+
+import msgspec
+import pytest
+import zmq
+
+from jaxkv.observe import subscriber as subscriber_module
+from jaxkv.observe.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    KVEventBatch,
+    encode_batch,
+)
+from jaxkv.observe.publisher import END_OF_REPLAY, EventPublisher
+from jaxkv.observe.subscriber import EventSubscriber
+
+GOOD = encode_batch(KVEventBatch(0.5, [AllBlocksCleared()]))
+# msgpack: an array in an array, and so on; a text that is no UTF-8; a huge length.
+DEEP = b"\x91" * 5000 + b"\x00"
+NO_UTF_8 = [
+    encode_batch(
+        KVEventBatch(0.5, [BlockRemoved([7], "CPU")]), array_like=array_like
+    ).replace(b"CPU", b"\xff\xfeU")
+    for array_like in (False, True)
+]
+HUGE = b"\xdd\xff\xff\xff\xff"
+BAD_PAYLOADS = [b"", b"nonsense", DEEP, *NO_UTF_8, HUGE, GOOD[:-1], b"\xc1"]
+
+
+def number(seq):
+    return seq.to_bytes(8, "big")
+
+
+class Publisher:
+    """Sends what a test says, and answers requests for replays with what it says."""
+
+    def __init__(self, answers=()):
+        self.answers = list(answers)
+        self.num_requests = 0
+        self._context = zmq.Context()
+        self.pub = self._context.socket(zmq.PUB)
+        self.pub.linger = 0
+        self.pub.bind("tcp://127.0.0.1:*")
+        self.endpoint = self.pub.last_endpoint.decode()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.linger = 0
+        self._router.sndhwm = 0
+        self._router.bind("tcp://127.0.0.1:*")
+        self.replay_endpoint = self._router.last_endpoint.decode()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._answer)
+        self._thread.start()
+
+    def _answer(self):
+        while not self._is_over.is_set():
+            if self._router.poll(10):
+                client, *_ = self._router.recv_multipart()
+                self.num_requests += 1
+                for frames in self.answers:
+                    self._router.send_multipart([client, *frames])
+
+    def send(self, *frames):
+        self.pub.send_multipart(list(frames))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._is_over.set()
+        self._thread.join()
+        self._context.destroy(linger=0)
+
+
+def connect(publisher, **more):
+    """Connect, and wait until what is published arrives; the next number is 1."""
+    arguments = {"replay_timeout_s": 0.5, **more}
+    subscriber = EventSubscriber(
+        publisher.endpoint, publisher.replay_endpoint, **arguments
+    )
+    for _ in range(1000):
+        publisher.send(b"", number(0), GOOD)
+        if subscriber.receive(timeout_s=0.02):
+            break
+    while subscriber.receive(timeout_s=0.1):
+        pass
+    subscriber.stats = subscriber_module.SubscriberStats()
+    return subscriber
+
+
+END = [b"", END_OF_REPLAY, b""]
+
+
+@pytest.mark.parametrize("array_like", [False, True])
+@pytest.mark.parametrize("payload", BAD_PAYLOADS, ids=range(len(BAD_PAYLOADS)))
+def test_receive_raises_on_malformed_payloads(payload, array_like):
+    with Publisher() as publisher:
+        good = encode_batch(
+            KVEventBatch(0.5, [AllBlocksCleared()]), array_like=array_like
+        )
+        with EventSubscriber(publisher.endpoint, array_like=array_like) as subscriber:
+            for seq in range(1000):
+                publisher.send(b"", number(seq), payload)
+                publisher.send(b"", number(1 << 62), payload)
+                publisher.send(b"", number(seq), good)
+                received = [subscriber.receive(timeout_s=0.05) for _ in range(3)]
+                if any(received):
+                    break
+            assert any(received)
+            stats = subscriber.stats
+            assert stats.num_malformed > 0
+            assert stats.num_lost == 0
+            assert stats.num_batches == 1
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [b"", number(2)],
+        [b"", number(2), GOOD, b"more"],
+        [b"not empty", number(2), GOOD],
+        [b"", b"", GOOD],
+        [b"", b"\x01" * 200, GOOD],
+        [b"", number(2)[1:], GOOD],
+    ],
+    ids=range(7),
+)
+def test_answers_of_a_replay_with_other_frames_are_malformed(frames):
+    """200 bytes were taken for a number; `num_lost` became 5.9e97."""
+    good = [b"", number(1), GOOD]
+    with (
+        Publisher([frames, good, frames, END]) as publisher,
+        connect(publisher) as subscriber,
+    ):
+        publisher.send(b"", number(3), GOOD)
+        received = [subscriber.receive(timeout_s=2.0) for _ in range(2)]
+        assert [batch.seq for batch in received] == [1, 3]
+        stats = subscriber.stats
+        assert (stats.num_malformed, stats.num_replayed) == (2, 1)
+        assert stats.num_lost == 1  # Number 2.
+        assert subscriber.catch_up() == 0
+
+
+def test_numbers_of_replays_are_checked():
+    answers = [
+        [b"", number(0), GOOD],  # Before what was asked for.
+        [b"", number(2), GOOD],
+        [b"", number(2), GOOD],  # Once more,
+        [b"", number(1), GOOD],  # or back.
+        [b"", number(1 << 62), b"nonsense"],  # Nobody believes that one.
+        [b"", number(3), GOOD],
+        END,
+    ]
+    with Publisher(answers) as publisher, connect(publisher) as subscriber:
+        assert subscriber.catch_up() == 2
+        stats = subscriber.stats
+        assert (stats.num_malformed, stats.num_replayed) == (4, 2)
+        assert stats.num_lost == 1
+        assert [subscriber.receive(0).seq for _ in range(2)] == [2, 3]
+
+
+def test_a_replay_of_nonsense_without_an_end_comes_to_an_end():
+    answers = [[b"", b"few"]] * 100_000
+    with Publisher(answers) as publisher, connect(publisher) as subscriber:
+        assert subscriber.catch_up() == 0
+        assert subscriber.stats.num_malformed == 100
+
+
+@pytest.mark.parametrize("topic", ["\ud800", "kv@\udfff", None, 7])
+def test_a_topic_that_cannot_be_sent_is_one_error(topic):
+    with pytest.raises(ValueError, match=r"topic=.* must be a text of valid Unicode"):
+        EventSubscriber("tcp://127.0.0.1:5557", topic=topic)
+    with pytest.raises(ValueError, match=r"topic=.* must be a text of valid Unicode"):
+        EventPublisher("tcp://127.0.0.1:*", topic=topic)
+
+
+def random_payload(rng):
+    kind = rng.randrange(6)
+    if kind == 0:
+        return GOOD
+    if kind == 1:
+        return rng.choice(BAD_PAYLOADS)
+    if kind == 2:
+        return rng.randbytes(rng.randrange(64))
+    if kind == 3:  # Good, but for some bytes.
+        changed = bytearray(GOOD)
+        for _ in range(rng.randrange(1, 4)):
+            changed[rng.randrange(len(changed))] = rng.randrange(256)
+        return bytes(changed)
+    if kind == 4:
+        values = [None, 1, -1, 1 << 63, 1.5, "text", b"bytes", [], {}, [[]], True]
+        return msgspec.msgpack.encode([rng.choice(values) for _ in range(3)])
+    return rng.choice([b"\x91", b"\x81", b"\xa1", b"\xd9\xff"]) * rng.randrange(3000)
+
+
+def random_number(rng, seq):
+    choices = [seq, seq + 1, max(seq - 1, 0), 0, rng.randrange(1000)]
+    if rng.random() < 0.1:
+        choices += [(1 << 62), (1 << 63) - 1, (1 << 63), (1 << 64) - 2]
+    return number(rng.choice(choices))
+
+
+def random_frames(rng, seq):
+    """Frames as they should be, one in two; else more, fewer or other ones."""
+    if rng.random() < 0.5:
+        return [b"", random_number(rng, seq), random_payload(rng)]
+    return [
+        rng.choice([b"", random_number(rng, seq), random_payload(rng), END_OF_REPLAY])
+        for _ in range(rng.randrange(1, 6))
+    ]
+
+
+@pytest.mark.parametrize("seed", [0, 1, None])
+def test_nothing_that_arrives_is_raised(seed):
+    if seed is None:
+        seed = random.SystemRandom().randrange(1 << 32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    with (
+        Publisher() as publisher,
+        connect(
+            publisher, replay_timeout_s=0.05, array_like=rng.random() < 0.5
+        ) as subscriber,
+    ):
+        num_received = 0
+        for seq in range(1, 300):
+            publisher.answers = [
+                random_frames(rng, rng.randrange(seq + 2))
+                for _ in range(rng.randrange(4))
+            ]
+            if rng.random() < 0.9:
+                publisher.answers.append(END)
+            frames = random_frames(rng, seq)
+            publisher.send(*frames)
+            while subscriber.receive(timeout_s=0.01):
+                num_received += 1
+            if rng.random() < 0.02:
+                num_received += subscriber.catch_up()
+        stats = subscriber.stats
+        print(stats)
+        assert stats.num_malformed > 20
+        # Only a good batch may be believed, and whoever sends one may say any number.
+        assert 0 <= stats.num_lost < 1 << 73
+        assert stats.num_batches >= num_received // 2
