@@ -120,7 +120,7 @@ def default_layout(
     return layout
 
 
-def layout_of(array: jax.Array) -> Layout | None:
+def layout_of(array: jax.Array | jax.ShapeDtypeStruct) -> Layout | None:
     """Return how an array lies in memory; None if the backend does not tell."""
     layout: Layout | None = array.format.layout  # type: ignore[attr-defined]
     return layout

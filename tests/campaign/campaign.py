@@ -1,0 +1,128 @@
+"""Runs random engines, each from its number and the seed of the campaign."""
+
+import collections
+import dataclasses
+import gc
+import random
+import time
+import traceback
+from collections.abc import Callable
+
+import jax
+
+from tests.campaign.by_hand import ByHand
+from tests.campaign.counting import summary
+from tests.campaign.paged import PagedEngine, new_history
+from tests.campaign.prefixes import PrefixUser
+from tests.campaign.processes import run_processes
+from tests.campaign.setups import random_setup
+
+STEPS = 600
+ENGINES_PER_CLEARING = 12
+
+
+@dataclasses.dataclass
+class Failure:
+    """A run that has failed.
+
+    Attributes:
+        number: Of the engine.
+        error: What it raised.
+        report: How to repeat it, what it was made of, and what it did last.
+    """
+
+    number: int
+    error: BaseException
+    report: str
+
+
+def run_paged(rng, counts, note, steps=STEPS):
+    """Run an engine with a paged pool."""
+    setup = random_setup(rng)
+    note(str(setup))
+    PagedEngine(setup, rng, counts, note).run(steps)
+
+
+def run_by_hand(rng, counts, note, steps):
+    """Run a user of the host tier and the transfer engine alone."""
+    ByHand(rng, counts, note).run(steps)
+
+
+def run_prefixes(rng, counts, note, steps):
+    """Run a user of a prefix cache."""
+    PrefixUser(rng, counts, note).run(steps)
+
+
+KINDS: dict[str, Callable] = {
+    "paged": run_paged,
+    "by hand": run_by_hand,
+    "prefixes": run_prefixes,
+    "processes": run_processes,
+}
+SHARES = {"paged": 24, "by hand": 2, "prefixes": 3, "processes": 1}
+
+
+def run_one(seed, number, counts, *, kinds=tuple(KINDS), steps=STEPS):
+    """Run the engine of a number, if it is of one of the kinds.
+
+    Returns:
+        None if all was right, or if it is of another kind.
+    """
+    rng = random.Random(f"{seed}/{number}")
+    [kind] = rng.choices(list(SHARES), SHARES.values())
+    if kind not in kinds:
+        return None
+    history, head = new_history(), []
+
+    def note(line):
+        (history if len(head) > 1 else head).append(line)
+
+    note(f"engine {number}, {kind}")
+    counts["engines"] += 1
+    counts[f"engines, {kind}"] += 1
+    try:
+        KINDS[kind](rng, counts, note, steps)
+    except Exception as error:
+        lines = [
+            f"Engine {number} of seed {seed} has failed. To repeat it:",
+            f"  python -m tests.campaign --seed {seed} --only {number} --steps {steps}",
+            *head,
+            *history,
+            "".join(traceback.format_exception(error)),
+        ]
+        return Failure(number, error, "\n".join(lines))
+    return None
+
+
+def run(
+    seed, *, minutes=None, engines=None, kinds=tuple(KINDS), steps=STEPS, say=print
+):
+    """Run engines until the time is over or there were enough, or one fails.
+
+    Returns:
+        The counters, and the failure or None.
+    """
+    counts, start_s, number, failure = collections.Counter(), time.monotonic(), 0, None
+    while failure is None:
+        passed_s = time.monotonic() - start_s
+        if minutes is not None and passed_s >= 60 * minutes:
+            break
+        if engines is not None and counts["engines"] >= engines:
+            break
+        num_before = counts["engines"]
+        failure = run_one(seed, number, counts, kinds=kinds, steps=steps)
+        number += 1
+        is_new = counts["engines"] > num_before
+        if is_new and counts["engines"] % ENGINES_PER_CLEARING == 0:
+            jax.clear_caches()  # Programs map memory, of which there is an end.
+            gc.collect()
+            say(
+                f"{passed_s:.0f} s: {counts['engines']} engines, "
+                f"{counts['steps']:,} steps, "
+                f"{counts['block reads compared']:,} block reads compared"
+            )
+    say(f"seed {seed}, {time.monotonic() - start_s:.0f} s")
+    say(summary(counts))
+    if failure is not None:
+        say(failure.report)
+    return counts, failure

@@ -1,0 +1,182 @@
+"""What is broken on purpose, to see that the campaign notices: its negative control.
+
+Each function breaks one promise in a `PagedEngine` that was just made.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from jaxkv import ConnectorOutput
+
+
+def a_load_flips_a_byte(engine):
+    """One byte of one block of every load is flipped before it is reported."""
+    mover = engine.movers[0]
+    real = mover._collect
+
+    def collect(pool, completions):
+        pool = real(pool, completions)
+        for done in completions:
+            flight = mover._flights.get(done.ticket)
+            if flight is not None and flight.device_ids:
+                pool = [dict(layer) for layer in pool]
+                block = flight.device_ids[-1]
+                k = pool[-1]["k"]
+                pool[-1]["k"] = k.at[block, -1, -1, -1].set(k[block, -1, -1, -1] ^ 1)
+        return pool
+
+    mover._collect = collect
+
+
+def a_save_mixes_up_its_blocks(engine):
+    """A save stores the blocks of its list in the reverse order."""
+    mover = engine.movers[0]
+    real = mover.save
+
+    def save(pool, device_ids, host_ids):
+        return real(pool, np.array(device_ids)[::-1], host_ids)
+
+    mover.save = save
+
+
+def a_failed_load_is_reported_as_done(engine):
+    """The scheduler is not told that loads have failed."""
+    update = engine.scheduler.update_connector_output
+
+    def lie(report):
+        return update(
+            ConnectorOutput(
+                (*report.finished_recving, *report.failed_recving),
+                (),
+                report.completed_store_events,
+                report.failed_store_events,
+            )
+        )
+
+    engine.scheduler.update_connector_output = lie
+
+
+def a_failed_save_is_reported_as_done(engine):
+    """Nor that saves have."""
+    update = engine.scheduler.update_connector_output
+
+    def lie(report):
+        events = (*report.completed_store_events, *report.failed_store_events)
+        return update(
+            ConnectorOutput(report.finished_recving, report.failed_recving, events)
+        )
+
+    engine.scheduler.update_connector_output = lie
+
+
+def keys_leave_out_salt_and_adapter(engine):
+    """Requests of all tenants and adapters have the keys of one."""
+    submit = engine.submit
+
+    def submit_without(tokens, extras):
+        submit(tokens, extras)
+        user = list(engine.users.values())[-1]
+        plain = type(user)(
+            user.request_id,
+            engine.groups,
+            user.tokens,
+            type(extras)(),
+            user.max_tokens,
+            engine.weights,
+            f"v{engine.epoch}",
+        )
+        user._chains = plain._chains
+
+    engine.submit = submit_without
+
+
+def a_reset_keeps_everything(engine):
+    """Both tiers are reset, and keep what they had; nor are the keys renamed."""
+    scheduler = engine.scheduler
+    scheduler.reset = lambda: not scheduler.has_pending_loads()
+    engine.blocks.evict = lambda block_ids: None
+    engine.habits = _with(engine.habits, renames_weights=False)
+
+
+def what_an_offer_leaves_out_is_cached(engine):
+    """The pool does not know which blocks were never written."""
+    take = engine.scheduler.update_state_after_alloc
+
+    def forget(*args):
+        answer = take(*args)
+        engine.blocks.unwritten.clear()
+        return answer
+
+    engine.scheduler.update_state_after_alloc = forget
+    engine.habits = _with(
+        engine.habits, takes_answers=False, leaves_holes=False, trims=False
+    )
+
+
+def a_pin_is_forgotten(engine):
+    """Blocks that are being moved can be allocated."""
+    engine.blocks.pin = lambda block_ids: None
+    engine.blocks.unpin = lambda block_ids: None
+
+
+def a_block_is_never_freed(engine):
+    """The pool keeps a block of every tenth list that is freed."""
+    free, calls = engine.blocks.free, []
+
+    def keep(block_ids):
+        calls.append(None)
+        free(list(block_ids)[1:] if len(calls) % 10 == 0 else block_ids)
+
+    engine.blocks.free = keep
+
+
+def a_refused_call_holds_a_block(engine):
+    """What refuses to hand out too many blocks has taken one."""
+    allocate = engine.blocks.allocate
+
+    def take_one(num):
+        if num > engine.blocks.num_free > 0:
+            allocate(1)
+        return allocate(num)
+
+    engine.blocks.allocate = take_one
+
+
+def an_explanation_is_wrong(engine):
+    """It says that nothing is offered."""
+    engine.scheduler.explain = lambda user, local: SimpleNamespace(
+        num_offered_tokens=0, is_awaited=False
+    )
+
+
+def an_offer_is_too_long(engine):
+    """The last block of an offer is not loaded."""
+    mover = engine.movers[0]
+    real = mover.load
+
+    def load(pool, host_ids, device_ids):
+        host_ids, device_ids = np.array(host_ids), np.array(device_ids)
+        return real(pool, host_ids[:-1], device_ids[:-1])
+
+    mover.load = load
+
+
+def _with(habits, **changes):
+    return type(habits)(**(vars(habits) | changes))
+
+
+ALL = [
+    a_load_flips_a_byte,
+    a_save_mixes_up_its_blocks,
+    a_failed_load_is_reported_as_done,
+    a_failed_save_is_reported_as_done,
+    keys_leave_out_salt_and_adapter,
+    a_reset_keeps_everything,
+    what_an_offer_leaves_out_is_cached,
+    a_pin_is_forgotten,
+    a_block_is_never_freed,
+    a_refused_call_holds_a_block,
+    an_explanation_is_wrong,
+    an_offer_is_too_long,
+]

@@ -1,0 +1,565 @@
+"""A random engine with a paged pool: the loop of docs/lifecycle.md, and what may happen
+in it.
+
+It knows the public names and what the documentation says of them, and nothing else. It
+checks that every block that it reads has the bytes that its tokens have, whatever
+failed; that what may not overlap does not; and, at its end, that everybody was served
+and nothing is left behind.
+"""
+
+import collections
+
+import numpy as np
+
+from jaxkv import ConnectorOutput, DeviceBlockPool, SchedulerOutput, find_cached_prefix
+from jaxkv.types import NULL_BLOCK
+from tests.campaign import truth
+from tests.campaign.contract import Contract
+from tests.campaign.model import BLOCK_AXIS, BLOCK_BYTES, Model, new_pool
+from tests.campaign.overlaps import Overlaps
+from tests.campaign.setups import GROUPS
+from tests.campaign.unreliable import UnreliableEngine
+from tests.campaign.users import User, random_prompt
+from tests.transfer import faults
+
+MOST_ACTIVE, MOST_WAITING = 6, 4
+
+
+class StuckError(AssertionError):
+    """Requests were never served, or something was left behind."""
+
+
+class PagedEngine(Contract):
+    """An engine, its requests and its pools, one for each worker.
+
+    Args:
+        setup: What it is made of.
+        rng: Chooses all that it does.
+        counts: Where it counts.
+        note: Called with a line about each thing that it does.
+        mesh: The devices over which the pool's heads are spread.
+        local_rng: Chooses the faults, which may differ from process to process; then
+            transfers are reported as `OffloadWorker` sees them. None for `rng`.
+    """
+
+    def __init__(self, setup, rng, counts, note, mesh=None, local_rng=None):
+        self.setup, self.rng, self.counts, self.note = setup, rng, counts, note
+        self.groups = GROUPS[setup.groups]
+        self.habits = setup.habits
+        self.mesh = mesh
+        config = setup.config
+        self.now_s = 0.0
+        self.blocks = DeviceBlockPool(setup.num_device_blocks)
+        self.scheduler = config.make_scheduler(self.groups, block_bytes=BLOCK_BYTES)
+        self.scheduler.bind_device_block_pool(self.blocks)
+        self.pools, self.movers, self.workers = [], [], []
+        self.models = [Model() for _ in range(config.world_size)]
+        for number in range(config.world_size):
+            pool = self._new_pool(number)
+            mover = UnreliableEngine(
+                config.make_engine(pool, block_axis=BLOCK_AXIS),
+                rng if local_rng is None else local_rng,
+                self._new_pool(77),
+                setup.failures,
+                setup.stuck,
+                setup.most_steps if local_rng is None else None,
+                counts,
+            )
+            clock = {} if mesh is not None else {"clock": lambda: self.now_s}
+            self.pools.append(pool)
+            self.movers.append(mover)
+            self.workers.append(config.make_worker(mover, **clock))
+        self.overlaps = Overlaps(config.blocks_per_host_block)
+        self._num_reports = {}
+        self.users = {}  # alive, by id
+        self.waiting, self.active = [], []
+        self.preempted = []
+        self.stories = []
+        self.weights = self.epoch = 0
+        self.wants_new_weights = False
+        self.is_calm = False
+        self._num_users = 0
+        self.digest = b""
+
+    def run(self, num_steps):
+        """Run some steps, then serve whoever is left, and look for leaks."""
+        for number in range(num_steps):
+            self.step()
+            if number % 16 == 15:
+                self.check()
+        self.settle()
+
+    def check(self):
+        """Wait for the model, and look at what it has found."""
+        for model in self.models:
+            model.check()
+
+    def step(self):
+        self.counts["steps"] += 1
+        self.now_s += 1.0
+        self.hear()
+        if not self.is_calm:
+            self.meddle()
+        if self.wants_new_weights:
+            self.change_weights()
+        else:
+            self.admit_some()
+        scheduled = self.schedule()
+        self.start(scheduled)
+        self.compute(scheduled)
+
+    # What happens between steps.
+
+    def hear(self):
+        """Hear of transfers that are over."""
+        reports = []
+        for number, (mover, worker) in enumerate(
+            zip(self.movers, self.workers, strict=True)
+        ):
+            if self.mesh is None:
+                self.pools[number] = mover.settle(self.pools[number])
+            reports.append(worker.poll())
+        self.take(ConnectorOutput.aggregate(reports))
+
+    def take(self, report):
+        """Tell the scheduler what the workers have reported."""
+        self.overlaps.end(report, len(self.workers), self._num_reports)
+        done = self.scheduler.update_connector_output(report)
+        for name in done.finished_recving:
+            user = self.users[name]
+            self.note(f"{name}: {user.num_loading} tokens are there")
+            user.phase = "running"
+            self.take_offer(user)
+        for name in done.failed_recving:
+            self.compute_instead(self.users[name])
+
+    def take_offer(self, user):
+        """Go on after what was offered."""
+        if self.habits.takes_answers:
+            for old, new in zip(user.tables, user.after, strict=True):
+                left = [block for block in old if block not in new]
+                self.blocks.free(left[::-1])
+            user.tables = user.after
+        user.num_computed_tokens += user.num_loading
+        user.num_loading, user.after = 0, None
+        self.cache(user)
+
+    def compute_instead(self, user):
+        """Compute what could not be loaded, into the request's own tables."""
+        self.note(f"{user.request_id}: the load failed")
+        user.phase, user.num_loading, user.after = "running", 0, None
+        holes = [
+            (group, place)
+            for group, spec in enumerate(self.groups)
+            for place, block in enumerate(user.tables[group])
+            if block == NULL_BLOCK
+            and place >= user.num_computed_tokens // spec.block_size
+        ]
+        if len(holes) > self.blocks.num_free:
+            self.preempt(user)
+        elif holes:
+            new = self.allocate(len(holes))
+            for (group, place), block in zip(holes, new, strict=True):
+                user.tables[group][place] = block
+            self.scheduler.update_state_after_alloc(user, user.table, 0)
+
+    def meddle(self):
+        """Do what may happen at any time."""
+        rng = self.rng
+        if rng.random() < 0.35 and len(self.waiting) < MOST_WAITING:
+            self.submit(*random_prompt(rng, self.stories, self.setup.max_tokens))
+        if self.users and rng.random() < 0.05:
+            self.end(self.users[rng.choice(list(self.users))])
+            self.counts["aborts"] += 1
+        if self.active and rng.random() < 0.05:
+            self.preempt(rng.choice(self.active))
+        if rng.random() < 0.01:
+            self.reset_host()
+        if rng.random() < 0.006:
+            self.wants_new_weights = True
+        if self.mesh is None and rng.random() < 0.001:
+            self.lose_a_pool()
+        if rng.random() < 0.1:  # Others pass through the pool.
+            passing = self.allocate(rng.randint(0, self.blocks.num_free))
+            self.blocks.free(passing)
+        if rng.random() < 0.04:
+            self.blocks.evict(range(1, self.blocks.num_blocks))
+        if rng.random() < 0.05:
+            self.try_refused_calls()
+        if self.setup.config.skip_slow_loads and rng.random() < 0.1:
+            rates = rng.choice((0, 1e3, 1e9)), rng.choice((0, 9, 1e6))
+            self.scheduler.note_rates(*rates)
+
+    def submit(self, tokens, extras):
+        name = f"r{self._num_users}"
+        self._num_users += 1
+        most = self.rng.randint(len(tokens) + 1, self.setup.max_tokens)
+        epoch = f"v{self.epoch}"
+        user = User(name, self.groups, tokens, extras, most, self.weights, epoch)
+        self.users[name] = user
+        self.waiting.append(user)
+        self.note(f"{name}: submitted, {len(tokens)} tokens, {extras}")
+
+    def reset_host(self):
+        """Forget the host tier, which is refused while loads are under way."""
+        is_free = not self.scheduler.has_pending_loads()
+        assert self.scheduler.reset() == is_free, "reset() and loads under way"
+        self.counts["resets"] += is_free
+        self.note(f"reset: {is_free}")
+
+    def change_weights(self):
+        """Give the model other weights as soon as both tiers can be reset.
+
+        Requests begin anew, under other names, as their keys change.
+        """
+        for user in list(self.users.values()):
+            if user.phase != "waiting":
+                self.end(user)
+        if self.habits.renames_weights:
+            self.epoch += 1
+        elif not self.scheduler.reset():
+            return  # In a later step: loads are under way.
+        else:
+            # Not `reset`, which waits for stores in flight.
+            self.blocks.evict(range(self.blocks.num_blocks))
+        self.wants_new_weights = False
+        self.weights += 1
+        self.stories = self.stories[-8:]
+        self.counts["weights changed"] += 1
+        self.note(f"weights {self.weights}")
+        for user in list(self.users.values()):
+            self.end(user)
+            self.submit(user.tokens[: user.num_prompt_tokens], user.extras)
+
+    def lose_a_pool(self):
+        """Have a device fail: its pool is gone, and both tiers begin anew."""
+        self.check()
+        number = self.rng.randrange(len(self.pools))
+        self.pools[number] = faults.broken(self.pools[number])
+        self.note(f"pool {number} is lost")
+        self.counts["pools lost"] += 1
+        self.start({})  # Nobody knows yet.
+        lost = list(self.users.values())
+        for user in lost:
+            self.end(user)
+        reports = []
+        for worker_number, worker in enumerate(self.workers):
+            pool = self.pools[worker_number]
+            self.pools[worker_number], report = worker.drain(pool)
+            reports.append(report)
+        self.take(ConnectorOutput.aggregate(reports))
+        self.pools[number] = self._new_pool(number)
+        faults.recover(self._new_pool(0))
+        assert self.scheduler.reset(), "nothing is under way, and reset() refuses"
+        assert self.blocks.reset(), "nothing is held, and the pool's reset() refuses"
+        for user in lost:
+            self.submit(user.tokens[: user.num_prompt_tokens], user.extras)
+
+    def allocate(self, num):
+        blocks = self.blocks.allocate(num)
+        self.overlaps.check_allocated(blocks)
+        return blocks
+
+    # Requests come and go.
+
+    def admit_some(self):
+        barred = set(self.preempted)
+        for user in list(self.waiting):
+            if len(self.active) >= MOST_ACTIVE or user.request_id in barred:
+                break
+            if not self.admit(user):
+                break
+
+    def admit(self, user):
+        """Look for a request in both tiers, and give it blocks.
+
+        Returns:
+            Whether the next request may be tried.
+        """
+        rng, most = self.rng, user.num_tokens - 1
+        keys = user.block_keys_by_group
+        local, tables = find_cached_prefix(self.blocks, self.groups, keys, most)
+        for table in tables:
+            self.blocks.touch(table)
+        held = [block for table in tables for block in reversed(table)]
+        foretold = self.foretell(user, local)
+        offer, takes_time = self.scheduler.get_num_new_matched_tokens(user, local)
+        if foretold is not None and foretold != (offer, takes_time):
+            raise AssertionError(
+                f"explain() foretold {foretold}, and the offer is {offer, takes_time}"
+            )
+        if offer is None:
+            self.blocks.free(held)
+            return True
+        taken = self.choose_part(offer)
+        total = local + taken
+        takes_time = takes_time and taken > 0
+        ahead = total if takes_time else rng.randint(total + 1, user.num_tokens)
+        holes = []
+        for group, spec in enumerate(self.groups):
+            first = truth.first_block_read(spec, total)
+            for place in range(len(tables[group]), -(-ahead // spec.block_size)):
+                tables[group].append(NULL_BLOCK)
+                if place >= first or not self.habits.leaves_holes:
+                    holes.append((group, place))
+        if len(holes) > self.blocks.num_free:
+            if offer and not self.habits.keeps_offers:
+                self.scheduler.update_state_after_alloc(user, [], 0)
+            self.blocks.free(held)
+            return False
+        for (group, place), block in zip(holes, self.allocate(len(holes)), strict=True):
+            tables[group][place] = block
+        user.tables = tables
+        if rng.random() < 0.05:
+            self.try_refused_offers(user, offer)
+        user.after = self.scheduler.update_state_after_alloc(user, user.table, taken)
+        self.note(
+            f"{user.request_id}: {local} tokens at hand, took {taken} of {offer}, "
+            f"tables {tables}, then {user.after}"
+        )
+        user.num_computed_tokens, user.num_loading = local, taken
+        self.waiting.remove(user)
+        self.active.append(user)
+        user.phase = "loading" if takes_time else "running"
+        if not takes_time:
+            self.take_offer(user)
+        return True
+
+    def choose_part(self, offer):
+        """How much of an offer to take; less only where the page says it may be."""
+        is_plain = len(self.groups) == 1 and self.setup.groups.startswith("full")
+        if not offer or self.rng.random() < 0.75:
+            return offer
+        if is_plain:
+            return self.rng.randrange(0, offer + 1, self.groups[0].block_size)
+        return self.rng.choice((0, offer))
+
+    def preempt(self, user):
+        """Take a request's blocks away; it begins again later."""
+        if self.habits.says_preempted:
+            self.scheduler.request_preempted(user)
+        self.leave(user)
+        user.phase = "waiting"
+        self.waiting.insert(0, user)
+        self.preempted.append(user.request_id)
+        self.counts["preemptions"] += 1
+        self.note(f"{user.request_id}: preempted")
+
+    def end(self, user):
+        """End a request in any phase."""
+        if user.phase == "waiting":
+            self.waiting.remove(user)
+        if self.rng.random() < 0.2:
+            self.scheduler.request_finished_all_groups(user, user.tables)
+        elif self.habits.gives_tables_at_end:
+            self.scheduler.request_finished(user, user.table)
+        else:
+            self.scheduler.request_finished(user)
+        if user in self.active:
+            self.leave(user)
+        del self.users[user.request_id]
+        self.note(f"{user.request_id}: over in phase {user.phase}")
+
+    def leave(self, user):
+        """Free a request's blocks, the tail of each table first."""
+        self.active.remove(user)
+        for table in user.tables:
+            self.blocks.free(table[::-1])
+        user.lose_blocks()
+
+    # The step.
+
+    def schedule(self):
+        """Choose how many tokens of each request to compute; allocate their blocks."""
+        rng, scheduled = self.rng, {}
+        for user in list(self.active):
+            if user.phase != "running":
+                continue
+            left = user.num_tokens - user.num_computed_tokens
+            num = left if rng.random() < 0.5 else rng.randint(1, left)
+            if not self.is_calm and rng.random() < 0.1:
+                continue
+            end = user.num_computed_tokens + num
+            wanted = [
+                max(-(-end // spec.block_size) - len(table), 0)
+                for spec, table in zip(self.groups, user.tables, strict=True)
+            ]
+            while sum(wanted) > self.blocks.num_free:
+                victims = [u for u in self.active if u.request_id not in scheduled]
+                if victims[-1] is user:
+                    break
+                self.preempt(victims[-1])
+            if sum(wanted) > self.blocks.num_free:
+                continue
+            new = self.allocate(sum(wanted))
+            for group, more in enumerate(wanted):
+                own, new = new[:more], new[more:]
+                user.tables[group] += own
+                user.new_blocks[group] += own
+            scheduled[user.request_id] = num
+        return scheduled
+
+    def start(self, scheduled):
+        """Plan the transfers of the step, and start them."""
+        new_blocks = {}
+        if self.habits.names_new_blocks:
+            for user in self.active:
+                own = user.new_blocks
+                if any(own):
+                    new_blocks[user.request_id] = own if len(own) > 1 else own[0]
+        for user in self.active:
+            user.new_blocks = [[] for _ in self.groups]
+        output = SchedulerOutput(scheduled, new_blocks, tuple(self.preempted))
+        self.preempted = []
+        meta = self.scheduler.build_connector_meta(output)
+        self.digest = meta.digest(self.digest)
+        owner_of = {
+            block: user.request_id
+            for user in self.active
+            if user.phase == "loading"
+            for table in user.tables
+            for block in table
+        }
+        self.overlaps.start(meta, owner_of)
+        if meta.store_host_blocks or meta.load_host_blocks or meta.copy_to_blocks:
+            self.note(
+                f"step {int(self.now_s)}: "
+                f"store {meta.store_device_blocks}->{meta.store_host_blocks}, "
+                f"load {meta.load_host_blocks}->{meta.load_device_blocks}, "
+                f"copy {meta.copy_from_blocks}->{meta.copy_to_blocks}"
+            )
+        for number, worker in enumerate(self.workers):
+            self.pools[number] = worker.start(meta, self.pools[number])
+
+    def compute(self, scheduled):
+        """Run the model, then make what is full findable."""
+        reads, writes = [], []
+        for name, num in scheduled.items():
+            user = self.users[name]
+            reads += self.reads_of(user)
+            writes += self.writes_of(user, user.num_computed_tokens + num)
+            user.num_computed_tokens += num
+        late = self.rng.choice((0, 0, 0, 50, 400))
+        if reads or writes:
+            self.counts["block reads compared"] += len(reads) * len(self.models)
+            for number, model in enumerate(self.models):
+                self.pools[number] = model.run(self.pools[number], reads, writes, late)
+        for name in scheduled:
+            user = self.users[name]
+            self.cache(user)
+            if user.num_computed_tokens == user.num_tokens:
+                user.append(self.rng.randrange(3))
+            if user.num_tokens >= user.max_tokens:
+                self.stories = [*self.stories[-8:], (user.tokens, user.extras)]
+                self.counts["requests served"] += 1
+                self.end(user)
+            elif self.habits.trims:
+                self.trim(user)
+
+    def reads_of(self, user):
+        """The blocks that the next token reads, and what has to be in them."""
+        computed, reads = user.num_computed_tokens, []
+        for group, spec in enumerate(self.groups):
+            size = spec.block_size
+            first = truth.first_token_read(spec, computed)
+            for place in range(first // size, -(-computed // size)):
+                begin, end = max(first, place * size), min(computed, (place + 1) * size)
+                part = truth.part(spec, group, user.digests, place, begin, end)
+                block = user.tables[group][place]
+                name = (
+                    f"step {int(self.now_s)}, {user.request_id}, group {group}, its "
+                    f"block {place}, device block {block}, tokens {begin}-{end - 1}"
+                )
+                if block == NULL_BLOCK:
+                    raise AssertionError(f"the null block is read: {name}")
+                reads.append((block, *part, name))
+        return reads
+
+    def writes_of(self, user, end):
+        """The blocks of the tokens to compute, and what goes into them."""
+        start, writes = user.num_computed_tokens, []
+        for group, spec in enumerate(self.groups):
+            size = spec.block_size
+            for place in range(start // size, -(-end // size)):
+                first, last = max(start, place * size), min(end, (place + 1) * size)
+                part = truth.part(spec, group, user.digests, place, first, last)
+                writes.append((user.tables[group][place], *part))
+        return writes
+
+    def cache(self, user):
+        """Make full blocks findable on the device."""
+        for group, spec in enumerate(self.groups):
+            first = user.num_cached[group]
+            full = user.num_computed_tokens // spec.block_size
+            keys = user.block_keys_by_group[group][first:full]
+            self.blocks.cache(user.tables[group][first:full], keys)
+            user.num_cached[group] = max(first, full)
+
+    def trim(self, user):
+        """Free the blocks that no later token reads."""
+        for spec, table in zip(self.groups, user.tables, strict=True):
+            first = truth.first_block_read(spec, user.num_computed_tokens)
+            gone = [block for block in table[:first] if block != NULL_BLOCK]
+            table[:first] = [NULL_BLOCK] * min(first, len(table))
+            self.blocks.free(gone[::-1])
+
+    def settle(self):
+        """Serve everybody, wait for the last transfer, and look for leaks."""
+        self.is_calm = True
+        for mover in self.movers:
+            mover.is_calm = True
+        total = sum(user.max_tokens for user in self.users.values())
+        most = 200 + 4 * total
+        for _ in range(most):
+            if not self.users:
+                break
+            self.step()
+        if self.users:
+            raise StuckError(f"never served in {most} steps: {sorted(self.users)}")
+        for _ in range(200 + self.setup.config.num_host_blocks):
+            scheduler = self.scheduler
+            if not (scheduler.has_pending_stores() or scheduler.has_pending_loads()):
+                break
+            self.step()
+        self.check()
+        self.check_nothing_left()
+
+    def check_nothing_left(self):
+        """Check that all blocks are free, and nothing is on its way."""
+        reports = []
+        for number, worker in enumerate(self.workers):
+            self.pools[number], report = worker.drain(self.pools[number])
+            reports.append(report)
+        self.take(ConnectorOutput.aggregate(reports))
+        scheduler, stats = self.scheduler, self.scheduler.stats
+        dropped = stats.num_dropped_full + stats.num_dropped_slow
+        dropped += stats.num_dropped_failed + stats.num_dropped_reset
+        counts = self.blocks.counts(range(self.blocks.num_blocks))
+        left = {
+            "device blocks held or pinned": int(np.count_nonzero(counts)),
+            "device blocks not free": self.blocks.num_blocks - 1 - self.blocks.num_free,
+            "in transit": sum(scheduler.in_transit),
+            "pending stores": scheduler.has_pending_stores(),
+            "pending loads": scheduler.has_pending_loads(),
+            "offered, but neither stored nor dropped": (
+                stats.num_offered - stats.num_stored - dropped
+            ),
+        }
+        for number, worker in enumerate(self.workers):
+            left[f"transfers of worker {number}"] = worker.num_in_flight
+            left[f"bytes of worker {number}"] = worker.bytes_in_flight
+        left = {name: num for name, num in left.items() if num}
+        if left:
+            raise StuckError(f"left behind: {left}")
+
+    def _new_pool(self, number):
+        return new_pool(self.setup.num_device_blocks, number, self.mesh)
+
+
+def no_notes(line):
+    """Keep no history."""
+
+
+def new_history():
+    """Keep the last lines of a history."""
+    return collections.deque(maxlen=60)

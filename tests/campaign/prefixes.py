@@ -1,0 +1,254 @@
+"""Random users of the prefix caches: `PrefixStore`, and JetStream's `PrefixCache`.
+
+What is found has to be the KV of a beginning of the prompt, bit for bit, of the same
+adapter and salt and of the weights of today; and where there was room and nothing
+failed, all that was saved has to be found.
+"""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxkv import Namespace
+from jaxkv.integrations.jetstream import PrefixCache, PrefixValue
+from jaxkv.integrations.prefix_store import PrefixStore
+from tests.campaign import truth
+from tests.campaign.users import EXTRAS, PLAIN, random_prompt
+from tests.transfer import faults
+
+LENGTH = 64
+SEQUENCE_AXES = {"key": 0, "layers": 1}
+
+
+def kv_of(tokens, extras, weights, filler):
+    """KV of a prompt, as NumPy arrays with room for LENGTH tokens."""
+    digest, raw = truth.start(weights, extras), []
+    for place, token in enumerate(tokens):
+        items = [item for item in extras.multimodal if item.offset == place]
+        digest = truth.extend(digest, token, items)
+        raw.append(truth.rows(digest, 0, 1)[0, :28])
+    raw += [np.full(28, filler, np.uint8)] * (LENGTH - len(raw))
+    table = np.stack(raw)
+    return {
+        "key": table[:, :16].reshape(LENGTH, 2, 8).copy(),
+        "layers": table[:, 16:]
+        .copy()
+        .view(np.uint16)
+        .reshape(LENGTH, 3, 2)
+        .transpose(1, 0, 2)
+        .copy(),
+    }
+
+
+class FailingLoads:
+    """A transfer engine whose loads fail while `fails` is set."""
+
+    def __init__(self, engine):
+        self._engine = engine
+        self.fails = False
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def load(self, pool, host_ids, device_ids):
+        if self.fails:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: by design")
+        return self._engine.load(pool, host_ids, device_ids)
+
+
+class Store:
+    """`PrefixStore`, with the calls that both have here."""
+
+    def __init__(self, block_size, num_host_blocks, policy, mode, extent_bytes):
+        like = jax.tree.map(jnp.asarray, kv_of([], PLAIN, 0, 0))
+        self.store = PrefixStore(
+            like,
+            namespace=Namespace("campaign", "", "bytes", "rows", block_size),
+            num_host_blocks=num_host_blocks,
+            cache_policy=policy,
+            sequence_axis=SEQUENCE_AXES,
+            mode=mode,
+            extent_bytes=extent_bytes,
+        )
+        self.extras = (PLAIN, *EXTRAS)
+        self.clear, self.flush = self.store.clear, self.store.flush
+        self.close = self.store.close
+
+    def save(self, tokens, extras, kv):
+        self.store.save(tokens, kv, extras=extras)
+
+    def load(self, tokens, extras):
+        hit = self.store.load(tokens, extras)
+        return None if hit is None else (hit.num_tokens, hit.kv)
+
+    def contains(self, tokens, extras):
+        return self.store.contains(tokens, extras)
+
+
+class JetStream:
+    """`PrefixCache`, likewise; a view of it for each adapter and salt."""
+
+    def __init__(self, block_size, num_host_blocks, policy, mode, extent_bytes):
+        self.cache = PrefixCache(
+            block_size=block_size,
+            num_host_blocks=num_host_blocks,
+            cache_policy=policy,
+            extras_of=None,
+            sequence_axes={"key": 0, "layers": 1, "index": None},
+            mode=mode,
+            extent_bytes=extent_bytes,
+        )
+        self.cache.learn(self._prefix(kv_of([], PLAIN, 0, 0)), LENGTH)
+        self.store = self.cache.store
+        self.extras = (PLAIN, *(e for e in EXTRAS if not e.multimodal))
+        self.clear, self.flush = self.cache.clear, self.cache.flush
+        self.close = self.cache.close
+
+    def save(self, tokens, extras, kv):
+        prefix = self._prefix(kv)
+        value = PrefixValue(prefix, tuple(tokens), len(tokens), LENGTH, 0, None)
+        self._view(extras).save(tuple(tokens), value)
+
+    def load(self, tokens, extras):
+        found = self._view(extras).load(tuple(tokens))
+        if found is None:
+            return None
+        assert found.tokens == tuple(tokens[: found.true_length])
+        kv = {name: found.prefix[name] for name in SEQUENCE_AXES}
+        return found.true_length, kv
+
+    def contains(self, tokens, extras):
+        return self._view(extras).contains(tuple(tokens))
+
+    def _view(self, extras):
+        if extras == PLAIN:
+            return self.cache
+        return self.cache.for_adapter(extras.lora_name, extras.cache_salt)
+
+    @staticmethod
+    def _prefix(kv):
+        return jax.tree.map(jnp.asarray, kv) | {"index": jnp.zeros((1,), jnp.int32)}
+
+
+class PrefixUser:
+    """A driver that saves and loads prompts at random."""
+
+    def __init__(self, rng, counts, note):
+        self.rng, self.counts, self.note = rng, counts, note
+        self.block_size = rng.choice((4, 8))
+        self.is_roomy = rng.random() < 0.5
+        make = rng.choice((Store, JetStream))
+        policy, mode = rng.choice(("lru", "arc")), rng.choice(("fused", "staged"))
+        num_host_blocks = 4000 if self.is_roomy else rng.choice((5, 20, 60))
+        extent_bytes = rng.choice((None, self.block_size * 28 * 3))
+        note(f"{make.__name__} {policy=} {mode=} {num_host_blocks=} {extent_bytes=}")
+        self.cache = make(self.block_size, num_host_blocks, policy, mode, extent_bytes)
+        copier = self.cache.store._copier
+        copier.engine = self.loads = FailingLoads(copier.engine)
+        self.weights = 0
+        self.stories, self.saved, self.unsure = [], [], False
+
+    def run(self, num_steps):
+        try:
+            for _ in range(num_steps):
+                self.counts["steps"] += 1
+                self.step()
+            self.flush()
+            if self.counts["saves failed"]:
+                faults.recover(jax.tree.map(jnp.asarray, kv_of([], PLAIN, 0, 0)))
+        finally:
+            self.cache.close()
+
+    def step(self):
+        rng = self.rng
+        chance = rng.random()
+        if chance < 0.02:
+            self.change_weights()
+        elif chance < 0.05:
+            self.flush()
+        elif chance < 0.1:
+            self.load_from_many_threads()
+        elif chance < 0.45 or not self.stories:
+            self.save()
+        else:
+            self.load(*self.prompt())
+
+    def prompt(self):
+        tokens, extras = random_prompt(self.rng, self.stories, LENGTH)
+        if extras not in self.cache.extras:
+            extras = PLAIN
+        return tokens, extras
+
+    def save(self):
+        tokens, extras = self.prompt()
+        kv = kv_of(tokens, extras, self.weights, self.rng.randrange(256))
+        kv = jax.tree.map(jnp.asarray, kv)
+        self.counts["saves"] += 1
+        if self.rng.random() < 0.01:
+            kv = faults.broken(kv)
+            self.unsure = True
+            self.counts["saves failed"] += 1
+        self.note(f"save {tokens} {extras}")
+        self.cache.save(tokens, extras, kv)
+        self.saved.append((tokens, extras))
+        self.stories = [*self.stories[-12:], (tokens, extras)]
+
+    def load(self, tokens, extras):
+        self.loads.fails = self.rng.random() < 0.05
+        found = self.cache.load(tokens, extras)
+        self.counts["loads"] += 1
+        self.note(f"load {tokens} {extras}: {found and found[0]}")
+        if self.loads.fails:
+            assert found is None, "a load that failed has found something"
+            self.counts["loads failed"] += 1
+            self.saved = []  # What was asked for is forgotten.
+        self.loads.fails = False
+        if found is not None:
+            self.compare(tokens, extras, *found)
+
+    def compare(self, tokens, extras, num_tokens, kv):
+        assert 0 < num_tokens <= len(tokens), num_tokens
+        assert num_tokens % self.block_size == 0, num_tokens
+        wanted = kv_of(tokens[:num_tokens], extras, self.weights, 0)
+        for name, array in wanted.items():
+            if not np.array_equal(np.asarray(kv[name]), array):
+                raise AssertionError(f"wrong bytes in {name} of {tokens} {extras}")
+        self.counts["block reads compared"] += num_tokens // self.block_size
+
+    def load_from_many_threads(self):
+        prompts = [self.prompt() for _ in range(4)]
+        found = [None] * 4
+
+        def load(place):
+            found[place] = self.cache.load(*prompts[place])
+
+        threads = [
+            threading.Thread(target=load, args=(n,)) for n in range(len(prompts))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.counts["loads"] += len(prompts)
+        for prompt, answer in zip(prompts, found, strict=True):
+            if answer is not None:
+                self.compare(*prompt, *answer)
+
+    def change_weights(self):
+        """Have everything forgotten, what is on its way as well."""
+        self.cache.clear()
+        self.weights += 1
+        self.saved, self.unsure = [], False
+        self.counts["weights changed"] += 1
+        self.note("clear")
+
+    def flush(self):
+        """Wait for the saves; where nothing was evicted, all of them are there."""
+        self.cache.flush()
+        if self.is_roomy and not self.unsure:
+            for tokens, extras in self.saved:
+                if len(tokens) >= self.block_size:
+                    assert self.cache.contains(tokens, extras), (tokens, extras)
+        self.saved, self.unsure = [], False

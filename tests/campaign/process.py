@@ -1,0 +1,66 @@
+"""One of several processes that serve one model; `processes.py` starts them.
+
+python -m tests.campaign.process ADDRESS NUM_PROCESSES PROCESS SEED STEPS
+
+All choose the same by one generator; faults and pauses come of another one in each.
+"""
+
+import collections
+import json
+import random
+import sys
+import time
+
+import jax
+import numpy as np
+
+from tests.campaign.paged import PagedEngine
+from tests.campaign.setups import random_setup
+
+NUM_DEVICES = 4
+
+
+class SlowEngine(PagedEngine):
+    """An engine that pauses now and then, other than its peers."""
+
+    pauses = None
+
+    def start(self, scheduled):
+        time.sleep(self.pauses.choice((0, 0, 0, 0.002, 0.01)))
+        super().start(scheduled)
+
+
+def main(address, num_processes, process, seed, num_steps):
+    num_processes, process = int(num_processes), int(process)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", NUM_DEVICES // num_processes)
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.distributed.initialize(address, num_processes, process)
+    rng = random.Random(seed)
+    setup = random_setup(
+        rng,
+        world_size=1,
+        report_after_steps=rng.choice((1, 2, 2, 3)),
+        check_plans=rng.random() < 0.5,
+        deadline_s=50.0,
+        agreement_timeout_s=80.0,
+    )
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("heads",))
+    counts, history = collections.Counter(), collections.deque(maxlen=60)
+    own = random.Random(f"{seed}/{process}")
+    print(setup, flush=True)
+    engine = SlowEngine(setup, rng, counts, history.append, mesh, own)
+    engine.pauses = own
+    try:
+        engine.run(int(num_steps))
+    except BaseException:
+        print("\n".join(history), flush=True)
+        raise
+    digests = engine.digest.hex(), engine.workers[0].plan_digest.hex()
+    print(json.dumps({"counts": counts, "digests": digests}), flush=True)
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,134 @@
+"""What a random engine is made of: groups, configuration, sizes, faults and habits."""
+
+import dataclasses
+
+from jaxkv import ChunkedLocal, FullAttention, Mamba, OffloadConfig, SlidingWindow
+from tests.campaign.model import BLOCK_BYTES
+
+GROUPS = {
+    "full": (FullAttention(4),),
+    "full of 8": (FullAttention(8),),
+    "window": (SlidingWindow(4, 10),),
+    "chunked": (ChunkedLocal(4, 8),),
+    "mamba": (Mamba(4),),
+    "full+window": (FullAttention(4), SlidingWindow(4, 10)),
+    "full+chunked": (FullAttention(4), ChunkedLocal(4, 8)),
+    "full+mamba": (FullAttention(4), Mamba(4)),
+    "full+full": (FullAttention(4), FullAttention(4)),
+    "window+mamba": (SlidingWindow(4, 6), Mamba(4)),
+    "two sizes": (FullAttention(4), SlidingWindow(8, 12)),
+    "three": (FullAttention(4), SlidingWindow(4, 7), Mamba(8)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Habits:
+    """What an engine may do in one way or another.
+
+    Attributes:
+        names_new_blocks: It names them in `SchedulerOutput.new_block_ids`.
+        gives_tables_at_end: It gives `request_finished` the block tables.
+        takes_answers: It goes on with the tables that `update_state_after_alloc`
+            returned, rather than with its own.
+        leaves_holes: It passes the null block for what the next token does not read.
+        trims: It frees the blocks that no later token reads.
+        says_preempted: It calls `request_preempted`.
+        keeps_offers: It leaves an offer unanswered if it has no room, and asks again.
+        renames_weights: It changes the keys' weights epoch with the weights, as it
+            should; else it relies on resetting both tiers.
+    """
+
+    names_new_blocks: bool
+    gives_tables_at_end: bool
+    takes_answers: bool
+    leaves_holes: bool
+    trims: bool
+    says_preempted: bool
+    keeps_offers: bool
+    renames_weights: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A random engine.
+
+    Attributes:
+        groups: A name in `GROUPS`.
+        config: All that can be chosen about offloading.
+        num_device_blocks: Blocks of the device pool.
+        max_tokens: Most tokens of a request.
+        failures: Share of the transfers that fail.
+        stuck: Share that is never reported.
+        most_steps: Most steps that a transfer takes.
+        habits: Of the engine.
+    """
+
+    groups: str
+    config: OffloadConfig
+    num_device_blocks: int
+    max_tokens: int
+    failures: float
+    stuck: float
+    most_steps: int
+    habits: Habits
+
+    def __str__(self):
+        defaults = OffloadConfig().to_dict()
+        config = self.config.to_dict()
+        chosen = {key: config[key] for key in config if config[key] != defaults[key]}
+        parts = dataclasses.asdict(self) | {"config": chosen}
+        return " ".join(f"{name}={value}" for name, value in parts.items())
+
+
+def random_setup(rng, **fixed):
+    """Choose an engine; `fixed` are keys of the configuration."""
+    groups = rng.choice(list(GROUPS))
+    num_groups = len(GROUPS[groups])
+    values = {
+        "num_host_blocks": rng.choice((6, 12, 30, 80)) * num_groups,
+        "cache_policy": rng.choice(("lru", "arc", "arc_fixed")),
+        "executor": "xla" if rng.random() < 0.1 else "native",
+        "transfer_mode": rng.choice(("fused", "staged")),
+        "layer_groups": rng.choice((1, 1, 2)),
+        "extent_bytes": rng.choice((None, 2 * BLOCK_BYTES, 6 * BLOCK_BYTES)),
+        "store_threshold": rng.choice((0, 0, 0, 0, 2)),
+        "delay_shared_loads": rng.random() < 0.25,
+        "max_blocks_in_flight": rng.choice((None, None, None, 2, 8)),
+        "skip_slow_loads": rng.random() < 0.15,
+        "copy_on_device": rng.random() < 0.8,
+        "flush_on_preemption": rng.random() < 0.15,
+        "remember_drops": rng.choice((0, 0, 20)),
+        "world_size": rng.choice((1, 1, 1, 2)),
+        "enable_events": rng.random() < 0.5,
+        "report_after_steps": rng.choice((None, None, None, 1, 2)),
+        "deadline_s": 12.0,
+    }
+    if rng.random() < 0.3:
+        values |= {"mode": "lazy", "max_num_batched_tokens": rng.choice((8, 16, 32))}
+    else:
+        values["prompt_only"] = rng.random() < 0.15
+        values["max_offload_tokens"] = rng.choice((None, None, None, 18))
+        if groups.startswith("full") and num_groups == 1:
+            values["blocks_per_host_block"] = rng.choice((1, 2, 3))
+    values |= fixed
+    if values["extent_bytes"] is not None:
+        per_block = values.get("blocks_per_host_block", 1)
+        values["extent_bytes"] *= per_block
+        if rng.random() < 0.5:  # Little room: much has to wait in the engine.
+            values["staging_bytes"] = values["extent_bytes"] * rng.choice((1, 2))
+    is_calm = rng.random() < 0.2
+    stuck = rng.choice((0, 0.02)) if values["report_after_steps"] is None else 0
+    return Setup(
+        groups,
+        OffloadConfig.from_dict(values),
+        num_device_blocks=rng.choice((14, 18, 30)) * num_groups,
+        max_tokens=rng.choice((24, 40, 48)),
+        failures=0.0 if is_calm else rng.choice((0.03, 0.1, 0.3)),
+        stuck=0.0 if is_calm else stuck,
+        most_steps=rng.choice((1, 2, 5)),
+        habits=Habits(
+            *(rng.random() < share for share in (0.6, 0.6, 0.7, 0.5, 0.4, 0.8)),
+            keeps_offers=not values["copy_on_device"] and rng.random() < 0.5,
+            renames_weights=rng.random() < 0.6,
+        ),
+    )

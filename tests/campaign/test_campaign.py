@@ -1,0 +1,88 @@
+"""The campaign: a few seconds of it by default, minutes of it with -m long."""
+
+import collections
+import os
+import random
+
+import pytest
+
+from tests.campaign import campaign, corruptions
+from tests.campaign.paged import PagedEngine, no_notes
+from tests.campaign.setups import random_setup
+
+MINUTES = float(os.environ.get("JAXKV_TEST_CAMPAIGN_MINUTES", "5"))
+SEED = int(os.environ.get("JAXKV_TEST_CAMPAIGN_SEED", "0"))
+EVERY = pytest.mark.parametrize(
+    "corrupt", corruptions.ALL, ids=lambda corrupt: corrupt.__name__
+)
+
+
+def test_a_little_of_the_campaign_finds_nothing():
+    counts, failure = campaign.run("smoke", engines=2, kinds=("paged",), steps=80)
+    assert failure is None, failure.report
+    assert counts["block reads compared"] > 100
+    assert counts["requests served"] > 10
+
+
+def test_a_seed_repeats_a_run():
+    def run():
+        lines, counts = [], collections.Counter()
+        rng = random.Random("again")
+        setup = random_setup(rng, executor="native")
+        engine = PagedEngine(setup, rng, counts, lines.append)
+        engine.run(60)
+        return lines, counts, engine.digest
+
+    assert run() == run()
+
+
+def test_a_failure_says_how_to_repeat_it(monkeypatch):
+    def fail(rng, counts, note, steps):
+        note("what it is made of")
+        note("what it did")
+        raise ValueError("on purpose")
+
+    monkeypatch.setitem(campaign.KINDS, "paged", fail)
+    said = []
+    _, failure = campaign.run(7, engines=1, kinds=("paged",), steps=9, say=said.append)
+    assert isinstance(failure.error, ValueError)
+    for text in (
+        f"python -m tests.campaign --seed 7 --only {failure.number} --steps 9",
+        "what it is made of",
+        "what it did",
+        "ValueError: on purpose",
+    ):
+        assert text in said[-1]
+
+
+def caught(corrupt, most_engines=25, steps=250):
+    """Run engines that are broken in one way until one notices; what it raised."""
+    for number in range(most_engines):
+        rng = random.Random(f"control/{number}")
+        setup = random_setup(rng)
+        engine = PagedEngine(setup, rng, collections.Counter(), no_notes)
+        corrupt(engine)
+        try:
+            engine.run(steps)
+        except Exception as error:
+            return error
+    return None
+
+
+def test_a_flipped_byte_is_noticed():
+    """The negative control of all that the campaign compares."""
+    error = caught(corruptions.a_load_flips_a_byte)
+    assert "wrong bytes" in str(error)
+
+
+@pytest.mark.long
+@EVERY
+def test_whatever_is_broken_is_noticed(corrupt):
+    assert caught(corrupt) is not None
+
+
+@pytest.mark.long
+def test_the_campaign_finds_nothing():
+    counts, failure = campaign.run(SEED, minutes=MINUTES)
+    assert failure is None, failure.report
+    assert counts["block reads compared"] > 1000

@@ -1,0 +1,101 @@
+"""Requests: their tokens, their keys, and the bytes that their KV has to have."""
+
+from jaxkv import Extras, KeyChain, MultimodalItem, Namespace
+from tests.campaign import truth
+
+ALPHABET = 3
+
+PLAIN = Extras()
+EXTRAS = (
+    Extras(cache_salt="a"),
+    Extras(cache_salt=""),
+    Extras(lora_name="a"),
+    Extras(cache_salt="a", lora_name="a"),
+    Extras(multimodal=(MultimodalItem(b"image", 2),)),
+    Extras(multimodal=(MultimodalItem(b"other", 2), MultimodalItem(b"image", 9))),
+)
+
+
+class User:
+    """A request, with the attributes that the scheduler reads.
+
+    Attributes:
+        tokens: So far.
+        extras: Its salt, adapter and items.
+        max_tokens: When it is over.
+        digests: What the KV depends on after 0, 1, 2, ... tokens.
+        phase: "waiting", "loading" or "running".
+        tables: Its device blocks, a list for each group.
+        after: The tables to go on with once its load is there.
+        num_loading: Tokens that it waits for.
+        num_cached: Blocks of each group that were made findable.
+        new_blocks: Blocks that the scheduler has not been told of.
+    """
+
+    def __init__(self, request_id, groups, tokens, extras, max_tokens, weights, epoch):
+        self.request_id = request_id
+        self.tokens = []
+        self.extras = extras
+        self.max_tokens = max_tokens
+        self.num_prompt_tokens = len(tokens)
+        self.num_computed_tokens = 0
+        self.phase = "waiting"
+        self.digests = [truth.start(weights, extras)]
+        self._chains = [
+            KeyChain(
+                Namespace("campaign", epoch, "bytes", "rows", spec.block_size),
+                extras,
+                group=group,
+            )
+            for group, spec in enumerate(groups)
+        ]
+        self._num_groups = len(groups)
+        self.lose_blocks()
+        for token in tokens:
+            self.append(token)
+
+    @property
+    def num_tokens(self):
+        return len(self.tokens)
+
+    @property
+    def block_keys(self):
+        return self._chains[0].keys
+
+    @property
+    def block_keys_by_group(self):
+        return [chain.keys for chain in self._chains]
+
+    @property
+    def table(self):
+        """The tables, as the scheduler takes them."""
+        return self.tables if self._num_groups > 1 else self.tables[0]
+
+    def append(self, token):
+        items = [i for i in self.extras.multimodal if i.offset == len(self.tokens)]
+        self.tokens.append(token)
+        self.digests.append(truth.extend(self.digests[-1], token, items))
+        for chain in self._chains:
+            chain.extend([token])
+
+    def lose_blocks(self):
+        """Forget the device blocks, which the engine has freed."""
+        self.tables = [[] for _ in range(self._num_groups)]
+        self.after = None
+        self.num_loading = 0
+        self.num_computed_tokens = 0
+        self.num_cached = [0] * self._num_groups
+        self.new_blocks = [[] for _ in range(self._num_groups)]
+
+
+def random_prompt(rng, stories, max_tokens):
+    """Choose a prompt that begins like an earlier one, or not."""
+    tokens, extras = [], PLAIN
+    if stories and rng.random() < 0.8:
+        old, extras = rng.choice(stories)
+        most = len(old) if rng.random() < 0.5 else rng.randint(1, len(old))
+        tokens = list(old[: min(most, max_tokens * 3 // 4)])
+    if rng.random() < 0.15:  # The same tokens of another tenant or adapter.
+        extras = rng.choice((PLAIN, *EXTRAS))
+    tokens += [rng.randrange(ALPHABET) for _ in range(rng.randint(1, 8))]
+    return tokens[: max_tokens - 1], extras
