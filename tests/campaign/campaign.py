@@ -59,7 +59,7 @@ KINDS: dict[str, Callable] = {
     "prefixes": run_prefixes,
     "processes": run_processes,
 }
-SHARES = {"paged": 24, "by hand": 2, "prefixes": 3, "processes": 1}
+SHARES = {"paged": 24, "by hand": 2, "prefixes": 3, "processes": 2}
 
 
 def run_one(seed, number, counts, *, kinds=tuple(KINDS), steps=STEPS):

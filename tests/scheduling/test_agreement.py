@@ -167,9 +167,10 @@ def test_a_store_that_fails_in_one_process_fails_in_all(connect, num_processes, 
         assert (number in told.completed_store_events) == (number != 1), number
 
 
-def test_a_load_that_fails_in_one_process_fails_in_all(connect):
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_a_load_that_fails_in_one_process_fails_in_all(connect, num_processes):
     def body(process):
-        worker, engine, pool = connect(process)
+        worker, engine, pool = connect(process, num_processes)
         pool = worker.start(plan(store=(1, 0)), pool)
         pool, first = worker.drain(pool)
         load_program = engine._copier.load_program
@@ -183,7 +184,7 @@ def test_a_load_that_fails_in_one_process_fails_in_all(connect):
         np.testing.assert_array_equal(pool[6], pool[1])
         return first, second
 
-    for result in run_all(2, body):
+    for result in run_all(num_processes, body):
         assert result == (
             ConnectorOutput(completed_store_events=(0,)),
             ConnectorOutput(finished_recving=("r2",), failed_recving=("r1",)),
@@ -212,9 +213,10 @@ def test_the_digest_covers_what_was_agreed(connect, store):
     assert len({before, good, bad}) == 3
 
 
-def test_a_transfer_that_is_stuck_in_one_process_fails_in_all(connect):
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_a_transfer_that_is_stuck_in_one_process_fails_in_all(connect, num_processes):
     def body(process):
-        worker, engine, pool = connect(process, deadline_s=0.2)
+        worker, engine, pool = connect(process, num_processes, deadline_s=0.2)
         if process == 1:
             get_stuck(engine)
         pool = worker.start(plan(store=(1, 0), event=4), pool)
@@ -226,7 +228,7 @@ def test_a_transfer_that_is_stuck_in_one_process_fails_in_all(connect):
         return output
 
     expected = ConnectorOutput(failed_store_events=(4,))
-    assert run_all(2, body) == [expected, expected]
+    assert run_all(num_processes, body) == [expected] * num_processes
 
 
 def test_a_deadline_is_not_missed_while_nobody_waits(connect):
