@@ -135,7 +135,8 @@ class DeviceBlockPool:
             allocated next; pins do not.
         block_size: As given.
         unwritten: Blocks whose tokens were neither computed nor loaded; `cache` skips
-            them. `OffloadScheduler` adds them, `allocate` and `evict` remove theirs.
+            them. `OffloadScheduler` adds them, `allocate` removes its own.
+
         state: All that is known, as a pytree of NumPy arrays that calls change.
 
     Raises:
@@ -279,6 +280,8 @@ class DeviceBlockPool:
         block_ids, evicted = self._take(self._native.allocate, num)
         self.num_changes += 1
         if self._events is not None or self._names or self.unwritten:
+            # `evict` leaves marks: who holds a block may still want to cache it.
+            self.unwritten.difference_update(block_ids)
             self._note_evicted(block_ids, evicted())
         return block_ids
 
@@ -532,7 +535,6 @@ class DeviceBlockPool:
         return self._names.get(block_id, key)
 
     def _note_evicted(self, block_ids: list[int], keys: Sequence[bytes | None]) -> None:
-        self.unwritten.difference_update(block_ids)
         if self._names:
             for block_id in block_ids:
                 self._names.pop(block_id, None)

@@ -284,9 +284,17 @@ def test_blocks_are_no_longer_unwritten_once_they_are_something_else(pool):
     pool.free([3, 2, 1])
     pool.unwritten.update(range(1, 24))
     new = pool.allocate(2)
-    pool.evict([3])
-    assert pool.unwritten == {*range(1, 24)} - {*new, 3}
+    assert pool.unwritten == {*range(1, 24)} - {*new}
     assert pool.cache(new, [b"x", b"y"]) == []
+
+
+def test_an_eviction_does_not_write_what_was_unwritten(pool):
+    """Whoever holds the blocks would cache them, as the mark was gone."""
+    pool.unwritten.update([10, 11])
+    pool.evict(range(pool.num_blocks))
+    assert pool.unwritten == {10, 11}
+    assert pool.cache([10, 9, 11], [b"u", b"v", b"w"]) == [10, 11]
+    assert pool.find([b"u", b"v", b"w"]).tolist() == [NO_BLOCK, 9, NO_BLOCK]
 
 
 def test_a_prefix_ends_at_the_first_hole(pool):
