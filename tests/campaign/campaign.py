@@ -11,6 +11,7 @@ from collections.abc import Callable
 import jax
 
 from tests.campaign.by_hand import ByHand
+from tests.campaign.connector import run_connector
 from tests.campaign.counting import summary
 from tests.campaign.paged import PagedEngine, new_history
 from tests.campaign.prefixes import PrefixUser
@@ -57,9 +58,10 @@ KINDS: dict[str, Callable] = {
     "paged": run_paged,
     "by hand": run_by_hand,
     "prefixes": run_prefixes,
+    "connector": run_connector,
     "processes": run_processes,
 }
-SHARES = {"paged": 24, "by hand": 2, "prefixes": 3, "processes": 2}
+SHARES = {"paged": 24, "by hand": 2, "prefixes": 3, "connector": 2, "processes": 2}
 
 
 def run_one(seed, number, counts, *, kinds=tuple(KINDS), steps=STEPS):

@@ -80,6 +80,7 @@ class PagedEngine(Contract):
         self.is_calm = False
         self._num_users = 0
         self.digest = b""
+        self.told = set()  # keys that the host's events say are there
 
     def run(self, num_steps):
         """Run some steps, then serve whoever is left, and look for leaks."""
@@ -107,6 +108,7 @@ class PagedEngine(Contract):
         scheduled = self.schedule()
         self.start(scheduled)
         self.compute(scheduled)
+        self.hear_events()
 
     # What happens between steps.
 
@@ -132,6 +134,16 @@ class PagedEngine(Contract):
             self.take_offer(user)
         for name in done.failed_recving:
             self.compute_instead(self.users[name])
+
+    def hear_events(self):
+        """Keep a list of what the host has, as a router does."""
+        for event in self.scheduler.take_events():
+            if not event.removed:
+                self.told.update(event.block_hashes)
+            elif event.block_hashes:
+                self.told.difference_update(event.block_hashes)
+            else:
+                self.told.clear()
 
     def take_offer(self, user):
         """Go on after what was offered."""
@@ -184,6 +196,7 @@ class PagedEngine(Contract):
             self.blocks.free(passing)
         if rng.random() < 0.04:
             self.blocks.evict(range(1, self.blocks.num_blocks))
+            self.note("the device forgets all")
         if rng.random() < 0.05:
             self.try_refused_calls()
         if self.setup.config.skip_slow_loads and rng.random() < 0.1:
@@ -548,6 +561,10 @@ class PagedEngine(Contract):
         for number, worker in enumerate(self.workers):
             left[f"transfers of worker {number}"] = worker.num_in_flight
             left[f"bytes of worker {number}"] = worker.bytes_in_flight
+        self.hear_events()
+        if self.setup.config.enable_events:
+            own = scheduler.num_host_blocks_held
+            left["blocks that events tell of, less those held"] = len(self.told) - own
         left = {name: num for name, num in left.items() if num}
         if left:
             raise StuckError(f"left behind: {left}")

@@ -1,8 +1,9 @@
 """One of several processes that serve one model; `processes.py` starts them.
 
-python -m tests.campaign.process ADDRESS NUM_PROCESSES PROCESS SEED STEPS
+python -m tests.campaign.process ADDRESS NUM_PROCESSES PROCESS SEED STEPS [LIAR]
 
 All choose the same by one generator; faults and pauses come of another one in each.
+LIAR is a process that tells its scheduler that nothing has failed, if there is one.
 """
 
 import collections
@@ -14,6 +15,7 @@ import time
 import jax
 import numpy as np
 
+from tests.campaign import corruptions
 from tests.campaign.paged import PagedEngine
 from tests.campaign.setups import random_setup
 
@@ -30,7 +32,7 @@ class SlowEngine(PagedEngine):
         super().start(scheduled)
 
 
-def main(address, num_processes, process, seed, num_steps):
+def main(address, num_processes, process, seed, num_steps, liar="-1"):
     num_processes, process = int(num_processes), int(process)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES // num_processes)
@@ -52,6 +54,9 @@ def main(address, num_processes, process, seed, num_steps):
     print(setup, flush=True)
     engine = SlowEngine(setup, rng, counts, history.append, mesh, own)
     engine.pauses = own
+    if process == int(liar):
+        corruptions.a_failed_load_is_reported_as_done(engine)
+        corruptions.a_failed_save_is_reported_as_done(engine)
     try:
         engine.run(int(num_steps))
     except BaseException:

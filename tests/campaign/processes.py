@@ -9,8 +9,11 @@ from tests.transfer.test_processes import run
 LOCAL = ("saves failed", "loads failed")  # Each process has its own.
 
 
-def run_processes(rng, counts, note, steps):
-    """Run the processes; they have to decide alike, and to read the right bytes."""
+def run_processes(rng, counts, note, steps, *more):
+    """Run the processes; they have to decide alike, and to read the right bytes.
+
+    `more` are words for their command line.
+    """
     num_processes = rng.choice((2, 2, 4))
     seed = str(rng.random())
     note(f"{num_processes} processes, {seed=}")
@@ -19,7 +22,7 @@ def run_processes(rng, counts, note, steps):
             pathlib.Path(folder),
             num_processes,
             "tests.campaign.process",
-            *(seed, str(min(steps, 200))),
+            *(seed, str(min(steps, 200)), *more),
         )
     results = [json.loads(text.splitlines()[-1]) for text in said]
     first = results[0]

@@ -3,11 +3,16 @@
 import collections
 import os
 import random
+from types import SimpleNamespace
 
 import pytest
 
 from tests.campaign import campaign, corruptions
+from tests.campaign.by_hand import ByHand
+from tests.campaign.model import WrongBytesError
 from tests.campaign.paged import PagedEngine, no_notes
+from tests.campaign.prefixes import PrefixUser
+from tests.campaign.processes import run_processes
 from tests.campaign.setups import random_setup
 
 MINUTES = float(os.environ.get("JAXKV_TEST_CAMPAIGN_MINUTES", "5"))
@@ -79,6 +84,42 @@ def test_a_flipped_byte_is_noticed():
 @EVERY
 def test_whatever_is_broken_is_noticed(corrupt):
     assert caught(corrupt) is not None
+
+
+@pytest.mark.long
+def test_a_flipped_byte_is_noticed_without_the_scheduler():
+    user = ByHand(random.Random("control"), collections.Counter(), no_notes)
+    corruptions.a_load_flips_a_byte(SimpleNamespace(movers=[user.mover]))
+    with pytest.raises(WrongBytesError):
+        user.run(600)
+
+
+@pytest.mark.long
+def test_a_flipped_byte_is_noticed_in_a_prefix():
+    user = PrefixUser(random.Random("control"), collections.Counter(), no_notes)
+    load = user.cache.load
+
+    def flip(*args):
+        found = load(*args)
+        if found is None:
+            return None
+        key = found[1]["key"]
+        return found[0], found[1] | {"key": key.at[0, 0, 0].set(key[0, 0, 0] ^ 1)}
+
+    user.cache.load = flip
+    with pytest.raises(AssertionError, match="wrong bytes in key"):
+        user.run(600)
+
+
+@pytest.mark.long
+def test_a_process_that_takes_failures_for_successes_is_noticed():
+    def run():
+        for number in range(2, 6):
+            rng = random.Random(f"control/{number}")
+            run_processes(rng, collections.Counter(), no_notes, 200, "1")
+
+    with pytest.raises(AssertionError):
+        run()
 
 
 @pytest.mark.long
