@@ -120,7 +120,7 @@ def _choose(
     if not word or word.startswith("-"):
         raise UsageError(f"name {group.QUESTION}: there is {', '.join(known)}")
     hint = did_you_mean(word, list(known))
-    raise UsageError(f"{group.METAVAR}: unknown {shorten(word)}: {hint}")
+    raise UsageError(f"{group.METAVAR}: unknown {shown(word)}: {hint}")
 
 
 def _options(parser: argparse.ArgumentParser) -> list[str]:

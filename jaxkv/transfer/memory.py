@@ -122,5 +122,5 @@ def default_layout(
 
 def layout_of(array: jax.Array | jax.ShapeDtypeStruct) -> Layout | None:
     """Return how an array lies in memory; None if the backend does not tell."""
-    layout: Layout | None = array.format.layout  # type: ignore[attr-defined]
+    layout: Layout | None = array.format.layout  # type: ignore[union-attr]
     return layout
