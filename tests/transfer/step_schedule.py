@@ -1,6 +1,6 @@
-"""Compiles a step that writes its loads for a TPU, and prints its schedule.
+"""Compiles a step that writes its loads for a device that is not there.
 
-    python -m tests.transfer.step_schedule v5e:2x2
+    python -m tests.transfer.step_schedule v5e
 
 prints a JSON object: for each mode what the compiled program starts, waits for and
 computes, in its order, and what memory it takes.
@@ -14,18 +14,28 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
+from jaxkv.tools.bench.compiled.cuda import compile_for_cuda
 from jaxkv.transfer.extents import ExtentLayout
 from jaxkv.transfer.kernels import Copier
 from jaxkv.transfer.layout import Leaf, PoolLayout
 from jaxkv.transfer.step_loads import StepLoads
 
-NUM_LAYERS, NUM_EXTENTS, ROWS = 6, 2, 64
+TOPOLOGIES = {
+    "v5e": "v5e:2x2",
+    "v5p": "v5p:2x2x1",
+    "v6e": "v6e:2x2",
+    "tpu7x": "tpu7x:2x2x1",
+}
+GPUS = {"h200": "NVIDIA H200 141GB HBM3e"}
+# What each layer of the compiled step has once: x + mixed @ out on TPU, x @ up on GPU.
+LAYER_MARK = re.compile(r"convolution_add_fusion|gemm_fusion_dot_general")
+NUM_LAYERS, NUM_EXTENTS, ROWS = 5, 2, 64
 LEAF = (1024, 16, 8, 128)
 WIDTH, NUM_TOKENS, NUM_HEADS = 2048, 512, 16
 KV_WIDTH, HEAD_DIM = LEAF[2] * LEAF[3], LEAF[3]
 
 
-def compile_step(device, mode, with_after):
+def compile_step(device, mode, kernel, with_after):
     """Compile a prefill of some layers whose KV comes from the host."""
     place = jax.sharding.SingleDeviceSharding(device)
 
@@ -46,7 +56,7 @@ def compile_step(device, mode, with_after):
     loads = StepLoads(
         (extents.specs("pinned_host"),) * NUM_EXTENTS,
         (spec(1, ROWS, dtype=jnp.int32),) * NUM_EXTENTS,
-        Copier(extents, mode),
+        Copier(extents, mode, kernel),
     )
     weights = [
         {
@@ -91,21 +101,31 @@ def events_of(text, arrays_per_group):
             events.append(("start", group))
         elif done and done[1] in started:
             events.append(("done", started[done[1]]))
-        elif "convolution_add_fusion" in name:  # x + mixed @ weight["out"], or the MLP
+        elif LAYER_MARK.search(name):
             events.append(("layer", None))
     return events
 
 
-def main(topology):
+def compile_for(target, *how):
+    """Compile for a TPU or a GPU by its name."""
+    if target in GPUS:
+        with compile_for_cuda(GPUS[target], 1):
+            return compile_step(jax.devices("cpu")[0], *how)
+    topology = topologies.get_topology_desc(
+        platform="tpu", topology_name=TOPOLOGIES[target]
+    )
+    return compile_step(topology.devices[0], *how)
+
+
+def main(target):
     jax.config.update("jax_platforms", "cpu")
-    target = topologies.get_topology_desc(platform="tpu", topology_name=topology)
     record = {}
-    for name, mode, with_after in (
-        ("staged", "staged", True),
-        ("fused", "fused", True),
-        ("staged, no after", "staged", False),
+    for name, mode, kernel, with_after in (
+        ("staged", "staged", None, True),
+        ("fused", "fused", None, True),
+        ("no after", "staged", "xla", False),
     ):
-        program = compile_step(target.devices[0], mode, with_after)
+        program = compile_for(target, mode, kernel, with_after)
         text = program.as_text()
         shape = ",".join(map(str, LEAF))
         record[name] = {

@@ -1,6 +1,7 @@
-"""What the TPU compilers make of a step that writes its loads: copies beside layers.
+"""What compilers make of a step that writes its loads: copies beside layers.
 
-Compiled for devices that are not there, in a process that has libtpu; nothing runs.
+Compiled for devices that are not there, in a process that has their compiler; nothing
+runs.
 """
 
 import importlib.util
@@ -13,22 +14,32 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TARGETS = {
-    "v5e": "v5e:2x2",
-    "v5p": "v5p:2x2x1",
-    "v6e": "v6e:2x2",
-    "tpu7x": "tpu7x:2x2x1",
-}
+COMPILERS = {"tpu": "libtpu", "gpu": "jax_plugins.xla_cuda12"}
+TARGETS = {"v5e": "tpu", "v5p": "tpu", "v6e": "tpu", "tpu7x": "tpu", "h200": "gpu"}
 MODES = ("staged", "fused")
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+def is_installed(package):
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # Nor is the package that it is a part of.
+        return False
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name in ("v5e", "h200") else pytest.mark.long)
+        for name in TARGETS
+    ],
+)
 def schedules(request):
     """What happens in which order, for each mode and with or without `after`."""
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("libtpu is not installed, which compiles for TPUs")
+    package = COMPILERS[TARGETS[request.param]]
+    if not is_installed(package):
+        pytest.skip(f"{package}, which compiles for {request.param}, is not installed")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.transfer.step_schedule", TARGETS[request.param]],
+        [sys.executable, "-m", "tests.transfer.step_schedule", request.param],
         cwd=ROOT,
         env=os.environ
         | {
@@ -66,13 +77,10 @@ def test_bytes_of_a_group_arrive_while_the_layers_before_it_run(schedules, mode)
     assert len(groups) == schedules[mode]["num_groups"]
     assert starts.keys() == ends.keys()
     for group in groups[1:]:
-        # Started before the layers in front of the group are done, ...
+        # Started before the layers in front of the group are done, and waited for not
+        # much earlier: compilers look a layer or two ahead.
         assert max(starts[group]) < group
-        # ... and not waited for before any of them has run.
-        assert min(ends[group]) >= 1
-    # At least half of the groups are waited for where their own layers begin.
-    late = [group for group in groups if max(ends[group]) >= group]
-    assert len(late) >= len(groups) // 2
+        assert max(ends[group]) >= group - 2
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -84,5 +92,5 @@ def test_the_pool_is_written_in_place(schedules, mode):
 
 def test_without_the_dependency_all_bytes_are_waited_for_first(schedules):
     """Otherwise the tests above would prove nothing."""
-    ends = num_layers_before(schedules["staged, no after"]["events"], "done")
+    ends = num_layers_before(schedules["no after"]["events"], "done")
     assert max(max(counts) for counts in ends.values()) == 0
