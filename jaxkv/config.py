@@ -41,7 +41,7 @@ from jaxkv.tiers.executors import ExecutorName
 from jaxkv.transfer import TransferEngine
 from jaxkv.transfer.codecs import Compression, Quantised
 from jaxkv.transfer.engine import DEFAULT_STAGING_BYTES
-from jaxkv.transfer.kernels import MODES, Mode
+from jaxkv.transfer.kernels import KERNELS, MODES, Kernel, Mode
 from jaxkv.types import PyTree
 
 if TYPE_CHECKING:
@@ -286,7 +286,8 @@ class OffloadConfig:
 
     docs/configuration.md has a table of the keys. They are those of `TransferEngine`,
     `OffloadRules`, `OffloadScheduler` and `OffloadWorker`, which say more; `mode` is
-    that of the rules, the engine's is `transfer_mode`.
+    that of the rules, the engine's is `transfer_mode`, as its `kernel` is
+    `transfer_kernel`.
 
     Values are checked when it is made. Sizes may be given as text, and are kept in
     bytes.
@@ -431,6 +432,13 @@ class OffloadConfig:
         "engine",
         "How bytes move, `fused` or `staged`; `null` for what is best on the platform.",
         names=lambda: MODES,
+    )
+    transfer_kernel: Kernel | None = _name(  # noqa: RUF009 - it is a field
+        None,
+        "engine",
+        "How the programs of the mode `staged` copy blocks, `dma` or `xla`; `null` for "
+        "`dma` on TPU where its compiler accepts the layout.",
+        names=lambda: KERNELS,
     )
     staging_bytes: int | str = _size(
         DEFAULT_STAGING_BYTES, "engine", "How much may be in flight at a time."
@@ -629,6 +637,7 @@ class OffloadConfig:
             self.num_host_blocks,
             host_bytes=self.host_bytes,
             mode=self.transfer_mode,
+            kernel=self.transfer_kernel,
             block_axis=block_axis,
             blocks_per_host_block=self.blocks_per_host_block,
             layer_groups=self.layer_groups,

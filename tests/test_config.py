@@ -48,6 +48,7 @@ OTHERS = {
     "world_size": (3, "3"),
     "enable_events": (True, "true"),
     "transfer_mode": ("staged", "staged"),
+    "transfer_kernel": ("xla", "xla"),
     "staging_bytes": (1 << 30, "1GiB"),
     "extent_bytes": (1 << 20, "1 MiB"),
     "layer_groups": (2, "2"),
@@ -98,7 +99,7 @@ def test_annotations_and_declarations_agree_on_none():
 
 def test_the_defaults_are_those_of_the_parts():
     assert OffloadConfig().make_rules() == OffloadRules()
-    renamed = {"mode": "transfer_mode"}
+    renamed = {"mode": "transfer_mode", "kernel": "transfer_kernel"}
     for part in TransferEngine, OffloadWorker:
         for name, default in part.__init__.__kwdefaults__.items():
             if name not in ("block_axis", "clock"):
@@ -113,7 +114,8 @@ def takers():
     of_worker = set(OffloadWorker.__init__.__kwdefaults__)
     return {
         "scheduler": of_rules - {"block_bytes"} | {"cache_policy", "enable_events"},
-        "engine": of_engine - {"mode", "block_axis"} | {"transfer_mode"},
+        "engine": of_engine - {"mode", "kernel", "block_axis"}
+        | {"transfer_mode", "transfer_kernel"},
         "worker": of_worker - {"clock"},
     }
 
@@ -493,13 +495,14 @@ def test_the_parts_are_made_as_it_says():
             "skip_slow_loads": True,
             "max_blocks_in_flight": 8,
             "transfer_mode": "staged",
+            "transfer_kernel": "dma",
             "extent_bytes": "32KiB",
             "deadline_s": 1,
             "enable_events": True,
         }
     )
     engine, scheduler, worker = config.connect(make_pool(), 4)
-    assert engine.mode == "staged"
+    assert (engine.mode, engine.kernel) == ("staged", "dma")
     assert 31 << 15 <= engine.host_bytes <= 1 << 20
     assert scheduler.num_host_blocks == engine.num_host_blocks
     assert scheduler.groups == (FullAttention(4),)
