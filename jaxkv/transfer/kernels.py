@@ -329,7 +329,7 @@ class Copier:
 
         def lower() -> jax.stages.Lowered:
             num_rows = self.extents.rows
-            return jax.jit(
+            return _new_jit(
                 program,
                 # The last extent: the spare one, or the staged copy of the carried one.
                 donate_argnums=(1 + len(extents),) if extents else (),
@@ -368,7 +368,7 @@ class Copier:
             return result
 
         def lower() -> jax.stages.Lowered:
-            return jax.jit(
+            return _new_jit(
                 program,
                 donate_argnums=0,
                 out_shardings=(self._placements()[own], self._plan),
@@ -388,7 +388,7 @@ class Copier:
 
         def lower() -> jax.stages.Lowered:
             specs = (self._leaf_specs(), self._shard_spec())
-            return jax.jit(
+            return _new_jit(
                 self._per_shard(copy, in_specs=specs, out_specs=specs),
                 donate_argnums=0,
                 out_shardings=(self._placements(), self._plan),
@@ -401,15 +401,15 @@ class Copier:
         if self._by_dma and self._may_fall_back:
             try:
                 return memory.compile_program(lower(), self._platform)
-            except Exception as error:  # Pallas has exceptions of its own, all private.
+            except Exception as error:  # Pallas raises private classes of its own.
                 by_dma, self._by_dma = self._by_dma, frozenset()
                 compiled = memory.compile_program(lower(), self._platform)
-                # XLA's program compiles, so the kernel was at fault.
+                # Without the kernel it compiles, so the kernel was at fault.
                 _log.warning(
                     "The compiler refuses the asynchronous copies of %d arrays; "
                     "XLA's programs are used instead: %s",
                     len(by_dma),
-                    error,
+                    str(error).partition("\n")[0] or type(error).__name__,
                 )
                 return compiled
         return memory.compile_program(lower(), self._platform)
@@ -523,6 +523,14 @@ class Copier:
     def _plan_spec(self, size: int) -> jax.ShapeDtypeStruct:
         shape = (self._pool.num_shards, size)
         return memory.array_spec(shape, np.dtype(np.int32), self._plan)
+
+
+def _new_jit(function: Callable[..., Any], **options: Any) -> jax.stages.Wrapped:
+    """Return ``jax.jit(function)``, which will trace even what jax has traced before.
+
+    What is traced depends on the kernel, and so differs once that has been refused.
+    """
+    return jax.jit(functools.partial(function), **options)
 
 
 def _token(plan: jax.Array) -> jax.Array:

@@ -140,11 +140,25 @@ class Refusal(Exception):
     """What Pallas raises, of a class that nobody may import."""
 
 
-def test_a_refused_kernel_is_replaced_and_the_log_says_so(monkeypatch, caplog):
-    def refuse(*args, **options):
-        raise Refusal("Mosaic failed to compile TPU kernel")
+@pytest.mark.parametrize("when", ["it is traced", "it is compiled"])
+def test_a_refused_kernel_is_replaced_and_the_log_says_so(when, monkeypatch, caplog):
+    compile_program, traced = kernels.memory.compile_program, []
+    pallas_call = dma.pl.pallas_call
 
-    monkeypatch.setattr(dma.pl, "pallas_call", refuse)
+    def trace(*args, **options):
+        if when == "it is traced":
+            raise Refusal("Mosaic failed to compile TPU kernel")
+        traced.append(1)
+        return pallas_call(*args, **options)
+
+    def compile_traced(lowered, platform):
+        if traced:
+            traced.clear()
+            raise Refusal("Mosaic failed to compile TPU kernel")
+        return compile_program(lowered, platform)
+
+    monkeypatch.setattr(dma.pl, "pallas_call", trace)
+    monkeypatch.setattr(kernels.memory, "compile_program", compile_traced)
     # As on TPU, where no kernel is asked for.
     monkeypatch.setattr(kernels, "_DMA_PLATFORMS", ("cpu",))
     pool, shadow = mixed()
@@ -156,6 +170,7 @@ def test_a_refused_kernel_is_replaced_and_the_log_says_so(monkeypatch, caplog):
     [record] = caplog.records
     assert "refuses the asynchronous copies of 3 arrays" in record.getMessage()
     assert "Mosaic failed to compile TPU kernel" in record.getMessage()
+    assert not traced, "jax took the old trace"
     exercise(engine, pool, shadow)
     asked = make(mixed()[0], mode="staged", kernel="dma")
     with pytest.raises(Refusal):
