@@ -98,14 +98,23 @@ class PoolLayout:
         treedef: The structure of the pytree.
         leaves: A description of each leaf.
         mesh: The mesh of a pool on several devices; None for one device.
+        compiled_for: The platform that programs are compiled for, if it is not that of
+            the devices.
     """
 
     treedef: jax.tree_util.PyTreeDef
     leaves: tuple[Leaf, ...]
     mesh: jax.sharding.Mesh | None
+    compiled_for: str | None = None
 
     @classmethod
-    def of(cls, pool: PyTree, block_axis: PyTree = 0) -> PoolLayout:
+    def of(
+        cls,
+        pool: PyTree,
+        block_axis: PyTree = 0,
+        *,
+        compiled_for: str | None = None,
+    ) -> PoolLayout:
         """Read the layout of `pool`.
 
         Args:
@@ -113,6 +122,8 @@ class PoolLayout:
                 them for compiling, on devices that need not be there.
             block_axis: The axis that counts the blocks: an int, or a pytree of ints
                 that is a prefix of `pool`. Negative ones count from the end.
+            compiled_for: The platform that programs are compiled for, where other
+                devices stand in for its own; None for that of the devices.
 
         Raises:
             ValueError: `pool` has no leaves, or a leaf is not an array of whole bytes
@@ -148,7 +159,7 @@ class PoolLayout:
                     f"{_devices(first)}; all leaves must be on the same devices."
                 )
         _check_distinct([array for _, array in paths], leaves)
-        return cls(treedef, leaves, _mesh_of(leaves))
+        return cls(treedef, leaves, _mesh_of(leaves), compiled_for)
 
     @property
     def num_blocks(self) -> int:
@@ -164,6 +175,11 @@ class PoolLayout:
     def device(self) -> jax.Device:
         """One of the pool's devices that this process can address."""
         return _first_device(self.leaves[0].sharding)
+
+    @property
+    def platform(self) -> str:
+        """The platform that programs are compiled for."""
+        return self.compiled_for or str(self.device.platform)
 
     @functools.cached_property
     def shard_axes(self) -> tuple[str, ...]:

@@ -67,6 +67,12 @@ def test_a_described_pool_has_the_layout_of_its_arrays():
     assert same.device == CPU
 
 
+def test_devices_may_stand_in_for_those_of_another_platform():
+    pool = [zeros((6, 4))]
+    assert PoolLayout.of(pool).platform == "cpu"
+    assert PoolLayout.of(pool, compiled_for="gpu").platform == "gpu"
+
+
 def test_a_pool_described_without_a_sharding_is_refused():
     spec = jax.ShapeDtypeStruct((6, 4), jnp.float32)
     with pytest.raises(ValueError, match=r"pool\[0\] is described without a sharding"):

@@ -114,7 +114,12 @@ def describe(target: Target, pool: PoolShape) -> PoolLayout:
     if pool.row_major and target.backend == "tpu":
         order = Layout(tuple(range(len(pool.shape))))
         leaf = _spec(pool, _tiled(_spec(pool, Format(order, sharding))))
-    return PoolLayout.of([leaf] * pool.num_leaves, pool.block_axis)
+    return PoolLayout.of(
+        [leaf] * pool.num_leaves,
+        pool.block_axis,
+        # The CPU's devices stand in for a GPU's.
+        compiled_for="gpu" if target.backend == "gpu" else None,
+    )
 
 
 def _spec(
