@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import pathlib
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ MARKERS = ("<!-- jaxkv bench compile -->", "<!-- end of jaxkv bench compile -->"
 """The lines of a Markdown file that the tables go between."""
 
 _COMPILERS = ("libtpu", "jax-cuda12-pjrt")
+_NO_PADDING = "1.00, 1.00"
+_PAGE_WIDTH = 88
 
 
 def print_plan(config: CompileConfig, num_programs: int) -> None:
@@ -230,7 +233,7 @@ def _figures_json(figures: Figures) -> dict[str, Any]:
 
 
 def to_markdown(record: CompileRecord) -> str:
-    """Write the figures that matter when a chip is chosen as Markdown."""
+    """Convert to Markdown what matters to who chooses a chip or a layout."""
     names = [target.name for target in record.config.targets]
     costs = {(c.target, c.pool): c for c in block_costs(record.results)}
     pools = list(dict.fromkeys(pool for _, pool in costs))
@@ -240,44 +243,65 @@ def to_markdown(record: CompileRecord) -> str:
         if row.mode == record.config.modes[-1]
     }
     blocks = next(iter(costs.values())).num_blocks if costs else 0
+    head = f"{' | '.join(names)} |"
+    dashes = "---|" * len(names)
     lines = [
-        f"Saves and loads of {blocks} blocks in the mode "
-        f"`{record.config.modes[-1]}`: the bytes that a program reads and writes over "
-        "the least there can be, its kernels, and XLA's estimate of its time on the "
-        "device.",
+        *_wrapped(
+            f"Saves and loads of {blocks} blocks in the mode "
+            f"`{record.config.modes[-1]}`: the bytes that a program reads and writes "
+            "over the least there can be, its kernels (k), and XLA's estimate of its "
+            "time on the device."
+        ),
         "",
-        f"| pool | | {' | '.join(names)} |",
-        f"|---|---|{'---|' * len(names)}",
+        f"| pool | a block | | {head}",
+        f"|---|---|---|{dashes}",
     ]
     for pool in pools:
+        size = next(
+            _size(c.block_bytes) for (_, name), c in costs.items() if name == pool
+        )
         for kind, name in (("gather", "save"), ("load", "load")):
             cells = [
                 _move_cell(found.get((target, pool, kind)), blocks) for target in names
             ]
-            label = pool if kind == "gather" else ""
+            label = f"{pool} | {size}" if kind == "gather" else " | "
             lines.append(f"| {label} | {name} | {' | '.join(cells)} |")
-    lines += [
-        "",
-        "What one block takes: its bytes, and how many times as many it takes on the "
-        "device and on the host, where padding and layout differ.",
-        "",
-        f"| pool | a block | {' | '.join(names)} |",
-        f"|---|---|{'---|' * len(names)}",
+    padded = [
+        f"| {pool} | {' | '.join(cells)} |"
+        for pool in pools
+        for cells in [[_padding_cell(costs.get((target, pool))) for target in names]]
+        if any(cell not in ("-", _NO_PADDING) for cell in cells)
     ]
-    for pool in pools:
-        of_pool = [costs.get((target, pool)) for target in names]
-        bytes_text = next(_size(cost.block_bytes) for cost in of_pool if cost)
-        lines.append(
-            f"| {pool} | {bytes_text} | {' | '.join(map(_padding_cell, of_pool))} |"
-        )
+    if padded:
+        lines += [
+            "",
+            *_wrapped(
+                "Where padding takes memory: how many times its bytes a block takes on "
+                "the device, and on the host. Blocks of the other pools take what they "
+                "have."
+            ),
+            "",
+            f"| pool | {head}",
+            f"|---|{dashes}",
+            *padded,
+        ]
     judged = [r for r in record.results if not r.program.is_example]
+    moves = [r.program for r in judged if r.program.kind != "copy"]
+    numbers = sorted({program.num_blocks for program in moves})
     broken = len(record.broken)
+    outcome = f"{broken} of them break a bound" if broken else "they keep every bound"
     lines += [
         "",
-        f"{len(judged)} programs, of which {broken or 'none'} "
-        f"{'breaks' if broken in (0, 1) else 'break'} a bound; {_versions_text()}.",
+        *_wrapped(
+            f"{len(judged)} programs were compiled, for {', '.join(map(str, numbers))} "
+            f"blocks, and {outcome}; {_versions_text()}."
+        ),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _PAGE_WIDTH)
 
 
 def write_markdown(path: pathlib.Path, text: str) -> None:
