@@ -101,8 +101,8 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
 def shown(value: object) -> str:
     """Write a value for a message: on one line, and cut if it is long.
 
-    >>> shown("lru"), shown("a" * 1000)[-70:]
-    ("'lru'", "aaaaaaaaaaaaaaaaaaa...aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa'")
+    >>> shown("lru"), shown("a" * 1000)[:60]
+    ("'lru'", "'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa...aaaaaaa")
     """
     if isinstance(value, str | bytes) and len(value) > 2 * _MOST_SHOWN:
         # Before each of its characters is quoted.
@@ -114,7 +114,18 @@ def shown(value: object) -> str:
         # class that cannot be written.
         except Exception:
             text = f"<{type(value).__name__}>"
-    return _cut(" ".join(text.splitlines()))
+    return _cut(one_line(text))
+
+
+def one_line(text: str) -> str:
+    """Write a text in one line, what cannot be printed being escaped."""
+    line = " ".join(text.splitlines())
+    if line.isprintable():
+        return line
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode("ascii")
+        for each in line
+    )
 
 
 def shown_name(name: object) -> str:

@@ -910,6 +910,12 @@ def parse_json(text: str | bytes) -> dict[str, Any]:
     if not isinstance(text, str | bytes | bytearray):
         raise ConfigError([f"{shown(text)} must be JSON, as a str or as bytes"])
     try:
+        # Not what `json` takes bytes for, which may be UTF-16 by their look.
+        text = text if isinstance(text, str) else text.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        fault = f"this is not JSON: it is no UTF-8 text ({error.reason})"
+        raise ConfigError([fault]) from None
+    try:
         values = json.loads(text, object_pairs_hook=_distinct)
     except ConfigError:
         raise

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from jaxkv import __version__
-from jaxkv._util import did_you_mean, shown
+from jaxkv._util import did_you_mean, one_line, shown
 from jaxkv.cli import COMMANDS
 from jaxkv.cli.options import EXIT_USAGE, EXIT_WRONG, UsageError
 from jaxkv.cli.process import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, OUTPUT_ERRORS
@@ -38,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
         sys.stdout.flush()
         return code
     except UsageError as error:
-        print(f"{name}: error: {error}", file=sys.stderr)
+        print(f"{name}: error: {one_line(str(error))}", file=sys.stderr)
         return EXIT_USAGE
     except BrokenPipeError:
         return EXIT_BROKEN_PIPE  # Whoever read this has seen enough.
@@ -64,6 +64,13 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message.removeprefix("argument "))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            names = ", ".join(map(repr, action.choices))
+            raise argparse.ArgumentError(
+                action, f"invalid choice: {shown(value)} (choose from {names})"
+            )
 
     def _print_message(self, message: str, file: Any = None) -> None:
         # argparse's own does not tell of output that cannot be written.

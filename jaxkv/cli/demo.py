@@ -20,6 +20,7 @@ from jaxkv.cli.options import (
 )
 from jaxkv.cli.progress import show_progress
 from jaxkv.policies import policy_names
+from jaxkv.tools.console import make_console
 from jaxkv.tools.demo.records import DemoConfig
 
 SUMMARY = "see what offloading does, on this machine, in about a minute"
@@ -101,8 +102,6 @@ def run(args: argparse.Namespace) -> int:
     check_files(args)
     check_extra("the demo", ("flax", "rich", "matplotlib"))
 
-    from rich.console import Console
-
     from jaxkv.tools.demo import report, workload
     from jaxkv.tools.demo import run as demo_run
 
@@ -113,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(error) from error
 
-    console = Console()
+    console = make_console()
     console.print(_what_will_run(config), highlight=False, soft_wrap=True)
     try:
         with show_progress() as on_progress:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxkv import _util as units
-from jaxkv._util import did_you_mean
+from jaxkv._util import did_you_mean, shown
 
 EXIT_OK, EXIT_MISMATCH, EXIT_USAGE = 0, 1, 2
 EXIT_WRONG = 1
@@ -41,7 +41,7 @@ def parse_whole_number_from(minimum: int) -> Callable[[str], int]:
         if re.fullmatch(r"\d{1,9}", text) and int(text) >= minimum:
             return int(text)
         raise argparse.ArgumentTypeError(
-            f"{text!r} must be a whole number from {minimum} to 999999999"
+            f"{shown(text)} must be a whole number from {minimum} to 999999999"
         )
 
     return parse
@@ -60,7 +60,9 @@ def check_names(option: str, given: Sequence[str], known: Sequence[str]) -> list
     """Refuse unknown names; return the names without repetitions."""
     for name in given:
         if name not in known:
-            raise UsageError(f"{option}: unknown {name!r}: {did_you_mean(name, known)}")
+            raise UsageError(
+                f"{option}: unknown {shown(name)}: {did_you_mean(name, known)}"
+            )
     return list(dict.fromkeys(given))
 
 
@@ -89,7 +91,7 @@ def check_files(args: argparse.Namespace) -> None:
     """Refuse files that cannot be written, before a long run."""
     plot = getattr(args, "plot", None)
     if plot and plot.suffix.lower() != ".png":
-        raise UsageError(f"--plot: {str(plot)!r} must end in .png")
+        raise UsageError(f"--plot: {shown(str(plot))} must end in .png")
     check_file("--plot", plot)
     check_file("--json", args.json)
 
@@ -98,12 +100,13 @@ def check_file(option: str, path: pathlib.Path | None) -> None:
     """Refuse a file that cannot be written, if an option names one."""
     if path is None:
         return
-    existed = path.exists()
     try:
+        existed = path.exists()
         path.open("ab").close()
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "it is no name of a file"
         raise UsageError(
-            f"{option}: cannot write {str(path)!r} ({error.strerror}); name a "
+            f"{option}: cannot write {shown(str(path))} ({why}); name a "
             f"file in a folder that exists and that you may write to"
         ) from error
     if not existed:

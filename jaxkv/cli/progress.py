@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from jaxkv.tools.console import make_console
+
 
 @contextmanager
 def show_progress() -> Iterator[Callable[[str, int, int], None]]:
@@ -26,10 +28,9 @@ def show_progress() -> Iterator[Callable[[str, int, int], None]]:
         yield tell
         return
 
-    from rich.console import Console
     from rich.progress import Progress, TaskID, TimeElapsedColumn
 
-    console = Console(stderr=True)
+    console = make_console(stderr=True)
     tasks: dict[str, TaskID] = {}
     columns = *Progress.get_default_columns()[:2], TimeElapsedColumn()
     progress = Progress(
@@ -43,7 +44,7 @@ def show_progress() -> Iterator[Callable[[str, int, int], None]]:
                 progress.update(earlier.id, visible=not earlier.finished)
             tasks[label] = progress.add_task(label, total=None)
             if not console.is_terminal:
-                console.print(f"{label} ...")
+                console.print(f"{label} ...", soft_wrap=True)
         # Without a total the bar pulses.
         progress.update(tasks[label], completed=done, total=total if done else None)
 

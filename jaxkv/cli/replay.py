@@ -6,6 +6,7 @@ import argparse
 import re
 from fractions import Fraction
 
+from jaxkv._util import shown
 from jaxkv.cli.options import (
     EXIT_OK,
     UsageError,
@@ -106,17 +107,17 @@ def _parse_capacity(text: str, num_unique: int) -> int:
     match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)(%?)", text)
     if match is None or ("." in text and not match[2]):
         raise UsageError(
-            f"--capacity: {text!r} must be a number of blocks, such as 5000, or a "
+            f"--capacity: {shown(text)} must be a number of blocks, such as 5000, or a "
             f"percentage, such as 3%"
         )
     number = Fraction(match[1])
     if number == 0:
-        raise UsageError(f"--capacity: {text!r} must be more than 0")
+        raise UsageError(f"--capacity: {shown(text)} must be more than 0")
     blocks = int(number * num_unique / 100) if match[2] else int(number)
     if blocks > num_unique:
         raise UsageError(
-            f"--capacity: {text!r} is more than the {num_unique:,} different blocks of "
-            f"the trace, which would never be full"
+            f"--capacity: {shown(text)} is more than the {num_unique:,} different "
+            "blocks of the trace, which would never be full"
         )
     return max(blocks, 1)
 
@@ -126,7 +127,7 @@ def _open_trace(text: str, block_size: int) -> Trace:
     if name == _SYNTHETIC:
         if text != _SYNTHETIC and not re.fullmatch(r"[1-9]\d{0,6}", number):
             raise UsageError(
-                f"TRACE: {text!r} must be {_SYNTHETIC}:REQUESTS, such as "
+                f"TRACE: {shown(text)} must be {_SYNTHETIC}:REQUESTS, such as "
                 f"{_SYNTHETIC}:{_SYNTHETIC_REQUESTS}"
             )
         num_requests = int(number or _SYNTHETIC_REQUESTS)
@@ -135,5 +136,6 @@ def _open_trace(text: str, block_size: int) -> Trace:
         return read_trace(text, block_size)
     except TraceError as error:
         raise UsageError(error) from error
-    except OSError as error:
-        raise UsageError(f"TRACE: cannot read {text!r} ({error.strerror})") from error
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "it is no name of a file"
+        raise UsageError(f"TRACE: cannot read {shown(text)} ({why})") from error

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv._util import shown
 from jaxkv.integrations.prefix_blocks import cut, join, leaf_paths
 from jaxkv.transfer import memory
 from jaxkv.types import PyTree
@@ -92,8 +93,8 @@ class PrefixLayout:
             axes = jax.tree.leaves(jax.tree.broadcast(sequence_axis, kv_like))
         except ValueError as error:
             raise ValueError(
-                f"{sequence_axis=} must be an int, or a tree of ints shaped like the "
-                "top of the KV."
+                f"sequence_axis={shown(sequence_axis)} must be an int, or a "
+                "tree of ints shaped like the top of the KV."
             ) from error
         leaves = tuple(
             _leaf(path or "kv", like, axis)

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv._util import shown
 from jaxkv.types import KEY_BYTES, BlockKey
 
 TokenIds: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
@@ -76,13 +77,13 @@ def _text(tag: _Tag, text: str) -> bytes:
 
 def _check_type(name: str, value: object, expected: type) -> None:
     if not isinstance(value, expected):
-        raise TypeError(f"{name}={value!r} must be of type {expected.__name__}.")
+        raise TypeError(f"{name}={shown(value)} must be of type {expected.__name__}.")
 
 
 def _check_range(name: str, value: int, low: int, bits: int) -> None:
     _check_type(name, value, int)
     if not low <= value < 1 << bits:
-        raise ValueError(f"{name}={value!r} must be in [{low}, 2**{bits}).")
+        raise ValueError(f"{name}={shown(value)} must be in [{low}, 2**{bits}).")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +221,7 @@ def encode_block(
         if item.offset >= namespace.block_size:
             raise ValueError(f"{item.offset=} must be below {namespace.block_size}.")
     if parent is not None and len(parent) != KEY_BYTES:
-        raise ValueError(f"{parent=} must be a key of {KEY_BYTES} bytes.")
+        raise ValueError(f"parent={shown(parent)} must be a key of {KEY_BYTES} bytes.")
     return (
         _encode_constant(namespace, group, extras)
         + _encode_parent(parent)
@@ -312,13 +313,16 @@ class KeyChain:
         Raises:
             ValueError: If a token is out of range; the chain is unchanged.
             TypeError: If a token is not an integer; the chain is unchanged.
+            Exception: What `record` raises; the chain is unchanged, and records the
+                same blocks once more when it is given the same tokens again.
         """
         data = self._tail + _token_bytes(tokens)
         stop = len(data) - len(data) % self._block_bytes
         parent = self._keys[-1] if self._keys else None
+        keys: list[BlockKey] = []
         for start in range(0, stop, self._block_bytes):
             own = data[start : start + self._block_bytes]
-            extras = self._special.get(len(self._keys), self._plain)
+            extras = self._special.get(len(self._keys) + len(keys), self._plain)
             hasher = self._constant.copy()
             hasher.update(
                 _encode_parent(parent) + _encode_items(extras) + self._tokens_head + own
@@ -326,10 +330,11 @@ class KeyChain:
             key = hasher.digest()
             if self._record is not None:
                 self._record(KeyedBlock(key, parent, own, self._group, extras))
-            self._keys.append(key)
+            keys.append(key)
             parent = key
+        self._keys += keys
         self._tail = data[stop:]
-        return self._keys[len(self._keys) - stop // self._block_bytes :]
+        return keys
 
 
 def _encode_constant(namespace: Namespace, group: int, extras: Extras) -> bytes:
@@ -376,6 +381,8 @@ def _token_bytes(tokens: TokenIds) -> bytes:
         if sys.byteorder == "big":
             packed.byteswap()
         return packed.tobytes()
+    if np.ma.is_masked(tokens):
+        raise TypeError("tokens must not be masked: a hidden token cannot be hashed.")
     values = np.asarray(tokens)
     if values.ndim != 1 or values.dtype.kind not in "iu":
         raise TypeError(
@@ -393,7 +400,7 @@ def _token_error(tokens: Iterable[Any]) -> ValueError | TypeError:
         try:
             inside = 0 <= operator.index(token) < 1 << 32
         except TypeError:
-            return TypeError(f"tokens[{i}]={token!r} must be an integer.")
+            return TypeError(f"tokens[{i}]={shown(token)} must be an integer.")
         if not inside:
-            return ValueError(f"tokens[{i}]={token!r} must be in [0, 2**32).")
+            return ValueError(f"tokens[{i}]={shown(token)} must be in [0, 2**32).")
     raise AssertionError("no token is bad")

@@ -9,6 +9,7 @@ from typing import SupportsIndex, cast, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from jaxkv._util import shown
 from jaxkv.types import KEY_BYTES, KEY_WORDS, BlockKey
 
 # What is hashed begins with its domain. No two of them are alike in their first
@@ -31,7 +32,7 @@ def key_from_int(value: int) -> BlockKey:
         '6428223f5b8d8030'
     """
     if not 0 <= value < 1 << 64:
-        raise ValueError(f"{value=} must be in [0, 2**64).")
+        raise ValueError(f"value={shown(value)} must be in [0, 2**64).")
     return hashlib.sha256(_INT_DOMAIN + value.to_bytes(8, "little")).digest()
 
 
@@ -49,7 +50,7 @@ def key_from_foreign(raw: bytes) -> BlockKey:
         32
     """
     if not isinstance(raw, bytes):
-        raise TypeError(f"{raw=} must be of type bytes.")
+        raise TypeError(f"raw={shown(raw)} must be of type bytes.")
     if len(raw) == KEY_BYTES:
         return raw
     return hashlib.sha256(_FOREIGN_DOMAIN + raw).digest()
@@ -117,7 +118,7 @@ def pack(names: Iterable[bytes]) -> tuple[list[bytes], NDArray[np.uint32]]:
         data = b"".join(keys)
     except TypeError:
         wrong = next((name for name in names if not isinstance(name, bytes)), names)
-        raise TypeError(f"key={wrong!r} must be of type bytes.") from None
+        raise TypeError(f"key={shown(wrong)} must be of type bytes.") from None
     return names, np.ndarray((len(names), KEY_WORDS), np.uint32, data)
 
 

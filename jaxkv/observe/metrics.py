@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 from weakref import WeakKeyDictionary
 from wsgiref.simple_server import WSGIServer
 
+from jaxkv._util import shown
 from jaxkv.observe.families import (
     ALL,
     OF_POOL,
@@ -136,7 +137,7 @@ class OffloadMetrics:
                 f"already serving at port {self._server.server_port}; close() first."
             )
         if not 0 <= port < 1 << 16:
-            raise ValueError(f"{port=} must be in [0, 65536).")
+            raise ValueError(f"port={shown(port)} must be in [0, 65536).")
         try:
             self._server, self._thread = start_http_server(
                 port, addr, registry=self._registry

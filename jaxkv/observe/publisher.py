@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from jaxkv._util import Resource
+from jaxkv._util import Resource, shown
 from jaxkv.observe.catalog import BlockCatalog
 from jaxkv.observe.describe import count_unknown, describe, describe_all
 from jaxkv.observe.kv_events import KVEvent, KVEventBatch, encode_batch
@@ -126,7 +126,7 @@ class EventPublisher(Resource):
             ("max_queue_size", max_queue_size, 1),
         ):
             if value < least:
-                raise ValueError(f"{name}={value!r} must be at least {least}.")
+                raise ValueError(f"{name}={shown(value)} must be at least {least}.")
         self.endpoint = offset_endpoint("endpoint", endpoint, data_parallel_rank)
         self.replay_endpoint = replay_endpoint and offset_endpoint(
             "replay_endpoint", replay_endpoint, data_parallel_rank

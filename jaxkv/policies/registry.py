@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TypeAlias
 
-from jaxkv._util import nearest
+from jaxkv._util import nearest, shown
 from jaxkv.policies.arc import make_arc, make_arc_fixed
 from jaxkv.policies.base import Policy
 from jaxkv.policies.lru import make_lru
@@ -40,10 +40,13 @@ def register_policy(name: str, make: PolicyMaker) -> None:
     """
     if not isinstance(name, str) or not re.fullmatch("[a-z][a-z0-9_]*", name):
         raise ValueError(
-            f"{name=} must be a lower-case letter, then such letters, digits and '_'."
+            f"name={shown(name)} must be a lower-case letter, then such "
+            "letters, digits and '_'."
         )
     if name in _makers:
-        raise ValueError(f"{name=} is taken; it must be none of {policy_names()}.")
+        raise ValueError(
+            f"name={shown(name)} is taken; it must be none of {policy_names()}."
+        )
     if not callable(make):
         raise TypeError(f"{make=} must be callable: (num_blocks, max_batch) -> Policy.")
     _makers[name] = make
@@ -71,7 +74,9 @@ def get_policy_maker(name: str) -> PolicyMaker:
         names = policy_names()
         near = nearest(str(name).lower(), names)
         hint = f". Did you mean {near!r}?" if near else ""
-        raise ValueError(f"Unknown cache policy: {name!r}. Supported: {names}{hint}")
+        raise ValueError(
+            f"Unknown cache policy: {shown(name)}. Supported: {names}{hint}"
+        )
     return _makers[name]
 
 

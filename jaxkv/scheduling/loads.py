@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv._util import shown
 from jaxkv.scheduling.gate import Gate
 from jaxkv.scheduling.protocol import NO_EVENT, BlockTable, Request, tables_by_group
 from jaxkv.scheduling.request_keys import RequestKeys
@@ -293,8 +294,8 @@ class Loads:
         if load is not None and load.targets is not None:
             if num_external_tokens:
                 raise ValueError(
-                    f"{num_external_tokens=} of request {request.request_id!r} must be "
-                    "0: it has taken an offer, whose load is under way."
+                    f"{num_external_tokens=} of request {shown(request.request_id)} "
+                    "must be 0: it has taken an offer, whose load is under way."
                 )
             return None
         offered = load.num_tokens if load else 0
@@ -302,8 +303,8 @@ class Loads:
         step = self._step or max(offered, 1)
         if num_external_tokens % step or not 0 <= num_external_tokens <= offered:
             raise ValueError(
-                f"{num_external_tokens=} of request {request.request_id!r} must be a "
-                f"multiple of {step} up to {offered}, the offer."
+                f"{num_external_tokens=} of request {shown(request.request_id)} must "
+                f"be a multiple of {step} up to {offered}, the offer."
             )
         if load is None:
             return None
@@ -396,8 +397,8 @@ class Loads:
             due = self._rules.world_size - load.num_reports if load else 0
             if load is None or load.event == NO_EVENT or count > due:
                 raise ValueError(
-                    f"{count} reports of a load of request {request_id!r}, which is "
-                    f"not in flight on that many workers; in flight are "
+                    f"{count} reports of a load of request {shown(request_id)}, which "
+                    f"is not in flight on that many workers; in flight are "
                     f"{self._names_in_flight()}."
                 )
         ended: list[Load] = []
@@ -624,8 +625,8 @@ def find_targets(
             if absent.size:
                 raise ValueError(
                     f"block {absent[0]} of group {group} of request "
-                    f"{load.request_id!r} is to be loaded, but its block table, of "
-                    f"{own.size} blocks, has none there."
+                    f"{shown(load.request_id)} is to be loaded, but its block table, "
+                    f"of {own.size} blocks, has none there."
                 )
         return blocks
 

@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias, cast
 
 import numpy as np
 
+from jaxkv._util import shown
 from jaxkv.types import BlockKey
 
 NO_EVENT = -1
@@ -63,8 +64,8 @@ def keys_by_group(request: Request, num_groups: int) -> Sequence[Sequence[BlockK
     keys = getattr(request, "block_keys_by_group", ())
     if len(keys) != num_groups:
         raise ValueError(
-            f"request {request.request_id!r} must have block_keys_by_group, with a "
-            f"list for each of the {num_groups} groups."
+            f"request {shown(request.request_id)} must have block_keys_by_group, with "
+            f"a list for each of the {num_groups} groups."
         )
     return keys
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from jaxkv._util import shown
 from jaxkv.scheduling.protocol import Request
 from jaxkv.search.groups import FullAttention, GroupSpec
 
@@ -72,7 +73,7 @@ class OffloadRules:
 
     def __post_init__(self) -> None:
         if self.mode not in ("eager", "lazy"):
-            raise ValueError(f"mode={self.mode!r} must be 'eager' or 'lazy'.")
+            raise ValueError(f"mode={shown(self.mode)} must be 'eager' or 'lazy'.")
         for name, least in (
             ("max_num_batched_tokens", 1),
             ("world_size", 1),

@@ -13,6 +13,8 @@ import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from jaxkv._util import shown
+
 
 @dataclasses.dataclass(frozen=True)
 class FullAttention:
@@ -105,13 +107,13 @@ def as_groups(groups: int | GroupSpec | Sequence[GroupSpec]) -> tuple[GroupSpec,
         return (groups,)
     if isinstance(groups, str) or not isinstance(groups, Sequence):
         raise TypeError(
-            f"{groups=} must be a block size, a group such as FullAttention(16), or a "
-            "sequence of groups."
+            f"groups={shown(groups)} must be a block size, a group such as "
+            "FullAttention(16), or a sequence of groups."
         )
     for index, group in enumerate(groups):
         if not isinstance(group, GroupSpec):
             raise TypeError(
-                f"groups[{index}]={group!r} must be one of FullAttention, "
+                f"groups[{index}]={shown(group)} must be one of FullAttention, "
                 "SlidingWindow, ChunkedLocal and Mamba."
             )
     checked = tuple(groups)
@@ -217,6 +219,6 @@ def _check_tokens(group: GroupSpec) -> None:
     for field in dataclasses.fields(group):
         size = getattr(group, field.name)
         if not isinstance(size, int) or isinstance(size, bool):
-            raise TypeError(f"{field.name}={size!r} of {group} must be an int.")
+            raise TypeError(f"{field.name}={shown(size)} of {group} must be an int.")
         if not 1 <= size < 1 << 31:
             raise ValueError(f"{field.name}={size} of {group} must be in [1, 2**31).")

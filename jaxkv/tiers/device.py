@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv._util import shown
 from jaxkv.keys.packed import PackedKeys, has_foreign, is_foreign, pack, words_to_keys
 from jaxkv.native import device as native
 from jaxkv.native.compiling import Bound, EntryPoints, own
@@ -395,7 +396,7 @@ class DeviceBlockPool:
             self._refuse_outside(ids)
             raise ValueError(
                 f"block_id={ids[bad]} is cached as "
-                f"{self._known_as(ids, names, bad)!r}, not {names[bad]!r}."
+                f"{shown(self._known_as(ids, names, bad))}, not {shown(names[bad])}."
             )
         self.num_changes += 1
         if has_foreign(names):
@@ -556,15 +557,18 @@ def _as_ids(block_ids: BlockIds) -> NDArray[Any]:
         TypeError: If they are no flat list of ints.
         ValueError: If one needs more than 64 bits.
     """
+    flat = "must be a flat list of ints"
     if isinstance(block_ids, np.ndarray):
         if block_ids.dtype.kind not in "iu" or block_ids.ndim != 1:
-            raise TypeError(f"{block_ids=} must be a flat list of ints.")
+            raise TypeError(f"block_ids={shown(block_ids)} {flat}.")
+        if type(block_ids) is not np.ndarray and np.ma.is_masked(block_ids):
+            raise TypeError(f"block_ids={shown(block_ids)} must not be masked.")
         return np.ascontiguousarray(block_ids, np.int64)
     try:
         # Takes a third of the time that NumPy takes for a list.
         return np.frombuffer(array("q", block_ids), np.int64)
     except TypeError:
-        raise TypeError(f"{block_ids=} must be a flat list of ints.") from None
+        raise TypeError(f"block_ids={shown(block_ids)} {flat}.") from None
     except OverflowError:
         wrong = max(block_ids, key=abs)
-        raise ValueError(f"block_id={wrong} has more than 64 bits.") from None
+        raise ValueError(f"block_id={shown(wrong)} has more than 64 bits.") from None

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv._util import shown
 from jaxkv.native import host as native
 from jaxkv.native.compiling import Bound, EntryPoints, own
 from jaxkv.policies.base import Policy
@@ -136,7 +137,7 @@ def make_executor(policy: Policy, name: ExecutorName = "native") -> Executor:
         ValueError: If the name is neither.
     """
     if name not in ("native", "xla"):
-        raise ValueError(f"executor={name!r} must be 'native' or 'xla'.")
+        raise ValueError(f"executor={shown(name)} must be 'native' or 'xla'.")
     with jax.default_device(cpu_device()):
         state = host_state.init(policy)
     if name == "native" and policy.native is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv._util import shown
 from jaxkv.keys.packed import (
     has_foreign,
     is_foreign,
@@ -188,7 +189,7 @@ class OffloadingManager:
             why = "is not ready for reading: its store has not completed."
             if block_ids[bad] == NO_BLOCK:
                 why = "is not on the host; load only what lookup() counted."
-            raise ValueError(f"Block {names[bad]!r} {why}")
+            raise ValueError(f"Block {shown(names[bad])} {why}")
         return LoadStoreSpec(block_ids)
 
     def complete_load(self, block_hashes: Iterable[bytes]) -> None:
@@ -208,7 +209,7 @@ class OffloadingManager:
             why = "has fewer loads in progress than complete_load() would end."
             if block_ids[bad] == NO_BLOCK:
                 why = "is not on the host; complete_load() ends a prepare_load()."
-            raise ValueError(f"Block {names[bad]!r} {why}")
+            raise ValueError(f"Block {shown(names[bad])} {why}")
 
     def prepare_store(self, block_hashes: Iterable[bytes]) -> PrepareStoreOutput | None:
         """Find room for the blocks that are not known yet.
@@ -369,7 +370,7 @@ class OffloadingManager:
         """
         ids = np.asarray(block_ids, np.int64)
         if not self.executor.pin(ids):
-            raise ValueError(f"one of {block_ids=} is being stored.")
+            raise ValueError(f"one of block_ids={shown(block_ids)} is being stored.")
 
     def unpin(self, block_ids: BlockIds) -> None:
         """Do as `complete_load` does, for blocks by their ids.
@@ -379,7 +380,9 @@ class OffloadingManager:
         """
         ids = np.asarray(block_ids, np.int64)
         if not self.executor.complete_step(ids, len(ids)):
-            raise ValueError(f"one of {block_ids=} has no load in progress.")
+            raise ValueError(
+                f"one of block_ids={shown(block_ids)} has no load in progress."
+            )
 
     def publish(self, block_ids: BlockIds, keys: list[bytes]) -> None:
         """Do as `complete_store` does for what arrived, without a search.
@@ -394,7 +397,9 @@ class OffloadingManager:
         if not keys:
             return
         if not self.executor.complete_step(np.asarray(block_ids, np.int64), 0):
-            raise ValueError(f"one of {block_ids=} is not being stored.")
+            raise ValueError(
+                f"one of block_ids={shown(block_ids)} is not being stored."
+            )
         self._record(keys, removed=False)
 
     def discard(self, keys: Iterable[bytes]) -> None:
@@ -523,7 +528,9 @@ def _as_policy(cache_policy: Any, num_blocks: int) -> Policy:
         max_batch = max(_LEAST_MAX_BATCH, 2 * num_blocks)
         policy = get_policy_maker(policy)(num_blocks, max_batch)
     if not isinstance(policy, Policy):
-        raise TypeError(f"{cache_policy=} must be, or name, a jaxkv.Policy.")
+        raise TypeError(
+            f"cache_policy={shown(cache_policy)} must be, or name, a jaxkv.Policy."
+        )
     if policy.num_blocks != num_blocks or policy.max_batch < num_blocks:
         raise ValueError(
             f"{policy.num_blocks=}, {policy.max_batch=} of the cache policy must be "

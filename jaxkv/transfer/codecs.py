@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv._util import shown
 from jaxkv.transfer.layout import Leaf, PoolLayout
 from jaxkv.types import PyTree
 
@@ -46,7 +47,7 @@ class Compression:
     def __post_init__(self) -> None:
         if self.dtype not in _QUANTISED:
             raise ValueError(
-                f"compression dtype={self.dtype!r} must be one of "
+                f"compression dtype={shown(self.dtype)} must be one of "
                 f"{get_args(Quantised)}."
             )
 
@@ -101,8 +102,8 @@ def codecs_of(layout: PoolLayout, compression: Compression | None) -> list[Codec
         )
     except ValueError as error:
         raise ValueError(
-            f"compression: head_axis={compression.head_axis!r} must be an int, or a "
-            "tree of ints shaped like the top of the pool."
+            f"compression: head_axis={shown(compression.head_axis)} must be an int, or "
+            "a tree of ints shaped like the top of the pool."
         ) from error
     codecs = []
     for leaf, axis in zip(layout.leaves, axes, strict=True):

@@ -148,6 +148,8 @@ def check_distinct(name: str, ids: NDArray[np.int32]) -> None:
 def _copy(name: str, ids: BlockIdsLike) -> NDArray[np.integer[Any]]:
     # A copy: XLA may read NumPy memory in place and late, so a caller that changes its
     # array after the call would otherwise redirect the transfer.
+    if np.ma.is_masked(ids):
+        raise ValueError(f"{name} must not be masked: leave out what is not to move.")
     array = np.array(ids)
     if array.size == 0:
         return np.zeros(0, np.int32)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format, Layout
 
+from jaxkv._util import shown
 from jaxkv.transfer.memory import (
     array_spec,
     default_layout,
@@ -137,8 +138,8 @@ class PoolLayout:
             axes = jax.tree.leaves(jax.tree.broadcast(block_axis, pool))
         except ValueError as error:
             raise ValueError(
-                f"{block_axis=} must be an int, or a tree of ints shaped like the top "
-                "of the pool."
+                f"block_axis={shown(block_axis)} must be an int, or a tree of "
+                "ints shaped like the top of the pool."
             ) from error
         leaves = tuple(
             _leaf(f"pool{jax.tree_util.keystr(path)}", array, axis)

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from jaxkv._util import gib
+from jaxkv._util import gib, shown
 
 _GIB = 1 << 30
 
@@ -212,7 +212,7 @@ def pinned_pool(
     text = environ.get(pool.variable, str(default))
     size = int(text) if re.fullmatch(r"\s*\+?[0-9]{1,18}\s*", text) else 0
     if size < 1 or size % pool.multiple:
-        raise ValueError(f"{pool.variable}={text!r} must be {pool.values}.")
+        raise ValueError(f"{pool.variable}={shown(text)} must be {pool.values}.")
     verb = "is" if pool.variable in environ else "is not set, which means"
     return PinnedPool(
         size * pool.unit_bytes,
@@ -366,4 +366,4 @@ def _pool_is_preallocated(platform: str, environ: Mapping[str, str]) -> bool:
         return False
     if text.lower() in ("1", "true"):
         return True
-    raise ValueError(f"{_GPU_PREALLOCATE}={text!r} must be true or false.")
+    raise ValueError(f"{_GPU_PREALLOCATE}={shown(text)} must be true or false.")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxkv import FullAttention, OffloadRules, SlidingWindow
-from jaxkv._util import parse_bytes
+from jaxkv._util import parse_bytes, shown
 from jaxkv.search.groups import GroupSpec
 
 DEFAULT_HOST_BYTES = 8 << 30
@@ -116,7 +116,7 @@ class ConnectorConfig:
 
 def _count(name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least 0.")
+        raise ValueError(f"{name}={shown(value)} must be a whole number of at least 0.")
     return value
 
 
@@ -137,7 +137,7 @@ def _bytes_or_none(name: str, value: Any) -> int | None:
 
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r} must be true or false.")
+        raise ValueError(f"{name}={shown(value)} must be true or false.")
     return value
 
 
@@ -153,14 +153,14 @@ def _not_lazy(name: str, value: Any) -> bool:
 
 def _name(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{name}={value!r} must be the name of a cache policy.")
+        raise ValueError(f"{name}={shown(value)} must be the name of a cache policy.")
     return value
 
 
 def _seconds(name: str, value: Any) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 < value < float("inf"):
-        raise ValueError(f"{name}={value!r} must be a number of seconds above 0.")
+        raise ValueError(f"{name}={shown(value)} must be a number of seconds above 0.")
     return float(value)
 
 
@@ -198,7 +198,7 @@ def read_extra_config(extra: Mapping[str, Any]) -> dict[str, Any]:
             near = difflib.get_close_matches(str(name), EXTRA_KEYS, 1, cutoff=0.5)
             hint = f": did you mean {near[0]!r}?" if near else "."
             raise ValueError(
-                f"kv_connector_extra_config has no key {name!r}{hint} "
+                f"kv_connector_extra_config has no key {shown(name)}{hint} "
                 f"Known are {', '.join(EXTRA_KEYS)}."
             )
     values = {
@@ -251,7 +251,9 @@ def _check_engine(config: Any) -> None:
         )
     role = config.kv_transfer_config.kv_role
     if role != "kv_both":
-        raise ValueError(f"kv_role={role!r} must be 'kv_both': it stores and loads.")
+        raise ValueError(
+            f"kv_role={shown(role)} must be 'kv_both': it stores and loads."
+        )
     _check_async_scheduling(config.scheduler_config)
 
 

@@ -23,6 +23,7 @@ from jaxkv.tools.bench.records import (
     ratio,
     speed,
 )
+from jaxkv.tools.console import make_console
 from jaxkv.transfer.tickets import Direction
 
 _COLOURS = {ENGINE: "#1b6f8a", PER_BLOCK: "#c8553d", NUMPY: "#c9952b"}
@@ -31,8 +32,6 @@ _GREY = "#555555"
 
 def print_plan(config: TransferConfig, plan: Plan) -> None:
     """Print the cases to measure, and those left out."""
-    from rich.console import Console
-
     where = machine()
     cache_bytes = where["last_level_cache_bytes"]
     lines = [
@@ -43,12 +42,11 @@ def print_plan(config: TransferConfig, plan: Plan) -> None:
         + (f"{size_text(cache_bytes)}" if isinstance(cache_bytes, int) else "unknown"),
         *(f"Left out     {line}" for line in plan.left_out),
     ]
-    Console().print("\n".join(lines), highlight=False, soft_wrap=True)
+    make_console().print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
 def print_results(record: TransferRecord) -> None:
     """Print the speed of each design, beside the limit."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -62,7 +60,7 @@ def print_results(record: TransferRecord) -> None:
         table.add_row(f"{size_text(size)} in {size_text(block)}")
         for row in _rows(record, result):
             table.add_row(*row)
-    console = Console()
+    console = make_console()
     console.print()
     console.print(table)
     console.print()

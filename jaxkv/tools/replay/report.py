@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jaxkv import __version__
+from jaxkv.tools.console import make_console
 from jaxkv.tools.replay.run import OPTIMUM, ReplayResult
 from jaxkv.tools.replay.traces import Trace
 
@@ -23,8 +24,6 @@ _GREY = "#555555"
 
 def print_trace(trace: Trace) -> None:
     """Print a summary of the trace."""
-    from rich.console import Console
-
     span_s = (trace.time_ms[-1] - trace.time_ms[0]) / 1000
     lines = [
         f"Trace         {trace.name}",
@@ -35,7 +34,7 @@ def print_trace(trace: Trace) -> None:
     if trace.input_tokens is not None:
         size = f" in blocks of {trace.block_size}" if trace.block_size else ""
         lines.append(f"Input tokens  {trace.input_tokens.sum():,}{size}")
-    Console().print("\n".join(lines), highlight=False, soft_wrap=True)
+    make_console().print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
 def print_results(trace: Trace, results: Sequence[ReplayResult]) -> None:
@@ -45,7 +44,6 @@ def print_results(trace: Trace, results: Sequence[ReplayResult]) -> None:
         trace: The replayed trace.
         results: The results; every policy at the same capacities.
     """
-    from rich.console import Console
     from rich.table import Table
 
     capacities, by_policy = _group(results)
@@ -86,7 +84,7 @@ def print_results(trace: Trace, results: Sequence[ReplayResult]) -> None:
             lambda result: f"{result.num_refused:,}",
             refusing,
         )
-    console = Console()
+    console = make_console()
     console.print()
     console.print(table)
 

@@ -18,7 +18,6 @@ import gzip
 import io
 import itertools
 import json
-import math
 import pathlib
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,6 +25,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from jaxkv._util import shown_name
 
 BLOCK_SIZE = 512
 """Tokens per block in the traces that Mooncake published."""
@@ -151,9 +152,12 @@ def read_trace(path: str | pathlib.Path, block_size: int = BLOCK_SIZE) -> Trace:
         times_ms.append(request.time_ms)
         input_tokens.append(request.input_tokens)
     if not requests:
-        raise TraceError(f"{path}: the file has no request")
+        raise TraceError(f"{shown_name(str(path))}: the file has no request")
     if not any(requests):
-        raise TraceError(f"{path}: no request has a full block of {block_size} tokens")
+        raise TraceError(
+            f"{shown_name(str(path))}: no request has a full block of "
+            f"{block_size} tokens"
+        )
     name = path.name.removesuffix(".gz").removesuffix(".jsonl")
     return make_trace(name, requests, times_ms, input_tokens, block_size)
 
@@ -189,17 +193,23 @@ def _read_requests(path: pathlib.Path, block_size: int) -> Iterator[_Request]:
     try:
         for line in _open_lines(path):
             number += 1
+            if "\0" in line:
+                raise _BadLineError("is not UTF-8 text, but perhaps UTF-16")
             if line.isspace():
                 continue
             fields = _parse_json(line)
             form = form or _detect_format(fields)
             yield _parse_request(fields, form, block_size)
     except _BadLineError as error:
-        raise TraceError(f"{path}:{number}: {error}") from None
+        raise TraceError(f"{shown_name(str(path))}:{number}: {error}") from None
     except UnicodeDecodeError:
-        raise TraceError(f"{path}:{number + 1}: is not UTF-8 text") from None
+        raise TraceError(
+            f"{shown_name(str(path))}:{number + 1}: is not UTF-8 text"
+        ) from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise TraceError(f"{path}:{number + 1}: broken gzip data ({error})") from None
+        raise TraceError(
+            f"{shown_name(str(path))}:{number + 1}: broken gzip data ({error})"
+        ) from None
 
 
 def _open_lines(path: pathlib.Path) -> Iterator[str]:
@@ -207,9 +217,12 @@ def _open_lines(path: pathlib.Path) -> Iterator[str]:
         magic = file.read(len(_GZIP_MAGIC))
         file.seek(0)
         if path.suffix == ".gz" and magic not in (_GZIP_MAGIC, b""):
-            raise TraceError(f"{path}: is not gzip data, though its name ends in .gz")
+            raise TraceError(
+                f"{shown_name(str(path))}: is not gzip data, though its name ends in "
+                ".gz"
+            )
         data = gzip.GzipFile(fileobj=file) if magic == _GZIP_MAGIC else file
-        with io.TextIOWrapper(data, encoding="utf-8") as text:
+        with io.TextIOWrapper(data, encoding="utf-8-sig") as text:
             yield from text
 
 
@@ -238,7 +251,8 @@ def _parse_request(fields: dict[str, Any], form: _Format, block_size: int) -> _R
     if missing:
         raise _BadLineError(f"{missing[0]!r} is missing")
     time_ms = fields[form.time_ms]
-    if type(time_ms) not in (int, float) or not 0 <= time_ms < math.inf:
+    # Larger ones would not be exact, nor could an int of any size be kept.
+    if type(time_ms) not in (int, float) or not 0 <= time_ms < 1 << 53:
         raise _BadLineError(
             f"{form.time_ms!r} must be a number of milliseconds from 0 on, "
             f"not {_show(time_ms)}"
