@@ -77,20 +77,26 @@ class EagerStores:
         self._progress: dict[str, _Progress] = {}
 
     def register(
-        self, request: Request, table: BlockTable, num_local: int, num_external: int
+        self,
+        request: Request,
+        table: BlockTable,
+        num_local: int | None,
+        num_external: int,
     ) -> None:
         """Take note of a request, or of its block table if it is known.
 
         Args:
             request: The request.
             table: All its device blocks.
-            num_local: Tokens that were found on the device.
+            num_local: Tokens that were found on the device; None if nobody looked, as
+                the request runs already.
             num_external: Tokens that come from the host.
         """
-        if self.replace_table(request, table):
+        # Who has just looked begins anew, even after an offer that was declined.
+        if num_local is None and self.replace_table(request, table):
             return
         factor = self._rules.blocks_per_host_block
-        num_tokens = num_local + num_external
+        num_tokens = (num_local or 0) + num_external
         self._progress[request.request_id] = _Progress(
             request,
             tables_by_group(table, len(self._groups)),

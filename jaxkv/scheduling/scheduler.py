@@ -245,9 +245,7 @@ class OffloadScheduler:
         name, keys = request.request_id, self._keys.of(request)
         num_local = self._num_local.pop(name, None)
         if self._eager is not None:
-            self._eager.register(
-                request, block_ids, num_local or 0, num_external_tokens
-            )
+            self._eager.register(request, block_ids, num_local, num_external_tokens)
         if name not in self._known:
             self._known.add(name)
             self._stats.count_request(request, num_local, num_external_tokens)

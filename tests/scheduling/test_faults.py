@@ -144,3 +144,22 @@ def test_the_tail_of_a_request_does_not_take_the_place_of_its_head():
     pool.evict(blocks[:2])
     asks = make_request("two", 1, 2, 3)
     assert scheduler.get_num_new_matched_tokens(asks, 0) == (12, True)
+
+
+def test_blocks_found_when_an_offer_was_declined_are_stored_if_computed_after_all():
+    """They counted as offered, and were stored at the end of the request only."""
+    scheduler, pool = make_scheduler(12)
+    blocks = run_alone(scheduler, pool, 1, 2, 3)
+    pool.evict([blocks[2]])
+    request = make_request("one", 1, 2, 3)
+    assert scheduler.get_num_new_matched_tokens(request, 8) == (4, True)
+    scheduler.update_state_after_alloc(request, [], 0)
+    for path in (range(10, 18), range(20, 28)):  # Both tiers evict all of it.
+        run_alone(scheduler, pool, *path)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    table = pool.allocate(4)
+    scheduler.update_state_after_alloc(request, table, 0)
+    request.num_computed_tokens = 12
+    pool.cache(table[:3], request.block_keys)
+    meta = scheduler.build_connector_meta(SchedulerOutput({"one": 1}))
+    assert meta.store_device_blocks == tuple(table[:3])
