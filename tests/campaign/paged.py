@@ -228,6 +228,8 @@ class PagedEngine(Contract):
         for user in list(self.users.values()):
             if user.phase != "waiting":
                 self.end(user)
+            elif user.has_offer:
+                self.decline(user)
         if self.habits.renames_weights:
             self.epoch += 1
         elif not self.scheduler.reset():
@@ -316,10 +318,12 @@ class PagedEngine(Contract):
                 if place >= first or not self.habits.leaves_holes:
                     holes.append((group, place))
         if len(holes) > self.blocks.num_free:
+            user.has_offer = bool(offer)
             if offer and not self.habits.keeps_offers:
-                self.scheduler.update_state_after_alloc(user, [], 0)
+                self.decline(user)
             self.blocks.free(held)
             return False
+        user.has_offer = False
         for (group, place), block in zip(holes, self.allocate(len(holes)), strict=True):
             tables[group][place] = block
         user.tables = tables
@@ -337,6 +341,11 @@ class PagedEngine(Contract):
         if not takes_time:
             self.take_offer(user)
         return True
+
+    def decline(self, user):
+        """Answer an offer, so that it holds nothing any more."""
+        self.scheduler.update_state_after_alloc(user, [], 0)
+        user.has_offer = False
 
     def choose_part(self, offer):
         """How much of an offer to take; less only where the page says it may be."""

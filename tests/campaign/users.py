@@ -28,6 +28,7 @@ class User:
         tables: Its device blocks, a list for each group.
         after: The tables to go on with once its load is there.
         num_loading: Tokens that it waits for.
+        has_offer: Whether it has left an offer unanswered.
         num_cached: Blocks of each group that were made findable.
         new_blocks: Blocks that the scheduler has not been told of.
     """
@@ -40,6 +41,7 @@ class User:
         self.num_prompt_tokens = len(tokens)
         self.num_computed_tokens = 0
         self.phase = "waiting"
+        self.has_offer = False
         self.digests = [truth.start(weights, extras)]
         self._chains = [
             KeyChain(
