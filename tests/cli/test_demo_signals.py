@@ -110,6 +110,7 @@ def test_the_demo_under_signals(tmp_path, end, moment_s, is_stopped):
             time.sleep(0.5)
             child.send_signal(signal.SIGCONT)
         is_over = child.poll() is not None
+        is_over |= (folders["cwd"] / "figures.json").exists()
         if end is not None:
             child.send_signal(end)
         sent_s = time.monotonic()
@@ -125,19 +126,21 @@ def test_the_demo_under_signals(tmp_path, end, moment_s, is_stopped):
     assert not left, f"children are left: {left}"
     others = [line for line in lines if not PROGRESS.fullmatch(line)]
     files = sorted(path.name for path in folders["cwd"].iterdir())
-    if is_over or end is None or (code == 0 and not others):
-        assert code == 0, said  # It was through before it could notice.
+    # What comes as it ends may be too late to be noticed, but else is not ignored.
+    is_late = is_over or (code == 0 and took_s < 2)
+    if end is None or (is_late and code == 0):
+        assert code == 0, said
         assert others == [], said
         assert files == ["figures.json"]
     elif end == signal.SIGINT:
         assert others == ["jaxkv demo: interrupted"], said
         assert code == 130, said
-        assert files == []
+        assert files == [] or is_late
     else:
         # The signal ends it: a shell says 143.
         assert others in ([], ["jaxkv demo: terminated"]), said
         assert code in (-signal.SIGTERM, 143), said
-        assert files == []
+        assert files == [] or is_late
     if end is not None:
         assert took_s < 60, f"it took {took_s:.0f} s to end"
     assert not [name for name in shared if pathlib.Path(name).exists()]
