@@ -110,7 +110,7 @@ def gather_rows(
         list(zip(in_pool, in_extent, strict=True)),
         lambda plan, row: (plan[row], row),
         extents.rows,
-        extents.pool.device.platform,
+        extents.pool.platform,
     )
     return tuple(
         a.transpose(np.argsort(o)) for a, o in zip(arrays, orders, strict=True)
@@ -145,7 +145,7 @@ def scatter_rows(
         list(zip(in_extent, in_pool, strict=True)),
         lambda plan, row: (row, plan[row]),
         extents.rows,
-        extents.pool.device.platform,
+        extents.pool.platform,
     )
     return {
         n: leaf.transpose(np.argsort(extents.pool.leaves[n].order))

@@ -142,7 +142,7 @@ class HostMemory:
         """
         self._new_extent = copier.new_extent()
         self._extent_bytes = copier.extents.host_bytes
-        self._platform = copier.extents.pool.device.platform
+        self._platform = copier.extents.pool.platform
         self._recycles = copier.mode == "fused"
         self._extents: list[Extent | None] = [None] * num_extents
         try:

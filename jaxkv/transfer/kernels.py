@@ -81,7 +81,7 @@ class Copier:
         self.mode = mode
         self.extents = extents
         self._pool = extents.pool
-        self._platform = self._pool.device.platform
+        self._platform = self._pool.platform
         self._plan = self._pool.plan_sharding()
         self._host = extents.shardings(memory.HOST_KIND)
         self._device = extents.shardings(None)

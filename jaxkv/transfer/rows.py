@@ -98,7 +98,7 @@ def gather_rows(
     ids, carried = jnp.split(sources, 2)
 
     def gather(leaf: jax.Array, axis: int) -> jax.Array:
-        return _read(leaf, axis, ids, extents.pool.device.platform)
+        return _read(leaf, axis, ids, extents.pool.platform)
 
     gathered = _encoded(extents, bundles, leaves, gather)
     if carry is None:
@@ -155,7 +155,7 @@ def scatter_rows(
     for bundle, array in zip(bundles, arrays, strict=True):
         for index, part in zip(bundle.leaves, extents.unstack(array), strict=True):
             parts.setdefault(index, []).append(part)
-    platform = extents.pool.device.platform
+    platform = extents.pool.platform
     written = {}
     for index in sorted(parts):
         axis = extents.pool.leaves[index].block_axis

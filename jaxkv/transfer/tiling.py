@@ -67,7 +67,7 @@ def costly_leaves(pool: PoolLayout) -> list[Leaf]:
     return [
         leaf
         for leaf in pool.leaves
-        if (leaf.layout is not None or pool.device.platform == "tpu")
+        if (leaf.layout is not None or pool.platform == "tpu")
         and leaf.num_blocks * leaf.block_bytes >= _NEGLIGIBLE_BYTES
         and blocks_lie_apart(leaf)
     ]
