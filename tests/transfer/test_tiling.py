@@ -1,5 +1,6 @@
 """What layouts in memory cost: padding on the host, and blocks that lie apart."""
 
+import types
 import warnings
 
 import jax
@@ -8,7 +9,13 @@ import numpy as np
 import pytest
 from jax.experimental.layout import Format, Layout
 
-from jaxkv.transfer import CostlyLayoutWarning, PoolLayout, TransferEngine, memory
+from jaxkv.transfer import (
+    CostlyLayoutWarning,
+    PoolLayout,
+    TransferEngine,
+    layout,
+    memory,
+)
 from jaxkv.transfer.tiling import blocks_lie_apart, costly_leaves, padded_bytes
 from tests.transfer.shadow import Shadow, bits, random_array
 
@@ -158,3 +165,16 @@ def test_host_bytes_count_what_tiles_pad(monkeypatch):
     assert TransferEngine(pool, host_bytes=4 * MIB).num_host_blocks * 2 == (
         4 * MIB // padded.block_bytes * 7 // 8
     )
+
+
+def test_a_pool_of_tpus_that_is_described_is_judged_by_the_compilers_default(
+    monkeypatch,
+):
+    # A description names no layout, and its devices may not be there.
+    described = PoolLayout.of(jnp.zeros((64, 32, 4, 64)))
+    vars(described)["device"] = types.SimpleNamespace(platform="tpu")
+    monkeypatch.setattr(
+        layout, "default_layout", lambda *array: Layout((1, 2, 3, 0), ((8, 128),))
+    )
+    assert described.leaves[0].layout is None
+    assert costly_leaves(described) == list(described.leaves)
