@@ -17,8 +17,6 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from jaxkv.transfer.extents import Bundle, Extent, ExtentLayout
 from jaxkv.transfer.layout import Leaf
@@ -212,6 +210,11 @@ def _copy_rows(
     Returns:
         The targets afterwards.
     """
+    # Imported here, since it takes a while and only a TPU needs it.
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    is_tpu = platform == "tpu"
     in_place = [target for target in targets if isinstance(target, jax.Array)]
     rows_in_flight = max(1, min(num_rows, _COPIES_IN_FLIGHT // len(pairs)))
 
@@ -226,15 +229,10 @@ def _copy_rows(
             @pl.when(plan[row] != NOTHING)
             def _() -> None:
                 semaphore = semaphores.at[row % rows_in_flight]
-                source, target = positions(plan, row)
-                for origin, place in pairs:
-                    act(
-                        pltpu.make_async_copy(
-                            origin.at(read, source),
-                            place.at(written, target),
-                            semaphore,
-                        )
-                    )
+                here, there = positions(plan, row)
+                for source, target in pairs:
+                    origin, place = source.at(read, here), target.at(written, there)
+                    act(pltpu.make_async_copy(origin, place, semaphore))
 
         def start(row: Any, _: None) -> None:
             each_copy(row, lambda copy: copy.start())
@@ -256,28 +254,27 @@ def _copy_rows(
         flops=0, transcendentals=0, bytes_accessed=2 * num_rows * row_bytes
     )
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    operands = [*inputs, *in_place]
+    if is_tpu:  # Where an operand fits into VMEM, XLA would copy it there as a whole.
+        operands = [
+            pltpu.with_memory_space_constraint(operand, pltpu.HBM)
+            for operand in operands
+        ]
     written: Sequence[jax.Array] = pl.pallas_call(
         kernel,
         out_shape=[array_spec(t.shape, np.dtype(t.dtype)) for t in targets],
         in_specs=[
             pl.BlockSpec(memory_space=pltpu.SMEM),
-            *[hbm] * (len(inputs) + len(in_place)),
+            *[hbm] * len(operands),
         ],
         out_specs=[hbm] * len(targets),
         input_output_aliases={1 + len(inputs) + n: n for n in range(len(in_place))},
         scratch_shapes=[pltpu.SemaphoreType.DMA((rows_in_flight,))],
         cost_estimate=cost,
-        interpret=_INTERPRETER if platform != "tpu" else False,
+        interpret=False if is_tpu else _INTERPRETER,
         name="jaxkv_copy_rows",
-    )(plan, *[_kept_in_hbm(array, platform) for array in (*inputs, *in_place)])
+    )(plan, *operands)
     return written
-
-
-def _kept_in_hbm(array: jax.Array, platform: str) -> jax.Array:
-    """Keep XLA from copying a whole operand to VMEM, which it does where it fits."""
-    if platform != "tpu":
-        return array
-    return pltpu.with_memory_space_constraint(array, pltpu.HBM)
 
 
 def _pair(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental import pallas
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxkv.transfer import Compression, PoolLayout, TransferEngine, dma, kernels, rows
@@ -143,7 +144,7 @@ class Refusal(Exception):
 @pytest.mark.parametrize("when", ["it is traced", "it is compiled"])
 def test_a_refused_kernel_is_replaced_and_the_log_says_so(when, monkeypatch, caplog):
     compile_program, traced = kernels.memory.compile_program, []
-    pallas_call = dma.pl.pallas_call
+    pallas_call = pallas.pallas_call
 
     def trace(*args, **options):
         if when == "it is traced":
@@ -157,7 +158,7 @@ def test_a_refused_kernel_is_replaced_and_the_log_says_so(when, monkeypatch, cap
             raise Refusal("Mosaic failed to compile TPU kernel")
         return compile_program(lowered, platform)
 
-    monkeypatch.setattr(dma.pl, "pallas_call", trace)
+    monkeypatch.setattr(pallas, "pallas_call", trace)
     monkeypatch.setattr(kernels.memory, "compile_program", compile_traced)
     # As on TPU, where no kernel is asked for.
     monkeypatch.setattr(kernels, "_DMA_PLATFORMS", ("cpu",))
