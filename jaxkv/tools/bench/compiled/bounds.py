@@ -8,6 +8,7 @@ from typing import Literal
 from jaxkv.tools.bench.compiled.plan import Kind, Program
 from jaxkv.tools.bench.compiled.records import Figures
 from jaxkv.tools.bench.compiled.targets import Backend
+from jaxkv.transfer.kernels import Mode
 
 MIB = 1 << 20
 
@@ -72,21 +73,32 @@ _BOUNDS: dict[tuple[Backend, str, Literal["move", "copy"]], Bounds] = {
 # What a merge carries over lies on the device beside what it gathers.
 _MERGE_TEMP_RATIO = 1.3
 
+# A fused program brings the extent that it carries rows over from to the device, and
+# XLA reads and writes once more what comes and goes. On TPU the engine refuses it,
+# and on GPU it has to be asked for: these bounds tell when it becomes worse.
+_FUSED_MERGE_TEMP_RATIO = 2.1
+_FUSED_BYTES_RATIO = {"gather": 4.0, "write": 4.0, "merge": 8.0, "load": 5.0}
+
 # Padding of a pool's bytes that is no part of it: the plan, and its alignment.
 _ALIGNMENT_BYTES = 64 << 10
 
 
-def bounds_of(backend: Backend, kernel: str, kind: Kind) -> Bounds:
+def bounds_of(backend: Backend, kernel: str, mode: Mode, kind: Kind) -> Bounds:
     """Return the bounds of a program.
 
     Args:
         backend: Which compiler makes it.
         kernel: What moves the rows: ``"xla"`` or ``"dma"``.
+        mode: The mode of the transfer engine.
         kind: What it does.
     """
     bounds = _BOUNDS[backend, kernel, "move" if kind in MOVES else "copy"]
     if kind == "merge" and bounds.temp_ratio is not None:
-        bounds = dataclasses.replace(bounds, temp_ratio=_MERGE_TEMP_RATIO)
+        fused = mode == "fused"
+        ratio = _FUSED_MERGE_TEMP_RATIO if fused else _MERGE_TEMP_RATIO
+        bounds = dataclasses.replace(bounds, temp_ratio=ratio)
+    if mode == "fused" and bounds.bytes_ratio is not None and kind in MOVES:
+        bounds = dataclasses.replace(bounds, bytes_ratio=_FUSED_BYTES_RATIO[kind])
     if kind in ("load", "copy"):
         bounds = dataclasses.replace(bounds, alias_whole_pool=True)
     return bounds
@@ -94,7 +106,8 @@ def bounds_of(backend: Backend, kernel: str, kind: Kind) -> Bounds:
 
 def broken_bounds(program: Program, figures: Figures) -> tuple[str, ...]:
     """Return the bounds that a program breaks, a line each."""
-    bounds = bounds_of(program.target.backend, figures.kernel, program.kind)
+    target, kernel = program.target, figures.kernel
+    bounds = bounds_of(target.backend, kernel, program.mode, program.kind)
     lines = []
     if (
         bounds.bytes_ratio is not None

@@ -56,6 +56,20 @@ def test_good_figures_break_nothing(target, kind):
             id="temp of a merge",
         ),
         pytest.param(
+            {"kind": "merge", "mode": "fused"},
+            {"temp_bytes": int(2.09 * MOVED)},
+            {"temp_bytes": int(2.5 * MOVED)},
+            "temp 2.50x of what is moved, at most 2.1x",
+            id="temp of a fused merge",
+        ),
+        pytest.param(
+            {"kind": "load", "mode": "fused"},
+            {"kernel": "xla", "accessed_bytes": 10 * MOVED},
+            {"kernel": "xla", "accessed_bytes": 12 * MOVED},
+            "bytes 6.00x of the ideal, at most 5x",
+            id="bytes of a fused load",
+        ),
+        pytest.param(
             {"kind": "load"},
             # The figure of the pool has the plan in it.
             {"alias_bytes": POOL - 512},
@@ -135,7 +149,7 @@ def test_a_compiler_that_tells_no_bytes_is_not_held_to_them():
 
 def test_saves_need_not_write_into_the_pool():
     assert broken({"alias_bytes": 0}) == []
-    assert not bounds_of("tpu", "dma", "gather").alias_whole_pool
+    assert not bounds_of("tpu", "dma", "staged", "gather").alias_whole_pool
 
 
 def test_pools_for_comparison_have_no_bounds():
