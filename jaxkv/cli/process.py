@@ -40,13 +40,14 @@ def end_on_signals(name: str) -> None:
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    threading.Thread(
-        target=_wait, args=(reader, name), name="jaxkv signals", daemon=True
-    ).start()
     # Written to at once, wherever the main thread is; the handlers run in that thread.
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for number in _WORDS:
         signal.signal(number, _do_nothing)
+    # Last, as it takes longest: what comes before it is read from the pipe.
+    threading.Thread(
+        target=_wait, args=(reader, name), name="jaxkv signals", daemon=True
+    ).start()
 
 
 def write_lines_at_once() -> None:
