@@ -38,7 +38,13 @@ def main() -> None:
     # Whatever else writes to stdout is to be seen, not read.
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    pool: PoolShape | None = None
     for program in pickle.load(sys.stdin.buffer):
+        if program.pool != pool:
+            # What JAX keeps of the programs before would add up to gigabytes.
+            pool = program.pool
+            _make_copier.cache_clear()
+            jax.clear_caches()  # type: ignore[no-untyped-call]
         pickle.dump(_compile(program), replies)
         replies.flush()
 
