@@ -78,7 +78,7 @@ def _results(backend: Backend, chosen: Sequence[Program]) -> Iterator[Result]:
     left = list(chosen)
     while left:
         # A compiler that ends its process costs the program that it was at.
-        for reply, why in _replies(backend, left):
+        for reply, why in _replies(backend, tuple(left)):
             program = left.pop(0)
             if reply is None:
                 yield judge(program, None, why)
@@ -87,7 +87,7 @@ def _results(backend: Backend, chosen: Sequence[Program]) -> Iterator[Result]:
 
 
 def _replies(
-    backend: Backend, chosen: Sequence[Program]
+    backend: Backend, chosen: tuple[Program, ...]
 ) -> Iterator[tuple[Any, str | None]]:
     """Yield a worker's replies; if it ends early, a last one of why."""
     with tempfile.TemporaryFile() as errors:

@@ -77,6 +77,25 @@ def test_a_compiler_that_ends_its_process_costs_one_program(monkeypatch):
     assert all(r.broken == (f"did not compile: {r.error}",) for r in record.results)
 
 
+def test_one_process_compiles_all_programs_of_a_target(monkeypatch):
+    """It had been started anew for the second half, and for the half of that."""
+    started = []
+    popen = run.subprocess.Popen
+    monkeypatch.setattr(
+        run.subprocess,
+        "Popen",
+        lambda *args, **kwargs: started.append(args) or popen(*args, **kwargs),
+    )
+    monkeypatch.setattr(run, "_WORKER", "tests.rigs.dying_compiler")
+    config = CompileConfig((THIS_CPU,), (SMALL,), (), modes=("staged",))
+    plan = [p for p in run.programs(config) if p.kind != "merge"]
+    monkeypatch.setattr(run, "programs", lambda config: iter(plan))
+    record = run.run_compile(config, lambda *_: None)
+    assert [result.program for result in record.results] == plan
+    assert len(plan) == 8
+    assert len(started) == 1
+
+
 def need(name):
     target = parse_target(name)
     extra = missing_extra(target)
