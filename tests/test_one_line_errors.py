@@ -23,7 +23,6 @@ from jaxkv import (
     TransferEngine,
     get_policy_maker,
     make_lru,
-    make_scheduler,
     register_policy,
 )
 from jaxkv.cli import main as cli
@@ -215,7 +214,6 @@ DOORS = {
     "a block id": lambda value: DeviceBlockPool(4).pin([value]),
     "groups": lambda value: OffloadScheduler(value, 4),
     "a name to register": lambda value: register_policy(value, make_lru),
-    "compat": lambda value: make_scheduler(16, 4, compat=value),
     "a size of staging": lambda value: TransferEngine(
         {"k": np.zeros(1)}, 4, staging_bytes=value
     ),

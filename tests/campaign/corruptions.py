@@ -153,13 +153,14 @@ def an_explanation_is_wrong(engine):
 def an_offer_is_too_long(engine):
     """The last block of an offer is not loaded."""
     mover = engine.movers[0]
-    real = mover.load
+    real = mover.load_each
 
-    def load(pool, host_ids, device_ids):
+    def load_each(pool, host_ids, device_ids, sizes, **how):
         host_ids, device_ids = np.array(host_ids), np.array(device_ids)
-        return real(pool, host_ids[:-1], device_ids[:-1])
+        fewer = [*sizes[:-1], sizes[-1] - 1]
+        return real(pool, host_ids[:-1], device_ids[:-1], fewer, **how)
 
-    mover.load = load
+    mover.load_each = load_each
 
 
 def _with(habits, **changes):

@@ -79,6 +79,20 @@ class UnreliableEngine:
         self._note(ticket, fails, is_stuck, [block for block in rows if block >= 0])
         return pool, ticket
 
+    def load_each(
+        self, pool, host_block_ids, device_block_ids, sizes, *, in_step=False
+    ):
+        chosen = [self._choose() for _ in sizes]
+        pool, tickets = self._engine.load_each(
+            pool, host_block_ids, device_block_ids, sizes, in_step=in_step
+        )
+        rows = iter(_listed(device_block_ids))
+        for ticket, size, (fails, is_stuck) in zip(tickets, sizes, chosen, strict=True):
+            own = jax.tree.leaves([next(rows) for _ in range(size)])
+            blocks = [int(block) for block in own if block >= 0]
+            self._note(ticket, fails, is_stuck, blocks)
+        return pool, tickets
+
     def advance(self, pool):
         pool = self._engine.advance(pool)
         return self._collect(pool, self._engine.poll())

@@ -32,11 +32,11 @@ def served():
     def watch(name):
         call = getattr(engine.transfer, name)
 
-        def watched(pool, first, second, *sizes):
+        def watched(pool, first, second, *sizes, **how):
             hosts = second if name == "save" else first
             each = moved["save" if name == "save" else "load"]
             each.append(len(hosts) * engine.transfer.block_bytes)
-            return call(pool, first, second, *sizes)
+            return call(pool, first, second, *sizes, **how)
 
         setattr(engine.transfer, name, watched)
 

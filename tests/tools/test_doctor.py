@@ -304,7 +304,9 @@ def test_the_extras_are_those_of_the_package():
     assert {name: list(own.values()) for name, own in EXTRAS.items()} == {
         name: declared[name] for name in EXTRAS
     }
-    assert set(declared) - set(EXTRAS) == {"test", "dev", "cuda12", "tpu"}
+    assert set(declared) - set(EXTRAS) == {
+        *("test", "dev", "cuda12", "tpu", "aot-tpu", "aot-gpu")
+    }
 
 
 def test_a_missing_extra_is_wrong_only_if_it_is_needed(tmp_path):

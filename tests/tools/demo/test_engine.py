@@ -126,8 +126,8 @@ def test_wrong_blocks_from_the_host_change_the_tokens(steps, monkeypatch):
     load = engine.transfer.load_each
 
     # Not only in another order, which attention would not notice.
-    def load_one_block_everywhere(pool, host_ids, device_ids, sizes):
-        return load(pool, [host_ids[0]] * len(host_ids), device_ids, sizes)
+    def load_one_block_everywhere(pool, host_ids, *how, **more):
+        return load(pool, [host_ids[0]] * len(host_ids), *how, **more)
 
     monkeypatch.setattr(engine.transfer, "load_each", load_one_block_everywhere)
     again = engine.submit(prompt, 8)
