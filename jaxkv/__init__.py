@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from jaxkv.policies import get_policy_maker as get_policy_maker
     from jaxkv.policies import make_arc as make_arc
     from jaxkv.policies import make_arc_fixed as make_arc_fixed
+    from jaxkv.policies import make_hazard as make_hazard
     from jaxkv.policies import make_lru as make_lru
+    from jaxkv.policies import make_slru as make_slru
     from jaxkv.policies import policy_names as policy_names
     from jaxkv.policies import register_policy as register_policy
     from jaxkv.scheduling import ConnectorOutput as ConnectorOutput
@@ -59,7 +61,9 @@ _PUBLIC = {
         "get_policy_maker",
         "make_arc",
         "make_arc_fixed",
+        "make_hazard",
         "make_lru",
+        "make_slru",
         "policy_names",
         "register_policy",
     ),

@@ -330,8 +330,8 @@ class OffloadConfig:
     cache_policy: str = _name(
         "lru",
         "scheduler",
-        "Which blocks a full host tier evicts: `lru`, `arc`, `arc_fixed`, or a "
-        "policy of your own.",
+        "Which blocks a full host tier evicts: `lru`, `arc`, `arc_fixed`, `slru`, "
+        "`hazard`, or a policy of your own.",
         names=policy_names,
     )
     executor: ExecutorName = _name(  # noqa: RUF009 - it is a field

@@ -13,7 +13,7 @@ their unit in the name (``host_bytes``, ``wall_s``).
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 BlockKey: TypeAlias = bytes
 """Names a block by its content. `jaxkv.keys` makes keys of `KEY_BYTES`."""
@@ -34,3 +34,10 @@ tables at it."""
 
 NOT_READY = -1
 """The reference count of a host block whose bytes have not arrived."""
+
+Stop: TypeAlias = Literal["tool_use", "end_turn"]
+"""Why a request stopped, as far as that tells when its prefix will be used again: it
+called a tool, whose result will come soon, or it answered somebody."""
+
+STOPS: tuple[Stop | None, ...] = (None, "tool_use", "end_turn")
+"""The number of each on the array side is its index here; None if it is not known."""

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import operator
 import threading
+import time
 from collections.abc import Callable
 from typing import NamedTuple, SupportsIndex
 
@@ -91,6 +92,7 @@ class PrefixStore(Resource):
         mode: Mode | None = None,
         extent_bytes: str | SupportsIndex | None = None,
         max_pending_saves: int = 8,
+        clock: Callable[[], float] = time.monotonic,
     ):
         """Set up the host memory.
 
@@ -109,6 +111,8 @@ class PrefixStore(Resource):
             extent_bytes: As for `TransferEngine`.
             max_pending_saves: Saves that may be pending, each with a copy of its KV on
                 the device; the next one waits.
+            clock: Seconds since some moment, for a cache policy that wants to be told
+                of requests: each `load` is one.
 
         Raises:
             ValueError: An argument is wrong.
@@ -119,6 +123,7 @@ class PrefixStore(Resource):
         self._namespace = namespace
         self._layout = PrefixLayout.of(kv_like, sequence_axis, namespace.block_size)
         self._max_saves = max_pending_saves
+        self._clock = clock
         self._num_saves = 0
         self._stats = PrefixStats()
         self._generation = 0  # Incremented by `clear`: older transfers do not count.
@@ -221,6 +226,7 @@ class PrefixStore(Resource):
         with self._lock:
             self._check()
             self._count(query_tokens=len(tokens))
+            self._tell(keys, len(tokens))
             num_hits = self._manager.lookup(keys)
             num_tokens = num_hits * self.block_size
             if not num_hits or num_tokens < min_tokens:
@@ -337,6 +343,16 @@ class PrefixStore(Resource):
 
     def _keys(self, tokens: TokenIds, extras: Extras) -> list[BlockKey]:
         return KeyChain(self._namespace, extras).extend(tokens)
+
+    def _tell(self, keys: list[BlockKey], num_tokens: int) -> None:
+        """Tell a policy that listens of a request. Needs the lock.
+
+        What it generates, and when it ends, is not known here.
+        """
+        if self._manager.listens:
+            now_ms = int(1000 * self._clock())
+            mark = self._manager.begin_request(keys, num_tokens, now_ms)
+            self._manager.finish_request(keys, mark, now_ms)
 
     def _check(self) -> None:
         """Raise if the store was closed or its thread failed. Needs the lock."""

@@ -259,6 +259,17 @@ def lowest_bit(typing_context: Any, bits: Any) -> Any:
 
 
 @intrinsic
+def highest_bit(typing_context: Any, bits: Any) -> Any:
+    """Number the highest bit that is set of a u64 that is not 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        zeros = builder.ctlz(args[0], ir.IntType(1)(1))
+        return builder.sub(ir.IntType(64)(63), zeros)
+
+    return types.uint64(types.uint64), generate
+
+
+@intrinsic
 def count_bits(typing_context: Any, bits: Any) -> Any:
     """Count the bits of a u64 that are set."""
 

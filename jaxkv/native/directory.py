@@ -65,6 +65,13 @@ def address(directory: Any, keys: Any, row: int) -> Any:
 
 
 @inlined
+def tag_of(directory: Any, keys: Any, row: int) -> Any:
+    """Compute the tag of the key in a row."""
+    tag, _, _ = address(directory, keys, row)
+    return tag
+
+
+@inlined
 def find_at(
     directory: Any, tag: Any, first: Any, second: Any, keys: Any, row: int
 ) -> Any:

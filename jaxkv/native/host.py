@@ -71,6 +71,27 @@ def touch(bound: Any, variant: int, keys: Any, counts_as_use: Any) -> None:
 
 
 @compiled
+def begin(bound: Any, keys: Any, positions: Any, now_ms: int, num_tokens: int) -> Any:
+    """Tell the policy that a request begins; see `NativePolicy.begin`."""
+    return policy.begin(state_of(bound).policy, keys, positions, now_ms, num_tokens)
+
+
+@compiled
+def finish(
+    bound: Any,
+    keys: Any,
+    positions: Any,
+    now_ms: int,
+    num_output_tokens: int,
+    stop: int,
+    mark: int,
+) -> None:
+    """Tell the policy that a request has finished; see `NativePolicy.finish`."""
+    state = state_of(bound)
+    policy.finish(state.policy, keys, positions, now_ms, num_output_tokens, stop, mark)
+
+
+@compiled
 def prepare_load(bound: Any, keys: Any, block_ids: Any) -> Any:
     """Pin the block of each key.
 

@@ -34,6 +34,10 @@ class NativePolicy(NamedTuple):
             (i32[K]) and their keys to `keys` (u32[K, 8]); all or none.
         variant: A number that three of them are given, so that policies which differ
             in details share their machine code.
+        begin: ``(state, keys, positions, now_ms, num_tokens) -> mark``. A request
+            begins; None, as for `finish`, where the policy is not to be told.
+        finish: ``(state, keys, positions, now_ms, num_output_tokens, stop, mark)``.
+            It has finished.
     """
 
     find: Callable[..., None]
@@ -42,6 +46,14 @@ class NativePolicy(NamedTuple):
     remove: Callable[..., None]
     evict: Callable[..., Any]
     variant: int = 0
+    begin: Callable[..., Any] | None = None
+    finish: Callable[..., None] | None = None
+
+    @property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        """All of them, without the variant."""
+        told = [own for own in (self.begin, self.finish) if own is not None]
+        return (*self[:5], *told)
 
 
 _natives: dict[str, NativePolicy] = {}  # by the label of their states
@@ -59,12 +71,12 @@ def register_native(state_class: type, native: NativePolicy) -> None:
         ValueError: If the class is known with other functions.
     """
     known = _natives.get(_labels.get(state_class, ""))
-    if known is not None and known[:5] != native[:5]:
+    if known is not None and known.functions != native.functions:
         raise ValueError(
             f"{state_class} has native functions already; another policy must have a "
             "state class of its own."
         )
-    _labels[state_class] = label = label_state(state_class, native[:5])
+    _labels[state_class] = label = label_state(state_class, native.functions)
     _natives[label] = native
 
 
@@ -94,6 +106,27 @@ def evict(
     """Call the policy's `evict`."""
     own = _natives[_labels[type(state)]].evict
     return own(state, variant, num, ref_cnt, block_ids, keys)
+
+
+def begin(state: Any, keys: Any, positions: Any, now_ms: int, num_tokens: int) -> Any:
+    """Call the policy's `begin`, if it has one."""
+    own = _natives[_labels[type(state)]].begin
+    return 0 if own is None else own(state, keys, positions, now_ms, num_tokens)
+
+
+def finish(
+    state: Any,
+    keys: Any,
+    positions: Any,
+    now_ms: int,
+    num_output_tokens: int,
+    stop: int,
+    mark: int,
+) -> None:
+    """Call the policy's `finish`, if it has one."""
+    own = _natives[_labels[type(state)]].finish
+    if own is not None:
+        own(state, keys, positions, now_ms, num_output_tokens, stop, mark)
 
 
 @overload(find)
@@ -148,6 +181,60 @@ def _evict(
         return own(state, variant, num, ref_cnt, block_ids, keys)
 
     return call
+
+
+@overload(begin)
+def _begin(state: Any, keys: Any, positions: Any, now_ms: int, num_tokens: int) -> Any:
+    own: Any = _native_of(state).begin
+
+    def call(
+        state: Any, keys: Any, positions: Any, now_ms: int, num_tokens: int
+    ) -> Any:
+        return own(state, keys, positions, now_ms, num_tokens)
+
+    def ignore(
+        state: Any, keys: Any, positions: Any, now_ms: int, num_tokens: int
+    ) -> Any:
+        return 0
+
+    return ignore if own is None else call
+
+
+@overload(finish)
+def _finish(
+    state: Any,
+    keys: Any,
+    positions: Any,
+    now_ms: int,
+    num_output_tokens: int,
+    stop: int,
+    mark: int,
+) -> Any:
+    own: Any = _native_of(state).finish
+
+    def call(
+        state: Any,
+        keys: Any,
+        positions: Any,
+        now_ms: int,
+        num_output_tokens: int,
+        stop: int,
+        mark: int,
+    ) -> Any:
+        own(state, keys, positions, now_ms, num_output_tokens, stop, mark)
+
+    def ignore(
+        state: Any,
+        keys: Any,
+        positions: Any,
+        now_ms: int,
+        num_output_tokens: int,
+        stop: int,
+        mark: int,
+    ) -> Any:
+        pass
+
+    return ignore if own is None else call
 
 
 def _native_of(state: StateType) -> NativePolicy:

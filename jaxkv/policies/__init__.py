@@ -6,6 +6,8 @@ from jaxkv.policies.arc import make_arc_fixed as make_arc_fixed
 from jaxkv.policies.base import EvictResult as EvictResult
 from jaxkv.policies.base import InsertResult as InsertResult
 from jaxkv.policies.base import Policy as Policy
+from jaxkv.policies.hazard import HazardState as HazardState
+from jaxkv.policies.hazard import make_hazard as make_hazard
 from jaxkv.policies.lru import LRUState as LRUState
 from jaxkv.policies.lru import make_lru as make_lru
 from jaxkv.policies.registry import POLICIES as POLICIES
@@ -13,3 +15,5 @@ from jaxkv.policies.registry import PolicyMaker as PolicyMaker
 from jaxkv.policies.registry import get_policy_maker as get_policy_maker
 from jaxkv.policies.registry import policy_names as policy_names
 from jaxkv.policies.registry import register_policy as register_policy
+from jaxkv.policies.slru import SLRUState as SLRUState
+from jaxkv.policies.slru import make_slru as make_slru

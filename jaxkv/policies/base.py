@@ -69,6 +69,17 @@ class Policy(NamedTuple):
             under jit. A list in the dict is a list of keys, `bytes`; every key that
             has a block is in one of the lists, and no key is in two. What else is
             in the dict, such as a number, is the policy's own.
+        begin: ``(state, keys, count, positions, now_ms, num_tokens) -> (state, mark)``.
+            A request begins that asks for `num_tokens` (i32[]) tokens, with these
+            keys; `positions` (i32[K]) count the blocks before each in its prefix, and
+            0 begins another prefix. `now_ms` (u32[]) is the time in milliseconds since
+            any moment, modulo 2**32. `mark` (i32[]) comes back when the request
+            finishes. None where the policy does not want to know, as is `finish`:
+            then nobody calls them, and nothing is spent on it.
+        finish: ``(state, keys, count, positions, now_ms, num_output_tokens, stop, mark)
+            -> state``. It has finished with these keys and generated so many tokens
+            (i32[], -1 if that is not known); `stop` (i32[]) is an index of
+            `jaxkv.types.STOPS`.
         native: The same transitions in place, for callers in Python; None where there
             are none, and then these callers run the pure functions.
     """
@@ -83,6 +94,13 @@ class Policy(NamedTuple):
     evict: Callable[[PyTree, jax.Array, jax.Array, int], EvictResult]
     snapshot: Callable[[PyTree], dict[str, Any]]
     native: NativePolicy | None = None
+    begin: Callable[..., tuple[PyTree, jax.Array]] | None = None
+    finish: Callable[..., PyTree] | None = None
+
+    @property
+    def listens(self) -> bool:
+        """Whether the policy wants to be told when requests begin and finish."""
+        return self.begin is not None
 
 
 def native_only(
@@ -110,7 +128,10 @@ def native_only(
             "with executor='native', or give it pure functions."
         )
 
-    pure = dict.fromkeys(("find", "touch", "insert", "remove", "evict"), refuse)
+    names = ["find", "touch", "insert", "remove", "evict"]
+    if native.begin is not None:
+        names += ["begin", "finish"]
+    pure: dict[str, Any] = dict.fromkeys(names, refuse)
     return Policy(
         num_blocks=num_blocks,
         max_batch=max_batch,

@@ -168,6 +168,11 @@ def remove(directory: Directory, entries: Array) -> Directory:
     )
 
 
+def tags_of(keys: Array) -> Array:
+    """Compute the tag of each key: u32[K], never 0."""
+    return _address(keys, 1)[0]
+
+
 def pass_on(directory: Directory, entries: Array, heirs: Array) -> Directory:
     """Have other entries hold keys, that they have in `keys` already.
 

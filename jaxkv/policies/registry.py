@@ -10,7 +10,9 @@ from typing import TypeAlias
 from jaxkv._util import nearest, shown
 from jaxkv.policies.arc import make_arc, make_arc_fixed
 from jaxkv.policies.base import Policy
+from jaxkv.policies.hazard import make_hazard
 from jaxkv.policies.lru import make_lru
+from jaxkv.policies.slru import make_slru
 
 PolicyMaker: TypeAlias = Callable[[int, int], Policy]
 """Makes a policy: ``(num_blocks, max_batch) -> Policy``."""
@@ -83,3 +85,5 @@ def get_policy_maker(name: str) -> PolicyMaker:
 register_policy("lru", make_lru)
 register_policy("arc", make_arc)
 register_policy("arc_fixed", make_arc_fixed)
+register_policy("slru", make_slru)
+register_policy("hazard", make_hazard)

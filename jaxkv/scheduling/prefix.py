@@ -48,6 +48,26 @@ def row_keys(
     return rows_of(specs, keys, no_tables, first, counts, blocks_per_host_block).keys
 
 
+def host_keys(
+    keys: Sequence[Sequence[BlockKey]], blocks_per_host_block: int
+) -> tuple[Sequence[BlockKey], list[int]]:
+    """List the keys of a request's host blocks, one group after the other.
+
+    Args:
+        keys: The request's keys, for each group.
+        blocks_per_host_block: Device blocks in a host block, whose key is the last's.
+
+    Returns:
+        The keys, and how many come before each in its group.
+    """
+    factor = blocks_per_host_block
+    if len(keys) == factor == 1:
+        return keys[0], list(range(len(keys[0])))
+    told = [own[factor - 1 :: factor] for own in keys]
+    positions = [position for own in told for position in range(len(own))]
+    return [key for own in told for key in own], positions
+
+
 def rows_of(
     specs: tuple[GroupSpec, ...],
     keys: Sequence[Sequence[BlockKey]],

@@ -26,13 +26,15 @@ model has several groups of layers, one list for each."""
 class Request(Protocol):
     """What the scheduler reads of an engine's request. It changes none of it.
 
-    Three attributes more are read where there are any:
+    Four attributes more are read where there are any:
 
     * ``block_keys_by_group``, where the model has several groups of layers: for each
       of them what `block_keys` is for the only one.
     * ``num_output_placeholders``, with asynchronous scheduling: how many of
       `num_computed_tokens` are not computed for certain yet.
-    * ``num_prompt_tokens``, if only prompts are to be stored.
+    * ``num_prompt_tokens``, if only prompts are to be stored, or the cache policy
+      learns from how much requests generate.
+    * ``stop``, once it has finished: one of `jaxkv.types.STOPS`, for such a policy.
     """
 
     @property

@@ -29,6 +29,7 @@ from jaxkv.scheduling.explain import Explanation, explain
 from jaxkv.scheduling.gate import Gate
 from jaxkv.scheduling.lazy import LazyStores
 from jaxkv.scheduling.loads import Loads, flat_ids, mark_skipped
+from jaxkv.scheduling.news import RequestNews, stop_of
 from jaxkv.scheduling.prefix import row_keys
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
@@ -66,7 +67,10 @@ class OffloadScheduler:
         enable_events: Whether to keep events for `take_events`.
         rules: How to store and load.
         executor: Who runs the decisions about the host; see `OffloadingManager`.
-        clock: Seconds since some moment, for `delays`; no decision depends on it.
+        clock: Seconds since some moment, for `delays` and for a cache policy that wants
+            to be told when requests begin and finish; no other decision depends on it.
+            Processes that serve one model together with such a policy need one that
+            says the same in all of them, such as the number of the step.
 
     Raises:
         ValueError: If a number is too small, the policy is not known or was made for
@@ -122,6 +126,7 @@ class OffloadScheduler:
         self._num_local: dict[str, int] = {}
         # Requests that count as having used their blocks.
         self._known: set[str] = set()
+        self._news = RequestNews(host, rules.blocks_per_host_block, clock)
         self._bound_pool: DeviceBlockPool | None = None
 
     def bind_device_block_pool(self, pool: DeviceBlockPool) -> None:
@@ -249,6 +254,7 @@ class OffloadScheduler:
         if name not in self._known:
             self._known.add(name)
             self._stats.count_request(request, num_local, num_external_tokens)
+            self._news.begin(request, keys)
             # Once, however often it asked: a request uses its blocks once.
             used = row_keys(self.groups, keys, self.rules.blocks_per_host_block)
             self._manager.count_lookup(used)
@@ -363,10 +369,17 @@ class OffloadScheduler:
 
         Returns:
             Whether the engine has to keep the blocks, never; and nothing else.
+
+        Raises:
+            ValueError: If it says why it stopped, and that is no such reason. Then
+                nothing changes.
         """
+        stop = stop_of(request)
         if block_ids is not None and self._eager is not None:
             self._eager.replace_table(request, block_ids)
         self._part_with(request)
+        if request.request_id in self._known:
+            self._news.finish(request, self._keys.of(request), stop)
         self._known.discard(request.request_id)
         self._keys.forget(request.request_id)
         return False, None

@@ -28,10 +28,12 @@ from jaxkv.types import KEY_WORDS, NO_BLOCK
 ExecutorName: TypeAlias = Literal["native", "xla"]
 Words: TypeAlias = NDArray[np.uint32]
 Ids: TypeAlias = NDArray[np.int64]
+Positions: TypeAlias = NDArray[np.int32]
 
 # What compiled functions are made ready for; keys are read-only.
 _SOME_KEYS = np.frombuffer(bytes(4 * KEY_WORDS), np.uint32).reshape(1, KEY_WORDS)
 _SOME_IDS = np.empty(1, np.int64)
+_SOME_POSITIONS = np.zeros(1, np.int32)
 
 _SMALLEST_BATCH = 16
 _BATCH_STEP = 4
@@ -90,6 +92,24 @@ class Executor(Protocol):
 
     def touch(self, keys: Words, counts_as_use: bool = True) -> None:
         """Record a use of each key, or only move them."""
+        ...
+
+    def begin(
+        self, keys: Words, positions: Positions, now_ms: int, num_tokens: int
+    ) -> int:
+        """Tell the policy that a request begins; give what `finish` is to be told."""
+        ...
+
+    def finish(
+        self,
+        keys: Words,
+        positions: Positions,
+        now_ms: int,
+        num_output_tokens: int,
+        stop: int,
+        mark: int,
+    ) -> None:
+        """Tell the policy that a request has finished."""
         ...
 
     def prepare_load(self, keys: Words) -> tuple[Ids, int]:
@@ -169,6 +189,8 @@ class NativeExecutor:
                 "find_readable": (bound, _SOME_KEYS, np.empty(1, np.int32)),
                 "lookup": (bound, _SOME_KEYS),
                 "touch": (bound, variant, _SOME_KEYS, True),
+                "begin": (bound, _SOME_KEYS, _SOME_POSITIONS, 0, 0),
+                "finish": (bound, _SOME_KEYS, _SOME_POSITIONS, 0, 0, 0, 0),
                 "prepare_load": (bound, _SOME_KEYS, _SOME_IDS),
                 "complete_load": (bound, _SOME_KEYS, _SOME_IDS),
                 "pin": (self._ref_cnt, _SOME_IDS),
@@ -196,6 +218,25 @@ class NativeExecutor:
 
     def touch(self, keys: Words, counts_as_use: bool = True) -> None:
         self._native.touch(self._bound, self._variant, keys, counts_as_use)
+
+    def begin(
+        self, keys: Words, positions: Positions, now_ms: int, num_tokens: int
+    ) -> int:
+        mark: int = self._native.begin(self._bound, keys, positions, now_ms, num_tokens)
+        return mark
+
+    def finish(
+        self,
+        keys: Words,
+        positions: Positions,
+        now_ms: int,
+        num_output_tokens: int,
+        stop: int,
+        mark: int,
+    ) -> None:
+        self._native.finish(
+            self._bound, keys, positions, now_ms, num_output_tokens, stop, mark
+        )
 
     def prepare_load(self, keys: Words) -> tuple[Ids, int]:
         block_ids = np.empty(len(keys), np.int64)
@@ -271,6 +312,25 @@ class XlaExecutor:
 
     def touch(self, keys: Words, counts_as_use: bool = True) -> None:
         self._run(_touch if counts_as_use else _reorder, keys)
+
+    def begin(
+        self, keys: Words, positions: Positions, now_ms: int, num_tokens: int
+    ) -> int:
+        told = _pad_zeros(positions), np.uint32(now_ms), np.int32(num_tokens)
+        return int(self._run(host_state.begin, keys, *told))
+
+    def finish(
+        self,
+        keys: Words,
+        positions: Positions,
+        now_ms: int,
+        num_output_tokens: int,
+        stop: int,
+        mark: int,
+    ) -> None:
+        numbers = map(np.int32, (num_output_tokens, stop, mark))
+        told = _pad_zeros(positions), np.uint32(now_ms), *numbers
+        self._run(_finish, keys, *told)
 
     def prepare_load(self, keys: Words) -> tuple[Ids, int]:
         return _ids_and_first(self._run(host_state.prepare_load, keys))
@@ -351,6 +411,10 @@ def _reorder(policy: Policy, state: HostState, *batch: Any) -> Any:
     return host_state.reorder(policy, state, *batch), ()
 
 
+def _finish(policy: Policy, state: HostState, *told: Any) -> Any:
+    return host_state.finish(policy, state, *told), ()
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def _compiled(
     function: Callable[..., Any], policy: Policy, state: HostState, *batch: Any
@@ -373,6 +437,12 @@ def _padded(size: int) -> int:
 def _pad(block_ids: Ids) -> NDArray[np.int32]:
     padded = np.full(_padded(len(block_ids)), NO_BLOCK, np.int32)
     padded[: len(block_ids)] = block_ids
+    return padded
+
+
+def _pad_zeros(positions: Positions) -> NDArray[np.int32]:
+    padded = np.zeros(_padded(len(positions)), np.int32)
+    padded[: len(positions)] = positions
     return padded
 
 

@@ -27,13 +27,21 @@ from jaxkv.tiers.base import (
     PrepareStoreOutput,
     RequestStepOutput,
 )
-from jaxkv.tiers.executors import Executor, ExecutorName, Ids, Words, make_executor
+from jaxkv.tiers.executors import (
+    Executor,
+    ExecutorName,
+    Ids,
+    Positions,
+    Words,
+    make_executor,
+)
 from jaxkv.tiers.key_memory import DropReasons, ReuseFilter
 from jaxkv.tiers.snapshot import Snapshot, take_snapshot
-from jaxkv.types import KEY_BYTES, NO_BLOCK, BlockKey
+from jaxkv.types import KEY_BYTES, NO_BLOCK, STOPS, BlockKey, Stop
 
 _LEAST_MAX_BATCH = 4096
 _NO_IDS = np.empty(0, np.int64)
+_TIMES = 1 << 32  # Times on the array side have 32 bits.
 
 
 class OffloadingManager:
@@ -51,8 +59,8 @@ class OffloadingManager:
         block_size: Tokens in a block; only repeated in events.
         num_blocks: Blocks of the host tier.
         cache_policy: Which blocks to evict when it is full: a registered name, such as
-            "lru", "arc" and "arc_fixed", or a `Policy` made for `num_blocks` and for
-            batches of at least as many keys.
+            "lru" and "hazard" (`jaxkv.policy_names`), or a `Policy` made for
+            `num_blocks` and for batches of at least as many keys.
         enable_events: Whether to keep events for `take_events`.
         store_threshold: Store only what was looked up at least so often, as vLLM's
             `FilterReusedOffloadingManager` does; 0 or 1 to store whatever is offered.
@@ -167,6 +175,75 @@ class OffloadingManager:
             self.executor.touch(words, counts_as_use=False)
         else:
             self._touch_in_parts(words, counts_as_use=False)
+
+    @property
+    def listens(self) -> bool:
+        """Whether the policy wants to know of requests; if not, nobody need tell it."""
+        return self.policy.listens
+
+    def begin_request(
+        self,
+        block_hashes: Iterable[bytes],
+        num_tokens: int,
+        now_ms: int,
+        positions: Sequence[int] | None = None,
+    ) -> int:
+        """Tell a policy that listens that a request begins; before its blocks are used.
+
+        Args:
+            block_hashes: Keys of all full blocks of its prompt, on the host or not.
+            num_tokens: Tokens of the prompt.
+            now_ms: The time in milliseconds since any moment.
+            positions: How many blocks come before each in its prefix, where the keys
+                are of several prefixes, as of groups of layers; each begins with 0.
+
+        Returns:
+            What `finish_request` is to be told.
+
+        Raises:
+            ValueError: If there is not one position for each key. Then nothing changes.
+
+        Example:
+            >>> m = OffloadingManager(16, num_blocks=2, cache_policy="hazard")
+            >>> mark = m.begin_request([b"a", b"b"], num_tokens=40, now_ms=0)
+            >>> m.complete_step(m.request_step([b"a", b"b"]))
+            >>> m.finish_request([b"a", b"b"], mark, 1000, 200, "end_turn")
+        """
+        told = self._rows_told(block_hashes, positions)
+        if told is None:
+            return 0
+        return self.executor.begin(*told, int(now_ms) % _TIMES, int(num_tokens))
+
+    def finish_request(
+        self,
+        block_hashes: Iterable[bytes],
+        mark: int,
+        now_ms: int,
+        num_output_tokens: int | None = None,
+        stop: Stop | None = None,
+        positions: Sequence[int] | None = None,
+    ) -> None:
+        """Tell a policy that listens that a request has finished.
+
+        Args:
+            block_hashes: Keys of all its full blocks.
+            mark: What `begin_request` returned.
+            now_ms: The time, by the same clock.
+            num_output_tokens: Tokens that it generated, if that is known.
+            stop: Why it stopped, if that is known.
+            positions: As in `begin_request`.
+
+        Raises:
+            ValueError: If the reason is none of `jaxkv.types.STOPS`, or there is not
+                one position for each key. Then nothing changes.
+        """
+        if stop not in STOPS:
+            raise ValueError(f"{stop=} must be one of {STOPS}.")
+        told = self._rows_told(block_hashes, positions)
+        if told is not None:
+            output = -1 if num_output_tokens is None else int(num_output_tokens)
+            numbers = output, STOPS.index(stop), int(mark)
+            self.executor.finish(*told, int(now_ms) % _TIMES, *numbers)
 
     def prepare_load(self, block_hashes: Iterable[bytes]) -> LoadStoreSpec:
         """Pin blocks that are about to be read.
@@ -455,6 +532,9 @@ class OffloadingManager:
             read(words)
         for counts_as_use in (True, False):
             scratch.touch(words, counts_as_use)
+        if self.listens:
+            mark = scratch.begin(words, np.zeros(1, np.int32), 0, 1)
+            scratch.finish(words, np.zeros(1, np.int32), 0, -1, 0, mark)
         scratch.prepare_store(words)
         scratch.complete_store(words, True)
         scratch.pin(ids)
@@ -465,6 +545,25 @@ class OffloadingManager:
             scratch.prepare_load(words)
             scratch.complete_load(words)
             scratch.request_step(words)
+
+    def _rows_told(
+        self, block_hashes: Iterable[bytes], positions: Sequence[int] | None
+    ) -> tuple[Words, Positions] | None:
+        """Lay out what a policy is told of; None if nothing, or if it does not listen.
+
+        What is more than one call may have is left out: the cache has fewer blocks.
+        """
+        if not self.listens:
+            return None
+        names, words = pack(block_hashes)
+        if positions is not None and len(positions) != len(names):
+            raise ValueError(
+                f"{len(positions)} positions must be {len(names)}, one for each key."
+            )
+        most = self.policy.max_batch
+        where = range(len(names)) if positions is None else positions
+        told = np.array(where[:most], np.int32)
+        return (words[:most], told) if names else None
 
     def _touch_in_parts(self, words: Words, *, counts_as_use: bool) -> None:
         most = self.policy.max_batch

@@ -145,6 +145,42 @@ def reorder(policy: Policy, state: HostState, keys: Array, count: Array) -> Host
     return dataclasses.replace(state, policy=reordered)
 
 
+def begin(
+    policy: Policy,
+    state: HostState,
+    keys: Array,
+    count: Array,
+    positions: Array,
+    now_ms: Array,
+    num_tokens: Array,
+) -> tuple[HostState, Array]:
+    """Tell a policy that listens that a request begins; see `Policy.begin`."""
+    if policy.begin is None:
+        return state, jnp.zeros((), jnp.int32)
+    told, mark = policy.begin(state.policy, keys, count, positions, now_ms, num_tokens)
+    return dataclasses.replace(state, policy=told), mark
+
+
+def finish(
+    policy: Policy,
+    state: HostState,
+    keys: Array,
+    count: Array,
+    positions: Array,
+    now_ms: Array,
+    num_output_tokens: Array,
+    stop: Array,
+    mark: Array,
+) -> HostState:
+    """Tell a policy that listens that a request has finished; see `Policy.finish`."""
+    if policy.finish is None:
+        return state
+    told = policy.finish(
+        state.policy, keys, count, positions, now_ms, num_output_tokens, stop, mark
+    )
+    return dataclasses.replace(state, policy=told)
+
+
 def prepare_load(
     policy: Policy, state: HostState, keys: Array, count: Array
 ) -> tuple[HostState, LoadAnswer]:

@@ -103,7 +103,7 @@ def test_a_malformed_line_is_named(capsys, tmp_path):
     assert cli.main(["replay", str(path)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == f"jaxkv replay: error: {path}:2: 'out' is missing\n"
+    assert err == f"jaxkv replay: error: {path}:2: 'ids' is missing\n"
 
 
 def test_without_the_extra_the_error_names_it(capsys, monkeypatch):

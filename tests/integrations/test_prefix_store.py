@@ -12,6 +12,7 @@ import pytest
 from jaxkv import Extras, Namespace, make_lru
 from jaxkv.integrations.prefix_store import PrefixStats, PrefixStore
 from jaxkv.keys.hashing import NO_EXTRAS
+from jaxkv.native.reuse import UNIT
 from tests.rigs.known_kv import (
     SEQUENCE_AXIS,
     check_hit,
@@ -52,6 +53,18 @@ def make():
 def save(store, tokens, extras=NO_EXTRAS, length=LENGTH, **arguments):
     kv = to_device(known_kv(tokens, length, extras))
     return store.save(tokens, kv, extras=extras, **arguments)
+
+
+def test_a_policy_that_listens_is_told_of_each_load(make):
+    store = make(cache_policy="hazard", clock=lambda: 7.5)
+    tokens = list(range(3 * store.block_size))
+    assert store.load(tokens) is None
+    assert save(store, tokens) == len(tokens)
+    store.flush()
+    assert store.load(tokens).num_tokens == len(tokens)
+    shown = store._manager.snapshot().policy
+    assert shown["now_ms"] == 7500
+    assert sum(shown["touches"]) == UNIT * 2 * 3
 
 
 def check_at_rest(store):

@@ -1,9 +1,12 @@
 """vLLM's connector, driven as vLLM drives it; see `fake_vllm` and `fake_engine`."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from jaxkv.integrations.vllm import config as vllm_config
+from jaxkv.integrations.vllm.scheduler import VllmRequest
 from tests.rigs import fake_vllm
 from tests.rigs.fake_engine import Engine, next_token
 from tests.rigs.fake_vllm import (
@@ -214,6 +217,21 @@ def test_an_idle_engine_steps_until_its_stores_have_arrived(newest):
     engine.run()
     engine.check_nothing_leaked()
     assert engine.offload_scheduler.num_host_blocks_held == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "stop_reason", "stop"),
+    [
+        ("FINISHED_STOPPED", None, "end_turn"),
+        ("FINISHED_STOPPED", 128008, "tool_use"),
+        ("FINISHED_STOPPED", "</call>", "tool_use"),
+        ("FINISHED_LENGTH_CAPPED", None, None),
+        ("FINISHED_ABORTED", None, None),
+    ],
+)
+def test_a_policy_is_told_why_a_request_stopped(status, stop_reason, stop):
+    own = SimpleNamespace(status=SimpleNamespace(name=status), stop_reason=stop_reason)
+    assert VllmRequest(own, 1).stop == stop
 
 
 def test_free_stored_blocks_are_evicted_tail_first(newest):

@@ -19,10 +19,12 @@ def make_mine(num_blocks, max_batch):
 
 
 def test_builtin_policies_have_names():
-    assert policy_names()[:3] == ["lru", "arc", "arc_fixed"]
+    assert policy_names()[:5] == ["lru", "arc", "arc_fixed", "slru", "hazard"]
     assert get_policy_maker("lru") is make_lru
     assert get_policy_maker("arc") is policies.make_arc
     assert get_policy_maker("arc_fixed") is policies.make_arc_fixed
+    assert get_policy_maker("slru") is policies.make_slru
+    assert get_policy_maker("hazard") is policies.make_hazard
 
 
 def test_a_registered_policy_is_as_good_as_the_builtin_ones():

@@ -86,6 +86,13 @@ class ReferenceManager:
     def touch(self, keys):
         self.policy.touch(keys)
 
+    def begin_request(self, keys, num_tokens, now_ms, positions):
+        return self.policy.begin(keys, num_tokens, now_ms, positions) if keys else 0
+
+    def finish_request(self, keys, mark, now_ms, num_output_tokens, stop, positions):
+        if keys:
+            self.policy.finish(keys, mark, now_ms, num_output_tokens, stop, positions)
+
     def prepare_load(self, keys):
         if self.lookup(keys) < len(keys):
             raise Refused
@@ -112,6 +119,7 @@ class ReferenceManager:
             evicted = [key for key, _ in victims]
             self.freed += [block.block_id for _, block in victims]
             self.events.append((evicted, True))
+        new = {}
         for key in missing:
             if self.num_allocated < self.num_blocks:
                 block_id, self.num_allocated = (
@@ -120,7 +128,13 @@ class ReferenceManager:
                 )
             else:
                 block_id = self.freed.pop()
-            self.policy.insert(key, Block(block_id))
+            new[key] = Block(block_id)
+        insert_all = getattr(self.policy, "insert_all", None)
+        if insert_all is not None:  # for a policy to which it matters where in a batch
+            insert_all(keys, new)
+        else:
+            for key, block in new.items():
+                self.policy.insert(key, block)
         ids = [self.policy.get(key).block_id for key in missing]
         return Stored(missing, ids, evicted)
 

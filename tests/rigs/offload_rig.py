@@ -6,6 +6,7 @@ prefix in its blocks.
 """
 
 import dataclasses
+import time
 from collections import deque
 
 import numpy as np
@@ -96,13 +97,19 @@ class Rig:
         device_blocks=NUM_BLOCKS,
         host_blocks=NUM_BLOCKS,
         policy="lru",
+        clock=time.perf_counter,
         **rules,
     ):
         self.groups = as_groups(groups)
         self.pool = DeviceBlockPool(device_blocks)
         self.rules = OffloadRules(**rules)
         self.scheduler = OffloadScheduler(
-            self.groups, host_blocks, policy, enable_events=True, rules=self.rules
+            self.groups,
+            host_blocks,
+            policy,
+            enable_events=True,
+            rules=self.rules,
+            clock=clock,
         )
         self.scheduler.bind_device_block_pool(self.pool)
         self.device = {}

@@ -4,6 +4,7 @@ import dataclasses
 
 from jaxkv.scheduling.protocol import NO_EVENT
 from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.types import STOPS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,7 @@ class SimRequest:
     def __init__(self, request_id, engine, path, num_prompt_tokens, max_tokens):
         self.request_id = request_id
         self.num_prompt_tokens = num_prompt_tokens
+        self.stop = STOPS[num_prompt_tokens % len(STOPS)]
         self.max_tokens = max_tokens
         self.num_computed_tokens = 0
         self.num_output_placeholders = 0

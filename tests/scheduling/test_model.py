@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxkv.policies import policy_names
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.search.groups import ChunkedLocal, FullAttention, Mamba, SlidingWindow
 from tests.rigs.engine_sim import Engine
@@ -28,6 +29,7 @@ GROUPS = {
     "full+chunked": (FULL, ChunkedLocal(4, 8)),
     "two sizes": (FULL, SlidingWindow(8, 12)),
 }
+POLICIES = policy_names()
 LAZY = OffloadRules(mode="lazy", max_num_batched_tokens=16)
 
 
@@ -99,7 +101,15 @@ def make_setup(rng, groups, policy):
 )
 def test_a_random_engine_finds_all_as_its_model_has_it(setup):
     for seed in range(6):
-        run(setup, seed, num_steps=300)
+        policy = random.Random(f"{seed} {setup}").choice(POLICIES)
+        run(replace(setup, policy=policy), seed, num_steps=300)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_random_engine_runs_with_every_policy(policy):
+    engine = run(Setup(GROUPS["full+window"], policy=policy), seed=7, num_steps=200)
+    assert engine.counts["finished"] > 10
+    assert engine.counts["loaded"] > 0
 
 
 PLAN = """
@@ -125,9 +135,9 @@ def test_equal_inputs_give_equal_plans_in_processes_that_hash_otherwise():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("policy", ["lru", "arc", "arc_fixed"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 def test_a_random_engine_runs_for_200_000_steps_in_all(groups, policy):
     for seed in range(12):
         setup = make_setup(random.Random(seed), groups, policy)
-        run(setup, seed, num_steps=200_000 // (18 * 12))
+        run(setup, seed, num_steps=200_000 // (6 * len(POLICIES) * 12))

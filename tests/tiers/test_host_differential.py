@@ -2,23 +2,38 @@
 
 import os
 import random
+from functools import partial
 
 import jax
 import numpy as np
 import pytest
 
 from jaxkv.keys import key_from_foreign
-from jaxkv.policies import arc, lru
+from jaxkv.policies import arc, hazard, lru, slru
 from jaxkv.tiers.executors import NativeExecutor, XlaExecutor
 from jaxkv.tiers.host import OffloadingManager
+from jaxkv.types import STOPS
 from tests.reference.arc import ReferenceARC, ReferenceARCFixed
+from tests.reference.hazard import ReferenceHazard
 from tests.reference.offloading_manager import ReferenceLRU, ReferenceManager, Refused
+from tests.reference.slru import ReferenceSLRU
 
 SEED = int(os.environ.get("JAXKV_TEST_SEED", "20261120"))
 POLICIES = {
     "lru": (ReferenceLRU, lru.snapshot),
     "arc": (ReferenceARC, arc.snapshot),
     "arc_fixed": (ReferenceARCFixed, arc.snapshot),
+    "slru": (ReferenceSLRU, slru.snapshot),
+    "hazard": (partial(ReferenceHazard, num_ghosts=64), hazard.snapshot),
+    "hazard_flops": (
+        partial(ReferenceHazard, num_ghosts=64, by_flops=True),
+        hazard.snapshot,
+    ),
+}
+# With so few ghosts that many of a batch want the same slot.
+FEW_GHOSTS = {
+    "hazard": partial(hazard.make_hazard, num_ghosts=64),
+    "hazard_flops": partial(hazard.make_hazard, num_ghosts=64, objective="flops"),
 }
 
 
@@ -42,6 +57,8 @@ class Trio:
 
     def __init__(self, policy, num_blocks, batch_sizes, rng):
         twin, self.snapshot = POLICIES[policy]
+        if policy in FEW_GHOSTS:
+            policy = FEW_GHOSTS[policy](num_blocks, 4096)
         self.real = [
             OffloadingManager(16, num_blocks, policy, True, executor=executor)
             for executor in ("native", "xla")
@@ -55,6 +72,8 @@ class Trio:
             for key in self.universe
         }
         self.loading = []
+        self.running = []  # requests that a policy that listens was told of
+        self.now_ms = rng.randrange(2**32)
 
     def some_keys(self):
         """Pick a run of the universe (a prefix as requests have it) or a mixture."""
@@ -83,7 +102,32 @@ class Trio:
             return None
         return [getattr(real, name)(*args) for real in self.real], expected
 
+    def tell(self):
+        """Begin a request, or finish one, at a time that goes on, now and then back."""
+        self.now_ms += int(10 ** (7 * self.rng.random() ** 2)) - 2
+        if self.running and self.rng.random() < 0.5:
+            index = self.rng.randrange(len(self.running))
+            keys, positions, mark = self.running.pop(index)
+            more = self.some_keys()[: len(keys)]  # what it generated
+            keys, positions = keys + more, [*positions, *range(1, 1 + len(more))]
+            output = self.rng.choice((None, 0, 63, 64, 1000, 10**6))
+            stop = self.rng.choice(STOPS)
+            self.all("finish_request", keys, mark, self.now_ms, output, stop, positions)
+            return
+        keys = self.some_keys()
+        positions = [*range(len(keys))]
+        if self.rng.random() < 0.2:  # of two groups of layers
+            half = len(keys) // 2
+            positions = [*range(half), *range(len(keys) - half)]
+        marks, expected = self.all(
+            "begin_request", keys, 16 * len(keys) + 5, self.now_ms, positions
+        )
+        assert marks == [expected] * 2
+        self.running.append((keys, positions, expected))
+
     def step(self):
+        if self.real[0].listens and self.is_told and self.rng.random() < 0.3:
+            self.tell()
         operation = self.rng.choices(
             ("lookup", "touch", "store", "end_store", "load", "end_load"),
             weights=(3, 3, 4, 4, 2, 2),
@@ -156,9 +200,10 @@ class Trio:
             assert self.snapshot(real.executor.state.policy) == expected
 
 
-def run(policy, num_blocks, batch_sizes, num_operations):
+def run(policy, num_blocks, batch_sizes, num_operations, is_told=True):
     print(f"seed {SEED}; JAXKV_TEST_SEED sets another")
     trio = Trio(policy, num_blocks, batch_sizes, random.Random(SEED + num_blocks))
+    trio.is_told = is_told
     every = 16 + num_blocks // 4
     for number in range(num_operations):
         trio.step()
@@ -183,8 +228,14 @@ def test_executors_equal_their_twin_on_random_operations(
     policy, num_blocks, batch_sizes
 ):
     # LRU 100,000 in all; what the others share with it is tested by that.
-    num_operations = 25_000 if policy == "lru" else 4_000
+    num_operations = {"lru": 25_000, "hazard": 1_500}.get(policy, 4_000)
+    if policy == "hazard_flops":
+        num_operations = 600
     run(policy, num_blocks, batch_sizes, num_operations)
+
+
+def test_a_policy_that_nobody_tells_of_requests_equals_its_twin():
+    run("hazard", 40, (1, 16), 1_000, is_told=False)
 
 
 def test_executors_equal_their_twin_where_few_of_a_batch_try_again_for_a_slot():

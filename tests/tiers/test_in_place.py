@@ -33,11 +33,16 @@ def compile_with(function, policy):
     arguments = [keys, count]
     if function is host_state.complete_store:
         arguments.append(jax.ShapeDtypeStruct((), np.bool_))
+    if function in (host_state.begin, host_state.finish):
+        arguments += [
+            jax.ShapeDtypeStruct((BATCH,), np.int32),
+            jax.ShapeDtypeStruct((), np.uint32),
+        ] + [count] * (1 if function is host_state.begin else 3)
     jitted = jax.jit(function, static_argnums=0, donate_argnums=1)
     return jitted.lower(policy, state, *arguments).compile()
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc", "arc_fixed"])
+@pytest.mark.parametrize("policy", ["lru", "arc", "arc_fixed", "slru", "hazard"])
 @pytest.mark.parametrize(
     "function",
     [
@@ -50,6 +55,12 @@ def compile_with(function, policy):
 )
 def test_a_donated_state_is_updated_in_place(function, policy):
     compiled = compile_with(function, get_policy_maker(policy)(NUM_BLOCKS, 4096))
+    assert large_copies(compiled) == []
+
+
+@pytest.mark.parametrize("function", [host_state.begin, host_state.finish])
+def test_what_a_policy_is_told_is_noted_in_place(function):
+    compiled = compile_with(function, get_policy_maker("hazard")(NUM_BLOCKS, 4096))
     assert large_copies(compiled) == []
 
 

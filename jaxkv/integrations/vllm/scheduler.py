@@ -16,7 +16,7 @@ from jaxkv import (
 from jaxkv.integrations.vllm.config import ConnectorConfig
 from jaxkv.integrations.vllm.pool import VllmBlockPool, key_in_group, split_key
 from jaxkv.integrations.vllm.worker import WorkerReport
-from jaxkv.types import BlockKey
+from jaxkv.types import BlockKey, Stop
 
 
 class VllmRequest:
@@ -60,6 +60,20 @@ class VllmRequest:
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return int(self.request.num_prompt_tokens)
+
+    @property
+    def stop(self) -> Stop | None:
+        """Why it stopped, as far as vLLM knows; None for lengths, aborts and errors.
+
+        An end-of-sequence token ends an answer. Another stop token, or a string, is
+        what engines have for calls of tools. A policy learns what either means for the
+        traffic that it sees, so nothing is lost where that is not so.
+        """
+        status = getattr(getattr(self.request, "status", None), "name", None)
+        if status != "FINISHED_STOPPED":
+            return None
+        is_plain = getattr(self.request, "stop_reason", None) is None
+        return "end_turn" if is_plain else "tool_use"
 
     @property
     def num_computed_tokens(self) -> int:

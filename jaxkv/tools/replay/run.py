@@ -4,7 +4,8 @@ A request looks its blocks up (the prefix before the first missing block is the 
 touches them, stores the missing ones, and touches them again while the store is in
 flight; then the store completes and the next request follows. A request whose store is
 refused stores nothing and does not touch again. A request with more blocks than the
-cache uses only the first that fit, but all count.
+cache uses only the first that fit, but all count. A policy that listens is told that
+the request begins, and at last that it has finished, both at the time of its arrival.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,16 +114,19 @@ def replay(
         make = get_policy_maker(policy) if isinstance(policy, str) else policy
         # A request uses no more blocks than fit the cache.
         max_batch = max(min(int(trace.num_blocks.max(initial=1)), capacity_blocks), 2)
-        executor = make_executor(make(capacity_blocks, max_batch))
-        _serve(executor, np.zeros(1, np.int64))  # Compiles; then start empty.
-        executor = make_executor(make(capacity_blocks, max_batch))
+        cache = make(capacity_blocks, max_batch)
+        executor = make_executor(cache)
+        # Compiles; then start empty.
+        _serve(executor, np.zeros(1, np.int64), _News() if cache.listens else None)
+        executor = make_executor(cache)
         ready_s = time.perf_counter()
         num_hits = np.zeros(trace.num_requests, np.int64)
         num_refused = 0
         for request in range(trace.num_requests):
             start, stop = trace.offsets[request : request + 2]
             ids = trace.ids[start : min(stop, start + capacity_blocks)]
-            num_hits[request], is_refused = _serve(executor, ids)
+            news = _news_of(trace, request) if cache.listens else None
+            num_hits[request], is_refused = _serve(executor, ids, news)
             num_refused += is_refused
             if request % _REQUESTS_PER_REPORT == 0:
                 on_progress(request, trace.num_requests)
@@ -198,22 +202,52 @@ def sweep(
             raise
 
 
-def _serve(executor: Executor, ids: NDArray[Any]) -> tuple[int, bool]:
+class _News(NamedTuple):
+    """What a policy is told of a request; lengths in tokens, -1 for unknown ones."""
+
+    time_ms: int = 0
+    input_tokens: int = 1
+    output_tokens: int = -1
+    stop: int = 0
+
+
+def _news_of(trace: Trace, request: int) -> _News:
+    input_tokens = 1
+    if trace.input_tokens is not None:
+        input_tokens = int(trace.input_tokens[request])
+    return _News(
+        int(trace.time_ms[request]) & 0xFFFFFFFF,
+        input_tokens,
+        int(trace.output_tokens[request]),
+        int(trace.stops[request]),
+    )
+
+
+def _serve(
+    executor: Executor, ids: NDArray[Any], news: _News | None
+) -> tuple[int, bool]:
     """Serve a request; return its hit blocks, and whether its store was refused.
 
     Args:
         executor: The cache.
         ids: int[n]. The request's blocks.
+        news: What to tell the policy; None if it does not listen.
     """
     if not ids.size:
         return 0, False
     keys = ids.astype(np.uint32)[:, None] * _FACTORS
     keys.flags.writeable = False  # Like all keys, so that one function is compiled.
+    mark, positions = 0, np.arange(len(ids), dtype=np.int32)
+    if news is not None:
+        mark = executor.begin(keys, positions, news.time_ms, news.input_tokens)
     step = executor.request_step(keys)
     if step.evicted_keys is not None:
         # The second touch comes before the blocks are ready, which matters to ARC.
         executor.touch(keys)
     executor.complete_step(step.block_ids, step.num_hits)
+    if news is not None:
+        end = news.time_ms, news.output_tokens, news.stop
+        executor.finish(keys, positions, *end, mark)
     return step.num_hits, step.evicted_keys is None
 
 

@@ -7,8 +7,10 @@ decides which:
                   "hash_ids": [0, 1, 2]}
     normalised   {"t": 0, "in": 6758, "out": 500, "ids": [0, 1, 2]}
 
-Times are in milliseconds, lengths in tokens. Equal ids are equal blocks after equal
-prefixes; the numbers have no other meaning. In shapes, R is the number of requests.
+Times are in milliseconds, lengths in tokens. The output's may be left out, and there
+may be a "stop", "tool_use" or "end_turn", which says why the request stopped. Equal ids
+are equal blocks after equal prefixes; the numbers have no other meaning. In shapes, R
+is the number of requests.
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from jaxkv._util import shown_name
+from jaxkv.types import STOPS, Stop
 
 BLOCK_SIZE = 512
 """Tokens per block in the traces that Mooncake published."""
 
+_STOP = "stop"
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
@@ -51,6 +55,8 @@ class Trace:
         input_tokens: i64[R]. Length of each prompt, or None if unknown.
         block_size: Tokens per block, or None if unknown.
         num_unique_blocks: Number of different blocks.
+        output_tokens: i64[R]. Tokens that each generated, -1 where that is unknown.
+        stops: i8[R]. Why each stopped, as an index of `jaxkv.types.STOPS`.
     """
 
     name: str
@@ -60,6 +66,8 @@ class Trace:
     input_tokens: NDArray[np.int64] | None
     block_size: int | None
     num_unique_blocks: int
+    output_tokens: NDArray[np.int64]
+    stops: NDArray[np.int8]
 
     @property
     def num_requests(self) -> int:
@@ -83,6 +91,8 @@ def make_trace(
     time_ms: ArrayLike | None = None,
     input_tokens: ArrayLike | None = None,
     block_size: int | None = None,
+    output_tokens: ArrayLike | None = None,
+    stops: Iterable[Stop | None] | None = None,
 ) -> Trace:
     """Make a trace from requests with arbitrary block ids.
 
@@ -92,6 +102,9 @@ def make_trace(
         time_ms: f64[R]. Arrival of each; all at once if None.
         input_tokens: i64[R]. Length of each prompt, if known.
         block_size: Tokens per block, if known.
+        output_tokens: i64[R]. Tokens that each generated, -1 where that is unknown;
+            None if none is known.
+        stops: Why each stopped; None if that is not known of any.
 
     Raises:
         ValueError: If there is no request with a block.
@@ -111,6 +124,11 @@ def make_trace(
         offsets.append(len(ids))
     if not ids:
         raise ValueError(f"The trace {name!r} must have a request with a full block.")
+    num_requests = len(offsets) - 1
+    if output_tokens is None:
+        output_tokens = np.full(num_requests, -1)
+    if stops is None:
+        stops = itertools.repeat(None, num_requests)
     return Trace(
         name=name,
         ids=np.asarray(ids, np.int32),
@@ -123,6 +141,8 @@ def make_trace(
         else np.asarray(input_tokens, np.int64),
         block_size=block_size,
         num_unique_blocks=len(numbers),
+        output_tokens=np.asarray(output_tokens, np.int64),
+        stops=np.array([STOPS.index(stop) for stop in stops], np.int8),
     )
 
 
@@ -146,11 +166,8 @@ def read_trace(path: str | pathlib.Path, block_size: int = BLOCK_SIZE) -> Trace:
     if block_size < 1:
         raise ValueError(f"{block_size=} must be at least 1.")
     path = pathlib.Path(path)
-    requests, times_ms, input_tokens = [], [], []
-    for request in _read_requests(path, block_size):
-        requests.append(request.ids)
-        times_ms.append(request.time_ms)
-        input_tokens.append(request.input_tokens)
+    read = list(_read_requests(path, block_size))
+    requests = [request.ids for request in read]
     if not requests:
         raise TraceError(f"{shown_name(str(path))}: the file has no request")
     if not any(requests):
@@ -159,13 +176,23 @@ def read_trace(path: str | pathlib.Path, block_size: int = BLOCK_SIZE) -> Trace:
             f"{block_size} tokens"
         )
     name = path.name.removesuffix(".gz").removesuffix(".jsonl")
-    return make_trace(name, requests, times_ms, input_tokens, block_size)
+    return make_trace(
+        name,
+        requests,
+        [request.time_ms for request in read],
+        [request.input_tokens for request in read],
+        block_size,
+        [request.output_tokens for request in read],
+        [request.stop for request in read],
+    )
 
 
 class _Request(NamedTuple):
     time_ms: float
     input_tokens: int
+    output_tokens: int
     ids: list[int]
+    stop: Stop | None
 
 
 class _Format(NamedTuple):
@@ -247,7 +274,8 @@ def _detect_format(fields: dict[str, Any]) -> _Format:
 
 
 def _parse_request(fields: dict[str, Any], form: _Format, block_size: int) -> _Request:
-    missing = [name for name in form if name not in fields]
+    may_lack = {form.output_tokens}
+    missing = [name for name in form if name not in fields.keys() | may_lack]
     if missing:
         raise _BadLineError(f"{missing[0]!r} is missing")
     time_ms = fields[form.time_ms]
@@ -258,6 +286,8 @@ def _parse_request(fields: dict[str, Any], form: _Format, block_size: int) -> _R
             f"not {_show(time_ms)}"
         )
     for name in (form.input_tokens, form.output_tokens):
+        if name not in fields:
+            continue
         if type(fields[name]) is not int or not 0 <= fields[name] < 1 << 53:
             raise _BadLineError(
                 f"{name!r} must be a number of tokens from 0 on, "
@@ -273,7 +303,13 @@ def _parse_request(fields: dict[str, Any], form: _Format, block_size: int) -> _R
             f"{form.ids!r} has {len(ids)} blocks, too many for {input_tokens} tokens "
             f"in blocks of {block_size}; is the block size right?"
         )
-    return _Request(float(time_ms), input_tokens, ids[:num_full])
+    stop = fields.get(_STOP)
+    if stop not in STOPS:
+        raise _BadLineError(
+            f"{_STOP!r} must be 'tool_use' or 'end_turn', not {_show(stop)}"
+        )
+    output_tokens = fields.get(form.output_tokens, -1)
+    return _Request(float(time_ms), input_tokens, output_tokens, ids[:num_full], stop)
 
 
 def _show(value: Any) -> str:

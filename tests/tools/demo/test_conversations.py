@@ -29,7 +29,8 @@ MODELS = {
     ),
 }
 MAX_TOKENS = 96
-CASES = list(itertools.product(MODELS, ("eager", "lazy"), ("lru", "arc", "arc_fixed")))
+POLICIES = ("lru", "arc", "arc_fixed", "slru", "hazard")
+CASES = list(itertools.product(MODELS, ("eager", "lazy"), POLICIES))
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +101,8 @@ def converse(engine, seed):
     [
         ("full", "lazy", "arc", range(2)),
         ("hybrid", "eager", "lru", range(2)),
+        ("hybrid", "lazy", "hazard", range(1)),
+        ("full", "eager", "slru", range(1)),
         *(
             pytest.param(*case, range(12 * i, 12 * i + 12), marks=pytest.mark.long)
             for i, case in enumerate(CASES)

@@ -7,21 +7,34 @@ import numpy as np
 import pytest
 
 from jaxkv.policies import make_lru
-from jaxkv.tools.replay.run import OPTIMUM, replay, sweep
+from jaxkv.tools.replay.run import _FACTORS, OPTIMUM, replay, sweep
 from jaxkv.tools.replay.synthetic import make_synthetic_trace
 from jaxkv.tools.replay.traces import make_trace, read_trace
 from tests.reference.arc import ReferenceARC, ReferenceARCFixed
+from tests.reference.hazard import ReferenceHazard
 from tests.reference.offloading_manager import ReferenceLRU, ReferenceManager
+from tests.reference.slru import ReferenceSLRU
 
-TWINS = {"lru": ReferenceLRU, "arc": ReferenceARC, "arc_fixed": ReferenceARCFixed}
+TWINS = {
+    "lru": ReferenceLRU,
+    "arc": ReferenceARC,
+    "arc_fixed": ReferenceARCFixed,
+    "slru": ReferenceSLRU,
+    "hazard": ReferenceHazard,
+}
 
 
 def replay_twin(twin, trace, capacity):
     """Replay with Python's dicts: the hits of each request, and the refused ones."""
     cache = ReferenceManager(capacity, twin)
     num_hits, refused = [], []
-    for request in np.split(trace.ids, trace.offsets[1:-1]):
-        keys = request[:capacity].tolist()
+    for number, request in enumerate(np.split(trace.ids, trace.offsets[1:-1])):
+        # As the keys of a replay are made; the policy `hazard` looks at their bits.
+        ids = request[:capacity].astype(np.uint32)
+        keys = [words.tobytes() for words in ids[:, None] * _FACTORS]
+        news = int(trace.time_ms[number]), list(range(len(keys)))
+        if twin is ReferenceHazard:
+            mark = cache.begin_request(keys, int(trace.input_tokens[number]), *news)
         num_hits.append(cache.lookup(keys))
         cache.touch(keys)
         stored = cache.prepare_store(keys)
@@ -29,6 +42,8 @@ def replay_twin(twin, trace, capacity):
         if stored is not None:
             cache.touch(keys)
             cache.complete_store(keys)
+        if twin is ReferenceHazard:
+            cache.finish_request(keys, mark, news[0], None, None, news[1])
     return num_hits, refused
 
 
@@ -163,3 +178,32 @@ def test_published_figures_are_reproduced(shared_traces, name, policy, percents)
     path = shared_traces / f"{name}.jsonl.gz"
     ratios = find_ratios(path, policy, list(percents))
     assert {c: round(100 * ratio, 1) for c, ratio in ratios.items()} == percents
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "least_untold"),
+    [
+        # In percent; without output and stop, more than LRU finds.
+        ("mooncake_conversation", {5126: 16.5, 17089: 29.2}, {5126: 12.5, 17089: 28.2}),
+        ("cc_agentic_a", {1184: 55, 3947: 92.3}, {1184: 47.4, 3947: 92.1}),
+    ],
+)
+def test_hazard_finds_what_it_is_for(shared_traces, name, least, least_untold):
+    trace = read_trace(shared_traces / f"{name}.jsonl.gz")
+    untold = dataclasses.replace(
+        trace,
+        output_tokens=np.full_like(trace.output_tokens, -1),
+        stops=np.zeros_like(trace.stops),
+    )
+    for own, percents in ((trace, least), (untold, least_untold)):
+        for result in sweep(own, ["hazard"], list(percents)):
+            assert 100 * result.token_hit_ratio >= percents[result.capacity_blocks]
+
+
+def test_slru_finds_as_much_as_a_plain_loop(shared_traces):
+    path = shared_traces / "cc_agentic_a.jsonl.gz"
+    ratios = find_ratios(path, "slru", [394, 1184])
+    assert {c: round(100 * ratio, 1) for c, ratio in ratios.items()} == {
+        394: 13.0,
+        1184: 51.4,
+    }

@@ -8,6 +8,7 @@ import pytest
 
 from jaxkv.tools.replay.synthetic import make_synthetic_trace
 from jaxkv.tools.replay.traces import TraceError, make_trace, read_trace
+from jaxkv.types import STOPS
 
 MOONCAKE = [
     {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [7, 8, 9]},
@@ -79,7 +80,11 @@ def test_the_block_size_can_be_set(tmp_path):
         ("{", "is not JSON (Expecting property name"),
         ("[" * 100_000, "is not JSON (maximum recursion"),
         ("[1, 2]", "must be a JSON object, not [1, 2]"),
-        ('{"t": 1, "in": 9, "ids": []}', "'out' is missing"),
+        ('{"t": 1, "out": 9, "ids": []}', "'in' is missing"),
+        (
+            '{"t": 1, "in": 9, "ids": [], "stop": "eos"}',
+            "'stop' must be 'tool_use' or 'end_turn', not \"eos\"",
+        ),
         ('{"t": 1, "in": 9, "out": 1}', "'ids' is missing"),
         ('{"t": "1", "in": 9, "out": 1, "ids": []}', "'t' must be a number of milli"),
         ('{"t": -1, "in": 9, "out": 1, "ids": []}', "from 0 on, not -1"),
@@ -174,3 +179,15 @@ def test_recorded_traces_match_their_description(shared_traces):
     assert trace.num_unique_blocks == 20_527
     assert trace.num_block_refs == 26_307
     np.testing.assert_array_equal(trace.num_blocks, trace.input_tokens // 512)
+
+
+def test_what_a_request_generated_may_be_left_out_and_why_it_stopped_added(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        '{"t": 0, "in": 512, "ids": [3]}\n'
+        '{"t": 1, "in": 512, "out": 7, "ids": [3], "stop": "tool_use"}\n'
+        '{"t": 2, "in": 512, "out": 0, "ids": [3], "stop": "end_turn"}\n'
+    )
+    trace = read_trace(path)
+    assert trace.output_tokens.tolist() == [-1, 7, 0]
+    assert [STOPS[stop] for stop in trace.stops] == [None, "tool_use", "end_turn"]

@@ -1,0 +1,616 @@
+"""Evict the blocks that are least likely to be used again for the room they take.
+
+LRU knows when a block was used. This policy learns, from the requests that it is told
+of, how long blocks of each class of request take to be used again, and evicts by that.
+
+* The class of a request: which turn of its conversation it is (1, 2, 3 and 4, more);
+  which share of its blocks is new, in quarters; how many tokens it generated (not known
+  yet; less than 64, 256, 1024; more); and why it stopped, if anybody told. The last two
+  come when it finishes. All its blocks get its class, and the time.
+* A turn: where the deepest block that is known of a request had no block after it so
+  far, the conversation goes on, and the request's turn is one more than that block's.
+* What is learned: `jaxkv.policies.reuse`. Keys without blocks are learned from as well,
+  as far as `jaxkv.policies.ghosts` remembers them.
+* What is evicted: the blocks with the lowest value; of equal ones the deepest. A block
+  is worth no less than those that follow it, which nobody can use without it.
+
+The values of all blocks are computed when a queue of the next victims has run out. It
+has room for one block in 16; what is used meanwhile leaves it. An entry is a block id.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jaxkv.keys import words_to_keys
+from jaxkv.native import hazard as native
+from jaxkv.native.directory import SLOTS_PER_BUCKET
+from jaxkv.native.hazard import (
+    CHILD,
+    CLASS_MASK,
+    FIRST_NOTE,
+    FLOPS_TOKENS,
+    MOST_TURNS,
+    NO_NOTE,
+    NO_PARENT,
+    NUM_ASKED,
+    NUM_CLASSES,
+    NUM_OUTPUTS,
+    NUM_SHARES,
+    OUTPUT_STEPS,
+    REBUILD_EVERY,
+    TICK_MS,
+    TURN_BUCKETS,
+    TURN_MASK,
+    TURN_SHIFT,
+    UNKNOWN_SIZE,
+)
+from jaxkv.native.policy import register_native
+from jaxkv.native.reuse import UNIT
+from jaxkv.policies import directory as directory_lib
+from jaxkv.policies import ghosts as ghosts_lib
+from jaxkv.policies import reuse as reuse_lib
+from jaxkv.policies.base import EvictResult, InsertResult, Policy
+from jaxkv.policies.directory import Directory
+from jaxkv.policies.ghosts import Ghosts
+from jaxkv.policies.reuse import ReuseTable
+from jaxkv.policies.xla import after, running_count
+from jaxkv.types import NO_BLOCK
+
+NUM_GHOSTS = 1 << 16
+"""Keys without a block that are remembered."""
+
+_QUEUE_SHARE = 16
+_MOST_VALUE = 0x7FFFFFFF
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HazardState:
+    """The blocks that are held, and what was learned. Q = B / 16.
+
+    Attributes:
+        directory: Which block holds a key.
+        notes: i32[B]. Class and turn of the request that used the block last, and
+            whether a block ever followed; -1 where the block holds no key.
+        last_ms: u32[B]. When it was used last.
+        depths: i32[B]. Blocks before it in its prefix, as far as that is known.
+        parents: i32[B]. The block before it, or -1.
+        ghosts: The notes of keys without a block.
+        reuse: What was learned.
+        queue: i32[Q]. The next victims; B for none.
+        queue_ends: i32[2]. The first of them that is left, and the one past the last.
+        is_queued: bool[B]. Whether the block is among them and was not used since.
+        now_ms: u32[]. The time that was told last.
+        is_told: bool[]. Whether anybody told it.
+        num_begun: i32[]. Requests that began since the last rebuild.
+        current: i32[]. The note of the request that began last.
+        block_tokens: i32[]. Tokens in a block, as far as requests showed.
+        by_flops: bool[]. Whether blocks are worth the more the deeper they are.
+    """
+
+    directory: Directory
+    notes: Array
+    last_ms: Array
+    depths: Array
+    parents: Array
+    ghosts: Ghosts
+    reuse: ReuseTable
+    queue: Array
+    queue_ends: Array
+    is_queued: Array
+    now_ms: Array
+    is_told: Array
+    num_begun: Array
+    current: Array
+    block_tokens: Array
+    by_flops: Array
+
+
+register_native(HazardState, native.NATIVE)
+
+
+def init(num_blocks: int, num_ghosts: int, by_flops: bool) -> HazardState:
+    """Make an empty cache of `num_blocks`."""
+    return HazardState(
+        directory=directory_lib.init(num_blocks),
+        notes=jnp.full((num_blocks,), NO_NOTE, jnp.int32),
+        last_ms=jnp.zeros((num_blocks,), jnp.uint32),
+        depths=jnp.zeros((num_blocks,), jnp.int32),
+        parents=jnp.full((num_blocks,), NO_PARENT, jnp.int32),
+        ghosts=ghosts_lib.init(num_ghosts),
+        reuse=reuse_lib.init(NUM_CLASSES),
+        queue=jnp.full((-(-num_blocks // _QUEUE_SHARE),), num_blocks, jnp.int32),
+        queue_ends=jnp.zeros((2,), jnp.int32),
+        is_queued=jnp.zeros((num_blocks,), jnp.bool_),
+        now_ms=jnp.zeros((), jnp.uint32),
+        is_told=jnp.zeros((), jnp.bool_),
+        num_begun=jnp.zeros((), jnp.int32),
+        current=jnp.asarray(FIRST_NOTE, jnp.int32),
+        block_tokens=jnp.asarray(UNKNOWN_SIZE, jnp.int32),
+        by_flops=jnp.asarray(by_flops, jnp.bool_),
+    )
+
+
+def find(state: HazardState, keys: Array, count: Array) -> Array:
+    """Find the block of each key; see `Policy.find`."""
+    entries = _entries(state, keys, count)
+    return jnp.where(entries < _num_blocks(state), entries, NO_BLOCK)
+
+
+def touch(state: HazardState, keys: Array, count: Array, ready: Array) -> HazardState:
+    """Record a use of each key; see `Policy.touch`.
+
+    Nothing is learned of it: that is what `begin` is for. As long as nobody has told
+    the time, uses are told apart by their order, so that blocks are evicted much as by
+    LRU.
+    """
+    del ready
+    tick = jnp.where(state.is_told | (count == 0), 0, TICK_MS).astype(jnp.uint32)
+    now_ms = state.now_ms + tick
+    entries = _entries(state, keys, count)
+    return dataclasses.replace(
+        state,
+        now_ms=now_ms,
+        last_ms=state.last_ms.at[entries].set(now_ms, mode="drop"),
+        is_queued=state.is_queued.at[entries].set(False, mode="drop"),
+    )
+
+
+def begin(
+    state: HazardState,
+    keys: Array,
+    count: Array,
+    positions: Array,
+    now_ms: Array,
+    num_tokens: Array,
+) -> tuple[HazardState, Array]:
+    """Learn from what a request uses again; see `Policy.begin`."""
+    rows = jnp.arange(keys.shape[0], dtype=jnp.int32)
+    is_meant = rows < count
+    now_ms = _later(state, now_ms)
+    num_begun = state.num_begun + 1
+    reuse = lax.cond(
+        num_begun == REBUILD_EVERY, reuse_lib.rebuild, lambda table: table, state.reuse
+    )
+    num_blocks = jnp.max(jnp.where(is_meant, positions + 1, 1))
+    size = jnp.maximum(num_tokens // num_blocks, 1)
+    size = jnp.where(count > 0, size, UNKNOWN_SIZE)
+
+    notes, last_ms, entries, tags = _known(state, keys, is_meant)
+    reads = notes, last_ms
+    is_known = notes >= 0
+    classes = jnp.where(is_known, notes & CLASS_MASK, 0)
+    reuse = reuse_lib.count(reuse, classes, now_ms - last_ms, is_known)
+
+    is_leading = is_known & ((positions > 0) | (rows == 0))
+    num_known = jnp.min(jnp.where(is_leading, rows.size, rows))
+    deepest = notes[jnp.maximum(num_known - 1, 0)]
+    goes_on = (num_known > 0) & (deepest & CHILD == 0)
+    next_turn = ((deepest >> TURN_SHIFT) & TURN_MASK) + 1
+    turn = jnp.where(goes_on, jnp.minimum(next_turn, MOST_TURNS), 1)
+    num_new = jnp.sum(is_meant & ~is_known, dtype=jnp.int32)
+    share = NUM_SHARES * num_new // jnp.maximum(count, 1)
+    share = jnp.minimum(share, NUM_SHARES - 1)
+    buckets = jnp.asarray(TURN_BUCKETS)
+    mark = buckets[turn] * NUM_SHARES + share | turn << TURN_SHIFT
+
+    own = _own_notes(notes, positions, count, mark)
+    state = dataclasses.replace(
+        state,
+        reuse=reuse,
+        now_ms=now_ms,
+        is_told=jnp.ones_like(state.is_told),
+        num_begun=jnp.where(num_begun == REBUILD_EVERY, 0, num_begun),
+        current=mark,
+        block_tokens=jnp.minimum(state.block_tokens, size),
+    )
+    is_absent = is_meant & (entries == _num_blocks(state))
+    return _write_notes(state, entries, is_absent, tags, own, mark, reads), mark
+
+
+def finish(
+    state: HazardState,
+    keys: Array,
+    count: Array,
+    positions: Array,
+    now_ms: Array,
+    num_output_tokens: Array,
+    stop: Array,
+    mark: Array,
+) -> HazardState:
+    """Complete the class of a request's blocks; see `Policy.finish`."""
+    num_blocks = _num_blocks(state)
+    rows = jnp.arange(keys.shape[0], dtype=jnp.int32)
+    is_meant = rows < count
+    now_ms = _later(state, now_ms)
+    steps = jnp.asarray(OUTPUT_STEPS, jnp.int32)
+    output = 1 + jnp.sum(num_output_tokens >= steps, dtype=jnp.int32)
+    output = jnp.where(num_output_tokens < 0, 0, output)
+    of_class = (stop * NUM_OUTPUTS + output) * NUM_ASKED + (mark & CLASS_MASK)
+    mark = of_class | (mark & TURN_MASK << TURN_SHIFT)
+    touches = state.reuse.touches.at[of_class].add(UNIT * count)
+
+    notes, _, entries, tags = _known(state, keys, is_meant)
+    reads = (notes,)
+    own = _own_notes(notes, positions, count, mark)
+    before = jnp.roll(entries, 1)
+    has_parent = (rows > 0) & (positions > 0) & (before < num_blocks)
+    parents = jnp.where(has_parent, before, NO_PARENT)
+    state = dataclasses.replace(
+        state,
+        reuse=dataclasses.replace(state.reuse, touches=touches),
+        now_ms=now_ms,
+        is_told=jnp.ones_like(state.is_told),
+        depths=_put_most(state.depths, entries, positions),
+        parents=_put_most(state.parents, entries, parents),
+    )
+    is_absent = is_meant & (entries == num_blocks)
+    return _write_notes(state, entries, is_absent, tags, own, mark, reads)
+
+
+def insert(state: HazardState, keys: Array, block_ids: Array) -> InsertResult:
+    """Add new keys; see `Policy.insert`.
+
+    A key that a request has told of has a ghost, whose note and time its block gets.
+    """
+    num_blocks = _num_blocks(state)
+    wanted = block_ids != NO_BLOCK
+    entries = jnp.where(wanted, block_ids, num_blocks)
+    directory, inserted = directory_lib.insert(state.directory, keys, entries)
+    entries = jnp.where(inserted, entries, num_blocks)
+    slots = ghosts_lib.find(state.ghosts, directory_lib.tags_of(keys))
+    slots = jnp.where(inserted, slots, state.ghosts.num_slots)
+    known, known_ms = ghosts_lib.read(state.ghosts, slots)
+    is_ghost = slots < state.ghosts.num_slots
+    notes = jnp.where(is_ghost, known, state.current)
+    last_ms = jnp.where(is_ghost & state.is_told, known_ms, state.now_ms)
+    rows = jnp.arange(keys.shape[0], dtype=jnp.int32)
+    before = jnp.roll(jnp.where(inserted, block_ids, NO_PARENT), 1)
+    parents = jnp.where(rows > 0, before, NO_PARENT)
+    return InsertResult(
+        dataclasses.replace(
+            state,
+            directory=directory,
+            notes=state.notes.at[entries].set(notes, mode="drop"),
+            last_ms=state.last_ms.at[entries].set(last_ms, mode="drop"),
+            depths=state.depths.at[entries].set(rows, mode="drop"),
+            parents=state.parents.at[entries].set(parents, mode="drop"),
+            ghosts=ghosts_lib.clear(state.ghosts, after(slots, known, known_ms)),
+        ),
+        inserted,
+    )
+
+
+def remove(state: HazardState, keys: Array, block_ids: Array) -> HazardState:
+    """Forget keys, without a ghost; see `Policy.remove`."""
+    del keys  # An entry is its block id.
+    entries = jnp.where(block_ids != NO_BLOCK, block_ids, _num_blocks(state))
+    return _remove(state, entries)
+
+
+def evict(state: HazardState, num: Array, ref_cnt: Array, width: int) -> EvictResult:
+    """Evict the blocks that are worth least; see `Policy.evict`."""
+    num_blocks, room = _num_blocks(state), state.queue.size
+    queue = jnp.minimum(state.queue, num_blocks - 1)
+    at = jnp.arange(room, dtype=jnp.int32)
+    usable = (at >= state.queue_ends[0]) & (at < state.queue_ends[1])
+    usable &= state.is_queued[queue] & (ref_cnt[queue] == 0)
+    rank = running_count(usable) - 1
+    is_short = num > rank[-1] + 1
+    most = max(width, room)
+    chosen, num_idle = lax.cond(
+        is_short,
+        lambda: _choose_lowest(state, jnp.maximum(num, room), ref_cnt, most),
+        lambda: (jnp.full((most,), num_blocks, jnp.int32), num),
+    )
+    ok = num_idle >= num
+
+    taken = usable & (rank < num) & ~is_short
+    row = jnp.arange(width, dtype=jnp.int32)
+    from_queue = jnp.full((width,), num_blocks, jnp.int32)
+    from_queue = from_queue.at[jnp.where(taken, rank, width)].set(queue, mode="drop")
+    victims = jnp.where(is_short, chosen[:width], from_queue)
+    victims = jnp.where(ok & (row < num), victims, num_blocks)
+
+    is_new = is_short & ok
+    padded = jnp.concatenate([chosen, jnp.full((room,), num_blocks, jnp.int32)])
+    rest = lax.dynamic_slice(padded, (jnp.minimum(num, most),), (room,))
+    head = jnp.max(jnp.where(taken, at + 1, state.queue_ends[0]))
+    ends = jnp.stack([head, state.queue_ends[1]])
+    num_rest = jnp.minimum(num_idle, jnp.maximum(num, room)) - num
+    new_ends = jnp.stack([jnp.zeros_like(num_rest), num_rest])
+    old = jnp.where(is_new, state.queue, num_blocks)
+    is_queued = state.is_queued.at[old].set(False, mode="drop")
+    new = jnp.where(is_new, rest, num_blocks)
+
+    slot = state.directory.slots.at[victims].get(mode="fill", fill_value=0)
+    tags = state.directory.tags[slot // SLOTS_PER_BUCKET, slot % SLOTS_PER_BUCKET]
+    notes = state.notes.at[victims].get(mode="fill", fill_value=0)
+    last_ms = state.last_ms.at[victims].get(mode="fill", fill_value=0)
+    chosen_slots = ghosts_lib.choose(state.ghosts, tags, state.now_ms)
+    ghosts = ghosts_lib.write(
+        state.ghosts,
+        jnp.where(victims < num_blocks, chosen_slots, state.ghosts.num_slots),
+        tags,
+        notes,
+        last_ms,
+    )
+    keys = state.directory.keys.at[victims].get(mode="fill", fill_value=0)
+    state = dataclasses.replace(
+        state,
+        queue=jnp.where(is_new, rest, state.queue),
+        queue_ends=jnp.where(is_new, new_ends, ends),
+        is_queued=is_queued.at[new].set(True, mode="drop"),
+        ghosts=ghosts,
+    )
+    # Which will be overwritten.
+    victims = after(victims, slot, tags, notes, last_ms, keys)
+    return EvictResult(
+        state=_remove(state, victims),
+        block_ids=jnp.where(victims < num_blocks, victims, NO_BLOCK),
+        keys=keys,
+        ok=ok,
+    )
+
+
+def snapshot(state: HazardState) -> dict[str, Any]:
+    """Show a state to a reader. For the host, not for jit.
+
+    Args:
+        state: The state, on any device.
+
+    Returns:
+        The keys in "order", from what would be evicted first on; "now_ms", the time;
+        "ghosts", how many keys without a block are known; and "touches", how many
+        blocks requests of each class have used, in sixteenths and decayed.
+    """
+    state = jax.tree.map(jnp.asarray, state)
+    values = np.asarray(_propagate(state, _values(state)))
+    held = np.flatnonzero(np.asarray(state.notes) >= 0)
+    depths = np.asarray(state.depths)
+    in_order = held[np.lexsort((held, -depths[held], values[held]))]
+    return {
+        "order": words_to_keys(np.asarray(state.directory.keys)[in_order]),
+        "now_ms": int(state.now_ms),
+        "ghosts": ghosts_lib.count(state.ghosts),
+        "touches": tuple(np.asarray(state.reuse.touches).tolist()),
+    }
+
+
+@functools.cache
+def make_hazard(
+    num_blocks: int,
+    max_batch: int = 4096,
+    *,
+    objective: Literal["hits", "flops"] = "hits",
+    num_ghosts: int = NUM_GHOSTS,
+) -> Policy:
+    """Make the policy that learns how soon blocks are used again.
+
+    Args:
+        num_blocks: Blocks of the tier.
+        max_batch: Most keys in one call.
+        objective: "hits" to find as many blocks as can be; "flops" to save as much
+            prefill as can be: a block deep in a long prompt, whose attention costs
+            more, is worth more.
+        num_ghosts: Keys without a block to remember; it is rounded up to 4, 8, 16
+            and so on.
+
+    Returns:
+        The policy. Equal arguments give the same object, so that functions traced
+        with it are shared.
+
+    Raises:
+        ValueError: If a number is less than 1, or the objective is neither.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> hazard = make_hazard(num_blocks=4)
+        >>> keys = jnp.arange(16, dtype=jnp.uint32).reshape(2, 8)
+        >>> state, inserted = hazard.insert(hazard.init(), keys, jnp.array([3, 1]))
+        >>> evicted = hazard.evict(state, jnp.int32(1), jnp.zeros(4, jnp.int32), 2)
+        >>> evicted.block_ids.tolist()  # the deeper one
+        [1, -1]
+    """
+    for name, value in (
+        ("num_blocks", num_blocks),
+        ("max_batch", max_batch),
+        ("num_ghosts", num_ghosts),
+    ):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1.")
+    if objective not in ("hits", "flops"):
+        raise ValueError(f"{objective=} must be 'hits' or 'flops'.")
+    return Policy(
+        num_blocks=num_blocks,
+        max_batch=max_batch,
+        init=functools.partial(init, num_blocks, num_ghosts, objective == "flops"),
+        find=find,
+        touch=touch,
+        insert=insert,
+        remove=remove,
+        evict=evict,
+        snapshot=snapshot,
+        native=native.NATIVE,
+        begin=begin,
+        finish=finish,
+    )
+
+
+def _num_blocks(state: HazardState) -> int:
+    return state.notes.shape[0]
+
+
+def _entries(state: HazardState, keys: Array, count: Array) -> Array:
+    """Find the entry of each key, i32[K]; `num_blocks` where there is none."""
+    is_meant = jnp.arange(keys.shape[0], dtype=jnp.int32) < count
+    return directory_lib.find(state.directory, keys, is_meant)
+
+
+def _later(state: HazardState, now_ms: Array) -> Array:
+    """Give the time after it was told, u32[]: it does not go back."""
+    now_ms = jnp.asarray(now_ms, jnp.uint32)
+    is_ahead = now_ms - state.now_ms < np.uint32(1 << 31)
+    return jnp.where(~state.is_told | is_ahead, now_ms, state.now_ms)
+
+
+def _known(
+    state: HazardState, keys: Array, is_meant: Array
+) -> tuple[Array, Array, Array, Array]:
+    """Give the notes of keys (-1 for none), their times, entries and tags."""
+    tags = directory_lib.tags_of(keys)
+    entries = directory_lib.find(state.directory, keys, is_meant)
+    is_held = entries < _num_blocks(state)
+    slots = ghosts_lib.find(state.ghosts, tags)
+    slots = jnp.where(is_meant & ~is_held, slots, state.ghosts.num_slots)
+    notes, last_ms = ghosts_lib.read(state.ghosts, slots)
+    notes = jnp.where(slots < state.ghosts.num_slots, notes, NO_NOTE)
+    held = state.notes.at[entries].get(mode="fill", fill_value=NO_NOTE)
+    held_ms = state.last_ms.at[entries].get(mode="fill", fill_value=0)
+    notes = jnp.where(is_held, held, notes)
+    return notes, jnp.where(is_held, held_ms, last_ms), entries, tags
+
+
+def _own_notes(notes: Array, positions: Array, count: Array, mark: Array) -> Array:
+    """Give the note that each block of a request gets: i32[K]."""
+    rows = jnp.arange(positions.shape[0], dtype=jnp.int32)
+    is_followed = (rows + 1 < count) & (jnp.roll(positions, -1) > 0)
+    return jnp.where(is_followed, CHILD, jnp.maximum(notes, 0) & CHILD) | mark
+
+
+def _write_notes(
+    state: HazardState,
+    entries: Array,
+    is_absent: Array,
+    tags: Array,
+    notes: Array,
+    mark: Array,
+    reads: tuple[Array, ...],
+) -> HazardState:
+    """Give blocks, and ghosts of absent keys, the notes of a request, and its time.
+
+    `reads` is what was read before of that which is overwritten.
+    """
+    slots = ghosts_lib.choose(state.ghosts, tags, state.now_ms)
+    slots = after(jnp.where(is_absent, slots, state.ghosts.num_slots), *reads)
+    entries = after(entries, *reads)
+    notes_of_blocks = state.notes.at[entries].set(mark, mode="drop")
+    return dataclasses.replace(
+        state,
+        notes=notes_of_blocks.at[entries].max(notes, mode="drop"),
+        last_ms=state.last_ms.at[entries].set(state.now_ms, mode="drop"),
+        is_queued=state.is_queued.at[entries].set(False, mode="drop"),
+        ghosts=ghosts_lib.write(state.ghosts, slots, tags, notes, state.now_ms),
+    )
+
+
+def _put_most(table: Array, entries: Array, values: Array) -> Array:
+    """Write the highest of the values that each entry is given; none is below -1."""
+    return table.at[entries].set(-1, mode="drop").at[entries].max(values, mode="drop")
+
+
+def _remove(state: HazardState, entries: Array) -> HazardState:
+    return dataclasses.replace(
+        state,
+        directory=directory_lib.remove(state.directory, entries),
+        notes=state.notes.at[entries].set(NO_NOTE, mode="drop"),
+        is_queued=state.is_queued.at[entries].set(False, mode="drop"),
+    )
+
+
+def _values(state: HazardState) -> Array:
+    """Compute what each block is worth by itself: i32[B], -1 where it holds no key."""
+    classes = jnp.maximum(state.notes, 0) & CLASS_MASK
+    values = reuse_lib.value_of(state.reuse, classes, state.now_ms - state.last_ms)
+    # Added as bits of floats, which are about their logarithms.
+    most = (1 << 29) // state.block_tokens
+    tokens = jnp.minimum(state.depths, most) * state.block_tokens
+    costs = (FLOPS_TOKENS + tokens).astype(jnp.float32)
+    bits = lax.bitcast_convert_type(costs, jnp.int32)
+    base = np.float32(FLOPS_TOKENS).view(np.int32)
+    values += jnp.where(state.by_flops, bits - base, 0)
+    return jnp.where(state.notes >= 0, values, -1)
+
+
+def _propagate(state: HazardState, values: Array) -> Array:
+    """Make each block worth no less than any that follow it: i32[B]."""
+    num_blocks = _num_blocks(state)
+    parents = jnp.where(state.parents >= 0, state.parents, num_blocks)
+    # Another block may have come in its place.
+    is_here = state.notes.at[parents].get(mode="fill", fill_value=NO_NOTE) >= 0
+    depths = state.depths.at[parents].get(mode="fill", fill_value=-1)
+    is_here &= (depths == state.depths - 1) & (state.notes >= 0)
+    parents = jnp.where(is_here, parents, num_blocks)
+
+    def double(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        values, ancestors = carry
+        values = values.at[ancestors].max(values, mode="drop")
+        return values, ancestors.at[ancestors].get(mode="fill", fill_value=num_blocks)
+
+    return lax.while_loop(
+        lambda carry: jnp.any(carry[1] < num_blocks), double, (values, parents)
+    )[0]
+
+
+def _choose_lowest(
+    state: HazardState, num: Array, ref_cnt: Array, width: int
+) -> tuple[Array, Array]:
+    """Find the idle blocks that are worth least, in order; the deepest of equal ones.
+
+    Args:
+        state: The state.
+        num: i32[]. How many, or as many as there are.
+        ref_cnt: i32[B]. A block is idle if it holds a key and this is 0.
+        width: Length of the answer.
+
+    Returns:
+        i32[width], then B; and i32[], how many idle blocks there are.
+    """
+    num_blocks = _num_blocks(state)
+    values = _propagate(state, _values(state))
+    is_idle = (values >= 0) & (ref_cnt == 0)
+    num_idle = jnp.sum(is_idle, dtype=jnp.int32)
+    num = jnp.minimum(num, num_idle)
+    # To find the last that is taken and sort no more than these takes a fraction of
+    # what it takes to sort all.
+    heights = _MOST_VALUE - state.depths
+    last_value = _find_lowest(values, is_idle, num)
+    is_sure = is_idle & (values < last_value)
+    is_equal = is_idle & (values == last_value)
+    num_left = num - jnp.sum(is_sure, dtype=jnp.int32)
+    last_height = _find_lowest(heights, is_equal, num_left)
+    is_sure |= is_equal & (heights < last_height)
+    is_equal &= heights == last_height
+    num_left = num - jnp.sum(is_sure, dtype=jnp.int32)
+    is_taken = is_sure | (is_equal & (running_count(is_equal) <= num_left))
+
+    rank = running_count(is_taken) - 1
+    at = jnp.where(is_taken, rank, width)
+    blocks = jnp.full((width,), num_blocks, jnp.int32)
+    blocks = blocks.at[at].set(jnp.arange(num_blocks, dtype=jnp.int32), mode="drop")
+    own = values.at[blocks].get(mode="fill", fill_value=_MOST_VALUE)
+    height = heights.at[blocks].get(mode="fill", fill_value=_MOST_VALUE)
+    return lax.sort((own, height, blocks), num_keys=3)[2], num_idle
+
+
+def _find_lowest(values: Array, counts: Array, num: Array) -> Array:
+    """Find the `num`-th lowest of the values (i32[B], not negative) that count."""
+
+    def halve(_: Any, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        least, most = ends
+        middle = least + (most - least) // 2
+        is_enough = jnp.sum(counts & (values <= middle), dtype=jnp.int32) >= num
+        least = jnp.where(is_enough, least, middle + 1)
+        return least, jnp.where(is_enough, middle, most)
+
+    ends = jnp.int32(0), jnp.int32(_MOST_VALUE)
+    _, lowest = lax.fori_loop(0, 31, halve, ends)
+    return jnp.asarray(lowest)

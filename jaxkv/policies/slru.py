@@ -1,0 +1,229 @@
+"""Segmented LRU: blocks that were used again are protected from those that were not.
+
+Two lists, each from the least to the most recently used. A new block is on probation;
+when it is used again it is protected. At most half of the blocks are: what is protected
+in excess of that, the least recently used of it, is on probation again, as the most
+recent there. Blocks are evicted from those on probation first (Karedla, Love and
+Wherry, 1994). A block whose store is in progress is not protected by a use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jaxkv.keys import words_to_keys
+from jaxkv.native import slru as native
+from jaxkv.native.policy import register_native
+from jaxkv.native.slru import PROBATION, PROTECTED
+from jaxkv.policies import directory as directory_lib
+from jaxkv.policies import recency
+from jaxkv.policies.base import EvictResult, InsertResult, Policy
+from jaxkv.policies.directory import Directory
+from jaxkv.policies.recency import Oldest, RecencyLog
+from jaxkv.policies.xla import after, running_count
+from jaxkv.types import NO_BLOCK
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SLRUState:
+    """The blocks that are held, in two lists. An entry is a block id.
+
+    Attributes:
+        directory: Which block holds a key.
+        order: The blocks on probation and those that are protected.
+        num_protected: i32[]. How many are protected.
+    """
+
+    directory: Directory
+    order: RecencyLog
+    num_protected: Array
+
+
+register_native(SLRUState, native.NATIVE)
+
+
+def init(num_blocks: int, max_batch: int) -> SLRUState:
+    """Make an empty cache of `num_blocks`."""
+    return SLRUState(
+        directory=directory_lib.init(num_blocks),
+        order=recency.init(num_blocks, max_batch, num_lists=2),
+        num_protected=jnp.zeros((), jnp.int32),
+    )
+
+
+def find(state: SLRUState, keys: Array, count: Array) -> Array:
+    """Find the block of each key; see `Policy.find`."""
+    entries = _entries(state, keys, count)
+    return jnp.where(entries < _num_blocks(state), entries, NO_BLOCK)
+
+
+def touch(state: SLRUState, keys: Array, count: Array, ready: Array) -> SLRUState:
+    """Record a use of each key, the last first; see `Policy.touch`."""
+    entries = _entries(state, keys, count)
+    order = recency.make_room(state.order, count)
+    lists = recency.list_of(order, entries)
+    is_promoted = (lists == PROBATION) & ready
+    new_lists = jnp.where(is_promoted, PROTECTED, lists)
+    ranks = count - 1 - jnp.arange(keys.shape[0], dtype=jnp.int32)
+    order = recency.put(order, after(entries, lists), new_lists, ranks, count)
+    # A key that was given twice has moved once.
+    is_promoted &= recency.is_newest(order, entries, ranks, count)
+    num_protected = state.num_protected + jnp.sum(is_promoted, dtype=jnp.int32)
+
+    excess = jnp.maximum(num_protected - _num_blocks(state) // 2, 0)
+    oldest = recency.find_oldest(
+        order,
+        excess,
+        lambda entries: jnp.ones_like(entries, jnp.bool_),
+        keys.shape[0],
+        PROTECTED,
+    )
+    order = recency.remove(order, oldest.entries)
+    order = recency.set_heads(order, [_unchanged(order), oldest], excess > 0)
+    order = recency.make_room(order, excess)
+    rows = jnp.arange(keys.shape[0], dtype=jnp.int32)
+    order = recency.put(order, oldest.entries, PROBATION, rows, excess)
+    return dataclasses.replace(state, order=order, num_protected=num_protected - excess)
+
+
+def insert(state: SLRUState, keys: Array, block_ids: Array) -> InsertResult:
+    """Add new keys on probation, in their order; see `Policy.insert`."""
+    none = _num_blocks(state)
+    entries = jnp.where(block_ids != NO_BLOCK, block_ids, none)
+    directory, inserted = directory_lib.insert(state.directory, keys, entries)
+    entries = jnp.where(inserted, entries, none)
+    ranks = running_count(inserted) - 1
+    order = recency.append(state.order, entries, ranks, ranks[-1] + 1)
+    return InsertResult(
+        dataclasses.replace(state, directory=directory, order=order), inserted
+    )
+
+
+def remove(state: SLRUState, keys: Array, block_ids: Array) -> SLRUState:
+    """Forget keys; see `Policy.remove`."""
+    del keys  # An entry is its block id.
+    entries = jnp.where(block_ids != NO_BLOCK, block_ids, _num_blocks(state))
+    return _remove(state, entries)
+
+
+def evict(state: SLRUState, num: Array, ref_cnt: Array, width: int) -> EvictResult:
+    """Evict the oldest blocks on probation, then others; see `Policy.evict`."""
+    none = _num_blocks(state)
+
+    def oldest(num: Array, of_list: int) -> Oldest:
+        return recency.find_oldest(
+            state.order, num, lambda entries: ref_cnt[entries] == 0, width, of_list
+        )
+
+    first = oldest(num, PROBATION)
+    second = oldest(num - first.num, PROTECTED)
+    ok = first.num + second.num >= num
+    row = jnp.arange(width, dtype=jnp.int32)
+    of_second = second.entries[jnp.maximum(row - first.num, 0)]
+    victims = jnp.where(row < first.num, first.entries, of_second)
+    victims = jnp.where(ok & (row < num), victims, none)
+    keys = state.directory.keys.at[victims].get(mode="fill", fill_value=0)
+    victims = after(victims, keys)  # Which will be overwritten.
+    evicted = _remove(state, victims)
+    order = recency.set_heads(evicted.order, [first, second], ok)
+    return EvictResult(
+        state=dataclasses.replace(evicted, order=order),
+        block_ids=jnp.where(victims < none, victims, NO_BLOCK),
+        keys=keys,
+        ok=ok,
+    )
+
+
+def snapshot(state: SLRUState) -> dict[str, Any]:
+    """Show a state to a reader. For the host, not for jit.
+
+    Args:
+        state: The state, on any device.
+
+    Returns:
+        The keys in "probation" and in "protected", each from the oldest on.
+    """
+    keys = np.asarray(state.directory.keys)
+    lists = {"probation": PROBATION, "protected": PROTECTED}
+    return {
+        name: words_to_keys(keys[recency.in_order(state.order, of_list)])
+        for name, of_list in lists.items()
+    }
+
+
+@functools.cache
+def make_slru(num_blocks: int, max_batch: int = 4096) -> Policy:
+    """Make the segmented LRU policy, which protects up to half of the blocks.
+
+    Args:
+        num_blocks: Blocks of the tier.
+        max_batch: Most keys in one call.
+
+    Returns:
+        The policy. Equal arguments give the same object, so that functions traced
+        with it are shared.
+
+    Raises:
+        ValueError: If an argument is less than 1.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> slru = make_slru(num_blocks=4)
+        >>> keys = jnp.arange(16, dtype=jnp.uint32).reshape(2, 8)
+        >>> state, _ = slru.insert(slru.init(), keys, jnp.array([3, 1]))
+        >>> ready = jnp.ones(2, bool)
+        >>> state = slru.touch(state, keys, jnp.int32(1), ready)  # 3 is used again
+        >>> evicted = slru.evict(state, jnp.int32(1), jnp.zeros(4, jnp.int32), 2)
+        >>> evicted.block_ids.tolist()
+        [1, -1]
+    """
+    for name, value in (("num_blocks", num_blocks), ("max_batch", max_batch)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1.")
+    return Policy(
+        num_blocks=num_blocks,
+        max_batch=max_batch,
+        init=functools.partial(init, num_blocks, max_batch),
+        find=find,
+        touch=touch,
+        insert=insert,
+        remove=remove,
+        evict=evict,
+        snapshot=snapshot,
+        native=native.NATIVE,
+    )
+
+
+def _entries(state: SLRUState, keys: Array, count: Array) -> Array:
+    """Find the entry of each key, i32[K]; `num_blocks` where there is none."""
+    valid = jnp.arange(keys.shape[0], dtype=jnp.int32) < count
+    return directory_lib.find(state.directory, keys, valid)
+
+
+def _remove(state: SLRUState, entries: Array) -> SLRUState:
+    """Forget entries (i32[K], B for none), each given once."""
+    lists = recency.list_of(state.order, entries)
+    num_protected = jnp.sum(lists == PROTECTED, dtype=jnp.int32)
+    return SLRUState(
+        directory=directory_lib.remove(state.directory, entries),
+        order=recency.remove(state.order, after(entries, lists)),
+        num_protected=state.num_protected - num_protected,
+    )
+
+
+def _unchanged(order: RecencyLog) -> Oldest:
+    """Stand for a list of which nothing was taken."""
+    none = jnp.zeros((0,), jnp.int32)
+    return Oldest(none, jnp.int32(0), order.heads[PROBATION])
+
+
+def _num_blocks(state: SLRUState) -> int:
+    return state.directory.keys.shape[0]

@@ -1,0 +1,333 @@
+"""A plain-Python twin of the policy `hazard`, for the twin of the manager.
+
+Written from the description of the policy, with dicts, one key at a time. Only floats
+are NumPy's, as Python has none of 32 bits. The tests compare what it decides with what
+arrays decide, so it keeps to their rules for what meets in one batch.
+"""
+
+import numpy as np
+
+from jaxkv.keys import key_from_foreign
+
+NUM_BINS = 28
+UNIT = 16
+F = np.float32
+STOPS = (None, "tool_use", "end_turn")
+NUM_CLASSES = 3 * 5 * 16
+TURN_BUCKET = (None, 0, 1, 2, 2, 3)
+# Where bins begin, in units of 512 ms, and how long they are.
+STARTS = [0, *[part << octave for octave in range(14) for part in (2, 3)][:27]]
+WIDTHS = [2, *[1 << (i // 2) for i in range(NUM_BINS - 1)]]
+
+
+def bin_of(age_ms):
+    """The bin of an age, and the part of it that has gone by, in 1/256."""
+    units = age_ms / 512
+    number = max(i for i, start in enumerate(STARTS) if start <= units)
+    if number == NUM_BINS - 1:
+        return number, 0
+    return number, int((units - STARTS[number]) / WIDTHS[number] * 256)
+
+
+def bits_of(number):
+    return int(F(number).view(np.int32))
+
+
+def tag_of(key):
+    """The tag of a key in the directory: a hash of 32 bits."""
+    words = np.frombuffer(key if len(key) == 32 else key_from_foreign(key), "<u4")
+    factor, hashes = 1, []
+    for _ in range(2):
+        total = 0
+        for word in words.tolist():
+            factor = factor * 0x9E3779B1 % 2**32
+            total += word * factor
+        bits = total % 2**32
+        bits = (bits ^ bits >> 16) * 0x85EBCA6B % 2**32
+        bits = (bits ^ bits >> 13) * 0xC2B2AE35 % 2**32
+        hashes.append(bits ^ bits >> 16)
+    one, two = hashes
+    return max(one ^ (two >> 7) * 0x2545F491 % 2**32, 1)
+
+
+class Known:
+    """What is known of a key: the class and turn of the request that used it last."""
+
+    def __init__(self, of_class, turn, has_child, last_ms):
+        self.of_class = of_class
+        self.turn = turn
+        self.has_child = has_child
+        self.last_ms = last_ms
+        self.depth = 0
+        self.parent = None  # a block id
+
+    @property
+    def word(self):
+        return self.of_class | self.turn << 8 | self.has_child << 11
+
+
+class ReferenceHazard:
+    def __init__(self, num_blocks, num_ghosts=1 << 16, by_flops=False):
+        self.num_blocks = num_blocks
+        self.by_flops = by_flops
+        self.block_tokens = 1 << 20
+        self.num_sets = num_ghosts // 4
+        self.blocks = {}  # key -> Block
+        self.known = {}  # key -> Known, of keys with a block
+        self.ghosts = {}  # (set, way) -> [tag, Known]
+        self.times = {}  # (set, way) -> the last time that was written there
+        self.touches = [0] * NUM_CLASSES
+        self.reuses = [[0] * NUM_BINS for _ in range(NUM_CLASSES)]
+        self.queue = []
+        self.now_ms = None
+        self.clock_ms = 0
+        self.num_begun = 0
+        self.current = (0, 1)  # class and turn of the request that began last
+        self.rebuild()
+
+    def get(self, key):
+        return self.blocks.get(key)
+
+    def snapshot(self):
+        return {
+            "order": self.in_order(list(self.blocks)),
+            "now_ms": self.clock_ms,
+            "ghosts": len(self.ghosts),
+            "touches": tuple(self.touches),
+        }
+
+    # --- what it is told ---
+
+    def tell_time(self, now_ms):
+        if self.now_ms is None or (now_ms - self.clock_ms) % 2**32 < 2**31:
+            self.clock_ms = now_ms % 2**32
+        self.now_ms = self.clock_ms
+
+    def age(self, known):
+        return (self.clock_ms - known.last_ms) % 2**32
+
+    def begin(self, keys, num_tokens, now_ms, positions):
+        self.tell_time(now_ms)
+        self.num_begun += 1
+        if self.num_begun % 64 == 0:
+            self.decay()
+            self.rebuild()
+        size = max(num_tokens // (max(positions) + 1), 1)
+        self.block_tokens = min(self.block_tokens, size)
+        slots = [None if key in self.known else self.find_slot(key) for key in keys]
+        found = [
+            self.known.get(key) or (self.ghosts[slot][1] if slot else None)
+            for key, slot in zip(keys, slots, strict=True)
+        ]
+        deepest = None
+        for row, known in enumerate(found):
+            if known is None or (row and positions[row] == 0):
+                break
+            deepest = known
+        turn = 1
+        if deepest is not None and not deepest.has_child:
+            turn = min(deepest.turn + 1, 5)
+        for known in found:
+            if known is not None:
+                self.reuses[known.of_class][bin_of(self.age(known))[0]] += UNIT
+        share = min(4 * found.count(None) // len(keys), 3)
+        of_class = TURN_BUCKET[turn] * 4 + share
+        self.current = of_class, turn
+        chosen = [None if key in self.known else self.choose_slot(key) for key in keys]
+        self.note(keys, positions, found, chosen, of_class, turn)
+        return of_class | turn << 8
+
+    def finish(self, keys, mark, now_ms, num_output_tokens, stop, positions):
+        self.tell_time(now_ms)
+        output = 0
+        if num_output_tokens is not None:
+            output = 1 + sum(num_output_tokens >= step for step in (64, 256, 1024))
+        of_class = (STOPS.index(stop) * 5 + output) * 16 + mark % 256
+        self.touches[of_class] += UNIT * len(keys)
+        slots = [None if key in self.known else self.find_slot(key) for key in keys]
+        found = [
+            self.known.get(key) or (self.ghosts[slot][1] if slot else None)
+            for key, slot in zip(keys, slots, strict=True)
+        ]
+        for key in set(keys) & set(self.known):
+            rows = [row for row, other in enumerate(keys) if other == key]
+            self.known[key].depth = max(positions[row] for row in rows)
+            before = [keys[row - 1] for row in rows if row and positions[row]]
+            parents = [self.blocks[k].block_id for k in before if k in self.blocks]
+            self.known[key].parent = max(parents, default=None)
+        chosen = [None if key in self.known else self.choose_slot(key) for key in keys]
+        self.note(keys, positions, found, chosen, of_class, mark >> 8 & 7)
+
+    def note(self, keys, positions, found, slots, of_class, turn):
+        """Give keys the class of a request."""
+        followed = [
+            row + 1 < len(keys) and positions[row + 1] > 0 for row in range(len(keys))
+        ]
+        children = [
+            is_followed or (known is not None and known.has_child)
+            for is_followed, known in zip(followed, found, strict=True)
+        ]
+        ghosts = []
+        for row, key in enumerate(keys):
+            known = self.known.get(key)
+            if known is not None:
+                known.of_class, known.turn = of_class, turn
+                known.last_ms = self.clock_ms
+                known.has_child = any(
+                    child
+                    for other, child in zip(keys, children, strict=True)
+                    if other == key
+                )
+            elif slots[row] is not None:
+                ghost = Known(of_class, turn, children[row], self.clock_ms)
+                ghosts.append((slots[row], tag_of(key), ghost))
+        self.queue = [key for key in self.queue if key not in keys]
+        self.write_ghosts(ghosts)
+
+    # --- ghosts: four to a set; the oldest makes room ---
+
+    def find_slot(self, key):
+        tag = tag_of(key)
+        for way in range(4):
+            slot = tag % self.num_sets, way
+            if slot in self.ghosts and self.ghosts[slot][0] >> 12 == tag >> 12:
+                return slot
+        return None
+
+    def choose_slot(self, key):
+        slot = self.find_slot(key)
+        if slot is not None:
+            return slot
+        slots = [(tag_of(key) % self.num_sets, way) for way in range(4)]
+        ages = [
+            (self.clock_ms - self.times[slot]) % 2**32
+            if slot in self.ghosts
+            else 2**32 - 1
+            for slot in slots
+        ]
+        return slots[ages.index(max(ages))]
+
+    def write_ghosts(self, ghosts):
+        """Write them all; of those that want one slot, the highest word stays."""
+        for slot in {slot for slot, _, _ in ghosts}:
+            own = [ghost for ghost in ghosts if ghost[0] == slot]
+            _, tag, known = max(own, key=lambda g: g[1] >> 12 << 12 | g[2].word)
+            known.last_ms = max(ghost.last_ms for _, _, ghost in own)
+            self.ghosts[slot] = [tag, known]
+            self.times[slot] = known.last_ms
+
+    # --- what is learned ---
+
+    def decay(self):
+        for counts in (self.touches, *self.reuses):
+            counts[:] = [count - (count >> 8) for count in counts]
+
+    def rebuild(self):
+        total = sum(self.touches) + 2 * NUM_BINS * UNIT
+        shares = [
+            int(F(sum(of_bin) + UNIT) / F(total) * F(200 * UNIT))
+            for of_bin in zip(*self.reuses, strict=True)
+        ]
+        rows = {}
+        self.index = []
+        for touches, reuses in zip(self.touches, self.reuses, strict=True):
+            seen = (touches, *reuses)
+            if seen not in rows:
+                rows[seen] = self.make_row(touches, reuses, shares)
+            self.index.append(rows[seen])
+
+    @staticmethod
+    def make_row(touches, reuses, shares):
+        left, uses, held = touches + 200 * UNIT, [], []
+        for reused, share, width in zip(reuses, shares, WIDTHS, strict=True):
+            num = reused + share
+            uses.append(num)
+            held.append(F(max(left - num // 2, num // 2 + 1)) * F(width))
+            left -= num
+        row = []
+        for start in range(NUM_BINS):
+            best, time = F(0), F(0)
+            for stop in range(start, NUM_BINS):
+                time += held[stop]
+                best = max(best, F(sum(uses[start : stop + 1])) / time)
+            row.append(bits_of(best))
+        return [*row, row[-1]]
+
+    def values(self):
+        """What each block is worth; no less than those that follow it."""
+        values = {}
+        for key, known in self.known.items():
+            number, part = bin_of(self.age(known))
+            here, there = self.index[known.of_class][number : number + 2]
+            values[key] = here + (there - here >> 8) * part
+            if self.by_flops:  # times 1 + tokens before it / 30,000, as logarithms
+                tokens = known.depth * self.block_tokens
+                values[key] += bits_of(30_000 + tokens) - bits_of(30_000)
+        by_id = {block.block_id: key for key, block in self.blocks.items()}
+        for key in sorted(values, key=lambda key: -self.known[key].depth):
+            parent = by_id.get(self.known[key].parent)
+            if parent and self.known[parent].depth == self.known[key].depth - 1:
+                values[parent] = max(values[parent], values[key])
+        return values
+
+    def in_order(self, keys):
+        values = self.values()
+        return sorted(
+            keys,
+            key=lambda k: (values[k], -self.known[k].depth, self.blocks[k].block_id),
+        )
+
+    # --- what every policy does ---
+
+    def touch(self, keys):
+        if self.now_ms is None and keys:
+            self.clock_ms += 1024
+        for key in keys:
+            if key in self.known:
+                self.known[key].last_ms = self.clock_ms
+        self.queue = [key for key in self.queue if key not in keys]
+
+    def insert_all(self, keys, new):
+        slots = {key: self.find_slot(key) for key in new}
+        for key, block in new.items():
+            slot, (of_class, turn) = slots[key], self.current
+            ghost = self.ghosts[slot][1] if slot else Known(of_class, turn, False, 0)
+            is_told = slot is not None and self.now_ms is not None
+            last_ms = ghost.last_ms if is_told else self.clock_ms
+            known = Known(ghost.of_class, ghost.turn, ghost.has_child, last_ms)
+            row = known.depth = keys.index(key)
+            # Only if it comes in the same batch, and not twice.
+            if row and keys[row - 1] in new and keys.index(keys[row - 1]) == row - 1:
+                known.parent = new[keys[row - 1]].block_id
+            self.blocks[key], self.known[key] = block, known
+        for slot in slots.values():
+            if slot is not None:
+                self.ghosts.pop(slot, None)
+
+    def remove(self, key):
+        del self.blocks[key], self.known[key]
+        self.queue = [other for other in self.queue if other != key]
+
+    def evict(self, num, protected):
+        def is_idle(key):
+            return self.blocks[key].ref_cnt == 0 and key not in protected
+
+        usable = [key for key in self.queue if is_idle(key)][:num]
+        if len(usable) == num:
+            # What was passed over is not looked at again until the next time.
+            self.queue = self.queue[self.queue.index(usable[-1]) + 1 :]
+        else:
+            idle = [key for key in self.blocks if is_idle(key)]
+            if len(idle) < num:
+                return None
+            room = -(-self.num_blocks // 16)
+            lowest = self.in_order(idle)[: max(num, room)]
+            usable, self.queue = lowest[:num], lowest[num:]
+        ghosts = [
+            (self.choose_slot(key), tag_of(key), self.known[key]) for key in usable
+        ]
+        victims = [(key, self.blocks[key]) for key in usable]
+        for key in usable:
+            del self.blocks[key], self.known[key]
+        self.write_ghosts(ghosts)
+        return victims

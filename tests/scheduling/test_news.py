@@ -1,0 +1,79 @@
+"""What a cache policy is told about requests, and when nobody tells it."""
+
+import pytest
+
+from jaxkv.native.hazard import NUM_ASKED, NUM_OUTPUTS
+from jaxkv.native.reuse import UNIT
+from jaxkv.scheduling.news import RequestNews
+from jaxkv.search.groups import FullAttention, SlidingWindow
+from jaxkv.tiers.host import OffloadingManager
+from tests.rigs.offload_rig import BLOCK_SIZE, Rig, make_request
+
+SHARE_ALL_NEW = 3  # of a first turn of which all blocks are new
+
+
+def classes_of(rig):
+    """The classes that blocks were used in, and how many blocks."""
+    touches = rig.scheduler._manager.snapshot().policy["touches"]
+    return {number: count // UNIT for number, count in enumerate(touches) if count}
+
+
+def test_a_request_is_told_with_its_time_its_output_and_why_it_stopped():
+    rig = Rig(policy="hazard", clock=lambda: 12.5)
+    request = make_request("one", 1, 2, 3)
+    request.num_prompt_tokens = request.num_tokens - 2
+    request.stop = "tool_use"
+    rig.run(request)
+    of_class = (1 * NUM_OUTPUTS + 1) * NUM_ASKED + SHARE_ALL_NEW
+    assert classes_of(rig) == {of_class: 3}
+    assert rig.scheduler._manager.snapshot().policy["now_ms"] == 12_500
+
+
+def test_a_request_that_comes_back_is_a_second_turn():
+    rig = Rig(policy="hazard", clock=lambda: 0.0)
+    rig.run(make_request("one", 1, 2, 3))
+    before = classes_of(rig)
+    rig.forget_device()
+    rig.run(make_request("two", 1, 2, 3, 4, 5, 6))
+    (second,) = classes_of(rig).keys() - before.keys()
+    assert second % NUM_ASKED == 1 * 4 + 2  # the second turn; half of it is new
+
+
+def test_groups_are_told_as_prefixes_of_their_own():
+    groups = (FullAttention(BLOCK_SIZE), SlidingWindow(BLOCK_SIZE, 8))
+    rig = Rig(groups=groups, policy="hazard", clock=lambda: 0.0)
+    rig.run(rig.request("one", 1, 2, 3))
+    assert sum(classes_of(rig).values()) == 2 * 3
+    state = rig.scheduler._manager.executor.state.policy
+    assert max(state.depths.tolist()) == 2
+
+
+def test_a_reason_that_is_none_is_refused_and_changes_nothing():
+    rig = Rig(policy="hazard", clock=lambda: 0.0)
+    request = make_request("one", 1, 2, 3)
+    rig.admit(request)
+    request.stop = "eos"
+    with pytest.raises(ValueError, match="stop='eos' of request 'one' must be one of"):
+        rig.scheduler.request_finished(request)
+    assert classes_of(rig) == {}
+    request.stop = "end_turn"
+    rig.scheduler.request_finished(request)
+    assert sum(classes_of(rig).values()) == 3
+
+
+def test_a_policy_that_does_not_listen_costs_no_look_at_the_clock():
+    def clock():
+        raise AssertionError("nobody wants to know")
+
+    news = RequestNews(OffloadingManager(16, 4, "lru"), 1, clock)
+    request = make_request("one", 1, 2, 3)
+    news.begin(request, [request.block_keys])
+    news.finish(request, [request.block_keys], None)
+
+
+def test_positions_must_be_one_for_each_key():
+    manager = OffloadingManager(16, 4, "hazard")
+    with pytest.raises(ValueError, match="3 positions must be 2, one for each key"):
+        manager.begin_request([b"a", b"b"], 32, 0, [0, 1, 2])
+    with pytest.raises(ValueError, match="stop='eos' must be one of"):
+        manager.finish_request([b"a", b"b"], 0, 0, 7, "eos")
