@@ -11,6 +11,8 @@ request's blocks are known, half new.
 - scan: a whole trace of requests in one `lax.scan` of `host_state.request_step`.
 - arc: ARC's store with eviction, against a twin that looks for every victim from the
   front of its list, as vLLM 0.19.1 does, and one that goes on where it was.
+- policies: a whole request by each policy, against LRU in place of a twin; a policy
+  that listens is told that it begins, and that it has finished.
 
     python benchmarks/policy.py [--tables NAME ...] [--capacities N ...]
                                 [--batches N ...] [--executor xla] [--json FILE]
@@ -28,7 +30,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxkv import OffloadingManager, make_lru
+from jaxkv import OffloadingManager, make_lru, policy_names
 from jaxkv.keys import PackedKeys, keys_to_words
 from jaxkv.tiers import host_state
 from jaxkv.tools.bench.machine import machine, quartiles
@@ -51,6 +53,7 @@ class Tier:
 
     def __init__(self, capacity: int, policy: str = "lru") -> None:
         self.manager = OffloadingManager(16, capacity, policy, executor=self.executor)
+        self.now_ms = 0
 
     def lookup(self, keys: Keys) -> int:
         return self.manager.lookup(keys)
@@ -79,6 +82,17 @@ class Tier:
         self.manager.complete_step(step)
         self._wait()
         return [*step.load_spec.block_ids.tolist(), *_stored(step.store)]
+
+    def told(self, keys: Keys) -> int:
+        manager = self.manager
+        if not manager.listens:
+            return len(self.request(keys))
+        self.now_ms += 500
+        mark = manager.begin_request(keys, 16 * len(keys), self.now_ms)
+        num = len(self.request(keys))
+        manager.finish_request(keys, mark, self.now_ms, num_output_tokens=100)
+        self._wait()
+        return num
 
     def packed(self, keys: PackedKeys) -> Any:
         step = self.manager.executor.request_step(keys.words)
@@ -278,10 +292,29 @@ def time_arc(capacities: list[int], batches: list[int]) -> Iterator[Row]:
                 }
 
 
+def time_policies(capacities: list[int], batches: list[int]) -> Iterator[Row]:
+    """Time a whole request by each policy; the other side is LRU."""
+    for capacity in capacities:
+        for batch in batches:
+            if batch > capacity // 2:
+                continue
+            for name in policy_names():
+                work, tier, lru = Workload(), Tier(capacity, name), Tier(capacity)
+                work.fill(capacity, tier, lru)
+                requests = work.requests(batch)
+                yield {
+                    "capacity": capacity,
+                    "batch": batch,
+                    "operation": f"request, {name}",
+                    **compare(tier.told, lru.told, lambda r=requests: next(r)),
+                }
+
+
 TABLES = {
     "calls": time_calls,
     "scan": time_scan,
     "arc": time_arc,
+    "policies": time_policies,
 }
 
 
