@@ -21,6 +21,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+import jax
 import numpy as np
 
 from jaxkv.policies.base import Policy
@@ -67,14 +68,16 @@ class OffloadScheduler:
         enable_events: Whether to keep events for `take_events`.
         rules: How to store and load.
         executor: Who runs the decisions about the host; see `OffloadingManager`.
-        clock: Seconds since some moment, for `delays` and for a cache policy that wants
-            to be told when requests begin and finish; no other decision depends on it.
-            Processes that serve one model together with such a policy need one that
-            says the same in all of them, such as the number of the step.
+        clock: Seconds since some moment, for `delays`; no decision depends on it.
+        policy_clock: Seconds for a cache policy that wants to be told when requests
+            begin and finish, such as "hazard"; None for `clock`. Processes that serve
+            one model together need one that says the same in all of them in the same
+            call, such as the number of steps over their usual rate.
 
     Raises:
         ValueError: If a number is too small, the policy is not known or was made for
-            other sizes, or the rules and the groups do not go together.
+            other sizes, or the rules and the groups do not go together; if several
+            processes would tell such a policy their own times.
         TypeError: If the policy is neither a name nor a `Policy`.
 
     Attributes:
@@ -94,6 +97,7 @@ class OffloadScheduler:
         rules: OffloadRules | None = None,
         executor: ExecutorName = "native",
         clock: Callable[[], float] = time.perf_counter,
+        policy_clock: Callable[[], float] | None = None,
     ) -> None:
         self.groups = as_groups(groups)
         self.rules = rules = rules or OffloadRules()
@@ -126,7 +130,15 @@ class OffloadScheduler:
         self._num_local: dict[str, int] = {}
         # Requests that count as having used their blocks.
         self._known: set[str] = set()
-        self._news = RequestNews(host, rules.blocks_per_host_block, clock)
+        if host.listens and policy_clock is None and _serves_with_others():
+            raise ValueError(
+                f"{cache_policy=} decides by the time, and each process has its own: "
+                "their tiers would evict other blocks. Pass a policy_clock that says "
+                "the same in all of them, or choose a policy that asks for no time."
+            )
+        self._news = RequestNews(
+            host, rules.blocks_per_host_block, policy_clock or clock
+        )
         self._bound_pool: DeviceBlockPool | None = None
 
     def bind_device_block_pool(self, pool: DeviceBlockPool) -> None:
@@ -428,3 +440,8 @@ class OffloadScheduler:
         self._num_local.pop(request.request_id, None)
         if self._eager is not None:
             self._eager.finish(self._pool, request.request_id)
+
+
+def _serves_with_others() -> bool:
+    """Whether several processes run one program; starts no backend to find out."""
+    return jax.distributed.is_initialized() and jax.process_count() > 1

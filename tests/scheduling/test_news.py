@@ -1,10 +1,12 @@
 """What a cache policy is told about requests, and when nobody tells it."""
 
+import jax
 import pytest
 
 from jaxkv.native.hazard import NUM_ASKED, NUM_OUTPUTS
 from jaxkv.native.reuse import UNIT
 from jaxkv.scheduling.news import RequestNews
+from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.search.groups import FullAttention, SlidingWindow
 from jaxkv.tiers.host import OffloadingManager
 from tests.rigs.offload_rig import BLOCK_SIZE, Rig, make_request
@@ -77,3 +79,32 @@ def test_positions_must_be_one_for_each_key():
         manager.begin_request([b"a", b"b"], 32, 0, [0, 1, 2])
     with pytest.raises(ValueError, match="stop='eos' must be one of"):
         manager.finish_request([b"a", b"b"], 0, 0, 7, "eos")
+
+
+@pytest.mark.parametrize("policy", ["hazard", "lru"])
+@pytest.mark.parametrize("policy_clock", [None, lambda: 1.0], ids=["none", "given"])
+def test_several_processes_need_a_clock_that_they_agree_on(
+    monkeypatch, policy, policy_clock
+):
+    """Each process has a clock of its own, and would evict other blocks by it."""
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+
+    def make():
+        return OffloadScheduler(BLOCK_SIZE, 8, policy, policy_clock=policy_clock)
+
+    if policy == "hazard" and policy_clock is None:
+        with pytest.raises(ValueError, match="'hazard' decides by the time"):
+            make()
+    else:
+        make()
+
+
+def test_the_policys_clock_is_not_that_of_the_delays():
+    rig = Rig(policy="hazard", clock=lambda: 99.0)
+    rig.scheduler = OffloadScheduler(
+        BLOCK_SIZE, 8, "hazard", clock=lambda: 99.0, policy_clock=lambda: 2.0
+    )
+    rig.scheduler.bind_device_block_pool(rig.pool)
+    rig.run(make_request("one", 1, 2))
+    assert rig.scheduler._manager.snapshot().policy["now_ms"] == 2_000
