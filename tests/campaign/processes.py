@@ -6,6 +6,8 @@ import tempfile
 
 from tests.transfer.test_processes import run
 
+# On a machine that has much else to do.
+TIMEOUT_S = 900
 LOCAL = ("saves failed", "loads failed")  # Each process has its own.
 
 
@@ -23,6 +25,7 @@ def run_processes(rng, counts, note, steps, *more):
             num_processes,
             "tests.campaign.process",
             *(seed, str(min(steps, 200)), *more),
+            timeout_s=TIMEOUT_S,
         )
     results = [json.loads(text.splitlines()[-1]) for text in said]
     first = results[0]

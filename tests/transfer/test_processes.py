@@ -24,7 +24,15 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def run(folder, num_processes, module, *arguments, lost=(), ends=(0,)):
+def run(
+    folder,
+    num_processes,
+    module,
+    *arguments,
+    lost=(),
+    ends=(0,),
+    timeout_s=TIMEOUT_S,
+):
     """Run the processes of a module; return what each has printed.
 
     The `lost` ones are not waited for, and may exit in any way; the others exit with
@@ -49,7 +57,7 @@ def run(folder, num_processes, module, *arguments, lost=(), ends=(0,)):
                     )
                 )
         awaited = [child for n, child in enumerate(children) if n not in lost]
-        end_s = time.monotonic() + TIMEOUT_S
+        end_s = time.monotonic() + timeout_s
         while any(child.poll() is None for child in awaited):
             # One that has failed leaves the others waiting for it.
             failed = any(child.poll() not in (None, *ends) for child in awaited)
