@@ -1,17 +1,16 @@
-"""What a step and a look-up cost does not grow with what waits or is on its way."""
+"""What a step and a look-up cost does not grow with what waits or is on its way.
+
+By the lines of Python that they execute; benchmarks/in_flight.py has their times.
+"""
 
 import importlib
 import pathlib
 import sys
-import time
 
 import pytest
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 FEW, MANY = 20, 1000
-ROUNDS = 15
-# Python's own noise at these few microseconds.
-SLACK_US = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +38,6 @@ def num_lines(run):
     return count
 
 
-def least_us(run):
-    """Time a call; the least of several, which other processes disturb least."""
-    times_us = []
-    for _ in range(ROUNDS):
-        start_s = time.perf_counter()
-        clean_up = run()
-        times_us.append(1e6 * (time.perf_counter() - start_s))
-        clean_up()
-    return min(times_us)
-
-
 def check_flat(crowds):
     few, many = (crowd.actions() for crowd in crowds)
     for what in few:
@@ -57,8 +45,6 @@ def check_flat(crowds):
             action()()  # Whatever is done once.
         lines = [num_lines(action) for action in (few[what], many[what])]
         assert lines[1] <= 1.1 * lines[0] + 20, f"{what}: {lines} lines"
-        times_us = [least_us(action) for action in (few[what], many[what])]
-        assert times_us[1] <= 3 * times_us[0] + SLACK_US, f"{what}: {times_us} us"
 
 
 @pytest.mark.parametrize(
