@@ -77,7 +77,7 @@ class Policy(NamedTuple):
             finishes. None where the policy does not want to know, as is `finish`:
             then nobody calls them, and nothing is spent on it.
         finish: ``(state, keys, count, positions, now_ms, num_output_tokens, stop, mark)
-            -> state``. It has finished with these keys and generated so many tokens
+            -> state``. It has finished with these keys and generated these tokens
             (i32[], -1 if that is not known); `stop` (i32[]) is an index of
             `jaxkv.types.STOPS`.
         native: The same transitions in place, for callers in Python; None where there
