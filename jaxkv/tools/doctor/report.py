@@ -99,7 +99,7 @@ def _device_rows(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "Mode", f"{facts.mode}, {why}"
     if backend.platform == "tpu":
         factors = [f"{size}: {lane_padding(size):.2f}" for size in _PADDED_SIZES]
-        text = f"rows of {LANES}; others are padded, to so many times their bytes"
+        text = f"rows of {LANES}; others are padded, by these factors"
         yield "Host layout", f"{text} ({', '.join(factors)}): pack them"
 
 

@@ -117,7 +117,7 @@ def _programs(
 
 
 def _copy_sizes(sizes: Sequence[int], shard_blocks: int) -> list[int]:
-    """Return the sizes of the programs that copy so many blocks within a pool."""
+    """Return the sizes of the programs that copy a number of blocks within a pool."""
     fitting = [n for n in _COPY_SIZES if n <= shard_blocks] or [_COPY_SIZES[0]]
     chosen = [next((n for n in fitting if n >= size), fitting[-1]) for size in sizes]
     return list(dict.fromkeys(chosen))
