@@ -10,8 +10,9 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, SupportsIndex, TypeAlias
 
 import jax
@@ -32,6 +33,8 @@ ExtrasOf: TypeAlias = Callable[[Key], Extras | None]
 """Returns what the KV of a prompt depends on besides tokens; None to not cache it."""
 
 _RECENT_LOADS = 100
+
+_log = logging.getLogger(__name__)
 
 
 class ValueLike(Protocol):
@@ -87,6 +90,10 @@ class PrefixCache(Resource):
     `learn`. Leaves without a sequence axis, such as buffers for generated tokens, are
     returned as they were in it; a later cache in which they differ is not kept, since
     they would depend on the prompt.
+
+    JetStream's threads end the server's process on any exception. So `save`, `load` and
+    `contains` raise none: what goes wrong is logged once per cause, counted in
+    `errors`, and answered as if nothing were kept.
 
     Any thread may call.
 
@@ -179,6 +186,11 @@ class PrefixCache(Resource):
         return PrefixStats() if self.store is None else self.store.stats
 
     @property
+    def errors(self) -> Mapping[str, int]:
+        """Calls that ended in an error, by the name of the method."""
+        return self._shared.errors()
+
+    @property
     def held_bytes(self) -> int:
         """Bytes of the held blocks."""
         return 0 if self.store is None else self.store.held_bytes
@@ -186,7 +198,8 @@ class PrefixCache(Resource):
     def learn(self, prefix: PyTree, padded_length: int) -> None:
         """Learn the layout of the engine's cache, allocate memory and compile.
 
-        Does nothing if the layout is known.
+        Does nothing if the layout is known. Without this call the first `save` does it,
+        which then logs the errors and keeps nothing.
 
         Args:
             prefix: A cache of the engine, of the greatest length; not kept.
@@ -201,8 +214,14 @@ class PrefixCache(Resource):
 
     def contains(self, key: Key) -> bool:
         """Whether all full blocks of a prompt, at least one, are on the host."""
-        extras, store = self._extras_of(key), self.store
-        return extras is not None and store is not None and store.contains(key, extras)
+        try:
+            extras, store = self._extras_of(key), self.store
+            if extras is None or store is None:
+                return False
+            return store.contains(key, extras)
+        except Exception as error:
+            self._shared.note_error("contains", error)
+            return False
 
     def load(
         self,
@@ -220,6 +239,15 @@ class PrefixCache(Resource):
         Returns:
             The prefix; None if nothing was found or the load failed.
         """
+        try:
+            return self._load(key, min_common_prefix_key_length, device)
+        except Exception as error:
+            self._shared.note_error("load", error)
+            return None
+
+    def _load(
+        self, key: Key, min_common_prefix_key_length: int | None, device: Any
+    ) -> PrefixValue | None:
         extras, template = self._extras_of(key), self._shared.template
         hit = None
         if extras is not None and template is not None:
@@ -252,11 +280,16 @@ class PrefixCache(Resource):
             value: The engine's cache of it.
 
         Returns:
-            Whether all its full blocks, at least one, are held or in flight.
-
-        Raises:
-            ValueError: The cache has other tokens, or another layout than the first.
+            Whether all its full blocks, at least one, are held or in flight. False if
+            the cache has other tokens, or another layout than the first.
         """
+        try:
+            return self._save(key, value)
+        except Exception as error:
+            self._shared.note_error("save", error)
+            return False
+
+    def _save(self, key: Key, value: ValueLike) -> bool:
         if tuple(value.tokens[: len(key)]) != tuple(key):
             raise ValueError(
                 f"the value has the tokens {value.tokens}, which do not begin with the "
@@ -265,7 +298,7 @@ class PrefixCache(Resource):
         extras = self._extras_of(key)
         if extras is None:
             return False
-        template = self._shared.learn(value.prefix, value.padded_length)
+        template = self._shared.learn(value.prefix, value.padded_length, again=False)
         num_tokens = min(len(key), value.true_length)
         kv, only_if = template.split(value.prefix)
         held = template.store.save(key, kv, num_tokens, extras, only_if=only_if)
@@ -300,6 +333,10 @@ class PrefixCache(Resource):
                 "without room",
                 f"  failed: {stats.failed_saves} saves, {stats.failed_loads} loads",
             ]
+        errors = self.errors
+        if errors:
+            counts = ", ".join(f"{num} in {name}" for name, num in errors.items())
+            lines.append(f"  errors, which the log has: {counts}")
         return "\n".join(lines) + "\n"
 
     def close(self) -> None:
@@ -319,18 +356,35 @@ class _Shared:
         self._options = options
         self._rules = rules
         self._lock = threading.Lock()
+        self._lacks_memory = False
+        self._errors: collections.Counter[str] = collections.Counter()
+        self._causes: set[tuple[object, ...]] = set()
 
-    def learn(self, prefix: PyTree, padded_length: int) -> PrefixTemplate:
+    def learn(
+        self, prefix: PyTree, padded_length: int, *, again: bool = True
+    ) -> PrefixTemplate:
+        """Return the template, which is made from the first cache.
+
+        Where there was no memory for it, that is tried only `again` if asked for: it
+        takes long, and a prompt would wait for it.
+        """
         with self._lock:
+            if self._lacks_memory and not again:
+                raise MemoryError("there was none before, and only learn() asks again.")
             if self.template is None:
-                self.template = PrefixTemplate(
-                    prefix,
-                    padded_length,
-                    self._rules,
-                    lambda kv, axes: PrefixStore(
-                        kv, sequence_axis=axes, **self._options
-                    ),
-                )
+                try:
+                    self.template = PrefixTemplate(
+                        prefix,
+                        padded_length,
+                        self._rules,
+                        lambda kv, axes: PrefixStore(
+                            kv, sequence_axis=axes, **self._options
+                        ),
+                    )
+                except MemoryError:
+                    self._lacks_memory = True
+                    raise
+                self._lacks_memory = False
             return self.template
 
     def note(self, num_asked: int, num_found: int) -> None:
@@ -340,3 +394,35 @@ class _Shared:
     def sums(self) -> tuple[int, int]:
         with self._lock:
             return sum(n for n, _ in self.recent), sum(n for _, n in self.recent)
+
+    def note_error(self, name: str, error: Exception) -> None:
+        """Count an error of a method, and log it the first time."""
+        cause = (name, type(error), *_place(error))
+        with self._lock:
+            self._errors[name] += 1
+            if cause in self._causes:
+                return
+            self._causes.add(cause)
+        _log.error(
+            "%s() of the prefix cache failed, and the server goes on without it: "
+            "%s: %s (the same error is only counted from now on)",
+            name,
+            type(error).__name__,
+            error,
+            exc_info=error,
+        )
+
+    def errors(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._errors)
+
+
+def _place(error: Exception) -> tuple[object, ...]:
+    """Return the line that raised an error.
+
+    Messages may contain what users wrote, so that there is no end to them.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return () if trace is None else (trace.tb_frame.f_code, trace.tb_lineno)

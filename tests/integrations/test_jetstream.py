@@ -431,31 +431,126 @@ def test_invalid_calls_are_refused_with_what_would_be_right(make):
         PrefixCache(block_size=0, extras_of=None, num_host_blocks=8)
     cache, key = make(), tuple(range(16))
     with pytest.raises(ValueError, match=r"the axes \[0, 1\] of '1'.*sequence_axes"):
-        cache.save(key, value_of(key, 32, [jnp.zeros((32, 2)), jnp.zeros((32, 32))]))
+        cache.learn([jnp.zeros((32, 2)), jnp.zeros((32, 32))], 32)
     assert cache.store is None
+    cache.learn(engine_cache(), 32)
     cache.save(key, value_of(key))
     cache.flush()
-    held = cache.held_bytes
-    refusals = [
-        (ValueError, "do not begin with the key", value_of(key[1:])),
-        (ValueError, "must have the structure", value_of(key, prefix=[jnp.zeros(32)])),
-        (
-            ValueError,
-            r"'generated' must be float32\[5, 2, 8\]",
-            value_of(key, prefix=engine_cache(key, generated=jnp.zeros((6, 2, 8)))),
-        ),
-        (ValueError, "template for 32", value_of(key, 64)),
-        (
-            TypeError,
-            "pytree of jax.Arrays",
-            value_of(key, prefix=jax.tree.map(np.array, engine_cache(key))),
-        ),
-    ]
-    for error, message, value in refusals:
-        with pytest.raises(error, match=message):
-            cache.save(key, value)
-    assert cache.held_bytes == held
     check_value(cache.load(key), key)
+    assert cache.errors == {}
+
+
+KEY = tuple(range(16))
+REFUSED = {
+    "another key": ("do not begin with the key", value_of(KEY[1:])),
+    "another structure": (
+        "must have the structure",
+        value_of(KEY, prefix=[jnp.zeros(32)]),
+    ),
+    "another shape": (
+        "'generated' must be float32[5, 2, 8]",
+        value_of(KEY, prefix=engine_cache(KEY, generated=jnp.zeros((6, 2, 8)))),
+    ),
+    "another length": ("template for 32", value_of(KEY, 64)),
+    "numpy arrays": (
+        "pytree of jax.Arrays",
+        value_of(KEY, prefix=jax.tree.map(np.array, engine_cache(KEY))),
+    ),
+    "no value": ("NoneType", None),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_cache_that_save_cannot_take_is_logged_once_and_counted(make, name, caplog):
+    message, value = REFUSED[name]
+    cache = make()
+    cache.save(KEY, value_of(KEY))
+    cache.flush()
+    held = cache.held_bytes
+    for count in (1, 2, 3):
+        assert cache.save(KEY, value) is False
+        assert cache.errors == {"save": count}
+    (record,) = [entry for entry in caplog.records if "save()" in entry.message]
+    assert record.levelname == "ERROR"
+    assert record.exc_info
+    assert message in record.message
+    assert "3 in save" in cache.gen_statistic_str()
+    assert cache.held_bytes == held
+    check_value(cache.load(KEY), KEY)
+
+
+def test_a_first_cache_whose_axis_is_not_clear_is_not_kept_and_the_next_is(
+    make, caplog
+):
+    cache = make()
+    odd = value_of(KEY, 32, [jnp.zeros((32, 2)), jnp.zeros((32, 32))])
+    assert cache.save(KEY, odd) is False
+    assert "the axes [0, 1] of '1'" in caplog.text
+    assert "sequence_axes" in caplog.text
+    assert cache.store is None
+    assert (cache.load(KEY), cache.contains(KEY)) == (None, False)
+    assert cache.save(KEY, value_of(KEY)) is True
+
+
+def test_memory_that_is_not_there_is_asked_for_once_by_save(make, caplog, monkeypatch):
+    asked = []
+
+    def refuse(*args, **named):
+        asked.append(1)
+        raise MemoryError("64.0 GiB of pinned memory")
+
+    cache = make()
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxkv.integrations.jetstream.PrefixStore", refuse)
+        assert [cache.save(KEY, value_of(KEY)) for _ in range(3)] == [False] * 3
+        assert len(asked) == 1
+        assert "64.0 GiB of pinned memory" in caplog.text
+        with pytest.raises(MemoryError, match=r"64.0 GiB"):
+            cache.learn(engine_cache(), 32)
+    cache.learn(engine_cache(), 32)
+    assert cache.save(KEY, value_of(KEY)) is True
+
+
+def break_extras(cache, patch):
+    def extras_of(key):
+        raise KeyError(key)  # Another message each time.
+
+    cache._extras_of = extras_of
+
+
+def break_transfers(cache, patch):
+    def fail(*args):
+        raise RuntimeError("the device is gone")
+
+    patch.setattr(cache.store._copier, "load", fail)
+    patch.setattr(cache.store._copier, "save", fail)
+
+
+def break_store(cache, patch):
+    cache.store.close()
+
+
+def break_rebuild(cache, patch):
+    def fail(kv):
+        raise ValueError("RESOURCE_EXHAUSTED: out of memory on the device")
+
+    patch.setattr(cache._shared.template, "rebuild", fail)
+
+
+@pytest.mark.parametrize(
+    "broken", [break_extras, break_transfers, break_store, break_rebuild]
+)
+def test_no_error_of_the_cache_reaches_the_driver(make, broken, monkeypatch, caplog):
+    prompts = shared_prompts(12, seed=5)
+    expected, _ = serve(prompts, None)
+    cache = make()
+    assert serve(prompts[:4], Flushing(cache))[0] == expected[:4]
+    broken(cache, monkeypatch)
+    # What an exception does to the driver shows in its answers.
+    assert serve(prompts, cache)[0] == expected
+    assert sum(cache.errors.values()) >= 3
+    told = [record.message.split("()")[0] for record in caplog.records]
+    assert sorted(told) == sorted(cache.errors), "one cause in each method, told once"
 
 
 @pytest.mark.long  # Its engine multiplies large matrices to take time.
