@@ -15,8 +15,11 @@ EXPECTED = {
     "serve.py": "round 2, prompt 0: (",
     "vllm_connector.py": "32 of 40 tokens from the host: [[1, 2], [1, 2]] in blocks",
 }
-# Examples that need packages of their own, and the tests that run them.
-ELSEWHERE = {"maxtext_offload.py": "tests/integrations/test_maxtext_engine.py"}
+# Examples that need packages of their own, or do not end, and the tests that run them.
+ELSEWHERE = {
+    "maxtext_offload.py": "tests/integrations/test_maxtext_engine.py",
+    "serve_metrics.py": "tests/observe/test_prometheus.py",
+}
 
 
 def run(example):
@@ -34,6 +37,11 @@ def run(example):
 @pytest.mark.parametrize("example", sorted(EXPECTED))
 def test_runs(example):
     assert EXPECTED[example] in run(example)
+
+
+def test_the_replay_of_the_example_of_events_has_all_messages_and_not_only_the_first():
+    batches = [line.split(":")[0] for line in run("events.py").splitlines()]
+    assert sorted(set(batches)) == ["batch 0", "batch 1", "batch 2"]
 
 
 def test_every_example_is_tested():

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import socket
+import time
+from typing import TYPE_CHECKING
 
 from jaxkv._util import gib
 from jaxkv.cli.options import (
@@ -15,6 +19,7 @@ from jaxkv.cli.options import (
     check_files,
     check_names,
     parse_bytes,
+    parse_port,
     parse_whole_number_from,
     write_json,
 )
@@ -22,6 +27,9 @@ from jaxkv.cli.progress import show_progress
 from jaxkv.policies import policy_names
 from jaxkv.tools.console import make_console
 from jaxkv.tools.demo.records import DemoConfig
+
+if TYPE_CHECKING:
+    from jaxkv.tools.demo.engine import Engine
 
 SUMMARY = "see what offloading does, on this machine, in about a minute"
 DESCRIPTION = (
@@ -90,6 +98,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="host memory for KV, such as 64MiB, 1GiB or a number of bytes "
         "(default: %(default)s)",
     )
+    parser.add_argument(
+        "--serve-metrics",
+        type=parse_port,
+        metavar="PORT",
+        help="serve the metrics of the engine with offloading on this port of this "
+        "machine while it runs, for Prometheus; 0 for any that is free (default: do "
+        "not serve them)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=parse_whole_number_from(1),
+        metavar="N",
+        help="after the comparison go on with other conversations, until the metrics "
+        "have been served for N seconds (default: end with the comparison)",
+    )
     add_file_options(parser, "the time to first token, turn by turn")
 
 
@@ -101,6 +124,11 @@ def run(args: argparse.Namespace) -> int:
     check_names("--policy", [config.cache_policy], policy_names())
     check_files(args)
     check_extra("the demo", ("flax", "rich", "matplotlib"))
+    if args.serve_metrics is not None:
+        check_extra("--serve-metrics", ("prometheus_client",), "metrics")
+        _check_port(args.serve_metrics)
+    elif args.seconds is not None:
+        raise UsageError("--seconds: it belongs to --serve-metrics")
 
     from jaxkv.tools.demo import report, workload
     from jaxkv.tools.demo import run as demo_run
@@ -114,17 +142,62 @@ def run(args: argparse.Namespace) -> int:
 
     console = make_console()
     console.print(_what_will_run(config), highlight=False, soft_wrap=True)
-    try:
-        with show_progress() as on_progress:
-            record = demo_run.run_demo(config, on_progress)
-    except MemoryError as error:
-        raise UsageError(f"{_ASK_FOR_LESS}: {error}") from error
-    report.print_report(record, console)
-    if args.plot:
-        report.plot_ttft(record, args.plot)
-    if args.json:
-        write_json(args.json, report.to_json(record))
+    with contextlib.ExitStack() as served:
+        watched: list[tuple[Engine, float]] = []
+
+        def watch(engine: Engine) -> None:
+            if args.serve_metrics is not None:
+                port = _serve_metrics(engine, args.serve_metrics, served)
+                url = f"http://127.0.0.1:{port}/metrics"
+                console.print(f"Metrics        {url}", highlight=False, soft_wrap=True)
+            watched.append((engine, time.monotonic()))
+
+        try:
+            with show_progress() as on_progress:
+                record = demo_run.run_demo(config, on_progress, watch)
+        except MemoryError as error:
+            raise UsageError(f"{_ASK_FOR_LESS}: {error}") from error
+        report.print_report(record, console)
+        if args.plot:
+            report.plot_ttft(record, args.plot)
+        if args.json:
+            write_json(args.json, report.to_json(record))
+        if args.seconds is not None:
+            ((engine, began_s),) = watched
+            end_s = began_s + args.seconds
+            with show_progress() as on_progress:
+                on_progress("serving metrics", 0, 0)
+                demo_run.keep_asking(engine, config, lambda: time.monotonic() > end_s)
     return EXIT_OK if record.tokens_identical else EXIT_MISMATCH
+
+
+def _check_port(port: int) -> None:
+    """Refuse a port that is taken, before a long run."""
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+    except OSError as error:
+        raise UsageError(
+            f"--serve-metrics: cannot listen at 127.0.0.1:{port} ({error.strerror}); "
+            "give another port, or 0 for any that is free"
+        ) from error
+
+
+def _serve_metrics(engine: Engine, port: int, served: contextlib.ExitStack) -> int:
+    """Serve the metrics of an engine until the stack is closed; return the port."""
+    from prometheus_client import CollectorRegistry
+
+    from jaxkv.observe.metrics import OffloadMetrics
+
+    metrics = OffloadMetrics(
+        engine.offload, engine.worker, engine.blocks, CollectorRegistry()
+    )
+    served.callback(metrics.close)
+    try:
+        return metrics.serve(port)
+    except OSError as error:
+        raise UsageError(f"--serve-metrics: {error.strerror}") from error
 
 
 def _check_memory(config: DemoConfig) -> None:

@@ -47,6 +47,19 @@ def parse_whole_number_from(minimum: int) -> Callable[[str], int]:
     return parse
 
 
+def parse_port(text: str) -> int:
+    """Parse the number of a port; 0 is for any that is free.
+
+    >>> parse_port("9400")
+    9400
+    """
+    if re.fullmatch(r"[0-9]{1,5}", text) and int(text) < 1 << 16:
+        return int(text)
+    raise argparse.ArgumentTypeError(
+        f"{shown(text)} must be a port, from 0 (any that is free) to 65535"
+    )
+
+
 def split_commas(text: str) -> list[str]:
     """Split the values of an option that takes several.
 
@@ -118,10 +131,10 @@ def write_json(path: pathlib.Path, figures: Mapping[str, object]) -> None:
     path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
-def check_extra(what: str, packages: Sequence[str]) -> None:
-    """Refuse to continue without the packages that `what` needs."""
+def check_extra(what: str, packages: Sequence[str], extra: str = "demo") -> None:
+    """Refuse to continue without the packages of an extra that `what` needs."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(
-            f'{what} needs {", ".join(missing)}: pip install "jaxkv[demo]"'
+            f'{what} needs {", ".join(missing)}: pip install "jaxkv[{extra}]"'
         )

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import socket
 
 import pytest
 
@@ -48,7 +49,7 @@ def fake(monkeypatch):
     """Replace the run by a fake one; return the configurations it gets."""
     asked = []
 
-    def run_demo(config, on_progress):
+    def run_demo(config, on_progress, on_engine):
         asked.append(config)
         return fake_run(config, on_progress)
 
@@ -85,6 +86,10 @@ def fake(monkeypatch):
         ("demo --plot a.pdf", "--plot: 'a.pdf' must end in .png"),
         ("demo --plot no/a.png", "--plot: cannot write 'no/a.png' (No such file"),
         ("demo --json .", "--json: cannot write '.' (Is a directory); name a file"),
+        ("demo --serve-metrics 65536", "'65536' must be a port, from 0 (any that is"),
+        ("demo --serve-metrics x", "'x' must be a port, from 0 (any that is free) to"),
+        ("demo --seconds 9", "--seconds: it belongs to --serve-metrics"),
+        ("demo --serve-metrics 0 --seconds 0", "'0' must be a whole number from 1"),
         ("replay", "the following arguments are required: TRACE"),
         ("replay none.jsonl", "TRACE: cannot read 'none.jsonl' (No such file or dir"),
         ("replay .", "TRACE: cannot read '.' (Is a directory)"),
@@ -133,6 +138,18 @@ def test_a_missing_extra_is_a_one_line_error(capsys, fake, monkeypatch):
     )
 
 
+def test_a_port_that_is_taken_is_a_one_line_error_before_the_run(capsys, fake):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["demo", "--serve-metrics", str(port)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, fake) == ("", [])
+    assert err == (
+        f"jaxkv demo: error: --serve-metrics: cannot listen at 127.0.0.1:{port} "
+        "(Address already in use); give another port, or 0 for any that is free\n"
+    )
+
+
 def test_without_a_command_it_prints_help(capsys):
     with pytest.raises(SystemExit) as exit_info:
         cli.main([])
@@ -162,6 +179,8 @@ def test_help_explains_each_option_with_its_default(capsys):
         ("--host-bytes SIZE", "256MiB"),
         ("--plot FILE.png", "no picture"),
         ("--json FILE", "no file"),
+        ("--serve-metrics PORT", "do not serve them"),
+        ("--seconds N", "end with the comparison"),
     ]:
         explanation = text.split(f"{name} ")[-1]
         assert f"(default: {default})" in explanation.split(" --")[0], name
@@ -208,7 +227,9 @@ def test_a_pool_that_holds_everything_is_pointed_out(fake, capsys):
 
 
 def test_different_tokens_are_exit_1_with_the_report(monkeypatch, capsys):
-    monkeypatch.setattr(run, "run_demo", lambda c, p: fake_run(c, p, answer=(1, 9, 3)))
+    monkeypatch.setattr(
+        run, "run_demo", lambda c, p, _: fake_run(c, p, answer=(1, 9, 3))
+    )
     assert cli.main(["demo"]) == 1
     out = capsys.readouterr().out
     assert "Time to first token" in out
@@ -216,7 +237,7 @@ def test_different_tokens_are_exit_1_with_the_report(monkeypatch, capsys):
 
 
 def test_an_interrupt_is_one_line_and_exit_130(monkeypatch, capsys):
-    def interrupted(config, on_progress):
+    def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run, "run_demo", interrupted)
@@ -225,7 +246,7 @@ def test_an_interrupt_is_one_line_and_exit_130(monkeypatch, capsys):
 
 
 def test_a_bug_in_the_run_keeps_its_traceback(monkeypatch):
-    def broken(config, on_progress):
+    def broken(*_):
         raise ValueError("a fault of ours")
 
     monkeypatch.setattr(run, "run_demo", broken)
@@ -237,7 +258,7 @@ def test_existing_files_are_kept_until_the_end(monkeypatch, tmp_path):
     figures = tmp_path / "a.json"
     figures.write_text("of last time")
 
-    def check(config, on_progress):
+    def check(config, on_progress, on_engine):
         assert figures.read_text() == "of last time"
         return fake_run(config, on_progress)
 
@@ -280,7 +301,7 @@ def test_malformed_sizes_are_refused(text):
 
 
 def test_too_little_host_memory_for_the_demo_is_a_one_line_error(monkeypatch, capsys):
-    def too_much(config, on_progress):
+    def too_much(*_):
         raise MemoryError("9.00 GiB of pinned host memory were asked for")
 
     monkeypatch.setattr(run, "run_demo", too_much)

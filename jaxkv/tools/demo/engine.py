@@ -49,6 +49,7 @@ class EngineConfig:
         load_in_step: Whether the prefill writes what is loaded for it, layer by layer.
         chunk_sizes: Tokens of a prefill step, in ascending order: the smallest size
             that is enough, or the largest.
+        rules: Further rules of the host tier; those that other fields set are not read.
     """
 
     block_size: int
@@ -61,6 +62,7 @@ class EngineConfig:
     offload_mode: Literal["eager", "lazy"] = "eager"
     load_in_step: bool = False
     chunk_sizes: tuple[int, ...] = (128, 256)
+    rules: OffloadRules = dataclasses.field(default_factory=OffloadRules)
 
 
 class Engine:
@@ -98,8 +100,9 @@ class Engine:
                 self._groups,
                 config.host_blocks,
                 config.cache_policy,
-                rules=OffloadRules(
-                    config.offload_mode,
+                rules=dataclasses.replace(
+                    config.rules,
+                    mode=config.offload_mode,
                     max_num_batched_tokens=config.chunk_sizes[-1] + config.concurrency,
                     load_in_step=config.load_in_step,
                 ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,6 +28,9 @@ from jaxkv.transfer import TransferEngine
 
 OnProgress: TypeAlias = Callable[[str, int, int], None]
 """``(activity, turns done, turns in total)``."""
+
+OnEngine: TypeAlias = Callable[[Engine], None]
+"""Gets the engine with a host tier, compiled, before it has answered anything."""
 
 _BANDWIDTH_TRIALS = 15
 _BANDWIDTH_BYTES = 16 << 20
@@ -68,12 +73,15 @@ def max_seq_tokens(config: DemoConfig) -> int:
     )
 
 
-def run_demo(config: DemoConfig, on_progress: OnProgress) -> DemoRecord:
+def run_demo(
+    config: DemoConfig, on_progress: OnProgress, on_engine: OnEngine | None = None
+) -> DemoRecord:
     """Run all conversations with offloading off and on, and measure the transfers.
 
     Args:
         config: The configuration.
         on_progress: Called on progress.
+        on_engine: Called once, in order to watch the engine.
 
     Returns:
         The record of both runs.
@@ -106,6 +114,8 @@ def run_demo(config: DemoConfig, on_progress: OnProgress) -> DemoRecord:
         )
         engine.warm_up()
         sessions.append(Session(engine, conversations, config.answer_tokens))
+    if on_engine is not None:
+        on_engine(engine)
 
     # Turn by turn, since the speed of a machine varies over time.
     done, total = 0, 2 * config.turns * config.conversations
@@ -127,6 +137,25 @@ def run_demo(config: DemoConfig, on_progress: OnProgress) -> DemoRecord:
         bandwidth=measure_bandwidth(steps, config),
         host_capacity_bytes=host_blocks * block_bytes,
     )
+
+
+def keep_asking(
+    engine: Engine, config: DemoConfig, is_over: Callable[[], bool]
+) -> None:
+    """Have other conversations with an engine, of the same number and size.
+
+    Args:
+        engine: The engine that answers.
+        config: The configuration that it was made for.
+        is_over: Asked before each turn, whether to end.
+    """
+    for number in itertools.count(1):
+        other = dataclasses.replace(config, seed=config.seed + number)
+        session = Session(engine, make_conversations(other), config.answer_tokens)
+        for _ in range(config.turns):
+            if is_over():
+                return
+            session.ask(lambda: None)
 
 
 class Session:

@@ -1,0 +1,61 @@
+"""Serve prompts and their metrics until interrupted, for a Prometheus to scrape.
+
+Needs the extras "demo" and "metrics". Several users at a time ask about a few
+documents, which do not all fit on the device. All optional rules are on, so that every
+panel of the dashboard beside this, grafana.json, has something to show:
+
+    python examples/serve_metrics.py [PORT]  # 9400 unless given; 0 for any
+"""
+
+import itertools
+import sys
+
+import numpy as np
+
+from jaxkv import OffloadRules
+from jaxkv.observe.metrics import OffloadMetrics
+from jaxkv.tools.demo.engine import Engine, EngineConfig
+from jaxkv.tools.demo.model import ModelConfig
+from jaxkv.tools.demo.steps import make_steps
+
+BLOCK_SIZE, DOCUMENTS, USERS = 32, 6, 4
+
+model = ModelConfig(num_layers=2)
+config = EngineConfig(
+    block_size=BLOCK_SIZE,
+    device_blocks=80,  # three documents' worth
+    host_blocks=64,
+    concurrency=USERS,
+    max_seq_tokens=704,
+    weights_epoch="random from seed 0",
+    rules=OffloadRules(
+        store_threshold=2,
+        delay_shared_loads=True,
+        max_blocks_in_flight=16,
+        skip_slow_loads=True,
+        block_bytes=BLOCK_SIZE * model.kv_bytes_per_token,
+    ),
+)
+engine = Engine(make_steps(model, seed=0), config)
+engine.warm_up()
+
+metrics = OffloadMetrics(engine.offload, engine.worker, engine.blocks)
+port = metrics.serve(int(sys.argv[1]) if len(sys.argv) > 1 else 9400)
+print(f"metrics at http://127.0.0.1:{port}/metrics until interrupted", flush=True)
+
+rng = np.random.default_rng(0)
+documents = rng.integers(256, size=(DOCUMENTS, 600)).tolist()
+try:
+    for number in itertools.count():
+        document = documents[rng.integers(DOCUMENTS)]
+        for _ in range(USERS):  # They ask about the same document at the same time.
+            question = rng.integers(256, size=40).tolist()
+            engine.submit(document + question, max_new_tokens=8)
+        while engine.has_work:
+            engine.step()
+        if number % 100 == 0:
+            print(metrics.format_line(), flush=True)
+except KeyboardInterrupt:
+    engine.drain()
+    print(metrics.format_line())
+    metrics.close()
