@@ -129,7 +129,7 @@ def _describe_stored(
         parent = None if first.parent is None else make_hash(first.parent)
         tokens = np.frombuffer(b"".join(block.tokens for block in blocks), "<u4")
         extra_keys = [_extra_keys(block) for block in blocks]
-        kind, window = _kind(groups, first.group)
+        kind, window = kind_of(groups, first.group)
         stored.append(
             BlockStored(
                 block_hashes=hashes,
@@ -204,7 +204,7 @@ def _text(text: str | None) -> str | None:
     )
 
 
-def _kind(groups: Sequence[GroupSpec], group: int) -> tuple[str | None, int | None]:
+def kind_of(groups: Sequence[GroupSpec], group: int) -> tuple[str | None, int | None]:
     """Return vLLM's name for a group's kind of attention, and its window."""
     if group >= len(groups):
         return None, None

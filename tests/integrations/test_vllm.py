@@ -252,7 +252,7 @@ def test_events_are_vllms_classes(newest, windows):
     engine.run(request)
     stored = [event for event in engine.events if isinstance(event, BlockStored)]
     hashes = {(event.group_idx, own) for event in stored for own in event.block_hashes}
-    groups = range(len(windows)) if len(windows) > 1 else [None]
+    groups = range(len(windows))
     # Blocks out of the window were never offered.
     assert hashes <= {(group, own) for group in groups for own in request.block_hashes}
     assert {own for _, own in hashes} == set(request.block_hashes[:4])
@@ -263,6 +263,90 @@ def test_events_are_vllms_classes(newest, windows):
     assert engine.scheduler.connector.reset_cache()
     assert AllBlocksCleared() in engine.scheduler.connector.take_events()
     assert engine.runner.connector.reset_cache() is None
+
+
+def learn(picture, events):
+    """Add to what a router knows of each block: parent, tokens, adapter, extra keys."""
+    for event in events:
+        assert len(event.token_ids) == event.block_size * len(event.block_hashes)
+        assert len(event.extra_keys) == len(event.block_hashes)
+        parent = event.parent_block_hash
+        for n, own in enumerate(event.block_hashes):
+            tokens = event.token_ids[n * BLOCK_SIZE : (n + 1) * BLOCK_SIZE]
+            lora = event.lora_id, event.lora_name
+            picture[event.group_idx, own] = parent, tokens, lora, event.extra_keys[n]
+            parent = own
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"windows": (None, 6)},
+        {"extra": {"blocks_per_chunk": 2, "num_cpu_blocks": 16}},
+    ],
+)
+def test_a_router_can_place_the_host_events_by_tokens_parents_and_groups(
+    newest, options
+):
+    engine = Engine(**options)
+    lora = SimpleNamespace(adapter_id=7, name="my-adapter")
+    requests = [
+        Request("one", range(19), 14),  # Its answer fills blocks, too.
+        Request("longer", range(33), 1),
+        Request("adapted", range(18), 1, lora=lora, salt="tenant"),
+    ]
+    for request in requests:
+        engine.run(request)
+    picture, num_groups = {}, len(options.get("windows", (None,)))
+    stored = [event for event in engine.events if isinstance(event, BlockStored)]
+    learn(picture, stored)
+    assert {group for group, _ in picture} == set(range(num_groups))
+    for request in requests:
+        hashes = request.block_hashes
+        is_adapted = request.lora_request is not None
+        for n, own in enumerate(hashes[: len(request.tokens[:-1]) // BLOCK_SIZE]):
+            keys = ("my-adapter", "tenant")[: 1 if n else 2] if is_adapted else None
+            expected = (
+                hashes[n - 1] if n else None,
+                request.tokens[n * BLOCK_SIZE : (n + 1) * BLOCK_SIZE],
+                (7, "my-adapter") if is_adapted else (None, None),
+                keys,
+            )
+            assert picture.get((0, own), "unknown") in (expected, "unknown")
+            assert picture.get((1, own), expected) == expected
+    assert {own for _, own in picture} >= set(requests[1].block_hashes[:8])
+    assert {(e.group_idx, e.kv_cache_spec_kind) for e in stored} == {
+        (0, "full_attention"),
+        (1, "sliding_window"),
+    } - ({(1, "sliding_window")} if num_groups == 1 else set())
+    # Removals name the same blocks, with the group.
+    rest = range(100, 130), range(200, 230), range(300, 330), range(400, 430)
+    engine.run(*(Request(f"r{n}", own, 1) for n, own in enumerate(rest)))
+    stored = [event for event in engine.events if isinstance(event, BlockStored)]
+    learn(picture, stored)
+    removed = [event for event in engine.events if isinstance(event, BlockRemoved)]
+    assert removed
+    for event in removed:
+        assert all((event.group_idx, own) in picture for own in event.block_hashes)
+
+
+def test_events_have_no_fields_that_an_older_vllm_does_not_know(monkeypatch):
+    fake_vllm.install(monkeypatch, "0.19")
+    engine = Engine(generation="0.19")
+    engine.run(Request("one", range(18), 1))
+    (event, *_) = engine.events
+    assert type(event) is fake_vllm.OlderBlockStored
+    assert event.token_ids[:BLOCK_SIZE] == list(range(BLOCK_SIZE))
+    assert event.parent_block_hash is None
+
+
+def test_without_events_nothing_is_kept_for_them(newest):
+    events = SimpleNamespace(enable_kv_cache_events=False)
+    config, cache_config = make_configs(kv_events_config=events)
+    connector = create_connector(config, KVConnectorRole.SCHEDULER, cache_config)
+    assert connector._scheduler._events is None
+    assert connector.take_events() == []
 
 
 def test_the_class_is_created_by_path_under_both_names(

@@ -100,6 +100,27 @@ class BlockStored:
     lora_name: str | None
     extra_keys: list | None = None
     group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+@dataclasses.dataclass
+class OlderBlockStored:
+    """Of a version that knew neither groups nor extra keys."""
+
+    block_hashes: list
+    parent_block_hash: bytes | None
+    token_ids: list
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+
+
+@dataclasses.dataclass
+class OlderBlockRemoved:
+    block_hashes: list
+    medium: str | None
 
 
 @dataclasses.dataclass
@@ -114,22 +135,40 @@ class AllBlocksCleared:
     pass
 
 
+def generate_block_hash_extra_keys(request, start_token_idx, end_token_idx, mm_idx):
+    keys = []
+    if request.lora_request:
+        keys.append(("lora", request.lora_request.name))
+    if request.cache_salt and start_token_idx == 0:
+        keys.append(("cache_salt", request.cache_salt))
+    return tuple(keys) or None, mm_idx
+
+
+def to_event_extra_keys(extra_keys):
+    return [
+        None if keys is None else tuple(key[1] for key in keys) for keys in extra_keys
+    ]
+
+
 def install(monkeypatch, generation):
     """Make `import vllm` find this module, and reload the connector's modules."""
+    newer = generation == "0.32"
     contents = {
         "vllm.distributed.kv_transfer.kv_connector.v1.base": dict(
-            KVConnectorBase_V1=NewerBase
-            if generation == "0.32"
-            else KVConnectorBase_V1,
+            KVConnectorBase_V1=NewerBase if newer else KVConnectorBase_V1,
             SupportsHMA=SupportsHMA,
             KVConnectorRole=KVConnectorRole,
         ),
         "vllm.distributed.kv_events": dict(
-            BlockStored=BlockStored,
-            BlockRemoved=BlockRemoved,
+            BlockStored=BlockStored if newer else OlderBlockStored,
+            BlockRemoved=BlockRemoved if newer else OlderBlockRemoved,
             AllBlocksCleared=AllBlocksCleared,
         ),
-        "vllm.v1.core.kv_cache_utils": dict(maybe_convert_block_hash=bytes),
+        "vllm.v1.core.kv_cache_utils": dict(
+            maybe_convert_block_hash=bytes,
+            generate_block_hash_extra_keys=generate_block_hash_extra_keys,
+        )
+        | (dict(to_event_extra_keys=to_event_extra_keys) if newer else {}),
     }
     for path, names in contents.items():
         parts = path.split(".")
@@ -288,8 +327,10 @@ class KVCacheBlocks:
 class Request:
     """A request; its block hashes are chained as vLLM's."""
 
-    def __init__(self, request_id, prompt, num_output):
+    def __init__(self, request_id, prompt, num_output, lora=None, salt=None):
         self.request_id = request_id
+        self.lora_request = lora
+        self.cache_salt = salt
         self.tokens = []
         self.block_hashes = []
         self.append(*prompt)
@@ -300,6 +341,10 @@ class Request:
         self.status = "WAITING"
 
     @property
+    def all_token_ids(self):
+        return self.tokens
+
+    @property
     def num_tokens(self):
         return len(self.tokens)
 
@@ -308,7 +353,9 @@ class Request:
         for end in range(
             (len(self.block_hashes) + 1) * BLOCK_SIZE, len(self.tokens) + 1, BLOCK_SIZE
         ):
-            text = repr(self.tokens[:end]).encode()
+            text = repr(
+                (self.tokens[:end], self.lora_request, self.cache_salt)
+            ).encode()
             self.block_hashes.append(hashlib.sha256(text).digest())
 
 

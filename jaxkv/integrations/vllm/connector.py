@@ -19,7 +19,7 @@ from typing import Any
 
 from jaxkv import OffloadMetadata
 from jaxkv.integrations.vllm.config import ConnectorConfig
-from jaxkv.integrations.vllm.scheduler import SchedulerHalf, to_vllm
+from jaxkv.integrations.vllm.scheduler import SchedulerHalf
 from jaxkv.integrations.vllm.worker import WorkerHalf, WorkerReport
 
 
@@ -154,10 +154,9 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     def take_events(self) -> Iterable[Any]:
         """Return vLLM's events of blocks stored on the host tier and removed from it.
 
-        They have no token ids and parents: a router knows both from the device's event
-        with the same hash.
+        They have what those of vLLM's own pool have: tokens, parent, adapter, group.
         """
-        return list(to_vllm(self._of_scheduler.take_events(), self._num_groups))
+        return list(self._of_scheduler.take_events())
 
     def reset_cache(self) -> bool | None:
         """Clear the host tier; return whether that was done."""

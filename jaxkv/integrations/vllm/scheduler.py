@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from jaxkv import (
     DeviceBlockPool,
-    OffloadingEvent,
     OffloadMetadata,
     OffloadScheduler,
     SchedulerOutput,
 )
 from jaxkv.integrations.vllm.config import ConnectorConfig
-from jaxkv.integrations.vllm.pool import VllmBlockPool, key_in_group, split_key
+from jaxkv.integrations.vllm.events import HostEvents
+from jaxkv.integrations.vllm.pool import VllmBlockPool, key_in_group
 from jaxkv.integrations.vllm.worker import WorkerReport
 from jaxkv.types import BlockKey, Stop
 
@@ -25,10 +24,15 @@ class VllmRequest:
     Args:
         request: vLLM's `Request`.
         num_groups: Groups of the model's layers.
+        events: Gets each block with a hash before anybody else; None without events.
     """
 
-    def __init__(self, request: Any, num_groups: int) -> None:
+    def __init__(
+        self, request: Any, num_groups: int, events: HostEvents | None = None
+    ) -> None:
         self.request = request
+        self._events = events
+        self._num_recorded = 0
         self._keys: list[list[BlockKey]] = [[] for _ in range(num_groups)]
 
     @property
@@ -41,6 +45,9 @@ class VllmRequest:
     def block_keys(self) -> Sequence[BlockKey]:
         """Hashes of the full blocks of all tokens so far."""
         hashes: Sequence[BlockKey] = self.request.block_hashes
+        if self._events is not None and len(hashes) > self._num_recorded:
+            self._events.record(self.request, self._num_recorded)
+            self._num_recorded = len(hashes)
         return hashes
 
     @property
@@ -109,6 +116,7 @@ class SchedulerHalf:
             rules=config.rules,
         )
         self._config = config
+        self._events = HostEvents(config.groups) if config.enable_events else None
         self._is_bound = False
         self._requests: dict[str, VllmRequest] = {}
         # Requests that got blocks since the metadata of the last step.
@@ -178,9 +186,10 @@ class SchedulerHalf:
         pending = self.scheduler
         return pending.has_pending_stores() or pending.has_pending_loads()
 
-    def take_events(self) -> Iterator[OffloadingEvent]:
-        """Return the host tier's events since the last call."""
-        return self.scheduler.take_events()
+    def take_events(self) -> Iterator[Any]:
+        """Return the host tier's events since the last call, as vLLM's."""
+        events = self.scheduler.take_events()
+        return iter(()) if self._events is None else self._events.to_vllm(events)
 
     def reset(self) -> bool:
         """Clear the host tier; return whether that was done."""
@@ -189,62 +198,6 @@ class SchedulerHalf:
     def _request(self, request: Any) -> VllmRequest:
         known = self._requests.get(request.request_id)
         if known is None or known.request is not request:
-            known = VllmRequest(request, len(self._config.groups))
+            known = VllmRequest(request, len(self._config.groups), self._events)
             self._requests[request.request_id] = known
         return known
-
-
-def to_vllm(events: Iterable[OffloadingEvent], num_groups: int) -> Iterator[Any]:
-    """Convert jaxkv's events into vLLM's.
-
-    Args:
-        events: The events, in order.
-        num_groups: Groups of the model's layers.
-
-    Yields:
-        ``BlockStored``, ``BlockRemoved`` and ``AllBlocksCleared`` of this vLLM.
-    """
-    events = list(events)
-    if not events:
-        return
-    from vllm.distributed.kv_events import (  # type: ignore[import-not-found]
-        AllBlocksCleared,
-        BlockRemoved,
-        BlockStored,
-    )
-    from vllm.v1.core.kv_cache_utils import (  # type: ignore[import-not-found]
-        maybe_convert_block_hash,
-    )
-
-    for event in events:
-        if not event.block_hashes:
-            yield AllBlocksCleared()
-            continue
-        for group, hashes in _by_group(event.block_hashes, num_groups):
-            names = [maybe_convert_block_hash(own) for own in hashes]
-            # Versions without groups have no such field.
-            of_group = {} if num_groups == 1 else {"group_idx": group}
-            if event.removed:
-                yield BlockRemoved(block_hashes=names, medium=event.medium, **of_group)
-            else:
-                yield BlockStored(
-                    block_hashes=names,
-                    parent_block_hash=None,
-                    token_ids=[],
-                    block_size=event.block_size,
-                    lora_id=None,
-                    medium=event.medium,
-                    lora_name=None,
-                    **of_group,
-                )
-
-
-def _by_group(
-    keys: Iterable[bytes], num_groups: int
-) -> Iterator[tuple[int, list[bytes]]]:
-    """Split keys into runs of one group, without the group in the hash."""
-    if num_groups == 1:
-        yield 0, list(keys)
-        return
-    for group, run in groupby(map(split_key, keys), key=lambda pair: pair[1]):
-        yield group, [block_hash for block_hash, _ in run]
