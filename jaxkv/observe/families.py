@@ -15,7 +15,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from jaxkv.scheduling.scheduler import OffloadScheduler
-from jaxkv.scheduling.stats import Histogram, InTransit, OffloadStats
+from jaxkv.scheduling.stats import (
+    DELAY_BUCKETS,
+    LOOKUP_BUCKETS,
+    SIZE_BUCKETS,
+    Histogram,
+    InTransit,
+    OffloadStats,
+)
 from jaxkv.scheduling.worker import OffloadWorker
 from jaxkv.tiers.device import DeviceBlockPool
 
@@ -35,6 +42,7 @@ class Family(Generic[Source]):
         text: Its meaning.
         read: Reads its value; None if it has no source.
         label: Its label besides the engine's; empty for none.
+        buckets: The largest value of each bucket of a histogram.
     """
 
     name: str
@@ -42,6 +50,7 @@ class Family(Generic[Source]):
     text: str
     read: Callable[[Source], Value | None]
     label: str = ""
+    buckets: tuple[float, ...] = ()
 
 
 class Readings(NamedTuple):
@@ -110,12 +119,14 @@ OF_SCHEDULER: tuple[Family[Readings], ...] = (
         "histogram",
         "Duration of a single lookup.",
         lambda readings: readings.scheduler.delays.lookups,
+        buckets=LOOKUP_BUCKETS,
     ),
     Family(
         "vllm:kv_offload_lookup_async_delay_seconds",
         "histogram",
         "From a lookup that was deferred until one that gave an answer.",
         lambda readings: readings.scheduler.delays.deferrals,
+        buckets=DELAY_BUCKETS,
     ),
     Family(
         "vllm:kv_offload_allocation_failure",
@@ -246,6 +257,7 @@ OF_SCHEDULER: tuple[Family[Readings], ...] = (
         "histogram",
         "From the lookup that offered a load until its arrival was reported.",
         lambda readings: readings.scheduler.delays.loads,
+        buckets=DELAY_BUCKETS,
     ),
 )
 
@@ -279,12 +291,14 @@ OF_WORKER: tuple[Family[OffloadWorker], ...] = (
         "histogram",
         "Bytes of the stores of a step.",
         lambda worker: worker.store_sizes,
+        buckets=SIZE_BUCKETS,
     ),
     Family(
         "vllm:kv_offload_load_size",
         "histogram",
         "Bytes of the loads of a step.",
         lambda worker: worker.load_sizes,
+        buckets=SIZE_BUCKETS,
     ),
     Family(
         "jaxkv:kv_offload_transfers_in_flight",

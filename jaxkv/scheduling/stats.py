@@ -131,6 +131,7 @@ class Histogram:
         self.bounds = tuple(bounds)
         self.total = 0.0
         self._counts = [0] * (len(bounds) + 1)
+        self._samples: list[float] | None = None
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -141,6 +142,18 @@ class Histogram:
         """Count a value."""
         self._counts[bisect_left(self.bounds, value)] += 1
         self.total += value
+        if self._samples is not None:
+            self._samples.append(value)
+
+    def keep_samples(self) -> None:
+        """Keep the values from now on, for somebody who takes them every step."""
+        if self._samples is None:
+            self._samples = []
+
+    def take_samples(self) -> list[float]:
+        """Return the values kept since the last call; only the adding thread may."""
+        samples, self._samples = self._samples or [], []
+        return samples
 
 
 class Delays:

@@ -1,12 +1,20 @@
 """vLLM's connector, driven as vLLM drives it; see `fake_vllm` and `fake_engine`."""
 
+import json
+import logging
+import re
+import sys
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
+import prometheus_client
 import pytest
 
+from jaxkv import OffloadScheduler, TransferEngine
 from jaxkv.integrations.vllm import config as vllm_config
 from jaxkv.integrations.vllm.scheduler import VllmRequest
+from jaxkv.observe.metrics import OffloadMetrics
 from tests.rigs import fake_vllm
 from tests.rigs.fake_engine import Engine, next_token
 from tests.rigs.fake_vllm import (
@@ -347,6 +355,134 @@ def test_without_events_nothing_is_kept_for_them(newest):
     connector = create_connector(config, KVConnectorRole.SCHEDULER, cache_config)
     assert connector._scheduler._events is None
     assert connector.take_events() == []
+
+
+def collect(registry):
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+@pytest.mark.parametrize("options", [{}, {"extra": {"store_threshold": 2}}])
+def test_vllm_serves_what_both_halves_count(newest, options):
+    engine = Engine(**options)
+    scheduler, worker = engine.scheduler.connector, engine.runner.connector
+    registry = prometheus_client.CollectorRegistry()
+    kinds = (prometheus_client.Gauge, prometheus_client.Counter)
+    kinds += (prometheus_client.Histogram,)
+    served = type(scheduler).build_prom_metrics(
+        *(None, {kind: partial(kind, registry=registry) for kind in kinds}),
+        *(["engine"], {0: ["0"]}),
+    )
+    lines = []
+
+    def report(request):
+        engine.scheduler.add(request)
+        while engine.scheduler.requests or scheduler.has_pending_push_work():
+            engine.step()
+            told = [half.get_kv_connector_stats() for half in (worker, scheduler)]
+            told = [own for own in told if own is not None]
+            if told:
+                first = type(scheduler).build_kv_connector_stats()
+                for own in told:
+                    data = json.loads(json.dumps(own.to_dict()))  # Plain types only.
+                    first = first.aggregate(
+                        type(scheduler).build_kv_connector_stats(data)
+                    )
+                assert not first.is_empty()
+                served.observe(first.to_dict(), 0)
+                lines.append(first.reduce())
+
+    for number in range(6):
+        report(Request(f"r{number}", range(18 + 12 * (number % 3)), 3))
+        forget_device(engine)
+    assert scheduler.get_kv_connector_stats() is None, "nothing has changed since"
+    expected = prometheus_client.CollectorRegistry()
+    OffloadMetrics(
+        scheduler._scheduler.scheduler, worker._worker._worker, registry=expected
+    )
+    wanted = {
+        key: value
+        for key, value in collect(expected).items()
+        if "prefix_cache" not in key[0]
+    }
+    found = collect(registry)
+    assert {key: found[key] for key in wanted} == pytest.approx(wanted)
+    # What nothing feeds is there as 0.
+    assert not any(value for key, value in found.items() if key not in wanted)
+    assert found["vllm:kv_offload_load_bytes_total", ("engine", "0")] > 0
+    assert sum(line["blocks loaded"] for line in lines) > 0
+    assert {line["host blocks"] for line in lines if "host blocks" in line} == {32}
+    # Another engine of the process may register the same names.
+    type(scheduler).build_prom_metrics(
+        *(None, {kind: kind for kind in kinds}, ["engine"], {0: ["0"]})
+    )
+    type(scheduler).build_prom_metrics(
+        *(None, {kind: kind for kind in kinds}, ["engine"], {0: ["0"]})
+    )
+    for metric in sys.modules[
+        "jaxkv.integrations.vllm.stats"
+    ].OffloadPromMetrics._registered:
+        prometheus_client.REGISTRY.unregister(metric)
+
+
+def test_external_hits_come_from_the_host(newest):
+    connector = Engine().scheduler.connector
+    request = Request("one", range(18), 1)
+    found = connector.get_external_cache_hit_sources(request, 8)
+    assert found == {fake_vllm.CacheHitSource.HOST: 8}
+    assert connector.get_external_cache_hit_sources(request, 0) == {}
+
+
+@pytest.fixture
+def vllm_log():
+    """A handler of vLLM's logger; whatever tests add to jaxkv's is taken off again."""
+    own, theirs = logging.getLogger("jaxkv"), logging.getLogger("vllm")
+    before = own.handlers[:], own.level, own.propagate
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    theirs.addHandler(handler)
+    theirs.setLevel(logging.INFO)
+    theirs.propagate = False
+    yield records
+    theirs.removeHandler(handler)
+    theirs.setLevel(logging.NOTSET)
+    theirs.propagate = True
+    own.handlers[:], own.level, own.propagate = before
+
+
+def test_log_lines_reach_vllms_log_before_anything_slow(newest, vllm_log, monkeypatch):
+    moments = []
+    for half, name in ((OffloadScheduler, "warm_up"), (TransferEngine, "__init__")):
+        slow = getattr(half, name)
+
+        def note(self, *args, slow=slow, **named):
+            moments.append(len(vllm_log))
+            return slow(self, *args, **named)
+
+        monkeypatch.setattr(half, name, note)
+    engine = Engine(extra={"num_cpu_blocks": 64})
+    assert engine.scheduler.connector is not None
+    told = [record.getMessage() for record in vllm_log]
+    assert len(told) == 4, "once each, though there are two halves"
+    assert moments == [1, 3]
+    assert told[0].startswith("host tier of 64 blocks")
+    assert "the first time" in told[0]
+    assert "64 blocks, and an eighth more as spare room" in told[2]
+    assert re.search(r"takes about \d+ s", told[2])
+    assert told[3].startswith("ready after ")
+
+
+def test_a_log_that_is_set_up_already_stays_as_it_is(newest, vllm_log):
+    handler = logging.NullHandler()
+    logging.getLogger("jaxkv").addHandler(handler)
+    Engine()
+    assert logging.getLogger("jaxkv").handlers == [handler]
+    assert vllm_log == []
 
 
 def test_the_class_is_created_by_path_under_both_names(

@@ -15,6 +15,8 @@ import sys
 import types
 from collections import deque
 
+import prometheus_client
+
 BLOCK_SIZE = 4
 
 
@@ -87,6 +89,24 @@ class NewerBase(KVConnectorBase_V1):
     def get_transfer_results(self, finished_req_ids):
         sending, recving = self.get_finished(finished_req_ids)
         return KVConnectorTransferResults(set(sending or ()), set(recving or ()))
+
+
+@dataclasses.dataclass
+class KVConnectorStats:
+    data: dict = dataclasses.field(default_factory=dict)
+
+
+class KVConnectorPromMetrics:
+    def __init__(self, vllm_config, metric_types, labelnames, per_engine_labelvalues):
+        self._gauge_cls = metric_types[prometheus_client.Gauge]
+        self._counter_cls = metric_types[prometheus_client.Counter]
+        self._histogram_cls = metric_types[prometheus_client.Histogram]
+        self.per_engine_labelvalues = per_engine_labelvalues
+
+
+class CacheHitSource(str, enum.Enum):  # noqa: UP042
+    DEVICE = "device"
+    HOST = "host"
 
 
 @dataclasses.dataclass
@@ -170,6 +190,16 @@ def install(monkeypatch, generation):
         )
         | (dict(to_event_extra_keys=to_event_extra_keys) if newer else {}),
     }
+    if newer:
+        contents["vllm.v1.metrics.cache_hit_source"] = dict(
+            CacheHitSource=CacheHitSource
+        )
+        contents["vllm.distributed.kv_transfer.kv_connector.v1"] = dict(
+            metrics=types.SimpleNamespace(
+                KVConnectorStats=KVConnectorStats,
+                KVConnectorPromMetrics=KVConnectorPromMetrics,
+            )
+        )
     for path, names in contents.items():
         parts = path.split(".")
         for length in range(1, len(parts) + 1):
@@ -177,8 +207,10 @@ def install(monkeypatch, generation):
             if not isinstance(sys.modules.get(name), FakeModule):
                 monkeypatch.setitem(sys.modules, name, FakeModule(name))
         vars(sys.modules[path]).update(names)
-    for name in ("jaxkv.integrations.vllm", "jaxkv.integrations.vllm.connector"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in ("", ".connector", ".scheduler", ".worker", ".stats"):
+        monkeypatch.delitem(
+            sys.modules, f"jaxkv.integrations.vllm{name}", raising=False
+        )
 
 
 class FakeModule(types.ModuleType):

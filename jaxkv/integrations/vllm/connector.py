@@ -14,12 +14,14 @@ docs/vllm.md lists the keys, and what is supported.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
 from jaxkv import OffloadMetadata
 from jaxkv.integrations.vllm.config import ConnectorConfig
 from jaxkv.integrations.vllm.scheduler import SchedulerHalf
+from jaxkv.integrations.vllm.stats import OffloadConnectorStats, OffloadPromMetrics
 from jaxkv.integrations.vllm.worker import WorkerHalf, WorkerReport
 
 
@@ -36,6 +38,32 @@ def _bases() -> tuple[type, ...]:
 
 
 _BASES = _bases()
+
+
+def _cache_hit_source() -> Any:
+    """Return vLLM's name for the host; None if it has no such names."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import (  # type: ignore[import-not-found]
+            CacheHitSource,
+        )
+    except ImportError:
+        return None
+    return CacheHitSource.HOST
+
+
+def _join_vllm_log() -> None:
+    """Let what jaxkv logs appear in vLLM's log, unless it goes elsewhere already.
+
+    vLLM sets up its own logger only, and nobody hears the root's.
+    """
+    own, theirs = logging.getLogger("jaxkv"), logging.getLogger("vllm")
+    if own.handlers or not theirs.handlers:
+        return
+    for handler in theirs.handlers:
+        own.addHandler(handler)
+    own.propagate = theirs.propagate
+    if own.level == logging.NOTSET:
+        own.setLevel(theirs.level)
 
 
 class OffloadConnector(*_BASES):  # type: ignore[misc]
@@ -58,9 +86,13 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
             ``kv_connector_extra_config`` is unknown or has a bad value.
     """
 
+    # What vLLM tells its users where cached tokens came from.
+    _cache_hit_source = _cache_hit_source()
+
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         if _BASES:
             super().__init__(vllm_config, role, kv_cache_config)
+        _join_vllm_log()
         config = ConnectorConfig.of(vllm_config, kv_cache_config)
         self._num_groups = len(config.groups)
         reports_requests = any(hasattr(base, "get_transfer_results") for base in _BASES)
@@ -108,6 +140,13 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
             request has to wait for them.
         """
         return self._of_scheduler.query(request, num_computed_tokens)
+
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[Any, int]:
+        """Return where tokens came from, by vLLM's names: all from the host."""
+        source = self._cache_hit_source
+        return {source: num_external_tokens} if num_external_tokens else {}
 
     def update_state_after_alloc(
         self, request: Any, blocks: Any, num_external_tokens: int
@@ -161,6 +200,33 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     def reset_cache(self) -> bool | None:
         """Clear the host tier; return whether that was done."""
         return self._scheduler.reset() if self._scheduler else None
+
+    # Called by both.
+
+    def get_kv_connector_stats(self) -> OffloadConnectorStats | None:
+        """Return what this half counted since the last call; None if nothing."""
+        half = self._scheduler or self._worker
+        return None if half is None else half.take_stats()
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> OffloadConnectorStats:
+        """Make a report of what has travelled between processes."""
+        return OffloadConnectorStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> OffloadPromMetrics:
+        """Make the metrics that vLLM serves beside its own."""
+        return OffloadPromMetrics(
+            vllm_config, metric_types, labelnames, per_engine_labelvalues
+        )
 
     # Called by the runner.
 

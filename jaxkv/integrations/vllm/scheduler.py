@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -11,11 +13,15 @@ from jaxkv import (
     OffloadScheduler,
     SchedulerOutput,
 )
+from jaxkv._util import gib
 from jaxkv.integrations.vllm.config import ConnectorConfig
 from jaxkv.integrations.vllm.events import HostEvents
 from jaxkv.integrations.vllm.pool import VllmBlockPool, key_in_group
+from jaxkv.integrations.vllm.stats import OffloadConnectorStats, StatsReader
 from jaxkv.integrations.vllm.worker import WorkerReport
 from jaxkv.types import BlockKey, Stop
+
+_LOG = logging.getLogger("jaxkv")
 
 
 class VllmRequest:
@@ -116,6 +122,7 @@ class SchedulerHalf:
             rules=config.rules,
         )
         self._config = config
+        self._stats = StatsReader(self.scheduler)
         self._events = HostEvents(config.groups) if config.enable_events else None
         self._is_bound = False
         self._requests: dict[str, VllmRequest] = {}
@@ -129,7 +136,15 @@ class SchedulerHalf:
         # It has the methods that the scheduler calls without copies on the device.
         self.scheduler.bind_device_block_pool(cast(DeviceBlockPool, held))
         self._is_bound = True
+        _LOG.info(
+            "host tier of %d blocks, %s: compiling its decisions, which takes up to "
+            "half a minute the first time, and about a second once they are on disk",
+            config.num_host_blocks,
+            gib(config.planned_bytes),
+        )
+        began_s = time.monotonic()
         self.scheduler.warm_up()
+        _LOG.info("compiled in %.1f s", time.monotonic() - began_s)
 
     def query(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many more tokens the host has than the device."""
@@ -190,6 +205,10 @@ class SchedulerHalf:
         """Return the host tier's events since the last call, as vLLM's."""
         events = self.scheduler.take_events()
         return iter(()) if self._events is None else self._events.to_vllm(events)
+
+    def take_stats(self) -> OffloadConnectorStats | None:
+        """Return what changed since the last call; None if nothing did."""
+        return self._stats.take()
 
     def reset(self) -> bool:
         """Clear the host tier; return whether that was done."""

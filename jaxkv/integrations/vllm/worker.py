@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from itertools import islice
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxkv import ConnectorOutput, OffloadMetadata, OffloadWorker, TransferEngine
 from jaxkv._util import gib
 from jaxkv.integrations.vllm.config import ConnectorConfig
+from jaxkv.integrations.vllm.stats import OffloadConnectorStats, StatsReader
 from jaxkv.scheduling.protocol import NO_EVENT
 from jaxkv.transfer.engine import DEFAULT_STAGING_BYTES
 from jaxkv.types import NO_BLOCK
 
 _LOG = logging.getLogger("jaxkv")
+
+# For the line at start: seconds that the programs take, on two cores.
+_COMPILING_S = 5.0
+_TOUCHED_BYTES = 32 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +59,7 @@ class WorkerHalf:
         self._targets: dict[str, tuple[int, ...]] = {}
         self._failed_blocks: set[int] = set()
         self._report = ConnectorOutput()
+        self._stats: StatsReader | None = None
 
     def register_runner(self, runner: Any) -> None:
         """Set up the host memory for the blocks of a runner.
@@ -70,6 +78,17 @@ class WorkerHalf:
                 "never tested with more than one."
             )
         config = self._config
+        wanted = config.planned_bytes + config.planned_bytes // 8
+        _LOG.info(
+            "setting aside %s of host memory: %s for %d blocks, and an eighth more as "
+            "spare room, so that what is stored together lies together; with the "
+            "transfers to compile this takes about %.0f s",
+            gib(wanted),
+            gib(config.planned_bytes),
+            config.num_host_blocks,
+            wanted / _touched_bytes_per_s() + _COMPILING_S,
+        )
+        began_s = time.monotonic()
         # Only the layout of the caches is kept.
         engine = TransferEngine(
             list(runner.kv_caches),
@@ -81,11 +100,15 @@ class WorkerHalf:
         self._runner = runner
         # Runners forbid compilation during a step.
         engine.warm_up()
+        self._stats = StatsReader(self._worker)
         _LOG.info(
-            "%d host blocks of %d bytes, %s of pinned memory in all",
+            "ready after %.1f s: %d host blocks of %d bytes, %s of pinned memory in "
+            "all, mode %r",
+            time.monotonic() - began_s,
             config.num_host_blocks,
             engine.block_bytes,
             gib(engine.host_bytes),
+            engine.mode,
         )
         used = engine.block_bytes * config.num_host_blocks
         if used > config.planned_bytes:
@@ -134,6 +157,10 @@ class WorkerHalf:
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed - {NO_BLOCK}
 
+    def take_stats(self) -> OffloadConnectorStats | None:
+        """Return what changed since the last call; None if nothing did."""
+        return None if self._stats is None else self._stats.take()
+
     def take_report(self) -> WorkerReport | None:
         """Return the report for the scheduler; None if it is empty."""
         report, self._report = self._report, ConnectorOutput()
@@ -149,3 +176,10 @@ class WorkerHalf:
         if caches and not any(cache.is_deleted() for cache in caches):
             pool, _ = worker.drain(list(caches))
             runner.kv_caches = type(caches)(pool)
+
+
+def _touched_bytes_per_s() -> float:
+    """Measure how fast new memory is written for the first time, for an estimate."""
+    began_s = time.monotonic()
+    np.ones(_TOUCHED_BYTES, np.uint8)
+    return _TOUCHED_BYTES / max(time.monotonic() - began_s, 1e-6)

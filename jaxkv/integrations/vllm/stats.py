@@ -1,0 +1,227 @@
+"""What jaxkv counts, as vLLM's connectors report it: logged, and in its ``/metrics``.
+
+Names, units and buckets are those of `jaxkv.observe.metrics`, less what vLLM serves
+itself. The halves of the connector each report what changed since the last step; vLLM
+adds both up and hands the sum to the process that serves metrics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jaxkv.observe.families import OF_SCHEDULER, OF_WORKER, Family, Readings
+from jaxkv.scheduling.scheduler import OffloadScheduler
+from jaxkv.scheduling.stats import Histogram
+from jaxkv.scheduling.worker import OffloadWorker
+
+
+def _base(name: str) -> Any:
+    """Return a class of vLLM's; object if this vLLM, or any, lacks it."""
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.v1 import (  # type: ignore[import-not-found]
+            metrics,
+        )
+    except ImportError:
+        return object
+    return getattr(metrics, name, object)
+
+
+# vLLM counts what its scheduler sees of both caches, under these names.
+_OF_VLLM = (
+    "vllm:prefix_cache_queries",
+    "vllm:prefix_cache_hits",
+    "vllm:external_prefix_cache_queries",
+    "vllm:external_prefix_cache_hits",
+)
+_ALL: tuple[Family[Any], ...] = (*OF_SCHEDULER, *OF_WORKER)
+FAMILIES = {family.name: family for family in _ALL if family.name not in _OF_VLLM}
+"""The metrics that the connector adds to vLLM's, by name."""
+
+_COUNTERS, _GAUGES, _SAMPLES = "counters", "gauges", "samples"
+
+
+class OffloadConnectorStats(_base("KVConnectorStats")):  # type: ignore[misc]
+    """What happened since the last report; vLLM's ``KVConnectorStats``.
+
+    Its `data` has counters, gauges and the samples of histograms, each by name and by
+    the value of the metric's label, "" for none. It is of plain types, as it travels
+    between processes.
+    """
+
+    def __init__(self, data: dict[str, Any] | None = None) -> None:
+        self.data: dict[str, Any] = data or {}
+        if not data:
+            self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data = {_COUNTERS: {}, _GAUGES: {}, _SAMPLES: {}}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what travels."""
+        return self.data
+
+    def is_empty(self) -> bool:
+        """Whether nothing happened."""
+        return not any(self.data.values())
+
+    def aggregate(self, other: OffloadConnectorStats) -> OffloadConnectorStats:
+        """Add a later report, or one of the other half."""
+        for name, values in other.data[_COUNTERS].items():
+            own = self.data[_COUNTERS].setdefault(name, {})
+            for label, value in values.items():
+                own[label] = own.get(label, 0) + value
+        for name, values in other.data[_GAUGES].items():
+            self.data[_GAUGES].setdefault(name, {}).update(values)
+        for name, samples in other.data[_SAMPLES].items():
+            self.data[_SAMPLES].setdefault(name, []).extend(samples)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return the figures for vLLM's log, of the time since the last line."""
+        counters, gauges = self.data[_COUNTERS], self.data[_GAUGES]
+
+        def count(name: str) -> float:
+            return float(sum(counters.get(name, {}).values()))
+
+        line: dict[str, int | float] = {}
+        for what in ("store", "load"):
+            num_bytes = count(f"vllm:kv_offload_{what}_bytes")
+            line[f"{what}d MiB"] = round(num_bytes / 2**20, 1)
+        for title, name in (
+            ("blocks stored", "jaxkv:kv_offload_blocks_stored"),
+            ("blocks loaded", "jaxkv:kv_offload_blocks_loaded"),
+            ("host blocks evicted", "jaxkv:kv_offload_host_blocks_evicted"),
+            ("blocks dropped", "jaxkv:kv_offload_blocks_dropped"),
+            ("failed loads", "jaxkv:kv_offload_load_failures"),
+        ):
+            line[title] = int(count(name))
+        for title, name in (
+            ("host blocks held", "jaxkv:kv_offload_host_blocks_held"),
+            ("host blocks", "jaxkv:kv_offload_host_blocks"),
+        ):
+            if name in gauges:
+                line[title] = int(gauges[name][""])
+        return line
+
+
+class StatsReader:
+    """Reads what changed in the metrics of a half since the last call.
+
+    Args:
+        source: The scheduler or the worker of the half.
+    """
+
+    def __init__(self, source: OffloadScheduler | OffloadWorker) -> None:
+        self._source = source
+        families = OF_WORKER if isinstance(source, OffloadWorker) else OF_SCHEDULER
+        self._families: list[Family[Any]] = [
+            family for family in families if family.name in FAMILIES
+        ]
+        self._last: dict[tuple[str, str], float] = {}
+        for _, value in self._read():
+            if isinstance(value, Histogram):
+                value.keep_samples()
+
+    def take(self) -> OffloadConnectorStats | None:
+        """Return what changed; None if nothing did."""
+        stats = OffloadConnectorStats()
+        for family, value in self._read():
+            if isinstance(value, Histogram):
+                samples = value.take_samples()
+                if samples:
+                    stats.data[_SAMPLES][family.name] = samples
+                continue
+            values = value if isinstance(value, Mapping) else {"": value}
+            kind = _COUNTERS if family.kind == "counter" else _GAUGES
+            for label, number in values.items():
+                key = family.name, label
+                last = self._last.get(key)
+                if number == last:
+                    continue
+                self._last[key] = number
+                is_sum = kind == _COUNTERS
+                new = number - (last or 0) if is_sum else number
+                stats.data[kind].setdefault(family.name, {})[label] = new
+        return None if stats.is_empty() else stats
+
+    def _read(self) -> Iterable[tuple[Family[Any], Any]]:
+        source: Any = self._source
+        if isinstance(source, OffloadScheduler):
+            source = Readings.of(source)
+        for family in self._families:
+            value = family.read(source)
+            if value is not None:
+                yield family, value
+
+
+class OffloadPromMetrics(_base("KVConnectorPromMetrics")):  # type: ignore[misc]
+    """The metrics in vLLM's registry; vLLM's ``KVConnectorPromMetrics``.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig`.
+        metric_types: The classes to make of prometheus_client's Gauge, Counter and
+            Histogram.
+        labelnames: Names of vLLM's labels, such as the engine's.
+        per_engine_labelvalues: Their values, for each engine.
+    """
+
+    # vLLM unregisters its own of an earlier engine in the process, by their names.
+    _registered: list[Any] = []  # noqa: RUF012
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        from prometheus_client import REGISTRY
+
+        for metric in self._registered:
+            with contextlib.suppress(KeyError):
+                REGISTRY.unregister(metric)
+        self._registered.clear()
+        self._metrics: dict[str, Any] = {}
+        classes = {
+            "counter": self._counter_cls,
+            "gauge": self._gauge_cls,
+            "histogram": self._histogram_cls,
+        }
+        for name, family in FAMILIES.items():
+            options: dict[str, Any] = {}
+            if family.kind == "gauge":
+                options["multiprocess_mode"] = "mostrecent"
+            elif family.kind == "histogram":
+                options["buckets"] = family.buckets
+            self._metrics[name] = classes[family.kind](
+                name=name,
+                documentation=family.text,
+                labelnames=labelnames + ([family.label] if family.label else []),
+                **options,
+            )
+            self._registered.append(self._metrics[name])
+            if not family.label:  # So that counters are there from the start, as 0.
+                for values in per_engine_labelvalues.values():
+                    self._metrics[name].labels(*values)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add a report, from `OffloadConnectorStats.to_dict`."""
+        data = transfer_stats_data
+        for name, values in data.get(_COUNTERS, {}).items():
+            for label, value in values.items():
+                self._of(name, label, engine_idx).inc(value)
+        for name, values in data.get(_GAUGES, {}).items():
+            for label, value in values.items():
+                self._of(name, label, engine_idx).set(value)
+        for name, samples in data.get(_SAMPLES, {}).items():
+            metric = self._of(name, "", engine_idx)
+            for sample in samples:
+                metric.observe(sample)
+
+    def _of(self, name: str, label: str, engine_idx: int) -> Any:
+        values = [*self.per_engine_labelvalues[engine_idx], *([label] if label else [])]
+        return self._metrics[name].labels(*values)
