@@ -3,6 +3,7 @@
 import importlib.util
 import json
 
+import numpy as np
 import pytest
 
 from jaxkv.cli import main as cli
@@ -40,6 +41,7 @@ def test_it_prints_draws_and_writes(capsys, tmp_path):
         (line, *_) = (li for li in out.splitlines() if li.startswith(f"  {row} "))
         assert line.split()[-2:] == cells
     assert results["lru", unique]["num_hit_blocks"] == asked - unique
+    assert "hits_by_request" not in results["lru", unique]
     assert err.splitlines() == [f"{p}, {c:,} blocks ..." for p, c in results]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -61,6 +63,7 @@ def fake(monkeypatch):
                 num_refused=7 * (policy == "arc"),
                 compile_s=1.0,
                 wall_s=1.0,
+                hits_by_request=np.zeros(trace.num_requests, np.int64),
             )
             for policy in policies
             for capacity in capacities

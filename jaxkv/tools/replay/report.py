@@ -105,7 +105,7 @@ def to_json(trace: Trace, results: Sequence[ReplayResult]) -> dict[str, Any]:
             "block_size": trace.block_size,
         },
         "results": [
-            dataclasses.asdict(result)
+            _figures_of(result)
             | {
                 "block_hit_ratio": result.block_hit_ratio,
                 "token_hit_ratio": result.token_hit_ratio,
@@ -242,6 +242,15 @@ def _group(
     for result in results:
         by_policy.setdefault(result.policy, {})[result.capacity_blocks] = result
     return sorted({result.capacity_blocks for result in results}), by_policy
+
+
+def _figures_of(result: ReplayResult) -> dict[str, Any]:
+    """Return the fields of a result, but for the arrays."""
+    return {
+        field.name: getattr(result, field.name)
+        for field in dataclasses.fields(result)
+        if field.name != "hits_by_request"
+    }
 
 
 def _label(policy: str) -> str:

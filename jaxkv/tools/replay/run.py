@@ -51,6 +51,8 @@ class ReplayResult:
         num_refused: Requests whose store was refused.
         compile_s: Seconds to compile.
         wall_s: Seconds to replay, without compilation.
+        hits_by_request: i64[R], read-only. Blocks found for each request. Neither
+            compared nor shown.
     """
 
     policy: str
@@ -63,6 +65,7 @@ class ReplayResult:
     num_refused: int
     compile_s: float = dataclasses.field(compare=False)
     wall_s: float = dataclasses.field(compare=False)
+    hits_by_request: NDArray[np.int64] = dataclasses.field(compare=False, repr=False)
 
     @property
     def block_hit_ratio(self) -> float:
@@ -132,6 +135,7 @@ def replay(
                 on_progress(request, trace.num_requests)
         on_progress(trace.num_requests, trace.num_requests)
     hit_tokens, input_tokens = _count_tokens(trace, num_hits)
+    num_hits.flags.writeable = False
     return ReplayResult(
         policy=name,
         capacity_blocks=capacity_blocks,
@@ -143,6 +147,7 @@ def replay(
         num_refused=num_refused,
         compile_s=ready_s - begun_s,
         wall_s=time.perf_counter() - ready_s,
+        hits_by_request=num_hits,
     )
 
 

@@ -64,6 +64,8 @@ def test_every_request_agrees_with_the_twin(policy, trace):
     assert max(trace.num_blocks) > 60
     assert any(refused) == (policy == "arc")
     assert result.num_hit_blocks == sum(expected)
+    assert result.hits_by_request.tolist() == expected
+    assert not result.hits_by_request.flags.writeable
     assert result.num_refused == sum(refused)
     assert result.num_block_refs == trace.num_block_refs
     assert result.block_hit_ratio == sum(expected) / trace.num_block_refs
