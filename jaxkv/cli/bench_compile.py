@@ -21,7 +21,7 @@ from jaxkv.cli.options import (
 )
 from jaxkv.cli.progress import show_progress
 from jaxkv.tools.bench.compiled import report
-from jaxkv.tools.bench.compiled.models import check_dtype, pools_of_model, read_config
+from jaxkv.tools.bench.compiled.models import pools_of_model
 from jaxkv.tools.bench.compiled.plan import (
     BLOCKS,
     CompileConfig,
@@ -38,6 +38,7 @@ from jaxkv.tools.bench.compiled.targets import (
     missing_extra,
     parse_target,
 )
+from jaxkv.tools.model_config import check_dtype, read_config
 from jaxkv.transfer.kernels import MODES
 
 SUMMARY = "see what the compilers of accelerators that are not here make of transfers"

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from jaxkv.tools.bench.compiled.models import pools_of_model, read_config
+from jaxkv.tools.bench.compiled.models import pools_of_model
+from jaxkv.tools.model_config import read_config
 
 LLAMA = {
     "num_hidden_layers": 32,

@@ -1,0 +1,504 @@
+"""What a model's tokens cost: bytes of KV, parameters, FLOPs of prefill.
+
+All of it follows from the shapes in a Hugging Face ``config.json``:
+
+* the KV of a token is a key and a value for each KV head of each layer, or with MLA a
+  layer's latent and the key's rotary part;
+* each parameter of a matrix that a token passes is a multiplication and an addition;
+* beyond that, attention multiplies a token's query with the key of each token that it
+  sees, and the weights with their values, which grows with the token's position.
+
+Left out, each well under 1%: norms, biases, activations, softmax, and the output layer,
+which a prefill needs for its last token only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from jaxkv._util import shown, shown_name
+from jaxkv.tools.model_config import (
+    check_dtype,
+    dtype_of,
+    head_dim_of,
+    number_of,
+    read_config,
+)
+
+_MOST_LAYERS = 10_000
+_FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionLayers:
+    """Layers with the same attention.
+
+    Attributes:
+        num_layers: How many.
+        kv_bytes_per_token: Bytes of KV of a token in one layer.
+        pair_flops: FLOPs of one layer for a token and one that it sees.
+        window: Tokens that a token sees at most, itself included; None for all.
+        is_chunked: Whether the window begins at multiples of its size (Llama 4),
+            rather than to end at the token.
+        num_kv_heads: KV heads, which devices share; 0 for a latent, which each has.
+    """
+
+    num_layers: int
+    kv_bytes_per_token: int
+    pair_flops: int
+    window: int | None = None
+    is_chunked: bool = False
+    num_kv_heads: int = 0
+
+    def count_pairs(self, num_tokens: ArrayLike) -> NDArray[np.int64]:
+        """Count the tokens that the first tokens of a prompt see, over all of these.
+
+        Args:
+            num_tokens: int[...]. Tokens from the beginning of a prompt.
+        """
+        n: NDArray[np.int64] = np.asarray(num_tokens, np.int64)
+        if self.window is None:
+            return _triangle(n)
+        size = self.window
+        if self.is_chunked:
+            return n // size * (size * (size + 1) // 2) + _triangle(n % size)
+        short = np.minimum(n, size)
+        return _triangle(short) + (n - short) * size
+
+    def count_needed(self, num_tokens: ArrayLike) -> NDArray[np.int64]:
+        """Count the tokens whose KV is needed to go on after a prefix.
+
+        Args:
+            num_tokens: int[...]. Tokens of the prefix.
+        """
+        n = np.asarray(num_tokens, np.int64)
+        if self.window is None:
+            return n
+        # The next token is one of those in its window.
+        return n % self.window if self.is_chunked else np.minimum(n, self.window - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelCosts:
+    """What a model's tokens cost.
+
+    Attributes:
+        name: For display.
+        kv_dtype: Name of the dtype of the KV.
+        num_parameters: Parameters of all matrices.
+        num_active_parameters: Those that a token uses: of the experts only the chosen
+            ones. Embedding and output layer count, as in the published figures.
+        num_prefill_parameters: Those that a token of a prompt is multiplied with:
+            without embedding and output layer.
+        layers: The layers, by attention.
+        notes: What the configuration does not say and was taken for granted.
+    """
+
+    name: str
+    kv_dtype: str
+    num_parameters: int
+    num_active_parameters: int
+    num_prefill_parameters: int
+    layers: tuple[AttentionLayers, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of the KV of a token in all layers."""
+        return sum(each.num_layers * each.kv_bytes_per_token for each in self.layers)
+
+    def kv_bytes_per_token_on(self, num_devices: int) -> int:
+        """Return the bytes of a token's KV on each of the devices that share the heads.
+
+        A device has at least one head, and all of a latent.
+
+        Args:
+            num_devices: Degree of tensor parallelism.
+        """
+        return sum(
+            each.num_layers * _share(each.kv_bytes_per_token, each, num_devices)
+            for each in self.layers
+        )
+
+    def load_bytes(
+        self, num_tokens: ArrayLike, num_devices: int = 1
+    ) -> NDArray[np.int64]:
+        """Return the bytes that a device needs to go on after a prefix.
+
+        That is the KV of all its tokens, but of a layer with a window only the last.
+
+        Args:
+            num_tokens: int[...]. Tokens of the prefix.
+            num_devices: Degree of tensor parallelism.
+
+        Returns:
+            i64[...].
+        """
+        total = np.zeros(np.shape(num_tokens), np.int64)
+        for each in self.layers:
+            size = each.num_layers * _share(each.kv_bytes_per_token, each, num_devices)
+            total = total + size * each.count_needed(num_tokens)
+        return total
+
+    def prefill_flops(self, start: ArrayLike, stop: ArrayLike) -> NDArray[np.float64]:
+        """Return the FLOPs to compute tokens of a prompt, those before being there.
+
+        Args:
+            start: int[...]. The first token's position, from 0.
+            stop: int[...]. The position after the last; not less than `start`.
+
+        Returns:
+            f64[...].
+        """
+        first, last = np.asarray(start, np.int64), np.asarray(stop, np.int64)
+        flops = 2.0 * self.num_prefill_parameters * (last - first)
+        for each in self.layers:
+            pairs = each.count_pairs(last) - each.count_pairs(first)
+            flops = flops + float(each.num_layers * each.pair_flops) * pairs
+        return np.asarray(flops, np.float64)
+
+
+def read_model_costs(path: pathlib.Path, kv_dtype: str | None = None) -> ModelCosts:
+    """Read a model's costs from its ``config.json``, or from the folder with it.
+
+    Args:
+        path: The file or folder.
+        kv_dtype: Name of the dtype of the KV; None for the model's own.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: As `make_model_costs`, or it is no JSON object.
+    """
+    name = path.name if path.is_dir() or path.name != "config.json" else ""
+    name = name or path.absolute().parent.name
+    return make_model_costs(
+        read_config(path), kv_dtype, shown_name(name.removesuffix(".json"))
+    )
+
+
+def make_model_costs(
+    config: Mapping[str, Any], kv_dtype: str | None = None, name: str = "model"
+) -> ModelCosts:
+    """Compute what a model's tokens cost.
+
+    Args:
+        config: Its configuration, as `jaxkv.tools.model_config.read_config` reads it.
+        kv_dtype: Name of the dtype of the KV; None for the model's own.
+        name: For display.
+
+    Raises:
+        ValueError: A key is missing or wrong, or the architecture is one whose costs
+            are not known.
+
+    Example:
+        >>> llama_3_8b = {
+        ...     "model_type": "llama",
+        ...     "num_hidden_layers": 32,
+        ...     "hidden_size": 4096,
+        ...     "num_attention_heads": 32,
+        ...     "num_key_value_heads": 8,
+        ...     "intermediate_size": 14336,
+        ...     "vocab_size": 128256,
+        ... }
+        >>> costs = make_model_costs(llama_3_8b)
+        >>> costs.kv_bytes_per_token, costs.num_parameters
+        (131072, 8029995008)
+        >>> [f"{costs.prefill_flops(at, at + 1000):.3g}" for at in (0, 9000)]
+        ['1.42e+13', '1.89e+13']
+    """
+    kind = config.get("model_type")
+    family = kind if isinstance(kind, str) else ""
+    config = {**_DEFAULTS.get(family, {}), **_set_keys(config)}
+    _refuse(config, family)
+    notes = []
+    if family not in _FAMILIES:
+        named = f"model_type {shown(kind)}" if kind else "a model without model_type"
+        notes.append(f"{named} is not known and taken to be built like Llama")
+    num_layers = number_of(config, "num_hidden_layers")
+    if num_layers > _MOST_LAYERS:
+        raise ValueError(f"{num_layers=} must be at most {_MOST_LAYERS}")
+    hidden = number_of(config, "hidden_size")
+    dtype = check_dtype(kv_dtype) if kv_dtype else dtype_of(config)
+    attention, per_layer = _attention(config, hidden, jnp.dtype(dtype).itemsize)
+    windows = _windows(config, family, num_layers)
+    layers = tuple(
+        dataclasses.replace(
+            attention,
+            num_layers=windows.count(each),
+            window=each[0],
+            is_chunked=each[1],
+        )
+        for each in dict.fromkeys(windows)
+    )
+    all_mlp, active_mlp = _mlps(config, family, num_layers, hidden)
+    vocabulary = number_of(config, "vocab_size") * hidden
+    is_tied = config.get("tie_word_embeddings", family.startswith(_TIED))
+    ends = vocabulary if is_tied else 2 * vocabulary
+    return ModelCosts(
+        name=name,
+        kv_dtype=dtype,
+        num_parameters=ends + num_layers * per_layer + all_mlp,
+        num_active_parameters=ends + num_layers * per_layer + active_mlp,
+        num_prefill_parameters=num_layers * per_layer + active_mlp,
+        layers=layers,
+        notes=tuple(notes),
+    )
+
+
+_FAMILIES = frozenset(
+    (
+        *("llama", "llama4", "llama4_text", "smollm3", "internlm2", "exaone4"),
+        *("mistral", "ministral", "mixtral", "phi3", "granite", "granitemoe"),
+        *("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl"),
+        *("qwen2_5_vl_text", "qwen3", "qwen3_moe", "qwen3_vl_text"),
+        *("qwen3_vl_moe_text", "gemma", "gemma2", "gemma3", "gemma3_text"),
+        *("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4", "glm4_moe", "gpt_oss"),
+        *("olmo2", "olmoe", "cohere", "cohere2"),
+    )
+)
+"""Values of model_type that are built as this file says: with a gated MLP."""
+
+_TIED = ("gemma", "cohere")
+"""Families whose output layer is the embedding unless their configuration says no."""
+
+# What configurations of these families leave out where it is the default.
+_GEMMA3 = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "sliding_window": 4096,
+}
+_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gemma3": _GEMMA3,
+    "gemma3_text": _GEMMA3,
+    "gemma2": {"head_dim": 256, "sliding_window": 4096},
+    "gemma": {"head_dim": 256},
+}
+
+# One layer of so many sees all, the others a window.
+_PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
+
+_STATE = "layers that keep a state in place of the KV"
+_UNEVEN = "layers that keep different KV"
+_REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            *("ssm_cfg", "state_size", "ssm_state_size", "mamba_d_state"),
+            *("mamba_num_heads", "linear_num_key_heads", "linear_attn_config"),
+            *("layers_block_type", "hybrid_override_pattern", "attn_type_list"),
+            *("rwkv_version", "lru_width"),
+        ),
+        _STATE,
+    ),
+    **dict.fromkeys(
+        ("num_kv_shared_layers", "global_head_dim", "num_global_key_value_heads"),
+        _UNEVEN,
+    ),
+    "index_topk": "attention that chooses what it sees",
+}
+"""Keys of what this file does not know."""
+
+_HINT = "give the bytes of a token's KV instead (--kv-bytes-per-token)"
+
+
+def _set_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is set: null stands for a default."""
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def _refuse(config: Mapping[str, Any], family: str) -> None:
+    """Refuse what is built otherwise, or not described."""
+    for key, what in _REFUSED.items():
+        if config.get(key):
+            raise ValueError(
+                f"{key}={shown(config[key])}: a model with {what} is not known here; "
+                f"{_HINT}"
+            )
+    wanted = "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"
+    missing = [key for key in wanted if key not in config]
+    if not {"intermediate_size", "moe_intermediate_size"} & config.keys():
+        missing.append("intermediate_size")
+    if missing:
+        raise ValueError(
+            f"the model's configuration (model_type {shown(family)}) has no "
+            f"{', '.join(map(repr, missing))}; add what is missing, or {_HINT}"
+        )
+
+
+def _attention(
+    config: Mapping[str, Any], hidden: int, itemsize: int
+) -> tuple[AttentionLayers, int]:
+    """Return one layer's attention, and the parameters of its matrices."""
+    heads = number_of(config, "num_attention_heads")
+    if "kv_lora_rank" in config:  # MLA
+        rank = number_of(config, "kv_lora_rank")
+        rope = number_of(config, "qk_rope_head_dim")
+        key_dim = number_of(config, "qk_nope_head_dim") + rope
+        value_dim = number_of(config, "v_head_dim")
+        if "q_lora_rank" in config:
+            query_rank = number_of(config, "q_lora_rank")
+            queries = query_rank * (hidden + heads * key_dim)
+        else:
+            queries = hidden * heads * key_dim
+        down = hidden * (rank + rope)
+        up = rank * heads * (key_dim - rope + value_dim)
+        parameters = queries + down + up + heads * value_dim * hidden
+        pair_flops = 2 * heads * (key_dim + value_dim)
+        return AttentionLayers(1, (rank + rope) * itemsize, pair_flops), parameters
+    kv_heads = number_of(config, "num_key_value_heads", "num_attention_heads")
+    dim = head_dim_of(config)
+    parameters = 2 * hidden * dim * (heads + kv_heads)
+    kv_bytes = 2 * kv_heads * dim * itemsize
+    layer = AttentionLayers(1, kv_bytes, 4 * heads * dim, num_kv_heads=kv_heads)
+    return layer, parameters
+
+
+def _windows(
+    config: Mapping[str, Any], family: str, num_layers: int
+) -> list[tuple[int | None, bool]]:
+    """Return each layer's window, and whether it is chunked."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        kinds = _layer_kinds(config, family, num_layers)
+    elif not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise ValueError(
+            f"layer_types={shown(kinds)} must have an entry for each of the "
+            f"{num_layers} layers"
+        )
+    windows: list[tuple[int | None, bool]] = []
+    for kind in kinds:
+        if kind == _FULL:
+            windows.append((None, False))
+        elif kind == _SLIDING:
+            windows.append((number_of(config, "sliding_window"), False))
+        elif kind == _CHUNKED:
+            windows.append((number_of(config, "attention_chunk_size"), True))
+        else:
+            raise ValueError(
+                f"a layer of type {shown(kind)} is not known here; {_HINT}"
+            )
+    return windows
+
+
+def _layer_kinds(config: Mapping[str, Any], family: str, num_layers: int) -> list[str]:
+    """Return each layer's attention, where the configuration has no list of them."""
+    layers = range(num_layers)
+    if family.startswith("llama4"):
+        # Every fourth layer, which has no rotary embedding, sees all.
+        sees_all = config.get("no_rope_layers") or [
+            int((layer + 1) % 4 != 0) for layer in layers
+        ]
+        if not isinstance(sees_all, list) or len(sees_all) != num_layers:
+            raise ValueError(
+                f"no_rope_layers={shown(sees_all)} must have an entry for each of the "
+                f"{num_layers} layers"
+            )
+        return [_CHUNKED if has_rope else _FULL for has_rope in sees_all]
+    if family == "gpt_oss":
+        return [_FULL if layer % 2 else _SLIDING for layer in layers]
+    if "sliding_window" not in config or config.get("use_sliding_window") is False:
+        return [_FULL] * num_layers
+    if family in _PATTERNS or "sliding_window_pattern" in config:
+        key = "sliding_window_pattern"
+        every = number_of(config, key) if key in config else _PATTERNS[family]
+        return [_SLIDING if (layer + 1) % every else _FULL for layer in layers]
+    if family.startswith("qwen"):
+        if not config.get("use_sliding_window"):
+            return [_FULL] * num_layers
+        first = _count(config, "max_window_layers", 28)
+        return [_SLIDING if layer >= first else _FULL for layer in layers]
+    return [_SLIDING] * num_layers
+
+
+def _mlps(
+    config: Mapping[str, Any], family: str, num_layers: int, hidden: int
+) -> tuple[int, int]:
+    """Return the parameters of all MLPs, and those that a token uses."""
+    keys = "num_local_experts", "num_experts", "n_routed_experts"
+    if not any(key in config for key in keys):
+        parameters = num_layers * 3 * hidden * number_of(config, "intermediate_size")
+        return parameters, parameters
+    num_experts = number_of(config, *keys)
+    chosen = number_of(config, "num_experts_per_tok", "experts_per_token")
+    if chosen > num_experts:
+        raise ValueError(
+            f"num_experts_per_tok={chosen} must be at most the {num_experts} experts"
+        )
+    width = number_of(config, "moe_intermediate_size", "intermediate_size")
+    if family.startswith("llama4"):
+        shared = width
+    elif "shared_expert_intermediate_size" in config:
+        shared = _count(config, "shared_expert_intermediate_size")
+    else:
+        shared = width * _count(config, "n_shared_experts")
+    is_sparse = _sparse_layers(config, family, num_layers)
+    num_dense = num_layers - sum(is_sparse)
+    dense = 0
+    if num_dense:
+        dense = (
+            3 * hidden * number_of(config, "intermediate_size_mlp", "intermediate_size")
+        )
+    router = hidden * num_experts
+    expert = 3 * hidden * width
+    fixed = num_dense * dense + sum(is_sparse) * (router + 3 * hidden * shared)
+    return (
+        fixed + sum(is_sparse) * num_experts * expert,
+        fixed + sum(is_sparse) * chosen * expert,
+    )
+
+
+def _sparse_layers(
+    config: Mapping[str, Any], family: str, num_layers: int
+) -> list[bool]:
+    """Tell of each layer whether its MLP is one of experts."""
+    layers = range(num_layers)
+    kinds = config.get("mlp_layer_types")
+    if isinstance(kinds, list) and len(kinds) == num_layers:
+        return [kind == "sparse" for kind in kinds]
+    if family.startswith("llama4"):
+        every = _count(config, "interleave_moe_layer_step", 1) or 1
+        chosen = _list(config, "moe_layers") or range(every - 1, num_layers, every)
+        return [layer in chosen for layer in layers]
+    if "decoder_sparse_step" in config:
+        every = _count(config, "decoder_sparse_step") or 1
+        dense = _list(config, "mlp_only_layers")
+        return [(layer + 1) % every == 0 and layer not in dense for layer in layers]
+    first = _count(config, "first_k_dense_replace")
+    every = _count(config, "moe_layer_freq", 1) or 1
+    return [layer >= first and layer % every == 0 for layer in layers]
+
+
+def _list(config: Mapping[str, Any], key: str) -> list[Any]:
+    """Return a list that may be missing."""
+    value = config.get(key, [])
+    if not isinstance(value, list):
+        raise ValueError(f"{key}={shown(value)} must be a list of layers")
+    return value
+
+
+def _count(config: Mapping[str, Any], key: str, default: int = 0) -> int:
+    """Return a number that may be 0, or not be there."""
+    value = config.get(key, default)
+    return 0 if value == 0 and type(value) is int else number_of({key: value}, key)
+
+
+def _triangle(n: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the sum of the numbers from 1 to n."""
+    total: NDArray[np.int64] = n * (n + 1) // 2
+    return total
+
+
+def _share(num_bytes: int, layers: AttentionLayers, num_devices: int) -> int:
+    """Return a device's share of one layer's bytes of a token."""
+    if not layers.num_kv_heads:
+        return num_bytes
+    heads = -(-layers.num_kv_heads // num_devices)
+    return num_bytes // layers.num_kv_heads * heads

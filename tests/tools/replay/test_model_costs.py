@@ -1,0 +1,404 @@
+"""What a model's tokens cost, beside published counts and plain sums."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxkv.tools.replay.model_costs import make_model_costs, read_model_costs
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+}
+LLAMA_70B = {
+    **LLAMA_8B,
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "num_attention_heads": 64,
+    "intermediate_size": 28672,
+}
+MISTRAL_7B = {
+    **LLAMA_8B,
+    "model_type": "mistral",
+    "vocab_size": 32000,
+    "sliding_window": 4096,
+}
+MIXTRAL_8X7B = {
+    **LLAMA_8B,
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "sliding_window": None,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+QWEN2_5_7B = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 28,
+    "hidden_size": 3584,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+    "sliding_window": 131072,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+    "tie_word_embeddings": False,
+}
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "vocab_size": 151936,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
+QWEN3_235B_A22B = {
+    **QWEN3_30B_A3B,
+    "num_hidden_layers": 94,
+    "hidden_size": 4096,
+    "num_attention_heads": 64,
+    "moe_intermediate_size": 1536,
+}
+GEMMA2_9B = {
+    "model_type": "gemma2",
+    "num_hidden_layers": 42,
+    "hidden_size": 3584,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "intermediate_size": 14336,
+    "vocab_size": 256000,
+    "sliding_window": 4096,
+}
+GEMMA3_27B = {  # its text_config leaves the vocabulary out
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 62,
+    "hidden_size": 5376,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "intermediate_size": 21504,
+    "sliding_window": 1024,
+}
+GEMMA3_1B = {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 26,
+    "hidden_size": 1152,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "intermediate_size": 6912,
+    "vocab_size": 262144,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+}
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+DEEPSEEK_V2_LITE = {
+    **DEEPSEEK_V3,
+    "model_type": "deepseek_v2",
+    "num_hidden_layers": 27,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": None,
+    "vocab_size": 102400,
+}
+
+# Parameters as the weights' files have them, and those of norms, biases and gates,
+# which are no matrices: in each layer, and once.
+PUBLISHED = {
+    "Llama 3.1 8B": (LLAMA_8B, 8_030_261_248, 2 * 4096, 4096),
+    "Llama 3.1 70B": (LLAMA_70B, 70_553_706_496, 2 * 8192, 8192),
+    "Mistral 7B": (MISTRAL_7B, 7_241_732_096, 2 * 4096, 4096),
+    "Mixtral 8x7B": (MIXTRAL_8X7B, 46_702_792_704, 2 * 4096, 4096),
+    "Qwen2.5 7B": (QWEN2_5_7B, 7_615_616_512, 2 * 3584 + 36 * 128, 3584),
+    "Qwen3 30B A3B": (QWEN3_30B_A3B, 30_532_122_624, 2 * 2048 + 2 * 128, 2048),
+    "Qwen3 235B A22B": (QWEN3_235B_A22B, 235_093_634_560, 2 * 4096 + 2 * 128, 4096),
+    "Gemma 2 9B": (GEMMA2_9B, 9_241_705_984, 4 * 3584, 3584),
+    "Gemma 3 1B": (GEMMA3_1B, 999_885_952, 4 * 1152 + 2 * 256, 1152),
+    "Gemma 3 27B": (GEMMA3_27B, 27_009_346_304, 4 * 5376 + 2 * 128, 5376),
+    # 256 biases of the router in each of 58 layers.
+    "DeepSeek V3": (
+        DEEPSEEK_V3,
+        671_026_419_200,
+        2 * 7168 + 1536 + 512,
+        7168 + 58 * 256,
+    ),
+    "DeepSeek V2 Lite": (DEEPSEEK_V2_LITE, 15_706_484_224, 2 * 2048 + 512, 2048),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_all_parameters_but_norms_and_biases_are_those_of_the_weights_files(name):
+    config, published, in_layer, once = PUBLISHED[name]
+    costs = make_model_costs(config)
+    vectors = config["num_hidden_layers"] * in_layer + once
+    assert costs.num_parameters == published - vectors
+    assert vectors < 0.0005 * published
+    assert costs.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "published"),
+    [
+        (MIXTRAL_8X7B, 12.9e9),
+        (QWEN3_30B_A3B, 3.3e9),
+        (QWEN3_235B_A22B, 22e9),
+        (LLAMA_8B, 8.03e9),
+    ],
+    ids=["Mixtral", "Qwen3 30B", "Qwen3 235B", "Llama"],
+)
+def test_active_parameters_are_the_published_ones(config, published):
+    costs = make_model_costs(config)
+    assert costs.num_active_parameters == pytest.approx(published, rel=0.02)
+
+
+def test_active_parameters_of_deepseek_are_published_without_the_embedding():
+    """Its README: 36.6B, with the output layer's 0.9B, not the embedding's."""
+    costs = make_model_costs(DEEPSEEK_V3)
+    embedding = 129280 * 7168
+    assert costs.num_active_parameters - embedding == pytest.approx(36.6e9, rel=0.002)
+    assert costs.num_prefill_parameters == costs.num_active_parameters - 2 * embedding
+
+
+def test_bytes_of_a_tokens_kv():
+    for config, kv_bytes in [
+        (LLAMA_8B, 128 << 10),
+        (LLAMA_70B, 320 << 10),
+        (QWEN2_5_7B, 56 << 10),
+        (QWEN3_30B_A3B, 96 << 10),
+        (GEMMA3_27B, 62 * 2 * 16 * 128 * 2),
+        (DEEPSEEK_V3, 61 * 576 * 2),
+    ]:
+        assert make_model_costs(config).kv_bytes_per_token == kv_bytes
+    assert make_model_costs(LLAMA_8B, "float8_e4m3fn").kv_bytes_per_token == 64 << 10
+    in_float32 = {**LLAMA_8B, "dtype": "float32", "torch_dtype": "bfloat16"}
+    assert make_model_costs(in_float32).kv_bytes_per_token == 256 << 10
+
+
+def test_devices_share_the_heads_but_not_less_than_one_and_not_a_latent():
+    llama, deepseek = make_model_costs(LLAMA_8B), make_model_costs(DEEPSEEK_V3)
+    of_llama = [llama.kv_bytes_per_token_on(n) >> 10 for n in (1, 2, 3, 8, 16)]
+    assert of_llama == [128, 64, 48, 16, 16]
+    assert deepseek.kv_bytes_per_token_on(8) == deepseek.kv_bytes_per_token
+    assert llama.load_bytes(1000, 8) == 1000 * (16 << 10)
+
+
+def seen(position, window, is_chunked):
+    """Count the tokens that the one at a position sees, one by one."""
+    first = 0
+    if window and is_chunked:
+        first = position // window * window
+    elif window:
+        first = max(0, position - window + 1)
+    return len(range(first, position + 1))
+
+
+SMALL = {
+    "model_type": "llama",
+    "num_hidden_layers": 6,
+    "hidden_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 40,
+    "vocab_size": 100,
+}
+WINDOWS = {
+    "llama": ({}, [None] * 6),
+    "mistral": ({"sliding_window": 5}, [5] * 6),
+    "mistral without": ({"model_type": "mistral", "sliding_window": None}, [None] * 6),
+    "gemma2": ({"model_type": "gemma2", "sliding_window": 5}, [5, None] * 3),
+    "gemma3": (
+        {"model_type": "gemma3_text", "sliding_window": 5},
+        [5, 5, 5, 5, 5, None],
+    ),
+    "a pattern": (
+        {"sliding_window": 5, "sliding_window_pattern": 3},
+        [5, 5, None, 5, 5, None],
+    ),
+    "qwen2": (
+        {
+            "model_type": "qwen2",
+            "sliding_window": 5,
+            "use_sliding_window": True,
+            "max_window_layers": 4,
+        },
+        [None] * 4 + [5] * 2,
+    ),
+    "a list": (
+        {
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 4,
+        },
+        [5, 5, None, None, None, None],
+    ),
+    "gpt_oss": ({"model_type": "gpt_oss", "sliding_window": 5}, [5, None] * 3),
+    "llama4": (
+        {"model_type": "llama4_text", "attention_chunk_size": 5},
+        [5, 5, 5, None, 5, 5],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WINDOWS)
+def test_flops_and_loads_are_those_of_each_token_and_layer_together(case):
+    changes, windows = WINDOWS[case]
+    costs = make_model_costs({**SMALL, **changes})
+    is_chunked = case == "llama4"
+    matrices = 24 * 8 * 4 * 2 + 24 * 8 * 2 * 2 + 3 * 24 * 40
+
+    def flops(start, stop):
+        """Two for each parameter, and 2 * 2 * 8 a head for each token seen."""
+        total = 0
+        for position in range(start, stop):
+            for window in windows:
+                pairs = seen(position, window, is_chunked)
+                total += 2 * matrices + 4 * 2 * 2 * 8 * pairs
+        return total
+
+    spans = [(0, 0), (0, 1), (0, 5), (0, 17), (3, 4), (4, 11), (5, 10), (16, 40)]
+    starts, stops = np.array(spans).T
+    expected = [flops(start, stop) for start, stop in spans]
+    assert costs.prefill_flops(starts, stops).tolist() == expected
+    # What the token after a prefix sees of the prefix is what has to be loaded.
+    for num_tokens in range(13):
+        needed = sum(seen(num_tokens, window, is_chunked) - 1 for window in windows)
+        assert costs.load_bytes(num_tokens) == needed * 2 * 2 * 8 * 2
+
+
+def test_layers_without_experts_are_counted_as_such():
+    base = {
+        **SMALL,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 10,
+    }
+    dense, expert, router = 3 * 24 * 40, 3 * 24 * 10, 24 * 4
+    attention = 6 * (24 * 8 * 4 * 2 + 24 * 8 * 2 * 2)
+
+    def check(changes, num_sparse, shared=0):
+        costs = make_model_costs({**base, **changes})
+        fixed = attention + (6 - num_sparse) * dense
+        sparse = router + 3 * 24 * shared
+        assert costs.num_prefill_parameters == fixed + num_sparse * (
+            sparse + 2 * expert
+        )
+        assert costs.num_parameters == 2 * 2400 + fixed + num_sparse * (
+            sparse + 4 * expert
+        )
+
+    check({}, 6)
+    check({"first_k_dense_replace": 2}, 4)
+    check({"mlp_only_layers": [0, 5], "decoder_sparse_step": 1}, 4)
+    check({"decoder_sparse_step": 2}, 3)
+    check({"first_k_dense_replace": 1, "moe_layer_freq": 2}, 2)
+    check({"mlp_layer_types": ["dense"] + ["sparse"] * 5}, 5)
+    check({"n_shared_experts": 3}, 6, shared=30)
+    check({"shared_expert_intermediate_size": 7}, 6, shared=7)
+
+
+def test_a_vision_models_language_part_is_read_and_named_by_its_folder(tmp_path):
+    folder = tmp_path / "gemma-3-27b-it"
+    folder.mkdir()
+    config = {"model_type": "gemma3", "vision_config": {}, "text_config": GEMMA3_27B}
+    (folder / "config.json").write_text(json.dumps(config))
+    costs = read_model_costs(folder / "config.json")
+    assert costs == read_model_costs(folder)
+    assert costs.name == "gemma-3-27b-it"
+    assert costs.num_parameters == make_model_costs(GEMMA3_27B).num_parameters
+    (tmp_path / "llama.json").write_text(json.dumps(LLAMA_8B))
+    assert read_model_costs(tmp_path / "llama.json").name == "llama"
+
+
+def test_an_unknown_architecture_is_taken_for_llama_and_that_is_said():
+    costs = make_model_costs({**LLAMA_8B, "model_type": "novel"})
+    assert costs.num_parameters == make_model_costs(LLAMA_8B).num_parameters
+    assert costs.notes == (
+        "model_type 'novel' is not known and taken to be built like Llama",
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": None}, r"has no 'num_hidden_layers'; .*--kv-bytes-per"),
+        ({"intermediate_size": None}, "has no 'intermediate_size'; add what is miss"),
+        ({"num_attention_heads": None}, "has no 'num_attention_heads'"),
+        ({"hidden_size": "4096"}, "hidden_size='4096' must be a whole number"),
+        ({"layer_types": ["full_attention"]}, "must have an entry for each of the 32"),
+        (
+            {"layer_types": ["linear_attention"] * 32},
+            "layer of type 'linear_attention' is not known here; give the bytes",
+        ),
+        ({"mamba_d_state": 16}, "mamba_d_state=16: a model with layers that keep a st"),
+        ({"num_kv_shared_layers": 10}, "layers that keep different KV is not known"),
+        ({"kv_lora_rank": 512}, "has no 'qk_rope_head_dim'"),
+        ({"sliding_window": 0}, "sliding_window=0 must be a whole number from 1"),
+        (
+            {"num_experts": 4, "num_experts_per_tok": 5},
+            "num_experts_per_tok=5 must be at most the 4 experts",
+        ),
+        ({"num_experts": 4}, "has no 'num_experts_per_tok' or 'experts_per_token'"),
+        ({"torch_dtype": "fast"}, "'fast' is no dtype"),
+        (
+            {
+                "num_experts": 4,
+                "num_experts_per_tok": 1,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": 3,
+            },
+            "mlp_only_layers=3 must be a list of layers",
+        ),
+        ({"num_hidden_layers": 10**6}, "num_layers=1000000 must be at most 10000"),
+        ({"vocab_size": 10**400}, "vocab_size=1000.*0 must be a whole number"),
+        (
+            {"num_experts": 4, "num_experts_per_tok": 1, "first_k_dense_replace": "3"},
+            "first_k_dense_replace='3' must be a whole number",
+        ),
+    ],
+)
+def test_a_configuration_that_does_not_do_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        make_model_costs({**LLAMA_8B, **changes})
