@@ -14,6 +14,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv.tools.replay.device import DeviceHits
 from jaxkv.tools.replay.traces import Trace
 
 _REQUESTS_PER_REPORT = 1000
@@ -23,19 +24,24 @@ def find_optimum(
     trace: Trace,
     capacity_blocks: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    device: DeviceHits | None = None,
 ) -> NDArray[np.int64]:
     """Count the prefix blocks that the optimum finds for each request.
 
     A request with more blocks than the cache is held completely until the next one
     needs room. No real cache can do that; the result is an upper bound.
 
+    With a device in front, a block is of use to a request only beyond what the device
+    has found by itself. All that the request holds is stored nevertheless.
+
     Args:
         trace: The requests.
         capacity_blocks: Blocks of the cache.
         on_progress: Called repeatedly with the requests done and in total.
+        device: What a device in front finds by itself; None for no device.
 
     Returns:
-        i64[R]. The length of the prefix found.
+        i64[R]. The length of the prefix found, on the device or in the cache.
 
     Raises:
         ValueError: If `capacity_blocks` is less than 1.
@@ -48,17 +54,21 @@ def find_optimum(
     if capacity_blocks < 1:
         raise ValueError(f"{capacity_blocks=} must be at least 1.")
     ids, offsets = trace.ids.tolist(), trace.offsets.tolist()
-    next_uses = _next_uses(trace)
+    next_uses = _next_uses(trace, device)
+    local = np.zeros(trace.num_requests, np.int64)
+    used = findable = trace.num_blocks
+    if device is not None:
+        local, used, findable = device.hits, device.usable, device.findable
     num_hits = np.zeros(trace.num_requests, np.int64)
     held: dict[int, int] = {}  # a block -> the request that uses it next
     # (-next use, -depth, block); entries that disagree with `held` are outdated.
     farthest: list[tuple[int, int, int]] = []
     for request in range(trace.num_requests):
-        start, stop = offsets[request : request + 2]
-        own = ids[start:stop]
-        num_hits[request] = next(
-            (i for i, b in enumerate(own) if b not in held), len(own)
-        )
+        start = offsets[request]
+        own = ids[start : start + int(used[request])]
+        first, last = int(local[request]), int(findable[request])
+        beyond = enumerate(own[first:last], first)
+        num_hits[request] = next((i for i, b in beyond if b not in held), last)
         for depth, block in enumerate(own):
             held[block] = next_uses[start + depth]
             heapq.heappush(farthest, (-held[block], -depth, block))
@@ -90,13 +100,22 @@ def _evict(
         heapq.heappush(farthest, entry)
 
 
-def _next_uses(trace: Trace) -> list[int]:
+def _next_uses(trace: Trace, device: DeviceHits | None) -> list[int]:
     """Return for each use of a block the request of its next use, or R for none."""
     requests = np.repeat(np.arange(trace.num_requests), trace.num_blocks)
-    # Sorted by block and request, the next use of a block is the next entry.
+    # Sorted by block and request, the next use is the next entry that counts.
     order = np.lexsort((requests, trace.ids))
+    counts = np.ones(trace.num_block_refs, np.bool_)
+    if device is not None:
+        depths = np.arange(trace.num_block_refs) - trace.offsets[requests]
+        counts = (depths >= device.hits[requests]) & (
+            depths < device.findable[requests]
+        )
+    places = np.where(counts[order], np.arange(len(order)), len(order))
+    after = np.append(np.minimum.accumulate(places[::-1])[::-1], len(order))[1:]
+    has_next = after < len(order)
+    has_next[has_next] = trace.ids[order[after[has_next]]] == trace.ids[order[has_next]]
     next_uses = np.full(trace.num_block_refs, trace.num_requests)
-    same = trace.ids[order[1:]] == trace.ids[order[:-1]]
-    next_uses[order[:-1][same]] = requests[order[1:][same]]
+    next_uses[order[has_next]] = requests[order[after[has_next]]]
     result: list[int] = next_uses.tolist()
     return result

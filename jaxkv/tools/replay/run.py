@@ -6,6 +6,8 @@ flight; then the store completes and the next request follows. A request whose s
 refused stores nothing and does not touch again. A request with more blocks than the
 cache uses only the first that fit, but all count. A policy that listens is told that
 the request begins, and at last that it has finished, both at the time of its arrival.
+
+With a device in front, requests are served as `jaxkv.tools.replay.device` says.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,16 +27,13 @@ from numpy.typing import NDArray
 from jaxkv.policies import PolicyMaker, get_policy_maker
 from jaxkv.tiers.executors import Executor, make_executor
 from jaxkv.tools.replay.belady import find_optimum
-from jaxkv.tools.replay.traces import Trace
-from jaxkv.types import KEY_WORDS
+from jaxkv.tools.replay.device import DeviceHits, find_on_device, serve_behind
+from jaxkv.tools.replay.traces import Trace, keys_of
 
 OPTIMUM = "optimum"
 """The name of Belady's rule (`jaxkv.tools.replay.belady`) among the policies."""
 
 _REQUESTS_PER_REPORT = 256
-
-_FACTORS = np.arange(1, 2 * KEY_WORDS, 2, dtype=np.uint32) * np.uint32(0x9E3779B1)
-"""u32[8]. Odd, so that different ids differ in every word of their keys."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +45,16 @@ class ReplayResult:
         capacity_blocks: Blocks of the cache.
         num_requests: Requests of the trace.
         num_block_refs: Blocks that the requests asked for.
-        num_hit_blocks: Blocks found, as part of a prefix.
+        num_hit_blocks: Blocks found, as part of a prefix; with a device in front, there
+            or on the host.
         input_tokens: Tokens that the requests asked for, None if not known.
         hit_tokens: Tokens found, None if not known.
-        num_refused: Requests whose store was refused.
+        num_refused: Requests whose store was refused, in part if that can be.
         compile_s: Seconds to compile.
         wall_s: Seconds to replay, without compilation.
         hits_by_request: i64[R], read-only. Blocks found for each request. Neither
+            compared nor shown.
+        device: What a device in front found of that; None without one. Neither
             compared nor shown.
     """
 
@@ -66,6 +69,19 @@ class ReplayResult:
     compile_s: float = dataclasses.field(compare=False)
     wall_s: float = dataclasses.field(compare=False)
     hits_by_request: NDArray[np.int64] = dataclasses.field(compare=False, repr=False)
+    device: DeviceHits | None = dataclasses.field(
+        default=None, compare=False, repr=False
+    )
+
+    @property
+    def num_device_hit_blocks(self) -> int:
+        """Blocks found on the device in front, 0 without one."""
+        return 0 if self.device is None else int(self.device.hits.sum())
+
+    @property
+    def num_host_hit_blocks(self) -> int:
+        """Blocks found on the host."""
+        return self.num_hit_blocks - self.num_device_hit_blocks
 
     @property
     def block_hit_ratio(self) -> float:
@@ -85,6 +101,7 @@ def replay(
     trace: Trace,
     capacity_blocks: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    device: DeviceHits | None = None,
 ) -> ReplayResult:
     """Replay a trace against one policy at one capacity.
 
@@ -93,6 +110,7 @@ def replay(
         trace: The requests.
         capacity_blocks: Blocks of the cache.
         on_progress: Called repeatedly with the requests done and in total.
+        device: What a device in front finds by itself; None for no device.
 
     Returns:
         The result.
@@ -112,24 +130,33 @@ def replay(
     name = _check_name(policy)
     begun_s = ready_s = time.perf_counter()
     if policy == OPTIMUM:
-        num_hits, num_refused = find_optimum(trace, capacity_blocks, on_progress), 0
+        num_hits = find_optimum(trace, capacity_blocks, on_progress, device)
+        num_refused = 0
     else:
         make = get_policy_maker(policy) if isinstance(policy, str) else policy
-        # A request uses no more blocks than fit the cache.
-        max_batch = max(min(int(trace.num_blocks.max(initial=1)), capacity_blocks), 2)
-        cache = make(capacity_blocks, max_batch)
+        largest = int(trace.num_blocks.max(initial=1))
+        # Without a device, a request uses no more blocks than fit the cache.
+        most = capacity_blocks if device is None else device.num_blocks
+        cache = make(capacity_blocks, max(min(largest, most), 2))
         executor = make_executor(cache)
         # Compiles; then start empty.
-        _serve(executor, np.zeros(1, np.int64), _News() if cache.listens else None)
+        news = _News() if cache.listens else None
+        ahead = None if device is None else (0, 1)
+        _serve(executor, np.zeros(1, np.int64), news, ahead)
         executor = make_executor(cache)
         ready_s = time.perf_counter()
         num_hits = np.zeros(trace.num_requests, np.int64)
         num_refused = 0
+        used = np.minimum(trace.num_blocks, capacity_blocks)
+        if device is not None:
+            used = device.usable
         for request in range(trace.num_requests):
-            start, stop = trace.offsets[request : request + 2]
-            ids = trace.ids[start : min(stop, start + capacity_blocks)]
+            start = trace.offsets[request]
+            ids = trace.ids[start : start + used[request]]
             news = _news_of(trace, request) if cache.listens else None
-            num_hits[request], is_refused = _serve(executor, ids, news)
+            if device is not None:
+                ahead = int(device.hits[request]), int(device.findable[request])
+            num_hits[request], is_refused = _serve(executor, ids, news, ahead)
             num_refused += is_refused
             if request % _REQUESTS_PER_REPORT == 0:
                 on_progress(request, trace.num_requests)
@@ -148,6 +175,7 @@ def replay(
         compile_s=ready_s - begun_s,
         wall_s=time.perf_counter() - ready_s,
         hits_by_request=num_hits,
+        device=device,
     )
 
 
@@ -156,6 +184,7 @@ def sweep(
     policies: Iterable[str | PolicyMaker],
     capacities: Sequence[int],
     on_progress: Callable[[str, int, int], None] = lambda label, done, total: None,
+    device_blocks: int | None = None,
 ) -> list[ReplayResult]:
     """Replay a trace against several policies at several capacities.
 
@@ -165,6 +194,7 @@ def sweep(
         capacities: Blocks of the cache.
         on_progress: Called repeatedly with a label for the policy and capacity, the
             requests done and in total; from several threads, one at a time.
+        device_blocks: Blocks of a device in front of the cache; None for no device.
 
     Returns:
         The results: the first policy at every capacity, then the next.
@@ -175,6 +205,10 @@ def sweep(
     named = [(_check_name(policy), policy) for policy in policies]
     if min(capacities, default=1) < 1:
         raise ValueError(f"{capacities=} must be at least 1 each.")
+    device = None
+    if device_blocks is not None:
+        label = f"device, {device_blocks:,} blocks"
+        device = find_on_device(trace, device_blocks, partial(on_progress, label))
     lock, stopped = threading.Lock(), threading.Event()
 
     def run(name: str, policy: str | PolicyMaker, capacity: int) -> ReplayResult:
@@ -187,7 +221,7 @@ def sweep(
                 on_progress(label, done, total)
 
         report(0, trace.num_requests)
-        return replay(policy, trace, capacity, report)
+        return replay(policy, trace, capacity, report, device)
 
     # A thread per core: LRU at four capacities took 11.6 s on two cores and 16.8 s on
     # one, mostly to compile. Capacities differ in shape, so they cannot share a
@@ -229,7 +263,10 @@ def _news_of(trace: Trace, request: int) -> _News:
 
 
 def _serve(
-    executor: Executor, ids: NDArray[Any], news: _News | None
+    executor: Executor,
+    ids: NDArray[Any],
+    news: _News | None,
+    ahead: tuple[int, int] | None,
 ) -> tuple[int, bool]:
     """Serve a request; return its hit blocks, and whether its store was refused.
 
@@ -237,22 +274,34 @@ def _serve(
         executor: The cache.
         ids: int[n]. The request's blocks.
         news: What to tell the policy; None if it does not listen.
+        ahead: How many blocks the device in front has found, and how many may be found;
+            None if there is no device.
     """
     if not ids.size:
         return 0, False
-    keys = ids.astype(np.uint32)[:, None] * _FACTORS
-    keys.flags.writeable = False  # Like all keys, so that one function is compiled.
-    mark, positions = 0, np.arange(len(ids), dtype=np.int32)
-    if news is not None:
-        mark = executor.begin(keys, positions, news.time_ms, news.input_tokens)
+    keys = keys_of(ids)
+    positions = np.arange(len(ids), dtype=np.int32)
+
+    def begin() -> int:
+        if news is None:
+            return 0
+        return executor.begin(keys, positions, news.time_ms, news.input_tokens)
+
+    def finish(mark: int) -> None:
+        if news is not None:
+            end = news.time_ms, news.output_tokens, news.stop
+            executor.finish(keys, positions, *end, mark)
+
+    if ahead is not None:
+        num_found, is_refused = serve_behind(executor, keys, *ahead, begin, finish)
+        return ahead[0] + num_found, is_refused
+    mark = begin()
     step = executor.request_step(keys)
     if step.evicted_keys is not None:
         # The second touch comes before the blocks are ready, which matters to ARC.
         executor.touch(keys)
     executor.complete_step(step.block_ids, step.num_hits)
-    if news is not None:
-        end = news.time_ms, news.output_tokens, news.stop
-        executor.finish(keys, positions, *end, mark)
+    finish(mark)
     return step.num_hits, step.evicted_keys is None
 
 

@@ -29,10 +29,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from jaxkv._util import shown_name
-from jaxkv.types import STOPS, Stop
+from jaxkv.types import KEY_WORDS, STOPS, Stop
 
 BLOCK_SIZE = 512
 """Tokens per block in the traces that Mooncake published."""
+
+_FACTORS = np.arange(1, 2 * KEY_WORDS, 2, dtype=np.uint32) * np.uint32(0x9E3779B1)
+"""u32[8]. Odd, so that different ids differ in every word of their keys."""
 
 _STOP = "stop"
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -83,6 +86,20 @@ class Trace:
     def num_blocks(self) -> NDArray[np.int64]:
         """Blocks of each request: i64[R]."""
         return np.diff(self.offsets)
+
+
+def keys_of(ids: NDArray[Any]) -> NDArray[np.uint32]:
+    """Make keys of a trace's blocks.
+
+    Args:
+        ids: int[n]. The blocks.
+
+    Returns:
+        u32[n, 8]. Read-only, like all keys, so that one function is compiled.
+    """
+    keys = ids.astype(np.uint32)[:, None] * _FACTORS
+    keys.flags.writeable = False
+    return keys
 
 
 def make_trace(

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxkv.policies import make_lru
-from jaxkv.tools.replay.run import _FACTORS, OPTIMUM, replay, sweep
+from jaxkv.tools.replay.run import OPTIMUM, replay, sweep
 from jaxkv.tools.replay.synthetic import make_synthetic_trace
-from jaxkv.tools.replay.traces import make_trace, read_trace
+from jaxkv.tools.replay.traces import keys_of, make_trace, read_trace
 from tests.reference.arc import ReferenceARC, ReferenceARCFixed
 from tests.reference.hazard import ReferenceHazard
 from tests.reference.offloading_manager import ReferenceLRU, ReferenceManager
@@ -30,8 +30,7 @@ def replay_twin(twin, trace, capacity):
     num_hits, refused = [], []
     for number, request in enumerate(np.split(trace.ids, trace.offsets[1:-1])):
         # As the keys of a replay are made; the policy `hazard` looks at their bits.
-        ids = request[:capacity].astype(np.uint32)
-        keys = [words.tobytes() for words in ids[:, None] * _FACTORS]
+        keys = [words.tobytes() for words in keys_of(request[:capacity])]
         news = int(trace.time_ms[number]), list(range(len(keys)))
         if twin is ReferenceHazard:
             mark = cache.begin_request(keys, int(trace.input_tokens[number]), *news)

@@ -1,0 +1,182 @@
+"""A device's own prefix cache in front of the host's: what it leaves to be found there.
+
+Requests are served one after the other, as an engine with `OffloadScheduler` in eager
+mode serves them when each is alone:
+
+1. the device's prefix is looked up and held, then what continues it on the host,
+2. the host's blocks of the whole prompt are touched, and those found are loaded,
+3. the rest is computed; the new blocks are offered to the host with the first token
+   that is generated,
+4. at its end the request is offered once more as a whole, so that what the host has
+   evicted although the device still had it is stored again,
+5. the device's blocks are released, the tail of the prefix first.
+
+A device block goes by no policy's decision: whether a prefix was loaded or computed, it
+is there afterwards. So what the device finds is the same whatever the host does, and is
+counted once for all policies and capacities.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv.keys.packed import PackedKeys, words_to_keys
+from jaxkv.tiers.device import DeviceBlockPool
+from jaxkv.tiers.executors import Executor, Words
+from jaxkv.tools.replay.traces import Trace, keys_of
+from jaxkv.types import NO_BLOCK
+
+_REQUESTS_PER_REPORT = 256
+_REORDER_SHARE = 4  # As `jaxkv.scheduling.eager` has it.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DeviceHits:
+    """What a device finds of each request by itself. R requests.
+
+    Attributes:
+        num_blocks: Blocks of the device.
+        hits: i64[R]. Blocks found there, from the first on.
+        usable: i64[R]. Full blocks that take part; fewer than there are if the request
+            does not fit the device.
+        findable: i64[R]. Blocks that may be found, on the device or on the host: none
+            with the last token, whose logits are needed.
+    """
+
+    num_blocks: int
+    hits: NDArray[np.int64]
+    usable: NDArray[np.int64]
+    findable: NDArray[np.int64]
+
+    def num_cut(self, trace: Trace) -> int:
+        """Count the requests that do not fit the device."""
+        return int((_tokens_of(trace) > self.num_blocks * _size_of(trace)).sum())
+
+
+def find_on_device(
+    trace: Trace,
+    num_blocks: int,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> DeviceHits:
+    """Count what a device finds of each request, by the rules of `DeviceBlockPool`.
+
+    A request holds a block for each of its full ones and one for the rest of its
+    prompt; what it generates takes no room. Of one that does not fit, as many tokens
+    take part as do.
+
+    Args:
+        trace: The requests.
+        num_blocks: Blocks of the device, those of the prompts being all that is there.
+        on_progress: Called repeatedly with the requests done and in total.
+
+    Raises:
+        ValueError: If there is no block.
+
+    Example:
+        >>> from jaxkv.tools.replay.traces import make_trace
+        >>> trace = make_trace("three", [[1, 2], [3, 4], [1, 2], [1, 2]])
+        >>> find_on_device(trace, 4).hits.tolist()
+        [0, 0, 1, 2]
+    """
+    if num_blocks < 1:
+        raise ValueError(f"{num_blocks=} must be at least 1.")
+    size = _size_of(trace)
+    num_tokens = np.minimum(_tokens_of(trace), num_blocks * size)
+    held = -(-num_tokens // size)
+    usable = np.minimum(trace.num_blocks, num_tokens // size)
+    findable = np.minimum(usable, np.maximum(num_tokens - 1, 0) // size)
+    hits = np.zeros(trace.num_requests, np.int64)
+    pool = DeviceBlockPool(num_blocks + 1)  # And the null block.
+    for request in range(trace.num_requests):
+        first = trace.offsets[request]
+        words = keys_of(trace.ids[first : first + usable[request]])
+        keys = PackedKeys(words_to_keys(words), words)
+        found = pool.find_prefix(keys[: findable[request]])
+        pool.touch(found)
+        table = found + pool.allocate(int(held[request]) - len(found))
+        pool.cache(table[len(found) : len(keys)], keys[len(found) :])
+        pool.free(table[::-1])
+        hits[request] = len(found)
+        if request % _REQUESTS_PER_REPORT == 0:
+            on_progress(request, trace.num_requests)
+    on_progress(trace.num_requests, trace.num_requests)
+    return DeviceHits(num_blocks, hits, usable, findable)
+
+
+def serve_behind(
+    executor: Executor,
+    keys: Words,
+    num_local: int,
+    num_findable: int,
+    begin: Callable[[], Any] = lambda: None,
+    finish: Callable[[Any], None] = lambda mark: None,
+) -> tuple[int, bool]:
+    """Serve a request on the host, after the device has found its part.
+
+    Args:
+        executor: The host's cache.
+        keys: u32[n, 8]. The keys of the request's blocks that take part.
+        num_local: How many of them, from the first on, the device has found.
+        num_findable: How many may be found.
+        begin: Tells the policy that the request begins.
+        finish: Tells it, with what that returned, that the request has finished.
+
+    Returns:
+        The blocks found on the host, and whether it refused to store any.
+    """
+    num_keys = len(keys)
+    if not num_keys:
+        return 0, False
+    num_found = 0
+    if num_local < num_findable:
+        num_found = executor.lookup(keys[num_local:num_findable])
+    mark = begin()
+    executor.touch(keys)
+    # Nobody else is served meanwhile, so that what is loaded need not be pinned.
+    num_known = num_local + num_found
+    is_ordered = True
+    under_way: list[NDArray[np.int64]] = []
+    is_refused = False
+    if num_known < num_keys:
+        is_refused = _offer(executor, keys[num_known:], under_way)
+        is_ordered = (num_keys - num_known) * _REORDER_SHARE >= num_keys
+        if is_ordered:
+            executor.touch(keys, False)
+    if (executor.find(keys) == NO_BLOCK).any():
+        is_refused |= _offer(executor, keys, under_way)
+        is_ordered = False
+    if not is_ordered:
+        executor.touch(keys, False)
+    finish(mark)
+    for block_ids in under_way:
+        executor.complete_step(block_ids, 0)
+    return num_found, is_refused
+
+
+def _offer(executor: Executor, keys: Words, under_way: list[NDArray[np.int64]]) -> bool:
+    """Store what there is room for, as `Stores.place` does; tell whether not all is."""
+    num = len(keys)
+    while num:
+        store = executor.prepare_store(keys[:num])
+        if store is not None:
+            under_way.append(store.block_ids)
+            break
+        num //= 2
+    return num < len(keys)
+
+
+def _size_of(trace: Trace) -> int:
+    """Return the tokens of a block; if they are not known, 2 will do."""
+    return trace.block_size or 2
+
+
+def _tokens_of(trace: Trace) -> NDArray[np.int64]:
+    """Return each prompt's tokens, i64[R]: if not known, one after the full blocks."""
+    if trace.input_tokens is None or trace.block_size is None:
+        return trace.num_blocks * _size_of(trace) + (trace.num_blocks > 0)
+    return trace.input_tokens

@@ -1,0 +1,247 @@
+"""A replay with a device in front finds what an engine with the real scheduler does."""
+
+import dataclasses
+import itertools
+import random
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from jaxkv.keys.packed import words_to_keys
+from jaxkv.policies import policy_names
+from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, SchedulerOutput
+from jaxkv.scheduling.scheduler import OffloadScheduler
+from jaxkv.search.tiers import find_cached_prefix
+from jaxkv.tiers.device import DeviceBlockPool
+from jaxkv.tools.replay.belady import find_optimum
+from jaxkv.tools.replay.device import DeviceHits, find_on_device
+from jaxkv.tools.replay.run import OPTIMUM, replay, sweep
+from jaxkv.tools.replay.synthetic import make_synthetic_trace
+from jaxkv.tools.replay.traces import keys_of, make_trace, read_trace
+from jaxkv.types import STOPS
+
+SIZE = 16
+
+
+@dataclasses.dataclass
+class Request:
+    request_id: str
+    block_keys: list
+    num_prompt_tokens: int
+    num_tokens: int
+    stop: str | None
+    num_computed_tokens: int = 0
+
+
+class Engine:
+    """Serves a trace's requests one after the other, in eager mode.
+
+    A prompt is computed in one step, and its first token in a second one, which stores
+    the prompt's blocks. Transfers have ended by the next step.
+    """
+
+    def __init__(self, trace, policy, capacity, device_blocks):
+        self.trace = trace
+        self.pool = DeviceBlockPool(device_blocks + 1)
+        self.now_s = Fraction(0)
+        self.scheduler = OffloadScheduler(
+            SIZE, capacity, policy, policy_clock=lambda: self.now_s
+        )
+        self.scheduler.bind_device_block_pool(self.pool)
+
+    def step(self, scheduled, new_blocks=()):
+        new_blocks = dict(new_blocks)
+        return self.scheduler.build_connector_meta(
+            SchedulerOutput(scheduled, new_blocks)
+        )
+
+    def end_transfers(self, meta):
+        loads = meta.load_event_to_reqs.get(meta.load_event, ())
+        stores = () if meta.store_event == NO_EVENT else (meta.store_event,)
+        self.scheduler.update_connector_output(
+            ConnectorOutput(tuple(loads), (), stores)
+        )
+
+    def serve(self, number):
+        """Serve a request: the blocks found on the device and on the host."""
+        trace, pool, scheduler = self.trace, self.pool, self.scheduler
+        self.now_s = Fraction(int(trace.time_ms[number]), 1000)
+        num_tokens = min(int(trace.input_tokens[number]), (pool.num_blocks - 1) * SIZE)
+        first = trace.offsets[number]
+        last = min(trace.offsets[number + 1], first + num_tokens // SIZE)
+        keys = words_to_keys(keys_of(trace.ids[first:last]))
+        stop = STOPS[trace.stops[number]]
+        request = Request(str(number), keys, num_tokens, num_tokens, stop)
+
+        limit = request.num_tokens - 1
+        num_local, (table,) = find_cached_prefix(pool, scheduler.groups, [keys], limit)
+        pool.touch(table)
+        num_found, _ = scheduler.get_num_new_matched_tokens(request, num_local)
+        table = table + pool.allocate(-(-num_tokens // SIZE) - len(table))
+        scheduler.update_state_after_alloc(request, table, num_found)
+        # The load, which the request waits for.
+        request.num_computed_tokens = num_local
+        self.end_transfers(self.step({}))
+        request.num_computed_tokens += num_found
+        # The prompt.
+        self.end_transfers(
+            self.step({request.request_id: num_tokens - request.num_computed_tokens})
+        )
+        request.num_computed_tokens = num_tokens
+        pool.cache(table[: len(keys)], keys)
+        # The first token that is generated, and the end.
+        request.num_tokens += 1
+        meta = self.step({request.request_id: 1})
+        request.num_tokens = num_tokens + max(int(trace.output_tokens[number]), 0)
+        scheduler.request_finished(request, table)
+        pool.free(table[::-1])
+        self.end_transfers(meta)
+        while scheduler.has_pending_stores():
+            self.end_transfers(self.step({}))
+        return num_local // SIZE, num_found // SIZE
+
+
+def make_mixed_trace(seed):
+    """Conversations, with prompts of whole blocks, of no block, and huge ones."""
+    rng = random.Random(seed)
+    made = make_synthetic_trace(
+        150, seed=seed, turn_blocks=3, max_open=20, block_size=SIZE
+    )
+    requests = [part.tolist() for part in np.split(made.ids, made.offsets[1:-1])]
+    tokens = [len(own) * SIZE + rng.choice((0, 1, SIZE - 1)) for own in requests]
+    for at in (40, 90):
+        requests[at : at + 1] = [[], list(range(10_000 + at, 10_060 + at))]
+        tokens[at : at + 1] = [
+            rng.choice((1, SIZE - 1)),
+            60 * SIZE + rng.choice((0, 1)),
+        ]
+    num = len(requests)
+    return make_trace(
+        f"mixed {seed}",
+        requests,
+        np.cumsum([rng.randrange(1, 5000) for _ in range(num)]),
+        tokens,
+        SIZE,
+        [rng.choice((1, 30, 200, 2000)) for _ in range(num)],
+        [rng.choice((None, "tool_use", "end_turn")) for _ in range(num)],
+    )
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_every_request_finds_what_it_finds_in_a_real_engine(policy):
+    totals = np.zeros(3, np.int64)
+    for seed, (device_blocks, capacity) in enumerate(
+        [(40, 120), (25, 60), (90, 30), (64, 400)]
+    ):
+        trace = make_mixed_trace(seed)
+        engine = Engine(trace, policy, capacity, device_blocks)
+        served, num_refused = [], 0
+        for number in range(trace.num_requests):
+            before = engine.scheduler.stats.num_store_refusals
+            served.append(engine.serve(number))
+            num_refused += engine.scheduler.stats.num_store_refusals > before
+        local, host = np.array(served).T
+        device = find_on_device(trace, device_blocks)
+        assert device.hits.tolist() == local.tolist()
+        result = replay(policy, trace, capacity, device=device)
+        assert (result.hits_by_request - device.hits).tolist() == host.tolist()
+        assert result.num_device_hit_blocks == local.sum()
+        assert result.num_host_hit_blocks == host.sum()
+        assert result.num_refused == num_refused
+        totals += (local.sum(), host.sum(), num_refused)
+    assert totals.all(), "each kind must have come up"
+
+
+def test_the_device_keeps_what_was_used_last_and_of_that_the_head():
+    trace = make_trace("t", [[1, 2, 3], [4], [1, 2, 3]], block_size=SIZE)
+    # Without lengths, each prompt goes on into one more block, which goes first.
+    assert find_on_device(trace, 4).hits.tolist() == [0, 0, 2]
+    assert find_on_device(trace, 5).hits.tolist() == [0, 0, 3]
+
+
+def test_the_last_token_is_never_found():
+    trace = make_trace("t", [[1, 2], [1, 2]], None, [2 * SIZE] * 2, SIZE)
+    assert find_on_device(trace, 10).hits.tolist() == [0, 1]
+    assert replay("lru", trace, 2, device=find_on_device(trace, 1)).num_hit_blocks == 0
+
+
+def test_a_request_larger_than_the_device_takes_part_as_far_as_it_fits():
+    trace = make_trace("t", [[1, 2, 3, 4]] * 2, None, [4 * SIZE + 3] * 2, SIZE)
+    device = find_on_device(trace, 3)
+    assert device.num_cut(trace) == 2
+    assert (device.hits.tolist(), device.usable.tolist()) == ([0, 2], [3, 3])
+    assert find_on_device(trace, 5).num_cut(trace) == 0
+
+
+def test_a_sweep_counts_the_device_once_and_tells_of_it():
+    trace = make_mixed_trace(5)
+    labels = []
+    results = sweep(
+        trace,
+        ["lru", OPTIMUM],
+        [30, 60],
+        lambda label, done, total: labels.append(label),
+        device_blocks=50,
+    )
+    assert "device, 50 blocks" in labels
+    assert len({id(result.device) for result in results}) == 1
+    assert results[0] == replay("lru", trace, 30, device=find_on_device(trace, 50))
+    for lru, optimum in zip(results[:2], results[2:], strict=True):
+        assert lru.num_device_hit_blocks == optimum.num_device_hit_blocks > 0
+        assert (lru.hits_by_request <= trace.num_blocks).all()
+        assert lru.num_hit_blocks < optimum.num_hit_blocks
+
+
+def best_of_all(requests, capacity, local):
+    """Try every choice of victims: the most that a cache finds beyond the device."""
+
+    def best(held, at):
+        if at == len(requests):
+            return 0
+        own = requests[at]
+        rest = own[local[at] :]
+        num_hits = next((i for i, b in enumerate(rest) if b not in held), len(rest))
+        others = sorted(held - set(own))
+        num_kept = min(len(others), capacity - len(own))
+        return num_hits + max(
+            best(frozenset(own) | set(kept), at + 1)
+            for kept in itertools.combinations(others, num_kept)
+        )
+
+    return best(frozenset(), 0)
+
+
+@pytest.mark.parametrize("capacity", [3, 4, 5])
+def test_behind_a_device_no_other_choice_of_victims_finds_more(capacity):
+    rng = random.Random(capacity)
+    paths = [(0, 1, 2), (0, 1, 3), (0, 4, 5), (6, 7, 8), (6, 9, 10)]
+    for _ in range(25):
+        requests = [rng.choice(paths)[: rng.randint(1, 3)] for _ in range(7)]
+        trace = make_trace("tree", requests)
+        device = find_on_device(trace, rng.randint(4, 6))
+        found = find_optimum(trace, capacity, device=device)
+        local = device.hits.tolist()
+        best = best_of_all(requests, capacity, local)
+        assert (found - device.hits).sum() == best, requests
+
+
+def test_no_block_is_refused():
+    trace = make_trace("t", [[1]])
+    for call in (
+        lambda: find_on_device(trace, 0),
+        lambda: sweep(trace, [], [], device_blocks=0),
+    ):
+        with pytest.raises(ValueError, match="num_blocks=0 must be at least 1"):
+            call()
+
+
+def test_on_a_real_trace_the_host_finds_what_the_device_lost(shared_traces):
+    trace = read_trace(shared_traces / "mooncake_conversation_1k.jsonl.gz")
+    alone = find_on_device(trace, 2000)
+    lru, optimum = sweep(trace, ["lru", OPTIMUM], [4000], device_blocks=2000)
+    assert isinstance(lru.device, DeviceHits)
+    assert (lru.device.hits == alone.hits).all()
+    assert 0 < lru.num_host_hit_blocks < optimum.num_host_hit_blocks
+    # What a device of any size finds, a larger one finds too.
+    assert (find_on_device(trace, 4000).hits >= alone.hits).all()
