@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import pathlib
 import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxkv import _util as units
@@ -100,6 +102,16 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_page_option(parser: argparse.ArgumentParser) -> None:
+    """Add --html."""
+    parser.add_argument(
+        "--html",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="write a report for a browser, which needs no network (default: none)",
+    )
+
+
 def check_files(args: argparse.Namespace) -> None:
     """Refuse files that cannot be written, before a long run."""
     plot = getattr(args, "plot", None)
@@ -107,6 +119,7 @@ def check_files(args: argparse.Namespace) -> None:
         raise UsageError(f"--plot: {shown(str(plot))} must end in .png")
     check_file("--plot", plot)
     check_file("--json", args.json)
+    check_file("--html", getattr(args, "html", None))
 
 
 def check_file(option: str, path: pathlib.Path | None) -> None:
@@ -128,7 +141,33 @@ def check_file(option: str, path: pathlib.Path | None) -> None:
 
 def write_json(path: pathlib.Path, figures: Mapping[str, object]) -> None:
     """Write figures to the file of --json."""
-    path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    write_file("--json", path, f"{json.dumps(figures, indent=2)}\n".encode())
+
+
+def write_file(option: str, path: pathlib.Path, data: bytes) -> None:
+    """Write the file of an option: all of it, or what was there stays.
+
+    Raises:
+        UsageError: If it cannot be written, such as on a full disk.
+    """
+    part: pathlib.Path | None = None
+    try:
+        path = path.resolve()
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)  # A device or a pipe, which must not be replaced.
+            return
+        part = path.with_name(f".{path.name[:60]}.{os.getpid()}.part")
+        with part.open("xb") as file:
+            file.write(data)
+        if path.exists():
+            shutil.copymode(path, part)
+        part.replace(path)
+    except OSError as error:
+        if part is not None:
+            part.unlink(missing_ok=True)
+        raise UsageError(
+            f"{option}: cannot write {shown(str(path))} ({error.strerror})"
+        ) from error
 
 
 def check_extra(what: str, packages: Sequence[str], extra: str = "demo") -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import re
+import shlex
 from fractions import Fraction
 
 from jaxkv._util import shown
@@ -11,16 +13,21 @@ from jaxkv.cli.options import (
     EXIT_OK,
     UsageError,
     add_file_options,
+    add_page_option,
     check_extra,
     check_files,
     check_names,
     parse_whole_number_from,
     split_commas,
+    write_file,
     write_json,
 )
 from jaxkv.cli.progress import show_progress
 from jaxkv.policies import policy_names
-from jaxkv.tools.replay import report
+from jaxkv.tools.replay import page, report
+from jaxkv.tools.replay.measures import Comparison
+from jaxkv.tools.replay.model_costs import ModelCosts
+from jaxkv.tools.replay.named_models import NAMED_MODELS, find_model_costs
 from jaxkv.tools.replay.run import OPTIMUM, sweep
 from jaxkv.tools.replay.synthetic import make_synthetic_trace
 from jaxkv.tools.replay.traces import BLOCK_SIZE, Trace, TraceError, read_trace
@@ -35,6 +42,7 @@ DESCRIPTION = (
 _SYNTHETIC = "synthetic"
 _SYNTHETIC_REQUESTS = 2000
 _CAPACITIES = "1%,3%,10%"
+_ALL = "all"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +81,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="leave out the optimum (default: it is the last row)",
     )
-    add_file_options(parser, "the hit ratio against the capacity")
+    parser.add_argument(
+        "--device-blocks",
+        type=parse_whole_number_from(1),
+        metavar="N",
+        help="put a device of N blocks in front, which is asked first and keeps what "
+        "was used last (default: no device)",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="count the prefill that a model is saved: a Hugging Face config.json, the "
+        f"folder with it, or {', '.join(NAMED_MODELS)} (default: none)",
+    )
+    add_file_options(parser, "what is found against the capacity")
+    add_page_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,20 +103,72 @@ def run(args: argparse.Namespace) -> int:
     check_files(args)
     check_extra("replay", ("rich", "matplotlib") if args.plot else ("rich",))
     known = policy_names()
-    policies = check_names("--policy", args.policy or known, known)
+    policies = check_names("--policy", args.policy or [_ALL], [*known, _ALL])
+    if _ALL in policies:
+        policies = known
+    model = None if args.model is None else _find_model(args.model)
     trace = _open_trace(args.trace, args.block_size)
     capacities = _choose_capacities(args.capacity, trace.num_unique_blocks)
+    _check_device(args.device_blocks, trace)
     report.print_trace(trace)
     if not args.no_optimum:
         policies.append(OPTIMUM)
     with show_progress() as on_progress:
-        results = sweep(trace, policies, capacities, on_progress)
-    report.print_results(trace, results)
+        results = sweep(trace, policies, capacities, on_progress, args.device_blocks)
+    comparison = Comparison(trace, results, model)
+    report.print_results(comparison)
     if args.plot:
-        report.plot_results(trace, results, args.plot)
+        picture = io.BytesIO()
+        report.plot_results(comparison, picture)
+        write_file("--plot", args.plot, picture.getvalue())
     if args.json:
-        write_json(args.json, report.to_json(trace, results))
+        write_json(args.json, report.to_json(comparison))
+    if args.html:
+        text = page.render_page(comparison, _command_of(args))
+        write_file("--html", args.html, text.encode("utf-8", "replace"))
     return EXIT_OK
+
+
+def _command_of(args: argparse.Namespace) -> str:
+    """Write the command line that has these options."""
+    words = ["jaxkv", "replay", args.trace]
+    for option, value in (
+        ("--policy", args.policy and ",".join(args.policy)),
+        ("--capacity", args.capacity and ",".join(args.capacity)),
+        ("--block-size", None if args.block_size == BLOCK_SIZE else args.block_size),
+        ("--device-blocks", args.device_blocks),
+        ("--model", args.model),
+        ("--plot", args.plot),
+        ("--json", args.json),
+        ("--html", args.html),
+    ):
+        if value is not None:
+            words += [option, str(value)]
+    if args.no_optimum:
+        words.append("--no-optimum")
+    return shlex.join(words)
+
+
+def _find_model(text: str) -> ModelCosts:
+    try:
+        return find_model_costs(text)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None)
+        text = f"cannot read {shown(text)} ({why})" if why else str(error)
+        raise UsageError(f"--model: {text}") from error
+
+
+def _check_device(num_blocks: int | None, trace: Trace) -> None:
+    """Refuse a device that nothing would ever leave."""
+    if num_blocks is None:
+        return
+    # Each prompt may end with a block that is not full, and is not listed.
+    most = trace.num_unique_blocks + trace.num_requests
+    if num_blocks > most:
+        raise UsageError(
+            f"--device-blocks: {num_blocks} is more than the trace would ever fill: it "
+            f"has {trace.num_unique_blocks:,} different blocks"
+        )
 
 
 def _choose_capacities(given: list[str] | None, num_unique: int) -> list[int]:

@@ -2,6 +2,9 @@
 
 import importlib.util
 import json
+import os
+import resource
+import signal
 
 import numpy as np
 import pytest
@@ -50,26 +53,193 @@ def test_it_prints_draws_and_writes(capsys, tmp_path):
 def fake(monkeypatch):
     """Replace the replay by a fake one in which ARC refuses 7 stores."""
 
-    def sweep(trace, policies, capacities, on_progress):
+    def sweep(trace, policies, capacities, on_progress, device_blocks):
         return [
             ReplayResult(
                 policy=policy,
                 capacity_blocks=capacity,
                 num_requests=trace.num_requests,
-                num_block_refs=1000,
-                num_hit_blocks=123,
+                num_block_refs=trace.num_block_refs,
+                num_hit_blocks=143,
                 input_tokens=None,
                 hit_tokens=None,
                 num_refused=7 * (policy == "arc"),
                 compile_s=1.0,
                 wall_s=1.0,
-                hits_by_request=np.zeros(trace.num_requests, np.int64),
+                hits_by_request=143 * np.eye(1, trace.num_requests, dtype=np.int64)[0],
             )
             for policy in policies
             for capacity in capacities
         ]
 
     monkeypatch.setattr("jaxkv.cli.replay.sweep", sweep)
+
+
+def test_all_stands_for_every_policy(fake, capsys):
+    assert cli.main("replay synthetic:60 --policy lru,all --no-optimum".split()) == 0
+    found = capsys.readouterr().out.split("of 1,430")[1].partition("Prefix")[0]
+    rows = [line.split()[0] for line in found.splitlines() if line.strip()]
+    assert rows == policy_names()
+
+
+def test_a_device_and_a_model_add_their_sections(capsys, tmp_path):
+    figures = tmp_path / "a.json"
+    line = f"{SMALL} --device-blocks 80 --model llama-3.1-8b --json {figures}"
+    assert cli.main(line.split()) == 0
+    out, err = capsys.readouterr()
+    assert err.startswith("device, 80 blocks ...\n")
+    written = json.loads(figures.read_text())
+    device, model = written["device"], written["model"]
+    assert device["num_blocks"] == 80
+    share = device["num_hit_blocks"] / written["trace"]["num_block_refs"]
+    assert (
+        f"Device        80 blocks, LRU; alone {100 * share:.2f}% of the blocks," in out
+    )
+    assert "Model         llama-3.1-8b, 8.0 billion parameters; " in out
+    for result in written["results"]:
+        parts = [result[f"num_{p}hit_blocks"] for p in ("device_", "host_", "")]
+        assert parts[0] == device["num_hit_blocks"]
+        assert parts[0] + parts[1] == parts[2]
+        saved = result["saved_prefill_flops"]
+        assert result["saved_prefill_ratio"] == saved / model["prefill_flops"]
+    titles = [line for line in out.splitlines() if line[:1] == "P"]
+    assert [" ".join(title.split()) for title in titles] == [
+        "Prefix blocks found on device and host",
+        "Prefix blocks found on the host",
+        "Prefix tokens found on device and host",
+        "Prefix tokens found on the host",
+        "Prefill FLOPs saved by device and host",
+        "Prefill FLOPs saved by the host",
+    ]
+
+
+def test_the_page_has_the_command_that_made_it(fake, tmp_path):
+    path = tmp_path / "a report.html"
+    options = "--policy lru --policy arc --capacity 20,50% --block-size 128"
+    line = f"replay synthetic:60 {options} --no-optimum --html"
+    assert cli.main([*line.split(), str(path)]) == 0
+    text = path.read_text()
+    assert text.startswith("<!doctype html>")
+    command = (
+        "jaxkv replay synthetic:60 --policy lru,arc --capacity 20,50% --block-size 128 "
+        f"--html &#x27;{path}&#x27; --no-optimum"
+    )
+    assert command in text
+
+
+def refuse(capsys, line):
+    """Run a command line that must be refused in one line; give that."""
+    assert cli.main(line.split()) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("jaxkv replay: error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "1.5", "many"])
+def test_a_device_without_blocks_is_refused(capsys, number):
+    err = refuse(capsys, f"{SMALL} --device-blocks {number}")
+    assert f"--device-blocks: '{number}' must be a whole number from 1" in err
+
+
+def test_a_device_that_nothing_would_leave_is_refused(capsys):
+    err = refuse(capsys, f"{SMALL} --device-blocks 100000")
+    assert "--device-blocks: 100000 is more than the trace would ever fill: it" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (None, "(No such file or directory)"),
+        ("{", "is no JSON"),
+        ("[1]", "must hold a JSON object"),
+        ("{}", "has no 'num_hidden_layers'"),
+        ('{"num_hidden_layers": 2}', "has no 'hidden_size'"),
+        (
+            '{"num_hidden_layers": -2, "hidden_size": 64, "num_attention_heads": 4, '
+            '"vocab_size": 100, "intermediate_size": 256}',
+            "num_hidden_layers=-2 must be a whole number from 1",
+        ),
+    ],
+)
+def test_a_file_that_describes_no_model_is_refused(capsys, tmp_path, text, why):
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_text(text)
+    err = refuse(capsys, f"{SMALL} --model {path}")
+    assert err.startswith("jaxkv replay: error: --model: ")
+    assert why in err
+
+
+def test_a_model_of_no_known_name_is_refused(capsys):
+    err = refuse(capsys, f"{SMALL} --model llama-3-8b")
+    assert "nor such a name: did you mean llama-3.1-8b?" in err
+
+
+def test_a_model_may_be_a_file(capsys, tmp_path):
+    path = tmp_path / "tiny" / "config.json"
+    path.parent.mkdir()
+    path.write_text(
+        '{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, '
+        '"num_attention_heads": 4, "vocab_size": 100, "intermediate_size": 256}'
+    )
+    for name in (path, path.parent):
+        assert cli.main(f"{SMALL} --model {name}".split()) == 0
+        assert "Model         tiny, 0.0 billion" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--html", "--json", "--plot"])
+def test_a_file_in_a_missing_folder_is_refused_before_the_run(
+    capsys, tmp_path, monkeypatch, option
+):
+    def never(*_):
+        raise AssertionError
+
+    monkeypatch.setattr("jaxkv.cli.replay.sweep", never)
+    err = refuse(capsys, f"{SMALL} {option} {tmp_path}/no/a.png")
+    assert f"{option}: cannot write '{tmp_path}/no/a.png' (No such file" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--html", "--json"])
+def test_a_full_device_is_one_line(fake, capsys, option):
+    err = refuse(capsys, f"{SMALL} {option} /dev/full")
+    assert f"{option}: cannot write '/dev/full' (No space left on device)" in err
+
+
+@pytest.mark.parametrize("before", [None, b"what was there"])
+@pytest.mark.parametrize("option", ["--html", "--json", "--plot"])
+def test_what_cannot_be_written_whole_is_not_written(
+    fake, capsys, tmp_path, option, before
+):
+    path = tmp_path / "a.png"
+    if before is not None:
+        path.write_bytes(before)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    on_limit = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        # No file of this process may grow beyond, as if the disk were full.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        err = refuse(capsys, f"{SMALL} {option} {path}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, on_limit)
+    assert f"{option}: cannot write '{path}' (File too large)" in err
+    assert os.listdir(tmp_path) == ["a.png"] * (before is not None)
+    if before is not None:
+        assert path.read_bytes() == before
+
+
+def test_a_file_is_replaced_and_a_link_is_followed(fake, tmp_path):
+    path, link = tmp_path / "a.json", tmp_path / "b.json"
+    path.write_text("old")
+    path.chmod(0o640)
+    link.symlink_to(path)
+    assert cli.main(f"{SMALL} --json {link}".split()) == 0
+    assert link.is_symlink()
+    assert json.loads(path.read_text())["trace"]["num_requests"] == 60
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert sorted(os.listdir(tmp_path)) == ["a.json", "b.json"]
 
 
 def test_options_may_be_repeated_and_the_optimum_left_out(fake, capsys):
@@ -79,14 +249,16 @@ def test_options_may_be_repeated_and_the_optimum_left_out(fake, capsys):
     assert cli.main(line.split()) == 0
     out, _ = capsys.readouterr()
     assert out.split("Capacity, blocks")[1].split()[:2] == ["20", "30"]
-    assert out.split("of 1,000")[1].split() == ["lru", "12.30%", "12.30%"]
+    found = out.split("of 1,430")[1].partition("Prefix")[0]
+    assert found.split() == ["lru", "10.00%", "10.00%"]
 
 
 def test_by_default_every_policy_runs_at_three_capacities(fake, capsys):
     assert cli.main(["replay", "synthetic:60"]) == 0
     out, _ = capsys.readouterr()
-    shown, _, refused = out.partition("Stores refused, of 60 requests")
-    rows = [line.split() for line in shown.split("of 1,000")[1].splitlines() if line]
+    _, _, refused = out.partition("Stores refused, of 60 requests")
+    shown = out.split("of 1,430")[1].partition("Prefix")[0]
+    rows = [line.split() for line in shown.splitlines() if line]
     assert [row[0] for row in rows if row] == [*policy_names(), "optimum"]
     assert {len(row) for row in rows if row and row[0] != "optimum"} == {4}
     assert refused.split() == ["arc", "7", "7", "7"]
@@ -145,8 +317,11 @@ def test_help_explains_each_option_with_its_default(capsys):
         ("--capacity N,...", "1%,3%,10%)"),
         ("--block-size N", "512)"),
         ("--no-optimum", "it is the last row)"),
+        ("--device-blocks N", "no device)"),
+        ("--model MODEL", "none)"),
         ("--plot FILE.png", "no picture)"),
         ("--json FILE", "no file)"),
+        ("--html FILE", "none)"),
     ]:
         explanation = text.split(f"{name} ")[-1]
         assert f"(default: {default}" in explanation.split(" --")[0], name

@@ -5,98 +5,151 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import pathlib
 import platform
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, BinaryIO
 
 import jax
+import numpy as np
+from numpy.typing import NDArray
 
 from jaxkv import __version__
 from jaxkv.tools.console import make_console
+from jaxkv.tools.replay.measures import (
+    Cell,
+    Comparison,
+    Measure,
+    format_flops,
+    format_percent,
+    format_share,
+)
 from jaxkv.tools.replay.run import OPTIMUM, ReplayResult
 from jaxkv.tools.replay.traces import Trace
 
 _CEILING = f"{OPTIMUM} (ceiling)"
-_COLOURS = ("#1b6f8a", "#c8553d", "#6a8d3a", "#8a5a9e", "#c9952b", "#3f4f9e", "#a3476b")
+_COLOURS = ("#0b6285", "#b3401f", "#4a6b14", "#7a3f94", "#855600", "#33418f", "#a0245f")
+_MARKERS = "os^Dv*P|"
+_DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (7, 2, 2, 2)))
 _GREY = "#555555"
+_BASELINE = "lru"
 
 
 def print_trace(trace: Trace) -> None:
     """Print a summary of the trace."""
-    span_s = (trace.time_ms[-1] - trace.time_ms[0]) / 1000
-    lines = [
-        f"Trace         {trace.name}",
-        f"Requests      {trace.num_requests:,} in {span_s:,.0f} s",
-        f"Blocks        {trace.num_block_refs:,} asked for, "
-        f"{trace.num_unique_blocks:,} different",
-    ]
-    if trace.input_tokens is not None:
-        size = f" in blocks of {trace.block_size}" if trace.block_size else ""
-        lines.append(f"Input tokens  {trace.input_tokens.sum():,}{size}")
+    width = max(len(name) for name, _ in facts_of(trace)) + 2
+    lines = [f"{name:{width}}{value}" for name, value in facts_of(trace)]
     make_console().print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
-def print_results(trace: Trace, results: Sequence[ReplayResult]) -> None:
-    """Print how much each policy found at each capacity.
+def facts_of(trace: Trace) -> list[tuple[str, str]]:
+    """List what a trace is, each with a name."""
+    span_s = (trace.time_ms[-1] - trace.time_ms[0]) / 1000
+    facts = [
+        ("Trace", trace.name),
+        ("Requests", f"{trace.num_requests:,} in {span_s:,.0f} s"),
+        (
+            "Blocks",
+            f"{trace.num_block_refs:,} asked for, {trace.num_unique_blocks:,} "
+            "different",
+        ),
+    ]
+    if trace.input_tokens is not None:
+        size = f" in blocks of {trace.block_size}" if trace.block_size else ""
+        facts.append(("Input tokens", f"{trace.input_tokens.sum():,}{size}"))
+    return facts
 
-    Args:
-        trace: The replayed trace.
-        results: The results; every policy at the same capacities.
-    """
+
+def parts_of(comparison: Comparison) -> list[tuple[str, str]]:
+    """List the device and the model of a comparison, if it has them, with names."""
+    parts = []
+    if comparison.model is not None:
+        model = comparison.model
+        notes = "".join(f"; {note}" for note in model.notes)
+        text = f"{model.name}, {model.num_parameters / 1e9:,.1f} billion parameters"
+        if comparison.prefill_flops is not None:
+            text += f"; {format_flops(comparison.prefill_flops)} to prefill all prompts"
+        parts.append(("Model", text + notes))
+    device = comparison.results[0].device
+    if device is not None:
+        shares = [
+            f"{format_percent(measure.device)} of {what}"
+            for measure in comparison.measures
+            if measure.device is not None
+            for what in [_DEVICE_SHARES[measure.key]]
+        ]
+        text = f"{device.num_blocks:,} blocks, LRU; alone {', '.join(shares)}"
+        num_cut = device.num_cut(comparison.trace)
+        if num_cut:
+            text += f"; {num_cut:,} requests do not fit, and are cut to its size"
+        parts.append(("Device", text))
+    return parts
+
+
+_DEVICE_SHARES = {
+    "blocks_both": "the blocks",
+    "tokens_both": "the tokens",
+    "flops_both": "prefill",
+}
+
+
+def print_results(comparison: Comparison) -> None:
+    """Print how much each policy found at each capacity."""
     from rich.table import Table
 
-    capacities, by_policy = _group(results)
+    trace, capacities = comparison.trace, comparison.capacities
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("Capacity, blocks", style="bold")
     for capacity in capacities:
         table.add_column(f"{capacity:,}", justify="right")
-    shares = [_share(capacity, trace) for capacity in capacities]
+    shares = [format_share(capacity, trace) for capacity in capacities]
     table.add_row("  of the different blocks", *shares)
 
     def add_section(
-        title: str, cell: Callable[[ReplayResult], str], rows: Sequence[str]
+        title: str, cell: Callable[[Cell], str], rows: Sequence[str]
     ) -> None:
         table.add_row()
         table.add_row(title)
         for name in rows:
-            cells = [cell(by_policy[name][c]) for c in capacities]
+            cells = [cell(Cell(name, capacity)) for capacity in capacities]
             style = "dim" if name == OPTIMUM else None
-            table.add_row(f"  {_label(name)}", *cells, style=style)
+            table.add_row(f"  {label_of(name)}", *cells, style=style)
 
-    names = list(by_policy)
-    asked = results[0].num_block_refs
-    add_section(
-        f"Prefix blocks found, of {asked:,}",
-        lambda result: _percent(result.block_hit_ratio),
-        names,
-    )
-    if results[0].token_hit_ratio is not None:
-        add_section(
-            f"Prefix tokens found, of {results[0].input_tokens:,}",
-            lambda result: _percent(result.token_hit_ratio),
-            names,
-        )
-    refusing = [n for n in names if any(r.num_refused for r in by_policy[n].values())]
+    for measure in comparison.measures:
+        ratios = measure.ratios
+
+        def cell(cell: Cell, ratios: Mapping[Cell, float] = ratios) -> str:
+            return format_percent(ratios[cell])
+
+        # With a device, the totals, which stand above, would not fit the column.
+        is_alone = comparison.device_blocks is None
+        title = measure.title if is_alone else measure.what
+        add_section(title, cell, comparison.policies)
+    by_cell = comparison.by_cell
+    refusing = [
+        name
+        for name in comparison.policies
+        if any(by_cell[Cell(name, capacity)].num_refused for capacity in capacities)
+    ]
     if refusing:
         add_section(
             f"Stores refused, of {trace.num_requests:,} requests",
-            lambda result: f"{result.num_refused:,}",
+            lambda cell: f"{by_cell[cell].num_refused:,}",
             refusing,
         )
     console = make_console()
+    parts = parts_of(comparison)
+    if parts:
+        width = max(len(name) for name, _ in facts_of(trace)) + 2
+        lines = [f"{name:{width}}{value}" for name, value in parts]
+        console.print("\n".join(lines), highlight=False, soft_wrap=True)
     console.print()
     console.print(table)
 
 
-def to_json(trace: Trace, results: Sequence[ReplayResult]) -> dict[str, Any]:
-    """Convert results for ``json.dump``.
-
-    Args:
-        trace: The replayed trace.
-        results: The results.
-    """
-    return {
+def to_json(comparison: Comparison) -> dict[str, Any]:
+    """Convert results for ``json.dump``."""
+    trace, model = comparison.trace, comparison.model
+    figures: dict[str, Any] = {
         "trace": {
             "name": trace.name,
             "num_requests": trace.num_requests,
@@ -104,14 +157,7 @@ def to_json(trace: Trace, results: Sequence[ReplayResult]) -> dict[str, Any]:
             "num_unique_blocks": trace.num_unique_blocks,
             "block_size": trace.block_size,
         },
-        "results": [
-            _figures_of(result)
-            | {
-                "block_hit_ratio": result.block_hit_ratio,
-                "token_hit_ratio": result.token_hit_ratio,
-            }
-            for result in results
-        ],
+        "results": [_figures_of(comparison, each) for each in comparison.results],
         "machine": {
             "system": f"{platform.system()} {platform.machine()}",
             "cpu_count": os.cpu_count(),
@@ -122,75 +168,173 @@ def to_json(trace: Trace, results: Sequence[ReplayResult]) -> dict[str, Any]:
             "jax": jax.__version__,
         },
     }
+    if model is not None:
+        figures["model"] = {
+            "name": model.name,
+            "num_parameters": model.num_parameters,
+            "num_prefill_parameters": model.num_prefill_parameters,
+            "prefill_flops": comparison.prefill_flops,
+            "notes": list(model.notes),
+        }
+    device = comparison.results[0].device
+    if device is not None:
+        figures["device"] = {
+            "num_blocks": device.num_blocks,
+            "num_requests_cut": device.num_cut(trace),
+            **_amounts(comparison, device.hits, ""),
+        }
+    return figures
 
 
-def plot_results(
-    trace: Trace, results: Sequence[ReplayResult], path: str | pathlib.Path
-) -> None:
-    """Draw the hit ratio against the capacity, a line for each policy.
+def _figures_of(comparison: Comparison, result: ReplayResult) -> dict[str, Any]:
+    """Return the fields of a result, but for the arrays, and what follows from them."""
+    figures = {
+        field.name: getattr(result, field.name)
+        for field in dataclasses.fields(result)
+        if field.name not in ("hits_by_request", "device")
+    } | {
+        "block_hit_ratio": result.block_hit_ratio,
+        "token_hit_ratio": result.token_hit_ratio,
+    }
+    saved = comparison.flops_of(result.hits_by_request)
+    if saved is not None:
+        figures["saved_prefill_flops"] = saved
+        figures["saved_prefill_ratio"] = saved / (comparison.prefill_flops or 1.0)
+    if result.device is not None:
+        figures |= _amounts(comparison, result.device.hits, "device_")
+        both = _amounts(comparison, result.hits_by_request, "host_")
+        local = _amounts(comparison, result.device.hits, "host_")
+        figures |= {name: both[name] - local[name] for name in both}
+    return figures
+
+
+def _amounts(
+    comparison: Comparison, hits: NDArray[np.int64], where: str
+) -> dict[str, Any]:
+    """Return what blocks found (i64[R]) come to."""
+    amounts: dict[str, Any] = {f"num_{where}hit_blocks": int(hits.sum())}
+    tokens, flops = comparison.tokens_of(hits), comparison.flops_of(hits)
+    if tokens is not None:
+        amounts[f"{where}hit_tokens"] = int(tokens.sum())
+    if flops is not None:
+        amounts[f"{where}saved_prefill_flops"] = flops
+    return amounts
+
+
+def plot_results(comparison: Comparison, file: BinaryIO) -> None:
+    """Draw what is found against the capacity, a line for each policy.
+
+    Beside it stands by how much each differs from LRU, if that is among them; below,
+    the saved prefill if there is a model.
 
     Args:
-        trace: The replayed trace.
-        results: The results; every policy at the same capacities.
-        path: The PNG file to write.
+        comparison: What was found.
+        file: Where to write the PNG.
     """
     # Slow to import, and used only here. A bare Figure needs no display.
     from matplotlib.figure import Figure
 
-    capacities, by_policy = _group(results)
-    figure = Figure(figsize=(7.2, 4.4), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    ends = []
-    colours = iter(_COLOURS * len(by_policy))
-    for name, of_capacity in by_policy.items():
-        percents = [100 * of_capacity[c].block_hit_ratio for c in capacities]
-        if name == OPTIMUM:
-            colour = _GREY
-            axes.plot(capacities, percents, "o--", color=colour, linewidth=1.4, ms=3)
-            axes.fill_between(
-                capacities, percents, 100, color="#f1f1f1", linewidth=0, zorder=0
-            )
-        else:
-            colour = next(colours)
-            axes.plot(
-                capacities, percents, color=colour, linewidth=2, marker="o", ms=4.5
-            )
-        ends.append((percents[-1], _label(name), colour))
-    highest = max(100 * r.block_hit_ratio for r in results)
-    axes.set_ylim(0, min(100.0, 1.12 * highest) or 1)
-    axes.set_xscale("log")
-    axes.set_xlim(capacities[0] / 1.06, capacities[-1] * 1.06)
-    _label_capacities(axes, capacities, trace)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0f}%")
-    axes.set_xlabel("capacity: blocks, and share of the different blocks")
-    axes.set_ylabel("prefix blocks found")
-    _label_ends(axes, ends)
-    axes.set_title(
-        "How much of each prefix is found",
-        loc="left",
-        pad=24,
-        fontsize=13,
-        fontweight="bold",
-    )
-    axes.annotate(
-        f"{trace.name}: {trace.num_requests:,} requests for "
-        f"{trace.num_block_refs:,} blocks",
-        (0, 1),
-        xycoords="axes fraction",
-        xytext=(0, 9),
-        textcoords="offset points",
-        fontsize=9,
+    rows = _drawn(comparison)
+    rivals = [name for name in comparison.policies if name not in (_BASELINE, OPTIMUM)]
+    has_gains = _BASELINE in comparison.policies and bool(rivals)
+    size = (12.4 if has_gains else 7.2, 4.6 * len(rows) + 0.5)
+    figure = Figure(figsize=size, dpi=130, layout="constrained")
+    figure.suptitle(
+        f"{comparison.trace.name}: {comparison.trace.num_requests:,} requests for "
+        f"{comparison.trace.num_block_refs:,} blocks",
+        x=0.01,
+        ha="left",
+        fontsize=10,
         color=_GREY,
     )
+    axes = figure.subplots(len(rows), 1 + has_gains, squeeze=False)
+    for row, measure in zip(axes, rows, strict=True):
+        lines = {
+            name: [100 * measure.ratios[Cell(name, c)] for c in comparison.capacities]
+            for name in comparison.policies
+        }
+        _draw(row[0], comparison, lines, measure.what, "%")
+        if not has_gains:
+            continue
+        gains = {
+            name: [a - b for a, b in zip(values, lines[_BASELINE], strict=True)]
+            for name, values in lines.items()
+            if name in rivals
+        }
+        title = f"percentage points more than {_BASELINE}"
+        _draw(row[1], comparison, gains, title, " points")
+    figure.savefig(file, format="png")
+
+
+def _drawn(comparison: Comparison) -> list[Measure]:
+    """Choose what a picture shows: tokens, or blocks without; and prefill."""
+    kinds = {
+        measure.key.removesuffix("_both"): measure for measure in comparison.measures
+    }
+    chosen = [kinds.get("tokens", kinds["blocks"])]
+    return [*chosen, kinds["flops"]] if "flops" in kinds else chosen
+
+
+def _draw(
+    axes: Any,
+    comparison: Comparison,
+    lines: Mapping[str, Sequence[float]],
+    title: str,
+    unit: str,
+) -> None:
+    """Draw lines against the capacity, with their names at their ends."""
+    capacities = comparison.capacities
+    named = [name for name in comparison.policies if name != OPTIMUM]
+    ends = []
+    for name, values in lines.items():
+        if name == OPTIMUM:
+            colour, style, marker = _GREY, (0, (1, 2)), "_"
+        else:
+            look = named.index(name)
+            colour = _COLOURS[look % len(_COLOURS)]
+            style = _DASHES[look // 2 % len(_DASHES)]
+            marker = _MARKERS[look % len(_MARKERS)]
+        axes.plot(
+            capacities,
+            values,
+            color=colour,
+            linestyle=style,
+            marker=marker,
+            linewidth=1.8,
+            markersize=5,
+        )
+        ends.append((values[-1], label_of(name), colour))
+    flat = [value for values in lines.values() for value in values]
+    low, high = min(0.0, *flat), max(0.0, *flat)
+    room = 0.08 * (high - low) or 1.0
+    axes.set_ylim(low - room * (low < 0), high + room)
+    if low < 0 or unit != "%":
+        axes.axhline(0, color=_GREY, linewidth=1, zorder=1)
+    axes.set_xscale("log")
+    axes.set_xlim(capacities[0] / 1.06, capacities[-1] * 1.06)
+    _label_capacities(axes, capacities, comparison.trace)
+    sign = "" if unit == "%" else "+"
+    percent = "%" if unit == "%" else ""
+    axes.yaxis.set_major_formatter(
+        lambda value, _: f"{value:{sign}g}{percent}" if value else f"0{percent}"
+    )
+    axes.set_xlabel("capacity: blocks, and share of the different blocks")
+    axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold")
+    _label_ends(axes, ends, capacities[-1], f"{sign}.1f", percent)
     axes.grid(axis="y", color="#e4e4e4")
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(length=0)
-    figure.savefig(path)
 
 
-def _label_ends(axes: Any, ends: list[tuple[float, str, str]]) -> None:
-    """Write each line's name and last value at its end, without overlaps."""
+def _label_ends(
+    axes: Any,
+    ends: list[tuple[float, str, str]],
+    last_capacity: int,
+    form: str,
+    percent: str,
+) -> None:
+    """Write each line's name and last value beside its end, without overlaps."""
     low, high = axes.get_ylim()
     gap = (high - low) * 0.062
     # Labels that would overlap are stacked, centred on the mean end of their lines.
@@ -202,14 +346,24 @@ def _label_ends(axes: Any, ends: list[tuple[float, str, str]]) -> None:
         ):
             pile = piles.pop() + pile
         piles.append(pile)
+    # Room on both sides, so that a stack at an edge stays beside the drawing.
     for pile in piles:
-        for place, (percent, label, colour) in enumerate(pile):
+        top = high - gap * (len(pile) - 0.5)
+        base = max(min(_bottom(pile, gap), top), low + gap / 2)
+        for place, (value, label, colour) in enumerate(pile):
             axes.annotate(
-                f"{label}  {percent:.1f}%",
-                (1, _bottom(pile, gap) + place * gap),
-                xycoords=("axes fraction", "data"),
-                xytext=(6, 0),
-                textcoords="offset points",
+                f"{label}  {value:{form}}{percent}",
+                (last_capacity, value),
+                xytext=(1.05, base + place * gap),
+                textcoords=axes.get_yaxis_transform(),
+                arrowprops={
+                    "arrowstyle": "-",
+                    "color": colour,
+                    "linewidth": 0.7,
+                    "shrinkA": 1,
+                    "shrinkB": 4,
+                    "relpos": (0, 0.5),
+                },
                 va="center",
                 color=colour,
                 fontsize=9,
@@ -230,38 +384,10 @@ def _label_capacities(axes: Any, capacities: list[int], trace: Trace) -> None:
     for capacity in capacities:
         if not shown or math.log(capacity / shown[-1]) >= room:
             shown.append(capacity)
-    axes.set_xticks(shown, [f"{c:,}\n{_share(c, trace)}" for c in shown])
+    axes.set_xticks(shown, [f"{c:,}\n{format_share(c, trace)}" for c in shown])
     axes.set_xticks([], minor=True)
 
 
-def _group(
-    results: Sequence[ReplayResult],
-) -> tuple[list[int], dict[str, dict[int, ReplayResult]]]:
-    """Return the capacities, and the results by policy and capacity."""
-    by_policy: dict[str, dict[int, ReplayResult]] = {}
-    for result in results:
-        by_policy.setdefault(result.policy, {})[result.capacity_blocks] = result
-    return sorted({result.capacity_blocks for result in results}), by_policy
-
-
-def _figures_of(result: ReplayResult) -> dict[str, Any]:
-    """Return the fields of a result, but for the arrays."""
-    return {
-        field.name: getattr(result, field.name)
-        for field in dataclasses.fields(result)
-        if field.name != "hits_by_request"
-    }
-
-
-def _label(policy: str) -> str:
+def label_of(policy: str) -> str:
+    """Name a policy for a reader."""
     return _CEILING if policy == OPTIMUM else policy
-
-
-def _share(capacity_blocks: int, trace: Trace) -> str:
-    """Format a capacity as a share of the trace's different blocks."""
-    percent = 100 * capacity_blocks / trace.num_unique_blocks
-    return f"{round(percent, 1 if percent >= 0.1 else 4):g}%"
-
-
-def _percent(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{100 * ratio:.2f}%"

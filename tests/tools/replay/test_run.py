@@ -201,6 +201,38 @@ def test_hazard_finds_what_it_is_for(shared_traces, name, least, least_untold):
             assert 100 * result.token_hit_ratio >= percents[result.capacity_blocks]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "least", "behind"),
+    [
+        # In percent, LRU's included; and by how much it may be less, untold.
+        ("mooncake_conversation", {3: 16.5, 10: 29.2}, {}),
+        ("cc_agentic_a", {3: 55.0, 10: 92.3}, {10: 0.5}),
+    ],
+)
+def test_hazard_finds_more_than_lru_from_1_to_10_percent_whatever_it_is_told(
+    shared_traces, name, least, behind
+):
+    trace = read_trace(shared_traces / f"{name}.jsonl.gz")
+    untold = dataclasses.replace(
+        trace,
+        output_tokens=np.full_like(trace.output_tokens, -1),
+        stops=np.zeros_like(trace.stops),
+    )
+    percents = (1, 3, 5, 10)
+    capacities = [trace.num_unique_blocks * percent // 100 for percent in percents]
+    lru = sweep(trace, ["lru"], capacities)
+    told = sweep(trace, ["hazard"], capacities)
+    not_told = sweep(untold, ["hazard"], capacities)
+    found = {}
+    for percent, *results in zip(percents, lru, told, not_told, strict=True):
+        found[percent] = [100 * result.token_hit_ratio for result in results]
+    print(name, {p: [round(x, 2) for x in own] for p, own in found.items()})
+    for percent, (of_lru, of_told, of_untold) in found.items():
+        assert of_told >= least.get(percent, of_lru), percent
+        assert of_untold > of_lru - behind.get(percent, 0), percent
+
+
 def test_slru_finds_as_much_as_a_plain_loop(shared_traces):
     path = shared_traces / "cc_agentic_a.jsonl.gz"
     ratios = find_ratios(path, "slru", [394, 1184])

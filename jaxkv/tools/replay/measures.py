@@ -1,0 +1,220 @@
+"""What results are measured by: blocks, tokens and prefill, at each policy and size."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv.tools.replay.model_costs import ModelCosts
+from jaxkv.tools.replay.run import OPTIMUM, ReplayResult
+from jaxkv.tools.replay.traces import Trace
+
+_FLOP_UNITS = ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1.0, "FLOP"))
+
+
+class Cell(NamedTuple):
+    """A policy at a capacity."""
+
+    policy: str
+    capacity_blocks: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """A share of what was asked for, of every policy at every capacity.
+
+    Attributes:
+        key: For machines: letters, digits and "_".
+        what: Such as "Prefix tokens found on the host".
+        total: All that there was to find or to save, with its unit.
+        ratios: The share, from 0 to 1, by policy and capacity.
+        device: The device's part of each share; None if it has none.
+    """
+
+    key: str
+    what: str
+    total: str
+    ratios: Mapping[Cell, float]
+    device: float | None = None
+
+    @property
+    def title(self) -> str:
+        """What it is a share of, too."""
+        return f"{self.what}, of {self.total}"
+
+    def best(self, capacity_blocks: int) -> list[str]:
+        """List the policies, without the optimum, that have the most at a capacity.
+
+        None where there are several and all have the same.
+        """
+        own = {
+            cell.policy: ratio
+            for cell, ratio in self.ratios.items()
+            if cell.capacity_blocks == capacity_blocks and cell.policy != OPTIMUM
+        }
+        most = max(own.values(), default=0.0)
+        if len(own) > 1 and most == min(own.values()):
+            return []
+        return [policy for policy, ratio in own.items() if ratio == most]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Comparison:
+    """Policies side by side.
+
+    Attributes:
+        trace: The replayed trace.
+        results: Every policy at the same capacities.
+        model: For which prefill is counted; None to count none.
+    """
+
+    trace: Trace
+    results: Sequence[ReplayResult]
+    model: ModelCosts | None = None
+
+    @property
+    def policies(self) -> list[str]:
+        """The policies in the order of the results, the optimum among them."""
+        return list(dict.fromkeys(result.policy for result in self.results))
+
+    @property
+    def capacities(self) -> list[int]:
+        """The capacities in blocks, the smallest first."""
+        return sorted({result.capacity_blocks for result in self.results})
+
+    @property
+    def device_blocks(self) -> int | None:
+        """Blocks of the device in front; None without one."""
+        device = self.results[0].device
+        return None if device is None else device.num_blocks
+
+    @functools.cached_property
+    def by_cell(self) -> Mapping[Cell, ReplayResult]:
+        """The results by policy and capacity."""
+        return {Cell(r.policy, r.capacity_blocks): r for r in self.results}
+
+    @functools.cached_property
+    def prefill_flops(self) -> float | None:
+        """FLOPs to compute all prompts; None without a model or their lengths."""
+        if self.model is None or self.trace.input_tokens is None:
+            return None
+        return float(self.model.prefill_flops(0, self.trace.input_tokens).sum())
+
+    def tokens_of(self, hits: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """Turn blocks found of each request (i64[R]) into tokens, if that is known."""
+        trace = self.trace
+        if trace.input_tokens is None or trace.block_size is None:
+            return None
+        return np.minimum(hits * trace.block_size, trace.input_tokens)
+
+    def flops_of(self, hits: NDArray[np.int64]) -> float | None:
+        """Count the prefill that blocks found (i64[R]) save, if that is known."""
+        tokens = self.tokens_of(hits)
+        if tokens is None or self.model is None:
+            return None
+        return float(self.model.prefill_flops(0, tokens).sum())
+
+    @functools.cached_property
+    def measures(self) -> list[Measure]:
+        """All that is known, blocks first; with a device, each in both and on the host.
+
+        What cannot be known without lengths, or without a model, is left out.
+        """
+        trace = self.trace
+        kinds: list[tuple[str, str, str, float, Callable[..., float]]] = [
+            (
+                "blocks",
+                "Prefix blocks found",
+                f"{trace.num_block_refs:,}",
+                trace.num_block_refs,
+                lambda hits: float(hits.sum()),
+            )
+        ]
+        if trace.input_tokens is not None and trace.block_size is not None:
+            num_tokens = int(trace.input_tokens.sum())
+            kinds.append(
+                (
+                    "tokens",
+                    "Prefix tokens found",
+                    f"{num_tokens:,}",
+                    num_tokens,
+                    lambda hits: float(_known(self.tokens_of(hits)).sum()),
+                )
+            )
+        if self.prefill_flops is not None and trace.block_size is not None:
+            kinds.append(
+                (
+                    "flops",
+                    "Prefill FLOPs saved",
+                    format_flops(self.prefill_flops),
+                    self.prefill_flops,
+                    lambda hits: _known(self.flops_of(hits)),
+                )
+            )
+        return [each for kind in kinds for each in self._measure(*kind)]
+
+    def _measure(
+        self,
+        key: str,
+        what: str,
+        total: str,
+        whole: float,
+        amount: Callable[[NDArray[np.int64]], float],
+    ) -> list[Measure]:
+        """Measure all results; with a device in front, also what the host adds."""
+        whole = whole or 1.0
+        amounts = {
+            cell: amount(result.hits_by_request)
+            for cell, result in self.by_cell.items()
+        }
+        found = {cell: each / whole for cell, each in amounts.items()}
+        device = self.results[0].device
+        if device is None:
+            return [Measure(key, what, total, found)]
+        local = amount(device.hits)
+        verb = "by" if key == "flops" else "on"
+        host = {cell: (each - local) / whole for cell, each in amounts.items()}
+        both = f"{what} {verb} device and host"
+        return [
+            Measure(f"{key}_both", both, total, found, local / whole),
+            Measure(f"{key}_host", f"{what} {verb} the host", total, host),
+        ]
+
+
+def format_flops(flops: float) -> str:
+    """Write FLOPs with a unit.
+
+    >>> format_flops(2.5e15), format_flops(1.2345e19)
+    ('2.5 PFLOP', '12.3 EFLOP')
+    """
+    scale, unit = next(
+        (each for each in _FLOP_UNITS if flops >= each[0]), _FLOP_UNITS[-1]
+    )
+    digits = max(3 - len(f"{flops / scale:.0f}"), 0)
+    return f"{round(flops / scale, digits):,} {unit}".replace(".0 ", " ")
+
+
+def format_percent(ratio: float) -> str:
+    """Write a share in percent.
+
+    >>> format_percent(0.12346)
+    '12.35%'
+    """
+    return f"{100 * ratio:.2f}%"
+
+
+def format_share(capacity_blocks: int, trace: Trace) -> str:
+    """Write a capacity as a share of the trace's different blocks."""
+    percent = 100 * capacity_blocks / trace.num_unique_blocks
+    return f"{round(percent, 1 if percent >= 0.1 else 4):g}%"
+
+
+def _known(value: Any) -> Any:
+    """Return what was found out to be known."""
+    assert value is not None
+    return value

@@ -1,0 +1,528 @@
+"""The report of a replay, as a real browser shows it."""
+
+import html.parser
+import itertools
+import json
+import re
+
+import numpy as np
+import pytest
+
+from jaxkv.policies import make_hazard, make_slru, policy_names
+from jaxkv.tools.replay.measures import Cell, Comparison, format_percent
+from jaxkv.tools.replay.named_models import find_model_costs
+from jaxkv.tools.replay.page import _spread, _ticks, render_page
+from jaxkv.tools.replay.report import label_of, to_json
+from jaxkv.tools.replay.run import OPTIMUM, sweep
+from jaxkv.tools.replay.synthetic import make_synthetic_trace
+from tests.rigs.browser import VARIABLE, Browser, find_browser
+
+COMMAND = "jaxkv replay 'a <b> & c.jsonl' --policy all"
+SCHEMES = ("light", "dark")
+WIDTHS = (360, 1280)
+
+
+def make_hazard_flops(num_blocks, max_batch):
+    return make_hazard(num_blocks, max_batch, objective="flops")
+
+
+def make_slru_again(num_blocks, max_batch):
+    return make_slru(num_blocks, max_batch)
+
+
+@pytest.fixture(scope="module")
+def comparison():
+    """Seven policies and the optimum, behind a device, with a model."""
+    trace = make_synthetic_trace(300, seed=4, max_open=40)
+    unique = trace.num_unique_blocks
+    assert len(policy_names()) >= 5
+    policies = [*policy_names()[:5], make_hazard_flops, make_slru_again, OPTIMUM]
+    capacities = [unique * percent // 100 for percent in (1, 3, 5, 10, 30)]
+    results = sweep(trace, policies, capacities, device_blocks=unique // 30)
+    return Comparison(trace, results, find_model_costs("llama-3.1-8b"))
+
+
+@pytest.fixture(scope="module")
+def figures(comparison):
+    """What --json writes, as it is read again."""
+    return json.loads(json.dumps(to_json(comparison)))
+
+
+@pytest.fixture(scope="module")
+def page(comparison, tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    path.write_text(render_page(comparison, COMMAND), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def browser():
+    program = find_browser()
+    if program is None:
+        pytest.skip(f"no Chromium on PATH, nor named by {VARIABLE}")
+    with Browser(program) as opened:
+        yield opened
+
+
+def ratio_of(figures, key, policy, capacity):
+    """What a measure must be, from the JSON alone."""
+    (result,) = (
+        r
+        for r in figures["results"]
+        if (r["policy"], r["capacity_blocks"]) == (policy, capacity)
+    )
+    kind, _, where = key.partition("_")
+    total = {
+        "blocks": figures["trace"]["num_block_refs"],
+        "tokens": result["input_tokens"],
+        "flops": figures["model"]["prefill_flops"],
+    }[kind]
+    host, device, both = {
+        "blocks": ("num_host_hit_blocks", "num_device_hit_blocks", "num_hit_blocks"),
+        "tokens": ("host_hit_tokens", "device_hit_tokens", "hit_tokens"),
+        "flops": (
+            "host_saved_prefill_flops",
+            "device_saved_prefill_flops",
+            "saved_prefill_flops",
+        ),
+    }[kind]
+    assert result[host] + result[device] == pytest.approx(result[both], rel=1e-12)
+    return result[host if where == "host" else both] / total
+
+
+READ_TABLES = """
+[...document.querySelectorAll('table')].map(table => ({
+  id: table.id,
+  columns: [...table.tHead.rows[0].cells].map(cell => cell.textContent),
+  rows: [...table.tBodies[0].rows].map(row => [...row.cells].map(c => c.innerText)),
+  scopes: [...table.querySelectorAll('th')].map(cell => cell.scope),
+  caption: table.caption.textContent,
+}))
+"""
+
+
+def test_the_tables_have_the_figures_of_the_json_and_name_the_best(
+    browser, page, comparison, figures
+):
+    browser.open(page, 1280)
+    tables = {table["id"]: table for table in browser.evaluate(READ_TABLES)}
+    keys = [
+        f"{kind}_{where}"
+        for kind in ("tokens", "blocks", "flops")
+        for where in ("both", "host")
+    ]
+    assert {f"{key}-t" for key in keys} < set(tables)
+    capacities = comparison.capacities
+    for key in keys:
+        table = tables[f"{key}-t"]
+        assert [re.sub(r" [\d.]+%$", "", c) for c in table["columns"]] == [
+            "Capacity, blocks",
+            *(f"{capacity:,}" for capacity in capacities),
+        ]
+        assert set(table["scopes"]) == {"row", "col"}
+        rows = {row[0]: row[1:] for row in table["rows"]}
+        names = comparison.policies
+        assert set(rows) - {"device alone"} == set(map(label_of, names))
+        for at, capacity in enumerate(capacities):
+            ratios = {n: ratio_of(figures, key, n, capacity) for n in names}
+            rivals = [ratios[name] for name in names if name != OPTIMUM]
+            for name in names:
+                text, *mark = rows[label_of(name)][at].split()
+                assert text == format_percent(ratios[name])
+                is_best = name != OPTIMUM and ratios[name] == max(rivals)
+                assert bool(mark) == (is_best and min(rivals) < max(rivals)), (
+                    key,
+                    name,
+                )
+                assert mark in ([], ["best"])
+    share = figures["device"]["num_hit_blocks"] / figures["trace"]["num_block_refs"]
+    assert tables["blocks_both-t"]["rows"][0] == [
+        "device alone",
+        *[format_percent(share)] * len(capacities),
+    ]
+
+
+def test_the_gains_are_differences_from_lru(browser, page, comparison, figures):
+    browser.open(page, 1280)
+    (gains,) = (t for t in browser.evaluate(READ_TABLES) if t["id"] == "gain-t")
+    for name, *cells in gains["rows"]:
+        for text, capacity in zip(cells, comparison.capacities, strict=True):
+            ours, lru = (
+                ratio_of(figures, "tokens_both", policy, capacity)
+                for policy in (name, "lru")
+            )
+            shown = float(text.split()[0].replace("\N{MINUS SIGN}", "-"))
+            assert shown == pytest.approx(100 * (ours - lru), abs=0.00501)
+
+
+READ_MARKS = """
+[...document.querySelectorAll('svg')].filter(svg => svg.clientWidth > 0).map(svg => ({
+  chart: svg.closest('section').id,
+  marks: [...svg.querySelectorAll('.mark')].filter(m => m.querySelector('title')).map(
+    mark => {
+      const box = mark.getBoundingClientRect();
+      return [mark.querySelector('title').textContent, box.x + box.width / 2,
+              box.y + box.height / 2];
+    }),
+}))
+"""
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_marks_of_the_charts_lie_where_their_values_are(
+    browser, page, comparison, figures, width
+):
+    browser.open(page, width)
+    charts = browser.evaluate(READ_MARKS)
+    assert len(charts) == 7
+    for chart in charts:
+        values, at = [], []
+        for title, x, y in chart["marks"]:
+            name, capacity, shown = re.fullmatch(
+                r"(.+), ([\d,]+) blocks: (\S+)", title
+            ).groups()
+            capacity = int(capacity.replace(",", ""))
+            values.append(float(shown.rstrip("%").replace("\N{MINUS SIGN}", "-")))
+            at.append((np.log(capacity), x, y))
+            if chart["chart"] != "gain":
+                policy = OPTIMUM if name == label_of(OPTIMUM) else name
+                ratio = ratio_of(figures, chart["chart"], policy, capacity)
+                assert shown == format_percent(ratio)
+        logs, xs, ys = np.array(at).T
+        for given, drawn in ((values, ys), (logs, xs)):
+            line = np.polyfit(given, drawn, 1)
+            # Within two pixels, as the corners of a triangle are not about its centre.
+            assert np.abs(np.polyval(line, given) - drawn).max() < 2
+        assert np.polyfit(values, ys, 1)[0] < 0
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_light_and_dark_are_drawn_and_differ(browser, page, width):
+    pictures = []
+    for scheme in SCHEMES:
+        browser.open(page, width, 900, scheme)
+        pixels, _ = browser.screenshot(whole=False)
+        assert pixels.shape == (900, width, 3)
+        colours, counts = np.unique(pixels.reshape(-1, 3), axis=0, return_counts=True)
+        assert len(colours) > 50
+        assert counts.max() < 0.97 * counts.sum(), "blank"
+        pictures.append(colours[counts.argmax()].astype(float).mean())
+    light, dark = pictures
+    assert light > 240
+    assert dark < 40
+
+
+def test_the_charts_are_drawn_in_at_least_eight_colours(browser, page):
+    for scheme in SCHEMES:
+        browser.open(page, 1280, 900, scheme)
+        strokes = browser.evaluate(
+            "[...new Set([...document.querySelectorAll('#tokens_both svg.wide .line')]"
+            ".map(line => getComputedStyle(line).stroke))]"
+        )
+        assert len(strokes) == 8
+        browser.evaluate(
+            "document.querySelector('#tokens_both figure').scrollIntoView()"
+        )
+        pixels, _ = browser.screenshot(whole=False)
+        seen = {tuple(colour) for colour in pixels.reshape(-1, 3).tolist()}
+        assert {tuple(rgb(stroke)[:3]) for stroke in strokes} <= seen
+
+
+READ_TEXTS = """
+(() => {
+  const found = [];
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walk.nextNode()) {
+    const node = walk.currentNode, own = node.parentElement;
+    if (!node.textContent.trim() || !own.getClientRects().length) continue;
+    if (['title', 'desc'].includes(own.tagName)) continue;
+    const style = getComputedStyle(own);
+    const behind = [];
+    for (let e = own; e; e = e.parentElement)
+      behind.push(getComputedStyle(e).backgroundColor);
+    found.push([node.textContent.trim(), own.closest('svg') ? style.fill : style.color,
+                behind, parseFloat(style.fontSize)]);
+  }
+  return found;
+})()
+"""
+READ_STROKES = """
+[...document.querySelectorAll('.line, .mark, .zero')].filter(
+  e => e.getClientRects().length).map(e => {
+    const style = getComputedStyle(e);
+    return e.matches('.mark') ? style.fill : style.stroke;
+  })
+"""
+
+
+def rgb(text):
+    """Parse a computed colour: red, green, blue from 0 to 255, and how opaque."""
+    numbers = [float(n) for n in re.findall(r"[\d.]+", text)]
+    return [*numbers, 1.0][:4]
+
+
+def contrast(one, other):
+    """The contrast of WCAG 2: from 1 to 21."""
+
+    def light(colour):
+        parts = np.array(colour[:3]) / 255
+        linear = np.where(
+            parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4
+        )
+        return linear @ (0.2126, 0.7152, 0.0722)
+
+    low, high = sorted((light(one), light(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def background(colours):
+    """The first opaque colour from the front on."""
+    return next(c for c in map(rgb, colours) if c[3] == 1)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_all_text_stands_out_from_its_background(browser, page, scheme, width):
+    browser.open(page, width, 900, scheme)
+    texts = browser.evaluate(READ_TEXTS)
+    assert len(texts) > 300
+    for text, colour, behind, size in texts:
+        assert contrast(rgb(colour), background(behind)) >= 4.5, (text, colour, behind)
+        assert size >= 11, text
+    paper = rgb(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
+    for stroke in set(browser.evaluate(READ_STROKES)):
+        assert contrast(rgb(stroke), paper) >= 3, stroke
+
+
+READ_SHAPES = """
+[...document.querySelectorAll('#tokens_both svg.wide g')].map(line => {
+  const path = [...line.querySelectorAll('.mark')].at(-1).getAttribute('d');
+  const numbers = path.match(/-?[\\d.]+/g).map(Number);
+  // From its first point on, wherever that is.
+  return [line.querySelector('text').textContent, /[ahv]/.test(path)
+          ? path.replace(/^M\\S+ [\\d.]+/, '')
+          : numbers.map((n, i) => (n - numbers[i % 2]).toFixed(0)).join()];
+})
+"""
+
+
+def test_no_two_lines_differ_by_colour_alone(browser, page):
+    browser.open(page, 1280)
+    names, shapes = zip(*browser.evaluate(READ_SHAPES), strict=True)
+    assert len(set(names)) == len(set(shapes)) == 8, shapes
+
+
+READ_BOXES = """
+[...document.querySelectorAll('svg')].filter(svg => svg.clientWidth > 0).map(svg => {
+  const box = e => { const b = e.getBoundingClientRect();
+                     return [b.left, b.top, b.right, b.bottom]; };
+  return {drawing: box(svg), texts: [...svg.querySelectorAll('text')].map(
+    t => [t.textContent, ...box(t)])};
+})
+"""
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_letters_of_a_chart_are_cut_off_or_overlap(browser, page, width):
+    browser.open(page, width)
+    for chart in browser.evaluate(READ_BOXES):
+        left, top, right, bottom = chart["drawing"]
+        for text, *box in chart["texts"]:
+            assert left <= box[0], text
+            assert top <= box[1], text
+            assert box[2] <= right + 0.5, text
+            assert box[3] <= bottom + 0.5, text
+        for (one, *a), (other, *b) in itertools.combinations(chart["texts"], 2):
+            # The lines of letters touch, the letters do not.
+            apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] + 4 or b[3] <= a[1] + 4
+            assert apart, (one, other)
+
+
+@pytest.mark.parametrize("width", [320, 360, 1280])
+def test_no_window_scrolls_sideways(browser, page, width):
+    browser.open(page, width)
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    browser.evaluate("scrollTo(500, 0)")
+    assert browser.evaluate("scrollX") == 0
+    # What is too wide scrolls by itself, and can be focused for it.
+    wide = browser.evaluate(
+        "[...document.querySelectorAll('.scroll')].map(e => ["
+        "e.scrollWidth > e.clientWidth, e.tabIndex, getComputedStyle(e).overflowX])"
+    )
+    assert all(index == 0 and overflow == "auto" for _, index, overflow in wide)
+    assert any(is_wide for is_wide, *_ in wide) == (width < 1280)
+    # The captions stay readable.
+    for left, right in browser.evaluate(
+        "[...document.querySelectorAll('caption span')].map(e => {"
+        "const b = e.getBoundingClientRect(); return [b.left, b.right]; })"
+    ):
+        assert 0 <= left < right <= width
+
+
+def test_tab_goes_to_every_chart_and_table_in_order_and_is_seen(browser, page):
+    browser.open(page, 1280)
+    wanted = browser.evaluate(
+        "[...document.querySelectorAll('a[href], [tabindex=\"0\"]')].map("
+        "e => e.outerHTML.slice(0, 60))"
+    )
+    seen = []
+    for _ in wanted:
+        browser.press("Tab", 9)
+        focused = browser.evaluate(
+            "(() => { const e = document.activeElement, s = getComputedStyle(e);"
+            "const b = e.getBoundingClientRect();"
+            "return [e.outerHTML.slice(0, 60), s.outlineStyle, "
+            "parseFloat(s.outlineWidth), "
+            "b.bottom > 0 && b.top < innerHeight && b.left >= 0]; })()"
+        )
+        seen.append(focused[0])
+        assert focused[1] == "solid"
+        assert focused[2] >= 2
+        assert focused[3], "what has the focus is out of sight"
+    assert seen == wanted
+    ids = re.findall(r'<figure id="([\w-]+)"', "\n".join(seen))
+    assert ids == [
+        f"{key}-f"
+        for key in (
+            *("tokens_both", "gain", "blocks_both", "blocks_host", "tokens_host"),
+            *("flops_both", "flops_host"),
+        )
+    ]
+    assert sum("scroll" in each for each in seen) >= len(ids)
+
+
+def test_the_skip_link_leads_to_the_results(browser, page):
+    browser.open(page, 1280)
+    browser.press("Tab", 9)
+    assert browser.evaluate("document.activeElement.className") == "skip"
+    browser.call(
+        "Input.dispatchKeyEvent",
+        type="keyDown",
+        key="Enter",
+        code="Enter",
+        windowsVirtualKeyCode=13,
+        text="\r",
+    )
+    assert browser.evaluate("document.activeElement.id") == "main"
+
+
+def test_what_is_read_aloud_has_names(browser, page):
+    browser.open(page, 1280)
+    nodes = browser.call("Accessibility.getFullAXTree")["nodes"]
+    named = {}
+    for node in nodes:
+        if not node.get("ignored"):
+            role = node["role"]["value"]
+            named.setdefault(role, []).append(node.get("name", {}).get("value", ""))
+    for role in ("figure", "image", "region", "table", "navigation", "heading"):
+        own = named.get(role) or named.get(role[:3]) or named.get("img")
+        assert own, (role, sorted(named))
+        assert all(own), role
+    assert len(named["main"]) == 1
+    levels = browser.evaluate(
+        "[...document.querySelectorAll('h1, h2, h3')].map(e => +e.tagName[1])"
+    )
+    assert levels[0] == 1
+    assert set(levels[1:]) == {2}
+    assert browser.evaluate("document.documentElement.lang") == "en"
+    assert browser.evaluate(
+        "[...document.querySelectorAll('[id]')].map(e => e.id)"
+        ".every((id, i, all) => all.indexOf(id) === i)"
+    )
+    assert browser.evaluate(
+        "['aria-labelledby', 'aria-describedby'].flatMap(name =>"
+        "[...document.querySelectorAll(`[${name}]`)].flatMap("
+        "e => e.getAttribute(name).split(' ')))"
+        ".every(id => document.getElementById(id) !== null)"
+    )
+
+
+def test_nothing_is_fetched_and_nothing_complains(browser, page):
+    for scheme, width in itertools.product(SCHEMES, WIDTHS):
+        browser.open(page, width, 900, scheme)
+        browser.screenshot()
+        asked = [
+            event["params"]["request"]["url"]
+            for event in browser.events
+            if event["method"] == "Network.requestWillBeSent"
+        ]
+        assert [url for url in asked if not url.startswith("data:")] == [page.as_uri()]
+        bad = ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
+        assert [e for e in browser.events if e["method"] in bad] == []
+
+
+def test_the_command_is_on_the_page_and_strange_names_stay_text(browser, tmp_path):
+    trace = make_synthetic_trace(30, seed=1)
+    object.__setattr__(trace, "name", "<script>document.title='x'</script>&amp;\udc80")
+    one = Comparison(trace, sweep(trace, ["lru"], [20]))
+    path = tmp_path / "odd.html"
+    path.write_bytes(render_page(one, COMMAND).encode("utf-8", "replace"))
+    browser.open(path, 360)
+    assert browser.evaluate("document.querySelector('pre').innerText") == COMMAND
+    title = "Cache policies on <script>document.title='x'</script>&amp;?"
+    assert browser.evaluate("document.querySelector('h1').innerText") == title
+    assert browser.evaluate("document.title") == title
+    assert browser.evaluate("document.querySelectorAll('script').length") == 0
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 360
+    # One policy at one capacity: no rivals, no gains, and a point rather than a line.
+    assert browser.evaluate("document.querySelector('#gain')") is None
+    assert "NaN" not in path.read_text()
+
+
+class Balance(html.parser.HTMLParser):
+    """Checks that every element that is opened is closed."""
+
+    VOID = ("meta", "link")
+
+    def __init__(self):
+        super().__init__()
+        self.open = []
+
+    def handle_starttag(self, tag, attrs):
+        assert len(dict(attrs)) == len(attrs), (tag, attrs)
+        if tag not in (*self.VOID, "wbr"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_the_same_each_time_well_formed_and_has_no_address(comparison):
+    text = render_page(comparison, COMMAND)
+    assert render_page(comparison, COMMAND) == text
+    balance = Balance()
+    balance.feed(text)
+    assert balance.open == []
+    assert not re.search(r"https?:|//|url\(|@import|<script|<img|<iframe", text)
+
+
+def test_ticks_are_round_and_cover_all_values():
+    for low, high in ((0, 37.3), (-1.77, 1.49), (0, 0), (0, 99.9), (-0.001, 0)):
+        ticks = _ticks(low, high)
+        assert ticks[0] <= low
+        assert high <= ticks[-1]
+        assert 2 <= len(ticks) <= 9
+        assert 0 in ticks
+
+
+def test_labels_are_moved_apart_and_stay_in_order():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        heights = rng.uniform(14, 330, rng.integers(1, 9)).tolist()
+        placed = _spread(heights, 18, 330)
+        order = np.argsort(heights, kind="stable")
+        assert (np.diff(np.array(placed)[order]) >= 18 - 1e-9).all()
+        assert min(placed) >= 14 - 1e-9
+        assert max(placed) <= 330 + 1e-9
+
+
+def test_the_best_policy_is_named_only_where_there_is_one(comparison):
+    (measure,) = (m for m in comparison.measures if m.key == "tokens_both")
+    for capacity in comparison.capacities:
+        own = {
+            name: measure.ratios[Cell(name, capacity)]
+            for name in comparison.policies
+            if name != OPTIMUM
+        }
+        most = [name for name, ratio in own.items() if ratio == max(own.values())]
+        assert measure.best(capacity) == ([] if len(most) == len(own) else most)
