@@ -76,10 +76,10 @@ def fake(monkeypatch):
 
 
 def test_all_stands_for_every_policy(fake, capsys):
-    assert cli.main("replay synthetic:60 --policy lru,all --no-optimum".split()) == 0
+    assert cli.main(["replay", "synthetic:60", "--policy", "lru,all"]) == 0
     found = capsys.readouterr().out.split("of 1,430")[1].partition("Prefix")[0]
     rows = [line.split()[0] for line in found.splitlines() if line.strip()]
-    assert rows == policy_names()
+    assert rows == [*policy_names(), "optimum"]
 
 
 def test_a_device_and_a_model_add_their_sections(capsys, tmp_path):
@@ -116,8 +116,8 @@ def test_a_device_and_a_model_add_their_sections(capsys, tmp_path):
 def test_the_page_has_the_command_that_made_it(fake, tmp_path):
     path = tmp_path / "a report.html"
     options = "--policy lru --policy arc --capacity 20,50% --block-size 128"
-    line = f"replay synthetic:60 {options} --no-optimum --html"
-    assert cli.main([*line.split(), str(path)]) == 0
+    words = ["replay", "synthetic:60", *options.split(), "--no-optimum"]
+    assert cli.main([*words, "--html", str(path)]) == 0
     text = path.read_text()
     assert text.startswith("<!doctype html>")
     command = (

@@ -234,10 +234,10 @@ def _describe(comparison: Comparison, measure: Measure) -> str:
         best = measure.best(capacity)
         if best:
             ratio = format_percent(measure.ratios[Cell(best[0], capacity)])
-            parts.append(f"at {capacity:,} blocks {' and '.join(best)}, {ratio}")
+            parts.append(f"{' and '.join(best)} at {capacity:,} blocks, with {ratio}")
     if not parts:
         return f"{measure.what}, against the capacity."
-    return f"The best policy is {'; '.join(parts)}."
+    return f"Best: {'; '.join(parts)}."
 
 
 def _reading(comparison: Comparison) -> str:
@@ -480,13 +480,14 @@ def _signed(points: float) -> str:
 
 _STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --ink: #1b1f23; --soft: #535b63;
-  --rule: #d4d9de; --zero: #6b737b; --panel: #f4f6f8; --link: #0b57a4;
-  --focus: #0b57a4; --s0: #0b6285; --s1: #b3401f; --s2: #4a6b14; --s3: #7a3f94;
-  --s4: #855600; --s5: #33418f; --s6: #a0245f; --optimum: #535b63; }
+  --rule: #d4d9de; --zero: #6b737b; --panel: #f4f6f8; --shade: #0000002e;
+  --link: #0b57a4; --focus: #0b57a4; --s0: #0b6285; --s1: #b3401f; --s2: #4a6b14;
+  --s3: #7a3f94; --s4: #855600; --s5: #33418f; --s6: #a0245f; --optimum: #535b63; }
 @media (prefers-color-scheme: dark) { :root { --paper: #14181c; --ink: #e9ecef;
   --soft: #b3bac1; --rule: #39414a; --zero: #8d969f; --panel: #1d2329;
-  --link: #8cc4ff; --focus: #8cc4ff; --s0: #6cc5e8; --s1: #ff9d7d; --s2: #a8d26a;
-  --s3: #d4a5ea; --s4: #e8bd5a; --s5: #aab6ff; --s6: #ff9cc4; --optimum: #b3bac1; } }
+  --shade: #ffffff3d; --link: #8cc4ff; --focus: #8cc4ff; --s0: #6cc5e8;
+  --s1: #ff9d7d; --s2: #a8d26a; --s3: #d4a5ea; --s4: #e8bd5a; --s5: #aab6ff;
+  --s6: #ff9cc4; --optimum: #b3bac1; } }
 * { box-sizing: border-box; }
 html { -webkit-text-size-adjust: 100%; }
 body { margin: 0 auto; max-width: 56rem; padding: 1rem; background: var(--paper);
@@ -519,7 +520,10 @@ svg .tick { fill: var(--soft); }
 .s0 { --c: var(--s0); } .s1 { --c: var(--s1); } .s2 { --c: var(--s2); }
 .s3 { --c: var(--s3); } .s4 { --c: var(--s4); } .s5 { --c: var(--s5); }
 .s6 { --c: var(--s6); } .best-possible { --c: var(--optimum); }
-.scroll { overflow-x: auto; }
+.scroll { overflow-x: auto; background:
+  linear-gradient(to left, var(--paper) 30%, transparent) right / 2.5rem 100%
+  no-repeat local,
+  linear-gradient(to left, var(--shade), transparent) right / .7rem 100% no-repeat; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 caption { text-align: left; font-weight: 600; padding: .25rem 0 .5rem; }
 caption span { display: inline-block; position: sticky; left: 0;
@@ -536,7 +540,8 @@ pre { overflow-x: auto; padding: .75rem 1rem; background: var(--panel);
 footer { margin-top: 2.5rem; border-top: 1px solid var(--rule); color: var(--soft); }
 @media (max-width: 40rem) { svg.wide { display: none; } svg.narrow { display: block; }
   dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .5rem; }
-  th, td { padding: .35rem .4rem; } }
+  th, td { padding: .35rem .4rem; } 
+  th:first-child { white-space: normal; overflow-wrap: normal; } }
 @media print { .skip, nav { display: none; } figure, table { break-inside: avoid; } }
 """
 

@@ -261,7 +261,7 @@ def plot_results(comparison: Comparison, file: BinaryIO) -> None:
             for name, values in lines.items()
             if name in rivals
         }
-        title = f"percentage points more than {_BASELINE}"
+        title = f"Percentage points more than {_BASELINE}"
         _draw(row[1], comparison, gains, title, " points")
     figure.savefig(file, format="png")
 

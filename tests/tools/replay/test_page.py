@@ -351,6 +351,13 @@ def test_no_window_scrolls_sideways(browser, page, width):
     )
     assert all(index == 0 and overflow == "auto" for _, index, overflow in wide)
     assert any(is_wide for is_wide, *_ in wide) == (width < 1280)
+    # Names are not broken into letters to make room.
+    assert (
+        browser.evaluate(
+            "Math.max(...[...document.querySelectorAll('tr')].map(e => e.clientHeight))"
+        )
+        < 80
+    )
     # The captions stay readable.
     for left, right in browser.evaluate(
         "[...document.querySelectorAll('caption span')].map(e => {"
