@@ -238,7 +238,7 @@ def plot_results(comparison: Comparison, file: BinaryIO) -> None:
     rivals = [name for name in comparison.policies if name not in (_BASELINE, OPTIMUM)]
     has_gains = _BASELINE in comparison.policies and bool(rivals)
     size = (12.4 if has_gains else 7.2, 4.6 * len(rows) + 0.5)
-    figure = Figure(figsize=size, dpi=130, layout="constrained")
+    figure = Figure(figsize=size, dpi=110, layout="constrained")
     figure.suptitle(
         f"{comparison.trace.name}: {comparison.trace.num_requests:,} requests for "
         f"{comparison.trace.num_block_refs:,} blocks",
@@ -316,7 +316,7 @@ def _draw(
     sign = "" if unit == "%" else "+"
     percent = "%" if unit == "%" else ""
     axes.yaxis.set_major_formatter(
-        lambda value, _: f"{value:{sign}g}{percent}" if value else f"0{percent}"
+        lambda value, _: _minus(f"{value:{sign}g}{percent}" if value else f"0{percent}")
     )
     axes.set_xlabel("capacity: blocks, and share of the different blocks")
     axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold")
@@ -352,7 +352,8 @@ def _label_ends(
         base = max(min(_bottom(pile, gap), top), low + gap / 2)
         for place, (value, label, colour) in enumerate(pile):
             axes.annotate(
-                f"{label}  {value:{form}}{percent}",
+                # Not "-0.0".
+                _minus(f"{label}  {round(value, 1) + 0.0:{form}}{percent}"),
                 (last_capacity, value),
                 xytext=(1.05, base + place * gap),
                 textcoords=axes.get_yaxis_transform(),
@@ -370,6 +371,11 @@ def _label_ends(
                 fontweight="normal" if colour == _GREY else "bold",
                 annotation_clip=False,
             )
+
+
+def _minus(text: str) -> str:
+    """Write numbers below 0 with a minus, which is longer than a hyphen."""
+    return text.replace("-", "\N{MINUS SIGN}")
 
 
 def _bottom(pile: list[tuple[float, str, str]], gap: float) -> float:

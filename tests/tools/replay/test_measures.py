@@ -1,0 +1,106 @@
+"""What results are measured by, against sums one by one."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxkv.tools.replay.measures import Cell, Comparison, format_flops
+from jaxkv.tools.replay.named_models import NAMED_MODELS, find_model_costs
+from jaxkv.tools.replay.run import OPTIMUM, sweep
+from jaxkv.tools.replay.synthetic import make_synthetic_trace
+
+
+@pytest.fixture(scope="module")
+def comparison():
+    trace = make_synthetic_trace(60, seed=2, block_size=16)
+    results = sweep(trace, ["lru", "slru", OPTIMUM], [30, 90], device_blocks=60)
+    return Comparison(trace, results, find_model_costs("qwen3-8b"))
+
+
+def flops_of_token(position, costs):
+    """The matrices, and a query with each key and value up to its own."""
+    (layers,) = costs.layers
+    attention = layers.num_layers * layers.pair_flops * (position + 1)
+    return 2 * costs.num_prefill_parameters + attention
+
+
+def test_saved_prefill_is_the_sum_over_the_tokens_that_were_found(comparison):
+    trace, costs = comparison.trace, comparison.model
+    of_token = [
+        flops_of_token(position, costs) for position in range(max(trace.input_tokens))
+    ]
+    total = sum(sum(of_token[:num]) for num in trace.input_tokens)
+    assert comparison.prefill_flops == pytest.approx(total, rel=1e-12)
+    measures = {measure.key: measure for measure in comparison.measures}
+    for result in comparison.results:
+        saved = sum(sum(of_token[: 16 * num]) for num in result.hits_by_request)
+        on_device = sum(sum(of_token[: 16 * num]) for num in result.device.hits)
+        cell = Cell(result.policy, result.capacity_blocks)
+        assert measures["flops_both"].ratios[cell] == pytest.approx(saved / total)
+        assert measures["flops_both"].device == pytest.approx(on_device / total)
+        host = (saved - on_device) / total
+        assert measures["flops_host"].ratios[cell] == pytest.approx(host, abs=1e-12)
+    assert measures["flops_host"].ratios[Cell(OPTIMUM, 90)] > 0
+
+
+def test_shares_are_of_all_that_was_asked_for(comparison):
+    measures = {measure.key: measure for measure in comparison.measures}
+    for result in comparison.results:
+        cell = Cell(result.policy, result.capacity_blocks)
+        assert measures["blocks_both"].ratios[cell] == result.block_hit_ratio
+        assert measures["tokens_both"].ratios[cell] == result.token_hit_ratio
+        host = result.num_host_hit_blocks / result.num_block_refs
+        assert measures["blocks_host"].ratios[cell] == host
+
+
+def test_the_last_tokens_of_a_prompt_save_more_than_its_first():
+    costs = find_model_costs("llama-3.1-8b")
+    first, last = costs.prefill_flops(np.array([0, 99_000]), np.array([1000, 100_000]))
+    assert last > 3 * first
+
+
+def test_without_lengths_or_a_model_only_what_is_known_is_measured(comparison):
+    whole = comparison.trace
+    trace = dataclasses.replace(whole, input_tokens=None)
+    keys = [m.key for m in Comparison(trace, comparison.results).measures]
+    assert keys == ["blocks_both", "blocks_host"]
+    keys = [m.key for m in Comparison(whole, comparison.results).measures]
+    assert keys == ["blocks_both", "blocks_host", "tokens_both", "tokens_host"]
+    alone = sweep(whole, ["lru"], [30])
+    keys = [m.key for m in Comparison(whole, alone, comparison.model).measures]
+    assert keys == ["blocks", "tokens", "flops"]
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        # As their makers publish them.
+        ("llama-3.1-8b", 8.03),
+        ("llama-3.1-70b", 70.6),
+        ("qwen3-8b", 8.2),
+        ("qwen3-32b", 32.8),
+        ("deepseek-v3", 671.0),
+    ],
+)
+def test_named_models_have_the_published_number_of_parameters(name, billions):
+    costs = find_model_costs(name)
+    assert costs.num_parameters / 1e9 == pytest.approx(billions, rel=0.002)
+    assert costs.name == name
+    assert costs.notes == ()
+
+
+def test_every_named_model_is_tested():
+    marks = test_named_models_have_the_published_number_of_parameters.pytestmark
+    assert [name for name, _ in marks[0].args[1]] == list(NAMED_MODELS)
+
+
+def test_flops_are_written_with_three_digits_and_a_unit():
+    assert [format_flops(x) for x in (3.27e18, 321.4e15, 24.61e18, 1e12, 5.0, 0.0)] == [
+        "3.27 EFLOP",
+        "321 PFLOP",
+        "24.6 EFLOP",
+        "1 TFLOP",
+        "5 FLOP",
+        "0 FLOP",
+    ]
