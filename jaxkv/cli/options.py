@@ -150,21 +150,23 @@ def write_file(option: str, path: pathlib.Path, data: bytes) -> None:
     Raises:
         UsageError: If it cannot be written, such as on a full disk.
     """
-    part: pathlib.Path | None = None
+    path = path.resolve()
+    part = path.with_name(f".{path.name[:60]}.{os.getpid()}.part")
     try:
-        path = path.resolve()
-        if path.exists() and not path.is_file():
-            path.write_bytes(data)  # A device or a pipe, which must not be replaced.
+        if path.exists() and (
+            not path.is_file() or not os.access(path.parent, os.W_OK)
+        ):
+            # What must not be replaced, such as a pipe, or cannot be.
+            path.write_bytes(data)
             return
-        part = path.with_name(f".{path.name[:60]}.{os.getpid()}.part")
-        with part.open("xb") as file:
-            file.write(data)
-        if path.exists():
-            shutil.copymode(path, part)
-        part.replace(path)
-    except OSError as error:
-        if part is not None:
+        try:
+            part.write_bytes(data)
+            if path.exists():
+                shutil.copymode(path, part)
+            part.replace(path)
+        finally:
             part.unlink(missing_ok=True)
+    except OSError as error:
         raise UsageError(
             f"{option}: cannot write {shown(str(path))} ({error.strerror})"
         ) from error

@@ -234,7 +234,7 @@ def _describe(comparison: Comparison, measure: Measure) -> str:
         best = measure.best(capacity)
         if best:
             ratio = format_percent(measure.ratios[Cell(best[0], capacity)])
-            parts.append(f"{' and '.join(best)} at {capacity:,} blocks, with {ratio}")
+            parts.append(f"{', '.join(best)} at {capacity:,} blocks, with {ratio}")
     if not parts:
         return f"{measure.what}, against the capacity."
     return f"Best: {'; '.join(parts)}."
@@ -375,7 +375,7 @@ def _draw(
             f'<text class="tick" x="{x:.1f}" y="{bottom + 38}" text-anchor="middle">'
             f"{format_share(capacity, comparison.trace)}</text>"
         )
-    gap = sheet.font + 4
+    gap = min(sheet.font + 4, (bottom - _TOP) / len(lines))
     heights = _spread([y_of(line.values[-1]) for line in lines], gap, bottom)
     for line, label_y in zip(lines, heights, strict=True):
         points = [
