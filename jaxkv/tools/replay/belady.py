@@ -70,8 +70,10 @@ def find_optimum(
         beyond = enumerate(own[first:last], first)
         num_hits[request] = next((i for i, b in beyond if b not in held), last)
         for depth, block in enumerate(own):
-            held[block] = next_uses[start + depth]
-            heapq.heappush(farthest, (-held[block], -depth, block))
+            use = next_uses[start + depth]
+            if held.get(block) != use:  # Else it has its entry.
+                held[block] = use
+                heapq.heappush(farthest, (-use, -depth, block))
         _evict(held, farthest, capacity_blocks, set(own))
         if request % _REQUESTS_PER_REPORT == 0:
             on_progress(request, trace.num_requests)

@@ -147,7 +147,11 @@ def serve_behind(
         is_ordered = (num_keys - num_known) * _REORDER_SHARE >= num_keys
         if is_ordered:
             executor.touch(keys, False)
-    if (executor.find(keys) == NO_BLOCK).any():
+    # Where nothing was known, all that the host has now is what it took.
+    is_whole = not is_refused
+    if num_known:
+        is_whole = bool((executor.find(keys) != NO_BLOCK).all())
+    if not is_whole:
         is_refused |= _offer(executor, keys, under_way)
         is_ordered = False
     if not is_ordered:
