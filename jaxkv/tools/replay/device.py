@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from jaxkv.keys.packed import PackedKeys, words_to_keys
 from jaxkv.tiers.device import DeviceBlockPool
-from jaxkv.tiers.executors import Executor, Words
+from jaxkv.tiers.executors import Executor, Store, Words
 from jaxkv.tools.replay.traces import Trace, keys_of
 from jaxkv.types import NO_BLOCK
 
@@ -115,7 +115,7 @@ def serve_behind(
     num_findable: int,
     begin: Callable[[], Any] = lambda: None,
     finish: Callable[[Any], None] = lambda mark: None,
-) -> tuple[int, bool]:
+) -> tuple[int, int, bool]:
     """Serve a request on the host, after the device has found its part.
 
     Args:
@@ -127,11 +127,11 @@ def serve_behind(
         finish: Tells it, with what that returned, that the request has finished.
 
     Returns:
-        The blocks found on the host, and whether it refused to store any.
+        The blocks found on the host, those stored there, and whether it refused any.
     """
     num_keys = len(keys)
     if not num_keys:
-        return 0, False
+        return 0, 0, False
     num_found = 0
     if num_local < num_findable:
         num_found = executor.lookup(keys[num_local:num_findable])
@@ -140,7 +140,7 @@ def serve_behind(
     # Nobody else is served meanwhile, so that what is loaded need not be pinned.
     num_known = num_local + num_found
     is_ordered = True
-    under_way: list[NDArray[np.int64]] = []
+    under_way: list[Store] = []
     is_refused = False
     if num_known < num_keys:
         is_refused = _offer(executor, keys[num_known:], under_way)
@@ -157,18 +157,19 @@ def serve_behind(
     if not is_ordered:
         executor.touch(keys, False)
     finish(mark)
-    for block_ids in under_way:
-        executor.complete_step(block_ids, 0)
-    return num_found, is_refused
+    for store in under_way:
+        executor.complete_step(store.block_ids, 0)
+    num_stored = sum(store.num_stored for store in under_way)
+    return num_found, num_stored, is_refused
 
 
-def _offer(executor: Executor, keys: Words, under_way: list[NDArray[np.int64]]) -> bool:
+def _offer(executor: Executor, keys: Words, under_way: list[Store]) -> bool:
     """Store what there is room for, as `Stores.place` does; tell whether not all is."""
     num = len(keys)
     while num:
         store = executor.prepare_store(keys[:num])
         if store is not None:
-            under_way.append(store.block_ids)
+            under_way.append(store)
             break
         num //= 2
     return num < len(keys)

@@ -191,7 +191,7 @@ def _figures_of(comparison: Comparison, result: ReplayResult) -> dict[str, Any]:
     figures = {
         field.name: getattr(result, field.name)
         for field in dataclasses.fields(result)
-        if field.name not in ("hits_by_request", "device")
+        if field.name not in ("hits_by_request", "stores_by_request", "device")
     } | {
         "block_hit_ratio": result.block_hit_ratio,
         "token_hit_ratio": result.token_hit_ratio,

@@ -56,6 +56,8 @@ class ReplayResult:
             compared nor shown.
         device: What a device in front found of that; None without one. Neither
             compared nor shown.
+        stores_by_request: i64[R], read-only. Blocks stored for each request; None for
+            the optimum. Neither compared nor shown.
     """
 
     policy: str
@@ -70,6 +72,9 @@ class ReplayResult:
     wall_s: float = dataclasses.field(compare=False)
     hits_by_request: NDArray[np.int64] = dataclasses.field(compare=False, repr=False)
     device: DeviceHits | None = dataclasses.field(
+        default=None, compare=False, repr=False
+    )
+    stores_by_request: NDArray[np.int64] | None = dataclasses.field(
         default=None, compare=False, repr=False
     )
 
@@ -131,7 +136,7 @@ def replay(
     begun_s = ready_s = time.perf_counter()
     if policy == OPTIMUM:
         num_hits = find_optimum(trace, capacity_blocks, on_progress, device)
-        num_refused = 0
+        num_refused, num_stores = 0, None
     else:
         make = get_policy_maker(policy) if isinstance(policy, str) else policy
         largest = int(trace.num_blocks.max(initial=1))
@@ -146,6 +151,7 @@ def replay(
         executor = make_executor(cache)
         ready_s = time.perf_counter()
         num_hits = np.zeros(trace.num_requests, np.int64)
+        num_stores = np.zeros(trace.num_requests, np.int64)
         num_refused = 0
         used = np.minimum(trace.num_blocks, capacity_blocks)
         if device is not None:
@@ -156,11 +162,14 @@ def replay(
             news = _news_of(trace, request) if cache.listens else None
             if device is not None:
                 ahead = int(device.hits[request]), int(device.findable[request])
-            num_hits[request], is_refused = _serve(executor, ids, news, ahead)
+            num_hits[request], num_stores[request], is_refused = _serve(
+                executor, ids, news, ahead
+            )
             num_refused += is_refused
             if request % _REQUESTS_PER_REPORT == 0:
                 on_progress(request, trace.num_requests)
         on_progress(trace.num_requests, trace.num_requests)
+        num_stores.flags.writeable = False
     hit_tokens, input_tokens = _count_tokens(trace, num_hits)
     num_hits.flags.writeable = False
     return ReplayResult(
@@ -176,6 +185,7 @@ def replay(
         wall_s=time.perf_counter() - ready_s,
         hits_by_request=num_hits,
         device=device,
+        stores_by_request=num_stores,
     )
 
 
@@ -267,8 +277,8 @@ def _serve(
     ids: NDArray[Any],
     news: _News | None,
     ahead: tuple[int, int] | None,
-) -> tuple[int, bool]:
-    """Serve a request; return its hit blocks, and whether its store was refused.
+) -> tuple[int, int, bool]:
+    """Serve a request; return its hit blocks, those stored, and if any was refused.
 
     Args:
         executor: The cache.
@@ -278,7 +288,7 @@ def _serve(
             None if there is no device.
     """
     if not ids.size:
-        return 0, False
+        return 0, 0, False
     keys = keys_of(ids)
     positions = np.arange(len(ids), dtype=np.int32)
 
@@ -293,8 +303,10 @@ def _serve(
             executor.finish(keys, positions, *end, mark)
 
     if ahead is not None:
-        num_found, is_refused = serve_behind(executor, keys, *ahead, begin, finish)
-        return ahead[0] + num_found, is_refused
+        num_found, num_stored, is_refused = serve_behind(
+            executor, keys, *ahead, begin, finish
+        )
+        return ahead[0] + num_found, num_stored, is_refused
     mark = begin()
     step = executor.request_step(keys)
     if step.evicted_keys is not None:
@@ -302,7 +314,8 @@ def _serve(
         executor.touch(keys)
     executor.complete_step(step.block_ids, step.num_hits)
     finish(mark)
-    return step.num_hits, step.evicted_keys is None
+    is_refused = step.evicted_keys is None
+    return step.num_hits, 0 if is_refused else step.num_stored, is_refused
 
 
 def _check_name(policy: str | PolicyMaker) -> str:

@@ -149,6 +149,7 @@ def test_every_request_finds_what_it_finds_in_a_real_engine(policy):
         assert result.num_device_hit_blocks == local.sum()
         assert result.num_host_hit_blocks == host.sum()
         assert result.num_refused == num_refused
+        assert result.stores_by_request.sum() == engine.scheduler.stats.num_stored
         totals += (local.sum(), host.sum(), num_refused)
     assert totals.all(), "each kind must have come up"
 

@@ -25,9 +25,9 @@ TWINS = {
 
 
 def replay_twin(twin, trace, capacity):
-    """Replay with Python's dicts: the hits of each request, and the refused ones."""
+    """Replay with Python's dicts: each request's hits, stores and refusal."""
     cache = ReferenceManager(capacity, twin)
-    num_hits, refused = [], []
+    num_hits, num_stores, refused = [], [], []
     for number, request in enumerate(np.split(trace.ids, trace.offsets[1:-1])):
         # As the keys of a replay are made; the policy `hazard` looks at their bits.
         keys = [words.tobytes() for words in keys_of(request[:capacity])]
@@ -38,12 +38,13 @@ def replay_twin(twin, trace, capacity):
         cache.touch(keys)
         stored = cache.prepare_store(keys)
         refused.append(stored is None)
+        num_stores.append(0 if stored is None else len(stored.keys))
         if stored is not None:
             cache.touch(keys)
             cache.complete_store(keys)
         if twin is ReferenceHazard:
             cache.finish_request(keys, mark, news[0], None, None, news[1])
-    return num_hits, refused
+    return num_hits, num_stores, refused
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +59,14 @@ def trace():
 @pytest.mark.parametrize("policy", sorted(TWINS))
 def test_every_request_agrees_with_the_twin(policy, trace):
     # Some requests are larger than the cache, and ARC refuses some.
-    expected, refused = replay_twin(TWINS[policy], trace, 60)
+    expected, stored, refused = replay_twin(TWINS[policy], trace, 60)
     result = replay(policy, trace, 60)
     assert max(trace.num_blocks) > 60
     assert any(refused) == (policy == "arc")
     assert result.num_hit_blocks == sum(expected)
     assert result.hits_by_request.tolist() == expected
     assert not result.hits_by_request.flags.writeable
+    assert result.stores_by_request.tolist() == stored
     assert result.num_refused == sum(refused)
     assert result.num_block_refs == trace.num_block_refs
     assert result.block_hit_ratio == sum(expected) / trace.num_block_refs
