@@ -164,6 +164,9 @@ def test_unknown_keys_of_a_configuration(name):
 
 
 OPTIONS = [
+    *(["plan", "a", "--model", each] for each in (LONG, SURROGATE, "two\nlines")),
+    *(["plan", "a", "--" + each, LONG] for each in ("host", "kv-dtype", "mfu")),
+    *(["plan", "a", "--kv-bytes-per-token", LONG], ["plan", "a", "--load-gb", LONG]),
     *(["replay", LONG], ["replay", "synthetic:" + LONG], ["replay", SURROGATE]),
     *(["replay", "synthetic", "--policy", LONG], [LONG], ["--" + LONG]),
     *(["replay", "synthetic", "--capacity", LONG], ["replay", "a", LONG]),

@@ -1,3 +1,3 @@
 """The command line, a file a command."""
 
-COMMANDS = ("demo", "replay", "bench", "doctor")
+COMMANDS = ("demo", "replay", "plan", "bench", "doctor")

@@ -42,7 +42,8 @@ DESCRIPTION = (
 _SYNTHETIC = "synthetic"
 _SYNTHETIC_REQUESTS = 2000
 _CAPACITIES = "1%,3%,10%"
-_ALL = "all"
+ALL = "all"
+"""What --policy takes for all of them."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -102,12 +103,9 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
     check_files(args)
     check_extra("replay", ("rich", "matplotlib") if args.plot else ("rich",))
-    known = policy_names()
-    policies = check_names("--policy", args.policy or [_ALL], [*known, _ALL])
-    if _ALL in policies:
-        policies = known
-    model = None if args.model is None else _find_model(args.model)
-    trace = _open_trace(args.trace, args.block_size)
+    policies = choose_policies(args.policy)
+    model = None if args.model is None else find_model(args.model)
+    trace = open_trace(args.trace, args.block_size)
     capacities = _choose_capacities(args.capacity, trace.num_unique_blocks)
     _check_device(args.device_blocks, trace)
     report.print_trace(trace)
@@ -149,9 +147,20 @@ def _command_of(args: argparse.Namespace) -> str:
     return shlex.join(words)
 
 
-def _find_model(text: str) -> ModelCosts:
+def choose_policies(given: list[str] | None) -> list[str]:
+    """Return the policies that --policy names; all of them if it is not given."""
+    known = policy_names()
+    names = check_names("--policy", given or [ALL], [*known, ALL])
+    if ALL not in names:
+        return names
+    first = [name for name in names if name != ALL]
+    return first + [name for name in known if name not in first]
+
+
+def find_model(text: str, kv_dtype: str | None = None) -> ModelCosts:
+    """Return what the tokens of the model of --model cost."""
     try:
-        return find_model_costs(text)
+        return find_model_costs(text, kv_dtype)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None)
         text = f"cannot read {shown(text)} ({why})" if why else str(error)
@@ -196,7 +205,8 @@ def _parse_capacity(text: str, num_unique: int) -> int:
     return max(blocks, 1)
 
 
-def _open_trace(text: str, block_size: int) -> Trace:
+def open_trace(text: str, block_size: int) -> Trace:
+    """Read the trace that a command line names, or make one up."""
     name, _, number = text.partition(":")
     if name == _SYNTHETIC:
         if text != _SYNTHETIC and not re.fullmatch(r"[1-9]\d{0,6}", number):

@@ -20,6 +20,8 @@ LAUNCHER = "import sys\nfrom jaxkv.cli.main import main\nsys.exit(main())\n"
 BENCH = ["bench", "transfer", "--sizes", "1MiB,8MiB", "--rounds", "50"]
 DEMO = ["demo", "--conversations", "1"]
 REPLAY = ["replay", "synthetic:20000", "--policy", "arc"]
+PLAN = ["plan", "synthetic:20000", "--kv-bytes-per-token", "128KiB"]
+PLAN += ["--prefill-tokens-per-s", "20000", "--policy", "arc"]
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 TIMEOUT_S = 30.0
 
@@ -86,7 +88,7 @@ def test_bench_transfer_segfaults_on_a_signal(number):
 @pytest.mark.long
 def test_a_signal_at_a_random_moment_is_one_line_for_every_command():
     seed = random.SystemRandom().randrange(1 << 32)
-    commands = [BENCH, DEMO, REPLAY, ["doctor"]]
+    commands = [BENCH, DEMO, REPLAY, PLAN, ["doctor"]]
     campaign(60, 8.0, signal.SIGINT, commands, seed)
     campaign(30, 8.0, signal.SIGTERM, commands, seed + 1)
 
@@ -157,7 +159,7 @@ def test_what_is_public_is_imported_when_it_is_used():
     assert run_python(text).stdout == b"OffloadingManager\n"
     with pytest.raises(AttributeError, match="no attribute 'nothing_of_this_name'"):
         _ = jaxkv.nothing_of_this_name
-    assert COMMANDS == ("demo", "replay", "bench", "doctor")
+    assert COMMANDS == ("demo", "replay", "plan", "bench", "doctor")
 
 
 def test_doctor_into_a_full_disk_is_one_line():

@@ -128,23 +128,26 @@ class ModelCosts:
         )
 
     def load_bytes(
-        self, num_tokens: ArrayLike, num_devices: int = 1
+        self, start: ArrayLike, stop: ArrayLike, num_devices: int = 1
     ) -> NDArray[np.int64]:
-        """Return the bytes that a device needs to go on after a prefix.
+        """Return the bytes that a device loads to go on after a prefix.
 
-        That is the KV of all its tokens, but of a layer with a window only the last.
+        That is the KV of the tokens from `start` on, the device having those before;
+        of a layer with a window, only what the next token sees.
 
         Args:
-            num_tokens: int[...]. Tokens of the prefix.
+            start: int[...]. The first token's position, from 0.
+            stop: int[...]. The tokens of the prefix; not less than `start`.
             num_devices: Degree of tensor parallelism.
 
         Returns:
             i64[...].
         """
-        total = np.zeros(np.shape(num_tokens), np.int64)
+        length = np.asarray(stop, np.int64) - np.asarray(start, np.int64)
+        total = np.zeros(length.shape, np.int64)
         for each in self.layers:
             size = each.num_layers * _share(each.kv_bytes_per_token, each, num_devices)
-            total = total + size * each.count_needed(num_tokens)
+            total = total + size * np.minimum(each.count_needed(stop), length)
         return total
 
     def prefill_flops(self, start: ArrayLike, stop: ArrayLike) -> NDArray[np.float64]:
@@ -163,6 +166,18 @@ class ModelCosts:
             pairs = each.count_pairs(last) - each.count_pairs(first)
             flops = flops + float(each.num_layers * each.pair_flops) * pairs
         return np.asarray(flops, np.float64)
+
+
+def plain_costs(kv_bytes_per_token: int) -> ModelCosts:
+    """Make the costs of a model of which only the bytes of KV are known.
+
+    Its parameters are 0, and so are its FLOPs.
+
+    Args:
+        kv_bytes_per_token: Bytes of the KV of a token in all layers.
+    """
+    layers = (AttentionLayers(1, kv_bytes_per_token, 0),)
+    return ModelCosts("a model", "", 0, 0, 0, layers)
 
 
 def read_model_costs(path: pathlib.Path, kv_dtype: str | None = None) -> ModelCosts:

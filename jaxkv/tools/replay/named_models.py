@@ -58,11 +58,12 @@ NAMED_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 """The sizes in their configurations, by name."""
 
 
-def find_model_costs(model: str) -> ModelCosts:
+def find_model_costs(model: str, kv_dtype: str | None = None) -> ModelCosts:
     """Compute what the tokens of a model cost.
 
     Args:
         model: A name of `NAMED_MODELS`, or a ``config.json`` or the folder with it.
+        kv_dtype: Name of the dtype of the KV; None for the model's own.
 
     Raises:
         OSError: There is neither such a name nor such a file.
@@ -73,11 +74,11 @@ def find_model_costs(model: str) -> ModelCosts:
         131072
     """
     if model in NAMED_MODELS:
-        return make_model_costs(NAMED_MODELS[model], name=model)
+        return make_model_costs(NAMED_MODELS[model], kv_dtype, model)
     path = pathlib.Path(model)
     if not path.exists() and "/" not in model and not model.endswith(".json"):
         hint = did_you_mean(model, list(NAMED_MODELS))
         raise FileNotFoundError(
             f"there is no file {shown(model)}, nor such a name: {hint}"
         )
-    return read_model_costs(path)
+    return read_model_costs(path, kv_dtype)

@@ -287,23 +287,11 @@ def _draw(
     named = [name for name in comparison.policies if name != OPTIMUM]
     ends = []
     for name, values in lines.items():
-        if name == OPTIMUM:
-            colour, style, marker = _GREY, (0, (1, 2)), "_"
-        else:
-            look = named.index(name)
-            colour = _COLOURS[look % len(_COLOURS)]
-            style = _DASHES[look // 2 % len(_DASHES)]
-            marker = _MARKERS[look % len(_MARKERS)]
-        axes.plot(
-            capacities,
-            values,
-            color=colour,
-            linestyle=style,
-            marker=marker,
-            linewidth=1.8,
-            markersize=5,
-        )
-        ends.append((values[-1], label_of(name), colour))
+        look: dict[str, Any] = {"color": _GREY, "linestyle": (0, (1, 2)), "marker": "_"}
+        if name != OPTIMUM:
+            look = look_of(named.index(name))
+        axes.plot(capacities, values, linewidth=1.8, markersize=5, **look)
+        ends.append((values[-1], label_of(name), look["color"]))
     flat = [value for values in lines.values() for value in values]
     low, high = min(0.0, *flat), max(0.0, *flat)
     room = 0.08 * (high - low) or 1.0
@@ -325,6 +313,15 @@ def _draw(
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(length=0)
+
+
+def look_of(number: int) -> dict[str, Any]:
+    """Choose a policy's colour, dashes and marker, as ``Axes.plot`` takes them."""
+    return {
+        "color": _COLOURS[number % len(_COLOURS)],
+        "linestyle": _DASHES[number // 2 % len(_DASHES)],
+        "marker": _MARKERS[number % len(_MARKERS)],
+    }
 
 
 def _label_ends(

@@ -5,7 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from jaxkv.tools.replay.model_costs import make_model_costs, read_model_costs
+from jaxkv.tools.replay.model_costs import (
+    make_model_costs,
+    plain_costs,
+    read_model_costs,
+)
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -222,7 +226,14 @@ def test_devices_share_the_heads_but_not_less_than_one_and_not_a_latent():
     of_llama = [llama.kv_bytes_per_token_on(n) >> 10 for n in (1, 2, 3, 8, 16)]
     assert of_llama == [128, 64, 48, 16, 16]
     assert deepseek.kv_bytes_per_token_on(8) == deepseek.kv_bytes_per_token
-    assert llama.load_bytes(1000, 8) == 1000 * (16 << 10)
+    assert llama.load_bytes(0, 1000, 8) == 1000 * (16 << 10)
+
+
+def test_a_model_of_which_only_the_kv_is_known():
+    costs = plain_costs(1000)
+    assert costs.kv_bytes_per_token == costs.kv_bytes_per_token_on(1) == 1000
+    assert costs.load_bytes([0, 5], [7, 7]).tolist() == [7000, 2000]
+    assert costs.prefill_flops(0, 100) == 0
 
 
 def seen(position, window, is_chunked):
@@ -304,8 +315,12 @@ def test_flops_and_loads_are_those_of_each_token_and_layer_together(case):
     assert costs.prefill_flops(starts, stops).tolist() == expected
     # What the token after a prefix sees of the prefix is what has to be loaded.
     for num_tokens in range(13):
-        needed = sum(seen(num_tokens, window, is_chunked) - 1 for window in windows)
-        assert costs.load_bytes(num_tokens) == needed * 2 * 2 * 8 * 2
+        needed = [seen(num_tokens, window, is_chunked) - 1 for window in windows]
+        assert costs.load_bytes(0, num_tokens) == sum(needed) * 2 * 2 * 8 * 2
+        # Of which the device may have the first already.
+        for start in range(num_tokens + 1):
+            rest = sum(min(num_tokens - start, each) for each in needed)
+            assert costs.load_bytes(start, num_tokens) == rest * 2 * 2 * 8 * 2
 
 
 def test_layers_without_experts_are_counted_as_such():

@@ -1,0 +1,435 @@
+"""Plan a host tier: what each size and policy would save on a trace, and which to take.
+
+A replay says which tokens of each prompt the host holds beyond those that the device
+holds anyway. To load them takes a latency, and their bytes at the link's rate; to
+compute them takes their prefill. A request saves the difference, or nothing where the
+load would take longer (`OffloadRules.skip_slow_loads` declines it). The rule that
+chooses, `recommend`, sees the sums only.
+
+Requests wait neither for one another nor for the link. Where prefill takes longer than
+the trace lasts, it is taken for the traffic of as many servers as that needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv.tools.replay.model_costs import ModelCosts
+from jaxkv.tools.replay.run import ReplayResult
+from jaxkv.tools.replay.traces import Trace
+
+WORTH = 0.01
+"""Offloading pays from this share of the prefill time on."""
+
+ENOUGH = 0.9
+"""The smallest size is taken that saves this share of what the best saves."""
+
+ALIKE = 0.98
+"""Policies that save this share of what the best saves are taken for equal."""
+
+_BUSY_S = 60.0
+
+Reason = Literal[
+    "pays",
+    "nothing returns",
+    "device suffices",
+    "too small",
+    "slow loads",
+    "slow stores",
+]
+"""Why offloading pays, or does not; see `recommend`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Speeds:
+    """How fast a server moves and computes.
+
+    Attributes:
+        load_bytes_per_s: From the host to a device, of each device.
+        store_bytes_per_s: From a device to the host, of each device.
+        load_latency_s: What a load takes however small it is.
+        prefill_tokens_per_s: Tokens of a prompt that are computed in a second; None to
+            go by FLOPs.
+        prefill_flops_per_s: FLOPs of prefill in a second, of all devices together; None
+            to go by tokens.
+    """
+
+    load_bytes_per_s: float
+    store_bytes_per_s: float
+    load_latency_s: float = 0.0
+    prefill_tokens_per_s: float | None = None
+    prefill_flops_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            least = 0.0 if field.name == "load_latency_s" else 1e-9
+            if value is not None and not least <= value < float("inf"):
+                raise ValueError(f"{field.name}={value} must be a number above 0.")
+        if (self.prefill_tokens_per_s is None) == (self.prefill_flops_per_s is None):
+            raise ValueError(
+                "Give one of prefill_tokens_per_s and prefill_flops_per_s."
+            )
+
+    def prefill_s(
+        self, model: ModelCosts, start: NDArray[np.int64], stop: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """Return the seconds to compute tokens of a prompt: f64[...].
+
+        Args:
+            model: What the tokens cost.
+            start: i64[...]. The first token's position, from 0.
+            stop: i64[...]. The position after the last.
+        """
+        if self.prefill_flops_per_s is not None:
+            return model.prefill_flops(start, stop) / self.prefill_flops_per_s
+        assert self.prefill_tokens_per_s is not None
+        return np.asarray((stop - start) / self.prefill_tokens_per_s, np.float64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Demand:
+    """What the requests of a trace ask for, whatever the host's size and policy.
+
+    Attributes:
+        num_requests: Requests.
+        input_tokens: Tokens of all prompts.
+        device_tokens: Tokens that the device's own prefix cache finds.
+        returning_tokens: Tokens that a host without end would find beyond those.
+        prefill_s: Seconds of prefill of all that the device does not find.
+        span_s: Seconds from the first request to the last; None if the trace has no
+            times.
+    """
+
+    num_requests: int
+    input_tokens: int
+    device_tokens: int
+    returning_tokens: int
+    prefill_s: float
+    span_s: float | None
+
+    @property
+    def num_servers(self) -> float:
+        """Servers that the prefill takes, which each have a link; at least 1."""
+        return 1.0 if self.span_s is None else max(1.0, self.prefill_s / self.span_s)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRow:
+    """What a size and a policy would do.
+
+    Attributes:
+        policy: Its name.
+        host_bytes: The size that was asked for.
+        capacity_blocks: The blocks that fit, but no more than the trace has.
+        host_tokens: Tokens found beyond what the device finds.
+        num_loads: Requests that load.
+        num_declined: Requests whose load would take longer than to compute.
+        load_bytes: Bytes of all loads, on each device.
+        store_bytes: Bytes of all stores, on each device.
+        saved_s: Seconds of prefill saved, less those of the loads.
+        saved_p50_s: The median of the requests, also those that save nothing.
+        saved_p95_s: The 95th percentile; 19 of 20 requests save no more.
+        saved_max_s: The most that a request saves.
+        load_use: Share of the time that a server's link loads; None without times.
+        store_use: Share of the time that it stores, were it fast enough; above 1 it
+            cannot keep up. None without times.
+        peak_store_use: The same in the busiest minute.
+    """
+
+    policy: str
+    host_bytes: int
+    capacity_blocks: int
+    host_tokens: int
+    num_loads: int
+    num_declined: int
+    load_bytes: int
+    store_bytes: int
+    saved_s: float
+    saved_p50_s: float
+    saved_p95_s: float
+    saved_max_s: float
+    load_use: float | None
+    store_use: float | None
+    peak_store_use: float | None
+
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether the link cannot carry the stores."""
+        return (self.store_use or 0.0) > 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Recommendation:
+    """What to do.
+
+    Attributes:
+        reason: Why.
+        row: What to take; None if offloading does not pay.
+        smaller: The best row of the next smaller size, if there is one.
+        larger: The best row of the next larger size, if there is one.
+    """
+
+    reason: Reason
+    row: PlanRow | None = None
+    smaller: PlanRow | None = None
+    larger: PlanRow | None = None
+
+    @property
+    def pays(self) -> bool:
+        """Whether offloading pays."""
+        return self.row is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A plan.
+
+    Attributes:
+        demand: What is asked for.
+        rows: The first policy at every size, then the next.
+        recommendation: What to do.
+    """
+
+    demand: Demand
+    rows: tuple[PlanRow, ...]
+    recommendation: Recommendation
+
+
+def make_plan(
+    trace: Trace,
+    model: ModelCosts,
+    speeds: Speeds,
+    host_sizes: Sequence[int],
+    results: Sequence[ReplayResult],
+    num_devices: int = 1,
+) -> Plan:
+    """Compute what the results of replays would save, and choose.
+
+    Args:
+        trace: The requests, with their tokens.
+        model: What a token costs.
+        speeds: Those of the server.
+        host_sizes: Bytes of host memory.
+        results: A result for each policy and each of `capacities_of` the sizes, all
+            with the same device in front, or none. Not the optimum's.
+        num_devices: Devices that the model is divided among.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: The trace does not say how many tokens the requests have.
+    """
+    if trace.input_tokens is None or trace.block_size is None:
+        raise ValueError(f"The trace {trace.name!r} must have token counts.")
+    size = trace.block_size
+    prompt = trace.input_tokens
+    device = results[0].device
+    start = np.zeros(trace.num_requests, np.int64)
+    if device is not None:
+        start = np.minimum(device.hits * size, prompt)
+    returning = np.minimum(find_returning(trace) * size, prompt)
+    prefill_s = speeds.prefill_s(model, start, prompt)
+    span_s = float(trace.time_ms.max() - trace.time_ms.min()) / 1000
+    demand = Demand(
+        num_requests=trace.num_requests,
+        input_tokens=int(prompt.sum()),
+        device_tokens=int(start.sum()),
+        returning_tokens=int(np.maximum(returning - start, 0).sum()),
+        prefill_s=float(prefill_s.sum()),
+        span_s=span_s or None,
+    )
+    by_capacity = {(r.policy, r.capacity_blocks): r for r in results}
+    capacities = capacities_of(host_sizes, trace, model)
+    rows = []
+    for policy in dict.fromkeys(result.policy for result in results):
+        for host_bytes, capacity in zip(host_sizes, capacities, strict=True):
+            result = by_capacity[policy, capacity]
+            found = np.minimum(result.hits_by_request * size, prompt)
+            rows.append(
+                _plan_row(
+                    result,
+                    host_bytes,
+                    start,
+                    np.maximum(found, start),
+                    trace,
+                    model,
+                    speeds,
+                    num_devices,
+                    demand,
+                )
+            )
+    return Plan(demand, tuple(rows), recommend(demand, rows))
+
+
+def capacities_of(
+    host_sizes: Sequence[int], trace: Trace, model: ModelCosts
+) -> list[int]:
+    """Return the blocks that fit each size, but no more than the trace has.
+
+    Args:
+        host_sizes: Bytes of host memory.
+        trace: The requests.
+        model: What a token costs.
+
+    Raises:
+        ValueError: A size holds no block.
+    """
+    block_bytes = block_bytes_of(trace, model)
+    for host_bytes in host_sizes:
+        if host_bytes < block_bytes:
+            raise ValueError(
+                f"{host_bytes} bytes hold no block, which takes {block_bytes}"
+            )
+    return [min(size // block_bytes, trace.num_unique_blocks) for size in host_sizes]
+
+
+def block_bytes_of(trace: Trace, model: ModelCosts) -> int:
+    """Return the bytes of a block of the trace, on all devices together."""
+    return (trace.block_size or 1) * model.kv_bytes_per_token
+
+
+def find_returning(trace: Trace) -> NDArray[np.int64]:
+    """Return how many blocks a cache without end would find of each request: i64[R]."""
+    # Ids are numbered by first appearance, so what is new is above all before it. All
+    # that follows a new block in a prompt is at least absent from the prefix.
+    highest = np.maximum.accumulate(np.concatenate([[-1], trace.ids]))[:-1]
+    request = np.repeat(np.arange(trace.num_requests), trace.num_blocks)
+    # A request's own blocks are not there before it.
+    before = highest[trace.offsets[:-1].clip(max=len(highest) - 1)]
+    is_new = trace.ids > before[request]
+    position = np.arange(len(trace.ids)) - trace.offsets[request]
+    hits = trace.num_blocks.copy()
+    np.minimum.at(hits, request[is_new], position[is_new])
+    return hits
+
+
+def recommend(demand: Demand, rows: Sequence[PlanRow]) -> Recommendation:
+    """Choose a size and a policy, or say why offloading does not pay.
+
+    1. Rows whose stores the link cannot carry are left out.
+    2. If none saves at least `WORTH` of the prefill time, offloading does not pay. The
+       reason is the first that holds: "nothing returns", less than `WORTH` of the
+       tokens are asked for again; "device suffices", less than that beyond what the
+       device finds; "too small", no size finds so many; "slow stores", a row that was
+       left out would save enough; else "slow loads".
+    3. Else the smallest size is taken at which a policy saves at least `ENOUGH` of what
+       the best row saves; and of the policies there, the first whose saving is at least
+       `ALIKE` of the best there.
+
+    Args:
+        demand: What is asked for.
+        rows: The policies in order of preference.
+
+    Returns:
+        The choice.
+    """
+    kept = [row for row in rows if not row.is_too_slow]
+    best = max((row.saved_s for row in kept), default=0.0)
+    if not best or best < WORTH * demand.prefill_s:
+        return Recommendation(_why_not(demand, rows))
+    sizes = sorted({row.host_bytes for row in kept})
+    best_of = {
+        size: max(
+            (row for row in kept if row.host_bytes == size), key=lambda r: r.saved_s
+        )
+        for size in sizes
+    }
+    at = next(i for i, s in enumerate(sizes) if best_of[s].saved_s >= ENOUGH * best)
+    chosen = next(
+        row
+        for row in kept
+        if row.host_bytes == sizes[at]
+        and row.saved_s >= ALIKE * best_of[sizes[at]].saved_s
+    )
+    return Recommendation(
+        "pays",
+        chosen,
+        best_of[sizes[at - 1]] if at else None,
+        best_of[sizes[at + 1]] if at + 1 < len(sizes) else None,
+    )
+
+
+def _why_not(demand: Demand, rows: Sequence[PlanRow]) -> Reason:
+    least_tokens = WORTH * demand.input_tokens
+    if demand.device_tokens + demand.returning_tokens < least_tokens:
+        return "nothing returns"
+    if demand.returning_tokens < least_tokens:
+        return "device suffices"
+    if max(row.host_tokens for row in rows) < least_tokens:
+        return "too small"
+    if max(row.saved_s for row in rows) >= WORTH * demand.prefill_s > 0:
+        return "slow stores"
+    return "slow loads"
+
+
+def _plan_row(
+    result: ReplayResult,
+    host_bytes: int,
+    start: NDArray[np.int64],
+    stop: NDArray[np.int64],
+    trace: Trace,
+    model: ModelCosts,
+    speeds: Speeds,
+    num_devices: int,
+    demand: Demand,
+) -> PlanRow:
+    """Compute a row.
+
+    Args:
+        result: What the policy found.
+        host_bytes: The size.
+        start: i64[R]. Tokens that the device finds.
+        stop: i64[R]. Tokens that device and host find.
+        trace: The requests.
+        model: What a token costs.
+        speeds: Those of the server.
+        num_devices: Devices that the model is divided among.
+        demand: What is asked for.
+    """
+    assert trace.input_tokens is not None
+    # The last token of a prompt is computed in any case.
+    end = np.maximum(np.minimum(stop, trace.input_tokens - 1), start)
+    load_bytes = model.load_bytes(start, end, num_devices)
+    load_s = speeds.load_latency_s + load_bytes / speeds.load_bytes_per_s
+    prefill_s = speeds.prefill_s(model, start, end)
+    is_found = end > start
+    is_loaded = is_found & (load_s <= prefill_s)
+    saved_s = np.where(is_loaded, prefill_s - load_s, 0.0)
+    assert result.stores_by_request is not None
+    token_bytes = model.kv_bytes_per_token_on(num_devices)
+    stored_bytes = result.stores_by_request * ((trace.block_size or 1) * token_bytes)
+    p50_s, p95_s = np.percentile(saved_s, [50, 95], method="inverted_cdf")
+    load_use = store_use = peak_use = None
+    if demand.span_s is not None:
+        load_rate = speeds.load_bytes_per_s * demand.num_servers
+        store_rate = speeds.store_bytes_per_s * demand.num_servers
+        load_use = float(load_bytes[is_loaded].sum()) / load_rate / demand.span_s
+        store_use = float(stored_bytes.sum()) / store_rate / demand.span_s
+        busy_s = min(_BUSY_S, demand.span_s)
+        time_s = (trace.time_ms - trace.time_ms.min()) / 1000
+        in_slice = np.bincount((time_s // busy_s).astype(np.int64), stored_bytes)
+        peak_use = float(in_slice.max()) / store_rate / busy_s
+    return PlanRow(
+        policy=result.policy,
+        host_bytes=host_bytes,
+        capacity_blocks=result.capacity_blocks,
+        host_tokens=int((stop - start).sum()),
+        num_loads=int(is_loaded.sum()),
+        num_declined=int((is_found & ~is_loaded).sum()),
+        load_bytes=int(load_bytes[is_loaded].sum()),
+        store_bytes=int(stored_bytes.sum()),
+        saved_s=float(saved_s.sum()),
+        saved_p50_s=float(p50_s),
+        saved_p95_s=float(p95_s),
+        saved_max_s=float(saved_s.max()),
+        load_use=load_use,
+        store_use=store_use,
+        peak_store_use=peak_use,
+    )

@@ -1,0 +1,497 @@
+"""A plan as a table with a recommendation, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, BinaryIO
+
+from jaxkv.config import variable_of
+from jaxkv.tools.bench.machine import num_cpus, versions
+from jaxkv.tools.bench.plan import size_text
+from jaxkv.tools.console import make_console
+from jaxkv.tools.replay import plan as planning
+from jaxkv.tools.replay.model_costs import ModelCosts
+from jaxkv.tools.replay.plan import Demand, Plan, PlanRow, Speeds
+from jaxkv.tools.replay.report import look_of
+from jaxkv.tools.replay.traces import Trace
+
+_GREY = "#555555"
+_MOST_COLUMNS = 5  # Sizes side by side in 80 columns.
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a plan was made with.
+
+    Attributes:
+        trace: The requests.
+        model: What a token costs.
+        speeds: Those of the server.
+        sources: Where each speed is from, by the name of its field, for display.
+        device_blocks: Blocks of the device's prefix cache; None if it keeps none.
+        num_devices: Devices that the model is divided among.
+        notes: Further assumptions.
+    """
+
+    trace: Trace
+    model: ModelCosts
+    speeds: Speeds
+    sources: Mapping[str, str]
+    device_blocks: int | None = None
+    num_devices: int = 1
+    notes: tuple[str, ...] = ()
+
+
+def print_setting(setting: Setting) -> None:
+    """Print what a plan is made with, and what of it is assumed."""
+    trace, model, speeds = setting.trace, setting.model, setting.speeds
+    assert trace.input_tokens is not None
+    span_s = (trace.time_ms.max() - trace.time_ms.min()) / 1000
+    when = f" in {span_s:,.0f} s" if span_s else ""
+    kv = f"{size_text(model.kv_bytes_per_token)} of KV a token"
+    dtype = f" ({model.kv_dtype})" if model.kv_dtype else ""
+    block = size_text(planning.block_bytes_of(trace, model))
+    sources = setting.sources
+    prefill, how = _prefill_text(setting)
+    device = "keeps no prefixes (--device-blocks, --device-bytes)"
+    if setting.device_blocks is not None:
+        size = setting.device_blocks * planning.block_bytes_of(trace, model)
+        device = f"keeps {setting.device_blocks:,} blocks ({_rounded(size)})"
+    lines = [
+        ("Trace", f"{trace.name}: {trace.num_requests:,} requests{when}"),
+        (
+            "Prompts",
+            f"{trace.input_tokens.sum():,} tokens in blocks of {trace.block_size}",
+        ),
+        ("Model", f"{model.name}: {kv}{dtype}, {block} a block"),
+        *[("", f"{setting.num_devices} devices share it")][: setting.num_devices > 1],
+        ("Device", device),
+        (
+            "Load",
+            f"{_number(speeds.load_bytes_per_s / 1e9)} GB/s "
+            f"({sources['load_bytes_per_s']}) after "
+            f"{_number(1e3 * speeds.load_latency_s)} ms ({sources['load_latency_s']})",
+        ),
+        (
+            "Store",
+            f"{_number(speeds.store_bytes_per_s / 1e9)} GB/s "
+            f"({sources['store_bytes_per_s']})",
+        ),
+        ("Prefill", prefill),
+        *[("", line) for line in how],
+        *[("Note", note) for note in setting.notes + model.notes],
+    ]
+    text = "\n".join(f"{name:<8} {what}" for name, what in lines)
+    make_console().print(text, highlight=False, soft_wrap=True)
+
+
+def print_plan(setting: Setting, plan: Plan) -> None:
+    """Print what every size and policy would do, and the recommendation."""
+    from rich.table import Table
+
+    console = make_console()
+    demand = plan.demand
+    sizes = sorted({row.host_bytes for row in plan.rows})
+    policies = list(dict.fromkeys(row.policy for row in plan.rows))
+    by_cell = {(row.policy, row.host_bytes): row for row in plan.rows}
+
+    def add_section(
+        table: Table,
+        shown: Sequence[int],
+        title: str,
+        cell: Callable[[PlanRow], str],
+    ) -> None:
+        table.add_row()
+        table.add_row(title)
+        for policy in policies:
+            rows = [by_cell[policy, size] for size in shown]
+            marks = ["*" if row == plan.recommendation.row else " " for row in rows]
+            table.add_row(
+                f"  {policy}", *[cell(r) + m for r, m in zip(rows, marks, strict=True)]
+            )
+
+    for first in range(0, len(sizes), _MOST_COLUMNS):
+        shown = sizes[first : first + _MOST_COLUMNS]
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+        table.add_column("Host memory", style="bold")
+        for size in shown:
+            table.add_column(f"{_rounded(size)} ", justify="right")
+        block_bytes = planning.block_bytes_of(setting.trace, setting.model)
+        table.add_row("  blocks", *[f"{size // block_bytes:,} " for size in shown])
+        beyond = " beyond the device" if demand.device_tokens else ""
+        add_section(
+            table,
+            shown,
+            f"Tokens found{beyond}",
+            lambda row: _percent(row.host_tokens, demand.input_tokens),
+        )
+        add_section(
+            table,
+            shown,
+            "Time saved per request, mean",
+            lambda row: _time(row.saved_s / demand.num_requests),
+        )
+        add_section(
+            table,
+            shown,
+            "Time saved, 95th percentile",
+            lambda row: _time(row.saved_p95_s),
+        )
+        add_section(
+            table,
+            shown,
+            "Prefill time saved",
+            lambda row: _percent(row.saved_s, demand.prefill_s),
+        )
+        if demand.span_s is not None:
+            add_section(
+                table,
+                shown,
+                "Link busy with stores",
+                lambda row: _percent(row.store_use or 0.0, 1.0),
+            )
+        console.print()
+        console.print(table)
+    console.print()
+    console.print(
+        "\n".join(summary_lines(setting, plan)), highlight=False, soft_wrap=True
+    )
+
+
+def summary_lines(setting: Setting, plan: Plan) -> list[str]:
+    """Say in lines what comes back at most, what to do and what to set."""
+    demand = plan.demand
+    device = ""
+    if setting.device_blocks is not None:
+        share = _percent(demand.device_tokens, demand.input_tokens)
+        device = f"The device finds {share} of the prompt tokens. "
+    most = _percent(demand.returning_tokens, demand.input_tokens)
+    lines = [f"{device}A host without end would find {most}{' more' * bool(device)}."]
+    if demand.span_s is None:
+        lines.append(
+            "The trace has no times, so nothing is said of how busy the link is."
+        )
+    elif demand.num_servers > 1:
+        lines.append(
+            f"Without offloading, prefill takes {demand.num_servers:.1f} times as long "
+            "as the trace: the traffic of so many servers."
+        )
+    row = plan.recommendation.row
+    if row is not None and (row.peak_store_use or 0.0) > 1:
+        lines.append(
+            f"In the busiest minute, stores take {row.peak_store_use:.1f} times as "
+            "long as there is; some blocks will be dropped as slow."
+        )
+    lines += ["", sentence(setting, plan)]
+    settings = settings_of(plan)
+    if settings:
+        lines += ["", " ".join(f"{name}={text}" for name, text in settings.items())]
+    return lines
+
+
+def sentence(setting: Setting, plan: Plan) -> str:
+    """Say in a sentence what to do, and why."""
+    choice, demand = plan.recommendation, plan.demand
+    row = choice.row
+    if row is None:
+        return f"Offloading does not pay here: {_why_not(setting, plan)}."
+    beyond = " beyond what the device holds" if demand.device_tokens else ""
+    text = (
+        f"Take {_rounded(row.host_bytes)} with {row.policy}: it finds "
+        f"{_percent(row.host_tokens, demand.input_tokens)} of the prompt tokens{beyond}"
+        f" and saves {_time(row.saved_s / demand.num_requests)} a request, "
+        f"{_percent(row.saved_s, demand.prefill_s)} of the prefill time"
+    )
+    # The first policy at this size, which would have been preferred.
+    first = next(each for each in plan.rows if each.host_bytes == row.host_bytes)
+    if first != row:
+        text += f"; with {first.policy} it would save {_change(first, row)}"
+    if choice.larger is not None:
+        larger = _rounded(choice.larger.host_bytes)
+        text += f"; {larger} would save {_change(choice.larger, row)}"
+    elif choice.smaller is not None:
+        smaller = _rounded(choice.smaller.host_bytes)
+        text += (
+            f"; {smaller} would save {_change(choice.smaller, row)}, and more memory "
+            "than was planned for may save more"
+        )
+    return f"{text}."
+
+
+def settings_of(plan: Plan) -> dict[str, str]:
+    """Return the variables to set; none if offloading does not pay."""
+    row = plan.recommendation.row
+    if row is None:
+        return {}
+    size = size_text(row.host_bytes)
+    text = str(row.host_bytes) if size.endswith("bytes") else size.replace(" ", "")
+    settings = {
+        variable_of("host_bytes"): text,
+        variable_of("cache_policy"): row.policy,
+    }
+    if row.num_declined:
+        settings[variable_of("skip_slow_loads")] = "true"
+    return settings
+
+
+def _why_not(setting: Setting, plan: Plan) -> str:
+    """Say why offloading does not pay."""
+    demand, rows, reason = plan.demand, plan.rows, plan.recommendation.reason
+    returning = _percent(demand.returning_tokens, demand.input_tokens)
+    most = max(rows, key=lambda row: row.host_tokens)
+    found = _percent(most.host_tokens, demand.input_tokens)
+    if reason == "nothing returns":
+        return (
+            "nothing comes back; even a host without end would find only "
+            f"{returning} of the prompt tokens"
+        )
+    if reason == "device suffices":
+        return (
+            "the device already holds what comes back; it finds "
+            f"{_percent(demand.device_tokens, demand.input_tokens)} of the prompt "
+            f"tokens, and a host without end only {returning} more"
+        )
+    if reason == "too small":
+        return (
+            f"what comes back does so too late for these sizes; "
+            f"{_rounded(most.host_bytes)} finds {found} of the prompt tokens, of the "
+            f"{returning} that a host without end would find"
+        )
+    if reason == "slow stores":
+        use = min(row.store_use or 0.0 for row in rows)
+        times = f"{use:.1f} times as long as there is"
+        return (
+            f"the link is too slow; stores alone would take {times} "
+            f"({variable_of('store_threshold')}=2 stores only what was asked for twice)"
+        )
+    best = max(rows, key=lambda row: (row.saved_s, row.host_tokens))
+    load_s, prefill_s = block_times(setting)
+    text = (
+        f"loading is too slow; {best.num_declined:,} of "
+        f"{best.num_loads + best.num_declined:,} prefixes found take longer to load "
+        f"than to compute (a block of {setting.trace.block_size} tokens "
+        f"{_time(load_s)} beside {_time(prefill_s)})"
+    )
+    if best.num_loads:
+        saved = _percent(best.saved_s, demand.prefill_s)
+        text += f", and the others save {saved} of the prefill time"
+    return text
+
+
+def block_times(setting: Setting) -> tuple[float, float]:
+    """Return the seconds to load a prompt's first block, and to compute it."""
+    import numpy as np
+
+    speeds, model = setting.speeds, setting.model
+    begin, end = np.array(0), np.array(setting.trace.block_size)
+    load_bytes = model.load_bytes(begin, end, setting.num_devices)
+    load_s = speeds.load_latency_s + float(load_bytes) / speeds.load_bytes_per_s
+    return load_s, float(speeds.prefill_s(model, begin, end))
+
+
+def to_json(setting: Setting, plan: Plan) -> dict[str, Any]:
+    """Convert a plan for ``json.dump``."""
+    trace, model, demand = setting.trace, setting.model, plan.demand
+    choice = plan.recommendation
+    return {
+        "trace": {
+            "name": trace.name,
+            "num_requests": trace.num_requests,
+            "num_block_refs": trace.num_block_refs,
+            "num_unique_blocks": trace.num_unique_blocks,
+            "block_size": trace.block_size,
+        },
+        "model": dataclasses.asdict(model)
+        | {
+            "kv_bytes_per_token": model.kv_bytes_per_token,
+            "block_bytes": planning.block_bytes_of(trace, model),
+            "num_devices": setting.num_devices,
+        },
+        "speeds": {
+            name: {"value": value, "source": setting.sources.get(name)}
+            for name, value in dataclasses.asdict(setting.speeds).items()
+            if value is not None
+        },
+        "device_blocks": setting.device_blocks,
+        "notes": [*setting.notes, *model.notes],
+        "demand": dataclasses.asdict(demand) | {"num_servers": demand.num_servers},
+        "rule": {
+            "worth": planning.WORTH,
+            "enough": planning.ENOUGH,
+            "alike": planning.ALIKE,
+        },
+        "rows": [_row_figures(row, demand) for row in plan.rows],
+        "recommendation": {
+            "pays": choice.pays,
+            "reason": choice.reason,
+            "host_bytes": choice.row and choice.row.host_bytes,
+            "policy": choice.row and choice.row.policy,
+            "sentence": sentence(setting, plan),
+            "settings": settings_of(plan),
+        },
+        "machine": {"num_cpus": num_cpus(), **versions()},
+    }
+
+
+def _row_figures(row: PlanRow, demand: Demand) -> dict[str, Any]:
+    """Return a row's figures, with what its shares are shares of."""
+    hours = None if demand.span_s is None else demand.span_s / 3600
+    return dataclasses.asdict(row) | {
+        "input_tokens": demand.input_tokens,
+        "num_requests": demand.num_requests,
+        "prefill_s": demand.prefill_s,
+        "found_share": row.host_tokens / demand.input_tokens
+        if demand.input_tokens
+        else 0.0,
+        "saved_mean_s": row.saved_s / demand.num_requests,
+        "saved_share": row.saved_s / demand.prefill_s if demand.prefill_s else 0.0,
+        "saved_s_per_hour": None if hours is None else row.saved_s / hours,
+    }
+
+
+def plot_plan(setting: Setting, plan: Plan, file: BinaryIO) -> None:
+    """Draw tokens found and time saved against the size, a line for each policy.
+
+    Args:
+        setting: What the plan was made with.
+        plan: The plan.
+        file: Where to write the PNG.
+    """
+    # Slow to import, and used only here. A bare Figure needs no display.
+    from matplotlib.figure import Figure
+
+    demand, choice = plan.demand, plan.recommendation.row
+    figure = Figure(figsize=(9.6, 4.6), dpi=150, layout="constrained")
+    panels = figure.subplots(1, 2)
+    sizes = sorted({row.host_bytes for row in plan.rows})
+    policies = list(dict.fromkeys(row.policy for row in plan.rows))
+    tokens = demand.input_tokens or 1
+
+    def found(row: PlanRow) -> float:
+        return 100 * row.host_tokens / tokens
+
+    def saved(row: PlanRow) -> float:
+        return row.saved_s / demand.num_requests
+
+    for axes, value, title, form in (
+        (panels[0], found, "Prompt tokens found on the host", "{:g}%"),
+        (panels[1], saved, "Time saved per request, mean", "{:g} s"),
+    ):
+        top = max(value(row) for row in plan.rows)
+        for number, policy in enumerate(policies):
+            rows = [row for row in plan.rows if row.policy == policy]
+            axes.plot(
+                [row.host_bytes for row in rows],
+                [value(row) for row in rows],
+                linewidth=1.8,
+                markersize=5,
+                label=policy,
+                **look_of(number),
+            )
+        if choice is not None:
+            axes.plot(
+                [choice.host_bytes],
+                [value(choice)],
+                "o",
+                ms=13,
+                mfc="none",
+                mec="#111111",
+                mew=1.6,
+                label="recommended",
+            )
+        axes.set_xscale("log")
+        axes.set_xlim(sizes[0] / 1.15, sizes[-1] * 1.15)
+        axes.set_ylim(0, 1.12 * top or 1)
+        axes.set_xticks(sizes, [_rounded(size) for size in sizes])
+        axes.set_xticks([], minor=True)
+        axes.yaxis.set_major_formatter(lambda value, _, form=form: form.format(value))
+        axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+        axes.set_xlabel("host memory")
+        axes.grid(axis="y", color="#e4e4e4")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(length=0)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=7, frameon=False, fontsize=9
+    )
+    figure.suptitle(
+        f"{setting.trace.name}, {setting.model.name}: {_in_short(plan)}",
+        x=0.01,
+        ha="left",
+        fontsize=10,
+        color=_GREY,
+    )
+    figure.savefig(file, format="png")
+
+
+def _in_short(plan: Plan) -> str:
+    row = plan.recommendation.row
+    if row is None:
+        return f"offloading does not pay ({plan.recommendation.reason})"
+    return f"take {_rounded(row.host_bytes)} with {row.policy}"
+
+
+def _prefill_text(setting: Setting) -> tuple[str, list[str]]:
+    """Say how fast prefill is, and what follows from it."""
+    import numpy as np
+
+    speeds, model, sources = setting.speeds, setting.model, setting.sources
+    if speeds.prefill_tokens_per_s is not None:
+        source = sources["prefill_tokens_per_s"]
+        return f"{speeds.prefill_tokens_per_s:,.0f} tokens/s ({source})", []
+    assert speeds.prefill_flops_per_s is not None
+    rate = f"{_number(speeds.prefill_flops_per_s / 1e12)} TFLOP/s"
+    at = np.array([0, 32 << 10])
+    near, far = 1024 / speeds.prefill_s(model, at, at + 1024)
+    return (
+        f"{rate} ({sources['prefill_flops_per_s']})",
+        [f"{near:,.0f} tokens/s at the beginning of a prompt, {far:,.0f} after 32k"],
+    )
+
+
+def _change(other: PlanRow, row: PlanRow) -> str:
+    """Say how much more or less another row saves."""
+    percent = 100 * (other.saved_s / row.saved_s - 1)
+    if abs(percent) < 0.5:
+        return "no more"
+    return f"{abs(percent):.0f}% {'more' if percent > 0 else 'less'}"
+
+
+def _time(seconds: float) -> str:
+    """Format seconds.
+
+    >>> _time(0.0), _time(0.00021), _time(0.1234), _time(12.34)
+    ('0 s', '0.21 ms', '123 ms', '12.3 s')
+    """
+    if not seconds:
+        return "0 s"
+    if seconds < 0.9995:
+        return f"{_number(1e3 * seconds)} ms"
+    return f"{_number(seconds)} s"
+
+
+def _number(value: float) -> str:
+    """Format a number with three digits, or all of a large one.
+
+    >>> _number(25.0), _number(0.1234), _number(12345.6)
+    ('25', '0.123', '12,346')
+    """
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f}%" if whole else "0.0%"
+
+
+def _rounded(num_bytes: int) -> str:
+    """Format bytes in the largest unit that leaves at least 1.
+
+    >>> _rounded(3 << 29), _rounded(64 << 30), _rounded(1000)
+    ('1.5 GiB', '64 GiB', '1000 B')
+    """
+    for shift, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if num_bytes >= 1 << shift:
+            return f"{_number(num_bytes / (1 << shift))} {unit}"
+    return f"{num_bytes} B"
