@@ -30,7 +30,13 @@ from jaxkv.tools.model_config import check_dtype
 from jaxkv.tools.replay import plan_report as report
 from jaxkv.tools.replay.model_costs import ModelCosts, plain_costs
 from jaxkv.tools.replay.named_models import NAMED_MODELS
-from jaxkv.tools.replay.plan import Speeds, block_bytes_of, capacities_of, make_plan
+from jaxkv.tools.replay.plan import (
+    MOST_TOKENS,
+    Speeds,
+    block_bytes_of,
+    capacities_of,
+    make_plan,
+)
 from jaxkv.tools.replay.plan_report import Setting
 from jaxkv.tools.replay.run import sweep
 from jaxkv.tools.replay.traces import BLOCK_SIZE, Trace
@@ -186,23 +192,26 @@ def run(args: argparse.Namespace) -> int:
     model, num_devices = _read_model(args)
     speeds, sources = _choose_speeds(args, num_devices)
     trace = open_trace(args.trace, args.block_size)
+    _check_lengths(trace)
     device_blocks = _choose_device_blocks(args, trace, model)
     sizes, notes = _choose_sizes(args.host, trace, model)
     try:
         capacities = capacities_of(sizes, trace, model)
     except ValueError as error:
         raise UsageError(f"--host: {error}") from error
-    with show_progress() as on_progress:
-        if args.measure:
+    if args.measure:
+        with show_progress() as on_progress:
             speeds, sources = _measure(speeds, sources, on_progress)
-        setting = Setting(
-            trace, model, speeds, sources, device_blocks, num_devices, notes
-        )
-        report.print_setting(setting)
+    setting = Setting(trace, model, speeds, sources, device_blocks, num_devices, notes)
+    report.print_setting(setting)
+    if device_blocks is not None:
+        # A larger one would hold no more: each prompt may end with part of a block.
+        device_blocks = min(device_blocks, trace.num_unique_blocks + trace.num_requests)
+    with show_progress() as on_progress:
         results = sweep(
             trace, policies, sorted(set(capacities)), on_progress, device_blocks
         )
-    plan = make_plan(trace, model, speeds, sizes, results, num_devices=num_devices)
+    plan = make_plan(trace, model, speeds, sizes, results, num_devices)
     report.print_plan(setting, plan)
     if args.plot:
         picture = io.BytesIO()
@@ -233,7 +242,10 @@ def _read_model(args: argparse.Namespace) -> tuple[ModelCosts, int]:
                 "--kv-bytes-per-token: it does not say how long prefill takes: give "
                 "--prefill-tokens-per-s too, or --model instead"
             )
-        return plain_costs(args.kv_bytes_per_token), 1
+        try:
+            return plain_costs(args.kv_bytes_per_token), 1
+        except ValueError as error:
+            raise UsageError(f"--kv-bytes-per-token: {error}") from error
     if args.kv_bytes_per_token is not None:
         raise UsageError("--kv-bytes-per-token: --model says it already")
     model = find_model(args.model, args.kv_dtype)
@@ -307,6 +319,17 @@ def _measure(
         ),
         {**sources, "load_bytes_per_s": measured, "store_bytes_per_s": measured},
     )
+
+
+def _check_lengths(trace: Trace) -> None:
+    """Refuse prompts so long that their figures would not be right."""
+    assert trace.input_tokens is not None
+    longest = int(trace.input_tokens.max())
+    if longest > MOST_TOKENS:
+        raise UsageError(
+            f"TRACE: a prompt has {longest:,} tokens, and plans are for at most "
+            f"{MOST_TOKENS:,}"
+        )
 
 
 def _choose_device_blocks(

@@ -272,6 +272,25 @@ def test_the_device_in_front_is_counted_in_bytes_too(capsys, tmp_path, model):
     assert "Tokens found beyond the device" in out
 
 
+def test_a_device_may_be_larger_than_the_trace(capsys, tmp_path, model):
+    trace = made_up_trace(tmp_path, [range(9), range(9)], name="[red]a:smile:")
+    line = [trace, "--model", model, "--host", "1GiB", "--policy", "lru"]
+    figures, out = plan(capsys, tmp_path, [*line, "--device-bytes", "900TiB"])
+    assert figures["recommendation"]["reason"] == "device suffices"
+    assert "Trace    [red]a:smile:: 2 requests in 1 s" in out
+
+
+def test_a_terminal_gets_a_bar_and_the_plan(capsys, tmp_path, model, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich see a terminal
+    line = ["synthetic:60", "--model", model, "--host", "1GiB", "--policy", "lru"]
+    assert cli.main(["plan", *map(str, line)]) == 0
+    out, err = capsys.readouterr()
+    assert "llama-3.1-8b: 128 KiB of KV a token" in out
+    assert "Take 1 GiB with lru" in out
+    assert "━" in err
+    assert "KiB" not in err
+
+
 def test_without_times_figures_per_second_are_left_out(capsys, tmp_path, model):
     trace = made_up_trace(tmp_path, [range(9)] * 30, every_ms=0)
     line = [trace, "--model", model, "--host", "1GiB", "--policy", "lru"]
@@ -280,6 +299,13 @@ def test_without_times_figures_per_second_are_left_out(capsys, tmp_path, model):
     assert "Link busy" not in out
     assert figures["rows"][0]["store_use"] is None
     assert figures["rows"][0]["saved_s_per_hour"] is None
+
+
+def test_a_prompt_of_a_billion_tokens_is_refused(capsys, tmp_path, model):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"t": 0, "in": 9007199254740991, "out": 1, "ids": [1]}\n')
+    assert cli.main(["plan", str(path), "--model", str(model)]) == 2
+    assert "a prompt has 9,007,199,254,740,991 tokens" in capsys.readouterr().err
 
 
 def test_a_load_that_is_declined_is_to_be_set_so(capsys, tmp_path, model):
@@ -306,7 +332,7 @@ def test_many_sizes_are_shown_below_one_another(capsys, tmp_path, model):
     assert max(len(line) for line in out.splitlines() if "  " in line) <= 80
 
 
-@pytest.mark.parametrize("name", ["mooncake_conversation_1k", "cc_agentic_a"])
+@pytest.mark.parametrize("name", ["mooncake_conversation", "cc_agentic_a"])
 def test_the_plan_of_a_recorded_trace_is_what_its_table_supports(
     name, capsys, tmp_path, model, shared_traces
 ):
@@ -342,6 +368,7 @@ NO_MODEL = "synthetic:20 --kv-bytes-per-token 1000"
         (f"{NO_MODEL} --mfu 0.3", "--mfu: it needs --model"),
         (f"{NO_MODEL} --tensor-parallel 2", "--tensor-parallel: it needs --model"),
         (f"{NO_MODEL} --kv-dtype int8", "--kv-dtype: it needs --model"),
+        (f"{NO_MODEL}000TB --prefill-tokens-per-s 5", "must be from 1 to 1073741824"),
         ("synthetic:20 --kv-bytes-per-token 0", "'0' must be a size such as 64MiB"),
         (
             "synthetic:20 --model nowhere.json",
@@ -427,6 +454,7 @@ def test_what_cannot_be_is_one_line(line, message, capsys, model):
             "of type '\\x1b[31m'",
         ),
         ("[" * 10**5, "is no JSON"),
+        (json.dumps({**LLAMA, "head_dim": 10**8}), "bytes of KV a token are more than"),
         ('{"a": "\x00"}', "is no JSON"),
     ],
 )
@@ -468,6 +496,24 @@ def test_an_interrupt_is_one_line_and_exit_130(monkeypatch, capsys, model):
     monkeypatch.setattr("jaxkv.cli.plan.sweep", interrupted)
     assert cli.main(["plan", "synthetic:20", "--model", str(model)]) == 130
     assert capsys.readouterr().err == "jaxkv plan: interrupted\n"
+
+
+def test_more_memory_is_spoken_of_only_where_there_is_more_to_find(
+    capsys, tmp_path, model
+):
+    rounds = [range(9 * i, 9 * i + 9) for i in range(20)]
+    trace = made_up_trace(tmp_path, [range(9), *rounds] * 2 + [range(9)] * 10)
+    line = [trace, "--model", model, "--policy", "lru", "--host"]
+    few, _ = plan(capsys, tmp_path, [*line, "1GiB,2GiB"])
+    all_, _ = plan(capsys, tmp_path, [*line, "2GiB,16GiB"])
+    hint = "more memory than was planned for may save more"
+    assert few["recommendation"]["host_bytes"] == 1 << 30
+    assert hint not in few["recommendation"]["sentence"]  # 2 GiB would not.
+    assert "2 GiB would save no more" in few["recommendation"]["sentence"]
+    assert all_["recommendation"]["host_bytes"] == 16 << 30
+    assert hint not in all_["recommendation"]["sentence"]
+    only, _ = plan(capsys, tmp_path, [*line, "2GiB"])
+    assert hint in only["recommendation"]["sentence"]
 
 
 def test_percentiles_are_those_of_the_requests(capsys, tmp_path, model):

@@ -33,6 +33,7 @@ from jaxkv.tools.model_config import (
 )
 
 _MOST_LAYERS = 10_000
+_MOST_KV_BYTES = 1 << 30
 _FULL, _SLIDING, _CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 
@@ -175,7 +176,12 @@ def plain_costs(kv_bytes_per_token: int) -> ModelCosts:
 
     Args:
         kv_bytes_per_token: Bytes of the KV of a token in all layers.
+
+    Raises:
+        ValueError: They are less than 1, or more than a GiB.
     """
+    if not 1 <= kv_bytes_per_token <= _MOST_KV_BYTES:
+        raise ValueError(f"{kv_bytes_per_token=} must be from 1 to {_MOST_KV_BYTES}")
     layers = (AttentionLayers(1, kv_bytes_per_token, 0),)
     return ModelCosts("a model", "", 0, 0, 0, layers)
 
@@ -252,6 +258,12 @@ def make_model_costs(
         )
         for each in dict.fromkeys(windows)
     )
+    kv_bytes = num_layers * attention.kv_bytes_per_token
+    if kv_bytes > _MOST_KV_BYTES:
+        raise ValueError(
+            f"{kv_bytes} bytes of KV a token are more than the {_MOST_KV_BYTES} of any "
+            "model"
+        )
     all_mlp, active_mlp = _mlps(config, family, num_layers, hidden)
     vocabulary = number_of(config, "vocab_size") * hidden
     is_tied = config.get("tie_word_embeddings", family.startswith(_TIED))

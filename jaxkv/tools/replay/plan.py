@@ -32,6 +32,9 @@ ENOUGH = 0.9
 ALIKE = 0.98
 """Policies that save this share of what the best saves are taken for equal."""
 
+MOST_TOKENS = 1 << 30
+"""Tokens of a prompt at most; beyond, sums of pairs of tokens would not fit int64."""
+
 _BUSY_S = 60.0
 
 Reason = Literal[
@@ -224,10 +227,13 @@ def make_plan(
         The plan.
 
     Raises:
-        ValueError: The trace does not say how many tokens the requests have.
+        ValueError: The trace does not say how many tokens the requests have, or one has
+            more than `MOST_TOKENS`.
     """
     if trace.input_tokens is None or trace.block_size is None:
         raise ValueError(f"The trace {trace.name!r} must have token counts.")
+    if trace.input_tokens.max() > MOST_TOKENS:
+        raise ValueError(f"Prompts must have at most {MOST_TOKENS} tokens.")
     size = trace.block_size
     prompt = trace.input_tokens
     device = results[0].device

@@ -49,9 +49,9 @@ def print_setting(setting: Setting) -> None:
     assert trace.input_tokens is not None
     span_s = (trace.time_ms.max() - trace.time_ms.min()) / 1000
     when = f" in {span_s:,.0f} s" if span_s else ""
-    kv = f"{size_text(model.kv_bytes_per_token)} of KV a token"
+    kv = f"{_rounded(model.kv_bytes_per_token)} of KV a token"
     dtype = f" ({model.kv_dtype})" if model.kv_dtype else ""
-    block = size_text(planning.block_bytes_of(trace, model))
+    block = _rounded(planning.block_bytes_of(trace, model))
     sources = setting.sources
     prefill, how = _prefill_text(setting)
     device = "keeps no prefixes (--device-blocks, --device-bytes)"
@@ -83,7 +83,14 @@ def print_setting(setting: Setting) -> None:
         *[("Note", note) for note in setting.notes + model.notes],
     ]
     text = "\n".join(f"{name:<8} {what}" for name, what in lines)
-    make_console().print(text, highlight=False, soft_wrap=True)
+    _print(text)
+
+
+def _print(text: str) -> None:
+    """Print a text as it is: names of files are no markup."""
+    make_console().print(
+        text, markup=False, emoji=False, highlight=False, soft_wrap=True
+    )
 
 
 def print_plan(setting: Setting, plan: Plan) -> None:
@@ -153,10 +160,7 @@ def print_plan(setting: Setting, plan: Plan) -> None:
             )
         console.print()
         console.print(table)
-    console.print()
-    console.print(
-        "\n".join(summary_lines(setting, plan)), highlight=False, soft_wrap=True
-    )
+    _print("\n".join(["", *summary_lines(setting, plan)]))
 
 
 def summary_lines(setting: Setting, plan: Plan) -> list[str]:
@@ -212,10 +216,12 @@ def sentence(setting: Setting, plan: Plan) -> str:
         text += f"; {larger} would save {_change(choice.larger, row)}"
     elif choice.smaller is not None:
         smaller = _rounded(choice.smaller.host_bytes)
-        text += (
-            f"; {smaller} would save {_change(choice.smaller, row)}, and more memory "
-            "than was planned for may save more"
-        )
+        text += f"; {smaller} would save {_change(choice.smaller, row)}"
+    if (
+        choice.larger is None
+        and row.host_tokens < planning.ENOUGH * demand.returning_tokens
+    ):
+        text += "; more memory than was planned for may save more"
     return f"{text}."
 
 
