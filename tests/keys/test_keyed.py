@@ -1,0 +1,89 @@
+"""Ids of blocks under a secret, against SipHash in plain Python."""
+
+import random
+
+import numpy as np
+import pytest
+
+from jaxkv.keys.keyed import ID_BITS, hash_keys
+from jaxkv.keys.packed import keys_to_words
+
+WORD = (1 << 64) - 1
+
+
+def siphash(secret, message):
+    """SipHash-2-4 of any message, as its authors describe it."""
+
+    def rotate(word, bits):
+        return (word << bits | word >> (64 - bits)) & WORD
+
+    def mix():
+        v[0] = (v[0] + v[1]) & WORD
+        v[1] = rotate(v[1], 13) ^ v[0]
+        v[0] = rotate(v[0], 32)
+        v[2] = (v[2] + v[3]) & WORD
+        v[3] = rotate(v[3], 16) ^ v[2]
+        v[0] = (v[0] + v[3]) & WORD
+        v[3] = rotate(v[3], 21) ^ v[0]
+        v[2] = (v[2] + v[1]) & WORD
+        v[1] = rotate(v[1], 17) ^ v[2]
+        v[2] = rotate(v[2], 32)
+
+    halves = [int.from_bytes(secret[i : i + 8], "little") for i in (0, 8)]
+    seeds = b"somepseudorandomlygeneratedbytes"
+    v = [
+        int.from_bytes(seeds[8 * i : 8 * i + 8], "big") ^ halves[i % 2]
+        for i in range(4)
+    ]
+    padded = message + bytes(7 - len(message) % 8) + bytes([len(message) % 256])
+    for start in range(0, len(padded), 8):
+        part = int.from_bytes(padded[start : start + 8], "little")
+        v[3] ^= part
+        mix()
+        mix()
+        v[0] ^= part
+    v[2] ^= 0xFF
+    for _ in range(4):
+        mix()
+    return v[0] ^ v[1] ^ v[2] ^ v[3]
+
+
+def test_the_twin_gives_the_value_that_the_authors_publish():
+    # Appendix A of the paper.
+    assert siphash(bytes(range(16)), bytes(range(15))) == 0xA129CA6149BE45E5
+
+
+def test_ids_are_the_first_bits_of_siphash():
+    rng = random.Random(7)
+    for num in (1, 2, 600):
+        secret = rng.randbytes(16)
+        keys = [rng.randbytes(32) for _ in range(num)]
+        ids = hash_keys(keys_to_words(keys), secret)
+        assert ids.dtype == np.int64
+        assert ids.tolist() == [siphash(secret, key) >> (64 - ID_BITS) for key in keys]
+
+
+def test_every_other_row_can_be_hashed_too():
+    rng = random.Random(8)
+    keys = [rng.randbytes(32) for _ in range(9)]
+    words, secret = keys_to_words(keys), rng.randbytes(16)
+    assert (
+        hash_keys(words[1::2], secret).tolist()
+        == hash_keys(words, secret)[1::2].tolist()
+    )
+
+
+def test_another_secret_gives_other_ids():
+    keys = keys_to_words([bytes([n]) * 32 for n in range(200)])
+    one, other = (set(hash_keys(keys, bytes([n]) * 16).tolist()) for n in range(2))
+    assert len(one) == len(other) == 200
+    assert not one & other
+
+
+def test_no_keys_have_no_ids():
+    assert hash_keys(np.zeros((0, 8), np.uint32), bytes(16)).shape == (0,)
+
+
+def test_a_secret_of_another_length_is_refused():
+    with pytest.raises(ValueError, match=r"len\(secret\)=15 must be 16 bytes"):
+        hash_keys(np.zeros((1, 8), np.uint32), bytes(15))
