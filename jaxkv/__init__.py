@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from jaxkv.scheduling import OffloadScheduler as OffloadScheduler
     from jaxkv.scheduling import OffloadWorker as OffloadWorker
     from jaxkv.scheduling import SchedulerOutput as SchedulerOutput
+    from jaxkv.scheduling import TraceRecorder as TraceRecorder
     from jaxkv.search import ChunkedLocal as ChunkedLocal
     from jaxkv.search import FullAttention as FullAttention
     from jaxkv.search import Mamba as Mamba
@@ -74,6 +75,7 @@ _PUBLIC = {
         "OffloadScheduler",
         "OffloadWorker",
         "SchedulerOutput",
+        "TraceRecorder",
     ),
     "jaxkv.search": (
         "ChunkedLocal",

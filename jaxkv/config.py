@@ -30,8 +30,16 @@ from typing import (
     get_args,
 )
 
+import jax
+
 from jaxkv._util import nearest, parse_bytes, shown, shown_name
 from jaxkv.policies import policy_names
+from jaxkv.scheduling.record import (
+    DEFAULT_MAX_BYTES,
+    DEFAULT_MAX_FILES,
+    LEAST_MAX_BYTES,
+    TraceRecorder,
+)
 from jaxkv.scheduling.rules import OffloadRules, check_rules
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.scheduling.worker import OffloadWorker
@@ -51,10 +59,10 @@ if TYPE_CHECKING:
     from jaxkv.observe.publisher import EventPublisher
 
 Scope: TypeAlias = Literal[
-    "engine", "scheduler", "engine, scheduler", "worker", "events", "metrics"
+    "engine", "scheduler", "engine, scheduler", "worker", "events", "metrics", "record"
 ]
-"""Which parts a key reaches: `TransferEngine`, `OffloadScheduler`, `OffloadWorker`, and
-`EventPublisher` and `OffloadMetrics` of `jaxkv.observe`."""
+"""Which parts a key reaches: `TransferEngine`, `OffloadScheduler`, `OffloadWorker`,
+`EventPublisher` and `OffloadMetrics` of `jaxkv.observe`, and `TraceRecorder`."""
 
 PREFIX = "JAXKV_"
 """What the names of the environment's variables begin with."""
@@ -150,10 +158,19 @@ def _declare(default: _T, key: Key) -> _T:
     return dataclasses.field(default=default, metadata={"key": key})
 
 
-def _size(default: _T, scope: Scope, about: str) -> _T:
-    """Declare a size in bytes, such as ``"8GiB"``."""
+def _size(default: _T, scope: Scope, about: str, *, least: int = 1) -> _T:
+    """Declare a size in bytes, such as ``"8GiB"``, from `least` on."""
+
+    def check(value: Any) -> int:
+        num_bytes = parse_bytes(value)
+        if num_bytes < least:
+            raise ValueError
+        return num_bytes
+
     expected = "a size such as 64MiB, 1GiB or a number of bytes"
-    key = Key(scope, about, "bytes", expected, parse_bytes)
+    if least > 1:
+        expected += f", at least {least}"
+    key = Key(scope, about, "bytes", expected, check)
     return _declare(default, key)
 
 
@@ -242,6 +259,12 @@ def _text(
 
     key = Key(scope, about, "", expected, check)
     return _declare(default, key)
+
+
+def _file(default: _T, scope: Scope, about: str) -> _T:
+    """Declare the name of a file."""
+    expected = "the name of a file"
+    return _text(default, scope, about, expected=expected, pattern=r"[^\0]{1,4096}")
 
 
 def _endpoint(default: _T, scope: Scope, about: str) -> _T:
@@ -517,6 +540,32 @@ class OffloadConfig:
         expected="an address such as 127.0.0.1",
         pattern=r"\S+",
     )
+    record: str | None = _file(
+        None,
+        "record",
+        "The file that requests are recorded in, for `jaxkv replay`; compressed if its "
+        "name ends in `.gz`. `null` for none.",
+    )
+    record_max_bytes: int | str = _size(
+        DEFAULT_MAX_BYTES,
+        "record",
+        "Most bytes of that file; then it becomes `FILE.1`, and a new one begins.",
+        least=LEAST_MAX_BYTES,
+    )
+    record_max_files: int = _number(
+        DEFAULT_MAX_FILES,
+        "record",
+        "How many of these files are kept, the one that is written among them.",
+        unit="files",
+        least=1,
+    )
+    record_key_file: str | None = _file(
+        None,
+        "record",
+        "A file with the secret of the recorded ids, for several engines that are to "
+        "be replayed together; made if it is not there. `null` for a random secret "
+        "that is kept nowhere.",
+    )
 
     def __post_init__(self) -> None:
         faults = []
@@ -666,7 +715,9 @@ class OffloadConfig:
         *,
         block_bytes: int = 0,
     ) -> OffloadScheduler:
-        """Make the scheduler.
+        """Make the scheduler, and a recorder for it if there is a file to record to.
+
+        Close its `recorder` when the engine stops, or leave that to the interpreter.
 
         Args:
             groups: The groups of the model's layers; see `OffloadScheduler`.
@@ -675,6 +726,7 @@ class OffloadConfig:
 
         Raises:
             ValueError: There is no number of host blocks, or as `OffloadScheduler`.
+            OSError: As `make_recorder`.
         """
         if num_host_blocks is None:
             num_host_blocks = self.num_host_blocks
@@ -683,14 +735,22 @@ class OffloadConfig:
                 "num_host_blocks=None must be given where the configuration has none: "
                 "pass that of the engine, which knows it."
             )
-        return OffloadScheduler(
-            groups,
-            num_host_blocks,
-            self.cache_policy,
-            self.enable_events or self.events_endpoint is not None,
-            rules=self.make_rules(block_bytes),
-            executor=self.executor,
-        )
+        rules = self.make_rules(block_bytes)
+        recorder = self.make_recorder()
+        try:
+            return OffloadScheduler(
+                groups,
+                num_host_blocks,
+                self.cache_policy,
+                self.enable_events or self.events_endpoint is not None,
+                rules=rules,
+                executor=self.executor,
+                recorder=recorder,
+            )
+        except BaseException:
+            if recorder is not None:
+                recorder.close()
+            raise
 
     def make_worker(
         self,
@@ -710,6 +770,25 @@ class OffloadConfig:
             check_plans=self.check_plans,
             agreement_timeout_s=self.agreement_timeout_s,
             clock=clock,
+        )
+
+    def make_recorder(self) -> TraceRecorder | None:
+        """Make a `TraceRecorder`; None without `record`.
+
+        Of several processes that serve one model together only the first records, as
+        all of them see the same requests: None in the others.
+
+        Raises:
+            ValueError: The secret is too short.
+            OSError: The file cannot be written, or another process records to it.
+        """
+        if self.record is None or _is_another_process():
+            return None
+        return TraceRecorder(
+            self.record,
+            max_bytes=self.record_max_bytes,
+            max_files=self.record_max_files,
+            key_file=self.record_key_file,
         )
 
     def make_publisher(
@@ -794,6 +873,11 @@ class OffloadConfig:
                 f"{shown(self.num_host_blocks)} exclude one another: both are the "
                 "size of the host tier."
             ]
+        if self.record is not None and self.record == self.record_key_file:
+            return [
+                f"record={shown(self.record)} and record_key_file must be two files: "
+                "a secret beside what it hides hides nothing."
+            ]
         if self.events_replay_endpoint is not None and self.events_endpoint is None:
             return [
                 f"events_replay_endpoint={shown(self.events_replay_endpoint)} needs "
@@ -804,6 +888,11 @@ class OffloadConfig:
         except ValueError as error:
             return [str(error)]
         return []
+
+
+def _is_another_process() -> bool:
+    """Whether the first of several processes runs beside this; starts no backend."""
+    return jax.distributed.is_initialized() and jax.process_index() > 0
 
 
 _NO_SIZE = (

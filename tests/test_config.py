@@ -62,6 +62,10 @@ OTHERS = {
     "events_topic": ("kv@pod@model", "kv@pod@model"),
     "metrics_port": (9400, "9400"),
     "metrics_address": ("0.0.0.0", "0.0.0.0"),
+    "record": ("/var/log/requests.jsonl.gz", "/var/log/requests.jsonl.gz"),
+    "record_max_bytes": (1 << 30, "1GiB"),
+    "record_max_files": (9, "9"),
+    "record_key_file": ("/run/secrets/trace key", "/run/secrets/trace key"),
 }
 
 

@@ -89,6 +89,12 @@ class Readings(NamedTuple):
         return {"load": self.now.loads_waiting, "store": self.now.stores_waiting}
 
 
+def _recorded(readings: Readings, name: str) -> float | None:
+    """Return a number of the scheduler's recorder; None if it has none."""
+    recorder = readings.scheduler.recorder
+    return None if recorder is None else float(getattr(recorder.stats, name))
+
+
 OF_SCHEDULER: tuple[Family[Readings], ...] = (
     Family(
         "vllm:prefix_cache_queries",
@@ -258,6 +264,18 @@ OF_SCHEDULER: tuple[Family[Readings], ...] = (
         "From the lookup that offered a load until its arrival was reported.",
         lambda readings: readings.scheduler.delays.loads,
         buckets=DELAY_BUCKETS,
+    ),
+    Family(
+        "jaxkv:kv_offload_requests_recorded",
+        "counter",
+        "Requests that were written to the trace.",
+        lambda readings: _recorded(readings, "num_written"),
+    ),
+    Family(
+        "jaxkv:kv_offload_requests_not_recorded",
+        "counter",
+        "Requests that the trace lacks, as the disk was full or too slow.",
+        lambda readings: _recorded(readings, "num_dropped"),
     ),
 )
 

@@ -41,16 +41,18 @@ from jaxkv.scheduling.protocol import (
     SchedulerOutput,
     tables_by_group,
 )
+from jaxkv.scheduling.record import TraceRecorder
 from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules, check_rules
 from jaxkv.scheduling.stats import Delays, InTransit, OffloadStats
 from jaxkv.scheduling.stores import Stores
-from jaxkv.search.groups import GroupSpec, as_groups
+from jaxkv.search.groups import FullAttention, GroupSpec, as_groups
 from jaxkv.search.hits import find_longest_hit
 from jaxkv.tiers.base import OffloadingEvent
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.executors import ExecutorName
 from jaxkv.tiers.host import OffloadingManager
+from jaxkv.types import BlockKey, Stop
 
 _NOTHING = OffloadMetadata(NO_EVENT, (), (), {}, NO_EVENT, (), (), need_flush=False)
 _NO_REPORTS = ConnectorOutput()
@@ -69,6 +71,9 @@ class OffloadScheduler:
         rules: How to store and load.
         executor: Who runs the decisions about the host; see `OffloadingManager`.
         clock: Seconds since some moment, for `delays`; no decision depends on it.
+        recorder: Records the requests, once a pool is bound; None not to. Of several
+            groups of layers it records the blocks of the first with full attention,
+            or of the first if there is none. It is closed by whoever made it.
         policy_clock: Seconds for a cache policy that wants to be told when requests
             begin and finish, such as "hazard"; None for `clock`. Processes that serve
             one model together need one that says the same in all of them in the same
@@ -84,6 +89,7 @@ class OffloadScheduler:
         groups: The groups.
         rules: The rules.
         num_host_blocks: Blocks of the host tier.
+        recorder: Records the requests; None if nobody does.
         delays: How long look-ups took, and loads from the look-up to their arrival.
     """
 
@@ -98,6 +104,7 @@ class OffloadScheduler:
         executor: ExecutorName = "native",
         clock: Callable[[], float] = time.perf_counter,
         policy_clock: Callable[[], float] | None = None,
+        recorder: TraceRecorder | None = None,
     ) -> None:
         self.groups = as_groups(groups)
         self.rules = rules = rules or OffloadRules()
@@ -139,10 +146,31 @@ class OffloadScheduler:
         self._news = RequestNews(
             host, rules.blocks_per_host_block, policy_clock or clock
         )
+        self.recorder = recorder
+        self._policy_name = cache_policy if isinstance(cache_policy, str) else None
+        # The group of layers whose blocks are recorded.
+        self._recorded = next(
+            (n for n, own in enumerate(self.groups) if isinstance(own, FullAttention)),
+            0,
+        )
         self._bound_pool: DeviceBlockPool | None = None
 
     def bind_device_block_pool(self, pool: DeviceBlockPool) -> None:
-        """Take the pool whose blocks are to be held during transfers."""
+        """Take the pool whose blocks are to be held during transfers.
+
+        Raises:
+            ValueError: The recorder serves another engine already.
+        """
+        if self.recorder is not None and self._bound_pool is None:
+            factor = self.rules.blocks_per_host_block
+            self.recorder.describe(
+                self.groups[self._recorded].block_size * factor,
+                keys_per_id=factor,
+                policy=self._policy_name,
+                host_blocks=self.num_host_blocks,
+                device_blocks=(pool.num_blocks - 1) // factor,
+                groups=len(self.groups),
+            )
         self._bound_pool = pool
 
     @property
@@ -267,6 +295,8 @@ class OffloadScheduler:
             self._known.add(name)
             self._stats.count_request(request, num_local, num_external_tokens)
             self._news.begin(request, keys)
+            if self.recorder is not None:
+                self._record(request, keys, num_local, num_external_tokens)
             # Once, however often it asked: a request uses its blocks once.
             used = row_keys(self.groups, keys, self.rules.blocks_per_host_block)
             self._manager.count_lookup(used)
@@ -391,7 +421,10 @@ class OffloadScheduler:
             self._eager.replace_table(request, block_ids)
         self._part_with(request)
         if request.request_id in self._known:
-            self._news.finish(request, self._keys.of(request), stop)
+            keys = self._keys.of(request)
+            self._news.finish(request, keys, stop)
+            if self.recorder is not None:
+                self._record_end(request, keys, stop)
         self._known.discard(request.request_id)
         self._keys.forget(request.request_id)
         return False, None
@@ -432,6 +465,38 @@ class OffloadScheduler:
         if self._bound_pool is None:
             raise RuntimeError("Call bind_device_block_pool() before scheduling.")
         return self._bound_pool
+
+    def _record(
+        self,
+        request: Request,
+        keys: Sequence[Sequence[BlockKey]],
+        num_local: int | None,
+        num_external: int,
+    ) -> None:
+        """Record that a request begins."""
+        assert self.recorder is not None
+        num_prompt = getattr(request, "num_prompt_tokens", request.num_tokens)
+        found = (None, None) if num_local is None else (num_local, num_external)
+        self.recorder.begin(
+            request.request_id, keys[self._recorded], num_prompt, *found
+        )
+
+    def _record_end(
+        self, request: Request, keys: Sequence[Sequence[BlockKey]], stop: Stop | None
+    ) -> None:
+        """Record that a request is over, and what it leaves to be stored."""
+        assert self.recorder is not None
+        num_computed = 0
+        if not self.rules.prompt_only:
+            num_ahead = getattr(request, "num_output_placeholders", 0)
+            num_computed = request.num_computed_tokens - num_ahead
+        self.recorder.finish(
+            request.request_id,
+            keys[self._recorded],
+            request.num_tokens,
+            num_computed,
+            stop,
+        )
 
     def _part_with(self, request: Request) -> None:
         """Let go of a request's load, and store what it leaves behind."""

@@ -98,6 +98,7 @@ class Rig:
         host_blocks=NUM_BLOCKS,
         policy="lru",
         clock=time.perf_counter,
+        recorder=None,
         **rules,
     ):
         self.groups = as_groups(groups)
@@ -110,6 +111,7 @@ class Rig:
             enable_events=True,
             rules=self.rules,
             clock=clock,
+            recorder=recorder,
         )
         self.scheduler.bind_device_block_pool(self.pool)
         self.device = {}

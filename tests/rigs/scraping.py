@@ -1,6 +1,7 @@
 """Metrics as Prometheus gets them: scraped over HTTP."""
 
 import http.client
+import types
 from contextlib import closing
 
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxkv import OffloadRules, OffloadScheduler, OffloadWorker, TransferEngine
 from jaxkv.observe.metrics import OffloadMetrics
+from jaxkv.scheduling.record import RecordStats
 from jaxkv.tiers.device import DeviceBlockPool
 
 
@@ -47,4 +49,6 @@ def make_all():
         store_threshold=2, max_blocks_in_flight=4, skip_slow_loads=True, block_bytes=1
     )
     worker = OffloadWorker(TransferEngine({"kv": jnp.zeros((4, 2))}, 3))
-    return OffloadScheduler(4, 8, rules=rules), worker, DeviceBlockPool(4)
+    scheduler = OffloadScheduler(4, 8, rules=rules)
+    scheduler.recorder = types.SimpleNamespace(stats=RecordStats(7, 2))
+    return scheduler, worker, DeviceBlockPool(4)

@@ -1,0 +1,528 @@
+"""Records the requests of an engine as a trace that `jaxkv replay` reads.
+
+A file has one JSON object a line, first one about the file itself, then one a request:
+
+    {"format": "jaxkv trace 1", "block_size": 16, ...}
+    {"t": 12.345, "in": 100, "out": 30, "device": 32, "host": 16, "stop": "end_turn",
+     "ids": [4711, 815, ...], "out_ids": [42, 99]}
+
+No token is written, and no key of a block: an id is a keyed hash of a block's key, by a
+random secret that is not kept (`jaxkv.keys.keyed`). docs/record.md says what each field
+is, and what a file tells whoever reads it.
+
+A step hands over references and never waits. A thread hashes, formats and writes, about
+twice a second. What it cannot write, or has no room for in its queue, is dropped and
+counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, SupportsIndex
+
+from jaxkv._util import Resource, parse_bytes, shown
+from jaxkv.keys.keyed import SECRET_BYTES, hash_keys
+from jaxkv.keys.packed import pack
+from jaxkv.scheduling.trace_file import TraceFile
+from jaxkv.types import BlockKey, Stop
+
+FORMAT = "jaxkv trace 1"
+"""What the first line of a file says that it is."""
+
+DEFAULT_MAX_BYTES = 256 << 20
+DEFAULT_MAX_FILES = 4
+LEAST_MAX_BYTES = 1 << 20
+"""A file has room for a request of 800,000 tokens in blocks of 16."""
+
+LEAST_KEY_BYTES = 16
+"""What a secret must have at least, which others must not guess."""
+
+_WRITE_EVERY_S = 0.5
+_MOST_QUEUED_BLOCKS = 1 << 18
+_MOST_QUEUED_REQUESTS = 1 << 14
+_PIECE_BYTES = 1 << 18
+# How many ids are formatted at a time. Another thread that wants to go on waits so
+# long, some 0.1 ms.
+_IDS_AT_A_TIME = 1024
+_CLOSE_TIMEOUT_S = 10.0
+
+_log = logging.getLogger("jaxkv")
+
+
+class RecordStats(NamedTuple):
+    """How many requests a recorder wrote.
+
+    Attributes:
+        num_written: Requests in the file, or in one that was rotated away.
+        num_dropped: Requests that are not, as the disk was full or too slow.
+    """
+
+    num_written: int = 0
+    num_dropped: int = 0
+
+
+class _Request(NamedTuple):
+    """A request as it goes to the thread.
+
+    Attributes:
+        time_us: When it began, from the recorder's first moment on.
+        keys: The keys of its blocks, of the prompt and behind it.
+        input_tokens: Tokens of its prompt.
+        output_tokens: Tokens that it generated; None if that is not known.
+        num_computed: Of all these, those whose KV there was; None likewise.
+        device_tokens: Tokens that were found on the device; None likewise.
+        host_tokens: Tokens that came from the host beside them; None likewise.
+        stop: Why it stopped.
+    """
+
+    time_us: int
+    keys: Sequence[BlockKey]
+    input_tokens: int
+    device_tokens: int | None
+    host_tokens: int | None
+    output_tokens: int | None = None
+    num_computed: int | None = None
+    stop: Stop | None = None
+
+
+class TraceRecorder(Resource):
+    """Writes what requests an engine serves, in a thread of its own.
+
+    A recorder serves one engine: pass it to `OffloadScheduler`, `PrefixStore` or an
+    adapter. Where several processes serve one model together, one of them records.
+    Requests that are still running when it is closed, or when the interpreter exits,
+    are written with what is known of them. A process that was forked records nothing.
+
+    Args:
+        path: The file; compressed if its name ends in ".gz". One that is there already
+            is kept as FILE.1. Only its owner can read it.
+        max_bytes: Most bytes of a file, such as ``"256MiB"``.
+        max_files: How many are kept: FILE, FILE.1 and so on.
+        key_file: A file with the secret of the hash, for files of several engines that
+            are to be replayed together; made if it is not there. None for a random
+            secret that is written nowhere.
+        clock: Seconds since some moment.
+
+    Raises:
+        OSError: A file cannot be written or read, or another process records to it.
+        ValueError: A number is too small, or the secret too short.
+
+    Attributes:
+        path: The file.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> path = pathlib.Path(folder.name, "requests.jsonl")
+        >>> with TraceRecorder(path, clock=lambda: 0.0) as recorder:
+        ...     recorder.describe(block_size=4)
+        ...     recorder.begin("one", [b"k" * 32], input_tokens=6)
+        ...     recorder.finish("one", [b"k" * 32, b"l" * 32], 9, 8)
+        >>> recorder.stats
+        RecordStats(num_written=1, num_dropped=0)
+        >>> path.read_text().splitlines()[1][:40]
+        '{"t": 0.001, "in": 6, "out": 3, "ids": ['
+        >>> folder.cleanup()
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_bytes: str | SupportsIndex = DEFAULT_MAX_BYTES,
+        max_files: int = DEFAULT_MAX_FILES,
+        key_file: str | os.PathLike[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        max_bytes = parse_bytes(max_bytes)
+        if max_bytes < LEAST_MAX_BYTES:
+            raise ValueError(f"{max_bytes=} must be at least {LEAST_MAX_BYTES}.")
+        if max_files < 1:
+            raise ValueError(f"{max_files=} must be at least 1.")
+        self.path = os.fspath(path)
+        secret = _read_secret(os.fspath(key_file)) if key_file is not None else None
+        self._clock, self._start_s = clock, clock()
+        self._last_us = 0
+        self._open: dict[str, _Request] = {}
+        self._writer = _Writer(
+            self.path, max_bytes, max_files, secret or secrets.token_bytes(SECRET_BYTES)
+        )
+        self._finalizer = weakref.finalize(self, _end, self._writer, self._open)
+
+    @property
+    def stats(self) -> RecordStats:
+        """How many requests were written so far; any thread may ask."""
+        return RecordStats(self._writer.num_written, self._writer.num_dropped)
+
+    def describe(
+        self, block_size: int, *, keys_per_id: int = 1, **facts: str | int | None
+    ) -> None:
+        """Say what engine it is; once, before the first request.
+
+        Args:
+            block_size: Tokens of the blocks that ids stand for.
+            keys_per_id: Keys of a request for each of them; the last one counts.
+            facts: What more the files are to begin with.
+
+        Raises:
+            ValueError: The recorder serves an engine already.
+        """
+        if self._writer.facts:
+            raise ValueError(
+                f"the recorder of {shown(self.path)} serves an engine already: make "
+                "one for each, with a file of its own."
+            )
+        self._writer.keys_per_id = keys_per_id
+        known = {name: fact for name, fact in facts.items() if fact is not None}
+        self._writer.start({"block_size": block_size, **known})
+
+    def begin(
+        self,
+        name: str,
+        keys: Sequence[BlockKey],
+        input_tokens: int,
+        device_tokens: int | None = None,
+        host_tokens: int | None = None,
+    ) -> None:
+        """Note that a request begins.
+
+        Args:
+            name: Which; not written.
+            keys: The keys of its blocks. The list is read later: it is not to change.
+            input_tokens: Tokens of its prompt.
+            device_tokens: Tokens that it found on the device; None if nobody looked.
+            host_tokens: Tokens that come from the host beside them; None likewise.
+        """
+        self._open[name] = _Request(
+            self._now_us(), keys, input_tokens, device_tokens, host_tokens
+        )
+
+    def finish(
+        self,
+        name: str,
+        keys: Sequence[BlockKey] | None = None,
+        num_tokens: int | None = None,
+        num_computed: int | None = None,
+        stop: Stop | None = None,
+    ) -> None:
+        """Note that a request is over, by itself or by abort.
+
+        Args:
+            name: Which; nothing happens if it is not known to have begun.
+            keys: The keys of all its blocks, not to change either; None if there are no
+                more than at first.
+            num_tokens: Its tokens, prompt and generated; None if that is not known.
+            num_computed: Those whose KV there was; None likewise.
+            stop: Why it stopped, if that is known.
+        """
+        request = self._open.pop(name, None)
+        if request is None:
+            return
+        num_output = None
+        if num_tokens is not None:
+            num_output = max(num_tokens - request.input_tokens, 0)
+        request = request._replace(
+            keys=request.keys if keys is None else keys,
+            output_tokens=num_output,
+            num_computed=num_computed,
+            stop=stop,
+        )
+        self._writer.put(request)
+
+    def flush(self) -> None:
+        """Wait until all requests that are over have been written, or dropped."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write what there is, and close the file. Requests are ignored from then on.
+
+        Waits for the disk, but no longer than ten seconds.
+        """
+        self._finalizer()
+
+    def _now_us(self) -> int:
+        """Tell the time; never the same twice, so that it is an order, too."""
+        now_us = int(1e6 * (self._clock() - self._start_s))
+        self._last_us = max(now_us, self._last_us + 1)
+        return self._last_us
+
+
+def _end(writer: _Writer, unfinished: dict[str, _Request]) -> None:
+    for request in unfinished.values():
+        writer.put(request, is_last=True)
+    unfinished.clear()
+    writer.close()
+
+
+class _Writer:
+    """The thread, and what goes to it. It does not know the recorder, which may go.
+
+    Args:
+        path: The file.
+        max_bytes: Most bytes of a file.
+        max_files: How many are kept.
+        secret: Of the hash of keys.
+
+    Attributes:
+        facts: What a file says of the engine; empty until that is known.
+        keys_per_id: Keys of a request for each of its ids.
+        num_written: Requests that were written.
+        num_dropped: Requests that were not.
+    """
+
+    def __init__(
+        self, path: str, max_bytes: int, max_files: int, secret: bytes
+    ) -> None:
+        self.facts: dict[str, str | int] = {}
+        self.keys_per_id = 1
+        self.num_written = 0
+        self.num_dropped = 0
+        self._path = path
+        self._secret = secret
+        self._begun_unix_ms = int(1000 * time.time())
+        self._file = TraceFile(path, max_bytes, max_files, self._header)
+        self._pid = os.getpid()
+        self._thread: threading.Thread | None = None
+        # Guards what follows; nobody holds it for long. Reentrant, as the collector of
+        # garbage may close a recorder at any time.
+        self._changed = threading.Condition(threading.RLock())
+        self._queue: list[_Request] = []
+        self._num_blocks = 0
+        self._num_refused = 0
+        self._num_put = self._num_done = 0
+        self._hurries = False
+        self._is_closed = False
+        # Of the thread alone: what the file does not say yet that it lacks.
+        self._num_unsaid = 0
+        self._has_warned = False
+
+    def start(self, facts: dict[str, str | int]) -> None:
+        """Start the thread, now that it is known what the files begin with.
+
+        Not with the first request, whose step would wait for it.
+        """
+        self.facts = facts
+        self._thread = threading.Thread(
+            target=self._run, name="jaxkv record", daemon=True
+        )
+        self._thread.start()
+
+    def put(self, request: _Request, *, is_last: bool = False) -> None:
+        """Hand a request over; it is dropped if the thread cannot keep up.
+
+        Args:
+            request: The request.
+            is_last: Whether the file is about to be closed, so that there is time.
+        """
+        if os.getpid() != self._pid:
+            return
+        num_blocks = len(request.keys)
+        with self._changed:
+            if self._is_closed:
+                return
+            has_room = (
+                self._num_blocks + num_blocks <= _MOST_QUEUED_BLOCKS
+                and len(self._queue) < _MOST_QUEUED_REQUESTS
+            )
+            if has_room or is_last or not self._queue:
+                self._queue.append(request)
+                self._num_blocks += num_blocks
+                self._num_put += 1
+            else:
+                self._num_refused += 1
+            self._hurries |= 2 * self._num_blocks > _MOST_QUEUED_BLOCKS
+            if self._hurries or len(self._queue) == 1:
+                self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Wait until all that was put has been written or dropped."""
+        if os.getpid() != self._pid or self._thread is None:
+            return
+        with self._changed:
+            num_put = self._num_put
+            self._hurries = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._num_done >= num_put)
+
+    def close(self) -> None:
+        """Write all that was put, and close the file."""
+        if os.getpid() != self._pid:
+            return  # The file is the parent's.
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is None:
+            self._file.close()
+        elif self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_TIMEOUT_S)
+            if self._thread.is_alive():
+                _log.warning("%s: the disk is too slow to close it.", self._path)
+
+    def _run(self) -> None:
+        is_closed = False
+        while not is_closed:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._is_closed)
+                self._changed.wait_for(
+                    lambda: self._hurries or self._is_closed, _WRITE_EVERY_S
+                )
+                self._hurries = False
+                is_closed = self._is_closed
+            self._write_queue()
+        self._file.close()
+
+    def _write_queue(self) -> None:
+        """Write what there is now."""
+        with self._changed:
+            queue, self._queue = self._queue, []
+            num_refused, self._num_refused = self._num_refused, 0
+        if num_refused:
+            self._drop(num_refused, "it is too slow")
+        for requests, texts in self._pieces(queue):
+            if texts:
+                self._write(texts)
+            with self._changed:
+                self._num_blocks -= sum(len(each.keys) for each in requests)
+                self._num_done += len(requests)
+                self._changed.notify_all()
+
+    def _pieces(
+        self, queue: Sequence[_Request]
+    ) -> Iterator[tuple[list[_Request], list[bytes]]]:
+        """Format requests, as many at a time as are written at once.
+
+        Yields:
+            Some requests and their lines, but for what is no request.
+        """
+        requests: list[_Request] = []
+        texts: list[bytes] = []
+        for request in queue:
+            requests.append(request)
+            try:
+                texts.append(self._line_of(request))
+            except Exception as error:  # It is no reason to stop an engine.
+                self._drop(1, repr(error))
+            if sum(map(len, texts)) >= _PIECE_BYTES:
+                yield requests, texts
+                requests, texts = [], []
+        if requests:
+            yield requests, texts
+
+    def _write(self, texts: Sequence[bytes]) -> None:
+        lines = list(texts)
+        if self._num_unsaid:
+            lines.insert(0, _line({"dropped": self._num_unsaid}))
+        try:
+            self._file.append(b"".join(lines))
+        except OSError as error:
+            self._drop(len(texts), error.strerror or str(error))
+        else:
+            self.num_written += len(texts)
+            self._num_unsaid = 0
+
+    def _drop(self, num: int, why: str) -> None:
+        self.num_dropped += num
+        self._num_unsaid += num
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "requests are not recorded to %s (%s); how many, TraceRecorder.stats "
+                "says. This is not said again.",
+                self._path,
+                why,
+            )
+
+    def _header(self, num_before: int) -> bytes:
+        key_id = hashlib.blake2b(
+            b"jaxkv trace key", key=self._secret, digest_size=8
+        ).hexdigest()
+        return _line(
+            {
+                "format": FORMAT,
+                **self.facts,
+                "times": "ms",
+                "lengths": "tokens",
+                "began_unix_ms": self._begun_unix_ms,
+                "key_id": key_id,
+                "part": num_before,
+            }
+        )
+
+    def _line_of(self, request: _Request) -> bytes:
+        _, words = pack(request.keys)
+        block_size = int(self.facts["block_size"])
+        ids = hash_keys(words[self.keys_per_id - 1 :: self.keys_per_id], self._secret)
+        num_prompt = request.input_tokens // block_size
+        fields: dict[str, Any] = {
+            "t": request.time_us / 1000,
+            "in": request.input_tokens,
+            "out": request.output_tokens,
+            "device": request.device_tokens,
+            "host": request.host_tokens,
+            "stop": request.stop,
+        }
+        known = {name: field for name, field in fields.items() if field is not None}
+        parts = [json.dumps(known)[:-1], ', "ids": ']
+        parts += _as_list(ids[:num_prompt])
+        if request.num_computed is not None:
+            behind = ids[num_prompt : request.num_computed // block_size]
+            if behind.size:
+                parts += [', "out_ids": ', *_as_list(behind)]
+        return "".join([*parts, "}\n"]).encode()
+
+
+def _as_list(ids: Any) -> Iterator[str]:
+    """Format numbers as a JSON list, and let other threads go on now and then."""
+    yield "["
+    for start in range(0, len(ids), _IDS_AT_A_TIME):
+        if start:
+            yield ", "
+        time.sleep(0)
+        yield str(ids[start : start + _IDS_AT_A_TIME].tolist())[1:-1]
+    yield "]"
+
+
+def _line(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields).encode() + b"\n"
+
+
+def _read_secret(path: str) -> bytes:
+    """Read the secret of a file, or make one.
+
+    Raises:
+        OSError: The file cannot be read or made; the message names it.
+        ValueError: It has too few bytes to be a secret.
+    """
+    try:
+        if not os.path.exists(path):
+            # Under another name first, as others may read it at the same moment.
+            draft = f"{path}.{os.getpid()}"
+            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(fd, "w", encoding="ascii") as file:
+                file.write(secrets.token_hex(32) + "\n")
+            with contextlib.suppress(FileExistsError):
+                os.link(draft, path)
+            os.unlink(draft)
+        with open(path, "rb") as file:
+            text = file.read(1 << 16).strip()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "it is no name of a file"
+        raise OSError(
+            getattr(error, "errno", None) or 0,
+            f"cannot read the key for recorded ids from {shown(path)} ({why})",
+        ) from None
+    if len(text) < LEAST_KEY_BYTES:
+        raise ValueError(
+            f"the key file {shown(path)} has {len(text)} bytes, and must have at least "
+            f"{LEAST_KEY_BYTES} that nobody can guess; remove it, and it is made anew."
+        )
+    return hashlib.blake2b(text, digest_size=SECRET_BYTES).digest()

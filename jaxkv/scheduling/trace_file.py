@@ -1,0 +1,167 @@
+"""The file that requests are recorded in: of bounded size, whole, and of one process.
+
+Where a file has no room for what is to be appended, FILE becomes FILE.1, FILE.1 becomes
+FILE.2, and a new FILE begins. A file is locked while it is written, so that no two
+processes write one. What could be written in part only, as the disk is full, is taken
+back. A file whose name ends in ".gz" is a row of gzip members, each whole: whoever is
+killed leaves a file that can be read up to its last member.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gzip
+import os
+import stat
+from collections.abc import Callable
+
+from jaxkv._util import shown
+
+try:
+    import fcntl
+except ImportError:  # Only Unix has it; elsewhere nothing is locked.
+    fcntl = None  # type: ignore[assignment]
+
+_LEVEL = 6  # Of gzip: twice as fast as the default, and the files are as small.
+
+
+class TraceFile:
+    """Appends to a file, and begins another one where that is full.
+
+    Args:
+        path: The file. One that is there already is rotated away.
+        max_bytes: Most bytes of a file.
+        max_files: How many are kept, the one that is written among them.
+        header: Writes what a file begins with; it is told how many came before.
+
+    Raises:
+        OSError: The file cannot be written, or another process writes it. The message
+            names it.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        max_bytes: int,
+        max_files: int,
+        header: Callable[[int], bytes],
+    ) -> None:
+        self.path = path
+        self._max_bytes = max_bytes
+        self._max_files = max_files
+        self._header = header
+        self._is_zipped = path.endswith(".gz")
+        self._num_begun = 0
+        self._num_bytes = 0
+        self._fd = -1
+        try:
+            # What a link points to, so that the link stays.
+            self.path = os.path.realpath(path)
+            self._move_old_away()
+            self._begin()
+        except (OSError, ValueError) as error:
+            number = getattr(error, "errno", None) or errno.EINVAL
+            why = getattr(error, "strerror", None) or str(error)
+            raise OSError(
+                number,
+                f"cannot record to {shown(path)} ({why}); name a file in a folder that "
+                "exists and that you may write to, and one that nobody else writes",
+            ) from None
+
+    def append(self, data: bytes) -> None:
+        """Append whole lines; all of them or none.
+
+        Raises:
+            OSError: They could not be written, or are too many for a file.
+        """
+        if self._fd < 0:
+            self._begin()
+        piece = self._pack(data)
+        head = self._pack(self._header(self._num_begun))
+        if len(head) + len(piece) > self._max_bytes:
+            raise OSError(errno.EFBIG, "one request is larger than a file may be")
+        if self._num_bytes and self._num_bytes + len(piece) > self._max_bytes:
+            self.close()
+            self._rotate()
+            self._begin()
+        if not self._num_bytes:
+            piece = head + piece
+        self._write(piece)
+
+    def close(self) -> None:
+        """Close the file, which lets others have it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _pack(self, data: bytes) -> bytes:
+        return gzip.compress(data, _LEVEL, mtime=0) if self._is_zipped else data
+
+    def _write(self, piece: bytes) -> None:
+        done = 0
+        try:
+            while done < len(piece):
+                done += os.write(self._fd, piece[done:])
+        except OSError:
+            os.ftruncate(self._fd, self._num_bytes)
+            os.lseek(self._fd, self._num_bytes, os.SEEK_SET)
+            raise
+        if not self._num_bytes:
+            self._num_begun += 1
+        self._num_bytes += done
+
+    def _begin(self) -> None:
+        """Begin a file that is not there yet."""
+        # Whoever may read it learns when who shares which prefix.
+        fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            _lock(fd)
+            if not os.path.samestat(os.fstat(fd), os.stat(self.path)):
+                raise _in_use()  # It has just been rotated away.
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd, self._num_bytes = fd, 0
+
+    def _move_old_away(self) -> None:
+        try:
+            # Without waiting, should it be a pipe.
+            fd = os.open(self.path, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0))
+        except FileNotFoundError:
+            return
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise ValueError("it is no plain file")
+            _lock(fd)
+            if found.st_size:
+                self._rotate()
+            else:
+                os.unlink(self.path)
+        finally:
+            os.close(fd)
+
+    def _rotate(self) -> None:
+        names = [self.path, *(f"{self.path}.{n}" for n in range(1, self._max_files))]
+        for older, newer in zip(names[:0:-1], names[-2::-1], strict=True):
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(newer, older)
+        if self._max_files == 1:
+            os.unlink(self.path)
+
+
+def _lock(fd: int) -> None:
+    """Lock a file as long as it is open; raise OSError if another has it."""
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _in_use() from None
+    except OSError:
+        pass  # A file system without locks, such as some that go over a network.
+
+
+def _in_use() -> OSError:
+    return OSError(errno.EBUSY, "another engine or process records to it")

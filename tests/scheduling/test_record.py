@@ -1,0 +1,592 @@
+"""What is recorded of requests, and where it ends up."""
+
+import gzip
+import json
+import logging
+import os
+import random
+import stat
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv import OffloadConfig, TraceRecorder
+from jaxkv.keys.keyed import ID_BITS, hash_keys
+from jaxkv.keys.packed import pack
+from jaxkv.scheduling import record as record_module
+from jaxkv.scheduling.record import LEAST_MAX_BYTES, RecordStats
+from jaxkv.search.groups import FullAttention, SlidingWindow
+from tests.rigs.offload_rig import BLOCK_SIZE, Rig, make_keys, make_request
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def lines_of(path):
+    data = path.read_bytes()
+    if data[:2] == b"\x1f\x8b":
+        data = gzip.decompress(data)
+    return [json.loads(line) for line in data.decode().splitlines()]
+
+
+def requests_of(path):
+    header, *rest = lines_of(path)
+    assert header["format"] == "jaxkv trace 1"
+    return rest
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "requests.jsonl"
+
+
+@pytest.fixture
+def secret(monkeypatch):
+    """The secret of recorders without a key file."""
+    monkeypatch.setattr(record_module.secrets, "token_bytes", lambda num: bytes(num))
+
+    def ids(keys):
+        return hash_keys(pack(keys)[1], bytes(16)).tolist()
+
+    return ids
+
+
+def test_a_request_is_a_line_with_what_it_found_and_what_its_output_filled(
+    path, secret
+):
+    clock = Clock()
+    with TraceRecorder(path, clock=clock) as recorder:
+        rig = Rig(recorder=recorder)
+        rig.run(make_request("first", 1, 2, 3))
+        rig.forget_device()
+        rig.run(make_request("second", 1))
+        clock.now_s += 1.5
+        request = make_request("third", 1, 2, 3, 4, 5, 6)
+        request.num_prompt_tokens = 3 * BLOCK_SIZE + 2
+        request.stop = "tool_use"
+        rig.run(request)
+    assert recorder.stats == RecordStats(3, 0)
+    first, _, third = requests_of(path)
+    keys = make_keys(1, 2, 3, 4, 5, 6)
+    assert first == {
+        "t": 0.001,
+        "in": 13,
+        "out": 0,
+        "device": 0,
+        "host": 0,
+        "ids": secret(keys[:3]),
+    }
+    # The second has brought the first block to the device.
+    assert third == {
+        "t": 1500.0,
+        "in": 14,
+        "out": 11,
+        "device": 4,
+        "host": 8,
+        "stop": "tool_use",
+        "ids": secret(keys[:3]),
+        "out_ids": secret(keys[3:]),
+    }
+
+
+def test_a_file_says_what_it_is_and_of_what_engine(path):
+    with TraceRecorder(path) as recorder:
+        rig = Rig(recorder=recorder, policy="arc", host_blocks=32)
+        rig.run(make_request("a", 1))
+    header = lines_of(path)[0]
+    assert header.pop("began_unix_ms") > 1.7e12
+    assert len(bytes.fromhex(header.pop("key_id"))) == 8
+    assert header == {
+        "format": "jaxkv trace 1",
+        "block_size": BLOCK_SIZE,
+        "policy": "arc",
+        "host_blocks": 32,
+        "device_blocks": 15,
+        "groups": 1,
+        "times": "ms",
+        "lengths": "tokens",
+        "part": 0,
+    }
+
+
+def test_only_its_owner_reads_a_file(path, tmp_path):
+    os.umask(os.umask(0o022))
+    key_file = tmp_path / "key"
+    with TraceRecorder(path, key_file=key_file) as recorder:
+        Rig(recorder=recorder).run(make_request("a", 1))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
+
+
+def test_neither_keys_nor_names_are_written(path):
+    secret = "the-secret-name-of-a-user"
+    with TraceRecorder(path) as recorder:
+        Rig(recorder=recorder).run(make_request(secret, 1, 2))
+    text = path.read_text()
+    assert secret not in text
+    for key in make_keys(1, 2):
+        assert key.hex() not in text
+        for size in (4, 7, 8):
+            for order in ("little", "big"):
+                assert str(int.from_bytes(key[:size], order)) not in text
+
+
+def test_another_recorder_has_other_ids_unless_both_have_one_key_file(tmp_path):
+    def ids(name, **arguments):
+        with TraceRecorder(tmp_path / name, **arguments) as recorder:
+            Rig(recorder=recorder).run(make_request("a", 1, 2, 3))
+        header, request = lines_of(tmp_path / name)
+        return request["ids"], header["key_id"]
+
+    key_file = tmp_path / "key"
+    one, other = ids("a.jsonl"), ids("b.jsonl")
+    assert not set(one[0]) & set(other[0])
+    assert one[1] != other[1]
+    joined = ids("c.jsonl", key_file=key_file)
+    assert joined == ids("d.jsonl", key_file=key_file)
+    assert joined[1] not in (one[1], other[1])
+    assert len(key_file.read_text()) == 65
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        "a.jsonl",
+        "b.jsonl",
+        "c.jsonl",
+        "d.jsonl",
+        "key",
+    ]
+
+
+def test_a_key_that_can_be_guessed_is_refused(path, tmp_path):
+    key_file = tmp_path / "key"
+    key_file.write_text("0123456789abcde\n")
+    with pytest.raises(ValueError, match=r"key' has 15 bytes, and must have at least"):
+        TraceRecorder(path, key_file=key_file)
+    assert not path.exists()
+    with pytest.raises(OSError, match=r"cannot read the key .*nowhere.*No such file"):
+        TraceRecorder(path, key_file=tmp_path / "nowhere" / "key")
+    assert not path.exists()
+
+
+def test_ids_and_blocks_of_long_prompts_are_all_there(path, secret):
+    rng = random.Random(3)
+    keys = [rng.randbytes(32) for _ in range(8200)]
+    with TraceRecorder(path) as recorder:
+        recorder.describe(16)
+        recorder.begin("long", keys[:8192], 16 * 8192 + 3)
+        recorder.finish("long", keys, 16 * 8200 + 3, 16 * 8200 + 2)
+    (line,) = requests_of(path)
+    assert line["ids"] == secret(keys[:8192])
+    assert line["out_ids"] == secret(keys[8192:])
+    assert min(line["ids"]) >= 0
+    assert max(line["ids"]) < 1 << ID_BITS
+
+
+def test_keys_of_any_length_are_recorded(path, secret):
+    with TraceRecorder(path) as recorder:
+        rig = Rig(recorder=recorder)
+        request = make_request("a", 1, 2)
+        request.block_keys_by_group = [[b"short", b"longer than thirty-two bytes" * 2]]
+        rig.run(request)
+    assert requests_of(path)[0]["ids"] == secret(request.block_keys)
+
+
+def test_what_is_not_computed_at_the_end_is_not_said_to_be_filled(path):
+    with TraceRecorder(path) as recorder:
+        rig = Rig(recorder=recorder)
+        request = make_request("a", 1, 2, 3, extra_tokens=0)
+        request.num_prompt_tokens = 5
+        rig.admit(request)
+        rig.step(tokens={"a": 11})  # The last token that is generated has no KV.
+        rig.finish("a")
+    assert requests_of(path)[0]["in"] == 5
+    assert len(requests_of(path)[0]["out_ids"]) == 1
+
+
+def test_blocks_that_may_not_be_stored_are_not_said_to_be_filled(path):
+    with TraceRecorder(path) as recorder:
+        rig = Rig(recorder=recorder, prompt_only=True)
+        request = make_request("a", 1, 2, 3)
+        request.num_prompt_tokens = 5
+        rig.run(request)
+    (line,) = requests_of(path)
+    assert len(line["ids"]) == 1
+    assert "out_ids" not in line
+
+
+def test_the_group_with_full_attention_is_recorded(path, secret):
+    groups = (SlidingWindow(BLOCK_SIZE, 8), FullAttention(BLOCK_SIZE))
+    with TraceRecorder(path) as recorder:
+        rig = Rig(groups=groups, recorder=recorder)
+        rig.run(rig.request("a", 1, 2, 3))
+    (line,) = requests_of(path)
+    assert line["ids"] == secret(make_keys(1, 2, 3, group=1))
+    assert lines_of(path)[0]["groups"] == 2
+
+
+def test_ids_stand_for_host_blocks(path, secret):
+    with TraceRecorder(path) as recorder:
+        rig = Rig(recorder=recorder, blocks_per_host_block=2)
+        rig.run(make_request("a", 1, 2, 3, 4, 5))
+    header, line = lines_of(path)
+    assert header["block_size"] == 2 * BLOCK_SIZE
+    assert header["device_blocks"] == 7
+    keys = make_keys(1, 2, 3, 4, 5)
+    assert line["ids"] == secret([keys[1], keys[3]])
+
+
+def test_a_preempted_request_is_one_line_with_what_it_found_first(path):
+    with TraceRecorder(path) as recorder:
+        rig = Rig(recorder=recorder)
+        request = make_request("a", 1, 2, 3)
+        rig.admit(request)
+        rig.step(a=2)
+        rig.preempt("a")
+        rig.run(request)
+    (line,) = requests_of(path)
+    assert (line["device"], line["host"]) == (0, 0)
+    assert rig.scheduler.stats.num_device_query_tokens == line["in"]
+
+
+def test_what_is_recorded_adds_up_to_what_the_scheduler_counts(path):
+    rng = random.Random(5)
+    with TraceRecorder(path) as recorder:
+        rig = Rig(recorder=recorder, host_blocks=32)
+        for number in range(40):
+            blocks = [rng.randrange(3) for _ in range(rng.randrange(1, 6))]
+            rig.run(make_request(str(number), *blocks))
+    lines = requests_of(path)
+    stats = rig.scheduler.stats
+    assert sum(line["device"] for line in lines) == stats.num_device_hit_tokens > 0
+    assert sum(line["host"] for line in lines) == stats.num_host_hit_tokens > 0
+    assert sum(line["in"] for line in lines) == stats.num_device_query_tokens
+
+
+def test_a_request_that_never_got_blocks_is_not_recorded(path):
+    with TraceRecorder(path) as recorder:
+        rig = Rig(recorder=recorder)
+        request = make_request("a", 1)
+        rig.offer(request)
+        rig.scheduler.request_finished(request)
+    assert path.read_bytes() == b""
+
+
+def test_requests_that_run_at_the_end_are_written_with_what_is_known(path):
+    recorder = TraceRecorder(path)
+    rig = Rig(recorder=recorder)
+    rig.admit(make_request("a", 1, 2))
+    rig.step(a=1)
+    recorder.close()
+    (line,) = requests_of(path)
+    assert line["in"] == 9
+    assert len(line["ids"]) == 2
+    assert "out" not in line
+    # Whoever goes on serving is not disturbed.
+    rig.finish("a")
+    rig.run(make_request("b", 1))
+    recorder.close()
+    assert len(requests_of(path)) == 1
+
+
+def test_times_never_repeat_and_lines_come_as_requests_end(path):
+    with TraceRecorder(path, clock=lambda: 5.0) as recorder:
+        recorder.describe(4)
+        for name in "abc":
+            recorder.begin(name, [], 1)
+        for name in "cab":
+            recorder.finish(name)
+    assert [line["t"] for line in requests_of(path)] == [0.003, 0.001, 0.002]
+
+
+def test_files_are_rotated_and_bounded(path):
+    rng = random.Random(6)
+    keys = [rng.randbytes(32) for _ in range(2000)]
+    with TraceRecorder(path, max_bytes=LEAST_MAX_BYTES, max_files=3) as recorder:
+        recorder.describe(1)
+        for number in range(150):
+            recorder.begin(str(number), keys, 2000)
+            recorder.finish(str(number))
+            if number % 20 == 0:
+                recorder.flush()
+    assert recorder.stats == RecordStats(150, 0)
+    names = ["requests.jsonl", "requests.jsonl.1", "requests.jsonl.2"]
+    assert sorted(os.listdir(path.parent)) == names
+    lines = []
+    parts = []
+    for name in reversed(names):
+        own = path.parent / name
+        assert own.stat().st_size <= LEAST_MAX_BYTES
+        header, *rest = lines_of(own)
+        parts.append(header["part"])
+        lines += rest
+    assert parts == list(range(parts[0], parts[0] + 3))
+    assert parts[0] > 0
+    times = [line["t"] for line in lines]
+    assert times == sorted(times)
+    # Of each file but the newest, less than a piece is left free.
+    assert len(lines) > 60
+
+
+def test_one_file_is_enough(path):
+    rng = random.Random(6)
+    keys = [rng.randbytes(32) for _ in range(20_000)]
+    with TraceRecorder(path, max_bytes=LEAST_MAX_BYTES, max_files=1) as recorder:
+        recorder.describe(1)
+        for number in range(5):
+            recorder.begin(str(number), keys, 20_000)
+            recorder.finish(str(number))
+            recorder.flush()
+    assert os.listdir(path.parent) == ["requests.jsonl"]
+    header, last = lines_of(path)
+    assert header["part"] == 2
+    assert last["in"] == 20_000
+    assert recorder.stats == RecordStats(5, 0)
+
+
+def test_a_file_of_an_earlier_run_is_kept(path):
+    for _ in range(2):
+        with TraceRecorder(path) as recorder:
+            recorder.describe(4)
+            recorder.begin("a", [], 1)
+    assert sorted(os.listdir(path.parent)) == ["requests.jsonl", "requests.jsonl.1"]
+    one, other = (lines_of(each)[0] for each in sorted(path.parent.iterdir()))
+    assert one["key_id"] != other["key_id"]
+
+
+def test_a_link_stays_a_link(path, tmp_path):
+    target = tmp_path / "elsewhere"
+    target.mkdir()
+    path.symlink_to(target / "real.jsonl")
+    with TraceRecorder(path) as recorder:
+        recorder.describe(4)
+        recorder.begin("a", [], 1)
+    assert path.is_symlink()
+    assert len(requests_of(target / "real.jsonl")) == 1
+
+
+def test_a_request_that_no_file_has_room_for_is_dropped_and_counted(path, caplog):
+    rng = random.Random(6)
+    keys = [rng.randbytes(32) for _ in range(70_000)]
+    with TraceRecorder(path, max_bytes=LEAST_MAX_BYTES) as recorder:
+        recorder.describe(1)
+        for number, num in enumerate([70_000, 10, 70_000, 10]):
+            recorder.begin(str(number), keys[:num], num)
+            recorder.finish(str(number))
+            recorder.flush()
+    assert recorder.stats == RecordStats(2, 2)
+    assert [line.get("dropped") for line in requests_of(path)] == [1, None, 1, None]
+    (warning,) = caplog.records
+    assert "one request is larger than a file may be" in warning.getMessage()
+    assert str(path) in warning.getMessage()
+
+
+def test_what_the_queue_has_no_room_for_is_dropped_and_nobody_waits(
+    path, monkeypatch, caplog
+):
+    monkeypatch.setattr(record_module, "_MOST_QUEUED_BLOCKS", 100)
+    is_blocked, goes_on = threading.Event(), threading.Event()
+    recorder = TraceRecorder(path)
+    recorder.describe(1)
+    append = recorder._writer._file.append
+
+    def wait_for_the_disk(data):
+        is_blocked.set()
+        assert goes_on.wait(60)
+        append(data)
+
+    monkeypatch.setattr(recorder._writer._file, "append", wait_for_the_disk)
+
+    def put(name, num):
+        recorder.begin(name, [b"k" * 32] * num, num)
+        recorder.finish(name)
+
+    put("written", 60)
+    assert is_blocked.wait(60)
+    put("has room", 40)
+    for number in range(3):
+        put(f"has none {number}", 1)
+    goes_on.set()
+    recorder.flush()
+    put("has room again", 100)
+    recorder.close()
+    assert recorder.stats == RecordStats(3, 3)
+    lines = requests_of(path)
+    assert [line.get("in", line.get("dropped")) for line in lines] == [60, 3, 40, 100]
+    assert "it is too slow" in caplog.text
+
+
+def test_a_full_disk_costs_requests_and_no_more(path, monkeypatch, caplog):
+    with TraceRecorder(path) as recorder:
+        recorder.describe(1)
+        write, failing = os.write, []
+
+        def part_of(fd, data):
+            if failing:
+                write(fd, data[:5])
+                raise OSError(28, "No space left on device")
+            return write(fd, data)
+
+        monkeypatch.setattr(os, "write", part_of)
+        for number, is_full in enumerate([False, True, True, False, False]):
+            failing[:] = [True] * is_full
+            recorder.begin(str(number), [], number)
+            recorder.finish(str(number))
+            recorder.flush()
+    assert recorder.stats == RecordStats(3, 2)
+    lines = requests_of(path)
+    assert [line.get("in") for line in lines] == [0, None, 3, 4]
+    assert lines[1] == {"dropped": 2}
+    (warning,) = caplog.records
+    assert warning.levelno == logging.WARNING
+    assert "No space left on device" in warning.getMessage()
+
+
+def test_what_cannot_be_written_as_a_line_is_dropped(path, caplog):
+    with TraceRecorder(path) as recorder:
+        recorder.describe(1)
+        recorder.begin("a", ["no bytes"], 1)
+        recorder.finish("a")
+        recorder.flush()
+    assert recorder.stats == RecordStats(0, 1)
+    assert "must be of type bytes" in caplog.text
+
+
+def test_gzip_is_written_where_the_name_says_so(tmp_path):
+    path = tmp_path / "requests.jsonl.gz"
+    with TraceRecorder(path) as recorder:
+        recorder.describe(4)
+        for name in "ab":
+            recorder.begin(name, [], 1)
+            recorder.finish(name)
+            recorder.flush()
+    assert path.read_bytes()[:2] == b"\x1f\x8b"
+    assert len(requests_of(path)) == 2
+
+
+def test_a_recorder_serves_one_engine(path):
+    with TraceRecorder(path) as recorder:
+        rig = Rig(recorder=recorder)
+        rig.scheduler.bind_device_block_pool(rig.pool)  # The same engine, again.
+        with pytest.raises(
+            ValueError, match=r"requests.jsonl' serves an engine already"
+        ):
+            Rig(recorder=recorder)
+
+
+def test_a_file_that_is_being_recorded_to_is_refused_to_others(path):
+    with TraceRecorder(path) as recorder:
+        with pytest.raises(OSError, match="another engine or process records to it"):
+            TraceRecorder(path)
+        Rig(recorder=recorder).run(make_request("a", 1))
+    assert len(requests_of(path)) == 1
+    assert os.listdir(path.parent) == ["requests.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("nowhere/requests.jsonl", "No such file or directory"),
+        ("file/requests.jsonl", "Not a directory"),
+        ("folder", "Is a directory"),
+        ("pipe", "No such device or address"),
+        ("/dev/null", "it is no plain file"),
+        ("nul\0l", "embedded null byte"),
+    ],
+)
+def test_what_cannot_be_recorded_to_is_refused_in_one_line(tmp_path, name, reason):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises((OSError, ValueError), match=reason) as refusal:
+        TraceRecorder(os.path.join(tmp_path, name))
+    text = str(refusal.value)
+    assert "\n" not in text
+    assert name.rpartition("/")[2].partition("\0")[0] in text
+    assert "name a file in a folder that exists" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_bytes": "1000KB"}, "max_bytes=1000000 must be at least 1048576"),
+        ({"max_bytes": "much"}, "'much' must be a size such as 64MiB"),
+        ({"max_files": 0}, "max_files=0 must be at least 1"),
+    ],
+)
+def test_numbers_that_cannot_be_right_are_refused(path, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        TraceRecorder(path, **arguments)
+    assert not path.exists()
+
+
+def test_without_a_recorder_requests_leave_nothing_behind():
+    before = {thread.name for thread in threading.enumerate()}
+    rig = Rig()
+    rig.run(make_request("a", 1))
+    assert rig.scheduler.recorder is None
+    assert {thread.name for thread in threading.enumerate()} <= before
+
+
+def test_a_recorder_that_nobody_has_any_more_closes_its_file(path):
+    recorder = TraceRecorder(path)
+    recorder.describe(4)
+    recorder.begin("a", [], 1)
+    recorder.finish("a")
+    recorder.begin("b", [], 2)
+    del recorder
+    assert [line["in"] for line in requests_of(path)] == [1, 2]
+    TraceRecorder(path).close()  # The lock is gone.
+
+
+def test_a_configuration_makes_the_recorder_of_its_scheduler(path):
+    config = OffloadConfig(
+        num_host_blocks=8, record=str(path), record_max_bytes="2MiB", record_max_files=2
+    )
+    scheduler = config.make_scheduler(BLOCK_SIZE)
+    assert scheduler.recorder.path == str(path)
+    assert (config.record_max_bytes, config.record_max_files) == (2 << 20, 2)
+    scheduler.recorder.close()
+    assert OffloadConfig(num_host_blocks=8).make_scheduler(4).recorder is None
+
+
+def test_a_scheduler_that_is_refused_leaves_no_file_locked(path):
+    config = OffloadConfig(num_host_blocks=8, record=str(path))
+    with pytest.raises(ValueError, match="blocks"):
+        config.make_scheduler(BLOCK_SIZE, num_host_blocks=0)
+    TraceRecorder(path).close()
+
+
+def test_the_first_of_several_processes_records(path, monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    config = OffloadConfig(record=str(path))
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert config.make_recorder() is None
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
+    config.make_recorder().close()
+    assert path.exists()
+
+
+def test_a_secret_beside_what_it_hides_is_refused(path):
+    with pytest.raises(ValueError, match="record_key_file must be two files"):
+        OffloadConfig(record=str(path), record_key_file=str(path))
+
+
+def test_a_file_of_a_megabyte_is_the_least(path):
+    message = r"record_max_bytes='1KiB' must be a size .*, at least 1048576"
+    with pytest.raises(ValueError, match=message):
+        OffloadConfig(record=str(path), record_max_bytes="1KiB")
+
+
+def test_ids_survive_every_reader_of_json(path):
+    with TraceRecorder(path) as recorder:
+        recorder.describe(1)
+        recorder.begin("a", [bytes([n]) * 32 for n in range(200)], 200)
+    (line,) = requests_of(path)
+    assert np.array(line["ids"], np.float64).astype(np.int64).tolist() == line["ids"]
