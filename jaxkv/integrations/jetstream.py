@@ -17,7 +17,7 @@ from typing import Any, Protocol, SupportsIndex, TypeAlias
 
 import jax
 
-from jaxkv import Extras, Namespace, Policy
+from jaxkv import Extras, Namespace, Policy, TraceRecorder
 from jaxkv._util import Resource
 from jaxkv.integrations.prefix_blocks import AxisRules
 from jaxkv.integrations.prefix_store import PrefixStats, PrefixStore
@@ -123,6 +123,7 @@ class PrefixCache(Resource):
         mode: Mode | None = None,
         extent_bytes: str | SupportsIndex | None = None,
         max_pending_saves: int = 8,
+        recorder: TraceRecorder | None = None,
     ):
         """Set the size of the cache; `learn` allocates its memory.
 
@@ -143,6 +144,7 @@ class PrefixCache(Resource):
             mode: As for `TransferEngine`.
             extent_bytes: As for `TransferEngine`.
             max_pending_saves: As for `PrefixStore`.
+            recorder: As for `PrefixStore`.
         """
         if (num_host_blocks is None) == (host_bytes is None):
             raise ValueError(
@@ -158,6 +160,7 @@ class PrefixCache(Resource):
             "mode": mode,
             "extent_bytes": extent_bytes,
             "max_pending_saves": max_pending_saves,
+            "recorder": recorder,
         }
         self._extras_of = extras_of or (lambda key: NO_EXTRAS)
         self._shared = _Shared(options, sequence_axes)

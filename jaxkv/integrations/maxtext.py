@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import Extras, Namespace, Policy
+from jaxkv import Extras, Namespace, Policy, TraceRecorder
 from jaxkv._util import Resource
 from jaxkv.integrations import maxtext_cache, maxtext_guards
 from jaxkv.integrations.prefix_store import PrefixStore
@@ -76,6 +76,7 @@ class MaxTextOffload(Resource):
         host_bytes: str | SupportsIndex | None = None,
         cache_policy: str | Policy = "lru",
         cache_like: PyTree | None = None,
+        recorder: TraceRecorder | None = None,
     ):
         """Set up the host memory, and the guards that this version of MaxText needs.
 
@@ -91,6 +92,8 @@ class MaxTextOffload(Resource):
                 `OffloadingManager`.
             cache_like: The cache of a prefill, `prefix["cache"]`, or its shapes; by
                 default the engine is asked for it.
+            recorder: Records each `resume` or `prefill` as a request; None not to. It
+                is closed with the store.
 
         Raises:
             ImportError: MaxText is not installed.
@@ -114,6 +117,7 @@ class MaxTextOffload(Resource):
             host_bytes=host_bytes,
             cache_policy=cache_policy,
             sequence_axis=maxtext_cache.SEQUENCE_AXIS,
+            recorder=recorder,
         )
 
     @property

@@ -13,7 +13,14 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, SupportsIndex
 
-from jaxkv import Extras, KeyChain, Namespace, OffloadingManager, Policy
+from jaxkv import (
+    Extras,
+    KeyChain,
+    Namespace,
+    OffloadingManager,
+    Policy,
+    TraceRecorder,
+)
 from jaxkv._util import Resource
 from jaxkv.integrations.prefix_copier import PrefixCopier
 from jaxkv.integrations.prefix_layout import PrefixLayout
@@ -93,6 +100,7 @@ class PrefixStore(Resource):
         extent_bytes: str | SupportsIndex | None = None,
         max_pending_saves: int = 8,
         clock: Callable[[], float] = time.monotonic,
+        recorder: TraceRecorder | None = None,
     ):
         """Set up the host memory.
 
@@ -113,6 +121,8 @@ class PrefixStore(Resource):
                 the device; the next one waits.
             clock: Seconds since some moment, for a cache policy that wants to be told
                 of requests: each `load` is one.
+            recorder: Records each `load` as a request; None not to. It is closed with
+                the store.
 
         Raises:
             ValueError: An argument is wrong.
@@ -126,6 +136,8 @@ class PrefixStore(Resource):
         self._clock = clock
         self._num_saves = 0
         self._stats = PrefixStats()
+        self._recorder = recorder
+        self._num_loads = 0
         self._generation = 0  # Incremented by `clear`: older transfers do not count.
         self._fault: BaseException | None = None
         self._closed = False
@@ -138,6 +150,12 @@ class PrefixStore(Resource):
             self._manager = OffloadingManager(
                 namespace.block_size, self._copier.engine.num_host_blocks, cache_policy
             )
+            if recorder is not None:
+                recorder.describe(
+                    namespace.block_size,
+                    policy=cache_policy if isinstance(cache_policy, str) else None,
+                    host_blocks=self._manager.num_blocks,
+                )
         except BaseException:
             self._copier.close()
             raise
@@ -229,6 +247,7 @@ class PrefixStore(Resource):
             self._tell(keys, len(tokens))
             num_hits = self._manager.lookup(keys)
             num_tokens = num_hits * self.block_size
+            self._record(keys, len(tokens), num_tokens)
             if not num_hits or num_tokens < min_tokens:
                 return None
             keys = keys[:num_hits]
@@ -340,6 +359,8 @@ class PrefixStore(Resource):
             self._lock.wait_for(lambda: not self._num_saves)
             self._closed = True
         self._copier.close()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def _keys(self, tokens: TokenIds, extras: Extras) -> list[BlockKey]:
         return KeyChain(self._namespace, extras).extend(tokens)
@@ -353,6 +374,14 @@ class PrefixStore(Resource):
             now_ms = int(1000 * self._clock())
             mark = self._manager.begin_request(keys, num_tokens, now_ms)
             self._manager.finish_request(keys, mark, now_ms)
+
+    def _record(self, keys: list[BlockKey], num_tokens: int, num_found: int) -> None:
+        """Record a request, if somebody wants it. Needs the lock."""
+        if self._recorder is not None:
+            name = str(self._num_loads)
+            self._num_loads += 1
+            self._recorder.begin(name, keys, num_tokens, host_tokens=num_found)
+            self._recorder.finish(name)
 
     def _check(self) -> None:
         """Raise if the store was closed or its thread failed. Needs the lock."""

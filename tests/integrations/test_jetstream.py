@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import make_lru
+from jaxkv import TraceRecorder, make_lru
 from jaxkv.integrations.jetstream import PrefixCache, PrefixValue
 from jaxkv.integrations.jetstream_adapters import AdapterWatch
 from jaxkv.integrations.prefix_blocks import compare_shapes, find_sequence_axes
+from jaxkv.tools.replay.traces import read_trace
 from tests.rigs.jetstream_double import (
     AdapterStore,
     Driver,
@@ -182,6 +183,23 @@ def test_a_cache_of_another_device_comes_back_where_the_first_was(make):
         leaf.device == jax.devices()[0] for leaf in jax.tree.leaves(found.prefix)
     )
     check_value(found, key)
+
+
+def test_the_drivers_requests_are_recorded(make, tmp_path):
+    path = tmp_path / "requests.jsonl"
+    cache = make(recorder=TraceRecorder(path))
+    key = tuple(range(40, 64))
+    cache.learn(value_of(key).prefix, 32)
+    assert cache.load(key) is None
+    cache.save(key, value_of(key))
+    cache.flush()
+    cache.for_adapter("a").load(key)
+    cache.load((*key[:20], 0, 0, 0, 0))
+    cache.close()
+    trace = read_trace(path)
+    assert trace.input_tokens.tolist() == [24, 24, 24]
+    assert trace.recording.host_tokens.tolist() == [0, 0, 16]
+    assert trace.ids.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 6]
 
 
 def test_adapters_and_salts_do_not_share_blocks(make):

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import Extras, Namespace, make_lru
+from jaxkv import Extras, Namespace, TraceRecorder, make_lru
 from jaxkv.integrations.prefix_store import PrefixStats, PrefixStore
 from jaxkv.keys.hashing import NO_EXTRAS
 from jaxkv.native.reuse import UNIT
+from jaxkv.tools.replay.run import replay
+from jaxkv.tools.replay.traces import read_trace
 from tests.rigs.known_kv import (
     SEQUENCE_AXIS,
     check_hit,
@@ -53,6 +55,35 @@ def make():
 def save(store, tokens, extras=NO_EXTRAS, length=LENGTH, **arguments):
     kv = to_device(known_kv(tokens, length, extras))
     return store.save(tokens, kv, extras=extras, **arguments)
+
+
+def test_each_load_is_recorded_with_what_it_found(make, tmp_path):
+    path = tmp_path / "requests.jsonl"
+    rng = np.random.default_rng(4)
+    store = make(5, recorder=TraceRecorder(path), cache_policy="lru")
+    found = []
+    for _ in range(30):
+        who = int(rng.integers(3))
+        prompt = [who] * int(rng.integers(1, 14))
+        hit = store.load(prompt)
+        found.append(0 if hit is None else hit.num_tokens)
+        save(store, prompt)
+        store.flush()
+    store.load([0] * BLOCK, TENANTS[1])
+    store.close()
+    trace = read_trace(path)
+    run = trace.recording
+    assert run.host_tokens.tolist() == [*found, 0]
+    assert sum(found) > 0
+    assert (run.device_tokens == -1).all()
+    assert (run.policy, run.host_blocks, trace.block_size) == ("lru", 5, BLOCK)
+    # Prompts of other adapters are others.
+    assert trace.ids[-1] == trace.num_unique_blocks - 1
+    result = replay("lru", trace, 5)
+    assert (BLOCK * result.hits_by_request).tolist() == run.host_tokens.tolist()
+    assert store.stats.query_tokens == trace.input_tokens.sum()
+    with pytest.raises(RuntimeError, match="closed"):
+        store.load([0] * BLOCK)
 
 
 def test_a_policy_that_listens_is_told_of_each_load(make):

@@ -15,6 +15,7 @@ from jaxkv import OffloadScheduler, TransferEngine
 from jaxkv.integrations.vllm import config as vllm_config
 from jaxkv.integrations.vllm.scheduler import VllmRequest
 from jaxkv.observe.metrics import OffloadMetrics
+from jaxkv.tools.replay.traces import read_trace
 from tests.rigs import fake_vllm
 from tests.rigs.fake_engine import Engine, next_token
 from tests.rigs.fake_vllm import (
@@ -78,6 +79,31 @@ def test_a_prompt_comes_back_from_the_host(generation):
     assert engine.scheduler.num_external_tokens == 4 * BLOCK_SIZE
     assert again.tokens == reference(range(18), 3)
     engine.check_nothing_leaked()
+
+
+@pytest.mark.parametrize("windows", [(None,), (6, None)], ids=["full", "hybrid"])
+def test_requests_are_recorded(newest, tmp_path, windows):
+    path = tmp_path / "requests.jsonl"
+    engine = make_warm_engine(windows=windows, extra={"record": str(path)})
+    engine.run(Request("again", range(18), 7))
+    engine.scheduler.connector.shutdown()
+    trace = read_trace(path)
+    assert trace.block_size == BLOCK_SIZE
+    assert trace.input_tokens.tolist() == [18, 18]
+    assert trace.output_tokens.tolist() == [1, 7]
+    assert trace.num_asked.tolist() == [4, 4]
+    assert trace.num_blocks.tolist() == [4, 6]  # The last token has no KV.
+    assert trace.ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5]
+    run = trace.recording
+    assert run.device_tokens.tolist() == [0, 0]
+    assert run.host_tokens.tolist() == [0, 16]
+    assert (run.policy, run.host_blocks, run.device_blocks) == ("lru", 32, 23)
+
+
+def test_what_cannot_be_recorded_to_stops_the_engine_at_its_start(newest, tmp_path):
+    extra = {"record": str(tmp_path / "nowhere" / "requests.jsonl")}
+    with pytest.raises(FileNotFoundError, match=r"cannot record to .*nowhere/req"):
+        Engine(generation="0.32", extra=extra)
 
 
 def test_blocks_on_the_device_are_not_loaded(newest):

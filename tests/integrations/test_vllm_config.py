@@ -28,6 +28,10 @@ def test_the_keys_set_rules_and_sizes():
             "delay_shared_loads": True,
             "staging_bytes": "1MiB",
             "transfer_deadline_s": 5,
+            "record": "/nowhere/requests.jsonl",
+            "record_max_bytes": "2MiB",
+            "record_max_files": 1,
+            "record_key_file": "/nowhere/key",
         },
     )
     assert config.groups == (FullAttention(BLOCK_SIZE), SlidingWindow(BLOCK_SIZE, 6))
@@ -36,6 +40,11 @@ def test_the_keys_set_rules_and_sizes():
     assert (rules.store_threshold, rules.prompt_only) == (2, True)
     assert (rules.max_offload_tokens, rules.delay_shared_loads) == (64, True)
     assert (config.staging_bytes, config.deadline_s) == (1 << 20, 5.0)
+    assert (config.record, config.record_key_file) == (
+        "/nowhere/requests.jsonl",
+        "/nowhere/key",
+    )
+    assert (config.record_max_bytes, config.record_max_files) == (2 << 20, 1)
 
 
 def test_cpu_bytes_become_blocks_of_all_layers():
@@ -80,6 +89,12 @@ BAD_KEYS = {
     ),
     "no chunk": ({"blocks_per_chunk": 0}, "blocks_per_chunk=0 must be at least 1"),
     "no time": ({"transfer_deadline_s": 0}, "must be a number of seconds above 0"),
+    "no file": ({"record": ""}, "record='' must be the name of a file"),
+    "a small file": (
+        {"record_max_bytes": "1KiB"},
+        "record_max_bytes='1KiB' must be at least 1048576",
+    ),
+    "no files": ({"record_max_files": 0}, "record_max_files=0 must be at least 1"),
     "no name": (
         {"eviction_policy": 3},
         "eviction_policy=3 must be the name of a cache",

@@ -14,8 +14,13 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxkv import FullAttention, OffloadRules, SlidingWindow
+from jaxkv import FullAttention, OffloadRules, SlidingWindow, TraceRecorder
 from jaxkv._util import parse_bytes, shown
+from jaxkv.scheduling.record import (
+    DEFAULT_MAX_BYTES,
+    DEFAULT_MAX_FILES,
+    LEAST_MAX_BYTES,
+)
 from jaxkv.search.groups import GroupSpec
 
 DEFAULT_HOST_BYTES = 8 << 30
@@ -49,6 +54,11 @@ class ConnectorConfig:
         max_num_batched_tokens: Maximum tokens of a step.
         staging_bytes: Device memory for transfers; None for the engine's default.
         deadline_s: Maximum seconds of a transfer.
+        record: The file that requests are recorded in; None for none.
+        record_max_bytes: Most bytes of that file.
+        record_max_files: Files that are kept.
+        record_key_file: File with the secret of the recorded ids; None for a random
+            secret.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -61,6 +71,10 @@ class ConnectorConfig:
     max_num_batched_tokens: int
     staging_bytes: int | None
     deadline_s: float
+    record: str | None = None
+    record_max_bytes: int = DEFAULT_MAX_BYTES
+    record_max_files: int = DEFAULT_MAX_FILES
+    record_key_file: str | None = None
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> ConnectorConfig:
@@ -111,6 +125,26 @@ class ConnectorConfig:
             scheduler_config.max_num_batched_tokens,
             values["staging_bytes"],
             values["transfer_deadline_s"],
+            values["record"],
+            values["record_max_bytes"],
+            values["record_max_files"],
+            values["record_key_file"],
+        )
+
+    def make_recorder(self) -> TraceRecorder | None:
+        """Make what records the requests; None if nothing is to.
+
+        Raises:
+            ValueError: The secret is too short.
+            OSError: The file cannot be written, or another process records to it.
+        """
+        if self.record is None:
+            return None
+        return TraceRecorder(
+            self.record,
+            max_bytes=self.record_max_bytes,
+            max_files=self.record_max_files,
+            key_file=self.record_key_file,
         )
 
 
@@ -133,6 +167,25 @@ def _bytes(name: str, value: Any) -> int:
 
 def _bytes_or_none(name: str, value: Any) -> int | None:
     return None if value is None else _bytes(name, value)
+
+
+def _file_bytes(name: str, value: Any) -> int:
+    num_bytes = _bytes(name, value)
+    if num_bytes < LEAST_MAX_BYTES:
+        raise ValueError(f"{name}={shown(value)} must be at least {LEAST_MAX_BYTES}.")
+    return num_bytes
+
+
+def _num_files(name: str, value: Any) -> int:
+    if _count(name, value) < 1:
+        raise ValueError(f"{name}={value} must be at least 1.")
+    return int(value)
+
+
+def _file_or_none(name: str, value: Any) -> str | None:
+    if value is not None and not (isinstance(value, str) and value):
+        raise ValueError(f"{name}={shown(value)} must be the name of a file.")
+    return value
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -177,6 +230,10 @@ EXTRA_KEYS: dict[str, tuple[Any, Callable[[str, Any], Any]]] = {
     "lazy_offload": (False, _not_lazy),
     "staging_bytes": (None, _bytes_or_none),
     "transfer_deadline_s": (30.0, _seconds),
+    "record": (None, _file_or_none),
+    "record_max_bytes": (DEFAULT_MAX_BYTES, _file_bytes),
+    "record_max_files": (DEFAULT_MAX_FILES, _num_files),
+    "record_key_file": (None, _file_or_none),
 }
 
 

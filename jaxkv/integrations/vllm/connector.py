@@ -84,6 +84,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     Raises:
         ValueError: If jaxkv does not support vLLM's configuration, or a key of
             ``kv_connector_extra_config`` is unknown or has a bad value.
+        OSError: The file to record to cannot be written.
     """
 
     # What vLLM tells its users where cached tokens came from.
@@ -314,7 +315,9 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         return self._of_worker.take_report()
 
     def shutdown(self) -> None:
-        """Wait for transfers in flight."""
+        """Wait for transfers in flight, and close the file of recorded requests."""
+        if self._scheduler is not None:
+            self._scheduler.shut_down()
         if self._worker is not None:
             self._worker.shut_down()
 

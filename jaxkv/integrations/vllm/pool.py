@@ -49,6 +49,7 @@ class VllmBlockPool:
     def __init__(self, pool: Any, num_groups: int) -> None:
         self._pool = pool
         self._num_groups = num_groups
+        self.num_blocks = len(pool.blocks)
         self.unwritten: set[int] = set()
 
     def holds(self, block_ids: BlockIds, keys: Sequence[BlockKey]) -> NDArray[np.bool_]:

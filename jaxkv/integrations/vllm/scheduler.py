@@ -108,6 +108,7 @@ class SchedulerHalf:
     Raises:
         ValueError: If the cache policy is unknown, or the rules do not fit the model's
             groups.
+        OSError: The file to record to cannot be written.
 
     Attributes:
         scheduler: The scheduler of stores and loads.
@@ -120,6 +121,7 @@ class SchedulerHalf:
             config.cache_policy,
             config.enable_events,
             rules=config.rules,
+            recorder=config.make_recorder(),
         )
         self._config = config
         self._stats = StatsReader(self.scheduler)
@@ -213,6 +215,11 @@ class SchedulerHalf:
     def reset(self) -> bool:
         """Clear the host tier; return whether that was done."""
         return self.scheduler.reset()
+
+    def shut_down(self) -> None:
+        """Close the file that requests are recorded in."""
+        if self.scheduler.recorder is not None:
+            self.scheduler.recorder.close()
 
     def _request(self, request: Any) -> VllmRequest:
         known = self._requests.get(request.request_id)
