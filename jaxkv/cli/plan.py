@@ -65,15 +65,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument(
         "trace",
+        nargs="+",
         metavar="TRACE",
-        help="as jaxkv replay takes it: a file, or synthetic, or synthetic:REQUESTS",
+        help="as jaxkv replay takes it: a file, or several that were recorded under one "
+        "key, or synthetic, or synthetic:REQUESTS",
     )
     parser.add_argument(
         "--block-size",
         type=parse_whole_number_from(1),
-        default=BLOCK_SIZE,
         metavar="N",
-        help="tokens in a block of the trace (default: %(default)s)",
+        help="tokens in a block of the trace, which a recorded one says itself "
+        f"(default: {BLOCK_SIZE})",
     )
     add_model_options(parser)
     parser.add_argument(

@@ -50,8 +50,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument(
         "trace",
+        nargs="+",
         metavar="TRACE",
-        help="a file of Mooncake's or the normalised format, plain or .gz; or "
+        help="a file of Mooncake's or the normalised format, plain or .gz; several "
+        "files that were recorded under one key, such as FILE.1 FILE; or "
         f"synthetic, or synthetic:REQUESTS, by default {_SYNTHETIC_REQUESTS}",
     )
     parser.add_argument(
@@ -73,9 +75,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--block-size",
         type=parse_whole_number_from(1),
-        default=BLOCK_SIZE,
         metavar="N",
-        help="tokens in a block of the trace (default: %(default)s)",
+        help="tokens in a block of the trace, which a recorded one says itself "
+        f"(default: {BLOCK_SIZE})",
     )
     parser.add_argument(
         "--no-optimum",
@@ -129,11 +131,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _command_of(args: argparse.Namespace) -> str:
     """Write the command line that has these options."""
-    words = ["jaxkv", "replay", args.trace]
+    words = ["jaxkv", "replay", *args.trace]
     for option, value in (
         ("--policy", args.policy and ",".join(args.policy)),
         ("--capacity", args.capacity and ",".join(args.capacity)),
-        ("--block-size", None if args.block_size == BLOCK_SIZE else args.block_size),
+        ("--block-size", args.block_size),
         ("--device-blocks", args.device_blocks),
         ("--model", args.model),
         ("--plot", args.plot),
@@ -205,21 +207,23 @@ def _parse_capacity(text: str, num_unique: int) -> int:
     return max(blocks, 1)
 
 
-def open_trace(text: str, block_size: int) -> Trace:
+def open_trace(given: list[str], block_size: int | None) -> Trace:
     """Read the trace that a command line names, or make one up."""
+    text = given[0]
     name, _, number = text.partition(":")
-    if name == _SYNTHETIC:
+    if name == _SYNTHETIC and len(given) == 1:
         if text != _SYNTHETIC and not re.fullmatch(r"[1-9]\d{0,6}", number):
             raise UsageError(
                 f"TRACE: {shown(text)} must be {_SYNTHETIC}:REQUESTS, such as "
                 f"{_SYNTHETIC}:{_SYNTHETIC_REQUESTS}"
             )
         num_requests = int(number or _SYNTHETIC_REQUESTS)
-        return make_synthetic_trace(num_requests, block_size=block_size)
+        return make_synthetic_trace(num_requests, block_size=block_size or BLOCK_SIZE)
     try:
-        return read_trace(text, block_size)
+        return read_trace(given, block_size)
     except TraceError as error:
         raise UsageError(error) from error
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "it is no name of a file"
-        raise UsageError(f"TRACE: cannot read {shown(text)} ({why})") from error
+        text = getattr(error, "filename", None) or text
+        raise UsageError(f"TRACE: cannot read {shown(str(text))} ({why})") from error

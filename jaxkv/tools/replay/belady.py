@@ -54,11 +54,11 @@ def find_optimum(
     if capacity_blocks < 1:
         raise ValueError(f"{capacity_blocks=} must be at least 1.")
     ids, offsets = trace.ids.tolist(), trace.offsets.tolist()
-    next_uses = _next_uses(trace, device)
     local = np.zeros(trace.num_requests, np.int64)
-    used = findable = trace.num_blocks
+    used, findable = trace.num_blocks, trace.num_asked
     if device is not None:
         local, used, findable = device.hits, device.usable, device.findable
+    next_uses = _next_uses(trace, local, findable)
     num_hits = np.zeros(trace.num_requests, np.int64)
     held: dict[int, int] = {}  # a block -> the request that uses it next
     # (-next use, -depth, block); entries that disagree with `held` are outdated.
@@ -102,22 +102,26 @@ def _evict(
         heapq.heappush(farthest, entry)
 
 
-def _next_uses(trace: Trace, device: DeviceHits | None) -> list[int]:
-    """Return for each use of a block the request of its next use, or R for none."""
+def _next_uses(
+    trace: Trace, first: NDArray[np.int64], last: NDArray[np.int64]
+) -> list[int]:
+    """Return for each block of each request which one uses it next, or R for none.
+
+    Args:
+        trace: The requests.
+        first: i64[R]. Which of its blocks is the first that a request has a use for.
+        last: i64[R]. The block behind the last one.
+    """
     requests = np.repeat(np.arange(trace.num_requests), trace.num_blocks)
     # Sorted by block and request, the next use is the next entry that counts.
     order = np.lexsort((requests, trace.ids))
-    counts = np.ones(trace.num_block_refs, np.bool_)
-    if device is not None:
-        depths = np.arange(trace.num_block_refs) - trace.offsets[requests]
-        counts = (depths >= device.hits[requests]) & (
-            depths < device.findable[requests]
-        )
+    depths = np.arange(len(trace.ids)) - trace.offsets[requests]
+    counts = (depths >= first[requests]) & (depths < last[requests])
     places = np.where(counts[order], np.arange(len(order)), len(order))
     after = np.append(np.minimum.accumulate(places[::-1])[::-1], len(order))[1:]
     has_next = after < len(order)
     has_next[has_next] = trace.ids[order[after[has_next]]] == trace.ids[order[has_next]]
-    next_uses = np.full(trace.num_block_refs, trace.num_requests)
+    next_uses = np.full(len(trace.ids), trace.num_requests)
     next_uses[order[has_next]] = requests[order[after[has_next]]]
     result: list[int] = next_uses.tolist()
     return result

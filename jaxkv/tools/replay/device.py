@@ -11,6 +11,9 @@ mode serves them when each is alone:
    evicted although the device still had it is stored again,
 5. the device's blocks are released, the tail of the prefix first.
 
+Blocks that a recorded request's output filled are offered between 3 and 4, and take
+room on the device.
+
 A device block goes by no policy's decision: whether a prefix was loaded or computed, it
 is there afterwards. So what the device finds is the same whatever the host does, and is
 counted once for all policies and capacities.
@@ -46,12 +49,15 @@ class DeviceHits:
             does not fit the device.
         findable: i64[R]. Blocks that may be found, on the device or on the host: none
             with the last token, whose logits are needed.
+        running: i64[R]. Blocks that are offered to the host before the request's end:
+            not one that the last step fills.
     """
 
     num_blocks: int
     hits: NDArray[np.int64]
     usable: NDArray[np.int64]
     findable: NDArray[np.int64]
+    running: NDArray[np.int64]
 
     def num_cut(self, trace: Trace) -> int:
         """Count the requests that do not fit the device."""
@@ -66,8 +72,9 @@ def find_on_device(
     """Count what a device finds of each request, by the rules of `DeviceBlockPool`.
 
     A request holds a block for each of its full ones and one for the rest of its
-    prompt; what it generates takes no room. Of one that does not fit, as many tokens
-    take part as do.
+    prompt. What it generates takes room if the trace was recorded, so that it is known
+    to run on a device like this. Of one that does not fit, as many tokens take part as
+    do.
 
     Args:
         trace: The requests.
@@ -89,8 +96,16 @@ def find_on_device(
     num_tokens = np.minimum(_tokens_of(trace), num_blocks * size)
     held = -(-num_tokens // size)
     usable = np.minimum(trace.num_blocks, num_tokens // size)
-    findable = np.minimum(usable, np.maximum(num_tokens - 1, 0) // size)
+    most = np.minimum(num_tokens, _prompt_tokens_of(trace)) - 1
+    findable = np.minimum(usable, trace.num_asked)
+    findable = np.minimum(findable, np.maximum(most, 0) // size)
     hits = np.zeros(trace.num_requests, np.int64)
+    # Where the output is known, with a step for each of its tokens but the first.
+    running = np.minimum(usable, trace.num_asked)
+    if trace.recording is not None:
+        is_known, num_steps = trace.output_tokens >= 0, trace.output_tokens - 1
+        filled = np.where(num_steps > 0, (num_tokens - 1) // size, 0)
+        running = np.where(is_known, np.minimum(usable, filled), running)
     pool = DeviceBlockPool(num_blocks + 1)  # And the null block.
     for request in range(trace.num_requests):
         first = trace.offsets[request]
@@ -105,7 +120,7 @@ def find_on_device(
         if request % _REQUESTS_PER_REPORT == 0:
             on_progress(request, trace.num_requests)
     on_progress(trace.num_requests, trace.num_requests)
-    return DeviceHits(num_blocks, hits, usable, findable)
+    return DeviceHits(num_blocks, hits, usable, findable, running)
 
 
 def serve_behind(
@@ -113,6 +128,8 @@ def serve_behind(
     keys: Words,
     num_local: int,
     num_findable: int,
+    num_running: int,
+    num_asked: int,
     begin: Callable[[], Any] = lambda: None,
     finish: Callable[[Any], None] = lambda mark: None,
 ) -> tuple[int, int, bool]:
@@ -123,6 +140,9 @@ def serve_behind(
         keys: u32[n, 8]. The keys of the request's blocks that take part.
         num_local: How many of them, from the first on, the device has found.
         num_findable: How many may be found.
+        num_running: How many are offered before its end: those of the prompt together,
+            each of the others as it is filled.
+        num_asked: How many the request asks for; its output fills those after them.
         begin: Tells the policy that the request begins.
         finish: Tells it, with what that returned, that the request has finished.
 
@@ -136,20 +156,23 @@ def serve_behind(
     if num_local < num_findable:
         num_found = executor.lookup(keys[num_local:num_findable])
     mark = begin()
-    executor.touch(keys)
+    if num_asked:
+        executor.touch(keys[:num_asked])
     # Nobody else is served meanwhile, so that what is loaded need not be pinned.
     num_known = num_local + num_found
     is_ordered = True
     under_way: list[Store] = []
     is_refused = False
-    if num_known < num_keys:
-        is_refused = _offer(executor, keys[num_known:], under_way)
-        is_ordered = (num_keys - num_known) * _REORDER_SHARE >= num_keys
-        if is_ordered:
-            executor.touch(keys, False)
+    for end in range(num_asked, num_running + 1):
+        if num_known < end:
+            is_refused |= _offer(executor, keys[num_known:end], under_way)
+            is_ordered = (end - num_known) * _REORDER_SHARE >= end
+            if is_ordered:
+                executor.touch(keys[:end], False)
+            num_known = end
     # Where nothing was known, all that the host has now is what it took.
-    is_whole = not is_refused
-    if num_known:
+    is_whole = num_known == num_keys and not is_refused
+    if num_local + num_found or num_known < num_keys:
         is_whole = bool((executor.find(keys) != NO_BLOCK).all())
     if not is_whole:
         is_refused |= _offer(executor, keys, under_way)
@@ -181,7 +204,16 @@ def _size_of(trace: Trace) -> int:
 
 
 def _tokens_of(trace: Trace) -> NDArray[np.int64]:
+    """Return the tokens of which each request has KV in the end: i64[R]."""
+    tokens = _prompt_tokens_of(trace)
+    if trace.recording is None:
+        return tokens
+    # The last one that is generated is not read again.
+    return tokens + np.maximum(trace.output_tokens - 1, 0)
+
+
+def _prompt_tokens_of(trace: Trace) -> NDArray[np.int64]:
     """Return each prompt's tokens, i64[R]: if not known, one after the full blocks."""
     if trace.input_tokens is None or trace.block_size is None:
-        return trace.num_blocks * _size_of(trace) + (trace.num_blocks > 0)
+        return trace.num_asked * _size_of(trace) + (trace.num_asked > 0)
     return trace.input_tokens

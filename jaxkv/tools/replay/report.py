@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 import jax
@@ -24,7 +24,7 @@ from jaxkv.tools.replay.measures import (
     format_share,
 )
 from jaxkv.tools.replay.run import OPTIMUM, ReplayResult
-from jaxkv.tools.replay.traces import Trace
+from jaxkv.tools.replay.traces import Recording, Trace
 
 _CEILING = f"{OPTIMUM} (ceiling)"
 _COLOURS = ("#0b6285", "#b3401f", "#4a6b14", "#7a3f94", "#855600", "#33418f", "#a0245f")
@@ -56,7 +56,32 @@ def facts_of(trace: Trace) -> list[tuple[str, str]]:
     if trace.input_tokens is not None:
         size = f" in blocks of {trace.block_size}" if trace.block_size else ""
         facts.append(("Input tokens", f"{trace.input_tokens.sum():,}{size}"))
+    if trace.recording is not None:
+        facts += _facts_of_run(trace, trace.recording)
     return facts
+
+
+def _facts_of_run(trace: Trace, run: Recording) -> Iterator[tuple[str, str]]:
+    """Say what the run that was recorded found, and what the trace lacks of it."""
+    num_tokens = 0 if trace.input_tokens is None else int(trace.input_tokens.sum())
+    found = [
+        f"{num:,} tokens on the {tier} ({format_percent(num / (num_tokens or 1))})"
+        for tier, num, tokens in (
+            ("device", run.num_device_hit_tokens, run.device_tokens),
+            ("host", run.num_host_hit_tokens, run.host_tokens),
+        )
+        if (tokens >= 0).any()
+    ]
+    ran = [] if run.policy is None else [run.policy]
+    for tier, num in (("host", run.host_blocks), ("device", run.device_blocks)):
+        if num is not None:
+            ran.append(f"{num:,} {tier} blocks")
+    if found:
+        yield "Found then", "; ".join(filter(None, [", ".join(found), ", ".join(ran)]))
+    if run.num_lost:
+        yield "Not there", f"{run.num_lost:,} requests, which could not be recorded"
+    for note in run.notes:
+        yield "Note", note
 
 
 def parts_of(comparison: Comparison) -> list[tuple[str, str]]:
@@ -168,6 +193,17 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
             "jax": jax.__version__,
         },
     }
+    if trace.recording is not None:
+        run = trace.recording
+        figures["recording"] = {
+            "num_device_hit_tokens": run.num_device_hit_tokens,
+            "num_host_hit_tokens": run.num_host_hit_tokens,
+            "policy": run.policy,
+            "host_blocks": run.host_blocks,
+            "device_blocks": run.device_blocks,
+            "num_lost": run.num_lost,
+            "notes": list(run.notes),
+        }
     if model is not None:
         figures["model"] = {
             "name": model.name,

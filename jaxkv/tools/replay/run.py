@@ -146,14 +146,14 @@ def replay(
         executor = make_executor(cache)
         # Compiles; then start empty.
         news = _News() if cache.listens else None
-        ahead = None if device is None else (0, 1)
-        _serve(executor, np.zeros(1, np.int64), news, ahead)
+        ahead = None if device is None else (0, 1, 1)
+        _serve(executor, np.zeros(1, np.int64), 1, news, ahead)
         executor = make_executor(cache)
         ready_s = time.perf_counter()
         num_hits = np.zeros(trace.num_requests, np.int64)
         num_stores = np.zeros(trace.num_requests, np.int64)
         num_refused = 0
-        used = np.minimum(trace.num_blocks, capacity_blocks)
+        used, num_asked = np.minimum(trace.num_blocks, capacity_blocks), trace.num_asked
         if device is not None:
             used = device.usable
         for request in range(trace.num_requests):
@@ -161,9 +161,14 @@ def replay(
             ids = trace.ids[start : start + used[request]]
             news = _news_of(trace, request) if cache.listens else None
             if device is not None:
-                ahead = int(device.hits[request]), int(device.findable[request])
+                ahead = (
+                    int(device.hits[request]),
+                    int(device.findable[request]),
+                    int(device.running[request]),
+                )
+            asked = min(int(num_asked[request]), len(ids))
             num_hits[request], num_stores[request], is_refused = _serve(
-                executor, ids, news, ahead
+                executor, ids, asked, news, ahead
             )
             num_refused += is_refused
             if request % _REQUESTS_PER_REPORT == 0:
@@ -275,17 +280,19 @@ def _news_of(trace: Trace, request: int) -> _News:
 def _serve(
     executor: Executor,
     ids: NDArray[Any],
+    num_asked: int,
     news: _News | None,
-    ahead: tuple[int, int] | None,
+    ahead: tuple[int, int, int] | None,
 ) -> tuple[int, int, bool]:
     """Serve a request; return its hit blocks, those stored, and if any was refused.
 
     Args:
         executor: The cache.
         ids: int[n]. The request's blocks.
+        num_asked: How many it asks for; its output fills those after them.
         news: What to tell the policy; None if it does not listen.
-        ahead: How many blocks the device in front has found, and how many may be found;
-            None if there is no device.
+        ahead: How many blocks the device in front has found, how many may be found, and
+            how many are offered before the request's end; None if there is no device.
     """
     if not ids.size:
         return 0, 0, False
@@ -293,9 +300,10 @@ def _serve(
     positions = np.arange(len(ids), dtype=np.int32)
 
     def begin() -> int:
-        if news is None:
+        if news is None or not num_asked:
             return 0
-        return executor.begin(keys, positions, news.time_ms, news.input_tokens)
+        asked = keys[:num_asked], positions[:num_asked]
+        return executor.begin(*asked, news.time_ms, news.input_tokens)
 
     def finish(mark: int) -> None:
         if news is not None:
@@ -304,7 +312,7 @@ def _serve(
 
     if ahead is not None:
         num_found, num_stored, is_refused = serve_behind(
-            executor, keys, *ahead, begin, finish
+            executor, keys, *ahead, num_asked, begin, finish
         )
         return ahead[0] + num_found, num_stored, is_refused
     mark = begin()
@@ -315,7 +323,8 @@ def _serve(
     executor.complete_step(step.block_ids, step.num_hits)
     finish(mark)
     is_refused = step.evicted_keys is None
-    return step.num_hits, 0 if is_refused else step.num_stored, is_refused
+    num_stored = 0 if is_refused else step.num_stored
+    return min(step.num_hits, num_asked), num_stored, is_refused
 
 
 def _check_name(policy: str | PolicyMaker) -> str:

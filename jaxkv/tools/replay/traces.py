@@ -11,6 +11,10 @@ Times are in milliseconds, lengths in tokens. The output's may be left out, and 
 may be a "stop", "tool_use" or "end_turn", which says why the request stopped. Equal ids
 are equal blocks after equal prefixes; the numbers have no other meaning. In shapes, R
 is the number of requests.
+
+What `jaxkv.scheduling.record` writes is of the normalised format, with a first line
+about the file, and fields for the blocks that a request's output filled and for what it
+found when it ran.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import gzip
 import io
 import itertools
 import json
+import os
 import pathlib
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,7 +33,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from jaxkv._util import shown_name
+from jaxkv._util import shown, shown_name
+from jaxkv.scheduling.record import FORMAT
 from jaxkv.types import KEY_WORDS, STOPS, Stop
 
 BLOCK_SIZE = 512
@@ -38,6 +44,8 @@ _FACTORS = np.arange(1, 2 * KEY_WORDS, 2, dtype=np.uint32) * np.uint32(0x9E3779B
 """u32[8]. Odd, so that different ids differ in every word of their keys."""
 
 _STOP = "stop"
+# Fields that recorded lines have besides.
+_OUT_IDS, _DEVICE, _HOST = "out_ids", "device", "host"
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
@@ -46,13 +54,47 @@ class TraceError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Recording:
+    """What a recorded trace says of the run that it comes from.
+
+    Attributes:
+        device_tokens: i64[R]. Tokens that each request found on the device, -1 where
+            nobody looked.
+        host_tokens: i64[R]. Tokens that came from the host beside them, likewise.
+        num_lost: Requests that the files say they lack.
+        notes: What else is not as it should be, each in a sentence.
+        policy: The cache policy of the run; None if it is not known, or not one.
+        host_blocks: Blocks of its host tier, likewise.
+        device_blocks: Blocks of its device, likewise.
+    """
+
+    device_tokens: NDArray[np.int64]
+    host_tokens: NDArray[np.int64]
+    num_lost: int = 0
+    notes: tuple[str, ...] = ()
+    policy: str | None = None
+    host_blocks: int | None = None
+    device_blocks: int | None = None
+
+    @property
+    def num_device_hit_tokens(self) -> int:
+        """Tokens that were found on the device."""
+        return int(np.maximum(self.device_tokens, 0).sum())
+
+    @property
+    def num_host_hit_tokens(self) -> int:
+        """Tokens that came from the host."""
+        return int(np.maximum(self.host_tokens, 0).sum())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Trace:
     """The requests of a trace.
 
     Attributes:
         name: For display.
-        ids: i32[num_block_refs]. The blocks of all requests, one request after another,
-            numbered from 0 by first appearance.
+        ids: i32[n]. The blocks of all requests, one request after another, numbered
+            from 0 by first appearance.
         offsets: i64[R + 1]. Request r has ``ids[offsets[r]:offsets[r + 1]]``.
         time_ms: f64[R]. Arrival of each request.
         input_tokens: i64[R]. Length of each prompt, or None if unknown.
@@ -60,6 +102,9 @@ class Trace:
         num_unique_blocks: Number of different blocks.
         output_tokens: i64[R]. Tokens that each generated, -1 where that is unknown.
         stops: i8[R]. Why each stopped, as an index of `jaxkv.types.STOPS`.
+        num_output_blocks: i64[R]. How many of each request's blocks, the last ones, it
+            did not ask for, as its output filled them. None if that is not known.
+        recording: What a recorded trace says of its run; None for others.
     """
 
     name: str
@@ -71,6 +116,8 @@ class Trace:
     num_unique_blocks: int
     output_tokens: NDArray[np.int64]
     stops: NDArray[np.int8]
+    num_output_blocks: NDArray[np.int64] | None = None
+    recording: Recording | None = None
 
     @property
     def num_requests(self) -> int:
@@ -79,13 +126,20 @@ class Trace:
 
     @property
     def num_block_refs(self) -> int:
-        """Number of blocks of all requests, with repetitions."""
-        return len(self.ids)
+        """Number of blocks that all requests ask for, with repetitions."""
+        return int(self.num_asked.sum())
 
     @property
     def num_blocks(self) -> NDArray[np.int64]:
-        """Blocks of each request: i64[R]."""
+        """Blocks of each request, those that its output filled among them: i64[R]."""
         return np.diff(self.offsets)
+
+    @property
+    def num_asked(self) -> NDArray[np.int64]:
+        """Blocks that each request asks for, the first ones of its blocks: i64[R]."""
+        if self.num_output_blocks is None:
+            return self.num_blocks
+        return self.num_blocks - self.num_output_blocks
 
 
 def keys_of(ids: NDArray[Any]) -> NDArray[np.uint32]:
@@ -110,18 +164,23 @@ def make_trace(
     block_size: int | None = None,
     output_tokens: ArrayLike | None = None,
     stops: Iterable[Stop | None] | None = None,
+    num_output_blocks: ArrayLike | None = None,
+    recording: Recording | None = None,
 ) -> Trace:
     """Make a trace from requests with arbitrary block ids.
 
     Args:
         name: For display.
-        requests: The block ids of each request.
+        requests: The block ids of each request, those that its output filled last.
         time_ms: f64[R]. Arrival of each; all at once if None.
         input_tokens: i64[R]. Length of each prompt, if known.
         block_size: Tokens per block, if known.
         output_tokens: i64[R]. Tokens that each generated, -1 where that is unknown;
             None if none is known.
         stops: Why each stopped; None if that is not known of any.
+        num_output_blocks: i64[R]. How many of each request's blocks its output filled;
+            None for none.
+        recording: What a recorded trace says of its run.
 
     Raises:
         ValueError: If there is no request with a block.
@@ -160,48 +219,172 @@ def make_trace(
         num_unique_blocks=len(numbers),
         output_tokens=np.asarray(output_tokens, np.int64),
         stops=np.array([STOPS.index(stop) for stop in stops], np.int8),
+        num_output_blocks=None
+        if num_output_blocks is None
+        else np.asarray(num_output_blocks, np.int64),
+        recording=recording,
     )
 
 
-def read_trace(path: str | pathlib.Path, block_size: int = BLOCK_SIZE) -> Trace:
-    """Read a trace from a file, in either format.
+def read_trace(
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    block_size: int | None = None,
+) -> Trace:
+    """Read a trace from a file, in either format, or from several recorded ones.
 
     Only full blocks count: the id of a partial last block, as in Mooncake's files, is
     left out.
 
     Args:
-        path: The file.
-        block_size: Tokens per block, which the formats do not contain.
+        path: The file; or files that were recorded under one secret, in any order.
+        block_size: Tokens per block, which only recorded files say; None for what they
+            say, and `BLOCK_SIZE` for others.
 
     Returns:
-        The requests in the order of the file.
+        The requests in the order of the file; recorded ones in that of their times.
 
     Raises:
-        TraceError: If the file or a line is malformed.
-        OSError: If the file cannot be opened.
+        TraceError: If a file or a line is malformed, or files do not go together.
+        OSError: If a file cannot be opened.
     """
-    if block_size < 1:
+    if block_size is not None and block_size < 1:
         raise ValueError(f"{block_size=} must be at least 1.")
-    path = pathlib.Path(path)
-    read = list(_read_requests(path, block_size))
-    requests = [request.ids for request in read]
+    many = [path] if isinstance(path, str | os.PathLike) else list(path)
+    paths = [pathlib.Path(each) for each in many]
+    parts = [_read_part(each, block_size) for each in paths]
+    shown_paths = shown_name(", ".join(map(str, paths)))
+    recording = None
+    requests = parts[0].requests
+    if len(parts) > 1 or parts[0].header is not None:
+        requests, recording = _join(paths, parts)
+    size = parts[0].block_size
     if not requests:
-        raise TraceError(f"{shown_name(str(path))}: the file has no request")
-    if not any(requests):
-        raise TraceError(
-            f"{shown_name(str(path))}: no request has a full block of "
-            f"{block_size} tokens"
-        )
-    name = path.name.removesuffix(".gz").removesuffix(".jsonl")
+        raise TraceError(f"{shown_paths}: the file has no request")
+    blocks = [[*request.ids, *request.out_ids] for request in requests]
+    if not any(request.ids for request in requests):
+        raise TraceError(f"{shown_paths}: no request has a full block of {size} tokens")
+    has_output_blocks = any(request.out_ids for request in requests)
+    name = paths[0].name.removesuffix(".gz").removesuffix(".jsonl")
     return make_trace(
         name,
-        requests,
-        [request.time_ms for request in read],
-        [request.input_tokens for request in read],
-        block_size,
-        [request.output_tokens for request in read],
-        [request.stop for request in read],
+        blocks,
+        [request.time_ms for request in requests],
+        [request.input_tokens for request in requests],
+        size,
+        [request.output_tokens for request in requests],
+        [request.stop for request in requests],
+        [len(each.out_ids) for each in requests] if has_output_blocks else None,
+        recording,
     )
+
+
+class _Header(NamedTuple):
+    """What the first line of a recorded file says.
+
+    Attributes:
+        block_size: Tokens per block.
+        began_unix_ms: The moment that times count from.
+        key_id: Which secret the ids are from.
+        part: How many files of the run came before.
+        facts: What else there is.
+    """
+
+    block_size: int
+    began_unix_ms: int
+    key_id: str
+    part: int
+    facts: dict[str, Any]
+
+
+@dataclasses.dataclass
+class _Part:
+    """A file as it was read.
+
+    Attributes:
+        block_size: Tokens per block.
+        header: What it says of itself; None if it was not recorded.
+        requests: Its requests.
+        num_lost: Requests that it says it lacks.
+        is_torn: Whether its last line is not whole.
+    """
+
+    block_size: int
+    header: _Header | None = None
+    requests: list[_Request] = dataclasses.field(default_factory=list)
+    num_lost: int = 0
+    is_torn: bool = False
+
+
+def _join(
+    paths: Sequence[pathlib.Path], parts: Sequence[_Part]
+) -> tuple[list[_Request], Recording]:
+    """Put the requests of recorded files in the order of their times."""
+    first, headers = parts[0].header, []
+    for path, part in zip(paths, parts, strict=True):
+        name, header = shown_name(str(path)), part.header
+        if header is None or first is None:
+            plain = name if header is None else shown_name(str(paths[0]))
+            raise TraceError(
+                f"{plain}: was not recorded by jaxkv, and only files that were can be "
+                "replayed together"
+            )
+        if header.block_size != first.block_size:
+            raise TraceError(
+                f"{name}: was recorded in blocks of {header.block_size} tokens, and "
+                f"{shown_name(str(paths[0]))} in blocks of {first.block_size}"
+            )
+        if header.key_id != first.key_id:
+            raise TraceError(
+                f"{name}: has ids of another secret than {shown_name(str(paths[0]))}: "
+                "replay the files of each run by themselves, and record with "
+                "record_key_file what is to be replayed together"
+            )
+        if header in headers:
+            raise TraceError(f"{name}: is there twice")
+        headers.append(header)
+    start_ms = min(header.began_unix_ms for header in headers)
+    requests = [
+        request._replace(time_ms=request.time_ms + (header.began_unix_ms - start_ms))
+        for header, part in zip(headers, parts, strict=True)
+        for request in part.requests
+    ]
+    requests.sort(key=lambda request: request.time_ms)
+    facts = {
+        name: value
+        for name, value in headers[0].facts.items()
+        if all(header.facts.get(name) == value for header in headers)
+    }
+    return requests, Recording(
+        np.array([request.device_tokens for request in requests], np.int64),
+        np.array([request.host_tokens for request in requests], np.int64),
+        sum(part.num_lost for part in parts),
+        tuple(_notes(paths, parts, headers)),
+        facts.get("policy"),
+        facts.get("host_blocks"),
+        facts.get("device_blocks"),
+    )
+
+
+def _notes(
+    paths: Sequence[pathlib.Path], parts: Sequence[_Part], headers: Sequence[_Header]
+) -> Iterator[str]:
+    """Say what recorded files lack."""
+    for path, part in zip(paths, parts, strict=True):
+        if part.is_torn:
+            yield (
+                f"{shown_name(str(path))} ends within a line, which was left out: it "
+                "is still being written, or its engine was killed."
+            )
+    runs: dict[int, set[int]] = {}
+    for header in headers:
+        runs.setdefault(header.began_unix_ms, set()).add(header.part)
+    for numbers in runs.values():
+        num_absent = max(numbers) - min(numbers) + 1 - len(numbers)
+        if num_absent:
+            yield (
+                f"{num_absent} of the files between the first and the last one "
+                f"{'is' if num_absent == 1 else 'are'} not there."
+            )
 
 
 class _Request(NamedTuple):
@@ -210,6 +393,9 @@ class _Request(NamedTuple):
     output_tokens: int
     ids: list[int]
     stop: Stop | None
+    out_ids: Sequence[int] = ()
+    device_tokens: int = -1
+    host_tokens: int = -1
 
 
 class _Format(NamedTuple):
@@ -227,13 +413,18 @@ _FORMATS = (
 )
 
 
+_NORMALISED = _FORMATS[1]
+
+
 class _BadLineError(Exception):
     """Why a line is not a request."""
 
 
-def _read_requests(path: pathlib.Path, block_size: int) -> Iterator[_Request]:
+def _read_part(path: pathlib.Path, block_size: int | None) -> _Part:
+    """Read a file."""
+    part = _Part(block_size or BLOCK_SIZE)
     form: _Format | None = None
-    number = 0
+    name, number, line = shown_name(str(path)), 0, ""
     try:
         for line in _open_lines(path):
             number += 1
@@ -242,18 +433,29 @@ def _read_requests(path: pathlib.Path, block_size: int) -> Iterator[_Request]:
             if line.isspace():
                 continue
             fields = _parse_json(line)
+            if form is None and "format" in fields:
+                part.header = _parse_header(fields, block_size)
+                part.block_size = part.header.block_size
+                form = _NORMALISED
+                continue
+            if part.header is not None and "dropped" in fields:
+                part.num_lost += _parse_count(fields, "dropped", "requests")
+                continue
             form = form or _detect_format(fields)
-            yield _parse_request(fields, form, block_size)
+            part.requests.append(_parse_request(fields, form, part.block_size))
     except _BadLineError as error:
-        raise TraceError(f"{shown_name(str(path))}:{number}: {error}") from None
+        if part.header is None or line.endswith("\n"):
+            raise TraceError(f"{name}:{number}: {error}") from None
+        part.is_torn = True
     except UnicodeDecodeError:
-        raise TraceError(
-            f"{shown_name(str(path))}:{number + 1}: is not UTF-8 text"
-        ) from None
+        raise TraceError(f"{name}:{number + 1}: is not UTF-8 text") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise TraceError(
-            f"{shown_name(str(path))}:{number + 1}: broken gzip data ({error})"
-        ) from None
+        if part.header is None or not isinstance(error, EOFError):
+            raise TraceError(
+                f"{name}:{number + 1}: broken gzip data ({error})"
+            ) from None
+        part.is_torn = True
+    return part
 
 
 def _open_lines(path: pathlib.Path) -> Iterator[str]:
@@ -302,18 +504,9 @@ def _parse_request(fields: dict[str, Any], form: _Format, block_size: int) -> _R
             f"{form.time_ms!r} must be a number of milliseconds from 0 on, "
             f"not {_show(time_ms)}"
         )
-    for name in (form.input_tokens, form.output_tokens):
-        if name not in fields:
-            continue
-        if type(fields[name]) is not int or not 0 <= fields[name] < 1 << 53:
-            raise _BadLineError(
-                f"{name!r} must be a number of tokens from 0 on, "
-                f"not {_show(fields[name])}"
-            )
-    ids = fields[form.ids]
-    if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
-        raise _BadLineError(f"{form.ids!r} must be a list of ints, not {_show(ids)}")
-    input_tokens = fields[form.input_tokens]
+    input_tokens = _parse_count(fields, form.input_tokens, "tokens")
+    output_tokens = _parse_count(fields, form.output_tokens, "tokens", -1)
+    ids = _parse_ids(fields, form.ids)
     num_full, rest = divmod(input_tokens, block_size)
     if len(ids) > num_full + (rest > 0):
         raise _BadLineError(
@@ -325,8 +518,66 @@ def _parse_request(fields: dict[str, Any], form: _Format, block_size: int) -> _R
         raise _BadLineError(
             f"{_STOP!r} must be 'tool_use' or 'end_turn', not {_show(stop)}"
         )
-    output_tokens = fields.get(form.output_tokens, -1)
-    return _Request(float(time_ms), input_tokens, output_tokens, ids[:num_full], stop)
+    request = _Request(
+        float(time_ms), input_tokens, output_tokens, ids[:num_full], stop
+    )
+    if form is not _NORMALISED:
+        return request
+    out_ids = _parse_ids(fields, _OUT_IDS) if _OUT_IDS in fields else []
+    num_more = (input_tokens + max(output_tokens, 0)) // block_size - num_full
+    if len(out_ids) > num_more or (out_ids and len(ids) < num_full):
+        raise _BadLineError(
+            f"{_OUT_IDS!r} has {len(out_ids)} blocks, too many for {input_tokens} + "
+            f"{max(output_tokens, 0)} tokens in blocks of {block_size}, of which "
+            f"{form.ids!r} has {len(ids)}"
+        )
+    return request._replace(
+        out_ids=out_ids,
+        device_tokens=_parse_count(fields, _DEVICE, "tokens", -1),
+        host_tokens=_parse_count(fields, _HOST, "tokens", -1),
+    )
+
+
+def _parse_ids(fields: dict[str, Any], name: str) -> list[int]:
+    ids = fields[name]
+    if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
+        raise _BadLineError(f"{name!r} must be a list of ints, not {_show(ids)}")
+    return ids
+
+
+def _parse_count(
+    fields: dict[str, Any], name: str, unit: str, default: int | None = None
+) -> int:
+    """Read a number of tokens, or of other things; the default if it is absent."""
+    if default is not None and name not in fields:
+        return default
+    count = fields.get(name)
+    if type(count) is not int or not 0 <= count < 1 << 53:
+        raise _BadLineError(
+            f"{name!r} must be a number of {unit} from 0 on, not {_show(count)}"
+        )
+    return count
+
+
+def _parse_header(fields: dict[str, Any], block_size: int | None) -> _Header:
+    """Read the first line of a recorded file."""
+    if fields["format"] != FORMAT:
+        raise _BadLineError(
+            f"'format' is {_show(fields['format'])}; this version of jaxkv reads "
+            f"{_show(FORMAT)}"
+        )
+    own = _parse_count(fields, "block_size", "tokens")
+    if not own or block_size not in (None, own):
+        raise _BadLineError(
+            f"was recorded in blocks of {own} tokens, not of {shown(block_size)}"
+        )
+    return _Header(
+        own,
+        _parse_count(fields, "began_unix_ms", "milliseconds", 0),
+        str(fields.get("key_id")),
+        _parse_count(fields, "part", "files", 0),
+        fields,
+    )
 
 
 def _show(value: Any) -> str:

@@ -1,0 +1,195 @@
+"""Recording where processes are killed, disks are full and files are shared."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from jaxkv.scheduling.record import TraceRecorder
+from jaxkv.tools.replay.traces import read_trace
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def start(path, mode, *arguments, **options):
+    command = [sys.executable, "-m", "tests.rigs.recording_engine", path, mode]
+    return subprocess.Popen(
+        [*command, *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def run(path, mode, *arguments, **options):
+    with start(path, mode, *arguments, **options) as process:
+        out, err = process.communicate(timeout=240)
+    return process.returncode, out, err
+
+
+@contextmanager
+def endless(path):
+    """An engine that records for ever, of which some requests have been written."""
+    with start(path, "endless") as process:
+        try:
+            process.stdout.readline()
+            yield process
+        finally:
+            process.kill()
+
+
+def numbers_of(trace):
+    """The numbers of the requests, which their lengths say."""
+    return [int(tokens) - 50 for tokens in trace.input_tokens]
+
+
+def check_whole(trace):
+    numbers = numbers_of(trace)
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    assert trace.recording.num_lost == 0
+
+
+@pytest.mark.parametrize("name", ["requests.jsonl", "requests.jsonl.gz"])
+def test_who_is_killed_leaves_what_was_written(tmp_path, name):
+    path = tmp_path / name
+    with endless(path) as process:
+        for _ in range(3):
+            last = int(process.stdout.readline())
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    trace = read_trace(path)
+    check_whole(trace)
+    assert numbers_of(trace)[-1] >= last
+    # Somebody else can go on.
+    TraceRecorder(path).close()
+
+
+def test_the_interpreters_end_writes_what_there_is(tmp_path):
+    path = tmp_path / "requests.jsonl"
+    assert run(path, "exit") == (0, "", "")
+    assert read_trace(path).input_tokens.tolist() == [51, 9]
+
+
+def test_it_does_so_if_nothing_was_written_before(tmp_path):
+    path = tmp_path / "requests.jsonl"
+    assert run(path, "exit at once") == (0, "", "")
+    assert path.read_text().count('"in": 9') == 1
+
+
+def test_the_collector_of_garbage_closes_files(tmp_path):
+    assert run(tmp_path / "requests.jsonl", "garbage") == (0, "3\n", "")
+
+
+def test_a_process_that_was_forked_writes_nothing(tmp_path):
+    path = tmp_path / "requests.jsonl"
+    code, out, _ = run(path, "fork")  # Python 3.12 warns of threads.
+    assert (code, out) == (0, "")
+    assert numbers_of(read_trace(path)) == [1, 3]
+
+
+def test_a_limit_on_files_costs_requests_and_no_more(tmp_path):
+    path = tmp_path / "requests.jsonl"
+    code, out, err = run(path, "small files", "20000")
+    num_written, num_dropped = map(int, out.split())
+    assert (code, num_written + num_dropped) == (0, 40)
+    assert num_written > 0
+    assert num_dropped > 0
+    (warning,) = err.splitlines()
+    assert f"requests are not recorded to {path} (File too large)" in warning
+    trace = read_trace(path)
+    assert numbers_of(trace) == list(range(num_written))
+    assert not trace.recording.notes
+
+
+@contextmanager
+def disk(folder, options):
+    """A disk of its own, where this user may have one."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(mount, capture_output=True, timeout=60)
+    except FileNotFoundError:
+        pytest.skip("there is no mount here")
+    if done.returncode:
+        pytest.skip("this user may mount nothing")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True, timeout=60)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    with disk(tmp_path / "disk", "size=64k") as folder:
+        yield folder
+
+
+@pytest.fixture
+def others_folder(tmp_path):
+    """A folder that this user may not write to."""
+    if os.getuid():
+        tmp_path.chmod(0o500)
+        yield tmp_path
+    else:
+        with disk(tmp_path / "disk", "ro") as folder:
+            yield folder
+
+
+def test_a_full_disk_costs_requests_and_no_more(small_disk):
+    (small_disk / "others").write_bytes(bytes(40 << 10))
+    path = small_disk / "requests.jsonl"
+    code, out, err = run(path, "full disk")
+    num_written, num_dropped = map(int, out.split())
+    assert (code, num_written + num_dropped) == (0, 40)
+    assert num_written > 0
+    assert num_dropped > 0
+    assert "(No space left on device)" in err
+    trace = read_trace(path)
+    assert numbers_of(trace) == list(range(num_written))
+    assert not trace.recording.notes
+
+
+def test_a_folder_that_only_others_write_is_refused_at_the_start(others_folder):
+    path = others_folder / "requests.jsonl"
+    code, out, err = run(path, "exit")
+    assert (code, out) == (1, "")
+    assert re.fullmatch(
+        rf"(Permission|OS)Error: \[Errno \d+\] cannot record to '{path}' "
+        r"\((Permission denied|Read-only file system)\); name a file in a folder that "
+        "exists and that you may write to, and one that nobody else writes",
+        err.splitlines()[-1],
+    )
+
+
+def test_two_processes_do_not_record_to_one_file(tmp_path):
+    path = tmp_path / "requests.jsonl"
+    with endless(path):
+        code, out, err = run(path, "exit")
+        assert (code, out) == (1, "")
+        assert "another engine or process records to it" in err.splitlines()[-1]
+    check_whole(read_trace(path))
+
+
+def test_files_can_be_read_while_they_are_rotated(tmp_path):
+    path = tmp_path / "requests.jsonl"
+    with endless(path) as process:
+        while not (tmp_path / "requests.jsonl.2").exists():
+            process.stdout.readline()
+        for _ in range(20):
+            trace = read_trace(path)
+            check_whole(trace)
+            try:
+                trace = read_trace([tmp_path / "requests.jsonl.1", path])
+            except ValueError as error:
+                # One was rotated away between the two.
+                assert "is there twice" in str(error)  # noqa: PT017
+                continue
+            if not any("not there" in note for note in trace.recording.notes):
+                check_whole(trace)

@@ -1,0 +1,305 @@
+"""Recorded traces: what is read of them, and that replaying them is what happened."""
+
+import gzip
+import json
+import random
+
+import numpy as np
+import pytest
+
+from jaxkv.cli import main as cli
+from jaxkv.scheduling.record import LEAST_MAX_BYTES, TraceRecorder
+from jaxkv.tools.replay.belady import find_optimum
+from jaxkv.tools.replay.device import find_on_device
+from jaxkv.tools.replay.run import replay
+from jaxkv.tools.replay.traces import TraceError, make_trace, read_trace
+from tests.rigs.offload_rig import BLOCK_SIZE, Rig, make_request
+
+HEADER = {
+    "format": "jaxkv trace 1",
+    "block_size": 4,
+    "policy": "lru",
+    "host_blocks": 8,
+    "device_blocks": 5,
+    "began_unix_ms": 1000,
+    "key_id": "one",
+    "part": 0,
+}
+LINES = [
+    {"t": 7.5, "in": 9, "out": 4, "ids": [5, 6], "out_ids": [7], "stop": "end_turn"},
+    {"t": 2.25, "in": 4, "device": 0, "host": 4, "ids": [5]},
+    {"t": 4, "in": 8, "out": 1, "device": 4, "host": 0, "ids": [5, 6]},
+]
+
+
+def write(path, *lines, header=HEADER, tail="", **changes):
+    texts = [json.dumps(line) + "\n" for line in (header | changes, *lines)]
+    data = ("".join(texts) + tail).encode()
+    path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_recorded_requests_are_read_in_the_order_of_their_times(tmp_path, name):
+    trace = read_trace(write(tmp_path / name, *LINES, {"dropped": 3}, {"dropped": 2}))
+    assert trace.block_size == 4
+    assert trace.time_ms.tolist() == [2.25, 4, 7.5]
+    assert trace.ids.tolist() == [0, 0, 1, 0, 1, 2]
+    assert trace.offsets.tolist() == [0, 1, 3, 6]
+    assert trace.num_asked.tolist() == [1, 2, 2]
+    assert trace.num_blocks.tolist() == [1, 2, 3]
+    assert trace.num_block_refs == 5
+    assert trace.output_tokens.tolist() == [-1, 1, 4]
+    run = trace.recording
+    assert run.device_tokens.tolist() == [0, 4, -1]
+    assert run.host_tokens.tolist() == [4, 0, -1]
+    assert (run.num_device_hit_tokens, run.num_host_hit_tokens) == (4, 4)
+    assert (run.policy, run.host_blocks, run.device_blocks) == ("lru", 8, 5)
+    assert (run.num_lost, run.notes) == (5, ())
+
+
+def test_files_of_one_secret_are_put_together(tmp_path):
+    one = write(tmp_path / "b", *LINES[:1], part=3)
+    two = write(tmp_path / "a", *LINES[1:], part=2)
+    late = {"t": 1, "in": 4, "ids": [6], "host": 4}
+    other = write(tmp_path / "c", late, began_unix_ms=1003, policy="arc")
+    trace = read_trace([one, two, other])
+    assert trace.name == "b"
+    assert trace.time_ms.tolist() == [2.25, 4, 4, 7.5]
+    assert trace.ids.tolist() == [0, 0, 1, 1, 0, 1, 2]
+    assert trace.recording.num_host_hit_tokens == 8
+    assert trace.recording.policy is None
+    assert trace.recording.host_blocks == 8
+    assert trace.recording.notes == ()
+
+
+def test_a_file_between_two_others_is_missed(tmp_path):
+    paths = [
+        write(tmp_path / f"{number}", {**LINES[0], "t": number}, part=number)
+        for number in (2, 3, 6)
+    ]
+    (note,) = read_trace(paths).recording.notes
+    assert note == "2 of the files between the first and the last one are not there."
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_line_that_was_cut_off_is_left_out_with_a_note(tmp_path, name):
+    path = write(tmp_path / name, *LINES)
+    whole = path.read_bytes()
+    if name.endswith(".gz"):
+        more = gzip.compress(b'{"t": 9, "in": 4, "ids": [1]}\n' * 9, mtime=0)
+        tails = [more[:size] for size in range(2, len(more) - 1, 5)]
+    else:
+        line = json.dumps({"t": 9, "in": 4, "ids": [12, 3]})
+        tails = [line[:size].encode() for size in range(1, len(line))]
+    for tail in tails:
+        path.write_bytes(whole + tail)
+        trace = read_trace(path)
+        (note,) = trace.recording.notes
+        assert note.startswith(f"{path} ends within a line, which was left out")
+        if not name.endswith(".gz"):
+            assert trace.num_requests == 3
+
+
+def test_a_file_that_ends_before_its_first_request_has_none(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.touch()
+    with pytest.raises(TraceError, match="the file has no request"):
+        read_trace(path)
+    write(path, tail='{"t": 0, "i')
+    with pytest.raises(TraceError, match="the file has no request"):
+        read_trace(path)
+
+
+def test_a_bad_line_elsewhere_is_an_error(tmp_path):
+    path = write(tmp_path / "a.jsonl", LINES[0], {"t": 1, "in": 4}, LINES[1])
+    with pytest.raises(TraceError, match=r"a.jsonl:3: 'ids' is missing"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line", "message"),
+    [
+        ({"format": "jaxkv trace 9"}, {}, "this version of jaxkv reads .jaxkv trace 1"),
+        ({"block_size": 0}, {}, "recorded in blocks of 0 tokens"),
+        ({"block_size": "4"}, {}, "'block_size' must be a number of tokens"),
+        ({"part": -1}, {}, "'part' must be a number of files"),
+        ({}, {"device": -1}, "'device' must be a number of tokens"),
+        ({}, {"host": 1.5}, "'host' must be a number of tokens"),
+        ({}, {"out_ids": 3}, "'out_ids' must be a list of ints"),
+        ({}, {"out_ids": [1, 2]}, r"'out_ids' has 2 blocks, too many for 9 \+ 4"),
+        ({}, {"ids": [1]}, "'out_ids' has 1 blocks, .* of which 'ids' has 1"),
+        ({}, {"ids": [1, 2, 3, 4]}, "'ids' has 4 blocks, too many for 9 tokens"),
+    ],
+)
+def test_what_a_recorder_never_writes_is_refused(tmp_path, changes, line, message):
+    path = write(tmp_path / "a.jsonl", LINES[0] | line, **changes)
+    with pytest.raises(TraceError, match=message):
+        read_trace(path)
+
+
+def test_another_block_size_than_the_recorded_one_is_refused(tmp_path):
+    path = write(tmp_path / "a.jsonl", *LINES)
+    assert read_trace(path, 4).block_size == 4
+    with pytest.raises(TraceError, match="in blocks of 4 tokens, not of 8"):
+        read_trace(path, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"key_id": "two"}, "b: has ids of another secret than .*a: replay the files"),
+        ({"block_size": 2}, "b: was recorded in blocks of 2 tokens, and .*a in blocks"),
+        ({}, "b: is there twice"),
+    ],
+)
+def test_files_that_do_not_go_together_are_refused(tmp_path, changes, message):
+    paths = [
+        write(tmp_path / "a", *LINES),
+        write(tmp_path / "b", {"t": 1, "in": 4, "ids": []}, **changes),
+    ]
+    with pytest.raises(TraceError, match=message):
+        read_trace(paths)
+
+
+def test_files_that_were_not_recorded_are_not_put_together(tmp_path):
+    plain = tmp_path / "plain.jsonl"
+    plain.write_text(json.dumps({"t": 0, "in": 600, "ids": [5]}))
+    recorded = write(tmp_path / "recorded.jsonl", *LINES)
+    for paths in ([plain, recorded], [recorded, plain], [plain, plain]):
+        with pytest.raises(TraceError, match=r"plain.jsonl: was not recorded by jaxkv"):
+            read_trace(paths)
+
+
+def test_the_command_tells_what_the_run_had_found(tmp_path, capsys, plain_output):
+    one = write(tmp_path / "a.jsonl.1", *LINES[1:], {"dropped": 3})
+    two = write(tmp_path / "a.jsonl", LINES[0], part=1, tail='{"t"')
+    figures = tmp_path / "figures.json"
+    arguments = [str(one), str(two), "--capacity", "2", "--json", str(figures)]
+    assert cli.main(["replay", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "4 tokens on the device (19.05%), 4 tokens on the host (19.05%); " in out
+    assert "lru, 8 host blocks, 5 device blocks" in out
+    assert "3 requests, which could not be recorded" in out
+    assert f"{two} ends within a line" in out
+    assert "21 in blocks of 4" in out
+    assert json.loads(figures.read_text())["recording"] == {
+        "num_device_hit_tokens": 4,
+        "num_host_hit_tokens": 4,
+        "policy": "lru",
+        "host_blocks": 8,
+        "device_blocks": 5,
+        "num_lost": 3,
+        "notes": [
+            f"{two} ends within a line, which was left out: it is still being "
+            "written, or its engine was killed."
+        ],
+    }
+
+
+def test_the_command_names_the_file_that_it_cannot_read(tmp_path, capsys):
+    one = write(tmp_path / "a", *LINES)
+    assert cli.main(["replay", str(one), str(tmp_path / "b")]) == 2
+    assert f"cannot read '{tmp_path}/b' (No such file" in capsys.readouterr().err
+
+
+def test_blocks_that_an_output_filled_are_stored_and_not_asked_for():
+    # The second turn asks for what the first one's output filled.
+    turns = [[1, 2, 3], [1, 2, 3, 4], [5], [1, 2, 3, 4]]
+    trace = make_trace("turns", turns, num_output_blocks=[1, 0, 1, 0])
+    assert trace.num_block_refs == 10
+    for policy in ("lru", "arc", "slru", "hazard", "optimum"):
+        result = replay(policy, trace, 5)
+        assert result.hits_by_request.tolist() == [0, 3, 0, 4], policy
+        assert result.num_block_refs == 10
+    # Without what they say, the same blocks are found later.
+    asked = [turn[:n] for turn, n in zip(turns, trace.num_asked, strict=True)]
+    plain = make_trace("turns", asked)
+    assert replay("lru", plain, 5).hits_by_request.tolist() == [0, 2, 0, 4]
+
+
+def test_no_policy_finds_more_than_the_optimum_with_outputs():
+    rng = random.Random(11)
+    for _ in range(30):
+        requests, outputs = [], []
+        for _ in range(25):
+            who = rng.randrange(4)
+            num = rng.randrange(1, 6)
+            requests.append([10 * who + depth for depth in range(num)])
+            outputs.append(rng.randrange(num))
+        trace = make_trace("random", requests, num_output_blocks=outputs)
+        best = find_optimum(trace, 7)
+        assert (best <= trace.num_asked).all()
+        for policy in ("lru", "slru"):
+            assert replay(policy, trace, 7).num_hit_blocks <= best.sum()
+
+
+def run_random(path, seed, **options):
+    """Record random conversations, one request at a time, that a rig serves."""
+    rng = random.Random(seed)
+    with TraceRecorder(path, max_bytes=LEAST_MAX_BYTES) as recorder:
+        rig = Rig(recorder=recorder, **options)
+        heads = {who: [who] for who in range(6)}
+        for number in range(120):
+            who = rng.randrange(6)
+            asked = len(heads[who]) + rng.randrange(1, 3)
+            blocks = [who, *(100 * who + depth for depth in range(1, asked + 2))]
+            if len(blocks) > 9:
+                blocks = heads[who] = [who]
+            request = make_request(str(number), *blocks, extra_tokens=1)
+            num_output = rng.randrange(1, min(7, request.num_tokens))
+            request.num_prompt_tokens = request.num_tokens - num_output
+            serve(rig, request)
+            heads[who] = blocks[: rng.randrange(1, len(blocks) + 1)]
+    return rig
+
+
+def serve(rig, request):
+    """Run a request token by token, as an engine does that is alone."""
+    name, num_tokens = request.request_id, request.num_tokens
+    request.num_tokens = request.num_prompt_tokens
+    all_keys = request.block_keys_by_group[0]
+
+    def grow():
+        num = request.num_tokens // BLOCK_SIZE
+        request.block_keys_by_group = [all_keys[:num]]
+
+    grow()
+    rig.admit(request)
+    if request.loading_tokens:
+        rig.step()
+        rig.load_arrives()
+    rig.step(tokens={name: request.num_tokens})
+    while request.num_tokens < num_tokens - 1:
+        request.num_tokens += 1
+        grow()
+        missing = -(-request.num_tokens // BLOCK_SIZE) - len(request.block_ids)
+        request.tables[0] += rig.pool.allocate(missing)
+        rig.scheduler.update_state_after_alloc(request, request.table, 0)
+        rig.step(tokens={name: 1})
+    # The last one comes out of the last step, and has no KV.
+    request.num_tokens = num_tokens
+    grow()
+    rig.finish(name)
+    rig.settle()
+
+
+@pytest.mark.parametrize("policy", ["lru", "slru", "arc"])
+def test_a_replay_finds_what_the_scheduler_found_request_by_request(tmp_path, policy):
+    path = tmp_path / "requests.jsonl"
+    for seed, (device_blocks, host_blocks) in enumerate([(14, 16), (16, 24), (12, 40)]):
+        options = {"device_blocks": device_blocks, "host_blocks": host_blocks}
+        rig = run_random(path, seed, policy=policy, **options)
+        trace = read_trace(path)
+        assert trace.num_output_blocks.sum() > 10
+        device = find_on_device(trace, device_blocks - 1)
+        result = replay(policy, trace, host_blocks, device=device)
+        run = trace.recording
+        assert (BLOCK_SIZE * device.hits).tolist() == run.device_tokens.tolist()
+        host_hits = result.hits_by_request - device.hits
+        assert (BLOCK_SIZE * host_hits).tolist() == run.host_tokens.tolist()
+        stats = rig.scheduler.stats
+        assert run.num_device_hit_tokens == stats.num_device_hit_tokens > 0
+        assert run.num_host_hit_tokens == stats.num_host_hit_tokens > 0
+        assert int(trace.input_tokens.sum()) == stats.num_device_query_tokens
+        assert np.diff(trace.time_ms).min() > 0
