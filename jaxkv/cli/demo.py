@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import pathlib
 import socket
 import time
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ from jaxkv.cli.options import (
 )
 from jaxkv.cli.progress import show_progress
 from jaxkv.policies import policy_names
+from jaxkv.scheduling.record import TraceRecorder
 from jaxkv.tools.console import make_console
 from jaxkv.tools.demo.records import DemoConfig
 
@@ -55,6 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("turns", 1, "questions in each conversation"),
         ("document_tokens", 1, "length of a document, in tokens of one byte"),
         ("answer_tokens", 1, "tokens generated for each question"),
+        ("concurrency", 1, "requests in the engine at a time"),
         ("device_blocks", 1, f"KV blocks of {default.block_size} tokens on the device"),
         ("window_tokens", 1, "how far back layers with a window look"),
         ("seed", 0, "seed of the weights and of the choice of documents"),
@@ -113,6 +116,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="after the comparison go on with other conversations, until the metrics "
         "have been served for N seconds (default: end with the comparison)",
     )
+    parser.add_argument(
+        "--record",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="record the requests of the run with offloading, for `jaxkv replay` "
+        "(default: no file)",
+    )
     add_file_options(parser, "the time to first token, turn by turn")
 
 
@@ -141,23 +151,33 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(error) from error
 
     console = make_console()
-    console.print(_what_will_run(config), highlight=False, soft_wrap=True)
-    with contextlib.ExitStack() as served:
+    with contextlib.ExitStack() as stack:
+        recorder = None
+        if args.record:
+            try:
+                recorder = stack.enter_context(TraceRecorder(args.record))
+            except OSError as error:
+                raise UsageError(f"--record: {error.strerror}") from error
+        console.print(_what_will_run(config), highlight=False, soft_wrap=True)
         watched: list[tuple[Engine, float]] = []
 
         def watch(engine: Engine) -> None:
             if args.serve_metrics is not None:
-                port = _serve_metrics(engine, args.serve_metrics, served)
+                port = _serve_metrics(engine, args.serve_metrics, stack)
                 url = f"http://127.0.0.1:{port}/metrics"
                 console.print(f"Metrics        {url}", highlight=False, soft_wrap=True)
             watched.append((engine, time.monotonic()))
 
         try:
             with show_progress() as on_progress:
-                record = demo_run.run_demo(config, on_progress, watch)
+                record = demo_run.run_demo(config, on_progress, watch, recorder)
         except MemoryError as error:
             raise UsageError(f"{_ASK_FOR_LESS}: {error}") from error
         report.print_report(record, console)
+        if recorder is not None:
+            recorder.flush()
+            told = _what_was_recorded(recorder, config)
+            console.print(told, highlight=False, soft_wrap=True)
         if args.plot:
             report.plot_ttft(record, args.plot)
         if args.json:
@@ -169,6 +189,16 @@ def run(args: argparse.Namespace) -> int:
                 on_progress("serving metrics", 0, 0)
                 demo_run.keep_asking(engine, config, lambda: time.monotonic() > end_s)
     return EXIT_OK if record.tokens_identical else EXIT_MISMATCH
+
+
+def _what_was_recorded(recorder: TraceRecorder, config: DemoConfig) -> str:
+    stats = recorder.stats
+    lost = f" ({stats.num_dropped:,} were lost)" if stats.num_dropped else ""
+    return (
+        f"Recorded       {stats.num_written:,} requests{lost}; see what other policies "
+        f"would have found:\n               jaxkv replay {recorder.path} "
+        f"--device-blocks {config.device_blocks - 1}"
+    )
 
 
 def _check_port(port: int) -> None:
@@ -201,11 +231,10 @@ def _serve_metrics(engine: Engine, port: int, served: contextlib.ExitStack) -> i
 
 
 def _check_memory(config: DemoConfig) -> None:
-    from jaxkv.tools.demo.run import model_config
+    from jaxkv.tools.demo.run import block_bytes
     from jaxkv.transfer import available_host_bytes
 
-    block_bytes = config.block_size * model_config(config).kv_bytes_per_token
-    wanted = config.device_blocks * block_bytes + config.host_bytes
+    wanted = config.device_blocks * block_bytes(config) + config.host_bytes
     limit = available_host_bytes()
     if limit is not None and wanted > limit.num_bytes:
         raise UsageError(

@@ -49,7 +49,7 @@ def fake(monkeypatch):
     """Replace the run by a fake one; return the configurations it gets."""
     asked = []
 
-    def run_demo(config, on_progress, on_engine):
+    def run_demo(config, on_progress, on_engine, recorder):
         asked.append(config)
         return fake_run(config, on_progress)
 
@@ -85,6 +85,9 @@ def fake(monkeypatch):
         ("demo --document-tokens 9", "document_tokens=9 must be more than the 105"),
         ("demo --plot a.pdf", "--plot: 'a.pdf' must end in .png"),
         ("demo --plot no/a.png", "--plot: cannot write 'no/a.png' (No such file"),
+        ("demo --record no/a", "--record: cannot record to 'no/a' (No such file or"),
+        ("demo --record .", "--record: cannot record to '.' (Is a directory); name a"),
+        ("demo --concurrency 0", "--concurrency: '0' must be a whole number from 1"),
         ("demo --json .", "--json: cannot write '.' (Is a directory); name a file"),
         ("demo --serve-metrics 65536", "'65536' must be a port, from 0 (any that is"),
         ("demo --serve-metrics x", "'x' must be a port, from 0 (any that is free) to"),
@@ -92,6 +95,7 @@ def fake(monkeypatch):
         ("demo --serve-metrics 0 --seconds 0", "'0' must be a whole number from 1"),
         ("replay", "the following arguments are required: TRACE"),
         ("replay none.jsonl", "TRACE: cannot read 'none.jsonl' (No such file or dir"),
+        ("replay no.1 no", "TRACE: cannot read 'no.1' (No such file or directory)"),
         ("replay .", "TRACE: cannot read '.' (Is a directory)"),
         ("replay synthetic:0", "TRACE: 'synthetic:0' must be synthetic:REQUESTS, such"),
         ("replay synthetic:x", "TRACE: 'synthetic:x' must be synthetic:REQUESTS"),
@@ -227,9 +231,7 @@ def test_a_pool_that_holds_everything_is_pointed_out(fake, capsys):
 
 
 def test_different_tokens_are_exit_1_with_the_report(monkeypatch, capsys):
-    monkeypatch.setattr(
-        run, "run_demo", lambda c, p, _: fake_run(c, p, answer=(1, 9, 3))
-    )
+    monkeypatch.setattr(run, "run_demo", lambda c, p, *_: fake_run(c, p, (1, 9, 3)))
     assert cli.main(["demo"]) == 1
     out = capsys.readouterr().out
     assert "Time to first token" in out
@@ -258,7 +260,7 @@ def test_existing_files_are_kept_until_the_end(monkeypatch, tmp_path):
     figures = tmp_path / "a.json"
     figures.write_text("of last time")
 
-    def check(config, on_progress, on_engine):
+    def check(config, on_progress, on_engine, recorder):
         assert figures.read_text() == "of last time"
         return fake_run(config, on_progress)
 

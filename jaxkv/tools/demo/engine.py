@@ -14,6 +14,7 @@ from typing import Literal
 
 from jaxkv.keys.hashing import KeyChain, Namespace
 from jaxkv.scheduling.protocol import SchedulerOutput
+from jaxkv.scheduling.record import TraceRecorder
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.scheduling.worker import OffloadWorker
@@ -72,6 +73,7 @@ class Engine:
         steps: The model.
         config: The size of the engine.
         clock: Returns seconds; only for `EngineRequest`'s times.
+        recorder: Records the requests, if there is a host tier; None not to.
 
     Attributes:
         offload: The offload scheduler; None without a host tier.
@@ -87,6 +89,7 @@ class Engine:
         steps: Steps,
         config: EngineConfig,
         clock: Callable[[], float] = time.perf_counter,
+        recorder: TraceRecorder | None = None,
     ) -> None:
         self.config = config
         self.blocks = DeviceBlockPool(config.device_blocks)
@@ -106,6 +109,7 @@ class Engine:
                     max_num_batched_tokens=config.chunk_sizes[-1] + config.concurrency,
                     load_in_step=config.load_in_step,
                 ),
+                recorder=recorder,
             )
             self.offload.bind_device_block_pool(self.blocks)
             self.transfer = TransferEngine(

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from jaxkv.scheduling.record import TraceRecorder
 from jaxkv.tools.demo.allocation import most_blocks
 from jaxkv.tools.demo.engine import Engine, EngineConfig
 from jaxkv.tools.demo.model import ModelConfig, init_pool
@@ -53,17 +54,21 @@ def check_config(config: DemoConfig) -> None:
             f"{config.device_blocks} device blocks cannot hold one conversation of "
             f"{longest} tokens: at least {needed} are needed"
         )
-    block_bytes = config.block_size * model.kv_bytes_per_token
-    if config.host_bytes < block_bytes:
+    if config.host_bytes < block_bytes(config):
         raise ValueError(
             f"{config.host_bytes} bytes of host memory cannot hold one KV block of "
-            f"{block_bytes} bytes"
+            f"{block_bytes(config)} bytes"
         )
 
 
 def model_config(config: DemoConfig) -> ModelConfig:
     """Return the configuration of the demo's model."""
     return ModelConfig(layers=config.layers, window_tokens=config.window_tokens)
+
+
+def block_bytes(config: DemoConfig) -> int:
+    """Compute the bytes of a KV block of all layers of a group."""
+    return config.block_size * model_config(config).kv_bytes_per_token
 
 
 def max_seq_tokens(config: DemoConfig) -> int:
@@ -74,7 +79,10 @@ def max_seq_tokens(config: DemoConfig) -> int:
 
 
 def run_demo(
-    config: DemoConfig, on_progress: OnProgress, on_engine: OnEngine | None = None
+    config: DemoConfig,
+    on_progress: OnProgress,
+    on_engine: OnEngine | None = None,
+    recorder: TraceRecorder | None = None,
 ) -> DemoRecord:
     """Run all conversations with offloading off and on, and measure the transfers.
 
@@ -82,6 +90,8 @@ def run_demo(
         config: The configuration.
         on_progress: Called on progress.
         on_engine: Called once, in order to watch the engine.
+        recorder: Records the requests of the run with offloading on; None not to. It is
+            left open.
 
     Returns:
         The record of both runs.
@@ -92,8 +102,7 @@ def run_demo(
     check_config(config)
     steps = make_steps(model_config(config), config.seed)
     conversations = make_conversations(config)
-    block_bytes = config.block_size * steps.config.kv_bytes_per_token
-    host_blocks = config.host_bytes // block_bytes
+    host_blocks = config.host_bytes // block_bytes(config)
 
     on_progress("compiling", 0, 0)
     sessions = []
@@ -111,6 +120,7 @@ def run_demo(
                 offload_mode=config.mode,
                 load_in_step=config.load_in_step,
             ),
+            recorder=recorder if num_blocks else None,
         )
         engine.warm_up()
         sessions.append(Session(engine, conversations, config.answer_tokens))
@@ -135,7 +145,7 @@ def run_demo(
         off=off,
         on=on,
         bandwidth=measure_bandwidth(steps, config),
-        host_capacity_bytes=host_blocks * block_bytes,
+        host_capacity_bytes=host_blocks * block_bytes(config),
     )
 
 
@@ -209,7 +219,7 @@ class Session:
     def record(self) -> RunRecord:
         """Return the record so far."""
         worker, transfer = self._engine.worker, self._engine.transfer
-        block_bytes = transfer.block_bytes if transfer else 0
+        bytes_each = transfer.block_bytes if transfer else 0
         return RunRecord(
             turns=tuple(sorted(self._turns, key=lambda r: (r.turn, r.conversation))),
             wall_s=self._wall_s,
@@ -217,7 +227,7 @@ class Session:
             blocks_loaded=worker.blocks_loaded if worker else 0,
             bytes_stored=worker.bytes_stored if worker else 0,
             bytes_loaded=worker.bytes_loaded if worker else 0,
-            peak_host_bytes=self._engine.peak_host_blocks * block_bytes,
+            peak_host_bytes=self._engine.peak_host_blocks * bytes_each,
             num_preemptions=self._engine.num_preemptions,
         )
 
@@ -232,15 +242,15 @@ def measure_bandwidth(steps: Steps, config: DemoConfig) -> BandwidthRecord:
     Returns:
         The medians.
     """
-    block_bytes = config.block_size * steps.config.kv_bytes_per_token
-    num_blocks = max(1, _BANDWIDTH_BYTES // block_bytes)
+    bytes_each = block_bytes(config)
+    num_blocks = max(1, _BANDWIDTH_BYTES // bytes_each)
     # Several sets of host blocks in turn, so that no trial finds its bytes in cache.
     num_sets = 4
     pool = init_pool(steps.config, num_blocks, config.block_size)
     engine = TransferEngine(pool, num_sets * num_blocks)
     engine.warm_up()
     device_ids = np.arange(num_blocks)
-    source = np.ones(num_blocks * block_bytes, np.uint8)
+    source = np.ones(num_blocks * bytes_each, np.uint8)
     targets = [np.zeros_like(source) for _ in range(num_sets)]
     seconds: dict[str, list[float]] = {"store": [], "load": [], "copyto": []}
     for trial in range(num_sets + _BANDWIDTH_TRIALS):
@@ -257,7 +267,7 @@ def measure_bandwidth(steps: Steps, config: DemoConfig) -> BandwidthRecord:
         if trial >= num_sets:  # the first round only touches the memory
             for name, duration_s in zip(seconds, np.diff(times_s), strict=True):
                 seconds[name].append(float(duration_s))
-    num_bytes = num_blocks * block_bytes
+    num_bytes = num_blocks * bytes_each
     speed = {n: num_bytes / float(np.median(s)) / 1e9 for n, s in seconds.items()}
     return BandwidthRecord(speed["store"], speed["load"], speed["copyto"], num_bytes)
 

@@ -1,0 +1,87 @@
+"""A recorded demo: the replay finds what the demo counted."""
+
+import dataclasses
+import json
+
+import pytest
+
+from jaxkv.cli import main as cli
+from jaxkv.scheduling.record import TraceRecorder
+from jaxkv.tools.demo import run as demo_run
+from jaxkv.tools.demo.records import DemoConfig
+from jaxkv.tools.demo.run import block_bytes, run_demo
+from jaxkv.tools.replay.device import find_on_device
+from jaxkv.tools.replay.run import replay
+from jaxkv.tools.replay.traces import read_trace
+
+DEVICE_BLOCKS = 64
+HOST_BLOCKS = 170  # The conversations fill about 220.
+CONFIG = DemoConfig(
+    conversations=6,
+    turns=3,
+    document_tokens=800,
+    answer_tokens=40,
+    concurrency=1,
+    device_blocks=DEVICE_BLOCKS,
+    host_bytes=HOST_BLOCKS * block_bytes(DemoConfig()),
+)
+
+
+def test_a_recorded_demo_is_replayed_with_the_hits_that_it_counted(
+    tmp_path, capsys, plain_output
+):
+    path, counted, found = (tmp_path / name for name in ("trace.gz", "demo", "replay"))
+    options = ["--record", str(path), "--json", str(counted)]
+    for name in ("conversations", "turns", "document_tokens", "answer_tokens"):
+        options += [f"--{name.replace('_', '-')}", str(getattr(CONFIG, name))]
+    options += ["--concurrency", "1", "--device-blocks", str(DEVICE_BLOCKS)]
+    assert cli.main(["demo", *options, "--host-bytes", str(CONFIG.host_bytes)]) == 0
+    command = f"jaxkv replay {path} --device-blocks {DEVICE_BLOCKS - 1}"
+    out = capsys.readouterr().out
+    assert "Recorded       18 requests; see what other policies" in out
+    assert command in out
+
+    options = ["--policy", "lru", "--capacity", str(HOST_BLOCKS), "--no-optimum"]
+    assert cli.main([*command.split()[1:], *options, "--json", str(found)]) == 0
+    figures = json.loads(found.read_text())
+    turns = json.loads(counted.read_text())["on"]["turns"]
+    assert figures["trace"]["num_requests"] == len(turns) == 18
+    (result,) = figures["results"]
+    assert result["input_tokens"] == sum(turn["prompt_tokens"] for turn in turns)
+    recording = figures["recording"]
+    for tier in ("device", "host"):
+        num = sum(turn[f"{tier}_hit_tokens"] for turn in turns)
+        assert result[f"{tier}_hit_tokens"] == num > 0
+        assert recording[f"num_{tier}_hit_tokens"] == num
+    assert (recording["policy"], recording["host_blocks"]) == ("lru", HOST_BLOCKS)
+    # What the policy evicts matters here.
+    assert result["host_hit_tokens"] < 0.9 * (
+        result["input_tokens"] - result["device_hit_tokens"]
+    )
+
+
+@pytest.mark.parametrize(("policy", "concurrency"), [("arc", 1), ("lru", 2)])
+def test_whatever_the_replay_finds_the_trace_has_what_the_demo_counted(
+    tmp_path, monkeypatch, policy, concurrency
+):
+    monkeypatch.setattr(demo_run, "measure_bandwidth", lambda *arguments: None)
+    config = dataclasses.replace(CONFIG, cache_policy=policy, concurrency=concurrency)
+    with TraceRecorder(tmp_path / "trace") as recorder:
+        demo = run_demo(config, lambda *progress: None, recorder)
+    trace = read_trace(tmp_path / "trace")
+    turns = demo.on.turns
+    assert sorted(trace.input_tokens) == sorted(turn.prompt_tokens for turn in turns)
+    assert set(trace.output_tokens) == {config.answer_tokens}
+    device_tokens = [turn.device_hit_tokens for turn in turns]
+    host_tokens = [turn.host_hit_tokens for turn in turns]
+    run = trace.recording
+    assert sorted(run.device_tokens) == sorted(device_tokens)
+    assert sorted(run.host_tokens) == sorted(host_tokens)
+    device = find_on_device(trace, DEVICE_BLOCKS - 1)
+    result = replay(policy, trace, HOST_BLOCKS, device=device)
+    size = config.block_size
+    if concurrency == 1:
+        assert size * result.num_device_hit_blocks == sum(device_tokens)
+        assert size * result.num_host_hit_blocks == sum(host_tokens)
+    # Requests that run side by side share the device, as the replay's do not.
+    assert result.num_block_refs == sum(turn.prompt_tokens // size for turn in turns)
