@@ -27,6 +27,7 @@ import json
 import os
 import pathlib
 import zlib
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -192,31 +193,28 @@ def make_trace(
         >>> trace.num_requests, trace.num_unique_blocks, trace.num_block_refs
         (2, 4, 5)
     """
-    numbers: dict[int, int] = {}
-    ids: list[int] = []
-    offsets = [0]
-    for request in requests:
-        ids += [numbers.setdefault(block, len(numbers)) for block in request]
-        offsets.append(len(ids))
-    if not ids:
+    packed = [_packed(request) for request in requests]
+    num_requests = len(packed)
+    offsets = np.cumsum([0, *map(len, packed)])
+    ids, num_unique = _number(packed)
+    if not num_unique:
         raise ValueError(f"The trace {name!r} must have a request with a full block.")
-    num_requests = len(offsets) - 1
     if output_tokens is None:
         output_tokens = np.full(num_requests, -1)
     if stops is None:
         stops = itertools.repeat(None, num_requests)
     return Trace(
         name=name,
-        ids=np.asarray(ids, np.int32),
-        offsets=np.asarray(offsets, np.int64),
-        time_ms=np.zeros(len(offsets) - 1)
+        ids=ids,
+        offsets=offsets,
+        time_ms=np.zeros(num_requests)
         if time_ms is None
         else np.asarray(time_ms, np.float64),
         input_tokens=None
         if input_tokens is None
         else np.asarray(input_tokens, np.int64),
         block_size=block_size,
-        num_unique_blocks=len(numbers),
+        num_unique_blocks=num_unique,
         output_tokens=np.asarray(output_tokens, np.int64),
         stops=np.array([STOPS.index(stop) for stop in stops], np.int8),
         num_output_blocks=None
@@ -224,6 +222,37 @@ def make_trace(
         else np.asarray(num_output_blocks, np.int64),
         recording=recording,
     )
+
+
+def _packed(ids: Sequence[int]) -> Sequence[int]:
+    """Keep ids in 8 bytes each, if they are so small; a list takes five times that."""
+    try:
+        return array("q", ids)
+    except OverflowError:
+        return ids
+
+
+def _number(requests: Sequence[Sequence[int]]) -> tuple[NDArray[np.int32], int]:
+    """Number the blocks of requests by first appearance.
+
+    Returns:
+        i32[n]. The blocks of all requests in a row; and how many different ones.
+    """
+    arrays = [request for request in requests if isinstance(request, array)]
+    if len(arrays) == len(requests):
+        parts = [np.frombuffer(own, np.int64) for own in arrays if own]
+        flat = np.concatenate([np.zeros(0, np.int64), *parts])
+        _, firsts, ids = np.unique(flat, return_index=True, return_inverse=True)
+        ranks = np.empty(len(firsts), np.int32)
+        ranks[np.argsort(firsts)] = np.arange(len(firsts), dtype=np.int32)
+        return ranks[ids], len(firsts)
+    numbers: dict[int, int] = {}
+    listed = [
+        numbers.setdefault(block, len(numbers))
+        for request in requests
+        for block in request
+    ]
+    return np.asarray(listed, np.int32), len(numbers)
 
 
 def read_trace(
@@ -260,7 +289,7 @@ def read_trace(
     size = parts[0].block_size
     if not requests:
         raise TraceError(f"{shown_paths}: the file has no request")
-    blocks = [[*request.ids, *request.out_ids] for request in requests]
+    blocks = ([*request.ids, *request.out_ids] for request in requests)
     if not any(request.ids for request in requests):
         raise TraceError(f"{shown_paths}: no request has a full block of {size} tokens")
     has_output_blocks = any(request.out_ids for request in requests)
@@ -391,7 +420,7 @@ class _Request(NamedTuple):
     time_ms: float
     input_tokens: int
     output_tokens: int
-    ids: list[int]
+    ids: Sequence[int]
     stop: Stop | None
     out_ids: Sequence[int] = ()
     device_tokens: int = -1
@@ -519,7 +548,7 @@ def _parse_request(fields: dict[str, Any], form: _Format, block_size: int) -> _R
             f"{_STOP!r} must be 'tool_use' or 'end_turn', not {_show(stop)}"
         )
     request = _Request(
-        float(time_ms), input_tokens, output_tokens, ids[:num_full], stop
+        float(time_ms), input_tokens, output_tokens, _packed(ids[:num_full]), stop
     )
     if form is not _NORMALISED:
         return request
@@ -532,7 +561,7 @@ def _parse_request(fields: dict[str, Any], form: _Format, block_size: int) -> _R
             f"{form.ids!r} has {len(ids)}"
         )
     return request._replace(
-        out_ids=out_ids,
+        out_ids=_packed(out_ids),
         device_tokens=_parse_count(fields, _DEVICE, "tokens", -1),
         host_tokens=_parse_count(fields, _HOST, "tokens", -1),
     )
