@@ -1,0 +1,221 @@
+"""A folder of this machine, or one that a file server mounts here."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+
+from jaxkv.transfer.storage.store import (
+    Blob,
+    Listed,
+    Piece,
+    StoreError,
+    check_name,
+    error_of,
+)
+from jaxkv.transfer.storage.workers import Workers
+
+_TEMPORARY = ".tmp"  # No name of an object begins with a dot.
+_STALE_S = 3600.0
+_MOST_PIECES = 512  # POSIX lets `writev` refuse more than 1,024.
+_PAGE = 4096
+_READ_THREADS = 4
+_WRITE_THREADS = 4
+
+
+class LocalStore:
+    """A store in a folder: a file an object.
+
+    A file is written under another name and renamed, so that it appears whole. It is
+    not synced: after a power failure it may be missing or damaged, which `decode` sees.
+    Only the owner may read or write it, unless `mode` says otherwise.
+
+    Args:
+        path: The folder; made, for the owner alone, if it is not there.
+        mode: Permissions of files, such as ``0o660`` for a folder that a group shares.
+            Folders have them too, with those to enter.
+
+    Raises:
+        StoreError: The folder cannot be made or read.
+    """
+
+    def __init__(self, path: str, mode: int = 0o600) -> None:
+        self._root = os.path.abspath(path)
+        self._mode = mode
+        # Whoever may read a folder may enter it.
+        self._folder_mode = 0o100 | mode | (mode & 0o444) >> 2
+        self._temporary = os.path.join(self._root, _TEMPORARY)
+        self._numbers = itertools.count()
+        # Unlike a process id, no other machine and no later process has it.
+        self._token = os.urandom(8).hex()
+        try:
+            self._make_folders(self._root)
+            with os.scandir(self._root):
+                pass
+        except OSError as error:
+            raise error_of(error) from error
+        # Writes that hang must not keep reads waiting, nor the reverse.
+        self._readers = Workers("jaxkv storage reader", _READ_THREADS)
+        self._writers = Workers("jaxkv storage writer", _WRITE_THREADS)
+        self._writers.submit(self._remove_stale)
+
+    @property
+    def url(self) -> str:
+        """The place, for messages."""
+        return f"file://{self._root}"
+
+    def get(self, names: Sequence[str], max_bytes: int) -> list[Future[Piece | None]]:
+        """Read files."""
+        paths = [self._path(name) for name in names]
+        return [self._readers.submit(_read, path, max_bytes) for path in paths]
+
+    def put(self, items: Sequence[tuple[str, Blob]]) -> list[Future[None]]:
+        """Write files."""
+        pairs = [(self._path(name), blob) for name, blob in items]
+        return [self._writers.submit(self._write, *pair) for pair in pairs]
+
+    def exists(self, names: Sequence[str]) -> list[Future[bool]]:
+        """Tell which files there are."""
+        paths = [self._path(name) for name in names]
+        return [self._readers.submit(os.path.exists, path) for path in paths]
+
+    def delete(self, names: Sequence[str]) -> list[Future[None]]:
+        """Delete files."""
+        paths = [self._path(name) for name in names]
+        return [self._writers.submit(_delete, path) for path in paths]
+
+    def list(self, folder: str) -> Iterator[list[Listed]]:
+        """List the files of a folder."""
+        try:
+            yield from _list(self._path(folder), check_name(folder))
+        except OSError as error:
+            raise error_of(error) from error
+
+    def close(self) -> None:
+        """Let the threads end."""
+        self._readers.close()
+        self._writers.close()
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._root, check_name(name))
+
+    def _write(self, path: str, blob: Blob) -> None:
+        temporary = f"{self._temporary}/{self._token}-{next(self._numbers)}"
+        try:
+            self._write_new(temporary, blob)
+            try:
+                os.rename(temporary, path)
+            except FileNotFoundError:
+                self._make_folders(os.path.dirname(path))
+                os.rename(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    def _write_new(self, path: str, blob: Blob) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            file = os.open(path, flags, self._mode)
+        except FileNotFoundError:
+            self._make_folders(self._temporary)
+            file = os.open(path, flags, self._mode)
+        try:
+            if self._mode & 0o077:
+                os.fchmod(file, self._mode)  # Whatever the umask takes away.
+            _write_all(file, blob)
+        finally:
+            os.close(file)
+
+    def _make_folders(self, path: str) -> None:
+        if os.path.isdir(path):
+            return
+        if len(path) > len(self._root):
+            self._make_folders(os.path.dirname(path))
+        else:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, self._folder_mode)
+            if self._mode & 0o077:
+                os.chmod(path, self._folder_mode)
+
+    def _remove_stale(self) -> None:
+        """Remove what processes that were killed have left half written."""
+        oldest = time.time() - _STALE_S
+        with contextlib.suppress(OSError), os.scandir(self._temporary) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    if entry.stat(follow_symlinks=False).st_mtime < oldest:
+                        os.unlink(entry.path)
+
+
+def _read(path: str, max_bytes: int) -> Piece | None:
+    # What somebody else may have put there: a link is not followed, a pipe not waited
+    # for, and a file of terabytes not read.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        file = os.open(path, flags)
+    except FileNotFoundError:
+        return None
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
+            raise StoreError("other", f"{path} is not a file")
+        data = np.empty(min(status.st_size, max_bytes), np.uint8).data
+        done = 0
+        while done < len(data):
+            num_bytes = os.readv(file, [data[done:]])
+            if not num_bytes:
+                break  # Somebody has cut it meanwhile.
+            done += num_bytes
+        return data[:done]
+    finally:
+        os.close(file)
+
+
+def _write_all(file: int, blob: Blob) -> None:
+    left = [memoryview(piece) for piece in blob if len(piece)]
+    while left:
+        done = os.writev(file, left[:_MOST_PIECES])
+        while left and done >= len(left[0]):
+            done -= len(left[0])
+            del left[0]
+        if done:
+            left[0] = left[0][done:]
+
+
+def _delete(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _list(path: str, name: str) -> Iterator[list[Listed]]:
+    folders, page = [], []
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.name)
+                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode):
+                        page.append(Listed(f"{name}/{entry.name}", status.st_size))
+                if len(page) == _PAGE:
+                    yield page
+                    page = []
+    except FileNotFoundError:
+        pass  # It has never been written to, or somebody has removed it.
+    if page:
+        yield page
+    for folder in sorted(folders):
+        yield from _list(f"{path}/{folder}", f"{name}/{folder}")

@@ -1,0 +1,310 @@
+"""The format of an object: a block of one shard, and a header that says which.
+
+A header is `HEADER_BYTES` long, its numbers little-endian:
+
+    offset  bytes
+         0      8  magic: 6a 61 78 6b 76 0d 0a 1a ("jaxkv", then what text modes break)
+         8      2  version of the format, 1
+        10      2  seal: 1 CRC-32, 2 HMAC-SHA256
+        12      4  bytes of the header, 192
+        16     32  key of the block
+        48     32  SHA-256 of the namespace
+        80     32  SHA-256 of the layout: dtypes and shapes
+       112      4  shard
+       116      4  shards
+       120      8  bytes of the payload, which follows the header
+       128     32  zeros
+       160     32  the seal, over everything before it and the payload: a CRC-32 is
+                   followed by zeros
+
+An object is right if its header is, byte for byte, the one that its reader would have
+written before this payload under this key. So whatever else is there is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import struct
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv._util import shown
+from jaxkv.transfer.storage.store import Piece
+from jaxkv.types import KEY_BYTES, BlockKey
+
+MAGIC = b"jaxkv\r\n\x1a"
+VERSION = 1
+HEADER_BYTES = 192
+LEAST_SECRET_BYTES = 16
+
+RefusalReason: TypeAlias = Literal[
+    "torn",
+    "foreign",
+    "version",
+    "namespace",
+    "layout",
+    "shard",
+    "key",
+    "unsealed",
+    "checksum",
+    "forged",
+]
+"""Why an object is not what was asked for.
+
+``torn``: it is cut. ``foreign``: it is nothing of jaxkv's. ``version``: of another
+format. ``namespace``, ``layout``, ``shard``, ``key``: a block of others, under this
+name. ``unsealed``: not sealed as this reader seals. ``checksum``: its bytes changed.
+``forged``: its bytes changed, or somebody without the secret wrote it.
+"""
+REFUSAL_REASONS: tuple[RefusalReason, ...] = get_args(RefusalReason)
+
+_CRC32, _HMAC = 1, 2
+_SEALED = struct.Struct("<8sHHI32s32s32sIIQ32x")
+_SEAL_BYTES = 32
+_NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{62})\.(0|[1-9][0-9]{0,8})")
+
+Bytes: TypeAlias = bytes | bytearray | memoryview | NDArray[Any]
+"""What a payload can be made of."""
+
+
+class Refusal(NamedTuple):
+    """What `ObjectFormat.decode` answers to an object that is not right.
+
+    Attributes:
+        reason: Why not.
+        is_ours: Whether jaxkv has written it, so that it may be deleted.
+    """
+
+    reason: RefusalReason
+    is_ours: bool
+
+
+class ObjectFormat:
+    """Writes and reads the objects of one shard of one pool.
+
+    Args:
+        namespace: What the bytes of every block depend on, besides the tokens: any
+            encoding of it that is the same in every process.
+        layout: Dtypes and shapes of a payload, in words of the caller's own.
+        payload_bytes: Bytes of every payload.
+        shard: Which shard of each block this process has.
+        num_shards: How many there are.
+        secret: Seals objects against others who may write to the store, if at least
+            `LEAST_SECRET_BYTES` long; None seals them against accidents only.
+
+    Raises:
+        ValueError: A number is out of range, or the secret too short.
+
+    Example:
+        >>> blocks = ObjectFormat(b"model", "f32[2]", 8)
+        >>> pieces = blocks.encode(b"k" * 32, [b"payload."])
+        >>> bytes(blocks.decode(b"k" * 32, b"".join(pieces)))
+        b'payload.'
+        >>> blocks.decode(b"another key".ljust(32), b"".join(pieces))
+        Refusal(reason='key', is_ours=True)
+    """
+
+    def __init__(
+        self,
+        namespace: bytes,
+        layout: str,
+        payload_bytes: int,
+        *,
+        shard: int = 0,
+        num_shards: int = 1,
+        secret: str | bytes | None = None,
+    ) -> None:
+        if payload_bytes < 1:
+            raise ValueError(f"{payload_bytes=} must be at least 1.")
+        if not 0 <= shard < num_shards < 1 << 32:
+            raise ValueError(f"{shard=} must be in [0, num_shards={num_shards}).")
+        self.payload_bytes = payload_bytes
+        self.shard = shard
+        self.num_shards = num_shards
+        self._namespace = hashlib.sha256(namespace).digest()
+        self._layout = hashlib.sha256(layout.encode()).digest()
+        self._secret = _secret_key(secret)
+        self._seal = _CRC32 if self._secret is None else _HMAC
+        # Whatever makes others' objects of no use here makes them lie elsewhere, so
+        # that what is wrong in this folder is damaged and may go.
+        identity = hashlib.sha256(self._sealed(bytes(KEY_BYTES), shard=0))
+        if self._secret is not None:
+            identity.update(
+                hmac.digest(self._secret, b"jaxkv storage folder", "sha256")
+            )
+        self._folder = f"jaxkv{VERSION}/{identity.hexdigest()[:32]}"
+
+    @property
+    def folder(self) -> str:
+        """The folder of all objects that this format can read, of every shard."""
+        return self._folder
+
+    @property
+    def object_bytes(self) -> int:
+        """Bytes of an object: header and payload."""
+        return HEADER_BYTES + self.payload_bytes
+
+    @property
+    def is_sealed_with_secret(self) -> bool:
+        """Whether objects are sealed against others who may write to the store."""
+        return self._secret is not None
+
+    def name(self, key: BlockKey) -> str:
+        """Name the object of this shard of a block."""
+        return self._name(key, self.shard)
+
+    def all_names(self, key: BlockKey) -> list[str]:
+        """Name the objects of all shards of a block."""
+        return [self._name(key, shard) for shard in range(self.num_shards)]
+
+    def key_of(self, name: str) -> tuple[BlockKey, int] | None:
+        """Tell key and shard from a name; None if it is no name of this folder's."""
+        start = len(self._folder) + 1
+        if not name.startswith(f"{self._folder}/"):
+            return None
+        match = _NAME.fullmatch(name, start)
+        return (bytes.fromhex(match[2]), int(match[3])) if match else None
+
+    def check(self, key: BlockKey, payload: Sequence[Bytes]) -> None:
+        """Refuse what `encode` would refuse, without looking at the bytes."""
+        _checked(key)
+        self._check_size(sum(map(_num_bytes, payload)))
+
+    def encode(self, key: BlockKey, payload: Sequence[Bytes]) -> list[Piece]:
+        """Make the pieces of an object: a header, then views of the payload.
+
+        Args:
+            key: The key of the block.
+            payload: Its bytes. A piece that is not contiguous is copied, others not.
+
+        Raises:
+            ValueError: The payload is not of `payload_bytes`, or the key not of 32.
+        """
+        pieces = [as_bytes(piece) for piece in payload]
+        self._check_size(sum(map(len, pieces)))
+        return [self._header(_checked(key), pieces), *pieces]
+
+    def decode(self, key: BlockKey, data: Piece) -> memoryview | Refusal:
+        """Check an object, and find its payload.
+
+        Args:
+            key: The key that was asked for.
+            data: All bytes of the object; any bytes whatever.
+
+        Returns:
+            A view of the payload in `data`; or why there is none.
+        """
+        view = memoryview(data)
+        payload = view[HEADER_BYTES:]
+        if len(payload) == self.payload_bytes:
+            header = self._header(_checked(key), [payload])
+            if hmac.compare_digest(header, view[:HEADER_BYTES]):
+                return payload
+        return self._refuse(_checked(key), view)
+
+    def _refuse(self, key: BlockKey, view: memoryview) -> Refusal:
+        start = bytes(view[: len(MAGIC)])
+        if start != MAGIC:
+            is_cut = MAGIC.startswith(start)
+            return Refusal("torn" if is_cut else "foreign", is_cut)
+        if len(view) < HEADER_BYTES:
+            return Refusal("torn", True)
+        found = _SEALED.unpack_from(view)
+        expected = _SEALED.unpack(self._sealed(key))
+        names: tuple[RefusalReason, ...] = (
+            "foreign",
+            "version",
+            "unsealed",
+            "version",
+            "key",
+            "namespace",
+            "layout",
+            "shard",
+            "shard",
+            "layout",
+        )
+        # What says how to read the rest comes first, and the key last.
+        for field in (1, 3, 2, 5, 6, 9, 7, 8, 4):
+            if found[field] != expected[field]:
+                return Refusal(names[field], True)
+        if len(view) < HEADER_BYTES + self.payload_bytes:
+            return Refusal("torn", True)
+        return Refusal("checksum" if self._secret is None else "forged", True)
+
+    def _name(self, key: BlockKey, shard: int) -> str:
+        text = _checked(key).hex()
+        return f"{self._folder}/{text[:2]}/{text}.{shard}"
+
+    def _check_size(self, num_bytes: int) -> None:
+        if num_bytes != self.payload_bytes:
+            raise ValueError(
+                f"a payload of {num_bytes} bytes must have {self.payload_bytes}."
+            )
+
+    def _sealed(self, key: BlockKey, shard: int | None = None) -> bytes:
+        """What stands before the seal."""
+        return _SEALED.pack(
+            MAGIC,
+            VERSION,
+            self._seal,
+            HEADER_BYTES,
+            key,
+            self._namespace,
+            self._layout,
+            self.shard if shard is None else shard,
+            self.num_shards,
+            self.payload_bytes,
+        )
+
+    def _header(self, key: BlockKey, payload: Iterable[Piece]) -> bytes:
+        sealed = self._sealed(key)
+        if self._secret is None:
+            checksum = zlib.crc32(sealed)
+            for piece in payload:
+                checksum = zlib.crc32(piece, checksum)
+            return sealed + checksum.to_bytes(4, "little").ljust(_SEAL_BYTES, b"\0")
+        code = hmac.new(self._secret, sealed, hashlib.sha256)
+        for piece in payload:
+            code.update(piece)
+        return sealed + code.digest()
+
+
+def as_bytes(data: Bytes) -> memoryview:
+    """View something as bytes; it is copied only if it is not contiguous.
+
+    >>> len(as_bytes(np.zeros((2, 3), np.float32)))
+    24
+    """
+    if isinstance(data, np.ndarray):
+        # Not through the buffer protocol, which does not know bfloat16.
+        return np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+    return memoryview(data).cast("B")
+
+
+def _num_bytes(data: Bytes) -> int:
+    return len(data) if isinstance(data, bytes | bytearray) else data.nbytes
+
+
+def _secret_key(secret: str | bytes | None) -> bytes | None:
+    if secret is None:
+        return None
+    raw = secret.encode() if isinstance(secret, str) else secret
+    if len(raw) < LEAST_SECRET_BYTES:
+        # Not the value: messages end in logs.
+        raise ValueError(
+            f"storage_secret has {len(raw)} bytes and must have at least "
+            f"{LEAST_SECRET_BYTES}."
+        )
+    return hashlib.sha256(b"jaxkv storage secret 1:" + raw).digest()
+
+
+def _checked(key: BlockKey) -> BlockKey:
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"key={shown(key)} must have {KEY_BYTES} bytes.")
+    return key

@@ -1,0 +1,785 @@
+"""Blocks to and from a store in the background; nobody waits for the store."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from jaxkv._util import Resource
+from jaxkv.transfer.storage.objects import Bytes, ObjectFormat, Refusal
+from jaxkv.transfer.storage.store import BlobStore, Listed, Piece, StoreError, error_of
+from jaxkv.types import BlockKey
+
+Kind: TypeAlias = Literal["read", "write", "probe"]
+Outcome: TypeAlias = Literal["done", "missing", "refused", "failed", "late"]
+
+_NUM_ISSUERS = 2  # One may be busy with the checksum of a write.
+_MOST_AT_ONCE = 16  # Of one call to the store.
+_MOST_DELETES = 1 << 16
+_MOST_PROBES = 1 << 16
+_MOST_PAGES = 64
+_HALF_LIFE_S = 10.0
+
+
+class Completion(NamedTuple):
+    """What came of a read, a write or a probe.
+
+    Attributes:
+        ticket: What the call that asked for it returned.
+        kind: What it was.
+        key: The key of the block.
+        outcome: ``"done"``; ``"missing"`` if the store has no such object (of a probe
+            too); ``"refused"`` if what it has is not right; ``"failed"`` if the store
+            failed; ``"late"`` if the deadline came first.
+        reason: The reason of a refusal, or the kind of the error; else None.
+        payload: The payload of a read that is done, which is the caller's; else None.
+        num_bytes: Bytes of the object, if it was moved; else 0.
+    """
+
+    ticket: int
+    kind: Kind
+    key: BlockKey
+    outcome: Outcome
+    reason: str | None = None
+    payload: memoryview | None = None
+    num_bytes: int = 0
+
+
+class ListedPage(NamedTuple):
+    """Some of the objects that a store has.
+
+    Attributes:
+        keys: Their keys, of every shard's objects.
+        shards: The shard of each.
+    """
+
+    keys: list[BlockKey]
+    shards: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class StorageIOStats:
+    """Counts since the start, and what is going on.
+
+    Attributes:
+        num_written: Objects that were written.
+        num_read: Objects that were read, and were right.
+        num_missing: Reads of what was not there.
+        num_late: Reads and probes that the deadline overtook.
+        num_dropped: Writes that did not fit into the queue.
+        num_deleted: Objects that were deleted, here or because they were not right.
+        bytes_written: Bytes of the objects written.
+        bytes_read: Bytes of the objects read.
+        refused: Objects that were not right, by reason.
+        failed: Calls that the store failed, by ``"read full"`` and the like: what was
+            asked for, and the kind of error.
+        queued_write_bytes: Bytes of writes that are not done.
+        open_read_bytes: Bytes of reads that are not done, or not polled.
+        last_error: What the store said at its latest failure.
+    """
+
+    num_written: int
+    num_read: int
+    num_missing: int
+    num_late: int
+    num_dropped: int
+    num_deleted: int
+    bytes_written: int
+    bytes_read: int
+    refused: dict[str, int]
+    failed: dict[str, int]
+    queued_write_bytes: int
+    open_read_bytes: int
+    last_error: str | None
+
+
+class Rate:
+    """Bytes per second while something is in flight, the past counting less and less.
+
+    Example:
+        >>> rate = Rate()
+        >>> rate.start(0.0)
+        >>> rate.stop(2.0, 100)
+        >>> rate.bytes_per_s
+        50.0
+    """
+
+    def __init__(self) -> None:
+        self._num_open = 0
+        self._since_s = 0.0
+        self._bytes = 0.0
+        self._busy_s = 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The rate; 0 before the first bytes."""
+        return self._bytes / self._busy_s if self._busy_s > 0 else 0.0
+
+    def start(self, now_s: float) -> None:
+        """Note that something is in flight from now on."""
+        self._advance(now_s)
+        self._num_open += 1
+
+    def stop(self, now_s: float, num_bytes: int) -> None:
+        """Note that it has arrived, with so many bytes; 0 if it never will."""
+        self._advance(now_s)
+        self._num_open -= 1
+        self._bytes += num_bytes
+
+    def _advance(self, now_s: float) -> None:
+        if self._num_open:
+            busy_s = max(0.0, now_s - self._since_s)
+            fade = 0.5 ** (busy_s / _HALF_LIFE_S)
+            self._bytes *= fade
+            self._busy_s = self._busy_s * fade + busy_s
+        self._since_s = now_s
+
+
+class _Job:
+    """Something asked for: in a queue, then with the store."""
+
+    __slots__ = ("is_out", "is_over", "key", "kind", "payload", "ticket")
+
+    def __init__(
+        self, ticket: int, kind: Kind, key: BlockKey, payload: Sequence[Bytes]
+    ) -> None:
+        self.ticket = ticket
+        self.kind: Kind = kind
+        self.key = key
+        self.payload = payload
+        self.is_out = False  # The store has it.
+        self.is_over = False  # Nobody waits for it any more.
+
+
+class StorageIO(Resource):
+    """Reads and writes the blocks of one shard in a store, in the background.
+
+    No call waits for the store, whatever it does: a store that hangs fills the queues,
+    after which writes are dropped and reads fail at once. All methods may be called
+    from any thread.
+
+    Args:
+        store: Where objects are; closed with this.
+        objects: How they are written.
+        write_bytes: Bytes of writes that may be open: queued, or with the store.
+        read_bytes: Bytes of reads that may be open: queued, with the store, or not
+            polled yet. One that nobody waits for any more counts until the store
+            answers.
+        num_in_flight: Objects that the store reads, or writes, at once.
+        clock: Tells the seconds that deadlines are given in.
+
+    Example:
+        >>> from jaxkv.transfer.storage import MemoryStore
+        >>> blocks = ObjectFormat(b"model", "u8[4]", 4)
+        >>> with StorageIO(MemoryStore(), blocks) as storage:
+        ...     _ = storage.submit_writes([(b"k" * 32, [b"body"])])
+        ...     _ = storage.wait()
+        ...     _ = storage.submit_reads([b"k" * 32], deadline_s=float("inf"))
+        ...     bytes(storage.wait()[0].payload)
+        b'body'
+    """
+
+    def __init__(
+        self,
+        store: BlobStore,
+        objects: ObjectFormat,
+        *,
+        write_bytes: int = 256 << 20,
+        read_bytes: int = 256 << 20,
+        num_in_flight: int = 16,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        for name, value in (
+            ("write_bytes", write_bytes),
+            ("read_bytes", read_bytes),
+            ("num_in_flight", num_in_flight),
+        ):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1.")
+        self.objects = objects
+        self._store = store
+        self._most_bytes = {"write": write_bytes, "read": read_bytes}
+        self._num_in_flight = num_in_flight
+        self._clock = clock
+
+        self._lock = threading.Lock()
+        self._wakes_issuers = threading.Condition(self._lock)
+        self._wakes_waiters = threading.Condition(self._lock)
+        self._is_closed = False
+        self._next_ticket = 0
+        self._queues: dict[Kind, collections.deque[_Job]] = {
+            "read": collections.deque(),
+            "probe": collections.deque(),
+            "write": collections.deque(),
+        }
+        self._num_idle = {"read": 0, "probe": 0, "write": 0}  # Given up, in a queue.
+        self._deletes: dict[str, None] = {}  # An ordered set of names.
+        self._num_out: dict[str, int] = {"read": 0, "probe": 0, "write": 0, "delete": 0}
+        self._jobs: dict[int, _Job] = {}  # By ticket, those that somebody waits for.
+        self._deadlines: list[tuple[float, int]] = []
+        self._completions: collections.deque[Completion] = collections.deque()
+        self._open_bytes = {"write": 0, "read": 0}
+        self._rates = {"read": Rate(), "write": Rate()}
+        self._pages: collections.deque[ListedPage | None] = collections.deque()
+        self._lister: threading.Thread | None = None
+
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._refused: collections.Counter[str] = collections.Counter()
+        self._failed: collections.Counter[str] = collections.Counter()
+        self._last_error: str | None = None
+        for number in range(_NUM_ISSUERS):
+            threading.Thread(
+                target=self._issue_all, name=f"jaxkv storage {number}", daemon=True
+            ).start()
+
+    def submit_writes(
+        self, items: Iterable[tuple[BlockKey, Sequence[Bytes]]]
+    ) -> list[int | None]:
+        """Ask for blocks to be written.
+
+        Args:
+            items: Keys, and the payload of each in pieces. They belong to the store
+                from now on, and must never change: hand over copies.
+
+        Returns:
+            A ticket for each; None for what does not fit into the queue, which is
+            dropped and counted.
+
+        Raises:
+            ValueError: A payload is not of `objects.payload_bytes`, or a key not of 32
+                bytes. Then nothing is written.
+        """
+        items = [(key, list(payload)) for key, payload in items]
+        for key, payload in items:
+            self.objects.check(key, payload)
+        tickets: list[int | None] = []
+        with self._lock:
+            for key, payload in items:
+                if self._is_closed or not self._reserve("write"):
+                    self._counts["dropped"] += 1
+                    tickets.append(None)
+                    continue
+                # The object that was to go is the one that comes.
+                self._deletes.pop(self.objects.name(key), None)
+                tickets.append(self._add("write", key, payload))
+            self._wakes_issuers.notify_all()
+        return tickets
+
+    def submit_reads(self, keys: Iterable[BlockKey], deadline_s: float) -> list[int]:
+        """Ask for blocks to be read.
+
+        Args:
+            keys: Their keys.
+            deadline_s: When nobody wants them any more, as `clock` tells time. They
+                are then late, and what the store answers later is thrown away.
+
+        Returns:
+            A ticket for each. What does not fit into the queue has failed at once, with
+            the reason ``"busy"``.
+        """
+        return self._ask("read", keys, deadline_s)
+
+    def submit_probes(self, keys: Iterable[BlockKey], deadline_s: float) -> list[int]:
+        """Ask whether the store has blocks, the objects of all their shards.
+
+        Args:
+            keys: Their keys.
+            deadline_s: As of `submit_reads`.
+
+        Returns:
+            A ticket for each. Too many at once have failed, as ``"busy"``.
+        """
+        return self._ask("probe", keys, deadline_s)
+
+    def delete(self, keys: Iterable[BlockKey]) -> None:
+        """Ask for the objects of this shard of some blocks to be deleted.
+
+        Nothing reports it. What a store fails to delete, or what is too much at once,
+        stays; a later `list_all` finds it.
+        """
+        names = [self.objects.name(key) for key in keys]
+        with self._lock:
+            self._delete(names)
+            self._wakes_issuers.notify_all()
+
+    def list_all(self) -> None:
+        """Begin to list all blocks of the store; `take_pages` has them.
+
+        Objects of a wrong size are deleted rather than listed.
+
+        Raises:
+            RuntimeError: It has begun before, and not ended.
+        """
+        with self._lock:
+            if self._lister is not None:
+                raise RuntimeError("The store is being listed already.")
+            self._lister = threading.Thread(
+                target=self._list, name="jaxkv storage list", daemon=True
+            )
+        self._lister.start()
+
+    def take_pages(self, most: int = 1) -> tuple[list[ListedPage], bool]:
+        """Hand out what `list_all` has found since the last time.
+
+        Args:
+            most: Pages at most, of some thousands of blocks each.
+
+        Returns:
+            The pages, and whether they were the last ones. A store that fails ends
+            them; `stats` counts it.
+        """
+        pages: list[ListedPage] = []
+        with self._lock:
+            while self._pages and len(pages) < most:
+                page = self._pages.popleft()
+                if page is None:
+                    self._lister = None
+                    return pages, True
+                pages.append(page)
+            self._wakes_waiters.notify_all()
+            return pages, False
+
+    def poll(self) -> list[Completion]:
+        """Hand out what has ended since the last time; waits for nothing."""
+        with self._lock:
+            return self._poll()
+
+    def wait(self, timeout_s: float | None = None) -> list[Completion]:
+        """Wait until something has ended, if anything is open; then `poll`.
+
+        Args:
+            timeout_s: Seconds to wait at most; None for no limit. Deadlines are looked
+                at when it is over.
+        """
+        with self._lock:
+            self._wakes_waiters.wait_for(
+                lambda: self._completions or not self._jobs, timeout_s
+            )
+            return self._poll()
+
+    def cancel(self, tickets: Iterable[int]) -> None:
+        """Give reads, writes and probes up; nothing reports them any more."""
+        gone = set(tickets)
+        with self._lock:
+            for ticket in gone:
+                job = self._jobs.pop(ticket, None)
+                if job is not None:
+                    self._give_up(job)
+            kept = [each for each in self._completions if each.ticket not in gone]
+            if len(kept) < len(self._completions):
+                for each in self._completions:
+                    if each.ticket in gone and each.payload is not None:
+                        self._release("read")
+                self._completions = collections.deque(kept)
+            self._wakes_waiters.notify_all()
+
+    @property
+    def read_bytes_per_s(self) -> float:
+        """Bytes per second of reads while some are open; 0 before the first.
+
+        The last seconds count most. Reads that come late count as no bytes.
+        """
+        with self._lock:
+            return self._rates["read"].bytes_per_s
+
+    @property
+    def write_bytes_per_s(self) -> float:
+        """Bytes per second of writes while some are open; 0 before the first."""
+        with self._lock:
+            return self._rates["write"].bytes_per_s
+
+    @property
+    def stats(self) -> StorageIOStats:
+        """What has happened so far."""
+        with self._lock:
+            counts = self._counts
+            return StorageIOStats(
+                num_written=counts["written"],
+                num_read=counts["read"],
+                num_missing=counts["missing"],
+                num_late=counts["late"],
+                num_dropped=counts["dropped"],
+                num_deleted=counts["deleted"],
+                bytes_written=counts["bytes written"],
+                bytes_read=counts["bytes read"],
+                refused=dict(sorted(self._refused.items())),
+                failed=dict(sorted(self._failed.items())),
+                queued_write_bytes=self._open_bytes["write"],
+                open_read_bytes=self._open_bytes["read"],
+                last_error=self._last_error,
+            )
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        """Take nothing more, and let the threads end.
+
+        Args:
+            timeout_s: Seconds to wait at most for writes that are open. Others are
+                given up, and counted as dropped.
+        """
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._wakes_waiters.wait_for(
+                lambda: not (self._open_bytes["write"] or self._deletes), timeout_s
+            )
+            self._counts["dropped"] += sum(
+                not job.is_over for job in self._queues["write"]
+            )
+            for queue in self._queues.values():
+                queue.clear()
+            self._deletes.clear()
+            self._wakes_issuers.notify_all()
+            self._wakes_waiters.notify_all()
+        self._store.close()
+
+    # What follows down to `_issue_all` is called with the lock held.
+
+    def _ask(
+        self, kind: Kind, keys: Iterable[BlockKey], deadline_s: float
+    ) -> list[int]:
+        keys = list(keys)
+        for key in keys:
+            self.objects.name(key)  # Refuses what is no key, before any is asked for.
+        tickets = []
+        with self._lock:
+            for key in keys:
+                if self._is_closed or not self._reserve(kind):
+                    ticket = self._next_ticket
+                    self._next_ticket += 1
+                    self._failed[f"{kind} busy"] += 1
+                    self._completions.append(
+                        Completion(ticket, kind, key, "failed", "busy")
+                    )
+                else:
+                    ticket = self._add(kind, key, ())
+                    if deadline_s < float("inf"):
+                        heapq.heappush(self._deadlines, (deadline_s, ticket))
+                tickets.append(ticket)
+            self._wakes_issuers.notify_all()
+        return tickets
+
+    def _reserve(self, kind: Kind) -> bool:
+        if kind == "probe":
+            return len(self._queues["probe"]) < _MOST_PROBES
+        open_bytes = self._open_bytes[kind] + self.objects.object_bytes
+        # One fits always, whatever the size of a block.
+        if self._open_bytes[kind] and open_bytes > self._most_bytes[kind]:
+            return False
+        self._open_bytes[kind] = open_bytes
+        return True
+
+    def _release(self, kind: Kind) -> None:
+        if kind != "probe":
+            self._open_bytes[kind] -= self.objects.object_bytes
+
+    def _add(self, kind: Kind, key: BlockKey, payload: Sequence[Bytes]) -> int:
+        ticket = self._next_ticket
+        self._next_ticket += 1
+        job = self._jobs[ticket] = _Job(ticket, kind, key, payload)
+        self._queues[kind].append(job)
+        return ticket
+
+    def _give_up(self, job: _Job) -> None:
+        """Let nobody wait for a job that is not in `_jobs` any more."""
+        job.is_over = True
+        if job.is_out:
+            return
+        job.payload = ()
+        self._release(job.kind)
+        # Taking it out of its queue now would look at all that wait before it.
+        self._num_idle[job.kind] += 1
+        queue = self._queues[job.kind]
+        if 2 * self._num_idle[job.kind] > len(queue) + _MOST_AT_ONCE:
+            self._queues[job.kind] = collections.deque(
+                each for each in queue if not each.is_over
+            )
+            self._num_idle[job.kind] = 0
+
+    def _poll(self) -> list[Completion]:
+        now_s = self._clock()
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            _, ticket = heapq.heappop(self._deadlines)
+            job = self._jobs.pop(ticket, None)
+            if job is not None:
+                self._give_up(job)
+                self._counts["late"] += 1
+                self._completions.append(Completion(ticket, job.kind, job.key, "late"))
+        completions, self._completions = self._completions, collections.deque()
+        for each in completions:
+            if each.payload is not None:
+                self._release("read")
+        return list(completions)
+
+    def _delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            if not self._is_closed and len(self._deletes) < _MOST_DELETES:
+                self._deletes[name] = None
+
+    def _has_room(self, what: str) -> bool:
+        return self._num_out[what] < self._num_in_flight
+
+    def _next_kind(self) -> Kind | Literal["delete"] | None:
+        """Choose what to issue: requests wait for reads, and nobody for deletes."""
+        if self._queues["read"] and self._has_room("read"):
+            return "read"
+        if self._queues["probe"] and self._has_room("probe"):
+            return "probe"
+        if self._deletes and self._has_room("delete"):
+            return "delete"
+        if self._queues["write"] and self._has_room("write"):
+            return "write"
+        return None
+
+    def _take(self, kind: Kind) -> list[_Job]:
+        """Take jobs to issue from a queue."""
+        queue = self._queues[kind]
+        jobs: list[_Job] = []
+        room = self._num_in_flight - self._num_out[kind]
+        # The checksums of several writes can be computed at once.
+        most = 1 if kind == "write" else min(room, _MOST_AT_ONCE)
+        while queue and len(jobs) < most:
+            job = queue.popleft()
+            if job.is_over:
+                self._num_idle[kind] -= 1
+                continue
+            job.is_out = True
+            jobs.append(job)
+            if kind != "probe":
+                self._rates[kind].start(self._clock())
+        self._num_out[kind] += len(jobs)
+        return jobs
+
+    def _end(self, job: _Job, outcome: Outcome, **more: Any) -> None:
+        """Report a job that the store has answered, unless nobody waits for it."""
+        self._num_out[job.kind] -= 1
+        num_bytes = more.get("num_bytes", 0)
+        if job.kind != "probe":
+            self._rates[job.kind].stop(self._clock(), 0 if job.is_over else num_bytes)
+        if job.is_over:
+            more["payload"] = None
+        else:
+            job.is_over = True
+            del self._jobs[job.ticket]
+            self._completions.append(
+                Completion(job.ticket, job.kind, job.key, outcome, **more)
+            )
+        if more.get("payload") is None:
+            self._release(job.kind)
+        self._wakes_issuers.notify_all()
+        self._wakes_waiters.notify_all()
+
+    def _fail(self, job: _Job, error: BaseException) -> None:
+        error = error_of(error)
+        self._note_error(job.kind, error)
+        self._end(job, "failed", reason=error.kind)
+
+    def _note_error(self, what: str, error: StoreError) -> None:
+        self._failed[f"{what} {error.kind}"] += 1
+        self._last_error = str(error)
+
+    # What follows runs in threads of this and of the store, without the lock.
+
+    def _issue_all(self) -> None:
+        """Hand what is queued to the store; the work of a thread."""
+        while True:
+            with self._lock:
+                self._wakes_issuers.wait_for(
+                    lambda: self._next_kind() is not None or self._has_ended()
+                )
+                kind = self._next_kind()
+                if kind is None:
+                    return
+                if kind == "delete":
+                    names = list(itertools.islice(self._deletes, _MOST_AT_ONCE))
+                    for name in names:
+                        del self._deletes[name]
+                    self._num_out["delete"] += len(names)
+                else:
+                    jobs = self._take(kind)
+            if kind == "delete":
+                self._issue_deletes(names)
+            else:
+                self._issue(kind, jobs)
+                del jobs  # And the payloads in it.
+
+    def _has_ended(self) -> bool:
+        return self._is_closed and not (self._deletes or any(self._queues.values()))
+
+    def _issue(self, kind: Kind, jobs: list[_Job]) -> None:
+        if kind == "read":
+            names = [self.objects.name(job.key) for job in jobs]
+            # One byte more shows that an object is too long.
+            most = self.objects.object_bytes + 1
+            self._call(jobs, lambda: self._store.get(names, most), self._note_read)
+        elif kind == "write":
+            for job in jobs:
+                self._issue_write(job)
+        else:
+            for job in jobs:
+                self._issue_probe(job)
+
+    def _issue_write(self, job: _Job) -> None:
+        try:
+            blob = self.objects.encode(job.key, job.payload)
+        except Exception as error:
+            with self._lock:
+                self._fail(job, error)
+            return
+        item = self.objects.name(job.key), blob
+        self._call([job], lambda: self._store.put([item]), self._note_written)
+
+    def _issue_probe(self, job: _Job) -> None:
+        names = self.objects.all_names(job.key)
+        try:
+            futures = self._store.exists(names)
+        except Exception as error:
+            with self._lock:
+                self._fail(job, error)
+            return
+        left = [len(names)]
+
+        def note(_: Future[bool]) -> None:
+            with self._lock:
+                left[0] -= 1
+                if left[0]:
+                    return
+                errors = [future.exception() for future in futures]
+                error = next((each for each in errors if each is not None), None)
+                if error is not None:
+                    self._fail(job, error)
+                elif all(future.result() for future in futures):
+                    self._end(job, "done")
+                else:
+                    self._end(job, "missing")
+
+        for future in futures:
+            future.add_done_callback(note)
+
+    def _issue_deletes(self, names: list[str]) -> None:
+        def note(future: Future[None]) -> None:
+            error = future.exception()
+            with self._lock:
+                if error is None:
+                    self._counts["deleted"] += 1
+                else:
+                    self._note_error("delete", error_of(error))
+                self._num_out["delete"] -= 1
+                self._wakes_issuers.notify_all()
+                self._wakes_waiters.notify_all()
+
+        try:
+            futures = self._store.delete(names)
+        except Exception as error:
+            with self._lock:
+                self._note_error("delete", error_of(error))
+                self._num_out["delete"] -= len(names)
+            return
+        for future in futures:
+            future.add_done_callback(note)
+
+    def _call(
+        self,
+        jobs: list[_Job],
+        call: Callable[[], list[Future[Any]]],
+        note: Callable[[_Job, Any], None],
+    ) -> None:
+        """Call the store for some jobs; have `note` take each answer."""
+        try:
+            futures = call()
+        except Exception as error:
+            with self._lock:
+                for job in jobs:
+                    self._fail(job, error)
+            return
+        for job, future in zip(jobs, futures, strict=True):
+            future.add_done_callback(functools.partial(self._answer, job, note))
+
+    def _answer(
+        self, job: _Job, note: Callable[[_Job, Any], None], future: Future[Any]
+    ) -> None:
+        error = future.exception()
+        try:
+            if error is None:
+                note(job, future.result())
+                return
+        except Exception as unexpected:
+            error = unexpected
+        with self._lock:
+            self._fail(job, error)
+
+    def _note_written(self, job: _Job, _: None) -> None:
+        num_bytes = self.objects.object_bytes
+        with self._lock:
+            self._counts["written"] += 1
+            self._counts["bytes written"] += num_bytes
+            job.payload = ()
+            self._end(job, "done", num_bytes=num_bytes)
+
+    def _note_read(self, job: _Job, data: Piece | None) -> None:
+        if data is None:
+            with self._lock:
+                self._counts["missing"] += 1
+                self._end(job, "missing")
+            return
+        if job.is_over:
+            with self._lock:
+                self._end(job, "late")
+            return
+        payload = self.objects.decode(job.key, data)
+        with self._lock:
+            if isinstance(payload, Refusal):
+                self._refused[payload.reason] += 1
+                if payload.is_ours:
+                    self._delete([self.objects.name(job.key)])
+                self._end(job, "refused", reason=payload.reason, num_bytes=len(data))
+                return
+            self._counts["read"] += 1
+            self._counts["bytes read"] += len(data)
+            self._end(job, "done", payload=payload, num_bytes=len(data))
+
+    def _list(self) -> None:
+        try:
+            for listed in self._store.list(self.objects.folder):
+                page, wrong = self._sort_out(listed)
+                with self._lock:
+                    if wrong:
+                        self._refused["torn"] += len(wrong)
+                        self._delete(wrong)
+                        self._wakes_issuers.notify_all()
+                    self._wakes_waiters.wait_for(
+                        lambda: len(self._pages) < _MOST_PAGES or self._is_closed
+                    )
+                    if self._is_closed:
+                        return
+                    if page.keys:
+                        self._pages.append(page)
+        except Exception as error:
+            with self._lock:
+                self._note_error("list", error_of(error))
+        finally:
+            with self._lock:
+                self._pages.append(None)
+                self._wakes_waiters.notify_all()
+
+    def _sort_out(self, listed: list[Listed]) -> tuple[ListedPage, list[str]]:
+        """Tell blocks from what is of a wrong size, and from what is not ours."""
+        page, wrong = ListedPage([], []), []
+        for name, num_bytes in listed:
+            found = self.objects.key_of(name)
+            if found is None:
+                continue
+            if num_bytes is not None and num_bytes != self.objects.object_bytes:
+                wrong.append(name)
+                continue
+            page.keys.append(found[0])
+            page.shards.append(found[1])
+        return page, wrong

@@ -1,0 +1,228 @@
+"""Where objects go: what every store can do, and what may go wrong there."""
+
+from __future__ import annotations
+
+import errno
+import re
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import Literal, NamedTuple, Protocol, TypeAlias, TypeVar, get_args
+
+_T = TypeVar("_T")
+
+Piece: TypeAlias = bytes | memoryview
+"""Contiguous bytes; a view counts them one by one (format ``"B"``)."""
+
+Blob: TypeAlias = Sequence[Piece]
+"""The bytes of an object in pieces, so that a store need not join them."""
+
+ErrorKind: TypeAlias = Literal["full", "denied", "unreachable", "other"]
+ERROR_KINDS: tuple[ErrorKind, ...] = get_args(ErrorKind)
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)*")
+_MOST_LETTERS = 240
+_PAGE = 4096
+
+
+class StoreError(Exception):
+    """A call that a store could not answer.
+
+    Attributes:
+        kind: ``"full"`` if there is no room, ``"denied"`` if it may not be done,
+            ``"unreachable"`` if the store does not answer, else ``"other"``.
+    """
+
+    def __init__(self, kind: ErrorKind, message: str) -> None:
+        super().__init__(message)
+        self.kind: ErrorKind = kind
+
+
+class Listed(NamedTuple):
+    """An object that a store has.
+
+    Attributes:
+        name: Its name.
+        num_bytes: Its size; None if the store does not tell it with the name.
+    """
+
+    name: str
+    num_bytes: int | None
+
+
+class BlobStore(Protocol):
+    """A place for objects, each of which appears whole or not at all.
+
+    Names are in ASCII: letters, digits and ``._-``, in folders by ``/``, none of them
+    beginning with a dot. All calls but `list` and `close` return at once: what they
+    answer comes by futures, one for each name in the order given, which end with a
+    `StoreError` if the store fails. The futures' callbacks run in threads of the store.
+
+    Any number of threads, processes and machines may use one place at once. The last
+    of two that put the same name wins; nobody reads a mixture.
+    """
+
+    @property
+    def url(self) -> str:
+        """The place, without secrets, for messages."""
+        ...
+
+    def get(self, names: Sequence[str], max_bytes: int) -> list[Future[Piece | None]]:
+        """Read objects.
+
+        Args:
+            names: Their names.
+            max_bytes: Bytes that are of interest: a store may leave out what follows.
+
+        Returns:
+            The bytes, which nobody else holds; None where there is no such object.
+        """
+        ...
+
+    def put(self, items: Sequence[tuple[str, Blob]]) -> list[Future[None]]:
+        """Write objects, over others of the same names.
+
+        The pieces must not change any more: a store reads them until its future is
+        done, however late.
+        """
+        ...
+
+    def exists(self, names: Sequence[str]) -> list[Future[bool]]:
+        """Tell which objects there are."""
+        ...
+
+    def delete(self, names: Sequence[str]) -> list[Future[None]]:
+        """Delete objects; it is no error if there are none."""
+        ...
+
+    def list(self, folder: str) -> Iterator[list[Listed]]:
+        """List the objects of a folder and the folders in it, page by page.
+
+        It waits for the store, and is not in one moment: what is put or deleted
+        meanwhile may be there or not.
+
+        Raises:
+            StoreError: The store fails.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release what is held; waits for nothing."""
+        ...
+
+
+def check_name(name: str) -> str:
+    """Return a name if objects and folders may have it.
+
+    Raises:
+        ValueError: It may not be one.
+
+    >>> check_name("ab/abcdef.0")
+    'ab/abcdef.0'
+    """
+    if len(name) > _MOST_LETTERS or not _NAME.fullmatch(name):
+        raise ValueError(f"name={name[:_MOST_LETTERS]!r} is no name of an object.")
+    return name
+
+
+def error_of(error: BaseException) -> StoreError:
+    """Convert an error of the operating system, or any other, to a store's."""
+    if isinstance(error, StoreError):
+        return error
+    kind: ErrorKind = "other"
+    if isinstance(error, OSError):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            kind = "full"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            kind = "denied"
+        elif isinstance(error, ConnectionError | TimeoutError):
+            kind = "unreachable"
+    return StoreError(kind, f"{type(error).__name__}: {error}")
+
+
+class MemoryStore:
+    """A store in the memory of this process, for tests and for trying things out.
+
+    Args:
+        url: What it is called in messages.
+
+    Example:
+        >>> with_memory = MemoryStore()
+        >>> _ = with_memory.put([("ab/1.0", [b"head", b"body"])])
+        >>> bytes(with_memory.get(["ab/1.0"], 100)[0].result())
+        b'headbody'
+    """
+
+    def __init__(self, url: str = "memory://") -> None:
+        self._url = url
+        self._lock = threading.Lock()
+        self._blobs: dict[str, bytes] = {}
+
+    @property
+    def url(self) -> str:
+        """The place, for messages."""
+        return self._url
+
+    def get(self, names: Sequence[str], max_bytes: int) -> list[Future[Piece | None]]:
+        """Read objects."""
+        with self._lock:
+            found = [self._blobs.get(check_name(name)) for name in names]
+        return [
+            _done(None if blob is None else memoryview(blob)[:max_bytes])
+            for blob in found
+        ]
+
+    def put(self, items: Sequence[tuple[str, Blob]]) -> list[Future[None]]:
+        """Write objects."""
+        blobs = {check_name(name): b"".join(blob) for name, blob in items}
+        with self._lock:
+            self._blobs.update(blobs)
+        return [_done(None) for _ in items]
+
+    def exists(self, names: Sequence[str]) -> list[Future[bool]]:
+        """Tell which objects there are."""
+        with self._lock:
+            return [_done(check_name(name) in self._blobs) for name in names]
+
+    def delete(self, names: Sequence[str]) -> list[Future[None]]:
+        """Delete objects."""
+        with self._lock:
+            for name in names:
+                self._blobs.pop(check_name(name), None)
+        return [_done(None) for _ in names]
+
+    def list(self, folder: str) -> Iterator[list[Listed]]:
+        """List the objects of a folder."""
+        start = f"{check_name(folder)}/"
+        with self._lock:
+            found = [
+                Listed(name, len(blob))
+                for name, blob in sorted(self._blobs.items())
+                if name.startswith(start)
+            ]
+        for first in range(0, len(found), _PAGE):
+            yield found[first : first + _PAGE]
+
+    def close(self) -> None:
+        """Keep everything: whoever opens the same place finds it."""
+
+
+_memories: weakref.WeakValueDictionary[str, MemoryStore] = weakref.WeakValueDictionary()
+_memories_lock = threading.Lock()
+
+
+def memory_store(name: str) -> MemoryStore:
+    """Return the store in memory of a name, the same one for all who hold it."""
+    url = f"memory://{name}"
+    with _memories_lock:
+        store = _memories.get(url)
+        if store is None:
+            store = _memories[url] = MemoryStore(url)
+        return store
+
+
+def _done(value: _T) -> Future[_T]:
+    future: Future[_T] = Future()
+    future.set_result(value)
+    return future
