@@ -28,7 +28,16 @@ FLOORS = [
     ("cli",),
 ]
 CORE = {"jax", "jaxlib", "numpy", "numba", "llvmlite"} | sys.stdlib_module_names
-EXTRAS = {"flax", "rich", "matplotlib", "zmq", "msgspec", "prometheus_client"}
+EXTRAS = {
+    "flax",
+    "rich",
+    "matplotlib",
+    "zmq",
+    "msgspec",
+    "prometheus_client",
+    "tensorstore",
+    "redis",
+}
 ENGINES = {"jetstream", "maxtext", "vllm", "tpu_inference"}  # what is plugged into
 # Packages that are of no use without an extra, and say so when imported.
 NEED_EXTRAS = ("jaxkv.tools.demo", "jaxkv.observe")

@@ -7,7 +7,9 @@ import urllib.parse
 
 from jaxkv._util import did_you_mean, shown
 from jaxkv.transfer.storage.local import LocalStore
+from jaxkv.transfer.storage.redis_store import RedisStore
 from jaxkv.transfer.storage.store import BlobStore, memory_store
+from jaxkv.transfer.storage.tensor_store import open_gs, open_s3
 
 SCHEMES = ("file", "s3", "gs", "redis", "rediss", "unix", "memory")
 
@@ -21,7 +23,8 @@ def open_store(url: str) -> BlobStore:
         url: One of these:
 
             ``file:///PATH``, or a path: a folder. ``?mode=660`` lets its group use it.
-            ``s3://BUCKET/PREFIX`` (extra ``storage``).
+            ``s3://BUCKET/PREFIX`` (extra ``storage``), with ``?endpoint=URL`` for what
+            is not of AWS, and ``?region=NAME``.
             ``gs://BUCKET/PREFIX`` (extra ``storage``).
             ``redis://HOST:PORT``, ``rediss://``, ``unix:///SOCKET`` (extra ``redis``).
             ``memory://NAME``: the memory of this process.
@@ -45,6 +48,12 @@ def open_store(url: str) -> BlobStore:
         return _open_local(url)
     if scheme == "memory":
         return memory_store(rest)
+    if scheme == "s3":
+        return open_s3(url)
+    if scheme == "gs":
+        return open_gs(url)
+    if scheme in ("redis", "rediss", "unix"):
+        return RedisStore(url)
     raise ValueError(
         f"storage={shown(url)}: unknown {shown(scheme)}: "
         f"{did_you_mean(scheme, SCHEMES)}"

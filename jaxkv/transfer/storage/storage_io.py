@@ -23,6 +23,8 @@ Outcome: TypeAlias = Literal["done", "missing", "refused", "failed", "late"]
 
 _NUM_ISSUERS = 2  # One may be busy with the checksum of a write.
 _MOST_AT_ONCE = 16  # Of one call to the store.
+# Small writes share a call; the checksums of large ones are computed side by side.
+_WRITE_AT_ONCE_BYTES = 1 << 20
 _MOST_DELETES = 1 << 16
 _MOST_PROBES = 1 << 16
 _MOST_PAGES = 64
@@ -544,8 +546,9 @@ class StorageIO(Resource):
         queue = self._queues[kind]
         jobs: list[_Job] = []
         room = self._num_in_flight - self._num_out[kind]
-        # The checksums of several writes can be computed at once.
-        most = 1 if kind == "write" else min(room, _MOST_AT_ONCE)
+        most = min(room, _MOST_AT_ONCE)
+        if kind == "write":
+            most = min(most, max(1, _WRITE_AT_ONCE_BYTES // self.objects.object_bytes))
         while queue and len(jobs) < most:
             job = queue.popleft()
             if job.is_over:
@@ -616,26 +619,24 @@ class StorageIO(Resource):
 
     def _issue(self, kind: Kind, jobs: list[_Job]) -> None:
         if kind == "read":
-            names = [self.objects.name(job.key) for job in jobs]
-            # One byte more shows that an object is too long.
-            most = self.objects.object_bytes + 1
-            self._call(jobs, lambda: self._store.get(names, most), self._note_read)
+            self._call(jobs, self._get, self._note_read)
         elif kind == "write":
-            for job in jobs:
-                self._issue_write(job)
+            self._call(jobs, self._put, self._note_written)
         else:
             for job in jobs:
                 self._issue_probe(job)
 
-    def _issue_write(self, job: _Job) -> None:
-        try:
-            blob = self.objects.encode(job.key, job.payload)
-        except Exception as error:
-            with self._lock:
-                self._fail(job, error)
-            return
-        item = self.objects.name(job.key), blob
-        self._call([job], lambda: self._store.put([item]), self._note_written)
+    def _get(self, jobs: list[_Job]) -> list[Future[Piece | None]]:
+        names = [self.objects.name(job.key) for job in jobs]
+        # One byte more shows that an object is too long.
+        return self._store.get(names, self.objects.object_bytes + 1)
+
+    def _put(self, jobs: list[_Job]) -> list[Future[None]]:
+        items = []
+        for job in jobs:
+            name = self.objects.name(job.key)
+            items.append((name, self.objects.encode(job.key, job.payload)))
+        return self._store.put(items)
 
     def _issue_probe(self, job: _Job) -> None:
         names = self.objects.all_names(job.key)
@@ -689,12 +690,12 @@ class StorageIO(Resource):
     def _call(
         self,
         jobs: list[_Job],
-        call: Callable[[], list[Future[Any]]],
+        call: Callable[[list[_Job]], list[Future[Any]]],
         note: Callable[[_Job, Any], None],
     ) -> None:
         """Call the store for some jobs; have `note` take each answer."""
         try:
-            futures = call()
+            futures = call(jobs)
         except Exception as error:
             with self._lock:
                 for job in jobs:

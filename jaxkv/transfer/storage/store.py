@@ -100,7 +100,7 @@ class BlobStore(Protocol):
         """List the objects of a folder and the folders in it, page by page.
 
         It waits for the store, and is not in one moment: what is put or deleted
-        meanwhile may be there or not.
+        meanwhile may be there or not, and what is there may come twice.
 
         Raises:
             StoreError: The store fails.

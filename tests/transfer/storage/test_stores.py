@@ -1,20 +1,60 @@
 """What every store does, whatever keeps its bytes."""
 
+import itertools
 import os
+import resource
+import signal
+import subprocess
+import sys
 import threading
 from concurrent.futures import wait
 
 import numpy as np
 import pytest
+import redis
 
 from jaxkv.transfer.storage import LocalStore, MemoryStore, StoreError, open_store
+from jaxkv.transfer.storage.tensor_store import TensorStoreStore
+from tests.rigs.servers import free_port, redis_server, s3_server
 
 MOST = 1 << 30
+_prefixes = map(str, itertools.count())
 
 
-@pytest.fixture(params=["memory", "folder"])
-def store(request, tmp_path):
-    store = MemoryStore() if request.param == "memory" else LocalStore(tmp_path / "s")
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory):
+    with redis_server(tmp_path_factory.mktemp("redis")) as (url, _):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def s3_url():
+    with s3_server("blocks") as (endpoint, _):
+        yield f"s3://blocks/%s?endpoint={endpoint}"
+
+
+@pytest.fixture(params=["memory", "folder", "tensorstore", "s3", "redis", "unix"])
+def store(request, tmp_path, monkeypatch):
+    """Each kind, empty."""
+    if request.param == "memory":
+        store = MemoryStore()
+    elif request.param == "folder":
+        store = LocalStore(tmp_path / "s")
+    elif request.param == "tensorstore":
+        store = TensorStoreStore({"driver": "file", "path": f"{tmp_path}/s/"}, "test")
+    elif request.param == "s3":
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        # moto never forgets a bucket: each test has a prefix of its own.
+        store = open_store(request.getfixturevalue("s3_url") % next(_prefixes))
+    else:
+        url = request.getfixturevalue("redis_url")
+        with redis.Redis.from_url(url) as client:
+            client.flushall()
+            folder = client.config_get("dir")["dir"]
+        if request.param == "unix":
+            url = f"unix://{folder}/redis.sock"
+        store = open_store(url)
     yield store
     store.close()
 
@@ -34,7 +74,13 @@ def put(store, **blobs):
 
 def listed(store, folder):
     pages = list(store.list(folder))
-    return sorted(each for page in pages for each in page)
+    return sorted({each for page in pages for each in page})
+
+
+def without_sizes(store, expected):
+    """What `listed` gives of a store that tells no sizes."""
+    has_sizes = isinstance(store, MemoryStore | LocalStore)
+    return [(name, size if has_sizes else None) for name, size in expected]
 
 
 def test_what_was_put_is_found_until_it_is_deleted(store):
@@ -56,22 +102,28 @@ def test_pieces_are_joined(store):
 
 def test_a_folder_is_listed_with_all_below_it(store):
     put(store, a__1=b"1", a__b__2=b"22", ab__3=b"333", c=b"4")
-    assert listed(store, "a") == [("a/1", 1), ("a/b/2", 2)]
+    expected = [("a/1", 1), ("a/b/2", 2)]
+    assert listed(store, "a") == without_sizes(store, expected)
     assert listed(store, "nowhere") == []
 
 
-def test_many_objects_are_listed_once_each(store):
-    items = [(f"a/{n % 7}/{n}", [b"x" * (n % 3)]) for n in range(5000)]
+def test_all_of_many_objects_are_listed(store):
+    names = [f"a/{n % 17:02x}/{n}" for n in range(5000)]
+    names += ["a/A", "a/0/0", "a/f", "a/zz/0", "a/Z"]
+    if isinstance(store, TensorStoreStore):
+        names = names[-300:]  # moto is slow.
+    items = [(name, [b"x" * (n % 3)]) for n, name in enumerate(names)]
     wait(store.put(items), 60)
-    assert listed(store, "a") == sorted(
-        (name, n % 3) for n, (name, _) in enumerate(items)
-    )
+    expected = sorted((name, len(blob[0])) for name, blob in items)
+    assert listed(store, "a") == without_sizes(store, expected)
 
 
-def test_no_more_is_read_than_is_wanted(store):
+def test_a_large_object_may_be_read_in_part(store):
     put(store, a=b"x" * 1000)
     (future,) = store.get(["a"], 10)
-    assert bytes(future.result(60)) == b"x" * 10
+    assert bytes(future.result(60)) in (b"x" * 10, b"x" * 1000)
+    if isinstance(store, LocalStore):
+        assert len(future.result()) == 10
 
 
 @pytest.mark.parametrize(
@@ -195,9 +247,162 @@ def test_stores_in_memory_of_one_name_are_one():
         ("file://host/path", "must be file:///PATH"),
         ("file:///path?what=1", "must be file:///PATH"),
         ("file:///path?mode=777", "must be permissions of files such as 600"),
+        ("s3://", "must be s3://BUCKET/PREFIX with .endpoint= and .region="),
+        ("s3://b?endpint=x", "must be s3://BUCKET/PREFIX"),
+        ("gs://b?endpoint=x", "must be gs://BUCKET/PREFIX"),
+        ("redis://host:port", "port"),
     ],
 )
 def test_a_url_of_no_store_is_refused_in_one_line(url, message):
     with pytest.raises(ValueError, match=message) as info:
         open_store(url)
     assert "\n" not in str(info.value)
+
+
+def error_kinds(futures):
+    return {future.exception(60).kind for future in futures}
+
+
+def test_a_bucket_that_is_not_there_fails_each_write(s3_url, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    store = open_store(s3_url.replace("blocks", "nowhere") % "p")
+    (future,) = store.put([("a", [b"x"])])
+    assert "bucket does not exist" in str(future.exception(60))
+
+
+def test_the_environment_tells_where_s3_is(s3_url, monkeypatch):
+    bucket, _, endpoint = (s3_url % "environment").partition("?endpoint=")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    store = open_store(bucket)
+    assert store.url == "s3://blocks/environment/"
+    put(store, a=b"x")
+    assert get(open_store(f"{bucket}/?region=eu-west-1"), "a") == [b"x"]
+
+
+@pytest.mark.parametrize("scheme", ["redis", "s3"])
+def test_a_server_that_is_not_there_is_unreachable(scheme, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    place = f"127.0.0.1:{free_port()}"
+    url = (
+        f"redis://{place}" if scheme == "redis" else f"s3://bkt?endpoint=http://{place}"
+    )
+    store = open_store(url)
+    assert error_kinds(store.get(["a"], MOST)) == {"unreachable"}
+    assert error_kinds(store.put([("a", [b"x"])])) == {"unreachable"}
+    with pytest.raises(StoreError) as info:
+        list(store.list("a"))
+    assert info.value.kind == "unreachable"
+    store.close()
+
+
+def test_a_full_redis_says_so_and_keeps_what_it_has(tmp_path):
+    with redis_server(tmp_path, "--maxmemory", "3mb") as (url, _):
+        store = open_store(url)
+        put(store, a=b"x")
+        assert error_kinds(store.put([("b", [bytes(8 << 20)])])) == {"full"}
+        assert get(store, "a", "b") == [b"x", None]
+        store.close()
+
+
+def test_redis_wants_its_password_and_no_message_has_it(tmp_path):
+    with redis_server(tmp_path, "--requirepass", "hidden") as (url, _):
+        good = url.replace("redis://", "redis://:hidden@")
+        store = open_store(good)
+        assert store.url == url
+        put(store, a=b"x")
+        wrong = open_store(url.replace("redis://", "redis://:wrong-one@"))
+        (future,) = wrong.get(["a"], MOST)
+        assert future.exception(60).kind == "denied"
+        assert "wrong-one" not in str(future.exception())
+        wrong.close()
+        store.close()
+
+
+def test_redis_is_used_again_once_it_is_back(tmp_path):
+    with redis_server(tmp_path) as (url, process):
+        store = open_store(url)
+        put(store, a=b"x")
+        process.kill()
+        process.wait()
+        assert error_kinds(store.get(["a"], MOST)) == {"unreachable"}
+    port = int(url.rpartition(":")[2].partition("/")[0])
+    with redis_server(tmp_path, port=port):
+        assert get(store, "a") == [None]
+        put(store, a=b"y")
+        assert get(store, "a") == [b"y"]
+    store.close()
+
+
+def test_a_folder_that_cannot_be_written_still_serves(tmp_path):
+    store = LocalStore(tmp_path)
+    put(store, a__1=b"x")
+    store.close()
+    # A file where a folder should be fails for root, too.
+    for path in (tmp_path / ".tmp").parent.glob(".tmp"):
+        path.rmdir()
+    (tmp_path / ".tmp").write_text("in the way")
+    store = LocalStore(tmp_path)
+    assert error_kinds(store.put([("a/2", [b"y"])])) == {"other"}
+    assert get(store, "a/1", "a/2") == [b"x", None]
+    store.close()
+
+
+def test_a_full_disk_says_so_and_leaves_nothing(tmp_path):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    store = LocalStore(tmp_path)
+    put(store, a__1=b"x")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        assert error_kinds(store.put([("a/2", [bytes(5000)])])) == {"full"}
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert get(store, "a/1", "a/2") == [b"x", None]
+    assert list((tmp_path / ".tmp").iterdir()) == []
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "package", "extra"),
+    [
+        ("s3://bucket", "tensorstore", "storage"),
+        ("gs://bucket", "tensorstore", "storage"),
+        ("redis://host", "redis", "redis"),
+        ("unix:///socket", "redis", "redis"),
+    ],
+)
+def test_a_missing_extra_is_named_in_one_line(url, package, extra, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError) as info:
+        open_store(url)
+    assert str(info.value).endswith(f'pip install "jaxkv[{extra}]".')
+    assert "\n" not in str(info.value)
+
+
+@pytest.mark.parametrize("path_is_a_file", [True, False])
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path, path_is_a_file):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="file"):
+        open_store(str(tmp_path / ("file" if path_is_a_file else "file/folder")))
+
+
+def test_a_process_ends_although_its_store_hangs(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    code = f"""
+import os
+from jaxkv.transfer.storage import LocalStore
+store = LocalStore({str(tmp_path / "store")!r})
+hanging = store._readers.submit(open, {str(tmp_path / "pipe")!r})
+store.close()
+print("end", hanging.done())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "end False\n", done.stderr
+    assert done.returncode == 0

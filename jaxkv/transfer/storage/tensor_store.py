@@ -1,0 +1,216 @@
+"""S3, Google Cloud Storage and what else tensorstore reaches."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import os
+import re
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from jaxkv.transfer.storage.store import (
+    Blob,
+    ErrorKind,
+    Listed,
+    Piece,
+    StoreError,
+    check_name,
+)
+
+# What is slow beyond that is computed sooner: tensorstore would try 32 times.
+_RETRIES = {"max_retries": 3, "initial_delay": "100ms", "max_delay": "1s"}
+_NUM_LISTS = 16  # At once.
+_KINDS: Mapping[str, ErrorKind] = {
+    "RESOURCE_EXHAUSTED": "full",
+    "PERMISSION_DENIED": "denied",
+    "UNAUTHENTICATED": "denied",
+    "UNAVAILABLE": "unreachable",
+    "ABORTED": "unreachable",
+    "DEADLINE_EXCEEDED": "unreachable",
+}
+
+
+class TensorStoreStore:
+    """A store behind a key-value store of tensorstore.
+
+    Args:
+        spec: What tensorstore opens: its JSON, whose path ends in ``/``.
+        url: What it is called in messages.
+
+    Raises:
+        ImportError: tensorstore is missing.
+        ValueError: tensorstore refuses the specification.
+    """
+
+    def __init__(self, spec: Mapping[str, Any], url: str) -> None:
+        self._ts = _import()
+        self._url = url
+        try:
+            self._store = self._ts.KvStore.open(dict(spec)).result()
+        except (ValueError, NotImplementedError) as error:
+            raise ValueError(f"storage={url!r}: {error_text(error)}") from None
+
+    @property
+    def url(self) -> str:
+        """The place, for messages."""
+        return self._url
+
+    def get(self, names: Sequence[str], max_bytes: int) -> list[Future[Piece | None]]:
+        """Read objects, all of their bytes."""
+
+        def value(result: Any) -> Piece | None:
+            return None if result.state == "missing" else bytes(result.value)
+
+        return [_future(self._store.read(check_name(n)), value) for n in names]
+
+    def put(self, items: Sequence[tuple[str, Blob]]) -> list[Future[None]]:
+        """Write objects."""
+        return [
+            # It takes bytes alone.
+            _future(self._store.write(check_name(name), b"".join(blob)), _nothing)
+            for name, blob in items
+        ]
+
+    def exists(self, names: Sequence[str]) -> list[Future[bool]]:
+        """Tell which objects there are, by listing what begins with their names."""
+
+        def is_there(name: str) -> Callable[[Any], bool]:
+            return lambda keys: name.encode() in keys
+
+        return [
+            _future(
+                self._store.list(self._ts.KvStore.KeyRange(name, f"{name}\0")),
+                is_there(name),
+            )
+            for name in map(check_name, names)
+        ]
+
+    def delete(self, names: Sequence[str]) -> list[Future[None]]:
+        """Delete objects."""
+        return [
+            _future(self._store.write(check_name(n), None), _nothing) for n in names
+        ]
+
+    def list(self, folder: str) -> Iterator[list[Listed]]:
+        """List the objects of a folder, without their sizes."""
+        # One request of S3 lists 1,000 objects, and has to wait for the one before it.
+        # So the names are divided by the hexadecimal digits that they begin with.
+        start = f"{check_name(folder)}/"
+        bounds = [start, *(f"{start}{n:02x}" for n in range(1, 256)), f"{folder}0"]
+        ranges = collections.deque(itertools.pairwise(bounds))
+        open_lists: collections.deque[Future[list[bytes]]] = collections.deque()
+        while ranges or open_lists:
+            while ranges and len(open_lists) < _NUM_LISTS:
+                part = self._ts.KvStore.KeyRange(*ranges.popleft())
+                open_lists.append(_future(self._store.list(part), list))
+            names = open_lists.popleft().result()
+            if names:
+                yield [Listed(name.decode("ascii", "replace"), None) for name in names]
+
+    def close(self) -> None:
+        """Do nothing: tensorstore lets go of what nobody uses."""
+
+
+def open_s3(url: str) -> TensorStoreStore:
+    """Open ``s3://BUCKET/PREFIX``, with ``?endpoint=`` and ``?region=`` where needed.
+
+    Without them AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, AWS_REGION and
+    AWS_DEFAULT_REGION tell, as they tell the programs of AWS.
+    """
+    bucket, path, options = _split(url, ("endpoint", "region"))
+    environ = os.environ
+    endpoint = (
+        options.get("endpoint")
+        or environ.get("AWS_ENDPOINT_URL_S3")
+        or environ.get("AWS_ENDPOINT_URL")
+    )
+    region = (
+        options.get("region")
+        or environ.get("AWS_REGION")
+        or environ.get("AWS_DEFAULT_REGION")
+    )
+    spec: dict[str, Any] = {
+        "driver": "s3",
+        "bucket": bucket,
+        "path": path,
+        "context": {"s3_request_retries": _RETRIES},
+    }
+    if endpoint:
+        spec["endpoint"] = endpoint.rstrip("/")
+        region = region or "us-east-1"
+    if region:
+        spec["aws_region"] = region
+    if environ.get("AWS_ACCESS_KEY_ID"):
+        # Else tensorstore writes to the standard error that there are no files of AWS.
+        spec["aws_credentials"] = {"type": "environment"}
+    return TensorStoreStore(spec, f"s3://{bucket}/{path}")
+
+
+def open_gs(url: str) -> TensorStoreStore:
+    """Open ``gs://BUCKET/PREFIX``."""
+    bucket, path, _ = _split(url, ())
+    spec = {
+        "driver": "gcs",
+        "bucket": bucket,
+        "path": path,
+        "context": {"gcs_request_retries": _RETRIES},
+    }
+    return TensorStoreStore(spec, f"gs://{bucket}/{path}")
+
+
+def error_text(error: BaseException) -> str:
+    """Shorten what tensorstore says: the answer of a server, and where it noticed."""
+    return re.sub(r"\s*\[[a-z_-]+='.*", "", str(error), flags=re.DOTALL)
+
+
+def _import() -> Any:
+    try:
+        import tensorstore
+    except ImportError as error:
+        raise ImportError(
+            "Storage in S3 or Google Cloud needs tensorstore: "
+            'pip install "jaxkv[storage]".'
+        ) from error
+    return tensorstore
+
+
+def _split(url: str, known: Sequence[str]) -> tuple[str, str, dict[str, str]]:
+    parts = urllib.parse.urlsplit(url)
+    options = dict(urllib.parse.parse_qsl(parts.query, keep_blank_values=True))
+    path = urllib.parse.unquote(parts.path).strip("/")
+    if not parts.netloc or parts.fragment or set(options) - set(known):
+        more = f" with {' and '.join(f'?{name}=' for name in known)}" if known else ""
+        raise ValueError(
+            f"storage={url!r} must be {parts.scheme}://BUCKET/PREFIX{more}."
+        )
+    return parts.netloc, f"{path}/" if path else "", options
+
+
+def _future(theirs: Any, convert: Callable[[Any], Any]) -> Future[Any]:
+    ours: Future[Any] = Future()
+    # It would be cancelled if nobody held it.
+    held = [theirs]
+
+    def finish(done: Any) -> None:
+        held.clear()
+        try:
+            result = convert(done.result())
+        except Exception as error:
+            ours.set_exception(_error_of(error))
+        else:
+            ours.set_result(result)
+
+    theirs.add_done_callback(finish)
+    return ours
+
+
+def _error_of(error: BaseException) -> StoreError:
+    text = error_text(error)
+    return StoreError(_KINDS.get(text.partition(":")[0], "other"), text)
+
+
+def _nothing(_: object) -> None:
+    return None
