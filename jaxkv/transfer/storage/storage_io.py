@@ -423,8 +423,9 @@ class StorageIO(Resource):
         """Take nothing more, and let the threads end.
 
         Args:
-            timeout_s: Seconds to wait at most for writes that are open. Others are
-                given up, and counted as dropped.
+            timeout_s: Seconds to wait at most for writes that are open. Whatever is
+                still queued then has failed, as ``"closed"``; writes are counted as
+                dropped.
         """
         with self._lock:
             if self._is_closed:
@@ -433,10 +434,12 @@ class StorageIO(Resource):
             self._wakes_waiters.wait_for(
                 lambda: not (self._open_bytes["write"] or self._deletes), timeout_s
             )
-            self._counts["dropped"] += sum(
-                not job.is_over for job in self._queues["write"]
-            )
-            for queue in self._queues.values():
+            for kind, queue in self._queues.items():
+                for job in queue:
+                    if not job.is_over:
+                        self._counts["dropped"] += kind == "write"
+                        self._release(kind)
+                        self._end_unissued(job, "closed")
                 queue.clear()
             self._deletes.clear()
             self._wakes_issuers.notify_all()
@@ -579,6 +582,13 @@ class StorageIO(Resource):
             self._release(job.kind)
         self._wakes_issuers.notify_all()
         self._wakes_waiters.notify_all()
+
+    def _end_unissued(self, job: _Job, reason: str) -> None:
+        job.is_over = True
+        del self._jobs[job.ticket]
+        self._completions.append(
+            Completion(job.ticket, job.kind, job.key, "failed", reason)
+        )
 
     def _fail(self, job: _Job, error: BaseException) -> None:
         error = error_of(error)

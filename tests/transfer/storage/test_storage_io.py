@@ -1,27 +1,69 @@
-"""Reads and writes in the background."""
+"""Reads and writes in the background: right bytes, every ticket once, nobody waits."""
 
+import collections
+import dataclasses
+import gc
+import random
+import subprocess
+import sys
+import threading
+import weakref
+
+import numpy as np
 import pytest
 
 from jaxkv.transfer.storage import LocalStore, MemoryStore, ObjectFormat, StorageIO
+from jaxkv.transfer.storage.storage_io import Rate
+from tests.rigs.faulty_store import Faults, FaultyStore
 
 FOREVER = float("inf")
+SIZE = 100
+OBJECT = SIZE + 192
+BLOCKS = ObjectFormat(b"model", "u8[100]", SIZE)
 
 
 def key(n):
     return n.to_bytes(32, "big")
 
 
-def payload(n, size=100):
-    return bytes([n % 251]) * size
+def payload(n):
+    return random.Random(n).randbytes(SIZE)
+
+
+def writes(*numbers):
+    return [(key(n), [payload(n)]) for n in numbers]
 
 
 def wait_all(storage, num):
+    """Wait for as many completions."""
     done = []
     while len(done) < num:
         more = storage.wait(60)
         assert more, f"{len(done)} of {num} completed"
         done += more
+    assert len(done) == num
     return done
+
+
+def write_all(storage, *numbers):
+    storage.submit_writes(writes(*numbers))
+    return wait_all(storage, len(numbers))
+
+
+def read_all(storage, *numbers):
+    """Read; outcomes and payloads in the order of the numbers."""
+    tickets = storage.submit_reads(map(key, numbers), FOREVER)
+    done = {each.ticket: each for each in wait_all(storage, len(numbers))}
+    return [done[ticket] for ticket in tickets]
+
+
+def eventually(condition):
+    """Wait for another thread, which nothing but a fault keeps from it."""
+    for _ in range(1000):
+        if condition():
+            return
+        threading.Event().wait(0.02)
+    raise AssertionError("it did not happen in 20 seconds")
 
 
 @pytest.fixture(params=["memory", "folder"])
@@ -29,29 +71,475 @@ def store(request, tmp_path):
     return MemoryStore() if request.param == "memory" else LocalStore(str(tmp_path))
 
 
+@pytest.fixture
+def faulty():
+    """A store in memory whose faults a test switches on."""
+    faulty = FaultyStore(MemoryStore(), seed=1)
+    yield faulty
+    faulty.let_go()
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
 def test_blocks_come_back_as_they_went(store):
-    with StorageIO(store, ObjectFormat(b"n", "u8[100]", 100)) as storage:
-        tickets = storage.submit_writes((key(n), [payload(n)]) for n in range(200))
+    with StorageIO(store, BLOCKS) as storage:
+        tickets = storage.submit_writes(writes(*range(200)))
         assert None not in tickets
         done = wait_all(storage, 200)
         assert {each.ticket for each in done} == set(tickets)
         assert {(each.kind, each.outcome) for each in done} == {("write", "done")}
-        tickets = storage.submit_reads(map(key, range(201)), FOREVER)
-        done = {each.ticket: each for each in wait_all(storage, 201)}
-        for n, ticket in enumerate(tickets[:200]):
-            assert done[ticket].outcome == "done"
-            assert bytes(done[ticket].payload) == payload(n)
-        assert done[tickets[200]].outcome == "missing"
-        storage.list_all()
-        keys, ended = [], False
-        while not ended:
-            pages, ended = storage.take_pages()
-            keys += [each for page in pages for each in page.keys]
-        assert sorted(keys) == [key(n) for n in range(200)]
-        storage.submit_probes([key(5), key(500)], FOREVER)
-        assert sorted(each.outcome for each in wait_all(storage, 2)) == [
-            "done",
-            "missing",
-        ]
+        *found, missing = read_all(storage, *range(201))
+        for n, each in enumerate(found):
+            assert (each.key, each.outcome) == (key(n), "done")
+            assert bytes(each.payload) == payload(n)
+        assert missing.outcome == "missing"
+        stats = storage.stats
+        assert (stats.num_written, stats.num_read, stats.num_missing) == (200, 200, 1)
+        assert stats.bytes_written == stats.bytes_read == 200 * OBJECT
+        assert stats.open_read_bytes == stats.queued_write_bytes == 0
+
+
+def test_arrays_are_written_without_another_copy_and_let_go_afterwards(store):
+    array = np.arange(50, dtype=np.uint16)
+    gone = weakref.ref(array)
+    with StorageIO(store, BLOCKS) as storage:
+        storage.submit_writes([(key(1), [array[:10], array[10:].reshape(4, 10)])])
+        wait_all(storage, 1)
+        expected = array.tobytes()
+        del array
+        gc.collect()
+        eventually(lambda: gone() is None)
+        (read,) = read_all(storage, 1)
+        assert bytes(read.payload) == expected
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_goes_wrong_no_wrong_byte_arrives_and_each_ticket_ends_once(seed):
+    rng = random.Random(seed)
+    chosen = rng.sample([field.name for field in dataclasses.fields(Faults)], 6)
+    faults = {name: rng.choice([0.02, 0.2]) for name in chosen if name != "late_s"}
+    print(f"{seed=} {faults=}")
+    store = FaultyStore(MemoryStore(), seed, Faults(**faults))
+    clock = Clock()
+    most = 40 * OBJECT
+    open_tickets: dict[int, str] = {}
+    outcomes = collections.Counter()
+    with StorageIO(
+        store, BLOCKS, write_bytes=most, read_bytes=most, num_in_flight=4, clock=clock
+    ) as storage:
+
+        def take(completions):
+            for each in completions:
+                assert open_tickets.pop(each.ticket) == each.kind
+                outcomes[each.kind, each.outcome] += 1
+                if each.payload is not None:
+                    number = int.from_bytes(each.key, "big")
+                    assert bytes(each.payload) == payload(number)
+
+        for _ in range(1500):
+            numbers = [rng.randrange(60) for _ in range(rng.randrange(5))]
+            match rng.randrange(8):
+                case 0 | 1 | 2:
+                    tickets, kind = storage.submit_writes(writes(*numbers)), "write"
+                case 3 | 4:
+                    until_s = clock.now_s + rng.choice([0.0, 5.0, FOREVER])
+                    tickets = storage.submit_reads(map(key, numbers), until_s)
+                    kind = "read"
+                case 5:
+                    tickets = storage.submit_probes(map(key, numbers), clock.now_s + 9)
+                    kind = "probe"
+                case 6:
+                    storage.delete(map(key, numbers))
+                    tickets = []
+                case _:
+                    gone = [t for t in open_tickets if rng.random() < 0.1]
+                    storage.cancel(gone)
+                    for ticket in gone:
+                        del open_tickets[ticket]
+                    tickets = []
+            open_tickets |= {t: kind for t in tickets if t is not None}
+            assert storage.stats.queued_write_bytes <= most
+            assert storage.stats.open_read_bytes <= most
+            if rng.random() < 0.02:
+                store.let_go()
+            clock.now_s += rng.random() / 4
+            take(storage.wait(0.001) if rng.random() < 0.3 else storage.poll())
+        store.faults = Faults()
+        clock.now_s += 100
+
+        def is_over():
+            store.let_go()
+            take(storage.poll())
+            stats = storage.stats
+            return not (stats.queued_write_bytes or stats.open_read_bytes)
+
+        eventually(is_over)
+        take(storage.poll())
+        assert not open_tickets
+    assert outcomes["read", "done"] > 20
+    assert outcomes["write", "done"] > 100
+    for name in faults:
+        assert store.num_faults[name], name
+
+
+def test_writes_that_do_not_fit_are_dropped_and_counted(faulty):
+    faulty.faults.hang = 1.0
+    with StorageIO(faulty, BLOCKS, write_bytes=5 * OBJECT + 7) as storage:
+        tickets = storage.submit_writes(writes(*range(8)))
+        assert [ticket is None for ticket in tickets] == [False] * 5 + [True] * 3
+        assert storage.stats.num_dropped == 3
+        assert storage.stats.queued_write_bytes == 5 * OBJECT
+        eventually(lambda: faulty.num_faults["hang"])
+        faulty.faults.hang = 0.0
+        eventually(lambda: faulty.let_go() or not storage.stats.queued_write_bytes)
+        assert len(storage.poll()) == 5
+        assert len(write_all(storage, 9)) == 1
+
+
+def test_one_block_fits_a_queue_that_is_smaller(faulty):
+    with StorageIO(faulty, BLOCKS, write_bytes=1, read_bytes=1) as storage:
+        write_all(storage, 1)
+        (read,) = read_all(storage, 1)
+        assert bytes(read.payload) == payload(1)
+
+
+def test_reads_end_at_their_deadline_and_a_late_answer_is_thrown_away(faulty):
+    clock = Clock()
+    with StorageIO(faulty, BLOCKS, read_bytes=3 * OBJECT, clock=clock) as storage:
+        write_all(storage, 1, 2)
+        faulty.faults.hang = 1.0
+        first, second = storage.submit_reads([key(1), key(2)], clock.now_s + 5)
+        eventually(lambda: faulty.num_faults["hang"] == 2)
+        clock.now_s += 4.9
+        assert storage.poll() == []
+        clock.now_s += 0.1
+        done = storage.poll()
+        assert [each.ticket for each in done] == [first, second]
+        assert {each.outcome for each in done} == {"late"}
+        assert {each.payload for each in done} == {None}
+        assert storage.stats.num_late == 2
+        # Their memory is the store's until it answers.
+        assert storage.stats.open_read_bytes == 2 * OBJECT
+        tickets = storage.submit_reads([key(1), key(2)], FOREVER)
+        (busy,) = storage.poll()
+        assert (busy.ticket, busy.outcome, busy.reason) == (
+            tickets[1],
+            "failed",
+            "busy",
+        )
+        eventually(lambda: faulty.num_faults["hang"] == 3)
+        faulty.let_go()
+        (done,) = wait_all(storage, 1)
+        assert bytes(done.payload) == payload(1)
         assert storage.stats.open_read_bytes == 0
-        assert storage.stats.queued_write_bytes == 0
+        assert storage.stats.num_read == 1
+
+
+def test_a_store_that_hangs_for_long_leaves_no_pile_of_reads(faulty):
+    clock = Clock()
+    faulty.faults.hang = 1.0
+    with StorageIO(faulty, BLOCKS, num_in_flight=2, clock=clock) as storage:
+        for _ in range(500):
+            storage.submit_reads(map(key, range(4)), clock.now_s + 1)
+            clock.now_s += 1
+            storage.poll()
+        assert storage.stats.open_read_bytes <= 2 * OBJECT
+        assert len(storage._queues["read"]) <= 40
+        assert storage.stats.num_late == 2000
+
+
+def test_reads_do_not_wait_for_writes_that_hang(store):
+    faulty = FaultyStore(store, seed=1)
+    with StorageIO(faulty, BLOCKS, num_in_flight=4) as storage:
+        write_all(storage, 1)
+        faulty.faults.hang = 1.0
+        storage.submit_writes(writes(*range(2, 200)))
+        eventually(lambda: faulty.num_faults["hang"] >= 4)
+        faulty.faults.hang = 0.0
+        (read,) = read_all(storage, 1)
+        assert bytes(read.payload) == payload(1)
+    faulty.let_go()
+
+
+def test_what_was_cancelled_is_not_reported(faulty):
+    with StorageIO(faulty, BLOCKS, num_in_flight=1) as storage:
+        write_all(storage, *range(4))
+        (done,) = storage.submit_reads([key(0)], FOREVER)
+        eventually(lambda: storage._completions)
+        faulty.faults.hang = 1.0
+        in_flight, queued, kept = storage.submit_reads(map(key, (1, 2, 3)), FOREVER)
+        (dropped,) = storage.submit_writes(writes(9))
+        eventually(lambda: faulty.num_faults["hang"] == 2)
+        storage.cancel([done, in_flight, queued, dropped, 12345])
+        assert storage.stats.open_read_bytes == 2 * OBJECT
+        assert storage.poll() == []
+        faulty.faults.hang = 0.0
+        faulty.let_go()
+        (read,) = wait_all(storage, 1)
+        assert read.ticket == kept
+        assert bytes(read.payload) == payload(3)
+        assert storage.stats.open_read_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason", "is_deleted"),
+    [
+        (lambda data: data[:-1], "torn", True),
+        (lambda data: b"", "torn", True),
+        (lambda data: data + b"x", "checksum", True),
+        (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "checksum", True),
+        (lambda data: b"something else", "foreign", False),
+        (lambda data: bytes(len(data)), "foreign", False),
+        (lambda data: data.replace(key(1), key(2)), "key", True),
+    ],
+)
+def test_what_is_not_right_is_refused_and_deleted_if_it_is_ours(
+    store, damage, reason, is_deleted
+):
+    with StorageIO(store, BLOCKS) as storage:
+        write_all(storage, 1)
+        name = BLOCKS.name(key(1))
+        data = bytes(store.get([name], 1000)[0].result(60))
+        store.put([(name, [damage(data)])])[0].result(60)
+        (read,) = read_all(storage, 1)
+        assert (read.outcome, read.reason, read.payload) == ("refused", reason, None)
+        assert storage.stats.refused == {reason: 1}
+        if is_deleted:
+            eventually(lambda: storage.stats.num_deleted == 1)
+            assert read_all(storage, 1)[0].outcome == "missing"
+        else:
+            assert read_all(storage, 1)[0].outcome == "refused"
+            assert storage.stats.num_deleted == 0
+        write_all(storage, 1)
+        assert bytes(read_all(storage, 1)[0].payload) == payload(1)
+
+
+def test_deleted_blocks_are_gone_and_can_be_written_again(store):
+    with StorageIO(store, BLOCKS) as storage:
+        write_all(storage, 1, 2)
+        storage.delete([key(1), key(3)])
+        eventually(lambda: storage.stats.num_deleted == 2)
+        outcomes = [each.outcome for each in read_all(storage, 1, 2)]
+        assert outcomes == ["missing", "done"]
+        write_all(storage, 1)
+        assert read_all(storage, 1)[0].outcome == "done"
+
+
+def test_a_write_takes_back_a_delete_that_waits_before_it(faulty):
+    with StorageIO(faulty, BLOCKS, num_in_flight=1) as storage:
+        write_all(storage, 1)
+        faulty.faults.hang = 1.0
+        storage.delete([key(5)])
+        eventually(lambda: faulty.num_faults["hang"])
+        storage.delete([key(1)])
+        faulty.faults.hang = 0.0
+        write_all(storage, 1)
+        eventually(lambda: faulty.let_go() or not storage._num_out["delete"])
+        assert read_all(storage, 1)[0].outcome == "done"
+
+
+def test_a_probe_wants_the_objects_of_all_shards(store):
+    shards = [ObjectFormat(b"m", "u8", SIZE, shard=n, num_shards=3) for n in range(3)]
+    with StorageIO(store, shards[0]) as storage:
+        for n, objects in enumerate(shards):
+            ((name, blob),) = [
+                (objects.name(key(1)), objects.encode(key(1), [payload(1)]))
+            ]
+            (ticket,) = storage.submit_probes([key(1)], FOREVER)
+            (probe,) = wait_all(storage, 1)
+            assert (probe.ticket, probe.kind) == (ticket, "probe")
+            assert probe.outcome == "missing", n
+            store.put([(name, blob)])[0].result(60)
+        storage.submit_probes([key(1)], FOREVER)
+        assert wait_all(storage, 1)[0].outcome == "done"
+
+
+def take_all_pages(storage):
+    pages, has_ended = [], False
+    while not has_ended:
+        more, has_ended = storage.take_pages(2)
+        pages += more
+    return sorted(
+        pair for page in pages for pair in zip(page.keys, page.shards, strict=True)
+    )
+
+
+def test_a_new_process_finds_all_blocks_and_nothing_else(store):
+    other = ObjectFormat(b"another", "u8[100]", SIZE)
+    with StorageIO(store, BLOCKS) as storage:
+        write_all(storage, *range(300))
+        folder = BLOCKS.folder
+        strange = [f"{folder}/00/notes.txt", f"{folder}/README", other.name(key(7))]
+        cut = BLOCKS.name(key(400))
+        store.put([(name, [b"?"]) for name in [*strange, cut]])
+        eventually(lambda: all(f.result() for f in store.exists([*strange, cut])))
+        for _ in range(2):
+            storage.list_all()
+            assert take_all_pages(storage) == [(key(n), 0) for n in range(300)]
+            eventually(lambda: storage.stats.num_deleted == 1)
+        assert storage.stats.refused == {"torn": 1}
+        found = [future.result() for future in store.exists([*strange, cut])]
+        assert found == [True, True, True, False]
+
+
+def test_blocks_of_every_shard_are_listed():
+    store = MemoryStore()
+    shards = [ObjectFormat(b"m", "u8", SIZE, shard=n, num_shards=2) for n in range(2)]
+    for objects in shards:
+        with StorageIO(store, objects) as storage:
+            write_all(storage, 1)
+    with StorageIO(store, shards[1]) as storage:
+        storage.list_all()
+        assert take_all_pages(storage) == [(key(1), 0), (key(1), 1)]
+
+
+def test_a_listing_that_fails_ends_and_is_counted(faulty):
+    with StorageIO(faulty, BLOCKS) as storage:
+        write_all(storage, 1)
+        faulty.faults.error = 1.0
+        storage.list_all()
+        with pytest.raises(RuntimeError, match="listed already"):
+            storage.list_all()
+        assert take_all_pages(storage) == []
+        assert storage.stats.failed == {"list other": 1}
+        faulty.faults.error = 0.0
+        storage.list_all()
+        assert take_all_pages(storage) == [(key(1), 0)]
+
+
+@pytest.mark.parametrize("fault", ["error", "raising"])
+def test_failures_of_the_store_are_told_and_counted(faulty, fault):
+    setattr(faulty.faults, fault, 1.0)
+    with StorageIO(faulty, BLOCKS) as storage:
+        (write,) = write_all(storage, 1)
+        (read,) = read_all(storage, 1)
+        storage.submit_probes([key(1)], FOREVER)
+        (probe,) = wait_all(storage, 1)
+        for each in (write, read, probe):
+            assert (each.outcome, each.reason) == ("failed", "other")
+        storage.delete([key(1)])
+        eventually(lambda: len(storage.stats.failed) == 4)
+        kinds = ("delete", "probe", "read", "write")
+        assert storage.stats.failed == {f"{kind} other": 1 for kind in kinds}
+        assert "injected" in storage.stats.last_error
+        assert storage.stats.queued_write_bytes == storage.stats.open_read_bytes == 0
+
+
+def test_close_writes_what_waits_if_it_is_given_the_time(store):
+    storage = StorageIO(store, BLOCKS)
+    storage.submit_writes(writes(*range(100)))
+    storage.close(60.0)
+    assert storage.stats.num_written == 100
+    assert storage.stats.num_dropped == 0
+
+
+def test_close_does_not_wait_for_a_store_that_hangs(faulty):
+    faulty.faults.hang = 1.0
+    storage = StorageIO(faulty, BLOCKS, num_in_flight=2)
+    storage.submit_writes(writes(*range(10)))
+    storage.submit_reads(map(key, range(10)), FOREVER)
+    eventually(lambda: faulty.num_faults["hang"] == 4)
+    storage.close(0.05)
+    storage.close()
+    assert storage.stats.num_dropped == 10 - 2
+    done = storage.poll()
+    assert len(done) == 10 - 2 + 10 - 2
+    assert {(each.outcome, each.reason) for each in done} == {("failed", "closed")}
+    faulty.let_go()
+    eventually(lambda: not storage.stats.queued_write_bytes)
+
+
+def test_nothing_begins_after_close():
+    storage = StorageIO(MemoryStore(), BLOCKS)
+    storage.close()
+    assert storage.submit_writes(writes(1)) == [None]
+    storage.submit_reads([key(1)], FOREVER)
+    assert [(each.outcome, each.reason) for each in storage.poll()] == [
+        ("failed", "busy")
+    ]
+    storage.delete([key(1)])
+    assert storage.wait() == []
+
+
+@pytest.mark.parametrize("num_bytes", [SIZE - 1, SIZE + 1, 0])
+def test_a_payload_of_another_size_is_refused_with_all_beside_it(num_bytes):
+    with StorageIO(MemoryStore(), BLOCKS) as storage:
+        with pytest.raises(ValueError, match=f"payload of {num_bytes} bytes must have"):
+            storage.submit_writes([*writes(1), (key(2), [bytes(num_bytes)])])
+        with pytest.raises(ValueError, match="must have 32 bytes"):
+            storage.submit_reads([key(1), b"short"], FOREVER)
+        assert storage.stats.queued_write_bytes == storage.stats.open_read_bytes == 0
+        assert storage.wait() == []
+
+
+@pytest.mark.parametrize("name", ["write_bytes", "read_bytes", "num_in_flight"])
+def test_numbers_out_of_range_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
+        StorageIO(MemoryStore(), BLOCKS, **{name: 0})
+
+
+def test_a_rate_counts_the_time_in_which_something_is_in_flight():
+    rate = Rate()
+    assert rate.bytes_per_s == 0
+    rate.start(10.0)
+    rate.start(10.5)  # Both at once: the time counts once.
+    rate.stop(11.0, 300)
+    rate.stop(11.0, 300)
+    assert rate.bytes_per_s == pytest.approx(600, rel=0.1)
+    rate.start(500.0)  # Nothing was asked for meanwhile.
+    rate.stop(500.5, 300)
+    assert rate.bytes_per_s == pytest.approx(600, rel=0.1)
+
+
+def test_a_rate_forgets_and_sinks_while_nothing_arrives():
+    rate = Rate()
+    for second in range(60):
+        rate.start(second)
+        rate.stop(second + 1, 1000)
+    assert rate.bytes_per_s == pytest.approx(1000, rel=0.1)
+    for second in range(60, 90):
+        rate.start(second)
+        rate.stop(second + 1, 100)
+    assert 100 < rate.bytes_per_s < 300
+    rate.start(90)
+    rate.stop(150, 0)
+    assert rate.bytes_per_s < 10
+
+
+def test_rates_of_reads_and_writes_are_measured(faulty):
+    clock = Clock()
+    with StorageIO(faulty, BLOCKS, clock=clock) as storage:
+        assert storage.read_bytes_per_s == storage.write_bytes_per_s == 0
+        faulty.faults.hang = 1.0
+        storage.submit_writes(writes(1))
+        eventually(lambda: faulty.num_faults["hang"] == 1)
+        clock.now_s += 0.5
+        faulty.let_go()
+        wait_all(storage, 1)
+        assert storage.write_bytes_per_s == pytest.approx(2 * OBJECT)
+        storage.submit_reads([key(1)], FOREVER)
+        eventually(lambda: faulty.num_faults["hang"] == 2)
+        clock.now_s += 0.25
+        faulty.let_go()
+        wait_all(storage, 1)
+        assert storage.read_bytes_per_s == pytest.approx(4 * OBJECT)
+
+
+def test_a_process_ends_although_writes_hang():
+    code = """
+from tests.transfer.storage.test_storage_io import *
+faulty = FaultyStore(MemoryStore(), 1, Faults(hang=1.0))
+storage = StorageIO(faulty, BLOCKS)
+storage.submit_writes(writes(1, 2))
+storage.submit_reads([key(1)], FOREVER)
+print("end")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout, done.returncode) == ("end\n", 0), done.stderr
