@@ -93,7 +93,7 @@ class FaultyStore:
         self._raise()
         return [self._through(future) for future in self.inner.delete(names)]
 
-    def list(self, folder) -> Iterator[list]:
+    def list(self, folder) -> Iterator[list[str]]:
         for page in self.inner.list(folder):
             if self._happens("error"):
                 raise StoreError("other", "injected into a list")

@@ -14,7 +14,6 @@ import numpy as np
 
 from jaxkv.transfer.storage.store import (
     Blob,
-    Listed,
     Piece,
     StoreError,
     check_name,
@@ -91,7 +90,7 @@ class LocalStore:
         paths = [self._path(name) for name in names]
         return [self._writers.submit(_delete, path) for path in paths]
 
-    def list(self, folder: str) -> Iterator[list[Listed]]:
+    def list(self, folder: str) -> Iterator[list[str]]:
         """List the files of a folder."""
         try:
             yield from _list(self._path(folder), check_name(folder))
@@ -196,26 +195,20 @@ def _delete(path: str) -> None:
         os.unlink(path)
 
 
-def _list(path: str, name: str) -> Iterator[list[Listed]]:
-    folders, page = [], []
-    try:
-        with os.scandir(path) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.name)
-                    continue
-                with contextlib.suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    if stat.S_ISREG(status.st_mode):
-                        page.append(Listed(f"{name}/{entry.name}", status.st_size))
-                if len(page) == _PAGE:
-                    yield page
-                    page = []
-    except FileNotFoundError:
-        pass  # It has never been written to, or somebody has removed it.
-    if page:
-        yield page
+def _list(path: str, name: str) -> Iterator[list[str]]:
+    folders: list[str] = []
+    names: list[str] = []
+    with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            # What a folder says of its entries: to ask for the status of each would
+            # take longer than all else.
+            if entry.is_file(follow_symlinks=False):
+                names.append(f"{name}/{entry.name}")
+            elif entry.is_dir(follow_symlinks=False):
+                folders.append(entry.name)
+    for first in range(0, len(names), _PAGE):
+        yield names[first : first + _PAGE]
     for folder in sorted(folders):
         yield from _list(f"{path}/{folder}", f"{name}/{folder}")

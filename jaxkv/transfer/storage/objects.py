@@ -163,13 +163,23 @@ class ObjectFormat:
         """Name the objects of all shards of a block."""
         return [self._name(key, shard) for shard in range(self.num_shards)]
 
-    def key_of(self, name: str) -> tuple[BlockKey, int] | None:
-        """Tell key and shard from a name; None if it is no name of this folder's."""
+    def keys_of(self, names: Iterable[str]) -> tuple[list[BlockKey], list[int]]:
+        """Tell keys and shards from names; what is no block of this folder is left out.
+
+        Example:
+            >>> blocks = ObjectFormat(b"model", "f32[2]", 8)
+            >>> blocks.keys_of(["README", blocks.name(b"k" * 32)])
+            ([b'kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk'], [0])
+        """
         start = len(self._folder) + 1
-        if not name.startswith(f"{self._folder}/"):
-            return None
-        match = _NAME.fullmatch(name, start)
-        return (bytes.fromhex(match[2]), int(match[3])) if match else None
+        found = [
+            match.group(2, 3)
+            for name in names
+            if name.startswith(self._folder) and (match := _NAME.fullmatch(name, start))
+        ]
+        raw = bytes.fromhex("".join([text for text, _ in found]))
+        keys = [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
+        return keys, [int(shard) for _, shard in found]
 
     def check(self, key: BlockKey, payload: Sequence[Bytes]) -> None:
         """Refuse what `encode` would refuse, without looking at the bytes."""

@@ -11,7 +11,6 @@ from jaxkv._util import shown
 from jaxkv.transfer.storage.store import (
     Blob,
     ErrorKind,
-    Listed,
     Piece,
     StoreError,
     check_name,
@@ -115,15 +114,15 @@ class RedisStore:
             workers.submit(run, first)
         return futures
 
-    def list(self, folder: str) -> Iterator[list[Listed]]:
-        """List values, without their sizes."""
+    def list(self, folder: str) -> Iterator[list[str]]:
+        """List values."""
         match = f"{check_name(folder)}/*"  # A name has no characters that match others.
         cursor = 0
         try:
             while True:
                 cursor, names = self._client.scan(cursor, match=match, count=_PAGE)
                 if names:
-                    yield [Listed(n.decode("ascii", "replace"), None) for n in names]
+                    yield [name.decode("ascii", "replace") for name in names]
                 if cursor == 0:
                     return
         except self._redis.RedisError as error:

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from jaxkv._util import Resource
 from jaxkv.transfer.storage.objects import Bytes, ObjectFormat, Refusal
-from jaxkv.transfer.storage.store import BlobStore, Listed, Piece, StoreError, error_of
+from jaxkv.transfer.storage.store import BlobStore, Piece, StoreError, error_of
 from jaxkv.types import BlockKey
 
 Kind: TypeAlias = Literal["read", "write", "probe"]
@@ -314,8 +314,6 @@ class StorageIO(Resource):
 
     def list_all(self) -> None:
         """Begin to list all blocks of the store; `take_pages` has them.
-
-        Objects of a wrong size are deleted rather than listed.
 
         Raises:
             RuntimeError: It has begun before, and not ended.
@@ -759,13 +757,9 @@ class StorageIO(Resource):
 
     def _list(self) -> None:
         try:
-            for listed in self._store.list(self.objects.folder):
-                page, wrong = self._sort_out(listed)
+            for names in self._store.list(self.objects.folder):
+                page = ListedPage(*self.objects.keys_of(names))
                 with self._lock:
-                    if wrong:
-                        self._refused["torn"] += len(wrong)
-                        self._delete(wrong)
-                        self._wakes_issuers.notify_all()
                     self._wakes_waiters.wait_for(
                         lambda: len(self._pages) < _MOST_PAGES or self._is_closed
                     )
@@ -780,17 +774,3 @@ class StorageIO(Resource):
             with self._lock:
                 self._pages.append(None)
                 self._wakes_waiters.notify_all()
-
-    def _sort_out(self, listed: list[Listed]) -> tuple[ListedPage, list[str]]:
-        """Tell blocks from what is of a wrong size, and from what is not ours."""
-        page, wrong = ListedPage([], []), []
-        for name, num_bytes in listed:
-            found = self.objects.key_of(name)
-            if found is None:
-                continue
-            if num_bytes is not None and num_bytes != self.objects.object_bytes:
-                wrong.append(name)
-                continue
-            page.keys.append(found[0])
-            page.shards.append(found[1])
-        return page, wrong

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from typing import Literal, NamedTuple, Protocol, TypeAlias, TypeVar, get_args
+from typing import Literal, Protocol, TypeAlias, TypeVar, get_args
 
 _T = TypeVar("_T")
 
@@ -37,18 +37,6 @@ class StoreError(Exception):
     def __init__(self, kind: ErrorKind, message: str) -> None:
         super().__init__(message)
         self.kind: ErrorKind = kind
-
-
-class Listed(NamedTuple):
-    """An object that a store has.
-
-    Attributes:
-        name: Its name.
-        num_bytes: Its size; None if the store does not tell it with the name.
-    """
-
-    name: str
-    num_bytes: int | None
 
 
 class BlobStore(Protocol):
@@ -96,8 +84,8 @@ class BlobStore(Protocol):
         """Delete objects; it is no error if there are none."""
         ...
 
-    def list(self, folder: str) -> Iterator[list[Listed]]:
-        """List the objects of a folder and the folders in it, page by page.
+    def list(self, folder: str) -> Iterator[list[str]]:
+        """List the names of a folder and the folders in it, page by page.
 
         It waits for the store, and is not in one moment: what is put or deleted
         meanwhile may be there or not, and what is there may come twice.
@@ -192,15 +180,11 @@ class MemoryStore:
                 self._blobs.pop(check_name(name), None)
         return [_done(None) for _ in names]
 
-    def list(self, folder: str) -> Iterator[list[Listed]]:
+    def list(self, folder: str) -> Iterator[list[str]]:
         """List the objects of a folder."""
         start = f"{check_name(folder)}/"
         with self._lock:
-            found = [
-                Listed(name, len(blob))
-                for name, blob in sorted(self._blobs.items())
-                if name.startswith(start)
-            ]
+            found = sorted(name for name in self._blobs if name.startswith(start))
         for first in range(0, len(found), _PAGE):
             yield found[first : first + _PAGE]
 

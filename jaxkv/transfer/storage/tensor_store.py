@@ -14,7 +14,6 @@ from typing import Any
 from jaxkv.transfer.storage.store import (
     Blob,
     ErrorKind,
-    Listed,
     Piece,
     StoreError,
     check_name,
@@ -93,8 +92,8 @@ class TensorStoreStore:
             _future(self._store.write(check_name(n), None), _nothing) for n in names
         ]
 
-    def list(self, folder: str) -> Iterator[list[Listed]]:
-        """List the objects of a folder, without their sizes."""
+    def list(self, folder: str) -> Iterator[list[str]]:
+        """List the objects of a folder."""
         # One request of S3 lists 1,000 objects, and has to wait for the one before it.
         # So the names are divided by the hexadecimal digits that they begin with.
         start = f"{check_name(folder)}/"
@@ -107,7 +106,7 @@ class TensorStoreStore:
                 open_lists.append(_future(self._store.list(part), list))
             names = open_lists.popleft().result()
             if names:
-                yield [Listed(name.decode("ascii", "replace"), None) for name in names]
+                yield [name.decode("ascii", "replace") for name in names]
 
     def close(self) -> None:
         """Do nothing: tensorstore lets go of what nobody uses."""
