@@ -36,6 +36,7 @@ EXTRAS = {
     "msgspec",
     "prometheus_client",
     "tensorstore",
+    "xxhash",
     "redis",
 }
 ENGINES = {"jetstream", "maxtext", "vllm", "tpu_inference"}  # what is plugged into

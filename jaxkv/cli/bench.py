@@ -5,15 +5,17 @@ from __future__ import annotations
 import types
 from collections.abc import Mapping
 
-from jaxkv.cli import bench_compile, bench_transfer
+from jaxkv.cli import bench_compile, bench_storage, bench_transfer
 
 SUMMARY = "see how fast blocks move here, or what compilers make of their programs"
 DESCRIPTION = (
-    "Measure how fast blocks move on this machine (transfer), or compile the programs "
-    "that move them for accelerators that are not here (compile)."
+    "Measure how fast blocks move on this machine (transfer), or to a store and back "
+    "(storage), or compile the programs that move them for accelerators that are not "
+    "here (compile)."
 )
 COMMANDS: Mapping[str, types.ModuleType] = {
     "transfer": bench_transfer,
+    "storage": bench_storage,
     "compile": bench_compile,
 }
 METAVAR = "BENCHMARK"

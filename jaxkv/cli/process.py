@@ -21,11 +21,14 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from typing import IO, NoReturn
 
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 # What the output may fail with: its disk is full, its reader has gone.
 OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO, errno.EBADF}
+_MOST_CLEAN_UP_S = 10.0
+_at_end: list[Callable[[], None]] = []
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_BROKEN_PIPE = 128 + 13  # As if SIGPIPE had ended it.
 
@@ -48,6 +51,20 @@ def end_on_signals(name: str) -> None:
     threading.Thread(
         target=_wait, args=(reader, name), name="jaxkv signals", daemon=True
     ).start()
+
+
+@contextlib.contextmanager
+def at_end(call: Callable[[], None]) -> Iterator[None]:
+    """Have a signal call something before it ends the process, within this context.
+
+    Args:
+        call: What to call, from another thread than the main one, which runs on.
+    """
+    _at_end.append(call)
+    try:
+        yield
+    finally:
+        _at_end.remove(call)
 
 
 def write_lines_at_once() -> None:
@@ -95,8 +112,18 @@ def _end(number: signal.Signals, name: str) -> None:
             line = b"\r\x1b[K\x1b[?25h" + line
         # Past Python's stream, whose lock the main thread may hold.
         os.write(2, line)
+    _clean_up()
     _end_children()
     os._exit(128 + number)
+
+
+def _clean_up() -> None:
+    """Do what `at_end` asks for, as far as it takes no longer than a user waits."""
+    for call in reversed(_at_end):
+        # Beside this thread, which does not wait for what hangs.
+        thread = threading.Thread(target=call, daemon=True)
+        thread.start()
+        thread.join(_MOST_CLEAN_UP_S)
 
 
 def _end_children() -> None:

@@ -57,6 +57,17 @@ def compiled(function: Function) -> Function:
     return dispatcher
 
 
+def compiled_without_lock(function: Function) -> Function:
+    """Compile a function that other threads of Python may run beside.
+
+    For what takes long over arrays that nobody changes meanwhile.
+    """
+    dispatcher = numba.njit(error_model="numpy", nogil=True)(function)
+    with contextlib.suppress(RuntimeError):
+        dispatcher._cache = _Cache(function)
+    return dispatcher
+
+
 def inlined(function: Function) -> Function:
     """Put a small function into those that call it, where a call would cost more."""
     return numba.njit(inline="always")(function)

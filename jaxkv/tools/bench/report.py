@@ -77,11 +77,11 @@ def _rows(record: TransferRecord, result: CaseResult) -> list[list[str]]:
     def of_design(name: str) -> Callable[[Direction], tuple[str, str]]:
         return lambda d: (
             speed_text(_speed(result, name, d)),
-            _ratio_text(_over_limit(result, name, d)),
+            ratio_text(_over_limit(result, name, d)),
         )
 
     def of_rival(name: str) -> Callable[[Direction], tuple[str, str]]:
-        return lambda d: (_ratio_text(_over_rival(result, name, d)), "")
+        return lambda d: (ratio_text(_over_rival(result, name, d)), "")
 
     def limit(direction: Direction) -> tuple[str, str]:
         num_bytes = result.case.num_bytes
@@ -138,7 +138,8 @@ def speed_text(value: Speed) -> str:
     return f"{_number(value.best_gb_per_s)} / {_number(value.p50_gb_per_s)}"
 
 
-def _ratio_text(value: Ratio) -> str:
+def ratio_text(value: Ratio) -> str:
+    """Format the ratio of the best rounds and the median of ratios."""
     return f"{_number(value.best)} / {_number(value.p50)}"
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
+import re
 import stat
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
-import numpy as np
-
+from jaxkv.transfer.storage.buffers import Buffers
 from jaxkv.transfer.storage.store import (
     Blob,
     Piece,
@@ -21,10 +22,12 @@ from jaxkv.transfer.storage.store import (
 )
 from jaxkv.transfer.storage.workers import Workers
 
-_TEMPORARY = ".tmp"  # No name of an object begins with a dot.
+# No name of an object begins with a dot.
+_TEMPORARY = re.compile(r"\.[0-9a-f]{16}-[0-9]+")
 _STALE_S = 3600.0
 _MOST_PIECES = 512  # POSIX lets `writev` refuse more than 1,024.
 _PAGE = 4096
+_KEPT_BYTES = 64 << 20
 _READ_THREADS = 4
 _WRITE_THREADS = 4
 
@@ -32,8 +35,9 @@ _WRITE_THREADS = 4
 class LocalStore:
     """A store in a folder: a file an object.
 
-    A file is written under another name and renamed, so that it appears whole. It is
-    not synced: after a power failure it may be missing or damaged, which `decode` sees.
+    A file is written under another name and renamed, so that it appears whole; what a
+    writer that was killed has left is removed by a later `list`. It is not synced:
+    after a power failure it may be missing or damaged, which `decode` sees.
     Only the owner may read or write it, unless `mode` says otherwise.
 
     Args:
@@ -50,7 +54,6 @@ class LocalStore:
         self._mode = mode
         # Whoever may read a folder may enter it.
         self._folder_mode = 0o100 | mode | (mode & 0o444) >> 2
-        self._temporary = os.path.join(self._root, _TEMPORARY)
         self._numbers = itertools.count()
         # Unlike a process id, no other machine and no later process has it.
         self._token = os.urandom(8).hex()
@@ -60,20 +63,26 @@ class LocalStore:
                 pass
         except OSError as error:
             raise error_of(error) from error
+        self._buffers = Buffers(_KEPT_BYTES)
         # Writes that hang must not keep reads waiting, nor the reverse.
         self._readers = Workers("jaxkv storage reader", _READ_THREADS)
         self._writers = Workers("jaxkv storage writer", _WRITE_THREADS)
-        self._writers.submit(self._remove_stale)
 
     @property
     def url(self) -> str:
         """The place, for messages."""
         return f"file://{self._root}"
 
+    @property
+    def path(self) -> str:
+        """The folder."""
+        return self._root
+
     def get(self, names: Sequence[str], max_bytes: int) -> list[Future[Piece | None]]:
         """Read files."""
         paths = [self._path(name) for name in names]
-        return [self._readers.submit(_read, path, max_bytes) for path in paths]
+        read = functools.partial(_read, self._buffers, max_bytes)
+        return [self._readers.submit(read, path) for path in paths]
 
     def put(self, items: Sequence[tuple[str, Blob]]) -> list[Future[None]]:
         """Write files."""
@@ -106,32 +115,30 @@ class LocalStore:
         return os.path.join(self._root, check_name(name))
 
     def _write(self, path: str, blob: Blob) -> None:
-        temporary = f"{self._temporary}/{self._token}-{next(self._numbers)}"
+        # In the same folder: a rename from one to another has to wait for all others.
+        folder = os.path.dirname(path)
+        temporary = f"{folder}/.{self._token}-{next(self._numbers)}"
         try:
-            self._write_new(temporary, blob)
+            file = self._create(temporary)
+        except FileNotFoundError:
+            self._make_folders(folder)
+            file = self._create(temporary)
+        try:
             try:
-                os.rename(temporary, path)
-            except FileNotFoundError:
-                self._make_folders(os.path.dirname(path))
-                os.rename(temporary, path)
+                if self._mode & 0o077:
+                    os.fchmod(file, self._mode)  # Whatever the umask takes away.
+                _write_all(file, blob)
+            finally:
+                os.close(file)
+            os.rename(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
 
-    def _write_new(self, path: str, blob: Blob) -> None:
+    def _create(self, path: str) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        try:
-            file = os.open(path, flags, self._mode)
-        except FileNotFoundError:
-            self._make_folders(self._temporary)
-            file = os.open(path, flags, self._mode)
-        try:
-            if self._mode & 0o077:
-                os.fchmod(file, self._mode)  # Whatever the umask takes away.
-            _write_all(file, blob)
-        finally:
-            os.close(file)
+        return os.open(path, flags, self._mode)
 
     def _make_folders(self, path: str) -> None:
         if os.path.isdir(path):
@@ -145,17 +152,8 @@ class LocalStore:
             if self._mode & 0o077:
                 os.chmod(path, self._folder_mode)
 
-    def _remove_stale(self) -> None:
-        """Remove what processes that were killed have left half written."""
-        oldest = time.time() - _STALE_S
-        with contextlib.suppress(OSError), os.scandir(self._temporary) as entries:
-            for entry in entries:
-                with contextlib.suppress(OSError):
-                    if entry.stat(follow_symlinks=False).st_mtime < oldest:
-                        os.unlink(entry.path)
 
-
-def _read(path: str, max_bytes: int) -> Piece | None:
+def _read(buffers: Buffers, max_bytes: int, path: str) -> Piece | None:
     # What somebody else may have put there: a link is not followed, a pipe not waited
     # for, and a file of terabytes not read.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -167,7 +165,7 @@ def _read(path: str, max_bytes: int) -> Piece | None:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
             raise StoreError("other", f"{path} is not a file")
-        data = np.empty(min(status.st_size, max_bytes), np.uint8).data
+        data = buffers.take(min(status.st_size, max_bytes))
         done = 0
         while done < len(data):
             num_bytes = os.readv(file, [data[done:]])
@@ -201,6 +199,7 @@ def _list(path: str, name: str) -> Iterator[list[str]]:
     with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
         for entry in entries:
             if entry.name.startswith("."):
+                _remove_if_stale(entry)
                 continue
             # What a folder says of its entries: to ask for the status of each would
             # take longer than all else.
@@ -212,3 +211,12 @@ def _list(path: str, name: str) -> Iterator[list[str]]:
         yield names[first : first + _PAGE]
     for folder in sorted(folders):
         yield from _list(f"{path}/{folder}", f"{name}/{folder}")
+
+
+def _remove_if_stale(entry: os.DirEntry[str]) -> None:
+    """Remove what a process that was killed has left half written."""
+    with contextlib.suppress(OSError):
+        status = entry.stat(follow_symlinks=False)
+        is_ours = stat.S_ISREG(status.st_mode) and _TEMPORARY.fullmatch(entry.name)
+        if is_ours and status.st_mtime < time.time() - _STALE_S:
+            os.unlink(entry.path)

@@ -5,7 +5,7 @@ A header is `HEADER_BYTES` long, its numbers little-endian:
     offset  bytes
          0      8  magic: 6a 61 78 6b 76 0d 0a 1a ("jaxkv", then what text modes break)
          8      2  version of the format, 1
-        10      2  seal: 1 CRC-32, 2 HMAC-SHA256
+        10      2  seal: 1 XXH3-64, 2 HMAC-SHA256
         12      4  bytes of the header, 192
         16     32  key of the block
         48     32  SHA-256 of the namespace
@@ -14,8 +14,10 @@ A header is `HEADER_BYTES` long, its numbers little-endian:
        116      4  shards
        120      8  bytes of the payload, which follows the header
        128     32  zeros
-       160     32  the seal, over everything before it and the payload: a CRC-32 is
-                   followed by zeros
+       160     32  the seal: the XXH3-64 of the payload, which is filled with zeros to
+                   256 bytes if it is shorter, and 24 zeros; or the HMAC-SHA256 of
+                   everything before it and the payload, its key being the SHA-256 of
+                   "jaxkv storage secret 1:" and the secret
 
 An object is right if its header is, byte for byte, the one that its reader would have
 written before this payload under this key. So whatever else is there is refused.
@@ -27,7 +29,6 @@ import hashlib
 import hmac
 import re
 import struct
-import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -35,6 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv._util import shown
+from jaxkv.transfer.storage.checksum import checksum, prepare
 from jaxkv.transfer.storage.store import Piece
 from jaxkv.types import KEY_BYTES, BlockKey
 
@@ -64,7 +66,7 @@ name. ``unsealed``: not sealed as this reader seals. ``checksum``: its bytes cha
 """
 REFUSAL_REASONS: tuple[RefusalReason, ...] = get_args(RefusalReason)
 
-_CRC32, _HMAC = 1, 2
+_XXH3, _HMAC = 1, 2
 _SEALED = struct.Struct("<8sHHI32s32s32sIIQ32x")
 _SEAL_BYTES = 32
 _NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{62})\.(0|[1-9][0-9]{0,8})")
@@ -130,7 +132,8 @@ class ObjectFormat:
         self._namespace = hashlib.sha256(namespace).digest()
         self._layout = hashlib.sha256(layout.encode()).digest()
         self._secret = _secret_key(secret)
-        self._seal = _CRC32 if self._secret is None else _HMAC
+        self._seal = _XXH3 if self._secret is None else _HMAC
+        prepare()
         # Whatever makes others' objects of no use here makes them lie elsewhere, so
         # that what is wrong in this folder is damaged and may go.
         identity = hashlib.sha256(self._sealed(bytes(KEY_BYTES), shard=0))
@@ -272,13 +275,12 @@ class ObjectFormat:
             self.payload_bytes,
         )
 
-    def _header(self, key: BlockKey, payload: Iterable[Piece]) -> bytes:
+    def _header(self, key: BlockKey, payload: Sequence[Piece]) -> bytes:
         sealed = self._sealed(key)
         if self._secret is None:
-            checksum = zlib.crc32(sealed)
-            for piece in payload:
-                checksum = zlib.crc32(piece, checksum)
-            return sealed + checksum.to_bytes(4, "little").ljust(_SEAL_BYTES, b"\0")
+            return sealed + checksum(payload).to_bytes(8, "little").ljust(
+                _SEAL_BYTES, b"\0"
+            )
         code = hmac.new(self._secret, sealed, hashlib.sha256)
         for piece in payload:
             code.update(piece)

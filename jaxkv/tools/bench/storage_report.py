@@ -1,0 +1,103 @@
+"""The results of a storage measurement as a table and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+from typing import Any
+
+from jaxkv.tools.bench.machine import machine
+from jaxkv.tools.bench.plan import size_text
+from jaxkv.tools.bench.records import Ratio, Speed, ratio, speed
+from jaxkv.tools.bench.report import ratio_text, speed_text
+from jaxkv.tools.bench.storage import (
+    FILES,
+    JAXKV,
+    WAYS,
+    StorageRecord,
+    StorageResult,
+    Way,
+)
+from jaxkv.tools.console import make_console
+
+
+def print_results(record: StorageRecord) -> None:
+    """Print the speed of each way to store blocks, and what of it jaxkv reaches."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("best / p50", style="bold")
+    for way in WAYS:
+        table.add_column(f"{way}, GB/s", justify="right")
+    for result in record.results:
+        table.add_row()
+        table.add_row(f"{result.num_blocks} blocks of {size_text(result.block_bytes)}")
+        for name in result.seconds:
+            speeds = [speed_text(_speed(result, name, way)) for way in WAYS]
+            table.add_row(f"  {name}", *speeds)
+        shares = [ratio_text(_share(result, way)) for way in WAYS]
+        table.add_row(f"  {JAXKV} : {result.limit}", *shares)
+    console = make_console()
+    console.print(f"Store        {record.place}", highlight=False, soft_wrap=True)
+    console.print()
+    console.print(table)
+    console.print()
+    for line in _notes(record):
+        console.print(line, highlight=False, soft_wrap=True, style="dim")
+
+
+def to_json(record: StorageRecord) -> dict[str, Any]:
+    """Convert a record for ``json.dump``."""
+    return {
+        "machine": {**machine(), **_versions()},
+        "config": dataclasses.asdict(record.config) | {"url": record.place},
+        "results": [_result_json(result) for result in record.results],
+    }
+
+
+def _result_json(result: StorageResult) -> dict[str, Any]:
+    return {
+        "block_bytes": result.block_bytes,
+        "num_blocks": result.num_blocks,
+        "ways": {
+            name: {way: dataclasses.asdict(_speed(result, name, way)) for way in WAYS}
+            for name in result.seconds
+        },
+        "limit": result.limit,
+        "of_limit": {way: dataclasses.asdict(_share(result, way)) for way in WAYS},
+    }
+
+
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in ("tensorstore", "redis"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _notes(record: StorageRecord) -> list[str]:
+    config = record.config
+    lines = [
+        "GB are 10^9 bytes. best: the fastest round; p50: the median of "
+        f"{config.rounds} rounds, of ratios too.",
+        f"{config.num_in_flight} blocks are in flight at once. All bytes were checked.",
+    ]
+    if any(FILES in result.seconds for result in record.results):
+        lines.append(
+            "Plain files are opened, written or read whole, and closed: as many at "
+            "once as jaxkv has in flight, or one at a time. None are synced, and those "
+            "in the cache of the system are read from there."
+        )
+    return lines
+
+
+def _speed(result: StorageResult, name: str, way: Way) -> Speed:
+    num_bytes = result.num_blocks * result.block_bytes
+    return speed(num_bytes, result.seconds[name][way])
+
+
+def _share(result: StorageResult, way: Way) -> Ratio:
+    return ratio(result.seconds[JAXKV][way], result.seconds[result.limit][way])

@@ -1,0 +1,59 @@
+"""Memory that is used again, and never while somebody looks at it."""
+
+import random
+import threading
+
+import numpy as np
+
+from jaxkv.transfer.storage.buffers import Buffers
+
+
+def test_memory_comes_back_only_when_its_last_view_is_gone():
+    buffers = Buffers(1 << 20)
+    view = buffers.take(1000)
+    part, array = view[10:20], np.frombuffer(view, np.uint8)
+    address = array.ctypes.data
+    for each in ("view", "part"):
+        assert buffers.take(1000).obj.ctypes.data != address, each
+        del view
+        view = part
+    del view, part
+    others = [buffers.take(1000) for _ in range(3)]
+    assert address not in [each.obj.ctypes.data for each in others]
+    del array
+    assert buffers.take(1000).obj.ctypes.data == address
+
+
+def test_no_more_is_kept_than_was_asked_for_and_nothing_of_another_size():
+    buffers = Buffers(2500)
+    views = [buffers.take(1000) for _ in range(5)]
+    del views
+    assert len(buffers._kept) == 2
+    assert len(buffers.take(400)) == 400
+    assert len(buffers._lent) == 0
+
+
+def test_threads_never_share_memory():
+    buffers = Buffers(1 << 20)
+    wrong = []
+
+    def work(number):
+        rng = random.Random(number)
+        held = []
+        for _ in range(2000):
+            view = buffers.take(64)
+            mark = rng.randrange(256)
+            view[:] = bytes([mark]) * 64
+            held.append((view, mark))
+            if len(held) > rng.randrange(8):
+                view, mark = held.pop(rng.randrange(len(held)))
+                if bytes(view) != bytes([mark]) * 64:
+                    wrong.append(number)
+                del view
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
