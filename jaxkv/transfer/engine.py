@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import SupportsIndex
 
 import jax
@@ -15,11 +15,13 @@ from jaxkv.transfer import limits, memory, probe
 from jaxkv.transfer.codecs import Compression
 from jaxkv.transfer.extent_table import ExtentTable
 from jaxkv.transfer.extents import ExtentLayout
+from jaxkv.transfer.host_bytes import HostRead, HostWrite
 from jaxkv.transfer.host_memory import HostMemory, HostSize, parse_argument
 from jaxkv.transfer.ids import (
     BlockIdsLike,
     check_distinct,
     copy_pairs,
+    host_ids_of,
     transfer_pairs,
 )
 from jaxkv.transfer.kernels import Copier, Kernel, Mode, choose_mode
@@ -507,6 +509,79 @@ class TransferEngine:
                 f"{ticket} is not in flight: it was reported or abandoned before, or "
                 "another engine gave it."
             )
+
+    @property
+    def host_bytes_description(self) -> str:
+        """What the bytes of `read_host` are; equal where they can be exchanged."""
+        return self._queue.host_bytes.description
+
+    @property
+    def host_payload_bytes(self) -> int:
+        """Bytes of a host block in this process, as `read_host` gives them."""
+        return self._queue.host_bytes.num_bytes
+
+    def read_host(self, host_block_ids: BlockIdsLike) -> HostRead:
+        """Hold host blocks so that their bytes can be copied out by another thread.
+
+        Saves, and so `drain`, may have to wait for their memory until
+        `HostRead.close`: close it soon.
+
+        Args:
+            host_block_ids: int[n]. Blocks that can be loaded.
+
+        Returns:
+            What copies them, on any thread, and is to be closed.
+
+        Raises:
+            ValueError: The ids are wrong, or a block holds no bytes.
+            RuntimeError: Another thread owns the engine.
+        """
+        return self._queue.host_bytes.read(self._host_ids(host_block_ids))
+
+    def write_host(
+        self, host_block_ids: BlockIdsLike, payloads: Sequence[NDArray[np.uint8]]
+    ) -> HostWrite:
+        """Write bytes that `read_host` gave, here or in another engine of this layout.
+
+        `advance_host` goes on with it; when `HostWrite.is_over`, the blocks can be
+        loaded, unless there was an error.
+
+        Args:
+            host_block_ids: int[n]. Where each goes, distinct. The previous contents are
+                gone.
+            payloads: u8[host_payload_bytes] for each.
+
+        Raises:
+            ValueError: The ids or the payloads are wrong, or the pool's block axis is
+                sharded.
+            RuntimeError: Another thread owns the engine.
+        """
+        host_ids = self._host_ids(host_block_ids)
+        check_distinct("host_block_ids", host_ids)
+        if self.num_shards > 1:
+            raise ValueError("write_host needs a pool whose block axis is not sharded.")
+        num_bytes = self.host_payload_bytes
+        sizes = {payload.nbytes for payload in payloads}
+        if len(payloads) != len(host_ids) or sizes - {num_bytes}:
+            raise ValueError(
+                f"payloads must be {len(host_ids)} of {num_bytes} bytes, and are "
+                f"{len(payloads)} of {sorted(sizes)}."
+            )
+        number = self._queue.next_number()
+        return self._queue.host_bytes.write(number, host_ids, list(payloads))
+
+    def advance_host(self, run: Callable[[Callable[[], None]], object]) -> None:
+        """Go on with what `write_host` began; returns at once.
+
+        Args:
+            run: Runs a function that copies bytes, on any thread, in any order.
+        """
+        self._check_thread()
+        self._queue.host_bytes.advance(run)
+
+    def _host_ids(self, host_block_ids: BlockIdsLike) -> NDArray[np.int32]:
+        self._check_thread()
+        return host_ids_of(host_block_ids, self.num_host_blocks)
 
     def _leaves(self, pool: PyTree) -> list[jax.Array]:
         self._check_thread()

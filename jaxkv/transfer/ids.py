@@ -15,7 +15,7 @@ BlockIdsLike: TypeAlias = (
 )
 
 
-def host_block_ids(ids: BlockIdsLike, num_blocks: int) -> NDArray[np.int32]:
+def host_ids_of(ids: BlockIdsLike, num_blocks: int) -> NDArray[np.int32]:
     """Check the ids of host blocks.
 
     Raises:
@@ -86,7 +86,7 @@ def transfer_pairs(
     """Check the ids of both sides of a transfer.
 
     Returns:
-        i32[n, m] and i32[n], see `device_block_ids` and `host_block_ids`.
+        i32[n, m] and i32[n], see `device_block_ids` and `host_ids_of`.
 
     Raises:
         ValueError: One side is wrong, or they differ in length.
@@ -94,7 +94,7 @@ def transfer_pairs(
     device = device_block_ids(
         device_ids, num_device_blocks, blocks_per_host_block, may_share
     )
-    host = host_block_ids(host_ids, num_host_blocks)
+    host = host_ids_of(host_ids, num_host_blocks)
     if len(device) != len(host):
         raise ValueError(
             f"{len(device)} device_block_ids and {len(host)} host_block_ids must "

@@ -5,13 +5,15 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.transfer.extent_table import NO_EXTENT, ExtentTable
+from jaxkv.transfer.extent_table import NO_EXTENT, ExtentTable, Placement
+from jaxkv.transfer.host_bytes import HostBytes
 from jaxkv.transfer.host_memory import HostMemory
 from jaxkv.transfer.kernels import Copier
 from jaxkv.transfer.plans import NOTHING, Plans, cut_load, shortest_first
@@ -27,6 +29,9 @@ from jaxkv.transfer.tickets import (
     Ticket,
     Transfer,
 )
+
+# How long to wait between two looks at copies of other threads.
+_PAUSE_S = 1e-4
 
 
 class TransferQueue:
@@ -60,6 +65,7 @@ class TransferQueue:
         budget_bytes: int,
     ):
         self.table = table
+        self.host_bytes = HostBytes(copier, plans, table, memory, self._follow)
         self._copier = copier
         pool = copier.extents.pool
         self._block_bytes = pool.block_bytes * plans.blocks_per_host_block
@@ -197,6 +203,11 @@ class TransferQueue:
             self.advance(leaves)
         return [transfer.ticket for transfer in transfers]
 
+    def next_number(self) -> int:
+        """Take the number of a transfer."""
+        self._num_issued += 1
+        return self._num_issued - 1
+
     def take_step_loads(self, leaves: list[jax.Array], num_extents: int) -> StepLoads:
         """Hand out loads that the caller's next program is to write.
 
@@ -289,8 +300,14 @@ class TransferQueue:
         if self._for_step:
             self.take_step_loads(leaves, 0)
         self.advance(leaves)
-        while pieces := self._landing or self._saving or self._loading:
-            pieces[0].wait()
+        while True:
+            if pieces := self._landing or self._saving or self._loading:
+                pieces[0].wait()
+            elif self._waiting_saves and self.host_bytes.is_busy:
+                time.sleep(_PAUSE_S)  # Its copies take less than a transfer.
+                self.host_bytes.advance(lambda copy: copy())
+            else:
+                break
             self.advance(leaves)
 
     def _begin(
@@ -362,6 +379,8 @@ class TransferQueue:
         placement = self.table.place(ids, shards)
         if placement is None:
             if self._saving or self._landing or self._loading:
+                return False
+            if self.host_bytes.is_busy:
                 return False
             transfer.fail(
                 MemoryError(
@@ -449,6 +468,8 @@ class TransferQueue:
 
     def _collect(self) -> None:
         """Record the pieces that have finished."""
+        if self.host_bytes.is_busy:
+            self.host_bytes.collect()
         for pieces in (self._saving, self._loading):
             while pieces and pieces[0].is_ready():
                 self._end(pieces.popleft())
@@ -461,7 +482,7 @@ class TransferQueue:
                 self._memory.put(piece.placement.extent, None)
             self.table.settle(piece.placement, ok=error is None)
             if not error:
-                self._follow(piece)
+                self._follow(piece.placement, piece.plan.carried)
         elif isinstance(piece, LoadPiece):
             self.table.unpin(piece.extent)
         for transfer in piece.transfers:
@@ -473,16 +494,16 @@ class TransferQueue:
                 self._drop_unissued(transfer)
             self._note_if_over(transfer)
 
-    def _follow(self, saved: SavePiece) -> None:
+    def _follow(self, placement: Placement, carried: NDArray[np.bool_]) -> None:
         """Point waiting loads at the extent that their blocks were carried over to.
 
         Otherwise their pins would keep the old extent from being free, and a save that
         such a load waits for could find no room.
         """
-        for piece in list(self._waiting_of_extent.get(saved.placement.carry, ())):
-            if not np.any((piece.targets != NOTHING) & ~saved.plan.carried):
+        for piece in list(self._waiting_of_extent.get(placement.carry, ())):
+            if not np.any((piece.targets != NOTHING) & ~carried):
                 self._forget_extent(piece)
-                piece.extent = saved.placement.extent
+                piece.extent = placement.extent
                 self._hold_extent(piece)
 
     def _hold_extent(self, piece: LoadPiece) -> None:

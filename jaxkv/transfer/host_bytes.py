@@ -1,0 +1,418 @@
+"""Host blocks as plain bytes, to write them elsewhere and to bring them back.
+
+The bytes of a host block are those of its rows in the arrays of its extent, array after
+array, as this process has them. They mean something only to an engine of the same
+layout (`HostBytes.description`).
+
+An extent is written only while it is empty, so that its rows can be read beside
+everything else, as long as it is pinned. New blocks go into an empty extent, as those
+of a save do. The copies are for a thread of the caller's; all else is for the thread
+that owns the engine.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv.transfer import memory
+from jaxkv.transfer.extent_table import NO_EXTENT, ExtentTable, Placement
+from jaxkv.transfer.extents import Extent
+from jaxkv.transfer.host_memory import HostMemory
+from jaxkv.transfer.kernels import Copier
+from jaxkv.transfer.plans import Plans
+
+Bytes: TypeAlias = NDArray[np.uint8]
+Views: TypeAlias = list[list[NDArray[np.uint8]]]
+
+# Where pinned host memory can be read and written at its address.
+_ADDRESSED_PLATFORMS = ("cpu", "gpu", "cuda", "rocm")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """What one array of an extent has of a host block on one device.
+
+    Attributes:
+        array: The index of the array.
+        shard: Its index among the array's distinct shards in this process.
+        axis: The axis of the rows.
+        shape: Shape of the rows of a host block.
+        num_bytes: Bytes of them.
+    """
+
+    array: int
+    shard: int
+    axis: int
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+class HostRead:
+    """Host blocks that are held while their bytes are copied out.
+
+    Attributes:
+        num_blocks: How many there are.
+    """
+
+    def __init__(
+        self,
+        owner: HostBytes,
+        extents: list[int],
+        arrays: list[Extent],
+        places: list[int],
+    ):
+        self.num_blocks = len(places)
+        self._owner = owner
+        self._extents = extents
+        self._arrays: list[Extent] | None = arrays
+        self._places = places
+        # To look at an extent's memory takes longer than to copy a small block.
+        self._views: dict[int, Views] = {}
+
+    def copy(self, index: int, out: Bytes) -> None:
+        """Copy a block's bytes; on any thread, until `close`.
+
+        Args:
+            index: Which block, in the order given.
+            out: u8[`HostBytes.num_bytes`]. Written.
+        """
+        assert self._arrays is not None, "the read was closed"
+        number = self._extents[index]
+        views = self._views.get(number)
+        if views is None:
+            views = self._views[number] = self._owner.views(self._arrays[index])
+        for part, bounds, rows in self._owner.rows_of(views, self._places[index]):
+            np.copyto(out[bounds].reshape(part.shape), rows)
+
+    def close(self) -> None:
+        """Let go of the blocks; on any thread, as soon as the bytes are copied."""
+        if self._arrays is not None:
+            self._arrays = None
+            self._views.clear()
+            self._owner.closed.append(self._extents)
+
+
+@dataclasses.dataclass(eq=False)
+class _Piece:
+    """The part of a write that fills one extent.
+
+    Attributes:
+        placement: Where its blocks go.
+        payloads: u8[...] of each.
+        spare: The memory to write to; None to make some.
+        carry: The extent to carry rows over from; None for none.
+        extent: The extent when it is written.
+        error: What went wrong.
+        is_over: Whether the copy has ended; set last.
+    """
+
+    placement: Placement
+    payloads: list[Bytes]
+    spare: Extent | None
+    carry: Extent | None
+    extent: Extent | None = None
+    error: Exception | None = None
+    is_over: bool = False
+
+
+class HostWrite:
+    """Bytes on their way into host blocks.
+
+    Attributes:
+        host_ids: i32[n]. The blocks.
+        is_over: Whether all has ended.
+        error: What went wrong; None if all blocks can be loaded.
+    """
+
+    def __init__(self, number: int, host_ids: NDArray[np.int32], payloads: list[Bytes]):
+        self.host_ids = host_ids
+        self.is_over = False
+        self.error: Exception | None = None
+        self.number = number
+        self.payloads = payloads
+        self.todo = np.arange(len(host_ids))
+        self.pieces: list[_Piece] = []
+
+
+class HostBytes:
+    """Gives the bytes of host blocks, and takes them.
+
+    Args:
+        copier: Knows the layout of extents.
+        plans: Knows the rows of a place.
+        table: Knows where blocks are.
+        host_memory: Has the extents.
+        follow: Told of a placement that carried blocks over, and which rows.
+
+    Attributes:
+        num_bytes: Bytes of a host block in this process.
+        description: What the bytes are: two engines understand one another's if theirs
+            are equal.
+        closed: The extents of each read that was closed; any thread may add to it.
+    """
+
+    def __init__(
+        self,
+        copier: Copier,
+        plans: Plans,
+        table: ExtentTable,
+        host_memory: HostMemory,
+        follow: Callable[[Placement, NDArray[np.bool_]], None],
+    ):
+        self._extents = copier.extents
+        self._is_fused = copier.mode == "fused"
+        self._plans = plans
+        self._table = table
+        self._memory = host_memory
+        self._follow = follow
+        self._shardings = copier.extents.shardings(memory.HOST_KIND)
+        self._specs = copier.extents.specs(memory.HOST_KIND)
+        self._is_addressed = copier.extents.pool.platform in _ADDRESSED_PLATFORMS
+        self._parts = list(self._make_parts())
+        ends = list(itertools.accumulate(part.num_bytes for part in self._parts))
+        self.num_bytes = ends[-1]
+        self._bounds = [
+            slice(end - part.num_bytes, end)
+            for part, end in zip(self._parts, ends, strict=True)
+        ]
+        self.description = "; ".join(map(self._describe, self._parts))
+        self._writes: collections.deque[HostWrite] = collections.deque()
+        self.closed: collections.deque[list[int]] = collections.deque()
+        self._num_reads = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether extents are held that a save may wait for."""
+        return bool(self._num_reads or self._writes)
+
+    def read(self, host_ids: NDArray[np.int32]) -> HostRead:
+        """Hold blocks whose bytes are to be copied out.
+
+        Args:
+            host_ids: i32[n]. Blocks that can be loaded.
+
+        Raises:
+            ValueError: A block has no bytes.
+        """
+        extents, places = self._table.find(host_ids)
+        each = extents.tolist()
+        for extent in each:
+            self._table.pin(extent)
+        self._num_reads += 1
+        arrays = {extent: self._memory.get(extent) for extent in set(each)}
+        return HostRead(self, each, [arrays[e] for e in each], places.tolist())
+
+    def collect(self) -> None:
+        """Take back the pins of reads that were closed, and end writes."""
+        while self.closed:
+            for extent in self.closed.popleft():
+                self._table.unpin(extent)
+            self._num_reads -= 1
+        for write in list(self._writes):
+            self._collect(write)
+            if not write.pieces and not write.todo.size:
+                self._table.finish(write.host_ids, write.number, write.error is None)
+                write.payloads = []
+                write.is_over = True
+                self._writes.remove(write)
+
+    def write(
+        self, number: int, host_ids: NDArray[np.int32], payloads: list[Bytes]
+    ) -> HostWrite:
+        """Begin to write blocks; `advance` goes on with it.
+
+        Args:
+            number: Of the engine's transfers, a new one.
+            host_ids: i32[n]. Blocks that nobody reads, distinct.
+            payloads: u8[num_bytes] of each.
+        """
+        write = HostWrite(number, host_ids, payloads)
+        self._table.claim(host_ids, number)
+        self._writes.append(write)
+        return write
+
+    def advance(self, run: Callable[[Callable[[], None]], object]) -> None:
+        """End what has been copied, and find places for what waits.
+
+        Args:
+            run: Runs a copy, on another thread or at once.
+        """
+        self.collect()
+        for write in self._writes:
+            self._place(write, run)
+
+    def rows_of(
+        self, views: Views, place: int
+    ) -> Iterable[tuple[_Part, slice, NDArray[np.uint8]]]:
+        """Give the rows of a place in each array, and where they are in a payload."""
+        m = self._plans.blocks_per_host_block
+        rows = slice(place * m, (place + 1) * m)
+        for part, bounds in zip(self._parts, self._bounds, strict=True):
+            view = views[part.array][part.shard]
+            yield part, bounds, view[(slice(None),) * part.axis + (rows,)]
+
+    def _make_parts(self) -> Iterable[_Part]:
+        m = self._plans.blocks_per_host_block
+        for index, (spec, bundle) in enumerate(
+            zip(self._specs, self._extents.bundles, strict=True)
+        ):
+            axis = self._extents.axis(bundle)
+            shape = list(spec.sharding.shard_shape(spec.shape))
+            shape[axis] = m
+            for shard in range(len(_distinct(spec))):
+                whole = (*shape, spec.dtype.itemsize)
+                yield _Part(index, shard, axis, whole, math.prod(whole))
+
+    def _describe(self, part: _Part) -> str:
+        """Say what a part holds, the codec's result, and of which leaves."""
+        leaves = [
+            self._extents.pool.leaves[leaf]
+            for leaf in self._extents.bundles[part.array].leaves
+        ]
+        names = ",".join(f"{leaf.name}:{leaf.dtype.name}" for leaf in leaves)
+        dtype, shape = self._specs[part.array].dtype.name, list(part.shape[:-1])
+        return f"{names} as {dtype}{shape} axis {part.axis} shard {part.shard}"
+
+    def views(self, extent: Extent) -> Views:
+        """Look at the memory of an extent's arrays, each distinct shard of each."""
+        views = []
+        for spec, array in zip(self._specs, extent, strict=True):
+            by_device = {shard.device: shard.data for shard in array.addressable_shards}
+            views.append(
+                [self._view(by_device[devices[0]]) for devices in _distinct(spec)]
+            )
+        return views
+
+    def _view(self, array: jax.Array) -> NDArray[np.uint8]:
+        """Look at an array's memory, or at a copy of it where that cannot be."""
+        shape = (*array.shape, array.dtype.itemsize)
+        if self._is_addressed:
+            raw = (ctypes.c_uint8 * math.prod(shape)).from_address(
+                array.unsafe_buffer_pointer()
+            )
+            flat: NDArray[np.uint8] = np.ctypeslib.as_array(raw)
+            return flat.reshape(shape)
+        flat = np.ascontiguousarray(np.asarray(array)).reshape(-1)
+        return flat.view(np.uint8).reshape(shape)
+
+    def _place(
+        self, write: HostWrite, run: Callable[[Callable[[], None]], object]
+    ) -> None:
+        while write.todo.size:
+            ids = write.host_ids[write.todo]
+            placement = self._table.place(ids, np.zeros(len(ids), np.intp))
+            if placement is None:
+                return  # Until a save or a copy that is under way has ended.
+            picked = write.todo[placement.picked]
+            carry = None
+            if placement.carry != NO_EXTENT:
+                carry = self._memory.get(placement.carry)
+            piece = _Piece(
+                placement, [write.payloads[row] for row in picked.tolist()], None, carry
+            )
+            write.todo = np.delete(write.todo, placement.picked)
+            write.pieces.append(piece)
+            try:
+                piece.spare = self._memory.take(placement.extent)
+            except Exception as error:
+                piece.error, piece.is_over = error, True
+                continue
+            run(lambda piece=piece: self._fill(piece))  # type: ignore[misc]
+
+    def _collect(self, write: HostWrite) -> None:
+        for piece in [piece for piece in write.pieces if piece.is_over]:
+            write.pieces.remove(piece)
+            placement = piece.placement
+            self._memory.put(placement.extent, piece.extent)
+            self._table.settle(placement, ok=piece.error is None)
+            if piece.error is not None:
+                write.error = piece.error
+            elif placement.carry != NO_EXTENT:
+                carried = np.zeros((1, self._plans.num_rows), np.bool_)
+                m = self._plans.blocks_per_host_block
+                rows = placement.carried_places[:, None] * m + np.arange(m)
+                carried[0, rows] = True
+                self._follow(placement, carried)
+
+    def _fill(self, piece: _Piece) -> None:
+        """Copy the bytes of a piece; on any thread."""
+        try:
+            piece.extent = self._filled(piece)
+        except Exception as error:
+            piece.error = error
+        piece.is_over = True
+
+    def _filled(self, piece: _Piece) -> Extent:
+        in_place = self._is_addressed and piece.spare is not None
+        if in_place:
+            assert piece.spare is not None
+            views = self.views(piece.spare)
+        else:
+            views = [
+                [
+                    np.zeros(
+                        (*spec.sharding.shard_shape(spec.shape), spec.dtype.itemsize),
+                        np.uint8,
+                    )
+                    for _ in _distinct(spec)
+                ]
+                for spec in self._specs
+            ]
+        for place, payload in zip(
+            piece.placement.places.tolist(), piece.payloads, strict=True
+        ):
+            for part, bounds, rows in self.rows_of(views, place):
+                np.copyto(rows, payload[bounds].reshape(part.shape))
+        if piece.carry is not None:
+            old_views = self.views(piece.carry)
+            for place in piece.placement.carried_places.tolist():
+                pairs = zip(
+                    self.rows_of(views, place),
+                    self.rows_of(old_views, place),
+                    strict=True,
+                )
+                for (*_, rows), (*_, old_rows) in pairs:
+                    np.copyto(rows, old_rows)
+        if in_place:
+            assert piece.spare is not None
+            return piece.spare
+        return tuple(
+            self._as_array(spec, own)
+            for spec, own in zip(self._specs, views, strict=True)
+        )
+
+    def _as_array(
+        self, spec: jax.ShapeDtypeStruct, shards: Sequence[NDArray[np.uint8]]
+    ) -> jax.Array:
+        """Make an extent's array of the bytes of its distinct shards."""
+        arrays = []
+        for own, devices in zip(shards, _distinct(spec), strict=True):
+            values = own.reshape(-1).view(spec.dtype).reshape(own.shape[:-1])
+            for device in devices:
+                sharding = memory.host_sharding(device)
+                arrays.append(jax.device_put(values, sharding))
+        made = jax.make_array_from_single_device_arrays(
+            spec.shape, spec.sharding, arrays
+        )
+        memory.wait_for(made)
+        return made
+
+
+def _distinct(spec: jax.ShapeDtypeStruct) -> list[list[jax.Device]]:
+    """List this process's devices by what they hold of an array."""
+    devices: dict[str, list[jax.Device]] = {}
+    sharding = spec.sharding
+    indices = sharding.addressable_devices_indices_map(spec.shape)
+    for device in sorted(indices, key=lambda device: device.id):
+        devices.setdefault(repr(indices[device]), []).append(device)
+    return list(devices.values())
