@@ -40,8 +40,9 @@ from jaxkv.scheduling.record import (
     LEAST_MAX_BYTES,
     TraceRecorder,
 )
-from jaxkv.scheduling.rules import OffloadRules, check_rules
+from jaxkv.scheduling.rules import OffloadRules, StorageWrite, check_rules
 from jaxkv.scheduling.scheduler import OffloadScheduler
+from jaxkv.scheduling.storage_worker import open_storage
 from jaxkv.scheduling.worker import OffloadWorker
 from jaxkv.search.groups import FullAttention, GroupSpec, as_groups
 from jaxkv.tiers.device import DeviceBlockPool
@@ -50,6 +51,7 @@ from jaxkv.transfer import TransferEngine
 from jaxkv.transfer.codecs import Compression, Quantised
 from jaxkv.transfer.engine import DEFAULT_STAGING_BYTES
 from jaxkv.transfer.kernels import KERNELS, MODES, Kernel, Mode
+from jaxkv.transfer.storage.objects import LEAST_SECRET_BYTES
 from jaxkv.types import PyTree
 
 if TYPE_CHECKING:
@@ -59,10 +61,18 @@ if TYPE_CHECKING:
     from jaxkv.observe.publisher import EventPublisher
 
 Scope: TypeAlias = Literal[
-    "engine", "scheduler", "engine, scheduler", "worker", "events", "metrics", "record"
+    "engine",
+    "scheduler",
+    "engine, scheduler",
+    "worker",
+    "storage",
+    "events",
+    "metrics",
+    "record",
 ]
-"""Which parts a key reaches: `TransferEngine`, `OffloadScheduler`, `OffloadWorker`,
-`EventPublisher` and `OffloadMetrics` of `jaxkv.observe`, and `TraceRecorder`."""
+"""Which parts a key reaches: `TransferEngine`, `OffloadScheduler`, `OffloadWorker`, the
+store behind the host (`open_storage`), `EventPublisher` and `OffloadMetrics` of
+`jaxkv.observe`, and `TraceRecorder`."""
 
 PREFIX = "JAXKV_"
 """What the names of the environment's variables begin with."""
@@ -103,6 +113,7 @@ class Key:
         parse: Reads a text, which `check` is to see next; raises ValueError.
         may_be_none: Whether None is one of them, as text ``none``.
         names: What there is, if its values are names.
+        is_secret: Whether values are to be shown to nobody.
     """
 
     scope: Scope
@@ -113,6 +124,7 @@ class Key:
     parse: Callable[[str], Any] = str
     may_be_none: bool = False
     names: Callable[[], Sequence[str]] = tuple
+    is_secret: bool = False
 
     def read(self, given: Any, *, is_text: bool = False) -> Any:
         """Give a value as it is kept.
@@ -138,8 +150,10 @@ class Key:
         names = list(self.names())
         expected = f"one of {', '.join(names)}" if names else self.expected
         near = nearest(value.lower(), names) if isinstance(value, str) else None
+        hides = self.is_secret and isinstance(value, str)
+        text = "..." if hides else shown(value)
         return (
-            f"{shown(value)} must be {expected}"
+            f"{text} must be {expected}"
             + (", or None" if self.may_be_none else "")
             + (f": did you mean {near}?" if near else "")
         )
@@ -275,6 +289,12 @@ def _endpoint(default: _T, scope: Scope, about: str) -> _T:
     )
     pattern = r"tcp://\S+:(?:\*|(?P<port>[0-9]{1,5}))|ipc://\S+"
     return _text(default, scope, about, expected=expected, pattern=pattern)
+
+
+def _check_secret(value: Any) -> str:
+    if not isinstance(value, str) or len(value.encode()) < LEAST_SECRET_BYTES:
+        raise ValueError
+    return value
 
 
 def _parse_int(text: str) -> int:
@@ -512,6 +532,62 @@ class OffloadConfig:
         "How long several processes wait for one another, and for transfers that are "
         "due, before they end the run with `AgreementError`.",
     )
+    storage: str | None = _text(
+        None,
+        "storage",
+        "A store behind the host that outlives the process and that engines share: a "
+        "folder, or a URL such as `file:///PATH`, `s3://BUCKET/PREFIX`, "
+        "`gs://BUCKET/PREFIX` or `redis://HOST:PORT` ([storage.md](storage.md)). "
+        "`null` for none. One process, and one worker.",
+        expected="a folder or a URL such as file:///var/cache/kv or s3://bucket/prefix",
+        pattern=r"\S(?:.{0,1022}\S)?",
+    )
+    storage_bytes: int | str = _size(
+        16 << 30, "storage", "Bytes that the store may hold of this model's blocks."
+    )
+    storage_write: StorageWrite = _name(  # noqa: RUF009 - it is a field
+        "on_reuse",
+        "scheduler",
+        "What is written to the store: what is asked for a second time (`on_reuse`), "
+        "or all that gets to the host (`through`).",
+        names=lambda: get_args(StorageWrite),
+    )
+    max_storage_blocks: int = _number(
+        128,
+        "scheduler",
+        "Bounds what is on its way to the store, and from it, at a time.",
+        unit="host blocks",
+        least=1,
+    )
+    storage_deadline_s: float = _seconds(
+        5.0,
+        "storage",
+        "Compute what the store has not delivered by then; give a write up.",
+    )
+    storage_list_s: float | None = _seconds(
+        60.0,
+        "storage",
+        "List the store again so long after the last time, to find what others have "
+        "written; `null` to list it once.",
+        or_none=True,
+    )
+    storage_secret: str | None = dataclasses.field(
+        default=None,
+        repr=False,
+        metadata={
+            "key": Key(
+                "storage",
+                "Seals what is written with an HMAC, so that nobody without the secret "
+                "can plant blocks in the store; at least 16 bytes. `null` for a "
+                "checksum.",
+                "",
+                "a text of at least 16 bytes",
+                _check_secret,
+                may_be_none=True,
+                is_secret=True,
+            )
+        },
+    )
     events_endpoint: str | None = _endpoint(
         None,
         "events",
@@ -714,6 +790,7 @@ class OffloadConfig:
         num_host_blocks: int | None = None,
         *,
         block_bytes: int = 0,
+        num_storage_blocks: int = 0,
     ) -> OffloadScheduler:
         """Make the scheduler, and a recorder for it if there is a file to record to.
 
@@ -723,6 +800,8 @@ class OffloadConfig:
             groups: The groups of the model's layers; see `OffloadScheduler`.
             num_host_blocks: Those of the engine; None for the key of that name.
             block_bytes: Bytes of a device block, which `skip_slow_loads` needs.
+            num_storage_blocks: Host blocks that the store may hold, as the worker's
+                `storage.num_blocks(config.storage_bytes)` says; 0 for no store.
 
         Raises:
             ValueError: There is no number of host blocks, or as `OffloadScheduler`.
@@ -745,6 +824,7 @@ class OffloadConfig:
                 self.enable_events or self.events_endpoint is not None,
                 rules=rules,
                 executor=self.executor,
+                num_storage_blocks=num_storage_blocks,
                 recorder=recorder,
             )
         except BaseException:
@@ -756,13 +836,34 @@ class OffloadConfig:
         self,
         engine: TransferEngine,
         *,
+        storage_namespace: bytes = b"",
         clock: Callable[[], float] = time.monotonic,
     ) -> OffloadWorker:
-        """Make the worker.
+        """Make the worker, and open the store if there is to be one.
+
+        Args:
+            engine: The engine whose blocks it moves.
+            storage_namespace: What the bytes of all blocks depend on; see
+                `open_storage`.
+            clock: Seconds since some moment.
 
         Raises:
-            ValueError: As `OffloadWorker`.
+            ValueError: As `OffloadWorker` and `open_storage`.
+            ImportError: The store needs an extra that is missing.
+            StoreError: The store cannot be used.
         """
+        storage = None
+        if self.storage is not None:
+            storage = open_storage(
+                engine,
+                self.storage,
+                namespace=storage_namespace,
+                secret=self.storage_secret,
+                deadline_s=self.storage_deadline_s,
+                list_every_s=self.storage_list_s,
+                clock=clock,
+            )
+            storage.num_blocks(cast(int, self.storage_bytes))  # Refuses too few bytes.
         return OffloadWorker(
             engine,
             deadline_s=self.deadline_s,
@@ -770,6 +871,7 @@ class OffloadConfig:
             check_plans=self.check_plans,
             agreement_timeout_s=self.agreement_timeout_s,
             clock=clock,
+            storage=storage,
         )
 
     def make_recorder(self) -> TraceRecorder | None:
@@ -850,6 +952,7 @@ class OffloadConfig:
         *,
         block_axis: PyTree = 0,
         head_axis: PyTree = -2,
+        storage_namespace: bytes = b"",
     ) -> Offload:
         """Make all parts for one pool.
 
@@ -860,10 +963,19 @@ class OffloadConfig:
         check_rules(self.make_rules(block_bytes=1), groups)
         engine = self.make_engine(pool, block_axis=block_axis, head_axis=head_axis)
         block_bytes = engine.block_bytes // engine.blocks_per_host_block
+        worker = self.make_worker(engine, storage_namespace=storage_namespace)
+        num_storage_blocks = 0
+        if worker.storage is not None:
+            num_storage_blocks = worker.storage.num_blocks(
+                cast(int, self.storage_bytes)
+            )
         scheduler = self.make_scheduler(
-            groups, engine.num_host_blocks, block_bytes=block_bytes
+            groups,
+            engine.num_host_blocks,
+            block_bytes=block_bytes,
+            num_storage_blocks=num_storage_blocks,
         )
-        return Offload(engine, scheduler, self.make_worker(engine))
+        return Offload(engine, scheduler, worker)
 
     def _contradictions(self) -> list[str]:
         """Say which values do not go together, whatever the model is."""
@@ -883,6 +995,14 @@ class OffloadConfig:
                 f"events_replay_endpoint={shown(self.events_replay_endpoint)} needs "
                 "an events_endpoint, whose events it replays."
             ]
+        if self.storage is not None and self.world_size > 1:
+            return [
+                f"storage={shown(self.storage)} and world_size={self.world_size} "
+                "exclude one another: a worker does not know which part of a block it "
+                "has."
+            ]
+        if self.storage_secret is not None and self.storage is None:
+            return ["storage_secret needs a storage, whose objects it seals."]
         try:
             check_rules(self.make_rules(block_bytes=1), (FullAttention(1),))
         except ValueError as error:

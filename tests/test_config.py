@@ -25,7 +25,10 @@ from jaxkv.transfer import TransferEngine
 ROOT = Path(__file__).resolve().parent.parent
 
 # What a key does nothing without.
-NEEDED = {"events_replay_endpoint": {"events_endpoint": "tcp://127.0.0.1:5557"}}
+NEEDED = {
+    "events_replay_endpoint": {"events_endpoint": "tcp://127.0.0.1:5557"},
+    "storage_secret": {"storage": "kv"},
+}
 # For each key a value that is not its default, as JSON and as the environment have it.
 OTHERS = {
     "host_bytes": (12345678, "12345678"),
@@ -57,6 +60,13 @@ OTHERS = {
     "report_after_steps": (2, "2"),
     "check_plans": (True, "true"),
     "agreement_timeout_s": (9.5, "9.5"),
+    "storage": ("s3://bucket/kv", "s3://bucket/kv"),
+    "storage_bytes": (1 << 30, "1GiB"),
+    "storage_write": ("through", "through"),
+    "max_storage_blocks": (9, "9"),
+    "storage_deadline_s": (0.5, "0.5"),
+    "storage_list_s": (7.5, "7.5"),
+    "storage_secret": ("sixteen letters.", "sixteen letters."),
     "events_endpoint": ("tcp://127.0.0.1:*", "tcp://127.0.0.1:*"),
     "events_replay_endpoint": ("ipc:///run/replay", "ipc:///run/replay"),
     "events_topic": ("kv@pod@model", "kv@pod@model"),
@@ -106,7 +116,7 @@ def test_the_defaults_are_those_of_the_parts():
     renamed = {"mode": "transfer_mode", "kernel": "transfer_kernel"}
     for part in TransferEngine, OffloadWorker:
         for name, default in part.__init__.__kwdefaults__.items():
-            if name not in ("block_axis", "clock"):
+            if name not in ("block_axis", "clock", "storage"):
                 own = getattr(OffloadConfig(), renamed.get(name, name))
                 assert (own, type(own)) == (default, type(default)), name
 
@@ -120,7 +130,7 @@ def takers():
         "scheduler": of_rules - {"block_bytes"} | {"cache_policy", "enable_events"},
         "engine": of_engine - {"mode", "kernel", "block_axis"}
         | {"transfer_mode", "transfer_kernel"},
-        "worker": of_worker - {"clock"},
+        "worker": of_worker - {"clock", "storage"},  # These are parts.
     }
 
 
@@ -376,7 +386,7 @@ def one_line_of(call, *args):
         call(*args)
     (fault,) = caught.value.faults
     assert "\n" not in fault
-    assert len(fault.encode()) < 1000
+    assert len(fault.encode()) < 1200
     return fault
 
 
@@ -450,7 +460,7 @@ def test_a_port_above_65535_is_no_address(name):
 @pytest.mark.parametrize("name", KEYS)
 def test_long_values_are_cut(name):
     value = " " + "x" * 100_000 + " "
-    if name != "events_topic":
+    if name not in ("events_topic", "storage_secret"):
         fault = one_line_of(OffloadConfig.from_dict, {name: value})
         assert fault.startswith(f"{name}=' xxx")
         assert "xxx...xxx" in fault
@@ -480,6 +490,15 @@ def test_long_names_and_what_is_no_object_are_cut():
     assert fault.endswith("xxx' needs an events_endpoint, whose events it replays.")
     sizes = {"host_bytes": 10**5000, "num_host_blocks": 10**4000}
     assert "exclude one another" in one_line_of(OffloadConfig.from_dict, sizes)
+
+
+def test_a_secret_is_shown_to_nobody():
+    values = {"storage": "kv", "storage_secret": "0123456789abcdef"}
+    assert "0123456789" not in repr(OffloadConfig.from_dict(values))
+    values["storage_secret"] = "0123456789"
+    fault = one_line_of(OffloadConfig.from_dict, values)
+    assert "0123456789" not in fault
+    assert fault.endswith("must be a text of at least 16 bytes, or None")
 
 
 def test_a_file_that_is_not_there_is_an_os_error(tmp_path):

@@ -26,18 +26,27 @@ class Gate:
         self._block_bytes = rules.block_bytes
         self._load_bytes_per_s = 0.0
         self._prefill_tokens_per_s = 0.0
+        self._storage_bytes_per_s = 0.0
         self._num_slow = 0
+        self._num_slow_fetches = 0
 
-    def note_rates(self, load_bytes_per_s: float, prefill_tokens_per_s: float) -> None:
+    def note_rates(
+        self,
+        load_bytes_per_s: float,
+        prefill_tokens_per_s: float,
+        storage_bytes_per_s: float = 0.0,
+    ) -> None:
         """Take note of what was measured; see `OffloadScheduler.note_rates`."""
         for name, rate in (
             ("load_bytes_per_s", load_bytes_per_s),
             ("prefill_tokens_per_s", prefill_tokens_per_s),
+            ("storage_bytes_per_s", storage_bytes_per_s),
         ):
             if not 0 <= rate < float("inf"):
                 raise ValueError(f"{name}={rate} must be a number of at least 0.")
         self._load_bytes_per_s = load_bytes_per_s
         self._prefill_tokens_per_s = prefill_tokens_per_s
+        self._storage_bytes_per_s = storage_bytes_per_s
 
     def is_worth(
         self,
@@ -62,6 +71,39 @@ class Gate:
         if not is_preview:
             self._num_slow += 1
             self._stats.num_loads_declined += not is_probe
+        return is_probe
+
+    def is_worth_fetch(
+        self,
+        *,
+        num_tokens: int,
+        num_blocks: int,
+        num_blocks_ahead: int,
+        is_preview: bool = False,
+    ) -> bool:
+        """Tell whether blocks are to be fetched from the store, and loaded then.
+
+        Args:
+            num_tokens: Tokens that it saves computing.
+            num_blocks: Device blocks that it moves.
+            num_blocks_ahead: Those that are being fetched before it.
+            is_preview: Whether nothing is counted.
+        """
+        if not (
+            self._is_on and self._storage_bytes_per_s and self._prefill_tokens_per_s
+        ):
+            return True
+        num_bytes = num_blocks * self._block_bytes
+        num_bytes_ahead = num_blocks_ahead * self._block_bytes
+        fetch_s = (num_bytes_ahead + num_bytes) / self._storage_bytes_per_s
+        if self._load_bytes_per_s:
+            fetch_s += num_bytes / self._load_bytes_per_s
+        if fetch_s <= num_tokens / self._prefill_tokens_per_s:
+            return True
+        is_probe = (self._num_slow_fetches + 1) % _PROBE_INTERVAL == 0
+        if not is_preview:
+            self._num_slow_fetches += 1
+            self._stats.num_fetches_declined += not is_probe
         return is_probe
 
     def _is_slow(self, num_tokens: int, num_blocks: int, num_blocks_ahead: int) -> bool:

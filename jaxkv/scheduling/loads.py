@@ -173,6 +173,11 @@ class Loads:
     def __len__(self) -> int:
         return len(self._loads)
 
+    def is_under_way(self, request_id: str) -> bool:
+        """Whether a request has a load in flight, such as from before a preemption."""
+        load = self._loads.get(request_id)
+        return load is not None and load.event != NO_EVENT
+
     @property
     def in_transit(self) -> tuple[int, int, int]:
         """The part of `InTransit` that tells of loads; for any thread."""

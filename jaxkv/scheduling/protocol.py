@@ -103,6 +103,53 @@ class SchedulerOutput:
 
 
 @dataclasses.dataclass(frozen=True)
+class StorageBatch:
+    """Blocks that move together between the host and the store.
+
+    Attributes:
+        event: Its number, among those of its direction.
+        keys: Their keys, of 32 bytes.
+        host_blocks: The host block of each.
+    """
+
+    event: int
+    keys: tuple[BlockKey, ...]
+    host_blocks: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class StorageMoves:
+    """What a step asks of the store.
+
+    Attributes:
+        fetches: What to bring to the host.
+        writes: What to write to the store.
+        deletes: Keys of what to delete there.
+    """
+
+    fetches: tuple[StorageBatch, ...] = ()
+    writes: tuple[StorageBatch, ...] = ()
+    deletes: tuple[BlockKey, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class StorageReport:
+    """What became of it, and what else is in the store, on one worker.
+
+    Attributes:
+        fetched: The events of fetches that are over, and which of their blocks are on
+            the host now.
+        written: The events of writes that are over, and which of their blocks are in
+            the store now.
+        found: Keys of blocks that a listing has found.
+    """
+
+    fetched: tuple[tuple[int, tuple[bool, ...]], ...] = ()
+    written: tuple[tuple[int, tuple[bool, ...]], ...] = ()
+    found: tuple[BlockKey, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class OffloadMetadata:
     """The transfers of a step. Block ids of the two tiers go in pairs.
 
@@ -125,6 +172,7 @@ class OffloadMetadata:
             requests, in their order, so that each is reported as soon as its own are
             there. Empty to report all of them together.
         load_in_step: Whether the step's own program writes the loads.
+        storage: What is asked of the store; None for nothing.
     """
 
     load_event: int
@@ -139,6 +187,7 @@ class OffloadMetadata:
     copy_to_blocks: tuple[int, ...] = ()
     load_sizes: tuple[int, ...] = ()
     load_in_step: bool = False
+    storage: StorageMoves | None = None
 
     def digest(self, before: bytes = b"") -> bytes:
         """Make a digest of this plan and those before it.
@@ -170,6 +219,8 @@ class OffloadMetadata:
         for request_id in requests:
             name = request_id.encode("utf-8", "surrogatepass")
             hasher.update(len(name).to_bytes(8, "little") + name)
+        if self.storage is not None:
+            hasher.update(repr(self.storage).encode())
         return hasher.digest()
 
 
@@ -182,12 +233,14 @@ class ConnectorOutput:
         failed_recving: Requests whose load failed; they compute those tokens instead.
         completed_store_events: Store events that arrived.
         failed_store_events: Store events that did not.
+        storage: What became of moves to and from the store.
     """
 
     finished_recving: tuple[str, ...] = ()
     failed_recving: tuple[str, ...] = ()
     completed_store_events: tuple[int, ...] = ()
     failed_store_events: tuple[int, ...] = ()
+    storage: tuple[StorageReport, ...] = ()
 
     @staticmethod
     def aggregate(outputs: Sequence[ConnectorOutput]) -> ConnectorOutput:
@@ -204,4 +257,5 @@ class ConnectorOutput:
             tuple(chain(output.failed_recving for output in outputs)),
             tuple(chain(output.completed_store_events for output in outputs)),
             tuple(chain(output.failed_store_events for output in outputs)),
+            tuple(chain(output.storage for output in outputs)),
         )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, TypeAlias, get_args
 
 from jaxkv._util import shown
 from jaxkv.scheduling.protocol import Request
 from jaxkv.search.groups import FullAttention, GroupSpec
+
+StorageWrite: TypeAlias = Literal["on_reuse", "through"]
+"""When blocks are written to a store behind the host."""
 
 NO_LIMIT = 1 << 62
 """More tokens than a request has."""
@@ -50,6 +53,10 @@ class OffloadRules:
             not hold such loads up.
         flush_on_preemption: Whether a step that preempts first waits for the transfers
             in flight. They hold on to their blocks in any case.
+        storage_write: What is written to the store: "on_reuse" what is asked for again
+            while it is on the host; "through" all that gets there.
+        max_storage_blocks: How many host blocks may be on their way to the store, or
+            from it, at a time. A host of few blocks has fewer.
         remember_drops: How many of the last host blocks that were evicted or not
             stored are remembered, with the reason, for `OffloadScheduler.explain`; 0
             for none.
@@ -69,11 +76,18 @@ class OffloadRules:
     copy_on_device: bool = True
     load_in_step: bool = False
     flush_on_preemption: bool = False
+    storage_write: StorageWrite = "on_reuse"
+    max_storage_blocks: int = 128
     remember_drops: int = 0
 
     def __post_init__(self) -> None:
         if self.mode not in ("eager", "lazy"):
             raise ValueError(f"mode={shown(self.mode)} must be 'eager' or 'lazy'.")
+        if self.storage_write not in get_args(StorageWrite):
+            raise ValueError(
+                f"storage_write={shown(self.storage_write)} must be one of "
+                f"{', '.join(get_args(StorageWrite))}."
+            )
         for name, least in (
             ("max_num_batched_tokens", 1),
             ("world_size", 1),
@@ -82,6 +96,7 @@ class OffloadRules:
             ("max_offload_tokens", 1),
             ("max_blocks_in_flight", 1),
             ("block_bytes", 0),
+            ("max_storage_blocks", 1),
             ("remember_drops", 0),
         ):
             value = getattr(self, name)

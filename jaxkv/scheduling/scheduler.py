@@ -39,12 +39,14 @@ from jaxkv.scheduling.protocol import (
     OffloadMetadata,
     Request,
     SchedulerOutput,
+    StorageReport,
     tables_by_group,
 )
 from jaxkv.scheduling.record import TraceRecorder
 from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules, check_rules
 from jaxkv.scheduling.stats import Delays, InTransit, OffloadStats
+from jaxkv.scheduling.storage import Storage
 from jaxkv.scheduling.stores import Stores
 from jaxkv.search.groups import FullAttention, GroupSpec, as_groups
 from jaxkv.search.hits import find_longest_hit
@@ -52,6 +54,7 @@ from jaxkv.tiers.base import OffloadingEvent
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.executors import ExecutorName
 from jaxkv.tiers.host import OffloadingManager
+from jaxkv.tiers.storage import StorageTier
 from jaxkv.types import BlockKey, Stop
 
 _NOTHING = OffloadMetadata(NO_EVENT, (), (), {}, NO_EVENT, (), (), need_flush=False)
@@ -70,6 +73,8 @@ class OffloadScheduler:
         enable_events: Whether to keep events for `take_events`.
         rules: How to store and load.
         executor: Who runs the decisions about the host; see `OffloadingManager`.
+        num_storage_blocks: Host blocks that a store behind the host may hold, which the
+            worker has; 0 for none.
         clock: Seconds since some moment, for `delays`; no decision depends on it.
         recorder: Records the requests, once a pool is bound; None not to. Of several
             groups of layers it records the blocks of the first with full attention,
@@ -102,6 +107,7 @@ class OffloadScheduler:
         *,
         rules: OffloadRules | None = None,
         executor: ExecutorName = "native",
+        num_storage_blocks: int = 0,
         clock: Callable[[], float] = time.perf_counter,
         policy_clock: Callable[[], float] | None = None,
         recorder: TraceRecorder | None = None,
@@ -126,7 +132,20 @@ class OffloadScheduler:
         self._keys = RequestKeys(len(self.groups))
         parts = self.groups, host, rules
         self._loads = Loads(*parts, self._gate, self._keys, self._stats)
-        self._stores = Stores(host, rules, self._stats)
+        self._storage: Storage | None = None
+        if num_storage_blocks:
+            tier = StorageTier(
+                host.block_size, num_storage_blocks, enable_events, executor=executor
+            )
+            self._storage = Storage(
+                self.groups, host, tier, rules, self._gate, self._keys, self._stats
+            )
+        self._stores = Stores(
+            host,
+            rules,
+            self._stats,
+            None if self._storage is None else self._storage.note_stored,
+        )
         self._eager: EagerStores | None = None
         self._lazy: LazyStores | None = None
         if rules.mode == "eager":
@@ -179,11 +198,19 @@ class OffloadScheduler:
         return self._manager.num_held_blocks
 
     @property
+    def num_storage_blocks_held(self) -> int:
+        """Host blocks that the store holds, as far as known, writes included."""
+        return self._storage.tier.num_held_blocks if self._storage else 0
+
+    @property
     def stats(self) -> OffloadStats:
         """How stores and loads ended so far."""
         host = self._manager
         return dataclasses.replace(
-            self._stats, num_evicted=host.num_evicted, num_skipped=host.num_skipped
+            self._stats,
+            num_evicted=host.num_evicted,
+            num_skipped=host.num_skipped,
+            num_storage_evicted=self._storage.tier.num_evicted if self._storage else 0,
         )
 
     @property
@@ -192,14 +219,18 @@ class OffloadScheduler:
         return InTransit(*self._stores.in_transit, *self._loads.in_transit)
 
     def has_pending_stores(self) -> bool:
-        """Tell whether blocks are on their way to the host.
+        """Tell whether blocks are on their way to the host, or on to the store.
 
         An engine without requests goes on stepping while there are.
         """
+        if self._storage is not None and self._storage.has_writes:
+            return True
         return len(self._stores) > 0
 
     def has_pending_loads(self) -> bool:
         """Tell whether blocks are on their way back, for whomever."""
+        if self._storage is not None and self._storage.has_fetches:
+            return True
         return len(self._loads) > 0
 
     def warm_up(self) -> None:
@@ -209,11 +240,18 @@ class OffloadScheduler:
         seconds where the machine has not run them before, else part of one.
         """
         self._manager.warm_up(step_by_step=False)
+        if self._storage is not None:
+            self._storage.tier.warm_up(step_by_step=False)
         self._pool.warm_up()
         no_blocks = [np.zeros(0, np.bool_)] * len(self.groups)
         find_longest_hit(self.groups, no_blocks, 0)
 
-    def note_rates(self, load_bytes_per_s: float, prefill_tokens_per_s: float) -> None:
+    def note_rates(
+        self,
+        load_bytes_per_s: float,
+        prefill_tokens_per_s: float,
+        storage_bytes_per_s: float = 0.0,
+    ) -> None:
         """Tell how fast loads and the model are, for `skip_slow_loads`.
 
         Processes that serve one model together must be told the same.
@@ -221,8 +259,11 @@ class OffloadScheduler:
         Args:
             load_bytes_per_s: Such as `OffloadWorker.load_bytes_per_s`; 0 if unknown.
             prefill_tokens_per_s: As the engine measured it; 0 if unknown.
+            storage_bytes_per_s: Such as `OffloadWorker.storage_bytes_per_s`; 0 if
+                unknown.
         """
-        self._gate.note_rates(load_bytes_per_s, prefill_tokens_per_s)
+        rates = load_bytes_per_s, prefill_tokens_per_s, storage_bytes_per_s
+        self._gate.note_rates(*rates)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -245,7 +286,16 @@ class OffloadScheduler:
         """
         start_s = self.delays.clock()
         self._num_local[request.request_id] = num_computed_tokens
-        offer = self._loads.query(self._pool, request, num_computed_tokens)
+        offer: tuple[int | None, bool]
+        if self._storage is not None and self._waits_for_storage(
+            request, num_computed_tokens
+        ):
+            offer = None, False
+        else:
+            offer = self._loads.query(self._pool, request, num_computed_tokens)
+            if self._storage is not None and offer[0] is not None:
+                # What was fetched for it is held by the offer from now on.
+                self._storage.release(request.request_id)
         self.delays.note_lookup(request.request_id, start_s, *offer)
         return offer
 
@@ -288,6 +338,8 @@ class OffloadScheduler:
         pool, tables = self._pool, tables_by_group(block_ids, len(self.groups))
         load = self._loads.take(pool, request, block_ids, num_external_tokens)
         name, keys = request.request_id, self._keys.of(request)
+        if self._storage is not None:
+            self._storage.forget(name)
         num_local = self._num_local.pop(name, None)
         if self._eager is not None:
             self._eager.register(request, block_ids, num_local, num_external_tokens)
@@ -299,6 +351,8 @@ class OffloadScheduler:
                 self._record(request, keys, num_local, num_external_tokens)
             # Once, however often it asked: a request uses its blocks once.
             used = row_keys(self.groups, keys, self.rules.blocks_per_host_block)
+            if self._storage is not None:
+                self._storage.note_asked(used)
             self._manager.count_lookup(used)
             self._manager.touch(used)
         prefix = keys, tables, num_local, num_external_tokens
@@ -335,7 +389,8 @@ class OffloadScheduler:
             self._lazy.offer_step(pool)
         store_event, stores = self._stores.issue(most, in_flight + num_leaving)
         need_flush = self.rules.flush_on_preemption and bool(output.preempted_req_ids)
-        if not (loads or copies or stores.keys or need_flush):
+        moves = None if self._storage is None else self._storage.issue()
+        if not (loads or copies or stores.keys or need_flush or moves):
             return _NOTHING
         names = tuple(load.request_id for load in loads)
         return OffloadMetadata(
@@ -351,6 +406,7 @@ class OffloadScheduler:
             copy_to_blocks=flat_ids(load.copy_targets for load in copies),
             load_sizes=tuple(len(load.host_blocks) for load in loads),
             load_in_step=self.rules.load_in_step and bool(loads),
+            storage=moves,
         )
 
     def update_connector_output(self, output: ConnectorOutput) -> ConnectorOutput:
@@ -371,6 +427,8 @@ class OffloadScheduler:
         pool = self._pool
         stores = output.completed_store_events, output.failed_store_events
         self._stores.check_reports(*stores)
+        if output.storage:
+            self._check_storage(output.storage)
         finished, failed = self._loads.report(
             pool, output.finished_recving, output.failed_recving
         )
@@ -381,8 +439,16 @@ class OffloadScheduler:
             for request_id in failed:
                 self._eager.recompute(request_id)
         completed, lost = self._stores.report(pool, *stores)
+        if output.storage and self._storage is not None:
+            self._storage.report(output.storage)
+            # What has ended may make room on the host.
+            self._stores.num_changes += 1
         return ConnectorOutput(
-            tuple(finished), tuple(failed), tuple(completed), tuple(lost)
+            tuple(finished),
+            tuple(failed),
+            tuple(completed),
+            tuple(lost),
+            output.storage,
         )
 
     def request_preempted(self, request: Request) -> None:
@@ -425,6 +491,8 @@ class OffloadScheduler:
             self._news.finish(request, keys, stop)
             if self.recorder is not None:
                 self._record_end(request, keys, stop)
+        if self._storage is not None:
+            self._storage.forget(request.request_id)
         self._known.discard(request.request_id)
         self._keys.forget(request.request_id)
         return False, None
@@ -437,8 +505,10 @@ class OffloadScheduler:
         return self.request_finished(request, table)
 
     def take_events(self) -> Iterator[OffloadingEvent]:
-        """Hand out the host tier's events since the last time."""
-        return self._manager.take_events()
+        """Hand out the events of the host tier, and of the store's, since last time."""
+        yield from self._manager.take_events()
+        if self._storage is not None:
+            yield from self._storage.tier.take_events()
 
     def reset(self) -> bool:
         """Forget all that the host tier holds, as after a change of weights.
@@ -454,6 +524,8 @@ class OffloadScheduler:
             return False
         self._stores.forget(self._pool)
         self._manager.clear()
+        if self._storage is not None:
+            self._storage.reset()
         if self._eager is not None:
             self._eager.clear()
         if self._lazy is not None:
@@ -497,6 +569,26 @@ class OffloadScheduler:
             num_computed,
             stop,
         )
+
+    def _waits_for_storage(self, request: Request, num_computed_tokens: int) -> bool:
+        """Whether a request waits for the store; begins a fetch for it if need be."""
+        assert self._storage is not None
+        pool, name = self._pool, request.request_id
+        if self._loads.is_under_way(name):
+            return False
+        if not self._storage.hold_up(pool, request, num_computed_tokens):
+            return False
+        self._loads.drop(pool, name)
+        return True
+
+    def _check_storage(self, reports: Sequence[StorageReport]) -> None:
+        """Refuse reports of a store that are not due."""
+        if self._storage is None:
+            raise ValueError(
+                f"{len(reports)} reports of a store came, and the scheduler has none: "
+                "give it num_storage_blocks."
+            )
+        self._storage.check_reports(reports)
 
     def _part_with(self, request: Request) -> None:
         """Let go of a request's load, and store what it leaves behind."""

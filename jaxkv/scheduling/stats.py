@@ -44,6 +44,15 @@ class OffloadStats:
         num_loads_declined: Loads that would have taken longer than to compute.
         num_loaded: Blocks that came back from the host.
         num_copied: Blocks that were copied on the device, in place of a load.
+        num_storage_stored: Blocks that got to the store.
+        num_storage_dropped: Blocks that were to be written there and were not: too many
+            were on their way, the host had evicted them, or the store failed.
+        num_storage_loaded: Blocks that came from the store to the host.
+        num_storage_failed: Blocks that were to come and did not: they were not there
+            any more, not right, or late.
+        num_storage_evicted: Host blocks that the store was to delete to make room.
+        num_fetches_declined: Times that nothing was fetched from the store, as it would
+            have taken longer than to compute.
         num_device_hit_tokens: Tokens of new requests that were found on the device.
         num_device_query_tokens: Tokens of new requests, found or not.
         num_host_hit_tokens: Of the tokens that the device's own prefix did not have,
@@ -65,6 +74,12 @@ class OffloadStats:
     num_loads_declined: int = 0
     num_loaded: int = 0
     num_copied: int = 0
+    num_storage_stored: int = 0
+    num_storage_dropped: int = 0
+    num_storage_loaded: int = 0
+    num_storage_failed: int = 0
+    num_storage_evicted: int = 0
+    num_fetches_declined: int = 0
     num_device_hit_tokens: int = 0
     num_device_query_tokens: int = 0
     num_host_hit_tokens: int = 0

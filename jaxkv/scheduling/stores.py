@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, compress
 
 import numpy as np
@@ -59,6 +59,7 @@ class Stores:
         host: The host tier.
         rules: What the engine chose.
         stats: Where stores that arrive and blocks that are dropped are counted.
+        on_arrival: Told the keys of what has arrived on the host.
 
     Attributes:
         num_changes: Counts what may have made room on the host.
@@ -67,10 +68,15 @@ class Stores:
     """
 
     def __init__(
-        self, host: OffloadingManager, rules: OffloadRules, stats: OffloadStats
+        self,
+        host: OffloadingManager,
+        rules: OffloadRules,
+        stats: OffloadStats,
+        on_arrival: Callable[[Sequence[BlockKey]], None] | None = None,
     ) -> None:
         self.num_changes = 0
         self.stats = stats
+        self._on_arrival = on_arrival
         self._host = host
         self._rules = rules
         self._factor = rules.blocks_per_host_block
@@ -241,6 +247,8 @@ class Stores:
             list(chain(*(sent.host_blocks for sent in arrived))),
             list(chain(*(sent.keys for sent in arrived))),
         )
+        if self._on_arrival is not None:
+            self._on_arrival(list(chain(*(sent.keys for sent in arrived))))
         lost = [sent for sent in known if sent.has_failed]
         lost_keys = list(chain(*(sent.keys for sent in lost)))
         self._host.complete_store(lost_keys, False)

@@ -19,6 +19,7 @@ from jaxkv.scheduling.exchange import AgreementError as AgreementError
 from jaxkv.scheduling.exchange import open_exchanges
 from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, OffloadMetadata
 from jaxkv.scheduling.stats import SIZE_BUCKETS, Histogram
+from jaxkv.scheduling.storage_worker import StorageWorker
 from jaxkv.transfer import Completion, StepLoads, Ticket, TransferEngine
 from jaxkv.types import PyTree
 
@@ -90,6 +91,8 @@ class OffloadWorker:
             is stuck is to fail and not to end the run. One process alone ignores it.
         clock: Seconds since some moment, for `deadline_s` and `load_bytes_per_s`, and
             for how long transfers that are due are waited for.
+        storage: Moves blocks between the host and a store, on the same engine; None
+            where there is none.
 
     Raises:
         ValueError: If the block axis of the engine's pool is sharded, or if arguments
@@ -108,6 +111,7 @@ class OffloadWorker:
         load_sizes: Bytes of the loads of each step.
         load_bytes_per_s: How fast the loads of the last steps were, all of a step from
             the start to the last report; 0 before the first.
+        storage: As given.
         plan_digest: Digest of all steps so far, if `check_plans`, and of all outcomes
             that the processes agreed on.
     """
@@ -121,7 +125,13 @@ class OffloadWorker:
         check_plans: bool = False,
         agreement_timeout_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
+        storage: StorageWorker | None = None,
     ) -> None:
+        if storage is not None and jax.process_count() > 1:
+            raise ValueError(
+                f"{jax.process_count()} processes cannot share a store yet: leave "
+                "storage out."
+            )
         if engine.num_shards != 1:
             raise ValueError(
                 f"the engine's pool has a block axis of {engine.num_shards} shards; a "
@@ -150,6 +160,7 @@ class OffloadWorker:
         self.load_sizes = Histogram(SIZE_BUCKETS)
         self.load_bytes_per_s = 0.0
         self.plan_digest = b""
+        self.storage = storage
         self._engine = engine
         self._deadline_s = deadline_s if report_after_steps is None else None
         self._agreement, self._plans = None, None
@@ -184,6 +195,11 @@ class OffloadWorker:
     def bytes_in_flight(self) -> int:
         """Bytes that were issued and are not known to have arrived."""
         return self._engine.bytes_in_flight
+
+    @property
+    def storage_bytes_per_s(self) -> float:
+        """How fast reads from the store are, the last seconds most; 0 if unknown."""
+        return self.storage.read_bytes_per_s if self.storage is not None else 0.0
 
     @property
     def host_bytes(self) -> int:
@@ -251,6 +267,8 @@ class OffloadWorker:
                 in_step=meta.load_in_step,
             )
             self._note(tickets, names, meta.load_in_step)
+        if self.storage is not None:
+            self.storage.start(meta.storage)
         return pool
 
     def take_step_loads(
@@ -285,10 +303,14 @@ class OffloadWorker:
             self._agreement.say()
             return self._report(self._take_agreed())
         self._keep(self._engine.poll())
+        if self.storage is not None:
+            self.storage.advance()
         return self._report(self._take_own())
 
     def drain(self, pool: PyTree) -> tuple[PyTree, ConnectorOutput]:
         """Wait for all transfers and report them.
+
+        For those between the host and a store no longer than their deadlines.
 
         Args:
             pool: The device pool. Donated if there are loads.
@@ -306,6 +328,8 @@ class OffloadWorker:
             return pool, self._report(self._take_agreed())
         pool, completions = self._engine.drain(pool)
         self._keep(completions)
+        if self.storage is not None:
+            self.storage.wait()
         return pool, self._report(self._take_own(is_last=True))
 
     def _note(
@@ -408,6 +432,7 @@ class OffloadWorker:
             failed_recving=tuple(recving[False]),
             completed_store_events=tuple(stores[True]),
             failed_store_events=tuple(stores[False]),
+            storage=() if self.storage is None else self.storage.take_reports(),
         )
 
     def _count(self, batch: _Batch, done: Completion | None, now_s: float) -> None:

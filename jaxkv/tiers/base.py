@@ -17,6 +17,9 @@ HOST_MEDIUM = "CPU"
 DEVICE_MEDIUM = "GPU"
 """The medium in events of the device tier, whatever the device, as in vLLM."""
 
+STORAGE_MEDIUM = "STORAGE"
+"""The medium in events of the storage tier."""
+
 BlockIds: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 """Ids of blocks of one tier."""
 
@@ -109,7 +112,7 @@ class OffloadingEvent:
         block_hashes: Their keys, in the order in which it happened; none if all that
             the tier had left it.
         block_size: Tokens in a block.
-        medium: `HOST_MEDIUM` or `DEVICE_MEDIUM`.
+        medium: `DEVICE_MEDIUM`, `HOST_MEDIUM` or `STORAGE_MEDIUM`.
         removed: True if they left.
     """
 

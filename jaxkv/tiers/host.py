@@ -288,7 +288,9 @@ class OffloadingManager:
                 why = "is not on the host; complete_load() ends a prepare_load()."
             raise ValueError(f"Block {shown(names[bad])} {why}")
 
-    def prepare_store(self, block_hashes: Iterable[bytes]) -> PrepareStoreOutput | None:
+    def prepare_store(
+        self, block_hashes: Iterable[bytes], *, filtered: bool = True
+    ) -> PrepareStoreOutput | None:
         """Find room for the blocks that are not known yet.
 
         Blocks that are being loaded or stored are not evicted, nor are those whose
@@ -297,6 +299,7 @@ class OffloadingManager:
 
         Args:
             block_hashes: Keys of blocks that could be stored.
+            filtered: Whether a `store_threshold` counts.
 
         Returns:
             What to store where, and what had to leave; None if there is no room, and
@@ -304,7 +307,7 @@ class OffloadingManager:
         """
         names, words = pack(block_hashes)
         rows: list[int] | None = None  # What is left of the keys; None for all.
-        if self._reuse is not None:
+        if self._reuse is not None and filtered:
             passes = self._reuse.passes(names)
             self.num_skipped += passes.count(False)
             rows = list(compress(range(len(names)), passes))
@@ -497,7 +500,7 @@ class OffloadingManager:
         self._epoch = object()
         self.drops.clear()
         if self.events is not None:
-            self.events.append(OffloadingEvent([], self.block_size, HOST_MEDIUM, True))
+            self.events.append(OffloadingEvent([], self.block_size, self.medium, True))
 
     def snapshot(self) -> Snapshot:
         """Show the state to a reader, for tests and for debugging.
@@ -615,7 +618,7 @@ class OffloadingManager:
     def _record(self, block_hashes: list[bytes], *, removed: bool) -> None:
         if block_hashes and self.events is not None:
             self.events.append(
-                OffloadingEvent(block_hashes, self.block_size, HOST_MEDIUM, removed)
+                OffloadingEvent(block_hashes, self.block_size, self.medium, removed)
             )
 
 

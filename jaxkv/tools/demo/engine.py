@@ -15,8 +15,9 @@ from typing import Literal
 from jaxkv.keys.hashing import KeyChain, Namespace
 from jaxkv.scheduling.protocol import SchedulerOutput
 from jaxkv.scheduling.record import TraceRecorder
-from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.scheduling.rules import OffloadRules, StorageWrite
 from jaxkv.scheduling.scheduler import OffloadScheduler
+from jaxkv.scheduling.storage_worker import open_storage
 from jaxkv.scheduling.worker import OffloadWorker
 from jaxkv.search.tiers import find_cached_prefix
 from jaxkv.tiers.device import DeviceBlockPool
@@ -48,6 +49,9 @@ class EngineConfig:
         cache_policy: Policy that chooses the host blocks to evict.
         offload_mode: When blocks are stored; see `OffloadRules.mode`.
         load_in_step: Whether the prefill writes what is loaded for it, layer by layer.
+        storage: URL or folder of a store behind the host tier; None for none.
+        storage_bytes: Bytes that it may hold.
+        storage_write: When blocks are written there; see `OffloadRules`.
         chunk_sizes: Tokens of a prefill step, in ascending order: the smallest size
             that is enough, or the largest.
         rules: Further rules of the host tier; those that other fields set are not read.
@@ -62,6 +66,9 @@ class EngineConfig:
     cache_policy: str = "lru"
     offload_mode: Literal["eager", "lazy"] = "eager"
     load_in_step: bool = False
+    storage: str | None = None
+    storage_bytes: int = 1 << 30
+    storage_write: StorageWrite = "on_reuse"
     chunk_sizes: tuple[int, ...] = (128, 256)
     rules: OffloadRules = dataclasses.field(default_factory=OffloadRules)
 
@@ -98,7 +105,22 @@ class Engine:
         self.transfer: TransferEngine | None = None
         self.worker: OffloadWorker | None = None
         self._groups = steps.config.groups(config.block_size)
+        self._namespace = _namespace(steps.config, config)
         if config.host_blocks:
+            self.transfer = TransferEngine(
+                self.pool,
+                config.host_blocks,
+                layer_groups=len(self.pool) if config.load_in_step else 1,
+            )
+            storage = None
+            if config.storage is not None:
+                storage = open_storage(
+                    self.transfer,
+                    config.storage,
+                    namespace=repr(self._namespace).encode(),
+                )
+            self.worker = OffloadWorker(self.transfer, storage=storage)
+            num_storage = storage.num_blocks(config.storage_bytes) if storage else 0
             self.offload = OffloadScheduler(
                 self._groups,
                 config.host_blocks,
@@ -108,19 +130,14 @@ class Engine:
                     mode=config.offload_mode,
                     max_num_batched_tokens=config.chunk_sizes[-1] + config.concurrency,
                     load_in_step=config.load_in_step,
+                    storage_write=config.storage_write,
                 ),
+                num_storage_blocks=num_storage,
                 recorder=recorder,
             )
             self.offload.bind_device_block_pool(self.blocks)
-            self.transfer = TransferEngine(
-                self.pool,
-                config.host_blocks,
-                layer_groups=len(self.pool) if config.load_in_step else 1,
-            )
-            self.worker = OffloadWorker(self.transfer)
         self.peak_host_blocks = 0
         self._clock = clock
-        self._namespace = _namespace(steps.config, config)
         self._runner = Runner(
             steps,
             config.block_size,
@@ -231,6 +248,19 @@ class Engine:
         self._start_transfers(SchedulerOutput({}))
         self.pool, output = self.worker.drain(self.pool)
         self._batcher.note_transfers(self.offload.update_connector_output(output))
+
+    def list_storage(self) -> None:
+        """Wait until the store has been listed, so that what it has can be found."""
+        if self.worker is not None and self.worker.storage is not None:
+            while not self.worker.storage.is_listed:
+                self._collect_transfers()
+                time.sleep(_IDLE_S)
+            self._collect_transfers()
+
+    def close(self) -> None:
+        """Let go of the store, if there is one."""
+        if self.worker is not None and self.worker.storage is not None:
+            self.worker.storage.close()
 
     def warm_up(self) -> None:
         """Compile everything that a run needs. Writes only the null block."""

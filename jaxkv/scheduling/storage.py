@@ -1,0 +1,509 @@
+"""Blocks on their way between the host and a store that outlives the process.
+
+What a request finds only in the store is fetched to the host while the request waits;
+then it is a hit on the host like any other. What is worth keeping is written behind the
+host's back. Both end when every worker has reported them; nothing here waits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from itertools import compress
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv.keys.packed import key_from_foreign
+from jaxkv.scheduling.gate import Gate
+from jaxkv.scheduling.protocol import (
+    Request,
+    StorageBatch,
+    StorageMoves,
+    StorageReport,
+)
+from jaxkv.scheduling.request_keys import RequestKeys
+from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.scheduling.stats import OffloadStats
+from jaxkv.search.groups import FullAttention, GroupSpec
+from jaxkv.search.tiers import Match, first_tokens, search, source_of
+from jaxkv.tiers.device import DeviceBlockPool
+from jaxkv.tiers.host import OffloadingManager
+from jaxkv.tiers.key_memory import ReuseFilter
+from jaxkv.tiers.storage import StorageTier
+from jaxkv.types import NO_BLOCK, BlockKey
+
+Ids = NDArray[np.int64]
+
+# Blocks may wait to be written for as many as are written at a time, times this.
+_WAITING_PER_WRITE = 4
+
+# Of how many keys it is remembered that they were asked for: some times those that are
+# on the host, as what it has evicted may come back.
+_LEAST_REMEMBERED = 1 << 16
+_REMEMBERED_PER_BLOCK = 4
+
+
+@dataclasses.dataclass(eq=False)
+class _Batch:
+    """Blocks that move together.
+
+    Attributes:
+        event: Its number.
+        keys: Their keys.
+        host_blocks: i64[n]. Where they are, or come, on the host.
+        places: i64[n]. Their places in the storage tier.
+        oks: bool[n]. Which of them every worker so far has reported as arrived.
+        num_reports: Workers that reported it.
+        waiters: Requests that wait for it, as keys of a dict, which keeps their order.
+        is_stale: Whether the tiers have forgotten it.
+    """
+
+    event: int
+    keys: list[BlockKey]
+    host_blocks: Ids
+    places: Ids
+    oks: NDArray[np.bool_]
+    num_reports: int = 0
+    waiters: dict[str, None] = dataclasses.field(default_factory=dict)
+    is_stale: bool = False
+
+    @property
+    def as_told(self) -> StorageBatch:
+        """Say it to the worker."""
+        keys = tuple(map(key_from_foreign, self.keys))
+        return StorageBatch(self.event, keys, tuple(self.host_blocks.tolist()))
+
+
+@dataclasses.dataclass(eq=False)
+class _Wait:
+    """What a request waits for, and holds meanwhile.
+
+    Attributes:
+        events: Of the fetches that are not over.
+        rows: Host blocks that are pinned until it has asked again, each once for each
+            time that it is in the list.
+    """
+
+    events: set[int]
+    rows: list[int]
+
+
+class Lack(NamedTuple):
+    """What a request lacks on the host of the prefix that the store completes.
+
+    Attributes:
+        match: The longest prefix, with the device, the host and the store.
+        host_rows: Host blocks that it needs and that are there.
+        keys: Keys of the host blocks that only the store has, in the prefix's order.
+        end_tokens: Where each of them ends.
+    """
+
+    match: Match
+    host_rows: list[int]
+    keys: list[BlockKey]
+    end_tokens: list[int]
+
+
+class Storage:
+    """Fetches of the blocks that requests wait for, and writes of those to keep.
+
+    Args:
+        groups: The groups of the model's layers.
+        host: The host tier.
+        tier: The storage tier.
+        rules: What the engine chose.
+        gate: Tells whether a fetch is worth its time.
+        keys: The requests' keys.
+        stats: Where all of it is counted.
+
+    Attributes:
+        tier: As given.
+    """
+
+    def __init__(
+        self,
+        groups: tuple[GroupSpec, ...],
+        host: OffloadingManager,
+        tier: StorageTier,
+        rules: OffloadRules,
+        gate: Gate,
+        keys: RequestKeys,
+        stats: OffloadStats,
+    ) -> None:
+        self.tier = tier
+        self._groups = groups
+        self._host = host
+        self._rules = rules
+        self._gate = gate
+        self._keys = keys
+        self._stats = stats
+        self._factor = rules.blocks_per_host_block
+        # Neither may hold so much of the host that requests find no room on it.
+        share = max(1, host.num_blocks // 8)
+        self._most_written = min(rules.max_storage_blocks, share)
+        self._most_fetched = min(rules.max_storage_blocks, max(1, host.num_blocks // 2))
+        # Where every block is read, a shorter prefix consists of its first ones.
+        self._may_cut = all(isinstance(group, FullAttention) for group in groups)
+        # Which blocks were asked for again; None where that does not matter.
+        self._asked: ReuseFilter | None = None
+        if rules.storage_write == "on_reuse":
+            most = max(_LEAST_REMEMBERED, _REMEMBERED_PER_BLOCK * host.num_blocks)
+            self._asked = ReuseFilter(threshold=2, max_size=most)
+        self._fetches: dict[int, _Batch] = {}
+        self._fetch_of: dict[BlockKey, _Batch] = {}
+        self._waits: dict[str, _Wait] = {}
+        # Requests that have been looked up, by how many listed blocks there were then.
+        self._looked_up: dict[str, int] = {}
+        self._writes: dict[int, _Batch] = {}
+        self._to_write: OrderedDict[BlockKey, None] = OrderedDict()
+        self._to_fetch: list[_Batch] = []
+        self._to_delete: list[BlockKey] = []
+        self._num_fetched = 0
+        self._num_writing = 0
+        self._next_fetch = 0
+        self._next_write = 0
+
+    @property
+    def has_fetches(self) -> bool:
+        """Whether blocks are on their way to the host, or held for a request."""
+        return bool(self._fetches or self._waits)
+
+    @property
+    def has_writes(self) -> bool:
+        """Whether blocks are on their way to the store, or wait to be written."""
+        return bool(self._writes or self._to_write or self._to_delete)
+
+    def is_awaited(self, request_id: str) -> bool:
+        """Whether a request waits for the store."""
+        wait = self._waits.get(request_id)
+        return wait is not None and bool(wait.events)
+
+    def hold_up(
+        self, pool: DeviceBlockPool, request: Request, num_computed_tokens: int
+    ) -> bool:
+        """Tell whether a request is to wait for the store; begin a fetch if need be.
+
+        Args:
+            pool: The device's blocks.
+            request: A request that asks what continues its prefix.
+            num_computed_tokens: What it has of it.
+        """
+        name = request.request_id
+        wait = self._waits.get(name)
+        if wait is not None:
+            return bool(wait.events)
+        num_found = self.tier.num_found
+        if self._looked_up.get(name) == num_found or not self.tier.num_held_blocks:
+            return False
+        self._looked_up[name] = num_found
+        lack = self._lack(pool, request, num_computed_tokens)
+        return lack is not None and self._fetch(name, lack)
+
+    def release(self, request_id: str) -> None:
+        """Let go of what a request held: it has asked again, or asks no more."""
+        wait = self._waits.pop(request_id, None)
+        if wait is None:
+            return
+        for event in wait.events:
+            del self._fetches[event].waiters[request_id]
+        if wait.rows:
+            self._host.unpin(wait.rows)
+
+    def forget(self, request_id: str) -> None:
+        """Let go of a request that is over, or has its blocks."""
+        self.release(request_id)
+        self._looked_up.pop(request_id, None)
+
+    def note_asked(self, keys: Sequence[BlockKey]) -> None:
+        """Note that a new request asks for blocks, before it uses them."""
+        if self._asked is not None:
+            self._asked.count(keys)
+            is_there = self._host.find(keys) != NO_BLOCK
+            self._offer(list(compress(keys, is_there.tolist())))
+        self.tier.touch(keys)
+
+    def note_stored(self, keys: Sequence[BlockKey]) -> None:
+        """Note that blocks have got to the host."""
+        if self._asked is None:
+            self._offer(keys)
+        else:  # Some have been asked for before, and were evicted since.
+            self._offer(list(compress(keys, self._asked.passes(keys))))
+
+    def issue(self) -> StorageMoves | None:
+        """Send out what a step asks of the store; None for nothing."""
+        fetches, self._to_fetch = self._to_fetch, []
+        writes: list[_Batch] = []
+        if self._to_write and self._num_writing < self._most_written:
+            written = self._take_writes(self._most_written - self._num_writing)
+            writes = [written] if written is not None else []
+        deletes, self._to_delete = self._to_delete, []
+        if not (fetches or writes or deletes):
+            return None
+        return StorageMoves(
+            tuple(batch.as_told for batch in fetches),
+            tuple(batch.as_told for batch in writes),
+            tuple(map(key_from_foreign, deletes)),
+        )
+
+    def check_reports(self, reports: Sequence[StorageReport]) -> None:
+        """Refuse reports of what is not in flight.
+
+        Raises:
+            ValueError: If no report of such an event is due.
+        """
+        for what, batches, events in (
+            ("fetch", self._fetches, [e for r in reports for e in r.fetched]),
+            ("write", self._writes, [e for r in reports for e in r.written]),
+        ):
+            counts: dict[int, int] = {}
+            for event, oks in events:
+                batch = batches.get(event)
+                counts[event] = counts.get(event, 0) + 1
+                due = self._rules.world_size - batch.num_reports if batch else 0
+                if batch is None or counts[event] > due or len(oks) != len(batch.keys):
+                    raise ValueError(
+                        f"a report of {len(oks)} blocks of {what} {event} of the "
+                        f"storage tier is not due; in flight are {list(batches)[:8]}."
+                    )
+
+    def report(self, reports: Sequence[StorageReport]) -> None:
+        """Note what workers reported, as checked before."""
+        for report in reports:
+            for event, oks in report.fetched:
+                self._count(self._fetches, event, oks, self._end_fetch)
+            for event, oks in report.written:
+                self._count(self._writes, event, oks, self._end_write)
+            if report.found:
+                self.tier.add_found(report.found)
+
+    def reset(self) -> None:
+        """Forget all that is known to be in the store, which stays there."""
+        for batch in self._writes.values():
+            batch.is_stale = True
+        self._to_write.clear()
+        self._to_delete.clear()
+        self._looked_up.clear()
+        self.tier.clear()
+
+    def _lack(
+        self, pool: DeviceBlockPool, request: Request, num_computed_tokens: int
+    ) -> Lack | None:
+        """Find what only the store has of a request's longest prefix."""
+        return find_lack(
+            self._groups,
+            (pool, self._host, self.tier),
+            request,
+            self._keys.of(request),
+            num_computed_tokens,
+            self._rules,
+        )
+
+    def _fetch(self, request_id: str, lack: Lack) -> bool:
+        """Begin to fetch what a request lacks; tell whether it is to wait."""
+        num = len(lack.keys)
+        room = self._most_fetched - self._num_fetched
+        awaited = [key for key in lack.keys if key in self._fetch_of]
+        if num - len(awaited) > room:
+            if not self._may_cut:
+                return False
+            num = self._cut(lack.keys, room)
+        if not num or not self._is_worth(lack, num):
+            return False
+        # So that making room does not evict what the rest continues.
+        self._host.pin(lack.host_rows)
+        started: _Batch | None = None
+        while num:
+            new = [key for key in lack.keys[:num] if key not in self._fetch_of]
+            answer = self._host.prepare_store(new, filtered=False)
+            if answer is not None:
+                started = self._start(
+                    answer.block_hashes_to_store, answer.store_spec.block_ids
+                )
+                break
+            num = num // 2 if self._may_cut else 0
+        of = self._fetch_of
+        events = {of[key].event for key in lack.keys[:num] if key in of}
+        if not events:
+            self._host.unpin(lack.host_rows)
+            return False
+        if started is not None:
+            self._to_fetch.append(started)
+        self._waits[request_id] = _Wait(events, lack.host_rows)
+        for event in events:
+            self._fetches[event].waiters[request_id] = None
+        return True
+
+    def _cut(self, keys: Sequence[BlockKey], room: int) -> int:
+        """Count the keys, from the first on, of which no more than `room` are new."""
+        for num, key in enumerate(keys):
+            room -= key not in self._fetch_of
+            if room < 0:
+                return num
+        return len(keys)
+
+    def _is_worth(self, lack: Lack, num: int) -> bool:
+        """Ask the gate about the first blocks that a request lacks."""
+        end = lack.match.num_tokens
+        if num < len(lack.keys):
+            end = lack.end_tokens[num] - self._factor * self._groups[0].block_size
+        start = lack.end_tokens[0] - self._factor * self._groups[0].block_size
+        return self._gate.is_worth_fetch(
+            num_tokens=max(end - start, 0),
+            num_blocks=num * self._factor,
+            num_blocks_ahead=self._num_fetched * self._factor,
+        )
+
+    def _start(self, keys: list[BlockKey], host_blocks: Ids) -> _Batch | None:
+        """Begin a fetch of blocks that have a place on the host."""
+        if not keys:
+            return None
+        places = self.tier.find(keys).astype(np.int64)
+        self.tier.pin(places)
+        oks = np.ones(len(keys), np.bool_)
+        batch = _Batch(self._next_fetch, keys, host_blocks, places, oks)
+        self._next_fetch += 1
+        self._num_fetched += len(keys)
+        self._fetches[batch.event] = batch
+        self._fetch_of.update(dict.fromkeys(keys, batch))
+        return batch
+
+    def _offer(self, keys: Sequence[BlockKey]) -> None:
+        """Take note of blocks that are on the host and worth writing."""
+        new = compress(keys, (~self.tier.contains(keys)).tolist())
+        most = self._most_written * _WAITING_PER_WRITE
+        for key in new:
+            if key in self._to_write:
+                continue
+            if len(self._to_write) >= most:
+                self._stats.num_storage_dropped += self._factor
+            else:
+                self._to_write[key] = None
+
+    def _take_writes(self, most: int) -> _Batch | None:
+        """Hold blocks that leave for the store."""
+        keys = [
+            self._to_write.popitem(last=False)[0]
+            for _ in range(min(most, len(self._to_write)))
+        ]
+        rows = self._host.find(keys)
+        is_there = rows != NO_BLOCK
+        self._stats.num_storage_dropped += int((~is_there).sum()) * self._factor
+        keys, rows = list(compress(keys, is_there.tolist())), rows[is_there]
+        answer = self.tier.prepare_store(keys)
+        while answer is None:  # Most of it is being read or written.
+            num = len(keys) // 2
+            self._stats.num_storage_dropped += (len(keys) - num) * self._factor
+            keys = keys[:num]
+            answer = self.tier.prepare_store(keys)
+        self._to_delete += answer.block_hashes_evicted
+        if not answer.block_hashes_to_store:
+            return None
+        host_blocks = rows[answer.rows].astype(np.int64)
+        self._host.pin(host_blocks)
+        keys = answer.block_hashes_to_store
+        oks = np.ones(len(keys), np.bool_)
+        places = answer.store_spec.block_ids
+        batch = _Batch(self._next_write, keys, host_blocks, places, oks)
+        self._next_write += 1
+        self._writes[batch.event] = batch
+        self._num_writing += len(keys)
+        return batch
+
+    def _count(
+        self,
+        batches: dict[int, _Batch],
+        event: int,
+        oks: Sequence[bool],
+        end: Callable[[_Batch], None],
+    ) -> None:
+        """Count a worker's report of a batch, and end it after the last one's."""
+        batch = batches[event]
+        batch.oks &= np.array(oks, np.bool_)
+        batch.num_reports += 1
+        if batch.num_reports == self._rules.world_size:
+            del batches[event]
+            end(batch)
+
+    def _end_fetch(self, batch: _Batch) -> None:
+        self._num_fetched -= len(batch.keys)
+        for key in batch.keys:
+            del self._fetch_of[key]
+        arrived = batch.host_blocks[batch.oks]
+        lost = list(compress(batch.keys, (~batch.oks).tolist()))
+        self._host.publish(arrived, list(compress(batch.keys, batch.oks.tolist())))
+        self._host.complete_store(lost, False)
+        self.tier.unpin(batch.places)
+        # Whoever asks next is not to wait for it; a listing may find it again.
+        self.tier.discard(lost)
+        self._stats.num_storage_loaded += len(arrived) * self._factor
+        self._stats.num_storage_failed += len(lost) * self._factor
+        for request_id in batch.waiters:
+            wait = self._waits[request_id]
+            wait.events.discard(batch.event)
+            self._host.pin(arrived)
+            wait.rows += arrived.tolist()
+
+    def _end_write(self, batch: _Batch) -> None:
+        self._num_writing -= len(batch.keys)
+        num_lost = int((~batch.oks).sum()) * self._factor
+        if batch.is_stale:
+            self._stats.num_storage_dropped += len(batch.keys) * self._factor
+            return
+        self._host.unpin(batch.host_blocks)
+        self.tier.complete_store(list(compress(batch.keys, batch.oks.tolist())))
+        lost = list(compress(batch.keys, (~batch.oks).tolist()))
+        self.tier.complete_store(lost, False)
+        self._stats.num_storage_dropped += num_lost
+        self._stats.num_storage_stored += len(batch.keys) * self._factor - num_lost
+
+
+def find_lack(
+    groups: tuple[GroupSpec, ...],
+    tiers: tuple[DeviceBlockPool, OffloadingManager, StorageTier],
+    request: Request,
+    keys: Sequence[Sequence[BlockKey]],
+    num_computed_tokens: int,
+    rules: OffloadRules,
+) -> Lack | None:
+    """Find what only the store has of a request's longest prefix. Nothing changes.
+
+    Args:
+        groups: The groups of the model's layers.
+        tiers: The device's blocks, the host tier and the storage tier.
+        request: The request.
+        keys: Its keys, for each group.
+        num_computed_tokens: What it has of the prefix.
+        rules: What the engine chose.
+
+    Returns:
+        What it lacks; None if nothing, or if the store has nothing of it.
+    """
+    pool, host, storage = tiers
+    factor = rules.blocks_per_host_block
+    device = (
+        source_of(pool) if rules.copy_on_device else first_tokens(num_computed_tokens)
+    )
+    sources = device, source_of(host, factor), source_of(storage, factor)
+    match = search(groups, keys, request.num_tokens - 1, sources)
+    if match.num_tokens <= num_computed_tokens:
+        return None
+    host_rows: list[int] = []
+    rows: list[tuple[int, BlockKey]] = []
+    for group, (spec, needed, on_device, on_host) in enumerate(
+        zip(groups, match.needed, *match.block_ids[:2], strict=True)
+    ):
+        start = num_computed_tokens // spec.block_size
+        missing = np.flatnonzero(needed[start:]) + start
+        missing = missing[on_device[missing] == NO_BLOCK]
+        is_on_host = on_host[missing] != NO_BLOCK
+        host_rows += np.unique(on_host[missing[is_on_host]]).tolist()
+        for row in np.unique(missing[~is_on_host] // factor).tolist():
+            end = (row + 1) * factor
+            rows.append((end * spec.block_size, keys[group][end - 1]))
+    if not rows:
+        return None
+    rows.sort(key=lambda row: row[0])
+    return Lack(match, host_rows, [key for _, key in rows], [end for end, _ in rows])

@@ -1,0 +1,359 @@
+"""Moves blocks between the host and a store, beside everything else."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv.scheduling.protocol import StorageBatch, StorageMoves, StorageReport
+from jaxkv.transfer import TransferEngine
+from jaxkv.transfer.host_bytes import HostRead, HostWrite
+from jaxkv.transfer.storage import Completion, ObjectFormat, StorageIO, open_store
+from jaxkv.transfer.storage.workers import Workers
+from jaxkv.types import BlockKey
+
+# How long `wait` sleeps between two looks.
+_PAUSE_S = 1e-3
+
+
+@dataclasses.dataclass(eq=False)
+class _Fetch:
+    """Blocks on their way to the host.
+
+    Attributes:
+        batch: What was asked for.
+        payloads: Of each block that the store has read.
+        num_open: Reads that are not over.
+        write: How the bytes get into the host's memory; None until all reads are over.
+    """
+
+    batch: StorageBatch
+    payloads: dict[int, NDArray[np.uint8]]
+    num_open: int
+    write: HostWrite | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class _Write:
+    """Blocks on their way to the store.
+
+    Attributes:
+        batch: What was asked for.
+        deadline_s: When it is given up.
+        copy: The copy of the bytes; gives the ticket of each write, or None.
+        oks: Which blocks the store has.
+        tickets: Of the writes that are not over, with the index of the block; None
+            until the copy has ended.
+    """
+
+    batch: StorageBatch
+    deadline_s: float
+    copy: Future[list[int | None]]
+    oks: list[bool]
+    tickets: dict[int, int] | None = None
+
+
+def open_storage(
+    engine: TransferEngine,
+    url: str,
+    *,
+    namespace: bytes = b"",
+    secret: str | None = None,
+    shard: int = 0,
+    num_shards: int = 1,
+    deadline_s: float = 5.0,
+    list_every_s: float | None = 60.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> StorageWorker:
+    """Open a store for the host blocks of an engine.
+
+    Args:
+        engine: Has the host blocks.
+        url: Where the store is; see `jaxkv.transfer.storage.open_store`.
+        namespace: What the bytes of all blocks depend on, as in `Namespace`. Blocks of
+            others are neither listed nor found; their keys differ in any case.
+        secret: Seals objects against others who may write to the store.
+        shard: Which part of each block this worker has.
+        num_shards: How many parts there are.
+        deadline_s: As of `StorageWorker`, and so are the others.
+        list_every_s: How long after a listing the store is listed again.
+        clock: Seconds since some moment.
+
+    Raises:
+        ValueError: An argument is wrong.
+        ImportError: The store needs an extra that is not there.
+        StoreError: The store cannot be used.
+    """
+    objects = ObjectFormat(
+        namespace,
+        engine.host_bytes_description,
+        engine.host_payload_bytes,
+        shard=shard,
+        num_shards=num_shards,
+        secret=secret,
+    )
+    storage_io = StorageIO(open_store(url), objects, clock=clock)
+    return StorageWorker(
+        engine,
+        storage_io,
+        deadline_s=deadline_s,
+        list_every_s=list_every_s,
+        clock=clock,
+    )
+
+
+class StorageWorker:
+    """Carries out what `OffloadScheduler` asks of the store, and lists the store.
+
+    No call waits for the store but `wait`. Bytes are copied by a thread, and move in
+    those of the `StorageIO`.
+
+    Args:
+        engine: Has the host blocks. The worker is used on its thread.
+        storage_io: Reads and writes objects; its payloads are the engine's host blocks.
+        deadline_s: How long a fetch may take, after which its blocks are computed, or a
+            write, after which it is given up.
+        list_every_s: How long after the end of a listing the store is listed again, to
+            find what others have written; None for once.
+        clock: Seconds since some moment, the clock of `storage_io`.
+
+    Raises:
+        ValueError: If a number is not above 0, or payloads are of other sizes.
+
+    Attributes:
+        is_listed: Whether the store has been listed once, and all of it was reported.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        storage_io: StorageIO,
+        *,
+        deadline_s: float = 5.0,
+        list_every_s: float | None = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not 0 < deadline_s < math.inf:
+            raise ValueError(f"{deadline_s=} must be a number of seconds above 0.")
+        if list_every_s is not None and not list_every_s > 0:
+            raise ValueError(f"{list_every_s=} must be more than 0, or None.")
+        if storage_io.objects.payload_bytes != engine.host_payload_bytes:
+            raise ValueError(
+                f"the store's payloads of {storage_io.objects.payload_bytes} bytes "
+                f"must be the engine's host blocks, of {engine.host_payload_bytes}."
+            )
+        self.is_listed = False
+        self._engine = engine
+        self._io = storage_io
+        self._deadline_s = deadline_s
+        self._list_every_s = list_every_s
+        self._clock = clock
+        self._copies = Workers("jaxkv storage copy", 1)
+        self._fetches: dict[int, _Fetch] = {}
+        self._writes: dict[int, _Write] = {}
+        self._read_of: dict[int, tuple[_Fetch, int]] = {}
+        # Writes may end before it is known which ones they are.
+        self._write_of: dict[int, tuple[_Write, int]] = {}
+        self._early: dict[int, Completion] = {}
+        self._fetched: list[tuple[int, tuple[bool, ...]]] = []
+        self._written: list[tuple[int, tuple[bool, ...]]] = []
+        self._found: list[BlockKey] = []
+        # The shards that a listing has found so far of blocks that lack some.
+        self._parts: dict[BlockKey, set[int]] = {}
+        self._lists = storage_io.objects.shard == 0
+        self._next_list_s = -math.inf
+        self._is_listing = False
+
+    @property
+    def read_bytes_per_s(self) -> float:
+        """How fast reads are, the last seconds most; 0 before the first."""
+        return self._io.read_bytes_per_s
+
+    @property
+    def num_in_flight(self) -> int:
+        """Fetches and writes that were started and are not over."""
+        return len(self._fetches) + len(self._writes)
+
+    @property
+    def object_bytes(self) -> int:
+        """Bytes of a host block in the store, all shards together."""
+        return self._io.objects.object_bytes * self._io.objects.num_shards
+
+    def num_blocks(self, num_bytes: int) -> int:
+        """Count the host blocks that a store of some bytes may hold.
+
+        Raises:
+            ValueError: It cannot hold one.
+        """
+        if num_bytes < self.object_bytes:
+            raise ValueError(
+                f"storage_bytes={num_bytes} must be at least {self.object_bytes}, what "
+                "one host block takes in the store."
+            )
+        return num_bytes // self.object_bytes
+
+    @property
+    def storage_io(self) -> StorageIO:
+        """What reads and writes objects."""
+        return self._io
+
+    def start(self, moves: StorageMoves | None) -> None:
+        """Start what a step asks for; returns at once."""
+        if moves is not None:
+            for batch in moves.fetches:
+                self._start_fetch(batch)
+            for batch in moves.writes:
+                self._start_write(batch)
+            if moves.deletes:
+                self._io.delete(moves.deletes)
+        self.advance()
+
+    def advance(self) -> None:
+        """Go on with what is under way; returns at once."""
+        for done in self._io.poll():
+            self._note(done)
+        for fetch in list(self._fetches.values()):
+            if not fetch.num_open:
+                self._go_on(fetch)
+        for write in list(self._writes.values()):
+            self._look_at(write)
+        self._engine.advance_host(self._copies.submit)
+        if self._lists:
+            self._list()
+
+    def take_reports(self) -> tuple[StorageReport, ...]:
+        """Hand out what is over since the last time; nothing if nothing is."""
+        if not (self._fetched or self._written or self._found):
+            return ()
+        report = StorageReport(
+            tuple(self._fetched), tuple(self._written), tuple(self._found)
+        )
+        self._fetched, self._written, self._found = [], [], []
+        return (report,)
+
+    def wait(self) -> None:
+        """Wait until all fetches and writes are over, or late."""
+        while self.num_in_flight:
+            self.advance()
+            if self.num_in_flight:
+                time.sleep(_PAUSE_S)
+
+    def close(self) -> None:
+        """Let go of the store and of the threads."""
+        self._copies.close()
+        self._io.close()
+
+    def _start_fetch(self, batch: StorageBatch) -> None:
+        deadline_s = self._clock() + self._deadline_s
+        fetch = _Fetch(batch, {}, len(batch.keys))
+        self._fetches[batch.event] = fetch
+        for index, ticket in enumerate(self._io.submit_reads(batch.keys, deadline_s)):
+            self._read_of[ticket] = fetch, index
+
+    def _start_write(self, batch: StorageBatch) -> None:
+        held = self._engine.read_host(batch.host_blocks)
+        copy = self._copies.submit(self._copy, batch, held)
+        oks = [False] * len(batch.keys)
+        deadline_s = self._clock() + self._deadline_s
+        self._writes[batch.event] = _Write(batch, deadline_s, copy, oks)
+
+    def _copy(self, batch: StorageBatch, held: HostRead) -> list[int | None]:
+        """Copy blocks and hand them to the store; on the thread that copies."""
+        tickets: list[int | None] = []
+        try:
+            for index, key in enumerate(batch.keys):
+                payload = np.empty(self._engine.host_payload_bytes, np.uint8)
+                held.copy(index, payload)
+                tickets += self._io.submit_writes([(key, [payload])])
+        finally:
+            held.close()
+        return tickets
+
+    def _note(self, done: Completion) -> None:
+        """Take note of a read or a write that is over."""
+        if done.kind == "read":
+            fetch, index = self._read_of.pop(done.ticket)
+            fetch.num_open -= 1
+            if done.payload is not None:
+                fetch.payloads[index] = np.frombuffer(done.payload, np.uint8)
+        elif done.ticket in self._write_of:
+            write, index = self._write_of.pop(done.ticket)
+            assert write.tickets is not None
+            del write.tickets[done.ticket]
+            write.oks[index] = done.outcome == "done"
+        else:
+            self._early[done.ticket] = done
+
+    def _go_on(self, fetch: _Fetch) -> None:
+        """Bring what was read into the host's memory, and then report it."""
+        batch, indices = fetch.batch, sorted(fetch.payloads)
+        if fetch.write is None and indices:
+            fetch.write = self._engine.write_host(
+                [batch.host_blocks[index] for index in indices],
+                [fetch.payloads[index] for index in indices],
+            )
+        if fetch.write is not None and not fetch.write.is_over:
+            return
+        has_failed = fetch.write is not None and fetch.write.error is not None
+        oks = [index in fetch.payloads for index in range(len(batch.keys))]
+        if has_failed:
+            oks = [False] * len(oks)
+        del self._fetches[batch.event]
+        self._fetched.append((batch.event, tuple(oks)))
+
+    def _look_at(self, write: _Write) -> None:
+        """Report a write if it is over, or late."""
+        if write.tickets is None:
+            if not write.copy.done():
+                return
+            error = write.copy.exception()
+            tickets = [] if error is not None else write.copy.result()
+            write.tickets = {}
+            for index, ticket in enumerate(tickets):
+                if ticket is None:
+                    continue
+                early = self._early.pop(ticket, None)
+                if early is not None:
+                    write.oks[index] = early.outcome == "done"
+                else:
+                    write.tickets[ticket] = index
+                    self._write_of[ticket] = write, index
+        if write.tickets and self._clock() > write.deadline_s:
+            self._io.cancel(write.tickets)
+            for ticket in write.tickets:
+                del self._write_of[ticket]
+            write.tickets = {}
+        if not write.tickets:
+            del self._writes[write.batch.event]
+            self._written.append((write.batch.event, tuple(write.oks)))
+
+    def _list(self) -> None:
+        """Begin to list the store when it is time, and take what was found."""
+        if not self._is_listing:
+            if self._clock() < self._next_list_s:
+                return
+            self._io.list_all()
+            self._is_listing = True
+        pages, is_over = self._io.take_pages()
+        num_shards = self._io.objects.num_shards
+        for page in pages:
+            if num_shards == 1:
+                self._found += page.keys
+                continue
+            for key, shard in zip(page.keys, page.shards, strict=True):
+                shards = self._parts.setdefault(key, set())
+                shards.add(shard)
+                if len(shards) == num_shards:
+                    del self._parts[key]
+                    self._found.append(key)
+        if is_over:
+            self._parts.clear()
+            self._is_listing, self.is_listed = False, True
+            every_s = self._list_every_s
+            self._next_list_s = math.inf if every_s is None else self._clock() + every_s

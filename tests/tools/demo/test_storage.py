@@ -1,0 +1,218 @@
+"""The engine with a store behind the host: what one run wrote, the next one finds.
+
+Whatever the store does, the tokens are those of an engine without one, and nothing
+waits, is held or is in flight at the end.
+"""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+
+from jaxkv.tools.demo.engine import Engine, EngineConfig
+from jaxkv.tools.demo.model import ModelConfig
+from jaxkv.tools.demo.steps import make_steps
+
+FULL = ModelConfig(
+    num_layers=2, d_model=64, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=128
+)
+HYBRID = dataclasses.replace(FULL, num_layers=4, layers="hybrid", window_tokens=10)
+CONFIG = EngineConfig(
+    block_size=4,
+    device_blocks=64,
+    host_blocks=64,
+    concurrency=3,
+    max_seq_tokens=96,
+    weights_epoch="test",
+    chunk_sizes=(16,),
+)
+MOST_STEPS = 20_000
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {"full": make_steps(FULL, seed=0), "hybrid": make_steps(HYBRID, seed=0)}
+
+
+def make_engine(steps, **changes):
+    engine = Engine(steps, dataclasses.replace(CONFIG, **changes))
+    engine.list_storage()
+    return engine
+
+
+def settle(engine):
+    """Step until nothing is on its way, and check that nothing is held."""
+    for _ in range(MOST_STEPS):
+        offload = engine.offload
+        if not (
+            engine.has_work
+            or offload.has_pending_stores()
+            or offload.has_pending_loads()
+        ):
+            break
+        engine.step()
+    else:
+        raise AssertionError("the engine does not come to rest")
+    engine.drain()
+    assert engine.worker.num_in_flight == 0
+    assert engine.worker.storage.num_in_flight == 0
+    assert engine.blocks.num_free == engine.config.device_blocks - 1
+    for tier in (offload._manager, offload._storage.tier):
+        assert not np.asarray(tier.executor.state.ref_cnt).any()
+    assert engine.transfer._table.num_pins == 0
+    engine.transfer._table.check()
+
+
+def converse(engine, seed, num_turns=3):
+    """Run conversations; give what was generated, in the order of the questions."""
+    rng = random.Random(seed)
+    shared = rng.choices(range(256), k=30)
+    transcripts = [shared + rng.choices(range(256), k=20) for _ in range(5)]
+    answers = []
+    for _ in range(num_turns):
+        requests = []
+        for transcript in transcripts:
+            transcript += rng.choices(range(256), k=6)
+            requests.append(engine.submit(transcript, 5))
+        for _ in range(MOST_STEPS):
+            if not engine.has_work:
+                break
+            engine.step()
+        assert not engine.has_work, "the engine does not come to an end"
+        for transcript, request in zip(transcripts, requests, strict=True):
+            transcript += request.generated
+            answers.append(tuple(request.generated))
+    return answers
+
+
+def run(steps, seed, **changes):
+    """Run conversations in a new engine; give the answers and the counts."""
+    engine = make_engine(steps, **changes)
+    answers = converse(engine, seed)
+    settle(engine)
+    stats = engine.offload.stats
+    engine.close()
+    return answers, stats
+
+
+@pytest.mark.parametrize(
+    ("model", "mode", "storage_write"),
+    [
+        ("full", "eager", "on_reuse"),
+        ("full", "lazy", "through"),
+        ("hybrid", "eager", "through"),
+        ("hybrid", "lazy", "on_reuse"),
+    ],
+)
+def test_a_new_engine_finds_what_the_last_one_wrote(
+    models, tmp_path, model, mode, storage_write
+):
+    steps = models[model]
+    alone = Engine(steps, dataclasses.replace(CONFIG, host_blocks=0))
+    expected = converse(alone, seed=1)
+    config = {
+        "storage": str(tmp_path / "store"),
+        "storage_write": storage_write,
+        "offload_mode": mode,
+    }
+    cold_answers, cold = run(steps, 1, **config)
+    warm_answers, warm = run(steps, 1, **config)
+    assert cold_answers == expected
+    assert warm_answers == expected
+    assert cold.num_storage_stored > 0
+    assert warm.num_storage_loaded > 0
+    assert warm.num_storage_failed == 0
+    if model == "full":  # With windows, the hits depend on when transfers end.
+        warm_hits, cold_hits = (
+            stats.num_device_hit_tokens + stats.num_host_hit_tokens
+            for stats in (warm, cold)
+        )
+        assert warm_hits > cold_hits
+
+
+@pytest.mark.parametrize("load_in_step", [False, True])
+def test_a_host_of_few_blocks_is_no_obstacle(models, tmp_path, load_in_step):
+    steps = models["full"]
+    alone = Engine(steps, dataclasses.replace(CONFIG, host_blocks=0))
+    expected = converse(alone, seed=2)
+    config = {
+        "storage": str(tmp_path),
+        "storage_write": "through",
+        "load_in_step": load_in_step,
+    }
+    for host_blocks in (400, 12, 2, 1):
+        answers, stats = run(steps, 2, host_blocks=host_blocks, **config)
+        assert answers == expected
+        assert (stats.num_storage_loaded > 0) == (host_blocks < 400)
+
+
+def test_other_weights_find_nothing_in_the_same_folder(models, tmp_path):
+    config = {"storage": str(tmp_path), "storage_write": "through"}
+    _, first = run(models["full"], 3, **config)
+    _, other = run(models["full"], 3, weights_epoch="other", host_blocks=400, **config)
+    assert first.num_storage_stored > 0
+    assert other.num_storage_loaded == 0
+
+
+def test_a_full_store_deletes_what_was_used_longest_ago(models, tmp_path):
+    steps = models["full"]
+    engine = make_engine(steps, storage=str(tmp_path), storage_write="through")
+    object_bytes = engine.worker.storage.object_bytes
+    engine.close()
+    config = {
+        "storage": str(tmp_path),
+        "storage_write": "through",
+        "storage_bytes": 20 * object_bytes,
+    }
+    answers, stats = run(steps, 4, **config)
+    assert stats.num_storage_evicted > 0
+    engine = make_engine(steps, **config)
+    files = [path for path in tmp_path.rglob("*.0") if path.is_file()]
+    assert len(files) <= 20
+    assert engine.offload.num_storage_blocks_held == len(files)
+    assert converse(engine, 4) == answers
+    settle(engine)
+    engine.close()
+
+
+@pytest.mark.parametrize("storage_write", ["on_reuse", "through"])
+def test_two_engines_share_a_folder(models, tmp_path, storage_write):
+    steps = models["full"]
+    config = {"storage": str(tmp_path), "storage_write": storage_write}
+    first, second = (make_engine(steps, **config) for _ in range(2))
+    expected = converse(first, seed=5)
+    settle(first)
+    # What the first one wrote, the second one finds when it lists the store again.
+    worker = second.worker.storage
+    worker.is_listed, worker._next_list_s = False, 0.0
+    second.list_storage()
+    assert converse(second, seed=5) == expected
+    settle(second)
+    assert second.offload.stats.num_storage_loaded > 0
+    for engine in (first, second):
+        engine.close()
+
+
+def test_requests_that_end_while_they_wait_leave_nothing_behind(models, tmp_path):
+    steps = models["full"]
+    config = {"storage": str(tmp_path), "storage_write": "through"}
+    run(steps, 6, **config)
+    rng = random.Random(6)
+    shared = rng.choices(range(256), k=30)
+    prompts = [shared + rng.choices(range(256), k=20) for _ in range(5)]
+    engine = make_engine(steps, **config)
+    requests = [engine.submit(prompt, 5) for prompt in prompts]
+    was_waiting = False
+    for step in range(200):
+        engine.step()
+        was_waiting |= any(
+            engine.offload._storage.is_awaited(r.request_id) for r in requests
+        )
+        if step < len(requests):
+            engine.abort(requests[step])
+    assert was_waiting
+    settle(engine)
+    assert engine.offload.reset()
+    assert engine.offload.num_storage_blocks_held == 0
+    engine.close()
