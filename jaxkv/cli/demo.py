@@ -123,6 +123,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="record the requests of the run with offloading, for `jaxkv replay` "
         "(default: no file)",
     )
+    parser.add_argument(
+        "--storage",
+        metavar="DIR",
+        help="a folder, or the URL of a store, behind the host memory: run twice, and "
+        "the second run finds what the first has written (default: none)",
+    )
+    parser.add_argument(
+        "--storage-bytes",
+        type=parse_bytes,
+        default="4GiB",
+        metavar="SIZE",
+        help="how much the store may hold (default: %(default)s)",
+    )
     add_file_options(parser, "the time to first token, turn by turn")
 
 
@@ -142,12 +155,15 @@ def run(args: argparse.Namespace) -> int:
 
     from jaxkv.tools.demo import report, workload
     from jaxkv.tools.demo import run as demo_run
+    from jaxkv.transfer.storage import StoreError, open_store
 
     try:
         demo_run.check_config(config)
         workload.make_conversations(config)
         _check_memory(config)
-    except ValueError as error:
+        if config.storage is not None:
+            open_store(config.storage).close()
+    except (ValueError, ImportError, StoreError) as error:
         raise UsageError(error) from error
 
     console = make_console()
@@ -243,6 +259,12 @@ def _check_memory(config: DemoConfig) -> None:
         )
 
 
+def _what_is_behind(config: DemoConfig) -> str:
+    if config.storage is None:
+        return ""
+    return f"Storage        {config.storage}, {gib(config.storage_bytes)} at most\n"
+
+
 def _what_will_run(config: DemoConfig) -> str:
     from jaxkv.tools.demo.run import max_seq_tokens, model_config
 
@@ -265,5 +287,6 @@ def _what_will_run(config: DemoConfig) -> str:
         f"Host memory    {config.host_bytes / 2**20:.1f} MiB, {config.mode} stores, "
         f"policy {config.cache_policy}"
         f"{', loads in the prefill itself' * config.load_in_step}\n"
+        f"{_what_is_behind(config)}"
         f"Model          {_LAYERS[config.layers].format(config.window_tokens)}"
     )

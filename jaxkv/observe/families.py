@@ -65,6 +65,10 @@ class Readings(NamedTuple):
         """Read a scheduler's numbers."""
         return Readings(scheduler, scheduler.stats, scheduler.in_transit)
 
+    def of_storage(self, number: int) -> int | None:
+        """Give a number that there is only with a store."""
+        return number if self.scheduler.num_storage_blocks else None
+
     def share(self, num_host_blocks: int) -> float:
         """Return host blocks as a share of all."""
         return num_host_blocks / self.scheduler.num_host_blocks
@@ -257,6 +261,56 @@ OF_SCHEDULER: tuple[Family[Readings], ...] = (
             if readings.scheduler.rules.skip_slow_loads
             else None
         ),
+    ),
+    Family(
+        "jaxkv:kv_offload_storage_blocks",
+        "gauge",
+        "Host blocks that the store behind the host may hold.",
+        lambda readings: readings.of_storage(readings.scheduler.num_storage_blocks),
+    ),
+    Family(
+        "jaxkv:kv_offload_storage_blocks_held",
+        "gauge",
+        "Host blocks that the store holds as far as known, or will when written.",
+        lambda readings: readings.of_storage(
+            readings.scheduler.num_storage_blocks_held
+        ),
+    ),
+    Family(
+        "jaxkv:kv_offload_storage_blocks_evicted",
+        "counter",
+        "Host blocks that the store was told to delete to make room for others.",
+        lambda readings: readings.of_storage(readings.stats.num_storage_evicted),
+    ),
+    Family(
+        "jaxkv:kv_offload_storage_blocks_written",
+        "counter",
+        "Device blocks that were written to the store.",
+        lambda readings: readings.of_storage(readings.stats.num_storage_stored),
+    ),
+    Family(
+        "jaxkv:kv_offload_storage_blocks_dropped",
+        "counter",
+        "Device blocks that were to be written to the store and were not.",
+        lambda readings: readings.of_storage(readings.stats.num_storage_dropped),
+    ),
+    Family(
+        "jaxkv:kv_offload_storage_blocks_fetched",
+        "counter",
+        "Device blocks that came from the store to the host.",
+        lambda readings: readings.of_storage(readings.stats.num_storage_loaded),
+    ),
+    Family(
+        "jaxkv:kv_offload_storage_blocks_missed",
+        "counter",
+        "Device blocks that were to come from the store: gone, not right, or late.",
+        lambda readings: readings.of_storage(readings.stats.num_storage_failed),
+    ),
+    Family(
+        "jaxkv:kv_offload_storage_fetches_declined",
+        "counter",
+        "Fetches skipped because computing the tokens was estimated to be faster.",
+        lambda readings: readings.of_storage(readings.stats.num_fetches_declined),
     ),
     Family(
         "jaxkv:kv_offload_load_delay_seconds",

@@ -94,6 +94,7 @@ class OffloadScheduler:
         groups: The groups.
         rules: The rules.
         num_host_blocks: Blocks of the host tier.
+        num_storage_blocks: Host blocks that the store may hold; 0 if there is none.
         recorder: Records the requests; None if nobody does.
         delays: How long look-ups took, and loads from the look-up to their arrival.
     """
@@ -115,6 +116,7 @@ class OffloadScheduler:
         self.groups = as_groups(groups)
         self.rules = rules = rules or OffloadRules()
         self.num_host_blocks = num_host_blocks
+        self.num_storage_blocks = num_storage_blocks
         check_rules(rules, self.groups)
         self._manager = OffloadingManager(
             self.groups[0].block_size * rules.blocks_per_host_block,

@@ -244,10 +244,14 @@ class StorageWorker:
             if self.num_in_flight:
                 time.sleep(_PAUSE_S)
 
-    def close(self) -> None:
-        """Let go of the store and of the threads."""
+    def close(self, timeout_s: float = 0.0) -> None:
+        """Let go of the store and of the threads.
+
+        Args:
+            timeout_s: How long to wait for writes and deletes that are under way.
+        """
         self._copies.close()
-        self._io.close()
+        self._io.close(timeout_s)
 
     def _start_fetch(self, batch: StorageBatch) -> None:
         deadline_s = self._clock() + self._deadline_s

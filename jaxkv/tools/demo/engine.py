@@ -30,6 +30,8 @@ from jaxkv.tools.demo.steps import Steps
 from jaxkv.transfer import StepLoads, TransferEngine
 
 _IDLE_S = 50e-6
+# How long to wait at the end for what the store is told to delete.
+_CLOSE_S = 5.0
 # Of a prefill that writes its loads itself: each more is more to compile, and the
 # engine writes those that are left over.
 _STEP_EXTENTS = 4
@@ -249,6 +251,11 @@ class Engine:
         self.pool, output = self.worker.drain(self.pool)
         self._batcher.note_transfers(self.offload.update_connector_output(output))
 
+    @property
+    def has_storage(self) -> bool:
+        """Whether there is a store behind the host tier."""
+        return self.worker is not None and self.worker.storage is not None
+
     def list_storage(self) -> None:
         """Wait until the store has been listed, so that what it has can be found."""
         if self.worker is not None and self.worker.storage is not None:
@@ -258,9 +265,13 @@ class Engine:
             self._collect_transfers()
 
     def close(self) -> None:
-        """Let go of the store, if there is one."""
-        if self.worker is not None and self.worker.storage is not None:
-            self.worker.storage.close()
+        """Finish what is being written to the store, if there is one; let go of it."""
+        if self.worker is None or self.worker.storage is None:
+            return
+        assert self.offload is not None
+        while self.offload.has_pending_stores():
+            self.step()
+        self.worker.storage.close(_CLOSE_S)
 
     def warm_up(self) -> None:
         """Compile everything that a run needs. Writes only the null block."""

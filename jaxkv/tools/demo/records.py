@@ -26,6 +26,8 @@ class DemoConfig:
         layers: Attention of the layers: "full", "window" or "hybrid"; see
             `ModelConfig.layers`.
         window_tokens: Window of the layers with a sliding window.
+        storage: Folder or URL of a store behind the host tier; None for none.
+        storage_bytes: Bytes that it may hold.
         seed: Seed of the weights and of the choice of documents.
     """
 
@@ -43,6 +45,8 @@ class DemoConfig:
     load_in_step: bool = False
     layers: Literal["full", "window", "hybrid"] = "full"
     window_tokens: int = 512
+    storage: str | None = None
+    storage_bytes: int = 4 << 30
     seed: int = 0
 
 
@@ -84,6 +88,10 @@ class RunRecord:
         bytes_loaded: Bytes of the loaded blocks.
         peak_host_bytes: Maximum bytes of the host tier in use.
         num_preemptions: Number of preemptions.
+        blocks_written: Blocks that got to the store.
+        blocks_fetched: Blocks that came from the store to the host.
+        blocks_found: Blocks that the store had at the start.
+        storage_bytes_per_block: Bytes of a block in the store; 0 without one.
     """
 
     turns: tuple[TurnRecord, ...]
@@ -94,6 +102,10 @@ class RunRecord:
     bytes_loaded: int
     peak_host_bytes: int
     num_preemptions: int = 0
+    blocks_written: int = 0
+    blocks_fetched: int = 0
+    blocks_found: int = 0
+    storage_bytes_per_block: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -108,6 +108,12 @@ def to_json(record: DemoRecord) -> dict[str, Any]:
         "bytes_loaded": on.bytes_loaded,
         "peak_host_bytes": on.peak_host_bytes,
         "host_capacity_bytes": record.host_capacity_bytes,
+        "storage": {
+            "blocks_found": on.blocks_found,
+            "blocks_written": on.blocks_written,
+            "blocks_fetched": on.blocks_fetched,
+            "block_bytes": on.storage_bytes_per_block,
+        },
         "wall_s": record.off.wall_s + on.wall_s,
         "off": _run_json(record.off),
         "on": _run_json(on),
@@ -231,6 +237,7 @@ def _transfer_rows(record: DemoRecord) -> Rows:
     return [
         ("Blocks stored", NONE, moved(on.blocks_stored, on.bytes_stored)),
         ("Blocks loaded", NONE, moved(on.blocks_loaded, on.bytes_loaded)),
+        *_storage_rows(on),
         ("Store alone, GB/s", NONE, rate(speed.store_gb_per_s)),
         ("Load alone, GB/s", NONE, rate(speed.load_gb_per_s)),
         (
@@ -240,6 +247,21 @@ def _transfer_rows(record: DemoRecord) -> Rows:
         ),
         ("Preemptions", f"{record.off.num_preemptions:,}", f"{on.num_preemptions:,}"),
         ("Wall time", f"{record.off.wall_s:.1f} s", f"{on.wall_s:.1f} s"),
+    ]
+
+
+def _storage_rows(on: RunRecord) -> Rows:
+    """Say what moved between the host and the store, if there is one."""
+    each = on.storage_bytes_per_block
+    if not each:
+        return []
+    return [
+        (label, NONE, f"{blocks:,} = {_binary(blocks * each)}")
+        for label, blocks in (
+            ("In the store at the start", on.blocks_found),
+            ("Blocks written to the store", on.blocks_written),
+            ("Blocks fetched from the store", on.blocks_fetched),
+        )
     ]
 
 

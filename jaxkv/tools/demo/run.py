@@ -12,6 +12,7 @@ from typing import TypeAlias
 import numpy as np
 
 from jaxkv.scheduling.record import TraceRecorder
+from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.tools.demo.allocation import most_blocks
 from jaxkv.tools.demo.engine import Engine, EngineConfig
 from jaxkv.tools.demo.model import ModelConfig, init_pool
@@ -119,10 +120,15 @@ def run_demo(
                 cache_policy=config.cache_policy,
                 offload_mode=config.mode,
                 load_in_step=config.load_in_step,
+                storage=config.storage if num_blocks else None,
+                storage_bytes=config.storage_bytes,
             ),
             recorder=recorder if num_blocks else None,
         )
         engine.warm_up()
+        if engine.has_storage:
+            on_progress("listing the store", 0, 0)
+            engine.list_storage()
         sessions.append(Session(engine, conversations, config.answer_tokens))
     if on_engine is not None:
         on_engine(engine)
@@ -138,6 +144,8 @@ def run_demo(
     for _ in range(config.turns):
         for session in sessions:
             session.ask(count)
+    for session in sessions:
+        session.close()
     off, on = (session.record() for session in sessions)
     on_progress("measuring transfers", 0, 0)
     return DemoRecord(
@@ -190,6 +198,9 @@ class Session:
         self._turn = 0
         self._turns: list[TurnRecord] = []
         self._wall_s = 0.0
+        self._num_found = (
+            engine.offload.num_storage_blocks_held if engine.offload else 0
+        )
 
     def ask(self, on_answer: Callable[[], None]) -> None:
         """Ask the next question of every conversation and generate its answer.
@@ -216,10 +227,16 @@ class Session:
         self._turn += 1
         self._wall_s += time.perf_counter() - start_s
 
+    def close(self) -> None:
+        """Finish what is being written to the store, if there is one."""
+        self._engine.close()
+
     def record(self) -> RunRecord:
         """Return the record so far."""
         worker, transfer = self._engine.worker, self._engine.transfer
         bytes_each = transfer.block_bytes if transfer else 0
+        stats = self._engine.offload.stats if self._engine.offload else OffloadStats()
+        storage = worker.storage if worker else None
         return RunRecord(
             turns=tuple(sorted(self._turns, key=lambda r: (r.turn, r.conversation))),
             wall_s=self._wall_s,
@@ -229,6 +246,10 @@ class Session:
             bytes_loaded=worker.bytes_loaded if worker else 0,
             peak_host_bytes=self._engine.peak_host_blocks * bytes_each,
             num_preemptions=self._engine.num_preemptions,
+            blocks_written=stats.num_storage_stored,
+            blocks_fetched=stats.num_storage_loaded,
+            blocks_found=self._num_found,
+            storage_bytes_per_block=storage.object_bytes if storage else 0,
         )
 
 

@@ -6,13 +6,17 @@ waits, is held or is in flight at the end.
 
 import dataclasses
 import random
+import shutil
 
 import numpy as np
 import pytest
 
+from jaxkv.scheduling import storage_worker
 from jaxkv.tools.demo.engine import Engine, EngineConfig
 from jaxkv.tools.demo.model import ModelConfig
 from jaxkv.tools.demo.steps import make_steps
+from jaxkv.transfer.storage import open_store
+from tests.rigs.faulty_store import Faults, FaultyStore
 
 FULL = ModelConfig(
     num_layers=2, d_model=64, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=128
@@ -215,4 +219,66 @@ def test_requests_that_end_while_they_wait_leave_nothing_behind(models, tmp_path
     settle(engine)
     assert engine.offload.reset()
     assert engine.offload.num_storage_blocks_held == 0
+    engine.close()
+
+
+FAULTS = {
+    "errors": Faults(error=0.2, raising=0.05),
+    "late": Faults(late=0.3, late_s=0.3),
+    "hanging": Faults(hang=0.2),
+    "damaged": Faults(cut=0.1, flip=0.1, longer=0.1, junk=0.1),
+    "swapped": Faults(swap=0.3),
+    "lost": Faults(lose=0.2),
+    "torn": Faults(tear=0.3),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize("storage_write", ["on_reuse", "through"])
+def test_a_store_that_goes_wrong_changes_no_token(
+    models, tmp_path, monkeypatch, kind, storage_write
+):
+    steps = models["full"]
+    alone = Engine(steps, dataclasses.replace(CONFIG, host_blocks=0))
+    stores = []
+
+    def open_faulty(url):
+        stores.append(FaultyStore(open_store(url), len(stores), FAULTS[kind]))
+        return stores[-1]
+
+    monkeypatch.setattr(storage_worker, "open_store", open_faulty)
+    config = {"storage": str(tmp_path), "storage_write": storage_write}
+    for seed in (1, 1, 2):
+        engine = Engine(steps, dataclasses.replace(CONFIG, host_blocks=20, **config))
+        engine.worker.storage._deadline_s = 0.1
+        engine.list_storage()
+        assert converse(engine, seed) == converse(alone, seed)
+        settle(engine)
+        engine.close()
+    assert sum(sum(store.num_faults.values()) for store in stores) > 0
+
+
+@pytest.mark.parametrize("kind", ["read-only", "emptied", "unreadable"])
+def test_a_folder_that_cannot_be_used_any_more_changes_no_token(models, tmp_path, kind):
+    steps = models["full"]
+    folder = tmp_path / "store"
+    config = {"storage": str(folder), "storage_write": "through"}
+    expected, stats = run(steps, 1, **config)
+    assert stats.num_storage_stored > 0
+    engine = make_engine(steps, **config)
+    files = [path for path in folder.rglob("*.0") if path.is_file()]
+    if kind == "emptied":
+        shutil.rmtree(folder)
+    elif kind == "unreadable":
+        for path in files:  # Also for root, unlike a mode.
+            path.unlink()
+            path.mkdir()
+    else:
+        for path in files:
+            path.write_bytes(path.read_bytes()[:100])
+        shutil.rmtree(folder / ".tmp", ignore_errors=True)
+        (folder / ".tmp").write_text("in the place of a folder")
+    assert converse(engine, 1) == expected
+    settle(engine)
+    assert engine.offload.stats.num_storage_failed > 0
     engine.close()
