@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -14,6 +14,7 @@ from jaxkv.scheduling.loads import Load, Loads, Preview, Stall
 from jaxkv.scheduling.protocol import Request
 from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules, most_stored_tokens
+from jaxkv.scheduling.storage import Storage
 from jaxkv.search.groups import GroupSpec
 from jaxkv.search.hits import find_longest_hit
 from jaxkv.search.tiers import Match, find_cached_prefix, search, source_of
@@ -22,15 +23,18 @@ from jaxkv.tiers.host import OffloadingManager
 from jaxkv.tiers.key_memory import DropReason
 from jaxkv.types import NO_BLOCK, BlockKey
 
-Verdict: TypeAlias = Literal["device", "host", "pending", "unneeded", "missed"]
-"""What a block is to a request: a hit on either tier; on its way; not read by the next
-token; or to be computed."""
+Verdict: TypeAlias = Literal[
+    "device", "host", "storage", "pending", "unneeded", "missed"
+]
+"""What a block is to a request: a hit on a tier; in the store alone; on its way; not
+read by the next token; or to be computed."""
 
 Reason: TypeAlias = (
     DropReason
     | Literal[
         "storing",
         "loading",
+        "fetching",
         "window",
         "last token",
         "gap",
@@ -49,6 +53,7 @@ _WORDS: dict[Reason | None, str] = {
     None: "",
     "storing": "being stored",
     "loading": "being loaded",
+    "fetching": "being fetched from the store",
     "window": "the next token does not read it",
     "last token": "past the last token that can be a hit: its logits are needed",
     "gap": "it is there, but a block before it is missing",
@@ -68,15 +73,22 @@ _WORDS: dict[Reason | None, str] = {
 _VERDICTS: dict[Verdict, str] = {
     "device": "hit on the device",
     "host": "hit on the host",
+    "storage": "in the store",
     "pending": "pending",
     "unneeded": "not needed",
     "missed": "missed",
 }
-_HOLD_UPS: dict[Stall, str] = {
+_HOLD_UPS: dict[Stall | Literal["storage"], str] = {
+    "storage": "It is to ask again, when blocks have come from the store.",
     "loading": "It has a load under way, and is to ask again.",
     "shared": "It is to ask again, as another is loading some of it.",
     "gate": "It is to compute, as a load would take longer (skip_slow_loads).",
 }
+
+
+# Reasons to compute a block that have nothing to do with where it is, or that are told
+# of one that is on another tier.
+_ELSEWHERE = ("last token", "gap", "other group", "no room", "no copy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +124,8 @@ class Explanation:
             offer beyond that; None if the request is to ask again.
         is_awaited: Whether it would have to wait for it.
         hold_up: Why that is less than the tiers hold: a load of its own is under way,
-            it waits for another's, or computing is faster. None if it is not.
+            it waits for another's, computing is faster, or blocks are to come from the
+            store first. None if it is not.
         blocks: All its full blocks, one group after the other.
     """
 
@@ -121,7 +134,7 @@ class Explanation:
     num_computed_tokens: int
     num_offered_tokens: int | None
     is_awaited: bool
-    hold_up: Stall | None
+    hold_up: Stall | Literal["storage"] | None
     blocks: tuple[BlockVerdict, ...]
 
     def __str__(self) -> str:
@@ -166,6 +179,7 @@ def explain(
     loads: Loads,
     request: Request,
     num_computed_tokens: int | None,
+    storage: Storage | None = None,
 ) -> Explanation:
     """Say what the tiers hold of a request. Changes nothing.
 
@@ -177,6 +191,7 @@ def explain(
         loads: The loads of all requests.
         request: The request.
         num_computed_tokens: What it has; None for what the device has by itself.
+        storage: What moves between the host and a store; None where there is none.
     """
     # Not those of the scheduler, which are kept until the request ends.
     keys = RequestKeys(len(groups)).of(request)
@@ -193,18 +208,28 @@ def explain(
         verdicts = _verdicts(
             groups, rules, host, request, keys, presence, preview, group
         )
+        if storage is not None:
+            verdicts = _with_storage(verdicts, storage, keys[group], factor)
         size = groups[group].block_size
         blocks += [
             BlockVerdict(group, index, index * size, size, verdict, reason)
             for index, (verdict, reason) in enumerate(verdicts)
         ]
+    hold_up: Stall | Literal["storage"] | None = preview.hold_up
+    num_offered, is_awaited = preview.num_tokens, preview.is_awaited
+    if (
+        storage is not None
+        and hold_up != "loading"
+        and storage.would_hold_up(pool, request, keys, num_computed_tokens)
+    ):
+        hold_up, num_offered, is_awaited = "storage", None, False
     return Explanation(
         request.request_id,
         request.num_tokens,
         num_computed_tokens,
-        preview.num_tokens,
-        preview.is_awaited,
-        preview.hold_up,
+        num_offered,
+        is_awaited,
+        hold_up,
         tuple(blocks),
     )
 
@@ -251,6 +276,27 @@ def _verdicts(
             yield "missed", "no room" if rules.copy_on_device else "no copy"
         else:
             yield "missed", "other group" if index < alone else "gap"
+
+
+def _with_storage(
+    verdicts: Iterable[tuple[Verdict, Reason | None]],
+    storage: Storage,
+    keys: Sequence[BlockKey],
+    blocks_per_row: int,
+) -> Iterator[tuple[Verdict, Reason | None]]:
+    """Say of blocks of a group that no other tier has whether the store has them."""
+    rows = list(keys[blocks_per_row - 1 :: blocks_per_row])
+    is_there = storage.tier.find(rows) != NO_BLOCK
+    for index, (verdict, reason) in enumerate(verdicts):
+        row = index // blocks_per_row
+        is_absent = verdict == "missed" and reason not in _ELSEWHERE
+        if row < len(rows) and storage.is_fetching(rows[row]):
+            # It counts as being stored, as it has a place on the host.
+            yield "pending", "fetching"
+        elif row < len(rows) and is_absent and is_there[row]:
+            yield "storage", None
+        else:
+            yield verdict, reason
 
 
 def _prefix_alone(spec: GroupSpec, is_there: NDArray[np.bool_]) -> int:

@@ -311,7 +311,8 @@ class OffloadScheduler:
             num_computed_tokens: As above; None for the device's own prefix.
         """
         tiers = self._pool, self._manager, self._loads
-        return explain(self.groups, self.rules, *tiers, request, num_computed_tokens)
+        what = request, num_computed_tokens, self._storage
+        return explain(self.groups, self.rules, *tiers, *what)
 
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockTable, num_external_tokens: int

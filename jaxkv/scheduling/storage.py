@@ -202,6 +202,36 @@ class Storage:
         lack = self._lack(pool, request, num_computed_tokens)
         return lack is not None and self._fetch(name, lack)
 
+    def would_hold_up(
+        self,
+        pool: DeviceBlockPool,
+        request: Request,
+        keys: Sequence[Sequence[BlockKey]],
+        num_computed_tokens: int,
+    ) -> bool:
+        """Tell whether `hold_up` would have a request wait; nothing changes.
+
+        It does not look whether the host has room, which other requests may take.
+        """
+        name = request.request_id
+        wait = self._waits.get(name)
+        if wait is not None:
+            return bool(wait.events)
+        if self._looked_up.get(name) == self.tier.num_found:
+            return False
+        tiers = pool, self._host, self.tier
+        lack = find_lack(
+            self._groups, tiers, request, keys, num_computed_tokens, self._rules
+        )
+        if lack is None:
+            return False
+        num = self._most_now(lack)
+        return bool(num) and self._is_worth(lack, num, is_preview=True)
+
+    def is_fetching(self, key: BlockKey) -> bool:
+        """Whether a block is on its way from the store to the host."""
+        return key in self._fetch_of
+
     def release(self, request_id: str) -> None:
         """Let go of what a request held: it has asked again, or asks no more."""
         wait = self._waits.pop(request_id, None)
@@ -303,13 +333,7 @@ class Storage:
 
     def _fetch(self, request_id: str, lack: Lack) -> bool:
         """Begin to fetch what a request lacks; tell whether it is to wait."""
-        num = len(lack.keys)
-        room = self._most_fetched - self._num_fetched
-        awaited = [key for key in lack.keys if key in self._fetch_of]
-        if num - len(awaited) > room:
-            if not self._may_cut:
-                return False
-            num = self._cut(lack.keys, room)
+        num = self._most_now(lack)
         if not num or not self._is_worth(lack, num):
             return False
         # So that making room does not evict what the rest continues.
@@ -336,15 +360,16 @@ class Storage:
             self._fetches[event].waiters[request_id] = None
         return True
 
-    def _cut(self, keys: Sequence[BlockKey], room: int) -> int:
-        """Count the keys, from the first on, of which no more than `room` are new."""
-        for num, key in enumerate(keys):
+    def _most_now(self, lack: Lack) -> int:
+        """Count how much of what a request lacks may be fetched, from the first on."""
+        room = self._most_fetched - self._num_fetched
+        for num, key in enumerate(lack.keys):
             room -= key not in self._fetch_of
             if room < 0:
-                return num
-        return len(keys)
+                return num if self._may_cut else 0
+        return len(lack.keys)
 
-    def _is_worth(self, lack: Lack, num: int) -> bool:
+    def _is_worth(self, lack: Lack, num: int, *, is_preview: bool = False) -> bool:
         """Ask the gate about the first blocks that a request lacks."""
         end = lack.match.num_tokens
         if num < len(lack.keys):
@@ -354,6 +379,7 @@ class Storage:
             num_tokens=max(end - start, 0),
             num_blocks=num * self._factor,
             num_blocks_ahead=self._num_fetched * self._factor,
+            is_preview=is_preview,
         )
 
     def _start(self, keys: list[BlockKey], host_blocks: Ids) -> _Batch | None:

@@ -49,6 +49,6 @@ def make_all():
         store_threshold=2, max_blocks_in_flight=4, skip_slow_loads=True, block_bytes=1
     )
     worker = OffloadWorker(TransferEngine({"kv": jnp.zeros((4, 2))}, 3))
-    scheduler = OffloadScheduler(4, 8, rules=rules)
+    scheduler = OffloadScheduler(4, 8, rules=rules, num_storage_blocks=4)
     scheduler.recorder = types.SimpleNamespace(stats=RecordStats(7, 2))
     return scheduler, worker, DeviceBlockPool(4)

@@ -234,10 +234,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-@pytest.mark.parametrize("storage_write", ["on_reuse", "through"])
-def test_a_store_that_goes_wrong_changes_no_token(
-    models, tmp_path, monkeypatch, kind, storage_write
-):
+def test_a_store_that_goes_wrong_changes_no_token(models, tmp_path, monkeypatch, kind):
     steps = models["full"]
     alone = Engine(steps, dataclasses.replace(CONFIG, host_blocks=0))
     stores = []
@@ -247,8 +244,8 @@ def test_a_store_that_goes_wrong_changes_no_token(
         return stores[-1]
 
     monkeypatch.setattr(storage_worker, "open_store", open_faulty)
-    config = {"storage": str(tmp_path), "storage_write": storage_write}
-    for seed in (1, 1, 2):
+    config = {"storage": str(tmp_path), "storage_write": "through"}
+    for seed in (1, 1):
         engine = Engine(steps, dataclasses.replace(CONFIG, host_blocks=20, **config))
         engine.worker.storage._deadline_s = 0.1
         engine.list_storage()
