@@ -538,7 +538,7 @@ class OffloadConfig:
         "A store behind the host that outlives the process and that engines share: a "
         "folder, or a URL such as `file:///PATH`, `s3://BUCKET/PREFIX`, "
         "`gs://BUCKET/PREFIX` or `redis://HOST:PORT` ([storage.md](storage.md)). "
-        "`null` for none. One process, and one worker.",
+        "`null` for none.",
         expected="a folder or a URL such as file:///var/cache/kv or s3://bucket/prefix",
         pattern=r"\S(?:.{0,1022}\S)?",
     )
@@ -859,6 +859,8 @@ class OffloadConfig:
                 self.storage,
                 namespace=storage_namespace,
                 secret=self.storage_secret,
+                shard=jax.process_index(),
+                num_shards=jax.process_count(),
                 deadline_s=self.storage_deadline_s,
                 list_every_s=self.storage_list_s,
                 clock=clock,

@@ -181,6 +181,11 @@ class StorageWorker:
         return len(self._fetches) + len(self._writes)
 
     @property
+    def shards(self) -> tuple[int, int]:
+        """Which shard of each block this worker has, and how many there are."""
+        return self._io.objects.shard, self._io.objects.num_shards
+
+    @property
     def object_bytes(self) -> int:
         """Bytes of a host block in the store, all shards together."""
         return self._io.objects.object_bytes * self._io.objects.num_shards

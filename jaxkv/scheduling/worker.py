@@ -17,8 +17,14 @@ from jaxkv.scheduling.agreement import Agreement, EventName
 from jaxkv.scheduling.agreement import PlanMismatchError as PlanMismatchError
 from jaxkv.scheduling.exchange import AgreementError as AgreementError
 from jaxkv.scheduling.exchange import open_exchanges
-from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, OffloadMetadata
+from jaxkv.scheduling.protocol import (
+    NO_EVENT,
+    ConnectorOutput,
+    OffloadMetadata,
+    StorageReport,
+)
 from jaxkv.scheduling.stats import SIZE_BUCKETS, Histogram
+from jaxkv.scheduling.storage_agreement import StorageAgreement
 from jaxkv.scheduling.storage_worker import StorageWorker
 from jaxkv.transfer import Completion, StepLoads, Ticket, TransferEngine
 from jaxkv.types import PyTree
@@ -127,10 +133,12 @@ class OffloadWorker:
         clock: Callable[[], float] = time.monotonic,
         storage: StorageWorker | None = None,
     ) -> None:
-        if storage is not None and jax.process_count() > 1:
+        shards = (0, 1) if storage is None else storage.shards
+        if storage is not None and shards != (jax.process_index(), jax.process_count()):
             raise ValueError(
-                f"{jax.process_count()} processes cannot share a store yet: leave "
-                "storage out."
+                f"the store has shard {shards[0]} of {shards[1]}, and this is process "
+                f"{jax.process_index()} of {jax.process_count()}: each process has its "
+                "own shard."
             )
         if engine.num_shards != 1:
             raise ValueError(
@@ -164,11 +172,14 @@ class OffloadWorker:
         self._engine = engine
         self._deadline_s = deadline_s if report_after_steps is None else None
         self._agreement, self._plans = None, None
+        self._storage_agreement: StorageAgreement | None = None
         if jax.process_count() > 1:
-            outcomes, self._plans = open_exchanges(
-                agreement_timeout_s, ("outcomes", "plans")
+            outcomes, self._plans, stored = open_exchanges(
+                agreement_timeout_s, ("outcomes", "plans", "storage")
             )
             self._agreement = Agreement(outcomes, engine, deadline_s, clock)
+            if storage is not None:
+                self._storage_agreement = StorageAgreement(stored, jax.process_count())
         self._report_after_steps = report_after_steps
         self._check_plans = check_plans
         self._clock = clock
@@ -180,6 +191,7 @@ class OffloadWorker:
         # Where several processes agree: how transfers ended, None for those that have
         # failed, and that is to be reported.
         self._agreed: list[tuple[Ticket, Completion | None]] = []
+        self._agreed_storage: list[StorageReport] = []
 
     @property
     def num_in_flight(self) -> int:
@@ -269,6 +281,12 @@ class OffloadWorker:
             self._note(tickets, names, meta.load_in_step)
         if self.storage is not None:
             self.storage.start(meta.storage)
+            if self._storage_agreement is not None:
+                self._settle_storage(
+                    self.storage,
+                    self._storage_agreement,
+                    self._step - (self._report_after_steps or 0),
+                )
         return pool
 
     def take_step_loads(
@@ -301,6 +319,8 @@ class OffloadWorker:
         """Report the transfers that completed since the last time; never waits."""
         if self._agreement is not None:
             self._agreement.say()
+            if self.storage is not None:
+                self.storage.advance()
             return self._report(self._take_agreed())
         self._keep(self._engine.poll())
         if self.storage is not None:
@@ -325,6 +345,11 @@ class OffloadWorker:
         if self._agreement is not None:
             with self._agreement.watch(f"OffloadWorker.drain in step {self._step}"):
                 pool = self._settle(pool, self._agreement, self._step, True)
+                if self.storage is not None and self._storage_agreement is not None:
+                    self.storage.wait()
+                    self._settle_storage(
+                        self.storage, self._storage_agreement, self._step
+                    )
             return pool, self._report(self._take_agreed())
         pool, completions = self._engine.drain(pool)
         self._keep(completions)
@@ -384,6 +409,26 @@ class OffloadWorker:
                 self.plan_digest = hashlib.sha256(link).digest()
         return pool
 
+    def _settle_storage(
+        self, storage: StorageWorker, agreement: StorageAgreement, last: int
+    ) -> None:
+        """Agree with the other processes on what the store was asked up to a step."""
+        agreement.say(storage.take_reports(), self._step)
+        reports = agreement.hear(last)
+        self._agreed_storage += reports
+        if self._check_plans and reports:
+            link = self.plan_digest + repr(reports).encode()
+            self.plan_digest = hashlib.sha256(link).digest()
+
+    def _take_storage(self) -> tuple[StorageReport, ...]:
+        """Take what is to be reported of the store."""
+        if self.storage is None:
+            return ()
+        if self._storage_agreement is None:
+            return self.storage.take_reports()
+        agreed, self._agreed_storage = self._agreed_storage, []
+        return tuple(agreed)
+
     def _take_agreed(self) -> list[tuple[_Pending, Completion | None]]:
         """Take what is to be reported, and how it ended; None if it has failed."""
         agreed, self._agreed = self._agreed, []
@@ -432,7 +477,7 @@ class OffloadWorker:
             failed_recving=tuple(recving[False]),
             completed_store_events=tuple(stores[True]),
             failed_store_events=tuple(stores[False]),
-            storage=() if self.storage is None else self.storage.take_reports(),
+            storage=self._take_storage(),
         )
 
     def _count(self, batch: _Batch, done: Completion | None, now_s: float) -> None:

@@ -17,6 +17,7 @@ from tests.campaign.paged import PagedEngine, new_history
 from tests.campaign.prefixes import PrefixUser
 from tests.campaign.processes import run_processes
 from tests.campaign.setups import random_setup
+from tests.campaign.storage import run_storage
 
 STEPS = 600
 ENGINES_PER_CLEARING = 12
@@ -58,10 +59,18 @@ KINDS: dict[str, Callable] = {
     "paged": run_paged,
     "by hand": run_by_hand,
     "prefixes": run_prefixes,
+    "storage": run_storage,
     "connector": run_connector,
     "processes": run_processes,
 }
-SHARES = {"paged": 24, "by hand": 2, "prefixes": 3, "connector": 2, "processes": 2}
+SHARES = {
+    "paged": 24,
+    "storage": 4,
+    "by hand": 2,
+    "prefixes": 3,
+    "connector": 2,
+    "processes": 2,
+}
 
 
 def run_one(seed, number, counts, *, kinds=tuple(KINDS), steps=STEPS):

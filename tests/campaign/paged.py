@@ -50,8 +50,6 @@ class PagedEngine(Contract):
         config = setup.config
         self.now_s = 0.0
         self.blocks = DeviceBlockPool(setup.num_device_blocks)
-        self.scheduler = config.make_scheduler(self.groups, block_bytes=BLOCK_BYTES)
-        self.scheduler.bind_device_block_pool(self.blocks)
         self.pools, self.movers, self.workers = [], [], []
         self.models = [Model() for _ in range(config.world_size)]
         for number in range(config.world_size):
@@ -69,6 +67,14 @@ class PagedEngine(Contract):
             self.pools.append(pool)
             self.movers.append(mover)
             self.workers.append(config.make_worker(mover, **clock))
+        self.storage = self.workers[0].storage
+        num_storage_blocks = 0
+        if self.storage is not None:
+            num_storage_blocks = self.storage.num_blocks(config.storage_bytes)
+        self.scheduler = config.make_scheduler(
+            self.groups, block_bytes=BLOCK_BYTES, num_storage_blocks=num_storage_blocks
+        )
+        self.scheduler.bind_device_block_pool(self.blocks)
         self.overlaps = Overlaps(config.blocks_per_host_block)
         self._num_reports = {}
         self.users = {}  # alive, by id
@@ -81,6 +87,7 @@ class PagedEngine(Contract):
         self._num_users = 0
         self.digest = b""
         self.told = set()  # keys that the host's events say are there
+        self.told_of_storage = set()  # and those of the store's
 
     def run(self, num_steps):
         """Run some steps, then serve whoever is left, and look for leaks."""
@@ -138,12 +145,13 @@ class PagedEngine(Contract):
     def hear_events(self):
         """Keep a list of what the host has, as a router does."""
         for event in self.scheduler.take_events():
+            told = self.told_of_storage if event.medium == "STORAGE" else self.told
             if not event.removed:
-                self.told.update(event.block_hashes)
+                told.update(event.block_hashes)
             elif event.block_hashes:
-                self.told.difference_update(event.block_hashes)
+                told.difference_update(event.block_hashes)
             else:
-                self.told.clear()
+                told.clear()
 
     def take_offer(self, user):
         """Go on after what was offered."""
@@ -299,6 +307,8 @@ class PagedEngine(Contract):
         held = [block for table in tables for block in reversed(table)]
         foretold = self.foretell(user, local)
         offer, takes_time = self.scheduler.get_num_new_matched_tokens(user, local)
+        if self.storage is not None and foretold == (None, False):
+            foretold = None  # The host may have no room for what is to be fetched.
         if foretold is not None and foretold != (offer, takes_time):
             raise AssertionError(
                 f"explain() foretold {foretold}, and the offer is {offer, takes_time}"
@@ -574,6 +584,12 @@ class PagedEngine(Contract):
         if self.setup.config.enable_events:
             own = scheduler.num_host_blocks_held
             left["blocks that events tell of, less those held"] = len(self.told) - own
+            own = scheduler.num_storage_blocks_held
+            left["the same of the store"] = len(self.told_of_storage) - own
+        if self.storage is not None:
+            left["moves of the store"] = self.storage.num_in_flight
+            for name in ("stored", "loaded", "failed", "dropped", "evicted"):
+                self.counts[f"store: {name}"] += getattr(stats, f"num_storage_{name}")
         left = {name: num for name, num in left.items() if num}
         if left:
             raise StuckError(f"left behind: {left}")

@@ -1,9 +1,10 @@
 """One of several processes that serve one model; `processes.py` starts them.
 
-python -m tests.campaign.process ADDRESS NUM_PROCESSES PROCESS SEED STEPS [LIAR]
+python -m tests.campaign.process ADDRESS NUM_PROCESSES PROCESS SEED STEPS [LIAR [STORE]]
 
 All choose the same by one generator; faults and pauses come of another one in each.
-LIAR is a process that tells its scheduler that nothing has failed, if there is one.
+LIAR is a process that tells its scheduler that nothing has failed, if there is one;
+STORE a folder that all of them share, if there is one.
 """
 
 import collections
@@ -32,7 +33,7 @@ class SlowEngine(PagedEngine):
         super().start(scheduled)
 
 
-def main(address, num_processes, process, seed, num_steps, liar="-1"):
+def main(address, num_processes, process, seed, num_steps, liar="-1", store=None):
     num_processes, process = int(num_processes), int(process)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES // num_processes)
@@ -47,6 +48,7 @@ def main(address, num_processes, process, seed, num_steps, liar="-1"):
         check_plans=rng.random() < 0.5,
         deadline_s=50.0,
         agreement_timeout_s=80.0,
+        **({"storage": store, "storage_deadline_s": 20.0} if store else {}),
     )
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("heads",))
     counts, history = collections.Counter(), collections.deque(maxlen=60)

@@ -110,6 +110,17 @@ def random_setup(rng, **fixed):
         values["max_offload_tokens"] = rng.choice((None, None, None, 18))
         if groups.startswith("full") and num_groups == 1:
             values["blocks_per_host_block"] = rng.choice((1, 2, 3))
+    if fixed.get("storage") is not None:
+        values |= {
+            "world_size": 1,
+            "storage_bytes": rng.choice((9, 40, 4000))
+            * 2048
+            * values.get("blocks_per_host_block", 1),
+            "storage_write": rng.choice(("on_reuse", "through")),
+            "max_storage_blocks": rng.choice((1, 3, 128)),
+            "storage_deadline_s": 12.0,
+            "storage_list_s": rng.choice((5.0, 60.0, None)),
+        }
     values |= fixed
     if values["extent_bytes"] is not None:
         per_block = values.get("blocks_per_host_block", 1)
@@ -129,6 +140,7 @@ def random_setup(rng, **fixed):
         habits=Habits(
             *(rng.random() < share for share in (0.6, 0.6, 0.7, 0.5, 0.4, 0.8)),
             keeps_offers=not values["copy_on_device"] and rng.random() < 0.5,
-            renames_weights=rng.random() < 0.6,
+            # What a store has of other weights is found again, under the same keys.
+            renames_weights=rng.random() < 0.6 or values.get("storage") is not None,
         ),
     )
