@@ -549,7 +549,8 @@ class OffloadConfig:
         "on_reuse",
         "scheduler",
         "What is written to the store: what is asked for a second time (`on_reuse`), "
-        "or all that gets to the host (`through`).",
+        "what the host is about to evict (`on_evict`, with `lru`), or all that gets to "
+        "the host (`through`).",
         names=lambda: get_args(StorageWrite),
     )
     max_storage_blocks: int = _number(
@@ -1005,6 +1006,17 @@ class OffloadConfig:
             ]
         if self.storage_secret is not None and self.storage is None:
             return ["storage_secret needs a storage, whose objects it seals."]
+        if (
+            self.storage is not None
+            and self.storage_write == "on_evict"
+            and (self.cache_policy, self.executor) != ("lru", "native")
+        ):
+            return [
+                f"storage_write='on_evict' needs cache_policy='lru' and "
+                f"executor='native', not {shown(self.cache_policy)} and "
+                f"{shown(self.executor)}: another policy does not tell what it would "
+                "evict."
+            ]
         try:
             check_rules(self.make_rules(block_bytes=1), (FullAttention(1),))
         except ValueError as error:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from numpy.typing import ArrayLike, NDArray
 
 from jaxkv.keys import words_to_keys
 from jaxkv.native import lru as native
@@ -42,6 +43,33 @@ class LRUState:
 
 
 register_native(LRUState, native.NATIVE)
+
+# Of how many records `next_victims` looks at, beside those asked for: dead ones lie
+# between the others until the log is compacted.
+_MOST_DEAD = 4096
+
+
+def next_victims(state: LRUState, ref_cnt: ArrayLike, num: int) -> NDArray[np.int32]:
+    """Look which blocks would be evicted next; on NumPy arrays, and not under jit.
+
+    Args:
+        state: Of a native executor.
+        ref_cnt: i32[B]. Blocks with more than 0 are held, and not evicted.
+        num: How many to look for.
+
+    Returns:
+        i32[n], the next one first; n may be less than `num`.
+    """
+    log = state.order
+    head, tail = int(log.heads[0]), int(log.tail[()])
+    positions = np.arange(head, min(tail, head + num + _MOST_DEAD))
+    blocks = np.asarray(log.entries)[positions]
+    is_entry = blocks < log.places.shape[0]
+    positions, blocks = positions[is_entry], blocks[is_entry]
+    is_alive = np.asarray(log.places)[blocks] == positions
+    is_free = np.asarray(ref_cnt)[blocks] == 0
+    victims: NDArray[np.int32] = blocks[is_alive & is_free][:num].astype(np.int32)
+    return victims
 
 
 def init(num_blocks: int, max_batch: int) -> LRUState:

@@ -9,7 +9,7 @@ from jaxkv._util import shown
 from jaxkv.scheduling.protocol import Request
 from jaxkv.search.groups import FullAttention, GroupSpec
 
-StorageWrite: TypeAlias = Literal["on_reuse", "through"]
+StorageWrite: TypeAlias = Literal["on_reuse", "on_evict", "through"]
 """When blocks are written to a store behind the host."""
 
 NO_LIMIT = 1 << 62
@@ -54,7 +54,8 @@ class OffloadRules:
         flush_on_preemption: Whether a step that preempts first waits for the transfers
             in flight. They hold on to their blocks in any case.
         storage_write: What is written to the store: "on_reuse" what is asked for again
-            while it is on the host; "through" all that gets there.
+            a second time; "on_evict" what the host is about to evict, which the policy
+            "lru" tells; "through" all that gets to the host.
         max_storage_blocks: How many host blocks may be on their way to the store, or
             from it, at a time. A host of few blocks has fewer.
         remember_drops: How many of the last host blocks that were evicted or not

@@ -136,6 +136,12 @@ class OffloadScheduler:
         self._loads = Loads(*parts, self._gate, self._keys, self._stats)
         self._storage: Storage | None = None
         if num_storage_blocks:
+            if rules.storage_write == "on_evict" and not host.tells_victims:
+                raise ValueError(
+                    f"storage_write='on_evict' needs cache_policy='lru' and "
+                    f"executor='native', not {cache_policy!r} and {executor!r}: others "
+                    "do not tell what they would evict."
+                )
             tier = StorageTier(
                 host.block_size, num_storage_blocks, enable_events, executor=executor
             )

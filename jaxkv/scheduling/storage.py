@@ -163,6 +163,8 @@ class Storage:
         self._to_delete: list[BlockKey] = []
         self._num_fetched = 0
         self._num_writing = 0
+        # What `_look_at_victims` saw when it last looked.
+        self._seen: tuple[int, int, int] | None = None
         self._next_fetch = 0
         self._next_write = 0
 
@@ -257,14 +259,18 @@ class Storage:
 
     def note_stored(self, keys: Sequence[BlockKey]) -> None:
         """Note that blocks have got to the host."""
-        if self._asked is None:
+        if self._rules.storage_write == "through":
             self._offer(keys)
-        else:  # Some have been asked for before, and were evicted since.
+        elif (
+            self._asked is not None
+        ):  # Some have been asked for before, and were evicted since.
             self._offer(list(compress(keys, self._asked.passes(keys))))
 
     def issue(self) -> StorageMoves | None:
         """Send out what a step asks of the store; None for nothing."""
         fetches, self._to_fetch = self._to_fetch, []
+        if self._rules.storage_write == "on_evict":
+            self._look_at_victims()
         writes: list[_Batch] = []
         if self._to_write and self._num_writing < self._most_written:
             written = self._take_writes(self._most_written - self._num_writing)
@@ -407,6 +413,15 @@ class Storage:
                 self._stats.num_storage_dropped += self._factor
             else:
                 self._to_write[key] = None
+
+    def _look_at_victims(self) -> None:
+        """Offer what the host will evict next, as much as may be written at a time."""
+        host = self._host
+        look = host.num_evicted, host.num_held_blocks, self._num_writing
+        if look != self._seen:
+            self._seen = look
+            room = self._most_written - len(self._to_write)
+            self._offer(host.next_victims(2 * self._most_written)[: max(room, 0)])
 
     def _take_writes(self, most: int) -> _Batch | None:
         """Hold blocks that leave for the store."""

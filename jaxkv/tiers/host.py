@@ -19,6 +19,7 @@ from jaxkv.keys.packed import (
 )
 from jaxkv.policies import get_policy_maker
 from jaxkv.policies.base import Policy
+from jaxkv.policies.lru import LRUState, next_victims
 from jaxkv.tiers.base import (
     HOST_MEDIUM,
     BlockIds,
@@ -31,6 +32,7 @@ from jaxkv.tiers.executors import (
     Executor,
     ExecutorName,
     Ids,
+    NativeExecutor,
     Positions,
     Words,
     make_executor,
@@ -501,6 +503,38 @@ class OffloadingManager:
         self.drops.clear()
         if self.events is not None:
             self.events.append(OffloadingEvent([], self.block_size, self.medium, True))
+
+    @property
+    def tells_victims(self) -> bool:
+        """Whether `next_victims` knows: with "lru", run by native functions."""
+        state = self.executor.state.policy
+        return isinstance(state, LRUState) and isinstance(self.executor, NativeExecutor)
+
+    def next_victims(self, num: int) -> list[BlockKey]:
+        """Look which blocks would be evicted next, before they go.
+
+        Args:
+            num: How many to look for.
+
+        Returns:
+            Their keys, the next one first; perhaps less than `num`. None as long as
+            there is room for as many without an eviction.
+
+        Raises:
+            ValueError: If the policy does not tell (`tells_victims`).
+        """
+        if not self.tells_victims:
+            raise ValueError(
+                "next_victims needs cache_policy='lru' and executor='native': another "
+                "policy does not tell what it would evict."
+            )
+        num -= self.num_blocks - self.num_held_blocks
+        if num <= 0:
+            return []
+        state = self.executor.state
+        blocks = next_victims(state.policy, state.ref_cnt, num)
+        keys = words_to_keys(np.asarray(state.policy.directory.keys)[blocks])
+        return [self._names.get(key, key) for key in keys] if self._names else keys
 
     def snapshot(self) -> Snapshot:
         """Show the state to a reader, for tests and for debugging.

@@ -116,10 +116,14 @@ def random_setup(rng, **fixed):
             "storage_bytes": rng.choice((9, 40, 4000))
             * 2048
             * values.get("blocks_per_host_block", 1),
-            "storage_write": rng.choice(("on_reuse", "through")),
+            "storage_write": rng.choice(
+                ("on_reuse", "through", "on_evict")
+                if (values["cache_policy"], values["executor"]) == ("lru", "native")
+                else ("on_reuse", "through")
+            ),
             "max_storage_blocks": rng.choice((1, 3, 128)),
             "storage_deadline_s": 12.0,
-            "storage_list_s": rng.choice((5.0, 60.0, None)),
+            "storage_list_s": rng.choice((5.0, 20.0, 60.0)),
         }
     values |= fixed
     if values["extent_bytes"] is not None:

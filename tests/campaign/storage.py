@@ -22,7 +22,7 @@ FAULTS = (
     Faults(error=0.2, raising=0.02),
     Faults(late=0.3, late_s=0.05, error=0.05),
     Faults(hang=0.05),
-    Faults(cut=0.05, flip=0.05, longer=0.05, junk=0.05),
+    Faults(cut=0.1, flip=0.1, longer=0.1, junk=0.1),
     Faults(swap=0.2),
     Faults(lose=0.1, tear=0.1),
 )

@@ -105,6 +105,7 @@ def run(steps, seed, **changes):
     [
         ("full", "eager", "on_reuse"),
         ("full", "lazy", "through"),
+        ("full", "eager", "on_evict"),
         ("hybrid", "eager", "through"),
         ("hybrid", "lazy", "on_reuse"),
     ],
