@@ -67,8 +67,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "trace",
         nargs="+",
         metavar="TRACE",
-        help="as jaxkv replay takes it: a file, or several that were recorded under one "
-        "key, or synthetic, or synthetic:REQUESTS",
+        help="as jaxkv replay takes it: a file, or several recorded under one key, or "
+        "synthetic, or synthetic:REQUESTS",
     )
     parser.add_argument(
         "--block-size",
