@@ -15,6 +15,7 @@ from jaxkv import OffloadScheduler, TransferEngine
 from jaxkv.integrations.vllm import config as vllm_config
 from jaxkv.integrations.vllm.scheduler import VllmRequest
 from jaxkv.observe.metrics import OffloadMetrics
+from jaxkv.scheduling.protocol import ConnectorOutput
 from jaxkv.tools.replay.traces import read_trace
 from tests.rigs import fake_vllm
 from tests.rigs.fake_engine import Engine, next_token
@@ -381,6 +382,117 @@ def test_without_events_nothing_is_kept_for_them(newest):
     connector = create_connector(config, KVConnectorRole.SCHEDULER, cache_config)
     assert connector._scheduler._events is None
     assert connector.take_events() == []
+
+
+def drop_by_runner(engine):
+    manager = engine.runner.kv_cache_manager
+    manager.delete_kv_cache()
+    manager.reinitialize_kv_cache()
+
+
+def refill_by_runner(engine):
+    """As where something else has deleted the arrays."""
+    engine.runner.kv_caches.clear()
+    engine.runner.kv_cache_manager.reinitialize_kv_cache()
+
+
+def unregister(engine):
+    engine.runner.connector.unregister_kv_caches()
+    engine.runner.connector.restore_kv_caches()
+
+
+def register_again(engine):
+    engine.runner.connector.register_runner(engine.runner)
+
+
+def reset_connector(engine):
+    assert engine.scheduler.connector.reset_cache() is True
+
+
+ROUTES = [drop_by_runner, refill_by_runner, unregister, register_again, reset_connector]
+
+
+@pytest.fixture(params=["one process", "two processes"])
+def apart(request, monkeypatch, newest):
+    """Whether the scheduler learns of a lost pool from the worker's reports alone."""
+    if request.param == "two processes":
+        import jaxkv.integrations.vllm.scheduler as scheduler
+
+        monkeypatch.setattr(scheduler, "LOST_POOLS", {})
+    return request.param == "two processes"
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+def test_the_kv_of_other_weights_is_never_served(apart, route, windows):
+    engine = make_warm_engine(windows=windows, num_blocks=40)
+    engine.scheduler.pool.overwrite_all()  # reset_prefix_cache()
+    route(engine)
+    engine.runner.weights = 1  # The runner checks all that it reads from now on.
+    again = Request("again", range(18), 3)
+    engine.run(again)
+    assert again.tokens == reference(range(18), 3)
+    found = engine.scheduler.num_external_tokens
+    if not apart:
+        assert found == 0, "it was not even offered"
+    forget_device(engine)
+    last = Request("last", range(18), 3)
+    engine.run(last)
+    assert last.tokens == reference(range(18), 3)
+    # Of the new weights.
+    assert engine.scheduler.num_external_tokens - found == 4 * BLOCK_SIZE
+    engine.check_nothing_leaked()
+
+
+@pytest.mark.parametrize("route", [drop_by_runner, unregister, register_again])
+def test_a_load_in_flight_when_weights_change_is_not_served(apart, route):
+    engine = make_warm_engine(num_blocks=40)
+    reported = engine.runner.connector._worker._worker
+    poll = reported.poll
+    reported.poll = ConnectorOutput  # Everything arrives late.
+    loading = Request("loading", range(18), 3)
+    engine.scheduler.add(loading)
+    engine.step()
+    assert reported.num_in_flight
+    engine.scheduler.pool.overwrite_all()
+    route(engine)
+    engine.runner.weights = 1
+    reported.poll = poll
+    engine.run()
+    assert loading.tokens == reference(range(18), 3)
+    engine.check_nothing_leaked()
+
+
+def test_a_reset_that_a_load_delays_is_done_when_the_load_is_over(newest):
+    engine = make_warm_engine()
+    worker = engine.runner.connector._worker._worker
+    poll = worker.poll
+    worker.poll = ConnectorOutput
+    request = Request("again", range(18), 3)
+    engine.scheduler.add(request)
+    engine.step()
+    connector = engine.scheduler.connector
+    assert connector.reset_cache() is False
+    assert connector.get_num_new_matched_tokens(Request("b", range(18), 1), 0)[0] == 0
+    worker.poll = poll
+    engine.run()
+    assert request.tokens == reference(range(18), 3)
+    assert AllBlocksCleared() in engine.events
+    assert not connector._scheduler._must_reset
+
+
+def test_a_step_without_a_pool_starts_nothing(newest):
+    engine = make_warm_engine()
+    engine.scheduler.add(Request("again", range(18), 1))
+    output = engine.scheduler.schedule()
+    engine.runner.kv_cache_manager.delete_kv_cache()
+    connector = engine.runner.connector
+    connector.bind_connector_metadata(output.kv_connector_metadata)
+    connector.start_load_kv(None)
+    assert connector.get_transfer_results(set()).finished_recving == {"again"}
+    assert connector.get_block_ids_with_load_errors()
+    assert connector.build_connector_worker_meta().num_lost_pools == 1
+    assert connector.build_connector_worker_meta() is None
 
 
 def collect(registry):

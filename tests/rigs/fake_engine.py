@@ -342,6 +342,23 @@ def write(caches, blocks, offsets, values):
     return [own.set(new, mode="drop") for own, new in zip(at, values, strict=True)]
 
 
+class KVCacheManager:
+    """tpu-inference's: drops the KV caches around a change of weights."""
+
+    def __init__(self, runner):
+        self.runner = runner
+        self.shapes = [(cache.shape, cache.dtype) for cache in runner.kv_caches]
+
+    def delete_kv_cache(self):
+        for cache in self.runner.kv_caches:
+            cache.delete()
+        self.runner.kv_caches.clear()
+
+    def reinitialize_kv_cache(self):
+        assert not self.runner.kv_caches
+        self.runner.kv_caches += [jnp.zeros(*each) for each in self.shapes]
+
+
 class Runner:
     """tpu-inference's runner: a list with a cache for each layer, donated."""
 
@@ -352,6 +369,8 @@ class Runner:
         self.windows = windows
         self.newer = newer
         self.tokens = {}
+        self.weights = 0
+        self.kv_cache_manager = KVCacheManager(self)
         connector.register_runner(self)
 
     def execute(self, output):
@@ -393,7 +412,7 @@ class Runner:
                     blocks[row] = table[place // BLOCK_SIZE]
                     offsets[row] = place % BLOCK_SIZE
                     for layer in range(num_layers):
-                        values[layer, row] = slot(tokens[: place + 1], group, layer)
+                        values[layer, row] = self.content(tokens, place, group, layer)
                     row += 1
         assert blocks.all(), "a token is to be written to the null block"
         self.kv_caches = write(self.kv_caches, blocks, offsets, list(values))
@@ -404,6 +423,10 @@ class Runner:
                 sampled[name] = next_token(self.tokens[name])
                 self.tokens[name].append(sampled[name])
         return sampled
+
+    def content(self, tokens, place, group, layer):
+        """What a layer has for a token; other weights have other layers."""
+        return slot(tokens[: place + 1], group, (self.weights, layer))
 
     def check_what_is_read(self, output):
         """Compare all that the step's attention reads with the computed values.
@@ -421,7 +444,7 @@ class Runner:
                     for layer, cache in enumerate(content):
                         np.testing.assert_array_equal(
                             cache[block, place % BLOCK_SIZE].view(np.uint16),
-                            slot(tokens[: place + 1], group, layer).view(np.uint16),
+                            self.content(tokens, place, group, layer).view(np.uint16),
                             f"{name}, token {place}, {block=}, {group=}, {layer=}",
                         )
 

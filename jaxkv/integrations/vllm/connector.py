@@ -18,11 +18,10 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from jaxkv import OffloadMetadata
 from jaxkv.integrations.vllm.config import ConnectorConfig
 from jaxkv.integrations.vllm.scheduler import SchedulerHalf
 from jaxkv.integrations.vllm.stats import OffloadConnectorStats, OffloadPromMetrics
-from jaxkv.integrations.vllm.worker import WorkerHalf, WorkerReport
+from jaxkv.integrations.vllm.worker import StepMetadata, WorkerHalf, WorkerReport
 
 
 def _bases() -> tuple[type, ...]:
@@ -104,14 +103,16 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
                 "which do not name the group. Add "
                 "--disable-hybrid-kv-cache-manager."
             )
-        self._metadata: OffloadMetadata | None = None
+        self._metadata: StepMetadata | None = None
         self._failed_requests: set[str] = set()
+        transfer_config = vllm_config.kv_transfer_config
+        engine_id = str(getattr(transfer_config, "engine_id", None) or "")
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role.name == "SCHEDULER":
-            self._scheduler = SchedulerHalf(config)
+            self._scheduler = SchedulerHalf(config, engine_id)
         else:
-            self._worker = WorkerHalf(config)
+            self._worker = WorkerHalf(config, engine_id)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -162,7 +163,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         block_ids = blocks.get_block_ids()
         self._of_scheduler.note_blocks(request, block_ids, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> OffloadMetadata:
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """Return the transfers of a step, from vLLM's `SchedulerOutput`."""
         return self._of_scheduler.build_metadata(scheduler_output)
 
@@ -199,7 +200,10 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         return list(self._of_scheduler.take_events())
 
     def reset_cache(self) -> bool | None:
-        """Clear the host tier; return whether that was done."""
+        """Clear the host tier; return whether that was done.
+
+        Else nothing of it is offered any more, until it could be cleared.
+        """
         return self._scheduler.reset() if self._scheduler else None
 
     # Called by both.
@@ -253,10 +257,17 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
             "OffloadingConnector."
         )
 
+    def unregister_kv_caches(self) -> None:
+        """Forget what the KV caches had, as vLLM is about to drop them."""
+        self._of_worker.lose_pool()
+
+    def restore_kv_caches(self) -> None:
+        """Do nothing: the runner's caches are read anew in every step."""
+
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         """Do nothing: blocks in flight are held, and cannot be overwritten."""
 
-    def bind_connector_metadata(self, connector_metadata: OffloadMetadata) -> None:
+    def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
         """Set the transfers of a step."""
         self._metadata = connector_metadata
 

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 from jaxkv import (
     DeviceBlockPool,
-    OffloadMetadata,
     OffloadScheduler,
     SchedulerOutput,
 )
@@ -18,7 +17,7 @@ from jaxkv.integrations.vllm.config import ConnectorConfig
 from jaxkv.integrations.vllm.events import HostEvents
 from jaxkv.integrations.vllm.pool import VllmBlockPool, key_in_group
 from jaxkv.integrations.vllm.stats import OffloadConnectorStats, StatsReader
-from jaxkv.integrations.vllm.worker import WorkerReport
+from jaxkv.integrations.vllm.worker import LOST_POOLS, StepMetadata, WorkerReport
 from jaxkv.types import BlockKey, Stop
 
 _LOG = logging.getLogger("jaxkv")
@@ -104,6 +103,7 @@ class SchedulerHalf:
 
     Args:
         config: Configuration of the connector.
+        engine_id: vLLM's id of the engine.
 
     Raises:
         ValueError: If the cache policy is unknown, or the rules do not fit the model's
@@ -114,7 +114,7 @@ class SchedulerHalf:
         scheduler: The scheduler of stores and loads.
     """
 
-    def __init__(self, config: ConnectorConfig) -> None:
+    def __init__(self, config: ConnectorConfig, engine_id: str = "") -> None:
         self.scheduler = OffloadScheduler(
             config.groups,
             config.num_host_blocks,
@@ -126,6 +126,11 @@ class SchedulerHalf:
         self._config = config
         self._stats = StatsReader(self.scheduler)
         self._events = HostEvents(config.groups) if config.enable_events else None
+        self._engine_id = engine_id
+        # Lost pools whose KV the host tier has forgotten, and all that are known of.
+        self._num_forgotten_pools = LOST_POOLS.get(engine_id, 0)
+        self._num_lost_pools = self._num_forgotten_pools
+        self._must_reset = False
         self._is_bound = False
         self._requests: dict[str, VllmRequest] = {}
         # Requests that got blocks since the metadata of the last step.
@@ -155,6 +160,9 @@ class SchedulerHalf:
                 "bind_gpu_block_pool() was not called: this vLLM, or its scheduler "
                 "for data parallelism, does not share its block pool with connectors."
             )
+        self._note_lost_pools(LOST_POOLS.get(self._engine_id, 0))
+        if not self._try_reset():
+            return 0, False
         known = self._request(request)
         return self.scheduler.get_num_new_matched_tokens(known, num_computed_tokens)
 
@@ -166,8 +174,10 @@ class SchedulerHalf:
         self.scheduler.update_state_after_alloc(known, block_ids, num_external_tokens)
         self._allocated.add(known.request_id)
 
-    def build_metadata(self, output: Any) -> OffloadMetadata:
+    def build_metadata(self, output: Any) -> StepMetadata:
         """Return the transfers to start in a step, from vLLM's `SchedulerOutput`."""
+        self._note_lost_pools(LOST_POOLS.get(self._engine_id, 0))
+        self._try_reset()
         cached = output.scheduled_cached_reqs
         # The blocks of a request from the queue were recorded on allocation.
         new_block_ids = {
@@ -181,16 +191,18 @@ class SchedulerHalf:
         # does not count as preempted: its recorded blocks are the new ones.
         preempted = set(output.preempted_req_ids or ()) - self._allocated
         self._allocated.clear()
-        return self.scheduler.build_connector_meta(
+        transfers = self.scheduler.build_connector_meta(
             SchedulerOutput(
                 output.num_scheduled_tokens, new_block_ids, sorted(preempted)
             )
         )
+        return StepMetadata(transfers, self._num_forgotten_pools)
 
     def note_report(self, report: WorkerReport | None) -> None:
         """Release the blocks of transfers that the worker reports as over."""
         if report is not None:
             self.scheduler.update_connector_output(report.output)
+            self._note_lost_pools(report.num_lost_pools)
 
     def finish(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """Finish a request that is done or aborted."""
@@ -213,8 +225,25 @@ class SchedulerHalf:
         return self._stats.take()
 
     def reset(self) -> bool:
-        """Clear the host tier; return whether that was done."""
-        return self.scheduler.reset()
+        """Clear the host tier; return whether that was done.
+
+        If not, as a load is under way, nothing is offered until it is done.
+        """
+        self._must_reset = True
+        return self._try_reset()
+
+    def _try_reset(self) -> bool:
+        """Clear the host tier if it has to be; return whether it is as it has to be."""
+        if self._must_reset and self.scheduler.reset():
+            self._must_reset = False
+            self._num_forgotten_pools = self._num_lost_pools
+        return not self._must_reset
+
+    def _note_lost_pools(self, num_lost_pools: int) -> None:
+        if num_lost_pools > self._num_lost_pools:
+            self._num_lost_pools = num_lost_pools
+            self._must_reset = True
+            _LOG.info("the KV caches were dropped: the host tier forgets its blocks")
 
     def shut_down(self) -> None:
         """Close the file that requests are recorded in."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
@@ -32,13 +34,39 @@ class WorkerReport:
 
     Attributes:
         output: The report for jaxkv's scheduler.
+        num_lost_pools: Pools of KV that the worker has lost so far.
     """
 
     output: ConnectorOutput
+    num_lost_pools: int = 0
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Combine the reports of two workers, as vLLM's executors do."""
-        return WorkerReport(ConnectorOutput.aggregate([self.output, other.output]))
+        return WorkerReport(
+            ConnectorOutput.aggregate([self.output, other.output]),
+            max(self.num_lost_pools, other.num_lost_pools),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class StepMetadata:
+    """The transfers of a step, sent to the worker's process.
+
+    Attributes:
+        transfers: The transfers.
+        num_lost_pools: Lost pools that the scheduler knew of when it planned them. The
+            KV of those before may be that of other weights.
+    """
+
+    transfers: OffloadMetadata
+    num_lost_pools: int = 0
+
+
+LOST_POOLS: dict[str, int] = {}
+"""Pools lost by the worker of each engine in this process, by vLLM's engine id.
+
+A scheduler in the same process sees here at once what a report tells a step later.
+"""
 
 
 class WorkerHalf:
@@ -47,12 +75,21 @@ class WorkerHalf:
     A runner donates its caches to the model in every step, so none is kept here: each
     call reads the runner's current caches and replaces them.
 
+    Where vLLM drops the KV caches, as for other weights, all that was planned before is
+    refused, and reported as failed, until the scheduler has forgotten the host tier.
+
     Args:
         config: Configuration of the connector.
+        engine_id: vLLM's id of the engine.
     """
 
-    def __init__(self, config: ConnectorConfig) -> None:
+    def __init__(self, config: ConnectorConfig, engine_id: str = "") -> None:
         self._config = config
+        self._engine_id = engine_id
+        self._num_lost_pools = LOST_POOLS.get(engine_id, 0)
+        self._is_loss_reported = True
+        # What was refused since the last poll.
+        self._refused = ConnectorOutput()
         self._runner: Any = None
         self._worker: OffloadWorker | None = None
         # Device blocks that each request's load writes, for loads that fail.
@@ -77,6 +114,9 @@ class WorkerHalf:
                 f"{jax.process_count()} processes serve the model: the connector was "
                 "never tested with more than one."
             )
+        if self._worker is not None:
+            self.lose_pool()
+            self._worker = None
         config = self._config
         wanted = config.planned_bytes + config.planned_bytes // 8
         _LOG.info(
@@ -97,6 +137,8 @@ class WorkerHalf:
             staging_bytes=config.staging_bytes or DEFAULT_STAGING_BYTES,
         )
         self._worker = OffloadWorker(engine, deadline_s=config.deadline_s)
+        if self._runner is not runner:
+            self._watch(runner)
         self._runner = runner
         # Runners forbid compilation during a step.
         engine.warm_up()
@@ -119,7 +161,26 @@ class WorkerHalf:
                 gib(config.planned_bytes),
             )
 
-    def start(self, meta: OffloadMetadata) -> None:
+    def lose_pool(self) -> None:
+        """Prepare for the KV caches to be dropped, or filled by other weights.
+
+        Waits for the transfers in flight, and reports them as failed.
+        """
+        self._num_lost_pools += 1
+        LOST_POOLS[self._engine_id] = self._num_lost_pools
+        self._is_loss_reported = False
+        runner, worker = self._runner, self._worker
+        if worker is None or not worker.num_in_flight:
+            return
+        caches = runner.kv_caches
+        pool, output = worker.drain(list(caches))
+        runner.kv_caches = type(caches)(pool)
+        self._refuse(
+            (*output.finished_recving, *output.failed_recving),
+            (*output.completed_store_events, *output.failed_store_events),
+        )
+
+    def start(self, step: StepMetadata) -> None:
         """Start the transfers of a step; returns before they are done."""
         runner, worker = self._runner, self._worker
         if worker is None:
@@ -127,6 +188,7 @@ class WorkerHalf:
                 "register_runner() was not called: the runner of this vLLM does not "
                 "pass its KV caches to connectors as tpu-inference's does."
             )
+        meta = step.transfers
         if meta.load_event != NO_EVENT:
             factor = self._config.rules.blocks_per_host_block
             blocks = iter(meta.load_device_blocks)
@@ -135,13 +197,21 @@ class WorkerHalf:
             ):
                 self._targets[request_id] = tuple(islice(blocks, size * factor))
         caches = runner.kv_caches
+        if step.num_lost_pools != self._num_lost_pools or not caches:
+            has_store = meta.store_event != NO_EVENT
+            self._refuse(
+                meta.load_event_to_reqs.get(meta.load_event, ()),
+                (meta.store_event,) if has_store else (),
+            )
+            return
         runner.kv_caches = type(caches)(worker.start(meta, list(caches)))
 
     def poll(self) -> ConnectorOutput:
         """Return what completed since the last call; never waits."""
         if self._worker is None:
             return ConnectorOutput()
-        new = self._worker.poll()
+        new = ConnectorOutput.aggregate([self._refused, self._worker.poll()])
+        self._refused = ConnectorOutput()
         for request_id in new.finished_recving:
             self._targets.pop(request_id, None)
         for request_id in new.failed_recving:
@@ -164,7 +234,38 @@ class WorkerHalf:
     def take_report(self) -> WorkerReport | None:
         """Return the report for the scheduler; None if it is empty."""
         report, self._report = self._report, ConnectorOutput()
-        return None if report == ConnectorOutput() else WorkerReport(report)
+        if report == ConnectorOutput() and self._is_loss_reported:
+            return None
+        self._is_loss_reported = True
+        return WorkerReport(report, self._num_lost_pools)
+
+    def _refuse(
+        self, request_ids: tuple[str, ...], store_events: tuple[int, ...]
+    ) -> None:
+        """Report loads and stores as failed."""
+        failed = ConnectorOutput(
+            failed_recving=request_ids, failed_store_events=store_events
+        )
+        self._refused = ConnectorOutput.aggregate([self._refused, failed])
+
+    def _watch(self, runner: Any) -> None:
+        """Learn of it when the runner drops its KV caches: it tells no connector.
+
+        All ways lead through its manager of KV caches, a weight update's too.
+        """
+        owner = getattr(runner, "kv_cache_manager", runner)
+        for name in ("delete_kv_cache", "reinitialize_kv_cache"):
+            method = getattr(owner, name, None)
+            if method is not None:
+                setattr(owner, name, self._before(method))
+
+    def _before(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **named: Any) -> Any:
+            self.lose_pool()
+            return method(*args, **named)
+
+        return call
 
     def shut_down(self) -> None:
         """Wait for transfers in flight, and release the runner."""
