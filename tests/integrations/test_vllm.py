@@ -2,6 +2,7 @@
 
 import json
 import logging
+import pickle
 import re
 import sys
 from functools import partial
@@ -11,9 +12,10 @@ import numpy as np
 import prometheus_client
 import pytest
 
-from jaxkv import OffloadScheduler, TransferEngine
+from jaxkv import OffloadMetadata, OffloadScheduler, TransferEngine
 from jaxkv.integrations.vllm import config as vllm_config
 from jaxkv.integrations.vllm.scheduler import VllmRequest
+from jaxkv.integrations.vllm.worker import StepMetadata
 from jaxkv.observe.metrics import OffloadMetrics
 from jaxkv.scheduling.protocol import ConnectorOutput
 from jaxkv.tools.replay.traces import read_trace
@@ -29,6 +31,7 @@ from tests.rigs.fake_vllm import (
     create_connector,
     make_configs,
 )
+from tests.rigs.vllm_worker_process import RemoteRunner
 
 
 @pytest.fixture(params=["0.19", "0.32"])
@@ -382,6 +385,58 @@ def test_without_events_nothing_is_kept_for_them(newest):
     connector = create_connector(config, KVConnectorRole.SCHEDULER, cache_config)
     assert connector._scheduler._events is None
     assert connector.take_events() == []
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+def test_the_halves_in_two_processes_share_only_what_they_send(newest, windows):
+    options = {"windows": windows, "num_blocks": 40}
+    engine = Engine(**options)
+    engine.runner = RemoteRunner(**options)
+    sent = []
+    execute = engine.runner.execute
+
+    def measure(output):
+        meta = output.kv_connector_metadata
+        transfers = meta.transfers
+        blocks = len(transfers.store_host_blocks) + len(transfers.load_host_blocks)
+        sent.append((blocks, len(pickle.dumps(meta))))
+        return execute(output)
+
+    engine.runner.execute = measure
+    try:
+        first = Request("first", range(18), 3)
+        engine.run(first)
+        engine.scheduler.pool.overwrite_all()
+        again = Request("again", range(18), 3)
+        engine.run(again)
+        assert again.tokens == first.tokens == reference(range(18), 3)
+        assert engine.scheduler.num_external_tokens == 4 * BLOCK_SIZE
+        engine.scheduler.pool.overwrite_all()
+        engine.runner.drop_pool()
+        last = Request("last", range(18), 3)
+        engine.run(last)
+        assert last.tokens == reference(range(18), 3)
+        engine.check_nothing_leaked()
+    finally:
+        engine.runner.close()
+    empty = max(size for blocks, size in sent if not blocks)
+    assert empty < 400
+    per_block = [(size - empty) / blocks for blocks, size in sent if blocks]
+    assert max(per_block) < 40, "of which most names the request"
+    assert sum(blocks for blocks, _ in sent) > 8
+
+
+def test_a_block_told_takes_a_few_bytes():
+    """Two block ids, as pickle writes them."""
+
+    def size(num):
+        ids = tuple(range(1000, 1000 + num))
+        meta = OffloadMetadata(
+            *(1, ids, ids, {1: ("request",)}, 1, ids, ids, False), load_sizes=(num,)
+        )
+        return len(pickle.dumps(StepMetadata(meta, 0)))
+
+    assert (size(3000) - size(1000)) / (2 * 2000) < 8
 
 
 def drop_by_runner(engine):
