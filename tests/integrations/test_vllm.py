@@ -499,7 +499,16 @@ def test_the_kv_of_other_weights_is_never_served(apart, route, windows):
     engine.check_nothing_leaked()
 
 
-@pytest.mark.parametrize("route", [drop_by_runner, unregister, register_again])
+def drop_without_a_word(engine):
+    """As where something else has deleted the arrays, with loads in flight."""
+    for cache in engine.runner.kv_caches:
+        cache.delete()
+    refill_by_runner(engine)
+
+
+@pytest.mark.parametrize(
+    "route", [drop_by_runner, unregister, register_again, drop_without_a_word]
+)
 def test_a_load_in_flight_when_weights_change_is_not_served(apart, route):
     engine = make_warm_engine(num_blocks=40)
     reported = engine.runner.connector._worker._worker

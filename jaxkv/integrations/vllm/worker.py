@@ -90,6 +90,8 @@ class WorkerHalf:
         self._is_loss_reported = True
         # What was refused since the last poll.
         self._refused = ConnectorOutput()
+        # Whether what is in flight belongs to caches that are gone.
+        self._distrusts_reports = False
         self._runner: Any = None
         self._worker: OffloadWorker | None = None
         # Device blocks that each request's load writes, for loads that fail.
@@ -173,12 +175,12 @@ class WorkerHalf:
         if worker is None or not worker.num_in_flight:
             return
         caches = runner.kv_caches
+        if not caches or any(cache.is_deleted() for cache in caches):
+            self._distrusts_reports = True  # They are gone already.
+            return
         pool, output = worker.drain(list(caches))
         runner.kv_caches = type(caches)(pool)
-        self._refuse(
-            (*output.finished_recving, *output.failed_recving),
-            (*output.completed_store_events, *output.failed_store_events),
-        )
+        self._refuse(output)
 
     def start(self, step: StepMetadata) -> None:
         """Start the transfers of a step; returns before they are done."""
@@ -200,8 +202,10 @@ class WorkerHalf:
         if step.num_lost_pools != self._num_lost_pools or not caches:
             has_store = meta.store_event != NO_EVENT
             self._refuse(
-                meta.load_event_to_reqs.get(meta.load_event, ()),
-                (meta.store_event,) if has_store else (),
+                ConnectorOutput(
+                    failed_recving=meta.load_event_to_reqs.get(meta.load_event, ()),
+                    failed_store_events=(meta.store_event,) if has_store else (),
+                )
             )
             return
         runner.kv_caches = type(caches)(worker.start(meta, list(caches)))
@@ -210,7 +214,12 @@ class WorkerHalf:
         """Return what completed since the last call; never waits."""
         if self._worker is None:
             return ConnectorOutput()
-        new = ConnectorOutput.aggregate([self._refused, self._worker.poll()])
+        new = self._worker.poll()
+        if self._distrusts_reports:
+            self._refuse(new)
+            new = ConnectorOutput()
+            self._distrusts_reports = self._worker.num_in_flight > 0
+        new = ConnectorOutput.aggregate([self._refused, new])
         self._refused = ConnectorOutput()
         for request_id in new.finished_recving:
             self._targets.pop(request_id, None)
@@ -239,12 +248,12 @@ class WorkerHalf:
         self._is_loss_reported = True
         return WorkerReport(report, self._num_lost_pools)
 
-    def _refuse(
-        self, request_ids: tuple[str, ...], store_events: tuple[int, ...]
-    ) -> None:
-        """Report loads and stores as failed."""
+    def _refuse(self, output: ConnectorOutput) -> None:
+        """Report transfers as failed, however they ended."""
         failed = ConnectorOutput(
-            failed_recving=request_ids, failed_store_events=store_events
+            failed_recving=output.finished_recving + output.failed_recving,
+            failed_store_events=output.completed_store_events
+            + output.failed_store_events,
         )
         self._refused = ConnectorOutput.aggregate([self._refused, failed])
 
