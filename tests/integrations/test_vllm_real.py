@@ -106,7 +106,8 @@ class RealEngine:
                 async_scheduling=is_async,
             ),
             kv_transfer_config=KVTransferConfig(
-                kv_connector="OffloadConnector",
+                # One of the names that the TPU platform of vllm-tpu lets in.
+                kv_connector="TPUOffloadConnector",
                 kv_connector_module_path="jaxkv.integrations.vllm",
                 kv_role="kv_both",
                 kv_load_failure_policy="recompute",

@@ -1,0 +1,101 @@
+"""Small models with random weights, made here: nothing is fetched."""
+
+import json
+
+VOCABULARY, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 512, 256, 4, 2, 128, 2
+
+
+def make_model(folder, kind, dtype):
+    """Write a model with a tokenizer of bytes.
+
+    Args:
+        folder: Where to.
+        kind: "llama", or "hybrid" for a Gemma 3 whose layers attend in turn to all
+            tokens and to a window of 32.
+        dtype: "float32" or "bfloat16".
+    """
+    import torch
+    import transformers
+
+    common = dict(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=512,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=4096,
+        bos_token_id=256,
+        eos_token_id=257,
+        pad_token_id=257,
+    )
+    torch.manual_seed(0)
+    if kind == "llama":
+        config = transformers.LlamaConfig(
+            num_hidden_layers=LAYERS, tie_word_embeddings=False, **common
+        )
+        model = transformers.LlamaForCausalLM(config)
+    else:
+        config = transformers.Gemma3TextConfig(
+            num_hidden_layers=2 * LAYERS,
+            sliding_window=32,
+            layer_types=["sliding_attention", "full_attention"] * LAYERS,
+            query_pre_attn_scalar=HEAD_DIM,
+            **common,
+        )
+        model = transformers.Gemma3ForCausalLM(config)
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if weights.ndim == 2:  # Large enough for answers that differ.
+                weights.normal_(0, 0.0625 if "embed" in name else 0.15)
+            elif kind == "hybrid" and "post_" in name:
+                # Its head is its embedding: without louder layers it would only
+                # repeat the last token, whatever it attends to.
+                weights.fill_(3)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    _make_tokenizer(folder)
+    (folder / "generation_config.json").write_text("{}")
+
+
+def make_adapter(folder, seed):
+    """Write a LoRA adapter of the Llama."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    config = {
+        "peft_type": "LORA",
+        "r": 8,
+        "lora_alpha": 32,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+        "task_type": "CAUSAL_LM",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    torch.manual_seed(seed)
+    widths = {"q_proj": HEADS * HEAD_DIM, "v_proj": KV_HEADS * HEAD_DIM}
+    weights = {}
+    for layer in range(LAYERS):
+        for name, width in widths.items():
+            path = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{path}.lora_A.weight"] = torch.randn(8, HIDDEN) * 0.3
+            weights[f"{path}.lora_B.weight"] = torch.randn(width, 8) * 0.3
+    save_file(weights, folder / "adapter_model.safetensors")
+
+
+def _make_tokenizer(folder):
+    """Each byte is a token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: number for number, character in enumerate(alphabet)}
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocabulary | {"<s>": 256, "</s>": 257}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    ).save_pretrained(folder)

@@ -1,0 +1,135 @@
+"""A general plugin of vLLM's that lets tpu-inference run on CPUs.
+
+Both packages stay as they are on disk. What is replaced here has no counterpart on a
+CPU; all else, the scheduler, the runner, the connector's calls, is what runs on a TPU.
+"""
+
+import jax
+import numpy as np
+
+from .attention import ragged_paged_attention
+
+HBM_BYTES = 2 << 30
+
+
+def register():
+    """Replace what needs a TPU; vLLM calls it in each of its processes."""
+    replace_kernel()
+    replace_options_of_the_compiler()
+    replace_what_is_read_from_devices()
+    copy_what_is_staged()
+    keep_storage_that_is_shared()
+    spoil_loads_if_asked()
+
+
+def replace_kernel():
+    """Pallas kernels for TPUs do not compile for CPUs."""
+    from tpu_inference.layers.common import attention_interface
+
+    attention_interface.ragged_paged_attention = ragged_paged_attention
+
+
+def replace_options_of_the_compiler():
+    """The CPU's compiler refuses options that begin with xla_tpu."""
+    from tpu_inference.models.common import compiler_options
+
+    compiler_options.get_step_fn_compiler_options = dict
+    compiler_options.get_sampling_compiler_options = dict
+
+
+def replace_what_is_read_from_devices():
+    """CPU devices have no place in a torus, and no memory of a known size."""
+    from tpu_inference import utils
+
+    def make_mesh(shape, names, *, devices=None):
+        chosen = np.array((devices or jax.devices())[: int(np.prod(shape))])
+        kinds = (jax.sharding.AxisType.Auto,) * len(shape)
+        return jax.sharding.Mesh(chosen.reshape(shape), names, axis_types=kinds)
+
+    utils.make_optimized_mesh = make_mesh
+    utils.get_device_hbm_limit = lambda: HBM_BYTES
+
+
+def copy_what_is_staged():
+    """On a CPU `jax.device_put` may share NumPy's memory instead of copying it.
+
+    tpu-inference writes to its staging buffers again while a step still reads them.
+    """
+    put = jax.device_put
+
+    def copying(leaf):
+        return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+    def device_put(x, *args, **named):
+        return put(jax.tree.map(copying, x), *args, **named)
+
+    jax.device_put = device_put
+
+
+def keep_storage_that_is_shared():
+    """Weights that PyTorch shares with JAX on a CPU cannot be freed, only kept."""
+    import contextlib
+
+    import torch
+
+    resize = torch.UntypedStorage.resize_
+
+    def resize_if_possible(storage, num_bytes):
+        with contextlib.suppress(RuntimeError):
+            return resize(storage, num_bytes)
+        return storage
+
+    torch.UntypedStorage.resize_ = resize_if_possible
+
+
+def spoil_loads_if_asked():
+    """Faults of transfers, by JAXKV_VLLM_FAULT: the controls of the tests.
+
+    "zeros": each loaded block is zero when its load is over, and nobody is told.
+    "failures": every second load fails, and its blocks are zero.
+    """
+    import os
+
+    fault = os.environ.get("JAXKV_VLLM_FAULT")
+    if not fault:
+        return
+    from jaxkv.integrations.vllm.worker import WorkerHalf
+    from jaxkv.scheduling.worker import OffloadWorker
+
+    poll, loads = WorkerHalf.poll, OffloadWorker.poll
+    num_loads = [0]
+
+    def fail_every_second(worker):
+        output = loads(worker)
+        failed = []
+        for name in output.finished_recving:
+            num_loads[0] += 1
+            if num_loads[0] % 2 == 0:
+                failed.append(name)
+        done = tuple(name for name in output.finished_recving if name not in failed)
+        return type(output)(
+            done,
+            (*output.failed_recving, *failed),
+            output.completed_store_events,
+            output.failed_store_events,
+        )
+
+    def zero(half):
+        targets = dict(half._targets)
+        output = poll(half)
+        spoilt = output.failed_recving
+        if fault == "zeros":
+            spoilt += output.finished_recving
+        blocks = [
+            block for name in spoilt for block in targets.get(name, ()) if block > 0
+        ]
+        if blocks:
+            blocks = np.array(blocks, np.int32)
+            half._runner.kv_caches[:] = [
+                cache.at[blocks].set(0) for cache in half._runner.kv_caches
+            ]
+        return output
+
+    WorkerHalf.poll = zero
+    if fault == "failures":
+        OffloadWorker.poll = fail_every_second

@@ -1,0 +1,246 @@
+"""Runs a scenario in a real engine, with jaxkv or without a connector.
+
+    python -m vllm_cpu.run SCENARIO FOLDER OPTIONS
+
+FOLDER has the models. OPTIONS is JSON: "model", the keys of "extra", null for no
+connector, and "engine", arguments of `LLM`. The last line of the output is JSON: the
+tokens and log-probabilities of each request, and what was counted.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+BLOCK_SIZE, NUM_BLOCKS, NUM_HOST_BLOCKS = 16, 48, 400
+NUM_USERS, PROMPT_TOKENS, ANSWER_TOKENS = 6, 160, 10
+
+
+def engine_arguments(folder, options):
+    """Return the arguments of `LLM`."""
+    arguments = dict(
+        model=str(folder / options["model"]),
+        # Which "auto" would halve.
+        dtype=options["model"].rpartition("-")[2],
+        block_size=BLOCK_SIZE,
+        num_gpu_blocks_override=options.get("num_blocks", NUM_BLOCKS),
+        max_model_len=512,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        async_scheduling=False,
+        enable_prefix_caching=True,
+        disable_log_stats=False,
+    )
+    if options.get("extra") is not None:
+        arguments["kv_transfer_config"] = transfer_config(options["extra"])
+    return arguments | options.get("engine", {})
+
+
+def transfer_config(extra):
+    """Return what ``--kv-transfer-config`` takes."""
+    return dict(
+        kv_connector="TPUOffloadConnector",
+        kv_connector_module_path="jaxkv.integrations.vllm",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"num_cpu_blocks": NUM_HOST_BLOCKS} | extra,
+    )
+
+
+class Run:
+    """A real engine and what it answered."""
+
+    def __init__(self, folder, options):
+        from vllm import LLM
+
+        self.folder = folder
+        self.options = options
+        self.llm = LLM(**engine_arguments(folder, options))
+        self.answers = []
+        self.has_connector = options.get("extra") is not None
+
+    def ask(self, prompts, salt=None, lora=None):
+        """Have prompts answered, all at once; return the tokens of the answers."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            max_tokens=ANSWER_TOKENS,
+            temperature=0,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=1,
+        )
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        for each in inputs:
+            if salt is not None:
+                each["cache_salt"] = salt
+        outputs = self.llm.generate(inputs, sampling, use_tqdm=False, lora_request=lora)
+        answers = []
+        for output in outputs:
+            (answer,) = output.outputs
+            tokens = list(answer.token_ids)
+            pairs = zip(answer.logprobs, tokens, strict=True)
+            self.answers.append(
+                {
+                    "tokens": tokens,
+                    "logprobs": [own[token].logprob for own, token in pairs],
+                    "cached": output.num_cached_tokens,
+                }
+            )
+            answers.append(tokens)
+        return answers
+
+    @property
+    def core(self):
+        """The engine's core, where it is in this process."""
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
+    def worker(self):
+        """tpu-inference's worker, where it is in this process."""
+        return self.core.model_executor.driver_worker.worker
+
+    def settle(self):
+        """Step until no store is on its way."""
+        while self.has_connector and self.core.scheduler.has_requests():
+            self.llm.llm_engine.step()
+
+    def result(self):
+        """Return the answers, and vLLM's own metrics."""
+        counted = {
+            metric.name: metric.value
+            for metric in self.llm.get_metrics()
+            if hasattr(metric, "value")
+            and ("prefix" in metric.name or "kv" in metric.name)
+        }
+        return {"answers": self.answers, "metrics": counted}
+
+
+def prompts_of(seed):
+    """The first questions of all users."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 256, PROMPT_TOKENS).tolist() for _ in range(NUM_USERS)]
+
+
+def conversations(run):
+    """Three turns of conversations that do not all fit on the device."""
+    rng = np.random.default_rng(1)
+    prompts = prompts_of(0)
+    for _ in range(3):
+        answers = run.ask(prompts)
+        prompts = [
+            [*prompt, *answer, *rng.integers(0, 256, 9).tolist()]
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+
+
+def salts(run):
+    """The same prompts under two salts and none."""
+    for salt in (None, "one", "two", "one"):
+        run.ask(prompts_of(0)[:3], salt=salt)
+        run.ask(prompts_of(1))  # Which evict the others from the device.
+
+
+def adapters(run):
+    """The same prompts with two adapters and none."""
+    from vllm.lora.request import LoRARequest
+
+    loras = [
+        LoRARequest(f"adapter {number}", number, str(run.folder / f"adapter{number}"))
+        for number in (1, 2)
+    ]
+    for lora in (None, *loras, None, *loras):
+        run.ask(prompts_of(0)[:3], lora=lora)
+        run.ask(prompts_of(1), lora=lora)
+
+
+def aborts(run):
+    """Requests that are aborted while blocks are stored and loaded for them."""
+    from vllm import SamplingParams
+
+    engine = run.llm.llm_engine
+    sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    run.ask(prompts_of(0))
+    for number in range(4):
+        for user, prompt in enumerate(prompts_of(0)):
+            inputs = {"prompt_token_ids": [*prompt, number]}
+            engine.add_request(f"{number}-{user}", inputs, sampling)
+        for _ in range(1 + number):
+            engine.step()
+        engine.abort_request([f"{number}-{user}" for user in (0, 2, 4)])
+        while engine.has_unfinished_requests():
+            engine.step()
+    run.ask(prompts_of(0))
+    run.settle()
+    pool = run.core.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+
+
+def resets(run):
+    """Resets, and pools made anew, with the same weights: answers stay the same."""
+    prompts = prompts_of(0)
+    first = run.ask(prompts)
+    cached = []
+
+    def again(*calls):
+        run.settle()
+        for call in calls:
+            assert call() in (None, True)
+        assert run.ask(prompts) == first
+        cached.append(sum(answer["cached"] for answer in run.answers[-NUM_USERS:]))
+
+    reset = run.llm.reset_prefix_cache
+    worker = run.worker
+    again(reset)
+    again(lambda: reset(reset_connector=True))
+    again(reset)
+    again(reset, worker.delete_kv_cache, worker.reinitialize_kv_cache)
+    again(reset)
+    again(reset, worker.start_weight_update, worker.finish_weight_update)
+    again(reset)
+    assert not run.has_connector or [bool(num) for num in cached] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+        False,
+        True,
+    ], cached
+
+
+def new_weights(run):
+    """Weights that change while the pool is dropped: answers are the new model's."""
+    import jax
+
+    prompts = prompts_of(0)
+    first = run.ask(prompts)
+    run.settle()
+    assert run.llm.reset_prefix_cache()
+    run.worker.start_weight_update()
+    runner = run.worker.model_runner
+    runner.state = jax.tree.map(
+        lambda leaf: leaf * 0.9 if leaf.ndim >= 2 else leaf, runner.state
+    )
+    run.worker.finish_weight_update()
+    assert run.ask(prompts) != first
+
+
+SCENARIOS = {
+    scenario.__name__: scenario
+    for scenario in (conversations, salts, adapters, aborts, resets, new_weights)
+}
+
+
+def main():
+    """Run a scenario."""
+    name, folder, options = sys.argv[1:]
+    run = Run(Path(folder), json.loads(options))
+    SCENARIOS[name](run)
+    result = run.result()
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()
