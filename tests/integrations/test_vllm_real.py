@@ -8,12 +8,14 @@ import contextlib
 import importlib.util
 import json
 import pickle
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from jaxkv.integrations.vllm import config as vllm_config
+from tests.integrations.vllm_cpu.lab import environ
 from tests.rigs.fake_engine import Runner, Unreliable, next_token
 
 pytestmark = [
@@ -24,6 +26,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 BLOCK_SIZE = 4
+# One of the names that the TPU platform of vllm-tpu lets in.
+CONNECTOR = "TPUOffloadConnector"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "vllm.md"
 MODEL = dict(
     architectures=["LlamaForCausalLM"],
     model_type="llama",
@@ -43,7 +48,9 @@ MODEL = dict(
 
 @pytest.fixture
 def make_engine(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name, value in environ(tmp_path).items():
+        if name != "PYTHONPATH":  # This process has no use for the plugin.
+            monkeypatch.setenv(name, value)
     # tpu-inference comes with vllm-tpu and loses tokens; this runner does not.
     monkeypatch.setattr(vllm_config, "_tpu_inference_version", lambda: None)
     (tmp_path / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
@@ -106,8 +113,7 @@ class RealEngine:
                 async_scheduling=is_async,
             ),
             kv_transfer_config=KVTransferConfig(
-                # One of the names that the TPU platform of vllm-tpu lets in.
-                kv_connector="TPUOffloadConnector",
+                kv_connector=CONNECTOR,
                 kv_connector_module_path="jaxkv.integrations.vllm",
                 kv_role="kv_both",
                 kv_load_failure_policy="recompute",
@@ -270,6 +276,12 @@ def reference(prompt, num_output):
     return tokens
 
 
+def test_the_platform_admits_the_connector_by_the_name_in_the_docs(make_engine):
+    assert f'"kv_connector": "{CONNECTOR}"' in DOCS.read_text(encoding="utf-8")
+    connector = make_engine().scheduler.connector
+    assert type(connector).__module__ == "jaxkv.integrations.vllm.connector"
+
+
 def test_a_prompt_comes_back_from_the_host_in_vllm(make_engine):
     engine = make_engine()
     engine.add("one", range(18), 3)
@@ -326,6 +338,12 @@ def test_every_token_read_in_vllm_equals_the_computed_one(make_engine, seed, nam
     assert len(done) > 40
     for request, prompt, num_output in done:
         assert list(request.all_token_ids) == reference(prompt, num_output)
+    # Whatever was in flight when, something is on the host now.
+    assert engine.scheduler.reset_prefix_cache()
+    for number, prompt in enumerate(prompts):
+        request = engine.add(f"last{number}", prompt, 2)
+        engine.run()
+        assert list(request.all_token_ids) == reference(prompt, 2)
     assert engine.num_external_tokens > 0
     pool = engine.scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
