@@ -11,8 +11,9 @@ request's blocks are known, half new.
 - scan: a whole trace of requests in one `lax.scan` of `host_state.request_step`.
 - arc: ARC's store with eviction, against a twin that looks for every victim from the
   front of its list, as vLLM 0.19.1 does, and one that goes on where it was.
-- policies: a whole request by each policy, against LRU in place of a twin; a policy
-  that listens is told that it begins, and that it has finished.
+- policies: a whole request by each policy, against LRU in place of a twin, with keys as
+  bytes and "packed"; a policy that listens is told that it begins, and that it has
+  finished.
 
     python benchmarks/policy.py [--tables NAME ...] [--capacities N ...]
                                 [--batches N ...] [--executor xla] [--json FILE]
@@ -91,6 +92,18 @@ class Tier:
         mark = manager.begin_request(keys, 16 * len(keys), self.now_ms)
         num = len(self.request(keys))
         manager.finish_request(keys, mark, self.now_ms, num_output_tokens=100)
+        self._wait()
+        return num
+
+    def told_packed(self, keys: PackedKeys) -> int:
+        manager, executor = self.manager, self.manager.executor
+        if not manager.listens:
+            return len(self.packed(keys))
+        self.now_ms += 500
+        where, words = np.arange(len(keys), dtype=np.int32), keys.words
+        mark = executor.begin(words, where, self.now_ms, 16 * len(keys))
+        num = len(self.packed(keys))
+        executor.finish(words, where, self.now_ms, 100, 0, mark)
         self._wait()
         return num
 
@@ -302,12 +315,20 @@ def time_policies(capacities: list[int], batches: list[int]) -> Iterator[Row]:
                 work, tier, lru = Workload(), Tier(capacity, name), Tier(capacity)
                 work.fill(capacity, tier, lru)
                 requests = work.requests(batch)
-                yield {
-                    "capacity": capacity,
-                    "batch": batch,
-                    "operation": f"request, {name}",
-                    **compare(tier.told, lru.told, lambda r=requests: next(r)),
-                }
+                for label, ours, theirs, lay_out in (
+                    ("request", tier.told, lru.told, list),
+                    ("packed", tier.told_packed, lru.told_packed, _pack),
+                ):
+                    yield {
+                        "capacity": capacity,
+                        "batch": batch,
+                        "operation": f"{label}, {name}",
+                        **compare(
+                            ours,
+                            theirs,
+                            lambda r=requests, lay_out=lay_out: lay_out(next(r)),
+                        ),
+                    }
 
 
 TABLES = {

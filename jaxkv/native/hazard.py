@@ -169,7 +169,6 @@ def finish(
         entry = entries[row]
         note: Any = np.int64(NO_NOTE)
         if entry >= 0:
-            note = np.int64(state.notes[entry])
             state.depths[entry] = -1
             state.parents[entry] = NO_PARENT
         else:
@@ -299,21 +298,23 @@ def _write_notes(
 ) -> None:
     """Give blocks the note of a request; `notes` (i32[K]) become those of all rows."""
     num_rows = entries.shape[0]
-    for entry in entries:
-        if entry >= 0:
-            state.notes[entry] = mark
-            state.last_ms[entry] = state.now_ms[()]
-            state.is_queued[entry] = False
+    now_ms = state.now_ms[()]
+    num_absent = 0
     for row in range(num_rows):
-        if row + 1 < num_rows and positions[row + 1] > 0:
-            notes[row] = CHILD
-        notes[row] |= mark
+        followed = CHILD if row + 1 < num_rows and positions[row + 1] > 0 else 0
         entry = entries[row]
         if entry >= 0:
-            state.notes[entry] = max(state.notes[entry], notes[row])
-    ghosts_lib.write(
-        state.ghosts, slots, tags, notes, np.full(1, state.now_ms[()], np.uint32)
-    )
+            # Of a key that comes twice, every row that is followed counts.
+            state.notes[entry] = (state.notes[entry] & CHILD) | followed | mark
+            state.last_ms[entry] = now_ms
+            state.is_queued[entry] = False
+        else:
+            notes[row] |= followed | mark
+            num_absent += 1
+    if num_absent:
+        ghosts_lib.write(
+            state.ghosts, slots, tags, notes, np.full(1, now_ms, np.uint32)
+        )
 
 
 @compiled
