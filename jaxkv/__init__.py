@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxkv.policies import make_arc_fixed as make_arc_fixed
     from jaxkv.policies import make_hazard as make_hazard
     from jaxkv.policies import make_lru as make_lru
+    from jaxkv.policies import make_retained as make_retained
     from jaxkv.policies import make_slru as make_slru
     from jaxkv.policies import policy_names as policy_names
     from jaxkv.policies import register_policy as register_policy
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from jaxkv.tiers import OffloadingManager as OffloadingManager
     from jaxkv.tiers import PrepareStoreOutput as PrepareStoreOutput
     from jaxkv.tiers import RequestStepOutput as RequestStepOutput
+    from jaxkv.tiers import Retention as Retention
     from jaxkv.tiers import Snapshot as Snapshot
     from jaxkv.transfer import TransferEngine as TransferEngine
 
@@ -64,6 +66,7 @@ _PUBLIC = {
         "make_arc_fixed",
         "make_hazard",
         "make_lru",
+        "make_retained",
         "make_slru",
         "policy_names",
         "register_policy",
@@ -92,6 +95,7 @@ _PUBLIC = {
         "OffloadingManager",
         "PrepareStoreOutput",
         "RequestStepOutput",
+        "Retention",
         "Snapshot",
     ),
     "jaxkv.transfer": ("TransferEngine",),

@@ -405,6 +405,14 @@ class OffloadConfig:
         unit="requests",
         least=0,
     )
+    max_unseen_blocks: int | None = _number(
+        None,
+        "scheduler",
+        "Of a request's blocks that nobody asked for before, store this number, from "
+        "its head, and the others when they are asked for again; `null` for all.",
+        unit="host blocks",
+        least=0,
+    )
     prompt_only: bool = _flag(
         False, "scheduler", "Leave generated tokens out. Not with lazy stores."
     )
@@ -449,6 +457,12 @@ class OffloadConfig:
     )
     flush_on_preemption: bool = _flag(
         False, "scheduler", "Wait for all transfers in a step that preempts."
+    )
+    retention: bool = _flag(
+        False,
+        "scheduler",
+        "Let requests say how long their blocks are to be kept, by a priority that "
+        "passes (`Retention`); else what they say is ignored.",
     )
     remember_drops: int = _number(
         0,

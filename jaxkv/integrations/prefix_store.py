@@ -19,6 +19,7 @@ from jaxkv import (
     Namespace,
     OffloadingManager,
     Policy,
+    Retention,
     TraceRecorder,
 )
 from jaxkv._util import Resource
@@ -99,6 +100,7 @@ class PrefixStore(Resource):
         mode: Mode | None = None,
         extent_bytes: str | SupportsIndex | None = None,
         max_pending_saves: int = 8,
+        retention: bool = False,
         clock: Callable[[], float] = time.monotonic,
         recorder: TraceRecorder | None = None,
     ):
@@ -119,8 +121,9 @@ class PrefixStore(Resource):
             extent_bytes: As for `TransferEngine`.
             max_pending_saves: Saves that may be pending, each with a copy of its KV on
                 the device; the next one waits.
-            clock: Seconds since some moment, for a cache policy that wants to be told
-                of requests: each `load` is one.
+            retention: Whether prompts can be kept longer than others (`retain`).
+            clock: Seconds since some moment, for that, and for a cache policy that
+                wants to be told of requests: each `load` is one.
             recorder: Records each `load` as a request; None not to. It is closed with
                 the store.
 
@@ -148,7 +151,10 @@ class PrefixStore(Resource):
         )
         try:
             self._manager = OffloadingManager(
-                namespace.block_size, self._copier.engine.num_host_blocks, cache_policy
+                namespace.block_size,
+                self._copier.engine.num_host_blocks,
+                cache_policy,
+                retention=retention,
             )
             if recorder is not None:
                 recorder.describe(
@@ -335,6 +341,45 @@ class PrefixStore(Resource):
             end(False, None)
             raise
         return len(keys) * self.block_size
+
+    def retain(
+        self,
+        tokens: TokenIds,
+        retention: Retention | None,
+        extras: Extras = NO_EXTRAS,
+    ) -> None:
+        """Say how long the blocks of a prompt are to be kept, saved or yet to be.
+
+        Args:
+            tokens: int[n]. The prompt.
+            retention: Their priority, of those of its first `num_tokens` tokens; None
+                to have them be ordinary again.
+            extras: The adapter and salt that it is saved with.
+
+        Raises:
+            ValueError: If the store was made without `retention=True`.
+            RuntimeError: The store was closed.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> namespace = Namespace("my-model", "v1", "float32", "NHD", block_size=4)
+            >>> kv = {"k": jnp.ones((16, 2, 8))}
+            >>> sizes = dict(namespace=namespace, num_host_blocks=2)
+            >>> with PrefixStore(kv, retention=True, **sizes) as store:
+            ...     store.retain([1, 2, 3, 4], Retention(priority=80, ttl_s=600))
+            ...     for first in (1, 5, 9):
+            ...         prompt = list(range(first, first + 4))
+            ...         saved = store.save(prompt, kv)
+            ...         store.flush()
+            ...     store.contains([1, 2, 3, 4]), store.contains([5, 6, 7, 8])
+            (True, False)
+        """
+        if retention is not None and retention.num_tokens is not None:
+            tokens = tokens[: retention.num_tokens]
+        keys = self._keys(tokens, extras)
+        with self._lock:
+            self._check()
+            self._manager.retain(keys, retention, int(1000 * self._clock()))
 
     def flush(self) -> None:
         """Wait until all saves have ended.

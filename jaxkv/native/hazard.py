@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxkv.native import clock, reuse
 from jaxkv.native import directory as directory_lib
 from jaxkv.native import ghosts as ghosts_lib
-from jaxkv.native import reuse
 from jaxkv.native.compiling import compiled, copy_items, inlined
 from jaxkv.native.policy import NativePolicy
 from jaxkv.types import NO_BLOCK
@@ -51,8 +51,6 @@ FLOPS_TOKENS = 30_000
 
 UNKNOWN_SIZE = 1 << 20
 
-_TIME_MASK = (1 << 32) - 1
-_HALF_TIME = 1 << 31
 _NUM_BUCKETS = 1 << 12
 _FEW = 32
 
@@ -68,7 +66,7 @@ def find(state: Any, keys: Any, entries: Any, block_ids: Any) -> None:
 def touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
     """Record a use of each key; see `NativePolicy.touch`."""
     if not state.is_told[()] and entries.shape[0] > 0:
-        state.now_ms[()] = (np.int64(state.now_ms[()]) + TICK_MS) & _TIME_MASK
+        state.now_ms[()] = (np.int64(state.now_ms[()]) + TICK_MS) & clock.TIME_MASK
     for entry in entries:
         if entry >= 0:
             state.last_ms[entry] = state.now_ms[()]
@@ -79,7 +77,7 @@ def touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
 def begin(state: Any, keys: Any, positions: Any, now_ms: int, num_tokens: int) -> Any:
     """Learn from what a request uses again; see `NativePolicy.begin`."""
     num_rows = keys.shape[0]
-    _tell_time(state, now_ms)
+    clock.tell(state, now_ms)
     now: Any = np.int64(state.now_ms[()])
     state.num_begun[()] += 1
     if state.num_begun[()] == REBUILD_EVERY:
@@ -117,7 +115,7 @@ def begin(state: Any, keys: Any, positions: Any, now_ms: int, num_tokens: int) -
                 slots[row] = ghosts_lib.choose(state.ghosts, tags[row], now)
         is_leading &= note >= 0 and (positions[row] > 0 or row == 0)
         if note >= 0:
-            age = reuse.age_of(now, last)
+            age = clock.age_of(now, last)
             reuse.count(state.reuse, note & CLASS_MASK, age)
             if is_leading:
                 num_known += 1
@@ -148,7 +146,7 @@ def finish(
 ) -> None:
     """Complete the class of a request's blocks; see `NativePolicy.finish`."""
     num_rows = keys.shape[0]
-    _tell_time(state, now_ms)
+    clock.tell(state, now_ms)
     now: Any = np.int64(state.now_ms[()])
     output: Any = np.int64(0)
     if num_output_tokens >= 0:
@@ -277,15 +275,6 @@ def parent_of(state: Any, block: int) -> Any:
     return parent
 
 
-@inlined
-def _tell_time(state: Any, now_ms: int) -> None:
-    """Note the time, which does not go back."""
-    ahead = (now_ms - np.int64(state.now_ms[()])) & _TIME_MASK
-    if not state.is_told[()] or ahead < _HALF_TIME:
-        state.now_ms[()] = now_ms & _TIME_MASK
-    state.is_told[()] = True
-
-
 @compiled
 def _write_notes(
     state: Any,
@@ -344,7 +333,7 @@ def _refill(state: Any, num: int, ref_cnt: Any, victims: Any) -> Any:
         if note < 0:
             continue
         num_idle += ref_cnt[block] == 0
-        age = reuse.age_of(now, state.last_ms[block])
+        age = clock.age_of(now, state.last_ms[block])
         values[block] = reuse.value_of(state.reuse, note & CLASS_MASK, age)
         if state.by_flops[()]:
             tokens: Any = min(np.int64(state.depths[block]) * size, 1 << 29)

@@ -92,6 +92,20 @@ def finish(
 
 
 @compiled
+def retain(
+    bound: Any,
+    keys: Any,
+    priority: int,
+    half_life_ms: int,
+    ttl_ms: int,
+    given_ms: int,
+) -> None:
+    """Give blocks a priority; see `NativePolicy.retain`."""
+    state = state_of(bound)
+    policy.retain(state.policy, keys, priority, half_life_ms, ttl_ms, given_ms)
+
+
+@compiled
 def prepare_load(bound: Any, keys: Any, block_ids: Any) -> Any:
     """Pin the block of each key.
 
@@ -400,7 +414,7 @@ def _forget(state: Any, entries: Any, block_ids: Any, flags: Any) -> None:
             _free(state.pool, block_ids[row])
         else:
             entries[row] = directory_lib.NO_ENTRY
-    policy.remove(state.policy, entries)
+    policy.remove(state.policy, entries, block_ids)
 
 
 @inlined

@@ -38,6 +38,10 @@ class NativePolicy(NamedTuple):
             begins; None, as for `finish`, where the policy is not to be told.
         finish: ``(state, keys, positions, now_ms, num_output_tokens, stop, mark)``.
             It has finished.
+        retain: ``(state, keys, priority, half_life_ms, ttl_ms, given_ms)``. Give
+            blocks a priority; None where there are none.
+        remove_blocks: ``(state, entries, block_ids)``. In place of `remove`, for a
+            policy that has to know the blocks (i32[K]) of the entries; None, as a rule.
     """
 
     find: Callable[..., None]
@@ -48,12 +52,14 @@ class NativePolicy(NamedTuple):
     variant: int = 0
     begin: Callable[..., Any] | None = None
     finish: Callable[..., None] | None = None
+    retain: Callable[..., None] | None = None
+    remove_blocks: Callable[..., None] | None = None
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
         """All of them, without the variant."""
-        told = [own for own in (self.begin, self.finish) if own is not None]
-        return (*self[:5], *told)
+        more = self.begin, self.finish, self.retain, self.remove_blocks
+        return (*self[:5], *(own for own in more if own is not None))
 
 
 _natives: dict[str, NativePolicy] = {}  # by the label of their states
@@ -95,9 +101,17 @@ def insert(state: Any, variant: int, keys: Any, block_ids: Any) -> None:
     _natives[_labels[type(state)]].insert(state, variant, keys, block_ids)
 
 
-def remove(state: Any, entries: Any) -> None:
-    """Call the policy's `remove`."""
-    _natives[_labels[type(state)]].remove(state, entries)
+def remove(state: Any, entries: Any, block_ids: Any) -> None:
+    """Call the policy's `remove`, or `remove_blocks` if it has that."""
+    own = _natives[_labels[type(state)]]
+    if own.remove_blocks is None:
+        own.remove(state, entries)
+    else:
+        own.remove_blocks(state, entries, block_ids)
+
+
+def no_remove(state: Any, entries: Any) -> None:
+    """Stand for the `remove` of a policy that has `remove_blocks`."""
 
 
 def evict(
@@ -127,6 +141,20 @@ def finish(
     own = _natives[_labels[type(state)]].finish
     if own is not None:
         own(state, keys, positions, now_ms, num_output_tokens, stop, mark)
+
+
+def retain(
+    state: Any,
+    keys: Any,
+    priority: int,
+    half_life_ms: int,
+    ttl_ms: int,
+    given_ms: int,
+) -> None:
+    """Call the policy's `retain`, if it has one."""
+    own = _natives[_labels[type(state)]].retain
+    if own is not None:
+        own(state, keys, priority, half_life_ms, ttl_ms, given_ms)
 
 
 @overload(find)
@@ -160,13 +188,16 @@ def _insert(state: Any, variant: int, keys: Any, block_ids: Any) -> Any:
 
 
 @overload(remove)
-def _remove(state: Any, entries: Any) -> Any:
-    own = _native_of(state).remove
+def _remove(state: Any, entries: Any, block_ids: Any) -> Any:
+    own, of_blocks = _native_of(state).remove, _native_of(state).remove_blocks
 
-    def call(state: Any, entries: Any) -> Any:
+    def call(state: Any, entries: Any, block_ids: Any) -> Any:
         own(state, entries)
 
-    return call
+    def call_of_blocks(state: Any, entries: Any, block_ids: Any) -> Any:
+        of_blocks(state, entries, block_ids)  # type: ignore[misc]
+
+    return call if of_blocks is None else call_of_blocks
 
 
 @overload(evict)
@@ -231,6 +262,40 @@ def _finish(
         num_output_tokens: int,
         stop: int,
         mark: int,
+    ) -> Any:
+        pass
+
+    return ignore if own is None else call
+
+
+@overload(retain)
+def _retain(
+    state: Any,
+    keys: Any,
+    priority: int,
+    half_life_ms: int,
+    ttl_ms: int,
+    given_ms: int,
+) -> Any:
+    own: Any = _native_of(state).retain
+
+    def call(
+        state: Any,
+        keys: Any,
+        priority: int,
+        half_life_ms: int,
+        ttl_ms: int,
+        given_ms: int,
+    ) -> Any:
+        own(state, keys, priority, half_life_ms, ttl_ms, given_ms)
+
+    def ignore(
+        state: Any,
+        keys: Any,
+        priority: int,
+        half_life_ms: int,
+        ttl_ms: int,
+        given_ms: int,
     ) -> Any:
         pass
 

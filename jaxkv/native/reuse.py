@@ -33,7 +33,6 @@ WIDTHS = np.array([2] + [1 << (b - 1) // 2 for b in range(1, NUM_BINS)], np.floa
 """f32[28]. How long each bin is, in 512 ms; powers of two, so that products are exact
 and no compiler can round a sum of them otherwise."""
 
-_TIME_MASK = (1 << 32) - 1
 _FINE = 8  # Bits of the part of a bin that has gone by.
 
 
@@ -51,12 +50,6 @@ def bin_of(age_ms: int) -> Any:
             age_bin = np.int64(NUM_BINS - 1)
             part = np.int64(0)
     return age_bin, part
-
-
-@inlined
-def age_of(now_ms: int, last_ms: Any) -> Any:
-    """Tell how long ago a time was; both are modulo 2**32."""
-    return (now_ms - np.int64(last_ms)) & _TIME_MASK
 
 
 @inlined

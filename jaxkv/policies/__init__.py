@@ -15,5 +15,7 @@ from jaxkv.policies.registry import PolicyMaker as PolicyMaker
 from jaxkv.policies.registry import get_policy_maker as get_policy_maker
 from jaxkv.policies.registry import policy_names as policy_names
 from jaxkv.policies.registry import register_policy as register_policy
+from jaxkv.policies.retained import RetainedState as RetainedState
+from jaxkv.policies.retained import make_retained as make_retained
 from jaxkv.policies.slru import SLRUState as SLRUState
 from jaxkv.policies.slru import make_slru as make_slru

@@ -331,6 +331,7 @@ def _make(num_blocks: int, max_batch: int, *, fixed: bool) -> Policy:
         evict=functools.partial(evict, fixed=fixed),
         snapshot=snapshot,
         native=native.NATIVE_FIXED if fixed else native.NATIVE,
+        always_evicts=fixed,
     )
 
 

@@ -82,6 +82,11 @@ class Policy(NamedTuple):
             `jaxkv.types.STOPS`.
         native: The same transitions in place, for callers in Python; None where there
             are none, and then these callers run the pure functions.
+        retain: ``(state, keys, count, priority, half_life_ms, ttl_ms, given_ms) ->
+            state``. Give blocks a priority; None where the policy has none, and
+            `jaxkv.policies.make_retained` makes one that has.
+        always_evicts: Whether `evict` finds `num` blocks wherever so many hold a key
+            and have a `ref_cnt` of 0, whatever happened before.
     """
 
     num_blocks: int
@@ -96,6 +101,8 @@ class Policy(NamedTuple):
     native: NativePolicy | None = None
     begin: Callable[..., tuple[PyTree, jax.Array]] | None = None
     finish: Callable[..., PyTree] | None = None
+    retain: Callable[..., PyTree] | None = None
+    always_evicts: bool = False
 
     @property
     def listens(self) -> bool:
@@ -131,6 +138,8 @@ def native_only(
     names = ["find", "touch", "insert", "remove", "evict"]
     if native.begin is not None:
         names += ["begin", "finish"]
+    if native.retain is not None:
+        names.append("retain")
     pure: dict[str, Any] = dict.fromkeys(names, refuse)
     return Policy(
         num_blocks=num_blocks,

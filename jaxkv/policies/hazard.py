@@ -58,6 +58,7 @@ from jaxkv.policies import directory as directory_lib
 from jaxkv.policies import ghosts as ghosts_lib
 from jaxkv.policies import reuse as reuse_lib
 from jaxkv.policies.base import EvictResult, InsertResult, Policy
+from jaxkv.policies.clock import later
 from jaxkv.policies.directory import Directory
 from jaxkv.policies.ghosts import Ghosts
 from jaxkv.policies.reuse import ReuseTable
@@ -175,7 +176,7 @@ def begin(
     """Learn from what a request uses again; see `Policy.begin`."""
     rows = jnp.arange(keys.shape[0], dtype=jnp.int32)
     is_meant = rows < count
-    now_ms = _later(state, now_ms)
+    now_ms = later(state.now_ms, state.is_told, now_ms)
     num_begun = state.num_begun + 1
     reuse = lax.cond(
         num_begun == REBUILD_EVERY, reuse_lib.rebuild, lambda table: table, state.reuse
@@ -230,7 +231,7 @@ def finish(
     num_blocks = _num_blocks(state)
     rows = jnp.arange(keys.shape[0], dtype=jnp.int32)
     is_meant = rows < count
-    now_ms = _later(state, now_ms)
+    now_ms = later(state.now_ms, state.is_told, now_ms)
     steps = jnp.asarray(OUTPUT_STEPS, jnp.int32)
     output = 1 + jnp.sum(num_output_tokens >= steps, dtype=jnp.int32)
     output = jnp.where(num_output_tokens < 0, 0, output)
@@ -440,6 +441,7 @@ def make_hazard(
         evict=evict,
         snapshot=snapshot,
         native=native.NATIVE,
+        always_evicts=True,
         begin=begin,
         finish=finish,
     )
@@ -453,13 +455,6 @@ def _entries(state: HazardState, keys: Array, count: Array) -> Array:
     """Find the entry of each key, i32[K]; `num_blocks` where there is none."""
     is_meant = jnp.arange(keys.shape[0], dtype=jnp.int32) < count
     return directory_lib.find(state.directory, keys, is_meant)
-
-
-def _later(state: HazardState, now_ms: Array) -> Array:
-    """Give the time after it was told, u32[]: it does not go back."""
-    now_ms = jnp.asarray(now_ms, jnp.uint32)
-    is_ahead = now_ms - state.now_ms < np.uint32(1 << 31)
-    return jnp.where(~state.is_told | is_ahead, now_ms, state.now_ms)
 
 
 def _known(

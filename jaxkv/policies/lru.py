@@ -183,6 +183,7 @@ def make_lru(num_blocks: int, max_batch: int = 4096) -> Policy:
         evict=evict,
         snapshot=snapshot,
         native=native.NATIVE,
+        always_evicts=True,
     )
 
 

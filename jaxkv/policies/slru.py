@@ -199,6 +199,7 @@ def make_slru(num_blocks: int, max_batch: int = 4096) -> Policy:
         evict=evict,
         snapshot=snapshot,
         native=native.NATIVE,
+        always_evicts=True,
     )
 
 

@@ -60,7 +60,8 @@ _WORDS: dict[Reason | None, str] = {
     "other group": "it is there, but the groups of layers have no prefix this long",
     "no room": "it is there, but beside it there is no room to copy it",
     "no copy": "it is on the device, where nothing is copied (copy_on_device)",
-    "rare": "not asked for often enough to be stored (store_threshold)",
+    "rare": "not asked for often enough to be stored (store_threshold, "
+    "max_unseen_blocks)",
     "left out": "not to be stored (prompt_only, max_offload_tokens)",
     "part": "its host block would not be full",
     "never": "not stored, or why it was dropped is not known (remember_drops)",

@@ -1,12 +1,14 @@
-"""What a cache policy is told about requests, if it listens."""
+"""What a cache policy is told about requests, and what they ask of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from jaxkv._util import shown
 from jaxkv.scheduling.prefix import host_keys
 from jaxkv.scheduling.protocol import Request
 from jaxkv.tiers.host import OffloadingManager
+from jaxkv.tiers.retention import Retention
 from jaxkv.types import STOPS, BlockKey, Stop
 
 
@@ -17,6 +19,7 @@ class RequestNews:
 
     Args:
         host: The host tier.
+        block_sizes: Tokens in a device block, for each group of layers.
         blocks_per_host_block: Device blocks in a host block, whose key is the last's.
         clock: Seconds since some moment.
     """
@@ -24,13 +27,20 @@ class RequestNews:
     def __init__(
         self,
         host: OffloadingManager,
+        block_sizes: Sequence[int],
         blocks_per_host_block: int,
         clock: Callable[[], float],
     ) -> None:
         self._host = host
+        self._block_sizes = block_sizes
         self._factor = blocks_per_host_block
         self._clock = clock
         self._marks: dict[str, int] = {}
+
+    def check(self, request: Request) -> None:
+        """Raise ValueError if a request has a `retention` that is none."""
+        if self._host.retains:
+            _retention_of(request)
 
     def begin(self, request: Request, keys: Sequence[Sequence[BlockKey]]) -> None:
         """Tell that a request begins.
@@ -41,9 +51,11 @@ class RequestNews:
         """
         if self._host.listens:
             told, positions = host_keys(keys, self._factor)
+            now_ms = self._now_ms()
             self._marks[request.request_id] = self._host.begin_request(
-                told, request.num_tokens, self._now_ms(), positions
+                told, request.num_tokens, now_ms, positions
             )
+            self._retain(request, keys, now_ms)
 
     def finish(
         self, request: Request, keys: Sequence[Sequence[BlockKey]], stop: Stop | None
@@ -56,9 +68,23 @@ class RequestNews:
             num_output = None
             if num_prompt is not None:
                 num_output = max(request.num_tokens - num_prompt, 0)
-            self._host.finish_request(
-                told, mark, self._now_ms(), num_output, stop, positions
-            )
+            now_ms = self._now_ms()
+            self._host.finish_request(told, mark, now_ms, num_output, stop, positions)
+            self._retain(request, keys, now_ms)
+
+    def _retain(
+        self, request: Request, keys: Sequence[Sequence[BlockKey]], now_ms: int
+    ) -> None:
+        """Give a request's blocks the priority that it wants, if it wants any."""
+        retention = _retention_of(request) if self._host.retains else None
+        if retention is not None:
+            if retention.num_tokens is not None:
+                keys = [
+                    own[: retention.num_tokens // size]
+                    for own, size in zip(keys, self._block_sizes, strict=True)
+                ]
+            told, _ = host_keys(keys, self._factor)
+            self._host.retain(told, retention, now_ms)
 
     def _now_ms(self) -> int:
         return int(1000 * self._clock())
@@ -76,3 +102,18 @@ def stop_of(request: Request) -> Stop | None:
             f"{stop=} of request {request.request_id!r} must be one of {STOPS}."
         )
     return stop
+
+
+def _retention_of(request: Request) -> Retention | None:
+    """Read how long a request's blocks are to be kept, if it says so.
+
+    Raises:
+        ValueError: If it says so by something else than a `Retention`.
+    """
+    retention: Retention | None = getattr(request, "retention", None)
+    if retention is not None and not isinstance(retention, Retention):
+        raise ValueError(
+            f"retention={shown(retention)} of request {request.request_id!r} must be a "
+            "jaxkv.Retention, or None."
+        )
+    return retention

@@ -26,7 +26,7 @@ model has several groups of layers, one list for each."""
 class Request(Protocol):
     """What the scheduler reads of an engine's request. It changes none of it.
 
-    Four attributes more are read where there are any:
+    Five attributes more are read where there are any:
 
     * ``block_keys_by_group``, where the model has several groups of layers: for each
       of them what `block_keys` is for the only one.
@@ -35,6 +35,8 @@ class Request(Protocol):
     * ``num_prompt_tokens``, if only prompts are to be stored, or the cache policy
       learns from how much requests generate.
     * ``stop``, once it has finished: one of `jaxkv.types.STOPS`, for such a policy.
+    * ``retention``, with `OffloadRules.retention`: how long its blocks are to be kept,
+      a `jaxkv.Retention`. It counts from the request's beginning, and from its end.
     """
 
     @property

@@ -32,6 +32,9 @@ class OffloadRules:
         store_threshold: Store only what at least this number of requests have asked
             for, a request that is preempted being one; 0 or 1 to store whatever is
             computed.
+        max_unseen_blocks: Of the host blocks of a request that no request has asked
+            for before, store no more than this number, the head of the prefix first;
+            the others once they are asked for again. None for all.
         prompt_only: Whether generated tokens are left out.
         max_offload_tokens: Tokens of a request, from its first, that may be stored;
             None for all.
@@ -58,6 +61,8 @@ class OffloadRules:
             "lru" tells; "through" all that gets to the host.
         max_storage_blocks: How many host blocks may be on their way to the store, or
             from it, at a time. A host of few blocks has fewer.
+        retention: Whether requests may say how long their blocks are to be kept
+            (`Request.retention`).
         remember_drops: How many of the last host blocks that were evicted or not
             stored are remembered, with the reason, for `OffloadScheduler.explain`; 0
             for none.
@@ -68,6 +73,7 @@ class OffloadRules:
     world_size: int = 1
     blocks_per_host_block: int = 1
     store_threshold: int = 0
+    max_unseen_blocks: int | None = None
     prompt_only: bool = False
     max_offload_tokens: int | None = None
     delay_shared_loads: bool = False
@@ -79,6 +85,7 @@ class OffloadRules:
     flush_on_preemption: bool = False
     storage_write: StorageWrite = "on_reuse"
     max_storage_blocks: int = 128
+    retention: bool = False
     remember_drops: int = 0
 
     def __post_init__(self) -> None:
@@ -94,6 +101,7 @@ class OffloadRules:
             ("world_size", 1),
             ("blocks_per_host_block", 1),
             ("store_threshold", 0),
+            ("max_unseen_blocks", 0),
             ("max_offload_tokens", 1),
             ("max_blocks_in_flight", 1),
             ("block_bytes", 0),

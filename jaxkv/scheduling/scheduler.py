@@ -124,6 +124,8 @@ class OffloadScheduler:
             cache_policy,
             enable_events,
             store_threshold=rules.store_threshold,
+            max_unseen_blocks=rules.max_unseen_blocks,
+            retention=rules.retention,
             remember_drops=rules.remember_drops,
             executor=executor,
         )
@@ -165,13 +167,17 @@ class OffloadScheduler:
         # Requests that count as having used their blocks.
         self._known: set[str] = set()
         if host.listens and policy_clock is None and _serves_with_others():
+            chosen = "retention=True" if rules.retention else f"{cache_policy=}"
             raise ValueError(
-                f"{cache_policy=} decides by the time, and each process has its own: "
+                f"{chosen} decides by the time, and each process has its own: "
                 "their tiers would evict other blocks. Pass a policy_clock that says "
-                "the same in all of them, or choose a policy that asks for no time."
+                "the same in all of them, or choose what asks for no time."
             )
         self._news = RequestNews(
-            host, rules.blocks_per_host_block, policy_clock or clock
+            host,
+            [spec.block_size for spec in self.groups],
+            rules.blocks_per_host_block,
+            policy_clock or clock,
         )
         self.recorder = recorder
         self._policy_name = cache_policy if isinstance(cache_policy, str) else None
@@ -342,8 +348,10 @@ class OffloadScheduler:
         Raises:
             ValueError: If that is no whole number of blocks, or more than
                 `get_num_new_matched_tokens` offered; if there are several groups, or
-                one that is not of full attention, less. Then nothing changes.
+                one that is not of full attention, less; if the request has a
+                `retention` that is none. Then nothing changes.
         """
+        self._news.check(request)
         pool, tables = self._pool, tables_by_group(block_ids, len(self.groups))
         load = self._loads.take(pool, request, block_ids, num_external_tokens)
         name, keys = request.request_id, self._keys.of(request)
@@ -488,10 +496,11 @@ class OffloadScheduler:
             Whether the engine has to keep the blocks, never; and nothing else.
 
         Raises:
-            ValueError: If it says why it stopped, and that is no such reason. Then
-                nothing changes.
+            ValueError: If it says why it stopped, and that is no such reason, or has a
+                `retention` that is none. Then nothing changes.
         """
         stop = stop_of(request)
+        self._news.check(request)
         if block_ids is not None and self._eager is not None:
             self._eager.replace_table(request, block_ids)
         self._part_with(request)

@@ -112,6 +112,17 @@ class Executor(Protocol):
         """Tell the policy that a request has finished."""
         ...
 
+    def retain(
+        self,
+        keys: Words,
+        priority: int,
+        half_life_ms: int,
+        ttl_ms: int,
+        given_ms: int,
+    ) -> None:
+        """Give blocks a priority."""
+        ...
+
     def prepare_load(self, keys: Words) -> tuple[Ids, int]:
         """Pin blocks: their ids, and the first row that cannot be read or -1."""
         ...
@@ -191,6 +202,7 @@ class NativeExecutor:
                 "touch": (bound, variant, _SOME_KEYS, True),
                 "begin": (bound, _SOME_KEYS, _SOME_POSITIONS, 0, 0),
                 "finish": (bound, _SOME_KEYS, _SOME_POSITIONS, 0, 0, 0, 0),
+                "retain": (bound, _SOME_KEYS, 0, 0, 0, 0),
                 "prepare_load": (bound, _SOME_KEYS, _SOME_IDS),
                 "complete_load": (bound, _SOME_KEYS, _SOME_IDS),
                 "pin": (self._ref_cnt, _SOME_IDS),
@@ -237,6 +249,16 @@ class NativeExecutor:
         self._native.finish(
             self._bound, keys, positions, now_ms, num_output_tokens, stop, mark
         )
+
+    def retain(
+        self,
+        keys: Words,
+        priority: int,
+        half_life_ms: int,
+        ttl_ms: int,
+        given_ms: int,
+    ) -> None:
+        self._native.retain(self._bound, keys, priority, half_life_ms, ttl_ms, given_ms)
 
     def prepare_load(self, keys: Words) -> tuple[Ids, int]:
         block_ids = np.empty(len(keys), np.int64)
@@ -332,6 +354,17 @@ class XlaExecutor:
         told = _pad_zeros(positions), np.uint32(now_ms), *numbers
         self._run(_finish, keys, *told)
 
+    def retain(
+        self,
+        keys: Words,
+        priority: int,
+        half_life_ms: int,
+        ttl_ms: int,
+        given_ms: int,
+    ) -> None:
+        terms = map(np.uint32, (half_life_ms, ttl_ms, given_ms))
+        self._run(_retain, keys, np.int32(priority), *terms)
+
     def prepare_load(self, keys: Words) -> tuple[Ids, int]:
         return _ids_and_first(self._run(host_state.prepare_load, keys))
 
@@ -413,6 +446,10 @@ def _reorder(policy: Policy, state: HostState, *batch: Any) -> Any:
 
 def _finish(policy: Policy, state: HostState, *told: Any) -> Any:
     return host_state.finish(policy, state, *told), ()
+
+
+def _retain(policy: Policy, state: HostState, *given: Any) -> Any:
+    return host_state.retain(policy, state, *given), ()
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)

@@ -17,7 +17,8 @@ from jaxkv.keys.packed import (
     pack,
     words_to_keys,
 )
-from jaxkv.policies import get_policy_maker
+from jaxkv.native.retained import RELEASE
+from jaxkv.policies import get_policy_maker, make_retained
 from jaxkv.policies.base import Policy
 from jaxkv.policies.lru import LRUState, next_victims
 from jaxkv.tiers.base import (
@@ -37,7 +38,8 @@ from jaxkv.tiers.executors import (
     Words,
     make_executor,
 )
-from jaxkv.tiers.key_memory import DropReasons, ReuseFilter
+from jaxkv.tiers.key_memory import DropReasons, RetentionNotes, ReuseFilter
+from jaxkv.tiers.retention import Retention
 from jaxkv.tiers.snapshot import Snapshot, take_snapshot
 from jaxkv.types import KEY_BYTES, NO_BLOCK, STOPS, BlockKey, Stop
 
@@ -66,7 +68,13 @@ class OffloadingManager:
         enable_events: Whether to keep events for `take_events`.
         store_threshold: Store only what was looked up at least so often, as vLLM's
             `FilterReusedOffloadingManager` does; 0 or 1 to store whatever is offered.
-        max_tracker_size: Keys whose look-ups are counted for that, the latest ones.
+        max_unseen_blocks: Of the keys of a look-up that were never looked up before,
+            store no more than this number, the first ones; the others when they are
+            looked up again. None for all.
+        max_tracker_size: Keys whose look-ups are counted for these, and whose priority
+            is remembered until they are stored: the latest ones.
+        retention: Whether blocks can be given priorities (`retain`), whatever the
+            policy; see `jaxkv.make_retained`.
         remember_drops: Keys for which `drops` remembers why they are not here.
         executor: "native" for compiled functions that update NumPy arrays, where the
             policy has them; "xla" for the pure functions as XLA programs.
@@ -79,14 +87,14 @@ class OffloadingManager:
     Attributes:
         block_size: As given.
         num_blocks: As given.
-        policy: The cache policy.
+        policy: The cache policy, with priorities around it if there are any.
         executor: Has the state, as a pytree of arrays, and changes it.
         events: What happened since `take_events`; None if that is not kept.
         drops: Why blocks are not here, as far as that is remembered.
         num_held_blocks: Blocks that hold a key, stores in progress included.
         num_evicted: Blocks that were evicted so far.
         num_skipped: Times so far that a block was not to be stored, as too few had
-            asked for it.
+            asked for it, or as it was in the tail of a prompt that nobody knew.
 
     Example:
         >>> m = OffloadingManager(block_size=16, num_blocks=2)
@@ -109,7 +117,9 @@ class OffloadingManager:
         enable_events: bool = False,
         *,
         store_threshold: int = 0,
+        max_unseen_blocks: int | None = None,
         max_tracker_size: int = 64_000,
+        retention: bool = False,
         remember_drops: int = 0,
         executor: ExecutorName = "native",
     ) -> None:
@@ -117,14 +127,17 @@ class OffloadingManager:
             ("block_size", block_size, 1),
             ("num_blocks", num_blocks, 1),
             ("store_threshold", store_threshold, 0),
+            ("max_unseen_blocks", max_unseen_blocks, 0),
             ("max_tracker_size", max_tracker_size, 1),
             ("remember_drops", remember_drops, 0),
         ):
-            if value < least:
+            if value is not None and value < least:
                 raise ValueError(f"{name}={value} must be at least {least}.")
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.policy = _as_policy(cache_policy, num_blocks)
+        if retention and self.policy.retain is None:
+            self.policy = make_retained(self.policy)
         self.events: list[OffloadingEvent] | None = [] if enable_events else None
         self.drops = DropReasons(remember_drops)
         self.num_held_blocks = 0
@@ -135,8 +148,12 @@ class OffloadingManager:
         # What keys that are not of 32 bytes were given as, by what stands for them.
         self._names: dict[BlockKey, bytes] = {}
         self._reuse = None
-        if store_threshold > 1:
-            self._reuse = ReuseFilter(store_threshold, max_tracker_size)
+        if store_threshold > 1 or max_unseen_blocks is not None:
+            self._reuse = ReuseFilter(
+                store_threshold, max_tracker_size, max_unseen_blocks
+            )
+        self._notes = RetentionNotes(max_tracker_size if self.retains else 0)
+        self._now_ms = 0  # As it was told last.
         # Request steps that were begun before it was put here are forgotten.
         self._epoch = object()
 
@@ -183,6 +200,52 @@ class OffloadingManager:
         """Whether the policy wants to know of requests; if not, nobody need tell it."""
         return self.policy.listens
 
+    @property
+    def retains(self) -> bool:
+        """Whether blocks can be given priorities."""
+        return self.policy.retain is not None
+
+    def retain(
+        self,
+        block_hashes: Iterable[bytes],
+        retention: Retention | None,
+        now_ms: int,
+    ) -> None:
+        """Say how long blocks are to be kept.
+
+        Of two priorities that a block is given, the one counts that is higher at that
+        time; the second, if they are equal. Keys that are not here get theirs when they
+        are stored, if that is before it is over.
+
+        Args:
+            block_hashes: Keys, here or not.
+            retention: Their priority, all of them whatever its `num_tokens`; None to
+                have them be ordinary again.
+            now_ms: The time in milliseconds, by the clock of `begin_request`.
+
+        Raises:
+            ValueError: If blocks have no priorities here. Then nothing changes.
+
+        Example:
+            >>> m = OffloadingManager(16, num_blocks=2, retention=True)
+            >>> m.retain([b"a"], Retention(priority=80, half_life_s=60), now_ms=0)
+            >>> m.complete_step(m.request_step([b"a", b"b"]))
+            >>> m.prepare_store([b"c"]).block_hashes_evicted
+            [b'b']
+        """
+        if not self.retains:
+            raise ValueError(
+                "blocks have no priorities here: make the manager with retention=True."
+            )
+        names, _ = pack(block_hashes)
+        self._now_ms = int(now_ms)
+        if retention is None:
+            self._notes.forget(names)
+            self._give(names, RELEASE, 0, 0, self._now_ms)
+        else:
+            self._notes.note(names, retention, self._now_ms)
+            self._give_retention(names, retention, self._now_ms)
+
     def begin_request(
         self,
         block_hashes: Iterable[bytes],
@@ -212,6 +275,7 @@ class OffloadingManager:
             >>> m.finish_request([b"a", b"b"], mark, 1000, 200, "end_turn")
         """
         told = self._rows_told(block_hashes, positions)
+        self._now_ms = int(now_ms)
         if told is None:
             return 0
         return self.executor.begin(*told, int(now_ms) % _TIMES, int(num_tokens))
@@ -242,6 +306,7 @@ class OffloadingManager:
         if stop not in STOPS:
             raise ValueError(f"{stop=} must be one of {STOPS}.")
         told = self._rows_told(block_hashes, positions)
+        self._now_ms = int(now_ms)
         if told is not None:
             output = -1 if num_output_tokens is None else int(num_output_tokens)
             numbers = output, STOPS.index(stop), int(mark)
@@ -501,6 +566,7 @@ class OffloadingManager:
         self._names.clear()
         self._epoch = object()
         self.drops.clear()
+        self._notes.clear()
         if self.events is not None:
             self.events.append(OffloadingEvent([], self.block_size, self.medium, True))
 
@@ -572,6 +638,8 @@ class OffloadingManager:
         if self.listens:
             mark = scratch.begin(words, np.zeros(1, np.int32), 0, 1)
             scratch.finish(words, np.zeros(1, np.int32), 0, -1, 0, mark)
+        if self.retains:
+            scratch.retain(words, RELEASE, 0, 0, 0)
         scratch.prepare_store(words)
         scratch.complete_store(words, True)
         scratch.pin(ids)
@@ -601,6 +669,32 @@ class OffloadingManager:
         where = range(len(names)) if positions is None else positions
         told = np.array(where[:most], np.int32)
         return (words[:most], told) if names else None
+
+    def _give_retention(
+        self, names: list[bytes], retention: Retention, given_ms: int
+    ) -> None:
+        terms = retention.priority, retention.half_life_ms, retention.ttl_ms
+        self._give(names, *terms, given_ms)
+
+    def _give(
+        self,
+        names: list[bytes],
+        priority: int,
+        half_life_ms: int,
+        ttl_ms: int,
+        given_ms: int,
+    ) -> None:
+        """Give blocks that are here a priority, a part of them at a time."""
+        _, words = pack(names)
+        most = self.policy.max_batch
+        for start in range(0, len(words), most):
+            self.executor.retain(
+                words[start : start + most],
+                priority,
+                half_life_ms,
+                ttl_ms,
+                given_ms % _TIMES,
+            )
 
     def _touch_in_parts(self, words: Words, *, counts_as_use: bool) -> None:
         most = self.policy.max_batch
@@ -636,6 +730,10 @@ class OffloadingManager:
             self._names.update(
                 (key_from_foreign(name), name) for name in to_store if is_foreign(name)
             )
+        if self._notes:
+            noted = self._notes.groups(to_store, self._now_ms)
+            for (retention, given_ms), keys in noted:
+                self._give_retention(keys, retention, given_ms)
         self.num_held_blocks += len(to_store) - len(evicted)
         self.num_evicted += len(evicted)
         self._record(evicted, removed=True)

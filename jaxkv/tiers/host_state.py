@@ -181,6 +181,25 @@ def finish(
     return dataclasses.replace(state, policy=told)
 
 
+def retain(
+    policy: Policy,
+    state: HostState,
+    keys: Array,
+    count: Array,
+    priority: Array,
+    half_life_ms: Array,
+    ttl_ms: Array,
+    given_ms: Array,
+) -> HostState:
+    """Give blocks a priority, if the policy has any; see `Policy.retain`."""
+    if policy.retain is None:
+        return state
+    terms = priority, half_life_ms, ttl_ms, given_ms
+    return dataclasses.replace(
+        state, policy=policy.retain(state.policy, keys, count, *terms)
+    )
+
+
 def prepare_load(
     policy: Policy, state: HostState, keys: Array, count: Array
 ) -> tuple[HostState, LoadAnswer]:

@@ -1,7 +1,8 @@
 """What is remembered of keys that need not be in any tier.
 
 `ReuseFilter` counts look-ups, so that only what is asked for again is stored.
-`DropReasons` says why blocks are not on the host.
+`RetentionNotes` has the priorities of blocks that are yet to be stored. `DropReasons`
+says why blocks are not on the host.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
+from jaxkv.tiers.retention import Retention
 from jaxkv.types import BlockKey
 
 DropReason: TypeAlias = Literal[
@@ -23,12 +25,17 @@ failed."""
 class ReuseFilter:
     """Counts how often keys are looked up, and passes those that are often.
 
-    The rules are those of vLLM 0.19.1's `FilterReusedOffloadingManager`.
+    The rules are those of vLLM 0.19.1's `FilterReusedOffloadingManager`, and one more:
+    of the keys of a look-up that were never looked up before, the first pass, the
+    others not before they are looked up again. So the tail of a long prompt that never
+    comes back takes no room, while its head does, which other prompts may share.
 
     Args:
         threshold: Look-ups from which on a key passes.
         max_size: Keys to remember. Beyond it, the key whose last look-up is oldest
             is forgotten, and starts from 0 if it comes back.
+        max_unseen: How many keys of a look-up pass that are looked up for the first
+            time; None for all.
 
     Example:
         >>> reuse = ReuseFilter(threshold=2, max_size=1000)
@@ -36,25 +43,112 @@ class ReuseFilter:
         >>> reuse.count([b"shared", b"yours"])
         >>> reuse.passes([b"shared", b"mine", b"yours"])
         [True, False, False]
+        >>> scans = ReuseFilter(threshold=0, max_size=1000, max_unseen=1)
+        >>> scans.count([b"head", b"tail"])
+        >>> scans.passes([b"head", b"tail", b"generated"])
+        [True, False, True]
     """
 
-    def __init__(self, threshold: int, max_size: int) -> None:
+    def __init__(
+        self, threshold: int, max_size: int, max_unseen: int | None = None
+    ) -> None:
         self.threshold = threshold
         self.max_size = max_size
+        self.max_unseen = max_unseen
+        # Keys that were looked up once, beyond those that may pass.
+        self._held_back: set[BlockKey] = set()
         # The key whose last look-up is oldest comes first.
         self._counts: OrderedDict[BlockKey, int] = OrderedDict()
 
     def count(self, keys: Iterable[BlockKey]) -> None:
         """Record a look-up of each key, in their order."""
+        if self.max_unseen is not None:
+            keys = list(keys)
+            unseen = dict.fromkeys(key for key in keys if key not in self._counts)
+            self._held_back.difference_update(keys)
+            self._held_back.update(list(unseen)[self.max_unseen :])
         for key in keys:
             self._counts[key] = self._counts.get(key, 0) + 1
             self._counts.move_to_end(key)
             if len(self._counts) > self.max_size:
-                self._counts.popitem(last=False)
+                forgotten, _ = self._counts.popitem(last=False)
+                self._held_back.discard(forgotten)
 
     def passes(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Tell for each key whether it was looked up often enough."""
-        return [self._counts.get(key, 0) >= self.threshold for key in keys]
+        return [
+            self._counts.get(key, 0) >= self.threshold and key not in self._held_back
+            for key in keys
+        ]
+
+
+class RetentionNotes:
+    """Remembers how long keys are to be kept, for when their blocks are stored.
+
+    Args:
+        max_size: Keys to remember. Beyond it the one that was noted longest ago is
+            forgotten.
+
+    Example:
+        >>> notes = RetentionNotes(max_size=2)
+        >>> minute = Retention(ttl_s=60)
+        >>> notes.note([b"a", b"b", b"c"], minute, given_ms=0)
+        >>> [keys for _, keys in notes.groups([b"a", b"b", b"c"], now_ms=59_999)]
+        [[b'b', b'c']]
+        >>> notes.groups([b"b"], now_ms=60_000)
+        []
+    """
+
+    def __init__(self, max_size: int) -> None:
+        self._max_size = max_size
+        # What was noted longest ago comes first.
+        self._notes: OrderedDict[BlockKey, tuple[Retention, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._notes)
+
+    def note(
+        self, keys: Iterable[BlockKey], retention: Retention, given_ms: int
+    ) -> None:
+        """Note what keys are given at a time, in place of what they were given."""
+        for key in keys:
+            self._notes[key] = retention, given_ms
+            self._notes.move_to_end(key)
+            if len(self._notes) > self._max_size:
+                self._notes.popitem(last=False)
+
+    def forget(self, keys: Iterable[BlockKey]) -> None:
+        """Forget what keys were given."""
+        for key in keys:
+            self._notes.pop(key, None)
+
+    def groups(
+        self, keys: Iterable[BlockKey], now_ms: int
+    ) -> list[tuple[tuple[Retention, int], list[BlockKey]]]:
+        """List the keys of which something is noted, those with equal notes together.
+
+        Args:
+            keys: The keys.
+            now_ms: The time. What is over by then is forgotten.
+
+        Returns:
+            What was given and when, and the keys.
+        """
+        groups: dict[tuple[Retention, int], list[BlockKey]] = {}
+        for key in keys:
+            noted = self._notes.get(key)
+            if noted is None:
+                continue
+            retention, given_ms = noted
+            if now_ms - given_ms >= retention.lifetime_ms:
+                del self._notes[key]
+            else:
+                groups.setdefault(noted, []).append(key)
+        return list(groups.items())
+
+    def clear(self) -> None:
+        """Forget all of it."""
+        self._notes.clear()
 
 
 class DropReasons:

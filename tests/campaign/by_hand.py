@@ -8,6 +8,7 @@ import dataclasses
 from jaxkv import FullAttention, OffloadingManager, TransferEngine
 from tests.campaign import truth
 from tests.campaign.model import BLOCK_AXIS, BLOCK_BYTES, Model, new_pool
+from tests.campaign.setups import POLICIES
 from tests.campaign.unreliable import UnreliableEngine
 from tests.campaign.users import User, random_prompt
 
@@ -37,7 +38,7 @@ class ByHand:
         self.rng, self.counts, self.note = rng, counts, note
         num_host_blocks = rng.choice((6, 20, 60))
         executor = "xla" if rng.random() < 0.1 else "native"
-        policy = rng.choice(("lru", "arc", "arc_fixed"))
+        policy = rng.choice(POLICIES)
         mode = rng.choice(("fused", "staged"))
         note(f"{num_host_blocks=} {executor=} {policy=} {mode=}")
         self.manager = OffloadingManager(4, num_host_blocks, policy, executor=executor)

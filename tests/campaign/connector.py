@@ -23,10 +23,14 @@ EXTRA = (
     {"eviction_policy": "arc"},
     {"num_cpu_blocks": 12},
     {"delay_shared_loads": True},
+    {"eviction_policy": "hazard"},
+    {"retention": True},
     {"store_threshold": 2},
+    {"max_unseen_blocks": 2},
     {"offload_prompt_only": True},
 )
 MOST_ALIVE = 12
+PARAMS = (None, None, {"retention": {"priority": 80, "half_life_s": 0.1}})
 
 
 def reference(prompt, num_tokens):
@@ -60,6 +64,7 @@ def serve(engine, rng, counts, note, num_steps):
             prompt = rng.choice(stories)[: rng.randint(1, 30)]
             prompt += [rng.randrange(50) for _ in range(rng.randint(0, 4))]
             request = Request(f"r{len(served)}", prompt, rng.randint(1, 12))
+            request.kv_transfer_params = rng.choice(PARAMS)
             served.append((request, prompt))
             scheduler.add(request)
             note(f"{request.request_id}: {prompt}")

@@ -15,6 +15,7 @@ from jaxkv import Namespace
 from jaxkv.integrations.jetstream import PrefixCache, PrefixValue
 from jaxkv.integrations.prefix_store import PrefixStore
 from tests.campaign import truth
+from tests.campaign.setups import POLICIES
 from tests.campaign.users import EXTRAS, PLAIN, random_prompt
 from tests.transfer import faults
 
@@ -140,7 +141,7 @@ class PrefixUser:
         self.block_size = rng.choice((4, 8))
         self.is_roomy = rng.random() < 0.5
         make = rng.choice((Store, JetStream))
-        policy, mode = rng.choice(("lru", "arc")), rng.choice(("fused", "staged"))
+        policy, mode = rng.choice(POLICIES), rng.choice(("fused", "staged"))
         num_host_blocks = 4000 if self.is_roomy else rng.choice((5, 20, 60))
         extent_bytes = rng.choice((None, self.block_size * 28 * 3))
         note(f"{make.__name__} {policy=} {mode=} {num_host_blocks=} {extent_bytes=}")

@@ -2,7 +2,14 @@
 
 import dataclasses
 
-from jaxkv import ChunkedLocal, FullAttention, Mamba, OffloadConfig, SlidingWindow
+from jaxkv import (
+    ChunkedLocal,
+    FullAttention,
+    Mamba,
+    OffloadConfig,
+    SlidingWindow,
+    policy_names,
+)
 from tests.campaign.model import BLOCK_BYTES
 
 GROUPS = {
@@ -19,6 +26,8 @@ GROUPS = {
     "two sizes": (FullAttention(4), SlidingWindow(8, 12)),
     "three": (FullAttention(4), SlidingWindow(4, 7), Mamba(8)),
 }
+
+POLICIES = tuple(policy_names())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,12 +95,14 @@ def random_setup(rng, **fixed):
     num_groups = len(GROUPS[groups])
     values = {
         "num_host_blocks": rng.choice((6, 12, 30, 80)) * num_groups,
-        "cache_policy": rng.choice(("lru", "arc", "arc_fixed")),
+        "cache_policy": rng.choice(POLICIES),
         "executor": "xla" if rng.random() < 0.1 else "native",
         "transfer_mode": rng.choice(("fused", "staged")),
         "layer_groups": rng.choice((1, 1, 2)),
         "extent_bytes": rng.choice((None, 2 * BLOCK_BYTES, 6 * BLOCK_BYTES)),
         "store_threshold": rng.choice((0, 0, 0, 0, 2)),
+        "max_unseen_blocks": rng.choice((None, None, None, 0, 2)),
+        "retention": rng.random() < 0.3,
         "delay_shared_loads": rng.random() < 0.25,
         "max_blocks_in_flight": rng.choice((None, None, None, 2, 8)),
         "skip_slow_loads": rng.random() < 0.15,

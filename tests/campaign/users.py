@@ -1,6 +1,6 @@
 """Requests: their tokens, their keys, and the bytes that their KV has to have."""
 
-from jaxkv import Extras, KeyChain, MultimodalItem, Namespace
+from jaxkv import Extras, KeyChain, MultimodalItem, Namespace, Retention
 from tests.campaign import truth
 
 ALPHABET = 3
@@ -13,6 +13,12 @@ EXTRAS = (
     Extras(cache_salt="a", lora_name="a"),
     Extras(multimodal=(MultimodalItem(b"image", 2),)),
     Extras(multimodal=(MultimodalItem(b"other", 2), MultimodalItem(b"image", 9))),
+)
+RETENTIONS = (
+    None,
+    Retention(priority=99, ttl_s=0.3),
+    Retention(priority=40, half_life_s=0.05),
+    Retention(ttl_s=60, num_tokens=10),
 )
 
 
@@ -39,6 +45,7 @@ class User:
         self.extras = extras
         self.max_tokens = max_tokens
         self.num_prompt_tokens = len(tokens)
+        self.retention = RETENTIONS[len(tokens) % len(RETENTIONS)]
         self.num_computed_tokens = 0
         self.phase = "waiting"
         self.has_offer = False

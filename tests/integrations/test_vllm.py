@@ -12,7 +12,7 @@ import numpy as np
 import prometheus_client
 import pytest
 
-from jaxkv import OffloadMetadata, OffloadScheduler, TransferEngine
+from jaxkv import OffloadMetadata, OffloadScheduler, Retention, TransferEngine
 from jaxkv.integrations.vllm import config as vllm_config
 from jaxkv.integrations.vllm.scheduler import VllmRequest
 from jaxkv.integrations.vllm.worker import StepMetadata
@@ -270,6 +270,45 @@ def test_an_idle_engine_steps_until_its_stores_have_arrived(newest):
 def test_a_policy_is_told_why_a_request_stopped(status, stop_reason, stop):
     own = SimpleNamespace(status=SimpleNamespace(name=status), stop_reason=stop_reason)
     assert VllmRequest(own, 1).stop == stop
+
+
+@pytest.mark.parametrize(
+    ("given", "warning"),
+    [
+        ({"priority": 80, "half_life_s": 600}, None),
+        ({"priority": 100, "ttl_s": 1}, "priority=100 must be a whole number from 0"),
+        ({"prio": 1}, "'prio' must be one of .* did you mean priority"),
+        (80, "80 must have keys, of"),
+    ],
+)
+def test_a_client_says_how_long_blocks_are_to_be_kept(given, warning, caplog):
+    own = SimpleNamespace(request_id="r0", kv_transfer_params={"retention": given})
+    retention = VllmRequest(own, 1).retention
+    if warning is None:
+        assert retention == Retention(80, half_life_s=600)
+        assert not caplog.records
+    else:  # A client's mistake must not end the engine.
+        assert retention is None
+        assert re.search(warning, caplog.text)
+
+
+def test_a_client_need_not_say_it():
+    for params in (None, {}, {"retention": None}, "unlike what vLLM passes"):
+        own = SimpleNamespace(request_id="r0", kv_transfer_params=params)
+        assert VllmRequest(own, 1).retention is None
+
+
+def test_the_prefix_of_a_client_who_asks_for_it_stays_on_the_host(newest):
+    for retention, num_found in ((None, 0), ({"ttl_s": 600}, 16)):
+        engine = Engine(extra={"num_cpu_blocks": 8, "retention": True})
+        first = Request("first", range(18), 1)
+        first.kv_transfer_params = {"retention": retention}
+        engine.run(first)
+        for number in range(1, 6):
+            engine.run(Request(f"r{number}", range(100 * number, 100 * number + 18), 1))
+        forget_device(engine)
+        engine.run(Request("again", range(18), 1))
+        assert engine.scheduler.num_external_tokens == num_found
 
 
 def test_free_stored_blocks_are_evicted_tail_first(newest):

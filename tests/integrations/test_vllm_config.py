@@ -23,9 +23,11 @@ def test_the_keys_set_rules_and_sizes():
             "num_cpu_blocks": 7,
             "eviction_policy": "arc",
             "store_threshold": 2,
+            "max_unseen_blocks": 8,
             "offload_prompt_only": True,
             "max_offload_tokens": 64,
             "delay_shared_loads": True,
+            "retention": True,
             "staging_bytes": "1MiB",
             "transfer_deadline_s": 5,
             "record": "/nowhere/requests.jsonl",
@@ -38,6 +40,7 @@ def test_the_keys_set_rules_and_sizes():
     assert (config.num_host_blocks, config.cache_policy) == (7, "arc")
     rules = config.rules
     assert (rules.store_threshold, rules.prompt_only) == (2, True)
+    assert (rules.max_unseen_blocks, rules.retention) == (8, True)
     assert (rules.max_offload_tokens, rules.delay_shared_loads) == (64, True)
     assert (config.staging_bytes, config.deadline_s) == (1 << 20, 5.0)
     assert (config.record, config.record_key_file) == (

@@ -1,7 +1,8 @@
 """What every policy promises.
 
-These tests run for every policy of the registry. For another one, write a test file
-that takes them over and names the maker:
+These tests run for every policy of the registry, and with priorities around a list, a
+policy that may refuse, and one that is told of requests. For another one, write a test
+file that takes them over and names the maker:
 
     from tests.policies.test_contract import *  # noqa: F403
 
@@ -20,10 +21,11 @@ import numpy as np
 import pytest
 
 from jaxkv.keys import keys_to_words
-from jaxkv.policies import get_policy_maker, policy_names
+from jaxkv.policies import get_policy_maker, make_retained, policy_names
 
 NUM_BLOCKS = 6
 WIDTH = 4
+WRAPPED = ("lru", "arc", "hazard")
 
 
 @functools.cache
@@ -37,9 +39,13 @@ def jitted(policy):
     return policy._replace(evict=evict, **compiled)
 
 
-@pytest.fixture(params=policy_names())
+@pytest.fixture(params=[*policy_names(), *(f"{name}, retained" for name in WRAPPED)])
 def make(request):
-    return get_policy_maker(request.param)
+    name, _, retained = request.param.partition(", ")
+    make_one = get_policy_maker(name)
+    if not retained:
+        return make_one
+    return lambda num_blocks, max_batch: make_retained(make_one(num_blocks, max_batch))
 
 
 @pytest.fixture

@@ -66,6 +66,7 @@ class ReferenceManager:
         self.freed = []
         self.policy = policy(num_blocks)
         self.events = []
+        self.notes = {}  # key -> how long it is to be kept, and since when
 
     @property
     def blocks(self):
@@ -92,6 +93,24 @@ class ReferenceManager:
     def finish_request(self, keys, mark, now_ms, num_output_tokens, stop, positions):
         if keys:
             self.policy.finish(keys, mark, now_ms, num_output_tokens, stop, positions)
+
+    def retain(self, keys, retention, now_ms):
+        if retention is None:
+            self.policy.release(keys, now_ms)
+            for key in keys:
+                self.notes.pop(key, None)
+            return
+        self.notes |= dict.fromkeys(keys, (retention, now_ms))
+        self.give(keys)
+
+    def give(self, keys):
+        """Give blocks what was noted for their keys."""
+        for key in keys:
+            if key in self.notes:
+                retention, given_ms = self.notes[key]
+                half_life_ms = 1000 * (retention.half_life_s or 0)
+                times = half_life_ms, 1000 * (retention.ttl_s or 0)
+                self.policy.retain([key], retention.priority, *times, given_ms)
 
     def prepare_load(self, keys):
         if self.lookup(keys) < len(keys):
@@ -135,6 +154,7 @@ class ReferenceManager:
         else:
             for key, block in new.items():
                 self.policy.insert(key, block)
+        self.give(missing)
         ids = [self.policy.get(key).block_id for key in missing]
         return Stored(missing, ids, evicted)
 

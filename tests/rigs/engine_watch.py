@@ -187,9 +187,15 @@ class Watcher:
         _, keys = self.pool.next_free(target - copied)
         return [key for key in keys if key is not None]
 
+    @property
+    def is_selective(self):
+        """Whether some blocks are not to be stored, whoever asked for them."""
+        rules = self.rules
+        return rules.store_threshold > 1 or rules.max_unseen_blocks is not None
+
     def check_offers(self, scheduled, lazily, is_refused):
         """Check that all offered blocks are or were on the host, or in flight."""
-        if self.rules.store_threshold > 1 or self.rules.max_blocks_in_flight:
+        if self.is_selective or self.rules.max_blocks_in_flight:
             return
         there = self.keys_on_host() | self.evicted
         if not is_refused:
@@ -209,11 +215,7 @@ class Watcher:
     def check_farewell(self, request, num_refusals):
         """Check that all blocks of a request that frees them are in flight."""
         rules = self.rules
-        if (
-            rules.store_threshold > 1
-            or rules.max_blocks_in_flight
-            or rules.mode == "lazy"
-        ):
+        if self.is_selective or rules.max_blocks_in_flight or rules.mode == "lazy":
             return
         if self.scheduler.stats.num_store_refusals > num_refusals:
             return

@@ -371,6 +371,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_output_placeholders = 0
         self.status = "WAITING"
+        self.kv_transfer_params = None
 
     @property
     def all_token_ids(self):

@@ -4,7 +4,16 @@ import dataclasses
 
 from jaxkv.scheduling.protocol import NO_EVENT
 from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.tiers.retention import Retention
 from jaxkv.types import STOPS
+
+RETENTIONS = (
+    None,
+    Retention(priority=99, ttl_s=0.5),
+    Retention(priority=30, half_life_s=0.01),
+    Retention(ttl_s=60, num_tokens=9),
+    None,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +50,7 @@ class SimRequest:
         self.request_id = request_id
         self.num_prompt_tokens = num_prompt_tokens
         self.stop = STOPS[num_prompt_tokens % len(STOPS)]
+        self.retention = RETENTIONS[num_prompt_tokens % len(RETENTIONS)]
         self.max_tokens = max_tokens
         self.num_computed_tokens = 0
         self.num_output_placeholders = 0

@@ -52,6 +52,8 @@ def make_rules(rng, groups):
     rules = OffloadRules(
         world_size=rng.randint(1, 3),
         store_threshold=rng.choice((0, 0, 0, 1, 2)),
+        max_unseen_blocks=rng.choice((None, None, None, 0, 1, 3)),
+        retention=rng.random() < 0.3,
         delay_shared_loads=rng.random() < 0.3,
         max_blocks_in_flight=rng.choice((None, None, 1, 4, 12)),
         flush_on_preemption=rng.random() < 0.2,
@@ -97,6 +99,8 @@ def make_setup(rng, groups, policy):
             GROUPS["two sizes"], replace(LAZY, world_size=2, max_blocks_in_flight=12)
         ),
         Setup(GROUPS["full+mamba"], OffloadRules(store_threshold=2, prompt_only=True)),
+        Setup(GROUPS["full+window"], OffloadRules(retention=True)),
+        Setup(GROUPS["full"], OffloadRules(max_unseen_blocks=2)),
     ],
 )
 def test_a_random_engine_finds_all_as_its_model_has_it(setup):

@@ -6,9 +6,11 @@ import pytest
 from jaxkv.native.hazard import NUM_ASKED, NUM_OUTPUTS
 from jaxkv.native.reuse import UNIT
 from jaxkv.scheduling.news import RequestNews
+from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.search.groups import FullAttention, SlidingWindow
 from jaxkv.tiers.host import OffloadingManager
+from jaxkv.tiers.retention import Retention
 from tests.rigs.offload_rig import BLOCK_SIZE, Rig, make_request
 
 SHARE_ALL_NEW = 3  # of a first turn of which all blocks are new
@@ -67,7 +69,7 @@ def test_a_policy_that_does_not_listen_costs_no_look_at_the_clock():
     def clock():
         raise AssertionError("nobody wants to know")
 
-    news = RequestNews(OffloadingManager(16, 4, "lru"), 1, clock)
+    news = RequestNews(OffloadingManager(16, 4, "lru"), [16], 1, clock)
     request = make_request("one", 1, 2, 3)
     news.begin(request, [request.block_keys])
     news.finish(request, [request.block_keys], None)
@@ -79,6 +81,61 @@ def test_positions_must_be_one_for_each_key():
         manager.begin_request([b"a", b"b"], 32, 0, [0, 1, 2])
     with pytest.raises(ValueError, match="stop='eos' must be one of"):
         manager.finish_request([b"a", b"b"], 0, 0, 7, "eos")
+
+
+def test_a_request_says_how_long_its_blocks_are_to_be_kept():
+    now_s = [0.0]
+    rig = Rig(host_blocks=8, retention=True, clock=lambda: now_s[0])
+    request = make_request("one", 1, 2, 3)
+    request.retention = Retention(priority=80, ttl_s=60)
+    rig.run(request)
+    rig.fill_host(20)
+    assert rig.hit(1, 2, 3) == 3
+    now_s[0] = 61.0
+    rig.fill_host(20)
+    assert rig.hit(1, 2, 3) == 0
+
+
+def test_only_the_head_of_a_request_is_kept_if_it_says_so():
+    rig = Rig(host_blocks=8, retention=True, clock=lambda: 0.0)
+    request = make_request("one", 1, 2, 3)
+    request.retention = Retention(ttl_s=60, num_tokens=2 * BLOCK_SIZE + 1)
+    rig.run(request)
+    rig.fill_host(20)
+    assert rig.hit(1, 2, 3) == 2
+
+
+def test_without_the_rule_what_requests_say_is_ignored():
+    rig = Rig(host_blocks=8)
+    request = make_request("one", 1, 2, 3)
+    request.retention = Retention(ttl_s=60)
+    rig.run(request)
+    rig.fill_host(20)
+    assert rig.hit(1, 2, 3) == 0
+
+
+def test_a_retention_that_is_none_is_refused_and_changes_nothing():
+    rig = Rig(retention=True)
+    request = make_request("one", 1, 2, 3)
+    rig.admit(request)
+    request.retention = {"priority": 80}
+    for call in (
+        lambda: rig.scheduler.update_state_after_alloc(request, [5, 6, 7], 0),
+        lambda: rig.scheduler.request_finished(request),
+    ):
+        with pytest.raises(ValueError, match="of request 'one' must be a jaxkv"):
+            call()
+    request.retention = None
+    rig.scheduler.request_finished(request)
+
+
+def test_several_processes_need_a_clock_for_retention(monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    rules = OffloadRules(retention=True)
+    with pytest.raises(ValueError, match="retention=True decides by the time"):
+        OffloadScheduler(BLOCK_SIZE, 8, rules=rules)
+    OffloadScheduler(BLOCK_SIZE, 8, rules=rules, policy_clock=lambda: 1.0)
 
 
 @pytest.mark.parametrize("policy", ["hazard", "lru"])

@@ -287,6 +287,16 @@ def test_without_a_threshold_everything_is_stored(store_threshold):
     check(manager.prepare_store(keys(1, 2)), (1, 2), [0, 1])
 
 
+def test_the_tail_of_a_prompt_that_nobody_knows_is_stored_the_next_time():
+    manager = OffloadingManager(16, num_blocks=9, max_unseen_blocks=2)
+    step = manager.request_step(keys(1, 2, 3, 4))
+    assert step.store.block_hashes_to_store == keys(1, 2)
+    manager.complete_step(step)
+    assert manager.num_skipped == 2
+    step = manager.request_step(keys(1, 2, 3, 4, 5))
+    assert (step.num_hits, step.store.block_hashes_to_store) == (2, keys(3, 4, 5))
+
+
 def test_a_refused_lookup_counts_nothing():
     manager = OffloadingManager(16, num_blocks=4, store_threshold=2)
     manager.lookup(keys(1))

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 
 from jaxkv.keys import key_from_foreign
-from jaxkv.policies import arc, hazard, lru, slru
+from jaxkv.policies import arc, get_policy_maker, hazard, lru, make_retained, slru
 from jaxkv.tiers.executors import NativeExecutor, XlaExecutor
 from jaxkv.tiers.host import OffloadingManager
+from jaxkv.tiers.retention import Retention
 from jaxkv.types import STOPS
 from tests.reference.arc import ReferenceARC, ReferenceARCFixed
 from tests.reference.hazard import ReferenceHazard
 from tests.reference.offloading_manager import ReferenceLRU, ReferenceManager, Refused
+from tests.reference.retained import ReferenceRetained
 from tests.reference.slru import ReferenceSLRU
 
 SEED = int(os.environ.get("JAXKV_TEST_SEED", "20261120"))
@@ -30,6 +32,14 @@ POLICIES = {
         hazard.snapshot,
     ),
 }
+PLAIN = tuple(POLICIES)
+RETAINED = ("lru", "arc", "arc_fixed", "slru", "hazard")
+for inner in RETAINED:
+    twin, _ = POLICIES[inner]
+    POLICIES[f"retained_{inner}"] = (
+        partial(ReferenceRetained, inner=twin, may_refuse=inner == "arc"),
+        None,  # that of the policy made
+    )
 # With so few ghosts that many of a batch want the same slot.
 FEW_GHOSTS = {
     "hazard": partial(hazard.make_hazard, num_ghosts=64),
@@ -48,6 +58,14 @@ def make_key(number):
             return b"foreign-%d" % number
 
 
+def make_policy(name, num_blocks):
+    """Make the policy of a name of `POLICIES`."""
+    inner = name.removeprefix("retained_")
+    make = FEW_GHOSTS.get(inner) or get_policy_maker(inner)
+    policy = make(num_blocks, max(4096, 2 * num_blocks))
+    return policy if inner == name else make_retained(policy)
+
+
 class Trio:
     """A manager with each executor and their twin, given the same calls.
 
@@ -57,8 +75,8 @@ class Trio:
 
     def __init__(self, policy, num_blocks, batch_sizes, rng):
         twin, self.snapshot = POLICIES[policy]
-        if policy in FEW_GHOSTS:
-            policy = FEW_GHOSTS[policy](num_blocks, 4096)
+        policy = make_policy(policy, num_blocks)
+        self.snapshot = self.snapshot or policy.snapshot
         self.real = [
             OffloadingManager(16, num_blocks, policy, True, executor=executor)
             for executor in ("native", "xla")
@@ -125,7 +143,21 @@ class Trio:
         assert marks == [expected] * 2
         self.running.append((keys, positions, expected))
 
+    def retain(self):
+        """Give some keys a priority, or take it from them."""
+        self.now_ms += int(10 ** (4 * self.rng.random()))
+        retention = None
+        if self.rng.random() < 0.9:
+            times = [self.rng.choice((None, 0.05, 2, 60)) for _ in range(2)]
+            if times == [None, None]:
+                times[0] = 7
+            priority = self.rng.choice((0, 1, 2, 50, 98, 99))
+            retention = Retention(priority, *times)
+        self.all("retain", self.some_keys(), retention, self.now_ms)
+
     def step(self):
+        if self.real[0].retains and self.rng.random() < 0.25:
+            self.retain()
         if self.real[0].listens and self.is_told and self.rng.random() < 0.3:
             self.tell()
         operation = self.rng.choices(
@@ -219,7 +251,7 @@ def run(policy, num_blocks, batch_sizes, num_operations, is_told=True):
 
 
 # One padded size per capacity: compiling for XLA takes longer than the calls.
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", PLAIN)
 @pytest.mark.parametrize(
     ("num_blocks", "batch_sizes"),
     [(1, (1, 4)), (7, (1, 16)), (50, (17, 64)), (300, (65, 256))],
@@ -232,6 +264,17 @@ def test_executors_equal_their_twin_on_random_operations(
     if policy == "hazard_flops":
         num_operations = 600
     run(policy, num_blocks, batch_sizes, num_operations)
+
+
+# More blocks than are counted together.
+@pytest.mark.parametrize("inner", RETAINED)
+def test_executors_equal_their_twin_with_priorities_around_a_policy(inner):
+    num_operations = 800 if inner == "hazard" else 2_000
+    run(f"retained_{inner}", 70, (1, 16), num_operations)
+
+
+def test_a_tier_of_few_blocks_with_priorities_equals_its_twin():
+    run("retained_arc", 5, (1, 16), 1_500)
 
 
 def test_a_policy_that_nobody_tells_of_requests_equals_its_twin():

@@ -53,3 +53,46 @@ def test_equals_a_count_over_the_latest_keys():
         latest = list(dict.fromkeys(reversed(history)))[:max_size]
         counts = Counter({key: counts[key] for key in latest})
         assert reuse.passes(universe) == [counts[key] >= 2 for key in universe]
+
+
+def test_of_a_prompt_that_nobody_knows_the_head_passes_and_the_rest_the_next_time():
+    scans = ReuseFilter(threshold=0, max_size=100, max_unseen=2)
+    prompt = [b"a", b"b", b"c", b"d"]
+    scans.count(prompt)
+    assert scans.passes(prompt) == [True, True, False, False]
+    scans.count(prompt[:3])
+    assert scans.passes(prompt) == [True, True, True, False]
+
+
+def test_what_is_known_of_a_prompt_does_not_count_as_unseen():
+    scans = ReuseFilter(threshold=0, max_size=100, max_unseen=1)
+    scans.count([b"system"])
+    scans.count([b"system", b"a", b"b"])
+    assert scans.passes([b"system", b"a", b"b"]) == [True, True, False]
+
+
+def test_a_key_twice_in_one_prompt_is_not_asked_for_again():
+    scans = ReuseFilter(threshold=0, max_size=100, max_unseen=1)
+    scans.count([b"a", b"b", b"b", b"c"])
+    assert scans.passes([b"a", b"b", b"c"]) == [True, False, False]
+
+
+def test_none_may_pass_at_first_sight():
+    once = ReuseFilter(threshold=0, max_size=100, max_unseen=0)
+    once.count([b"a"])
+    assert once.passes([b"a", b"generated"]) == [False, True]
+
+
+def test_keys_that_are_forgotten_are_not_held_back_for_ever():
+    scans = ReuseFilter(threshold=0, max_size=2, max_unseen=1)
+    for first in range(0, 30, 3):
+        scans.count([b"%d" % number for number in range(first, first + 3)])
+        assert len(scans._held_back) <= 2
+
+
+def test_the_rules_of_admission_go_together():
+    both = ReuseFilter(threshold=2, max_size=100, max_unseen=1)
+    both.count([b"a", b"b"])
+    assert both.passes([b"a", b"b"]) == [False, False]
+    both.count([b"a", b"b"])
+    assert both.passes([b"a", b"b"]) == [True, True]

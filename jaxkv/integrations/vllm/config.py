@@ -110,9 +110,11 @@ class ConnectorConfig:
             OffloadRules(
                 blocks_per_host_block=factor,
                 store_threshold=values["store_threshold"],
+                max_unseen_blocks=values["max_unseen_blocks"],
                 prompt_only=values["offload_prompt_only"],
                 max_offload_tokens=values["max_offload_tokens"],
                 delay_shared_loads=values["delay_shared_loads"],
+                retention=values["retention"],
                 # vLLM may leave an offer unanswered and ask for others first. Device
                 # blocks held for such an offer could not be used.
                 copy_on_device=False,
@@ -223,10 +225,12 @@ EXTRA_KEYS: dict[str, tuple[Any, Callable[[str, Any], Any]]] = {
     "num_cpu_blocks": (None, _count_or_none),
     "eviction_policy": ("lru", _name),
     "store_threshold": (0, _count),
+    "max_unseen_blocks": (None, _count_or_none),
     "offload_prompt_only": (False, _flag),
     "max_offload_tokens": (None, _count_or_none),
     "blocks_per_chunk": (1, _count),
     "delay_shared_loads": (False, _flag),
+    "retention": (False, _flag),
     "lazy_offload": (False, _not_lazy),
     "staging_bytes": (None, _bytes_or_none),
     "transfer_deadline_s": (30.0, _seconds),

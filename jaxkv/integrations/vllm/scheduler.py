@@ -10,6 +10,7 @@ from typing import Any, cast
 from jaxkv import (
     DeviceBlockPool,
     OffloadScheduler,
+    Retention,
     SchedulerOutput,
 )
 from jaxkv._util import gib
@@ -30,12 +31,18 @@ class VllmRequest:
         request: vLLM's `Request`.
         num_groups: Groups of the model's layers.
         events: Gets each block with a hash before anybody else; None without events.
+
+    Attributes:
+        request: As given.
+        retention: How long its blocks are to be kept, by
+            ``kv_transfer_params["retention"]``; None where that is missing or wrong.
     """
 
     def __init__(
         self, request: Any, num_groups: int, events: HostEvents | None = None
     ) -> None:
         self.request = request
+        self.retention = _retention_of(request)
         self._events = events
         self._num_recorded = 0
         self._keys: list[list[BlockKey]] = [[] for _ in range(num_groups)]
@@ -256,3 +263,22 @@ class SchedulerHalf:
             known = VllmRequest(request, len(self._config.groups), self._events)
             self._requests[request.request_id] = known
         return known
+
+
+def _retention_of(request: Any) -> Retention | None:
+    """Read how long a client wants a request's blocks to be kept.
+
+    What is wrong is logged, and otherwise ignored: it must not end the engine.
+    """
+    params = getattr(request, "kv_transfer_params", None)
+    if not isinstance(params, dict) or params.get("retention") is None:
+        return None
+    try:
+        return Retention.of(params["retention"])
+    except ValueError as error:
+        _LOG.warning(
+            "request %s: kv_transfer_params['retention'] is ignored: %s",
+            request.request_id,
+            error,
+        )
+        return None

@@ -7,7 +7,8 @@ refused stores nothing and does not touch again. A request with more blocks than
 cache uses only the first that fit, but all count. A policy that listens is told that
 the request begins, and at last that it has finished, both at the time of its arrival.
 
-With a device in front, requests are served as `jaxkv.tools.replay.device` says.
+With a device in front, requests are served as `jaxkv.tools.replay.device` says. With an
+admission, what does not pass is not stored.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.policies import PolicyMaker, get_policy_maker
-from jaxkv.tiers.executors import Executor, make_executor
+from jaxkv.tiers.executors import Executor, Step, Words, make_executor
+from jaxkv.tiers.key_memory import ReuseFilter
 from jaxkv.tools.replay.belady import find_optimum
 from jaxkv.tools.replay.device import DeviceHits, find_on_device, serve_behind
 from jaxkv.tools.replay.traces import Trace, keys_of
@@ -107,6 +109,7 @@ def replay(
     capacity_blocks: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     device: DeviceHits | None = None,
+    make_admission: Callable[[], ReuseFilter] | None = None,
 ) -> ReplayResult:
     """Replay a trace against one policy at one capacity.
 
@@ -116,12 +119,16 @@ def replay(
         capacity_blocks: Blocks of the cache.
         on_progress: Called repeatedly with the requests done and in total.
         device: What a device in front finds by itself; None for no device.
+        make_admission: Makes what says which blocks may be stored; None for all. It
+            goes neither with `OPTIMUM`, which stores whatever was asked for, nor with a
+            device.
 
     Returns:
         The result.
 
     Raises:
-        ValueError: If the policy is unknown or the capacity is less than 1.
+        ValueError: If the policy is unknown, the capacity is less than 1, or an
+            admission is given where it does not go.
 
     Example:
         >>> from jaxkv.tools.replay.traces import make_trace
@@ -133,6 +140,9 @@ def replay(
     if capacity_blocks < 1:
         raise ValueError(f"{capacity_blocks=} must be at least 1.")
     name = _check_name(policy)
+    if make_admission is not None and (policy == OPTIMUM or device is not None):
+        what = f"{policy=}" if policy == OPTIMUM else "a device in front"
+        raise ValueError(f"make_admission must be None with {what}.")
     begun_s = ready_s = time.perf_counter()
     if policy == OPTIMUM:
         num_hits = find_optimum(trace, capacity_blocks, on_progress, device)
@@ -149,6 +159,7 @@ def replay(
         ahead = None if device is None else (0, 1, 1)
         _serve(executor, np.zeros(1, np.int64), 1, news, ahead)
         executor = make_executor(cache)
+        admission = make_admission() if make_admission is not None else None
         ready_s = time.perf_counter()
         num_hits = np.zeros(trace.num_requests, np.int64)
         num_stores = np.zeros(trace.num_requests, np.int64)
@@ -168,7 +179,7 @@ def replay(
                 )
             asked = min(int(num_asked[request]), len(ids))
             num_hits[request], num_stores[request], is_refused = _serve(
-                executor, ids, asked, news, ahead
+                executor, ids, asked, news, ahead, admission
             )
             num_refused += is_refused
             if request % _REQUESTS_PER_REPORT == 0:
@@ -283,6 +294,7 @@ def _serve(
     num_asked: int,
     news: _News | None,
     ahead: tuple[int, int, int] | None,
+    admission: ReuseFilter | None = None,
 ) -> tuple[int, int, bool]:
     """Serve a request; return its hit blocks, those stored, and if any was refused.
 
@@ -293,6 +305,7 @@ def _serve(
         news: What to tell the policy; None if it does not listen.
         ahead: How many blocks the device in front has found, how many may be found, and
             how many are offered before the request's end; None if there is no device.
+        admission: Says which blocks may be stored; None for all.
     """
     if not ids.size:
         return 0, 0, False
@@ -316,7 +329,10 @@ def _serve(
         )
         return ahead[0] + num_found, num_stored, is_refused
     mark = begin()
-    step = executor.request_step(keys)
+    if admission is None:
+        step = executor.request_step(keys)
+    else:
+        step = _step(executor, keys, ids, num_asked, admission)
     if step.evicted_keys is not None:
         # The second touch comes before the blocks are ready, which matters to ARC.
         executor.touch(keys)
@@ -325,6 +341,32 @@ def _serve(
     is_refused = step.evicted_keys is None
     num_stored = 0 if is_refused else step.num_stored
     return min(step.num_hits, num_asked), num_stored, is_refused
+
+
+def _step(
+    executor: Executor,
+    keys: Words,
+    ids: NDArray[Any],
+    num_asked: int,
+    admission: ReuseFilter,
+) -> Step:
+    """Do as `Executor.request_step` does, but store only what may be stored."""
+    names = [int(own).to_bytes(8, "little") for own in ids]
+    admission.count(names[:num_asked])
+    num_hits = executor.lookup(keys)
+    executor.touch(keys)
+    block_ids = np.empty(0, np.int64)
+    if num_hits:
+        block_ids, _ = executor.prepare_load(keys[:num_hits])
+    offered = keys[np.array(admission.passes(names))]
+    offered.flags.writeable = False
+    if not len(offered):
+        return Step(num_hits, 0, block_ids, keys[:0])
+    stored = executor.prepare_store(offered)
+    if stored is None:
+        return Step(num_hits, 0, block_ids, None)
+    block_ids = np.concatenate([block_ids, stored.block_ids])
+    return Step(num_hits, stored.num_stored, block_ids, stored.evicted_keys)
 
 
 def _check_name(policy: str | PolicyMaker) -> str:

@@ -1,0 +1,369 @@
+"""Keep some blocks longer than others, whatever the policy: retention by priority.
+
+A block may be given a priority, from 1 to 99, with a half-life or a time to live, or
+both. While it lasts, the block is evicted after those of lower priority; blocks that
+were given none have 0. The priority halves after each half-life, rounded down, and is 0
+after the time to live. Nothing is pinned: where the others do not suffice, blocks are
+evicted whatever their priority, the lowest first.
+
+This is a policy around another one, the inner policy, which chooses among blocks of one
+priority and knows nothing of it: blocks that are not to go are shown to it as if they
+were being read. Usually that is one call. Where blocks of several priorities have to
+go, all idle ones below the highest of these go first, in a call of their own. A policy
+that may refuse an eviction although enough blocks are idle (`Policy.always_evicts` is
+false, as for vLLM's ARC) is asked for all of them at once, as what it had evicted could
+not be had back; and if it refuses because of what it was shown, without priorities.
+
+Of two priorities that a block is given the one counts that is higher when the second is
+given; the second, if they are equal. The time is what `begin`, `finish` and `retain`
+are told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxkv.native import retained as native
+from jaxkv.native.policy import register_native
+from jaxkv.native.retained import (
+    CHUNK,
+    GIVEN,
+    HALF_LIFE,
+    MOST_HALVINGS,
+    MOST_PRIORITY,
+    NOT_HELD,
+    NUM_TERMS,
+    ORDINARY,
+    SHIELD,
+    TIME_TO_LIVE,
+)
+from jaxkv.policies.base import EvictResult, InsertResult, Policy
+from jaxkv.policies.clock import later
+from jaxkv.policies.xla import after
+from jaxkv.types import NO_BLOCK, PyTree
+
+_PRIORITY_BITS = MOST_PRIORITY.bit_length()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RetainedState:
+    """The inner policy's state, and what blocks were given.
+
+    Attributes:
+        inner: The inner policy's state.
+        priorities: i32[B]. As they were given; 0 for none, -1 where the block holds no
+            key.
+        terms: u32[B, 3]. When that was, the half-life and the time to live, in
+            milliseconds; stale where the priority is not above 0.
+        counts: i32[B / 64]. How many of 64 blocks have a priority above 0.
+        now_ms: u32[]. The time that was told last.
+        is_told: bool[]. Whether anybody told it.
+    """
+
+    inner: PyTree
+    priorities: Array
+    terms: Array
+    counts: Array
+    now_ms: Array
+    is_told: Array
+
+
+register_native(RetainedState, native.NATIVE)
+
+
+def init(inner: Policy) -> RetainedState:
+    """Make an empty cache, of as many blocks as `inner` was made for."""
+    num_blocks = inner.num_blocks
+    return RetainedState(
+        inner=inner.init(),
+        priorities=jnp.full((num_blocks,), NOT_HELD, jnp.int32),
+        terms=jnp.zeros((num_blocks, NUM_TERMS), jnp.uint32),
+        counts=jnp.zeros((-(-num_blocks // CHUNK),), jnp.int32),
+        now_ms=jnp.zeros((), jnp.uint32),
+        is_told=jnp.zeros((), jnp.bool_),
+    )
+
+
+def find(inner: Policy, state: RetainedState, keys: Array, count: Array) -> Array:
+    """Find the block of each key; see `Policy.find`."""
+    return inner.find(state.inner, keys, count)
+
+
+def touch(
+    inner: Policy, state: RetainedState, keys: Array, count: Array, ready: Array
+) -> RetainedState:
+    """Record a use of each key; see `Policy.touch`."""
+    touched = inner.touch(state.inner, keys, count, ready)
+    return dataclasses.replace(state, inner=touched)
+
+
+def insert(
+    inner: Policy, state: RetainedState, keys: Array, block_ids: Array
+) -> InsertResult:
+    """Add new keys, which are ordinary; see `Policy.insert`."""
+    result = inner.insert(state.inner, keys, block_ids)
+    blocks = jnp.where(result.inserted, block_ids, state.priorities.shape[0])
+    priorities = state.priorities.at[blocks].set(ORDINARY, mode="drop")
+    state = dataclasses.replace(state, inner=result.state, priorities=priorities)
+    return InsertResult(state, result.inserted)
+
+
+def remove(
+    inner: Policy, state: RetainedState, keys: Array, block_ids: Array
+) -> RetainedState:
+    """Forget keys; see `Policy.remove`."""
+    removed = inner.remove(state.inner, keys, block_ids)
+    return _drop(dataclasses.replace(state, inner=removed), block_ids)
+
+
+def begin(
+    inner: Policy,
+    state: RetainedState,
+    keys: Array,
+    count: Array,
+    positions: Array,
+    now_ms: Array,
+    num_tokens: Array,
+) -> tuple[RetainedState, Array]:
+    """Note the time of a request's beginning; see `Policy.begin`."""
+    state, mark = _tell(state, now_ms), jnp.zeros((), jnp.int32)
+    if inner.begin is None:
+        return state, mark
+    told, mark = inner.begin(state.inner, keys, count, positions, now_ms, num_tokens)
+    return dataclasses.replace(state, inner=told), mark
+
+
+def finish(
+    inner: Policy,
+    state: RetainedState,
+    keys: Array,
+    count: Array,
+    positions: Array,
+    now_ms: Array,
+    num_output_tokens: Array,
+    stop: Array,
+    mark: Array,
+) -> RetainedState:
+    """Note the time of a request's end; see `Policy.finish`."""
+    state = _tell(state, now_ms)
+    if inner.finish is None:
+        return state
+    told = inner.finish(
+        state.inner, keys, count, positions, now_ms, num_output_tokens, stop, mark
+    )
+    return dataclasses.replace(state, inner=told)
+
+
+def retain(
+    inner: Policy,
+    state: RetainedState,
+    keys: Array,
+    count: Array,
+    priority: Array,
+    half_life_ms: Array,
+    ttl_ms: Array,
+    given_ms: Array,
+) -> RetainedState:
+    """Give blocks a priority; see `Policy.retain`.
+
+    Args:
+        inner: The inner policy.
+        state: The state before.
+        keys: u32[K, 8]. Keys without a block are ignored.
+        count: i32[]. How many of them are meant.
+        priority: i32[]. From 0 to 99; -1 to have them be ordinary, whatever they were
+            given.
+        half_life_ms: u32[]. 0 for none.
+        ttl_ms: u32[]. 0 for none.
+        given_ms: u32[]. When it is given, or was. The time is told by that as well.
+
+    Returns:
+        The state after.
+    """
+    given_ms = jnp.asarray(given_ms, jnp.uint32)
+    state = _tell(state, given_ms)
+    num_blocks = state.priorities.shape[0]
+    found = inner.find(state.inner, keys, count)
+    blocks = jnp.where(found == NO_BLOCK, num_blocks, found)
+    before = state.priorities.at[blocks].get(mode="fill", fill_value=ORDINARY)
+    old_terms = state.terms.at[blocks].get(mode="fill", fill_value=0)
+    terms = jnp.stack([given_ms, half_life_ms, ttl_ms]).astype(jnp.uint32)
+    own = _decayed(jnp.asarray(priority), terms, state.now_ms)
+    is_higher = (own > 0) & (own >= _decayed(before, old_terms, state.now_ms))
+    is_put = is_higher | (priority < 0)
+    blocks = after(jnp.where(is_put, blocks, num_blocks), before, old_terms)
+    with_terms = jnp.where(is_higher, blocks, num_blocks)
+    new = jnp.maximum(priority, ORDINARY).astype(jnp.int32)
+    priorities = state.priorities.at[blocks].set(new, mode="drop")
+    return dataclasses.replace(
+        state,
+        priorities=priorities,
+        terms=state.terms.at[with_terms].set(terms, mode="drop"),
+        counts=_count(priorities),
+    )
+
+
+def evict(
+    inner: Policy, state: RetainedState, num: Array, ref_cnt: Array, width: int
+) -> EvictResult:
+    """Evict the blocks of the lowest priorities; see `Policy.evict`."""
+    own = _decayed(state.priorities, state.terms, state.now_ms)
+    is_idle = (own >= 0) & (ref_cnt == 0)
+    is_enough = jnp.sum(is_idle, dtype=jnp.int32) >= num
+
+    # The highest priority of which some have to go.
+    def halve(_: Any, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+        least, most = ends
+        middle = (least + most) // 2
+        reaches = jnp.sum(is_idle & (own <= middle), dtype=jnp.int32) >= num
+        least = jnp.where(reaches, least, middle + 1)
+        return least, jnp.where(reaches, middle, most)
+
+    ends = jnp.int32(ORDINARY), jnp.int32(MOST_PRIORITY)
+    _, limit = lax.fori_loop(0, _PRIORITY_BITS, halve, ends)
+    num_below = jnp.sum(is_idle & (own < limit), dtype=jnp.int32)
+    if inner.always_evicts:
+        limits = limit - 1, limit
+    else:
+        num_below, limits = num, (limit, jnp.int32(MOST_PRIORITY))
+    rows = jnp.arange(width, dtype=jnp.int32)
+
+    # One loop of two rounds, so that the inner policy is compiled once.
+    def take(
+        first: Array, carry: tuple[PyTree, Array, Array, Array]
+    ) -> tuple[PyTree, Array, Array, Array]:
+        inner_state, block_ids, keys, left = carry
+        wanted = jnp.where(first == 0, jnp.minimum(num_below, left), left)
+        is_above = (ref_cnt == 0) & (own > jnp.where(first == 0, *limits))
+        shielded = jnp.where(is_above, SHIELD, ref_cnt)
+        part = inner.evict(inner_state, wanted, shielded, width)
+        taken = jnp.where(part.ok, wanted, 0)
+        at = jnp.where(rows < taken, rows + num - left, width)
+        return (
+            part.state,
+            block_ids.at[at].set(part.block_ids, mode="drop"),
+            keys.at[at].set(part.keys, mode="drop"),
+            left - taken,
+        )
+
+    none = jnp.full((width,), NO_BLOCK, jnp.int32)
+    no_keys = jnp.zeros((width, 8), jnp.uint32)
+    begun = state.inner, none, no_keys, jnp.where(is_enough, num, 0)
+    inner_state, block_ids, keys, left = lax.fori_loop(0, 2, take, begun)
+    ok = is_enough & (left == 0)
+    # Of what has decayed there is nothing to look at any more.
+    is_past = (state.priorities > 0) & (own == ORDINARY) & ok & (num > 0)
+    priorities = jnp.where(is_past, ORDINARY, state.priorities)
+    state = dataclasses.replace(state, inner=inner_state, priorities=priorities)
+    return EvictResult(_drop(state, block_ids), block_ids, keys, ok)
+
+
+def snapshot(inner: Policy, state: RetainedState) -> dict[str, Any]:
+    """Show a state to a reader. For the host, not for jit.
+
+    Args:
+        inner: The inner policy.
+        state: The state, on any device.
+
+    Returns:
+        What the inner policy shows; and "num_retained", how many blocks have a
+        priority above 0 now.
+    """
+    terms = jnp.asarray(state.terms), jnp.asarray(state.now_ms)
+    own = _decayed(jnp.asarray(state.priorities), *terms)
+    return inner.snapshot(state.inner) | {"num_retained": int((own > 0).sum())}
+
+
+@functools.cache
+def make_retained(inner: Policy) -> Policy:
+    """Make a policy that evicts by priorities first, and else as another one.
+
+    Args:
+        inner: The other policy.
+
+    Returns:
+        The policy, whose `retain` gives blocks priorities. Equal arguments give the
+        same object.
+
+    Raises:
+        ValueError: If `inner` retains blocks already.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jaxkv.policies import make_lru
+        >>> lru = make_retained(make_lru(num_blocks=4))
+        >>> keys = jnp.arange(16, dtype=jnp.uint32).reshape(2, 8)
+        >>> state, _ = lru.insert(lru.init(), keys, jnp.array([3, 1]))
+        >>> count, priority, half_life_ms = jnp.int32(1), jnp.int32(80), 60_000
+        >>> state = lru.retain(state, keys, count, priority, half_life_ms, 0, 0)
+        >>> evicted = lru.evict(state, jnp.int32(1), jnp.zeros(4, jnp.int32), 2)
+        >>> evicted.block_ids.tolist()  # 3 was used before it, but is retained
+        [1, -1]
+    """
+    if inner.retain is not None:
+        raise ValueError("the policy retains blocks already; wrap it once.")
+    own = None
+    if inner.native is not None:
+        variant = inner.native.variant << 1 | inner.always_evicts
+        own = native.NATIVE._replace(variant=variant)
+    of_inner: dict[str, Any] = {
+        function.__name__: functools.partial(function, inner)
+        for function in (
+            init,
+            find,
+            touch,
+            insert,
+            remove,
+            evict,
+            snapshot,
+            begin,
+            finish,
+            retain,
+        )
+    }
+    return Policy(
+        num_blocks=inner.num_blocks,
+        max_batch=inner.max_batch,
+        native=own,
+        always_evicts=inner.always_evicts,
+        **of_inner,
+    )
+
+
+def _decayed(priorities: Array, terms: Array, now_ms: Array) -> Array:
+    """Tell what is left of priorities, i32[...], given on `terms` (u32[..., 3])."""
+    age_ms = now_ms - terms[..., GIVEN]
+    half_life_ms, ttl_ms = terms[..., HALF_LIFE], terms[..., TIME_TO_LIVE]
+    halvings = jnp.minimum(age_ms // jnp.maximum(half_life_ms, 1), MOST_HALVINGS)
+    halvings = jnp.where(half_life_ms > 0, halvings, 0).astype(jnp.int32)
+    is_over = (ttl_ms > 0) & (age_ms >= ttl_ms)
+    left = jnp.where(is_over, ORDINARY, priorities >> halvings)
+    return jnp.where(priorities > 0, left, priorities)
+
+
+def _tell(state: RetainedState, now_ms: Array) -> RetainedState:
+    return dataclasses.replace(
+        state,
+        now_ms=later(state.now_ms, state.is_told, now_ms),
+        is_told=jnp.ones_like(state.is_told),
+    )
+
+
+def _drop(state: RetainedState, block_ids: Array) -> RetainedState:
+    """Note that blocks (i32[K], NO_BLOCK for none) hold no key any more."""
+    blocks = jnp.where(block_ids == NO_BLOCK, state.priorities.shape[0], block_ids)
+    priorities = state.priorities.at[blocks].set(NOT_HELD, mode="drop")
+    return dataclasses.replace(state, priorities=priorities, counts=_count(priorities))
+
+
+def _count(priorities: Array) -> Array:
+    """Count the retained blocks of each chunk: i32[B / 64]."""
+    is_retained = jnp.pad(priorities > 0, (0, -priorities.size % CHUNK))
+    return jnp.sum(is_retained.reshape(-1, CHUNK), axis=1, dtype=jnp.int32)

@@ -1,0 +1,162 @@
+"""What retention by priority promises, whatever the policy; twins say the rest."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv.native.compiling import own
+from jaxkv.native.retained import CHUNK, MOST_HALVINGS, MOST_PRIORITY, RELEASE
+from jaxkv.policies import get_policy_maker, make_retained, policy_names
+from jaxkv.tiers.executors import NativeExecutor, make_executor
+
+NUM_BLOCKS = 6
+MINUTE_MS = 60_000
+NONE = 0
+
+
+def keys_of(numbers):
+    keys = np.array(list(numbers), np.uint32)[:, None] + np.ones(8, np.uint32)
+    keys.flags.writeable = False
+    return keys
+
+
+class Cache:
+    """Blocks with the keys 0, 1 and so on, in this order of use. Native: the
+    differential test says that the pure functions do the same."""
+
+    def __init__(self, policy):
+        self.policy = policy
+        self.executor = make_executor(policy)
+        for number in range(policy.num_blocks):
+            self.executor.prepare_store(keys_of([number]))
+            self.executor.complete_store(keys_of([number]), True)
+
+    @property
+    def state(self):
+        return self.executor.state.policy
+
+    def retain(self, numbers, priority, half_life_ms=NONE, ttl_ms=NONE, at_ms=0):
+        terms = priority, half_life_ms, ttl_ms, at_ms
+        self.executor.retain(keys_of(numbers), *terms)
+
+    def evict(self, num, executor=None):
+        """Evict some, or None if that is refused."""
+        executor = executor or self.executor
+        stored = executor.prepare_store(keys_of(range(100, 100 + num)))
+        return stored and {int(key[0]) - 1 for key in stored.evicted_keys}
+
+    def victims(self, num, at_ms=0, read=()):
+        """What would be evicted at a time, while some are read; None if refused."""
+        copy = NativeExecutor(self.policy, self.executor.state)
+        copy.begin(keys_of([999]), np.zeros(1, np.int32), at_ms, 1)
+        if read:
+            copy.prepare_load(keys_of(read))
+        return self.evict(num, copy)
+
+
+@pytest.fixture(params=policy_names())
+def cache(request):
+    return Cache(make_retained(get_policy_maker(request.param)(NUM_BLOCKS, 64)))
+
+
+@pytest.fixture
+def of_lru():
+    return Cache(make_retained(get_policy_maker("lru")(NUM_BLOCKS, 64)))
+
+
+def test_blocks_go_by_priority_whatever_the_policy(cache):
+    cache.retain([0, 1], 80, ttl_ms=MINUTE_MS)
+    cache.retain([2, 3], 30, ttl_ms=MINUTE_MS)
+    assert cache.victims(2) == {4, 5}
+    if cache.policy.always_evicts:  # vLLM's ARC is asked for all of them in one call
+        assert cache.victims(3) - {2, 3} == {4, 5}
+        assert cache.victims(4) == {2, 3, 4, 5}
+        assert cache.victims(5) - {0, 1} == {2, 3, 4, 5}
+
+
+def test_nothing_is_pinned(cache):
+    cache.retain(range(NUM_BLOCKS), 99, ttl_ms=MINUTE_MS)
+    assert cache.victims(NUM_BLOCKS) == set(range(NUM_BLOCKS))
+
+
+def test_after_the_time_to_live_a_block_is_ordinary(of_lru):
+    of_lru.retain([0, 1], 99, ttl_ms=MINUTE_MS)
+    assert of_lru.victims(2, at_ms=MINUTE_MS - 1) == {2, 3}
+    assert of_lru.victims(2, at_ms=MINUTE_MS) == {0, 1}
+
+
+def test_a_priority_halves_with_every_half_life(of_lru):
+    of_lru.retain([0], 80, half_life_ms=MINUTE_MS)
+    of_lru.retain([1, 2, 3, 4, 5], 30, ttl_ms=100 * MINUTE_MS)
+    assert of_lru.victims(1, at_ms=2 * MINUTE_MS - 1) == {1}  # 40 against 30
+    assert of_lru.victims(1, at_ms=2 * MINUTE_MS) == {0}  # 20
+    assert MOST_PRIORITY >> MOST_HALVINGS == 0
+
+
+def test_the_higher_of_two_priorities_counts_and_the_last_of_equal_ones(of_lru):
+    of_lru.retain([0], 50, ttl_ms=MINUTE_MS)
+    of_lru.retain([0], 10, ttl_ms=10 * MINUTE_MS)
+    of_lru.retain([1, 2, 3, 4, 5], 20, ttl_ms=10 * MINUTE_MS)
+    assert of_lru.victims(1) == {1}
+    assert of_lru.victims(1, at_ms=MINUTE_MS) == {0}
+    of_lru.retain([0], 50, ttl_ms=2 * MINUTE_MS)
+    assert of_lru.victims(1, at_ms=MINUTE_MS) == {1}
+
+
+def test_a_release_makes_blocks_ordinary(of_lru):
+    of_lru.retain([0, 1], 99, ttl_ms=MINUTE_MS)
+    of_lru.retain([0], RELEASE)
+    assert of_lru.victims(1) == {0}
+
+
+def test_a_block_that_comes_anew_is_ordinary(of_lru):
+    of_lru.retain([0], 99, ttl_ms=MINUTE_MS)
+    of_lru.executor.discard(keys_of([0]))
+    assert of_lru.state.counts.tolist() == [0]
+    of_lru.executor.prepare_store(keys_of([0]))
+    of_lru.executor.complete_store(keys_of([0]), True)
+    of_lru.retain([1, 2, 3, 4, 5], 1, ttl_ms=MINUTE_MS)
+    assert of_lru.victims(1) == {0}
+
+
+def test_what_has_decayed_is_forgotten_when_others_are_evicted(of_lru):
+    of_lru.retain([5], 99, ttl_ms=MINUTE_MS)
+    assert of_lru.state.counts.tolist() == [1]
+    of_lru.retain([999], 1, ttl_ms=1, at_ms=MINUTE_MS)  # tells the time
+    assert of_lru.evict(1) == {0}
+    assert of_lru.state.counts.tolist() == [0]
+    assert of_lru.state.priorities.tolist() == [0] * NUM_BLOCKS
+
+
+def test_a_refusal_changes_nothing_though_the_lowest_would_suffice_for_some(cache):
+    cache.retain([0, 1, 2], 50, ttl_ms=MINUTE_MS)
+    cache.executor.prepare_load(keys_of([2, 4]))
+    before = own(cache.executor.state)
+    assert cache.evict(5) is None
+    after = cache.executor.state
+    for one, other in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert cache.victims(4) == {0, 1, 3, 5}
+
+
+def test_a_policy_that_refuses_because_of_priorities_is_asked_without_them():
+    # Below its target, vLLM's ARC takes from T2 alone: here what is retained.
+    arc = Cache(make_retained(get_policy_maker("arc")(NUM_BLOCKS, 64)))
+    arc.executor.touch(keys_of([0]))
+    arc.state.inner.target.view(np.float64)[0] = NUM_BLOCKS
+    arc.retain([0], 99, ttl_ms=MINUTE_MS)
+    assert arc.victims(1) == {0}
+    assert arc.victims(2) is None  # as without priorities
+
+
+def test_few_retained_blocks_are_counted_by_chunks():
+    lru = Cache(make_retained(get_policy_maker("lru")(CHUNK + 1, 128)))
+    lru.retain([CHUNK - 1, CHUNK], 2, ttl_ms=MINUTE_MS)
+    assert lru.state.counts.tolist() == [1, 1]
+    assert lru.victims(CHUNK) - {CHUNK - 1, CHUNK} == set(range(CHUNK - 1))
+
+
+def test_wrapping_twice_is_refused():
+    once = make_retained(get_policy_maker("lru")(4, 64))
+    with pytest.raises(ValueError, match="retains blocks already"):
+        make_retained(once)

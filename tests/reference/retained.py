@@ -1,0 +1,114 @@
+"""A plain-Python twin of retention by priority, for the twin of the manager."""
+
+HALF_TIME = 2**31
+
+
+class ReferenceRetained:
+    """Priorities around the twin of another policy.
+
+    `may_refuse`: whether the other one may refuse although enough blocks are idle.
+    """
+
+    def __init__(self, num_blocks, inner, may_refuse=False):
+        self.inner = inner(num_blocks)
+        self.may_refuse = may_refuse
+        self.given = {}  # key -> (priority, half-life, time to live, when)
+        self.now_ms = None
+
+    @property
+    def blocks(self):
+        return self.inner.blocks
+
+    def snapshot(self):
+        num = sum(self.priority(key) > 0 for key in self.blocks)
+        return self.inner.snapshot() | {"num_retained": num}
+
+    def get(self, key):
+        return self.inner.get(key)
+
+    def touch(self, keys):
+        self.inner.touch(keys)
+
+    def insert_all(self, keys, new):
+        if hasattr(self.inner, "insert_all"):
+            self.inner.insert_all(keys, new)
+        else:
+            for key, block in new.items():
+                self.inner.insert(key, block)
+
+    def remove(self, key):
+        self.inner.remove(key)
+        self.given.pop(key, None)
+
+    # --- what it is told ---
+
+    def tell_time(self, now_ms):
+        if self.now_ms is None or (now_ms - self.now_ms) % 2**32 < HALF_TIME:
+            self.now_ms = now_ms % 2**32
+
+    def begin(self, keys, num_tokens, now_ms, positions):
+        self.tell_time(now_ms)
+        if hasattr(self.inner, "begin"):
+            return self.inner.begin(keys, num_tokens, now_ms, positions)
+        return 0
+
+    def finish(self, keys, mark, now_ms, num_output_tokens, stop, positions):
+        self.tell_time(now_ms)
+        if hasattr(self.inner, "finish"):
+            output = num_output_tokens
+            self.inner.finish(keys, mark, now_ms, output, stop, positions)
+
+    def retain(self, keys, priority, half_life_ms, ttl_ms, given_ms):
+        self.tell_time(given_ms)
+        new = priority, half_life_ms, ttl_ms, given_ms
+        for key in set(keys) & set(self.blocks):
+            if self.left_of(new) >= max(self.priority(key), 1):
+                self.given[key] = new
+
+    def release(self, keys, now_ms):
+        self.tell_time(now_ms)
+        for key in keys:
+            self.given.pop(key, None)
+
+    # --- what it decides ---
+
+    def left_of(self, given):
+        priority, half_life_ms, ttl_ms, given_ms = given
+        age = (self.now_ms - given_ms) % 2**32
+        if ttl_ms and age >= ttl_ms:
+            return 0
+        while half_life_ms and age >= half_life_ms and priority:
+            age, priority = age - half_life_ms, priority // 2
+        return priority
+
+    def priority(self, key):
+        return self.left_of(self.given[key]) if key in self.given else 0
+
+    def evict(self, num, protected):
+        own = {key: self.priority(key) for key in self.blocks}
+        idle = [
+            key
+            for key, block in self.blocks.items()
+            if block.ref_cnt == 0 and key not in protected
+        ]
+        if len(idle) < num:
+            return None
+        highest = sorted(own[key] for key in idle)[num - 1]
+        lower = [key for key in idle if own[key] < highest]
+        above = {key for key in own if own[key] > highest}
+        if self.may_refuse:
+            victims = self.inner.evict(num, protected | above)
+            if victims is None:
+                victims = self.inner.evict(num, protected)
+        else:
+            victims = []
+            if lower:
+                rest = protected | (set(own) - set(lower))
+                victims = self.inner.evict(len(lower), rest)
+            victims += self.inner.evict(num - len(lower), protected | above)
+        if victims is not None:
+            for key, _ in victims:
+                self.given.pop(key, None)
+            for key in [key for key in self.given if not self.priority(key)]:
+                del self.given[key]
+        return victims

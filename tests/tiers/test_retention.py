@@ -1,0 +1,123 @@
+"""How long blocks are to be kept: the values, and the manager that takes them."""
+
+import math
+
+import pytest
+
+from jaxkv import OffloadingManager, Retention
+
+MINUTE_MS = 60_000
+RETAINED = Retention(priority=80, ttl_s=60)
+
+
+def full(*names, **choices):
+    manager = OffloadingManager(16, 3, retention=True, **choices)
+    manager.complete_step(manager.request_step(list(names)))
+    return manager
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        (
+            {"priority": -1, "ttl_s": 1},
+            "priority=-1 must be a whole number from 0 to",
+        ),
+        (
+            {"priority": 100, "ttl_s": 1},
+            "priority=100 must be a whole number from 0",
+        ),
+        ({"priority": 1.5, "ttl_s": 1}, r"priority=1.5 must be a whole number"),
+        ({"priority": True, "ttl_s": 1}, "priority=True must be a whole number"),
+        ({"half_life_s": math.nan}, "half_life_s=nan must be a number of seconds from"),
+        ({"half_life_s": -1}, "half_life_s=-1 must be a number of seconds from 0.001"),
+        ({"ttl_s": 0}, "ttl_s=0 must be a number of seconds from 0.001 to 2000000"),
+        ({"ttl_s": math.inf}, "ttl_s=inf must be a number of seconds"),
+        ({"ttl_s": "60"}, "ttl_s='60' must be a number of seconds"),
+        ({"priority": 9}, "half_life_s=None and ttl_s=None: one must be a number"),
+        ({"ttl_s": 1, "num_tokens": -1}, "num_tokens=-1 must be a whole number from 0"),
+    ],
+)
+def test_values_that_are_none_are_refused_in_one_line(values, match):
+    with pytest.raises(ValueError, match=match) as caught:
+        Retention(**values)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "match"),
+    [
+        ({"prio": 9, "ttl_s": 1}, "'prio' must be one of .*did you mean priority"),
+        ([80], r"\[80\] must have keys, of"),
+    ],
+)
+def test_a_mapping_with_other_keys_is_refused(values, match):
+    with pytest.raises(ValueError, match=match):
+        Retention.of(values)
+
+
+@pytest.mark.parametrize("executor", ["native", "xla"])
+def test_retained_blocks_are_evicted_last(executor):
+    manager = full(b"a", b"b", b"c", executor=executor)
+    manager.retain([b"a", b"c"], RETAINED, now_ms=0)
+    assert manager.prepare_store([b"d"]).block_hashes_evicted == [b"b"]
+
+
+def test_a_key_gets_its_priority_when_its_block_is_stored():
+    manager = OffloadingManager(16, 3, retention=True)
+    manager.retain([b"a", b"gone"], RETAINED, now_ms=0)
+    manager.complete_step(manager.request_step([b"a", b"b", b"c"]))
+    assert manager.snapshot().policy["num_retained"] == 1
+    assert b"a" not in manager.prepare_store([b"d", b"e"]).block_hashes_evicted
+
+
+def test_a_key_stored_after_its_time_is_ordinary():
+    manager = OffloadingManager(16, 3, retention=True)
+    manager.retain([b"a"], RETAINED, now_ms=0)
+    manager.begin_request([b"z"], 16, MINUTE_MS)
+    manager.complete_step(manager.request_step([b"a", b"b", b"c"]))
+    assert manager.snapshot().policy["num_retained"] == 0
+    assert len(manager._notes) == 0
+
+
+def test_a_release_holds_for_keys_to_come():
+    manager = full(b"a", b"b", b"c")
+    manager.retain([b"a", b"d"], RETAINED, now_ms=0)
+    manager.retain([b"a", b"d"], None, now_ms=0)
+    assert manager.prepare_store([b"d"]).block_hashes_evicted == [b"a"]
+    assert manager.snapshot().policy["num_retained"] == 0
+
+
+def test_only_the_keys_given_last_are_remembered():
+    manager = OffloadingManager(16, 3, retention=True, max_tracker_size=1)
+    manager.retain([b"a", b"b"], RETAINED, now_ms=0)
+    manager.complete_step(manager.request_step([b"a", b"b", b"c"]))
+    assert manager.prepare_store([b"d", b"e"]).block_hashes_evicted == [b"a", b"c"]
+
+
+def test_foreign_keys_and_more_than_a_batch_are_retained():
+    manager = OffloadingManager(16, 5000, retention=True)
+    names = [b"%d" % number for number in range(5000)]
+    manager.complete_step(manager.request_step(names))
+    manager._notes.clear()
+    most = manager.policy.max_batch
+    manager.retain(names + names, RETAINED, now_ms=0)
+    assert len(names) * 2 > most / 2
+    assert manager.snapshot().policy["num_retained"] == 5000
+
+
+def test_clear_forgets_what_keys_were_given():
+    manager = full(b"a", b"b", b"c")
+    manager.retain([b"a"], RETAINED, now_ms=0)
+    manager.clear()
+    manager.complete_step(manager.request_step([b"a", b"b", b"c"]))
+    assert manager.snapshot().policy["num_retained"] == 0
+
+
+def test_without_retention_it_is_refused_and_changes_nothing():
+    manager = OffloadingManager(16, 3)
+    manager.complete_step(manager.request_step([b"a", b"b", b"c"]))
+    before = manager.snapshot()
+    with pytest.raises(ValueError, match="make the manager with retention=True"):
+        manager.retain([b"a"], RETAINED, now_ms=0)
+    assert manager.snapshot() == before
