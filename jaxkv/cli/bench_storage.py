@@ -119,17 +119,20 @@ def run(args: argparse.Namespace) -> int:
         bench = StorageBench(config)
     except (ValueError, ImportError, StorageFailedError) as error:
         raise UsageError(f"URL: {one_line(str(error))}") from error
-    # A signal ends the process without leaving this block.
-    with bench, process.at_end(bench.close):
-        try:
-            with show_progress() as on_progress:
-                record = bench.run(on_progress)
-        except StorageFailedError as error:
-            print(f"jaxkv bench: error: {one_line(str(error))}", file=sys.stderr)
-            return EXIT_WRONG
-        except BytesDifferError as error:
-            print(f"jaxkv bench: bytes differ: {error}", file=sys.stderr)
-            return EXIT_MISMATCH
+    try:
+        # A signal ends the process without leaving this block.
+        with (
+            bench,
+            process.at_end(bench.close),
+            show_progress() as on_progress,
+        ):
+            record = bench.run(on_progress)
+    except StorageFailedError as error:
+        print(f"jaxkv bench: error: {one_line(str(error))}", file=sys.stderr)
+        return EXIT_WRONG
+    except BytesDifferError as error:
+        print(f"jaxkv bench: bytes differ: {error}", file=sys.stderr)
+        return EXIT_MISMATCH
     storage_report.print_results(record)
     if args.json:
         write_json(args.json, storage_report.to_json(record))

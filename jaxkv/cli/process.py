@@ -29,6 +29,7 @@ _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 OUTPUT_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EPIPE, errno.EIO, errno.EBADF}
 _MOST_CLEAN_UP_S = 10.0
 _at_end: list[Callable[[], None]] = []
+_is_ending = threading.Event()
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_BROKEN_PIPE = 128 + 13  # As if SIGPIPE had ended it.
 
@@ -64,6 +65,9 @@ def at_end(call: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
+        if _is_ending.is_set():
+            # What this thread fails with now is the end itself.
+            threading.Event().wait()
         _at_end.remove(call)
 
 
@@ -119,6 +123,7 @@ def _end(number: signal.Signals, name: str) -> None:
 
 def _clean_up() -> None:
     """Do what `at_end` asks for, as far as it takes no longer than a user waits."""
+    _is_ending.set()
     for call in reversed(_at_end):
         # Beside this thread, which does not wait for what hangs.
         thread = threading.Thread(target=call, daemon=True)

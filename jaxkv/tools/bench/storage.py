@@ -146,7 +146,7 @@ class StorageBench(Resource):
                 self._measure(size, on_progress)
                 for size in sorted(set(self.config.block_sizes))
             )
-        except StoreError as error:
+        except (StoreError, OSError) as error:
             raise StorageFailedError(str(error)) from error
         return StorageRecord(self.config, self._store.url, results)
 
@@ -384,11 +384,8 @@ def _read(path: str) -> None:
 
 
 def _wait_for(futures: Iterable[Future[Any]]) -> None:
-    try:
-        for future in futures:
-            future.result(_ANSWER_S)
-    except OSError as error:
-        raise StorageFailedError(str(error)) from error
+    for future in futures:
+        future.result(_ANSWER_S)
 
 
 def _time(

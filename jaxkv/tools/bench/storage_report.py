@@ -70,7 +70,7 @@ def _result_json(result: StorageResult) -> dict[str, Any]:
 
 def _versions() -> dict[str, str]:
     versions = {}
-    for name in ("tensorstore", "redis"):
+    for name in ("tensorstore", "redis", "xxhash"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
