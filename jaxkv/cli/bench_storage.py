@@ -30,6 +30,7 @@ from jaxkv.tools.bench.storage import (
     StorageFailedError,
 )
 
+_MOST_SHOWN = 300
 SUMMARY = "see how fast blocks reach a store (a folder, S3, Redis) and come back"
 DESCRIPTION = (
     "Time how long blocks take into a store and back, through everything that the "
@@ -128,7 +129,8 @@ def run(args: argparse.Namespace) -> int:
         ):
             record = bench.run(on_progress)
     except StorageFailedError as error:
-        print(f"jaxkv bench: error: {one_line(str(error))}", file=sys.stderr)
+        text = one_line(str(error))[:_MOST_SHOWN]
+        print(f"jaxkv bench: error: {text}", file=sys.stderr)
         return EXIT_WRONG
     except BytesDifferError as error:
         print(f"jaxkv bench: bytes differ: {error}", file=sys.stderr)

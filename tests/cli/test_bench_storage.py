@@ -81,7 +81,7 @@ def test_s3_is_measured_over_http(capsys, monkeypatch):
     [
         ((), "the following arguments are required: URL"),
         (("nope://x",), "URL: storage='nope://x': unknown 'nope'"),
-        (("/dev/null",), "URL: NotADirectoryError"),
+        (("/dev/null",), "URL: storage='/dev/null': Not a directory; name a folder"),
         (("s3://",), "URL: storage='s3://' must be s3://BUCKET/PREFIX"),
         (("/tmp/x", "--rounds", "2"), "--rounds: '2' must be a whole number from 3"),
         (("/tmp/x", "--in-flight", "0"), "--in-flight: '0' must be"),

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
+from jaxkv._util import shown
 from jaxkv.transfer.storage.buffers import Buffers
 from jaxkv.transfer.storage.store import (
     Blob,
@@ -62,7 +63,11 @@ class LocalStore:
             with os.scandir(self._root):
                 pass
         except OSError as error:
-            raise error_of(error) from error
+            raise StoreError(
+                error_of(error).kind,
+                f"storage={shown(self._root)}: {error.strerror}; name a folder that "
+                "can be made and read",
+            ) from error
         self._buffers = Buffers(_KEPT_BYTES)
         # Writes that hang must not keep reads waiting, nor the reverse.
         self._readers = Workers("jaxkv storage reader", _READ_THREADS)

@@ -11,6 +11,7 @@ from jaxkv.transfer.storage.redis_store import RedisStore
 from jaxkv.transfer.storage.store import BlobStore, memory_store
 from jaxkv.transfer.storage.tensor_store import open_gs, open_s3
 
+_MOST_LETTERS = 2000
 SCHEMES = ("file", "s3", "gs", "redis", "rediss", "unix", "memory")
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
@@ -38,8 +39,10 @@ def open_store(url: str) -> BlobStore:
         >>> open_store("memory://example").url
         'memory://example'
     """
-    if not isinstance(url, str) or not url or "\0" in url:
+    if not isinstance(url, str) or not 0 < len(url) <= _MOST_LETTERS:
         raise ValueError(f"storage={shown(url)} must be a URL or the path of a folder.")
+    if not url.isprintable():
+        raise ValueError(f"storage={shown(url)} must not have what cannot be printed.")
     match = _URL.fullmatch(url)
     if not match:
         return LocalStore(url)

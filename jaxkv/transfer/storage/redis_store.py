@@ -53,7 +53,7 @@ class RedisStore:
                 retry=self._redis.retry.Retry(self._redis.backoff.NoBackoff(), 1),
             )
         except (ValueError, TypeError) as error:
-            raise ValueError(f"storage={shown(self._url)}: {error}.") from None
+            raise ValueError(f"storage={shown(self._url)}: {shown(error)}.") from None
         self._readers = Workers("jaxkv storage reader", _READ_CONNECTIONS)
         self._writers = Workers("jaxkv storage writer", _WRITE_CONNECTIONS)
 
@@ -125,7 +125,7 @@ class RedisStore:
                     yield [name.decode("ascii", "replace") for name in names]
                 if cursor == 0:
                     return
-        except self._redis.RedisError as error:
+        except Exception as error:  # Of redis-py, of sockets, of names of hosts.
             raise self._error_of(error) from error
 
     def close(self) -> None:
@@ -144,7 +144,9 @@ class RedisStore:
             known.AuthenticationError | known.NoPermissionError | known.ReadOnlyError,
         ):
             kind = "denied"
-        elif isinstance(error, known.ConnectionError | known.TimeoutError | OSError):
+        elif isinstance(
+            error, known.ConnectionError | known.TimeoutError | OSError | UnicodeError
+        ):
             kind = "unreachable"
         return StoreError(kind, f"{type(error).__name__}: {error}")
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from jaxkv._util import one_line, shown
 from jaxkv.transfer.storage.store import (
     Blob,
     ErrorKind,
@@ -21,6 +22,7 @@ from jaxkv.transfer.storage.store import (
 
 # What is slow beyond that is computed sooner: tensorstore would try 32 times.
 _RETRIES = {"max_retries": 3, "initial_delay": "100ms", "max_delay": "1s"}
+_MOST_SHOWN = 200
 _NUM_LISTS = 16  # At once.
 _KINDS: Mapping[str, ErrorKind] = {
     "RESOURCE_EXHAUSTED": "full",
@@ -50,7 +52,7 @@ class TensorStoreStore:
         try:
             self._store = self._ts.KvStore.open(dict(spec)).result()
         except (ValueError, NotImplementedError) as error:
-            raise ValueError(f"storage={url!r}: {error_text(error)}") from None
+            raise ValueError(f"storage={shown(url)}: {error_text(error)}") from None
 
     @property
     def url(self) -> str:
@@ -161,7 +163,8 @@ def open_gs(url: str) -> TensorStoreStore:
 
 def error_text(error: BaseException) -> str:
     """Shorten what tensorstore says: the answer of a server, and where it noticed."""
-    return re.sub(r"\s*\[[a-z_-]+='.*", "", str(error), flags=re.DOTALL)
+    text = re.sub(r"\s*\[[a-z_-]+='.*", "", str(error), flags=re.DOTALL)
+    return one_line(text)[:_MOST_SHOWN]
 
 
 def _import() -> Any:
@@ -182,7 +185,7 @@ def _split(url: str, known: Sequence[str]) -> tuple[str, str, dict[str, str]]:
     if not parts.netloc or parts.fragment or set(options) - set(known):
         more = f" with {' and '.join(f'?{name}=' for name in known)}" if known else ""
         raise ValueError(
-            f"storage={url!r} must be {parts.scheme}://BUCKET/PREFIX{more}."
+            f"storage={shown(url)} must be {parts.scheme}://BUCKET/PREFIX{more}."
         )
     return parts.netloc, f"{path}/" if path else "", options
 
