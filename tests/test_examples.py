@@ -13,6 +13,7 @@ EXPECTED = {
     "metrics.py": "vllm:external_prefix_cache_hits_total {'engine': '0'} 1600.0",
     "quickstart.py": "2 blocks back: k = 1.0, v = 2.0",
     "serve.py": "round 2, prompt 0: (",
+    "storage.py": "engine 2, prompt 0: (",
     "vllm_connector.py": "32 of 40 tokens from the host: [[1, 2], [1, 2]] in blocks",
 }
 # Examples that need packages of their own, or do not end, and the tests that run them.
@@ -59,6 +60,17 @@ def test_serving_again_brings_prompts_back_with_the_same_answer():
     )
     assert [answer for answer, _ in first] == [answer for answer, _ in second]
     assert {said for _, said in second} == {"576 of 600 tokens from the host"}
+
+
+def test_the_second_engine_finds_what_the_first_has_stored():
+    lines = run("storage.py").splitlines()
+    first, second = (
+        [line.split(": ")[1].split("), ") for line in lines if line.startswith(name)]
+        for name in ("engine 1", "engine 2")
+    )
+    assert [answer for answer, _ in first] == [answer for answer, _ in second]
+    told = {said for _, said in second}
+    assert told == {"576 of 600 tokens by way of the host"}
 
 
 def test_readme_shows_the_quickstart_as_it_is():

@@ -3,7 +3,8 @@
 In a workload several users ask questions in several turns. They share documents, some
 of their requests are aborted, and the device pool is so small that requests are
 preempted. `pytest -m long` runs twelve workloads for each model, mode and policy, with
-loads that requests wait for and with loads in the step itself, 432 in all.
+loads that requests wait for and with loads in the step itself, with a store behind the
+host and without one, 864 in all.
 """
 
 import dataclasses
@@ -95,6 +96,7 @@ def converse(engine, seed):
     return answers
 
 
+@pytest.mark.parametrize("with_storage", [False, True])
 @pytest.mark.parametrize("load_in_step", [False, True])
 @pytest.mark.parametrize(
     ("name", "mode", "policy", "seeds"),
@@ -110,7 +112,7 @@ def converse(engine, seed):
     ],
 )
 def test_conversations_get_the_same_tokens_with_offloading(
-    make_engine, name, mode, policy, seeds, load_in_step
+    make_engine, tmp_path, name, mode, policy, seeds, load_in_step, with_storage
 ):
     alone = make_engine(name)
     offloading = make_engine(
@@ -119,6 +121,8 @@ def test_conversations_get_the_same_tokens_with_offloading(
         offload_mode=mode,
         cache_policy=policy,
         load_in_step=load_in_step,
+        storage=str(tmp_path) if with_storage else None,
+        storage_write="through",
     )
     num_answers = 0
     for seed in seeds:
@@ -130,3 +134,4 @@ def test_conversations_get_the_same_tokens_with_offloading(
     assert alone.num_preemptions + offloading.num_preemptions > 0
     assert offloading.worker.blocks_loaded > 0
     assert offloading.worker.num_in_flight == 0
+    offloading.close()

@@ -5,8 +5,13 @@ waits, is held or is in flight at the end.
 """
 
 import dataclasses
+import pathlib
 import random
 import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -32,11 +37,16 @@ CONFIG = EngineConfig(
     chunk_sizes=(16,),
 )
 MOST_STEPS = 20_000
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
 def models():
     return {"full": make_steps(FULL, seed=0), "hybrid": make_steps(HYBRID, seed=0)}
+
+
+def plain(**changes):
+    return dataclasses.replace(CONFIG, **changes)
 
 
 def make_engine(steps, **changes):
@@ -280,3 +290,44 @@ def test_a_folder_that_cannot_be_used_any_more_changes_no_token(models, tmp_path
     settle(engine)
     assert engine.offload.stats.num_storage_failed > 0
     engine.close()
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.long)])
+def test_a_process_killed_while_it_writes_leaves_no_wrong_block(
+    models, tmp_path, kills
+):
+    rng = random.Random(kills)
+    folder = tmp_path / "store"
+    for number in range(kills):
+        log = tmp_path / f"{number}.log"
+        command = [sys.executable, "-m", "tests.tools.demo.storage_child"]
+        with log.open("w") as out:
+            child = subprocess.Popen(
+                [*command, str(folder), "7"],
+                cwd=ROOT,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+        end_s = time.monotonic() + 240
+        try:
+            # From the first object of its own on, at any moment.
+            before = num_objects(folder)
+            while num_objects(folder) <= before and "stored" not in log.read_text():
+                assert child.poll() is None, log.read_text()
+                assert time.monotonic() < end_s, "it writes nothing"
+                time.sleep(0.001)
+            time.sleep(rng.uniform(0, 0.5))
+        finally:
+            child.send_signal(signal.SIGKILL)
+            child.wait()
+        assert "WRONG" not in log.read_text()
+    alone = Engine(models["full"], plain(host_blocks=0))
+    for seed in (7, 8):
+        answers, stats = run(models["full"], seed, storage=str(folder))
+        assert answers == converse(alone, seed)
+        if seed == 7:
+            assert stats.num_storage_loaded > 0
+
+
+def num_objects(folder):
+    return sum(1 for _ in folder.rglob("*.0"))
