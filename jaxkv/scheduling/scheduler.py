@@ -76,13 +76,13 @@ class OffloadScheduler:
         num_storage_blocks: Host blocks that a store behind the host may hold, which the
             worker has; 0 for none.
         clock: Seconds since some moment, for `delays`; no decision depends on it.
-        recorder: Records the requests, once a pool is bound; None not to. Of several
-            groups of layers it records the blocks of the first with full attention,
-            or of the first if there is none. It is closed by whoever made it.
         policy_clock: Seconds for a cache policy that wants to be told when requests
             begin and finish, such as "hazard"; None for `clock`. Processes that serve
             one model together need one that says the same in all of them in the same
             call, such as the number of steps over their usual rate.
+        recorder: Records the requests, once a pool is bound; None not to. Of several
+            groups of layers it records the blocks of the first with full attention,
+            or of the first if there is none. It is closed by whoever made it.
 
     Raises:
         ValueError: If a number is too small, the policy is not known or was made for
