@@ -44,7 +44,7 @@ class DeviceHits:
 
     Attributes:
         num_blocks: Blocks of the device.
-        hits: i64[R]. Blocks found there, from the first on.
+        hits: i64[R], read-only like the others. Blocks found there, from the first on.
         usable: i64[R]. Full blocks that take part; fewer than there are if the request
             does not fit the device.
         findable: i64[R]. Blocks that may be found, on the device or on the host: none
@@ -78,15 +78,15 @@ def find_on_device(
 
     Args:
         trace: The requests.
-        num_blocks: Blocks of the device, those of the prompts being all that is there.
+        num_blocks: Blocks of the device, without the null block.
         on_progress: Called repeatedly with the requests done and in total.
 
     Raises:
-        ValueError: If there is no block.
+        ValueError: If `num_blocks` is less than 1.
 
     Example:
         >>> from jaxkv.tools.replay.traces import make_trace
-        >>> trace = make_trace("three", [[1, 2], [3, 4], [1, 2], [1, 2]])
+        >>> trace = make_trace("four", [[1, 2], [3, 4], [1, 2], [1, 2]])
         >>> find_on_device(trace, 4).hits.tolist()
         [0, 0, 1, 2]
     """
@@ -120,6 +120,8 @@ def find_on_device(
         if request % _REQUESTS_PER_REPORT == 0:
             on_progress(request, trace.num_requests)
     on_progress(trace.num_requests, trace.num_requests)
+    for counts in (hits, usable, findable, running):
+        counts.flags.writeable = False  # All replays share them.
     return DeviceHits(num_blocks, hits, usable, findable, running)
 
 
