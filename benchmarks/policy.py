@@ -14,6 +14,8 @@ request's blocks are known, half new.
 - policies: a whole request by each policy, against LRU in place of a twin, with keys as
   bytes and "packed"; a policy that listens is told that it begins, and that it has
   finished.
+- retention: a whole request with priorities around a policy, given to no block, to one
+  in a hundred and to all that are there first; against the policy alone.
 
     python benchmarks/policy.py [--tables NAME ...] [--capacities N ...]
                                 [--batches N ...] [--executor xla] [--json FILE]
@@ -31,7 +33,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxkv import OffloadingManager, make_lru, policy_names
+from jaxkv import OffloadingManager, Retention, make_lru, policy_names
 from jaxkv.keys import PackedKeys, keys_to_words
 from jaxkv.tiers import host_state
 from jaxkv.tools.bench.machine import machine, quartiles
@@ -52,8 +54,12 @@ class Tier:
 
     executor: Any = "native"
 
-    def __init__(self, capacity: int, policy: str = "lru") -> None:
-        self.manager = OffloadingManager(16, capacity, policy, executor=self.executor)
+    def __init__(
+        self, capacity: int, policy: str = "lru", retention: bool = False
+    ) -> None:
+        self.manager = OffloadingManager(
+            16, capacity, policy, retention=retention, executor=self.executor
+        )
         self.now_ms = 0
 
     def lookup(self, keys: Keys) -> int:
@@ -161,12 +167,15 @@ class Workload:
         data = self.rng.bytes(32 * num)
         return [data[i : i + 32] for i in range(0, len(data), 32)]
 
-    def fill(self, capacity: int, *sides: Any) -> None:
-        """Store as many blocks as there are."""
+    def fill(self, capacity: int, *sides: Any) -> Keys:
+        """Store as many blocks as there are, and give their keys."""
+        stored: Keys = []
         for _ in range(-(-capacity // _FILL_BATCH)):
             keys = self.new(min(_FILL_BATCH, capacity))
             for side in sides:
                 side.store(keys)
+            stored += keys
+        return stored
 
     def requests(self, batch: int) -> Iterator[Keys]:
         """Yield requests that begin as the one before did and end otherwise."""
@@ -331,11 +340,35 @@ def time_policies(capacities: list[int], batches: list[int]) -> Iterator[Row]:
                     }
 
 
+def time_retention(capacities: list[int], batches: list[int]) -> Iterator[Row]:
+    """Time a whole request with priorities; the other side is the policy alone."""
+    keep = Retention(ttl_s=1_000_000)
+    for capacity in capacities:
+        for batch in batches:
+            if batch > capacity // 2:
+                continue
+            for name in ("lru", "hazard"):
+                for share in (0, 0.01, 1):
+                    work, tier = Workload(), Tier(capacity, name, retention=True)
+                    alone = Tier(capacity, name)
+                    stored = work.fill(capacity, tier, alone)
+                    num = int(share * len(stored))
+                    tier.manager.retain(stored[:num], keep, now_ms=0)
+                    requests = work.requests(batch)
+                    yield {
+                        "capacity": capacity,
+                        "batch": batch,
+                        "operation": f"{name}, {share:.0%} retained",
+                        **compare(tier.told, alone.told, lambda r=requests: next(r)),
+                    }
+
+
 TABLES = {
     "calls": time_calls,
     "scan": time_scan,
     "arc": time_arc,
     "policies": time_policies,
+    "retention": time_retention,
 }
 
 

@@ -136,6 +136,7 @@ class OffloadingManager:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.policy = _as_policy(cache_policy, num_blocks)
+        self._tells_keys = self.policy.listens
         if retention and self.policy.retain is None:
             self.policy = make_retained(self.policy)
         self.events: list[OffloadingEvent] | None = [] if enable_events else None
@@ -660,6 +661,8 @@ class OffloadingManager:
         """
         if not self.listens:
             return None
+        if not self._tells_keys:  # The time is all that priorities want to know.
+            block_hashes, positions = list(islice(block_hashes, 1)), None
         names, words = pack(block_hashes)
         if positions is not None and len(positions) != len(names):
             raise ValueError(

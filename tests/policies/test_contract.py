@@ -1,7 +1,7 @@
 """What every policy promises.
 
-These tests run for every policy of the registry, and with priorities around a list, a
-policy that may refuse, and one that is told of requests. For another one, write a test
+These tests run for every policy of the registry, and with priorities around one that
+may refuse and one that is told of requests. For another one, write a test
 file that takes them over and names the maker:
 
     from tests.policies.test_contract import *  # noqa: F403
@@ -25,7 +25,7 @@ from jaxkv.policies import get_policy_maker, make_retained, policy_names
 
 NUM_BLOCKS = 6
 WIDTH = 4
-WRAPPED = ("lru", "arc", "hazard")
+WRAPPED = ("arc", "hazard")
 
 
 @functools.cache

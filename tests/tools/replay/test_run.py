@@ -2,11 +2,15 @@
 
 import dataclasses
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
 
+from jaxkv import OffloadingManager
 from jaxkv.policies import make_lru
+from jaxkv.tiers.key_memory import ReuseFilter
+from jaxkv.tools.replay.device import find_on_device
 from jaxkv.tools.replay.run import OPTIMUM, replay, sweep
 from jaxkv.tools.replay.synthetic import make_synthetic_trace
 from jaxkv.tools.replay.traces import keys_of, make_trace, read_trace
@@ -54,6 +58,47 @@ def trace():
     requests = [part.tolist() for part in np.split(made.ids, made.offsets[1:-1])]
     requests[200:202] = [[], [5, 6, 5, 99_999, 6, 99_999]]
     return make_trace("synthetic", requests, made.time_ms, made.input_tokens, 512)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize(
+    "rules",
+    [{"max_unseen_blocks": 3}, {"store_threshold": 2}],
+    ids=["head first", "asked for twice"],
+)
+def test_a_replay_with_an_admission_finds_what_a_manager_with_it_does(
+    policy, rules, trace
+):
+    capacity, num_hits, num_blocks = 60, 0, 0
+    cache = OffloadingManager(16, capacity, policy, **rules)
+    for request in np.split(trace.ids, trace.offsets[1:-1]):
+        keys = [b"%d" % own for own in request[:capacity]]
+        found = cache.lookup(keys)
+        cache.touch(keys)
+        cache.prepare_load(keys[:found])
+        if cache.prepare_store(keys) is not None:
+            cache.touch(keys)
+            cache.complete_store(keys)
+        cache.complete_load(keys[:found])
+        num_hits, num_blocks = num_hits + found, num_blocks + len(request)
+    reuse = partial(
+        ReuseFilter,
+        rules.get("store_threshold", 0),
+        64_000,
+        rules.get("max_unseen_blocks"),
+    )
+    result = replay(policy, trace, capacity, make_admission=reuse)
+    assert 0 < result.num_hit_blocks == num_hits < num_blocks
+    assert result != replay(policy, trace, capacity)
+
+
+def test_an_admission_is_refused_where_it_does_not_go(trace):
+    reuse = partial(ReuseFilter, 2, 64_000, None)
+    with pytest.raises(ValueError, match="make_admission must be None with policy='op"):
+        replay(OPTIMUM, trace, 60, make_admission=reuse)
+    device = find_on_device(trace, 30)
+    with pytest.raises(ValueError, match="make_admission must be None with a device"):
+        replay("lru", trace, 60, device=device, make_admission=reuse)
 
 
 @pytest.mark.parametrize("policy", sorted(TWINS))
