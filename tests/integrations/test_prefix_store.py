@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import Extras, Namespace, TraceRecorder, make_lru
+from jaxkv import Extras, Namespace, Retention, TraceRecorder, make_lru
 from jaxkv.integrations.prefix_store import PrefixStats, PrefixStore
 from jaxkv.keys.hashing import NO_EXTRAS
 from jaxkv.native.reuse import UNIT
@@ -96,6 +96,35 @@ def test_a_policy_that_listens_is_told_of_each_load(make):
     shown = store._manager.snapshot().policy
     assert shown["now_ms"] == 7500
     assert sum(shown["touches"]) == UNIT * 2 * 3
+
+
+def test_a_prompt_is_kept_as_long_as_its_caller_says(make):
+    now_s = [0.0]
+    num = 2
+    store = make(num_host_blocks=num, retention=True, clock=lambda: now_s[0])
+    size = store.block_size
+    prompts = [list(range(start, start + size)) for start in range(0, 9 * size, size)]
+    store.retain(prompts[0] + [7], Retention(ttl_s=60, num_tokens=size))
+    for prompt in prompts[:4]:
+        save(store, prompt)
+        store.flush()
+    assert [store.contains(own) for own in prompts[:4]] == [True, False, False, True]
+    now_s[0] = 60.0
+    for prompt in prompts[4:]:
+        save(store, prompt)
+        store.flush()
+    assert store.contains(prompts[0])  # Nobody has told the time since.
+    assert store.load(prompts[8]) is not None  # A load tells it.
+    save(store, prompts[4])
+    store.flush()
+    assert not store.contains(prompts[0])
+
+
+def test_a_store_without_retention_refuses_it_and_changes_nothing(make):
+    store = make(num_host_blocks=2)
+    with pytest.raises(ValueError, match="with retention=True"):
+        store.retain(range(64), Retention(ttl_s=60))
+    assert store.held_bytes == 0
 
 
 def check_at_rest(store):
