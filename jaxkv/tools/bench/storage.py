@@ -65,7 +65,7 @@ class StorageConfig:
     block_sizes: tuple[int, ...] = (64 << 10, 512 << 10, 2 << 20, 8 << 20)
     num_bytes: int = 64 << 20
     rounds: int = 9
-    num_in_flight: int = 8
+    num_in_flight: int = 4
     is_sealed: bool = False
 
 

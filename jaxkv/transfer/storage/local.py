@@ -28,7 +28,7 @@ _TEMPORARY = re.compile(r"\.[0-9a-f]{16}-[0-9]+")
 _STALE_S = 3600.0
 _MOST_PIECES = 512  # POSIX lets `writev` refuse more than 1,024.
 _PAGE = 4096
-_KEPT_BYTES = 64 << 20
+_KEPT_BYTES = 128 << 20
 _READ_THREADS = 4
 _WRITE_THREADS = 4
 

@@ -44,6 +44,8 @@ class RedisStore:
     def __init__(self, url: str) -> None:
         self._redis = _import()
         self._url = _without_secrets(url)
+        if url.startswith("unix:") and not urllib.parse.urlsplit(url).path:
+            raise ValueError(f"storage={shown(url)} must be unix:///PATH of a socket.")
         try:
             self._client = self._redis.Redis.from_url(
                 url,
@@ -52,6 +54,8 @@ class RedisStore:
                 # A connection may have been closed while nobody used it.
                 retry=self._redis.retry.Retry(self._redis.backoff.NoBackoff(), 1),
             )
+            # It does not connect, but it looks at what the URL asks for.
+            self._client.connection_pool.make_connection()
         except (ValueError, TypeError) as error:
             raise ValueError(f"storage={shown(self._url)}: {shown(error)}.") from None
         self._readers = Workers("jaxkv storage reader", _READ_CONNECTIONS)

@@ -239,6 +239,10 @@ def test_stores_in_memory_of_one_name_are_one():
         ("s3://b?endpint=x", "must be s3://BUCKET/PREFIX"),
         ("gs://b?endpoint=x", "must be gs://BUCKET/PREFIX"),
         ("redis://host:port", "port"),
+        ("redis://host/0?no_such_option=1", "no_such_option"),
+        ("unix://", "must be unix:///PATH"),
+        ("x" * 3000, "must be a URL or the path"),
+        ("two\nlines", "what cannot be printed"),
     ],
 )
 def test_a_url_of_no_store_is_refused_in_one_line(url, message):

@@ -1,0 +1,83 @@
+"""How long a new process takes to find all blocks of a store in a local folder.
+
+Files of no content stand for the blocks, as a listing does not look into them. They are
+made in a new folder beside others, and removed.
+
+    python benchmarks/storage_list.py --blocks 1000000 --json FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import tempfile
+import time
+
+from jaxkv.tools.bench.machine import machine, quartiles
+from jaxkv.transfer.storage import LocalStore, ObjectFormat, StorageIO
+
+OBJECTS = ObjectFormat(b"benchmark", "u8[1]", 1)
+
+
+def make_files(root: str, num_blocks: int) -> None:
+    folder = f"{root}/{OBJECTS.folder}"
+    for number in range(256):
+        os.makedirs(f"{folder}/{number:02x}")
+    for number in range(num_blocks):
+        key = hashlib.sha256(number.to_bytes(8, "little")).digest()
+        os.close(os.open(f"{root}/{OBJECTS.name(key)}", os.O_CREAT | os.O_WRONLY))
+
+
+def list_all(root: str, num_blocks: int) -> tuple[float, float]:
+    """Return the seconds until the first page, and until the last."""
+    storage = StorageIO(LocalStore(root), OBJECTS)
+    start_s = time.perf_counter()
+    first_s, found, has_ended = 0.0, 0, False
+    storage.list_all()
+    while not has_ended:
+        pages, has_ended = storage.take_pages(8)
+        found += sum(len(page.keys) for page in pages)
+        if found and not first_s:
+            first_s = time.perf_counter() - start_s
+        if not pages:
+            time.sleep(0.001)  # As between two steps of a scheduler.
+    all_s = time.perf_counter() - start_s
+    storage.close()
+    if found != num_blocks:
+        raise SystemExit(f"{found} of {num_blocks} blocks were found.")
+    return first_s, all_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--blocks", type=int, default=1_000_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--folder", help="where to make them (default: temporary files)"
+    )
+    parser.add_argument("--json", type=pathlib.Path)
+    args = parser.parse_args()
+    root = tempfile.mkdtemp(prefix="jaxkv-list-", dir=args.folder)
+    try:
+        make_files(root, args.blocks)
+        times = [list_all(root, args.blocks) for _ in range(args.rounds)]
+    finally:
+        shutil.rmtree(root)
+    figures = {
+        "machine": machine(),
+        "num_blocks": args.blocks,
+        "rounds": args.rounds,
+        "first_page_s": quartiles([first for first, _ in times]),
+        "all_s": quartiles([last for _, last in times]),
+    }
+    print(json.dumps(figures, indent=2))
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
