@@ -11,7 +11,7 @@ import time
 import pytest
 
 from jaxkv.cli import main as cli
-from jaxkv.tools.bench.storage import ALONE, FILES, FILES_IN_TURN, JAXKV
+from jaxkv.tools.bench.storage import ALONE, FILES, FILES_DROPPED, JAXKV
 from jaxkv.transfer.storage import objects as objects_module
 from jaxkv.transfer.storage import open_store
 from tests.rigs.servers import redis_server, s3_server
@@ -41,11 +41,11 @@ def test_it_prints_and_writes_and_leaves_nothing(capsys, tmp_path):
     sizes = [(r["block_bytes"] >> 10, r["num_blocks"]) for r in written["results"]]
     assert sizes == [(4, 16), (16, 4)]
     for result in written["results"]:
-        assert list(result["ways"]) == [JAXKV, FILES, FILES_IN_TURN]
-        assert result["limit"] == FILES
+        assert list(result["ways"]) == [JAXKV, FILES, FILES_DROPPED]
+        assert list(result["jaxkv_over"]) == [FILES, FILES_DROPPED]
         section = out.split(f"{result['block_bytes'] >> 10} KiB ")[1]
         share = section.split(f"{JAXKV} : {FILES} ")[1].split()
-        low, p50, high = result["of_limit"]["write"]["quartiles"]
+        low, p50, high = result["jaxkv_over"][FILES]["write"]["quartiles"]
         assert low <= p50 <= high
         assert float(share[2]) == pytest.approx(p50, abs=0.006, rel=0.01)
         for way in ("write", "read"):

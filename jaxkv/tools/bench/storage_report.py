@@ -35,8 +35,9 @@ def print_results(record: StorageRecord) -> None:
         for name in result.seconds:
             speeds = [speed_text(_speed(result, name, way)) for way in WAYS]
             table.add_row(f"  {name}", *speeds)
-        shares = [ratio_text(_share(result, way)) for way in WAYS]
-        table.add_row(f"  {JAXKV} : {result.limit}", *shares)
+        for name in result.limits:
+            shares = [ratio_text(_share(result, name, way)) for way in WAYS]
+            table.add_row(f"  {JAXKV} : {name}", *shares)
     console = make_console()
     console.print(f"Store        {record.place}", highlight=False, soft_wrap=True)
     console.print()
@@ -63,8 +64,10 @@ def _result_json(result: StorageResult) -> dict[str, Any]:
             name: {way: dataclasses.asdict(_speed(result, name, way)) for way in WAYS}
             for name in result.seconds
         },
-        "limit": result.limit,
-        "of_limit": {way: dataclasses.asdict(_share(result, way)) for way in WAYS},
+        "jaxkv_over": {
+            name: {way: dataclasses.asdict(_share(result, name, way)) for way in WAYS}
+            for name in result.limits
+        },
     }
 
 
@@ -87,9 +90,10 @@ def _notes(record: StorageRecord) -> list[str]:
     ]
     if any(FILES in result.seconds for result in record.results):
         lines.append(
-            "Plain files are opened, written or read whole, and closed: as many at "
-            "once as jaxkv has in flight, or one at a time. None are synced, and those "
-            "in the cache of the system are read from there."
+            "Plain files are opened, written or read whole, and closed, as many at "
+            "once. What was read is handed over, as by jaxkv; or dropped at once, so "
+            "that the caches of the CPU keep the memory that it is read into. No file "
+            "is synced, and those in the cache of the system are read from there."
         )
     return lines
 
@@ -99,5 +103,5 @@ def _speed(result: StorageResult, name: str, way: Way) -> Speed:
     return speed(num_bytes, result.seconds[name][way])
 
 
-def _share(result: StorageResult, way: Way) -> Ratio:
-    return ratio(result.seconds[JAXKV][way], result.seconds[result.limit][way])
+def _share(result: StorageResult, name: str, way: Way) -> Ratio:
+    return ratio(result.seconds[JAXKV][way], result.seconds[name][way])
