@@ -127,7 +127,8 @@ class StorageWorker:
         ValueError: If a number is not above 0, or payloads are of other sizes.
 
     Attributes:
-        is_listed: Whether the store has been listed once, and all of it was reported.
+        is_listed: Whether this worker has listed the store once, and has handed out all
+            of it. Of several processes only the first one lists.
     """
 
     def __init__(

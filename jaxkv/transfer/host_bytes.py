@@ -34,8 +34,9 @@ from jaxkv.transfer.plans import Plans
 Bytes: TypeAlias = NDArray[np.uint8]
 Views: TypeAlias = list[list[NDArray[np.uint8]]]
 
-# Where pinned host memory can be read and written at its address.
-_ADDRESSED_PLATFORMS = ("cpu", "gpu", "cuda", "rocm")
+# Where pinned host memory is read and written at its address. Elsewhere jax copies it,
+# a whole extent at a time: nobody has tried whether the address is one of this process.
+_ADDRESSED_PLATFORMS = ("cpu",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,7 +288,12 @@ class HostBytes:
         """Look at the memory of an extent's arrays, each distinct shard of each."""
         views = []
         for spec, array in zip(self._specs, extent, strict=True):
-            by_device = {shard.device: shard.data for shard in array.addressable_shards}
+            # Arrays of their own: jax keeps the copy that it makes of one.
+            shards = [
+                array.addressable_data(number)
+                for number in range(len(array.addressable_shards))
+            ]
+            by_device = {shard.device: shard for shard in shards}
             views.append(
                 [self._view(by_device[devices[0]]) for devices in _distinct(spec)]
             )

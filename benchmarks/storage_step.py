@@ -1,0 +1,151 @@
+"""Does a store behind the host hold up the steps of an engine?
+
+Three of the demo's engines take the same requests and step by turns: one without a
+store, one that writes all that gets to the host to a folder, and one whose store never
+answers. Every request is new, so that all of it is computed, stored and written. What
+is timed is a whole step, with the model's; the garbage collector is off meanwhile.
+
+    python benchmarks/storage_step.py [--steps N] [--folder DIR] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import pathlib
+import random
+import sys
+import tempfile
+import time
+from concurrent.futures import Future
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import numpy as np
+
+from jaxkv.tools.bench.machine import machine
+from jaxkv.tools.demo.engine import Engine, EngineConfig
+from jaxkv.tools.demo.model import ModelConfig
+from jaxkv.tools.demo.steps import make_steps
+
+WARM_STEPS = 200
+PROMPT_TOKENS, ANSWER_TOKENS = 500, 20
+
+
+class Hanging:
+    """A store that never answers."""
+
+    url = "hanging://"
+
+    def get(self, names: list[str], max_bytes: int) -> list[Future[Any]]:
+        return [Future() for _ in names]
+
+    def put(self, items: list[Any]) -> list[Future[Any]]:
+        return [Future() for _ in items]
+
+    exists = delete = put
+
+    def list(self, folder: str) -> Any:
+        return iter(())
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def make_engine(steps: Any, storage: str | None) -> Engine:
+    engine = Engine(
+        steps,
+        EngineConfig(
+            block_size=32,
+            device_blocks=64,
+            host_blocks=512,
+            concurrency=2,
+            max_seq_tokens=640,
+            weights_epoch="bench",
+            storage=storage,
+            storage_bytes=2 << 30,
+            storage_write="through",
+        ),
+    )
+    engine.warm_up()
+    return engine
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=2000, help="timed, of each")
+    parser.add_argument("--folder", help="where the store is; default: a temporary one")
+    parser.add_argument("--json", metavar="FILE", help="write the figures here")
+    args = parser.parse_args()
+    where = machine()
+    print(*(f"{key} {value}" for key, value in where.items()), sep=", ")
+    steps = make_steps(ModelConfig(num_layers=4), seed=0)
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        engines = {
+            "off": make_engine(steps, None),
+            "writing": make_engine(steps, folder),
+            "hanging": make_engine(steps, f"{folder}/none"),
+        }
+        hanging = engines["hanging"].worker
+        assert hanging is not None
+        assert hanging.storage is not None
+        hanging.storage.storage_io._store = Hanging()  # type: ignore[assignment]
+        seconds = run(engines, args.steps)
+        rows = [row(name, engines[name], seconds) for name in engines]
+        for engine in engines.values():
+            assert engine.worker is not None
+            if engine.worker.storage is not None:
+                engine.worker.storage.close()
+    for each in rows:
+        print(
+            f"{each['store']:8} step p50 {each['p50_ms']:6.2f} ms = "
+            f"{each['p50_ratio']:.3f} of off, p99 {each['p99_ms']:6.2f} ms = "
+            f"{each['p99_ratio']:.3f}; {each['written']} blocks written, "
+            f"{each['dropped']} dropped"
+        )
+    if args.json:
+        pathlib.Path(args.json).write_text(json.dumps({**where, "rows": rows}))
+
+
+def run(engines: dict[str, Engine], num_steps: int) -> dict[str, list[float]]:
+    """Step the engines by turns; give the seconds of each step."""
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    rng = {name: random.Random(0) for name in engines}
+    gc.collect()
+    gc.disable()
+    for number in range(WARM_STEPS + num_steps):
+        names = list(engines)
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            engine = engines[name]
+            if not engine.has_work:
+                for _ in range(2):
+                    prompt = rng[name].choices(range(256), k=PROMPT_TOKENS)
+                    engine.submit(prompt, ANSWER_TOKENS)
+            start_s = time.perf_counter()
+            engine.step()
+            if number >= WARM_STEPS:
+                seconds[name].append(time.perf_counter() - start_s)
+    gc.enable()
+    return seconds
+
+
+def row(name: str, engine: Engine, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Give the figures of an engine."""
+    own, off = np.array(seconds[name]), np.array(seconds["off"])
+    assert engine.offload is not None
+    stats = engine.offload.stats
+    figures: dict[str, Any] = {"store": name}
+    for percentile in (50, 99):
+        value = float(np.percentile(own, percentile))
+        figures[f"p{percentile}_ms"] = 1e3 * value
+        figures[f"p{percentile}_ratio"] = value / float(np.percentile(off, percentile))
+    figures["written"] = stats.num_storage_stored
+    figures["dropped"] = stats.num_storage_dropped
+    return figures
+
+
+if __name__ == "__main__":
+    main()
