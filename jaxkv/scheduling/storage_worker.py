@@ -245,10 +245,14 @@ class StorageWorker:
 
     def wait(self) -> None:
         """Wait until all fetches and writes are over, or late."""
+        # By the time that passes, whatever the clock is.
+        end_s = time.monotonic() + self._deadline_s
         while self.num_in_flight:
             self.advance()
             if self.num_in_flight:
                 time.sleep(_PAUSE_S)
+                if time.monotonic() > end_s:
+                    self._give_up()
 
     def close(self, timeout_s: float = 0.0) -> None:
         """Let go of the store and of the threads.
@@ -258,6 +262,15 @@ class StorageWorker:
         """
         self._copies.close()
         self._io.close(timeout_s)
+
+    def _give_up(self) -> None:
+        """Wait no more for the store, only for copies in memory."""
+        self._io.cancel(self._read_of)
+        for fetch, _ in self._read_of.values():
+            fetch.num_open = 0
+        self._read_of.clear()
+        for write in self._writes.values():
+            write.deadline_s = -math.inf
 
     def _start_fetch(self, batch: StorageBatch) -> None:
         deadline_s = self._clock() + self._deadline_s

@@ -329,5 +329,27 @@ def test_a_process_killed_while_it_writes_leaves_no_wrong_block(
             assert stats.num_storage_loaded > 0
 
 
+def test_a_drain_waits_no_longer_than_the_deadline(models, tmp_path, monkeypatch):
+    faults = Faults(hang=1.0)
+
+    def open_hanging(url):
+        return FaultyStore(open_store(url), 0, faults)
+
+    monkeypatch.setattr(storage_worker, "open_store", open_hanging)
+    engine = Engine(
+        models["full"], plain(storage=str(tmp_path), storage_write="through")
+    )
+    engine.worker.storage._deadline_s = 0.2
+    # A clock that stands still: the deadline is one of real time.
+    engine.worker.storage._clock = lambda: 0.0
+    engine.submit(list(range(50)), 5)
+    while engine.has_work or not engine.worker.storage.num_in_flight:
+        engine.step()
+    engine.drain()
+    assert engine.worker.storage.num_in_flight == 0
+    assert engine.offload.stats.num_storage_stored == 0
+    assert not np.asarray(engine.offload._manager.executor.state.ref_cnt).any()
+
+
 def num_objects(folder):
     return sum(1 for _ in folder.rglob("*.0"))
