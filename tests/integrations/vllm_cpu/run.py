@@ -221,8 +221,9 @@ def new_weights(run):
     run.worker.start_weight_update()
     runner = run.worker.model_runner
     runner.state = jax.tree.map(
-        lambda leaf: leaf * 0.9 if leaf.ndim >= 2 else leaf, runner.state
+        lambda leaf: leaf[::-1] if leaf.ndim >= 2 else leaf, runner.state
     )
+    runner.refresh_state_leaves()
     run.worker.finish_weight_update()
     assert run.ask(prompts) != first
 
