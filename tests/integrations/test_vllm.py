@@ -656,6 +656,7 @@ def test_vllm_serves_what_both_halves_count(newest, options):
     assert not any(value for key, value in found.items() if key not in wanted)
     assert found["vllm:kv_offload_load_bytes_total", ("engine", "0")] > 0
     assert sum(line["blocks loaded"] for line in lines) > 0
+    assert {"stored MiB", "loaded MiB", "failed loads"} <= lines[0].keys()
     assert {line["host blocks"] for line in lines if "host blocks" in line} == {32}
     # Another engine of the process may register the same names.
     type(scheduler).build_prom_metrics(

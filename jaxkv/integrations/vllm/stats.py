@@ -87,9 +87,11 @@ class OffloadConnectorStats(_base("KVConnectorStats")):  # type: ignore[misc]
             return float(sum(counters.get(name, {}).values()))
 
         line: dict[str, int | float] = {}
-        for what in ("store", "load"):
-            num_bytes = count(f"vllm:kv_offload_{what}_bytes")
-            line[f"{what}d MiB"] = round(num_bytes / 2**20, 1)
+        for title, name in (
+            ("stored MiB", "vllm:kv_offload_store_bytes"),
+            ("loaded MiB", "vllm:kv_offload_load_bytes"),
+        ):
+            line[title] = round(count(name) / 2**20, 1)
         for title, name in (
             ("blocks stored", "jaxkv:kv_offload_blocks_stored"),
             ("blocks loaded", "jaxkv:kv_offload_blocks_loaded"),
