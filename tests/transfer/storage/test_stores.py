@@ -2,8 +2,10 @@
 
 import itertools
 import os
+import random
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,7 +15,14 @@ import numpy as np
 import pytest
 import redis
 
-from jaxkv.transfer.storage import LocalStore, MemoryStore, StoreError, open_store
+from jaxkv.transfer.storage import (
+    LocalStore,
+    MemoryStore,
+    ObjectFormat,
+    Refusal,
+    StoreError,
+    open_store,
+)
 from jaxkv.transfer.storage.tensor_store import TensorStoreStore
 from tests.rigs.servers import free_port, redis_server, s3_server
 
@@ -393,3 +402,61 @@ print("end", hanging.done())
     )
     assert done.stdout == "end False\n", done.stderr
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize("scheme", ["s3", "redis"])
+def test_a_process_ends_although_a_server_never_answers(scheme):
+    """The server takes connections, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"127.0.0.1:{server.getsockname()[1]}"
+        url = f"redis://{place}"
+        if scheme == "s3":
+            url = f"s3://bucket/?endpoint=http://{place}"
+        code = f"""
+from jaxkv.transfer.storage import ObjectFormat, StorageIO, open_store
+storage = StorageIO(open_store({url!r}), ObjectFormat(b"m", "u8[4]", 4))
+storage.submit_writes([(b"k" * 32, [b"body"])])
+storage.submit_reads([b"k" * 32], 0.0)
+print([each.outcome for each in storage.wait(0.5)])
+storage.close(0.1)
+print("end")
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=os.environ | {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y"},
+        )
+    assert done.stdout == "['late']\nend\n", done.stderr
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_a_killed_writer_leaves_is_whole_or_not_seen(tmp_path, seed):
+    code = f"""
+import numpy as np
+from jaxkv.transfer.storage import LocalStore, ObjectFormat, StorageIO
+storage = StorageIO(LocalStore({str(tmp_path)!r}), ObjectFormat(b"m", "u8", 300_000))
+print("ready", flush=True)
+for number in range(10**9):
+    key = (number % 50).to_bytes(32, "little")
+    payload = np.full(300_000, number % 251, np.uint8)
+    storage.submit_writes([(key, [payload])])
+    storage.wait(60)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout.readline() == "ready\n"
+        threading.Event().wait(random.Random(seed).uniform(0.05, 0.5))
+        process.kill()
+    objects = ObjectFormat(b"m", "u8", 300_000)
+    store = LocalStore(tmp_path)
+    for name in listed(store, objects.folder):
+        ((key,), _) = objects.keys_of([name])
+        payload = objects.decode(key, store.get([name], MOST)[0].result(60))
+        assert not isinstance(payload, Refusal), (name, payload)
+        assert len(set(bytes(payload))) == 1
+    store.close()
