@@ -178,7 +178,10 @@ OPTIONS = [
     ),
     *(["bench", "storage", LONG], ["bench", "storage", "s3://" + LONG]),
     *(["bench", "storage", SURROGATE], ["bench", "storage", "redis://" + LONG]),
-    *(["bench", "storage", "two\nlines"], ["bench", "storage", "x", "--size", LONG]),
+    *(
+        ["bench", "storage", "two\nlines"],
+        ["bench", "storage", "x", "--per-round", LONG],
+    ),
     *(["bench", "storage", "a" * 1000], ["bench", "storage", "s3://" + "a" * 1000]),
     *(
         ["demo", "--host-bytes", LONG],

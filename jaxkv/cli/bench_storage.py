@@ -59,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         f"{','.join(size_text(s).replace(' ', '') for s in default.block_sizes)})",
     )
     parser.add_argument(
-        "--size",
+        "--per-round",
         type=parse_bytes,
         metavar="SIZE",
         help="bytes that are written, and read, in a round (default: "
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     check_extra("bench", ("rich",))
     default = StorageConfig("")
     if args.quick:
-        for name in ("block_sizes", "size", "rounds"):
+        for name in ("block_sizes", "per_round", "rounds"):
             if getattr(args, name) is not None:
                 option = name.replace("_", "-")
                 raise UsageError(f"--quick: it chooses for itself, without --{option}")
@@ -106,14 +106,14 @@ def run(args: argparse.Namespace) -> int:
     config = StorageConfig(
         url=args.url,
         block_sizes=tuple(args.block_sizes or default.block_sizes),
-        num_bytes=args.size or default.num_bytes,
+        num_bytes=args.per_round or default.num_bytes,
         rounds=args.rounds or default.rounds,
         num_in_flight=args.in_flight,
         is_sealed=args.sealed,
     )
     if max(config.block_sizes) > config.num_bytes:
         raise UsageError(
-            f"--size: {size_text(config.num_bytes)} is less than a block of "
+            f"--per-round: {size_text(config.num_bytes)} is less than a block of "
             f"{size_text(max(config.block_sizes))}"
         )
     try:

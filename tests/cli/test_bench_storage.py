@@ -85,7 +85,10 @@ def test_s3_is_measured_over_http(capsys, monkeypatch):
         (("s3://",), "URL: storage='s3://' must be s3://BUCKET/PREFIX"),
         (("/tmp/x", "--rounds", "2"), "--rounds: '2' must be a whole number from 3"),
         (("/tmp/x", "--in-flight", "0"), "--in-flight: '0' must be"),
-        (("/tmp/x", "--size", "4KiB"), "--size: 4 KiB is less than a block of 8 MiB"),
+        (
+            ("/tmp/x", "--per-round", "4KiB"),
+            "--per-round: 4 KiB is less than a block of 8 MiB",
+        ),
         (("/tmp/x", "--quick", "--rounds", "3"), "--quick: it chooses for itself"),
         (("/tmp/x", "--plot", "x.png"), "--plot: it belongs to jaxkv bench transfer"),
     ],
@@ -118,7 +121,15 @@ def test_bytes_that_differ_are_told(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_nothing_in_the_folder(tmp_path, number):
     folder = tmp_path / "store"
-    words = ["bench", "storage", str(folder), "--rounds", "1000", "--size", "16MiB"]
+    words = [
+        "bench",
+        "storage",
+        str(folder),
+        "--rounds",
+        "1000",
+        "--per-round",
+        "16MiB",
+    ]
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, *words],
         stdout=subprocess.DEVNULL,
