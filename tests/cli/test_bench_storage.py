@@ -18,7 +18,7 @@ from tests.rigs.servers import redis_server, s3_server
 
 pytestmark = pytest.mark.usefixtures("plain_output")
 
-SMALL = ["--block-sizes", "4KiB,16KiB", "--size", "64KiB", "--rounds", "3"]
+SMALL = ["--block-sizes", "4KiB,16KiB", "--per-round", "64KiB", "--rounds", "3"]
 LAUNCHER = "import sys\nfrom jaxkv.cli.main import main\nsys.exit(main())\n"
 
 
