@@ -878,6 +878,7 @@ class OffloadConfig:
                 num_shards=jax.process_count(),
                 deadline_s=self.storage_deadline_s,
                 list_every_s=self.storage_list_s,
+                max_blocks=self.max_storage_blocks,
                 clock=clock,
             )
             storage.num_blocks(cast(int, self.storage_bytes))  # Refuses too few bytes.

@@ -20,6 +20,9 @@ from jaxkv.types import BlockKey
 
 # How long `wait` sleeps between two looks.
 _PAUSE_S = 1e-3
+_LEAST_QUEUE_BYTES = 256 << 20
+# Keys of a listing that are told at a time: the index takes about 1 us for each.
+_KEYS_AT_ONCE = 2048
 
 
 @dataclasses.dataclass(eq=False)
@@ -69,6 +72,7 @@ def open_storage(
     num_shards: int = 1,
     deadline_s: float = 5.0,
     list_every_s: float | None = 60.0,
+    max_blocks: int = 128,
     clock: Callable[[], float] = time.monotonic,
 ) -> StorageWorker:
     """Open a store for the host blocks of an engine.
@@ -83,6 +87,8 @@ def open_storage(
         num_shards: How many parts there are.
         deadline_s: As of `StorageWorker`, and so are the others.
         list_every_s: How long after a listing the store is listed again.
+        max_blocks: Blocks on their way in either direction for which there is room at
+            least, as `OffloadRules.max_storage_blocks`.
         clock: Seconds since some moment.
 
     Raises:
@@ -98,7 +104,15 @@ def open_storage(
         num_shards=num_shards,
         secret=secret,
     )
-    storage_io = StorageIO(open_store(url), objects, clock=clock)
+    # Of all that the scheduler may ask for at a time nothing is to be turned away.
+    num_bytes = max(_LEAST_QUEUE_BYTES, max_blocks * objects.object_bytes)
+    storage_io = StorageIO(
+        open_store(url),
+        objects,
+        write_bytes=num_bytes,
+        read_bytes=num_bytes,
+        clock=clock,
+    )
     return StorageWorker(
         engine,
         storage_io,
@@ -170,6 +184,7 @@ class StorageWorker:
         self._lists = storage_io.objects.shard == 0
         self._next_list_s = -math.inf
         self._is_listing = False
+        self._has_listed = False
 
     @property
     def read_bytes_per_s(self) -> float:
@@ -235,12 +250,14 @@ class StorageWorker:
 
     def take_reports(self) -> tuple[StorageReport, ...]:
         """Hand out what is over since the last time; nothing if nothing is."""
+        self.is_listed = self._has_listed and not self._found
         if not (self._fetched or self._written or self._found):
             return ()
-        report = StorageReport(
-            tuple(self._fetched), tuple(self._written), tuple(self._found)
-        )
-        self._fetched, self._written, self._found = [], [], []
+        found = tuple(self._found[:_KEYS_AT_ONCE])
+        report = StorageReport(tuple(self._fetched), tuple(self._written), found)
+        self._fetched, self._written = [], []
+        self._found = self._found[_KEYS_AT_ONCE:]
+        self.is_listed = self._has_listed and not self._found
         return (report,)
 
     def wait(self) -> None:
@@ -363,6 +380,8 @@ class StorageWorker:
                 return
             self._io.list_all()
             self._is_listing = True
+        if len(self._found) >= _KEYS_AT_ONCE:
+            return
         pages, is_over = self._io.take_pages()
         num_shards = self._io.objects.num_shards
         for page in pages:
@@ -377,6 +396,6 @@ class StorageWorker:
                     self._found.append(key)
         if is_over:
             self._parts.clear()
-            self._is_listing, self.is_listed = False, True
+            self._is_listing, self._has_listed = False, True
             every_s = self._list_every_s
             self._next_list_s = math.inf if every_s is None else self._clock() + every_s

@@ -200,7 +200,8 @@ def test_two_engines_share_a_folder(models, tmp_path, storage_write):
     settle(first)
     # What the first one wrote, the second one finds when it lists the store again.
     worker = second.worker.storage
-    worker.is_listed, worker._next_list_s = False, 0.0
+    worker.is_listed = worker._has_listed = False
+    worker._next_list_s = 0.0
     second.list_storage()
     assert converse(second, seed=5) == expected
     settle(second)
