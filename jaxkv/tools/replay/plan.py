@@ -302,7 +302,7 @@ def block_bytes_of(trace: Trace, model: ModelCosts) -> int:
 
 
 def find_returning(trace: Trace) -> NDArray[np.int64]:
-    """Return how many blocks a cache without end would find of each request: i64[R]."""
+    """Return how many blocks a cache without end would find of each prompt: i64[R]."""
     # Ids are numbered by first appearance, so what is new is above all before it. All
     # that follows a new block in a prompt is at least absent from the prefix.
     highest = np.maximum.accumulate(np.concatenate([[-1], trace.ids]))[:-1]
@@ -311,7 +311,7 @@ def find_returning(trace: Trace) -> NDArray[np.int64]:
     before = highest[trace.offsets[:-1].clip(max=len(highest) - 1)]
     is_new = trace.ids > before[request]
     position = np.arange(len(trace.ids)) - trace.offsets[request]
-    hits = trace.num_blocks.copy()
+    hits = trace.num_asked.copy()
     np.minimum.at(hits, request[is_new], position[is_new])
     return hits
 

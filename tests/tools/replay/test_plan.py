@@ -189,17 +189,21 @@ def test_what_is_asked_for_is_counted_once():
 def test_what_returns_is_what_a_set_of_all_blocks_has():
     rng = random.Random(7)
     for _ in range(50):
-        requests, known, expected = [], set(), []
+        requests, outputs, known, expected = [], [], set(), []
         for _ in range(rng.randrange(1, 30)):
             request = [rng.randrange(12) for _ in range(rng.randrange(6))]
+            # What an output fills is there for others, but was not asked for.
+            outputs.append(rng.randrange(len(request) + 1))
+            asked = request[: len(request) - outputs[-1]]
             hits = 0
-            while hits < len(request) and request[hits] in known:
+            while hits < len(asked) and asked[hits] in known:
                 hits += 1
             expected.append(hits)
             known |= set(request)
             requests.append(request)
         if any(requests):
-            assert find_returning(make_trace("random", requests)).tolist() == expected
+            trace = make_trace("random", requests, num_output_blocks=outputs)
+            assert find_returning(trace).tolist() == expected
 
 
 def choose_plainly(demand, rows):
