@@ -76,6 +76,8 @@ class Lab:
             cwd=self.folder,
             env=self.environ(
                 JAXKV_VLLM_FAULT=fault,
+                # Only vLLM's own models take adapters.
+                MODEL_IMPL_TYPE="vllm" if "enable_lora" in options else "auto",
                 VLLM_ENABLE_V1_MULTIPROCESSING=str(num_processes - 1),
                 XLA_FLAGS=f"--xla_force_host_platform_device_count={num_devices}",
             ),
