@@ -143,7 +143,7 @@ def test_answers_are_those_of_an_engine_without_a_connector(lab, name):
         {"blocks_per_chunk": 4},
         {"eviction_policy": "arc", "num_cpu_blocks": 40},
         {"store_threshold": 2, "delay_shared_loads": True},
-        {"staging_bytes": "256KiB"},
+        {"staging_bytes": "2MiB"},
     ],
 )
 @pytest.mark.long
