@@ -10,6 +10,7 @@ from jaxkv import _util as units
 from jaxkv.cli.options import (
     EXIT_OK,
     EXIT_WRONG,
+    UsageError,
     add_json_option,
     check_files,
     check_names,
@@ -18,20 +19,24 @@ from jaxkv.cli.options import (
     write_json,
 )
 from jaxkv.cli.progress import show_progress
-from jaxkv.config import variable_of
+from jaxkv.config import OffloadConfig, variable_of, with_variables
 from jaxkv.tools.bench.transfer import BytesDifferError
 from jaxkv.tools.doctor import report
 from jaxkv.tools.doctor.bandwidth import measure_bandwidth
 from jaxkv.tools.doctor.facts import EXTRAS, Facts, gather_facts
 from jaxkv.tools.doctor.findings import Question, judge, recommend
+from jaxkv.tools.doctor.store import Store, look_at
+from jaxkv.transfer.storage.opening import shown_url
 
 SUMMARY = "see what this machine offers, what is wrong with it, and what to set"
 DESCRIPTION = (
     "Examine the device, the memory and its limits, the installed extras and the "
-    "JAXKV_* variables; save and load some blocks; recommend a size for the host tier; "
-    "and say what is wrong and what to do about it. The exit status is 0 if nothing is "
-    "wrong, else 1."
+    "JAXKV_* variables; save and load some blocks; try the store, if one is set; "
+    "recommend a size for the host tier; and say what is wrong and what to do about "
+    "it. The exit status is 0 if nothing is wrong, else 1."
 )
+
+_STORAGE_BYTES = units.parse_bytes(OffloadConfig().storage_bytes)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +68,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="move no blocks (default: for some seconds, some are moved)",
     )
+    parser.add_argument(
+        "--storage",
+        metavar="URL",
+        help="check whether this folder, or the store of this URL, can be used as the "
+        f"storage tier (default: {variable_of('storage')}, if it is set)",
+    )
+    parser.add_argument(
+        "--storage-bytes",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="how much it is to hold (default: that of "
+        f"{variable_of('storage_bytes')}, or {_STORAGE_BYTES >> 30}GiB)",
+    )
     add_json_option(parser)
 
 
@@ -72,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     check_files(args)
     # A server may be running on the device; set before jax starts.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    facts = gather_facts()
+    facts = _look_at_store(gather_facts(), args)
     if not args.no_probe:
         facts = _probe(facts)
     question = Question(
@@ -95,6 +113,35 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, diagnosis)
     return EXIT_OK if diagnosis["ok"] else EXIT_WRONG
+
+
+def _look_at_store(facts: Facts, args: argparse.Namespace) -> Facts:
+    """Try the store that the command line names, or else the settings."""
+    config = facts.config or OffloadConfig()
+    url = config.storage if args.storage is None else args.storage
+    if url is None:
+        if args.storage_bytes is not None:
+            raise UsageError("--storage-bytes: it belongs to --storage")
+        return facts
+    store = Store(
+        url=shown_url(url),
+        num_bytes=args.storage_bytes or units.parse_bytes(config.storage_bytes),
+        is_sealed=config.storage_secret is not None,
+    )
+    if args.storage is None:
+        store = dataclasses.replace(store, source=variable_of("storage"))
+    if args.storage_bytes is None:
+        source = variable_of("storage_bytes")
+        store = dataclasses.replace(store, num_bytes_source=source)
+    try:
+        return dataclasses.replace(facts, store=look_at(url, store))
+    except ValueError as error:
+        if args.storage is not None:
+            text = str(error).removeprefix("storage=")
+            raise UsageError(f"--storage: {text}") from error
+        fault = with_variables(str(error), {"storage"})
+        faults = (*facts.config_faults, fault)
+        return dataclasses.replace(facts, config_faults=faults)
 
 
 def _probe(facts: Facts) -> Facts:

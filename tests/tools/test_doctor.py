@@ -2,18 +2,24 @@
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import json
 import os
 import random
 import re
+import socket
 import subprocess
 import sys
+import threading
 import tomllib
+import types
+from concurrent.futures import Future
 from pathlib import Path
 
 import jax
 import pytest
+import redis
 
 from jaxkv import OffloadConfig
 from jaxkv.cli import main as cli
@@ -22,7 +28,10 @@ from jaxkv.tools.doctor import facts as doctor_facts
 from jaxkv.tools.doctor.facts import EXTRAS, Backend, Facts, gather_facts
 from jaxkv.tools.doctor.findings import Question, judge, recommend
 from jaxkv.tools.doctor.report import fact_lines
+from jaxkv.tools.doctor.store import Store, look_at
 from jaxkv.transfer import limits
+from jaxkv.transfer.storage import LocalStore, MemoryStore
+from tests.rigs.servers import free_port, redis_server
 from tests.transfer.test_limits import LIMIT, PREALLOCATE, PREMAPPED, V1, Machine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -364,7 +373,7 @@ def test_the_command_prints_in_columns_and_writes_json(machine, capsys, tmp_path
     assert rows["Memory"] == "95.37 GiB, 64.00 GiB available"
     assert rows["Cgroup"] == "no limit"
     assert rows["Software"].startswith(f"Python {sys.version.split()[0]}, jaxkv 0.")
-    assert rows["Extras"] == "events, metrics, demo"
+    assert rows["Extras"] == "events, metrics, demo, storage, redis"
     assert rows["Host tier"].startswith("56 GiB recommended: the machine has 64.00 GiB")
     assert out.split("\n\n", 1)[1] == (
         "WRONG  70 GiB of host memory (--host-bytes) do not fit: the machine has only "
@@ -426,6 +435,8 @@ def test_a_failing_probe_is_wrong(machine, capsys, monkeypatch, error, code, mes
     [
         ("doctor --need event", "--need: unknown 'event': did you mean events?"),
         ("doctor --host-bytes x", "--host-bytes: 'x' must be a size such as 64MiB"),
+        ("doctor --storage ftp://x", "--storage: 'ftp://x': unknown 'ftp': there is"),
+        ("doctor --storage-bytes 1GiB", "--storage-bytes: it belongs to --storage"),
         ("doctor --json no/a.json", "--json: cannot write 'no/a.json' (No such file"),
         ("doctor --no-prob", "unknown option '--no-prob': did you mean --no-probe?"),
         ("docter", "unknown command 'docter': did you mean doctor?"),
@@ -460,9 +471,10 @@ def test_the_doctor_names_missing_extras_and_runs_without_rich():
     # The probe shows progress without rich, too.
     done = run_doctor(["doctor", "--need", "events"], before=without)
     assert done.returncode == 1, done.stderr
-    assert "Extras       metrics, events (pyzmq missing), demo (rich missing)" in (
-        done.stdout
-    )
+    assert (
+        "Extras       metrics, storage, redis, events (pyzmq missing), demo (rich "
+        "missing)\n"
+    ) in done.stdout
     assert "WRONG  the extra events is needed, and pyzmq not installed" in done.stdout
     assert '  1. pip install "jaxkv[events]"' in done.stdout
     assert "GB/s" in done.stdout
@@ -545,6 +557,210 @@ def test_a_real_cgroup_limits_the_recommendation(tmp_path):
         assert (done.returncode, done.stdout) == (0, "made\n"), done.stderr
         done = run_doctor([], before=make % "2GiB")
         assert f"but the cgroup {folder} (" in done.stderr
+
+
+STORE = Store("kv", 4 * GIB, is_sealed=False)
+
+
+def look(tmp_path, url, store=STORE, missing=None, **others):
+    """What the doctor finds of a store, on a machine without other faults."""
+    found = look_at(str(url), store, **others)
+    facts = facts_of(Machine(tmp_path / "machine", 64 * GIB), store=found)
+    if missing is not None:
+        facts = dataclasses.replace(facts, missing=dict(facts.missing) | missing)
+    return judge(facts, Question())
+
+
+def test_a_folder_for_blocks_is_tried_and_nothing_stays_there(tmp_path):
+    assert look(tmp_path, tmp_path / "a/b/c") == []
+    assert look(tmp_path, f"file://{tmp_path}/a/b?mode=660") == []
+    assert not (tmp_path / "a").exists()
+    there = tmp_path / "there"
+    there.mkdir(mode=0o700)
+    (there / "file").touch()
+    assert look(tmp_path, there) == []
+    assert [path.name for path in there.iterdir()] == ["file"]
+
+
+def test_a_folder_that_cannot_be_made_or_written_is_wrong(tmp_path):
+    (tmp_path / "file").touch()
+    for place in ("file", "file/kv"):
+        (fault,) = look(tmp_path, tmp_path / place)
+        assert fault.level == "wrong"
+        assert fault.what.startswith("the store kv (--storage) cannot be used: ")
+        assert "name a folder that can be made and read" in fault.what
+
+
+def test_a_folder_that_refuses_writes_is_wrong(tmp_path, monkeypatch):
+    def refuse(self, path):
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    # The user that runs tests may be one who may write everywhere.
+    monkeypatch.setattr(LocalStore, "_create", refuse)
+    (fault,) = look(tmp_path, tmp_path / "kv")
+    assert "cannot be used: PermissionError" in fault.what
+    assert fault.advice.startswith("let the user of the server read and write there")
+    assert not (tmp_path / "kv").exists()
+
+
+@pytest.mark.parametrize(
+    ("mode", "query", "levels"),
+    [
+        (0o700, "", []),
+        (0o755, "", []),
+        (0o775, "", ["note"]),
+        (0o770, "?mode=660", []),
+        (0o777, "", ["wrong"]),
+        (0o777, "?mode=660", ["wrong"]),
+        (0o777, "?mode=666", []),
+        (0o1777, "", ["wrong"]),
+    ],
+)
+def test_a_folder_where_others_could_plant_blocks_is_told(
+    tmp_path, mode, query, levels
+):
+    folder = tmp_path / "kv"
+    folder.mkdir()
+    folder.chmod(mode)
+    found = look(tmp_path, f"file://{folder}{query}")
+    assert [finding.level for finding in found] == levels
+    if found:
+        assert f"has the mode {mode:04o}: " in found[0].what
+        chmod = f"chmod 755 {folder}, or set JAXKV_STORAGE_SECRET"
+        own = f"name a folder in {folder}, or set JAXKV_STORAGE_SECRET"
+        if levels == ["wrong"] and "660" in query:
+            chmod = chmod.replace("755", "775")
+        assert found[0].advice.startswith(own if mode & 0o1000 else chmod)
+    sealed = dataclasses.replace(STORE, is_sealed=True)
+    assert look(tmp_path, f"file://{folder}{query}", sealed) == []
+
+
+def test_blocks_that_do_not_fit_on_the_disk_are_wrong(tmp_path, monkeypatch):
+    folder = tmp_path / "kv"
+    store = dataclasses.replace(STORE, num_bytes_source="JAXKV_STORAGE_BYTES")
+    free = types.SimpleNamespace(f_bavail=3 << 18, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda path: free)
+    (fault,) = look(tmp_path, folder, store)
+    assert (fault.level, fault.what) == (
+        "wrong",
+        "4 GiB of blocks (JAXKV_STORAGE_BYTES) do not fit into the store kv "
+        "(--storage), which has 3.00 GiB left and 0.00 GiB of blocks",
+    )
+    assert fault.advice == (
+        "make room there, or ask for less: JAXKV_STORAGE_BYTES=2688MiB"
+    )
+    # What a run before has written there counts, and nothing else does.
+    for name, num_bytes in (("else", GIB), ("jaxkv1/a/b/1.0", GIB - 1)):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb") as file:
+            file.truncate(num_bytes)
+        (fault,) = look(tmp_path, folder, store)
+        assert "do not fit" in fault.what
+    (folder / "jaxkv1/a/b/2.0").write_bytes(b"1")
+    assert look(tmp_path, folder, store) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "extra", "module"),
+    [("redis://127.0.0.1:1", "redis", "redis"), ("gs://b", "storage", "tensorstore")],
+)
+def test_a_store_without_its_extra_is_wrong(tmp_path, monkeypatch, url, extra, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    (fault,) = look(tmp_path, url, missing={extra: (module,)})
+    assert fault.what == f"the extra {extra} is needed, and {module} not installed"
+    assert fault.advice == f'pip install "jaxkv[{extra}]"'
+
+
+def test_slow_checksums_are_a_note(tmp_path):
+    missing = {"storage": ("tensorstore", "xxhash")}
+    (note,) = look(tmp_path, tmp_path / "kv", missing=missing)
+    assert (note.level, note.advice) == ("note", "pip install xxhash")
+
+
+def test_a_store_that_nobody_serves_is_wrong(tmp_path):
+    (fault,) = look(tmp_path, f"redis://127.0.0.1:{free_port()}")
+    assert "cannot be used: ConnectionError: " in fault.what
+    assert fault.advice == "start the store, or correct its address"
+
+
+def test_a_store_that_never_answers_is_wrong_and_not_waited_for(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
+        (fault,) = look(tmp_path, url, deadline_s=0.2)
+    assert fault.what.endswith("cannot be used: it did not answer within 0.2 s")
+    assert fault.advice == "start the store, or correct its address"
+
+
+def test_a_folder_that_hangs_is_not_waited_for(tmp_path, monkeypatch):
+    released = threading.Event()
+    monkeypatch.setattr(
+        "jaxkv.tools.doctor.store.open_store", lambda url: released.wait()
+    )
+    try:
+        (fault,) = look(tmp_path, tmp_path / "kv", deadline_s=0.0)
+    finally:
+        released.set()
+    assert fault.what.endswith("cannot be used: it did not answer within 0 s")
+
+
+def test_a_store_that_changes_bytes_is_wrong(tmp_path, monkeypatch):
+    class Forgetful(MemoryStore):
+        def get(self, names, max_bytes):
+            found = super().get(names, max_bytes)
+            changed = Future()
+            changed.set_result(bytes(found[0].result()[:-1]))
+            return [changed]
+
+    kept = Forgetful()
+    monkeypatch.setattr("jaxkv.tools.doctor.store.open_store", lambda url: kept)
+    (fault,) = look(tmp_path, "memory://kept")
+    assert fault.what.endswith("what was written there does not come back")
+    assert kept._blobs == {}
+
+
+def test_a_real_server_is_tried_and_nothing_stays_there(tmp_path):
+    with redis_server(tmp_path) as (url, _):
+        assert look(tmp_path, url) == []
+        assert redis.Redis.from_url(url).dbsize() == 0
+
+
+def test_the_command_tries_the_store_of_the_settings(machine, capsys, monkeypatch):
+    folder = machine.proc.parent / "kv"
+    folder.mkdir()
+    folder.chmod(0o777)
+    monkeypatch.setenv("JAXKV_STORAGE", str(folder))
+    assert cli.main(["doctor", "--no-probe"]) == 1
+    out = capsys.readouterr().out
+    assert f"WRONG  the store {folder} (JAXKV_STORAGE) has the mode 0777" in out
+    assert f"\nStorage tier {folder}, 16.00 GiB of blocks at most; " in out
+    # The command line takes precedence.
+    words = ["--storage", "memory://doctor", "--storage-bytes", "1MiB"]
+    assert cli.main(["doctor", "--no-probe", *words]) == 0
+    assert "\nStorage tier memory://doctor, 0.00 GiB" in capsys.readouterr().out
+    monkeypatch.setenv("JAXKV_STORAGE", "ftp://kv")
+    assert cli.main(["doctor", "--no-probe"]) == 1
+    assert (
+        "WRONG  storage='ftp://kv': unknown 'ftp': there is file, s3, gs, redis, "
+        "rediss, unix, memory (JAXKV_STORAGE in the environment)"
+    ) in capsys.readouterr().out
+
+
+def test_secrets_are_shown_to_nobody(machine, capsys, monkeypatch, tmp_path):
+    secrets = ("a secret of 16 bytes and more", "password")
+    port = free_port()
+    monkeypatch.setenv("JAXKV_STORAGE_SECRET", secrets[0])
+    url = f"redis://me:{secrets[1]}@127.0.0.1:{port}"
+    monkeypatch.setenv("JAXKV_STORAGE", url)
+    figures = tmp_path / "a.json"
+    assert cli.main(["doctor", "--no-probe", "--json", str(figures)]) == 1
+    out, err = capsys.readouterr()
+    everything = out + err + figures.read_text()
+    assert not any(secret in everything for secret in secrets)
+    assert f"JAXKV_STORAGE=redis://127.0.0.1:{port}, JAXKV_STORAGE_SECRET=..." in out
+    config = json.loads(figures.read_text())["facts"]["config"]
+    assert config["storage"] == f"redis://127.0.0.1:{port}"
+    assert config["storage_secret"] == "..."
 
 
 def test_facts_describe_this_machine():

@@ -12,25 +12,34 @@ from pathlib import Path
 import jax
 
 from jaxkv.config import (
+    KEYS,
     ConfigError,
     OffloadConfig,
     read_environment,
+    variable_of,
     variables_of,
     with_variables,
 )
 from jaxkv.tiers.executors import cpu_device
 from jaxkv.tools.bench.machine import cpu_model, num_cpus, versions
 from jaxkv.tools.doctor.bandwidth import Bandwidth
+from jaxkv.tools.doctor.store import Store
 from jaxkv.transfer import limits, memory, probe
 from jaxkv.transfer.kernels import Mode, choose_mode
 from jaxkv.transfer.limits import HostLimit, PinnedPool
+from jaxkv.transfer.storage.opening import shown_url
 
 EXTRAS: Mapping[str, Mapping[str, str]] = {
     "events": {"zmq": "pyzmq", "msgspec": "msgspec"},
     "metrics": {"prometheus_client": "prometheus_client"},
     "demo": {"flax": "flax", "rich": "rich", "matplotlib": "matplotlib"},
+    "storage": {"tensorstore": "tensorstore", "xxhash": "xxhash"},
+    "redis": {"redis": "redis", "xxhash": "xxhash"},
 }
 """The extras: for each, the modules it needs and their packages."""
+
+HIDDEN = "..."
+"""What stands for a secret."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +79,14 @@ class Facts:
         mode: The mode that a transfer engine would use; None if there is none.
         refusals: Why jax does not start, or a transfer engine cannot be made.
         missing: The missing packages of each extra.
-        variables: The environment variables that configure jaxkv.
+        variables: The environment variables that configure jaxkv, without secrets.
         config: The configuration from the valid ones; None if they contradict one
             another.
         config_faults: The faults of the others.
         bandwidth: Measured speeds; None if they were not measured.
         probe_fault: Why the measurement failed; empty if it did not.
         probe_left_out: Why it was left out; empty if it was not.
+        store: What was found of the store; None if there is none to look at.
     """
 
     system: str
@@ -96,6 +106,7 @@ class Facts:
     bandwidth: Bandwidth | None = None
     probe_fault: str = ""
     probe_left_out: str = ""
+    store: Store | None = None
 
     @property
     def machine_limit(self) -> HostLimit | None:
@@ -169,7 +180,7 @@ def gather_facts(
         mode=mode,
         refusals=tuple(refusals),
         missing={name: missing_packages(name) for name in EXTRAS},
-        variables=variables_of(environ),
+        variables=_shown_variables(environ),
         config=config,
         config_faults=tuple(config_faults),
     )
@@ -182,6 +193,17 @@ def missing_packages(extra: str) -> tuple[str, ...]:
         for module, package in EXTRAS[extra].items()
         if importlib.util.find_spec(module) is None
     )
+
+
+def _shown_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    found = variables_of(environ)
+    for name, key in KEYS.items():
+        if key.is_secret and variable_of(name) in found:
+            found[variable_of(name)] = HIDDEN
+    storage = variable_of("storage")
+    if storage in found:
+        found[storage] = shown_url(found[storage].strip())
+    return found
 
 
 def _backend_of(device: jax.Device) -> Backend:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import stat
 from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias
 
@@ -10,6 +11,7 @@ from jaxkv._util import gib
 from jaxkv.config import variable_of
 from jaxkv.tools.bench.plan import size_text
 from jaxkv.tools.doctor.facts import Facts
+from jaxkv.tools.doctor.store import Folder, Store
 from jaxkv.transfer.limits import HostLimit
 
 # Left for the rest of a server, which grows while it runs: compiled programs, requests,
@@ -108,6 +110,7 @@ def judge(facts: Facts, question: Question) -> list[Finding]:
         *_of_the_extras(facts, question),
         *_of_the_size(facts, question),
         *_of_the_limits(facts, question),
+        *_of_the_store(facts),
     ]
     if facts.probe_fault:
         found.append(Finding("wrong", f"blocks do not move: {facts.probe_fault}"))
@@ -153,6 +156,8 @@ def _of_the_extras(facts: Facts, question: Question) -> Iterator[Finding]:
     if facts.config is not None:
         needed += ["events"] * (facts.config.events_endpoint is not None)
         needed += ["metrics"] * (facts.config.metrics_port is not None)
+    if facts.store is not None and facts.store.lacks_extra is not None:
+        needed.append(facts.store.lacks_extra)
     for extra in dict.fromkeys(needed):
         if facts.missing[extra]:
             packages = ", ".join(facts.missing[extra])
@@ -239,6 +244,54 @@ def _of_the_limits(facts: Facts, question: Question) -> Iterator[Finding]:
             f"{_text(_round_down(room))}",
             f"for a larger host tier, {pool.remedy(room)}",
         )
+
+
+def _of_the_store(facts: Facts) -> Iterator[Finding]:
+    store = facts.store
+    if store is None or store.lacks_extra is not None:
+        return
+    name = f"the store {store.url} ({store.source})"
+    if store.fault:
+        yield Finding("wrong", f"{name} cannot be used: {store.fault}", store.advice)
+        return
+    if not store.is_sealed and "xxhash" in facts.missing["storage"]:
+        yield Finding(
+            "note",
+            f"{name} needs checksums, which take some four times as long without "
+            "xxhash",
+            "pip install xxhash",
+        )
+    if store.folder is None:
+        return
+    yield from _of_its_mode(name, store, store.folder)
+    room = store.folder.free_bytes + store.folder.held_bytes
+    if store.num_bytes > room:
+        best = _round_down(room - room // _RESERVE_SHARE)
+        yield Finding(
+            "wrong",
+            f"{_text(store.num_bytes)} of blocks ({store.num_bytes_source}) do not "
+            f"fit into {name}, which has {gib(store.folder.free_bytes)} left and "
+            f"{gib(store.folder.held_bytes)} of blocks",
+            "make room there, or ask for less: "
+            f"{variable_of('storage_bytes')}={_text(best, '')}",
+        )
+
+
+def _of_its_mode(name: str, store: Store, folder: Folder) -> Iterator[Finding]:
+    """Say who could plant blocks: nobody else reads those that are there."""
+    if folder.mode is None or store.is_sealed:
+        return
+    writers = folder.mode & ~folder.file_mode & 0o022
+    what = f"{name} has the mode {folder.mode:04o}: "
+    advice = f"chmod {folder.mode & ~writers:o} {folder.path}"
+    if folder.mode & stat.S_ISVTX:  # As of /tmp, which is for everybody.
+        advice = f"name a folder in {folder.path}"
+    advice += f", or set {variable_of('storage_secret')}"
+    if writers & 0o002:
+        yield Finding("wrong", f"{what}every user here could plant blocks", advice)
+    elif writers:
+        meant = f", or say with ?mode={folder.file_mode | 0o060:o} that it shares them"
+        yield Finding("note", f"{what}its group could plant blocks", advice + meant)
 
 
 def _rooms(facts: Facts, question: Question) -> list[HostLimit]:

@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxkv._util import gib
+from jaxkv.config import KEYS
 from jaxkv.tools.bench.plan import size_text
 from jaxkv.tools.bench.records import Speed
 from jaxkv.tools.bench.report import speed_text
-from jaxkv.tools.doctor.facts import Facts
+from jaxkv.tools.doctor.facts import HIDDEN, Facts
 from jaxkv.tools.doctor.findings import Finding, Recommendation
+from jaxkv.transfer.storage.opening import shown_url
 from jaxkv.transfer.tiling import LANES, lane_padding
 
 # Head dimensions of models, and the latent of DeepSeek's attention, that tiles pad.
@@ -33,6 +35,7 @@ def fact_lines(facts: Facts, best: Recommendation | None) -> list[str]:
     elif best is not None:
         size = f"no room for one: {best.why}"
     rows.append(("Host tier", size))
+    rows += _store_rows(facts)
     return [f"{label:<12} {text}" for label, text in rows]
 
 
@@ -59,8 +62,20 @@ def to_json(
         "ok": all(found.level != "wrong" for found in findings),
         "recommended_host_bytes": None if best is None else best.num_bytes,
         "findings": [dataclasses.asdict(found) for found in findings],
-        "facts": dataclasses.asdict(facts),
+        "facts": _facts_json(facts),
     }
+
+
+def _facts_json(facts: Facts) -> dict[str, Any]:
+    found = dataclasses.asdict(facts)
+    config = found["config"]
+    if config is not None:
+        for name, key in KEYS.items():
+            if key.is_secret and config[name] is not None:
+                config[name] = HIDDEN
+        if config["storage"] is not None:
+            config["storage"] = shown_url(config["storage"])
+    return found
 
 
 def _machine_rows(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -120,6 +135,16 @@ def _speed_rows(facts: Facts) -> Iterator[tuple[str, str]]:
 
 def _speed_text(own: Speed, limit: str, limit_speed: Speed) -> str:
     return f"{speed_text(own)} GB/s; {limit} {speed_text(limit_speed)} GB/s"
+
+
+def _store_rows(facts: Facts) -> Iterator[tuple[str, str]]:
+    store = facts.store
+    if store is None:
+        return
+    text = f"{store.url}, {gib(store.num_bytes)} of blocks at most"
+    if store.folder is not None:
+        text += f"; {gib(store.folder.free_bytes)} left there"
+    yield "Storage tier", text
 
 
 def _extras_text(facts: Facts) -> str:

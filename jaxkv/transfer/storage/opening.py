@@ -7,12 +7,14 @@ import urllib.parse
 
 from jaxkv._util import did_you_mean, shown
 from jaxkv.transfer.storage.local import LocalStore
-from jaxkv.transfer.storage.redis_store import RedisStore
+from jaxkv.transfer.storage.redis_store import RedisStore, without_secrets
 from jaxkv.transfer.storage.store import BlobStore, memory_store
 from jaxkv.transfer.storage.tensor_store import open_gs, open_s3
 
 _MOST_LETTERS = 2000
 SCHEMES = ("file", "s3", "gs", "redis", "rediss", "unix", "memory")
+
+_REDIS = ("redis", "rediss", "unix")
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 
@@ -48,14 +50,14 @@ def open_store(url: str) -> BlobStore:
         return LocalStore(url)
     scheme, rest = match[1].lower(), match[2]
     if scheme == "file":
-        return _open_local(url)
+        return LocalStore(*_path_and_mode(url))
     if scheme == "memory":
         return memory_store(rest)
     if scheme == "s3":
         return open_s3(url)
     if scheme == "gs":
         return open_gs(url)
-    if scheme in ("redis", "rediss", "unix"):
+    if scheme in _REDIS:
         return RedisStore(url)
     raise ValueError(
         f"storage={shown(url)}: unknown {shown(scheme)}: "
@@ -63,7 +65,53 @@ def open_store(url: str) -> BlobStore:
     )
 
 
-def _open_local(url: str) -> LocalStore:
+def folder_of(url: str) -> tuple[str, int] | None:
+    """Give the path of a folder, and the permissions of its files; None for no folder.
+
+    Raises:
+        ValueError: The URL is malformed.
+
+    >>> folder_of("file:///var/cache/kv?mode=660") == ("/var/cache/kv", 0o660)
+    True
+    """
+    scheme = _scheme_of(url)
+    if scheme == "file":
+        return _path_and_mode(url)
+    return None if scheme else (url, 0o600)
+
+
+def extra_of(url: str) -> str | None:
+    """Name the extra that the store of a URL needs.
+
+    >>> extra_of("redis://localhost"), extra_of("/var/cache/kv")
+    ('redis', None)
+    """
+    scheme = _scheme_of(url)
+    return (
+        "redis" if scheme in _REDIS else "storage" if scheme in ("s3", "gs") else None
+    )
+
+
+def shown_url(url: str) -> str:
+    """Give a URL as anybody may see it.
+
+    >>> shown_url("redis://me:secret@localhost:6379/0")
+    'redis://localhost:6379/0'
+    """
+    if _scheme_of(url) not in _REDIS:
+        return url
+    try:
+        return without_secrets(url)
+    except ValueError:  # As of a host that begins with a bracket.
+        return f"{_scheme_of(url)}://..."
+
+
+def _scheme_of(url: str) -> str:
+    match = _URL.fullmatch(url)
+    return match[1].lower() if match else ""
+
+
+def _path_and_mode(url: str) -> tuple[str, int]:
     parts = urllib.parse.urlsplit(url)
     options = urllib.parse.parse_qs(parts.query, keep_blank_values=True)
     mode = options.pop("mode", ["600"])[-1]
@@ -77,4 +125,4 @@ def _open_local(url: str) -> LocalStore:
             f"storage={shown(url)}: mode={shown(mode)} must be permissions of files "
             "such as 600 or 660."
         )
-    return LocalStore(urllib.parse.unquote(parts.path), int(mode, 8))
+    return urllib.parse.unquote(parts.path), int(mode, 8)

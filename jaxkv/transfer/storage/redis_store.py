@@ -43,7 +43,7 @@ class RedisStore:
 
     def __init__(self, url: str) -> None:
         self._redis = _import()
-        self._url = _without_secrets(url)
+        self._url = without_secrets(url)
         if url.startswith("unix:") and not urllib.parse.urlsplit(url).path:
             raise ValueError(f"storage={shown(url)} must be unix:///PATH of a socket.")
         try:
@@ -171,7 +171,8 @@ def _joined(blob: Blob) -> Piece:
     return blob[0] if len(blob) == 1 else b"".join(blob)
 
 
-def _without_secrets(url: str) -> str:
+def without_secrets(url: str) -> str:
+    """Give a URL without user, password and options."""
     parts = urllib.parse.urlsplit(url)
     place = parts.netloc.rpartition("@")[2]
     return f"{parts.scheme}://{place}{parts.path}"

@@ -1,0 +1,188 @@
+"""A look at the store of the storage tier: an object goes there and comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import queue
+import stat
+import threading
+import time
+from concurrent.futures import Future
+from typing import TypeVar
+
+from jaxkv._util import one_line
+from jaxkv.transfer.storage import BlobStore, StoreError, open_store
+from jaxkv.transfer.storage.objects import VERSION
+from jaxkv.transfer.storage.opening import extra_of, folder_of
+
+_T = TypeVar("_T")
+
+DEADLINE_S = 15.0
+_COUNT_S = 5.0  # For adding up what a folder holds, at most.
+_NUM_BYTES = 4096
+_MOST_LETTERS = 300
+_ADVICE = {
+    "full": "make room there",
+    "denied": "let the user of the server read and write there, or name another place",
+    "unreachable": "start the store, or correct its address",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """The folder of a store.
+
+    Attributes:
+        path: Where it is.
+        mode: Its permissions; None if it was not there.
+        file_mode: The permissions that the URL gives its files.
+        free_bytes: What this user may still write on its file system.
+        held_bytes: What blocks take there; no more is counted than matters.
+    """
+
+    path: str
+    mode: int | None
+    file_mode: int
+    free_bytes: int
+    held_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+    """What was found of a store.
+
+    Attributes:
+        url: The place, as `shown_url` gives it.
+        num_bytes: What it is to hold at most.
+        is_sealed: Whether a secret seals its objects.
+        source: Where the place was set, for messages.
+        num_bytes_source: Where the size is set, for messages.
+        lacks_extra: The extra without which it does not open; None if it has it.
+        fault: Why it cannot be used; empty if it can.
+        advice: What to do about that; may be empty.
+        folder: The folder that it is; None if it is none, or cannot be used.
+    """
+
+    url: str
+    num_bytes: int
+    is_sealed: bool
+    source: str = "--storage"
+    num_bytes_source: str = "--storage-bytes"
+    lacks_extra: str | None = None
+    fault: str = ""
+    advice: str = ""
+    folder: Folder | None = None
+
+
+def look_at(url: str, store: Store, *, deadline_s: float = DEADLINE_S) -> Store:
+    """Open a store, put a small object there, read it and delete it.
+
+    What was not there before is not there afterwards: neither the object nor folders.
+
+    Args:
+        url: The place, as `open_store` takes it.
+        store: What is known of it.
+        deadline_s: How long it may take; a store that hangs is waited for no longer.
+
+    Raises:
+        ValueError: The URL is malformed.
+    """
+    answers: queue.SimpleQueue[Store | ValueError] = queue.SimpleQueue()
+    until_s = time.monotonic() + deadline_s
+    late = StoreError("unreachable", f"it did not answer within {deadline_s:g} s")
+
+    def look() -> None:
+        try:
+            answers.put(_look_at(url, store, until_s))
+        except ValueError as error:
+            answers.put(error)
+        except TimeoutError:
+            answers.put(_failed(store, late))
+        except Exception as error:
+            answers.put(_failed(store, StoreError("other", f"{error!r}")))
+
+    # A call to a file server that is gone may never return.
+    threading.Thread(target=look, name="jaxkv doctor", daemon=True).start()
+    try:
+        answer = answers.get(timeout=deadline_s + 1)
+    except queue.Empty:
+        return _failed(store, late)
+    if isinstance(answer, ValueError):
+        raise answer
+    return answer
+
+
+def _look_at(url: str, store: Store, until_s: float) -> Store:
+    place = folder_of(url)
+    mode, made = None, []
+    if place is not None:
+        path = os.path.abspath(place[0])
+        with contextlib.suppress(OSError):
+            mode = stat.S_IMODE(os.stat(path).st_mode)
+        made = _missing_folders(path)
+    try:
+        try:
+            opened = open_store(url)
+        except ImportError:
+            return dataclasses.replace(store, lacks_extra=extra_of(url))
+        with contextlib.closing(opened):
+            _try(opened, until_s)
+        if place is None:
+            return store
+        file_system = os.statvfs(path)
+        free = file_system.f_bavail * file_system.f_frsize
+        held = _held_bytes(path, store.num_bytes - free, until_s)
+        folder = Folder(path, mode, place[1], free, held)
+        return dataclasses.replace(store, folder=folder)
+    except StoreError as error:
+        return _failed(store, error)
+    finally:
+        for one in made:
+            with contextlib.suppress(OSError):
+                os.rmdir(one)
+
+
+def _try(store: BlobStore, until_s: float) -> None:
+    name = f"jaxkv-doctor-{os.urandom(8).hex()}"
+    data = os.urandom(_NUM_BYTES)
+    try:
+        _result(store.put([(name, [data])])[0], until_s)
+        found = _result(store.get([name], _NUM_BYTES)[0], until_s)
+        if found is None or bytes(found) != data:
+            raise StoreError("other", "what was written there does not come back")
+    finally:
+        deleted = store.delete([name])[0]
+    _result(deleted, until_s)
+
+
+def _result(future: Future[_T], until_s: float) -> _T:
+    return future.result(max(0.0, until_s - time.monotonic()))
+
+
+def _failed(store: Store, error: StoreError) -> Store:
+    text = one_line(str(error))[:_MOST_LETTERS]
+    return dataclasses.replace(store, fault=text, advice=_ADVICE.get(error.kind, ""))
+
+
+def _missing_folders(path: str) -> list[str]:
+    """Return the folders that opening makes, the innermost first."""
+    missing = []
+    while not os.path.lexists(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    return missing
+
+
+def _held_bytes(path: str, enough: int, until_s: float) -> int:
+    """Add up the files of blocks, until that is enough or takes too long."""
+    until_s = min(until_s, time.monotonic() + _COUNT_S)
+    held = 0
+    for folder, _, names in os.walk(os.path.join(path, f"jaxkv{VERSION}")):
+        for name in names:
+            if held >= enough or time.monotonic() > until_s:
+                return held
+            with contextlib.suppress(OSError):
+                held += os.lstat(os.path.join(folder, name)).st_size
+    return held
