@@ -563,8 +563,8 @@ class OffloadConfig:
         "on_reuse",
         "scheduler",
         "What is written to the store: what is asked for a second time (`on_reuse`), "
-        "what the host is about to evict (`on_evict`, with `lru`), or all that gets to "
-        "the host (`through`).",
+        "what the host is about to evict (`on_evict`, with `lru` and without "
+        "`retention`), or all that gets to the host (`through`).",
         names=lambda: get_args(StorageWrite),
     )
     max_storage_blocks: int = _number(
@@ -806,6 +806,7 @@ class OffloadConfig:
         *,
         block_bytes: int = 0,
         num_storage_blocks: int = 0,
+        policy_clock: Callable[[], float] | None = None,
     ) -> OffloadScheduler:
         """Make the scheduler, and a recorder for it if there is a file to record to.
 
@@ -817,6 +818,8 @@ class OffloadConfig:
             block_bytes: Bytes of a device block, which `skip_slow_loads` needs.
             num_storage_blocks: Host blocks that the store may hold, as the worker's
                 `storage.num_blocks(config.storage_bytes)` says; 0 for no store.
+            policy_clock: As of `OffloadScheduler`: several processes need one if the
+                cache policy asks for the time, or with `retention`.
 
         Raises:
             ValueError: There is no number of host blocks, or as `OffloadScheduler`.
@@ -840,6 +843,7 @@ class OffloadConfig:
                 rules=rules,
                 executor=self.executor,
                 num_storage_blocks=num_storage_blocks,
+                policy_clock=policy_clock,
                 recorder=recorder,
             )
         except BaseException:
@@ -971,6 +975,7 @@ class OffloadConfig:
         block_axis: PyTree = 0,
         head_axis: PyTree = -2,
         storage_namespace: bytes = b"",
+        policy_clock: Callable[[], float] | None = None,
     ) -> Offload:
         """Make all parts for one pool.
 
@@ -992,6 +997,7 @@ class OffloadConfig:
             engine.num_host_blocks,
             block_bytes=block_bytes,
             num_storage_blocks=num_storage_blocks,
+            policy_clock=policy_clock,
         )
         return Offload(engine, scheduler, worker)
 
@@ -1024,13 +1030,14 @@ class OffloadConfig:
         if (
             self.storage is not None
             and self.storage_write == "on_evict"
-            and (self.cache_policy, self.executor) != ("lru", "native")
+            and (self.cache_policy, self.executor, self.retention)
+            != ("lru", "native", False)
         ):
             return [
-                f"storage_write='on_evict' needs cache_policy='lru' and "
-                f"executor='native', not {shown(self.cache_policy)} and "
-                f"{shown(self.executor)}: another policy does not tell what it would "
-                "evict."
+                f"storage_write='on_evict' needs cache_policy='lru', "
+                f"executor='native' and retention=False, not "
+                f"{shown(self.cache_policy)}, {shown(self.executor)} and "
+                f"{self.retention}: another policy does not tell what it would evict."
             ]
         try:
             check_rules(self.make_rules(block_bytes=1), (FullAttention(1),))

@@ -7,6 +7,7 @@ import typing
 import urllib.request
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -258,6 +259,15 @@ def test_one_size_takes_the_place_of_the_other():
         (
             {"mode": "lazy", "blocks_per_host_block": 2},
             "blocks_per_host_block=2 and mode='lazy' exclude one another",
+        ),
+        (
+            {"storage": "kv", "storage_write": "on_evict", "retention": True},
+            "storage_write='on_evict' needs cache_policy='lru', executor='native' and "
+            "retention=False, not 'lru', 'native' and True: another policy does not",
+        ),
+        (
+            {"storage": "kv", "storage_write": "on_evict", "cache_policy": "arc"},
+            "retention=False, not 'arc', 'native' and False: another policy does not",
         ),
     ],
 )
@@ -537,6 +547,20 @@ def test_the_parts_are_made_as_it_says():
     assert "t1" in scheduler._manager.snapshot().policy
     assert scheduler._manager.events == []
     assert worker._deadline_s == 1.0
+
+
+@pytest.mark.parametrize("values", [{"retention": True}, {"cache_policy": "hazard"}])
+def test_several_processes_can_give_their_policy_a_clock(monkeypatch, values):
+    """Without one they could have neither, made from a configuration."""
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    config = OffloadConfig(num_host_blocks=8, **values)
+    with pytest.raises(ValueError, match="decides by the time"):
+        config.make_scheduler(4)
+    with pytest.raises(ValueError, match="decides by the time"):
+        config.connect(make_pool(), 4)
+    config.make_scheduler(4, policy_clock=lambda: 1.0)
+    config.connect(make_pool(), 4, policy_clock=lambda: 1.0)
 
 
 def test_blocks_of_several_and_compression():

@@ -140,9 +140,10 @@ class OffloadScheduler:
         if num_storage_blocks:
             if rules.storage_write == "on_evict" and not host.tells_victims:
                 raise ValueError(
-                    f"storage_write='on_evict' needs cache_policy='lru' and "
-                    f"executor='native', not {cache_policy!r} and {executor!r}: others "
-                    "do not tell what they would evict."
+                    f"storage_write='on_evict' needs cache_policy='lru', "
+                    f"executor='native' and retention=False, not {cache_policy!r}, "
+                    f"{executor!r} and {rules.retention}: others do not tell what they "
+                    "would evict."
                 )
             tier = StorageTier(
                 host.block_size, num_storage_blocks, enable_events, executor=executor

@@ -573,7 +573,7 @@ class OffloadingManager:
 
     @property
     def tells_victims(self) -> bool:
-        """Whether `next_victims` knows: with "lru", run by native functions."""
+        """Whether `next_victims` knows: "lru" in native functions, no retention."""
         state = self.executor.state.policy
         return isinstance(state, LRUState) and isinstance(self.executor, NativeExecutor)
 
@@ -592,8 +592,8 @@ class OffloadingManager:
         """
         if not self.tells_victims:
             raise ValueError(
-                "next_victims needs cache_policy='lru' and executor='native': another "
-                "policy does not tell what it would evict."
+                "next_victims needs cache_policy='lru' and executor='native', without "
+                "retention: another policy does not tell what it would evict."
             )
         num -= self.num_blocks - self.num_held_blocks
         if num <= 0:

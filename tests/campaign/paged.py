@@ -73,7 +73,10 @@ class PagedEngine(Contract):
         if self.storage is not None:
             num_storage_blocks = self.storage.num_blocks(config.storage_bytes)
         self.scheduler = config.make_scheduler(
-            self.groups, block_bytes=BLOCK_BYTES, num_storage_blocks=num_storage_blocks
+            self.groups,
+            block_bytes=BLOCK_BYTES,
+            num_storage_blocks=num_storage_blocks,
+            policy_clock=lambda: self.now_s,  # The same in all processes.
         )
         self.scheduler.bind_device_block_pool(self.blocks)
         self.overlaps = Overlaps(config.blocks_per_host_block)

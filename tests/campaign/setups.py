@@ -129,7 +129,8 @@ def random_setup(rng, **fixed):
             * values.get("blocks_per_host_block", 1),
             "storage_write": rng.choice(
                 ("on_reuse", "through", "on_evict")
-                if (values["cache_policy"], values["executor"]) == ("lru", "native")
+                if (values["cache_policy"], values["executor"], values["retention"])
+                == ("lru", "native", False)
                 else ("on_reuse", "through")
             ),
             "max_storage_blocks": rng.choice((1, 3, 128)),
