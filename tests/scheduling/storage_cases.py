@@ -2,19 +2,24 @@
 
 python -m tests.scheduling.storage_cases ADDRESS NUM_PROCESSES PROCESS SEED STEPS FOLDER
 
-It prints a line of JSON: what it decided, and what has moved.
+It prints a line of JSON: for each of two engines, one after the other, what it decided,
+and what has come from the store; every byte that is read is compared.
 """
 
 import collections
 import json
 import random
 import sys
+import time
 
 import jax
 import numpy as np
 
 from tests.campaign.paged import PagedEngine
 from tests.campaign.setups import random_setup
+
+# Steps until an engine has heard of what is in the store, and without news at the end.
+MOST_LOOKS, QUIET_LOOKS = 1000, 20
 
 
 def main(address, num_processes, process, seed, num_steps, folder):
@@ -31,25 +36,62 @@ def main(address, num_processes, process, seed, num_steps, folder):
         deadline_s=50.0,
         agreement_timeout_s=80.0,
         skip_slow_loads=False,
+        # Much of what the first engine computes is there for the second.
+        store_threshold=0,
+        max_unseen_blocks=None,
+        storage_write="through",
+        storage_bytes="16MiB",
+        max_storage_blocks=128,
     )
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("heads",))
     counts, history = collections.Counter(), collections.deque(maxlen=40)
     own = random.Random(f"{seed}/{process}")
     print(setup, flush=True)
-    digests, stories = [], []
+    lives, last = [], None
     for _ in range(2):  # The second finds what the first has written.
         engine = PagedEngine(setup, rng, counts, history.append, mesh, own)
-        engine.stories = stories
         try:
+            if last is not None:
+                hear_of_the_store(engine)
+                # The same weights, and users who come back with what they asked.
+                engine.weights, engine.epoch = last.weights, last.epoch
+                engine.stories = last.stories
+                for tokens, extras in last.stories:
+                    engine.submit(list(tokens[: setup.max_tokens - 1]), extras)
+            num_held = engine.scheduler.num_storage_blocks_held
             engine.run(int(num_steps))
         except BaseException:
             print("\n".join(history), flush=True)
             raise
-        stories = engine.stories
-        digests.append([engine.digest.hex(), engine.workers[0].plan_digest.hex()])
+        lives.append(
+            {
+                "digests": [engine.digest.hex(), engine.workers[0].plan_digest.hex()],
+                "held": num_held,
+                "fetched": engine.scheduler.stats.num_storage_loaded,
+                "read here": engine.storage.storage_io.stats.num_read,
+            }
+        )
         engine.storage.close()
-    print(json.dumps({"counts": counts, "digests": digests}), flush=True)
+        last = engine
+    print(json.dumps({"counts": counts, "lives": lives}), flush=True)
     jax.distributed.shutdown()
+
+
+def hear_of_the_store(engine):
+    """Run steps without requests until an engine knows what is in the store.
+
+    All processes are told in the same step, so that they make as many.
+    """
+    engine.is_calm = True
+    seen = []
+    for _ in range(MOST_LOOKS):
+        # It is told in parts.
+        seen.append(engine.scheduler.num_storage_blocks_held)
+        if seen[-1] and seen[-QUIET_LOOKS:] == seen[-1:] * QUIET_LOOKS:
+            break
+        engine.step()
+        time.sleep(0.002)
+    engine.is_calm = False
 
 
 if __name__ == "__main__":
