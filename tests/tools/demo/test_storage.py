@@ -4,7 +4,9 @@ Whatever the store does, the tokens are those of an engine without one, and noth
 waits, is held or is in flight at the end.
 """
 
+import contextlib
 import dataclasses
+import os
 import pathlib
 import random
 import shutil
@@ -290,6 +292,53 @@ def test_a_folder_that_cannot_be_used_any_more_changes_no_token(models, tmp_path
     settle(engine)
     assert engine.offload.stats.num_storage_failed > 0
     engine.close()
+
+
+@contextlib.contextmanager
+def small_disk(folder, num_bytes):
+    """Mount a file system of so many bytes on a folder, or skip the test."""
+    folder.mkdir()
+    options = f"size={num_bytes},mode=700"
+    words = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    if shutil.which("mount") is None:
+        pytest.skip("there is no mount here")
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no file system may be mounted here ({done.stderr.strip()})")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_full_disk_changes_no_token_and_serves_what_it_has(models, tmp_path):
+    steps = models["full"]
+    expected = converse(Engine(steps, plain(host_blocks=0)), seed=9)
+    folder = tmp_path / "disk"
+    config = {"storage": str(folder), "storage_write": "through"}
+    elsewhere = make_engine(steps, **config | {"storage": str(tmp_path / "elsewhere")})
+    object_bytes = elsewhere.worker.storage.object_bytes
+    page = os.sysconf("SC_PAGESIZE")
+    per_object = -(-object_bytes // page) * page
+    elsewhere.close()
+    with small_disk(folder, 12 * per_object):
+        for life in range(2):
+            engine = make_engine(steps, **config)
+            assert converse(engine, 9) == expected
+            settle(engine)
+            stats, own = engine.offload.stats, engine.worker.storage.storage_io.stats
+            assert own.failed["write full"] > 0
+            assert "No space left on device" in own.last_error
+            assert stats.num_storage_dropped >= own.failed["write full"]
+            assert not any(own.refused.values()), "a torn object was read"
+            assert stats.num_storage_failed == 0
+            if life:
+                assert stats.num_storage_loaded > 0
+            engine.close()
+            sizes = [p.stat().st_size for p in folder.rglob("*.0") if p.is_file()]
+            assert 0 < len(sizes) <= 12
+            assert set(sizes) == {object_bytes}
+            assert not [p for p in folder.rglob(".*") if p.is_file()], "left behind"
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.long)])
