@@ -67,7 +67,7 @@ def test_whatever_the_replay_finds_the_trace_has_what_the_demo_counted(
     monkeypatch.setattr(demo_run, "measure_bandwidth", lambda *arguments: None)
     config = dataclasses.replace(CONFIG, cache_policy=policy, concurrency=concurrency)
     with TraceRecorder(tmp_path / "trace") as recorder:
-        demo = run_demo(config, lambda *progress: None, recorder)
+        demo = run_demo(config, lambda *progress: None, recorder=recorder)
     trace = read_trace(tmp_path / "trace")
     turns = demo.on.turns
     assert sorted(trace.input_tokens) == sorted(turn.prompt_tokens for turn in turns)
