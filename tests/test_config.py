@@ -557,10 +557,14 @@ def test_several_processes_can_give_their_policy_a_clock(monkeypatch, values):
     config = OffloadConfig(num_host_blocks=8, **values)
     with pytest.raises(ValueError, match="decides by the time"):
         config.make_scheduler(4)
-    with pytest.raises(ValueError, match="decides by the time"):
-        config.connect(make_pool(), 4)
     config.make_scheduler(4, policy_clock=lambda: 1.0)
-    config.connect(make_pool(), 4, policy_clock=lambda: 1.0)
+    monkeypatch.undo()
+
+    def clock():
+        return 1.0
+
+    _, scheduler, _ = config.connect(make_pool(), 4, policy_clock=clock)
+    assert scheduler._news._clock is clock
 
 
 def test_blocks_of_several_and_compression():
