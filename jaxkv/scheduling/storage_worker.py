@@ -48,7 +48,7 @@ class _Write:
 
     Attributes:
         batch: What was asked for.
-        deadline_s: When it is given up.
+        deadline_s: When it is abandoned.
         copy: The copy of the bytes; gives the ticket of each write, or None.
         oks: Which blocks the store has.
         tickets: Of the writes that are not over, with the index of the block; None
@@ -132,7 +132,7 @@ class StorageWorker:
         engine: Has the host blocks. The worker is used on its thread.
         storage_io: Reads and writes objects; its payloads are the engine's host blocks.
         deadline_s: How long a fetch may take, after which its blocks are computed, or a
-            write, after which it is given up.
+            write, after which it is abandoned.
         list_every_s: How long after the end of a listing the store is listed again, to
             find what others have written; None for once.
         clock: Seconds since some moment, the clock of `storage_io`.

@@ -24,10 +24,10 @@ class Retention:
 
     Attributes:
         priority: From 0 to 99.
-        half_life_s: The priority halves, rounded down, whenever so many seconds have
-            passed since it was given; None if it does not.
-        ttl_s: After so many seconds nothing is left of it; None for no such time. One
-            of both is needed.
+        half_life_s: Seconds after which the priority has halved, rounded down; None if
+            it does not.
+        ttl_s: Seconds after which nothing is left of it; None for no such time. One of
+            the two is needed.
         num_tokens: Whose blocks are meant, from the first token of a request on, such
             as those of its system prompt; None for all.
 

@@ -179,7 +179,7 @@ def summary_lines(setting: Setting, plan: Plan) -> list[str]:
     elif demand.num_servers > 1:
         lines.append(
             f"Without offloading, prefill takes {demand.num_servers:.1f} times as long "
-            "as the trace: the traffic of so many servers."
+            "as the trace: the traffic of that many servers."
         )
     row = plan.recommendation.row
     if row is not None and (row.peak_store_use or 0.0) > 1:
