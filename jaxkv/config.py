@@ -52,6 +52,7 @@ from jaxkv.transfer.codecs import Compression, Quantised
 from jaxkv.transfer.engine import DEFAULT_STAGING_BYTES
 from jaxkv.transfer.kernels import KERNELS, MODES, Kernel, Mode
 from jaxkv.transfer.storage.objects import LEAST_SECRET_BYTES
+from jaxkv.transfer.storage.store import shown_url
 from jaxkv.types import PyTree
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ class Key:
         may_be_none: Whether None is one of them, as text ``none``.
         names: What there is, if its values are names.
         is_secret: Whether values are to be shown to nobody.
+        show: Gives a value as anybody may see it.
     """
 
     scope: Scope
@@ -125,6 +127,7 @@ class Key:
     may_be_none: bool = False
     names: Callable[[], Sequence[str]] = tuple
     is_secret: bool = False
+    show: Callable[[str], str] = str
 
     def read(self, given: Any, *, is_text: bool = False) -> Any:
         """Give a value as it is kept.
@@ -146,12 +149,16 @@ class Key:
         except (TypeError, ValueError, OverflowError, RecursionError):
             raise ValueError(self._refusal(given)) from None
 
+    def shown(self, value: object) -> str:
+        """Write a value for a message, but for what nobody is to see in it."""
+        return shown(self.show(value) if isinstance(value, str) else value)
+
     def _refusal(self, value: object) -> str:
         names = list(self.names())
         expected = f"one of {', '.join(names)}" if names else self.expected
         near = nearest(value.lower(), names) if isinstance(value, str) else None
         hides = self.is_secret and isinstance(value, str)
-        text = "..." if hides else shown(value)
+        text = "..." if hides else self.shown(value)
         return (
             f"{text} must be {expected}"
             + (", or None" if self.may_be_none else "")
@@ -261,6 +268,7 @@ def _text(
     *,
     expected: str = "a text of valid Unicode",
     pattern: str = "(?s:.*)",
+    show: Callable[[str], str] = str,
 ) -> _T:
     """Declare a text of a pattern, whose group `port`, if any, is below 65536."""
 
@@ -271,7 +279,7 @@ def _text(
         value.encode()  # Refuses a lone surrogate, which nobody could send.
         return cast(str, value)
 
-    key = Key(scope, about, "", expected, check)
+    key = Key(scope, about, "", expected, check, show=show)
     return _declare(default, key)
 
 
@@ -555,6 +563,7 @@ class OffloadConfig:
         "`null` for none.",
         expected="a folder or a URL such as file:///var/cache/kv or s3://bucket/prefix",
         pattern=r"\S(?:.{0,1022}\S)?",
+        show=shown_url,
     )
     storage_bytes: int | str = _size(
         16 << 30, "storage", "Bytes that the store may hold of this model's blocks."
@@ -671,6 +680,17 @@ class OffloadConfig:
             faults = self._contradictions()
         if faults:
             raise ConfigError(faults)
+
+    def __repr__(self) -> str:
+        """Write all that was chosen, without secrets."""
+        values = (
+            f"{field.name}={KEYS[field.name].show(value)!r}"
+            if isinstance(value := getattr(self, field.name), str)
+            else f"{field.name}={value!r}"
+            for field in dataclasses.fields(self)
+            if field.repr
+        )
+        return f"{type(self).__name__}({', '.join(values)})"
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> OffloadConfig:
@@ -1021,7 +1041,8 @@ class OffloadConfig:
             ]
         if self.storage is not None and self.world_size > 1:
             return [
-                f"storage={shown(self.storage)} and world_size={self.world_size} "
+                f"storage={KEYS['storage'].shown(self.storage)} and "
+                f"world_size={self.world_size} "
                 "exclude one another: a worker does not know which part of a block it "
                 "has."
             ]

@@ -1,5 +1,6 @@
 """OffloadConfig: where values come from, what is refused, what is made from it."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -21,7 +22,10 @@ from jaxkv.scheduling.protocol import NO_EVENT, OffloadMetadata
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.worker import OffloadWorker
 from jaxkv.search.groups import FullAttention, SlidingWindow
+from jaxkv.tools.bench.storage import StorageConfig
+from jaxkv.tools.demo.records import DemoConfig
 from jaxkv.transfer import TransferEngine
+from jaxkv.transfer.storage import StoreError, open_store
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -511,6 +515,51 @@ def test_a_secret_is_shown_to_nobody():
     fault = one_line_of(OffloadConfig.from_dict, values)
     assert "0123456789" not in fault
     assert fault.endswith("must be a text of at least 16 bytes, or None")
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "redis://me:{}@host:6379/0",
+        "rediss://:{}/?@host",
+        "redis://host?username=me&password={}",
+        "unix://me:{}@/run/redis.sock",
+        "s3://me:{}@bucket/kv?region=eu",
+        "s3://bucket/kv?endpoint=https://me:{}@host",
+        "s3://bucket/kv?endpoint=https%3A%2F%2Fme%3A{}%40host",
+        "https://me:{}@host/kv",
+        " redis://:{}@host",
+    ],
+)
+def test_a_password_in_a_url_is_shown_to_nobody(place):
+    url = place.format("hunter2")
+    told = [repr(StorageConfig(url)), repr(DemoConfig(storage=url))]
+    for more in ({}, {"world_size": 2}, {"storage_bytes": 0}):
+        values = {"storage": url, **more}
+        try:
+            told.append(repr(OffloadConfig(**values)))
+            assert OffloadConfig(**values).to_dict()["storage"] == url  # To make it of.
+        except ConfigError as error:
+            told.append(str(error))
+        environ = {variable_of(name): str(value) for name, value in values.items()}
+        try:
+            told.append(repr(OffloadConfig.from_env(environ=environ)))
+        except ConfigError as error:
+            told.append(str(error))
+    try:
+        with contextlib.closing(open_store(url)) as store:
+            told.append(store.url)
+    except (ValueError, StoreError, ImportError) as error:
+        told.append(str(error))
+    assert "hunter2" not in " ".join(told)
+    assert "storage='" in told[2] or "storage='" in told[3]
+
+
+def test_what_is_no_secret_is_shown():
+    config = OffloadConfig(host_bytes="1GiB", storage="s3://bucket/kv?region=eu")
+    assert "host_bytes=1073741824, " in repr(config)
+    assert "storage='s3://bucket/kv?region=eu', " in repr(config)
+    assert "storage_secret" not in repr(config)
 
 
 def test_a_file_that_is_not_there_is_an_os_error(tmp_path):

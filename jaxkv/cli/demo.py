@@ -29,6 +29,7 @@ from jaxkv.policies import policy_names
 from jaxkv.scheduling.record import TraceRecorder
 from jaxkv.tools.console import make_console
 from jaxkv.tools.demo.records import DemoConfig
+from jaxkv.transfer.storage.store import shown_url
 
 if TYPE_CHECKING:
     from jaxkv.tools.demo.engine import Engine
@@ -262,7 +263,8 @@ def _check_memory(config: DemoConfig) -> None:
 def _what_is_behind(config: DemoConfig) -> str:
     if config.storage is None:
         return ""
-    return f"Storage        {config.storage}, {gib(config.storage_bytes)} at most\n"
+    place = shown_url(config.storage)
+    return f"Storage        {place}, {gib(config.storage_bytes)} at most\n"
 
 
 def _what_will_run(config: DemoConfig) -> str:

@@ -26,7 +26,7 @@ from jaxkv.tools.doctor.bandwidth import measure_bandwidth
 from jaxkv.tools.doctor.facts import EXTRAS, Facts, gather_facts
 from jaxkv.tools.doctor.findings import Question, judge, recommend
 from jaxkv.tools.doctor.store import Store, look_at
-from jaxkv.transfer.storage.opening import shown_url
+from jaxkv.transfer.storage.store import shown_url
 
 SUMMARY = "see what this machine offers, what is wrong with it, and what to set"
 DESCRIPTION = (

@@ -62,7 +62,7 @@ class StorageConfig:
         is_sealed: Whether blocks are sealed with a secret.
     """
 
-    url: str
+    url: str = dataclasses.field(repr=False)  # It may have a password.
     block_sizes: tuple[int, ...] = (64 << 10, 512 << 10, 2 << 20, 8 << 20)
     num_bytes: int = 64 << 20
     rounds: int = 9

@@ -45,7 +45,7 @@ class DemoConfig:
     load_in_step: bool = False
     layers: Literal["full", "window", "hybrid"] = "full"
     window_tokens: int = 512
-    storage: str | None = None
+    storage: str | None = dataclasses.field(default=None, repr=False)
     storage_bytes: int = 4 << 30
     seed: int = 0
 

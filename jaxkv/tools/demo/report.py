@@ -15,7 +15,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxkv.tools.demo.records import DemoRecord, RunRecord, TurnRecord
+from jaxkv.tools.demo.records import DemoConfig, DemoRecord, RunRecord, TurnRecord
+from jaxkv.transfer.storage.store import shown_url
 
 NONE = "-"
 """The text of a cell without a value."""
@@ -118,7 +119,7 @@ def to_json(record: DemoRecord) -> dict[str, Any]:
         "off": _run_json(record.off),
         "on": _run_json(on),
         "bandwidth": dataclasses.asdict(record.bandwidth),
-        "config": dataclasses.asdict(record.config),
+        "config": _config_json(record.config),
         "machine": {
             "system": f"{platform.system()} {platform.machine()}",
             "cpu_count": os.cpu_count(),
@@ -136,6 +137,11 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _config_json(config: DemoConfig) -> dict[str, Any]:
+    storage = config.storage and shown_url(config.storage)
+    return dataclasses.asdict(config) | {"storage": storage}
 
 
 def _run_json(run: RunRecord) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from jaxkv.tools.doctor.store import Store
 from jaxkv.transfer import limits, memory, probe
 from jaxkv.transfer.kernels import Mode, choose_mode
 from jaxkv.transfer.limits import HostLimit, PinnedPool
-from jaxkv.transfer.storage.opening import shown_url
+from jaxkv.transfer.storage.store import shown_url
 
 EXTRAS: Mapping[str, Mapping[str, str]] = {
     "events": {"zmq": "pyzmq", "msgspec": "msgspec"},

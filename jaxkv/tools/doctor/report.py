@@ -13,7 +13,7 @@ from jaxkv.tools.bench.records import Speed
 from jaxkv.tools.bench.report import speed_text
 from jaxkv.tools.doctor.facts import HIDDEN, Facts
 from jaxkv.tools.doctor.findings import Finding, Recommendation
-from jaxkv.transfer.storage.opening import shown_url
+from jaxkv.transfer.storage.store import shown_url
 from jaxkv.transfer.tiling import LANES, lane_padding
 
 # Head dimensions of models, and the latent of DeepSeek's attention, that tiles pad.

@@ -7,14 +7,17 @@ import urllib.parse
 
 from jaxkv._util import did_you_mean, shown
 from jaxkv.transfer.storage.local import LocalStore
-from jaxkv.transfer.storage.redis_store import RedisStore, without_secrets
-from jaxkv.transfer.storage.store import BlobStore, memory_store
+from jaxkv.transfer.storage.redis_store import RedisStore
+from jaxkv.transfer.storage.store import (
+    REDIS_SCHEMES,
+    BlobStore,
+    memory_store,
+    shown_url,
+)
 from jaxkv.transfer.storage.tensor_store import open_gs, open_s3
 
 _MOST_LETTERS = 2000
 SCHEMES = ("file", "s3", "gs", "redis", "rediss", "unix", "memory")
-
-_REDIS = ("redis", "rediss", "unix")
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
 
@@ -42,9 +45,14 @@ def open_store(url: str) -> BlobStore:
         'memory://example'
     """
     if not isinstance(url, str) or not 0 < len(url) <= _MOST_LETTERS:
-        raise ValueError(f"storage={shown(url)} must be a URL or the path of a folder.")
-    if not url.isprintable():
-        raise ValueError(f"storage={shown(url)} must not have what cannot be printed.")
+        raise ValueError(
+            f"storage={_shown(url)} must be a URL or the path of a folder."
+        )
+    if not url.isprintable() or url != url.strip():
+        raise ValueError(
+            f"storage={_shown(url)} must not have what cannot be printed, nor spaces "
+            "around it."
+        )
     match = _URL.fullmatch(url)
     if not match:
         return LocalStore(url)
@@ -57,10 +65,10 @@ def open_store(url: str) -> BlobStore:
         return open_s3(url)
     if scheme == "gs":
         return open_gs(url)
-    if scheme in _REDIS:
+    if scheme in REDIS_SCHEMES:
         return RedisStore(url)
     raise ValueError(
-        f"storage={shown(url)}: unknown {shown(scheme)}: "
+        f"storage={_shown(url)}: unknown {shown(scheme)}: "
         f"{did_you_mean(scheme, SCHEMES)}"
     )
 
@@ -87,23 +95,14 @@ def extra_of(url: str) -> str | None:
     ('redis', None)
     """
     scheme = _scheme_of(url)
-    return (
-        "redis" if scheme in _REDIS else "storage" if scheme in ("s3", "gs") else None
-    )
+    if scheme in REDIS_SCHEMES:
+        return "redis"
+    return "storage" if scheme in ("s3", "gs") else None
 
 
-def shown_url(url: str) -> str:
-    """Give a URL as anybody may see it.
-
-    >>> shown_url("redis://me:secret@localhost:6379/0")
-    'redis://localhost:6379/0'
-    """
-    if _scheme_of(url) not in _REDIS:
-        return url
-    try:
-        return without_secrets(url)
-    except ValueError:  # As of a host that begins with a bracket.
-        return f"{_scheme_of(url)}://..."
+def _shown(url: object) -> str:
+    """Write a URL for a message, without secrets."""
+    return shown(shown_url(url) if isinstance(url, str) else url)
 
 
 def _scheme_of(url: str) -> str:
@@ -117,12 +116,12 @@ def _path_and_mode(url: str) -> tuple[str, int]:
     mode = options.pop("mode", ["600"])[-1]
     if parts.netloc not in ("", "localhost") or not parts.path or options:
         raise ValueError(
-            f"storage={shown(url)} must be file:///PATH, with ?mode=660 or the like "
+            f"storage={_shown(url)} must be file:///PATH, with ?mode=660 or the like "
             "if others than its owner may use it."
         )
     if not re.fullmatch(r"0?6[0-6][0-6]", mode):
         raise ValueError(
-            f"storage={shown(url)}: mode={shown(mode)} must be permissions of files "
+            f"storage={_shown(url)}: mode={shown(mode)} must be permissions of files "
             "such as 600 or 660."
         )
     return urllib.parse.unquote(parts.path), int(mode, 8)

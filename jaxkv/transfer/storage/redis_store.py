@@ -14,6 +14,7 @@ from jaxkv.transfer.storage.store import (
     Piece,
     StoreError,
     check_name,
+    shown_url,
 )
 from jaxkv.transfer.storage.workers import Workers
 
@@ -43,9 +44,11 @@ class RedisStore:
 
     def __init__(self, url: str) -> None:
         self._redis = _import()
-        self._url = without_secrets(url)
+        self._url = shown_url(url)
         if url.startswith("unix:") and not urllib.parse.urlsplit(url).path:
-            raise ValueError(f"storage={shown(url)} must be unix:///PATH of a socket.")
+            raise ValueError(
+                f"storage={shown(self._url)} must be unix:///PATH of a socket."
+            )
         try:
             self._client = self._redis.Redis.from_url(
                 url,
@@ -57,7 +60,9 @@ class RedisStore:
             # It does not connect, but it looks at what the URL asks for.
             self._client.connection_pool.make_connection()
         except (ValueError, TypeError) as error:
-            raise ValueError(f"storage={shown(self._url)}: {shown(error)}.") from None
+            # What is told of a URL may be a part of its password.
+            why = "cannot be read" if "@" in url else shown(error)
+            raise ValueError(f"storage={shown(self._url)}: {why}.") from None
         self._readers = Workers("jaxkv storage reader", _READ_CONNECTIONS)
         self._writers = Workers("jaxkv storage writer", _WRITE_CONNECTIONS)
 
@@ -169,10 +174,3 @@ def _import() -> Any:
 
 def _joined(blob: Blob) -> Piece:
     return blob[0] if len(blob) == 1 else b"".join(blob)
-
-
-def without_secrets(url: str) -> str:
-    """Give a URL without user, password and options."""
-    parts = urllib.parse.urlsplit(url)
-    place = parts.netloc.rpartition("@")[2]
-    return f"{parts.scheme}://{place}{parts.path}"

@@ -18,6 +18,7 @@ from jaxkv.transfer.storage.store import (
     Piece,
     StoreError,
     check_name,
+    shown_url,
 )
 
 # What is slow beyond that is computed sooner: tensorstore would try 32 times.
@@ -182,10 +183,11 @@ def _split(url: str, known: Sequence[str]) -> tuple[str, str, dict[str, str]]:
     parts = urllib.parse.urlsplit(url)
     options = dict(urllib.parse.parse_qsl(parts.query, keep_blank_values=True))
     path = urllib.parse.unquote(parts.path).strip("/")
-    if not parts.netloc or parts.fragment or set(options) - set(known):
+    is_odd = not parts.netloc or "@" in parts.netloc or parts.fragment
+    if is_odd or set(options) - set(known):
         more = f" with {' and '.join(f'?{name}=' for name in known)}" if known else ""
         raise ValueError(
-            f"storage={shown(url)} must be {parts.scheme}://BUCKET/PREFIX{more}."
+            f"storage={shown(shown_url(url))} must be {parts.scheme}://BUCKET/PREFIX{more}."
         )
     return parts.netloc, f"{path}/" if path else "", options
 
