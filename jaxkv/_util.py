@@ -95,7 +95,7 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
     'did you mean lru?'
     """
     near = nearest(word, known)
-    return f"did you mean {near}?" if near else f"there is {', '.join(known)}"
+    return f"did you mean {near}?" if near else f"choose from {', '.join(known)}"
 
 
 def shown(value: object) -> str:

@@ -1126,7 +1126,7 @@ def unknown(
             hint = (
                 f"did you mean {spell(near)}?"
                 if near
-                else f"there is {', '.join(known)}"
+                else f"choose from {', '.join(known)}"
             )
             faults.append(f"unknown {kind} {shown}: {hint}")
     return faults

@@ -208,8 +208,8 @@ def test_one_size_takes_the_place_of_the_other():
         ({"host_byte": 1}, "unknown key host_byte: did you mean host_bytes?"),
         ({"Mode": "lazy"}, "unknown key Mode: did you mean mode?"),
         ({"JAXKV_MODE": "lazy"}, "unknown key JAXKV_MODE: did you mean mode?"),
-        ({"zzz": 1}, "unknown key zzz: there is host_bytes, num_host_blocks, "),
-        ({3: 1}, "unknown key 3: there is host_bytes, "),
+        ({"zzz": 1}, "unknown key zzz: choose from host_bytes, num_host_blocks, "),
+        ({3: 1}, "unknown key 3: choose from host_bytes, "),
         (
             {"host_bytes": "8 parsecs"},
             "host_bytes='8 parsecs' must be a size such as 64MiB, 1GiB or a number of "
@@ -368,7 +368,7 @@ def test_a_refusal_names_the_variable(environ, explicit, faults):
 
 
 def test_unknown_variables_that_are_like_none_are_told_what_there_is():
-    with pytest.raises(ConfigError, match="JAXKV_XYZ: there is JAXKV_HOST_BYTES, JAX"):
+    with pytest.raises(ConfigError, match="JAXKV_XYZ: choose from JAXKV_HOST_BYTES"):
         OffloadConfig.from_env(environ={"JAXKV_XYZ": "1"})
 
 

@@ -7,14 +7,17 @@ import dataclasses
 import pathlib
 
 from jaxkv.cli.options import (
-    EXIT_MISMATCH,
+    EXIT_FAILED,
     EXIT_OK,
     UsageError,
     add_json_option,
+    check_belongs,
     check_extra,
     check_file,
     check_files,
     check_names,
+    model_errors,
+    parse_list_of,
     parse_whole_number_from,
     split_commas,
     write_json,
@@ -38,7 +41,7 @@ from jaxkv.tools.bench.compiled.targets import (
     missing_extra,
     parse_target,
 )
-from jaxkv.tools.model_config import check_dtype, read_config
+from jaxkv.tools.model_config import NAMED_MODELS, check_dtype, find_config
 from jaxkv.transfer.kernels import MODES
 
 SUMMARY = "see what the compilers of accelerators that are not here make of transfers"
@@ -75,7 +78,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--blocks",
         action="extend",
-        type=_parse_numbers,
+        type=parse_list_of(parse_whole_number_from(1)),
         metavar="N,...",
         help="blocks that a program moves, each in turn (default: "
         f"{','.join(map(str, BLOCKS))})",
@@ -89,7 +92,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     own = parser.add_argument_group("your own pool")
     own.add_argument(
         "--shape",
-        type=_parse_numbers,
+        type=parse_list_of(parse_whole_number_from(1)),
         metavar="N,...",
         help="shape of a leaf, such as 2048,16,8,2,128 (default: known engines')",
     )
@@ -124,9 +127,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     own.add_argument(
         "--model",
-        type=pathlib.Path,
-        metavar="FILE",
-        help="config.json of a Hugging Face model, laid out as engines do",
+        metavar="MODEL",
+        help="a model, laid out as engines do: a Hugging Face config.json, the folder "
+        f"with it, or {', '.join(NAMED_MODELS)}",
     )
     own.add_argument(
         "--block-size",
@@ -169,17 +172,16 @@ def run(args: argparse.Namespace) -> int:
             report.write_markdown(args.markdown, report.to_markdown(record))
         except ValueError as error:
             raise UsageError(f"--markdown: {error}") from error
-    return EXIT_MISMATCH if record.broken else EXIT_OK
+    return EXIT_FAILED if record.broken else EXIT_OK
 
 
 def _config(args: argparse.Namespace) -> CompileConfig:
     """Make the configuration of a command line, or refuse it."""
     if args.shape and args.model:
         raise UsageError("--shape and --model: give one of them")
-    _check_belong(args, _SHAPE_OPTIONS, "--shape", args.shape)
-    _check_belong(args, _MODEL_OPTIONS, "--model", args.model)
-    if args.dtype and not (args.shape or args.model):
-        raise UsageError("--dtype: it belongs to --shape or --model")
+    check_belongs(args, _SHAPE_OPTIONS, "--shape", args.shape)
+    check_belongs(args, _MODEL_OPTIONS, "--model", args.model)
+    check_belongs(args, ("dtype",), "--shape or --model", args.shape or args.model)
     pools = _own_pools(args)
     targets = _targets(args.target)
     if args.quick:
@@ -210,19 +212,10 @@ def _own_pools(args: argparse.Namespace) -> tuple[PoolShape, ...]:
         except ValueError as error:
             raise UsageError(f"--dtype: {error}") from error
     if args.model:
-        try:
-            return pools_of_model(
-                read_config(args.model),
-                args.block_size or 16,
-                args.num_blocks or 2048,
-                args.dtype,
-            )
-        except OSError as error:
-            raise UsageError(
-                f"--model: cannot read {str(args.model)!r} ({error.strerror})"
-            ) from error
-        except ValueError as error:
-            raise UsageError(f"--model: {error}") from error
+        with model_errors(args.model):
+            _, model = find_config(args.model)
+            size, num_blocks = args.block_size or 16, args.num_blocks or 2048
+            return pools_of_model(model, size, num_blocks, args.dtype)
     if not args.shape:
         return ()
     pool = PoolShape(
@@ -264,17 +257,3 @@ def _targets(names: list[str] | None) -> tuple[Target, ...]:
             )
         targets.append(target)
     return tuple(targets)
-
-
-def _check_belong(
-    args: argparse.Namespace, names: tuple[str, ...], option: str, given: object
-) -> None:
-    """Refuse options that say more about what was not given."""
-    for name in names:
-        if getattr(args, name) is not None and not given:
-            raise UsageError(f"--{name.replace('_', '-')}: it belongs to {option}")
-
-
-def _parse_numbers(text: str) -> list[int]:
-    parse = parse_whole_number_from(1)
-    return [parse(part) for part in split_commas(text)]

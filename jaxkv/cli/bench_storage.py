@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from jaxkv._util import one_line
 from jaxkv.cli import process
 from jaxkv.cli.options import (
-    EXIT_MISMATCH,
     EXIT_OK,
-    EXIT_WRONG,
+    CommandError,
     UsageError,
     add_json_option,
     check_extra,
     check_files,
     parse_bytes,
+    parse_list_of,
     parse_whole_number_from,
-    split_commas,
     write_json,
 )
 from jaxkv.cli.progress import show_progress
@@ -53,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--block-sizes",
         action="extend",
-        type=_parse_sizes,
+        type=parse_list_of(parse_bytes),
         metavar="SIZE,...",
         help="bytes of one block; may be repeated (default: "
         f"{','.join(size_text(s).replace(' ', '') for s in default.block_sizes)})",
@@ -129,17 +127,10 @@ def run(args: argparse.Namespace) -> int:
         ):
             record = bench.run(on_progress)
     except StorageFailedError as error:
-        text = one_line(str(error))[:_MOST_SHOWN]
-        print(f"jaxkv bench: error: {text}", file=sys.stderr)
-        return EXIT_WRONG
+        raise CommandError(one_line(str(error))[:_MOST_SHOWN]) from error
     except BytesDifferError as error:
-        print(f"jaxkv bench: bytes differ: {error}", file=sys.stderr)
-        return EXIT_MISMATCH
+        raise CommandError(f"bytes differ: {error}") from error
     storage_report.print_results(record)
     if args.json:
         write_json(args.json, storage_report.to_json(record))
     return EXIT_OK
-
-
-def _parse_sizes(text: str) -> list[int]:
-    return [parse_bytes(part) for part in split_commas(text)]

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import sys
+from functools import partial
 
 from jaxkv.cli.options import (
-    EXIT_MISMATCH,
     EXIT_OK,
+    CommandError,
     UsageError,
     add_file_options,
     check_extra,
     check_files,
     check_names,
     parse_bytes,
+    parse_list_of,
     parse_whole_number_from,
     split_commas,
     write_json,
+    write_picture,
 )
 from jaxkv.cli.progress import show_progress
 from jaxkv.tools.bench import report
@@ -42,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sizes",
         action="extend",
-        type=_parse_sizes,
+        type=parse_list_of(parse_bytes),
         metavar="SIZE,...",
         help="bytes of one transfer; may be repeated "
         f"(default: {_sizes_text(default.sizes)})",
@@ -50,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--block-sizes",
         action="extend",
-        type=_parse_sizes,
+        type=parse_list_of(parse_bytes),
         metavar="SIZE,...",
         help="bytes of one block over all layers; may be repeated "
         f"(default: {_sizes_text(default.block_sizes)})",
@@ -140,18 +142,13 @@ def run(args: argparse.Namespace) -> int:
             f"ask for smaller --sizes or a smaller --working-set: {error}"
         ) from error
     except BytesDifferError as error:
-        print(f"jaxkv bench: bytes differ: {error}", file=sys.stderr)
-        return EXIT_MISMATCH
+        raise CommandError(f"bytes differ: {error}") from error
     report.print_results(record)
     if args.plot:
-        report.plot_results(record, args.plot)
+        write_picture(args.plot, partial(report.plot_results, record))
     if args.json:
         write_json(args.json, report.to_json(record))
     return EXIT_OK
-
-
-def _parse_sizes(text: str) -> list[int]:
-    return [parse_bytes(part) for part in split_commas(text)]
 
 
 def _sizes_text(sizes: tuple[int, ...]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -12,7 +13,7 @@ from typing import Any, NoReturn
 from jaxkv import __version__
 from jaxkv._util import did_you_mean, one_line, shown
 from jaxkv.cli import COMMANDS
-from jaxkv.cli.options import EXIT_USAGE, EXIT_WRONG, UsageError
+from jaxkv.cli.options import EXIT_FAILED, CommandError, UsageError
 from jaxkv.cli.process import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, OUTPUT_ERRORS
 
 
@@ -29,17 +30,18 @@ def run(argv: Sequence[str]) -> int:
         command, parser, words = modules[word], commands[word], argv[1:]
         if hasattr(command, "COMMANDS"):
             command, parser = _choose(command, parser, words)
-            words = words[1:]
+            words, name = words[1:], parser.prog
         args, unknown = parser.parse_known_args(words)
         if unknown:
             _check_known(unknown[0], parser, [])
+        args.command_line = shlex.join(["jaxkv", *argv])
         code: int = command.run(args)
         # What cannot be written is to be found out here.
         sys.stdout.flush()
         return code
-    except UsageError as error:
+    except CommandError as error:
         print(f"{name}: error: {one_line(str(error))}", file=sys.stderr)
-        return EXIT_USAGE
+        return error.exit_code
     except BrokenPipeError:
         return EXIT_BROKEN_PIPE  # Whoever read this has seen enough.
     except OSError as error:
@@ -49,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
             f"{name}: error: cannot write the output ({error.strerror})",
             file=sys.stderr,
         )
-        return EXIT_WRONG
+        return EXIT_FAILED
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -67,10 +69,8 @@ class _Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            names = ", ".join(map(repr, action.choices))
-            raise argparse.ArgumentError(
-                action, f"invalid choice: {shown(value)} (choose from {names})"
-            )
+            hint = did_you_mean(value, list(action.choices))
+            raise argparse.ArgumentError(action, f"unknown {shown(value)}: {hint}")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         # argparse's own does not tell of output that cannot be written.
@@ -125,7 +125,7 @@ def _choose(
     if word in _options(parser):
         parser.parse_args([word])  # answers --help, and exits
     if not word or word.startswith("-"):
-        raise UsageError(f"name {group.QUESTION}: there is {', '.join(known)}")
+        raise UsageError(f"name {group.QUESTION}: choose from {', '.join(known)}")
     hint = did_you_mean(word, list(known))
     raise UsageError(f"{group.METAVAR}: unknown {shown(word)}: {hint}")
 
@@ -144,9 +144,7 @@ def _check_known(
     elif commands:
         kind, known = "command", commands
     else:
-        raise UsageError(
-            f"unexpected {shown(word)}: a value must follow an option's name"
-        )
+        raise UsageError(f"unexpected argument {shown(word)}")
     if word in known:
         return
     raise UsageError(f"unknown {kind} {shown(word)}: {did_you_mean(word, known)}")

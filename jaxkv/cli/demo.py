@@ -8,14 +8,16 @@ import dataclasses
 import pathlib
 import socket
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxkv._util import gib
 from jaxkv.cli.options import (
-    EXIT_MISMATCH,
+    EXIT_FAILED,
     EXIT_OK,
     UsageError,
     add_file_options,
+    check_belongs,
     check_extra,
     check_files,
     check_names,
@@ -23,6 +25,7 @@ from jaxkv.cli.options import (
     parse_port,
     parse_whole_number_from,
     write_json,
+    write_picture,
 )
 from jaxkv.cli.progress import show_progress
 from jaxkv.policies import policy_names
@@ -126,7 +129,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--storage",
-        metavar="DIR",
+        metavar="URL",
         help="a folder, or the URL of a store, behind the host memory: run twice, and "
         "the second run finds what the first has written (default: none)",
     )
@@ -151,8 +154,8 @@ def run(args: argparse.Namespace) -> int:
     if args.serve_metrics is not None:
         check_extra("--serve-metrics", ("prometheus_client",), "metrics")
         _check_port(args.serve_metrics)
-    elif args.seconds is not None:
-        raise UsageError("--seconds: it belongs to --serve-metrics")
+    else:
+        check_belongs(args, ("seconds",), "--serve-metrics", None)
 
     from jaxkv.tools.demo import report, workload
     from jaxkv.tools.demo import run as demo_run
@@ -196,7 +199,7 @@ def run(args: argparse.Namespace) -> int:
             told = _what_was_recorded(recorder, config)
             console.print(told, highlight=False, soft_wrap=True)
         if args.plot:
-            report.plot_ttft(record, args.plot)
+            write_picture(args.plot, partial(report.plot_ttft, record))
         if args.json:
             write_json(args.json, report.to_json(record))
         if args.seconds is not None:
@@ -205,7 +208,7 @@ def run(args: argparse.Namespace) -> int:
             with show_progress() as on_progress:
                 on_progress("serving metrics", 0, 0)
                 demo_run.keep_asking(engine, config, lambda: time.monotonic() > end_s)
-    return EXIT_OK if record.tokens_identical else EXIT_MISMATCH
+    return EXIT_OK if record.tokens_identical else EXIT_FAILED
 
 
 def _what_was_recorded(recorder: TraceRecorder, config: DemoConfig) -> str:

@@ -8,10 +8,11 @@ import os
 
 from jaxkv import _util as units
 from jaxkv.cli.options import (
+    EXIT_FAILED,
     EXIT_OK,
-    EXIT_WRONG,
     UsageError,
     add_json_option,
+    check_belongs,
     check_files,
     check_names,
     parse_bytes,
@@ -112,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     diagnosis = report.to_json(facts, best, findings)
     if args.json:
         write_json(args.json, diagnosis)
-    return EXIT_OK if diagnosis["ok"] else EXIT_WRONG
+    return EXIT_OK if diagnosis["ok"] else EXIT_FAILED
 
 
 def _look_at_store(facts: Facts, args: argparse.Namespace) -> Facts:
@@ -120,8 +121,7 @@ def _look_at_store(facts: Facts, args: argparse.Namespace) -> Facts:
     config = facts.config or OffloadConfig()
     url = config.storage if args.storage is None else args.storage
     if url is None:
-        if args.storage_bytes is not None:
-            raise UsageError("--storage-bytes: it belongs to --storage")
+        check_belongs(args, ("storage_bytes",), "--storage", None)
         return facts
     store = Store(
         url=shown_url(url),

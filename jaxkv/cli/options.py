@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import pathlib
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import BinaryIO, TypeVar
 
 from jaxkv import _util as units
 from jaxkv._util import did_you_mean, shown
 
-EXIT_OK, EXIT_MISMATCH, EXIT_USAGE = 0, 1, 2
-EXIT_WRONG = 1
+_Value = TypeVar("_Value")
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
 
-class UsageError(Exception):
-    """An error that the user can correct, in one line."""
+class CommandError(Exception):
+    """An error that ends a command, in one line."""
+
+    exit_code = EXIT_FAILED
+
+
+class UsageError(CommandError):
+    """An error in the command line, which the user can correct."""
+
+    exit_code = EXIT_USAGE
 
 
 def parse_bytes(text: str) -> int:
@@ -60,6 +72,15 @@ def parse_port(text: str) -> int:
     raise argparse.ArgumentTypeError(
         f"{shown(text)} must be a port, from 0 (any that is free) to 65535"
     )
+
+
+def parse_list_of(parse: Callable[[str], _Value]) -> Callable[[str], list[_Value]]:
+    """Make a parser of values between commas."""
+
+    def parse_all(text: str) -> list[_Value]:
+        return [parse(part) for part in split_commas(text)]
+
+    return parse_all
 
 
 def split_commas(text: str) -> list[str]:
@@ -112,6 +133,30 @@ def add_page_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_belongs(
+    args: argparse.Namespace, names: Sequence[str], to: str, given: object
+) -> None:
+    """Refuse options that say more about one that is not given."""
+    for name in names:
+        if getattr(args, name) is not None and not given:
+            raise UsageError(f"{_option_of(name)}: it belongs to {to}")
+
+
+def _option_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+@contextlib.contextmanager
+def model_errors(model: str) -> Iterator[None]:
+    """Refuse the model of --model if it cannot be read, or used, in this context."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None)
+        text = f"cannot read {shown(model)} ({why})" if why else str(error)
+        raise UsageError(f"--model: {text}") from error
+
+
 def check_files(args: argparse.Namespace) -> None:
     """Refuse files that cannot be written, before a long run."""
     plot = getattr(args, "plot", None)
@@ -142,6 +187,13 @@ def check_file(option: str, path: pathlib.Path | None) -> None:
 def write_json(path: pathlib.Path, figures: Mapping[str, object]) -> None:
     """Write figures to the file of --json."""
     write_file("--json", path, f"{json.dumps(figures, indent=2)}\n".encode())
+
+
+def write_picture(path: pathlib.Path, draw: Callable[[BinaryIO], None]) -> None:
+    """Write the picture of --plot, which `draw` draws as a PNG."""
+    picture = io.BytesIO()
+    draw(picture)
+    write_file("--plot", path, picture.getvalue())
 
 
 def write_file(option: str, path: pathlib.Path, data: bytes) -> None:

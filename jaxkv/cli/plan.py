@@ -4,32 +4,39 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import io
 import re
 from collections.abc import Callable
+from functools import partial
 
 from jaxkv._util import shown
 from jaxkv.cli.options import (
     EXIT_OK,
     UsageError,
     add_file_options,
+    check_belongs,
     check_extra,
     check_files,
     parse_bytes,
+    parse_list_of,
     parse_whole_number_from,
     split_commas,
-    write_file,
     write_json,
+    write_picture,
 )
 from jaxkv.cli.progress import show_progress
-from jaxkv.cli.replay import ALL, choose_policies, find_model, open_trace
+from jaxkv.cli.replay import (
+    ALL,
+    add_trace_options,
+    choose_policies,
+    find_model,
+    open_trace,
+)
 from jaxkv.policies import policy_names
 from jaxkv.tools.bench.transfer import BytesDifferError
 from jaxkv.tools.doctor.bandwidth import measure_bandwidth
-from jaxkv.tools.model_config import check_dtype
+from jaxkv.tools.model_config import NAMED_MODELS, check_dtype
 from jaxkv.tools.replay import plan_report as report
 from jaxkv.tools.replay.model_costs import ModelCosts, plain_costs
-from jaxkv.tools.replay.named_models import NAMED_MODELS
 from jaxkv.tools.replay.plan import (
     MOST_TOKENS,
     Speeds,
@@ -39,7 +46,7 @@ from jaxkv.tools.replay.plan import (
 )
 from jaxkv.tools.replay.plan_report import Setting
 from jaxkv.tools.replay.run import sweep
-from jaxkv.tools.replay.traces import BLOCK_SIZE, Trace
+from jaxkv.tools.replay.traces import Trace
 from jaxkv.transfer import available_host_bytes
 from jaxkv.transfer.kernels import choose_mode
 
@@ -63,25 +70,12 @@ _MOST = 1e24
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument(
-        "trace",
-        nargs="+",
-        metavar="TRACE",
-        help="as jaxkv replay takes it: a file, or several recorded under one key, or "
-        "synthetic, or synthetic:REQUESTS",
-    )
-    parser.add_argument(
-        "--block-size",
-        type=parse_whole_number_from(1),
-        metavar="N",
-        help="tokens in a block of the trace, which a recorded one says itself "
-        f"(default: {BLOCK_SIZE})",
-    )
+    add_trace_options(parser)
     add_model_options(parser)
     parser.add_argument(
-        "--host",
+        "--host-bytes",
         action="extend",
-        type=_parse_sizes,
+        type=parse_list_of(parse_bytes),
         metavar="SIZE,...",
         help="sizes of the host tier, such as 16GiB,64GiB; may be repeated (default: "
         f"{_NUM_SIZES}, each twice the one before, up to all blocks of the trace or to "
@@ -196,11 +190,11 @@ def run(args: argparse.Namespace) -> int:
     trace = open_trace(args.trace, args.block_size)
     _check_lengths(trace)
     device_blocks = _choose_device_blocks(args, trace, model)
-    sizes, notes = _choose_sizes(args.host, trace, model)
+    sizes, notes = _choose_sizes(args.host_bytes, trace, model)
     try:
         capacities = capacities_of(sizes, trace, model)
     except ValueError as error:
-        raise UsageError(f"--host: {error}") from error
+        raise UsageError(f"--host-bytes: {error}") from error
     if args.measure:
         with show_progress() as on_progress:
             speeds, sources = _measure(speeds, sources, on_progress)
@@ -216,9 +210,7 @@ def run(args: argparse.Namespace) -> int:
     plan = make_plan(trace, model, speeds, sizes, results, num_devices)
     report.print_plan(setting, plan)
     if args.plot:
-        picture = io.BytesIO()
-        report.plot_plan(setting, plan, picture)
-        write_file("--plot", args.plot, picture.getvalue())
+        write_picture(args.plot, partial(report.plot_plan, setting, plan))
     if args.json:
         write_json(args.json, report.to_json(setting, plan))
     return EXIT_OK
@@ -234,11 +226,11 @@ def _read_model(args: argparse.Namespace) -> tuple[ModelCosts, int]:
     if args.model is None:
         if args.kv_bytes_per_token is None:
             raise UsageError(
-                "give the model's --model config.json, or its --kv-bytes-per-token"
+                "give --model, a config.json or a name such as "
+                f"{next(iter(NAMED_MODELS))}, or --kv-bytes-per-token"
             )
-        for option in ("kv_dtype", "tensor_parallel", "flops_per_s", "mfu"):
-            if getattr(args, option) is not None:
-                raise UsageError(f"--{option.replace('_', '-')}: it needs --model")
+        of_model = "kv_dtype", "tensor_parallel", "flops_per_s", "mfu"
+        check_belongs(args, of_model, "--model", None)
         if args.prefill_tokens_per_s is None:
             raise UsageError(
                 "--kv-bytes-per-token: it does not say how long prefill takes: give "
@@ -365,12 +357,12 @@ def _choose_sizes(
     notes: tuple[str, ...] = ()
     if memory is not None and memory.num_bytes < most:
         most = _power_of_two(memory.num_bytes)
-        notes = ("--host is not given: sizes go up to this machine's memory",)
+        notes = ("--host-bytes is not given: sizes go up to this machine's memory",)
     sizes = [most >> i for i in reversed(range(_NUM_SIZES))]
     sizes = [size for size in sizes if size >= block_bytes]
     if not sizes:
         raise UsageError(
-            "--host: not even a block fits this machine's memory; name the sizes"
+            "--host-bytes: not even a block fits this machine's memory; name the sizes"
         )
     return sizes, notes
 
@@ -378,10 +370,6 @@ def _choose_sizes(
 def _power_of_two(number: int) -> int:
     """Return the largest power of two that is not more."""
     return 1 << number.bit_length() - 1
-
-
-def _parse_sizes(text: str) -> list[int]:
-    return [parse_bytes(part) for part in split_commas(text)]
 
 
 def _parse_number_from(minimum: float, text_of_minimum: str) -> Callable[[str], float]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import io
 import re
-import shlex
 from fractions import Fraction
+from functools import partial
 
 from jaxkv._util import shown
 from jaxkv.cli.options import (
@@ -17,17 +16,19 @@ from jaxkv.cli.options import (
     check_extra,
     check_files,
     check_names,
+    model_errors,
     parse_whole_number_from,
     split_commas,
     write_file,
     write_json,
+    write_picture,
 )
 from jaxkv.cli.progress import show_progress
 from jaxkv.policies import policy_names
+from jaxkv.tools.model_config import NAMED_MODELS
 from jaxkv.tools.replay import page, report
 from jaxkv.tools.replay.measures import Comparison
-from jaxkv.tools.replay.model_costs import ModelCosts
-from jaxkv.tools.replay.named_models import NAMED_MODELS, find_model_costs
+from jaxkv.tools.replay.model_costs import ModelCosts, find_model_costs
 from jaxkv.tools.replay.run import OPTIMUM, sweep
 from jaxkv.tools.replay.synthetic import make_synthetic_trace
 from jaxkv.tools.replay.traces import BLOCK_SIZE, Trace, TraceError, read_trace
@@ -48,14 +49,7 @@ ALL = "all"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument(
-        "trace",
-        nargs="+",
-        metavar="TRACE",
-        help="a file of Mooncake's or the normalised format, plain or .gz; several "
-        "files that were recorded under one key, such as FILE.1 FILE; or "
-        f"synthetic, or synthetic:REQUESTS, by default {_SYNTHETIC_REQUESTS}",
-    )
+    add_trace_options(parser)
     parser.add_argument(
         "--policy",
         action="extend",
@@ -71,13 +65,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N,...",
         help="capacities, in blocks or in percent of the different blocks of the "
         f"trace; may be repeated (default: {_CAPACITIES.replace('%', '%%')})",
-    )
-    parser.add_argument(
-        "--block-size",
-        type=parse_whole_number_from(1),
-        metavar="N",
-        help="tokens in a block of the trace, which a recorded one says itself "
-        f"(default: {BLOCK_SIZE})",
     )
     parser.add_argument(
         "--no-optimum",
@@ -101,6 +88,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_page_option(parser)
 
 
+def add_trace_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what is replayed."""
+    parser.add_argument(
+        "trace",
+        nargs="+",
+        metavar="TRACE",
+        help="a file of Mooncake's or the normalised format, plain or .gz; several "
+        "files that were recorded under one key, such as FILE.1 FILE; or "
+        f"synthetic, or synthetic:REQUESTS, by default {_SYNTHETIC_REQUESTS}",
+    )
+    parser.add_argument(
+        "--block-size",
+        type=parse_whole_number_from(1),
+        metavar="N",
+        help="tokens in a block of the trace, which a recorded one says itself "
+        f"(default: {BLOCK_SIZE})",
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
     check_files(args)
@@ -118,35 +124,13 @@ def run(args: argparse.Namespace) -> int:
     comparison = Comparison(trace, results, model)
     report.print_results(comparison)
     if args.plot:
-        picture = io.BytesIO()
-        report.plot_results(comparison, picture)
-        write_file("--plot", args.plot, picture.getvalue())
+        write_picture(args.plot, partial(report.plot_results, comparison))
     if args.json:
         write_json(args.json, report.to_json(comparison))
     if args.html:
-        text = page.render_page(comparison, _command_of(args))
+        text = page.render_page(comparison, args.command_line)
         write_file("--html", args.html, text.encode("utf-8", "replace"))
     return EXIT_OK
-
-
-def _command_of(args: argparse.Namespace) -> str:
-    """Write the command line that has these options."""
-    words = ["jaxkv", "replay", *args.trace]
-    for option, value in (
-        ("--policy", args.policy and ",".join(args.policy)),
-        ("--capacity", args.capacity and ",".join(args.capacity)),
-        ("--block-size", args.block_size),
-        ("--device-blocks", args.device_blocks),
-        ("--model", args.model),
-        ("--plot", args.plot),
-        ("--json", args.json),
-        ("--html", args.html),
-    ):
-        if value is not None:
-            words += [option, str(value)]
-    if args.no_optimum:
-        words.append("--no-optimum")
-    return shlex.join(words)
 
 
 def choose_policies(given: list[str] | None) -> list[str]:
@@ -161,12 +145,8 @@ def choose_policies(given: list[str] | None) -> list[str]:
 
 def find_model(text: str, kv_dtype: str | None = None) -> ModelCosts:
     """Return what the tokens of the model of --model cost."""
-    try:
+    with model_errors(text):
         return find_model_costs(text, kv_dtype)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None)
-        text = f"cannot read {shown(text)} ({why})" if why else str(error)
-        raise UsageError(f"--model: {text}") from error
 
 
 def _check_device(num_blocks: int | None, trace: Trace) -> None:

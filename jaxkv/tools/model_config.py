@@ -1,17 +1,84 @@
-"""Reading a model's Hugging Face configuration."""
+"""A model's Hugging Face configuration: a few by name, others from their files."""
 
 from __future__ import annotations
 
 import json
 import pathlib
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkv._util import shown
+from jaxkv._util import did_you_mean, shown, shown_name
 
 _LIMIT = 1 << 30  # Larger than any size of a model.
+_KEYS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+)
+
+
+def _like_llama(family: str, *sizes: int) -> dict[str, Any]:
+    return {"model_type": family, **dict(zip(_KEYS, sizes, strict=True))}
+
+
+NAMED_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "llama-3.1-8b": _like_llama("llama", 32, 4096, 32, 8, 128, 14336, 128256),
+        "llama-3.1-70b": _like_llama("llama", 80, 8192, 64, 8, 128, 28672, 128256),
+        "qwen3-8b": _like_llama("qwen3", 36, 4096, 32, 8, 128, 12288, 151936),
+        "qwen3-32b": _like_llama("qwen3", 64, 5120, 64, 8, 128, 25600, 151936),
+        "deepseek-v3": {
+            "model_type": "deepseek_v3",
+            "num_hidden_layers": 61,
+            "hidden_size": 7168,
+            "num_attention_heads": 128,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "intermediate_size": 18432,
+            "moe_intermediate_size": 2048,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "first_k_dense_replace": 3,
+            "vocab_size": 129280,
+        },
+    }
+)
+"""The sizes in their configurations, by name."""
+
+
+def find_config(model: str) -> tuple[str, Mapping[str, Any]]:
+    """Find a model's configuration, and its name for display.
+
+    Args:
+        model: A name of `NAMED_MODELS`, or a ``config.json`` or the folder with it.
+
+    Raises:
+        OSError: There is neither such a name nor such a file.
+        ValueError: The file is no JSON object.
+    """
+    if model in NAMED_MODELS:
+        return model, NAMED_MODELS[model]
+    path = pathlib.Path(model)
+    if not path.exists() and "/" not in model and not model.endswith(".json"):
+        hint = did_you_mean(model, list(NAMED_MODELS))
+        raise FileNotFoundError(
+            f"{shown(model)} is neither a file nor a known model: {hint}"
+        )
+    config = read_config(path)
+    name = path.name if path.is_dir() or path.name != "config.json" else ""
+    name = name or path.absolute().parent.name
+    return shown_name(name.removesuffix(".json")), config
 
 
 def read_config(path: pathlib.Path) -> Mapping[str, Any]:

@@ -105,7 +105,7 @@ def test_a_store_that_fails_is_one_line(tmp_path, capsys):
     (tmp_path / "jaxkv1").write_text("in the way")
     assert bench(tmp_path, *SMALL) == 1
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x[-3:] != "..."]
-    assert line.startswith("jaxkv bench: error: ")
+    assert line.startswith("jaxkv bench storage: error: ")
 
 
 def test_bytes_that_differ_are_told(tmp_path, capsys, monkeypatch):
@@ -114,7 +114,7 @@ def test_bytes_that_differ_are_told(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(objects_module.ObjectFormat, "decode", decode)
     assert bench(tmp_path, *SMALL) == 1
-    assert "jaxkv bench: bytes differ: block" in capsys.readouterr().err
+    assert "jaxkv bench storage: error: bytes differ: block" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc").exists(), reason="there is no /proc")

@@ -114,7 +114,7 @@ def test_it_prints_draws_and_writes(capsys, tmp_path, model):
         "--plot",
         picture,
     ]
-    figures, out = plan(capsys, tmp_path, [*line, "--host", "2GiB,512MiB"])
+    figures, out = plan(capsys, tmp_path, [*line, "--host-bytes", "2GiB,512MiB"])
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert max(len(line) for line in out.splitlines() if "  " in line) <= 80
     assert "llama-3.1-8b: 128 KiB of KV a token (bfloat16), 64 MiB a block" in out
@@ -137,7 +137,7 @@ def test_it_prints_draws_and_writes(capsys, tmp_path, model):
 
 def test_what_is_given_counts(capsys, tmp_path, model):
     options = "--load-gb-per-s 10 --store-gb-per-s 5 --load-latency-ms 0 --mfu 0.5"
-    line = ["synthetic:60", "--model", model, "--host", "1GiB", "--policy", "lru"]
+    line = ["synthetic:60", "--model", model, "--host-bytes", "1GiB", "--policy", "lru"]
     figures, out = plan(
         capsys,
         tmp_path,
@@ -157,7 +157,7 @@ def test_what_is_given_counts(capsys, tmp_path, model):
 
 
 def test_the_bytes_of_a_tokens_kv_will_do(capsys, tmp_path):
-    line = ["synthetic:60", "--kv-bytes-per-token", "128KiB", "--host", "1GiB"]
+    line = ["synthetic:60", "--kv-bytes-per-token", "128KiB", "--host-bytes", "1GiB"]
     figures, out = plan(capsys, tmp_path, [*line, "--prefill-tokens-per-s", "20000"])
     assert "20,000 tokens/s (given)" in out
     assert figures["model"]["block_bytes"] == BLOCK
@@ -176,7 +176,7 @@ def test_speeds_are_measured_if_asked(capsys, tmp_path, model, monkeypatch):
         )
 
     monkeypatch.setattr("jaxkv.cli.plan.measure_bandwidth", measure)
-    line = ["synthetic:60", "--model", model, "--host", "1GiB", "--policy", "lru"]
+    line = ["synthetic:60", "--model", model, "--host-bytes", "1GiB", "--policy", "lru"]
     figures, out = plan(capsys, tmp_path, [*line, "--measure"])
     assert figures["speeds"]["load_bytes_per_s"]["value"] == 6e9
     assert figures["speeds"]["store_bytes_per_s"]["value"] == 3e9
@@ -222,7 +222,7 @@ REASONS = {
     "nothing returns": (
         [range(9 * i, 9 * i + 9) for i in range(30)],
         "",
-        "nothing comes back; even a host without end would find only 0.0% of",
+        "nothing comes back; even an unlimited host tier would find only 0.0% of",
     ),
     "device suffices": (
         [range(9)] * 30,
@@ -256,14 +256,22 @@ def test_a_made_up_trace_gets_the_reason_that_its_table_supports(
 ):
     requests, options, words = REASONS[reason]
     trace = made_up_trace(tmp_path, requests)
-    line = [trace, "--model", model, "--host", "1GiB,4GiB", "--policy", "lru,hazard"]
+    line = [
+        trace,
+        "--model",
+        model,
+        "--host-bytes",
+        "1GiB,4GiB",
+        "--policy",
+        "lru,hazard",
+    ]
     figures, _ = plan(capsys, tmp_path, [*line, *options.split()])
     assert figures["recommendation"]["reason"] == reason
     assert words in figures["recommendation"]["sentence"]
 
 
 def test_the_device_in_front_is_counted_in_bytes_too(capsys, tmp_path, model):
-    line = ["synthetic:60", "--model", model, "--host", "1GiB", "--policy", "lru"]
+    line = ["synthetic:60", "--model", model, "--host-bytes", "1GiB", "--policy", "lru"]
     of_bytes, out = plan(capsys, tmp_path, [*line, "--device-bytes", "2500MiB"])
     of_blocks, _ = plan(capsys, tmp_path, [*line, "--device-blocks", "39"])
     assert of_bytes["rows"] == of_blocks["rows"]
@@ -274,7 +282,7 @@ def test_the_device_in_front_is_counted_in_bytes_too(capsys, tmp_path, model):
 
 def test_a_device_may_be_larger_than_the_trace(capsys, tmp_path, model):
     trace = made_up_trace(tmp_path, [range(9), range(9)], name="[red]a:smile:")
-    line = [trace, "--model", model, "--host", "1GiB", "--policy", "lru"]
+    line = [trace, "--model", model, "--host-bytes", "1GiB", "--policy", "lru"]
     figures, out = plan(capsys, tmp_path, [*line, "--device-bytes", "900TiB"])
     assert figures["recommendation"]["reason"] == "device suffices"
     assert "Trace    [red]a:smile:: 2 requests in 1 s" in out
@@ -282,7 +290,7 @@ def test_a_device_may_be_larger_than_the_trace(capsys, tmp_path, model):
 
 def test_a_terminal_gets_a_bar_and_the_plan(capsys, tmp_path, model, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich see a terminal
-    line = ["synthetic:60", "--model", model, "--host", "1GiB", "--policy", "lru"]
+    line = ["synthetic:60", "--model", model, "--host-bytes", "1GiB", "--policy", "lru"]
     assert cli.main(["plan", *map(str, line)]) == 0
     out, err = capsys.readouterr()
     assert "llama-3.1-8b: 128 KiB of KV a token" in out
@@ -293,7 +301,7 @@ def test_a_terminal_gets_a_bar_and_the_plan(capsys, tmp_path, model, monkeypatch
 
 def test_without_times_figures_per_second_are_left_out(capsys, tmp_path, model):
     trace = made_up_trace(tmp_path, [range(9)] * 30, every_ms=0)
-    line = [trace, "--model", model, "--host", "1GiB", "--policy", "lru"]
+    line = [trace, "--model", model, "--host-bytes", "1GiB", "--policy", "lru"]
     figures, out = plan(capsys, tmp_path, line)
     assert "The trace has no times" in out
     assert "Link busy" not in out
@@ -312,7 +320,7 @@ def test_a_load_that_is_declined_is_to_be_set_so(capsys, tmp_path, model):
     # Short prefixes take longer to load, for the latency; long ones do not.
     requests = [[0]] * 10 + [range(30)] * 10
     trace = made_up_trace(tmp_path, requests)
-    line = [trace, "--model", model, "--host", "4GiB", "--policy", "lru"]
+    line = [trace, "--model", model, "--host-bytes", "4GiB", "--policy", "lru"]
     figures, _ = plan(capsys, tmp_path, [*line, "--load-latency-ms", "100"])
     assert figures["rows"][0]["num_declined"] == 10
     assert figures["recommendation"]["settings"] == {
@@ -325,7 +333,7 @@ def test_a_load_that_is_declined_is_to_be_set_so(capsys, tmp_path, model):
 def test_many_sizes_are_shown_below_one_another(capsys, tmp_path, model):
     line = ["synthetic:60", "--model", model, "--policy", "arc_fixed"]
     sizes = ",".join(f"{1024 * n + 13}MiB" for n in range(1, 9))
-    options = ["--host", sizes, "--device-blocks", "20"]
+    options = ["--host-bytes", sizes, "--device-blocks", "20"]
     figures, out = plan(capsys, tmp_path, [*line, *options])
     assert out.count("Host memory") == 2
     assert len(figures["rows"]) == 8
@@ -338,14 +346,14 @@ def test_the_plan_of_a_recorded_trace_is_what_its_table_supports(
 ):
     trace = shared_traces / f"{name}.jsonl.gz"
     line = [trace, "--model", model, "--policy", "lru,hazard"]
-    figures, out = plan(capsys, tmp_path, [*line, "--host", "64GiB,256GiB"])
+    figures, out = plan(capsys, tmp_path, [*line, "--host-bytes", "64GiB,256GiB"])
     assert figures["recommendation"]["pays"]
     requests = figures["trace"]["num_requests"]
     assert f"{requests:,} requests" in out
 
 
 def test_all_policies_are_planned_for_by_default(capsys, tmp_path, model):
-    line = ["synthetic:20", "--model", model, "--host", "1GiB"]
+    line = ["synthetic:20", "--model", model, "--host-bytes", "1GiB"]
     figures, _ = plan(capsys, tmp_path, line)
     assert [row["policy"] for row in figures["rows"]] == policy_names()
     figures, _ = plan(capsys, tmp_path, [*line, "--policy", "slru,all"])
@@ -382,10 +390,13 @@ NO_MODEL = "synthetic:20 --kv-bytes-per-token 1000"
             "synthetic:20 --model {model} --kv-bytes-per-token 5",
             "--model says it alrea",
         ),
-        ("synthetic:20 --model {model} --host 0", "--host: '0' must be a size such as"),
         (
-            "synthetic:20 --model {model} --host 1MiB",
-            "--host: 1048576 bytes hold no bl",
+            "synthetic:20 --model {model} --host-bytes 0",
+            "--host-bytes: '0' must be a size such as",
+        ),
+        (
+            "synthetic:20 --model {model} --host-bytes 1MiB",
+            "--host-bytes: 1048576 bytes hold no bl",
         ),
         (
             "synthetic:20 --model {model} --load-gb-per-s 0",
@@ -477,7 +488,7 @@ def test_help_explains_each_option_with_its_default(capsys):
     text = " ".join(capsys.readouterr().out.split())
     for name, default in [
         ("--model MODEL", "--kv-bytes-per-token says enough)"),
-        ("--host SIZE,...", "5, each twice the one before"),
+        ("--host-bytes SIZE,...", "5, each twice the one before"),
         ("--device-blocks N", "it keeps none)"),
         ("--policy NAME,...", "all, which are lru"),
         ("--load-gb-per-s X", "25, which is assumed)"),
@@ -503,7 +514,7 @@ def test_more_memory_is_spoken_of_only_where_there_is_more_to_find(
 ):
     rounds = [range(9 * i, 9 * i + 9) for i in range(20)]
     trace = made_up_trace(tmp_path, [range(9), *rounds] * 2 + [range(9)] * 10)
-    line = [trace, "--model", model, "--policy", "lru", "--host"]
+    line = [trace, "--model", model, "--policy", "lru", "--host-bytes"]
     few, _ = plan(capsys, tmp_path, [*line, "1GiB,2GiB"])
     all_, _ = plan(capsys, tmp_path, [*line, "2GiB,16GiB"])
     hint = "more memory than was planned for may save more"
@@ -519,7 +530,7 @@ def test_more_memory_is_spoken_of_only_where_there_is_more_to_find(
 def test_percentiles_are_those_of_the_requests(capsys, tmp_path, model):
     # Of 30 requests, 29 find 9 blocks: 4,608 tokens, the last of which is not needed.
     trace = made_up_trace(tmp_path, [range(9)] * 30)
-    line = [trace, "--model", model, "--host", "1GiB", "--policy", "lru"]
+    line = [trace, "--model", model, "--host-bytes", "1GiB", "--policy", "lru"]
     options = "--prefill-tokens-per-s 4608 --load-gb-per-s 1 --load-latency-ms 0"
     figures, _ = plan(capsys, tmp_path, [*line, *options.split()])
     (row,) = figures["rows"]

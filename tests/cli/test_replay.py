@@ -121,8 +121,7 @@ def test_the_page_has_the_command_that_made_it(fake, tmp_path):
     text = path.read_text()
     assert text.startswith("<!doctype html>")
     command = (
-        "jaxkv replay synthetic:60 --policy lru,arc --capacity 20,50% --block-size 128 "
-        f"--html &#x27;{path}&#x27; --no-optimum"
+        f"jaxkv replay synthetic:60 {options} --no-optimum --html &#x27;{path}&#x27;"
     )
     assert command in text
 
@@ -173,7 +172,7 @@ def test_a_file_that_describes_no_model_is_refused(capsys, tmp_path, text, why):
 
 def test_a_model_of_no_known_name_is_refused(capsys):
     err = refuse(capsys, f"{SMALL} --model llama-3-8b")
-    assert "nor such a name: did you mean llama-3.1-8b?" in err
+    assert "a known model: did you mean llama-3.1-8b?" in err
 
 
 def test_a_model_may_be_a_file(capsys, tmp_path):

@@ -182,11 +182,14 @@ def test_doctor_into_a_full_disk_is_one_line():
         assert done.returncode == 1
 
 
-def test_a_reader_that_has_seen_enough_is_no_error():
+@pytest.mark.parametrize(
+    "line", ["--help", "doctor --no-probe", "replay synthetic:9 --policy lru"]
+)
+def test_a_reader_that_has_seen_enough_is_no_error(line):
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, "-m", "jaxkv.cli.main", "--help"],
+        [sys.executable, "-m", "jaxkv.cli.main", *line.split()],
         stdout=writer,
         stderr=subprocess.PIPE,
         cwd=ROOT,

@@ -435,7 +435,10 @@ def test_a_failing_probe_is_wrong(machine, capsys, monkeypatch, error, code, mes
     [
         ("doctor --need event", "--need: unknown 'event': did you mean events?"),
         ("doctor --host-bytes x", "--host-bytes: 'x' must be a size such as 64MiB"),
-        ("doctor --storage ftp://x", "--storage: 'ftp://x': unknown 'ftp': there is"),
+        (
+            "doctor --storage ftp://x",
+            "--storage: 'ftp://x': unknown 'ftp': choose",
+        ),
         ("doctor --storage-bytes 1GiB", "--storage-bytes: it belongs to --storage"),
         ("doctor --json no/a.json", "--json: cannot write 'no/a.json' (No such file"),
         ("doctor --no-prob", "unknown option '--no-prob': did you mean --no-probe?"),
@@ -741,7 +744,7 @@ def test_the_command_tries_the_store_of_the_settings(machine, capsys, monkeypatc
     monkeypatch.setenv("JAXKV_STORAGE", "ftp://kv")
     assert cli.main(["doctor", "--no-probe"]) == 1
     assert (
-        "WRONG  storage='ftp://kv': unknown 'ftp': there is file, s3, gs, redis, "
+        "WRONG  storage='ftp://kv': unknown 'ftp': choose from file, s3, gs, redis, "
         "rediss, unix, memory (JAXKV_STORAGE in the environment)"
     ) in capsys.readouterr().out
 

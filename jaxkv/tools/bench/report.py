@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 import statistics
 from collections.abc import Callable
-from typing import Any
+from typing import Any, BinaryIO
 
 from jaxkv.tools.bench.machine import machine, quartiles
 from jaxkv.tools.bench.plan import Plan, size_text
@@ -205,14 +204,14 @@ def _result_json(result: CaseResult) -> dict[str, Any]:
     }
 
 
-def plot_results(record: TransferRecord, path: str | pathlib.Path) -> None:
+def plot_results(record: TransferRecord, file: BinaryIO) -> None:
     """Draw GB/s against the size of a transfer: a panel per block size and direction.
 
     Lines are medians; a band goes from each up to the best round.
 
     Args:
         record: The results.
-        path: The PNG file to write.
+        file: Where to write the PNG.
     """
     # Slow to import, and used only here. A bare Figure needs no display.
     from matplotlib.figure import Figure
@@ -253,7 +252,7 @@ def plot_results(record: TransferRecord, path: str | pathlib.Path) -> None:
         fontsize=13,
         fontweight="bold",
     )
-    figure.savefig(path)
+    figure.savefig(file, format="png")
 
 
 def _draw_panel(

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import os
-import pathlib
 import platform
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import jax
 import numpy as np
@@ -296,12 +295,12 @@ def _print_verdict(record: DemoRecord, console: Console) -> None:
         )
 
 
-def plot_ttft(record: DemoRecord, path: str | pathlib.Path) -> None:
+def plot_ttft(record: DemoRecord, file: BinaryIO) -> None:
     """Draw the time to first token, turn by turn, with and without offloading.
 
     Args:
         record: The record of both runs.
-        path: The PNG file to write.
+        file: Where to write the PNG.
     """
     # Slow to import, and used only here. A bare Figure needs no display.
     from matplotlib.figure import Figure
@@ -369,7 +368,7 @@ def plot_ttft(record: DemoRecord, path: str | pathlib.Path) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(length=0)
-    figure.savefig(path)
+    figure.savefig(file, format="png")
 
 
 def _percent(part: int, whole: int) -> str:

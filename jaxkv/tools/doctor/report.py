@@ -100,8 +100,9 @@ def _device_rows(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "Device", "none: jax does not start"
         return
     memory = "" if backend.memory_bytes is None else f", {gib(backend.memory_bytes)}"
-    number = f"{backend.num_devices} of them" if backend.num_devices > 1 else "one"
-    yield "Device", f"{backend.platform} {backend.kind}{memory}, {number}"
+    # On CPU, the kind is the platform again.
+    what = " ".join(dict.fromkeys((backend.platform, backend.kind)))
+    yield "Device", f"{backend.num_devices} x {what}{memory}"
     yield "Memory kinds", ", ".join(backend.memory_kinds)
     pool = "none of its own on this platform"
     if facts.pool is not None:

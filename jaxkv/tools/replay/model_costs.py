@@ -15,7 +15,6 @@ which a prefill needs for its last token only.
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,13 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from jaxkv._util import shown, shown_name
+from jaxkv._util import shown
 from jaxkv.tools.model_config import (
     check_dtype,
     dtype_of,
+    find_config,
     head_dim_of,
     number_of,
-    read_config,
 )
 
 _MOST_LAYERS = 10_000
@@ -186,22 +185,23 @@ def plain_costs(kv_bytes_per_token: int) -> ModelCosts:
     return ModelCosts("a model", "", 0, 0, 0, layers)
 
 
-def read_model_costs(path: pathlib.Path, kv_dtype: str | None = None) -> ModelCosts:
-    """Read a model's costs from its ``config.json``, or from the folder with it.
+def find_model_costs(model: str, kv_dtype: str | None = None) -> ModelCosts:
+    """Compute what the tokens of a model cost.
 
     Args:
-        path: The file or folder.
+        model: A name of `NAMED_MODELS`, or a ``config.json`` or the folder with it.
         kv_dtype: Name of the dtype of the KV; None for the model's own.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: As `make_model_costs`, or it is no JSON object.
+        OSError: There is neither such a name nor such a file.
+        ValueError: As `make_model_costs`, or the file is no JSON object.
+
+    Example:
+        >>> find_model_costs("llama-3.1-8b").kv_bytes_per_token
+        131072
     """
-    name = path.name if path.is_dir() or path.name != "config.json" else ""
-    name = name or path.absolute().parent.name
-    return make_model_costs(
-        read_config(path), kv_dtype, shown_name(name.removesuffix(".json"))
-    )
+    name, config = find_config(model)
+    return make_model_costs(config, kv_dtype, name)
 
 
 def make_model_costs(

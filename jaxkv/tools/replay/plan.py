@@ -103,7 +103,7 @@ class Demand:
         num_requests: Requests.
         input_tokens: Tokens of all prompts.
         device_tokens: Tokens that the device's own prefix cache finds.
-        returning_tokens: Tokens that a host without end would find beyond those.
+        returning_tokens: Tokens that an unlimited host tier would find beyond those.
         prefill_s: Seconds of prefill of all that the device does not find.
         span_s: Seconds from the first request to the last; None if the trace has no
             times.

@@ -171,7 +171,9 @@ def summary_lines(setting: Setting, plan: Plan) -> list[str]:
         share = _percent(demand.device_tokens, demand.input_tokens)
         device = f"The device finds {share} of the prompt tokens. "
     most = _percent(demand.returning_tokens, demand.input_tokens)
-    lines = [f"{device}A host without end would find {most}{' more' * bool(device)}."]
+    lines = [
+        f"{device}An unlimited host tier would find {most}{' more' * bool(device)}."
+    ]
     if demand.span_s is None:
         lines.append(
             "The trace has no times, so nothing is said of how busy the link is."
@@ -249,20 +251,20 @@ def _why_not(setting: Setting, plan: Plan) -> str:
     found = _percent(most.host_tokens, demand.input_tokens)
     if reason == "nothing returns":
         return (
-            "nothing comes back; even a host without end would find only "
+            "nothing comes back; even an unlimited host tier would find only "
             f"{returning} of the prompt tokens"
         )
     if reason == "device suffices":
         return (
             "the device already holds what comes back; it finds "
             f"{_percent(demand.device_tokens, demand.input_tokens)} of the prompt "
-            f"tokens, and a host without end only {returning} more"
+            f"tokens, and an unlimited host tier only {returning} more"
         )
     if reason == "too small":
         return (
             f"what comes back does so too late for these sizes; "
             f"{_rounded(most.host_bytes)} finds {found} of the prompt tokens, of the "
-            f"{returning} that a host without end would find"
+            f"{returning} that an unlimited host tier would find"
         )
     if reason == "slow stores":
         use = min(row.store_use or 0.0 for row in rows)

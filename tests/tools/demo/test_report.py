@@ -200,7 +200,8 @@ def test_a_turn_that_only_one_run_has_is_a_difference():
 @pytest.mark.parametrize("record", [RECORD, first_turns(RECORD)])
 def test_plot_is_a_picture_of_sensible_size(record, tmp_path):
     path = tmp_path / "ttft.png"
-    report.plot_ttft(record, path)
+    with path.open("wb") as file:
+        report.plot_ttft(record, file)
     data = path.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", data[16:24])

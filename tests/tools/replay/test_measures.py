@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxkv.tools.model_config import NAMED_MODELS
 from jaxkv.tools.replay.measures import Cell, Comparison, format_flops
-from jaxkv.tools.replay.named_models import NAMED_MODELS, find_model_costs
+from jaxkv.tools.replay.model_costs import find_model_costs
 from jaxkv.tools.replay.run import OPTIMUM, sweep
 from jaxkv.tools.replay.synthetic import make_synthetic_trace
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jaxkv.tools.replay.model_costs import (
+    find_model_costs,
     make_model_costs,
     plain_costs,
-    read_model_costs,
 )
 
 LLAMA_8B = {
@@ -359,12 +359,12 @@ def test_a_vision_models_language_part_is_read_and_named_by_its_folder(tmp_path)
     folder.mkdir()
     config = {"model_type": "gemma3", "vision_config": {}, "text_config": GEMMA3_27B}
     (folder / "config.json").write_text(json.dumps(config))
-    costs = read_model_costs(folder / "config.json")
-    assert costs == read_model_costs(folder)
+    costs = find_model_costs(str(folder / "config.json"))
+    assert costs == find_model_costs(str(folder))
     assert costs.name == "gemma-3-27b-it"
     assert costs.num_parameters == make_model_costs(GEMMA3_27B).num_parameters
     (tmp_path / "llama.json").write_text(json.dumps(LLAMA_8B))
-    assert read_model_costs(tmp_path / "llama.json").name == "llama"
+    assert find_model_costs(str(tmp_path / "llama.json")).name == "llama"
 
 
 def test_an_unknown_architecture_is_taken_for_llama_and_that_is_said():

@@ -10,7 +10,7 @@ import pytest
 
 from jaxkv.policies import make_hazard, make_slru, policy_names
 from jaxkv.tools.replay.measures import Cell, Comparison, format_percent
-from jaxkv.tools.replay.named_models import find_model_costs
+from jaxkv.tools.replay.model_costs import find_model_costs
 from jaxkv.tools.replay.page import _spread, _ticks, render_page
 from jaxkv.tools.replay.report import label_of, to_json
 from jaxkv.tools.replay.run import OPTIMUM, sweep
