@@ -117,6 +117,11 @@ class ExtentTable:
         self._writer[ids] = writer
         self._readable[ids] = False
 
+    def is_claimed(self, ids: NDArray[np.int32], writer: int) -> NDArray[np.bool_]:
+        """Tell which blocks (i32[n]) nobody has claimed after a save: bool[n]."""
+        is_own: NDArray[np.bool_] = self._writer[ids] == writer
+        return is_own
+
     def place(
         self, ids: NDArray[np.int32], shards: NDArray[np.intp]
     ) -> Placement | None:

@@ -314,6 +314,8 @@ class HostBytes:
     def _place(
         self, write: HostWrite, run: Callable[[Callable[[], None]], object]
     ) -> None:
+        is_own = self._table.is_claimed(write.host_ids[write.todo], write.number)
+        write.todo = write.todo[is_own]  # Others have been given to a save since.
         while write.todo.size:
             ids = write.host_ids[write.todo]
             placement = self._table.place(ids, np.zeros(len(ids), np.intp))

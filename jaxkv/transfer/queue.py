@@ -375,6 +375,13 @@ class TransferQueue:
         if not self._may_read(transfer) or not self._has_room(num_bytes):
             return False
         ids = transfer.host_ids[transfer.todo]
+        is_own = self.table.is_claimed(ids, transfer.number)
+        if not is_own.all():
+            # While it waited, whoever gave it these blocks has given them to another.
+            ids, transfer.todo = ids[is_own], transfer.todo[is_own]
+            if not transfer.todo.size:
+                self._note_if_over(transfer)
+                return True
         shards = self._plans.shards(transfer.device_ids[transfer.todo])
         placement = self.table.place(ids, shards)
         if placement is None:

@@ -167,6 +167,61 @@ def test_a_save_waits_for_a_write_that_holds_the_last_extent():
     assert blocks_of(pool)[9] == expected
 
 
+def test_a_save_that_had_to_wait_leaves_alone_what_was_written_since(gate):
+    gate.shut = True
+    pool = make_pool(7)
+    extent_bytes = 4 * TransferEngine(pool, NUM_HOST).host_payload_bytes
+    engine = TransferEngine(
+        pool,
+        NUM_HOST,
+        mode="fused",
+        extent_bytes=extent_bytes,
+        staging_bytes=extent_bytes,
+    )
+    # Whoever gave these host blocks away has forgotten the save meanwhile.
+    before = engine.save(pool, [0, 1, 2, 3], [30, 31, 32, 33])
+    waiting = engine.save(pool, [4, 5], [10, 11])
+    assert engine.is_waiting(waiting)
+    payload = np.arange(engine.host_payload_bytes).astype(np.uint8)
+    write(engine, [10], [payload])
+    gate.shut = False
+    expected = blocks_of(pool)
+    pool, done = engine.drain(pool)
+    assert [each.ticket for each in done] == [before, waiting]
+    assert all(each.error is None for each in done)
+    [held] = read(engine, [10])
+    assert held.tobytes() == payload.tobytes()
+    pool, _ = engine.load(pool, [11, 30], [20, 21])
+    pool, _ = engine.drain(pool)
+    assert blocks_of(pool)[20] == expected[5]
+    assert blocks_of(pool)[21] == expected[0]
+    engine._table.check()
+
+
+def test_a_write_that_had_to_wait_leaves_alone_what_was_saved_since():
+    pool = make_pool(8)
+    engine = TransferEngine(pool, 1, mode="fused")  # Two extents of one block each.
+    engine.save(pool, [5], [0])
+    pool, _ = engine.drain(pool)
+    held, copies = engine.read_host([0]), []
+    payload = np.ones(engine.host_payload_bytes, np.uint8)
+    waiting = engine.write_host([0], [payload])
+    engine.advance_host(copies.append)
+    assert not copies
+    held.close()
+    # Whoever gave this host block away has forgotten the write meanwhile.
+    engine.save(pool, [3], [0])
+    expected = blocks_of(pool)[3]
+    pool, [saved] = engine.drain(pool)
+    assert saved.error is None
+    engine.advance_host(lambda copy: copy())
+    engine.advance_host(lambda copy: copy())
+    assert waiting.is_over
+    pool, _ = engine.load(pool, [0], [9])
+    pool, _ = engine.drain(pool)
+    assert blocks_of(pool)[9] == expected
+
+
 def test_wrong_arguments_are_refused_and_change_nothing():
     pool = make_pool(7)
     engine = TransferEngine(pool, 4)
