@@ -107,19 +107,27 @@ def pack(names: Iterable[bytes]) -> tuple[list[bytes], NDArray[np.uint32]]:
         >>> words.shape
         (2, 8)
     """
+    listed, words, _ = lay_out(names)
+    return listed, words
+
+
+def lay_out(names: Iterable[bytes]) -> tuple[list[bytes], NDArray[np.uint32], bool]:
+    """Do as `pack` does, and tell whether any of the keys is foreign."""
     if isinstance(names, PackedKeys):
-        return names, names.words
+        return names, names.words, False
     if not isinstance(names, list):
         names = list(names)
     try:
         keys = names
-        if set(map(len, names)) != _ONLY_KEYS:
+        some_foreign = not set(map(len, names)) <= _ONLY_KEYS
+        if some_foreign:
             keys = list(map(key_from_foreign, names))
         data = b"".join(keys)
     except TypeError:
         wrong = next((name for name in names if not isinstance(name, bytes)), names)
         raise TypeError(f"key={shown(wrong)} must be of type bytes.") from None
-    return names, np.ndarray((len(names), KEY_WORDS), np.uint32, data)
+    words = np.ndarray((len(names), KEY_WORDS), np.uint32, data)
+    return names, words, some_foreign
 
 
 def is_foreign(name: bytes) -> bool:

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from jaxkv.native import directory as directory_lib
 from jaxkv.native.compiling import compiled, inlined, state_of
-from jaxkv.types import NO_BLOCK, NULL_BLOCK
+from jaxkv.types import NULL_BLOCK
 
 NO_LINK = -1
 
@@ -35,12 +37,8 @@ def find(bound: Any, keys: Any, block_ids: Any) -> None:
 
 @compiled
 def find_prefix(bound: Any, keys: Any, block_ids: Any) -> Any:
-    """As `find`, and tell how many keys, from the first on, have a block."""
-    directory_lib.find(state_of(bound).directory, keys, block_ids)
-    num_found = 0
-    while num_found < block_ids.shape[0] and block_ids[num_found] != NO_BLOCK:
-        num_found += 1
-    return num_found
+    """As `find`, up to the first key that has none; tell how many come before it."""
+    return directory_lib.find_prefix(state_of(bound).directory, keys, block_ids)
 
 
 @compiled
@@ -189,11 +187,17 @@ def cache(bound: Any, block_ids: Any, keys: Any, added: Any) -> Any:
         bad = _find_contradiction(tier, block_ids, keys)
     if bad >= 0:
         return bad
-    for row in range(block_ids.shape[0]):
-        block = block_ids[row]
-        added[row] = False
-        if block > NULL_BLOCK and not tier.has_key[block]:
-            added[row] = _add(tier, block, keys, row)
+    group = directory_lib.GROUP
+    tags, buckets = np.empty(group, np.uint32), np.empty((group, 2), np.uint64)
+    for start in range(0, block_ids.shape[0], group):
+        stop = min(start + group, block_ids.shape[0])
+        directory_lib.addresses(tier.directory, keys, start, stop, tags, buckets)
+        for row in range(start, stop):
+            block, at = block_ids[row], row - start
+            added[row] = False
+            if block > NULL_BLOCK and not tier.has_key[block]:
+                where = tags[at], buckets[at, 0], buckets[at, 1]
+                added[row] = _add(tier, block, where, keys, row)
     return -1
 
 
@@ -297,21 +301,30 @@ def _find_contradiction(tier: Any, block_ids: Any, keys: Any) -> Any:
     return bad
 
 
-@compiled
-def _add(tier: Any, block: int, keys: Any, row: int) -> Any:
-    """Give a block the key of a row; tell whether there was room for it."""
-    serving = directory_lib.find_one(tier.directory, keys, row)
+@inlined
+def _add(tier: Any, block: int, where: Any, keys: Any, row: int) -> Any:
+    """Give a block the key of a row, whose address is known.
+
+    Returns:
+        Whether there was room for it.
+    """
+    tag, first, second = where
+    directory = tier.directory
+    serving = directory_lib.find_at(directory, tag, first, second, keys, row)
+    is_added = True
     if serving == directory_lib.NO_ENTRY:
-        if not directory_lib.insert_one(tier.directory, keys, row, block):
-            return False
-        tier.preceding[block] = ~block
+        is_added = directory_lib.insert_at(
+            directory, tag, first, second, keys, row, block
+        )
+        if is_added:
+            tier.preceding[block] = ~block
     else:
         last = ~tier.preceding[serving]
         tier.following[last], tier.preceding[block] = block, last
         tier.preceding[serving] = ~block
-        directory_lib.copy_key(tier.directory.keys, block, keys, row)
-    tier.has_key[block] = True
-    return True
+        directory_lib.copy_key(directory.keys, block, keys, row)
+    tier.has_key[block] |= is_added
+    return is_added
 
 
 @compiled

@@ -32,7 +32,9 @@ FACTORS = np.cumprod(np.full(2 * KEY_WORDS, 0x9E3779B1, np.uint32), dtype=np.uin
 
 NO_ENTRY = -1
 
-_GROUP = 32  # How many keys are looked for at a time.
+GROUP = 32
+"""How many keys are looked for at a time."""
+
 _LOW = 0xFFFFFFFF
 _FACTORS = FACTORS.astype(np.uint64).reshape(2, KEY_WORDS)
 
@@ -100,6 +102,30 @@ def find_one(directory: Any, keys: Any, row: int) -> Any:
     return find_at(directory, tag, first, second, keys, row)
 
 
+@inlined
+def addresses(
+    directory: Any, keys: Any, start: int, stop: int, tags: Any, buckets: Any
+) -> None:
+    """Compute the addresses of some rows, and have their buckets fetched.
+
+    They are on their way from memory together, while the first is read.
+
+    Args:
+        directory: A `Directory`.
+        keys: u32[K, 8].
+        start: The first row.
+        stop: The row after the last.
+        tags: u32[GROUP]. Written, from 0 on.
+        buckets: u64[GROUP, 2]. Likewise.
+    """
+    for row in range(start, stop):
+        tag, first, second = address(directory, keys, row)
+        at = row - start
+        tags[at], buckets[at, 0], buckets[at, 1] = tag, first, second
+        prefetch(directory.tags, first * np.uint64(SLOTS_PER_BUCKET))
+        prefetch(directory.tags, second * np.uint64(SLOTS_PER_BUCKET))
+
+
 @compiled
 def find(directory: Any, keys: Any, entries: Any) -> None:
     """Write the entry of each key to `entries` (i32[K]), NO_ENTRY where it is absent.
@@ -109,23 +135,33 @@ def find(directory: Any, keys: Any, entries: Any) -> None:
         keys: u32[K, 8].
         entries: i32[K]. Written.
     """
-    tags = np.empty(_GROUP, np.uint32)
-    buckets = np.empty((_GROUP, 2), np.uint64)
+    tags = np.empty(GROUP, np.uint32)
+    buckets = np.empty((GROUP, 2), np.uint64)
     num_keys = keys.shape[0]
-    for start in range(0, num_keys, _GROUP):
-        stop = min(start + _GROUP, num_keys)
-        # The buckets of a group are on their way from memory while the first are read.
-        for row in range(start, stop):
-            tag, first, second = address(directory, keys, row)
-            at = row - start
-            tags[at], buckets[at, 0], buckets[at, 1] = tag, first, second
-            prefetch(directory.tags, first * np.uint64(SLOTS_PER_BUCKET))
-            prefetch(directory.tags, second * np.uint64(SLOTS_PER_BUCKET))
+    for start in range(0, num_keys, GROUP):
+        stop = min(start + GROUP, num_keys)
+        addresses(directory, keys, start, stop, tags, buckets)
         for row in range(start, stop):
             at = row - start
             entries[row] = find_at(
                 directory, tags[at], buckets[at, 0], buckets[at, 1], keys, row
             )
+
+
+@compiled
+def find_prefix(directory: Any, keys: Any, entries: Any) -> Any:
+    """As `find`, up to the first key that is absent; tell how many come before it."""
+    num_keys = keys.shape[0]
+    start, width = 0, 8
+    # A part at a time, as nothing after the first miss is of interest.
+    while start < num_keys:
+        stop = min(start + width, num_keys)
+        find(directory, keys[start:stop], entries[start:stop])
+        for row in range(start, stop):
+            if entries[row] == NO_ENTRY:
+                return row
+        start, width = stop, 4 * width
+    return num_keys
 
 
 @compiled
@@ -171,10 +207,15 @@ def insert(directory: Any, keys: Any, entries: Any) -> None:
         num_left = num_losers
 
 
-@compiled
-def insert_one(directory: Any, keys: Any, row: int, entry: int) -> Any:
-    """Add the key in a row, which is absent; tell whether there was a slot for it."""
-    tag, first, second = address(directory, keys, row)
+@inlined
+def insert_at(
+    directory: Any, tag: Any, first: Any, second: Any, keys: Any, row: int, entry: int
+) -> Any:
+    """Add the key in a row, which is absent and whose address is known.
+
+    Returns:
+        Whether there was a slot for it.
+    """
     slot = _propose(directory, tag, first, second)
     if slot >= 0:
         _take(directory, slot, tag, keys, row, entry)

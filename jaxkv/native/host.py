@@ -39,6 +39,42 @@ def find_readable(bound: Any, keys: Any, block_ids: Any) -> None:
 
 
 @compiled
+def find_beside(
+    device: Any, bound: Any, keys: Any, on_device: Any, on_host: Any
+) -> Any:
+    """Find a prefix of which each block is on the device, or can be read here.
+
+    Args:
+        device: The device tier.
+        bound: The host tier.
+        keys: u32[K, 8].
+        on_device: i32[K]. Written: the block that serves each key, NO_BLOCK for none.
+        on_host: i32[K]. Written: its block here, likewise.
+
+    Returns:
+        How many keys, from the first on, have a block. What is written of the others
+        means nothing.
+    """
+    tier, state = state_of(device), state_of(bound)
+    num_keys = keys.shape[0]
+    entries = np.empty(num_keys, np.int32)
+    start, width = 0, 8
+    # A part at a time, as nothing after the first miss is of interest.
+    while start < num_keys:
+        stop = min(start + width, num_keys)
+        part = keys[start:stop]
+        directory_lib.find(tier.directory, part, on_device[start:stop])
+        policy.find(state.policy, part, entries[start:stop], on_host[start:stop])
+        for row in range(start, stop):
+            if not _is_readable(state, on_host[row]):
+                on_host[row] = NO_BLOCK
+                if on_device[row] == NO_BLOCK:
+                    return row
+        start, width = stop, 4 * width
+    return num_keys
+
+
+@compiled
 def lookup(bound: Any, keys: Any) -> Any:
     """Count the keys, from the first on, whose blocks can be read."""
     state = state_of(bound)

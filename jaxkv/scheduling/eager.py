@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from itertools import compress
 
 import numpy as np
@@ -20,6 +21,7 @@ from jaxkv.scheduling.stores import Stores
 from jaxkv.search.groups import GroupSpec
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.host import OffloadingManager
+from jaxkv.types import BlockKey
 
 # A request's blocks on the host are put in order again when one in four of them is
 # new: no oftener, as it costs time for each block of the prefix.
@@ -97,12 +99,14 @@ class EagerStores:
             return
         factor = self._rules.blocks_per_host_block
         num_tokens = (num_local or 0) + num_external
-        self._progress[request.request_id] = _Progress(
+        progress = _Progress(
             request,
             tables_by_group(table, len(self._groups)),
             [num_tokens // spec.block_size // factor * factor for spec in self._groups],
             is_ordered=True,
         )
+        progress.next_tokens = self._next_tokens(progress)
+        self._progress[request.request_id] = progress
 
     def recompute(self, request_id: str) -> None:
         """Note that what was to come from the host for a request did not."""
@@ -151,9 +155,9 @@ class EagerStores:
         if progress is None:
             return
         factor, stats = self._rules.blocks_per_host_block, self._stores.stats
-        num_full = self._num_full(progress)
+        keys = self._keys.of(progress.request)
         from_head = [0] * len(self._groups)
-        rows = self._rows(progress, from_head, num_full)
+        rows = self._rows(progress, keys, from_head, self._num_full(progress, keys))
         is_known = self._host.contains(rows.keys)
         if is_known.all():
             if not progress.is_ordered:
@@ -185,7 +189,9 @@ class EagerStores:
         progress.next_tokens = 0
         progress.refused_at = -1
 
-    def _num_full(self, progress: _Progress) -> list[int]:
+    def _num_full(
+        self, progress: _Progress, keys: Sequence[Sequence[BlockKey]]
+    ) -> list[int]:
         """Count the blocks that are certain and may be stored, for each group."""
         request = progress.request
         # Some may be scheduled ahead of time, and not computed for certain.
@@ -198,17 +204,16 @@ class EagerStores:
         return [
             min(num_tokens // spec.block_size, len(own), len(table)) // factor * factor
             for spec, own, table in zip(
-                self._groups,
-                self._keys.of(request),
-                progress.tables,
-                strict=True,
+                self._groups, keys, progress.tables, strict=True
             )
         ]
 
     def _offer(self, pool: DeviceBlockPool, progress: _Progress) -> None:
         """Offer what a request has that was not offered before."""
-        num_full = self._num_full(progress)
-        rows = self._rows(progress, progress.num_offered, num_full)
+        keys = self._keys.of(progress.request)
+        num_full = self._num_full(progress, keys)
+        first = progress.num_offered
+        rows = self._rows(progress, keys, first, num_full)
         num_done = self._stores.place(pool, rows)
         progress.refused_at = -1
         if num_done < len(rows.keys):
@@ -216,12 +221,15 @@ class EagerStores:
         progress.num_offered = [
             offered + new
             for offered, new in zip(
-                progress.num_offered, self._of_each_group(rows, num_done), strict=True
+                first, self._of_each_group(rows, num_done), strict=True
             )
         ]
         progress.next_tokens = self._next_tokens(progress)
         if rows.keys:
-            prefix = self._rows(progress, [0] * len(self._groups), num_full)
+            prefix = rows
+            if any(first):
+                from_head = [0] * len(self._groups)
+                prefix = self._rows(progress, keys, from_head, num_full)
             progress.is_ordered = len(rows.keys) * _REORDER_SHARE >= len(prefix.keys)
             if progress.is_ordered:
                 # So that the head of a prefix outlives its tail on the host.
@@ -246,11 +254,17 @@ class EagerStores:
         of_each: list[int] = counts.tolist()
         return of_each
 
-    def _rows(self, progress: _Progress, first: list[int], last: list[int]) -> Rows:
+    def _rows(
+        self,
+        progress: _Progress,
+        keys: Sequence[Sequence[BlockKey]],
+        first: list[int],
+        last: list[int],
+    ) -> Rows:
         """List a request's blocks from `first` up to `last`, of each group."""
         return rows_of(
             self._groups,
-            self._keys.of(progress.request),
+            keys,
             progress.tables,
             first,
             last,

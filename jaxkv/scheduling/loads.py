@@ -59,6 +59,7 @@ class Load:
         has_failed: Whether one of them reported a failure.
         is_wanted: Whether the request still waits for it, or runs with it.
         skipped: Device blocks of what was offered that nothing is written to.
+        written_blocks: i32[w]. Device blocks that the transfer writes.
     """
 
     request_id: str
@@ -73,12 +74,13 @@ class Load:
     copy_indices: Ids
     is_awaited: bool = False
     targets: Ids | None = None
-    copy_targets: Ids = dataclasses.field(default_factory=_NO_IDS.copy)
+    copy_targets: Ids = dataclasses.field(default_factory=lambda: _NO_IDS)
     event: int = NO_EVENT
     num_reports: int = 0
     has_failed: bool = False
     is_wanted: bool = True
     skipped: Sequence[int] = ()
+    written_blocks: Ids = dataclasses.field(default_factory=lambda: _NO_IDS)
 
     @property
     def keys(self) -> list[BlockKey]:
@@ -92,10 +94,10 @@ class Load:
             )
         ]
 
-    @property
-    def written_blocks(self) -> Ids:
-        """Device blocks that the transfer writes."""
-        return _NO_IDS if self.targets is None else self.targets[self.targets >= 0]
+    def aim(self, targets: Ids, copy_targets: Ids) -> None:
+        """Note the device blocks that are written."""
+        self.targets, self.copy_targets = targets, copy_targets
+        self.written_blocks = targets[targets != NO_BLOCK]
 
 
 class Preview(NamedTuple):
@@ -167,6 +169,12 @@ class Loads:
         self._num_blocks_waiting = 0
         self.num_blocks_in_flight = 0
         is_all_read = all(isinstance(group, FullAttention) for group in groups)
+        # Whether `find_plain_offer` does.
+        self._is_plain = (
+            is_all_read
+            and len(groups) == rules.blocks_per_host_block == 1
+            and rules.copy_on_device
+        )
         # How many tokens an offer may be cut by; None if it may not.
         self._step = alignment(groups) if is_all_read else None
 
@@ -201,16 +209,13 @@ class Loads:
             return num_free
 
         factor = self._rules.blocks_per_host_block
-        _, load = find_offer(
-            self._groups,
-            self._host,
-            pool,
-            request,
-            self._keys.of(request),
-            num_computed_tokens,
-            self._rules,
-            num_free_beside,
-        )
+        args = self._groups, self._host, pool, request, self._keys.of(request)
+        load, is_found = None, False
+        if self._is_plain:
+            load, is_found = find_plain_offer(*args, num_computed_tokens)
+        if not is_found:
+            how = num_computed_tokens, self._rules, num_free_beside
+            _, load = find_offer(*args, *how)
         if load is None:
             return 0, False
         rows = load.host_blocks
@@ -223,7 +228,8 @@ class Loads:
         ):
             return 0, False
         self._host.pin(rows)
-        pool.pin(load.sources)
+        if load.sources.size:
+            pool.pin(load.sources)
         self._loads[request.request_id] = load
         np.add.at(self._num_readers, rows, _ONE)
         # Copies are done when the step's model runs; a transfer takes its time, unless
@@ -319,9 +325,12 @@ class Loads:
             self.drop(pool, request.request_id)
             return None
         num_tokens = load.num_computed_tokens + num_external_tokens
-        taken, left = split_load(
-            load, *find_targets(load, self._groups, table, num_tokens)
-        )
+        targets = find_targets(load, self._groups, table, num_tokens)
+        taken, left = load, None
+        if num_external_tokens < offered:
+            taken, left = split_load(load, *targets)
+        else:
+            load.aim(*targets)
         pool.pin(taken.written_blocks)
         if taken.copy_targets.size:
             pool.pin(taken.copy_targets)
@@ -399,6 +408,8 @@ class Loads:
         Raises:
             ValueError: If no report of such a load is due. Then nothing changes.
         """
+        if not (finished or failed):
+            return [], []
         for request_id, count in Counter((*finished, *failed)).items():
             load = self._loads.get(request_id)
             due = self._rules.world_size - load.num_reports if load else 0
@@ -447,21 +458,19 @@ class Loads:
         pool.unpin(load.sources)
         self._end(pool, [load])
 
-    def _end(self, pool: DeviceBlockPool, loads: Iterable[Load]) -> None:
+    def _end(self, pool: DeviceBlockPool, loads: Sequence[Load]) -> None:
         """Let go of all blocks of loads, but of sources of copies."""
-        loads = list(loads)
         if not loads:
             return
         self._release(loads)
-        pool.unpin(
-            np.concatenate(
-                [
-                    ids
-                    for load in loads
-                    for ids in (load.written_blocks, load.copy_targets)
-                ]
-            )
-        )
+        targets = [
+            ids
+            for load in loads
+            for ids in (load.written_blocks, load.copy_targets)
+            if ids.size
+        ]
+        if targets:
+            pool.unpin(_join(targets))
         for load in loads:
             del self._loads[load.request_id]
             if load.has_failed:
@@ -476,10 +485,10 @@ class Loads:
 
     def _release(self, loads: Sequence[Load]) -> None:
         """Let go of the host blocks of loads."""
-        rows = np.concatenate([load.host_blocks for load in loads])
+        rows = _join([load.host_blocks for load in loads])
         if rows.size:
             self._host.unpin(rows)
-        np.subtract.at(self._num_readers, rows, _ONE)
+            np.subtract.at(self._num_readers, rows, _ONE)
 
 
 def plan_load(
@@ -506,13 +515,17 @@ def plan_load(
         groups, match.needed, *match.block_ids, strict=True
     ):
         start = num_computed_tokens // spec.block_size
-        missing = np.flatnonzero(needed[start:]).astype(np.int32) + np.int32(start)
+        missing = needed[start:].nonzero()[0].astype(np.int32) + np.int32(start)
         # A copy on the device costs next to nothing beside a transfer.
         nearby = on_device[missing]
         is_copied = nearby != NO_BLOCK
-        copies.append(missing[is_copied])
-        sources.append(nearby[is_copied])
-        missing = missing[~is_copied]
+        if is_copied.any():
+            copies.append(missing[is_copied])
+            sources.append(nearby[is_copied])
+            missing = missing[~is_copied]
+        else:
+            copies.append(_NO_IDS)
+            sources.append(_NO_IDS)
         parts = missing[:, None]
         if factor > 1:
             is_missing = np.zeros(-(-needed.size // factor) * factor, np.bool_)
@@ -537,7 +550,7 @@ def plan_load(
 
 
 def _join(each: Sequence[Ids]) -> Ids:
-    """Put the arrays of all groups in a row."""
+    """Put arrays in a row, such as those of all groups."""
     return each[0] if len(each) == 1 else np.concatenate(each)
 
 
@@ -598,6 +611,50 @@ def find_offer(
     return match, load
 
 
+def find_plain_offer(
+    groups: tuple[GroupSpec, ...],
+    host: OffloadingManager,
+    pool: DeviceBlockPool,
+    request: Request,
+    keys: Sequence[Sequence[BlockKey]],
+    num_computed_tokens: int,
+) -> tuple[Load | None, bool]:
+    """Do as `find_offer` does, for one group, of full attention, and rows of one block.
+
+    Most models are like that, and most loads without a copy. Both tiers are searched in
+    one call, which ends at the first block that neither has.
+
+    Returns:
+        What the request lacks, None if that is nothing; and whether this is so: not if
+        there is something to be copied, which is left to `find_offer`.
+    """
+    (spec,), (own_keys,) = groups, keys
+    usable = max(request.num_tokens - 1, 0) // spec.block_size
+    if usable < len(own_keys):
+        own_keys = own_keys[:usable]
+    on_device, on_host = host.find_beside(pool, own_keys)
+    num, start = len(on_host), num_computed_tokens // spec.block_size
+    num_tokens = num * spec.block_size - num_computed_tokens
+    if num_tokens <= 0:
+        return None, True
+    if (on_device[start:] != NO_BLOCK).any():
+        return None, False
+    rows = on_host[start:]
+    load = Load(
+        request.request_id,
+        num_computed_tokens,
+        num_tokens,
+        keys,
+        rows,
+        row_groups=np.zeros(rows.size, np.int32),
+        row_indices=np.arange(start, num, dtype=np.int32)[:, None],
+        sources=_NO_IDS,
+        copy_groups=_NO_IDS,
+        copy_indices=_NO_IDS,
+    )
+    return load, True
+
+
 def find_targets(
     load: Load, groups: tuple[GroupSpec, ...], table: BlockTable, num_tokens: int
 ) -> tuple[Ids, Ids]:
@@ -615,21 +672,32 @@ def find_targets(
     Raises:
         ValueError: If the table has no block where one is to be loaded.
     """
-    tables = tables_by_group(table, len(groups))
+    tables = [np.array(own, np.int32) for own in tables_by_group(table, len(groups))]
+
+    # All that was offered, of the only group.
+    num_offered = load.num_computed_tokens + load.num_tokens
+    is_plain = len(groups) == load.row_indices.shape[1] == 1
+    is_plain &= num_tokens == num_offered
 
     def blocks_at(of_group: Ids, indices: Ids) -> Ids:
         if not indices.size:
             return indices
+        if is_plain and indices.max() < tables[0].size:
+            blocks = tables[0][indices]
+            if (blocks != NULL_BLOCK).all():
+                return blocks
         blocks = np.full(indices.shape, NO_BLOCK, np.int32)
-        for group, spec in enumerate(groups):
-            wanted = (of_group == group) & (indices != NO_BLOCK)
-            wanted &= indices < num_tokens // spec.block_size
-            own = np.array(tables[group], np.int32)
-            absent = indices[wanted & (indices >= own.size)]
-            if not absent.size:
-                blocks[wanted] = own[indices[wanted]]
-                absent = indices[wanted & (blocks == NULL_BLOCK)]
-            if absent.size:
+        for group, (spec, own) in enumerate(zip(groups, tables, strict=True)):
+            wanted = (indices >= 0) & (indices < num_tokens // spec.block_size)
+            if len(groups) > 1:
+                wanted &= of_group == group
+            wanted_indices = indices[wanted]
+            is_absent = wanted_indices >= own.size
+            if not is_absent.any():
+                blocks[wanted] = found = own[wanted_indices]
+                is_absent = found == NULL_BLOCK
+            if is_absent.any():
+                absent = wanted_indices[is_absent]
                 raise ValueError(
                     f"block {absent[0]} of group {group} of request "
                     f"{shown(load.request_id)} is to be loaded, but its block table, "
@@ -717,7 +785,7 @@ def split_load(load: Load, targets: Ids, copy_targets: Ids) -> tuple[Load, Load 
     """Split a load into what has targets and what was offered in vain, if anything."""
 
     def part(rows: NDArray[np.bool_], copies: NDArray[np.bool_]) -> Load:
-        return dataclasses.replace(
+        own = dataclasses.replace(
             load,
             host_blocks=load.host_blocks[rows],
             row_groups=load.row_groups[rows],
@@ -725,12 +793,12 @@ def split_load(load: Load, targets: Ids, copy_targets: Ids) -> tuple[Load, Load 
             sources=load.sources[copies],
             copy_groups=load.copy_groups[copies],
             copy_indices=load.copy_indices[copies],
-            targets=targets[rows],
-            copy_targets=copy_targets[copies],
         )
+        own.aim(targets[rows], copy_targets[copies])
+        return own
 
     rows, copies = (targets != NO_BLOCK).any(axis=1), copy_targets != NO_BLOCK
     if rows.all() and copies.all():
-        load.targets, load.copy_targets = targets, copy_targets
+        load.aim(targets, copy_targets)
         return load, None
     return part(rows, copies), part(~rows, ~copies)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.keys.packed import PackedKeys, has_foreign, keys_to_words
+from jaxkv.keys.packed import PackedKeys, lay_out
 from jaxkv.scheduling.protocol import Request, keys_by_group
 from jaxkv.types import KEY_WORDS
 
@@ -55,16 +55,19 @@ class _Growing:
             num = 0
         elif num == total:
             return self._keys
-        added = list(keys[num:])
-        if has_foreign(added):
+        added, words, has_foreign = lay_out(keys[num:])
+        if has_foreign:
             return list(keys)  # Events are to tell them as they were given.
-        if total > len(self._room):
-            room = np.empty((2 * total, KEY_WORDS), np.uint32)
-            room[:num] = self._room[:num]
-            self._room = room
-        elif num == 0:
-            self._room = np.empty_like(self._room)  # Others still read the old one.
-        self._room[num:total] = keys_to_words(added)
-        names = itertools.chain(itertools.islice(self._keys, num), added)
-        self._keys, self._last = PackedKeys(names, self._room[:total]), keys[-1]
+        if num == 0:
+            self._room = words  # Others may still read the old one.
+            self._keys = PackedKeys(added, words)
+        else:
+            if total > len(self._room):
+                room = np.empty((2 * total, KEY_WORDS), np.uint32)
+                room[:num] = self._room[:num]
+                self._room = room
+            self._room[num:total] = words
+            names = itertools.chain(itertools.islice(self._keys, num), added)
+            self._keys = PackedKeys(names, self._room[:total])
+        self._last = keys[-1] if total else b""
         return self._keys

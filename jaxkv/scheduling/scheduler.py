@@ -55,7 +55,7 @@ from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.executors import ExecutorName
 from jaxkv.tiers.host import OffloadingManager
 from jaxkv.tiers.storage import StorageTier
-from jaxkv.types import BlockKey, Stop
+from jaxkv.types import KEY_BYTES, BlockKey, Stop
 
 _NOTHING = OffloadMetadata(NO_EVENT, (), (), {}, NO_EVENT, (), (), need_flush=False)
 _NO_REPORTS = ConnectorOutput()
@@ -258,6 +258,7 @@ class OffloadScheduler:
         if self._storage is not None:
             self._storage.tier.warm_up(step_by_step=False)
         self._pool.warm_up()
+        self._manager.find_beside(self._pool, [bytes(KEY_BYTES)])
         no_blocks = [np.zeros(0, np.bool_)] * len(self.groups)
         find_longest_hit(self.groups, no_blocks, 0)
 
@@ -505,7 +506,8 @@ class OffloadScheduler:
         if block_ids is not None and self._eager is not None:
             self._eager.replace_table(request, block_ids)
         self._part_with(request)
-        if request.request_id in self._known:
+        is_told = self._manager.listens or self.recorder is not None
+        if is_told and request.request_id in self._known:
             keys = self._keys.of(request)
             self._news.finish(request, keys, stop)
             if self.recorder is not None:

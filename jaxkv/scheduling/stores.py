@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain, compress
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,8 @@ from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.host import OffloadingManager
 from jaxkv.types import BlockKey
+
+Item = TypeVar("Item")
 
 
 @dataclasses.dataclass
@@ -124,16 +127,15 @@ class Stores:
         if not num:
             return 0
         blocks = np.asarray(offer.device_blocks, np.int64)
-        is_held = np.ones(num, np.bool_)
+        is_held: NDArray[np.bool_] | None = None  # None if all are.
         if check:
             held = pool.holds(blocks, offer.device_keys)
-            is_held = np.all(held.reshape(-1, self._factor), axis=1)
+            if not held.all():
+                is_held = np.all(held.reshape(-1, self._factor), axis=1)
         blocks = blocks.reshape(-1, self._factor)
         # All or, as the tier places all or none, half of them, and so on: the head of
         # a prefix is worth having without its tail.
-        while num and not self._take(
-            pool, offer.keys[:num], blocks[:num], is_held[:num]
-        ):
+        while num and not self._take(pool, num, offer.keys, blocks, is_held):
             self.stats.num_store_refusals += 1
             num //= 2
         return num
@@ -141,18 +143,24 @@ class Stores:
     def _take(
         self,
         pool: DeviceBlockPool,
+        num: int,
         keys: Sequence[BlockKey],
         blocks: NDArray[np.int64],
-        is_held: NDArray[np.bool_],
+        is_held: NDArray[np.bool_] | None,
     ) -> bool:
-        """Find room for rows, all or none; tell whether there was."""
-        if not is_held.all():
-            keys, blocks = list(compress(keys, is_held.tolist())), blocks[is_held]
+        """Find room for the first rows, all or none; tell whether there was."""
+        if num < len(keys):
+            keys, blocks = keys[:num], blocks[:num]
+        if is_held is not None:
+            own = is_held[:num]
+            keys, blocks = list(compress(keys, own.tolist())), blocks[own]
         answer = self._host.prepare_store(keys)
         if answer is None:
             return False
         to_store = answer.block_hashes_to_store
-        to_read = blocks[answer.rows].reshape(-1)
+        if len(to_store) < len(keys):
+            blocks = blocks[answer.rows]
+        to_read = blocks.reshape(-1)
         pool.pin(to_read)
         self.stats.num_offered += len(to_read)
         self._waiting.keys += to_store
@@ -191,6 +199,8 @@ class Stores:
 
     def check_reports(self, completed: Sequence[int], failed: Sequence[int]) -> None:
         """Raise ValueError if workers report what is not in flight on them."""
+        if not (completed or failed):
+            return
         for event, count in Counter((*completed, *failed)).items():
             sent = self._in_flight.get(event)
             due = self._rules.world_size - sent.num_reports if sent else 0
@@ -203,16 +213,14 @@ class Stores:
     def report(
         self, pool: DeviceBlockPool, completed: Sequence[int], failed: Sequence[int]
     ) -> tuple[list[int], list[int]]:
-        """Note what workers reported.
+        """Note what workers reported, which `check_reports` has let pass.
 
         Returns:
             The events that are over on all workers: those that arrived, and those that
             did not.
-
-        Raises:
-            ValueError: If no report of such an event is due. Then nothing changes.
         """
-        self.check_reports(completed, failed)
+        if not (completed or failed):
+            return [], []
         has_failed = set(failed)
         ended: dict[int, StoreBatch] = {}
         for event in (*completed, *failed):
@@ -243,17 +251,23 @@ class Stores:
     def _end(self, pool: DeviceBlockPool, transfers: Sequence[StoreBatch]) -> None:
         known = [sent for sent in transfers if not sent.is_stale]
         arrived = [sent for sent in known if not sent.has_failed]
-        self._host.publish(
-            list(chain(*(sent.host_blocks for sent in arrived))),
-            list(chain(*(sent.keys for sent in arrived))),
-        )
-        if self._on_arrival is not None:
-            self._on_arrival(list(chain(*(sent.keys for sent in arrived))))
+        if arrived:
+            keys = _joined([sent.keys for sent in arrived])
+            self._host.publish(_joined([sent.host_blocks for sent in arrived]), keys)
+            if self._on_arrival is not None:
+                self._on_arrival(keys)
+            self.stats.num_stored += sum(len(sent.device_blocks) for sent in arrived)
         lost = [sent for sent in known if sent.has_failed]
-        lost_keys = list(chain(*(sent.keys for sent in lost)))
-        self._host.complete_store(lost_keys, False)
-        self._host.drops.note(lost_keys, "store failed")
-        self.stats.num_stored += sum(len(sent.device_blocks) for sent in arrived)
-        self.stats.num_dropped_failed += sum(len(sent.device_blocks) for sent in lost)
-        pool.unpin(list(chain(*(sent.device_blocks for sent in transfers))))
+        if lost:
+            keys = _joined([sent.keys for sent in lost])
+            self._host.complete_store(keys, False)
+            self._host.drops.note(keys, "store failed")
+            num_lost = sum(len(sent.device_blocks) for sent in lost)
+            self.stats.num_dropped_failed += num_lost
+        pool.unpin(_joined([sent.device_blocks for sent in transfers]))
         self.num_changes += 1
+
+
+def _joined(lists: Sequence[list[Item]]) -> list[Item]:
+    """Put lists in a row; one that is alone is not copied."""
+    return lists[0] if len(lists) == 1 else list(chain(*lists))

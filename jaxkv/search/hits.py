@@ -80,8 +80,10 @@ def find_longest_hit(
         >>> [mask.tolist().count(True) for mask in hit.needed]
         [3, 2]
     """
-    specs, step = _specs(groups)
     _check_masks(groups, masks)
+    if len(groups) == 1 and isinstance(groups[0], FullAttention):
+        return _leading(groups[0], masks[0], max_tokens)
+    specs, step = _specs(groups)
     covered = [m.shape[0] * g.block_size for g, m in zip(groups, masks, strict=True)]
     # Hits end after a whole number of steps, so only such lengths are judged.
     max_steps = max(min(max_tokens, *covered), 0) // step
@@ -93,6 +95,17 @@ def find_longest_hit(
     )
     bounds = itertools.pairwise(offsets.tolist())
     return Hit(num_tokens, [needed[start:stop] for start, stop in bounds])
+
+
+def _leading(group: FullAttention, mask: NDArray[np.bool_], max_tokens: int) -> Hit:
+    """Find the longest prefix where there is nothing but full attention."""
+    num = 0
+    if mask.size and mask[0]:
+        num = int(mask.argmin()) or mask.size  # The first False, if there is one.
+        num = min(num, max(max_tokens, 0) // group.block_size)
+    needed = np.zeros(mask.size, np.bool_)
+    needed[:num] = True
+    return Hit(num * group.block_size, [needed])
 
 
 @functools.lru_cache(maxsize=64)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv._util import shown
-from jaxkv.keys.packed import PackedKeys, has_foreign, is_foreign, pack, words_to_keys
+from jaxkv.keys.packed import PackedKeys, is_foreign, lay_out, pack, words_to_keys
 from jaxkv.native import device as native
 from jaxkv.native.compiling import Bound, EntryPoints, own
 from jaxkv.native.device import NO_LINK
@@ -139,6 +139,7 @@ class DeviceBlockPool:
             them. `OffloadScheduler` adds them, `allocate` removes its own.
 
         state: All that is known, as a pytree of NumPy arrays that calls change.
+        bound: The state as compiled functions take it.
 
     Raises:
         ValueError: If there is no block besides the null block.
@@ -175,7 +176,7 @@ class DeviceBlockPool:
         # Keys that are not of 32 bytes, as the caller knows them, by block.
         self._names: dict[int, bytes] = {}
         self.state = init(num_blocks)
-        self._bound = bound = Bound(self.state)
+        self.bound = bound = Bound(self.state)
         keys = np.zeros((1, KEY_WORDS), np.uint32)
         some_keys = keys.view()
         some_keys.flags.writeable = False  # As those that are asked about.
@@ -225,7 +226,7 @@ class DeviceBlockPool:
         """
         _, words = pack(keys)
         block_ids = np.empty(len(words), np.int32)
-        self._native.find(self._bound, words, block_ids)
+        self._native.find(self.bound, words, block_ids)
         return block_ids
 
     def find_prefix(self, keys: Iterable[BlockKey]) -> list[int]:
@@ -239,7 +240,7 @@ class DeviceBlockPool:
         """
         _, words = pack(keys)
         block_ids = np.empty(len(words), np.int32)
-        num_found = self._native.find_prefix(self._bound, words, block_ids)
+        num_found = self._native.find_prefix(self.bound, words, block_ids)
         found: list[int] = block_ids[:num_found].tolist()
         return found
 
@@ -253,9 +254,9 @@ class DeviceBlockPool:
         Returns:
             bool[n].
         """
-        ids, _, words = self._pairs(block_ids, keys)
+        ids, _, words, _ = self._pairs(block_ids, keys)
         is_held = np.empty(len(ids), np.bool_)
-        if self._native.holds(self._bound, ids, words, is_held) >= 0:
+        if self._native.holds(self.bound, ids, words, is_held) >= 0:
             self._refuse_outside(ids)
         return is_held
 
@@ -322,7 +323,7 @@ class DeviceBlockPool:
     def touch(self, block_ids: BlockIds) -> None:
         """Hold blocks once more, so that they are not allocated."""
         ids = _as_ids(block_ids)
-        if self._native.touch(self._bound, ids) >= 0:
+        if self._native.touch(self.bound, ids) >= 0:
             self._refuse_outside(ids)
         self.num_changes += 1
 
@@ -337,7 +338,7 @@ class DeviceBlockPool:
             ValueError: If a block is not held as often; then none is released.
         """
         ids = _as_ids(block_ids)
-        bad = self._native.free(self._bound, ids)
+        bad = self._native.free(self.bound, ids)
         if bad >= 0:
             self._refuse_outside(ids)
             raise ValueError(
@@ -352,7 +353,7 @@ class DeviceBlockPool:
         allocated as early as if there had been no transfer, but not during it.
         """
         ids = _as_ids(block_ids)
-        if self._native.pin(self._bound, ids) >= 0:
+        if self._native.pin(self.bound, ids) >= 0:
             self._refuse_outside(ids)
 
     def unpin(self, block_ids: BlockIds) -> None:
@@ -362,7 +363,7 @@ class DeviceBlockPool:
             ValueError: If a block is not pinned as often; then none is taken back.
         """
         ids = _as_ids(block_ids)
-        bad = self._native.unpin(self._bound, ids)
+        bad = self._native.unpin(self.bound, ids)
         if bad >= 0:
             self._refuse_outside(ids)
             raise ValueError(
@@ -383,7 +384,7 @@ class DeviceBlockPool:
             ValueError: If a block is known under another key, or is given two; then
                 none is cached.
         """
-        ids, names, words = self._pairs(block_ids, keys)
+        ids, names, words, has_foreign = self._pairs(block_ids, keys)
         if self.unwritten:
             skipped = [block for block in ids.tolist() if block in self.unwritten]
             if skipped:
@@ -391,7 +392,7 @@ class DeviceBlockPool:
                 self.cache(ids[rows], [names[row] for row in rows.tolist()])
                 return skipped
         is_added = np.empty(len(ids), np.bool_)
-        bad = self._native.cache(self._bound, ids, words, is_added)
+        bad = self._native.cache(self.bound, ids, words, is_added)
         if bad >= 0:
             self._refuse_outside(ids)
             raise ValueError(
@@ -399,7 +400,7 @@ class DeviceBlockPool:
                 f"{shown(self._known_as(ids, names, bad))}, not {shown(names[bad])}."
             )
         self.num_changes += 1
-        if has_foreign(names):
+        if has_foreign:
             self._names.update(
                 (int(ids[row]), name)
                 for row, name in enumerate(names)
@@ -506,12 +507,12 @@ class DeviceBlockPool:
         block_ids = np.empty(num, np.int64)
         has_key = np.empty(num, np.bool_)
         words = np.empty((num, KEY_WORDS), np.uint32)
-        function(self._bound, num, block_ids, has_key, words)
+        function(self.bound, num, block_ids, has_key, words)
         return block_ids, has_key, words
 
     def _refuse_outside(self, block_ids: NDArray[Any]) -> None:
         """Raise ValueError if an id is no block's."""
-        wrong = self._native.find_outside(self._bound, block_ids)
+        wrong = self._native.find_outside(self.bound, block_ids)
         if wrong >= 0:
             raise ValueError(
                 f"block_id={block_ids[wrong]} must be in [0, {self.num_blocks})."
@@ -519,13 +520,17 @@ class DeviceBlockPool:
 
     def _pairs(
         self, block_ids: BlockIds, keys: Sequence[BlockKey]
-    ) -> tuple[NDArray[Any], list[bytes], NDArray[np.uint32]]:
-        """Make arrays of blocks and their keys; the keys as given, and as u32[n, 8]."""
+    ) -> tuple[NDArray[Any], list[bytes], NDArray[np.uint32], bool]:
+        """Make arrays of blocks and their keys.
+
+        Returns:
+            The blocks; the keys as given, and as u32[n, 8]; whether any is foreign.
+        """
         ids = _as_ids(block_ids)
-        names, words = pack(keys)
+        names, words, has_foreign = lay_out(keys)
         if len(names) != len(ids):
             raise ValueError(f"{len(ids)=} blocks must have as many {len(keys)=}.")
-        return ids, names, words
+        return ids, names, words, has_foreign
 
     def _known_as(self, ids: NDArray[Any], keys: Sequence[BlockKey], row: int) -> bytes:
         """Tell the key of a row's block, which an earlier row gave if it has none."""

@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv._util import shown
+from jaxkv.native import device as native_device
 from jaxkv.native import host as native
-from jaxkv.native.compiling import Bound, EntryPoints, own
+from jaxkv.native.compiling import Bound, EntryPoints, entry_point, own
 from jaxkv.policies.base import Policy
 from jaxkv.tiers import host_state
 from jaxkv.tiers.host_state import HostState
@@ -84,6 +85,17 @@ class Executor(Protocol):
 
     def find_readable(self, keys: Words) -> NDArray[np.int32]:
         """Find the block of each key whose bytes have arrived: i32[n]."""
+        ...
+
+    def find_beside(
+        self, device: Bound, keys: Words
+    ) -> tuple[int, NDArray[np.int32], NDArray[np.int32]]:
+        """Find a prefix of which each block is on the device or can be read here.
+
+        Returns:
+            How many keys, from the first on, have a block; and the block of each on the
+            device and here: i32[n]. What these say of other keys means nothing.
+        """
         ...
 
     def lookup(self, keys: Words) -> int:
@@ -192,6 +204,7 @@ class NativeExecutor:
         self._ref_cnt = self.state.ref_cnt
         # Room for the keys that a call evicts, kept from call to call.
         self._evicted = np.empty((_SMALLEST_BATCH, KEY_WORDS), np.uint32)
+        self._find_beside: Callable[..., int] | None = None
         bound, variant, evicted = self._bound, self._variant, self._evicted
         self._native = EntryPoints(
             native,
@@ -223,6 +236,19 @@ class NativeExecutor:
         block_ids = np.empty(len(keys), np.int32)
         self._native.find_readable(self._bound, keys, block_ids)
         return block_ids
+
+    def find_beside(
+        self, device: Bound, keys: Words
+    ) -> tuple[int, NDArray[np.int32], NDArray[np.int32]]:
+        on_device, on_host = (
+            np.empty(len(keys), np.int32),
+            np.empty(len(keys), np.int32),
+        )
+        if self._find_beside is None:
+            some = device, self._bound, _SOME_KEYS, on_device, on_host
+            self._find_beside = entry_point(native.find_beside, *some)
+        num = self._find_beside(device, self._bound, keys, on_device, on_host)
+        return num, on_device, on_host
 
     def lookup(self, keys: Words) -> int:
         num_hits: int = self._native.lookup(self._bound, keys)
@@ -328,6 +354,15 @@ class XlaExecutor:
     def find_readable(self, keys: Words) -> NDArray[np.int32]:
         found: NDArray[np.int32] = self._run(_find_readable, keys)
         return found
+
+    def find_beside(
+        self, device: Bound, keys: Words
+    ) -> tuple[int, NDArray[np.int32], NDArray[np.int32]]:
+        on_device, on_host = np.empty(len(keys), np.int32), self.find_readable(keys)
+        native_device.find(device, keys, on_device)
+        is_missing = (on_device == NO_BLOCK) & (on_host == NO_BLOCK)
+        num = int(is_missing.argmax()) if is_missing.any() else len(keys)
+        return num, on_device, on_host
 
     def lookup(self, keys: Words) -> int:
         return int(self._run(_lookup, keys))

@@ -29,6 +29,7 @@ from jaxkv.tiers.base import (
     PrepareStoreOutput,
     RequestStepOutput,
 )
+from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.executors import (
     Executor,
     ExecutorName,
@@ -491,6 +492,25 @@ class OffloadingManager:
             return np.empty(0, np.int32)
         return self.executor.find_readable(words)
 
+    def find_beside(
+        self, pool: DeviceBlockPool, keys: Iterable[BlockKey]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Find a prefix of which each block is on the device, or can be read here.
+
+        Args:
+            pool: The device's blocks.
+            keys: Keys of a prefix, in its order.
+
+        Returns:
+            i32[n] and i32[n], for the first n keys: their blocks on the device, and
+            here; NO_BLOCK for none, but not in both.
+        """
+        names, words = pack(keys)
+        if not names:
+            return np.empty(0, np.int32), np.empty(0, np.int32)
+        num, on_device, on_host = self.executor.find_beside(pool.bound, words)
+        return on_device[:num], on_host[:num]
+
     def contains(self, keys: Iterable[bytes]) -> NDArray[np.bool_]:
         """Tell which keys have a block, stores in progress included: bool[n]."""
         names, words = pack(keys)
@@ -720,6 +740,7 @@ class OffloadingManager:
         self, names: list[bytes], num_stored: int, block_ids: Ids, evicted_keys: Words
     ) -> PrepareStoreOutput:
         """Note where keys go (NO_BLOCK: nowhere) and which had to leave; tell it."""
+        some_foreign = has_foreign(names)
         to_store = list(names)
         rows = np.arange(num_stored)
         if num_stored < len(names):
@@ -729,7 +750,7 @@ class OffloadingManager:
         evicted = words_to_keys(evicted_keys) if len(evicted_keys) else []
         if self._names:
             evicted = [self._names.pop(key, key) for key in evicted]
-        if has_foreign(to_store):
+        if some_foreign:
             self._names.update(
                 (key_from_foreign(name), name) for name in to_store if is_foreign(name)
             )

@@ -4,10 +4,12 @@ import jax
 import numpy as np
 import pytest
 
+from jaxkv.keys import key_from_int
 from jaxkv.native import lru as native_lru
 from jaxkv.policies import get_policy_maker, lru
 from jaxkv.policies.base import native_only
 from jaxkv.tiers import executors
+from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.executors import NativeExecutor, XlaExecutor, make_executor
 from jaxkv.tiers.host import OffloadingManager
 from jaxkv.types import NO_BLOCK
@@ -76,3 +78,35 @@ def test_xla_programs_are_traced_once_for_each_padded_size():
     for num in (1, 2, 15, 16):
         serve_all(num)
     assert executors._compiled._cache_size() == traced
+
+
+@pytest.mark.parametrize("executor", ["native", "xla"])
+def test_a_prefix_goes_on_as_long_as_either_tier_has_its_blocks(executor):
+    policy = get_policy_maker("lru")(60, 64)  # One, so that XLA compiles once.
+    rng = np.random.default_rng(0)
+    keys = [key_from_int(n) for n in range(60)]
+    lengths = set()
+    for _ in range(30):
+        pool = DeviceBlockPool(61)
+        host = OffloadingManager(16, 60, policy, executor=executor)
+        # On the device, on the host, still on the way there, or nowhere.
+        places = rng.choice(4, 60, p=[0.5, 0.46, 0.02, 0.02]).tolist()
+        near, far, under_way = (
+            [key for key, own in zip(keys, places, strict=True) if own == place]
+            for place in range(3)
+        )
+        pool.cache(pool.allocate(len(near)), near)
+        # Some are on both.
+        host.prepare_store(far + near[::7])
+        host.complete_store(far + near[::7])
+        host.prepare_store(under_way)
+        on_device, on_host = pool.find(keys), host.find(keys)
+        num = next((row for row, place in enumerate(places) if place >= 2), 60)
+        found = host.find_beside(pool, keys)
+        assert [ids.tolist() for ids in found] == [
+            on_device[:num].tolist(),
+            on_host[:num].tolist(),
+        ]
+        lengths.add(num)
+    assert len(lengths) > 10
+    assert [ids.size for ids in host.find_beside(pool, [])] == [0, 0]
