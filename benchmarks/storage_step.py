@@ -20,11 +20,13 @@ import tempfile
 import time
 from concurrent.futures import Future
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
+from jaxkv.scheduling import storage_worker
 from jaxkv.tools.bench.machine import machine
 from jaxkv.tools.demo.engine import Engine, EngineConfig
 from jaxkv.tools.demo.model import ModelConfig
@@ -87,12 +89,9 @@ def main() -> None:
         engines = {
             "off": make_engine(steps, None),
             "writing": make_engine(steps, folder),
-            "hanging": make_engine(steps, f"{folder}/none"),
         }
-        hanging = engines["hanging"].worker
-        assert hanging is not None
-        assert hanging.storage is not None
-        hanging.storage.storage_io._store = Hanging()  # type: ignore[assignment]
+        with mock.patch.object(storage_worker, "open_store", return_value=Hanging()):
+            engines["hanging"] = make_engine(steps, f"{folder}/none")
         seconds = run(engines, args.steps)
         rows = [row(name, engines[name], seconds) for name in engines]
         for engine in engines.values():

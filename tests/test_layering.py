@@ -36,7 +36,6 @@ EXTRAS = {
     "msgspec",
     "prometheus_client",
     "tensorstore",
-    "xxhash",
     "redis",
 }
 ENGINES = {"jetstream", "maxtext", "vllm", "tpu_inference"}  # what is plugged into

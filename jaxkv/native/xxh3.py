@@ -10,12 +10,19 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core.extending import intrinsic
+from numba.np.arrayobj import make_array
 from numpy.typing import NDArray
 
 from jaxkv.native.compiling import compiled_without_lock
 
 LEAST_BYTES = 241
 STRIPE_BYTES = 64
+STRIPES_PER_BLOCK = 16
+BLOCK_BYTES = STRIPE_BYTES * STRIPES_PER_BLOCK
+NUM_LANES = 8
 
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
@@ -25,30 +32,33 @@ _SECRET = bytes.fromhex(
     "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e"
     "2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
 )
-_START = (
-    0x00000000C2B2AE3D,
-    0x9E3779B185EBCA87,
-    0xC2B2AE3D27D4EB4F,
-    0x165667B19E3779F9,
-    0x85EBCA77C2B2AE63,
-    0x0000000085EBCA77,
-    0x27D4EB2F165667C5,
-    0x000000009E3779B1,
+_START = np.array(
+    (
+        0x00000000C2B2AE3D,
+        0x9E3779B185EBCA87,
+        0xC2B2AE3D27D4EB4F,
+        0x165667B19E3779F9,
+        0x85EBCA77C2B2AE63,
+        0x0000000085EBCA77,
+        0x27D4EB2F165667C5,
+        0x000000009E3779B1,
+    ),
+    np.uint64,
 )
-_PRIME_32 = np.uint64(0x9E3779B1)
+_PRIME_32 = 0x9E3779B1
+_AVALANCHE = np.uint64(0x165667919E3779F9)
 _LOW = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
-_47 = np.uint64(47)
-_WORD = (1 << 64) - 1
+_37 = np.uint64(37)
 
 
 def _words_of_secret(offset: int, num: int) -> NDArray[np.uint64]:
-    return np.frombuffer(_SECRET, np.uint64, num, offset)
+    return np.frombuffer(_SECRET, np.uint64, num, offset).copy()
 
 
 _STRIPE_SECRET = _words_of_secret(0, 24)
 _LAST_SECRET = _words_of_secret(121, 8)
-_MERGE_SECRET = tuple(map(int, _words_of_secret(11, 8)))
+_MERGE_SECRET = _words_of_secret(11, 8)
 
 
 def xxh3_64(data: NDArray[np.uint8]) -> int:
@@ -61,47 +71,146 @@ def xxh3_64(data: NDArray[np.uint8]) -> int:
         >>> hex(xxh3_64(np.arange(256, dtype=np.uint8)))
         '0x9408a4433b952d71'
     """
-    num_bytes = len(data)
-    assert num_bytes >= LEAST_BYTES
-    words = np.frombuffer(data, np.uint64, num_bytes // 8)
-    last = np.frombuffer(data[-STRIPE_BYTES:].tobytes(), np.uint64)
-    if not words.flags.aligned:
-        words = words.copy()
-    words.flags.writeable = False
-    lanes = np.array(_START, np.uint64)
-    accumulate(words, (num_bytes - 1) // STRIPE_BYTES, _STRIPE_SECRET, lanes)
-    accumulate(last, 1, _LAST_SECRET, lanes)
-    total = num_bytes * _START[1]
-    mixed = [int(lane) ^ word for lane, word in zip(lanes, _MERGE_SECRET, strict=True)]
-    for first, second in zip(mixed[::2], mixed[1::2], strict=True):
-        product = first * second
-        total += (product & _WORD) ^ (product >> 64)
-    total &= _WORD
-    total = (total ^ total >> 37) * 0x165667919E3779F9 & _WORD
-    return total ^ total >> 32
+    assert len(data) >= LEAST_BYTES
+    if data.flags.writeable:  # Else it would be compiled for both.
+        data = data.view()
+        data.flags.writeable = False
+    return int(_sum_of(data))
 
 
 @compiled_without_lock
-def accumulate(words: Any, num_stripes: int, secret: Any, lanes: Any) -> None:
-    """Add stripes of 64 bytes to the eight lanes of the sum.
+def _sum_of(data: Any) -> Any:
+    lanes = np.empty(NUM_LANES, np.uint64)
+    begin(lanes)
+    num_added = add_blocks(lanes, data, 0, len(data), 0)
+    return finish(lanes, data, 0, len(data), num_added)
+
+
+@compiled_without_lock
+def begin(lanes: Any) -> None:
+    """Begin a sum.
 
     Args:
-        words: u64[8 * num_stripes or more].
-        num_stripes: How many there are.
-        secret: u64[24], or u64[8] for a single stripe.
         lanes: u64[8]. Written.
     """
-    for stripe in range(num_stripes):
-        place = stripe % 16
-        start = stripe * 8
-        for lane in range(8):
-            word = words[start + lane]
-            keyed = word ^ secret[place + lane]
-            lanes[lane ^ 1] += word
-            lanes[lane] += (keyed & _LOW) * (keyed >> _32)
-        if place == 15:
-            for lane in range(8):
-                value = lanes[lane]
-                value ^= value >> _47
-                value ^= secret[16 + lane]
-                lanes[lane] = value * _PRIME_32
+    for lane in range(NUM_LANES):
+        lanes[lane] = _START[lane]
+
+
+@compiled_without_lock
+def add_blocks(lanes: Any, data: Any, start: int, end: int, num_added: int) -> int:
+    """Add all of some data that can be added before its end is known.
+
+    Args:
+        lanes: u64[8]. The sum so far. Written.
+        data: u8[...].
+        start: Where what is summed begins.
+        end: Up to where it is there.
+        num_added: Blocks of `BLOCK_BYTES` that were added before.
+
+    Returns:
+        Blocks that have been added now.
+    """
+    # The last block is special, even if it is whole.
+    num_blocks = (end - start - 1) // BLOCK_BYTES
+    for block in range(num_added, num_blocks):
+        _add_stripes(
+            lanes, data, start + block * BLOCK_BYTES, _STRIPE_SECRET, STRIPES_PER_BLOCK
+        )
+    return max(num_added, num_blocks)
+
+
+@compiled_without_lock
+def finish(lanes: Any, data: Any, start: int, end: int, num_added: int) -> Any:
+    """Add what `add_blocks` has left, and end a sum.
+
+    Args:
+        lanes: u64[8]. Written.
+        data: u8[...].
+        start: Where what is summed begins.
+        end: Where it ends; `LEAST_BYTES` after that, or more.
+        num_added: Blocks that were added.
+
+    Returns:
+        u64. The XXH3-64.
+    """
+    done = start + num_added * BLOCK_BYTES
+    for stripe in range((end - 1 - done) // STRIPE_BYTES):
+        secret = _STRIPE_SECRET[stripe : stripe + NUM_LANES]
+        _add_stripes(lanes, data, done + stripe * STRIPE_BYTES, secret, 1)
+    _add_stripes(lanes, data, end - STRIPE_BYTES, _LAST_SECRET, 1)
+    total = np.uint64(end - start) * _START[1]
+    for pair in range(0, NUM_LANES, 2):
+        a = lanes[pair] ^ _MERGE_SECRET[pair]
+        b = lanes[pair + 1] ^ _MERGE_SECRET[pair + 1]
+        # The 128 bits of the product, one half upon the other.
+        low, middle = (a & _LOW) * (b & _LOW), (a >> _32) * (b & _LOW)
+        cross = (low >> _32) + (middle & _LOW) + (a & _LOW) * (b >> _32)
+        high = (middle >> _32) + (cross >> _32) + (a >> _32) * (b >> _32)
+        total += high ^ ((cross << _32) | (low & _LOW))
+    total = (total ^ (total >> _37)) * _AVALANCHE
+    return total ^ (total >> _32)
+
+
+@intrinsic
+def _add_stripes(
+    typing_context: Any, lanes: Any, data: Any, at: Any, secret: Any, num: Any
+) -> Any:
+    """Add stripes of 64 bytes to the lanes; a whole block of them mixes the lanes.
+
+    The eight lanes are one vector: written lane by lane, a compiler keeps them in
+    memory, and takes four times as long.
+
+    Args:
+        typing_context: Of Numba; callers do not give it.
+        lanes: u64[8]. Written.
+        data: u8[...].
+        at: i64. Where in it they begin.
+        secret: u64[7 + num], of a block u64[24].
+        num: How many, as a literal: 1, or 16 for a block.
+    """
+    num_stripes = getattr(num, "literal_value", None)
+    if num_stripes is None:
+        return None
+    wide = ir.IntType(64)
+    vector = ir.VectorType(wide, NUM_LANES)
+    swap = ir.Constant(
+        ir.VectorType(ir.IntType(32), NUM_LANES), [1, 0, 3, 2, 5, 4, 7, 6]
+    )
+
+    def all_lanes(value: int) -> Any:
+        return ir.Constant(vector, [value] * NUM_LANES)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def pointer(number: int) -> Any:
+            return make_array(signature.args[number])(
+                context, builder, args[number]
+            ).data
+
+        def load(start: Any, offset: Any, align: int) -> Any:
+            place = builder.gep(start, [offset])
+            return builder.load(
+                builder.bitcast(place, vector.as_pointer()), align=align
+            )
+
+        data_start, secret_start = pointer(1), pointer(3)
+        lanes_start = builder.bitcast(pointer(0), vector.as_pointer())
+        total = builder.load(lanes_start, align=8)
+        for stripe in range(num_stripes):
+            offset = builder.add(args[2], wide(stripe * STRIPE_BYTES))
+            words = load(data_start, offset, 1)
+            keyed = builder.xor(words, load(secret_start, wide(stripe), 8))
+            product = builder.mul(
+                builder.and_(keyed, all_lanes(0xFFFFFFFF)),
+                builder.lshr(keyed, all_lanes(32)),
+            )
+            total = builder.add(total, builder.shuffle_vector(words, words, swap))
+            total = builder.add(total, product)
+        if num_stripes == STRIPES_PER_BLOCK:
+            total = builder.xor(total, builder.lshr(total, all_lanes(47)))
+            total = builder.xor(total, load(secret_start, wide(STRIPES_PER_BLOCK), 8))
+            total = builder.mul(total, all_lanes(_PRIME_32))
+        builder.store(total, lanes_start, align=8)
+        return context.get_dummy_value()
+
+    return types.void(lanes, data, types.int64, secret, num), generate

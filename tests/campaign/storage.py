@@ -8,11 +8,13 @@ every way that it may.
 import pathlib
 import tempfile
 import time
+from unittest import mock
 
+from jaxkv.scheduling import storage_worker
 from jaxkv.transfer.storage import LocalStore, MemoryStore
 from tests.campaign.paged import PagedEngine
 from tests.campaign.setups import random_setup
-from tests.rigs.faulty_store import Faults, FaultyStore
+from tests.rigs.faulty_store import Faults, FaultyDirectStore, FaultyStore
 
 NUM_LIVES = 3
 MOST_LOOKS = 200  # Until an engine begins, whether the store is listed or not.
@@ -41,11 +43,12 @@ def run_storage(rng, counts, note, steps):
         stores, stories = [], []
 
         def new_engine():
-            engine = PagedEngine(setup, rng, counts, note)
-            # In place of the plain folder that it has opened.
-            store = FaultyStore(shared, f"{seed}/{len(stores)}", faults)
+            kind = rng.choice((FaultyStore, FaultyDirectStore))
+            store = kind(shared, f"{seed}/{len(stores)}", faults)
             stores.append(store)
-            engine.storage.storage_io._store = store
+            # In place of the plain folder.
+            with mock.patch.object(storage_worker, "open_store", return_value=store):
+                engine = PagedEngine(setup, rng, counts, note)
             # Users come back, with what they asked before.
             engine.stories = list(stories)
             for _ in range(MOST_LOOKS):

@@ -11,7 +11,13 @@ import time
 import pytest
 
 from jaxkv.cli import main as cli
-from jaxkv.tools.bench.storage import ALONE, FILES, FILES_DROPPED, JAXKV
+from jaxkv.tools.bench.storage import (
+    ALONE,
+    FILES,
+    FILES_DROPPED,
+    FILES_REUSED,
+    JAXKV,
+)
 from jaxkv.transfer.storage import objects as objects_module
 from jaxkv.transfer.storage import open_store
 from tests.rigs.servers import redis_server, s3_server
@@ -37,12 +43,12 @@ def test_it_prints_and_writes_and_leaves_nothing(capsys, tmp_path):
 
     written = json.loads(figures.read_text())
     assert written["config"]["url"] == f"file://{folder}"
-    assert {"device", "cpu", "jax", "jaxkv", "xxhash"} <= written["machine"].keys()
+    assert {"device", "cpu", "jax", "jaxkv", "tensorstore"} <= written["machine"].keys()
     sizes = [(r["block_bytes"] >> 10, r["num_blocks"]) for r in written["results"]]
     assert sizes == [(4, 16), (16, 4)]
     for result in written["results"]:
-        assert list(result["ways"]) == [JAXKV, FILES, FILES_DROPPED]
-        assert list(result["jaxkv_over"]) == [FILES, FILES_DROPPED]
+        assert list(result["ways"]) == [JAXKV, FILES, FILES_REUSED, FILES_DROPPED]
+        assert list(result["jaxkv_over"]) == [FILES, FILES_REUSED, FILES_DROPPED]
         section = out.split(f"{result['block_bytes'] >> 10} KiB ")[1]
         share = section.split(f"{JAXKV} : {FILES} ")[1].split()
         low, p50, high = result["jaxkv_over"][FILES]["write"]["quartiles"]
@@ -109,7 +115,7 @@ def test_a_store_that_fails_is_one_line(tmp_path, capsys):
 
 
 def test_bytes_that_differ_are_told(tmp_path, capsys, monkeypatch):
-    def decode(self, key, data):
+    def decode(self, key, data, payload_sum=None):
         return memoryview(bytes(self.payload_bytes))
 
     monkeypatch.setattr(objects_module.ObjectFormat, "decode", decode)

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 from jaxkv.transfer.storage import BlobStore, StoreError
+from jaxkv.transfer.storage.checksum import checksum
+from jaxkv.transfer.storage.store import Summed
 
 
 @dataclasses.dataclass
@@ -174,3 +176,19 @@ class FaultyStore:
             return blob
         whole = b"".join(blob)
         return [whole[: self._below(len(whole) + 1)]]
+
+
+class FaultyDirectStore(FaultyStore):
+    """The same for a store that works in threads of the caller's, as a folder does."""
+
+    num_threads = 4
+
+    def read_summed(self, name, max_bytes, header_bytes):
+        data = self.get([name], max_bytes)[0].result()
+        if data is None:
+            return None
+        return Summed(memoryview(data), checksum([data[header_bytes:]]))
+
+    def write_summed(self, name, item):
+        header = item.header(checksum([item.payload]))
+        self.put([(name, [header, item.payload])])[0].result()

@@ -675,12 +675,6 @@ def test_a_store_without_its_extra_is_wrong(tmp_path, monkeypatch, url, extra, m
     assert fault.advice == f'pip install "jaxkv[{extra}]"'
 
 
-def test_slow_checksums_are_a_note(tmp_path):
-    missing = {"storage": ("tensorstore", "xxhash")}
-    (note,) = look(tmp_path, tmp_path / "kv", missing=missing)
-    assert (note.level, note.advice) == ("note", "pip install xxhash")
-
-
 def test_a_store_that_nobody_serves_is_wrong(tmp_path):
     (fault,) = look(tmp_path, f"redis://127.0.0.1:{free_port()}")
     assert "cannot be used: ConnectionError: " in fault.what

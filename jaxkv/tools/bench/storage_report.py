@@ -73,7 +73,7 @@ def _result_json(result: StorageResult) -> dict[str, Any]:
 
 def _versions() -> dict[str, str]:
     versions = {}
-    for name in ("tensorstore", "redis", "xxhash"):
+    for name in ("tensorstore", "redis"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -91,9 +91,10 @@ def _notes(record: StorageRecord) -> list[str]:
     if any(FILES in result.seconds for result in record.results):
         lines.append(
             "Plain files are opened, written or read whole, and closed, as many at "
-            "once. What was read is handed over, as by jaxkv; or dropped at once, so "
-            "that the caches of the CPU keep the memory that it is read into. No file "
-            "is synced, and those in the cache of the system are read from there."
+            "once. What was read is handed over in new memory, or in memory that comes "
+            "back after use, as by jaxkv; or it is dropped at once, so that the caches "
+            "of the CPU keep the memory that it is read into. No file is synced, and "
+            "those in the cache of the system are read from there."
         )
     return lines
 

@@ -33,8 +33,8 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
     "events": {"zmq": "pyzmq", "msgspec": "msgspec"},
     "metrics": {"prometheus_client": "prometheus_client"},
     "demo": {"flax": "flax", "rich": "rich", "matplotlib": "matplotlib"},
-    "storage": {"tensorstore": "tensorstore", "xxhash": "xxhash"},
-    "redis": {"redis": "redis", "xxhash": "xxhash"},
+    "storage": {"tensorstore": "tensorstore"},
+    "redis": {"redis": "redis"},
 }
 """The extras: for each, the modules it needs and their packages."""
 

@@ -254,13 +254,6 @@ def _of_the_store(facts: Facts) -> Iterator[Finding]:
     if store.fault:
         yield Finding("wrong", f"{name} cannot be used: {store.fault}", store.advice)
         return
-    if not store.is_sealed and "xxhash" in facts.missing["storage"]:
-        yield Finding(
-            "note",
-            f"{name} needs checksums, which take some four times as long without "
-            "xxhash",
-            "pip install xxhash",
-        )
     if store.folder is None:
         return
     yield from _of_its_mode(name, store, store.folder)

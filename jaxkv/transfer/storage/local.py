@@ -9,19 +9,28 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from typing import TypeVar
+
+import numpy as np
 
 from jaxkv._util import shown
+from jaxkv.native.summed_files import prepare, read_summed, write_summed
 from jaxkv.transfer.storage.buffers import Buffers
+from jaxkv.transfer.storage.checksum import checksum
 from jaxkv.transfer.storage.store import (
     Blob,
     Piece,
     StoreError,
+    Summed,
+    Unsealed,
     check_name,
     error_of,
 )
 from jaxkv.transfer.storage.workers import Workers
+
+_T = TypeVar("_T")
 
 # No name of an object begins with a dot.
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}-[0-9]+")
@@ -29,8 +38,7 @@ _STALE_S = 3600.0
 _MOST_PIECES = 512  # POSIX lets `writev` refuse more than 1,024.
 _PAGE = 4096
 _KEPT_BYTES = 128 << 20
-_READ_THREADS = 4
-_WRITE_THREADS = 4
+_NUM_THREADS = 4
 
 
 class LocalStore:
@@ -68,15 +76,21 @@ class LocalStore:
                 f"storage={shown(self._root)}: {error.strerror}; name a folder that "
                 "can be made and read",
             ) from error
+        prepare()
         self._buffers = Buffers(_KEPT_BYTES)
         # Writes that hang must not keep reads waiting, nor the reverse.
-        self._readers = Workers("jaxkv storage reader", _READ_THREADS)
-        self._writers = Workers("jaxkv storage writer", _WRITE_THREADS)
+        self._readers = Workers("jaxkv storage reader", _NUM_THREADS)
+        self._writers = Workers("jaxkv storage writer", _NUM_THREADS)
 
     @property
     def url(self) -> str:
         """The place, for messages."""
         return f"file://{self._root}"
+
+    @property
+    def num_threads(self) -> int:
+        """How many threads read, and how many write, at once."""
+        return _NUM_THREADS
 
     @property
     def path(self) -> str:
@@ -86,13 +100,31 @@ class LocalStore:
     def get(self, names: Sequence[str], max_bytes: int) -> list[Future[Piece | None]]:
         """Read files."""
         paths = [self._path(name) for name in names]
-        read = functools.partial(_read, self._buffers, max_bytes)
+        read = functools.partial(_read, self._buffers, max_bytes, _fill)
         return [self._readers.submit(read, path) for path in paths]
+
+    def read_summed(
+        self, name: str, max_bytes: int, header_bytes: int
+    ) -> Summed | None:
+        """Read a file, and compute the checksum of its payload."""
+        fill = functools.partial(_fill_summed, header_bytes)
+        try:
+            return _read(self._buffers, max_bytes, fill, self._path(name))
+        except OSError as error:
+            raise error_of(error) from error
 
     def put(self, items: Sequence[tuple[str, Blob]]) -> list[Future[None]]:
         """Write files."""
         pairs = [(self._path(name), blob) for name, blob in items]
-        return [self._writers.submit(self._write, *pair) for pair in pairs]
+        write = functools.partial(self._write, _write_all)
+        return [self._writers.submit(write, *pair) for pair in pairs]
+
+    def write_summed(self, name: str, item: Unsealed) -> None:
+        """Write a file, and compute the checksum of its payload."""
+        try:
+            self._write(_write_summed, self._path(name), item)
+        except OSError as error:
+            raise error_of(error) from error
 
     def exists(self, names: Sequence[str]) -> list[Future[bool]]:
         """Tell which files there are."""
@@ -117,9 +149,9 @@ class LocalStore:
         self._writers.close()
 
     def _path(self, name: str) -> str:
-        return os.path.join(self._root, check_name(name))
+        return f"{self._root}/{check_name(name)}"
 
-    def _write(self, path: str, blob: Blob) -> None:
+    def _write(self, write: Callable[[int, _T], None], path: str, what: _T) -> None:
         # In the same folder: a rename from one to another has to wait for all others.
         folder = os.path.dirname(path)
         temporary = f"{folder}/.{self._token}-{next(self._numbers)}"
@@ -132,7 +164,7 @@ class LocalStore:
             try:
                 if self._mode & 0o077:
                     os.fchmod(file, self._mode)  # Whatever the umask takes away.
-                _write_all(file, blob)
+                write(file, what)
             finally:
                 os.close(file)
             os.rename(temporary, path)
@@ -158,7 +190,12 @@ class LocalStore:
                 os.chmod(path, self._folder_mode)
 
 
-def _read(buffers: Buffers, max_bytes: int, path: str) -> Piece | None:
+def _read(
+    buffers: Buffers,
+    max_bytes: int,
+    fill: Callable[[int, memoryview], _T],
+    path: str,
+) -> _T | None:
     # What somebody else may have put there: a link is not followed, a pipe not waited
     # for, and a file of terabytes not read.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -170,16 +207,28 @@ def _read(buffers: Buffers, max_bytes: int, path: str) -> Piece | None:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
             raise StoreError("other", f"{path} is not a file")
-        data = buffers.take(min(status.st_size, max_bytes))
-        done = 0
-        while done < len(data):
-            num_bytes = os.readv(file, [data[done:]])
-            if not num_bytes:
-                break  # Somebody has cut it meanwhile.
-            done += num_bytes
-        return data[:done]
+        return fill(file, buffers.take(min(status.st_size, max_bytes)))
     finally:
         os.close(file)
+
+
+def _fill(file: int, data: memoryview, done: int = 0) -> memoryview:
+    """Read a file, whose first bytes are there already."""
+    os.lseek(file, done, os.SEEK_SET)
+    while done < len(data):
+        num_bytes = os.readv(file, [data[done:]])
+        if not num_bytes:
+            break  # Somebody has cut it meanwhile.
+        done += num_bytes
+    return data[:done]
+
+
+def _fill_summed(header_bytes: int, file: int, data: memoryview) -> Summed:
+    done, total = read_summed(file, np.frombuffer(data, np.uint8), header_bytes)
+    whole = data if done == len(data) else _fill(file, data, done)
+    if total is None or len(whole) > done:
+        total = checksum([whole[header_bytes:]])
+    return Summed(whole, total)
 
 
 def _write_all(file: int, blob: Blob) -> None:
@@ -191,6 +240,21 @@ def _write_all(file: int, blob: Blob) -> None:
             del left[0]
         if done:
             left[0] = left[0][done:]
+
+
+def _write_summed(file: int, what: Unsealed) -> None:
+    header_bytes, make_header, payload = what
+    done, total = write_summed(file, np.frombuffer(payload, np.uint8), header_bytes)
+    _pwrite(file, payload[done:], header_bytes + done)
+    if total is None:
+        total = checksum([payload])
+    _pwrite(file, memoryview(make_header(total)), 0)
+
+
+def _pwrite(file: int, data: memoryview, offset: int) -> None:
+    while data:
+        done = os.pwrite(file, data, offset)
+        data, offset = data[done:], offset + done
 
 
 def _delete(path: str) -> None:

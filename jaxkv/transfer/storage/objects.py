@@ -15,7 +15,7 @@ A header is `HEADER_BYTES` long, its numbers little-endian:
        120      8  bytes of the payload, which follows the header
        128     32  zeros
        160     32  the seal: the XXH3-64 of the payload, which is filled with zeros to
-                   256 bytes if it is shorter, and 24 zeros; or the HMAC-SHA256 of
+                   256 bytes if it has up to 240, and 24 zeros; or the HMAC-SHA256 of
                    everything before it and the payload, its key being the SHA-256 of
                    "jaxkv storage secret 1:" and the secret
 
@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 
 from jaxkv._util import shown
 from jaxkv.transfer.storage.checksum import checksum, prepare
-from jaxkv.transfer.storage.store import Piece
+from jaxkv.transfer.storage.store import Piece, Unsealed
 from jaxkv.types import KEY_BYTES, BlockKey
 
 MAGIC = b"jaxkv\r\n\x1a"
@@ -203,12 +203,34 @@ class ObjectFormat:
         self._check_size(sum(map(len, pieces)))
         return [self._header(_checked(key), pieces), *pieces]
 
-    def decode(self, key: BlockKey, data: Piece) -> memoryview | Refusal:
+    def encode_later(self, key: BlockKey, payload: Sequence[Bytes]) -> Unsealed:
+        """Make what `encode` makes, for a store that computes the checksum.
+
+        Args:
+            key: The key of the block.
+            payload: Its bytes. Several pieces are copied, and what is not contiguous.
+
+        Raises:
+            ValueError: As `encode`; or objects are sealed with a secret.
+        """
+        if self._secret is not None:
+            raise ValueError("what a secret seals has no checksum.")
+        pieces = [as_bytes(piece) for piece in payload]
+        self._check_size(sum(map(len, pieces)))
+        whole = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+        sealed = self._sealed(_checked(key))
+        return Unsealed(HEADER_BYTES, lambda sum_: sealed + _seal_of(sum_), whole)
+
+    def decode(
+        self, key: BlockKey, data: Piece, payload_sum: int | None = None
+    ) -> memoryview | Refusal:
         """Check an object, and find its payload.
 
         Args:
             key: The key that was asked for.
             data: All bytes of the object; any bytes whatever.
+            payload_sum: The `checksum` of what follows `HEADER_BYTES`, if that is known
+                already. A secret's seal does not need it.
 
         Returns:
             A view of the payload in `data`; or why there is none.
@@ -216,7 +238,7 @@ class ObjectFormat:
         view = memoryview(data)
         payload = view[HEADER_BYTES:]
         if len(payload) == self.payload_bytes:
-            header = self._header(_checked(key), [payload])
+            header = self._header(_checked(key), [payload], payload_sum)
             if hmac.compare_digest(header, view[:HEADER_BYTES]):
                 return payload
         return self._refuse(_checked(key), view)
@@ -275,16 +297,22 @@ class ObjectFormat:
             self.payload_bytes,
         )
 
-    def _header(self, key: BlockKey, payload: Sequence[Piece]) -> bytes:
+    def _header(
+        self, key: BlockKey, payload: Sequence[Piece], payload_sum: int | None = None
+    ) -> bytes:
         sealed = self._sealed(key)
         if self._secret is None:
-            return sealed + checksum(payload).to_bytes(8, "little").ljust(
-                _SEAL_BYTES, b"\0"
-            )
+            if payload_sum is None:
+                payload_sum = checksum(payload)
+            return sealed + _seal_of(payload_sum)
         code = hmac.new(self._secret, sealed, hashlib.sha256)
         for piece in payload:
             code.update(piece)
         return sealed + code.digest()
+
+
+def _seal_of(payload_sum: int) -> bytes:
+    return payload_sum.to_bytes(8, "little").ljust(_SEAL_BYTES, b"\0")
 
 
 def as_bytes(data: Bytes) -> memoryview:

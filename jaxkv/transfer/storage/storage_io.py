@@ -14,8 +14,14 @@ from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from jaxkv._util import Resource
-from jaxkv.transfer.storage.objects import Bytes, ObjectFormat, Refusal
-from jaxkv.transfer.storage.store import BlobStore, Piece, StoreError, error_of
+from jaxkv.transfer.storage.objects import HEADER_BYTES, Bytes, ObjectFormat, Refusal
+from jaxkv.transfer.storage.store import (
+    BlobStore,
+    DirectStore,
+    Piece,
+    StoreError,
+    error_of,
+)
 from jaxkv.types import BlockKey
 
 Kind: TypeAlias = Literal["read", "write", "probe"]
@@ -209,6 +215,12 @@ class StorageIO(Resource):
                 raise ValueError(f"{name}={value} must be at least 1.")
         self.objects = objects
         self._store = store
+        # The same store, if threads of this one are to do its work.
+        self._direct: DirectStore | None = None
+        if isinstance(store, DirectStore) and not objects.is_sealed_with_secret:
+            self._direct = store
+        # One byte more shows that an object is too long.
+        self._most_read = objects.object_bytes + 1
         self._most_bytes = {"write": write_bytes, "read": read_bytes}
         self._num_in_flight = num_in_flight
         self._clock = clock
@@ -216,6 +228,10 @@ class StorageIO(Resource):
         self._lock = threading.Lock()
         self._wakes_issuers = threading.Condition(self._lock)
         self._wakes_waiters = threading.Condition(self._lock)
+        self._wakes_movers = {
+            "read": threading.Condition(self._lock),
+            "write": threading.Condition(self._lock),
+        }
         self._here = threading.local()
         self._is_closed = False
         self._next_ticket = 0
@@ -244,6 +260,15 @@ class StorageIO(Resource):
             threading.Thread(
                 target=self._issue_all, name=f"jaxkv storage {number}", daemon=True
             ).start()
+        if self._direct is not None:
+            for number in range(min(num_in_flight, self._direct.num_threads)):
+                for kind in self._wakes_movers:
+                    threading.Thread(
+                        target=self._move_all,
+                        args=(kind,),
+                        name=f"jaxkv storage {kind} {number}",
+                        daemon=True,
+                    ).start()
 
     def submit_writes(
         self, items: Iterable[tuple[BlockKey, Sequence[Bytes]]]
@@ -275,7 +300,7 @@ class StorageIO(Resource):
                 # The object that was to go is the one that comes.
                 self._deletes.pop(self.objects.name(key), None)
                 tickets.append(self._add("write", key, payload))
-            self._wakes_issuers.notify_all()
+            self._wake_for("write", len(tickets))
         return tickets
 
     def submit_reads(self, keys: Iterable[BlockKey], deadline_s: float) -> list[int]:
@@ -447,6 +472,8 @@ class StorageIO(Resource):
                 queue.clear()
             self._deletes.clear()
             self._wakes_issuers.notify_all()
+            for wakes in self._wakes_movers.values():
+                wakes.notify_all()
             self._wakes_waiters.notify_all()
         self._store.close()
 
@@ -473,8 +500,15 @@ class StorageIO(Resource):
                     if deadline_s < float("inf"):
                         heapq.heappush(self._deadlines, (deadline_s, ticket))
                 tickets.append(ticket)
-            self._wakes_issuers.notify_all()
+            self._wake_for(kind, len(tickets))
         return tickets
+
+    def _wake_for(self, kind: Kind, num_jobs: int) -> None:
+        """Wake the threads that take new jobs."""
+        if self._direct is not None and kind in self._wakes_movers:
+            self._wakes_movers[kind].notify(num_jobs)
+        else:
+            self._wakes_issuers.notify_all()
 
     def _reserve(self, kind: Kind) -> bool:
         if kind == "probe":
@@ -538,22 +572,21 @@ class StorageIO(Resource):
 
     def _next_kind(self) -> _What | None:
         """Choose what to issue: requests wait for reads, and nobody for deletes."""
-        if self._queues["read"] and self._has_room("read"):
+        if self._queues["read"] and self._has_room("read") and not self._direct:
             return "read"
         if self._queues["probe"] and self._has_room("probe"):
             return "probe"
         if self._deletes and self._has_room("delete"):
             return "delete"
-        if self._queues["write"] and self._has_room("write"):
+        if self._queues["write"] and self._has_room("write") and not self._direct:
             return "write"
         return None
 
-    def _take(self, kind: Kind) -> list[_Job]:
+    def _take(self, kind: Kind, most: int = _MOST_AT_ONCE) -> list[_Job]:
         """Take jobs to issue from a queue."""
         queue = self._queues[kind]
         jobs: list[_Job] = []
-        room = self._num_in_flight - self._num_out[kind]
-        most = min(room, _MOST_AT_ONCE)
+        most = min(most, self._num_in_flight - self._num_out[kind])
         if kind == "write":
             most = min(most, max(1, _WRITE_AT_ONCE_BYTES // self.objects.object_bytes))
         while queue and len(jobs) < most:
@@ -597,6 +630,36 @@ class StorageIO(Resource):
         self._completions.append(
             Completion(job.ticket, job.kind, job.key, "failed", reason)
         )
+
+    def _end_written(self, job: _Job) -> None:
+        num_bytes = self.objects.object_bytes
+        self._counts["written"] += 1
+        self._counts["bytes written"] += num_bytes
+        job.payload = ()
+        self._end(job, "done", num_bytes=num_bytes)
+
+    def _end_read(
+        self,
+        job: _Job,
+        payload: memoryview | Refusal | None,
+        data: Piece | None,
+    ) -> None:
+        """Report a read: of what was not there, what nobody checked, or what came."""
+        if data is None:
+            self._counts["missing"] += 1
+            self._end(job, "missing")
+        elif payload is None:
+            self._end(job, "late")
+        elif isinstance(payload, Refusal):
+            self._refused[payload.reason] += 1
+            if payload.is_ours:
+                self._delete([self.objects.name(job.key)])
+                self._wakes_issuers.notify()
+            self._end(job, "refused", reason=payload.reason, num_bytes=len(data))
+        else:
+            self._counts["read"] += 1
+            self._counts["bytes read"] += len(data)
+            self._end(job, "done", payload=payload, num_bytes=len(data))
 
     def _fail(self, job: _Job, error: BaseException) -> None:
         error = error_of(error)
@@ -667,8 +730,7 @@ class StorageIO(Resource):
 
     def _get(self, jobs: list[_Job]) -> list[Future[Piece | None]]:
         names = [self.objects.name(job.key) for job in jobs]
-        # One byte more shows that an object is too long.
-        return self._store.get(names, self.objects.object_bytes + 1)
+        return self._store.get(names, self._most_read)
 
     def _put(self, jobs: list[_Job]) -> list[Future[None]]:
         items = []
@@ -676,6 +738,49 @@ class StorageIO(Resource):
             name = self.objects.name(job.key)
             items.append((name, self.objects.encode(job.key, job.payload)))
         return self._store.put(items)
+
+    def _move_all(self, kind: Kind) -> None:
+        """Read, or write, one object after another; the work of a thread."""
+        move = self._read if kind == "read" else self._write
+        wakes = self._wakes_movers[kind]
+        while True:
+            with self._lock:
+                wakes.wait_for(lambda: self._queues[kind] or self._is_closed)
+                jobs = self._take(kind, 1)
+                if not jobs and self._is_closed:
+                    return
+            while jobs:
+                end = move(jobs.pop())
+                with self._lock:
+                    end()
+                    jobs = self._take(kind, 1)
+                # Let go of its bytes while there is nothing else to do.
+                del end
+
+    def _read(self, job: _Job) -> Callable[[], None]:
+        """Read an object; return what is left to do with the lock held."""
+        assert self._direct is not None
+        try:
+            name = self.objects.name(job.key)
+            answer = self._direct.read_summed(name, self._most_read, HEADER_BYTES)
+            if answer is None or job.is_over:
+                data = None if answer is None else answer.data
+                return functools.partial(self._end_read, job, None, data)
+            payload = self.objects.decode(job.key, *answer)
+            return functools.partial(self._end_read, job, payload, answer.data)
+        except Exception as error:
+            return functools.partial(self._fail, job, error)
+
+    def _write(self, job: _Job) -> Callable[[], None]:
+        """Write an object; return what is left to do with the lock held."""
+        assert self._direct is not None
+        try:
+            name = self.objects.name(job.key)
+            item = self.objects.encode_later(job.key, job.payload)
+            self._direct.write_summed(name, item)
+            return functools.partial(self._end_written, job)
+        except Exception as error:
+            return functools.partial(self._fail, job, error)
 
     def _issue_probe(self, job: _Job) -> None:
         names = self.objects.all_names(job.key)
@@ -759,35 +864,15 @@ class StorageIO(Resource):
         self._go_on(job.kind)
 
     def _note_written(self, job: _Job, _: None) -> None:
-        num_bytes = self.objects.object_bytes
         with self._lock:
-            self._counts["written"] += 1
-            self._counts["bytes written"] += num_bytes
-            job.payload = ()
-            self._end(job, "done", num_bytes=num_bytes)
+            self._end_written(job)
 
     def _note_read(self, job: _Job, data: Piece | None) -> None:
-        if data is None:
-            with self._lock:
-                self._counts["missing"] += 1
-                self._end(job, "missing")
-            return
-        if job.is_over:
-            with self._lock:
-                self._end(job, "late")
-            return
-        payload = self.objects.decode(job.key, data)
+        payload = None
+        if data is not None and not job.is_over:
+            payload = self.objects.decode(job.key, data)
         with self._lock:
-            if isinstance(payload, Refusal):
-                self._refused[payload.reason] += 1
-                if payload.is_ours:
-                    self._delete([self.objects.name(job.key)])
-                    self._wakes_issuers.notify()
-                self._end(job, "refused", reason=payload.reason, num_bytes=len(data))
-                return
-            self._counts["read"] += 1
-            self._counts["bytes read"] += len(data)
-            self._end(job, "done", payload=payload, num_bytes=len(data))
+            self._end_read(job, payload, data)
 
     def _list(self) -> None:
         try:

@@ -6,9 +6,17 @@ import errno
 import re
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Literal, Protocol, TypeAlias, TypeVar, get_args
+from typing import (
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    get_args,
+    runtime_checkable,
+)
 
 _T = TypeVar("_T")
 
@@ -100,6 +108,67 @@ class BlobStore(Protocol):
 
     def close(self) -> None:
         """Release what is held; waits for nothing."""
+        ...
+
+
+class Summed(NamedTuple):
+    """An object that was read.
+
+    Attributes:
+        data: Its bytes, which nobody else holds.
+        payload_sum: The `checksum` of its payload.
+    """
+
+    data: memoryview
+    payload_sum: int
+
+
+class Unsealed(NamedTuple):
+    """An object to write, whose header tells the checksum of its payload.
+
+    Attributes:
+        header_bytes: Bytes of the header.
+        header: Makes it of the `checksum` of the payload.
+        payload: What comes after it. It must not change until it is written.
+    """
+
+    header_bytes: int
+    header: Callable[[int], bytes]
+    payload: memoryview
+
+
+@runtime_checkable
+class DirectStore(Protocol):
+    """What a store can do besides, if a thread of the caller's may do the work.
+
+    Then a block is not handed from thread to thread. The checksum is computed while the
+    bytes are in the caches of the CPU: to fetch them again takes about as long as to
+    move them. Both calls wait for the store, may be made from any thread, and raise a
+    `StoreError` if it fails.
+    """
+
+    @property
+    def num_threads(self) -> int:
+        """How many threads to read with, and how many to write with."""
+        ...
+
+    def read_summed(
+        self, name: str, max_bytes: int, header_bytes: int
+    ) -> Summed | None:
+        """Read an object.
+
+        Args:
+            name: Its name.
+            max_bytes: Bytes that are of interest.
+            header_bytes: Bytes before the payload.
+
+        Returns:
+            None where there is no such object.
+        """
+        ...
+
+    def write_summed(self, name: str, item: Unsealed) -> None:
+        """Write an object, over another of the same name."""
         ...
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from jaxkv.transfer.storage import LocalStore, MemoryStore, ObjectFormat, StorageIO
 from jaxkv.transfer.storage.storage_io import Rate
-from tests.rigs.faulty_store import Faults, FaultyStore
+from tests.rigs.faulty_store import Faults, FaultyDirectStore, FaultyStore
 
 FOREVER = float("inf")
 SIZE = 100
@@ -71,10 +71,10 @@ def store(request, tmp_path):
     return MemoryStore() if request.param == "memory" else LocalStore(str(tmp_path))
 
 
-@pytest.fixture
-def faulty():
+@pytest.fixture(params=[FaultyStore, FaultyDirectStore])
+def faulty(request):
     """A store in memory whose faults a test switches on."""
-    faulty = FaultyStore(MemoryStore(), seed=1)
+    faulty = request.param(MemoryStore(), seed=1)
     yield faulty
     faulty.let_go()
 
@@ -118,13 +118,16 @@ def test_arrays_are_written_without_another_copy_and_let_go_afterwards(store):
         assert bytes(read.payload) == expected
 
 
+@pytest.mark.parametrize("kind_of_store", [FaultyStore, FaultyDirectStore])
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_goes_wrong_no_wrong_byte_arrives_and_each_ticket_ends_once(seed):
+def test_whatever_goes_wrong_no_wrong_byte_arrives_and_each_ticket_ends_once(
+    seed, kind_of_store
+):
     rng = random.Random(seed)
     chosen = rng.sample([field.name for field in dataclasses.fields(Faults)], 6)
     faults = {name: rng.choice([0.05, 0.2]) for name in chosen if name != "late_s"}
     print(f"{seed=} {faults=}")
-    store = FaultyStore(MemoryStore(), seed, Faults(**faults))
+    store = kind_of_store(MemoryStore(), seed, Faults(**faults))
     clock = Clock()
     most = 40 * OBJECT
     open_tickets: dict[int, str] = {}
@@ -195,7 +198,12 @@ def test_writes_that_do_not_fit_are_dropped_and_counted(faulty):
         assert storage.stats.queued_write_bytes == 5 * OBJECT
         eventually(lambda: faulty.num_faults["hang"])
         faulty.faults.hang = 0.0
-        eventually(lambda: faulty.let_go() or not storage.stats.queued_write_bytes)
+
+        def is_written():
+            faulty.let_go()
+            return not storage.stats.queued_write_bytes
+
+        eventually(is_written)
         assert len(storage.poll()) == 5
         assert len(write_all(storage, 9)) == 1
 
@@ -252,8 +260,9 @@ def test_a_store_that_hangs_for_long_leaves_no_pile_of_reads(faulty):
         assert storage.stats.num_late == 2000
 
 
-def test_reads_do_not_wait_for_writes_that_hang(store):
-    faulty = FaultyStore(store, seed=1)
+@pytest.mark.parametrize("kind_of_store", [FaultyStore, FaultyDirectStore])
+def test_reads_do_not_wait_for_writes_that_hang(store, kind_of_store):
+    faulty = kind_of_store(store, seed=1)
     with StorageIO(faulty, BLOCKS, num_in_flight=4) as storage:
         write_all(storage, 1)
         faulty.faults.hang = 1.0

@@ -10,19 +10,25 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import wait
+from contextlib import closing
 
 import numpy as np
 import pytest
 import redis
 
+from jaxkv.native import summed_files
 from jaxkv.transfer.storage import (
     LocalStore,
     MemoryStore,
     ObjectFormat,
     Refusal,
     StoreError,
+    local,
     open_store,
 )
+from jaxkv.transfer.storage.buffers import Buffers
+from jaxkv.transfer.storage.checksum import checksum
+from jaxkv.transfer.storage.store import Unsealed
 from jaxkv.transfer.storage.tensor_store import TensorStoreStore
 from tests.rigs.servers import free_port, redis_server, s3_server
 
@@ -160,6 +166,66 @@ def test_writers_of_one_name_leave_one_of_their_objects_and_readers_no_mixture(s
     seen.update(get(store, "a/1"))
     assert seen <= {None, *blobs}
     assert seen - {None}
+
+
+@pytest.mark.parametrize("header_bytes", [0, 192])
+def test_a_folder_tells_the_checksums_of_what_it_moves(tmp_path, header_bytes):
+    chunk = summed_files._CHUNK_BYTES
+    sizes = [0, 1, 240, 241, 1024, 1025, chunk - 192, chunk, 3 * chunk + 77]
+    rng = np.random.default_rng(header_bytes)
+    payloads = [rng.bytes(size) for size in sizes]
+    sums = [checksum([payload]) for payload in payloads]
+    headers = {total: rng.bytes(header_bytes) for total in sums}
+    names = [f"a/{size}" for size in sizes]
+    with closing(LocalStore(tmp_path)) as store:
+        items = [
+            Unsealed(header_bytes, headers.__getitem__, memoryview(payload))
+            for payload in payloads
+        ]
+        for name, item in zip(names, items, strict=True):
+            store.write_summed(name, item)
+        right = [headers[s] + p for s, p in zip(sums, payloads, strict=True)]
+        assert get(store, *names) == right
+        found = [store.read_summed(name, MOST, header_bytes) for name in names]
+        assert [bytes(each.data) for each in found] == right
+        assert [each.payload_sum for each in found] == sums
+        assert store.read_summed("nowhere", MOST, header_bytes) is None
+        data, total = store.read_summed(names[-1], chunk + 300, header_bytes)
+        assert bytes(data) == right[-1][: chunk + 300]
+        assert total == checksum([data[header_bytes:]])
+
+
+@pytest.mark.parametrize("num_first", [0, 100, 5000])
+def test_a_move_that_is_interrupted_goes_on(tmp_path, monkeypatch, num_first):
+    """As by a signal, or on a file server."""
+
+    def cut(move):
+        return lambda file, data, at: (move(file, data[:num_first], at)[0], None)
+
+    monkeypatch.setattr(local, "read_summed", cut(local.read_summed))
+    monkeypatch.setattr(local, "write_summed", cut(local.write_summed))
+    payload = np.random.default_rng(num_first).bytes(9000)
+    with closing(LocalStore(tmp_path)) as store:
+        item = Unsealed(4, lambda total: b"head", memoryview(payload))
+        store.write_summed("a/b", item)
+        data, total = store.read_summed("a/b", MOST, 4)
+    assert bytes(data) == b"head" + payload
+    assert total == checksum([payload])
+
+
+@pytest.mark.parametrize("size", [100, 1000])
+def test_a_file_that_is_cut_while_it_is_read_is_summed_as_far_as_it_goes(
+    tmp_path, monkeypatch, size
+):
+    payload = np.random.default_rng(0).bytes(size)
+    take = Buffers.take
+    # The file ends before the size that it had.
+    monkeypatch.setattr(Buffers, "take", lambda self, num: take(self, num + 500))
+    with closing(LocalStore(tmp_path)) as store:
+        put(store, a=b"head" + payload)
+        data, total = store.read_summed("a", MOST, 4)
+    assert bytes(data) == b"head" + payload
+    assert total == checksum([payload])
 
 
 def test_files_and_folders_are_the_owners_alone(tmp_path):
