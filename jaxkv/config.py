@@ -772,6 +772,14 @@ class OffloadConfig:
         """Give all keys and values, as `from_dict` and JSON take them."""
         return dataclasses.asdict(self)
 
+    def storage_keys(self) -> dict[str, Any]:
+        """Give the keys about the store behind the host, as `PrefixStore` takes them.
+
+        >>> OffloadConfig(storage="kv").storage_keys()["storage_write"]
+        'on_reuse'
+        """
+        return {name: getattr(self, name) for name in KEYS if "storage" in name}
+
     def make_engine(
         self, pool: PyTree, *, block_axis: PyTree = 0, head_axis: PyTree = -2
     ) -> TransferEngine:

@@ -13,17 +13,23 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, SupportsIndex, TypeAlias
+from typing import Any, Protocol, SupportsIndex, TypeAlias, Unpack
 
 import jax
 
 from jaxkv import Extras, Namespace, Policy, TraceRecorder
 from jaxkv._util import Resource
 from jaxkv.integrations.prefix_blocks import AxisRules
+from jaxkv.integrations.prefix_storage import (
+    StorageKeys,
+    check_weights_epoch,
+    storage_config,
+)
 from jaxkv.integrations.prefix_store import PrefixStats, PrefixStore
 from jaxkv.integrations.prefix_template import PrefixTemplate
 from jaxkv.keys.hashing import NO_EXTRAS
 from jaxkv.transfer.kernels import Mode
+from jaxkv.transfer.storage import StoreError
 from jaxkv.types import PyTree
 
 Key: TypeAlias = tuple[int, ...]
@@ -124,6 +130,9 @@ class PrefixCache(Resource):
         extent_bytes: str | SupportsIndex | None = None,
         max_pending_saves: int = 8,
         recorder: TraceRecorder | None = None,
+        model: str = "",
+        weights_epoch: str = "",
+        **storage: Unpack[StorageKeys],
     ):
         """Set the size of the cache; `learn` allocates its memory.
 
@@ -145,13 +154,27 @@ class PrefixCache(Resource):
             extent_bytes: As for `TransferEngine`.
             max_pending_saves: As for `PrefixStore`.
             recorder: As for `PrefixStore`.
+            model: Names the model, with its revision; needed with `storage`.
+            weights_epoch: Names the version of its weights; likewise.
+            storage: A third place for blocks, which outlives the process: ``storage``,
+                ``storage_bytes`` and the other keys of `OffloadConfig` about it. Call
+                `learn` at start then, so that the first prompts find what is there.
+
+        Raises:
+            ValueError: An argument is wrong, or missing.
         """
+        has_storage = storage_config(storage, model, weights_epoch) is not None
+        version_of = getattr(extras_of, "version_of", "known")
+        if has_storage and version_of is None:
+            raise ValueError(
+                "storage needs an AdapterWatch(version_of=...): without it adapters "
+                "are told apart in this process alone."
+            )
         if (num_host_blocks is None) == (host_bytes is None):
             raise ValueError(
                 f"one of {num_host_blocks=} and {host_bytes=} must be given."
             )
-        # KV never leaves this object, so its keys need no other fields.
-        namespace = Namespace("jetstream", "", "", "", block_size)
+        namespace = Namespace(model, weights_epoch, "", "", block_size)
         options = {
             "namespace": namespace,
             "num_host_blocks": num_host_blocks,
@@ -161,9 +184,10 @@ class PrefixCache(Resource):
             "extent_bytes": extent_bytes,
             "max_pending_saves": max_pending_saves,
             "recorder": recorder,
+            **storage,
         }
         self._extras_of = extras_of or (lambda key: NO_EXTRAS)
-        self._shared = _Shared(options, sequence_axes)
+        self._shared = _Shared(options, sequence_axes, has_storage)
 
     def for_adapter(
         self, lora_name: str | None, salt: str | None = None
@@ -211,6 +235,8 @@ class PrefixCache(Resource):
         Raises:
             ValueError: It cannot be cut, or its sequence axes are not clear.
             MemoryError: There is not enough host memory.
+            ImportError: The storage needs an extra that is missing.
+            StoreError: The storage cannot be used.
         """
         if self.store is None:
             self._shared.learn(prefix, padded_length).store.warm_up()
@@ -313,11 +339,17 @@ class PrefixCache(Resource):
         if self.store is not None:
             self.store.flush()
 
-    def clear(self) -> None:
-        """Forget all prompts, as after a change of weights."""
-        if self.store is not None:
-            self.store.clear()
-        self._shared.recent.clear()
+    def clear(self, weights_epoch: str | None = None) -> None:
+        """Forget all prompts, as after a change of weights.
+
+        Args:
+            weights_epoch: Names the weights from now on, which is needed with
+                `storage`; see `PrefixStore.clear`.
+
+        Raises:
+            ValueError: There is `storage`, and no name. Then nothing changes.
+        """
+        self._shared.clear(weights_epoch)
 
     def gen_statistic_str(self) -> str:
         """Describe the recent hits and the held blocks."""
@@ -336,6 +368,14 @@ class PrefixCache(Resource):
                 "without room",
                 f"  failed: {stats.failed_saves} saves, {stats.failed_loads} loads",
             ]
+            if self.store.num_storage_blocks:
+                lines.append(
+                    f"  storage: {self.store.num_storage_blocks_held} blocks known "
+                    f"there, {stats.storage_written_blocks} written, "
+                    f"{stats.storage_fetched_blocks} fetched, "
+                    f"{stats.storage_missed_blocks} missed, "
+                    f"{stats.storage_dropped_blocks} dropped"
+                )
         errors = self.errors
         if errors:
             counts = ", ".join(f"{num} in {name}" for name, num in errors.items())
@@ -343,7 +383,7 @@ class PrefixCache(Resource):
         return "\n".join(lines) + "\n"
 
     def close(self) -> None:
-        """Wait for transfers in flight and end the thread; no calls after this."""
+        """Wait for transfers in flight and end the threads; no calls after this."""
         if self.store is not None:
             self.store.close()
 
@@ -351,15 +391,18 @@ class PrefixCache(Resource):
 class _Shared:
     """The state that a cache shares with its views for adapters."""
 
-    def __init__(self, options: dict[str, Any], rules: AxisRules | None):
+    def __init__(
+        self, options: dict[str, Any], rules: AxisRules | None, has_storage: bool
+    ):
         self.template: PrefixTemplate | None = None
         self.recent: collections.deque[tuple[int, int]] = collections.deque(
             maxlen=_RECENT_LOADS
         )
         self._options = options
         self._rules = rules
+        self._has_storage = has_storage
         self._lock = threading.Lock()
-        self._lacks_memory = False
+        self._lack: Exception | None = None  # What was not there before.
         self._errors: collections.Counter[str] = collections.Counter()
         self._causes: set[tuple[object, ...]] = set()
 
@@ -368,27 +411,46 @@ class _Shared:
     ) -> PrefixTemplate:
         """Return the template, which is made from the first cache.
 
-        Where there was no memory for it, that is tried only `again` if asked for: it
-        takes long, and a prompt would wait for it.
+        Where there was no memory for it, or no storage, that is tried only `again` if
+        asked for: it takes long, and a prompt would wait for it.
         """
         with self._lock:
-            if self._lacks_memory and not again:
-                raise MemoryError("there was none before, and only learn() asks again.")
+            if self._lack is not None and not again:
+                name = type(self._lack).__name__
+                raise MemoryError(f"{name} before, and only learn() asks again.")
             if self.template is None:
                 try:
                     self.template = PrefixTemplate(
-                        prefix,
-                        padded_length,
-                        self._rules,
-                        lambda kv, axes: PrefixStore(
-                            kv, sequence_axis=axes, **self._options
-                        ),
+                        prefix, padded_length, self._rules, self._make_store
                     )
-                except MemoryError:
-                    self._lacks_memory = True
+                except (MemoryError, StoreError, ImportError) as error:
+                    self._lack = error
                     raise
-                self._lacks_memory = False
+                self._lack = None
             return self.template
+
+    def _make_store(
+        self, kv: list[jax.Array], axes: list[int], describe: Callable[[], str]
+    ) -> PrefixStore:
+        options = dict(self._options)
+        if self._has_storage:
+            options["namespace"] = dataclasses.replace(
+                options["namespace"], layout=describe()
+            )
+        return PrefixStore(kv, sequence_axis=axes, **options)
+
+    def clear(self, weights_epoch: str | None) -> None:
+        """Forget all prompts; the weights have another name from now on."""
+        with self._lock:
+            if self._has_storage:
+                check_weights_epoch(weights_epoch)
+            if self.template is not None:
+                self.template.store.clear(weights_epoch)
+            elif weights_epoch is not None:
+                self._options["namespace"] = dataclasses.replace(
+                    self._options["namespace"], weights_epoch=weights_epoch
+                )
+            self.recent.clear()
 
     def note(self, num_asked: int, num_found: int) -> None:
         with self._lock:

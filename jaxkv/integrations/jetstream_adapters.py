@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import json
+import logging
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxkv import Extras
 from jaxkv.keys.hashing import NO_EXTRAS
+
+_log = logging.getLogger(__name__)
 
 
 class AdapterWatch:
@@ -32,9 +37,20 @@ class AdapterWatch:
     An adapter registered again under the same name counts as another one. Once the
     weights of the engine are unknown, as after a failed removal of an adapter, nothing
     is cached any more for that thread.
+
+    Args:
+        version_of: Names the weights of an adapter by its name, such as by the revision
+            or a digest of its checkpoint. With it, an adapter that is registered again
+            is the same as before while its version is, also in other processes. A cache
+            with `storage` needs it.
+
+    Attributes:
+        version_of: As given.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, version_of: Callable[[str], str] | None = None) -> None:
+        self.version_of = version_of
+        self._own = os.urandom(16).hex()
         self._thread = threading.local()
         self._registered: collections.Counter[str] = collections.Counter()
 
@@ -53,7 +69,14 @@ class AdapterWatch:
 
     def _ask(self, adapter_id: str) -> None:
         # The number of registrations, then the name: unambiguous in this order.
-        self._thread.asked = f"{self._registered[adapter_id]} {adapter_id}"
+        asked = f"{self._registered[adapter_id]} {adapter_id}"
+        if self.version_of is not None:
+            try:
+                asked = json.dumps([str(self.version_of(adapter_id)), adapter_id])
+            except Exception:  # It must not reach the driver, whose threads end.
+                _log.exception("version_of failed: no other process finds this KV.")
+                asked = f"{self._own} {asked}"
+        self._thread.asked = asked
 
     def _asked(self) -> Extras | None:
         """Return what KV depends on once the requested adapter is applied."""

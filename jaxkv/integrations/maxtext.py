@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ import numpy as np
 from jaxkv import Extras, Namespace, Policy, TraceRecorder
 from jaxkv._util import Resource
 from jaxkv.integrations import maxtext_cache, maxtext_guards
+from jaxkv.integrations.prefix_storage import StorageKeys
 from jaxkv.integrations.prefix_store import PrefixStore
 from jaxkv.keys.hashing import NO_EXTRAS, TokenIds
 from jaxkv.transfer import memory
@@ -77,6 +78,7 @@ class MaxTextOffload(Resource):
         cache_policy: str | Policy = "lru",
         cache_like: PyTree | None = None,
         recorder: TraceRecorder | None = None,
+        **storage: Unpack[StorageKeys],
     ):
         """Set up the host memory, and the guards that this version of MaxText needs.
 
@@ -94,12 +96,15 @@ class MaxTextOffload(Resource):
                 default the engine is asked for it.
             recorder: Records each `resume` or `prefill` as a request; None not to. It
                 is closed with the store.
+            storage: A third place for blocks, which outlives the process, as for
+                `PrefixStore`.
 
         Raises:
-            ImportError: MaxText is not installed.
+            ImportError: MaxText is not installed, or an extra that the storage needs.
             ValueError: The engine cannot resume, or its cache cannot be cut by tokens;
                 the message says why. Or an argument is wrong.
             MemoryError: There is not enough host memory.
+            StoreError: The storage cannot be used.
         """
         check_config(engine.config)
         if cache_like is None:
@@ -118,6 +123,7 @@ class MaxTextOffload(Resource):
             cache_policy=cache_policy,
             sequence_axis=maxtext_cache.SEQUENCE_AXIS,
             recorder=recorder,
+            **storage,
         )
 
     @property
@@ -136,6 +142,8 @@ class MaxTextOffload(Resource):
 
     def resume(self, tokens: TokenIds, extras: Extras = NO_EXTRAS) -> Resumption:
         """Load the longest prefix to continue a prefill from. Waits for the bytes.
+
+        Those of a store behind the host are waited for `storage_deadline_s` at most.
 
         Args:
             tokens: int[n]. The prompt. At least its last token is left to compute.

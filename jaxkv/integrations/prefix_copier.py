@@ -104,6 +104,14 @@ class PrefixCopier:
             self._thread.close()
             raise
 
+    def run(self, task: Callable[[], T]) -> Future[T]:
+        """Run something else with the engine, before any save that has not begun.
+
+        Raises:
+            RuntimeError: The thread has been ended.
+        """
+        return self._thread.run(task, urgent=True)
+
     def warm_up(self) -> None:
         """Compile the programs for saves and loads of full length."""
         pool = self._layout.new_pool()

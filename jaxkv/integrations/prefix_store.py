@@ -11,7 +11,7 @@ import operator
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple, SupportsIndex
+from typing import NamedTuple, SupportsIndex, Unpack
 
 from jaxkv import (
     Extras,
@@ -25,9 +25,17 @@ from jaxkv import (
 from jaxkv._util import Resource
 from jaxkv.integrations.prefix_copier import PrefixCopier
 from jaxkv.integrations.prefix_layout import PrefixLayout
+from jaxkv.integrations.prefix_storage import (
+    PrefixStorage,
+    StorageKeys,
+    check_weights_epoch,
+    storage_config,
+    storage_namespace,
+)
 from jaxkv.keys.hashing import NO_EXTRAS, TokenIds
 from jaxkv.tiers.base import PrepareStoreOutput
 from jaxkv.transfer.kernels import Mode
+from jaxkv.transfer.storage import StorageIOStats
 from jaxkv.types import BlockKey, PyTree
 
 
@@ -55,6 +63,17 @@ class PrefixStats:
         dropped_blocks: Blocks that found no room.
         failed_saves: Saves whose bytes did not arrive, or that `only_if` refused.
         failed_loads: Loads whose bytes did not arrive; they count as misses.
+        storage_hit_tokens: Of the hit tokens, those that were fetched from the store
+            for the `load` that used them.
+        storage_written_blocks: Blocks that got to the store.
+        storage_dropped_blocks: Blocks that were to be written there and were not: too
+            many were on their way, the host had evicted them, or the store failed.
+        storage_fetched_blocks: Blocks that came from the store to the host.
+        storage_missed_blocks: Blocks that were to come and did not: they were not
+            there any more, not right, or late.
+        storage_evicted_blocks: Blocks that the store was to delete to make room.
+        declined_fetches: Times that nothing was fetched, as it would have taken longer
+            than to compute (`PrefixStore.note_prefill_rate`).
     """
 
     query_tokens: int = 0
@@ -64,6 +83,13 @@ class PrefixStats:
     dropped_blocks: int = 0
     failed_saves: int = 0
     failed_loads: int = 0
+    storage_hit_tokens: int = 0
+    storage_written_blocks: int = 0
+    storage_dropped_blocks: int = 0
+    storage_fetched_blocks: int = 0
+    storage_missed_blocks: int = 0
+    storage_evicted_blocks: int = 0
+    declined_fetches: int = 0
 
 
 class PrefixStore(Resource):
@@ -75,6 +101,9 @@ class PrefixStore(Resource):
 
     Any thread may call. The store's thread dispatches the transfers one at a time,
     loads before saves. A block is found once its bytes have arrived.
+
+    With `storage`, a folder or a URL, what is asked for again is written there too, and
+    found by the next process and by others that share it; docs/storage.md says how.
 
     Example:
         >>> import jax.numpy as jnp
@@ -103,6 +132,7 @@ class PrefixStore(Resource):
         retention: bool = False,
         clock: Callable[[], float] = time.monotonic,
         recorder: TraceRecorder | None = None,
+        **storage: Unpack[StorageKeys],
     ):
         """Set up the host memory.
 
@@ -126,11 +156,17 @@ class PrefixStore(Resource):
                 wants to be told of requests: each `load` is one.
             recorder: Records each `load` as a request; None not to. It is closed with
                 the store.
+            storage: A third place for blocks, which outlives the process: ``storage``,
+                ``storage_bytes`` and the other keys of `OffloadConfig` about it. The
+                namespace then needs a model and a weights epoch.
 
         Raises:
             ValueError: An argument is wrong.
             MemoryError: There is not enough host memory.
+            ImportError: The storage needs an extra that is missing.
+            StoreError: The storage cannot be used.
         """
+        config = storage_config(storage, namespace.model, namespace.weights_epoch)
         if max_pending_saves < 1:
             raise ValueError(f"{max_pending_saves=} must be at least 1.")
         self._namespace = namespace
@@ -141,7 +177,7 @@ class PrefixStore(Resource):
         self._stats = PrefixStats()
         self._recorder = recorder
         self._num_loads = 0
-        self._generation = 0  # Incremented by `clear`: older transfers do not count.
+        self._generation = 0  # Incremented by `clear`: older calls do not count.
         self._fault: BaseException | None = None
         self._closed = False
         # Guards the attributes above; notified when a save has ended.
@@ -149,6 +185,7 @@ class PrefixStore(Resource):
         self._copier = PrefixCopier(
             self._layout, num_host_blocks, host_bytes, mode, extent_bytes
         )
+        self._storage: PrefixStorage | None = None
         try:
             self._manager = OffloadingManager(
                 namespace.block_size,
@@ -156,6 +193,16 @@ class PrefixStore(Resource):
                 cache_policy,
                 retention=retention,
             )
+            if config is not None:
+                self._storage = PrefixStorage(
+                    config,
+                    storage_namespace(namespace, self._layout),
+                    namespace.block_size,
+                    self._copier,
+                    self._manager,
+                    self._lock,
+                    self._note_fault,
+                )
             if recorder is not None:
                 recorder.describe(
                     namespace.block_size,
@@ -163,6 +210,8 @@ class PrefixStore(Resource):
                     host_blocks=self._manager.num_blocks,
                 )
         except BaseException:
+            if self._storage is not None:
+                self._storage.close()
             self._copier.close()
             raise
 
@@ -201,18 +250,104 @@ class PrefixStore(Resource):
     def stats(self) -> PrefixStats:
         """Counts so far."""
         with self._lock:
-            return self._stats
+            if self._storage is None:
+                return self._stats
+            counts = self._storage.stats
+            return dataclasses.replace(
+                self._stats,
+                storage_written_blocks=counts.num_storage_stored,
+                storage_dropped_blocks=counts.num_storage_dropped,
+                storage_fetched_blocks=counts.num_storage_loaded,
+                storage_missed_blocks=counts.num_storage_failed,
+                storage_evicted_blocks=self._storage.num_blocks_evicted,
+                declined_fetches=counts.num_fetches_declined,
+            )
+
+    @property
+    def storage_stats(self) -> StorageIOStats | None:
+        """What the store has answered, failures by kind; None without `storage`."""
+        return None if self._storage is None else self._storage.io_stats
+
+    @property
+    def num_storage_blocks(self) -> int:
+        """Number of blocks that the store may hold; 0 without `storage`."""
+        return 0 if self._storage is None else self._storage.num_blocks
+
+    @property
+    def num_storage_blocks_held(self) -> int:
+        """Blocks that it is known to hold, or that are on their way there."""
+        with self._lock:
+            return 0 if self._storage is None else self._storage.num_blocks_held
+
+    def note_prefill_rate(self, tokens_per_s: float) -> None:
+        """Say how fast prefills are, so that no slower fetch is waited for.
+
+        From then on `load` takes from the store only what comes sooner than it would
+        be computed, by the rate of the last reads. Without `storage` it does nothing.
+
+        Args:
+            tokens_per_s: Tokens computed in a second; 0 to fetch all there is.
+
+        Raises:
+            ValueError: It is negative, or no number.
+        """
+        if not 0 <= tokens_per_s < float("inf"):
+            raise ValueError(f"{tokens_per_s=} must be a number of at least 0.")
+        with self._lock:
+            if self._storage is not None:
+                self._storage.note_prefill_rate(tokens_per_s)
+
+    def wait_for_storage(self, timeout_s: float | None = None) -> bool:
+        """Wait until the store was listed, and has all that is to be written there.
+
+        Without it all goes on in the background: a process that has just started finds
+        more and more of what is there.
+
+        Args:
+            timeout_s: Seconds to wait at most; None for `storage_deadline_s`.
+
+        Returns:
+            Whether that is so; True without `storage`.
+
+        Raises:
+            RuntimeError: The store was closed.
+        """
+        with self._lock:
+            self._check()
+            return self._storage is None or self._storage.wait(timeout_s)
+
+    def prefetch(self, tokens: TokenIds, extras: Extras = NO_EXTRAS) -> None:
+        """Begin to fetch what only the store has of a prompt that will be loaded soon.
+
+        As for a prompt that waits in a queue. Returns at once, and does nothing without
+        `storage`.
+
+        Args:
+            tokens: int[n]. The prompt.
+            extras: The adapter and salt that it was saved with.
+
+        Raises:
+            ValueError: A token is out of range.
+            RuntimeError: The store was closed.
+        """
+        generation, keys = self._begin(tokens, extras)
+        with self._lock:
+            self._check()
+            if self._storage is not None and generation == self._generation:
+                self._storage.prefetch(keys[: self._layout.num_blocks])
 
     def warm_up(self) -> None:
         """Compile the programs for saves and loads of full length."""
         with self._lock:
             self._check()
             self._manager.warm_up()
+            if self._storage is not None:
+                self._storage.warm_up()
         self._copier.warm_up()
 
     def contains(self, tokens: TokenIds, extras: Extras = NO_EXTRAS) -> bool:
-        """Whether all full blocks of a prompt, at least one, can be loaded."""
-        keys = self._keys(tokens, extras)
+        """Whether all full blocks of a prompt, at least one, are on the host."""
+        _, keys = self._begin(tokens, extras)
         with self._lock:
             self._check()
             return bool(keys) and self._manager.lookup(keys) == len(keys)
@@ -225,9 +360,10 @@ class PrefixStore(Resource):
         min_tokens: int = 0,
         length: int | None = None,
     ) -> PrefixHit | None:
-        """Load the KV of the longest prefix on the host.
+        """Load the KV of the longest prefix on the host, and in the store behind it.
 
-        Waits until the bytes have arrived.
+        Waits until the bytes have arrived: those of a store for `storage_deadline_s` at
+        most. What it has not brought by then is not part of the prefix.
 
         Args:
             tokens: int[n]. The prompt.
@@ -246,12 +382,21 @@ class PrefixStore(Resource):
         length = self.max_tokens if length is None else operator.index(length)
         if not 1 <= length <= self.max_tokens:
             raise ValueError(f"{length=} must be in [1, {self.max_tokens}].")
-        keys = self._keys(tokens, extras)[: length // self.block_size]
+        generation, keys = self._begin(tokens, extras)
+        keys = keys[: length // self.block_size]
         with self._lock:
             self._check()
             self._count(query_tokens=len(tokens))
             self._tell(keys, len(tokens))
-            num_hits = self._manager.lookup(keys)
+            num_on_host = num_hits = self._manager.lookup(keys)
+            if self._storage is not None and keys:
+                self._storage.bring(
+                    keys, min_tokens, lambda: self._is_wanted(generation)
+                )
+                self._check()
+                num_hits = self._manager.lookup(keys)
+            if generation != self._generation:
+                num_hits = 0  # They may be of the weights before `clear`.
             num_tokens = num_hits * self.block_size
             self._record(keys, len(tokens), num_tokens)
             if not num_hits or num_tokens < min_tokens:
@@ -259,7 +404,6 @@ class PrefixStore(Resource):
             keys = keys[:num_hits]
             self._manager.touch(keys)
             host_ids = self._manager.prepare_load(keys).block_ids
-            generation = self._generation
             loading = self._copier.load(
                 host_ids,
                 lambda: generation == self._generation,
@@ -268,8 +412,9 @@ class PrefixStore(Resource):
         pool = loading.result()
         if pool is None:
             return None
+        num_fetched = max(0, num_hits - num_on_host) * self.block_size
         with self._lock:
-            self._count(hit_tokens=num_tokens)
+            self._count(hit_tokens=num_tokens, storage_hit_tokens=num_fetched)
         return PrefixHit(num_tokens, self._layout.join(pool, length))
 
     def save(
@@ -313,16 +458,17 @@ class PrefixStore(Resource):
                 f"{num_tokens=} must be in [0, {most}]: {len(tokens)} tokens are "
                 f"given, and kv has room for {length}."
             )
-        keys = self._keys(tokens[:num_tokens], extras)
+        generation, keys = self._begin(tokens[:num_tokens], extras)
         with self._lock:
             self._check()
             self._lock.wait_for(lambda: self._num_saves < self._max_saves)
             self._check()
+            if generation != self._generation:
+                return 0  # It may be KV of the weights before `clear`.
             keys, output = self._find_room(keys)
             if not output.block_hashes_to_store:
                 return len(keys) * self.block_size
             self._num_saves += 1
-            generation = self._generation
         stored = output.block_hashes_to_store
         end = functools.partial(self._end_save, generation, keys, stored)
         place = {key: n for n, key in enumerate(keys)}
@@ -376,7 +522,7 @@ class PrefixStore(Resource):
         """
         if retention is not None and retention.num_tokens is not None:
             tokens = tokens[: retention.num_tokens]
-        keys = self._keys(tokens, extras)
+        _, keys = self._begin(tokens, extras)
         with self._lock:
             self._check()
             self._manager.retain(keys, retention, int(1000 * self._clock()))
@@ -391,24 +537,65 @@ class PrefixStore(Resource):
             self._lock.wait_for(lambda: not self._num_saves)
             self._check()
 
-    def clear(self) -> None:
-        """Remove all blocks; those in flight will not be found either."""
+    def clear(self, weights_epoch: str | None = None) -> None:
+        """Remove all blocks from the host; those in flight will not be found either.
+
+        A store behind the host keeps its own: only other weights, under another name,
+        do not find them. So with `storage` that name has to be given.
+
+        Args:
+            weights_epoch: Version of the weights from now on; None for the same as
+                before. With `storage` the same may be given by its name: what the store
+                has is then found again by a later listing.
+
+        Raises:
+            ValueError: There is `storage`, and no name. Then nothing changes.
+            RuntimeError: The store was closed.
+        """
         with self._lock:
             self._check()
+            if self._storage is not None:
+                check_weights_epoch(weights_epoch)
+            if weights_epoch is not None:
+                self._namespace = dataclasses.replace(
+                    self._namespace, weights_epoch=weights_epoch
+                )
             self._generation += 1
             self._manager.clear()
+            if self._storage is not None:
+                self._storage.reset()
+                self._lock.notify_all()
 
     def close(self) -> None:
-        """Wait for transfers in flight and end the thread; no calls after this."""
+        """Wait for transfers in flight and end the threads; no calls after this.
+
+        What is on its way to a store has `storage_deadline_s` to get there.
+        """
         with self._lock:
             self._lock.wait_for(lambda: not self._num_saves)
-            self._closed = True
+            was_closed, self._closed = self._closed, True
+            self._lock.notify_all()
+        if self._storage is not None and not was_closed:
+            self._storage.close()
         self._copier.close()
         if self._recorder is not None:
             self._recorder.close()
 
-    def _keys(self, tokens: TokenIds, extras: Extras) -> list[BlockKey]:
-        return KeyChain(self._namespace, extras).extend(tokens)
+    def _begin(self, tokens: TokenIds, extras: Extras) -> tuple[int, list[BlockKey]]:
+        """Make the keys of a prompt, and say of which generation they are."""
+        with self._lock:
+            generation, namespace = self._generation, self._namespace
+        return generation, KeyChain(namespace, extras).extend(tokens)
+
+    def _is_wanted(self, generation: int) -> bool:
+        """Whether a call that has begun is to go on. Needs the lock."""
+        is_well = not self._closed and self._fault is None
+        return is_well and generation == self._generation
+
+    def _note_fault(self, fault: BaseException) -> None:
+        with self._lock:
+            self._fault = self._fault or fault
+            self._lock.notify_all()
 
     def _tell(self, keys: list[BlockKey], num_tokens: int) -> None:
         """Tell a policy that listens of a request. Needs the lock.
@@ -473,6 +660,8 @@ class PrefixStore(Resource):
                 self._manager.complete_store(stored, success=ok)
                 # Evict the tail of a prefix before its head.
                 self._manager.reorder(keys)
+                if ok and self._storage is not None:
+                    self._storage.note_stored(stored)
                 self._count(stored_blocks=len(stored) * ok, failed_saves=not ok)
 
     def _end_load(self, generation: int, keys: list[BlockKey], ok: bool) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkv.integrations.prefix_blocks import (
     AxisRules,
@@ -31,7 +34,9 @@ class PrefixTemplate:
         prefix: PyTree,
         padded_length: int,
         rules: AxisRules | None,
-        make_store: Callable[[list[jax.Array], list[int]], PrefixStore],
+        make_store: Callable[
+            [list[jax.Array], list[int], Callable[[], str]], PrefixStore
+        ],
     ):
         """Read the layout of a cache, which is not kept.
 
@@ -39,7 +44,8 @@ class PrefixTemplate:
             prefix: The cache.
             padded_length: Tokens that it has room for. Not used if there are rules.
             rules: As for `find_sequence_axes`.
-            make_store: Makes the store from the arrays with KV and their sequence axes.
+            make_store: Makes the store from the arrays with KV, their sequence axes,
+                and `describe`.
 
         Raises:
             ValueError: A sequence axis is not clear, or the cache cannot be stored.
@@ -66,12 +72,29 @@ class PrefixTemplate:
         axes = [leaf.axis for leaf in self._leaves if leaf.axis is not None]
         self.padded_length: int = kv[0].shape[axes[0]]
         self.num_bytes = sum(array.nbytes for array in arrays)
-        self.store = make_store(kv, axes)
+        self.store = make_store(kv, axes, self.describe)
 
     @property
     def shardings(self) -> PyTree:
         """The sharding of each leaf."""
         return jax.tree.unflatten(self._treedef, self._shardings)
+
+    def describe(self) -> str:
+        """Name what caches have in common that can be rebuilt from one another's KV.
+
+        The paths and axes of the KV; and what the other leaves are, as in every cache
+        here. It waits for the device.
+        """
+        leaves: list[list[object]] = []
+        for leaf, spec, kept in zip(self._leaves, self._specs, self._kept, strict=True):
+            if leaf.axis is not None:
+                leaves.append([leaf.path, leaf.axis])
+                continue
+            digest = None
+            if kept is not None:
+                digest = hashlib.sha256(np.asarray(kept).tobytes()).hexdigest()
+            leaves.append([leaf.path, str(spec.dtype), list(spec.shape), digest])
+        return json.dumps(leaves)
 
     def split(
         self, prefix: PyTree

@@ -28,7 +28,7 @@ from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.search.groups import FullAttention, GroupSpec
-from jaxkv.search.tiers import Match, first_tokens, search, source_of
+from jaxkv.search.tiers import Match, Source, first_tokens, search, source_of
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.host import OffloadingManager
 from jaxkv.tiers.key_memory import ReuseFilter
@@ -202,7 +202,7 @@ class Storage:
             return False
         self._looked_up[name] = num_found
         lack = self._lack(pool, request, num_computed_tokens)
-        return lack is not None and self._fetch(name, lack)
+        return lack is not None and self.fetch(name, lack)
 
     def would_hold_up(
         self,
@@ -221,10 +221,7 @@ class Storage:
             return bool(wait.events)
         if self._looked_up.get(name) == self.tier.num_found:
             return False
-        tiers = pool, self._host, self.tier
-        lack = find_lack(
-            self._groups, tiers, request, keys, num_computed_tokens, self._rules
-        )
+        lack = self._lack_of(pool, request, keys, num_computed_tokens)
         if lack is None:
             return False
         num = self._most_now(lack)
@@ -316,9 +313,18 @@ class Storage:
                 self.tier.add_found(report.found)
 
     def reset(self) -> None:
-        """Forget all that is known to be in the store, which stays there."""
-        for batch in self._writes.values():
+        """Forget all that is known to be in the store, which stays there.
+
+        The host has been cleared. What is on its way from the store must be over before
+        its blocks are given to others (`StorageWorker.end_fetches`).
+        """
+        for batch in (*self._writes.values(), *self._fetches.values()):
             batch.is_stale = True
+        for batch in self._to_fetch:  # Nobody will report these.
+            self._end_fetch(self._fetches.pop(batch.event))
+        self._to_fetch.clear()
+        self._fetch_of.clear()
+        self._waits.clear()
         self._to_write.clear()
         self._to_delete.clear()
         self._looked_up.clear()
@@ -328,17 +334,33 @@ class Storage:
         self, pool: DeviceBlockPool, request: Request, num_computed_tokens: int
     ) -> Lack | None:
         """Find what only the store has of a request's longest prefix."""
+        keys = self._keys.of(request)
+        return self._lack_of(pool, request, keys, num_computed_tokens)
+
+    def _lack_of(
+        self,
+        pool: DeviceBlockPool,
+        request: Request,
+        keys: Sequence[Sequence[BlockKey]],
+        num_computed_tokens: int,
+    ) -> Lack | None:
+        """Likewise, of a request whose keys are known. Nothing changes."""
+        device = first_tokens(num_computed_tokens)
+        if self._rules.copy_on_device:
+            device = source_of(pool)
+        tiers = device, self._host, self.tier
+        most_tokens = request.num_tokens - 1
         return find_lack(
-            self._groups,
-            (pool, self._host, self.tier),
-            request,
-            self._keys.of(request),
-            num_computed_tokens,
-            self._rules,
+            self._groups, tiers, keys, most_tokens, num_computed_tokens, self._factor
         )
 
-    def _fetch(self, request_id: str, lack: Lack) -> bool:
-        """Begin to fetch what a request lacks; tell whether it is to wait."""
+    def fetch(self, request_id: str, lack: Lack) -> bool:
+        """Begin to fetch what a request lacks; tell whether it is to wait.
+
+        Args:
+            request_id: The request, which waits for nothing.
+            lack: What `find_lack` has just found.
+        """
         num = self._most_now(lack)
         if not num or not self._is_worth(lack, num):
             return False
@@ -470,6 +492,9 @@ class Storage:
 
     def _end_fetch(self, batch: _Batch) -> None:
         self._num_fetched -= len(batch.keys)
+        if batch.is_stale:
+            self._stats.num_storage_failed += len(batch.keys) * self._factor
+            return
         for key in batch.keys:
             del self._fetch_of[key]
         arrived = batch.host_blocks[batch.oks]
@@ -503,32 +528,28 @@ class Storage:
 
 def find_lack(
     groups: tuple[GroupSpec, ...],
-    tiers: tuple[DeviceBlockPool, OffloadingManager, StorageTier],
-    request: Request,
+    tiers: tuple[Source, OffloadingManager, StorageTier],
     keys: Sequence[Sequence[BlockKey]],
-    num_computed_tokens: int,
-    rules: OffloadRules,
+    max_tokens: int,
+    num_computed_tokens: int = 0,
+    factor: int = 1,
 ) -> Lack | None:
     """Find what only the store has of a request's longest prefix. Nothing changes.
 
     Args:
         groups: The groups of the model's layers.
-        tiers: The device's blocks, the host tier and the storage tier.
-        request: The request.
-        keys: Its keys, for each group.
-        num_computed_tokens: What it has of the prefix.
-        rules: What the engine chose.
+        tiers: What the device has, the host tier and the storage tier.
+        keys: The request's keys, for each group.
+        max_tokens: Most tokens that the prefix may have.
+        num_computed_tokens: What the request has of it.
+        factor: Blocks of the request in a host block.
 
     Returns:
         What it lacks; None if nothing, or if the store has nothing of it.
     """
-    pool, host, storage = tiers
-    factor = rules.blocks_per_host_block
-    device = (
-        source_of(pool) if rules.copy_on_device else first_tokens(num_computed_tokens)
-    )
+    device, host, storage = tiers
     sources = device, source_of(host, factor), source_of(storage, factor)
-    match = search(groups, keys, request.num_tokens - 1, sources)
+    match = search(groups, keys, max_tokens, sources)
     if match.num_tokens <= num_computed_tokens:
         return None
     host_rows: list[int] = []

@@ -271,6 +271,18 @@ class StorageWorker:
                 if time.monotonic() > end_s:
                     self._give_up()
 
+    def end_fetches(self) -> None:
+        """Give all fetches up, and wait until nobody writes to their host blocks.
+
+        It does not wait for the store, only for copies in memory. They are reported, as
+        what they have brought until now.
+        """
+        self._give_up_reads()
+        while self._fetches:
+            self.advance()
+            if self._fetches:
+                time.sleep(_PAUSE_S)
+
     def close(self, timeout_s: float = 0.0) -> None:
         """Let go of the store and of the threads.
 
@@ -282,12 +294,15 @@ class StorageWorker:
 
     def _give_up(self) -> None:
         """Wait no more for the store, only for copies in memory."""
+        self._give_up_reads()
+        for write in self._writes.values():
+            write.deadline_s = -math.inf
+
+    def _give_up_reads(self) -> None:
         self._io.cancel(self._read_of)
         for fetch, _ in self._read_of.values():
             fetch.num_open = 0
         self._read_of.clear()
-        for write in self._writes.values():
-            write.deadline_s = -math.inf
 
     def _start_fetch(self, batch: StorageBatch) -> None:
         deadline_s = self._clock() + self._deadline_s

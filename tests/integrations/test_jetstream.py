@@ -20,6 +20,7 @@ from jaxkv.integrations.jetstream import PrefixCache, PrefixValue
 from jaxkv.integrations.jetstream_adapters import AdapterWatch
 from jaxkv.integrations.prefix_blocks import compare_shapes, find_sequence_axes
 from jaxkv.tools.replay.traces import read_trace
+from jaxkv.transfer.storage import StoreError
 from tests.rigs.jetstream_double import (
     AdapterStore,
     Driver,
@@ -591,3 +592,118 @@ def test_the_real_driver_gives_the_same_answers():
     assert len(set(map(str, result["expected"]))) == 2  # The third is the first again.
     assert (result["chunks_without"], result["chunks"]) == (29, 13)
     assert result["hit_tokens"] == 28 + 40
+
+
+STORED = {
+    "model": "double",
+    "weights_epoch": "0",
+    "storage_bytes": "8MiB",
+    "storage_write": "through",
+    "storage_deadline_s": 30.0,
+}
+
+
+def engine_like():
+    """The cache of an engine before any prompt, as a server has it at start."""
+    return Engine().init_cache(), Engine.max_prefill_length
+
+
+def test_a_restarted_server_gives_the_same_tokens_with_fewer_chunks(make, tmp_path):
+    prompts = shared_prompts(20)
+    expected, chunks_without = serve(prompts, None)
+    chunks = []
+    for _ in range(2):
+        cache = make(**STORED, storage=str(tmp_path / "kv"))
+        cache.learn(*engine_like())
+        assert cache.store.wait_for_storage(60)
+        answers, num_chunks = serve(prompts, Flushing(cache))
+        assert answers == expected
+        chunks.append(num_chunks)
+        assert cache.store.wait_for_storage(60)
+        cache.close()
+    assert cache.errors == {}
+    assert chunks[1] < 0.5 * chunks[0] < 0.5 * chunks_without
+    stats = cache.stats
+    assert stats.storage_hit_tokens > 0
+    assert f"{stats.storage_fetched_blocks} fetched" in cache.gen_statistic_str()
+
+
+@pytest.mark.parametrize(
+    ("others", "is_found"),
+    [
+        ({}, True),
+        ({"index": jnp.full((1,), 4, jnp.int32)}, False),
+        ({"generated": jnp.ones((5, 2, 8))}, False),
+        ({"generated": jnp.zeros((6, 2, 8))}, False),
+    ],
+)
+def test_what_is_stored_is_found_by_caches_that_are_alike_elsewhere(
+    make, tmp_path, others, is_found
+):
+    tokens, folder = tuple(range(24)), str(tmp_path / "kv")
+    cache = make(**STORED, storage=folder)
+    cache.save(tokens, value_of(tokens))
+    cache.flush()
+    assert cache.store.wait_for_storage(60)
+    cache.close()
+    cache = make(**STORED, storage=folder)
+    cache.learn(engine_cache((1, 2, 3), **others), 32)
+    assert cache.store.wait_for_storage(60)
+    found = cache.load(tokens)
+    assert (found is not None) == is_found
+    if is_found:
+        check_value(found, tokens)
+
+
+def test_what_storage_needs_is_asked_for_in_one_line(make, tmp_path):
+    stored = STORED | {"storage": str(tmp_path / "kv")}
+    for name in ("model", "weights_epoch"):
+        with pytest.raises(ValueError, match=f"storage needs a {name}, which is ''"):
+            make(**stored | {name: ""})
+    with pytest.raises(ValueError, match="needs an AdapterWatch"):
+        make(**stored, extras_of=AdapterWatch())
+    with pytest.raises(TypeError, match="unexpected keyword argument 'storages'"):
+        make(storages="kv")
+    for learns in (False, True):
+        cache = make(**stored, extras_of=AdapterWatch(version_of=str))
+        if learns:
+            cache.learn(engine_cache(), 32)
+        with pytest.raises(ValueError, match="must name the weights from now on"):
+            cache.clear()
+        cache.clear("1")
+        cache.learn(engine_cache(), 32)
+        assert cache.store._namespace.weights_epoch == "1"
+    make().clear()
+
+
+def test_storage_that_cannot_be_had_is_asked_for_once_by_save(make, caplog, tmp_path):
+    (tmp_path / "file").write_text("")
+    cache = make(**STORED, storage=str(tmp_path / "file"))
+    assert [cache.save(KEY, value_of(KEY)) for _ in range(3)] == [False] * 3
+    assert "name a folder that can be made and read" in caplog.text
+    assert "only learn() asks again" in caplog.text
+    with pytest.raises(StoreError, match="name a folder"):
+        cache.learn(engine_cache(), 32)
+    (tmp_path / "file").unlink()
+    cache.learn(engine_cache(), 32)
+    assert cache.save(KEY, value_of(KEY)) is True
+
+
+def test_adapters_with_versions_are_the_same_wherever_their_weights_are():
+    version = {"a": "1"}
+    watches = [AdapterWatch(version_of=version.__getitem__) for _ in range(2)]
+
+    def asked(watch, name, times):
+        for path in range(times):
+            asyncio.run(stores[watch].register_adapter(name, path, {}))
+        asyncio.run(stores[watch].get_lora_weights(name, load_if_not_loaded=True))
+        return watch._thread.asked
+
+    stores = {watch: watch.store(AdapterStore(PARAMS)) for watch in watches}
+    first = [asked(watch, "a", 1 + n) for n, watch in enumerate(watches)]
+    assert first[0] == first[1]
+    version["a"] = "2"
+    assert asked(watches[0], "a", 1) not in first
+    # No version: no other process finds it, and the driver goes on.
+    unknown = [asked(watch, "b", 1) for watch in watches]
+    assert unknown[0] != unknown[1]

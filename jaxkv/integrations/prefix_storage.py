@@ -1,0 +1,435 @@
+"""A store behind a prefix store's host blocks: a folder, a bucket or a Redis.
+
+What a prompt finds only there is fetched to the host before it is loaded, and what is
+worth keeping is written behind the host's back, by the parts that do it for a
+scheduler: `Storage` decides, and `StorageWorker` moves bytes, on the copier's thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict, cast
+
+import jax
+
+from jaxkv import ConfigError, Namespace, OffloadConfig, OffloadingManager
+from jaxkv.integrations.prefix_copier import PrefixCopier
+from jaxkv.integrations.prefix_layout import PrefixLayout
+from jaxkv.scheduling.gate import Gate
+from jaxkv.scheduling.request_keys import RequestKeys
+from jaxkv.scheduling.rules import OffloadRules, StorageWrite
+from jaxkv.scheduling.stats import OffloadStats
+from jaxkv.scheduling.storage import Storage, find_lack
+from jaxkv.scheduling.storage_worker import StorageWorker, open_storage
+from jaxkv.search.groups import FullAttention
+from jaxkv.search.tiers import first_tokens
+from jaxkv.tiers.storage import StorageTier
+from jaxkv.transfer.storage import StorageIOStats
+from jaxkv.types import BlockKey
+
+# How long the thread sleeps between two looks: while something moves, while nothing
+# answers, and while nothing is under way.
+_LEAST_PAUSE_S, _MOST_PAUSE_S, _IDLE_S = 1e-3, 0.05, 0.25
+
+_log = logging.getLogger(__name__)
+
+
+class StorageKeys(TypedDict, total=False):
+    """Keys of `OffloadConfig` about the store, as docs/configuration.md has them."""
+
+    storage: str | None
+    storage_bytes: int | str
+    storage_write: StorageWrite
+    max_storage_blocks: int
+    storage_deadline_s: float
+    storage_list_s: float | None
+    storage_secret: str | None
+
+
+def storage_config(
+    given: Mapping[str, Any], model: str, weights_epoch: str
+) -> OffloadConfig | None:
+    """Check the keys of a store, before anything is set aside for it.
+
+    Args:
+        given: What was passed beyond the named arguments.
+        model: What names the model.
+        weights_epoch: What names its weights.
+
+    Returns:
+        A configuration with them; None if there is to be no store.
+
+    Raises:
+        TypeError: A name is no key of a store.
+        ConfigError: A value is wrong, or the model or its weights have no name.
+        ValueError: Several processes serve one model.
+    """
+    for name in given:
+        if name not in StorageKeys.__annotations__:
+            raise TypeError(f"got an unexpected keyword argument {name!r}")
+    config = OffloadConfig.from_dict(given)
+    if config.storage is None:
+        return None
+    for name, value in (("model", model), ("weights_epoch", weights_epoch)):
+        if not value:
+            raise ConfigError(
+                [
+                    f"storage needs a {name}, which is {value!r}: what is there "
+                    "outlives the process, and must not be taken for that of other "
+                    "weights."
+                ]
+            )
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"storage needs a model that one process serves, not {jax.process_count()}:"
+            " prefix stores of several processes do not agree on what they find."
+        )
+    return config
+
+
+def check_weights_epoch(weights_epoch: str | None) -> None:
+    """Refuse to forget what is in a store without a name for the weights to come.
+
+    Raises:
+        ValueError: There is no name.
+    """
+    if not weights_epoch:
+        raise ValueError(
+            f"{weights_epoch=} must name the weights from now on, as the storage keeps "
+            "the KV of those before; the same name, if they are the same."
+        )
+
+
+def storage_namespace(namespace: Namespace, layout: PrefixLayout) -> bytes:
+    """Name what the bytes of all blocks depend on, but for the weights.
+
+    Those are in the keys alone: so blocks of older weights are found by listings, and
+    deleted when the store is full.
+    """
+    return json.dumps(
+        [
+            "jaxkv prefix store 1",
+            namespace.model,
+            namespace.kv_dtype,
+            namespace.layout,
+            namespace.block_size,
+            [(leaf.name, leaf.axis) for leaf in layout.leaves],
+        ]
+    ).encode()
+
+
+class PrefixStorage:
+    """Fetches blocks for the loads of a prefix store, and writes what it has.
+
+    Methods need the prefix store's lock, unless they say otherwise. A thread of its
+    own looks after what is under way; `lock` is notified when some of it is over.
+
+    Args:
+        config: The keys of the store.
+        namespace: What the bytes of all blocks depend on.
+        block_size: Tokens per block.
+        copier: Has the engine, and the thread that owns it.
+        manager: The host tier.
+        lock: The prefix store's, which guards the host tier too.
+        note_fault: Told, without the lock, of an exception that nobody expected.
+
+    Raises:
+        ValueError: An argument is wrong.
+        ImportError: The store needs an extra that is missing.
+        StoreError: The store cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        namespace: bytes,
+        block_size: int,
+        copier: PrefixCopier,
+        manager: OffloadingManager,
+        lock: threading.Condition,
+        note_fault: Callable[[BaseException], None],
+    ) -> None:
+        if config.storage_write == "on_evict" and not manager.tells_victims:
+            raise ValueError(
+                "storage_write='on_evict' needs cache_policy='lru', without retention: "
+                "another policy does not tell what it would evict."
+            )
+        self._copier = copier
+        self._host = manager
+        self._lock = lock
+        self._note_fault = note_fault
+        self._groups = (FullAttention(block_size),)
+        self._deadline_s = config.storage_deadline_s
+        rules = OffloadRules(
+            storage_write=config.storage_write,
+            max_storage_blocks=config.max_storage_blocks,
+            skip_slow_loads=True,  # Once `note_prefill_rate` was called.
+            block_bytes=copier.engine.block_bytes,
+        )
+        self._stats = OffloadStats()
+        self._gate = Gate(rules, self._stats)
+        self._prefill_tokens_per_s = 0.0
+        self._worker: StorageWorker = copier.run(
+            functools.partial(
+                open_storage,
+                copier.engine,
+                cast(str, config.storage),
+                namespace=namespace,
+                secret=config.storage_secret,
+                deadline_s=config.storage_deadline_s,
+                list_every_s=config.storage_list_s,
+                max_blocks=config.max_storage_blocks,
+            )
+        ).result()
+        try:
+            num_blocks = self._worker.num_blocks(cast(int, config.storage_bytes))
+            self._tier = StorageTier(block_size, num_blocks)
+        except BaseException:
+            self._worker.close()
+            raise
+        self._storage = Storage(
+            self._groups,
+            manager,
+            self._tier,
+            rules,
+            self._gate,
+            RequestKeys(len(self._groups)),
+            self._stats,
+        )
+        self._num_asked = 0
+        self._num_waiting = 0
+        self._is_listed = False
+        self._is_closed = False
+        self._pause_s = _LEAST_PAUSE_S
+        self._told: set[str] = set()  # Failures that the log has.
+        self._wake = threading.Event()
+        self._thread = threading.Thread(
+            # The thread must not keep this, and gigabytes, from being collected.
+            target=_look_after,
+            args=(weakref.ref(self), self._wake),
+            name="jaxkv prefix storage",
+            daemon=True,
+        )
+        self._thread.start()
+
+    @property
+    def stats(self) -> OffloadStats:
+        """Counts so far, those of `num_storage_...` and `num_fetches_declined`."""
+        return self._stats
+
+    @property
+    def io_stats(self) -> StorageIOStats:
+        """What the store has answered; needs no lock."""
+        return self._worker.storage_io.stats
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the store may hold."""
+        return self._tier.num_blocks
+
+    @property
+    def num_blocks_held(self) -> int:
+        """Blocks that it is known to hold, or that are on their way there."""
+        return self._tier.num_held_blocks
+
+    @property
+    def num_blocks_evicted(self) -> int:
+        """Blocks that it was to delete to make room."""
+        return self._tier.num_evicted
+
+    def note_prefill_rate(self, tokens_per_s: float) -> None:
+        """Tell the gate how fast prefills are; 0 for no gate."""
+        self._gate.note_rates(0.0, tokens_per_s)
+        self._prefill_tokens_per_s = tokens_per_s
+
+    def warm_up(self) -> None:
+        """Load what the index runs."""
+        self._tier.warm_up(step_by_step=False)
+
+    def note_stored(self, keys: Sequence[BlockKey]) -> None:
+        """Note that blocks have got to the host."""
+        self._storage.note_stored(keys)
+        self._wake.set()
+
+    def bring(
+        self, keys: list[BlockKey], min_tokens: int, is_wanted: Callable[[], bool]
+    ) -> None:
+        """Fetch what only the store has of a prefix; waits until it is on the host.
+
+        The lock is released while it waits, and held from then on, so that nothing of
+        it is evicted before its caller holds it. It waits for the deadline at most.
+
+        Args:
+            keys: The prefix.
+            min_tokens: Fetch nothing if fewer tokens are found on the host and there.
+            is_wanted: Whether the caller still wants it, asked with the lock.
+        """
+        self._storage.note_asked(keys)
+        self._wake.set()
+        until_s = time.monotonic() + self._deadline_s
+        # As much as there is room for at a time.
+        while (name := self._begin(keys, min_tokens)) is not None:
+            self._num_waiting += 1
+            is_there = self._lock.wait_for(
+                lambda name=name: (  # type: ignore[misc]
+                    not self._storage.is_awaited(name)
+                    or self._is_closed
+                    or not is_wanted()
+                ),
+                max(0.0, until_s - time.monotonic()),
+            )
+            self._num_waiting -= 1
+            self._storage.release(name)
+            if not is_there or self._is_closed or not is_wanted():
+                return
+
+    def prefetch(self, keys: list[BlockKey]) -> None:
+        """Begin to fetch what only the store has of a prefix; waits for nothing."""
+        name = self._begin(keys, 0)
+        if name is not None:
+            self._storage.release(name)
+
+    def reset(self) -> None:
+        """Forget what the store has, and what is under way; the host was cleared."""
+        self._storage.reset()
+        # Before any save is given the host blocks of what is fetched.
+        self._copier.run(self._end_fetches)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the store was listed, and all that is to be written is there.
+
+        Args:
+            timeout_s: Seconds to wait at most; None for the deadline.
+
+        Returns:
+            Whether that is so.
+        """
+        timeout_s = self._deadline_s if timeout_s is None else timeout_s
+        self._wake.set()
+        self._lock.wait_for(lambda: self._is_idle or self._is_closed, timeout_s)
+        return self._is_idle
+
+    def close(self) -> None:
+        """Give writes the deadline's time, and end the threads; without the lock."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._wake.set()
+            self._lock.wait_for(lambda: not self._storage.has_writes, self._deadline_s)
+            self._is_closed = True
+            self._lock.notify_all()
+        self._wake.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._copier.run(self._end_fetches).result()
+        self._worker.close()
+        self._log_failures()
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._is_listed and not self._storage.has_writes
+
+    def _begin(self, keys: list[BlockKey], min_tokens: int) -> str | None:
+        """Begin to fetch a part of a prefix; None if there is nothing to wait for."""
+        if self._is_closed or not self._tier.num_held_blocks:
+            return None
+        max_tokens = len(keys) * self._groups[0].block_size
+        tiers = first_tokens(0), self._host, self._tier
+        lack = find_lack(self._groups, tiers, [keys], max_tokens)
+        if lack is None or lack.match.num_tokens < min_tokens:
+            return None
+        rates = 0.0, self._prefill_tokens_per_s, self._worker.read_bytes_per_s
+        self._gate.note_rates(*rates)
+        name = str(self._num_asked)
+        self._num_asked += 1
+        if not self._storage.fetch(name, lack):
+            return None
+        self._wake.set()
+        return name
+
+    # What follows runs in threads, without the lock.
+
+    def _end_fetches(self) -> None:
+        self._guarded(self._worker.end_fetches)
+
+    def _step(self) -> bool:
+        """Go on with what is under way; tell whether there was news."""
+        with self._lock:
+            moves = None if self._is_closed else self._storage.issue()
+        self._worker.start(moves)
+        reports = self._worker.take_reports()
+        with self._lock:
+            self._storage.report(reports)
+            is_news = bool(moves or reports) or self._is_listed < self._worker.is_listed
+            self._is_listed = self._is_listed or self._worker.is_listed
+            if is_news:
+                self._lock.notify_all()
+        return is_news
+
+    def _guarded(self, task: Callable[[], Any]) -> Any:
+        try:
+            return task()
+        except BaseException as error:
+            self._note_fault(error)
+            return None
+
+    def look(self) -> float:
+        """Look at what is under way; for the thread.
+
+        Returns:
+            For how long to sleep; 0 if this was the last time.
+        """
+        try:
+            looking = self._copier.run(functools.partial(self._guarded, self._step))
+        except RuntimeError:  # The interpreter ends, and nobody has closed this.
+            return 0.0
+        is_news = looking.result()
+        with self._lock:
+            if is_news is None or self._is_closed:
+                return 0.0
+            is_busy = self._worker.num_in_flight or not self._is_idle
+            most_s = _LEAST_PAUSE_S if self._num_waiting else _MOST_PAUSE_S
+        if is_news:
+            self._pause_s = _LEAST_PAUSE_S
+        elif is_busy:
+            self._pause_s = min(2 * self._pause_s, most_s)
+        else:
+            self._pause_s = _IDLE_S
+        if not is_news:
+            self._log_failures()
+        return self._pause_s
+
+    def _log_failures(self) -> None:
+        """Log each kind of failure once, for whoever looks after the server."""
+        stats = self.io_stats
+        kinds = {f"{what}: failed" for what in stats.failed}
+        kinds |= {f"{what}: objects are not right" for what in stats.refused}
+        for kind in sorted(kinds - self._told):
+            self._told.add(kind)
+            _log.warning(
+                "The store behind the prefix cache: %s%s. What it does not bring is "
+                "computed (only counted from now on).",
+                kind,
+                f" ({stats.last_error})" if kind.endswith("failed") else "",
+            )
+
+
+def _look_after(
+    storage_ref: weakref.ReferenceType[PrefixStorage], wake: threading.Event
+) -> None:
+    """Look at what is under way until it is closed or gone; the work of a thread."""
+    pause_s = _LEAST_PAUSE_S
+    while pause_s:
+        wake.wait(pause_s)
+        wake.clear()
+        storage = storage_ref()
+        if storage is None:
+            return
+        pause_s = storage.look()
+        del storage

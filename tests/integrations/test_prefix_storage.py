@@ -1,0 +1,628 @@
+"""A prefix store with storage behind it: warm after a restart, and never wrong.
+
+What a token's KV is, `known_kv` tells from the tokens before it; so any process knows
+what has to come back.
+"""
+
+import concurrent.futures
+import contextlib
+import gc
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import ConfigError, Extras, Namespace, OffloadConfig
+from jaxkv.config import KEYS
+from jaxkv.integrations.prefix_storage import StorageKeys
+from jaxkv.integrations.prefix_store import PrefixStore
+from jaxkv.keys.hashing import NO_EXTRAS
+from jaxkv.transfer.storage import StoreError, open_store
+from tests.integrations.test_prefix_store import (
+    BLOCK,
+    LENGTH,
+    NAMESPACE,
+    POLICIES,
+    check_at_rest,
+    random_prompt,
+)
+from tests.rigs.faulty_store import Faults, FaultyStore
+from tests.rigs.known_kv import SEQUENCE_AXIS, check_hit, known_kv, to_device
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = list(range(100, 100 + 30))  # Seven blocks, and two tokens.
+NUM_BLOCKS, NUM_TOKENS = 7, 28
+OTHER = list(range(7, 7 + 30))
+LIKE = to_device(known_kv([], LENGTH))
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Make stores that share a folder, and are closed after the test."""
+    stores = []
+
+    def make(like=LIKE, num_host_blocks=64, **arguments):
+        defaults = {
+            "namespace": NAMESPACE,
+            "sequence_axis": SEQUENCE_AXIS,
+            "storage": str(tmp_path / "kv"),
+            "storage_bytes": "1MiB",
+            "storage_write": "through",
+            "storage_deadline_s": 30.0,  # Longer than this machine ever stalls.
+        }
+        if num_host_blocks in POLICIES:
+            defaults["cache_policy"] = POLICIES[num_host_blocks]
+        stores.append(
+            PrefixStore(like, num_host_blocks=num_host_blocks, **defaults | arguments)
+        )
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+def save(store, tokens, extras=NO_EXTRAS):
+    """Save a prompt, and wait until it is wherever it gets to."""
+    store.save(tokens, to_device(known_kv(tokens, LENGTH, extras)), extras=extras)
+    store.flush()
+
+
+def filled(make, *prompts, **arguments):
+    """Fill the folder by a store that is gone then."""
+    with make(**arguments) as store:
+        for tokens in prompts or (PROMPT,):
+            save(store, tokens)
+        assert store.wait_for_storage(60)
+    return store
+
+
+def files_of(tmp_path):
+    return sorted(path for path in (tmp_path / "kv").rglob("*") if path.is_file())
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    """Put faults before each store that is opened from now on."""
+    opened, faults = [], Faults()
+
+    def open_faulty(url):
+        opened.append(FaultyStore(open_store(url), len(opened), faults))
+        return opened[-1]
+
+    monkeypatch.setattr("jaxkv.scheduling.storage_worker.open_store", open_faulty)
+    yield faults
+    vars(faults).update(vars(Faults()))
+    for store in opened:
+        store.let_go()
+
+
+@pytest.mark.parametrize("mode", ["fused", "staged"])
+def test_a_store_that_is_made_anew_is_warm(make, mode):
+    before = filled(make, mode=mode)
+    assert before.stats.storage_written_blocks == NUM_BLOCKS
+    assert before.stats.storage_dropped_blocks == 0
+    store = make(mode=mode)
+    assert store.wait_for_storage(60)
+    assert (store.num_storage_blocks_held, store.held_bytes) == (NUM_BLOCKS, 0)
+    assert not store.contains(PROMPT)
+    hit = store.load([*PROMPT, 1, 2, 3])
+    assert hit.num_tokens == NUM_TOKENS
+    check_hit(hit, PROMPT)
+    stats = store.stats
+    assert (stats.hit_tokens, stats.storage_hit_tokens) == (NUM_TOKENS, NUM_TOKENS)
+    assert (stats.storage_fetched_blocks, stats.storage_missed_blocks) == (7, 0)
+    assert store.contains(PROMPT)
+    check_hit(store.load(PROMPT), PROMPT)  # On the host now.
+    assert store.stats.storage_fetched_blocks == NUM_BLOCKS
+    assert store.stats.storage_hit_tokens == NUM_TOKENS
+    assert store.load(OTHER) is None
+    assert store.stats.storage_written_blocks == 0
+    check_at_rest(store)
+
+
+WARM = """
+import sys
+import jax
+jax.config.update("jax_platforms", "cpu")
+from tests.integrations import test_prefix_storage as t
+store = t.PrefixStore(
+    t.LIKE, namespace=t.NAMESPACE, num_host_blocks=64, cache_policy=t.POLICIES[64],
+    sequence_axis=t.SEQUENCE_AXIS, storage=sys.argv[1], storage_bytes="1MiB",
+    storage_deadline_s=30.0,
+)
+assert store.wait_for_storage(60)
+hit = store.load(t.PROMPT)
+t.check_hit(hit, t.PROMPT)
+print(hit.num_tokens, store.stats.storage_hit_tokens)
+store.close()
+"""
+
+
+def test_another_process_is_warm(make, tmp_path):
+    filled(make)
+    done = subprocess.run(
+        [sys.executable, "-c", WARM, str(tmp_path / "kv")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["28", "28"]
+
+
+def test_two_stores_find_what_the_other_has_written(make):
+    one, two = (make(storage_list_s=0.02) for _ in range(2))
+    save(one, PROMPT)
+    save(two, OTHER)
+    for store, tokens in ((one, OTHER), (two, PROMPT)):
+        until_s = time.monotonic() + 60
+        while (hit := store.load(tokens)) is None and time.monotonic() < until_s:
+            time.sleep(0.02)
+        while hit.num_tokens < NUM_TOKENS and time.monotonic() < until_s:
+            hit = store.load(tokens)
+        assert hit.num_tokens == NUM_TOKENS
+        check_hit(hit, tokens)
+        assert store.stats.storage_fetched_blocks == NUM_BLOCKS
+
+
+def flip(path):
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) * 3 // 4] ^= 4
+    path.write_bytes(raw)
+
+
+DAMAGE = {
+    "torn": lambda path, other: os.truncate(path, 200),
+    "empty": lambda path, other: os.truncate(path, 0),
+    "foreign": lambda path, other: path.write_bytes(b"something else" * 40),
+    "flipped": lambda path, other: flip(path),
+    "of another key": lambda path, other: path.write_bytes(other),
+    "gone": lambda path, other: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.parametrize("num", [1, NUM_BLOCKS])
+def test_objects_that_are_not_right_are_misses(make, tmp_path, name, num):
+    filled(make)
+    files = files_of(tmp_path)
+    assert len(files) == NUM_BLOCKS
+    store = make()
+    assert store.wait_for_storage(60)
+    others = [files[n - 1].read_bytes() for n in range(NUM_BLOCKS)]
+    for n in random.Random(num).sample(range(NUM_BLOCKS), num):
+        DAMAGE[name](files[n], others[n])
+    hit = store.load(PROMPT)
+    assert store.stats.storage_missed_blocks == num
+    assert store.stats.storage_fetched_blocks == NUM_BLOCKS - num
+    if hit is not None:
+        assert hit.num_tokens < NUM_TOKENS
+        check_hit(hit, PROMPT)
+    save(store, PROMPT)  # It was computed again.
+    check_hit(store.load(PROMPT), PROMPT)
+    assert store.wait_for_storage(60)
+    check_at_rest(store)
+
+
+def renamed(like):
+    return {"keys": like["key"], "layers": like["layers"]}
+
+
+OF_OTHERS = {
+    "another model": {"namespace": Namespace("m", "0", "mixed", "made up", BLOCK)},
+    "other weights": {"namespace": Namespace("model", "1", "mixed", "made up", BLOCK)},
+    "another block size": {"namespace": Namespace("model", "0", "mixed", "made up", 2)},
+    "another dtype": {
+        "like": LIKE | {"key": LIKE["key"].view(jnp.uint16).astype(jnp.float16)}
+    },
+    "another shape": {"like": LIKE | {"key": jnp.zeros((LENGTH, 4, 4), jnp.bfloat16)}},
+    "other names": {
+        "like": renamed(LIKE),
+        "sequence_axis": {"keys": 0, "layers": [1, 2]},
+    },
+    "another axis": {
+        "like": LIKE | {"key": jnp.zeros((2, LENGTH, 8), jnp.bfloat16)},
+        "sequence_axis": {"key": 1, "layers": [1, 2]},
+    },
+    "a secret": {"storage_secret": "a secret of many letters"},
+}
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_what_others_have_written_is_not_found_and_stays(make, tmp_path, name):
+    filled(make)
+    before = {path: path.read_bytes() for path in files_of(tmp_path)}
+    store = make(**OF_OTHERS[name])
+    assert store.wait_for_storage(60)
+    assert store.load(PROMPT) is None
+    assert store.stats.storage_fetched_blocks == 0
+    store.close()
+    assert {path: path.read_bytes() for path in files_of(tmp_path)} == before
+
+
+def test_arrays_of_another_length_share_what_is_stored(make):
+    filled(make)
+    store = make(like=to_device(known_kv([], 20)))
+    assert store.wait_for_storage(60)
+    hit = store.load(PROMPT)
+    assert hit.num_tokens == 20
+    check_hit(hit, PROMPT)
+
+
+def test_adapters_and_salts_find_only_their_own(make):
+    mine = Extras("salt", "adapter")
+    with make() as store:
+        save(store, PROMPT, mine)
+        assert store.wait_for_storage(60)
+    store = make()
+    assert store.wait_for_storage(60)
+    assert store.load(PROMPT) is None
+    assert store.load(PROMPT, Extras("salt")) is None
+    check_hit(store.load(PROMPT, mine), PROMPT, mine)
+
+
+def test_a_long_prompt_comes_in_parts_that_the_host_has_room_for(make):
+    filled(make)
+    store = make(num_host_blocks=24, max_storage_blocks=2)
+    assert store.wait_for_storage(60)
+    hit = store.load(PROMPT)
+    assert hit.num_tokens == NUM_TOKENS
+    check_hit(hit, PROMPT)
+    check_at_rest(store)
+
+
+def test_a_prefix_longer_than_the_host_comes_as_far_as_there_is_room(make):
+    filled(make)
+    store = make(num_host_blocks=5)
+    assert store.wait_for_storage(60)
+    hit = store.load(PROMPT)
+    assert BLOCK <= hit.num_tokens <= 5 * BLOCK
+    check_hit(hit, PROMPT)
+    check_at_rest(store)
+
+
+def test_nothing_is_fetched_for_a_prefix_that_is_too_short(make):
+    filled(make)
+    store = make()
+    assert store.wait_for_storage(60)
+    assert store.load(PROMPT, min_tokens=NUM_TOKENS + 1) is None
+    assert store.stats.storage_fetched_blocks == 0
+    assert store.load(PROMPT, min_tokens=NUM_TOKENS).num_tokens == NUM_TOKENS
+
+
+def test_the_rest_of_a_prefix_is_fetched_behind_what_the_host_has(make):
+    filled(make)
+    store = make()
+    assert store.wait_for_storage(60)
+    save(store, PROMPT[: 3 * BLOCK])
+    check_hit(store.load(PROMPT), PROMPT)
+    stats = store.stats
+    assert (stats.hit_tokens, stats.storage_hit_tokens) == (NUM_TOKENS, 4 * BLOCK)
+    assert stats.storage_fetched_blocks == 4
+
+
+def test_a_prefetched_prompt_is_on_the_host_when_it_is_loaded(make):
+    filled(make)
+    store = make()
+    assert store.wait_for_storage(60)
+    store.prefetch(OTHER)
+    store.prefetch(PROMPT)
+    until_s = time.monotonic() + 60
+    while not store.contains(PROMPT) and time.monotonic() < until_s:
+        time.sleep(0.01)
+    hit = store.load(PROMPT)
+    check_hit(hit, PROMPT)
+    assert store.stats.storage_hit_tokens == 0
+    assert store.stats.storage_fetched_blocks == NUM_BLOCKS
+    check_at_rest(store)
+
+
+def test_what_comes_slower_than_it_is_computed_is_not_waited_for(make):
+    filled(make, PROMPT, OTHER)
+    store = make()
+    assert store.wait_for_storage(60)
+    store.note_prefill_rate(1e15)
+    check_hit(store.load(PROMPT), PROMPT)  # Nobody knows yet how fast reads are.
+    assert store.load(OTHER) is None
+    assert store.stats.declined_fetches == 1
+    store.note_prefill_rate(0)
+    check_hit(store.load(OTHER), OTHER)
+    with pytest.raises(ValueError, match="tokens_per_s=-1 must be a number"):
+        store.note_prefill_rate(-1)
+
+
+def test_only_what_is_asked_for_again_is_written_by_default(make):
+    store = make(storage_write="on_reuse")
+    assert store.load(PROMPT) is None
+    save(store, PROMPT)
+    assert store.wait_for_storage(60)
+    assert store.stats.storage_written_blocks == 0
+    assert store.load([*PROMPT[:13], 5]).num_tokens == 12
+    assert store.wait_for_storage(60)
+    assert store.stats.storage_written_blocks == 3
+
+
+def test_what_the_host_is_about_to_evict_is_written(make):
+    prompts = [[who] * 9 for who in range(40)]
+    store = make(num_host_blocks=24, storage_write="on_evict", cache_policy="lru")
+    for tokens in prompts:
+        save(store, tokens)
+        assert store.wait_for_storage(60)
+    assert store.stats.evicted_blocks >= 50
+    assert store.stats.storage_written_blocks >= 40
+    assert sum(store.load(tokens) is not None for tokens in prompts) > 12 + 20
+    for policy in ({"cache_policy": "arc"}, {"retention": True}):
+        with pytest.raises(ValueError, match="on_evict' needs cache_policy='lru'"):
+            make(storage_write="on_evict", **policy)
+
+
+def test_a_full_store_deletes_what_was_used_least_recently(make, tmp_path):
+    object_bytes = 192 + BLOCK * 60
+    store = make(storage_bytes=8 * object_bytes)
+    assert store.num_storage_blocks == 8
+    for tokens in (PROMPT, OTHER):
+        save(store, tokens)
+        assert store.wait_for_storage(60)
+    assert store.stats.storage_evicted_blocks == 6
+    store.close()
+    assert len(files_of(tmp_path)) == 8
+    store = make()
+    assert store.wait_for_storage(60)
+    check_hit(store.load(OTHER), OTHER)
+
+
+def test_clearing_needs_a_name_for_the_weights_and_their_kv_is_not_found(make):
+    store = make(storage_list_s=0.02)
+    save(store, PROMPT)
+    assert store.wait_for_storage(60)
+    for nothing in (None, ""):
+        with pytest.raises(ValueError, match="must name the weights from now on"):
+            store.clear(nothing)
+    assert store.contains(PROMPT)
+    store.clear("1")
+    assert store.wait_for_storage(60)
+    time.sleep(0.2)  # It is listed again, whatever is there.
+    assert store.load(PROMPT) is None
+    save(store, PROMPT[:9])
+    store.clear("0")  # The old weights are back.
+    until_s = time.monotonic() + 60
+    while (hit := store.load(PROMPT)) is None and time.monotonic() < until_s:
+        time.sleep(0.02)
+    check_hit(hit, PROMPT)
+
+
+def test_without_storage_a_name_of_other_weights_clears_as_well(make):
+    store = make(storage=None)
+    save(store, PROMPT)
+    store.clear("1")
+    assert store.load(PROMPT) is None
+    save(store, PROMPT)
+    check_hit(store.load(PROMPT), PROMPT)
+    assert store.storage_stats is None
+    assert store.wait_for_storage()
+    store.prefetch(PROMPT)
+    store.note_prefill_rate(5)
+
+
+def test_a_store_that_hangs_is_waited_for_until_the_deadline_alone(make, faulty):
+    filled(make)
+    store = make(storage_deadline_s=0.3)
+    assert store.wait_for_storage(60)
+    faulty.hang = 1.0
+    begin_s = time.monotonic()
+    assert store.load(PROMPT) is None
+    assert 0.25 < time.monotonic() - begin_s < 20
+    assert store.load(PROMPT) is None  # It is not asked for again.
+    save(store, PROMPT)  # What is computed instead is kept, and found.
+    check_hit(store.load(PROMPT), PROMPT)
+    save(store, OTHER)  # Nor does it wait for a write.
+    begin_s = time.monotonic()
+    store.close()
+    assert time.monotonic() - begin_s < 20
+
+
+def test_a_prompt_that_is_cleared_while_it_is_fetched_is_a_miss(make, faulty):
+    filled(make)
+    store = make(num_host_blocks=24)
+    assert store.wait_for_storage(60)
+    faulty.hang = 1.0
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        loading = thread.submit(store.load, PROMPT)
+        until_s = time.monotonic() + 60
+        while not store.held_bytes and time.monotonic() < until_s:
+            time.sleep(0.001)
+        store.clear("1")
+        assert loading.result(timeout=20) is None  # Long before the deadline.
+    faulty.hang = 0.0
+    for first in range(5):  # Its places on the host are given to others.
+        save(store, [first, *OTHER[1:]])
+        check_hit(store.load([first, *OTHER[1:]]), [first, *OTHER[1:]])
+    assert store.wait_for_storage(60)
+    check_at_rest(store)
+
+
+def test_a_close_while_a_prompt_is_fetched_ends_both(make, faulty):
+    filled(make)
+    store = make()
+    assert store.wait_for_storage(60)
+    faulty.hang = 1.0
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        loading = thread.submit(store.load, PROMPT)
+        until_s = time.monotonic() + 60
+        while not store.held_bytes and time.monotonic() < until_s:
+            time.sleep(0.001)
+        store.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            loading.result(timeout=20)
+    store.close()
+
+
+KINDS = {
+    "errors": Faults(error=0.3, raising=0.1),
+    "damage": Faults(cut=0.15, flip=0.15, longer=0.1, swap=0.2, junk=0.1, lose=0.1),
+    "torn writes": Faults(tear=0.5),
+    "late and hanging": Faults(late=0.5, hang=0.05),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_stores_of_eight_threads_never_get_a_wrong_byte(make, faulty, kind):
+    vars(faulty).update(vars(KINDS[kind]))
+    stores = [
+        make(
+            num_host_blocks=24,
+            storage_list_s=0.05,
+            storage_deadline_s=0.5,
+            storage_bytes="20KiB",
+            max_storage_blocks=4,
+        )
+        for _ in range(2)
+    ]
+    loaded = []
+
+    def hammer(seed):
+        rng, store = np.random.default_rng(seed), stores[seed % 2]
+        for _ in range(40):
+            tokens = random_prompt(rng)
+            extras = (NO_EXTRAS, Extras(lora_name="a"))[rng.integers(2)]
+            hit = store.load(tokens, extras)
+            if hit is not None:
+                check_hit(hit, tokens, extras)
+                loaded.append(hit.num_tokens)
+            kv = to_device(known_kv(tokens, LENGTH, extras))
+            store.save(tokens, kv, extras=extras)
+            if rng.random() < 0.05:
+                store.clear("0")
+            if rng.random() < 0.1:
+                store.prefetch(random_prompt(rng), extras)
+
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        for done in [threads.submit(hammer, seed) for seed in range(8)]:
+            done.result(timeout=300)
+    assert loaded
+    stats = [store.stats for store in stores]
+    came = [each.storage_fetched_blocks + each.storage_missed_blocks for each in stats]
+    assert sum(came) > 0
+    assert sum(each.storage_written_blocks for each in stats) > 0
+    vars(faulty).update(vars(Faults()))
+    for store in stores:
+        store.flush()
+        store.wait_for_storage(60)
+        until_s = time.monotonic() + 60
+        while time.monotonic() < until_s:  # Until late fetches are over, too.
+            with contextlib.suppress(AssertionError):
+                check_at_rest(store)
+                break
+            time.sleep(0.02)
+        check_at_rest(store)
+        assert store.stats.failed_loads == store.stats.failed_saves == 0
+
+
+def test_failures_are_logged_once_and_told(make, faulty, caplog):
+    filled(make)
+    store = make()
+    assert store.wait_for_storage(60)
+    faulty.error = 1.0
+    assert store.load(PROMPT) is None
+    assert store.storage_stats.failed["read other"] == NUM_BLOCKS
+    store.close()
+    told = [one.message for one in caplog.records if "read other" in one.message]
+    assert len(told) == 1
+    assert "injected" in told[0]
+
+
+def test_a_bug_in_the_threads_is_raised_by_the_next_call(make, monkeypatch):
+    filled(make)
+    store = make()
+    assert store.wait_for_storage(60)
+
+    def fails(moves):
+        raise KeyError("a mistake in the code")
+
+    monkeypatch.setattr(store._storage._worker, "start", fails)
+    with pytest.raises(RuntimeError, match="thread failed") as raised:
+        store.load(PROMPT)
+    assert "a mistake in the code" in str(raised.value.__cause__)
+
+
+def test_a_store_that_nobody_closes_is_collected_with_its_thread(make, tmp_path):
+    arguments = {"namespace": NAMESPACE, "sequence_axis": SEQUENCE_AXIS}
+    store = PrefixStore(
+        LIKE,
+        num_host_blocks=64,
+        cache_policy=POLICIES[64],
+        storage=str(tmp_path / "kv"),
+        storage_bytes="1MiB",
+        **arguments,
+    )
+    thread, gone = store._storage._thread, weakref.ref(store)
+    assert store.wait_for_storage(60)
+    del store
+    until_s = time.monotonic() + 60
+    while thread.is_alive() and time.monotonic() < until_s:
+        gc.collect()
+        time.sleep(0.05)
+    assert (thread.is_alive(), gone()) == (False, None)
+
+
+def named(**names):
+    fields = {"model": "m", "weights_epoch": "0", "kv_dtype": "", "layout": ""}
+    return Namespace(**(fields | names), block_size=BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"namespace": named(model="")}, ConfigError, "needs a model, which is ''"),
+        (
+            {"namespace": named(weights_epoch="")},
+            ConfigError,
+            "needs a weights_epoch, which is ''",
+        ),
+        ({"storage_bytes": 100}, ValueError, "must be at least 432, what one host"),
+        ({"storage_bytes": "much"}, ConfigError, "storage_bytes='much' must be a size"),
+        ({"storage_write": "never"}, ConfigError, "must be one of on_reuse"),
+        ({"storage_deadline_s": 0}, ConfigError, "a number of seconds above 0"),
+        ({"storage_secret": "short"}, ConfigError, "at least 16 bytes"),
+        ({"storage_byte": 5}, TypeError, "unexpected keyword argument 'storage_byte'"),
+        ({"metrics_port": 5}, TypeError, "unexpected keyword argument 'metrics_port'"),
+        ({"storage": "ftp://host"}, ValueError, "unknown 'ftp'"),
+        ({"storage": "/proc/kv"}, StoreError, "name a folder that can be made"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(make, arguments, error, message):
+    num_threads = threading.active_count()
+    with pytest.raises(error) as raised:
+        make(**arguments)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+    until_s = time.monotonic() + 60
+    while threading.active_count() > num_threads and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert threading.active_count() <= num_threads
+
+
+def test_the_keys_are_those_of_the_configuration(make, tmp_path):
+    assert list(StorageKeys.__annotations__) == [n for n in KEYS if "storage" in n]
+    environ = {"JAXKV_STORAGE": str(tmp_path / "kv"), "JAXKV_STORAGE_WRITE": "through"}
+    environ["JAXKV_STORAGE_BYTES"] = "1MiB"
+    config = OffloadConfig.from_env(environ=environ)
+    store = make(**config.storage_keys())
+    save(store, PROMPT)
+    assert store.wait_for_storage(60)
+    assert store.stats.storage_written_blocks == NUM_BLOCKS
+    none = OffloadConfig().storage_keys()
+    assert none["storage"] is None
+    assert make(**none).num_storage_blocks == 0
