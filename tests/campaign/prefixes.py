@@ -2,7 +2,8 @@
 
 What is found has to be the KV of a beginning of the prompt, bit for bit, of the same
 adapter and salt and of the weights of today; and where there was room and nothing
-failed, all that was saved has to be found.
+failed, all that was saved has to be found. Half of them have a store behind the host,
+which goes wrong, and outlives them.
 """
 
 import threading
@@ -14,9 +15,11 @@ import numpy as np
 from jaxkv import Namespace
 from jaxkv.integrations.jetstream import PrefixCache, PrefixValue
 from jaxkv.integrations.prefix_store import PrefixStore
+from jaxkv.transfer.storage import MemoryStore
 from tests.campaign import truth
 from tests.campaign.setups import POLICIES
 from tests.campaign.users import EXTRAS, PLAIN, random_prompt
+from tests.rigs.faulty_store import Faults, FaultyStore
 from tests.transfer import faults
 
 LENGTH = 64
@@ -62,16 +65,26 @@ class FailingLoads:
 class Store:
     """`PrefixStore`, with the calls that both have here."""
 
-    def __init__(self, block_size, num_host_blocks, policy, mode, extent_bytes):
+    def __init__(
+        self,
+        block_size,
+        num_host_blocks,
+        policy,
+        mode,
+        extent_bytes,
+        weights,
+        **storage,
+    ):
         like = jax.tree.map(jnp.asarray, kv_of([], PLAIN, 0, 0))
         self.store = PrefixStore(
             like,
-            namespace=Namespace("campaign", "", "bytes", "rows", block_size),
+            namespace=Namespace("campaign", weights, "bytes", "rows", block_size),
             num_host_blocks=num_host_blocks,
             cache_policy=policy,
             sequence_axis=SEQUENCE_AXES,
             mode=mode,
             extent_bytes=extent_bytes,
+            **storage,
         )
         self.extras = (PLAIN, *EXTRAS)
         self.clear, self.flush = self.store.clear, self.store.flush
@@ -91,15 +104,27 @@ class Store:
 class JetStream:
     """`PrefixCache`, likewise; a view of it for each adapter and salt."""
 
-    def __init__(self, block_size, num_host_blocks, policy, mode, extent_bytes):
+    def __init__(
+        self,
+        block_size,
+        num_host_blocks,
+        policy,
+        mode,
+        extent_bytes,
+        weights,
+        **storage,
+    ):
         self.cache = PrefixCache(
             block_size=block_size,
+            model="campaign",
+            weights_epoch=weights,
             num_host_blocks=num_host_blocks,
             cache_policy=policy,
             extras_of=None,
             sequence_axes={"key": 0, "layers": 1, "index": None},
             mode=mode,
             extent_bytes=extent_bytes,
+            **storage,
         )
         self.cache.learn(self._prefix(kv_of([], PLAIN, 0, 0)), LENGTH)
         self.store = self.cache.store
@@ -144,12 +169,60 @@ class PrefixUser:
         policy, mode = rng.choice(POLICIES), rng.choice(("fused", "staged"))
         num_host_blocks = 4000 if self.is_roomy else rng.choice((5, 20, 60))
         extent_bytes = rng.choice((None, self.block_size * 28 * 3))
-        note(f"{make.__name__} {policy=} {mode=} {num_host_blocks=} {extent_bytes=}")
-        self.cache = make(self.block_size, num_host_blocks, policy, mode, extent_bytes)
-        copier = self.cache.store._copier
-        copier.engine = self.loads = FailingLoads(copier.engine)
+        sizes = self.block_size, num_host_blocks, policy, mode, extent_bytes
+        storage = {}
+        self.blobs = MemoryStore() if rng.random() < 0.5 else None
+        if self.blobs is not None:
+            writes = "on_reuse", "through", "on_evict"
+            storage = {
+                "storage": "memory://replaced",
+                "storage_bytes": rng.choice((9, 40, 4000)) * (192 + sizes[0] * 28),
+                "storage_write": rng.choice(writes[: 2 + (policy == "lru")]),
+                "max_storage_blocks": rng.choice((1, 3, 128)),
+                "storage_deadline_s": 1.0,
+                "storage_list_s": rng.choice((0.02, 60.0)),
+            }
+        note(f"{make.__name__} {sizes=} {storage=}")
+        self.make = lambda weights: make(*sizes, str(weights), **storage)
         self.weights = 0
         self.stories, self.saved, self.unsure = [], [], False
+        self.begin()
+
+    def begin(self):
+        """Start a server, whose store goes wrong in its own way."""
+        self.cache = self.make(self.weights)
+        copier = self.cache.store._copier
+        copier.engine = self.loads = FailingLoads(copier.engine)
+        if self.blobs is not None:
+            rng = self.rng
+            kinds = vars(Faults())
+            chosen = {name: rng.choice((0.0, 0.0, 0.1)) for name in kinds}
+            chosen |= {"late_s": 0.02, "hang": rng.choice((0.0, 0.0, 0.0, 0.01))}
+            if rng.random() < 0.4:
+                chosen = {}
+            self.note(f"begin {chosen}")
+            blobs = FaultyStore(self.blobs, rng.random(), Faults(**chosen))
+            self.cache.store._storage._worker.storage_io._store = blobs
+
+    def restart(self):
+        """End the server and start another, which may find what was stored."""
+        if self.rng.random() < 0.7:
+            self.cache.flush()
+            self.cache.store.wait_for_storage(0.2)
+        self.count_storage()
+        self.cache.close()
+        self.note("restart")
+        self.begin()
+        self.saved, self.unsure = [], False
+        if self.rng.random() < 0.7:
+            self.cache.store.wait_for_storage(0.2)
+        self.counts["restarts"] += 1
+
+    def count_storage(self):
+        stats = self.cache.store.stats
+        for name in ("written", "dropped", "fetched", "missed", "evicted"):
+            count = getattr(stats, f"storage_{name}_blocks")
+            self.counts[f"store: {name}"] += count
 
     def run(self, num_steps):
         try:
@@ -160,6 +233,7 @@ class PrefixUser:
             if self.counts["saves failed"]:
                 faults.recover(jax.tree.map(jnp.asarray, kv_of([], PLAIN, 0, 0)))
         finally:
+            self.count_storage()
             self.cache.close()
 
     def step(self):
@@ -167,6 +241,11 @@ class PrefixUser:
         chance = rng.random()
         if chance < 0.02:
             self.change_weights()
+        elif chance < 0.03:
+            self.restart()
+        elif chance < 0.04 and self.stories:
+            self.cache.store.prefetch(*self.prompt())
+            self.unsure = self.unsure or self.blobs is not None
         elif chance < 0.05:
             self.flush()
         elif chance < 0.1:
@@ -199,6 +278,8 @@ class PrefixUser:
     def load(self, tokens, extras):
         self.loads.fails = self.rng.random() < 0.05
         found = self.cache.load(tokens, extras)
+        # A fetch that was late may still be about to fail.
+        self.unsure = self.unsure or self.blobs is not None
         self.counts["loads"] += 1
         self.note(f"load {tokens} {extras}: {found and found[0]}")
         if self.loads.fails:
@@ -239,8 +320,8 @@ class PrefixUser:
 
     def change_weights(self):
         """Have everything forgotten, what is on its way as well."""
-        self.cache.clear()
         self.weights += 1
+        self.cache.clear(str(self.weights))
         self.saved, self.unsure = [], False
         self.counts["weights changed"] += 1
         self.note("clear")

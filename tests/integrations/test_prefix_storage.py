@@ -89,6 +89,18 @@ def files_of(tmp_path):
     return sorted(path for path in (tmp_path / "kv").rglob("*") if path.is_file())
 
 
+def run_python(code, tmp_path):
+    return subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "kv")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
 @pytest.fixture
 def faulty(monkeypatch):
     """Put faults before each store that is opened from now on."""
@@ -149,15 +161,7 @@ store.close()
 
 def test_another_process_is_warm(make, tmp_path):
     filled(make)
-    done = subprocess.run(
-        [sys.executable, "-c", WARM, str(tmp_path / "kv")],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    done = run_python(WARM, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["28", "28"]
 
@@ -596,7 +600,11 @@ def named(**names):
         ({"storage_write": "never"}, ConfigError, "must be one of on_reuse"),
         ({"storage_deadline_s": 0}, ConfigError, "a number of seconds above 0"),
         ({"storage_secret": "short"}, ConfigError, "at least 16 bytes"),
-        ({"storage_byte": 5}, TypeError, "unexpected keyword argument 'storage_byte'"),
+        (
+            {"storage_byte": 5},
+            TypeError,
+            "unexpected keyword argument 'storage_byte': did you mean storage_bytes?",
+        ),
         ({"metrics_port": 5}, TypeError, "unexpected keyword argument 'metrics_port'"),
         ({"storage": "ftp://host"}, ValueError, "unknown 'ftp'"),
         ({"storage": "/proc/kv"}, StoreError, "name a folder that can be made"),
@@ -612,6 +620,31 @@ def test_what_cannot_be_is_refused_in_one_line(make, arguments, error, message):
     while threading.active_count() > num_threads and time.monotonic() < until_s:
         time.sleep(0.01)
     assert threading.active_count() <= num_threads
+
+
+def test_several_processes_of_one_model_are_refused(make, monkeypatch):
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    with pytest.raises(ValueError, match="a model that one process serves, not 2"):
+        make()
+
+
+UNCLOSED = """
+import sys
+import jax
+jax.config.update("jax_platforms", "cpu")
+from tests.integrations import test_prefix_storage as t
+store = t.PrefixStore(
+    t.LIKE, namespace=t.NAMESPACE, num_host_blocks=64, sequence_axis=t.SEQUENCE_AXIS,
+    storage=sys.argv[1], storage_bytes="1MiB", storage_write="through",
+)
+t.save(store, t.PROMPT)
+print("end")
+"""
+
+
+def test_a_process_that_closes_nothing_ends(tmp_path):
+    done = run_python(UNCLOSED, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 
 def test_the_keys_are_those_of_the_configuration(make, tmp_path):
