@@ -10,6 +10,7 @@ interface and random weights, and makes the calls of the driver.
 """
 
 import functools
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -128,7 +129,10 @@ def answer(engine, params, prompt, cache, num_tokens=6):
 
 
 def main():
-    """Answer prompts with a common prefix, twice, with and without the cache."""
+    """Answer prompts with a common prefix, twice, with and without the cache.
+
+    Then with two servers, one after the other, that have a store behind the host.
+    """
     engine = TinyEngine()
     params = engine.init_params()
     system = tuple((7 * n * n + 3) % VOCAB for n in range(48))
@@ -149,10 +153,31 @@ def main():
         for prompt in prompts:
             alone.append(answer(engine, params, prompt, cache)[0])
             cache.clear()
+    restarted = []
+    with tempfile.TemporaryDirectory() as folder:  # Or s3://BUCKET, redis://HOST.
+        for server in (1, 2):
+            cache = PrefixCache(
+                block_size=8,
+                num_host_blocks=64,
+                extras_of=None,
+                model="tiny",
+                weights_epoch="seed 0",
+                storage=folder,
+                storage_bytes="64MiB",
+                storage_write="through",
+            )
+            with cache:
+                cache.learn(engine.init_cache(), engine.max_prefill_length)
+                cache.store.wait_for_storage()  # Or serve at once.
+                answered, num_chunks = answer(engine, params, prompts[0], cache)
+                restarted.append(answered)
+                print(f"server {server} computes {num_chunks} chunks of a prompt")
+                cache.flush()
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.init_cache()))
     print(f"chunks computed, prompt by prompt: {chunks}")
     print(f"held on the host: {held} bytes; six whole caches are {6 * whole}")
-    print(f"the same answers: {answers == alone * 2}")
+    same = answers == alone * 2 and restarted == [answers[0]] * 2
+    print(f"the same answers: {same}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Tiny, with random weights, on the CPU. MaxText needs a separate environment:
 """
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -44,15 +45,19 @@ def as_maxtext_wants():
 def maxtext():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DECOUPLE_GCLOUD", "TRUE")
-        from maxtext.configs import pyconfig
-        from maxtext.inference.maxengine import maxengine
-        from maxtext.utils.globals import MAXTEXT_CONFIGS_DIR
+        yield import_maxtext()
 
-        yield SimpleNamespace(
-            initialize=pyconfig.initialize,
-            maxengine=maxengine,
-            base=os.path.join(MAXTEXT_CONFIGS_DIR, "base.yml"),
-        )
+
+def import_maxtext():
+    from maxtext.configs import pyconfig
+    from maxtext.inference.maxengine import maxengine
+    from maxtext.utils.globals import MAXTEXT_CONFIGS_DIR
+
+    return SimpleNamespace(
+        initialize=pyconfig.initialize,
+        maxengine=maxengine,
+        base=os.path.join(MAXTEXT_CONFIGS_DIR, "base.yml"),
+    )
 
 
 def make_engine(maxtext, tmp_path, **settings):
@@ -89,17 +94,22 @@ def make_engine(maxtext, tmp_path, **settings):
 @pytest.fixture(scope="module", params=["scanned", "unscanned"])
 def setup(request, maxtext, tmp_path_factory):
     """An engine, its random weights, and its offload."""
+    made = make_setup(maxtext, tmp_path_factory.mktemp("maxtext"), request.param)
+    with made.offload:
+        yield made
+
+
+def make_setup(maxtext, tmp_path, layers, **storage):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        engine = make_engine(
-            maxtext,
-            tmp_path_factory.mktemp("maxtext"),
-            scan_layers=request.param == "scanned",
-        )
+        engine = make_engine(maxtext, tmp_path, scan_layers=layers == "scanned")
         params = engine.load_params(params=random_params(engine))
-        namespace = Namespace("tiny", "0", "float32", request.param, CHUNK)
-        offload = MaxTextOffload(engine, namespace=namespace, num_host_blocks=256)
-    with offload:
-        yield SimpleNamespace(engine=engine, params=params, offload=offload)
+        namespace = Namespace("tiny", "0", "float32", layers, CHUNK)
+        offload = MaxTextOffload(
+            engine, namespace=namespace, num_host_blocks=256, **storage
+        )
+    return SimpleNamespace(
+        engine=engine, params=params, offload=offload, namespace=namespace
+    )
 
 
 def random_params(engine):
@@ -275,6 +285,62 @@ def test_an_engine_that_cannot_resume_is_refused(maxtext, tmp_path):
     engine = make_engine(maxtext, tmp_path)
     with pytest.raises(ValueError, match="load its parameters first"):
         MaxTextOffload(engine, namespace=namespace, num_host_blocks=4)
+
+
+STORED = {"storage_bytes": "64MiB", "storage_deadline_s": 30.0}
+WARM = """
+import json, os, sys
+os.environ["DECOUPLE_GCLOUD"] = "TRUE"
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", int(sys.argv[1]))
+from tests.integrations import test_maxtext_engine as t
+setup = t.make_setup(
+    t.import_maxtext(), sys.argv[2], sys.argv[3], storage=sys.argv[4], **t.STORED
+)
+assert setup.offload.store.wait_for_storage(60)
+with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    done = setup.offload.prefill(setup.params, t.random_tokens(20, 45))
+    tokens = t.answer(setup, *done[:2], 8)
+stats = setup.offload.store.stats
+setup.offload.close()
+print(json.dumps([done.num_tokens, stats.storage_hit_tokens, tokens]))
+"""
+
+
+def test_a_second_process_is_warm_and_gives_the_same_tokens(setup, tmp_path):
+    folder, prompt = str(tmp_path / "kv"), random_tokens(20, 45)
+    with MaxTextOffload(
+        setup.engine,
+        namespace=setup.namespace,
+        num_host_blocks=256,
+        storage=folder,
+        storage_write="through",
+        **STORED,
+    ) as offload:
+        done = offload.prefill(setup.params, prompt)
+        assert done.num_tokens == 0
+        expected = answer(setup, *done[:2], 8)
+        offload.store.flush()
+        assert offload.store.wait_for_storage(60)
+        assert offload.store.stats.storage_written_blocks == 45 // CHUNK
+    layers = setup.namespace.layout
+    run = subprocess.run(
+        [
+            *(sys.executable, "-c", WARM, str(jax.device_count())),
+            *(str(tmp_path), layers, folder),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert run.returncode == 0, run.stderr
+    # What is left is computed: the last chunk.
+    found = 45 // CHUNK * CHUNK
+    assert json.loads(run.stdout.splitlines()[-1]) == [found, found, expected]
 
 
 def test_the_example_runs(tmp_path):
