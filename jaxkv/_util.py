@@ -48,6 +48,20 @@ def parse_bytes(size: str | SupportsIndex) -> int:
     return num_bytes
 
 
+def check_at_least_one(**values: float) -> None:
+    """Refuse a number of things that is less than 1.
+
+    Args:
+        values: The numbers, by the names that the caller knows them by.
+
+    Raises:
+        ValueError: One is less than 1.
+    """
+    for name, value in values.items():
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1.")
+
+
 def gib(num_bytes: int) -> str:
     """Format bytes in GiB, for messages.
 
@@ -55,6 +69,39 @@ def gib(num_bytes: int) -> str:
     '1.50 GiB'
     """
     return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def size_text(num_bytes: int, space: str = " ") -> str:
+    """Format bytes in the largest unit that gives a whole number.
+
+    >>> size_text(64 << 10), size_text(1536 << 10, ""), size_text(1000)
+    ('64 KiB', '1536KiB', '1000 bytes')
+    """
+    for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if num_bytes and num_bytes % (1 << shift) == 0:
+            return f"{num_bytes >> shift}{space}{unit}"
+    return f"{num_bytes} bytes"
+
+
+def rounded_size(num_bytes: float) -> str:
+    """Format bytes in the largest unit that leaves at least 1, with three digits.
+
+    >>> rounded_size(3 << 29), rounded_size(154664960), rounded_size(1000)
+    ('1.5 GiB', '148 MiB', '1,000 B')
+    """
+    for shift, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if num_bytes >= 1 << shift:
+            return f"{three_digits(num_bytes / (1 << shift))} {unit}"
+    return f"{num_bytes:,.0f} B"
+
+
+def three_digits(value: float) -> str:
+    """Format a number with three digits, or all of a large one.
+
+    >>> three_digits(25.0), three_digits(0.1234), three_digits(12345.6)
+    ('25', '0.123', '12,346')
+    """
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _parse_text(text: str) -> int:

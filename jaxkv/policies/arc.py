@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxkv._util import check_at_least_one
 from jaxkv.keys import words_to_keys
 from jaxkv.native import arc as native
 from jaxkv.native.arc import B1, B2, NO_LIST, T1, T2
@@ -83,13 +84,13 @@ def init(num_blocks: int, max_batch: int) -> ARCState:
         order=recency.init(num_entries, max_batch, _NUM_LISTS),
         sizes=jnp.zeros((_NUM_LISTS,), jnp.int32),
         unused=jnp.arange(num_entries, dtype=jnp.int32)[::-1],
-        target=_zero_target(),
+        target=jnp.zeros((2,), jnp.uint32),  # The bits of 0.0.
     )
 
 
 def find(state: ARCState, keys: Array, count: Array) -> Array:
     """Find the block of each key; see `Policy.find`."""
-    return _blocks(state, _entries(state, keys, _is_meant(keys, count)))
+    return _blocks(state, directory_lib.find_first(state.directory, keys, count))
 
 
 def touch(
@@ -100,7 +101,7 @@ def touch(
     A block of T1 goes to T2 unless its store is in progress. Everything else goes to
     the end of its own list, ghosts too; and those move the target.
     """
-    entries = _entries(state, keys, _is_meant(keys, count))
+    entries = directory_lib.find_first(state.directory, keys, count)
     order = recency.make_room(state.order, count)
     lists = recency.list_of(order, entries)
     new_lists = jnp.where((lists == T1) & ready, T2, lists)
@@ -126,7 +127,7 @@ def insert(
     """
     none = _num_entries(state)
     wanted = block_ids != NO_BLOCK
-    ghosts = _entries(state, keys, wanted)
+    ghosts = directory_lib.find(state.directory, keys, wanted)
     fresh = _take_unused(state, wanted & (ghosts == none))
     directory, added = directory_lib.insert(state.directory, keys, fresh)
     entries = jnp.where(added, fresh, ghosts)
@@ -154,7 +155,7 @@ def insert(
 
 def remove(state: ARCState, keys: Array, block_ids: Array) -> ARCState:
     """Forget keys, without a ghost; see `Policy.remove`."""
-    entries = _entries(state, keys, block_ids != NO_BLOCK)
+    entries = directory_lib.find(state.directory, keys, block_ids != NO_BLOCK)
     lists = recency.list_of(state.order, entries)
     sizes = state.sizes - _count(lists, lists != NO_LIST)
     return ARCState(
@@ -230,9 +231,6 @@ def evict(
 
 def snapshot(state: ARCState) -> dict[str, Any]:
     """Show a state to a reader. For the host, not for jit.
-
-    Args:
-        state: The state, on any device.
 
     Returns:
         The keys in "t1", "t2", "b1" and "b2", from the oldest on, and "target".
@@ -317,9 +315,7 @@ def make_arc_fixed(num_blocks: int, max_batch: int = 4096) -> Policy:
 
 
 def _make(num_blocks: int, max_batch: int, *, fixed: bool) -> Policy:
-    for name, value in (("num_blocks", num_blocks), ("max_batch", max_batch)):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1.")
+    check_at_least_one(num_blocks=num_blocks, max_batch=max_batch)
     return Policy(
         num_blocks=num_blocks,
         max_batch=max_batch,
@@ -333,11 +329,6 @@ def _make(num_blocks: int, max_batch: int, *, fixed: bool) -> Policy:
         native=native.NATIVE_FIXED if fixed else native.NATIVE,
         always_evicts=fixed,
     )
-
-
-def _entries(state: ARCState, keys: Array, meant: Array) -> Array:
-    """Find the entry of each key that is `meant` (bool[K]): i32[K], E for none."""
-    return directory_lib.find(state.directory, keys, meant)
 
 
 def _blocks(state: ARCState, entries: Array) -> Array:
@@ -384,18 +375,8 @@ def _give_back(unused: Array, sizes: Array, entries: Array) -> Array:
     return unused.at[at].set(entries, mode="drop")
 
 
-def _is_meant(keys: Array, count: Array) -> Array:
-    """Tell keys from padding: bool[K]."""
-    return jnp.arange(keys.shape[0], dtype=jnp.int32) < count
-
-
 def _num_entries(state: ARCState) -> int:
     return state.block_ids.shape[0]
-
-
-def _zero_target() -> Array:
-    """Make the bits of 0.0: u32[2]."""
-    return jnp.zeros((2,), jnp.uint32)
 
 
 def _adapt_target(target: Array, lists: Array, sizes: Array, num_blocks: int) -> Array:

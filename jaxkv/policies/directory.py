@@ -108,6 +108,12 @@ def find(directory: Directory, keys: Array, valid: Array) -> Array:
     return found
 
 
+def find_first(directory: Directory, keys: Array, count: Array) -> Array:
+    """Find the entry of each of the first `count` (i32[]) keys; E for the others."""
+    valid = jnp.arange(keys.shape[0], dtype=jnp.int32) < count
+    return find(directory, keys, valid)
+
+
 def insert(
     directory: Directory, keys: Array, entries: Array
 ) -> tuple[Directory, Array]:
@@ -171,26 +177,6 @@ def remove(directory: Directory, entries: Array) -> Directory:
 def tags_of(keys: Array) -> Array:
     """Compute the tag of each key: u32[K], never 0."""
     return _address(keys, 1)[0]
-
-
-def pass_on(directory: Directory, entries: Array, heirs: Array) -> Directory:
-    """Have other entries hold keys, that they have in `keys` already.
-
-    Args:
-        directory: Where.
-        entries: i32[K]. Entries in use, E for padding.
-        heirs: i32[K]. Who gets the key of each; unused entries.
-
-    Returns:
-        The directory after. An entry may be given more than once, with the same heir.
-    """
-    num_slots = directory.entries.shape[0]
-    slots = directory.slots.at[entries].get(mode="fill", fill_value=num_slots)
-    return dataclasses.replace(
-        directory,
-        entries=directory.entries.at[slots].set(heirs, mode="drop"),
-        slots=directory.slots.at[heirs].set(slots, mode="drop"),
-    )
 
 
 def first_occurrence(keys: Array, valid: Array) -> Array:

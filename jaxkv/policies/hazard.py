@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jaxkv._util import check_at_least_one
 from jaxkv.keys import words_to_keys
 from jaxkv.native import hazard as native
 from jaxkv.native.directory import SLOTS_PER_BUCKET
@@ -142,7 +143,7 @@ def init(num_blocks: int, num_ghosts: int, by_flops: bool) -> HazardState:
 
 def find(state: HazardState, keys: Array, count: Array) -> Array:
     """Find the block of each key; see `Policy.find`."""
-    entries = _entries(state, keys, count)
+    entries = directory_lib.find_first(state.directory, keys, count)
     return jnp.where(entries < _num_blocks(state), entries, NO_BLOCK)
 
 
@@ -156,7 +157,7 @@ def touch(state: HazardState, keys: Array, count: Array, ready: Array) -> Hazard
     del ready
     tick = jnp.where(state.is_told | (count == 0), 0, TICK_MS).astype(jnp.uint32)
     now_ms = state.now_ms + tick
-    entries = _entries(state, keys, count)
+    entries = directory_lib.find_first(state.directory, keys, count)
     return dataclasses.replace(
         state,
         now_ms=now_ms,
@@ -365,9 +366,6 @@ def evict(state: HazardState, num: Array, ref_cnt: Array, width: int) -> EvictRe
 def snapshot(state: HazardState) -> dict[str, Any]:
     """Show a state to a reader. For the host, not for jit.
 
-    Args:
-        state: The state, on any device.
-
     Returns:
         The keys in "order", from what would be evicted first on; "now_ms", the time;
         "ghosts", how many keys without a block are known; and "touches", how many
@@ -421,13 +419,9 @@ def make_hazard(
         >>> evicted.block_ids.tolist()  # the deeper one
         [1, -1]
     """
-    for name, value in (
-        ("num_blocks", num_blocks),
-        ("max_batch", max_batch),
-        ("num_ghosts", num_ghosts),
-    ):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1.")
+    check_at_least_one(
+        num_blocks=num_blocks, max_batch=max_batch, num_ghosts=num_ghosts
+    )
     if objective not in ("hits", "flops"):
         raise ValueError(f"{objective=} must be 'hits' or 'flops'.")
     return Policy(
@@ -449,12 +443,6 @@ def make_hazard(
 
 def _num_blocks(state: HazardState) -> int:
     return state.notes.shape[0]
-
-
-def _entries(state: HazardState, keys: Array, count: Array) -> Array:
-    """Find the entry of each key, i32[K]; `num_blocks` where there is none."""
-    is_meant = jnp.arange(keys.shape[0], dtype=jnp.int32) < count
-    return directory_lib.find(state.directory, keys, is_meant)
 
 
 def _known(

@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 from numpy.typing import ArrayLike, NDArray
 
+from jaxkv._util import check_at_least_one
 from jaxkv.keys import words_to_keys
 from jaxkv.native import lru as native
 from jaxkv.native.policy import register_native
@@ -82,7 +83,7 @@ def init(num_blocks: int, max_batch: int) -> LRUState:
 
 def find(state: LRUState, keys: Array, count: Array) -> Array:
     """Find the block of each key; see `Policy.find`."""
-    entries = _entries(state, keys, count)
+    entries = directory_lib.find_first(state.directory, keys, count)
     return jnp.where(entries < _num_blocks(state), entries, NO_BLOCK)
 
 
@@ -90,7 +91,8 @@ def touch(state: LRUState, keys: Array, count: Array, ready: Array) -> LRUState:
     """Record a use of each key, the last first; see `Policy.touch`."""
     del ready  # A block that is being stored is used like any other.
     ranks = count - 1 - jnp.arange(keys.shape[0], dtype=jnp.int32)
-    order = recency.append(state.order, _entries(state, keys, count), ranks, count)
+    entries = directory_lib.find_first(state.directory, keys, count)
+    order = recency.append(state.order, entries, ranks, count)
     return dataclasses.replace(state, order=order)
 
 
@@ -133,9 +135,6 @@ def evict(state: LRUState, num: Array, ref_cnt: Array, width: int) -> EvictResul
 def snapshot(state: LRUState) -> dict[str, Any]:
     """Show a state to a reader. For the host, not for jit.
 
-    Args:
-        state: The state, on any device.
-
     Returns:
         The keys in "order", from the least recently used on.
     """
@@ -169,9 +168,7 @@ def make_lru(num_blocks: int, max_batch: int = 4096) -> Policy:
         >>> evicted.block_ids.tolist()
         [3, -1]
     """
-    for name, value in (("num_blocks", num_blocks), ("max_batch", max_batch)):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1.")
+    check_at_least_one(num_blocks=num_blocks, max_batch=max_batch)
     return Policy(
         num_blocks=num_blocks,
         max_batch=max_batch,
@@ -185,12 +182,6 @@ def make_lru(num_blocks: int, max_batch: int = 4096) -> Policy:
         native=native.NATIVE,
         always_evicts=True,
     )
-
-
-def _entries(state: LRUState, keys: Array, count: Array) -> Array:
-    """Find the entry of each key, i32[K]; `num_blocks` where there is none."""
-    valid = jnp.arange(keys.shape[0], dtype=jnp.int32) < count
-    return directory_lib.find(state.directory, keys, valid)
 
 
 def _num_blocks(state: LRUState) -> int:

@@ -84,19 +84,6 @@ def init(num_entries: int, max_batch: int, num_lists: int = 1) -> RecencyLog:
     )
 
 
-def init_filled(num_entries: int, max_batch: int, first: int = 0) -> RecencyLog:
-    """Make one list of all entries from `first` on, the lowest as the oldest."""
-    log = init(num_entries, max_batch)
-    positions = jnp.arange(log.entries.shape[0], dtype=jnp.int32)
-    places = jnp.arange(num_entries, dtype=jnp.int32) - first
-    return dataclasses.replace(
-        log,
-        entries=jnp.minimum(positions + first, num_entries),
-        places=jnp.maximum(places, NO_PLACE),
-        tail=jnp.asarray(num_entries - first, jnp.int32),
-    )
-
-
 def make_room(log: RecencyLog, count: Array) -> RecencyLog:
     """Move the alive records to the front if `count` more would not fit."""
     length = log.entries.shape[0]

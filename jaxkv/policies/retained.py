@@ -268,10 +268,6 @@ def evict(
 def snapshot(inner: Policy, state: RetainedState) -> dict[str, Any]:
     """Show a state to a reader. For the host, not for jit.
 
-    Args:
-        inner: The inner policy.
-        state: The state, on any device.
-
     Returns:
         What the inner policy shows; and "num_retained", how many blocks have a
         priority above 0 now.

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxkv._util import check_at_least_one
 from jaxkv.keys import words_to_keys
 from jaxkv.native import slru as native
 from jaxkv.native.policy import register_native
@@ -61,13 +62,13 @@ def init(num_blocks: int, max_batch: int) -> SLRUState:
 
 def find(state: SLRUState, keys: Array, count: Array) -> Array:
     """Find the block of each key; see `Policy.find`."""
-    entries = _entries(state, keys, count)
+    entries = directory_lib.find_first(state.directory, keys, count)
     return jnp.where(entries < _num_blocks(state), entries, NO_BLOCK)
 
 
 def touch(state: SLRUState, keys: Array, count: Array, ready: Array) -> SLRUState:
     """Record a use of each key, the last first; see `Policy.touch`."""
-    entries = _entries(state, keys, count)
+    entries = directory_lib.find_first(state.directory, keys, count)
     order = recency.make_room(state.order, count)
     lists = recency.list_of(order, entries)
     is_promoted = (lists == PROBATION) & ready
@@ -145,9 +146,6 @@ def evict(state: SLRUState, num: Array, ref_cnt: Array, width: int) -> EvictResu
 def snapshot(state: SLRUState) -> dict[str, Any]:
     """Show a state to a reader. For the host, not for jit.
 
-    Args:
-        state: The state, on any device.
-
     Returns:
         The keys in "probation" and in "protected", each from the oldest on.
     """
@@ -185,9 +183,7 @@ def make_slru(num_blocks: int, max_batch: int = 4096) -> Policy:
         >>> evicted.block_ids.tolist()
         [1, -1]
     """
-    for name, value in (("num_blocks", num_blocks), ("max_batch", max_batch)):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1.")
+    check_at_least_one(num_blocks=num_blocks, max_batch=max_batch)
     return Policy(
         num_blocks=num_blocks,
         max_batch=max_batch,
@@ -201,12 +197,6 @@ def make_slru(num_blocks: int, max_batch: int = 4096) -> Policy:
         native=native.NATIVE,
         always_evicts=True,
     )
-
-
-def _entries(state: SLRUState, keys: Array, count: Array) -> Array:
-    """Find the entry of each key, i32[K]; `num_blocks` where there is none."""
-    valid = jnp.arange(keys.shape[0], dtype=jnp.int32) < count
-    return directory_lib.find(state.directory, keys, valid)
 
 
 def _remove(state: SLRUState, entries: Array) -> SLRUState:

@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 
+from jaxkv._util import check_at_least_one
 from jaxkv.tools.replay.traces import BLOCK_SIZE, Trace, make_trace
 
 _GAP_MS = 300.0
@@ -46,17 +47,15 @@ def make_synthetic_trace(
         >>> trace.num_requests, trace.num_block_refs > trace.num_unique_blocks
         (100, True)
     """
-    for name, value in (
-        ("num_requests", num_requests),
-        ("num_system_prompts", num_system_prompts),
-        ("system_blocks", system_blocks),
-        ("turn_blocks", turn_blocks),
-        ("turns", turns),
-        ("max_open", max_open),
-        ("block_size", block_size),
-    ):
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1.")
+    check_at_least_one(
+        num_requests=num_requests,
+        num_system_prompts=num_system_prompts,
+        system_blocks=system_blocks,
+        turn_blocks=turn_blocks,
+        turns=turns,
+        max_open=max_open,
+        block_size=block_size,
+    )
     rng = np.random.default_rng(seed)
     popularity = _zipf_cdf(num_system_prompts)
     recency = _zipf_cdf(max_open)
