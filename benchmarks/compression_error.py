@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.tools.bench.machine import machine
+from jaxkv.tools.machine import machine
 from jaxkv.transfer import Compression, TransferEngine
 
 # Tokens, heads, channels.

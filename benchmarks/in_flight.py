@@ -65,7 +65,7 @@ from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.scheduling.worker import OffloadWorker
 from jaxkv.tiers.device import DeviceBlockPool
-from jaxkv.tools.bench.machine import machine
+from jaxkv.tools.machine import machine
 from jaxkv.transfer import TransferEngine
 from jaxkv.transfer.tickets import Piece
 

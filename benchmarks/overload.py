@@ -43,7 +43,7 @@ from jaxkv import (
     SchedulerOutput,
     find_cached_prefix,
 )
-from jaxkv.tools.bench.machine import machine
+from jaxkv.tools.machine import machine
 
 BLOCK, WIDTH = 16, 64  # tokens in a block; numbers in one, 4 bytes each
 DEVICE_BLOCKS, HOST_BLOCKS = 2048, 8192

@@ -36,7 +36,7 @@ from jax import lax
 from jaxkv import OffloadingManager, Retention, make_lru, policy_names
 from jaxkv.keys import PackedKeys, keys_to_words
 from jaxkv.tiers import host_state
-from jaxkv.tools.bench.machine import machine, quartiles
+from jaxkv.tools.machine import machine, quartiles
 from ordered_dict_twin import ARC, Manager, RescanningARC
 
 ROUNDS = 60

@@ -25,7 +25,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 from jaxkv._util import parse_bytes
 from jaxkv.integrations.jetstream import PrefixCache
-from jaxkv.tools.bench.machine import machine
+from jaxkv.tools.machine import machine
 from tests.rigs.jetstream_double import (
     Driver,
     Engine,

@@ -31,7 +31,7 @@ import numpy as np
 
 from engine_calls import BLOCK_SIZE, CHUNK_TOKENS, Engine, Jaxkv, Prompt
 from jaxkv import TraceRecorder
-from jaxkv.tools.bench.machine import machine, quartiles
+from jaxkv.tools.machine import machine, quartiles
 
 ROUNDS = 60
 _WARM_ROUNDS = 5

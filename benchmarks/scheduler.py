@@ -41,7 +41,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from engine_calls import BLOCK_SIZE, CHUNK_TOKENS, Engine, Jaxkv, Prompt, Twin
-from jaxkv.tools.bench.machine import machine, quartiles
+from jaxkv.tools.machine import machine, quartiles
 
 ROUNDS = 20
 _WARM_ROUNDS = 3

@@ -26,7 +26,7 @@ import numpy as np
 
 from jaxkv.scheduling.protocol import NO_EVENT, OffloadMetadata
 from jaxkv.scheduling.worker import OffloadWorker
-from jaxkv.tools.bench.machine import machine
+from jaxkv.tools.machine import machine
 from jaxkv.transfer import TransferEngine
 from jaxkv.transfer.kernels import Mode
 

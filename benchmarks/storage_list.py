@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import time
 
-from jaxkv.tools.bench.machine import machine, quartiles
+from jaxkv.tools.machine import machine, quartiles
 from jaxkv.transfer.storage import LocalStore, ObjectFormat, StorageIO
 
 OBJECTS = ObjectFormat(b"benchmark", "u8[1]", 1)

@@ -27,10 +27,10 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from jaxkv.scheduling import storage_worker
-from jaxkv.tools.bench.machine import machine
 from jaxkv.tools.demo.engine import Engine, EngineConfig
 from jaxkv.tools.demo.model import ModelConfig
 from jaxkv.tools.demo.steps import make_steps
+from jaxkv.tools.machine import machine
 
 WARM_STEPS = 200
 PROMPT_TOKENS, ANSWER_TOKENS = 500, 20

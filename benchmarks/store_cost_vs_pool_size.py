@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.tools.bench.machine import machine, quartiles
+from jaxkv.tools.machine import machine, quartiles
 from jaxkv.transfer import TransferEngine, memory
 
 NUM_LEAVES = 4

@@ -64,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="extend",
         type=split_commas,
         metavar="NAME,...",
-        help=f"devices to compile for, of {', '.join(names)}, or a topology of a TPU, "
+        help=f"devices to compile for: {', '.join(names)}, or a topology of a TPU, "
         "such as v6e:2x2; may be repeated (default: all accelerators whose compiler is "
         "installed)",
     )
@@ -73,14 +73,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="extend",
         type=split_commas,
         metavar="NAME,...",
-        help=f"modes of the transfer engine (default: {','.join(MODES)})",
+        help="modes of the transfer engine; may be repeated (default: "
+        f"{','.join(MODES)})",
     )
     parser.add_argument(
         "--blocks",
         action="extend",
         type=parse_list_of(parse_whole_number_from(1)),
         metavar="N,...",
-        help="blocks that a program moves, each in turn (default: "
+        help="blocks that a program moves, each in turn; may be repeated (default: "
         f"{','.join(map(str, BLOCKS))})",
     )
     parser.add_argument(

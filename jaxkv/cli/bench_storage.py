@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from jaxkv._util import one_line
+from jaxkv._util import one_line, size_text
 from jaxkv.cli import process
 from jaxkv.cli.options import (
     EXIT_OK,
@@ -20,9 +20,8 @@ from jaxkv.cli.options import (
 )
 from jaxkv.cli.progress import show_progress
 from jaxkv.tools.bench import storage_report
-from jaxkv.tools.bench.plan import size_text
+from jaxkv.tools.bench.records import BytesDifferError
 from jaxkv.tools.bench.storage import (
-    BytesDifferError,
     StorageBench,
     StorageConfig,
     StorageFailedError,

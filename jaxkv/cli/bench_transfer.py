@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
+from jaxkv._util import size_text
 from jaxkv.cli.options import (
     EXIT_OK,
     CommandError,
@@ -22,10 +23,10 @@ from jaxkv.cli.options import (
 )
 from jaxkv.cli.progress import show_progress
 from jaxkv.tools.bench import report
-from jaxkv.tools.bench.machine import available_memory_bytes, last_level_cache_bytes
-from jaxkv.tools.bench.plan import make_plan, size_text
-from jaxkv.tools.bench.records import DESIGNS, TransferConfig
-from jaxkv.tools.bench.transfer import BytesDifferError, run_transfer
+from jaxkv.tools.bench.plan import make_plan
+from jaxkv.tools.bench.records import DESIGNS, BytesDifferError, TransferConfig
+from jaxkv.tools.bench.transfer import run_transfer
+from jaxkv.tools.machine import available_memory_bytes, last_level_cache_bytes
 from jaxkv.transfer.kernels import MODES
 
 SUMMARY = "see how fast blocks move, beside other designs and the machine's limit"
@@ -152,4 +153,4 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sizes_text(sizes: tuple[int, ...]) -> str:
-    return ",".join(size_text(size).replace(" ", "") for size in sizes)
+    return ",".join(size_text(size, "") for size in sizes)

@@ -11,7 +11,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
-from jaxkv._util import gib
+from jaxkv._util import gib, rounded_size
 from jaxkv.cli.options import (
     EXIT_FAILED,
     EXIT_OK,
@@ -30,7 +30,7 @@ from jaxkv.cli.options import (
 from jaxkv.cli.progress import show_progress
 from jaxkv.policies import policy_names
 from jaxkv.scheduling.record import TraceRecorder
-from jaxkv.tools.console import make_console
+from jaxkv.tools.console import make_console, print_lines
 from jaxkv.tools.demo.records import DemoConfig
 from jaxkv.transfer.storage.store import shown_url
 
@@ -170,7 +170,6 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, ImportError, StoreError) as error:
         raise UsageError(error) from error
 
-    console = make_console()
     with contextlib.ExitStack() as stack:
         recorder = None
         if args.record:
@@ -178,14 +177,14 @@ def run(args: argparse.Namespace) -> int:
                 recorder = stack.enter_context(TraceRecorder(args.record))
             except OSError as error:
                 raise UsageError(f"--record: {error.strerror}") from error
-        console.print(_what_will_run(config), highlight=False, soft_wrap=True)
+        print_lines([_what_will_run(config)])
         watched: list[tuple[Engine, float]] = []
 
         def watch(engine: Engine) -> None:
             if args.serve_metrics is not None:
                 port = _serve_metrics(engine, args.serve_metrics, stack)
                 url = f"http://127.0.0.1:{port}/metrics"
-                console.print(f"Metrics        {url}", highlight=False, soft_wrap=True)
+                print_lines([f"Metrics        {url}"])
             watched.append((engine, time.monotonic()))
 
         try:
@@ -193,11 +192,11 @@ def run(args: argparse.Namespace) -> int:
                 record = demo_run.run_demo(config, on_progress, watch, recorder)
         except MemoryError as error:
             raise UsageError(f"{_ASK_FOR_LESS}: {error}") from error
-        report.print_report(record, console)
+        report.print_report(record, make_console())
         if recorder is not None:
             recorder.flush()
             told = _what_was_recorded(recorder, config)
-            console.print(told, highlight=False, soft_wrap=True)
+            print_lines([told])
         if args.plot:
             write_picture(args.plot, partial(report.plot_ttft, record))
         if args.json:
@@ -266,8 +265,8 @@ def _check_memory(config: DemoConfig) -> None:
 def _what_is_behind(config: DemoConfig) -> str:
     if config.storage is None:
         return ""
-    place = shown_url(config.storage)
-    return f"Storage        {place}, {gib(config.storage_bytes)} at most\n"
+    place, size = shown_url(config.storage), rounded_size(config.storage_bytes)
+    return f"Storage        {place}, {size} at most\n"
 
 
 def _what_will_run(config: DemoConfig) -> str:
@@ -286,10 +285,10 @@ def _what_will_run(config: DemoConfig) -> str:
     return (
         f"Conversations  {config.conversations} of {config.turns} turns, about "
         f"documents of {config.document_tokens:,} tokens\n"
-        f"KV of them all {total / 2**20:.1f} MiB at most\n"
-        f"Device pool    {pool / 2**20:.1f} MiB, {config.device_blocks} blocks of "
+        f"KV of them all {rounded_size(total)} at most\n"
+        f"Device pool    {rounded_size(pool)}, {config.device_blocks} blocks of "
         f"{config.block_size} tokens: {fit}\n"
-        f"Host memory    {config.host_bytes / 2**20:.1f} MiB, {config.mode} stores, "
+        f"Host memory    {rounded_size(config.host_bytes)}, {config.mode} stores, "
         f"policy {config.cache_policy}"
         f"{', loads in the prefill itself' * config.load_in_step}\n"
         f"{_what_is_behind(config)}"

@@ -21,7 +21,7 @@ from jaxkv.cli.options import (
 )
 from jaxkv.cli.progress import show_progress
 from jaxkv.config import OffloadConfig, variable_of, with_variables
-from jaxkv.tools.bench.transfer import BytesDifferError
+from jaxkv.tools.bench.records import BytesDifferError
 from jaxkv.tools.doctor import report
 from jaxkv.tools.doctor.bandwidth import measure_bandwidth
 from jaxkv.tools.doctor.facts import EXTRAS, Facts, gather_facts
@@ -61,8 +61,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="extend",
         type=split_commas,
         metavar="EXTRA,...",
-        help="extras that must be installed; may be repeated (default: none; there is "
-        f"{', '.join(EXTRAS)})",
+        help=f"extras that must be installed, of {', '.join(EXTRAS)}; may be repeated "
+        "(default: none)",
     )
     parser.add_argument(
         "--no-probe",

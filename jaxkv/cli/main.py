@@ -1,4 +1,4 @@
-"""The command line: ``jaxkv demo``, ``replay``, ``bench``, ``doctor``.
+"""The command line, `jaxkv`: how its process begins and ends.
 
 Next to nothing is imported before the process is ready for signals.
 """

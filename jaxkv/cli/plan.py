@@ -32,7 +32,8 @@ from jaxkv.cli.replay import (
     open_trace,
 )
 from jaxkv.policies import policy_names
-from jaxkv.tools.bench.transfer import BytesDifferError
+from jaxkv.tools.bench.records import BytesDifferError
+from jaxkv.tools.console import OnProgress
 from jaxkv.tools.doctor.bandwidth import measure_bandwidth
 from jaxkv.tools.model_config import NAMED_MODELS, check_dtype
 from jaxkv.tools.replay import plan_report as report
@@ -106,14 +107,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--load-gb-per-s",
         type=_parse_number,
         metavar="X",
-        help="10^9 bytes a second from the host to a device, for each device (default: "
+        help="GB/s (10^9 bytes) from the host to each device (default: "
         f"{_GB_PER_S:g}, which is assumed)",
     )
     parser.add_argument(
         "--store-gb-per-s",
         type=_parse_number,
         metavar="X",
-        help="the same from a device to the host (default: as loads)",
+        help="GB/s from each device to the host (default: as loads)",
     )
     parser.add_argument(
         "--measure",
@@ -125,15 +126,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--load-latency-ms",
         type=_parse_number_from(0, "from 0"),
         metavar="X",
-        help="what a load takes however small it is (default: "
+        help="latency of a load, whatever its size, in ms (default: "
         f"{_LATENCY_MS:g}, which is assumed)",
     )
     parser.add_argument(
         "--prefill-tokens-per-s",
         type=_parse_number,
         metavar="X",
-        help="tokens of a prompt that are computed in a second (default: by the "
-        "model's FLOPs, more the longer the prompt)",
+        help="prompt tokens computed per second (default: from the model's FLOPs, "
+        "which grow with the length of the prompt)",
     )
     parser.add_argument(
         "--flops-per-s",
@@ -146,7 +147,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--mfu",
         type=_parse_number,
         metavar="X",
-        help="share of these that prefill reaches, up to 1 (default: "
+        help="share of those FLOPs that prefill reaches, up to 1 (default: "
         f"{_MFU:g}, which is assumed)",
     )
     add_file_options(parser, "tokens found and time saved against the host's size")
@@ -294,7 +295,7 @@ def _choose_speeds(
 def _measure(
     speeds: Speeds,
     sources: dict[str, str],
-    on_progress: Callable[[str, int, int], None],
+    on_progress: OnProgress,
 ) -> tuple[Speeds, dict[str, str]]:
     """Return the speeds with those of transfers on this machine."""
     import jax

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-from jaxkv.tools.console import make_console
+from jaxkv.tools.console import OnProgress, make_console
 
 
 @contextmanager
-def show_progress() -> Iterator[Callable[[str, int, int], None]]:
+def show_progress() -> Iterator[OnProgress]:
     """Show the progress of a run: a bar on a terminal with rich, else a line per label.
 
     Yields:
         A function to call with a label, the amount done and the total.
     """
-    if importlib.util.find_spec("rich") is None:
+    console = make_console(stderr=True) if importlib.util.find_spec("rich") else None
+    if console is None or not console.is_terminal:
         seen = set()
 
         def tell(label: str, done: int, total: int) -> None:
@@ -30,12 +31,9 @@ def show_progress() -> Iterator[Callable[[str, int, int], None]]:
 
     from rich.progress import Progress, TaskID, TimeElapsedColumn
 
-    console = make_console(stderr=True)
     tasks: dict[str, TaskID] = {}
     columns = *Progress.get_default_columns()[:2], TimeElapsedColumn()
-    progress = Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    )
+    progress = Progress(*columns, console=console, transient=True)
 
     def show(label: str, done: int, total: int) -> None:
         if label not in tasks:
@@ -43,8 +41,6 @@ def show_progress() -> Iterator[Callable[[str, int, int], None]]:
                 # Bars of other threads stay.
                 progress.update(earlier.id, visible=not earlier.finished)
             tasks[label] = progress.add_task(label, total=None)
-            if not console.is_terminal:
-                console.print(f"{label} ...", soft_wrap=True)
         # Without a total the bar pulses.
         progress.update(tasks[label], completed=done, total=total if done else None)
 

@@ -94,15 +94,15 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
         "trace",
         nargs="+",
         metavar="TRACE",
-        help="a file of Mooncake's or the normalised format, plain or .gz; several "
-        "files that were recorded under one key, such as FILE.1 FILE; or "
-        f"synthetic, or synthetic:REQUESTS, by default {_SYNTHETIC_REQUESTS}",
+        help="a file in Mooncake's or the normalised format, plain or .gz; several "
+        "files that were recorded under one key, such as FILE.1 FILE; or synthetic, or "
+        f"synthetic:REQUESTS, for made-up requests (default: {_SYNTHETIC_REQUESTS})",
     )
     parser.add_argument(
         "--block-size",
         type=parse_whole_number_from(1),
         metavar="N",
-        help="tokens in a block of the trace, which a recorded one says itself "
+        help="tokens in a block of the trace; a recorded one states its own "
         f"(default: {BLOCK_SIZE})",
     )
 

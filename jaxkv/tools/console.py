@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+OnProgress: TypeAlias = Callable[[str, int, int], None]
+"""Called with a label, the amount done and the total; 0 of 0 if that is not known."""
 
 # Narrower, rich leaves figures out; a terminal breaks lines that are too long for it.
 _LEAST_COLUMNS = 80

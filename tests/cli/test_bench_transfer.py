@@ -8,7 +8,7 @@ import pytest
 
 from jaxkv.cli import main as cli
 from jaxkv.tools.bench import records
-from jaxkv.tools.bench.transfer import BytesDifferError
+from jaxkv.tools.bench.records import BytesDifferError
 
 ON_CPU = jax.default_backend() == "cpu"
 LIMIT = "np.copyto" if ON_CPU else "device_put"

@@ -370,12 +370,12 @@ NO_MODEL = "synthetic:20 --kv-bytes-per-token 1000"
     [
         (
             "synthetic:20",
-            "give the model's --model config.json, or its --kv-bytes-per-",
+            "give --model, a config.json or a name such as llama-3.1-8b",
         ),
         (NO_MODEL, "--kv-bytes-per-token: it does not say how long prefill takes"),
-        (f"{NO_MODEL} --mfu 0.3", "--mfu: it needs --model"),
-        (f"{NO_MODEL} --tensor-parallel 2", "--tensor-parallel: it needs --model"),
-        (f"{NO_MODEL} --kv-dtype int8", "--kv-dtype: it needs --model"),
+        (f"{NO_MODEL} --mfu 0.3", "--mfu: it belongs to --model"),
+        (f"{NO_MODEL} --tensor-parallel 2", "--tensor-parallel: it belongs to --model"),
+        (f"{NO_MODEL} --kv-dtype int8", "--kv-dtype: it belongs to --model"),
         (f"{NO_MODEL}000TB --prefill-tokens-per-s 5", "must be from 1 to 1073741824"),
         ("synthetic:20 --kv-bytes-per-token 0", "'0' must be a size such as 64MiB"),
         (

@@ -23,7 +23,7 @@ import redis
 
 from jaxkv import OffloadConfig
 from jaxkv.cli import main as cli
-from jaxkv.tools.bench.transfer import BytesDifferError
+from jaxkv.tools.bench.records import BytesDifferError
 from jaxkv.tools.doctor import facts as doctor_facts
 from jaxkv.tools.doctor.facts import EXTRAS, Backend, Facts, gather_facts
 from jaxkv.tools.doctor.findings import Question, judge, recommend

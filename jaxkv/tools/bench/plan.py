@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv._util import size_text
 from jaxkv.tools.bench.records import Case, TransferConfig
 
 BLOCK_ROW_BYTES = 512
@@ -90,18 +91,6 @@ def memory_needed_bytes(
     # other designs (found by measuring); programs.
     num_sets = 3 + len(config.designs)
     return num_sets * working_set_bytes + 6 * size_bytes + (1 << 29)
-
-
-def size_text(num_bytes: int) -> str:
-    """Format bytes in the largest unit that gives a whole number.
-
-    >>> size_text(64 << 10), size_text(1536 << 10), size_text(1000)
-    ('64 KiB', '1536 KiB', '1000 bytes')
-    """
-    for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if num_bytes and num_bytes % (1 << shift) == 0:
-            return f"{num_bytes >> shift} {unit}"
-    return f"{num_bytes} bytes"
 
 
 class Cycle:

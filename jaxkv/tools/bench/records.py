@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
-from jaxkv.tools.bench.machine import quartiles
+from jaxkv.tools.machine import quartiles
 from jaxkv.transfer.kernels import Mode
 from jaxkv.transfer.tickets import Direction
 
@@ -15,6 +15,10 @@ DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 
 ENGINE, PER_BLOCK, NUMPY = "engine", "per-block", "numpy"
 DESIGNS = (ENGINE, PER_BLOCK, NUMPY)
+
+
+class BytesDifferError(Exception):
+    """A block has changed on its way."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from jaxkv.tools.bench.machine import machine, quartiles
-from jaxkv.tools.bench.plan import Plan, size_text
+from jaxkv._util import size_text
+from jaxkv.tools.bench.plan import Plan
 from jaxkv.tools.bench.records import (
     DIRECTIONS,
     ENGINE,
@@ -22,11 +22,12 @@ from jaxkv.tools.bench.records import (
     ratio,
     speed,
 )
-from jaxkv.tools.console import make_console
+from jaxkv.tools.console import make_console, make_table, print_lines
+from jaxkv.tools.machine import machine, quartiles
+from jaxkv.tools.pictures import GREY, make_figure, plain_axes
 from jaxkv.transfer.tickets import Direction
 
 _COLOURS = {ENGINE: "#1b6f8a", PER_BLOCK: "#c8553d", NUMPY: "#c9952b"}
-_GREY = "#555555"
 
 
 def print_plan(config: TransferConfig, plan: Plan) -> None:
@@ -41,14 +42,12 @@ def print_plan(config: TransferConfig, plan: Plan) -> None:
         + (f"{size_text(cache_bytes)}" if isinstance(cache_bytes, int) else "unknown"),
         *(f"Left out     {line}" for line in plan.left_out),
     ]
-    make_console().print("\n".join(lines), highlight=False, soft_wrap=True)
+    print_lines(lines)
 
 
 def print_results(record: TransferRecord) -> None:
     """Print the speed of each design, beside the limit."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = make_table()
     table.add_column("best / p50", style="bold")
     for direction in DIRECTIONS:
         table.add_column(f"{direction}, GB/s", justify="right")
@@ -208,18 +207,9 @@ def plot_results(record: TransferRecord, file: BinaryIO) -> None:
     """Draw GB/s against the size of a transfer: a panel per block size and direction.
 
     Lines are medians; a band goes from each up to the best round.
-
-    Args:
-        record: The results.
-        file: Where to write the PNG.
     """
-    # Slow to import, and used only here. A bare Figure needs no display.
-    from matplotlib.figure import Figure
-
     blocks = sorted({result.case.block_bytes for result in record.results})
-    figure = Figure(
-        figsize=(max(7.2, 1.2 + 2.7 * len(blocks)), 5.6), dpi=150, layout="constrained"
-    )
+    figure = make_figure(max(7.2, 1.2 + 2.7 * len(blocks)), 5.6)
     panels = figure.subplots(
         len(DIRECTIONS), len(blocks), sharex=True, sharey=True, squeeze=False
     )
@@ -267,11 +257,8 @@ def _draw_panel(
         pairs = list(zip(sizes, seconds, strict=True))
         p50 = [size / statistics.median(times) / 1e9 for size, times in pairs]
         best = [size / min(times) / 1e9 for size, times in pairs]
-        colour = _COLOURS.get(name, _GREY)
+        colour = _COLOURS.get(name, GREY)
         style = "o-" if name in _COLOURS else "o--"
         axes.plot(sizes, p50, style, color=colour, linewidth=1.8, ms=4, label=name)
         axes.fill_between(sizes, p50, best, color=colour, alpha=0.15, linewidth=0)
-    axes.grid(axis="y", color="#e4e4e4")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(length=0)
+    plain_axes(axes)

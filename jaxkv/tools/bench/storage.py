@@ -16,8 +16,9 @@ from typing import Any, Literal, Protocol, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv._util import Resource
-from jaxkv.tools.bench.plan import size_text
+from jaxkv._util import Resource, size_text
+from jaxkv.tools.bench.records import BytesDifferError
+from jaxkv.tools.console import OnProgress
 from jaxkv.transfer.storage import (
     BlobStore,
     Completion,
@@ -32,7 +33,6 @@ from jaxkv.types import KEY_BYTES
 
 Way: TypeAlias = Literal["write", "read"]
 WAYS: tuple[Way, ...] = get_args(Way)
-OnProgress: TypeAlias = Callable[[str, int, int], None]
 
 JAXKV, ALONE = "jaxkv", "store alone"
 FILES = "plain files"
@@ -45,10 +45,6 @@ _CLEAN_UP_S = 10.0
 
 class StorageFailedError(Exception):
     """The store could not do what is to be measured."""
-
-
-class BytesDifferError(Exception):
-    """A block has changed on its way."""
 
 
 @dataclasses.dataclass(frozen=True)

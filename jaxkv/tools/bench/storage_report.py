@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 from typing import Any
 
-from jaxkv.tools.bench.machine import machine
-from jaxkv.tools.bench.plan import size_text
+from jaxkv._util import size_text
 from jaxkv.tools.bench.records import Ratio, Speed, ratio, speed
 from jaxkv.tools.bench.report import ratio_text, speed_text
 from jaxkv.tools.bench.storage import (
@@ -18,14 +16,13 @@ from jaxkv.tools.bench.storage import (
     StorageResult,
     Way,
 )
-from jaxkv.tools.console import make_console
+from jaxkv.tools.console import make_console, make_table, print_lines
+from jaxkv.tools.machine import machine, versions
 
 
 def print_results(record: StorageRecord) -> None:
     """Print the speed of each way to store blocks, and what of it jaxkv reaches."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = make_table()
     table.add_column("best / p50", style="bold")
     for way in WAYS:
         table.add_column(f"{way}, GB/s", justify="right")
@@ -39,8 +36,7 @@ def print_results(record: StorageRecord) -> None:
             shares = [ratio_text(_share(result, name, way)) for way in WAYS]
             table.add_row(f"  {JAXKV} : {name}", *shares)
     console = make_console()
-    console.print(f"Store        {record.place}", highlight=False, soft_wrap=True)
-    console.print()
+    print_lines([f"Store        {record.place}", ""])
     console.print(table)
     console.print()
     for line in _notes(record):
@@ -50,7 +46,7 @@ def print_results(record: StorageRecord) -> None:
 def to_json(record: StorageRecord) -> dict[str, Any]:
     """Convert a record for ``json.dump``."""
     return {
-        "machine": {**machine(), **_versions()},
+        "machine": {**machine(), **versions("tensorstore", "redis", "xxhash")},
         "config": dataclasses.asdict(record.config) | {"url": record.place},
         "results": [_result_json(result) for result in record.results],
     }
@@ -69,16 +65,6 @@ def _result_json(result: StorageResult) -> dict[str, Any]:
             for name in result.limits
         },
     }
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in ("tensorstore", "redis"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def _notes(record: StorageRecord) -> list[str]:

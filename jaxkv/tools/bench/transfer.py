@@ -11,29 +11,26 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from jaxkv._util import size_text
 from jaxkv.tools.bench.designs import Design, EngineDesign, Ids, make_design, make_limit
 from jaxkv.tools.bench.overlap import OverlapTimer, Step
 from jaxkv.tools.bench.paged_pool import PagedPool
-from jaxkv.tools.bench.plan import Plan, device_cycle, host_cycle, size_text
+from jaxkv.tools.bench.plan import Plan, device_cycle, host_cycle
 from jaxkv.tools.bench.records import (
     DIRECTIONS,
     ENGINE,
+    BytesDifferError,
     Case,
     CaseResult,
     Overlap,
     TransferConfig,
     TransferRecord,
 )
+from jaxkv.tools.console import OnProgress
 from jaxkv.transfer.tickets import Direction
-
-OnProgress = Callable[[str, int, int], None]
 
 _LIMIT = "limit"
 _WARM_ROUNDS = 2
-
-
-class BytesDifferError(Exception):
-    """A transfer delivered the wrong bytes."""
 
 
 def run_transfer(

@@ -39,13 +39,7 @@ class Extension:
 def plan_extension(
     groups: Sequence[GroupSpec], request: EngineRequest, num_tokens: int
 ) -> Extension:
-    """Compute the entries that a request lacks.
-
-    Args:
-        groups: The groups of layers.
-        request: The request.
-        num_tokens: Tokens that it must have room for.
-    """
+    """Compute the entries that a request lacks to have room for `num_tokens`."""
     num_null, num_fresh = [], []
     for group, block_ids in zip(groups, request.block_ids_by_group, strict=True):
         have, needed = len(block_ids), -(-num_tokens // group.block_size)
@@ -88,13 +82,7 @@ def release_unneeded(
     groups: Sequence[GroupSpec],
     requests: Iterable[EngineRequest],
 ) -> None:
-    """Free the blocks that no later token attends to.
-
-    Args:
-        pool: The pool.
-        groups: The groups of layers.
-        requests: The requests to check.
-    """
+    """Free the blocks that no later token attends to."""
     unneeded: list[int] = []
     for request in requests:
         for group, table in zip(groups, request.block_ids_by_group, strict=True):
@@ -124,12 +112,7 @@ def release_all(pool: DeviceBlockPool, request: EngineRequest) -> None:
 
 
 def first_needed(group: GroupSpec, num_present: int) -> int:
-    """Return the first block of a group that the next token attends to.
-
-    Args:
-        group: The group.
-        num_present: Tokens before the next one.
-    """
+    """Return the first block of a group that the token after `num_present` needs."""
     if not isinstance(group, SlidingWindow):
         return 0
     # A window of one token needs no block, but hits need one, see `jaxkv.search.hits`.
@@ -138,13 +121,7 @@ def first_needed(group: GroupSpec, num_present: int) -> int:
 
 
 def most_blocks(groups: Sequence[GroupSpec], num_tokens: int, chunk: int) -> int:
-    """Bound the blocks that a request of `num_tokens` holds at a time.
-
-    Args:
-        groups: The groups of layers.
-        num_tokens: Its final length.
-        chunk: Maximum tokens computed in a step.
-    """
+    """Bound the blocks that a request holds, which grows by `chunk` to `num_tokens`."""
     total = 0
     for group in groups:
         num_blocks = -(-num_tokens // group.block_size)

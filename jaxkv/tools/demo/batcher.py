@@ -159,11 +159,7 @@ class Batcher:
         )
 
     def release_unneeded(self, batch: Batch) -> None:
-        """Free blocks out of every window, after the step's stores were planned.
-
-        Args:
-            batch: The batch of the step.
-        """
+        """Free blocks out of every window, after the step's stores were planned."""
         release_unneeded(self._blocks, self._groups, batch.prefill + batch.decode)
 
     def cache_computed(self, requests: Sequence[EngineRequest]) -> None:

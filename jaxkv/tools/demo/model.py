@@ -73,13 +73,11 @@ class ModelConfig:
         d_ff: Width of the MLP.
         max_seq_tokens: Maximum sequence length.
         rope_base: Rotary wavelengths go from 2 pi tokens up to almost this times that.
-        tie_embeddings: Whether the unembedding is the embedding.
         layers: Attention of the layers: all to everything ("full"), all to the last
             `window_tokens` ("window"), or alternating, the first to everything
             ("hybrid").
         window_tokens: Tokens that a token in a window layer attends to, itself
             included.
-        dtype: Type of weights and KV; only float32.
     """
 
     vocab_size: int = 256
@@ -91,10 +89,8 @@ class ModelConfig:
     d_ff: int = 1152
     max_seq_tokens: int = 4096
     rope_base: float = 10_000.0
-    tie_embeddings: bool = False
     layers: Literal["full", "window", "hybrid"] = "full"
     window_tokens: int = 512
-    dtype: str = "float32"
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -104,8 +100,6 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even.")
-        if self.dtype != "float32":
-            raise ValueError(f"dtype={self.dtype!r} must be 'float32'.")
         if self.layers not in ("full", "window", "hybrid"):
             raise ValueError(
                 f"layers={self.layers!r} must be 'full', 'window' or 'hybrid'."
@@ -258,8 +252,7 @@ class Transformer(nnx.Module):
         )
         self.layers = nnx.List([Layer(config, rngs) for _ in range(config.num_layers)])
         self.norm = nnx.RMSNorm(config.d_model, rngs=rngs)
-        if not config.tie_embeddings:
-            self.unembed = _linear(config.d_model, config.vocab_size, rngs)
+        self.unembed = _linear(config.d_model, config.vocab_size, rngs)
 
     def hidden(self, tokens: Array, positions: Array, attend: Attend) -> Array:
         """Run all layers.
@@ -279,10 +272,7 @@ class Transformer(nnx.Module):
 
     def logits(self, hidden: Array) -> Array:
         """Score the next token: f32[N, d_model] -> f32[N, V]."""
-        x = self.norm(hidden)
-        if self.config.tie_embeddings:
-            return _einsum("nd,vd->nv", x, self.embed.embedding[...])
-        return self.unembed(x)
+        return self.unembed(self.norm(hidden))
 
 
 def visible_positions(queries: Array, keys: Array, window: int | None) -> Array:
@@ -339,7 +329,7 @@ def init_pool(config: ModelConfig, num_blocks: int, block_size: int) -> Pool:
 
     def zeros() -> Pool:
         return tuple(
-            {name: jnp.zeros(shape, config.dtype) for name in ("k", "v")}
+            {name: jnp.zeros(shape, jnp.float32) for name in ("k", "v")}
             for _ in range(config.layers_per_group)
         )
 

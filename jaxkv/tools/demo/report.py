@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import os
 import platform
 from collections.abc import Iterable
@@ -12,9 +11,12 @@ from typing import Any, BinaryIO, TypeAlias
 import jax
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
+from jaxkv._util import rounded_size
+from jaxkv.tools.console import make_table
 from jaxkv.tools.demo.records import DemoConfig, DemoRecord, RunRecord, TurnRecord
+from jaxkv.tools.machine import versions
+from jaxkv.tools.pictures import GREY, make_figure, plain_axes
 from jaxkv.transfer.storage.store import shown_url
 
 NONE = "-"
@@ -58,9 +60,6 @@ def hit_tokens(run: RunRecord) -> dict[str, dict[str, int]]:
 
     The device is queried for every prompt token, the host for those not on the device.
 
-    Args:
-        run: The run.
-
     Returns:
         ``{"hit_tokens", "queried_tokens"}`` of "device" and of "host".
     """
@@ -90,9 +89,6 @@ def returning_turn_ttft_speedup(record: DemoRecord) -> float | None:
 
 def to_json(record: DemoRecord) -> dict[str, Any]:
     """Convert a record for ``json.dump``.
-
-    Args:
-        record: The record of both runs.
 
     Returns:
         The most important figures at the top, of the run with offloading unless they
@@ -124,18 +120,8 @@ def to_json(record: DemoRecord) -> dict[str, Any]:
             "cpu_count": os.cpu_count(),
             "device": jax.devices()[0].device_kind,
         },
-        "versions": {"python": platform.python_version()}
-        | {
-            name: _version(name) for name in ("jaxkv", "jax", "jaxlib", "numpy", "flax")
-        },
+        "versions": versions("flax"),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _config_json(config: DemoConfig) -> dict[str, Any]:
@@ -164,13 +150,8 @@ def _turn_numbers(run: RunRecord) -> list[int]:
 
 
 def print_report(record: DemoRecord, console: Console) -> None:
-    """Print the figures of both runs side by side.
-
-    Args:
-        record: The record of both runs.
-        console: Where to print.
-    """
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    """Print the figures of both runs side by side."""
+    table = make_table()
     table.add_column("KV offloading", style="bold")
     table.add_column("off", justify="right")
     table.add_column("on", justify="right")
@@ -233,7 +214,7 @@ def _transfer_rows(record: DemoRecord) -> Rows:
     on, speed = record.on, record.bandwidth
 
     def moved(blocks: int, num_bytes: int) -> str:
-        return f"{blocks:,} = {_binary(num_bytes)}"
+        return f"{blocks:,} = {rounded_size(num_bytes)}"
 
     def rate(gb_per_s: float) -> str:
         return f"{gb_per_s:.2f} = {gb_per_s / speed.copyto_gb_per_s:.2f} x np.copyto"
@@ -248,7 +229,7 @@ def _transfer_rows(record: DemoRecord) -> Rows:
         (
             "Host memory, peak",
             NONE,
-            f"{_percent(on.peak_host_bytes, capacity)} of {_binary(capacity)}",
+            f"{_percent(on.peak_host_bytes, capacity)} of {rounded_size(capacity)}",
         ),
         ("Preemptions", f"{record.off.num_preemptions:,}", f"{on.num_preemptions:,}"),
         ("Wall time", f"{record.off.wall_s:.1f} s", f"{on.wall_s:.1f} s"),
@@ -261,7 +242,7 @@ def _storage_rows(on: RunRecord) -> Rows:
     if not each:
         return []
     return [
-        (label, NONE, f"{blocks:,} = {_binary(blocks * each)}")
+        (label, NONE, f"{blocks:,} = {rounded_size(blocks * each)}")
         for label, blocks in (
             ("In the store at the start", on.blocks_found),
             ("Blocks written to the store", on.blocks_written),
@@ -296,18 +277,11 @@ def _print_verdict(record: DemoRecord, console: Console) -> None:
 
 
 def plot_ttft(record: DemoRecord, file: BinaryIO) -> None:
-    """Draw the time to first token, turn by turn, with and without offloading.
-
-    Args:
-        record: The record of both runs.
-        file: Where to write the PNG.
-    """
-    # Slow to import, and used only here. A bare Figure needs no display.
-    from matplotlib.figure import Figure
+    """Draw the time to first token, turn by turn, with and without offloading."""
     from matplotlib.ticker import MaxNLocator
 
     config = record.config
-    figure = Figure(figsize=(7.2, 4.4), dpi=150, layout="constrained")
+    figure = make_figure(7.2, 4.4)
     axes = figure.add_subplot()
     ends = []
     for name, run, colour, shift in (
@@ -362,28 +336,11 @@ def plot_ttft(record: DemoRecord, file: BinaryIO) -> None:
         xytext=(0, 9),
         textcoords="offset points",
         fontsize=9,
-        color="#555555",
+        color=GREY,
     )
-    axes.grid(axis="y", color="#e4e4e4")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(length=0)
+    plain_axes(axes)
     figure.savefig(file, format="png")
 
 
 def _percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f}%" if whole else NONE
-
-
-def _binary(num_bytes: float) -> str:
-    """Format bytes in the largest unit that leaves at least 1.
-
-    >>> _binary(3 << 19)
-    '1.5 MiB'
-    """
-    unit = "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if num_bytes < 1024:
-            break
-        num_bytes, unit = num_bytes / 1024, larger
-    return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"

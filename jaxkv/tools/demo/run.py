@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxkv.scheduling.record import TraceRecorder
 from jaxkv.scheduling.stats import OffloadStats
+from jaxkv.tools.console import OnProgress
 from jaxkv.tools.demo.allocation import most_blocks
 from jaxkv.tools.demo.engine import Engine, EngineConfig
 from jaxkv.tools.demo.model import ModelConfig, init_pool
@@ -27,9 +28,6 @@ from jaxkv.tools.demo.request import EngineRequest
 from jaxkv.tools.demo.steps import Steps, make_steps
 from jaxkv.tools.demo.workload import Conversation, make_conversations
 from jaxkv.transfer import TransferEngine
-
-OnProgress: TypeAlias = Callable[[str, int, int], None]
-"""``(activity, turns done, turns in total)``."""
 
 OnEngine: TypeAlias = Callable[[Engine], None]
 """Gets the engine with a host tier, compiled, before it has answered anything."""
@@ -160,13 +158,7 @@ def run_demo(
 def keep_asking(
     engine: Engine, config: DemoConfig, is_over: Callable[[], bool]
 ) -> None:
-    """Have other conversations with an engine, of the same number and size.
-
-    Args:
-        engine: The engine that answers.
-        config: The configuration that it was made for.
-        is_over: Asked before each turn, whether to end.
-    """
+    """Have other conversations with an engine, of the same number and size."""
     for number in itertools.count(1):
         other = dataclasses.replace(config, seed=config.seed + number)
         session = Session(engine, make_conversations(other), config.answer_tokens)
@@ -203,11 +195,7 @@ class Session:
         )
 
     def ask(self, on_answer: Callable[[], None]) -> None:
-        """Ask the next question of every conversation and generate its answer.
-
-        Args:
-            on_answer: Called after each answer.
-        """
+        """Ask the next question of every conversation and generate its answer."""
         start_s = time.perf_counter()
         engine = self._engine
         pending = deque(range(len(self._conversations)))

@@ -44,11 +44,7 @@ class Runner:
         self._table_sizes = sorted({-(-largest // 2), largest})
 
     def next_chunk(self, request: EngineRequest) -> list[int]:
-        """Return the tokens that a request computes next: one after its prompt.
-
-        Args:
-            request: The request.
-        """
+        """Return the tokens that a request computes next: one after its prompt."""
         start = request.num_computed_tokens
         return request.tokens[start : start + self._chunk_sizes[-1]]
 

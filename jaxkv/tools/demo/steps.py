@@ -63,10 +63,6 @@ class Steps(NamedTuple):
 def make_steps(config: ModelConfig, seed: int) -> Steps:
     """Make a model with random weights and the functions that run it.
 
-    Args:
-        config: The shape of the model.
-        seed: Seed of the weights.
-
     Returns:
         The steps, with the weights bound.
     """

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
-from jaxkv.tools.bench.machine import available_memory_bytes
 from jaxkv.tools.bench.plan import make_plan
 from jaxkv.tools.bench.records import ENGINE, Speed, TransferConfig, speed
 from jaxkv.tools.bench.transfer import run_transfer
+from jaxkv.tools.console import OnProgress
+from jaxkv.tools.machine import available_memory_bytes
 from jaxkv.transfer.kernels import Mode
 
 _SIZE_BYTES = 32 << 20
@@ -40,9 +40,7 @@ class Bandwidth:
     limit_load: Speed
 
 
-def measure_bandwidth(
-    mode: Mode, on_progress: Callable[[str, int, int], None]
-) -> Bandwidth:
+def measure_bandwidth(mode: Mode, on_progress: OnProgress) -> Bandwidth:
     """Save and load blocks for some seconds, and check all bytes.
 
     Args:

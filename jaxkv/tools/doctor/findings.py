@@ -7,9 +7,8 @@ import stat
 from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias
 
-from jaxkv._util import gib
+from jaxkv._util import gib, size_text
 from jaxkv.config import variable_of
-from jaxkv.tools.bench.plan import size_text
 from jaxkv.tools.doctor.facts import Facts
 from jaxkv.tools.doctor.store import Folder, Store
 from jaxkv.transfer.limits import HostLimit
@@ -338,5 +337,5 @@ def _round_down(num_bytes: int) -> int:
 
 
 def _text(num_bytes: int, space: str = " ") -> str:
-    text = size_text(num_bytes)
-    return gib(num_bytes) if text.endswith("bytes") else text.replace(" ", space)
+    text = size_text(num_bytes, space)
+    return gib(num_bytes) if text.endswith("bytes") else text

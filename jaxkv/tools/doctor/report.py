@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxkv._util import gib
+from jaxkv._util import gib, size_text
 from jaxkv.config import KEYS
-from jaxkv.tools.bench.plan import size_text
 from jaxkv.tools.bench.records import Speed
 from jaxkv.tools.bench.report import speed_text
 from jaxkv.tools.doctor.facts import HIDDEN, Facts

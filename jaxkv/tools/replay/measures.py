@@ -14,6 +14,9 @@ from jaxkv.tools.replay.model_costs import ModelCosts
 from jaxkv.tools.replay.run import OPTIMUM, ReplayResult
 from jaxkv.tools.replay.traces import Trace
 
+BASELINE = "lru"
+"""What the other policies are compared with."""
+
 _FLOP_UNITS = ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1.0, "FLOP"))
 
 
@@ -81,6 +84,17 @@ class Comparison:
     def policies(self) -> list[str]:
         """The policies in the order of the results, the optimum among them."""
         return list(dict.fromkeys(result.policy for result in self.results))
+
+    @property
+    def real_policies(self) -> list[str]:
+        """The policies without the optimum, which no cache can have."""
+        return [policy for policy in self.policies if policy != OPTIMUM]
+
+    @property
+    def rivals(self) -> list[str]:
+        """Those that are compared with `BASELINE`; none if it is not among them."""
+        real = self.real_policies
+        return [each for each in real if each != BASELINE] if BASELINE in real else []
 
     @property
     def capacities(self) -> list[int]:

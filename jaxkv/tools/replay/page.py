@@ -16,7 +16,9 @@ from html import escape
 import jax
 
 from jaxkv import __version__
+from jaxkv.tools.pictures import spread, with_minus
 from jaxkv.tools.replay.measures import (
+    BASELINE,
     Cell,
     Comparison,
     Measure,
@@ -26,8 +28,6 @@ from jaxkv.tools.replay.measures import (
 from jaxkv.tools.replay.report import facts_of, label_of, parts_of
 from jaxkv.tools.replay.run import OPTIMUM
 
-_BASELINE = "lru"
-_MINUS = "\N{MINUS SIGN}"
 _NUM_COLOURS = 7
 _DASHES = ("", "7 3", "2 3", "9 3 2 3", "5 2 1 2 1 2")
 
@@ -78,29 +78,18 @@ _TOP, _BOTTOM = 14, 52
 
 
 def render_page(comparison: Comparison, command: str) -> str:
-    """Write a page about a comparison.
-
-    Args:
-        comparison: What was found.
-        command: The command line that made it.
-
-    Returns:
-        The text of an HTML file.
-    """
+    """Write a page of HTML about a comparison, made by a command line."""
     lead = _main_measure(comparison)
     measures = [lead, *(each for each in comparison.measures if each is not lead)]
     sections = [_section(comparison, each.key, each) for each in measures]
-    rivals = [name for name in comparison.policies if name not in (_BASELINE, OPTIMUM)]
-    gain = ""
-    if _BASELINE in comparison.policies and rivals:
-        gain = _gain_section(comparison, lead)
+    gain = _gain_section(comparison, lead) if comparison.rivals else ""
     title = f"Cache policies on {comparison.trace.name}"
     heading = escape(title).replace("_", "_<wbr>")
     facts = [*facts_of(comparison.trace), *parts_of(comparison)]
     listed = "".join(f"<dt>{escape(n)}</dt><dd>{escape(v)}</dd>" for n, v in facts)
     links = [(each.key, each.what) for each in measures]
     if gain:
-        links.insert(1, ("gain", f"What is gained over {_BASELINE}"))
+        links.insert(1, ("gain", f"What is gained over {BASELINE}"))
         sections.insert(1, gain)
     links += [("reading", "How to read this")]
     contents = "".join(f'<li><a href="#{i}">{escape(t)}</a></li>' for i, t in links)
@@ -129,7 +118,7 @@ def _main_measure(comparison: Comparison) -> Measure:
 
 def _finding(comparison: Comparison, measure: Measure) -> str:
     """Say in a sentence or two which policy finds most."""
-    names = [name for name in comparison.policies if name != OPTIMUM]
+    names = comparison.real_policies
     capacities = comparison.capacities
     if not names:
         return "Only the optimum was replayed, which no real cache can be."
@@ -145,17 +134,17 @@ def _finding(comparison: Comparison, measure: Measure) -> str:
         return f"{first}: {what} come to {ratio} at {at:,} blocks."
     text = f"Of {len(names)} policies, {first} has the most {what}, at "
     text += of if len(capacities) == 1 else f"{wins[first]} of {of}"
-    if _BASELINE not in names or first == _BASELINE:
+    if BASELINE not in names or first == BASELINE:
         return f"{text}."
     leads = {
-        c: measure.ratios[Cell(first, c)] - measure.ratios[Cell(_BASELINE, c)]
+        c: measure.ratios[Cell(first, c)] - measure.ratios[Cell(BASELINE, c)]
         for c in capacities
     }
     at = max(leads, key=lambda capacity: leads[capacity])
     share = format_share(at, comparison.trace)
-    ours, theirs = (measure.ratios[Cell(name, at)] for name in (first, _BASELINE))
+    ours, theirs = (measure.ratios[Cell(name, at)] for name in (first, BASELINE))
     return (
-        f"{text}. Its greatest lead over {_BASELINE} is {100 * leads[at]:.2f} points, "
+        f"{text}. Its greatest lead over {BASELINE} is {100 * leads[at]:.2f} points, "
         f"at {at:,} blocks ({share} of the different ones): {format_percent(ours)} "
         f"against {format_percent(theirs)}."
     )
@@ -192,11 +181,10 @@ def _section(comparison: Comparison, name: str, measure: Measure) -> str:
 
 def _gain_section(comparison: Comparison, measure: Measure) -> str:
     """Write by how much each policy is better or worse than the baseline."""
-    names = [name for name in comparison.policies if name not in (_BASELINE, OPTIMUM)]
     lines, rows = [], []
-    for policy in names:
+    for policy in comparison.rivals:
         gains = [
-            100 * (measure.ratios[Cell(policy, c)] - measure.ratios[Cell(_BASELINE, c)])
+            100 * (measure.ratios[Cell(policy, c)] - measure.ratios[Cell(BASELINE, c)])
             for c in comparison.capacities
         ]
         lines.append(_Line(policy, _look(comparison, policy), gains))
@@ -206,9 +194,9 @@ def _gain_section(comparison: Comparison, measure: Measure) -> str:
         ]
         rows.append((policy, cells))
     what = measure.what[0].lower() + measure.what[1:]
-    title = f"What is gained over {_BASELINE}"
-    unit = f"{measure.what}: percentage points more (+) or less than {_BASELINE}"
-    about = f"Above the line at 0, a policy has more {what} than {_BASELINE}."
+    title = f"What is gained over {BASELINE}"
+    unit = f"{measure.what}: percentage points more (+) or less than {BASELINE}"
+    about = f"Above the line at 0, a policy has more {what} than {BASELINE}."
     figure = _figure(comparison, "gain", unit, about, lines)
     return _wrap("gain", title, figure + _table(comparison, "gain", unit, rows))
 
@@ -273,7 +261,7 @@ def _look(comparison: Comparison, policy: str) -> int:
     """Number the policies; the optimum is -1."""
     if policy == OPTIMUM:
         return -1
-    return [name for name in comparison.policies if name != OPTIMUM].index(policy)
+    return comparison.real_policies.index(policy)
 
 
 def _wrap(name: str, title: str, inside: str) -> str:
@@ -356,7 +344,7 @@ def _draw(
         y = y_of(tick)
         kind = "zero" if tick == 0 else "grid"
         text = f"{tick:+g}" if is_signed and tick else f"{tick:g}"
-        text = text.replace("-", _MINUS)
+        text = with_minus(text)
         parts.append(
             f'<path class="{kind}" d="M{sheet.left} {y:.1f}H{right}"/>'
             f'<text class="tick" x="{sheet.left - 6}" y="{y + 4:.1f}" '
@@ -376,7 +364,7 @@ def _draw(
             f"{format_share(capacity, comparison.trace)}</text>"
         )
     gap = min(sheet.font + 4, (bottom - _TOP) / len(lines))
-    heights = _spread([y_of(line.values[-1]) for line in lines], gap, bottom)
+    heights = spread([y_of(line.values[-1]) for line in lines], gap, _TOP, bottom)
     for line, label_y in zip(lines, heights, strict=True):
         points = [
             (x_of(c), y_of(v)) for c, v in zip(capacities, line.values, strict=True)
@@ -423,19 +411,6 @@ def _ticks(low: float, high: float) -> list[float]:
     return [round(step * number, 10) for number in range(first, last + 1)]
 
 
-def _spread(heights: Sequence[float], gap: float, bottom: float) -> list[float]:
-    """Move heights apart, so that labels do not overlap, and into the drawing."""
-    order = sorted(range(len(heights)), key=lambda number: heights[number])
-    placed = dict.fromkeys(order, 0.0)
-    above = float(_TOP) - gap
-    for number in order:
-        above = placed[number] = max(heights[number], above + gap)
-    below = bottom + gap
-    for number in reversed(order):
-        below = placed[number] = min(placed[number], below - gap)
-    return [placed[number] for number in range(len(heights))]
-
-
 def _shape(look: int, x: float, y: float) -> str:
     """Draw the mark of a line: each has another shape."""
     r = 4.2
@@ -475,7 +450,7 @@ def _shape(look: int, x: float, y: float) -> str:
 def _signed(points: float) -> str:
     """Write percentage points with their sign; none for 0."""
     text = f"{points:+.2f}"
-    return "0.00" if float(text) == 0 else text.replace("-", _MINUS)
+    return "0.00" if float(text) == 0 else with_minus(text)
 
 
 _STYLE = """

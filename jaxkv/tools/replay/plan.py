@@ -279,11 +279,6 @@ def capacities_of(
 ) -> list[int]:
     """Return the blocks that fit each size, but no more than the trace has.
 
-    Args:
-        host_sizes: Bytes of host memory.
-        trace: The requests.
-        model: What a token costs.
-
     Raises:
         ValueError: A size holds no block.
     """

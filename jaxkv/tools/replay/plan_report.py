@@ -6,17 +6,17 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO
 
+from jaxkv._util import rounded_size, size_text, three_digits
 from jaxkv.config import variable_of
-from jaxkv.tools.bench.machine import num_cpus, versions
-from jaxkv.tools.bench.plan import size_text
-from jaxkv.tools.console import make_console
+from jaxkv.tools.console import make_console, make_table, print_lines
+from jaxkv.tools.machine import num_cpus, versions
+from jaxkv.tools.pictures import GREY, make_figure, plain_axes
 from jaxkv.tools.replay import plan as planning
 from jaxkv.tools.replay.model_costs import ModelCosts
 from jaxkv.tools.replay.plan import Demand, Plan, PlanRow, Speeds
 from jaxkv.tools.replay.report import look_of
 from jaxkv.tools.replay.traces import Trace
 
-_GREY = "#555555"
 _MOST_COLUMNS = 5  # Sizes side by side in 80 columns.
 
 
@@ -49,15 +49,15 @@ def print_setting(setting: Setting) -> None:
     assert trace.input_tokens is not None
     span_s = (trace.time_ms.max() - trace.time_ms.min()) / 1000
     when = f" in {span_s:,.0f} s" if span_s else ""
-    kv = f"{_rounded(model.kv_bytes_per_token)} of KV a token"
+    kv = f"{rounded_size(model.kv_bytes_per_token)} of KV a token"
     dtype = f" ({model.kv_dtype})" if model.kv_dtype else ""
-    block = _rounded(planning.block_bytes_of(trace, model))
+    block = rounded_size(planning.block_bytes_of(trace, model))
     sources = setting.sources
     prefill, how = _prefill_text(setting)
     device = "keeps no prefixes (--device-blocks, --device-bytes)"
     if setting.device_blocks is not None:
         size = setting.device_blocks * planning.block_bytes_of(trace, model)
-        device = f"keeps {setting.device_blocks:,} blocks ({_rounded(size)})"
+        device = f"keeps {setting.device_blocks:,} blocks ({rounded_size(size)})"
     lines = [
         ("Trace", f"{trace.name}: {trace.num_requests:,} requests{when}"),
         (
@@ -69,34 +69,25 @@ def print_setting(setting: Setting) -> None:
         ("Device", device),
         (
             "Load",
-            f"{_number(speeds.load_bytes_per_s / 1e9)} GB/s "
+            f"{three_digits(speeds.load_bytes_per_s / 1e9)} GB/s "
             f"({sources['load_bytes_per_s']}) after "
-            f"{_number(1e3 * speeds.load_latency_s)} ms ({sources['load_latency_s']})",
+            f"{three_digits(1e3 * speeds.load_latency_s)} ms "
+            f"({sources['load_latency_s']})",
         ),
         (
             "Store",
-            f"{_number(speeds.store_bytes_per_s / 1e9)} GB/s "
+            f"{three_digits(speeds.store_bytes_per_s / 1e9)} GB/s "
             f"({sources['store_bytes_per_s']})",
         ),
         ("Prefill", prefill),
         *[("", line) for line in how],
         *[("Note", note) for note in setting.notes + model.notes],
     ]
-    text = "\n".join(f"{name:<8} {what}" for name, what in lines)
-    _print(text)
-
-
-def _print(text: str) -> None:
-    """Print a text as it is: names of files are no markup."""
-    make_console().print(
-        text, markup=False, emoji=False, highlight=False, soft_wrap=True
-    )
+    print_lines(f"{name:<8} {what}" for name, what in lines)
 
 
 def print_plan(setting: Setting, plan: Plan) -> None:
     """Print what every size and policy would do, and the recommendation."""
-    from rich.table import Table
-
     console = make_console()
     demand = plan.demand
     sizes = sorted({row.host_bytes for row in plan.rows})
@@ -104,7 +95,7 @@ def print_plan(setting: Setting, plan: Plan) -> None:
     by_cell = {(row.policy, row.host_bytes): row for row in plan.rows}
 
     def add_section(
-        table: Table,
+        table: Any,
         shown: Sequence[int],
         title: str,
         cell: Callable[[PlanRow], str],
@@ -120,10 +111,10 @@ def print_plan(setting: Setting, plan: Plan) -> None:
 
     for first in range(0, len(sizes), _MOST_COLUMNS):
         shown = sizes[first : first + _MOST_COLUMNS]
-        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+        table = make_table(gap=1)
         table.add_column("Host memory", style="bold")
         for size in shown:
-            table.add_column(f"{_rounded(size)} ", justify="right")
+            table.add_column(f"{rounded_size(size)} ", justify="right")
         block_bytes = planning.block_bytes_of(setting.trace, setting.model)
         table.add_row("  blocks", *[f"{size // block_bytes:,} " for size in shown])
         beyond = " beyond the device" if demand.device_tokens else ""
@@ -160,7 +151,7 @@ def print_plan(setting: Setting, plan: Plan) -> None:
             )
         console.print()
         console.print(table)
-    _print("\n".join(["", *summary_lines(setting, plan)]))
+    print_lines(["", *summary_lines(setting, plan)])
 
 
 def summary_lines(setting: Setting, plan: Plan) -> list[str]:
@@ -204,7 +195,7 @@ def sentence(setting: Setting, plan: Plan) -> str:
         return f"Offloading does not pay here: {_why_not(setting, plan)}."
     beyond = " beyond what the device holds" if demand.device_tokens else ""
     text = (
-        f"Take {_rounded(row.host_bytes)} with {row.policy}: it finds "
+        f"Take {rounded_size(row.host_bytes)} with {row.policy}: it finds "
         f"{_percent(row.host_tokens, demand.input_tokens)} of the prompt tokens{beyond}"
         f" and saves {_time(row.saved_s / demand.num_requests)} a request, "
         f"{_percent(row.saved_s, demand.prefill_s)} of the prefill time"
@@ -214,10 +205,10 @@ def sentence(setting: Setting, plan: Plan) -> str:
     if first != row:
         text += f"; with {first.policy} it would save {_change(first, row)}"
     if choice.larger is not None:
-        larger = _rounded(choice.larger.host_bytes)
+        larger = rounded_size(choice.larger.host_bytes)
         text += f"; {larger} would save {_change(choice.larger, row)}"
     elif choice.smaller is not None:
-        smaller = _rounded(choice.smaller.host_bytes)
+        smaller = rounded_size(choice.smaller.host_bytes)
         text += f"; {smaller} would save {_change(choice.smaller, row)}"
     if (
         choice.larger is None
@@ -232,10 +223,8 @@ def settings_of(plan: Plan) -> dict[str, str]:
     row = plan.recommendation.row
     if row is None:
         return {}
-    size = size_text(row.host_bytes)
-    text = str(row.host_bytes) if size.endswith("bytes") else size.replace(" ", "")
     settings = {
-        variable_of("host_bytes"): text,
+        variable_of("host_bytes"): size_text(row.host_bytes, "").removesuffix(" bytes"),
         variable_of("cache_policy"): row.policy,
     }
     if row.num_declined:
@@ -263,8 +252,8 @@ def _why_not(setting: Setting, plan: Plan) -> str:
     if reason == "too small":
         return (
             f"what comes back does so too late for these sizes; "
-            f"{_rounded(most.host_bytes)} finds {found} of the prompt tokens, of the "
-            f"{returning} that an unlimited host tier would find"
+            f"{rounded_size(most.host_bytes)} finds {found} of the prompt tokens, of "
+            f"the {returning} that an unlimited host tier would find"
         )
     if reason == "slow stores":
         use = min(row.store_use or 0.0 for row in rows)
@@ -359,18 +348,9 @@ def _row_figures(row: PlanRow, demand: Demand) -> dict[str, Any]:
 
 
 def plot_plan(setting: Setting, plan: Plan, file: BinaryIO) -> None:
-    """Draw tokens found and time saved against the size, a line for each policy.
-
-    Args:
-        setting: What the plan was made with.
-        plan: The plan.
-        file: Where to write the PNG.
-    """
-    # Slow to import, and used only here. A bare Figure needs no display.
-    from matplotlib.figure import Figure
-
+    """Draw tokens found and time saved against the size, a line for each policy."""
     demand, choice = plan.demand, plan.recommendation.row
-    figure = Figure(figsize=(9.6, 4.6), dpi=150, layout="constrained")
+    figure = make_figure(9.6, 4.6)
     panels = figure.subplots(1, 2)
     sizes = sorted({row.host_bytes for row in plan.rows})
     policies = list(dict.fromkeys(row.policy for row in plan.rows))
@@ -411,15 +391,12 @@ def plot_plan(setting: Setting, plan: Plan, file: BinaryIO) -> None:
         axes.set_xscale("log")
         axes.set_xlim(sizes[0] / 1.15, sizes[-1] * 1.15)
         axes.set_ylim(0, 1.12 * top or 1)
-        axes.set_xticks(sizes, [_rounded(size) for size in sizes])
+        axes.set_xticks(sizes, [rounded_size(size) for size in sizes])
         axes.set_xticks([], minor=True)
         axes.yaxis.set_major_formatter(lambda value, _, form=form: form.format(value))
         axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
         axes.set_xlabel("host memory")
-        axes.grid(axis="y", color="#e4e4e4")
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.tick_params(length=0)
+        plain_axes(axes)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(
         handles, labels, loc="outside lower center", ncols=7, frameon=False, fontsize=9
@@ -429,7 +406,7 @@ def plot_plan(setting: Setting, plan: Plan, file: BinaryIO) -> None:
         x=0.01,
         ha="left",
         fontsize=10,
-        color=_GREY,
+        color=GREY,
     )
     figure.savefig(file, format="png")
 
@@ -438,7 +415,7 @@ def _in_short(plan: Plan) -> str:
     row = plan.recommendation.row
     if row is None:
         return f"offloading does not pay ({plan.recommendation.reason})"
-    return f"take {_rounded(row.host_bytes)} with {row.policy}"
+    return f"take {rounded_size(row.host_bytes)} with {row.policy}"
 
 
 def _prefill_text(setting: Setting) -> tuple[str, list[str]]:
@@ -450,7 +427,7 @@ def _prefill_text(setting: Setting) -> tuple[str, list[str]]:
         source = sources["prefill_tokens_per_s"]
         return f"{speeds.prefill_tokens_per_s:,.0f} tokens/s ({source})", []
     assert speeds.prefill_flops_per_s is not None
-    rate = f"{_number(speeds.prefill_flops_per_s / 1e12)} TFLOP/s"
+    rate = f"{three_digits(speeds.prefill_flops_per_s / 1e12)} TFLOP/s"
     at = np.array([0, 32 << 10])
     near, far = 1024 / speeds.prefill_s(model, at, at + 1024)
     return (
@@ -476,30 +453,9 @@ def _time(seconds: float) -> str:
     if not seconds:
         return "0 s"
     if seconds < 0.9995:
-        return f"{_number(1e3 * seconds)} ms"
-    return f"{_number(seconds)} s"
-
-
-def _number(value: float) -> str:
-    """Format a number with three digits, or all of a large one.
-
-    >>> _number(25.0), _number(0.1234), _number(12345.6)
-    ('25', '0.123', '12,346')
-    """
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+        return f"{three_digits(1e3 * seconds)} ms"
+    return f"{three_digits(seconds)} s"
 
 
 def _percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f}%" if whole else "0.0%"
-
-
-def _rounded(num_bytes: int) -> str:
-    """Format bytes in the largest unit that leaves at least 1.
-
-    >>> _rounded(3 << 29), _rounded(64 << 30), _rounded(1000)
-    ('1.5 GiB', '64 GiB', '1000 B')
-    """
-    for shift, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if num_bytes >= 1 << shift:
-            return f"{_number(num_bytes / (1 << shift))} {unit}"
-    return f"{num_bytes} B"

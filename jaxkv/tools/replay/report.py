@@ -9,13 +9,14 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
-import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv import __version__
-from jaxkv.tools.console import make_console
+from jaxkv.tools.console import make_console, make_table, print_lines
+from jaxkv.tools.machine import versions
+from jaxkv.tools.pictures import GREY, make_figure, plain_axes, spread, with_minus
 from jaxkv.tools.replay.measures import (
+    BASELINE,
     Cell,
     Comparison,
     Measure,
@@ -30,15 +31,12 @@ _CEILING = f"{OPTIMUM} (ceiling)"
 _COLOURS = ("#0b6285", "#b3401f", "#4a6b14", "#7a3f94", "#855600", "#33418f", "#a0245f")
 _MARKERS = "os^Dv*P|"
 _DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (7, 2, 2, 2)))
-_GREY = "#555555"
-_BASELINE = "lru"
 
 
 def print_trace(trace: Trace) -> None:
     """Print a summary of the trace."""
     width = max(len(name) for name, _ in facts_of(trace)) + 2
-    lines = [f"{name:{width}}{value}" for name, value in facts_of(trace)]
-    make_console().print("\n".join(lines), highlight=False, soft_wrap=True)
+    print_lines(f"{name:{width}}{value}" for name, value in facts_of(trace))
 
 
 def facts_of(trace: Trace) -> list[tuple[str, str]]:
@@ -119,10 +117,8 @@ _DEVICE_SHARES = {
 
 def print_results(comparison: Comparison) -> None:
     """Print how much each policy found at each capacity."""
-    from rich.table import Table
-
     trace, capacities = comparison.trace, comparison.capacities
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = make_table()
     table.add_column("Capacity, blocks", style="bold")
     for capacity in capacities:
         table.add_column(f"{capacity:,}", justify="right")
@@ -165,8 +161,7 @@ def print_results(comparison: Comparison) -> None:
     parts = parts_of(comparison)
     if parts:
         width = max(len(name) for name, _ in facts_of(trace)) + 2
-        lines = [f"{name:{width}}{value}" for name, value in parts]
-        console.print("\n".join(lines), highlight=False, soft_wrap=True)
+        print_lines(f"{name:{width}}{value}" for name, value in parts)
     console.print()
     console.print(table)
 
@@ -187,11 +182,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
             "system": f"{platform.system()} {platform.machine()}",
             "cpu_count": os.cpu_count(),
         },
-        "versions": {
-            "python": platform.python_version(),
-            "jaxkv": __version__,
-            "jax": jax.__version__,
-        },
+        "versions": versions(),
     }
     if trace.recording is not None:
         run = trace.recording
@@ -262,26 +253,19 @@ def plot_results(comparison: Comparison, file: BinaryIO) -> None:
 
     Beside it stands by how much each differs from LRU, if that is among them; below,
     the saved prefill if there is a model.
-
-    Args:
-        comparison: What was found.
-        file: Where to write the PNG.
     """
-    # Slow to import, and used only here. A bare Figure needs no display.
-    from matplotlib.figure import Figure
-
     rows = _drawn(comparison)
-    rivals = [name for name in comparison.policies if name not in (_BASELINE, OPTIMUM)]
-    has_gains = _BASELINE in comparison.policies and bool(rivals)
-    size = (12.4 if has_gains else 7.2, 4.6 * len(rows) + 0.5)
-    figure = Figure(figsize=size, dpi=110, layout="constrained")
+    rivals = comparison.rivals
+    has_gains = bool(rivals)
+    width, height = 12.4 if has_gains else 7.2, 4.6 * len(rows) + 0.5
+    figure = make_figure(width, height, dpi=110)
     figure.suptitle(
         f"{comparison.trace.name}: {comparison.trace.num_requests:,} requests for "
         f"{comparison.trace.num_block_refs:,} blocks",
         x=0.01,
         ha="left",
         fontsize=10,
-        color=_GREY,
+        color=GREY,
     )
     axes = figure.subplots(len(rows), 1 + has_gains, squeeze=False)
     for row, measure in zip(axes, rows, strict=True):
@@ -293,11 +277,11 @@ def plot_results(comparison: Comparison, file: BinaryIO) -> None:
         if not has_gains:
             continue
         gains = {
-            name: [a - b for a, b in zip(values, lines[_BASELINE], strict=True)]
+            name: [a - b for a, b in zip(values, lines[BASELINE], strict=True)]
             for name, values in lines.items()
             if name in rivals
         }
-        title = f"Percentage points more than {_BASELINE}"
+        title = f"Percentage points more than {BASELINE}"
         _draw(row[1], comparison, gains, title, " points")
     figure.savefig(file, format="png")
 
@@ -320,12 +304,11 @@ def _draw(
 ) -> None:
     """Draw lines against the capacity, with their names at their ends."""
     capacities = comparison.capacities
-    named = [name for name in comparison.policies if name != OPTIMUM]
     ends = []
     for name, values in lines.items():
-        look: dict[str, Any] = {"color": _GREY, "linestyle": (0, (1, 2)), "marker": "_"}
+        look: dict[str, Any] = {"color": GREY, "linestyle": (0, (1, 2)), "marker": "_"}
         if name != OPTIMUM:
-            look = look_of(named.index(name))
+            look = look_of(comparison.real_policies.index(name))
         axes.plot(capacities, values, linewidth=1.8, markersize=5, **look)
         ends.append((values[-1], label_of(name), look["color"]))
     flat = [value for values in lines.values() for value in values]
@@ -333,22 +316,21 @@ def _draw(
     room = 0.08 * (high - low) or 1.0
     axes.set_ylim(low - room * (low < 0), high + room)
     if low < 0 or unit != "%":
-        axes.axhline(0, color=_GREY, linewidth=1, zorder=1)
+        axes.axhline(0, color=GREY, linewidth=1, zorder=1)
     axes.set_xscale("log")
     axes.set_xlim(capacities[0] / 1.06, capacities[-1] * 1.06)
     _label_capacities(axes, capacities, comparison.trace)
     sign = "" if unit == "%" else "+"
     percent = "%" if unit == "%" else ""
     axes.yaxis.set_major_formatter(
-        lambda value, _: _minus(f"{value:{sign}g}{percent}" if value else f"0{percent}")
+        lambda value, _: with_minus(
+            f"{value:{sign}g}{percent}" if value else f"0{percent}"
+        )
     )
     axes.set_xlabel("capacity: blocks, and share of the different blocks")
     axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold")
     _label_ends(axes, ends, capacities[-1], f"{sign}.1f", percent)
-    axes.grid(axis="y", color="#e4e4e4")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(length=0)
+    plain_axes(axes)
 
 
 def look_of(number: int) -> dict[str, Any]:
@@ -369,51 +351,29 @@ def _label_ends(
 ) -> None:
     """Write each line's name and last value beside its end, without overlaps."""
     low, high = axes.get_ylim()
-    gap = (high - low) * 0.062
-    # Labels that would overlap are stacked, centred on the mean end of their lines.
-    piles: list[list[tuple[float, str, str]]] = []
-    for end in sorted(ends):
-        pile = [end]
-        while piles and _bottom(pile, gap) < _bottom(piles[-1], gap) + gap * len(
-            piles[-1]
-        ):
-            pile = piles.pop() + pile
-        piles.append(pile)
-    # Room on both sides, so that a stack at an edge stays beside the drawing.
-    for pile in piles:
-        top = high - gap * (len(pile) - 0.5)
-        base = max(min(_bottom(pile, gap), top), low + gap / 2)
-        for place, (value, label, colour) in enumerate(pile):
-            axes.annotate(
-                # Not "-0.0".
-                _minus(f"{label}  {round(value, 1) + 0.0:{form}}{percent}"),
-                (last_capacity, value),
-                xytext=(1.05, base + place * gap),
-                textcoords=axes.get_yaxis_transform(),
-                arrowprops={
-                    "arrowstyle": "-",
-                    "color": colour,
-                    "linewidth": 0.7,
-                    "shrinkA": 1,
-                    "shrinkB": 4,
-                    "relpos": (0, 0.5),
-                },
-                va="center",
-                color=colour,
-                fontsize=9,
-                fontweight="normal" if colour == _GREY else "bold",
-                annotation_clip=False,
-            )
-
-
-def _minus(text: str) -> str:
-    """Write numbers below 0 with a minus, which is longer than a hyphen."""
-    return text.replace("-", "\N{MINUS SIGN}")
-
-
-def _bottom(pile: list[tuple[float, str, str]], gap: float) -> float:
-    """Compute the height of the lowest label of a stack."""
-    return sum(end[0] for end in pile) / len(pile) - gap * (len(pile) - 1) / 2
+    gap = min(0.062, 1 / len(ends)) * (high - low)
+    places = spread([end[0] for end in ends], gap, low + gap / 2, high - gap / 2)
+    for (value, label, colour), place in zip(ends, places, strict=True):
+        axes.annotate(
+            # Not "-0.0".
+            with_minus(f"{label}  {round(value, 1) + 0.0:{form}}{percent}"),
+            (last_capacity, value),
+            xytext=(1.05, place),
+            textcoords=axes.get_yaxis_transform(),
+            arrowprops={
+                "arrowstyle": "-",
+                "color": colour,
+                "linewidth": 0.7,
+                "shrinkA": 1,
+                "shrinkB": 4,
+                "relpos": (0, 0.5),
+            },
+            va="center",
+            color=colour,
+            fontsize=9,
+            fontweight="normal" if colour == GREY else "bold",
+            annotation_clip=False,
+        )
 
 
 def _label_capacities(axes: Any, capacities: list[int], trace: Trace) -> None:

@@ -7,7 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkv.tools.bench import designs, machine, records, transfer
+from jaxkv._util import size_text
+from jaxkv.tools import machine
+from jaxkv.tools.bench import designs, records, transfer
 from jaxkv.tools.bench.overlap import Step
 from jaxkv.tools.bench.paged_pool import PagedPool
 from jaxkv.tools.bench.plan import (
@@ -16,7 +18,6 @@ from jaxkv.tools.bench.plan import (
     host_cycle,
     make_plan,
     memory_needed_bytes,
-    size_text,
 )
 from jaxkv.tools.bench.records import Case, Overlap, TransferConfig
 

@@ -143,11 +143,11 @@ def test_without_a_returning_turn_there_is_no_speedup():
         ("  prefilled", "3,700 2,100"),
         ("Device hits, of prompt", "7.5% of 4,000 10.0% of 4,000"),
         ("Host hits, of device misses", "- 41.7% of 3,600"),
-        ("Blocks stored", "- 50 = 3.1 MiB"),
+        ("Blocks stored", "- 50 = 3.12 MiB"),
         ("Blocks loaded", "- 1,500 = 93.8 MiB"),
         ("Store alone, GB/s", "- 2.00 = 0.25 x np.copyto"),
         ("Load alone, GB/s", "- 3.00 = 0.38 x np.copyto"),
-        ("Host memory, peak", "- 37.5% of 8.0 MiB"),
+        ("Host memory, peak", "- 37.5% of 8 MiB"),
         ("Wall time", "10.0 s 6.0 s"),
     ],
 )

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from jaxkv.policies import make_hazard, make_slru, policy_names
+from jaxkv.tools.pictures import spread
 from jaxkv.tools.replay.measures import Cell, Comparison, format_percent
 from jaxkv.tools.replay.model_costs import find_model_costs
-from jaxkv.tools.replay.page import _spread, _ticks, render_page
+from jaxkv.tools.replay.page import _ticks, render_page
 from jaxkv.tools.replay.report import label_of, to_json
 from jaxkv.tools.replay.run import OPTIMUM, sweep
 from jaxkv.tools.replay.synthetic import make_synthetic_trace
@@ -516,7 +517,7 @@ def test_labels_are_moved_apart_and_stay_in_order():
     rng = np.random.default_rng(0)
     for _ in range(200):
         heights = rng.uniform(14, 330, rng.integers(1, 9)).tolist()
-        placed = _spread(heights, 18, 330)
+        placed = spread(heights, 18, 14, 330)
         order = np.argsort(heights, kind="stable")
         assert (np.diff(np.array(placed)[order]) >= 18 - 1e-9).all()
         assert min(placed) >= 14 - 1e-9

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 from jaxkv.tools.bench.compiled.pools import PoolShape, costly_pools, default_pools
 from jaxkv.tools.bench.compiled.targets import TARGETS, Target
 from jaxkv.transfer.kernels import MODES, SAVE_KINDS, Mode, SaveKind
 
 Kind: TypeAlias = SaveKind | Literal["load", "copy"]
-KINDS: tuple[Kind, ...] = (*get_args(SaveKind), "load", "copy")
 
 BLOCKS = (1, 8, 64, 512)
 """Blocks moved by one program, each in turn."""

@@ -114,7 +114,7 @@ def default_pools(num_layers: int = 32) -> tuple[PoolShape, ...]:
     )
 
 
-def costly_pools(num_layers: int = 32) -> tuple[PoolShape, ...]:
+def costly_pools() -> tuple[PoolShape, ...]:
     """Return pools that TPUs lay out at great cost, as jaxkv warns of.
 
     Their last dimension does not fill the lanes, so XLA makes the blocks the fastest
@@ -122,8 +122,8 @@ def costly_pools(num_layers: int = 32) -> tuple[PoolShape, ...]:
     """
     blocks = 2048
     return (
-        PoolShape("head_dim 64", (blocks, 16, 8, 2, 64), num_layers),
-        PoolShape("MLA 576", (blocks, 16, 576), num_layers),
+        PoolShape("head_dim 64", (blocks, 16, 8, 2, 64), 32),
+        PoolShape("MLA 576", (blocks, 16, 576), 32),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import TypeAlias
 
 from jaxkv.tools.bench.compiled.plan import Kind, Program
 from jaxkv.tools.bench.compiled.targets import Backend
@@ -80,17 +81,8 @@ class Figures:
         return self.host_bytes / self.moved_bytes
 
 
-@dataclasses.dataclass(frozen=True)
-class Reply:
-    """What the compiling process says of a program.
-
-    Attributes:
-        figures: What the compiler says; None if it refused the program.
-        error: Why it did; None if it did not.
-    """
-
-    figures: Figures | None
-    error: str | None
+Reply: TypeAlias = tuple[Figures | None, str | None]
+"""What the compiling process says of a program: figures, or why there are none."""
 
 
 @dataclasses.dataclass(frozen=True)

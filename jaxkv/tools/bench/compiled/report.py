@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import pathlib
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from jaxkv._util import size_text
 from jaxkv.tools.bench.compiled.plan import CompileConfig, Program
 from jaxkv.tools.bench.compiled.records import (
     BlockCost,
@@ -18,8 +18,8 @@ from jaxkv.tools.bench.compiled.records import (
     rows_of,
 )
 from jaxkv.tools.bench.compiled.run import CompileRecord
-from jaxkv.tools.bench.machine import versions
-from jaxkv.tools.bench.plan import size_text
+from jaxkv.tools.console import make_console, make_table, print_lines
+from jaxkv.tools.machine import versions
 
 MARKERS = ("<!-- jaxkv bench compile -->", "<!-- end of jaxkv bench compile -->")
 """The lines of a Markdown file that the tables go between."""
@@ -31,8 +31,6 @@ _PAGE_WIDTH = 88
 
 def print_plan(config: CompileConfig, num_programs: int) -> None:
     """Print what is going to be compiled."""
-    from rich.console import Console
-
     blocks = ", ".join(map(str, config.blocks))
     lines = [
         f"Targets      {', '.join(target.device for target in config.targets)}",
@@ -41,14 +39,12 @@ def print_plan(config: CompileConfig, num_programs: int) -> None:
     ]
     for i, pool in enumerate((*config.pools, *config.examples)):
         lines.append(f"{'' if i else 'Pools':12} {pool.name}: {pool.tells}")
-    Console().print("\n".join(lines), highlight=False, soft_wrap=True)
+    print_lines(lines)
 
 
 def print_results(record: CompileRecord) -> None:
     """Print the figures of each program, what a block costs, and what is broken."""
-    from rich.console import Console
-
-    console = Console()
+    console = make_console()
 
     def say(text: str = "", style: str | None = None) -> None:
         console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
@@ -98,9 +94,7 @@ def broken_lines(rows: Iterable[Row]) -> list[str]:
 
 
 def _table(title: str, rows: Sequence[Row]) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = make_table()
     table.add_column(title, style="bold", no_wrap=True)
     for name in ("bytes", "temp", "kernels", "alias", "host", "coll.", "leaf", "s"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -144,9 +138,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _block_table(costs: Sequence[BlockCost]) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = make_table()
     table.add_column("What a block costs", style="bold", no_wrap=True)
     for name in ("bytes", "device", "host", "blocks", "save", "load"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -190,7 +182,7 @@ def to_json(record: CompileRecord) -> dict[str, Any]:
     """Convert a record for ``json.dump``."""
     config = record.config
     return {
-        "versions": _versions(),
+        "versions": versions(*_COMPILERS),
         "seconds": record.seconds,
         "targets": [dataclasses.asdict(target) for target in config.targets],
         "pools": [dataclasses.asdict(p) for p in (*config.pools, *config.examples)],
@@ -389,17 +381,7 @@ def _size(num_bytes: float) -> str:
     return exact
 
 
-def _versions() -> Mapping[str, str]:
-    found = dict(versions())
-    for name in _COMPILERS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def _versions_text() -> str:
-    found = _versions()
+    found = versions(*_COMPILERS)
     names = [name for name in ("jax", *_COMPILERS) if name in found]
     return ", ".join(f"{name} {found[name]}" for name in names)

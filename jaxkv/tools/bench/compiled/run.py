@@ -11,16 +11,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import IO, Any
+from collections.abc import Iterator, Sequence
+from typing import IO
 
 import jaxkv
 from jaxkv.tools.bench.compiled.bounds import broken_bounds
 from jaxkv.tools.bench.compiled.plan import CompileConfig, Program, programs
-from jaxkv.tools.bench.compiled.records import Result
+from jaxkv.tools.bench.compiled.records import Figures, Reply, Result
 from jaxkv.tools.bench.compiled.targets import Backend, environment
-
-OnProgress = Callable[[str, int, int], None]
+from jaxkv.tools.console import OnProgress
 
 _WORKER = "jaxkv.tools.bench.compiled.worker"
 
@@ -63,7 +62,7 @@ def run_compile(config: CompileConfig, on_progress: OnProgress) -> CompileRecord
     return CompileRecord(config, tuple(results), time.monotonic() - started)
 
 
-def judge(program: Program, figures: Any, error: str | None) -> Result:
+def judge(program: Program, figures: Figures | None, error: str | None) -> Result:
     """Make the result of a program from what the compiler said."""
     broken: tuple[str, ...] = ()
     if figures is None:
@@ -78,17 +77,11 @@ def _results(backend: Backend, chosen: Sequence[Program]) -> Iterator[Result]:
     left = list(chosen)
     while left:
         # A compiler that ends its process costs the program that it was at.
-        for reply, why in _replies(backend, tuple(left)):
-            program = left.pop(0)
-            if reply is None:
-                yield judge(program, None, why)
-            else:
-                yield judge(program, reply.figures, reply.error)
+        for reply in _replies(backend, tuple(left)):
+            yield judge(left.pop(0), *reply)
 
 
-def _replies(
-    backend: Backend, chosen: tuple[Program, ...]
-) -> Iterator[tuple[Any, str | None]]:
+def _replies(backend: Backend, chosen: tuple[Program, ...]) -> Iterator[Reply]:
     """Yield a worker's replies; if it ends early, a last one of why."""
     with tempfile.TemporaryFile() as errors:
         command = [sys.executable, "-m", _WORKER]
@@ -109,12 +102,12 @@ def _replies(
                 pass  # It has ended already; why is told below.
             for _ in chosen:
                 try:
-                    reply = pickle.load(worker.stdout)
+                    reply: Reply = pickle.load(worker.stdout)
                 except (EOFError, pickle.UnpicklingError):
                     code = worker.wait()
                     yield None, f"the process ended with {code}: {_last_line(errors)}"
                     return
-                yield reply, None
+                yield reply
         finally:
             worker.kill()
             worker.wait()

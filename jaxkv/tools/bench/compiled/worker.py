@@ -51,12 +51,12 @@ def main() -> None:
 
 def _compile(program: Program) -> Reply:
     try:
-        return Reply(measure(program), None)
+        return measure(program), None
     # Of any kind: compilers, JAX and jaxkv each have their own, and the next program
     # is to be compiled whatever was wrong with this one.
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        return Reply(None, text[:600])
+        return None, text[:600]
 
 
 def measure(program: Program) -> Figures:

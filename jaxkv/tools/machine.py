@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import pathlib
@@ -39,15 +40,19 @@ def machine() -> dict[str, object]:
     }
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that matter."""
-    return {
+def versions(*others: str) -> dict[str, str]:
+    """Return the versions of Python, of what jaxkv needs, and of installed others."""
+    found = {
         "python": platform.python_version(),
         "jaxkv": __version__,
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
         "numpy": np.__version__,
     }
+    for name in others:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def num_cpus() -> int | None:
