@@ -371,8 +371,7 @@ def snapshot(state: HazardState) -> dict[str, Any]:
         "ghosts", how many keys without a block are known; and "touches", how many
         blocks requests of each class have used, in sixteenths and decayed.
     """
-    state = jax.tree.map(jnp.asarray, state)
-    values = np.asarray(_propagate(state, _values(state)))
+    values = np.asarray(_worths(state))
     held = np.flatnonzero(np.asarray(state.notes) >= 0)
     depths = np.asarray(state.depths)
     in_order = held[np.lexsort((held, -depths[held], values[held]))]
@@ -541,6 +540,12 @@ def _propagate(state: HazardState, values: Array) -> Array:
     return lax.while_loop(
         lambda carry: jnp.any(carry[1] < num_blocks), double, (values, parents)
     )[0]
+
+
+@jax.jit
+def _worths(state: HazardState) -> Array:
+    """Compute what each block is worth: i32[B], -1 where it holds no key."""
+    return _propagate(state, _values(state))
 
 
 def _choose_lowest(
