@@ -1,5 +1,6 @@
 """The examples run as they stand, and print what README says they print."""
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ ELSEWHERE = {
 }
 
 
+@functools.cache  # Some tests read what another one has read.
 def run(example):
     done = subprocess.run(
         [sys.executable, "-W", "error", ROOT / "examples" / example],
