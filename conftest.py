@@ -33,6 +33,23 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("jaxkv")
 
 _GIB_PER_WORKER = 4
+
+# The files that take longest, begun first: one that begins late has a process work long
+# after the others have nothing left.
+_LONGEST = (
+    "tests/tiers/test_host_differential.py",
+    "tests/policies/test_contract.py",
+    "tests/test_examples.py",
+    "tests/tiers/test_host_state.py",
+    "tests/native/test_compiling.py",
+    "tests/transfer/test_processes.py",
+    "tests/test_docs.py",
+    "tests/tools/demo/test_engine.py",
+    "tests/tools/demo/test_model.py",
+    "tests/tools/demo/test_conversations.py",
+    "tests/scheduling/test_model.py",
+    "tests/cli/test_demo_signals.py",
+)
 _COMPILED = pytest.StashKey[str]()
 
 
@@ -54,6 +71,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if PLATFORM != "cpu" and jax.default_backend() == "cpu":
         # JAX would quietly take the CPU.
         raise pytest.UsageError(f"JAXKV_TEST_PLATFORM={PLATFORM} finds only the CPU.")
+    if hasattr(config.option, "loadscopereorder"):
+        # pytest-xdist would begin with the files of the most tests, the quickest.
+        config.option.loadscopereorder = False
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return  # Such as in the processes that share the tests.
     config.stash[_COMPILED] = folder = tempfile.mkdtemp(prefix="jaxkv-tests-")
@@ -75,7 +95,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leave out long tests unless `-m` names them; skip GPU tests without a GPU."""
+    """Begin with what takes longest; leave out long tests unless `-m` names them.
+
+    GPU tests are skipped where there is no GPU.
+    """
+    rank = {name: number for number, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: rank.get(item.nodeid.split("::")[0], len(rank)))
     if "long" not in config.option.markexpr:
         long = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=long)
