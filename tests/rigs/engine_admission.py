@@ -89,6 +89,7 @@ class Admission(Refuser):
         if rng.random() < 0.03:
             self.try_bad_takes(request, offer)
         after = self.scheduler.update_state_after_alloc(request, request.table, taken)
+        self.storage.forget(request.request_id)
         load = self.loads.get(request.request_id)
         if load is not None and not taken:
             del self.loads[request.request_id]
@@ -133,12 +134,28 @@ class Admission(Refuser):
     def query(self, request, local, touched):
         """Query an offer, and compare it with the known contents of the tiers."""
         name = request.request_id
-        before = self.loads.get(name)
+        before, storage = self.loads.get(name), self.storage
+        is_under_way = before is not None and before.event != NO_EVENT
+        if not is_under_way and self.setup.num_storage_blocks:
+            wanted = storage.lack(request, local)
+            has_to_wait = storage.before_query(request, local)
         offer, is_async = self.scheduler.get_num_new_matched_tokens(request, local)
-        if before is not None and before.event != NO_EVENT:
+        if is_under_way:
             assert (offer, is_async) == (None, False)
             return offer, is_async
+        if self.setup.num_storage_blocks:
+            is_waiting = storage.real.is_awaited(name)
+            if has_to_wait is not None:
+                assert is_waiting == has_to_wait, f"{name} waits: {is_waiting}"
+            storage.after_query(request, wanted, is_waiting)
+            self.take_events()  # A fetch may have made room for itself.
         self.loads.pop(name, None)
+        if self.setup.num_storage_blocks:
+            if is_waiting:
+                assert (offer, is_async) == (None, False)
+                return offer, is_async
+            if offer is not None:
+                storage.release(name)
         load = self.plan(request, local, is_modest=False)
         if load is not None and load.copies:
             # Blocks to copy from must leave room for the blocks of the request.

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput
+from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, StorageReport
 from jaxkv.search.groups import alignment
 from tests.rigs.engine_watch import Watcher
 
@@ -30,6 +30,13 @@ class Refuser(Watcher):
         loads = scheduler._loads
         records += [repr((list(loads._waiting), list(loads._copying)))]
         records += [repr((loads.in_transit, scheduler._known))]
+        storage = scheduler._storage
+        if storage is not None:
+            moves = [*storage._fetches.values(), *storage._writes.values()]
+            records += [repr(vars(move)) for move in moves]
+            records += [repr((storage._waits, storage._looked_up, storage._to_write))]
+            records += [repr(storage.tier.num_found)]
+            arrays += jax.tree.leaves(storage.tier.executor.state)
         return [np.array(jnp.copy(array)).tobytes() for array in arrays], records
 
     def refuse(self, call, *args):
@@ -61,6 +68,7 @@ class Refuser(Watcher):
                 num = 1
             many = (name,) * num
             self.refuse(update, ConnectorOutput(many, (), tuple(events)))
+        self.try_refused_reports()
         self.refuse(self.pool.allocate, self.pool.num_free + 1)
         if self.device_keys:
             block = next(iter(self.device_keys))
@@ -70,6 +78,26 @@ class Refuser(Watcher):
                 step = alignment(self.groups)
                 take = self.scheduler.update_state_after_alloc
                 self.refuse(take, request, request.table, step)
+
+    def try_refused_reports(self):
+        """Report moves of the store that nobody asked for, or not like this."""
+        update = self.scheduler.update_connector_output
+
+        def refuse(**report):
+            reports = (StorageReport(found=(b"others".ljust(32),)),)
+            reports += (StorageReport(**report),)
+            self.refuse(update, ConnectorOutput(storage=reports))
+
+        refuse(fetched=((10**6, (True,)),))
+        refuse(written=((10**6, (True,)),))
+        for what, moves in (
+            ("fetched", self.storage.fetches),
+            ("written", self.storage.writes),
+        ):
+            for event, move in moves.items():
+                oks = (True,) * len(move.keys)
+                refuse(**{what: ((event, (*oks, True)),)})
+                refuse(**{what: ((event, oks),) * (move.num_unheard + 1)})
 
     def try_bad_takes(self, request, offer):
         take = self.scheduler.update_state_after_alloc

@@ -39,6 +39,7 @@ class Engine(Admission):
         self.note_loads(meta)
         for worker in self.workers:
             worker.start(meta)
+        self.storage.note_moves(meta.storage)
         self.compute(scheduled)
         self.transfer()
         self.check()
@@ -92,7 +93,7 @@ class Engine(Admission):
         if self.active and rng.random() < 0.06:
             self.preempt(rng.choice(self.active))
         if rng.random() < 0.01:
-            has_loads = bool(self.loads)
+            has_loads = bool(self.loads) or self.storage.is_held_up
             assert self.scheduler.has_pending_loads() == has_loads
             assert self.scheduler.reset() != has_loads
             if not has_loads:
@@ -100,6 +101,7 @@ class Engine(Admission):
                 self.ready = {}
                 for store in self.stores.values():
                     store.is_stale = True
+                self.storage.reset()
                 for request in self.requests.values():
                     request.seen_on_host = set()
                 list(self.scheduler.take_events())
@@ -306,6 +308,7 @@ class Engine(Admission):
                     request, request.tables
                 )
                 assert answer == (False, None)
+        self.storage.forget(request.request_id)
         self.take_events()
         if request in self.active:
             self.check_farewell(request, num_refusals)
@@ -330,6 +333,7 @@ class Engine(Admission):
     def transfer(self):
         """Complete transfers, on each worker at another time."""
         rng = self.rng
+        self.storage.act()
         for worker in self.workers:
             if self.is_calm:
                 worker.drain()
@@ -355,6 +359,7 @@ class Engine(Admission):
         self.check(deeply=True)
         scheduler = self.scheduler
         assert not self.loads
+        self.storage.check_at_rest()
         assert not scheduler.has_pending_stores()
         assert self.pool.num_free == self.pool.num_blocks - 1
         assert not scheduler._known

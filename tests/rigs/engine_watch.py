@@ -1,18 +1,22 @@
-"""A model of both tiers, compared with the state of the library."""
+"""A model of all tiers, compared with the state of the library."""
 
+import dataclasses
 from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxkv.keys.packed import key_from_foreign
 from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.search.groups import FullAttention, lazy_target_blocks
+from jaxkv.tiers.base import STORAGE_MEDIUM
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.types import NULL_BLOCK
 from tests.rigs.offload_sim import Prefixes, SimWorker
 from tests.rigs.sim_requests import SimStore
+from tests.rigs.sim_storage import SimStorage
 
 
 class Watcher:
@@ -37,6 +41,7 @@ class Watcher:
             setup.policy,
             enable_events=True,
             rules=rules,
+            num_storage_blocks=setup.num_storage_blocks,
             clock=self.tick,
         )
         self.scheduler.bind_device_block_pool(self.pool)
@@ -63,6 +68,7 @@ class Watcher:
         self.evicted = set()
         self.unwritten = set()  # blocks that the pool is not to cache
         self._num_requests = 0
+        self.storage = SimStorage(self)
 
     def tick(self):
         """Tell the time; it goes on by some seconds each time that it is asked."""
@@ -70,7 +76,9 @@ class Watcher:
         return self.now_s
 
     def key(self, group, prefix):
-        return self.prefixes.key((group, prefix), self.setup.key_length)
+        key = self.prefixes.key((group, prefix), self.setup.key_length)
+        self.storage.names[key_from_foreign(key)] = key
+        return key
 
     def note_stores(self, meta):
         """Record the stores of a step; each must be of a full block."""
@@ -162,15 +170,22 @@ class Watcher:
                 del self.serving[key]
 
     def take_events(self):
-        """Record what the host evicted; nothing that is being loaded."""
+        """Record what was evicted; nothing that is being loaded, fetched or written."""
         stored = set()
+        held = {row for wait in self.storage.waits.values() for row in wait.rows}
+        for move in self.storage.writes.values():
+            held.update(move.host_blocks if not move.is_stale else ())
         for event in self.scheduler.take_events():
+            if event.medium == STORAGE_MEDIUM:
+                self.storage.note_event(event)
+                continue
             if not event.removed:
                 stored |= set(event.block_hashes)
                 continue
             for key in event.block_hashes:
                 host = self.ready.pop(key)
                 self.evicted.add(key)
+                assert host not in held, "what a write or a wait holds is evicted"
                 for load in self.loads.values():
                     assert key not in load.keys.values(), "a held block is evicted"
                     assert host not in load.hosts.values()
@@ -245,7 +260,8 @@ class Watcher:
         """All keys that the host has or is storing."""
         stores = [store for store in self.stores.values() if not store.is_stale]
         in_flight = {key for store in stores for key, _ in store.rows}
-        return {*self.ready, *in_flight, *self.scheduler._stores._waiting.keys}
+        waiting = self.scheduler._stores._waiting.keys
+        return {*self.ready, *in_flight, *waiting, *self.storage.fetching}
 
     def is_refused(self, request):
         """Whether the host had no room, and nothing has ended since."""
@@ -304,6 +320,10 @@ class Watcher:
         for host in waiting.host_blocks:
             ref_cnt[host] = -1
 
+        self.check_counts(list(ref_cnt.values()))
+        self.storage.count_host_blocks(ref_cnt)
+        self.storage.check(deeply)
+
         def listed(counts, num):
             return [counts.get(i, 0) for i in range(num)]
 
@@ -318,9 +338,12 @@ class Watcher:
         busy = {*held, *(b for b, n in pins.items() if n)}
         assert pool.num_free == pool.num_blocks - 1 - len(busy)
         assert pool.unwritten == self.unwritten
-        assert scheduler.has_pending_loads() == bool(self.loads)
-        assert scheduler.has_pending_stores() == bool(self.stores or waiting.keys)
-        self.check_counts(list(ref_cnt.values()))
+        is_loading = bool(self.loads) or self.storage.is_held_up
+        assert scheduler.has_pending_loads() == is_loading
+        is_storing = bool(self.stores or waiting.keys or self.storage.writes)
+        if self.storage.real is not None:
+            is_storing |= bool(self.storage.real._to_write)
+        assert scheduler.has_pending_stores() == is_storing
         on_host = self.keys_on_host()
         assert scheduler.num_host_blocks_held == len(on_host)
         hosts = list(self.ready.values())
@@ -344,7 +367,12 @@ class Watcher:
 
     def report(self):
         """Pass the workers' reports to the scheduler; return its answer."""
-        reports = [worker.report() for worker in self.workers]
+        reports = [
+            dataclasses.replace(
+                worker.report(), storage=self.storage.take_report(number)
+            )
+            for number, worker in enumerate(self.workers)
+        ]
         output = ConnectorOutput.aggregate(reports)
         expected = {name: [] for name in ("finished", "failed", "completed", "lost")}
         num_workers = self.rules.world_size
@@ -380,8 +408,13 @@ class Watcher:
                 if load.has_failed:
                     lost_keys += load.keys.values()
         answer = self.scheduler.update_connector_output(output)
+        held = Counter()
+        self.storage.count_host_blocks(held)
+        self.storage.hear(output.storage)
         self.take_events()
         read = {key for load in self.loads.values() for key in load.keys.values()}
+        # What is held for others, or is being written to the store, is not forgotten.
+        read |= {key for key, host in self.ready.items() if held[host]}
         assert not set(lost_keys) & (set(self.ready) - read), "what failed is offered"
         assert sorted(answer.finished_recving) == sorted(expected["finished"])
         assert sorted(answer.failed_recving) == sorted(expected["failed"])

@@ -106,6 +106,7 @@ class SimWorker:
 
     A store may read its device blocks until it ends, and its host blocks are unreadable
     until then; a load likewise in the other direction. Each direction ends in order.
+    What is given a host block last has it, whatever ends later.
     """
 
     def __init__(self, num_device_blocks, num_host_blocks, factor):
@@ -115,6 +116,18 @@ class SimWorker:
         self.loads = deque()
         self._factor = factor
         self._report = {}
+        self._owners = {}  # Of host blocks: what was given them last.
+
+    def give(self, host_blocks, owner):
+        """Give host blocks to what is to write them; their bytes are gone."""
+        for host in host_blocks:
+            self._owners[host] = owner
+            self.host[host] = (garbage(),) * self._factor
+
+    def fill(self, host, owner, content):
+        """Write a host block, unless another was given it."""
+        if self._owners[host] is owner:
+            self.host[host] = content
 
     def being_read(self):
         """Device blocks that stores read."""
@@ -147,9 +160,8 @@ class SimWorker:
             assert len(set(hosts)) == len(hosts)
             read = [host for sent in self.loads for _, host in sent.rows]
             assert not set(hosts) & set(read), "a host block is stored while loaded"
-            for host in hosts:
-                self.host[host] = (garbage(),) * self._factor
             self.stores.append(Sent(meta.store_event, rows, contents))
+            self.give(hosts, self.stores[-1])
         sources, targets = meta.copy_from_blocks, meta.copy_to_blocks
         assert len(set(targets)) == len(targets)
         assert not set(targets) & set(sources)
@@ -179,7 +191,7 @@ class SimWorker:
         sent = self.stores.popleft()
         for (blocks, host), contents in zip(sent.rows, sent.contents, strict=True):
             assert tuple(self.device[block] for block in blocks) == contents
-            self.host[host] = contents if ok else (garbage(),) * self._factor
+            self.fill(host, sent, contents if ok else (garbage(),) * self._factor)
         name = "completed_store_events" if ok else "failed_store_events"
         self._report.setdefault(name, []).append(sent.name)
 

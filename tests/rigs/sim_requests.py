@@ -30,6 +30,7 @@ class Setup:
         max_drafts: Maximum draft tokens of a step.
         key_length: Bytes of a key.
         failures: Probability that a transfer fails.
+        num_storage_blocks: Host blocks of the store behind the host; 0 for none.
     """
 
     groups: tuple
@@ -41,6 +42,7 @@ class Setup:
     max_drafts: int = 0
     key_length: int = 32
     failures: float = 0.1
+    num_storage_blocks: int = 0
 
 
 class SimRequest:

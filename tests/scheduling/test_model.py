@@ -33,6 +33,40 @@ POLICIES = policy_names()
 LAZY = OffloadRules(mode="lazy", max_num_batched_tokens=16)
 
 
+# A store behind the host, which has much of what the host has no room for.
+THROUGH = OffloadRules(storage_write="through")
+STORAGE_SETUPS = (
+    Setup(GROUPS["full"], THROUGH, num_storage_blocks=200, num_host_blocks=16),
+    Setup(GROUPS["full"], num_storage_blocks=30, num_host_blocks=16, max_drafts=3),
+    Setup(
+        GROUPS["full"],
+        replace(THROUGH, world_size=2, max_storage_blocks=3, delay_shared_loads=True),
+        num_storage_blocks=12,
+        num_host_blocks=24,
+        failures=0.4,
+    ),
+    Setup(
+        GROUPS["full"],
+        replace(THROUGH, blocks_per_host_block=3),
+        num_storage_blocks=40,
+        num_host_blocks=12,
+    ),
+    Setup(
+        GROUPS["full+window"],
+        replace(LAZY, storage_write="through"),
+        num_storage_blocks=200,
+        num_host_blocks=30,
+    ),
+    Setup(
+        GROUPS["two sizes"],
+        THROUGH,
+        num_storage_blocks=60,
+        num_host_blocks=30,
+        key_length=20,
+    ),
+)
+
+
 def run(setup, seed, num_steps):
     """Run an engine; compare all that there is now and then, and at the end."""
     print(f"seed {seed}, {setup}")
@@ -74,14 +108,23 @@ def make_rules(rng, groups):
 
 
 def make_setup(rng, groups, policy):
+    rules, num_storage_blocks = make_rules(rng, groups), rng.choice((0, 12, 60, 400))
+    if num_storage_blocks:
+        is_told = policy == "lru" and not rules.retention
+        rules = replace(
+            rules,
+            storage_write=rng.choice(("through", "on_reuse", *["on_evict"] * is_told)),
+            max_storage_blocks=rng.choice((1, 4, 128)),
+        )
     return Setup(
         groups,
-        make_rules(rng, groups),
+        rules,
         policy,
         num_host_blocks=rng.choice((8, 40)),
         max_drafts=rng.choice((0, 3)),
         key_length=rng.choice((32, 32, 20)),
         failures=rng.choice((0, 0.1, 0.4)),
+        num_storage_blocks=num_storage_blocks,
     )
 
 
@@ -101,6 +144,7 @@ def make_setup(rng, groups, policy):
         Setup(GROUPS["full+mamba"], OffloadRules(store_threshold=2, prompt_only=True)),
         Setup(GROUPS["full+window"], OffloadRules(retention=True)),
         Setup(GROUPS["full"], OffloadRules(max_unseen_blocks=2)),
+        *STORAGE_SETUPS,
     ],
 )
 def test_a_random_engine_finds_all_as_its_model_has_it(setup):
@@ -114,6 +158,16 @@ def test_a_random_engine_runs_with_every_policy(policy):
     engine = run(Setup(GROUPS["full+window"], policy=policy), seed=7, num_steps=200)
     assert engine.counts["finished"] > 10
     assert engine.counts["loaded"] > 0
+
+
+@pytest.mark.parametrize("storage_write", ["on_reuse", "on_evict", "through"])
+def test_a_random_engine_fetches_what_only_its_store_has(storage_write):
+    rules = OffloadRules(storage_write=storage_write)
+    setup = Setup(GROUPS["full"], rules, num_storage_blocks=200, num_host_blocks=16)
+    engine = run(setup, seed=3, num_steps=400)
+    assert engine.counts["waited for the store"] > 5
+    for name, num in engine.storage.counts.items():
+        assert num > 5 or name == "failed", name
 
 
 PLAN = """
