@@ -14,6 +14,7 @@ import jax
 
 from tests.campaign import campaign
 from tests.campaign.counting import summary
+from tests.campaign.store_faults import FAULTS, NoDiskError
 
 
 def main():
@@ -33,6 +34,14 @@ def main():
     parser.add_argument(
         "--steps", type=int, default=campaign.STEPS, help="steps of an engine"
     )
+    parser.add_argument(
+        "--fault",
+        choices=list(FAULTS),
+        help="run engines whose store has this fault, and nothing else",
+    )
+    parser.add_argument(
+        "--total-steps", type=int, help="how many steps to run, of all engines"
+    )
     parser.add_argument("--only", type=int, help="repeat the engine of this number")
     args = parser.parse_args()
     logging.getLogger("jax").setLevel(logging.CRITICAL)  # It logs injected faults.
@@ -48,23 +57,33 @@ def main():
         if args.only is not None:
             counts = collections.Counter()
             failure = campaign.run_one(
-                args.seed, args.only, counts, kinds=kinds, steps=args.steps
+                args.seed,
+                args.only,
+                counts,
+                kinds=kinds,
+                steps=args.steps,
+                fault=args.fault,
             )
             print(summary(counts))
             if failure is not None:
                 print(failure.report)
         else:
             minutes = args.minutes
-            if minutes is None and args.num_engines is None:
+            if minutes is None and args.num_engines is args.total_steps is None:
                 minutes = 1.0
             _, failure = campaign.run(
                 args.seed,
                 minutes=minutes,
                 engines=args.num_engines,
+                total_steps=args.total_steps,
                 kinds=kinds,
                 steps=args.steps,
+                fault=args.fault,
                 say=lambda line: print(line, flush=True),
             )
+    except NoDiskError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return int(failure is not None)

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import gc
 import random
 import time
@@ -18,6 +19,7 @@ from tests.campaign.prefixes import PrefixUser
 from tests.campaign.processes import run_processes
 from tests.campaign.setups import random_setup
 from tests.campaign.storage import run_storage
+from tests.campaign.store_faults import NoDiskError
 
 STEPS = 600
 ENGINES_PER_CLEARING = 12
@@ -73,15 +75,29 @@ SHARES = {
 }
 
 
-def run_one(seed, number, counts, *, kinds=tuple(KINDS), steps=STEPS):
+def run_one(seed, number, counts, *, kinds=tuple(KINDS), steps=STEPS, fault=None):
     """Run the engine of a number, if it is of one of the kinds.
+
+    Args:
+        seed: Of the campaign.
+        number: Of the engine.
+        counts: Where it counts.
+        kinds: Those to run.
+        steps: Of the engine.
+        fault: Run engines whose store has this fault, and no others; a name in
+            `tests.campaign.store_faults.FAULTS`.
 
     Returns:
         None if all was right, or if it is of another kind.
     """
     rng = random.Random(f"{seed}/{number}")
     [kind] = rng.choices(list(SHARES), SHARES.values())
-    if kind not in kinds:
+    options = ""
+    engine = KINDS[kind]
+    if fault is not None:
+        kind, options = "storage", f" --fault {fault}"
+        engine = functools.partial(run_storage, fault=fault)
+    elif kind not in kinds:
         return None
     history, head = new_history(), []
 
@@ -92,11 +108,14 @@ def run_one(seed, number, counts, *, kinds=tuple(KINDS), steps=STEPS):
     counts["engines"] += 1
     counts[f"engines, {kind}"] += 1
     try:
-        KINDS[kind](rng, counts, note, steps)
+        engine(rng, counts, note, steps)
+    except NoDiskError:
+        raise
     except Exception as error:
         lines = [
             f"Engine {number} of seed {seed} has failed. To repeat it:",
-            f"  python -m tests.campaign --seed {seed} --only {number} --steps {steps}",
+            f"  python -m tests.campaign --seed {seed} --only {number} --steps {steps}"
+            f"{options}",
             *head,
             *history,
             "".join(traceback.format_exception(error)),
@@ -106,9 +125,27 @@ def run_one(seed, number, counts, *, kinds=tuple(KINDS), steps=STEPS):
 
 
 def run(
-    seed, *, minutes=None, engines=None, kinds=tuple(KINDS), steps=STEPS, say=print
+    seed,
+    *,
+    minutes=None,
+    engines=None,
+    total_steps=None,
+    kinds=tuple(KINDS),
+    steps=STEPS,
+    fault=None,
+    say=print,
 ):
     """Run engines until the time is over or there were enough, or one fails.
+
+    Args:
+        seed: Of all of them.
+        minutes: When to stop.
+        engines: After how many engines to stop.
+        total_steps: After how many steps of all engines to stop.
+        kinds: As of `run_one`, and so are `steps` and `fault`.
+        steps: See `kinds`.
+        fault: See `kinds`.
+        say: Called with each line of the report.
 
     Returns:
         The counters, and the failure or None.
@@ -120,8 +157,10 @@ def run(
             break
         if engines is not None and counts["engines"] >= engines:
             break
+        if total_steps is not None and counts["steps"] >= total_steps:
+            break
         num_before = counts["engines"]
-        failure = run_one(seed, number, counts, kinds=kinds, steps=steps)
+        failure = run_one(seed, number, counts, kinds=kinds, steps=steps, fault=fault)
         number += 1
         is_new = counts["engines"] > num_before
         if is_new and counts["engines"] % ENGINES_PER_CLEARING == 0:
@@ -132,7 +171,8 @@ def run(
                 f"{counts['steps']:,} steps, "
                 f"{counts['block reads compared']:,} block reads compared"
             )
-    say(f"seed {seed}, {time.monotonic() - start_s:.0f} s")
+    only = "" if fault is None else f", the store's fault: {fault}"
+    say(f"seed {seed}, {time.monotonic() - start_s:.0f} s{only}")
     say(summary(counts))
     if failure is not None:
         say(failure.report)

@@ -594,11 +594,15 @@ class PagedEngine(Contract):
             left["the same of the store"] = len(self.told_of_storage) - own
         if self.storage is not None:
             left["moves of the store"] = self.storage.num_in_flight
-            for name in ("stored", "loaded", "failed", "dropped", "evicted"):
-                self.counts[f"store: {name}"] += getattr(stats, f"num_storage_{name}")
         left = {name: num for name, num in left.items() if num}
         if left:
             raise StuckError(f"left behind: {left}")
+
+    def count_storage(self):
+        """Count what has become of blocks on their way to the store and back."""
+        stats = self.scheduler.stats
+        for name in ("stored", "loaded", "failed", "dropped", "evicted"):
+            self.counts[f"store: {name}"] += getattr(stats, f"num_storage_{name}")
 
     def _new_pool(self, number):
         return new_pool(self.setup.num_device_blocks, number, self.mesh)

@@ -89,9 +89,10 @@ class Setup:
         return " ".join(f"{name}={value}" for name, value in parts.items())
 
 
-def random_setup(rng, **fixed):
+def random_setup(rng, *, groups=None, **fixed):
     """Choose an engine; `fixed` are keys of the configuration."""
-    groups = rng.choice(list(GROUPS))
+    if groups is None:
+        groups = rng.choice(list(GROUPS))
     num_groups = len(GROUPS[groups])
     values = {
         "num_host_blocks": rng.choice((6, 12, 30, 80)) * num_groups,

@@ -5,21 +5,23 @@ store, so that each finds what those before it have written; and the store goes 
 every way that it may.
 """
 
-import pathlib
+import dataclasses
 import tempfile
 import time
 from unittest import mock
 
 from jaxkv.scheduling import storage_worker
 from jaxkv.transfer.storage import LocalStore, MemoryStore
+from tests.campaign import store_faults
 from tests.campaign.paged import PagedEngine
-from tests.campaign.setups import random_setup
+from tests.campaign.setups import GROUPS, random_setup
+from tests.campaign.store_faults import StoreFault
 from tests.rigs.faulty_store import Faults, FaultyDirectStore, FaultyStore
 
 NUM_LIVES = 3
 MOST_LOOKS = 200  # Until an engine begins, whether the store is listed or not.
 
-FAULTS = (
+MIXED = (
     Faults(),
     Faults(error=0.2, raising=0.02),
     Faults(late=0.3, late_s=0.05, error=0.05),
@@ -30,44 +32,91 @@ FAULTS = (
 )
 
 
-def run_storage(rng, counts, note, steps):
-    """Run engines that share a store, one after another, or two in turns."""
-    seed = rng.random()
+def run_storage(rng, counts, note, steps, fault=None):
+    """Run engines that share a store, one after another, or two in turns.
+
+    Args:
+        rng: Chooses all that they do.
+        counts: Where they count.
+        note: Called with a line about each thing that they do.
+        steps: Of all of them together, but for those at the end of each.
+        fault: What goes wrong; a name in `store_faults.FAULTS`, None for any.
+    """
     with tempfile.TemporaryDirectory(prefix="jaxkv-campaign-") as folder:
-        # The same model in all of them: other groups have other keys.
-        setup = random_setup(rng, storage=folder)
-        faults = rng.choice(FAULTS)
-        note(f"{setup} {faults}")
-        is_in_memory = rng.random() < 0.5
-        shared = MemoryStore() if is_in_memory else LocalStore(folder)
-        stores, stories = [], []
+        if fault is None:
+            # The same model in all of them: other groups have other keys.
+            setup = random_setup(rng, storage=folder)
+            chosen = StoreFault(
+                rng.choice(MIXED),
+                num_engines=rng.choice((1, 1, 2)),
+                share=0.002,
+                happens=store_faults.empty,
+            )
+            is_in_memory = rng.random() < 0.5
+        else:
+            chosen = store_faults.FAULTS[fault]
+            setup = busy_setup(rng, folder, chosen.storage_blocks)
+            is_in_memory = False
+        note(f"{setup} {chosen}")
+        with store_faults.disk_of(chosen, rng, folder):
+            lives = _Lives(setup, chosen, rng, counts, note, folder, is_in_memory)
+            for _ in range(NUM_LIVES):
+                lives.live(steps // NUM_LIVES)
 
-        def new_engine():
-            kind = rng.choice((FaultyStore, FaultyDirectStore))
-            store = kind(shared, f"{seed}/{len(stores)}", faults)
+
+def hear_the_store(engine):
+    """Let an engine hear what is in its store, if that can be listed."""
+    for _ in range(MOST_LOOKS):
+        if engine.storage.is_listed:
+            break
+        engine.hear()
+        time.sleep(0.001)
+
+
+def busy_setup(rng, folder, storage_blocks, write=None):
+    """Choose an engine that often needs what only its store has."""
+    groups = rng.choice(list(GROUPS))
+    setup = random_setup(
+        rng,
+        groups=groups,
+        storage=folder,
+        num_host_blocks=rng.choice((12, 20)) * len(GROUPS[groups]),
+        storage_bytes=storage_blocks * 1024,
+        storage_write=write or rng.choice(("through", "through", "on_reuse")),
+        storage_list_s=10.0,
+        store_threshold=0,
+        max_unseen_blocks=None,
+        skip_slow_loads=False,
+    )
+    return dataclasses.replace(setup, stuck=0.0)
+
+
+class _Lives:
+    """Engines of one model and one store, and what happens to it."""
+
+    def __init__(self, setup, fault, rng, counts, note, folder, is_in_memory):
+        self.setup, self.fault, self.rng = setup, fault, rng
+        self.counts, self.note, self.folder = counts, note, folder
+        self.memory = MemoryStore() if is_in_memory else None
+        self.seed = rng.random()
+        self.num_stores = 0
+        self.last = None
+
+    def live(self, steps):
+        """Run engines for some steps, and let them end, or die."""
+        rng, counts = self.rng, self.counts
+        stores, engines = [], []
+        for _ in range(self.fault.num_engines):
+            store, engine = self.new_engine()
             stores.append(store)
-            # In place of the plain folder.
-            with mock.patch.object(storage_worker, "open_store", return_value=store):
-                engine = PagedEngine(setup, rng, counts, note)
-            # Users come back, with what they asked before.
-            engine.stories = list(stories)
-            for _ in range(MOST_LOOKS):
-                if engine.storage.is_listed:
-                    break
-                engine.hear()
-                time.sleep(0.001)
-            return engine
-
-        for _ in range(NUM_LIVES):
-            engines = [new_engine() for _ in range(rng.choice((1, 1, 2)))]
-            for number in range(steps // NUM_LIVES // len(engines)):
+            engines.append(engine)
+        try:
+            for number in range(steps // len(engines)):
                 for engine in engines:
                     engine.step()
                     if number % 16 == 15:
                         engine.check()
-                if rng.random() < 0.002:
-                    empty(shared, folder, is_in_memory)
-                    counts["stores emptied"] += 1
+                self.mishap(stores)
             if rng.random() < 0.3:
                 counts["engines that died"] += len(engines)
             else:
@@ -75,19 +124,47 @@ def run_storage(rng, counts, note, steps):
                     engine.settle()
             for engine in engines:
                 engine.check()
-                stories = engine.stories
+                engine.count_storage()
+                own = engine.storage.storage_io.stats
+                for reason, num in (own.refused | own.failed).items():
+                    counts[f"store: {reason}"] += num
+        finally:
+            for engine in engines:
                 engine.storage.close()
             for store in stores:
                 store.let_go()
-        for store in stores:
-            for name, num in store.num_faults.items():
-                counts[f"store: {name}"] += num
+                injected = {name: n for name, n in store.num_faults.items() if n}
+                for name, num in injected.items():
+                    counts[f"store: {name}, injected"] += num
+        self.last = engines[-1]
 
+    def new_engine(self):
+        """Start an engine, and let it hear what is in the store."""
+        shared = self.memory or LocalStore(self.folder)
+        kind = self.rng.choice((FaultyStore, FaultyDirectStore))
+        store = kind(shared, f"{self.seed}/{self.num_stores}", self.fault.faults)
+        self.num_stores += 1
+        # In place of the plain folder.
+        with mock.patch.object(storage_worker, "open_store", return_value=store):
+            engine = PagedEngine(self.setup, self.rng, self.counts, self.note)
+        if self.last is not None:
+            # The same weights; users come back, with what they asked before.
+            engine.weights, engine.epoch = self.last.weights, self.last.epoch
+            engine.stories = list(self.last.stories)
+        hear_the_store(engine)
+        return store, engine
 
-def empty(store, folder, is_in_memory):
-    """Delete all objects, as somebody may at any time."""
-    if is_in_memory:
-        store._blobs.clear()
-        return
-    for path in pathlib.Path(folder).rglob("*.0"):
-        path.unlink(missing_ok=True)
+    def mishap(self, stores):
+        """Have what may happen to the store happen, sometimes."""
+        if self.rng.random() < 0.02:
+            num = sum(store.let_go() for store in stores)
+            if num:  # What nobody waits for any more.
+                self.counts["store: answers after a hang"] += num
+        if self.rng.random() >= self.fault.share:
+            return
+        if self.memory is not None:
+            self.memory._blobs.clear()
+            self.counts["store: mishaps"] += 1
+        else:
+            num = self.fault.happens(self.rng, self.folder)
+            self.counts["store: mishaps"] += num

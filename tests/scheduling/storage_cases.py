@@ -60,6 +60,7 @@ def main(address, num_processes, process, seed, num_steps, folder):
                     engine.submit(list(tokens[: setup.max_tokens - 1]), extras)
             num_held = engine.scheduler.num_storage_blocks_held
             engine.run(int(num_steps))
+            engine.count_storage()
         except BaseException:
             print("\n".join(history), flush=True)
             raise

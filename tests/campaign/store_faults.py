@@ -1,0 +1,189 @@
+"""What may go wrong with a store, by name, each to be tried by itself.
+
+What a store does wrong while it is called is left to `FaultyStore`. What others do to a
+folder meanwhile is done to its files: they are cut, changed, exchanged, deleted. A disk
+that is full, or that may only be read, is a file system of its own, where one may be
+mounted.
+"""
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+
+from tests.rigs.faulty_store import Faults
+
+MOST_MISHAPS = 4
+
+
+class NoDiskError(Exception):
+    """No file system may be mounted here, and this fault needs one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreFault:
+    """Something that goes wrong.
+
+    Attributes:
+        faults: What the store does wrong when it is called.
+        num_engines: Engines that use the store at once.
+        share: How often something happens between two steps, from 0 to 1.
+        happens: What happens then; called with a random generator and the folder, it
+            tells how often it has done so.
+        disk: Options of the file system to mount for the folder; None for no other.
+        storage_blocks: Blocks that an engine takes the store to have room for.
+        sign: What counts it, so that it is known to have happened.
+    """
+
+    faults: Faults = dataclasses.field(default_factory=Faults)
+    num_engines: int = 1
+    share: float = 0.0
+    happens: Callable | None = None
+    disk: Callable | None = None
+    storage_blocks: int = 4000
+    sign: str = "mishaps"
+
+
+def empty(rng, folder):
+    """Delete all objects, and sometimes their folders, as somebody may at any time."""
+    files = objects_of(folder)
+    for path in files:
+        _try(os.unlink, path)
+    if rng.random() < 0.3:
+        for entry in os.scandir(folder):
+            shutil.rmtree(entry.path, ignore_errors=True)
+    return 1
+
+
+def cut(rng, folder):
+    """Cut files where they lie, under those who read them."""
+    return _to_some(rng, folder, _cut)
+
+
+def flip(rng, folder):
+    """Change a bit of files where they lie."""
+    return _to_some(rng, folder, _flip)
+
+
+def exchange(rng, folder):
+    """Put objects under the names of others."""
+    files = objects_of(folder)
+    if len(files) < 2:
+        return 0
+    num = rng.randint(1, MOST_MISHAPS)
+    for _ in range(num):
+        one, other = rng.sample(files, 2)
+        aside = os.path.join(os.path.dirname(other), ".exchanged")
+        if _try(shutil.copyfile, one, aside):
+            _try(os.replace, aside, other)
+    return num
+
+
+def turn_read_only(rng, folder):
+    """Have the disk refuse to be written, or allow it again."""
+    is_read_only = not os.access(folder, os.W_OK)
+    how = "rw" if is_read_only else "ro"
+    # Refused while a file is being written.
+    return _run("mount", "-o", f"remount,{how}", folder) is None
+
+
+def make_room(rng, folder):
+    """Delete a few objects of a disk that is full."""
+    return _to_some(rng, folder, lambda rng, path: os.unlink(path))
+
+
+FAULTS = {
+    "errors": StoreFault(Faults(error=0.2, raising=0.02), sign="error, injected"),
+    "hangs": StoreFault(Faults(hang=0.1), sign="hang, injected"),
+    "late": StoreFault(Faults(late=0.5, late_s=0.1), sign="late, injected"),
+    "full": StoreFault(
+        share=0.02,
+        happens=make_room,
+        sign="write full",
+        # Of few pages, or of few files.
+        disk=lambda rng: rng.choice(
+            (f"size={rng.choice((16, 64)) << 12}", "nr_inodes=24")
+        ),
+    ),
+    "read-only": StoreFault(
+        share=0.02,
+        happens=turn_read_only,
+        disk=lambda rng: "size=64m",
+        sign="write denied",
+    ),
+    "truncated": StoreFault(
+        Faults(cut=0.1, tear=0.1), share=0.1, happens=cut, sign="torn"
+    ),
+    "flipped": StoreFault(Faults(flip=0.2), share=0.1, happens=flip, sign="checksum"),
+    "exchanged": StoreFault(Faults(swap=0.2), share=0.1, happens=exchange, sign="key"),
+    "shared": StoreFault(num_engines=2, storage_blocks=12, sign="evicted"),
+    "emptied": StoreFault(Faults(lose=0.05), share=0.05, happens=empty),
+}
+
+
+@contextlib.contextmanager
+def disk_of(fault, rng, folder):
+    """Mount the file system that a fault needs, if any.
+
+    Raises:
+        NoDiskError: It cannot be.
+    """
+    if fault.disk is None:
+        yield
+        return
+    error = _run("mount", "-t", "tmpfs", "-o", fault.disk(rng), "tmpfs", folder)
+    if error is not None:
+        raise NoDiskError(f"no file system may be mounted here ({error})")
+    try:
+        yield
+    finally:
+        error = _run("umount", "--lazy", folder)
+        assert error is None, error
+
+
+def objects_of(folder):
+    """The files of a store, in their order."""
+    return sorted(
+        os.path.join(path, name)
+        for path, _, names in os.walk(folder)
+        for name in names
+        if not name.startswith(".")
+    )
+
+
+def _to_some(rng, folder, change):
+    files = objects_of(folder)
+    chosen = rng.sample(files, min(len(files), rng.randint(1, MOST_MISHAPS)))
+    return sum(_try(change, rng, path) for path in chosen)
+
+
+def _cut(rng, path):
+    os.truncate(path, rng.randrange(os.path.getsize(path) + 1))
+
+
+def _flip(rng, path):
+    with open(path, "r+b") as file:
+        place = rng.randrange(max(8 * os.path.getsize(path), 1))
+        file.seek(place // 8)
+        [byte] = file.read(1)
+        file.seek(place // 8)
+        file.write(bytes([byte ^ 1 << place % 8]))
+
+
+def _try(change, *args):
+    """Tell whether a file could be changed: the engines delete them meanwhile."""
+    try:
+        change(*args)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _run(*words):
+    """Run a command; return what it complains about, None if about nothing."""
+    if shutil.which(words[0]) is None:
+        return f"there is no {words[0]} here"
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    return (done.stderr.strip() or "it failed") if done.returncode else None
