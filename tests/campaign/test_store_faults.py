@@ -37,6 +37,17 @@ def test_a_little_of_a_fault_changes_no_byte(fault):
     assert counts["store: stored"] > 0
 
 
+def test_a_failure_says_how_to_repeat_its_fault(monkeypatch):
+    def fail(rng, counts, note, steps, fault):
+        raise ValueError(fault)
+
+    monkeypatch.setattr(campaign, "run_storage", fail)
+    _, failure = campaign.run(7, engines=1, steps=9, fault="late", say=lambda line: 0)
+    assert str(failure.error) == "late"
+    command = "python -m tests.campaign --seed 7 --only 0 --steps 9 --fault late"
+    assert command in failure.report
+
+
 @pytest.mark.long
 @EVERY
 def test_10_000_steps_with_a_fault_change_no_byte(fault):
