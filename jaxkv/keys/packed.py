@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import SupportsIndex, cast, overload
 
 import numpy as np
@@ -93,6 +93,42 @@ class PackedKeys(list[bytes]):
         return super().__getitem__(index)
 
 
+class UnlistedKeys(Sequence[bytes]):
+    """Keys as the array side has them, listed for Python only where they are read.
+
+    Args:
+        words: u32[n, 8]. As `keys_to_words` has them.
+
+    Example:
+        >>> keys = UnlistedKeys(keys_to_words([b"k" * 32, b"l" * 32]))
+        >>> len(keys), list(keys[1:]) == [b"l" * 32]
+        (2, True)
+    """
+
+    __slots__ = ("words",)
+
+    def __init__(self, words: NDArray[np.uint32]) -> None:
+        words = np.ascontiguousarray(words)
+        self.words = words.view()
+        self.words.flags.writeable = False
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __iter__(self) -> Iterator[BlockKey]:
+        return iter(words_to_keys(self.words))
+
+    @overload
+    def __getitem__(self, index: SupportsIndex, /) -> BlockKey: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> UnlistedKeys: ...
+    def __getitem__(self, index: SupportsIndex | slice, /) -> BlockKey | UnlistedKeys:
+        if isinstance(index, slice):
+            return UnlistedKeys(self.words[index])
+        key: BlockKey = self.words[index].tobytes()
+        return key
+
+
 def pack(names: Iterable[bytes]) -> tuple[list[bytes], NDArray[np.uint32]]:
     """List keys, of any length, and lay out what the array side knows them by.
 
@@ -137,7 +173,7 @@ def is_foreign(name: bytes) -> bool:
 
 def has_foreign(names: Sequence[bytes]) -> bool:
     """Tell whether any of some keys is foreign."""
-    if isinstance(names, PackedKeys):
+    if isinstance(names, PackedKeys | UnlistedKeys):
         return False
     return not set(map(len, names)) <= _ONLY_KEYS
 

@@ -154,17 +154,16 @@ class Stores:
         if is_held is not None:
             own = is_held[:num]
             keys, blocks = list(compress(keys, own.tolist())), blocks[own]
-        answer = self._host.prepare_store(keys)
-        if answer is None:
+        placement = self._host.place(keys)
+        if placement is None:
             return False
-        to_store = answer.block_hashes_to_store
-        if len(to_store) < len(keys):
-            blocks = blocks[answer.rows]
+        if placement.rows is not None:
+            blocks = blocks[placement.rows]
         to_read = blocks.reshape(-1)
         pool.pin(to_read)
         self.stats.num_offered += len(to_read)
-        self._waiting.keys += to_store
-        self._waiting.host_blocks += answer.store_spec.block_ids.tolist()
+        self._waiting.keys += placement.keys
+        self._waiting.host_blocks += placement.block_ids.tolist()
         self._waiting.device_blocks += to_read.tolist()
         return True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +68,24 @@ class LoadStoreSpec:
     def medium() -> str:
         """Name the tier that the ids belong to."""
         return HOST_MEDIUM
+
+
+class Placement(NamedTuple):
+    """Where `OffloadingManager.place` has found room, and for what.
+
+    Attributes:
+        keys: Keys that were absent, in the order given.
+        rows: Which of the keys given these were, by their first place: i64[n]; None
+            for all.
+        block_ids: i64[n]. Where each of them goes.
+        evicted_keys: Keys that had to leave, in the order of eviction. Good until the
+            next call.
+    """
+
+    keys: Sequence[BlockKey]
+    rows: NDArray[np.int64] | None
+    block_ids: NDArray[np.int64]
+    evicted_keys: Sequence[BlockKey]
 
 
 @dataclasses.dataclass(eq=False, slots=True)

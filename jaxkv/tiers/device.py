@@ -20,7 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv._util import shown
-from jaxkv.keys.packed import PackedKeys, is_foreign, lay_out, pack, words_to_keys
+from jaxkv.keys.packed import (
+    UnlistedKeys,
+    is_foreign,
+    lay_out,
+    pack,
+    words_to_keys,
+)
 from jaxkv.native import device as native
 from jaxkv.native.compiling import Bound, EntryPoints, own
 from jaxkv.native.device import NO_LINK
@@ -301,7 +307,7 @@ class DeviceBlockPool:
         )
         return block_ids, keys()
 
-    def next_victims(self, num: int) -> tuple[NDArray[np.int64], list[bytes]]:
+    def next_victims(self, num: int) -> tuple[NDArray[np.int64], Sequence[bytes]]:
         """Tell which of the blocks that `allocate` would take next hold a key.
 
         Args:
@@ -313,12 +319,12 @@ class DeviceBlockPool:
         block_ids, has_key, words = self._shown(
             self._native.next_free, max(min(num, self.num_free), 0)
         )
-        held, words = block_ids[has_key], words[has_key]
-        keys = words_to_keys(words)
+        if not has_key.all():
+            block_ids, words = block_ids[has_key], words[has_key]
+        keys = UnlistedKeys(words)
         if not self._names:
-            return held, PackedKeys(keys, words)
-        named = map(self._names.get, held.tolist(), keys)
-        return held, list(named)
+            return block_ids, keys
+        return block_ids, list(map(self._names.get, block_ids.tolist(), keys))
 
     def touch(self, block_ids: BlockIds) -> None:
         """Hold blocks once more, so that they are not allocated."""

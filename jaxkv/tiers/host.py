@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from jaxkv._util import shown
 from jaxkv.keys.packed import (
+    UnlistedKeys,
     has_foreign,
     is_foreign,
     key_from_foreign,
@@ -26,6 +27,7 @@ from jaxkv.tiers.base import (
     BlockIds,
     LoadStoreSpec,
     OffloadingEvent,
+    Placement,
     PrepareStoreOutput,
     RequestStepOutput,
 )
@@ -374,7 +376,18 @@ class OffloadingManager:
             What to store where, and what had to leave; None if there is no room, and
             then nothing has changed.
         """
-        names, words = pack(block_hashes)
+        placement = self.place(block_hashes, filtered=filtered)
+        return None if placement is None else _as_output(placement)
+
+    def place(
+        self, keys: Iterable[bytes] | UnlistedKeys, *, filtered: bool = True
+    ) -> Placement | None:
+        """Do as `prepare_store` does, and list no keys that nobody reads."""
+        names: Sequence[bytes]
+        if isinstance(keys, UnlistedKeys):
+            names, words = keys, keys.words
+        else:
+            names, words = pack(keys)
         rows: list[int] | None = None  # What is left of the keys; None for all.
         if self._reuse is not None and filtered:
             passes = self._reuse.passes(names)
@@ -383,20 +396,23 @@ class OffloadingManager:
             names, words = pack(list(compress(names, passes)))
         if len(names) > self.policy.max_batch:
             given = range(len(names)) if rows is None else rows
-            first = dict(zip(reversed(names), reversed(given), strict=True))
-            names, words = pack(list(dict.fromkeys(names)))
+            listed = list(names)
+            first = dict(zip(reversed(listed), reversed(given), strict=True))
+            names, words = pack(list(dict.fromkeys(listed)))
             rows = [first[name] for name in names]
-        if not names:
-            return PrepareStoreOutput([], LoadStoreSpec(_NO_IDS), [], _NO_IDS)
+        if not len(names):
+            return Placement((), _NO_IDS, _NO_IDS, ())
         if len(names) > self.policy.max_batch:
             return None  # More than there are blocks.
         answer = self.executor.prepare_store(words)
         if answer is None:
             return None
-        stored = self._stored(names, *answer)
+        placement = self._placed(names, words, *answer)
         if rows is not None:
-            stored.rows = np.array(rows, np.int64)[stored.rows]
-        return stored
+            of_all = np.array(rows, np.int64)
+            of_placed = slice(None) if placement.rows is None else placement.rows
+            placement = placement._replace(rows=of_all[of_placed])
+        return placement
 
     def complete_store(
         self, block_hashes: Iterable[bytes], success: bool = True
@@ -444,8 +460,10 @@ class OffloadingManager:
         num_hits, num_stored, block_ids, evicted = self.executor.request_step(words)
         store = None
         if evicted is not None:
-            rest = list(islice(names, num_hits, None))
-            store = self._stored(rest, num_stored, block_ids[num_hits:], evicted)
+            rest = list(islice(names, num_hits, None)), words[num_hits:]
+            store = _as_output(
+                self._placed(*rest, num_stored, block_ids[num_hits:], evicted)
+            )
             store.rows += num_hits
         loads = LoadStoreSpec(block_ids[:num_hits])
         return RequestStepOutput(num_hits, loads, store, (self._epoch, block_ids))
@@ -736,18 +754,25 @@ class OffloadingManager:
             block_ids = np.concatenate([block_ids, store.store_spec.block_ids])
         return RequestStepOutput(num_hits, loads, store, (self._epoch, block_ids))
 
-    def _stored(
-        self, names: list[bytes], num_stored: int, block_ids: Ids, evicted_keys: Words
-    ) -> PrepareStoreOutput:
+    def _placed(
+        self,
+        names: Sequence[bytes],
+        words: Words,
+        num_stored: int,
+        block_ids: Ids,
+        evicted_keys: Words,
+    ) -> Placement:
         """Note where keys go (NO_BLOCK: nowhere) and which had to leave; tell it."""
         some_foreign = has_foreign(names)
-        to_store = list(names)
-        rows = np.arange(num_stored)
+        to_store, rows = names, None
         if num_stored < len(names):
             rows = np.flatnonzero(block_ids != NO_BLOCK)
-            to_store = [names[row] for row in rows.tolist()]
+            if isinstance(names, UnlistedKeys):
+                to_store = words_to_keys(words[rows])
+            else:
+                to_store = [names[row] for row in rows.tolist()]
             block_ids = block_ids[rows]
-        evicted = words_to_keys(evicted_keys) if len(evicted_keys) else []
+        evicted: Sequence[bytes] = UnlistedKeys(evicted_keys)
         if self._names:
             evicted = [self._names.pop(key, key) for key in evicted]
         if some_foreign:
@@ -760,9 +785,11 @@ class OffloadingManager:
                 self._give_retention(keys, retention, given_ms)
         self.num_held_blocks += len(to_store) - len(evicted)
         self.num_evicted += len(evicted)
-        self._record(evicted, removed=True)
-        self.drops.note(evicted, "evicted")
-        return PrepareStoreOutput(to_store, LoadStoreSpec(block_ids), evicted, rows)
+        if self.events is not None or self.drops.is_kept:
+            evicted = list(evicted)
+            self._record(evicted, removed=True)
+            self.drops.note(evicted, "evicted")
+        return Placement(to_store, rows, block_ids, evicted)
 
     def _forget(self, names: list[bytes]) -> None:
         """Note that blocks with these names are gone."""
@@ -776,6 +803,14 @@ class OffloadingManager:
             self.events.append(
                 OffloadingEvent(block_hashes, self.block_size, self.medium, removed)
             )
+
+
+def _as_output(placement: Placement) -> PrepareStoreOutput:
+    """List all keys of a placement."""
+    keys, rows, block_ids, evicted = placement
+    if rows is None:
+        rows = np.arange(len(keys))
+    return PrepareStoreOutput(list(keys), LoadStoreSpec(block_ids), list(evicted), rows)
 
 
 def _as_policy(cache_policy: Any, num_blocks: int) -> Policy:

@@ -171,6 +171,11 @@ class DropReasons:
         # What was dropped longest ago comes first.
         self._reasons: OrderedDict[BlockKey, DropReason] = OrderedDict()
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether anything is remembered."""
+        return self._max_size > 0
+
     def note(self, keys: Iterable[BlockKey], reason: DropReason) -> None:
         """Record that blocks are not on the host, in the order of their keys."""
         if not self._max_size:

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkv.keys import PackedKeys, keys_to_words
+from jaxkv.keys import PackedKeys, key_from_int, keys_to_words
 from jaxkv.policies import directory
 from jaxkv.tiers.base import DEVICE_MEDIUM, OffloadingEvent
 from jaxkv.tiers.device import DeviceBlockPool
@@ -410,9 +410,17 @@ def test_next_victims_are_the_next_free_blocks_that_hold_a_key():
     pool.cache([blocks[1], blocks[3]], [long_key, b"short"])
     pool.free(blocks)
     held, keys = pool.next_victims(9)
-    assert (held.tolist(), keys) == ([blocks[1], blocks[3]], [long_key, b"short"])
+    assert held.tolist() == [blocks[1], blocks[3]]
+    assert list(keys) == [long_key, b"short"]
     held, keys = pool.next_victims(2)
-    assert (held.tolist(), keys) == ([blocks[1]], [long_key])
-    assert pool.next_victims(0)[1] == []
+    assert (held.tolist(), list(keys)) == ([blocks[1]], [long_key])
+    assert list(pool.next_victims(0)[1]) == []
     pool.pin([blocks[1]])
-    assert pool.next_victims(9)[1] == [b"short"]
+    assert list(pool.next_victims(9)[1]) == [b"short"]
+    plain = DeviceBlockPool(4)
+    keys = [key_from_int(n) for n in range(3)]
+    plain.cache(blocks := plain.allocate(3), keys)
+    plain.free(blocks[1:])
+    held, found = plain.next_victims(2)
+    assert (held.tolist(), list(found)) == (blocks[1:], keys[1:])
+    assert (len(found), found[0], list(found[1:])) == (2, keys[1], keys[2:])

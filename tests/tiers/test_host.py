@@ -13,6 +13,7 @@ from jaxkv import (
     register_policy,
 )
 from jaxkv.keys import PackedKeys, key_from_foreign, keys_to_words
+from jaxkv.keys.packed import UnlistedKeys
 from jaxkv.policies import registry
 
 
@@ -458,3 +459,30 @@ def test_rows_say_which_of_the_keys_given_are_stored(store_threshold, num_given)
     expected = wanted if store_threshold else [wanted[0], other[0], wanted[1]]
     assert answer.block_hashes_to_store == expected
     assert answer.rows.tolist() == [given.index(key) for key in expected]
+
+
+@pytest.mark.parametrize("threshold", [0, 2])
+def test_unlisted_keys_are_placed_as_listed_ones_are(threshold):
+    rng = np.random.default_rng(threshold)
+    listed, unlisted = (
+        OffloadingManager(16, 12, store_threshold=threshold) for _ in range(2)
+    )
+    num_evicted = 0
+    for _ in range(60):
+        some = keys(*rng.integers(0, 30, rng.integers(0, 9)))
+        for manager in (listed, unlisted):
+            manager.lookup(some)
+        output = listed.prepare_store(some)
+        placement = unlisted.place(UnlistedKeys(keys_to_words(some)))
+        rows = placement.rows
+        if rows is None:
+            rows = np.arange(len(some))
+        assert list(placement.keys) == output.block_hashes_to_store
+        assert rows.tolist() == output.rows.tolist()
+        assert placement.block_ids.tolist() == output.store_spec.block_ids.tolist()
+        assert list(placement.evicted_keys) == output.block_hashes_evicted
+        num_evicted += len(placement.evicted_keys)
+        for manager in (listed, unlisted):
+            manager.complete_store(some)
+    assert num_evicted > 20
+    assert listed.snapshot() == unlisted.snapshot()
