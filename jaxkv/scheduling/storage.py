@@ -519,9 +519,12 @@ class Storage:
             self._stats.num_storage_dropped += len(batch.keys) * self._factor
             return
         self._host.unpin(batch.host_blocks)
-        self.tier.complete_store(list(compress(batch.keys, batch.oks.tolist())))
-        lost = list(compress(batch.keys, (~batch.oks).tolist()))
-        self.tier.complete_store(lost, False)
+        if num_lost:
+            self.tier.complete_store(list(compress(batch.keys, batch.oks.tolist())))
+            lost = list(compress(batch.keys, (~batch.oks).tolist()))
+            self.tier.complete_store(lost, False)
+        else:
+            self.tier.complete_store(batch.keys)
         self._stats.num_storage_dropped += num_lost
         self._stats.num_storage_stored += len(batch.keys) * self._factor - num_lost
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +15,14 @@ from jaxkv.scheduling.protocol import StorageBatch, StorageMoves, StorageReport
 from jaxkv.transfer import TransferEngine
 from jaxkv.transfer.host_bytes import HostRead, HostWrite
 from jaxkv.transfer.storage import Completion, ObjectFormat, StorageIO, open_store
+from jaxkv.transfer.storage.buffers import Buffers
 from jaxkv.transfer.storage.workers import Workers
 from jaxkv.types import BlockKey
 
 # How long `wait` sleeps between two looks.
 _PAUSE_S = 1e-3
 _LEAST_QUEUE_BYTES = 256 << 20
+_KEPT_BYTES = 64 << 20
 # Keys of a listing that are told at a time: the index takes about 1 us for each.
 _KEYS_AT_ONCE = 2048
 
@@ -49,15 +51,13 @@ class _Write:
     Attributes:
         batch: What was asked for.
         deadline_s: When it is abandoned.
-        copy: The copy of the bytes; gives the ticket of each write, or None.
         oks: Which blocks the store has.
         tickets: Of the writes that are not over, with the index of the block; None
-            until the copy has ended.
+            until the bytes are copied.
     """
 
     batch: StorageBatch
     deadline_s: float
-    copy: Future[list[int | None]]
     oks: list[bool]
     tickets: dict[int, int] | None = None
 
@@ -170,8 +170,13 @@ class StorageWorker:
         self._list_every_s = list_every_s
         self._clock = clock
         self._copies = Workers("jaxkv storage copy", 1)
+        self._buffers = Buffers(_KEPT_BYTES)
+        # Writes whose bytes were copied, with their tickets; the copying thread adds.
+        self._copied: collections.deque[tuple[_Write, list[int | None]]] = (
+            collections.deque()
+        )
         self._fetches: dict[int, _Fetch] = {}
-        self._writes: dict[int, _Write] = {}
+        self._writes: dict[int, _Write] = {}  # The oldest first.
         self._read_of: dict[int, tuple[_Fetch, int]] = {}
         # Writes may end before it is known which ones they are.
         self._write_of: dict[int, tuple[_Write, int]] = {}
@@ -242,8 +247,10 @@ class StorageWorker:
         for fetch in list(self._fetches.values()):
             if not fetch.num_open:
                 self._go_on(fetch)
-        for write in list(self._writes.values()):
-            self._look_at(write)
+        while self._copied:
+            self._take_tickets(*self._copied.popleft())
+        if self._writes:
+            self._abandon_late_writes()
         self._engine.advance_host(self._copies.submit)
         if self._lists:
             self._list()
@@ -313,22 +320,22 @@ class StorageWorker:
 
     def _start_write(self, batch: StorageBatch) -> None:
         held = self._engine.read_host(batch.host_blocks)
-        copy = self._copies.submit(self._copy, batch, held)
         oks = [False] * len(batch.keys)
-        deadline_s = self._clock() + self._deadline_s
-        self._writes[batch.event] = _Write(batch, deadline_s, copy, oks)
+        write = _Write(batch, self._clock() + self._deadline_s, oks)
+        self._copies.submit(self._copy, write, held)
+        self._writes[batch.event] = write
 
-    def _copy(self, batch: StorageBatch, held: HostRead) -> list[int | None]:
+    def _copy(self, write: _Write, held: HostRead) -> None:
         """Copy blocks and hand them to the store; on the thread that copies."""
         tickets: list[int | None] = []
         try:
-            for index, key in enumerate(batch.keys):
-                payload = np.empty(self._engine.host_payload_bytes, np.uint8)
-                held.copy(index, payload)
+            for index, key in enumerate(write.batch.keys):
+                payload = self._buffers.take(self._engine.host_payload_bytes)
+                held.copy(index, np.frombuffer(payload, np.uint8))
                 tickets += self._io.submit_writes([(key, [payload])])
         finally:
             held.close()
-        return tickets
+            self._copied.append((write, tickets))
 
     def _note(self, done: Completion) -> None:
         """Take note of a read or a write that is over."""
@@ -342,6 +349,8 @@ class StorageWorker:
             assert write.tickets is not None
             del write.tickets[done.ticket]
             write.oks[index] = done.outcome == "done"
+            if not write.tickets:
+                self._end_write(write)
         else:
             self._early[done.ticket] = done
 
@@ -362,31 +371,37 @@ class StorageWorker:
         del self._fetches[batch.event]
         self._fetched.append((batch.event, tuple(oks)))
 
-    def _look_at(self, write: _Write) -> None:
-        """Report a write if it is over, or late."""
-        if write.tickets is None:
-            if not write.copy.done():
+    def _take_tickets(self, write: _Write, tickets: list[int | None]) -> None:
+        """Take note of which writes the store was asked for."""
+        write.tickets = {}
+        for index, ticket in enumerate(tickets):
+            if ticket is None:
+                continue
+            early = self._early.pop(ticket, None)
+            if early is not None:
+                write.oks[index] = early.outcome == "done"
+            else:
+                write.tickets[ticket] = index
+                self._write_of[ticket] = write, index
+        if not write.tickets:
+            self._end_write(write)
+
+    def _abandon_late_writes(self) -> None:
+        """Report writes that are late; the oldest are late, and copied, first."""
+        now_s = self._clock()
+        while self._writes:
+            write = next(iter(self._writes.values()))
+            if write.tickets is None or now_s <= write.deadline_s:
                 return
-            error = write.copy.exception()
-            tickets = [] if error is not None else write.copy.result()
-            write.tickets = {}
-            for index, ticket in enumerate(tickets):
-                if ticket is None:
-                    continue
-                early = self._early.pop(ticket, None)
-                if early is not None:
-                    write.oks[index] = early.outcome == "done"
-                else:
-                    write.tickets[ticket] = index
-                    self._write_of[ticket] = write, index
-        if write.tickets and self._clock() > write.deadline_s:
             self._io.cancel(write.tickets)
             for ticket in write.tickets:
                 del self._write_of[ticket]
             write.tickets = {}
-        if not write.tickets:
-            del self._writes[write.batch.event]
-            self._written.append((write.batch.event, tuple(write.oks)))
+            self._end_write(write)
+
+    def _end_write(self, write: _Write) -> None:
+        del self._writes[write.batch.event]
+        self._written.append((write.batch.event, tuple(write.oks)))
 
     def _list(self) -> None:
         """Begin to list the store when it is time, and take what was found."""
