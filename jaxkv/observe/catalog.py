@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 
 from jaxkv.keys.hashing import TOKEN_BYTES, KeyedBlock
-from jaxkv.tiers.base import HOST_MEDIUM, OffloadingEvent
+from jaxkv.tiers.base import HOST_MEDIUM, STORAGE_MEDIUM, OffloadingEvent
 from jaxkv.types import BlockKey
 
 
@@ -52,9 +52,12 @@ class BlockCatalog:
         self._tiers: dict[str, dict[BlockKey, int]] = {}  # copies of each block
         self._block_sizes: dict[str, int] = {}
         self._num_tiers: dict[BlockKey, int] = {}  # how many tiers have it
-        # Parts of host blocks that hold several device blocks. A removal has the parts
-        # of the store, whatever was recorded since.
-        self._parts: dict[BlockKey, tuple[BlockKey, ...]] = {}
+        # Parts of host blocks that hold several device blocks, on each tier of host
+        # blocks. A removal has the parts of the store, whatever was recorded since.
+        self._parts: dict[str, dict[BlockKey, tuple[BlockKey, ...]]] = {
+            HOST_MEDIUM: {},
+            STORAGE_MEDIUM: {},
+        }
 
     def __len__(self) -> int:
         """Return the number of known blocks."""
@@ -112,23 +115,24 @@ class BlockCatalog:
             for part in list(copies):
                 copies[part] = 1
                 self._take(copies, part)
-            if event.medium == HOST_MEDIUM:
-                self._parts.clear()
+            if event.medium in self._parts:
+                self._parts[event.medium].clear()
         each = self._parts_of_each(event)
         for key, parts in zip(event.block_hashes, each, strict=True):
             for part in parts:
                 (self._take if event.removed else self._add)(copies, part)
-            if event.removed and event.medium == HOST_MEDIUM:
-                self._parts.pop(key, None)
+            if event.removed and event.medium in self._parts:
+                self._parts[event.medium].pop(key, None)
             elif len(parts) > 1:
-                self._parts[key] = parts
+                self._parts[event.medium][key] = parts
 
     def _parts_of_each(self, event: OffloadingEvent) -> list[tuple[BlockKey, ...]]:
         keys = event.block_hashes
-        if event.medium != HOST_MEDIUM:
+        if event.medium not in self._parts:
             return [(key,) for key in keys]
         if event.removed:
-            return [self._parts.get(key, (key,)) for key in keys]
+            known = self._parts[event.medium]
+            return [known.get(key, (key,)) for key in keys]
         return [self._split(key, event.block_size) for key in keys]
 
     def _split(self, key: BlockKey, block_size: int) -> tuple[BlockKey, ...]:

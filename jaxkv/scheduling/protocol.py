@@ -127,11 +127,13 @@ class StorageMoves:
         fetches: What to bring to the host.
         writes: What to write to the store.
         deletes: Keys of what to delete there.
+        is_last: Whether nothing will be asked of it any more.
     """
 
     fetches: tuple[StorageBatch, ...] = ()
     writes: tuple[StorageBatch, ...] = ()
     deletes: tuple[BlockKey, ...] = ()
+    is_last: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

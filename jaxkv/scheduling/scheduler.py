@@ -75,6 +75,8 @@ class OffloadScheduler:
         executor: Who runs the decisions about the host; see `OffloadingManager`.
         num_storage_blocks: Host blocks that a store behind the host may hold, which the
             worker has; 0 for none.
+        is_private: Tells the keys of blocks that are never written to the store, such
+            as those of an adapter of which the key says too little; None for none.
         clock: Seconds since some moment, for `delays`; no decision depends on it.
         policy_clock: Seconds for a cache policy that wants to be told when requests
             begin and finish, such as "hazard"; None for `clock`. Processes that serve
@@ -109,6 +111,7 @@ class OffloadScheduler:
         rules: OffloadRules | None = None,
         executor: ExecutorName = "native",
         num_storage_blocks: int = 0,
+        is_private: Callable[[BlockKey], bool] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         policy_clock: Callable[[], float] | None = None,
         recorder: TraceRecorder | None = None,
@@ -148,9 +151,8 @@ class OffloadScheduler:
             tier = StorageTier(
                 host.block_size, num_storage_blocks, enable_events, executor=executor
             )
-            self._storage = Storage(
-                self.groups, host, tier, rules, self._gate, self._keys, self._stats
-            )
+            told = self._gate, self._keys, self._stats, is_private
+            self._storage = Storage(self.groups, host, tier, rules, *told)
         self._stores = Stores(
             host,
             rules,
@@ -314,6 +316,15 @@ class OffloadScheduler:
                 self._storage.release(request.request_id)
         self.delays.note_lookup(request.request_id, start_s, *offer)
         return offer
+
+    def num_fetched_tokens(self, request_id: str) -> int:
+        """Count the tokens that came from the store because a request waited for them.
+
+        Those of its last fetch, until it finishes.
+        """
+        if self._storage is None:
+            return 0
+        return self._storage.num_fetched_tokens.get(request_id, 0)
 
     def explain(
         self, request: Request, num_computed_tokens: int | None = None
@@ -514,6 +525,7 @@ class OffloadScheduler:
                 self._record_end(request, keys, stop)
         if self._storage is not None:
             self._storage.forget(request.request_id)
+            self._storage.num_fetched_tokens.pop(request.request_id, None)
         self._known.discard(request.request_id)
         self._keys.forget(request.request_id)
         return False, None
@@ -552,6 +564,15 @@ class OffloadScheduler:
         if self._lazy is not None:
             self._lazy.clear()
         return True
+
+    def leave_storage(self) -> None:
+        """Read and write nothing of the store any more, for good.
+
+        For weights that have changed where the namespace of the store cannot change
+        with them. What is there stays. Call it when `reset` was done.
+        """
+        if self._storage is not None:
+            self._storage.leave()
 
     @property
     def _pool(self) -> DeviceBlockPool:

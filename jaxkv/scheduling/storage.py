@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from itertools import compress
+from itertools import compress, filterfalse
 from typing import NamedTuple
 
 import numpy as np
@@ -85,10 +85,14 @@ class _Wait:
         events: Of the fetches that are not over.
         rows: Host blocks that are pinned until it has asked again, each once for each
             time that it is in the list.
+        ends: Where each block ends that it waits for.
+        arrived_ends: Of these, the ones that have arrived.
     """
 
     events: set[int]
     rows: list[int]
+    ends: dict[BlockKey, int]
+    arrived_ends: set[int] = dataclasses.field(default_factory=set)
 
 
 class Lack(NamedTuple):
@@ -118,9 +122,13 @@ class Storage:
         gate: Tells whether a fetch is worth its time.
         keys: The requests' keys.
         stats: Where all of it is counted.
+        is_private: Tells the keys of blocks that are never written to the store; None
+            for none.
 
     Attributes:
         tier: As given.
+        num_fetched_tokens: How many tokens were fetched for each request that has not
+            finished, if any were.
     """
 
     def __init__(
@@ -132,14 +140,19 @@ class Storage:
         gate: Gate,
         keys: RequestKeys,
         stats: OffloadStats,
+        is_private: Callable[[BlockKey], bool] | None = None,
     ) -> None:
         self.tier = tier
+        self.num_fetched_tokens: dict[str, int] = {}
         self._groups = groups
         self._host = host
         self._rules = rules
         self._gate = gate
         self._keys = keys
         self._stats = stats
+        self._is_private = is_private
+        # Whether the store is not used any more, and the worker does not know it yet.
+        self._is_left = self._must_say_so = False
         self._factor = rules.blocks_per_host_block
         # Neither may hold so much of the host that requests find no room on it.
         share = max(1, host.num_blocks // 8)
@@ -176,7 +189,8 @@ class Storage:
     @property
     def has_writes(self) -> bool:
         """Whether blocks are on their way to the store, or wait to be written."""
-        return bool(self._writes or self._to_write or self._to_delete)
+        waits = self._to_write or self._to_delete or self._must_say_so
+        return bool(self._writes or waits)
 
     def is_awaited(self, request_id: str) -> bool:
         """Whether a request waits for the store."""
@@ -240,6 +254,9 @@ class Storage:
             del self._fetches[event].waiters[request_id]
         if wait.rows:
             self._host.unpin(wait.rows)
+        if wait.arrived_ends:
+            num = len(wait.arrived_ends) * self._factor * self._groups[0].block_size
+            self.num_fetched_tokens[request_id] = num
 
     def forget(self, request_id: str) -> None:
         """Let go of a request that is over, or has its blocks."""
@@ -273,12 +290,14 @@ class Storage:
             written = self._take_writes(self._most_written - self._num_writing)
             writes = [written] if written is not None else []
         deletes, self._to_delete = self._to_delete, []
-        if not (fetches or writes or deletes):
+        is_last, self._must_say_so = self._must_say_so, False
+        if not (fetches or writes or deletes or is_last):
             return None
         return StorageMoves(
             tuple(batch.as_told for batch in fetches),
             tuple(batch.as_told for batch in writes),
             tuple(map(key_from_foreign, deletes)),
+            is_last,
         )
 
     def check_reports(self, reports: Sequence[StorageReport]) -> None:
@@ -309,7 +328,7 @@ class Storage:
                 self._count(self._fetches, event, oks, self._end_fetch)
             for event, oks in report.written:
                 self._count(self._writes, event, oks, self._end_write)
-            if report.found:
+            if report.found and not self._is_left:
                 self.tier.add_found(report.found)
 
     def reset(self) -> None:
@@ -329,6 +348,17 @@ class Storage:
         self._to_delete.clear()
         self._looked_up.clear()
         self.tier.clear()
+
+    def leave(self) -> None:
+        """Forget what is in the store, for good: nothing is read or written any more.
+
+        What is on its way ends as it does after `reset`.
+        """
+        if self._is_left:
+            return
+        self._is_left = self._must_say_so = True
+        if self.tier.num_held_blocks:
+            self.reset()
 
     def _lack(
         self, pool: DeviceBlockPool, request: Request, num_computed_tokens: int
@@ -383,7 +413,8 @@ class Storage:
             return False
         if started is not None:
             self._to_fetch.append(started)
-        self._waits[request_id] = _Wait(events, lack.host_rows)
+        ends = dict(zip(lack.keys[:num], lack.end_tokens[:num], strict=True))
+        self._waits[request_id] = _Wait(events, lack.host_rows, ends)
         for event in events:
             self._fetches[event].waiters[request_id] = None
         return True
@@ -426,6 +457,9 @@ class Storage:
 
     def _offer(self, keys: Sequence[BlockKey]) -> None:
         """Take note of blocks that are on the host and worth writing."""
+        if self._is_left:
+            return
+        keys = self._public(keys)
         new = compress(keys, (~self.tier.contains(keys)).tolist())
         most = self._most_written * _WAITING_PER_WRITE
         for key in new:
@@ -436,6 +470,12 @@ class Storage:
             else:
                 self._to_write[key] = None
 
+    def _public(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        """Leave out blocks that may not be written."""
+        if self._is_private is None:
+            return keys
+        return list(filterfalse(self._is_private, keys))
+
     def _look_at_victims(self) -> None:
         """Offer what the host will evict next, as much as may be written at a time."""
         host = self._host
@@ -443,7 +483,8 @@ class Storage:
         if look != self._seen:
             self._seen = look
             room = self._most_written - len(self._to_write)
-            self._offer(host.next_victims(2 * self._most_written)[: max(room, 0)])
+            victims = self._public(host.next_victims(2 * self._most_written))
+            self._offer(victims[: max(room, 0)])
 
     def _take_writes(self, most: int) -> _Batch | None:
         """Hold blocks that leave for the store."""
@@ -498,8 +539,9 @@ class Storage:
         for key in batch.keys:
             del self._fetch_of[key]
         arrived = batch.host_blocks[batch.oks]
+        keys = list(compress(batch.keys, batch.oks.tolist()))
         lost = list(compress(batch.keys, (~batch.oks).tolist()))
-        self._host.publish(arrived, list(compress(batch.keys, batch.oks.tolist())))
+        self._host.publish(arrived, keys)
         self._host.complete_store(lost, False)
         self.tier.unpin(batch.places)
         # Whoever asks next is not to wait for it; a listing may find it again.
@@ -511,6 +553,7 @@ class Storage:
             wait.events.discard(batch.event)
             self._host.pin(arrived)
             wait.rows += arrived.tolist()
+            wait.arrived_ends.update(wait.ends[key] for key in keys if key in wait.ends)
 
     def _end_write(self, batch: _Batch) -> None:
         self._num_writing -= len(batch.keys)

@@ -238,6 +238,10 @@ class StorageWorker:
                 self._start_write(batch)
             if moves.deletes:
                 self._io.delete(moves.deletes)
+            if moves.is_last:
+                self._lists = False
+                self._found.clear()
+                self._parts.clear()
         self.advance()
 
     def advance(self) -> None:

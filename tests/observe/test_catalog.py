@@ -8,7 +8,12 @@ import pytest
 
 from jaxkv.keys.hashing import KeyChain, KeyedBlock, Namespace
 from jaxkv.observe.catalog import BlockCatalog
-from jaxkv.tiers.base import DEVICE_MEDIUM, HOST_MEDIUM, OffloadingEvent
+from jaxkv.tiers.base import (
+    DEVICE_MEDIUM,
+    HOST_MEDIUM,
+    STORAGE_MEDIUM,
+    OffloadingEvent,
+)
 
 SPACE = Namespace("model", "weights", "float32", "NHD", 2)
 
@@ -143,3 +148,21 @@ def test_the_catalogue_agrees_with_a_model_and_stays_bounded(seed):
 def test_bad_sizes_are_refused():
     with pytest.raises(ValueError, match="max_spare=-1 must be at least 0"):
         BlockCatalog(max_spare=-1)
+
+
+def test_the_parts_of_a_block_in_the_store_outlast_those_on_the_host():
+    catalog = BlockCatalog()
+    keys = KeyChain(SPACE, record=catalog.record).extend(range(4))
+    both = [
+        OffloadingEvent([keys[1]], 4, medium, removed=False)
+        for medium in (HOST_MEDIUM, STORAGE_MEDIUM)
+    ]
+    for event in both:
+        assert catalog.parts(event) == keys
+        catalog.note(event)
+    gone = [dataclasses.replace(event, removed=True) for event in both]
+    catalog.note(gone[0])
+    assert catalog.parts(gone[1]) == keys
+    assert (catalog.num_held(HOST_MEDIUM), catalog.num_held(STORAGE_MEDIUM)) == (0, 2)
+    catalog.note(OffloadingEvent([], 4, STORAGE_MEDIUM, removed=True))
+    assert catalog.parts(gone[1]) == [keys[1]]

@@ -99,6 +99,8 @@ class Rig:
         policy="lru",
         clock=time.perf_counter,
         recorder=None,
+        num_storage_blocks=0,
+        is_private=None,
         **rules,
     ):
         self.groups = as_groups(groups)
@@ -112,6 +114,8 @@ class Rig:
             rules=self.rules,
             clock=clock,
             recorder=recorder,
+            num_storage_blocks=num_storage_blocks,
+            is_private=is_private,
         )
         self.scheduler.bind_device_block_pool(self.pool)
         self.device = {}
