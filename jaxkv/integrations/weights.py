@@ -1,0 +1,186 @@
+"""Says which weights an engine has read, for keys that outlive the process.
+
+A store is asked for blocks by engines that start months later. What they find must have
+been computed by the same weights, so a name is not enough: a checkpoint may be replaced
+under its name. A revision of the Hugging Face Hub is named by its commit, which never
+changes; files are named by their sizes, their times, and samples of what is in them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxkv._util import shown
+
+# What loaders read of a checkpoint: weights, how they are laid out, code of the model.
+_SUFFIXES = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".npz",
+    ".ckpt",
+    ".msgpack",
+    ".json",
+    ".py",
+)
+_DESCRIPTIONS = (".json", ".py")
+# Among those, what no block depends on: tokens are in the keys.
+_LEFT_OUT = re.compile(r"(tokenizer|special_tokens|added_tokens|generation_).*|vocab.*")
+
+# Samples of all files together. Times tell most changes; images of containers and the
+# like may give all files one time.
+_NUM_SAMPLES = 256
+_SAMPLE_BYTES = 4096
+
+_SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/([0-9a-f]{40})/?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+Description = dict[str, Any]
+
+
+class UnknownWeightsError(ValueError):
+    """It cannot be said for certain which weights an engine has."""
+
+
+def describe_weights(
+    model: str,
+    revision: str | None = None,
+    *,
+    hub_folders: tuple[str | os.PathLike[str], ...] = (),
+    read_since_s: float | None = None,
+) -> Description:
+    """Say which weights a model has, so that others have another description.
+
+    Args:
+        model: A folder, a file, or a name on the Hugging Face Hub.
+        revision: The revision that was asked for, if any.
+        hub_folders: Where snapshots of the Hub may be, as `hub_folders_of` gives them.
+        read_since_s: No file may have changed after this time, in seconds since the
+            epoch, as it might have been read before or after that.
+
+    Returns:
+        Of JSON's types, and the same in every process that has the same weights.
+
+    Raises:
+        UnknownWeightsError: That cannot be said.
+
+    Example:
+        >>> describe_weights("org/name", "0123456789abcdef0123456789abcdef01234567")
+        {'hub': 'org/name', 'commit': '0123456789abcdef0123456789abcdef01234567'}
+    """
+    if os.path.exists(model):
+        found = _SNAPSHOT.fullmatch(os.path.abspath(model))
+        if found:
+            return {"hub": found[1].replace("--", "/"), "commit": found[2]}
+        return {"files": list(_describe_files(Path(model), read_since_s))}
+    if not _REPOSITORY.fullmatch(model):
+        raise UnknownWeightsError(
+            f"model={shown(model)} is neither a folder nor a name on the Hugging Face "
+            "Hub, so that its weights have no version here"
+        )
+    commit = revision or ""
+    if not _COMMIT.fullmatch(commit):
+        commit = _commit_of(model, revision or "main", hub_folders)
+    return {"hub": model, "commit": commit}
+
+
+def hub_folders_of(
+    environ: Mapping[str, str], download_dir: str | None = None
+) -> tuple[str, ...]:
+    """List where snapshots of the Hub are, by the environment.
+
+    Args:
+        environ: The environment.
+        download_dir: Where the engine was told to put weights; alone if it was.
+
+    >>> hub_folders_of({"HF_HOME": "/cache"})
+    ('/cache/hub',)
+    """
+    if download_dir is not None:
+        return (download_dir,)
+    cache = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    home = environ.get("HF_HOME") or os.path.join(cache, "huggingface")
+    default = os.path.join(home, "hub")
+    return (
+        environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE") or default,
+    )
+
+
+def process_started_s() -> float:
+    """Say when this process began, in seconds since the epoch; on Linux only.
+
+    Raises:
+        OSError: The system does not say.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    since_boot_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot_s)
+
+
+def _commit_of(
+    model: str, revision: str, folders: tuple[str | os.PathLike[str], ...]
+) -> str:
+    for folder in folders:
+        own = Path(folder, "models--" + model.replace("/", "--"))
+        try:
+            commit = own.joinpath("refs", revision).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError, ValueError):
+            continue
+        if _COMMIT.fullmatch(commit) and own.joinpath("snapshots", commit).is_dir():
+            return commit
+    raise UnknownWeightsError(
+        f"there is no snapshot of model={shown(model)}, revision={shown(revision)}, in "
+        f"{', '.join(map(str, folders)) or 'any folder'} that would name its commit: "
+        "give a commit of 40 digits as the revision"
+    )
+
+
+def _describe_files(
+    path: Path, read_since_s: float | None
+) -> Iterator[tuple[str, int, int, str]]:
+    """Give each file's name, size, time in ns, and digest of samples."""
+    files = [path] if path.is_file() else sorted(_files_in(path))
+    weights = [file for file in files if file.suffix not in _DESCRIPTIONS]
+    if not weights:
+        raise UnknownWeightsError(f"{path} has no file of weights")
+    stats = [file.stat() for file in files]
+    for file, stat in zip(files, stats, strict=True):
+        # When it was changed by any means; a copy can set only the other time.
+        if read_since_s is not None and stat.st_ctime > read_since_s:
+            raise UnknownWeightsError(
+                f"{file} has changed after this process began, so that it may have "
+                "read other bytes"
+            )
+    total = sum(stat.st_size for stat in stats)
+    step = max(_SAMPLE_BYTES, total // _NUM_SAMPLES)
+    for file, stat in zip(files, stats, strict=True):
+        name = file.name if file == path else file.relative_to(path).as_posix()
+        yield name, stat.st_size, stat.st_mtime_ns, _sampled(file, stat.st_size, step)
+
+
+def _files_in(folder: Path) -> Iterator[Path]:
+    for file in folder.rglob("*"):
+        parts = file.relative_to(folder).parts
+        if any(part.startswith(".") for part in parts) or not file.is_file():
+            continue
+        if file.suffix in _SUFFIXES and not _LEFT_OUT.fullmatch(file.name):
+            yield file
+
+
+def _sampled(file: Path, size: int, step: int) -> str:
+    """Make a digest of samples of a file, the first and the last bytes among them."""
+    digest = hashlib.sha256()
+    with file.open("rb") as data:
+        for start in (*range(0, size, step), max(0, size - _SAMPLE_BYTES)):
+            data.seek(start)
+            digest.update(data.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

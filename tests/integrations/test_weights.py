@@ -1,0 +1,151 @@
+"""What is said of weights: equal for the same ones, and for no others."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxkv.integrations.weights import (
+    UnknownWeightsError,
+    describe_weights,
+    hub_folders_of,
+    process_started_s,
+)
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+OTHER = "76543210fedcba9876543210fedcba9876543210"
+OLD = 10**18  # ns
+
+
+def make(folder, **files):
+    """Write a checkpoint, all files of one time; names have __ for a dot."""
+    folder.mkdir(parents=True)
+    for name, data in files.items():
+        path = folder / name.replace("__", ".")
+        path.write_bytes(data)
+        os.utime(path, ns=(OLD, OLD))
+    return str(folder)
+
+
+WEIGHTS = bytes(range(256)) * 4096  # 1 MiB
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return make(
+        tmp_path / "one", model__safetensors=WEIGHTS, config__json=b"{}", notes__txt=b""
+    )
+
+
+def test_files_are_told_apart_by_name_size_time_and_content(tmp_path, checkpoint):
+    others = [
+        checkpoint,
+        make(tmp_path / "name", model2__safetensors=WEIGHTS, config__json=b"{}"),
+        make(tmp_path / "size", model__safetensors=WEIGHTS + b"x", config__json=b"{}"),
+        make(tmp_path / "data", model__safetensors=WEIGHTS[::-1], config__json=b"{}"),
+        make(tmp_path / "code", model__safetensors=WEIGHTS, config__json=b"{ }"),
+        make(tmp_path / "time", model__safetensors=WEIGHTS, config__json=b"{}"),
+    ]
+    os.utime(tmp_path / "time" / "model.safetensors", ns=(OLD, OLD + 1))
+    found = [describe_weights(other) for other in others]
+    for one, other in itertools.combinations(found, 2):
+        assert one != other
+    same = make(tmp_path / "same", model__safetensors=WEIGHTS, config__json=b"{}")
+    assert describe_weights(same) == found[0], "the path and other files do not matter"
+
+
+def test_any_change_of_a_small_file_is_noticed_whatever_its_time(tmp_path):
+    data = bytearray(b"\0" * 10_000)
+    found = set()
+    for number, place in enumerate(range(0, 10_000, 499)):
+        data[place] ^= 1
+        folder = make(tmp_path / str(number), model__bin=bytes(data))
+        found.add(json.dumps(describe_weights(folder)))
+    assert len(found) == 21
+
+
+def test_large_files_are_sampled_over_all_of_them(tmp_path):
+    """Where all weights differ, a sample differs; little is read."""
+    size = 64 << 20
+    for number, step in enumerate((8192, 1 << 20)):
+        folder = make(tmp_path / str(number), model__bin=b"")
+        with open(f"{folder}/model.bin", "wb") as file:
+            file.truncate(size)
+            before = describe_weights(folder)
+            os.utime(f"{folder}/model.bin", ns=(OLD, OLD))
+            for place in range(step - 1, size, step):
+                file.seek(place)
+                file.write(b"x" * (step // 2))
+        os.utime(f"{folder}/model.bin", ns=(OLD, OLD))
+        assert describe_weights(folder) != before
+
+
+def test_a_single_file_is_a_model(tmp_path, checkpoint):
+    path = os.path.join(checkpoint, "model.safetensors")
+    (name, size, _, _) = describe_weights(path)["files"][0]
+    assert (name, size) == ("model.safetensors", len(WEIGHTS))
+
+
+def test_a_folder_without_weights_is_refused(tmp_path):
+    folder = make(tmp_path / "none", config__json=b"{}")
+    with pytest.raises(UnknownWeightsError, match="none has no file of weights"):
+        describe_weights(folder)
+
+
+def test_files_that_change_while_they_may_be_read_are_refused(checkpoint):
+    path = f"{checkpoint}/model.safetensors"
+    start_s = os.stat(path).st_ctime + 1
+    assert describe_weights(checkpoint, read_since_s=start_s)
+    # A copy that keeps the time of its source, as by rsync -a.
+    time.sleep(1.1)
+    os.utime(path, ns=(OLD, OLD))
+    with pytest.raises(UnknownWeightsError, match=r"safetensors has changed after"):
+        describe_weights(checkpoint, read_since_s=start_s)
+
+
+def test_a_snapshot_of_the_hub_is_its_commit_wherever_it_lies(tmp_path):
+    paths = [
+        tmp_path / place / "models--org--name" / "snapshots" / commit
+        for place, commit in (("a", COMMIT), ("b", COMMIT), ("a", OTHER))
+    ]
+    found = [describe_weights(make(path, model__bin=b"x")) for path in paths]
+    assert found[0] == found[1] == {"hub": "org/name", "commit": COMMIT}
+    assert found[2]["commit"] == OTHER
+    # What vLLM has of the same snapshot where it is told its name.
+    refs = tmp_path / "a" / "models--org--name" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text(COMMIT)
+    hub = {"hub_folders": (tmp_path / "a",)}
+    assert describe_weights("org/name", **hub) == found[0]
+    assert describe_weights("org/name", OTHER, **hub) == found[2]
+    with pytest.raises(UnknownWeightsError, match=r"revision='v2'.* commit of 40"):
+        describe_weights("org/name", "v2", **hub)
+    (refs / "main").write_text("f" * 40)  # Not there.
+    with pytest.raises(UnknownWeightsError, match="no snapshot of model='org/name'"):
+        describe_weights("org/name", **hub)
+
+
+@pytest.mark.parametrize("model", ["s3://bucket/model", "org/name:Q4_K_M", "a/b/c"])
+def test_what_is_neither_here_nor_on_the_hub_is_refused(model):
+    with pytest.raises(UnknownWeightsError, match="is neither a folder nor a name"):
+        describe_weights(model)
+
+
+def test_the_hubs_folder_is_the_environments():
+    assert hub_folders_of({"HF_HUB_CACHE": "/h", "HF_HOME": "/x"}) == ("/h",)
+    assert hub_folders_of({"XDG_CACHE_HOME": "/c"}) == ("/c/huggingface/hub",)
+    assert hub_folders_of({"HF_HOME": "/x"}, "/models") == ("/models",)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_process_knows_when_it_began():
+    before_s = time.time()
+    code = "from jaxkv.integrations.weights import *; print(process_started_s())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    # The kernel counts in hundredths of a second.
+    assert before_s - 0.1 < float(done.stdout) < time.time()
+    assert process_started_s() < before_s
