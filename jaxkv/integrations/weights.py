@@ -115,13 +115,12 @@ def hub_folders_of(
     )
 
 
-def process_started_s() -> float:
-    """Say when this process began, in seconds since the epoch; on Linux only.
-
-    Raises:
-        OSError: The system does not say.
-    """
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+def process_started_s() -> float | None:
+    """Say when this process began, in seconds since the epoch; None if not on Linux."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
     since_boot_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot_s)
 

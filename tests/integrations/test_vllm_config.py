@@ -16,7 +16,8 @@ def read(**options):
     return ConnectorConfig.of(*make_configs(**options))
 
 
-def test_the_keys_set_rules_and_sizes():
+def test_the_keys_set_rules_and_sizes(monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
     config = read(
         windows=(None, 6),
         extra={
@@ -34,6 +35,15 @@ def test_the_keys_set_rules_and_sizes():
             "record_max_bytes": "2MiB",
             "record_max_files": 1,
             "record_key_file": "/nowhere/key",
+            "storage": "redis://:password@host:1",
+            "storage_bytes": "1MiB",
+            "storage_write": "through",
+            "max_storage_blocks": 9,
+            "storage_deadline_s": 2,
+            "storage_list_s": None,
+            "storage_secret": "0123456789abcdef",
+            "storage_namespace": "weights of Monday",
+            "storage_keep_on_reset": True,
         },
     )
     assert config.groups == (FullAttention(BLOCK_SIZE), SlidingWindow(BLOCK_SIZE, 6))
@@ -48,6 +58,15 @@ def test_the_keys_set_rules_and_sizes():
         "/nowhere/key",
     )
     assert (config.record_max_bytes, config.record_max_files) == (2 << 20, 1)
+    assert (rules.storage_write, rules.max_storage_blocks) == ("through", 9)
+    storage = config.storage
+    # A block is 2 layers of 4 tokens of 64 bytes, and a header of 192 bytes.
+    assert storage.num_blocks == (1 << 20) // (512 + 192)
+    assert (storage.deadline_s, storage.list_every_s) == (2.0, None)
+    assert (storage.max_blocks, storage.keep_on_reset) == (9, True)
+    assert (storage.secret, storage.is_folder) == ("0123456789abcdef", False)
+    assert storage.shown_url == "redis://host:1"
+    assert "0123456789abcdef" not in repr(config)
 
 
 def test_cpu_bytes_become_blocks_of_all_layers():
@@ -98,6 +117,34 @@ BAD_KEYS = {
         "record_max_bytes='1KiB' must be at least 1048576",
     ),
     "no files": ({"record_max_files": 0}, "record_max_files=0 must be at least 1"),
+    "no store": (
+        {"storage": ""},
+        "storage='' must be a folder or a URL such as file:///var/cache/kv",
+    ),
+    "a small store": (
+        {"storage": "/kv", "storage_bytes": 703},
+        "storage_bytes=703 must be at least 704, what one host block takes",
+    ),
+    "no such write": (
+        {"storage": "/kv", "storage_write": "on_reus"},
+        "storage_write='on_reus' must be one of .* did you mean on_reuse",
+    ),
+    "a short secret": (
+        {"storage": "/kv", "storage_secret": "short"},
+        r"storage_secret=\.\.\. must be a text of at least 16 bytes",
+    ),
+    "no namespace": (
+        {"storage": "/kv", "storage_namespace": " "},
+        "storage_namespace=' ' must be a text that is not empty",
+    ),
+    "a store that is missing": (
+        {"storage_bytes": "1GiB"},
+        "storage_bytes needs a storage, such as storage='file:///var/cache/kv'",
+    ),
+    "no victims": (
+        {"storage": "/kv", "storage_write": "on_evict", "eviction_policy": "arc"},
+        "storage_write='on_evict' needs eviction_policy='lru'",
+    ),
     "no name": (
         {"eviction_policy": 3},
         "eviction_policy=3 must be the name of a cache",

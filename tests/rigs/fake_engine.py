@@ -477,6 +477,7 @@ class Unreliable:
             failed_recving=output.finished_recving + output.failed_recving,
             failed_store_events=output.completed_store_events
             + output.failed_store_events,
+            storage=output.storage,
         )
 
 
@@ -491,9 +492,10 @@ class Engine:
         num_blocks=24,
         is_async=False,
         extra=None,
+        model="model",
     ):
         config, cache_config = make_configs(
-            extra=extra, windows=windows, num_blocks=num_blocks
+            extra=extra, windows=windows, num_blocks=num_blocks, model=model
         )
         newer = generation == "0.32"
         own, other = (

@@ -107,6 +107,8 @@ class KVConnectorPromMetrics:
 class CacheHitSource(str, enum.Enum):  # noqa: UP042
     DEVICE = "device"
     HOST = "host"
+    DISK = "disk"
+    EXTERNAL_UNSPECIFIED = "external_unspecified"
 
 
 @dataclasses.dataclass
@@ -188,7 +190,14 @@ def install(monkeypatch, generation):
             maybe_convert_block_hash=bytes,
             generate_block_hash_extra_keys=generate_block_hash_extra_keys,
         )
-        | (dict(to_event_extra_keys=to_event_extra_keys) if newer else {}),
+        | (
+            dict(
+                to_event_extra_keys=to_event_extra_keys,
+                DEFAULT_NONE_HASH_SEED="vllm-none-hash",
+            )
+            if newer
+            else {}
+        ),
     }
     if newer:
         contents["vllm.v1.metrics.cache_hit_source"] = dict(
@@ -242,7 +251,15 @@ class MLAAttentionSpec(FullAttentionSpec):
     pass
 
 
-def make_configs(*, extra=None, windows=(None,), num_blocks=24, num_layers=2, **other):
+def make_configs(
+    *,
+    extra=None,
+    windows=(None,),
+    num_blocks=24,
+    num_layers=2,
+    model="model",
+    **other,
+):
     """A VllmConfig and a KVCacheConfig. `other` overrides "config.name=value" pairs."""
     groups = []
     for window in windows:
@@ -259,10 +276,26 @@ def make_configs(*, extra=None, windows=(None,), num_blocks=24, num_layers=2, **
     )
     config = types.SimpleNamespace(
         parallel_config=types.SimpleNamespace(
-            pipeline_parallel_size=1, data_parallel_size=1
+            pipeline_parallel_size=1, data_parallel_size=1, tensor_parallel_size=1
         ),
-        cache_config=types.SimpleNamespace(enable_prefix_caching=True),
-        model_config=types.SimpleNamespace(max_model_len=48, runner_type="generate"),
+        cache_config=types.SimpleNamespace(
+            enable_prefix_caching=True,
+            prefix_caching_hash_algo="sha256",
+            cache_dtype="auto",
+        ),
+        model_config=types.SimpleNamespace(
+            max_model_len=48,
+            runner_type="generate",
+            model=str(model),
+            revision=None,
+            dtype="bfloat16",
+            quantization=None,
+            seed=0,
+            hf_config=types.SimpleNamespace(
+                to_dict=lambda: {"_name_or_path": str(model), "num_hidden_layers": 2}
+            ),
+        ),
+        load_config=types.SimpleNamespace(load_format="auto", download_dir=None),
         scheduler_config=types.SimpleNamespace(max_num_batched_tokens=16),
         speculative_config=None,
         additional_config={},

@@ -10,18 +10,24 @@ import dataclasses
 import difflib
 import importlib.metadata
 import importlib.util
+import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxkv import FullAttention, OffloadRules, SlidingWindow, TraceRecorder
 from jaxkv._util import parse_bytes, shown
+from jaxkv.config import KEYS, OffloadConfig, variable_of
+from jaxkv.integrations.vllm import namespace
 from jaxkv.scheduling.record import (
     DEFAULT_MAX_BYTES,
     DEFAULT_MAX_FILES,
     LEAST_MAX_BYTES,
 )
 from jaxkv.search.groups import GroupSpec
+from jaxkv.transfer.storage.objects import HEADER_BYTES
+from jaxkv.transfer.storage.opening import folder_of
+from jaxkv.transfer.storage.store import shown_url
 
 DEFAULT_HOST_BYTES = 8 << 30
 
@@ -37,6 +43,43 @@ _SIZES = (
 # The newest tpu-inference, as (major, minor), known to lose tokens with asynchronous
 # scheduling; docs/vllm.md explains how. Raise it with each release that still does.
 _LAST_TO_LOSE_TOKENS = (0, 32)
+
+
+@dataclasses.dataclass(frozen=True)
+class StorageConfig:
+    """Configuration of the store behind the host.
+
+    Attributes:
+        url: Where it is.
+        num_blocks: Host blocks that it may hold, by vLLM's size of a block.
+        namespace: What the bytes of all blocks depend on besides their keys.
+        about: The same in a line, part by part, to compare with another engine's.
+        secret: Seals what is written; None for a checksum.
+        deadline_s: How long a fetch or a write may take.
+        list_every_s: How long after a listing the store is listed again; None for once.
+        max_blocks: Host blocks on their way at a time.
+        keep_on_reset: Whether it is used after a reset, as weights never change.
+    """
+
+    url: str
+    num_blocks: int
+    namespace: bytes
+    about: str
+    secret: str | None = dataclasses.field(repr=False)
+    deadline_s: float
+    list_every_s: float | None
+    max_blocks: int
+    keep_on_reset: bool
+
+    @property
+    def shown_url(self) -> str:
+        """Where it is, as a log may have it."""
+        return shown_url(self.url)
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is a folder of this machine."""
+        return folder_of(self.url) is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +102,7 @@ class ConnectorConfig:
         record_max_files: Files that are kept.
         record_key_file: File with the secret of the recorded ids; None for a random
             secret.
+        storage: The store behind the host; None for none.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -75,6 +119,7 @@ class ConnectorConfig:
     record_max_bytes: int = DEFAULT_MAX_BYTES
     record_max_files: int = DEFAULT_MAX_FILES
     record_key_file: str | None = None
+    storage: StorageConfig | None = None
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> ConnectorConfig:
@@ -115,6 +160,8 @@ class ConnectorConfig:
                 max_offload_tokens=values["max_offload_tokens"],
                 delay_shared_loads=values["delay_shared_loads"],
                 retention=values["retention"],
+                storage_write=values["storage_write"],
+                max_storage_blocks=values["max_storage_blocks"],
                 # vLLM may leave an offer unanswered and ask for others first. Device
                 # blocks held for such an offer could not be used.
                 copy_on_device=False,
@@ -131,6 +178,7 @@ class ConnectorConfig:
             values["record_max_bytes"],
             values["record_max_files"],
             values["record_key_file"],
+            _storage_of(vllm_config, kv_cache_config, values, block_bytes),
         )
 
     def make_recorder(self) -> TraceRecorder | None:
@@ -219,6 +267,31 @@ def _seconds(name: str, value: Any) -> float:
     return float(value)
 
 
+def _as_in_config(name: str, value: Any) -> Any:
+    """Read what `OffloadConfig` has under the same name."""
+    try:
+        return KEYS[name].read(value)
+    except ValueError as error:
+        raise ValueError(f"{name}={error}.") from None
+
+
+def _text_or_none(name: str, value: Any) -> str | None:
+    if value is not None and not (isinstance(value, str) and value.strip()):
+        raise ValueError(f"{name}={shown(value)} must be a text that is not empty.")
+    return value
+
+
+# The keys of `OffloadConfig` that are about the store.
+_STORAGE_KEYS = (
+    "storage",
+    "storage_bytes",
+    "storage_write",
+    "max_storage_blocks",
+    "storage_deadline_s",
+    "storage_list_s",
+    "storage_secret",
+)
+
 # vLLM's names where vLLM has them: name -> (default, parser of a value).
 EXTRA_KEYS: dict[str, tuple[Any, Callable[[str, Any], Any]]] = {
     "cpu_bytes_to_use": (DEFAULT_HOST_BYTES, _bytes),
@@ -238,6 +311,9 @@ EXTRA_KEYS: dict[str, tuple[Any, Callable[[str, Any], Any]]] = {
     "record_max_bytes": (DEFAULT_MAX_BYTES, _file_bytes),
     "record_max_files": (DEFAULT_MAX_FILES, _num_files),
     "record_key_file": (None, _file_or_none),
+    **{name: (getattr(OffloadConfig(), name), _as_in_config) for name in _STORAGE_KEYS},
+    "storage_namespace": (None, _text_or_none),
+    "storage_keep_on_reset": (False, _flag),
 }
 
 
@@ -273,7 +349,57 @@ def read_extra_config(extra: Mapping[str, Any]) -> dict[str, Any]:
         )
     if values["blocks_per_chunk"] < 1:
         raise ValueError("blocks_per_chunk=0 must be at least 1.")
+    _check_storage(extra, values)
     return values
+
+
+def _check_storage(extra: Mapping[str, Any], values: dict[str, Any]) -> None:
+    """Refuse keys of the store that do not go together."""
+    if values["storage"] is None:
+        alone = [name for name in extra if name.startswith(("storage_", "max_storage"))]
+        if alone:
+            raise ValueError(
+                f"{alone[0]} needs a storage, such as storage='file:///var/cache/kv'."
+            )
+    elif values["storage_write"] == "on_evict" and (
+        values["eviction_policy"] != "lru" or values["retention"]
+    ):
+        raise ValueError(
+            "storage_write='on_evict' needs eviction_policy='lru' and retention=false: "
+            "others do not tell what they would evict."
+        )
+
+
+def _storage_of(
+    vllm_config: Any, kv_cache_config: Any, values: dict[str, Any], block_bytes: int
+) -> StorageConfig | None:
+    """Read what there is to know of the store; None without one."""
+    if values["storage"] is None:
+        return None
+    num_blocks = values["storage_bytes"] // (block_bytes + HEADER_BYTES)
+    if num_blocks < 1:
+        raise ValueError(
+            f"storage_bytes={values['storage_bytes']} must be at least "
+            f"{block_bytes + HEADER_BYTES}, what one host block takes in the store."
+        )
+    secret = values["storage_secret"]
+    variable = variable_of("storage_secret")
+    if secret is None and os.environ.get(variable):
+        secret = _as_in_config("storage_secret", os.environ[variable])
+    parts = namespace.namespace_of(
+        vllm_config, kv_cache_config, values["storage_namespace"]
+    )
+    return StorageConfig(
+        values["storage"],
+        num_blocks,
+        namespace.encode(parts),
+        namespace.summary(parts),
+        secret,
+        values["storage_deadline_s"],
+        values["storage_list_s"],
+        values["max_storage_blocks"],
+        values["storage_keep_on_reset"],
+    )
 
 
 def _check_engine(config: Any) -> None:

@@ -39,15 +39,15 @@ def _bases() -> tuple[type, ...]:
 _BASES = _bases()
 
 
-def _cache_hit_source() -> Any:
-    """Return vLLM's name for the host; None if it has no such names."""
+def _cache_hit_sources() -> Any:
+    """Return vLLM's names for where tokens come from; None if it has none."""
     try:
         from vllm.v1.metrics.cache_hit_source import (  # type: ignore[import-not-found]
             CacheHitSource,
         )
     except ImportError:
         return None
-    return CacheHitSource.HOST
+    return CacheHitSource
 
 
 def _join_vllm_log() -> None:
@@ -84,10 +84,11 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         ValueError: If jaxkv does not support vLLM's configuration, or a key of
             ``kv_connector_extra_config`` is unknown or has a bad value.
         OSError: The file to record to cannot be written.
+        ImportError: The store needs an extra of jaxkv's that is missing.
     """
 
     # What vLLM tells its users where cached tokens came from.
-    _cache_hit_source = _cache_hit_source()
+    _sources = _cache_hit_sources()
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         if _BASES:
@@ -95,6 +96,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         _join_vllm_log()
         config = ConnectorConfig.of(vllm_config, kv_cache_config)
         self._num_groups = len(config.groups)
+        self._has_folder = config.storage is not None and config.storage.is_folder
         reports_requests = any(hasattr(base, "get_transfer_results") for base in _BASES)
         if _BASES and self._num_groups > 1 and not reports_requests:
             raise ValueError(
@@ -131,24 +133,33 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many more tokens the host has than vLLM's prefix cache.
+        """Return how many more tokens host and store have than vLLM's prefix cache.
 
         Args:
             request: vLLM's `Request`.
             num_computed_tokens: Tokens that vLLM found on the device.
 
         Returns:
-            The number, or None to be asked again in a later step; and whether the
-            request has to wait for them.
+            The number, or None to be asked again in a later step, as while blocks come
+            from the store; and whether the request has to wait for them.
         """
         return self._of_scheduler.query(request, num_computed_tokens)
 
     def get_external_cache_hit_sources(
         self, request: Any, num_external_tokens: int
     ) -> dict[Any, int]:
-        """Return where tokens came from, by vLLM's names: all from the host."""
-        source = self._cache_hit_source
-        return {source: num_external_tokens} if num_external_tokens else {}
+        """Return where tokens came from, by vLLM's names: host, or store and host."""
+        num = self._of_scheduler.hit_tokens_from_storage(request, num_external_tokens)
+        names = self._sources
+        storage = None
+        if names is not None and num:
+            storage = getattr(names, "EXTERNAL_UNSPECIFIED", names.HOST)
+            if self._has_folder:
+                storage = getattr(names, "DISK", storage)
+        counts = {storage: num}
+        host = None if names is None else names.HOST
+        counts[host] = counts.get(host, 0) + num_external_tokens - num
+        return {name: count for name, count in counts.items() if count}
 
     def update_state_after_alloc(
         self, request: Any, blocks: Any, num_external_tokens: int
@@ -193,14 +204,14 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         return self._of_scheduler.has_pending_transfers()
 
     def take_events(self) -> Iterable[Any]:
-        """Return vLLM's events of blocks stored on the host tier and removed from it.
+        """Return vLLM's events of blocks of host and store, stored and removed.
 
         They have what those of vLLM's own pool have: tokens, parent, adapter, group.
         """
         return list(self._of_scheduler.take_events())
 
     def reset_cache(self) -> bool | None:
-        """Clear the host tier; return whether that was done.
+        """Clear the host tier, and leave the store; return whether that was done.
 
         Else nothing of it is offered any more, until it could be cleared.
         """
@@ -326,7 +337,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         return self._of_worker.take_report()
 
     def shutdown(self) -> None:
-        """Wait for transfers in flight, and close the file of recorded requests."""
+        """Wait for what is in flight, and close store and file of recorded requests."""
         if self._scheduler is not None:
             self._scheduler.shut_down()
         if self._worker is not None:

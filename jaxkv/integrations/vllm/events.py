@@ -1,4 +1,4 @@
-"""The host tier's events as vLLM's own: with tokens, parents and groups.
+"""The events of host and store as vLLM's own: with tokens, parents and groups.
 
 A tier tells keys alone. What they were computed from is read from vLLM's requests as
 their blocks get hashes, and kept while the host has the block.
@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from jaxkv import OffloadingEvent
-from jaxkv.integrations.vllm.pool import key_in_group, split_key
+from jaxkv.integrations.vllm.pool import key_in_group, plain_key, split_key
 from jaxkv.keys.hashing import KeyedBlock
 from jaxkv.observe.catalog import BlockCatalog
 from jaxkv.search.groups import GroupSpec
-from jaxkv.types import BlockKey
+from jaxkv.types import KEY_BYTES, BlockKey
 
 
 class VllmBlock(NamedTuple):
@@ -26,7 +26,8 @@ class VllmBlock(NamedTuple):
     The first four are those of a `KeyedBlock`, which a `BlockCatalog` reads.
 
     Attributes:
-        key: The block's key: vLLM's hash, with the group if there are several.
+        key: The block's key: vLLM's hash, with the group if there are several, and
+            perhaps an adapter.
         parent: The key of the block before; None for a request's first.
         tokens: The block's tokens, u32 each, little-endian.
         group: Index of the group of layers.
@@ -55,12 +56,13 @@ class HostEvents:
         self._groups = groups
         self._catalog = BlockCatalog()
 
-    def record(self, request: Any, first: int) -> None:
+    def record(self, request: Any, first: int, adapter: bytes = b"") -> None:
         """Keep what the hashes of a request's blocks were computed from.
 
         Args:
             request: vLLM's `Request`.
             first: The first block to keep; those before were kept already.
+            adapter: What follows in its blocks' keys.
         """
         extra_keys_of = _reader_of_extra_keys(request)
         lora = getattr(request, "lora_request", None)
@@ -72,8 +74,8 @@ class HostEvents:
             extra_keys = extra_keys_of(start, end)
             for group in range(len(self._groups)):
                 block = VllmBlock(
-                    self._key(hashes[n], group),
-                    self._key(hashes[n - 1], group) if n else None,
+                    self._key(hashes[n], group) + adapter,
+                    self._key(hashes[n - 1], group) + adapter if n else None,
                     tokens,
                     group,
                     extra_keys,
@@ -85,6 +87,9 @@ class HostEvents:
     def to_vllm(self, events: Iterable[OffloadingEvent]) -> Iterator[Any]:
         """Convert jaxkv's events.
 
+        What a listing has found of a model with several groups is not told: the store
+        has digests of its keys, which name neither hash nor group.
+
         Args:
             events: The events, in order.
 
@@ -93,7 +98,7 @@ class HostEvents:
             with the fields that it has.
         """
         for event in events:
-            parts = self._catalog.parts(event)
+            parts = [key for key in self._catalog.parts(event) if self._is_told(key)]
             if not event.block_hashes:
                 yield _make("AllBlocksCleared")
             elif event.removed:
@@ -172,7 +177,12 @@ class HostEvents:
         return key_in_group(block_hash, group) if len(self._groups) > 1 else block_hash
 
     def _split(self, key: BlockKey) -> tuple[bytes, int]:
+        key = plain_key(key)
         return split_key(key) if len(self._groups) > 1 else (key, 0)
+
+    def _is_told(self, key: BlockKey) -> bool:
+        """Whether a key has the hash and the group; those of others have only bytes."""
+        return len(self._groups) == 1 or len(key) != KEY_BYTES
 
     def _kind(self, group: int) -> tuple[str | None, int | None]:
         # Here, as it needs msgspec, which vLLM has.

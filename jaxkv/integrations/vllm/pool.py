@@ -13,6 +13,14 @@ from jaxkv.types import BlockKey
 
 _GROUP_BYTES = 4
 
+# What follows in keys of blocks that an adapter computed, where there is a store.
+ADAPTER_BYTES = 32
+# The longest key without: a SHA-256 and the group.
+_MOST_PLAIN_BYTES = 32 + _GROUP_BYTES
+
+PRIVATE = bytes(ADAPTER_BYTES)
+"""What follows if it is not known which weights the adapter has."""
+
 
 def key_in_group(block_hash: bytes, group: int) -> BlockKey:
     r"""Return the key of a block in a group, as vLLM's prefix cache makes it.
@@ -27,6 +35,20 @@ def key_in_group(block_hash: bytes, group: int) -> BlockKey:
 def split_key(key: BlockKey) -> tuple[bytes, int]:
     """Return the block hash and the group of a key from `key_in_group`."""
     return key[:-_GROUP_BYTES], int.from_bytes(key[-_GROUP_BYTES:], "big")
+
+
+def plain_key(key: BlockKey) -> BlockKey:
+    """Return a key without what is known of the adapter.
+
+    >>> plain_key(b"k" * 32 + PRIVATE) == plain_key(b"k" * 32) == b"k" * 32
+    True
+    """
+    return key[:-ADAPTER_BYTES] if len(key) > _MOST_PLAIN_BYTES else key
+
+
+def is_private(key: BlockKey) -> bool:
+    """Whether a block must not leave the process."""
+    return len(key) > _MOST_PLAIN_BYTES and key.endswith(PRIVATE)
 
 
 class VllmBlockPool:
@@ -57,15 +79,16 @@ class VllmBlockPool:
 
         Args:
             block_ids: n blocks.
-            keys: n keys: vLLM's hashes, with their group if there are several.
+            keys: n keys: vLLM's hashes, with their group if there are several, and
+                perhaps an adapter.
 
         Returns:
             bool[n].
         """
         blocks = self._pool.blocks
-        names = keys
+        names = [plain_key(key) for key in keys]
         if self._num_groups == 1:
-            names = [key_in_group(key, 0) for key in keys]
+            names = [key_in_group(key, 0) for key in names]
         pairs = zip(np.asarray(block_ids).tolist(), names, strict=True)
         held = [blocks[block].block_hash == name for block, name in pairs]
         return np.array(held, np.bool_)

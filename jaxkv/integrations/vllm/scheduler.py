@@ -14,9 +14,10 @@ from jaxkv import (
     SchedulerOutput,
 )
 from jaxkv._util import gib
+from jaxkv.integrations.vllm.adapters import Adapters
 from jaxkv.integrations.vllm.config import ConnectorConfig
 from jaxkv.integrations.vllm.events import HostEvents
-from jaxkv.integrations.vllm.pool import VllmBlockPool, key_in_group
+from jaxkv.integrations.vllm.pool import VllmBlockPool, is_private, key_in_group
 from jaxkv.integrations.vllm.stats import OffloadConnectorStats, StatsReader
 from jaxkv.integrations.vllm.worker import LOST_POOLS, StepMetadata, WorkerReport
 from jaxkv.types import BlockKey, Stop
@@ -31,6 +32,7 @@ class VllmRequest:
         request: vLLM's `Request`.
         num_groups: Groups of the model's layers.
         events: Gets each block with a hash before anybody else; None without events.
+        adapter: What follows in its blocks' keys, where there is a store.
 
     Attributes:
         request: As given.
@@ -39,9 +41,15 @@ class VllmRequest:
     """
 
     def __init__(
-        self, request: Any, num_groups: int, events: HostEvents | None = None
+        self,
+        request: Any,
+        num_groups: int,
+        events: HostEvents | None = None,
+        adapter: bytes = b"",
     ) -> None:
         self.request = request
+        self._adapter = adapter
+        self._adapted: list[BlockKey] = []
         self.retention = _retention_of(request)
         self._events = events
         self._num_recorded = 0
@@ -55,20 +63,31 @@ class VllmRequest:
 
     @property
     def block_keys(self) -> Sequence[BlockKey]:
-        """Hashes of the full blocks of all tokens so far."""
-        hashes: Sequence[BlockKey] = self.request.block_hashes
-        if self._events is not None and len(hashes) > self._num_recorded:
-            self._events.record(self.request, self._num_recorded)
-            self._num_recorded = len(hashes)
-        return hashes
+        """Keys of the full blocks of all tokens so far: their hashes."""
+        hashes = self._hashes
+        if not self._adapter:
+            return hashes
+        new = hashes[len(self._adapted) :]
+        self._adapted += (own + self._adapter for own in new)
+        return self._adapted
 
     @property
     def block_keys_by_group(self) -> Sequence[Sequence[BlockKey]]:
         """The keys for each group, as vLLM's prefix cache makes them."""
-        hashes = self.block_keys
+        hashes = self._hashes
         for group, keys in enumerate(self._keys):
-            keys += (key_in_group(own, group) for own in hashes[len(keys) :])
+            new = hashes[len(keys) :]
+            keys += (key_in_group(own, group) + self._adapter for own in new)
         return self._keys
+
+    @property
+    def _hashes(self) -> Sequence[BlockKey]:
+        """Hashes of the full blocks of all tokens so far."""
+        hashes: Sequence[BlockKey] = self.request.block_hashes
+        if self._events is not None and len(hashes) > self._num_recorded:
+            self._events.record(self.request, self._num_recorded, self._adapter)
+            self._num_recorded = len(hashes)
+        return hashes
 
     @property
     def num_tokens(self) -> int:
@@ -128,9 +147,15 @@ class SchedulerHalf:
             config.cache_policy,
             config.enable_events,
             rules=config.rules,
+            num_storage_blocks=config.storage.num_blocks if config.storage else 0,
+            is_private=is_private,
             recorder=config.make_recorder(),
         )
         self._config = config
+        self._adapters = Adapters() if config.storage else None
+        # Whether it is not known yet what the store has.
+        self._awaits_listing = config.storage is not None
+        self._has_left_storage = False
         self._stats = StatsReader(self.scheduler)
         self._events = HostEvents(config.groups) if config.enable_events else None
         self._engine_id = engine_id
@@ -170,6 +195,8 @@ class SchedulerHalf:
         self._note_lost_pools(LOST_POOLS.get(self._engine_id, 0))
         if not self._try_reset():
             return 0, False
+        if self._awaits_listing:
+            return None, False
         known = self._request(request)
         return self.scheduler.get_num_new_matched_tokens(known, num_computed_tokens)
 
@@ -210,6 +237,7 @@ class SchedulerHalf:
         if report is not None:
             self.scheduler.update_connector_output(report.output)
             self._note_lost_pools(report.num_lost_pools)
+            self._awaits_listing &= not report.is_listed
 
     def finish(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """Finish a request that is done or aborted."""
@@ -218,12 +246,24 @@ class SchedulerHalf:
         self._allocated.discard(request.request_id)
 
     def has_pending_transfers(self) -> bool:
-        """Whether vLLM must continue to step though it has no requests."""
+        """Whether vLLM must continue to step though it has no requests.
+
+        Also until it is known what the store has, which the first request finds then.
+        """
         pending = self.scheduler
-        return pending.has_pending_stores() or pending.has_pending_loads()
+        return (
+            self._awaits_listing
+            or pending.has_pending_stores()
+            or pending.has_pending_loads()
+        )
+
+    def hit_tokens_from_storage(self, request: Any, num_external_tokens: int) -> int:
+        """Count the tokens of a load that came from the store to the host for it."""
+        num = self.scheduler.num_fetched_tokens(request.request_id)
+        return min(num, num_external_tokens)
 
     def take_events(self) -> Iterator[Any]:
-        """Return the host tier's events since the last call, as vLLM's."""
+        """Return the events of host and store since the last call, as vLLM's."""
         events = self.scheduler.take_events()
         return iter(()) if self._events is None else self._events.to_vllm(events)
 
@@ -244,7 +284,22 @@ class SchedulerHalf:
         if self._must_reset and self.scheduler.reset():
             self._must_reset = False
             self._num_forgotten_pools = self._num_lost_pools
+            self._leave_storage()
         return not self._must_reset
+
+    def _leave_storage(self) -> None:
+        """Leave the store, whose namespace has the weights of the start."""
+        storage = self._config.storage
+        if storage is None or storage.keep_on_reset or self._has_left_storage:
+            return
+        self.scheduler.leave_storage()
+        self._has_left_storage = True
+        self._awaits_listing = False
+        _LOG.warning(
+            "%s is not used any more until the next start: after a reset the weights "
+            "may be others. storage_keep_on_reset=true keeps it, where they never are",
+            storage.shown_url,
+        )
 
     def _note_lost_pools(self, num_lost_pools: int) -> None:
         if num_lost_pools > self._num_lost_pools:
@@ -260,7 +315,12 @@ class SchedulerHalf:
     def _request(self, request: Any) -> VllmRequest:
         known = self._requests.get(request.request_id)
         if known is None or known.request is not request:
-            known = VllmRequest(request, len(self._config.groups), self._events)
+            adapter = b""
+            if self._adapters is not None:
+                adapter = self._adapters.suffix(getattr(request, "lora_request", None))
+            known = VllmRequest(
+                request, len(self._config.groups), self._events, adapter
+            )
             self._requests[request.request_id] = known
         return known
 

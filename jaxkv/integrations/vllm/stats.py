@@ -98,8 +98,11 @@ class OffloadConnectorStats(_base("KVConnectorStats")):  # type: ignore[misc]
             ("host blocks evicted", "jaxkv:kv_offload_host_blocks_evicted"),
             ("blocks dropped", "jaxkv:kv_offload_blocks_dropped"),
             ("failed loads", "jaxkv:kv_offload_load_failures"),
+            ("blocks written to storage", "jaxkv:kv_offload_storage_blocks_written"),
+            ("blocks from storage", "jaxkv:kv_offload_storage_blocks_fetched"),
         ):
-            line[title] = int(count(name))
+            if name in counters or "storage" not in name:
+                line[title] = int(count(name))
         for title, name in (
             ("host blocks held", "jaxkv:kv_offload_host_blocks_held"),
             ("host blocks", "jaxkv:kv_offload_host_blocks"),

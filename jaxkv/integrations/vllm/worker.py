@@ -17,7 +17,8 @@ from jaxkv import ConnectorOutput, OffloadMetadata, OffloadWorker, TransferEngin
 from jaxkv._util import gib
 from jaxkv.integrations.vllm.config import ConnectorConfig
 from jaxkv.integrations.vllm.stats import OffloadConnectorStats, StatsReader
-from jaxkv.scheduling.protocol import NO_EVENT
+from jaxkv.scheduling.protocol import NO_EVENT, StorageMoves, StorageReport
+from jaxkv.scheduling.storage_worker import StorageWorker, open_storage
 from jaxkv.transfer.engine import DEFAULT_STAGING_BYTES
 from jaxkv.types import NO_BLOCK
 
@@ -35,16 +36,19 @@ class WorkerReport:
     Attributes:
         output: The report for jaxkv's scheduler.
         num_lost_pools: Pools of KV that the worker has lost so far.
+        is_listed: Whether it is known what the store has, or took too long to say.
     """
 
     output: ConnectorOutput
     num_lost_pools: int = 0
+    is_listed: bool = False
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Combine the reports of two workers, as vLLM's executors do."""
         return WorkerReport(
             ConnectorOutput.aggregate([self.output, other.output]),
             max(self.num_lost_pools, other.num_lost_pools),
+            self.is_listed or other.is_listed,
         )
 
 
@@ -99,6 +103,9 @@ class WorkerHalf:
         self._failed_blocks: set[int] = set()
         self._report = ConnectorOutput()
         self._stats: StatsReader | None = None
+        # When the first listing takes too long, from the first step on.
+        self._listing_deadline_s: float | None = None
+        self._is_listing_reported = config.storage is None
 
     def register_runner(self, runner: Any) -> None:
         """Set up the host memory for the blocks of a runner.
@@ -108,18 +115,25 @@ class WorkerHalf:
                 axis first.
 
         Raises:
-            ValueError: If the caches cannot be offloaded.
+            ValueError: If the caches cannot be offloaded, or the store has a bad URL.
             MemoryError: If there is not enough host memory.
+            ImportError: The store needs an extra that is missing.
+            StoreError: The store cannot be used.
         """
         if jax.process_count() > 1:
             raise ValueError(
                 f"{jax.process_count()} processes serve the model: the connector was "
                 "never tested with more than one."
             )
+        config = self._config
+        # What the caches are made of now is perhaps not in the store's namespace.
+        has_storage = self._worker is None or (
+            config.storage is not None and config.storage.keep_on_reset
+        )
         if self._worker is not None:
             self.lose_pool()
+            self._close_storage(self._worker.storage)
             self._worker = None
-        config = self._config
         wanted = config.planned_bytes + config.planned_bytes // 8
         _LOG.info(
             "setting aside %s of host memory: %s for %d blocks, and an eighth more as "
@@ -138,7 +152,10 @@ class WorkerHalf:
             blocks_per_host_block=config.rules.blocks_per_host_block,
             staging_bytes=config.staging_bytes or DEFAULT_STAGING_BYTES,
         )
-        self._worker = OffloadWorker(engine, deadline_s=config.deadline_s)
+        storage = self._open_storage(engine) if has_storage else None
+        self._worker = OffloadWorker(
+            engine, deadline_s=config.deadline_s, storage=storage
+        )
         if self._runner is not runner:
             self._watch(runner)
         self._runner = runner
@@ -162,6 +179,40 @@ class WorkerHalf:
                 gib(used),
                 gib(config.planned_bytes),
             )
+
+    def _open_storage(self, engine: TransferEngine) -> StorageWorker | None:
+        config = self._config.storage
+        if config is None:
+            return None
+        storage = open_storage(
+            engine,
+            config.url,
+            namespace=config.namespace,
+            secret=config.secret,
+            deadline_s=config.deadline_s,
+            list_every_s=config.list_every_s,
+            max_blocks=config.max_blocks,
+        )
+        # Begins to list it, beside all that is still to be done before the first step.
+        storage.advance()
+        _LOG.info(
+            "storage %s for %d host blocks of %d bytes, in %s; engines share what they "
+            "write there if all of this is the same: %s",
+            config.shown_url,
+            config.num_blocks,
+            storage.object_bytes,
+            storage.storage_io.objects.folder,
+            config.about,
+        )
+        return storage
+
+    def _close_storage(self, storage: StorageWorker | None) -> None:
+        """Let go of the store, and report what was to come from it as failed."""
+        if storage is None:
+            return
+        storage.wait()
+        self._refuse(ConnectorOutput(storage=storage.take_reports()))
+        storage.close(self._config.storage.deadline_s if self._config.storage else 0)
 
     def lose_pool(self) -> None:
         """Prepare for the KV caches to be dropped, or filled by other weights.
@@ -190,6 +241,9 @@ class WorkerHalf:
                 "register_runner() was not called: the runner of this vLLM does not "
                 "pass its KV caches to connectors as tpu-inference's does."
             )
+        storage = self._config.storage
+        if storage is not None and self._listing_deadline_s is None:
+            self._listing_deadline_s = time.monotonic() + storage.deadline_s
         meta = step.transfers
         if meta.load_event != NO_EVENT:
             factor = self._config.rules.blocks_per_host_block
@@ -205,10 +259,19 @@ class WorkerHalf:
                 ConnectorOutput(
                     failed_recving=meta.load_event_to_reqs.get(meta.load_event, ()),
                     failed_store_events=(meta.store_event,) if has_store else (),
+                    storage=_refused_moves(meta.storage),
                 )
             )
             return
         runner.kv_caches = type(caches)(worker.start(meta, list(caches)))
+
+    def _is_listed(self) -> bool:
+        """Whether it is known what the store has, or took too long to say."""
+        storage = self._worker.storage if self._worker is not None else None
+        late_s = self._listing_deadline_s
+        return storage is not None and (
+            storage.is_listed or (late_s is not None and time.monotonic() > late_s)
+        )
 
     def poll(self) -> ConnectorOutput:
         """Return what completed since the last call; never waits."""
@@ -243,10 +306,13 @@ class WorkerHalf:
     def take_report(self) -> WorkerReport | None:
         """Return the report for the scheduler; None if it is empty."""
         report, self._report = self._report, ConnectorOutput()
-        if report == ConnectorOutput() and self._is_loss_reported:
+        is_listed = not self._is_listing_reported and self._is_listed()
+        is_known = self._is_loss_reported and not is_listed
+        if report == ConnectorOutput() and is_known:
             return None
         self._is_loss_reported = True
-        return WorkerReport(report, self._num_lost_pools)
+        self._is_listing_reported |= is_listed
+        return WorkerReport(report, self._num_lost_pools, is_listed)
 
     def _refuse(self, output: ConnectorOutput) -> None:
         """Report transfers as failed, however they ended."""
@@ -254,6 +320,7 @@ class WorkerHalf:
             failed_recving=output.finished_recving + output.failed_recving,
             failed_store_events=output.completed_store_events
             + output.failed_store_events,
+            storage=tuple(map(_without_fetches, output.storage)),
         )
         self._refused = ConnectorOutput.aggregate([self._refused, failed])
 
@@ -277,15 +344,34 @@ class WorkerHalf:
         return call
 
     def shut_down(self) -> None:
-        """Wait for transfers in flight, and release the runner."""
+        """Wait for what is in flight, and release the runner and the store."""
         runner, worker = self._runner, self._worker
         self._runner = self._worker = None
-        if worker is None or not worker.num_in_flight:
+        if worker is None:
             return
         caches = runner.kv_caches
-        if caches and not any(cache.is_deleted() for cache in caches):
+        has_caches = caches and not any(cache.is_deleted() for cache in caches)
+        if worker.num_in_flight and has_caches:
             pool, _ = worker.drain(list(caches))
             runner.kv_caches = type(caches)(pool)
+        self._close_storage(worker.storage)
+
+
+def _refused_moves(moves: StorageMoves | None) -> tuple[StorageReport, ...]:
+    """Report as failed what a step asked of the store."""
+    if moves is None or not (moves.fetches or moves.writes):
+        return ()
+    fetched, written = (
+        tuple((batch.event, (False,) * len(batch.keys)) for batch in batches)
+        for batches in (moves.fetches, moves.writes)
+    )
+    return (StorageReport(fetched, written),)
+
+
+def _without_fetches(report: StorageReport) -> StorageReport:
+    """Report as failed what came from the store; what is there is there."""
+    fetched = tuple((event, (False,) * len(oks)) for event, oks in report.fetched)
+    return dataclasses.replace(report, fetched=fetched)
 
 
 def _touched_bytes_per_s() -> float:

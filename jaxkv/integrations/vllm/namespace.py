@@ -1,0 +1,265 @@
+"""What the bytes of vLLM's blocks depend on besides what vLLM's hashes cover.
+
+The hashes of vLLM's prefix cache are made for one process: they cover tokens, adapters,
+images and salts, but neither the model nor how it is run. A store outlives the process
+and may be shared, so all of that is put into its namespace here. What differs is never
+found; what cannot be told apart is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jaxkv._util import shown
+from jaxkv.integrations.weights import (
+    Description,
+    UnknownWeightsError,
+    describe_weights,
+    hub_folders_of,
+    process_started_s,
+)
+
+# Nobody can find two prompts with one hash, and processes compute the same ones.
+_HASHES = ("sha256", "sha256_cbor")
+
+# These read the files of the model's folder, and nothing else.
+_LOAD_FORMATS = (
+    "auto",
+    "hf",
+    "safetensors",
+    "pt",
+    "mistral",
+    "npcache",
+    "fastsafetensors",
+    "instanttensor",
+    "runai_streamer",
+    "gguf",
+    "bitsandbytes",
+)
+
+# tpu-inference's variables that change what is computed, or how it lies in a block.
+_VARIABLES = re.compile(
+    "MODEL_IMPL_TYPE|NEW_MODEL_DESIGN|USE_2D_TP|.*QUANTIZ.*|LAYOUT_.*|.*_RPA_.*|"
+    ".*MOE_.*|.*ROPE.*|USE_DENSE_MOE|NUM_SLICES"
+)
+
+_PLACES = ("_name_or_path", "transformers_version", "device_indexes")
+
+_PACKAGES = ("vllm", "vllm-tpu", "tpu-inference")
+
+
+def namespace_of(
+    vllm_config: Any,
+    kv_cache_config: Any,
+    weights: str | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Say what the bytes of all blocks depend on.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig`.
+        kv_cache_config: vLLM's `KVCacheConfig`.
+        weights: A name for the weights, to be taken for what they are; None to look at
+            the model's commit or its files.
+        environ: The environment; that of the process if None.
+
+    Returns:
+        A value of JSON's types by the name of what it says; `encode` makes bytes.
+
+    Raises:
+        ValueError: Blocks of other weights could not be told apart, or no other process
+            would compute the same hashes.
+    """
+    environ = os.environ if environ is None else environ
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    parallel = vllm_config.parallel_config
+    sharding = getattr(vllm_config, "sharding_config", None)
+    try:
+        return {
+            "hashes": _hashes(cache.prefix_caching_hash_algo, environ),
+            "versions": _versions(),
+            "weights": (
+                _weights(vllm_config, environ)
+                if weights is None
+                else {"named": weights}
+            ),
+            "model": {
+                "config": _without_places(model.hf_config.to_dict()),
+                "dtype": str(model.dtype),
+                "quantization": model.quantization,
+                # Some rotary embeddings depend on it.
+                "max_model_len": model.max_model_len,
+                "more": {
+                    name: getattr(model, name, None)
+                    for name in (
+                        "quantization_config",
+                        "model_impl",
+                        "model_class_overrides",
+                        "disable_sliding_window",
+                    )
+                },
+            },
+            "cache": {
+                "dtype": cache.cache_dtype,
+                "unquantised": getattr(cache, "kv_cache_dtype_skip_layers", None),
+                "layout": getattr(cache, "kv_cache_layout", None),
+                "groups": [
+                    [str(type(group.kv_cache_spec).__name__), *_numbers_of(group)]
+                    for group in kv_cache_config.kv_cache_groups
+                ],
+            },
+            "parallel": {
+                "tensor": parallel.tensor_parallel_size,
+                "experts": getattr(parallel, "enable_expert_parallel", None),
+                "sharding": _text(
+                    getattr(sharding, "sharding_strategy", sharding),
+                ),
+            },
+            "additional": _without_places(
+                getattr(vllm_config, "additional_config", None)
+            ),
+            "images": _images(model),
+            "environment": {
+                name: value
+                for name, value in sorted(environ.items())
+                if _VARIABLES.fullmatch(name)
+            },
+        }
+    except AttributeError as error:
+        raise ValueError(
+            f"storage cannot be used with this vLLM, as its configuration has another "
+            f"form than expected, and blocks could not be told apart: {error}"
+        ) from None
+
+
+def encode(namespace: Mapping[str, Any]) -> bytes:
+    """Encode a namespace, or a part of it, the same way in every process."""
+    return json.dumps(
+        namespace, sort_keys=True, separators=(",", ":"), default=_text
+    ).encode()
+
+
+def summary(namespace: Mapping[str, Any]) -> str:
+    """Say in a line what a namespace has, so that two may be compared.
+
+    >>> summary({"weights": {"named": "v1"}, "cache": {}})
+    'weights 5c17a5ab, cache 44136fa3'
+    """
+    return ", ".join(
+        f"{name} {hashlib.sha256(encode(part)).hexdigest()[:8]}"
+        for name, part in namespace.items()
+    )
+
+
+def _text(value: Any) -> str:
+    """Write what JSON has not, without the place where it lies in memory."""
+    return re.sub(" at 0x[0-9a-f]+", "", str(value))
+
+
+def _hashes(algorithm: str, environ: Mapping[str, str]) -> Description:
+    """Say how vLLM hashes blocks, if another process does the same."""
+    if algorithm not in _HASHES:
+        raise ValueError(
+            f"storage needs --prefix-caching-hash-algo sha256 or sha256_cbor, not "
+            f"{shown(algorithm)}: with a hash that is not collision-resistant a prompt "
+            "can be made that is served the blocks of another, for as long as the "
+            "store keeps them."
+        )
+    seed = environ.get("PYTHONHASHSEED")
+    if seed is None:
+        seed = _default_seed()
+    if seed is None:
+        raise ValueError(
+            "storage needs PYTHONHASHSEED in the environment of every vLLM that uses "
+            "the store, the same number such as PYTHONHASHSEED=0: without it this "
+            "vLLM's block hashes differ from process to process."
+        )
+    # It may be a secret.
+    return {"algorithm": algorithm, "seed": hashlib.sha256(seed.encode()).hexdigest()}
+
+
+def _default_seed() -> str | None:
+    """Return vLLM's seed where none is set; None if it takes a random one."""
+    try:
+        from vllm.v1.core import kv_cache_utils  # type: ignore[import-not-found]
+    except ImportError:
+        return None
+    seed: str | None = getattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED", None)
+    return seed
+
+
+def _weights(vllm_config: Any, environ: Mapping[str, str]) -> Description:
+    model, load = vllm_config.model_config, vllm_config.load_config
+    load_format = str(getattr(load.load_format, "value", load.load_format))
+    if load_format == "dummy":
+        return {"dummy": model.seed}
+    try:
+        if load_format not in _LOAD_FORMATS:
+            raise UnknownWeightsError(
+                f"load_format={shown(load_format)} may read weights from elsewhere"
+            )
+        if environ.get("VLLM_USE_MODELSCOPE", "0").lower() in ("1", "true"):
+            raise UnknownWeightsError("weights of ModelScope have no version here")
+        elsewhere = getattr(model, "model_weights", "")
+        return describe_weights(
+            str(elsewhere or model.model),
+            model.revision,
+            hub_folders=hub_folders_of(environ, load.download_dir),
+            read_since_s=process_started_s(),
+        )
+    except (UnknownWeightsError, OSError) as error:
+        raise ValueError(
+            f"storage needs to know the weights, and {error}. Name them by "
+            "storage_namespace, which is to change with them."
+        ) from None
+
+
+def _versions() -> Description:
+    """Give the versions of what computes blocks and lays them out."""
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _numbers_of(group: Any) -> Iterable[Any]:
+    """Give what a group of layers has: their names, and how their blocks are."""
+    spec = group.kv_cache_spec
+    each = getattr(spec, "kv_cache_specs", None)
+    specs = list(each.values()) if each else [spec]
+    yield list(group.layer_names)
+    for own in specs:
+        names = ("block_size", "sliding_window", "num_kv_heads", "head_size", "dtype")
+        yield [str(getattr(own, name, None)) for name in names]
+
+
+def _images(model: Any) -> Description | None:
+    """Say how images and the like become tokens, as far as no hash has it."""
+    multimodal = getattr(model, "multimodal_config", None)
+    if multimodal is None:
+        return None
+    names = ("mm_processor_kwargs", "media_io_kwargs", "mm_hasher_algorithm")
+    more = ("interleave_mm_strings", "video_pruning_rate", "video_pruning_method")
+    return {name: getattr(multimodal, name, None) for name in (*names, *more)}
+
+
+def _without_places(config: Any) -> Any:
+    """Leave out of a configuration where a model lies, and on which devices."""
+    if isinstance(config, Mapping):
+        return {
+            str(name): _without_places(value)
+            for name, value in config.items()
+            if name not in _PLACES
+        }
+    if isinstance(config, list | tuple):
+        return [_without_places(value) for value in config]
+    return config

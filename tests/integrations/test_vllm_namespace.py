@@ -1,0 +1,171 @@
+"""The namespace of a store in vLLM: what makes another one, and what is refused."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from jaxkv.integrations.vllm import namespace
+from jaxkv.integrations.vllm.namespace import encode, namespace_of, summary
+from tests.rigs import fake_vllm
+from tests.rigs.fake_vllm import make_configs
+
+ENVIRON = {"PYTHONHASHSEED": "0"}
+
+
+@pytest.fixture(autouse=True)
+def no_versions(monkeypatch):
+    monkeypatch.setattr(namespace, "_versions", dict)
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    monkeypatch.setattr(namespace, "process_started_s", lambda: 1e12)
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+def space(model, environ=None, weights=None, **options):
+    configs = make_configs(model=model, **options)
+    return namespace_of(*configs, weights, ENVIRON if environ is None else environ)
+
+
+def test_it_is_the_same_for_the_same_engine(model):
+    one, other = (encode(space(model, {**ENVIRON, "HOME": home})) for home in "ab")
+    assert one == other
+    assert str(model) not in one.decode()
+
+
+def hf_config(**values):
+    return SimpleNamespace(to_dict=lambda: {"num_hidden_layers": 2} | values)
+
+
+OTHERS = {
+    "overrides": {"model_config__hf_config": hf_config(rope_theta=1e6)},
+    "dtype": {"model_config__dtype": "float32"},
+    "quantization": {"model_config__quantization": "fp8"},
+    "length": {"model_config__max_model_len": 96},
+    "cache dtype": {"cache_config__cache_dtype": "fp8"},
+    "cache layout": {"cache_config__kv_cache_layout": "LBNHC"},
+    "shards": {"parallel_config__tensor_parallel_size": 2},
+    "windows": {"windows": (6,)},
+    "groups": {"windows": (None, 6)},
+    "hash": {"cache_config__prefix_caching_hash_algo": "sha256_cbor"},
+    "options": {"additional_config": {"quantization": {"qwix": {"rules": []}}}},
+    "images": {
+        "model_config__multimodal_config": SimpleNamespace(
+            mm_processor_kwargs={"num_crops": 4}
+        )
+    },
+    "seed": {"environ": {"PYTHONHASHSEED": "1"}},
+    "implementation": {"environ": {**ENVIRON, "MODEL_IMPL_TYPE": "vllm"}},
+    "random weights": {"load_config__load_format": "dummy"},
+    "named weights": {"weights": "v2"},
+}
+
+
+def test_whatever_changes_the_bytes_of_blocks_makes_another(model):
+    spaces = {name: encode(space(model, **options)) for name, options in OTHERS.items()}
+    spaces["first"] = encode(space(model))
+    assert len(set(spaces.values())) == len(spaces)
+
+
+def test_other_versions_make_another(model, monkeypatch):
+    first = encode(space(model))
+    monkeypatch.setattr(namespace, "_versions", lambda: {"tpu-inference": "0.33"})
+    assert encode(space(model)) != first
+
+
+def test_on_which_devices_it_runs_does_not_matter(model):
+    def sharded(*devices):
+        sharding = {"sharding_strategy": {"device_indexes": devices}}
+        return encode(space(model, additional_config={"sharding": sharding}))
+
+    assert sharded(0, 1) == sharded(2, 3)
+
+
+def test_what_json_does_not_know_is_the_same_in_every_process():
+    class Thing:
+        pass
+
+    assert encode({"a": Thing()}) == encode({"a": Thing()})
+
+
+def test_a_line_tells_which_part_differs(model):
+    def parts(**options):
+        return dict(
+            part.split() for part in summary(space(model, **options)).split(", ")
+        )
+
+    one, other = parts(), parts(cache_config__cache_dtype="fp8")
+    assert [name for name in one if one[name] != other[name]] == ["cache"]
+
+
+def test_the_seed_of_the_hashes_is_not_told(model):
+    found = space(model, {"PYTHONHASHSEED": "a secret seed"})
+    assert "a secret seed" not in json.dumps(found, default=str)
+
+
+def test_without_a_seed_versions_with_one_of_their_own_are_served(model, monkeypatch):
+    fake_vllm.install(monkeypatch, "0.32")
+    assert (
+        space(model, {})["hashes"]
+        == space(model, {"PYTHONHASHSEED": "vllm-none-hash"})["hashes"]
+    )
+    fake_vllm.install(monkeypatch, "0.19")
+    vars(__import__("sys").modules["vllm.v1.core.kv_cache_utils"]).pop(
+        "DEFAULT_NONE_HASH_SEED", None
+    )
+    with pytest.raises(ValueError, match="storage needs PYTHONHASHSEED in the"):
+        space(model, {})
+
+
+REFUSED = {
+    "a hash with collisions": (
+        {"cache_config__prefix_caching_hash_algo": "xxhash_cbor"},
+        "storage needs --prefix-caching-hash-algo sha256 or sha256_cbor, not 'xxhash_",
+    ),
+    "weights from elsewhere": (
+        {"load_config__load_format": "tensorizer"},
+        "load_format='tensorizer' may read .* Name them by storage_namespace",
+    ),
+    "a bucket": (
+        {"model_config__model_weights": "s3://bucket/model"},
+        "model='s3://bucket/model' is neither a folder",
+    ),
+    "modelscope": (
+        {"environ": {**ENVIRON, "VLLM_USE_MODELSCOPE": "True"}},
+        "weights of ModelScope have no version here",
+    ),
+    "no snapshot": (
+        {"model_config__model": "org/name", "environ": {**ENVIRON, "HF_HOME": "/no"}},
+        "no snapshot of model='org/name', revision='main', in /no/hub that would name",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_told_apart_is_refused_in_a_line(model, case):
+    options, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message) as caught:
+        space(model, **options)
+    assert "\n" not in str(caught.value)
+    if "weights" in case or case in ("a bucket", "modelscope", "no snapshot"):
+        assert space(model, weights="v1", **options)["weights"] == {"named": "v1"}
+
+
+def test_weights_that_changed_while_they_were_read_are_refused(model, monkeypatch):
+    monkeypatch.setattr(namespace, "process_started_s", lambda: 0.0)
+    with pytest.raises(ValueError, match="changed after this process began"):
+        space(model)
+
+
+def test_a_configuration_of_another_form_is_refused(model):
+    configs = make_configs(model=model)
+    del configs[0].model_config.quantization
+    expected = "its configuration has another form than expected, .*'quantization'"
+    with pytest.raises(ValueError, match=re.compile(expected)):
+        namespace_of(*configs, None, ENVIRON)

@@ -1,0 +1,597 @@
+"""vLLM's connector with a store behind the host; see `fake_vllm` and `fake_engine`."""
+
+import logging
+import os
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jaxkv.scheduling.protocol import ConnectorOutput
+from jaxkv.transfer.storage import open_store
+from tests.rigs import fake_vllm
+from tests.rigs.fake_engine import Engine, next_token
+from tests.rigs.fake_vllm import BLOCK_SIZE, BlockRemoved, BlockStored, Request
+from tests.rigs.vllm_worker_process import RemoteRunner
+
+WAIT_S = 120
+TOKENS = 4 * BLOCK_SIZE  # Of the full blocks of `PROMPT`.
+PROMPT = range(18)
+
+
+@pytest.fixture(params=["0.19", "0.32"])
+def generation(request, monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # Which 0.19 needs.
+    fake_vllm.install(monkeypatch, request.param)
+    return request.param
+
+
+@pytest.fixture
+def newest(monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    fake_vllm.install(monkeypatch, "0.32")
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A checkpoint; only its bytes matter."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(bytes(range(256)) * 64)
+    (folder / "config.json").write_text("{}")
+    age(folder)
+    return folder
+
+
+def age(folder):
+    """Wait until files are older than this process looks to be; see `old_process`."""
+    for file in folder.iterdir():
+        os.utime(file, ns=(10**18, 10**18))
+
+
+@pytest.fixture(autouse=True)
+def late_process(monkeypatch):
+    """Have this process begin after its tests have written their files."""
+    from jaxkv.integrations.vllm import adapters, namespace
+
+    for module in (adapters, namespace):
+        monkeypatch.setattr(module, "process_started_s", lambda: time.time() + 3600)
+
+
+@pytest.fixture
+def make(tmp_path, model):
+    """Make engines that share a store; all are closed at the end."""
+    engines = []
+
+    def make_one(extra=None, **options):
+        keys = {
+            "storage": f"file://{tmp_path}/store",
+            "storage_bytes": "1MiB",
+            "storage_write": "through",
+            "storage_deadline_s": WAIT_S,
+        }
+        options = {"num_blocks": 40, "model": model} | options
+        engines.append(Engine(extra=keys | (extra or {}), **options))
+        return engines[-1]
+
+    yield make_one
+    for engine in engines:
+        close(engine)
+
+
+def close(engine):
+    engine.scheduler.connector.shutdown()
+    engine.runner.connector.shutdown()
+
+
+def serve(engine, *requests):
+    """Serve requests until all work is done, however long the store takes."""
+    for request in requests:
+        engine.scheduler.add(request)
+    until(engine, lambda: not engine.scheduler.has_requests())
+
+
+def until(engine, holds):
+    end_s = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < end_s
+        engine.step()
+        time.sleep(1e-3)
+
+
+def reference(prompt, num_output):
+    tokens = list(prompt)
+    for _ in range(num_output):
+        tokens.append(next_token(tokens))
+    return tokens
+
+
+def ask(engine, name, prompt=PROMPT, num_output=3, **options):
+    """Serve a request; return how many tokens came from host and store."""
+    before = engine.scheduler.num_external_tokens
+    request = Request(name, prompt, num_output, **options)
+    serve(engine, request)
+    # The runner has compared all it read with the computed values.
+    assert request.tokens == reference(prompt, num_output)
+    return engine.scheduler.num_external_tokens - before
+
+
+def knows(engine):
+    """Whether an engine knows that all of `PROMPT` is in the store."""
+    tier = engine.offload_scheduler._storage.tier
+    return tier.contains(Request("same", PROMPT, 3).block_hashes[:4]).all()
+
+
+@pytest.mark.parametrize("extra", [{}, {"storage_secret": "0123456789abcdef"}])
+def test_an_engine_that_is_started_anew_is_warm(generation, make, extra):
+    first = make(extra, generation=generation)
+    assert ask(first, "first") == 0
+    first.check_nothing_leaked()
+    close(first)
+    again = make(extra, generation=generation)
+    assert ask(again, "again") == TOKENS
+    again.check_nothing_leaked()
+    stats = again.offload_scheduler.stats
+    assert (stats.num_storage_loaded, stats.num_storage_failed) == (4, 0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"windows": (None, 6)},
+        {"extra": {"blocks_per_chunk": 2}},
+        {"is_async": True},
+        {"extra": {"storage_write": "on_reuse"}},
+        {"extra": {"storage_write": "on_evict", "num_cpu_blocks": 16}},
+    ],
+    ids=str,
+)
+def test_it_is_warm_with_every_kind_of_model_and_rule(newest, make, options):
+    first = make(**options)
+    for number in range(2):
+        ask(first, f"first{number}")
+        first.scheduler.pool.overwrite_all()
+    if "num_cpu_blocks" in options.get("extra", {}):
+        # Blocks are written before the host needs their place.
+        for start in range(100, 1000, 100):
+            if not knows(first):
+                ask(first, f"other {start}", range(start, start + 9), 1)
+    first.check_nothing_leaked()
+    close(first)
+    again = make(**options)
+    assert ask(again, "again") == TOKENS
+    again.check_nothing_leaked()
+    assert again.offload_scheduler.stats.num_storage_loaded > 0
+
+
+def test_the_secret_may_come_from_the_environment(newest, make, monkeypatch):
+    monkeypatch.setenv("JAXKV_STORAGE_SECRET", "0123456789abcdef")
+    ask(make(), "first")
+    monkeypatch.delenv("JAXKV_STORAGE_SECRET")
+    assert ask(make(), "without") == 0
+    engine = make({"storage_secret": "0123456789abcdef"})
+    assert ask(engine, "with") == TOKENS
+    half = engine.runner.connector._worker
+    assert "0123456789abcdef" not in repr(half._config)
+
+
+def test_engines_that_run_side_by_side_share_a_store(newest, make):
+    one, other = make(), make({"storage_list_s": 0.01})
+    ask(other, "before", range(100, 118))
+    ask(one, "first")
+    until(other, lambda: knows(other))
+    assert ask(other, "again") == TOKENS
+
+
+def replace_weights(folder):
+    (folder / "model.safetensors").write_bytes(bytes(256 * 64))
+    age(folder)  # As where all files have one time.
+
+
+def replace_one_byte(folder):
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[5000] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+
+
+def touch(folder):
+    os.utime(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("change", [replace_weights, replace_one_byte, touch])
+def test_other_weights_under_the_same_path_find_nothing(newest, make, model, change):
+    first = make()
+    ask(first, "first")
+    close(first)
+    change(model)
+    other = make()
+    other.runner.weights = 1  # The runner would notice.
+    assert ask(other, "again") == 0
+
+
+def test_the_same_weights_under_another_path_find_it(newest, make, model):
+    ask(make(), "first")
+    moved = model.rename(model.parent / "moved")
+    assert ask(make(model=moved), "again") == TOKENS
+
+
+def test_a_name_takes_the_place_of_looking_at_the_weights(newest, make):
+    named = {"storage_namespace": "tuned on Monday"}
+    ask(make(named, model="of/nothing/that/is/known"), "first")
+    assert ask(make(named, model="elsewhere"), "again") == TOKENS
+    other = {"storage_namespace": "tuned on Tuesday"}
+    assert ask(make(other, model="elsewhere"), "other") == 0
+
+
+def test_a_request_waits_for_the_store_and_others_run_meanwhile(newest, make):
+    first = make()
+    ask(first, "first")
+    close(first)
+    engine = make()
+    ask(engine, "warm-up", range(100, 109), 1)  # The store is listed now.
+    storage = engine.runner.connector._worker._worker.storage
+    advance, storage.advance = storage.advance, lambda: None
+    waiting = Request("waiting", PROMPT, 3)
+    engine.scheduler.add(waiting)
+    engine.step()
+    assert waiting.status == "WAITING"
+    engine.scheduler.add(Request("other", range(200, 209), 3))
+    for _ in range(20):
+        engine.step()
+    assert "other" not in engine.scheduler.requests
+    assert waiting.status == "WAITING"
+    assert engine.offload_scheduler.has_pending_loads()
+    storage.advance = advance
+    serve(engine)
+    assert waiting.tokens == reference(PROMPT, 3)
+    assert engine.scheduler.num_external_tokens == TOKENS
+    engine.check_nothing_leaked()
+
+
+def test_a_request_that_is_aborted_while_it_waits_leaves_nothing_behind(newest, make):
+    ask(make(), "first")
+    engine = make()
+    ask(engine, "warm-up", range(100, 109), 1)
+    storage = engine.runner.connector._worker._worker.storage
+    advance, storage.advance = storage.advance, lambda: None
+    engine.scheduler.add(Request("waiting", PROMPT, 3))
+    engine.step()
+    engine.scheduler.abort("waiting")
+    storage.advance = advance
+    serve(engine)
+    engine.check_nothing_leaked()
+    assert ask(engine, "again") == TOKENS
+
+
+@pytest.mark.parametrize("damage", ["gone", "changed"])
+def test_what_the_store_does_not_give_is_computed(newest, make, tmp_path, damage):
+    ask(make(), "first")
+    engine = make()
+    ask(engine, "warm-up", range(100, 109), 1)
+    for path in (tmp_path / "store").rglob("*.0"):
+        if damage == "gone":
+            path.unlink()
+        else:
+            data = path.read_bytes()
+            path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert ask(engine, "again") == 0
+    assert engine.offload_scheduler.stats.num_storage_failed > 0
+    engine.check_nothing_leaked()
+
+
+def test_a_store_that_does_not_answer_holds_nobody_up_for_longer(
+    newest, make, monkeypatch
+):
+    from jaxkv.scheduling import storage_worker
+
+    class Silent:
+        """Lists and reads without an end."""
+
+        def __init__(self, inner):
+            self._inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self._inner, name)
+
+        def list(self, *args, **named):
+            time.sleep(WAIT_S)
+            return iter(())
+
+    monkeypatch.setattr(
+        storage_worker, "open_store", lambda url: Silent(open_store(url))
+    )
+    engine = make({"storage_deadline_s": 0.2})
+    began_s = time.monotonic()
+    assert ask(engine, "first") == 0
+    assert 0.2 <= time.monotonic() - began_s < WAIT_S / 2
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+def test_the_halves_in_two_processes_share_a_store(
+    newest, make, tmp_path, model, windows
+):
+    extra = {
+        "storage": f"file://{tmp_path}/store",
+        "storage_bytes": "1MiB",
+        "storage_write": "through",
+        "storage_deadline_s": WAIT_S,
+        "storage_namespace": "m",  # The other process may be younger than the files.
+    }
+    options = {"windows": windows, "num_blocks": 40, "extra": extra}
+    found = []
+    for number in range(2):
+        engine = Engine(**options)
+        close(engine)
+        engine.runner = RemoteRunner(**options)
+        try:
+            found.append(ask(engine, f"r{number}"))
+            engine.check_nothing_leaked()
+        finally:
+            engine.runner.close()
+    assert found == [0, TOKENS]
+
+
+LONG = [pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 9)]
+
+
+@pytest.mark.parametrize("seed", [0, *LONG])
+@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+def test_every_token_read_equals_the_computed_one(newest, make, windows, seed):
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, 50, 30).tolist() for _ in range(6)]
+    num_done = num_fetched = 0
+    for start in range(3):
+        engine = make({"num_cpu_blocks": 12, "storage_list_s": 0.01}, windows=windows)
+        engine.make_unreliable(rng)
+        served = []
+        for number in range(30):
+            head = prompts[rng.integers(6)][: rng.integers(1, 31)]
+            prompt = head + rng.integers(0, 50, rng.integers(0, 5)).tolist()
+            request = Request(f"r{start}-{number}", prompt, int(rng.integers(1, 12)))
+            served.append((request, prompt))
+            engine.scheduler.add(request)
+            for _ in range(rng.integers(0, 6)):
+                engine.step()
+            if rng.random() < 0.1:
+                engine.scheduler.reset_running()
+            alive = engine.scheduler.requests.values()
+            alive = [own for own in alive if own.status != "ABORTED"]
+            if alive and rng.random() < 0.1:
+                engine.scheduler.abort(alive[rng.integers(len(alive))].request_id)
+        serve(engine)
+        engine.check_nothing_leaked()
+        for request, prompt in served:
+            if request.status != "ABORTED":
+                num_done += 1
+                wanted = reference(prompt, request.max_tokens - len(prompt))
+                assert request.tokens == wanted
+        num_fetched += engine.offload_scheduler.stats.num_storage_loaded
+        close(engine)
+    assert num_done > 60
+    assert num_fetched > 0
+
+
+def drop_pool(engine):
+    engine.runner.kv_cache_manager.delete_kv_cache()
+    engine.runner.kv_cache_manager.reinitialize_kv_cache()
+
+
+def unregister(engine):
+    engine.runner.connector.unregister_kv_caches()
+    engine.runner.connector.restore_kv_caches()
+
+
+def register_again(engine):
+    engine.runner.connector.register_runner(engine.runner)
+
+
+def reset_connector(engine):
+    assert engine.scheduler.connector.reset_cache() is True
+
+
+ROUTES = [drop_pool, unregister, register_again, reset_connector]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_new_weights_are_never_served_what_the_store_has_of_old_ones(
+    newest, make, route, caplog, tmp_path
+):
+    engine = make({"storage_list_s": 0.01})
+    ask(engine, "first")
+    engine.scheduler.pool.overwrite_all()  # reset_prefix_cache()
+    with caplog.at_level(logging.WARNING, "jaxkv"):
+        route(engine)
+        engine.runner.weights = 1  # The runner checks all that it reads from now on.
+        assert ask(engine, "again") == 0
+    assert "is not used any more until the next start" in caplog.text
+    files = sorted((tmp_path / "store").rglob("*.0"))
+    assert ask(engine, "others", range(100, 118)) == 0
+    time.sleep(0.05)
+    ask(engine, "more", range(200, 209))
+    # It has the old ones still, which the old weights find, and no new one.
+    assert sorted((tmp_path / "store").rglob("*.0")) == files
+    engine.check_nothing_leaked()
+    close(engine)
+    assert ask(make(), "old weights") == TOKENS
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_where_weights_never_change_the_store_is_used_after_a_reset(
+    newest, make, route, caplog
+):
+    engine = make({"storage_list_s": 0.01, "storage_keep_on_reset": True})
+    ask(engine, "first")
+    engine.scheduler.pool.overwrite_all()
+    with caplog.at_level(logging.WARNING, "jaxkv"):
+        route(engine)
+        ask(engine, "between", range(100, 109), 1)
+        until(engine, lambda: knows(engine))
+    assert ask(engine, "again") == TOKENS
+    assert "is not used any more" not in caplog.text
+    engine.check_nothing_leaked()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_fetch_under_way_when_weights_change_is_not_served(newest, make, route):
+    ask(make(), "first")
+    engine = make()
+    ask(engine, "warm-up", range(100, 109), 1)
+    worker = engine.runner.connector._worker._worker
+    poll, worker.poll = worker.poll, ConnectorOutput
+    waiting = Request("waiting", PROMPT, 3)
+    engine.scheduler.add(waiting)
+    engine.step()
+    assert engine.offload_scheduler.has_pending_loads()
+    if route is reset_connector:
+        assert engine.scheduler.connector.reset_cache() is False
+    else:
+        route(engine)
+    worker.poll = poll
+    engine.runner.weights = 1
+    serve(engine)
+    assert waiting.tokens == reference(PROMPT, 3)
+    engine.check_nothing_leaked()
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(bytes(range(100)))
+    (folder / "adapter_config.json").write_text("{}")
+    age(folder)
+    return SimpleNamespace(
+        adapter_id=1, name="mine", lora_name="mine", lora_path=str(folder)
+    )
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+def test_an_adapter_finds_what_its_own_weights_have_computed(
+    newest, make, adapter, windows
+):
+    engine = make(windows=windows)
+    assert ask(engine, "first", lora=adapter) == 0
+    engine.scheduler.pool.overwrite_all()
+    assert ask(engine, "from the host", lora=adapter) == TOKENS
+    stored = [event for event in engine.events if isinstance(event, BlockStored)]
+    hashes = Request("same", PROMPT, 3, lora=adapter).block_hashes
+    assert {event.lora_name for event in stored} == {"mine"}
+    assert set(hashes[:4]) <= {own for event in stored for own in event.block_hashes}
+    close(engine)
+    assert ask(make(windows=windows), "again", lora=adapter) == TOKENS
+    folder = adapter.lora_path
+    with open(f"{folder}/adapter_model.safetensors", "ab") as file:
+        file.write(b"trained again")
+    assert ask(make(windows=windows), "trained", lora=adapter) == 0
+
+
+@pytest.mark.parametrize("write", ["through", "on_reuse", "on_evict"])
+def test_blocks_of_an_adapter_that_is_not_known_stay_out_of_the_store(
+    newest, make, adapter, tmp_path, monkeypatch, caplog, write
+):
+    from jaxkv.integrations.vllm import adapters
+
+    monkeypatch.setattr(adapters, "process_started_s", lambda: 0.0)
+    engine = make({"storage_write": write, "num_cpu_blocks": 8})
+    for number in range(3):
+        ask(engine, f"r{number}", lora=adapter)
+        engine.scheduler.pool.overwrite_all()
+    assert engine.scheduler.num_external_tokens == 2 * TOKENS, "the host has them"
+    ask(engine, "others", range(100, 133), 1, lora=adapter)
+    assert list((tmp_path / "store").rglob("*.0")) == []
+    assert caplog.text.count("stay out of the store until the next start") == 1
+    engine.check_nothing_leaked()
+
+
+def test_hits_are_told_by_where_they_came_from(newest, make):
+    sources = fake_vllm.CacheHitSource
+    ask(make(), "first")
+    engine = make()
+    told = []
+    connector = engine.scheduler.connector
+    taken = connector.update_state_after_alloc
+
+    def take(request, blocks, num):
+        taken(request, blocks, num)
+        if num:
+            told.append(connector.get_external_cache_hit_sources(request, num))
+
+    connector.update_state_after_alloc = take
+    ask(engine, "again")
+    engine.scheduler.pool.overwrite_all()
+    ask(engine, "once more")
+    assert told == [{sources.DISK: TOKENS}, {sources.HOST: TOKENS}]
+    assert engine.offload_scheduler._storage.num_fetched_tokens == {}
+    memory = make({"storage": "memory://hits"})
+    memory.offload_scheduler._storage.num_fetched_tokens["r"] = 8
+    found = memory.scheduler.connector.get_external_cache_hit_sources(
+        SimpleNamespace(request_id="r"), 20
+    )
+    assert found == {sources.EXTERNAL_UNSPECIFIED: 8, sources.HOST: 12}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"windows": (None, 6)},
+        {"extra": {"blocks_per_chunk": 2, "num_cpu_blocks": 16}},
+    ],
+)
+def test_events_tell_of_the_store_what_they_tell_of_the_host(newest, make, options):
+    engine = make(**options)
+    extra = options.get("extra", {})
+    ask(engine, "first")
+    stored = [event for event in engine.events if isinstance(event, BlockStored)]
+
+    def told(medium):
+        return {
+            (event.group_idx, own, event.parent_block_hash, tuple(event.token_ids))
+            for event in stored
+            if event.medium == medium
+            for own in event.block_hashes
+        }
+
+    def hashes(medium):
+        return {(group, own) for group, own, _, _ in told(medium)}
+
+    assert told("STORAGE")
+    assert hashes("STORAGE") == hashes("CPU")
+    assert all(tokens for *_, tokens in told("STORAGE"))
+    close(engine)
+    object_bytes = next(
+        path.stat().st_size for path in (engine.scheduler,) and _files(engine)
+    )
+    small = make(
+        extra | {"storage_bytes": 6 * object_bytes},
+        **{name: value for name, value in options.items() if name != "extra"},
+    )
+    for number in range(4):
+        ask(small, f"r{number}", range(100 * number, 100 * number + 18), 1)
+    removed = [event for event in small.events if isinstance(event, BlockRemoved)]
+    assert {event.medium for event in removed} >= {"STORAGE"}
+
+
+def _files(engine):
+    folder = engine.scheduler.connector._scheduler._config.storage.url
+    from pathlib import Path
+
+    return Path(folder.removeprefix("file://")).rglob("*.0")
+
+
+def test_the_stores_metrics_are_among_the_connectors(newest, make):
+    ask(make(), "first")
+    engine = make()
+    ask(engine, "again")
+    connector = engine.scheduler.connector
+    stats = connector.get_kv_connector_stats()
+    counters, gauges = stats.data["counters"], stats.data["gauges"]
+    assert counters["jaxkv:kv_offload_storage_blocks_fetched"] == {"": 4}
+    assert gauges["jaxkv:kv_offload_storage_blocks_held"][""] >= 4
+    line = stats.reduce()
+    assert line["blocks from storage"] == 4
+    without = Engine(num_blocks=40)
+    ask(without, "first")
+    line = without.scheduler.connector.get_kv_connector_stats().reduce()
+    assert not any("storage" in title for title in line)
