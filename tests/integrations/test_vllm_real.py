@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import json
 import pickle
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -58,7 +59,9 @@ def make_engine(tmp_path, monkeypatch):
 
 
 class RealEngine:
-    def __init__(self, model, *, is_async=False, windows=(None,), num_blocks=24):
+    def __init__(
+        self, model, *, is_async=False, windows=(None,), num_blocks=24, extra=None
+    ):
         import torch
         from vllm.config import (
             CacheConfig,
@@ -117,7 +120,7 @@ class RealEngine:
                 kv_connector_module_path="jaxkv.integrations.vllm",
                 kv_role="kv_both",
                 kv_load_failure_policy="recompute",
-                kv_connector_extra_config={"num_cpu_blocks": 32},
+                kv_connector_extra_config={"num_cpu_blocks": 32} | (extra or {}),
             ),
         )
         shape = dict(
@@ -292,6 +295,30 @@ def test_a_prompt_comes_back_from_the_host_in_vllm(make_engine):
     engine.run()
     assert list(again.all_token_ids) == reference(range(18), 3)
     assert engine.num_external_tokens == 4 * BLOCK_SIZE
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+def test_a_prompt_comes_back_from_a_store_in_vllm(make_engine, tmp_path, windows):
+    extra = {
+        "storage": str(tmp_path / "store"),
+        "storage_bytes": "1MiB",
+        "storage_write": "through",
+        "storage_deadline_s": 60,
+        "storage_namespace": "the runner's",  # There are no files of weights.
+    }
+    found = []
+    for name in ("one", "two"):
+        engine = make_engine(extra=extra, windows=windows, num_blocks=64)
+        request = engine.add(name, range(18), 3)
+        end_s = time.monotonic() + 60
+        while engine.scheduler.has_requests():
+            assert time.monotonic() < end_s
+            engine.step()
+        assert list(request.all_token_ids) == reference(range(18), 3)
+        found.append(engine.num_external_tokens)
+        engine.scheduler.connector.shutdown()
+        engine.runner.connector.shutdown()
+    assert found == [0, 4 * BLOCK_SIZE]
 
 
 SERVED = {

@@ -5,7 +5,7 @@ import json
 VOCABULARY, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 512, 256, 4, 2, 128, 2
 
 
-def make_model(folder, kind, dtype):
+def make_model(folder, kind, dtype, seed=0):
     """Write a model with a tokenizer of bytes.
 
     Args:
@@ -13,6 +13,7 @@ def make_model(folder, kind, dtype):
         kind: "llama", or "hybrid" for a Gemma 3 whose layers attend in turn to all
             tokens and to a window of 32.
         dtype: "float32" or "bfloat16".
+        seed: Of the weights.
     """
     import torch
     import transformers
@@ -29,7 +30,7 @@ def make_model(folder, kind, dtype):
         eos_token_id=257,
         pad_token_id=257,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     if kind == "llama":
         config = transformers.LlamaConfig(
             num_hidden_layers=LAYERS, tie_word_embeddings=False, **common

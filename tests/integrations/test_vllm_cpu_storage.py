@@ -1,0 +1,131 @@
+"""The real vLLM with a store behind the host: starts anew, and is warm.
+
+Each run is a process, as in `test_vllm_cpu`. What it answers is compared with what an
+engine without a connector answers.
+"""
+
+import importlib.util
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from tests.integrations.test_vllm_cpu import (
+    LORA,
+    check_same_answers,
+    hit_tokens,
+    lab,  # noqa: F401 - a fixture
+    server,
+    tokens_of,
+)
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None
+    or importlib.util.find_spec("tpu_inference") is None,
+    reason="no vLLM with tpu-inference (.ci/vllm has an environment)",
+)
+USERS = 6
+
+
+def run(lab, folder, number, **options):  # noqa: F811
+    """Run conversations over a store; `number` tells runs of one folder apart."""
+    extra = {
+        "storage": f"file://{folder}",
+        "storage_write": "through",
+        "storage_deadline_s": 60 + number,
+    }
+    return lab.run(
+        options.pop("scenario", "conversations"),
+        extra=extra,
+        num_processes=2,
+        **options,
+    )
+
+
+def first_cached(result):
+    """How many tokens the first questions found."""
+    return sum(answer["cached"] for answer in result["answers"][:USERS])
+
+
+@pytest.mark.parametrize("name", ["llama-float32", "hybrid-float32"])
+def test_a_second_process_finds_what_the_first_has_computed(lab, tmp_path, name):  # noqa: F811
+    options = {"model": name}
+    if name.startswith("hybrid"):
+        options["num_blocks"] = 80
+    expected = lab.run("conversations", **options)
+    cold = run(lab, tmp_path, 1, **options)
+    warm = run(lab, tmp_path, 2, **options)
+    check_same_answers(cold, expected)
+    check_same_answers(warm, expected)
+    assert first_cached(cold) == 0
+    assert first_cached(warm) >= USERS * 128
+    assert hit_tokens(warm) > hit_tokens(cold)
+    assert f"storage file://{tmp_path}" in warm["log"]
+
+
+def test_other_weights_at_the_same_path_find_nothing(lab, tmp_path):  # noqa: F811
+    from tests.integrations.vllm_cpu import models
+
+    path = lab.folder / "replaced-float32"
+    shutil.copytree(lab.folder / "llama-float32", path)
+    before = run(lab, tmp_path / "store", 1, model=path.name)
+    assert list((tmp_path / "store").rglob("*.0"))
+    shutil.rmtree(path)
+    models.make_model(path, "llama", "float32", seed=1)
+    expected = lab.run("conversations", model=path.name)
+    found = run(lab, tmp_path / "store", 2, model=path.name)
+    check_same_answers(found, expected)
+    assert tokens_of(found) != tokens_of(before)
+    assert first_cached(found) == 0
+
+
+@pytest.mark.long
+def test_adapters_are_kept_apart_in_the_store(lab, tmp_path):  # noqa: F811
+    options = {"model": "llama-float32", "engine": LORA, "scenario": "adapters"}
+    expected = lab.run("adapters", model="llama-float32", engine=LORA)
+    for number in range(2):
+        found = run(lab, tmp_path, number, **options)
+        check_same_answers(found, expected)
+    assert first_cached(found) > 0
+
+
+def test_vllm_serve_is_warm_after_a_restart(lab, tmp_path):  # noqa: F811
+    config = {
+        "kv_connector": "TPUOffloadConnector",
+        "kv_connector_module_path": "jaxkv.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "num_cpu_blocks": 400,
+            "storage": f"file://{tmp_path}/store",
+            "storage_write": "through",
+            "storage_deadline_s": 60,
+        },
+    }
+    prompts = np.random.default_rng(0).integers(0, 256, (3, 160)).tolist()
+    texts, fetched, hits = [], [], []
+    for number in range(2):
+        log = tmp_path / f"log{number}"
+        with server(lab, log, "--kv-transfer-config", json.dumps(config)) as ask:
+            for prompt in prompts:
+                body = {"model": "llama-float32", "prompt": prompt, "temperature": 0}
+                answer = ask("/v1/completions", body | {"max_tokens": 8})
+                texts.append(json.loads(answer)["choices"][0]["text"])
+            page = ask("/metrics")
+        fetched.append(metric(page, "jaxkv:kv_offload_storage_blocks_fetched_total"))
+        hits.append(metric(page, "vllm:external_prefix_cache_hits_total"))
+    assert len(set(texts)) > 1
+    assert texts[:3] == texts[3:]
+    assert hits == [0, 3 * 144]  # The last block is computed: its logits are needed.
+    assert fetched == [0, 3 * 9]
+
+
+def metric(page, name):
+    values = [
+        float(line.rsplit(" ", 1)[1])
+        for line in page.splitlines()
+        if line.startswith(name + "{")
+    ]
+    assert values, f"{name} is not in /metrics"
+    return sum(values)
