@@ -20,7 +20,7 @@ from jaxkv.search.groups import FullAttention, GroupSpec, alignment
 from jaxkv.search.tiers import Match, first_tokens, search, source_of
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.host import OffloadingManager
-from jaxkv.types import NO_BLOCK, NULL_BLOCK, BlockKey
+from jaxkv.types import KEY_BYTES, NO_BLOCK, NULL_BLOCK, BlockKey
 
 Stall: TypeAlias = Literal["loading", "shared", "gate"]
 Ids: TypeAlias = NDArray[np.int32]
@@ -192,6 +192,11 @@ class Loads:
         # Several requests may load one host block.
         num_read = int(np.count_nonzero(self._num_readers))
         return self._num_blocks_waiting, self.num_blocks_in_flight, num_read
+
+    def warm_up(self, pool: DeviceBlockPool) -> None:
+        """Load, or compile, what the tiers do not themselves."""
+        if self._is_plain:
+            self._host.find_beside(pool, [bytes(KEY_BYTES)])
 
     def query(
         self, pool: DeviceBlockPool, request: Request, num_computed_tokens: int

@@ -55,7 +55,7 @@ from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.executors import ExecutorName
 from jaxkv.tiers.host import OffloadingManager
 from jaxkv.tiers.storage import StorageTier
-from jaxkv.types import KEY_BYTES, BlockKey, Stop
+from jaxkv.types import BlockKey, Stop
 
 _NOTHING = OffloadMetadata(NO_EVENT, (), (), {}, NO_EVENT, (), (), need_flush=False)
 _NO_REPORTS = ConnectorOutput()
@@ -260,7 +260,7 @@ class OffloadScheduler:
         if self._storage is not None:
             self._storage.tier.warm_up(step_by_step=False)
         self._pool.warm_up()
-        self._manager.find_beside(self._pool, [bytes(KEY_BYTES)])
+        self._loads.warm_up(self._pool)
         no_blocks = [np.zeros(0, np.bool_)] * len(self.groups)
         find_longest_hit(self.groups, no_blocks, 0)
 
