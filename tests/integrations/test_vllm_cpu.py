@@ -5,6 +5,7 @@ with jaxkv is compared with what one without a connector answers: every token, a
 log-probabilities. .ci/vllm makes the environment, and runs this there.
 """
 
+import concurrent.futures
 import contextlib
 import functools
 import importlib.util
@@ -61,6 +62,13 @@ class Lab:
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         return done.stdout
+
+    def run_both(self, scenario, **options):
+        """Run a scenario without a connector and with jaxkv, at the same time."""
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            found = pool.submit(self.run, scenario, extra={}, **options)
+            expected = self.run(scenario, **options)
+            return expected, found.result()
 
     def run(self, scenario, *, fault="", num_processes=1, num_devices=1, **options):
         """Run a scenario; return its answers, its metrics and what it logged."""
@@ -130,8 +138,7 @@ TOLERANCE = {"bfloat16": 0.1}
 )
 def test_answers_are_those_of_an_engine_without_a_connector(lab, name):
     options = SERVED[name]
-    expected = lab.run("conversations", **options)
-    found = lab.run("conversations", extra={}, **options)
+    expected, found = lab.run_both("conversations", **options)
     check_same_answers(found, expected, TOLERANCE.get(name, 1e-3))
     assert hit_tokens(found) > 500
     assert hit_tokens(expected) == 0
@@ -181,8 +188,7 @@ def test_the_core_may_have_a_process_of_its_own(lab):
 
 
 def test_salts_are_kept_apart(lab):
-    expected = lab.run("salts", model="llama-float32")
-    found = lab.run("salts", model="llama-float32", extra={})
+    expected, found = lab.run_both("salts", model="llama-float32")
     check_same_answers(found, expected)
     cached = [answer["cached"] for answer in found["answers"]]
     per_round = [sum(cached[9 * n : 9 * n + 3]) for n in range(4)]
@@ -194,8 +200,7 @@ def test_salts_are_kept_apart(lab):
 @pytest.mark.long
 def test_adapters_are_kept_apart(lab):
     options = {"model": "llama-float32", "engine": LORA}
-    expected = lab.run("adapters", **options)
-    found = lab.run("adapters", extra={}, **options)
+    expected, found = lab.run_both("adapters", **options)
     check_same_answers(found, expected)
     assert hit_tokens(found) > 1000
     rounds = [tokens_of(expected)[9 * n : 9 * n + 3] for n in range(6)]
@@ -211,8 +216,7 @@ def test_resets_and_pools_made_anew_leave_the_answers_as_they_are(lab):
 
 
 def test_new_weights_are_never_served_the_kv_of_old_ones(lab):
-    expected = lab.run("new_weights", model="llama-float32")
-    found = lab.run("new_weights", model="llama-float32", extra={})
+    expected, found = lab.run_both("new_weights", model="llama-float32")
     check_same_answers(found, expected)
     assert "the KV caches were dropped" in found["log"]
 
@@ -220,8 +224,7 @@ def test_new_weights_are_never_served_the_kv_of_old_ones(lab):
 @pytest.mark.long
 def test_aborts_leave_nothing_behind(lab):
     """The scenario itself counts free blocks."""
-    expected = lab.run("aborts", model="llama-float32")
-    found = lab.run("aborts", model="llama-float32", extra={})
+    expected, found = lab.run_both("aborts", model="llama-float32")
     check_same_answers(found, expected)
     assert hit_tokens(found) > 1000
 
