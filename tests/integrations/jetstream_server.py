@@ -1,0 +1,159 @@
+"""JetStream's own gRPC server over a real MaxEngine, in a process of its own.
+
+    python -m tests.integrations.jetstream_server CACHE FOLDER
+
+CACHE is "none" or "jaxkv". FOLDER is for the tokenizer. When the server is up it prints
+"PORT <number>". Then it reads words, one a line, and after each prints "STATE <JSON>":
+how often a chunk was prefilled, and what jaxkv's cache has counted. The words are
+
+    state    for no more than that
+    flush    to wait for the saves of the cache
+    break    to have every call of the cache fail inside from then on
+
+The end of its input ends it.
+"""
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from jaxkv.integrations.jetstream import PrefixCache
+from jaxkv.integrations.maxtext_guards import guard_chunked_prefill
+
+ROOM_BYTES = 10_000_000
+
+
+def make_config(folder):
+    """Return the settings of JetStream's server, and the engines that it has made."""
+    from jetstream.core import config_lib
+    from maxtext.configs import pyconfig
+    from maxtext.inference.maxengine import maxengine
+    from maxtext.utils.globals import MAXTEXT_CONFIGS_DIR
+
+    from tests.integrations import test_maxtext_engine as tiny
+
+    guard_chunked_prefill()
+    engines = []
+
+    class Engine(maxengine.MaxEngine):
+        """Has random weights, and counts."""
+
+        num_prefills = 0
+
+        def load_params(self, *args, **named):
+            return super().load_params(params=tiny.random_params(self))
+
+        def prefill(self, **named):
+            self.num_prefills += 1
+            return super().prefill(**named)
+
+        def free_resource(self, slot):
+            """Do nothing, as in JetStream's base class, which is not that of MaxText's.
+
+            Without Google Cloud, MaxText's engine has another.
+            """
+
+    def make_engine(devices):
+        maxtext = SimpleNamespace(
+            initialize=pyconfig.initialize,
+            maxengine=SimpleNamespace(MaxEngine=Engine),
+            base=os.path.join(MAXTEXT_CONFIGS_DIR, "base.yml"),
+        )
+        engine = tiny.make_engine(
+            maxtext,
+            folder,
+            tokenizer_path=str(folder / "tokenizer"),
+            tokenizer_type="huggingface",
+        )
+        engines.append(engine)
+        return engine
+
+    config = config_lib.ServerConfig(
+        interleaved_slices=("cpu=1",), interleaved_engine_create_fns=(make_engine,)
+    )
+    return config, engines
+
+
+def make_tokenizer(folder):
+    """Write a tokenizer, which the server wants although prompts come as tokens."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {f"{number} ": number for number in range(254)}
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
+    vocabulary |= {"<s>": 254, "</s>": 255}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="</s>"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+
+
+def break_cache(cache):
+    """Have all calls of a cache fail, each inside it."""
+
+    def fail(*args, **named):
+        raise RuntimeError("broken for a test")
+
+    cache._extras_of = fail
+
+
+def start(which, folder):
+    """Start the server as its users do.
+
+    Returns:
+        It, which serves as long as it is referred to; its port; jaxkv's cache, or None;
+        the engines.
+    """
+    import grpc
+    from jetstream.core import config_lib, prefix_cache, server_lib
+
+    cache = None
+    if which == "jaxkv":
+        cache = PrefixCache(block_size=8, host_bytes=ROOM_BYTES, extras_of=None)
+        # As docs/jetstream.md has it.
+        prefix_cache.PrefixCache = lambda hbm_bytes, dram_bytes: cache
+    server_lib._HOST = "127.0.0.1"
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    config, engines = make_config(folder)
+    caching = config_lib.PrefixCachingConfig(ROOM_BYTES, ROOM_BYTES)
+    server = server_lib.run(
+        port=port,
+        config=config,
+        devices=[None],
+        credentials=grpc.local_server_credentials(),
+        prefix_caching_config=None if which == "none" else caching,
+    )
+    return server, port, cache, engines
+
+
+def main():
+    """Serve."""
+    which, folder = sys.argv[1], Path(sys.argv[2])
+    # JetStream writes to it, too.
+    answers, sys.stdout = sys.stdout, sys.stderr
+    os.environ["DECOUPLE_GCLOUD"] = "TRUE"
+    make_tokenizer(folder / "tokenizer")
+    server, port, cache, engines = start(which, folder)
+    print(f"PORT {port}", file=answers, flush=True)
+    for line in sys.stdin:
+        state = {"prefills": sum(engine.num_prefills for engine in engines)}
+        if cache is not None:
+            match line.strip():
+                case "flush":
+                    cache.flush()
+                case "break":
+                    break_cache(cache)
+            state |= {
+                "hit_tokens": cache.stats.hit_tokens,
+                "errors": dict(cache.errors),
+                "statistic": cache.gen_statistic_str(),
+            }
+        print("STATE " + json.dumps(state), file=answers, flush=True)
+    del server
+    os._exit(0)  # JetStream's threads would wait for more.
+
+
+if __name__ == "__main__":
+    main()
