@@ -305,7 +305,7 @@ def test_stores_in_memory_of_one_name_are_one():
     ("url", "message"),
     [
         ("", "must be a URL or the path of a folder"),
-        ("nope://x", "unknown 'nope': there is file, s3, gs"),
+        ("nope://x", "unknown 'nope': choose from file, s3, gs"),
         ("redi://x", "did you mean redis"),
         ("file://host/path", "must be file:///PATH"),
         ("file:///path?what=1", "must be file:///PATH"),
