@@ -322,6 +322,7 @@ class PrefixStorage:
 
     def close(self) -> None:
         """Give writes the deadline's time, and end the threads; without the lock."""
+        end_s = time.monotonic() + self._deadline_s
         with self._lock:
             if self._is_closed:
                 return
@@ -333,7 +334,7 @@ class PrefixStorage:
         if threading.current_thread() is not self._thread:
             self._thread.join()
         self._copier.run(self._end_fetches).result()
-        self._worker.close()
+        self._worker.close(max(0.0, end_s - time.monotonic()))
         self._log_failures()
 
     @property

@@ -65,7 +65,7 @@ class FaultyStore:
         self._random = random.Random(seed)
         self._lock = threading.Lock()
         self._held: list[Callable[[], None]] = []
-        self._names: list[str] = []
+        self._names: dict[str, None] = {}
 
     @property
     def url(self) -> str:
@@ -76,6 +76,8 @@ class FaultyStore:
         for name in names:
             if self._happens("lose"):
                 self.inner.delete([name])[0].result()
+        with self._lock:
+            self._names.update(dict.fromkeys(names))
         asked = [self._swapped(name) for name in names]
         futures = self.inner.get(asked, max_bytes)
         return [self._through(future, self._damaged) for future in futures]
@@ -83,7 +85,7 @@ class FaultyStore:
     def put(self, items):
         self._raise()
         with self._lock:
-            self._names += [name for name, _ in items]
+            self._names.update((name, None) for name, _ in items)
         blobs = [(name, self._torn(blob)) for name, blob in items]
         return [self._through(future) for future in self.inner.put(blobs)]
 
@@ -152,8 +154,10 @@ class FaultyStore:
         return ours
 
     def _swapped(self, name: str) -> str:
-        if self._names and self._happens("swap"):
-            return self._names[self._below(len(self._names))]
+        with self._lock:
+            others = [other for other in self._names if other != name]
+        if others and self._happens("swap"):
+            return others[self._below(len(others))]
         return name
 
     def _damaged(self, data):

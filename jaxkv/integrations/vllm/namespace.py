@@ -149,7 +149,7 @@ def summary(namespace: Mapping[str, Any]) -> str:
     """Say in a line what a namespace has, so that two may be compared.
 
     >>> summary({"weights": {"named": "v1"}, "cache": {}})
-    'weights 5c17a5ab, cache 44136fa3'
+    'weights 6d9464fb, cache 44136fa3'
     """
     return ", ".join(
         f"{name} {hashlib.sha256(encode(part)).hexdigest()[:8]}"

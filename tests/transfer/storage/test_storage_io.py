@@ -243,7 +243,8 @@ def test_reads_end_at_their_deadline_and_a_late_answer_is_thrown_away(faulty):
         faulty.let_go()
         (done,) = wait_all(storage, 1)
         assert bytes(done.payload) == payload(1)
-        assert storage.stats.open_read_bytes == 0
+        # The late answers are thrown away by other threads.
+        eventually(lambda: storage.stats.open_read_bytes == 0)
         assert storage.stats.num_read == 1
 
 
