@@ -454,16 +454,21 @@ class StorageIO(Resource):
         """Take nothing more, and let the threads end.
 
         Args:
-            timeout_s: Seconds to wait at most for writes that are open. Whatever is
-                still queued then has failed, as ``"closed"``; writes are counted as
-                dropped.
+            timeout_s: Seconds to wait at most for writes and deletes that are open.
+                Whatever is still queued then has failed, as ``"closed"``; writes are
+                counted as dropped.
         """
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
             self._wakes_waiters.wait_for(
-                lambda: not (self._open_bytes["write"] or self._deletes), timeout_s
+                lambda: (
+                    not self._open_bytes["write"]
+                    and not self._deletes
+                    and not self._num_out["delete"]
+                ),
+                timeout_s,
             )
             for kind, queue in self._queues.items():
                 for job in queue:
@@ -830,6 +835,7 @@ class StorageIO(Resource):
             with self._lock:
                 self._note_error("delete", error_of(error))
                 self._num_out["delete"] -= len(names)
+                self._wake_waiters()
             return
         for future in futures:
             future.add_done_callback(note)

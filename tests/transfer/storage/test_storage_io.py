@@ -452,6 +452,18 @@ def test_close_writes_what_waits_if_it_is_given_the_time(store):
     assert storage.stats.num_dropped == 0
 
 
+def test_close_waits_for_deletes_that_the_store_was_asked_for(faulty):
+    faulty.faults.hang = 1.0
+    storage = StorageIO(faulty, BLOCKS)
+    storage.delete([key(1)])
+    eventually(lambda: faulty.num_faults["hang"])
+    timer = threading.Timer(0.1, faulty.let_go)
+    timer.start()
+    storage.close(60.0)
+    assert storage.stats.num_deleted == 1
+    timer.join()
+
+
 def test_close_does_not_wait_for_a_store_that_hangs(faulty):
     faulty.faults.hang = 1.0
     storage = StorageIO(faulty, BLOCKS, num_in_flight=2)
