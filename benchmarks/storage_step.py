@@ -1,11 +1,13 @@
 """Does a store behind the host hold up the steps of an engine?
 
-Three of the demo's engines take the same requests and step by turns: one without a
-store, one that writes all that gets to the host to a folder, and one whose store never
-answers. Every request is new, so that all of it is computed, stored and written. What
-is timed is a whole step, with the model's; the garbage collector is off meanwhile. A
-turn is some steps long, and ends when the store has nothing more to write, so that what
-an engine has under way beside its steps delays its own steps and no other engine's.
+Four of the demo's engines take the same requests and step by turns: one without a
+store, one that writes all that gets to the host to a folder, one whose store never
+answers, and one without a store beside which a thread writes as many plain files of the
+same size. The last one shows what the machine takes for the writing itself. Every
+request is new, so that all of it is computed, stored and written. What is timed is a
+whole step, with the model's; the garbage collector is off meanwhile. A turn is some
+steps long, and ends when nothing is left to write, so that what an engine has under way
+beside its steps delays its own steps and no other engine's.
 
 Beside the time that passes stands the time that the processor spent on the thread that
 steps. That one does not depend on what else runs on the machine: it shows the work that
@@ -20,9 +22,11 @@ import argparse
 import gc
 import json
 import pathlib
+import queue
 import random
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import Future
 from typing import Any
@@ -33,6 +37,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from jaxkv.scheduling import storage_worker
+from jaxkv.scheduling.storage_worker import StorageWorker
 from jaxkv.tools.demo.engine import Engine, EngineConfig
 from jaxkv.tools.demo.model import ModelConfig
 from jaxkv.tools.demo.steps import make_steps
@@ -61,6 +66,46 @@ class Hanging:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+class PlainFiles:
+    """Writes a file for every block that gets to an engine's host, on a thread.
+
+    Nothing is copied, summed or named by content, and no rename makes a file whole.
+    """
+
+    def __init__(self, engine: Engine, folder: str, file_bytes: int) -> None:
+        self.num_written = 0
+        self._engine = engine
+        self._folder = pathlib.Path(folder)
+        self._folder.mkdir()
+        self._payload = bytes(file_bytes)
+        self._tasks: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._num_asked = 0
+        self._thread = threading.Thread(target=self._write)
+        self._thread.start()
+
+    def ask(self) -> None:
+        """Ask for the files of what was stored since the last time."""
+        assert self._engine.offload is not None
+        while self._num_asked < self._engine.offload.stats.num_stored:
+            self._tasks.put(self._num_asked)
+            self._num_asked += 1
+
+    def wait(self) -> None:
+        """Wait until all are written."""
+        while self.num_written < self._num_asked:
+            time.sleep(1e-3)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._tasks.put(None)
+        self._thread.join()
+
+    def _write(self) -> None:
+        while (number := self._tasks.get()) is not None:
+            (self._folder / f"{number}").write_bytes(self._payload)
+            self.num_written += 1
 
 
 def make_engine(steps: Any, storage: str | None) -> Engine:
@@ -99,12 +144,17 @@ def main() -> None:
         }
         with mock.patch.object(storage_worker, "open_store", return_value=Hanging()):
             engines["hanging"] = make_engine(steps, f"{folder}/none")
-        times = run(engines, args.turns)
-        rows = [row(name, engines[name], times) for name in engines]
-        for engine in engines.values():
-            assert engine.worker is not None
-            if engine.worker.storage is not None:
-                engine.worker.storage.close()
+        engines["files"] = make_engine(steps, None)
+        files = PlainFiles(
+            engines["files"],
+            f"{folder}/files",
+            storage_of(engines["writing"]).storage_io.objects.object_bytes,
+        )
+        times = run(engines, files, args.turns)
+        rows = [row(name, engines[name], files, times) for name in engines]
+        files.close()
+        for name in ("writing", "hanging"):
+            storage_of(engines[name]).close()
     for each in rows:
         print(
             f"{each['store']:8} step p50 {each['p50_ms']:6.2f} ms = "
@@ -118,7 +168,16 @@ def main() -> None:
         pathlib.Path(args.json).write_text(json.dumps({**where, "rows": rows}))
 
 
-def run(engines: dict[str, Engine], num_turns: int) -> dict[str, list[list[float]]]:
+def storage_of(engine: Engine) -> StorageWorker:
+    """The worker of an engine that has a store."""
+    assert engine.worker is not None
+    assert engine.worker.storage is not None
+    return engine.worker.storage
+
+
+def run(
+    engines: dict[str, Engine], files: PlainFiles, num_turns: int
+) -> dict[str, list[list[float]]]:
     """Step the engines by turns; give the seconds of each step, by both clocks."""
     times: dict[str, list[list[float]]] = {name: [[], []] for name in engines}
     rng = {name: random.Random(0) for name in engines}
@@ -128,7 +187,7 @@ def run(engines: dict[str, Engine], num_turns: int) -> dict[str, list[list[float
     for number in range(WARM_TURNS + num_turns):
         for place in range(len(names)):
             name = names[(number + place) % len(names)]
-            taken = take_turn(engines[name], rng[name])
+            taken = take_turn(name, engines[name], files, rng[name])
             if number >= WARM_TURNS:
                 for own, new in zip(times[name], taken, strict=True):
                     own += new
@@ -136,8 +195,10 @@ def run(engines: dict[str, Engine], num_turns: int) -> dict[str, list[list[float
     return times
 
 
-def take_turn(engine: Engine, rng: random.Random) -> list[list[float]]:
-    """Step an engine some times, and let its store write what it has."""
+def take_turn(
+    name: str, engine: Engine, files: PlainFiles, rng: random.Random
+) -> list[list[float]]:
+    """Step an engine some times, and let what is to be written get there."""
     clocks = time.perf_counter, time.thread_time
     times: list[list[float]] = [[], []]
     for _ in range(TURN_STEPS):
@@ -149,9 +210,12 @@ def take_turn(engine: Engine, rng: random.Random) -> list[list[float]]:
         engine.step()
         for own, clock, start_s in zip(times, clocks, starts, strict=True):
             own.append(clock() - start_s)
-    assert engine.worker is not None
-    storage = engine.worker.storage
-    if storage is not None and not isinstance(storage.storage_io._store, Hanging):
+        if name == "files":
+            files.ask()
+    if name == "files":
+        files.wait()
+    elif name == "writing":
+        storage = storage_of(engine)
         while storage.num_in_flight:
             storage.advance()
             time.sleep(1e-3)
@@ -159,7 +223,10 @@ def take_turn(engine: Engine, rng: random.Random) -> list[list[float]]:
 
 
 def row(
-    name: str, engine: Engine, times: dict[str, list[list[float]]]
+    name: str,
+    engine: Engine,
+    files: PlainFiles,
+    times: dict[str, list[list[float]]],
 ) -> dict[str, Any]:
     """Give the figures of an engine."""
     own, processor = map(np.array, times[name])
@@ -175,7 +242,9 @@ def row(
     mean = float(np.mean(processor))
     figures["processor_mean_ms"] = 1e3 * mean
     figures["processor_mean_ratio"] = mean / float(np.mean(off_processor))
-    figures["written"] = stats.num_storage_stored
+    figures["written"] = (
+        files.num_written if name == "files" else stats.num_storage_stored
+    )
     figures["dropped"] = stats.num_storage_dropped
     return figures
 
