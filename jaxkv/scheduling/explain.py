@@ -290,11 +290,13 @@ def _with_storage(
     is_there = storage.tier.find(rows) != NO_BLOCK
     for index, (verdict, reason) in enumerate(verdicts):
         row = index // blocks_per_row
-        is_absent = verdict == "missed" and reason not in _ELSEWHERE
-        if row < len(rows) and storage.is_fetching(rows[row]):
-            # It counts as being stored, as it has a place on the host.
+        # What is being fetched has a place on the host, as if it were being stored.
+        is_absent = reason == "storing" or (
+            verdict == "missed" and reason not in _ELSEWHERE
+        )
+        if row < len(rows) and is_absent and storage.is_fetching(rows[row]):
             yield "pending", "fetching"
-        elif row < len(rows) and is_absent and is_there[row]:
+        elif row < len(rows) and verdict == "missed" and is_absent and is_there[row]:
             yield "storage", None
         else:
             yield verdict, reason

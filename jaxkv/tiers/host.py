@@ -242,6 +242,8 @@ class OffloadingManager:
                 "blocks have no priorities here: make the manager with retention=True."
             )
         names, _ = pack(block_hashes)
+        if not names:
+            return
         self._now_ms = int(now_ms)
         if retention is None:
             self._notes.forget(names)
@@ -279,10 +281,10 @@ class OffloadingManager:
             >>> m.finish_request([b"a", b"b"], mark, 1000, 200, "end_turn")
         """
         told = self._rows_told(block_hashes, positions)
-        self._now_ms = int(now_ms)
         if told is None:
             return 0
-        return self.executor.begin(*told, int(now_ms) % _TIMES, int(num_tokens))
+        self._now_ms = int(now_ms)
+        return self.executor.begin(*told, self._now_ms % _TIMES, int(num_tokens))
 
     def finish_request(
         self,
@@ -310,11 +312,11 @@ class OffloadingManager:
         if stop not in STOPS:
             raise ValueError(f"{stop=} must be one of {STOPS}.")
         told = self._rows_told(block_hashes, positions)
-        self._now_ms = int(now_ms)
         if told is not None:
+            self._now_ms = int(now_ms)
             output = -1 if num_output_tokens is None else int(num_output_tokens)
             numbers = output, STOPS.index(stop), int(mark)
-            self.executor.finish(*told, int(now_ms) % _TIMES, *numbers)
+            self.executor.finish(*told, self._now_ms % _TIMES, *numbers)
 
     def prepare_load(self, block_hashes: Iterable[bytes]) -> LoadStoreSpec:
         """Pin blocks that are about to be read.
@@ -696,6 +698,7 @@ class OffloadingManager:
         """Lay out what a policy is told of; None if nothing, or if it does not listen.
 
         What is more than one call may have is left out: the cache has fewer blocks.
+        Without keys not even the time is told.
         """
         if not self.listens:
             return None

@@ -76,7 +76,8 @@ def campaign(num, most_s, number, commands, seed):
         # As many in the first tenth of a second as later: imports begin there.
         most = rng.choice([0.1, most_s])
         num_ended += check(rng.choice(commands), number, rng.uniform(0, most))
-    assert num_ended >= num * 3 // 4
+    # Some commands are over before a late signal comes.
+    assert num_ended >= num // 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -60,13 +60,17 @@ class ReferenceLRU:
 
 
 class ReferenceManager:
-    def __init__(self, num_blocks, policy=ReferenceLRU):
+    """The manager's twin. Of a request, its policy is told `most_told` keys at most."""
+
+    def __init__(self, num_blocks, policy=ReferenceLRU, most_told=None):
         self.num_blocks = num_blocks
+        self.most_told = most_told
         self.num_allocated = 0
         self.freed = []
         self.policy = policy(num_blocks)
         self.events = []
         self.notes = {}  # key -> how long it is to be kept, and since when
+        self.now_ms = 0
 
     @property
     def blocks(self):
@@ -88,13 +92,22 @@ class ReferenceManager:
         self.policy.touch(keys)
 
     def begin_request(self, keys, num_tokens, now_ms, positions):
-        return self.policy.begin(keys, num_tokens, now_ms, positions) if keys else 0
+        if not keys:
+            return 0
+        self.now_ms = now_ms
+        keys, positions = keys[: self.most_told], positions[: self.most_told]
+        return self.policy.begin(keys, num_tokens, now_ms, positions)
 
     def finish_request(self, keys, mark, now_ms, num_output_tokens, stop, positions):
         if keys:
-            self.policy.finish(keys, mark, now_ms, num_output_tokens, stop, positions)
+            self.now_ms = now_ms
+            told = num_output_tokens, stop, positions[: self.most_told]
+            self.policy.finish(keys[: self.most_told], mark, now_ms, *told)
 
     def retain(self, keys, retention, now_ms):
+        if not keys:
+            return
+        self.now_ms = now_ms
         if retention is None:
             self.policy.release(keys, now_ms)
             for key in keys:
@@ -108,6 +121,8 @@ class ReferenceManager:
         for key in keys:
             if key in self.notes:
                 retention, given_ms = self.notes[key]
+                if self.now_ms - given_ms >= retention.lifetime_ms:
+                    continue  # Policies tell times apart for 49 days only.
                 half_life_ms = 1000 * (retention.half_life_s or 0)
                 times = half_life_ms, 1000 * (retention.ttl_s or 0)
                 self.policy.retain([key], retention.priority, *times, given_ms)

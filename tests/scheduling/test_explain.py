@@ -364,6 +364,10 @@ class Explaining(Engine):
         assert self.scheduler._manager.snapshot() == snapshot
         self.check_verdicts(request, local, found)
         answer = super().query(request, local, touched)
+        if found.hold_up == "storage" and answer[0] is not None:
+            # The host had no room for what was to be fetched.
+            self.counts["no room to fetch"] += 1
+            return answer
         assert answer == (found.num_offered_tokens, found.is_awaited)
         self.counts["explained", found.hold_up] += 1
         if found.hold_up is None and answer[0]:
@@ -439,6 +443,19 @@ def explain_all(setup, seed, num_steps):
 )
 def test_an_explanation_agrees_with_the_offer_and_leaves_no_trace(setup):
     explain_all(setup, seed=1, num_steps=120)
+
+
+def test_what_another_tier_has_is_not_said_to_come_from_the_store():
+    setup = Setup(
+        GROUPS["full"],
+        OffloadRules(storage_write="through"),
+        num_device_blocks=20,
+        num_host_blocks=12,
+        num_storage_blocks=60,
+    )
+    counts = explain_all(setup, seed=5, num_steps=120)
+    assert counts["pending", "fetching"] > 0
+    assert counts["storage", None] > 0
 
 
 @pytest.mark.long

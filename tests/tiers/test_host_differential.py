@@ -81,7 +81,7 @@ class Trio:
             OffloadingManager(16, num_blocks, policy, True, executor=executor)
             for executor in ("native", "xla")
         ]
-        self.twin = ReferenceManager(num_blocks, twin)
+        self.twin = ReferenceManager(num_blocks, twin, most_told=policy.max_batch)
         self.batch_sizes = batch_sizes
         self.rng = rng
         self.universe = [make_key(n) for n in range(4 * num_blocks + 4)]
