@@ -180,10 +180,9 @@ class LocalStore:
     def _make_folders(self, path: str) -> None:
         if os.path.isdir(path):
             return
-        if len(path) > len(self._root):
-            self._make_folders(os.path.dirname(path))
-        else:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+        # Not by `makedirs`, which lets others enter those above, or what umask allows:
+        # who can write to one can put another folder in the place of this one.
+        self._make_folders(os.path.dirname(path))
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, self._folder_mode)
             if self._mode & 0o077:
@@ -278,8 +277,14 @@ def _list(path: str, name: str) -> Iterator[list[str]]:
                 folders.append(entry.name)
     for first in range(0, len(names), _PAGE):
         yield names[first : first + _PAGE]
+    failure: OSError | None = None
     for folder in sorted(folders):
-        yield from _list(f"{path}/{folder}", f"{name}/{folder}")
+        try:
+            yield from _list(f"{path}/{folder}", f"{name}/{folder}")
+        except OSError as error:
+            failure = failure or error  # The others are listed all the same.
+    if failure is not None:
+        raise failure
 
 
 def _remove_if_stale(entry: os.DirEntry[str]) -> None:

@@ -19,7 +19,10 @@ from jaxkv.transfer.storage.tensor_store import open_gs, open_s3
 _MOST_LETTERS = 2000
 SCHEMES = ("file", "s3", "gs", "redis", "rediss", "unix", "memory")
 
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+# What somebody meant to be a URL, or to be in a shell, and would be a folder here.
+_NEARLY_URL = re.compile(f"({'|'.join(SCHEMES)}):.*", re.DOTALL | re.IGNORECASE)
+_OF_A_SHELL = re.compile(r"[~$].*", re.DOTALL)
 
 
 def open_store(url: str) -> BlobStore:
@@ -53,20 +56,18 @@ def open_store(url: str) -> BlobStore:
             f"storage={_shown(url)} must not have what cannot be printed, nor spaces "
             "around it."
         )
-    match = _URL.fullmatch(url)
-    if not match:
-        return LocalStore(url)
-    scheme, rest = match[1].lower(), match[2]
-    if scheme == "file":
-        return LocalStore(*_path_and_mode(url))
+    folder = folder_of(url)
+    if folder is not None:
+        return LocalStore(*folder)
+    scheme = _scheme_of(url)
     if scheme == "memory":
-        return memory_store(rest)
+        return memory_store(url.partition("://")[2])
     if scheme == "s3":
         return open_s3(url)
     if scheme == "gs":
         return open_gs(url)
     if scheme in REDIS_SCHEMES:
-        return RedisStore(url)
+        return RedisStore(scheme + url[len(scheme) :])
     raise ValueError(
         f"storage={_shown(url)}: unknown {shown(scheme)}: "
         f"{did_you_mean(scheme, SCHEMES)}"
@@ -83,9 +84,24 @@ def folder_of(url: str) -> tuple[str, int] | None:
     True
     """
     scheme = _scheme_of(url)
-    if scheme == "file":
-        return _path_and_mode(url)
-    return None if scheme else (url, 0o600)
+    if scheme:
+        try:
+            urllib.parse.urlsplit(url)
+        except ValueError:  # Which may have a password in its message.
+            raise ValueError(f"storage={_shown(url)} cannot be read.") from None
+        return _path_and_mode(url) if scheme == "file" else None
+    if (match := _NEARLY_URL.fullmatch(url)) is not None:
+        start = "file:///" if match[1].lower() == "file" else f"{match[1].lower()}://"
+        raise ValueError(
+            f"storage={_shown(url)} must begin with {start} to be a URL; a folder of "
+            "this name is one with ./ before it."
+        )
+    if _OF_A_SHELL.fullmatch(url):
+        raise ValueError(
+            f"storage={_shown(url)} must be the path itself: ~ and variables are not "
+            "replaced here; a folder of this name is one with ./ before it."
+        )
+    return url, 0o600
 
 
 def extra_of(url: str) -> str | None:
@@ -114,14 +130,23 @@ def _path_and_mode(url: str) -> tuple[str, int]:
     parts = urllib.parse.urlsplit(url)
     options = urllib.parse.parse_qs(parts.query, keep_blank_values=True)
     mode = options.pop("mode", ["600"])[-1]
-    if parts.netloc not in ("", "localhost") or not parts.path or options:
+    is_odd = parts.netloc not in ("", "localhost") or "#" in url
+    if is_odd or not parts.path or options:
         raise ValueError(
             f"storage={_shown(url)} must be file:///PATH, with ?mode=660 or the like "
-            "if others than its owner may use it."
+            "if others than its owner may use it, and %23 for # in a name."
         )
     if not re.fullmatch(r"0?6[0-6][0-6]", mode):
         raise ValueError(
             f"storage={_shown(url)}: mode={shown(mode)} must be permissions of files "
             "such as 600 or 660."
         )
-    return urllib.parse.unquote(parts.path), int(mode, 8)
+    try:
+        path = urllib.parse.unquote(parts.path, errors="strict")
+    except UnicodeDecodeError:
+        path = ""
+    if not path.isprintable() or not path:
+        raise ValueError(
+            f"storage={_shown(url)} must have a path that can be printed, in UTF-8."
+        )
+    return path, int(mode, 8)

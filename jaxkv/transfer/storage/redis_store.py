@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from jaxkv._util import shown
+from jaxkv._util import one_line, shown
 from jaxkv.transfer.storage.store import (
     Blob,
     ErrorKind,
@@ -45,9 +46,17 @@ class RedisStore:
     def __init__(self, url: str) -> None:
         self._redis = _import()
         self._url = shown_url(url)
-        if url.startswith("unix:") and not urllib.parse.urlsplit(url).path:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme == "unix":
+            if not parts.path:
+                raise ValueError(
+                    f"storage={shown(self._url)} must be unix:///PATH of a socket."
+                )
+        elif not re.fullmatch("/?[0-9]*/?", parts.path):
+            # redis-py would take database 0.
             raise ValueError(
-                f"storage={shown(self._url)} must be unix:///PATH of a socket."
+                f"storage={shown(self._url)} must be {parts.scheme}://HOST:PORT/DB, "
+                "the DB a number."
             )
         try:
             self._client = self._redis.Redis.from_url(
@@ -59,9 +68,9 @@ class RedisStore:
             )
             # It does not connect, but it looks at what the URL asks for.
             self._client.connection_pool.make_connection()
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, self._redis.RedisError) as error:
             # What is told of a URL may be a part of its password.
-            why = "cannot be read" if "@" in url else shown(error)
+            why = "cannot be read" if "@" in url else one_line(str(error)).rstrip(".")
             raise ValueError(f"storage={shown(self._url)}: {why}.") from None
         self._readers = Workers("jaxkv storage reader", _READ_CONNECTIONS)
         self._writers = Workers("jaxkv storage writer", _WRITE_CONNECTIONS)

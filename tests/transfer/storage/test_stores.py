@@ -1,5 +1,7 @@
 """What every store does, whatever keeps its bytes."""
 
+import collections
+import errno
 import itertools
 import os
 import random
@@ -9,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.parse
 from concurrent.futures import wait
 from contextlib import closing
 
@@ -236,6 +239,7 @@ def test_files_and_folders_are_the_owners_alone(tmp_path):
     finally:
         os.umask(old)
     root = tmp_path / "new" / "store"
+    assert root.parent.stat().st_mode & 0o777 == 0o700, "nobody else can replace it"
     modes = {path.name: oct(path.stat().st_mode & 0o777) for path in root.rglob("*")}
     assert modes == {"a": "0o700", "b": "0o700", "1": "0o600"}
     assert root.stat().st_mode & 0o777 == 0o700
@@ -280,6 +284,25 @@ def test_a_folder_removed_meanwhile_is_made_again(tmp_path):
     store.close()
 
 
+def test_a_folder_that_cannot_be_listed_hides_no_other(tmp_path, monkeypatch):
+    store = LocalStore(tmp_path)
+    put(store, f__a__1=b"x", f__b__2=b"y", f__c__3=b"z")
+    scandir = os.scandir
+
+    def refuse_b(path):
+        if os.fspath(path).endswith("/f/b"):  # Modes do not hold root up.
+            raise PermissionError(errno.EACCES, "not yours", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse_b)
+    found = []
+    with pytest.raises(StoreError, match="not yours") as caught:
+        collections.deque(map(found.extend, store.list("f")))
+    assert caught.value.kind == "denied"
+    assert found == ["f/a/1", "f/c/3"]
+    store.close()
+
+
 def test_only_old_remains_of_killed_writers_are_removed(tmp_path):
     store = LocalStore(tmp_path)
     put(store, a__1=b"x")
@@ -318,12 +341,39 @@ def test_stores_in_memory_of_one_name_are_one():
         ("unix://", "must be unix:///PATH"),
         ("x" * 3000, "must be a URL or the path"),
         ("two\nlines", "what cannot be printed"),
+        # What would be a folder of this name, beside the process.
+        ("file:/path", "storage='file:/path' must begin with file:/// to be a URL"),
+        ("S3:/bucket", "storage='S3:/bucket' must begin with s3://"),
+        ("redis:localhost", "must begin with redis:// to be a URL; a folder of this"),
+        ("x://path", "unknown 'x': choose from"),
+        ("~/kv", "storage='~/kv' must be the path itself: ~ and variables"),
+        ("$HOME/kv", "storage='.HOME/kv' must be the path itself"),
+        # What would be another place than the one that was named.
+        ("file:///path#1", "must be file:///PATH, .* and %23 for # in a name"),
+        ("file:///path%00", "storage='file:///path%00' must have a path that can be"),
+        ("file:///path%FF", "storage='file:///path%FF' must have a path that can be"),
+        ("redis://host/kv", "storage='redis://host/kv' must be redis://HOST:PORT/DB"),
+        # Errors of others, which would not say which value it is.
+        ("s3://[bucket", r"storage='s3://\[bucket' cannot be read"),
+        ("unix://me:of\u2100others@host/x", "storage='unix://host/x' cannot be read"),
+        ("rediss://host?ssl_cert_reqs=x", "storage='rediss://host': Invalid SSL"),
     ],
 )
 def test_a_url_of_no_store_is_refused_in_one_line(url, message):
     with pytest.raises(ValueError, match=message) as info:
         open_store(url)
     assert "\n" not in str(info.value)
+
+
+@pytest.mark.parametrize("name", ["s p", "%41", "~", "$HOME", "file:", "a#b", "é", "."])
+def test_a_folder_of_any_name_can_be_said(tmp_path, name, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    quoted = f"file://{tmp_path}/{urllib.parse.quote(name)}"
+    for number, url in enumerate((f"./{name}", f"{tmp_path}/{name}", quoted)):
+        with closing(open_store(url)) as store:
+            put(store, **{f"a{number}": b"x"})
+    for number in range(3):
+        assert (tmp_path / name / f"a{number}").read_bytes() == b"x"
 
 
 def error_kinds(futures):
