@@ -913,16 +913,22 @@ class OffloadConfig:
                 max_blocks=self.max_storage_blocks,
                 clock=clock,
             )
-            storage.num_blocks(cast(int, self.storage_bytes))  # Refuses too few bytes.
-        return OffloadWorker(
-            engine,
-            deadline_s=self.deadline_s,
-            report_after_steps=self.report_after_steps,
-            check_plans=self.check_plans,
-            agreement_timeout_s=self.agreement_timeout_s,
-            clock=clock,
-            storage=storage,
-        )
+        try:
+            if storage is not None:  # Refuses too few bytes.
+                storage.num_blocks(cast(int, self.storage_bytes))
+            return OffloadWorker(
+                engine,
+                deadline_s=self.deadline_s,
+                report_after_steps=self.report_after_steps,
+                check_plans=self.check_plans,
+                agreement_timeout_s=self.agreement_timeout_s,
+                clock=clock,
+                storage=storage,
+            )
+        except BaseException:
+            if storage is not None:
+                storage.close()
+            raise
 
     def make_recorder(self) -> TraceRecorder | None:
         """Make a `TraceRecorder`; None without `record`.
@@ -1020,13 +1026,18 @@ class OffloadConfig:
             num_storage_blocks = worker.storage.num_blocks(
                 cast(int, self.storage_bytes)
             )
-        scheduler = self.make_scheduler(
-            groups,
-            engine.num_host_blocks,
-            block_bytes=block_bytes,
-            num_storage_blocks=num_storage_blocks,
-            policy_clock=policy_clock,
-        )
+        try:
+            scheduler = self.make_scheduler(
+                groups,
+                engine.num_host_blocks,
+                block_bytes=block_bytes,
+                num_storage_blocks=num_storage_blocks,
+                policy_clock=policy_clock,
+            )
+        except BaseException:
+            if worker.storage is not None:
+                worker.storage.close()
+            raise
         return Offload(engine, scheduler, worker)
 
     def _contradictions(self) -> list[str]:

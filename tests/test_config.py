@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import re
+import threading
 import typing
 import urllib.request
 from pathlib import Path
@@ -655,6 +656,23 @@ def test_what_does_not_suit_the_model_is_refused_before_memory_is_taken(monkeypa
     config = OffloadConfig(num_host_blocks=6, blocks_per_host_block=2)
     with pytest.raises(ValueError, match="blocks_per_host_block=2 needs a model with"):
         config.connect(make_pool(), [FullAttention(4), SlidingWindow(4, 16)])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"storage_bytes": 200}, "storage_bytes=200 must be at least"),
+        ({"record": "/dev/null/no/file"}, "no/file"),
+    ],
+)
+def test_a_store_is_let_go_where_the_parts_are_refused(tmp_path, values, message):
+    before = set(threading.enumerate())
+    config = OffloadConfig(num_host_blocks=6, storage=str(tmp_path / "kv"), **values)
+    with pytest.raises((ValueError, OSError), match=message):
+        config.connect(make_pool(), 4)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+    assert set(threading.enumerate()) <= before
 
 
 def test_the_worker_moves_blocks_with_the_engine_beside_it():

@@ -37,6 +37,7 @@ from jaxkv.types import BlockKey
 # How long the thread sleeps between two looks: while something moves, while nothing
 # answers, and while nothing is under way.
 _LEAST_PAUSE_S, _MOST_PAUSE_S, _IDLE_S = 1e-3, 0.05, 0.25
+_MOST_WAIT_S = threading.TIMEOUT_MAX / 2  # What a lock can be asked to wait.
 
 _log = logging.getLogger(__name__)
 
@@ -170,7 +171,7 @@ class PrefixStorage:
         self._lock = lock
         self._note_fault = note_fault
         self._groups = (FullAttention(block_size),)
-        self._deadline_s = config.storage_deadline_s
+        self._deadline_s = min(config.storage_deadline_s, _MOST_WAIT_S)
         rules = OffloadRules(
             storage_write=config.storage_write,
             max_storage_blocks=config.max_storage_blocks,
@@ -210,6 +211,7 @@ class PrefixStorage:
         self._num_asked = 0
         self._num_waiting = 0
         self._is_listed = False
+        self._num_lost = 0  # As of the last `wait`.
         self._is_closed = False
         self._pause_s = _LEAST_PAUSE_S
         self._told: set[str] = set()  # Failures that the log has.
@@ -217,7 +219,7 @@ class PrefixStorage:
         self._thread = threading.Thread(
             # The thread must not keep this, and gigabytes, from being collected.
             target=_look_after,
-            args=(weakref.ref(self), self._wake),
+            args=(weakref.ref(self), self._wake, self._worker.closer),
             name="jaxkv prefix storage",
             daemon=True,
         )
@@ -313,12 +315,18 @@ class PrefixStorage:
             timeout_s: Seconds to wait at most; None for the deadline.
 
         Returns:
-            Whether that is so.
+            Whether that is so: not if a listing or a write has failed since the last
+            call.
         """
         timeout_s = self._deadline_s if timeout_s is None else timeout_s
+        timeout_s = min(timeout_s, _MOST_WAIT_S)
         self._wake.set()
         self._lock.wait_for(lambda: self._is_idle or self._is_closed, timeout_s)
-        return self._is_idle
+        failed = self.io_stats.failed
+        num_lost = self._storage.num_lost
+        num_lost += sum(failed[what] for what in failed if what.startswith("list "))
+        has_lost, self._num_lost = num_lost > self._num_lost, num_lost
+        return self._is_idle and not has_lost
 
     def close(self) -> None:
         """Give writes the deadline's time, and end the threads; without the lock."""
@@ -427,7 +435,9 @@ class PrefixStorage:
 
 
 def _look_after(
-    storage_ref: weakref.ReferenceType[PrefixStorage], wake: threading.Event
+    storage_ref: weakref.ReferenceType[PrefixStorage],
+    wake: threading.Event,
+    close: Callable[[], None],
 ) -> None:
     """Look at what is under way until it is closed or gone; the work of a thread."""
     pause_s = _LEAST_PAUSE_S
@@ -436,6 +446,7 @@ def _look_after(
         wake.clear()
         storage = storage_ref()
         if storage is None:
+            close()  # Nobody else will.
             return
         pause_s = storage.look()
         del storage

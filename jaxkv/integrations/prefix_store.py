@@ -307,7 +307,8 @@ class PrefixStore(Resource):
             timeout_s: Seconds to wait at most; None for `storage_deadline_s`.
 
         Returns:
-            Whether that is so; True without `storage`.
+            Whether that is so: not if a listing or a write has failed since the last
+            call. True without `storage`.
 
         Raises:
             RuntimeError: The store was closed.

@@ -129,6 +129,7 @@ class Storage:
         tier: As given.
         num_fetched_tokens: How many tokens were fetched for each request that has not
             finished, if any were.
+        num_lost: Blocks that left for the store so far, and did not get there in time.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class Storage:
     ) -> None:
         self.tier = tier
         self.num_fetched_tokens: dict[str, int] = {}
+        self.num_lost = 0
         self._groups = groups
         self._host = host
         self._rules = rules
@@ -568,6 +570,7 @@ class Storage:
             self.tier.complete_store(lost, False)
         else:
             self.tier.complete_store(batch.keys)
+        self.num_lost += num_lost
         self._stats.num_storage_dropped += num_lost
         self._stats.num_storage_stored += len(batch.keys) * self._factor - num_lost
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -300,8 +301,12 @@ class StorageWorker:
         Args:
             timeout_s: How long to wait for writes and deletes that are under way.
         """
-        self._copies.close()
-        self._io.close(timeout_s)
+        _close(self._copies, self._io, timeout_s)
+
+    @property
+    def closer(self) -> Callable[[], None]:
+        """Does as `close`, and keeps neither this nor the engine in memory."""
+        return functools.partial(_close, self._copies, self._io)
 
     def _give_up(self) -> None:
         """Wait no more for the store, only for copies in memory."""
@@ -433,3 +438,8 @@ class StorageWorker:
             self._is_listing, self._has_listed = False, True
             every_s = self._list_every_s
             self._next_list_s = math.inf if every_s is None else self._clock() + every_s
+
+
+def _close(copies: Workers, storage_io: StorageIO, timeout_s: float = 0.0) -> None:
+    copies.close()
+    storage_io.close(timeout_s)

@@ -10,6 +10,9 @@ from jaxkv.tiers.executors import ExecutorName
 from jaxkv.tiers.host import OffloadingManager
 from jaxkv.types import BlockKey
 
+_MOST_BLOCKS = (1 << 31) - 1
+_BYTES_PER_BLOCK = 130
+
 
 class StorageTier(OffloadingManager):
     """Keeps track of which blocks a store has, and which to delete when it is full.
@@ -26,6 +29,10 @@ class StorageTier(OffloadingManager):
         num_blocks: Blocks that the store may hold.
         enable_events: Whether to keep events for `take_events`.
         executor: As of `OffloadingManager`.
+
+    Raises:
+        ValueError: There are more blocks than can be numbered.
+        MemoryError: There is no memory for the index of so many.
 
     Attributes:
         num_found: Blocks that listings have added.
@@ -50,9 +57,21 @@ class StorageTier(OffloadingManager):
         *,
         executor: ExecutorName = "native",
     ) -> None:
-        super().__init__(
-            block_size, num_blocks, "lru", enable_events, executor=executor
-        )
+        if num_blocks > _MOST_BLOCKS:
+            raise ValueError(
+                f"{num_blocks=} of the store must be at most {_MOST_BLOCKS}: set "
+                "storage_bytes to less."
+            )
+        try:
+            super().__init__(
+                block_size, num_blocks, "lru", enable_events, executor=executor
+            )
+        except (MemoryError, RuntimeError) as error:  # XLA's is one of these.
+            raise MemoryError(
+                f"{num_blocks=} of the store need an index of some "
+                f"{num_blocks * _BYTES_PER_BLOCK >> 20} MiB, which is more than there "
+                "is: set storage_bytes to less."
+            ) from error
         self.num_found = 0
         self.num_left_out = 0
 

@@ -7,6 +7,7 @@ what has to come back.
 import concurrent.futures
 import contextlib
 import gc
+import math
 import os
 import random
 import subprocess
@@ -547,6 +548,21 @@ def test_failures_are_logged_once_and_told(make, faulty, caplog):
     assert "injected" in told[0]
 
 
+def test_waiting_for_the_store_tells_that_it_does_not_have_it_all(make, faulty):
+    filled(make, OTHER)
+    faulty.error = 1.0
+    store = make(storage_deadline_s=1e300)
+    assert not store.wait_for_storage(math.inf), "it could not be listed"
+    assert store.wait_for_storage(), "nothing has failed since"
+    save(store, PROMPT)
+    assert not store.wait_for_storage(), "nothing was written"
+    faulty.error = 0.0
+    store.clear("2")
+    save(store, PROMPT)
+    assert store.wait_for_storage()
+    assert store.stats.storage_written_blocks == NUM_BLOCKS
+
+
 def test_a_bug_in_the_threads_is_raised_by_the_next_call(make, monkeypatch):
     filled(make)
     store = make()
@@ -561,7 +577,8 @@ def test_a_bug_in_the_threads_is_raised_by_the_next_call(make, monkeypatch):
     assert "a mistake in the code" in str(raised.value.__cause__)
 
 
-def test_a_store_that_nobody_closes_is_collected_with_its_thread(make, tmp_path):
+def test_a_store_that_nobody_closes_is_collected_with_its_threads(make, tmp_path):
+    before = set(threading.enumerate())
     arguments = {"namespace": NAMESPACE, "sequence_axis": SEQUENCE_AXIS}
     store = PrefixStore(
         LIKE,
@@ -571,14 +588,16 @@ def test_a_store_that_nobody_closes_is_collected_with_its_thread(make, tmp_path)
         storage_bytes="1MiB",
         **arguments,
     )
+    threads = set(threading.enumerate()) - before
     thread, gone = store._storage._thread, weakref.ref(store)
+    assert thread in threads
     assert store.wait_for_storage(60)
     del store
     until_s = time.monotonic() + 60
-    while thread.is_alive() and time.monotonic() < until_s:
+    while any(each.is_alive() for each in threads) and time.monotonic() < until_s:
         gc.collect()
         time.sleep(0.05)
-    assert (thread.is_alive(), gone()) == (False, None)
+    assert ([each for each in threads if each.is_alive()], gone()) == ([], None)
 
 
 def named(**names):

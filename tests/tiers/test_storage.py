@@ -151,3 +151,15 @@ def test_a_policy_that_does_not_tell_its_victims_is_refused():
     with pytest.raises(ValueError, match="needs cache_policy='lru'"):
         host.next_victims(3)
     assert not np.asarray(host.executor.state.ref_cnt).any()
+
+
+def test_an_index_for_which_there_is_no_room_names_the_setting(monkeypatch):
+    with pytest.raises(ValueError, match=r"num_blocks=2147483648 .* set storage_bytes"):
+        StorageTier(16, 1 << 31)
+
+    def make_executor(*args):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
+
+    monkeypatch.setattr("jaxkv.tiers.host.make_executor", make_executor)
+    with pytest.raises(MemoryError, match=r"num_blocks=1048576 .* 130 MiB, .*to less"):
+        StorageTier(16, 1 << 20)

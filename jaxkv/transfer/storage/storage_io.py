@@ -36,6 +36,7 @@ _MOST_DELETES = 1 << 16
 _MOST_PROBES = 1 << 16
 _MOST_PAGES = 64
 _HALF_LIFE_S = 10.0
+_MOST_WAIT_S = threading.TIMEOUT_MAX / 2  # What a lock can be asked to wait.
 
 
 class Completion(NamedTuple):
@@ -390,6 +391,8 @@ class StorageIO(Resource):
                 at when it is over.
             least: How many reads, writes and probes are to have ended.
         """
+        if timeout_s is not None:
+            timeout_s = min(timeout_s, _MOST_WAIT_S)
         with self._lock:
             self._awaited = least
             self._wakes_waiters.wait_for(
@@ -468,7 +471,7 @@ class StorageIO(Resource):
                     and not self._deletes
                     and not self._num_out["delete"]
                 ),
-                timeout_s,
+                min(timeout_s, _MOST_WAIT_S),
             )
             for kind, queue in self._queues.items():
                 for job in queue:
