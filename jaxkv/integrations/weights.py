@@ -9,8 +9,10 @@ changes; files are named by their sizes, their times, and samples of what is in 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import re
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -65,7 +67,8 @@ def describe_weights(
         revision: The revision that was asked for, if any.
         hub_folders: Where snapshots of the Hub may be, as `hub_folders_of` gives them.
         read_since_s: No file may have changed after this time, in seconds since the
-            epoch, as it might have been read before or after that.
+            epoch, nor any link or folder that leads to it, as others might have been
+            read before that.
 
     Returns:
         Of JSON's types, and the same in every process that has the same weights.
@@ -152,18 +155,62 @@ def _describe_files(
     if not weights:
         raise UnknownWeightsError(f"{path} has no file of weights")
     stats = [file.stat() for file in files]
-    for file, stat in zip(files, stats, strict=True):
+    for file, status in zip(files, stats, strict=True):
         # When it was changed by any means; a copy can set only the other time.
-        if read_since_s is not None and stat.st_ctime > read_since_s:
-            raise UnknownWeightsError(
-                f"{file} has changed after this process began, so that it may have "
-                "read other bytes"
-            )
-    total = sum(stat.st_size for stat in stats)
+        if read_since_s is not None and status.st_ctime > read_since_s:
+            raise _changed(file)
+    if read_since_s is not None:
+        ways = itertools.chain.from_iterable(map(_way_to, files))
+        for place in dict.fromkeys(ways):
+            if _was_put_there_after(place, read_since_s):
+                raise _changed(place)
+    total = sum(status.st_size for status in stats)
     step = max(_SAMPLE_BYTES, total // _NUM_SAMPLES)
-    for file, stat in zip(files, stats, strict=True):
+    for file, status in zip(files, stats, strict=True):
         name = file.name if file == path else file.relative_to(path).as_posix()
-        yield name, stat.st_size, stat.st_mtime_ns, _sampled(file, stat.st_size, step)
+        yield (
+            name,
+            status.st_size,
+            status.st_mtime_ns,
+            _sampled(file, status.st_size, step),
+        )
+
+
+def _changed(place: str | Path) -> UnknownWeightsError:
+    return UnknownWeightsError(
+        f"{place} has changed after this process began, so that it may have read "
+        "other bytes"
+    )
+
+
+def _way_to(file: Path) -> Iterator[str]:
+    """Give the folders and links by which a file is reached, and what they lead to."""
+    current = "/"
+    left = os.path.join(os.getcwd(), file).split("/")[::-1]
+    while left:
+        name = left.pop()
+        if name == "..":
+            current = os.path.dirname(current)
+        elif name not in ("", "."):
+            place = os.path.join(current, name)
+            yield place
+            if not os.path.islink(place):
+                current = place
+                continue
+            target = os.readlink(place)
+            current = "/" if os.path.isabs(target) else current
+            left += target.split("/")[::-1]
+
+
+def _was_put_there_after(place: str, time_s: float) -> bool:
+    """Whether a link was made, or a folder renamed, after some time."""
+    status = os.lstat(place)
+    if status.st_ctime <= time_s:
+        return False
+    if stat.S_ISDIR(status.st_mode):
+        # A file that was made in it, or deleted, changes the other time as well.
+        return status.st_mtime <= time_s
+    return stat.S_ISLNK(status.st_mode)
 
 
 def _files_in(folder: Path) -> Iterator[Path]:

@@ -163,6 +163,38 @@ def test_weights_that_changed_while_they_were_read_are_refused(model, monkeypatc
         space(model)
 
 
+@pytest.mark.parametrize("hf_config_path", [None, "org/other"])
+def test_a_branch_that_moved_while_its_weights_were_read_is_refused(
+    model, tmp_path, hf_config_path
+):
+    old, new = "0" * 40, "1" * 40
+    hub = tmp_path / "models--org--name"
+    for commit in old, new:
+        (hub / "snapshots" / commit).mkdir(parents=True)
+    (hub / "refs").mkdir()
+    config = hf_config()
+    config._commit_hash = old
+    options = {
+        "environ": {**ENVIRON, "HF_HUB_CACHE": str(tmp_path)},
+        "model_config__model": "org/name",
+        "model_config__hf_config": config,
+        "model_config__hf_config_path": hf_config_path,
+    }
+    (hub / "refs" / "main").write_text(old)
+    weights = {"hub": "org/name", "commit": old}
+    assert space(model, **options)["weights"] == weights
+    (hub / "refs" / "main").write_text(new)
+    if hf_config_path is not None:  # Its commits are others.
+        assert space(model, **options)["weights"] == weights | {"commit": new}
+        return
+    message = f"revision='main' was {old} when .* is {new} now. Name them by storage_n"
+    with pytest.raises(ValueError, match=message):
+        space(model, **options)
+    assert space(model, weights="v1", **options)["weights"] == {"named": "v1"}
+    config._commit_hash = None
+    assert space(model, **options)["weights"] == weights | {"commit": new}
+
+
 def test_a_configuration_of_another_form_is_refused(model):
     configs = make_configs(model=model)
     del configs[0].model_config.quantization

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -105,6 +106,51 @@ def test_files_that_change_while_they_may_be_read_are_refused(checkpoint):
     os.utime(path, ns=(OLD, OLD))
     with pytest.raises(UnknownWeightsError, match=r"safetensors has changed after"):
         describe_weights(checkpoint, read_since_s=start_s)
+
+
+@pytest.mark.parametrize("what", ["link", "link to a link", "file", "folder", "parent"])
+def test_files_that_were_put_in_the_place_of_others_are_refused(tmp_path, what):
+    """Old files by themselves, but not those that were there before."""
+    for name in "one", "two":
+        make(tmp_path / name / "model", model__safetensors=name.encode())
+    model, other = tmp_path / "one" / "model", tmp_path / "two" / "model"
+    named = tmp_path / "latest"
+    if what == "link":
+        named.symlink_to("one/model")
+    elif what == "link to a link":
+        (tmp_path / "production").symlink_to(model)
+        named.symlink_to("one/../production")
+    elif what == "file":
+        named.mkdir()
+        (named / "model.safetensors").symlink_to(model / "model.safetensors")
+    else:
+        named = model
+    time.sleep(0.02)  # More than the times of files are apart.
+    start_s = time.time()
+    time.sleep(0.02)
+    assert describe_weights(str(named), read_since_s=start_s)
+    (tmp_path / "one" / "notes.txt").write_text("does not matter")
+    (model / "notes.txt").write_text("does not matter")
+    assert describe_weights(str(named), read_since_s=start_s)
+
+    if what == "file":
+        changed = named / "model.safetensors"
+    else:
+        changed = {
+            "link": named,
+            "link to a link": tmp_path / "production",
+            "folder": model,
+            "parent": tmp_path / "one",
+        }[what]
+    changed.rename(tmp_path / "before")
+    if what in ("folder", "parent"):
+        (other if what == "folder" else other.parent).rename(changed)
+    else:
+        changed.symlink_to(other / "model.safetensors" if what == "file" else other)
+    assert describe_weights(str(named)), "it is there"
+    message = re.escape(f"{changed} has changed after this process began")
+    with pytest.raises(UnknownWeightsError, match=message):
+        describe_weights(str(named), read_since_s=start_s)
 
 
 def test_a_snapshot_of_the_hub_is_its_commit_wherever_it_lies(tmp_path):

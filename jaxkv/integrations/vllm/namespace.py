@@ -207,12 +207,22 @@ def _weights(vllm_config: Any, environ: Mapping[str, str]) -> Description:
         if environ.get("VLLM_USE_MODELSCOPE", "0").lower() in ("1", "true"):
             raise UnknownWeightsError("weights of ModelScope have no version here")
         elsewhere = getattr(model, "model_weights", "")
-        return describe_weights(
+        found = describe_weights(
             str(elsewhere or model.model),
             model.revision,
             hub_folders=hub_folders_of(environ, load.download_dir),
             read_since_s=process_started_s(),
         )
+        # A branch may have moved while the weights were read. transformers notes of
+        # which commit a configuration is; that of another model says nothing.
+        read = getattr(model.hf_config, "_commit_hash", None)
+        is_other = elsewhere or getattr(model, "hf_config_path", None)
+        if read and not is_other and found.get("commit", read) != read:
+            raise UnknownWeightsError(
+                f"revision={shown(model.revision or 'main')} was {read} when the "
+                f"configuration was read, and is {found['commit']} now"
+            )
+        return found
     except (UnknownWeightsError, OSError) as error:
         raise ValueError(
             f"storage needs to know the weights, and {error}. Name them by "
