@@ -13,7 +13,7 @@ from jaxkv.types import KEY_BYTES, BlockKey
 
 # How many keys of a listing are told in a step, which all go through jax's coordination
 # service.
-_KEYS_PER_STEP = 1024
+KEYS_PER_STEP = 1024
 
 
 @dataclasses.dataclass(eq=False)
@@ -45,15 +45,16 @@ class StorageAgreement:
         self._exchange = exchange
         self._num_processes = num_processes
         self._steps: collections.deque[int] = collections.deque()
-        self._found: collections.deque[BlockKey] = collections.deque()
         self._open: dict[tuple[str, int], _Outcome] = {}
 
     def say(self, reports: tuple[StorageReport, ...], step: int) -> None:
-        """Tell the others what has ended here; never waits."""
-        for report in reports:
-            self._found.extend(report.found)
-        num = min(_KEYS_PER_STEP, len(self._found))
-        found = b"".join(self._found.popleft() for _ in range(num))
+        """Tell the others what has ended here; never waits.
+
+        Args:
+            reports: It, with `KEYS_PER_STEP` keys of a listing at most.
+            step: The step.
+        """
+        found = b"".join(key for report in reports for key in report.found)
         ended = [
             [kind, event, "".join(map(str, map(int, oks)))]
             for report in reports

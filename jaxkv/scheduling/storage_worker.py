@@ -260,15 +260,21 @@ class StorageWorker:
         if self._lists:
             self._list()
 
-    def take_reports(self) -> tuple[StorageReport, ...]:
-        """Hand out what is over since the last time; nothing if nothing is."""
+    def take_reports(
+        self, most_found: int = _KEYS_AT_ONCE
+    ) -> tuple[StorageReport, ...]:
+        """Hand out what is over since the last time; nothing if nothing is.
+
+        Args:
+            most_found: Keys of a listing at most; the listing waits for what is left.
+        """
         self.is_listed = self._has_listed and not self._found
         if not (self._fetched or self._written or self._found):
             return ()
-        found = tuple(self._found[:_KEYS_AT_ONCE])
+        found = tuple(self._found[:most_found])
         report = StorageReport(tuple(self._fetched), tuple(self._written), found)
         self._fetched, self._written = [], []
-        self._found = self._found[_KEYS_AT_ONCE:]
+        self._found = self._found[most_found:]
         self.is_listed = self._has_listed and not self._found
         return (report,)
 

@@ -24,7 +24,7 @@ from jaxkv.scheduling.protocol import (
     StorageReport,
 )
 from jaxkv.scheduling.stats import SIZE_BUCKETS, Histogram
-from jaxkv.scheduling.storage_agreement import StorageAgreement
+from jaxkv.scheduling.storage_agreement import KEYS_PER_STEP, StorageAgreement
 from jaxkv.scheduling.storage_worker import StorageWorker
 from jaxkv.transfer import Completion, StepLoads, Ticket, TransferEngine
 from jaxkv.types import PyTree
@@ -413,7 +413,7 @@ class OffloadWorker:
         self, storage: StorageWorker, agreement: StorageAgreement, last: int
     ) -> None:
         """Agree with the other processes on what the store was asked up to a step."""
-        agreement.say(storage.take_reports(), self._step)
+        agreement.say(storage.take_reports(KEYS_PER_STEP), self._step)
         reports = agreement.hear(last)
         self._agreed_storage += reports
         if self._check_plans and reports:

@@ -1,5 +1,7 @@
 """Workers that agree on how transfers ended, as threads that share a store of keys."""
 
+import collections
+import contextlib
 import dataclasses
 import gc
 import re
@@ -14,8 +16,11 @@ import pytest
 from jaxkv import OffloadWorker, TransferEngine
 from jaxkv.scheduling.exchange import Exchange, open_exchanges
 from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, OffloadMetadata
+from jaxkv.scheduling.storage_agreement import KEYS_PER_STEP
+from jaxkv.scheduling.storage_worker import StorageWorker
 from jaxkv.scheduling.watchdog import Watchdog
 from jaxkv.scheduling.worker import AgreementError, PlanMismatchError
+from jaxkv.transfer.storage import MemoryStore, ObjectFormat, StorageIO
 
 NUM_BLOCKS = 8
 # Longer than any wait for what does come, however slow the machine is.
@@ -551,3 +556,45 @@ def test_a_load_that_fails_in_one_process_fails_in_all_and_alone(connect):
     assert "other" in output.failed_recving
     assert "third" in together
     assert {*output.failed_recving, *together} == {"one", "other", "third"}
+
+
+def test_a_listing_goes_no_faster_than_the_others_are_told(connect, monkeypatch):
+    """Else what is found again and again would pile up where steps are slow."""
+    pool = jnp.zeros((NUM_BLOCKS, 4))
+    engine = TransferEngine(pool, NUM_BLOCKS)
+    objects = ObjectFormat(
+        b"model",
+        engine.host_bytes_description,
+        engine.host_payload_bytes,
+        shard=0,
+        num_shards=2,
+    )
+    keys = {number.to_bytes(32, "little") for number in range(5000)}
+    blobs = MemoryStore()
+    for future in blobs.put(
+        [(name, [b""]) for key in keys for name in objects.all_names(key)]
+    ):
+        future.result()
+    with contextlib.closing(
+        StorageWorker(engine, StorageIO(blobs, objects), list_every_s=1e-9)
+    ) as storage:
+        worker, _, pool = connect(0, 1, storage=storage)
+        handed_out, counts = 0, collections.Counter()
+        take_reports = storage.take_reports
+
+        def count_reports(*args):
+            nonlocal handed_out
+            reports = take_reports(*args)
+            handed_out += sum(len(report.found) for report in reports)
+            return reports
+
+        monkeypatch.setattr(storage, "take_reports", count_reports)
+        until_s = time.monotonic() + TIMEOUT_S
+        while min(map(counts.__getitem__, keys)) < 4 and time.monotonic() < until_s:
+            pool = worker.start(plan(), pool)
+            told = [key for each in worker.poll().storage for key in each.found]
+            assert len(told) <= KEYS_PER_STEP
+            counts.update(told)
+            # What was said in the last two steps is not heard yet.
+            assert handed_out - counts.total() <= 2 * KEYS_PER_STEP
+        assert min(map(counts.__getitem__, keys)) >= 4
