@@ -569,7 +569,9 @@ class OffloadScheduler:
         """Read and write nothing of the store any more, for good.
 
         For weights that have changed where the namespace of the store cannot change
-        with them. What is there stays. Call it when `reset` was done.
+        with them. What is there stays. Call it when `reset` was done, or could not be
+        done yet: nothing is written from now on. It is to be done before anything is
+        asked for again.
         """
         if self._storage is not None:
             self._storage.leave()

@@ -354,13 +354,15 @@ class Storage:
     def leave(self) -> None:
         """Forget what is in the store, for good: nothing is read or written any more.
 
-        What is on its way ends as it does after `reset`.
+        What is on its way ends as it does after `reset`. The host has been cleared, or
+        will be before a block of it is used again.
         """
         if self._is_left:
             return
         self._is_left = self._must_say_so = True
         if self.tier.num_held_blocks:
             self.reset()
+        self._to_write.clear()
 
     def _lack(
         self, pool: DeviceBlockPool, request: Request, num_computed_tokens: int

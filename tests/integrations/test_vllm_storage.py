@@ -1,5 +1,6 @@
 """vLLM's connector with a store behind the host; see `fake_vllm` and `fake_engine`."""
 
+import dataclasses
 import logging
 import os
 import time
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxkv.scheduling.protocol import ConnectorOutput
+from jaxkv.scheduling.protocol import ConnectorOutput, StorageReport
 from jaxkv.transfer.storage import open_store
 from tests.rigs import fake_vllm
 from tests.rigs.fake_engine import Engine, next_token
@@ -452,6 +453,56 @@ def test_a_fetch_under_way_when_weights_change_is_not_served(newest, make, route
     serve(engine)
     assert waiting.tokens == reference(PROMPT, 3)
     engine.check_nothing_leaked()
+
+
+def without_fetches(output):
+    """Leave out of a report which fetches are over."""
+    storage = [dataclasses.replace(report, fetched=()) for report in output.storage]
+    return dataclasses.replace(output, storage=tuple(storage))
+
+
+def test_nothing_is_written_by_new_weights_while_a_fetch_delays_a_reset(
+    newest, make, tmp_path
+):
+    ask(make(), "first")
+    files = sorted((tmp_path / "store").rglob("*.0"))
+    engine = make()
+    ask(engine, "warm-up", range(100, 101), 1)
+    worker = engine.runner.connector._worker._worker
+    poll = worker.poll
+    held = []
+
+    def poll_without_fetches():
+        output = poll()
+        held.extend(event for report in output.storage for event in report.fetched)
+        return without_fetches(output)
+
+    worker.poll = poll_without_fetches
+    waiting = Request("waiting", PROMPT, 3)
+    engine.scheduler.add(waiting)
+    engine.step()
+    assert engine.offload_scheduler.has_pending_loads()
+    assert engine.scheduler.connector.reset_cache() is False
+    engine.runner.weights = 1
+    for number in range(4):
+        engine.scheduler.add(Request(f"{number}", range(200, 218 + number), 3))
+        for _ in range(20):
+            engine.step()
+            time.sleep(0.002)
+    assert engine.offload_scheduler.has_pending_loads(), "the reset was delayed"
+    assert sorted((tmp_path / "store").rglob("*.0")) == files
+    worker.poll = lambda: dataclasses.replace(
+        poll(), storage=(StorageReport(fetched=tuple(held)),)
+    )
+    engine.step()
+    worker.poll = poll
+    until(engine, lambda: not engine.scheduler.connector._scheduler._must_reset)
+    serve(engine)
+    assert waiting.tokens == reference(PROMPT, 3)
+    engine.check_nothing_leaked()
+    close(engine)
+    assert sorted((tmp_path / "store").rglob("*.0")) == files
+    assert ask(make(), "old weights") == TOKENS
 
 
 @pytest.fixture

@@ -101,6 +101,19 @@ def test_a_write_that_ends_after_its_store_was_left_changes_nothing():
     assert not rig.scheduler.has_pending_stores()
 
 
+def test_what_waits_to_be_written_is_not_once_its_store_was_left():
+    rig = StoreRig(max_storage_blocks=1)
+    rig.run(make_request("a", 1, 2, 3, 4))
+    rig.answer(ok=False)
+    assert rig.scheduler.num_storage_blocks_held == 0
+    assert rig.scheduler.has_pending_stores(), "the others wait"
+    rig.scheduler.leave_storage()
+    moves = rig.step().storage
+    assert moves.is_last
+    assert not moves.writes
+    assert not rig.scheduler.has_pending_stores()
+
+
 def test_without_a_store_there_is_none_to_leave():
     rig = Rig()
     rig.scheduler.leave_storage()

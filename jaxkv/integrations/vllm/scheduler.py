@@ -276,15 +276,22 @@ class SchedulerHalf:
 
         If not, as a load is under way, nothing is offered until it is done.
         """
-        self._must_reset = True
+        self._begin_reset()
         return self._try_reset()
+
+    def _begin_reset(self) -> None:
+        """Have the host tier be cleared as soon as that can be.
+
+        The store is left at once: what is computed until then may be of other weights.
+        """
+        self._must_reset = True
+        self._leave_storage()
 
     def _try_reset(self) -> bool:
         """Clear the host tier if it has to be; return whether it is as it has to be."""
         if self._must_reset and self.scheduler.reset():
             self._must_reset = False
             self._num_forgotten_pools = self._num_lost_pools
-            self._leave_storage()
         return not self._must_reset
 
     def _leave_storage(self) -> None:
@@ -304,7 +311,7 @@ class SchedulerHalf:
     def _note_lost_pools(self, num_lost_pools: int) -> None:
         if num_lost_pools > self._num_lost_pools:
             self._num_lost_pools = num_lost_pools
-            self._must_reset = True
+            self._begin_reset()
             _LOG.info("the KV caches were dropped: the host tier forgets its blocks")
 
     def shut_down(self) -> None:
