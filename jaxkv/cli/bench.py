@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 from jaxkv.cli import bench_compile, bench_storage, bench_transfer
 
-SUMMARY = "see how fast blocks move here, or what compilers make of their programs"
+SUMMARY = "measure how fast blocks move here, or compile transfers for TPUs and GPUs"
 DESCRIPTION = (
-    "Measure how fast blocks move on this machine (transfer), or to a store and back "
-    "(storage), or compile the programs that move them for accelerators that are not "
-    "here (compile)."
+    "Measure how fast blocks move between device and host on this machine (transfer), "
+    "or to a store and back (storage), or compile the programs that move them for TPUs "
+    "and GPUs that this machine does not have (compile)."
 )
 COMMANDS: Mapping[str, types.ModuleType] = {
     "transfer": bench_transfer,

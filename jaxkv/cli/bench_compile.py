@@ -44,12 +44,13 @@ from jaxkv.tools.bench.compiled.targets import (
 from jaxkv.tools.model_config import NAMED_MODELS, check_dtype, find_config
 from jaxkv.transfer.kernels import MODES
 
-SUMMARY = "see what the compilers of accelerators that are not here make of transfers"
+SUMMARY = "compile transfers for TPUs and GPUs that this machine does not have"
 DESCRIPTION = (
-    "Compile the programs of saves and loads with the real compilers of TPUs and GPUs, "
-    "for devices that are not there, and read what they do: bytes, temporary memory, "
-    "kernels, copies. For the layouts of known engines, or for your own. Nothing runs: "
-    "the figures are the compiler's. Exit code 1: a bound is broken."
+    "Compile the programs of saves and loads with the real compilers of TPUs and GPUs "
+    "(extras aot-tpu and aot-gpu), which need no such device, and show what they would "
+    "do: bytes, temporary memory, kernels, copies; for the layouts of known engines or "
+    "for your own. Nothing runs: the figures are the compiler's. The exit code is 1 if "
+    "a bound is broken."
 )
 
 _SHAPE_OPTIONS = ("block_axis", "leaves", "shard", "row_major")
@@ -87,7 +88,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="compile a part of it in a minute and a half: every layout and program, "
+        help="compile only a part, in a minute and a half: every layout and program, "
         "few layers, 8 blocks, each program for one of the TPUs (default: all)",
     )
     own = parser.add_argument_group("your own pool")

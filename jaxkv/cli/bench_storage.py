@@ -28,12 +28,12 @@ from jaxkv.tools.bench.storage import (
 )
 
 _MOST_SHOWN = 300
-SUMMARY = "see how fast blocks reach a store (a folder, S3, Redis) and come back"
+SUMMARY = "measure how fast a store (a folder, S3, Redis) writes and reads blocks"
 DESCRIPTION = (
-    "Time how long blocks take into a store and back, through everything that the "
-    "storage tier does: the queue, the format with its checksum, the store, and back. "
-    "Beside it stand plain files in the same folder, or the store alone where it is "
-    "none. All take turns in every round, all bytes are checked, and what was written "
+    "Time how long blocks take to a store and back, through everything that the "
+    "storage tier does: the queue, the format with its checksum, and the store; "
+    "compared with plain files in the same folder or, for other stores, with the store "
+    "alone. All take turns in every round, all bytes are checked, and what was written "
     "is deleted."
 )
 
@@ -59,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--per-round",
         type=parse_bytes,
         metavar="SIZE",
-        help="bytes that are written, and read, in a round (default: "
+        help="bytes written, and read, in a round (default: "
         f"{size_text(default.num_bytes).replace(' ', '')})",
     )
     parser.add_argument(
@@ -67,14 +67,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         # Fewer rounds have no useful quartiles.
         type=parse_whole_number_from(3),
         metavar="N",
-        help=f"times that everything is measured, from 3 (default: {default.rounds})",
+        help=f"rounds of measurement, at least 3 (default: {default.rounds})",
     )
     parser.add_argument(
         "--in-flight",
         type=parse_whole_number_from(1),
         default=default.num_in_flight,
         metavar="N",
-        help="blocks that are written, or read, at once (default: %(default)s)",
+        help="blocks written, or read, at the same time (default: %(default)s)",
     )
     parser.add_argument(
         "--sealed",
@@ -84,7 +84,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="3 rounds of 16 MiB in blocks of 512KiB (default: as above)",
+        help="3 rounds of 16 MiB in blocks of 512 KiB (default: as above)",
     )
     add_json_option(parser)
 

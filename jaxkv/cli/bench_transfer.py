@@ -29,7 +29,7 @@ from jaxkv.tools.bench.transfer import run_transfer
 from jaxkv.tools.machine import available_memory_bytes, last_level_cache_bytes
 from jaxkv.transfer.kernels import MODES
 
-SUMMARY = "see how fast blocks move, beside other designs and the machine's limit"
+SUMMARY = "measure how fast blocks move between device and host, beside other designs"
 DESCRIPTION = (
     "Time saves (device to host) and loads (host to device) of blocks, up to their "
     "completion: with the transfer engine, with one pinned array per block, with a "
@@ -71,7 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=parse_whole_number_from(3),
         default=default.rounds,
         metavar="N",
-        help="times that everything is measured, from 3 (default: %(default)s)",
+        help="rounds of measurement, at least 3 (default: %(default)s)",
     )
     parser.add_argument(
         "--mode",

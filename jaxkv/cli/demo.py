@@ -37,7 +37,7 @@ from jaxkv.transfer.storage.store import shown_url
 if TYPE_CHECKING:
     from jaxkv.tools.demo.engine import Engine
 
-SUMMARY = "see what offloading does, on this machine, in about a minute"
+SUMMARY = "see what offloading does on this machine, in about a minute"
 DESCRIPTION = (
     "Ask a small model several turns of questions about long documents, with a device "
     "pool several times too small for their KV. Do it with offloading off and on; "
@@ -57,11 +57,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     default = DemoConfig()
     for field, minimum, explanation in (
-        ("conversations", 1, "conversations, each about another document"),
+        ("conversations", 1, "conversations, each about a different document"),
         ("turns", 1, "questions in each conversation"),
         ("document_tokens", 1, "length of a document, in tokens of one byte"),
         ("answer_tokens", 1, "tokens generated for each question"),
-        ("concurrency", 1, "requests in the engine at a time"),
+        ("concurrency", 1, "requests that run at the same time"),
         ("device_blocks", 1, f"KV blocks of {default.block_size} tokens on the device"),
         ("window_tokens", 1, "how far back layers with a window look"),
         ("seed", 0, "seed of the weights and of the choice of documents"),
@@ -74,7 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             help=f"{explanation} (default: %(default)s)",
         )
     for field, choices, explanation in (
-        ("mode", ("eager", "lazy"), "store blocks at once, or at the last moment"),
+        ("mode", ("eager", "lazy"), "store blocks when computed, or before eviction"),
         ("layers", ("full", "window", "hybrid"), "what the model's layers attend to"),
     ):
         parser.add_argument(
@@ -94,8 +94,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--load-in-step",
         action="store_true",
-        help="let the prefill write what is loaded for it, layer by layer, instead of "
-        "waiting until it is there (default: wait)",
+        help="let the prefill program write loaded blocks itself, layer by layer, "
+        "instead of waiting until the whole load is there (default: wait)",
     )
     parser.add_argument(
         "--host-bytes",
@@ -109,15 +109,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--serve-metrics",
         type=parse_port,
         metavar="PORT",
-        help="serve the metrics of the engine with offloading on this port of this "
-        "machine while it runs, for Prometheus; 0 for any that is free (default: do "
-        "not serve them)",
+        help="serve the metrics of the engine with offloading for Prometheus, at this "
+        "port of 127.0.0.1, while it runs; 0 for any free port (default: do not serve "
+        "them)",
     )
     parser.add_argument(
         "--seconds",
         type=parse_whole_number_from(1),
         metavar="N",
-        help="after the comparison go on with other conversations, until the metrics "
+        help="after the comparison, go on with other conversations until the metrics "
         "have been served for N seconds (default: end with the comparison)",
     )
     parser.add_argument(
@@ -130,8 +130,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--storage",
         metavar="URL",
-        help="a folder, or the URL of a store, behind the host memory: run twice, and "
-        "the second run finds what the first has written (default: none)",
+        help="put a store, a folder or a URL such as redis://HOST:PORT, behind the "
+        "host memory; a second run then finds what the first has written (default: "
+        "none)",
     )
     parser.add_argument(
         "--storage-bytes",

@@ -29,7 +29,7 @@ from jaxkv.tools.doctor.findings import Question, judge, recommend
 from jaxkv.tools.doctor.store import Store, look_at
 from jaxkv.transfer.storage.store import shown_url
 
-SUMMARY = "see what this machine offers, what is wrong with it, and what to set"
+SUMMARY = "check whether this machine is set up well, and see what to set"
 DESCRIPTION = (
     "Examine the device, the memory and its limits, the installed extras and the "
     "JAXKV_* variables; save and load some blocks; try the store, if one is set; "
@@ -67,7 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-probe",
         action="store_true",
-        help="move no blocks (default: for some seconds, some are moved)",
+        help="move no blocks (default: measure their speed, for some seconds)",
     )
     parser.add_argument(
         "--storage",
@@ -79,7 +79,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--storage-bytes",
         type=parse_bytes,
         metavar="SIZE",
-        help="how much it is to hold (default: that of "
+        help="how much the store is to hold (default: that of "
         f"{variable_of('storage_bytes')}, or {_STORAGE_BYTES >> 30}GiB)",
     )
     add_json_option(parser)

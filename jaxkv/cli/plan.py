@@ -51,13 +51,11 @@ from jaxkv.tools.replay.traces import Trace
 from jaxkv.transfer import available_host_bytes
 from jaxkv.transfer.kernels import choose_mode
 
-SUMMARY = (
-    "see how much host memory is worth having on your traffic, and with which policy"
-)
+SUMMARY = "see how much host memory, and which policy, is worth having for your traffic"
 DESCRIPTION = (
-    "Replay a trace for host tiers of several sizes and policies, and compute from a "
-    "model's costs and a server's speeds what each would save: prompt tokens found, "
-    "time saved per request, how busy the link is; and recommend one, or say why "
+    "Replay a trace for host tiers of several sizes and policies; compute, from a "
+    "model's costs and a server's speeds, what each would save (prompt tokens found, "
+    "time saved per request, how busy the link is); and recommend one, or say why "
     "offloading does not pay."
 )
 
@@ -100,7 +98,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="extend",
         type=split_commas,
         metavar="NAME,...",
-        help="policies to compare, those to prefer first; may be repeated (default: "
+        help="policies to compare, in order of preference; may be repeated (default: "
         f"{ALL}, which are {', '.join(policy_names())})",
     )
     parser.add_argument(
@@ -114,13 +112,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--store-gb-per-s",
         type=_parse_number,
         metavar="X",
-        help="GB/s from each device to the host (default: as loads)",
+        help="GB/s from each device to the host (default: as fast as loads)",
     )
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="measure both on this machine, as jaxkv doctor does (default: they are "
-        "given or assumed)",
+        help="measure both on this machine, as jaxkv doctor does (default: use "
+        "what is given or assumed)",
     )
     parser.add_argument(
         "--load-latency-ms",
@@ -159,7 +157,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="MODEL",
         help="the model's config.json from Hugging Face, the folder with it, or "
-        f"{', '.join(NAMED_MODELS)} (default: --kv-bytes-per-token says enough)",
+        f"{', '.join(NAMED_MODELS)} (default: none; it may be left out with "
+        "--kv-bytes-per-token and --prefill-tokens-per-s)",
     )
     parser.add_argument(
         "--kv-dtype",

@@ -33,7 +33,7 @@ from jaxkv.tools.replay.run import OPTIMUM, sweep
 from jaxkv.tools.replay.synthetic import make_synthetic_trace
 from jaxkv.tools.replay.traces import BLOCK_SIZE, Trace, TraceError, read_trace
 
-SUMMARY = "see how much of the prefixes in a request trace each policy would find"
+SUMMARY = "see how much of a trace's prompts each cache policy would find"
 DESCRIPTION = (
     "Replay a trace of requests against cache policies at several capacities, and "
     "against the optimum, which knows the future. No bytes are moved; the result is "
@@ -95,8 +95,8 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="TRACE",
         help="a file in Mooncake's or the normalised format, plain or .gz; several "
-        "files that were recorded under one key, such as FILE.1 FILE; or synthetic, or "
-        f"synthetic:REQUESTS, for made-up requests (default: {_SYNTHETIC_REQUESTS})",
+        "files that were recorded under one key, such as FILE.1 FILE; or synthetic for "
+        f"{_SYNTHETIC_REQUESTS} made-up requests, or synthetic:REQUESTS",
     )
     parser.add_argument(
         "--block-size",

@@ -487,7 +487,7 @@ def test_help_explains_each_option_with_its_default(capsys):
     assert exit_info.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     for name, default in [
-        ("--model MODEL", "--kv-bytes-per-token says enough)"),
+        ("--model MODEL", "none; it may be left out with --kv-bytes-per-token"),
         ("--host-bytes SIZE,...", "5, each twice the one before"),
         ("--device-blocks N", "it keeps none)"),
         ("--policy NAME,...", "all, which are lru"),
