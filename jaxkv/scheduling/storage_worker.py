@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv.native import host_rows
 from jaxkv.scheduling.protocol import StorageBatch, StorageMoves, StorageReport
 from jaxkv.transfer import TransferEngine
 from jaxkv.transfer.host_bytes import HostRead, HostWrite
@@ -24,6 +25,8 @@ from jaxkv.types import BlockKey
 _PAUSE_S = 1e-3
 _LEAST_QUEUE_BYTES = 256 << 20
 _KEPT_BYTES = 64 << 20
+# How much is copied before the store is asked to write it.
+_BYTES_AT_ONCE = 1 << 20
 # Keys of a listing that are told at a time: the index takes about 1 us for each.
 _KEYS_AT_ONCE = 2048
 
@@ -164,6 +167,7 @@ class StorageWorker:
                 f"the store's payloads of {storage_io.objects.payload_bytes} bytes "
                 f"must be the engine's host blocks, of {engine.host_payload_bytes}."
             )
+        host_rows.prepare()
         self.is_listed = False
         self._engine = engine
         self._io = storage_io
@@ -343,11 +347,16 @@ class StorageWorker:
     def _copy(self, write: _Write, held: HostRead) -> None:
         """Copy blocks and hand them to the store; on the thread that copies."""
         tickets: list[int | None] = []
+        copied: list[tuple[BlockKey, list[memoryview]]] = []
         try:
             for index, key in enumerate(write.batch.keys):
                 payload = self._buffers.take(self._engine.host_payload_bytes)
                 held.copy(index, np.frombuffer(payload, np.uint8))
-                tickets += self._io.submit_writes([(key, [payload])])
+                copied.append((key, [payload]))
+                num_bytes = len(copied) * self._engine.host_payload_bytes
+                if num_bytes >= _BYTES_AT_ONCE or index + 1 == held.num_blocks:
+                    tickets += self._io.submit_writes(copied)
+                    copied = []
         finally:
             held.close()
             self._copied.append((write, tickets))

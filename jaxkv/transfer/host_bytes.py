@@ -13,17 +13,23 @@ that owns the engine.
 from __future__ import annotations
 
 import collections
-import ctypes
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv.native.host_rows import (
+    ADDRESS,
+    NUM_PIECES,
+    PIECE_BYTES,
+    STRIDE_BYTES,
+    copy_in,
+    copy_out,
+)
 from jaxkv.transfer import memory
 from jaxkv.transfer.extent_table import NO_EXTENT, ExtentTable, Placement
 from jaxkv.transfer.extents import Extent
@@ -32,7 +38,6 @@ from jaxkv.transfer.kernels import Copier
 from jaxkv.transfer.plans import Plans
 
 Bytes: TypeAlias = NDArray[np.uint8]
-Views: TypeAlias = list[list[NDArray[np.uint8]]]
 
 # Where pinned host memory is read and written at its address. Elsewhere jax copies it,
 # a whole extent at a time: nobody has tried whether the address is one of this process.
@@ -46,16 +51,47 @@ class _Part:
     Attributes:
         array: The index of the array.
         shard: Its index among the array's distinct shards in this process.
+        devices: Those of this process that have it.
+        is_whole: Whether no other device has any of it.
         axis: The axis of the rows.
-        shape: Shape of the rows of a host block.
-        num_bytes: Bytes of them.
+        shape: Shape of what these devices have, with one of a value's bytes.
+        num_rows: Rows of a host block.
     """
 
     array: int
     shard: int
+    devices: tuple[jax.Device, ...]
+    is_whole: bool
     axis: int
     shape: tuple[int, ...]
-    num_bytes: int
+    num_rows: int
+
+    @property
+    def num_pieces(self) -> int:
+        """In how many pieces the rows of a host block lie."""
+        return math.prod(self.shape[: self.axis])
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in one piece."""
+        return math.prod(self.shape[self.axis + 1 :])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the rows of a host block."""
+        return self.num_pieces * self.num_rows * self.row_bytes
+
+
+class _Rows(NamedTuple):
+    """The memory of an extent.
+
+    Attributes:
+        table: i64[parts, 4]. As `jaxkv.native.host_rows` wants it.
+        owners: What keeps it alive.
+    """
+
+    table: NDArray[np.int64]
+    owners: list[Any]
 
 
 class HostRead:
@@ -78,28 +114,31 @@ class HostRead:
         self._arrays: list[Extent] | None = arrays
         self._places = places
         # To look at an extent's memory takes longer than to copy a small block.
-        self._views: dict[int, Views] = {}
+        self._rows: dict[int, _Rows] = {}
 
     def copy(self, index: int, out: Bytes) -> None:
         """Copy a block's bytes; on any thread, until `close`.
 
         Args:
             index: Which block, in the order given.
-            out: u8[`HostBytes.num_bytes`]. Written.
+            out: u8[`HostBytes.num_bytes`]. Contiguous. Written.
+
+        Raises:
+            ValueError: It cannot be written, or is not of this size.
         """
         assert self._arrays is not None, "the read was closed"
         number = self._extents[index]
-        views = self._views.get(number)
-        if views is None:
-            views = self._views[number] = self._owner.views(self._arrays[index])
-        for part, bounds, rows in self._owner.rows_of(views, self._places[index]):
-            np.copyto(out[bounds].reshape(part.shape), rows)
+        rows = self._rows.get(number)
+        if rows is None:
+            rows = self._rows[number] = self._owner.rows(self._arrays[index])
+        self._owner.check_written(out)
+        copy_out(rows.table, self._places[index], out)
 
     def close(self) -> None:
         """Let go of the blocks; on any thread, as soon as the bytes are copied."""
         if self._arrays is not None:
             self._arrays = None
-            self._views.clear()
+            self._rows.clear()
             self._owner.closed.append(self._extents)
 
 
@@ -180,12 +219,12 @@ class HostBytes:
         self._specs = copier.extents.specs(memory.HOST_KIND)
         self._is_addressed = copier.extents.pool.platform in _ADDRESSED_PLATFORMS
         self._parts = list(self._make_parts())
-        ends = list(itertools.accumulate(part.num_bytes for part in self._parts))
-        self.num_bytes = ends[-1]
-        self._bounds = [
-            slice(end - part.num_bytes, end)
-            for part, end in zip(self._parts, ends, strict=True)
-        ]
+        self.num_bytes = sum(part.num_bytes for part in self._parts)
+        self._table_of_rows = np.zeros((len(self._parts), 4), np.int64)
+        for part, row in zip(self._parts, self._table_of_rows, strict=True):
+            row[NUM_PIECES] = part.num_pieces
+            row[STRIDE_BYTES] = part.shape[part.axis] * part.row_bytes
+            row[PIECE_BYTES] = part.num_rows * part.row_bytes
         self.description = "; ".join(map(self._describe, self._parts))
         self._writes: collections.deque[HostWrite] = collections.deque()
         self.closed: collections.deque[list[int]] = collections.deque()
@@ -252,15 +291,41 @@ class HostBytes:
         for write in self._writes:
             self._place(write, run)
 
-    def rows_of(
-        self, views: Views, place: int
-    ) -> Iterable[tuple[_Part, slice, NDArray[np.uint8]]]:
-        """Give the rows of a place in each array, and where they are in a payload."""
-        m = self._plans.blocks_per_host_block
-        rows = slice(place * m, (place + 1) * m)
-        for part, bounds in zip(self._parts, self._bounds, strict=True):
-            view = views[part.array][part.shard]
-            yield part, bounds, view[(slice(None),) * part.axis + (rows,)]
+    def rows(self, extent: Extent) -> _Rows:
+        """Look at the memory of an extent's arrays, or at copies of them."""
+        owners = [self._owner_of(extent[part.array], part) for part in self._parts]
+        return self._rows_at(list(map(_address_of, owners)), owners)
+
+    def check_written(self, out: Bytes) -> None:
+        """Refuse what the bytes of a block cannot be copied to.
+
+        Raises:
+            ValueError: It is not of `num_bytes`, not contiguous, or read-only.
+        """
+        can_be = out.flags.c_contiguous and out.flags.writeable
+        if out.nbytes != self.num_bytes or not can_be:
+            raise ValueError(
+                f"a payload of {out.nbytes} bytes must have {self.num_bytes}, "
+                "contiguous, that can be written."
+            )
+
+    def _rows_at(self, addresses: list[int], owners: list[Any]) -> _Rows:
+        table = self._table_of_rows.copy()
+        table[:, ADDRESS] = addresses
+        return _Rows(table, owners)
+
+    def _owner_of(self, array: jax.Array, part: _Part) -> jax.Array | Bytes:
+        """Give an array whose memory has a part, or a copy where it has no address."""
+        if not (part.is_whole and self._is_addressed):
+            # An array of its own: jax keeps the copy that it makes of one.
+            shards = [
+                array.addressable_data(number)
+                for number in range(len(array.addressable_shards))
+            ]
+            array = next(one for one in shards if one.device == part.devices[0])
+        if self._is_addressed:
+            return array
+        return np.ascontiguousarray(np.asarray(array))
 
     def _make_parts(self) -> Iterable[_Part]:
         m = self._plans.blocks_per_host_block
@@ -268,11 +333,11 @@ class HostBytes:
             zip(self._specs, self._extents.bundles, strict=True)
         ):
             axis = self._extents.axis(bundle)
-            shape = list(spec.sharding.shard_shape(spec.shape))
-            shape[axis] = m
-            for shard in range(len(_distinct(spec))):
+            shape = spec.sharding.shard_shape(spec.shape)
+            is_whole = len(spec.sharding.device_set) == 1
+            for shard, devices in enumerate(_distinct(spec)):
                 whole = (*shape, spec.dtype.itemsize)
-                yield _Part(index, shard, axis, whole, math.prod(whole))
+                yield _Part(index, shard, tuple(devices), is_whole, axis, whole, m)
 
     def _describe(self, part: _Part) -> str:
         """Say what a part holds, the codec's result, and of which leaves."""
@@ -281,35 +346,10 @@ class HostBytes:
             for leaf in self._extents.bundles[part.array].leaves
         ]
         names = ",".join(f"{leaf.name}:{leaf.dtype.name}" for leaf in leaves)
-        dtype, shape = self._specs[part.array].dtype.name, list(part.shape[:-1])
+        shape = list(part.shape[:-1])
+        shape[part.axis] = part.num_rows
+        dtype = self._specs[part.array].dtype.name
         return f"{names} as {dtype}{shape} axis {part.axis} shard {part.shard}"
-
-    def views(self, extent: Extent) -> Views:
-        """Look at the memory of an extent's arrays, each distinct shard of each."""
-        views = []
-        for spec, array in zip(self._specs, extent, strict=True):
-            # Arrays of their own: jax keeps the copy that it makes of one.
-            shards = [
-                array.addressable_data(number)
-                for number in range(len(array.addressable_shards))
-            ]
-            by_device = {shard.device: shard for shard in shards}
-            views.append(
-                [self._view(by_device[devices[0]]) for devices in _distinct(spec)]
-            )
-        return views
-
-    def _view(self, array: jax.Array) -> NDArray[np.uint8]:
-        """Look at an array's memory, or at a copy of it where that cannot be."""
-        shape = (*array.shape, array.dtype.itemsize)
-        if self._is_addressed:
-            raw = (ctypes.c_uint8 * math.prod(shape)).from_address(
-                array.unsafe_buffer_pointer()
-            )
-            flat: NDArray[np.uint8] = np.ctypeslib.as_array(raw)
-            return flat.reshape(shape)
-        flat = np.ascontiguousarray(np.asarray(array)).reshape(-1)
-        return flat.view(np.uint8).reshape(shape)
 
     def _place(
         self, write: HostWrite, run: Callable[[Callable[[], None]], object]
@@ -362,58 +402,55 @@ class HostBytes:
 
     def _filled(self, piece: _Piece) -> Extent:
         in_place = self._is_addressed and piece.spare is not None
+        made: list[Bytes] = []
         if in_place:
             assert piece.spare is not None
-            views = self.views(piece.spare)
+            rows = self.rows(piece.spare)
         else:
-            views = [
-                [
-                    np.zeros(
-                        (*spec.sharding.shard_shape(spec.shape), spec.dtype.itemsize),
-                        np.uint8,
-                    )
-                    for _ in _distinct(spec)
-                ]
-                for spec in self._specs
-            ]
+            made = [np.zeros(part.shape, np.uint8) for part in self._parts]
+            rows = self._rows_at(list(map(_address_of, made)), [])
         for place, payload in zip(
             piece.placement.places.tolist(), piece.payloads, strict=True
         ):
-            for part, bounds, rows in self.rows_of(views, place):
-                np.copyto(rows, payload[bounds].reshape(part.shape))
+            copy_in(rows.table, place, np.ascontiguousarray(payload))
         if piece.carry is not None:
-            old_views = self.views(piece.carry)
+            old_rows = self.rows(piece.carry)
+            carried = np.empty(self.num_bytes, np.uint8)
             for place in piece.placement.carried_places.tolist():
-                pairs = zip(
-                    self.rows_of(views, place),
-                    self.rows_of(old_views, place),
-                    strict=True,
-                )
-                for (*_, rows), (*_, old_rows) in pairs:
-                    np.copyto(rows, old_rows)
+                copy_out(old_rows.table, place, carried)
+                copy_in(rows.table, place, carried)
         if in_place:
             assert piece.spare is not None
             return piece.spare
         return tuple(
-            self._as_array(spec, own)
-            for spec, own in zip(self._specs, views, strict=True)
+            self._as_array(number, spec, made)
+            for number, spec in enumerate(self._specs)
         )
 
     def _as_array(
-        self, spec: jax.ShapeDtypeStruct, shards: Sequence[NDArray[np.uint8]]
+        self, number: int, spec: jax.ShapeDtypeStruct, made: list[Bytes]
     ) -> jax.Array:
-        """Make an extent's array of the bytes of its distinct shards."""
+        """Make an array of an extent of the bytes of its parts."""
         arrays = []
-        for own, devices in zip(shards, _distinct(spec), strict=True):
-            values = own.reshape(-1).view(spec.dtype).reshape(own.shape[:-1])
-            for device in devices:
-                sharding = memory.host_sharding(device)
-                arrays.append(jax.device_put(values, sharding))
-        made = jax.make_array_from_single_device_arrays(
+        for part, own in zip(self._parts, made, strict=True):
+            if part.array == number:
+                values = own.reshape(-1).view(spec.dtype).reshape(own.shape[:-1])
+                for device in part.devices:
+                    sharding = memory.host_sharding(device)
+                    arrays.append(jax.device_put(values, sharding))
+        whole = jax.make_array_from_single_device_arrays(
             spec.shape, spec.sharding, arrays
         )
-        memory.wait_for(made)
-        return made
+        memory.wait_for(whole)
+        return whole
+
+
+def _address_of(owner: jax.Array | Bytes) -> int:
+    """Tell where an array's memory begins."""
+    if isinstance(owner, np.ndarray):
+        return owner.ctypes.data
+    address: int = owner.unsafe_buffer_pointer()
+    return address
 
 
 def _distinct(spec: jax.ShapeDtypeStruct) -> list[list[jax.Device]]:

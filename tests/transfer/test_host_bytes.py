@@ -239,3 +239,11 @@ def test_wrong_arguments_are_refused_and_change_nothing():
     engine.save(pool, [0, 1, 2, 3], [0, 1, 2, 3])
     pool, (done,) = engine.drain(pool)
     assert done.error is None
+    held = engine.read_host([0])
+    read_only = payload.copy()
+    read_only.flags.writeable = False
+    for out in (payload[:-1], np.zeros(2 * len(payload), np.uint8)[::2], read_only):
+        with pytest.raises(ValueError, match=f"{len(out)} bytes must have"):
+            held.copy(0, out)
+    assert not read_only.any()
+    held.close()
