@@ -67,8 +67,8 @@ def describe_weights(
         revision: The revision that was asked for, if any.
         hub_folders: Where snapshots of the Hub may be, as `hub_folders_of` gives them.
         read_since_s: No file may have changed after this time, in seconds since the
-            epoch, nor any link or folder that leads to it, as others might have been
-            read before that.
+            epoch, nor the folder that it is in or a link that leads to it, as others
+            might have been read before that.
 
     Returns:
         Of JSON's types, and the same in every process that has the same weights.
@@ -161,8 +161,12 @@ def _describe_files(
             raise _changed(file)
     if read_since_s is not None:
         ways = itertools.chain.from_iterable(map(_way_to, files))
+        folders = {os.path.realpath(file.parent) for file in files}
         for place in dict.fromkeys(ways):
-            if _was_put_there_after(place, read_since_s):
+            # Not the folders above: where one is a layer of a container's image, that
+            # something is written below it changes its times as if it were renamed.
+            counts = os.path.islink(place) or place in folders
+            if counts and _was_put_there_after(place, read_since_s):
                 raise _changed(place)
     total = sum(status.st_size for status in stats)
     step = max(_SAMPLE_BYTES, total // _NUM_SAMPLES)

@@ -108,7 +108,7 @@ def test_files_that_change_while_they_may_be_read_are_refused(checkpoint):
         describe_weights(checkpoint, read_since_s=start_s)
 
 
-@pytest.mark.parametrize("what", ["link", "link to a link", "file", "folder", "parent"])
+@pytest.mark.parametrize("what", ["link", "link to a link", "file", "folder"])
 def test_files_that_were_put_in_the_place_of_others_are_refused(tmp_path, what):
     """Old files by themselves, but not those that were there before."""
     for name in "one", "two":
@@ -140,17 +140,29 @@ def test_files_that_were_put_in_the_place_of_others_are_refused(tmp_path, what):
             "link": named,
             "link to a link": tmp_path / "production",
             "folder": model,
-            "parent": tmp_path / "one",
         }[what]
     changed.rename(tmp_path / "before")
-    if what in ("folder", "parent"):
-        (other if what == "folder" else other.parent).rename(changed)
+    if what == "folder":
+        other.rename(changed)
     else:
         changed.symlink_to(other / "model.safetensors" if what == "file" else other)
     assert describe_weights(str(named)), "it is there"
     message = re.escape(f"{changed} has changed after this process began")
     with pytest.raises(UnknownWeightsError, match=message):
         describe_weights(str(named), read_since_s=start_s)
+
+
+def test_a_folder_above_that_is_copied_with_its_time_changes_nothing(tmp_path):
+    """As an overlay does with those of an image when something is written below."""
+    model = make(tmp_path / "image" / "model", model__safetensors=b"one")
+    status = os.stat(tmp_path / "image")
+    time.sleep(0.02)
+    start_s = time.time()
+    time.sleep(0.02)
+    (tmp_path / "image" / "logs").mkdir()
+    os.utime(tmp_path / "image", ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert os.stat(tmp_path / "image").st_ctime > start_s
+    assert describe_weights(model, read_since_s=start_s)
 
 
 def test_a_snapshot_of_the_hub_is_its_commit_wherever_it_lies(tmp_path):
