@@ -446,7 +446,8 @@ def test_a_worker_that_is_forgotten_leaves_no_thread(connect):
         return [each for each in threading.enumerate() if "jaxkv" in each.name]
 
     def body(process):
-        worker, _, pool = connect(process)
+        # A thread may be in a call to the service for as long.
+        worker, _, pool = connect(process, agreement_timeout_s=TIMEOUT_S / 3)
         pool = worker.start(plan(store=(1, 0)), pool)
         worker.drain(pool)
         assert len(threads()) >= 2
