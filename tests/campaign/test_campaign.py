@@ -96,17 +96,23 @@ def test_a_flipped_byte_is_noticed_without_the_scheduler():
 
 @pytest.mark.long
 def test_a_flipped_byte_is_noticed_in_a_prefix():
-    user = PrefixUser(random.Random("control"), collections.Counter(), no_notes)
-    load = user.cache.load
+    class Flipping(PrefixUser):
+        def begin(self):
+            """Break each server: a restart would otherwise mend it."""
+            super().begin()
+            load = self.cache.load
 
-    def flip(*args):
-        found = load(*args)
-        if found is None:
-            return None
-        key = found[1]["key"]
-        return found[0], found[1] | {"key": key.at[0, 0, 0].set(key[0, 0, 0] ^ 1)}
+            def flip(*args):
+                found = load(*args)
+                if found is None:
+                    return None
+                key = found[1]["key"]
+                flipped = key.at[0, 0, 0].set(key[0, 0, 0] ^ 1)
+                return found[0], found[1] | {"key": flipped}
 
-    user.cache.load = flip
+            self.cache.load = flip
+
+    user = Flipping(random.Random("control"), collections.Counter(), no_notes)
     with pytest.raises(AssertionError, match="wrong bytes in key"):
         user.run(600)
 
