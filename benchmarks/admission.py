@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from functools import partial
 
 import numpy as np
 
 from jaxkv import policy_names
-from jaxkv.tiers.key_memory import ReuseFilter
+from jaxkv.tools.replay.admission import Admission, find_admitted
 from jaxkv.tools.replay.run import replay
 from jaxkv.tools.replay.traces import Trace, make_trace, read_trace
 
@@ -27,7 +26,6 @@ SYSTEM_BLOCKS = 8
 TURN_BLOCKS = 4
 SCAN_BLOCKS = 400
 GAP_MS = 500
-_TRACKED = 64_000
 
 
 def make_scans(share: float, seed: int = 0) -> Trace:
@@ -78,18 +76,17 @@ def main() -> None:
     for trace, capacities in loads:
         print(f"\n{trace.name}: {trace.num_requests} requests")
         print(" " * 22 + "".join(f"{limit or 'all':>8}" for limit in limits))
+        admitted = [
+            None
+            if limit is None
+            else find_admitted(trace, Admission(max_unseen_blocks=limit))
+            for limit in limits
+        ]
         for capacity in capacities:
             for policy in args.policies:
                 found = [
-                    replay(
-                        policy,
-                        trace,
-                        capacity,
-                        make_admission=None
-                        if limit is None
-                        else partial(ReuseFilter, 0, _TRACKED, limit),
-                    ).block_hit_ratio
-                    for limit in limits
+                    replay(policy, trace, capacity, admitted=each).block_hit_ratio
+                    for each in admitted
                 ]
                 shown = "".join(f"{100 * ratio:8.2f}" for ratio in found)
                 print(f"{capacity:>9,} {policy:<12}{shown}", flush=True)

@@ -26,7 +26,9 @@ from jaxkv.cli.options import (
 from jaxkv.cli.progress import show_progress
 from jaxkv.cli.replay import (
     ALL,
+    add_admission_options,
     add_trace_options,
+    choose_admission,
     choose_policies,
     find_model,
     open_trace,
@@ -148,6 +150,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="share of those FLOPs that prefill reaches, up to 1 (default: "
         f"{_MFU:g}, which is assumed)",
     )
+    add_admission_options(parser)
     add_file_options(parser, "tokens found and time saved against the host's size")
 
 
@@ -190,6 +193,7 @@ def run(args: argparse.Namespace) -> int:
     trace = open_trace(args.trace, args.block_size)
     _check_lengths(trace)
     device_blocks = _choose_device_blocks(args, trace, model)
+    admission = choose_admission(args, trace)
     sizes, notes = _choose_sizes(args.host_bytes, trace, model)
     try:
         capacities = capacities_of(sizes, trace, model)
@@ -198,14 +202,21 @@ def run(args: argparse.Namespace) -> int:
     if args.measure:
         with show_progress() as on_progress:
             speeds, sources = _measure(speeds, sources, on_progress)
-    setting = Setting(trace, model, speeds, sources, device_blocks, num_devices, notes)
+    setting = Setting(
+        trace, model, speeds, sources, device_blocks, num_devices, notes, admission
+    )
     report.print_setting(setting)
     if device_blocks is not None:
         # A larger one would hold no more: each prompt may end with part of a block.
         device_blocks = min(device_blocks, trace.num_unique_blocks + trace.num_requests)
     with show_progress() as on_progress:
         results = sweep(
-            trace, policies, sorted(set(capacities)), on_progress, device_blocks
+            trace,
+            policies,
+            sorted(set(capacities)),
+            on_progress,
+            device_blocks,
+            admission,
         )
     plan = make_plan(trace, model, speeds, sizes, results, num_devices)
     report.print_plan(setting, plan)

@@ -27,6 +27,7 @@ from jaxkv.cli.progress import show_progress
 from jaxkv.policies import policy_names
 from jaxkv.tools.model_config import NAMED_MODELS
 from jaxkv.tools.replay import page, report
+from jaxkv.tools.replay.admission import Admission
 from jaxkv.tools.replay.measures import Comparison
 from jaxkv.tools.replay.model_costs import ModelCosts, find_model_costs
 from jaxkv.tools.replay.run import OPTIMUM, sweep
@@ -84,6 +85,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="count the prefill that a model is saved: a Hugging Face config.json, the "
         f"folder with it, or {', '.join(NAMED_MODELS)} (default: none)",
     )
+    add_admission_options(parser)
     add_file_options(parser, "what is found against the capacity")
     add_page_option(parser)
 
@@ -107,6 +109,36 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_admission_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that keep blocks out, whatever the policy."""
+    parser.add_argument(
+        "--store-threshold",
+        type=parse_whole_number_from(0),
+        metavar="N",
+        help="with every policy, store only blocks that N requests have asked for "
+        "(default: 0, as 1: all)",
+    )
+    parser.add_argument(
+        "--max-unseen-blocks",
+        type=parse_whole_number_from(0),
+        metavar="N",
+        help="with every policy, store of a request's blocks that none has asked for "
+        "before only the first N (default: all)",
+    )
+    parser.add_argument(
+        "--prompt-only",
+        action="store_true",
+        help="store no blocks that outputs filled, which recorded traces have "
+        "(default: store them)",
+    )
+    parser.add_argument(
+        "--max-offload-tokens",
+        type=parse_whole_number_from(1),
+        metavar="N",
+        help="store only the first N tokens of each request (default: all)",
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
     check_files(args)
@@ -116,12 +148,15 @@ def run(args: argparse.Namespace) -> int:
     trace = open_trace(args.trace, args.block_size)
     capacities = _choose_capacities(args.capacity, trace.num_unique_blocks)
     _check_device(args.device_blocks, trace)
+    admission = choose_admission(args, trace)
     report.print_trace(trace)
     if not args.no_optimum:
         policies.append(OPTIMUM)
     with show_progress() as on_progress:
-        results = sweep(trace, policies, capacities, on_progress, args.device_blocks)
-    comparison = Comparison(trace, results, model)
+        results = sweep(
+            trace, policies, capacities, on_progress, args.device_blocks, admission
+        )
+    comparison = Comparison(trace, results, model, admission)
     report.print_results(comparison)
     if args.plot:
         write_picture(args.plot, partial(report.plot_results, comparison))
@@ -147,6 +182,28 @@ def find_model(text: str, kv_dtype: str | None = None) -> ModelCosts:
     """Return what the tokens of the model of --model cost."""
     with model_errors(text):
         return find_model_costs(text, kv_dtype)
+
+
+def choose_admission(args: argparse.Namespace, trace: Trace) -> Admission | None:
+    """Return what is to be kept out; None for nothing. Refuse what has no effect."""
+    num_tokens, block_size = args.max_offload_tokens, trace.block_size
+    if num_tokens is not None and block_size and num_tokens < block_size:
+        raise UsageError(
+            f"--max-offload-tokens: {num_tokens} is less than a block, which has "
+            f"{block_size} tokens: nothing would be stored"
+        )
+    if args.prompt_only and not (trace.num_blocks > trace.num_asked).any():
+        raise UsageError(
+            "--prompt-only: no output of the trace filled a block that could be left "
+            "out; only recorded traces have such blocks"
+        )
+    admission = Admission(
+        store_threshold=args.store_threshold or 0,
+        max_unseen_blocks=args.max_unseen_blocks,
+        prompt_only=args.prompt_only,
+        max_offload_tokens=num_tokens,
+    )
+    return admission if admission.changed else None
 
 
 def _check_device(num_blocks: int | None, trace: Trace) -> None:

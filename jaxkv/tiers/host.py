@@ -41,7 +41,12 @@ from jaxkv.tiers.executors import (
     Words,
     make_executor,
 )
-from jaxkv.tiers.key_memory import DropReasons, RetentionNotes, ReuseFilter
+from jaxkv.tiers.key_memory import (
+    MAX_TRACKED,
+    DropReasons,
+    RetentionNotes,
+    ReuseFilter,
+)
 from jaxkv.tiers.retention import Retention
 from jaxkv.tiers.snapshot import Snapshot, take_snapshot
 from jaxkv.types import KEY_BYTES, NO_BLOCK, STOPS, BlockKey, Stop
@@ -121,7 +126,7 @@ class OffloadingManager:
         *,
         store_threshold: int = 0,
         max_unseen_blocks: int | None = None,
-        max_tracker_size: int = 64_000,
+        max_tracker_size: int = MAX_TRACKED,
         retention: bool = False,
         remember_drops: int = 0,
         executor: ExecutorName = "native",

@@ -14,6 +14,9 @@ from typing import Literal, TypeAlias
 from jaxkv.tiers.retention import Retention
 from jaxkv.types import BlockKey
 
+MAX_TRACKED = 64_000
+"""Keys whose look-ups are counted, unless more or fewer are asked for."""
+
 DropReason: TypeAlias = Literal[
     "evicted", "full", "slow", "store failed", "load failed"
 ]

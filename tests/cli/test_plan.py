@@ -270,6 +270,31 @@ def test_a_made_up_trace_gets_the_reason_that_its_table_supports(
     assert words in figures["recommendation"]["sentence"]
 
 
+def test_an_admission_is_planned_with_and_recommended(capsys, tmp_path, model):
+    # A trace that stores too much for its link, though little of it returns.
+    requests, options, words = REASONS["slow stores"]
+    trace = made_up_trace(tmp_path, requests)
+    line = [trace, "--model", model, "--host-bytes", "1GiB", "--policy", "lru"]
+    line += options.split()
+    without, out = plan(capsys, tmp_path, line)
+    assert without["admission"] is None
+    assert f"{words} (try --store-threshold 2, to store" in out
+    figures, out = plan(capsys, tmp_path, [*line, "--store-threshold", "2"])
+    assert "Rules    store_threshold=2\n" in out
+    assert figures["admission"]["store_threshold"] == 2
+    (before,), (after,) = without["rows"], figures["rows"]
+    # The four shared blocks, when they are asked for again; found from then on.
+    assert after["store_bytes"] == 4 * BLOCK < before["store_bytes"]
+    assert after["host_tokens"] == 28 * 4 * 512
+    assert before["host_tokens"] == 29 * 4 * 512
+    settings = figures["recommendation"]["settings"]
+    assert settings["JAXKV_STORE_THRESHOLD"] == "2"
+    assert OffloadConfig.from_env(environ=settings).store_threshold == 2
+    line += ["--prompt-only"]
+    assert cli.main(["plan", *map(str, line)]) == 2
+    assert "--prompt-only: no output of the trace" in capsys.readouterr().err
+
+
 def test_the_device_in_front_is_counted_in_bytes_too(capsys, tmp_path, model):
     line = ["synthetic:60", "--model", model, "--host-bytes", "1GiB", "--policy", "lru"]
     of_bytes, out = plan(capsys, tmp_path, [*line, "--device-bytes", "2500MiB"])

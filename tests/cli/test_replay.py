@@ -11,7 +11,9 @@ import pytest
 
 from jaxkv.cli import main as cli
 from jaxkv.policies import policy_names
-from jaxkv.tools.replay.run import ReplayResult
+from jaxkv.tools.replay.admission import Admission, find_admitted
+from jaxkv.tools.replay.run import ReplayResult, replay
+from jaxkv.tools.replay.synthetic import make_synthetic_trace
 
 pytestmark = pytest.mark.usefixtures("plain_output")
 
@@ -53,7 +55,7 @@ def test_it_prints_draws_and_writes(capsys, tmp_path):
 def fake(monkeypatch):
     """Replace the replay by a fake one in which ARC refuses 7 stores."""
 
-    def sweep(trace, policies, capacities, on_progress, device_blocks):
+    def sweep(trace, policies, capacities, on_progress, device_blocks, admission):
         return [
             ReplayResult(
                 policy=policy,
@@ -111,6 +113,78 @@ def test_a_device_and_a_model_add_their_sections(capsys, tmp_path):
         "Prefill FLOPs saved by device and host",
         "Prefill FLOPs saved by the host",
     ]
+
+
+def test_admission_is_applied_to_every_policy_and_named(capsys, tmp_path):
+    figures, page = tmp_path / "a.json", tmp_path / "a.html"
+    line = "replay synthetic:300 --policy lru,slru,hazard --capacity 5%"
+    options = "--store-threshold 2 --max-unseen-blocks 4 --max-offload-tokens 20000"
+    stored = {}
+    for more in ("", f" {options} --html {page}"):
+        assert cli.main(f"{line}{more} --json {figures}".split()) == 0
+        out = capsys.readouterr().out
+        written = json.loads(figures.read_text())
+        stored[bool(more)] = {r["policy"]: r for r in written["results"]}
+    settings = "store_threshold=2, max_unseen_blocks=4, max_offload_tokens=20000"
+    assert f"Admission     {settings}\n" in out
+    assert "optimum (stores all)" in out
+    assert "ceiling" not in out
+    assert written["admission"] == {
+        "store_threshold": 2,
+        "max_unseen_blocks": 4,
+        "prompt_only": False,
+        "max_offload_tokens": 20000,
+    }
+    assert f"<dd>{settings}</dd>" in page.read_text()
+    assert "It stores all blocks" in page.read_text()
+    trace = make_synthetic_trace(300)
+    admitted = find_admitted(trace, Admission(2, 4, False, 20_000))
+    for policy in ("lru", "slru", "hazard"):
+        own = stored[True][policy]
+        expected = replay(policy, trace, own["capacity_blocks"], admitted=admitted)
+        assert own["num_hit_blocks"] == expected.num_hit_blocks
+        assert own["num_hit_blocks"] != stored[False][policy]["num_hit_blocks"]
+    for figure in ("num_hit_blocks", "hit_tokens"):
+        assert stored[True]["optimum"][figure] == stored[False]["optimum"][figure]
+
+
+def test_prompt_only_leaves_out_what_outputs_filled(capsys, tmp_path):
+    # The second prompt goes on with what the first request's output filled.
+    head = (
+        '{"format": "jaxkv trace 1", "block_size": 16, "policy": "lru", "host_blocks":'
+        ' 8, "device_blocks": null, "groups": 1, "times": "ms", "lengths": "tokens", '
+        '"began_unix_ms": 0, "key_id": "87975abbcdecde50", "part": 0}\n'
+    )
+    lines = (
+        '{"t": 1, "in": 16, "out": 17, "ids": [1], "out_ids": [2]}\n'
+        '{"t": 2, "in": 48, "out": 1, "ids": [1, 2, 3]}\n'
+    )
+    trace, figures = tmp_path / "a.jsonl", tmp_path / "a.json"
+    trace.write_text(head + lines)
+    found = []
+    for option in ("", "--prompt-only"):
+        line = f"replay {trace} --policy lru --capacity 3 --no-optimum --json {figures}"
+        assert cli.main(f"{line} {option}".split()) == 0
+        (result,) = json.loads(figures.read_text())["results"]
+        found.append(result["num_hit_blocks"])
+    assert found == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ("--store-threshold -1", "must be a whole number from 0 to"),
+        ("--store-threshold many", "must be a whole number from 0 to"),
+        ("--max-unseen-blocks 1.5", "must be a whole number from 0 to"),
+        ("--max-offload-tokens 0", "must be a whole number from 1 to"),
+        ("--max-offload-tokens 511", "511 is less than a block, which has 512 tokens"),
+        ("--prompt-only", "no output of the trace filled a block that could be left"),
+    ],
+)
+def test_an_admission_that_cannot_be_is_refused(capsys, option, why):
+    err = refuse(capsys, f"{SMALL} {option}")
+    assert err.startswith(f"jaxkv replay: error: {option.split()[0]}: ")
+    assert why in err
 
 
 def test_the_page_has_the_command_that_made_it(fake, tmp_path):
@@ -318,6 +392,10 @@ def test_help_explains_each_option_with_its_default(capsys):
         ("--no-optimum", "it is the last row)"),
         ("--device-blocks N", "no device)"),
         ("--model MODEL", "none)"),
+        ("--store-threshold N", "0, as 1: all)"),
+        ("--max-unseen-blocks N", "all)"),
+        ("--prompt-only", "store them)"),
+        ("--max-offload-tokens N", "all)"),
         ("--plot FILE.png", "no picture)"),
         ("--json FILE", "no file)"),
         ("--html FILE", "none)"),

@@ -134,6 +134,8 @@ def serve_behind(
     num_asked: int,
     begin: Callable[[], Any] = lambda: None,
     finish: Callable[[Any], None] = lambda mark: None,
+    passes: NDArray[np.bool_] | None = None,
+    limit: int | None = None,
 ) -> tuple[int, int, bool]:
     """Serve a request on the host, after the device has found its part.
 
@@ -147,13 +149,20 @@ def serve_behind(
         num_asked: How many the request asks for; its output fills those after them.
         begin: Tells the policy that the request begins.
         finish: Tells it, with what that returned, that the request has finished.
+        passes: bool[n]. Which keys were asked for often enough to be stored; None for
+            all.
+        limit: How many blocks, the first ones, are offered at all; None for all.
 
     Returns:
         The blocks found on the host, those stored there, and whether it refused any.
     """
-    num_keys = len(keys)
-    if not num_keys:
+    if not len(keys):
         return 0, 0, False
+    num_keys = len(keys) if limit is None else min(len(keys), limit)
+    offered = keys[:num_keys]
+    if passes is None:
+        passes = np.ones(len(keys), np.bool_)
+    passes = passes[:num_keys]
     num_found = 0
     if num_local < num_findable:
         num_found = executor.lookup(keys[num_local:num_findable])
@@ -165,22 +174,23 @@ def serve_behind(
     is_ordered = True
     under_way: list[Store] = []
     is_refused = False
-    for end in range(num_asked, num_running + 1):
+    for end in range(min(num_asked, num_keys), min(num_running, num_keys) + 1):
         if num_known < end:
-            is_refused |= _offer(executor, keys[num_known:end], under_way)
+            new = slice(num_known, end)
+            is_refused |= _offer(executor, offered[new], passes[new], under_way)
             is_ordered = (end - num_known) * _REORDER_SHARE >= end
             if is_ordered:
                 executor.touch(keys[:end], False)
             num_known = end
     # Where nothing was known, all that the host has now is what it took.
     is_whole = num_known == num_keys and not is_refused
-    if num_local + num_found or num_known < num_keys:
-        is_whole = bool((executor.find(keys) != NO_BLOCK).all())
-    if not is_whole:
-        is_refused |= _offer(executor, keys, under_way)
+    if num_keys and (num_local + num_found or num_known < num_keys or not passes.all()):
+        is_whole = bool((executor.find(offered) != NO_BLOCK).all())
+    if num_keys and not is_whole:
+        is_refused |= _offer(executor, offered, passes, under_way)
         is_ordered = False
-    if not is_ordered:
-        executor.touch(keys, False)
+    if num_keys and not is_ordered:
+        executor.touch(offered, False)
     finish(mark)
     for store in under_way:
         executor.complete_step(store.block_ids, 0)
@@ -188,16 +198,33 @@ def serve_behind(
     return num_found, num_stored, is_refused
 
 
-def _offer(executor: Executor, keys: Words, under_way: list[Store]) -> bool:
+def _offer(
+    executor: Executor,
+    keys: Words,
+    passes: NDArray[np.bool_],
+    under_way: list[Store],
+) -> bool:
     """Store what there is room for, as `Stores.place` does; tell whether not all is."""
     num = len(keys)
     while num:
-        store = executor.prepare_store(keys[:num])
+        admitted = those_of(keys[:num], passes[:num])
+        if not len(admitted):
+            break
+        store = executor.prepare_store(admitted)
         if store is not None:
             under_way.append(store)
             break
         num //= 2
     return num < len(keys)
+
+
+def those_of(keys: Words, passes: NDArray[np.bool_]) -> Words:
+    """Choose the keys that may be stored."""
+    if passes.all():
+        return keys
+    chosen = keys[passes]
+    chosen.flags.writeable = False  # As all keys are.
+    return chosen
 
 
 def _size_of(trace: Trace) -> int:

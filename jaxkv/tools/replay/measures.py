@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv.tools.replay.admission import Admission
 from jaxkv.tools.replay.model_costs import ModelCosts
 from jaxkv.tools.replay.run import OPTIMUM, ReplayResult
 from jaxkv.tools.replay.traces import Trace
@@ -74,11 +75,14 @@ class Comparison:
         trace: The replayed trace.
         results: Every policy at the same capacities.
         model: For which prefill is counted; None to count none.
+        admission: What was kept out of the cache, but not by the optimum; None for
+            nothing.
     """
 
     trace: Trace
     results: Sequence[ReplayResult]
     model: ModelCosts | None = None
+    admission: Admission | None = None
 
     @property
     def policies(self) -> list[str]:

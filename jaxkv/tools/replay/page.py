@@ -154,7 +154,7 @@ def _section(comparison: Comparison, name: str, measure: Measure) -> str:
     """Write a measure's chart and table."""
     lines = [
         _Line(
-            label_of(policy),
+            label_of(policy, comparison.admission),
             _look(comparison, policy),
             [100 * measure.ratios[Cell(policy, c)] for c in comparison.capacities],
         )
@@ -172,7 +172,7 @@ def _section(comparison: Comparison, name: str, measure: Measure) -> str:
             )
             for c in comparison.capacities
         ]
-        rows.append((label_of(policy), cells))
+        rows.append((label_of(policy, comparison.admission), cells))
     about = _describe(comparison, measure)
     figure = _figure(comparison, name, measure.title, about, lines)
     table = _table(comparison, name, f"{measure.title}, in percent", rows)
@@ -239,10 +239,12 @@ def _reading(comparison: Comparison) -> str:
         "and at no policy where all have the same.",
     ]
     if OPTIMUM in comparison.policies:
-        items.append(
-            "<strong>The optimum</strong> knows the future. No policy can find more, "
-            "and none can be expected to find as much."
+        bound = (
+            "No policy can find more, and none can be expected to find as much."
+            if comparison.admission is None
+            else "It stores all blocks, and the policies what the admission lets pass."
         )
+        items.append(f"<strong>The optimum</strong> knows the future. {bound}")
     if comparison.prefill_flops is not None:
         items.append(
             "<strong>Prefill saved</strong> counts what the model need not compute: a "

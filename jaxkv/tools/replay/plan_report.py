@@ -12,6 +12,7 @@ from jaxkv.tools.console import make_console, make_table, print_lines
 from jaxkv.tools.machine import num_cpus, versions
 from jaxkv.tools.pictures import GREY, make_figure, plain_axes
 from jaxkv.tools.replay import plan as planning
+from jaxkv.tools.replay.admission import Admission
 from jaxkv.tools.replay.model_costs import ModelCosts
 from jaxkv.tools.replay.plan import Demand, Plan, PlanRow, Speeds
 from jaxkv.tools.replay.report import look_of
@@ -32,6 +33,7 @@ class Setting:
         device_blocks: Blocks of the device's prefix cache; None if it keeps none.
         num_devices: Devices that the model is divided among.
         notes: Further assumptions.
+        admission: What is kept out of the host tier; None for nothing.
     """
 
     trace: Trace
@@ -41,6 +43,7 @@ class Setting:
     device_blocks: int | None = None
     num_devices: int = 1
     notes: tuple[str, ...] = ()
+    admission: Admission | None = None
 
 
 def print_setting(setting: Setting) -> None:
@@ -67,6 +70,7 @@ def print_setting(setting: Setting) -> None:
         ("Model", f"{model.name}: {kv}{dtype}, {block} a block"),
         *[("", f"{setting.num_devices} devices share it")][: setting.num_devices > 1],
         ("Device", device),
+        *([] if setting.admission is None else [("Rules", setting.admission.text)]),
         (
             "Load",
             f"{three_digits(speeds.load_bytes_per_s / 1e9)} GB/s "
@@ -181,7 +185,7 @@ def summary_lines(setting: Setting, plan: Plan) -> list[str]:
             "long as there is; some blocks will be dropped as slow."
         )
     lines += ["", sentence(setting, plan)]
-    settings = settings_of(plan)
+    settings = settings_of(setting, plan)
     if settings:
         lines += ["", " ".join(f"{name}={text}" for name, text in settings.items())]
     return lines
@@ -218,7 +222,7 @@ def sentence(setting: Setting, plan: Plan) -> str:
     return f"{text}."
 
 
-def settings_of(plan: Plan) -> dict[str, str]:
+def settings_of(setting: Setting, plan: Plan) -> dict[str, str]:
     """Return the variables to set; none if offloading does not pay."""
     row = plan.recommendation.row
     if row is None:
@@ -227,6 +231,9 @@ def settings_of(plan: Plan) -> dict[str, str]:
         variable_of("host_bytes"): size_text(row.host_bytes, "").removesuffix(" bytes"),
         variable_of("cache_policy"): row.policy,
     }
+    if setting.admission is not None:
+        for name, value in setting.admission.changed.items():
+            settings[variable_of(name)] = str(value).lower()
     if row.num_declined:
         settings[variable_of("skip_slow_loads")] = "true"
     return settings
@@ -254,14 +261,15 @@ def _why_not(setting: Setting, plan: Plan) -> str:
             f"what comes back does so too late for these sizes; "
             f"{rounded_size(most.host_bytes)} finds {found} of the prompt tokens, of "
             f"the {returning} that an unlimited host tier would find"
+            + (f" without {setting.admission.text}" if setting.admission else "")
         )
     if reason == "slow stores":
         use = min(row.store_use or 0.0 for row in rows)
-        times = f"{use:.1f} times as long as there is"
-        return (
-            f"the link is too slow; stores alone would take {times} "
-            f"({variable_of('store_threshold')}=2 stores only what was asked for twice)"
-        )
+        text = f"the link is too slow; stores alone would take {use:.1f} times as long"
+        text += " as there is"
+        if setting.admission is None:
+            text += " (try --store-threshold 2, to store only what was asked for twice)"
+        return text
     best = max(rows, key=lambda row: (row.saved_s, row.host_tokens))
     load_s, prefill_s = block_times(setting)
     text = (
@@ -311,6 +319,7 @@ def to_json(setting: Setting, plan: Plan) -> dict[str, Any]:
             if value is not None
         },
         "device_blocks": setting.device_blocks,
+        "admission": setting.admission and dataclasses.asdict(setting.admission),
         "notes": [*setting.notes, *model.notes],
         "demand": dataclasses.asdict(demand) | {"num_servers": demand.num_servers},
         "rule": {
@@ -325,7 +334,7 @@ def to_json(setting: Setting, plan: Plan) -> dict[str, Any]:
             "host_bytes": choice.row and choice.row.host_bytes,
             "policy": choice.row and choice.row.policy,
             "sentence": sentence(setting, plan),
-            "settings": settings_of(plan),
+            "settings": settings_of(setting, plan),
         },
         "machine": {"num_cpus": num_cpus(), **versions()},
     }

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from jaxkv.tools.console import make_console, make_table, print_lines
 from jaxkv.tools.machine import versions
 from jaxkv.tools.pictures import GREY, make_figure, plain_axes, spread, with_minus
+from jaxkv.tools.replay.admission import Admission
 from jaxkv.tools.replay.measures import (
     BASELINE,
     Cell,
@@ -27,7 +28,6 @@ from jaxkv.tools.replay.measures import (
 from jaxkv.tools.replay.run import OPTIMUM, ReplayResult
 from jaxkv.tools.replay.traces import Recording, Trace
 
-_CEILING = f"{OPTIMUM} (ceiling)"
 _COLOURS = ("#0b6285", "#b3401f", "#4a6b14", "#7a3f94", "#855600", "#33418f", "#a0245f")
 _MARKERS = "os^Dv*P|"
 _DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (7, 2, 2, 2)))
@@ -83,8 +83,10 @@ def _facts_of_run(trace: Trace, run: Recording) -> Iterator[tuple[str, str]]:
 
 
 def parts_of(comparison: Comparison) -> list[tuple[str, str]]:
-    """List the device and the model of a comparison, if it has them, with names."""
+    """List what a comparison has of a model, a device and an admission, with names."""
     parts = []
+    if comparison.admission is not None:
+        parts.append(("Admission", comparison.admission.text))
     if comparison.model is not None:
         model = comparison.model
         notes = "".join(f"; {note}" for note in model.notes)
@@ -133,7 +135,9 @@ def print_results(comparison: Comparison) -> None:
         for name in rows:
             cells = [cell(Cell(name, capacity)) for capacity in capacities]
             style = "dim" if name == OPTIMUM else None
-            table.add_row(f"  {label_of(name)}", *cells, style=style)
+            table.add_row(
+                f"  {label_of(name, comparison.admission)}", *cells, style=style
+            )
 
     for measure in comparison.measures:
         ratios = measure.ratios
@@ -203,6 +207,8 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
             "prefill_flops": comparison.prefill_flops,
             "notes": list(model.notes),
         }
+    if comparison.admission is not None:
+        figures["admission"] = dataclasses.asdict(comparison.admission)
     device = comparison.results[0].device
     if device is not None:
         figures["device"] = {
@@ -310,7 +316,7 @@ def _draw(
         if name != OPTIMUM:
             look = look_of(comparison.real_policies.index(name))
         axes.plot(capacities, values, linewidth=1.8, markersize=5, **look)
-        ends.append((values[-1], label_of(name), look["color"]))
+        ends.append((values[-1], label_of(name, comparison.admission), look["color"]))
     flat = [value for values in lines.values() for value in values]
     low, high = min(0.0, *flat), max(0.0, *flat)
     room = 0.08 * (high - low) or 1.0
@@ -387,6 +393,9 @@ def _label_capacities(axes: Any, capacities: list[int], trace: Trace) -> None:
     axes.set_xticks([], minor=True)
 
 
-def label_of(policy: str) -> str:
+def label_of(policy: str, admission: Admission | None = None) -> str:
     """Name a policy for a reader."""
-    return _CEILING if policy == OPTIMUM else policy
+    if policy != OPTIMUM:
+        return policy
+    # To leave blocks out can be better than to store all of them.
+    return f"{OPTIMUM} ({'ceiling' if admission is None else 'stores all'})"

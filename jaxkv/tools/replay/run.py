@@ -8,7 +8,7 @@ cache uses only the first that fit, but all count. A policy that listens is told
 the request begins, and at last that it has finished, both at the time of its arrival.
 
 With a device in front, requests are served as `jaxkv.tools.replay.device` says. With an
-admission, what does not pass is not stored.
+`Admission`, what it keeps out is not stored.
 """
 
 from __future__ import annotations
@@ -27,9 +27,14 @@ from numpy.typing import NDArray
 
 from jaxkv.policies import PolicyMaker, get_policy_maker
 from jaxkv.tiers.executors import Executor, Step, Words, make_executor
-from jaxkv.tiers.key_memory import ReuseFilter
+from jaxkv.tools.replay.admission import Admission, Admitted, find_admitted
 from jaxkv.tools.replay.belady import find_optimum
-from jaxkv.tools.replay.device import DeviceHits, find_on_device, serve_behind
+from jaxkv.tools.replay.device import (
+    DeviceHits,
+    find_on_device,
+    serve_behind,
+    those_of,
+)
 from jaxkv.tools.replay.traces import Trace, keys_of
 
 OPTIMUM = "optimum"
@@ -109,7 +114,7 @@ def replay(
     capacity_blocks: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     device: DeviceHits | None = None,
-    make_admission: Callable[[], ReuseFilter] | None = None,
+    admitted: Admitted | None = None,
 ) -> ReplayResult:
     """Replay a trace against one policy at one capacity.
 
@@ -119,16 +124,14 @@ def replay(
         capacity_blocks: Blocks of the cache.
         on_progress: Called repeatedly with the requests done and in total.
         device: What a device in front finds by itself; None for no device.
-        make_admission: Makes what says which blocks may be stored; None for all. It
-            goes neither with `OPTIMUM`, which stores whatever was asked for, nor with a
-            device.
+        admitted: Which blocks may be stored (`find_admitted`); None for all. `OPTIMUM`
+            stores all in any case.
 
     Returns:
         The result.
 
     Raises:
-        ValueError: If the policy is unknown, the capacity is less than 1, or an
-            admission is given where it does not go.
+        ValueError: If the policy is unknown, or the capacity is less than 1.
 
     Example:
         >>> from jaxkv.tools.replay.traces import make_trace
@@ -140,9 +143,6 @@ def replay(
     if capacity_blocks < 1:
         raise ValueError(f"{capacity_blocks=} must be at least 1.")
     name = _check_name(policy)
-    if make_admission is not None and (policy == OPTIMUM or device is not None):
-        what = f"{policy=}" if policy == OPTIMUM else "a device in front"
-        raise ValueError(f"make_admission must be None with {what}.")
     begun_s = ready_s = time.perf_counter()
     if policy == OPTIMUM:
         num_hits = find_optimum(trace, capacity_blocks, on_progress, device)
@@ -159,7 +159,6 @@ def replay(
         ahead = None if device is None else (0, 1, 1)
         _serve(executor, np.zeros(1, np.int64), 1, news, ahead)
         executor = make_executor(cache)
-        admission = make_admission() if make_admission is not None else None
         ready_s = time.perf_counter()
         num_hits = np.zeros(trace.num_requests, np.int64)
         num_stores = np.zeros(trace.num_requests, np.int64)
@@ -178,8 +177,12 @@ def replay(
                     int(device.running[request]),
                 )
             asked = min(int(num_asked[request]), len(ids))
+            passes, limit = None, None
+            if admitted is not None:
+                passes = admitted.passes[start : start + len(ids)]
+                limit = int(admitted.limits[request])
             num_hits[request], num_stores[request], is_refused = _serve(
-                executor, ids, asked, news, ahead, admission
+                executor, ids, asked, news, ahead, passes, limit
             )
             num_refused += is_refused
             if request % _REQUESTS_PER_REPORT == 0:
@@ -211,6 +214,7 @@ def sweep(
     capacities: Sequence[int],
     on_progress: Callable[[str, int, int], None] = lambda label, done, total: None,
     device_blocks: int | None = None,
+    admission: Admission | None = None,
 ) -> list[ReplayResult]:
     """Replay a trace against several policies at several capacities.
 
@@ -221,12 +225,14 @@ def sweep(
         on_progress: Called repeatedly with a label for the policy and capacity, the
             requests done and in total; from several threads, one at a time.
         device_blocks: Blocks of a device in front of the cache; None for no device.
+        admission: What is kept out of the cache, whatever the policy, but for
+            `OPTIMUM`; None for nothing.
 
     Returns:
         The results: the first policy at every capacity, then the next.
 
     Raises:
-        ValueError: As in `replay`, before anything is run.
+        ValueError: As in `replay` and `find_admitted`, before anything is run.
     """
     named = [(_check_name(policy), policy) for policy in policies]
     if min(capacities, default=1) < 1:
@@ -235,6 +241,10 @@ def sweep(
     if device_blocks is not None:
         label = f"device, {device_blocks:,} blocks"
         device = find_on_device(trace, device_blocks, partial(on_progress, label))
+    admitted = None
+    if admission is not None:
+        report_admission = partial(on_progress, "admission")
+        admitted = find_admitted(trace, admission, report_admission, device)
     lock, stopped = threading.Lock(), threading.Event()
 
     def run(name: str, policy: str | PolicyMaker, capacity: int) -> ReplayResult:
@@ -247,7 +257,7 @@ def sweep(
                 on_progress(label, done, total)
 
         report(0, trace.num_requests)
-        return replay(policy, trace, capacity, report, device)
+        return replay(policy, trace, capacity, report, device, admitted)
 
     # A thread per core: LRU at four capacities took 11.6 s on two cores and 16.8 s on
     # one, mostly to compile. Capacities differ in shape, so they cannot share a
@@ -294,7 +304,8 @@ def _serve(
     num_asked: int,
     news: _News | None,
     ahead: tuple[int, int, int] | None,
-    admission: ReuseFilter | None = None,
+    passes: NDArray[np.bool_] | None = None,
+    limit: int | None = None,
 ) -> tuple[int, int, bool]:
     """Serve a request; return its hit blocks, those stored, and if any was refused.
 
@@ -305,7 +316,9 @@ def _serve(
         news: What to tell the policy; None if it does not listen.
         ahead: How many blocks the device in front has found, how many may be found, and
             how many are offered before the request's end; None if there is no device.
-        admission: Says which blocks may be stored; None for all.
+        passes: bool[n]. Which blocks were asked for often enough to be stored; None
+            for all.
+        limit: How many blocks, the first ones, may be stored at all; None for all.
     """
     if not ids.size:
         return 0, 0, False
@@ -325,14 +338,14 @@ def _serve(
 
     if ahead is not None:
         num_found, num_stored, is_refused = serve_behind(
-            executor, keys, *ahead, num_asked, begin, finish
+            executor, keys, *ahead, num_asked, begin, finish, passes, limit
         )
         return ahead[0] + num_found, num_stored, is_refused
     mark = begin()
-    if admission is None:
+    if passes is None:
         step = executor.request_step(keys)
     else:
-        step = _step(executor, keys, ids, num_asked, admission)
+        step = _step(executor, keys, those_of(keys[:limit], passes[:limit]))
     if step.evicted_keys is not None:
         # The second touch comes before the blocks are ready, which matters to ARC.
         executor.touch(keys)
@@ -343,26 +356,16 @@ def _serve(
     return min(step.num_hits, num_asked), num_stored, is_refused
 
 
-def _step(
-    executor: Executor,
-    keys: Words,
-    ids: NDArray[Any],
-    num_asked: int,
-    admission: ReuseFilter,
-) -> Step:
+def _step(executor: Executor, keys: Words, admitted: Words) -> Step:
     """Do as `Executor.request_step` does, but store only what may be stored."""
-    names = [int(own).to_bytes(8, "little") for own in ids]
-    admission.count(names[:num_asked])
     num_hits = executor.lookup(keys)
     executor.touch(keys)
     block_ids = np.empty(0, np.int64)
     if num_hits:
         block_ids, _ = executor.prepare_load(keys[:num_hits])
-    offered = keys[np.array(admission.passes(names))]
-    offered.flags.writeable = False
-    if not len(offered):
+    if not len(admitted):
         return Step(num_hits, 0, block_ids, keys[:0])
-    stored = executor.prepare_store(offered)
+    stored = executor.prepare_store(admitted)
     if stored is None:
         return Step(num_hits, 0, block_ids, None)
     block_ids = np.concatenate([block_ids, stored.block_ids])

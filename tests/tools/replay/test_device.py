@@ -11,9 +11,11 @@ import pytest
 from jaxkv.keys.packed import words_to_keys
 from jaxkv.policies import policy_names
 from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, SchedulerOutput
+from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.search.tiers import find_cached_prefix
 from jaxkv.tiers.device import DeviceBlockPool
+from jaxkv.tools.replay.admission import Admission, find_admitted
 from jaxkv.tools.replay.belady import find_optimum
 from jaxkv.tools.replay.device import DeviceHits, find_on_device
 from jaxkv.tools.replay.run import OPTIMUM, replay, sweep
@@ -41,12 +43,16 @@ class Engine:
     the prompt's blocks. Transfers have ended by the next step.
     """
 
-    def __init__(self, trace, policy, capacity, device_blocks):
+    def __init__(self, trace, policy, capacity, device_blocks, rules=None):
         self.trace = trace
         self.pool = DeviceBlockPool(device_blocks + 1)
         self.now_s = Fraction(0)
         self.scheduler = OffloadScheduler(
-            SIZE, capacity, policy, policy_clock=lambda: self.now_s
+            SIZE,
+            capacity,
+            policy,
+            rules=rules,
+            policy_clock=lambda: self.now_s,
         )
         self.scheduler.bind_device_block_pool(self.pool)
 
@@ -152,6 +158,40 @@ def test_every_request_finds_what_it_finds_in_a_real_engine(policy):
         assert result.stores_by_request.sum() == engine.scheduler.stats.num_stored
         totals += (local.sum(), host.sum(), num_refused)
     assert totals.all(), "each kind must have come up"
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "hazard"])
+@pytest.mark.parametrize(
+    "admission",
+    [
+        Admission(store_threshold=2),
+        Admission(max_unseen_blocks=3),
+        Admission(store_threshold=2, max_unseen_blocks=1),
+        Admission(max_offload_tokens=7 * SIZE + 3),
+        Admission(max_unseen_blocks=4, max_offload_tokens=9 * SIZE),
+    ],
+    ids=lambda admission: admission.text,
+)
+def test_with_an_admission_too_every_request_finds_what_it_finds_in_a_real_engine(
+    policy, admission
+):
+    num_found = 0
+    for seed, (device_blocks, capacity) in enumerate([(40, 120), (25, 60), (90, 30)]):
+        trace = make_mixed_trace(seed)
+        rules = OffloadRules(**dataclasses.asdict(admission))
+        engine = Engine(trace, policy, capacity, device_blocks, rules)
+        served = [engine.serve(number) for number in range(trace.num_requests)]
+        local, host = np.array(served).T
+        device = find_on_device(trace, device_blocks)
+        admitted = find_admitted(trace, admission, device=device)
+        result = replay(policy, trace, capacity, device=device, admitted=admitted)
+        assert result.num_device_hit_blocks == local.sum()
+        assert (result.hits_by_request - device.hits).tolist() == host.tolist()
+        assert result.stores_by_request.sum() == engine.scheduler.stats.num_stored
+        everything = replay(policy, trace, capacity, device=device)
+        assert result.stores_by_request.sum() < everything.stores_by_request.sum()
+        num_found += host.sum()
+    assert num_found
 
 
 def test_the_device_keeps_what_was_used_last_and_of_that_the_head():

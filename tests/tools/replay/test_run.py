@@ -1,16 +1,15 @@
 """`replay` against a plain loop over the twin of the manager, and published figures."""
 
 import dataclasses
+import random
 import threading
-from functools import partial
 
 import numpy as np
 import pytest
 
 from jaxkv import OffloadingManager
 from jaxkv.policies import make_lru
-from jaxkv.tiers.key_memory import ReuseFilter
-from jaxkv.tools.replay.device import find_on_device
+from jaxkv.tools.replay.admission import Admission, find_admitted
 from jaxkv.tools.replay.run import OPTIMUM, replay, sweep
 from jaxkv.tools.replay.synthetic import make_synthetic_trace
 from jaxkv.tools.replay.traces import keys_of, make_trace, read_trace
@@ -81,24 +80,109 @@ def test_a_replay_with_an_admission_finds_what_a_manager_with_it_does(
             cache.complete_store(keys)
         cache.complete_load(keys[:found])
         num_hits, num_blocks = num_hits + found, num_blocks + len(request)
-    reuse = partial(
-        ReuseFilter,
-        rules.get("store_threshold", 0),
-        64_000,
-        rules.get("max_unseen_blocks"),
-    )
-    result = replay(policy, trace, capacity, make_admission=reuse)
+    admission = Admission(**rules)
+    result = replay(policy, trace, capacity, admitted=find_admitted(trace, admission))
     assert 0 < result.num_hit_blocks == num_hits < num_blocks
-    assert result != replay(policy, trace, capacity)
+    everything = replay(policy, trace, capacity)
+    assert result != everything
+    assert result.stores_by_request.sum() < everything.stores_by_request.sum()
+    # A sweep keeps the same out, at every capacity, but not from the optimum.
+    swept = sweep(trace, [policy, OPTIMUM], [40, capacity], admission=admission)
+    assert swept[1] == result
+    assert swept[2:] == sweep(trace, [OPTIMUM], [40, capacity])
 
 
-def test_an_admission_is_refused_where_it_does_not_go(trace):
-    reuse = partial(ReuseFilter, 2, 64_000, None)
-    with pytest.raises(ValueError, match="make_admission must be None with policy='op"):
-        replay(OPTIMUM, trace, 60, make_admission=reuse)
-    device = find_on_device(trace, 30)
-    with pytest.raises(ValueError, match="make_admission must be None with a device"):
-        replay("lru", trace, 60, device=device, make_admission=reuse)
+def make_answered_trace(seed):
+    """Prompts, of which some go on with what the output of the one before filled."""
+    rng = random.Random(seed)
+    requests, outputs, said = [], [], []
+    for _ in range(300):
+        if rng.random() < 0.5 or not said:
+            said.append([rng.randrange(10_000) for _ in range(rng.randint(1, 6))])
+        prompt = rng.choice(said)
+        answer = [rng.randrange(10_000, 20_000) for _ in range(rng.randrange(4))]
+        requests.append(prompt + answer)
+        outputs.append(len(answer))
+        if rng.random() < 0.5:
+            said.append([*prompt, *answer, rng.randrange(10_000)])
+    return make_trace("answered", requests, block_size=16, num_output_blocks=outputs)
+
+
+def serve_plainly(trace, capacity, admission):
+    """Serve a trace by LRU over a list: each request's hits and stores."""
+    held, counts, hits, stores = [], {}, [], []
+    for request, num_asked in zip(
+        np.split(trace.ids, trace.offsets[1:-1]), trace.num_asked, strict=True
+    ):
+        keys = request.tolist()
+        asked, used = keys[:num_asked], keys[:capacity]
+        unseen = list(dict.fromkeys(key for key in asked if key not in counts))
+        for key in asked:
+            counts[key] = counts.get(key, 0) + 1
+        found = next((i for i, k in enumerate(used) if k not in held), len(used))
+        hits.append(min(found, num_asked))
+        late = set()
+        if admission.max_unseen_blocks is not None:
+            late = set(unseen[admission.max_unseen_blocks :])
+        last = num_asked if admission.prompt_only else len(keys)
+        if admission.max_offload_tokens is not None:
+            last = min(last, admission.max_offload_tokens // trace.block_size)
+        passing = [
+            key
+            for key in used[:last]
+            if counts.get(key, 0) >= admission.store_threshold and key not in late
+        ]
+        new = list(dict.fromkeys(key for key in passing if key not in held))
+        # The last ones used stand last, and of a request its first block.
+        kept = [key for key in held if key in used]
+        others = [key for key in held if key not in used]
+        # Found blocks are read, and those that pass are wanted; the rest may go.
+        spare = [key for key in kept if key not in used[:found] and key not in passing]
+        while len(held) + len(new) > capacity and (others or spare):
+            held.remove((others or spare).pop(0))
+        assert len(held) + len(new) <= capacity
+        stores.append(len(new))
+        held += new
+        uses = [key for key in dict.fromkeys(used) if key in held]
+        held = [key for key in held if key not in uses] + uses[::-1]
+    return hits, stores
+
+
+@pytest.mark.parametrize(
+    "admission",
+    [
+        Admission(store_threshold=2),
+        Admission(store_threshold=3, max_offload_tokens=5 * 16 + 15),
+        Admission(max_unseen_blocks=2),
+        Admission(max_unseen_blocks=0, prompt_only=True),
+        Admission(prompt_only=True),
+        Admission(max_offload_tokens=3 * 16),
+    ],
+    ids=lambda admission: admission.text,
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_admitted_is_what_a_plain_loop_admits(seed, admission):
+    trace = make_answered_trace(seed)
+    admitted = find_admitted(trace, admission)
+    for capacity in (25, 400):
+        hits, stores = serve_plainly(trace, capacity, admission)
+        result = replay("lru", trace, capacity, admitted=admitted)
+        assert result.hits_by_request.tolist() == hits
+        assert result.stores_by_request.tolist() == stores
+        assert sum(hits)
+
+
+def test_tokens_are_no_limit_where_nobody_knows_how_many_a_block_has():
+    with pytest.raises(ValueError, match="max_offload_tokens=64 must be None: the tr"):
+        find_admitted(make_trace("t", [[1]]), Admission(max_offload_tokens=64))
+
+
+@pytest.mark.parametrize(
+    "name", ["store_threshold", "max_unseen_blocks", "max_offload_tokens"]
+)
+def test_an_admission_with_too_small_a_number_is_refused(name):
+    with pytest.raises(ValueError, match=f"{name}=-1 must be at least"):
+        Admission(**{name: -1})
 
 
 @pytest.mark.parametrize("policy", sorted(TWINS))

@@ -1,0 +1,145 @@
+"""What of a trace's blocks may be stored, by the settings of `jaxkv.OffloadRules`.
+
+Which keys were looked up before depends neither on the policy nor on the capacity, so
+that it is found once for all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv.tiers.key_memory import MAX_TRACKED, ReuseFilter
+from jaxkv.tools.replay.device import DeviceHits
+from jaxkv.tools.replay.traces import Trace
+
+_REQUESTS_PER_REPORT = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Admission:
+    """Settings that keep blocks out of the host tier, as in `jaxkv.OffloadConfig`.
+
+    Attributes:
+        store_threshold: Store only what this number of requests have asked for; 0 or 1
+            for all.
+        max_unseen_blocks: Of a request's blocks that nobody asked for before, store
+            this number, from its head; None for all.
+        prompt_only: Whether the blocks that outputs filled are left out.
+        max_offload_tokens: Store this number of tokens of a request, from its first;
+            None for all.
+
+    Raises:
+        ValueError: If a number is too small.
+    """
+
+    store_threshold: int = 0
+    max_unseen_blocks: int | None = None
+    prompt_only: bool = False
+    max_offload_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("store_threshold", self.store_threshold, 0),
+            ("max_unseen_blocks", self.max_unseen_blocks, 0),
+            ("max_offload_tokens", self.max_offload_tokens, 1),
+        ):
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value} must be at least {least}.")
+
+    @property
+    def changed(self) -> dict[str, int]:
+        """The settings that are not the default, by name.
+
+        >>> Admission(store_threshold=2, prompt_only=True).changed
+        {'store_threshold': 2, 'prompt_only': True}
+        """
+        return {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        }
+
+    @property
+    def text(self) -> str:
+        """What is kept out, in short.
+
+        >>> Admission(store_threshold=2, prompt_only=True).text
+        'store_threshold=2, prompt_only=True'
+        """
+        return ", ".join(f"{name}={value}" for name, value in self.changed.items())
+
+
+class Admitted(NamedTuple):
+    """What may be stored. n blocks of R requests.
+
+    Attributes:
+        passes: bool[n]. Which of `Trace.ids` were asked for often enough.
+        limits: i64[R]. How many blocks of each request, the first ones, are offered.
+    """
+
+    passes: NDArray[np.bool_]
+    limits: NDArray[np.int64]
+
+
+def find_admitted(
+    trace: Trace,
+    admission: Admission,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    device: DeviceHits | None = None,
+) -> Admitted:
+    """Find what may be stored of each request, whoever serves it.
+
+    Args:
+        trace: The requests.
+        admission: The settings.
+        on_progress: Called repeatedly with the requests done and in total.
+        device: What a device in front finds; of a request that does not fit it, only
+            the part that fits is asked for. None for no device.
+
+    Returns:
+        What may be stored when a request is served.
+
+    Raises:
+        ValueError: If tokens are to be counted, and the trace has no block size.
+
+    Example:
+        >>> from jaxkv.tools.replay.traces import make_trace
+        >>> trace = make_trace("two", [[1, 2, 3], [1, 4, 5]])
+        >>> admitted = find_admitted(trace, Admission(max_unseen_blocks=1))
+        >>> admitted.passes.tolist(), admitted.limits.tolist()
+        ([True, False, False, True, True, False], [3, 3])
+    """
+    limits = (trace.num_asked if admission.prompt_only else trace.num_blocks).copy()
+    if admission.max_offload_tokens is not None:
+        if trace.block_size is None:
+            raise ValueError(
+                f"max_offload_tokens={admission.max_offload_tokens} must be None: the "
+                f"trace {trace.name!r} does not say how many tokens a block has."
+            )
+        most = admission.max_offload_tokens // trace.block_size
+        limits = np.minimum(limits, most)
+    passes = np.ones(len(trace.ids), np.bool_)
+    if admission.store_threshold > 1 or admission.max_unseen_blocks is not None:
+        reuse = ReuseFilter(
+            admission.store_threshold, MAX_TRACKED, admission.max_unseen_blocks
+        )
+        num_asked = trace.num_asked
+        if device is not None:
+            num_asked = np.minimum(num_asked, device.usable)
+        for request in range(trace.num_requests):
+            first, last = trace.offsets[request : request + 2]
+            own = trace.ids[first:last].tolist()
+            names = [number.to_bytes(4, "little") for number in own]
+            reuse.count(names[: num_asked[request]])
+            passes[first:last] = reuse.passes(names)
+            if request % _REQUESTS_PER_REPORT == 0:
+                on_progress(request, trace.num_requests)
+    on_progress(trace.num_requests, trace.num_requests)
+    for each in (passes, limits):
+        each.flags.writeable = False  # All replays share them.
+    return Admitted(passes, limits)
