@@ -36,8 +36,10 @@ def run(argv: Sequence[str]) -> int:
             _check_known(unknown[0], parser, [])
         args.command_line = shlex.join(["jaxkv", *argv])
         code: int = command.run(args)
-        # What cannot be written is to be found out here.
-        sys.stdout.flush()
+        # What cannot be written is to be found out here. Whoever closed the output
+        # before the process began wants none.
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return code
     except CommandError as error:
         print(f"{name}: error: {one_line(str(error))}", file=sys.stderr)
@@ -74,7 +76,7 @@ class _Parser(argparse.ArgumentParser):
 
     def _print_message(self, message: str, file: Any = None) -> None:
         # argparse's own does not tell of output that cannot be written.
-        (sys.stderr if file is None else file).write(message)
+        print(message, end="", file=sys.stderr if file is None else file)
 
 
 def _make_parsers(

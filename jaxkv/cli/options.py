@@ -158,13 +158,28 @@ def model_errors(model: str) -> Iterator[None]:
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Refuse files that cannot be written, before a long run."""
+    """Refuse files that cannot be written, or would be lost, before a long run."""
     plot = getattr(args, "plot", None)
     if plot and plot.suffix.lower() != ".png":
         raise UsageError(f"--plot: {shown(str(plot))} must end in .png")
-    check_file("--plot", plot)
-    check_file("--json", args.json)
-    check_file("--html", getattr(args, "html", None))
+    taken: dict[str, str] = {}
+    for name, path in (
+        *(("TRACE", path) for path in getattr(args, "trace", ())),
+        ("--model", getattr(args, "model", None)),
+    ):
+        if path and os.path.isfile(path):
+            taken[os.path.realpath(path)] = name
+    for option in ("--plot", "--json", "--html"):
+        path = getattr(args, option[2:], None)
+        check_file(option, path)
+        if path is None or (path.exists() and not path.is_file()):
+            continue  # Such as /dev/null, which takes all.
+        other = taken.setdefault(os.path.realpath(path), option)
+        if other != option:
+            raise UsageError(
+                f"{option}: {shown(str(path))} is the file of {other} too, which "
+                "would be lost; name another"
+            )
 
 
 def check_file(option: str, path: pathlib.Path | None) -> None:

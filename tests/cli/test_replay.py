@@ -227,6 +227,7 @@ def test_a_device_that_nothing_would_leave_is_refused(capsys):
         ("{", "is no JSON"),
         ("[1]", "must hold a JSON object"),
         ("{}", "has no 'num_hidden_layers'"),
+        ("{}", "jaxkv plan takes the bytes of a token's KV in its place (--kv-"),
         ('{"num_hidden_layers": 2}', "has no 'hidden_size'"),
         (
             '{"num_hidden_layers": -2, "hidden_size": 64, "num_attention_heads": 4, '
@@ -272,6 +273,41 @@ def test_a_file_in_a_missing_folder_is_refused_before_the_run(
     err = refuse(capsys, f"{SMALL} {option} {tmp_path}/no/a.png")
     assert f"{option}: cannot write '{tmp_path}/no/a.png' (No such file" in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_read_or_written_already_is_refused(capsys, tmp_path):
+    trace, model, link = (tmp_path / name for name in ("t.jsonl", "config.json", "l"))
+    trace.write_text('{"t": 0, "in": 512, "out": 1, "ids": [1]}\n')
+    model.write_text("{}")
+    link.symlink_to(trace)
+    (tmp_path / "folder").mkdir()
+    before = sorted(tmp_path.iterdir())
+    for options, what in (
+        (f"--json {trace}", f"--json: '{trace}' is the file of TRACE too"),
+        (f"--html {link}", f"--html: '{link}' is the file of TRACE too"),
+        (
+            f"--html {tmp_path}/folder/../t.jsonl",
+            f"--html: '{tmp_path}/folder/../t.jsonl' is the file of TRACE too",
+        ),
+        (
+            f"--model {model} --json {model}",
+            f"--json: '{model}' is the file of --model too",
+        ),
+        (
+            f"--plot {tmp_path}/a.png --html {tmp_path}/a.png",
+            f"--html: '{tmp_path}/a.png' is the file of --plot too",
+        ),
+    ):
+        err = refuse(capsys, f"replay {trace} {options}")
+        assert (
+            err == f"jaxkv replay: error: {what}, which would be lost; name another\n"
+        )
+        assert sorted(tmp_path.iterdir()) == before
+    assert trace.read_text().startswith('{"t": 0')
+
+
+def test_devices_may_be_written_twice(fake):
+    assert cli.main(f"{SMALL} --json /dev/null --html /dev/null".split()) == 0
 
 
 @pytest.mark.parametrize("option", ["--html", "--json"])

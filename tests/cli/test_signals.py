@@ -201,6 +201,26 @@ def test_a_reader_that_has_seen_enough_is_no_error(line):
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["--version", "replay synthetic:9 --policy lru --capacity 10", "replay nowhere"],
+)
+@pytest.mark.parametrize("closed", [(1,), (2,), (0, 1, 2)])
+def test_output_that_was_closed_before_is_no_error(line, closed):
+    code = "import os, sys\nfor each in {}: os.close(each)\n"
+    code += "os.execv(sys.argv[1], sys.argv[1:])"
+    words = [sys.executable, "-m", "jaxkv.cli.main", *line.split()]
+    done = subprocess.run(
+        [sys.executable, "-c", code.format(closed), *words],
+        capture_output=True,
+        cwd=ROOT,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == (2 if "nowhere" in line else 0)
+    assert b"Traceback" not in done.stdout + done.stderr
+
+
 def test_a_bug_keeps_its_traceback_and_is_exit_1():
     text = (
         "import sys\nfrom jaxkv.cli import main, commands\n"

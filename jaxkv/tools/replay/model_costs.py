@@ -333,7 +333,7 @@ _REFUSED: Mapping[str, str] = {
 }
 """Keys of what this file does not know."""
 
-_HINT = "give the bytes of a token's KV instead (--kv-bytes-per-token)"
+_HINT = "jaxkv plan takes the bytes of a token's KV in its place (--kv-bytes-per-token)"
 
 
 def _set_keys(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -356,7 +356,7 @@ def _refuse(config: Mapping[str, Any], family: str) -> None:
     if missing:
         raise ValueError(
             f"the model's configuration (model_type {shown(family)}) has no "
-            f"{', '.join(map(repr, missing))}; add what is missing, or {_HINT}"
+            f"{', '.join(map(repr, missing))}; add what is missing; {_HINT}"
         )
 
 
