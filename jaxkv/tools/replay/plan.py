@@ -42,6 +42,7 @@ Reason = Literal[
     "nothing returns",
     "device suffices",
     "too small",
+    "soon computed",
     "slow loads",
     "slow stores",
 ]
@@ -131,6 +132,7 @@ class PlanRow:
         host_bytes: The size that was asked for.
         capacity_blocks: The blocks that fit, but no more than the trace has.
         host_tokens: Tokens found beyond what the device finds.
+        found_s: Seconds of prefill that they would take.
         num_loads: Requests that load.
         num_declined: Requests whose load would take longer than to compute.
         load_bytes: Bytes of all loads, on each device.
@@ -149,6 +151,7 @@ class PlanRow:
     host_bytes: int
     capacity_blocks: int
     host_tokens: int
+    found_s: float
     num_loads: int
     num_declined: int
     load_bytes: int
@@ -318,8 +321,9 @@ def recommend(demand: Demand, rows: Sequence[PlanRow]) -> Recommendation:
     2. If none saves at least `WORTH` of the prefill time, offloading does not pay. The
        reason is the first that holds: "nothing returns", less than `WORTH` of the
        tokens are asked for again; "device suffices", less than that beyond what the
-       device finds; "too small", no size finds so many; "slow stores", a row that was
-       left out would save enough; else "slow loads".
+       device finds; "too small", no size finds so many; "soon computed", even loads
+       that take no time would not save enough; "slow stores", a row that was left out
+       would save enough; else "slow loads".
     3. Else the smallest size is taken at which a policy saves at least `ENOUGH` of what
        the best row saves; and of the policies there, the first whose saving is at least
        `ALIKE` of the best there.
@@ -365,6 +369,8 @@ def _why_not(demand: Demand, rows: Sequence[PlanRow]) -> Reason:
         return "device suffices"
     if max(row.host_tokens for row in rows) < least_tokens:
         return "too small"
+    if max(row.found_s for row in rows) < WORTH * demand.prefill_s:
+        return "soon computed"
     if max(row.saved_s for row in rows) >= WORTH * demand.prefill_s > 0:
         return "slow stores"
     return "slow loads"
@@ -422,6 +428,7 @@ def _plan_row(
         host_bytes=host_bytes,
         capacity_blocks=result.capacity_blocks,
         host_tokens=int((stop - start).sum()),
+        found_s=float(prefill_s.sum()),
         num_loads=int(is_loaded.sum()),
         num_declined=int((is_found & ~is_loaded).sum()),
         load_bytes=int(load_bytes[is_loaded].sum()),

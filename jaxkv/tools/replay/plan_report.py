@@ -263,6 +263,12 @@ def _why_not(setting: Setting, plan: Plan) -> str:
             f"the {returning} that an unlimited host tier would find"
             + (f" without {setting.admission.text}" if setting.admission else "")
         )
+    if reason == "soon computed":
+        share = _percent(max(row.found_s for row in rows), demand.prefill_s)
+        return (
+            "what comes back is soon computed; even if loads took no time, they would "
+            f"save only {share} of the prefill time"
+        )
     if reason == "slow stores":
         use = min(row.store_use or 0.0 for row in rows)
         text = f"the link is too slow; stores alone would take {use:.1f} times as long"

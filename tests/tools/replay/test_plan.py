@@ -230,6 +230,8 @@ def choose_plainly(demand, rows):
         return "device suffices", None, None
     if found < 0.01:
         return "too small", None, None
+    if max(r.found_s for r in rows) / demand.prefill_s < 0.01:
+        return "soon computed", None, None
     if saved / demand.prefill_s >= 0.01:
         return "slow stores", None, None
     return "slow loads", None, None
@@ -246,6 +248,7 @@ def random_case(rng):
         span_s=rng.choice((None, 100.0)),
     )
     rows = []
+    is_soon_computed = rng.random() < 0.3
     for policy in ("lru", "arc", "hazard")[: rng.randrange(1, 4)]:
         for size in (1 << 30, 2 << 30, 4 << 30):
             uses = [None] * 3
@@ -257,6 +260,7 @@ def random_case(rng):
                     host_bytes=size,
                     capacity_blocks=size >> 20,
                     host_tokens=rng.choice((0, 9, 10, 200)),
+                    found_s=0.39 if is_soon_computed else rng.choice((1.0, 12.0)),
                     num_loads=1,
                     num_declined=0,
                     load_bytes=1,
@@ -288,7 +292,7 @@ def test_the_choice_is_the_rules_on_random_rows():
         ) == expected
         assert choice.pays == (expected[0] == "pays")
         seen.add(choice.reason)
-    assert len(seen) == 6
+    assert len(seen) == 7
 
 
 def test_the_choice_is_the_same_in_other_units():
@@ -296,7 +300,10 @@ def test_the_choice_is_the_same_in_other_units():
     for _ in range(300):
         demand, rows = random_case(rng)
         choice = recommend(demand, rows)
-        in_ms = [dataclasses.replace(row, saved_s=8 * row.saved_s) for row in rows]
+        in_ms = [
+            dataclasses.replace(row, found_s=8 * row.found_s, saved_s=8 * row.saved_s)
+            for row in rows
+        ]
         of_ms = dataclasses.replace(demand, prefill_s=8 * demand.prefill_s)
         doubled = [dataclasses.replace(r, host_bytes=2 * r.host_bytes) for r in rows]
         for other, factor in (
