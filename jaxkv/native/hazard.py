@@ -23,6 +23,9 @@ TURN_BUCKETS = np.array([0, 0, 1, 2, 2, 3], np.int32)
 NUM_ASKED = 4 * NUM_SHARES
 """Classes of a request as it begins: by its turn, and by its share of new blocks."""
 
+ASKED_MASK = NUM_ASKED - 1
+"""Whatever a caller gives back as a mark, it is one of these classes."""
+
 OUTPUT_STEPS = (64, 256, 1024)
 NUM_OUTPUTS = 2 + len(OUTPUT_STEPS)
 """Classes by the output: not known (yet), and of less than 64, 256, 1024 or more."""
@@ -153,7 +156,7 @@ def finish(
         output = np.int64(1)
         for step in OUTPUT_STEPS:
             output += num_output_tokens >= step
-    of_class = (stop * NUM_OUTPUTS + output) * NUM_ASKED + (mark & CLASS_MASK)
+    of_class = (stop * NUM_OUTPUTS + output) * NUM_ASKED + (mark & ASKED_MASK)
     mark = of_class | (mark & TURN_MASK << TURN_SHIFT)
     state.reuse.touches[of_class] += reuse.UNIT * num_rows
 

@@ -34,6 +34,7 @@ from jaxkv.keys import words_to_keys
 from jaxkv.native import hazard as native
 from jaxkv.native.directory import SLOTS_PER_BUCKET
 from jaxkv.native.hazard import (
+    ASKED_MASK,
     CHILD,
     CLASS_MASK,
     FIRST_NOTE,
@@ -236,7 +237,7 @@ def finish(
     steps = jnp.asarray(OUTPUT_STEPS, jnp.int32)
     output = 1 + jnp.sum(num_output_tokens >= steps, dtype=jnp.int32)
     output = jnp.where(num_output_tokens < 0, 0, output)
-    of_class = (stop * NUM_OUTPUTS + output) * NUM_ASKED + (mark & CLASS_MASK)
+    of_class = (stop * NUM_OUTPUTS + output) * NUM_ASKED + (mark & ASKED_MASK)
     mark = of_class | (mark & TURN_MASK << TURN_SHIFT)
     touches = state.reuse.touches.at[of_class].add(UNIT * count)
 

@@ -162,7 +162,8 @@ class OffloadingManager:
                 store_threshold, max_tracker_size, max_unseen_blocks
             )
         self._notes = RetentionNotes(max_tracker_size if self.retains else 0)
-        self._now_ms = 0  # As it was told last.
+        self._now_ms = 0  # As it was told last, ...
+        self._is_told = False  # ... if it was.
         # Request steps that were begun before it was put here are forgotten.
         self._epoch = object()
 
@@ -249,7 +250,7 @@ class OffloadingManager:
         names, _ = pack(block_hashes)
         if not names:
             return
-        self._now_ms = int(now_ms)
+        self._pass_time(int(now_ms))
         if retention is None:
             self._notes.forget(names)
             self._give(names, RELEASE, 0, 0, self._now_ms)
@@ -288,7 +289,7 @@ class OffloadingManager:
         told = self._rows_told(block_hashes, positions)
         if told is None:
             return 0
-        self._now_ms = int(now_ms)
+        self._pass_time(int(now_ms))
         return self.executor.begin(*told, self._now_ms % _TIMES, int(num_tokens))
 
     def finish_request(
@@ -318,7 +319,7 @@ class OffloadingManager:
             raise ValueError(f"{stop=} must be one of {STOPS}.")
         told = self._rows_told(block_hashes, positions)
         if told is not None:
-            self._now_ms = int(now_ms)
+            self._pass_time(int(now_ms))
             output = -1 if num_output_tokens is None else int(num_output_tokens)
             numbers = output, STOPS.index(stop), int(mark)
             self.executor.finish(*told, self._now_ms % _TIMES, *numbers)
@@ -718,6 +719,20 @@ class OffloadingManager:
         where = range(len(names)) if positions is None else positions
         told = np.array(where[:most], np.int32)
         return (words[:most], told) if names else None
+
+    def _pass_time(self, now_ms: int) -> None:
+        """Note the time that the policy is about to be told.
+
+        To the policy, which has 32 bits of it, a time that is more than 2**31 ms later
+        looks like one before: it is told one between them first.
+        """
+        ahead = now_ms - self._now_ms
+        if self._is_told and ahead > 0 and ahead % _TIMES >= _TIMES // 2:
+            between = (self._now_ms + ahead % _TIMES // 2) % _TIMES
+            _, no_keys = pack([])
+            nothing = no_keys, np.empty(0, np.int32)
+            self.executor.finish(*nothing, between, -1, 0, 0)
+        self._now_ms, self._is_told = now_ms, True
 
     def _give_retention(
         self, names: list[bytes], retention: Retention, given_ms: int

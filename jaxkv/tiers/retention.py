@@ -25,7 +25,7 @@ class Retention:
     Attributes:
         priority: From 0 to 99.
         half_life_s: Seconds after which the priority has halved, rounded down; None if
-            it does not.
+            it does not. After 2,000,000 s (23 days) nothing is left in any case.
         ttl_s: Seconds after which nothing is left of it; None for no such time. One of
             the two is needed.
         num_tokens: Whose blocks are meant, from the first token of a request on, such
@@ -98,7 +98,10 @@ class Retention:
 
     @property
     def ttl_ms(self) -> int:
-        """The time to live, 0 for none."""
+        """The time to live, 0 for none; halvings end after `_MOST_S`, too."""
+        most = 1000 * _MOST_S
+        if self.ttl_s is None and MOST_HALVINGS * self.half_life_ms > most:
+            return most
         return round(1000 * (self.ttl_s or 0))
 
     @property

@@ -110,3 +110,21 @@ def test_a_prefix_goes_on_as_long_as_either_tier_has_its_blocks(executor):
         lengths.add(num)
     assert len(lengths) > 10
     assert [ids.size for ids in host.find_beside(pool, [])] == [0, 0]
+
+
+def test_a_mark_that_nobody_gave_counts_for_some_class_alike():
+    """Native functions wrote past the end of their arrays."""
+    keys = [key_from_int(number) for number in range(3)]
+    managers = [
+        OffloadingManager(16, 4, "hazard", executor=executor)
+        for executor in ("native", "xla")
+    ]
+    num_rows = 0
+    for mark in (-1, 15, 16, 255, 10**6, (1 << 31) - 1, -(1 << 31)):
+        for manager in managers:
+            manager.complete_step(manager.request_step(keys))
+            manager.finish_request(keys, mark, 1000, 5000, "end_turn")
+        num_rows += len(keys)
+        states = [manager.executor.state.policy for manager in managers]
+        assert as_lists(states[0]) == as_lists(states[1])
+        assert np.asarray(states[0].reuse.touches).sum() == 16 * num_rows

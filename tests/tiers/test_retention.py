@@ -80,6 +80,49 @@ def test_a_key_stored_after_its_time_is_ordinary():
     assert len(manager._notes) == 0
 
 
+DAY_MS = 24 * 60 * MINUTE_MS
+
+
+@pytest.mark.parametrize("executor", ["native", "xla"])
+@pytest.mark.parametrize("half_life_s", [300_000, 700_000, 2_000_000])
+def test_even_the_longest_half_life_ends_and_does_not_begin_again(
+    executor, half_life_s
+):
+    """Times have 32 bits: after 49 days of evictions it was as on the first."""
+    manager = full(b"a", b"b", b"c", executor=executor)
+    keep = Retention(priority=99, half_life_s=half_life_s)
+    manager.retain([b"a"], keep, now_ms=0)
+    lasting = []
+    for day in range(1, 160):
+        manager.begin_request([b"a"], 16, day * DAY_MS)
+        new = [b"%d" % day]
+        assert manager.prepare_store(new).block_hashes_evicted != [b"a"] or day > 23
+        manager.complete_store(new)
+        lasting.append(manager.snapshot().policy["num_retained"])
+    num_days = min(7 * half_life_s, 2_000_000) // 86_400
+    assert lasting == [1] * num_days + [0] * (159 - num_days)
+
+
+@pytest.mark.parametrize("executor", ["native", "xla"])
+@pytest.mark.parametrize("days", [20, 26, 48, 51, 76, 1000])
+def test_a_tier_that_nobody_used_for_weeks_knows_the_time_again(executor, days):
+    """From 24.9 days on the time stood still, until as much again had passed."""
+    manager = full(b"a", b"b", b"c", cache_policy="hazard", executor=executor)
+    given = Retention(priority=9, half_life_s=1_000_000)
+    manager.retain([b"a", b"d"], given, now_ms=5)
+    mark = manager.begin_request([b"d"], 16, days * DAY_MS)
+    manager.complete_step(manager.request_step([b"d"]))
+    state = manager.executor.state.policy
+    for own in (state, state.inner):
+        assert int(own.now_ms) == days * DAY_MS % (1 << 32)
+    # What the key was given before has decayed, and does not turn the clock back.
+    if days < 49:
+        assert manager.snapshot().policy["num_retained"] == 2 * (days == 20)
+    # A clock that goes back is not followed.
+    manager.finish_request([b"d"], mark, days * DAY_MS - 5)
+    assert int(manager.executor.state.policy.now_ms) == days * DAY_MS % (1 << 32)
+
+
 def test_a_release_holds_for_keys_to_come():
     manager = full(b"a", b"b", b"c")
     manager.retain([b"a", b"d"], RETAINED, now_ms=0)
