@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Literal, TypeAlias
 
 from jaxkv.tiers.retention import Retention
@@ -36,7 +37,8 @@ class ReuseFilter:
     Args:
         threshold: Look-ups from which on a key passes.
         max_size: Keys to remember. Beyond it, the key whose last look-up is oldest
-            is forgotten, and starts from 0 if it comes back.
+            is forgotten, and starts from 0 if it comes back. As many that may not pass
+            are remembered besides, for requests that outlast the look-ups of others.
         max_unseen: How many keys of a look-up pass that are looked up for the first
             time; None for all.
 
@@ -58,8 +60,8 @@ class ReuseFilter:
         self.threshold = threshold
         self.max_size = max_size
         self.max_unseen = max_unseen
-        # Keys that were looked up once, beyond those that may pass.
-        self._held_back: set[BlockKey] = set()
+        # Keys that were looked up once, beyond those that may pass; the oldest first.
+        self._held_back: OrderedDict[BlockKey, None] = OrderedDict()
         # The key whose last look-up is oldest comes first.
         self._counts: OrderedDict[BlockKey, int] = OrderedDict()
 
@@ -68,14 +70,16 @@ class ReuseFilter:
         if self.max_unseen is not None:
             keys = list(keys)
             unseen = dict.fromkeys(key for key in keys if key not in self._counts)
-            self._held_back.difference_update(keys)
-            self._held_back.update(list(unseen)[self.max_unseen :])
+            for key in keys:
+                self._held_back.pop(key, None)
+            self._held_back.update(islice(unseen.items(), self.max_unseen, None))
+            while len(self._held_back) > self.max_size:
+                self._held_back.popitem(last=False)
         for key in keys:
             self._counts[key] = self._counts.get(key, 0) + 1
             self._counts.move_to_end(key)
             if len(self._counts) > self.max_size:
-                forgotten, _ = self._counts.popitem(last=False)
-                self._held_back.discard(forgotten)
+                self._counts.popitem(last=False)
 
     def passes(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Tell for each key whether it was looked up often enough."""

@@ -90,6 +90,20 @@ def test_keys_that_are_forgotten_are_not_held_back_for_ever():
         assert len(scans._held_back) <= 2
 
 
+def test_a_tail_is_held_back_as_long_as_its_request_runs():
+    """It passed at the request's end if others had asked for much meanwhile."""
+    scans = ReuseFilter(threshold=0, max_size=10, max_unseen=1)
+    tail = [b"b", b"c", b"d"]
+    scans.count([b"a", *tail])
+    for number in range(30):
+        scans.count([b"other %d" % number])
+    assert scans.passes(tail) == [False] * 3
+    scans.count([b"a", *tail])  # Forgotten meanwhile: unseen again.
+    assert scans.passes([b"a", *tail]) == [True, False, False, False]
+    scans.count([b"a", *tail])
+    assert all(scans.passes(tail))
+
+
 def test_the_rules_of_admission_go_together():
     both = ReuseFilter(threshold=2, max_size=100, max_unseen=1)
     both.count([b"a", b"b"])
