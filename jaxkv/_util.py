@@ -62,6 +62,30 @@ def check_at_least_one(**values: float) -> None:
             raise ValueError(f"{name}={value} must be at least 1.")
 
 
+def check_whole(least: int, **values: object) -> None:
+    """Refuse what is no whole number from `least` on.
+
+    Args:
+        least: The smallest that will do.
+        values: The numbers, by the names that the caller knows them by.
+
+    Raises:
+        ValueError: One is another kind of value, or less.
+
+    >>> check_whole(1, num_blocks=8)
+    >>> check_whole(1, num_blocks=8.0)
+    Traceback (most recent call last):
+    ValueError: num_blocks=8.0 must be a whole number from 1 on.
+    """
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+            raise ValueError(
+                f"{name}={shown(value)} must be a whole number from {least} on."
+            )
+        if operator.index(value) < least:
+            raise ValueError(f"{name}={value} must be at least {least}.")
+
+
 def gib(num_bytes: int) -> str:
     """Format bytes in GiB, for messages.
 

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxkv._util import check_at_least_one
+from jaxkv._util import check_whole
 from jaxkv.keys import words_to_keys
 from jaxkv.native import arc as native
 from jaxkv.native.arc import B1, B2, NO_LIST, T1, T2
@@ -315,7 +315,7 @@ def make_arc_fixed(num_blocks: int, max_batch: int = 4096) -> Policy:
 
 
 def _make(num_blocks: int, max_batch: int, *, fixed: bool) -> Policy:
-    check_at_least_one(num_blocks=num_blocks, max_batch=max_batch)
+    check_whole(1, num_blocks=num_blocks, max_batch=max_batch)
     return Policy(
         num_blocks=num_blocks,
         max_batch=max_batch,

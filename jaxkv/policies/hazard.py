@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxkv._util import check_at_least_one
+from jaxkv._util import check_whole
 from jaxkv.keys import words_to_keys
 from jaxkv.native import hazard as native
 from jaxkv.native.directory import SLOTS_PER_BUCKET
@@ -419,9 +419,7 @@ def make_hazard(
         >>> evicted.block_ids.tolist()  # the deeper one
         [1, -1]
     """
-    check_at_least_one(
-        num_blocks=num_blocks, max_batch=max_batch, num_ghosts=num_ghosts
-    )
+    check_whole(1, num_blocks=num_blocks, max_batch=max_batch, num_ghosts=num_ghosts)
     if objective not in ("hits", "flops"):
         raise ValueError(f"{objective=} must be 'hits' or 'flops'.")
     return Policy(

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxkv._util import check_at_least_one
+from jaxkv._util import check_whole
 from jaxkv.keys import words_to_keys
 from jaxkv.native import slru as native
 from jaxkv.native.policy import register_native
@@ -183,7 +183,7 @@ def make_slru(num_blocks: int, max_batch: int = 4096) -> Policy:
         >>> evicted.block_ids.tolist()
         [1, -1]
     """
-    check_at_least_one(num_blocks=num_blocks, max_batch=max_batch)
+    check_whole(1, num_blocks=num_blocks, max_batch=max_batch)
     return Policy(
         num_blocks=num_blocks,
         max_batch=max_batch,

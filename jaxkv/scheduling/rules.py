@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, TypeAlias, get_args
 
-from jaxkv._util import shown
+from jaxkv._util import check_whole, shown
 from jaxkv.scheduling.protocol import Request
 from jaxkv.search.groups import FullAttention, GroupSpec
 
@@ -109,8 +109,8 @@ class OffloadRules:
             ("remember_drops", 0),
         ):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name}={value} must be at least {least}.")
+            if not (value is None and getattr(OffloadRules, name) is None):
+                check_whole(least, **{name: value})
         if self.skip_slow_loads and not self.block_bytes:
             raise ValueError(
                 "skip_slow_loads=True needs block_bytes, a device block's bytes."

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv._util import shown
+from jaxkv._util import check_whole, shown
 from jaxkv.keys.packed import (
     UnlistedKeys,
     has_foreign,
@@ -139,8 +139,8 @@ class OffloadingManager:
             ("max_tracker_size", max_tracker_size, 1),
             ("remember_drops", remember_drops, 0),
         ):
-            if value is not None and value < least:
-                raise ValueError(f"{name}={value} must be at least {least}.")
+            if not (value is None and name == "max_unseen_blocks"):
+                check_whole(least, **{name: value})
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.policy = _as_policy(cache_policy, num_blocks)

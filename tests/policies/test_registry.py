@@ -27,6 +27,15 @@ def test_builtin_policies_have_names():
     assert get_policy_maker("hazard") is policies.make_hazard
 
 
+@pytest.mark.parametrize("name", ["lru", "arc", "arc_fixed", "slru", "hazard"])
+@pytest.mark.parametrize("number", ["7", None, 7.5, (7,)], ids=str)
+def test_a_size_that_is_no_whole_number_is_refused(name, number):
+    make = get_policy_maker(name)
+    for sizes in ((number, 8), (8, number)):
+        with pytest.raises(ValueError, match=r"must be a whole number from 1 on\."):
+            make(*sizes)
+
+
 def test_a_registered_policy_is_as_good_as_the_builtin_ones():
     register_policy("mine_2", make_mine)
     assert policy_names()[-1] == "mine_2"

@@ -661,6 +661,8 @@ def test_rules_that_do_not_go_together_are_refused(groups, rules, why):
         ({"blocks_per_host_block": 0}, "blocks_per_host_block=0"),
         ({"store_threshold": -1}, "store_threshold=-1"),
         ({"max_offload_tokens": 0}, "max_offload_tokens=0"),
+        ({"store_threshold": None}, "store_threshold=None must be a whole number"),
+        ({"max_unseen_blocks": 4.0}, "max_unseen_blocks=4.0 must be a whole number"),
         ({"max_blocks_in_flight": 0}, "max_blocks_in_flight=0"),
         ({"block_bytes": -1}, "block_bytes=-1"),
         ({"skip_slow_loads": True}, "needs block_bytes"),

@@ -174,6 +174,22 @@ def test_keys_that_are_not_bytes_are_refused():
             "store_threshold=-1 must be at least 0",
         ),
         (
+            {"block_size": 16, "num_blocks": 4.0},
+            "num_blocks=4.0 must be a whole number from 1 on",
+        ),
+        (
+            {"block_size": 16, "num_blocks": 4, "store_threshold": 1.5},
+            "store_threshold=1.5 must be a whole number from 0 on",
+        ),
+        (
+            {"block_size": 16, "num_blocks": 4, "store_threshold": None},
+            "store_threshold=None must be a whole number from 0 on",
+        ),
+        (
+            {"block_size": 16, "num_blocks": 4, "max_unseen_blocks": "2"},
+            "max_unseen_blocks='2' must be a whole number from 0 on",
+        ),
+        (
             {"block_size": 16, "num_blocks": 4, "max_tracker_size": 0},
             "max_tracker_size=0 must be at least 1",
         ),

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv._util import check_whole
 from jaxkv.tiers.key_memory import MAX_TRACKED, ReuseFilter
 from jaxkv.tools.replay.device import DeviceHits
 from jaxkv.tools.replay.traces import Trace
@@ -34,7 +35,7 @@ class Admission:
             None for all.
 
     Raises:
-        ValueError: If a number is too small.
+        ValueError: If a number is too small, or is none.
     """
 
     store_threshold: int = 0
@@ -48,8 +49,8 @@ class Admission:
             ("max_unseen_blocks", self.max_unseen_blocks, 0),
             ("max_offload_tokens", self.max_offload_tokens, 1),
         ):
-            if value is not None and value < least:
-                raise ValueError(f"{name}={value} must be at least {least}.")
+            if not (value is None and getattr(Admission, name) is None):
+                check_whole(least, **{name: value})
 
     @property
     def changed(self) -> dict[str, int]:
