@@ -41,7 +41,6 @@ from jaxkv.tools.model_config import NAMED_MODELS, check_dtype
 from jaxkv.tools.replay import plan_report as report
 from jaxkv.tools.replay.model_costs import ModelCosts, plain_costs
 from jaxkv.tools.replay.plan import (
-    MOST_TOKENS,
     Speeds,
     block_bytes_of,
     capacities_of,
@@ -191,7 +190,6 @@ def run(args: argparse.Namespace) -> int:
     model, num_devices = _read_model(args)
     speeds, sources = _choose_speeds(args, num_devices)
     trace = open_trace(args.trace, args.block_size)
-    _check_lengths(trace)
     device_blocks = _choose_device_blocks(args, trace, model)
     admission = choose_admission(args, trace)
     sizes, notes = _choose_sizes(args.host_bytes, trace, model)
@@ -324,17 +322,6 @@ def _measure(
         ),
         {**sources, "load_bytes_per_s": measured, "store_bytes_per_s": measured},
     )
-
-
-def _check_lengths(trace: Trace) -> None:
-    """Refuse prompts so long that their figures would not be right."""
-    assert trace.input_tokens is not None
-    longest = int(trace.input_tokens.max())
-    if longest > MOST_TOKENS:
-        raise UsageError(
-            f"TRACE: a prompt has {longest:,} tokens, and plans are for at most "
-            f"{MOST_TOKENS:,}"
-        )
 
 
 def _choose_device_blocks(

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from jaxkv.tools.replay.model_costs import ModelCosts
 from jaxkv.tools.replay.run import ReplayResult
-from jaxkv.tools.replay.traces import Trace
+from jaxkv.tools.replay.traces import MOST_TOKENS, Trace
 
 WORTH = 0.01
 """Offloading pays from this share of the prefill time on."""
@@ -31,9 +31,6 @@ ENOUGH = 0.9
 
 ALIKE = 0.98
 """Policies that save this share of what the best saves are taken for equal."""
-
-MOST_TOKENS = 1 << 30
-"""Tokens of a prompt at most; beyond, sums of pairs of tokens would not fit int64."""
 
 _BUSY_S = 60.0
 

@@ -50,6 +50,12 @@ _OUT_IDS, _DEVICE, _HOST = "out_ids", "device", "host"
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
+MOST_TOKENS = 1 << 30
+"""Tokens of a request at most; beyond, sums of pairs of tokens would not fit int64."""
+
+_MOST = (1 << 53) - 1  # Of other numbers, so that a float is exact.
+
+
 class TraceError(ValueError):
     """A trace that cannot be read, with the file, the line and the reason."""
 
@@ -528,9 +534,9 @@ def _parse_request(fields: dict[str, Any], form: _Format, block_size: int) -> _R
         raise _BadLineError(f"{missing[0]!r} is missing")
     time_ms = fields[form.time_ms]
     # Larger ones would not be exact, nor could an int of any size be kept.
-    if type(time_ms) not in (int, float) or not 0 <= time_ms < 1 << 53:
+    if type(time_ms) not in (int, float) or not 0 <= time_ms <= _MOST:
         raise _BadLineError(
-            f"{form.time_ms!r} must be a number of milliseconds from 0 on, "
+            f"{form.time_ms!r} must be a number of milliseconds from 0 to {_MOST}, "
             f"not {_show(time_ms)}"
         )
     input_tokens = _parse_count(fields, form.input_tokens, "tokens")
@@ -580,10 +586,10 @@ def _parse_count(
     """Read a number of tokens, or of other things; the default if it is absent."""
     if default is not None and name not in fields:
         return default
-    count = fields.get(name)
-    if type(count) is not int or not 0 <= count < 1 << 53:
+    count, most = fields.get(name), MOST_TOKENS if unit == "tokens" else _MOST
+    if type(count) is not int or not 0 <= count <= most:
         raise _BadLineError(
-            f"{name!r} must be a number of {unit} from 0 on, not {_show(count)}"
+            f"{name!r} must be a number of {unit} from 0 to {most}, not {_show(count)}"
         )
     return count
 

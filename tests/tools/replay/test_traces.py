@@ -87,11 +87,25 @@ def test_the_block_size_can_be_set(tmp_path):
         ),
         ('{"t": 1, "in": 9, "out": 1}', "'ids' is missing"),
         ('{"t": "1", "in": 9, "out": 1, "ids": []}', "'t' must be a number of milli"),
-        ('{"t": -1, "in": 9, "out": 1, "ids": []}', "from 0 on, not -1"),
-        ('{"t": NaN, "in": 9, "out": 1, "ids": []}', "from 0 on, not NaN"),
+        (
+            '{"t": -1, "in": 9, "out": 1, "ids": []}',
+            "from 0 to 9007199254740991, not -1",
+        ),
+        (
+            '{"t": NaN, "in": 9, "out": 1, "ids": []}',
+            "from 0 to 9007199254740991, not NaN",
+        ),
         ('{"t": 1, "in": -9, "out": 1, "ids": []}', "'in' must be a number of tokens"),
-        ('{"t": 1, "in": 9.5, "out": 1, "ids": []}', "from 0 on, not 9.5"),
-        ('{"t": 1, "in": true, "out": 1, "ids": []}', "from 0 on, not true"),
+        ('{"t": 1, "in": 9.5, "out": 1, "ids": []}', "from 0 to 1073741824, not 9.5"),
+        ('{"t": 1, "in": true, "out": 1, "ids": []}', "from 0 to 1073741824, not true"),
+        (
+            '{"t": 1, "in": 1073741825, "out": 1, "ids": []}',
+            "'in' must be a number of tokens from 0 to 1073741824, not 1073741825",
+        ),
+        (
+            '{"t": 1, "in": 9, "out": 9007199254740991, "ids": []}',
+            "'out' must be a number of tokens from 0 to 1073741824, not 90071992547",
+        ),
         ('{"t": 1, "in": 9, "out": null, "ids": []}', "'out' must be a number of"),
         (
             '{"t": 1, "in": 9, "out": 1, "ids": 7}',
