@@ -29,11 +29,11 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, SupportsIndex
 
-from jaxkv._util import Resource, parse_bytes, shown
+from jaxkv._util import Resource, check_whole, parse_bytes, shown
 from jaxkv.keys.keyed import SECRET_BYTES, hash_keys
 from jaxkv.keys.packed import pack
 from jaxkv.scheduling.trace_file import TraceFile
-from jaxkv.types import BlockKey, Stop
+from jaxkv.types import STOPS, BlockKey, Stop
 
 FORMAT = "jaxkv trace 1"
 """What the first line of a file says that it is."""
@@ -146,8 +146,7 @@ class TraceRecorder(Resource):
         max_bytes = parse_bytes(max_bytes)
         if max_bytes < LEAST_MAX_BYTES:
             raise ValueError(f"{max_bytes=} must be at least {LEAST_MAX_BYTES}.")
-        if max_files < 1:
-            raise ValueError(f"{max_files=} must be at least 1.")
+        check_whole(1, max_files=max_files)
         self.path = os.fspath(path)
         secret = _read_secret(os.fspath(key_file)) if key_file is not None else None
         self._clock, self._start_s = clock, clock()
@@ -458,6 +457,10 @@ class _Writer:
         )
 
     def _line_of(self, request: _Request) -> bytes:
+        # One line that no reader takes would make the whole file useless.
+        check_whole(0, input_tokens=request.input_tokens)
+        if request.stop not in STOPS:
+            raise ValueError(f"stop={shown(request.stop)} must be one of {STOPS}.")
         _, words = pack(request.keys)
         block_size = int(self.facts["block_size"])
         ids = hash_keys(words[self.keys_per_id - 1 :: self.keys_per_id], self._secret)
@@ -471,7 +474,7 @@ class _Writer:
             "stop": request.stop,
         }
         known = {name: field for name, field in fields.items() if field is not None}
-        parts = [json.dumps(known)[:-1], ', "ids": ']
+        parts = [json.dumps(known, default=int)[:-1], ', "ids": ']
         parts += _as_list(ids[:num_prompt])
         if request.num_computed is not None:
             behind = ids[num_prompt : request.num_computed // block_size]

@@ -18,6 +18,7 @@ from jaxkv.keys.packed import pack
 from jaxkv.scheduling import record as record_module
 from jaxkv.scheduling.record import LEAST_MAX_BYTES, RecordStats
 from jaxkv.search.groups import FullAttention, SlidingWindow
+from jaxkv.tools.replay.traces import read_trace
 from tests.rigs.offload_rig import BLOCK_SIZE, Rig, make_keys, make_request
 
 
@@ -458,6 +459,40 @@ def test_what_cannot_be_written_as_a_line_is_dropped(path, caplog):
     assert "must be of type bytes" in caplog.text
 
 
+def test_numbers_may_be_of_numpy(path):
+    with TraceRecorder(path) as recorder:
+        recorder.describe(4)
+        num_tokens, num_hits = np.int64(9), np.int32(4)
+        recorder.begin("a", [b"k" * 32], num_tokens, num_hits, num_hits)
+        recorder.finish("a", None, num_tokens + 2, num_tokens + 1)
+    trace = read_trace(path)
+    assert (trace.input_tokens.tolist(), trace.output_tokens.tolist()) == ([9], [2])
+    assert trace.recording.host_tokens.tolist() == [4]
+
+
+@pytest.mark.parametrize(
+    ("input_tokens", "stop", "why"),
+    [
+        (-7, None, "input_tokens=-7 must be at least 0"),
+        (7.5, None, "input_tokens=7.5 must be a whole number from 0 on"),
+        (7, "length", "stop='length' must be one of"),
+    ],
+)
+def test_what_no_reader_takes_is_dropped_and_the_rest_can_be_read(
+    path, caplog, input_tokens, stop, why
+):
+    with TraceRecorder(path) as recorder:
+        recorder.describe(4)
+        for number, (own, reason) in enumerate([(9, None), (input_tokens, stop)]):
+            recorder.begin(str(number), [b"k" * 32], own)
+            recorder.finish(str(number), None, 9, 9, reason)
+    assert recorder.stats == RecordStats(1, 1)
+    assert why in caplog.text
+    trace = read_trace(path)
+    assert trace.num_requests == 1
+    assert trace.recording.num_lost == 1
+
+
 def test_gzip_is_written_where_the_name_says_so(tmp_path):
     path = tmp_path / "requests.jsonl.gz"
     with TraceRecorder(path) as recorder:
@@ -518,6 +553,7 @@ def test_what_cannot_be_recorded_to_is_refused_in_one_line(tmp_path, name, reaso
         ({"max_bytes": "1000KB"}, "max_bytes=1000000 must be at least 1048576"),
         ({"max_bytes": "much"}, "'much' must be a size such as 64MiB"),
         ({"max_files": 0}, "max_files=0 must be at least 1"),
+        ({"max_files": 1.5}, "max_files=1.5 must be a whole number from 1 on"),
     ],
 )
 def test_numbers_that_cannot_be_right_are_refused(path, arguments, message):
