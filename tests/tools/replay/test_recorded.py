@@ -1,5 +1,6 @@
 """Recorded traces: what is read of them, and that replaying them is what happened."""
 
+import dataclasses
 import gzip
 import json
 import random
@@ -9,6 +10,7 @@ import pytest
 
 from jaxkv.cli import main as cli
 from jaxkv.scheduling.record import LEAST_MAX_BYTES, TraceRecorder
+from jaxkv.tools.replay.admission import Admission, find_admitted
 from jaxkv.tools.replay.belady import find_optimum
 from jaxkv.tools.replay.device import find_on_device
 from jaxkv.tools.replay.run import replay
@@ -303,3 +305,41 @@ def test_a_replay_finds_what_the_scheduler_found_request_by_request(tmp_path, po
         assert run.num_host_hit_tokens == stats.num_host_hit_tokens > 0
         assert int(trace.input_tokens.sum()) == stats.num_device_query_tokens
         assert np.diff(trace.time_ms).min() > 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize(
+    "admission",
+    [
+        Admission(store_threshold=2),
+        Admission(max_unseen_blocks=1),
+        Admission(prompt_only=True),
+        Admission(max_offload_tokens=3 * BLOCK_SIZE + 1),
+        Admission(store_threshold=2, prompt_only=True),
+        Admission(max_unseen_blocks=2, max_offload_tokens=5 * BLOCK_SIZE),
+    ],
+    ids=lambda admission: admission.text,
+)
+def test_with_an_admission_a_replay_finds_what_a_scheduler_with_it_finds(
+    tmp_path, policy, admission
+):
+    num_fewer = 0
+    for seed, (device_blocks, host_blocks) in enumerate([(14, 16), (16, 24), (12, 40)]):
+        options = {"device_blocks": device_blocks, "host_blocks": host_blocks}
+        everything, ruled = (tmp_path / f"{name}{seed}" for name in ("all", "ruled"))
+        run_random(everything, seed, policy=policy, **options)
+        rig = run_random(
+            ruled, seed, policy=policy, **options, **dataclasses.asdict(admission)
+        )
+        trace = read_trace(everything)
+        device = find_on_device(trace, device_blocks - 1)
+        admitted = find_admitted(trace, admission, device=device)
+        result = replay(policy, trace, host_blocks, device=device, admitted=admitted)
+        host_hits = result.hits_by_request - device.hits
+        expected = read_trace(ruled).recording.host_tokens
+        assert (BLOCK_SIZE * host_hits).tolist() == expected.tolist()
+        num_stored = result.stores_by_request.sum()
+        assert num_stored == rig.scheduler.stats.num_stored > 0
+        without = replay(policy, trace, host_blocks, device=device)
+        num_fewer += without.stores_by_request.sum() - num_stored
+    assert num_fewer > 0
