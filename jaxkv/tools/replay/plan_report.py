@@ -416,8 +416,9 @@ def plot_plan(setting: Setting, plan: Plan, file: BinaryIO) -> None:
     figure.legend(
         handles, labels, loc="outside lower center", ncols=7, frameon=False, fontsize=9
     )
+    rules = f"\n{setting.admission.text}" if setting.admission else ""
     figure.suptitle(
-        f"{setting.trace.name}, {setting.model.name}: {_in_short(plan)}",
+        f"{setting.trace.name}, {setting.model.name}: {_in_short(plan)}{rules}",
         x=0.01,
         ha="left",
         fontsize=10,

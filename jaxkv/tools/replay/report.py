@@ -265,9 +265,10 @@ def plot_results(comparison: Comparison, file: BinaryIO) -> None:
     has_gains = bool(rivals)
     width, height = 12.4 if has_gains else 7.2, 4.6 * len(rows) + 0.5
     figure = make_figure(width, height, dpi=110)
+    rules = f"\n{comparison.admission.text}" if comparison.admission else ""
     figure.suptitle(
         f"{comparison.trace.name}: {comparison.trace.num_requests:,} requests for "
-        f"{comparison.trace.num_block_refs:,} blocks",
+        f"{comparison.trace.num_block_refs:,} blocks{rules}",
         x=0.01,
         ha="left",
         fontsize=10,
