@@ -197,8 +197,9 @@ def choose_admission(args: argparse.Namespace, trace: Trace) -> Admission | None
             "--prompt-only: no output of the trace filled a block that could be left "
             "out; only recorded traces have such blocks"
         )
+    threshold = args.store_threshold or 0
     admission = Admission(
-        store_threshold=args.store_threshold or 0,
+        store_threshold=threshold if threshold > 1 else 0,
         max_unseen_blocks=args.max_unseen_blocks,
         prompt_only=args.prompt_only,
         max_offload_tokens=num_tokens,

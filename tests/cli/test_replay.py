@@ -148,6 +148,14 @@ def test_admission_is_applied_to_every_policy_and_named(capsys, tmp_path):
         assert stored[True]["optimum"][figure] == stored[False]["optimum"][figure]
 
 
+@pytest.mark.parametrize("number", ["0", "1"])
+def test_a_threshold_that_all_pass_is_no_admission(fake, capsys, tmp_path, number):
+    path = tmp_path / "a.json"
+    assert cli.main(f"{SMALL} --store-threshold {number} --json {path}".split()) == 0
+    assert "Admission" not in capsys.readouterr().out
+    assert "admission" not in json.loads(path.read_text())
+
+
 def test_prompt_only_leaves_out_what_outputs_filled(capsys, tmp_path):
     # The second prompt goes on with what the first request's output filled.
     head = (

@@ -35,7 +35,7 @@ class Admission:
             None for all.
 
     Raises:
-        ValueError: If a number is too small, or is none.
+        ValueError: If a number is too small, or no whole number.
     """
 
     store_threshold: int = 0
