@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
 
 import numpy as np
 
 from jaxkv.scheduling.prefix import Rows, rows_of
-from jaxkv.scheduling.protocol import (
-    BlockTable,
-    Request,
-    SchedulerOutput,
-    tables_by_group,
-)
+from jaxkv.scheduling.protocol import Request, SchedulerOutput
 from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import NO_LIMIT, OffloadRules, most_stored_tokens
 from jaxkv.scheduling.stores import Stores
@@ -81,27 +76,27 @@ class EagerStores:
     def register(
         self,
         request: Request,
-        table: BlockTable,
+        tables: list[list[int]],
         num_local: int | None,
         num_external: int,
     ) -> None:
-        """Take note of a request, or of its block table if it is known.
+        """Take note of a request, or of its block tables if it is known.
 
         Args:
             request: The request.
-            table: All its device blocks.
+            tables: All its device blocks, for each group; kept.
             num_local: Tokens that were found on the device; None if nobody looked, as
                 the request runs already.
             num_external: Tokens that come from the host.
         """
         # Who has just looked begins anew, even after an offer that was declined.
-        if num_local is None and self.replace_table(request, table):
+        if num_local is None and self.replace_tables(request, tables):
             return
         factor = self._rules.blocks_per_host_block
         num_tokens = (num_local or 0) + num_external
         progress = _Progress(
             request,
-            tables_by_group(table, len(self._groups)),
+            tables,
             [num_tokens // spec.block_size // factor * factor for spec in self._groups],
             is_ordered=True,
         )
@@ -114,27 +109,34 @@ class EagerStores:
         if progress is not None:
             self._start_over(progress)
 
-    def replace_table(self, request: Request, table: BlockTable) -> bool:
-        """Take note of the block table of a request, if it is known."""
+    def replace_tables(self, request: Request, tables: list[list[int]]) -> bool:
+        """Take note of the block tables of a request, if it is known; they are kept."""
         progress = self._progress.get(request.request_id)
         if progress is None:
             return False
         progress.request = request
-        progress.tables = tables_by_group(table, len(self._groups))
+        progress.tables = tables
         return True
 
-    def offer_step(self, pool: DeviceBlockPool, output: SchedulerOutput) -> None:
-        """Offer what the requests of a step have computed before it."""
+    def offer_step(
+        self,
+        pool: DeviceBlockPool,
+        output: SchedulerOutput,
+        new_tables: Mapping[str, list[list[int]]],
+    ) -> None:
+        """Offer what the requests of a step have computed before it.
+
+        Args:
+            pool: The device's blocks.
+            output: What the engine is about to compute.
+            new_tables: Its `new_block_ids`, for each group.
+        """
         for request_id in output.preempted_req_ids:
             self._progress.pop(request_id, None)
-        for request_id, table in output.new_block_ids.items():
+        for request_id, tables in new_tables.items():
             progress = self._progress.get(request_id)
             if progress is not None:
-                for own, new in zip(
-                    progress.tables,
-                    tables_by_group(table, len(self._groups)),
-                    strict=True,
-                ):
+                for own, new in zip(progress.tables, tables, strict=True):
                     own.extend(new)
         if self._stores.is_congested:
             return

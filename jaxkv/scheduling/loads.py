@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from jaxkv._util import shown
 from jaxkv.scheduling.gate import Gate
-from jaxkv.scheduling.protocol import NO_EVENT, BlockTable, Request, tables_by_group
+from jaxkv.scheduling.protocol import NO_EVENT, Request
 from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
@@ -304,7 +304,7 @@ class Loads:
         self,
         pool: DeviceBlockPool,
         request: Request,
-        table: BlockTable,
+        tables: Sequence[Sequence[int]],
         num_external_tokens: int,
     ) -> Load | None:
         """Note where what was offered is to go; give what was taken of it."""
@@ -330,7 +330,7 @@ class Loads:
             self.drop(pool, request.request_id)
             return None
         num_tokens = load.num_computed_tokens + num_external_tokens
-        targets = find_targets(load, self._groups, table, num_tokens)
+        targets = find_targets(load, self._groups, tables, num_tokens)
         taken, left = load, None
         if num_external_tokens < offered:
             taken, left = split_load(load, *targets)
@@ -661,23 +661,27 @@ def find_plain_offer(
 
 
 def find_targets(
-    load: Load, groups: tuple[GroupSpec, ...], table: BlockTable, num_tokens: int
+    load: Load,
+    groups: tuple[GroupSpec, ...],
+    block_ids: Sequence[Sequence[int]],
+    num_tokens: int,
 ) -> tuple[Ids, Ids]:
     """Look up the device blocks that a load is to write.
 
     Args:
         load: The load.
         groups: The groups of the model's layers.
-        table: The request's device blocks.
+        block_ids: The request's device blocks, for each group.
         num_tokens: How much of the prefix is wanted.
 
     Returns:
         What `Load.targets` and `Load.copy_targets` are to be.
 
     Raises:
-        ValueError: If the table has no block where one is to be loaded.
+        ValueError: If a table has no block where one is to be loaded, or one has two
+            places there.
     """
-    tables = [np.array(own, np.int32) for own in tables_by_group(table, len(groups))]
+    tables = [np.array(own, np.int32) for own in block_ids]
 
     # All that was offered, of the only group.
     num_offered = load.num_computed_tokens + load.num_tokens
@@ -710,10 +714,17 @@ def find_targets(
                 )
         return blocks
 
-    return (
-        blocks_at(load.row_groups[:, None], load.row_indices),
-        blocks_at(load.copy_groups, load.copy_indices),
-    )
+    targets = blocks_at(load.row_groups[:, None], load.row_indices)
+    copy_targets = blocks_at(load.copy_groups, load.copy_indices)
+    written = np.sort(np.concatenate([targets.ravel(), copy_targets]))
+    is_again = (written[1:] == written[:-1]) & (written[1:] != NO_BLOCK)
+    if is_again.any():
+        raise ValueError(
+            f"block {written[1:][is_again][0]} stands more than once in the block "
+            f"table of request {shown(load.request_id)}, where blocks are to be "
+            "loaded; each needs its own."
+        )
+    return targets, copy_targets
 
 
 def mark_skipped(

@@ -26,11 +26,11 @@ class RequestKeys:
 
     def of(self, request: Request) -> list[list[bytes]]:
         """Give a request's keys, for each group; foreign ones as they are."""
+        keys = keys_by_group(request, self._num_groups)
         packed = self._packed.get(request.request_id)
         if packed is None:
             packed = [_Growing() for _ in range(self._num_groups)]
             self._packed[request.request_id] = packed
-        keys = keys_by_group(request, self._num_groups)
         return [own.up_to_date(now) for own, now in zip(packed, keys, strict=True)]
 
     def forget(self, request_id: str) -> None:

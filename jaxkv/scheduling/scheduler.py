@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import numpy as np
 
+from jaxkv._util import shown
 from jaxkv.policies.base import Policy
 from jaxkv.scheduling.eager import EagerStores
 from jaxkv.scheduling.explain import Explanation, explain
@@ -40,7 +41,7 @@ from jaxkv.scheduling.protocol import (
     Request,
     SchedulerOutput,
     StorageReport,
-    tables_by_group,
+    checked_tables,
 )
 from jaxkv.scheduling.record import TraceRecorder
 from jaxkv.scheduling.request_keys import RequestKeys
@@ -301,9 +302,13 @@ class OffloadScheduler:
             How many tokens more can be had; None if the request is to ask again in a
             later step. And whether they take time, while the request waits; if not,
             they are there when the model of this step runs.
+
+        Raises:
+            ValueError: If `num_computed_tokens` is no number of whole blocks, or the
+                request has no keys for each group. Then nothing changes.
         """
         start_s = self.delays.clock()
-        self._num_local[request.request_id] = num_computed_tokens
+        self._check_num_computed(request, num_computed_tokens)
         offer: tuple[int | None, bool]
         if self._storage is not None and self._waits_for_storage(
             request, num_computed_tokens
@@ -314,6 +319,7 @@ class OffloadScheduler:
             if self._storage is not None and offer[0] is not None:
                 # What was fetched for it is held by the offer from now on.
                 self._storage.release(request.request_id)
+        self._num_local[request.request_id] = num_computed_tokens
         self.delays.note_lookup(request.request_id, start_s, *offer)
         return offer
 
@@ -333,8 +339,14 @@ class OffloadScheduler:
 
         Args:
             request: A request, whether it is known or not.
-            num_computed_tokens: As above; None for the device's own prefix.
+            num_computed_tokens: Tokens found on the device, whole blocks; None to look
+                for the device's own prefix.
+
+        Raises:
+            ValueError: If that is no number of whole blocks.
         """
+        if num_computed_tokens is not None:
+            self._check_num_computed(request, num_computed_tokens)
         tiers = self._pool, self._manager, self._loads
         what = request, num_computed_tokens, self._storage
         return explain(self.groups, self.rules, *tiers, *what)
@@ -361,18 +373,19 @@ class OffloadScheduler:
         Raises:
             ValueError: If that is no whole number of blocks, or more than
                 `get_num_new_matched_tokens` offered; if there are several groups, or
-                one that is not of full attention, less; if the request has a
-                `retention` that is none. Then nothing changes.
+                one that is not of full attention, less; if something in `block_ids`
+                is no block's id, or a block is there twice where one is loaded; if
+                the request has a `retention` that is none. Then nothing changes.
         """
         self._news.check(request)
-        pool, tables = self._pool, tables_by_group(block_ids, len(self.groups))
-        load = self._loads.take(pool, request, block_ids, num_external_tokens)
-        name, keys = request.request_id, self._keys.of(request)
+        pool, name = self._pool, request.request_id
+        tables, keys = self._tables(name, block_ids), self._keys.of(request)
+        load = self._loads.take(pool, request, tables, num_external_tokens)
         if self._storage is not None:
             self._storage.forget(name)
         num_local = self._num_local.pop(name, None)
         if self._eager is not None:
-            self._eager.register(request, block_ids, num_local, num_external_tokens)
+            self._eager.register(request, tables, num_local, num_external_tokens)
         if name not in self._known:
             self._known.add(name)
             self._stats.count_request(request, num_local, num_external_tokens)
@@ -397,12 +410,20 @@ class OffloadScheduler:
 
         Returns:
             The transfers.
+
+        Raises:
+            ValueError: If something in `SchedulerOutput.new_block_ids` is no block's
+                id. Then nothing changes.
         """
         pool = self._pool
+        new_tables = {
+            request_id: self._tables(request_id, table)
+            for request_id, table in output.new_block_ids.items()
+        }
         for request_id in output.preempted_req_ids:
             self._loads.drop(pool, request_id)
         if self._eager is not None:
-            self._eager.offer_step(pool, output)
+            self._eager.offer_step(pool, output, new_tables)
         in_flight = self._loads.num_blocks_in_flight + self._stores.num_blocks_in_flight
         most = self.rules.max_blocks_in_flight
         if most is not None:
@@ -510,12 +531,15 @@ class OffloadScheduler:
 
         Raises:
             ValueError: If it says why it stopped, and that is no such reason, or has a
-                `retention` that is none. Then nothing changes.
+                `retention` that is none; if something in `block_ids` is no block's id.
+                Then nothing changes.
         """
         stop = stop_of(request)
         self._news.check(request)
-        if block_ids is not None and self._eager is not None:
-            self._eager.replace_table(request, block_ids)
+        if block_ids is not None:
+            tables = self._tables(request.request_id, block_ids)
+            if self._eager is not None:
+                self._eager.replace_tables(request, tables)
         self._part_with(request)
         is_told = self._manager.listens or self.recorder is not None
         if is_told and request.request_id in self._known:
@@ -534,8 +558,7 @@ class OffloadScheduler:
         self, request: Request, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, None]:
         """Do as `request_finished` does, for an engine whose tables have groups."""
-        table = block_ids if len(self.groups) > 1 else block_ids[0]
-        return self.request_finished(request, table)
+        return self.request_finished(request, block_ids)
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Hand out the events of the host tier, and of the store's, since last time."""
@@ -581,6 +604,21 @@ class OffloadScheduler:
         if self._bound_pool is None:
             raise RuntimeError("Call bind_device_block_pool() before scheduling.")
         return self._bound_pool
+
+    def _tables(self, request_id: str, table: BlockTable) -> list[list[int]]:
+        """Give a block table as a list for each group, after a look at its ids."""
+        num_blocks = self._pool.num_blocks
+        return checked_tables(request_id, table, len(self.groups), num_blocks)
+
+    def _check_num_computed(self, request: Request, num_tokens: int) -> None:
+        """Refuse a number of computed tokens that is not one of whole blocks."""
+        for spec in self.groups:
+            if num_tokens < 0 or num_tokens % spec.block_size:
+                raise ValueError(
+                    f"num_computed_tokens={num_tokens} of request "
+                    f"{shown(request.request_id)} must be of whole blocks: a multiple "
+                    f"of {spec.block_size}."
+                )
 
     def _record(
         self,

@@ -1,10 +1,17 @@
 """The offload scheduler's contract, one call at a time."""
 
+import numpy as np
 import pytest
 
 from jaxkv.scheduling.protocol import NO_EVENT, SchedulerOutput
 from jaxkv.scheduling.scheduler import OffloadScheduler
-from tests.rigs.offload_rig import BLOCK_SIZE, Rig, make_keys, make_request
+from tests.rigs.offload_rig import (
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    Rig,
+    make_keys,
+    make_request,
+)
 
 
 def make_rig_with_five_free_blocks():
@@ -246,6 +253,104 @@ def test_taking_what_was_not_offered_is_refused(num_tokens):
     rig.scheduler.get_num_new_matched_tokens(request, 0)
     with pytest.raises(ValueError, match=f"num_external_tokens={num_tokens} of req"):
         rig.scheduler.update_state_after_alloc(request, [1, 2, 3], num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("table", "what"),
+    [
+        ([1, 2, NUM_BLOCKS], f"{NUM_BLOCKS} in the block table of request 'two' must"),
+        ([1, -1, 3], r"-1 in the block table .* an int in \[0, 16\)"),
+        ([1, 2.5, 3], "2.5 in the block table"),
+        ([1, "2", 3], "'2' in the block table"),
+        ([1, 2, 2**70], "in the block table"),
+        ([[1, 2], [3]], "the model has one group"),
+        (
+            [1, 1, 3],
+            "block 1 stands more than once in the block table of request 'two'",
+        ),
+    ],
+)
+def test_a_block_table_with_a_wrong_id_is_refused_and_changes_nothing(table, what):
+    rig = Rig()
+    rig.run(make_request("one", 1, 2))
+    rig.forget_device()
+    request = make_request("two", 1, 2, 3)
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (8, True)
+    before = rig.scheduler.in_transit
+    with pytest.raises(ValueError, match=what):
+        rig.scheduler.update_state_after_alloc(request, table, 8)
+    assert rig.scheduler.in_transit == before
+    assert not rig.pool.counts(range(1, NUM_BLOCKS)).any()
+    # The offer is there as before, and a right table is taken.
+    assert rig.admit(request) == 8
+    rig.step()
+    rig.load_arrives()
+    rig.finish("two")
+    rig.check_nothing_leaked()
+
+
+def test_new_blocks_with_a_wrong_id_are_refused_and_change_nothing():
+    rig = Rig()
+    rig.admit(make_request("one", 1, 2))
+    wrong = SchedulerOutput(
+        {"one": 1}, {"one": [NUM_BLOCKS]}, preempted_req_ids=["one"]
+    )
+    with pytest.raises(ValueError, match="16 in the block table of request 'one'"):
+        rig.scheduler.build_connector_meta(wrong)
+    rig.step(one=2)
+    # It counts as known, and not as preempted: its blocks are stored.
+    assert len(rig.step(one=1).store_device_blocks) == 2
+    rig.finish("one")
+    rig.check_nothing_leaked()
+
+
+def test_a_wrong_table_at_the_end_is_refused_and_the_request_goes_on():
+    rig = Rig()
+    request = make_request("one", 1, 2)
+    rig.admit(request)
+    rig.step(one=2)
+    with pytest.raises(ValueError, match="-3 in the block table of request 'one'"):
+        rig.scheduler.request_finished(request, [-3])
+    assert len(rig.step(one=1).store_device_blocks) == 2
+    rig.finish("one")
+    rig.check_nothing_leaked()
+
+
+@pytest.mark.parametrize("num_tokens", [-4, 3, 5, 4.5])
+def test_tokens_at_hand_that_are_no_whole_blocks_are_refused(num_tokens):
+    rig = Rig()
+    rig.run(make_request("one", 1, 2))
+    rig.forget_device()
+    request = make_request("two", 1, 2, 3)
+    what = f"num_computed_tokens={num_tokens} of request 'two' must be of whole blocks"
+    with pytest.raises(ValueError, match=what):
+        rig.scheduler.get_num_new_matched_tokens(request, num_tokens)
+    with pytest.raises(ValueError, match=what):
+        rig.scheduler.explain(request, num_tokens)
+    # It does not count as having asked.
+    rig.scheduler.update_state_after_alloc(request, [], 0)
+    assert rig.scheduler.stats.num_device_query_tokens == 9
+
+
+@pytest.mark.parametrize("make_table", [list, np.array, lambda ids: [np.array(ids)]])
+def test_a_block_table_may_be_of_numpy_even_of_one_block(make_table):
+    rig = Rig()
+    request = make_request("one", 1, extra_tokens=0)
+    (block,) = rig.pool.allocate(1)
+    rig.scheduler.get_num_new_matched_tokens(request, 0)
+    table = make_table([block])
+    assert rig.scheduler.update_state_after_alloc(request, table, 0) == [[block]]
+    assert rig.scheduler.request_finished(request, table) == (False, None)
+
+
+@pytest.mark.parametrize("table", [[], (), [[]]])
+def test_a_request_without_blocks_may_end(table):
+    rig = Rig()
+    request = make_request("one", 1)
+    rig.scheduler.get_num_new_matched_tokens(request, 0)
+    answer = rig.scheduler.request_finished_all_groups(request, table)
+    assert answer == (False, None)
+    rig.check_nothing_leaked()
 
 
 def test_needs_a_device_pool():
