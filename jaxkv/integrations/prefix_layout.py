@@ -85,6 +85,7 @@ class PrefixLayout:
         Raises:
             ValueError: A leaf has no such axis, its tokens are sharded, or it has room
                 for less than a block or for other tokens than the first leaf.
+            TypeError: A leaf is neither an array nor its shape.
         """
         pairs = leaf_paths(kv_like)
         if not pairs:
@@ -239,6 +240,10 @@ class PrefixLayout:
 
 
 def _leaf(name: str, like: Any, axis: object) -> Leaf:
+    if not isinstance(like, jax.Array | jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"{name!r} must be a jax.Array or a jax.ShapeDtypeStruct, not {type(like)}."
+        )
     shape = tuple(like.shape)
     if not isinstance(axis, int) or not -len(shape) <= axis < len(shape):
         raise ValueError(

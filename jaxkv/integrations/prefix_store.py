@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import operator
 import threading
 import time
@@ -22,7 +23,7 @@ from jaxkv import (
     Retention,
     TraceRecorder,
 )
-from jaxkv._util import Resource
+from jaxkv._util import Resource, shown
 from jaxkv.integrations.prefix_copier import PrefixCopier
 from jaxkv.integrations.prefix_layout import PrefixLayout
 from jaxkv.integrations.prefix_storage import (
@@ -34,9 +35,13 @@ from jaxkv.integrations.prefix_storage import (
 )
 from jaxkv.keys.hashing import NO_EXTRAS, TokenIds
 from jaxkv.tiers.base import PrepareStoreOutput
+from jaxkv.tiers.retention import check_retention
 from jaxkv.transfer.kernels import Mode
 from jaxkv.transfer.storage import StorageIOStats
+from jaxkv.transfer.tickets import TRANSFER_ERRORS
 from jaxkv.types import BlockKey, PyTree
+
+_log = logging.getLogger(__name__)
 
 
 class PrefixHit(NamedTuple):
@@ -162,10 +167,13 @@ class PrefixStore(Resource):
 
         Raises:
             ValueError: An argument is wrong.
+            TypeError: The namespace is none, or a leaf neither an array nor its shape.
             MemoryError: There is not enough host memory.
             ImportError: The storage needs an extra that is missing.
             StoreError: The storage cannot be used.
         """
+        if not isinstance(namespace, Namespace):
+            raise TypeError(f"namespace={shown(namespace)} must be a jaxkv.Namespace.")
         config = storage_config(storage, namespace.model, namespace.weights_epoch)
         if max_pending_saves < 1:
             raise ValueError(f"{max_pending_saves=} must be at least 1.")
@@ -440,7 +448,8 @@ class PrefixStore(Resource):
             num_tokens: Number of tokens in `kv`; by default all.
             extras: The adapter and salt that the KV depends on.
             only_if: Called by the store's thread before the save is issued; if it
-                returns False, nothing is kept. It may wait for the device.
+                returns False, or raises, nothing is kept, which counts as a failed
+                save. It may wait for the device.
 
         Returns:
             The number of tokens, from the first on, that are held or in flight: those
@@ -448,9 +457,11 @@ class PrefixStore(Resource):
 
         Raises:
             ValueError: `kv` is not like the template, or a number is out of range.
-            TypeError: A leaf is not a `jax.Array`.
+            TypeError: A leaf is not a `jax.Array`, or `only_if` no function.
             RuntimeError: `kv` has been deleted or donated, or the store was closed.
         """
+        if only_if is not None and not callable(only_if):
+            raise TypeError(f"only_if={shown(only_if)} must be a function, or None.")
         leaves, length = self._layout.check(kv)
         most = min(length, len(tokens))
         num_tokens = len(tokens) if num_tokens is None else operator.index(num_tokens)
@@ -479,9 +490,7 @@ class PrefixStore(Resource):
                 length,
                 [place[key] for key in stored],
                 output.store_spec.block_ids,
-                lambda: (
-                    generation == self._generation and (only_if is None or only_if())
-                ),
+                lambda: generation == self._generation and _answer(only_if),
                 end,
             )
         except BaseException:
@@ -505,6 +514,7 @@ class PrefixStore(Resource):
 
         Raises:
             ValueError: If the store was made without `retention=True`.
+            TypeError: If `retention` is no `Retention`.
             RuntimeError: The store was closed.
 
         Example:
@@ -521,6 +531,7 @@ class PrefixStore(Resource):
             ...     store.contains([1, 2, 3, 4]), store.contains([5, 6, 7, 8])
             (True, False)
         """
+        check_retention(retention)
         if retention is not None and retention.num_tokens is not None:
             tokens = tokens[: retention.num_tokens]
         _, keys = self._begin(tokens, extras)
@@ -672,3 +683,18 @@ class PrefixStore(Resource):
                 if not ok:  # They must not be hit again.
                     self._manager.discard(keys)
                     self._count(failed_loads=1)
+
+
+def _answer(only_if: Callable[[], bool] | None) -> bool:
+    """Ask whether a save is to go on; not if the caller's own function fails.
+
+    Raises:
+        JaxRuntimeError: What it waits for on the device has failed, as for a transfer.
+    """
+    try:
+        return only_if is None or bool(only_if())
+    except TRANSFER_ERRORS:
+        raise
+    except Exception:
+        _log.exception("only_if of a save raised an error; nothing is kept of it.")
+        return False

@@ -275,6 +275,8 @@ class KeyChain:
         *,
         record: Callable[[KeyedBlock], object] | None = None,
     ) -> None:
+        _check_type("namespace", namespace, Namespace)
+        _check_type("extras", extras, Extras)
         self._block_bytes = TOKEN_BYTES * namespace.block_size
         self._tokens_head = _head(_Tag.TOKENS, self._block_bytes)
         # The fields that are the same in every block are hashed once.

@@ -47,7 +47,7 @@ from jaxkv.tiers.key_memory import (
     RetentionNotes,
     ReuseFilter,
 )
-from jaxkv.tiers.retention import Retention
+from jaxkv.tiers.retention import Retention, check_retention
 from jaxkv.tiers.snapshot import Snapshot, take_snapshot
 from jaxkv.types import KEY_BYTES, NO_BLOCK, STOPS, BlockKey, Stop
 
@@ -235,6 +235,7 @@ class OffloadingManager:
 
         Raises:
             ValueError: If blocks have no priorities here. Then nothing changes.
+            TypeError: If `retention` is no `Retention`. Then nothing changes.
 
         Example:
             >>> m = OffloadingManager(16, num_blocks=2, retention=True)
@@ -247,6 +248,7 @@ class OffloadingManager:
             raise ValueError(
                 "blocks have no priorities here: make the manager with retention=True."
             )
+        check_retention(retention)
         names, _ = pack(block_hashes)
         if not names:
             return

@@ -111,6 +111,18 @@ class Retention:
         return min(time_ms for time_ms in times if time_ms)
 
 
+def check_retention(retention: object) -> None:
+    """Refuse what is neither a `Retention` nor None.
+
+    Raises:
+        TypeError: With what it is.
+    """
+    if retention is not None and not isinstance(retention, Retention):
+        raise TypeError(
+            f"retention={shown(retention)} must be a jaxkv.Retention, or None."
+        )
+
+
 def _whole(value: Any) -> int:
     """Read a whole number; -1 if it is none."""
     if isinstance(value, bool):

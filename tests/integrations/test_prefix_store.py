@@ -355,6 +355,23 @@ def test_a_save_that_only_if_refuses_is_not_kept(make):
     check_hit(store.load(prompt), prompt)
 
 
+def test_an_error_of_only_if_costs_its_own_save_and_no_other(make, caplog):
+    store = make()
+    prompt, other = list(range(30)), list(range(50, 80))
+
+    def fails():
+        raise KeyError("a mistake of the caller's")
+
+    assert save(store, prompt, only_if=fails) == 28
+    store.flush()
+    assert (store.load(prompt), store.stats.failed_saves) == (None, 1)
+    assert "a mistake of the caller's" in caplog.text
+    save(store, other)
+    store.flush()
+    check_hit(store.load(other), other)
+    check_at_rest(store)
+
+
 def test_a_waiting_save_that_is_cleared_is_not_found(make):
     store = make()
     prompt, other = list(range(30)), list(range(50, 80))
@@ -521,6 +538,11 @@ def test_invalid_calls_are_refused_and_change_nothing(make):
     for error, message, arguments in refusals:
         with pytest.raises(error, match=message):
             store.save(*arguments)
+    with pytest.raises(TypeError, match="only_if=True must be a function, or None"):
+        store.save(prompt, kv, only_if=True)
+    for call in (store.load, store.contains, store.prefetch):
+        with pytest.raises(TypeError, match="extras='alice' must be of type Extras"):
+            call(prompt, "alice")
     with pytest.raises(ValueError, match=r"length=35 must be in \[1, 34\]"):
         store.load(prompt, length=35)
     assert (store.stats, store.held_bytes) == (PrefixStats(), 0)
@@ -549,6 +571,29 @@ def test_invalid_calls_are_refused_and_change_nothing(make):
 def test_invalid_arguments_are_refused(make, arguments, message):
     with pytest.raises(ValueError, match=message):
         make(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("kv", "namespace", "message"),
+    [
+        ({"key": np.zeros((8, 2))}, NAMESPACE, "'key' must be a jax.Array or a jax.Sh"),
+        ([3], NAMESPACE, "'0' must be a jax.Array or .* not <class 'int'>"),
+        ({"key": jnp.zeros((8, 2))}, "m", "namespace='m' must be a jaxkv.Namespace"),
+    ],
+)
+def test_what_is_no_array_and_no_namespace_is_refused(kv, namespace, message):
+    with pytest.raises(TypeError, match=message):
+        PrefixStore(kv, namespace=namespace, num_host_blocks=4)
+
+
+def test_what_is_no_retention_is_refused_and_changes_nothing(make):
+    store = make(num_host_blocks=2, retention=True)
+    for wrong in ("high", 80, {"priority": 80}):
+        with pytest.raises(TypeError, match=r"must be a jaxkv.Retention, or None"):
+            store.retain(range(8), wrong)
+        with pytest.raises(TypeError, match=r"must be a jaxkv.Retention, or None"):
+            store._manager.retain([b"a"], wrong, 0)
+    assert not store._manager._notes
 
 
 def test_no_leaves_are_refused():
