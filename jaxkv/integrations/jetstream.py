@@ -11,14 +11,15 @@ import collections
 import copy
 import dataclasses
 import logging
+import operator
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, SupportsIndex, TypeAlias, Unpack
 
 import jax
 
-from jaxkv import Extras, Namespace, Policy, TraceRecorder
-from jaxkv._util import Resource
+from jaxkv import Extras, Namespace, Policy, TraceRecorder, get_policy_maker
+from jaxkv._util import Resource, shown
 from jaxkv.integrations.prefix_blocks import AxisRules
 from jaxkv.integrations.prefix_storage import (
     StorageKeys,
@@ -28,7 +29,8 @@ from jaxkv.integrations.prefix_storage import (
 from jaxkv.integrations.prefix_store import PrefixStats, PrefixStore
 from jaxkv.integrations.prefix_template import PrefixTemplate
 from jaxkv.keys.hashing import NO_EXTRAS
-from jaxkv.transfer.kernels import Mode
+from jaxkv.transfer.host_memory import parse_argument
+from jaxkv.transfer.kernels import MODES, Mode
 from jaxkv.transfer.storage import StoreError
 from jaxkv.types import PyTree
 
@@ -162,6 +164,7 @@ class PrefixCache(Resource):
 
         Raises:
             ValueError: An argument is wrong, or missing.
+            TypeError: One is of a wrong type.
         """
         has_storage = storage_config(storage, model, weights_epoch) is not None
         version_of = getattr(extras_of, "version_of", "known")
@@ -170,10 +173,26 @@ class PrefixCache(Resource):
                 "storage needs an AdapterWatch(version_of=...): without it adapters "
                 "are told apart in this process alone."
             )
-        if (num_host_blocks is None) == (host_bytes is None):
-            raise ValueError(
-                f"one of {num_host_blocks=} and {host_bytes=} must be given."
+        _check_size(num_host_blocks, host_bytes, extent_bytes)
+        # The rest of it is only looked at when the engine's cache is known, and wrong
+        # arguments would then be but a line in the log.
+        if isinstance(cache_policy, str):
+            get_policy_maker(cache_policy)
+        elif not isinstance(cache_policy, Policy):
+            raise TypeError(
+                f"cache_policy={shown(cache_policy)} must be, or name, a jaxkv.Policy."
             )
+        if mode is not None and mode not in MODES:
+            raise ValueError(f"{mode=} must be one of {MODES} or None.")
+        if operator.index(max_pending_saves) < 1:
+            raise ValueError(f"{max_pending_saves=} must be at least 1.")
+        if extras_of is not None and not callable(extras_of):
+            raise TypeError(
+                f"extras_of={shown(extras_of)} must be an AdapterWatch, a function of "
+                "the tokens, or None."
+            )
+        if sequence_axes is not None:
+            _check_rules(sequence_axes)
         namespace = Namespace(model, weights_epoch, "", "", block_size)
         options = {
             "namespace": namespace,
@@ -321,8 +340,8 @@ class PrefixCache(Resource):
     def _save(self, key: Key, value: ValueLike) -> bool:
         if tuple(value.tokens[: len(key)]) != tuple(key):
             raise ValueError(
-                f"the value has the tokens {value.tokens}, which do not begin with the "
-                f"key, {key}."
+                f"the value has the tokens {shown(value.tokens)}, which do not begin "
+                f"with the key, {shown(key)}."
             )
         extras = self._extras_of(key)
         if extras is None:
@@ -401,6 +420,9 @@ class _Shared:
         self._options = options
         self._rules = rules
         self._has_storage = has_storage
+        # Held while the layout is learnt, which may take long: not to be waited for by
+        # who only looks, or counts, which `_lock` guards.
+        self._learning = threading.Lock()
         self._lock = threading.Lock()
         self._lack: Exception | None = None  # What was not there before.
         self._errors: collections.Counter[str] = collections.Counter()
@@ -414,7 +436,7 @@ class _Shared:
         Where there was no memory for it, or no storage, that is tried only `again` if
         asked for: it takes long, and a prompt would wait for it.
         """
-        with self._lock:
+        with self._learning:
             if self._lack is not None and not again:
                 name = type(self._lack).__name__
                 raise MemoryError(f"{name} before, and only learn() asks again.")
@@ -441,7 +463,7 @@ class _Shared:
 
     def clear(self, weights_epoch: str | None) -> None:
         """Forget all prompts; the weights have another name from now on."""
-        with self._lock:
+        with self._learning:
             if self._has_storage:
                 check_weights_epoch(weights_epoch)
             if self.template is not None:
@@ -450,7 +472,8 @@ class _Shared:
                 self._options["namespace"] = dataclasses.replace(
                     self._options["namespace"], weights_epoch=weights_epoch
                 )
-            self.recent.clear()
+            with self._lock:
+                self.recent.clear()
 
     def note(self, num_asked: int, num_found: int) -> None:
         with self._lock:
@@ -480,6 +503,40 @@ class _Shared:
     def errors(self) -> dict[str, int]:
         with self._lock:
             return dict(self._errors)
+
+
+def _check_size(
+    num_host_blocks: SupportsIndex | None,
+    host_bytes: str | SupportsIndex | None,
+    extent_bytes: str | SupportsIndex | None,
+) -> None:
+    """Refuse what cannot be the size of a host tier.
+
+    Raises:
+        ValueError: With what would be right.
+        TypeError: If the number of blocks is no int.
+    """
+    if (num_host_blocks is None) == (host_bytes is None):
+        raise ValueError(f"one of {num_host_blocks=} and {host_bytes=} must be given.")
+    if num_host_blocks is not None and operator.index(num_host_blocks) < 1:
+        raise ValueError(f"{num_host_blocks=} must be at least 1.")
+    for name, size in (("host_bytes", host_bytes), ("extent_bytes", extent_bytes)):
+        if size is not None:
+            parse_argument(name, size)
+
+
+def _check_rules(rules: object) -> None:
+    """Refuse what are no patterns with axes.
+
+    Raises:
+        TypeError: With what would be right.
+    """
+    right = 'must be patterns of paths and their axes, such as {"*/key": 1, "*": None}'
+    if not isinstance(rules, Mapping):
+        raise TypeError(f"sequence_axes={shown(rules)} {right}.")
+    for pattern, axis in rules.items():
+        if not isinstance(pattern, str) or not isinstance(axis, int | None):
+            raise TypeError(f"{shown({pattern: axis})} in sequence_axes {right}.")
 
 
 def _place(error: Exception) -> tuple[object, ...]:

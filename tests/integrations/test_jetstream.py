@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -19,6 +20,7 @@ from jaxkv import TraceRecorder, make_lru
 from jaxkv.integrations.jetstream import PrefixCache, PrefixValue
 from jaxkv.integrations.jetstream_adapters import AdapterWatch
 from jaxkv.integrations.prefix_blocks import compare_shapes, find_sequence_axes
+from jaxkv.integrations.prefix_store import PrefixStore
 from jaxkv.tools.replay.traces import read_trace
 from jaxkv.transfer.storage import StoreError
 from tests.rigs.jetstream_double import (
@@ -457,6 +459,71 @@ def test_invalid_calls_are_refused_with_what_would_be_right(make):
     cache.flush()
     check_value(cache.load(key), key)
     assert cache.errors == {}
+
+
+@pytest.mark.parametrize(
+    ("argument", "error", "message"),
+    [
+        ({"num_host_blocks": 0}, ValueError, "num_host_blocks=0 must be at least 1"),
+        ({"host_bytes": "8 gigs"}, ValueError, "host_bytes: '8 gigs' must be a size"),
+        ({"extent_bytes": "0"}, ValueError, "extent_bytes: '0' must be a size"),
+        ({"cache_policy": "lur"}, ValueError, "Did you mean 'lru'"),
+        ({"cache_policy": 5}, TypeError, "cache_policy=5 must be, or name, a jaxkv.P"),
+        ({"mode": "fast"}, ValueError, "mode='fast' must be one of"),
+        ({"max_pending_saves": 0}, ValueError, "max_pending_saves=0 must be at least"),
+        (
+            {"extras_of": "alice"},
+            TypeError,
+            "extras_of='alice' must be an AdapterWatch",
+        ),
+        ({"sequence_axes": 1}, TypeError, "sequence_axes=1 must be patterns of paths"),
+        ({"sequence_axes": {"*": "1"}}, TypeError, "{'.': '1'} in sequence_axes must"),
+    ],
+)
+def test_a_wrong_argument_is_refused_at_once_and_not_by_the_first_save(
+    argument, error, message
+):
+    size = {} if "host_bytes" in argument else {"num_host_blocks": 8}
+    with pytest.raises(error, match=message):
+        PrefixCache(**{"block_size": 8, "extras_of": None} | size | argument)
+
+
+def test_nobody_waits_for_the_memory_of_a_first_save_but_who_saves(make, monkeypatch):
+    cache, may_go_on, has_begun = make(), threading.Event(), threading.Event()
+
+    def slow(*args, **named):
+        has_begun.set()
+        assert may_go_on.wait(60)
+        return PrefixStore(*args, **named)
+
+    monkeypatch.setattr("jaxkv.integrations.jetstream.PrefixStore", slow)
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        saving = threads.submit(cache.save, KEY, value_of(KEY))
+        assert has_begun.wait(60)
+        try:
+            look = threads.submit(
+                lambda: (
+                    cache.load(KEY),
+                    cache.contains(KEY),
+                    cache.gen_statistic_str(),
+                    cache.errors,
+                )
+            )
+            found, is_there, text, errors = look.result(timeout=60)
+            assert not saving.done()
+        finally:
+            may_go_on.set()
+        assert saving.result() is True
+    assert (found, is_there, errors) == (None, False, {})
+    assert "0 of 16 tokens found" in text
+
+
+def test_an_error_about_tokens_shows_not_all_of_them(make, caplog):
+    cache, key = make(), tuple(range(100_000, 110_000))
+    assert cache.save(key, value_of(key[1:], 32, engine_cache(()))) is False
+    (record,) = caplog.records
+    assert len(record.message) < 500
+    assert "do not begin with the key, (100000, 100001" in record.message
 
 
 KEY = tuple(range(16))
