@@ -134,7 +134,8 @@ OF_SCHEDULER: tuple[Family[Readings], ...] = (
     Family(
         "vllm:kv_offload_lookup_async_delay_seconds",
         "histogram",
-        "From a lookup that was deferred until one that gave an answer.",
+        "From a lookup that was deferred until one that gave an answer, or the end of "
+        "the request.",
         lambda readings: readings.scheduler.delays.deferrals,
         buckets=DELAY_BUCKETS,
     ),
@@ -147,10 +148,12 @@ OF_SCHEDULER: tuple[Family[Readings], ...] = (
     Family(
         "vllm:kv_offload_stores_skipped",
         "counter",
-        "Times that a host block was not stored because too few had asked for it.",
+        "Times that a host block was not stored because too few had asked for it, or "
+        "nobody for the tail of its prompt.",
         lambda readings: (
             readings.stats.num_skipped
             if readings.scheduler.rules.store_threshold > 1
+            or readings.scheduler.rules.max_unseen_blocks is not None
             else None
         ),
     ),
@@ -255,7 +258,7 @@ OF_SCHEDULER: tuple[Family[Readings], ...] = (
     Family(
         "jaxkv:kv_offload_loads_declined",
         "counter",
-        "Loads skipped because computing the tokens was estimated to be faster.",
+        "Lookups whose load was skipped, as computing was estimated to be faster.",
         lambda readings: (
             readings.stats.num_loads_declined
             if readings.scheduler.rules.skip_slow_loads
@@ -309,7 +312,7 @@ OF_SCHEDULER: tuple[Family[Readings], ...] = (
     Family(
         "jaxkv:kv_offload_storage_fetches_declined",
         "counter",
-        "Fetches skipped because computing the tokens was estimated to be faster.",
+        "Lookups whose fetch was skipped, as computing was estimated to be faster.",
         lambda readings: readings.of_storage(readings.stats.num_fetches_declined),
     ),
     Family(

@@ -37,11 +37,13 @@ class OffloadStats:
         num_offered: Blocks that were to be stored: that got a place on the host, or
             were dropped without.
         num_skipped: Times that a host block was not stored as too few had asked for it
-            (`OffloadRules.store_threshold`).
+            (`OffloadRules.store_threshold`), or as it was in the tail of a prompt that
+            nobody had asked for (`max_unseen_blocks`).
         num_evicted: Host blocks that were evicted to make room for others.
         num_loads: Loads that arrived, each for a request.
         num_loads_failed: Loads that did not.
-        num_loads_declined: Loads that would have taken longer than to compute.
+        num_loads_declined: Look-ups whose load would have taken longer than to compute;
+            a request that asks again counts again.
         num_loaded: Blocks that came back from the host.
         num_copied: Blocks that were copied on the device, in place of a load.
         num_storage_stored: Blocks that got to the store.

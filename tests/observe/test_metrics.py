@@ -289,6 +289,14 @@ def test_skipped_stores_and_declined_loads_are_counted():
     assert page["vllm:kv_offload_allocation_failure_total"] == 0
 
 
+def test_the_tail_of_an_unseen_prompt_counts_as_skipped():
+    rig = Rig(max_unseen_blocks=1)
+    rig.run(rig.request("one", 1, 2, 3))
+    assert len(rig.host) == 1
+    assert read(rig.scheduler)["vllm:kv_offload_stores_skipped_total"] >= 2
+    assert "vllm:kv_offload_stores_skipped_total" not in read(Rig().scheduler)
+
+
 def test_transfer_times_and_sizes_are_the_workers():
     pool, clock = make_pool(), Clock()
     engine = TransferEngine(pool, 3)
