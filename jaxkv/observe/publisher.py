@@ -221,7 +221,7 @@ class EventPublisher(Resource):
         self._pub = self._context.socket(zmq.PUB)
         self._pub.set_hwm(hwm)
         if connects:
-            connect(self._pub, self.endpoint)
+            connect(self._pub, "endpoint", self.endpoint)
         else:
             self.endpoint = bind(self._pub, "endpoint", self.endpoint)
         self._replay: zmq.Socket[bytes] | None = None

@@ -92,7 +92,17 @@ def bind(socket: zmq.Socket[bytes], name: str, endpoint: str) -> str:
     return bound.decode().rstrip("\0")
 
 
-def connect(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    """Connect a socket; ZeroMQ connects in the background."""
+def connect(socket: zmq.Socket[bytes], name: str, endpoint: str) -> None:
+    """Connect a socket; ZeroMQ connects in the background.
+
+    Raises:
+        ValueError: If it is no address of somebody else, such as one for any port.
+    """
     socket.ipv6 = "[" in endpoint
-    socket.connect(endpoint)
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        raise ValueError(
+            f"{name}={shown(endpoint)} cannot be connected to: "
+            f"{error.strerror}; give the address that the other side binds."
+        ) from None

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import msgspec
 
-from jaxkv._util import Resource
+from jaxkv._util import Resource, shown
 from jaxkv.observe.kv_events import KVEventBatch, decode_batch
 from jaxkv.observe.publisher import END_OF_REPLAY, SEQ_BYTES
 from jaxkv.observe.sockets import bind, connect, offset_endpoint, topic_bytes, zmq
 
 # Numbers are signed ones of 8 bytes, of which -1 ends a replay.
 _END = 1 << 63
+# ZeroMQ's times are milliseconds of 32 bits.
+_MOST_S = 2_000_000
 # Answers of one replay that are none.
 _MOST_MALFORMED = 100
 
@@ -94,18 +97,22 @@ class EventSubscriber(Resource):
         bind: bool = False,
         array_like: bool = False,
     ) -> None:
-        if hwm < 1:
+        if operator.index(hwm) < 1:
             raise ValueError(f"{hwm=} must be at least 1.")
-        if start_seq is not None and start_seq < 0:
-            raise ValueError(f"{start_seq=} must be at least 0.")
+        if start_seq is not None and not 0 <= operator.index(start_seq) < _END:
+            raise ValueError(f"{start_seq=} must be at least 0, of 63 bits at most.")
+        self._replay_timeout_ms = _milliseconds("replay_timeout_s", replay_timeout_s)
         self.endpoint = offset_endpoint("endpoint", endpoint, 0)
         self._replay_endpoint = replay_endpoint and offset_endpoint(
             "replay_endpoint", replay_endpoint, 0
         )
+        if str(self._replay_endpoint).endswith(":*"):
+            raise ValueError(
+                f"{replay_endpoint=} must name the port at which the publisher answers."
+            )
         self.stats = SubscriberStats()
         self._next_seq = start_seq  # None before the first
         self._last_live = -1  # of publications, without replays
-        self._replay_timeout_s = replay_timeout_s
         self._array_like = array_like
         self._ready: deque[ReceivedBatch] = deque()
         self._context = zmq.Context()
@@ -124,8 +131,14 @@ class EventSubscriber(Resource):
         Returns:
             The batch; None on timeout. Whatever else arrives is counted in
             `SubscriberStats.num_malformed`.
+
+        Raises:
+            ValueError: If `timeout_s` is negative or not finite.
+            RuntimeError: If the subscriber is closed.
         """
-        if not self._ready and self._sub.poll(round(1000 * timeout_s)):
+        timeout_ms = _milliseconds("timeout_s", timeout_s)
+        self._refuse_if_closed()
+        if not self._ready and self._sub.poll(timeout_ms):
             self._accept(self._sub.recv_multipart())
         return self._ready.popleft() if self._ready else None
 
@@ -134,14 +147,22 @@ class EventSubscriber(Resource):
 
         Returns:
             The number of batches that came; `receive` returns them.
+
+        Raises:
+            RuntimeError: If the subscriber is closed.
         """
+        self._refuse_if_closed()
         num_before = len(self._ready)
         self._replay_from(self._next_seq or 0)
         return len(self._ready) - num_before
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections; no calls after this."""
         self._context.destroy(linger=0)
+
+    def _refuse_if_closed(self) -> None:
+        if self._context.closed:
+            raise RuntimeError("The subscriber is closed.")
 
     def _open(self, topic: str, hwm: int, binds: bool) -> None:
         self._sub = self._context.socket(zmq.SUB)
@@ -150,7 +171,7 @@ class EventSubscriber(Resource):
         if binds:
             self.endpoint = bind(self._sub, "endpoint", self.endpoint)
         else:
-            connect(self._sub, self.endpoint)
+            connect(self._sub, "endpoint", self.endpoint)
 
     def _accept(self, frames: list[bytes]) -> None:
         if len(frames) != 3 or len(frames[1]) != SEQ_BYTES or frames[1][0] > 127:
@@ -223,9 +244,9 @@ class EventSubscriber(Resource):
         with self._context.socket(zmq.DEALER) as replay:
             replay.linger = 0
             replay.rcvhwm = 0  # A whole replay has to fit, however slow we are.
-            connect(replay, self._replay_endpoint)
+            connect(replay, "replay_endpoint", self._replay_endpoint)
             replay.send_multipart((b"", start.to_bytes(SEQ_BYTES, "big")))
-            while replay.poll(round(1000 * self._replay_timeout_s)):
+            while replay.poll(self._replay_timeout_ms):
                 frames = replay.recv_multipart()
                 if len(frames) != 3 or frames[0] or len(frames[1]) != SEQ_BYTES:
                     self._count(num_malformed=1)
@@ -239,3 +260,16 @@ class EventSubscriber(Resource):
     def _count(self, **more: int) -> None:
         now = {name: getattr(self.stats, name) + num for name, num in more.items()}
         self.stats = dataclasses.replace(self.stats, **now)
+
+
+def _milliseconds(name: str, seconds: float) -> int:
+    """Convert a time to wait for; ZeroMQ would take a negative one for no limit.
+
+    Raises:
+        ValueError: If it is negative, no number, or too large.
+    """
+    if not isinstance(seconds, int | float) or not 0 <= seconds <= _MOST_S:
+        raise ValueError(
+            f"{name}={shown(seconds)} must be a number of seconds from 0 to {_MOST_S}."
+        )
+    return round(1000 * seconds)

@@ -245,3 +245,45 @@ def test_nothing_that_arrives_is_raised(seed):
         # Only a good batch may be believed, and whoever sends one may say any number.
         assert 0 <= stats.num_lost < 1 << 73
         assert stats.num_batches >= num_received // 2
+
+
+WRONG_TIMES = [-1, -0.001, float("nan"), float("inf"), 3e6, "1", None]
+
+
+@pytest.mark.parametrize("timeout_s", WRONG_TIMES)
+def test_a_time_that_would_never_end_is_refused_and_not_waited_for(timeout_s):
+    with pytest.raises(ValueError, match=r"replay_timeout_s=.* from 0 to 2000000"):
+        EventSubscriber(replay_timeout_s=timeout_s)
+    with (
+        Publisher() as publisher,
+        connect(publisher) as subscriber,
+    ):
+        with pytest.raises(ValueError, match=r"^timeout_s=.* must be a number of sec"):
+            subscriber.receive(timeout_s)
+        publisher.send(b"", number(1), GOOD)
+        assert subscriber.receive(timeout_s=10).seq == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"endpoint": "tcp://127.0.0.1:*"}, r"endpoint='tcp://127.0.0.1:\*' cannot be"),
+        ({"replay_endpoint": "tcp://127.0.0.1:0"}, "must name the port at which"),
+        ({"start_seq": 1 << 63}, "start_seq=9223372036854775808 must be at least 0"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_before_anything_is_received(
+    arguments, message
+):
+    with pytest.raises(ValueError, match=message):
+        EventSubscriber(**arguments)
+
+
+@pytest.mark.parametrize("replay_endpoint", [None, "tcp://127.0.0.1:5657"])
+def test_calls_after_close_say_that_it_is_closed(replay_endpoint):
+    subscriber = EventSubscriber("tcp://127.0.0.1:5557", replay_endpoint)
+    subscriber.close()
+    subscriber.close()
+    for call in (subscriber.catch_up, lambda: subscriber.receive(timeout_s=0)):
+        with pytest.raises(RuntimeError, match="The subscriber is closed"):
+            call()
