@@ -101,7 +101,7 @@ def size_text(num_bytes: int, space: str = " ") -> str:
     >>> size_text(64 << 10), size_text(1536 << 10, ""), size_text(1000)
     ('64 KiB', '1536KiB', '1000 bytes')
     """
-    for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+    for shift, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if num_bytes and num_bytes % (1 << shift) == 0:
             return f"{num_bytes >> shift}{space}{unit}"
     return f"{num_bytes} bytes"

@@ -730,11 +730,11 @@ def test_the_command_tries_the_store_of_the_settings(machine, capsys, monkeypatc
     assert cli.main(["doctor", "--no-probe"]) == 1
     out = capsys.readouterr().out
     assert f"WRONG  the store {folder} (JAXKV_STORAGE) has the mode 0777" in out
-    assert f"\nStorage tier {folder}, 16.00 GiB of blocks at most; " in out
+    assert f"\nStorage tier {folder}, 16 GiB of blocks at most; " in out
     # The command line takes precedence.
     words = ["--storage", "memory://doctor", "--storage-bytes", "1MiB"]
     assert cli.main(["doctor", "--no-probe", *words]) == 0
-    assert "\nStorage tier memory://doctor, 0.00 GiB" in capsys.readouterr().out
+    assert "\nStorage tier memory://doctor, 1 MiB of blocks" in capsys.readouterr().out
     monkeypatch.setenv("JAXKV_STORAGE", "ftp://kv")
     assert cli.main(["doctor", "--no-probe"]) == 1
     assert (

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxkv._util import gib, size_text
+from jaxkv._util import gib, rounded_size, size_text
 from jaxkv.config import KEYS
 from jaxkv.tools.bench.records import Speed
 from jaxkv.tools.bench.report import speed_text
@@ -141,7 +141,7 @@ def _store_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     store = facts.store
     if store is None:
         return
-    text = f"{store.url}, {gib(store.num_bytes)} of blocks at most"
+    text = f"{store.url}, {rounded_size(store.num_bytes)} of blocks at most"
     if store.folder is not None:
         text += f"; {gib(store.folder.free_bytes)} left there"
     yield "Storage tier", text

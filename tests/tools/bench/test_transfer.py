@@ -252,7 +252,8 @@ def test_machine_has_the_versions_of_the_figures():
 
 
 def test_sizes_are_formatted_in_whole_units():
-    assert [size_text(n) for n in (GIB, 1536 * KIB, 3 << 9)] == [
+    assert [size_text(n) for n in (3 << 40, GIB, 1536 * KIB, 3 << 9)] == [
+        "3 TiB",
         "1 GiB",
         "1536 KiB",
         "1536 bytes",
