@@ -32,7 +32,7 @@ from typing import (
 
 import jax
 
-from jaxkv._util import nearest, parse_bytes, shown, shown_name
+from jaxkv._util import nearest, parse_bytes, shown, shown_name, size_text
 from jaxkv.policies import policy_names
 from jaxkv.scheduling.record import (
     DEFAULT_MAX_BYTES,
@@ -365,16 +365,16 @@ class OffloadConfig:
     num_host_blocks: int | None = _number(
         None,
         "engine, scheduler",
-        "The same as a number of blocks; memory to spare comes on top.",
+        "The same as a number of blocks; spare memory comes on top.",
         unit="host blocks",
         least=1,
     )
     blocks_per_host_block: int = _number(
         1,
         "engine, scheduler",
-        "How many device blocks a host block holds. Larger transfers, but blocks "
-        "come and go only together; for models with one group, of full "
-        "attention, and eager stores.",
+        "How many device blocks a host block holds. With more than one, transfers "
+        "are larger, but blocks are stored and evicted only together; for models "
+        "with one group, of full attention, and eager stores.",
         unit="device blocks",
         least=1,
     )
@@ -388,8 +388,8 @@ class OffloadConfig:
     executor: ExecutorName = _name(  # noqa: RUF009 - it is a field
         "native",
         "scheduler",
-        "Who runs the policy: compiled functions on the host (`native`), or its pure "
-        "functions as XLA programs (`xla`).",
+        "What runs the policy: compiled functions on the host (`native`), or its "
+        "pure functions as XLA programs (`xla`).",
         names=lambda: get_args(ExecutorName),
     )
     mode: Literal["eager", "lazy"] = _name(
@@ -402,88 +402,94 @@ class OffloadConfig:
     max_num_batched_tokens: int = _number(
         8192,
         "scheduler",
-        "Most tokens of a step; lazy stores keep ahead of twice as many.",
+        "The most tokens that a step computes; lazy stores keep ahead of twice as "
+        "many.",
         unit="tokens",
         least=1,
     )
     store_threshold: int = _number(
         0,
         "scheduler",
-        "Store only what this number of requests have asked for; 0 or 1 for all.",
+        "Store only blocks that at least this many requests have asked for; 0 or 1 "
+        "stores all.",
         unit="requests",
         least=0,
     )
     max_unseen_blocks: int | None = _number(
         None,
         "scheduler",
-        "Of a request's blocks that nobody asked for before, store this number, from "
-        "its head, and the others when they are asked for again; `null` for all.",
+        "Of a request's blocks that no request has asked for before, store only "
+        "this many, from the first on, and the others once they are asked for "
+        "again; `null` stores all.",
         unit="host blocks",
         least=0,
     )
     prompt_only: bool = _flag(
-        False, "scheduler", "Leave generated tokens out. Not with lazy stores."
+        False, "scheduler", "Do not store generated tokens. Not with lazy stores."
     )
     max_offload_tokens: int | None = _number(
         None,
         "scheduler",
-        "Store this number of tokens of a request, from its first; `null` for all. Not "
-        "with lazy stores.",
+        "Store at most this many tokens of a request, from the first on; `null` "
+        "stores all. Not with lazy stores.",
         unit="tokens",
         least=1,
     )
     delay_shared_loads: bool = _flag(
         False,
         "scheduler",
-        "Let a request wait for another that loads one of its blocks, to find it on "
-        "the device.",
+        "Let a request wait while another loads one of its blocks, to find it on "
+        "the device then, rather than load it twice.",
     )
     max_blocks_in_flight: int | None = _number(
         None,
         "scheduler",
-        "Bounds what is on its way at a time, loads first; `null` for no bound.",
+        "The most blocks in flight at a time, in either direction; loads go first. "
+        "`null` for no bound.",
         unit="device blocks",
         least=1,
     )
     skip_slow_loads: bool = _flag(
         False,
         "scheduler",
-        "Decline a load that would take longer than to compute its tokens, by the "
-        "rates of `OffloadScheduler.note_rates`.",
+        "Decline a load that would take longer than computing its tokens, by the "
+        "rates given to `OffloadScheduler.note_rates`.",
     )
     copy_on_device: bool = _flag(
         True,
         "scheduler",
-        "Copy a block that the device holds after a gap in a prefix, rather than "
-        "load it.",
+        "Copy a block that the device still holds after a gap in a prefix, rather "
+        "than load it.",
     )
     load_in_step: bool = _flag(
         False,
         "scheduler",
-        "Offer what the host has as there in the step, whose program writes it itself "
-        "(`OffloadWorker.take_step_loads`).",
+        "Let the step that first runs a request write its loads itself "
+        "(`OffloadWorker.take_step_loads`), so that no request waits for one.",
     )
     flush_on_preemption: bool = _flag(
-        False, "scheduler", "Wait for all transfers in a step that preempts."
+        False,
+        "scheduler",
+        "Before a step that preempts, wait for all transfers in flight.",
     )
     retention: bool = _flag(
         False,
         "scheduler",
-        "Let requests say how long their blocks are to be kept, by a priority that "
-        "passes (`Retention`); else what they say is ignored.",
+        "Let a request say how long its blocks are kept, by a priority that fades or "
+        "ends (`Retention`). Without this, `request.retention` is ignored.",
     )
     remember_drops: int = _number(
         0,
         "scheduler",
-        "Remember of this number of blocks why they are not on the host, for "
-        "`OffloadScheduler.explain`.",
+        "For this many of the last blocks that were evicted or not stored, remember "
+        "why, for `OffloadScheduler.explain`.",
         unit="host blocks",
         least=0,
     )
     world_size: int = _number(
         1,
         "scheduler",
-        "Workers that each report every transfer to one scheduler.",
+        "How many workers report each transfer to one scheduler.",
         unit="workers",
         least=1,
     )
@@ -495,24 +501,25 @@ class OffloadConfig:
     transfer_mode: Mode | None = _name(  # noqa: RUF009 - it is a field
         None,
         "engine",
-        "How bytes move, `fused` or `staged`; `null` for what is best on the platform.",
+        "How bytes move, `fused` or `staged`; `null` for the better one on the "
+        "platform.",
         names=lambda: MODES,
     )
     transfer_kernel: Kernel | None = _name(  # noqa: RUF009 - it is a field
         None,
         "engine",
-        "How the programs of the mode `staged` copy blocks, `dma` or `xla`; `null` for "
-        "`dma` on TPU where its compiler accepts the layout.",
+        "How programs of the mode `staged` copy blocks, `dma` or `xla`; `null` for "
+        "`dma` on TPU, if its compiler accepts the layout.",
         names=lambda: KERNELS,
     )
     staging_bytes: int | str = _size(
-        DEFAULT_STAGING_BYTES, "engine", "How much may be in flight at a time."
+        DEFAULT_STAGING_BYTES, "engine", "The most bytes in flight at a time."
     )
     extent_bytes: int | str | None = _size(
         None,
         "engine",
-        "How much moves in one piece; `null` for 8 MiB, or less for small blocks "
-        "and stores.",
+        "How many bytes move in one piece; `null` for 8 MiB, or less if blocks or "
+        "the host tier are small.",
     )
     layer_groups: int = _number(
         1,
@@ -524,28 +531,30 @@ class OffloadConfig:
     compression: Quantised | None = _name(  # noqa: RUF009 - it is a field
         None,
         "engine",
-        "Make blocks smaller on the host, `int8` or `fp8`; `null` keeps every bit.",
+        "Keep blocks in less room on the host, as `int8` or `fp8`, which loses "
+        "bits; `null` keeps every bit.",
         names=lambda: get_args(Quantised),
     )
     deadline_s: float | None = _seconds(
         30.0,
         "worker",
-        "Abandon a transfer that takes longer; `null` to wait. Several processes wait "
-        "so long for one that is due; one with `report_after_steps` waits in any case.",
+        "Abandon a transfer that takes longer; `null` waits without limit. Several "
+        "processes wait this long for a transfer that is due; one process with "
+        "`report_after_steps` waits without limit in any case.",
         or_none=True,
     )
     report_after_steps: int | None = _number(
         None,
         "worker",
-        "Report a transfer this number of steps after its own; several processes need "
-        "it. `null` for as soon as it is done.",
+        "Report each transfer exactly this many steps after its own, as several "
+        "processes need; `null` reports it as soon as it is done.",
         unit="steps",
         least=1,
     )
     check_plans: bool = _flag(
         False,
         "worker",
-        "Compare the plans of all processes in each step, and what they agreed on; "
+        "In each step, compare what all processes planned, and what they agreed on; "
         "for debugging.",
     )
     agreement_timeout_s: float = _seconds(
@@ -566,33 +575,37 @@ class OffloadConfig:
         show=shown_url,
     )
     storage_bytes: int | str = _size(
-        16 << 30, "storage", "Bytes that the store may hold of this model's blocks."
+        16 << 30,
+        "storage",
+        "The most bytes that this model's blocks may take in the store.",
     )
     storage_write: StorageWrite = _name(  # noqa: RUF009 - it is a field
         "on_reuse",
         "scheduler",
-        "What is written to the store: what is asked for a second time (`on_reuse`), "
-        "what the host is about to evict (`on_evict`, with `lru` and without "
-        "`retention`), or all that gets to the host (`through`).",
+        "Which blocks are written to the store: those that are asked for a second "
+        "time (`on_reuse`), those that the host is about to evict (`on_evict`; only "
+        "with `lru`, and without `retention`), or all that reach the host "
+        "(`through`).",
         names=lambda: get_args(StorageWrite),
     )
     max_storage_blocks: int = _number(
         128,
         "scheduler",
-        "Bounds what is on its way to the store, and from it, at a time.",
+        "The most blocks on their way to the store, or from it, at a time.",
         unit="host blocks",
         least=1,
     )
     storage_deadline_s: float = _seconds(
         5.0,
         "storage",
-        "Compute what the store has not delivered by then; give a write up.",
+        "Compute blocks that the store has not delivered after this time, and give "
+        "up a write that takes longer.",
     )
     storage_list_s: float | None = _seconds(
         60.0,
         "storage",
-        "List the store again so long after the last time, to find what others have "
-        "written; `null` to list it once.",
+        "List the store again after this time, to find what others have written; "
+        "`null` lists it once.",
         or_none=True,
     )
     storage_secret: str | None = dataclasses.field(
@@ -601,9 +614,9 @@ class OffloadConfig:
         metadata={
             "key": Key(
                 "storage",
-                "Seals what is written with an HMAC, so that nobody without the secret "
-                "can plant blocks in the store; at least 16 bytes. `null` for a "
-                "checksum.",
+                "Secret of at least 16 bytes that seals what is written with an HMAC, "
+                "so that nobody without it can plant blocks in the store. `null` for a "
+                "checksum only.",
                 "",
                 "a text of at least 16 bytes",
                 _check_secret,
@@ -615,19 +628,18 @@ class OffloadConfig:
     events_endpoint: str | None = _endpoint(
         None,
         "events",
-        "Where `make_publisher` publishes events, `tcp://HOST:PORT` or "
-        "`ipc://PATH`; setting it turns the host tier's events on. `null` for "
-        "nowhere.",
+        "Address on which `make_publisher` publishes events, `tcp://HOST:PORT` or "
+        "`ipc://PATH`; setting it turns the host tier's events on. `null` for none.",
     )
     events_replay_endpoint: str | None = _endpoint(
-        None, "events", "Where it answers requests for a replay."
+        None, "events", "Address that answers requests for a replay."
     )
-    events_topic: str = _text("", "events", "What subscribers filter by.")
+    events_topic: str = _text("", "events", "Topic that subscribers filter by.")
     metrics_port: int | None = _number(
         None,
         "metrics",
-        "Where `serve_metrics` serves metrics over HTTP; 0 for any free port, "
-        "`null` for nowhere.",
+        "Port on which `serve_metrics` serves metrics over HTTP; 0 for any free "
+        "port, `null` for none.",
         unit="",
         least=0,
         most=65535,
@@ -635,36 +647,36 @@ class OffloadConfig:
     metrics_address: str = _text(
         "127.0.0.1",
         "metrics",
-        "The address that it listens at; only this machine's own, unless told "
-        "otherwise.",
+        "Address on which it serves them; by default only this machine can reach it.",
         expected="an address such as 127.0.0.1",
         pattern=r"\S+",
     )
     record: str | None = _file(
         None,
         "record",
-        "The file that requests are recorded in, for `jaxkv replay`; compressed if its "
+        "File in which requests are recorded, for `jaxkv replay`; compressed if its "
         "name ends in `.gz`. `null` for none.",
     )
     record_max_bytes: int | str = _size(
         DEFAULT_MAX_BYTES,
         "record",
-        "Most bytes of that file; then it becomes `FILE.1`, and a new one begins.",
+        "The most bytes of that file; then it is renamed to `FILE.1`, and a new one "
+        "begins.",
         least=LEAST_MAX_BYTES,
     )
     record_max_files: int = _number(
         DEFAULT_MAX_FILES,
         "record",
-        "How many of these files are kept, the one that is written among them.",
+        "How many of these files are kept, including the one that is being written.",
         unit="files",
         least=1,
     )
     record_key_file: str | None = _file(
         None,
         "record",
-        "A file with the secret of the recorded ids, for several engines that are to "
-        "be replayed together; made if it is not there. `null` for a random secret "
-        "that is kept nowhere.",
+        "File with the secret from which recorded ids are made; created if it is "
+        "missing. Engines whose records are to be replayed together need the same. "
+        "`null` for a random secret that is not kept.",
     )
 
     def __post_init__(self) -> None:
@@ -1109,7 +1121,7 @@ def table_of_keys() -> str:
     for name, default in OffloadConfig().to_dict().items():
         key = KEYS[name]
         if key.unit == "bytes" and default is not None:
-            default = f"{default >> 20}MiB"
+            default = size_text(default, "")
         cells = f"`{name}`", key.unit, f"`{json.dumps(default)}`", key.scope, key.about
         rows.append("|" + "".join(f" {cell}".rstrip() + " |" for cell in cells))
     return "\n".join(rows)
