@@ -418,9 +418,9 @@ class OffloadConfig:
     max_unseen_blocks: int | None = _number(
         None,
         "scheduler",
-        "Of a request's blocks that no request has asked for before, store only "
-        "this many, from the first on, and the others once they are asked for "
-        "again; `null` stores all.",
+        "Of a prompt's blocks that no request has asked for before, store only this "
+        "many, from the first on, and the others once they are asked for again; "
+        "`null` stores all. Generated tokens do not count.",
         unit="host blocks",
         least=0,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Literal, TypeAlias, get_args
 
 from jaxkv._util import check_whole, shown
@@ -32,9 +33,10 @@ class OffloadRules:
         store_threshold: Store only what at least this number of requests have asked
             for, a request that is preempted being one; 0 or 1 to store whatever is
             computed.
-        max_unseen_blocks: Of the host blocks of a request that no request has asked
+        max_unseen_blocks: Of the host blocks of a prompt that no request has asked
             for before, store no more than this number, the head of the prefix first;
-            the others once they are asked for again. None for all.
+            the others once they are asked for again. None for all. What a request
+            generates does not count.
         prompt_only: Whether generated tokens are left out.
         max_offload_tokens: Tokens of a request, from its first, that may be stored;
             None for all.
@@ -66,6 +68,10 @@ class OffloadRules:
         remember_drops: How many of the last host blocks that were evicted or not
             stored are remembered, with the reason, for `OffloadScheduler.explain`; 0
             for none.
+
+    Raises:
+        ValueError: If a value is out of range, or unknown.
+        TypeError: If a flag is no bool, or a number not whole.
     """
 
     mode: Literal["eager", "lazy"] = "eager"
@@ -96,6 +102,14 @@ class OffloadRules:
                 f"storage_write={shown(self.storage_write)} must be one of "
                 f"{', '.join(get_args(StorageWrite))}."
             )
+        for field in dataclasses.fields(self):
+            value, default = getattr(self, field.name), field.default
+            if isinstance(default, bool):
+                # A text such as "no" would count as true.
+                if not isinstance(value, bool):
+                    raise TypeError(f"{field.name}={shown(value)} must be a bool.")
+            elif not isinstance(default, str) and not (value is default is None):
+                _check_whole(field.name, value, or_none=default is None)
         for name, least in (
             ("max_num_batched_tokens", 1),
             ("world_size", 1),
@@ -115,6 +129,22 @@ class OffloadRules:
             raise ValueError(
                 "skip_slow_loads=True needs block_bytes, a device block's bytes."
             )
+
+
+def _check_whole(name: str, value: object, *, or_none: bool) -> None:
+    """Refuse what is no whole number.
+
+    Raises:
+        TypeError: With what would be right.
+    """
+    try:
+        is_whole = not isinstance(value, bool)
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        is_whole = False
+    if not is_whole:
+        more = ", or None" if or_none else ""
+        raise TypeError(f"{name}={shown(value)} must be a whole number{more}.")
 
 
 def most_stored_tokens(rules: OffloadRules, request: Request) -> int:

@@ -148,7 +148,7 @@ class DeviceBlockPool:
         bound: The state as compiled functions take it.
 
     Raises:
-        ValueError: If there is no block besides the null block.
+        ValueError: If there is no block besides the null block, or there are too many.
 
     Example:
         >>> pool = DeviceBlockPool(num_blocks=3)
@@ -174,6 +174,8 @@ class DeviceBlockPool:
             raise ValueError(
                 f"{num_blocks=} must be at least 2: the null block and one to use."
             )
+        if num_blocks >= 1 << 31:
+            raise ValueError(f"{num_blocks=} must be below 2**31: ids have 32 bits.")
         self.num_blocks = num_blocks
         self.num_changes = 0
         self.block_size = block_size

@@ -141,6 +141,8 @@ class OffloadingManager:
         ):
             if not (value is None and name == "max_unseen_blocks"):
                 check_whole(least, **{name: value})
+        if num_blocks >= 1 << 31:
+            raise ValueError(f"{num_blocks=} must be below 2**31: ids have 32 bits.")
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.policy = _as_policy(cache_policy, num_blocks)

@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import OffloadScheduler, OffloadWorker, TransferEngine
+from jaxkv import (
+    DeviceBlockPool,
+    OffloadScheduler,
+    OffloadWorker,
+    TransferEngine,
+)
 from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.search.groups import FullAttention, Mamba, SlidingWindow
@@ -686,6 +691,34 @@ def test_a_mamba_group_moves_its_last_state_alone():
     rig.step(two=1)
     rig.finish("two")
     rig.check_nothing_leaked()
+
+
+@pytest.mark.parametrize(
+    ("rules", "why"),
+    [
+        ({"prompt_only": "no"}, "prompt_only='no' must be a bool"),
+        ({"retention": 1}, "retention=1 must be a bool"),
+        (
+            {"max_unseen_blocks": 1.5},
+            "max_unseen_blocks=1.5 must be a whole number, or",
+        ),
+        ({"world_size": None}, r"world_size=None must be a whole number\."),
+        ({"store_threshold": True}, "store_threshold=True must be a whole number"),
+        ({"max_num_batched_tokens": "5"}, "max_num_batched_tokens='5' must be a whole"),
+    ],
+)
+def test_rules_of_a_wrong_type_are_refused(rules, why):
+    with pytest.raises(TypeError, match=why):
+        OffloadRules(**rules)
+    assert OffloadRules(max_unseen_blocks=np.int32(2)).max_unseen_blocks == 2
+
+
+@pytest.mark.parametrize("num_blocks", [1 << 31, 1 << 40])
+def test_more_blocks_than_ids_are_refused_before_memory_is_asked_for(num_blocks):
+    with pytest.raises(ValueError, match=f"num_blocks={num_blocks} must be below"):
+        OffloadScheduler(4, num_blocks)
+    with pytest.raises(ValueError, match=f"num_blocks={num_blocks} must be below"):
+        DeviceBlockPool(num_blocks)
 
 
 def test_rules_are_values():
