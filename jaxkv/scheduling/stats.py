@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,9 @@ from jaxkv.scheduling.protocol import Request
 SIZE_BUCKETS = (1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6)
 LOOKUP_BUCKETS = (1e-5, 5e-5, 1e-4, 5e-4, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0)
 DELAY_BUCKETS = (1e-4, 5e-4, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0)
+
+MOST_SAMPLES = 1 << 14
+"""Values that a `Histogram` keeps at most until somebody takes them."""
 
 
 @dataclasses.dataclass
@@ -148,7 +152,7 @@ class Histogram:
         self.bounds = tuple(bounds)
         self.total = 0.0
         self._counts = [0] * (len(bounds) + 1)
-        self._samples: list[float] | None = None
+        self._samples: deque[float] | None = None
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -163,13 +167,18 @@ class Histogram:
             self._samples.append(value)
 
     def keep_samples(self) -> None:
-        """Keep the values from now on, for somebody who takes them every step."""
+        """Keep the values from now on, for somebody who takes them every step.
+
+        Who does not, gets the last `MOST_SAMPLES`: they are not kept without end.
+        """
         if self._samples is None:
-            self._samples = []
+            self._samples = deque(maxlen=MOST_SAMPLES)
 
     def take_samples(self) -> list[float]:
         """Return the values kept since the last call; only the adding thread may."""
-        samples, self._samples = self._samples or [], []
+        samples = list(self._samples or ())
+        if self._samples:
+            self._samples.clear()
         return samples
 
 

@@ -15,9 +15,11 @@ import pytest
 from jaxkv import OffloadMetadata, OffloadScheduler, Retention, TransferEngine
 from jaxkv.integrations.vllm import config as vllm_config
 from jaxkv.integrations.vllm.scheduler import VllmRequest
+from jaxkv.integrations.vllm.stats import StatsReader
 from jaxkv.integrations.vllm.worker import StepMetadata
 from jaxkv.observe.metrics import OffloadMetrics
 from jaxkv.scheduling.protocol import ConnectorOutput
+from jaxkv.scheduling.stats import MOST_SAMPLES
 from jaxkv.tools.replay.traces import read_trace
 from tests.rigs import fake_vllm
 from tests.rigs.fake_engine import Engine, next_token
@@ -775,3 +777,17 @@ def test_an_offer_holds_no_device_blocks(newest):
     # Blocks 2 and 3 are still on the device, after the gap.
     assert offer(Request("again", range(18), 1), BLOCK_SIZE) == (3 * BLOCK_SIZE, True)
     assert len(pool.free_queue) == num_free
+
+
+def test_samples_that_nobody_takes_are_not_kept_without_end():
+    scheduler = OffloadScheduler(4, 8)
+    reader = StatsReader(scheduler)
+    for number in range(MOST_SAMPLES + 100):
+        scheduler.delays.lookups.add(float(number))
+    name = "vllm:kv_offload_lookup_sync_delay_seconds"
+    samples = reader.take().data["samples"][name]
+    assert samples == [float(number) for number in range(100, MOST_SAMPLES + 100)]
+    assert sum(scheduler.delays.lookups.counts) == MOST_SAMPLES + 100
+    scheduler.delays.lookups.add(7.0)
+    assert reader.take().data["samples"] == {name: [7.0]}
+    assert reader.take() is None
