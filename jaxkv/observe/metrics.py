@@ -91,17 +91,25 @@ class OffloadMetrics:
             )
         self.labels = {"engine": "0"} if labels is None else dict(labels)
         own = {family.label for family in ALL if family.label} | {"le"}
-        for name in self.labels:
-            if name in own or not _LABEL.fullmatch(name):
+        for name, value in self.labels.items():
+            is_name = isinstance(name, str) and _LABEL.fullmatch(name)
+            if name in own or not is_name:
                 raise ValueError(
                     f"label {name!r} must be of letters, digits and underscores, not "
                     f"begin with a digit or two underscores, and be none of the "
                     f"metrics' own, {sorted(own)}."
                 )
+            if not _is_text(value):
+                # It would fail each scrape, of whatever else the registry has, too.
+                raise ValueError(
+                    f"label {name}={shown(value)} must be a text of valid Unicode, "
+                    f'such as "{name}": "0".'
+                )
         self._scheduler = scheduler
         self._worker = worker
         self._pool = pool
         self._registry = registry or REGISTRY
+        self._is_closed = False
         self._server: WSGIServer | None = None
         self._thread: threading.Thread | None = None
         _Engines.add(self._registry, self)
@@ -130,8 +138,10 @@ class OffloadMetrics:
         Raises:
             ValueError: If `port` is out of range.
             OSError: If the address cannot be bound.
-            RuntimeError: If it is already serving.
+            RuntimeError: If it is already serving, or was closed.
         """
+        if self._is_closed:
+            raise RuntimeError("The metrics are closed, and in no registry any more.")
         if self._server is not None:
             raise RuntimeError(
                 f"already serving at port {self._server.server_port}; close() first."
@@ -153,6 +163,7 @@ class OffloadMetrics:
 
     def close(self) -> None:
         """Stop serving, and remove the metrics from the registry."""
+        self._is_closed = True
         if self._server is not None and self._thread is not None:
             self._server.shutdown()
             self._server.server_close()
@@ -258,6 +269,14 @@ class _Engines(Collector):
                 if known is not metric:
                     known.samples += metric.samples
         yield from metrics.values()
+
+
+def _is_text(value: object) -> bool:
+    """Whether a value is a text that can be encoded."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
 
 
 def _in_plain_text(app: Any) -> Any:

@@ -9,7 +9,7 @@ import threading
 from contextlib import closing
 
 import pytest
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from jaxkv import OffloadScheduler
 from jaxkv.observe.metrics import OffloadMetrics
@@ -63,12 +63,33 @@ def test_a_registry_with_taken_names_is_refused():
     OffloadMetrics(OffloadScheduler(4, 8), registry=registry).close()
 
 
-@pytest.mark.parametrize("name", ["le", "reason", "direction", "a-b", "__a", "1", ""])
+@pytest.mark.parametrize(
+    "name", ["le", "reason", "direction", "a-b", "__a", "1", "", 5]
+)
 def test_invalid_labels_are_refused(name):
     registry = CollectorRegistry()
     with pytest.raises(ValueError, match=re.escape(f"label {name!r} must be")):
         OffloadMetrics(OffloadScheduler(4, 8), registry=registry, labels={name: "0"})
     assert not list(registry.collect())
+
+
+@pytest.mark.parametrize("value", [0, None, b"0", "\ud800"])
+def test_a_label_that_would_fail_every_scrape_is_refused(value):
+    registry = CollectorRegistry()
+    others = Gauge("others", "Somebody's.", registry=registry)
+    with pytest.raises(ValueError, match=r"label engine=.* must be a text .* \"0\""):
+        OffloadMetrics(
+            OffloadScheduler(4, 8), registry=registry, labels={"engine": value}
+        )
+    others.set(7)
+    assert b"others 7.0" in generate_latest(registry)
+
+
+def test_closed_metrics_are_not_served_again():
+    metrics = OffloadMetrics(OffloadScheduler(4, 8), registry=CollectorRegistry())
+    metrics.close()
+    with pytest.raises(RuntimeError, match="metrics are closed"):
+        metrics.serve(0)
 
 
 def test_nothing_to_measure_is_refused():
