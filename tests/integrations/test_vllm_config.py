@@ -97,7 +97,7 @@ BAD_KEYS = {
         {"num_cpu_blocks": None, "cpu_bytes_to_use": 511},
         "at least 512, the",
     ),
-    "no block": ({"num_cpu_blocks": 0}, "must be at least"),
+    "no block": ({"num_cpu_blocks": 0}, "num_cpu_blocks=0 must be at least 1"),
     "both": ({"cpu_bytes_to_use": 1 << 20}, "both set the size"),
     "no number": (
         {"store_threshold": "2"},

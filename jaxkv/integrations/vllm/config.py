@@ -347,8 +347,9 @@ def read_extra_config(extra: Mapping[str, Any]) -> dict[str, Any]:
             "cpu_bytes_to_use and num_cpu_blocks both set the size of the host tier: "
             "set one of them."
         )
-    if values["blocks_per_chunk"] < 1:
-        raise ValueError("blocks_per_chunk=0 must be at least 1.")
+    for name in ("num_cpu_blocks", "blocks_per_chunk"):
+        if values[name] == 0:
+            raise ValueError(f"{name}=0 must be at least 1.")
     _check_storage(extra, values)
     return values
 
