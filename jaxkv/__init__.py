@@ -112,6 +112,8 @@ def __getattr__(name: str) -> object:
         value = getattr(importlib.import_module(_MODULES[name]), name)
         globals()[name] = value
         return value
+    if name == "__all__":  # For `from jaxkv import *`, which imports all of it.
+        return sorted(_MODULES)
     if not name.startswith("__") and importlib.util.find_spec(f"{__name__}.{name}"):
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -158,6 +158,8 @@ def test_what_is_public_is_imported_when_it_is_used():
         assert name in dir(jaxkv)
     text = "import jaxkv\nprint(jaxkv.tiers.host.OffloadingManager.__name__)"
     assert run_python(text).stdout == b"OffloadingManager\n"
+    text = "from jaxkv import *\nprint(KeyChain.__name__, num_host_blocks.__name__)"
+    assert run_python(text).stdout == b"KeyChain num_host_blocks\n"
     with pytest.raises(AttributeError, match="no attribute 'nothing_of_this_name'"):
         _ = jaxkv.nothing_of_this_name
     assert COMMANDS == ("demo", "replay", "plan", "bench", "doctor")
