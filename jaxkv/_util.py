@@ -83,7 +83,7 @@ def check_whole(least: int, **values: object) -> None:
                 f"{name}={shown(value)} must be a whole number from {least} on."
             )
         if operator.index(value) < least:
-            raise ValueError(f"{name}={value} must be at least {least}.")
+            raise ValueError(f"{name}={shown(value)} must be at least {least}.")
 
 
 def gib(num_bytes: int) -> str:

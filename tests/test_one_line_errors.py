@@ -6,9 +6,11 @@ import os
 import pathlib
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 
 from jaxkv import (
     DeviceBlockPool,
@@ -20,6 +22,7 @@ from jaxkv import (
     OffloadingManager,
     OffloadRules,
     OffloadScheduler,
+    SchedulerOutput,
     TransferEngine,
     get_policy_maker,
     make_lru,
@@ -27,7 +30,10 @@ from jaxkv import (
 )
 from jaxkv.cli import main as cli
 from jaxkv.config import ConfigError
+from jaxkv.integrations.jetstream import PrefixCache
 from jaxkv.keys.hashing import block_key
+from jaxkv.observe.metrics import OffloadMetrics
+from jaxkv.observe.subscriber import EventSubscriber
 from jaxkv.policies import registry
 from jaxkv.tools.replay.traces import TraceError, read_trace
 
@@ -205,6 +211,21 @@ def test_options_of_the_command_line(args, capsys):
     assert out == ""
 
 
+def scheduler_of_four():
+    scheduler = OffloadScheduler(2, 4)
+    scheduler.bind_device_block_pool(DeviceBlockPool(4))
+    return scheduler
+
+
+def with_request(method, *args):
+    """Call a method of a scheduler about a request of four tokens."""
+    keys = KeyChain(SPACE).extend(range(4))
+    request = SimpleNamespace(
+        request_id="r", num_tokens=4, num_computed_tokens=0, block_keys=keys
+    )
+    return getattr(scheduler_of_four(), method)(request, *args)
+
+
 DOORS = {
     "a policy": lambda value: get_policy_maker(value),
     "a mode": lambda value: OffloadRules(mode=value),
@@ -225,6 +246,27 @@ DOORS = {
     "a block id": lambda value: DeviceBlockPool(4).pin([value]),
     "groups": lambda value: OffloadScheduler(value, 4),
     "a name to register": lambda value: register_policy(value, make_lru),
+    "a flag of rules": lambda value: OffloadRules(prompt_only=value),
+    "a number of rules": lambda value: OffloadRules(max_unseen_blocks=value),
+    "a block table": lambda value: with_request("update_state_after_alloc", value, 0),
+    "an id in it": lambda value: with_request("update_state_after_alloc", [value], 0),
+    "new blocks": lambda value: scheduler_of_four().build_connector_meta(
+        SchedulerOutput({}, {"r": value})
+    ),
+    "tokens at hand": lambda value: with_request("get_num_new_matched_tokens", value),
+    "tokens to explain": lambda value: with_request("explain", value),
+    "a namespace": lambda value: KeyChain(value),
+    "extras": lambda value: KeyChain(SPACE, value),
+    "a retention": lambda value: OffloadingManager(16, 4, retention=True).retain(
+        [b"k"], value, 0
+    ),
+    "a time to wait": lambda value: EventSubscriber(replay_timeout_s=value).close(),
+    "a label": lambda value: OffloadMetrics(
+        OffloadScheduler(16, 4), registry=CollectorRegistry(), labels={"e": value}
+    ),
+    "axes of tokens": lambda value: PrefixCache(
+        block_size=2, extras_of=None, num_host_blocks=4, sequence_axes=value
+    ),
     "a size of staging": lambda value: TransferEngine(
         {"k": np.zeros(1)}, 4, staging_bytes=value
     ),

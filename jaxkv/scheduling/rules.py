@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from typing import Literal, TypeAlias, get_args
 
 from jaxkv._util import check_whole, shown
@@ -58,9 +57,9 @@ class OffloadRules:
             not hold such loads up.
         flush_on_preemption: Whether a step that preempts first waits for the transfers
             in flight. They hold on to their blocks in any case.
-        storage_write: What is written to the store: "on_reuse" what is asked for again
-            a second time; "on_evict" what the host is about to evict, which the policy
-            "lru" tells; "through" all that gets to the host.
+        storage_write: Which blocks are written to the store: "on_reuse" those that are
+            asked for a second time; "on_evict" those that the host is about to evict,
+            which the policy "lru" tells; "through" all that reach the host.
         max_storage_blocks: How many host blocks may be on their way to the store, or
             from it, at a time. A host of few blocks has fewer.
         retention: Whether requests may say how long their blocks are to be kept
@@ -70,8 +69,7 @@ class OffloadRules:
             for none.
 
     Raises:
-        ValueError: If a value is out of range, or unknown.
-        TypeError: If a flag is no bool, or a number not whole.
+        ValueError: If a value is out of range, unknown, or of another type.
     """
 
     mode: Literal["eager", "lazy"] = "eager"
@@ -103,13 +101,10 @@ class OffloadRules:
                 f"{', '.join(get_args(StorageWrite))}."
             )
         for field in dataclasses.fields(self):
-            value, default = getattr(self, field.name), field.default
-            if isinstance(default, bool):
-                # A text such as "no" would count as true.
-                if not isinstance(value, bool):
-                    raise TypeError(f"{field.name}={shown(value)} must be a bool.")
-            elif not isinstance(default, str) and not (value is default is None):
-                _check_whole(field.name, value, or_none=default is None)
+            value = getattr(self, field.name)
+            # A text such as "no" would count as true.
+            if isinstance(field.default, bool) and not isinstance(value, bool):
+                raise ValueError(f"{field.name}={shown(value)} must be a bool.")
         for name, least in (
             ("max_num_batched_tokens", 1),
             ("world_size", 1),
@@ -129,22 +124,6 @@ class OffloadRules:
             raise ValueError(
                 "skip_slow_loads=True needs block_bytes, a device block's bytes."
             )
-
-
-def _check_whole(name: str, value: object, *, or_none: bool) -> None:
-    """Refuse what is no whole number.
-
-    Raises:
-        TypeError: With what would be right.
-    """
-    try:
-        is_whole = not isinstance(value, bool)
-        operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        is_whole = False
-    if not is_whole:
-        more = ", or None" if or_none else ""
-        raise TypeError(f"{name}={shown(value)} must be a whole number{more}.")
 
 
 def most_stored_tokens(rules: OffloadRules, request: Request) -> int:

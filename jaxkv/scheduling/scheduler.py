@@ -615,7 +615,7 @@ class OffloadScheduler:
         for spec in self.groups:
             if num_tokens < 0 or num_tokens % spec.block_size:
                 raise ValueError(
-                    f"num_computed_tokens={num_tokens} of request "
+                    f"num_computed_tokens={shown(num_tokens)} of request "
                     f"{shown(request.request_id)} must be of whole blocks: a multiple "
                     f"of {spec.block_size}."
                 )
