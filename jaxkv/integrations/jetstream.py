@@ -256,6 +256,7 @@ class PrefixCache(Resource):
             MemoryError: There is not enough host memory.
             ImportError: The storage needs an extra that is missing.
             StoreError: The storage cannot be used.
+            RuntimeError: The cache was closed.
         """
         if self.store is None:
             self._shared.learn(prefix, padded_length).store.warm_up()
@@ -403,8 +404,7 @@ class PrefixCache(Resource):
 
     def close(self) -> None:
         """Wait for transfers in flight and end the threads; no calls after this."""
-        if self.store is not None:
-            self.store.close()
+        self._shared.close()
 
 
 class _Shared:
@@ -423,6 +423,7 @@ class _Shared:
         # Held while the layout is learnt, which may take long: not to be waited for by
         # who only looks, or counts, which `_lock` guards.
         self._learning = threading.Lock()
+        self._is_closed = False
         self._lock = threading.Lock()
         self._lack: Exception | None = None  # What was not there before.
         self._errors: collections.Counter[str] = collections.Counter()
@@ -437,6 +438,8 @@ class _Shared:
         asked for: it takes long, and a prompt would wait for it.
         """
         with self._learning:
+            if self._is_closed:
+                raise RuntimeError("the prefix cache was closed.")
             if self._lack is not None and not again:
                 name = type(self._lack).__name__
                 raise MemoryError(f"{name} before, and only learn() asks again.")
@@ -474,6 +477,13 @@ class _Shared:
                 )
             with self._lock:
                 self.recent.clear()
+
+    def close(self) -> None:
+        """Close the store, if there is one, and make none any more."""
+        with self._learning:
+            self._is_closed = True
+            if self.template is not None:
+                self.template.store.close()
 
     def note(self, num_asked: int, num_found: int) -> None:
         with self._lock:

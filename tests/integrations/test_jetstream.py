@@ -518,6 +518,16 @@ def test_nobody_waits_for_the_memory_of_a_first_save_but_who_saves(make, monkeyp
     assert "0 of 16 tokens found" in text
 
 
+def test_a_closed_cache_sets_no_memory_aside_any_more(make, caplog):
+    cache = make()
+    cache.close()
+    assert cache.save(KEY, value_of(KEY)) is False
+    assert "the prefix cache was closed" in caplog.text
+    assert (cache.store, cache.load(KEY), cache.errors) == (None, None, {"save": 1})
+    with pytest.raises(RuntimeError, match="the prefix cache was closed"):
+        cache.learn(engine_cache(), 32)
+
+
 def test_an_error_about_tokens_shows_not_all_of_them(make, caplog):
     cache, key = make(), tuple(range(100_000, 110_000))
     assert cache.save(key, value_of(key[1:], 32, engine_cache(()))) is False
