@@ -513,14 +513,20 @@ def test_two_stores_of_eight_threads_never_get_a_wrong_byte(make, faulty, kind):
             if rng.random() < 0.1:
                 store.prefetch(random_prompt(rng), extras)
 
-    with concurrent.futures.ThreadPoolExecutor(8) as threads:
-        for done in [threads.submit(hammer, seed) for seed in range(8)]:
-            done.result(timeout=300)
+    def count(*names):
+        return sum(getattr(store.stats, name) for store in stores for name in names)
+
+    for first in range(0, 160, 8):
+        with concurrent.futures.ThreadPoolExecutor(8) as threads:
+            for done in [threads.submit(hammer, first + seed) for seed in range(8)]:
+                done.result(timeout=300)
+        # On a busy machine little is written before it is cleared again.
+        came = count("storage_fetched_blocks", "storage_missed_blocks")
+        if loaded and came and count("storage_written_blocks"):
+            break
     assert loaded
-    stats = [store.stats for store in stores]
-    came = [each.storage_fetched_blocks + each.storage_missed_blocks for each in stats]
-    assert sum(came) > 0
-    assert sum(each.storage_written_blocks for each in stats) > 0
+    assert came > 0
+    assert count("storage_written_blocks") > 0
     vars(faulty).update(vars(Faults()))
     for store in stores:
         store.flush()
