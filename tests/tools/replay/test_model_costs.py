@@ -385,7 +385,7 @@ def test_an_unknown_architecture_is_taken_for_llama_and_that_is_said():
         ({"layer_types": ["full_attention"]}, "must have an entry for each of the 32"),
         (
             {"layer_types": ["linear_attention"] * 32},
-            "layer of type 'linear_attention' is not known here; give the bytes",
+            "layer of type 'linear_attention' is not known here; jaxkv plan takes",
         ),
         ({"mamba_d_state": 16}, "mamba_d_state=16: a model with layers that keep a st"),
         ({"num_kv_shared_layers": 10}, "layers that keep different KV is not known"),
