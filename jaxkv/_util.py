@@ -48,20 +48,6 @@ def parse_bytes(size: str | SupportsIndex) -> int:
     return num_bytes
 
 
-def check_at_least_one(**values: float) -> None:
-    """Refuse a number of things that is less than 1.
-
-    Args:
-        values: The numbers, by the names that the caller knows them by.
-
-    Raises:
-        ValueError: One is less than 1.
-    """
-    for name, value in values.items():
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1.")
-
-
 def check_whole(least: int, **values: object) -> None:
     """Refuse what is no whole number from `least` on.
 

@@ -501,8 +501,9 @@ class OffloadConfig:
     transfer_mode: Mode | None = _name(  # noqa: RUF009 - it is a field
         None,
         "engine",
-        "How bytes move, `fused` or `staged`; `null` for the better one on the "
-        "platform.",
+        "How blocks are copied: by one program between device and host memory "
+        "(`fused`), or through a staging buffer on the device (`staged`); `null` for "
+        "`fused` on CPU, and `staged` on GPU and TPU.",
         names=lambda: MODES,
     )
     transfer_kernel: Kernel | None = _name(  # noqa: RUF009 - it is a field
@@ -598,8 +599,8 @@ class OffloadConfig:
     storage_deadline_s: float = _seconds(
         5.0,
         "storage",
-        "Compute blocks that the store has not delivered after this time, and give "
-        "up a write that takes longer.",
+        "Time limit for reads from the store and writes to it. When a read times out, "
+        "its blocks are computed; a write that times out is abandoned.",
     )
     storage_list_s: float | None = _seconds(
         60.0,

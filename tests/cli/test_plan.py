@@ -69,7 +69,7 @@ def rule_of_the_docs(figures):
     if all(row["host_tokens"] < 0.01 * tokens for row in rows):
         return "too small", None, None
     if all(row["found_s"] < 0.01 * row["prefill_s"] for row in rows):
-        return "soon computed", None, None
+        return "cheap prefill", None, None
     if any(row["saved_s"] >= 0.01 * row["prefill_s"] for row in rows):
         return "slow stores", None, None
     return "slow loads", None, None
@@ -236,12 +236,12 @@ REASONS = {
         "",
         "what comes back does so too late for these sizes; 1 GiB finds 0.0% of",
     ),
-    "soon computed": (
+    "cheap prefill": (
         # The first block of long prompts, whose attention takes most of the time.
         [[0, *range(99 * i + 1, 99 * i + 90)] for i in range(30)],
         "",
-        "what comes back is soon computed; even if loads took no time, they would save "
-        "only 0.6% of the prefill time.",
+        "prefill of what comes back is cheap; loads with unlimited bandwidth would "
+        "save only 0.6% of the prefill time.",
     ),
     "slow loads": (
         [range(9)] * 30,

@@ -39,7 +39,7 @@ Reason = Literal[
     "nothing returns",
     "device suffices",
     "too small",
-    "soon computed",
+    "cheap prefill",
     "slow loads",
     "slow stores",
 ]
@@ -318,9 +318,10 @@ def recommend(demand: Demand, rows: Sequence[PlanRow]) -> Recommendation:
     2. If none saves at least `WORTH` of the prefill time, offloading does not pay. The
        reason is the first that holds: "nothing returns", less than `WORTH` of the
        tokens are asked for again; "device suffices", less than that beyond what the
-       device finds; "too small", no size finds so many; "soon computed", even loads
-       that take no time would not save enough; "slow stores", a row that was left out
-       would save enough; else "slow loads".
+       device finds; "too small", no size finds so many; "cheap prefill", computing
+       what is found takes less than `WORTH` of the prefill time, so that no load
+       bandwidth would be enough; "slow stores", a row that was left out would save
+       enough; else "slow loads".
     3. Else the smallest size is taken at which a policy saves at least `ENOUGH` of what
        the best row saves; and of the policies there, the first whose saving is at least
        `ALIKE` of the best there.
@@ -367,7 +368,7 @@ def _why_not(demand: Demand, rows: Sequence[PlanRow]) -> Reason:
     if max(row.host_tokens for row in rows) < least_tokens:
         return "too small"
     if max(row.found_s for row in rows) < WORTH * demand.prefill_s:
-        return "soon computed"
+        return "cheap prefill"
     if max(row.saved_s for row in rows) >= WORTH * demand.prefill_s > 0:
         return "slow stores"
     return "slow loads"

@@ -263,10 +263,10 @@ def _why_not(setting: Setting, plan: Plan) -> str:
             f"the {returning} that an unlimited host tier would find"
             + (f" without {setting.admission.text}" if setting.admission else "")
         )
-    if reason == "soon computed":
+    if reason == "cheap prefill":
         share = _percent(max(row.found_s for row in rows), demand.prefill_s)
         return (
-            "what comes back is soon computed; even if loads took no time, they would "
+            "prefill of what comes back is cheap; loads with unlimited bandwidth would "
             f"save only {share} of the prefill time"
         )
     if reason == "slow stores":

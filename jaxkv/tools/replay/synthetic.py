@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from jaxkv._util import check_at_least_one
+from jaxkv._util import check_whole
 from jaxkv.tools.replay.traces import BLOCK_SIZE, Trace, make_trace
 
 _GAP_MS = 300.0
@@ -40,22 +40,24 @@ def make_synthetic_trace(
         block_size: Tokens per block.
 
     Raises:
-        ValueError: If a number is less than 1.
+        ValueError: If a number is less than 1, or a count is no whole number.
 
     Example:
         >>> trace = make_synthetic_trace(100, seed=1)
         >>> trace.num_requests, trace.num_block_refs > trace.num_unique_blocks
         (100, True)
     """
-    check_at_least_one(
+    check_whole(
+        1,
         num_requests=num_requests,
         num_system_prompts=num_system_prompts,
         system_blocks=system_blocks,
-        turn_blocks=turn_blocks,
-        turns=turns,
         max_open=max_open,
         block_size=block_size,
     )
+    for name, mean in (("turn_blocks", turn_blocks), ("turns", turns)):
+        if not mean >= 1:
+            raise ValueError(f"{name}={mean} must be at least 1.")
     rng = np.random.default_rng(seed)
     popularity = _zipf_cdf(num_system_prompts)
     recency = _zipf_cdf(max_open)

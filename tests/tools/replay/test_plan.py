@@ -231,7 +231,7 @@ def choose_plainly(demand, rows):
     if found < 0.01:
         return "too small", None, None
     if max(r.found_s for r in rows) / demand.prefill_s < 0.01:
-        return "soon computed", None, None
+        return "cheap prefill", None, None
     if saved / demand.prefill_s >= 0.01:
         return "slow stores", None, None
     return "slow loads", None, None
@@ -248,7 +248,7 @@ def random_case(rng):
         span_s=rng.choice((None, 100.0)),
     )
     rows = []
-    is_soon_computed = rng.random() < 0.3
+    is_cheap = rng.random() < 0.3
     for policy in ("lru", "arc", "hazard")[: rng.randrange(1, 4)]:
         for size in (1 << 30, 2 << 30, 4 << 30):
             uses = [None] * 3
@@ -260,7 +260,7 @@ def random_case(rng):
                     host_bytes=size,
                     capacity_blocks=size >> 20,
                     host_tokens=rng.choice((0, 9, 10, 200)),
-                    found_s=0.39 if is_soon_computed else rng.choice((1.0, 12.0)),
+                    found_s=0.39 if is_cheap else rng.choice((1.0, 12.0)),
                     num_loads=1,
                     num_declined=0,
                     load_bytes=1,
