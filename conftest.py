@@ -1,12 +1,16 @@
 """Test set-up, for tests/ and for the doctests of jaxkv/ alike.
 
 JAXKV_TEST_PLATFORM=cuda (or tpu) runs the tests there; without it they run on the
-CPU backend, which every machine has.
+CPU backend, which every machine has. There XLA optimizes little, for it compiles in a
+quarter of the time then, and the suite compiles thousands of programs; with
+JAX_DISABLE_MOST_OPTIMIZATIONS=0, and in long tests, it compiles as it does for users.
 """
 
 import gc
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +25,10 @@ import jax
 import pytest
 
 PLATFORM = os.environ.get("JAXKV_TEST_PLATFORM", "cpu")
+_OPTIMIZES_LITTLE = "JAX_DISABLE_MOST_OPTIMIZATIONS"
+_QUICK_TO_COMPILE = (
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+)
 
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -41,7 +49,7 @@ _LONGEST = (
     "tests/policies/test_contract.py",
     "tests/test_examples.py",
     "tests/tiers/test_host_state.py",
-    "tests/native/test_compiling.py",
+    "tests/test_code_cache.py",
     "tests/transfer/test_processes.py",
     "tests/test_docs.py",
     "tests/tools/demo/test_engine.py",
@@ -74,6 +82,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config.option, "loadscopereorder"):
         # pytest-xdist would begin with the files of the most tests, the quickest.
         config.option.loadscopereorder = False
+    is_long = "long" in config.option.markexpr
+    if PLATFORM == "cpu" and not is_long and _OPTIMIZES_LITTLE not in os.environ:
+        _optimize_little()
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return  # Such as in the processes that share the tests.
     config.stash[_COMPILED] = folder = tempfile.mkdtemp(prefix="jaxkv-tests-")
@@ -84,6 +95,22 @@ def pytest_configure(config: pytest.Config) -> None:
     ):
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)
+
+
+def _optimize_little() -> None:
+    """Have XLA compile quickly: here, in workers of pytest-xdist, and in children."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    os.environ[_OPTIMIZES_LITTLE] = "1"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {_QUICK_TO_COMPILE}".strip()
+    # XLA ends a process that gives it a flag that its version does not have.
+    known = subprocess.run(
+        [sys.executable, "-c", "from jaxlib import _jax; _jax.CompileOptions()"],
+        env=os.environ | {"XLA_FLAGS": flags},
+        capture_output=True,
+        check=False,
+    )
+    if known.returncode == 0:
+        os.environ["XLA_FLAGS"] = flags
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

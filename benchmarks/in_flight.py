@@ -307,8 +307,8 @@ class Silence:
     timeout_s = 60.0
     process = 0
 
-    def say(self, text: str, step: int) -> None:
-        """Say something to nobody."""
+    def send(self, text: str, step: int) -> None:
+        """Send something to no process."""
 
 
 class Fleet:
@@ -337,8 +337,8 @@ class Fleet:
                 else:
                     meta = _meta(step, store=(32 + host,))
                 self.pool = self.worker.start(meta, self.pool)
-        for step, ticket in enumerate(list(self.worker._pending)):
-            self.agreement.begin(ticket, f"{step}", step)
+        for transfer in self.worker._pending.values():
+            self.agreement.begin(transfer)
 
     def idle(self) -> Callable[[], None]:
         """Take a step in which nothing lands."""
@@ -348,7 +348,7 @@ class Fleet:
 
     def agree(self) -> Callable[[], None]:
         """Do what several processes do in a step that nothing is due in."""
-        self.agreement.say()
+        self.agreement.send()
         self.pool, _ = self.agreement.settle(self.pool, -1, wait_for_all=False)
         return _nothing
 

@@ -36,10 +36,10 @@ def list_all(root: str, num_blocks: int) -> tuple[float, float]:
     """Return the seconds until the first page, and until the last."""
     storage = StorageIO(LocalStore(root), OBJECTS)
     start_s = time.perf_counter()
-    first_s, found, has_ended = 0.0, 0, False
+    first_s, found, ended = 0.0, 0, None
     storage.list_all()
-    while not has_ended:
-        pages, has_ended = storage.take_pages(8)
+    while ended is None:
+        pages, ended = storage.take_pages(1 << 15)
         found += sum(len(page.keys) for page in pages)
         if found and not first_s:
             first_s = time.perf_counter() - start_s

@@ -1,7 +1,7 @@
 """How fast do blocks move, beside other designs and what the machine can do?
 
-The same as ``jaxkv bench transfer``, for a checkout; `docs/performance.md` says what is
-measured, and ``--help`` lists the options.
+The same as ``jaxkv bench transfer``, for a checkout. ``--help`` lists the options, and
+`docs/internals/benchmarks.md` says what is measured.
 
     python benchmarks/transfer.py [--sizes SIZE,...] [--block-sizes SIZE,...]
                                   [--rounds N] [--plot FILE.png] [--json FILE] ...

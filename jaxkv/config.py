@@ -1,30 +1,25 @@
 """One configuration for all parts, from code, a dict, JSON or the environment.
 
-Each key is declared once, as a field of `OffloadConfig`. Its metadata says what its
-values are, in Python and as text, which parts it reaches and what it is for; checks,
-messages and the table of docs/configuration.md come from there. What is refused is told
-with the value, with what would be right, and with the nearest name.
+Each key is declared once, as a field: those of `OffloadRules` in
+`jaxkv/scheduling/rules.py`, the others here. A refusal has the value, what would be
+right, and the nearest name.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import operator
 import os
 import pathlib
-import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from types import MappingProxyType
 from typing import (
     TYPE_CHECKING,
     Any,
-    Literal,
     NamedTuple,
-    TypeAlias,
     TypeVar,
     cast,
     get_args,
@@ -32,26 +27,51 @@ from typing import (
 
 import jax
 
-from jaxkv._util import nearest, parse_bytes, shown, shown_name, size_text
+from jaxkv._util import nearest, settings, shown, shown_name
+from jaxkv._util.settings import (
+    ConfigError as ConfigError,
+)
+from jaxkv._util.settings import (
+    Key,
+    Scope,
+    Settings,
+    keys_of,
+    table_of,
+)
+from jaxkv.observe.start import log_start
 from jaxkv.policies import policy_names
+from jaxkv.scheduling.boundary import TierBelow
+from jaxkv.scheduling.protocol import Mover
 from jaxkv.scheduling.record import (
     DEFAULT_MAX_BYTES,
     DEFAULT_MAX_FILES,
     LEAST_MAX_BYTES,
     TraceRecorder,
 )
-from jaxkv.scheduling.rules import OffloadRules, StorageWrite, check_rules
+from jaxkv.scheduling.rules import (
+    OffloadRules,
+    RuleSettings,
+    check_groups,
+    check_victims,
+)
 from jaxkv.scheduling.scheduler import OffloadScheduler
-from jaxkv.scheduling.storage_worker import open_storage
+from jaxkv.scheduling.storage_worker import StorageWorker, open_storage
 from jaxkv.scheduling.worker import OffloadWorker
-from jaxkv.search.groups import FullAttention, GroupSpec, as_groups
+from jaxkv.search.groups import GroupSpec, as_groups
+from jaxkv.strict import (
+    StrictOffloadScheduler,
+    StrictOffloadWorker,
+    StrictTransferEngine,
+)
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.executors import ExecutorName
 from jaxkv.transfer import TransferEngine
 from jaxkv.transfer.codecs import Compression, Quantised
 from jaxkv.transfer.engine import DEFAULT_STAGING_BYTES
 from jaxkv.transfer.kernels import KERNELS, MODES, Kernel, Mode
+from jaxkv.transfer.storage.census import Bound
 from jaxkv.transfer.storage.objects import LEAST_SECRET_BYTES
+from jaxkv.transfer.storage.opening import check_kind
 from jaxkv.transfer.storage.store import shown_url
 from jaxkv.types import PyTree
 
@@ -61,232 +81,23 @@ if TYPE_CHECKING:
     from jaxkv.observe.metrics import OffloadMetrics
     from jaxkv.observe.publisher import EventPublisher
 
-Scope: TypeAlias = Literal[
-    "engine",
-    "scheduler",
-    "engine, scheduler",
-    "worker",
-    "storage",
-    "events",
-    "metrics",
-    "record",
-]
-"""Which parts a key reaches: `TransferEngine`, `OffloadScheduler`, `OffloadWorker`, the
-store behind the host (`open_storage`), `EventPublisher` and `OffloadMetrics` of
-`jaxkv.observe`, and `TraceRecorder`."""
-
 PREFIX = "JAXKV_"
 """What the names of the environment's variables begin with."""
+
+_T = TypeVar("_T")
 
 # Of the tests of this project, and no part of a configuration.
 _TEST_PREFIX = "JAXKV_TEST_"
 
+# What is less is a number whose unit was forgotten.
+_LEAST_HOST_BYTES = 1 << 10
 _SIZES = ("host_bytes", "num_host_blocks")
-
-_FLAGS = {
-    **dict.fromkeys(("1", "true", "yes", "on"), True),
-    **dict.fromkeys(("0", "false", "no", "off"), False),
-}
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be right.
-
-    Attributes:
-        faults: What is wrong with it, each in a sentence.
-    """
-
-    def __init__(self, faults: Sequence[str]) -> None:
-        super().__init__("; ".join(faults))
-        self.faults = tuple(faults)
-
-
-@dataclasses.dataclass(frozen=True)
-class Key:
-    """What a key of a configuration takes.
-
-    Attributes:
-        scope: Which parts it reaches.
-        about: What it is for, in Markdown.
-        unit: Of its values; empty for names and flags.
-        expected: What its values are, for messages; empty if they are names.
-        check: Gives a Python value as it is kept; raises ValueError or TypeError.
-        parse: Reads a text, which `check` is to see next; raises ValueError.
-        may_be_none: Whether None is one of them, as text ``none``.
-        names: What there is, if its values are names.
-        is_secret: Whether values are to be shown to nobody.
-        show: Gives a value as anybody may see it.
-    """
-
-    scope: Scope
-    about: str
-    unit: str
-    expected: str
-    check: Callable[[Any], Any]
-    parse: Callable[[str], Any] = str
-    may_be_none: bool = False
-    names: Callable[[], Sequence[str]] = tuple
-    is_secret: bool = False
-    show: Callable[[str], str] = str
-
-    def read(self, given: Any, *, is_text: bool = False) -> Any:
-        """Give a value as it is kept.
-
-        Args:
-            given: From Python or JSON; or a text that stands for it.
-            is_text: Whether it is the latter, as in the environment.
-
-        Raises:
-            ValueError: It is no such value, with what would be right.
-        """
-        if is_text:
-            given = given.strip()
-        is_none = given.lower() == "none" if is_text else given is None
-        if is_none and self.may_be_none:
-            return None
-        try:
-            return self.check(self.parse(given) if is_text else given)
-        except (TypeError, ValueError, OverflowError, RecursionError):
-            raise ValueError(self._refusal(given)) from None
-
-    def shown(self, value: object) -> str:
-        """Write a value for a message, but for what nobody is to see in it."""
-        return shown(self.show(value) if isinstance(value, str) else value)
-
-    def _refusal(self, value: object) -> str:
-        names = list(self.names())
-        expected = f"one of {', '.join(names)}" if names else self.expected
-        near = nearest(value.lower(), names) if isinstance(value, str) else None
-        hides = self.is_secret and isinstance(value, str)
-        text = "..." if hides else self.shown(value)
-        return (
-            f"{text} must be {expected}"
-            + (", or None" if self.may_be_none else "")
-            + (f": did you mean {near}?" if near else "")
-        )
-
-
-_T = TypeVar("_T")
-
-
-def _declare(default: _T, key: Key) -> _T:
-    """Declare a field, which may be None if that is its default.
-
-    As `dataclasses.field`, it says that it gives the default, for type checkers.
-    """
-    if default is None:
-        key = dataclasses.replace(key, may_be_none=True)
-    return dataclasses.field(default=default, metadata={"key": key})
-
-
-def _size(default: _T, scope: Scope, about: str, *, least: int = 1) -> _T:
-    """Declare a size in bytes, such as ``"8GiB"``, from `least` on."""
-
-    def check(value: Any) -> int:
-        num_bytes = parse_bytes(value)
-        if num_bytes < least:
-            raise ValueError
-        return num_bytes
-
-    expected = "a size such as 64MiB, 1GiB or a number of bytes"
-    if least > 1:
-        expected += f", at least {least}"
-    key = Key(scope, about, "bytes", expected, check)
-    return _declare(default, key)
-
-
-def _number(
-    default: _T,
-    scope: Scope,
-    about: str,
-    *,
-    unit: str,
-    least: int,
-    most: int | None = None,
-) -> _T:
-    """Declare a whole number from `least` on, perhaps up to `most`."""
-
-    def check(value: Any) -> int:
-        whole = operator.index(value)
-        too_large = most is not None and whole > most
-        if isinstance(value, bool) or whole < least or too_large:
-            raise ValueError
-        return whole
-
-    expected = f"a whole number from {least}" + (f" to {most}" if most else "")
-    key = Key(scope, about, unit, expected, check, _parse_int)
-    return _declare(default, key)
-
-
-def _seconds(default: _T, scope: Scope, about: str, *, or_none: bool = False) -> _T:
-    """Declare a time."""
-
-    def check(value: Any) -> float:
-        if isinstance(value, bool | str) or not 0 < value < math.inf:
-            raise ValueError
-        return float(value)
-
-    expected = "a number of seconds above 0"
-    key = Key(scope, about, "s", expected, check, float, or_none)
-    return _declare(default, key)
-
-
-def _flag(default: _T, scope: Scope, about: str) -> _T:
-    """Declare what is true or false."""
-
-    def check(value: Any) -> bool:
-        if not isinstance(value, bool):
-            raise TypeError
-        return value
-
-    key = Key(scope, about, "", "true or false", check, _parse_flag)
-    return _declare(default, key)
-
-
-def _name(
-    default: _T,
-    scope: Scope,
-    about: str,
-    *,
-    names: Callable[[], Sequence[str]],
-) -> _T:
-    """Declare one of several names."""
-
-    def check(value: Any) -> str:
-        if not isinstance(value, str) or value not in names():
-            raise ValueError
-        return value
-
-    key = Key(scope, about, "", "", check, names=names)
-    return _declare(default, key)
-
-
-def _text(
-    default: _T,
-    scope: Scope,
-    about: str,
-    *,
-    expected: str = "a text of valid Unicode",
-    pattern: str = "(?s:.*)",
-    show: Callable[[str], str] = str,
-) -> _T:
-    """Declare a text of a pattern, whose group `port`, if any, is below 65536."""
-
-    def check(value: Any) -> str:
-        match = re.fullmatch(pattern, value)
-        if not match or int(match.groupdict().get("port") or 0) > 65535:
-            raise ValueError
-        value.encode()  # Refuses a lone surrogate, which nobody could send.
-        return cast(str, value)
-
-    key = Key(scope, about, "", expected, check, show=show)
-    return _declare(default, key)
 
 
 def _file(default: _T, scope: Scope, about: str) -> _T:
     """Declare the name of a file."""
-    expected = "the name of a file"
-    return _text(default, scope, about, expected=expected, pattern=r"[^\0]{1,4096}")
+    expected, pattern = "the name of a file", r"[^\0]{1,4096}"
+    return settings.text(default, scope, about, expected=expected, pattern=pattern)
 
 
 def _endpoint(default: _T, scope: Scope, about: str) -> _T:
@@ -296,25 +107,13 @@ def _endpoint(default: _T, scope: Scope, about: str) -> _T:
         "65536"
     )
     pattern = r"tcp://\S+:(?:\*|(?P<port>[0-9]{1,5}))|ipc://\S+"
-    return _text(default, scope, about, expected=expected, pattern=pattern)
+    return settings.text(default, scope, about, expected=expected, pattern=pattern)
 
 
 def _check_secret(value: Any) -> str:
     if not isinstance(value, str) or len(value.encode()) < LEAST_SECRET_BYTES:
         raise ValueError
     return value
-
-
-def _parse_int(text: str) -> int:
-    if not re.fullmatch("[+-]?[0-9]{1,18}", text):
-        raise ValueError
-    return int(text)
-
-
-def _parse_flag(text: str) -> bool:
-    if text.lower() not in _FLAGS:
-        raise ValueError
-    return _FLAGS[text.lower()]
 
 
 class Offload(NamedTuple):
@@ -332,7 +131,41 @@ class Offload(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class OffloadConfig:
+class _HostSettings(Settings):
+    """The host tier: its size, and what it evicts."""
+
+    host_bytes: int | str | None = settings.size(
+        None,
+        "engine",
+        "Host memory for blocks in this process, spare room included. Set this or "
+        "`num_host_blocks`.",
+        least=_LEAST_HOST_BYTES,
+    )
+    num_host_blocks: int | None = settings.number(
+        None,
+        "engine, scheduler",
+        "Host blocks, in place of `host_bytes`; spare memory comes on top.",
+        unit="host blocks",
+        least=1,
+    )
+    cache_policy: str = settings.name(
+        "lru",
+        "scheduler",
+        "Which blocks a full host tier evicts: `lru`, `arc`, `arc_fixed`, `slru`, "
+        "`hazard`, or your own ([policies.md](policies.md)).",
+        names=policy_names,
+    )
+    executor: ExecutorName = settings.name(
+        "native",
+        "scheduler",
+        "Run the policy as compiled functions (`native`) or as XLA programs (`xla`).",
+        names=lambda: get_args(ExecutorName),
+    )
+
+
+@settings.documented
+@dataclasses.dataclass(frozen=True)
+class OffloadConfig(RuleSettings, _HostSettings):
     """All that can be chosen about offloading, apart from what the model is.
 
     docs/configuration.md has a table of the keys. They are those of `TransferEngine`,
@@ -356,343 +189,185 @@ class OffloadConfig:
         (1073741824, 'lazy')
     """
 
-    host_bytes: int | str | None = _size(
-        None,
-        "engine",
-        "Host memory for blocks in this process, spare room included. This or the "
-        "next key is needed to make an engine.",
-    )
-    num_host_blocks: int | None = _number(
-        None,
-        "engine, scheduler",
-        "The same as a number of blocks; spare memory comes on top.",
-        unit="host blocks",
-        least=1,
-    )
-    blocks_per_host_block: int = _number(
-        1,
-        "engine, scheduler",
-        "How many device blocks a host block holds. With more than one, transfers "
-        "are larger, but blocks are stored and evicted only together; for models "
-        "with one group, of full attention, and eager stores.",
-        unit="device blocks",
-        least=1,
-    )
-    cache_policy: str = _name(
-        "lru",
-        "scheduler",
-        "Which blocks a full host tier evicts: `lru`, `arc`, `arc_fixed`, `slru`, "
-        "`hazard`, or a policy of your own.",
-        names=policy_names,
-    )
-    executor: ExecutorName = _name(  # noqa: RUF009 - it is a field
-        "native",
-        "scheduler",
-        "What runs the policy: compiled functions on the host (`native`), or its "
-        "pure functions as XLA programs (`xla`).",
-        names=lambda: get_args(ExecutorName),
-    )
-    mode: Literal["eager", "lazy"] = _name(
-        "eager",
-        "scheduler",
-        "Store blocks when they are computed (`eager`), or when the device is about "
-        "to evict them (`lazy`).",
-        names=lambda: ("eager", "lazy"),
-    )
-    max_num_batched_tokens: int = _number(
-        8192,
-        "scheduler",
-        "The most tokens that a step computes; lazy stores keep ahead of twice as "
-        "many.",
-        unit="tokens",
-        least=1,
-    )
-    store_threshold: int = _number(
-        0,
-        "scheduler",
-        "Store only blocks that at least this many requests have asked for; 0 or 1 "
-        "stores all.",
-        unit="requests",
-        least=0,
-    )
-    max_unseen_blocks: int | None = _number(
-        None,
-        "scheduler",
-        "Of a prompt's blocks that no request has asked for before, store only this "
-        "many, from the first on, and the others once they are asked for again; "
-        "`null` stores all. Generated tokens do not count.",
-        unit="host blocks",
-        least=0,
-    )
-    prompt_only: bool = _flag(
-        False, "scheduler", "Do not store generated tokens. Not with lazy stores."
-    )
-    max_offload_tokens: int | None = _number(
-        None,
-        "scheduler",
-        "Store at most this many tokens of a request, from the first on; `null` "
-        "stores all. Not with lazy stores.",
-        unit="tokens",
-        least=1,
-    )
-    delay_shared_loads: bool = _flag(
-        False,
-        "scheduler",
-        "Let a request wait while another loads one of its blocks, to find it on "
-        "the device then, rather than load it twice.",
-    )
-    max_blocks_in_flight: int | None = _number(
-        None,
-        "scheduler",
-        "The most blocks in flight at a time, in either direction; loads go first. "
-        "`null` for no bound.",
-        unit="device blocks",
-        least=1,
-    )
-    skip_slow_loads: bool = _flag(
-        False,
-        "scheduler",
-        "Decline a load that would take longer than computing its tokens, by the "
-        "rates given to `OffloadScheduler.note_rates`.",
-    )
-    copy_on_device: bool = _flag(
-        True,
-        "scheduler",
-        "Copy a block that the device still holds after a gap in a prefix, rather "
-        "than load it.",
-    )
-    load_in_step: bool = _flag(
-        False,
-        "scheduler",
-        "Let the step that first runs a request write its loads itself "
-        "(`OffloadWorker.take_step_loads`), so that no request waits for one.",
-    )
-    flush_on_preemption: bool = _flag(
-        False,
-        "scheduler",
-        "Before a step that preempts, wait for all transfers in flight.",
-    )
-    retention: bool = _flag(
-        False,
-        "scheduler",
-        "Let a request say how long its blocks are kept, by a priority that fades or "
-        "ends (`Retention`). Without this, `request.retention` is ignored.",
-    )
-    remember_drops: int = _number(
-        0,
-        "scheduler",
-        "For this many of the last blocks that were evicted or not stored, remember "
-        "why, for `OffloadScheduler.explain`.",
-        unit="host blocks",
-        least=0,
-    )
-    world_size: int = _number(
-        1,
-        "scheduler",
-        "How many workers report each transfer to one scheduler.",
-        unit="workers",
-        least=1,
-    )
-    enable_events: bool = _flag(
+    enable_events: bool = settings.flag(
         False,
         "scheduler",
         "Keep the host tier's events for `OffloadScheduler.take_events`.",
     )
-    transfer_mode: Mode | None = _name(  # noqa: RUF009 - it is a field
+    transfer_mode: Mode | None = settings.name(
         None,
         "engine",
-        "How blocks are copied: by one program between device and host memory "
-        "(`fused`), or through a staging buffer on the device (`staged`); `null` for "
-        "`fused` on CPU, and `staged` on GPU and TPU.",
+        "Copy blocks by one program between device and host (`fused`), or through a "
+        "staging buffer on the device (`staged`). `null`: `fused` on CPU, else "
+        "`staged`.",
         names=lambda: MODES,
     )
-    transfer_kernel: Kernel | None = _name(  # noqa: RUF009 - it is a field
+    transfer_kernel: Kernel | None = settings.name(
         None,
         "engine",
-        "How programs of the mode `staged` copy blocks, `dma` or `xla`; `null` for "
-        "`dma` on TPU, if its compiler accepts the layout.",
+        "How `staged` programs copy blocks: `dma` or `xla`. `null`: `dma` on TPU, if "
+        "its compiler accepts the layout.",
         names=lambda: KERNELS,
     )
-    staging_bytes: int | str = _size(
-        DEFAULT_STAGING_BYTES, "engine", "The most bytes in flight at a time."
+    staging_bytes: int | str = settings.size(
+        DEFAULT_STAGING_BYTES, "engine", "Most bytes in flight."
     )
-    extent_bytes: int | str | None = _size(
+    extent_bytes: int | str | None = settings.size(
         None,
         "engine",
-        "How many bytes move in one piece; `null` for 8 MiB, or less if blocks or "
-        "the host tier are small.",
+        "Bytes that move in one piece. `null`: 8 MiB a device, or less for small "
+        "blocks or host tiers.",
     )
-    layer_groups: int = _number(
+    layer_groups: int = settings.number(
         1,
         "engine",
         "In how many parts a load arrives, the first layers first.",
         unit="parts",
         least=1,
     )
-    compression: Quantised | None = _name(  # noqa: RUF009 - it is a field
+    compression: Quantised | None = settings.name(
         None,
         "engine",
-        "Keep blocks in less room on the host, as `int8` or `fp8`, which loses "
-        "bits; `null` keeps every bit.",
+        "Keep host blocks as `int8` or `fp8`, which loses bits; `null` keeps every "
+        "bit.",
         names=lambda: get_args(Quantised),
     )
-    deadline_s: float | None = _seconds(
+    deadline_s: float | None = settings.seconds(
         30.0,
         "worker",
-        "Abandon a transfer that takes longer; `null` waits without limit. Several "
-        "processes wait this long for a transfer that is due; one process with "
-        "`report_after_steps` waits without limit in any case.",
+        "Abandon a transfer that takes longer. `null` waits without limit, as one "
+        "process with `report_after_steps` always does.",
         or_none=True,
     )
-    report_after_steps: int | None = _number(
+    report_after_steps: int | None = settings.number(
         None,
         "worker",
         "Report each transfer exactly this many steps after its own, as several "
-        "processes need; `null` reports it as soon as it is done.",
+        "processes need. `null`: once it is done.",
         unit="steps",
         least=1,
     )
-    check_plans: bool = _flag(
+    check_plans: bool = settings.flag(
         False,
         "worker",
-        "In each step, compare what all processes planned, and what they agreed on; "
-        "for debugging.",
+        "Compare the plans of all processes in each step, and what they agreed on; for "
+        "debugging.",
     )
-    agreement_timeout_s: float = _seconds(
+    agreement_timeout_s: float = settings.seconds(
         60.0,
         "worker",
-        "How long several processes wait for one another, and for transfers that are "
-        "due, before they end the run with `AgreementError`.",
+        "How long processes wait for one another, and for transfers that are due, "
+        "before `AgreementError` ends the run.",
     )
-    storage: str | None = _text(
+    storage: str | None = settings.text(
         None,
         "storage",
-        "A store behind the host that outlives the process and that engines share: a "
-        "folder, or a URL such as `file:///PATH`, `s3://BUCKET/PREFIX`, "
-        "`gs://BUCKET/PREFIX` or `redis://HOST:PORT` ([storage.md](storage.md)). "
-        "`null` for none.",
+        "A store that outlives the process and that engines share: a folder, or a URL "
+        "such as `s3://BUCKET/PREFIX` or `redis://HOST:PORT` "
+        "([storage.md](storage.md)).",
         expected="a folder or a URL such as file:///var/cache/kv or s3://bucket/prefix",
         pattern=r"\S(?:.{0,1022}\S)?",
         show=shown_url,
     )
-    storage_bytes: int | str = _size(
+    storage_bytes: int | str = settings.size(
         16 << 30,
         "storage",
-        "The most bytes that this model's blocks may take in the store.",
+        "Most bytes of this model's blocks in the store. The largest value of all "
+        "engines that share it applies.",
     )
-    storage_write: StorageWrite = _name(  # noqa: RUF009 - it is a field
-        "on_reuse",
-        "scheduler",
-        "Which blocks are written to the store: those that are asked for a second "
-        "time (`on_reuse`), those that the host is about to evict (`on_evict`; only "
-        "with `lru`, and without `retention`), or all that reach the host "
-        "(`through`).",
-        names=lambda: get_args(StorageWrite),
+    storage_owner: bool = settings.flag(
+        False,
+        "storage",
+        "Let this engine's `storage_bytes` apply to all that share the store. Set it "
+        "in one of them.",
     )
-    max_storage_blocks: int = _number(
-        128,
-        "scheduler",
-        "The most blocks on their way to the store, or from it, at a time.",
-        unit="host blocks",
-        least=1,
-    )
-    storage_deadline_s: float = _seconds(
+    storage_deadline_s: float = settings.seconds(
         5.0,
         "storage",
-        "Time limit for reads from the store and writes to it. When a read times out, "
-        "its blocks are computed; a write that times out is abandoned.",
+        "Time limit for store reads, whose blocks are then computed, and for writes, "
+        "which are then abandoned.",
     )
-    storage_list_s: float | None = _seconds(
+    storage_list_s: float | None = settings.seconds(
         60.0,
         "storage",
-        "List the store again after this time, to find what others have written; "
-        "`null` lists it once.",
+        "List the store again after this time, to find what others wrote. `null`: "
+        "once.",
         or_none=True,
     )
-    storage_secret: str | None = dataclasses.field(
-        default=None,
-        repr=False,
-        metadata={
-            "key": Key(
-                "storage",
-                "Secret of at least 16 bytes that seals what is written with an HMAC, "
-                "so that nobody without it can plant blocks in the store. `null` for a "
-                "checksum only.",
-                "",
-                "a text of at least 16 bytes",
-                _check_secret,
-                may_be_none=True,
-                is_secret=True,
-            )
-        },
+    storage_secret: str | None = settings.declare(
+        None,
+        Key(
+            "storage",
+            "Secret of at least 16 bytes that signs blocks with an HMAC; blocks "
+            "without its signature are not read. `null`: a checksum only.",
+            "",
+            "a text of at least 16 bytes",
+            _check_secret,
+            is_secret=True,
+        ),
     )
     events_endpoint: str | None = _endpoint(
         None,
         "events",
-        "Address on which `make_publisher` publishes events, `tcp://HOST:PORT` or "
-        "`ipc://PATH`; setting it turns the host tier's events on. `null` for none.",
+        "Where `make_publisher` publishes events, `tcp://HOST:PORT` or `ipc://PATH`; "
+        "it turns `enable_events` on.",
     )
     events_replay_endpoint: str | None = _endpoint(
         None, "events", "Address that answers requests for a replay."
     )
-    events_topic: str = _text("", "events", "Topic that subscribers filter by.")
-    metrics_port: int | None = _number(
+    events_topic: str = settings.text("", "events", "Topic that subscribers filter by.")
+    metrics_port: int | None = settings.number(
         None,
         "metrics",
-        "Port on which `serve_metrics` serves metrics over HTTP; 0 for any free "
-        "port, `null` for none.",
+        "HTTP port of `serve_metrics`; 0 for any free port, `null` for none.",
         unit="",
         least=0,
         most=65535,
     )
-    metrics_address: str = _text(
+    metrics_address: str = settings.text(
         "127.0.0.1",
         "metrics",
-        "Address on which it serves them; by default only this machine can reach it.",
+        "Address of that port; by default only this machine can reach it.",
         expected="an address such as 127.0.0.1",
         pattern=r"\S+",
     )
     record: str | None = _file(
         None,
         "record",
-        "File in which requests are recorded, for `jaxkv replay`; compressed if its "
-        "name ends in `.gz`. `null` for none.",
+        "File in which requests are recorded ([sizing.md](sizing.md)), compressed if "
+        "its name ends in `.gz`.",
     )
-    record_max_bytes: int | str = _size(
+    record_max_bytes: int | str = settings.size(
         DEFAULT_MAX_BYTES,
         "record",
-        "The most bytes of that file; then it is renamed to `FILE.1`, and a new one "
-        "begins.",
+        "Most bytes of that file; then it becomes `FILE.1`, and a new one begins.",
         least=LEAST_MAX_BYTES,
     )
-    record_max_files: int = _number(
+    record_max_files: int = settings.number(
         DEFAULT_MAX_FILES,
         "record",
-        "How many of these files are kept, including the one that is being written.",
+        "Files kept, the current one included.",
         unit="files",
         least=1,
     )
     record_key_file: str | None = _file(
         None,
         "record",
-        "File with the secret from which recorded ids are made; created if it is "
-        "missing. Engines whose records are to be replayed together need the same. "
-        "`null` for a random secret that is not kept.",
+        "File with the secret behind recorded ids, created if missing. Engines whose "
+        "records are replayed together share it. `null`: a random secret that is not "
+        "kept.",
     )
 
-    def __post_init__(self) -> None:
-        faults = []
-        for key_name, key in KEYS.items():
-            try:
-                value = key.read(getattr(self, key_name))
-            except ValueError as error:
-                faults.append(f"{key_name}={error}")
-            else:
-                object.__setattr__(self, key_name, value)
-        if not faults:
-            faults = self._contradictions()
-        if faults:
-            raise ConfigError(faults)
+    strict: bool = settings.flag(
+        False,
+        "strict",
+        "For an engine's own tests: transfers are late as on an accelerator, blocks "
+        "are garbage until their load is reported, and errors name what the engine "
+        "does wrong.",
+    )
+    strict_seed: int = settings.number(
+        0, "strict", "Chooses how late they are.", unit="", least=0
+    )
 
     def __repr__(self) -> str:
         """Write all that was chosen, without secrets."""
@@ -813,7 +488,10 @@ class OffloadConfig:
         compression = None
         if self.compression is not None:
             compression = Compression(self.compression, head_axis)
-        return TransferEngine(
+        make: Callable[..., TransferEngine] = TransferEngine
+        if self.strict:
+            make = partial(StrictTransferEngine, strict_seed=self.strict_seed)
+        return make(
             pool,
             self.num_host_blocks,
             host_bytes=self.host_bytes,
@@ -836,8 +514,7 @@ class OffloadConfig:
         Raises:
             ValueError: `skip_slow_loads` is set and `block_bytes` is 0.
         """
-        names = {field.name for field in dataclasses.fields(OffloadRules)}
-        chosen = {key: value for key, value in self.to_dict().items() if key in names}
+        chosen = {word: getattr(self, word) for word in keys_of(RuleSettings)}
         return OffloadRules(**chosen, block_bytes=block_bytes)
 
     def make_scheduler(
@@ -848,6 +525,7 @@ class OffloadConfig:
         block_bytes: int = 0,
         num_storage_blocks: int = 0,
         policy_clock: Callable[[], float] | None = None,
+        tiers_below: Sequence[TierBelow] = (),
     ) -> OffloadScheduler:
         """Make the scheduler, and a recorder for it if there is a file to record to.
 
@@ -861,6 +539,7 @@ class OffloadConfig:
                 `storage.num_blocks(config.storage_bytes)` says; 0 for no store.
             policy_clock: As of `OffloadScheduler`: several processes need one if the
                 cache policy asks for the time, or with `retention`.
+            tiers_below: As of `OffloadScheduler`.
 
         Raises:
             ValueError: There is no number of host blocks, or as `OffloadScheduler`.
@@ -876,7 +555,8 @@ class OffloadConfig:
         rules = self.make_rules(block_bytes)
         recorder = self.make_recorder()
         try:
-            return OffloadScheduler(
+            make = StrictOffloadScheduler if self.strict else OffloadScheduler
+            return make(
                 groups,
                 num_host_blocks,
                 self.cache_policy,
@@ -886,6 +566,7 @@ class OffloadConfig:
                 num_storage_blocks=num_storage_blocks,
                 policy_clock=policy_clock,
                 recorder=recorder,
+                tiers_below=tiers_below,
             )
         except BaseException:
             if recorder is not None:
@@ -898,38 +579,31 @@ class OffloadConfig:
         *,
         storage_namespace: bytes = b"",
         clock: Callable[[], float] = time.monotonic,
+        movers: Sequence[Mover] = (),
+        storage: StorageWorker | None = None,
     ) -> OffloadWorker:
-        """Make the worker, and open the store if there is to be one.
+        """Make the worker, and open the store if one is configured.
 
         Args:
             engine: The engine whose blocks it moves.
             storage_namespace: What the bytes of all blocks depend on; see
                 `open_storage`.
             clock: Seconds since some moment.
+            movers: As of `OffloadWorker`.
+            storage: A store that is open; None to open it below the host.
 
         Raises:
             ValueError: As `OffloadWorker` and `open_storage`.
             ImportError: The store needs an extra that is missing.
             StoreError: The store cannot be used.
         """
-        storage = None
-        if self.storage is not None:
-            storage = open_storage(
-                engine,
-                self.storage,
-                namespace=storage_namespace,
-                secret=self.storage_secret,
-                shard=jax.process_index(),
-                num_shards=jax.process_count(),
-                deadline_s=self.storage_deadline_s,
-                list_every_s=self.storage_list_s,
-                max_blocks=self.max_storage_blocks,
-                clock=clock,
+        if storage is None:
+            storage = self.open_storage(
+                engine, namespace=storage_namespace, clock=clock
             )
         try:
-            if storage is not None:  # Refuses too few bytes.
-                storage.num_blocks(cast(int, self.storage_bytes))
-            return OffloadWorker(
+            make = StrictOffloadWorker if self.strict else OffloadWorker
+            return make(
                 engine,
                 deadline_s=self.deadline_s,
                 report_after_steps=self.report_after_steps,
@@ -937,11 +611,58 @@ class OffloadConfig:
                 agreement_timeout_s=self.agreement_timeout_s,
                 clock=clock,
                 storage=storage,
+                movers=movers,
             )
         except BaseException:
             if storage is not None:
                 storage.close()
             raise
+
+    def open_storage(
+        self,
+        engine: TransferEngine,
+        *,
+        namespace: bytes = b"",
+        num_blocks: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> StorageWorker | None:
+        """Open the store behind the host; None without `storage`.
+
+        Args:
+            engine: Has the host blocks.
+            namespace: What the bytes of all blocks depend on; see
+                `jaxkv.scheduling.storage_worker.open_storage`.
+            num_blocks: Host blocks that it may hold; None for what `storage_bytes` has
+                room for.
+            clock: Seconds since some moment.
+
+        Raises:
+            ValueError: There is no room for a block, or the URL is wrong.
+            ImportError: The store needs an extra that is missing.
+            StoreError: The store cannot be used.
+        """
+        if self.storage is None:
+            return None
+        storage = open_storage(
+            engine,
+            self.storage,
+            namespace=namespace,
+            secret=self.storage_secret,
+            shard=jax.process_index(),
+            num_shards=jax.process_count(),
+            deadline_s=self.storage_deadline_s,
+            list_every_s=self.storage_list_s,
+            max_blocks=self.max_storage_blocks,
+            clock=clock,
+        )
+        try:
+            if num_blocks is None:  # Refuses too few bytes.
+                num_blocks = storage.num_blocks(cast(int, self.storage_bytes))
+            storage.bound = Bound(num_blocks, self.storage_owner)
+        except BaseException:
+            storage.close()
+            raise
+        return storage
 
     def make_recorder(self) -> TraceRecorder | None:
         """Make a `TraceRecorder`; None without `record`.
@@ -1024,13 +745,13 @@ class OffloadConfig:
         storage_namespace: bytes = b"",
         policy_clock: Callable[[], float] | None = None,
     ) -> Offload:
-        """Make all parts for one pool.
+        """Make all parts for one pool, and log a line that says what they are.
 
         The arguments and errors are those of the methods for each part.
         """
         groups = as_groups(groups)
         # Before gigabytes are set aside in vain.
-        check_rules(self.make_rules(block_bytes=1), groups)
+        check_groups(self, groups)
         engine = self.make_engine(pool, block_axis=block_axis, head_axis=head_axis)
         block_bytes = engine.block_bytes // engine.blocks_per_host_block
         worker = self.make_worker(engine, storage_namespace=storage_namespace)
@@ -1051,52 +772,65 @@ class OffloadConfig:
             if worker.storage is not None:
                 worker.storage.close()
             raise
+        log_start(
+            engine,
+            policy=self.cache_policy,
+            executor=self.executor,
+            storage=worker.storage,
+            num_storage_blocks=num_storage_blocks,
+            storage_write=self.storage_write,
+            ports=self._ports(),
+        )
         return Offload(engine, scheduler, worker)
 
-    def _contradictions(self) -> list[str]:
-        """Say which values do not go together, whatever the model is."""
+    def _ports(self) -> list[str]:
+        """Say what `serve_metrics` and `make_publisher` will serve, and where."""
+        ports = []
+        if self.metrics_port is not None:
+            where = self.metrics_port or "any free port"
+            ports.append(f"metrics at {self.metrics_address}:{where}")
+        for what, endpoint in (
+            ("events", self.events_endpoint),
+            ("replays of events", self.events_replay_endpoint),
+        ):
+            if endpoint is not None:
+                ports.append(f"{what} at {endpoint}")
+        return ports
+
+    def _contradictions(self) -> Iterator[str]:
+        yield from super()._contradictions()
         if self.host_bytes is not None and self.num_host_blocks is not None:
-            return [
+            yield (
                 f"host_bytes={shown(self.host_bytes)} and num_host_blocks="
                 f"{shown(self.num_host_blocks)} exclude one another: both are the "
                 "size of the host tier."
-            ]
+            )
         if self.record is not None and self.record == self.record_key_file:
-            return [
+            yield (
                 f"record={shown(self.record)} and record_key_file must be two files: "
                 "a secret beside what it hides hides nothing."
-            ]
+            )
         if self.events_replay_endpoint is not None and self.events_endpoint is None:
-            return [
+            yield (
                 f"events_replay_endpoint={shown(self.events_replay_endpoint)} needs "
                 "an events_endpoint, whose events it replays."
-            ]
-        if self.storage is not None and self.world_size > 1:
-            return [
-                f"storage={KEYS['storage'].shown(self.storage)} and "
-                f"world_size={self.world_size} "
-                "exclude one another: a worker does not know which part of a block it "
-                "has."
-            ]
-        if self.storage_secret is not None and self.storage is None:
-            return ["storage_secret needs a storage, whose objects it seals."]
-        if (
-            self.storage is not None
-            and self.storage_write == "on_evict"
-            and (self.cache_policy, self.executor, self.retention)
-            != ("lru", "native", False)
-        ):
-            return [
-                f"storage_write='on_evict' needs cache_policy='lru', "
-                f"executor='native' and retention=False, not "
-                f"{shown(self.cache_policy)}, {shown(self.executor)} and "
-                f"{self.retention}: another policy does not tell what it would evict."
-            ]
+            )
+        if self.storage is None:
+            if self.storage_secret is not None:
+                yield "storage_secret needs a storage, whose objects it seals."
+            return
         try:
-            check_rules(self.make_rules(block_bytes=1), (FullAttention(1),))
+            check_kind(self.storage)
+            plain = self.cache_policy == "lru" and self.executor == "native"
+            check_victims(self.storage_write, plain and not self.retention)
         except ValueError as error:
-            return [str(error)]
-        return []
+            yield str(error)
+        if self.world_size > 1:
+            yield (
+                f"storage={KEYS['storage'].shown(self.storage)} and "
+                f"world_size={self.world_size} exclude one another: a worker does not "
+                "know which part of a block it has."
+            )
 
 
 def _is_another_process() -> bool:
@@ -1110,22 +844,14 @@ _NO_SIZE = (
 )
 
 
-KEYS: Mapping[str, Key] = MappingProxyType(
-    {key.name: key.metadata["key"] for key in dataclasses.fields(OffloadConfig)}
-)
+KEYS: Mapping[str, Key] = MappingProxyType(keys_of(OffloadConfig))
 """All keys, in the order of the fields."""
 
 
 def table_of_keys() -> str:
     """Write the table of docs/configuration.md."""
-    rows = ["| key | unit | default | scope | what it does |", "|---|---|---|---|---|"]
-    for name, default in OffloadConfig().to_dict().items():
-        key = KEYS[name]
-        if key.unit == "bytes" and default is not None:
-            default = size_text(default, "")
-        cells = f"`{name}`", key.unit, f"`{json.dumps(default)}`", key.scope, key.about
-        rows.append("|" + "".join(f" {cell}".rstrip() + " |" for cell in cells))
-    return "\n".join(rows)
+    defaults = OffloadConfig().to_dict()
+    return table_of({word: (key, defaults[word], "") for word, key in KEYS.items()})
 
 
 def variable_of(key: str) -> str:

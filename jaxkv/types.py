@@ -37,7 +37,7 @@ NOT_READY = -1
 
 Stop: TypeAlias = Literal["tool_use", "end_turn"]
 """Why a request stopped, as far as that tells when its prefix will be used again: it
-called a tool, whose result will come soon, or it answered somebody."""
+called a tool, whose result will come soon, or it answered a person."""
 
 STOPS: tuple[Stop | None, ...] = (None, "tool_use", "end_turn")
 """The number of each on the array side is its index here; None if it is not known."""

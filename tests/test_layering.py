@@ -15,19 +15,26 @@ import pytest
 
 # From the ground up. Rooms of one floor do not see each other.
 FLOORS = [
-    ("types", "_util"),
-    ("native", "keys"),
+    ("types", "_util", "compiling"),
+    ("keys",),
     ("policies", "transfer"),
     ("tiers",),
     ("search",),
     ("scheduling",),
-    ("observe",),
+    ("observe", "strict"),
     ("config",),
     ("jaxkv",),  # the public face, jaxkv/__init__.py
     ("tools", "integrations"),
     ("cli",),
 ]
-CORE = {"jax", "jaxlib", "numpy", "numba", "llvmlite"} | sys.stdlib_module_names
+CORE = {
+    "jax",
+    "jaxlib",
+    "numpy",
+    "numba",
+    "llvmlite",
+    "xxhash",
+} | sys.stdlib_module_names
 EXTRAS = {
     "flax",
     "rich",

@@ -1,4 +1,4 @@
-"""The table of docs/reliability.md names tests that there are."""
+"""The table of docs/internals/reliability.md names tests that there are."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
 def promises():
     """The rows of the table: the promise, and the tests that are named for it."""
-    text = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/internals/reliability.md").read_text(encoding="utf-8")
     _, _, rest = text.partition("## What is promised")
     table, _, _ = rest.partition("\n## ")
     rows = [line.split("|")[1:-1] for line in table.splitlines() if line[:1] == "|"]

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import pathlib
 
+from jaxkv._util.extras import pip_install
 from jaxkv.cli.options import (
     EXIT_FAILED,
     EXIT_OK,
@@ -242,8 +243,8 @@ def _targets(names: list[str] | None) -> tuple[Target, ...]:
         found = tuple(target for target in TARGETS if missing_extra(target) is None)
         if not found:
             raise UsageError(
-                "no compiler of an accelerator is installed: pip install "
-                '"jaxkv[aot-tpu]" for TPUs, "jaxkv[aot-gpu]" for NVIDIA GPUs'
+                f"no compiler of an accelerator is installed: {pip_install('aot-tpu')} "
+                f"for TPUs, {pip_install('aot-gpu')} for NVIDIA GPUs"
             )
         return found
     targets = []
@@ -254,8 +255,6 @@ def _targets(names: list[str] | None) -> tuple[Target, ...]:
             raise UsageError(f"--target: {error}") from error
         extra = missing_extra(target)
         if extra is not None:
-            raise UsageError(
-                f'--target: {name} needs a compiler: pip install "jaxkv[{extra}]"'
-            )
+            raise UsageError(f"--target: {name} needs a compiler: {pip_install(extra)}")
         targets.append(target)
     return tuple(targets)

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import pathlib
+import shlex
 import socket
 import time
 from functools import partial
@@ -31,7 +32,7 @@ from jaxkv.cli.progress import show_progress
 from jaxkv.policies import policy_names
 from jaxkv.scheduling.record import TraceRecorder
 from jaxkv.tools.console import make_console, print_lines
-from jaxkv.tools.demo.records import DemoConfig
+from jaxkv.tools.demo.records import DemoConfig, DemoRecord
 from jaxkv.transfer.storage.store import shown_url
 
 if TYPE_CHECKING:
@@ -196,8 +197,7 @@ def run(args: argparse.Namespace) -> int:
         report.print_report(record, make_console())
         if recorder is not None:
             recorder.flush()
-            told = _what_was_recorded(recorder, config)
-            print_lines([told])
+            print_lines(_what_was_recorded(recorder, record), is_code=True)
         if args.plot:
             write_picture(args.plot, partial(report.plot_ttft, record))
         if args.json:
@@ -211,14 +211,25 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_OK if record.tokens_identical else EXIT_FAILED
 
 
-def _what_was_recorded(recorder: TraceRecorder, config: DemoConfig) -> str:
-    stats = recorder.stats
+def _what_was_recorded(recorder: TraceRecorder, record: DemoRecord) -> list[str]:
+    """Say what to do with the trace: compare policies, then decide on a size."""
+    from jaxkv.tools.demo.run import model_config
+
+    stats, path = recorder.stats, shlex.quote(str(recorder.path))
     lost = f" ({stats.num_dropped:,} were lost)" if stats.num_dropped else ""
-    return (
-        f"Recorded       {stats.num_written:,} requests{lost}; see what other policies "
-        f"would have found:\n               jaxkv replay {recorder.path} "
-        f"--device-blocks {config.device_blocks - 1}"
-    )
+    turns, speed = record.off.turns, record.bandwidth
+    rate = sum(t.prefilled_tokens for t in turns) / sum(t.ttft_s for t in turns)
+    return [
+        "",
+        f"Recorded {stats.num_written:,} requests{lost}. What other policies and sizes "
+        "would have found:",
+        f"  jaxkv replay {path}",
+        "How much host memory this traffic is worth, at the speeds measured here:",
+        f"  jaxkv plan {path} --html plan.html --kv-bytes-per-token "
+        f"{model_config(record.config).kv_bytes_per_token} --prefill-tokens-per-s "
+        f"{rate:.0f} --load-gb-per-s {speed.load_gb_per_s:.2f} --store-gb-per-s "
+        f"{speed.store_gb_per_s:.2f}",
+    ]
 
 
 def _check_port(port: int) -> None:

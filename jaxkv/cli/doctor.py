@@ -7,6 +7,7 @@ import dataclasses
 import os
 
 from jaxkv import _util as units
+from jaxkv._util.extras import EXTRAS
 from jaxkv.cli.options import (
     EXIT_FAILED,
     EXIT_OK,
@@ -24,7 +25,7 @@ from jaxkv.config import OffloadConfig, variable_of, with_variables
 from jaxkv.tools.bench.records import BytesDifferError
 from jaxkv.tools.doctor import report
 from jaxkv.tools.doctor.bandwidth import measure_bandwidth
-from jaxkv.tools.doctor.facts import EXTRAS, Facts, gather_facts
+from jaxkv.tools.doctor.facts import Facts, gather_facts
 from jaxkv.tools.doctor.findings import Question, judge, recommend
 from jaxkv.tools.doctor.store import Store, look_at
 from jaxkv.transfer.storage.store import shown_url

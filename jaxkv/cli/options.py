@@ -16,6 +16,7 @@ from typing import BinaryIO, TypeVar
 
 from jaxkv import _util as units
 from jaxkv._util import did_you_mean, shown
+from jaxkv._util.extras import pip_install
 
 _Value = TypeVar("_Value")
 
@@ -211,6 +212,11 @@ def write_picture(path: pathlib.Path, draw: Callable[[BinaryIO], None]) -> None:
     write_file("--plot", path, picture.getvalue())
 
 
+def write_page(path: pathlib.Path, text: str) -> None:
+    """Write the report of --html."""
+    write_file("--html", path, text.encode("utf-8", "replace"))
+
+
 def write_file(option: str, path: pathlib.Path, data: bytes) -> None:
     """Write the file of an option: all of it, or what was there stays.
 
@@ -243,6 +249,4 @@ def check_extra(what: str, packages: Sequence[str], extra: str = "demo") -> None
     """Refuse to continue without the packages of an extra that `what` needs."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(
-            f'{what} needs {", ".join(missing)}: pip install "jaxkv[{extra}]"'
-        )
+        raise UsageError(f"{what} needs {', '.join(missing)}: {pip_install(extra)}")

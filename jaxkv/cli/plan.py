@@ -13,6 +13,7 @@ from jaxkv.cli.options import (
     EXIT_OK,
     UsageError,
     add_file_options,
+    add_page_option,
     check_belongs,
     check_extra,
     check_files,
@@ -21,14 +22,17 @@ from jaxkv.cli.options import (
     parse_whole_number_from,
     split_commas,
     write_json,
+    write_page,
     write_picture,
 )
 from jaxkv.cli.progress import show_progress
 from jaxkv.cli.replay import (
     ALL,
     add_admission_options,
+    add_device_option,
     add_trace_options,
     choose_admission,
+    choose_device_blocks,
     choose_policies,
     find_model,
     open_trace,
@@ -81,18 +85,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         f"{_NUM_SIZES}, each twice the one before, up to all blocks of the trace or to "
         "this machine's available memory)",
     )
-    parser.add_argument(
-        "--device-blocks",
-        type=parse_whole_number_from(1),
-        metavar="N",
-        help="blocks of the device's own prefix cache, in front of the host (default: "
-        "it keeps none)",
-    )
+    add_device_option(parser)
     parser.add_argument(
         "--device-bytes",
         type=parse_bytes,
         metavar="SIZE",
-        help="the same in bytes, of all devices together (default: it keeps none)",
+        help="the same in bytes, of all devices together (default: as --device-blocks)",
     )
     parser.add_argument(
         "--policy",
@@ -151,6 +149,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_admission_options(parser)
     add_file_options(parser, "tokens found and time saved against the host's size")
+    add_page_option(parser)
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -185,7 +184,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
     check_files(args)
-    check_extra("plan", ("rich", "matplotlib") if args.plot else ("rich",))
+    drawn = ("matplotlib",) if args.plot or args.html else ()
+    check_extra("plan", ("rich", *drawn))
     policies = choose_policies(args.policy)
     model, num_devices = _read_model(args)
     speeds, sources = _choose_speeds(args, num_devices)
@@ -204,9 +204,8 @@ def run(args: argparse.Namespace) -> int:
         trace, model, speeds, sources, device_blocks, num_devices, notes, admission
     )
     report.print_setting(setting)
-    if device_blocks is not None:
-        # A larger one would hold no more: each prompt may end with part of a block.
-        device_blocks = min(device_blocks, trace.num_unique_blocks + trace.num_requests)
+    # A larger one would hold no more.
+    device_blocks = choose_device_blocks(device_blocks or 0, trace)
     with show_progress() as on_progress:
         results = sweep(
             trace,
@@ -222,6 +221,8 @@ def run(args: argparse.Namespace) -> int:
         write_picture(args.plot, partial(report.plot_plan, setting, plan))
     if args.json:
         write_json(args.json, report.to_json(setting, plan))
+    if args.html:
+        write_page(args.html, report.render_page(setting, plan, args.command_line))
     return EXIT_OK
 
 
@@ -330,7 +331,9 @@ def _choose_device_blocks(
     """Return the blocks of the device's prefix cache; None if it keeps none."""
     if args.device_bytes is None:
         blocks: int | None = args.device_blocks
-        return blocks
+        if blocks is None and trace.recording is not None:
+            blocks = trace.recording.device_blocks
+        return blocks or None
     if args.device_blocks is not None:
         raise UsageError("--device-bytes: --device-blocks says it already")
     block_bytes = block_bytes_of(trace, model)

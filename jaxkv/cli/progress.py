@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 from jaxkv.tools.console import OnProgress, make_console
 
+_LEAST_COLUMNS_OF_BARS = 60
+
 
 @contextmanager
 def show_progress() -> Iterator[OnProgress]:
@@ -29,18 +31,37 @@ def show_progress() -> Iterator[OnProgress]:
         yield tell
         return
 
-    from rich.progress import Progress, TaskID, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        ProgressColumn,
+        TaskID,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.table import Column
 
-    tasks: dict[str, TaskID] = {}
-    columns = *Progress.get_default_columns()[:2], TimeElapsedColumn()
+    columns: list[ProgressColumn] = [
+        TextColumn("{task.description}", table_column=Column()),
+        TimeElapsedColumn(table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(table_column=Column(no_wrap=True)),
+    ]
+    if console.width >= _LEAST_COLUMNS_OF_BARS:
+        columns.insert(1, BarColumn(bar_width=None if console.width < 80 else 40))
     progress = Progress(*columns, console=console, transient=True)
+    tasks: dict[str, TaskID] = {}
+    totals: dict[str, int] = {}
 
     def show(label: str, done: int, total: int) -> None:
         if label not in tasks:
-            for earlier in progress.tasks:
-                # Bars of other threads stay.
-                progress.update(earlier.id, visible=not earlier.finished)
+            # What had no total was a phase, and is over. Bars of other threads stay.
+            for other in [each for each in tasks if not totals[each]]:
+                progress.remove_task(tasks.pop(other))
+            for each in progress.tasks:
+                progress.update(each.id, visible=not each.finished)
             tasks[label] = progress.add_task(label, total=None)
+        totals[label] = total
         # Without a total the bar pulses.
         progress.update(tasks[label], completed=done, total=total if done else None)
 

@@ -19,8 +19,8 @@ from jaxkv.cli.options import (
     model_errors,
     parse_whole_number_from,
     split_commas,
-    write_file,
     write_json,
+    write_page,
     write_picture,
 )
 from jaxkv.cli.progress import show_progress
@@ -36,14 +36,16 @@ from jaxkv.tools.replay.traces import BLOCK_SIZE, Trace, TraceError, read_trace
 
 SUMMARY = "see how much of a trace's prompts each cache policy would find"
 DESCRIPTION = (
-    "Replay a trace of requests against cache policies at several capacities, and "
-    "against the optimum, which knows the future. No bytes are moved; the result is "
-    "how much of each prompt's prefix is found."
+    "Replay a trace of requests with several cache policies and capacities, and with "
+    "the optimum, which knows the future. No bytes move; the result is the share of "
+    "the prompts that is found as a prefix."
 )
 
 _SYNTHETIC = "synthetic"
 _SYNTHETIC_REQUESTS = 2000
 _CAPACITIES = "1%,3%,10%"
+# Of the host tier that was recorded.
+_SHARES = *(Fraction(quarters, 4) for quarters in range(1, 5)), Fraction(2)
 ALL = "all"
 """What --policy takes for all of them."""
 
@@ -65,20 +67,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=split_commas,
         metavar="N,...",
         help="capacities, in blocks or in percent of the different blocks of the "
-        f"trace; may be repeated (default: {_CAPACITIES.replace('%', '%%')})",
+        f"trace; may be repeated (default: {_CAPACITIES.replace('%', '%%')}; for a "
+        "recorded trace 1/4, 1/2, 3/4, 1 and 2 times its host blocks, or the different "
+        "blocks if they are fewer)",
     )
     parser.add_argument(
         "--no-optimum",
         action="store_true",
         help="leave out the optimum (default: it is the last row)",
     )
-    parser.add_argument(
-        "--device-blocks",
-        type=parse_whole_number_from(1),
-        metavar="N",
-        help="put a device of N blocks in front, which is asked first and keeps what "
-        "was used last (default: no device)",
-    )
+    add_device_option(parser)
     parser.add_argument(
         "--model",
         metavar="MODEL",
@@ -88,6 +86,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_admission_options(parser)
     add_file_options(parser, "what is found against the capacity")
     add_page_option(parser)
+
+
+def add_device_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the device in front of the host."""
+    parser.add_argument(
+        "--device-blocks",
+        type=parse_whole_number_from(0),
+        metavar="N",
+        help="put a device with a prefix cache of N blocks in front of the host; 0 for "
+        "none (default: that of a recorded trace, else none)",
+    )
 
 
 def add_trace_options(parser: argparse.ArgumentParser) -> None:
@@ -142,19 +151,21 @@ def add_admission_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
     check_files(args)
-    check_extra("replay", ("rich", "matplotlib") if args.plot else ("rich",))
+    drawn = ("matplotlib",) if args.plot or args.html else ()
+    check_extra("replay", ("rich", *drawn))
     policies = choose_policies(args.policy)
     model = None if args.model is None else find_model(args.model)
     trace = open_trace(args.trace, args.block_size)
-    capacities = _choose_capacities(args.capacity, trace.num_unique_blocks)
+    capacities = _choose_capacities(args.capacity, trace)
     _check_device(args.device_blocks, trace)
+    device_blocks = choose_device_blocks(args.device_blocks, trace)
     admission = choose_admission(args, trace)
     report.print_trace(trace)
     if not args.no_optimum:
         policies.append(OPTIMUM)
     with show_progress() as on_progress:
         results = sweep(
-            trace, policies, capacities, on_progress, args.device_blocks, admission
+            trace, policies, capacities, on_progress, device_blocks, admission
         )
     comparison = Comparison(trace, results, model, admission)
     report.print_results(comparison)
@@ -163,8 +174,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, report.to_json(comparison))
     if args.html:
-        text = page.render_page(comparison, args.command_line)
-        write_file("--html", args.html, text.encode("utf-8", "replace"))
+        write_page(args.html, page.render_page(comparison, args.command_line))
     return EXIT_OK
 
 
@@ -185,7 +195,7 @@ def find_model(text: str, kv_dtype: str | None = None) -> ModelCosts:
 
 
 def choose_admission(args: argparse.Namespace, trace: Trace) -> Admission | None:
-    """Return what is to be kept out; None for nothing. Refuse what has no effect."""
+    """Return what to keep out; None for nothing. Refuse what has no effect."""
     num_tokens, block_size = args.max_offload_tokens, trace.block_size
     if num_tokens is not None and block_size and num_tokens < block_size:
         raise UsageError(
@@ -209,19 +219,34 @@ def choose_admission(args: argparse.Namespace, trace: Trace) -> Admission | None
 
 def _check_device(num_blocks: int | None, trace: Trace) -> None:
     """Refuse a device that nothing would ever leave."""
-    if num_blocks is None:
-        return
-    # Each prompt may end with a block that is not full, and is not listed.
-    most = trace.num_unique_blocks + trace.num_requests
-    if num_blocks > most:
+    if num_blocks is not None and num_blocks > _most_device_blocks(trace):
         raise UsageError(
             f"--device-blocks: {num_blocks} is more than the trace would ever fill: it "
             f"has {trace.num_unique_blocks:,} different blocks"
         )
 
 
-def _choose_capacities(given: list[str] | None, num_unique: int) -> list[int]:
-    """Parse the requested capacities into numbers of blocks, in ascending order."""
+def choose_device_blocks(given: int | None, trace: Trace) -> int | None:
+    """Return the blocks of the device in front: those given, else those recorded."""
+    if given is None and trace.recording is not None:
+        given = trace.recording.device_blocks
+    return min(given, _most_device_blocks(trace)) if given else None
+
+
+def _most_device_blocks(trace: Trace) -> int:
+    """Return the blocks that a trace can fill."""
+    # Each prompt may end with a block that is not full, and is not listed.
+    return trace.num_unique_blocks + trace.num_requests
+
+
+def _choose_capacities(given: list[str] | None, trace: Trace) -> list[int]:
+    """Return the capacities in blocks, in ascending order."""
+    num_unique, recording = trace.num_unique_blocks, trace.recording
+    if given is None and recording is not None and recording.host_blocks:
+        whole = min(recording.host_blocks, num_unique)
+        return sorted(
+            {max(1, min(int(share * whole), num_unique)) for share in _SHARES}
+        )
     texts = split_commas(_CAPACITIES) if given is None else given
     return sorted({_parse_capacity(text, num_unique) for text in texts})
 

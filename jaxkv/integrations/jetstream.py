@@ -29,7 +29,7 @@ from jaxkv.integrations.prefix_storage import (
 from jaxkv.integrations.prefix_store import PrefixStats, PrefixStore
 from jaxkv.integrations.prefix_template import PrefixTemplate
 from jaxkv.keys.hashing import NO_EXTRAS
-from jaxkv.transfer.host_memory import parse_argument
+from jaxkv.transfer.host_memory import parse_size
 from jaxkv.transfer.kernels import MODES, Mode
 from jaxkv.transfer.storage import StoreError
 from jaxkv.types import PyTree
@@ -173,7 +173,7 @@ class PrefixCache(Resource):
                 "storage needs an AdapterWatch(version_of=...): without it adapters "
                 "are told apart in this process alone."
             )
-        _check_size(num_host_blocks, host_bytes, extent_bytes)
+        parse_size(num_host_blocks, host_bytes, extent_bytes)
         # The rest of it is only looked at when the engine's cache is known, and wrong
         # arguments would then be but a line in the log.
         if isinstance(cache_policy, str):
@@ -513,26 +513,6 @@ class _Shared:
     def errors(self) -> dict[str, int]:
         with self._lock:
             return dict(self._errors)
-
-
-def _check_size(
-    num_host_blocks: SupportsIndex | None,
-    host_bytes: str | SupportsIndex | None,
-    extent_bytes: str | SupportsIndex | None,
-) -> None:
-    """Refuse what cannot be the size of a host tier.
-
-    Raises:
-        ValueError: With what would be right.
-        TypeError: If the number of blocks is no int.
-    """
-    if (num_host_blocks is None) == (host_bytes is None):
-        raise ValueError(f"one of {num_host_blocks=} and {host_bytes=} must be given.")
-    if num_host_blocks is not None and operator.index(num_host_blocks) < 1:
-        raise ValueError(f"{num_host_blocks=} must be at least 1.")
-    for name, size in (("host_bytes", host_bytes), ("extent_bytes", extent_bytes)):
-        if size is not None:
-            parse_argument(name, size)
 
 
 def _check_rules(rules: object) -> None:

@@ -2,14 +2,14 @@
 
 What a prompt finds only there is fetched to the host before it is loaded, and what is
 worth keeping is written behind the host's back, by the parts that do it for a
-scheduler: `Storage` decides, and `StorageWorker` moves bytes, on the copier's thread.
+scheduler: `Boundary` decides, and `StorageWorker` moves bytes, on the copier's thread.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
-import logging
 import threading
 import time
 import weakref
@@ -22,12 +22,11 @@ from jaxkv import ConfigError, Namespace, OffloadConfig, OffloadingManager
 from jaxkv._util import nearest
 from jaxkv.integrations.prefix_copier import PrefixCopier
 from jaxkv.integrations.prefix_layout import PrefixLayout
-from jaxkv.scheduling.gate import Gate
-from jaxkv.scheduling.request_keys import RequestKeys
-from jaxkv.scheduling.rules import OffloadRules, StorageWrite
+from jaxkv.scheduling.boundary import Boundary, TierBelow
+from jaxkv.scheduling.plan import Gate, find_fetch, size_fetch
+from jaxkv.scheduling.rules import WriteRule, check_victims
 from jaxkv.scheduling.stats import OffloadStats
-from jaxkv.scheduling.storage import Storage, find_lack
-from jaxkv.scheduling.storage_worker import StorageWorker, open_storage
+from jaxkv.scheduling.storage_worker import StorageWorker
 from jaxkv.search.groups import FullAttention
 from jaxkv.search.tiers import first_tokens
 from jaxkv.tiers.storage import StorageTier
@@ -39,15 +38,14 @@ from jaxkv.types import BlockKey
 _LEAST_PAUSE_S, _MOST_PAUSE_S, _IDLE_S = 1e-3, 0.05, 0.25
 _MOST_WAIT_S = threading.TIMEOUT_MAX / 2  # What a lock can be asked to wait.
 
-_log = logging.getLogger(__name__)
-
 
 class StorageKeys(TypedDict, total=False):
     """Keys of `OffloadConfig` about the store, as docs/configuration.md has them."""
 
     storage: str | None
     storage_bytes: int | str
-    storage_write: StorageWrite
+    storage_owner: bool
+    storage_write: WriteRule
     max_storage_blocks: int
     storage_deadline_s: float
     storage_list_s: float | None
@@ -65,7 +63,7 @@ def storage_config(
         weights_epoch: What names its weights.
 
     Returns:
-        A configuration with them; None if there is to be no store.
+        A configuration with them; None if no store is wanted.
 
     Raises:
         TypeError: A name is no key of a store.
@@ -143,7 +141,7 @@ class PrefixStorage:
         copier: Has the engine, and the thread that owns it.
         manager: The host tier.
         lock: The prefix store's, which guards the host tier too.
-        note_fault: Told, without the lock, of an exception that nobody expected.
+        note_fault: Told, without the lock, of an unexpected exception.
 
     Raises:
         ValueError: An argument is wrong.
@@ -161,60 +159,37 @@ class PrefixStorage:
         lock: threading.Condition,
         note_fault: Callable[[BaseException], None],
     ) -> None:
-        if config.storage_write == "on_evict" and not manager.tells_victims:
-            raise ValueError(
-                "storage_write='on_evict' needs cache_policy='lru', without retention: "
-                "another policy does not tell what it would evict."
-            )
+        check_victims(config.storage_write, manager.tells_victims)
         self._copier = copier
-        self._host = manager
         self._lock = lock
         self._note_fault = note_fault
         self._groups = (FullAttention(block_size),)
         self._deadline_s = min(config.storage_deadline_s, _MOST_WAIT_S)
-        rules = OffloadRules(
-            storage_write=config.storage_write,
-            max_storage_blocks=config.max_storage_blocks,
+        rules = dataclasses.replace(
+            config.make_rules(),
             skip_slow_loads=True,  # Once `note_prefill_rate` was called.
             block_bytes=copier.engine.block_bytes,
         )
         self._stats = OffloadStats()
         self._gate = Gate(rules, self._stats)
-        self._prefill_tokens_per_s = 0.0
-        self._worker: StorageWorker = copier.run(
-            functools.partial(
-                open_storage,
-                copier.engine,
-                cast(str, config.storage),
-                namespace=namespace,
-                secret=config.storage_secret,
-                deadline_s=config.storage_deadline_s,
-                list_every_s=config.storage_list_s,
-                max_blocks=config.max_storage_blocks,
-            )
-        ).result()
+        open_storage = functools.partial(
+            config.open_storage, copier.engine, namespace=namespace
+        )
+        self._worker = cast(StorageWorker, copier.run(open_storage).result())
         try:
             num_blocks = self._worker.num_blocks(cast(int, config.storage_bytes))
             self._tier = StorageTier(block_size, num_blocks)
         except BaseException:
             self._worker.close()
             raise
-        self._storage = Storage(
-            self._groups,
-            manager,
-            self._tier,
-            rules,
-            self._gate,
-            RequestKeys(len(self._groups)),
-            self._stats,
-        )
+        below = TierBelow(self._tier, rules.storage_write, rules.max_storage_blocks)
+        self._storage = Boundary(self._groups, manager, below, rules)
         self._num_asked = 0
         self._num_waiting = 0
         self._is_listed = False
         self._num_lost = 0  # As of the last `wait`.
         self._is_closed = False
         self._pause_s = _LEAST_PAUSE_S
-        self._told: set[str] = set()  # Failures that the log has.
         self._wake = threading.Event()
         self._thread = threading.Thread(
             # The thread must not keep this, and gigabytes, from being collected.
@@ -228,12 +203,17 @@ class PrefixStorage:
     @property
     def stats(self) -> OffloadStats:
         """Counts so far, those of `num_storage_...` and `num_fetches_declined`."""
-        return self._stats
+        return self._stats.with_storage(self._storage.counts, self._tier.num_evicted)
 
     @property
     def io_stats(self) -> StorageIOStats:
         """What the store has answered; needs no lock."""
         return self._worker.storage_io.stats
+
+    @property
+    def worker(self) -> StorageWorker:
+        """What moves its blocks; used by a thread of this."""
+        return self._worker
 
     @property
     def num_blocks(self) -> int:
@@ -253,11 +233,10 @@ class PrefixStorage:
     def note_prefill_rate(self, tokens_per_s: float) -> None:
         """Tell the gate how fast prefills are; 0 for no gate."""
         self._gate.note_rates(0.0, tokens_per_s)
-        self._prefill_tokens_per_s = tokens_per_s
 
     def warm_up(self) -> None:
         """Load what the index runs."""
-        self._tier.warm_up(step_by_step=False)
+        self._tier.warm_up()
 
     def note_stored(self, keys: Sequence[BlockKey]) -> None:
         """Note that blocks have got to the host."""
@@ -343,7 +322,6 @@ class PrefixStorage:
             self._thread.join()
         self._copier.run(self._end_fetches).result()
         self._worker.close(max(0.0, end_s - time.monotonic()))
-        self._log_failures()
 
     @property
     def _is_idle(self) -> bool:
@@ -354,15 +332,15 @@ class PrefixStorage:
         if self._is_closed or not self._tier.num_held_blocks:
             return None
         max_tokens = len(keys) * self._groups[0].block_size
-        tiers = first_tokens(0), self._host, self._tier
-        lack = find_lack(self._groups, tiers, [keys], max_tokens)
-        if lack is None or lack.match.num_tokens < min_tokens:
+        fetch = find_fetch(self._storage, [first_tokens(0)], [keys], max_tokens)
+        if fetch is None or fetch.num_tokens < min_tokens:
             return None
-        rates = 0.0, self._prefill_tokens_per_s, self._worker.read_bytes_per_s
-        self._gate.note_rates(*rates)
+        self._storage.bytes_per_s = self._worker.read_bytes_per_s
         name = str(self._num_asked)
         self._num_asked += 1
-        if not self._storage.fetch(name, lack):
+        num, speed = size_fetch(self._gate, self._storage, fetch)
+        self._gate.count(None, speed)
+        if not num or not self._storage.fetch(name, fetch, num):
             return None
         self._wake.set()
         return name
@@ -401,7 +379,7 @@ class PrefixStorage:
         """
         try:
             looking = self._copier.run(functools.partial(self._guarded, self._step))
-        except RuntimeError:  # The interpreter ends, and nobody has closed this.
+        except RuntimeError:  # The interpreter ends, and this was not closed.
             return 0.0
         is_news = looking.result()
         with self._lock:
@@ -415,23 +393,7 @@ class PrefixStorage:
             self._pause_s = min(2 * self._pause_s, most_s)
         else:
             self._pause_s = _IDLE_S
-        if not is_news:
-            self._log_failures()
         return self._pause_s
-
-    def _log_failures(self) -> None:
-        """Log each kind of failure once, for whoever looks after the server."""
-        stats = self.io_stats
-        kinds = {f"{what}: failed" for what in stats.failed}
-        kinds |= {f"{what}: objects are not right" for what in stats.refused}
-        for kind in sorted(kinds - self._told):
-            self._told.add(kind)
-            _log.warning(
-                "The store behind the prefix cache: %s%s. What it does not bring is "
-                "computed (only counted from now on).",
-                kind,
-                f" ({stats.last_error})" if kind.endswith("failed") else "",
-            )
 
 
 def _look_after(

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, SupportsIndex, Unpack
 
+import jax
+
 from jaxkv import (
     Extras,
     KeyChain,
@@ -24,7 +26,7 @@ from jaxkv import (
     TraceRecorder,
 )
 from jaxkv._util import Resource, shown
-from jaxkv.integrations.prefix_copier import PrefixCopier
+from jaxkv.integrations.prefix_copier import CallThreads, PrefixCopier
 from jaxkv.integrations.prefix_layout import PrefixLayout
 from jaxkv.integrations.prefix_storage import (
     PrefixStorage,
@@ -34,6 +36,7 @@ from jaxkv.integrations.prefix_storage import (
     storage_namespace,
 )
 from jaxkv.keys.hashing import NO_EXTRAS, TokenIds
+from jaxkv.observe.start import log_start
 from jaxkv.tiers.base import PrepareStoreOutput
 from jaxkv.tiers.retention import check_retention
 from jaxkv.transfer.kernels import Mode
@@ -188,8 +191,10 @@ class PrefixStore(Resource):
         self._generation = 0  # Incremented by `clear`: older calls do not count.
         self._fault: BaseException | None = None
         self._closed = False
-        # Guards the attributes above; notified when a save has ended.
-        self._lock = threading.Condition()
+        # Guards the attributes above. Entered in C, as a condition is not: an exception
+        # in a caller's thread never leaves it held.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # Notified of a save's end.
         self._copier = PrefixCopier(
             self._layout, num_host_blocks, host_bytes, mode, extent_bytes
         )
@@ -208,7 +213,7 @@ class PrefixStore(Resource):
                     namespace.block_size,
                     self._copier,
                     self._manager,
-                    self._lock,
+                    self._changed,
                     self._note_fault,
                 )
             if recorder is not None:
@@ -222,6 +227,14 @@ class PrefixStore(Resource):
                 self._storage.close()
             self._copier.close()
             raise
+        self._calls = CallThreads("jaxkv-prefix-call")
+        log_start(
+            self._copier.engine,
+            policy=cache_policy if isinstance(cache_policy, str) else "of its own",
+            storage=None if self._storage is None else self._storage.worker,
+            num_storage_blocks=self.num_storage_blocks,
+            storage_write=config.storage_write if config is not None else "",
+        )
 
     @property
     def block_size(self) -> int:
@@ -306,7 +319,7 @@ class PrefixStore(Resource):
                 self._storage.note_prefill_rate(tokens_per_s)
 
     def wait_for_storage(self, timeout_s: float | None = None) -> bool:
-        """Wait until the store was listed, and has all that is to be written there.
+        """Wait until the store was listed, and has all that waits to be written.
 
         Without it all goes on in the background: a process that has just started finds
         more and more of what is there.
@@ -340,10 +353,8 @@ class PrefixStore(Resource):
             RuntimeError: The store was closed.
         """
         generation, keys = self._begin(tokens, extras)
-        with self._lock:
-            self._check()
-            if self._storage is not None and generation == self._generation:
-                self._storage.prefetch(keys[: self._layout.num_blocks])
+        if self._storage is not None:
+            self._calls.call(lambda: self._prefetch(generation, keys))
 
     def warm_up(self) -> None:
         """Compile the programs for saves and loads of full length."""
@@ -372,7 +383,9 @@ class PrefixStore(Resource):
         """Load the KV of the longest prefix on the host, and in the store behind it.
 
         Waits until the bytes have arrived: those of a store for `storage_deadline_s` at
-        most. What it has not brought by then is not part of the prefix.
+        most. What it has not brought by then is not part of the prefix. An exception in
+        the thread that waits, such as KeyboardInterrupt, leaves no block held: the load
+        ends without it.
 
         Args:
             tokens: int[n]. The prompt.
@@ -393,37 +406,12 @@ class PrefixStore(Resource):
             raise ValueError(f"{length=} must be in [1, {self.max_tokens}].")
         generation, keys = self._begin(tokens, extras)
         keys = keys[: length // self.block_size]
-        with self._lock:
-            self._check()
-            self._count(query_tokens=len(tokens))
-            self._tell(keys, len(tokens))
-            num_on_host = num_hits = self._manager.lookup(keys)
-            if self._storage is not None and keys:
-                self._storage.bring(
-                    keys, min_tokens, lambda: self._is_wanted(generation)
-                )
-                self._check()
-                num_hits = self._manager.lookup(keys)
-            if generation != self._generation:
-                num_hits = 0  # They may be of the weights before `clear`.
-            num_tokens = num_hits * self.block_size
-            self._record(keys, len(tokens), num_tokens)
-            if not num_hits or num_tokens < min_tokens:
-                return None
-            keys = keys[:num_hits]
-            self._manager.touch(keys)
-            host_ids = self._manager.prepare_load(keys).block_ids
-            loading = self._copier.load(
-                host_ids,
-                lambda: generation == self._generation,
-                functools.partial(self._end_load, generation, keys),
-            )
-        pool = loading.result()
-        if pool is None:
+        found = self._calls.call(
+            lambda: self._load(generation, keys, len(tokens), min_tokens)
+        )
+        if found is None:
             return None
-        num_fetched = max(0, num_hits - num_on_host) * self.block_size
-        with self._lock:
-            self._count(hit_tokens=num_tokens, storage_hit_tokens=num_fetched)
+        num_tokens, pool = found
         return PrefixHit(num_tokens, self._layout.join(pool, length))
 
     def save(
@@ -473,7 +461,7 @@ class PrefixStore(Resource):
         generation, keys = self._begin(tokens[:num_tokens], extras)
         with self._lock:
             self._check()
-            self._lock.wait_for(lambda: self._num_saves < self._max_saves)
+            self._changed.wait_for(lambda: self._num_saves < self._max_saves)
             self._check()
             if generation != self._generation:
                 return 0  # It may be KV of the weights before `clear`.
@@ -504,7 +492,7 @@ class PrefixStore(Resource):
         retention: Retention | None,
         extras: Extras = NO_EXTRAS,
     ) -> None:
-        """Say how long the blocks of a prompt are to be kept, saved or yet to be.
+        """Say how long to keep the blocks of a prompt, saved already or later.
 
         Args:
             tokens: int[n]. The prompt.
@@ -546,7 +534,7 @@ class PrefixStore(Resource):
             RuntimeError: The store was closed.
         """
         with self._lock:
-            self._lock.wait_for(lambda: not self._num_saves)
+            self._changed.wait_for(lambda: not self._num_saves)
             self._check()
 
     def clear(self, weights_epoch: str | None = None) -> None:
@@ -576,7 +564,7 @@ class PrefixStore(Resource):
             self._manager.clear()
             if self._storage is not None:
                 self._storage.reset()
-                self._lock.notify_all()
+                self._changed.notify_all()
 
     def close(self) -> None:
         """Wait for transfers in flight and end the threads; no calls after this.
@@ -584,11 +572,12 @@ class PrefixStore(Resource):
         What is on its way to a store has `storage_deadline_s` to get there.
         """
         with self._lock:
-            self._lock.wait_for(lambda: not self._num_saves)
+            self._changed.wait_for(lambda: not self._num_saves)
             was_closed, self._closed = self._closed, True
-            self._lock.notify_all()
+            self._changed.notify_all()
         if self._storage is not None and not was_closed:
             self._storage.close()
+        self._calls.close()
         self._copier.close()
         if self._recorder is not None:
             self._recorder.close()
@@ -596,8 +585,60 @@ class PrefixStore(Resource):
     def _begin(self, tokens: TokenIds, extras: Extras) -> tuple[int, list[BlockKey]]:
         """Make the keys of a prompt, and say of which generation they are."""
         with self._lock:
+            self._check()
             generation, namespace = self._generation, self._namespace
         return generation, KeyChain(namespace, extras).extend(tokens)
+
+    def _load(
+        self,
+        generation: int,
+        keys: list[BlockKey],
+        num_prompt_tokens: int,
+        min_tokens: int,
+    ) -> tuple[int, list[jax.Array]] | None:
+        """Find a prefix, hold it and load it, in a thread that nothing interrupts.
+
+        Returns:
+            How many tokens it has, and its blocks; None as of `load`.
+        """
+        with self._lock:
+            self._check()
+            self._count(query_tokens=num_prompt_tokens)
+            self._tell(keys, num_prompt_tokens)
+            num_on_host = num_hits = self._manager.lookup(keys)
+            if self._storage is not None and keys:
+                self._storage.bring(
+                    keys, min_tokens, lambda: self._is_wanted(generation)
+                )
+                self._check()
+                num_hits = self._manager.lookup(keys)
+            if generation != self._generation:
+                num_hits = 0  # They may be of the weights before `clear`.
+            num_tokens = num_hits * self.block_size
+            self._record(keys, num_prompt_tokens, num_tokens)
+            if not num_hits or num_tokens < min_tokens:
+                return None
+            keys = keys[:num_hits]
+            self._manager.touch(keys)
+            host_ids = self._manager.prepare_load(keys).block_ids
+            loading = self._copier.load(
+                host_ids,
+                lambda: generation == self._generation,
+                functools.partial(self._end_load, generation, keys),
+            )
+        pool = loading.result()
+        if pool is None:
+            return None
+        num_fetched = max(0, num_hits - num_on_host) * self.block_size
+        with self._lock:
+            self._count(hit_tokens=num_tokens, storage_hit_tokens=num_fetched)
+        return num_tokens, pool
+
+    def _prefetch(self, generation: int, keys: list[BlockKey]) -> None:
+        with self._lock:
+            self._check()
+            if self._storage is not None and generation == self._generation:
+                self._storage.prefetch(keys[: self._layout.num_blocks])
 
     def _is_wanted(self, generation: int) -> bool:
         """Whether a call that has begun is to go on. Needs the lock."""
@@ -607,7 +648,7 @@ class PrefixStore(Resource):
     def _note_fault(self, fault: BaseException) -> None:
         with self._lock:
             self._fault = self._fault or fault
-            self._lock.notify_all()
+            self._changed.notify_all()
 
     def _tell(self, keys: list[BlockKey], num_tokens: int) -> None:
         """Tell a policy that listens of a request. Needs the lock.
@@ -620,7 +661,7 @@ class PrefixStore(Resource):
             self._manager.finish_request(keys, mark, now_ms)
 
     def _record(self, keys: list[BlockKey], num_tokens: int, num_found: int) -> None:
-        """Record a request, if somebody wants it. Needs the lock."""
+        """Record a request, if there is a recorder. Needs the lock."""
         if self._recorder is not None:
             name = str(self._num_loads)
             self._num_loads += 1
@@ -666,7 +707,7 @@ class PrefixStore(Resource):
     ) -> None:
         with self._lock:
             self._num_saves -= 1
-            self._lock.notify_all()
+            self._changed.notify_all()
             self._fault = self._fault or fault
             if generation == self._generation:
                 self._manager.complete_store(stored, success=ok)

@@ -67,6 +67,9 @@ class PackedKeys(list[bytes]):
         keys: n keys of `KEY_BYTES`.
         words: u32[n, 8]. The same, as `keys_to_words` has them.
 
+    Raises:
+        ValueError: They have another shape, or other numbers.
+
     Example:
         >>> keys = [b"k" * 32, b"l" * 32]
         >>> PackedKeys(keys, keys_to_words(keys))[1:].words.shape
@@ -77,7 +80,7 @@ class PackedKeys(list[bytes]):
 
     def __init__(self, keys: Iterable[BlockKey], words: NDArray[np.uint32]) -> None:
         super().__init__(keys)
-        words = np.ascontiguousarray(words)
+        words = _checked(words, len(self))
         if words.flags.writeable:
             words = words.view()
             words.flags.writeable = False
@@ -99,6 +102,9 @@ class UnlistedKeys(Sequence[bytes]):
     Args:
         words: u32[n, 8]. As `keys_to_words` has them.
 
+    Raises:
+        ValueError: They have another shape, or other numbers.
+
     Example:
         >>> keys = UnlistedKeys(keys_to_words([b"k" * 32, b"l" * 32]))
         >>> len(keys), list(keys[1:]) == [b"l" * 32]
@@ -108,7 +114,7 @@ class UnlistedKeys(Sequence[bytes]):
     __slots__ = ("words",)
 
     def __init__(self, words: NDArray[np.uint32]) -> None:
-        words = np.ascontiguousarray(words)
+        words = _checked(words, len(words))
         self.words = words.view()
         self.words.flags.writeable = False
 
@@ -216,3 +222,13 @@ def words_to_keys(words: ArrayLike) -> list[BlockKey]:
     # NumPy makes `bytes` of items without a type, faster than Python slices them.
     items = np.ascontiguousarray(words).view(_ITEM)
     return cast(list[BlockKey], items.ravel().tolist())
+
+
+def _checked(words: NDArray[np.uint32], num_keys: int) -> NDArray[np.uint32]:
+    """Lay the words of keys out, if they are what compiled functions may read."""
+    if words.shape != (num_keys, KEY_WORDS) or words.dtype != np.uint32:
+        raise ValueError(
+            f"words: {words.dtype}{list(words.shape)} must be "
+            f"uint32[{num_keys}, {KEY_WORDS}]."
+        )
+    return np.ascontiguousarray(words)

@@ -13,7 +13,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 
 from jaxkv.keys.hashing import TOKEN_BYTES, KeyedBlock
-from jaxkv.tiers.base import HOST_MEDIUM, STORAGE_MEDIUM, OffloadingEvent
+from jaxkv.tiers.base import HOST_MEDIUM, OffloadingEvent
+from jaxkv.tiers.storage import STORAGE_MEDIUM
 from jaxkv.types import BlockKey
 
 

@@ -11,6 +11,7 @@ A metric without a source is left out: `Family.read` returns None for it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -23,8 +24,11 @@ from jaxkv.scheduling.stats import (
     InTransit,
     OffloadStats,
 )
+from jaxkv.scheduling.storage_worker import StorageWorker
 from jaxkv.scheduling.worker import OffloadWorker
+from jaxkv.search.groups import FullAttention
 from jaxkv.tiers.device import DeviceBlockPool
+from jaxkv.transfer.storage.store import ERROR_KINDS
 
 Value: TypeAlias = float | Mapping[str, float] | Histogram
 """A number, one for each value of a label, or a histogram."""
@@ -41,7 +45,8 @@ class Family(Generic[Source]):
         kind: Its Prometheus type.
         text: Its meaning.
         read: Reads its value; None if it has no source.
-        label: Its label besides the engine's; empty for none.
+        label: Its label besides the engine's; empty for none. Several are separated by
+            spaces, and so are their values.
         buckets: The largest value of each bucket of a histogram.
     """
 
@@ -73,6 +78,18 @@ class Readings(NamedTuple):
         """Return host blocks as a share of all."""
         return num_host_blocks / self.scheduler.num_host_blocks
 
+    def config_info(self) -> dict[str, float]:
+        """Describe the host tier by vLLM's labels; "None" for what is not known."""
+        scheduler, rules = self.scheduler, self.scheduler.rules
+        factor = rules.blocks_per_host_block
+        num_bytes = factor * rules.block_bytes or None
+        num_tokens = None
+        group, *others = scheduler.groups
+        if isinstance(group, FullAttention) and not others:
+            num_tokens = scheduler.num_host_blocks * factor * group.block_size
+        facts = scheduler.num_host_blocks, factor, num_bytes, num_tokens
+        return {" ".join(map(str, facts)): 1.0}
+
     def dropped(self) -> dict[str, float]:
         """Count the blocks that were not stored on the host, by drop reason.
 
@@ -86,9 +103,20 @@ class Readings(NamedTuple):
                 reasons["slow"] = stats.num_dropped_slow
         return {reason: float(num) for reason, num in sorted(reasons.items())}
 
+    def dropped_writes(self) -> dict[str, float] | None:
+        """Count the blocks that were not written to the store, by reason."""
+        if not self.scheduler.num_storage_blocks:
+            return None
+        prefix = "num_storage_dropped_"
+        return {
+            reason: float(getattr(self.stats, prefix + reason))
+            for reason in ("evicted", "failed", "reset", "slow")
+        }
+
     def waiting(self) -> dict[str, float] | None:
-        """Count the blocks that wait for the bound in flight, if there is one."""
-        if self.scheduler.rules.max_blocks_in_flight is None:
+        """Count the blocks that wait for less to be in flight, or for one another."""
+        rules = self.scheduler.rules
+        if rules.max_blocks_in_flight is None and not rules.store_batch_blocks:
             return None
         return {"load": self.now.loads_waiting, "store": self.now.stores_waiting}
 
@@ -97,6 +125,20 @@ def _recorded(readings: Readings, name: str) -> float | None:
     """Return a number of the scheduler's recorder; None if it has none."""
     recorder = readings.scheduler.recorder
     return None if recorder is None else float(getattr(recorder.stats, name))
+
+
+def _of_store(
+    read: Callable[[StorageWorker], Value],
+) -> Callable[[OffloadWorker], Value | None]:
+    """Read a number of the worker's store, if it has one."""
+    return lambda worker: None if worker.storage is None else read(worker.storage)
+
+
+def _errors_of(storage: StorageWorker) -> dict[str, float]:
+    """Count what went wrong in a store; the usual errors are there from the start."""
+    usual = itertools.product(("delete", "list", "read", "write"), ERROR_KINDS)
+    counts = dict.fromkeys(map(" ".join, usual), 0.0)
+    return counts | storage.storage_io.stats.errors
 
 
 OF_SCHEDULER: tuple[Family[Readings], ...] = (
@@ -178,6 +220,14 @@ OF_SCHEDULER: tuple[Family[Readings], ...] = (
         lambda readings: readings.share(readings.now.host_blocks_read),
     ),
     Family(
+        "vllm:kv_offload_config_info",
+        "gauge",
+        "1, with the size of the host tier as labels.",
+        Readings.config_info,
+        label="cpu_num_chunks cpu_blocks_per_chunk cpu_kv_bytes_per_chunk "
+        "cpu_capacity_tokens_at_max_len",
+    ),
+    Family(
         "jaxkv:kv_offload_host_blocks",
         "gauge",
         "Blocks of the host tier.",
@@ -229,7 +279,7 @@ OF_SCHEDULER: tuple[Family[Readings], ...] = (
     Family(
         "jaxkv:kv_offload_blocks_waiting",
         "gauge",
-        "Device blocks whose transfer waits for the bound in flight.",
+        "Device blocks whose transfer waits for the bound in flight, or for others.",
         Readings.waiting,
         "direction",
     ),
@@ -280,6 +330,14 @@ OF_SCHEDULER: tuple[Family[Readings], ...] = (
         ),
     ),
     Family(
+        "jaxkv:kv_offload_storage_blocks_left_out",
+        "gauge",
+        "Host blocks in the store that this engine's index has no room for.",
+        lambda readings: readings.of_storage(
+            readings.scheduler.num_storage_blocks_left_out
+        ),
+    ),
+    Family(
         "jaxkv:kv_offload_storage_blocks_evicted",
         "counter",
         "Host blocks that the store was told to delete to make room for others.",
@@ -294,8 +352,9 @@ OF_SCHEDULER: tuple[Family[Readings], ...] = (
     Family(
         "jaxkv:kv_offload_storage_blocks_dropped",
         "counter",
-        "Device blocks that were to be written to the store and were not.",
-        lambda readings: readings.of_storage(readings.stats.num_storage_dropped),
+        "Device blocks that were to be written to the store and were not, by reason.",
+        Readings.dropped_writes,
+        "reason",
     ),
     Family(
         "jaxkv:kv_offload_storage_blocks_fetched",
@@ -396,6 +455,33 @@ OF_WORKER: tuple[Family[OffloadWorker], ...] = (
         "gauge",
         "Bytes of host memory allocated for the tier.",
         lambda worker: worker.host_bytes,
+    ),
+    Family(
+        "jaxkv:kv_offload_storage_up",
+        "gauge",
+        "1 if the store answered when it was last asked for anything, else 0.",
+        _of_store(lambda storage: float(storage.storage_io.is_up)),
+    ),
+    Family(
+        "jaxkv:kv_offload_storage_errors",
+        "counter",
+        "Calls of the store that failed, by what was asked for and why.",
+        _of_store(_errors_of),
+        "operation reason",
+    ),
+    Family(
+        "jaxkv:kv_offload_storage_read_seconds",
+        "histogram",
+        "How long the store took to answer each read of a block.",
+        _of_store(lambda storage: storage.latencies["read"]),
+        buckets=DELAY_BUCKETS,
+    ),
+    Family(
+        "jaxkv:kv_offload_storage_write_seconds",
+        "histogram",
+        "How long the store took to answer each write of a block.",
+        _of_store(lambda storage: storage.latencies["write"]),
+        buckets=DELAY_BUCKETS,
     ),
 )
 

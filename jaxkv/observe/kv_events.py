@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias, TypeVar
 
+from jaxkv._util.extras import pip_install
+
 try:
     import msgspec
 except ImportError as error:
     raise ImportError(
-        'Events on the wire need msgspec: pip install "jaxkv[events]".'
+        f"Events on the wire need msgspec: {pip_install('events')}"
     ) from error
 
 BlockHash: TypeAlias = bytes | int

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 from wsgiref.simple_server import WSGIServer
 
 from jaxkv._util import shown
+from jaxkv._util.extras import pip_install
 from jaxkv.observe.families import (
     ALL,
     OF_POOL,
@@ -39,7 +40,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "jaxkv.observe.metrics needs prometheus_client, which is not installed: "
-        'pip install "jaxkv[metrics]"'
+        f"{pip_install('metrics')}"
     ) from error
 
 Source = TypeVar("Source")
@@ -90,7 +91,7 @@ class OffloadMetrics:
                 "there is nothing to measure: pass the scheduler, the worker, or both."
             )
         self.labels = {"engine": "0"} if labels is None else dict(labels)
-        own = {family.label for family in ALL if family.label} | {"le"}
+        own = {name for family in ALL for name in family.label.split()} | {"le"}
         for name, value in self.labels.items():
             is_name = isinstance(name, str) and _LABEL.fullmatch(name)
             if name in own or not is_name:
@@ -307,6 +308,8 @@ def _samples(
     suffix = "_total" if family.kind == "counter" else ""
     if isinstance(value, Mapping):
         for name, number in value.items():
-            yield suffix, {family.label: name}, number
+            labels = family.label.split()
+            values = name.split() if len(labels) > 1 else [name]
+            yield suffix, dict(zip(labels, values, strict=True)), number
     else:
         yield suffix, {}, value

@@ -6,12 +6,13 @@ import errno
 import re
 
 from jaxkv._util import shown
+from jaxkv._util.extras import pip_install
 
 try:
     import zmq as zmq
 except ImportError as error:
     raise ImportError(
-        'Events over the network need pyzmq: pip install "jaxkv[events]".'
+        f"Events over the network need pyzmq: {pip_install('events')}"
     ) from error
 
 _TCP = re.compile(r"(tcp://(?:\*|\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]*]+)):(\*|[0-9]{1,5})")

@@ -29,17 +29,25 @@ import numpy as np
 from jax import Array, lax
 
 from jaxkv._util import check_whole
+from jaxkv.compiling import compiled, copy_items
 from jaxkv.keys import words_to_keys
-from jaxkv.native import arc as native
-from jaxkv.native.arc import B1, B2, NO_LIST, T1, T2
-from jaxkv.native.policy import register_native
 from jaxkv.policies import directory as directory_lib
 from jaxkv.policies import recency
 from jaxkv.policies.base import EvictResult, InsertResult, Policy
 from jaxkv.policies.directory import Directory
+from jaxkv.policies.native import NativePolicy, register_native
 from jaxkv.policies.recency import Oldest, RecencyLog
 from jaxkv.policies.xla import after, running_count
 from jaxkv.types import NO_BLOCK
+
+# In this order because every move but eviction is upwards (`recency.put`).
+B1, B2, T1, T2 = range(4)
+NO_LIST = -1
+
+EXACT, FIXED = 0, 1
+"""Variants: that of vLLM 0.19.1, and the one that mends what this costs."""
+
+_ALL_ENTRIES = np.empty(0, np.int32)  # Any ghost may be forgotten.
 
 _NUM_LISTS = 4
 
@@ -72,9 +80,6 @@ class ARCState:
     target: Array
 
 
-register_native(ARCState, native.NATIVE)
-
-
 def init(num_blocks: int, max_batch: int) -> ARCState:
     """Make an empty cache of `num_blocks`."""
     num_entries = 3 * num_blocks
@@ -91,6 +96,15 @@ def init(num_blocks: int, max_batch: int) -> ARCState:
 def find(state: ARCState, keys: Array, count: Array) -> Array:
     """Find the block of each key; see `Policy.find`."""
     return _blocks(state, directory_lib.find_first(state.directory, keys, count))
+
+
+@compiled
+def native_find(state: Any, keys: Any, entries: Any, block_ids: Any) -> None:
+    """Do as `find`, in place."""
+    directory_lib.native_find(state.directory, keys, entries)
+    for row in range(entries.shape[0]):
+        entry = entries[row]
+        block_ids[row] = state.block_ids[entry] if entry >= 0 else NO_BLOCK
 
 
 def touch(
@@ -116,6 +130,35 @@ def touch(
         sizes=state.sizes + _count(new_lists, moved) - _count(lists, moved),
         target=_adapt_target(state.target, hits, state.sizes, _num_entries(state) // 3),
     )
+
+
+@compiled
+def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
+    """Do as `touch`, in place."""
+    count = entries.shape[0]
+    recency.native_make_room(state.order, count)
+    hit_b1, hit_b2 = False, False
+    for row in range(count - 1, -1, -1):
+        entry = entries[row]
+        if entry < 0:
+            continue
+        of_list = recency.native_list_of(state.order, entry)
+        if of_list == T1 and is_use[row]:
+            state.sizes[T1] -= 1
+            state.sizes[T2] += 1
+            of_list = T2
+        elif of_list in (B1, B2):
+            if variant == EXACT:
+                _move_target(state, of_list)
+            hit_b1 |= of_list == B1
+            hit_b2 |= of_list == B2
+        recency.native_put(state.order, entry, of_list, count - 1 - row)
+    recency.advance(state.order, count)
+    if variant == FIXED:
+        if hit_b1:
+            _move_target(state, B1)
+        if hit_b2:
+            _move_target(state, B2)
 
 
 def insert(
@@ -153,6 +196,51 @@ def insert(
     return InsertResult(inserted_state, inserted)
 
 
+@compiled
+def native_insert(state: Any, variant: int, keys: Any, block_ids: Any) -> None:
+    """Do as `insert`, in place."""
+    num_rows = block_ids.shape[0]
+    entries = np.full(num_rows, directory_lib.NO_ENTRY, np.int32)
+    fresh = np.full(num_rows, directory_lib.NO_ENTRY, np.int32)
+    height = state.unused.shape[0] - state.sizes.sum()
+    num_fresh = 0
+    for row in range(num_rows):
+        if block_ids[row] == NO_BLOCK:
+            continue
+        entries[row] = directory_lib.find_one(state.directory, keys, row)
+        if entries[row] < 0:
+            fresh[row] = state.unused[height - 1 - num_fresh]
+            num_fresh += 1
+    added = fresh.copy()
+    directory_lib.native_insert(state.directory, keys, added)
+
+    count = 0
+    for row in range(num_rows):
+        if added[row] >= 0:
+            entries[row] = added[row]
+            fresh[row] = directory_lib.NO_ENTRY
+        if entries[row] < 0:
+            block_ids[row] = NO_BLOCK
+        else:
+            count += 1
+    recency.native_make_room(state.order, count)
+    rank = 0
+    for row in range(num_rows):
+        entry = entries[row]
+        if entry < 0:
+            continue
+        of_list = recency.native_list_of(state.order, entry)
+        new_list = T2 if variant == FIXED and of_list != NO_LIST else T1
+        if of_list != NO_LIST:
+            state.sizes[of_list] -= 1
+        state.sizes[new_list] += 1
+        state.block_ids[entry] = block_ids[row]
+        recency.native_put(state.order, entry, new_list, rank)
+        rank += 1
+    recency.advance(state.order, count)
+    _native_give_back(state, fresh)  # What the directory had no room for.
+
+
 def remove(state: ARCState, keys: Array, block_ids: Array) -> ARCState:
     """Forget keys, without a ghost; see `Policy.remove`."""
     entries = directory_lib.find(state.directory, keys, block_ids != NO_BLOCK)
@@ -166,6 +254,18 @@ def remove(state: ARCState, keys: Array, block_ids: Array) -> ARCState:
         unused=_give_back(state.unused, sizes, entries),
         target=state.target,
     )
+
+
+@compiled
+def native_remove(state: Any, entries: Any) -> None:
+    """Do as `remove`, in place."""
+    for entry in entries:
+        if entry >= 0:
+            state.sizes[recency.native_list_of(state.order, entry)] -= 1
+            state.block_ids[entry] = NO_BLOCK
+            directory_lib.native_remove(state.directory, entry)
+            recency.native_remove(state.order, entry)
+    _native_give_back(state, entries)
 
 
 def evict(
@@ -227,6 +327,81 @@ def evict(
         target=state.target,
     )
     return EvictResult(evicted, block_ids, keys, ok)
+
+
+@compiled
+def native_evict(
+    state: Any, variant: int, num: int, ref_cnt: Any, block_ids: Any, keys: Any
+) -> Any:
+    """Do as `evict`, in place."""
+    order, num_blocks = state.order, ref_cnt.shape[0]
+    t1, t2 = np.empty(num, np.int32), np.empty(num, np.int32)
+    # Taken one by one, blocks would come from T1 while |T1| >= int(target).
+    above_target = state.sizes[T1] - np.int64(state.target.view(np.float64)[0]) + 1
+    num_t1, head_t1 = recency.native_find_oldest(
+        order, min(max(above_target, 0), num), T1, state.block_ids, ref_cnt, t1
+    )
+    num_first = num_t1
+    num_t2, head_t2 = recency.native_find_oldest(
+        order, num - num_t1, T2, state.block_ids, ref_cnt, t2
+    )
+    if variant == FIXED:
+        num_t1, head_t1 = recency.native_find_oldest(
+            order, num - num_t2, T1, state.block_ids, ref_cnt, t1
+        )
+    if num_t1 + num_t2 < num:
+        return False
+
+    # Some of T1, then those of T2, then (if fixed) the others of T1.
+    victims = np.empty(num, np.int32)
+    copy_items(victims, 0, t1, num_first)
+    copy_items(victims, num_first, t2, num_t2)
+    copy_items(victims, num_first + num_t2, t1[num_first:], num_t1 - num_first)
+    # They become ghosts, and the oldest ghosts in excess of the blocks are forgotten.
+    excess_b1 = max(state.sizes[B1] + num_t1 - num_blocks, 0)
+    excess_b2 = max(state.sizes[B2] + num_t2 - num_blocks, 0)
+    forgotten = np.empty(excess_b1 + excess_b2, np.int32)
+    _, head_b1 = recency.native_find_oldest(
+        order, excess_b1, B1, state.block_ids, _ALL_ENTRIES, forgotten
+    )
+    _, head_b2 = recency.native_find_oldest(
+        order, excess_b2, B2, state.block_ids, _ALL_ENTRIES, forgotten[excess_b1:]
+    )
+    order.heads[B1], order.heads[B2] = head_b1, head_b2
+    order.heads[T1], order.heads[T2] = head_t1, head_t2
+    for row in range(num):
+        entry = victims[row]
+        block_ids[row] = state.block_ids[entry]
+        state.block_ids[entry] = NO_BLOCK
+        directory_lib.copy_key(keys, row, state.directory.keys, entry)
+        recency.native_remove(order, entry)
+    for entry in forgotten:
+        directory_lib.native_remove(state.directory, entry)
+        recency.native_remove(order, entry)
+    recency.native_make_room(order, num)
+    for row in range(num):
+        is_t2 = num_first <= row < num_first + num_t2
+        recency.native_put(order, victims[row], B2 if is_t2 else B1, row)
+    recency.advance(order, num)
+    state.sizes[T1] -= num_t1
+    state.sizes[T2] -= num_t2
+    state.sizes[B1] += num_t1 - excess_b1
+    state.sizes[B2] += num_t2 - excess_b2
+    _native_give_back(state, forgotten)
+    return True
+
+
+@compiled
+def _move_target(state: Any, of_list: int) -> None:
+    """Raise the target for a ghost of B1, lower it for one of B2."""
+    target = state.target.view(np.float64)
+    # A list of ghosts that was hit is not empty, so this `max` changes no result.
+    b1, b2 = max(state.sizes[B1], 1), max(state.sizes[B2], 1)
+    if of_list == B1:
+        num_blocks = state.block_ids.shape[0] // 3
+        target[0] = min(target[0] + max(b2 / b1, 1.0), float(num_blocks))
+    else:
+        target[0] = max(target[0] - max(b1 / b2, 1.0), 0.0)
 
 
 def snapshot(state: ARCState) -> dict[str, Any]:
@@ -326,7 +501,7 @@ def _make(num_blocks: int, max_batch: int, *, fixed: bool) -> Policy:
         remove=remove,
         evict=functools.partial(evict, fixed=fixed),
         snapshot=snapshot,
-        native=native.NATIVE_FIXED if fixed else native.NATIVE,
+        native=NATIVE_FIXED if fixed else NATIVE,
         always_evicts=fixed,
     )
 
@@ -375,6 +550,19 @@ def _give_back(unused: Array, sizes: Array, entries: Array) -> Array:
     return unused.at[at].set(entries, mode="drop")
 
 
+@compiled
+def _native_give_back(state: Any, entries: Any) -> None:
+    """Push entries (-1 for none) on the stack of those in no list, the first on top.
+
+    `sizes` do not count them any more.
+    """
+    at = state.unused.shape[0] - state.sizes.sum() - 1
+    for entry in entries:
+        if entry >= 0:
+            state.unused[at] = entry
+            at -= 1
+
+
 def _num_entries(state: ARCState) -> int:
     return state.block_ids.shape[0]
 
@@ -420,3 +608,14 @@ def _target_as_int(target: Array) -> Array:
 def target_as_float(target: Array) -> float:
     """Show the target to a reader. For the host, not for jit."""
     return float(np.asarray(target).view(np.float64)[0])
+
+
+NATIVE = NativePolicy(
+    native_find, native_touch, native_insert, native_remove, native_evict, EXACT
+)
+
+
+NATIVE_FIXED = NATIVE._replace(variant=FIXED)
+
+
+register_native(ARCState, NATIVE)

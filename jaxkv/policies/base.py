@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxkv.native.policy import NativePolicy
+from jaxkv.policies.native import NativePolicy
 from jaxkv.types import PyTree
 
 
@@ -75,7 +75,7 @@ class Policy(NamedTuple):
             0 begins another prefix. `now_ms` (u32[]) is the time in milliseconds since
             any moment, modulo 2**32. `mark` (i32[]) comes back when the request
             finishes. None where the policy does not want to know, as is `finish`:
-            then nobody calls them, and nothing is spent on it.
+            then they are never called, and cost nothing.
         finish: ``(state, keys, count, positions, now_ms, num_output_tokens, stop, mark)
             -> state``. It has finished with these keys and generated these tokens
             (i32[], -1 if that is not known); `stop` (i32[]) is an index of

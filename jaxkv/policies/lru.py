@@ -17,16 +17,18 @@ from jax import Array
 from numpy.typing import ArrayLike, NDArray
 
 from jaxkv._util import check_whole
+from jaxkv.compiling import compiled, copy_items
 from jaxkv.keys import words_to_keys
-from jaxkv.native import lru as native
-from jaxkv.native.policy import register_native
 from jaxkv.policies import directory as directory_lib
 from jaxkv.policies import recency
 from jaxkv.policies.base import EvictResult, InsertResult, Policy
 from jaxkv.policies.directory import Directory
+from jaxkv.policies.native import NativePolicy, register_native
 from jaxkv.policies.recency import RecencyLog
 from jaxkv.policies.xla import after, running_count
 from jaxkv.types import NO_BLOCK
+
+_IDENTITY = np.empty(0, np.int32)  # An entry is its block id.
 
 
 @jax.tree_util.register_dataclass
@@ -42,8 +44,6 @@ class LRUState:
     directory: Directory
     order: RecencyLog
 
-
-register_native(LRUState, native.NATIVE)
 
 # Of how many records `next_victims` looks at, beside those asked for: dead ones lie
 # between the others until the log is compacted.
@@ -81,10 +81,17 @@ def init(num_blocks: int, max_batch: int) -> LRUState:
     )
 
 
-def find(state: LRUState, keys: Array, count: Array) -> Array:
-    """Find the block of each key; see `Policy.find`."""
+def find(state: Any, keys: Array, count: Array) -> Array:
+    """Find the block of each key, for any state whose entries are block ids."""
     entries = directory_lib.find_first(state.directory, keys, count)
     return jnp.where(entries < _num_blocks(state), entries, NO_BLOCK)
+
+
+@compiled
+def native_find(state: Any, keys: Any, entries: Any, block_ids: Any) -> None:
+    """Do as `find`, in place."""
+    directory_lib.native_find(state.directory, keys, entries)
+    copy_items(block_ids, 0, entries, entries.shape[0])
 
 
 def touch(state: LRUState, keys: Array, count: Array, ready: Array) -> LRUState:
@@ -96,15 +103,43 @@ def touch(state: LRUState, keys: Array, count: Array, ready: Array) -> LRUState:
     return dataclasses.replace(state, order=order)
 
 
-def insert(state: LRUState, keys: Array, block_ids: Array) -> InsertResult:
-    """Add new keys as the most recent, in their order; see `Policy.insert`."""
+@compiled
+def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
+    """Do as `touch`, in place."""
+    count = entries.shape[0]
+    recency.native_make_room(state.order, count)
+    for row in range(count - 1, -1, -1):
+        if entries[row] >= 0:
+            recency.native_put(state.order, entries[row], 0, count - 1 - row)
+    recency.advance(state.order, count)
+
+
+def insert(state: Any, keys: Array, block_ids: Array) -> InsertResult:
+    """Add new keys as the most recent of the first list, in their order."""
     wanted = block_ids != NO_BLOCK
     entries = jnp.where(wanted, block_ids, _num_blocks(state))
     directory, inserted = directory_lib.insert(state.directory, keys, entries)
     entries = jnp.where(inserted, entries, _num_blocks(state))
     ranks = running_count(inserted) - 1
     order = recency.append(state.order, entries, ranks, ranks[-1] + 1)
-    return InsertResult(LRUState(directory, order), inserted)
+    state = dataclasses.replace(state, directory=directory, order=order)
+    return InsertResult(state, inserted)
+
+
+@compiled
+def native_insert(state: Any, variant: int, keys: Any, block_ids: Any) -> None:
+    """Do as `insert`, in place."""
+    directory_lib.native_insert(state.directory, keys, block_ids)
+    count = 0
+    for row in range(block_ids.shape[0]):
+        count += block_ids[row] != NO_BLOCK
+    recency.native_make_room(state.order, count)
+    rank = 0
+    for row in range(block_ids.shape[0]):
+        if block_ids[row] != NO_BLOCK:
+            recency.native_put(state.order, block_ids[row], 0, rank)
+            rank += 1
+    recency.advance(state.order, count)
 
 
 def remove(state: LRUState, keys: Array, block_ids: Array) -> LRUState:
@@ -115,6 +150,15 @@ def remove(state: LRUState, keys: Array, block_ids: Array) -> LRUState:
         directory=directory_lib.remove(state.directory, entries),
         order=recency.remove(state.order, entries),
     )
+
+
+@compiled
+def native_remove(state: Any, entries: Any) -> None:
+    """Do as `remove`, in place."""
+    for entry in entries:
+        if entry >= 0:
+            directory_lib.native_remove(state.directory, entry)
+            recency.native_remove(state.order, entry)
 
 
 def evict(state: LRUState, num: Array, ref_cnt: Array, width: int) -> EvictResult:
@@ -130,6 +174,24 @@ def evict(state: LRUState, num: Array, ref_cnt: Array, width: int) -> EvictResul
         keys=keys,
         ok=ok,
     )
+
+
+@compiled
+def native_evict(
+    state: Any, variant: int, num: int, ref_cnt: Any, block_ids: Any, keys: Any
+) -> Any:
+    """Do as `evict`, in place."""
+    victims = block_ids[:num]
+    num_found, head = recency.native_find_oldest(
+        state.order, num, 0, _IDENTITY, ref_cnt, victims
+    )
+    if num_found < num:
+        return False
+    state.order.heads[0] = head
+    for row in range(num):
+        directory_lib.copy_key(keys, row, state.directory.keys, victims[row])
+    native_remove(state, victims)
+    return True
 
 
 def snapshot(state: LRUState) -> dict[str, Any]:
@@ -179,10 +241,19 @@ def make_lru(num_blocks: int, max_batch: int = 4096) -> Policy:
         remove=remove,
         evict=evict,
         snapshot=snapshot,
-        native=native.NATIVE,
+        native=NATIVE,
         always_evicts=True,
     )
 
 
-def _num_blocks(state: LRUState) -> int:
-    return state.directory.keys.shape[0]
+def _num_blocks(state: Any) -> int:
+    num_blocks: int = state.directory.keys.shape[0]
+    return num_blocks
+
+
+NATIVE = NativePolicy(
+    native_find, native_touch, native_insert, native_remove, native_evict
+)
+
+
+register_native(LRUState, NATIVE)

@@ -27,26 +27,38 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
-from jaxkv.native import retained as native
-from jaxkv.native.policy import register_native
-from jaxkv.native.retained import (
-    CHUNK,
-    GIVEN,
-    HALF_LIFE,
-    MOST_HALVINGS,
-    MOST_PRIORITY,
-    NOT_HELD,
-    NUM_TERMS,
-    ORDINARY,
-    SHIELD,
-    TIME_TO_LIVE,
-)
+from jaxkv.compiling import compiled, functions_of, inlined
+from jaxkv.policies import clock
 from jaxkv.policies.base import EvictResult, InsertResult, Policy
 from jaxkv.policies.clock import later
+from jaxkv.policies.native import NativePolicy, register_native
 from jaxkv.policies.xla import after
 from jaxkv.types import NO_BLOCK, PyTree
+
+MOST_PRIORITY = 99
+MOST_HALVINGS = 7
+"""After these nothing is left of any priority."""
+
+ORDINARY = 0
+NOT_HELD = -1
+RELEASE = -1
+"""What is given as a priority to have blocks be ordinary, whatever theirs is."""
+
+CHUNK = 64
+"""Blocks that are counted together, so that few retained ones are found soon."""
+
+GIVEN, HALF_LIFE, TIME_TO_LIVE = 0, 1, 2
+NUM_TERMS = 3
+"""What is known of a priority: when it was given, its half-life and its time to live,
+in milliseconds; 0 for none of the latter two."""
+
+SHIELD = 1 << 29
+"""The reference count that the inner policy sees of a block that it is not to evict."""
+
+_NUM_PRIORITIES = MOST_PRIORITY + 1
 
 _PRIORITY_BITS = MOST_PRIORITY.bit_length()
 
@@ -64,7 +76,7 @@ class RetainedState:
             milliseconds; stale where the priority is not above 0.
         counts: i32[B / 64]. How many of 64 blocks have a priority above 0.
         now_ms: u32[]. The time that was told last.
-        is_told: bool[]. Whether anybody told it.
+        is_told: bool[]. Whether it is known.
     """
 
     inner: PyTree
@@ -73,9 +85,6 @@ class RetainedState:
     counts: Array
     now_ms: Array
     is_told: Array
-
-
-register_native(RetainedState, native.NATIVE)
 
 
 def init(inner: Policy) -> RetainedState:
@@ -96,12 +105,24 @@ def find(inner: Policy, state: RetainedState, keys: Array, count: Array) -> Arra
     return inner.find(state.inner, keys, count)
 
 
+@compiled
+def native_find(state: Any, keys: Any, entries: Any, block_ids: Any) -> None:
+    """Do as `find`, in place."""
+    functions_of(state.inner).find(state.inner, keys, entries, block_ids)
+
+
 def touch(
     inner: Policy, state: RetainedState, keys: Array, count: Array, ready: Array
 ) -> RetainedState:
     """Record a use of each key; see `Policy.touch`."""
     touched = inner.touch(state.inner, keys, count, ready)
     return dataclasses.replace(state, inner=touched)
+
+
+@compiled
+def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
+    """Do as `touch`, in place."""
+    functions_of(state.inner).touch(state.inner, variant >> 1, entries, is_use)
 
 
 def insert(
@@ -115,12 +136,30 @@ def insert(
     return InsertResult(state, result.inserted)
 
 
+@compiled
+def native_insert(state: Any, variant: int, keys: Any, block_ids: Any) -> None:
+    """Do as `insert`, in place."""
+    functions_of(state.inner).insert(state.inner, variant >> 1, keys, block_ids)
+    for block in block_ids:
+        if block != NO_BLOCK:
+            state.priorities[block] = ORDINARY
+
+
 def remove(
     inner: Policy, state: RetainedState, keys: Array, block_ids: Array
 ) -> RetainedState:
     """Forget keys; see `Policy.remove`."""
     removed = inner.remove(state.inner, keys, block_ids)
     return _drop(dataclasses.replace(state, inner=removed), block_ids)
+
+
+@compiled
+def native_remove(state: Any, entries: Any, block_ids: Any) -> None:
+    """Do as `remove`, in place."""
+    functions_of(state.inner).remove_blocks(state.inner, entries, block_ids)
+    for row in range(entries.shape[0]):
+        if entries[row] >= 0:
+            _put(state, block_ids[row], NOT_HELD)
 
 
 def begin(
@@ -138,6 +177,16 @@ def begin(
         return state, mark
     told, mark = inner.begin(state.inner, keys, count, positions, now_ms, num_tokens)
     return dataclasses.replace(state, inner=told), mark
+
+
+@compiled
+def native_begin(
+    state: Any, keys: Any, positions: Any, now_ms: int, num_tokens: int
+) -> Any:
+    """Do as `begin`, in place."""
+    inner = state.inner
+    clock.tell(state, now_ms)
+    return functions_of(inner).begin(inner, keys, positions, now_ms, num_tokens)
 
 
 def finish(
@@ -159,6 +208,24 @@ def finish(
         state.inner, keys, count, positions, now_ms, num_output_tokens, stop, mark
     )
     return dataclasses.replace(state, inner=told)
+
+
+@compiled
+def native_finish(
+    state: Any,
+    keys: Any,
+    positions: Any,
+    now_ms: int,
+    num_output_tokens: int,
+    stop: int,
+    mark: int,
+) -> None:
+    """Do as `finish`, in place."""
+    inner = state.inner
+    clock.tell(state, now_ms)
+    functions_of(inner).finish(
+        inner, keys, positions, now_ms, num_output_tokens, stop, mark
+    )
 
 
 def retain(
@@ -208,6 +275,34 @@ def retain(
         terms=state.terms.at[with_terms].set(terms, mode="drop"),
         counts=_count(priorities),
     )
+
+
+@compiled
+def native_retain(
+    state: Any,
+    keys: Any,
+    priority: int,
+    half_life_ms: int,
+    ttl_ms: int,
+    given_ms: int,
+) -> None:
+    """Do as `retain`, in place."""
+    clock.tell(state, given_ms)
+    now: Any = np.int64(state.now_ms[()])
+    entries = np.empty(keys.shape[0], np.int32)
+    block_ids = np.empty(keys.shape[0], np.int32)
+    functions_of(state.inner).find(state.inner, keys, entries, block_ids)
+    own = decayed(priority, clock.age_of(now, given_ms), half_life_ms, ttl_ms)
+    for block in block_ids:
+        if block == NO_BLOCK:
+            continue
+        if priority < 0:
+            _put(state, block, ORDINARY)
+        elif own > 0 and own >= priority_of(state, block, now):
+            _put(state, block, priority)
+            state.terms[block, GIVEN] = given_ms & clock.TIME_MASK
+            state.terms[block, HALF_LIFE] = half_life_ms
+            state.terms[block, TIME_TO_LIVE] = ttl_ms
 
 
 def evict(
@@ -265,6 +360,150 @@ def evict(
     return EvictResult(_drop(state, block_ids), block_ids, keys, ok)
 
 
+@compiled
+def native_evict(
+    state: Any, variant: int, num: int, ref_cnt: Any, block_ids: Any, keys: Any
+) -> Any:
+    """Do as `evict`, in place."""
+    inner = state.inner
+    own = variant >> 1
+    num_retained = 0
+    for count in state.counts:
+        num_retained += count
+    if num == 0 or num_retained == 0:
+        is_done = functions_of(inner).evict(inner, own, num, ref_cnt, block_ids, keys)
+    else:
+        _shield(state, ref_cnt, ORDINARY)
+        is_done = functions_of(inner).evict(inner, own, num, ref_cnt, block_ids, keys)
+        _lower_shields(state, ref_cnt)
+        if not is_done:
+            is_done = _evict_retained(state, variant, num, ref_cnt, block_ids, keys)
+        if is_done:
+            _forget_past(state)
+    if is_done:
+        for block in block_ids[:num]:
+            _put(state, block, NOT_HELD)
+    return is_done
+
+
+@inlined
+def decayed(priority: int, age_ms: int, half_life_ms: int, ttl_ms: int) -> Any:
+    """Tell what is left of a priority."""
+    left = np.int64(priority)
+    if left > 0:
+        if ttl_ms > 0 and age_ms >= ttl_ms:
+            left = np.int64(ORDINARY)
+        elif half_life_ms > 0:
+            left >>= min(age_ms // half_life_ms, MOST_HALVINGS)
+    return left
+
+
+@inlined
+def priority_of(state: Any, block: int, now_ms: int) -> Any:
+    """Tell the priority of a block at a time; NOT_HELD where it holds no key."""
+    priority: Any = state.priorities[block]
+    half_life: Any = np.int64(state.terms[block, HALF_LIFE])
+    ttl: Any = np.int64(state.terms[block, TIME_TO_LIVE])
+    age = clock.age_of(now_ms, state.terms[block, GIVEN])
+    return decayed(priority, age, half_life, ttl)
+
+
+@inlined
+def _put(state: Any, block: int, priority: int) -> None:
+    """Write a block's priority, and count the retained ones of its chunk."""
+    state.counts[block // CHUNK] += np.int32(priority > 0) - np.int32(
+        state.priorities[block] > 0
+    )
+    state.priorities[block] = priority
+
+
+@compiled
+def _shield(state: Any, ref_cnt: Any, limit: int) -> None:
+    """Have idle blocks above a priority look as if they were read."""
+    now: Any = np.int64(state.now_ms[()])
+    num_blocks = ref_cnt.shape[0]
+    for chunk in range(state.counts.shape[0]):
+        if state.counts[chunk] > 0:
+            stop = min((chunk + 1) * CHUNK, num_blocks)
+            for block in range(chunk * CHUNK, stop):
+                is_idle = ref_cnt[block] == 0
+                if is_idle and priority_of(state, block, now) > limit:
+                    ref_cnt[block] = SHIELD
+
+
+@compiled
+def _lower_shields(state: Any, ref_cnt: Any) -> None:
+    num_blocks = ref_cnt.shape[0]
+    for chunk in range(state.counts.shape[0]):
+        if state.counts[chunk] > 0:
+            stop = min((chunk + 1) * CHUNK, num_blocks)
+            for block in range(chunk * CHUNK, stop):
+                if ref_cnt[block] == SHIELD:
+                    ref_cnt[block] = 0
+
+
+@compiled
+def _evict_retained(
+    state: Any, variant: int, num: int, ref_cnt: Any, block_ids: Any, keys: Any
+) -> Any:
+    """Evict where the ordinary blocks are too few, or where they were refused."""
+    inner = state.inner
+    now: Any = np.int64(state.now_ms[()])
+    numbers = np.zeros(_NUM_PRIORITIES, np.int64)
+    num_idle = 0
+    for block in range(ref_cnt.shape[0]):
+        if ref_cnt[block] == 0 and state.priorities[block] >= 0:
+            numbers[priority_of(state, block, now)] += 1
+            num_idle += 1
+    if num_idle < num:
+        return False
+    limit: Any = np.int64(0)
+    num_below: Any = np.int64(0)
+    while num_below + numbers[limit] < num:
+        num_below += numbers[limit]
+        limit += 1
+    own = variant >> 1
+    if variant & 1:
+        _shield(state, ref_cnt, limit - 1)
+        is_done = functions_of(inner).evict(
+            inner, own, num_below, ref_cnt, block_ids, keys
+        )
+        _lower_shields(state, ref_cnt)
+        if is_done:
+            _shield(state, ref_cnt, limit)
+            is_done = functions_of(inner).evict(
+                inner,
+                own,
+                num - num_below,
+                ref_cnt,
+                block_ids[num_below:],
+                keys[num_below:],
+            )
+            _lower_shields(state, ref_cnt)
+        return is_done
+    # It may refuse, and what was evicted before could not be had back: in one call.
+    _shield(state, ref_cnt, limit)
+    is_done = functions_of(inner).evict(inner, own, num, ref_cnt, block_ids, keys)
+    _lower_shields(state, ref_cnt)
+    if not is_done:
+        is_done = functions_of(inner).evict(inner, own, num, ref_cnt, block_ids, keys)
+    return is_done
+
+
+@compiled
+def _forget_past(state: Any) -> None:
+    """Have blocks be ordinary of whose priority nothing is left."""
+    now: Any = np.int64(state.now_ms[()])
+    num_blocks = state.priorities.shape[0]
+    for chunk in range(state.counts.shape[0]):
+        if state.counts[chunk] > 0:
+            stop = min((chunk + 1) * CHUNK, num_blocks)
+            for block in range(chunk * CHUNK, stop):
+                is_retained = state.priorities[block] > 0
+                if is_retained and priority_of(state, block, now) == ORDINARY:
+                    _put(state, block, ORDINARY)
+
+
 def snapshot(inner: Policy, state: RetainedState) -> dict[str, Any]:
     """Show a state to a reader. For the host, not for jit.
 
@@ -308,7 +547,7 @@ def make_retained(inner: Policy) -> Policy:
     own = None
     if inner.native is not None:
         variant = inner.native.variant << 1 | inner.always_evicts
-        own = native.NATIVE._replace(variant=variant)
+        own = NATIVE._replace(variant=variant)
     of_inner: dict[str, Any] = {
         function.__name__: functools.partial(function, inner)
         for function in (
@@ -363,3 +602,19 @@ def _count(priorities: Array) -> Array:
     """Count the retained blocks of each chunk: i32[B / 64]."""
     is_retained = jnp.pad(priorities > 0, (0, -priorities.size % CHUNK))
     return jnp.sum(is_retained.reshape(-1, CHUNK), axis=1, dtype=jnp.int32)
+
+
+NATIVE = NativePolicy(
+    native_find,
+    native_touch,
+    native_insert,
+    native_remove,
+    native_evict,
+    begin=native_begin,
+    finish=native_finish,
+    retain=native_retain,
+    remove_blocks=native_remove,
+)
+
+
+register_native(RetainedState, NATIVE)

@@ -19,23 +19,31 @@ import numpy as np
 from jax import Array
 
 from jaxkv._util import check_whole
+from jaxkv.compiling import compiled
 from jaxkv.keys import words_to_keys
-from jaxkv.native import slru as native
-from jaxkv.native.policy import register_native
-from jaxkv.native.slru import PROBATION, PROTECTED
 from jaxkv.policies import directory as directory_lib
 from jaxkv.policies import recency
-from jaxkv.policies.base import EvictResult, InsertResult, Policy
+from jaxkv.policies.base import EvictResult, Policy
 from jaxkv.policies.directory import Directory
+from jaxkv.policies.lru import find, insert, native_find, native_insert
+from jaxkv.policies.native import NativePolicy, register_native
 from jaxkv.policies.recency import Oldest, RecencyLog
-from jaxkv.policies.xla import after, running_count
+from jaxkv.policies.xla import after
 from jaxkv.types import NO_BLOCK
+
+# In this order because most moves are upwards (`recency.put`).
+PROBATION, PROTECTED = range(2)
+
+_IDENTITY = np.empty(0, np.int32)  # An entry is its block id.
+_ALL_ENTRIES = np.empty(0, np.int32)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SLRUState:
     """The blocks that are held, in two lists. An entry is a block id.
+
+    They are found as by LRU, and new ones are inserted as there: in the first list.
 
     Attributes:
         directory: Which block holds a key.
@@ -48,9 +56,6 @@ class SLRUState:
     num_protected: Array
 
 
-register_native(SLRUState, native.NATIVE)
-
-
 def init(num_blocks: int, max_batch: int) -> SLRUState:
     """Make an empty cache of `num_blocks`."""
     return SLRUState(
@@ -58,12 +63,6 @@ def init(num_blocks: int, max_batch: int) -> SLRUState:
         order=recency.init(num_blocks, max_batch, num_lists=2),
         num_protected=jnp.zeros((), jnp.int32),
     )
-
-
-def find(state: SLRUState, keys: Array, count: Array) -> Array:
-    """Find the block of each key; see `Policy.find`."""
-    entries = directory_lib.find_first(state.directory, keys, count)
-    return jnp.where(entries < _num_blocks(state), entries, NO_BLOCK)
 
 
 def touch(state: SLRUState, keys: Array, count: Array, ready: Array) -> SLRUState:
@@ -95,17 +94,36 @@ def touch(state: SLRUState, keys: Array, count: Array, ready: Array) -> SLRUStat
     return dataclasses.replace(state, order=order, num_protected=num_protected - excess)
 
 
-def insert(state: SLRUState, keys: Array, block_ids: Array) -> InsertResult:
-    """Add new keys on probation, in their order; see `Policy.insert`."""
-    none = _num_blocks(state)
-    entries = jnp.where(block_ids != NO_BLOCK, block_ids, none)
-    directory, inserted = directory_lib.insert(state.directory, keys, entries)
-    entries = jnp.where(inserted, entries, none)
-    ranks = running_count(inserted) - 1
-    order = recency.append(state.order, entries, ranks, ranks[-1] + 1)
-    return InsertResult(
-        dataclasses.replace(state, directory=directory, order=order), inserted
-    )
+@compiled
+def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
+    """Do as `touch`, in place."""
+    order, count = state.order, entries.shape[0]
+    recency.native_make_room(order, count)
+    for row in range(count - 1, -1, -1):
+        entry = entries[row]
+        if entry < 0:
+            continue
+        of_list = recency.native_list_of(order, entry)
+        if of_list == PROBATION and is_use[row]:
+            of_list = PROTECTED
+            state.num_protected[()] += 1
+        recency.native_put(order, entry, of_list, count - 1 - row)
+    recency.advance(order, count)
+
+    excess = max(state.num_protected[()] - order.places.shape[0] // 2, 0)
+    if excess:
+        demoted = np.empty(excess, np.int32)
+        _, head = recency.native_find_oldest(
+            order, excess, PROTECTED, _IDENTITY, _ALL_ENTRIES, demoted
+        )
+        order.heads[PROTECTED] = head
+        for entry in demoted:
+            recency.native_remove(order, entry)
+        recency.native_make_room(order, excess)
+        for rank in range(excess):
+            recency.native_put(order, demoted[rank], PROBATION, rank)
+        recency.advance(order, excess)
+        state.num_protected[()] -= excess
 
 
 def remove(state: SLRUState, keys: Array, block_ids: Array) -> SLRUState:
@@ -113,6 +131,17 @@ def remove(state: SLRUState, keys: Array, block_ids: Array) -> SLRUState:
     del keys  # An entry is its block id.
     entries = jnp.where(block_ids != NO_BLOCK, block_ids, _num_blocks(state))
     return _remove(state, entries)
+
+
+@compiled
+def native_remove(state: Any, entries: Any) -> None:
+    """Do as `remove`, in place."""
+    for entry in entries:
+        if entry >= 0:
+            if recency.native_list_of(state.order, entry) == PROTECTED:
+                state.num_protected[()] -= 1
+            directory_lib.native_remove(state.directory, entry)
+            recency.native_remove(state.order, entry)
 
 
 def evict(state: SLRUState, num: Array, ref_cnt: Array, width: int) -> EvictResult:
@@ -141,6 +170,28 @@ def evict(state: SLRUState, num: Array, ref_cnt: Array, width: int) -> EvictResu
         keys=keys,
         ok=ok,
     )
+
+
+@compiled
+def native_evict(
+    state: Any, variant: int, num: int, ref_cnt: Any, block_ids: Any, keys: Any
+) -> Any:
+    """Do as `evict`, in place."""
+    victims = block_ids[:num]
+    num_first, head_first = recency.native_find_oldest(
+        state.order, num, PROBATION, _IDENTITY, ref_cnt, victims
+    )
+    num_second, head_second = recency.native_find_oldest(
+        state.order, num - num_first, PROTECTED, _IDENTITY, ref_cnt, victims[num_first:]
+    )
+    if num_first + num_second < num:
+        return False
+    state.order.heads[PROBATION] = head_first
+    state.order.heads[PROTECTED] = head_second
+    for row in range(num):
+        directory_lib.copy_key(keys, row, state.directory.keys, victims[row])
+    native_remove(state, victims)
+    return True
 
 
 def snapshot(state: SLRUState) -> dict[str, Any]:
@@ -194,7 +245,7 @@ def make_slru(num_blocks: int, max_batch: int = 4096) -> Policy:
         remove=remove,
         evict=evict,
         snapshot=snapshot,
-        native=native.NATIVE,
+        native=NATIVE,
         always_evicts=True,
     )
 
@@ -218,3 +269,11 @@ def _unchanged(order: RecencyLog) -> Oldest:
 
 def _num_blocks(state: SLRUState) -> int:
     return state.directory.keys.shape[0]
+
+
+NATIVE = NativePolicy(
+    native_find, native_touch, native_insert, native_remove, native_evict
+)
+
+
+register_native(SLRUState, NATIVE)

@@ -30,19 +30,40 @@ class PlanMismatchError(RuntimeError):
 
 
 @dataclasses.dataclass(eq=False)
-class _Transfer:
-    """A transfer that the processes have not agreed on.
+class Batch:
+    """The transfers of a step in one direction, which share its bandwidth.
+
+    Attributes:
+        start_s: When they were started.
+        num_left: Those that were not reported.
+        in_step: Whether the step's own program writes them, in its own time.
+        num_bytes: Bytes of those that arrived.
+        end_s: When the last of these was reported.
+    """
+
+    start_s: float
+    num_left: int
+    in_step: bool = False
+    num_bytes: int = 0
+    end_s: float | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Transfer:
+    """A transfer that was started and not reported.
 
     Attributes:
         ticket: What the engine calls it.
         name: What the scheduler calls it.
-        step: In which step it was started.
+        batch: What was started with it.
+        step: In which step.
         is_over: Whether it has ended in this process, or was abandoned.
-        done: How it ended, if it succeeded.
+        done: How it ended, if it succeeded; in all processes, once they have agreed.
     """
 
     ticket: Ticket
     name: EventName
+    batch: Batch
     step: int
     is_over: bool = False
     done: Completion | None = None
@@ -69,14 +90,14 @@ class _Step:
     """
 
     number: int
-    transfers: list[_Transfer]
+    transfers: list[Transfer]
     num_open: int = 0
 
 
 class Agreement:
     """Makes a transfer that has failed in one process fail in all.
 
-    How the transfers of a step ended here is said as soon as it is known, and heard
+    How the transfers of a step ended here is sent as soon as it is known, and received
     when they are due, from `settle`. All processes call that in the same order.
 
     Args:
@@ -98,40 +119,41 @@ class Agreement:
         self._engine = engine
         self._deadline_s = deadline_s
         self._clock = clock
-        self._transfers: dict[Ticket, _Transfer] = {}
-        # In order; and of these, the ones that nothing was said about.
+        self._transfers: dict[Ticket, Transfer] = {}
+        # In order; and of these, the ones whose outcome was not sent.
         self._steps: OrderedDict[int, _Step] = OrderedDict()
-        self._unsaid: deque[_Step] = deque()
+        self._unsent: deque[_Step] = deque()
         self._failure: Exception | None = None
         self._watchdog = Watchdog(exchange.timeout_s)
 
     def watch(self, call: str) -> contextlib.AbstractContextManager[None]:
         """Watch over a call: it ends the process if it does not return for long."""
-        return self._watchdog.watch(lambda: self._say_of(call))
+        return self._watchdog.watch(lambda: self._describe(call))
 
-    def begin(self, ticket: Ticket, name: EventName, step: int) -> None:
+    def begin(self, transfer: Transfer) -> None:
         """Take note of a transfer that was started."""
+        step = transfer.step
         if step not in self._steps:
             self._steps[step] = _Step(step, [])
-            self._unsaid.append(self._steps[step])
-        self._transfers[ticket] = transfer = _Transfer(ticket, name, step)
+            self._unsent.append(self._steps[step])
+        self._transfers[transfer.ticket] = transfer
         self._steps[step].transfers.append(transfer)
         self._steps[step].num_open += 1
 
-    def say(self) -> None:
+    def send(self) -> None:
         """Tell the others which transfers are over here, and how; never waits."""
         for done in self._engine.poll():
             transfer = self._transfers.get(done.ticket)
             if transfer is not None:
                 self._end(transfer, done)
         # Step by step, for the rounds of the exchange are counted.
-        while self._unsaid and not self._unsaid[0].num_open:
-            step = self._unsaid.popleft()
-            self._exchange.say(_text(step.number, step.transfers), step.number)
+        while self._unsent and not self._unsent[0].num_open:
+            step = self._unsent.popleft()
+            self._exchange.send(_text(step.number, step.transfers), step.number)
 
     def settle(
         self, pool: PyTree, last: int, *, wait_for_all: bool
-    ) -> tuple[PyTree, list[tuple[Ticket, Completion | None]]]:
+    ) -> tuple[PyTree, list[Transfer]]:
         """Agree on transfers; wait for those of this process, then for the others.
 
         Args:
@@ -140,12 +162,11 @@ class Agreement:
             wait_for_all: Whether to wait for this process's later ones, too.
 
         Returns:
-            The pool to go on with, and of the transfers that were due how they ended
-            here; None for those that have failed in any process.
+            The pool to go on with, and the transfers that were due.
 
         Raises:
             AgreementError: This process's transfers are not over in time, or not all
-                processes have said how theirs ended.
+                processes have sent how theirs ended.
             PlanMismatchError: Others have moved something else.
         """
         if self._failure is not None:
@@ -154,12 +175,12 @@ class Agreement:
         end_s = self._clock() + self._exchange.timeout_s
         try:
             pool = self._wait(pool, last, wait_for_all)
-            outcomes = self._hear(last, end_s)
+            agreed = self._receive(last, end_s)
         except (AgreementError, PlanMismatchError) as error:
             self._failure = error
             raise
         self._watchdog.beat()
-        return pool, outcomes
+        return pool, agreed
 
     def _wait(self, pool: PyTree, last: int, wait_for_all: bool) -> PyTree:
         """Wait until this process's own transfers are over."""
@@ -168,7 +189,7 @@ class Agreement:
         start_s, pause_s = self._clock(), _LEAST_PAUSE_S
         while True:
             pool = self._engine.advance(pool)
-            self.say()
+            self.send()
             waited_s = self._clock() - start_s
             late = [
                 transfer
@@ -197,25 +218,26 @@ class Agreement:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
 
-    def _hear(self, last: int, end_s: float) -> list[tuple[Ticket, Completion | None]]:
-        """Wait for what the others say."""
-        outcomes = []
+    def _receive(self, last: int, end_s: float) -> list[Transfer]:
+        """Wait for the outcomes of the others."""
+        agreed = []
         for step in list(self._up_to(last)):
             about = f"how {_listed(step.transfers)} ended"
-            texts = self._exchange.hear(about, end_s - self._clock())
+            texts = self._exchange.receive(about, end_s - self._clock())
             oks = self._agree(step.number, step.transfers, texts)
             del self._steps[step.number]
             for transfer, ok in zip(step.transfers, oks, strict=True):
                 del self._transfers[transfer.ticket]
-                outcomes.append((transfer.ticket, transfer.done if ok else None))
-        return outcomes
+                transfer.done = transfer.done if ok else None
+                agreed.append(transfer)
+        return agreed
 
-    def _end(self, transfer: _Transfer, done: Completion | None) -> None:
+    def _end(self, transfer: Transfer, done: Completion | None) -> None:
         """Note how a transfer ended here; None if it was abandoned."""
         self._steps[transfer.step].num_open -= not transfer.is_over
         transfer.end(done)
 
-    def _say_of(self, call: str) -> str:
+    def _describe(self, call: str) -> str:
         text = (
             f"{call} has not returned in process {self._exchange.process} for "
             f"{self._watchdog.limit_s:g} s. It waits inside jax's runtime, most likely "
@@ -232,7 +254,7 @@ class Agreement:
             yield step
 
     def _agree(
-        self, step: int, transfers: list[_Transfer], texts: list[str]
+        self, step: int, transfers: list[Transfer], texts: list[str]
     ) -> list[bool]:
         """Say of each transfer of a step whether it has succeeded everywhere."""
         own = self._exchange.process
@@ -248,15 +270,15 @@ class Agreement:
         return [set(column) == {"1"} for column in zip(*outcomes, strict=True)]
 
 
-def _listed(transfers: list[_Transfer]) -> str:
+def _listed(transfers: list[Transfer]) -> str:
     """List transfers for a message; not all of many."""
     named = " and ".join(map(str, transfers[:_MOST_NAMED]))
     more = len(transfers) - _MOST_NAMED
     return f"{named} and {more} more" if more > 0 else named
 
 
-def _text(step: int, transfers: list[_Transfer]) -> str:
-    """Put into words what a process says: the step, what it moved, how that ended."""
+def _text(step: int, transfers: list[Transfer]) -> str:
+    """Write what a process sends: the step, what it moved, how that ended."""
     names = repr([transfer.name for transfer in transfers])
     digest = hashlib.sha256(names.encode("utf-8", "surrogatepass")).hexdigest()
     return f"{step} {digest} " + "".join(

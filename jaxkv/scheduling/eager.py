@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 
 import numpy as np
@@ -15,7 +15,7 @@ from jaxkv.scheduling.rules import NO_LIMIT, OffloadRules, most_stored_tokens
 from jaxkv.scheduling.stores import Stores
 from jaxkv.search.groups import GroupSpec
 from jaxkv.tiers.device import DeviceBlockPool
-from jaxkv.tiers.host import OffloadingManager
+from jaxkv.tiers.index import BlockIndex
 from jaxkv.types import BlockKey
 
 # A request's blocks on the host are put in order again when one in four of them is
@@ -34,6 +34,8 @@ class _Progress:
         next_tokens: Computed tokens from which on there may be more to offer.
         refused_at: `Stores.num_changes` when the host had no room for the rest.
         is_ordered: Whether these have their place in the host's order of eviction.
+        num_lost: `BlockIndex.num_lost` when the host had all of them, from the
+            head on; -1 if that was never looked at.
     """
 
     request: Request
@@ -42,6 +44,7 @@ class _Progress:
     next_tokens: int = 0
     refused_at: int = -1
     is_ordered: bool = False
+    num_lost: int = -1
 
 
 class EagerStores:
@@ -61,7 +64,7 @@ class EagerStores:
     def __init__(
         self,
         groups: tuple[GroupSpec, ...],
-        host: OffloadingManager,
+        host: BlockIndex,
         rules: OffloadRules,
         stores: Stores,
         keys: RequestKeys,
@@ -85,8 +88,8 @@ class EagerStores:
         Args:
             request: The request.
             tables: All its device blocks, for each group; kept.
-            num_local: Tokens that were found on the device; None if nobody looked, as
-                the request runs already.
+            num_local: Tokens that were found on the device; None if not looked up,
+                as the request runs already.
             num_external: Tokens that come from the host.
         """
         # Who has just looked begins anew, even after an offer that was declined.
@@ -105,9 +108,7 @@ class EagerStores:
 
     def recompute(self, request_id: str) -> None:
         """Note that what was to come from the host for a request did not."""
-        progress = self._progress.get(request_id)
-        if progress is not None:
-            self._start_over(progress)
+        self._start_over(self._progress[request_id])
 
     def replace_tables(self, request: Request, tables: list[list[int]]) -> bool:
         """Take note of the block tables of a request, if it is known; they are kept."""
@@ -123,6 +124,7 @@ class EagerStores:
         pool: DeviceBlockPool,
         output: SchedulerOutput,
         new_tables: Mapping[str, list[list[int]]],
+        preempted: Iterable[str],
     ) -> None:
         """Offer what the requests of a step have computed before it.
 
@@ -130,8 +132,10 @@ class EagerStores:
             pool: The device's blocks.
             output: What the engine is about to compute.
             new_tables: Its `new_block_ids`, for each group.
+            preempted: Requests that have lost their blocks, and are not known to have
+                new ones.
         """
-        for request_id in output.preempted_req_ids:
+        for request_id in preempted:
             self._progress.pop(request_id, None)
         for request_id, tables in new_tables.items():
             progress = self._progress.get(request_id)
@@ -156,6 +160,12 @@ class EagerStores:
         progress = self._progress.pop(request_id, None)
         if progress is None:
             return
+        if (
+            progress.is_ordered
+            and progress.num_lost == self._host.num_lost
+            and progress.request.num_computed_tokens < progress.next_tokens
+        ):
+            return  # All that it has is on the host.
         factor, stats = self._rules.blocks_per_host_block, self._stores.stats
         keys = self._keys.of(progress.request)
         from_head = [0] * len(self._groups)
@@ -216,10 +226,13 @@ class EagerStores:
         num_full = self._num_full(progress, keys)
         first = progress.num_offered
         rows = self._rows(progress, keys, first, num_full)
-        num_done = self._stores.place(pool, rows)
+        num_skipped = self._host.num_skipped
+        num_done, is_held = self._stores.place(pool, rows)
         progress.refused_at = -1
         if num_done < len(rows.keys):
             progress.refused_at = self._stores.num_changes
+        if is_held and num_skipped == self._host.num_skipped and not any(first):
+            progress.num_lost = self._host.num_lost
         progress.num_offered = [
             offered + new
             for offered, new in zip(

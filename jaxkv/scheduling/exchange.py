@@ -1,18 +1,18 @@
-"""What the processes of a run tell one another beside their devices.
+"""What the processes of a run send one another beside their devices.
 
 They do so over the key-value store of jax's coordination service, not by a collective
 on their devices:
 
-* A collective is queued behind the model's programs, so whoever reads it waits for the
+* A collective is queued behind the model's programs, so its reader waits for the
   model: the host could not dispatch ahead any more. The store knows no devices.
 * A collective that a peer does not join hangs, and what is queued behind it. No wait
-  for it can be ended, and nobody can say who is missing. A look into the store ends
-  when it is told to, and shows who has written.
+  for it can be ended, and nothing shows who is missing. A look into the store ends
+  when it is stopped, and shows who has written.
 * Processes whose plans differ would pair a collective with another program's. Here
   they find that they talk of different things.
 
-A thread talks to the store: it writes what this process has to say as soon as that is
-known, and reads what the others say, so that the thread that runs the model finds the
+A thread talks to the store: it writes what this process sends as soon as that is
+known, and reads what the others send, so that the thread that runs the model finds the
 answer there when it is due, or waits for it no longer than it may.
 """
 
@@ -46,7 +46,7 @@ class AgreementError(RuntimeError):
 
     Attributes:
         step: The step of the transfers, or of the plan, in question.
-        processes: The processes that have not said anything in time; this process
+        processes: The processes that have not sent anything in time; this process
             itself, if its own transfers have not ended. Empty if the coordination
             service could not be asked.
     """
@@ -83,21 +83,21 @@ class KeyValueStore(Protocol):
 
 @dataclasses.dataclass(eq=False)
 class _Round:
-    """What each process says once.
+    """What each process sends once.
 
     Attributes:
         number: Counts the rounds.
         step: The step that it is about.
-        text: What this process says.
-        said: What each process has said, by its number, as far as it is known.
+        text: What this process sends.
+        texts: What each process has sent, by its number, as far as it is known.
         error: Why the store could not be asked.
-        is_over: Set when `said` is complete, or there is an error.
+        is_over: Set when `texts` is complete, or there is an error.
     """
 
     number: int
     step: int
     text: str
-    said: dict[int, str] = dataclasses.field(default_factory=dict)
+    texts: dict[int, str] = dataclasses.field(default_factory=dict)
     error: Exception | None = None
     is_over: threading.Event = dataclasses.field(default_factory=threading.Event)
 
@@ -120,7 +120,7 @@ class _Speaker:
         while (round_ := self.rounds.get()) is not None:
             try:
                 self._take(round_)
-            # Whatever it is: nobody would see it here, and somebody waits.
+            # Whatever it is: it would not be seen here, and a caller waits.
             except Exception as error:
                 round_.error = error
             round_.is_over.set()
@@ -130,15 +130,15 @@ class _Speaker:
         self._store.key_value_set(f"{folder}/{self._process}", round_.text)
         while True:
             pairs = self._store.key_value_dir_get(folder)
-            round_.said = {int(key.rpartition("/")[2]): text for key, text in pairs}
-            missing = _missing(round_.said, self._num_processes)
+            round_.texts = {int(key.rpartition("/")[2]): text for key, text in pairs}
+            missing = _missing(round_.texts, self._num_processes)
             if not missing:
                 break
             if self.is_ending.is_set():
                 raise InterruptedError("the exchange was closed")
             self._wait_for(f"{folder}/{missing[0]}")
-        # Who has spoken in this round has read all of the one before, so nobody reads
-        # its keys again: each process leaves no more than two.
+        # Who has spoken in this round has read all of the one before, so its keys are
+        # not read again: each process leaves no more than two.
         if round_.number:
             old = f"{self._topic}/{round_.number - 1}/{self._process}"
             self._store.key_value_delete(old)
@@ -151,13 +151,13 @@ class _Speaker:
                 raise
 
 
-def _missing(said: dict[int, str], num_processes: int) -> tuple[int, ...]:
-    """Say which processes have not said anything."""
-    return tuple(p for p in range(num_processes) if p not in said)
+def _missing(texts: dict[int, str], num_processes: int) -> tuple[int, ...]:
+    """List the processes that have not sent anything."""
+    return tuple(p for p in range(num_processes) if p not in texts)
 
 
 class Exchange:
-    """Tells every process what each of them says, one round after the other.
+    """Sends every process what each of them has to send, one round after the other.
 
     All processes take the same rounds in the same order; they may begin one before the
     last is over.
@@ -190,18 +190,18 @@ class Exchange:
         self._thread = threading.Thread(
             target=self._speaker.run, name=f"jaxkv {topic}", daemon=True
         )
-        # When nobody holds this any more, or before jax takes its client away at exit.
+        # When nothing holds this any more, or before jax takes its client away at exit.
         self.close = weakref.finalize(self, _end, self._speaker, self._thread)
         atexit.register(self.close)
 
     @property
     def silent(self) -> tuple[int, ...]:
-        """The processes that have said nothing in the oldest round, as far as known."""
+        """The processes that have sent nothing in the oldest round, as far as known."""
         if not self._open:
             return ()
-        return _missing(self._open[0].said, self._num_processes)
+        return _missing(self._open[0].texts, self._num_processes)
 
-    def say(self, text: str, step: int) -> None:
+    def send(self, text: str, step: int) -> None:
         """Begin a round; never waits."""
         if not self._num_rounds:
             self._thread.start()
@@ -210,8 +210,8 @@ class Exchange:
         self._open.append(round_)
         self._speaker.rounds.put(round_)
 
-    def hear(self, about: str, left_s: float = math.inf) -> list[str]:
-        """Give what each process says in the oldest round that was not heard yet.
+    def receive(self, about: str, left_s: float = math.inf) -> list[str]:
+        """Return what each process sends in the oldest round not received yet.
 
         Args:
             about: What the round is about, for the message of an error.
@@ -221,7 +221,7 @@ class Exchange:
             The texts, by the number of the process.
 
         Raises:
-            AgreementError: A process has not said anything within `timeout_s`, or the
+            AgreementError: A process has not sent anything within `timeout_s`, or the
                 store cannot be asked.
         """
         if self._failure is not None:
@@ -230,7 +230,7 @@ class Exchange:
         # Some time in any case, for this process's own words have to get there.
         least_s = min(self.timeout_s, _LEAST_WAIT_S)
         round_.is_over.wait(min(max(left_s, least_s), self.timeout_s))
-        missing = _missing(round_.said, self._num_processes)
+        missing = _missing(round_.texts, self._num_processes)
         if missing and round_.error is None:
             self._fail(
                 f"processes {list(missing)} have not said {about} within "
@@ -248,7 +248,7 @@ class Exchange:
                 (),
                 round_.error,
             )
-        return [round_.said[process] for process in range(self._num_processes)]
+        return [round_.texts[process] for process in range(self._num_processes)]
 
     def _fail(
         self,

@@ -10,24 +10,30 @@ from typing import Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.scheduling.loads import Load, Loads, Preview, Stall
+from jaxkv.scheduling.boundary import Boundary
+from jaxkv.scheduling.loads import Load
+from jaxkv.scheduling.plan import (
+    Deferral,
+    Plan,
+    View,
+    find_load,
+    most_found_tokens,
+    plan,
+)
 from jaxkv.scheduling.protocol import Request
 from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules, most_stored_tokens
-from jaxkv.scheduling.storage import Storage
 from jaxkv.search.groups import GroupSpec
 from jaxkv.search.hits import find_longest_hit
 from jaxkv.search.tiers import Match, find_cached_prefix, search, source_of
-from jaxkv.tiers.device import DeviceBlockPool
-from jaxkv.tiers.host import OffloadingManager
+from jaxkv.tiers.index import BlockIndex
 from jaxkv.tiers.key_memory import DropReason
 from jaxkv.types import NO_BLOCK, BlockKey
 
-Verdict: TypeAlias = Literal[
-    "device", "host", "storage", "pending", "unneeded", "missed"
-]
-"""What a block is to a request: a hit on a tier; in the store alone; on its way; not
-read by the next token; or to be computed."""
+Verdict: TypeAlias = str
+"""What a block is to a request: a hit on a tier ("device", "host"); in a tier below the
+host alone (its `Boundary.name`); on its way ("pending"); not read by the next token
+("unneeded"); or to be computed ("missed")."""
 
 Reason: TypeAlias = (
     DropReason
@@ -41,6 +47,7 @@ Reason: TypeAlias = (
         "other group",
         "no room",
         "no copy",
+        "capped",
         "rare",
         "left out",
         "part",
@@ -53,13 +60,14 @@ _WORDS: dict[Reason | None, str] = {
     None: "",
     "storing": "being stored",
     "loading": "being loaded",
-    "fetching": "being fetched from the store",
+    "fetching": "being fetched from a tier below",
     "window": "the next token does not read it",
     "last token": "past the last token that can be a hit: its logits are needed",
     "gap": "it is there, but a block before it is missing",
     "other group": "it is there, but the groups of layers have no prefix this long",
     "no room": "it is there, but beside it there is no room to copy it",
     "no copy": "it is on the device, where nothing is copied (copy_on_device)",
+    "capped": "it is there, but the request may load no more (max_load_tokens)",
     "rare": "not asked for often enough to be stored (store_threshold, "
     "max_unseen_blocks)",
     "left out": "not to be stored (prompt_only, max_offload_tokens)",
@@ -74,22 +82,20 @@ _WORDS: dict[Reason | None, str] = {
 _VERDICTS: dict[Verdict, str] = {
     "device": "hit on the device",
     "host": "hit on the host",
-    "storage": "in the store",
     "pending": "pending",
     "unneeded": "not needed",
     "missed": "missed",
 }
-_HOLD_UPS: dict[Stall | Literal["storage"], str] = {
-    "storage": "It is to ask again, when blocks have come from the store.",
-    "loading": "It has a load under way, and is to ask again.",
-    "shared": "It is to ask again, as another is loading some of it.",
-    "gate": "It is to compute, as a load would take longer (skip_slow_loads).",
+_DEFERRALS: dict[Deferral, str] = {
+    "loading": "It has a load under way, and has to ask again.",
+    "shared": "It has to ask again, as another is loading some of it.",
+    "gate": "It has to compute, as a load would take longer (skip_slow_loads).",
 }
 
 
-# Reasons to compute a block that have nothing to do with where it is, or that are told
-# of one that is on another tier.
-_ELSEWHERE = ("last token", "gap", "other group", "no room", "no copy")
+# Reasons to compute a block that have nothing to do with where it is, or that concern
+# one on another tier.
+_ELSEWHERE = ("last token", "gap", "other group", "no room", "no copy", "capped")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,12 +128,13 @@ class Explanation:
         num_tokens: Its tokens.
         num_computed_tokens: What it has, or the device by itself.
         num_offered_tokens: What `OffloadScheduler.get_num_new_matched_tokens` would
-            offer beyond that; None if the request is to ask again.
+            offer beyond that; None if the request has to ask again.
         is_awaited: Whether it would have to wait for it.
-        hold_up: Why that is less than the tiers hold: a load of its own is under way,
-            it waits for another's, computing is faster, or blocks are to come from the
-            store first. None if it is not.
+        deferral: Why that is less than the tiers hold: a load of its own is under way,
+            it waits for another's, computing is faster, or blocks come from a tier
+            below the host first. None if it is not.
         blocks: All its full blocks, one group after the other.
+        is_store_listed: Whether it is known what the store has; True if there is none.
     """
 
     request_id: str
@@ -135,8 +142,9 @@ class Explanation:
     num_computed_tokens: int
     num_offered_tokens: int | None
     is_awaited: bool
-    hold_up: Stall | Literal["storage"] | None
+    deferral: Deferral | None
     blocks: tuple[BlockVerdict, ...]
+    is_store_listed: bool = True
 
     def __str__(self) -> str:
         """Show a table, in which blocks of one verdict in a row are one line."""
@@ -145,8 +153,11 @@ class Explanation:
             f"Request {self.request_id}: {self.num_tokens} tokens, "
             f"{self.num_computed_tokens} at hand, {offer} more offered."
         ]
-        if self.hold_up is not None:
-            lines.append(_HOLD_UPS[self.hold_up])
+        if self.deferral is not None:
+            come = f"It has to ask again, when blocks have come from {self.deferral}."
+            lines.append(_DEFERRALS.get(self.deferral, come))
+        if not self.is_store_listed:
+            lines.append("The store is not listed yet: it may have more.")
         rows = list(self._rows())
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines += [
@@ -163,7 +174,8 @@ class Explanation:
         ):
             blocks = list(run)
             first, last = blocks[0], blocks[-1]
-            words = _VERDICTS[verdict] + (f": {_WORDS[reason]}" if reason else "")
+            words = _VERDICTS.get(verdict, f"in {verdict}")
+            words += f": {_WORDS[reason]}" if reason else ""
             yield (
                 str(group),
                 _span(first.index, last.index),
@@ -173,131 +185,129 @@ class Explanation:
 
 
 def explain(
-    groups: tuple[GroupSpec, ...],
-    rules: OffloadRules,
-    pool: DeviceBlockPool,
-    host: OffloadingManager,
-    loads: Loads,
-    request: Request,
-    num_computed_tokens: int | None,
-    storage: Storage | None = None,
+    view: View, request: Request, num_computed_tokens: int | None
 ) -> Explanation:
     """Say what the tiers hold of a request. Changes nothing.
 
     Args:
-        groups: The groups of the model's layers.
-        rules: What the engine chose.
-        pool: The device's blocks.
-        host: The host tier.
-        loads: The loads of all requests.
+        view: The tiers, and what moves between them.
         request: The request.
         num_computed_tokens: What it has; None for what the device has by itself.
-        storage: What moves between the host and a store; None where there is none.
     """
-    # Not those of the scheduler, which are kept until the request ends.
-    keys = RequestKeys(len(groups)).of(request)
+    groups, below = view.groups, view.below
+    # Not the keys of the scheduler, which are kept until the request ends.
+    view = view._replace(keys=RequestKeys(len(groups)))
+    view.keys.check(request)
+    keys = view.keys.of(request)
     most = request.num_tokens - 1
     if num_computed_tokens is None:
-        num_computed_tokens, _ = find_cached_prefix(pool, groups, keys, most)
-    preview = loads.preview(pool, request, keys, num_computed_tokens)
-    factor = rules.blocks_per_host_block
+        num_computed_tokens, _ = find_cached_prefix(view.pool, groups, keys, most)
+    near = plan(view._replace(below=()), request, num_computed_tokens)
+    match, _ = find_load(view, request, keys, num_computed_tokens)
+    while below:
+        found = plan(view._replace(below=below), request, num_computed_tokens)
+        if found.fetch is None:
+            break
+        own, fetch, num = found.fetch
+        if own.would_fetch(fetch, num):
+            break
+        below = below[: own.number]
+    else:
+        found = near
+    factor = view.rules.blocks_per_host_block
     # Of the device, too, all that is there: also where another group has less.
-    sources = source_of(pool), source_of(host, factor)
+    sources = source_of(view.pool), source_of(view.host, factor)
     presence = search(groups, keys, most, sources)
     blocks: list[BlockVerdict] = []
     for group in range(len(groups)):
         verdicts = _verdicts(
-            groups, rules, host, request, keys, presence, preview, group
+            view, request, keys, presence, match, near, group, num_computed_tokens
         )
-        if storage is not None:
-            verdicts = _with_storage(verdicts, storage, keys[group], factor)
+        for own in view.below:
+            verdicts = _with_below(verdicts, own, keys[group], factor)
         size = groups[group].block_size
         blocks += [
             BlockVerdict(group, index, index * size, size, verdict, reason)
             for index, (verdict, reason) in enumerate(verdicts)
         ]
-    hold_up: Stall | Literal["storage"] | None = preview.hold_up
-    num_offered, is_awaited = preview.num_tokens, preview.is_awaited
-    if (
-        storage is not None
-        and hold_up != "loading"
-        and storage.would_hold_up(pool, request, keys, num_computed_tokens)
-    ):
-        hold_up, num_offered, is_awaited = "storage", None, False
     return Explanation(
         request.request_id,
         request.num_tokens,
         num_computed_tokens,
-        num_offered,
-        is_awaited,
-        hold_up,
+        found.num_tokens,
+        found.is_awaited,
+        found.deferral,
         tuple(blocks),
+        all(own.tier.is_listed for own in view.below),
     )
 
 
 def _verdicts(
-    groups: tuple[GroupSpec, ...],
-    rules: OffloadRules,
-    host: OffloadingManager,
+    view: View,
     request: Request,
     all_keys: Sequence[Sequence[BlockKey]],
     presence: Match,
-    preview: Preview,
+    match: Match,
+    near: Plan,
     group: int,
+    num_computed_tokens: int,
 ) -> Iterator[tuple[Verdict, Reason | None]]:
     """Judge the blocks of a group, in their order."""
-    spec, keys = groups[group], all_keys[group]
+    spec, keys = view.groups[group], all_keys[group]
+    most = most_found_tokens(request, num_computed_tokens)
     device_blocks, host_blocks = (ids[group] for ids in presence.block_ids)
     usable = min(max(request.num_tokens - 1, 0) // spec.block_size, len(keys))
     is_there = ((device_blocks != NO_BLOCK) | (host_blocks != NO_BLOCK))[:usable]
     end, longest, alone = (
         num_tokens // spec.block_size
         for num_tokens in (
-            preview.match.num_tokens,
+            match.num_tokens,
             presence.num_tokens,
             _prefix_alone(spec, is_there),
         )
     )
-    why_absent = _why_absent(rules, host, request, spec, keys)
-    in_load = _indices_in(preview.own, group)
+    why_absent = _why_absent(view.rules, view.host, request, spec, keys)
+    in_load = _indices_in(near.own, group)
     for index in range(len(keys)):
         if index >= usable:
             yield "missed", "last token"
-        elif index in in_load or host_blocks[index] in preview.shared:
+        elif index in in_load or host_blocks[index] in near.shared:
             yield "pending", "loading"
-        elif index < end and not preview.match.needed[group][index]:
+        elif index < end and not match.needed[group][index]:
             yield "unneeded", "window"
         elif index < end:
-            is_used = preview.match.block_ids[0][group][index] != NO_BLOCK
+            is_used = match.block_ids[0][group][index] != NO_BLOCK
             yield ("device" if is_used else "host"), None
         elif not is_there[index]:
             reason = why_absent(index)
             yield ("pending" if reason == "storing" else "missed"), reason
+        elif (index + 1) * spec.block_size > most:
+            yield "missed", "capped"
         elif index < longest:
-            yield "missed", "no room" if rules.copy_on_device else "no copy"
+            yield "missed", "no room" if view.rules.copy_on_device else "no copy"
         else:
             yield "missed", "other group" if index < alone else "gap"
 
 
-def _with_storage(
+def _with_below(
     verdicts: Iterable[tuple[Verdict, Reason | None]],
-    storage: Storage,
+    own: Boundary,
     keys: Sequence[BlockKey],
     blocks_per_row: int,
 ) -> Iterator[tuple[Verdict, Reason | None]]:
-    """Say of blocks of a group that no other tier has whether the store has them."""
+    """Say of blocks of a group that nearer tiers lack whether the next one has them."""
     rows = list(keys[blocks_per_row - 1 :: blocks_per_row])
-    is_there = storage.tier.find(rows) != NO_BLOCK
+    is_there = own.tier.find(rows) != NO_BLOCK
     for index, (verdict, reason) in enumerate(verdicts):
         row = index // blocks_per_row
-        # What is being fetched has a place on the host, as if it were being stored.
+        # What is fetched to the host has a place there, as if it were being stored.
         is_absent = reason == "storing" or (
             verdict == "missed" and reason not in _ELSEWHERE
         )
-        if row < len(rows) and is_absent and storage.is_fetching(rows[row]):
+        if row < len(rows) and is_absent and own.is_fetching(rows[row]):
             yield "pending", "fetching"
         elif row < len(rows) and verdict == "missed" and is_absent and is_there[row]:
-            yield "storage", None
+            yield own.name, None
         else:
             yield verdict, reason
 
@@ -319,7 +329,7 @@ def _indices_in(load: Load | None, group: int) -> set[int]:
 
 def _why_absent(
     rules: OffloadRules,
-    host: OffloadingManager,
+    host: BlockIndex,
     request: Request,
     spec: GroupSpec,
     keys: Sequence[BlockKey],

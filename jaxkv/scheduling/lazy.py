@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from jaxkv.scheduling.prefix import Rows
+import numpy as np
+
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stores import Stores
 from jaxkv.search.groups import GroupSpec, lazy_target_blocks
 from jaxkv.tiers.device import DeviceBlockPool
+from jaxkv.tiers.index import BlockIndex
+from jaxkv.types import NO_BLOCK
 
 
 class LazyStores:
@@ -14,10 +17,13 @@ class LazyStores:
 
     Every step looks at the blocks that will be evicted next, as many as twice those of
     a full step, and stores what the host lacks. Each look begins at the oldest block:
-    there is no cursor that could pass one by.
+    there is no cursor that could pass one by. What the host has, as far as it was
+    looked up or stored here, is noted in the device's tier until the host loses it, so
+    that only the others are looked up.
 
     Args:
         groups: The groups of the model's layers.
+        host: The host tier, which keeps from now on what it loses.
         rules: What the engine chose.
         stores: Takes what was chosen.
 
@@ -26,25 +32,42 @@ class LazyStores:
     """
 
     def __init__(
-        self, groups: tuple[GroupSpec, ...], rules: OffloadRules, stores: Stores
+        self,
+        groups: tuple[GroupSpec, ...],
+        host: BlockIndex,
+        rules: OffloadRules,
+        stores: Stores,
     ) -> None:
         self.num_blocks = lazy_target_blocks(groups, rules.max_num_batched_tokens)
+        self._host = host
+        host.lost = []
         self._stores = stores
         self._seen: tuple[int, int, int] | None = None
 
     def offer_step(self, pool: DeviceBlockPool) -> None:
         """Offer the blocks that the device will evict next."""
+        while self._host.lost:
+            pool.forget_copies(self._host.lost.pop())
         if self._look(pool) == self._seen or self._stores.is_congested:
             return
-        blocks, keys = pool.next_victims(self.num_blocks)
-        # The pool has just told what they contain.
-        self._stores.place(pool, Rows(keys, keys, blocks, None), check=False)
+        victims = pool.next_victims(self.num_blocks)
+        num_lacking = len(victims.rows)
+        if num_lacking:
+            copies = self._host.find_held(victims.keys)
+            num_held = np.count_nonzero(copies != NO_BLOCK)
+            if num_held:
+                pool.note_copies(victims.block_ids[victims.rows], copies)
+            if 0 < num_held < num_lacking:
+                victims = pool.next_victims(self.num_blocks)
+            if num_held < num_lacking:
+                self._stores.place_victims(pool, victims)
         # What was placed is pinned by now, which is no change to come back for.
         self._seen = self._look(pool)
 
-    def clear(self) -> None:
-        """Note that the host has forgotten everything."""
+    def clear(self, pool: DeviceBlockPool) -> None:
+        """Note that the host has nothing of what a pool has."""
         self._seen = None
+        pool.forget_copies()
 
     def _look(self, pool: DeviceBlockPool) -> tuple[int, int, int]:
         """Give numbers that differ if there may be something new to store."""

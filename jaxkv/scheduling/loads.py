@@ -3,61 +3,51 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, NamedTuple, TypeAlias
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import compress
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv._util import shown
-from jaxkv.scheduling.gate import Gate
+from jaxkv.scheduling.moves import Ledger, Move, Report
 from jaxkv.scheduling.protocol import NO_EVENT, Request
-from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.search.groups import FullAttention, GroupSpec, alignment
-from jaxkv.search.tiers import Match, first_tokens, search, source_of
 from jaxkv.tiers.device import DeviceBlockPool
-from jaxkv.tiers.host import OffloadingManager
-from jaxkv.types import KEY_BYTES, NO_BLOCK, NULL_BLOCK, BlockKey
+from jaxkv.tiers.index import BlockIndex
+from jaxkv.types import NO_BLOCK, NULL_BLOCK, BlockKey
 
-Stall: TypeAlias = Literal["loading", "shared", "gate"]
 Ids: TypeAlias = NDArray[np.int32]
-_NO_IDS: Ids = np.empty(0, np.int32)
-# Of the counts' own type: with an int `np.add.at` takes seventy times as long.
+NO_IDS: Ids = np.empty(0, np.int32)
 _ONE = np.int32(1)
-# How many requests an error lists.
-_MOST_NAMES = 8
 
 
-@dataclasses.dataclass
-class Load:
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Load(Move[Ids]):
     """What one request gets from the host, and from elsewhere on the device.
 
-    A row is a host block, which holds m device blocks. r rows, c copies.
+    A row is a host block, which holds m device blocks. r rows, c copies. The sources
+    are i32[r], the targets i32[r, m], of which there are none until the allocation,
+    with NO_BLOCK for a part that is not wanted.
 
     Attributes:
         request_id: Whose it is.
         num_computed_tokens: What the request had when it asked.
         num_tokens: What it was offered beyond that.
-        request_keys: The request's keys, for each group.
-        host_blocks: i32[r]. The id of each row.
-        row_groups: i32[r]. The group of layers of each.
+        row_groups: i32[r]. The group of layers of each row.
         row_indices: i32[r, m]. Which of the request's blocks in that group its parts
             are; NO_BLOCK for a part that is not wanted.
-        sources: i32[c]. Device blocks to be copied.
+        copy_sources: i32[c]. Device blocks to be copied.
         copy_groups: i32[c]. The group of layers of each.
         copy_indices: i32[c]. Which of the request's blocks in that group it is.
-        is_awaited: Whether the request was told to wait for a report, which comes even
-            if it takes no more of the offer than copies.
-        targets: i32[r, m]. Device blocks that are written; NO_BLOCK for a part that is
-            not wanted. None until the allocation.
-        copy_targets: i32[c]. Likewise, for the copies.
-        event: Which load event it left with.
-        num_reports: Workers that reported it.
-        has_failed: Whether one of them reported a failure.
-        is_wanted: Whether the request still waits for it, or runs with it.
+        copy_targets: i32[c]. Device blocks that are written; none until the allocation.
+        is_awaited: Whether the request waits for a report, which comes even if it takes
+            no more of the offer than copies.
+        is_taken: Whether the request has its device blocks.
         skipped: Device blocks of what was offered that nothing is written to.
         written_blocks: i32[w]. Device blocks that the transfer writes.
     """
@@ -65,67 +55,36 @@ class Load:
     request_id: str
     num_computed_tokens: int
     num_tokens: int
-    request_keys: Sequence[Sequence[BlockKey]]
-    host_blocks: Ids
     row_groups: Ids
     row_indices: Ids
-    sources: Ids
+    copy_sources: Ids
     copy_groups: Ids
     copy_indices: Ids
+    copy_targets: Ids = dataclasses.field(default_factory=lambda: NO_IDS)
     is_awaited: bool = False
-    targets: Ids | None = None
-    copy_targets: Ids = dataclasses.field(default_factory=lambda: _NO_IDS)
-    event: int = NO_EVENT
-    num_reports: int = 0
-    has_failed: bool = False
-    is_wanted: bool = True
+    is_taken: bool = False
     skipped: Sequence[int] = ()
-    written_blocks: Ids = dataclasses.field(default_factory=lambda: _NO_IDS)
+    written_blocks: Ids = dataclasses.field(default_factory=lambda: NO_IDS)
 
     @property
-    def keys(self) -> list[BlockKey]:
-        """Key of each row: that of its last block."""
-        factor = self.row_indices.shape[1]
-        lasts = self.row_indices.max(axis=1, initial=NO_BLOCK) // factor * factor
-        return [
-            self.request_keys[group][last + factor - 1]
-            for group, last in zip(
-                self.row_groups.tolist(), lasts.tolist(), strict=True
-            )
-        ]
+    def name(self) -> str:
+        """What workers call it."""
+        return self.request_id
+
+    @property
+    def num_blocks(self) -> int:
+        """How many device blocks it writes."""
+        return len(self.written_blocks)
 
     def aim(self, targets: Ids, copy_targets: Ids) -> None:
         """Note the device blocks that are written."""
         self.targets, self.copy_targets = targets, copy_targets
         self.written_blocks = targets[targets != NO_BLOCK]
-
-
-class Preview(NamedTuple):
-    """What a query would come to.
-
-    Attributes:
-        match: The longest prefix that the tiers hold.
-        num_tokens: What would be offered; None if the request is to ask again.
-        is_awaited: Whether the request would have to wait for it.
-        hold_up: Why it is less than the tiers hold: the request has a load under way;
-            another has one of its blocks; computing is faster. None if it is not.
-        own: The load that the request has under way.
-        shared: Host blocks that others are loading, for which it would wait.
-    """
-
-    match: Match
-    num_tokens: int | None
-    is_awaited: bool
-    hold_up: Stall | None
-    own: Load | None
-    shared: frozenset[int]
+        self.is_taken = True
 
 
 class Loads:
     """The loads of all requests.
-
-    No call goes over all of them, as there may be many: whatever is asked about them
-    together is kept up to date.
 
     Every block of a load is held: on the host from the query on, so that nothing can
     evict what was offered; on the device from the allocation on; both until all workers
@@ -135,170 +94,76 @@ class Loads:
         groups: The groups of the model's layers.
         host: The host tier.
         rules: What the engine chose.
-        gate: Tells whether a load is worth its time.
-        keys: The requests' keys.
         stats: Where loads that arrive and loads that fail are counted.
 
     Attributes:
-        num_blocks_in_flight: Device blocks that are being written.
+        by_request: What each request was offered or gets.
+        in_flight: Those that have left.
     """
 
     def __init__(
         self,
         groups: tuple[GroupSpec, ...],
-        host: OffloadingManager,
+        host: BlockIndex,
         rules: OffloadRules,
-        gate: Gate,
-        keys: RequestKeys,
         stats: OffloadStats,
     ) -> None:
         self._groups = groups
         self._host = host
         self._rules = rules
-        self._gate = gate
-        self._keys = keys
         self._stats = stats
-        self._loads: dict[str, Load] = {}
+        self.by_request: dict[str, Load] = {}
         # Those that were taken and have not left, in the order in which they were:
         # those with a transfer, and those with nothing but copies.
         self._waiting: OrderedDict[str, Load] = OrderedDict()
         self._copying: dict[str, Load] = {}
-        # How many loads read each host block.
+        self.in_flight: Ledger[Load] = Ledger("the load of request", rules.world_size)
+        # How many loads read each host block, and the device blocks of those that wait.
         self._num_readers = np.zeros(host.num_blocks, np.int32)
-        self._next_event = 0
         self._num_blocks_waiting = 0
-        self.num_blocks_in_flight = 0
         is_all_read = all(isinstance(group, FullAttention) for group in groups)
-        # Whether `find_plain_offer` does.
-        self._is_plain = (
-            is_all_read
-            and len(groups) == rules.blocks_per_host_block == 1
-            and rules.copy_on_device
-        )
         # How many tokens an offer may be cut by; None if it may not.
         self._step = alignment(groups) if is_all_read else None
 
     def __len__(self) -> int:
-        return len(self._loads)
-
-    def is_under_way(self, request_id: str) -> bool:
-        """Whether a request has a load in flight, such as from before a preemption."""
-        load = self._loads.get(request_id)
-        return load is not None and load.event != NO_EVENT
+        return len(self.by_request)
 
     @property
     def in_transit(self) -> tuple[int, int, int]:
-        """The part of `InTransit` that tells of loads; for any thread."""
+        """The loads' part of `InTransit`; for any thread."""
         # Several requests may load one host block.
         num_read = int(np.count_nonzero(self._num_readers))
-        return self._num_blocks_waiting, self.num_blocks_in_flight, num_read
+        return self._num_blocks_waiting, self.in_flight.num_blocks, num_read
 
-    def warm_up(self, pool: DeviceBlockPool) -> None:
-        """Load, or compile, what the tiers do not themselves."""
-        if self._is_plain:
-            self._host.find_beside(pool, [bytes(KEY_BYTES)])
+    def blocks_awaited(self) -> set[int]:
+        """List the device blocks of loads that requests wait for."""
+        awaited = [load for load in self.by_request.values() if load.is_awaited]
+        return {block for load in awaited for block in load.written_blocks.tolist()}
 
-    def query(
-        self, pool: DeviceBlockPool, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        """Look for what continues a prefix, and hold it."""
-        before = self._loads.get(request.request_id)
-        if before is not None and before.event != NO_EVENT:
-            return None, False  # From before a preemption; its end will be reported.
-        self.drop(pool, request.request_id)
-
-        def num_free_beside(sources: Ids) -> int:
-            pool.pin(sources)
-            num_free = pool.num_free
-            pool.unpin(sources)
-            return num_free
-
-        factor = self._rules.blocks_per_host_block
-        args = self._groups, self._host, pool, request, self._keys.of(request)
-        load, is_found = None, False
-        if self._is_plain:
-            load, is_found = find_plain_offer(*args, num_computed_tokens)
-        if not is_found:
-            how = num_computed_tokens, self._rules, num_free_beside
-            _, load = find_offer(*args, *how)
-        if load is None:
-            return 0, False
-        rows = load.host_blocks
-        if self._rules.delay_shared_loads and self._num_readers[rows].any():
-            return None, False
-        if rows.size and not self._gate.is_worth(
-            num_tokens=load.num_tokens,
-            num_blocks=rows.size * factor,
-            num_blocks_ahead=self.num_blocks_in_flight,
-        ):
-            return 0, False
-        self._host.pin(rows)
-        if load.sources.size:
-            pool.pin(load.sources)
-        self._loads[request.request_id] = load
-        np.add.at(self._num_readers, rows, _ONE)
-        # Copies are done when the step's model runs; a transfer takes its time, unless
-        # the model itself waits for it.
-        load.is_awaited = bool(rows.size) and not self._rules.load_in_step
-        return load.num_tokens, load.is_awaited
-
-    def preview(
+    def offer(
         self,
         pool: DeviceBlockPool,
-        request: Request,
-        keys: Sequence[Sequence[BlockKey]],
-        num_computed_tokens: int,
-    ) -> Preview:
-        """Tell what `query` would answer, and change nothing."""
-        nothing: frozenset[int] = frozenset()
-        own = self._loads.get(request.request_id)
-        dropped = _NO_IDS  # What `query` lets go of first.
-        if own is not None and own.event == NO_EVENT:
-            dropped = np.concatenate(
-                [own.sources, own.written_blocks, own.copy_targets]
-            )
+        request_id: str,
+        load: Load | None,
+        is_awaited: bool,
+    ) -> None:
+        """Hold what a request is offered now, in place of what it was offered before.
 
-        def num_free_beside(sources: Ids) -> int:
-            blocks = np.union1d(sources, dropped)
-            held, pins = pool.counts(blocks)
-            pins_then = pins - (blocks[:, None] == dropped).sum(axis=1)
-            is_free_then = (held == 0) & (pins_then == 0) & ~np.isin(blocks, sources)
-            num_free_now = int(((held == 0) & (pins == 0)).sum())
-            return pool.num_free + int(is_free_then.sum()) - num_free_now
-
-        factor = self._rules.blocks_per_host_block
-        match, load = find_offer(
-            self._groups,
-            self._host,
-            pool,
-            request,
-            keys,
-            num_computed_tokens,
-            self._rules,
-            num_free_beside,
-        )
-        if own is not None and own.event != NO_EVENT:
-            return Preview(match, None, False, "loading", own, nothing)
+        Args:
+            pool: The device's blocks.
+            request_id: The request; it has no load in flight.
+            load: What it is offered; None for nothing.
+            is_awaited: Whether it has to wait for that.
+        """
+        self.drop(pool, request_id)
         if load is None:
-            return Preview(match, 0, False, None, None, nothing)
-        rows = load.host_blocks
-        if self._rules.delay_shared_loads:
-            of_own = Counter(own.host_blocks.tolist() if own else ())
-            num_readers = zip(
-                rows.tolist(), self._num_readers[rows].tolist(), strict=True
-            )
-            shared = frozenset(row for row, num in num_readers if num > of_own[row])
-            if shared:
-                return Preview(match, None, False, "shared", None, shared)
-        if rows.size and not self._gate.is_worth(
-            num_tokens=load.num_tokens,
-            num_blocks=rows.size * factor,
-            num_blocks_ahead=self.num_blocks_in_flight,
-            is_preview=True,
-        ):
-            return Preview(match, 0, False, "gate", None, nothing)
-        is_awaited = bool(rows.size) and not self._rules.load_in_step
-        return Preview(match, load.num_tokens, is_awaited, None, None, nothing)
+            return
+        self._host.pin(load.sources)
+        np.add.at(self._num_readers, load.sources, _ONE)
+        if load.copy_sources.size:
+            pool.pin(load.copy_sources)
+        load.is_awaited = is_awaited
+        self.by_request[request_id] = load
 
     def take(
         self,
@@ -308,8 +173,8 @@ class Loads:
         num_external_tokens: int,
     ) -> Load | None:
         """Note where what was offered is to go; give what was taken of it."""
-        load = self._loads.get(request.request_id)
-        if load is not None and load.targets is not None:
+        load = self.by_request.get(request.request_id)
+        if load is not None and load.is_taken:
             if num_external_tokens:
                 raise ValueError(
                     f"{num_external_tokens=} of request {shown(request.request_id)} "
@@ -340,16 +205,16 @@ class Loads:
         if taken.copy_targets.size:
             pool.pin(taken.copy_targets)
         if left is not None:
-            pool.unpin(left.sources)
+            pool.unpin(left.copy_sources)
             self._release([left])
-        self._loads[request.request_id] = taken
-        num_blocks = len(taken.written_blocks)
-        self._num_blocks_waiting += num_blocks
-        (self._waiting if num_blocks else self._copying)[request.request_id] = taken
+        self.by_request[request.request_id] = taken
+        queue = self._waiting if taken.num_blocks else self._copying
+        queue[request.request_id] = taken
+        self._num_blocks_waiting += taken.num_blocks
         return taken
 
     @property
-    def is_held_up(self) -> bool:
+    def has_waiting(self) -> bool:
         """Whether a load has been taken and has not left."""
         return bool(self._waiting or self._copying)
 
@@ -368,41 +233,36 @@ class Loads:
             The event, the loads that leave with it, and the loads with copies, which
             are done in this step.
         """
-        event = self._next_event
+        if not self.has_waiting:
+            return NO_EVENT, [], []
         ready = list(self._copying.values())
         self._copying.clear()
         while self._waiting:
             load = next(iter(self._waiting.values()))
-            own = len(load.written_blocks)
             if num_blocks is not None:
-                if own > num_blocks and in_flight:
+                if load.num_blocks > num_blocks and in_flight:
                     break  # Nor may others overtake it.
-                num_blocks -= own
-                in_flight += own
+                num_blocks -= load.num_blocks
+                in_flight += load.num_blocks
             self._waiting.popitem(last=False)
-            self._num_blocks_waiting -= own
-            self.num_blocks_in_flight += own
+            self._num_blocks_waiting -= load.num_blocks
             ready.append(load)
-        leaving = [load for load in ready if load.is_awaited or load.host_blocks.size]
-        copying = [load for load in ready if load.sources.size]
-        for load in leaving:
-            load.event = event
+        leaving = [load for load in ready if load.is_awaited or load.sources.size]
+        copying = [load for load in ready if load.copy_sources.size]
+        event = self.in_flight.issue(leaving)
         for load in ready:
             if load.event == NO_EVENT:
-                del self._loads[load.request_id]
+                del self.by_request[load.request_id]
         for load in copying:
-            self._stats.num_copied += load.sources.size
+            self._stats.num_copied += load.copy_sources.size
             # Whatever overwrites a source comes later, on the device too.
-            pool.unpin(load.sources)
+            pool.unpin(load.copy_sources)
             if load.event == NO_EVENT:
                 pool.unpin(load.copy_targets)
-        if not leaving:
-            return NO_EVENT, [], copying
-        self._next_event += 1
         return event, leaving, copying
 
     def report(
-        self, pool: DeviceBlockPool, finished: Sequence[str], failed: Sequence[str]
+        self, pool: DeviceBlockPool, reports: Sequence[Report]
     ) -> tuple[list[str], list[str]]:
         """Note what workers reported.
 
@@ -413,54 +273,34 @@ class Loads:
         Raises:
             ValueError: If no report of such a load is due. Then nothing changes.
         """
-        if not (finished or failed):
+        if not reports:
             return [], []
-        for request_id, count in Counter((*finished, *failed)).items():
-            load = self._loads.get(request_id)
-            due = self._rules.world_size - load.num_reports if load else 0
-            if load is None or load.event == NO_EVENT or count > due:
-                raise ValueError(
-                    f"{count} reports of a load of request {shown(request_id)}, which "
-                    f"is not in flight on that many workers; in flight are "
-                    f"{self._names_in_flight()}."
-                )
-        ended: list[Load] = []
-        has_failed = set(failed)
-        for request_id in (*finished, *failed):
-            load = self._loads[request_id]
-            load.num_reports += 1
-            load.has_failed |= request_id in has_failed
-            if load.num_reports == self._rules.world_size:
-                ended.append(load)
-        for load in ended:
-            self._stats.num_loads_failed += load.has_failed
-            self._stats.num_loads += not load.has_failed
-            self._stats.num_loaded += len(load.written_blocks) * (not load.has_failed)
-            if load.has_failed and load.is_wanted:
-                # Now the request computes all that it was to get.
-                pool.unwritten.difference_update(load.skipped)
-        self._end(pool, ended)
+        self.in_flight.check(reports)
+        over = self.in_flight.report(reports)
         answers: tuple[list[str], list[str]] = [], []
-        for load in ended:
-            if load.is_wanted and (load.is_awaited or load.has_failed):
-                answers[load.has_failed].append(load.request_id)
+        for load in over:
+            if load.ok:
+                self._stats.num_loads += 1
+                self._stats.num_loaded += load.num_blocks
+            else:
+                self._stats.num_loads_failed += 1
+                if not load.is_stale:
+                    # Now the request computes all that it was to get.
+                    pool.unwritten.difference_update(load.skipped)
+            if not load.is_stale and (load.is_awaited or not load.ok):
+                answers[not load.ok].append(load.request_id)
+        self._end(pool, over)
         return answers
 
-    def _names_in_flight(self) -> str:
-        """List the requests whose loads are in flight; not all of many."""
-        names = [name for name, load in self._loads.items() if load.event != NO_EVENT]
-        more = len(names) - _MOST_NAMES
-        return f"{names[:_MOST_NAMES]}" + (f" and {more} more" if more > 0 else "")
-
     def drop(self, pool: DeviceBlockPool, request_id: str) -> None:
-        """Let go of a load that nobody waits for; one in flight when it ends."""
-        load = self._loads.get(request_id)
+        """Release a load that its request abandons; one in flight once it ends."""
+        load = self.by_request.get(request_id)
         if load is None:
             return
         if load.event != NO_EVENT:
-            load.is_wanted = False
+            load.is_stale = True
             return
-        pool.unpin(load.sources)
+        pool.unpin(load.copy_sources)
         self._end(pool, [load])
 
     def _end(self, pool: DeviceBlockPool, loads: Sequence[Load]) -> None:
@@ -475,189 +315,27 @@ class Loads:
             if ids.size
         ]
         if targets:
-            pool.unpin(_join(targets))
+            pool.unpin(joined(targets))
         for load in loads:
-            del self._loads[load.request_id]
-            if load.has_failed:
-                # Whoever asks next is to compute them, and to store them anew.
+            del self.by_request[load.request_id]
+            if not load.ok:
+                # The next request that asks computes them, and stores them anew.
                 self._host.discard(load.keys)
-            if load.event != NO_EVENT:
-                self.num_blocks_in_flight -= len(load.written_blocks)
-            elif self._waiting.pop(load.request_id, None) is not None:
-                self._num_blocks_waiting -= len(load.written_blocks)
-            else:
-                self._copying.pop(load.request_id, None)
+            if self._waiting.pop(load.request_id, None) is not None:
+                self._num_blocks_waiting -= load.num_blocks
+            self._copying.pop(load.request_id, None)
 
     def _release(self, loads: Sequence[Load]) -> None:
         """Let go of the host blocks of loads."""
-        rows = _join([load.host_blocks for load in loads])
+        rows = joined([load.sources for load in loads])
         if rows.size:
             self._host.unpin(rows)
             np.subtract.at(self._num_readers, rows, _ONE)
 
 
-def plan_load(
-    groups: tuple[GroupSpec, ...],
-    request_id: str,
-    keys: Sequence[Sequence[BlockKey]],
-    match: Match,
-    num_computed_tokens: int,
-    blocks_per_host_block: int,
-) -> Load:
-    """List what a request lacks of its longest prefix.
-
-    Args:
-        groups: The groups of the model's layers.
-        request_id: The request.
-        keys: Its keys, for each group.
-        match: The longest prefix.
-        num_computed_tokens: What the request has of it.
-        blocks_per_host_block: Device blocks in a host block.
-    """
-    factor = blocks_per_host_block
-    rows, row_indices, sources, copies = [], [], [], []
-    for spec, needed, on_device, on_host in zip(
-        groups, match.needed, *match.block_ids, strict=True
-    ):
-        start = num_computed_tokens // spec.block_size
-        missing = needed[start:].nonzero()[0].astype(np.int32) + np.int32(start)
-        # A copy on the device costs next to nothing beside a transfer.
-        nearby = on_device[missing]
-        is_copied = nearby != NO_BLOCK
-        if is_copied.any():
-            copies.append(missing[is_copied])
-            sources.append(nearby[is_copied])
-            missing = missing[~is_copied]
-        else:
-            copies.append(_NO_IDS)
-            sources.append(_NO_IDS)
-        parts = missing[:, None]
-        if factor > 1:
-            is_missing = np.zeros(-(-needed.size // factor) * factor, np.bool_)
-            is_missing[missing] = True
-            missing = np.unique(missing // factor) * factor
-            parts = missing[:, None] + np.arange(factor, dtype=np.int32)
-            parts = np.where(is_missing[parts], parts, np.int32(NO_BLOCK))
-        rows.append(on_host[missing])
-        row_indices.append(parts)
-    return Load(
-        request_id,
-        num_computed_tokens,
-        match.num_tokens - num_computed_tokens,
-        keys,
-        _join(rows),
-        row_groups=_number(rows),
-        row_indices=_join(row_indices),
-        sources=_join(sources),
-        copy_groups=_number(copies),
-        copy_indices=_join(copies),
-    )
-
-
-def _join(each: Sequence[Ids]) -> Ids:
+def joined(each: Sequence[Ids]) -> Ids:
     """Put arrays in a row, such as those of all groups."""
     return each[0] if len(each) == 1 else np.concatenate(each)
-
-
-def _number(each: Sequence[Ids]) -> Ids:
-    """Tell of each item of arrays in a row which array it is from."""
-    if len(each) == 1:
-        return np.zeros(len(each[0]), np.int32)
-    numbers = np.arange(len(each), dtype=np.int32)
-    return np.repeat(numbers, [len(own) for own in each])
-
-
-def find_offer(
-    groups: tuple[GroupSpec, ...],
-    host: OffloadingManager,
-    pool: DeviceBlockPool,
-    request: Request,
-    keys: Sequence[Sequence[BlockKey]],
-    num_computed_tokens: int,
-    rules: OffloadRules,
-    num_free_beside: Callable[[Ids], int],
-) -> tuple[Match, Load | None]:
-    """Find what continues a request's prefix. Nothing is held or changed.
-
-    Args:
-        groups: The groups of the model's layers.
-        host: The host tier.
-        pool: The device's blocks.
-        request: The request.
-        keys: Its keys, for each group.
-        num_computed_tokens: What the request has of it.
-        rules: What the engine chose.
-        num_free_beside: Tells how many device blocks are free, if these are held.
-
-    Returns:
-        The longest prefix that may be used, and what the request lacks of it; None if
-        that is nothing.
-    """
-
-    def look(max_device_tokens: int | None) -> tuple[Match, Load | None]:
-        factor = rules.blocks_per_host_block
-        device = source_of(pool) if rules.copy_on_device else first_tokens(0)
-        if max_device_tokens is not None:
-            device = device._replace(max_tokens=max_device_tokens)
-        sources = device, source_of(host, factor)
-        match = search(groups, keys, request.num_tokens - 1, sources)
-        if match.num_tokens <= num_computed_tokens:
-            return match, None
-        name = request.request_id
-        return match, plan_load(groups, name, keys, match, num_computed_tokens, factor)
-
-    match, load = look(None if rules.copy_on_device else num_computed_tokens)
-    if load is not None and load.sources.size:
-        # Beside the blocks that it is to copy a request must find its own, else it
-        # would hold them and ask for ever, if no other request ends.
-        each = (-(-request.num_tokens // spec.block_size) for spec in groups)
-        if num_free_beside(load.sources) < sum(each):
-            return look(num_computed_tokens)
-    return match, load
-
-
-def find_plain_offer(
-    groups: tuple[GroupSpec, ...],
-    host: OffloadingManager,
-    pool: DeviceBlockPool,
-    request: Request,
-    keys: Sequence[Sequence[BlockKey]],
-    num_computed_tokens: int,
-) -> tuple[Load | None, bool]:
-    """Do as `find_offer` does, for one group, of full attention, and rows of one block.
-
-    Most models are like that, and most loads without a copy. Both tiers are searched in
-    one call, which ends at the first block that neither has.
-
-    Returns:
-        What the request lacks, None if that is nothing; and whether this is so: not if
-        there is something to be copied, which is left to `find_offer`.
-    """
-    (spec,), (own_keys,) = groups, keys
-    usable = max(request.num_tokens - 1, 0) // spec.block_size
-    if usable < len(own_keys):
-        own_keys = own_keys[:usable]
-    on_device, on_host = host.find_beside(pool, own_keys)
-    num, start = len(on_host), num_computed_tokens // spec.block_size
-    num_tokens = num * spec.block_size - num_computed_tokens
-    if num_tokens <= 0:
-        return None, True
-    if (on_device[start:] != NO_BLOCK).any():
-        return None, False
-    rows = on_host[start:]
-    load = Load(
-        request.request_id,
-        num_computed_tokens,
-        num_tokens,
-        keys,
-        rows,
-        row_groups=np.zeros(rows.size, np.int32),
-        row_indices=np.arange(start, num, dtype=np.int32)[:, None],
-        sources=_NO_IDS,
-        copy_groups=_NO_IDS,
-        copy_indices=_NO_IDS,
-    )
-    return load, True
 
 
 def find_targets(
@@ -675,10 +353,10 @@ def find_targets(
         num_tokens: How much of the prefix is wanted.
 
     Returns:
-        What `Load.targets` and `Load.copy_targets` are to be.
+        What `Load.targets` and `Load.copy_targets` will be.
 
     Raises:
-        ValueError: If a table has no block where one is to be loaded, or one has two
+        ValueError: If a table has no block where one will be loaded, or one has two
             places there.
     """
     tables = [np.array(own, np.int32) for own in block_ids]
@@ -747,17 +425,17 @@ def mark_skipped(
             are `unwritten` afterwards.
         keys: The request's keys, for each group.
         tables: Its device blocks, for each group.
-        num_local: Tokens that were found on the device; None if nobody looked, as the
-            request runs already. Then nothing is found here.
+        num_local: Tokens that were found on the device; None if it was not searched, as
+            the request runs already. Then nothing is found here.
         num_external: Tokens that come to them.
         load: How they come; None if there are none.
 
     Returns:
         The tables, with NULL_BLOCK in place of what is found behind `num_local`.
     """
-    if num_local is None or all(isinstance(spec, FullAttention) for spec in groups):
+    if num_local is None:
         return [list(table) for table in tables]
-    written = _NO_IDS
+    written = NO_IDS
     if load is not None:
         written = np.concatenate([load.written_blocks, load.copy_targets])
     answer = []
@@ -788,12 +466,11 @@ def mark_skipped(
     return answer
 
 
-def flat_ids(each: Iterable[Ids | None]) -> tuple[int, ...]:
+def flat_ids(each: Iterable[Ids]) -> tuple[int, ...]:
     """List the ids of several arrays in a row."""
     flat: list[int] = []
     for ids in each:
-        if ids is not None:
-            flat += ids.ravel().tolist()
+        flat += ids.ravel().tolist()
     return tuple(flat)
 
 
@@ -803,10 +480,11 @@ def split_load(load: Load, targets: Ids, copy_targets: Ids) -> tuple[Load, Load 
     def part(rows: NDArray[np.bool_], copies: NDArray[np.bool_]) -> Load:
         own = dataclasses.replace(
             load,
-            host_blocks=load.host_blocks[rows],
+            keys=list(compress(load.keys, rows.tolist())),
+            sources=load.sources[rows],
             row_groups=load.row_groups[rows],
             row_indices=load.row_indices[rows],
-            sources=load.sources[copies],
+            copy_sources=load.copy_sources[copies],
             copy_groups=load.copy_groups[copies],
             copy_indices=load.copy_indices[copies],
         )

@@ -93,7 +93,7 @@ def rows_of(
             own = own[first[0] : last[0]]
         row_keys = own if factor == 1 else own[factor - 1 :: factor]
         return Rows(row_keys, own, table[first[0] : last[0]], None)
-    # Several groups go with rows of one block (`check_rules`).
+    # Several groups go with rows of one block (`check_groups`).
     ends = [
         (np.arange(start, max(start, stop)) + 1) * spec.block_size
         for spec, start, stop in zip(specs, first, last, strict=True)

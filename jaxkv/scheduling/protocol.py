@@ -27,7 +27,7 @@ model has several groups of layers, one list for each."""
 class Request(Protocol):
     """What the scheduler reads of an engine's request. It changes none of it.
 
-    Five attributes more are read where there are any:
+    Seven attributes more are read where there are any:
 
     * ``block_keys_by_group``, where the model has several groups of layers: for each
       of them what `block_keys` is for the only one.
@@ -36,8 +36,12 @@ class Request(Protocol):
     * ``num_prompt_tokens``, if only prompts are to be stored, or the cache policy
       learns from how much requests generate.
     * ``stop``, once it has finished: one of `jaxkv.types.STOPS`, for such a policy.
-    * ``retention``, with `OffloadRules.retention`: how long its blocks are to be kept,
+    * ``retention``, with `OffloadRules.retention`: how long to keep its blocks,
       a `jaxkv.Retention`. It counts from the request's beginning, and from its end.
+    * ``max_offload_tokens``, with eager stores: how many of its tokens may be stored,
+      from the first on; None for all.
+    * ``max_load_tokens``: how many tokens it may be offered beyond those that it has on
+      the device; None for all.
     """
 
     @property
@@ -59,20 +63,6 @@ class Request(Protocol):
     def num_computed_tokens(self) -> int:
         """Of these, the ones whose KV is in the device pool."""
         ...
-
-
-def keys_by_group(request: Request, num_groups: int) -> Sequence[Sequence[BlockKey]]:
-    """Give a request's keys as one list for each group of layers."""
-    if num_groups == 1:
-        return (request.block_keys,)
-    keys: Sequence[Sequence[BlockKey]]
-    keys = getattr(request, "block_keys_by_group", ())
-    if len(keys) != num_groups:
-        raise ValueError(
-            f"request {shown(request.request_id)} must have block_keys_by_group, with "
-            f"a list for each of the {num_groups} groups."
-        )
-    return keys
 
 
 def tables_by_group(table: BlockTable, num_groups: int) -> list[list[int]]:
@@ -107,10 +97,11 @@ def checked_tables(
     """
     tables = tables_by_group(table, num_groups)
     for own in tables:
+        if not own:
+            continue
         try:
-            # Takes a third of the time that NumPy takes for a list, and no id below 0.
-            ids = np.frombuffer(array("Q", own), np.uint64)
-            is_right = not own or ids.max() < num_blocks
+            array("Q", own)  # Of nothing but ints from 0 on.
+            is_right = max(own) < num_blocks
         except (TypeError, OverflowError):
             is_right = False
         if not is_right:
@@ -135,6 +126,9 @@ class SchedulerOutput:
         new_block_ids: Device blocks allocated since the last step, by request id,
             other than those given to `update_state_after_alloc`.
         preempted_req_ids: Requests whose blocks were taken away since the last step.
+            One for which `OffloadScheduler.request_preempted` was not called is not to
+            be admitted again before this step; one for which it was called, and that is
+            preempted once more before it, needs another call.
     """
 
     num_scheduled_tokens: Mapping[str, int]
@@ -143,52 +137,92 @@ class SchedulerOutput:
 
 
 @dataclasses.dataclass(frozen=True)
-class StorageBatch:
-    """Blocks that move together between the host and the store.
+class TierBatch:
+    """Blocks that move together between a tier and the next one down.
 
     Attributes:
         event: Its number, among those of its direction.
         keys: Their keys, of 32 bytes.
-        host_blocks: The host block of each.
+        upper_blocks: The block of each in the upper tier.
+        lower_blocks: The block of each in the lower tier.
     """
 
     event: int
     keys: tuple[BlockKey, ...]
-    host_blocks: tuple[int, ...]
+    upper_blocks: tuple[int, ...]
+    lower_blocks: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class StorageMoves:
-    """What a step asks of the store.
+class TierMoves:
+    """What a step asks of a tier below the host.
 
     Attributes:
-        fetches: What to bring to the host.
-        writes: What to write to the store.
+        fetches: What to bring to the tier above it.
+        writes: What to write to it.
         deletes: Keys of what to delete there.
         is_last: Whether nothing will be asked of it any more.
+        tier: Which tier, 0 for the first below the host.
     """
 
-    fetches: tuple[StorageBatch, ...] = ()
-    writes: tuple[StorageBatch, ...] = ()
+    fetches: tuple[TierBatch, ...] = ()
+    writes: tuple[TierBatch, ...] = ()
     deletes: tuple[BlockKey, ...] = ()
     is_last: bool = False
+    tier: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
-class StorageReport:
-    """What became of it, and what else is in the store, on one worker.
+class TierReport:
+    """What became of it, and what else is in the tier, on one worker.
 
     Attributes:
-        fetched: The events of fetches that are over, and which of their blocks are on
-            the host now.
+        fetched: The events of fetches that are over, and which of their blocks are in
+            the upper tier now.
         written: The events of writes that are over, and which of their blocks are in
-            the store now.
+            the tier now.
         found: Keys of blocks that a listing has found.
+        listed: Whether the tier is listed: with these, a listing has found all (True),
+            has failed, or takes longer than a caller waits for it (False). None for
+            nothing new.
+        bound: How many blocks the tier may hold, and how many it has, as of the end of
+            that listing. None if it is not known.
+        gone: Keys of blocks that the listing has deleted, as they were too many.
+        tier: Which tier, 0 for the first below the host.
     """
 
     fetched: tuple[tuple[int, tuple[bool, ...]], ...] = ()
     written: tuple[tuple[int, tuple[bool, ...]], ...] = ()
     found: tuple[BlockKey, ...] = ()
+    listed: bool | None = None
+    bound: tuple[int, int] | None = None
+    gone: tuple[BlockKey, ...] = ()
+    tier: int = 0
+
+
+class Mover(Protocol):
+    """Moves blocks between a tier and the next one down, on the worker's thread."""
+
+    @property
+    def num_in_flight(self) -> int:
+        """Fetches and writes that were started and are not over."""
+        ...
+
+    def start(self, moves: TierMoves | None) -> None:
+        """Start what a step asks for, None for nothing; returns at once."""
+        ...
+
+    def advance(self) -> None:
+        """Go on with what is under way; returns at once."""
+        ...
+
+    def take_reports(self, most_found: int = ...) -> tuple[TierReport, ...]:
+        """Hand out what is over, with `most_found` keys of a listing at most."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until all fetches and writes are over, or late."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,14 +241,15 @@ class OffloadMetadata:
         store_device_blocks: What the stores read.
         store_host_blocks: Where they write.
         need_flush: Whether the worker must wait for all that is in flight first.
-        copy_from_blocks: Device blocks that are to be copied on the device, after the
+        copy_from_blocks: Device blocks to copy on the device, after the
             stores and before the loads, ...
         copy_to_blocks: ... and where to.
         load_sizes: How many of `load_host_blocks` are for each of the load event's
             requests, in their order, so that each is reported as soon as its own are
             there. Empty to report all of them together.
         load_in_step: Whether the step's own program writes the loads.
-        storage: What is asked of the store; None for nothing.
+        below: What is asked of tiers below the host, of those that are asked for
+            something.
     """
 
     load_event: int
@@ -229,7 +264,7 @@ class OffloadMetadata:
     copy_to_blocks: tuple[int, ...] = ()
     load_sizes: tuple[int, ...] = ()
     load_in_step: bool = False
-    storage: StorageMoves | None = None
+    below: tuple[TierMoves, ...] = ()
 
     def digest(self, before: bytes = b"") -> bytes:
         """Make a digest of this plan and those before it.
@@ -261,8 +296,8 @@ class OffloadMetadata:
         for request_id in requests:
             name = request_id.encode("utf-8", "surrogatepass")
             hasher.update(len(name).to_bytes(8, "little") + name)
-        if self.storage is not None:
-            hasher.update(repr(self.storage).encode())
+        if self.below:
+            hasher.update(repr(self.below).encode())
         return hasher.digest()
 
 
@@ -275,14 +310,14 @@ class ConnectorOutput:
         failed_recving: Requests whose load failed; they compute those tokens instead.
         completed_store_events: Store events that arrived.
         failed_store_events: Store events that did not.
-        storage: What became of moves to and from the store.
+        below: What became of moves to and from tiers below the host.
     """
 
     finished_recving: tuple[str, ...] = ()
     failed_recving: tuple[str, ...] = ()
     completed_store_events: tuple[int, ...] = ()
     failed_store_events: tuple[int, ...] = ()
-    storage: tuple[StorageReport, ...] = ()
+    below: tuple[TierReport, ...] = ()
 
     @staticmethod
     def aggregate(outputs: Sequence[ConnectorOutput]) -> ConnectorOutput:
@@ -293,11 +328,18 @@ class ConnectorOutput:
             >>> ConnectorOutput.aggregate([one, one]).completed_store_events
             (3, 3)
         """
+        outputs = [output for output in outputs if output is not NO_REPORTS]
+        if len(outputs) < 2:
+            return outputs[0] if outputs else NO_REPORTS
         chain = itertools.chain.from_iterable
         return ConnectorOutput(
             tuple(chain(output.finished_recving for output in outputs)),
             tuple(chain(output.failed_recving for output in outputs)),
             tuple(chain(output.completed_store_events for output in outputs)),
             tuple(chain(output.failed_store_events for output in outputs)),
-            tuple(chain(output.storage for output in outputs)),
+            tuple(chain(output.below for output in outputs)),
         )
+
+
+NO_REPORTS = ConnectorOutput()
+"""Nothing was seen. What a worker returns in most steps, so it is made once."""

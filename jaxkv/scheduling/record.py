@@ -7,8 +7,8 @@ A file has one JSON object a line, first one about the file itself, then one a r
      "ids": [4711, 815, ...], "out_ids": [42, 99]}
 
 No token is written, and no key of a block: an id is a keyed hash of a block's key, by a
-random secret that is not kept (`jaxkv.keys.keyed`). docs/record.md says what each field
-is, and what a file tells whoever reads it.
+random secret that is not kept (`jaxkv.keys.keyed`). docs/sizing.md says what each field
+is, and what a file reveals.
 
 A step hands over references and never waits. A thread hashes, formats and writes, about
 twice a second. What it cannot write, or has no room for in its queue, is dropped and
@@ -108,7 +108,7 @@ class TraceRecorder(Resource):
         max_bytes: Most bytes of a file, such as ``"256MiB"``.
         max_files: How many are kept: FILE, FILE.1 and so on.
         key_file: A file with the secret of the hash, for files of several engines that
-            are to be replayed together; made if it is not there. None for a random
+            can be replayed together; made if it is not there. None for a random
             secret that is written nowhere.
         clock: Seconds since some moment.
 
@@ -198,7 +198,7 @@ class TraceRecorder(Resource):
             name: Which; not written.
             keys: The keys of its blocks. The list is read later: it is not to change.
             input_tokens: Tokens of its prompt.
-            device_tokens: Tokens that it found on the device; None if nobody looked.
+            device_tokens: Tokens that it found on the device; None if not looked up.
             host_tokens: Tokens that come from the host beside them; None likewise.
         """
         self._open[name] = _Request(
@@ -291,7 +291,7 @@ class _Writer:
         self._file = TraceFile(path, max_bytes, max_files, self._header)
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
-        # Guards what follows; nobody holds it for long. Reentrant, as the collector of
+        # Guards what follows; it is never held for long. Reentrant, as the collector of
         # garbage may close a recorder at any time.
         self._changed = threading.Condition(threading.RLock())
         self._queue: list[_Request] = []
@@ -508,13 +508,17 @@ def _read_secret(path: str) -> bytes:
     try:
         if not os.path.exists(path):
             # Under another name first, as others may read it at the same moment.
-            draft = f"{path}.{os.getpid()}"
-            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(fd, "w", encoding="ascii") as file:
-                file.write(secrets.token_hex(32) + "\n")
-            with contextlib.suppress(FileExistsError):
-                os.link(draft, path)
-            os.unlink(draft)
+            # Its name is new: it is no link to another file.
+            draft = f"{path}.{secrets.token_hex(8)}"
+            is_new = os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+            fd = os.open(draft, os.O_WRONLY | is_new, 0o600)
+            try:
+                with os.fdopen(fd, "w", encoding="ascii") as file:
+                    file.write(secrets.token_hex(32) + "\n")
+                with contextlib.suppress(FileExistsError):
+                    os.link(draft, path)
+            finally:
+                os.unlink(draft)
         with open(path, "rb") as file:
             text = file.read(1 << 16).strip()
     except (OSError, ValueError) as error:

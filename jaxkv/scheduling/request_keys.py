@@ -8,9 +8,28 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv._util import shown
 from jaxkv.keys.packed import PackedKeys, lay_out
-from jaxkv.scheduling.protocol import Request, keys_by_group
-from jaxkv.types import KEY_WORDS
+from jaxkv.scheduling.protocol import Request
+from jaxkv.types import KEY_WORDS, BlockKey
+
+_NO_WORDS: NDArray[np.uint32] = np.empty((0, KEY_WORDS), np.uint32)
+_NO_KEYS = PackedKeys([], _NO_WORDS)
+_ATTRIBUTES = ("request_id", "block_keys", "num_tokens", "num_computed_tokens")
+
+
+def keys_by_group(request: Request, num_groups: int) -> Sequence[Sequence[BlockKey]]:
+    """Give a request's keys as one list for each group of layers."""
+    if num_groups == 1:
+        return (request.block_keys,)
+    keys: Sequence[Sequence[BlockKey]]
+    keys = getattr(request, "block_keys_by_group", ())
+    if len(keys) != num_groups:
+        raise ValueError(
+            f"request {shown(request.request_id)} must have block_keys_by_group, with "
+            f"a list for each of the {num_groups} groups."
+        )
+    return keys
 
 
 class RequestKeys:
@@ -23,13 +42,39 @@ class RequestKeys:
     def __init__(self, num_groups: int) -> None:
         self._num_groups = num_groups
         self._packed: dict[str, list[_Growing]] = {}
+        # What requests of a class must have that it has not: a property may be slow.
+        self._beside: dict[type, list[str]] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._packed
+
+    def check(self, request: object) -> None:
+        """Refuse what is no `Request`, before anything changes.
+
+        Raises:
+            TypeError: It lacks an attribute.
+        """
+        names = self._beside.get(type(request))
+        if names is None:
+            cls = type(request)
+            names = [name for name in _ATTRIBUTES if not hasattr(cls, name)]
+            self._beside[cls] = names
+        missing = [name for name in names if not hasattr(request, name)]
+        if missing and self._num_groups > 1:
+            # There another one counts: `keys_by_group`.
+            missing = [name for name in missing if name != "block_keys"]
+        if missing:
+            raise TypeError(
+                f"request={shown(request)} must have the attributes of "
+                f"jaxkv.scheduling.protocol.Request; it lacks {', '.join(missing)}."
+            )
 
     def of(self, request: Request) -> list[list[bytes]]:
         """Give a request's keys, for each group; foreign ones as they are."""
         keys = keys_by_group(request, self._num_groups)
         packed = self._packed.get(request.request_id)
         if packed is None:
-            packed = [_Growing() for _ in range(self._num_groups)]
+            packed = [_Growing() for _ in keys]
             self._packed[request.request_id] = packed
         return [own.up_to_date(now) for own, now in zip(packed, keys, strict=True)]
 
@@ -42,8 +87,8 @@ class _Growing:
     """The keys of one group of a request, with room for more."""
 
     def __init__(self) -> None:
-        self._room: NDArray[np.uint32] = np.empty((0, KEY_WORDS), np.uint32)
-        self._keys = PackedKeys([], self._room)
+        self._room = _NO_WORDS
+        self._keys = _NO_KEYS
         self._last = b""
 
     def up_to_date(self, keys: Sequence[bytes]) -> list[bytes]:
@@ -55,9 +100,9 @@ class _Growing:
             num = 0
         elif num == total:
             return self._keys
-        added, words, has_foreign = lay_out(keys[num:])
+        added, words, has_foreign = lay_out(keys[num:] if num else keys)
         if has_foreign:
-            return list(keys)  # Events are to tell them as they were given.
+            return list(keys)  # Events name them as they were given.
         if num == 0:
             self._room = words  # Others may still read the old one.
             self._keys = PackedKeys(added, words)

@@ -18,48 +18,56 @@ a step call by call.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, Self
 
 import jax
 import numpy as np
 
-from jaxkv._util import shown
+from jaxkv._util import strict_class
 from jaxkv.policies.base import Policy
+from jaxkv.scheduling.boundary import Boundary, TierBelow
 from jaxkv.scheduling.eager import EagerStores
 from jaxkv.scheduling.explain import Explanation, explain
-from jaxkv.scheduling.gate import Gate
 from jaxkv.scheduling.lazy import LazyStores
 from jaxkv.scheduling.loads import Loads, flat_ids, mark_skipped
-from jaxkv.scheduling.news import RequestNews, stop_of
+from jaxkv.scheduling.moves import reports_of
+from jaxkv.scheduling.notifier import RequestNotifier, stop_of
+from jaxkv.scheduling.plan import Gate, View, check_rates, plan
 from jaxkv.scheduling.prefix import row_keys
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
+    NO_REPORTS,
     BlockTable,
     ConnectorOutput,
     OffloadMetadata,
     Request,
     SchedulerOutput,
-    StorageReport,
+    TierReport,
     checked_tables,
 )
 from jaxkv.scheduling.record import TraceRecorder
 from jaxkv.scheduling.request_keys import RequestKeys
-from jaxkv.scheduling.rules import OffloadRules, check_rules
+from jaxkv.scheduling.rules import OffloadRules, check_groups
 from jaxkv.scheduling.stats import Delays, InTransit, OffloadStats
-from jaxkv.scheduling.storage import Storage
 from jaxkv.scheduling.stores import Stores
+from jaxkv.scheduling.worker import OffloadWorker
 from jaxkv.search.groups import FullAttention, GroupSpec, as_groups
 from jaxkv.search.hits import find_longest_hit
 from jaxkv.tiers.base import OffloadingEvent
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.executors import ExecutorName
-from jaxkv.tiers.host import OffloadingManager
+from jaxkv.tiers.index import BlockIndex
 from jaxkv.tiers.storage import StorageTier
-from jaxkv.types import BlockKey, Stop
+from jaxkv.types import KEY_BYTES, BlockKey, Stop
 
+_LOG = logging.getLogger(__name__)
+# After how many requests it is strange that nothing was ever offered to the host.
+_MANY_REQUESTS = 100
 _NOTHING = OffloadMetadata(NO_EVENT, (), (), {}, NO_EVENT, (), (), need_flush=False)
-_NO_REPORTS = ConnectorOutput()
+_PAUSE_S = 1e-3  # Between two looks at a store that is being listed.
 
 
 class OffloadScheduler:
@@ -73,24 +81,26 @@ class OffloadScheduler:
         cache_policy: Which of them to evict when it is full; a name or a `Policy`.
         enable_events: Whether to keep events for `take_events`.
         rules: How to store and load.
-        executor: Who runs the decisions about the host; see `OffloadingManager`.
+        executor: Who runs the decisions about the host; see `BlockIndex`.
         num_storage_blocks: Host blocks that a store behind the host may hold, which the
             worker has; 0 for none.
         is_private: Tells the keys of blocks that are never written to the store, such
             as those of an adapter of which the key says too little; None for none.
         clock: Seconds since some moment, for `delays`; no decision depends on it.
-        policy_clock: Seconds for a cache policy that wants to be told when requests
+        policy_clock: Seconds for a cache policy that wants to know when requests
             begin and finish, such as "hazard"; None for `clock`. Processes that serve
             one model together need one that says the same in all of them in the same
             call, such as the number of steps over their usual rate.
+        tiers_below: Tiers between the host and the store, the nearest first, or in
+            place of a store; see docs/write-a-tier.md.
         recorder: Records the requests, once a pool is bound; None not to. Of several
             groups of layers it records the blocks of the first with full attention,
-            or of the first if there is none. It is closed by whoever made it.
+            or of the first if there is none. Its maker closes it.
 
     Raises:
         ValueError: If a number is too small, the policy is not known or was made for
             other sizes, or the rules and the groups do not go together; if several
-            processes would tell such a policy their own times.
+            processes would give such a policy their own times.
         TypeError: If the policy is neither a name nor a `Policy`.
 
     Attributes:
@@ -98,9 +108,14 @@ class OffloadScheduler:
         rules: The rules.
         num_host_blocks: Blocks of the host tier.
         num_storage_blocks: Host blocks that the store may hold; 0 if there is none.
-        recorder: Records the requests; None if nobody does.
+        below: What moves between the host and each tier below it, the nearest first.
+        recorder: Records the requests; None if there is none.
         delays: How long look-ups took, and loads from the look-up to their arrival.
     """
+
+    def __new__(cls, *_args: Any, **_named: Any) -> Self:
+        """Make a strict one where `JAXKV_STRICT` asks for it."""
+        return super().__new__(strict_class(cls))
 
     def __init__(
         self,
@@ -116,13 +131,14 @@ class OffloadScheduler:
         clock: Callable[[], float] = time.perf_counter,
         policy_clock: Callable[[], float] | None = None,
         recorder: TraceRecorder | None = None,
+        tiers_below: Sequence[TierBelow] = (),
     ) -> None:
         self.groups = as_groups(groups)
         self.rules = rules = rules or OffloadRules()
         self.num_host_blocks = num_host_blocks
         self.num_storage_blocks = num_storage_blocks
-        check_rules(rules, self.groups)
-        self._manager = OffloadingManager(
+        check_groups(rules, self.groups)
+        self._manager = BlockIndex(
             self.groups[0].block_size * rules.blocks_per_host_block,
             num_host_blocks,
             cache_policy,
@@ -139,37 +155,47 @@ class OffloadScheduler:
         self._gate = Gate(rules, self._stats)
         self._keys = RequestKeys(len(self.groups))
         parts = self.groups, host, rules
-        self._loads = Loads(*parts, self._gate, self._keys, self._stats)
-        self._storage: Storage | None = None
+        self._loads = Loads(*parts, self._stats)
+        tiers = list(tiers_below)
         if num_storage_blocks:
-            if rules.storage_write == "on_evict" and not host.tells_victims:
-                raise ValueError(
-                    f"storage_write='on_evict' needs cache_policy='lru', "
-                    f"executor='native' and retention=False, not {cache_policy!r}, "
-                    f"{executor!r} and {rules.retention}: others do not tell what they "
-                    "would evict."
-                )
             tier = StorageTier(
                 host.block_size, num_storage_blocks, enable_events, executor=executor
             )
-            told = self._gate, self._keys, self._stats, is_private
-            self._storage = Storage(self.groups, host, tier, rules, *told)
-        self._stores = Stores(
-            host,
-            rules,
-            self._stats,
-            None if self._storage is None else self._storage.note_stored,
-        )
+            most = rules.max_storage_blocks
+            tiers.append(TierBelow(tier, rules.storage_write, most))
+        uppers = [host, *[below.tier for below in tiers]]
+        on_arrival: Callable[[Sequence[BlockKey]], None] | None = None
+        boundaries: list[Boundary] = []
+        for number, below in reversed(list(enumerate(tiers))):
+            own = Boundary(
+                self.groups,
+                uppers[number],
+                below,
+                rules,
+                is_private=is_private,
+                on_arrival=on_arrival,
+                number=number,
+            )
+            boundaries.insert(0, own)
+            on_arrival = own.note_stored
+        self.below = tuple(boundaries)
+        # The store's alone, if there is one.
+        self._storage = self.below[len(tiers_below) :]
+        self._stores = Stores(host, rules, self._stats, on_arrival)
         self._eager: EagerStores | None = None
         self._lazy: LazyStores | None = None
         if rules.mode == "eager":
             self._eager = EagerStores(*parts, self._stores, self._keys)
         else:
-            self._lazy = LazyStores(self.groups, rules, self._stores)
+            self._lazy = LazyStores(*parts, self._stores)
         # Tokens that requests had found on the device when they asked.
         self._num_local: dict[str, int] = {}
+        # Requests that are over and had a full block.
+        self._num_ended = 0
         # Requests that count as having used their blocks.
         self._known: set[str] = set()
+        # Requests that `request_preempted` was called for since the last step.
+        self._preempted: set[str] = set()
         if host.listens and policy_clock is None and _serves_with_others():
             chosen = "retention=True" if rules.retention else f"{cache_policy=}"
             raise ValueError(
@@ -177,7 +203,7 @@ class OffloadScheduler:
                 "their tiers would evict other blocks. Pass a policy_clock that says "
                 "the same in all of them, or choose what asks for no time."
             )
-        self._news = RequestNews(
+        self._notifier = RequestNotifier(
             host,
             [spec.block_size for spec in self.groups],
             rules.blocks_per_host_block,
@@ -190,10 +216,16 @@ class OffloadScheduler:
             (n for n, own in enumerate(self.groups) if isinstance(own, FullAttention)),
             0,
         )
+        # Whether the next token reads all of a prefix; tokens of the smallest row.
+        self._is_all_read = all(isinstance(own, FullAttention) for own in self.groups)
+        self._least_tokens = rules.blocks_per_host_block * min(
+            spec.block_size for spec in self.groups
+        )
         self._bound_pool: DeviceBlockPool | None = None
+        self._bound_view: View | None = None
 
     def bind_device_block_pool(self, pool: DeviceBlockPool) -> None:
-        """Take the pool whose blocks are to be held during transfers.
+        """Take the pool whose blocks are held during transfers.
 
         Raises:
             ValueError: The recorder serves another engine already.
@@ -209,6 +241,10 @@ class OffloadScheduler:
                 groups=len(self.groups),
             )
         self._bound_pool = pool
+        parts = pool, self._manager, self._loads, self.below
+        self._bound_view = View(self.groups, self.rules, self._keys, self._gate, *parts)
+        if self._lazy is not None:
+            self._lazy.clear(pool)
 
     @property
     def num_host_blocks_held(self) -> int:
@@ -218,18 +254,23 @@ class OffloadScheduler:
     @property
     def num_storage_blocks_held(self) -> int:
         """Host blocks that the store holds, as far as known, writes included."""
-        return self._storage.tier.num_held_blocks if self._storage else 0
+        return sum(own.tier.num_held_blocks for own in self._storage)
+
+    @property
+    def num_storage_blocks_left_out(self) -> int:
+        """Host blocks that the store holds beyond those, which the index leaves out."""
+        return sum(own.tier.num_left_out for own in self._storage)
 
     @property
     def stats(self) -> OffloadStats:
         """How stores and loads ended so far."""
         host = self._manager
-        return dataclasses.replace(
-            self._stats,
-            num_evicted=host.num_evicted,
-            num_skipped=host.num_skipped,
-            num_storage_evicted=self._storage.tier.num_evicted if self._storage else 0,
+        stats = dataclasses.replace(
+            self._stats, num_evicted=host.num_evicted, num_skipped=host.num_skipped
         )
+        for own in self._storage:
+            stats = stats.with_storage(own.counts, own.tier.num_evicted)
+        return stats
 
     @property
     def in_transit(self) -> InTransit:
@@ -237,18 +278,20 @@ class OffloadScheduler:
         return InTransit(*self._stores.in_transit, *self._loads.in_transit)
 
     def has_pending_stores(self) -> bool:
-        """Tell whether blocks are on their way to the host, or on to the store.
+        """Tell whether blocks are on their way to the host, or on to tiers below it.
 
         An engine without requests goes on stepping while there are.
         """
-        if self._storage is not None and self._storage.has_writes:
-            return True
+        for own in self.below:
+            if own.has_writes:
+                return True
         return len(self._stores) > 0
 
     def has_pending_loads(self) -> bool:
-        """Tell whether blocks are on their way back, for whomever."""
-        if self._storage is not None and self._storage.has_fetches:
-            return True
+        """Tell whether blocks are on their way back, for any request."""
+        for own in self.below:
+            if own.has_fetches:
+                return True
         return len(self._loads) > 0
 
     def warm_up(self) -> None:
@@ -257,11 +300,12 @@ class OffloadScheduler:
         Those of the device's pool, too, and of `find_cached_prefix` over it. It takes
         seconds where the machine has not run them before, else part of one.
         """
-        self._manager.warm_up(step_by_step=False)
-        if self._storage is not None:
-            self._storage.tier.warm_up(step_by_step=False)
+        self._manager.warm_up()
+        for own in self.below:
+            own.tier.warm_up()
         self._pool.warm_up()
-        self._loads.warm_up(self._pool)
+        if self._view.is_plain:
+            self._manager.find_beside(self._pool, [bytes(KEY_BYTES)])
         no_blocks = [np.zeros(0, np.bool_)] * len(self.groups)
         find_longest_hit(self.groups, no_blocks, 0)
 
@@ -273,7 +317,7 @@ class OffloadScheduler:
     ) -> None:
         """Tell how fast loads and the model are, for `skip_slow_loads`.
 
-        Processes that serve one model together must be told the same.
+        Processes that serve one model together must note the same.
 
         Args:
             load_bytes_per_s: Such as `OffloadWorker.load_bytes_per_s`; 0 if unknown.
@@ -281,8 +325,10 @@ class OffloadScheduler:
             storage_bytes_per_s: Such as `OffloadWorker.storage_bytes_per_s`; 0 if
                 unknown.
         """
-        rates = load_bytes_per_s, prefill_tokens_per_s, storage_bytes_per_s
-        self._gate.note_rates(*rates)
+        check_rates(storage_bytes_per_s=storage_bytes_per_s)
+        self._gate.note_rates(load_bytes_per_s, prefill_tokens_per_s)
+        for own in self._storage:
+            own.bytes_per_s = storage_bytes_per_s
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -299,28 +345,44 @@ class OffloadScheduler:
             num_computed_tokens: Tokens found on the device, whole blocks.
 
         Returns:
-            How many tokens more can be had; None if the request is to ask again in a
+            How many tokens more can be had; None if the request has to ask again in a
             later step. And whether they take time, while the request waits; if not,
             they are there when the model of this step runs.
 
         Raises:
             ValueError: If `num_computed_tokens` is no number of whole blocks, or the
                 request has no keys for each group. Then nothing changes.
+            TypeError: If the request lacks an attribute; all calls that take one do so.
         """
         start_s = self.delays.clock()
-        self._check_num_computed(request, num_computed_tokens)
-        offer: tuple[int | None, bool]
-        if self._storage is not None and self._waits_for_storage(
-            request, num_computed_tokens
-        ):
-            offer = None, False
-        else:
-            offer = self._loads.query(self._pool, request, num_computed_tokens)
-            if self._storage is not None and offer[0] is not None:
-                # What was fetched for it is held by the offer from now on.
-                self._storage.release(request.request_id)
-        self._num_local[request.request_id] = num_computed_tokens
-        self.delays.note_lookup(request.request_id, start_s, *offer)
+        view = self._view
+        while True:
+            found = plan(view, request, num_computed_tokens)
+            name = request.request_id  # Only now known to be there.
+            if found.load_speed or found.fetch_speeds:
+                self._gate.count(found.load_speed, *found.fetch_speeds)
+            for own in found.searched:
+                own.looked_up[name] = own.tier.num_found
+            if found.fetch is None:
+                break
+            own, fetch, num = found.fetch
+            nearer = view.below[: own.number]
+            if own.fetch(name, fetch, num):
+                for each in nearer:  # There will be more to find.
+                    each.looked_up.pop(name, None)
+                break
+            # The tier above has no room for it.
+            view = view._replace(below=nearer)
+        is_known = name in self._loads.by_request and found.deferral != "loading"
+        if is_known or found.load is not None:
+            self._loads.offer(self._pool, name, found.load, found.is_awaited)
+        if found.num_tokens is not None:
+            # What was fetched for it is held by the offer from now on.
+            for own in self.below:
+                own.release(name)
+        self._num_local[name] = num_computed_tokens
+        offer = found.num_tokens, found.is_awaited
+        self.delays.note_lookup(name, start_s, *offer)
         return offer
 
     def num_fetched_tokens(self, request_id: str) -> int:
@@ -328,9 +390,9 @@ class OffloadScheduler:
 
         Those of its last fetch, until it finishes.
         """
-        if self._storage is None:
-            return 0
-        return self._storage.num_fetched_tokens.get(request_id, 0)
+        return max(
+            (own.num_fetched_tokens.get(request_id, 0) for own in self.below), default=0
+        )
 
     def explain(
         self, request: Request, num_computed_tokens: int | None = None
@@ -345,16 +407,12 @@ class OffloadScheduler:
         Raises:
             ValueError: If that is no number of whole blocks.
         """
-        if num_computed_tokens is not None:
-            self._check_num_computed(request, num_computed_tokens)
-        tiers = self._pool, self._manager, self._loads
-        what = request, num_computed_tokens, self._storage
-        return explain(self.groups, self.rules, *tiers, *what)
+        return explain(self._view, request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockTable, num_external_tokens: int
     ) -> list[list[int]]:
-        """Note the device blocks of a request and what is to be loaded into them.
+        """Note the device blocks of a request and what will be loaded into them.
 
         May be called again for a request that is known, with 0 tokens, to replace
         its block table.
@@ -377,27 +435,36 @@ class OffloadScheduler:
                 is no block's id, or a block is there twice where one is loaded; if
                 the request has a `retention` that is none. Then nothing changes.
         """
-        self._news.check(request)
+        self._keys.check(request)
+        self._notifier.check(request)
         pool, name = self._pool, request.request_id
-        tables, keys = self._tables(name, block_ids), self._keys.of(request)
-        load = self._loads.take(pool, request, tables, num_external_tokens)
-        if self._storage is not None:
-            self._storage.forget(name)
+        tables, is_new = self._tables(name, block_ids), name not in self._keys
+        keys = self._keys.of(request)
+        try:
+            load = self._loads.take(pool, request, tables, num_external_tokens)
+        except ValueError:
+            if is_new:  # Nobody might ever say that it is over.
+                self._keys.forget(name)
+            raise
+        for own in self.below:
+            own.forget(name)
         num_local = self._num_local.pop(name, None)
         if self._eager is not None:
             self._eager.register(request, tables, num_local, num_external_tokens)
         if name not in self._known:
             self._known.add(name)
             self._stats.count_request(request, num_local, num_external_tokens)
-            self._news.begin(request, keys)
+            self._notifier.begin(request, keys)
             if self.recorder is not None:
                 self._record(request, keys, num_local, num_external_tokens)
             # Once, however often it asked: a request uses its blocks once.
             used = row_keys(self.groups, keys, self.rules.blocks_per_host_block)
-            if self._storage is not None:
-                self._storage.note_asked(used)
+            for own in self.below:
+                own.note_asked(used)
             self._manager.count_lookup(used)
             self._manager.touch(used)
+        if self._is_all_read:
+            return [list(table) for table in tables]
         prefix = keys, tables, num_local, num_external_tokens
         return mark_skipped(self.groups, pool, *prefix, load)
 
@@ -420,44 +487,52 @@ class OffloadScheduler:
             request_id: self._tables(request_id, table)
             for request_id, table in output.new_block_ids.items()
         }
-        for request_id in output.preempted_req_ids:
+        # Who was preempted by a call may have been admitted again since, and loads.
+        preempted = [
+            name for name in output.preempted_req_ids if name not in self._preempted
+        ]
+        self._preempted.clear()
+        for request_id in preempted:
             self._loads.drop(pool, request_id)
         if self._eager is not None:
-            self._eager.offer_step(pool, output, new_tables)
-        in_flight = self._loads.num_blocks_in_flight + self._stores.num_blocks_in_flight
+            self._eager.offer_step(pool, output, new_tables, preempted)
+        in_flight = self._loads.in_flight.num_blocks + self._stores.num_blocks_in_flight
         most = self.rules.max_blocks_in_flight
         if most is not None:
             most = max(most - in_flight, 0)
         # A load that the step itself writes cannot be put off: the request runs in it.
         most_loaded = None if self.rules.load_in_step else most
         load_event, loads, copies = self._loads.issue(pool, most_loaded, in_flight)
-        num_leaving = sum(len(load.written_blocks) for load in loads)
+        num_leaving = sum(load.num_blocks for load in loads)
         if most is not None:
             # A load that is held up waits for room: stores may not take it.
-            most = 0 if self._loads.is_held_up else max(most - num_leaving, 0)
+            most = 0 if self._loads.has_waiting else max(most - num_leaving, 0)
         if self._lazy is not None:
             # After the loads, which let go of the free blocks that they copy.
             self._lazy.offer_step(pool)
-        store_event, stores = self._stores.issue(most, in_flight + num_leaving)
         need_flush = self.rules.flush_on_preemption and bool(output.preempted_req_ids)
-        moves = None if self._storage is None else self._storage.issue()
-        if not (loads or copies or stores.keys or need_flush or moves):
+        is_idle = not any(output.num_scheduled_tokens.values())
+        store = self._stores.issue(
+            pool, most, in_flight + num_leaving, must_leave=need_flush or is_idle
+        )
+        moves = [move for own in self.below if (move := own.issue()) is not None]
+        if not (loads or copies or store.keys or need_flush or moves):
             return _NOTHING
-        names = tuple(load.request_id for load in loads)
+        names = tuple([load.request_id for load in loads])
         return OffloadMetadata(
             load_event=load_event,
-            load_device_blocks=flat_ids(load.targets for load in loads),
-            load_host_blocks=flat_ids(load.host_blocks for load in loads),
+            load_device_blocks=flat_ids([load.targets for load in loads]),
+            load_host_blocks=flat_ids([load.sources for load in loads]),
             load_event_to_reqs={load_event: names} if loads else {},
-            store_event=store_event,
-            store_device_blocks=tuple(stores.device_blocks),
-            store_host_blocks=tuple(stores.host_blocks),
+            store_event=store.event,
+            store_device_blocks=tuple(store.sources),
+            store_host_blocks=tuple(store.targets),
             need_flush=need_flush,
-            copy_from_blocks=flat_ids(load.sources for load in copies),
-            copy_to_blocks=flat_ids(load.copy_targets for load in copies),
-            load_sizes=tuple(len(load.host_blocks) for load in loads),
+            copy_from_blocks=flat_ids([load.copy_sources for load in copies]),
+            copy_to_blocks=flat_ids([load.copy_targets for load in copies]),
+            load_sizes=tuple([len(load.sources) for load in loads]),
             load_in_step=self.rules.load_in_step and bool(loads),
-            storage=moves,
+            below=tuple(moves),
         )
 
     def update_connector_output(self, output: ConnectorOutput) -> ConnectorOutput:
@@ -467,60 +542,63 @@ class OffloadScheduler:
             output: What workers saw complete since the last time.
 
         Returns:
-            What is over on all of them, less the loads that nobody waits for.
+            What is over on all of them, less the loads that no request waits for.
 
         Raises:
             ValueError: If it tells of something that is not in flight. Then nothing
                 changes.
         """
-        if output == _NO_REPORTS:
+        if output == NO_REPORTS:
             return output
         pool = self._pool
-        stores = output.completed_store_events, output.failed_store_events
-        self._stores.check_reports(*stores)
-        if output.storage:
-            self._check_storage(output.storage)
-        finished, failed = self._loads.report(
-            pool, output.finished_recving, output.failed_recving
-        )
+        stores = reports_of(output.completed_store_events, output.failed_store_events)
+        self._stores.check(stores)
+        if output.below:
+            self._check_below(output.below)
+        loads = reports_of(output.finished_recving, output.failed_recving)
+        finished, failed = self._loads.report(pool, loads)
         self.delays.note_loads(finished, failed)
         if finished or failed:
             self._stores.num_changes += 1
         if self._eager is not None:
             for request_id in failed:
                 self._eager.recompute(request_id)
-        completed, lost = self._stores.report(pool, *stores)
-        if output.storage and self._storage is not None:
-            self._storage.report(output.storage)
+        stored = self._stores.report(pool, stores)
+        if output.below:
+            for own in self.below:
+                own.report([each for each in output.below if each.tier == own.number])
             # What has ended may make room on the host.
             self._stores.num_changes += 1
         return ConnectorOutput(
             tuple(finished),
             tuple(failed),
-            tuple(completed),
-            tuple(lost),
-            output.storage,
+            tuple([store.event for store in stored if store.ok]),
+            tuple([store.event for store in stored if not store.ok]),
+            output.below,
         )
 
     def request_preempted(self, request: Request) -> None:
         """Note that a request is about to lose its blocks, and will come back.
 
         What it has computed and not stored is stored with the next step. Optional: a
-        request that is only named in `SchedulerOutput.preempted_req_ids` loses that.
+        request that is only named in `SchedulerOutput.preempted_req_ids` loses that,
+        and may not be admitted again before that step.
 
         Args:
             request: The request, its `num_computed_tokens` those of before.
         """
+        self._keys.check(request)
         self._part_with(request)
+        self._preempted.add(request.request_id)
 
     def request_finished(
         self, request: Request, block_ids: BlockTable | None = None
     ) -> tuple[bool, None]:
         """Note that a request is over, by itself or by abort.
 
-        Its last full blocks are stored with the next step, and those that the host
-        evicted meanwhile. The engine may free its blocks at once: what is in flight is
-        held here until it has arrived.
+        Its last full blocks are stored with the next step, with all that waits for
+        others, and those that the host evicted meanwhile. The engine may free its
+        blocks at once: what is in flight is held here until it has arrived.
 
         Args:
             request: The request, its `num_computed_tokens` final.
@@ -534,24 +612,28 @@ class OffloadScheduler:
                 `retention` that is none; if something in `block_ids` is no block's id.
                 Then nothing changes.
         """
+        self._keys.check(request)
         stop = stop_of(request)
-        self._news.check(request)
+        self._notifier.check(request)
         if block_ids is not None:
             tables = self._tables(request.request_id, block_ids)
             if self._eager is not None:
                 self._eager.replace_tables(request, tables)
         self._part_with(request)
-        is_told = self._manager.listens or self.recorder is not None
-        if is_told and request.request_id in self._known:
+        is_noted = self._manager.listens or self.recorder is not None
+        if is_noted and request.request_id in self._known:
             keys = self._keys.of(request)
-            self._news.finish(request, keys, stop)
+            self._notifier.finish(request, keys, stop)
             if self.recorder is not None:
                 self._record_end(request, keys, stop)
-        if self._storage is not None:
-            self._storage.forget(request.request_id)
-            self._storage.num_fetched_tokens.pop(request.request_id, None)
+        for own in self.below:
+            own.forget(request.request_id)
+            own.num_fetched_tokens.pop(request.request_id, None)
         self._known.discard(request.request_id)
         self._keys.forget(request.request_id)
+        self._stores.hurry()
+        if request.num_computed_tokens >= self._least_tokens:
+            self._note_end()
         return False, None
 
     def request_finished_all_groups(
@@ -561,10 +643,49 @@ class OffloadScheduler:
         return self.request_finished(request, block_ids)
 
     def take_events(self) -> Iterator[OffloadingEvent]:
-        """Hand out the events of the host tier, and of the store's, since last time."""
+        """Hand out the events of the host tier, and of those below, since last time."""
         yield from self._manager.take_events()
-        if self._storage is not None:
-            yield from self._storage.tier.take_events()
+        for own in self.below:
+            yield from own.tier.take_events()
+
+    @property
+    def is_storage_listed(self) -> bool:
+        """Whether all is known that the store has, but for what others write since."""
+        return all(own.tier.is_listed for own in self._storage)
+
+    def wait_for_storage(
+        self, worker: OffloadWorker, timeout_s: float | None = None
+    ) -> bool:
+        """Wait until the store is listed, so that the first request finds all it has.
+
+        For an engine that starts; without it requests find what the listing has found
+        so far. Between steps, once a pool is bound. Processes that serve one model call
+        it together, and all return the same.
+
+        Args:
+            worker: The worker of this process, as `OffloadConfig.connect` returns it.
+            timeout_s: Seconds to wait at most, of several processes those of the first
+                one; None for the storage's deadline. The listing goes on after that.
+
+        Returns:
+            Whether the store is listed: not if that takes longer, or the store fails.
+            True at once where there is none.
+
+        Raises:
+            RuntimeError: The worker has no store, but the scheduler has.
+            AgreementError: As `OffloadWorker.start`.
+        """
+        if timeout_s is None and worker.storage is not None:
+            timeout_s = worker.storage.deadline_s
+        end_s = time.monotonic() + (timeout_s or 0.0)
+        while not self.is_storage_listed:
+            is_late = time.monotonic() >= end_s
+            output = worker.poll_storage(is_late=is_late)
+            self.update_connector_output(output)
+            if any(report.listed is False for report in output.below):
+                return False
+            time.sleep(_PAUSE_S)
+        return True
 
     def reset(self) -> bool:
         """Forget all that the host tier holds, as after a change of weights.
@@ -580,45 +701,39 @@ class OffloadScheduler:
             return False
         self._stores.forget(self._pool)
         self._manager.clear()
-        if self._storage is not None:
-            self._storage.reset()
+        for own in self.below:
+            own.reset()
         if self._eager is not None:
             self._eager.clear()
         if self._lazy is not None:
-            self._lazy.clear()
+            self._lazy.clear(self._pool)
         return True
 
-    def leave_storage(self) -> None:
+    def disable_storage(self) -> None:
         """Read and write nothing of the store any more, for good.
 
         For weights that have changed where the namespace of the store cannot change
         with them. What is there stays. Call it when `reset` was done, or could not be
-        done yet: nothing is written from now on. It is to be done before anything is
+        done yet: nothing is written from now on. Call it before anything is
         asked for again.
         """
-        if self._storage is not None:
-            self._storage.leave()
+        for own in self._storage:
+            own.disable()
+
+    @property
+    def _view(self) -> View:
+        """What a plan reads."""
+        return self._bound_view or _refuse_unbound()
 
     @property
     def _pool(self) -> DeviceBlockPool:
-        if self._bound_pool is None:
-            raise RuntimeError("Call bind_device_block_pool() before scheduling.")
-        return self._bound_pool
+        pool = self._bound_pool
+        return _refuse_unbound() if pool is None else pool
 
     def _tables(self, request_id: str, table: BlockTable) -> list[list[int]]:
         """Give a block table as a list for each group, after a look at its ids."""
         num_blocks = self._pool.num_blocks
         return checked_tables(request_id, table, len(self.groups), num_blocks)
-
-    def _check_num_computed(self, request: Request, num_tokens: int) -> None:
-        """Refuse a number of computed tokens that is not one of whole blocks."""
-        for spec in self.groups:
-            if num_tokens < 0 or num_tokens % spec.block_size:
-                raise ValueError(
-                    f"num_computed_tokens={shown(num_tokens)} of request "
-                    f"{shown(request.request_id)} must be of whole blocks: a multiple "
-                    f"of {spec.block_size}."
-                )
 
     def _record(
         self,
@@ -652,25 +767,39 @@ class OffloadScheduler:
             stop,
         )
 
-    def _waits_for_storage(self, request: Request, num_computed_tokens: int) -> bool:
-        """Whether a request waits for the store; begins a fetch for it if need be."""
-        assert self._storage is not None
-        pool, name = self._pool, request.request_id
-        if self._loads.is_under_way(name):
-            return False
-        if not self._storage.hold_up(pool, request, num_computed_tokens):
-            return False
-        self._loads.drop(pool, name)
-        return True
+    def _check_below(self, reports: Sequence[TierReport]) -> None:
+        """Refuse reports of tiers below the host that are not due."""
+        for report in reports:
+            if not 0 <= report.tier < len(self.below):
+                raise ValueError(
+                    f"a report of tier {report.tier} below the host came, and the "
+                    f"scheduler has {len(self.below)} such tiers: give it "
+                    "num_storage_blocks, or tiers_below."
+                )
+        for own in self.below:
+            own.check([each for each in reports if each.tier == own.number])
 
-    def _check_storage(self, reports: Sequence[StorageReport]) -> None:
-        """Refuse reports of a store that are not due."""
-        if self._storage is None:
-            raise ValueError(
-                f"{len(reports)} reports of a store came, and the scheduler has none: "
-                "give it num_storage_blocks."
+    def _note_end(self) -> None:
+        """Warn once if many requests have ended, and nothing was ever offered."""
+        self._num_ended += 1
+        if self._num_ended != _MANY_REQUESTS:
+            return
+        stats, pool = self.stats, self._bound_pool
+        is_idle = not (stats.num_offered or stats.num_skipped or stats.num_loads)
+        if self._lazy is not None:
+            # The device may have had room for all of them so far.
+            is_idle &= (
+                isinstance(pool, DeviceBlockPool) and not pool.state.has_key.any()
             )
-        self._storage.check_reports(reports)
+        if is_idle:
+            _LOG.warning(
+                "%d requests with a full block are over, and no block was ever offered "
+                "to the host. Call update_state_after_alloc() for each request, name "
+                "it in SchedulerOutput.num_scheduled_tokens in each step that computes "
+                "it, and give DeviceBlockPool.cache() the blocks that are full; "
+                "JAXKV_STRICT=1 says which of these is missing.",
+                _MANY_REQUESTS,
+            )
 
     def _part_with(self, request: Request) -> None:
         """Let go of a request's load, and store what it leaves behind."""
@@ -679,6 +808,10 @@ class OffloadScheduler:
         self._num_local.pop(request.request_id, None)
         if self._eager is not None:
             self._eager.finish(self._pool, request.request_id)
+
+
+def _refuse_unbound() -> NoReturn:
+    raise RuntimeError("Call bind_device_block_pool() before scheduling.")
 
 
 def _serves_with_others() -> bool:

@@ -16,7 +16,7 @@ LOOKUP_BUCKETS = (1e-5, 5e-5, 1e-4, 5e-4, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.
 DELAY_BUCKETS = (1e-4, 5e-4, 0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0)
 
 MOST_SAMPLES = 1 << 14
-"""Values that a `Histogram` keeps at most until somebody takes them."""
+"""Values that a `Histogram` keeps at most until they are taken."""
 
 
 @dataclasses.dataclass
@@ -42,7 +42,7 @@ class OffloadStats:
             were dropped without.
         num_skipped: Times that a host block was not stored as too few had asked for it
             (`OffloadRules.store_threshold`), or as it was in the tail of a prompt that
-            nobody had asked for (`max_unseen_blocks`).
+            no request had asked for (`max_unseen_blocks`).
         num_evicted: Host blocks that were evicted to make room for others.
         num_loads: Loads that arrived, each for a request.
         num_loads_failed: Loads that did not.
@@ -51,8 +51,11 @@ class OffloadStats:
         num_loaded: Blocks that came back from the host.
         num_copied: Blocks that were copied on the device, in place of a load.
         num_storage_stored: Blocks that got to the store.
-        num_storage_dropped: Blocks that were to be written there and were not: too many
-            were on their way, the host had evicted them, or the store failed.
+        num_storage_dropped_slow: Blocks that were to be written there and were not, as
+            too many were on their way.
+        num_storage_dropped_evicted: Likewise, as the host had evicted them by then.
+        num_storage_dropped_failed: Likewise, as the store failed or was late.
+        num_storage_dropped_reset: Likewise, as the host was reset meanwhile.
         num_storage_loaded: Blocks that came from the store to the host.
         num_storage_failed: Blocks that were to come and did not: they were not there
             any more, not right, or late.
@@ -81,7 +84,10 @@ class OffloadStats:
     num_loaded: int = 0
     num_copied: int = 0
     num_storage_stored: int = 0
-    num_storage_dropped: int = 0
+    num_storage_dropped_slow: int = 0
+    num_storage_dropped_evicted: int = 0
+    num_storage_dropped_failed: int = 0
+    num_storage_dropped_reset: int = 0
     num_storage_loaded: int = 0
     num_storage_failed: int = 0
     num_storage_evicted: int = 0
@@ -91,6 +97,26 @@ class OffloadStats:
     num_host_hit_tokens: int = 0
     num_host_query_tokens: int = 0
 
+    @property
+    def num_storage_dropped(self) -> int:
+        """Blocks that were to be written to the store and were not."""
+        return (
+            self.num_storage_dropped_slow
+            + self.num_storage_dropped_evicted
+            + self.num_storage_dropped_failed
+            + self.num_storage_dropped_reset
+        )
+
+    def with_storage(self, counts: TierCounts, num_evicted: int) -> OffloadStats:
+        """Copy these, with what became of blocks between the host and a store.
+
+        Args:
+            counts: All of that but `num_storage_evicted`.
+            num_evicted: That.
+        """
+        own = {f"num_storage_{name}": num for name, num in vars(counts).items()}
+        return dataclasses.replace(self, num_storage_evicted=num_evicted, **own)
+
     def count_request(
         self, request: Request, num_local: int | None, num_external: int
     ) -> None:
@@ -98,7 +124,7 @@ class OffloadStats:
 
         Args:
             request: The request.
-            num_local: Tokens found on the device; None if nobody has asked for more.
+            num_local: Tokens found on the device; None if none was asked for.
             num_external: Tokens that come from the host or are copied.
         """
         if num_local is not None:
@@ -106,6 +132,22 @@ class OffloadStats:
             self.num_device_hit_tokens += num_local
             self.num_host_query_tokens += request.num_tokens - num_local
             self.num_host_hit_tokens += num_external
+
+
+@dataclasses.dataclass
+class TierCounts:
+    """What became of blocks between a tier and the next one down, in device blocks.
+
+    The fields are those of `OffloadStats` that begin with `num_storage_`.
+    """
+
+    stored: int = 0
+    dropped_slow: int = 0
+    dropped_evicted: int = 0
+    dropped_failed: int = 0
+    dropped_reset: int = 0
+    loaded: int = 0
+    failed: int = 0
 
 
 class InTransit(NamedTuple):
@@ -167,7 +209,7 @@ class Histogram:
             self._samples.append(value)
 
     def keep_samples(self) -> None:
-        """Keep the values from now on, for somebody who takes them every step.
+        """Keep the values from now on, for a reader that takes them every step.
 
         Who does not, gets the last `MOST_SAMPLES`: they are not kept without end.
         """
@@ -190,7 +232,7 @@ class Delays:
 
     Attributes:
         lookups: Seconds of each single look-up.
-        deferrals: Seconds from a look-up that is to be asked again until one that
+        deferrals: Seconds from a look-up that was deferred until one that
             gives an answer, or the end of the request.
         loads: Seconds from the look-up that offered a load until it was reported to
             have arrived, whatever it had to wait for.
@@ -213,7 +255,7 @@ class Delays:
         Args:
             request_id: Whose it is.
             start_s: When it began.
-            num_tokens: What it offered; None if it is to be asked again.
+            num_tokens: What it offered; None if it was deferred.
             is_awaited: Whether the request is to wait for that.
         """
         now_s = self.clock()
@@ -230,9 +272,7 @@ class Delays:
     def note_loads(self, finished: Iterable[str], failed: Iterable[str]) -> None:
         """Note loads that were reported to be over."""
         for request_id in finished:
-            start_s = self._offered_s.pop(request_id, None)
-            if start_s is not None:
-                self.loads.add(self.clock() - start_s)
+            self.loads.add(self.clock() - self._offered_s.pop(request_id))
         for request_id in failed:
             self._offered_s.pop(request_id, None)
 

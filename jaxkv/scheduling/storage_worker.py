@@ -12,12 +12,13 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.native import host_rows
-from jaxkv.scheduling.protocol import StorageBatch, StorageMoves, StorageReport
-from jaxkv.transfer import TransferEngine
+from jaxkv.scheduling.protocol import TierBatch, TierMoves, TierReport
+from jaxkv.scheduling.stats import DELAY_BUCKETS, Histogram
+from jaxkv.transfer import TransferEngine, host_rows
 from jaxkv.transfer.host_bytes import HostRead, HostWrite
 from jaxkv.transfer.storage import Completion, ObjectFormat, StorageIO, open_store
 from jaxkv.transfer.storage.buffers import Buffers
+from jaxkv.transfer.storage.census import Bound
 from jaxkv.transfer.storage.workers import Workers
 from jaxkv.types import BlockKey
 
@@ -29,6 +30,7 @@ _KEPT_BYTES = 64 << 20
 _BYTES_AT_ONCE = 1 << 20
 # Keys of a listing that are told at a time: the index takes about 1 us for each.
 _KEYS_AT_ONCE = 2048
+_NO_REPORT = TierReport()
 
 
 @dataclasses.dataclass(eq=False)
@@ -42,7 +44,7 @@ class _Fetch:
         write: How the bytes get into the host's memory; None until all reads are over.
     """
 
-    batch: StorageBatch
+    batch: TierBatch
     payloads: dict[int, NDArray[np.uint8]]
     num_open: int
     write: HostWrite | None = None
@@ -60,7 +62,7 @@ class _Write:
             until the bytes are copied.
     """
 
-    batch: StorageBatch
+    batch: TierBatch
     deadline_s: float
     oks: list[bool]
     tickets: dict[int, int] | None = None
@@ -108,7 +110,7 @@ def open_storage(
         num_shards=num_shards,
         secret=secret,
     )
-    # Of all that the scheduler may ask for at a time nothing is to be turned away.
+    # Of all that the scheduler may ask for at a time nothing may be turned away.
     num_bytes = max(_LEAST_QUEUE_BYTES, max_blocks * objects.object_bytes)
     storage_io = StorageIO(
         open_store(url),
@@ -147,6 +149,9 @@ class StorageWorker:
     Attributes:
         is_listed: Whether this worker has listed the store once, and has handed out all
             of it. Of several processes only the first one lists.
+        latencies: Seconds of each ``"read"`` and ``"write"`` that the store answered.
+        bound: How many blocks the store may hold, as this engine is set; None if it
+            keeps no bound. Set it before the first `advance`.
     """
 
     def __init__(
@@ -169,6 +174,11 @@ class StorageWorker:
             )
         host_rows.prepare()
         self.is_listed = False
+        self.latencies = {
+            "read": Histogram(DELAY_BUCKETS),
+            "write": Histogram(DELAY_BUCKETS),
+        }
+        self.bound: Bound | None = None
         self._engine = engine
         self._io = storage_io
         self._deadline_s = deadline_s
@@ -189,6 +199,10 @@ class StorageWorker:
         self._fetched: list[tuple[int, tuple[bool, ...]]] = []
         self._written: list[tuple[int, tuple[bool, ...]]] = []
         self._found: list[BlockKey] = []
+        # What to report of the listing, after what it has found.
+        self._listed: bool | None = None
+        self._bound: tuple[int, int] | None = None
+        self._gone: list[BlockKey] = []
         # The shards that a listing has found so far of blocks that lack some.
         self._parts: dict[BlockKey, set[int]] = {}
         self._lists = storage_io.objects.shard == 0
@@ -200,6 +214,11 @@ class StorageWorker:
     def read_bytes_per_s(self) -> float:
         """How fast reads are, the last seconds most; 0 before the first."""
         return self._io.read_bytes_per_s
+
+    @property
+    def deadline_s(self) -> float:
+        """How long a fetch or a write may take."""
+        return self._deadline_s
 
     @property
     def num_in_flight(self) -> int:
@@ -234,7 +253,7 @@ class StorageWorker:
         """What reads and writes objects."""
         return self._io
 
-    def start(self, moves: StorageMoves | None) -> None:
+    def start(self, moves: TierMoves | None) -> None:
         """Start what a step asks for; returns at once."""
         if moves is not None:
             for batch in moves.fetches:
@@ -246,6 +265,8 @@ class StorageWorker:
             if moves.is_last:
                 self._lists = False
                 self._found.clear()
+                self._gone.clear()
+                self._listed = self._bound = None
                 self._parts.clear()
         self.advance()
 
@@ -263,24 +284,36 @@ class StorageWorker:
         self._engine.advance_host(self._copies.submit)
         if self._lists:
             self._list()
+        self._observe()
 
-    def take_reports(
-        self, most_found: int = _KEYS_AT_ONCE
-    ) -> tuple[StorageReport, ...]:
+    def take_reports(self, most_found: int = _KEYS_AT_ONCE) -> tuple[TierReport, ...]:
         """Hand out what is over since the last time; nothing if nothing is.
 
         Args:
             most_found: Keys of a listing at most; the listing waits for what is left.
         """
-        self.is_listed = self._has_listed and not self._found
-        if not (self._fetched or self._written or self._found):
-            return ()
-        found = tuple(self._found[:most_found])
-        report = StorageReport(tuple(self._fetched), tuple(self._written), found)
+        found, self._found = self._found[:most_found], self._found[most_found:]
+        room = most_found - len(found)
+        gone, self._gone = self._gone[:room], self._gone[room:]
+        listed = bound = None
+        if not (self._found or self._gone):
+            self.is_listed = self._has_listed
+            listed, self._listed = self._listed, None
+            bound, self._bound = self._bound, None
+        ended = tuple(self._fetched), tuple(self._written)
+        report = TierReport(*ended, tuple(found), listed, bound, tuple(gone))
         self._fetched, self._written = [], []
-        self._found = self._found[most_found:]
-        self.is_listed = self._has_listed and not self._found
-        return (report,)
+        return () if report == _NO_REPORT else (report,)
+
+    @property
+    def is_listing_due(self) -> bool:
+        """Whether the store is being listed, or will be."""
+        return self._is_listing or self._next_list_s < math.inf
+
+    def note_late(self) -> None:
+        """Report that the listing takes longer than a caller waits for it."""
+        if self._lists and self._listed is None:
+            self._listed = False
 
     def wait(self) -> None:
         """Wait until all fetches and writes are over, or late."""
@@ -294,7 +327,7 @@ class StorageWorker:
                     self._give_up()
 
     def end_fetches(self) -> None:
-        """Give all fetches up, and wait until nobody writes to their host blocks.
+        """Abandon all fetches, and wait until their host blocks are not written to.
 
         It does not wait for the store, only for copies in memory. They are reported, as
         what they have brought until now.
@@ -312,6 +345,7 @@ class StorageWorker:
             timeout_s: How long to wait for writes and deletes that are under way.
         """
         _close(self._copies, self._io, timeout_s)
+        self._observe()
 
     @property
     def closer(self) -> Callable[[], None]:
@@ -330,15 +364,15 @@ class StorageWorker:
             fetch.num_open = 0
         self._read_of.clear()
 
-    def _start_fetch(self, batch: StorageBatch) -> None:
+    def _start_fetch(self, batch: TierBatch) -> None:
         deadline_s = self._clock() + self._deadline_s
         fetch = _Fetch(batch, {}, len(batch.keys))
         self._fetches[batch.event] = fetch
         for index, ticket in enumerate(self._io.submit_reads(batch.keys, deadline_s)):
             self._read_of[ticket] = fetch, index
 
-    def _start_write(self, batch: StorageBatch) -> None:
-        held = self._engine.read_host(batch.host_blocks)
+    def _start_write(self, batch: TierBatch) -> None:
+        held = self._engine.read_host(batch.upper_blocks)
         oks = [False] * len(batch.keys)
         write = _Write(batch, self._clock() + self._deadline_s, oks)
         self._copies.submit(self._copy, write, held)
@@ -383,7 +417,7 @@ class StorageWorker:
         batch, indices = fetch.batch, sorted(fetch.payloads)
         if fetch.write is None and indices:
             fetch.write = self._engine.write_host(
-                [batch.host_blocks[index] for index in indices],
+                [batch.upper_blocks[index] for index in indices],
                 [fetch.payloads[index] for index in indices],
             )
         if fetch.write is not None and not fetch.write.is_over:
@@ -417,7 +451,7 @@ class StorageWorker:
             write = next(iter(self._writes.values()))
             if write.tickets is None or now_s <= write.deadline_s:
                 return
-            self._io.cancel(write.tickets)
+            self._io.cancel(write.tickets, is_late=True)
             for ticket in write.tickets:
                 del self._write_of[ticket]
             write.tickets = {}
@@ -427,16 +461,23 @@ class StorageWorker:
         del self._writes[write.batch.event]
         self._written.append((write.batch.event, tuple(write.oks)))
 
+    def _observe(self) -> None:
+        """Count how long the store took, and log whether it fails."""
+        for kind, latencies in self._io.take_latencies().items():
+            for latency_s in latencies:
+                self.latencies[kind].add(latency_s)
+        self._io.log_health()
+
     def _list(self) -> None:
         """Begin to list the store when it is time, and take what was found."""
         if not self._is_listing:
             if self._clock() < self._next_list_s:
                 return
-            self._io.list_all()
+            self._io.list_all(self.bound)
             self._is_listing = True
-        if len(self._found) >= _KEYS_AT_ONCE:
+        if len(self._found) + len(self._gone) >= _KEYS_AT_ONCE:
             return
-        pages, is_over = self._io.take_pages()
+        pages, ended = self._io.take_pages(_KEYS_AT_ONCE - len(self._found))
         num_shards = self._io.objects.num_shards
         for page in pages:
             if num_shards == 1:
@@ -448,9 +489,13 @@ class StorageWorker:
                 if len(shards) == num_shards:
                     del self._parts[key]
                     self._found.append(key)
-        if is_over:
+        if ended is not None:
             self._parts.clear()
             self._is_listing, self._has_listed = False, True
+            self._listed = ended.is_whole
+            self._gone += ended.gone
+            if ended.bound is not None:
+                self._bound = ended.bound, ended.num_blocks
             every_s = self._list_every_s
             self._next_list_s = math.inf if every_s is None else self._clock() + every_s
 

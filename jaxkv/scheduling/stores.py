@@ -2,61 +2,35 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain, compress
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv.scheduling.moves import Ledger, Move, Report
 from jaxkv.scheduling.prefix import Rows
-from jaxkv.scheduling.protocol import NO_EVENT
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
-from jaxkv.tiers.device import DeviceBlockPool
-from jaxkv.tiers.host import OffloadingManager
-from jaxkv.types import BlockKey
+from jaxkv.tiers.base import Placement
+from jaxkv.tiers.device import DeviceBlockPool, Victims
+from jaxkv.tiers.index import BlockIndex
+from jaxkv.types import NO_BLOCK, BlockKey
 
 Item = TypeVar("Item")
-
-
-@dataclasses.dataclass
-class StoreBatch:
-    """Blocks on their way to the host. n rows, each a host block.
-
-    Attributes:
-        keys: Key of each row.
-        device_blocks: The device blocks of all rows, m for each, held until the end.
-        host_blocks: Where each row goes.
-        num_reports: Workers that reported it.
-        has_failed: Whether one of them reported a failure.
-        is_stale: Whether the host tier has forgotten it.
-    """
-
-    keys: list[BlockKey] = dataclasses.field(default_factory=list)
-    device_blocks: list[int] = dataclasses.field(default_factory=list)
-    host_blocks: list[int] = dataclasses.field(default_factory=list)
-    num_reports: int = 0
-    has_failed: bool = False
-    is_stale: bool = False
-
-    def take(self, num: int, num_blocks: int) -> StoreBatch:
-        """Take the first rows, and their device blocks, out of what has not left."""
-        # Not two copies: what stays may be a thousand times as much.
-        taken = StoreBatch(
-            self.keys[:num], self.device_blocks[:num_blocks], self.host_blocks[:num]
-        )
-        del self.keys[:num], self.device_blocks[:num_blocks], self.host_blocks[:num]
-        return taken
+Store: TypeAlias = Move[list[int]]
+"""Device blocks, m of them for each row, on their way to the host."""
 
 
 class Stores:
-    """The stores of all requests, whoever chooses the blocks.
+    """The stores of all requests, eager or lazy.
 
     A device block is held until its store has ended. It keeps its place in the order
     of eviction meanwhile, so that a store changes nothing about what goes next.
+
+    With `store_batch_blocks`, blocks wait for one another. When they leave depends on
+    counts alone, which are the same in all processes that serve one model.
 
     Args:
         host: The host tier.
@@ -66,13 +40,12 @@ class Stores:
 
     Attributes:
         num_changes: Counts what may have made room on the host.
-        num_blocks_in_flight: Device blocks that are being read.
         stats: As given.
     """
 
     def __init__(
         self,
-        host: OffloadingManager,
+        host: BlockIndex,
         rules: OffloadRules,
         stats: OffloadStats,
         on_arrival: Callable[[Sequence[BlockKey]], None] | None = None,
@@ -83,24 +56,29 @@ class Stores:
         self._host = host
         self._rules = rules
         self._factor = rules.blocks_per_host_block
-        self._waiting = StoreBatch()
-        self._in_flight: dict[int, StoreBatch] = {}
-        self._next_event = 0
-        self.num_blocks_in_flight = 0
-        # Host blocks in flight that the host tier has not forgotten.
+        self._waiting = _no_blocks()
+        # Steps for which these may stay; all of them while there is nothing.
+        self._steps_left = rules.store_max_wait_steps
+        self._in_flight: Ledger[Store] = Ledger("store event", rules.world_size)
+        # Rows in flight that the host tier has not forgotten.
         self._num_known_in_flight = 0
 
     def __len__(self) -> int:
-        return len(self._in_flight) + bool(self._waiting.keys)
+        return len(self._in_flight.moves) + bool(self._waiting.keys)
+
+    @property
+    def num_blocks_in_flight(self) -> int:
+        """Device blocks that are being read."""
+        return self._in_flight.num_blocks
 
     @property
     def in_transit(self) -> tuple[int, int, int]:
-        """The part of `InTransit` that tells of stores; for any thread."""
+        """The stores' part of `InTransit`; for any thread."""
         # In this order, so that what leaves meanwhile is not counted twice.
         num_known = self._num_known_in_flight
         waiting = self._waiting
         return (
-            len(waiting.device_blocks),
+            len(waiting.sources),
             num_known * self._factor,
             len(waiting.keys) + num_known,
         )
@@ -109,52 +87,83 @@ class Stores:
     def is_congested(self) -> bool:
         """Whether as much waits as may be in flight at a time."""
         most = self._rules.max_blocks_in_flight
-        return most is not None and len(self._waiting.device_blocks) >= most
+        return most is not None and len(self._waiting.sources) >= most
 
-    def place(self, pool: DeviceBlockPool, offer: Rows, *, check: bool = True) -> int:
+    def place(self, pool: DeviceBlockPool, offer: Rows) -> tuple[int, bool]:
         """Find room on the host for blocks that it does not know.
 
         Args:
             pool: The device's blocks.
             offer: What could be stored. What a device block does not contain, and what
                 the host has, counts as done.
-            check: Whether to look what the device blocks contain.
 
         Returns:
-            How many rows are done, from the first on.
+            How many rows are done, from the first on; and whether the device blocks
+            contain all of the rows.
         """
         num = len(offer.keys)
         if not num:
-            return 0
+            return 0, True
         blocks = np.asarray(offer.device_blocks, np.int64)
-        is_held: NDArray[np.bool_] | None = None  # None if all are.
-        if check:
-            held = pool.holds(blocks, offer.device_keys)
-            if not held.all():
-                is_held = np.all(held.reshape(-1, self._factor), axis=1)
+        held = pool.holds(blocks, offer.device_keys)
         blocks = blocks.reshape(-1, self._factor)
-        # All or, as the tier places all or none, half of them, and so on: the head of
-        # a prefix is worth having without its tail.
-        while num and not self._take(pool, num, offer.keys, blocks, is_held):
+        is_held: NDArray[np.bool_] | None = None  # None if all are.
+        if np.count_nonzero(held) < len(held):
+            is_held = np.all(held.reshape(-1, self._factor), axis=1)
+
+        def take(num: int) -> bool:
+            keys, own_blocks = offer.keys, blocks
+            if num < len(keys):
+                keys, own_blocks = keys[:num], blocks[:num]
+            if is_held is not None:
+                own = is_held[:num]
+                keys, own_blocks = list(compress(keys, own.tolist())), own_blocks[own]
+            return self._take(pool, self._host.place(keys), own_blocks)
+
+        return self._halve(num, take), is_held is None
+
+    def place_victims(self, pool: DeviceBlockPool, victims: Victims) -> None:
+        """Find room on the host for blocks that the device is about to evict.
+
+        Args:
+            pool: The device's blocks, rows of one.
+            victims: What it has just told of them. The host does not evict what they
+                have there to make room for the others.
+        """
+        bare = victims.block_ids[victims.rows]
+
+        def take(num: int) -> bool:
+            keys, blocks, copies = victims.keys, bare, victims.copies
+            if num < len(copies):
+                num_bare = int(np.searchsorted(victims.rows, num))
+                keys, blocks, copies = keys[:num_bare], bare[:num_bare], copies[:num]
+            placement = self._host.place_beside(keys, copies[copies != NO_BLOCK])
+            if placement is not None:
+                placed = blocks if placement.rows is None else blocks[placement.rows]
+                pool.note_copies(placed, placement.block_ids)
+            return self._take(pool, placement, blocks)
+
+        self._halve(len(victims.block_ids), take)
+
+    def _halve(self, num: int, take: Callable[[int], bool]) -> int:
+        """Take the first rows, or half of them, and so on; return how many.
+
+        The tier places all or none, and the head of a prefix is worth having without
+        its tail.
+        """
+        while num and not take(num):
             self.stats.num_store_refusals += 1
+            self.hurry()  # What waits has places that others could have.
             num //= 2
         return num
 
     def _take(
         self,
         pool: DeviceBlockPool,
-        num: int,
-        keys: Sequence[BlockKey],
+        placement: Placement | None,
         blocks: NDArray[np.int64],
-        is_held: NDArray[np.bool_] | None,
     ) -> bool:
-        """Find room for the first rows, all or none; tell whether there was."""
-        if num < len(keys):
-            keys, blocks = keys[:num], blocks[:num]
-        if is_held is not None:
-            own = is_held[:num]
-            keys, blocks = list(compress(keys, own.tolist())), blocks[own]
-        placement = self._host.place(keys)
+        """Have what has found room wait; return whether all that was given has."""
         if placement is None:
             return False
         if placement.rows is not None:
@@ -163,108 +172,117 @@ class Stores:
         pool.pin(to_read)
         self.stats.num_offered += len(to_read)
         self._waiting.keys += placement.keys
-        self._waiting.host_blocks += placement.block_ids.tolist()
-        self._waiting.device_blocks += to_read.tolist()
+        self._waiting.targets += placement.block_ids.tolist()
+        self._waiting.sources += to_read.tolist()
         return True
 
-    def issue(self, num_blocks: int | None, in_flight: int) -> tuple[int, StoreBatch]:
+    def hurry(self) -> None:
+        """Have what waits leave with the next step."""
+        if self._waiting.keys and self._rules.store_batch_blocks:
+            self._steps_left = 0
+
+    def issue(
+        self,
+        pool: DeviceBlockPool,
+        num_blocks: int | None,
+        in_flight: int,
+        *,
+        must_leave: bool = False,
+    ) -> Store:
         """Send out what has a place on the host, the first come first.
 
         Args:
+            pool: The device's blocks.
             num_blocks: How many device blocks may leave; None for any number. A row
                 that is larger leaves if nothing else is in flight.
             in_flight: Device blocks that are in flight, in either direction.
+            must_leave: Whether nothing may wait for others to leave with it.
 
         Returns:
-            The event and what leaves with it.
+            What leaves, without an event if that is nothing.
         """
         waiting = self._waiting
         num = len(waiting.keys)
+        if num and self._stays(pool, must_leave):
+            return _no_blocks()
         if num_blocks is not None:
             least = 0 if in_flight else 1
             num = min(num, max(num_blocks // self._factor, least))
         if num == 0:
-            return NO_EVENT, StoreBatch()
-        event = self._next_event
-        self._next_event += 1
+            return _no_blocks()
         if num == len(waiting.keys):
-            leaving, self._waiting = waiting, StoreBatch()
+            leaving, self._waiting = waiting, _no_blocks()
+            self._steps_left = self._rules.store_max_wait_steps
         else:
-            leaving = waiting.take(num, num * self._factor)
-        self._in_flight[event] = leaving
-        self.num_blocks_in_flight += len(leaving.device_blocks)
-        self._num_known_in_flight += len(leaving.keys)
-        return event, leaving
+            # Not two copies: what stays may be a thousand times as much.
+            keys, targets, end = waiting.keys, waiting.targets, num * self._factor
+            leaving = Move(keys[:num], waiting.sources[:end], targets[:num])
+            del keys[:num], waiting.sources[:end], targets[:num]
+        self._in_flight.issue([leaving])
+        self._num_known_in_flight += num
+        return leaving
 
-    def check_reports(self, completed: Sequence[int], failed: Sequence[int]) -> None:
+    def _stays(self, pool: DeviceBlockPool, must_leave: bool) -> bool:
+        """Whether what waits goes on doing so for a step, to leave with more."""
+        batch = self._rules.store_batch_blocks
+        if not batch:
+            return False
+        # Less than a batch is pinned: with as many free, no allocation waits for it.
+        if must_leave or len(self._waiting.sources) >= batch or pool.num_free < batch:
+            self._steps_left = 0
+        if not self._steps_left:
+            return False
+        self._steps_left -= 1
+        return True
+
+    def check(self, reports: Sequence[Report]) -> None:
         """Raise ValueError if workers report what is not in flight on them."""
-        if not (completed or failed):
-            return
-        for event, count in Counter((*completed, *failed)).items():
-            sent = self._in_flight.get(event)
-            due = self._rules.world_size - sent.num_reports if sent else 0
-            if count > due:
-                raise ValueError(
-                    f"{count} reports of store event {event}, of which {due} are due; "
-                    f"in flight are {list(self._in_flight)}."
-                )
+        self._in_flight.check(reports)
 
-    def report(
-        self, pool: DeviceBlockPool, completed: Sequence[int], failed: Sequence[int]
-    ) -> tuple[list[int], list[int]]:
-        """Note what workers reported, which `check_reports` has let pass.
+    def report(self, pool: DeviceBlockPool, reports: Sequence[Report]) -> list[Store]:
+        """Note what workers reported, which `check` has let pass.
 
         Returns:
-            The events that are over on all workers: those that arrived, and those that
-            did not.
+            The stores that are over on all workers.
         """
-        if not (completed or failed):
-            return [], []
-        has_failed = set(failed)
-        ended: dict[int, StoreBatch] = {}
-        for event in (*completed, *failed):
-            sent = self._in_flight[event]
-            sent.num_reports += 1
-            sent.has_failed |= event in has_failed
-            if sent.num_reports == self._rules.world_size:
-                ended[event] = self._in_flight.pop(event)
-                self.num_blocks_in_flight -= len(sent.device_blocks)
-                self._num_known_in_flight -= len(sent.keys) * (not sent.is_stale)
-        if ended:
-            self._end(pool, list(ended.values()))
-        return (
-            [event for event, sent in ended.items() if not sent.has_failed],
-            [event for event, sent in ended.items() if sent.has_failed],
-        )
+        over = self._in_flight.report(reports)
+        if over:
+            self._end(pool, over)
+        return over
 
     def forget(self, pool: DeviceBlockPool) -> None:
         """Let go of what waits; what is in flight holds its device blocks, no more."""
-        pool.unpin(self._waiting.device_blocks)
-        for sent in (self._waiting, *self._in_flight.values()):
-            if not sent.is_stale:
-                self.stats.num_dropped_reset += len(sent.device_blocks)
-            sent.is_stale = True
-        self._waiting = StoreBatch()
+        pool.unpin(self._waiting.sources)
+        for store in (self._waiting, *self._in_flight.moves.values()):
+            if not store.is_stale:
+                self.stats.num_dropped_reset += len(store.sources)
+            store.is_stale = True
+        self._waiting = _no_blocks()
+        self._steps_left = self._rules.store_max_wait_steps
         self._num_known_in_flight = 0
 
-    def _end(self, pool: DeviceBlockPool, transfers: Sequence[StoreBatch]) -> None:
-        known = [sent for sent in transfers if not sent.is_stale]
-        arrived = [sent for sent in known if not sent.has_failed]
+    def _end(self, pool: DeviceBlockPool, over: Sequence[Store]) -> None:
+        known = [store for store in over if not store.is_stale]
+        self._num_known_in_flight -= sum(len(store.keys) for store in known)
+        arrived = [store for store in known if store.ok]
         if arrived:
-            keys = _joined([sent.keys for sent in arrived])
-            self._host.publish(_joined([sent.host_blocks for sent in arrived]), keys)
+            keys = _joined([store.keys for store in arrived])
+            self._host.publish(_joined([store.targets for store in arrived]), keys)
             if self._on_arrival is not None:
                 self._on_arrival(keys)
-            self.stats.num_stored += sum(len(sent.device_blocks) for sent in arrived)
-        lost = [sent for sent in known if sent.has_failed]
+            self.stats.num_stored += sum(len(store.sources) for store in arrived)
+        lost = [store for store in known if not store.ok]
         if lost:
-            keys = _joined([sent.keys for sent in lost])
+            keys = _joined([store.keys for store in lost])
             self._host.complete_store(keys, False)
             self._host.drops.note(keys, "store failed")
-            num_lost = sum(len(sent.device_blocks) for sent in lost)
-            self.stats.num_dropped_failed += num_lost
-        pool.unpin(_joined([sent.device_blocks for sent in transfers]))
+            self.stats.num_dropped_failed += sum(len(store.sources) for store in lost)
+        pool.unpin(_joined([store.sources for store in over]))
         self.num_changes += 1
+
+
+def _no_blocks() -> Store:
+    return Move([], [], [])
 
 
 def _joined(lists: Sequence[list[Item]]) -> list[Item]:

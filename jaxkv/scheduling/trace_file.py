@@ -1,6 +1,6 @@
 """The file that requests are recorded in: of bounded size, whole, and of one process.
 
-Where a file has no room for what is to be appended, FILE becomes FILE.1, FILE.1 becomes
+Where a file has no room for the next part, FILE becomes FILE.1, FILE.1 becomes
 FILE.2, and a new FILE begins. A file is locked while it is written, so that no two
 processes write one. What could be written in part only, as the disk is full, is taken
 back. A file whose name ends in ".gz" is a row of gzip members, each whole: whoever is

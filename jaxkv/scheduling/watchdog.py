@@ -78,7 +78,7 @@ class Watchdog:
             yield
         finally:
             self._watch.since_s = None
-            self._watch.say = str  # It may hold whoever holds this.
+            self._watch.say = str  # It may refer to the owner of this.
 
     def beat(self) -> None:
         """Note that the call goes on; the time begins anew."""

@@ -4,65 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, Self
 
 import jax
 import numpy as np
 
-from jaxkv.scheduling.agreement import Agreement, EventName
+from jaxkv._util import strict_class
+from jaxkv.scheduling.agreement import Agreement, Batch, EventName, Transfer
 from jaxkv.scheduling.agreement import PlanMismatchError as PlanMismatchError
 from jaxkv.scheduling.exchange import AgreementError as AgreementError
 from jaxkv.scheduling.exchange import open_exchanges
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
+    NO_REPORTS,
     ConnectorOutput,
+    Mover,
     OffloadMetadata,
-    StorageReport,
+    TierMoves,
+    TierReport,
 )
 from jaxkv.scheduling.stats import SIZE_BUCKETS, Histogram
-from jaxkv.scheduling.storage_agreement import KEYS_PER_STEP, StorageAgreement
 from jaxkv.scheduling.storage_worker import StorageWorker
+from jaxkv.scheduling.tier_agreement import KEYS_PER_STEP, TierAgreement
 from jaxkv.transfer import Completion, StepLoads, Ticket, TransferEngine
 from jaxkv.types import PyTree
 
 _RATE_WEIGHT = 0.25
-
-
-@dataclasses.dataclass(eq=False)
-class _Batch:
-    """The transfers of a step in one direction, which share its bandwidth.
-
-    Attributes:
-        start_s: When they were started.
-        num_left: Those that were not reported.
-        in_step: Whether the step's own program writes them, in its own time.
-        num_bytes: Bytes of those that arrived.
-        end_s: When the last of these was reported.
-    """
-
-    start_s: float
-    num_left: int
-    in_step: bool = False
-    num_bytes: int = 0
-    end_s: float | None = None
-
-
-class _Pending(NamedTuple):
-    """A transfer that was started and not reported.
-
-    Attributes:
-        name: The store event, or the requests that wait for the load.
-        batch: What was started with it.
-        step: In which step.
-    """
-
-    name: EventName
-    batch: _Batch
-    step: int
 
 
 class OffloadWorker:
@@ -77,7 +48,7 @@ class OffloadWorker:
 
     Args:
         engine: The transfer engine of the device pool. It is the worker's alone: what
-            others move with it is not reported to anybody.
+            others move with it is not reported.
         deadline_s: How long a transfer may take. One that takes longer is abandoned and
             reported as failed. None to wait for as long as it takes, which one process
             with `report_after_steps` does in any case. Where several processes serve
@@ -99,6 +70,8 @@ class OffloadWorker:
             for how long transfers that are due are waited for.
         storage: Moves blocks between the host and a store, on the same engine; None
             where there is none.
+        movers: For each of the scheduler's `tiers_below`, what moves blocks between it
+            and the tier above it.
 
     Raises:
         ValueError: If the block axis of the engine's pool is sharded, or if arguments
@@ -122,6 +95,10 @@ class OffloadWorker:
             that the processes agreed on.
     """
 
+    def __new__(cls, *_args: Any, **_named: Any) -> Self:
+        """Make a strict one where `JAXKV_STRICT` asks for it."""
+        return super().__new__(strict_class(cls))
+
     def __init__(
         self,
         engine: TransferEngine,
@@ -132,6 +109,7 @@ class OffloadWorker:
         agreement_timeout_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
         storage: StorageWorker | None = None,
+        movers: Sequence[Mover] = (),
     ) -> None:
         shards = (0, 1) if storage is None else storage.shards
         if storage is not None and shards != (jax.process_index(), jax.process_count()):
@@ -172,26 +150,29 @@ class OffloadWorker:
         self._engine = engine
         self._deadline_s = deadline_s if report_after_steps is None else None
         self._agreement, self._plans = None, None
-        self._storage_agreement: StorageAgreement | None = None
+        self._movers: tuple[Mover, ...] = tuple(movers)
+        if storage is not None:
+            self._movers += (storage,)
+        self._tier_agreement: TierAgreement | None = None
         if jax.process_count() > 1:
-            outcomes, self._plans, stored = open_exchanges(
-                agreement_timeout_s, ("outcomes", "plans", "storage")
+            outcomes, self._plans, below = open_exchanges(
+                agreement_timeout_s, ("outcomes", "plans", "below")
             )
             self._agreement = Agreement(outcomes, engine, deadline_s, clock)
-            if storage is not None:
-                self._storage_agreement = StorageAgreement(stored, jax.process_count())
+            if self._movers:
+                self._tier_agreement = TierAgreement(below, jax.process_count())
         self._report_after_steps = report_after_steps
         self._check_plans = check_plans
         self._clock = clock
         self._step = 0
         # In the order in which they were started.
-        self._pending: OrderedDict[Ticket, _Pending] = OrderedDict()
+        self._pending: dict[Ticket, Transfer] = {}
+        # Those that have ended and were not reported, where one process reports alone.
+        self._over: dict[Ticket, Transfer] = {}
         self._num_pending = {"save": 0, "load": 0}
-        self._completions: dict[Ticket, Completion] = {}
-        # Where several processes agree: how transfers ended, None for those that have
-        # failed, and that is to be reported.
-        self._agreed: list[tuple[Ticket, Completion | None]] = []
-        self._agreed_storage: list[StorageReport] = []
+        # What several processes have agreed on, and is not reported.
+        self._agreed: list[Transfer] = []
+        self._agreed_below: list[TierReport] = []
 
     @property
     def num_in_flight(self) -> int:
@@ -233,7 +214,7 @@ class OffloadWorker:
             The pool to run the model on.
 
         Raises:
-            RuntimeError: If nobody took the loads of the last step, or started it.
+            RuntimeError: If the last step was not started, or its loads not taken.
             PlanMismatchError: If another process has another plan: with `check_plans`
                 before anything of it is started, else when a transfer is due.
             AgreementError: If another process, or a transfer that is due, makes this
@@ -279,14 +260,8 @@ class OffloadWorker:
                 in_step=meta.load_in_step,
             )
             self._note(tickets, names, meta.load_in_step)
-        if self.storage is not None:
-            self.storage.start(meta.storage)
-            if self._storage_agreement is not None:
-                self._settle_storage(
-                    self.storage,
-                    self._storage_agreement,
-                    self._step - (self._report_after_steps or 0),
-                )
+        if self._movers:
+            self._start_below(meta.below)
         return pool
 
     def take_step_loads(
@@ -318,19 +293,44 @@ class OffloadWorker:
     def poll(self) -> ConnectorOutput:
         """Report the transfers that completed since the last time; never waits."""
         if self._agreement is not None:
-            self._agreement.say()
-            if self.storage is not None:
-                self.storage.advance()
+            self._agreement.send()
+            self._advance_below()
             return self._report(self._take_agreed())
-        self._keep(self._engine.poll())
-        if self.storage is not None:
-            self.storage.advance()
+        # Of abandoned transfers, which are not pending, copies may be under way.
+        if self._pending or self._engine.num_in_flight:
+            self._keep(self._engine.poll())
+        elif not self._movers:
+            return NO_REPORTS
+        self._advance_below()
         return self._report(self._take_own())
+
+    def poll_storage(self, *, is_late: bool = False) -> ConnectorOutput:
+        """Report what is new of the store alone.
+
+        Processes that serve one model call it equally often, and wait for one another.
+
+        Args:
+            is_late: Have it reported that the listing of the store takes too long. Of
+                several processes the first one's counts.
+
+        Raises:
+            RuntimeError: There is no store.
+            AgreementError: As `start`.
+        """
+        if self.storage is None:
+            raise RuntimeError("this worker has no storage: there is none to wait for.")
+        self.storage.advance()
+        if is_late or not self.storage.is_listing_due:
+            self.storage.note_late()
+        if self._agreement is not None:
+            with self._agreement.watch(f"the store in step {self._step}"):
+                self._settle_below(self._step)
+        return ConnectorOutput(below=self._take_below())
 
     def drain(self, pool: PyTree) -> tuple[PyTree, ConnectorOutput]:
         """Wait for all transfers and report them.
 
-        For those between the host and a store no longer than their deadlines.
+        For those to and from tiers below the host no longer than their deadlines.
 
         Args:
             pool: The device pool. Donated if there are loads.
@@ -345,17 +345,24 @@ class OffloadWorker:
         if self._agreement is not None:
             with self._agreement.watch(f"OffloadWorker.drain in step {self._step}"):
                 pool = self._settle(pool, self._agreement, self._step, True)
-                if self.storage is not None and self._storage_agreement is not None:
-                    self.storage.wait()
-                    self._settle_storage(
-                        self.storage, self._storage_agreement, self._step
-                    )
+                for mover in self._movers:
+                    mover.wait()
+                self._settle_below(self._step)
             return pool, self._report(self._take_agreed())
         pool, completions = self._engine.drain(pool)
         self._keep(completions)
-        if self.storage is not None:
-            self.storage.wait()
+        for mover in self._movers:
+            mover.wait()
         return pool, self._report(self._take_own(is_last=True))
+
+    def abandon(self) -> ConnectorOutput:
+        """Abandon all transfers, as where the pool is gone; report them as failed."""
+        transfers = list(self._pending.values())
+        for transfer in transfers:
+            if not transfer.is_over:
+                self._engine.abandon(transfer.ticket)
+            transfer.end(None)
+        return self._report(transfers)
 
     def _note(
         self,
@@ -364,37 +371,34 @@ class OffloadWorker:
         in_step: bool = False,
     ) -> None:
         """Take note of the transfers of a step in one direction."""
-        batch = _Batch(self._clock(), len(tickets), in_step)
+        batch = Batch(self._clock(), len(tickets), in_step)
         for ticket, name in zip(tickets, names, strict=True):
-            self._pending[ticket] = _Pending(name, batch, self._step)
+            transfer = Transfer(ticket, name, batch, self._step)
+            self._pending[ticket] = transfer
             self._num_pending[ticket.direction] += 1
             if self._agreement is not None:
-                self._agreement.begin(ticket, name, self._step)
-
-    def _forget(self, ticket: Ticket) -> _Pending:
-        self._num_pending[ticket.direction] -= 1
-        return self._pending.pop(ticket)
+                self._agreement.begin(transfer)
 
     def _keep(self, completions: Iterable[Completion]) -> None:
         """Keep what the engine reported until it is due, but for what others moved."""
         for done in completions:
-            if done.ticket in self._pending:
-                self._completions[done.ticket] = done
+            transfer = self._pending.get(done.ticket)
+            if transfer is not None:
+                transfer.end(done)
+                self._over[done.ticket] = transfer
 
     def _is_due(self) -> bool:
         """Whether a transfer has to be waited for now."""
         if self._report_after_steps is None:
             return False
         self._keep(self._engine.poll())
-        return any(ticket not in self._completions for ticket in self._old())
+        return not all(transfer.is_over for transfer in self._old())
 
-    def _old(self) -> Iterator[Ticket]:
+    def _old(self) -> Iterator[Transfer]:
         """Give the transfers that `report_after_steps` is over for."""
         last = self._step - (self._report_after_steps or 0)
-        for ticket, pending in self._pending.items():
-            if pending.step > last:
-                break
-            yield ticket
+        each = self._pending.values()
+        return itertools.takewhile(lambda transfer: transfer.step <= last, each)
 
     def _settle(
         self, pool: PyTree, agreement: Agreement, last: int, wait_for_all: bool
@@ -403,84 +407,97 @@ class OffloadWorker:
         pool, agreed = agreement.settle(pool, last, wait_for_all=wait_for_all)
         self._agreed += agreed
         if self._check_plans:
-            for ticket, done in agreed:
-                text = f"{self._pending[ticket].name!r} {done is not None}"
+            for transfer in agreed:
+                text = f"{transfer.name!r} {transfer.done is not None}"
                 link = self.plan_digest + text.encode("utf-8", "surrogatepass")
                 self.plan_digest = hashlib.sha256(link).digest()
         return pool
 
-    def _settle_storage(
-        self, storage: StorageWorker, agreement: StorageAgreement, last: int
-    ) -> None:
-        """Agree with the other processes on what the store was asked up to a step."""
-        agreement.say(storage.take_reports(KEYS_PER_STEP), self._step)
-        reports = agreement.hear(last)
-        self._agreed_storage += reports
+    def _start_below(self, moves: Sequence[TierMoves]) -> None:
+        """Start what is asked of tiers below the host; settle what is due."""
+        asked = {each.tier: each for each in moves}
+        for number, mover in enumerate(self._movers):
+            mover.start(asked.get(number))
+        self._settle_below(self._step - (self._report_after_steps or 0))
+
+    def _advance_below(self) -> None:
+        for mover in self._movers:
+            mover.advance()
+
+    def _settle_below(self, last: int) -> None:
+        """Agree with the other processes on what was asked below up to a step."""
+        agreement = self._tier_agreement
+        if agreement is None:
+            return
+        agreement.send(self._own_below(KEYS_PER_STEP), self._step)
+        reports = agreement.receive(last)
+        self._agreed_below += reports
         if self._check_plans and reports:
             link = self.plan_digest + repr(reports).encode()
             self.plan_digest = hashlib.sha256(link).digest()
 
-    def _take_storage(self) -> tuple[StorageReport, ...]:
-        """Take what is to be reported of the store."""
-        if self.storage is None:
-            return ()
-        if self._storage_agreement is None:
-            return self.storage.take_reports()
-        agreed, self._agreed_storage = self._agreed_storage, []
+    def _own_below(self, *most_found: int) -> tuple[TierReport, ...]:
+        """Take what is over in this process."""
+        reports: list[TierReport] = []
+        for number, mover in enumerate(self._movers):
+            for report in mover.take_reports(*most_found):
+                reports.append(dataclasses.replace(report, tier=number))
+        return tuple(reports)
+
+    def _take_below(self) -> tuple[TierReport, ...]:
+        """Take the reports of the tiers below the host."""
+        if self._tier_agreement is None:
+            return self._own_below()
+        agreed, self._agreed_below = self._agreed_below, []
         return tuple(agreed)
 
-    def _take_agreed(self) -> list[tuple[_Pending, Completion | None]]:
-        """Take what is to be reported, and how it ended; None if it has failed."""
+    def _take_agreed(self) -> list[Transfer]:
+        """Take what several processes report."""
         agreed, self._agreed = self._agreed, []
-        return [(self._forget(ticket), done) for ticket, done in agreed]
+        return agreed
 
-    def _take_own(
-        self, *, is_last: bool = False
-    ) -> list[tuple[_Pending, Completion | None]]:
-        """Take what one process alone is to report, in the same form."""
-        taken: list[tuple[_Pending, Completion | None]] = []
+    def _take_own(self, *, is_last: bool = False) -> list[Transfer]:
+        """Take what one process alone reports."""
         waits = not is_last and self._report_after_steps is not None
-        for ticket in list(self._old() if waits else self._completions):
-            if ticket in self._completions:
-                done = self._completions.pop(ticket)
-                taken.append((self._forget(ticket), None if done.error else done))
+        old = self._old() if waits else self._over.values()
+        taken = [transfer for transfer in old if transfer.is_over]
         if self._deadline_s is not None:
-            now_s = self._clock()
-            for ticket in list(self._late(now_s - self._deadline_s)):
-                self._engine.abandon(ticket)
-                taken.append((self._forget(ticket), None))
+            start_s = self._clock() - self._deadline_s
+            for transfer in self._pending.values():
+                if not transfer.batch.start_s < start_s:
+                    break
+                # A step's own loads have no deadline.
+                if not (transfer.is_over or transfer.batch.in_step):
+                    self._engine.abandon(transfer.ticket)
+                    transfer.end(None)
+                    taken.append(transfer)
         return taken
 
-    def _late(self, start_s: float) -> Iterator[Ticket]:
-        """Give the transfers that began before a time, but for a step's own."""
-        for ticket, pending in self._pending.items():
-            if not pending.batch.start_s < start_s:
-                break
-            if not pending.batch.in_step:
-                yield ticket
-
-    def _report(
-        self, taken: list[tuple[_Pending, Completion | None]]
-    ) -> ConnectorOutput:
+    def _report(self, transfers: list[Transfer]) -> ConnectorOutput:
+        if not (transfers or self._movers):
+            return NO_REPORTS
         recving: dict[bool, list[str]] = {True: [], False: []}
         stores: dict[bool, list[int]] = {True: [], False: []}
         now_s = self._clock()
-        for pending, done in taken:
-            ok = done is not None
-            if isinstance(pending.name, int):
-                stores[ok].append(pending.name)
+        for transfer in transfers:
+            del self._pending[transfer.ticket]
+            self._over.pop(transfer.ticket, None)
+            self._num_pending[transfer.ticket.direction] -= 1
+            ok = transfer.done is not None
+            if isinstance(transfer.name, int):
+                stores[ok].append(transfer.name)
             else:
-                recving[ok].extend(pending.name)
-            self._count(pending.batch, done, now_s)
+                recving[ok].extend(transfer.name)
+            self._count(transfer.batch, transfer.done, now_s)
         return ConnectorOutput(
             finished_recving=tuple(recving[True]),
             failed_recving=tuple(recving[False]),
             completed_store_events=tuple(stores[True]),
             failed_store_events=tuple(stores[False]),
-            storage=self._take_storage(),
+            below=self._take_below(),
         )
 
-    def _count(self, batch: _Batch, done: Completion | None, now_s: float) -> None:
+    def _count(self, batch: Batch, done: Completion | None, now_s: float) -> None:
         """Count a transfer that has ended; None if it has failed."""
         batch.num_left -= 1
         if done is not None:
@@ -513,8 +530,8 @@ class OffloadWorker:
         if self._plans is None:
             return
         own = self.plan_digest.hex()
-        self._plans.say(own, self._step)
-        each = self._plans.hear(f"what they plan in step {self._step}")
+        self._plans.send(own, self._step)
+        each = self._plans.receive(f"what they plan in step {self._step}")
         others = [process for process, text in enumerate(each) if text != own]
         if others:
             raise PlanMismatchError(

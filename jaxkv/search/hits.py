@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.native import hits as native
+from jaxkv.search import longest as native
 from jaxkv.search.groups import (
     ChunkedLocal,
     FullAttention,

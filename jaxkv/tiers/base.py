@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv._util import shown
 from jaxkv.types import BlockKey
 
 HOST_MEDIUM = "CPU"
@@ -17,11 +19,45 @@ HOST_MEDIUM = "CPU"
 DEVICE_MEDIUM = "GPU"
 """The medium in events of the device tier, whatever the device, as in vLLM."""
 
-STORAGE_MEDIUM = "STORAGE"
-"""The medium in events of the storage tier."""
-
 BlockIds: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 """Ids of blocks of one tier."""
+
+
+def as_ids(block_ids: BlockIds, name: str = "block_id") -> NDArray[Any]:
+    """Make i64[n] of block ids.
+
+    Raises:
+        TypeError: If they are no flat list of ints.
+        ValueError: If one needs more than 64 bits.
+    """
+    flat = "must be a flat list of ints"
+    if isinstance(block_ids, np.ndarray):
+        if block_ids.dtype.kind not in "iu" or block_ids.ndim != 1:
+            raise TypeError(f"{name}s={shown(block_ids)} {flat}.")
+        if type(block_ids) is not np.ndarray and np.ma.is_masked(block_ids):
+            raise TypeError(f"{name}s={shown(block_ids)} must not be masked.")
+        if block_ids.dtype == np.uint64 and block_ids.size:
+            refuse_outside(
+                block_ids, 1 << 63, name=name
+            )  # Else they would become negative.
+        return np.ascontiguousarray(block_ids, np.int64)
+    try:
+        # Takes a third of the time that NumPy takes for a list.
+        return np.frombuffer(array("q", block_ids), np.int64)
+    except TypeError:
+        raise TypeError(f"{name}s={shown(block_ids)} {flat}.") from None
+    except OverflowError:
+        wrong = max(block_ids, key=abs)
+        raise ValueError(f"{name}={shown(wrong)} has more than 64 bits.") from None
+
+
+def refuse_outside(
+    ids: NDArray[np.integer[Any]], end: int, least: int = 0, name: str = "block_id"
+) -> None:
+    """Raise ValueError if an id is not in [least, end)."""
+    if ids.size and not (least <= int(ids.min()) and int(ids.max()) < end):
+        wrong = next(each for each in ids.tolist() if not least <= each < end)
+        raise ValueError(f"{name}={wrong} must be in [{least}, {end}).")
 
 
 class Tier(Protocol):
@@ -71,7 +107,7 @@ class LoadStoreSpec:
 
 
 class Placement(NamedTuple):
-    """Where `OffloadingManager.place` has found room, and for what.
+    """Where `BlockIndex.place` has found room, and for what.
 
     Attributes:
         keys: Keys that were absent, in the order given.
@@ -130,7 +166,7 @@ class OffloadingEvent:
         block_hashes: Their keys, in the order in which it happened; none if all that
             the tier had left it.
         block_size: Tokens in a block.
-        medium: `DEVICE_MEDIUM`, `HOST_MEDIUM` or `STORAGE_MEDIUM`.
+        medium: `DEVICE_MEDIUM`, `HOST_MEDIUM` or that of a tier below the host.
         removed: True if they left.
     """
 

@@ -1,6 +1,6 @@
 """The device tier: who holds which block of the device, and what it caches.
 
-The rules are those of vLLM 0.19.1's `BlockPool`: a block that nobody holds keeps its
+The rules are those of vLLM 0.19.1's `BlockPool`: a free block keeps its
 contents and its key until it is needed for something else, the longest unused first.
 Pins are jaxkv's own: a transfer that reads a block keeps it from being allocated, but
 leaves it its place among those that wait for that. A block can be allocated if it is
@@ -10,16 +10,16 @@ neither held nor pinned.
 from __future__ import annotations
 
 import dataclasses
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv._util import shown
+from jaxkv.compiling import Bound, EntryPoints, own
 from jaxkv.keys.packed import (
     UnlistedKeys,
     is_foreign,
@@ -27,13 +27,12 @@ from jaxkv.keys.packed import (
     pack,
     words_to_keys,
 )
-from jaxkv.native import device as native
-from jaxkv.native.compiling import Bound, EntryPoints, own
-from jaxkv.native.device import NO_LINK
 from jaxkv.policies import directory as directory_lib
 from jaxkv.policies.directory import Directory
-from jaxkv.tiers.base import DEVICE_MEDIUM, BlockIds, OffloadingEvent
-from jaxkv.types import KEY_BYTES, KEY_WORDS, NULL_BLOCK, BlockKey
+from jaxkv.tiers import device_native as native
+from jaxkv.tiers.base import DEVICE_MEDIUM, BlockIds, OffloadingEvent, as_ids
+from jaxkv.tiers.device_native import NO_LINK
+from jaxkv.types import KEY_BYTES, KEY_WORDS, NO_BLOCK, NULL_BLOCK, BlockKey
 
 _NO_IDS = np.empty(0, np.int64)
 
@@ -41,12 +40,14 @@ _NO_IDS = np.empty(0, np.int64)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DeviceTier:
-    """Everything known about the blocks of the device; `jaxkv.native.device` uses it.
+    """Everything known about the blocks of the device, which `device_native` updates.
 
     Attributes:
         directory: The block that serves each key. An entry is a block id. Its `keys`
             has the keys of blocks that hold a key and do not serve it, too.
         has_key: bool[B]. Whether the block has a key.
+        copies: i32[B]. Which host block is known to have the same contents, NO_BLOCK if
+            none is.
         following: i32[B]. The block with the same key that came next, -1 for none.
         preceding: i32[B]. The one that came before. The serving block has the
             complement of the last one here, a number below 0.
@@ -60,6 +61,7 @@ class DeviceTier:
 
     directory: Directory
     has_key: NDArray[np.bool_]
+    copies: NDArray[np.int32]
     following: NDArray[np.int32]
     preceding: NDArray[np.int32]
     ref_cnt: NDArray[np.int32]
@@ -75,6 +77,7 @@ def init(num_blocks: int) -> DeviceTier:
     return DeviceTier(
         directory=own(directory_lib.init(num_blocks)),
         has_key=np.zeros(num_blocks, np.bool_),
+        copies=np.full(num_blocks, NO_BLOCK, np.int32),
         following=np.full(num_blocks, NO_LINK, np.int32),
         preceding=np.full(num_blocks, NO_LINK, np.int32),
         ref_cnt=np.zeros(num_blocks, np.int32),
@@ -93,6 +96,7 @@ def check(tier: DeviceTier) -> None:
     assert tier.pins.min() >= 0
     assert tier.ref_cnt[NULL_BLOCK] == tier.pins[NULL_BLOCK] == 0
     assert not tier.has_key[NULL_BLOCK]
+    assert (tier.copies[~tier.has_key] == NO_BLOCK).all()
 
     queue, block = [], int(tier.newer[NULL_BLOCK])
     while block != NULL_BLOCK:
@@ -123,6 +127,22 @@ def check(tier: DeviceTier) -> None:
         assert int(tier.preceding[first]) == ~chain[-1]
         seen += chain
     assert sorted(seen) == np.flatnonzero(tier.has_key).tolist()
+
+
+class Victims(NamedTuple):
+    """Blocks that hold a key, in the order in which `allocate` would take them.
+
+    Attributes:
+        block_ids: i64[n].
+        copies: i64[n]. The host block of each, NO_BLOCK where none was noted.
+        rows: i64[m]. Which of them these are.
+        keys: Their m keys.
+    """
+
+    block_ids: NDArray[np.int64]
+    copies: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    keys: Sequence[bytes]
 
 
 class DeviceBlockPool:
@@ -197,6 +217,9 @@ class DeviceBlockPool:
                 "find_prefix": (bound, some_keys, np.empty(1, np.int32)),
                 "holds": (bound, ids, some_keys, flags),
                 "next_free": (bound, 1, ids, flags, keys),
+                "next_victims": (bound, 1, ids, ids, ids, keys),
+                "note_copies": (bound, ids, ids),
+                "forget_copies": (bound, keys),
                 "allocate": (bound, 1, ids, flags, keys),
                 "touch": (bound, ids),
                 "free": (bound, ids),
@@ -218,7 +241,7 @@ class DeviceBlockPool:
 
     def counts(self, block_ids: BlockIds) -> NDArray[np.int32]:
         """Read how many hold each of n blocks, and how many pin it: i32[2, n]."""
-        ids = _as_ids(block_ids)
+        ids = as_ids(block_ids)
         self._refuse_outside(ids)
         return np.stack([self.state.ref_cnt[ids], self.state.pins[ids]])
 
@@ -309,28 +332,52 @@ class DeviceBlockPool:
         )
         return block_ids, keys()
 
-    def next_victims(self, num: int) -> tuple[NDArray[np.int64], Sequence[bytes]]:
+    def next_victims(self, num: int) -> Victims:
         """Tell which of the blocks that `allocate` would take next hold a key.
 
         Args:
             num: How many blocks to look at; if fewer are free, these.
-
-        Returns:
-            Those of them that hold a key, i64[n] in its order, and the n keys.
         """
-        block_ids, has_key, words = self._shown(
-            self._native.next_free, max(min(num, self.num_free), 0)
+        num = max(min(num, self.num_free), 0)
+        block_ids, copies, rows = np.empty((3, num), np.int64)
+        words = np.empty((num, KEY_WORDS), np.uint32)
+        num_found, num_bare = self._native.next_victims(
+            self.bound, num, block_ids, copies, rows, words
         )
-        if not has_key.all():
-            block_ids, words = block_ids[has_key], words[has_key]
-        keys = UnlistedKeys(words)
-        if not self._names:
-            return block_ids, keys
-        return block_ids, list(map(self._names.get, block_ids.tolist(), keys))
+        block_ids, rows = block_ids[:num_found], rows[:num_bare]
+        keys: Sequence[bytes] = UnlistedKeys(words[:num_bare])
+        if self._names:
+            keys = list(map(self._names.get, block_ids[rows].tolist(), keys))
+        return Victims(block_ids, copies[:num_found], rows, keys)
+
+    def note_copies(self, block_ids: BlockIds, copies: BlockIds) -> None:
+        """Note which host block has the contents of each of some blocks.
+
+        It is forgotten with the contents.
+
+        Args:
+            block_ids: n blocks that hold a key.
+            copies: n host blocks, NO_BLOCK for none.
+
+        Raises:
+            ValueError: If an id is no block's, or there is not a copy for each.
+        """
+        ids, own = as_ids(block_ids), as_ids(copies)
+        if len(ids) != len(own):
+            raise ValueError(f"{len(own)} copies must be one for each of {len(ids)}.")
+        if self._native.note_copies(self.bound, ids, own) >= 0:
+            self._refuse_outside(ids)
+
+    def forget_copies(self, words: NDArray[np.uint32] | None = None) -> None:
+        """Forget which host blocks have some keys (u32[n, 8]); None for all."""
+        if words is None:
+            self.state.copies[:] = NO_BLOCK
+        else:
+            self._native.forget_copies(self.bound, UnlistedKeys(words).words)
 
     def touch(self, block_ids: BlockIds) -> None:
         """Hold blocks once more, so that they are not allocated."""
-        ids = _as_ids(block_ids)
+        ids = as_ids(block_ids)
         if self._native.touch(self.bound, ids) >= 0:
             self._refuse_outside(ids)
         self.num_changes += 1
@@ -339,13 +386,13 @@ class DeviceBlockPool:
         """Release blocks that were allocated or touched.
 
         Args:
-            block_ids: Which. Of those that nobody holds any more the first is
-                allocated first, so that a prefix is to be passed tail first.
+            block_ids: Which. Of those that become free, the first is
+                allocated first: pass a prefix tail first.
 
         Raises:
             ValueError: If a block is not held as often; then none is released.
         """
-        ids = _as_ids(block_ids)
+        ids = as_ids(block_ids)
         bad = self._native.free(self.bound, ids)
         if bad >= 0:
             self._refuse_outside(ids)
@@ -360,7 +407,7 @@ class DeviceBlockPool:
         For transfers that read them: a block that is freed, or was free already, is
         allocated as early as if there had been no transfer, but not during it.
         """
-        ids = _as_ids(block_ids)
+        ids = as_ids(block_ids)
         if self._native.pin(self.bound, ids) >= 0:
             self._refuse_outside(ids)
 
@@ -370,7 +417,7 @@ class DeviceBlockPool:
         Raises:
             ValueError: If a block is not pinned as often; then none is taken back.
         """
-        ids = _as_ids(block_ids)
+        ids = as_ids(block_ids)
         bad = self._native.unpin(self.bound, ids)
         if bad >= 0:
             self._refuse_outside(ids)
@@ -382,7 +429,7 @@ class DeviceBlockPool:
         """Make full, computed blocks findable.
 
         Args:
-            block_ids: Blocks that somebody holds.
+            block_ids: Blocks that are held.
             keys: What each of them contains. A block that has its key is left alone.
 
         Returns:
@@ -419,8 +466,8 @@ class DeviceBlockPool:
         return []
 
     def evict(self, block_ids: BlockIds) -> None:
-        """Forget what blocks contain; they stay with whoever holds them."""
-        given = _as_ids(block_ids)
+        """Forget what blocks contain; they stay with their requests."""
+        given = as_ids(block_ids)
         self._refuse_outside(given)
         ids = list(dict.fromkeys(given.tolist()))
 
@@ -449,6 +496,7 @@ class DeviceBlockPool:
             old[...] = new
         for links in (self.state.following, self.state.preceding):
             links[:] = NO_LINK
+        self.forget_copies()
         self.state.has_key[:] = False
         self._names.clear()
         self.num_changes += 1
@@ -482,6 +530,9 @@ class DeviceBlockPool:
         scratch.touch(blocks)
         scratch.free(blocks * 2)
         scratch.next_free(1)
+        scratch.note_copies(blocks, scratch.find(keys))
+        scratch.forget_copies(pack(keys)[1])
+        scratch.next_victims(1)
         scratch.evict(blocks)
 
     def check(self) -> None:
@@ -534,7 +585,7 @@ class DeviceBlockPool:
         Returns:
             The blocks; the keys as given, and as u32[n, 8]; whether any is foreign.
         """
-        ids = _as_ids(block_ids)
+        ids = as_ids(block_ids)
         names, words, has_foreign = lay_out(keys)
         if len(names) != len(ids):
             raise ValueError(f"{len(ids)=} blocks must have as many {len(keys)=}.")
@@ -561,27 +612,3 @@ class DeviceBlockPool:
             self._events.append(
                 OffloadingEvent(block_hashes, self.block_size, DEVICE_MEDIUM, removed)
             )
-
-
-def _as_ids(block_ids: BlockIds) -> NDArray[Any]:
-    """Make i64[n] of block ids.
-
-    Raises:
-        TypeError: If they are no flat list of ints.
-        ValueError: If one needs more than 64 bits.
-    """
-    flat = "must be a flat list of ints"
-    if isinstance(block_ids, np.ndarray):
-        if block_ids.dtype.kind not in "iu" or block_ids.ndim != 1:
-            raise TypeError(f"block_ids={shown(block_ids)} {flat}.")
-        if type(block_ids) is not np.ndarray and np.ma.is_masked(block_ids):
-            raise TypeError(f"block_ids={shown(block_ids)} must not be masked.")
-        return np.ascontiguousarray(block_ids, np.int64)
-    try:
-        # Takes a third of the time that NumPy takes for a list.
-        return np.frombuffer(array("q", block_ids), np.int64)
-    except TypeError:
-        raise TypeError(f"block_ids={shown(block_ids)} {flat}.") from None
-    except OverflowError:
-        wrong = max(block_ids, key=abs)
-        raise ValueError(f"block_id={shown(wrong)} has more than 64 bits.") from None

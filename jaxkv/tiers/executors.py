@@ -1,28 +1,29 @@
 """Who runs the host tier's transitions for callers in Python: arrays in, arrays out.
 
 `NativeExecutor` has the state in NumPy arrays and updates them in place by compiled
-functions (`jaxkv.native.host`): microseconds a call. `XlaExecutor` has it in JAX arrays
-and runs the pure functions (`jaxkv.tiers.host_state`) as XLA programs: for policies
-that have no others, and for comparison. Both give the same answers and, to the bit, the
-same states. Keys are u32[n, 8], C-contiguous and read-only; n is at least 1.
+functions (`host_native`): microseconds a call. `XlaExecutor` has it in JAX arrays and
+runs the pure functions (`host_state`) as XLA programs: for policies that have no
+others, and for comparison. Both give the same answers and, to the bit, the same states.
+Keys are u32[n, 8], C-contiguous and read-only; n is at least 1.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv._util import shown
-from jaxkv.native import device as native_device
-from jaxkv.native import host as native
-from jaxkv.native.compiling import Bound, EntryPoints, entry_point, own
+from jaxkv.compiling import Bound, EntryPoints, entry_point, own
 from jaxkv.policies.base import Policy
+from jaxkv.tiers import device_native as native_device
+from jaxkv.tiers import host_native as native
 from jaxkv.tiers import host_state
+from jaxkv.tiers.base import refuse_outside
 from jaxkv.tiers.host_state import HostState
 from jaxkv.types import KEY_WORDS, NO_BLOCK
 
@@ -41,10 +42,10 @@ _BATCH_STEP = 4
 
 
 class Store(NamedTuple):
-    """Where keys are to be stored.
+    """Where to store keys.
 
     Attributes:
-        num_stored: How many keys are to be stored.
+        num_stored: How many keys to store.
         block_ids: i64[n]. NO_BLOCK where the key is known or repeats an earlier one.
         evicted_keys: u32[m, 8]. Keys that had to leave, in the order of eviction. Good
             until the next call.
@@ -60,7 +61,7 @@ class Step(NamedTuple):
 
     Attributes:
         num_hits: Keys, from the first on, to load.
-        num_stored: How many keys are to be stored.
+        num_stored: How many keys to store.
         block_ids: i64[n]. The blocks of the hits, then as `Store.block_ids`.
         evicted_keys: u32[m, 8]. As in `Store`; None if there was no room.
     """
@@ -71,118 +72,25 @@ class Step(NamedTuple):
     evicted_keys: Words | None
 
 
-class Executor(Protocol):
-    """The transitions of a host tier; `jaxkv.tiers.host_state` says what each does."""
-
-    @property
-    def state(self) -> HostState:
-        """The state; of the native executor, with arrays that calls change."""
-        ...
-
-    def find(self, keys: Words) -> NDArray[np.int32]:
-        """Find the block of each key, one that is being stored included: i32[n]."""
-        ...
-
-    def find_readable(self, keys: Words) -> NDArray[np.int32]:
-        """Find the block of each key whose bytes have arrived: i32[n]."""
-        ...
-
-    def find_beside(
-        self, device: Bound, keys: Words
-    ) -> tuple[int, NDArray[np.int32], NDArray[np.int32]]:
-        """Find a prefix of which each block is on the device or can be read here.
-
-        Returns:
-            How many keys, from the first on, have a block; and the block of each on the
-            device and here: i32[n]. What these say of other keys means nothing.
-        """
-        ...
-
-    def lookup(self, keys: Words) -> int:
-        """Count the keys, from the first on, that can be read."""
-        ...
-
-    def touch(self, keys: Words, counts_as_use: bool = True) -> None:
-        """Record a use of each key, or only move them."""
-        ...
-
-    def begin(
-        self, keys: Words, positions: Positions, now_ms: int, num_tokens: int
-    ) -> int:
-        """Tell the policy that a request begins; give what `finish` is to be told."""
-        ...
-
-    def finish(
-        self,
-        keys: Words,
-        positions: Positions,
-        now_ms: int,
-        num_output_tokens: int,
-        stop: int,
-        mark: int,
-    ) -> None:
-        """Tell the policy that a request has finished."""
-        ...
-
-    def retain(
-        self,
-        keys: Words,
-        priority: int,
-        half_life_ms: int,
-        ttl_ms: int,
-        given_ms: int,
-    ) -> None:
-        """Give blocks a priority."""
-        ...
-
-    def prepare_load(self, keys: Words) -> tuple[Ids, int]:
-        """Pin blocks: their ids, and the first row that cannot be read or -1."""
-        ...
-
-    def complete_load(self, keys: Words) -> tuple[Ids, int]:
-        """Unpin blocks: their ids, and the first row that is not pinned or -1."""
-        ...
-
-    def pin(self, block_ids: Ids) -> bool:
-        """Pin blocks by their ids, unless one is being stored."""
-        ...
-
-    def complete_step(self, block_ids: Ids, num_hits: int) -> bool:
-        """End loads of the first blocks and stores of the others."""
-        ...
-
-    def prepare_store(self, keys: Words) -> Store | None:
-        """Give unknown keys blocks; None if there is no room."""
-        ...
-
-    def complete_store(self, keys: Words, success: bool) -> NDArray[np.bool_]:
-        """End stores; tell of each key whether its store ended: bool[n]."""
-        ...
-
-    def discard(self, keys: Words) -> NDArray[np.bool_]:
-        """Forget idle blocks; tell which keys were forgotten: bool[n]."""
-        ...
-
-    def request_step(self, keys: Words) -> Step:
-        """Pin what is there and find room for the rest."""
-        ...
-
-
-def make_executor(policy: Policy, name: ExecutorName = "native") -> Executor:
-    """Make the executor of an empty tier.
+def make_executor(
+    policy: Policy, name: ExecutorName = "native", state: HostState | None = None
+) -> Executor:
+    """Make the executor of a tier.
 
     Args:
         policy: The cache policy.
         name: "xla" to run the pure functions; "native" to run the others, where the
             policy has them.
+        state: What to begin with; it is copied. None for an empty tier.
 
     Raises:
         ValueError: If the name is neither.
     """
     if name not in ("native", "xla"):
         raise ValueError(f"executor={shown(name)} must be 'native' or 'xla'.")
-    with jax.default_device(cpu_device()):
-        state = host_state.init(policy)
+    if state is None:
+        with jax.default_device(cpu_device()):
+            state = host_state.init(policy)
     if name == "native" and policy.native is not None:
         return NativeExecutor(policy, state)
     return XlaExecutor(policy, state)
@@ -191,9 +99,14 @@ def make_executor(policy: Policy, name: ExecutorName = "native") -> Executor:
 class NativeExecutor:
     """Runs compiled functions over NumPy arrays.
 
+    `jaxkv.tiers.host_state` says what each transition does.
+
     Args:
         policy: The cache policy; it has native functions.
         state: What to begin with; it is copied.
+
+    Attributes:
+        state: The state, with arrays that calls change.
     """
 
     def __init__(self, policy: Policy, state: HostState) -> None:
@@ -219,7 +132,7 @@ class NativeExecutor:
                 "prepare_load": (bound, _SOME_KEYS, _SOME_IDS),
                 "complete_load": (bound, _SOME_KEYS, _SOME_IDS),
                 "pin": (self._ref_cnt, _SOME_IDS),
-                "complete_step": (self._ref_cnt, _SOME_IDS, 0),
+                "complete_step": (self._ref_cnt, _SOME_IDS, 0, 0),
                 "prepare_store": (bound, variant, _SOME_KEYS, _SOME_IDS, evicted),
                 "complete_store": (bound, _SOME_KEYS, True, np.empty(1, np.bool_)),
                 "discard": (bound, _SOME_KEYS, np.empty(1, np.bool_)),
@@ -228,11 +141,13 @@ class NativeExecutor:
         )
 
     def find(self, keys: Words) -> NDArray[np.int32]:
+        """Find the block of each key, one that is being stored included: i32[n]."""
         block_ids = np.empty(len(keys), np.int32)
         self._native.find(self._bound, keys, block_ids)
         return block_ids
 
     def find_readable(self, keys: Words) -> NDArray[np.int32]:
+        """Find the block of each key whose bytes have arrived: i32[n]."""
         block_ids = np.empty(len(keys), np.int32)
         self._native.find_readable(self._bound, keys, block_ids)
         return block_ids
@@ -240,10 +155,14 @@ class NativeExecutor:
     def find_beside(
         self, device: Bound, keys: Words
     ) -> tuple[int, NDArray[np.int32], NDArray[np.int32]]:
-        on_device, on_host = (
-            np.empty(len(keys), np.int32),
-            np.empty(len(keys), np.int32),
-        )
+        """Find a prefix of which each block is on the device or can be read here.
+
+        Returns:
+            How many keys, from the first on, have a block; and the block of each on the
+            device and here: i32[n]. What these say of other keys means nothing.
+        """
+        on_device = np.empty(len(keys), np.int32)
+        on_host = np.empty_like(on_device)
         if self._find_beside is None:
             some = device, self._bound, _SOME_KEYS, on_device, on_host
             self._find_beside = entry_point(native.find_beside, *some)
@@ -251,15 +170,18 @@ class NativeExecutor:
         return num, on_device, on_host
 
     def lookup(self, keys: Words) -> int:
+        """Count the keys, from the first on, that can be read."""
         num_hits: int = self._native.lookup(self._bound, keys)
         return num_hits
 
     def touch(self, keys: Words, counts_as_use: bool = True) -> None:
+        """Record a use of each key, or only move them."""
         self._native.touch(self._bound, self._variant, keys, counts_as_use)
 
     def begin(
         self, keys: Words, positions: Positions, now_ms: int, num_tokens: int
     ) -> int:
+        """Tell the policy that a request begins; return what `finish` takes."""
         mark: int = self._native.begin(self._bound, keys, positions, now_ms, num_tokens)
         return mark
 
@@ -272,6 +194,7 @@ class NativeExecutor:
         stop: int,
         mark: int,
     ) -> None:
+        """Tell the policy that a request has finished."""
         self._native.finish(
             self._bound, keys, positions, now_ms, num_output_tokens, stop, mark
         )
@@ -284,25 +207,49 @@ class NativeExecutor:
         ttl_ms: int,
         given_ms: int,
     ) -> None:
+        """Give blocks a priority."""
         self._native.retain(self._bound, keys, priority, half_life_ms, ttl_ms, given_ms)
 
     def prepare_load(self, keys: Words) -> tuple[Ids, int]:
+        """Pin blocks: their ids, and the first row that cannot be read or -1."""
         block_ids = np.empty(len(keys), np.int64)
         return block_ids, self._native.prepare_load(self._bound, keys, block_ids)
 
     def complete_load(self, keys: Words) -> tuple[Ids, int]:
+        """Unpin blocks: their ids, and the first row that is not pinned or -1."""
         block_ids = np.empty(len(keys), np.int64)
         return block_ids, self._native.complete_load(self._bound, keys, block_ids)
 
     def pin(self, block_ids: Ids) -> bool:
+        """Pin blocks by their ids, unless one is being stored.
+
+        Raises:
+            ValueError: If one is no block's.
+        """
         is_done: bool = self._native.pin(self._ref_cnt, block_ids)
+        if not is_done:
+            refuse_outside(block_ids, len(self._ref_cnt))
         return is_done
 
-    def complete_step(self, block_ids: Ids, num_hits: int) -> bool:
-        is_done: bool = self._native.complete_step(self._ref_cnt, block_ids, num_hits)
+    def complete_step(
+        self, block_ids: Ids, num_hits: int, least: int = NO_BLOCK
+    ) -> bool:
+        """End loads of the first blocks and stores of the others.
+
+        Raises:
+            ValueError: If there are less than `num_hits`, or one is no block's, nor
+                NO_BLOCK where that is the `least`.
+        """
+        _refuse_hits(num_hits, len(block_ids))
+        is_done: bool = self._native.complete_step(
+            self._ref_cnt, block_ids, num_hits, least
+        )
+        if not is_done:
+            refuse_outside(block_ids, len(self._ref_cnt), least)
         return is_done
 
     def prepare_store(self, keys: Words) -> Store | None:
+        """Give unknown keys blocks; None if there is no room."""
         block_ids, evicted = np.empty(len(keys), np.int64), self._room(len(keys))
         num_stored, num_evicted = self._native.prepare_store(
             self._bound, self._variant, keys, block_ids, evicted
@@ -312,16 +259,19 @@ class NativeExecutor:
         return Store(num_stored, block_ids, evicted[:num_evicted])
 
     def complete_store(self, keys: Words, success: bool) -> NDArray[np.bool_]:
+        """End stores; tell of each key whether its store ended: bool[n]."""
         ended = np.empty(len(keys), np.bool_)
         self._native.complete_store(self._bound, keys, success, ended)
         return ended
 
     def discard(self, keys: Words) -> NDArray[np.bool_]:
+        """Forget idle blocks; tell which keys were forgotten: bool[n]."""
         gone = np.empty(len(keys), np.bool_)
         self._native.discard(self._bound, keys, gone)
         return gone
 
     def request_step(self, keys: Words) -> Step:
+        """Pin what is there and find room for the rest."""
         block_ids, evicted = np.empty(len(keys), np.int64), self._room(len(keys))
         num_hits, num_stored, num_evicted = self._native.request_step(
             self._bound, self._variant, keys, block_ids, evicted
@@ -338,6 +288,8 @@ class NativeExecutor:
 class XlaExecutor:
     """Runs the pure functions as XLA programs, with keys padded to a few sizes.
 
+    Its methods are those of `NativeExecutor`.
+
     Args:
         policy: The cache policy.
         state: What to begin with; it is copied.
@@ -348,11 +300,11 @@ class XlaExecutor:
         self.state: HostState = jax.device_put(own(state), cpu_device())
 
     def find(self, keys: Words) -> NDArray[np.int32]:
-        found: NDArray[np.int32] = self._run(_find, keys)
+        found: NDArray[np.int32] = self._run(_reading(_find), keys)
         return found
 
     def find_readable(self, keys: Words) -> NDArray[np.int32]:
-        found: NDArray[np.int32] = self._run(_find_readable, keys)
+        found: NDArray[np.int32] = self._run(_reading(host_state.find_readable), keys)
         return found
 
     def find_beside(
@@ -365,10 +317,11 @@ class XlaExecutor:
         return num, on_device, on_host
 
     def lookup(self, keys: Words) -> int:
-        return int(self._run(_lookup, keys))
+        return int(self._run(_reading(host_state.lookup), keys))
 
     def touch(self, keys: Words, counts_as_use: bool = True) -> None:
-        self._run(_touch if counts_as_use else _reorder, keys)
+        function = host_state.touch if counts_as_use else host_state.reorder
+        self._run(_writing(function), keys)
 
     def begin(
         self, keys: Words, positions: Positions, now_ms: int, num_tokens: int
@@ -387,7 +340,7 @@ class XlaExecutor:
     ) -> None:
         numbers = map(np.int32, (num_output_tokens, stop, mark))
         told = _pad_zeros(positions), np.uint32(now_ms), *numbers
-        self._run(_finish, keys, *told)
+        self._run(_writing(host_state.finish), keys, *told)
 
     def retain(
         self,
@@ -398,7 +351,7 @@ class XlaExecutor:
         given_ms: int,
     ) -> None:
         terms = map(np.uint32, (half_life_ms, ttl_ms, given_ms))
-        self._run(_retain, keys, np.int32(priority), *terms)
+        self._run(_writing(host_state.retain), keys, np.int32(priority), *terms)
 
     def prepare_load(self, keys: Words) -> tuple[Ids, int]:
         return _ids_and_first(self._run(host_state.prepare_load, keys))
@@ -407,10 +360,15 @@ class XlaExecutor:
         return _ids_and_first(self._run(host_state.complete_load, keys))
 
     def pin(self, block_ids: Ids) -> bool:
+        refuse_outside(block_ids, self._policy.num_blocks)
         self.state, ok = _pin(self.state, _pad(block_ids))
         return bool(ok)
 
-    def complete_step(self, block_ids: Ids, num_hits: int) -> bool:
+    def complete_step(
+        self, block_ids: Ids, num_hits: int, least: int = NO_BLOCK
+    ) -> bool:
+        _refuse_hits(num_hits, len(block_ids))
+        refuse_outside(block_ids, self._policy.num_blocks, least)
         self.state, ok = _complete_step(self.state, _pad(block_ids), np.int32(num_hits))
         return bool(ok)
 
@@ -451,6 +409,9 @@ class XlaExecutor:
         )
 
 
+Executor: TypeAlias = NativeExecutor | XlaExecutor
+
+
 def cpu_device() -> jax.Device:
     """Choose the CPU backend; where it is switched off, whatever there is."""
     try:
@@ -460,31 +421,19 @@ def cpu_device() -> jax.Device:
 
 
 def _find(policy: Policy, state: HostState, *batch: Any) -> Any:
-    return state, policy.find(state.policy, *batch)
+    return policy.find(state.policy, *batch)
 
 
-def _find_readable(policy: Policy, state: HostState, *batch: Any) -> Any:
-    return state, host_state.find_readable(policy, state, *batch)
+@functools.cache
+def _reading(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a function that only answers give the state as well."""
+    return lambda policy, state, *batch: (state, function(policy, state, *batch))
 
 
-def _lookup(policy: Policy, state: HostState, *batch: Any) -> Any:
-    return state, host_state.lookup(policy, state, *batch)
-
-
-def _touch(policy: Policy, state: HostState, *batch: Any) -> Any:
-    return host_state.touch(policy, state, *batch), ()
-
-
-def _reorder(policy: Policy, state: HostState, *batch: Any) -> Any:
-    return host_state.reorder(policy, state, *batch), ()
-
-
-def _finish(policy: Policy, state: HostState, *told: Any) -> Any:
-    return host_state.finish(policy, state, *told), ()
-
-
-def _retain(policy: Policy, state: HostState, *given: Any) -> Any:
-    return host_state.retain(policy, state, *given), ()
+@functools.cache
+def _writing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a function that only changes the state answer as well."""
+    return lambda policy, state, *batch: (function(policy, state, *batch), ())
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
@@ -496,6 +445,11 @@ def _compiled(
 
 _pin = jax.jit(host_state.pin, donate_argnums=0)
 _complete_step = jax.jit(host_state.complete_step, donate_argnums=0)
+
+
+def _refuse_hits(num_hits: int, num: int) -> None:
+    if not 0 <= num_hits <= num:
+        raise ValueError(f"num_hits={shown(num_hits)} must be in [0, {num}].")
 
 
 def _padded(size: int) -> int:

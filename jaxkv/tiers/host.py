@@ -2,107 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import compress, islice
-from typing import Any
+from collections.abc import Iterable
+from itertools import islice
 
 import numpy as np
-from numpy.typing import NDArray
 
-from jaxkv._util import check_whole, shown
-from jaxkv.keys.packed import (
-    UnlistedKeys,
-    has_foreign,
-    is_foreign,
-    key_from_foreign,
-    pack,
-    words_to_keys,
-)
-from jaxkv.native.retained import RELEASE
-from jaxkv.policies import get_policy_maker, make_retained
-from jaxkv.policies.base import Policy
-from jaxkv.policies.lru import LRUState, next_victims
+from jaxkv._util import shown
+from jaxkv.keys.packed import pack
 from jaxkv.tiers.base import (
-    HOST_MEDIUM,
-    BlockIds,
     LoadStoreSpec,
-    OffloadingEvent,
     Placement,
     PrepareStoreOutput,
     RequestStepOutput,
 )
-from jaxkv.tiers.device import DeviceBlockPool
-from jaxkv.tiers.executors import (
-    Executor,
-    ExecutorName,
-    Ids,
-    NativeExecutor,
-    Positions,
-    Words,
-    make_executor,
-)
-from jaxkv.tiers.key_memory import (
-    MAX_TRACKED,
-    DropReasons,
-    RetentionNotes,
-    ReuseFilter,
-)
-from jaxkv.tiers.retention import Retention, check_retention
-from jaxkv.tiers.snapshot import Snapshot, take_snapshot
-from jaxkv.types import KEY_BYTES, NO_BLOCK, STOPS, BlockKey, Stop
-
-_LEAST_MAX_BATCH = 4096
-_NO_IDS = np.empty(0, np.int64)
-_TIMES = 1 << 32  # Times on the array side have 32 bits.
+from jaxkv.tiers.executors import make_executor
+from jaxkv.tiers.index import NO_IDS, BlockIndex
+from jaxkv.types import KEY_BYTES, NO_BLOCK
 
 
-class OffloadingManager:
-    """Keeps track of which blocks are in host memory, and where.
+class OffloadingManager(BlockIndex):
+    """A `BlockIndex` of the host, with the calls of vLLM.
 
     The methods, their order of calls and their results are those of vLLM 0.19.1's
     `CPUOffloadingManager`, with three differences: misuse raises a ValueError that
     names the key; a call that raises changes nothing; and a key that is given twice to
     `prepare_store` takes one block (vLLM's takes two and never finds the first again).
 
-    Keys are any `bytes`. Keys of 32 bytes, such as `jaxkv.keys` makes, are used as they
-    are; others cost one SHA-256 each.
-
-    Args:
-        block_size: Tokens in a block; only repeated in events.
-        num_blocks: Blocks of the host tier.
-        cache_policy: Which blocks to evict when it is full: a registered name, such as
-            "lru" and "hazard" (`jaxkv.policy_names`), or a `Policy` made for
-            `num_blocks` and for batches of at least as many keys.
-        enable_events: Whether to keep events for `take_events`.
-        store_threshold: Store only what was looked up at least so often, as vLLM's
-            `FilterReusedOffloadingManager` does; 0 or 1 to store whatever is offered.
-        max_unseen_blocks: Of the keys of a look-up that were never looked up before,
-            store no more than this number, the first ones; the others when they are
-            looked up again. None for all.
-        max_tracker_size: Keys whose look-ups are counted for these, and whose priority
-            is remembered until they are stored: the latest ones.
-        retention: Whether blocks can be given priorities (`retain`), whatever the
-            policy; see `jaxkv.make_retained`.
-        remember_drops: Keys for which `drops` remembers why they are not here.
-        executor: "native" for compiled functions that update NumPy arrays, where the
-            policy has them; "xla" for the pure functions as XLA programs.
-
-    Raises:
-        ValueError: If a number is too small, or the policy is not known or was made
-            for other sizes.
-        TypeError: If the policy is neither a name nor a `Policy`.
-
-    Attributes:
-        block_size: As given.
-        num_blocks: As given.
-        policy: The cache policy, with priorities around it if there are any.
-        executor: Has the state, as a pytree of arrays, and changes it.
-        events: What happened since `take_events`; None if that is not kept.
-        drops: Why blocks are not here, as far as that is remembered.
-        num_held_blocks: Blocks that hold a key, stores in progress included.
-        num_evicted: Blocks that were evicted so far.
-        num_skipped: Times so far that a block was not to be stored, as too few had
-            asked for it, or as it was in the tail of a prompt that nobody knew.
+    Arguments, errors and attributes are those of `BlockIndex`.
 
     Example:
         >>> m = OffloadingManager(block_size=16, num_blocks=2)
@@ -114,60 +40,6 @@ class OffloadingManager:
         >>> m.prepare_store([b"c"]).block_hashes_evicted
         [b'a']
     """
-
-    medium = HOST_MEDIUM
-
-    def __init__(
-        self,
-        block_size: int,
-        num_blocks: int,
-        cache_policy: str | Policy = "lru",
-        enable_events: bool = False,
-        *,
-        store_threshold: int = 0,
-        max_unseen_blocks: int | None = None,
-        max_tracker_size: int = MAX_TRACKED,
-        retention: bool = False,
-        remember_drops: int = 0,
-        executor: ExecutorName = "native",
-    ) -> None:
-        for name, value, least in (
-            ("block_size", block_size, 1),
-            ("num_blocks", num_blocks, 1),
-            ("store_threshold", store_threshold, 0),
-            ("max_unseen_blocks", max_unseen_blocks, 0),
-            ("max_tracker_size", max_tracker_size, 1),
-            ("remember_drops", remember_drops, 0),
-        ):
-            if not (value is None and name == "max_unseen_blocks"):
-                check_whole(least, **{name: value})
-        if num_blocks >= 1 << 31:
-            raise ValueError(f"{num_blocks=} must be below 2**31: ids have 32 bits.")
-        self.block_size = block_size
-        self.num_blocks = num_blocks
-        self.policy = _as_policy(cache_policy, num_blocks)
-        self._tells_keys = self.policy.listens
-        if retention and self.policy.retain is None:
-            self.policy = make_retained(self.policy)
-        self.events: list[OffloadingEvent] | None = [] if enable_events else None
-        self.drops = DropReasons(remember_drops)
-        self.num_held_blocks = 0
-        self.num_evicted = 0
-        self.num_skipped = 0
-        self._executor_name: ExecutorName = executor
-        self.executor: Executor = make_executor(self.policy, executor)
-        # What keys that are not of 32 bytes were given as, by what stands for them.
-        self._names: dict[BlockKey, bytes] = {}
-        self._reuse = None
-        if store_threshold > 1 or max_unseen_blocks is not None:
-            self._reuse = ReuseFilter(
-                store_threshold, max_tracker_size, max_unseen_blocks
-            )
-        self._notes = RetentionNotes(max_tracker_size if self.retains else 0)
-        self._now_ms = 0  # As it was told last, ...
-        self._is_told = False  # ... if it was.
-        # Request steps that were begun before it was put here are forgotten.
-        self._epoch = object()
 
     def lookup(self, block_hashes: Iterable[bytes]) -> int:
         """Count the keys, from the first on, that are present and ready.
@@ -182,151 +54,6 @@ class OffloadingManager:
         if self._reuse is not None:
             self._reuse.count(names)
         return self.executor.lookup(words) if names else 0
-
-    def touch(self, block_hashes: Iterable[bytes]) -> None:
-        """Record a use of each key; the first ends as the most recent.
-
-        Args:
-            block_hashes: Keys of a prefix, in its order. Unknown ones are ignored.
-        """
-        names, words = pack(block_hashes)
-        if 0 < len(names) <= self.policy.max_batch:
-            self.executor.touch(words)
-        else:
-            self._touch_in_parts(words, counts_as_use=True)
-
-    def reorder(self, block_hashes: Iterable[bytes]) -> None:
-        """As `touch`, but no more than the order of eviction changes.
-
-        For the blocks of one use that come in parts: a policy that tells what is used
-        once from what is used again (ARC) is not to take them for the latter.
-        """
-        names, words = pack(block_hashes)
-        if 0 < len(names) <= self.policy.max_batch:
-            self.executor.touch(words, counts_as_use=False)
-        else:
-            self._touch_in_parts(words, counts_as_use=False)
-
-    @property
-    def listens(self) -> bool:
-        """Whether the policy wants to know of requests; if not, nobody need tell it."""
-        return self.policy.listens
-
-    @property
-    def retains(self) -> bool:
-        """Whether blocks can be given priorities."""
-        return self.policy.retain is not None
-
-    def retain(
-        self,
-        block_hashes: Iterable[bytes],
-        retention: Retention | None,
-        now_ms: int,
-    ) -> None:
-        """Say how long blocks are to be kept.
-
-        Of two priorities that a block is given, the one counts that is higher at that
-        time; the second, if they are equal. Keys that are not here get theirs when they
-        are stored, if that is before it is over.
-
-        Args:
-            block_hashes: Keys, here or not.
-            retention: Their priority, all of them whatever its `num_tokens`; None to
-                have them be ordinary again.
-            now_ms: The time in milliseconds, by the clock of `begin_request`.
-
-        Raises:
-            ValueError: If blocks have no priorities here. Then nothing changes.
-            TypeError: If `retention` is no `Retention`. Then nothing changes.
-
-        Example:
-            >>> m = OffloadingManager(16, num_blocks=2, retention=True)
-            >>> m.retain([b"a"], Retention(priority=80, half_life_s=60), now_ms=0)
-            >>> m.complete_step(m.request_step([b"a", b"b"]))
-            >>> m.prepare_store([b"c"]).block_hashes_evicted
-            [b'b']
-        """
-        if not self.retains:
-            raise ValueError(
-                "blocks have no priorities here: make the manager with retention=True."
-            )
-        check_retention(retention)
-        names, _ = pack(block_hashes)
-        if not names:
-            return
-        self._pass_time(int(now_ms))
-        if retention is None:
-            self._notes.forget(names)
-            self._give(names, RELEASE, 0, 0, self._now_ms)
-        else:
-            self._notes.note(names, retention, self._now_ms)
-            self._give_retention(names, retention, self._now_ms)
-
-    def begin_request(
-        self,
-        block_hashes: Iterable[bytes],
-        num_tokens: int,
-        now_ms: int,
-        positions: Sequence[int] | None = None,
-    ) -> int:
-        """Tell a policy that listens that a request begins; before its blocks are used.
-
-        Args:
-            block_hashes: Keys of all full blocks of its prompt, on the host or not.
-            num_tokens: Tokens of the prompt.
-            now_ms: The time in milliseconds since any moment.
-            positions: How many blocks come before each in its prefix, where the keys
-                are of several prefixes, as of groups of layers; each begins with 0.
-
-        Returns:
-            What `finish_request` is to be told.
-
-        Raises:
-            ValueError: If there is not one position for each key. Then nothing changes.
-
-        Example:
-            >>> m = OffloadingManager(16, num_blocks=2, cache_policy="hazard")
-            >>> mark = m.begin_request([b"a", b"b"], num_tokens=40, now_ms=0)
-            >>> m.complete_step(m.request_step([b"a", b"b"]))
-            >>> m.finish_request([b"a", b"b"], mark, 1000, 200, "end_turn")
-        """
-        told = self._rows_told(block_hashes, positions)
-        if told is None:
-            return 0
-        self._pass_time(int(now_ms))
-        return self.executor.begin(*told, self._now_ms % _TIMES, int(num_tokens))
-
-    def finish_request(
-        self,
-        block_hashes: Iterable[bytes],
-        mark: int,
-        now_ms: int,
-        num_output_tokens: int | None = None,
-        stop: Stop | None = None,
-        positions: Sequence[int] | None = None,
-    ) -> None:
-        """Tell a policy that listens that a request has finished.
-
-        Args:
-            block_hashes: Keys of all its full blocks.
-            mark: What `begin_request` returned.
-            now_ms: The time, by the same clock.
-            num_output_tokens: Tokens that it generated, if that is known.
-            stop: Why it stopped, if that is known.
-            positions: As in `begin_request`.
-
-        Raises:
-            ValueError: If the reason is none of `jaxkv.types.STOPS`, or there is not
-                one position for each key. Then nothing changes.
-        """
-        if stop not in STOPS:
-            raise ValueError(f"{stop=} must be one of {STOPS}.")
-        told = self._rows_told(block_hashes, positions)
-        if told is not None:
-            self._pass_time(int(now_ms))
-            output = -1 if num_output_tokens is None else int(num_output_tokens)
-            numbers = output, STOPS.index(stop), int(mark)
-            self.executor.finish(*told, self._now_ms % _TIMES, *numbers)
 
     def prepare_load(self, block_hashes: Iterable[bytes]) -> LoadStoreSpec:
         """Pin blocks that are about to be read.
@@ -343,7 +70,7 @@ class OffloadingManager:
         """
         names, words = pack(block_hashes)
         if not names:
-            return LoadStoreSpec(_NO_IDS)
+            return LoadStoreSpec(NO_IDS)
         block_ids, bad = self.executor.prepare_load(words)
         if bad >= 0:
             why = "is not ready for reading: its store has not completed."
@@ -374,11 +101,7 @@ class OffloadingManager:
     def prepare_store(
         self, block_hashes: Iterable[bytes], *, filtered: bool = True
     ) -> PrepareStoreOutput | None:
-        """Find room for the blocks that are not known yet.
-
-        Blocks that are being loaded or stored are not evicted, nor are those whose
-        keys are given here. With a `store_threshold`, keys that were not looked up
-        often enough count as not given.
+        """Do as `place` does, and list all keys.
 
         Args:
             block_hashes: Keys of blocks that could be stored.
@@ -390,61 +113,6 @@ class OffloadingManager:
         """
         placement = self.place(block_hashes, filtered=filtered)
         return None if placement is None else _as_output(placement)
-
-    def place(
-        self, keys: Iterable[bytes] | UnlistedKeys, *, filtered: bool = True
-    ) -> Placement | None:
-        """Do as `prepare_store` does, and list no keys that nobody reads."""
-        names: Sequence[bytes]
-        if isinstance(keys, UnlistedKeys):
-            names, words = keys, keys.words
-        else:
-            names, words = pack(keys)
-        rows: list[int] | None = None  # What is left of the keys; None for all.
-        if self._reuse is not None and filtered:
-            passes = self._reuse.passes(names)
-            self.num_skipped += passes.count(False)
-            rows = list(compress(range(len(names)), passes))
-            names, words = pack(list(compress(names, passes)))
-        if len(names) > self.policy.max_batch:
-            given = range(len(names)) if rows is None else rows
-            listed = list(names)
-            first = dict(zip(reversed(listed), reversed(given), strict=True))
-            names, words = pack(list(dict.fromkeys(listed)))
-            rows = [first[name] for name in names]
-        if not len(names):
-            return Placement((), _NO_IDS, _NO_IDS, ())
-        if len(names) > self.policy.max_batch:
-            return None  # More than there are blocks.
-        answer = self.executor.prepare_store(words)
-        if answer is None:
-            return None
-        placement = self._placed(names, words, *answer)
-        if rows is not None:
-            of_all = np.array(rows, np.int64)
-            of_placed = slice(None) if placement.rows is None else placement.rows
-            placement = placement._replace(rows=of_all[of_placed])
-        return placement
-
-    def complete_store(
-        self, block_hashes: Iterable[bytes], success: bool = True
-    ) -> None:
-        """End stores in progress.
-
-        Args:
-            block_hashes: Keys that `prepare_store` listed. Absent and ready ones are
-                ignored.
-            success: Whether the bytes arrived. If not, the blocks are freed.
-        """
-        names, words = pack(block_hashes)
-        if not names:
-            return
-        is_over = self.executor.complete_store(words, success)
-        ended = list(compress(names, is_over.tolist()))
-        if success:
-            self._record(ended, removed=False)
-        else:
-            self._forget(ended)
 
     def request_step(self, block_hashes: Iterable[bytes]) -> RequestStepOutput:
         """Serve a whole request: pin what is on the host and find room for the rest.
@@ -478,7 +146,7 @@ class OffloadingManager:
             )
             store.rows += num_hits
         loads = LoadStoreSpec(block_ids[:num_hits])
-        return RequestStepOutput(num_hits, loads, store, (self._epoch, block_ids))
+        return RequestStepOutput(num_hits, loads, store, (self.executor, block_ids))
 
     def complete_step(self, step: RequestStepOutput) -> None:
         """End the loads and stores of a request step, all of them arrived.
@@ -490,8 +158,8 @@ class OffloadingManager:
             ValueError: If it is none of this manager's, or it, or a part of it, was
                 ended before. Then nothing changes.
         """
-        epoch, block_ids = step.pending or (None, _NO_IDS)
-        if epoch is not self._epoch:
+        executor, block_ids = step.pending or (None, NO_IDS)
+        if executor is not self.executor:  # As it was before `clear`.
             raise ValueError(
                 f"{step=} must be an output of request_step() of this manager, and be "
                 "completed once."
@@ -505,171 +173,6 @@ class OffloadingManager:
         if step.store is not None:
             self._record(step.store.block_hashes_to_store, removed=False)
 
-    def take_events(self) -> Iterator[OffloadingEvent]:
-        """Hand out the events since the last time, then forget them.
-
-        Yields:
-            The events, oldest first. They are forgotten when the last was taken.
-        """
-        if self.events is not None:
-            yield from self.events
-            self.events.clear()
-
-    def find(self, keys: Iterable[BlockKey]) -> NDArray[np.int32]:
-        """Find the block of each key that can be read: i32[n], NO_BLOCK if none."""
-        names, words = pack(keys)
-        if not names:
-            return np.empty(0, np.int32)
-        return self.executor.find_readable(words)
-
-    def find_beside(
-        self, pool: DeviceBlockPool, keys: Iterable[BlockKey]
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Find a prefix of which each block is on the device, or can be read here.
-
-        Args:
-            pool: The device's blocks.
-            keys: Keys of a prefix, in its order.
-
-        Returns:
-            i32[n] and i32[n], for the first n keys: their blocks on the device, and
-            here; NO_BLOCK for none, but not in both.
-        """
-        names, words = pack(keys)
-        if not names:
-            return np.empty(0, np.int32), np.empty(0, np.int32)
-        num, on_device, on_host = self.executor.find_beside(pool.bound, words)
-        return on_device[:num], on_host[:num]
-
-    def contains(self, keys: Iterable[bytes]) -> NDArray[np.bool_]:
-        """Tell which keys have a block, stores in progress included: bool[n]."""
-        names, words = pack(keys)
-        if not names:
-            return np.empty(0, np.bool_)
-        is_known: NDArray[np.bool_] = self.executor.find(words) != NO_BLOCK
-        return is_known
-
-    def passes(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Tell for each key whether it was looked up often enough to be stored."""
-        if self._reuse is None:
-            return [True] * len(keys)
-        return self._reuse.passes(keys)
-
-    def count_lookup(self, keys: Iterable[BlockKey]) -> None:
-        """Count keys as looked up, by `lookup` or by others who read the state."""
-        if self._reuse is not None:
-            self._reuse.count(keys)
-
-    def pin(self, block_ids: BlockIds) -> None:
-        """Do as `prepare_load` does, for blocks that a search has just found.
-
-        Raises:
-            ValueError: If a block is being stored. Then nothing is pinned.
-        """
-        ids = np.asarray(block_ids, np.int64)
-        if not self.executor.pin(ids):
-            raise ValueError(f"one of block_ids={shown(block_ids)} is being stored.")
-
-    def unpin(self, block_ids: BlockIds) -> None:
-        """Do as `complete_load` does, for blocks by their ids.
-
-        Raises:
-            ValueError: If a block has no load in progress. Then nothing is unpinned.
-        """
-        ids = np.asarray(block_ids, np.int64)
-        if not self.executor.complete_step(ids, len(ids)):
-            raise ValueError(
-                f"one of block_ids={shown(block_ids)} has no load in progress."
-            )
-
-    def publish(self, block_ids: BlockIds, keys: list[bytes]) -> None:
-        """Do as `complete_store` does for what arrived, without a search.
-
-        Args:
-            block_ids: Blocks that are being stored.
-            keys: Their keys.
-
-        Raises:
-            ValueError: If a block is not being stored. Then nothing changes.
-        """
-        if not keys:
-            return
-        if not self.executor.complete_step(np.asarray(block_ids, np.int64), 0):
-            raise ValueError(
-                f"one of block_ids={shown(block_ids)} is not being stored."
-            )
-        self._record(keys, removed=False)
-
-    def discard(self, keys: Iterable[bytes]) -> None:
-        """Forget blocks whose bytes are no good; those in flight stay."""
-        names, words = pack(keys)
-        if not names:
-            return
-        gone = list(compress(names, self.executor.discard(words).tolist()))
-        self._forget(gone)
-        self._record(gone, removed=True)
-        self.drops.note(gone, "load failed")
-
-    def clear(self) -> None:
-        """Forget everything at once, loads and stores in progress included."""
-        self.executor = make_executor(self.policy, self._executor_name)
-        self.num_held_blocks = 0
-        self._names.clear()
-        self._epoch = object()
-        self.drops.clear()
-        self._notes.clear()
-        if self.events is not None:
-            self.events.append(OffloadingEvent([], self.block_size, self.medium, True))
-
-    @property
-    def tells_victims(self) -> bool:
-        """Whether `next_victims` knows: "lru" in native functions, no retention."""
-        state = self.executor.state.policy
-        return isinstance(state, LRUState) and isinstance(self.executor, NativeExecutor)
-
-    def next_victims(self, num: int) -> list[BlockKey]:
-        """Look which blocks would be evicted next, before they go.
-
-        Args:
-            num: How many to look for.
-
-        Returns:
-            Their keys, the next one first; perhaps less than `num`. None as long as
-            there is room for as many without an eviction.
-
-        Raises:
-            ValueError: If the policy does not tell (`tells_victims`).
-        """
-        if not self.tells_victims:
-            raise ValueError(
-                "next_victims needs cache_policy='lru' and executor='native', without "
-                "retention: another policy does not tell what it would evict."
-            )
-        num -= self.num_blocks - self.num_held_blocks
-        if num <= 0:
-            return []
-        state = self.executor.state
-        blocks = next_victims(state.policy, state.ref_cnt, num)
-        keys = words_to_keys(np.asarray(state.policy.directory.keys)[blocks])
-        return [self._names.get(key, key) for key in keys] if self._names else keys
-
-    def snapshot(self) -> Snapshot:
-        """Show the state to a reader, for tests and for debugging.
-
-        Returns:
-            The state, on the host. Keys are as they were given, but for foreign ones
-            that have left and that the policy still remembers: these have 32 bytes.
-
-        Example:
-            >>> m = OffloadingManager(block_size=16, num_blocks=3)
-            >>> _ = m.prepare_store([b"a", b"b"])
-            >>> m.complete_store([b"a"])
-            >>> m.snapshot()  # doctest: +NORMALIZE_WHITESPACE
-            Snapshot(policy={'order': [b'a', b'b']}, ref_cnt={b'a': 0, b'b': -1},
-                     block_ids={b'a': 0, b'b': 1}, free_ids=[2])
-        """
-        return take_snapshot(self.policy, self.executor, self._names)
-
     def warm_up(self, *, step_by_step: bool = True) -> None:
         """Load, or compile, what the methods run, so that no later call waits for it.
 
@@ -677,98 +180,16 @@ class OffloadingManager:
 
         Args:
             step_by_step: Whether `lookup`, `prepare_load`, `complete_load` and
-                `request_step` will be called, too, which `OffloadScheduler` does not.
+                `request_step` will be called, too.
         """
-        scratch = make_executor(self.policy, self._executor_name)
-        _, words = pack([bytes(KEY_BYTES)])
-        ids = np.zeros(1, np.int64)
-        for read in (scratch.find, scratch.find_readable):
-            read(words)
-        for counts_as_use in (True, False):
-            scratch.touch(words, counts_as_use)
-        if self.listens:
-            mark = scratch.begin(words, np.zeros(1, np.int32), 0, 1)
-            scratch.finish(words, np.zeros(1, np.int32), 0, -1, 0, mark)
-        if self.retains:
-            scratch.retain(words, RELEASE, 0, 0, 0)
-        scratch.prepare_store(words)
-        scratch.complete_store(words, True)
-        scratch.pin(ids)
-        scratch.complete_step(ids, 1)
-        scratch.discard(words)
+        super().warm_up()
         if step_by_step:
+            scratch = make_executor(self.policy, self._executor_name)
+            _, words = pack([bytes(KEY_BYTES)])
             scratch.lookup(words)
             scratch.prepare_load(words)
             scratch.complete_load(words)
             scratch.request_step(words)
-
-    def _rows_told(
-        self, block_hashes: Iterable[bytes], positions: Sequence[int] | None
-    ) -> tuple[Words, Positions] | None:
-        """Lay out what a policy is told of; None if nothing, or if it does not listen.
-
-        What is more than one call may have is left out: the cache has fewer blocks.
-        Without keys not even the time is told.
-        """
-        if not self.listens:
-            return None
-        if not self._tells_keys:  # The time is all that priorities want to know.
-            block_hashes, positions = list(islice(block_hashes, 1)), None
-        names, words = pack(block_hashes)
-        if positions is not None and len(positions) != len(names):
-            raise ValueError(
-                f"{len(positions)} positions must be {len(names)}, one for each key."
-            )
-        most = self.policy.max_batch
-        where = range(len(names)) if positions is None else positions
-        told = np.array(where[:most], np.int32)
-        return (words[:most], told) if names else None
-
-    def _pass_time(self, now_ms: int) -> None:
-        """Note the time that the policy is about to be told.
-
-        To the policy, which has 32 bits of it, a time that is more than 2**31 ms later
-        looks like one before: it is told one between them first.
-        """
-        ahead = now_ms - self._now_ms
-        if self._is_told and ahead > 0 and ahead % _TIMES >= _TIMES // 2:
-            between = (self._now_ms + ahead % _TIMES // 2) % _TIMES
-            _, no_keys = pack([])
-            nothing = no_keys, np.empty(0, np.int32)
-            self.executor.finish(*nothing, between, -1, 0, 0)
-        self._now_ms, self._is_told = now_ms, True
-
-    def _give_retention(
-        self, names: list[bytes], retention: Retention, given_ms: int
-    ) -> None:
-        terms = retention.priority, retention.half_life_ms, retention.ttl_ms
-        self._give(names, *terms, given_ms)
-
-    def _give(
-        self,
-        names: list[bytes],
-        priority: int,
-        half_life_ms: int,
-        ttl_ms: int,
-        given_ms: int,
-    ) -> None:
-        """Give blocks that are here a priority, a part of them at a time."""
-        _, words = pack(names)
-        most = self.policy.max_batch
-        for start in range(0, len(words), most):
-            self.executor.retain(
-                words[start : start + most],
-                priority,
-                half_life_ms,
-                ttl_ms,
-                given_ms % _TIMES,
-            )
-
-    def _touch_in_parts(self, words: Words, *, counts_as_use: bool) -> None:
-        most = self.policy.max_batch
-        # Keys are touched from the last to the first, and so are parts of them.
-        for start in reversed(range(0, len(words), most)):
-            self.executor.touch(words[start : start + most], counts_as_use)
 
     def _step_by_step(self, names: list[bytes]) -> RequestStepOutput:
         """Serve a request by the calls that a request step stands for."""
@@ -779,57 +200,7 @@ class OffloadingManager:
         block_ids = loads.block_ids
         if store is not None:
             block_ids = np.concatenate([block_ids, store.store_spec.block_ids])
-        return RequestStepOutput(num_hits, loads, store, (self._epoch, block_ids))
-
-    def _placed(
-        self,
-        names: Sequence[bytes],
-        words: Words,
-        num_stored: int,
-        block_ids: Ids,
-        evicted_keys: Words,
-    ) -> Placement:
-        """Note where keys go (NO_BLOCK: nowhere) and which had to leave; tell it."""
-        some_foreign = has_foreign(names)
-        to_store, rows = names, None
-        if num_stored < len(names):
-            rows = np.flatnonzero(block_ids != NO_BLOCK)
-            if isinstance(names, UnlistedKeys):
-                to_store = words_to_keys(words[rows])
-            else:
-                to_store = [names[row] for row in rows.tolist()]
-            block_ids = block_ids[rows]
-        evicted: Sequence[bytes] = UnlistedKeys(evicted_keys)
-        if self._names:
-            evicted = [self._names.pop(key, key) for key in evicted]
-        if some_foreign:
-            self._names.update(
-                (key_from_foreign(name), name) for name in to_store if is_foreign(name)
-            )
-        if self._notes:
-            noted = self._notes.groups(to_store, self._now_ms)
-            for (retention, given_ms), keys in noted:
-                self._give_retention(keys, retention, given_ms)
-        self.num_held_blocks += len(to_store) - len(evicted)
-        self.num_evicted += len(evicted)
-        if self.events is not None or self.drops.is_kept:
-            evicted = list(evicted)
-            self._record(evicted, removed=True)
-            self.drops.note(evicted, "evicted")
-        return Placement(to_store, rows, block_ids, evicted)
-
-    def _forget(self, names: list[bytes]) -> None:
-        """Note that blocks with these names are gone."""
-        self.num_held_blocks -= len(names)
-        if self._names:
-            for name in names:
-                self._names.pop(key_from_foreign(name), None)
-
-    def _record(self, block_hashes: list[bytes], *, removed: bool) -> None:
-        if block_hashes and self.events is not None:
-            self.events.append(
-                OffloadingEvent(block_hashes, self.block_size, self.medium, removed)
-            )
+        return RequestStepOutput(num_hits, loads, store, (self.executor, block_ids))
 
 
 def _as_output(placement: Placement) -> PrepareStoreOutput:
@@ -838,22 +209,3 @@ def _as_output(placement: Placement) -> PrepareStoreOutput:
     if rows is None:
         rows = np.arange(len(keys))
     return PrepareStoreOutput(list(keys), LoadStoreSpec(block_ids), list(evicted), rows)
-
-
-def _as_policy(cache_policy: Any, num_blocks: int) -> Policy:
-    """Make the policy of a name; check that it fits a tier of `num_blocks`."""
-    policy = cache_policy
-    if isinstance(policy, str):
-        # Twice the tier, so that more different keys than this cannot fit at all.
-        max_batch = max(_LEAST_MAX_BATCH, 2 * num_blocks)
-        policy = get_policy_maker(policy)(num_blocks, max_batch)
-    if not isinstance(policy, Policy):
-        raise TypeError(
-            f"cache_policy={shown(cache_policy)} must be, or name, a jaxkv.Policy."
-        )
-    if policy.num_blocks != num_blocks or policy.max_batch < num_blocks:
-        raise ValueError(
-            f"{policy.num_blocks=}, {policy.max_batch=} of the cache policy must be "
-            f"{num_blocks} and at least {num_blocks}, as {num_blocks=}."
-        )
-    return policy

@@ -4,7 +4,7 @@
 The functions here take `(policy, state, keys, count)` and return the state afterwards
 and an answer; they may be traced, scanned and vmapped, never raise, and leave the
 state bit for bit as it was when they refuse. They define what the tier does;
-`jaxkv.native.host` does the same in place, for `jaxkv.tiers.host`. Give a batch at
+`host_native` does the same in place, for `jaxkv.tiers.index`. Give a batch at
 least two rows, the second as padding: of a scatter of one row XLA:CPU makes an update
 for which it copies the array, however large.
 
@@ -63,7 +63,7 @@ class HostState:
 
 
 class LoadAnswer(NamedTuple):
-    """The blocks of a batch that is to be read.
+    """The blocks of a batch to read.
 
     Attributes:
         block_ids: i32[K]. Block of each key, NO_BLOCK where it is absent or padding.
@@ -75,7 +75,7 @@ class LoadAnswer(NamedTuple):
 
 
 class StoreAnswer(NamedTuple):
-    """Where a batch of blocks is to be stored.
+    """Where to store a batch of blocks.
 
     Attributes:
         ok: bool[]. False if there was no room; then nothing was done.
@@ -95,7 +95,7 @@ class StepAnswer(NamedTuple):
     """What a request served by one call is to load and to store.
 
     Attributes:
-        num_hits: i32[]. Keys, from the first on, whose blocks are to be loaded.
+        num_hits: i32[]. Keys, from the first on, whose blocks to load.
         ok: bool[]. False if there was no room for the others; then none is stored.
         block_ids: i32[K]. For the first `num_hits` keys the block to load from, for
             the others the block to store in; NO_BLOCK where the key is known but is
@@ -293,7 +293,7 @@ def complete_store(
 def discard(
     policy: Policy, state: HostState, keys: Array, count: Array
 ) -> tuple[HostState, Array]:
-    """Forget blocks that nobody reads or writes, as if they had been evicted.
+    """Forget blocks that are not being read or written, as if they had been evicted.
 
     Args:
         policy: The policy.

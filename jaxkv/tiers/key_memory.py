@@ -90,7 +90,7 @@ class ReuseFilter:
 
 
 class RetentionNotes:
-    """Remembers how long keys are to be kept, for when their blocks are stored.
+    """Remembers how long to keep keys, for when their blocks are stored.
 
     Args:
         max_size: Keys to remember. Beyond it the one that was noted longest ago is

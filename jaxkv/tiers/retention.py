@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxkv._util import nearest, shown
-from jaxkv.native.retained import MOST_HALVINGS, MOST_PRIORITY
+from jaxkv.policies.retained import MOST_HALVINGS, MOST_PRIORITY
 
 _MOST_S = 2_000_000
 """Times on the array side have 32 bits of milliseconds, and two are compared."""

@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import compress
 
-from jaxkv.tiers.base import STORAGE_MEDIUM
 from jaxkv.tiers.executors import ExecutorName
-from jaxkv.tiers.host import OffloadingManager
+from jaxkv.tiers.index import BlockIndex
 from jaxkv.types import BlockKey
+
+STORAGE_MEDIUM = "STORAGE"
+"""The medium in events of the storage tier."""
 
 _MOST_BLOCKS = (1 << 31) - 1
 _BYTES_PER_BLOCK = 130
 
 
-class StorageTier(OffloadingManager):
+class StorageTier(BlockIndex):
     """Keeps track of which blocks a store has, and which to delete when it is full.
 
-    It is the host tier's index over places of its own: each is room for one block in
-    the store, which knows blocks by their keys alone. The least recently used go first.
+    Each place is room for one block in the store, which knows blocks by their keys
+    alone. The least recently used go first.
 
     What it knows may be wrong, as others may write to the store and delete from it: a
     block that is not there any more is found missing when it is read (`discard`), and
@@ -28,26 +30,26 @@ class StorageTier(OffloadingManager):
         block_size: Tokens in a block; only repeated in events.
         num_blocks: Blocks that the store may hold.
         enable_events: Whether to keep events for `take_events`.
-        executor: As of `OffloadingManager`.
+        executor: As of `BlockIndex`.
 
     Raises:
         ValueError: There are more blocks than can be numbered.
         MemoryError: There is no memory for the index of so many.
 
     Attributes:
-        num_found: Blocks that listings have added.
-        num_left_out: Blocks that they have not, as there was no room.
+        is_listed: Whether the store was listed.
+        bound: How many blocks the store may hold; None until a listing has told it.
 
     Example:
         >>> tier = StorageTier(block_size=16, num_blocks=2)
         >>> tier.add_found([b"a", b"b", b"c"])
+        >>> tier.note_bound(bound=3, num_there=3)
+        []
         >>> tier.contains([b"a", b"b", b"c"]).tolist(), tier.num_left_out
         ([True, True, False], 1)
-        >>> tier.prepare_store([b"d"]).block_hashes_evicted
+        >>> tier.room_for(tier.place([b"d"]).evicted_keys)
         [b'a']
     """
-
-    medium = STORAGE_MEDIUM
 
     def __init__(
         self,
@@ -64,7 +66,11 @@ class StorageTier(OffloadingManager):
             )
         try:
             super().__init__(
-                block_size, num_blocks, "lru", enable_events, executor=executor
+                block_size,
+                num_blocks,
+                enable_events=enable_events,
+                executor=executor,
+                medium=STORAGE_MEDIUM,
             )
         except (MemoryError, RuntimeError) as error:  # XLA's is one of these.
             raise MemoryError(
@@ -72,18 +78,96 @@ class StorageTier(OffloadingManager):
                 f"{num_blocks * _BYTES_PER_BLOCK >> 20} MiB, which is more than there "
                 "is: set storage_bytes to less."
             ) from error
-        self.num_found = 0
-        self.num_left_out = 0
+        self.bound: int | None = None
+        self._is_listed = False
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether all is known that the store has, but for what others write since."""
+        return self._is_listed
+
+    def note_listing(
+        self,
+        found: Sequence[BlockKey],
+        gone: Sequence[BlockKey],
+        listed: bool | None,
+        bound: tuple[int, int] | None,
+    ) -> list[BlockKey]:
+        """Take note of what a listing has found; as of `BlockIndex`."""
+        if found:
+            self.add_found(found)
+        self._is_listed |= bool(listed)
+        if gone:
+            self.discard(gone)
+        if bound is not None:
+            return self.note_bound(*bound)
+        if listed is False:
+            self.note_unlisted()
+        return []
+
+    def clear(self) -> None:
+        """Forget everything at once; what is in the store stays there."""
+        super().clear()
+        self._is_listed = False
 
     def add_found(self, keys: Sequence[BlockKey]) -> None:
         """Take note of blocks that a listing has found; nothing is evicted for them."""
         new = list(compress(keys, (~self.contains(keys)).tolist()))
         room = self.num_blocks - self.num_held_blocks
-        self.num_left_out += max(0, len(new) - room)
         new = new[: max(room, 0)]
         if not new:
             return
-        answer = self.prepare_store(new)
-        if answer is not None:
-            self.num_found += len(answer.block_hashes_to_store)
-            self.complete_store(answer.block_hashes_to_store)
+        placed = self.place(new)
+        if placed is not None:
+            self.num_found += len(placed.keys)
+            self.complete_store(placed.keys)
+
+    def note_bound(self, bound: int, num_there: int) -> list[BlockKey]:
+        """Take note of the end of a listing.
+
+        Args:
+            bound: How many blocks the store may hold.
+            num_there: How many it has.
+
+        Returns:
+            Keys to delete, as what was written meanwhile is too much.
+        """
+        self.bound = bound
+        self.num_left_out = max(0, num_there - self.num_held_blocks)
+        return self._shrink()
+
+    def note_unlisted(self) -> None:
+        """Take note that a listing has failed: what has been found may be others'."""
+        if self.bound is None and not self.num_found:
+            self.bound = self.num_blocks
+
+    def room_for(self, evicted: Sequence[BlockKey]) -> list[BlockKey]:
+        """Choose what to delete in the store after the index has made room in itself.
+
+        Nothing until a listing has told the store's bound, and no more than is beyond
+        it: what else has left the index stays in the store, and is left out here.
+
+        Args:
+            evicted: What has left the index, the least recently used first.
+
+        Returns:
+            Keys to delete.
+        """
+        if self.bound is None:
+            self.num_left_out += len(evicted)
+            return []
+        num = self.num_held_blocks + self.num_left_out + len(evicted) - self.bound
+        gone = list(evicted[: max(num, 0)])
+        self.num_left_out += len(evicted) - len(gone)
+        return gone + self._shrink()
+
+    def _shrink(self) -> list[BlockKey]:
+        """Forget the least recently used blocks that are beyond the store's bound."""
+        assert self.bound is not None
+        num = self.num_held_blocks + self.num_left_out - self.bound
+        if num <= 0 or not self.tells_victims:
+            return []
+        gone = self.next_victims(num + self.num_blocks - self.num_held_blocks)
+        self.discard(gone)
+        self.num_evicted += len(gone)
+        return gone

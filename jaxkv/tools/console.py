@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 OnProgress: TypeAlias = Callable[[str, int, int], None]
 """Called with a label, the amount done and the total; 0 of 0 if that is not known."""
 
-# Narrower, rich leaves figures out; a terminal breaks lines that are too long for it.
-_LEAST_COLUMNS = 80
+# The longest figure still fits beside a label.
+_LEAST_COLUMNS = 40
 
 
 def make_console(*, stderr: bool = False) -> Any:
@@ -29,15 +29,83 @@ def make_console(*, stderr: bool = False) -> Any:
     return PlainConsole(stderr=stderr, width=_LEAST_COLUMNS)
 
 
-def make_table(*, gap: int = 2) -> Any:
-    """Make a table without lines, with `gap` blanks between its columns."""
+def print_table(
+    columns: Sequence[str],
+    sections: Iterable[tuple[str | None, Iterable[Sequence[str]]]],
+    notes: Iterable[str] = (),
+    *,
+    head: Sequence[str] = (),
+    gap: int = 2,
+    style_of: Callable[[str], str | None] = lambda label: None,
+    console: Any = None,
+) -> None:
+    """Print a table without lines, and notes below it.
+
+    Figures are never cut or broken: what does not fit beside the labels stands in
+    another table below.
+
+    Args:
+        columns: Their names: that of the labels, then those of the figures.
+        sections: A title, or None, and the rows below it, each a label and its cells.
+        notes: Lines in grey.
+        head: A row that belongs to the names.
+        gap: Blanks between columns.
+        style_of: Chooses rich's style of a row by its label.
+        console: Where to print; standard output if it is not given.
+    """
     from rich.table import Table
 
-    return Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+    console = console or make_console()
+    parts = [(title, [list(row) for row in rows]) for title, rows in sections]
+    every = [list(columns), list(head), *(row for _, rows in parts for row in rows)]
+    widths = [
+        max(len(row[column]) for row in every if column < len(row)) + gap
+        for column in range(len(columns))
+    ]
+    for shown in _groups(widths, console.width):
+        table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
+        table.add_column(columns[0], style="bold")
+        for name in columns[shown]:
+            table.add_column(name, justify="right", no_wrap=True)
+        if head:
+            table.add_row(head[0], *head[shown])
+        for title, rows in parts:
+            table.add_row()
+            if title is not None:
+                table.add_row(title)
+            for row in rows:
+                table.add_row(row[0], *row[shown], style=style_of(row[0]))
+        console.print()
+        console.print(table)
+    for number, line in enumerate(notes):
+        if not number:
+            console.print()
+        console.print(line, style="dim", highlight=False, soft_wrap=True, markup=False)
 
 
-def print_lines(lines: Iterable[str]) -> None:
-    """Print lines as they are: nothing in them is markup, and none is wrapped."""
-    make_console().print(
-        "\n".join(lines), markup=False, emoji=False, highlight=False, soft_wrap=True
+def _groups(widths: Sequence[int], room: int) -> list[slice]:
+    """Divide the columns of figures among tables that fit; labels may be wrapped."""
+    room -= min(widths[0], room // 2)
+    groups, first = [], 1
+    for column in range(2, len(widths)):
+        if sum(widths[first : column + 1]) > room:
+            groups.append(slice(first, column))
+            first = column
+    return [*groups, slice(first, len(widths))]
+
+
+def print_lines(lines: Iterable[str], *, is_code: bool = False) -> None:
+    """Print lines as they are; nothing in them is markup.
+
+    Args:
+        lines: The lines.
+        is_code: Whether users copy them: then no terminal wraps them at words.
+    """
+    console = make_console()
+    console.print(
+        "\n".join(lines),
+        markup=False,
+        emoji=False,
+        highlight=False,
+        soft_wrap=is_code or not console.is_terminal,
     )

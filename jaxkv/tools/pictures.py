@@ -1,11 +1,72 @@
-"""What all pictures have in common."""
+"""The one style of all pictures: lines with their names at their ends, and titles."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, BinaryIO, NamedTuple
 
+COLOURS = ("#0b6285", "#b3401f", "#4a6b14", "#7a3f94", "#855600", "#33418f", "#a0245f")
 GREY = "#555555"
+INK = "#000000"
+RULE = "#e4e4e4"
+_MARKERS = "os^Dv*P|"
+_DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (7, 2, 2, 2)))
+
+
+class Line(NamedTuple):
+    """A line of a chart.
+
+    Attributes:
+        name: What stands at its end.
+        values: One for each place.
+        look: Colour, dashes and marker, as ``Axes.plot`` takes them.
+    """
+
+    name: str
+    values: Sequence[float]
+    look: dict[str, Any]
+
+
+class Places(NamedTuple):
+    """Where the values of a chart stand, from left to right.
+
+    Attributes:
+        title: What the places are, with their unit.
+        sizes: Where they lie on the axis, which is logarithmic.
+        names: Each in words.
+        notes: What else stands below each name; empty for nothing.
+    """
+
+    title: str
+    sizes: Sequence[int]
+    names: Sequence[str]
+    notes: Sequence[str]
+
+
+class Scale(NamedTuple):
+    """How values are written.
+
+    Attributes:
+        at_axis: At the axis.
+        in_short: At the end of a line.
+        in_full: In tables and tips.
+        has_zero: Whether a line is drawn at 0.
+    """
+
+    at_axis: Callable[[float], str]
+    in_short: Callable[[float], str]
+    in_full: Callable[[float], str]
+    has_zero: bool = False
+
+
+def look_of(number: int) -> dict[str, Any]:
+    """Choose the look of a line of a chart."""
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "linestyle": _DASHES[number // 2 % len(_DASHES)],
+        "marker": _MARKERS[number % len(_MARKERS)],
+    }
 
 
 def make_figure(width: float, height: float, dpi: int = 150) -> Any:
@@ -13,15 +74,128 @@ def make_figure(width: float, height: float, dpi: int = 150) -> Any:
     # Slow to import, and used only here. A bare Figure needs no display.
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+    layout: Any = figure.get_layout_engine()
+    layout.set(w_pad=0.12, h_pad=0.1, wspace=0.03)
+    return figure
+
+
+def save_picture(figure: Any, title: str, facts: str, file: BinaryIO) -> None:
+    """Write a figure as PNG: what it shows above it, and of what below it."""
+    figure.suptitle(title, x=0.015, ha="left", fontsize=13, fontweight="bold")
+    figure.supxlabel(facts, x=0.015, ha="left", fontsize=9, color=GREY)
+    figure.savefig(file, format="png")
+
+
+def name_axes(axes: Any, title: str, below: str) -> None:
+    """Write what axes show above them, and what the places are below them."""
+    axes.set_title(title, loc="left", fontsize=10.5, pad=10)
+    axes.set_xlabel(below, fontsize=9)
 
 
 def plain_axes(axes: Any) -> None:
     """Leave axes no lines but those that help to read values."""
-    axes.grid(axis="y", color="#e4e4e4")
+    axes.grid(axis="y", color=RULE)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(length=0)
+
+
+def draw_lines(
+    axes: Any,
+    places: Places,
+    lines: Sequence[Line],
+    scale: Scale,
+    *,
+    font: float = 9,
+    num_labels: float = 9,
+    has_values: bool = True,
+) -> None:
+    """Draw lines, with their names at their ends.
+
+    Args:
+        axes: Where.
+        places: Where the values stand.
+        lines: At least one.
+        scale: How values are written.
+        font: Size of the letters at the ends.
+        num_labels: How many names of places there is room for below the axis.
+        has_values: Whether there is room for values beside the names.
+    """
+    sizes = places.sizes
+    for number, line in enumerate(lines):
+        axes.plot(
+            sizes,
+            line.values,
+            linewidth=1.8,
+            markersize=5,
+            gid=f"line-{number}",
+            **line.look,
+        )
+    flat = [value for line in lines for value in line.values]
+    low, high = min(0.0, *flat), max(0.0, *flat)
+    room = 0.08 * (high - low) or 1.0
+    axes.set_ylim(low - room * (low < 0), high + room)
+    if low < 0 or scale.has_zero:
+        axes.axhline(0, color=GREY, linewidth=1, zorder=1, gid="zero")
+    axes.set_xscale("log")
+    # So that the first name below the axis stays clear of the values beside it.
+    margin = (sizes[-1] / sizes[0]) ** 0.04 * 1.02
+    axes.set_xlim(sizes[0] / margin, sizes[-1] * margin)
+    _label_places(axes, places, num_labels)
+    axes.yaxis.set_major_formatter(lambda value, _: with_minus(scale.at_axis(value)))
+    texts = [
+        line.name + f"  {with_minus(scale.in_short(line.values[-1]))}" * has_values
+        for line in lines
+    ]
+    _label_ends(axes, lines, texts, sizes[-1], font)
+    plain_axes(axes)
+
+
+def _label_ends(
+    axes: Any, lines: Sequence[Line], texts: list[str], last_size: int, font: float
+) -> None:
+    """Write texts beside the ends of lines, without overlaps."""
+    low, high = axes.get_ylim()
+    gap = min(0.0069 * font, 1 / len(lines)) * (high - low)
+    ends = [line.values[-1] for line in lines]
+    heights = spread(ends, gap, low + gap / 2, high - gap / 2)
+    for line, text, height in zip(lines, texts, heights, strict=True):
+        colour = line.look["color"]
+        axes.annotate(
+            text,
+            (last_size, line.values[-1]),
+            xytext=(1.05, height),
+            textcoords=axes.get_yaxis_transform(),
+            arrowprops={
+                "arrowstyle": "-",
+                "color": colour,
+                "linewidth": 0.7,
+                "shrinkA": 1,
+                "shrinkB": 4,
+                "relpos": (0, 0.5),
+            },
+            va="center",
+            color=colour,
+            fontsize=font,
+            fontweight="normal" if colour == GREY else "bold",
+            annotation_clip=False,
+        )
+
+
+def _label_places(axes: Any, places: Places, num_labels: float) -> None:
+    """Write the names of places under the axis where there is room."""
+    room = math.log(places.sizes[-1] / places.sizes[0]) / num_labels
+    shown: list[int] = []
+    for number, size in enumerate(places.sizes):
+        if not shown or math.log(size / places.sizes[shown[-1]]) >= room:
+            shown.append(number)
+    notes = places.notes or [""] * len(places.sizes)
+    axes.set_xticks(
+        [places.sizes[number] for number in shown],
+        [f"{places.names[number]}\n{notes[number]}".rstrip() for number in shown],
+    )
+    axes.set_xticks([], minor=True)
 
 
 def spread(

@@ -216,7 +216,8 @@ def _copy_rows(
 
     is_tpu = platform == "tpu"
     in_place = [target for target in targets if isinstance(target, jax.Array)]
-    rows_in_flight = max(1, min(num_rows, _COPIES_IN_FLIGHT // len(pairs)))
+    # Of many leaves two rows at least, so that the next one moves while one is awaited.
+    rows_in_flight = min(num_rows, max(2, _COPIES_IN_FLIGHT // len(pairs)))
 
     def kernel(plan: Any, *refs: Any) -> None:
         semaphores = refs[-1]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Sequence
-from typing import SupportsIndex
+from typing import Any, NamedTuple, Self, SupportsIndex
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv._util import strict_class
 from jaxkv.transfer import limits, memory, probe
 from jaxkv.transfer.codecs import Compression
 from jaxkv.transfer.extent_table import ExtentTable
@@ -34,6 +35,17 @@ from jaxkv.transfer.tiling import warn_of_costly_layouts
 from jaxkv.types import PyTree
 
 DEFAULT_STAGING_BYTES = 256 << 20
+
+
+class _CheckedLoad(NamedTuple):
+    """What the queue takes of a load, as `TransferQueue.load` describes it."""
+
+    leaves: list[jax.Array]
+    device_ids: NDArray[np.int32]
+    host_ids: NDArray[np.int32]
+    extents: NDArray[np.int32]
+    places: NDArray[np.int32]
+    sizes: Sequence[int]
 
 
 class TransferEngine:
@@ -77,6 +89,10 @@ class TransferEngine:
         Ticket(direction='load', number=1)
     """
 
+    def __new__(cls, *_args: Any, **_named: Any) -> Self:
+        """Make a strict one where `JAXKV_STRICT` asks for it."""
+        return super().__new__(strict_class(cls))
+
     def __init__(
         self,
         pool: PyTree,
@@ -112,8 +128,9 @@ class TransferEngine:
                 `is_waiting` is False for a load, each leaf is ready by itself.
             staging_bytes: Bytes that may be in flight at a time; at least one extent.
                 Blocks that a save carries over from another extent do not count.
-            extent_bytes: Bytes that move in one piece; by default 8 MiB, or less for
-                small blocks and small host tiers.
+            extent_bytes: Bytes that move in one piece; by default 8 MiB for each device
+                of this process, or less for small blocks and small host tiers, and at
+                most a quarter of `staging_bytes` with several devices.
             compression: How to compress blocks on the host; None keeps every bit.
             kernel: How the programs of the mode ``"staged"`` copy blocks: ``"dma"``, by
                 asynchronous copies of the TPU, or ``"xla"``, by gathers and scatters.
@@ -142,13 +159,15 @@ class TransferEngine:
                 compression=compression,
             )
 
+        self._staging_bytes = parse_argument("staging_bytes", staging_bytes)
         size = HostSize.of(
             *(num_host_blocks, host_bytes, extent_bytes),
             extents_of(1).host_bytes,
             layout.num_shards,
+            len(layout.leaves[0].sharding.addressable_devices),
+            self._staging_bytes,
         )
         extents = extents_of(size.extent_blocks)
-        self._staging_bytes = parse_argument("staging_bytes", staging_bytes)
         if self._staging_bytes < extents.num_bytes:
             raise ValueError(
                 f"{staging_bytes=} must be at least the {extents.num_bytes} bytes of "
@@ -194,6 +213,11 @@ class TransferEngine:
         It is known for certain after `warm_up`: the compiler may refuse ``"dma"``.
         """
         return self._copier.kernel
+
+    @property
+    def layout(self) -> PoolLayout:
+        """Structure, shapes, dtypes and shardings of the pool."""
+        return self._layout
 
     @property
     def num_host_blocks(self) -> int:
@@ -357,6 +381,18 @@ class TransferEngine:
         sizes: Sequence[int] | None,
         in_step: bool,
     ) -> tuple[PyTree, list[Ticket]]:
+        load = self._checked_load(pool, host_block_ids, device_block_ids, sizes)
+        tickets = self._queue.load(*load, in_step)
+        return self._layout.unflatten(load.leaves), tickets
+
+    def _checked_load(
+        self,
+        pool: PyTree,
+        host_block_ids: BlockIdsLike,
+        device_block_ids: BlockIdsLike,
+        sizes: Sequence[int] | None,
+    ) -> _CheckedLoad:
+        """Give the arguments of a load as the queue takes them; see `load_each`."""
         leaves = self._leaves(pool)
         device_ids, host_ids = self._pairs(device_block_ids, host_block_ids, False)
         if sizes is None:
@@ -368,10 +404,7 @@ class TransferEngine:
             )
         extents, places = self._table.find(host_ids, device_ids != NOTHING)
         self._plans.check_shards(device_ids, places)
-        tickets = self._queue.load(
-            leaves, device_ids, host_ids, extents, places, sizes, in_step
-        )
-        return self._layout.unflatten(leaves), tickets
+        return _CheckedLoad(leaves, device_ids, host_ids, extents, places, sizes)
 
     def take_step_loads(
         self, pool: PyTree, num_extents: int
@@ -462,11 +495,16 @@ class TransferEngine:
         Returns at once. Call it once per step, before the model runs.
 
         Args:
-            pool: The current pool. Donated, if something is written into it.
+            pool: The current pool. Donated, if something is written into it; not looked
+                at, if nothing waits for it.
 
         Returns:
             The pool to continue with.
         """
+        if not self._queue.wants_pool:
+            self._check_call()
+            self._queue.collect()
+            return pool
         leaves = self._leaves(pool)
         self._queue.advance(leaves)
         return self._layout.unflatten(leaves)
@@ -530,7 +568,7 @@ class TransferEngine:
             host_block_ids: int[n]. Blocks that can be loaded.
 
         Returns:
-            What copies them, on any thread, and is to be closed.
+            What copies them, on any thread; close it afterwards.
 
         Raises:
             ValueError: The ids are wrong, or a block holds no bytes.
@@ -584,13 +622,16 @@ class TransferEngine:
         return host_ids_of(host_block_ids, self.num_host_blocks)
 
     def _leaves(self, pool: PyTree) -> list[jax.Array]:
+        self._check_call()
+        return self._layout.flatten(pool)
+
+    def _check_call(self) -> None:
         self._check_thread()
         if self._queue.step_is_due:
             raise RuntimeError(
                 "take_step_loads() gave loads to the caller's next program; start it, "
                 "and call step_started() with an array of its results."
             )
-        return self._layout.flatten(pool)
 
     def _check_thread(self) -> None:
         if threading.get_ident() != self._owner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from typing import NamedTuple
 
 import numpy as np
@@ -86,6 +87,11 @@ class ExtentTable:
         self._used = np.zeros((num_extents, num_shards), np.int32)
         self._pins = np.zeros(num_extents, np.int32)
         self._held = np.zeros(num_extents, np.bool_)
+        # What keeps each extent from being free: its blocks, its pins, and a hold.
+        self._claims = np.zeros(num_extents, np.int64)
+        # Of each call, what it would have to make anew.
+        self._places = np.arange(num_shards * extent_blocks)
+        self._no_ids = np.zeros(0, np.int32)
 
     @property
     def num_free_extents(self) -> int:
@@ -113,12 +119,13 @@ class ExtentTable:
             writer: The number of the save.
             parts: bool[n, m]. Which of their device blocks it writes.
         """
-        self._parts[ids] = parts
+        if self._parts.shape[1] > 1:  # Else a block is saved as a whole.
+            self._parts[ids] = parts
         self._writer[ids] = writer
         self._readable[ids] = False
 
     def is_claimed(self, ids: NDArray[np.int32], writer: int) -> NDArray[np.bool_]:
-        """Tell which blocks (i32[n]) nobody has claimed after a save: bool[n]."""
+        """Tell which blocks (i32[n]) were not claimed after a save: bool[n]."""
         is_own: NDArray[np.bool_] = self._writer[ids] == writer
         return is_own
 
@@ -136,12 +143,12 @@ class ExtentTable:
             use.
         """
         self._vacate(ids)
-        wanted = np.bincount(shards, minlength=self._num_shards)
         free = self._free()
         if not free.size:
             return None
         extent, carry = int(free[0]), NO_EXTENT
         if free.size <= self._reserve:
+            wanted = np.bincount(shards, minlength=self._num_shards)
             room = np.minimum(self._extent_blocks - self._used, wanted).sum(axis=1)
             used = self._used.sum(axis=1)
             room[self._held | (used == 0)] = 0
@@ -154,16 +161,16 @@ class ExtentTable:
                     return None
                 carry = NO_EXTENT
         picked, places = self._assign(shards, carry)
-        carried_ids = np.zeros(0, np.int32)
-        carried_places = np.zeros(0, np.intp)
+        carried_ids, carried_places = self._no_ids, self._places[:0]
         if carry != NO_EXTENT:
             (carried_places,) = np.nonzero(self._owner[carry] != NO_BLOCK)
             carried_ids = self._owner[carry, carried_places]
-            self._held[carry] = True
-        self._held[extent] = True
-        self._enter(ids[picked], extent, places)
+            self._hold(carry, True)
+        self._hold(extent, True)
+        placed = ids[picked]
+        self._enter(placed, extent, places)
         return Placement(
-            extent, carry, picked, ids[picked], places, carried_ids, carried_places
+            extent, carry, picked, placed, places, carried_ids, carried_places
         )
 
     def settle(self, placement: Placement, ok: bool) -> None:
@@ -175,14 +182,14 @@ class ExtentTable:
                 and those to carry over keep theirs.
         """
         new, old = placement.extent, placement.carry
-        self._held[new] = False
+        self._hold(new, False)
         if not ok:
             # A later save may have claimed and moved some of them.
             here = self._owner[new, placement.places] == placement.ids
             self._vacate(placement.ids[here])
         if old == NO_EXTENT:
             return
-        self._held[old] = False
+        self._hold(old, False)
         if ok:
             moved, places = placement.carried_ids, placement.carried_places
             # A block that was saved again in the meantime is not carried over.
@@ -217,8 +224,10 @@ class ExtentTable:
                 f"host blocks {missing.tolist()} have no bytes to load: a save into "
                 "them must have been reported as completed without an error."
             )
+        if self._parts.shape[1] == 1:
+            return self._extent[ids], self._place[ids]
         lacking = ids[(parts & ~self._parts[ids]).any(axis=1)]
-        if lacking.size and self._parts.shape[1] > 1:
+        if lacking.size:
             raise ValueError(
                 f"host blocks {lacking.tolist()} lack device blocks that are wanted: "
                 "the save had -1 there."
@@ -228,10 +237,12 @@ class ExtentTable:
     def pin(self, extent: int) -> None:
         """Keep an extent from being reused until `unpin`."""
         self._pins[extent] += 1
+        self._claims[extent] += 1
 
     def unpin(self, extent: int) -> None:
         """Undo one `pin`."""
         self._pins[extent] -= 1
+        self._claims[extent] -= 1
 
     def check(self) -> None:
         """Check that the arrays of the table agree; for tests and debugging.
@@ -247,16 +258,24 @@ class ExtentTable:
         assert ((by_shard != NO_BLOCK).sum(axis=2) == self._used).all(), "miscounted"
         assert self._readable[placed].sum() == self._readable.sum(), "nothing to read"
         assert (self._pins >= 0).all(), "unpinned too often"
+        claims = self._used.sum(axis=1) + self._pins + self._held
+        assert (self._claims == claims).all(), "miscounted what keeps an extent"
 
     def _free(self) -> NDArray[np.intp]:
-        taken = (self._used.sum(axis=1) > 0) | (self._pins > 0) | self._held
-        (free,) = np.nonzero(~taken)
+        free: NDArray[np.intp] = (self._claims == 0).nonzero()[0]
         return free
+
+    def _hold(self, extent: int, is_held: bool) -> None:
+        self._held[extent] = is_held
+        self._claims[extent] += 1 if is_held else -1
 
     def _assign(
         self, shards: NDArray[np.intp], carry: int
     ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
         """Choose blocks and places: those that are free in `carry`, or any."""
+        if self._num_shards == 1 and carry == NO_EXTENT:
+            first = self._places[: len(shards)]
+            return first, first
         picked, places = [], []
         for shard in range(self._num_shards):
             start = shard * self._extent_blocks
@@ -274,12 +293,26 @@ class ExtentTable:
     ) -> None:
         self._extent[ids], self._place[ids] = extent, places
         self._owner[extent, places] = ids
+        self._claims[extent] += len(ids)
+        if self._num_shards == 1:
+            self._used[extent] += len(ids)
+            return
         shards = places // self._extent_blocks
         self._used[extent] += np.bincount(shards, minlength=self._num_shards)
 
     def _vacate(self, ids: NDArray[np.int32]) -> None:
-        ids = ids[self._extent[ids] != NO_EXTENT]
-        extents, places = self._extent[ids], self._place[ids]
+        extents = self._extent[ids]
+        is_placed = extents != NO_EXTENT
+        if not is_placed.any():
+            return
+        ids, extents = ids[is_placed], extents[is_placed]
+        places = self._place[ids]
         self._owner[extents, places] = NO_BLOCK
-        np.subtract.at(self._used, (extents, places // self._extent_blocks), 1)
+        if self._num_shards == 1:
+            for extent, number in collections.Counter(extents.tolist()).items():
+                self._used[extent] -= number
+                self._claims[extent] -= number
+        else:
+            np.subtract.at(self._used, (extents, places // self._extent_blocks), 1)
+            np.subtract.at(self._claims, extents, 1)
         self._extent[ids] = NO_EXTENT

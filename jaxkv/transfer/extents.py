@@ -107,16 +107,23 @@ class ExtentLayout:
 
     def arrays_of(self, layer_group: int) -> slice:
         """Return the range of an extent's arrays in a layer group."""
-        sizes = [len(group) for group in self.layer_groups]
-        start = sum(sizes[:layer_group])
-        return slice(start, start + sizes[layer_group])
+        return self._ranges[layer_group][0]
 
     def leaves_of(self, layer_group: int) -> slice:
         """Return the range of the pool's leaves in a layer group."""
-        indices = [
-            i for bundle in self.layer_groups[layer_group] for i in bundle.leaves
-        ]
-        return slice(min(indices), max(indices) + 1)
+        return self._ranges[layer_group][1]
+
+    @functools.cached_property
+    def _ranges(self) -> list[tuple[slice, slice]]:
+        """The ranges of arrays and leaves of each layer group."""
+        ranges = []
+        start = 0
+        for group in self.layer_groups:
+            leaves = [leaf for bundle in group for leaf in bundle.leaves]
+            arrays = slice(start, start + len(group))
+            ranges.append((arrays, slice(min(leaves), max(leaves) + 1)))
+            start += len(group)
+        return ranges
 
     def axis(self, bundle: Bundle) -> int:
         """Return the block axis of a bundle's array."""

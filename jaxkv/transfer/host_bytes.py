@@ -22,7 +22,11 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.native.host_rows import (
+from jaxkv.transfer import memory
+from jaxkv.transfer.extent_table import NO_EXTENT, ExtentTable, Placement
+from jaxkv.transfer.extents import Extent
+from jaxkv.transfer.host_memory import HostMemory
+from jaxkv.transfer.host_rows import (
     ADDRESS,
     NUM_PIECES,
     PIECE_BYTES,
@@ -30,17 +34,13 @@ from jaxkv.native.host_rows import (
     copy_in,
     copy_out,
 )
-from jaxkv.transfer import memory
-from jaxkv.transfer.extent_table import NO_EXTENT, ExtentTable, Placement
-from jaxkv.transfer.extents import Extent
-from jaxkv.transfer.host_memory import HostMemory
 from jaxkv.transfer.kernels import Copier
 from jaxkv.transfer.plans import Plans
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
 # Where pinned host memory is read and written at its address. Elsewhere jax copies it,
-# a whole extent at a time: nobody has tried whether the address is one of this process.
+# a whole extent at a time: it is untested whether the address is one of this process.
 _ADDRESSED_PLATFORMS = ("cpu",)
 
 
@@ -86,7 +86,7 @@ class _Rows(NamedTuple):
     """The memory of an extent.
 
     Attributes:
-        table: i64[parts, 4]. As `jaxkv.native.host_rows` wants it.
+        table: i64[parts, 4]. As `jaxkv.transfer.host_rows` wants it.
         owners: What keeps it alive.
     """
 
@@ -236,7 +236,7 @@ class HostBytes:
         return bool(self._num_reads or self._writes)
 
     def read(self, host_ids: NDArray[np.int32]) -> HostRead:
-        """Hold blocks whose bytes are to be copied out.
+        """Hold blocks whose bytes will be copied out.
 
         Args:
             host_ids: i32[n]. Blocks that can be loaded.
@@ -273,7 +273,7 @@ class HostBytes:
 
         Args:
             number: Of the engine's transfers, a new one.
-            host_ids: i32[n]. Blocks that nobody reads, distinct.
+            host_ids: i32[n]. Blocks that are not being read, distinct.
             payloads: u8[num_bytes] of each.
         """
         write = HostWrite(number, host_ids, payloads)

@@ -15,8 +15,12 @@ from jaxkv.transfer.limits import host_memory_error
 
 _ALLOCATION_ERRORS = (jax.errors.JaxRuntimeError, MemoryError)
 # Passing an array to a program and starting the program cost the same for any size;
-# moving the bytes of an extent should take several times as long as both.
+# moving the bytes of an extent should take several times as long as both. Each device
+# has a bus of its own, so that this is for each.
 TARGET_EXTENT_BYTES = 8 << 20
+# With several devices, as many extents as this can be in flight, so that one is copied
+# while the next is gathered.
+_LEAST_IN_FLIGHT = 4
 # A small tier needs more and smaller ones: where a save replaces half of an extent, the
 # other half has to be carried over, row by row.
 _LEAST_EXTENT_BYTES = 1 << 20
@@ -46,6 +50,8 @@ class HostSize(NamedTuple):
         extent_bytes: str | SupportsIndex | None,
         row_bytes: int,
         num_shards: int,
+        num_devices: int = 1,
+        staging_bytes: int = 0,
     ) -> HostSize:
         """Compute the size from the engine's arguments.
 
@@ -55,29 +61,27 @@ class HostSize(NamedTuple):
             extent_bytes: Size of an extent, or None for the default.
             row_bytes: Bytes on the host of one host block in every shard.
             num_shards: Shards of the block axis.
+            num_devices: Devices of this process that an extent is spread over.
+            staging_bytes: Bytes that may be in flight.
 
         Raises:
             ValueError: None or both of the first two are given, or a size is too small.
         """
-        if (num_host_blocks is None) == (host_bytes is None):
-            raise ValueError(
-                f"one of {num_host_blocks=} and {host_bytes=} must be given: the size "
-                "of the host tier, in blocks or in bytes."
-            )
-        target = None
-        if extent_bytes is not None:
-            target = parse_argument("extent_bytes", extent_bytes)
-        if num_host_blocks is not None:
-            num_blocks = operator.index(num_host_blocks)
-            if num_blocks < 1:
-                raise ValueError(f"{num_host_blocks=} must be at least 1.")
+        num_blocks, num_bytes, target = parse_size(
+            num_host_blocks, host_bytes, extent_bytes
+        )
+        best = max(
+            TARGET_EXTENT_BYTES,
+            min(TARGET_EXTENT_BYTES * num_devices, staging_bytes // _LEAST_IN_FLIGHT),
+        )
+        if num_blocks is not None:
             rows = -(-num_blocks // num_shards)
-            per_extent = extent_blocks(row_bytes, rows, target)
+            per_extent = _extent_blocks(row_bytes, rows, target, best)
             full = -(-rows // per_extent)
             return cls(num_blocks, per_extent, full + _num_spare(full))
-        assert host_bytes is not None
-        rows = parse_argument("host_bytes", host_bytes) // row_bytes
-        per_extent = extent_blocks(row_bytes, rows, target)
+        assert num_bytes is not None
+        rows = num_bytes // row_bytes
+        per_extent = _extent_blocks(row_bytes, rows, target, best)
         num_extents = rows // per_extent
         full = num_extents - _num_spare(num_extents)
         if full < 1:
@@ -86,6 +90,31 @@ class HostSize(NamedTuple):
                 f"takes {row_bytes} bytes, and as many are kept spare."
             )
         return cls(full * per_extent * num_shards, per_extent, num_extents)
+
+
+def parse_size(
+    num_host_blocks: SupportsIndex | None,
+    host_bytes: str | SupportsIndex | None,
+    extent_bytes: str | SupportsIndex | None,
+) -> tuple[int | None, int | None, int | None]:
+    """Parse what an engine is told of its size; see `TransferEngine`.
+
+    Raises:
+        ValueError: None or both of the first two are given, or one is no size.
+        TypeError: The number of blocks is no int.
+    """
+    if (num_host_blocks is None) == (host_bytes is None):
+        raise ValueError(
+            f"one of {num_host_blocks=} and {host_bytes=} must be given: the size of "
+            "the host tier, in blocks or in bytes."
+        )
+    if num_host_blocks is not None and operator.index(num_host_blocks) < 1:
+        raise ValueError(f"{num_host_blocks=} must be at least 1.")
+    return (
+        None if num_host_blocks is None else operator.index(num_host_blocks),
+        None if host_bytes is None else parse_argument("host_bytes", host_bytes),
+        None if extent_bytes is None else parse_argument("extent_bytes", extent_bytes),
+    )
 
 
 def parse_argument(name: str, size: str | SupportsIndex) -> int:
@@ -107,8 +136,11 @@ def _num_spare(num_extents: int) -> int:
     return max(1, num_extents // 8)
 
 
-def extent_blocks(
-    host_block_bytes: int, num_host_blocks: int, target_bytes: int | None = None
+def _extent_blocks(
+    host_block_bytes: int,
+    num_host_blocks: int,
+    target_bytes: int | None,
+    best_bytes: int,
 ) -> int:
     """Choose how many host blocks an extent holds.
 
@@ -117,10 +149,11 @@ def extent_blocks(
         num_host_blocks: Host blocks; a small tier has small extents, so that some can
             be spare.
         target_bytes: Bytes per extent to aim for; None for the best.
+        best_bytes: What is best in a large tier.
     """
     if target_bytes is None:
         share = host_block_bytes * num_host_blocks // _LEAST_EXTENTS
-        target_bytes = min(TARGET_EXTENT_BYTES, max(_LEAST_EXTENT_BYTES, share))
+        target_bytes = min(best_bytes, max(_LEAST_EXTENT_BYTES, share))
     enough = -(-target_bytes // host_block_bytes)
     return max(1, min(enough, _MAX_EXTENT_BLOCKS, num_host_blocks // 8))
 

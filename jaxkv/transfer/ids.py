@@ -64,13 +64,16 @@ def device_block_ids(
         )
     lowest = 0 if m == 1 else NOTHING
     array = _in_range("device_block_ids", array, num_blocks, lowest)
+    if m == 1:
+        check_distinct("device_block_ids", array[:, 0])
+        return array
     empty = np.flatnonzero((array == NOTHING).all(axis=1))
     if empty.size:
         raise ValueError(
             f"device_block_ids has only {NOTHING} in the rows {empty.tolist()}; each "
             "row must name at least one device block."
         )
-    for part in array if may_share and m > 1 else [array]:
+    for part in array if may_share else [array]:
         check_distinct("device_block_ids", part[part != NOTHING])
     return array
 
@@ -136,6 +139,8 @@ def check_distinct(name: str, ids: NDArray[np.int32]) -> None:
     Raises:
         ValueError: An id repeats.
     """
+    if len(set(ids.tolist())) == len(ids):
+        return
     ordered = np.sort(ids)
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
     if twice.size:
@@ -148,7 +153,7 @@ def check_distinct(name: str, ids: NDArray[np.int32]) -> None:
 def _copy(name: str, ids: BlockIdsLike) -> NDArray[np.integer[Any]]:
     # A copy: XLA may read NumPy memory in place and late, so a caller that changes its
     # array after the call would otherwise redirect the transfer.
-    if np.ma.is_masked(ids):
+    if isinstance(ids, np.ma.MaskedArray) and np.ma.is_masked(ids):
         raise ValueError(f"{name} must not be masked: leave out what is not to move.")
     array = np.array(ids)
     if array.size == 0:
@@ -164,8 +169,9 @@ def _copy(name: str, ids: BlockIdsLike) -> NDArray[np.integer[Any]]:
 def _in_range(
     name: str, array: NDArray[np.integer[Any]], num_blocks: int, lowest: int
 ) -> NDArray[np.int32]:
-    outside = array[(array < lowest) | (array >= num_blocks)]
-    if outside.size:
+    is_outside = (array < lowest) | (array >= num_blocks)
+    if is_outside.any():
+        outside = array[is_outside]
         raise ValueError(
             f"{name} has {outside.tolist()}; ids must be in [0, {num_blocks})"
             + (f", or {lowest} for none." if lowest else ".")

@@ -85,6 +85,12 @@ class Copier:
         self._plan = self._pool.plan_sharding()
         self._host = extents.shardings(memory.HOST_KIND)
         self._device = extents.shardings(None)
+        self._to_host = memory.Carrier(self._host)
+        self._to_device = memory.Carrier(self._device)
+        self._groups_to_device = [
+            memory.Carrier(self._device[extents.arrays_of(group)])
+            for group in range(len(extents.layer_groups))
+        ]
         # Only on CPU does a program that writes some rows of an extent take less time
         # than one that writes all: the rows of a loop are not copied over a bus one by
         # one.
@@ -153,24 +159,23 @@ class Copier:
             else:
                 kind, extents = "write", (spare,)
             lists = self._takes_lists(kind)
-            rows = plan.row_lists() if lists else plan.row_sources()
+            rows = plan.row_lists() if lists else plan.row_sources
             program = self.save_program(kind)
             extent, token = self._run(program, leaves, rows, *extents)
             return extent, [token]
         if carry is not None:
-            kind, extents = "merge", (jax.device_put(carry, self._device),)
+            kind, extents = "merge", (self._to_device.copy(carry),)
         else:
             kind, extents = "gather", ()
         program = self.save_program(kind)
-        staged, _ = self._run(program, leaves, plan.row_sources(), *extents)
-        extent = jax.device_put(staged, self._host)
+        staged, _ = self._run(program, leaves, plan.row_sources, *extents)
+        extent = self._to_host.copy(staged)
         return extent, list(extent)
 
     def stage(self, extent: Extent, layer_group: int) -> Extent:
         """Copy the arrays of a layer group to the device, in one call."""
-        arrays = self.extents.arrays_of(layer_group)
-        staged: Extent = jax.device_put(extent[arrays], self._device[arrays])
-        return staged
+        arrays = extent[self.extents.arrays_of(layer_group)]
+        return self._groups_to_device[layer_group].copy(arrays)
 
     def load(
         self,
@@ -265,14 +270,14 @@ class Copier:
         *extents: Extent | None,
     ) -> Any:
         """Run a program with a plan that nothing changes: XLA may read it late."""
+        config: Any = jax.config
+        if config.jax_debug_nans or config.jax_debug_infs:
+            # Bytes are only moved: a NaN among them is no error.
+            with jax.debug_nans(False), jax.debug_infs(False):
+                return self._run(program, leaves, plan, *extents)
         # Transfer guards refuse implicit transfers; the plan's is intended, and costs
         # less than a `device_put`.
-        with (
-            jax.transfer_guard_host_to_device("allow"),
-            # Bytes are only moved: a NaN among them is no error.
-            jax.debug_nans(False),
-            jax.debug_infs(False),
-        ):
+        with jax.transfer_guard_host_to_device("allow"):
             return program(leaves, self.placed(plan), *extents)
 
     def placed(self, plan: NDArray[np.int32]) -> NDArray[np.int32] | jax.Array:

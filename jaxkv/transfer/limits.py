@@ -1,4 +1,4 @@
-"""Limits on host memory, checked before it is allocated.
+"""Limits on host memory, checked before it is allocated; what devices have left.
 
 The kernel may kill a process that pins too much without a message, and XLA's errors
 name neither the limit nor how to raise it. So every limit that can be read is read
@@ -10,8 +10,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+
+import jax
 
 from jaxkv._util import gib, shown
 
@@ -185,6 +187,19 @@ def available_host_bytes(
     """
     limits = system_limits(proc_root, cgroup_root)
     return min(limits, key=lambda limit: limit.num_bytes, default=None)
+
+
+def device_bytes_left(devices: Iterable[jax.Device]) -> int | None:
+    """Return the memory that the fullest of some devices has left, in bytes.
+
+    None if no device tells, as on the CPU backend.
+    """
+    left = [
+        stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+        for device in devices
+        if "bytes_limit" in (stats := device.memory_stats() or {})
+    ]
+    return max(0, min(left)) if left else None
 
 
 def pinned_pool(

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental.layout import Format, Layout
+
+_copy_arrays: Any
+try:
+    # What `jax.device_put` ends in, after some 25 us of Python for a single array.
+    from jax._src.config import explicit_device_put_scope
+    from jax._src.lib import xla_client  # type: ignore[attr-defined]
+
+    _copy_arrays = xla_client.batched_copy_array_to_devices_with_sharding
+    _SEMANTICS = xla_client.ArrayCopySemantics.REUSE_INPUT
+except (ImportError, AttributeError):  # It is not promised to stay.
+    _copy_arrays = None
 
 HOST_KIND = "pinned_host"
 """The one memory kind that host blocks live in."""
@@ -68,7 +81,12 @@ def compiler_options(platform: str) -> dict[str, str] | None:
     if platform != "cpu":
         return None
     passes = (f"float-normalization-{name}" for name in _NORMALISED_FLOATS)
-    return {"xla_disable_hlo_passes": ",".join(passes)}
+    return {
+        "xla_disable_hlo_passes": ",".join(passes),
+        # With less, such as `jax_disable_most_optimizations` asks for, LLVM quietens
+        # signalling NaNs too.
+        "xla_backend_optimization_level": "3",
+    }
 
 
 def compile_program(lowered: jax.stages.Lowered, platform: str) -> jax.stages.Compiled:
@@ -81,6 +99,42 @@ def compile_program(lowered: jax.stages.Lowered, platform: str) -> jax.stages.Co
         if not any(f"No such compile option: '{name}'" in str(error) for name in more):
             raise
         return lowered.compile(options)
+
+
+class Carrier:
+    """Copies arrays to another memory of their devices.
+
+    Args:
+        shardings: Where each goes: as it is sharded, but in another memory.
+    """
+
+    def __init__(self, shardings: Sequence[jax.sharding.Sharding]) -> None:
+        self.shardings = tuple(shardings)
+        self._devices: list[Any] = []
+        if _copy_arrays is not None:
+            # Those of several processes, `device_put` has to see to.
+            lists = [
+                getattr(sharding, "_internal_device_list", None)
+                for sharding in self.shardings
+                if sharding.is_fully_addressable
+            ]
+            self._devices = [each.addressable_device_list for each in lists if each]
+
+    def copy(self, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Start to copy; as `jax.device_put` with these shardings."""
+        if len(self._devices) == len(arrays):
+            semantics = [_SEMANTICS] * len(arrays)
+            try:
+                with explicit_device_put_scope():
+                    return tuple(
+                        _copy_arrays(
+                            list(arrays), self._devices, list(self.shardings), semantics
+                        )
+                    )
+            except TypeError:  # A version of jax that takes other arguments.
+                self._devices = []
+        copied: tuple[jax.Array, ...] = jax.device_put(arrays, self.shardings)
+        return copied
 
 
 def wait_for(arrays: object) -> None:

@@ -18,13 +18,25 @@ class SavePlan(NamedTuple):
     """Which block goes into which row of an extent.
 
     Attributes:
-        sources: i32[shards, rows]. The device block, counted within its shard; NOTHING
-            for a row that is free or carried over.
-        carried: bool[shards, rows]. Whether the row is carried over from an extent.
+        row_sources: i32[shards, 2 * rows]. The device block of each row, counted within
+            its shard, NOTHING for a row that is free or carried over; then for each row
+            whether it is carried over from an extent: 0 or 1.
     """
 
-    sources: NDArray[np.int32]
-    carried: NDArray[np.bool_]
+    row_sources: NDArray[np.int32]
+
+    @property
+    def sources(self) -> NDArray[np.int32]:
+        """The first half of `row_sources`: i32[shards, rows]."""
+        return self.row_sources[:, : self.row_sources.shape[1] // 2]
+
+    @property
+    def carried(self) -> NDArray[np.bool_]:
+        """Whether each row is carried over: bool[shards, rows]."""
+        is_carried: NDArray[np.bool_] = (
+            self.row_sources[:, self.row_sources.shape[1] // 2 :] > 0
+        )
+        return is_carried
 
     def row_lists(self) -> NDArray[np.int32]:
         """Return the plan as lists: i32[shards, 3 * rows + 2].
@@ -32,24 +44,17 @@ class SavePlan(NamedTuple):
         The blocks to read, the rows to write them to, the rows to carry over, then the
         number of rows to write and of rows to carry over.
         """
-        num_shards, num_rows = self.sources.shape
+        sources, is_carried = self.sources, self.carried
+        num_shards, num_rows = sources.shape
         lists = np.zeros((num_shards, 3 * num_rows + 2), np.int32)
         for shard in range(num_shards):
-            (rows,) = np.nonzero(self.sources[shard] != NOTHING)
-            (carried,) = np.nonzero(self.carried[shard])
-            lists[shard, : len(rows)] = self.sources[shard, rows]
+            (rows,) = np.nonzero(sources[shard] != NOTHING)
+            (carried,) = np.nonzero(is_carried[shard])
+            lists[shard, : len(rows)] = sources[shard, rows]
             lists[shard, num_rows : num_rows + len(rows)] = rows
             lists[shard, 2 * num_rows : 2 * num_rows + len(carried)] = carried
             lists[shard, -2:] = len(rows), len(carried)
         return lists
-
-    def row_sources(self) -> NDArray[np.int32]:
-        """Return the plan row by row: i32[shards, 2 * rows].
-
-        The sources, then for each row whether it is carried over: 0 or 1.
-        """
-        carried = self.carried.astype(np.int32)
-        return np.concatenate([self.sources, carried], axis=1)
 
 
 class Cut(NamedTuple):
@@ -76,6 +81,9 @@ def cut_load(
         places: i32[n]. Its place there.
         owners: int[n]. The transfer it is for.
     """
+    if len(set(extents.tolist())) == 1 and _are_distinct(places):
+        rows = np.arange(len(extents))
+        return [Cut(int(extents[0]), rows, sorted(set(owners.tolist())))]
     order = np.argsort(extents, kind="stable")
     starts = np.flatnonzero(np.diff(extents[order])) + 1
     cuts = []
@@ -89,11 +97,15 @@ def cut_load(
     return cuts
 
 
+def _are_distinct(values: NDArray[np.integer[Any]]) -> bool:
+    return len(set(values.tolist())) == len(values)
+
+
 def shortest_first(cuts: list[Cut], num_transfers: int) -> Iterator[list[Cut]]:
     """Order a load's cuts so that a transfer does not wait for a longer one.
 
     Args:
-        cuts: What is to be moved.
+        cuts: What to move.
         num_transfers: How many transfers they are for.
 
     Yields:
@@ -187,37 +199,29 @@ class Plans(NamedTuple):
             device_ids: i32[n, m]. The placed blocks.
             placement: Where they go.
         """
-        shape = (self.num_shards, self.num_rows)
-        sources = np.full(shape, NOTHING, np.int32)
-        shards, rows = self._rows(placement.places)
-        sources[shards, rows] = self._within_shard(device_ids, shards)
-        carried = np.zeros(shape, np.bool_)
-        carried[self._rows(placement.carried_places)] = True
-        return SavePlan(sources, carried)
+        plan = np.full((self.num_shards, 2 * self.num_rows), NOTHING, np.int32)
+        self._enter(plan, placement.places, device_ids)
+        is_carried = plan[:, self.num_rows :]
+        is_carried[:] = 0
+        if placement.carried_places.size:
+            is_carried[self._rows(placement.carried_places)] = 1
+        return SavePlan(plan)
 
     def load(
         self, device_ids: NDArray[np.int32], places: NDArray[np.int32]
-    ) -> list[NDArray[np.int32]]:
-        """Plan the loads from one extent.
+    ) -> NDArray[np.int32]:
+        """Plan the load of a piece.
 
         Args:
             device_ids: i32[n, m]. Where its blocks go.
-            places: int[n]. Their places. Each repetition of a place takes another
-                plan.
+            places: int[n]. Their places in the extent, distinct.
 
         Returns:
-            i32[shards, rows] each: the device block for each row, NOTHING for none.
+            i32[shards, rows]. The device block for each row, NOTHING for none.
         """
-        plans = []
-        while len(places):
-            _, once = np.unique(places, return_index=True)
-            targets = np.full((self.num_shards, self.num_rows), NOTHING, np.int32)
-            shards, rows = self._rows(places[once])
-            targets[shards, rows] = self._within_shard(device_ids[once], shards)
-            plans.append(targets)
-            device_ids = np.delete(device_ids, once, axis=0)
-            places = np.delete(places, once)
-        return plans
+        targets = np.full((self.num_shards, self.num_rows), NOTHING, np.int32)
+        self._enter(targets, places, device_ids)
+        return targets
 
     def leave_out(
         self, targets: NDArray[np.int32], device_ids: NDArray[np.int32]
@@ -232,6 +236,19 @@ class Plans(NamedTuple):
         is_target = targets != NOTHING
         is_out = np.isin(targets + starts[:, None], device_ids[device_ids != NOTHING])
         targets[is_target & is_out] = NOTHING
+
+    def _enter(
+        self,
+        plan: NDArray[np.int32],
+        places: NDArray[np.integer[Any]],
+        device_ids: NDArray[np.int32],
+    ) -> None:
+        """Write device blocks i32[n, m] into the rows of places int[n] of a plan."""
+        if self.num_shards == self.blocks_per_host_block == 1:
+            plan[0, places] = device_ids[:, 0]
+            return
+        shards, rows = self._rows(places)
+        plan[shards, rows] = self._within_shard(device_ids, shards)
 
     def _rows(
         self, places: NDArray[np.integer[Any]]

@@ -134,8 +134,11 @@ class TransferQueue:
         host_ids: NDArray[np.int32],
     ) -> Ticket:
         """Begin a save of ids that have been checked."""
-        touched = device_ids[device_ids != NOTHING]
-        call = Call(self._num_issued, int(self._last_writer[touched].max(initial=-1)))
+        touched = self._touched(device_ids)
+        after = -1  # What older loads write is in the pool.
+        if self._waiting_loads or self._landing or self._for_step:
+            after = int(self._last_writer[touched].max(initial=-1))
+        call = Call(self._num_issued, after)
         transfer = self._begin("save", call, host_ids, device_ids)
         transfer.todo = np.arange(len(host_ids))
         self._last_reader[touched] = transfer.number
@@ -162,8 +165,11 @@ class TransferQueue:
         Each load has as many of them, in their order, as `sizes` says. If `in_step`,
         `take_step_loads` is to hand them out.
         """
-        touched = device_ids[device_ids != NOTHING]
-        call = Call(self._num_issued, int(self._last_reader[touched].max(initial=-1)))
+        touched = self._touched(device_ids)
+        after = -1  # Older saves have read what they need.
+        if self._waiting_saves:
+            after = int(self._last_reader[touched].max(initial=-1))
+        call = Call(self._num_issued, after)
         ends = np.cumsum(sizes)
         transfers = [
             self._begin(
@@ -175,8 +181,7 @@ class TransferQueue:
         cuts = cut_load(extents, places, np.repeat(np.arange(len(sizes)), sizes))
         for part in shortest_first(cuts, len(sizes)):
             plans = [
-                self._plans.load(device_ids[cut.rows], places[cut.rows])[0]
-                for cut in part
+                self._plans.load(device_ids[cut.rows], places[cut.rows]) for cut in part
             ]
             pieces: list[list[LoadPiece]] = [[] for _ in part]
             for group, num_bytes in enumerate(self._copier.extents.group_bytes):
@@ -202,6 +207,14 @@ class TransferQueue:
         if not in_step:
             self.advance(leaves)
         return [transfer.ticket for transfer in transfers]
+
+    def _touched(self, device_ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return the blocks among i32[n, m]."""
+        is_one = device_ids.shape[1] == 1
+        touched: NDArray[np.int32] = (
+            device_ids[:, 0] if is_one else device_ids[device_ids != NOTHING]
+        )
+        return touched
 
     def next_number(self) -> int:
         """Take the number of a transfer."""
@@ -245,6 +258,16 @@ class TransferQueue:
         extents = [self._copier.new_extent()()] * num_extents if num_extents else []
         return StepLoads(tuple(extents), (targets,) * num_extents, self._copier)
 
+    @property
+    def wants_pool(self) -> bool:
+        """Whether `advance` has something to read from the pool, or to write there."""
+        landing = self._landing
+        return bool(
+            self._waiting_loads
+            or self._waiting_saves
+            or (landing and landing[0].is_ready())
+        )
+
     def start_step(self, token: jax.Array) -> None:
         """Note that the program which was given loads runs; `token` is a result."""
         for piece in self._in_step:
@@ -253,6 +276,10 @@ class TransferQueue:
             piece.watched = [token]
             self._loading.append(piece)
         self._in_step = []
+
+    def collect(self) -> None:
+        """Record what has finished."""
+        self._collect()
 
     def advance(self, leaves: list[jax.Array]) -> None:
         """Scatter what has landed, and issue what may go next."""
@@ -375,9 +402,9 @@ class TransferQueue:
         if not self._may_read(transfer) or not self._has_room(num_bytes):
             return False
         ids = transfer.host_ids[transfer.todo]
-        is_own = self.table.is_claimed(ids, transfer.number)
-        if not is_own.all():
-            # While it waited, whoever gave it these blocks has given them to another.
+        if self._num_issued > transfer.number + 1:
+            is_own = self.table.is_claimed(ids, transfer.number)
+            # While it waited, its blocks were given to another transfer.
             ids, transfer.todo = ids[is_own], transfer.todo[is_own]
             if not transfer.todo.size:
                 self._note_if_over(transfer)
@@ -401,7 +428,9 @@ class TransferQueue:
         device_ids = transfer.device_ids[transfer.todo[placement.picked]]
         plan = self._plans.save(device_ids, placement)
         piece = SavePiece([transfer], num_bytes, placement, plan)
-        transfer.todo = np.delete(transfer.todo, placement.picked)
+        is_left = np.ones(len(ids), np.bool_)
+        is_left[placement.picked] = False
+        transfer.todo = transfer.todo[is_left]
         transfer.num_pieces += 1
         self._bytes_in_flight += num_bytes
         self._saving.append(piece)

@@ -19,7 +19,7 @@ class StepLoads:
     """Blocks on the host that a step of the model brings into the pool itself.
 
     `TransferEngine.take_step_loads` makes it. It is a pytree, to be passed to the
-    jitted step beside the pool; `write` is to be called inside, for each group of
+    jitted step beside the pool; call `write` inside, for each group of
     layers right before they run::
 
         for group, layers in enumerate(groups_of_layers):
@@ -51,7 +51,7 @@ class StepLoads:
             pool: The pool, with the layout of the engine's.
             layer_group: Which run of the pool's leaves, see the `layer_groups` of
                 `TransferEngine`; the leaves of others stay as they are. None for all.
-            after: What is to be computed before the bytes are waited for, such as the
+            after: What to compute before the bytes are waited for, such as the
                 output of the layers before. Without it XLA waits for all of them first.
 
         Returns:

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.transfer import memory
 from jaxkv.transfer.extent_table import Placement
 from jaxkv.transfer.extents import Extent
 from jaxkv.transfer.plans import SavePlan
@@ -152,7 +151,8 @@ class Piece:
         """Wait until it is over; return the error if it failed."""
         try:
             # A failed array is ready too: only waiting for it raises its error.
-            memory.wait_for(self.watched)
+            for array in self.watched:
+                array.block_until_ready()
         except TRANSFER_ERRORS as error:
             return self.error or error
         return self.error

@@ -3,7 +3,9 @@
 XLA:TPU stores arrays in tiles of 128 elements along the minor axis and some along the
 next, and orders the axes so that little is padded. An array whose last dimension is no
 multiple of 128 may so get its blocks along the minor axis, each spread over all tiles:
-then a save or load of some blocks moves every block of the leaf, and back.
+then a save or load of some blocks moves every block of the leaf, and back. Along the
+next axis each tile has several blocks, which no asynchronous copy can cut out: then XLA
+copies them, and moves many times their bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ _NEGLIGIBLE_BYTES = 1 << 20
 
 
 class CostlyLayoutWarning(UserWarning):
-    """A pool lies in memory so that moving a block means moving whole leaves."""
+    """A pool lies in memory so that moving a block means moving many others."""
 
 
 def padded_bytes(shape: tuple[int, ...], dtype: np.dtype, layout: Layout) -> int:
@@ -58,23 +60,29 @@ def blocks_lie_apart(leaf: Leaf) -> bool:
     return leaf.num_blocks > 1 and leaf.order[-1] == leaf.block_axis
 
 
+def blocks_share_tiles(leaf: Leaf) -> bool:
+    """Whether tiles on TPU have several blocks: their axis is the second-minor one."""
+    return leaf.num_blocks > 1 and leaf.order[-2:-1] == (leaf.block_axis,)
+
+
 def costly_leaves(pool: PoolLayout) -> list[Leaf]:
-    """Return the leaves of which each save and load moves all blocks.
+    """Return the leaves of which each save and load moves more than its blocks.
 
     Only leaves that were given a layout, by XLA:TPU or the caller: elsewhere the blocks
     of a leaf lie where its axes say.
     """
+    is_tpu = pool.platform == "tpu"
     return [
         leaf
         for leaf in pool.leaves
-        if (leaf.layout is not None or pool.platform == "tpu")
+        if (leaf.layout is not None or is_tpu)
         and leaf.num_blocks * leaf.block_bytes >= _NEGLIGIBLE_BYTES
-        and blocks_lie_apart(leaf)
+        and (blocks_lie_apart(leaf) or (is_tpu and blocks_share_tiles(leaf)))
     ]
 
 
 def warn_of_costly_layouts(pool: PoolLayout, rows: int, padding: float) -> None:
-    """Warn of leaves of which each save and load moves all blocks.
+    """Warn of leaves of which each save and load moves more than its blocks.
 
     Args:
         pool: The layout of the pool.
@@ -86,6 +94,19 @@ def warn_of_costly_layouts(pool: PoolLayout, rows: int, padding: float) -> None:
         return
     leaf = costly[0]
     more = f" and {len(costly) - 1} more" if len(costly) > 1 else ""
+    if not blocks_lie_apart(leaf):
+        warnings.warn(
+            f"{leaf.name}{more} has its blocks along the second-minor axis in memory "
+            f"(order {leaf.order} of {list(leaf.shape)}), where tiles have several "
+            "blocks: saves and loads move 7 to 190 times the bytes, by what compilers "
+            "for TPU show. Give each block two axes of more than one element, the last "
+            f"one a multiple of {LANES}: K and V in one leaf, as [blocks, 2, {LANES}], "
+            f"or a flat block of n elements as [blocks, n // {LANES}, {LANES}]. See "
+            "docs/performance.md, Layouts on TPU.",
+            CostlyLayoutWarning,
+            stacklevel=3,
+        )
+        return
     # Each block is read and written twice: into a better layout, and in there.
     factor = max(1, 2 * pool.shard_blocks // rows)
     if leaf.block_axis == len(leaf.shape) - 1:
@@ -100,8 +121,8 @@ def warn_of_costly_layouts(pool: PoolLayout, rows: int, padding: float) -> None:
         f"{leaf.name}{more} has its blocks along the minor axis in memory (order "
         f"{leaf.order} of {list(leaf.shape)}), so that a copy of {rows} blocks moves "
         f"all {pool.shard_blocks}: about {factor} times the bytes. Extents take "
-        f"{padding:.2f} times their bytes on the host. {advice} See docs/transfers.md, "
-        "Layouts on TPU.",
+        f"{padding:.2f} times their bytes on the host. {advice} See "
+        "docs/performance.md, Layouts on TPU.",
         CostlyLayoutWarning,
         stacklevel=3,
     )

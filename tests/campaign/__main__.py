@@ -42,8 +42,13 @@ def main():
     parser.add_argument(
         "--total-steps", type=int, help="how many steps to run, of all engines"
     )
+    parser.add_argument(
+        "--strict", action="store_true", help="with the strict parts of jaxkv.strict"
+    )
     parser.add_argument("--only", type=int, help="repeat the engine of this number")
     args = parser.parse_args()
+    if args.strict:
+        os.environ["JAXKV_STRICT"] = "1"  # Processes of its own get it, too.
     logging.getLogger("jax").setLevel(logging.CRITICAL)  # It logs injected faults.
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -90,8 +90,8 @@ class PagedEngine(Contract):
         self.is_calm = False
         self._num_users = 0
         self.digest = b""
-        self.told = set()  # keys that the host's events say are there
-        self.told_of_storage = set()  # and those of the store's
+        # Keys that events say are there, by the tier's medium.
+        self.told = collections.defaultdict(set)
 
     def run(self, num_steps):
         """Run some steps, then serve whoever is left, and look for leaks."""
@@ -147,9 +147,9 @@ class PagedEngine(Contract):
             self.compute_instead(self.users[name])
 
     def hear_events(self):
-        """Keep a list of what the host has, as a router does."""
+        """Keep a list of what the tiers have, as a router does."""
         for event in self.scheduler.take_events():
-            told = self.told_of_storage if event.medium == "STORAGE" else self.told
+            told = self.told[event.medium]
             if not event.removed:
                 told.update(event.block_hashes)
             elif event.block_hashes:
@@ -589,9 +589,10 @@ class PagedEngine(Contract):
         self.hear_events()
         if self.setup.config.enable_events:
             own = scheduler.num_host_blocks_held
-            left["blocks that events tell of, less those held"] = len(self.told) - own
-            own = scheduler.num_storage_blocks_held
-            left["the same of the store"] = len(self.told_of_storage) - own
+            left["blocks that events tell of, less held"] = len(self.told["CPU"]) - own
+            for own in scheduler.below:
+                num_told = len(self.told[own.tier.medium])
+                left[f"the same of {own.name}"] = num_told - own.tier.num_held_blocks
         if self.storage is not None:
             left["moves of the store"] = self.storage.num_in_flight
         left = {name: num for name, num in left.items() if num}

@@ -144,6 +144,8 @@ def random_setup(rng, *, groups=None, **fixed):
         values["extent_bytes"] *= per_block
         if rng.random() < 0.5:  # Little room: much has to wait in the engine.
             values["staging_bytes"] = values["extent_bytes"] * rng.choice((1, 2))
+    if values["max_blocks_in_flight"] is None:
+        values.setdefault("store_batch_blocks", rng.choice((0, 0, 0, 3, 8)))
     is_calm = rng.random() < 0.2
     stuck = rng.choice((0, 0.02)) if values["report_after_steps"] is None else 0
     return Setup(

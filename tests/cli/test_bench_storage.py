@@ -115,7 +115,7 @@ def test_a_store_that_fails_is_one_line(tmp_path, capsys):
 
 
 def test_bytes_that_differ_are_told(tmp_path, capsys, monkeypatch):
-    def decode(self, key, data, payload_sum=None):
+    def decode(self, key, data):
         return memoryview(bytes(self.payload_bytes))
 
     monkeypatch.setattr(objects_module.ObjectFormat, "decode", decode)

@@ -8,6 +8,7 @@ import socket
 
 import pytest
 
+from jaxkv._util.extras import pip_install
 from jaxkv.cli import main as cli
 from jaxkv.cli import options
 from jaxkv.tools.demo import run
@@ -138,7 +139,7 @@ def test_a_missing_extra_is_a_one_line_error(capsys, fake, monkeypatch):
     )
     assert cli.main(["demo"]) == 2
     assert capsys.readouterr().err == (
-        'jaxkv demo: error: the demo needs flax, rich: pip install "jaxkv[demo]"\n'
+        f"jaxkv demo: error: the demo needs flax, rich: {pip_install('demo')}\n"
     )
 
 

@@ -1,5 +1,6 @@
 """`jaxkv plan`: what it prints, draws and writes, and how it refuses."""
 
+import html
 import json
 import math
 import types
@@ -106,7 +107,7 @@ def plan(capsys, tmp_path, line):
 
 
 def test_it_prints_draws_and_writes(capsys, tmp_path, model):
-    picture = tmp_path / "a.png"
+    picture, report = tmp_path / "a.png", tmp_path / "a.html"
     line = [
         "synthetic:200",
         "--model",
@@ -115,9 +116,18 @@ def test_it_prints_draws_and_writes(capsys, tmp_path, model):
         "lru,slru",
         "--plot",
         picture,
+        "--html",
+        report,
     ]
     figures, out = plan(capsys, tmp_path, [*line, "--host-bytes", "2GiB,512MiB"])
     assert picture.read_bytes().startswith(b"\x89PNG")
+    page = report.read_text()
+    # The recommendation, what to set, what it rests on; then the figures.
+    sentence = html.escape(figures["recommendation"]["sentence"])
+    parts = (sentence, "JAXKV_HOST_BYTES=", "<dt>Load</dt>", 'id="saved-f"', "--html")
+    places = [page.index(part) for part in parts]
+    assert places == sorted(places)
+    assert page.count("<strong>recommended</strong>") == 5
     assert max(len(line) for line in out.splitlines() if "  " in line) <= 80
     assert "llama-3.1-8b: 128 KiB of KV a token (bfloat16), 64 MiB a block" in out
     assert "25 GB/s (assumed) after 1 ms (assumed)" in out
@@ -234,7 +244,7 @@ REASONS = {
     "too small": (
         [range(9 * i, 9 * i + 9) for i in range(30)] * 2,
         "",
-        "what comes back does so too late for these sizes; 1 GiB finds 0.0% of",
+        "tokens come back too late for these sizes; 1 GiB finds 0.0% of",
     ),
     "cheap prefill": (
         # The first block of long prompts, whose attention takes most of the time.
@@ -253,7 +263,7 @@ REASONS = {
         [[0, 1, 2, 3, *range(6 * i + 9, 6 * i + 15)] for i in range(30)],
         "--store-gb-per-s 0.1",
         # 184 blocks of 67.1 MB in 29 s.
-        "the link is too slow; stores alone would take 4.3 times as long as there is",
+        "the link is too slow; stores alone take 4.3 times as long as the trace",
     ),
     "pays": ([range(9)] * 30, "", "Take 1 GiB with lru: it finds 94.6% of the prompt"),
 }
@@ -446,7 +456,10 @@ NO_MODEL = "synthetic:20 --kv-bytes-per-token 1000"
         ),
         ("synthetic:20 --model {model} --mfu 1.5", "--mfu: 1.5 must be at most 1"),
         ("synthetic:20 --model {model} --mfu 0", "--mfu: '0' must be a number above 0"),
-        ("synthetic:20 --model {model} --device-blocks 0", "--device-blocks: '0' must"),
+        (
+            "synthetic:20 --model {model} --device-blocks x",
+            "--device-blocks: 'x' must",
+        ),
         (
             "synthetic:20 --model {model} --device-bytes 5",
             "--device-bytes: 5 bytes hold",
@@ -523,7 +536,7 @@ def test_help_explains_each_option_with_its_default(capsys):
     for name, default in [
         ("--model MODEL", "none; it may be left out with --kv-bytes-per-token"),
         ("--host-bytes SIZE,...", "5, each twice the one before"),
-        ("--device-blocks N", "it keeps none)"),
+        ("--device-blocks N", "that of a recorded trace, else none)"),
         ("--policy NAME,...", "all, which are lru"),
         ("--load-gb-per-s X", "25, which is assumed)"),
         ("--load-latency-ms X", "1, which is assumed)"),

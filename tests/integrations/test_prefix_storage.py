@@ -10,6 +10,7 @@ import gc
 import math
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -87,7 +88,7 @@ def filled(make, *prompts, **arguments):
 
 
 def files_of(tmp_path):
-    return sorted(path for path in (tmp_path / "kv").rglob("*") if path.is_file())
+    return sorted(path for path in (tmp_path / "kv").rglob("*.0") if path.is_file())
 
 
 def run_python(code, tmp_path):
@@ -569,6 +570,34 @@ def test_waiting_for_the_store_tells_that_it_does_not_have_it_all(make, faulty):
     assert store.stats.storage_written_blocks == NUM_BLOCKS
 
 
+def test_loads_that_a_signal_interrupts_leave_nothing_pinned(make, faulty):
+    """Twenty that wait for a store, which answers when they are gone."""
+    filled(make, PROMPT, OTHER)
+    store = make(num_host_blocks=24)
+    assert store.wait_for_storage(60)
+    # What is on the host is held, too, while the rest is fetched.
+    save(store, PROMPT[: 2 * BLOCK])
+    assert store.wait_for_storage(60)
+    faulty.hang = 1.0
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    usual = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for tokens in [PROMPT, OTHER] * 10:
+            signal.setitimer(signal.ITIMER_REAL, 0.02)
+            with pytest.raises(KeyboardInterrupt):
+                store.load(tokens)
+    finally:
+        signal.signal(signal.SIGALRM, usual)
+    faulty.hang = 0.0
+    store._storage._worker.storage_io._store.let_go()
+    check_hit(store.load(PROMPT), PROMPT)
+    check_hit(store.load(OTHER), OTHER)
+    check_at_rest(store)
+
+
 def test_a_bug_in_the_threads_is_raised_by_the_next_call(make, monkeypatch):
     filled(make)
     store = make()
@@ -673,7 +702,7 @@ def test_a_process_that_closes_nothing_ends(tmp_path):
 
 
 def test_the_keys_are_those_of_the_configuration(make, tmp_path):
-    assert list(StorageKeys.__annotations__) == [n for n in KEYS if "storage" in n]
+    assert set(StorageKeys.__annotations__) == {n for n in KEYS if "storage" in n}
     environ = {"JAXKV_STORAGE": str(tmp_path / "kv"), "JAXKV_STORAGE_WRITE": "through"}
     environ["JAXKV_STORAGE_BYTES"] = "1MiB"
     config = OffloadConfig.from_env(environ=environ)

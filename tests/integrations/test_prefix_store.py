@@ -2,6 +2,9 @@
 
 import concurrent.futures
 import contextlib
+import linecache
+import pathlib
+import sys
 import threading
 
 import jax
@@ -10,9 +13,10 @@ import numpy as np
 import pytest
 
 from jaxkv import Extras, Namespace, Retention, TraceRecorder, make_lru
+from jaxkv.integrations import prefix_store
 from jaxkv.integrations.prefix_store import PrefixStats, PrefixStore
 from jaxkv.keys.hashing import NO_EXTRAS
-from jaxkv.native.reuse import UNIT
+from jaxkv.policies.reuse import UNIT
 from jaxkv.tools.replay.run import replay
 from jaxkv.tools.replay.traces import read_trace
 from tests.rigs.known_kv import (
@@ -611,3 +615,45 @@ def test_another_number_of_blocks_compiles_nothing(make):
         store.flush()
         assert store.load(list(range(end))).num_tokens == end // BLOCK * BLOCK
     assert (compiled, programs.cache_info().misses) == (3, 3)
+
+
+def test_a_load_that_is_interrupted_at_any_line_leaves_nothing_pinned(make):
+    store = make(5)
+    prompt = list(range(5 * BLOCK))
+    save(store, prompt)
+    store.flush()
+    root = pathlib.Path(prefix_store.__file__).parents[1]
+    places = [str(root), threading.__file__, concurrent.futures.__path__[0]]
+    num_interrupted, left = 0, 0
+
+    def trace(frame, event, _):
+        nonlocal left
+        name, line = frame.f_code.co_filename, frame.f_lineno
+        if not name.startswith(tuple(places)):
+            return None
+        text = linecache.getline(name, line).lstrip()
+        # The interpreter handles no signal where it leaves a `with`.
+        if event == "line" and not text.startswith("with "):
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    hit = None
+    while hit is None:
+        left = num_interrupted
+        sys.settrace(trace)
+        try:
+            hit = store.load(prompt)
+        except KeyboardInterrupt:
+            num_interrupted += 1
+        finally:
+            sys.settrace(None)
+    assert num_interrupted > 20
+    check_hit(hit, prompt)
+    # The loads that nobody waits for are over before it: all blocks can be evicted.
+    save(store, [100 + token for token in prompt])
+    store.flush()
+    assert store.stats.dropped_blocks == 0
+    check_at_rest(store)

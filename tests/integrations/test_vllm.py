@@ -13,16 +13,24 @@ import prometheus_client
 import pytest
 
 from jaxkv import OffloadMetadata, OffloadScheduler, Retention, TransferEngine
-from jaxkv.integrations.vllm import config as vllm_config
+from jaxkv.integrations.vllm import tokens
 from jaxkv.integrations.vllm.scheduler import VllmRequest
-from jaxkv.integrations.vllm.stats import StatsReader
+from jaxkv.integrations.vllm.stats import REPORT_EVERY_S, StatsReader
 from jaxkv.integrations.vllm.worker import StepMetadata
 from jaxkv.observe.metrics import OffloadMetrics
 from jaxkv.scheduling.protocol import ConnectorOutput
 from jaxkv.scheduling.stats import MOST_SAMPLES
 from jaxkv.tools.replay.traces import read_trace
+from jaxkv.transfer import limits
 from tests.rigs import fake_vllm
-from tests.rigs.fake_engine import Engine, next_token
+from tests.rigs.fake_engine import (
+    LOSSES,
+    Engine,
+    drop_by_runner,
+    next_token,
+    register_again,
+    unregister,
+)
 from tests.rigs.fake_vllm import (
     BLOCK_SIZE,
     AllBlocksCleared,
@@ -58,10 +66,27 @@ def reference(prompt, num_output):
 def test_neither_half_starts_where_async_scheduling_loses_tokens(
     generation, role, monkeypatch
 ):
-    monkeypatch.setattr(vllm_config, "_tpu_inference_version", lambda: "0.32.0")
+    monkeypatch.setattr(tokens, "has_tpu_inference", lambda: True)
+    monkeypatch.setattr(tokens, "missing_features", lambda: ["what it needs"])
     configs = make_configs(scheduler_config__async_scheduling=True)
-    with pytest.raises(ValueError, match="Add --no-async-scheduling"):
+    with pytest.raises(ValueError, match=r"needs is missing\. Add --no-async-schedul"):
         create_connector(configs[0], role, configs[1])
+
+
+@pytest.mark.usefixtures("newest")
+def test_a_worker_does_not_start_with_a_runner_whose_tokens_it_cannot_restore(
+    monkeypatch,
+):
+    monkeypatch.setattr(tokens, "has_tpu_inference", lambda: True)
+    monkeypatch.setattr(tokens, "missing_features", lambda: [])
+    configs = make_configs(scheduler_config__async_scheduling=True)
+    worker = create_connector(configs[0], KVConnectorRole.WORKER, configs[1])
+    runner = SimpleNamespace(kv_caches=[])
+    with pytest.raises(
+        ValueError, match=r"SimpleNamespace\._pre_async_results is miss"
+    ):
+        worker.register_runner(runner)
+    assert vars(runner) == {"kv_caches": []}
 
 
 def forget_device(engine):
@@ -125,6 +150,7 @@ SERVED = {
     "0.32": dict(generation="0.32"),
     "asynchronous": dict(generation="0.32", is_async=True),
     "hybrid": dict(generation="0.32", windows=(None, 6)),
+    "stored together": dict(generation="0.32", extra={"store_batch_blocks": 6}),
     "larger host blocks": dict(generation="0.32", extra={"blocks_per_chunk": 2}),
 }
 
@@ -300,6 +326,36 @@ def test_a_client_need_not_say_it():
         assert VllmRequest(own, 1).retention is None
 
 
+@pytest.mark.parametrize("name", ["max_offload_tokens", "max_load_tokens"])
+@pytest.mark.parametrize("given", [0, 16, -1, True, "16", 1.5, None])
+def test_a_client_limits_what_is_stored_and_loaded(name, given, caplog):
+    own = SimpleNamespace(request_id="r0", kv_transfer_params={name: given})
+    is_right = given in (0, 16) and given is not True
+    assert getattr(VllmRequest(own, 1), name) == (given if is_right else None)
+    is_wrong = not is_right and given is not None
+    assert (f"['{name}'] is ignored" in caplog.text) == is_wrong
+
+
+@pytest.mark.parametrize(
+    ("of_first", "of_again", "num_found"),
+    [
+        ({}, {}, 16),
+        ({"max_offload_tokens": 8}, {}, 8),
+        ({"max_offload_tokens": 0}, {}, 0),
+        ({}, {"max_load_tokens": 9}, 8),
+        ({}, {"max_load_tokens": 0}, 0),
+    ],
+)
+def test_a_clients_limits_hold(newest, of_first, of_again, num_found):
+    engine = Engine(extra={"num_cpu_blocks": 32})
+    first, again = Request("first", range(18), 1), Request("again", range(18), 1)
+    first.kv_transfer_params, again.kv_transfer_params = of_first, of_again
+    engine.run(first)
+    forget_device(engine)
+    engine.run(again)
+    assert engine.scheduler.num_external_tokens == num_found
+
+
 def test_the_prefix_of_a_client_who_asks_for_it_stays_on_the_host(newest):
     for retention, num_found in ((None, 0), ({"ttl_s": 600}, 16)):
         engine = Engine(extra={"num_cpu_blocks": 8, "retention": True})
@@ -311,17 +367,6 @@ def test_the_prefix_of_a_client_who_asks_for_it_stays_on_the_host(newest):
         forget_device(engine)
         engine.run(Request("again", range(18), 1))
         assert engine.scheduler.num_external_tokens == num_found
-
-
-def test_free_stored_blocks_are_evicted_tail_first(newest):
-    engine = Engine()
-    request = Request("one", range(18), 1)
-    engine.scheduler.add(request)
-    engine.step()
-    (table,) = [list(own) for own in engine.scheduler.tables["one"]]
-    engine.run()
-    last = list(engine.scheduler.pool.free_queue)[-4:]
-    assert last == table[:4][::-1]
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6)])
@@ -480,32 +525,13 @@ def test_a_block_told_takes_a_few_bytes():
     assert (size(3000) - size(1000)) / (2 * 2000) < 8
 
 
-def drop_by_runner(engine):
-    manager = engine.runner.kv_cache_manager
-    manager.delete_kv_cache()
-    manager.reinitialize_kv_cache()
-
-
 def refill_by_runner(engine):
     """As where something else has deleted the arrays."""
     engine.runner.kv_caches.clear()
     engine.runner.kv_cache_manager.reinitialize_kv_cache()
 
 
-def unregister(engine):
-    engine.runner.connector.unregister_kv_caches()
-    engine.runner.connector.restore_kv_caches()
-
-
-def register_again(engine):
-    engine.runner.connector.register_runner(engine.runner)
-
-
-def reset_connector(engine):
-    assert engine.scheduler.connector.reset_cache() is True
-
-
-ROUTES = [drop_by_runner, refill_by_runner, unregister, register_again, reset_connector]
+ROUTES = [*LOSSES, refill_by_runner]
 
 
 @pytest.fixture(params=["one process", "two processes"])
@@ -624,7 +650,7 @@ def test_vllm_serves_what_both_halves_count(newest, options):
 
     def report(request):
         engine.scheduler.add(request)
-        while engine.scheduler.requests or scheduler.has_pending_push_work():
+        while engine.scheduler.has_requests():
             engine.step()
             told = [half.get_kv_connector_stats() for half in (worker, scheduler)]
             told = [own for own in told if own is not None]
@@ -718,7 +744,36 @@ def test_log_lines_reach_vllms_log_before_anything_slow(newest, vllm_log, monkey
     assert "the first time" in told[0]
     assert "64 blocks, and an eighth more as spare room" in told[2]
     assert re.search(r"takes about \d+ s", told[2])
-    assert told[3].startswith("ready after ")
+    assert told[3].startswith("offloading to 64 host blocks of ")
+    assert "; policy lru, executor native; no storage; " in told[3]
+
+
+@pytest.mark.parametrize(
+    ("left", "staging", "said"),
+    [
+        (None, 256, []),
+        (512, 256, []),
+        (200, 100, ["staging_bytes is 100 MiB instead of 256, half of what"]),
+    ],
+)
+def test_transfers_take_no_more_device_memory_than_half_of_what_is_left(
+    newest, vllm_log, monkeypatch, left, staging, said
+):
+    left = left and left << 20
+    monkeypatch.setattr(limits, "device_bytes_left", lambda devices: left)
+    engine = Engine(extra={"num_cpu_blocks": 64})
+    moved = engine.runner.connector._worker._worker._engine
+    assert moved._staging_bytes == staging << 20
+    warnings = [r.getMessage() for r in vllm_log if r.levelname == "WARNING"]
+    assert [text.partition(" of what")[0] + " of what" for text in warnings] == said
+
+
+def test_an_engine_without_device_memory_for_transfers_does_not_start(
+    newest, monkeypatch
+):
+    monkeypatch.setattr(limits, "device_bytes_left", lambda devices: 63 << 20)
+    with pytest.raises(ValueError, match=r"63 MiB of memory left.*--gpu-memory-util"):
+        Engine(extra={"num_cpu_blocks": 64})
 
 
 def test_a_log_that_is_set_up_already_stays_as_it_is(newest, vllm_log):
@@ -765,29 +820,54 @@ def test_without_vllm_the_module_can_be_imported():
     assert connector.get_finished(set()) == (None, set())
 
 
-def test_an_offer_holds_no_device_blocks(newest):
-    """vLLM may never answer an offer, and give its blocks to others first."""
-    engine = Engine()
-    engine.run(Request("first", range(18), 1))
-    pool = engine.scheduler.pool
-    hole = pool.get_cached_block(Request("same", range(18), 1).block_hashes[1], 0)
-    pool.forget(hole)
-    num_free = len(pool.free_queue)
-    offer = engine.scheduler.connector.get_num_new_matched_tokens
-    # Blocks 2 and 3 are still on the device, after the gap.
-    assert offer(Request("again", range(18), 1), BLOCK_SIZE) == (3 * BLOCK_SIZE, True)
-    assert len(pool.free_queue) == num_free
-
-
 def test_samples_that_nobody_takes_are_not_kept_without_end():
     scheduler = OffloadScheduler(4, 8)
     reader = StatsReader(scheduler)
     for number in range(MOST_SAMPLES + 100):
         scheduler.delays.lookups.add(float(number))
     name = "vllm:kv_offload_lookup_sync_delay_seconds"
-    samples = reader.take().data["samples"][name]
+    samples = reader.take(is_last=True).data["samples"][name]
     assert samples == [float(number) for number in range(100, MOST_SAMPLES + 100)]
     assert sum(scheduler.delays.lookups.counts) == MOST_SAMPLES + 100
     scheduler.delays.lookups.add(7.0)
-    assert reader.take().data["samples"] == {name: [7.0]}
+    assert reader.take(is_last=True).data["samples"] == {name: [7.0]}
+    assert reader.take(is_last=True) is None
+
+
+def test_a_half_reports_now_and_then_while_the_model_runs_and_at_once_when_it_ends():
+    scheduler, now_s = OffloadScheduler(4, 8), 100.0
+    reader = StatsReader(scheduler, clock=lambda: now_s)
+    assert reader.take() is not None
+    scheduler.delays.lookups.add(1.0)
+    scheduler._stats.num_stored += 2
+    now_s += REPORT_EVERY_S / 2
     assert reader.take() is None
+    now_s += REPORT_EVERY_S / 2
+    found = reader.take().data
+    assert found["counters"] == {"jaxkv:kv_offload_blocks_stored": {"": 2}}
+    assert found["samples"] == {"vllm:kv_offload_lookup_sync_delay_seconds": [1.0]}
+    scheduler._stats.num_stored += 3
+    assert reader.take() is None
+    found = reader.take(is_last=True).data
+    assert found["counters"] == {"jaxkv:kv_offload_blocks_stored": {"": 3}}
+    assert reader.take(is_last=True) is None
+
+
+def test_what_is_counted_until_an_engine_idles_is_reported(newest):
+    engine = Engine()
+    halves = engine.runner.connector, engine.scheduler.connector
+    first = Request("first", range(18), 1)
+    engine.scheduler.add(first)
+    total = type(halves[0]).build_kv_connector_stats()
+    while engine.scheduler.has_requests():
+        engine.step()
+        for half in halves:
+            stats = half.get_kv_connector_stats()
+            if stats is not None:
+                total.aggregate(stats)
+    worker = halves[0]._worker._worker
+    counters, gauges = total.data["counters"], total.data["gauges"]
+    assert counters["vllm:kv_offload_store_bytes"] == {"": worker.bytes_stored}
+    assert counters["jaxkv:kv_offload_blocks_stored"] == {"": 4}
+    in_flight = gauges["jaxkv:kv_offload_transfers_in_flight"]
+    assert in_flight == {"load": 0, "store": 0}

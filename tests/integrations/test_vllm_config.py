@@ -1,5 +1,6 @@
 """Configurations that vLLM's connector accepts and refuses."""
 
+import dataclasses
 import importlib
 import re
 import sys
@@ -7,8 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxkv import FullAttention, SlidingWindow
-from jaxkv.integrations.vllm.config import EXTRA_KEYS, ConnectorConfig
+from jaxkv import FullAttention, OffloadConfig, SlidingWindow
+from jaxkv.integrations.vllm.config import (
+    ConnectorConfig,
+    names_of_shared_keys,
+    read_extra_config,
+    table_of_keys,
+)
 from tests.rigs.fake_vllm import BLOCK_SIZE, MLAAttentionSpec, make_configs
 
 
@@ -47,26 +53,49 @@ def test_the_keys_set_rules_and_sizes(monkeypatch):
         },
     )
     assert config.groups == (FullAttention(BLOCK_SIZE), SlidingWindow(BLOCK_SIZE, 6))
-    assert (config.num_host_blocks, config.cache_policy) == (7, "arc")
-    rules = config.rules
-    assert (rules.store_threshold, rules.prompt_only) == (2, True)
-    assert (rules.max_unseen_blocks, rules.retention) == (8, True)
-    assert (rules.max_offload_tokens, rules.delay_shared_loads) == (64, True)
-    assert (config.staging_bytes, config.deadline_s) == (1 << 20, 5.0)
-    assert (config.record, config.record_key_file) == (
-        "/nowhere/requests.jsonl",
-        "/nowhere/key",
-    )
-    assert (config.record_max_bytes, config.record_max_files) == (2 << 20, 1)
-    assert (rules.storage_write, rules.max_storage_blocks) == ("through", 9)
+    assert config.num_host_blocks == 7
+    assert dataclasses.asdict(config.offload) == OffloadConfig().to_dict() | {
+        "num_host_blocks": 7,
+        "cache_policy": "arc",
+        "store_threshold": 2,
+        "max_unseen_blocks": 8,
+        "prompt_only": True,
+        "max_offload_tokens": 64,
+        "delay_shared_loads": True,
+        "copy_on_device": False,
+        "retention": True,
+        "staging_bytes": 1 << 20,
+        "deadline_s": 5.0,
+        "record": "/nowhere/requests.jsonl",
+        "record_max_bytes": 2 << 20,
+        "record_max_files": 1,
+        "record_key_file": "/nowhere/key",
+        "storage": "redis://:password@host:1",
+        "storage_bytes": 1 << 20,
+        "storage_write": "through",
+        "max_storage_blocks": 9,
+        "storage_deadline_s": 2.0,
+        "storage_list_s": None,
+        "storage_secret": "0123456789abcdef",
+    }
     storage = config.storage
     # A block is 2 layers of 4 tokens of 64 bytes, and a header of 192 bytes.
     assert storage.num_blocks == (1 << 20) // (512 + 192)
-    assert (storage.deadline_s, storage.list_every_s) == (2.0, None)
-    assert (storage.max_blocks, storage.keep_on_reset) == (9, True)
-    assert (storage.secret, storage.is_folder) == ("0123456789abcdef", False)
+    assert (storage.keep_on_reset, storage.is_folder) == (True, False)
     assert storage.shown_url == "redis://host:1"
     assert "0123456789abcdef" not in repr(config)
+    assert "password" not in repr(config)
+
+
+def test_null_is_no_choice_of_a_size():
+    extra = {"num_cpu_blocks": None, "cpu_bytes_to_use": None, "staging_bytes": None}
+    assert read(extra=extra).offload == read(extra={"num_cpu_blocks": None}).offload
+
+
+def test_a_secret_may_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv("JAXKV_STORAGE_SECRET", "0123456789abcdef")
+    assert read_extra_config({"storage": "/kv"})[0].storage_secret == "0123456789abcdef"
+    assert read_extra_config({})[0].storage_secret is None
 
 
 def test_cpu_bytes_become_blocks_of_all_layers():
@@ -86,19 +115,25 @@ def test_cpu_bytes_become_blocks_of_all_layers():
 BAD_KEYS = {
     "a slip": (
         {"cpu_byte_to_use": 1},
-        "has no key 'cpu_byte_to_use': did you mean 'cp",
+        "has no key 'cpu_byte_to_use': did you mean cpu_bytes_to_use",
     ),
-    "nothing like it": ({"zzz": 1}, r"has no key 'zzz'\. Known are cpu_bytes_to_use, "),
+    "nothing like it": ({"zzz": 1}, "has no key 'zzz': choose from cpu_bytes_to_use, "),
     "no size": (
         {"num_cpu_blocks": None, "cpu_bytes_to_use": "much"},
-        "cpu_bytes_to_use",
+        "cpu_bytes_to_use='much' must be a size such as",
     ),
     "too small": (
-        {"num_cpu_blocks": None, "cpu_bytes_to_use": 511},
-        "at least 512, the",
+        {"num_cpu_blocks": None, "cpu_bytes_to_use": 2047, "blocks_per_chunk": 4},
+        "cpu_bytes_to_use=2047 must be at least 2048, the",
     ),
-    "no block": ({"num_cpu_blocks": 0}, "num_cpu_blocks=0 must be at least 1"),
-    "both": ({"cpu_bytes_to_use": 1 << 20}, "both set the size"),
+    "no block": (
+        {"num_cpu_blocks": 0},
+        "num_cpu_blocks=0 must be a whole number from 1",
+    ),
+    "both": (
+        {"cpu_bytes_to_use": 1 << 20},
+        "cpu_bytes_to_use=1048576 and num_cpu_blocks=32 exclude one another",
+    ),
     "no number": (
         {"store_threshold": "2"},
         "store_threshold='2' must be a whole number",
@@ -109,14 +144,20 @@ BAD_KEYS = {
         {"lazy_offload": True},
         "lazy_offload=true is not supported: vLLM's block pool",
     ),
-    "no chunk": ({"blocks_per_chunk": 0}, "blocks_per_chunk=0 must be at least 1"),
+    "no chunk": (
+        {"blocks_per_chunk": 0},
+        "blocks_per_chunk=0 must be a whole number from 1",
+    ),
     "no time": ({"transfer_deadline_s": 0}, "must be a number of seconds above 0"),
     "no file": ({"record": ""}, "record='' must be the name of a file"),
     "a small file": (
         {"record_max_bytes": "1KiB"},
-        "record_max_bytes='1KiB' must be at least 1048576",
+        "record_max_bytes='1KiB' must be a size such as .*, at least 1048576",
     ),
-    "no files": ({"record_max_files": 0}, "record_max_files=0 must be at least 1"),
+    "no files": (
+        {"record_max_files": 0},
+        "record_max_files=0 must be a whole number from 1",
+    ),
     "no store": (
         {"storage": ""},
         "storage='' must be a folder or a URL such as file:///var/cache/kv",
@@ -147,7 +188,7 @@ BAD_KEYS = {
     ),
     "no name": (
         {"eviction_policy": 3},
-        "eviction_policy=3 must be the name of a cache",
+        "eviction_policy=3 must be one of lru, arc, ",
     ),
 }
 
@@ -200,62 +241,118 @@ def test_unsupported_engines_are_refused(case):
         read(**{name: value})
 
 
+TPU_INFERENCE = {
+    "persistent_batch_manager": """
+class PersistentBatchManager:
+    def update_states(self, scheduler_output, get_mrope_input_positions_fn): ...
+""",
+    "input_batch": """
+class CachedRequestState:
+    def __init__(self, prompt_token_ids, output_token_ids): ...
+""",
+    "tpu_runner": """
+class AsyncPreResults:
+    def __init__(self, request_seq_lens, placeholder_req_id_to_index): ...
+""",
+}
+VLLM_OUTPUT = """
+class CachedRequestData:
+    def __init__(self, req_ids, resumed_req_ids, num_output_tokens, all_token_ids): ...
+"""
+
+
 @pytest.fixture
 def install_tpu_inference(tmp_path, monkeypatch):
-    """Replace the installed tpu-inference by one with a version, or none."""
+    """Replace the installed tpu-inference and vLLM by such modules, or by none."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "tpu_inference", raising=False)
+    known = set(sys.modules)
+    for name in known:
+        if name.partition(".")[0] in ("tpu_inference", "vllm"):
+            monkeypatch.delitem(sys.modules, name)
     importlib.invalidate_caches()
 
-    def install(version):
-        (tmp_path / "tpu_inference").mkdir()
+    def install(modules, output=VLLM_OUTPUT):
+        runner = tmp_path / "tpu_inference" / "runner"
+        core = tmp_path / "vllm" / "v1" / "core" / "sched"
+        for folder in (runner, core):
+            folder.mkdir(parents=True)
         (tmp_path / "tpu_inference" / "__init__.py").touch()
-        if version is not None:
-            folder = tmp_path / f"tpu_inference-{version}.dist-info"
-            folder.mkdir()
-            (folder / "METADATA").write_text(
-                f"Metadata-Version: 2.1\nName: tpu-inference\nVersion: {version}\n"
-            )
+        for name, text in modules.items():
+            (runner / f"{name}.py").write_text(text)
+        (core / "output.py").write_text(output)
         importlib.invalidate_caches()
 
-    return install
+    yield install
+    for name in set(sys.modules) - known:
+        if name.partition(".")[0] in ("tpu_inference", "vllm"):
+            del sys.modules[name]
 
 
-@pytest.mark.parametrize(
-    ("version", "named"),
-    [
-        ("0.32.0", "tpu-inference 0.32.0 gives wrong tokens: a request that is left"),
-        ("0.32.1.dev20261101", "tpu-inference 0.32.1.dev20261101 gives wrong tokens"),
-        ("0.19.1", "tpu-inference 0.19.1 gives wrong tokens"),
-        ("0.9", "tpu-inference 0.9 gives wrong tokens"),
-        ("main", "tpu-inference main gives wrong tokens"),
-        (None, "tpu-inference of unknown version gives wrong tokens"),
-    ],
-)
-def test_async_scheduling_is_refused_where_tpu_inference_loses_tokens(
-    version, named, install_tpu_inference
+ASYNC = {"scheduler_config__async_scheduling": True}
+MISSING = {
+    "a module": (
+        {"modules": {**TPU_INFERENCE, "tpu_runner": "import nothing_like_it"}},
+        {},
+        "tpu_inference.runner.tpu_runner (No module named 'nothing_like_it') is m",
+    ),
+    "a class": (
+        {"modules": {**TPU_INFERENCE, "persistent_batch_manager": ""}},
+        {},
+        "persistent_batch_manager.PersistentBatchManager.update_states is missing",
+    ),
+    "fields": (
+        {"modules": TPU_INFERENCE, "output": "class CachedRequestData: ..."},
+        {},
+        "CachedRequestData: num_output_tokens, "
+        "vllm.v1.core.sched.output.CachedRequestData: all_token_ids is missing",
+    ),
+    "the key": (
+        {"modules": TPU_INFERENCE},
+        {"extra": {"restore_tokens": False}},
+        "restore_tokens=true is missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_async_scheduling_is_refused_where_lost_tokens_cannot_be_restored(
+    case, install_tpu_inference
 ):
-    install_tpu_inference(version)
+    installed, options, named = MISSING[case]
+    install_tpu_inference(**installed)
     with pytest.raises(ValueError, match=re.escape(named)) as caught:
-        read(scheduler_config__async_scheduling=True)
+        read(**ASYNC, **options)
+    assert "gives wrong tokens with tpu-inference" in str(caught.value)
     assert "Add --no-async-scheduling (async_scheduling=False)." in str(caught.value)
     # Synchronous scheduling is served: set, by default, or with an older vLLM.
     for is_async in (False, None):
-        assert read(scheduler_config__async_scheduling=is_async).num_host_blocks == 32
-    assert read().num_host_blocks == 32
+        config = read(scheduler_config__async_scheduling=is_async)
+        assert not config.restore_tokens
+    assert not read(**options).restore_tokens
 
 
-@pytest.mark.parametrize("version", ["0.33.0", "0.100.0", "1.0"])
-def test_async_scheduling_is_served_with_a_newer_tpu_inference(
-    version, install_tpu_inference
+def test_async_scheduling_is_served_where_lost_tokens_can_be_restored(
+    install_tpu_inference,
 ):
-    install_tpu_inference(version)
-    assert read(scheduler_config__async_scheduling=True).num_host_blocks == 32
+    install_tpu_inference(TPU_INFERENCE)
+    assert read(**ASYNC).restore_tokens
+
+
+def test_a_scheduler_for_runners_that_tpu_inference_has_not_is_refused(
+    install_tpu_inference,
+):
+    install_tpu_inference(TPU_INFERENCE)
+    assert read(use_v2_model_runner=False).num_host_blocks == 32
+    for is_async in (False, True):
+        with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+            read(use_v2_model_runner=True, scheduler_config__async_scheduling=is_async)
 
 
 @pytest.mark.usefixtures("install_tpu_inference")
 def test_async_scheduling_is_served_without_tpu_inference():
-    assert read(scheduler_config__async_scheduling=True).num_host_blocks == 32
+    """By a runner that keeps its tokens, such as those of the tests."""
+    assert not read(**ASYNC).restore_tokens
+    assert not read(**ASYNC, extra={"restore_tokens": False}).restore_tokens
 
 
 def test_unsupported_layers_are_refused():
@@ -283,6 +380,9 @@ def test_unsupported_layers_are_refused():
         ConnectorConfig.of(config, cache_config)
 
 
-def test_every_key_is_in_the_documentation(request):
+def test_the_table_of_the_docs_is_what_is_declared(request):
     text = (request.config.rootpath / "docs" / "vllm.md").read_text(encoding="utf-8")
-    assert [name for name in EXTRA_KEYS if f"`{name}`" not in text] == []
+    assert table_of_keys() in text, f"the table must be:\n{table_of_keys()}"
+    _, listed = text.split("These keys mean the same as in", 1)
+    names = re.findall(r"`(\w+)`", listed.split("\n\n", 1)[0])
+    assert names == names_of_shared_keys()

@@ -5,121 +5,24 @@ with jaxkv is compared with what one without a connector answers: every token, a
 log-probabilities. .ci/vllm makes the environment, and runs this there.
 """
 
-import concurrent.futures
-import contextlib
-import functools
-import importlib.util
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
 
 import numpy as np
 import pytest
 
-from tests.integrations.vllm_cpu.lab import environ
-
-WAIT_S = 900
-LONG = pytest.mark.long
-LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
-# Each group of layers has blocks of its own.
-HYBRID = {"model": "hybrid-float32", "num_blocks": 80}
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None
-    or importlib.util.find_spec("tpu_inference") is None,
-    reason="no vLLM with tpu-inference (.ci/vllm has an environment)",
+from tests.integrations.vllm_cpu.comparison import (
+    LORA,
+    check_same_answers,
+    hit_tokens,
+    metric_of,
+    server,
+    tokens_of,
 )
 
-
-class Lab:
-    """A folder with models, and runs in processes, each done once."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        make = "import pathlib; from vllm_cpu import lab; lab.make_lab(pathlib.Path())"
-        self.run_code(make)
-
-    def environ(self, **more):
-        """The environment of a run."""
-        multiprocessing = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        return {**os.environ, **environ(self.folder), **multiprocessing, **more}
-
-    def run_code(self, code):
-        """Run some Python in the folder; return what it printed."""
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", code],
-            cwd=self.folder,
-            env=self.environ(),
-            capture_output=True,
-            text=True,
-            timeout=WAIT_S,
-        )
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        return done.stdout
-
-    def run_both(self, scenario, **options):
-        """Run a scenario without a connector and with jaxkv, at the same time."""
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            found = pool.submit(self.run, scenario, extra={}, **options)
-            expected = self.run(scenario, **options)
-            return expected, found.result()
-
-    def run(self, scenario, *, fault="", num_processes=1, num_devices=1, **options):
-        """Run a scenario; return its answers, its metrics and what it logged."""
-        return self._run(
-            *(scenario, json.dumps(options, sort_keys=True)),
-            *(fault, num_processes, num_devices),
-        )
-
-    @functools.cache  # noqa: B019
-    def _run(self, scenario, options, fault, num_processes, num_devices):
-        done = subprocess.run(
-            [sys.executable, "-m", "vllm_cpu.run", scenario, ".", options],
-            cwd=self.folder,
-            env=self.environ(
-                JAXKV_VLLM_FAULT=fault,
-                # Only vLLM's own models take adapters.
-                MODEL_IMPL_TYPE="vllm" if "enable_lora" in options else "auto",
-                VLLM_ENABLE_V1_MULTIPROCESSING=str(num_processes - 1),
-                XLA_FLAGS=f"--xla_force_host_platform_device_count={num_devices}",
-            ),
-            capture_output=True,
-            text=True,
-            timeout=WAIT_S,
-        )
-        log = done.stdout + done.stderr
-        results = [line for line in log.splitlines() if line.startswith("RESULT ")]
-        assert len(results) == 1, log[-8000:]
-        return json.loads(results[0].removeprefix("RESULT ")) | {"log": log}
-
-
-@pytest.fixture(scope="session")
-def lab(tmp_path_factory):
-    return Lab(tmp_path_factory.mktemp("lab"))
-
-
-def tokens_of(result):
-    return [answer["tokens"] for answer in result["answers"]]
-
-
-def hit_tokens(result):
-    return result["metrics"].get("vllm:external_prefix_cache_hits", 0)
-
-
-def check_same_answers(found, expected, tolerance=1e-3):
-    """Compare tokens, all, and log-probabilities."""
-    assert len({tuple(tokens) for tokens in tokens_of(expected)}) > 3
-    assert tokens_of(found) == tokens_of(expected)
-    for one, other in zip(found["answers"], expected["answers"], strict=True):
-        np.testing.assert_allclose(one["logprobs"], other["logprobs"], atol=tolerance)
-
-
+LONG = pytest.mark.long
+# Each group of layers has blocks of its own.
+HYBRID = {"model": "hybrid-float32", "num_blocks": 80}
 SERVED = {
     "float32": {"model": "llama-float32"},
     "hybrid": HYBRID,
@@ -240,63 +143,6 @@ def test_the_attention_of_the_plugin_is_that_of_tpu_inference(lab):
     assert "6 batches alike" in printed
 
 
-@contextlib.contextmanager
-def server(lab, log, *options):
-    """Run ``vllm serve``; give a function that asks it."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    command = (
-        "import sys\nfrom vllm.entrypoints.cli.main import main\n"
-        "if __name__ == '__main__':\n    sys.exit(main())\n"
-    )
-    script = lab.folder / "vllm_main.py"
-    script.write_text(command)
-    words = ["serve", "llama-float32", "--dtype", "float32", "--host", "127.0.0.1"]
-    words += ["--port", str(port), "--no-async-scheduling", "--block-size", "16"]
-    words += ["--num-gpu-blocks-override", "48", "--max-model-len", "512"]
-    words += ["--max-num-seqs", "4", "--max-num-batched-tokens", "64"]
-    with log.open("w") as output:
-        child = subprocess.Popen(
-            [sys.executable, script, *words, *options],
-            cwd=lab.folder,
-            env=lab.environ(
-                VLLM_SERVER_DEV_MODE="1", VLLM_ENABLE_V1_MULTIPROCESSING="1"
-            ),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-    def ask(path, body=None):
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{port}{path}",
-            data,
-            {"Content-Type": "application/json"},
-            method="GET" if body is None else "POST",
-        )
-        with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
-            return answer.read().decode()
-
-    try:
-        deadline = time.monotonic() + WAIT_S
-        while True:
-            assert child.poll() is None, log.read_text()[-8000:]
-            assert time.monotonic() < deadline, log.read_text()[-8000:]
-            with contextlib.suppress(urllib.error.URLError, ConnectionError):
-                ask("/health")
-                break
-            time.sleep(0.5)
-        yield ask
-    finally:
-        child.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(60)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-
-
 def test_vllm_serve_has_the_hits_and_what_jaxkv_counts_in_its_metrics(lab, tmp_path):
     config = {
         "kv_connector": "TPUOffloadConnector",
@@ -328,14 +174,7 @@ def test_vllm_serve_has_the_hits_and_what_jaxkv_counts_in_its_metrics(lab, tmp_p
             ]
 
         def metric(name):
-            page = ask("/metrics")
-            values = [
-                float(line.rsplit(" ", 1)[1])
-                for line in page.splitlines()
-                if line.startswith(name + "{")
-            ]
-            assert values, f"{name} is not in /metrics"
-            return sum(values)
+            return metric_of(ask("/metrics"), name)
 
         first = answers()
         assert len(set(first)) > 3

@@ -4,31 +4,25 @@ Each run is a process, as in `test_vllm_cpu`. What it answers is compared with w
 engine without a connector answers.
 """
 
-import importlib.util
 import json
 import shutil
 
 import numpy as np
 import pytest
 
-from tests.integrations.test_vllm_cpu import (
+from tests.integrations.vllm_cpu.comparison import (
     LORA,
     check_same_answers,
     hit_tokens,
-    lab,  # noqa: F401 - a fixture
+    metric_of,
     server,
     tokens_of,
 )
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None
-    or importlib.util.find_spec("tpu_inference") is None,
-    reason="no vLLM with tpu-inference (.ci/vllm has an environment)",
-)
 USERS = 6
 
 
-def run(lab, folder, number, **options):  # noqa: F811
+def run(lab, folder, number, **options):
     """Run conversations over a store; `number` tells runs of one folder apart."""
     extra = {
         "storage": f"file://{folder}",
@@ -49,7 +43,7 @@ def first_cached(result):
 
 
 @pytest.mark.parametrize("name", ["llama-float32", "hybrid-float32"])
-def test_a_second_process_finds_what_the_first_has_computed(lab, tmp_path, name):  # noqa: F811
+def test_a_second_process_finds_what_the_first_has_computed(lab, tmp_path, name):
     options = {"model": name}
     if name.startswith("hybrid"):
         options["num_blocks"] = 80
@@ -64,7 +58,7 @@ def test_a_second_process_finds_what_the_first_has_computed(lab, tmp_path, name)
     assert f"storage file://{tmp_path}" in warm["log"]
 
 
-def test_other_weights_at_the_same_path_find_nothing(lab, tmp_path):  # noqa: F811
+def test_other_weights_at_the_same_path_find_nothing(lab, tmp_path):
     from tests.integrations.vllm_cpu import models
 
     path = lab.folder / "replaced-float32"
@@ -81,7 +75,7 @@ def test_other_weights_at_the_same_path_find_nothing(lab, tmp_path):  # noqa: F8
 
 
 @pytest.mark.long
-def test_adapters_are_kept_apart_in_the_store(lab, tmp_path):  # noqa: F811
+def test_adapters_are_kept_apart_in_the_store(lab, tmp_path):
     options = {"model": "llama-float32", "engine": LORA, "scenario": "adapters"}
     expected = lab.run("adapters", model="llama-float32", engine=LORA)
     for number in range(2):
@@ -90,7 +84,7 @@ def test_adapters_are_kept_apart_in_the_store(lab, tmp_path):  # noqa: F811
     assert first_cached(found) > 0
 
 
-def test_vllm_serve_is_warm_after_a_restart(lab, tmp_path):  # noqa: F811
+def test_vllm_serve_is_warm_after_a_restart(lab, tmp_path):
     config = {
         "kv_connector": "TPUOffloadConnector",
         "kv_connector_module_path": "jaxkv.integrations.vllm",
@@ -113,19 +107,9 @@ def test_vllm_serve_is_warm_after_a_restart(lab, tmp_path):  # noqa: F811
                 answer = ask("/v1/completions", body | {"max_tokens": 8})
                 texts.append(json.loads(answer)["choices"][0]["text"])
             page = ask("/metrics")
-        fetched.append(metric(page, "jaxkv:kv_offload_storage_blocks_fetched_total"))
-        hits.append(metric(page, "vllm:external_prefix_cache_hits_total"))
+        fetched.append(metric_of(page, "jaxkv:kv_offload_storage_blocks_fetched_total"))
+        hits.append(metric_of(page, "vllm:external_prefix_cache_hits_total"))
     assert len(set(texts)) > 1
     assert texts[:3] == texts[3:]
     assert hits == [0, 3 * 144]  # The last block is computed: its logits are needed.
     assert fetched == [0, 3 * 9]
-
-
-def metric(page, name):
-    values = [
-        float(line.rsplit(" ", 1)[1])
-        for line in page.splitlines()
-        if line.startswith(name + "{")
-    ]
-    assert values, f"{name} is not in /metrics"
-    return sum(values)

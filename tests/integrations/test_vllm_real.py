@@ -1,23 +1,18 @@
 """The connector with vLLM's scheduler, where vLLM is installed.
 
-The runner is that of `fake_engine`, which knows the contents of its KV caches;
-vLLM's factory, scheduler, block pool and connector calls are the real ones.
+The runner is that of `fake_engine`, which knows the contents of its KV caches.
 """
 
 import contextlib
 import importlib.util
-import json
-import pickle
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from jaxkv.integrations.vllm import config as vllm_config
-from tests.integrations.vllm_cpu.lab import environ
-from tests.rigs.fake_engine import Runner, Unreliable, next_token
+from tests.rigs.fake_engine import Unreliable
+from tests.rigs.real_vllm import BLOCK_SIZE, CONNECTOR, engine_maker, reference
 
 pytestmark = [
     pytest.mark.skipif(
@@ -26,268 +21,12 @@ pytestmark = [
     ),
     pytest.mark.filterwarnings("ignore"),
 ]
-BLOCK_SIZE = 4
-# One of the names that the TPU platform of vllm-tpu lets in.
-CONNECTOR = "TPUOffloadConnector"
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "vllm.md"
-MODEL = dict(
-    architectures=["LlamaForCausalLM"],
-    model_type="llama",
-    hidden_size=64,
-    intermediate_size=128,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    num_hidden_layers=2,
-    vocab_size=256,
-    max_position_embeddings=256,
-    head_dim=16,
-    hidden_act="silu",
-    rms_norm_eps=1e-5,
-    dtype="bfloat16",
-)
 
 
 @pytest.fixture
 def make_engine(tmp_path, monkeypatch):
-    for name, value in environ(tmp_path).items():
-        if name != "PYTHONPATH":  # This process has no use for the plugin.
-            monkeypatch.setenv(name, value)
-    # tpu-inference comes with vllm-tpu and loses tokens; this runner does not.
-    monkeypatch.setattr(vllm_config, "_tpu_inference_version", lambda: None)
-    (tmp_path / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
-    return lambda **options: RealEngine(str(tmp_path), **options)
-
-
-def tensors_of(layers, size, num_blocks):
-    """Tell vLLM of the caches of a group, as 0.32 wants it, or as 0.25 does."""
-    from vllm.v1.kv_cache_interface import KVCacheTensor
-
-    if "shared_by" in KVCacheTensor.__dataclass_fields__:
-        return [KVCacheTensor(size=size, shared_by=[layer]) for layer in layers]
-    return [
-        KVCacheTensor(
-            size=len(layers) * size,
-            layers=layers,
-            layer_stride=size,
-            block_stride=size // num_blocks,
-        )
-    ]
-
-
-class RealEngine:
-    def __init__(
-        self, model, *, is_async=False, windows=(None,), num_blocks=24, extra=None
-    ):
-        import torch
-        from vllm.config import (
-            CacheConfig,
-            DeviceConfig,
-            KVTransferConfig,
-            ModelConfig,
-            ParallelConfig,
-            SchedulerConfig,
-            VllmConfig,
-        )
-        from vllm.distributed.kv_transfer import kv_transfer_state
-        from vllm.distributed.kv_transfer.kv_connector.factory import (
-            KVConnectorFactory,
-        )
-        from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
-        from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_utils import (
-            get_request_block_hasher,
-            init_none_hash,
-        )
-        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-        from vllm.v1.core.sched.scheduler import Scheduler
-        from vllm.v1.kv_cache_interface import (
-            FullAttentionSpec,
-            KVCacheConfig,
-            KVCacheGroupSpec,
-            SlidingWindowSpec,
-        )
-        from vllm.v1.structured_output import StructuredOutputManager
-
-        model_config = ModelConfig(
-            model=model, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64
-        )
-        cache_config = CacheConfig(
-            block_size=BLOCK_SIZE,
-            gpu_memory_utilization=0.9,
-            enable_prefix_caching=True,
-        )
-        cache_config.num_gpu_blocks = num_blocks
-        self.config = VllmConfig(
-            model_config=model_config,
-            cache_config=cache_config,
-            parallel_config=ParallelConfig(),
-            device_config=DeviceConfig("cpu"),
-            scheduler_config=SchedulerConfig(
-                max_num_batched_tokens=16,
-                max_num_seqs=4,
-                max_model_len=64,
-                is_encoder_decoder=False,
-                enable_chunked_prefill=True,
-                async_scheduling=is_async,
-            ),
-            kv_transfer_config=KVTransferConfig(
-                kv_connector=CONNECTOR,
-                kv_connector_module_path="jaxkv.integrations.vllm",
-                kv_role="kv_both",
-                kv_load_failure_policy="recompute",
-                kv_connector_extra_config={"num_cpu_blocks": 32} | (extra or {}),
-            ),
-        )
-        shape = dict(
-            block_size=BLOCK_SIZE, num_kv_heads=2, head_size=16, dtype=torch.bfloat16
-        )
-        size = num_blocks * BLOCK_SIZE * 128
-        # A layer of each group shares an array with one of every other.
-        groups = [
-            KVCacheGroupSpec(
-                [f"group{number}.layer{layer}" for layer in range(2)],
-                SlidingWindowSpec(**shape, sliding_window=window)
-                if window
-                else FullAttentionSpec(**shape),
-            )
-            for number, window in enumerate(windows)
-        ]
-        kv_cache_config = KVCacheConfig(
-            num_blocks=num_blocks,
-            kv_cache_tensors=[
-                tensor
-                for group in groups
-                for tensor in tensors_of(group.layer_names, size, num_blocks)
-            ],
-            kv_cache_groups=groups,
-        )
-        init_none_hash(sha256)
-        self.hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
-        self.scheduler = (AsyncScheduler if is_async else Scheduler)(
-            vllm_config=self.config,
-            kv_cache_config=kv_cache_config,
-            structured_output_manager=StructuredOutputManager(self.config),
-            block_size=BLOCK_SIZE,
-            log_stats=True,
-        )
-        worker = KVConnectorFactory.create_connector(
-            self.config, KVConnectorRole.WORKER, kv_cache_config
-        )
-        # The runners' mixin looks for it here.
-        kv_transfer_state._KV_CONNECTOR_AGENT = worker
-        self.runner = RealRunner(worker, num_blocks, windows, newer=True)
-        self.is_async = is_async
-        self.in_flight = []
-        self.num_external_tokens = 0
-        take = self.scheduler.connector.update_state_after_alloc
-
-        def count(request, blocks, num_external_tokens):
-            self.num_external_tokens += num_external_tokens
-            take(request, blocks, num_external_tokens)
-
-        self.scheduler.connector.update_state_after_alloc = count
-
-    def add(self, name, prompt, num_output):
-        from vllm.sampling_params import SamplingParams
-        from vllm.v1.request import Request
-
-        request = Request(
-            request_id=name,
-            prompt_token_ids=list(prompt),
-            sampling_params=SamplingParams(max_tokens=num_output, ignore_eos=True),
-            pooling_params=None,
-            block_hasher=self.hasher,
-        )
-        self.scheduler.add_request(request)
-        return request
-
-    def step(self):
-        output = self.scheduler.schedule()
-        meta = output.kv_connector_metadata
-        output.kv_connector_metadata = pickle.loads(pickle.dumps(meta))
-        self.in_flight.append((output, self.runner.execute_model(output)))
-        while len(self.in_flight) > self.is_async:
-            self.scheduler.update_from_output(*self.in_flight.pop(0))
-
-    def run(self, max_steps=600):
-        for _ in range(max_steps):
-            if self.scheduler.has_requests():
-                self.step()
-            elif self.in_flight:
-                self.scheduler.update_from_output(*self.in_flight.pop(0))
-            else:
-                return
-        alive = self.scheduler.requests.values()
-        raise AssertionError(
-            f"after {max_steps} steps there are "
-            f"{[(r.request_id, r.status.name, r.num_computed_tokens) for r in alive]}"
-        )
-
-
-class RealRunner(Runner):
-    """Takes vLLM's outputs, and lets vLLM call the connector around the model."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.tables = {}
-
-    def execute_model(self, output):
-        from vllm.forward_context import override_forward_context
-        from vllm.v1.outputs import ModelRunnerOutput
-        from vllm.v1.worker.kv_connector_model_runner_mixin import (
-            KVConnectorModelRunnerMixin,
-        )
-
-        starts = {}
-        for new in output.scheduled_new_reqs:
-            self.tokens[new.req_id] = list(
-                new.prefill_token_ids or new.prompt_token_ids
-            )
-            self.tables[new.req_id] = [list(ids) for ids in new.block_ids]
-            starts[new.req_id] = new.num_computed_tokens
-        cached = output.scheduled_cached_reqs
-        for index, name in enumerate(cached.req_ids):
-            ids = cached.new_block_ids[index]
-            starts[name] = cached.num_computed_tokens[index]
-            if name in cached.resumed_req_ids:
-                self.tables[name] = [list(own) for own in ids]
-                self.tokens[name] = list(cached.all_token_ids[name])
-            elif ids is not None:
-                for table, own in zip(self.tables[name], ids, strict=True):
-                    table += own
-        step = SimpleNamespace(
-            all_tokens={},
-            work={
-                name: (starts[name], num, self.tables[name])
-                for name, num in output.num_scheduled_tokens.items()
-            },
-        )
-        mixin = KVConnectorModelRunnerMixin
-        sampled = {}
-        with (
-            override_forward_context(SimpleNamespace()),
-            mixin._get_kv_connector_output(output) as connector_output,
-        ):
-            if step.work:
-                sampled = self.forward(step)
-        report = connector_output.kv_connector_worker_meta
-        connector_output.kv_connector_worker_meta = pickle.loads(pickle.dumps(report))
-        names = list(step.work)
-        return ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=[
-                [sampled[name]] if name in sampled else [] for name in names
-            ],
-            kv_connector_output=connector_output,
-        )
-
-
-def reference(prompt, num_output):
-    tokens = list(prompt)
-    for _ in range(num_output):
-        tokens.append(next_token(tokens))
-    return tokens
+    return engine_maker(tmp_path, monkeypatch)
 
 
 def test_the_platform_admits_the_connector_by_the_name_in_the_docs(make_engine):

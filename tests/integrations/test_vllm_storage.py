@@ -1,18 +1,20 @@
 """vLLM's connector with a store behind the host; see `fake_vllm` and `fake_engine`."""
 
 import dataclasses
+import functools
 import logging
 import os
 import time
 from types import SimpleNamespace
 
 import numpy as np
+import prometheus_client
 import pytest
 
-from jaxkv.scheduling.protocol import ConnectorOutput, StorageReport
+from jaxkv.scheduling.protocol import ConnectorOutput, TierReport
 from jaxkv.transfer.storage import open_store
 from tests.rigs import fake_vllm
-from tests.rigs.fake_engine import Engine, next_token
+from tests.rigs.fake_engine import LOSSES, Engine, next_token, reset_connector
 from tests.rigs.fake_vllm import BLOCK_SIZE, BlockRemoved, BlockStored, Request
 from tests.rigs.vllm_worker_process import RemoteRunner
 
@@ -120,7 +122,7 @@ def ask(engine, name, prompt=PROMPT, num_output=3, **options):
 
 def knows(engine):
     """Whether an engine knows that all of `PROMPT` is in the store."""
-    tier = engine.offload_scheduler._storage.tier
+    tier = engine.offload_scheduler.below[0].tier
     return tier.contains(Request("same", PROMPT, 3).block_hashes[:4]).all()
 
 
@@ -373,28 +375,7 @@ def test_every_token_read_equals_the_computed_one(newest, make, windows, seed):
     assert num_fetched > 0
 
 
-def drop_pool(engine):
-    engine.runner.kv_cache_manager.delete_kv_cache()
-    engine.runner.kv_cache_manager.reinitialize_kv_cache()
-
-
-def unregister(engine):
-    engine.runner.connector.unregister_kv_caches()
-    engine.runner.connector.restore_kv_caches()
-
-
-def register_again(engine):
-    engine.runner.connector.register_runner(engine.runner)
-
-
-def reset_connector(engine):
-    assert engine.scheduler.connector.reset_cache() is True
-
-
-ROUTES = [drop_pool, unregister, register_again, reset_connector]
-
-
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", LOSSES)
 def test_new_weights_are_never_served_what_the_store_has_of_old_ones(
     newest, make, route, caplog, tmp_path
 ):
@@ -417,7 +398,7 @@ def test_new_weights_are_never_served_what_the_store_has_of_old_ones(
     assert ask(make(), "old weights") == TOKENS
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", LOSSES)
 def test_where_weights_never_change_the_store_is_used_after_a_reset(
     newest, make, route, caplog
 ):
@@ -433,7 +414,7 @@ def test_where_weights_never_change_the_store_is_used_after_a_reset(
     engine.check_nothing_leaked()
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", LOSSES)
 def test_a_fetch_under_way_when_weights_change_is_not_served(newest, make, route):
     ask(make(), "first")
     engine = make()
@@ -457,8 +438,8 @@ def test_a_fetch_under_way_when_weights_change_is_not_served(newest, make, route
 
 def without_fetches(output):
     """Leave out of a report which fetches are over."""
-    storage = [dataclasses.replace(report, fetched=()) for report in output.storage]
-    return dataclasses.replace(output, storage=tuple(storage))
+    storage = [dataclasses.replace(report, fetched=()) for report in output.below]
+    return dataclasses.replace(output, below=tuple(storage))
 
 
 def test_nothing_is_written_by_new_weights_while_a_fetch_delays_a_reset(
@@ -474,7 +455,7 @@ def test_nothing_is_written_by_new_weights_while_a_fetch_delays_a_reset(
 
     def poll_without_fetches():
         output = poll()
-        held.extend(event for report in output.storage for event in report.fetched)
+        held.extend(event for report in output.below for event in report.fetched)
         return without_fetches(output)
 
     worker.poll = poll_without_fetches
@@ -492,7 +473,7 @@ def test_nothing_is_written_by_new_weights_while_a_fetch_delays_a_reset(
     assert engine.offload_scheduler.has_pending_loads(), "the reset was delayed"
     assert sorted((tmp_path / "store").rglob("*.0")) == files
     worker.poll = lambda: dataclasses.replace(
-        poll(), storage=(StorageReport(fetched=tuple(held)),)
+        poll(), below=(TierReport(fetched=tuple(held)),)
     )
     engine.step()
     worker.poll = poll
@@ -573,9 +554,9 @@ def test_hits_are_told_by_where_they_came_from(newest, make):
     engine.scheduler.pool.overwrite_all()
     ask(engine, "once more")
     assert told == [{sources.DISK: TOKENS}, {sources.HOST: TOKENS}]
-    assert engine.offload_scheduler._storage.num_fetched_tokens == {}
+    assert engine.offload_scheduler.below[0].num_fetched_tokens == {}
     memory = make({"storage": "memory://hits"})
-    memory.offload_scheduler._storage.num_fetched_tokens["r"] = 8
+    memory.offload_scheduler.below[0].num_fetched_tokens["r"] = 8
     found = memory.scheduler.connector.get_external_cache_hit_sources(
         SimpleNamespace(request_id="r"), 20
     )
@@ -629,6 +610,41 @@ def _files(engine):
     from pathlib import Path
 
     return Path(folder.removeprefix("file://")).rglob("*.0")
+
+
+def served_by_vllm(connector, *reports):
+    """The values of vLLM's metrics of a connector after some reports."""
+    registry = prometheus_client.CollectorRegistry()
+    names = ("Gauge", "Counter", "Histogram")
+    kinds = [getattr(prometheus_client, name) for name in names]
+    served = type(connector).build_prom_metrics(
+        None,
+        {kind: functools.partial(kind, registry=registry) for kind in kinds},
+        ["engine"],
+        {0: ["0"]},
+    )
+    for report in reports:
+        served.observe(report.to_dict(), 0)
+
+    def value(name, **labels):
+        return registry.get_sample_value(name, {"engine": "0", **labels})
+
+    return value
+
+
+def test_vllm_serves_whether_a_store_is_up_only_where_there_is_one(newest, make):
+    engine = make()
+    ask(engine, "first")
+    connector = engine.runner.connector
+    value = served_by_vllm(connector, connector.get_kv_connector_stats())
+    assert value("jaxkv:kv_offload_storage_up") == 1.0
+    errors = "jaxkv:kv_offload_storage_errors_total"
+    assert value(errors, operation="write", reason="full") == 0.0
+    assert value("jaxkv:kv_offload_storage_write_seconds_count") > 0
+    without = Engine(num_blocks=40).runner.connector
+    value = served_by_vllm(without, without.get_kv_connector_stats())
+    assert value("jaxkv:kv_offload_storage_up") is None
+    assert value("vllm:kv_offload_load_bytes_total") == 0.0
 
 
 def test_the_stores_metrics_are_among_the_connectors(newest, make):

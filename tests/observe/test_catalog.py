@@ -11,9 +11,9 @@ from jaxkv.observe.catalog import BlockCatalog
 from jaxkv.tiers.base import (
     DEVICE_MEDIUM,
     HOST_MEDIUM,
-    STORAGE_MEDIUM,
     OffloadingEvent,
 )
+from jaxkv.tiers.storage import STORAGE_MEDIUM
 
 SPACE = Namespace("model", "weights", "float32", "NHD", 2)
 

@@ -6,7 +6,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from jaxkv import OffloadRules, OffloadScheduler, OffloadWorker, TransferEngine
+from jaxkv.observe.families import Readings
 from jaxkv.observe.metrics import OffloadMetrics
+from jaxkv.search.groups import FullAttention, SlidingWindow
 from jaxkv.tools.demo.engine import Engine, EngineConfig
 from jaxkv.tools.demo.model import ModelConfig
 from jaxkv.tools.demo.steps import make_steps
@@ -318,6 +320,19 @@ def test_transfer_times_and_sizes_are_the_workers():
     assert page["vllm:kv_offload_load_size_sum"] == engine.block_bytes
     assert page["jaxkv:kv_offload_transfers_in_flight", "store"] == 0
     assert not any("prefix_cache" in name for name in page)
+
+
+@pytest.mark.parametrize(
+    ("groups", "rules", "facts"),
+    [
+        (16, OffloadRules(blocks_per_host_block=2, block_bytes=1000), "40 2 2000 1280"),
+        (16, OffloadRules(), "40 1 None 640"),
+        ([FullAttention(16), SlidingWindow(16, 64)], OffloadRules(), "40 1 None None"),
+    ],
+)
+def test_the_size_of_the_host_tier_stands_in_vllms_labels(groups, rules, facts):
+    scheduler = OffloadScheduler(groups, 40, rules=rules)
+    assert Readings.of(scheduler).config_info() == {facts: 1.0}
 
 
 def test_a_metric_without_a_source_is_left_out():

@@ -39,13 +39,29 @@ def jitted(policy):
     return policy._replace(evict=evict, **compiled)
 
 
-@pytest.fixture(params=[*policy_names(), *(f"{name}, retained" for name in WRAPPED)])
+NAMES = [*policy_names(), *(f"{name}, retained" for name in WRAPPED)]
+
+
+@pytest.fixture(params=NAMES)
 def make(request):
     name, _, retained = request.param.partition(", ")
     make_one = get_policy_maker(name)
     if not retained:
         return make_one
     return lambda num_blocks, max_batch: make_retained(make_one(num_blocks, max_batch))
+
+
+# What costs seconds for each policy, and depends little on which it is.
+few_policies = pytest.mark.parametrize(
+    "make",
+    [
+        name
+        if name in ("lru", "hazard, retained")
+        else pytest.param(name, marks=pytest.mark.long)
+        for name in NAMES
+    ],
+    indirect=True,
+)
 
 
 @pytest.fixture
@@ -145,6 +161,7 @@ def session(policy, state, keys):
     return policy.insert(evicted.state, keys + jnp.uint32(1000), evicted.block_ids)
 
 
+@few_policies
 def test_jit_equals_eager(eager):
     keys, _ = make_keys(10, 12)
     slow = session(eager, filled(eager), keys)
@@ -182,8 +199,10 @@ def test_scans_with_donation(policy):
 
 def test_vmaps_over_caches(policy):
     keys = jnp.stack([make_keys(10 + i % 3, 11)[0] for i in range(8)])
-    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * 8), filled(policy))
+    # NumPy, as JAX would compile for every shape.
+    states = jax.tree.map(lambda leaf: np.stack([leaf] * 8), filled(policy))
     together = jax.jit(jax.vmap(lambda s, k: session(policy, s, k)))(states, keys)
+    together = jax.tree.map(np.asarray, together)
     for cache in range(8):
         alone = session(policy, filled(policy), keys[cache])
         one = jax.tree.map(lambda leaf, cache=cache: leaf[cache], together)
@@ -202,6 +221,7 @@ def test_state_survives_pickling(policy):
     )
 
 
+@few_policies
 def test_state_survives_an_orbax_checkpoint(policy, tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
     state = filled(policy)

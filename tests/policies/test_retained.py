@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkv.native.compiling import own
-from jaxkv.native.retained import CHUNK, MOST_HALVINGS, MOST_PRIORITY, RELEASE
+from jaxkv.compiling import own
 from jaxkv.policies import get_policy_maker, make_retained, policy_names
+from jaxkv.policies.retained import CHUNK, MOST_HALVINGS, MOST_PRIORITY, RELEASE
 from jaxkv.tiers.executors import NativeExecutor, make_executor
 
 NUM_BLOCKS = 6

@@ -31,10 +31,10 @@ CACHED = (
     "chromium_headless_shell-*/*/chrome-headless-shell",
     "chromium-*/*/chrome",
 )
-# The browser reads from 3 and writes to 4.
+# The browser reads from 3 and writes to 4, which either pipe may have.
 LAUNCH = (
-    "import os, sys; r, w = map(int, sys.argv[1:3]);"
-    "r, w = (os.dup(fd) if fd in (3, 4) else fd for fd in (r, w));"
+    "import os, sys; from fcntl import F_DUPFD_CLOEXEC as UP, fcntl;"
+    "r, w = (fcntl(int(fd), UP, 5) for fd in sys.argv[1:3]);"
     "os.dup2(r, 3); os.dup2(w, 4); os.execv(sys.argv[3], sys.argv[3:])"
 )
 # It waits for disks, GPUs and other machines as little as can be.
@@ -127,14 +127,16 @@ class Browser:
             self.events.append(answer)
 
     def open(self, path, width, height=900, scheme="light"):
-        """Open a file in a window of a size, with a light or dark system."""
+        """Open a file or an address in a window, with a light or dark system."""
         self.events.clear()
         self.resize(width, height)
         self.call(
             "Emulation.setEmulatedMedia",
             features=[{"name": "prefers-color-scheme", "value": scheme}],
         )
-        self.call("Page.navigate", url=pathlib.Path(path).resolve().as_uri())
+        is_address = isinstance(path, str) and "://" in path
+        url = path if is_address else pathlib.Path(path).resolve().as_uri()
+        self.call("Page.navigate", url=url)
         deadline = time.monotonic() + self._timeout_s
         while not any(e.get("method") == "Page.loadEventFired" for e in self.events):
             assert time.monotonic() < deadline, "the page was not loaded"

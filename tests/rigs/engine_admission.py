@@ -168,7 +168,8 @@ class Admission(Refuser):
         if load is None:
             assert (offer, is_async) == (0, False)
             return 0, False
-        others = {key for load in self.loads.values() for key in load.keys.values()}
+        taken = [load for load in self.loads.values() if load.targets is not None]
+        others = {key for load in taken for key in load.keys.values()}
         if self.rules.delay_shared_loads and others & set(load.keys.values()):
             assert (offer, is_async) == (None, False)
             return None, False

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, StorageReport
+from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, TierReport
 from jaxkv.search.groups import alignment
 from tests.rigs.engine_watch import Watcher
 
@@ -18,7 +18,7 @@ class Refuser(Watcher):
         scheduler = self.scheduler
         records = [
             repr(vars(part))
-            for load in scheduler._loads._loads.values()
+            for load in scheduler._loads.by_request.values()
             for part in [load]
         ]
         progress = scheduler._eager._progress if scheduler._eager else {}
@@ -26,15 +26,16 @@ class Refuser(Watcher):
             repr((name, own.tables, own.num_offered, own.next_tokens))
             for name, own in progress.items()
         ]
-        records += [repr((scheduler._stores._waiting, scheduler._stores._in_flight))]
+        records += [
+            repr((scheduler._stores._waiting, scheduler._stores._in_flight.moves))
+        ]
         loads = scheduler._loads
         records += [repr((list(loads._waiting), list(loads._copying)))]
         records += [repr((loads.in_transit, scheduler._known))]
-        storage = scheduler._storage
-        if storage is not None:
-            moves = [*storage._fetches.values(), *storage._writes.values()]
+        for storage in scheduler.below:
+            moves = [*storage.fetches.moves.values(), *storage._writes.moves.values()]
             records += [repr(vars(move)) for move in moves]
-            records += [repr((storage._waits, storage._looked_up, storage._to_write))]
+            records += [repr((storage.waits, storage.looked_up, storage._to_write))]
             records += [repr(storage.tier.num_found)]
             arrays += jax.tree.leaves(storage.tier.executor.state)
         return [np.array(jnp.copy(array)).tobytes() for array in arrays], records
@@ -84,9 +85,9 @@ class Refuser(Watcher):
         update = self.scheduler.update_connector_output
 
         def refuse(**report):
-            reports = (StorageReport(found=(b"others".ljust(32),)),)
-            reports += (StorageReport(**report),)
-            self.refuse(update, ConnectorOutput(storage=reports))
+            reports = (TierReport(found=(b"others".ljust(32),)),)
+            reports += (TierReport(**report),)
+            self.refuse(update, ConnectorOutput(below=reports))
 
         refuse(fetched=((10**6, (True,)),))
         refuse(written=((10**6, (True,)),))

@@ -34,12 +34,13 @@ class Engine(Admission):
         self.evicted = set()
         self.take_events()
         self.note_stores(meta)
+        self.check_wait(scheduled)
         is_refused = self.scheduler.stats.num_store_refusals > refusals
         self.check_offers(scheduled, offered, is_refused)
         self.note_loads(meta)
         for worker in self.workers:
             worker.start(meta)
-        self.storage.note_moves(meta.storage)
+        self.storage.note_moves(meta.below[0] if meta.below else None)
         self.compute(scheduled)
         self.transfer()
         self.check()
@@ -98,7 +99,7 @@ class Engine(Admission):
             assert self.scheduler.reset() != has_loads
             if not has_loads:
                 self.counts["reset"] += 1
-                self.ready = {}
+                self.ready, self.steps_waited = {}, 0
                 for store in self.stores.values():
                     store.is_stale = True
                 self.storage.reset()

@@ -11,8 +11,8 @@ from jaxkv.keys.packed import key_from_foreign
 from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.search.groups import FullAttention, lazy_target_blocks
-from jaxkv.tiers.base import STORAGE_MEDIUM
 from jaxkv.tiers.device import DeviceBlockPool
+from jaxkv.tiers.storage import STORAGE_MEDIUM
 from jaxkv.types import NULL_BLOCK
 from tests.rigs.offload_sim import Prefixes, SimWorker
 from tests.rigs.sim_requests import SimStore
@@ -67,6 +67,7 @@ class Watcher:
         self.is_calm = False
         self.evicted = set()
         self.unwritten = set()  # blocks that the pool is not to cache
+        self.steps_waited = 0
         self._num_requests = 0
         self.storage = SimStorage(self)
 
@@ -101,6 +102,20 @@ class Watcher:
             rows.append((self.key(*contents[-1]), host))
         self.stores[meta.store_event] = SimStore(rows, list(blocks))
         self.counts["sent"] += len(rows)
+
+    def check_wait(self, scheduled):
+        """Check that blocks wait for others only as long as they may."""
+        rules, waiting = self.rules, self.scheduler._stores._waiting
+        if not rules.store_batch_blocks or rules.max_blocks_in_flight:
+            return
+        stays = bool(waiting.keys)
+        self.counts["waits"] += stays
+        if stays:
+            assert len(waiting.sources) < rules.store_batch_blocks
+            assert self.pool.num_free >= rules.store_batch_blocks
+            assert any(scheduled.values())
+        self.steps_waited = (self.steps_waited + 1) * stays
+        assert self.steps_waited <= rules.store_max_wait_steps
 
     def note_loads(self, meta):
         """Record the loads of a step; they must be the accepted ones."""
@@ -275,7 +290,7 @@ class Watcher:
 
     def pinned_blocks(self):
         """Count the references of transfers to each device block."""
-        pins = Counter(self.scheduler._stores._waiting.device_blocks)
+        pins = Counter(self.scheduler._stores._waiting.sources)
         for load in self.loads.values():
             pins.update(load.copies.values())
             pins.update((load.targets or {}).values())
@@ -288,7 +303,7 @@ class Watcher:
         stats, now = self.scheduler.stats, self.scheduler.in_transit
         sent = [store for store in self.stores.values() if not store.is_stale]
         assert now.stores_in_flight == sum(len(store.device_blocks) for store in sent)
-        assert now.stores_waiting == len(self.scheduler._stores._waiting.device_blocks)
+        assert now.stores_waiting == len(self.scheduler._stores._waiting.sources)
         leaving = Counter()
         for load in self.loads.values():
             num = sum(map(len, load.rows.values())) * (load.targets is not None)
@@ -317,7 +332,7 @@ class Watcher:
             if not store.is_stale:
                 for _, host in store.rows:
                     ref_cnt[host] = -1
-        for host in waiting.host_blocks:
+        for host in waiting.targets:
             ref_cnt[host] = -1
 
         self.check_counts(list(ref_cnt.values()))
@@ -368,9 +383,7 @@ class Watcher:
     def report(self):
         """Pass the workers' reports to the scheduler; return its answer."""
         reports = [
-            dataclasses.replace(
-                worker.report(), storage=self.storage.take_report(number)
-            )
+            dataclasses.replace(worker.report(), below=self.storage.take_report(number))
             for number, worker in enumerate(self.workers)
         ]
         output = ConnectorOutput.aggregate(reports)
@@ -410,7 +423,7 @@ class Watcher:
         answer = self.scheduler.update_connector_output(output)
         held = Counter()
         self.storage.count_host_blocks(held)
-        self.storage.hear(output.storage)
+        self.storage.hear(output.below)
         self.take_events()
         read = {key for load in self.loads.values() for key in load.keys.values()}
         # What is held for others, or is being written to the store, is not forgotten.

@@ -331,8 +331,10 @@ class Scheduler:
             del self.requests[request.request_id]
 
     def has_requests(self):
-        # The second part came between 0.19 and 0.25.
-        return bool(self.requests) or self.connector.has_pending_push_work()
+        # The last part came between 0.19 and 0.25. A step follows the last finish.
+        if self.requests or self.finished:
+            return True
+        return self.connector.has_pending_push_work()
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -477,7 +479,7 @@ class Unreliable:
             failed_recving=output.finished_recving + output.failed_recving,
             failed_store_events=output.completed_store_events
             + output.failed_store_events,
-            storage=output.storage,
+            below=output.below,
         )
 
 
@@ -550,3 +552,25 @@ class Engine:
         assert not self.offload_scheduler.has_pending_loads()
         # Where the next token reads no block, vLLM has none to cache.
         assert self.offload_scheduler._bound_pool.unwritten == set()
+
+
+def drop_by_runner(engine):
+    engine.runner.kv_cache_manager.delete_kv_cache()
+    engine.runner.kv_cache_manager.reinitialize_kv_cache()
+
+
+def unregister(engine):
+    engine.runner.connector.unregister_kv_caches()
+    engine.runner.connector.restore_kv_caches()
+
+
+def register_again(engine):
+    engine.runner.connector.register_runner(engine.runner)
+
+
+def reset_connector(engine):
+    assert engine.scheduler.connector.reset_cache() is True
+
+
+# The ways in which an engine loses what its caches and the host hold.
+LOSSES = [drop_by_runner, unregister, register_again, reset_connector]

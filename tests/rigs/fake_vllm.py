@@ -332,6 +332,9 @@ class BlockPool:
         self.cached = {}
         self._newer = newer
 
+    def get_num_free_blocks(self):
+        return len(self.free_queue)
+
     def get_cached_block(self, block_hash, group):
         found = self.cached.get(block_hash + group.to_bytes(4, "big"))
         return next(iter(found.values())) if found else None

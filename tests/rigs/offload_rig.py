@@ -9,7 +9,9 @@ import dataclasses
 import time
 from collections import deque
 
+import jax
 import numpy as np
+import pytest
 
 from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, SchedulerOutput
 from jaxkv.scheduling.rules import OffloadRules
@@ -29,6 +31,9 @@ BLOCK_SIZE = 4
 # The same for both tiers and nearly all tests, since each size compiles again.
 NUM_BLOCKS = 16
 FULL = (FullAttention(BLOCK_SIZE),)
+HYBRID = (FullAttention(BLOCK_SIZE), SlidingWindow(BLOCK_SIZE, 2 * BLOCK_SIZE))
+
+modes = pytest.mark.parametrize("mode", ["eager", "lazy"])
 
 
 @dataclasses.dataclass(eq=False)
@@ -350,3 +355,29 @@ class Rig:
         self.pool.check()
         ref_cnt = np.asarray(self.scheduler._manager.executor.state.ref_cnt)
         assert not ref_cnt.any()
+
+
+def make_rig(mode="eager", **more):
+    """In lazy mode every step looks at all that the device could evict."""
+    return Rig(mode=mode, max_num_batched_tokens=NUM_BLOCKS * BLOCK_SIZE, **more)
+
+
+def state_of(rig):
+    """All that the two tiers know."""
+    states = rig.pool.state, rig.scheduler._manager.executor.state
+    return jax.tree.map(np.array, states), rig.scheduler.stats
+
+
+def on_host(rig):
+    """The keys in host memory; of rows of blocks, the rows."""
+    rows = [row[0] if len(row) == 1 else tuple(row) for row in rig.host.values()]
+    assert len(set(rows)) == len(rows)
+    return set(rows)
+
+
+def check_refused(rig, match, function, *arguments):
+    before = state_of(rig)
+    with pytest.raises(ValueError, match=match):
+        function(*arguments)
+    jax.tree.map(np.testing.assert_array_equal, before[0], state_of(rig)[0])
+    assert before[1] == rig.scheduler.stats

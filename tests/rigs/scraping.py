@@ -2,6 +2,7 @@
 
 import http.client
 import types
+import weakref
 from contextlib import closing
 
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxkv import OffloadRules, OffloadScheduler, OffloadWorker, TransferEngine
 from jaxkv.observe.metrics import OffloadMetrics
 from jaxkv.scheduling.record import RecordStats
+from jaxkv.scheduling.storage_worker import open_storage
 from jaxkv.tiers.device import DeviceBlockPool
 
 
@@ -48,7 +50,10 @@ def make_all():
     rules = OffloadRules(
         store_threshold=2, max_blocks_in_flight=4, skip_slow_loads=True, block_bytes=1
     )
-    worker = OffloadWorker(TransferEngine({"kv": jnp.zeros((4, 2))}, 3))
+    engine = TransferEngine({"kv": jnp.zeros((4, 2))}, 3)
+    storage = open_storage(engine, "memory://metrics")
+    worker = OffloadWorker(engine, storage=storage)
+    weakref.finalize(worker, storage.close, 0)  # Its threads would outlive the test.
     scheduler = OffloadScheduler(4, 8, rules=rules, num_storage_blocks=4)
     scheduler.recorder = types.SimpleNamespace(stats=RecordStats(7, 2))
     return scheduler, worker, DeviceBlockPool(4)

@@ -7,7 +7,7 @@ worker in its own time; others write to the store, and delete from it.
 import dataclasses
 
 from jaxkv.keys.packed import key_from_foreign
-from jaxkv.scheduling.protocol import StorageReport
+from jaxkv.scheduling.protocol import TierReport
 from jaxkv.search.groups import alignment
 from tests.rigs.offload_sim import first_read, longest_prefix
 
@@ -80,7 +80,7 @@ class SimStorage:
 
     @property
     def real(self):
-        return self.watcher.scheduler._storage
+        return next(iter(self.watcher.scheduler.below), None)
 
     @property
     def fetching(self):
@@ -195,10 +195,10 @@ class SimStorage:
         keys, host_rows = wanted
         assert keys, f"{name} waits for the store, and lacks nothing"
         real = self.real
-        events = set(real._waits[name].events)
+        events = set(real.waits[name].events)
         for event in events - set(self.fetches):
-            batch = real._fetches[event]
-            blocks = batch.host_blocks.tolist()
+            batch = real.fetches.moves[event]
+            blocks = batch.targets.tolist()
             workers = range(len(self.objects))
             move = SimMove(
                 list(batch.keys),
@@ -261,12 +261,12 @@ class SimStorage:
         for batch in moves.fetches:
             move = self.fetches[batch.event]
             assert self._own(batch.keys) == move.keys
-            assert list(batch.host_blocks) == move.host_blocks
+            assert list(batch.upper_blocks) == move.host_blocks
             move.is_sent = True
             for worker in own.workers:
                 worker.give(move.host_blocks, move)
         for batch in moves.writes:
-            keys, blocks = self._own(batch.keys), list(batch.host_blocks)
+            keys, blocks = self._own(batch.keys), list(batch.upper_blocks)
             assert blocks == [own.ready[key] for key in keys]
             assert set(keys).isdisjoint(self.known | self.writing)
             workers = range(len(self.objects))
@@ -328,7 +328,7 @@ class SimStorage:
         report, self._reports[number] = self._reports[number], {}
         if not report:
             return ()
-        return (StorageReport(**{name: tuple(own) for name, own in report.items()}),)
+        return (TierReport(**{name: tuple(own) for name, own in report.items()}),)
 
     def hear(self, reports):
         """Do as the scheduler has to do when it hears reports."""
@@ -398,10 +398,10 @@ class SimStorage:
         assert not [*self.fetches, *self.waits, *self.writes, *self.looked_up]
         assert not self.real.has_fetches
         assert not self.real.has_writes
-        assert not self.real._looked_up
-        assert not self.real._fetch_of
-        assert not self.real._num_fetched
-        assert not self.real._num_writing
+        assert not self.real.looked_up
+        assert not self.real.fetch_of
+        assert not self.real.fetches.num_blocks
+        assert not self.real._writes.num_blocks
 
     def _own(self, keys):
         return [self.names.get(key, key) for key in keys]

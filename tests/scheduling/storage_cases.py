@@ -10,16 +10,12 @@ import collections
 import json
 import random
 import sys
-import time
 
 import jax
 import numpy as np
 
 from tests.campaign.paged import PagedEngine
 from tests.campaign.setups import random_setup
-
-# Steps until an engine has heard of what is in the store, and without news at the end.
-MOST_LOOKS, QUIET_LOOKS = 1000, 20
 
 
 def main(address, num_processes, process, seed, num_steps, folder):
@@ -52,7 +48,7 @@ def main(address, num_processes, process, seed, num_steps, folder):
         engine = PagedEngine(setup, rng, counts, history.append, mesh, own)
         try:
             if last is not None:
-                hear_of_the_store(engine)
+                assert engine.scheduler.wait_for_storage(engine.workers[0], 60.0)
                 # The same weights, and users who come back with what they asked.
                 engine.weights, engine.epoch = last.weights, last.epoch
                 engine.stories = last.stories
@@ -76,23 +72,6 @@ def main(address, num_processes, process, seed, num_steps, folder):
         last = engine
     print(json.dumps({"counts": counts, "lives": lives}), flush=True)
     jax.distributed.shutdown()
-
-
-def hear_of_the_store(engine):
-    """Run steps without requests until an engine knows what is in the store.
-
-    All processes are told in the same step, so that they make as many.
-    """
-    engine.is_calm = True
-    seen = []
-    for _ in range(MOST_LOOKS):
-        # It is told in parts.
-        seen.append(engine.scheduler.num_storage_blocks_held)
-        if seen[-1] and seen[-QUIET_LOOKS:] == seen[-1:] * QUIET_LOOKS:
-            break
-        engine.step()
-        time.sleep(0.002)
-    engine.is_calm = False
 
 
 if __name__ == "__main__":

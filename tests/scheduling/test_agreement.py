@@ -16,8 +16,8 @@ import pytest
 from jaxkv import OffloadWorker, TransferEngine
 from jaxkv.scheduling.exchange import Exchange, open_exchanges
 from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, OffloadMetadata
-from jaxkv.scheduling.storage_agreement import KEYS_PER_STEP
 from jaxkv.scheduling.storage_worker import StorageWorker
+from jaxkv.scheduling.tier_agreement import KEYS_PER_STEP
 from jaxkv.scheduling.watchdog import Watchdog
 from jaxkv.scheduling.worker import AgreementError, PlanMismatchError
 from jaxkv.transfer.storage import MemoryStore, ObjectFormat, StorageIO
@@ -389,7 +389,7 @@ def test_what_is_known_is_said_before_it_is_due(connect, store):
     def body(process):
         worker, _, pool = connect(process, report_after_steps=3)
         pool = worker.start(plan(store=(1, 0)), pool)
-        while worker._agreement._unsaid:
+        while worker._agreement._unsent:
             worker.poll()
             time.sleep(0.001)
         if process == 1:
@@ -443,7 +443,9 @@ def test_a_service_that_does_not_answer_is_not_waited_for(connect, store, monkey
 
 def test_a_worker_that_is_forgotten_leaves_no_thread(connect):
     def threads():
-        return [each for each in threading.enumerate() if "jaxkv" in each.name]
+        return [each for each in threading.enumerate() if each not in before]
+
+    before = threading.enumerate()
 
     def body(process):
         # A thread may be in a call to the service for as long.
@@ -458,6 +460,13 @@ def test_a_worker_that_is_forgotten_leaves_no_thread(connect):
     while threads() and time.monotonic() < end_s:
         time.sleep(0.01)
     assert threads() == []
+
+
+def test_closing_waits_for_the_thread_that_talks_to_the_service(store):
+    exchange = Exchange(store, 0, 2, "topic", TIMEOUT_S)
+    exchange.send("hello", 1)  # The thread waits for the answer of process 1.
+    exchange.close()
+    assert not exchange._thread.is_alive()
 
 
 def test_one_process_asks_nobody(monkeypatch):
@@ -593,7 +602,7 @@ def test_a_listing_goes_no_faster_than_the_others_are_told(connect, monkeypatch)
         until_s = time.monotonic() + TIMEOUT_S
         while min(map(counts.__getitem__, keys)) < 4 and time.monotonic() < until_s:
             pool = worker.start(plan(), pool)
-            told = [key for each in worker.poll().storage for key in each.found]
+            told = [key for each in worker.poll().below for key in each.found]
             assert len(told) <= KEYS_PER_STEP
             counts.update(told)
             # What was said in the last two steps is not heard yet.

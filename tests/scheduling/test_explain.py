@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxkv.scheduling.protocol import ConnectorOutput, TierReport
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.search.groups import FullAttention, SlidingWindow
 from jaxkv.tiers.key_memory import DropReasons
@@ -54,7 +55,7 @@ def test_hits_on_the_device_and_on_the_host():
     found = rig.scheduler.explain(rig.request("?", 1, 2, 3))
     assert (found.num_tokens, found.num_computed_tokens) == (13, 0)
     assert (found.num_offered_tokens, found.is_awaited) == (12, True)
-    assert found.hold_up is None
+    assert found.deferral is None
 
 
 def test_a_block_that_nobody_knows_and_those_behind_it():
@@ -100,7 +101,7 @@ def test_a_load_of_its_own_under_way():
     rig.preempt("two")
     found = rig.scheduler.explain(request)
     assert (found.num_offered_tokens, found.is_awaited) == (None, False)
-    assert found.hold_up == "loading"
+    assert found.deferral == "loading"
     assert of(rig, request) == [("pending", "loading")] * 2 + [("missed", "never")]
     assert rig.offer(request) == (None, False)
     # It is nothing to others, who may load the same blocks.
@@ -115,7 +116,7 @@ def test_a_load_of_another_that_it_is_to_wait_for():
     request = rig.request("three", 1, 2, 3)
     assert of(rig, request) == [("pending", "loading")] * 2 + [("host", None)]
     found = rig.scheduler.explain(request)
-    assert (found.num_offered_tokens, found.hold_up) == (None, "shared")
+    assert (found.num_offered_tokens, found.deferral) == (None, "shared")
     assert rig.offer(request) == (None, False)
 
 
@@ -271,7 +272,7 @@ def test_a_load_that_takes_longer_than_to_compute():
         assert found == rig.scheduler.explain(request)
         answers.append(rig.offer(request))
         assert (found.num_offered_tokens, found.is_awaited) == answers[-1]
-        assert found.hold_up == (None if answers[-1][0] else "gate")
+        assert found.deferral == (None if answers[-1][0] else "gate")
         assert of(rig, request) == [("host", None)] * 2
     assert set(answers) == {(0, False), (8, True)}  # One in 32 passes.
 
@@ -281,6 +282,19 @@ def test_after_a_reset_nothing_is_known():
     rig.fill_host(NUM_BLOCKS)
     rig.scheduler.reset()
     assert verdicts(rig, 1, 2) == [("missed", "never")] * 2
+
+
+@pytest.mark.parametrize("num_pinned", [15, 16])
+def test_what_the_host_has_no_room_for_is_not_said_to_be_fetched(num_pinned):
+    rig = Rig(num_storage_blocks=8, device_blocks=32)
+    rig.fill_host(16)
+    rig.scheduler._manager.pin(range(num_pinned))
+    request = rig.request("r", 1, 2)
+    found = TierReport(found=tuple(request.block_keys))
+    rig.scheduler.update_connector_output(ConnectorOutput(below=(found,)))
+    told = rig.scheduler.explain(request)
+    assert told.deferral == ("storage" if num_pinned == 15 else None)
+    assert rig.offer(request) == (told.num_offered_tokens, told.is_awaited)
 
 
 def test_as_text_it_is_a_table_with_runs_folded():
@@ -302,7 +316,7 @@ def test_as_text_it_is_a_table_with_runs_folded():
     text = str(rig.scheduler.explain(rig.request("r9", 1, 2)))
     assert text.splitlines() == [
         "Request r9: 9 tokens, 0 at hand, 0 more offered.",
-        "It has a load under way, and is to ask again.",
+        "It has a load under way, and has to ask again.",
         "group  blocks  tokens  verdict",
         "0      0-1     0-7     pending: being loaded",
     ]
@@ -339,8 +353,7 @@ def state_of(engine):
         sorted(scheduler._known),
         list(scheduler._num_local.items()),
         list(scheduler._keys._packed),
-        [repr(load) for load in scheduler._loads._loads.values()],
-        scheduler._loads._num_readers.tolist(),
+        [repr(load) for load in scheduler._loads.by_request.values()],
         scheduler.in_transit,
         scheduler._stores.num_changes,
         len(scheduler._stores),
@@ -364,13 +377,13 @@ class Explaining(Engine):
         assert self.scheduler._manager.snapshot() == snapshot
         self.check_verdicts(request, local, found)
         answer = super().query(request, local, touched)
-        if found.hold_up == "storage" and answer[0] is not None:
+        if found.deferral == "storage" and answer[0] is not None:
             # The host had no room for what was to be fetched.
             self.counts["no room to fetch"] += 1
             return answer
         assert answer == (found.num_offered_tokens, found.is_awaited)
-        self.counts["explained", found.hold_up] += 1
-        if found.hold_up is None and answer[0]:
+        self.counts["explained", found.deferral] += 1
+        if found.deferral is None and answer[0]:
             self.check_offer(self.loads[request.request_id], found)
         return answer
 
@@ -392,7 +405,7 @@ class Explaining(Engine):
             if block.verdict == "device":
                 assert on_device
             elif block.verdict == "host" or block.reason == "loading":
-                assert on_host or found.hold_up == "loading"
+                assert on_host or found.deferral == "loading"
             elif block.reason in ("gap", "other group", "no room", "no copy"):
                 assert on_device or on_host
             elif block.reason not in ("last token", "window"):

@@ -2,10 +2,13 @@
 
 import types
 
+import pytest
+
 from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, SchedulerOutput
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.tiers.device import DeviceBlockPool
+from tests.rigs.offload_rig import Rig
 
 BLOCK_SIZE = 4
 IDLE = SchedulerOutput({})
@@ -163,3 +166,72 @@ def test_blocks_found_when_an_offer_was_declined_are_stored_if_computed_after_al
     pool.cache(table[:3], request.block_keys)
     meta = scheduler.build_connector_meta(SchedulerOutput({"one": 1}))
     assert meta.store_device_blocks == tuple(table[:3])
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_a_request_preempted_and_admitted_between_two_steps_gets_its_load(mode):
+    """The step that named it as preempted dropped what it had taken since."""
+    rig = Rig(mode=mode)
+    rig.fill_host(8)
+    rig.run(rig.request("a", 1, 2))
+    rig.forget_device()
+    rig.settle()
+    request = rig.request("b", 1, 2)
+    assert rig.admit(request) == 2 * BLOCK_SIZE
+    rig.preempt("b")
+    assert rig.admit(request) == 2 * BLOCK_SIZE
+    assert rig.step(preempted=["b"]).load_event_to_reqs == {0: ("b",)}
+    rig.load_arrives()
+    rig.step(tokens={"b": 1})
+    rig.finish("b")
+    rig.check_nothing_leaked()
+
+
+def test_a_request_preempted_and_admitted_between_two_steps_is_stored():
+    rig = Rig()
+    request = rig.request("a", 1, 2)
+    rig.admit(request)
+    rig.preempt("a")
+    rig.admit(request)
+    rig.step(preempted=["a"], tokens={"a": request.num_tokens})
+    rig.finish("a")
+    rig.settle()
+    assert len(rig.host) == 2
+    rig.check_nothing_leaked()
+
+
+def test_a_refused_offer_leaves_no_keys_behind():
+    rig = Rig()
+    stranger = rig.request("stranger", 1, 2)
+    with pytest.raises(ValueError, match="num_external_tokens"):
+        rig.scheduler.update_state_after_alloc(stranger, [], BLOCK_SIZE)
+    assert not rig.scheduler._keys._packed
+
+
+def test_what_the_pool_does_not_know_under_its_key_is_not_stored():
+    """Such as a block that the engine has not cached: what it holds is not certain."""
+    scheduler, pool = make_scheduler(12)
+    request = make_request("one", 1, 2)
+    scheduler.get_num_new_matched_tokens(request, 0)
+    blocks = pool.allocate(2)
+    scheduler.update_state_after_alloc(request, blocks, 0)
+    request.num_computed_tokens = 2 * BLOCK_SIZE
+    pool.cache(blocks[:1], request.block_keys[:1])
+    scheduler.request_finished(request)
+    meta = scheduler.build_connector_meta(IDLE)
+    assert meta.store_device_blocks == (blocks[0],)
+
+
+def test_what_is_computed_after_a_failed_load_is_stored_again_at_once():
+    scheduler, pool = make_scheduler(12)
+    pool.evict(run_alone(scheduler, pool, 1, 2, 3))
+    request = make_request("one", 1, 2, 3)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (12, True)
+    blocks = pool.allocate(4)
+    scheduler.update_state_after_alloc(request, blocks, 12)
+    scheduler.build_connector_meta(IDLE)
+    scheduler.update_connector_output(ConnectorOutput(failed_recving=("one",)))
+    request.num_computed_tokens = 12
+    pool.cache(blocks[:3], request.block_keys)
+    meta = scheduler.build_connector_meta(SchedulerOutput({"one": 1}))
+    assert meta.store_device_blocks == tuple(blocks[:3])

@@ -10,25 +10,9 @@ import pytest
 
 from jaxkv import OffloadWorker, TransferEngine
 from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, SchedulerOutput
-from jaxkv.search.groups import FullAttention, SlidingWindow
-from jaxkv.tiers.base import HOST_MEDIUM
-from tests.rigs.offload_rig import BLOCK_SIZE, NUM_BLOCKS, Rig, make_keys
-
-HYBRID = (FullAttention(BLOCK_SIZE), SlidingWindow(BLOCK_SIZE, 2 * BLOCK_SIZE))
-
-
-def test_a_hit_is_held_between_query_and_allocation():
-    rig = Rig()
-    rig.run(rig.request("one", 1, 2))
-    rig.forget_device()
-    waiting = rig.request("two", 1, 2, 3)
-    assert rig.offer(waiting) == (2 * BLOCK_SIZE, True)
-    rig.fill_host(20)
-    table = rig.pool.allocate(4)
-    rig.scheduler.update_state_after_alloc(waiting, table, 2 * BLOCK_SIZE)
-    rig.step()
-    [(_, copies)] = rig.loads
-    assert copies == dict(zip(table, make_keys(1, 2), strict=False))
+from jaxkv.scheduling.scheduler import OffloadScheduler
+from jaxkv.types import NO_BLOCK
+from tests.rigs.offload_rig import BLOCK_SIZE, HYBRID, NUM_BLOCKS, Rig, make_keys, modes
 
 
 def test_a_block_in_flight_is_not_stored_again():
@@ -79,6 +63,28 @@ def test_a_block_that_the_host_evicts_mid_request_is_stored_again():
     rig.settle()
     rig.forget_device()
     assert rig.hit(1, 2, 3, 4) == 3
+
+
+def test_a_block_that_gets_its_key_after_it_was_offered_is_stored_at_the_end():
+    rig = Rig()
+    one = rig.request("one", 1, 2)
+    rig.admit(one)
+    rig.step(one=2)
+    rig.pool.evict(one.block_ids)
+    assert rig.step(tokens={"one": 1}).store_event == NO_EVENT
+    rig.pool.cache(one.block_ids[:2], one.block_keys)
+    rig.finish("one")
+    assert len(rig.step().store_device_blocks) == 2
+
+
+def test_a_block_that_may_be_stored_after_it_was_offered_is_stored_at_the_end():
+    rig = Rig(store_threshold=2)
+    rig.admit(rig.request("one", 1, 2))
+    rig.step(one=2)
+    assert rig.step(tokens={"one": 1}).store_event == NO_EVENT
+    rig.admit(rig.request("two", 1, 2))
+    rig.finish("one")
+    assert len(rig.step().store_device_blocks) == 2
 
 
 @pytest.mark.parametrize("host_has", [1, 2])
@@ -163,16 +169,6 @@ def test_what_a_request_is_to_copy_leaves_it_no_room(host_has):
     rig.check_nothing_leaked()
 
 
-def test_storing_one_block_costs_an_older_prefix_its_tail_only():
-    rig = Rig()
-    rig.run(rig.request("one", 1, 2, 3, 4))
-    rig.fill_host(NUM_BLOCKS - 4)
-    assert rig.hit(1, 2, 3, 4, 5) == 4
-    rig.run(rig.request("other", 9))
-    rig.forget_device()
-    assert rig.hit(1, 2, 3, 4, 5) == 3
-
-
 def test_a_store_that_ends_after_its_request_has_the_device_evict_the_tail_first():
     rig = Rig()
     request = rig.request("one", 1, 2, 3, extra_tokens=2)
@@ -205,16 +201,39 @@ def test_lazy_stores_leave_no_block_out():
     assert all([key] in rig.host.values() for key in cached)
 
 
-def test_events_of_the_host_name_the_host_and_tell_of_stores():
-    rig = Rig()
+@pytest.mark.parametrize("way", ["evicted", "forgotten", "new pool"])
+def test_lazy_stores_offer_again_what_the_host_has_lost(way):
+    rig = Rig(mode="lazy", device_blocks=6, max_num_batched_tokens=4 * BLOCK_SIZE)
     rig.run(rig.request("one", 1, 2))
-    [event] = rig.scheduler.take_events()
-    assert (event.medium, event.removed) == (HOST_MEDIUM, False)
-    assert event.block_hashes == make_keys(1, 2)
-    rig.fill_host(20)
-    removed = [event for event in rig.scheduler.take_events() if event.removed]
-    assert {event.medium for event in removed} == {HOST_MEDIUM}
-    assert list(rig.scheduler.take_events()) == []
+    rig.settle()
+    keys, host = make_keys(1, 2), rig.scheduler._manager
+    assert host.contains(keys).all()
+    rig.step()
+    assert (rig.pool.next_victims(9).copies != NO_BLOCK).all()
+    if way == "evicted":
+        host.place(make_keys(*range(3, NUM_BLOCKS + 3)))
+    elif way == "forgotten":
+        host.discard(keys)
+    else:
+        rig.scheduler = OffloadScheduler(rig.groups, 4, rules=rig.rules)
+        rig.scheduler.bind_device_block_pool(rig.pool)
+        host = rig.scheduler._manager
+    assert not host.contains(keys).any()
+    if way == "evicted":
+        host.complete_store(make_keys(*range(3, NUM_BLOCKS + 3)))
+    rig.pool.free(rig.pool.allocate(1))  # So that it looks again.
+    assert len(rig.step().store_device_blocks) == 2
+
+
+def test_lazy_stores_evict_nothing_that_the_device_is_about_to_evict():
+    rig = Rig(
+        mode="lazy", host_blocks=2, max_num_batched_tokens=NUM_BLOCKS * BLOCK_SIZE
+    )
+    for name, *path in (("one", 1, 2), ("two", 3, 4)):
+        rig.run(rig.request(name, *path))
+        rig.settle()
+    assert rig.scheduler._manager.num_evicted == 0
+    assert rig.hit(1, 2, 5) == 2
 
 
 def test_what_a_preempted_request_has_computed_is_stored():
@@ -346,21 +365,29 @@ def test_requests_that_share_a_prefix_wait_if_that_is_wanted():
     rig.load_arrives()
     assert rig.admit(later) == 0  # as all of it is on the device now
     assert later.num_computed_tokens == 2 * BLOCK_SIZE
-    # An offer that nobody takes holds nobody up either.
-    rig.finish("two")
-    rig.finish("three")
-    rig.finish("other")
-    rig.settle()
-    rig.forget_device()
-    waiting = rig.request("four", 1, 2, 5)
-    rig.offer(waiting)
-    rig.scheduler.request_finished(waiting)
-    assert rig.admit(later) == 2 * BLOCK_SIZE
-    rig.finish("three")
+    for name in ("two", "three", "other"):
+        rig.finish(name)
     rig.check_nothing_leaked()
 
 
-@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_an_offer_that_waits_for_room_holds_up_nobody_who_shares_its_blocks():
+    rig = Rig(delay_shared_loads=True)
+    rig.run(rig.request("one", 1, 2))
+    rig.forget_device()
+    waiting, other = rig.request("two", 1, 2, 3), rig.request("three", 1, 2, 4)
+    assert rig.offer(waiting) == (2 * BLOCK_SIZE, True)
+    assert rig.scheduler.explain(other).deferral is None
+    assert rig.admit(other) == 2 * BLOCK_SIZE
+    assert rig.scheduler.explain(waiting).deferral == "shared"
+    assert rig.offer(waiting) == (None, False)
+    rig.step()
+    rig.load_arrives()
+    rig.finish("three")
+    rig.scheduler.request_finished(waiting)
+    rig.check_nothing_leaked()
+
+
+@modes
 @pytest.mark.parametrize("moment", ["offered", "taken", "loading"])
 @pytest.mark.parametrize("end", ["abort", "preempt"])
 def test_an_abort_during_a_load_leaks_nothing(mode, moment, end):
@@ -381,22 +408,6 @@ def test_an_abort_during_a_load_leaks_nothing(mode, moment, end):
             rig.preempt("two")
         assert bool(rig.loads) == (moment == "loading")
     rig.check_nothing_leaked()
-
-
-@pytest.mark.parametrize("ok", [True, False])
-def test_an_abort_during_a_store_leaks_nothing(ok):
-    rig = Rig()
-    rig.admit(rig.request("one", 1, 2))
-    rig.step(one=2)
-    rig.step(tokens={"one": 1})
-    rig.finish("one")
-    free = rig.pool.allocate(rig.pool.num_free)
-    assert len(free) == NUM_BLOCKS - 1 - 2
-    rig.pool.free(free)
-    rig.store_arrives(ok)
-    rig.check_nothing_leaked()
-    rig.forget_device()
-    assert rig.hit(1, 2, 3) == 2 * ok
 
 
 @pytest.mark.parametrize("groups", [BLOCK_SIZE, HYBRID], ids=["full", "hybrid"])
@@ -464,7 +475,7 @@ def test_a_sliding_window_has_a_block_at_several_positions():
     rig.check_nothing_leaked()
 
 
-@pytest.mark.parametrize("mode", ["eager", "lazy"])
+@modes
 def test_an_idle_engine_sees_that_stores_are_pending(mode):
     rig = Rig(mode=mode, max_num_batched_tokens=NUM_BLOCKS * BLOCK_SIZE)
     rig.admit(rig.request("one", 1, 2))

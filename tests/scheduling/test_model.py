@@ -34,6 +34,7 @@ LAZY = OffloadRules(mode="lazy", max_num_batched_tokens=16)
 
 
 # A store behind the host, which has much of what the host has no room for.
+TOGETHER = OffloadRules(store_batch_blocks=6, store_max_wait_steps=3)
 THROUGH = OffloadRules(storage_write="through")
 STORAGE_SETUPS = (
     Setup(GROUPS["full"], THROUGH, num_storage_blocks=200, num_host_blocks=16),
@@ -144,13 +145,16 @@ def make_setup(rng, groups, policy):
         Setup(GROUPS["full+mamba"], OffloadRules(store_threshold=2, prompt_only=True)),
         Setup(GROUPS["full+window"], OffloadRules(retention=True)),
         Setup(GROUPS["full"], OffloadRules(max_unseen_blocks=2)),
+        Setup(GROUPS["full"], TOGETHER, num_host_blocks=40, max_drafts=3),
+        Setup(GROUPS["full+mamba"], replace(TOGETHER, world_size=2)),
         *STORAGE_SETUPS,
     ],
 )
 def test_a_random_engine_finds_all_as_its_model_has_it(setup):
-    for seed in range(6):
+    for seed in range(3):
         policy = random.Random(f"{seed} {setup}").choice(POLICIES)
-        run(replace(setup, policy=policy), seed, num_steps=300)
+        engine = run(replace(setup, policy=policy), seed, num_steps=300)
+        assert engine.counts["waits"] > 10 or not setup.rules.store_batch_blocks
 
 
 @pytest.mark.parametrize("policy", POLICIES)

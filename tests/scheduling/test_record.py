@@ -1,5 +1,6 @@
 """What is recorded of requests, and where it ends up."""
 
+import contextlib
 import gzip
 import json
 import logging
@@ -163,6 +164,19 @@ def test_another_recorder_has_other_ids_unless_both_have_one_key_file(tmp_path):
         "d.jsonl",
         "key",
     ]
+
+
+def test_a_link_that_others_planted_beside_a_key_file_is_not_followed(
+    path, tmp_path, monkeypatch
+):
+    key_file, victim = tmp_path / "key", tmp_path / "victim"
+    victim.write_text("mine")
+    for suffix in (str(os.getpid()), "ab" * 16):
+        (tmp_path / f"key.{suffix}").symlink_to(victim)
+    monkeypatch.setattr("secrets.token_hex", lambda num_bytes: "ab" * 16)
+    with contextlib.suppress(OSError):
+        TraceRecorder(path, key_file=key_file).close()
+    assert victim.read_text() == "mine"
 
 
 def test_a_key_that_can_be_guessed_is_refused(path, tmp_path):

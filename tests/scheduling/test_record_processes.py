@@ -191,5 +191,5 @@ def test_files_can_be_read_while_they_are_rotated(tmp_path):
                 # One was rotated away between the two.
                 assert "is there twice" in str(error)  # noqa: PT017
                 continue
-            if not any("not there" in note for note in trace.recording.notes):
+            if not any("missing" in note for note in trace.recording.notes):
                 check_whole(trace)

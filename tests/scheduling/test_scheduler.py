@@ -1,40 +1,30 @@
 """The offload scheduler's contract, one call at a time."""
 
+import types
+
+import jax
 import numpy as np
 import pytest
 
-from jaxkv.scheduling.protocol import NO_EVENT, SchedulerOutput
+from jaxkv import DeviceBlockPool
+from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, SchedulerOutput
 from jaxkv.scheduling.scheduler import OffloadScheduler
+from jaxkv.search.groups import FullAttention, Mamba
+from jaxkv.tiers.base import HOST_MEDIUM
+from jaxkv.types import NULL_BLOCK
 from tests.rigs.offload_rig import (
     BLOCK_SIZE,
+    HYBRID,
     NUM_BLOCKS,
     Rig,
+    check_refused,
     make_keys,
     make_request,
+    make_rig,
+    modes,
+    on_host,
+    state_of,
 )
-
-
-def make_rig_with_five_free_blocks():
-    rig = Rig()
-    rig.pool.allocate(rig.pool.num_free - 5)
-    return rig
-
-
-def test_a_second_turn_is_loaded_from_the_host():
-    rig = Rig()
-    rig.run(make_request("one", 1, 2, 3))
-    rig.forget_device()
-    again = make_request("two", 1, 2, 3, 4)
-    assert rig.admit(again) == 3 * BLOCK_SIZE
-    meta = rig.step()
-    assert meta.load_event == 0
-    assert meta.load_device_blocks == tuple(again.block_ids[:3])
-    assert meta.load_event_to_reqs == {0: ("two",)}
-    rig.load_arrives()
-    assert again.num_computed_tokens == 3 * BLOCK_SIZE
-    rig.step(two=1)
-    rig.finish("two")
-    rig.check_nothing_leaked()
 
 
 def test_the_last_token_is_always_computed():
@@ -55,26 +45,6 @@ def test_with_a_threshold_only_what_came_back_is_stored():
     assert rig.admit(make_request("three", 1, 2, 3, 5)) == 2 * BLOCK_SIZE
 
 
-def test_blocks_are_stored_in_the_step_after_they_were_computed():
-    rig = Rig()
-    rig.admit(make_request("one", 1, 2, 3))
-    assert rig.step(one=2).store_event == NO_EVENT
-    meta = rig.step(one=1)
-    assert len(meta.store_device_blocks) == 2
-    assert rig.scheduler.has_pending_stores()
-
-
-def test_the_last_full_blocks_of_a_finishing_request_are_stored():
-    rig = Rig()
-    rig.admit(make_request("one", 1, 2, 3))
-    rig.step(one=3)
-    rig.finish("one")  # in the step in which they were computed
-    assert len(rig.step().store_device_blocks) == 3
-    rig.store_arrives()
-    rig.forget_device()
-    assert rig.admit(make_request("two", 1, 2, 3, 4)) == 3 * BLOCK_SIZE
-
-
 def test_a_block_is_findable_only_after_its_bytes_arrived():
     rig = Rig()
     rig.admit(make_request("one", 1, 2))
@@ -89,33 +59,6 @@ def test_a_block_is_findable_only_after_its_bytes_arrived():
     assert query(make_request("late", 1, 2, 3), 0) == (2 * BLOCK_SIZE, True)
 
 
-def test_blocks_in_flight_are_not_stored_twice():
-    rig = Rig()
-    rig.admit(make_request("one", 1, 2))
-    rig.admit(make_request("two", 1, 2))  # at the same time, so computed twice
-    rig.step(one=2, two=2)
-    meta = rig.step(one=0, two=0)
-    assert meta.store_event == NO_EVENT  # nothing scheduled, nothing offered
-    rig.finish("one")
-    rig.finish("two")
-    assert len(rig.step().store_device_blocks) == 2
-    rig.check_nothing_leaked()
-
-
-def test_blocks_being_stored_are_not_reused_on_the_device():
-    rig = make_rig_with_five_free_blocks()
-    request = make_request("one", 1, 2)
-    rig.admit(request)
-    rig.step(one=2)
-    stored = request.block_ids[:2]
-    rig.finish("one")
-    rig.step()
-    assert rig.pool.num_free == 3
-    assert not set(rig.pool.allocate(3)) & set(stored)
-    rig.store_arrives()
-    assert rig.pool.num_free == 2
-
-
 def test_a_failed_store_is_not_findable():
     rig = Rig()
     rig.admit(make_request("one", 1, 2))
@@ -125,20 +68,6 @@ def test_a_failed_store_is_not_findable():
     rig.store_arrives(ok=False)
     rig.forget_device()
     assert rig.admit(make_request("two", 1, 2, 3)) == 0
-    rig.step(two=3)
-    rig.finish("two")
-    rig.check_nothing_leaked()
-
-
-def test_a_failed_load_is_recomputed():
-    rig = Rig()
-    rig.run(make_request("one", 1, 2))
-    rig.forget_device()
-    request = make_request("two", 1, 2, 3)
-    rig.admit(request)
-    rig.step()
-    rig.load_arrives(ok=False)
-    assert request.num_computed_tokens == 0
     rig.step(two=3)
     rig.finish("two")
     rig.check_nothing_leaked()
@@ -181,44 +110,6 @@ def test_storing_a_block_evicts_tails_before_heads():
     rig.run(make_request("other", 9))
     rig.forget_device()
     assert rig.admit(make_request("two", 1, 2, 3, 4, 5)) == 3 * BLOCK_SIZE
-
-
-def test_device_blocks_are_given_up_tail_first_after_a_store():
-    rig = make_rig_with_five_free_blocks()
-    request = make_request("one", 1, 2, 3, extra_tokens=0)
-    rig.admit(request)
-    rig.step(one=3)
-    head = request.block_ids[:2]
-    rig.finish("one")
-    rig.settle()
-    rig.pool.allocate(3)  # the two fresh ones and one that is cached
-    assert rig.pool.find_prefix(request.block_keys) == head
-
-
-def test_an_abort_before_the_load_is_issued_leaks_nothing():
-    rig = Rig()
-    rig.run(make_request("one", 1, 2))
-    rig.forget_device()
-    rig.admit(make_request("two", 1, 2, 3))
-    rig.finish("two")
-    assert rig.step().load_event == NO_EVENT
-    rig.check_nothing_leaked()
-
-
-def test_an_abort_during_a_load_keeps_its_blocks_until_it_arrived():
-    rig = make_rig_with_five_free_blocks()
-    rig.run(make_request("one", 1, 2))
-    rig.forget_device()
-    request = make_request("two", 1, 2, 3)
-    rig.admit(request)
-    rig.step()
-    loading = request.block_ids[:2]
-    rig.finish("two")
-    assert not set(rig.pool.allocate(3)) & set(loading)
-    assert rig.scheduler.has_pending_loads()
-    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
-    rig.load_arrives()
-    assert rig.pool.num_free == 2
 
 
 def test_preemption_asks_for_a_flush_if_that_is_wanted():
@@ -366,8 +257,458 @@ def test_events_tell_what_the_host_holds():
     for number in range(6):
         rig.run(make_request(f"r{number}", number, number + 1))
         for event in rig.scheduler.take_events():
+            assert event.medium == HOST_MEDIUM
             if event.removed:
                 held -= set(event.block_hashes)
             else:
                 held |= set(event.block_hashes)
     assert held == {key for (key,) in rig.host.values()}
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ("get_num_new_matched_tokens", (0,)),
+        ("explain", ()),
+        ("update_state_after_alloc", ([1], 0)),
+        ("request_preempted", ()),
+        ("request_finished", ()),
+    ],
+)
+def test_a_request_without_attributes_is_refused_with_what_it_lacks(call, arguments):
+    rig = Rig()
+    before = rig.scheduler.in_transit, rig.scheduler.stats
+    request = types.SimpleNamespace(request_id="a", num_tokens=5)
+    with pytest.raises(TypeError, match="it lacks block_keys, num_computed_tokens"):
+        getattr(rig.scheduler, call)(request, *arguments)
+    with pytest.raises(TypeError, match="request=None must have the attributes of"):
+        getattr(rig.scheduler, call)(None, *arguments)
+    assert (rig.scheduler.in_transit, rig.scheduler.stats) == before
+
+
+@modes
+def test_blocks_go_to_the_host_and_come_back(mode):
+    rig = make_rig(mode)
+    rig.run(rig.request("one", 1, 2, 3))
+    assert on_host(rig) == set(make_keys(1, 2, 3))
+    rig.forget_device()
+    again = rig.request("two", 1, 2, 3, 4)
+    assert rig.admit(again) == 3 * BLOCK_SIZE
+    meta = rig.step()
+    assert meta.load_device_blocks == tuple(again.block_ids[:3])
+    rig.load_arrives()
+    rig.step(two=1)
+    rig.finish("two")
+    rig.check_nothing_leaked()
+
+
+@modes
+def test_what_the_host_has_is_not_stored_again(mode):
+    rig = make_rig(mode)
+    rig.run(rig.request("one", 1, 2))
+    for forget in (False, True):
+        if forget:
+            rig.forget_device()
+        rig.run(rig.request(f"again-{forget}", 1, 2, 3))
+    assert on_host(rig) == set(make_keys(1, 2, 3))
+    assert rig.scheduler.num_host_blocks_held == 3
+
+
+@modes
+def test_the_host_gives_up_what_was_used_least_recently(mode):
+    rig = make_rig(mode)
+    for number in range(4):
+        rig.run(rig.request(f"r{number}", *range(10 * number, 10 * number + 4)))
+        rig.forget_device()
+    assert rig.scheduler.num_host_blocks_held == NUM_BLOCKS
+    # The first is used again, and what is being loaded stays in any case.
+    rig.run(rig.request("again", 0, 1, 2, 3))
+    rig.forget_device()
+    rig.admit(rig.request("loading", *range(10, 14), 99))
+    rig.step()
+    rig.run(rig.request("new", *range(50, 54)))
+    rig.pool.evict(range(NUM_BLOCKS))
+    hits = [rig.hit(*range(n, n + 4), 99) for n in (0, 10, 20, 30, 50)]
+    # In lazy mode the last one's blocks are stored in the order of eviction.
+    assert hits[:4] == [4, 4, 0, 4]
+    assert hits[4] == 4
+    rig.finish("loading")
+    rig.check_nothing_leaked()
+
+
+@modes
+def test_blocks_being_loaded_are_not_reused_when_their_request_ends(mode):
+    rig = make_rig(mode)
+    rig.run(rig.request("one", 1, 2))
+    rig.forget_device()
+    request = rig.request("two", 1, 2, 3)
+    rig.admit(request)
+    written = request.block_ids[:2]
+    rig.step()
+    rig.finish("two")
+    assert rig.scheduler.has_pending_loads()
+    taken = rig.pool.allocate(rig.pool.num_free)
+    assert not set(taken) & set(written)
+    rig.pool.free(taken)
+    rig.load_arrives()
+    rig.check_nothing_leaked()
+    assert rig.hit(1, 2, 3) == 2
+
+
+@modes
+def test_blocks_being_stored_are_not_reused_on_the_device(mode):
+    rig = make_rig(mode)
+    request = rig.request("one", 1, 2)
+    rig.admit(request)
+    rig.step(one=2)
+    read = request.block_ids[:2]
+    if mode == "lazy":
+        rig.finish("one")
+    assert set(
+        rig.step(tokens={"one": 1} if mode == "eager" else None).store_device_blocks
+    ) == set(read)
+    if mode == "eager":
+        rig.finish("one")
+    taken = rig.pool.allocate(rig.pool.num_free)
+    assert not set(taken) & set(read)
+    rig.pool.free(taken)
+    rig.store_arrives()
+    rig.check_nothing_leaked()
+    rig.forget_device()
+    assert rig.hit(1, 2, 3) == 2
+
+
+@modes
+def test_the_null_block_never_moves(mode):
+    rig = make_rig(mode, groups=HYBRID)
+    rig.run(rig.request("one", 1, 2, 3))
+    rig.forget_device()
+    request = rig.request("two", 1, 2, 3, 4)
+    assert rig.admit(request) == 3 * BLOCK_SIZE
+    full, window = request.tables
+    assert window[0] == NULL_BLOCK
+    meta = rig.step()
+    assert meta.load_device_blocks == (*full[:3], *window[1:3])
+    rig.load_arrives()
+    rig.step(two=1)
+    rig.finish("two")
+    stored = rig.step().store_device_blocks
+    assert stored
+    assert NULL_BLOCK not in (*stored, *meta.load_device_blocks)
+    rig.check_nothing_leaked()
+
+
+def test_a_prompt_in_parts_is_stored_part_by_part():
+    rig = make_rig()
+    request = rig.request("one", 1, 2, 3, 4)
+    rig.admit(request)
+    stored = []
+    for num_tokens in (6, 6, 1, 3, 1):
+        meta = rig.step(tokens={"one": num_tokens})
+        stored.append(list(meta.store_device_blocks))
+    ids = request.block_ids
+    assert stored == [[], ids[:1], ids[1:3], [], ids[3:4]]
+    rig.finish("one")
+    rig.check_nothing_leaked()
+
+
+@modes
+def test_a_load_goes_behind_what_the_device_has(mode):
+    rig = make_rig(mode)
+    rig.run(rig.request("one", 1, 2, 3, 4))
+    rig.pool.evict(rig.pool.find(make_keys(1, 2, 3, 4)[2:]))
+    request = rig.request("two", 1, 2, 3, 4, 5)
+    assert rig.admit(request) == 2 * BLOCK_SIZE
+    assert request.num_computed_tokens == 2 * BLOCK_SIZE
+    assert rig.step().load_device_blocks == tuple(request.block_ids[2:4])
+    rig.load_arrives()
+    rig.step(two=1)
+
+
+def test_a_hybrid_takes_all_of_an_offer_or_nothing():
+    rig = make_rig(groups=HYBRID)
+    rig.run(rig.request("one", 1, 2, 3))
+    rig.forget_device()
+    request = rig.request("two", 1, 2, 3, 4)
+    assert rig.offer(request) == (3 * BLOCK_SIZE, True)
+    table = [rig.pool.allocate(5), [NULL_BLOCK] * 2 + rig.pool.allocate(3)]
+    update = rig.scheduler.update_state_after_alloc
+    check_refused(rig, "multiple of 12 up to 12", update, request, table, 8)
+    short = [table[0], table[1][:2]]
+    check_refused(rig, "block 2 of group 1", update, request, short, 12)
+    update(request, table, 0)
+    assert rig.step().load_event == NO_EVENT
+    rig.scheduler.request_finished_all_groups(request, table)
+    for own in table:
+        rig.pool.free(own)
+    rig.check_nothing_leaked()
+
+
+def test_a_table_without_a_block_where_one_is_loaded_is_refused():
+    rig = make_rig()
+    rig.run(rig.request("one", 1, 2, 3))
+    rig.forget_device()
+    request = rig.request("two", 1, 2, 3, 4)
+    rig.offer(request)
+    table = rig.pool.allocate(4)
+    update = rig.scheduler.update_state_after_alloc
+    check_refused(
+        rig, "block 2 of group 0.*of 2 blocks", update, request, table[:2], 12
+    )
+    null = [table[0], NULL_BLOCK, *table[2:]]
+    check_refused(rig, "block 1 of group 0", update, request, null, 12)
+    check_refused(rig, "up to 12, the offer", update, request, table, 16)
+    update(request, table, 12)
+    check_refused(rig, "it has taken an offer", update, request, table, 4)
+    update(request, table, 0)  # which only replaces the table
+    assert rig.step().load_device_blocks == tuple(table[:3])
+
+
+def test_request_finished_all_groups_takes_the_tables_as_they_are_then():
+    for groups in (BLOCK_SIZE, HYBRID):
+        rig = make_rig(groups=groups)
+        request = rig.request("one", 1, 2)
+        rig.admit(request)
+        scheduler = rig.scheduler
+        scheduler.update_state_after_alloc(request, [t[:1] for t in request.tables], 0)
+        rig.step(one=2)
+        answer = scheduler.request_finished_all_groups(request, request.tables)
+        assert answer == (False, None)
+        meta = rig.step()
+        stored = [block for table in request.tables for block in table[:2]]
+        assert sorted(meta.store_device_blocks) == sorted(stored)
+        rig.requests.clear()
+        rig.free(request)
+        rig.check_nothing_leaked()
+
+
+def test_tokens_that_are_only_scheduled_are_not_stored():
+    rig = make_rig()
+    request = rig.request("one", 1, 2, 3)
+    rig.admit(request)
+    rig.step(one=3)
+    request.num_output_placeholders = BLOCK_SIZE + 1
+    assert len(rig.step(tokens={"one": 1}).store_device_blocks) == 1
+    request.num_output_placeholders = 0
+    assert len(rig.step(tokens={"one": 1}).store_device_blocks) == 2
+
+
+@pytest.mark.parametrize("failing", [None, 0, 1])
+def test_a_transfer_is_over_when_all_workers_have_reported_it(failing):
+    rig = make_rig(world_size=2)
+    update = rig.scheduler.update_connector_output
+    rig.admit(rig.request("one", 1, 2))
+    rig.step(one=2)
+    rig.finish("one")
+    rig.step()
+    free = rig.pool.num_free
+    event, copies = rig.stores.popleft()
+    each = [
+        ConnectorOutput(failed_store_events=(event,))
+        if worker == failing
+        else ConnectorOutput(completed_store_events=(event,))
+        for worker in range(2)
+    ]
+    assert update(each[0]) == ConnectorOutput()
+    assert rig.pool.num_free == free
+    expected = (
+        "failed_store_events" if failing is not None else "completed_store_events"
+    )
+    assert update(each[1]) == ConnectorOutput(**{expected: (event,)})
+    assert rig.pool.num_free == free + 2
+    assert rig.scheduler.num_host_blocks_held == (2 if failing is None else 0)
+    if failing is None:
+        rig.host |= copies
+    else:
+        rig.run(rig.request("again", 1, 2))
+    rig.forget_device()
+    rig.admit(rig.request("two", 1, 2, 3))
+    rig.step()
+    [(_, copies)] = rig.loads
+    each = [
+        ConnectorOutput(failed_recving=("two",))
+        if worker == failing
+        else ConnectorOutput(finished_recving=("two",))
+        for worker in range(2)
+    ]
+    assert update(each[0]) == ConnectorOutput()
+    assert rig.scheduler.has_pending_loads()
+    expected = "failed_recving" if failing is not None else "finished_recving"
+    assert update(each[1]) == ConnectorOutput(**{expected: ("two",)})
+    rig.loads.clear()
+    rig.finish("two")
+    rig.check_nothing_leaked()
+
+
+@pytest.mark.parametrize("num_reported", [0, 1])
+def test_reports_of_what_is_not_in_flight_are_refused(num_reported):
+    rig = make_rig(world_size=2)
+    rig.run(rig.request("one", 1, 2))
+    rig.forget_device()
+    rig.admit(rig.request("two", 1, 2, 3))
+    rig.admit(rig.request("not issued", 1, 2, 3, 4))
+    rig.finish("not issued")
+    rig.admit(rig.request("stores", 8))
+    rig.step(stores=1)
+    rig.admit(rig.request("later", 1, 2, 3))
+    (store,) = [rig.step(tokens={"stores": 1}).store_event]
+    good = ConnectorOutput(("two",), (), (store,))
+    update = rig.scheduler.update_connector_output
+    for _ in range(num_reported):
+        update(good)
+    for finished, failed, completed, lost in (
+        (("two",), (), (store, store + 1), ()),
+        (("two",), (), (), (-1,)),
+        (("two",), (), (store, store), (store,)),
+        (("two", "two"), ("two",), (store,), ()),
+        (("one",), (), (store,), ()),
+        ((), ("not issued",), (store,), ()),
+    ):
+        bad = ConnectorOutput(finished, failed, completed, lost)
+        check_refused(rig, "report", update, bad)
+    for _ in range(1 - num_reported):
+        assert update(good) == ConnectorOutput()
+    assert update(good) == good
+    check_refused(rig, "report", update, ConnectorOutput(("two",)))
+    check_refused(rig, "report", update, ConnectorOutput((), (), (store,)))
+
+
+@modes
+def test_reset_forgets_the_host_but_not_under_a_load(mode):
+    rig = make_rig(mode)
+    rig.run(rig.request("one", 1, 2))
+    rig.forget_device()
+    request = rig.request("two", 1, 2, 3)
+    rig.admit(request)
+    for _ in range(2):
+        before = state_of(rig)
+        assert not rig.scheduler.reset()
+        jax.tree.map(np.testing.assert_array_equal, before, state_of(rig))
+        rig.step()
+    rig.load_arrives()
+    rig.step(two=1)
+    rig.finish("two")
+    rig.step()  # of which the store is in flight now
+    assert rig.stores
+    list(rig.scheduler.take_events())
+    assert rig.scheduler.reset()
+    [event] = rig.scheduler.take_events()
+    assert (event.removed, event.block_hashes) == (True, [])
+    assert rig.scheduler.num_host_blocks_held == 0
+    assert rig.scheduler.has_pending_stores()
+    rig.store_arrives()  # without a trace
+    assert rig.scheduler.num_host_blocks_held == 0
+    assert not rig.scheduler.has_pending_stores()
+    rig.host.clear()
+    rig.forget_device()
+    assert rig.hit(1, 2, 3) == 0
+    rig.run(rig.request("three", 1, 2, 3))
+    rig.forget_device()
+    assert rig.hit(1, 2, 3, 4) == 3
+    rig.check_nothing_leaked()
+
+
+def test_a_request_that_outlives_a_reset_is_stored_anew():
+    rig = make_rig()
+    rig.admit(rig.request("one", 1, 2, 3))
+    rig.step(one=2)
+    rig.step(tokens={"one": 1})
+    rig.store_arrives()
+    assert rig.scheduler.reset()
+    rig.host.clear()
+    assert len(rig.step(tokens={"one": 1}).store_device_blocks) == 2
+    rig.store_arrives()
+    rig.finish("one")
+    rig.check_nothing_leaked()
+
+
+def test_stats_say_why_blocks_did_not_get_to_the_host():
+    rig = make_rig(host_blocks=NUM_BLOCKS, device_blocks=NUM_BLOCKS)
+    # All of the host is being loaded from.
+    rig.fill_host(NUM_BLOCKS)
+    held = [key for [key] in rig.host.values()]
+    host = rig.scheduler._manager
+    host.pin(host.find(held))
+    rig.run(rig.request("full", 1, 2, 3))
+    stats = rig.scheduler.stats
+    assert stats.num_dropped_full == 3
+    assert stats.num_store_refusals > 0
+    host.unpin(host.find(held))
+    rig.admit(rig.request("failed", 1, 2))
+    rig.step(failed=2)
+    rig.finish("failed")
+    rig.step()
+    rig.store_arrives(ok=False)
+    stats = rig.scheduler.stats
+    assert (stats.num_dropped_failed, stats.num_dropped_slow) == (2, 0)
+    rig.check_nothing_leaked()
+
+
+def test_stats_do_not_call_dropped_what_the_host_has():
+    rig = make_rig()
+    rig.fill_host(NUM_BLOCKS - 3)
+    rig.run(rig.request("one", 1, 2, 3))
+    # The host is full, and all of it is being loaded from.
+    held = [key for [key] in rig.host.values()]
+    host = rig.scheduler._manager
+    host.pin(host.find(held))
+    rig.run(rig.request("two", 1, 2, 3, 4))
+    assert rig.scheduler.stats.num_dropped_full == 1
+    host.unpin(host.find(held))
+    rig.check_nothing_leaked()
+
+
+def test_stats_are_of_the_moment_they_were_asked_for():
+    rig = make_rig()
+    before = rig.scheduler.stats
+    rig.run(rig.request("one", 1, 2))
+    assert (before.num_stored, rig.scheduler.stats.num_stored) == (0, 2)
+
+
+def test_a_mamba_group_moves_its_last_state_alone():
+    groups = (FullAttention(BLOCK_SIZE), Mamba(2 * BLOCK_SIZE))
+    rig = make_rig(groups=groups)
+    rig.run(rig.request("one", 1, 2, 3, 4, 5))
+    rig.forget_device()
+    request = rig.request("two", 1, 2, 3, 4, 6)
+    assert rig.admit(request) == 4 * BLOCK_SIZE
+    meta = rig.step()
+    assert meta.load_device_blocks == (*request.tables[0][:4], request.tables[1][1])
+    rig.load_arrives()
+    rig.step(two=1)
+    rig.finish("two")
+    rig.check_nothing_leaked()
+
+
+@pytest.mark.parametrize("num_blocks", [1 << 31, 1 << 40])
+def test_more_blocks_than_ids_are_refused_before_memory_is_asked_for(num_blocks):
+    with pytest.raises(ValueError, match=f"num_blocks={num_blocks} must be below"):
+        OffloadScheduler(4, num_blocks)
+    with pytest.raises(ValueError, match=f"num_blocks={num_blocks} must be below"):
+        DeviceBlockPool(num_blocks)
+
+
+def end_requests(rig, num):
+    """End requests of which the scheduler was told nothing, each with a full block."""
+    for number in range(num):
+        request = make_request(f"r{number}", number)
+        request.num_computed_tokens = request.num_tokens
+        rig.scheduler.request_finished(request)
+
+
+def test_one_warning_says_that_a_hundred_requests_have_offered_nothing(caplog):
+    rig = Rig()
+    end_requests(rig, 99)
+    assert not caplog.records
+    end_requests(rig, 150)
+    (warning,) = caplog.records
+    assert warning.levelname == "WARNING"
+    assert "JAXKV_STRICT=1 says which" in warning.getMessage()
+
+
+@modes
+def test_there_is_no_such_warning_of_an_engine_that_stores(caplog, mode):
+    rig = Rig(mode=mode)
+    rig.run(make_request("one", 1, 2, 3))
+    end_requests(rig, 100)
+    assert not caplog.records

@@ -1,8 +1,11 @@
 """What the scheduler asks of a store, without one; the test answers for the worker."""
 
+import dataclasses
+
 import pytest
 
-from jaxkv.scheduling.protocol import ConnectorOutput, StorageReport
+from jaxkv.scheduling.protocol import ConnectorOutput, TierReport
+from jaxkv.search.groups import FullAttention, SlidingWindow
 from tests.rigs.offload_rig import BLOCK_SIZE, Rig, make_keys, make_request
 
 
@@ -18,8 +21,7 @@ class StoreRig(Rig):
 
     def step(self, *args, **blocks):
         meta = super().step(*args, **blocks)
-        if meta.storage is not None:
-            self.asked.append(meta.storage)
+        self.asked += meta.below
         return meta
 
     def answer(self, ok=True):
@@ -30,14 +32,14 @@ class StoreRig(Rig):
                 for batches in (moves.fetches, moves.writes)
             ]
             for batch in moves.fetches:
-                pairs = zip(batch.keys, batch.host_blocks, strict=True)
+                pairs = zip(batch.keys, batch.upper_blocks, strict=True)
                 self.host |= {row: [key] for key, row in pairs}
             self.written += [key for batch in moves.writes for key in batch.keys]
-            self.report(StorageReport(*told))
+            self.report(TierReport(*told))
         self.asked.clear()
 
     def report(self, report):
-        self.scheduler.update_connector_output(ConnectorOutput(storage=(report,)))
+        self.scheduler.update_connector_output(ConnectorOutput(below=(report,)))
 
     def serve(self, name, *path):
         """Serve a request, and write what is to be written."""
@@ -67,25 +69,41 @@ def test_private_blocks_are_not_written(write):
     assert rig.scheduler.stats.num_storage_dropped == 0
 
 
+def test_fetched_blocks_are_there_when_every_worker_has_reported_them():
+    rig = StoreRig(world_size=2)
+    rig.report(TierReport(found=tuple(make_keys(1, 2))))
+    request = make_request("a", 1, 2, 3)
+    assert rig.offer(request) == (None, False)
+    rig.step()
+    asked = list(rig.asked)
+    assert len(asked) == 1
+    rig.answer()
+    assert rig.offer(request) == (None, False)
+    assert rig.scheduler.has_pending_loads()
+    rig.asked = asked
+    rig.answer()
+    assert rig.offer(request) == (2 * BLOCK_SIZE, True)
+
+
 def test_a_store_that_was_left_is_asked_nothing_any_more():
     rig = StoreRig()
     rig.serve("a", 1, 2)
     assert rig.written == make_keys(1, 2)
-    rig.report(StorageReport(found=tuple(make_keys(3, 4))))
+    rig.report(TierReport(found=tuple(make_keys(3, 4))))
     assert rig.scheduler.num_storage_blocks_held == 4
     assert rig.scheduler.reset()
     rig.forget_device()
-    rig.scheduler.leave_storage()
+    rig.scheduler.disable_storage()
     assert rig.scheduler.has_pending_stores(), "the worker is to be told"
-    assert rig.step().storage.is_last
+    assert rig.step().below[0].is_last
     assert not rig.scheduler.has_pending_stores()
-    rig.report(StorageReport(found=tuple(make_keys(1, 2))))
+    rig.report(TierReport(found=tuple(make_keys(1, 2))))
     assert rig.scheduler.num_storage_blocks_held == 0
     assert rig.hit(1, 2) == 0
-    rig.scheduler.leave_storage()
+    rig.scheduler.disable_storage()
     rig.serve("b", 1, 2)
     assert rig.written == make_keys(1, 2)
-    assert rig.step().storage is None
+    assert not rig.step().below
     assert rig.hit(1, 2) == 2
 
 
@@ -94,7 +112,7 @@ def test_a_write_that_ends_after_its_store_was_left_changes_nothing():
     rig.run(make_request("a", 1, 2))
     assert rig.asked[0].writes
     assert rig.scheduler.reset()
-    rig.scheduler.leave_storage()
+    rig.scheduler.disable_storage()
     rig.answer()
     assert rig.scheduler.num_storage_blocks_held == 0
     rig.step()
@@ -107,17 +125,51 @@ def test_what_waits_to_be_written_is_not_once_its_store_was_left():
     rig.answer(ok=False)
     assert rig.scheduler.num_storage_blocks_held == 0
     assert rig.scheduler.has_pending_stores(), "the others wait"
-    rig.scheduler.leave_storage()
-    moves = rig.step().storage
+    rig.scheduler.disable_storage()
+    (moves,) = rig.step().below
     assert moves.is_last
     assert not moves.writes
     assert not rig.scheduler.has_pending_stores()
 
 
+def test_what_waits_to_be_deleted_is_not_once_its_store_was_left():
+    rig = StoreRig()
+    one, *others = make_keys(1, 2, 3)
+    rig.report(TierReport(found=(one, *others), listed=True, bound=(2, 3)))
+    rig.report(TierReport(gone=tuple(others)))
+    assert rig.scheduler.num_storage_blocks_held == 0
+    assert rig.scheduler.has_pending_stores(), "one is to be deleted"
+    rig.scheduler.disable_storage()
+    (moves,) = rig.step().below
+    assert moves.is_last
+    assert moves.deletes == ()
+
+
+def test_a_query_that_is_refused_for_its_keys_leaves_no_trace():
+    """The explorer found it: the next query took nothing from the store."""
+    groups = FullAttention(BLOCK_SIZE), SlidingWindow(BLOCK_SIZE, 2 * BLOCK_SIZE)
+    rig = StoreRig(groups=groups)
+    request = rig.request("a", 1, 2)
+    found = tuple(key for own in request.block_keys_by_group for key in own)
+    rig.report(TierReport(found=found))
+    keyless = dataclasses.replace(request, block_keys_by_group=[])
+    with pytest.raises(ValueError, match="a list for each of the 2 groups"):
+        rig.scheduler.get_num_new_matched_tokens(keyless, 0)
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
+    rig.step()
+    rig.answer()
+    offer = rig.scheduler.get_num_new_matched_tokens(request, 0)
+    assert offer == (2 * BLOCK_SIZE, True)
+    # Nor does it take back what has been offered.
+    with pytest.raises(ValueError, match="a list for each of the 2 groups"):
+        rig.scheduler.get_num_new_matched_tokens(keyless, 0)
+    assert rig.scheduler.in_transit.host_blocks_read > 0
+
+
 def test_without_a_store_there_is_none_to_leave():
     rig = Rig()
-    rig.scheduler.leave_storage()
-    assert rig.step().storage is None
+    rig.scheduler.disable_storage()
+    assert not rig.step().below
     assert rig.scheduler.num_fetched_tokens("a") == 0
 
 
@@ -125,7 +177,7 @@ def test_tokens_that_came_from_the_store_are_counted_for_who_waited():
     rig = StoreRig()
     rig.serve("a", 1)
     rig.forget_device()
-    rig.report(StorageReport(found=tuple(make_keys(1, 2, 3))))
+    rig.report(TierReport(found=tuple(make_keys(1, 2, 3))))
     request = make_request("b", 1, 2, 3)
     assert rig.admit(request) is None
     rig.step()
@@ -142,7 +194,7 @@ def test_tokens_that_came_from_the_store_are_counted_for_who_waited():
 
 def test_tokens_that_did_not_come_are_not_counted():
     rig = StoreRig()
-    rig.report(StorageReport(found=tuple(make_keys(1, 2))))
+    rig.report(TierReport(found=tuple(make_keys(1, 2))))
     request = make_request("a", 1, 2)
     assert rig.admit(request) is None
     rig.step()

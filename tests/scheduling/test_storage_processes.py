@@ -7,12 +7,22 @@ import pytest
 from tests.transfer.test_processes import run
 
 
-@pytest.mark.parametrize("seed", ["1", "5"])
-def test_two_processes_start_again_on_their_store_and_decide_alike(tmp_path, seed):
-    folder = tmp_path / "store"
-    arguments = seed, "120", str(folder)
-    said = run(tmp_path, 2, "tests.scheduling.storage_cases", *arguments, timeout_s=500)
-    first, second = (json.loads(text.splitlines()[-1]) for text in said)
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return tmp_path_factory.mktemp("store")
+
+
+def run_case(folder, num_processes, store, seed, num_steps):
+    """Run an engine twice on a store; return what each of its processes reports."""
+    arguments = str(seed), str(num_steps), str(store)
+    case = "tests.scheduling.storage_cases"
+    said = run(folder, num_processes, case, *arguments, timeout_s=500)
+    return [json.loads(text.splitlines()[-1]) for text in said]
+
+
+def check_alike(said, store):
+    """Check what two processes report of an engine and of the one after it."""
+    first, second = said
     # What they decided, and what they knew of the store and fetched from it.
     assert first["lives"] == second["lives"]
     cold, warm = first["lives"]
@@ -22,32 +32,46 @@ def test_two_processes_start_again_on_their_store_and_decide_alike(tmp_path, see
     assert counts["block reads compared"] > 0
     assert counts["store: stored"] > 0
     # Its own shard of each of them, in both; the engines have compared their bytes.
-    for said in (first, second):
-        assert said["lives"][1]["read here"] > 0
-    names = {path.stem for path in folder.rglob("*.[01]")}
+    for said_by_one in said:
+        assert said_by_one["lives"][1]["read here"] > 0
+    names = {path.stem for path in store.rglob("*.[01]")}
     assert names, "nothing was written"
     for number in range(2):
-        assert {path.stem for path in folder.rglob(f"*.{number}")}
+        assert {path.stem for path in store.rglob(f"*.{number}")}
 
 
-def test_a_process_of_another_layout_finds_nothing_and_leaves_all_in_place(tmp_path):
-    folder = tmp_path / "store"
-    case = "tests.scheduling.storage_cases", "5", "60", str(folder)
-    run(tmp_path, 2, *case, timeout_s=500)
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory, store):
+    """What two processes report that have used the store."""
+    return run_case(tmp_path_factory.mktemp("logs"), 2, store, seed=5, num_steps=60)
 
+
+def test_two_processes_start_again_on_their_store_and_decide_alike(of_two, store):
+    check_alike(of_two, store)
+
+
+@pytest.mark.long
+def test_two_processes_decide_alike_for_longer(tmp_path):
+    store = tmp_path / "store"
+    check_alike(run_case(tmp_path, 2, store, seed=1, num_steps=120), store)
+
+
+@pytest.mark.usefixtures("of_two")
+def test_a_process_of_another_layout_finds_nothing_and_leaves_all_in_place(
+    tmp_path, store
+):
     def files_of(layout):
         return {path: path.read_bytes() for path in layout.rglob("*.[01]")}
 
-    [of_two] = (folder / "jaxkv1").iterdir()
+    [of_two] = (store / "jaxkv1").iterdir()
     before = files_of(of_two)
     assert before
     # The same model and the same requests, in one process that has whole blocks.
-    [said] = run(tmp_path, 1, *case, timeout_s=500)
-    said = json.loads(said.splitlines()[-1])
+    [said] = run_case(tmp_path, 1, store, seed=5, num_steps=60)
     assert said["counts"]["block reads compared"] > 0
     assert said["counts"]["store: stored"] > 0
     assert files_of(of_two) == before
-    [of_one] = {*(folder / "jaxkv1").iterdir()} - {of_two}
+    [of_one] = {*(store / "jaxkv1").iterdir()} - {of_two}
     first, second = said["lives"]
     assert first["held"] == 0
     # Of its own alone it has been told.

@@ -214,7 +214,9 @@ def test_reports_may_be_a_matter_of_counting(mode, is_late, late):
     for plan in plans:
         pool = worker.start(plan, pool)
         if not is_late:
-            while engine.num_in_flight and not worker._completions:
+            while engine.num_in_flight and not any(
+                each.is_over for each in worker._pending.values()
+            ):
                 worker._keep(engine.poll())
                 pool = engine.advance(pool)
         output = worker.poll()

@@ -409,18 +409,42 @@ def test_next_victims_are_the_next_free_blocks_that_hold_a_key():
     long_key = b"l" * 32
     pool.cache([blocks[1], blocks[3]], [long_key, b"short"])
     pool.free(blocks)
-    held, keys = pool.next_victims(9)
+    held, _, _, keys = pool.next_victims(9)
     assert held.tolist() == [blocks[1], blocks[3]]
     assert list(keys) == [long_key, b"short"]
-    held, keys = pool.next_victims(2)
+    held, _, _, keys = pool.next_victims(2)
     assert (held.tolist(), list(keys)) == ([blocks[1]], [long_key])
-    assert list(pool.next_victims(0)[1]) == []
+    assert list(pool.next_victims(0).keys) == []
     pool.pin([blocks[1]])
-    assert list(pool.next_victims(9)[1]) == [b"short"]
+    assert list(pool.next_victims(9).keys) == [b"short"]
     plain = DeviceBlockPool(4)
     keys = [key_from_int(n) for n in range(3)]
     plain.cache(blocks := plain.allocate(3), keys)
     plain.free(blocks[1:])
-    held, found = plain.next_victims(2)
+    held, _, _, found = plain.next_victims(2)
     assert (held.tolist(), list(found)) == (blocks[1:], keys[1:])
     assert (len(found), found[0], list(found[1:])) == (2, keys[1], keys[2:])
+
+
+def test_copies_are_forgotten_with_contents_and_for_all_blocks_of_a_key():
+    pool = DeviceBlockPool(6)
+    blocks = pool.allocate(4)
+    keys = [key_from_int(n) for n in (1, 2, 1, 3)]
+    pool.cache(blocks, keys)
+    pool.free(blocks)
+    with pytest.raises(ValueError, match="3 copies must be one for each of 4"):
+        pool.note_copies(blocks, [0, 1, 2])
+    pool.note_copies(blocks, np.arange(4, dtype=np.int32))
+    victims = pool.next_victims(9)
+    assert (victims.copies.tolist(), victims.rows.size) == ([0, 1, 2, 3], 0)
+    pool.forget_copies(keys_to_words(keys[:1]))
+    victims = pool.next_victims(9)
+    assert victims.copies.tolist() == [NO_BLOCK, 1, NO_BLOCK, 3]
+    assert victims.rows.tolist() == [0, 2]
+    assert list(victims.keys) == [keys[0], keys[2]]
+    pool.evict(blocks[1:2])
+    pool.cache(blocks[1:2], keys[1:2])
+    assert pool.next_victims(9).copies.tolist() == [NO_BLOCK] * 3 + [3]
+    pool.check()
+    assert pool.reset()
+    pool.check()

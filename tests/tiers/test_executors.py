@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from jaxkv.keys import key_from_int
-from jaxkv.native import lru as native_lru
 from jaxkv.policies import get_policy_maker, lru
+from jaxkv.policies import lru as native_lru
 from jaxkv.policies.base import native_only
 from jaxkv.tiers import executors
 from jaxkv.tiers.device import DeviceBlockPool

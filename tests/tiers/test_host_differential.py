@@ -253,39 +253,32 @@ def run(policy, num_blocks, batch_sizes, num_operations, is_told=True):
     trio.compare_policies()
 
 
-# One padded size per capacity: compiling for XLA takes longer than the calls.
-@pytest.mark.parametrize("policy", PLAIN)
+# Compiling for XLA takes longer than the calls. So there is one padded size per
+# capacity, and what all policies share, such as how directories are searched, is tried
+# with the quickest of them.
 @pytest.mark.parametrize(
-    ("num_blocks", "batch_sizes"),
-    [(1, (1, 4)), (7, (1, 16)), (50, (17, 64)), (300, (65, 256))],
+    ("policy", "num_blocks", "batch_sizes", "num_operations"),
+    [
+        *[(policy, 7, (1, 16), 1_500) for policy in PLAIN],
+        *[(policy, 1, (1, 4), 800) for policy in ("arc", "slru", "hazard")],
+        ("lru", 50, (17, 64), 1_500),
+        ("lru", 900, (257, 1024), 200),
+        ("arc", 300, (65, 256), 800),
+        ("hazard", 50, (17, 64), 800),
+        # More blocks than are counted together.
+        ("retained_lru", 70, (1, 16), 1_200),
+        ("retained_hazard", 70, (1, 16), 600),
+        ("retained_arc", 5, (1, 16), 1_200),
+    ],
 )
 def test_executors_equal_their_twin_on_random_operations(
-    policy, num_blocks, batch_sizes
+    policy, num_blocks, batch_sizes, num_operations
 ):
-    # LRU 100,000 in all; what the others share with it is tested by that.
-    num_operations = {"lru": 25_000, "hazard": 1_500}.get(policy, 4_000)
-    if policy == "hazard_flops":
-        num_operations = 600
     run(policy, num_blocks, batch_sizes, num_operations)
 
 
-# More blocks than are counted together.
-@pytest.mark.parametrize("inner", RETAINED)
-def test_executors_equal_their_twin_with_priorities_around_a_policy(inner):
-    num_operations = 800 if inner == "hazard" else 2_000
-    run(f"retained_{inner}", 70, (1, 16), num_operations)
-
-
-def test_a_tier_of_few_blocks_with_priorities_equals_its_twin():
-    run("retained_arc", 5, (1, 16), 1_500)
-
-
 def test_a_policy_that_nobody_tells_of_requests_equals_its_twin():
-    run("hazard", 40, (1, 16), 1_000, is_told=False)
-
-
-def test_executors_equal_their_twin_where_few_of_a_batch_try_again_for_a_slot():
-    run("lru", 900, (257, 1024), 500)
+    run("hazard", 7, (1, 16), 500, is_told=False)
 
 
 @pytest.mark.long

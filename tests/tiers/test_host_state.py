@@ -32,6 +32,11 @@ def policy(request):
     return get_policy_maker(request.param)(NUM_BLOCKS, 64)
 
 
+# What is not the policies' own part: `tests/policies/test_contract.py` has each of them
+# scanned and vmapped.
+few_policies = pytest.mark.parametrize("policy", ["lru", "hazard"], indirect=True)
+
+
 def batch(*numbers):
     keys = np.zeros((WIDTH, 8), np.uint32)
     keys[: len(numbers)] = np.array(numbers, np.uint32)[:, None] + 1
@@ -152,6 +157,7 @@ def requests(num):
     return jnp.stack(keys), jnp.asarray(rng.integers(1, WIDTH + 1, num), jnp.int32)
 
 
+@few_policies
 def test_scan_with_donation_equals_calls_one_by_one(policy):
     keys, counts = requests(20)
 
@@ -172,18 +178,22 @@ def test_scan_with_donation_equals_calls_one_by_one(policy):
     chex.assert_trees_all_equal(scanned, (state, stacked))
 
 
+@few_policies
 def test_vmap_over_caches_equals_each_alone(policy):
     keys, counts = requests(8)
-    states = jax.tree.map(lambda leaf: jnp.stack([leaf] * 8), host_state.init(policy))
+    # NumPy, as JAX would compile for every shape.
+    state = jax.tree.map(np.array, host_state.init(policy))
+    states = jax.tree.map(lambda leaf: np.stack([leaf] * 8), state)
     step = jax.jit(jax.vmap(lambda *args: request_step(policy, *args)))
-    together = step(states, keys, counts)
+    together = jax.tree.map(np.array, step(states, keys, counts))
     alone_step = jax.jit(request_step, static_argnums=0)
     for cache in range(8):
-        alone = alone_step(policy, host_state.init(policy), keys[cache], counts[cache])
+        alone = alone_step(policy, state, keys[cache], counts[cache])
         one = jax.tree.map(lambda leaf, cache=cache: leaf[cache], together)
         chex.assert_trees_all_equal(one, alone)
 
 
+@few_policies
 def test_a_request_step_equals_its_parts(policy):
     keys, counts = requests(30)
     one = apart = host_state.init(policy)

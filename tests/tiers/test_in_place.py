@@ -12,6 +12,7 @@ from jaxkv.tiers import host_state
 
 NUM_BLOCKS = 1 << 14
 BATCH = 16
+POLICIES = ("lru", "arc", "arc_fixed", "slru", "hazard")
 COPY = re.compile(r"= \w+\[([\d,]+)\]\S* copy\(")
 
 
@@ -42,15 +43,15 @@ def compile_with(function, policy):
     return jitted.lower(policy, state, *arguments).compile()
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc", "arc_fixed", "slru", "hazard"])
+# A request step touches, loads and stores; what it contains is tried alone with one.
 @pytest.mark.parametrize(
-    "function",
+    ("function", "policy"),
     [
-        host_state.touch,
-        host_state.complete_load,
-        host_state.prepare_store,
-        host_state.complete_store,
-        host_state.request_step,
+        *[(host_state.request_step, policy) for policy in POLICIES],
+        *[(host_state.complete_store, policy) for policy in POLICIES],
+        (host_state.touch, "lru"),
+        (host_state.prepare_store, "lru"),
+        (host_state.complete_load, "lru"),
     ],
 )
 def test_a_donated_state_is_updated_in_place(function, policy):

@@ -83,10 +83,17 @@ def test_a_key_stored_after_its_time_is_ordinary():
 DAY_MS = 24 * 60 * MINUTE_MS
 
 
-@pytest.mark.parametrize("executor", ["native", "xla"])
-@pytest.mark.parametrize("half_life_s", [300_000, 700_000, 2_000_000])
+@pytest.mark.parametrize(
+    ("half_life_s", "executor"),
+    [
+        (300_000, "native"),
+        (700_000, "native"),
+        (2_000_000, "native"),
+        (2_000_000, "xla"),
+    ],
+)
 def test_even_the_longest_half_life_ends_and_does_not_begin_again(
-    executor, half_life_s
+    half_life_s, executor
 ):
     """Times have 32 bits: after 49 days of evictions it was as on the first."""
     manager = full(b"a", b"b", b"c", executor=executor)
@@ -103,9 +110,11 @@ def test_even_the_longest_half_life_ends_and_does_not_begin_again(
     assert lasting == [1] * num_days + [0] * (159 - num_days)
 
 
-@pytest.mark.parametrize("executor", ["native", "xla"])
-@pytest.mark.parametrize("days", [20, 26, 48, 51, 76, 1000])
-def test_a_tier_that_nobody_used_for_weeks_knows_the_time_again(executor, days):
+@pytest.mark.parametrize(
+    ("days", "executor"),
+    [*[(days, "native") for days in (20, 26, 48, 51, 76, 1000)], (51, "xla")],
+)
+def test_a_tier_that_nobody_used_for_weeks_knows_the_time_again(days, executor):
     """From 24.9 days on the time stood still, until as much again had passed."""
     manager = full(b"a", b"b", b"c", cache_policy="hazard", executor=executor)
     given = Retention(priority=9, half_life_s=1_000_000)

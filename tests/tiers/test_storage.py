@@ -9,9 +9,8 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from jaxkv.tiers.base import STORAGE_MEDIUM
-from jaxkv.tiers.host import OffloadingManager
-from jaxkv.tiers.storage import StorageTier
+from jaxkv.tiers.index import BlockIndex
+from jaxkv.tiers.storage import STORAGE_MEDIUM, StorageTier
 from jaxkv.types import NO_BLOCK
 
 NUM_BLOCKS = 16
@@ -62,12 +61,11 @@ def test_the_index_does_what_a_dict_in_the_order_of_use_does(seed):
         keys = rng.sample(names, rng.randint(1, 5))
         match rng.randrange(6):
             case 0 | 1:
-                answer, expected = tier.prepare_store(keys), twin.prepare(keys)
+                placed, expected = tier.place(keys), twin.prepare(keys)
                 if expected is None:
-                    assert answer is None
+                    assert placed is None
                     continue
-                own = answer.block_hashes_to_store, answer.block_hashes_evicted
-                assert own == expected
+                assert (placed.keys, list(placed.evicted_keys)) == expected
                 writing += expected[0]
             case 2 if writing:
                 num, ok = rng.randint(1, len(writing)), rng.random() < 0.8
@@ -110,12 +108,14 @@ def test_the_index_does_what_a_dict_in_the_order_of_use_does(seed):
 def test_what_a_listing_finds_takes_free_places_only():
     tier = StorageTier(4, 4)
     names = [f"key {n}".encode().ljust(32) for n in range(8)]
-    tier.prepare_store(names[:2])
+    tier.place(names[:2])
     tier.add_found(names[1:7])
     # One is being written, two have found room.
     assert tier.contains(names).tolist() == [True] * 4 + [False] * 4
     assert (tier.find(names[:4]) != NO_BLOCK).tolist() == [False, False, True, True]
-    assert (tier.num_found, tier.num_left_out) == (2, 3)
+    assert tier.num_found == 2
+    assert tier.note_bound(bound=9, num_there=7) == []
+    assert tier.num_left_out == 3
     tier.add_found(names)
     assert tier.num_held_blocks == 4
 
@@ -123,7 +123,7 @@ def test_what_a_listing_finds_takes_free_places_only():
 @pytest.mark.parametrize("seed", range(3))
 def test_the_host_evicts_what_it_says_it_would(seed):
     rng = random.Random(seed)
-    host = OffloadingManager(4, NUM_BLOCKS)
+    host = BlockIndex(4, NUM_BLOCKS)
     names = [f"key {n}".encode().ljust(32) for n in range(60)]
     num_checked = 0
     for _ in range(400):
@@ -136,17 +136,17 @@ def test_the_host_evicts_what_it_says_it_would(seed):
         else:
             new = [key for key in keys if not host.contains([key])[0]]
             foretold = host.next_victims(len(new))
-            answer = host.prepare_store(new)
-            if answer is not None:
-                assert answer.block_hashes_evicted == foretold
+            placed = host.place(new)
+            if placed is not None:
+                assert list(placed.evicted_keys) == foretold
                 num_checked += len(foretold)
-                host.complete_store(answer.block_hashes_to_store)
+                host.complete_store(placed.keys)
         host.unpin(pinned)
     assert num_checked > 100
 
 
 def test_a_policy_that_does_not_tell_its_victims_is_refused():
-    host = OffloadingManager(4, NUM_BLOCKS, "arc")
+    host = BlockIndex(4, NUM_BLOCKS, "arc")
     assert not host.tells_victims
     with pytest.raises(ValueError, match="needs cache_policy='lru'"):
         host.next_victims(3)
@@ -160,6 +160,6 @@ def test_an_index_for_which_there_is_no_room_names_the_setting(monkeypatch):
     def make_executor(*args):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating")
 
-    monkeypatch.setattr("jaxkv.tiers.host.make_executor", make_executor)
+    monkeypatch.setattr("jaxkv.tiers.index.make_executor", make_executor)
     with pytest.raises(MemoryError, match=r"num_blocks=1048576 .* 130 MiB, .*to less"):
         StorageTier(16, 1 << 20)

@@ -115,9 +115,8 @@ def main(address, num_processes, process, case):
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.distributed.initialize(address, int(num_processes), int(process))
     rng = random.Random(int(process))
-    if case == "agree":
+    if case == "agree, then differ":
         agree(rng)
-    elif case == "differ":
         differ(int(process))
     else:
         schedule(rng, random.Random(0))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.transfer import TransferEngine
+from jaxkv.transfer import PoolLayout, TransferEngine
 from tests.transfer.numbered import (
     EXTENT_BYTES,
     NUM_BLOCKS,
@@ -153,6 +153,19 @@ def test_advance_and_poll_finish_a_load_without_drain(mode, delayed):
 
 
 @modes
+def test_advance_with_nothing_to_do_looks_at_no_leaf(mode, monkeypatch):
+    engine, pool = make_engine(mode)
+    engine.save(pool, range(8), range(8))
+    with monkeypatch.context() as patch:
+        patch.setattr(PoolLayout, "flatten", None)
+        while engine.num_in_flight:  # A save that has been issued reads no more.
+            assert engine.advance(pool) is pool
+            engine.poll()
+        assert engine.advance(pool) is pool
+    check_at_rest(engine)
+
+
+@modes
 def test_a_device_block_may_be_overwritten_right_after_save(mode, delayed):
     engine, pool = make_engine(mode)
     engine.warm_up()
@@ -239,7 +252,6 @@ def test_a_stale_pool_is_refused_and_changes_nothing(mode):
         engine.save(stale, [2], [1])
     for use in (
         lambda: engine.load(stale, [1], [2]),
-        lambda: engine.advance(stale),
         lambda: engine.drain(stale),
     ):
         with pytest.raises(RuntimeError, match=message):
@@ -257,7 +269,6 @@ def test_a_pool_of_another_layout_is_refused_and_changes_nothing(mode):
         engine.save(other, [2], [1])
     for use in (
         lambda: engine.load(other, [1], [2]),
-        lambda: engine.advance(other),
         lambda: engine.drain(other),
     ):
         with pytest.raises(ValueError, match=r"pool\['v'\] must be bfloat16\[24, 8\]"):

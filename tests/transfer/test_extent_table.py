@@ -323,6 +323,19 @@ def test_a_small_tier_has_sixteen_extents(tier_bytes, extent_bytes):
     assert size.extent_blocks * block_bytes == extent_bytes << 20
 
 
+@pytest.mark.parametrize(
+    ("num_devices", "staging_mib", "extent_mib"),
+    [(1, 256, 8), (4, 256, 32), (8, 256, 64), (16, 256, 64), (8, 16, 8)],
+)
+def test_a_large_tier_has_extents_of_8_mib_for_each_device(
+    num_devices, staging_mib, extent_mib
+):
+    # Handing over 80 leaves on 8 devices took as long as moving 1 MiB on each.
+    row_bytes, staging = 1 << 20, staging_mib << 20
+    size = HostSize.of(4096, None, None, row_bytes, 1, num_devices, staging)
+    assert size.extent_blocks == extent_mib
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_runs_of_blocks_are_rarely_carried(seed):
     # A full tier, whose blocks are evicted in the runs in which requests saved them.

@@ -91,11 +91,13 @@ def test_leaves_are_copied_by_whichever_kernel_can(kinds_of_saves):
     assert sorted(kinds_of_saves) == ["gather", "merge"]
 
 
-def test_no_copy_races_with_another_and_each_is_waited_for(monkeypatch):
+# Of two leaves: two rows, also where there are more leaves than copies.
+@pytest.mark.parametrize("in_flight", [4, 1])
+def test_no_copy_races_with_another_and_each_is_waited_for(monkeypatch, in_flight):
     # This interpreter copies only when a copy is waited for, and sees what overlaps.
     interpreter = pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait")
     monkeypatch.setattr(dma, "_INTERPRETER", interpreter)
-    monkeypatch.setattr(dma, "_COPIES_IN_FLIGHT", 4)  # Of two leaves: two rows.
+    monkeypatch.setattr(dma, "_COPIES_IN_FLIGHT", in_flight)
     rng = np.random.default_rng(2)
     arrays = [random_array(rng, (NUM_BLOCKS, 2, 8), "int32") for _ in range(2)]
     pool, shadow = to_device(arrays), Shadow(arrays)

@@ -172,14 +172,18 @@ def test_a_pool_is_refused_inside_jit():
     ],
 )
 def test_a_pool_of_another_layout_is_refused(make_pool, message):
-    layout = PoolLayout.of([zeros((4, 2)), zeros((4,), jnp.int8)])
-    with pytest.raises(ValueError, match=message):
-        layout.flatten(make_pool())
+    pool = [zeros((4, 2)), zeros((4,), jnp.int8)]
+    layout = PoolLayout.of(pool)
+    for _ in range(2):  # Also after one that fits, which is remembered.
+        with pytest.raises(ValueError, match=message):
+            layout.flatten(make_pool())
+        assert layout.flatten(pool) == pool
 
 
 def test_a_deleted_pool_is_refused():
     pool = [zeros((4, 2))]
     layout = PoolLayout.of(pool)
+    layout.flatten(pool)
     pool[0].delete()
     with pytest.raises(RuntimeError, match="pass the pool that the last load"):
         layout.flatten(pool)
@@ -193,5 +197,6 @@ def test_a_pool_that_has_an_array_twice_is_refused():
     with pytest.raises(ValueError, match=message):
         PoolLayout.of([leaf, other, leaf])
     layout = PoolLayout.of([leaf, other, zeros((4, 2))])
+    layout.flatten([leaf, other, zeros((4, 2))])
     with pytest.raises(ValueError, match=message):
         layout.flatten([leaf, other, leaf])

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -294,3 +295,13 @@ def test_a_failed_allocation_says_what_to_change(platform, remedy):
     assert isinstance(error, MemoryError)
     assert "3221225472 bytes (3.00 GiB) of pinned_host memory for host" in str(error)
     assert str(error).endswith(remedy)
+
+
+def test_the_fullest_device_tells_what_is_left():
+    def device(**stats):
+        return SimpleNamespace(memory_stats=lambda: stats or None)
+
+    full, empty = device(bytes_limit=9, bytes_in_use=7), device(bytes_limit=9)
+    assert limits.device_bytes_left([empty, full]) == 2
+    assert limits.device_bytes_left([device(bytes_limit=9, bytes_in_use=10)]) == 0
+    assert limits.device_bytes_left([device()]) is None

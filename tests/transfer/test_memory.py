@@ -29,6 +29,33 @@ class _Device:
         return "odd:0"
 
 
+def _called_otherwise(arrays):
+    raise AssertionError("it takes one argument only")
+
+
+@pytest.mark.parametrize("jax_has", ["it", "moved it", "changed how it is called"])
+def test_arrays_are_carried_as_by_device_put(jax_has, monkeypatch):
+    if jax_has != "it":
+        other = None if jax_has == "moved it" else _called_otherwise
+        monkeypatch.setattr(memory, "_copy_arrays", other)
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices("cpu")[:2])
+    spec = jax.sharding.PartitionSpec("x")
+    here, there = (
+        [
+            jax.sharding.NamedSharding(mesh, spec, memory_kind=kind),
+            jax.sharding.SingleDeviceSharding(CPU, memory_kind=kind),
+        ]
+        for kind in ("device", "pinned_host")
+    )
+    arrays = jax.device_put((jnp.arange(8), jnp.arange(3)), tuple(here))
+    with jax.transfer_guard("disallow"):
+        carried = memory.Carrier(there).copy(arrays)
+        back = memory.Carrier(here).copy(carried)
+    assert [array.sharding for array in carried] == there
+    assert [array.sharding for array in back] == here
+    assert [array.tolist() for array in back] == [list(range(8)), [0, 1, 2]]
+
+
 def test_memory_kinds_start_with_the_devices_own():
     kinds = memory_kinds(CPU)
     assert kinds[0] == CPU.default_memory().kind

@@ -234,7 +234,7 @@ def test_every_row_of_a_save_reads_a_block_in_range(mode, seed, monkeypatch):
         pool = save_and_wait(engine, pool, ids, rng.permutation(32)[: len(ids)])
     assert any(plan.carried.any() for plan in seen)
     for plan in seen:
-        [rows_of] = plan.row_sources()
+        [rows_of] = plan.row_sources
         ids, carried = np.split(rows_of, 2)
         assert ids.min() >= NOTHING
         assert ids.max() < NUM_BLOCKS

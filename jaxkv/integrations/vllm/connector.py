@@ -2,7 +2,7 @@
 
 vLLM loads the class by this module's path, with no change to vLLM or to tpu-inference::
 
-    vllm serve MODEL --no-async-scheduling --kv-transfer-config '{
+    vllm serve MODEL --kv-transfer-config '{
         "kv_connector": "TPUOffloadConnector",
         "kv_connector_module_path": "jaxkv.integrations.vllm",
         "kv_role": "kv_both",
@@ -53,7 +53,7 @@ def _cache_hit_sources() -> Any:
 def _join_vllm_log() -> None:
     """Let what jaxkv logs appear in vLLM's log, unless it goes elsewhere already.
 
-    vLLM sets up its own logger only, and nobody hears the root's.
+    vLLM sets up its own logger only, and drops what goes to the root's.
     """
     own, theirs = logging.getLogger("jaxkv"), logging.getLogger("vllm")
     if own.handlers or not theirs.handlers:
@@ -208,7 +208,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
 
         They have what those of vLLM's own pool have: tokens, parent, adapter, group.
         """
-        return list(self._of_scheduler.take_events())
+        return self._of_scheduler.take_events()
 
     def reset_cache(self) -> bool | None:
         """Clear the host tier, and leave the store; return whether that was done.
@@ -220,7 +220,7 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     # Called by both.
 
     def get_kv_connector_stats(self) -> OffloadConnectorStats | None:
-        """Return what this half counted since the last call; None if nothing."""
+        """Return what this half has counted; None if nothing, or not so long ago."""
         half = self._scheduler or self._worker
         return None if half is None else half.take_stats()
 

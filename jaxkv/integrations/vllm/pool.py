@@ -74,6 +74,12 @@ class VllmBlockPool:
         self.num_blocks = len(pool.blocks)
         self.unwritten: set[int] = set()
 
+    @property
+    def num_free(self) -> int:
+        """Blocks that vLLM may allocate."""
+        num: int = self._pool.get_num_free_blocks()
+        return num
+
     def holds(self, block_ids: BlockIds, keys: Sequence[BlockKey]) -> NDArray[np.bool_]:
         """Return which blocks hold their keys in vLLM's pool.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 from jaxkv import (
     DeviceBlockPool,
@@ -13,7 +13,7 @@ from jaxkv import (
     Retention,
     SchedulerOutput,
 )
-from jaxkv._util import gib
+from jaxkv._util import gib, shown
 from jaxkv.integrations.vllm.adapters import Adapters
 from jaxkv.integrations.vllm.config import ConnectorConfig
 from jaxkv.integrations.vllm.events import HostEvents
@@ -21,6 +21,8 @@ from jaxkv.integrations.vllm.pool import VllmBlockPool, is_private, key_in_group
 from jaxkv.integrations.vllm.stats import OffloadConnectorStats, StatsReader
 from jaxkv.integrations.vllm.worker import LOST_POOLS, StepMetadata, WorkerReport
 from jaxkv.types import BlockKey, Stop
+
+Value = TypeVar("Value")
 
 _LOG = logging.getLogger("jaxkv")
 
@@ -31,13 +33,15 @@ class VllmRequest:
     Args:
         request: vLLM's `Request`.
         num_groups: Groups of the model's layers.
-        events: Gets each block with a hash before anybody else; None without events.
+        events: Gets each block with a hash first; None without events.
         adapter: What follows in its blocks' keys, where there is a store.
 
     Attributes:
         request: As given.
-        retention: How long its blocks are to be kept, by
+        retention: How long to keep its blocks, by
             ``kv_transfer_params["retention"]``; None where that is missing or wrong.
+        max_offload_tokens: How many of its tokens may be stored, likewise.
+        max_load_tokens: How many may be loaded, likewise.
     """
 
     def __init__(
@@ -50,7 +54,9 @@ class VllmRequest:
         self.request = request
         self._adapter = adapter
         self._adapted: list[BlockKey] = []
-        self.retention = _retention_of(request)
+        self.retention = _asked_for(request, "retention", Retention.of)
+        self.max_offload_tokens = _asked_for(request, "max_offload_tokens", _num_tokens)
+        self.max_load_tokens = _asked_for(request, "max_load_tokens", _num_tokens)
         self._events = events
         self._num_recorded = 0
         self._keys: list[list[BlockKey]] = [[] for _ in range(num_groups)]
@@ -141,15 +147,16 @@ class SchedulerHalf:
     """
 
     def __init__(self, config: ConnectorConfig, engine_id: str = "") -> None:
+        num_blocks = config.num_host_blocks * config.offload.blocks_per_host_block
         self.scheduler = OffloadScheduler(
             config.groups,
             config.num_host_blocks,
-            config.cache_policy,
+            config.offload.cache_policy,
             config.enable_events,
-            rules=config.rules,
+            rules=config.offload.make_rules(config.planned_bytes // num_blocks),
             num_storage_blocks=config.storage.num_blocks if config.storage else 0,
             is_private=is_private,
-            recorder=config.make_recorder(),
+            recorder=config.offload.make_recorder(),
         )
         self._config = config
         self._adapters = Adapters() if config.storage else None
@@ -230,7 +237,8 @@ class SchedulerHalf:
                 output.num_scheduled_tokens, new_block_ids, sorted(preempted)
             )
         )
-        return StepMetadata(transfers, self._num_forgotten_pools)
+        is_idle = not output.num_scheduled_tokens
+        return StepMetadata(transfers, self._num_forgotten_pools, is_idle)
 
     def note_report(self, report: WorkerReport | None) -> None:
         """Release the blocks of transfers that the worker reports as over."""
@@ -262,14 +270,16 @@ class SchedulerHalf:
         num = self.scheduler.num_fetched_tokens(request.request_id)
         return min(num, num_external_tokens)
 
-    def take_events(self) -> Iterator[Any]:
+    def take_events(self) -> list[Any]:
         """Return the events of host and store since the last call, as vLLM's."""
-        events = self.scheduler.take_events()
-        return iter(()) if self._events is None else self._events.to_vllm(events)
+        if self._events is None:
+            return []
+        return list(self._events.to_vllm(self.scheduler.take_events()))
 
     def take_stats(self) -> OffloadConnectorStats | None:
-        """Return what changed since the last call; None if nothing did."""
-        return self._stats.take()
+        """Return what changed, if that is due; see `StatsReader.take`."""
+        is_last = not self._requests and not self.has_pending_transfers()
+        return self._stats.take(is_last=is_last)
 
     def reset(self) -> bool:
         """Clear the host tier; return whether that was done.
@@ -285,7 +295,7 @@ class SchedulerHalf:
         The store is left at once: what is computed until then may be of other weights.
         """
         self._must_reset = True
-        self._leave_storage()
+        self._disable_storage()
 
     def _try_reset(self) -> bool:
         """Clear the host tier if it has to be; return whether it is as it has to be."""
@@ -294,12 +304,12 @@ class SchedulerHalf:
             self._num_forgotten_pools = self._num_lost_pools
         return not self._must_reset
 
-    def _leave_storage(self) -> None:
+    def _disable_storage(self) -> None:
         """Leave the store, whose namespace has the weights of the start."""
         storage = self._config.storage
         if storage is None or storage.keep_on_reset or self._has_left_storage:
             return
-        self.scheduler.leave_storage()
+        self.scheduler.disable_storage()
         self._has_left_storage = True
         self._awaits_listing = False
         _LOG.warning(
@@ -332,20 +342,27 @@ class SchedulerHalf:
         return known
 
 
-def _retention_of(request: Any) -> Retention | None:
-    """Read how long a client wants a request's blocks to be kept.
+def _asked_for(request: Any, name: str, read: Callable[[Any], Value]) -> Value | None:
+    """Read what a client asks for in ``kv_transfer_params``.
 
     What is wrong is logged, and otherwise ignored: it must not end the engine.
     """
     params = getattr(request, "kv_transfer_params", None)
-    if not isinstance(params, dict) or params.get("retention") is None:
+    if not isinstance(params, dict) or params.get(name) is None:
         return None
     try:
-        return Retention.of(params["retention"])
+        return read(params[name])
     except ValueError as error:
         _LOG.warning(
-            "request %s: kv_transfer_params['retention'] is ignored: %s",
+            "request %s: kv_transfer_params[%r] is ignored: %s",
             request.request_id,
+            name,
             error,
         )
         return None
+
+
+def _num_tokens(given: Any) -> int:
+    if type(given) is not int or given < 0:
+        raise ValueError(f"{shown(given)} must be a number of tokens, 0 or more.")
+    return given

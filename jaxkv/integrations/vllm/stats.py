@@ -1,14 +1,16 @@
 """What jaxkv counts, as vLLM's connectors report it: logged, and in its ``/metrics``.
 
 Names, units and buckets are those of `jaxkv.observe.metrics`, less what vLLM serves
-itself. The halves of the connector each report what changed since the last step; vLLM
+itself. The halves of the connector each report now and then what changed; vLLM
 adds both up and hands the sum to the process that serves metrics.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxkv.observe.families import OF_SCHEDULER, OF_WORKER, Family, Readings
@@ -38,6 +40,14 @@ _OF_VLLM = (
 _ALL: tuple[Family[Any], ...] = (*OF_SCHEDULER, *OF_WORKER)
 FAMILIES = {family.name: family for family in _ALL if family.name not in _OF_VLLM}
 """The metrics that the connector adds to vLLM's, by name."""
+
+REPORT_EVERY_S = 0.5
+"""Seconds between two reports of a half, while the model runs.
+
+vLLM asks in each step. To read all metrics takes longer than the rest of a step in
+which nothing moves, and vLLM has to hand each report on to another process; but it logs
+every ten seconds, and what scrapes it comes every second at most.
+"""
 
 _COUNTERS, _GAUGES, _SAMPLES = "counters", "gauges", "samples"
 
@@ -113,14 +123,21 @@ class OffloadConnectorStats(_base("KVConnectorStats")):  # type: ignore[misc]
 
 
 class StatsReader:
-    """Reads what changed in the metrics of a half since the last call.
+    """Reads what changed in the metrics of a half since the last report.
 
     Args:
         source: The scheduler or the worker of the half.
+        clock: Seconds since some moment.
     """
 
-    def __init__(self, source: OffloadScheduler | OffloadWorker) -> None:
+    def __init__(
+        self,
+        source: OffloadScheduler | OffloadWorker,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._source = source
+        self._clock = clock
+        self._due_s = -math.inf
         families = OF_WORKER if isinstance(source, OffloadWorker) else OF_SCHEDULER
         self._families: list[Family[Any]] = [
             family for family in families if family.name in FAMILIES
@@ -130,8 +147,20 @@ class StatsReader:
             if isinstance(value, Histogram):
                 value.keep_samples()
 
-    def take(self) -> OffloadConnectorStats | None:
-        """Return what changed; None if nothing did."""
+    def take(self, *, is_last: bool = False) -> OffloadConnectorStats | None:
+        """Return what changed since the last report.
+
+        Args:
+            is_last: Whether the engine may stop to step, so that this is due at once.
+
+        Returns:
+            None if nothing changed, or the last report was less than `REPORT_EVERY_S`
+            ago.
+        """
+        now_s = self._clock()
+        if now_s < self._due_s and not is_last:
+            return None
+        self._due_s = now_s + REPORT_EVERY_S
         stats = OffloadConnectorStats()
         for family, value in self._read():
             if isinstance(value, Histogram):
@@ -205,11 +234,13 @@ class OffloadPromMetrics(_base("KVConnectorPromMetrics")):  # type: ignore[misc]
             self._metrics[name] = classes[family.kind](
                 name=name,
                 documentation=family.text,
-                labelnames=labelnames + ([family.label] if family.label else []),
+                labelnames=labelnames + family.label.split(),
                 **options,
             )
             self._registered.append(self._metrics[name])
-            if not family.label:  # So that counters are there from the start, as 0.
+            # So that counters are there from the start, as 0. A gauge of 0 would say
+            # something: that a store is down, where there is none.
+            if not family.label and family.kind != "gauge":
                 for values in per_engine_labelvalues.values():
                     self._metrics[name].labels(*values)
 
@@ -228,5 +259,5 @@ class OffloadPromMetrics(_base("KVConnectorPromMetrics")):  # type: ignore[misc]
                 metric.observe(sample)
 
     def _of(self, name: str, label: str, engine_idx: int) -> Any:
-        values = [*self.per_engine_labelvalues[engine_idx], *([label] if label else [])]
+        values = [*self.per_engine_labelvalues[engine_idx], *label.split()]
         return self._metrics[name].labels(*values)

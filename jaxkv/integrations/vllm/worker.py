@@ -17,9 +17,17 @@ from jaxkv import ConnectorOutput, OffloadMetadata, OffloadWorker, TransferEngin
 from jaxkv._util import gib
 from jaxkv.integrations.vllm.config import ConnectorConfig
 from jaxkv.integrations.vllm.stats import OffloadConnectorStats, StatsReader
-from jaxkv.scheduling.protocol import NO_EVENT, StorageMoves, StorageReport
-from jaxkv.scheduling.storage_worker import StorageWorker, open_storage
-from jaxkv.transfer.engine import DEFAULT_STAGING_BYTES
+from jaxkv.integrations.vllm.tokens import TokenRestorer
+from jaxkv.observe.start import log_start
+from jaxkv.scheduling.protocol import (
+    NO_EVENT,
+    NO_REPORTS,
+    TierMoves,
+    TierReport,
+)
+from jaxkv.scheduling.storage_worker import StorageWorker
+from jaxkv.transfer.host_memory import parse_argument
+from jaxkv.transfer.limits import device_bytes_left
 from jaxkv.types import NO_BLOCK
 
 _LOG = logging.getLogger("jaxkv")
@@ -27,6 +35,9 @@ _LOG = logging.getLogger("jaxkv")
 # For the line at start: seconds that the programs take, on two cores.
 _COMPILING_S = 5.0
 _TOUCHED_BYTES = 32 << 20
+
+# What transfers need of each device: four extents of the usual size.
+_LEAST_STAGING_BYTES = 32 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +63,7 @@ class WorkerReport:
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)  # Pickled without names.
 class StepMetadata:
     """The transfers of a step, sent to the worker's process.
 
@@ -60,10 +71,12 @@ class StepMetadata:
         transfers: The transfers.
         num_lost_pools: Lost pools that the scheduler knew of when it planned them. The
             KV of those before may be that of other weights.
+        is_idle: Whether the model computes nothing in the step.
     """
 
     transfers: OffloadMetadata
     num_lost_pools: int = 0
+    is_idle: bool = False
 
 
 LOST_POOLS: dict[str, int] = {}
@@ -93,16 +106,16 @@ class WorkerHalf:
         self._num_lost_pools = LOST_POOLS.get(engine_id, 0)
         self._is_loss_reported = True
         # What was refused since the last poll.
-        self._refused = ConnectorOutput()
-        # Whether what is in flight belongs to caches that are gone.
-        self._distrusts_reports = False
+        self._refused = NO_REPORTS
         self._runner: Any = None
         self._worker: OffloadWorker | None = None
         # Device blocks that each request's load writes, for loads that fail.
         self._targets: dict[str, tuple[int, ...]] = {}
         self._failed_blocks: set[int] = set()
-        self._report = ConnectorOutput()
+        self._report = NO_REPORTS
         self._stats: StatsReader | None = None
+        # Whether the model computes nothing in this step.
+        self._is_idle = False
         # When the first listing takes too long, from the first step on.
         self._listing_deadline_s: float | None = None
         self._is_listing_reported = config.storage is None
@@ -115,7 +128,9 @@ class WorkerHalf:
                 axis first.
 
         Raises:
-            ValueError: If the caches cannot be offloaded, or the store has a bad URL.
+            ValueError: If the caches cannot be offloaded, too little device memory is
+                left for transfers, the store has a bad URL, or the runner would drop
+                tokens.
             MemoryError: If there is not enough host memory.
             ImportError: The store needs an extra that is missing.
             StoreError: The store cannot be used.
@@ -126,6 +141,8 @@ class WorkerHalf:
                 "never tested with more than one."
             )
         config = self._config
+        if config.restore_tokens:
+            TokenRestorer.install(runner)
         # What the caches are made of now is perhaps not in the store's namespace.
         has_storage = self._worker is None or (
             config.storage is not None and config.storage.keep_on_reset
@@ -144,17 +161,17 @@ class WorkerHalf:
             config.num_host_blocks,
             wanted / _touched_bytes_per_s() + _COMPILING_S,
         )
-        began_s = time.monotonic()
+        caches = list(runner.kv_caches)
         # Only the layout of the caches is kept.
         engine = TransferEngine(
-            list(runner.kv_caches),
+            caches,
             config.num_host_blocks,
-            blocks_per_host_block=config.rules.blocks_per_host_block,
-            staging_bytes=config.staging_bytes or DEFAULT_STAGING_BYTES,
+            blocks_per_host_block=config.offload.blocks_per_host_block,
+            staging_bytes=_fitting_staging_bytes(config.offload.staging_bytes, caches),
         )
         storage = self._open_storage(engine) if has_storage else None
         self._worker = OffloadWorker(
-            engine, deadline_s=config.deadline_s, storage=storage
+            engine, deadline_s=config.offload.deadline_s, storage=storage
         )
         if self._runner is not runner:
             self._watch(runner)
@@ -162,14 +179,14 @@ class WorkerHalf:
         # Runners forbid compilation during a step.
         engine.warm_up()
         self._stats = StatsReader(self._worker)
-        _LOG.info(
-            "ready after %.1f s: %d host blocks of %d bytes, %s of pinned memory in "
-            "all, mode %r",
-            time.monotonic() - began_s,
-            config.num_host_blocks,
-            engine.block_bytes,
-            gib(engine.host_bytes),
-            engine.mode,
+        store = config.storage
+        log_start(
+            engine,
+            policy=config.offload.cache_policy,
+            storage=storage,
+            num_storage_blocks=store.num_blocks if store is not None else 0,
+            storage_write=config.offload.storage_write,
+            about=store.about if store is not None else "",
         )
         used = engine.block_bytes * config.num_host_blocks
         if used > config.planned_bytes:
@@ -184,26 +201,12 @@ class WorkerHalf:
         config = self._config.storage
         if config is None:
             return None
-        storage = open_storage(
-            engine,
-            config.url,
-            namespace=config.namespace,
-            secret=config.secret,
-            deadline_s=config.deadline_s,
-            list_every_s=config.list_every_s,
-            max_blocks=config.max_blocks,
+        storage = self._config.offload.open_storage(
+            engine, namespace=config.namespace, num_blocks=config.num_blocks
         )
+        assert storage is not None
         # Begins to list it, beside all that is still to be done before the first step.
         storage.advance()
-        _LOG.info(
-            "storage %s for %d host blocks of %d bytes, in %s; engines share what they "
-            "write there if all of this is the same: %s",
-            config.shown_url,
-            config.num_blocks,
-            storage.object_bytes,
-            storage.storage_io.objects.folder,
-            config.about,
-        )
         return storage
 
     def _close_storage(self, storage: StorageWorker | None) -> None:
@@ -211,8 +214,8 @@ class WorkerHalf:
         if storage is None:
             return
         storage.wait()
-        self._refuse(ConnectorOutput(storage=storage.take_reports()))
-        storage.close(self._config.storage.deadline_s if self._config.storage else 0)
+        self._refuse(ConnectorOutput(below=storage.take_reports()))
+        storage.close(self._config.offload.storage_deadline_s)
 
     def lose_pool(self) -> None:
         """Prepare for the KV caches to be dropped, or filled by other weights.
@@ -227,7 +230,7 @@ class WorkerHalf:
             return
         caches = runner.kv_caches
         if not caches or any(cache.is_deleted() for cache in caches):
-            self._distrusts_reports = True  # They are gone already.
+            self._refuse(worker.abandon())  # They are gone already.
             return
         pool, output = worker.drain(list(caches))
         runner.kv_caches = type(caches)(pool)
@@ -241,12 +244,13 @@ class WorkerHalf:
                 "register_runner() was not called: the runner of this vLLM does not "
                 "pass its KV caches to connectors as tpu-inference's does."
             )
-        storage = self._config.storage
-        if storage is not None and self._listing_deadline_s is None:
-            self._listing_deadline_s = time.monotonic() + storage.deadline_s
+        self._is_idle = step.is_idle
+        offload = self._config.offload
+        if offload.storage is not None and self._listing_deadline_s is None:
+            self._listing_deadline_s = time.monotonic() + offload.storage_deadline_s
         meta = step.transfers
         if meta.load_event != NO_EVENT:
-            factor = self._config.rules.blocks_per_host_block
+            factor = offload.blocks_per_host_block
             blocks = iter(meta.load_device_blocks)
             for request_id, size in zip(
                 meta.load_event_to_reqs[meta.load_event], meta.load_sizes, strict=True
@@ -259,11 +263,14 @@ class WorkerHalf:
                 ConnectorOutput(
                     failed_recving=meta.load_event_to_reqs.get(meta.load_event, ()),
                     failed_store_events=(meta.store_event,) if has_store else (),
-                    storage=_refused_moves(meta.storage),
+                    below=tuple(map(_refused_moves, meta.below)),
                 )
             )
             return
-        runner.kv_caches = type(caches)(worker.start(meta, list(caches)))
+        own = caches if type(caches) is list else list(caches)
+        pool = worker.start(meta, own)
+        if pool is not own:
+            runner.kv_caches = type(caches)(pool)
 
     def _is_listed(self) -> bool:
         """Whether it is known what the store has, or took too long to say."""
@@ -276,14 +283,9 @@ class WorkerHalf:
     def poll(self) -> ConnectorOutput:
         """Return what completed since the last call; never waits."""
         if self._worker is None:
-            return ConnectorOutput()
-        new = self._worker.poll()
-        if self._distrusts_reports:
-            self._refuse(new)
-            new = ConnectorOutput()
-            self._distrusts_reports = self._worker.num_in_flight > 0
-        new = ConnectorOutput.aggregate([self._refused, new])
-        self._refused = ConnectorOutput()
+            return NO_REPORTS
+        new = ConnectorOutput.aggregate([self._refused, self._worker.poll()])
+        self._refused = NO_REPORTS
         for request_id in new.finished_recving:
             self._targets.pop(request_id, None)
         for request_id in new.failed_recving:
@@ -300,15 +302,18 @@ class WorkerHalf:
         return failed - {NO_BLOCK}
 
     def take_stats(self) -> OffloadConnectorStats | None:
-        """Return what changed since the last call; None if nothing did."""
-        return None if self._stats is None else self._stats.take()
+        """Return what changed, if that is due; see `StatsReader.take`."""
+        if self._stats is None or self._worker is None:
+            return None
+        is_last = self._is_idle and not self._worker.num_in_flight
+        return self._stats.take(is_last=is_last)
 
     def take_report(self) -> WorkerReport | None:
         """Return the report for the scheduler; None if it is empty."""
-        report, self._report = self._report, ConnectorOutput()
+        report, self._report = self._report, NO_REPORTS
         is_listed = not self._is_listing_reported and self._is_listed()
         is_known = self._is_loss_reported and not is_listed
-        if report == ConnectorOutput() and is_known:
+        if report == NO_REPORTS and is_known:
             return None
         self._is_loss_reported = True
         self._is_listing_reported |= is_listed
@@ -320,7 +325,7 @@ class WorkerHalf:
             failed_recving=output.finished_recving + output.failed_recving,
             failed_store_events=output.completed_store_events
             + output.failed_store_events,
-            storage=tuple(map(_without_fetches, output.storage)),
+            below=tuple(map(_without_fetches, output.below)),
         )
         self._refused = ConnectorOutput.aggregate([self._refused, failed])
 
@@ -357,21 +362,48 @@ class WorkerHalf:
         self._close_storage(worker.storage)
 
 
-def _refused_moves(moves: StorageMoves | None) -> tuple[StorageReport, ...]:
+def _refused_moves(moves: TierMoves) -> TierReport:
     """Report as failed what a step asked of the store."""
-    if moves is None or not (moves.fetches or moves.writes):
-        return ()
     fetched, written = (
         tuple((batch.event, (False,) * len(batch.keys)) for batch in batches)
         for batches in (moves.fetches, moves.writes)
     )
-    return (StorageReport(fetched, written),)
+    return TierReport(fetched, written, tier=moves.tier)
 
 
-def _without_fetches(report: StorageReport) -> StorageReport:
+def _without_fetches(report: TierReport) -> TierReport:
     """Report as failed what came from the store; what is there is there."""
     fetched = tuple((event, (False,) * len(oks)) for event, oks in report.fetched)
     return dataclasses.replace(report, fetched=fetched)
+
+
+def _fitting_staging_bytes(wanted: int | str, caches: list[jax.Array]) -> int:
+    """Fit what is in flight at a time into the device memory that vLLM has left.
+
+    vLLM sets nothing aside for it. Half of what is left stays for the model's programs.
+
+    Raises:
+        ValueError: That is too little to move anything.
+    """
+    num_bytes = parse_argument("staging_bytes", wanted)
+    devices = {device for cache in caches for device in cache.devices()}
+    left = device_bytes_left(devices)
+    if left is None or num_bytes <= left // 2 * len(devices):
+        return num_bytes
+    if left < 2 * _LEAST_STAGING_BYTES:
+        raise ValueError(
+            f"a device has {left >> 20} MiB of memory left beside weights and KV "
+            f"cache, and offloading needs {2 * _LEAST_STAGING_BYTES >> 20} MiB: lower "
+            "--gpu-memory-utilization."
+        )
+    fitting = left // 2 * len(devices)
+    _LOG.warning(
+        "staging_bytes is %d MiB instead of %d, half of what the devices have left: "
+        "lower --gpu-memory-utilization if transfers wait for one another",
+        fitting >> 20,
+        num_bytes >> 20,
+    )
+    return fitting
 
 
 def _touched_bytes_per_s() -> float:

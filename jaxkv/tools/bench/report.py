@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
@@ -22,12 +21,19 @@ from jaxkv.tools.bench.records import (
     ratio,
     speed,
 )
-from jaxkv.tools.console import make_console, make_table, print_lines
+from jaxkv.tools.console import print_lines, print_table
 from jaxkv.tools.machine import machine, quartiles
-from jaxkv.tools.pictures import GREY, make_figure, plain_axes
+from jaxkv.tools.pictures import (
+    COLOURS,
+    make_figure,
+    name_axes,
+    plain_axes,
+    save_picture,
+)
 from jaxkv.transfer.tickets import Direction
 
-_COLOURS = {ENGINE: "#1b6f8a", PER_BLOCK: "#c8553d", NUMPY: "#c9952b"}
+_COLOURS = {ENGINE: COLOURS[0], PER_BLOCK: COLOURS[1], NUMPY: COLOURS[4]}
+_LIMIT_COLOUR = "#b4b4b4"
 
 
 def print_plan(config: TransferConfig, plan: Plan) -> None:
@@ -47,23 +53,18 @@ def print_plan(config: TransferConfig, plan: Plan) -> None:
 
 def print_results(record: TransferRecord) -> None:
     """Print the speed of each design, beside the limit."""
-    table = make_table()
-    table.add_column("best / p50", style="bold")
+    columns = ["best / p50"]
     for direction in DIRECTIONS:
-        table.add_column(f"{direction}, GB/s", justify="right")
-        table.add_column(f"of {record.limit}", justify="right")
-    for result in record.results:
-        table.add_row()
-        size, block = result.case.num_bytes, result.case.block_bytes
-        table.add_row(f"{size_text(size)} in {size_text(block)}")
-        for row in _rows(record, result):
-            table.add_row(*row)
-    console = make_console()
-    console.print()
-    console.print(table)
-    console.print()
-    for line in _notes(record):
-        console.print(line, highlight=False, soft_wrap=True, style="dim")
+        columns += [f"{direction}, GB/s", f"of {record.limit}"]
+    sections = [
+        (
+            f"{size_text(result.case.num_bytes)} in "
+            f"{size_text(result.case.block_bytes)}",
+            _rows(record, result),
+        )
+        for result in record.results
+    ]
+    print_table(columns, sections, _notes(record))
 
 
 def _rows(record: TransferRecord, result: CaseResult) -> list[list[str]]:
@@ -204,61 +205,65 @@ def _result_json(result: CaseResult) -> dict[str, Any]:
 
 
 def plot_results(record: TransferRecord, file: BinaryIO) -> None:
-    """Draw GB/s against the size of a transfer: a panel per block size and direction.
+    """Draw GB/s of each size of a transfer: a panel per direction and block size.
 
-    Lines are medians; a band goes from each up to the best round.
+    Bars are medians; a thin line goes from each up to the best round.
     """
     blocks = sorted({result.case.block_bytes for result in record.results})
-    figure = make_figure(max(7.2, 1.2 + 2.7 * len(blocks)), 5.6)
+    sizes = sorted({result.case.num_bytes for result in record.results})
+    figure = make_figure(max(7.2, 1.2 + 3 * len(blocks)), 6.4, dpi=110)
     panels = figure.subplots(
         len(DIRECTIONS), len(blocks), sharex=True, sharey=True, squeeze=False
     )
-    for axes_row, direction in zip(panels, DIRECTIONS, strict=True):
-        for axes, block_bytes in zip(axes_row, blocks, strict=True):
+    for row, direction in zip(panels, DIRECTIONS, strict=True):
+        for axes, block_bytes in zip(row, blocks, strict=True):
             chosen = [r for r in record.results if r.case.block_bytes == block_bytes]
-            _draw_panel(axes, chosen, direction, record.limit)
-        axes_row[0].set_ylabel(f"{direction}, GB/s")
-    for axes, block_bytes in zip(panels[0], blocks, strict=True):
-        axes.set_title(f"blocks of {size_text(block_bytes)}", fontsize=10)
-    sizes = sorted({result.case.num_bytes for result in record.results})
+            _draw_panel(axes, sizes, chosen, direction, record.limit)
+            below = "bytes in one transfer" if direction == DIRECTIONS[-1] else ""
+            name_axes(axes, f"{direction}, blocks of {size_text(block_bytes)}", below)
+        row[0].set_ylabel("GB/s")
     for axes in panels[-1]:
-        axes.set_xscale("log")
-        axes.set_xticks(sizes, [size_text(size) for size in sizes], rotation=45)
-        axes.set_xticks([], minor=True)
-        axes.set_xlim(sizes[0] / 1.6, sizes[-1] * 1.6)
-    panels[0][0].set_ylim(bottom=0)
+        axes.set_xticks(range(len(sizes)), [size_text(size) for size in sizes])
     handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(
-        handles,
-        labels,
-        loc="outside lower center",
-        ncols=len(labels),
-        frameon=False,
+    figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
+    facts = f"bars: median round; thin lines: best round; {record.limit}: the limit"
+    save_picture(figure, _headline(record), facts, file)
+
+
+def _headline(record: TransferRecord) -> str:
+    """Say in a few words what it shows."""
+    if ENGINE not in record.results[0].designs_s:
+        return "How fast blocks move between device and host"
+    saved, loaded = (
+        max(_speed(each, ENGINE, way).p50_gb_per_s for each in record.results)
+        for way in DIRECTIONS
     )
-    figure.suptitle(
-        "Blocks between device and host: median to best round",
-        x=0.02,
-        ha="left",
-        fontsize=13,
-        fontweight="bold",
+    return (
+        f"The engine saves up to {_number(saved)} GB/s and loads up to "
+        f"{_number(loaded)} GB/s"
     )
-    figure.savefig(file, format="png")
 
 
 def _draw_panel(
-    axes: Any, results: list[CaseResult], direction: Direction, limit: str
+    axes: Any,
+    sizes: list[int],
+    results: list[CaseResult],
+    direction: Direction,
+    limit: str,
 ) -> None:
     """Draw all designs for one block size in one direction."""
-    lines = [(limit, [r.limit_s[direction] for r in results])]
-    for name in results[0].designs_s:
-        lines.append((name, [r.designs_s[name][direction] for r in results]))
-    sizes = [result.case.num_bytes for result in results]
-    for name, seconds in lines:
-        pairs = list(zip(sizes, seconds, strict=True))
-        p50 = [size / statistics.median(times) / 1e9 for size, times in pairs]
-        best = [size / min(times) / 1e9 for size, times in pairs]
-        colour = _COLOURS.get(name, GREY)
-        style = "o-" if name in _COLOURS else "o--"
-        axes.plot(sizes, p50, style, color=colour, linewidth=1.8, ms=4, label=name)
-        axes.fill_between(sizes, p50, best, color=colour, alpha=0.15, linewidth=0)
+    names = [limit, *results[0].designs_s]
+    width = 0.8 / len(names)
+    for number, name in enumerate(names):
+        places, p50, best = [], [], []
+        for result in results:
+            seconds = {**result.designs_s, limit: result.limit_s}[name][direction]
+            reached = speed(result.case.num_bytes, seconds)
+            shift = (number - (len(names) - 1) / 2) * width
+            places.append(sizes.index(result.case.num_bytes) + shift)
+            p50.append(reached.p50_gb_per_s)
+            best.append(reached.best_gb_per_s)
+        colour = _COLOURS.get(name, _LIMIT_COLOUR)
+        axes.bar(places, p50, 0.9 * width, color=colour, label=name)
+        axes.vlines(places, p50, best, color=colour, linewidth=1.5)
     plain_axes(axes)

@@ -104,7 +104,7 @@ class StorageRecord:
 
 
 class StorageBench(Resource):
-    """Writes to a store what nobody else reads, and deletes it when it is closed.
+    """Writes to a store what no engine reads, and deletes it when it is closed.
 
     Args:
         config: What to measure.
@@ -416,7 +416,7 @@ class _ReadAgain:
 
 
 class _Lent:
-    """Memory that goes back when whoever has it lets go of it."""
+    """Memory that goes back when its holder releases it."""
 
     def __init__(self, home: Any, memory: NDArray[np.uint8]) -> None:
         self._home = home

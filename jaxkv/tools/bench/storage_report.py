@@ -16,31 +16,32 @@ from jaxkv.tools.bench.storage import (
     StorageResult,
     Way,
 )
-from jaxkv.tools.console import make_console, make_table, print_lines
+from jaxkv.tools.console import print_lines, print_table
 from jaxkv.tools.machine import machine, versions
 
 
 def print_results(record: StorageRecord) -> None:
     """Print the speed of each way to store blocks, and what of it jaxkv reaches."""
-    table = make_table()
-    table.add_column("best / p50", style="bold")
-    for way in WAYS:
-        table.add_column(f"{way}, GB/s", justify="right")
-    for result in record.results:
-        table.add_row()
-        table.add_row(f"{result.num_blocks} blocks of {size_text(result.block_bytes)}")
-        for name in result.seconds:
-            speeds = [speed_text(_speed(result, name, way)) for way in WAYS]
-            table.add_row(f"  {name}", *speeds)
-        for name in result.limits:
-            shares = [ratio_text(_share(result, name, way)) for way in WAYS]
-            table.add_row(f"  {JAXKV} : {name}", *shares)
-    console = make_console()
-    print_lines([f"Store        {record.place}", ""])
-    console.print(table)
-    console.print()
-    for line in _notes(record):
-        console.print(line, highlight=False, soft_wrap=True, style="dim")
+    sections = [
+        (
+            f"{result.num_blocks} blocks of {size_text(result.block_bytes)}",
+            [
+                (f"  {name}", *(speed_text(_speed(result, name, w)) for w in WAYS))
+                for name in result.seconds
+            ]
+            + [
+                (
+                    f"  {JAXKV} : {name}",
+                    *(ratio_text(_share(result, name, w)) for w in WAYS),
+                )
+                for name in result.limits
+            ],
+        )
+        for result in record.results
+    ]
+    print_lines([f"Store        {record.place}"])
+    columns = "best / p50", *(f"{way}, GB/s" for way in WAYS)
+    print_table(columns, sections, _notes(record))
 
 
 def to_json(record: StorageRecord) -> dict[str, Any]:

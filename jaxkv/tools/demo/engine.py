@@ -8,6 +8,7 @@ prompt, while the transfers of the offload scheduler are in flight.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -15,7 +16,7 @@ from typing import Literal
 from jaxkv.keys.hashing import KeyChain, Namespace
 from jaxkv.scheduling.protocol import SchedulerOutput
 from jaxkv.scheduling.record import TraceRecorder
-from jaxkv.scheduling.rules import OffloadRules, StorageWrite
+from jaxkv.scheduling.rules import OffloadRules, WriteRule
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.scheduling.storage_worker import open_storage
 from jaxkv.scheduling.worker import OffloadWorker
@@ -28,6 +29,7 @@ from jaxkv.tools.demo.request import EngineRequest, Phase
 from jaxkv.tools.demo.runner import Runner
 from jaxkv.tools.demo.steps import Steps
 from jaxkv.transfer import StepLoads, TransferEngine
+from jaxkv.transfer.storage.census import Bound
 
 _IDLE_S = 50e-6
 # How long to wait at the end for what the store is told to delete.
@@ -70,7 +72,7 @@ class EngineConfig:
     load_in_step: bool = False
     storage: str | None = None
     storage_bytes: int = 1 << 30
-    storage_write: StorageWrite = "on_reuse"
+    storage_write: WriteRule = "on_reuse"
     chunk_sizes: tuple[int, ...] = (128, 256)
     rules: OffloadRules = dataclasses.field(default_factory=OffloadRules)
 
@@ -122,7 +124,10 @@ class Engine:
                     namespace=repr(self._namespace).encode(),
                 )
             self.worker = OffloadWorker(self.transfer, storage=storage)
-            num_storage = storage.num_blocks(config.storage_bytes) if storage else 0
+            num_storage = 0
+            if storage is not None:
+                num_storage = storage.num_blocks(config.storage_bytes)
+                storage.bound = Bound(num_storage)
             self.offload = OffloadScheduler(
                 self._groups,
                 config.host_blocks,
@@ -258,11 +263,8 @@ class Engine:
 
     def list_storage(self) -> None:
         """Wait until the store has been listed, so that what it has can be found."""
-        if self.worker is not None and self.worker.storage is not None:
-            while not self.worker.storage.is_listed:
-                self._collect_transfers()
-                time.sleep(_IDLE_S)
-            self._collect_transfers()
+        if self.worker is not None and self.offload is not None and self.has_storage:
+            self.offload.wait_for_storage(self.worker, math.inf)
 
     def close(self) -> None:
         """Finish what is being written to the store, if there is one; let go of it."""

@@ -291,28 +291,6 @@ def visible_positions(queries: Array, keys: Array, window: int | None) -> Array:
     return seen if window is None else seen & (behind < window)
 
 
-def reference_forward(model: Transformer, tokens: Array) -> Array:
-    """Score the token after every prefix of one sequence, without paging.
-
-    Args:
-        model: The model.
-        tokens: i32[S].
-
-    Returns:
-        f32[S, V].
-    """
-    positions = jnp.arange(tokens.size)
-    windows = model.config.windows
-    masks = [
-        visible_positions(positions[None], positions, window) for window in windows
-    ]
-
-    def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-        return attention(q, k, v, masks[layer % len(windows)])
-
-    return model.logits(model.hidden(tokens[None], positions[None], attend)[0])
-
-
 def init_pool(config: ModelConfig, num_blocks: int, block_size: int) -> Pool:
     """Make an empty KV pool on the first device.
 

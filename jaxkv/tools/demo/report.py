@@ -13,17 +13,22 @@ import numpy as np
 from rich.console import Console
 
 from jaxkv._util import rounded_size
-from jaxkv.tools.console import make_table
+from jaxkv.tools.console import print_table
 from jaxkv.tools.demo.records import DemoConfig, DemoRecord, RunRecord, TurnRecord
 from jaxkv.tools.machine import versions
-from jaxkv.tools.pictures import GREY, make_figure, plain_axes
+from jaxkv.tools.pictures import (
+    COLOURS,
+    make_figure,
+    name_axes,
+    plain_axes,
+    save_picture,
+)
 from jaxkv.transfer.storage.store import shown_url
 
 NONE = "-"
 """The text of a cell without a value."""
 
-OFF_COLOUR = "#c8553d"
-ON_COLOUR = "#1b6f8a"
+ON_COLOUR, OFF_COLOUR, *_ = COLOURS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,17 +156,9 @@ def _turn_numbers(run: RunRecord) -> list[int]:
 
 def print_report(record: DemoRecord, console: Console) -> None:
     """Print the figures of both runs side by side."""
-    table = make_table()
-    table.add_column("KV offloading", style="bold")
-    table.add_column("off", justify="right")
-    table.add_column("on", justify="right")
-    for rows in (_ttft_rows, _token_rows, _transfer_rows):
-        table.add_section()
-        table.add_row()
-        for label, off, on in rows(record):
-            table.add_row(label, off, on)
-    console.print()
-    console.print(table)
+    groups = (_ttft_rows, _token_rows, _transfer_rows)
+    sections = [(None, rows(record)) for rows in groups]
+    print_table(("KV offloading", "off", "on"), sections, console=console)
     console.print()
     _print_verdict(record, console)
 
@@ -318,28 +315,20 @@ def plot_ttft(record: DemoRecord, file: BinaryIO) -> None:
     axes.set_xlim(0.7, config.turns + 0.3)
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    axes.set_xlabel("turn of the conversation")
-    axes.set_ylabel("time to first token (s)")
-    axes.set_title(
-        "Time to first token: the median, and every request",
-        loc="left",
-        pad=24,
-        fontsize=13,
-        fontweight="bold",
-    )
-    axes.annotate(
+    below = "turn of the conversation"
+    name_axes(axes, "Time to first token: the median, and every request", below)
+    axes.yaxis.set_major_formatter("{x:g} s")
+    plain_axes(axes)
+    speedup = returning_turn_ttft_speedup(record)
+    headline = "Time to first token, with and without offloading"
+    if speedup is not None:
+        headline = f"From turn 2 on, the first token comes {speedup:.1f} times as fast"
+    facts = (
         f"{config.conversations} conversations about documents of "
         f"{config.document_tokens:,} tokens; {config.device_blocks} KV blocks of "
-        f"{config.block_size} tokens on the device",
-        (0, 1),
-        xycoords="axes fraction",
-        xytext=(0, 9),
-        textcoords="offset points",
-        fontsize=9,
-        color=GREY,
+        f"{config.block_size} tokens on the device"
     )
-    plain_axes(axes)
-    figure.savefig(file, format="png")
+    save_picture(figure, headline, facts, file)
 
 
 def _percent(part: int, whole: int) -> str:

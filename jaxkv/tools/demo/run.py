@@ -26,7 +26,11 @@ from jaxkv.tools.demo.records import (
 )
 from jaxkv.tools.demo.request import EngineRequest
 from jaxkv.tools.demo.steps import Steps, make_steps
-from jaxkv.tools.demo.workload import Conversation, make_conversations
+from jaxkv.tools.demo.workload import (
+    Conversation,
+    arrival_order,
+    make_conversations,
+)
 from jaxkv.transfer import TransferEngine
 
 OnEngine: TypeAlias = Callable[[Engine], None]
@@ -139,6 +143,7 @@ def run_demo(
         done += 1
         on_progress("asking", done, total)
 
+    on_progress("asking", done, total)
     for _ in range(config.turns):
         for session in sessions:
             session.ask(count)
@@ -172,7 +177,7 @@ class Session:
     """Conversations with one engine: all first questions, then all second ones, ...
 
     As many requests as the engine runs at a time are outstanding; the next arrives when
-    one finishes. So a conversation returns after all others had their turn.
+    one finishes. Each turn has an order of its own (`arrival_order`).
 
     Args:
         engine: A new engine.
@@ -198,7 +203,7 @@ class Session:
         """Ask the next question of every conversation and generate its answer."""
         start_s = time.perf_counter()
         engine = self._engine
-        pending = deque(range(len(self._conversations)))
+        pending = deque(arrival_order(len(self._conversations), self._turn))
         outstanding: dict[EngineRequest, int] = {}
         while pending or outstanding:
             while pending and len(outstanding) < engine.config.concurrency:

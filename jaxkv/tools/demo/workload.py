@@ -60,6 +60,24 @@ class Conversation:
     questions: tuple[tuple[int, ...], ...]
 
 
+def arrival_order(num_conversations: int, turn: int) -> list[int]:
+    """Return the order in which conversations have a turn, from 0.
+
+    Each half of them is shuffled. So a conversation returns after at least half of the
+    others, which a small device does not hold, and not always after all of them: in
+    that order no policy would find anything in less memory than all of them take.
+
+    >>> sorted(arrival_order(5, turn=1))
+    [0, 1, 2, 3, 4]
+    """
+    rng = random.Random(turn)
+    half = num_conversations // 2
+    return [
+        *rng.sample(range(half), half),
+        *rng.sample(range(half, num_conversations), num_conversations - half),
+    ]
+
+
 def read_sources() -> dict[str, bytes]:
     """Read the texts of the documents.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import platform
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import jax
 
+from jaxkv._util.extras import EXTRAS, missing_packages
 from jaxkv.config import (
     KEYS,
     ConfigError,
@@ -28,15 +28,6 @@ from jaxkv.transfer import limits, memory, probe
 from jaxkv.transfer.kernels import Mode, choose_mode
 from jaxkv.transfer.limits import HostLimit, PinnedPool
 from jaxkv.transfer.storage.store import shown_url
-
-EXTRAS: Mapping[str, Mapping[str, str]] = {
-    "events": {"zmq": "pyzmq", "msgspec": "msgspec"},
-    "metrics": {"prometheus_client": "prometheus_client"},
-    "demo": {"flax": "flax", "rich": "rich", "matplotlib": "matplotlib"},
-    "storage": {"tensorstore": "tensorstore"},
-    "redis": {"redis": "redis"},
-}
-"""The extras: for each, the modules it needs and their packages."""
 
 HIDDEN = "..."
 """What stands for a secret."""
@@ -183,15 +174,6 @@ def gather_facts(
         variables=_shown_variables(environ),
         config=config,
         config_faults=tuple(config_faults),
-    )
-
-
-def missing_packages(extra: str) -> tuple[str, ...]:
-    """Return the packages of an extra that are not installed."""
-    return tuple(
-        package
-        for module, package in EXTRAS[extra].items()
-        if importlib.util.find_spec(module) is None
     )
 
 

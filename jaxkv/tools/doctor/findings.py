@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias
 
 from jaxkv._util import gib, size_text
+from jaxkv._util.extras import pip_install
 from jaxkv.config import variable_of
 from jaxkv.tools.doctor.facts import Facts
 from jaxkv.tools.doctor.store import Folder, Store
@@ -124,8 +125,8 @@ def _of_the_backend(facts: Facts) -> Iterator[Finding]:
         advice = ""
         if facts.backend is None:
             advice = (
-                'install what jax needs to run here, as pip install "jaxkv[cuda12]" or '
-                '"jaxkv[tpu]" does, or set JAX_PLATFORMS=cpu'
+                f"install what jax needs to run here ({pip_install('cuda12')}, or "
+                f"{pip_install('tpu')}), or set JAX_PLATFORMS=cpu"
             )
         yield Finding("wrong", refusal, advice)
     backend = facts.backend
@@ -145,8 +146,8 @@ def _of_the_backend(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 "wrong",
                 "jax runs on the CPU, though this machine has an NVIDIA driver",
-                'pip install "jaxkv[cuda12]", or set JAX_PLATFORMS=cpu to say that '
-                "that is intended",
+                f"{pip_install('cuda12')}, or set JAX_PLATFORMS=cpu if the CPU is "
+                "intended",
             )
 
 
@@ -163,7 +164,7 @@ def _of_the_extras(facts: Facts, question: Question) -> Iterator[Finding]:
             yield Finding(
                 "wrong",
                 f"the extra {extra} is needed, and {packages} not installed",
-                f'pip install "jaxkv[{extra}]"',
+                pip_install(extra),
             )
 
 
@@ -270,7 +271,7 @@ def _of_the_store(facts: Facts) -> Iterator[Finding]:
 
 
 def _of_its_mode(name: str, store: Store, folder: Folder) -> Iterator[Finding]:
-    """Say who could plant blocks: nobody else reads those that are there."""
+    """Say who could plant blocks, which only this user's processes should write."""
     if folder.mode is None or store.is_sealed:
         return
     writers = folder.mode & ~folder.file_mode & 0o022

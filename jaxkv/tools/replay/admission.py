@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv._util import check_whole
+from jaxkv._util import settings
+from jaxkv.scheduling.rules import RuleSettings
 from jaxkv.tiers.key_memory import MAX_TRACKED, ReuseFilter
 from jaxkv.tools.replay.device import DeviceHits
 from jaxkv.tools.replay.traces import Trace
@@ -21,36 +22,15 @@ from jaxkv.tools.replay.traces import Trace
 _REQUESTS_PER_REPORT = 256
 
 
+@settings.documented
 @dataclasses.dataclass(frozen=True)
-class Admission:
-    """Settings that keep blocks out of the host tier, as in `jaxkv.OffloadConfig`.
+class Admission(settings.Settings):
+    """Settings that keep blocks out of the host tier, as in `jaxkv.OffloadConfig`."""
 
-    Attributes:
-        store_threshold: Store only what this number of requests have asked for; 0 or 1
-            for all.
-        max_unseen_blocks: Of a request's blocks that nobody asked for before, store
-            this number, from its head; None for all.
-        prompt_only: Whether the blocks that outputs filled are left out.
-        max_offload_tokens: Store this number of tokens of a request, from its first;
-            None for all.
-
-    Raises:
-        ValueError: If a number is too small, or no whole number.
-    """
-
-    store_threshold: int = 0
-    max_unseen_blocks: int | None = None
-    prompt_only: bool = False
-    max_offload_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, value, least in (
-            ("store_threshold", self.store_threshold, 0),
-            ("max_unseen_blocks", self.max_unseen_blocks, 0),
-            ("max_offload_tokens", self.max_offload_tokens, 1),
-        ):
-            if not (value is None and getattr(Admission, name) is None):
-                check_whole(least, **{name: value})
+    store_threshold: int = settings.same(RuleSettings, "store_threshold")
+    max_unseen_blocks: int | None = settings.same(RuleSettings, "max_unseen_blocks")
+    prompt_only: bool = settings.same(RuleSettings, "prompt_only")
+    max_offload_tokens: int | None = settings.same(RuleSettings, "max_offload_tokens")
 
     @property
     def changed(self) -> dict[str, int]:
@@ -93,7 +73,7 @@ def find_admitted(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     device: DeviceHits | None = None,
 ) -> Admitted:
-    """Find what may be stored of each request, whoever serves it.
+    """Find what may be stored of each request, whatever policy serves it.
 
     Args:
         trace: The requests.
@@ -106,7 +86,7 @@ def find_admitted(
         What may be stored when a request is served.
 
     Raises:
-        ValueError: If tokens are to be counted, and the trace has no block size.
+        ValueError: If tokens are limited, and the trace has no block size.
 
     Example:
         >>> from jaxkv.tools.replay.traces import make_trace

@@ -176,6 +176,17 @@ class Comparison:
             )
         return [each for kind in kinds for each in self._measure(*kind)]
 
+    @functools.cached_property
+    def main_measures(self) -> list[Measure]:
+        """Those worth a chart: tokens, or blocks without; and prefill, if it is known.
+
+        Blocks and tokens have the same lines, and so have the host alone and the host
+        behind a device.
+        """
+        kinds = {each.key.removesuffix("_both"): each for each in self.measures}
+        chosen = [kinds.get("tokens", kinds["blocks"])]
+        return [*chosen, kinds["flops"]] if "flops" in kinds else chosen
+
     def _measure(
         self,
         key: str,

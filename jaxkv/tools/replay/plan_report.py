@@ -1,24 +1,33 @@
-"""A plan as a table with a recommendation, as JSON and as a picture."""
+"""A plan as a table, as a page of HTML, as JSON and as a picture."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO, NamedTuple
 
 from jaxkv._util import rounded_size, size_text, three_digits
 from jaxkv.config import variable_of
-from jaxkv.tools.console import make_console, make_table, print_lines
+from jaxkv.tools import page
+from jaxkv.tools.console import print_lines, print_table
 from jaxkv.tools.machine import num_cpus, versions
-from jaxkv.tools.pictures import GREY, make_figure, plain_axes
+from jaxkv.tools.page import Section
+from jaxkv.tools.pictures import (
+    INK,
+    Line,
+    Places,
+    Scale,
+    draw_lines,
+    look_of,
+    make_figure,
+    name_axes,
+    save_picture,
+)
 from jaxkv.tools.replay import plan as planning
 from jaxkv.tools.replay.admission import Admission
 from jaxkv.tools.replay.model_costs import ModelCosts
 from jaxkv.tools.replay.plan import Demand, Plan, PlanRow, Speeds
-from jaxkv.tools.replay.report import look_of
 from jaxkv.tools.replay.traces import Trace
-
-_MOST_COLUMNS = 5  # Sizes side by side in 80 columns.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +57,11 @@ class Setting:
 
 def print_setting(setting: Setting) -> None:
     """Print what a plan is made with, and what of it is assumed."""
+    print_lines(f"{name:<8} {what}" for name, what in _facts_of(setting))
+
+
+def _facts_of(setting: Setting) -> list[tuple[str, str]]:
+    """List what a plan is made with, each with a name; without one if it goes on."""
     trace, model, speeds = setting.trace, setting.model, setting.speeds
     assert trace.input_tokens is not None
     span_s = (trace.time_ms.max() - trace.time_ms.min()) / 1000
@@ -61,7 +75,7 @@ def print_setting(setting: Setting) -> None:
     if setting.device_blocks is not None:
         size = setting.device_blocks * planning.block_bytes_of(trace, model)
         device = f"keeps {setting.device_blocks:,} blocks ({rounded_size(size)})"
-    lines = [
+    return [
         ("Trace", f"{trace.name}: {trace.num_requests:,} requests{when}"),
         (
             "Prompts",
@@ -87,79 +101,176 @@ def print_setting(setting: Setting) -> None:
         *[("", line) for line in how],
         *[("Note", note) for note in setting.notes + model.notes],
     ]
-    print_lines(f"{name:<8} {what}" for name, what in lines)
+
+
+class _Figure(NamedTuple):
+    """What there is to say of each size and policy.
+
+    Attributes:
+        key: For machines.
+        title: What it is.
+        value: The figure of a row, in the unit of its scale.
+        scale: How it is written.
+        is_drawn: Whether a report has a chart of it.
+    """
+
+    key: str
+    title: str
+    value: Callable[[PlanRow], float]
+    scale: Scale
+    is_drawn: bool = False
+
+
+def _figures_of(demand: Demand) -> list[_Figure]:
+    """List the figures of rows, in the order of the table."""
+    num_tokens, prefill_s = demand.input_tokens or 1, demand.prefill_s or 1.0
+    beyond = " beyond the device" if demand.device_tokens else ""
+    figures = [
+        _Figure(
+            "found",
+            f"Tokens found{beyond}",
+            lambda row: 100 * row.host_tokens / num_tokens,
+            _PERCENT,
+            True,
+        ),
+        _Figure(
+            "saved",
+            "Time saved per request, mean",
+            lambda row: row.saved_s / demand.num_requests,
+            _SECONDS,
+            True,
+        ),
+        _Figure(
+            "p95", "Time saved, 95th percentile", lambda row: row.saved_p95_s, _SECONDS
+        ),
+        _Figure(
+            "prefill",
+            "Prefill time saved",
+            lambda row: 100 * row.saved_s / prefill_s,
+            _PERCENT,
+        ),
+    ]
+    link = _Figure(
+        "link",
+        "Link busy with stores",
+        lambda row: 100 * (row.store_use or 0.0),
+        _PERCENT,
+    )
+    return figures if demand.span_s is None else [*figures, link]
+
+
+def _rows_of(plan: Plan) -> dict[str, list[PlanRow]]:
+    """Return the rows of each policy, the smallest size first."""
+    by_policy: dict[str, list[PlanRow]] = {row.policy: [] for row in plan.rows}
+    for row in sorted(plan.rows, key=lambda row: row.host_bytes):
+        by_policy[row.policy].append(row)
+    return by_policy
+
+
+def _places_of(setting: Setting, plan: Plan) -> Places:
+    """Return the sizes of a plan, for charts and tables."""
+    sizes = sorted({row.host_bytes for row in plan.rows})
+    block_bytes = planning.block_bytes_of(setting.trace, setting.model)
+    return Places(
+        "Host memory",
+        sizes,
+        [rounded_size(size) for size in sizes],
+        [f"{size // block_bytes:,} blocks" for size in sizes],
+    )
 
 
 def print_plan(setting: Setting, plan: Plan) -> None:
     """Print what every size and policy would do, and the recommendation."""
-    console = make_console()
-    demand = plan.demand
-    sizes = sorted({row.host_bytes for row in plan.rows})
-    policies = list(dict.fromkeys(row.policy for row in plan.rows))
-    by_cell = {(row.policy, row.host_bytes): row for row in plan.rows}
+    places, chosen = _places_of(setting, plan), plan.recommendation.row
 
-    def add_section(
-        table: Any,
-        shown: Sequence[int],
-        title: str,
-        cell: Callable[[PlanRow], str],
-    ) -> None:
-        table.add_row()
-        table.add_row(title)
-        for policy in policies:
-            rows = [by_cell[policy, size] for size in shown]
-            marks = ["*" if row == plan.recommendation.row else " " for row in rows]
-            table.add_row(
-                f"  {policy}", *[cell(r) + m for r, m in zip(rows, marks, strict=True)]
-            )
+    def cell(row: PlanRow, figure: _Figure) -> str:
+        return figure.scale.in_full(figure.value(row)) + ("*" if row == chosen else " ")
 
-    for first in range(0, len(sizes), _MOST_COLUMNS):
-        shown = sizes[first : first + _MOST_COLUMNS]
-        table = make_table(gap=1)
-        table.add_column("Host memory", style="bold")
-        for size in shown:
-            table.add_column(f"{rounded_size(size)} ", justify="right")
-        block_bytes = planning.block_bytes_of(setting.trace, setting.model)
-        table.add_row("  blocks", *[f"{size // block_bytes:,} " for size in shown])
-        beyond = " beyond the device" if demand.device_tokens else ""
-        add_section(
-            table,
-            shown,
-            f"Tokens found{beyond}",
-            lambda row: _percent(row.host_tokens, demand.input_tokens),
+    sections = [
+        (
+            figure.title,
+            [
+                [f"  {policy}", *(cell(row, figure) for row in rows)]
+                for policy, rows in _rows_of(plan).items()
+            ],
         )
-        add_section(
-            table,
-            shown,
-            "Time saved per request, mean",
-            lambda row: _time(row.saved_s / demand.num_requests),
-        )
-        add_section(
-            table,
-            shown,
-            "Time saved, 95th percentile",
-            lambda row: _time(row.saved_p95_s),
-        )
-        add_section(
-            table,
-            shown,
-            "Prefill time saved",
-            lambda row: _percent(row.saved_s, demand.prefill_s),
-        )
-        if demand.span_s is not None:
-            add_section(
-                table,
-                shown,
-                "Link busy with stores",
-                lambda row: _percent(row.store_use or 0.0, 1.0),
-            )
-        console.print()
-        console.print(table)
-    print_lines(["", *summary_lines(setting, plan)])
+        for figure in _figures_of(plan.demand)
+    ]
+    print_table(
+        [places.title, *(f"{name} " for name in places.names)],
+        sections,
+        head=["  blocks", *(note.removesuffix("blocks") for note in places.notes)],
+        gap=1,
+    )
+    print_lines(["", *_context(setting, plan), "", sentence(setting, plan)])
+    settings = _settings_text(setting, plan)
+    if settings:
+        print_lines(["", settings], is_code=True)
 
 
-def summary_lines(setting: Setting, plan: Plan) -> list[str]:
-    """Say in lines what comes back at most, what to do and what to set."""
+def render_page(setting: Setting, plan: Plan, command: str) -> str:
+    """Write a plan as a page of HTML: the recommendation first, then why.
+
+    Args:
+        setting: What it was made with.
+        plan: The plan.
+        command: The command line that made it.
+    """
+    settings = _settings_text(setting, plan)
+    finding = page.paragraphs([sentence(setting, plan)], "finding")
+    finding += page.code("The settings", settings) if settings else ""
+    facts: list[tuple[str, str]] = []
+    for name, what in _facts_of(setting):
+        if not name:
+            name, before = facts.pop()
+            what = f"{before}; {what}"
+        facts.append((name, what))
+    figures = sorted(_figures_of(plan.demand), key=lambda each: each.key != "saved")
+    sections = [
+        Section("why", "Why", page.paragraphs(_context(setting, plan))),
+        *(_section(setting, plan, figure) for figure in figures),
+        Section("rule", "How the recommendation is made", page.bullets(_RULE)),
+    ]
+    title = f"Host memory for {setting.trace.name}"
+    return page.render_page(title, finding, facts, sections, command)
+
+
+def _section(setting: Setting, plan: Plan, figure: _Figure) -> Section:
+    """Write the table of a figure, and its chart."""
+    places, chosen = _places_of(setting, plan), plan.recommendation.row
+    rows = [
+        (
+            policy,
+            [
+                (
+                    figure.scale.in_full(figure.value(row)),
+                    "recommended" if row == chosen else "",
+                )
+                for row in rows
+            ],
+        )
+        for policy, rows in _rows_of(plan).items()
+    ]
+    inside = page.table(figure.key, figure.title, places, rows)
+    if figure.is_drawn:
+        about = f"{figure.title}, for each policy and size."
+        drawn = _lines_of(plan, figure)
+        inside = (
+            page.chart(figure.key, figure.title, about, places, drawn, figure.scale)
+            + inside
+        )
+    return Section(figure.key, figure.title, inside)
+
+
+def _lines_of(plan: Plan, figure: _Figure) -> list[Line]:
+    return [
+        Line(policy, [figure.value(row) for row in rows], look_of(number))
+        for number, (policy, rows) in enumerate(_rows_of(plan).items())
+    ]
+
+
+def _context(setting: Setting, plan: Plan) -> list[str]:
+    """Say in lines what comes back at most, and what the link carries."""
     demand = plan.demand
     device = ""
     if setting.device_blocks is not None:
@@ -171,23 +282,19 @@ def summary_lines(setting: Setting, plan: Plan) -> list[str]:
     ]
     if demand.span_s is None:
         lines.append(
-            "The trace has no times, so nothing is said of how busy the link is."
+            "The trace has no times, so how busy the link would be is unknown."
         )
     elif demand.num_servers > 1:
         lines.append(
             f"Without offloading, prefill takes {demand.num_servers:.1f} times as long "
-            "as the trace: the traffic of that many servers."
+            "as the trace: this traffic needs that many servers."
         )
     row = plan.recommendation.row
     if row is not None and (row.peak_store_use or 0.0) > 1:
         lines.append(
-            f"In the busiest minute, stores take {row.peak_store_use:.1f} times as "
-            "long as there is; some blocks will be dropped as slow."
+            f"In the busiest minute, stores need {row.peak_store_use:.1f} minutes; "
+            "the engine will drop some blocks as too slow."
         )
-    lines += ["", sentence(setting, plan)]
-    settings = settings_of(setting, plan)
-    if settings:
-        lines += ["", " ".join(f"{name}={text}" for name, text in settings.items())]
     return lines
 
 
@@ -220,6 +327,10 @@ def sentence(setting: Setting, plan: Plan) -> str:
     ):
         text += "; more memory than was planned for may save more"
     return f"{text}."
+
+
+def _settings_text(setting: Setting, plan: Plan) -> str:
+    return " ".join(f"{n}={text}" for n, text in settings_of(setting, plan).items())
 
 
 def settings_of(setting: Setting, plan: Plan) -> dict[str, str]:
@@ -258,7 +369,7 @@ def _why_not(setting: Setting, plan: Plan) -> str:
         )
     if reason == "too small":
         return (
-            f"what comes back does so too late for these sizes; "
+            f"tokens come back too late for these sizes; "
             f"{rounded_size(most.host_bytes)} finds {found} of the prompt tokens, of "
             f"the {returning} that an unlimited host tier would find"
             + (f" without {setting.admission.text}" if setting.admission else "")
@@ -271,8 +382,8 @@ def _why_not(setting: Setting, plan: Plan) -> str:
         )
     if reason == "slow stores":
         use = min(row.store_use or 0.0 for row in rows)
-        text = f"the link is too slow; stores alone would take {use:.1f} times as long"
-        text += " as there is"
+        text = f"the link is too slow; stores alone take {use:.1f} times as long as the"
+        text += " trace"
         if setting.admission is None:
             text += " (try --store-threshold 2, to store only what was asked for twice)"
         return text
@@ -364,74 +475,29 @@ def _row_figures(row: PlanRow, demand: Demand) -> dict[str, Any]:
 
 def plot_plan(setting: Setting, plan: Plan, file: BinaryIO) -> None:
     """Draw tokens found and time saved against the size, a line for each policy."""
-    demand, choice = plan.demand, plan.recommendation.row
-    figure = make_figure(9.6, 4.6)
-    panels = figure.subplots(1, 2)
-    sizes = sorted({row.host_bytes for row in plan.rows})
-    policies = list(dict.fromkeys(row.policy for row in plan.rows))
-    tokens = demand.input_tokens or 1
-
-    def found(row: PlanRow) -> float:
-        return 100 * row.host_tokens / tokens
-
-    def saved(row: PlanRow) -> float:
-        return row.saved_s / demand.num_requests
-
-    for axes, value, title, form in (
-        (panels[0], found, "Prompt tokens found on the host", "{:g}%"),
-        (panels[1], saved, "Time saved per request, mean", "{:g} s"),
-    ):
-        top = max(value(row) for row in plan.rows)
-        for number, policy in enumerate(policies):
-            rows = [row for row in plan.rows if row.policy == policy]
-            axes.plot(
-                [row.host_bytes for row in rows],
-                [value(row) for row in rows],
-                linewidth=1.8,
-                markersize=5,
-                label=policy,
-                **look_of(number),
-            )
+    choice, places = plan.recommendation.row, _places_of(setting, plan)
+    drawn = [figure for figure in _figures_of(plan.demand) if figure.is_drawn]
+    picture = make_figure(13, 5.2, dpi=110)
+    for axes, figure in zip(picture.subplots(1, 2), drawn, strict=True):
+        draw_lines(axes, places, _lines_of(plan, figure), figure.scale)
+        name_axes(axes, figure.title, "host memory")
         if choice is not None:
-            axes.plot(
-                [choice.host_bytes],
-                [value(choice)],
-                "o",
-                ms=13,
-                mfc="none",
-                mec="#111111",
-                mew=1.6,
-                label="recommended",
-            )
-        axes.set_xscale("log")
-        axes.set_xlim(sizes[0] / 1.15, sizes[-1] * 1.15)
-        axes.set_ylim(0, 1.12 * top or 1)
-        axes.set_xticks(sizes, [rounded_size(size) for size in sizes])
-        axes.set_xticks([], minor=True)
-        axes.yaxis.set_major_formatter(lambda value, _, form=form: form.format(value))
-        axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
-        axes.set_xlabel("host memory")
-        plain_axes(axes)
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=7, frameon=False, fontsize=9
-    )
-    rules = f"\n{setting.admission.text}" if setting.admission else ""
-    figure.suptitle(
-        f"{setting.trace.name}, {setting.model.name}: {_in_short(plan)}{rules}",
-        x=0.01,
-        ha="left",
-        fontsize=10,
-        color=GREY,
-    )
-    figure.savefig(file, format="png")
+            ring = {"ms": 13, "mfc": "none", "mec": INK, "mew": 1.6}
+            axes.plot([choice.host_bytes], [figure.value(choice)], "o", **ring)
+    rules = f"; {setting.admission.text}" if setting.admission else ""
+    facts = f"{setting.trace.name}, {setting.model.name}{rules}"
+    save_picture(picture, _headline(setting, plan), facts, file)
 
 
-def _in_short(plan: Plan) -> str:
-    row = plan.recommendation.row
+def _headline(setting: Setting, plan: Plan) -> str:
+    """Say in a few words what it shows."""
+    row, demand = plan.recommendation.row, plan.demand
     if row is None:
-        return f"offloading does not pay ({plan.recommendation.reason})"
-    return f"take {rounded_size(row.host_bytes)} with {row.policy}"
+        return f"Offloading does not pay: {plan.recommendation.reason}"
+    return (
+        f"{rounded_size(row.host_bytes)} with {row.policy} (ringed) saves "
+        f"{_time(row.saved_s / demand.num_requests)} a request"
+    )
 
 
 def _prefill_text(setting: Setting) -> tuple[str, list[str]]:
@@ -475,3 +541,18 @@ def _time(seconds: float) -> str:
 
 def _percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.1f}%" if whole else "0.0%"
+
+
+_PERCENT = Scale("{:g}%".format, "{:.1f}%".format, "{:.1f}%".format)
+_SECONDS = Scale(_time, _time, _time)
+_RULE = (
+    "Sizes whose stores take longer than the trace lasts are left out.",
+    f"Offloading pays if some size saves at least {100 * planning.WORTH:g}% of the "
+    "prefill time.",
+    "The recommended size is the smallest that saves at least "
+    f"{100 * planning.ENOUGH:g}% of what the best size saves.",
+    "The recommended policy is the first, in the order of the tables, that saves at "
+    f"least {100 * planning.ALIKE:g}% of what the best policy saves at that size.",
+    "A request saves the time to compute the tokens found on the host, less the time "
+    "to load them; it saves nothing where loading takes longer.",
+)

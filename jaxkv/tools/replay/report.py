@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.tools.console import make_console, make_table, print_lines
+from jaxkv.tools.console import print_lines, print_table
 from jaxkv.tools.machine import versions
-from jaxkv.tools.pictures import GREY, make_figure, plain_axes, spread, with_minus
+from jaxkv.tools.pictures import (
+    GREY,
+    Line,
+    Places,
+    Scale,
+    draw_lines,
+    look_of,
+    make_figure,
+    name_axes,
+    save_picture,
+)
 from jaxkv.tools.replay.admission import Admission
 from jaxkv.tools.replay.measures import (
     BASELINE,
@@ -28,9 +38,21 @@ from jaxkv.tools.replay.measures import (
 from jaxkv.tools.replay.run import OPTIMUM, ReplayResult
 from jaxkv.tools.replay.traces import Recording, Trace
 
-_COLOURS = ("#0b6285", "#b3401f", "#4a6b14", "#7a3f94", "#855600", "#33418f", "#a0245f")
-_MARKERS = "os^Dv*P|"
-_DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (7, 2, 2, 2)))
+PERCENT = Scale("{:g}%".format, "{:.1f}%".format, "{:.2f}%".format)
+
+
+def _signed(digits: int, points: float) -> str:
+    """Write percentage points with their sign; none for 0."""
+    text = f"{points:+.{digits}f}"
+    return text.lstrip("+-") if float(text) == 0 else text
+
+
+POINTS = Scale(
+    lambda value: f"{value:+g}" if value else "0",
+    partial(_signed, 1),
+    partial(_signed, 2),
+    has_zero=True,
+)
 
 
 def print_trace(trace: Trace) -> None:
@@ -61,9 +83,9 @@ def facts_of(trace: Trace) -> list[tuple[str, str]]:
 
 def _facts_of_run(trace: Trace, run: Recording) -> Iterator[tuple[str, str]]:
     """Say what the run that was recorded found, and what the trace lacks of it."""
-    num_tokens = 0 if trace.input_tokens is None else int(trace.input_tokens.sum())
+    whole = 0 if trace.input_tokens is None else int(trace.input_tokens.sum())
     found = [
-        f"{num:,} tokens on the {tier} ({format_percent(num / (num_tokens or 1))})"
+        f"{num:,} tokens on the {tier} ({format_percent(num / (whole or 1))})"
         for tier, num, tokens in (
             ("device", run.num_device_hit_tokens, run.device_tokens),
             ("host", run.num_host_hit_tokens, run.host_tokens),
@@ -75,9 +97,10 @@ def _facts_of_run(trace: Trace, run: Recording) -> Iterator[tuple[str, str]]:
         if num is not None:
             ran.append(f"{num:,} {tier} blocks")
     if found:
-        yield "Found then", "; ".join(filter(None, [", ".join(found), ", ".join(ran)]))
+        told = f"found {', '.join(found)}", ", ".join(ran)
+        yield "Recorded run", "; ".join(filter(None, told))
     if run.num_lost:
-        yield "Not there", f"{run.num_lost:,} requests, which could not be recorded"
+        yield "Missing", f"{run.num_lost:,} requests that could not be recorded"
     for note in run.notes:
         yield "Note", note
 
@@ -107,6 +130,11 @@ def parts_of(comparison: Comparison) -> list[tuple[str, str]]:
         if num_cut:
             text += f"; {num_cut:,} requests do not fit, and are cut to its size"
         parts.append(("Device", text))
+    largest = int(comparison.trace.num_blocks.max(initial=0))
+    small = [f"{c:,}" for c in comparison.capacities if c < largest]
+    if small:
+        text = f"smaller than the largest request ({largest:,} blocks)"
+        parts.append(("Warning", f"capacity {', '.join(small)}: {text}"))
     return parts
 
 
@@ -120,24 +148,17 @@ _DEVICE_SHARES = {
 def print_results(comparison: Comparison) -> None:
     """Print how much each policy found at each capacity."""
     trace, capacities = comparison.trace, comparison.capacities
-    table = make_table()
-    table.add_column("Capacity, blocks", style="bold")
-    for capacity in capacities:
-        table.add_column(f"{capacity:,}", justify="right")
-    shares = [format_share(capacity, trace) for capacity in capacities]
-    table.add_row("  of the different blocks", *shares)
+    labels = {
+        name: f"  {label_of(name, comparison.admission)}"
+        for name in comparison.policies
+    }
+    sections: list[tuple[str, list[list[str]]]] = []
 
     def add_section(
         title: str, cell: Callable[[Cell], str], rows: Sequence[str]
     ) -> None:
-        table.add_row()
-        table.add_row(title)
-        for name in rows:
-            cells = [cell(Cell(name, capacity)) for capacity in capacities]
-            style = "dim" if name == OPTIMUM else None
-            table.add_row(
-                f"  {label_of(name, comparison.admission)}", *cells, style=style
-            )
+        cells = {name: [cell(Cell(name, c)) for c in capacities] for name in rows}
+        sections.append((title, [[labels[name], *cells[name]] for name in rows]))
 
     for measure in comparison.measures:
         ratios = measure.ratios
@@ -161,13 +182,19 @@ def print_results(comparison: Comparison) -> None:
             lambda cell: f"{by_cell[cell].num_refused:,}",
             refusing,
         )
-    console = make_console()
     parts = parts_of(comparison)
     if parts:
         width = max(len(name) for name, _ in facts_of(trace)) + 2
         print_lines(f"{name:{width}}{value}" for name, value in parts)
-    console.print()
-    console.print(table)
+    print_table(
+        ["Capacity, blocks", *(f"{capacity:,}" for capacity in capacities)],
+        sections,
+        head=[
+            "  of the different blocks",
+            *(format_share(capacity, trace) for capacity in capacities),
+        ],
+        style_of=lambda label: "dim" if label == labels.get(OPTIMUM) else None,
+    )
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
@@ -260,138 +287,97 @@ def plot_results(comparison: Comparison, file: BinaryIO) -> None:
     Beside it stands by how much each differs from LRU, if that is among them; below,
     the saved prefill if there is a model.
     """
-    rows = _drawn(comparison)
-    rivals = comparison.rivals
-    has_gains = bool(rivals)
-    width, height = 12.4 if has_gains else 7.2, 4.6 * len(rows) + 0.5
-    figure = make_figure(width, height, dpi=110)
-    rules = f"\n{comparison.admission.text}" if comparison.admission else ""
-    figure.suptitle(
-        f"{comparison.trace.name}: {comparison.trace.num_requests:,} requests for "
-        f"{comparison.trace.num_block_refs:,} blocks{rules}",
-        x=0.01,
-        ha="left",
-        fontsize=10,
-        color=GREY,
+    trace, places, measures = (
+        comparison.trace,
+        places_of(comparison),
+        comparison.main_measures,
     )
-    axes = figure.subplots(len(rows), 1 + has_gains, squeeze=False)
-    for row, measure in zip(axes, rows, strict=True):
-        lines = {
-            name: [100 * measure.ratios[Cell(name, c)] for c in comparison.capacities]
-            for name in comparison.policies
-        }
-        _draw(row[0], comparison, lines, measure.what, "%")
-        if not has_gains:
-            continue
-        gains = {
-            name: [a - b for a, b in zip(values, lines[BASELINE], strict=True)]
-            for name, values in lines.items()
-            if name in rivals
-        }
-        title = f"Percentage points more than {BASELINE}"
-        _draw(row[1], comparison, gains, title, " points")
-    figure.savefig(file, format="png")
+    has_gains = bool(comparison.rivals)
+    figure = make_figure(13 if has_gains else 7.2, 4.4 * len(measures) + 0.8, dpi=110)
+    panels = figure.subplots(len(measures), 1 + has_gains, squeeze=False)
+    for row, measure in zip(panels, measures, strict=True):
+        draw_lines(row[0], places, lines_of(comparison, measure), PERCENT)
+        name_axes(row[0], measure.what, _BELOW)
+        if has_gains:
+            draw_lines(row[1], places, gains_of(comparison, measure), POINTS)
+            name_axes(row[1], f"Percentage points more than {BASELINE}", _BELOW)
+    rules = f"; {comparison.admission.text}" if comparison.admission else ""
+    facts = (
+        f"{trace.name}: {trace.num_requests:,} requests for {trace.num_block_refs:,} "
+        f"blocks{rules}"
+    )
+    save_picture(figure, _headline(comparison), facts, file)
 
 
-def _drawn(comparison: Comparison) -> list[Measure]:
-    """Choose what a picture shows: tokens, or blocks without; and prefill."""
-    kinds = {
-        measure.key.removesuffix("_both"): measure for measure in comparison.measures
+_BELOW = "capacity: blocks, and share of the different blocks"
+
+
+def _headline(comparison: Comparison) -> str:
+    """Say in a few words what it shows."""
+    measure = comparison.main_measures[0]
+    what, num = measure.key.partition("_")[0], len(comparison.capacities)
+    if len(comparison.real_policies) < 2:
+        return f"{measure.what}, against the capacity"
+    first, wins = wins_of(comparison, measure)
+    if not wins:
+        return f"All policies find the same {what}"
+    where = "every capacity" if wins == num else f"{wins} of {num} capacities"
+    return f"{first} finds the most {what} at {where}"
+
+
+def wins_of(comparison: Comparison, measure: Measure) -> tuple[str, int]:
+    """Return the policy that is best most often, and at how many capacities it is."""
+    wins = {
+        name: sum(name in measure.best(c) for c in comparison.capacities)
+        for name in comparison.real_policies
     }
-    chosen = [kinds.get("tokens", kinds["blocks"])]
-    return [*chosen, kinds["flops"]] if "flops" in kinds else chosen
+    first = max(wins, key=lambda name: wins[name])
+    return first, wins[first]
 
 
-def _draw(
-    axes: Any,
-    comparison: Comparison,
-    lines: Mapping[str, Sequence[float]],
-    title: str,
-    unit: str,
-) -> None:
-    """Draw lines against the capacity, with their names at their ends."""
+def places_of(comparison: Comparison) -> Places:
+    """Return the capacities of a comparison, for charts and tables."""
     capacities = comparison.capacities
-    ends = []
-    for name, values in lines.items():
-        look: dict[str, Any] = {"color": GREY, "linestyle": (0, (1, 2)), "marker": "_"}
-        if name != OPTIMUM:
-            look = look_of(comparison.real_policies.index(name))
-        axes.plot(capacities, values, linewidth=1.8, markersize=5, **look)
-        ends.append((values[-1], label_of(name, comparison.admission), look["color"]))
-    flat = [value for values in lines.values() for value in values]
-    low, high = min(0.0, *flat), max(0.0, *flat)
-    room = 0.08 * (high - low) or 1.0
-    axes.set_ylim(low - room * (low < 0), high + room)
-    if low < 0 or unit != "%":
-        axes.axhline(0, color=GREY, linewidth=1, zorder=1)
-    axes.set_xscale("log")
-    axes.set_xlim(capacities[0] / 1.06, capacities[-1] * 1.06)
-    _label_capacities(axes, capacities, comparison.trace)
-    sign = "" if unit == "%" else "+"
-    percent = "%" if unit == "%" else ""
-    axes.yaxis.set_major_formatter(
-        lambda value, _: with_minus(
-            f"{value:{sign}g}{percent}" if value else f"0{percent}"
-        )
+    return Places(
+        "Capacity, blocks",
+        capacities,
+        [f"{capacity:,}" for capacity in capacities],
+        [format_share(capacity, comparison.trace) for capacity in capacities],
     )
-    axes.set_xlabel("capacity: blocks, and share of the different blocks")
-    axes.set_title(title, loc="left", fontsize=11.5, fontweight="bold")
-    _label_ends(axes, ends, capacities[-1], f"{sign}.1f", percent)
-    plain_axes(axes)
 
 
-def look_of(number: int) -> dict[str, Any]:
-    """Choose a policy's colour, dashes and marker, as ``Axes.plot`` takes them."""
-    return {
-        "color": _COLOURS[number % len(_COLOURS)],
-        "linestyle": _DASHES[number // 2 % len(_DASHES)],
-        "marker": _MARKERS[number % len(_MARKERS)],
-    }
-
-
-def _label_ends(
-    axes: Any,
-    ends: list[tuple[float, str, str]],
-    last_capacity: int,
-    form: str,
-    percent: str,
-) -> None:
-    """Write each line's name and last value beside its end, without overlaps."""
-    low, high = axes.get_ylim()
-    gap = min(0.062, 1 / len(ends)) * (high - low)
-    places = spread([end[0] for end in ends], gap, low + gap / 2, high - gap / 2)
-    for (value, label, colour), place in zip(ends, places, strict=True):
-        axes.annotate(
-            # Not "-0.0".
-            with_minus(f"{label}  {round(value, 1) + 0.0:{form}}{percent}"),
-            (last_capacity, value),
-            xytext=(1.05, place),
-            textcoords=axes.get_yaxis_transform(),
-            arrowprops={
-                "arrowstyle": "-",
-                "color": colour,
-                "linewidth": 0.7,
-                "shrinkA": 1,
-                "shrinkB": 4,
-                "relpos": (0, 0.5),
-            },
-            va="center",
-            color=colour,
-            fontsize=9,
-            fontweight="normal" if colour == GREY else "bold",
-            annotation_clip=False,
+def lines_of(comparison: Comparison, measure: Measure) -> list[Line]:
+    """Return a line for each policy, in percent."""
+    return [
+        Line(
+            label_of(policy, comparison.admission),
+            [100 * measure.ratios[Cell(policy, c)] for c in comparison.capacities],
+            _look_of(comparison, policy),
         )
+        for policy in comparison.policies
+    ]
 
 
-def _label_capacities(axes: Any, capacities: list[int], trace: Trace) -> None:
-    """Write capacities under the axis where there is room."""
-    room = math.log(capacities[-1] / capacities[0]) / 9
-    shown: list[int] = []
-    for capacity in capacities:
-        if not shown or math.log(capacity / shown[-1]) >= room:
-            shown.append(capacity)
-    axes.set_xticks(shown, [f"{c:,}\n{format_share(c, trace)}" for c in shown])
-    axes.set_xticks([], minor=True)
+def gains_of(comparison: Comparison, measure: Measure) -> list[Line]:
+    """Return a line for each rival of the baseline, in percentage points more."""
+    ratios = measure.ratios
+    return [
+        Line(
+            policy,
+            [
+                100 * (ratios[Cell(policy, c)] - ratios[Cell(BASELINE, c)])
+                for c in comparison.capacities
+            ],
+            _look_of(comparison, policy),
+        )
+        for policy in comparison.rivals
+    ]
+
+
+def _look_of(comparison: Comparison, policy: str) -> dict[str, Any]:
+    if policy == OPTIMUM:
+        return {"color": GREY, "linestyle": (0, (1, 2)), "marker": "_"}
+    return look_of(comparison.real_policies.index(policy))
 
 
 def label_of(policy: str, admission: Admission | None = None) -> str:

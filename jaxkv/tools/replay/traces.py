@@ -53,6 +53,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 MOST_TOKENS = 1 << 30
 """Tokens of a request at most; beyond, sums of pairs of tokens would not fit int64."""
 
+_MOST_LETTERS = 1 << 26  # Of a line; one of ten million tokens has a fifth of that.
 _MOST = (1 << 53) - 1  # Of other numbers, so that a float is exact.
 
 
@@ -418,7 +419,7 @@ def _notes(
         if num_absent:
             yield (
                 f"{num_absent} of the files between the first and the last one "
-                f"{'is' if num_absent == 1 else 'are'} not there."
+                f"{'is' if num_absent == 1 else 'are'} missing."
             )
 
 
@@ -504,7 +505,17 @@ def _open_lines(path: pathlib.Path) -> Iterator[str]:
             )
         data = gzip.GzipFile(fileobj=file) if magic == _GZIP_MAGIC else file
         with io.TextIOWrapper(data, encoding="utf-8-sig") as text:
-            yield from text
+            # A few bytes of gzip data can be a line of any length.
+            for number in itertools.count(1):
+                line = text.readline(_MOST_LETTERS)
+                if len(line) == _MOST_LETTERS and not line.endswith("\n"):
+                    raise TraceError(
+                        f"{shown_name(str(path))}:{number}: has more than "
+                        f"{_MOST_LETTERS} characters"
+                    )
+                if not line:
+                    return
+                yield line
 
 
 def _parse_json(line: str) -> dict[str, Any]:
@@ -606,6 +617,11 @@ def _parse_header(fields: dict[str, Any], block_size: int | None) -> _Header:
         raise _BadLineError(
             f"was recorded in blocks of {own} tokens, not of {shown(block_size)}"
         )
+    for name in ("host_blocks", "device_blocks"):
+        if fields.get(name) is not None:
+            _parse_count(fields, name, "blocks")
+    if not isinstance(policy := fields.get("policy"), str | None):
+        raise _BadLineError(f"'policy' must be a name, not {_show(policy)}")
     return _Header(
         own,
         _parse_count(fields, "began_unix_ms", "milliseconds", 0),

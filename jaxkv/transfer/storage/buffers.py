@@ -1,4 +1,4 @@
-"""Memory that is read into, used again once nobody looks at it."""
+"""Memory that is read into, used again once it is released."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Buffers:
     takes longer than to read them from a file that the system has in memory.
 
     Args:
-        kept_bytes: How much is kept at most while nobody uses it.
+        kept_bytes: How much is kept at most while it is not used.
 
     Example:
         >>> buffers = Buffers(1 << 20)

@@ -9,28 +9,19 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
-
-import numpy as np
 
 from jaxkv._util import shown
-from jaxkv.native.summed_files import prepare, read_summed, write_summed
 from jaxkv.transfer.storage.buffers import Buffers
-from jaxkv.transfer.storage.checksum import checksum
 from jaxkv.transfer.storage.store import (
     Blob,
     Piece,
     StoreError,
-    Summed,
-    Unsealed,
     check_name,
     error_of,
 )
 from jaxkv.transfer.storage.workers import Workers
-
-_T = TypeVar("_T")
 
 # No name of an object begins with a dot.
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}-[0-9]+")
@@ -76,7 +67,6 @@ class LocalStore:
                 f"storage={shown(self._root)}: {error.strerror}; name a folder that "
                 "can be made and read",
             ) from error
-        prepare()
         self._buffers = Buffers(_KEPT_BYTES)
         # Writes that hang must not keep reads waiting, nor the reverse.
         self._readers = Workers("jaxkv storage reader", _NUM_THREADS)
@@ -100,29 +90,25 @@ class LocalStore:
     def get(self, names: Sequence[str], max_bytes: int) -> list[Future[Piece | None]]:
         """Read files."""
         paths = [self._path(name) for name in names]
-        read = functools.partial(_read, self._buffers, max_bytes, _fill)
+        read = functools.partial(_read, self._buffers, max_bytes)
         return [self._readers.submit(read, path) for path in paths]
 
-    def read_summed(
-        self, name: str, max_bytes: int, header_bytes: int
-    ) -> Summed | None:
-        """Read a file, and compute the checksum of its payload."""
-        fill = functools.partial(_fill_summed, header_bytes)
+    def read(self, name: str, max_bytes: int) -> Piece | None:
+        """Read a file."""
         try:
-            return _read(self._buffers, max_bytes, fill, self._path(name))
+            return _read(self._buffers, max_bytes, self._path(name))
         except OSError as error:
             raise error_of(error) from error
 
     def put(self, items: Sequence[tuple[str, Blob]]) -> list[Future[None]]:
         """Write files."""
         pairs = [(self._path(name), blob) for name, blob in items]
-        write = functools.partial(self._write, _write_all)
-        return [self._writers.submit(write, *pair) for pair in pairs]
+        return [self._writers.submit(self._write, *pair) for pair in pairs]
 
-    def write_summed(self, name: str, item: Unsealed) -> None:
-        """Write a file, and compute the checksum of its payload."""
+    def write(self, name: str, blob: Blob) -> None:
+        """Write a file."""
         try:
-            self._write(_write_summed, self._path(name), item)
+            self._write(self._path(name), blob)
         except OSError as error:
             raise error_of(error) from error
 
@@ -143,6 +129,18 @@ class LocalStore:
         except OSError as error:
             raise error_of(error) from error
 
+    def times(self, names: Sequence[str]) -> Sequence[int] | None:
+        """Tell when files were last written, or read if the file system notes that."""
+        times = []
+        for name in names:
+            try:
+                status = os.stat(self._path(name), follow_symlinks=False)
+            except OSError:
+                times.append(0)
+            else:
+                times.append(max(status.st_mtime_ns, status.st_atime_ns) // 1000)
+        return times
+
     def close(self) -> None:
         """Let the threads end."""
         self._readers.close()
@@ -151,7 +149,7 @@ class LocalStore:
     def _path(self, name: str) -> str:
         return f"{self._root}/{check_name(name)}"
 
-    def _write(self, write: Callable[[int, _T], None], path: str, what: _T) -> None:
+    def _write(self, path: str, blob: Blob) -> None:
         # In the same folder: a rename from one to another has to wait for all others.
         folder = os.path.dirname(path)
         temporary = f"{folder}/.{self._token}-{next(self._numbers)}"
@@ -164,7 +162,7 @@ class LocalStore:
             try:
                 if self._mode & 0o077:
                     os.fchmod(file, self._mode)  # Whatever the umask takes away.
-                write(file, what)
+                _write_all(file, blob)
             finally:
                 os.close(file)
             os.rename(temporary, path)
@@ -189,13 +187,8 @@ class LocalStore:
                 os.chmod(path, self._folder_mode)
 
 
-def _read(
-    buffers: Buffers,
-    max_bytes: int,
-    fill: Callable[[int, memoryview], _T],
-    path: str,
-) -> _T | None:
-    # What somebody else may have put there: a link is not followed, a pipe not waited
+def _read(buffers: Buffers, max_bytes: int, path: str) -> memoryview | None:
+    # What another user may have put there: a link is not followed, a pipe not waited
     # for, and a file of terabytes not read.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -206,28 +199,19 @@ def _read(
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
             raise StoreError("other", f"{path} is not a file")
-        return fill(file, buffers.take(min(status.st_size, max_bytes)))
+        return _fill(file, buffers.take(min(status.st_size, max_bytes)))
     finally:
         os.close(file)
 
 
-def _fill(file: int, data: memoryview, done: int = 0) -> memoryview:
-    """Read a file, whose first bytes are there already."""
-    os.lseek(file, done, os.SEEK_SET)
+def _fill(file: int, data: memoryview) -> memoryview:
+    done = 0
     while done < len(data):
         num_bytes = os.readv(file, [data[done:]])
         if not num_bytes:
             break  # Somebody has cut it meanwhile.
         done += num_bytes
     return data[:done]
-
-
-def _fill_summed(header_bytes: int, file: int, data: memoryview) -> Summed:
-    done, total = read_summed(file, np.frombuffer(data, np.uint8), header_bytes)
-    whole = data if done == len(data) else _fill(file, data, done)
-    if total is None or len(whole) > done:
-        total = checksum([whole[header_bytes:]])
-    return Summed(whole, total)
 
 
 def _write_all(file: int, blob: Blob) -> None:
@@ -239,21 +223,6 @@ def _write_all(file: int, blob: Blob) -> None:
             del left[0]
         if done:
             left[0] = left[0][done:]
-
-
-def _write_summed(file: int, what: Unsealed) -> None:
-    header_bytes, make_header, payload = what
-    done, total = write_summed(file, np.frombuffer(payload, np.uint8), header_bytes)
-    _pwrite(file, payload[done:], header_bytes + done)
-    if total is None:
-        total = checksum([payload])
-    _pwrite(file, memoryview(make_header(total)), 0)
-
-
-def _pwrite(file: int, data: memoryview, offset: int) -> None:
-    while data:
-        done = os.pwrite(file, data, offset)
-        data, offset = data[done:], offset + done
 
 
 def _delete(path: str) -> None:

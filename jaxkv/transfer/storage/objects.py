@@ -36,8 +36,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv._util import shown
-from jaxkv.transfer.storage.checksum import checksum, prepare
-from jaxkv.transfer.storage.store import Piece, Unsealed
+from jaxkv.transfer.storage.census import Bound
+from jaxkv.transfer.storage.checksum import checksum
+from jaxkv.transfer.storage.store import Piece
 from jaxkv.types import KEY_BYTES, BlockKey
 
 MAGIC = b"jaxkv\r\n\x1a"
@@ -62,7 +63,7 @@ RefusalReason: TypeAlias = Literal[
 ``torn``: it is cut. ``foreign``: it is nothing of jaxkv's. ``version``: of another
 format. ``namespace``, ``layout``, ``shard``, ``key``: a block of others, under this
 name. ``unsealed``: not sealed as this reader seals. ``checksum``: its bytes changed.
-``forged``: its bytes changed, or somebody without the secret wrote it.
+``forged``: its bytes changed, or it was written without the secret.
 """
 REFUSAL_REASONS: tuple[RefusalReason, ...] = get_args(RefusalReason)
 
@@ -70,6 +71,8 @@ _XXH3, _HMAC = 1, 2
 _SEALED = struct.Struct("<8sHHI32s32s32sIIQ32x")
 _SEAL_BYTES = 32
 _NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{62})\.(0|[1-9][0-9]{0,8})")
+
+_BOUND = re.compile(r"(bound|owner)\.([1-9][0-9]{0,17})\.([0-9a-f]{16})")
 
 Bytes: TypeAlias = bytes | bytearray | memoryview | NDArray[Any]
 """What a payload can be made of."""
@@ -133,7 +136,6 @@ class ObjectFormat:
         self._layout = hashlib.sha256(layout.encode()).digest()
         self._secret = _secret_key(secret)
         self._seal = _XXH3 if self._secret is None else _HMAC
-        prepare()
         # Whatever makes others' objects of no use here makes them lie elsewhere, so
         # that what is wrong in this folder is damaged and may go.
         identity = hashlib.sha256(self._sealed(bytes(KEY_BYTES), shard=0))
@@ -160,11 +162,11 @@ class ObjectFormat:
 
     def name(self, key: BlockKey) -> str:
         """Name the object of this shard of a block."""
-        return self._name(key, self.shard)
+        return self.name_of(key, self.shard)
 
     def all_names(self, key: BlockKey) -> list[str]:
         """Name the objects of all shards of a block."""
-        return [self._name(key, shard) for shard in range(self.num_shards)]
+        return [self.name_of(key, shard) for shard in range(self.num_shards)]
 
     def keys_of(self, names: Iterable[str]) -> tuple[list[BlockKey], list[int]]:
         """Tell keys and shards from names; what is no block of this folder is left out.
@@ -183,6 +185,40 @@ class ObjectFormat:
         raw = bytes.fromhex("".join([text for text, _ in found]))
         keys = [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
         return keys, [int(shard) for _, shard in found]
+
+    def bound_name(self, bound: Bound) -> str:
+        """Name the object that records a bound; its name says all.
+
+        So two engines that record theirs at once leave both. With a secret, only
+        those who have it can record one.
+        """
+        text = f"{'owner' if bound.is_owners else 'bound'}.{bound.num_blocks}"
+        seal = hmac.digest(self._secret or b"jaxkv", text.encode(), "sha256")
+        return f"{self._folder}/{text}.{seal.hex()[:16]}"
+
+    def bounds_of(self, names: Iterable[str]) -> list[Bound]:
+        """Tell the bounds that a store has recorded from names of its objects.
+
+        Example:
+            >>> blocks = ObjectFormat(b"model", "f32[2]", 8)
+            >>> blocks.bounds_of(["README", blocks.bound_name(Bound(40))])
+            [Bound(num_blocks=40, is_owners=False)]
+        """
+        start = len(self._folder) + 1
+        bounds = []
+        for name in names:
+            if name.startswith(self._folder) and (
+                match := _BOUND.fullmatch(name, start)
+            ):
+                bound = Bound(int(match[2]), match[1] == "owner")
+                if hmac.compare_digest(self.bound_name(bound), name):
+                    bounds.append(bound)
+        return bounds
+
+    @property
+    def order_name(self) -> str:
+        """Name the object that records an order of the blocks."""
+        return f"{self._folder}/order"
 
     def check(self, key: BlockKey, payload: Sequence[Bytes]) -> None:
         """Refuse what `encode` would refuse, without looking at the bytes."""
@@ -203,34 +239,12 @@ class ObjectFormat:
         self._check_size(sum(map(len, pieces)))
         return [self._header(_checked(key), pieces), *pieces]
 
-    def encode_later(self, key: BlockKey, payload: Sequence[Bytes]) -> Unsealed:
-        """Make what `encode` makes, for a store that computes the checksum.
-
-        Args:
-            key: The key of the block.
-            payload: Its bytes. Several pieces are copied, and what is not contiguous.
-
-        Raises:
-            ValueError: As `encode`; or objects are sealed with a secret.
-        """
-        if self._secret is not None:
-            raise ValueError("what a secret seals has no checksum.")
-        pieces = [as_bytes(piece) for piece in payload]
-        self._check_size(sum(map(len, pieces)))
-        whole = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
-        sealed = self._sealed(_checked(key))
-        return Unsealed(HEADER_BYTES, lambda sum_: sealed + _seal_of(sum_), whole)
-
-    def decode(
-        self, key: BlockKey, data: Piece, payload_sum: int | None = None
-    ) -> memoryview | Refusal:
+    def decode(self, key: BlockKey, data: Piece) -> memoryview | Refusal:
         """Check an object, and find its payload.
 
         Args:
             key: The key that was asked for.
             data: All bytes of the object; any bytes whatever.
-            payload_sum: The `checksum` of what follows `HEADER_BYTES`, if that is known
-                already. A secret's seal does not need it.
 
         Returns:
             A view of the payload in `data`; or why there is none.
@@ -238,7 +252,7 @@ class ObjectFormat:
         view = memoryview(data)
         payload = view[HEADER_BYTES:]
         if len(payload) == self.payload_bytes:
-            header = self._header(_checked(key), [payload], payload_sum)
+            header = self._header(_checked(key), [payload])
             if hmac.compare_digest(header, view[:HEADER_BYTES]):
                 return payload
         return self._refuse(_checked(key), view)
@@ -272,7 +286,8 @@ class ObjectFormat:
             return Refusal("torn", True)
         return Refusal("checksum" if self._secret is None else "forged", True)
 
-    def _name(self, key: BlockKey, shard: int) -> str:
+    def name_of(self, key: BlockKey, shard: int) -> str:
+        """Name the object of any shard of a block."""
         text = _checked(key).hex()
         return f"{self._folder}/{text[:2]}/{text}.{shard}"
 
@@ -297,22 +312,16 @@ class ObjectFormat:
             self.payload_bytes,
         )
 
-    def _header(
-        self, key: BlockKey, payload: Sequence[Piece], payload_sum: int | None = None
-    ) -> bytes:
+    def _header(self, key: BlockKey, payload: Sequence[Piece]) -> bytes:
         sealed = self._sealed(key)
         if self._secret is None:
-            if payload_sum is None:
-                payload_sum = checksum(payload)
-            return sealed + _seal_of(payload_sum)
+            return sealed + checksum(payload).to_bytes(8, "little").ljust(
+                _SEAL_BYTES, b"\0"
+            )
         code = hmac.new(self._secret, sealed, hashlib.sha256)
         for piece in payload:
             code.update(piece)
         return sealed + code.digest()
-
-
-def _seal_of(payload_sum: int) -> bytes:
-    return payload_sum.to_bytes(8, "little").ljust(_SEAL_BYTES, b"\0")
 
 
 def as_bytes(data: Bytes) -> memoryview:

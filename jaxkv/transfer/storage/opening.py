@@ -20,7 +20,7 @@ _MOST_LETTERS = 2000
 SCHEMES = ("file", "s3", "gs", "redis", "rediss", "unix", "memory")
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-# What somebody meant to be a URL, or to be in a shell, and would be a folder here.
+# What a user meant to be a URL, or to be in a shell, and would be a folder here.
 _NEARLY_URL = re.compile(f"({'|'.join(SCHEMES)}):.*", re.DOTALL | re.IGNORECASE)
 _OF_A_SHELL = re.compile(r"[~$].*", re.DOTALL)
 
@@ -56,6 +56,7 @@ def open_store(url: str) -> BlobStore:
             f"storage={_shown(url)} must not have what cannot be printed, nor spaces "
             "around it."
         )
+    check_kind(url)
     folder = folder_of(url)
     if folder is not None:
         return LocalStore(*folder)
@@ -66,12 +67,21 @@ def open_store(url: str) -> BlobStore:
         return open_s3(url)
     if scheme == "gs":
         return open_gs(url)
-    if scheme in REDIS_SCHEMES:
-        return RedisStore(scheme + url[len(scheme) :])
-    raise ValueError(
-        f"storage={_shown(url)}: unknown {shown(scheme)}: "
-        f"{did_you_mean(scheme, SCHEMES)}"
-    )
+    return RedisStore(scheme + url[len(scheme) :])
+
+
+def check_kind(url: str) -> None:
+    """Refuse a URL of no kind that there is, before anything is opened.
+
+    Raises:
+        ValueError: It is of no kind that there is, or the URL of a folder is malformed.
+    """
+    scheme = _scheme_of(url)
+    if folder_of(url) is None and scheme not in SCHEMES:
+        raise ValueError(
+            f"storage={_shown(url)}: unknown {shown(scheme)}: "
+            f"{did_you_mean(scheme, SCHEMES)}"
+        )
 
 
 def folder_of(url: str) -> tuple[str, int] | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from jaxkv._util import one_line, shown
+from jaxkv._util.extras import pip_install
 from jaxkv.transfer.storage.store import (
     Blob,
     ErrorKind,
@@ -63,7 +65,7 @@ class RedisStore:
                 url,
                 socket_connect_timeout=_CONNECT_S,
                 socket_timeout=_ANSWER_S,
-                # A connection may have been closed while nobody used it.
+                # A connection may have been closed while it was not used.
                 retry=self._redis.retry.Retry(self._redis.backoff.NoBackoff(), 1),
             )
             # It does not connect, but it looks at what the URL asks for.
@@ -81,10 +83,10 @@ class RedisStore:
         return self._url
 
     def get(self, names: Sequence[str], max_bytes: int) -> list[Future[Piece | None]]:
-        """Read values, all of their bytes."""
-        commands = [("GET", check_name(name)) for name in names]
+        """Read values; an empty one is taken for none, as the server answers alike."""
+        commands = [("GETRANGE", check_name(name), 0, max_bytes - 1) for name in names]
         at_once = max(1, _BATCH_BYTES // max_bytes)
-        return self._run(self._readers, commands, at_once, lambda value: value)
+        return self._run(self._readers, commands, at_once, lambda value: value or None)
 
     def put(self, items: Sequence[tuple[str, Blob]]) -> list[Future[None]]:
         """Write values."""
@@ -146,6 +148,20 @@ class RedisStore:
         except Exception as error:  # Of redis-py, of sockets, of names of hosts.
             raise self._error_of(error) from error
 
+    def times(self, names: Sequence[str]) -> Sequence[int] | None:
+        """Tell when values were last used, to the second; a server by LFU does not."""
+        try:
+            pipeline = self._client.pipeline(transaction=False)
+            for name in names:
+                pipeline.execute_command("OBJECT", "IDLETIME", check_name(name))
+            idle = pipeline.execute(raise_on_error=False)
+        except Exception as error:
+            raise self._error_of(error) from error
+        if any(isinstance(each, Exception) for each in idle):
+            return None
+        now_s = int(time.time())
+        return [0 if each is None else (now_s - each) * 1_000_000 for each in idle]
+
     def close(self) -> None:
         """Let the threads end; they close their connections."""
         self._readers.close()
@@ -176,7 +192,7 @@ def _import() -> Any:
         import redis.retry
     except ImportError as error:
         raise ImportError(
-            'Storage in Redis needs redis-py: pip install "jaxkv[redis]".'
+            f"Storage in Redis needs redis-py: {pip_install('redis')}"
         ) from error
     return redis
 

@@ -1,4 +1,4 @@
-"""Blocks to and from a store in the background; nobody waits for the store."""
+"""Blocks to and from a store in the background; no caller waits for the store."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from jaxkv._util import Resource
-from jaxkv.transfer.storage.objects import HEADER_BYTES, Bytes, ObjectFormat, Refusal
+from jaxkv.transfer.storage.census import Bound, Census, agreed_bound
+from jaxkv.transfer.storage.health import StoreHealth, log_line
+from jaxkv.transfer.storage.objects import Bytes, ObjectFormat, Refusal
 from jaxkv.transfer.storage.store import (
     BlobStore,
     DirectStore,
     Piece,
     StoreError,
+    TimedStore,
     error_of,
 )
-from jaxkv.types import BlockKey
+from jaxkv.types import KEY_BYTES, BlockKey
 
 Kind: TypeAlias = Literal["read", "write", "probe"]
 _What: TypeAlias = Literal["read", "write", "probe", "delete"]
@@ -34,7 +37,11 @@ _MOST_AT_ONCE = 16  # Of one call to the store.
 _WRITE_AT_ONCE_BYTES = 1 << 20
 _MOST_DELETES = 1 << 16
 _MOST_PROBES = 1 << 16
-_MOST_PAGES = 64
+_MOST_LISTED = 1 << 18  # Blocks that were listed and not taken.
+_MOST_LATENCIES = 1 << 14
+_MOST_ORDER_BYTES = 1 << 28  # Of eight million blocks.
+_MOST_LIST_S = 60.0  # For each of the few small objects that a listing reads or writes.
+_NEWEST = (1 << 63) - 1
 _HALF_LIFE_S = 10.0
 _MOST_WAIT_S = threading.TIMEOUT_MAX / 2  # What a lock can be asked to wait.
 
@@ -75,6 +82,22 @@ class ListedPage(NamedTuple):
     shards: list[int]
 
 
+class Listed(NamedTuple):
+    """How a listing has ended.
+
+    Attributes:
+        is_whole: Whether the store has told all; not if it has failed.
+        bound: How many blocks the store may hold; None if it is not known.
+        num_blocks: How many are left there.
+        gone: Keys of those that are deleted, as they were too many.
+    """
+
+    is_whole: bool
+    bound: int | None = None
+    num_blocks: int = 0
+    gone: tuple[BlockKey, ...] = ()
+
+
 @dataclasses.dataclass(frozen=True)
 class StorageIOStats:
     """Counts since the start, and what is going on.
@@ -94,6 +117,7 @@ class StorageIOStats:
         queued_write_bytes: Bytes of writes that are not done.
         open_read_bytes: Bytes of reads that are not done, or not polled.
         last_error: What the store said at its latest failure.
+        is_up: Whether no kind of call failed when it was last made.
     """
 
     num_written: int
@@ -109,6 +133,18 @@ class StorageIOStats:
     queued_write_bytes: int
     open_read_bytes: int
     last_error: str | None
+    is_up: bool = True
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """What went wrong, by what was asked for and why, as ``"read late"``.
+
+        The calls in `failed`, with those that the deadline overtook, the writes that
+        did not fit into the queue (``"write busy"``), and the objects in `refused`.
+        """
+        refused = {f"read {reason}": num for reason, num in self.refused.items()}
+        rest = {"read late": self.num_late, "write busy": self.num_dropped}
+        return self.failed | refused | {what: num for what, num in rest.items() if num}
 
 
 class Rate:
@@ -156,7 +192,7 @@ class Rate:
 class _Job:
     """Something asked for: in a queue, then with the store."""
 
-    __slots__ = ("is_out", "is_over", "key", "kind", "payload", "ticket")
+    __slots__ = ("is_out", "is_over", "key", "kind", "out_s", "payload", "ticket")
 
     def __init__(
         self, ticket: int, kind: Kind, key: BlockKey, payload: Sequence[Bytes]
@@ -166,6 +202,7 @@ class _Job:
         self.key = key
         self.payload = payload
         self.is_out = False  # The store has it.
+        self.out_s = 0.0  # Since when.
         self.is_over = False  # Nobody waits for it any more.
 
 
@@ -181,7 +218,7 @@ class StorageIO(Resource):
         objects: How they are written.
         write_bytes: Bytes of writes that may be open: queued, or with the store.
         read_bytes: Bytes of reads that may be open: queued, with the store, or not
-            polled yet. One that nobody waits for any more counts until the store
+            polled yet. One that is not waited for any more counts until the store
             answers.
         num_in_flight: Objects that the store reads, or writes, at once.
         clock: Tells the seconds that deadlines are given in.
@@ -220,8 +257,6 @@ class StorageIO(Resource):
         self._direct: DirectStore | None = None
         if isinstance(store, DirectStore) and not objects.is_sealed_with_secret:
             self._direct = store
-        # One byte more shows that an object is too long.
-        self._most_read = objects.object_bytes + 1
         self._most_bytes = {"write": write_bytes, "read": read_bytes}
         self._num_in_flight = num_in_flight
         self._clock = clock
@@ -244,19 +279,28 @@ class StorageIO(Resource):
         self._num_idle = {"read": 0, "probe": 0, "write": 0}  # Given up, in a queue.
         self._deletes: dict[str, None] = {}  # An ordered set of names.
         self._num_out: dict[str, int] = {"read": 0, "probe": 0, "write": 0, "delete": 0}
-        self._jobs: dict[int, _Job] = {}  # By ticket, those that somebody waits for.
+        self._jobs: dict[int, _Job] = {}  # By ticket, those that a caller waits for.
         self._deadlines: list[tuple[float, int]] = []
         self._completions: collections.deque[Completion] = collections.deque()
         self._awaited = 1  # Completions that `wait` waits for.
         self._open_bytes = {"write": 0, "read": 0}
         self._rates = {"read": Rate(), "write": Rate()}
-        self._pages: collections.deque[ListedPage | None] = collections.deque()
+        self._pages: collections.deque[ListedPage] = collections.deque()
+        self._num_listed = 0  # Blocks of these.
+        self._listed: Listed | None = None
+        self._fresh: list[BlockKey] = []  # Written while the store is listed.
         self._lister: threading.Thread | None = None
 
         self._counts: collections.Counter[str] = collections.Counter()
         self._refused: collections.Counter[str] = collections.Counter()
         self._failed: collections.Counter[str] = collections.Counter()
         self._last_error: str | None = None
+        self._health = StoreHealth(store.url)
+        # Seconds that the last reads and writes took, until they are taken.
+        self._latencies: dict[str, collections.deque[float]] = {
+            kind: collections.deque(maxlen=_MOST_LATENCIES)
+            for kind in ("read", "write")
+        }
         for number in range(_NUM_ISSUERS):
             threading.Thread(
                 target=self._issue_all, name=f"jaxkv storage {number}", daemon=True
@@ -309,7 +353,7 @@ class StorageIO(Resource):
 
         Args:
             keys: Their keys.
-            deadline_s: When nobody wants them any more, as `clock` tells time. They
+            deadline_s: When they are not wanted any more, as `clock` tells time. They
                 are then late, and what the store answers later is thrown away.
 
         Returns:
@@ -341,8 +385,13 @@ class StorageIO(Resource):
             self._delete(names)
             self._wakes_issuers.notify()
 
-    def list_all(self) -> None:
+    def list_all(self, bound: Bound | None = None) -> None:
         """Begin to list all blocks of the store; `take_pages` has them.
+
+        Args:
+            bound: How many blocks the store may hold as far as this engine is
+                concerned; None if it does not look after that. It is recorded, and what
+                is too many by all that was recorded is deleted, the oldest first.
 
         Raises:
             RuntimeError: It has begun before, and not ended.
@@ -350,31 +399,35 @@ class StorageIO(Resource):
         with self._lock:
             if self._lister is not None:
                 raise RuntimeError("The store is being listed already.")
+            self._fresh = []
             self._lister = threading.Thread(
-                target=self._list, name="jaxkv storage list", daemon=True
+                target=self._list, args=(bound,), name="jaxkv storage list", daemon=True
             )
         self._lister.start()
 
-    def take_pages(self, most: int = 1) -> tuple[list[ListedPage], bool]:
+    def take_pages(self, most_keys: int) -> tuple[list[ListedPage], Listed | None]:
         """Hand out what `list_all` has found since the last time.
 
         Args:
-            most: Pages at most, of some thousands of blocks each.
+            most_keys: No page is begun once those before it have as many. A page has
+                one block, or some thousands.
 
         Returns:
-            The pages, and whether they were the last ones. A store that fails ends
-            them; `stats` counts it.
+            The pages, and how the listing has ended if they were the last ones. A store
+            that fails ends them; `stats` counts it.
         """
         pages: list[ListedPage] = []
+        num_keys = 0
         with self._lock:
-            while self._pages and len(pages) < most:
-                page = self._pages.popleft()
-                if page is None:
-                    self._lister = None
-                    return pages, True
-                pages.append(page)
+            while self._pages and num_keys < most_keys:
+                pages.append(self._pages.popleft())
+                num_keys += len(pages[-1].keys)
+            self._num_listed -= num_keys
             self._wakes_waiters.notify_all()
-            return pages, False
+            if self._pages or self._listed is None:
+                return pages, None
+            ended, self._lister, self._listed = self._listed, None, None
+            return pages, ended
 
     def poll(self) -> list[Completion]:
         """Hand out what has ended since the last time; waits for nothing."""
@@ -401,13 +454,21 @@ class StorageIO(Resource):
             self._awaited = 1
             return self._poll()
 
-    def cancel(self, tickets: Iterable[int]) -> None:
-        """Give reads, writes and probes up; nothing reports them any more."""
+    def cancel(self, tickets: Iterable[int], *, is_late: bool = False) -> None:
+        """Give reads, writes and probes up; nothing reports them any more.
+
+        Args:
+            tickets: What they are.
+            is_late: Whether that is as they take too long, which counts as a failure.
+        """
         gone = set(tickets)
         with self._lock:
             for ticket in gone:
                 job = self._jobs.pop(ticket, None)
                 if job is not None:
+                    if is_late:
+                        self._failed[f"{job.kind} late"] += 1
+                        self._note_late(job)
                     self._give_up(job)
             kept = [each for each in self._completions if each.ticket not in gone]
             if len(kept) < len(self._completions):
@@ -433,6 +494,33 @@ class StorageIO(Resource):
             return self._rates["write"].bytes_per_s
 
     @property
+    def url(self) -> str:
+        """Where objects are, without secrets."""
+        return self._store.url
+
+    @property
+    def is_up(self) -> bool:
+        """Whether no kind of call failed when it was last made."""
+        return self._health.is_up
+
+    def take_latencies(self) -> dict[str, list[float]]:
+        """Hand out how many seconds reads and writes took since the last time."""
+        taken: dict[str, list[float]] = {}
+        for kind, latencies in self._latencies.items():
+            if latencies:
+                with self._lock:
+                    taken[kind] = list(latencies)
+                    latencies.clear()
+        return taken
+
+    def log_health(self) -> None:
+        """Log that the store begins to fail, or is well again, if it is time to."""
+        if self._health.has_news:
+            with self._lock:
+                line = self._health.next_line(self._clock())
+            log_line(line)
+
+    @property
     def stats(self) -> StorageIOStats:
         """What has happened so far."""
         with self._lock:
@@ -451,6 +539,7 @@ class StorageIO(Resource):
                 queued_write_bytes=self._open_bytes["write"],
                 open_read_bytes=self._open_bytes["read"],
                 last_error=self._last_error,
+                is_up=self._health.is_up,
             )
 
     def close(self, timeout_s: float = 0.0) -> None:
@@ -542,7 +631,7 @@ class StorageIO(Resource):
         return ticket
 
     def _give_up(self, job: _Job) -> None:
-        """Let nobody wait for a job that is not in `_jobs` any more."""
+        """Release those who wait for a job that has left `_jobs`."""
         job.is_over = True
         if job.is_out:
             return
@@ -565,6 +654,7 @@ class StorageIO(Resource):
             if job is not None:
                 self._give_up(job)
                 self._counts["late"] += 1
+                self._note_late(job)
                 self._completions.append(Completion(ticket, job.kind, job.key, "late"))
         completions, self._completions = self._completions, collections.deque()
         for each in completions:
@@ -581,7 +671,7 @@ class StorageIO(Resource):
         return self._num_out[what] < self._num_in_flight
 
     def _next_kind(self) -> _What | None:
-        """Choose what to issue: requests wait for reads, and nobody for deletes."""
+        """Choose what to issue: requests wait for reads, none for deletes."""
         if self._queues["read"] and self._has_room("read") and not self._direct:
             return "read"
         if self._queues["probe"] and self._has_room("probe"):
@@ -604,19 +694,24 @@ class StorageIO(Resource):
             if job.is_over:
                 self._num_idle[kind] -= 1
                 continue
-            job.is_out = True
+            job.is_out, job.out_s = True, self._clock()
             jobs.append(job)
             if kind != "probe":
-                self._rates[kind].start(self._clock())
+                self._rates[kind].start(job.out_s)
         self._num_out[kind] += len(jobs)
         return jobs
 
     def _end(self, job: _Job, outcome: Outcome, **more: Any) -> None:
-        """Report a job that the store has answered, unless nobody waits for it."""
+        """Report a job that the store has answered, if a caller waits for it."""
         self._num_out[job.kind] -= 1
         num_bytes = more.get("num_bytes", 0)
+        if outcome != "failed":
+            self._health.note_answer(job.kind)
         if job.kind != "probe":
-            self._rates[job.kind].stop(self._clock(), 0 if job.is_over else num_bytes)
+            now_s = self._clock()
+            self._rates[job.kind].stop(now_s, 0 if job.is_over else num_bytes)
+            if outcome != "failed":
+                self._latencies[job.kind].append(now_s - job.out_s)
         if job.is_over:
             more["payload"] = None
         else:
@@ -645,6 +740,8 @@ class StorageIO(Resource):
         num_bytes = self.objects.object_bytes
         self._counts["written"] += 1
         self._counts["bytes written"] += num_bytes
+        if self._lister is not None:
+            self._fresh.append(job.key)
         job.payload = ()
         self._end(job, "done", num_bytes=num_bytes)
 
@@ -654,7 +751,7 @@ class StorageIO(Resource):
         payload: memoryview | Refusal | None,
         data: Piece | None,
     ) -> None:
-        """Report a read: of what was not there, what nobody checked, or what came."""
+        """Report a read: of what was not there, what was not checked, or what came."""
         if data is None:
             self._counts["missing"] += 1
             self._end(job, "missing")
@@ -662,6 +759,7 @@ class StorageIO(Resource):
             self._end(job, "late")
         elif isinstance(payload, Refusal):
             self._refused[payload.reason] += 1
+            self._health.note_refusal(payload.reason)
             if payload.is_ours:
                 self._delete([self.objects.name(job.key)])
                 self._wakes_issuers.notify()
@@ -679,6 +777,11 @@ class StorageIO(Resource):
     def _note_error(self, what: str, error: StoreError) -> None:
         self._failed[f"{what} {error.kind}"] += 1
         self._last_error = str(error)
+        self._health.note_failure(what, error.kind, str(error), self._clock())
+
+    def _note_late(self, job: _Job) -> None:
+        why = "no answer in time"
+        self._health.note_failure(job.kind, "late", why, self._clock())
 
     # What follows runs in threads of this and of the store, without the lock.
 
@@ -740,7 +843,7 @@ class StorageIO(Resource):
 
     def _get(self, jobs: list[_Job]) -> list[Future[Piece | None]]:
         names = [self.objects.name(job.key) for job in jobs]
-        return self._store.get(names, self._most_read)
+        return self._store.get(names, self.objects.object_bytes)
 
     def _put(self, jobs: list[_Job]) -> list[Future[None]]:
         items = []
@@ -772,12 +875,11 @@ class StorageIO(Resource):
         assert self._direct is not None
         try:
             name = self.objects.name(job.key)
-            answer = self._direct.read_summed(name, self._most_read, HEADER_BYTES)
-            if answer is None or job.is_over:
-                data = None if answer is None else answer.data
+            data = self._direct.read(name, self.objects.object_bytes)
+            if data is None or job.is_over:
                 return functools.partial(self._end_read, job, None, data)
-            payload = self.objects.decode(job.key, *answer)
-            return functools.partial(self._end_read, job, payload, answer.data)
+            payload = self.objects.decode(job.key, data)
+            return functools.partial(self._end_read, job, payload, data)
         except Exception as error:
             return functools.partial(self._fail, job, error)
 
@@ -786,8 +888,7 @@ class StorageIO(Resource):
         assert self._direct is not None
         try:
             name = self.objects.name(job.key)
-            item = self.objects.encode_later(job.key, job.payload)
-            self._direct.write_summed(name, item)
+            self._direct.write(name, self.objects.encode(job.key, job.payload))
             return functools.partial(self._end_written, job)
         except Exception as error:
             return functools.partial(self._fail, job, error)
@@ -825,6 +926,7 @@ class StorageIO(Resource):
             error = future.exception()
             with self._lock:
                 if error is None:
+                    self._health.note_answer("delete")
                     self._counts["deleted"] += 1
                 else:
                     self._note_error("delete", error_of(error))
@@ -885,22 +987,114 @@ class StorageIO(Resource):
         with self._lock:
             self._end_read(job, payload, data)
 
-    def _list(self) -> None:
+    def _list(self, bound: Bound | None) -> None:
+        listed = Listed(False)
+        recorded: list[Bound] = []
+        census = _Census(self._store, self.objects)
         try:
             for names in self._store.list(self.objects.folder):
                 page = ListedPage(*self.objects.keys_of(names))
+                if bound is not None:
+                    recorded += self.objects.bounds_of(names)
+                    census.add_page(page)
                 with self._lock:
                     self._wakes_waiters.wait_for(
-                        lambda: len(self._pages) < _MOST_PAGES or self._is_closed
+                        lambda: self._num_listed < _MOST_LISTED or self._is_closed
                     )
                     if self._is_closed:
                         return
                     if page.keys:
                         self._pages.append(page)
+                        self._num_listed += len(page.keys)
+            with self._lock:
+                self._health.note_answer("list")
+            listed = Listed(True)
+            if bound is not None:
+                listed = self._keep_bound(bound, recorded, census)
         except Exception as error:
             with self._lock:
                 self._note_error("list", error_of(error))
         finally:
             with self._lock:
-                self._pages.append(None)
+                self._listed = listed
                 self._wakes_waiters.notify_all()
+
+    def _keep_bound(
+        self, own: Bound, recorded: list[Bound], listing: _Census
+    ) -> Listed:
+        """Record a bound, and delete what is beyond the one that holds."""
+        bound = agreed_bound(own, recorded)
+        name = self.objects.bound_name(own)
+        stale = [each for each in recorded if each.is_owners and each != own]
+        if own.is_owners and stale:
+            names = list(map(self.objects.bound_name, stale))
+            _wait_for(self._store.delete(names))
+        # Others need not know of what is less than they know.
+        if own not in recorded and (own == bound or own.is_owners):
+            _wait_for(self._store.put([(name, [b"jaxkv\n"])]))
+        with self._lock:
+            fresh, self._fresh = self._fresh, []
+        keys = listing.oldest_first(fresh)
+        num_gone = max(0, len(keys) - bound.num_blocks)
+        gone, kept = keys[:num_gone], keys[num_gone:]
+        listing.record(kept)
+        with self._lock:
+            for key in gone:
+                self._delete(self.objects.all_names(key))
+            self._wakes_issuers.notify_all()
+        return Listed(True, bound.num_blocks, len(kept), tuple(gone))
+
+
+class _Census:
+    """What a listing has found, by the store's own times or by a recorded order."""
+
+    def __init__(self, store: BlobStore, objects: ObjectFormat) -> None:
+        self._store = store
+        self._objects = objects
+        self._blocks = Census()
+        self._has_times = isinstance(store, TimedStore)
+        self._ranks: dict[BlockKey, int] | None = None
+        self._order = b""
+
+    def add_page(self, page: ListedPage) -> None:
+        """Add what a page has."""
+        names = [
+            self._objects.name_of(key, shard)
+            for key, shard in zip(page.keys, page.shards, strict=True)
+        ]
+        times = None
+        if isinstance(self._store, TimedStore) and names:
+            times = self._store.times(names)
+        if times is None:
+            self._has_times &= not names
+            ranks = self._recorded()
+            times = [ranks.get(key, len(ranks)) for key in page.keys]
+        self._blocks.add(page.keys, times)
+
+    def oldest_first(self, fresh: Sequence[BlockKey]) -> list[BlockKey]:
+        """Give all keys, those that were written meanwhile last."""
+        self._blocks.add(fresh, [_NEWEST] * len(fresh))
+        return self._blocks.oldest_first()
+
+    def record(self, keys: Sequence[BlockKey]) -> None:
+        """Record the order of what is left, if the store has no times."""
+        order = b"".join(keys)
+        if not self._has_times and order != self._order:
+            _wait_for(self._store.put([(self._objects.order_name, [order])]))
+
+    def _recorded(self) -> dict[BlockKey, int]:
+        if self._ranks is None:
+            [found] = _wait_for(
+                self._store.get([self._objects.order_name], _MOST_ORDER_BYTES)
+            )
+            raw = self._order = bytes(found or b"")
+            starts = range(0, len(raw) - KEY_BYTES + 1, KEY_BYTES)
+            self._ranks = {
+                raw[start : start + KEY_BYTES]: rank
+                for rank, start in enumerate(starts)
+            }
+        return self._ranks
+
+
+def _wait_for(futures: Sequence[Future[Any]]) -> list[Any]:
+    return [future.result(_MOST_LIST_S) for future in futures]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import re
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import (
     Literal,
-    NamedTuple,
     Protocol,
     TypeAlias,
     TypeVar,
@@ -59,7 +59,7 @@ class BlobStore(Protocol):
     `StoreError` if the store fails. The futures' callbacks run in threads of the store.
 
     Any number of threads, processes and machines may use one place at once. The last
-    of two that put the same name wins; nobody reads a mixture.
+    of two that put the same name wins; a mixture is never read.
     """
 
     @property
@@ -72,10 +72,11 @@ class BlobStore(Protocol):
 
         Args:
             names: Their names.
-            max_bytes: Bytes that are of interest: a store may leave out what follows.
+            max_bytes: Bytes to read at most, from the first on: an object there may be
+                planted, and of any size.
 
         Returns:
-            The bytes, which nobody else holds; None where there is no such object.
+            The bytes, which the caller owns; None where there is no such object.
         """
         ...
 
@@ -111,40 +112,13 @@ class BlobStore(Protocol):
         ...
 
 
-class Summed(NamedTuple):
-    """An object that was read.
-
-    Attributes:
-        data: Its bytes, which nobody else holds.
-        payload_sum: The `checksum` of its payload.
-    """
-
-    data: memoryview
-    payload_sum: int
-
-
-class Unsealed(NamedTuple):
-    """An object to write, whose header tells the checksum of its payload.
-
-    Attributes:
-        header_bytes: Bytes of the header.
-        header: Makes it of the `checksum` of the payload.
-        payload: What comes after it. It must not change until it is written.
-    """
-
-    header_bytes: int
-    header: Callable[[int], bytes]
-    payload: memoryview
-
-
 @runtime_checkable
 class DirectStore(Protocol):
     """What a store can do besides, if a thread of the caller's may do the work.
 
-    Then a block is not handed from thread to thread. The checksum is computed while the
-    bytes are in the caches of the CPU: to fetch them again takes about as long as to
-    move them. Both calls wait for the store, may be made from any thread, and raise a
-    `StoreError` if it fails.
+    Then a block is not handed from thread to thread, and its checksum is computed while
+    its bytes are in the caches of the CPU. Both calls wait for the store, may be made
+    from any thread, and raise a `StoreError` if it fails.
     """
 
     @property
@@ -152,23 +126,39 @@ class DirectStore(Protocol):
         """How many threads to read with, and how many to write with."""
         ...
 
-    def read_summed(
-        self, name: str, max_bytes: int, header_bytes: int
-    ) -> Summed | None:
+    def read(self, name: str, max_bytes: int) -> Piece | None:
         """Read an object.
 
         Args:
             name: Its name.
             max_bytes: Bytes that are of interest.
-            header_bytes: Bytes before the payload.
 
         Returns:
-            None where there is no such object.
+            Its bytes, which the caller owns; None where there is no such object.
         """
         ...
 
-    def write_summed(self, name: str, item: Unsealed) -> None:
+    def write(self, name: str, blob: Blob) -> None:
         """Write an object, over another of the same name."""
+        ...
+
+
+@runtime_checkable
+class TimedStore(Protocol):
+    """What a store can do besides, if it knows when objects were last used."""
+
+    def times(self, names: Sequence[str]) -> Sequence[int] | None:
+        """Tell when objects were last written, or read if the store notes that.
+
+        It waits for the store, as `list` does.
+
+        Returns:
+            Microseconds since some moment, the same for all engines; 0 for an object
+            that is not there. None if this store does not tell.
+
+        Raises:
+            StoreError: The store fails.
+        """
         ...
 
 
@@ -187,7 +177,7 @@ def check_name(name: str) -> str:
 
 
 def shown_url(url: str) -> str:
-    """Give a URL as anybody may see it, without user and password.
+    """Give a URL that may be shown, without user and password.
 
     >>> shown_url("redis://me:secret@localhost:6379/0?password=secret")
     'redis://localhost:6379/0'
@@ -243,6 +233,7 @@ class MemoryStore:
         self._url = url
         self._lock = threading.Lock()
         self._blobs: dict[str, bytes] = {}
+        self._times: dict[str, int] = {}
 
     @property
     def url(self) -> str:
@@ -253,6 +244,7 @@ class MemoryStore:
         """Read objects."""
         with self._lock:
             found = [self._blobs.get(check_name(name)) for name in names]
+            self._times.update(dict.fromkeys(names, time.time_ns() // 1000))
         return [
             _done(None if blob is None else memoryview(blob)[:max_bytes])
             for blob in found
@@ -263,6 +255,7 @@ class MemoryStore:
         blobs = {check_name(name): b"".join(blob) for name, blob in items}
         with self._lock:
             self._blobs.update(blobs)
+            self._times.update(dict.fromkeys(blobs, time.time_ns() // 1000))
         return [_done(None) for _ in items]
 
     def exists(self, names: Sequence[str]) -> list[Future[bool]]:
@@ -275,6 +268,7 @@ class MemoryStore:
         with self._lock:
             for name in names:
                 self._blobs.pop(check_name(name), None)
+                self._times.pop(name, None)
         return [_done(None) for _ in names]
 
     def list(self, folder: str) -> Iterator[list[str]]:
@@ -285,8 +279,13 @@ class MemoryStore:
         for first in range(0, len(found), _PAGE):
             yield found[first : first + _PAGE]
 
+    def times(self, names: Sequence[str]) -> Sequence[int] | None:
+        """Tell when objects were last written or read."""
+        with self._lock:
+            return [self._times.get(name, 0) for name in names]
+
     def close(self) -> None:
-        """Keep everything: whoever opens the same place finds it."""
+        """Keep everything: the next to open the same place finds it."""
 
 
 _memories: weakref.WeakValueDictionary[str, MemoryStore] = weakref.WeakValueDictionary()

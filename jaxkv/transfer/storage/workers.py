@@ -1,4 +1,4 @@
-"""Threads that do what blocks, and that nobody ever has to wait for."""
+"""Threads that do what blocks, so that callers never wait."""
 
 from __future__ import annotations
 

@@ -87,11 +87,30 @@ def spoil_loads_if_asked():
 
     "zeros": each loaded block is zero when its load is over, and nobody is told.
     "failures": every second load fails, and its blocks are zero.
+    "lost tokens": what tpu-inference drops is not restored.
+    "no ids": the scheduler does not send what it is restored from.
     """
     import os
 
     fault = os.environ.get("JAXKV_VLLM_FAULT")
     if not fault:
+        return
+    if fault == "lost tokens":
+        from jaxkv.integrations.vllm.tokens import TokenRestorer
+
+        TokenRestorer._restore = lambda restorer, cached: None
+        return
+    if fault == "no ids":
+        from vllm.v1.core.sched.scheduler import Scheduler
+
+        make = Scheduler._make_cached_request_data
+
+        def make_without_ids(*args, **named):
+            made = make(*args, **named)
+            made.all_token_ids.clear()
+            return made
+
+        Scheduler._make_cached_request_data = make_without_ids
         return
     from jaxkv.integrations.vllm.worker import WorkerHalf
     from jaxkv.scheduling.worker import OffloadWorker

@@ -1,12 +1,15 @@
 """Runs a scenario in a real engine, with jaxkv or without a connector.
 
-    python -m vllm_cpu.run SCENARIO FOLDER OPTIONS
+    python -m vllm_cpu.run SCENARIOS FOLDER OPTIONS
 
-FOLDER has the models. OPTIONS is JSON: "model", the keys of "extra", null for no
-connector, and "engine", arguments of `LLM`. The last line of the output is JSON: the
-tokens and log-probabilities of each request, and what was counted.
+SCENARIOS are names with plus signs between them. They run one after the other, each
+from empty tiers. FOLDER has the models. OPTIONS is JSON: "model", the keys of "extra",
+null for no connector, and "engine", arguments of `LLM`. The output has a line of JSON
+for each scenario: the tokens and log-probabilities of each request, and what was
+counted.
 """
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -59,18 +62,24 @@ class Run:
         self.llm = LLM(**engine_arguments(folder, options))
         self.answers = []
         self.has_connector = options.get("extra") is not None
+        # How often vLLM preempted, and tokens were restored, in each part of a run.
+        self.preemptions, self.restored = [], []
+        self.counted = {}
 
-    def ask(self, prompts, salt=None, lora=None):
+    def ask(self, prompts, salt=None, lora=None, num_tokens=None):
         """Have prompts answered, all at once; return the tokens of the answers."""
         from vllm import SamplingParams
 
-        sampling = SamplingParams(
-            max_tokens=ANSWER_TOKENS,
-            temperature=0,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=1,
-        )
+        sampling = [
+            SamplingParams(
+                max_tokens=number,
+                temperature=0,
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=2,
+            )
+            for number in num_tokens or [ANSWER_TOKENS] * len(prompts)
+        ]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         for each in inputs:
             if salt is not None:
@@ -80,11 +89,20 @@ class Run:
         for output in outputs:
             (answer,) = output.outputs
             tokens = list(answer.token_ids)
-            pairs = zip(answer.logprobs, tokens, strict=True)
+            pairs = list(zip(answer.logprobs, tokens, strict=True))
             self.answers.append(
                 {
                     "tokens": tokens,
                     "logprobs": [own[token].logprob for own, token in pairs],
+                    # What else was likely there, and how likely.
+                    "rivals": [
+                        max(
+                            (other.logprob, number)
+                            for number, other in own.items()
+                            if number != token
+                        )
+                        for own, token in pairs
+                    ],
                     "cached": output.num_cached_tokens,
                 }
             )
@@ -106,15 +124,46 @@ class Run:
         while self.has_connector and self.core.scheduler.has_requests():
             self.llm.llm_engine.step()
 
-    def result(self):
-        """Return the answers, and vLLM's own metrics."""
-        counted = {
+    def count(self):
+        """Note what was preempted, and what was restored, since the last call."""
+        update = self.worker.model_runner.persistent_batch_manager.update_states
+        for counts, total in (
+            (self.preemptions, self.metrics()["vllm:num_preemptions"]),
+            (self.restored, getattr(update, "num_restored", 0)),
+        ):
+            counts.append(total - sum(counts))
+
+    def metrics(self):
+        """Return vLLM's own metrics, counted from this scenario's beginning."""
+        return {
+            name: value - self.counted.get(name, 0)
+            for name, value in self.all_metrics().items()
+        }
+
+    def all_metrics(self):
+        """Return vLLM's own metrics."""
+        return {
             metric.name: metric.value
             for metric in self.llm.get_metrics()
             if hasattr(metric, "value")
-            and ("prefix" in metric.name or "kv" in metric.name)
+            and any(part in metric.name for part in ("prefix", "kv", "preempt"))
         }
-        return {"answers": self.answers, "metrics": counted}
+
+    def result(self):
+        """Return the answers, and what was counted."""
+        return {
+            "answers": self.answers,
+            "metrics": self.metrics(),
+            "preemptions": self.preemptions,
+            "restored": self.restored,
+        }
+
+    def forget(self):
+        """Empty the tiers, and begin to count anew."""
+        self.settle()
+        assert self.llm.reset_prefix_cache(reset_connector=self.has_connector)
+        self.answers, self.preemptions, self.restored = [], [], []
+        self.counted = self.all_metrics()
 
 
 def prompts_of(seed):
@@ -133,6 +182,67 @@ def conversations(run):
             [*prompt, *answer, *rng.integers(0, 256, 9).tolist()]
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
+
+
+def under_pressure(seed, ask, is_fixed=False):
+    """Have 20 users ask three times, who leave others out of steps and preempt them.
+
+    Args:
+        seed: Of what they ask.
+        ask: Takes prompts, and how many tokens each answer has; returns the answers.
+        is_fixed: Whether what they ask does not depend on the answers.
+    """
+    rng = np.random.default_rng(seed)
+    users = range(20)
+    prompts = [rng.integers(0, 256, rng.integers(100, 220)).tolist() for _ in users]
+    for _ in range(3):
+        num_tokens = rng.integers(10, 60, len(users)).tolist()
+        answers = ask(prompts, num_tokens)
+        if is_fixed:
+            answers = [[0] * number for number in num_tokens]
+        prompts = [
+            [*prompt, *answer, *rng.integers(0, 256, 9).tolist()]
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+
+
+def pressure(run):
+    """The same for each of "seeds" seeds."""
+    for seed in range(run.options["seeds"]):
+        under_pressure(
+            seed,
+            lambda prompts, num_tokens: run.ask(prompts, num_tokens=num_tokens),
+            run.options.get("is_fixed", False),
+        )
+        run.count()
+
+
+def interruptions(run):
+    """Running requests that are preempted while their last results are on their way."""
+    from vllm import SamplingParams
+
+    engine = run.llm.llm_engine
+    sampling = SamplingParams(
+        max_tokens=40, temperature=0, ignore_eos=True, detokenize=False
+    )
+    prompts = prompts_of(0)
+    for user, prompt in enumerate(prompts):
+        engine.add_request(str(user), {"prompt_token_ids": prompt}, sampling)
+    done = {}
+    num_steps = 0
+    while len(done) < len(prompts):
+        done |= {
+            int(output.request_id): list(output.outputs[0].token_ids)
+            for output in engine.step()
+            if output.finished
+        }
+        num_steps += 1
+        if num_steps % 25 == 0 and run.options["interrupts"]:
+            # It says that it failed where blocks were on their way; all are preempted.
+            with contextlib.suppress(RuntimeError):
+                engine.reset_prefix_cache(reset_running_requests=True)
+    run.answers += [{"tokens": done[user], "logprobs": []} for user in sorted(done)]
+    run.count()
 
 
 def salts(run):
@@ -230,17 +340,28 @@ def new_weights(run):
 
 SCENARIOS = {
     scenario.__name__: scenario
-    for scenario in (conversations, salts, adapters, aborts, resets, new_weights)
+    for scenario in (
+        conversations,
+        pressure,
+        interruptions,
+        salts,
+        adapters,
+        aborts,
+        resets,
+        new_weights,
+    )
 }
 
 
 def main():
-    """Run a scenario."""
-    name, folder, options = sys.argv[1:]
+    """Run scenarios."""
+    names, folder, options = sys.argv[1:]
     run = Run(Path(folder), json.loads(options))
-    SCENARIOS[name](run)
-    result = run.result()
-    print("RESULT " + json.dumps(result), flush=True)
+    for number, name in enumerate(names.split("+")):
+        if number:
+            run.forget()
+        SCENARIOS[name](run)
+        print("\nRESULT " + json.dumps(run.result()), flush=True)
 
 
 if __name__ == "__main__":

@@ -96,17 +96,18 @@ def converse(engine, seed):
     return answers
 
 
-@pytest.mark.parametrize("with_storage", [False, True])
-@pytest.mark.parametrize("load_in_step", [False, True])
 @pytest.mark.parametrize(
-    ("name", "mode", "policy", "seeds"),
+    ("name", "mode", "policy", "seeds", "load_in_step", "with_storage"),
     [
-        ("full", "lazy", "arc", range(2)),
-        ("hybrid", "eager", "lru", range(2)),
-        ("hybrid", "lazy", "hazard", range(1)),
-        ("full", "eager", "slru", range(1)),
+        ("full", "lazy", "arc", range(1), False, False),
+        ("full", "eager", "slru", range(1), True, True),
+        ("hybrid", "eager", "lru", range(1), False, True),
+        ("hybrid", "lazy", "hazard", range(1), True, False),
         *(
-            pytest.param(*case, range(12 * i, 12 * i + 12), marks=pytest.mark.long)
+            pytest.param(
+                *case, range(12 * i, 12 * i + 12), *ways, marks=pytest.mark.long
+            )
+            for ways in itertools.product((False, True), repeat=2)
             for i, case in enumerate(CASES)
         ),
     ],

@@ -15,9 +15,9 @@ from jaxkv.tools.demo.model import (
     ModelConfig,
     init_pool,
     paged_hidden,
-    reference_forward,
 )
 from jaxkv.tools.demo.steps import Steps, make_steps
+from tests.reference.transformer import reference_forward
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 60
@@ -25,6 +25,7 @@ CHUNK = 8
 SMALL = ModelConfig(
     num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48
 )
+
 VARIANTS = {
     "full": SMALL,
     "window": dataclasses.replace(SMALL, layers="window", window_tokens=6),

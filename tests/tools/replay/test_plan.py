@@ -207,7 +207,7 @@ def test_what_returns_is_what_a_set_of_all_blocks_has():
 
 
 def choose_plainly(demand, rows):
-    """The rule of docs/plan.md in other words: the reason, the size, the policy."""
+    """The rule of docs/sizing.md in other words: the reason, the size, the policy."""
     kept = [r for r in rows if r.store_use is None or r.store_use <= 1]
     if kept:
         best = max(r.saved_s for r in kept)

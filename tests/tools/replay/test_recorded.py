@@ -81,7 +81,7 @@ def test_a_file_between_two_others_is_missed(tmp_path):
         for number in (2, 3, 6)
     ]
     (note,) = read_trace(paths).recording.notes
-    assert note == "2 of the files between the first and the last one are not there."
+    assert note == "2 of the files between the first and the last one are missing."
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
@@ -125,6 +125,9 @@ def test_a_bad_line_elsewhere_is_an_error(tmp_path):
         ({"format": "jaxkv trace 9"}, {}, "this version of jaxkv reads .jaxkv trace 1"),
         ({"block_size": 0}, {}, "recorded in blocks of 0 tokens"),
         ({"block_size": "4"}, {}, "'block_size' must be a number of tokens"),
+        ({"device_blocks": {"a": 1}}, {}, "'device_blocks' must be a number of blocks"),
+        ({"host_blocks": "8"}, {}, "'host_blocks' must be a number of blocks"),
+        ({"policy": ["lru"]}, {}, "'policy' must be a name"),
         ({"part": -1}, {}, "'part' must be a number of files"),
         ({}, {"device": -1}, "'device' must be a number of tokens"),
         ({}, {"host": 1.5}, "'host' must be a number of tokens"),
@@ -182,7 +185,7 @@ def test_the_command_tells_what_the_run_had_found(tmp_path, capsys, plain_output
     out = capsys.readouterr().out
     assert "4 tokens on the device (19.05%), 4 tokens on the host (19.05%); " in out
     assert "lru, 8 host blocks, 5 device blocks" in out
-    assert "3 requests, which could not be recorded" in out
+    assert "3 requests that could not be recorded" in out
     assert f"{two} ends within a line" in out
     assert "21 in blocks of 4" in out
     assert json.loads(figures.read_text())["recording"] == {

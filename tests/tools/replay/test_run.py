@@ -181,7 +181,7 @@ def test_tokens_are_no_limit_where_nobody_knows_how_many_a_block_has():
     "name", ["store_threshold", "max_unseen_blocks", "max_offload_tokens"]
 )
 def test_an_admission_with_too_small_a_number_is_refused(name):
-    with pytest.raises(ValueError, match=f"{name}=-1 must be at least"):
+    with pytest.raises(ValueError, match=f"{name}=-1 must be a whole number from"):
         Admission(**{name: -1})
 
 

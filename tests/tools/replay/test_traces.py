@@ -2,12 +2,18 @@
 
 import gzip
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
 
 from jaxkv.tools.replay.synthetic import make_synthetic_trace
-from jaxkv.tools.replay.traces import TraceError, make_trace, read_trace
+from jaxkv.tools.replay.traces import (
+    TraceError,
+    _open_lines,
+    make_trace,
+    read_trace,
+)
 from jaxkv.types import STOPS
 
 MOONCAKE = [
@@ -129,6 +135,19 @@ def test_a_bad_line_is_named(tmp_path, line, reason):
     assert message.startswith(f"{path}:3: ")
     assert reason in message
     assert len(message) < len(str(path)) + 150
+
+
+def test_a_line_without_end_in_a_small_gzip_file_is_not_read_as_a_whole(tmp_path):
+    path = tmp_path / "a.jsonl.gz"
+    member = gzip.compress(b" " * (1 << 20), mtime=0)
+    path.write_bytes(gzip.compress(b'{"t": 0\n') + 600 * member)
+    tracemalloc.start()
+    try:
+        with pytest.raises(TraceError, match=r"gz:2: has more than 67108864 char"):
+            list(_open_lines(path))
+        assert tracemalloc.get_traced_memory()[1] < 300 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

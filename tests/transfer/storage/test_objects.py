@@ -157,11 +157,6 @@ def test_the_checksum_of_payloads_of_all_sizes_is_that_of_the_package(num_bytes)
     expected = xxhash.xxh3_64_intdigest(padded)
     assert int.from_bytes(data[160:168], "little") == expected
     assert bytes(objects.decode(KEY, data)) == payload
-    # The same if it is told to both.
-    later = objects.encode_later(KEY, [payload[:1], payload[1:]])
-    assert later.header(expected) + bytes(later.payload) == data
-    assert bytes(objects.decode(KEY, data, expected)) == payload
-    assert objects.decode(KEY, data, expected ^ 1) == Refusal("checksum", True)
 
 
 def test_the_format_does_not_change_without_notice():

@@ -300,7 +300,6 @@ def test_what_was_cancelled_is_not_reported(faulty):
     [
         (lambda data: data[:-1], "torn", True),
         (lambda data: b"", "torn", True),
-        (lambda data: data + b"x", "checksum", True),
         (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "checksum", True),
         (lambda data: b"something else", "foreign", False),
         (lambda data: bytes(len(data)), "foreign", False),
@@ -326,6 +325,21 @@ def test_what_is_not_right_is_refused_and_deleted_if_it_is_ours(
             assert storage.stats.num_deleted == 0
         write_all(storage, 1)
         assert bytes(read_all(storage, 1)[0].payload) == payload(1)
+
+
+@pytest.mark.parametrize("has_block", [True, False])
+def test_a_planted_object_of_any_size_is_read_as_far_as_a_block_goes(store, has_block):
+    with StorageIO(store, BLOCKS) as storage:
+        write_all(storage, 1)
+        name = BLOCKS.name(key(1))
+        data = bytes(store.get([name], 1000)[0].result(60)) if has_block else b""
+        store.put([(name, [data, bytes(1 << 20)])])[0].result(60)
+        (read,) = read_all(storage, 1)
+        assert read.num_bytes == OBJECT
+        if has_block:
+            assert bytes(read.payload) == payload(1)
+        else:
+            assert (read.outcome, read.reason) == ("refused", "foreign")
 
 
 def test_deleted_blocks_are_gone_and_can_be_written_again(store):
@@ -369,9 +383,9 @@ def test_a_probe_wants_the_objects_of_all_shards(store):
 
 
 def take_all_pages(storage):
-    pages, has_ended = [], False
-    while not has_ended:
-        more, has_ended = storage.take_pages(2)
+    pages, ended = [], None
+    while ended is None:
+        more, ended = storage.take_pages(100)
         pages += more
     return sorted(
         pair for page in pages for pair in zip(page.keys, page.shards, strict=True)
@@ -490,6 +504,13 @@ def test_nothing_begins_after_close():
     ]
     storage.delete([key(1)])
     assert storage.wait() == []
+
+
+def test_reads_that_have_no_room_are_counted_as_failed():
+    storage = StorageIO(MemoryStore(), BLOCKS)
+    storage.close()
+    storage.submit_reads([key(1), key(2)], FOREVER)
+    assert storage.stats.failed == {"read busy": 2}
 
 
 @pytest.mark.parametrize("num_bytes", [SIZE - 1, SIZE + 1, 0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pathlib
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +19,7 @@ from jaxkv.tools.bench.compiled.records import (
     rows_of,
 )
 from jaxkv.tools.bench.compiled.run import CompileRecord
-from jaxkv.tools.console import make_console, make_table, print_lines
+from jaxkv.tools.console import make_console, print_lines, print_table
 from jaxkv.tools.machine import versions
 
 MARKERS = ("<!-- jaxkv bench compile -->", "<!-- end of jaxkv bench compile -->")
@@ -53,13 +54,11 @@ def print_results(record: CompileRecord) -> None:
     for target in record.config.targets:
         chosen = [row for row in rows if row.target == target.name]
         if chosen:
-            say()
-            console.print(_table(target.device, chosen))
+            _print_programs(target.device, chosen)
     say()
     for line in _notes(record):
         say(line, style="dim")
-    say()
-    console.print(_block_table(block_costs(record.results)))
+    _print_costs(block_costs(record.results))
     if record.broken:
         say()
         say("Broken bounds", style="bold")
@@ -93,21 +92,21 @@ def broken_lines(rows: Iterable[Row]) -> list[str]:
     return lines
 
 
-def _table(title: str, rows: Sequence[Row]) -> Any:
-    table = make_table()
-    table.add_column(title, style="bold", no_wrap=True)
-    for name in ("bytes", "temp", "kernels", "alias", "host", "coll.", "leaf", "s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    pool = None
-    for row in rows:
-        if row.pool != pool:
-            pool = row.pool
-            table.add_row()
-            table.add_row(pool)
-        mark = "!" if row.is_broken else " "
-        style = "red" if row.is_broken else None
-        table.add_row(f"{mark} {_name(row)}", *_cells(row), style=style)
-    return table
+def _print_programs(title: str, rows: Sequence[Row]) -> None:
+    names = "bytes", "temp", "kernels", "alias", "host", "coll.", "leaf", "s"
+
+    def row(program: Row) -> list[str]:
+        mark = "!" if program.is_broken else " "
+        return [f"{mark} {_name(program)}", *_cells(program)]
+
+    print_table(
+        (title, *names),
+        (
+            (pool, map(row, own))
+            for pool, own in itertools.groupby(rows, lambda program: program.pool)
+        ),
+        style_of=lambda label: "red" if label.startswith("!") else None,
+    )
 
 
 def _cells(row: Row) -> list[str]:
@@ -137,18 +136,11 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _block_table(costs: Sequence[BlockCost]) -> Any:
-    table = make_table()
-    table.add_column("What a block costs", style="bold", no_wrap=True)
-    for name in ("bytes", "device", "host", "blocks", "save", "load"):
-        table.add_column(name, justify="right", no_wrap=True)
-    target = None
-    for cost in costs:
-        if cost.target != target:
-            target = cost.target
-            table.add_row()
-            table.add_row(target)
-        table.add_row(
+def _print_costs(costs: Sequence[BlockCost]) -> None:
+    names = "bytes", "device", "host", "blocks", "save", "load"
+
+    def row(cost: BlockCost) -> tuple[str, ...]:
+        return (
             f"  {cost.pool}",
             _size(cost.block_bytes),
             _size(cost.device_bytes),
@@ -157,7 +149,14 @@ def _block_table(costs: Sequence[BlockCost]) -> Any:
             _time(cost.save_s),
             _time(cost.load_s),
         )
-    return table
+
+    print_table(
+        ("What a block costs", *names),
+        (
+            (target, map(row, own))
+            for target, own in itertools.groupby(costs, lambda cost: cost.target)
+        ),
+    )
 
 
 def _notes(record: CompileRecord) -> list[str]:

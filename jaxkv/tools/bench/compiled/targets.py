@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from typing import Literal, TypeAlias
 
 from jaxkv._util import did_you_mean
+from jaxkv._util.extras import missing_packages
 
 Backend: TypeAlias = Literal["tpu", "gpu", "cpu"]
 
@@ -43,10 +43,7 @@ TARGETS = (
 THIS_CPU = Target("cpu", "this machine's CPU", "cpu")
 """Needs nothing to be installed; nobody's accelerator."""
 
-_EXTRAS: dict[Backend, tuple[str, str]] = {
-    "tpu": ("aot-tpu", "libtpu"),
-    "gpu": ("aot-gpu", "jax_cuda12_plugin"),
-}
+_EXTRAS: dict[Backend, str] = {"tpu": "aot-tpu", "gpu": "aot-gpu"}
 
 _ENVIRONMENT: dict[Backend, dict[str, str]] = {
     # libtpu would look for a TPU, and for the server that describes its machine.
@@ -87,10 +84,8 @@ def parse_target(text: str) -> Target:
 
 def missing_extra(target: Target) -> str | None:
     """Return the extra of jaxkv to install for a target; None if nothing is missing."""
-    if target.backend not in _EXTRAS:
-        return None
-    extra, module = _EXTRAS[target.backend]
-    return None if importlib.util.find_spec(module) else extra
+    extra = _EXTRAS.get(target.backend)
+    return extra if extra and missing_packages(extra) else None
 
 
 def environment(backend: Backend) -> dict[str, str]:

@@ -1,0 +1,265 @@
+"""What does the transfer engine cost the thread that owns it?
+
+Processor time of the calling thread, not the time until the bytes are there:
+
+- save, load: the calls that begin to move a piece, 8 MiB of all leaves together;
+- write: the `advance` that writes a landed load into the pool (staged alone);
+- report: the `poll` that reports it;
+- advance, poll: with nothing in flight;
+- saves, loads: 128 MiB in one call and `drain`, per GiB, with extents of the size that
+  the engine takes for a tier of 1 GiB.
+
+XLA:CPU copies some bytes in the calling thread, which accelerators do not. So all is
+measured with blocks of a 128th of the size, too ("small"), which move next to nothing
+in as many pieces: what full ones take above that is their bytes. Several
+devices are those of ``--xla_force_host_platform_device_count``.
+
+With `--beside CHECKOUT` another version is measured by turns with this one, each in a
+process of its own.
+
+    python benchmarks/engine_thread.py [--beside CHECKOUT] [--devices N ...]
+        [--leaves N ...] [--modes MODE ...] [--rounds R] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+HERE = pathlib.Path(__file__).resolve()
+PIECE_BYTES = 8 << 20
+PIECE_BLOCKS = 16
+MOVED_BLOCKS = 256
+TIER_BLOCKS = 2048
+SMALLER = {"full": 1, "small": 128}
+CALLS = 10
+
+
+def clocked(call: Callable[..., Any], *args: Any) -> tuple[Any, float]:
+    """Call; give the answer and the processor time of this thread in us."""
+    start_s = time.thread_time()
+    answer = call(*args)
+    return answer, 1e6 * (time.thread_time() - start_s)
+
+
+class Case:
+    """A pool and two engines, of pieces of 8 MiB and of the engine's choice.
+
+    Args:
+        num_devices: Devices that the pool is spread over.
+        num_leaves: Its leaves.
+        mode: Of the engines.
+        size: Whether blocks are ``"full"`` or ``"small"``.
+        full: With small blocks, the case with full ones, whose extents they follow.
+
+    Attributes:
+        extent_bytes: Of an extent of the engine's choice.
+    """
+
+    def __init__(
+        self,
+        num_devices: int,
+        num_leaves: int,
+        mode: Any,
+        size: str,
+        full: Case | None,
+    ) -> None:
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import NamedSharding
+
+        from jaxkv.transfer import TransferEngine
+        from jaxkv.transfer.memory import partition_spec
+
+        place: Any = jax.devices()[0]
+        if num_devices > 1:
+            mesh = jax.make_mesh((num_devices,), ("model",))
+            place = NamedSharding(mesh, partition_spec(None, "model"))
+        row_bytes = PIECE_BYTES // PIECE_BLOCKS // num_leaves // SMALLER[size]
+        leaf = jnp.ones((MOVED_BLOCKS, 8, max(1, row_bytes // 16)), jnp.bfloat16)
+        self.pool = [jax.device_put(leaf + 1, place) for _ in range(num_leaves)]
+        block_bytes = num_leaves * leaf.nbytes // MOVED_BLOCKS
+        self.piece = TransferEngine(
+            self.pool,
+            8 * PIECE_BLOCKS,
+            mode=mode,
+            extent_bytes=PIECE_BLOCKS * block_bytes,
+        )
+        self.piece.warm_up()
+        extent_bytes = None
+        if size == "small":
+            assert full is not None
+            extent_bytes = full.extent_bytes // SMALLER[size]
+        self.large = TransferEngine(
+            self.pool, TIER_BLOCKS, mode=mode, extent_bytes=extent_bytes
+        )
+        self.large.warm_up()
+        self.large.save(self.pool, [0], [0])
+        self.extent_bytes: int = self.large.bytes_in_flight
+        self.pool, _ = self.large.drain(self.pool)
+        self.gib = MOVED_BLOCKS * block_bytes * SMALLER[size] / (1 << 30)
+        self.turn = 0
+
+    def time_pieces(self) -> dict[str, float]:
+        """Move pieces; give the medians in us."""
+        engine = self.piece
+        names = "save", "load", "write", "report", "advance", "poll"
+        times: dict[str, list[float]] = {name: [] for name in names}
+        device_ids = list(range(PIECE_BLOCKS))
+        for _ in range(CALLS):
+            self.turn += 1
+            host_ids = [PIECE_BLOCKS * (self.turn % 8) + n for n in device_ids]
+            _, save_us = clocked(engine.save, self.pool, device_ids, host_ids)
+            self._wait(times["report"])
+            (self.pool, ticket), load_us = clocked(
+                engine.load, self.pool, host_ids, device_ids
+            )
+            write_us = 0.0
+            while engine.is_waiting(ticket):
+                time.sleep(0.002)
+                self.pool, write_us = clocked(engine.advance, self.pool)
+            self._wait(times["report"])
+            self.pool, advance_us = clocked(engine.advance, self.pool)
+            _, poll_us = clocked(engine.poll)
+            for name, took_us in (
+                ("save", save_us),
+                ("load", load_us),
+                ("write", write_us),
+                ("advance", advance_us),
+                ("poll", poll_us),
+            ):
+                times[name].append(took_us)
+        return {name: statistics.median(each) for name, each in times.items()}
+
+    def _wait(self, report_us: list[float]) -> None:
+        done: list[Any] = []
+        while not done:
+            time.sleep(0.002)
+            done, took_us = clocked(self.piece.poll)
+        report_us.append(took_us)
+
+    def time_many(self) -> dict[str, float]:
+        """Move many blocks; give the ms for each GiB (of full blocks)."""
+        engine = self.large
+        device_ids = list(range(MOVED_BLOCKS))
+        start = MOVED_BLOCKS * (self.turn % (TIER_BLOCKS // MOVED_BLOCKS))
+        host_ids = list(range(start, start + MOVED_BLOCKS))
+        self.turn += 1
+        _, save_us = clocked(engine.save, self.pool, device_ids, host_ids)
+        (self.pool, _), saves_us = clocked(engine.drain, self.pool)
+        (self.pool, _), load_us = clocked(engine.load, self.pool, host_ids, device_ids)
+        (self.pool, _), loads_us = clocked(engine.drain, self.pool)
+        return {
+            "saves": (save_us + saves_us) / 1e3 / self.gib,
+            "loads": (load_us + loads_us) / 1e3 / self.gib,
+        }
+
+
+def serve(checkout: str, num_devices: int) -> None:
+    """Measure one version: a case for each line of stdin, its times as a line."""
+    sys.path.insert(0, checkout)
+    import jaxkv
+
+    assert pathlib.Path(checkout) in pathlib.Path(str(jaxkv.__file__)).parents
+    case: Case | None = None
+    now = ""
+    for line in sys.stdin:
+        if line != now:
+            leaves, mode, size = json.loads(line)
+            case = Case(num_devices, leaves, mode, size, case)
+            case.time_pieces()
+            case.time_many()
+            now = line
+        assert case is not None
+        print(json.dumps(case.time_pieces() | case.time_many()), flush=True)
+
+
+def start(checkout: pathlib.Path, num_devices: int) -> subprocess.Popen[str]:
+    """Start a process that measures one version."""
+    flag = f"--xla_force_host_platform_device_count={num_devices}"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
+    return subprocess.Popen(
+        [sys.executable, str(HERE), "--serve", str(checkout), str(num_devices)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+    )
+
+
+def ask(process: subprocess.Popen[str], *case: Any) -> dict[str, float]:
+    """Have a process measure a case once."""
+    assert process.stdin
+    assert process.stdout
+    print(json.dumps(case), file=process.stdin, flush=True)
+    times: dict[str, float] = json.loads(process.stdout.readline())
+    return times
+
+
+def main() -> None:
+    """Measure, print the figures and write them if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--beside", type=pathlib.Path, metavar="CHECKOUT")
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--leaves", type=int, nargs="+", default=[4, 32, 80])
+    parser.add_argument("--modes", nargs="+", default=["staged", "fused"])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", metavar="FILE", help="write the figures here")
+    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.serve[0], int(args.serve[1]))
+        return
+    checkouts = {"here": HERE.parent.parent}
+    if args.beside:
+        checkouts["beside"] = args.beside.resolve()
+    rows: list[dict[str, Any]] = []
+    print("us a call (saves, loads: ms a GiB), medians; quartiles of save and load")
+    for devices in args.devices:
+        versions = {name: start(path, devices) for name, path in checkouts.items()}
+        for leaves, mode, size in itertools.product(args.leaves, args.modes, SMALLER):
+            rounds: dict[str, list[dict[str, float]]] = {name: [] for name in versions}
+            for _ in range(args.rounds):
+                for name, process in versions.items():
+                    rounds[name].append(ask(process, leaves, mode, size))
+            for name, each in rounds.items():
+                quartiles = {
+                    what: statistics.quantiles([times[what] for times in each], n=4)
+                    for what in each[0]
+                }
+                row = {"version": name, "devices": devices, "leaves": leaves}
+                rows.append({**row, "mode": mode, "size": size, "quartiles": quartiles})
+                print(
+                    f"{devices} devices {leaves:2} leaves {mode:6} {size:5} {name:6} ",
+                    *(f"{what} {of[1]:.1f}" for what, of in quartiles.items()),
+                    *(
+                        f"[{of[0]:.0f}, {of[2]:.0f}]"
+                        for what, of in quartiles.items()
+                        if what in ("save", "load")
+                    ),
+                    flush=True,
+                )
+        for process in versions.values():
+            assert process.stdin
+            process.stdin.close()
+            process.wait()
+    if args.json:
+        sys.path.insert(0, str(HERE.parent.parent))
+        from jaxkv.tools.machine import machine
+
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump({"machine": machine(), "rounds": args.rounds, "rows": rows}, file)
+            file.write("\n")
+
+
+if __name__ == "__main__":
+    main()

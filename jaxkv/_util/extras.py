@@ -1,0 +1,54 @@
+"""What the extras of pyproject.toml need, and how to install it.
+
+Messages name the packages, not ``jaxkv[EXTRA]``: no package index has jaxkv yet.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Mapping
+
+EXTRAS: Mapping[str, Mapping[str, str]] = {
+    "events": {"zmq": "pyzmq>=26", "msgspec": "msgspec>=0.18"},
+    "metrics": {"prometheus_client": "prometheus_client>=0.20"},
+    "demo": {
+        "flax": "flax>=0.12",
+        "rich": "rich>=13",
+        "matplotlib": "matplotlib>=3.9",
+    },
+    "storage": {"tensorstore": "tensorstore>=0.1.86"},
+    "redis": {"redis": "redis>=5.1"},
+}
+"""For each extra that adds a feature, its modules and the requirement behind each."""
+
+PLATFORMS: Mapping[str, Mapping[str, str]] = {
+    "cuda12": {"jax_cuda12_plugin": "jax[cuda12]>=0.10"},
+    "tpu": {"libtpu": "jax[tpu]>=0.10"},
+    "aot-tpu": {"libtpu": "jax[tpu]>=0.10"},
+    "aot-gpu": {"jax_cuda12_plugin": "jax[cuda12-local]>=0.10"},
+}
+"""The same for extras that add an accelerator, or its compiler."""
+
+
+def missing_packages(extra: str) -> tuple[str, ...]:
+    """Return the names of an extra's packages that are not installed."""
+    return tuple(
+        re.split(r"[\[>]", requirement)[0]
+        for module, requirement in _modules_of(extra).items()
+        if importlib.util.find_spec(module) is None
+    )
+
+
+def pip_install(extra: str) -> str:
+    """Return the command that installs what an extra needs.
+
+    >>> pip_install("events")
+    'pip install "pyzmq>=26" "msgspec>=0.18"'
+    """
+    requirements = _modules_of(extra).values()
+    return " ".join(["pip install", *(f'"{each}"' for each in requirements)])
+
+
+def _modules_of(extra: str) -> Mapping[str, str]:
+    return EXTRAS[extra] if extra in EXTRAS else PLATFORMS[extra]

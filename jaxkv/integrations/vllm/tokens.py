@@ -1,0 +1,240 @@
+"""Restores the tokens that tpu-inference drops with asynchronous scheduling.
+
+**The loss**, in ``tpu_inference/runner/`` of 0.32.0, with or without a connector:
+
+1. A step samples a token of a request. The host does not have it yet, so
+   ``TPUModelRunner._update_placeholder`` appends 0 to the request's
+   ``CachedRequestState.output_token_ids`` in its place.
+2. The next step leaves the request out, because the budget of tokens is spent or the
+   request is preempted. ``PersistentBatchManager.update_states`` removes it from
+   ``input_batch``, and keeps its ``CachedRequestState``.
+3. In the same step ``_modify_prev_results`` fetches the sampled tokens, and skips each
+   request that is not in ``input_batch``. The 0 stays. The results of this step then
+   replace the only record of the token, ``_pre_async_results``.
+4. When the request is scheduled again, ``InputBatch.add_request`` copies
+   ``output_token_ids``, 0 included, to the input of the model, and no substitution on
+   the device applies, as the request was not in the last step.
+
+vLLM's scheduler has the right token, so the answer shows it, but all that follows is
+computed from token 0, in blocks with the hashes of the right tokens, which the prefix
+cache and any host tier then serve to others.
+
+A second loss has the same root. ``reset_prefix_cache(reset_running_requests=True)``
+preempts requests whose last results are still on their way, vLLM drops these results,
+and the very next step may resume the requests. Then ``_modify_prev_results`` finds them
+in the batch, and writes the dropped token over the last one that is valid; later a
+failed assertion may end the engine.
+
+**The cure**: vLLM sends all tokens of each request that was not in the last step
+(``CachedRequestData.all_token_ids``), which is each that the runner adds again.
+`TokenRestorer` wraps ``update_states`` and takes the outputs from there before the
+original runs, and withdraws such a request from the results that are on their way.
+
+**Agreement of the halves**: each makes its `ConnectorConfig` from the same
+``VllmConfig``, and both refuse to start unless `missing_features` finds nothing missing
+in the packages of their own process. The worker's half then raises unless the runner
+that it gets has the same, so an engine that schedules asynchronously has the cure.
+
+**If ids stop coming**, `TokenRestorer` raises before it changes anything, and vLLM ends
+the engine. No load can fail in place of this: ids come when a request runs again, its
+load is over by then, and a request that was only left out had none. vLLM's recovery
+from a failed load would not help either, as it computes the blocks again from the
+runner's tokens, which are those that are wrong.
+
+What would fix it in tpu-inference: in ``_modify_prev_results``, replace the placeholder
+in ``req_state.output_token_ids`` also where the request is not in the batch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import logging
+from collections.abc import Collection
+from typing import Any
+
+_LOG = logging.getLogger("jaxkv")
+
+# Module, callable, and the parameters that it must have; a dataclass has its fields.
+_NEEDED = (
+    (
+        "tpu_inference.runner.persistent_batch_manager",
+        "PersistentBatchManager.update_states",
+        ("scheduler_output",),
+    ),
+    (
+        "tpu_inference.runner.input_batch",
+        "CachedRequestState",
+        ("prompt_token_ids", "output_token_ids"),
+    ),
+    (
+        "tpu_inference.runner.tpu_runner",
+        "AsyncPreResults",
+        ("request_seq_lens", "placeholder_req_id_to_index"),
+    ),
+    (
+        "vllm.v1.core.sched.output",
+        "CachedRequestData",
+        ("req_ids", "resumed_req_ids", "num_output_tokens", "all_token_ids"),
+    ),
+)
+
+# Of a runner, each with what the one before it has to have.
+_NEEDED_OF_RUNNER = (
+    "_pre_async_results",
+    "persistent_batch_manager.update_states",
+    "persistent_batch_manager.requests",
+    "persistent_batch_manager.input_batch.req_id_to_index",
+)
+
+
+def loses_tokens(vllm_config: Any) -> bool:
+    """Whether tokens are lost, unless they are restored.
+
+    That is with asynchronous scheduling and a runner of tpu-inference.
+    """
+    # vLLM replaces None, its default, before it makes a connector. Versions that leave
+    # it None, or lack it, schedule synchronously.
+    is_async = getattr(vllm_config.scheduler_config, "async_scheduling", None)
+    return bool(is_async) and has_tpu_inference()
+
+
+def has_tpu_inference() -> bool:
+    """Whether tpu-inference is installed."""
+    return importlib.util.find_spec("tpu_inference") is not None
+
+
+def missing_features() -> list[str]:
+    """Return what `TokenRestorer` needs and the installed packages do not have."""
+    missing = []
+    for module, path, names in _NEEDED:
+        try:
+            found: Any = importlib.import_module(module)
+        except ImportError as error:
+            missing.append(f"{module} ({error})")
+            continue
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        if found is None:
+            missing.append(f"{module}.{path}")
+            continue
+        has = inspect.signature(found).parameters
+        missing += [f"{module}.{path}: {name}" for name in names if name not in has]
+    return missing
+
+
+class TokenRestorer:
+    """Stands in for ``update_states`` of a runner, and restores tokens before it.
+
+    Args:
+        runner: tpu-inference's ``TPUModelRunner``.
+
+    Attributes:
+        num_restored: How often tokens of a request were wrong so far.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._manager = runner.persistent_batch_manager
+        self._update_states = self._manager.update_states
+        self.num_restored = 0
+
+    @classmethod
+    def install(cls, runner: Any) -> TokenRestorer:
+        """Wrap the ``update_states`` of a runner, unless that was done before.
+
+        Returns:
+            What wraps it now.
+
+        Raises:
+            ValueError: The runner lacks what is needed.
+        """
+        missing = []
+        for path in _NEEDED_OF_RUNNER:
+            owner: Any = runner
+            for name in path.split("."):
+                if not hasattr(owner, name):
+                    missing.append(path)
+                    break
+                owner = getattr(owner, name)
+        if missing:
+            raise ValueError(refusal([f"{type(runner).__name__}.{missing[0]}"]))
+        manager = runner.persistent_batch_manager
+        installed = manager.update_states
+        if not isinstance(installed, cls):
+            installed = manager.update_states = cls(runner)
+            _LOG.info(
+                "asynchronous scheduling: tokens that tpu-inference drops are restored "
+                "from what vLLM's scheduler sends (restore_tokens=false refuses "
+                "asynchronous scheduling instead)"
+            )
+        return installed
+
+    def __call__(self, scheduler_output: Any, *args: Any, **named: Any) -> Any:
+        """Restore the tokens of requests that are added again, and go on."""
+        self._restore(scheduler_output.scheduled_cached_reqs)
+        return self._update_states(scheduler_output, *args, **named)
+
+    def _restore(self, cached: Any) -> None:
+        manager = self._manager
+        in_batch = manager.input_batch.req_id_to_index
+        outputs = {
+            request_id: self._outputs_of(cached, request_id, num_outputs)
+            for request_id, num_outputs in zip(
+                cached.req_ids, cached.num_output_tokens, strict=True
+            )
+            if request_id not in in_batch or request_id in cached.resumed_req_ids
+        }
+        for request_id, right in outputs.items():
+            found = manager.requests[request_id].output_token_ids
+            self.num_restored += found[: len(right)] != right
+            found[:] = right  # The batch may share the list.
+        self._withdraw(outputs)
+
+    def _outputs_of(self, cached: Any, request_id: str, num_outputs: int) -> list[int]:
+        """Return the outputs of a request as the scheduler knows them.
+
+        Raises:
+            RuntimeError: It did not send them.
+        """
+        if not num_outputs:
+            return []
+        num_prompt = len(self._manager.requests[request_id].prompt_token_ids)
+        ids = cached.all_token_ids.get(request_id, ())
+        if len(ids) != num_prompt + num_outputs:
+            raise RuntimeError(
+                f"request {request_id!r} runs again after a step without it, and "
+                f"vLLM's scheduler sent {len(ids)} token ids instead of those of its "
+                f"{num_prompt} prompt and {num_outputs} output tokens: tpu-inference "
+                "may have dropped the last one, and all that follows would be wrong. "
+                "Restart with --no-async-scheduling (async_scheduling=False)."
+            )
+        return list(ids[num_prompt:])
+
+    def _withdraw(self, request_ids: Collection[str]) -> None:
+        """Drop results on their way that belong to what requests were before."""
+        results = self._runner._pre_async_results
+        if results is None:
+            return
+        stale = [
+            request_id
+            for request_id in request_ids
+            if results.placeholder_req_id_to_index.pop(request_id, None) is not None
+        ]
+        if stale:
+            results.request_seq_lens = [
+                entry
+                for entry in results.request_seq_lens
+                if entry[1].req_id not in stale
+            ]
+
+
+def refusal(missing: list[str]) -> str:
+    """Say why asynchronous scheduling is refused."""
+    return (
+        "async_scheduling=True gives wrong tokens with tpu-inference: a request that "
+        "is left out of a step continues from token 0 instead of its last token, and "
+        f"the host tier would keep the KV of it. To restore them, {', '.join(missing)} "
+        "is missing. Add --no-async-scheduling (async_scheduling=False)."
+    )

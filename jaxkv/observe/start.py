@@ -1,0 +1,61 @@
+"""What a log is told when offloading begins: one line, the same for all engines."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from jaxkv._util import rounded_size
+from jaxkv.scheduling.storage_worker import StorageWorker
+from jaxkv.transfer import TransferEngine
+
+_log = logging.getLogger(__name__)
+
+
+def log_start(
+    engine: TransferEngine,
+    *,
+    policy: str,
+    executor: str = "native",
+    storage: StorageWorker | None = None,
+    num_storage_blocks: int = 0,
+    storage_write: str = "",
+    about: str = "",
+    ports: Sequence[str] = (),
+) -> None:
+    """Log, at INFO, what offloading has been set up with.
+
+    Args:
+        engine: Has the host blocks.
+        policy: The name of the cache policy.
+        executor: What runs it.
+        storage: The store behind the host; None for none.
+        num_storage_blocks: Host blocks that it may hold.
+        storage_write: Which blocks are written to it.
+        about: What must be the same for other engines to find them there.
+        ports: What is served, and where.
+    """
+    store = "no storage"
+    if storage is not None:
+        own = storage.storage_io
+        store = (
+            f"storage {own.url} for {num_storage_blocks:,} blocks of "
+            f"{rounded_size(storage.object_bytes)}, written {storage_write}, in "
+            f"{own.objects.folder}"
+        )
+        if about:
+            store += (
+                f" (engines share what they write if all of this is equal: {about})"
+            )
+    _log.info(
+        "offloading to %s host blocks of %s, %s of pinned memory in all, mode %s; "
+        "policy %s, executor %s; %s; %s",
+        f"{engine.num_host_blocks:,}",
+        rounded_size(engine.block_bytes),
+        rounded_size(engine.host_bytes),
+        engine.mode,
+        policy,
+        executor,
+        store,
+        ", ".join(ports) or "nothing is served",
+    )

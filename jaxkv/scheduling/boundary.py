@@ -1,0 +1,480 @@
+"""Blocks on their way between a tier and the next one down.
+
+What a request finds only in the lower tier is fetched to the upper one while the
+request waits; then it is a hit there like any other. What is worth keeping is written
+behind the upper tier's back. Both end when every worker has reported them; nothing here
+waits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import compress, filterfalse
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv.keys.packed import key_from_foreign
+from jaxkv.scheduling.moves import Ledger, Move
+from jaxkv.scheduling.protocol import TierBatch, TierMoves, TierReport
+from jaxkv.scheduling.rules import OffloadRules, WriteRule, check_victims
+from jaxkv.scheduling.stats import TierCounts
+from jaxkv.search.groups import FullAttention, GroupSpec
+from jaxkv.tiers.index import BlockIndex
+from jaxkv.tiers.key_memory import ReuseFilter
+from jaxkv.types import NO_BLOCK, BlockKey
+
+Ids: TypeAlias = NDArray[np.int64]
+_TierMove: TypeAlias = Move[Ids]
+
+# Blocks may wait to be written for as many as are written at a time, times this.
+_WAITING_PER_WRITE = 4
+
+# Of how many keys it is remembered that they were asked for: some times those that are
+# in the upper tier, as what it has evicted may come back.
+_LEAST_REMEMBERED = 1 << 16
+_REMEMBERED_PER_BLOCK = 4
+
+
+@dataclasses.dataclass(eq=False)
+class _Wait:
+    """What a request waits for, and holds meanwhile.
+
+    Attributes:
+        events: Of the fetches that are not over.
+        rows: Blocks of the upper tier that are pinned until it has asked again, each
+            once for each time that it is in the list.
+        ends: Where each block ends that it waits for.
+        arrived_ends: Of these, the ones that have arrived.
+    """
+
+    events: set[int]
+    rows: list[int]
+    ends: dict[BlockKey, int]
+    arrived_ends: set[int] = dataclasses.field(default_factory=set)
+
+
+class TierBelow(NamedTuple):
+    """A tier below the host, and what goes there.
+
+    Attributes:
+        tier: Which blocks it has.
+        write: Which blocks of the tier above it are written to it: those that are asked
+            for a second time ("on_reuse"), those that the tier above is about to evict
+            ("on_evict"), or all that get there ("through").
+        most_blocks: The most blocks on their way in either direction at a time, host
+            blocks. A tier above of few blocks has fewer.
+    """
+
+    tier: BlockIndex
+    write: WriteRule = "through"
+    most_blocks: int = 128
+
+
+class Fetch(NamedTuple):
+    """What has to come to the upper tier before a request can have a prefix.
+
+    Attributes:
+        num_tokens: Length of the longest prefix, with all tiers down to the lower one.
+        upper_rows: Blocks of the upper tier that it needs and that are there.
+        keys: Keys of the blocks that only the lower tier has, in the prefix's order.
+        end_tokens: Where each of them ends.
+        row_tokens: Tokens in each.
+    """
+
+    num_tokens: int
+    upper_rows: list[int]
+    keys: list[BlockKey]
+    end_tokens: list[int]
+    row_tokens: int
+
+
+class Boundary:
+    """Fetches of the blocks that requests wait for, and writes of those to keep.
+
+    Args:
+        groups: The groups of the model's layers.
+        upper: The upper tier.
+        below: The lower tier, and what goes there.
+        rules: What the engine chose.
+        is_private: Tells the keys of blocks that are never written to the lower tier;
+            None for none.
+        on_arrival: Told the keys of what has arrived in the lower tier.
+        number: Which tier the lower one is, 0 for the first below the host.
+
+    Raises:
+        ConfigError: It is not known what the upper tier would evict next, and the rule
+            for writes asks for it.
+
+    Attributes:
+        groups: As given.
+        upper: As given.
+        tier: The lower tier.
+        name: What the lower tier is called in `Plan.deferral` and explanations.
+        number: As given.
+        counts: What became of the blocks.
+        bytes_per_s: How fast fetches are; 0 if that is not known.
+        num_fetched_tokens: How many tokens were fetched for each request that has not
+            finished, if any were.
+        num_lost: Blocks that left for the lower tier so far, and did not get there in
+            time.
+        factor: Device blocks in a block of the tiers.
+        most_fetched: Blocks that may be fetched at a time.
+        may_cut: Whether a part of a prefix may be fetched, its first blocks.
+        fetches: What is on its way to the upper tier.
+        fetch_of: In which of these a block is.
+        waits: What requests wait for.
+        looked_up: How many listed blocks there were when a request was looked up.
+    """
+
+    def __init__(
+        self,
+        groups: tuple[GroupSpec, ...],
+        upper: BlockIndex,
+        below: TierBelow,
+        rules: OffloadRules,
+        *,
+        is_private: Callable[[BlockKey], bool] | None = None,
+        on_arrival: Callable[[Sequence[BlockKey]], None] | None = None,
+        number: int = 0,
+    ) -> None:
+        check_victims(below.write, upper.tells_victims)
+        self.groups = groups
+        self.upper = upper
+        self.number = number
+        self.counts = TierCounts()
+        self.bytes_per_s = 0.0
+        self.tier = tier = below.tier
+        self.name = tier.medium.lower()
+        self.num_fetched_tokens: dict[str, int] = {}
+        self.num_lost = 0
+        self._write = below.write
+        self._is_private = is_private
+        self._on_arrival = on_arrival
+        # Whether the tier is not used any more, and the worker does not know it yet.
+        self._is_disabled = self._must_send_last = False
+        self.factor = rules.blocks_per_host_block
+        # Neither may hold so much of the upper tier that requests find no room on it.
+        most, num_blocks = below.most_blocks, upper.num_blocks
+        self._most_written = min(most, max(1, num_blocks // 8))
+        self.most_fetched = min(most, max(1, num_blocks // 2))
+        # Where every block is read, a shorter prefix consists of its first ones.
+        self.may_cut = all(isinstance(group, FullAttention) for group in groups)
+        # Which blocks were asked for again; None where that does not matter.
+        self._asked: ReuseFilter | None = None
+        if below.write == "on_reuse":
+            most = max(_LEAST_REMEMBERED, _REMEMBERED_PER_BLOCK * num_blocks)
+            self._asked = ReuseFilter(threshold=2, max_size=most)
+        # From blocks of the lower tier to blocks of the upper one, and back.
+        self.fetches: Ledger[_TierMove] = Ledger(
+            f"fetch from {self.name}", rules.world_size
+        )
+        self._writes: Ledger[_TierMove] = Ledger(
+            f"write to {self.name}", rules.world_size
+        )
+        self.fetch_of: dict[BlockKey, _TierMove] = {}
+        self.waits: dict[str, _Wait] = {}
+        self.looked_up: dict[str, int] = {}
+        self._to_write: OrderedDict[BlockKey, None] = OrderedDict()
+        self._to_fetch: list[_TierMove] = []
+        self._to_delete: list[BlockKey] = []
+        # What `_look_at_victims` saw when it last looked.
+        self._seen: tuple[int, int, int] | None = None
+
+    @property
+    def has_fetches(self) -> bool:
+        """Whether blocks are on their way up, or held for a request."""
+        return bool(self.fetches.moves or self.waits)
+
+    @property
+    def has_writes(self) -> bool:
+        """Whether blocks are on their way down, or wait to be written."""
+        waits = self._to_write or self._to_delete or self._must_send_last
+        return bool(self._writes.moves or waits)
+
+    def is_awaited(self, request_id: str) -> bool:
+        """Whether a request waits for a fetch."""
+        wait = self.waits.get(request_id)
+        return wait is not None and bool(wait.events)
+
+    def is_fetching(self, key: BlockKey) -> bool:
+        """Whether a block is being fetched."""
+        return key in self.fetch_of
+
+    def release(self, request_id: str) -> None:
+        """Let go of what a request held: it has asked again, or asks no more."""
+        wait = self.waits.pop(request_id, None)
+        if wait is None:
+            return
+        for event in wait.events:
+            del self.fetches.moves[event].waiters[request_id]
+        if wait.rows:
+            self.upper.unpin(wait.rows)
+        if wait.arrived_ends:
+            num = len(wait.arrived_ends) * self.factor * self.groups[0].block_size
+            self.num_fetched_tokens[request_id] = num
+
+    def forget(self, request_id: str) -> None:
+        """Let go of a request that is over, or has its blocks."""
+        self.release(request_id)
+        self.looked_up.pop(request_id, None)
+
+    def note_asked(self, keys: Sequence[BlockKey]) -> None:
+        """Note that a new request asks for blocks, before it uses them."""
+        if self._asked is not None:
+            self._asked.count(keys)
+            is_there = self.upper.find(keys) != NO_BLOCK
+            self._offer(list(compress(keys, is_there.tolist())))
+        self.tier.touch(keys)
+
+    def note_stored(self, keys: Sequence[BlockKey]) -> None:
+        """Note that blocks have got to the upper tier."""
+        if self._write == "through":
+            self._offer(keys)
+        elif self._asked is not None:
+            # Some have been asked for before, and were evicted since.
+            self._offer(list(compress(keys, self._asked.passes(keys))))
+
+    def issue(self) -> TierMoves | None:
+        """Send out what a step asks of the lower tier; None for nothing."""
+        fetches, self._to_fetch = self._to_fetch, []
+        if self._write == "on_evict":
+            self._look_at_victims()
+        writes: list[_TierMove] = []
+        if self._to_write and self._writes.num_blocks < self._most_written:
+            writes = self._take_writes(self._most_written - self._writes.num_blocks)
+        deletes, self._to_delete = self._to_delete, []
+        is_last, self._must_send_last = self._must_send_last, False
+        if not (fetches or writes or deletes or is_last):
+            return None
+        return TierMoves(
+            tuple(_as_batch(move, move.targets, move.sources) for move in fetches),
+            tuple(_as_batch(move, move.sources, move.targets) for move in writes),
+            tuple(map(key_from_foreign, deletes)),
+            is_last,
+            self.number,
+        )
+
+    def check(self, reports: Sequence[TierReport]) -> None:
+        """Raise ValueError if workers report what is not in flight on them."""
+        self.fetches.check([each for report in reports for each in report.fetched])
+        self._writes.check([each for report in reports for each in report.written])
+
+    def report(self, reports: Sequence[TierReport]) -> None:
+        """Note what workers reported, which `check` has let pass."""
+        for report in reports:
+            for move in self.fetches.report(report.fetched):
+                self._end_fetch(move)
+            for move in self._writes.report(report.written):
+                self._end_write(move)
+            if not self._is_disabled:
+                listing = report.found, report.gone, report.listed, report.bound
+                self._to_delete += self.tier.note_listing(*listing)
+
+    def reset(self) -> None:
+        """Forget all that is known to be in the lower tier.
+
+        The upper tier has been cleared. What is on its way there must be over before
+        its blocks are given to others.
+        """
+        moves = *self._writes.moves.values(), *self.fetches.moves.values()
+        for move in moves:
+            move.is_stale = True
+        for move in self._to_fetch:  # No worker will report these.
+            self.fetches.remove(move)
+            self._end_fetch(move)
+        self._to_fetch.clear()
+        self.fetch_of.clear()
+        self.waits.clear()
+        self._to_write.clear()
+        self._to_delete.clear()
+        self.looked_up.clear()
+        self.tier.clear()
+
+    def disable(self) -> None:
+        """Forget what is in the tier, for good: nothing is read or written any more.
+
+        What is on its way ends as it does after `reset`. The upper tier has been
+        cleared, or will be before a block of it is used again.
+        """
+        if self._is_disabled:
+            return
+        self._is_disabled = self._must_send_last = True
+        if self.tier.num_held_blocks:
+            self.reset()
+        self._to_write.clear()
+        self._to_delete.clear()
+
+    def fetch(self, request_id: str, fetch: Fetch, num: int) -> bool:
+        """Begin to fetch what a request lacks; return whether it has to wait.
+
+        Args:
+            request_id: The request, which waits for nothing.
+            fetch: What has just been planned.
+            num: How many blocks at most, from the first on.
+        """
+        # So that making room does not evict what the rest continues.
+        self.upper.pin(fetch.upper_rows)
+        started: _TierMove | None = None
+        for share in self._shares(num):
+            new = self._not_fetched(fetch, share)
+            placed = self.upper.place(new, filtered=False)
+            if placed is not None:
+                started = self._start(list(placed.keys), placed.block_ids)
+                break
+        else:
+            share = 0
+        of = self.fetch_of
+        events = {of[key].event for key in fetch.keys[:share] if key in of}
+        if not events:
+            self.upper.unpin(fetch.upper_rows)
+            return False
+        if started is not None:
+            self._to_fetch.append(started)
+        ends = dict(zip(fetch.keys[:share], fetch.end_tokens[:share], strict=True))
+        self.waits[request_id] = _Wait(events, fetch.upper_rows, ends)
+        for event in events:
+            self.fetches.moves[event].waiters[request_id] = None
+        return True
+
+    def would_fetch(self, fetch: Fetch, num: int) -> bool:
+        """Tell whether `fetch` would have a request wait; nothing changes."""
+        for share in self._shares(num):
+            if self.upper.has_room(self._not_fetched(fetch, share), fetch.upper_rows):
+                head = fetch.keys[:share]
+                is_fetched = any(key in self.fetch_of for key in head)
+                return is_fetched or not bool(self.upper.contains(head).all())
+        return False
+
+    def _shares(self, most: int) -> Iterator[int]:
+        """Give how much to try to fetch: all, half of it, and so on, or all or none."""
+        while most:
+            yield most
+            most = most // 2 if self.may_cut else 0
+
+    def _not_fetched(self, fetch: Fetch, num: int) -> list[BlockKey]:
+        """List the first blocks of a fetch that are not on their way."""
+        return [key for key in fetch.keys[:num] if key not in self.fetch_of]
+
+    def _start(self, keys: list[BlockKey], upper_blocks: Ids) -> _TierMove | None:
+        """Begin a fetch of blocks that have a place in the upper tier."""
+        if not keys:
+            return None
+        places = self.tier.find(keys).astype(np.int64)
+        self.tier.pin(places)
+        move = Move(keys, places, upper_blocks)
+        self.fetches.issue([move])
+        self.fetch_of.update(dict.fromkeys(keys, move))
+        return move
+
+    def _offer(self, keys: Sequence[BlockKey]) -> None:
+        """Take note of blocks that are in the upper tier and worth writing."""
+        if self._is_disabled:
+            return
+        keys = self._public(keys)
+        new = compress(keys, (~self.tier.contains(keys)).tolist())
+        most = self._most_written * _WAITING_PER_WRITE
+        for key in new:
+            if key in self._to_write:
+                continue
+            if len(self._to_write) >= most:
+                self.counts.dropped_slow += self.factor
+            else:
+                self._to_write[key] = None
+
+    def _public(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        """Leave out blocks that may not be written."""
+        if self._is_private is None:
+            return keys
+        return list(filterfalse(self._is_private, keys))
+
+    def _look_at_victims(self) -> None:
+        """Offer what will be evicted next, as much as may be written at a time."""
+        upper = self.upper
+        look = upper.num_evicted, upper.num_held_blocks, self._writes.num_blocks
+        if look != self._seen:
+            self._seen = look
+            room = self._most_written - len(self._to_write)
+            victims = self._public(upper.next_victims(2 * self._most_written))
+            self._offer(victims[: max(room, 0)])
+
+    def _take_writes(self, most: int) -> list[_TierMove]:
+        """Hold blocks that leave for the lower tier, all together."""
+        keys = [
+            self._to_write.popitem(last=False)[0]
+            for _ in range(min(most, len(self._to_write)))
+        ]
+        rows = self.upper.find(keys)
+        is_there = rows != NO_BLOCK
+        num_evicted = int((~is_there).sum())
+        self.counts.dropped_evicted += num_evicted * self.factor
+        keys, rows = list(compress(keys, is_there.tolist())), rows[is_there]
+        placed = self.tier.place(keys)
+        while placed is None:  # Most of it is being read or written.
+            num = len(keys) // 2
+            self.counts.dropped_slow += (len(keys) - num) * self.factor
+            keys = keys[:num]
+            placed = self.tier.place(keys)
+        self._to_delete += self.tier.room_for(placed.evicted_keys)
+        if not placed.keys:
+            return []
+        upper_blocks = rows[: len(keys)].astype(np.int64)
+        if placed.rows is not None:
+            upper_blocks = upper_blocks[placed.rows]
+        self.upper.pin(upper_blocks)
+        move = Move(list(placed.keys), upper_blocks, placed.block_ids)
+        self._writes.issue([move])
+        return [move]
+
+    def _end_fetch(self, move: _TierMove) -> None:
+        if move.is_stale:
+            self.counts.failed += len(move.keys) * self.factor
+            return
+        for key in move.keys:
+            del self.fetch_of[key]
+        arrived = move.targets[move.ok]
+        keys, lost = _parts(move)
+        self.upper.publish(arrived, keys)
+        self.upper.complete_store(lost, False)
+        self.tier.unpin(move.sources)
+        # The next request that asks does not wait for it; a listing may find it again.
+        self.tier.discard(lost)
+        self.counts.loaded += len(arrived) * self.factor
+        self.counts.failed += len(lost) * self.factor
+        for request_id in move.waiters:
+            wait = self.waits[request_id]
+            wait.events.discard(move.event)
+            self.upper.pin(arrived)
+            wait.rows += arrived.tolist()
+            wait.arrived_ends.update(wait.ends[key] for key in keys if key in wait.ends)
+
+    def _end_write(self, move: _TierMove) -> None:
+        if move.is_stale:
+            self.counts.dropped_reset += len(move.keys) * self.factor
+            return
+        self.upper.unpin(move.sources)
+        arrived, lost = _parts(move)
+        self.tier.complete_store(arrived)
+        if lost:
+            self.tier.complete_store(lost, False)
+        self.num_lost += len(lost) * self.factor
+        self.counts.dropped_failed += len(lost) * self.factor
+        self.counts.stored += len(arrived) * self.factor
+        if arrived and self._on_arrival is not None:
+            self._on_arrival(arrived)
+
+
+def _as_batch(move: _TierMove, upper: Ids, lower: Ids) -> TierBatch:
+    """Describe a move to the worker."""
+    keys = tuple(map(key_from_foreign, move.keys))
+    return TierBatch(move.event, keys, tuple(upper.tolist()), tuple(lower.tolist()))
+
+
+def _parts(move: _TierMove) -> tuple[list[BlockKey], list[BlockKey]]:
+    """List the keys of a move's blocks that arrived, and of those that did not."""
+    ok = np.asarray(move.ok)
+    arrived, lost = (compress(move.keys, own.tolist()) for own in (ok, ~ok))
+    return list(arrived), list(lost)

@@ -1,0 +1,9 @@
+"""Parts for an engine's own tests, which find its mistakes and name them.
+
+`JAXKV_STRICT=1` or `OffloadConfig(strict=True)` makes them in place of the usual ones.
+"""
+
+from jaxkv.strict.blocks import StrictError as StrictError
+from jaxkv.strict.engine import StrictTransferEngine as StrictTransferEngine
+from jaxkv.strict.scheduler import StrictOffloadScheduler as StrictOffloadScheduler
+from jaxkv.strict.worker import StrictOffloadWorker as StrictOffloadWorker

@@ -1,0 +1,410 @@
+"""The device tier's transitions in place; `jaxkv.tiers.device` says what they are.
+
+Every function takes a `Bound` of a `DeviceTier`. The null block among block ids is
+passed over. A function that refuses changes nothing; it tells the first row that is
+wrong, which may be one that is no block's (`find_outside`), -1 if none is.
+
+The free blocks are in a ring of two links a block, `newer` and `older`,
+that the null block closes: the one after it goes next, the one before it last. Blocks
+that hold the same key form a chain in the order in which they came, the one that serves
+the key first; `preceding` of that one is the complement of the last, a number below 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxkv.compiling import compiled, inlined, state_of
+from jaxkv.policies import directory as directory_lib
+from jaxkv.types import NO_BLOCK, NULL_BLOCK
+
+NO_LINK = -1
+
+
+@compiled
+def find_outside(bound: Any, block_ids: Any) -> Any:
+    """Find the first row (i64[K]) that is no block of the pool, -1 for none."""
+    return _outside(state_of(bound), block_ids)
+
+
+@compiled
+def find(bound: Any, keys: Any, block_ids: Any) -> None:
+    """Write the block that serves each key (u32[K, 8]), NO_BLOCK if none, to i32[K]."""
+    directory_lib.native_find(state_of(bound).directory, keys, block_ids)
+
+
+@compiled
+def find_prefix(bound: Any, keys: Any, block_ids: Any) -> Any:
+    """As `find`, up to the first key that has none; tell how many come before it."""
+    return directory_lib.find_prefix(state_of(bound).directory, keys, block_ids)
+
+
+@compiled
+def holds(bound: Any, block_ids: Any, keys: Any, flags: Any) -> Any:
+    """Tell which blocks (i64[K]) hold a key (u32[K, 8]), serving it or not: bool[K]."""
+    tier = state_of(bound)
+    bad = _outside(tier, block_ids)
+    if bad >= 0:
+        return bad
+    for row in range(block_ids.shape[0]):
+        block = block_ids[row]
+        flags[row] = (
+            block > NULL_BLOCK
+            and tier.has_key[block]
+            and directory_lib.same_key(tier.directory.keys, block, keys, row)
+        )
+    return -1
+
+
+@compiled
+def next_free(bound: Any, num: int, block_ids: Any, has_key: Any, keys: Any) -> None:
+    """Tell which blocks `allocate` would give.
+
+    Args:
+        bound: The tier.
+        num: How many, at most those that are free.
+        block_ids: i64[num]. Written.
+        has_key: bool[num]. Written: whether the block has a key.
+        keys: u32[num, 8]. Written: the keys of those that have.
+    """
+    tier = state_of(bound)
+    block, found = tier.newer[NULL_BLOCK], 0
+    while found < num:
+        if tier.pins[block] == 0:
+            _show(tier, block, found, block_ids, has_key, keys)
+            found += 1
+        block = tier.newer[block]
+
+
+@compiled
+def next_victims(
+    bound: Any, num: int, block_ids: Any, copies: Any, rows: Any, keys: Any
+) -> Any:
+    """Tell which of the blocks that `allocate` would give have a key.
+
+    Args:
+        bound: The tier.
+        num: How many to look at, at most those that are free.
+        block_ids: i64[num]. Written: those that have a key.
+        copies: i64[num]. Written: their `DeviceTier.copies`.
+        rows: i64[num]. Written: the rows of those without a copy.
+        keys: u32[num, 8]. Written: the keys of these.
+
+    Returns:
+        How many have a key; how many of them have no copy.
+    """
+    tier = state_of(bound)
+    block, num_seen, num_found, num_bare = tier.newer[NULL_BLOCK], 0, 0, 0
+    while num_seen < num:
+        if tier.pins[block] == 0:
+            num_seen += 1
+            if tier.has_key[block]:
+                block_ids[num_found], copies[num_found] = block, tier.copies[block]
+                if tier.copies[block] == NO_BLOCK:
+                    rows[num_bare] = num_found
+                    directory_lib.copy_key(keys, num_bare, tier.directory.keys, block)
+                    num_bare += 1
+                num_found += 1
+        block = tier.newer[block]
+    return num_found, num_bare
+
+
+@compiled
+def note_copies(bound: Any, block_ids: Any, copies: Any) -> Any:
+    """Note of blocks (i64[K]) with a key where a copy is (i64[K])."""
+    tier = state_of(bound)
+    bad = _outside(tier, block_ids)
+    if bad >= 0:
+        return bad
+    for row in range(block_ids.shape[0]):
+        if block_ids[row] > NULL_BLOCK:
+            tier.copies[block_ids[row]] = copies[row]
+    return -1
+
+
+@compiled
+def forget_copies(bound: Any, keys: Any) -> None:
+    """Forget where copies of all blocks with some keys (u32[K, 8]) are."""
+    tier = state_of(bound)
+    for row in range(keys.shape[0]):
+        block = directory_lib.find_one(tier.directory, keys, row)
+        while block >= 0:
+            tier.copies[block] = NO_BLOCK
+            block = tier.following[block]
+
+
+@compiled
+def allocate(bound: Any, num: int, block_ids: Any, has_key: Any, keys: Any) -> None:
+    """Take the blocks that `next_free` tells, and hold each once."""
+    tier = state_of(bound)
+    block, found = tier.newer[NULL_BLOCK], 0
+    while found < num:
+        after = tier.newer[block]
+        if tier.pins[block] == 0:
+            _show(tier, block, found, block_ids, has_key, keys)
+            _unqueue(tier, block)
+            _drop(tier, block)
+            tier.ref_cnt[block] = 1
+            found += 1
+        block = after
+    tier.num_free[()] -= num
+
+
+@compiled
+def touch(bound: Any, block_ids: Any) -> Any:
+    """Hold blocks (i64[K]) once more for each time they are given."""
+    tier = state_of(bound)
+    bad = _outside(tier, block_ids)
+    if bad >= 0:
+        return bad
+    for block in block_ids:
+        if block > NULL_BLOCK:
+            if tier.ref_cnt[block] == 0:
+                _unqueue(tier, block)
+                tier.num_free[()] -= tier.pins[block] == 0
+            tier.ref_cnt[block] += 1
+    return -1
+
+
+@compiled
+def free(bound: Any, block_ids: Any) -> Any:
+    """Release blocks (i64[K]) once for each time they are given.
+
+    Those that are free now are queued in this order, where one that is
+    repeated counts at its first place. Wrong is a block that is not held as often.
+    """
+    tier = state_of(bound)
+    bad = _outside(tier, block_ids)
+    if bad < 0:
+        bad = _lower(tier.ref_cnt, block_ids)
+    if bad < 0:
+        for block in block_ids:
+            is_new = block > NULL_BLOCK and tier.newer[block] == NO_LINK
+            if is_new and tier.ref_cnt[block] == 0:
+                _queue(tier, block)
+                tier.num_free[()] += tier.pins[block] == 0
+    return bad
+
+
+@compiled
+def pin(bound: Any, block_ids: Any) -> Any:
+    """Keep blocks (i64[K]) from being allocated, once more for each time given."""
+    tier = state_of(bound)
+    bad = _outside(tier, block_ids)
+    if bad >= 0:
+        return bad
+    for block in block_ids:
+        if block > NULL_BLOCK:
+            if tier.pins[block] == 0:
+                tier.num_free[()] -= tier.ref_cnt[block] == 0
+            tier.pins[block] += 1
+    return -1
+
+
+@compiled
+def unpin(bound: Any, block_ids: Any) -> Any:
+    """Take pins back, one for each time that a block (i64[K]) is given.
+
+    Wrong is a block that is not pinned as often.
+    """
+    tier = state_of(bound)
+    bad = _outside(tier, block_ids)
+    if bad >= 0:
+        return bad
+    for row in range(block_ids.shape[0]):
+        block = block_ids[row]
+        if block > NULL_BLOCK:
+            if tier.pins[block] == 0:
+                pin(bound, block_ids[:row])
+                return row
+            tier.pins[block] -= 1
+            if tier.pins[block] == 0:
+                tier.num_free[()] += tier.ref_cnt[block] == 0
+    return -1
+
+
+@compiled
+def cache(bound: Any, block_ids: Any, keys: Any, added: Any) -> Any:
+    """Make blocks findable.
+
+    Args:
+        bound: The tier.
+        block_ids: i64[K].
+        keys: u32[K, 8]. What each block contains. One that has its key is left alone.
+        added: bool[K]. Written: whether the block got the key; not if it had it, and
+            not in the unlikely case that the directory had no room.
+
+    Wrong is a row whose block has another key.
+    """
+    tier = state_of(bound)
+    bad = _outside(tier, block_ids)
+    if bad < 0:
+        bad = _find_contradiction(tier, block_ids, keys)
+    if bad >= 0:
+        return bad
+    group = directory_lib.GROUP
+    tags, buckets = np.empty(group, np.uint32), np.empty((group, 2), np.uint64)
+    for start in range(0, block_ids.shape[0], group):
+        stop = min(start + group, block_ids.shape[0])
+        directory_lib.addresses(tier.directory, keys, start, stop, tags, buckets)
+        for row in range(start, stop):
+            block, at = block_ids[row], row - start
+            added[row] = False
+            if block > NULL_BLOCK and not tier.has_key[block]:
+                where = tags[at], buckets[at, 0], buckets[at, 1]
+                added[row] = _add(tier, block, where, keys, row)
+    return -1
+
+
+@compiled
+def evict(bound: Any, block_ids: Any, has_key: Any, keys: Any) -> None:
+    """Forget what blocks contain; they stay with their requests.
+
+    Args:
+        bound: The tier.
+        block_ids: i64[K]. Each once.
+        has_key: bool[K]. Written: whether the block had a key.
+        keys: u32[K, 8]. Written: the keys of those that had.
+    """
+    tier = state_of(bound)
+    for row in range(block_ids.shape[0]):
+        block = block_ids[row]
+        _show(tier, block, row, block_ids, has_key, keys)
+        if block > NULL_BLOCK:
+            _drop(tier, block)
+
+
+@compiled
+def _outside(tier: Any, block_ids: Any) -> Any:
+    num_blocks = tier.ref_cnt.shape[0]
+    for row in range(block_ids.shape[0]):
+        if not 0 <= block_ids[row] < num_blocks:
+            return row
+    return -1
+
+
+@inlined
+def _show(
+    tier: Any, block: int, row: int, block_ids: Any, has_key: Any, keys: Any
+) -> None:
+    """Write a block and its key to a row of an answer."""
+    block_ids[row] = block
+    has_key[row] = tier.has_key[block]
+    if tier.has_key[block]:
+        directory_lib.copy_key(keys, row, tier.directory.keys, block)
+
+
+@inlined
+def _queue(tier: Any, block: int) -> None:
+    last = tier.older[NULL_BLOCK]
+    tier.newer[last], tier.newer[block] = block, NULL_BLOCK
+    tier.older[NULL_BLOCK], tier.older[block] = block, last
+
+
+@inlined
+def _unqueue(tier: Any, block: int) -> None:
+    newer, older = tier.newer[block], tier.older[block]
+    tier.newer[older], tier.older[newer] = newer, older
+    tier.newer[block] = tier.older[block] = NO_LINK
+
+
+@compiled
+def _lower(counts: Any, block_ids: Any) -> Any:
+    """Take one from a count for each row; the first row that has none left, or -1."""
+    is_bad = False
+    for block in block_ids:
+        if block > NULL_BLOCK:
+            counts[block] -= 1
+            is_bad |= counts[block] < 0
+    if not is_bad:
+        return -1
+    bad = -1
+    for row in range(block_ids.shape[0] - 1, -1, -1):
+        if block_ids[row] > NULL_BLOCK and counts[block_ids[row]] < 0:
+            bad = row
+    for block in block_ids:
+        if block > NULL_BLOCK:
+            counts[block] += 1
+    return bad
+
+
+@compiled
+def _find_contradiction(tier: Any, block_ids: Any, keys: Any) -> Any:
+    """Find the first row whose block has another key, or an earlier row gives it one.
+
+    A block without a key has no links. For the length of this call `following` says
+    which row was the first to name it.
+    """
+    bad = -1
+    for row in range(block_ids.shape[0]):
+        block = block_ids[row]
+        if block <= NULL_BLOCK:
+            continue
+        if tier.has_key[block]:
+            is_same = directory_lib.same_key(tier.directory.keys, block, keys, row)
+        elif tier.following[block] == NO_LINK:
+            tier.following[block] = row
+            is_same = True
+        else:
+            is_same = directory_lib.same_key(keys, tier.following[block], keys, row)
+        if not is_same:
+            bad = row
+            break
+    for block in block_ids:
+        if block > NULL_BLOCK and not tier.has_key[block]:
+            tier.following[block] = NO_LINK
+    return bad
+
+
+@inlined
+def _add(tier: Any, block: int, where: Any, keys: Any, row: int) -> Any:
+    """Give a block the key of a row, whose address is known.
+
+    Returns:
+        Whether there was room for it.
+    """
+    tag, first, second = where
+    directory = tier.directory
+    serving = directory_lib.find_at(directory, tag, first, second, keys, row)
+    is_added = True
+    if serving == directory_lib.NO_ENTRY:
+        is_added = directory_lib.insert_at(
+            directory, tag, first, second, keys, row, block
+        )
+        if is_added:
+            tier.preceding[block] = ~block
+    else:
+        last = ~tier.preceding[serving]
+        tier.following[last], tier.preceding[block] = block, last
+        tier.preceding[serving] = ~block
+        directory_lib.copy_key(directory.keys, block, keys, row)
+    tier.has_key[block] |= is_added
+    return is_added
+
+
+@compiled
+def _drop(tier: Any, block: int) -> None:
+    """Take the key from a block that may have one."""
+    if not tier.has_key[block]:
+        return
+    following, preceding = tier.following[block], tier.preceding[block]
+    if preceding >= 0:
+        tier.following[preceding] = following
+        if following >= 0:
+            tier.preceding[following] = preceding
+        else:
+            serving = directory_lib.find_one(tier.directory, tier.directory.keys, block)
+            tier.preceding[serving] = ~preceding
+    elif following >= 0:
+        # The next one of the chain serves from now on.
+        slot = tier.directory.slots[block]
+        tier.directory.entries[slot] = following
+        tier.directory.slots[following] = slot
+        tier.preceding[following] = preceding
+    else:
+        directory_lib.native_remove(tier.directory, block)
+    tier.has_key[block] = False
+    tier.copies[block] = NO_BLOCK
+    tier.following[block] = tier.preceding[block] = NO_LINK

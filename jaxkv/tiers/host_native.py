@@ -1,0 +1,482 @@
+"""The host tier's transitions in place; `jaxkv.tiers.host_state` says what they are.
+
+Every function takes a `Bound` of a `HostState` and keys as u32[K, 8] and updates the
+state as the pure function of the same name does, to the bit. A function that refuses
+changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jaxkv.compiling import compiled, copy_items, functions_of, inlined, state_of
+from jaxkv.policies import directory as directory_lib
+from jaxkv.types import NO_BLOCK, NOT_READY
+
+_PROTECTION = 1 << 30
+"""Added to the reference count of a batch's own blocks, so that none is evicted."""
+
+
+@compiled
+def find(bound: Any, keys: Any, block_ids: Any) -> None:
+    """Write the block of each key to `block_ids` (i32[K]), NO_BLOCK if it has none."""
+    entries = np.empty(keys.shape[0], np.int32)
+    policy = state_of(bound).policy
+    functions_of(policy).find(policy, keys, entries, block_ids)
+
+
+@compiled
+def find_readable(bound: Any, keys: Any, block_ids: Any) -> None:
+    """As `find`, with NO_BLOCK for blocks whose bytes have not arrived."""
+    state = state_of(bound)
+    entries = np.empty(keys.shape[0], np.int32)
+    functions_of(state.policy).find(state.policy, keys, entries, block_ids)
+    for row in range(keys.shape[0]):
+        if not _is_readable(state, block_ids[row]):
+            block_ids[row] = NO_BLOCK
+
+
+@compiled
+def find_beside(
+    device: Any, bound: Any, keys: Any, on_device: Any, on_host: Any
+) -> Any:
+    """Find a prefix of which each block is on the device, or can be read here.
+
+    Args:
+        device: The device tier.
+        bound: The host tier.
+        keys: u32[K, 8].
+        on_device: i32[K]. Written: the block that serves each key, NO_BLOCK for none.
+        on_host: i32[K]. Written: its block here, likewise.
+
+    Returns:
+        How many keys, from the first on, have a block. What is written of the others
+        means nothing.
+    """
+    tier, state = state_of(device), state_of(bound)
+    policy = state.policy
+    num_keys = keys.shape[0]
+    entries = np.empty(num_keys, np.int32)
+    start, width = 0, 8
+    # A part at a time, as nothing after the first miss is of interest.
+    while start < num_keys:
+        stop = min(start + width, num_keys)
+        part = keys[start:stop]
+        directory_lib.native_find(tier.directory, part, on_device[start:stop])
+        functions_of(policy).find(
+            policy, part, entries[start:stop], on_host[start:stop]
+        )
+        for row in range(start, stop):
+            if not _is_readable(state, on_host[row]):
+                on_host[row] = NO_BLOCK
+                if on_device[row] == NO_BLOCK:
+                    return row
+        start, width = stop, 4 * width
+    return num_keys
+
+
+@compiled
+def lookup(bound: Any, keys: Any) -> Any:
+    """Count the keys, from the first on, whose blocks can be read."""
+    state = state_of(bound)
+    num_keys = keys.shape[0]
+    entries, block_ids = _two_rows(num_keys)
+    start, width = 0, 8
+    # A part at a time, as nothing after the first miss is of interest.
+    while start < num_keys:
+        stop = min(start + width, num_keys)
+        functions_of(state.policy).find(
+            state.policy, keys[start:stop], entries[start:stop], block_ids[start:stop]
+        )
+        for row in range(start, stop):
+            if not _is_readable(state, block_ids[row]):
+                return row
+        start, width = stop, 4 * width
+    return num_keys
+
+
+@compiled
+def touch(bound: Any, variant: int, keys: Any, counts_as_use: Any) -> None:
+    """Record a use of each key; if not `counts_as_use`, only reorder them."""
+    state = state_of(bound)
+    entries, block_ids = _two_rows(keys.shape[0])
+    functions_of(state.policy).find(state.policy, keys, entries, block_ids)
+    is_use = np.zeros(keys.shape[0], np.bool_)
+    if counts_as_use:
+        _mark_readable(state, block_ids, is_use)
+    functions_of(state.policy).touch(state.policy, variant, entries, is_use)
+
+
+@compiled
+def begin(bound: Any, keys: Any, positions: Any, now_ms: int, num_tokens: int) -> Any:
+    """Tell the policy that a request begins; see `NativePolicy.begin`."""
+    policy = state_of(bound).policy
+    return functions_of(policy).begin(policy, keys, positions, now_ms, num_tokens)
+
+
+@compiled
+def finish(
+    bound: Any,
+    keys: Any,
+    positions: Any,
+    now_ms: int,
+    num_output_tokens: int,
+    stop: int,
+    mark: int,
+) -> None:
+    """Tell the policy that a request has finished; see `NativePolicy.finish`."""
+    policy = state_of(bound).policy
+    functions_of(policy).finish(
+        policy, keys, positions, now_ms, num_output_tokens, stop, mark
+    )
+
+
+@compiled
+def retain(
+    bound: Any,
+    keys: Any,
+    priority: int,
+    half_life_ms: int,
+    ttl_ms: int,
+    given_ms: int,
+) -> None:
+    """Give blocks a priority; see `NativePolicy.retain`."""
+    policy = state_of(bound).policy
+    functions_of(policy).retain(policy, keys, priority, half_life_ms, ttl_ms, given_ms)
+
+
+@compiled
+def prepare_load(bound: Any, keys: Any, block_ids: Any) -> Any:
+    """Pin the block of each key.
+
+    Args:
+        bound: The tier.
+        keys: u32[K, 8].
+        block_ids: i64[K]. Written; NO_BLOCK where the key is absent.
+
+    Returns:
+        The first row whose block cannot be read, -1 if all could be pinned.
+    """
+    state = state_of(bound)
+    _find_wide(state, keys, block_ids)
+    for row in range(keys.shape[0]):
+        if not _is_readable(state, block_ids[row]):
+            return row
+    for block in block_ids:
+        state.ref_cnt[block] += 1
+    return -1
+
+
+@compiled
+def complete_load(bound: Any, keys: Any, block_ids: Any) -> Any:
+    """Unpin the block of each key.
+
+    Args:
+        bound: The tier.
+        keys: u32[K, 8].
+        block_ids: i64[K]. Written; NO_BLOCK where the key is absent.
+
+    Returns:
+        The first row whose block is not pinned as often, -1 if all were unpinned.
+    """
+    state = state_of(bound)
+    _find_wide(state, keys, block_ids)
+    return _lower(state.ref_cnt, block_ids)
+
+
+@compiled
+def pin(ref_cnt: Any, block_ids: Any) -> Any:
+    """Pin blocks by their ids; tell whether all could be read, else none is pinned."""
+    if find_outside(block_ids, 0, ref_cnt.shape[0]) >= 0:
+        return False
+    for block in block_ids:
+        if ref_cnt[block] < 0:
+            return False
+    for block in block_ids:
+        ref_cnt[block] += 1
+    return True
+
+
+@compiled
+def find_outside(numbers: Any, least: int, end: int) -> Any:
+    """Find the first number (i64[K]) that is not in [least, end), -1 for none."""
+    for row in range(numbers.shape[0]):
+        if not least <= numbers[row] < end:
+            return row
+    return -1
+
+
+@compiled
+def complete_step(ref_cnt: Any, block_ids: Any, num_hits: int, least: int) -> Any:
+    """End loads of the first `num_hits` blocks and stores of the others.
+
+    Args:
+        ref_cnt: i32[B].
+        block_ids: i64[K]. NO_BLOCK is passed over.
+        num_hits: How many were loaded.
+        least: The least id that there may be: 0, or NO_BLOCK.
+
+    Returns:
+        Whether it was done; not if one was not being loaded, or stored, or is no
+        block's.
+    """
+    if not 0 <= num_hits <= block_ids.shape[0]:
+        return False
+    if find_outside(block_ids, least, ref_cnt.shape[0]) >= 0:
+        return False
+    if _lower(ref_cnt, block_ids[:num_hits]) >= 0:
+        return False
+    for row in range(num_hits, block_ids.shape[0]):
+        block = block_ids[row]
+        if block == NO_BLOCK:
+            continue
+        if ref_cnt[block] != NOT_READY:
+            for done in block_ids[num_hits:row]:
+                if done != NO_BLOCK:
+                    ref_cnt[done] = NOT_READY
+            for hit in block_ids[:num_hits]:
+                if hit != NO_BLOCK:
+                    ref_cnt[hit] += 1
+            return False
+        ref_cnt[block] = 0
+    return True
+
+
+@compiled
+def prepare_store(
+    bound: Any, variant: int, keys: Any, block_ids: Any, evicted_keys: Any
+) -> Any:
+    """Give every unknown key a block, evicting others where none is free.
+
+    Args:
+        bound: The tier.
+        variant: The policy's.
+        keys: u32[K, 8].
+        block_ids: i64[K]. Written: the block that each key is to be stored in,
+            NO_BLOCK where the key is known or repeats an earlier one.
+        evicted_keys: u32[K, 8]. Written: the keys that had to leave, in the order of
+            eviction.
+
+    Returns:
+        How many keys are to be stored; and how many had to leave, -1 if there was no
+        room.
+    """
+    state = state_of(bound)
+    entries, present = _two_rows(keys.shape[0])
+    functions_of(state.policy).find(state.policy, keys, entries, present)
+    no_hits = np.int64(0)  # A literal would have it compiled once more.
+    return _store(state, variant, keys, present, no_hits, block_ids, evicted_keys)
+
+
+@compiled
+def complete_store(bound: Any, keys: Any, success: Any, ended: Any) -> Any:
+    """End stores in progress; if not `success`, free their blocks.
+
+    Args:
+        bound: The tier.
+        keys: u32[K, 8]. Keys that are absent or ready are passed over.
+        success: Whether the bytes arrived.
+        ended: bool[K]. Written: the rows whose store ended here.
+
+    Returns:
+        How many there are.
+    """
+    state = state_of(bound)
+    entries, block_ids = _two_rows(keys.shape[0])
+    functions_of(state.policy).find(state.policy, keys, entries, block_ids)
+    num_ended = 0
+    for row in range(keys.shape[0]):
+        block = block_ids[row]
+        ended[row] = block != NO_BLOCK and state.ref_cnt[block] == NOT_READY
+        if ended[row]:
+            state.ref_cnt[block] = 0
+            num_ended += 1
+    if not success:
+        _forget(state, entries, block_ids, ended)
+    return num_ended
+
+
+@compiled
+def discard(bound: Any, keys: Any, gone: Any) -> None:
+    """Forget blocks that are not being read or written.
+
+    Args:
+        bound: The tier.
+        keys: u32[K, 8]. Keys that are absent or in flight are passed over.
+        gone: bool[K]. Written: the rows that were forgotten.
+    """
+    state = state_of(bound)
+    entries, block_ids = _two_rows(keys.shape[0])
+    functions_of(state.policy).find(state.policy, keys, entries, block_ids)
+    for row in range(keys.shape[0]):
+        block = block_ids[row]
+        gone[row] = block != NO_BLOCK and state.ref_cnt[block] == 0
+        if gone[row]:
+            state.ref_cnt[block] = NOT_READY  # So that a repetition is passed over.
+    for row in range(keys.shape[0]):
+        if gone[row]:
+            state.ref_cnt[block_ids[row]] = 0
+    _forget(state, entries, block_ids, gone)
+
+
+@compiled
+def request_step(
+    bound: Any, variant: int, keys: Any, block_ids: Any, evicted_keys: Any
+) -> Any:
+    """Serve a request: pin what can be read and find room for the rest.
+
+    Args:
+        bound: The tier.
+        variant: The policy's.
+        keys: u32[K, 8]. Keys of a prefix, in its order.
+        block_ids: i64[K]. Written: the blocks of the hits, then as `prepare_store`.
+        evicted_keys: u32[K, 8]. Written, as in `prepare_store`.
+
+    Returns:
+        How many keys, from the first on, are hits; how many are to be stored; and how
+        many had to leave, -1 if there was no room to store.
+    """
+    state = state_of(bound)
+    num_keys = keys.shape[0]
+    entries, present = _two_rows(num_keys)
+    functions_of(state.policy).find(state.policy, keys, entries, present)
+    is_ready = np.empty(num_keys, np.bool_)
+    _mark_readable(state, present, is_ready)
+    num_hits = 0
+    while num_hits < num_keys and is_ready[num_hits]:
+        num_hits += 1
+    functions_of(state.policy).touch(state.policy, variant, entries, is_ready)
+    num_stored, num_evicted = _store(
+        state, variant, keys, present, num_hits, block_ids, evicted_keys
+    )
+    copy_items(block_ids, 0, present, num_hits)
+    return num_hits, num_stored, num_evicted
+
+
+@inlined
+def _two_rows(num_keys: int) -> Any:
+    """Make room for the entries and the blocks of keys: i32[K] each."""
+    return np.empty(num_keys, np.int32), np.empty(num_keys, np.int32)
+
+
+@inlined
+def _find_wide(state: Any, keys: Any, block_ids: Any) -> None:
+    """Write the block of each key to i64[K]."""
+    entries, found = _two_rows(keys.shape[0])
+    functions_of(state.policy).find(state.policy, keys, entries, found)
+    copy_items(block_ids, 0, found, found.shape[0])
+
+
+@inlined
+def _is_readable(state: Any, block: int) -> Any:
+    return block != NO_BLOCK and state.ref_cnt[block] >= 0
+
+
+@compiled
+def _mark_readable(state: Any, block_ids: Any, flags: Any) -> None:
+    for row in range(block_ids.shape[0]):
+        flags[row] = _is_readable(state, block_ids[row])
+
+
+@compiled
+def _lower(ref_cnt: Any, block_ids: Any) -> Any:
+    """Unpin blocks; the first row that is not pinned as often, -1 if all were."""
+    for row in range(block_ids.shape[0]):
+        block = block_ids[row]
+        if block != NO_BLOCK:
+            ref_cnt[block] -= 1
+    bad = -1
+    for row in range(block_ids.shape[0] - 1, -1, -1):
+        block = block_ids[row]
+        if block == NO_BLOCK or ref_cnt[block] < 0:
+            bad = row
+    if bad >= 0:
+        for block in block_ids:
+            if block != NO_BLOCK:
+                ref_cnt[block] += 1
+    return bad
+
+
+@compiled
+def _store(
+    state: Any,
+    variant: int,
+    keys: Any,
+    present: Any,
+    num_hits: Any,
+    block_ids: Any,
+    evicted_keys: Any,
+) -> Any:
+    """Give keys without a block in `present` (i32[K]) one; pin the first `num_hits`."""
+    num_keys = keys.shape[0]
+    ref_cnt, pool = state.ref_cnt, state.pool
+    is_missing = present == NO_BLOCK
+    num_missing = directory_lib.mark_first(keys, is_missing)
+    num_blocks = ref_cnt.shape[0]
+    num_free = pool.num_freed[()] + num_blocks - pool.num_allocated[()]
+    num_evicted = max(num_missing - num_free, 0)
+    for row in range(num_hits):
+        ref_cnt[present[row]] += 1
+    victims = np.empty(num_evicted, np.int32)
+    if num_evicted:
+        # None of the batch's own blocks may go, nor one in flight, whose count is -1.
+        for block in present:
+            if block != NO_BLOCK:
+                ref_cnt[block] |= _PROTECTION
+        is_done = functions_of(state.policy).evict(
+            state.policy, variant, num_evicted, ref_cnt, victims, evicted_keys
+        )
+        for block in present:
+            if block != NO_BLOCK and ref_cnt[block] >= 0:
+                ref_cnt[block] &= ~_PROTECTION
+        if not is_done:
+            for row in range(num_keys):
+                block_ids[row] = NO_BLOCK
+            return 0, -1
+
+    num_fresh = min(num_missing, num_blocks - pool.num_allocated[()])
+    fresh, height = pool.num_allocated[()], pool.num_freed[()]
+    rank = 0
+    for row in range(num_keys):
+        block_ids[row] = NO_BLOCK
+        if not is_missing[row]:
+            continue
+        depth = rank - num_fresh
+        if depth < 0:
+            block_ids[row] = fresh + rank
+        elif depth < num_evicted:
+            block_ids[row] = victims[num_evicted - 1 - depth]
+        else:
+            block_ids[row] = pool.freed[height + num_evicted - 1 - depth]
+        rank += 1
+    pool.num_allocated[()] = fresh + num_fresh
+    pool.num_freed[()] = height + num_evicted - (num_missing - num_fresh)
+    taken = block_ids.copy()
+    functions_of(state.policy).insert(state.policy, variant, keys, block_ids)
+    num_stored = 0
+    for row in range(num_keys):
+        if block_ids[row] != NO_BLOCK:
+            ref_cnt[block_ids[row]] = NOT_READY
+            num_stored += 1
+        elif taken[row] != NO_BLOCK:
+            _free(pool, taken[row])
+    return num_stored, num_evicted
+
+
+@compiled
+def _forget(state: Any, entries: Any, block_ids: Any, flags: Any) -> None:
+    """Forget the rows with a flag (bool[K]) and free their blocks."""
+    for row in range(entries.shape[0]):
+        if flags[row]:
+            _free(state.pool, block_ids[row])
+        else:
+            entries[row] = directory_lib.NO_ENTRY
+    functions_of(state.policy).remove_blocks(state.policy, entries, block_ids)
+
+
+@inlined
+def _free(pool: Any, block: int) -> None:
+    pool.freed[pool.num_freed[()]] = block
+    pool.num_freed[()] += 1

@@ -1,0 +1,98 @@
+"""The rows of a host block, copied between the arrays of its extent and one payload.
+
+A block has rows in every array, often many small ones. One call copies them all,
+without the lock of the interpreter: to take it and let it go for every array would hold
+up the thread that steps for longer than the copies take.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from jaxkv.compiling import compiled
+
+ADDRESS, NUM_PIECES, STRIDE_BYTES, PIECE_BYTES = range(4)
+"""What is known of an array, in the columns of a table: where its memory begins, in how
+many pieces the rows of a block lie, how far apart these are, and how long each is."""
+
+_MOST_PLACE = (1 << 31) - 1
+
+_memcpy = types.ExternalFunction(
+    "memcpy", types.uintp(types.uintp, types.uintp, types.uintp)
+)
+
+
+def copy_out(table: Any, place: int, payload: Any) -> None:
+    """Copy the rows of a place into a payload; other threads may run meanwhile.
+
+    Args:
+        table: i64[p, 4]. Of each array, what `ADDRESS` and the others say.
+        place: The number of the block within the extent.
+        payload: u8[n]. Contiguous, as long as the pieces together. Written.
+
+    Raises:
+        ValueError: It is not as long, or the extent has no such place.
+    """
+    _copy_checked(table, place, payload, True)
+
+
+def copy_in(table: Any, place: int, payload: Any) -> None:
+    """Copy a payload into the rows of a place; other threads may run meanwhile.
+
+    Args:
+        table: As for `copy_out`.
+        place: The number of the block within the extent.
+        payload: u8[n]. Contiguous, as long as the pieces together.
+
+    Raises:
+        ValueError: It is not as long, or the extent has no such place.
+    """
+    _copy_checked(table, place, payload, False)
+
+
+def prepare() -> None:
+    """Compile all of it, unless it was kept on disk."""
+    _copy(np.empty((0, 4), np.int64), 0, 0, 0, True)
+
+
+def _copy_checked(table: Any, place: int, payload: Any, is_out: bool) -> None:
+    flags, num_bytes = payload.flags, payload.nbytes
+    if not (
+        flags.c_contiguous
+        and (flags.writeable or not is_out)
+        and 0 <= place <= _MOST_PLACE
+        and _copy(table, place, payload.ctypes.data, num_bytes, is_out)
+    ):
+        wanted = int((table[:, NUM_PIECES] * table[:, PIECE_BYTES]).sum())
+        end = int((table[:, STRIDE_BYTES] // table[:, PIECE_BYTES]).min())
+        raise ValueError(
+            f"{place=} must be in [0, {end}), and a payload of {num_bytes} bytes must "
+            f"have {wanted}, contiguous, that can be written if it is."
+        )
+
+
+@functools.partial(compiled, nogil=True)
+def _copy(table: Any, place: int, address: int, num_bytes: int, is_out: bool) -> Any:
+    """Copy all rows, or none if it must not be done; tell which."""
+    for part in range(table.shape[0]):
+        piece_bytes = table[part, PIECE_BYTES]
+        num_bytes -= table[part, NUM_PIECES] * piece_bytes
+        if (place + 1) * piece_bytes > table[part, STRIDE_BYTES]:
+            return False
+    if num_bytes != 0:
+        return False
+    for part in range(table.shape[0]):
+        piece_bytes = table[part, PIECE_BYTES]
+        row = table[part, ADDRESS] + place * piece_bytes
+        for _ in range(table[part, NUM_PIECES]):
+            if is_out:
+                _memcpy(address, row, piece_bytes)
+            else:
+                _memcpy(row, address, piece_bytes)
+            row += table[part, STRIDE_BYTES]
+            address += piece_bytes
+    return True

@@ -1,0 +1,62 @@
+"""A tier between the host and the store, attacked as the others are."""
+
+import collections
+import dataclasses
+import random
+
+import pytest
+
+from jaxkv._util.settings import keys_of
+from tests.campaign.memory_tier import MemoryConfig
+from tests.campaign.paged import PagedEngine, new_history
+from tests.campaign.storage import busy_setup, hear_the_store
+
+STEPS = 200
+
+
+def four_tiers(rng, folder):
+    """Choose an engine of four tiers, in which moves to and from memory fail."""
+
+    class Faulty(MemoryConfig):
+        fails = staticmethod(lambda: rng.random() < 0.2)
+
+    setup = busy_setup(rng, str(folder), storage_blocks=4000, write="through")
+    values = setup.config.to_dict() | {
+        "enable_events": True,
+        "memory_blocks": 2 * setup.config.num_host_blocks,
+    }
+    return dataclasses.replace(setup, config=Faulty(**values))
+
+
+def test_a_fourth_tier_changes_no_byte(tmp_path):
+    rng, counts, history = random.Random(2), collections.Counter(), new_history()
+    setup, last = four_tiers(rng, tmp_path), None
+    for _ in range(2):  # The second finds in the store what the first has written.
+        engine = PagedEngine(setup, rng, counts, history.append)
+        if last is not None:
+            engine.weights, engine.epoch = last.weights, last.epoch
+            engine.stories = list(last.stories)
+        hear_the_store(engine)
+        try:
+            engine.run(STEPS)
+        except BaseException:
+            print("\n".join(history))
+            raise
+        finally:
+            engine.storage.close()
+        for own in engine.scheduler.below:
+            for name, num in vars(own.counts).items():
+                counts[f"{own.name}: {name}"] += num
+        last = engine
+    assert [own.name for own in last.scheduler.below] == ["memory", "storage"]
+    assert counts["block reads compared"] > 100
+    for name in ("memory", "storage"):
+        assert counts[f"{name}: stored"] > 0, counts
+        assert counts[f"{name}: loaded"] > 0, counts
+    assert counts["memory: dropped_failed"] + counts["memory: failed"] > 0, counts
+
+
+def test_its_key_is_a_setting_like_any_other():
+    assert "memory_blocks" in keys_of(MemoryConfig)
+    with pytest.raises(ValueError, match="memory_blocks=0 must be a whole number"):
+        MemoryConfig(num_host_blocks=4, memory_blocks=0)

@@ -1,0 +1,384 @@
+"""Every order of what may happen: states, each once, and how to get to a wrong one."""
+
+import dataclasses
+import itertools
+import json
+import time
+import zlib
+from array import array
+from collections import Counter, deque
+
+from tests.explorer.world import World, WrongError
+
+_NONE = 2**32 - 1
+# Far more actions than a calm engine takes to serve all requests.
+_MOST_CALM = 400
+
+
+@dataclasses.dataclass
+class Result:
+    """What an exploration has found.
+
+    Attributes:
+        num_states: Different states.
+        num_steps: Actions that were tried.
+        num_expanded: States of which every action was tried.
+        num_live: States from which all requests were seen to end.
+        depth: Actions to the farthest state.
+        seconds: How long it took.
+        cpu_seconds: How long the processor worked on it.
+        is_exhausted: Whether there are no more states.
+        error: What is wrong; None if nothing was found.
+        actions: What leads to it.
+        seen: How often what has happened.
+    """
+
+    num_states: int = 0
+    num_steps: int = 0
+    num_expanded: int = 0
+    num_live: int = 0
+    depth: int = 0
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    is_exhausted: bool = False
+    error: str | None = None
+    actions: list = dataclasses.field(default_factory=list)
+    seen: Counter = dataclasses.field(default_factory=Counter)
+
+    def __str__(self):
+        how = "all" if self.is_exhausted else "not all"
+        return (
+            f"{self.num_states} states ({how}), {self.num_steps} steps, depth "
+            f"{self.depth}, {self.num_live} known to end, {self.seconds:.0f} s "
+            f"({self.cpu_seconds:.0f} s of the processor)"
+        )
+
+
+class _Graph:
+    """States by number: where each came from, and where a calm engine goes from it."""
+
+    def __init__(self):
+        self.numbers = {}
+        self.parents, self.actions, self.calm = array("I"), array("H"), array("I")
+        self.depths = array("H")
+        self._names, self._ids = [], {}
+
+    def add(self, digest, parent, action):
+        number = self.numbers[digest] = len(self.parents)
+        self.parents.append(parent)
+        name = self._ids.setdefault(action, len(self._names))
+        if name == len(self._names):
+            self._names.append(action)
+        self.actions.append(name)
+        self.calm.append(_NONE)
+        self.depths.append(0 if parent == _NONE else self.depths[parent] + 1)
+        return number
+
+    def path(self, number):
+        """The actions that lead to a state."""
+        path = []
+        while self.parents[number] != _NONE:
+            path.append(self._names[self.actions[number]])
+            number = self.parents[number]
+        return path[::-1]
+
+
+def explore(
+    setup,
+    *,
+    minutes=None,
+    max_states=None,
+    max_depth=None,
+    refuse_every=1,
+    live_s=30.0,
+    say=None,
+    say_every_s=30.0,
+):
+    """Try every action in every state, the nearest states first.
+
+    Args:
+        setup: The world.
+        minutes: How long; None for as long as there are new states.
+        max_states: How many states at most.
+        max_depth: How many actions at most to a state whose actions are tried.
+        refuse_every: Refused calls are tried in every Nth state only; this is N.
+        live_s: How long after a timed run a calm engine goes on from states whose
+            actions were not tried.
+        say: Is told how far it is.
+        say_every_s: How often.
+    """
+    start_s = said_s = time.monotonic()
+    start_cpu_s = time.process_time()
+    end_s = None if minutes is None else start_s + 60 * minutes
+    world, graph, result = World(setup), _Graph(), Result()
+    saved = world.save()
+    frontier = deque([(graph.add(world.digest(), _NONE, None), _packed(saved))])
+
+    def note():
+        result.num_states = len(graph.parents)
+        result.depth = graph.depths[-1]
+        result.seconds = time.monotonic() - start_s
+        result.cpu_seconds = time.process_time() - start_cpu_s
+        result.seen = world.seen
+
+    def is_over():
+        if end_s is not None and time.monotonic() >= end_s:
+            return True
+        return max_states is not None and len(graph.parents) >= max_states
+
+    number, trial = 0, None
+    try:
+        world.check()
+        while frontier and not is_over():
+            number, packed = frontier[0]
+            if max_depth is not None and graph.depths[number] >= max_depth:
+                break
+            frontier.popleft()
+            saved = _unpacked(packed)
+            world.restore(saved)
+            if number % refuse_every == 0:
+                world.try_refused()
+            calm = world.calm()
+            if calm is None:
+                _check_over(world)
+                graph.calm[number] = number
+            actions = world.actions()
+            if calm is not None and calm not in actions:
+                actions.append(calm)
+            result.num_expanded += 1
+            for action in actions:
+                world.restore(saved)
+                trial = action
+                world.do(action)
+                result.num_steps += 1
+                digest = world.digest()
+                found = graph.numbers.get(digest)
+                if found is None:
+                    found = graph.add(digest, number, action)
+                    frontier.append((found, _packed(world.save())))
+                if action == calm:
+                    graph.calm[number] = found
+                trial = None
+            now_s = time.monotonic()
+            if say is not None and now_s - said_s > say_every_s:
+                said_s = now_s
+                note()
+                say(f"{result}, {len(frontier)} to go on from")
+        result.is_exhausted = not frontier
+        trial = None
+        result.num_live = _check_live(
+            world, graph, frontier, None if end_s is None else end_s + live_s
+        )
+    except WrongError as error:
+        result.error = str(error)
+        stuck = getattr(error, "number", number)
+        result.actions = graph.path(stuck)
+        if trial is not None:
+            result.actions.append(trial)
+    note()
+    return result
+
+
+def _packed(saved):
+    return zlib.compress(saved[0], 1), saved[1]
+
+
+def _unpacked(packed):
+    return zlib.decompress(packed[0]), packed[1]
+
+
+def _check_over(world):
+    """Where a calm engine has nothing to do all requests have ended."""
+    left = [r.request_id for r in world.requests if r.phase != "done"]
+    if left:
+        raise WrongError(f"{', '.join(left)} can never end")
+    own = world.scheduler
+    if own.has_pending_loads() or own.has_pending_stores():
+        raise WrongError("something stays on its way for ever")
+
+
+def _check_live(world, graph, frontier, end_s):
+    """Follow a calm engine from every state; give how many are known to end."""
+    saved = dict(frontier)
+    is_live = bytearray(len(graph.calm))
+    for number in range(len(graph.calm)):
+        chain, at = [], number
+        while not is_live[at] and graph.calm[at] not in (at, _NONE):
+            chain.append(at)
+            at = graph.calm[at]
+            if len(chain) > _MOST_CALM:
+                _stuck(number)
+        if not is_live[at] and graph.calm[at] == _NONE:
+            # Not tried yet. What it comes to there is followed as far as is new.
+            if end_s is not None and time.monotonic() > end_s:
+                continue
+            at = _follow(world, graph, saved, at, is_live)
+        for own in chain:
+            is_live[own] = True
+        is_live[at] = True
+    return sum(is_live)
+
+
+def _follow(world, graph, saved, number, is_live):
+    """Let a calm engine go on from a state that was not tried."""
+    world.restore(_unpacked(saved[number]))
+    at = number
+    for _ in range(_MOST_CALM):
+        calm = world.calm()
+        if calm is None:
+            try:
+                _check_over(world)
+            except WrongError as error:
+                error.number = number
+                raise
+            is_live[number] = True
+            return number
+        try:
+            world.do(calm)
+        except WrongError as error:
+            error.number = number
+            raise
+        at = graph.numbers.get(world.digest())
+        # Known states are followed by their own chains.
+        if at is not None and is_live[at]:
+            is_live[number] = True
+            return number
+    return _stuck(number)
+
+
+def go_on_calmly(world):
+    """Let a calm engine bring all to its end.
+
+    Raises:
+        WrongError: It cannot, or something goes wrong on the way.
+    """
+    for _ in range(_MOST_CALM):
+        calm = world.calm()
+        if calm is None:
+            _check_over(world)
+            return
+        world.do(calm)
+    _stuck(0)
+
+
+def _stuck(number):
+    error = WrongError(f"a calm engine goes on for ever ({_MOST_CALM} actions)")
+    error.number = number
+    raise error
+
+
+def what_goes_wrong(setup, actions, *, is_calm_after=True, refuse=True):
+    """Do some actions; say what is wrong then, None for nothing.
+
+    Args:
+        setup: The world.
+        actions: What is to happen.
+        is_calm_after: Whether a calm engine is to bring all to its end afterwards.
+        refuse: Whether to try calls that are refused after each action.
+
+    Returns:
+        The error, and how many of the actions lead to it.
+
+    Raises:
+        LookupError: One of the actions cannot happen then.
+    """
+    world, num = World(setup), 0
+    try:
+        for action in actions:
+            if action not in world.actions() and action != world.calm():
+                raise LookupError(action)
+            if refuse:
+                world.try_refused()
+            num += 1
+            world.do(action)
+        if refuse:
+            world.try_refused()
+        if is_calm_after:
+            go_on_calmly(world)
+    except WrongError as error:
+        return str(error), num
+    return None, num
+
+
+def shrink(setup, actions):
+    """Leave out of what leads to an error whatever can be left out."""
+
+    def is_wrong(some):
+        try:
+            return what_goes_wrong(setup, some)
+        except LookupError:
+            return None, 0
+
+    error, num = is_wrong(actions)
+    if error is None:
+        return actions, None
+    actions = list(actions[:num])
+    is_shorter = True
+    while is_shorter:
+        is_shorter = False
+        for size in (3, 2, 1):
+            for start in range(len(actions) - size, -1, -1):
+                some = actions[:start] + actions[start + size :]
+                other, num = is_wrong(some)
+                if other is not None:
+                    actions, error, is_shorter = some[:num], other, True
+    return actions, error
+
+
+def write_counterexample(path, name, actions, error):
+    """Write down what leads to an error."""
+    text = json.dumps(
+        {"world": name, "error": error, "actions": [list(a) for a in actions]}, indent=1
+    )
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text + "\n")
+
+
+def read_counterexample(path):
+    """Read the world's name and the actions."""
+    with open(path, encoding="utf-8") as file:
+        read = json.load(file)
+    return read["world"], [tuple(action) for action in read["actions"]]
+
+
+def compare_futures(setup, num_states):
+    """Look whether states of equal digests have equal futures; give how many did.
+
+    Each state that is met again, on another way, is compared with the first of its
+    digest: what may happen, and the digests that it leads to.
+
+    Raises:
+        WrongError: Two of them differ, so that a digest leaves something out.
+    """
+    world = World(setup)
+    start = world.save()
+    known, frontier, num = {world.digest(): None}, deque([start]), 0
+
+    def future(saved):
+        found = []
+        world.restore(saved)
+        actions = world.actions()
+        for action in actions:
+            world.restore(saved)
+            world.do(action)
+            found.append(world.digest())
+        return actions, found
+
+    again = []
+    while frontier and len(known) < num_states:
+        saved = frontier.popleft()
+        world.restore(saved)
+        for action in world.actions():
+            world.restore(saved)
+            world.do(action)
+            digest, after = world.digest(), world.save()
+            if digest not in known:
+                known[digest] = after
+                frontier.append(after)
+            elif known[digest] is not None and known[digest] != after:
+                again.append((known[digest], after))
+    for first, second in itertools.islice(again, num_states):
+        if future(first) != future(second):
+            raise WrongError("a digest leaves out something that matters")
+        num += 1
+    return num

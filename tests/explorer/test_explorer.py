@@ -1,0 +1,198 @@
+"""Every order of events in small worlds, and that what is wrong is found."""
+
+import dataclasses
+import functools
+import random
+
+import pytest
+
+from jaxkv.scheduling.scheduler import OffloadScheduler
+from jaxkv.search.groups import FullAttention, SlidingWindow
+from jaxkv.tiers.device import DeviceBlockPool
+from tests.explorer import branches, search
+from tests.explorer.world import Setup, World, WrongError
+from tests.explorer.worlds import WORLDS
+
+# The deadlock of asynchronous loads in vLLM 0.25 (#57841).
+HOLDING = Setup(
+    (("aab", 3), ("ccd", 3), ("aabe", 4), ("ccde", 4)),
+    num_device_blocks=6,
+    num_host_blocks=6,
+    acts=("preempt",),
+    served=(0, 1),
+    holds_waiting=True,
+)
+KEEPING = Setup(
+    (("aaab", 4), ("aaab", 4)),
+    (FullAttention(1), SlidingWindow(1, 2)),
+    num_device_blocks=8,
+    num_host_blocks=8,
+    acts=("forget",),
+    served=(0,),
+    keeps_tables=True,
+)
+
+
+def explore(setup, **limits):
+    result = search.explore(setup, **limits)
+    print(result)
+    print(dict(result.seen))
+    assert result.error is None, (result.error, result.actions)
+    return result
+
+
+@pytest.mark.parametrize("name", ["tiny", "pair"])
+def test_nothing_goes_wrong_in_any_order_of_events(name):
+    result = explore(WORLDS[name])
+    assert result.is_exhausted
+    assert result.num_live == result.num_states
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_nothing_goes_wrong_within_some_events(name):
+    explore(WORLDS[name], max_states=40)
+
+
+@pytest.mark.long
+def test_nothing_goes_wrong_in_two_minutes_of_many_worlds():
+    num_states, seen = 0, set()
+    for setup in WORLDS.values():
+        result = explore(setup, minutes=2 / len(WORLDS), refuse_every=20, live_s=1)
+        num_states += result.num_states
+        seen |= set(result.seen)
+    print(num_states, "states")
+    assert seen >= {"preempt", "load fails", "fetch lands", "write lands", "reset done"}
+
+
+def test_branches_that_no_walk_takes_are_named():
+    files, wrong = branches.measure({"tiny": WORLDS["tiny"]}, 20, seed=7, say=print)
+    assert wrong is None
+    taken = {own.name: own for own in files}
+    # There is no store in this world, nor anything to load from the host.
+    assert taken["boundary.py"].num_taken == 0 < taken["boundary.py"].num
+    lines = branches.show(files)
+    start, end = taken["plan.py"].missed[0]
+    assert any(f"line {start}: not to {end}" in line for line in lines)
+    inside = [own for own in files if own.name not in branches.FILES_OUTSIDE]
+    sums = [sum(own.num_taken for own in inside), sum(own.num for own in inside)]
+    assert f"{sums[0]} of {sums[1]} branches" in lines[-3]
+
+
+@pytest.mark.long
+def test_walks_take_at_least_95_of_100_branches_of_the_files_that_decide():
+    files, wrong = branches.measure(WORLDS, 1200, seed=7)
+    assert wrong is None
+    print(*branches.show(files), sep="\n")
+    inside = [own for own in files if own.name not in branches.FILES_OUTSIDE]
+    num = sum(own.num for own in inside)
+    assert sum(own.num_taken for own in inside) >= 0.95 * num
+
+
+@pytest.mark.parametrize("name", ["pair, store", "hybrid", "arc", "bound", "together"])
+def test_worlds_of_one_digest_have_one_future(name):
+    assert search.compare_futures(WORLDS[name], 250) > 20
+
+
+def test_a_world_is_come_back_to_as_it_was():
+    world = World(WORLDS["store"])
+    world.do(("admit", "r0"))
+    before, digest = world.save(), world.digest()
+    world.do(("step", "r0"))
+    assert world.digest() != digest
+    world.restore(before)
+    assert world.save() == before
+    assert world.digest() == digest
+
+
+def found(setup, **limits):
+    """What is found, with as few actions as it takes; they are written and read."""
+    result = search.explore(setup, refuse_every=100, **limits)
+    assert result.error is not None, str(result)
+    actions, error = search.shrink(setup, result.actions)
+    assert error is not None
+    assert search.what_goes_wrong(setup, actions)[0] == error
+    return actions, error
+
+
+def test_the_deadlock_of_requests_that_wait_with_what_they_have_loaded_is_found():
+    actions, error = found(HOLDING, max_states=20_000)
+    assert "r2, r3 can never end" in error
+    assert sorted(actions) == [("admit", "r2"), ("admit", "r3")]
+    # An engine that takes all blocks at once has no such state.
+    right = dataclasses.replace(HOLDING, holds_waiting=False)
+    explore(right, max_states=300)
+
+
+def test_an_eviction_that_takes_marks_away_is_found(monkeypatch):
+    """The campaign found it: blocks that nobody had written were cached."""
+    assert explore(KEEPING).is_exhausted
+    evict = DeviceBlockPool.evict
+
+    @functools.wraps(evict)
+    def forgetful(self, block_ids):
+        evict(self, block_ids)
+        self.unwritten.difference_update(block_ids)
+
+    monkeypatch.setattr(DeviceBlockPool, "evict", forgetful)
+    actions, error = found(KEEPING, max_states=20_000)
+    assert "is found in the GPU tier" in error
+    assert ("forget",) in actions
+
+
+def test_a_step_that_drops_what_was_taken_after_a_preemption_is_found(monkeypatch):
+    """The explorer found it."""
+    part_with = OffloadScheduler._part_with
+    monkeypatch.setattr(OffloadScheduler, "request_preempted", part_with)
+    setup = Setup((("ab", 2), ("ab", 2)), num_device_blocks=3, served=(0,))
+    actions, error = found(dataclasses.replace(setup, acts=("preempt",)))
+    assert "r1 can never end" in error
+    assert [action[0] for action in actions] == ["admit", "preempt", "admit"]
+
+
+def test_what_is_read_back_goes_wrong_as_it_did(tmp_path, monkeypatch):
+    check = World.check
+
+    def no_stores(self):
+        check(self)
+        if self.seen["store lands"]:
+            raise WrongError("a store has landed")
+
+    monkeypatch.setattr(World, "check", no_stores)
+    _, error, actions = branches.walk(WORLDS["tiny"], random.Random(7), 1000)
+    assert search.what_goes_wrong(WORLDS["tiny"], actions)[0] == error
+    actions, error = found(WORLDS["tiny"])
+    path = tmp_path / "wrong.json"
+    search.write_counterexample(path, "tiny", actions, error)
+    name, again = search.read_counterexample(path)
+    assert (name, again) == ("tiny", actions)
+    assert search.what_goes_wrong(WORLDS[name], again) == (error, len(actions))
+
+
+@pytest.mark.parametrize(
+    "part", ["scheduler", "loads", "stores", "in flight", "storage"]
+)
+def test_a_digest_knows_all_that_the_scheduler_keeps(part):
+    """A new field has to be saved, and either named in the digest or left out."""
+    world = World(WORLDS["store"])
+    own = world.scheduler
+    parts = {
+        "scheduler": own,
+        "loads": own._loads,
+        "stores": own._stores,
+        "in flight": own._stores._in_flight,
+        "storage": own.below[0],
+    }
+    fixed = {
+        "scheduler": "groups rules num_host_blocks num_storage_blocks _manager delays "
+        "_stats _gate _keys _loads below _storage _stores _eager _lazy _notifier "
+        "recorder _policy_name _recorded _bound_pool _bound_view _is_all_read "
+        "_least_tokens _num_ended",  # It counts towards a warning, and no more.
+        "loads": "_groups _host _rules _stats in_flight _step _num_readers",
+        "stores": "stats _on_arrival _host _rules _factor _in_flight",
+        "in flight": "_what _num_workers",
+        "storage": "tier groups upper number name counts _write _is_private "
+        "_on_arrival factor "
+        "_most_written most_fetched may_cut _asked fetches _writes",
+    }
+    saved = {id(o): names for o, names in world._parts}[id(parts[part])]
+    assert set(vars(parts[part])) == {*saved, *fixed[part].split()}

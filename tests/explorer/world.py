@@ -1,0 +1,1451 @@
+"""A small world: the scheduler and the pool as they are, an engine, and its transfers.
+
+Whatever can happen next is an action, and nothing happens by itself. The content of a
+block is the prefix of tokens that it holds; what is being written, or was lost, has
+none. A world can be left and come back to (`save`, `restore`). In its digest blocks,
+events and counters have canonical names: worlds with equal digests have equal futures.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import io
+import marshal
+import pickle
+from collections import Counter
+from itertools import compress
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+
+from jaxkv.keys.packed import PackedKeys, lay_out
+from jaxkv.policies.lru import LRUState
+from jaxkv.scheduling.plan import _PROBE_INTERVAL
+from jaxkv.scheduling.protocol import (
+    NO_EVENT,
+    ConnectorOutput,
+    SchedulerOutput,
+    TierReport,
+)
+from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.scheduling.scheduler import OffloadScheduler
+from jaxkv.search.groups import FullAttention, alignment
+from jaxkv.search.tiers import find_cached_prefix
+from jaxkv.tiers import index as index_lib
+from jaxkv.tiers.device import DeviceBlockPool
+from jaxkv.tiers.retention import Retention
+from jaxkv.types import NO_BLOCK, NULL_BLOCK
+from tests.rigs.offload_sim import first_read
+
+GARBAGE = ""
+WAITING, LOADING, RUNNING, DONE = "waiting", "loading", "running", "done"
+# Long enough for the batches here; the longer a log, the more there is to copy.
+_LEAST_MAX_BATCH = 8
+
+
+class WrongError(Exception):
+    """Something does not hold."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What a world consists of.
+
+    Attributes:
+        requests: For each its tokens, a letter each, and how many of them are its
+            prompt; the others are generated.
+        groups: The groups of the model's layers.
+        rules: Rules for stores and loads.
+        num_device_blocks: Blocks of the device, beside the null block.
+        num_host_blocks: Blocks of the host.
+        num_storage_blocks: Blocks of the store; 0 for none.
+        chunk: Most tokens that a request computes in a step.
+        acts: What may happen beside what has to: see `World.actions`.
+        listed: Requests of which the store has all blocks, and lists them at some time.
+        rates: What `note_rates` may be told, the first in the beginning. The gate is
+            about to let a probe pass then.
+        policy: Which blocks the host evicts.
+        retentions: How long the first requests want their blocks to be kept.
+        private: Blocks with this letter are never written to the store.
+        bound: How many blocks a listing says that the store may hold.
+        is_ahead: Whether the last token that a request generated is uncertain until
+            the next one, as with asynchronous scheduling.
+        has_events: Whether the events have to add up to what the tiers hold.
+        holds_waiting: Whether requests that wait for more room than their loads take
+            keep what was loaded, and are not preempted (the fault of vLLM's #57841).
+        keeps_tables: Whether the engine goes on with its own tables rather than those
+            that `update_state_after_alloc` returns.
+        served: Requests that have been served before all begins; the device has
+            forgotten them.
+    """
+
+    requests: tuple = (("aabb", 4), ("aabb", 4), ("aacc", 4))
+    groups: tuple = (FullAttention(1),)
+    rules: OffloadRules = dataclasses.field(default_factory=OffloadRules)
+    num_device_blocks: int = 5
+    num_host_blocks: int = 4
+    num_storage_blocks: int = 0
+    chunk: int = 4
+    acts: tuple = ("fail", "preempt", "abort", "reset")
+    listed: tuple = ()
+    rates: tuple = ()
+    policy: str = "lru"
+    retentions: tuple[Retention, ...] = ()
+    private: str = ""
+    bound: int | None = None
+    is_ahead: bool = False
+    has_events: bool = False
+    holds_waiting: bool = False
+    keeps_tables: bool = False
+    served: tuple = ()
+
+
+@functools.cache
+def content(group, text, end):
+    """The content of a block that holds a prefix up to a token."""
+    return f"{group}{text[:end]}"
+
+
+@functools.cache
+def make_keys(group, text, size, num_tokens):
+    """Keys of the full blocks of some tokens."""
+    ends = range(size, num_tokens + 1, size)
+    return [hashlib.sha256(content(group, text, n).encode()).digest() for n in ends]
+
+
+@functools.cache
+def packed_keys(keys):
+    """Keys as `RequestKeys` gives them."""
+    names, words, _ = lay_out(list(keys))
+    return PackedKeys(names, words)
+
+
+class Request:
+    """A request, as the scheduler sees it and as the engine does."""
+
+    def __init__(self, name, text, num_prompt, groups):
+        self.request_id = name
+        self.retention = None
+        self.text = text
+        self.num_prompt_tokens = num_prompt
+        self.num_tokens = num_prompt
+        self.num_computed_tokens = self.num_output_placeholders = 0
+        self.groups = groups
+        self.phase = WAITING
+        self.tables = [[] for _ in groups]
+        self.offer = 0  # What is being loaded, ...
+        self.after = None  # ... and its tables once it is there.
+        self.needs = 0  # Blocks that it lacks, with `holds_waiting`.
+
+    @property
+    def block_keys_by_group(self):
+        return [
+            make_keys(g, self.text, spec.block_size, self.num_tokens)
+            for g, spec in enumerate(self.groups)
+        ]
+
+    @property
+    def block_keys(self):
+        return self.block_keys_by_group[0]
+
+    @property
+    def table(self):
+        return self.tables if len(self.tables) > 1 else self.tables[0]
+
+
+@dataclasses.dataclass
+class Transfer:
+    """What moves.
+
+    Attributes:
+        kind: "store", "load", "fetch" or "write".
+        name: Its event, or the request of a load.
+        pairs: For each block where it comes from and where it goes: the id of a device
+            block and that of a host block, or a key and a host block.
+        contents: What was there when it began.
+        oks: Which of them arrived on all workers that have reported it, ...
+        num_reports: ... and how many have.
+        is_owner: Whether the places of the host are still its own.
+        is_flushed: Whether a flush has waited for it.
+        is_written: Whether the step that began it has written its blocks.
+    """
+
+    kind: str
+    name: object
+    pairs: list
+    contents: list
+    oks: list
+    num_reports: int = 0
+    is_owner: bool = True
+    is_flushed: bool = False
+    is_written: bool = False
+
+
+def _reduce_keys(keys):
+    return packed_keys, (tuple(keys),)
+
+
+class World:
+    """Everything there is, and what may happen to it.
+
+    Args:
+        setup: What it consists of.
+
+    Attributes:
+        seen: How often what has happened.
+    """
+
+    def __init__(self, setup):
+        self.setup = setup
+        self.seen = Counter()
+        self.groups = setup.groups
+        self.pool = DeviceBlockPool(setup.num_device_blocks + 1)
+        with mock.patch.object(index_lib, "_LEAST_MAX_BATCH", _LEAST_MAX_BATCH):
+            self.scheduler = OffloadScheduler(
+                setup.groups,
+                setup.num_host_blocks,
+                setup.policy,
+                setup.has_events,
+                rules=setup.rules,
+                num_storage_blocks=setup.num_storage_blocks,
+                is_private=self._is_private if setup.private else None,
+                clock=lambda: 0.0,
+            )
+        own = self.scheduler
+        own.bind_device_block_pool(self.pool)
+        self.rates = 0
+        if setup.rates:
+            own.note_rates(*setup.rates[0])
+            own._gate._num_slow = own._gate._num_slow_fetches = _PROBE_INTERVAL - 2
+        self.requests = [
+            Request(f"r{n}", text, num_prompt, setup.groups)
+            for n, (text, num_prompt) in enumerate(setup.requests)
+        ]
+        for r, retention in zip(self.requests, setup.retentions, strict=False):
+            r.retention = retention
+        self.device = [GARBAGE] * self.pool.num_blocks
+        self.host = [GARBAGE] * setup.num_host_blocks
+        self.objects = {}
+        self.transfers = []
+        self.preempted = []
+        self.lost = []  # Of these, the ones that only the next step tells of.
+        self.is_listed = not setup.listed
+        self.is_left = False
+        self.is_to_reset = False  # Before anything is asked for again.
+        self._contents = {
+            key: content(g, text, (n + 1) * spec.block_size)
+            for text, _ in setup.requests
+            for g, spec in enumerate(setup.groups)
+            for n, key in enumerate(make_keys(g, text, spec.block_size, len(text)))
+        }
+        self._all_keys = packed_keys(tuple(self._contents))
+        self._key_ids = {key: n for n, key in enumerate(self._contents)}
+        self._listed_keys = tuple(
+            dict.fromkeys(
+                key
+                for n in setup.listed
+                for g, spec in enumerate(setup.groups)
+                for key in make_keys(
+                    g, setup.requests[n][0], spec.block_size, len(setup.requests[n][0])
+                )
+            )
+        )
+        self.objects = {key: self._contents[key] for key in self._listed_keys}
+        self._tiers = [own._manager, *[boundary.tier for boundary in own.below]]
+        # What events say that the tiers hold.
+        self.told = {tier.medium: {} for tier in self._tiers}
+        self._parts = list(self._mutable_parts())
+        self._find_arrays()
+        self._growing = {}
+        for name in (f"r{n}" for n in setup.served):
+            self.do(("admit", name))
+            while not self._is_served(self._named(name)):
+                self.do(("step", name))
+            self.do(("finish", name))
+            self.do(("step",))
+            while self.transfers:
+                self.do(("land", 0))
+        if setup.served:
+            self.do(("forget",))
+            self.seen.clear()
+
+    # Leaving a world, and coming back to it.
+
+    def _mutable_parts(self):
+        """Objects and those of their attributes that change, but for arrays."""
+        own = self.scheduler
+        yield (
+            self,
+            "requests device host objects transfers preempted lost is_listed is_left "
+            "is_to_reset rates told",
+        )
+        yield self.pool, "num_changes unwritten"
+        yield own, "_num_local _known _preempted"
+        yield own.delays, "_deferred_s _offered_s"
+        yield own._stats, " ".join(vars(own._stats))
+        yield own._gate, " ".join(vars(own._gate).keys() - {"_stats"})
+        yield own._notifier, "_marks"
+        yield own._loads, "by_request _waiting _copying _num_blocks_waiting"
+        yield own._loads.in_flight, "moves num_blocks _next_event"
+        yield own._stores, "num_changes _waiting _steps_left _num_known_in_flight"
+        yield own._stores._in_flight, "moves num_blocks _next_event"
+        if own._eager is not None:
+            yield own._eager, "_progress"
+        if own._lazy is not None:
+            yield own._lazy, "_seen"
+        for tier in self._tiers:
+            yield tier, "num_held_blocks num_evicted num_skipped _now_ms _is_told"
+            yield tier, "num_lost lost"
+            yield tier.drops, "_reasons"
+            yield tier._notes, "_notes"
+            if tier._reuse is not None:
+                yield tier._reuse, "_held_back _counts"
+        for boundary in own.below:
+            yield boundary.tier, "num_found num_left_out bound _is_listed"
+            yield (
+                boundary,
+                "num_fetched_tokens num_lost _is_disabled _must_send_last fetch_of "
+                "waits looked_up _to_write _to_fetch _to_delete _seen bytes_per_s",
+            )
+            yield boundary.counts, " ".join(vars(boundary.counts))
+            for ledger in (boundary.fetches, boundary._writes):
+                yield ledger, "moves num_blocks _next_event"
+            if boundary._asked is not None:
+                yield boundary._asked, "_held_back _counts"
+
+    def _find_arrays(self):
+        """Find the memory of all arrays that change."""
+
+        def leaves(state):
+            if not dataclasses.is_dataclass(state):
+                return [state]
+            fields = dataclasses.fields(state)
+            return [a for f in fields for a in leaves(getattr(state, f.name))]
+
+        arrays = [*leaves(self.pool.state), self.scheduler._loads._num_readers]
+        self._executors = []
+        for tier in self._tiers:
+            own = leaves(tier.executor.state)
+            blank = [(a, a.copy()) for a in own]
+            self._executors.append((tier, tier.executor, blank))
+            arrays += own
+        self._memory, start = [], 0
+        for array in arrays:
+            end = start + array.nbytes
+            self._memory.append((memoryview(array.reshape(-1)).cast("B"), start, end))
+            start = end
+        self._parts = [(part, names.split()) for part, names in self._parts]
+
+    def save(self):
+        """Write down all that may change."""
+        arrays = b"".join([memory for memory, _, _ in self._memory])
+        values = [[getattr(o, name) for name in names] for o, names in self._parts]
+        values.append(list(self.scheduler._keys._packed))
+        out = io.BytesIO()
+        pickler = pickle.Pickler(out, 5)
+        pickler.dispatch_table = {PackedKeys: _reduce_keys}
+        pickler.dump(values)
+        return arrays, out.getvalue()
+
+    def restore(self, saved):
+        """Come back to what was written down."""
+        arrays, rest = saved
+        for memory, start, end in self._memory:
+            memory[:] = arrays[start:end]
+        values = pickle.loads(rest)
+        names = values.pop()
+        for (part, attributes), own in zip(self._parts, values, strict=True):
+            for attribute, value in zip(attributes, own, strict=True):
+                setattr(part, attribute, value)
+        packed = self.scheduler._keys._packed
+        self._growing.update(packed)
+        packed.clear()
+        # What is kept of keys depends on the request's alone, and is made up to date
+        # when it is asked for.
+        packed.update((name, self._growing[name]) for name in names)
+
+    @contextlib.contextmanager
+    def _same_executors(self):
+        """Have tiers that are emptied keep their arrays, which others know."""
+        emptied = object()
+        with mock.patch.object(index_lib, "make_executor", return_value=emptied):
+            yield
+        for tier, executor, arrays in self._executors:
+            if tier.executor is emptied:
+                tier.executor = executor
+                for array, blank in arrays:
+                    array[...] = blank
+
+    # What may happen.
+
+    def actions(self):
+        """List what may happen next.
+
+        Always: a request asks and takes what it gets ("admit") and declines what it
+        cannot take ("decline"); a step with all that can run, with one of them, or with
+        none; a request ends; a transfer lands. With the setup's leave ("acts"):
+        a transfer fails ("fail"), or a part of it ("part"); several land at once
+        ("together"); a request takes a part of an offer ("less"), is preempted
+        ("preempt", and "lose" where only the next step says so), is aborted ("abort"),
+        asks as if the device had nothing ("blind"), gets its blocks without asking
+        ("unasked") or names them again ("again"); the host is reset ("reset"), the
+        device's cache forgotten ("forget") or only its first block ("gap"), the store
+        left ("leave"), listed once more ("relist") or in vain ("unlist"). A store is
+        listed ("list"); rates are measured ("rates").
+        """
+        acts, actions = self.setup.acts, []
+        for n in range(len(self.transfers)):
+            actions.append(("land", n))
+            if self.transfers[n].is_flushed or self.transfers[n].is_written:
+                continue
+            if "fail" in acts:
+                actions.append(("fail", n))
+            is_stored = self.transfers[n].kind in ("fetch", "write")
+            if "part" in acts and is_stored and len(self.transfers[n].pairs) > 1:
+                actions.append(("part", n))
+        if "together" in acts and len(self.transfers) > 1:
+            actions.append(("together",))
+        running = [r.request_id for r in self.requests if self._can_run(r)]
+        actions.append(("step", *running))
+        if len(running) > 1:
+            actions += [("step", name) for name in running]
+        if running:
+            actions.append(("step",))
+        loads = self.scheduler._loads.by_request
+        for r in self.requests:
+            name = r.request_id
+            if r.phase == DONE:
+                continue
+            if r.phase == WAITING and name not in self.lost:
+                if not self.is_to_reset:
+                    hows = [how for how in ("less", "blind") if how in acts]
+                    actions += [(how, name) for how in ("admit", *hows)]
+                if "unasked" in acts and name not in self.scheduler._num_local:
+                    actions.append(("unasked", name))
+                load = loads.get(name)
+                if load is not None and not load.is_taken:
+                    actions.append(("decline", name))
+            elif r.phase == RUNNING and self._is_served(r):
+                actions.append(("finish", name))
+                continue
+            elif not r.needs:
+                if "preempt" in acts:
+                    actions.append(("preempt", name))
+                # Who was preempted by a call since the last step is so again.
+                if "lose" in acts and name not in self.preempted:
+                    actions.append(("lose", name))
+            if "again" in acts and r.phase != WAITING:
+                actions.append(("again", name))
+            if "abort" in acts:
+                actions.append(("abort", name))
+        if "reset" in acts or self.is_to_reset:
+            actions.append(("reset",))
+        if "forget" in acts:
+            actions.append(("forget",))
+        if "gap" in acts:
+            actions.append(("gap",))
+        if "leave" in acts and not self.is_left:
+            actions.append(("leave",))
+        if not self.is_listed or "relist" in acts:
+            actions.append(("list",))
+        if "unlist" in acts:
+            actions.append(("unlist",))
+        rates = range(len(self.setup.rates))
+        actions += [("rates", n) for n in rates if n != self.rates]
+        return actions
+
+    def calm(self):
+        """Choose what brings all requests to their end; None if all is over.
+
+        Transfers land, what runs goes on, who waits is admitted as it came, and the
+        last one makes room if it must.
+        """
+        if self.transfers:
+            return ("land", 0)
+        for r in self.requests:
+            if r.phase == RUNNING and self._is_served(r):
+                return ("finish", r.request_id)
+        running = tuple(r.request_id for r in self.requests if self._can_run(r))
+        own = self.scheduler
+        if running or self.preempted or self._is_to_leave():
+            return ("step", *running)
+        waiting = [r for r in self.requests if r.phase == WAITING]
+        asked = [r for r in waiting if r.request_id in own._loads.by_request]
+        if self.is_to_reset:
+            return ("decline", asked[-1].request_id) if asked else ("reset",)
+        for r in waiting:
+            others = [o for o in asked if o is not r]
+            if self._fits(r) or not others:
+                if self._fits(r):
+                    return ("admit", r.request_id)
+            else:
+                return ("decline", others[-1].request_id)
+        held = [r for r in self.requests if r.phase == RUNNING and not r.needs]
+        if held and len(held) + len(waiting) > 1:
+            return ("preempt", held[-1].request_id)
+        if own.has_pending_stores() or own.has_pending_loads():
+            return ("step",)
+        return None
+
+    def _is_to_leave(self):
+        """Whether a step would send something out."""
+        own = self.scheduler
+        if own._loads.has_waiting or own._stores._waiting.keys:
+            return True
+        return any(
+            boundary._to_fetch
+            or boundary._to_delete
+            or boundary._must_send_last
+            or (boundary._to_write and not boundary._writes.moves)
+            for boundary in own.below
+        )
+
+    def _fits(self, r):
+        """Whether there is room for a request that finds nothing on the device."""
+        load = self.scheduler._loads.by_request.get(r.request_id)
+        own = len(load.copy_sources) if load is not None else 0
+        return self._num_needed(r) <= self.pool.num_free + own
+
+    def _num_needed(self, r):
+        return sum(-(-r.num_tokens // spec.block_size) for spec in self.groups)
+
+    def _is_served(self, r):
+        return r.num_computed_tokens == len(r.text)
+
+    def _num_lacking(self, r):
+        """Blocks that a request lacks for its next tokens, in each group."""
+        end = min(r.num_computed_tokens + self.setup.chunk, r.num_tokens)
+        return [
+            max(-(-end // spec.block_size) - len(table), 0)
+            for spec, table in zip(self.groups, r.tables, strict=True)
+        ]
+
+    def _can_run(self, r):
+        if r.phase != RUNNING or self._is_served(r):
+            return False
+        return sum(self._num_lacking(r)) <= self.pool.num_free
+
+    def do(self, action):
+        """Let something happen, and look whether all is right.
+
+        Raises:
+            WrongError: It is not.
+        """
+        kind, *rest = action
+        self.seen[kind] += 1
+        try:
+            getattr(self, f"_do_{kind}")(*rest)
+        except WrongError:
+            raise
+        except Exception as error:
+            raise WrongError(f"{type(error).__name__}: {error}") from error
+        self.check()
+
+    def _named(self, name):
+        return self.requests[int(name[1:])]
+
+    def _do_admit(self, name, less=0, is_blind=False):
+        r, pool, own = self._named(name), self.pool, self.scheduler
+        most = 0 if is_blind else r.num_tokens - 1
+        keys = r.block_keys_by_group
+        local, tables = find_cached_prefix(pool, self.groups, keys, most)
+        for table in tables:
+            pool.touch(table)
+        told = own.explain(r, local)
+        offer = own.get_num_new_matched_tokens(r, local)
+        expect(
+            offer == (told.num_offered_tokens, told.is_awaited),
+            lambda: f"explain says {told}, and the query {offer}",
+        )
+        num, is_awaited = offer
+        needed = [
+            -(-r.num_tokens // spec.block_size) - len(table)
+            for spec, table in zip(self.groups, tables, strict=True)
+        ]
+        if self.setup.holds_waiting and num:
+            # As many as the load takes; the others when it is there.
+            needed = [local + num - len(table) for table in tables]
+        if num is None or sum(needed) > pool.num_free:
+            self.seen["asks again" if num is None else "no room"] += 1
+            for table in tables:
+                pool.free(table[::-1])
+            return
+        taken = max(num - less, 0)
+        for table, lacking in zip(tables, needed, strict=True):
+            table += pool.allocate(lacking)
+        r.tables, r.num_computed_tokens = tables, local
+        after = own.update_state_after_alloc(r, r.table, taken)
+        if taken and is_awaited:
+            r.phase, r.offer, r.after = LOADING, taken, after
+            self.seen["loads"] += 1
+            return
+        r.phase = RUNNING
+        self._take(r, taken, after)
+
+    def _do_less(self, name):
+        self._do_admit(name, alignment(self.groups))
+
+    def _do_blind(self, name):
+        self._do_admit(name, is_blind=True)
+
+    def _do_unasked(self, name):
+        r = self._named(name)
+        lacking = [-(-r.num_tokens // spec.block_size) for spec in self.groups]
+        if sum(lacking) > self.pool.num_free:
+            return
+        r.tables = [self.pool.allocate(num) for num in lacking]
+        r.phase = RUNNING
+        self._do_again(name)
+
+    def _do_again(self, name):
+        r = self._named(name)
+        tables = self.scheduler.update_state_after_alloc(r, r.table, 0)
+        expect(tables == r.tables, lambda: f"{tables} instead of {r.tables}")
+
+    def _take(self, r, num, after):
+        """Go on after what was offered."""
+        if not self.setup.keeps_tables:
+            for table, new in zip(r.tables, after, strict=True):
+                self.pool.free([block for block in table if block not in new])
+            r.tables = after
+        r.num_computed_tokens += num
+        r.offer, r.after = 0, None
+        if self.setup.holds_waiting:
+            r.needs = sum(self._num_lacking(r))
+
+    def _do_decline(self, name):
+        self.scheduler.update_state_after_alloc(self._named(name), [], 0)
+
+    def _do_step(self, *names):
+        pool, scheduled, new_blocks = self.pool, {}, {}
+        for r in map(self._named, names):
+            lacking = self._num_lacking(r)
+            if sum(lacking) > pool.num_free:
+                continue
+            new = [pool.allocate(num) for num in lacking]
+            for table, blocks in zip(r.tables, new, strict=True):
+                table += blocks
+            if any(new):
+                new_blocks[r.request_id] = new if len(new) > 1 else new[0]
+            r.needs = 0
+            left = r.num_tokens - r.num_computed_tokens
+            scheduled[r.request_id] = min(left, self.setup.chunk)
+        preempted, self.preempted, self.lost = self.preempted, [], []
+        output = SchedulerOutput(scheduled, new_blocks, preempted)
+        meta = self.scheduler.build_connector_meta(output)
+        self._start(meta)
+        for name, num in scheduled.items():
+            self._compute(self._named(name), num)
+        for name in scheduled:
+            self._cache(self._named(name))
+        self._report([])
+
+    def _compute(self, r, num):
+        start, end = r.num_computed_tokens, r.num_computed_tokens + num
+        for g, (spec, table) in enumerate(zip(self.groups, r.tables, strict=True)):
+            size = spec.block_size
+            for i in range(first_read(spec, start), -(-start // size)):
+                found = self._read(table[i])
+                right = content(g, r.text, min((i + 1) * size, start))
+                expect(
+                    found == right,
+                    lambda i=i, found=found, right=right: (
+                        f"{r.request_id} reads {found!r} in block {i}, not {right!r}"
+                    ),
+                )
+            for i in range(start // size, -(-end // size)):
+                self._write(table[i], content(g, r.text, min((i + 1) * size, end)))
+        r.num_computed_tokens, is_ahead = end, self.setup.is_ahead
+        is_growing = end == r.num_tokens < len(r.text)
+        r.num_tokens += is_growing
+        is_uncertain = is_ahead and is_growing and end > r.num_prompt_tokens
+        r.num_output_placeholders = int(is_uncertain)
+
+    def _cache(self, r):
+        """Make full blocks findable."""
+        for spec, table, keys in zip(
+            self.groups, r.tables, r.block_keys_by_group, strict=True
+        ):
+            num_certain = r.num_computed_tokens - r.num_output_placeholders
+            full = num_certain // spec.block_size
+            self.pool.cache(table[:full], keys[:full])
+
+    def _read(self, block):
+        expect(
+            all(block != to for t in self._loading() for _, to in t.pairs),
+            lambda: f"block {block} is read while it is loaded",
+        )
+        return self.device[block]
+
+    def _write(self, block, what):
+        expect(block != NULL_BLOCK, lambda: "the null block is written")
+        busy = [
+            t.kind
+            for t in self.transfers
+            for source, target in t.pairs
+            if (t.kind == "store" and source == block)
+            or (t.kind == "load" and target == block and not t.is_written)
+        ]
+        expect(not busy, lambda: f"block {block} is written during a {busy[0]}")
+        self.device[block] = what
+
+    def _loading(self):
+        return [t for t in self.transfers if t.kind == "load" and not t.is_written]
+
+    def _start(self, meta):
+        """Start the transfers of a step, as a worker does."""
+        if meta.need_flush:
+            for transfer in self.transfers:
+                transfer.is_flushed = True
+        factor = self.setup.rules.blocks_per_host_block
+        if meta.store_event != NO_EVENT:
+            blocks = meta.store_device_blocks
+            hosts = [host for host in meta.store_host_blocks for _ in range(factor)]
+            pairs = list(zip(blocks, hosts, strict=True))
+            self._give(meta.store_host_blocks, "store")
+            contents = [self._read(block) for block in blocks]
+            self._begin("store", meta.store_event, pairs, contents)
+        for source, target in zip(
+            meta.copy_from_blocks, meta.copy_to_blocks, strict=True
+        ):
+            self._write(target, self._read(source))
+            self.seen["copies"] += 1
+        if meta.load_event != NO_EVENT:
+            start, names = 0, meta.load_event_to_reqs[meta.load_event]
+            for name, size in zip(names, meta.load_sizes, strict=True):
+                hosts = meta.load_host_blocks[start : start + size]
+                targets = meta.load_device_blocks[start * factor :][: size * factor]
+                pairs = [
+                    (hosts[n // factor], target)
+                    for n, target in enumerate(targets)
+                    if target != NO_BLOCK
+                ]
+                contents = [
+                    self._held(host, n % factor)
+                    for n, host in enumerate(
+                        host for host in hosts for _ in range(factor)
+                    )
+                ]
+                contents = [
+                    c for c, t in zip(contents, targets, strict=True) if t != NO_BLOCK
+                ]
+                start += size
+                for (_, target), what in zip(pairs, contents, strict=True):
+                    self._write(target, what if meta.load_in_step else GARBAGE)
+                self._begin("load", name, pairs, contents)
+                # The step's own program writes them, or fails with all of it.
+                self.transfers[-1].is_written = meta.load_in_step
+        for moves in meta.below:
+            self._start_below(moves)
+
+    def _start_below(self, moves):
+        """Start what a step asks of the store."""
+        asks = moves.fetches or moves.writes or moves.deletes
+        expect(not (self.is_left and asks), lambda: "a store that was left is used")
+        for key in moves.deletes:
+            self.objects.pop(key, None)
+        for kind, batches in (("fetch", moves.fetches), ("write", moves.writes)):
+            for batch in batches:
+                pairs = list(zip(batch.keys, batch.upper_blocks, strict=True))
+                if kind == "fetch":
+                    self._give(batch.upper_blocks, "fetch")
+                    contents = [self.objects.get(key, GARBAGE) for key in batch.keys]
+                else:
+                    contents = [self.host[host] for host in batch.upper_blocks]
+                self._begin(kind, batch.event, pairs, contents)
+
+    def _held(self, host, part):
+        """What a part of a host block has."""
+        return self.host[host].split("|")[part] if self.host[host] else GARBAGE
+
+    def _begin(self, kind, name, pairs, contents):
+        self.transfers.append(
+            Transfer(kind, name, pairs, contents, [True] * len(pairs))
+        )
+        self.seen[f"{kind} begins"] += 1
+
+    def _give(self, hosts, kind):
+        """Give host blocks to what is to write them; their bytes are gone."""
+        for transfer in self.transfers:
+            own = {host for _, host in transfer.pairs}
+            own = {h for h, _ in transfer.pairs} if transfer.kind == "load" else own
+            if own & set(hosts):
+                # What a reset has made the tiers forget may still be under way.
+                expect(
+                    self._is_forgotten(transfer),
+                    lambda t=transfer: f"a {kind} is given a block of a {t.kind}",
+                )
+                transfer.is_owner = False
+        for host in hosts:
+            self.host[host] = GARBAGE
+
+    def _is_forgotten(self, transfer):
+        own = self.scheduler
+        if transfer.kind == "store":
+            return own._stores._in_flight.moves[transfer.name].is_stale
+        if transfer.kind == "write":
+            return own.below[0]._writes.moves[transfer.name].is_stale
+        return False
+
+    def _do_land(self, n):
+        self._report([self._end(n, True)])
+
+    def _do_fail(self, n):
+        self._report([self._end(n, False)])
+
+    def _do_part(self, n):
+        self._report([self._end(n, True, is_part=True)])
+
+    def _do_together(self):
+        outputs = []
+        while self.transfers:
+            outputs.append(self._end(0, True))
+        self._report(outputs)
+
+    def _do_list(self):
+        """List what is there; too much of it is deleted, the oldest first."""
+        self.is_listed, bound, gone = True, None, ()
+        found = tuple(self.objects)
+        if self.setup.bound is not None:
+            gone = found[: max(len(found) - self.setup.bound, 0)]
+            for key in gone:
+                del self.objects[key]
+            bound = self.setup.bound, len(self.objects)
+        # A page may have been read before its blocks were deleted.
+        listed = TierReport(found=found, listed=True, bound=bound, gone=gone)
+        self._report([ConnectorOutput(below=(listed,))])
+
+    def _do_unlist(self):
+        self._report([ConnectorOutput(below=(TierReport(listed=False),))])
+
+    def _do_rates(self, n):
+        self.rates = n
+        self.scheduler.note_rates(*self.setup.rates[n])
+
+    def _is_private(self, key):
+        return self.setup.private in self._contents[key]
+
+    def _end(self, n, ok, is_part=False):
+        """End a transfer on one of the workers; give the report.
+
+        Where it is the last one, that is what the tiers see.
+        """
+        t = self.transfers[n]
+        self.seen[f"{t.kind} {'lands' if ok else 'fails'}"] += 1
+        oks = [ok] * len(t.pairs)
+        if is_part:
+            oks[-1] = False
+        if t.kind == "fetch":
+            oks = [
+                ok and bool(what) and t.is_owner
+                for ok, what in zip(oks, t.contents, strict=True)
+            ]
+        self._check_sources(t)
+        t.num_reports += 1
+        t.oks = [before and now for before, now in zip(t.oks, oks, strict=True)]
+        if t.num_reports == self.setup.rules.world_size:
+            del self.transfers[n]
+            self._arrive(t)
+        if t.kind == "store":
+            if ok:
+                return ConnectorOutput(completed_store_events=(t.name,))
+            return ConnectorOutput(failed_store_events=(t.name,))
+        if t.kind == "load":
+            if ok:
+                return ConnectorOutput(finished_recving=(t.name,))
+            return ConnectorOutput(failed_recving=(t.name,))
+        ended = ((t.name, tuple(oks)),)
+        if t.kind == "fetch":
+            return ConnectorOutput(below=(TierReport(fetched=ended),))
+        return ConnectorOutput(below=(TierReport(written=ended),))
+
+    def _check_sources(self, t):
+        """Look whether what is read is still what it was."""
+        for (source, target), what in zip(t.pairs, t.contents, strict=True):
+            if t.kind == "store":
+                expect(
+                    self.device[source] == what,
+                    lambda source=source: f"block {source} was written while stored",
+                )
+            elif t.kind == "load":
+                expect(
+                    what in self.host[source].split("|") and what,
+                    lambda what=what, host=source: (
+                        f"host block {host} had {what!r}, has {self.host[host]!r}"
+                    ),
+                )
+            elif t.kind == "write":
+                expect(
+                    self.host[target] == what or not t.is_owner,
+                    lambda host=target: f"host block {host} changed while written",
+                )
+
+    def _arrive(self, t):
+        """Have what all workers have moved be where it goes."""
+        if t.kind == "store":
+            rows = {}
+            for (_, host), what in zip(t.pairs, t.contents, strict=True):
+                rows.setdefault(host, []).append(what)
+            for host, parts in rows.items():
+                if t.is_owner:
+                    self.host[host] = "|".join(parts) if all(t.oks) else GARBAGE
+            return
+        for (source, target), what, ok in zip(t.pairs, t.contents, t.oks, strict=True):
+            if t.kind == "load" and not t.is_written:
+                self.device[target] = what if ok else GARBAGE
+            elif t.kind == "fetch" and t.is_owner:
+                self.host[target] = what if ok else GARBAGE
+            elif t.kind == "write" and ok:
+                self.objects[source] = what
+
+    def _report(self, outputs):
+        answer = self.scheduler.update_connector_output(
+            ConnectorOutput.aggregate(outputs)
+        )
+        for name in answer.finished_recving:
+            if name in self.lost:  # The scheduler does not know that yet.
+                continue
+            r = self._named(name)
+            expect(r.phase == LOADING, lambda r=r: f"{r.request_id} waits for none")
+            r.phase = RUNNING
+            self._take(r, r.offer, r.after)
+            self._cache(r)
+        for name in answer.failed_recving:
+            if name in self.lost:  # The scheduler does not know that yet.
+                continue
+            r = self._named(name)
+            expect(r.phase == LOADING, lambda r=r: f"{r.request_id} waits for none")
+            r.phase, r.offer, r.after = RUNNING, 0, None
+            if self.setup.holds_waiting:
+                r.needs = sum(self._num_lacking(r))
+
+    def _leave(self, r, phase):
+        for table in r.tables:
+            self.pool.free(table[::-1])
+        r.tables = [[] for _ in self.groups]
+        r.phase, r.offer, r.after, r.needs = phase, 0, None, 0
+        r.num_output_placeholders = 0
+
+    def _do_preempt(self, name, is_told=True):
+        r = self._named(name)
+        if is_told:
+            self.scheduler.request_preempted(r)
+        else:
+            self.lost = sorted({*self.lost, name})
+        self._leave(r, WAITING)
+        r.num_computed_tokens = 0
+        self.preempted = sorted({*self.preempted, name})
+
+    def _do_lose(self, name):
+        self._do_preempt(name, is_told=False)
+
+    def _do_finish(self, name):
+        r = self._named(name)
+        self.scheduler.request_finished(r, r.table)
+        self._leave(r, DONE)
+
+    def _do_abort(self, name):
+        r = self._named(name)
+        self.scheduler.request_finished(r)
+        self._leave(r, DONE)
+        if name in self.preempted:
+            self.preempted.remove(name)
+        if name in self.lost:
+            self.lost.remove(name)
+
+    def _do_reset(self):
+        is_held = self.scheduler.has_pending_loads()
+        with self._same_executors():
+            is_done = self.scheduler.reset()
+        expect(is_done != is_held, lambda: "a reset under a load")
+        self.seen["reset done"] += is_done
+        self.is_to_reset &= not is_done
+
+    def _do_leave(self):
+        # If it cannot be done now, it is before anything is asked for again.
+        self.is_to_reset = True
+        self._do_reset()
+        with self._same_executors():
+            self.scheduler.disable_storage()
+        self.is_left = True
+
+    def _do_forget(self):
+        self.pool.evict(range(1, self.pool.num_blocks))
+
+    def _do_gap(self):
+        blocks = self.pool.find(self._all_keys[:1])
+        self.pool.evict(blocks[blocks != NO_BLOCK])
+
+    # What has to hold.
+
+    def check(self):
+        """Look whether all is right.
+
+        Raises:
+            WrongError: It is not.
+        """
+        keys, contents = self._all_keys, self._contents
+        for tier, cells in ((self.pool, self.device), (self._tiers[0], self.host)):
+            found = tier.find(keys).tolist()
+            for key, block in zip(keys, found, strict=True):
+                if block == NO_BLOCK:
+                    continue
+                what = cells[block]
+                if tier is not self.pool:
+                    what = what.split("|")[-1]
+                expect(
+                    what == contents[key],
+                    lambda what=what, key=key, tier=tier: (
+                        f"{contents[key]!r} is found in the {tier.medium} tier, where "
+                        f"{what!r} is"
+                    ),
+                )
+        own = self.scheduler
+        for event in own.take_events():
+            told = self.told[event.medium]
+            if event.removed:
+                gone = event.block_hashes or list(told)
+                for key in gone:
+                    del told[key]
+            else:
+                told.update(dict.fromkeys(event.block_hashes))
+        for tier in self._tiers * self.setup.has_events:
+            found = set(compress(keys, (tier.find(keys) != NO_BLOCK).tolist()))
+            told = self.told[tier.medium]
+            expect(
+                told.keys() == found,
+                lambda tier=tier, told=told, found=found: (
+                    f"events say that the {tier.medium} tier has {len(told)} blocks, "
+                    f"and it has {len(found)}"
+                ),
+            )
+        is_public = not (
+            self.setup.private and any(map(self._is_private, self.objects))
+        )
+        expect(is_public, lambda: "a private block is in the store")
+        stats = own._stats
+        dropped = stats.num_dropped_full + stats.num_dropped_slow
+        dropped += stats.num_dropped_failed + stats.num_dropped_reset
+        transit = own.in_transit
+        moving = transit.stores_waiting + transit.stores_in_flight
+        expect(
+            stats.num_offered == stats.num_stored + dropped + moving,
+            lambda: f"{stats} and {transit} do not add up",
+        )
+        if all(r.phase == DONE for r in self.requests) and not self.transfers:
+            self._check_end()
+
+    def _check_end(self):
+        own = self.scheduler
+        if own.has_pending_loads() or own.has_pending_stores() or self.is_to_reset:
+            return
+        self.seen["ends"] += 1
+        num_free, num = self.pool.num_free, self.pool.num_blocks - 1
+        expect(num_free == num, lambda: f"{num_free} of {num} device blocks are free")
+        self.pool.check()
+        for tier in self._tiers:
+            pins = np.asarray(tier.executor.state.ref_cnt)
+            expect(not pins.any(), lambda pins=pins: f"pinned at the end: {pins}")
+        kept = {
+            "known": own._known,
+            "num_local": own._num_local,
+            "keys": own._keys._packed,
+            "fetched": [
+                r for r in self.requests if own.num_fetched_tokens(r.request_id)
+            ],
+            "offered": own.delays._offered_s,
+            "deferred": own.delays._deferred_s,
+            "in transit": any(own.in_transit),
+        }
+        if own._eager is not None:
+            kept["progress"] = own._eager._progress
+        for boundary in own.below:
+            kept["looked up"] = boundary.looked_up
+        left = {name: value for name, value in kept.items() if value}
+        expect(not left, lambda: f"left at the end: {left}")
+
+    def try_refused(self):
+        """Call what is refused; nothing may change.
+
+        Raises:
+            WrongError: Something was not refused, or changed something.
+        """
+        before, own, pool = self.save(), self.scheduler, self.pool
+        r = self.requests[0]
+        size = r.groups[0].block_size
+        event = own._stores._in_flight._next_event
+        nobody = Request("nobody", r.text, r.num_prompt_tokens, r.groups)
+        far = [[pool.num_blocks]] * len(self.groups)
+        far = far if len(far) > 1 else far[0]
+        report, output = own.update_connector_output, ConnectorOutput
+        stopped = Request("nobody", r.text, r.num_prompt_tokens, r.groups)
+        stopped.stop = "tired"
+        bare = SimpleNamespace(request_id="nobody")
+        keyless = SimpleNamespace(
+            **vars(bare), block_keys=(), num_tokens=1, num_computed_tokens=0
+        )
+        refused = [
+            lambda: own.get_num_new_matched_tokens(bare, 0),
+            lambda: own.request_finished(stopped),
+            lambda: own.request_finished(nobody, [[1]] * (1 + len(self.groups))),
+            lambda: own.note_rates(-1.0, 1.0),
+            lambda: own.get_num_new_matched_tokens(nobody, -1),
+            lambda: own.update_state_after_alloc(nobody, [], size),
+            lambda: own.update_state_after_alloc(nobody, far, 0),
+            lambda: own.build_connector_meta(SchedulerOutput({}, {"r0": far})),
+            lambda: own.request_finished(nobody, far),
+            lambda: report(output(finished_recving=("nobody",))),
+            lambda: report(output(completed_store_events=(event,))),
+            lambda: report(output(below=(TierReport(fetched=((10**6, (True,)),)),))),
+            lambda: pool.allocate(pool.num_free + 1),
+            lambda: pool.free([pool.num_blocks]),
+            lambda: pool.unpin([pool.num_blocks]),
+        ]
+        if len(self.groups) > 1:
+            refused.append(lambda: own.get_num_new_matched_tokens(keyless, 0))
+        if not own.below:
+            refused.append(lambda: report(output(below=(TierReport(),))))
+        if own._manager.retains:
+            stopped.stop, stopped.retention = None, "long"
+            refused.append(lambda: own.update_state_after_alloc(stopped, [], 0))
+        allocated = own.update_state_after_alloc
+        for other in self.requests:
+            load = own._loads.by_request.get(other.request_id)
+            if load is None:
+                continue
+            if load.is_taken:
+                if other.phase != WAITING:
+                    refused.append(lambda o=other: allocated(o, o.table, size))
+                continue
+            num = -(-(load.num_computed_tokens + load.num_tokens) // size)
+            tables = [[], [NULL_BLOCK] * num]
+            if len(load.sources) + len(load.copy_sources) > 1:
+                tables.append([1] * num)
+            if len(self.groups) > 1:
+                tables = [[own] * len(self.groups) for own in tables]
+            refused += [
+                lambda o=other, n=load.num_tokens, table=table: allocated(o, table, n)
+                for table in tables
+            ]
+            refused.append(
+                lambda o=other, n=load.num_tokens: allocated(o, [], n + size)
+            )
+        for t in self.transfers:
+            events = (t.name,) * (1 + self.setup.rules.world_size - t.num_reports)
+            what = "completed_store_events" if t.kind == "store" else "failed_recving"
+            if t.kind in ("store", "load"):
+                refused.append(lambda w=what, e=events: report(output(**{w: e})))
+        for number, call in enumerate(refused):
+            try:
+                call()
+            except (ValueError, TypeError):
+                continue
+            raise WrongError(f"call {number} of `try_refused` was not refused")
+        for other in self.requests:
+            if other.phase == WAITING:
+                own.explain(other)
+        expect(
+            self.save() == before,
+            lambda: "a refused call, or explain, has changed something",
+        )
+
+    # Canonical names.
+
+    def digest(self):
+        """Name this world so that worlds with equal names have equal futures."""
+        return hashlib.blake2b(
+            marshal.dumps(self.canonical(), 2), digest_size=16
+        ).digest()
+
+    def canonical(self):
+        """Say all that the future depends on, in canonical names."""
+        own, state = self.scheduler, self.pool.state
+        newer = state.newer.tolist()
+        order, block = [], newer[NULL_BLOCK]
+        while block != NULL_BLOCK:
+            order.append(block)
+            block = newer[block]
+        seen = {NULL_BLOCK, *order}
+        num_queued = len(order)
+        for r in self.requests:
+            for table in r.tables:
+                for block in table:
+                    if block not in seen:
+                        seen.add(block)
+                        order.append(block)
+        order += [b for b in range(self.pool.num_blocks) if b not in seen]
+        dev = {NULL_BLOCK: 0, NO_BLOCK: -1}
+        for n, block in enumerate(order):
+            dev[block] = n + 1
+        has_key, refs = state.has_key.tolist(), state.ref_cnt.tolist()
+        pins = state.pins.tolist()
+        following, preceding = state.following.tolist(), state.preceding.tolist()
+        raw, key_ids = state.directory.keys.tobytes(), self._key_ids
+        device = []
+        for b in order:
+            chain = ()
+            if has_key[b]:
+                link = preceding[b]
+                link = dev[link] if link >= 0 else -1 - dev[~link]
+                chain = key_ids[raw[32 * b : 32 * b + 32]], dev[following[b]], link
+            device.append(
+                (chain, refs[b], pins[b], self.device[b], b in self.pool.unwritten)
+            )
+        hosts, host = self._canonical_tier(self._tiers[0])
+        copies = tuple([hosts[b] for b in state.copies[order].tolist()])
+        lost = b"".join(words.tobytes() for words in self._tiers[0].lost or ())
+        gone = tuple([key_ids[lost[n : n + 32]] for n in range(0, len(lost), 32)])
+        host = (
+            host,
+            copies,
+            gone,
+            tuple(self.host[b] for b in hosts if b >= 0),
+            tuple(own._loads._num_readers[[b for b in hosts if b >= 0]].tolist()),
+        )
+
+        def rows(ids):
+            return tuple([hosts[b] for b in _listed(ids)])
+
+        def blocks(ids):
+            return tuple([dev[b] for b in _listed(ids)])
+
+        def keys(names):
+            return tuple([key_ids[key] for key in names])
+
+        loads = tuple(
+            (
+                name,
+                load.num_computed_tokens,
+                load.num_tokens,
+                rows(load.sources),
+                tuple(load.row_groups.tolist()),
+                tuple(load.row_indices.ravel().tolist()),
+                blocks(load.copy_sources),
+                tuple(load.copy_groups.tolist()),
+                tuple(load.copy_indices.tolist()),
+                load.is_awaited,
+                load.is_taken,
+                blocks(load.targets.ravel()),
+                blocks(load.copy_targets),
+                load.event != NO_EVENT,
+                load.num_reports,
+                load.ok,
+                load.is_stale,
+                blocks(load.skipped),
+                blocks(load.written_blocks),
+            )
+            for name, load in sorted(own._loads.by_request.items())
+        )
+        all_loads = own._loads
+        queue = tuple(all_loads._waiting), tuple(all_loads._copying)
+
+        def batch(sent):
+            return (
+                keys(sent.keys),
+                blocks(sent.sources),
+                rows(sent.targets),
+                sent.num_reports,
+                sent.ok,
+                sent.is_stale,
+            )
+
+        stores = own._stores
+        moving = (
+            batch(stores._waiting),
+            stores._steps_left,
+            tuple(batch(sent) for _, sent in sorted(stores._in_flight.moves.items())),
+            stores.num_blocks_in_flight,
+            stores._num_known_in_flight,
+            all_loads.in_flight.num_blocks,
+        )
+        chosen = ()
+        if own._eager is not None:
+            chosen = tuple(
+                (
+                    name,
+                    tuple(map(blocks, p.tables)),
+                    tuple(p.num_offered),
+                    p.next_tokens,
+                    p.refused_at == stores.num_changes,
+                    p.is_ordered,
+                    p.num_lost == self._tiers[0].num_lost,
+                )
+                for name, p in sorted(own._eager._progress.items())
+            )
+        elif own._lazy._seen is not None:
+            changes, free, others = own._lazy._seen
+            now = self.pool.num_changes, stores.num_changes
+            chosen = free if (changes, others) == now else ()
+        gate = own._gate
+        told = (
+            tuple(sorted(own._num_local.items())),
+            tuple(sorted(own._known)),
+            tuple(sorted(own._preempted)),
+            gate._num_slow % _PROBE_INTERVAL,
+            gate._num_slow_fetches % _PROBE_INTERVAL,
+            self._canonical_reuse(self._tiers[0]._reuse),
+        )
+        engine = (
+            tuple(
+                (
+                    r.phase,
+                    r.num_tokens,
+                    r.num_computed_tokens,
+                    r.num_output_placeholders,
+                    tuple(map(blocks, r.tables)),
+                    r.offer,
+                    None if r.after is None else tuple(map(blocks, r.after)),
+                    r.needs,
+                )
+                for r in self.requests
+            ),
+            tuple(self.preempted),
+            tuple(self.lost),
+            self.is_listed,
+            self.is_left,
+            self.is_to_reset,
+            self.rates,
+        )
+        transfers = []
+        for t in self.transfers:
+            sources, targets = zip(*t.pairs, strict=True)
+            if t.kind == "load":
+                ids = rows(sources), blocks(targets)
+            else:
+                named = blocks if t.kind == "store" else keys
+                ids = named(sources), rows(targets)
+            name = t.name if t.kind == "load" else ""
+            transfers.append(
+                (
+                    t.kind,
+                    name,
+                    ids,
+                    tuple(t.contents),
+                    tuple(t.oks),
+                    t.num_reports,
+                    t.is_owner,
+                    t.is_flushed,
+                    t.is_written,
+                )
+            )
+        return (
+            num_queued,
+            tuple(device),
+            host,
+            loads,
+            queue,
+            moving,
+            chosen,
+            told,
+            engine,
+            tuple(transfers),
+            self._canonical_storage(rows, keys),
+        )
+
+    def _canonical_tier(self, tier):
+        """Name a tier's blocks in the order in which they go; say what they hold."""
+        state, key_ids = tier.executor.state, self._key_ids
+        memory = tuple((key_ids[key], why) for key, why in tier.drops._reasons.items())
+        if not isinstance(state.policy, LRUState):
+            shot = tier.snapshot()
+            named = sorted(shot.block_ids.items())
+            order = [block for _, block in named] + shot.free_ids
+            names = {block: n for n, block in enumerate(order)}
+            names[NO_BLOCK] = -1
+            notes = self.scheduler._notifier._marks, tier._notes._notes
+            return names, (repr((shot.policy, shot.ref_cnt, named, *notes)), memory)
+        places = state.policy.order.places.tolist()
+        held = sorted((place, b) for b, place in enumerate(places) if place >= 0)
+        pool = state.pool
+        num_fresh = tier.num_blocks - int(pool.num_allocated)
+        order = [b for _, b in held]
+        order += range(int(pool.num_allocated), tier.num_blocks)
+        order += pool.freed[: int(pool.num_freed)].tolist()[::-1]
+        names = {b: n for n, b in enumerate(order)}
+        names[NO_BLOCK] = -1
+        refs = state.ref_cnt.tolist()
+        raw = state.policy.directory.keys.tobytes()
+        what = tuple((key_ids[raw[32 * b : 32 * b + 32]], refs[b]) for _, b in held)
+        return names, (what, num_fresh, tier.num_held_blocks, memory)
+
+    def _canonical_reuse(self, reuse):
+        if reuse is None:
+            return ()
+        counts = sorted(
+            (self._key_ids[key], min(num, max(reuse.threshold, 1)))
+            for key, num in reuse._counts.items()
+        )
+        held = sorted(self._key_ids[key] for key in reuse._held_back)
+        return tuple(counts), tuple(held)
+
+    def _canonical_storage(self, rows, keys):
+        if not self.scheduler.below:
+            return ()
+        (storage,) = self.scheduler.below
+        places, tier = self._canonical_tier(storage.tier)
+        fetches = sorted(storage.fetches.moves)
+        ranks = {event: n for n, event in enumerate(fetches)}
+
+        def batch(own, host_blocks, of_store):
+            return (
+                keys(own.keys),
+                rows(host_blocks.tolist()),
+                tuple([places[b] for b in of_store.tolist()]),
+                tuple(own.ok.tolist()) if own.num_reports else (),
+                own.num_reports,
+                tuple(own.waiters),
+                own.is_stale,
+            )
+
+        look = storage._seen
+        if look is not None:
+            evicted, *others = look
+            is_now = evicted == self._tiers[0].num_evicted
+            look = tuple(others) if is_now else None
+        num_found, bound = storage.tier.num_found, storage.tier.bound
+        return (
+            tier,
+            (-1, -1) if bound is None else (bound, storage.tier.num_left_out),
+            tuple(sorted((keys([k])[0], what) for k, what in self.objects.items())),
+            tuple(
+                batch(own, own.targets, own.sources)
+                for _, own in sorted(storage.fetches.moves.items())
+            ),
+            tuple(
+                batch(own, own.sources, own.targets)
+                for _, own in sorted(storage._writes.moves.items())
+            ),
+            tuple(
+                (
+                    name,
+                    tuple(sorted(ranks[event] for event in wait.events)),
+                    rows(wait.rows),
+                    tuple(sorted((keys([k])[0], n) for k, n in wait.ends.items())),
+                    tuple(sorted(wait.arrived_ends)),
+                )
+                for name, wait in sorted(storage.waits.items())
+            ),
+            tuple(sorted(n for n, at in storage.looked_up.items() if at == num_found)),
+            keys(storage._to_write),
+            tuple(ranks[own.event] for own in storage._to_fetch),
+            keys(storage._to_delete),
+            storage.fetches.num_blocks,
+            storage._writes.num_blocks,
+            storage._is_disabled,
+            storage.tier.is_listed,
+            storage._must_send_last,
+            look,
+            self._canonical_reuse(storage._asked),
+        )
+
+
+def _listed(ids):
+    return ids.tolist() if isinstance(ids, np.ndarray) else ids
+
+
+def expect(is_right, say):
+    """Raise unless something holds."""
+    if not is_right:
+        raise WrongError(say())

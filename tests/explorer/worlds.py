@@ -1,0 +1,172 @@
+"""The worlds, by name."""
+
+from dataclasses import replace
+
+from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.search.groups import FullAttention, Mamba, SlidingWindow
+from jaxkv.tiers.retention import Retention
+from tests.explorer.world import Setup
+
+EAGER, LAZY = OffloadRules(), OffloadRules(mode="lazy", max_num_batched_tokens=1)
+THROUGH = OffloadRules(storage_write="through")
+HYBRID = FullAttention(1), SlidingWindow(1, 2)
+ACTS = ("fail", "preempt", "abort", "reset")
+# Three requests that share a block or two, of which two are alike and one goes on.
+SHORT = (("aab", 3), ("aab", 2), ("aac", 3))
+LONG = (("aabb", 4), ("aabb", 3), ("aacc", 4))
+
+_SMALL = Setup(SHORT, num_device_blocks=4, num_host_blocks=3, acts=ACTS)
+_WARM = replace(_SMALL, served=(0,), acts=(*ACTS, "forget", "gap"))
+_STORE = replace(_SMALL, rules=THROUGH, num_storage_blocks=3, listed=(0,))
+_HYBRID = Setup(
+    (("aab", 3), ("aab", 2)),
+    HYBRID,
+    num_device_blocks=6,
+    num_host_blocks=4,
+    acts=("fail", "preempt", "forget", "gap"),
+)
+
+
+def _with(setup, *more, **rules):
+    """The same world, with other rules, where more can happen."""
+    others = replace(setup.rules, **rules)
+    return replace(setup, rules=others, acts=(*setup.acts, *more))
+
+
+WORLDS = {
+    # Small enough that all of it is seen.
+    "tiny": Setup((("ab", 2),), num_device_blocks=2, num_host_blocks=1, acts=ACTS),
+    "pair": Setup(
+        (("ab", 2), ("ab", 2)),
+        num_device_blocks=3,
+        num_host_blocks=2,
+        acts=("fail", "preempt"),
+    ),
+    "pair, lazy": Setup(
+        (("ab", 2), ("ac", 2)),
+        rules=LAZY,
+        num_device_blocks=3,
+        num_host_blocks=2,
+        acts=("fail", "preempt"),
+    ),
+    "pair, store": Setup(
+        (("ab", 2), ("ab", 2)),
+        rules=THROUGH,
+        num_device_blocks=3,
+        num_host_blocks=2,
+        num_storage_blocks=2,
+        acts=("fail", "preempt"),
+        listed=(0,),
+    ),
+    # Larger ones, of which the nearest states are seen.
+    "eager": _SMALL,
+    "eager, large": _with(
+        replace(_SMALL, requests=LONG, num_device_blocks=6), "again", "leave"
+    ),
+    "lazy": replace(_SMALL, rules=LAZY),
+    "store": _STORE,
+    "store, on reuse": _with(_STORE, "part", "together", storage_write="on_reuse"),
+    "store, on evict": _with(
+        replace(_STORE, private="c"), "part", "leave", storage_write="on_evict"
+    ),
+    "store, few": _with(
+        replace(_STORE, num_host_blocks=5, num_storage_blocks=1),
+        "lose",
+        max_storage_blocks=1,
+    ),
+    "hybrid": _HYBRID,
+    "hybrid, lazy": replace(_HYBRID, rules=LAZY),
+    "hybrid, store": replace(_HYBRID, rules=THROUGH, num_storage_blocks=4, listed=(0,)),
+    "states": replace(_HYBRID, groups=(FullAttention(1), Mamba(1))),
+    # Rules, one or two at a time.
+    "shared": _with(_WARM, "less", "lose", delay_shared_loads=True),
+    "few in flight": _with(_WARM, "together", "less", max_blocks_in_flight=1),
+    "lazy, few in flight": _with(
+        replace(_SMALL, rules=LAZY), "lose", "forget", max_blocks_in_flight=1
+    ),
+    "together": _with(
+        replace(_WARM, num_device_blocks=7),
+        "less",
+        store_batch_blocks=3,
+        store_max_wait_steps=2,
+    ),
+    "lazy, together": _with(
+        replace(_SMALL, rules=LAZY, num_device_blocks=6),
+        *("lose", "forget"),
+        store_batch_blocks=2,
+        store_max_wait_steps=3,
+    ),
+    "no copies": _with(
+        _SMALL, "forget", "gap", copy_on_device=False, store_threshold=2
+    ),
+    "flush": _with(_WARM, "less", "unasked", flush_on_preemption=True),
+    "in step": replace(
+        _with(_SMALL, "forget", "gap", load_in_step=True),
+        served=(0,),
+        num_host_blocks=4,
+    ),
+    "rows": replace(
+        _SMALL,
+        requests=LONG,
+        rules=OffloadRules(blocks_per_host_block=2),
+        num_device_blocks=5,
+        num_host_blocks=3,
+    ),
+    "gate": replace(
+        _with(_STORE, "forget", skip_slow_loads=True, block_bytes=10),
+        rates=((5.0, 1.0, 4.0), (0.0, 1.0, 4.0), (1e3, 1.0, 1e3)),
+        served=(0,),
+    ),
+    "prompts": _with(_SMALL, prompt_only=True, max_unseen_blocks=1),
+    "heads": _with(
+        replace(_WARM, requests=LONG), max_offload_tokens=2, remember_drops=4
+    ),
+    # What is rare.
+    "two workers": _with(_WARM, "part", "together", world_size=2),
+    "two workers, store": _with(_STORE, "part", "together", world_size=2),
+    "two sizes": Setup(
+        (("aabbc", 5), ("aabb", 4)),
+        (FullAttention(1), FullAttention(2)),
+        num_device_blocks=10,
+        num_host_blocks=8,
+        acts=("fail", "preempt", "forget", "gap", "less", "unasked"),
+        served=(0,),
+    ),
+    "halves": Setup(
+        (("aabbc", 5), ("aabb", 4), ("aabbcc", 5)),
+        (FullAttention(2),),
+        num_device_blocks=5,
+        num_host_blocks=3,
+        acts=(*ACTS, "forget", "gap", "less", "blind"),
+        served=(0,),
+    ),
+    "wide rows": Setup(
+        (("aabbccd", 7), ("aabbccd", 5)),
+        (FullAttention(2),),
+        OffloadRules(blocks_per_host_block=2, remember_drops=4),
+        num_device_blocks=6,
+        num_host_blocks=3,
+        acts=("fail", "preempt", "forget", "gap", "less", "again"),
+        served=(0,),
+    ),
+    "many": Setup(
+        (("aabbccddee", 3), ("aabbcc", 5)),
+        rules=THROUGH,
+        num_device_blocks=12,
+        num_host_blocks=9,
+        num_storage_blocks=12,
+        chunk=2,
+        acts=("fail", "preempt", "forget"),
+        is_ahead=True,
+    ),
+    "arc": replace(_WARM, policy="arc", has_events=True),
+    "kept": replace(
+        _with(_WARM, retention=True),
+        retentions=(Retention(50, ttl_s=60), Retention(20, ttl_s=60, num_tokens=1)),
+    ),
+    "bound": replace(
+        _with(_STORE, "relist", "unlist", "part", "leave", copy_on_device=False),
+        bound=2,
+        has_events=True,
+    ),
+}

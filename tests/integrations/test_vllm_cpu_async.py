@@ -1,0 +1,197 @@
+"""The real vLLM with asynchronous scheduling, under pressure.
+
+Steps of few tokens and few blocks: requests are left out of steps and preempted, which
+is where tpu-inference drops tokens. Each run is a process, as in `test_vllm_cpu`; what
+it answers is compared with what a synchronous engine without a connector answers.
+"""
+
+import concurrent.futures
+import json
+
+import numpy as np
+import pytest
+
+from tests.integrations.vllm_cpu.comparison import (
+    check_same_answers,
+    hit_tokens,
+    metric_of,
+    server,
+    tokens_of,
+)
+from tests.integrations.vllm_cpu.run import transfer_config, under_pressure
+
+LONG_SEEDS = 10
+MODELS = {
+    "llama": {"model": "llama-float32", "num_blocks": 48},
+    "windows": {"model": "hybrid-float32", "num_blocks": 72},
+    "bfloat16": {"model": "llama-bfloat16", "num_blocks": 48, "is_fixed": True},
+}
+
+
+def run_pressure(lab, name, seeds, *, is_async=False, num_tokens=64, **options):
+    engine = {
+        "async_scheduling": is_async,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": num_tokens,
+    }
+    return lab.run("pressure", seeds=seeds, engine=engine, **MODELS[name], **options)
+
+
+def run_both(lab, name, seeds, **options):
+    """Run it synchronously without a connector, and at once asynchronously with one."""
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        options = {"extra": {}} | options
+        found = pool.submit(run_pressure, lab, name, seeds, is_async=True, **options)
+        return run_pressure(lab, name, seeds), found.result()
+
+
+def check_pressure(found, seeds, least=5):
+    """Each seed preempted at least so often, and had tokens restored."""
+    assert len(tokens_of(found)) == 60 * seeds
+    assert len(found["preemptions"]) == seeds
+    assert min(found["preemptions"]) >= least, found["preemptions"]
+    assert min(found["restored"]) > 0, found["restored"]
+    assert hit_tokens(found) > 1000 * seeds
+    assert found["log"].count("tokens that tpu-inference drops are restored") == 1
+
+
+def test_no_token_is_dropped_with_async_scheduling(lab):
+    expected, found = run_both(lab, "llama", 2)
+    check_same_answers(found, expected)
+    check_pressure(found, 2)
+
+
+def test_the_comparison_fails_where_dropped_tokens_are_not_restored(lab):
+    """The control: without the cure the same requests have wrong answers."""
+    expected = tokens_of(run_pressure(lab, "llama", 2))[:60]
+    found = run_pressure(lab, "llama", 1, is_async=True, extra={}, fault="lost tokens")
+    assert sum(found["preemptions"]) >= 5
+    assert tokens_of(found) != expected
+
+
+@pytest.mark.long
+def test_requests_that_are_preempted_by_a_reset_keep_their_tokens(lab):
+    """Without the cure this ends in an assertion of tpu-inference's."""
+    options = {"model": "llama-float32", "num_blocks": 64}
+    expected = lab.run("interruptions", interrupts=False, **options)
+    found = lab.run(
+        "interruptions",
+        interrupts=True,
+        engine={"async_scheduling": True},
+        extra={"store_threshold": 9},  # A load would put a step in between.
+        **options,
+    )
+    assert tokens_of(found) == tokens_of(expected)
+    assert sum(found["preemptions"]) >= 5
+
+
+@pytest.mark.long
+def test_async_scheduling_is_refused_where_tokens_may_not_be_restored(lab):
+    with pytest.raises(AssertionError, match="restore_tokens=true is missing"):
+        run_pressure(lab, "llama", 1, is_async=True, extra={"restore_tokens": False})
+
+
+@pytest.mark.long
+def test_the_engine_ends_rather_than_answer_wrongly_where_ids_stop(lab):
+    with pytest.raises(AssertionError, match="runs again after a step without it"):
+        run_pressure(lab, "llama", 1, is_async=True, extra={}, fault="no ids")
+
+
+@pytest.mark.long
+def test_no_token_is_dropped_where_every_second_load_fails(lab):
+    found = run_pressure(lab, "llama", 2, is_async=True, extra={}, fault="failures")
+    check_same_answers(found, run_pressure(lab, "llama", 2))
+    check_pressure(found, 2)
+    assert "failed loads" in found["log"] or "KV load failure" in found["log"]
+
+
+@pytest.mark.parametrize("name", ["llama", "windows"])
+@pytest.mark.long
+def test_no_token_is_dropped_in_600_requests(lab, name):
+    expected, found = run_both(lab, name, LONG_SEEDS)
+    check_same_answers(found, expected)
+    # With windows, fewer requests run at a time on as many blocks.
+    check_pressure(found, LONG_SEEDS, least=1 if name == "windows" else 5)
+
+
+@pytest.mark.long
+def test_no_token_is_dropped_in_600_requests_with_a_store(lab, tmp_path):
+    extra = {
+        "storage": f"file://{tmp_path}",
+        "storage_write": "through",
+        "storage_deadline_s": 60,
+        "num_cpu_blocks": 100,
+    }
+    expected, found = run_both(lab, "llama", LONG_SEEDS, extra=extra)
+    check_same_answers(found, expected)
+    check_pressure(found, LONG_SEEDS)
+
+
+def differences(found, expected):
+    """How far apart the first tokens that differ were in `expected`, answer by answer.
+
+    Infinite where the token was not even the second in line.
+    """
+    margins = []
+    for one, other in zip(found["answers"], expected["answers"], strict=True):
+        for place, token in enumerate(one["tokens"]):
+            if token != other["tokens"][place]:
+                likely, rival = other["rivals"][place]
+                margin = other["logprobs"][place] - likely
+                margins.append(margin if rival == token else np.inf)
+                break
+    return margins
+
+
+@pytest.mark.long
+def test_bfloat16_differs_only_at_ties_and_no_more_than_by_chunking(lab):
+    """Other chunks of a prompt round differently, without a connector too."""
+    expected, found = run_both(lab, "bfloat16", LONG_SEEDS)
+    chunked = run_pressure(lab, "bfloat16", LONG_SEEDS, num_tokens=48)
+    check_pressure(found, LONG_SEEDS)
+    control, own = differences(chunked, expected), differences(found, expected)
+    print(f"{len(own)} of 600 differ, by chunking {len(control)}")
+    assert max(own, default=0) <= max(control, default=0)
+    # Both are counts of rare events.
+    assert len(own) <= len(control) + 3 * len(control) ** 0.5
+
+
+@pytest.mark.long
+def test_no_token_is_dropped_in_600_requests_over_http(lab, tmp_path):
+    expected = run_pressure(lab, "llama", LONG_SEEDS)
+    options = ("--kv-transfer-config", json.dumps(transfer_config({})))
+    found = []
+    log = tmp_path / "log"
+    with (
+        server(lab, log, *options, "--max-num-seqs", "8") as http,
+        concurrent.futures.ThreadPoolExecutor(20) as clients,
+    ):
+
+        def complete(prompt, num_tokens):
+            body = {
+                "model": "llama-float32",
+                "prompt": prompt,
+                "max_tokens": num_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "logprobs": 1,
+                "return_token_ids": True,
+            }
+            (choice,) = json.loads(http("/v1/completions", body))["choices"]
+            logprobs = choice["logprobs"]["token_logprobs"]
+            return {"tokens": choice["token_ids"], "logprobs": logprobs}
+
+        def ask(prompts, num_tokens):
+            answers = list(clients.map(complete, prompts, num_tokens))
+            found.extend(answers)
+            return [answer["tokens"] for answer in answers]
+
+        preemptions = [0]
+        for seed in range(LONG_SEEDS):
+            under_pressure(seed, ask)
+            preemptions.append(
+                metric_of(http("/metrics"), "vllm:num_preemptions_total")
+            )
+    check_same_answers({"answers": found}, expected)
+    assert min(np.diff(preemptions)) >= 5, preemptions
+    assert "tokens that tpu-inference drops are restored" in log.read_text()

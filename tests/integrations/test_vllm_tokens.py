@@ -1,0 +1,147 @@
+"""Restoring what tpu-inference drops, over stand-ins for its runner."""
+
+import dataclasses
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from jaxkv.integrations.vllm.tokens import TokenRestorer
+
+
+@dataclasses.dataclass
+class State:
+    req_id: str
+    prompt_token_ids: list
+    output_token_ids: list
+
+
+@dataclasses.dataclass
+class Results:
+    request_seq_lens: list
+    placeholder_req_id_to_index: dict
+
+
+class Manager:
+    """Records the tokens of each request when `update_states` of tpu-inference runs."""
+
+    def __init__(self, states, in_batch):
+        self.requests = {state.req_id: state for state in states}
+        self.input_batch = SimpleNamespace(
+            req_id_to_index={name: index for index, name in enumerate(in_batch)}
+        )
+        self.seen = []
+
+    def update_states(self, scheduler_output, get_positions):
+        self.seen.append(
+            {name: list(own.output_token_ids) for name, own in self.requests.items()}
+        )
+        return get_positions()
+
+
+def make_runner(*states, in_batch=()):
+    return SimpleNamespace(
+        persistent_batch_manager=Manager(states, in_batch), _pre_async_results=None
+    )
+
+
+def make_step(num_outputs, ids, resumed=()):
+    cached = SimpleNamespace(
+        req_ids=list(num_outputs),
+        num_output_tokens=list(num_outputs.values()),
+        all_token_ids=ids,
+        resumed_req_ids=set(resumed),
+    )
+    return SimpleNamespace(scheduled_cached_reqs=cached)
+
+
+def update(runner, step):
+    return runner.persistent_batch_manager.update_states(step, lambda: "changed")
+
+
+def test_a_request_that_is_added_again_has_the_tokens_of_the_scheduler():
+    left_out = State("left out", [1, 2], [3, 0])
+    preempted = State("preempted", [1], [7, 8, 0])
+    unanswered = State("unanswered", [1, 2, 3], [])
+    running = State("running", [1], [5, 0])
+    runner = make_runner(left_out, preempted, unanswered, running, in_batch=["running"])
+    restorer = TokenRestorer.install(runner)
+    shared = left_out.output_token_ids
+    ids = {"left out": [1, 2, 3, 4], "preempted": [1, 7, 8], "unanswered": [1, 2, 3]}
+    num_outputs = {"left out": 2, "preempted": 2, "unanswered": 0, "running": 2}
+    assert update(runner, make_step(num_outputs, ids, ["preempted"])) == "changed"
+    # A request of the last step keeps its placeholder: the device has its token.
+    assert runner.persistent_batch_manager.seen == [
+        {"left out": [3, 4], "preempted": [7, 8], "unanswered": [], "running": [5, 0]}
+    ]
+    assert left_out.output_token_ids is shared
+    assert restorer.num_restored == 1
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [
+        ({}, "sent 0 token ids instead of those of its 2 prompt and 2 output tokens"),
+        ({"b": [1, 2, 3]}, "sent 3 token ids instead of those of its 2 prompt and 2"),
+    ],
+)
+def test_ids_that_stop_coming_end_the_step_before_anything_changes(ids, said):
+    runner = make_runner(State("a", [1], [0]), State("b", [1, 2], [3, 0]))
+    restorer = TokenRestorer.install(runner)
+    with pytest.raises(RuntimeError, match=said) as caught:
+        update(runner, make_step({"a": 1, "b": 2}, {"a": [1, 9], **ids}))
+    assert "request 'b'" in str(caught.value)
+    assert "--no-async-scheduling" in str(caught.value)
+    manager = runner.persistent_batch_manager
+    assert manager.seen == []
+    assert manager.requests["a"].output_token_ids == [0]
+    assert restorer.num_restored == 0
+
+
+def test_results_of_before_a_forced_preemption_are_withdrawn():
+    """vLLM drops them; tpu-inference would write them over a token that is valid."""
+    resumed, other = State("resumed", [1], [2, 3, 0]), State("other", [1], [4, 0])
+    runner = make_runner(resumed, other, in_batch=["resumed", "other"])
+    runner._pre_async_results = Results(
+        [(0, resumed, 4), (1, other, 3)], {"resumed": 0, "other": 1}
+    )
+    TokenRestorer.install(runner)
+    update(
+        runner,
+        make_step({"resumed": 2, "other": 2}, {"resumed": [1, 2, 3]}, ["resumed"]),
+    )
+    assert resumed.output_token_ids == [2, 3]
+    assert runner._pre_async_results == Results([(1, other, 3)], {"other": 1})
+
+
+def test_installing_twice_wraps_once_and_is_logged_once(caplog):
+    runner = make_runner()
+    with caplog.at_level(logging.INFO, "jaxkv"):
+        restorer = TokenRestorer.install(runner)
+        assert TokenRestorer.install(runner) is restorer
+    assert runner.persistent_batch_manager.update_states is restorer
+    (record,) = caplog.records
+    assert "restore_tokens=false" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "said"),
+    [
+        ("", "_pre_async_results", "SimpleNamespace._pre_async_results is missing"),
+        ("persistent_batch_manager", "requests", "batch_manager.requests is missing"),
+        (
+            "persistent_batch_manager.input_batch",
+            "req_id_to_index",
+            "input_batch.req_id_to_index is missing",
+        ),
+    ],
+)
+def test_a_runner_that_lacks_what_is_needed_is_refused(owner, name, said):
+    runner = make_runner()
+    holder = runner
+    for part in filter(None, owner.split(".")):
+        holder = getattr(holder, part)
+    delattr(holder, name)
+    with pytest.raises(ValueError, match=said):
+        TokenRestorer.install(runner)
+    assert not isinstance(runner.persistent_batch_manager.update_states, TokenRestorer)

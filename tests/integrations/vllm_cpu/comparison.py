@@ -1,0 +1,179 @@
+"""Runs of the real vLLM in processes, and comparisons of what they answer."""
+
+import concurrent.futures
+import contextlib
+import functools
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import numpy as np
+
+from .lab import environ
+
+WAIT_S = 900
+# Scenarios that one process runs, one after the other, unless something is special: it
+# takes longer to begin than to run them. The last one spoils the weights.
+PLAIN = {"model": "llama-float32"}
+SHARED = ("conversations", "salts", "resets", "new_weights")
+LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+
+
+class Lab:
+    """A folder with models, and runs in processes, each done once."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        make = "import pathlib; from vllm_cpu import lab; lab.make_lab(pathlib.Path())"
+        self.run_code(make)
+
+    def environ(self, **more):
+        """The environment of a run."""
+        multiprocessing = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        return {**os.environ, **environ(self.folder), **multiprocessing, **more}
+
+    def run_code(self, code):
+        """Run some Python in the folder; return what it printed."""
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code],
+            cwd=self.folder,
+            env=self.environ(),
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        return done.stdout
+
+    def run_both(self, scenario, **options):
+        """Run a scenario without a connector and with jaxkv, at the same time."""
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            found = pool.submit(self.run, scenario, extra={}, **options)
+            expected = self.run(scenario, **options)
+            return expected, found.result()
+
+    def run(self, scenario, *, fault="", num_processes=1, num_devices=1, **options):
+        """Run a scenario; return its answers, its metrics and what it logged."""
+        is_plain = not fault and num_processes == num_devices == 1
+        is_plain &= options in (PLAIN, PLAIN | {"extra": {}})
+        names = SHARED if is_plain and scenario in SHARED else (scenario,)
+        results = self._run(
+            *(names, json.dumps(options, sort_keys=True)),
+            *(fault, num_processes, num_devices),
+        )
+        return results[names.index(scenario)]
+
+    @functools.cache  # noqa: B019
+    def _run(self, names, options, fault, num_processes, num_devices):
+        done = subprocess.run(
+            [sys.executable, "-m", "vllm_cpu.run", "+".join(names), ".", options],
+            cwd=self.folder,
+            env=self.environ(
+                JAXKV_VLLM_FAULT=fault,
+                # Only vLLM's own models take adapters.
+                MODEL_IMPL_TYPE="vllm" if "enable_lora" in options else "auto",
+                VLLM_ENABLE_V1_MULTIPROCESSING=str(num_processes - 1),
+                XLA_FLAGS=f"--xla_force_host_platform_device_count={num_devices}",
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=WAIT_S,
+        )
+        *parts, rest = re.split(r"^RESULT (.*)\n", done.stdout, flags=re.MULTILINE)
+        assert len(parts) == 2 * len(names), done.stdout[-8000:]
+        return [
+            json.loads(result) | {"log": log + rest}
+            for log, result in zip(parts[::2], parts[1::2], strict=True)
+        ]
+
+
+def tokens_of(result):
+    return [answer["tokens"] for answer in result["answers"]]
+
+
+def hit_tokens(result):
+    return result["metrics"].get("vllm:external_prefix_cache_hits", 0)
+
+
+def check_same_answers(found, expected, tolerance=1e-3):
+    """Compare tokens, all, and log-probabilities."""
+    assert len({tuple(tokens) for tokens in tokens_of(expected)}) > 3
+    assert tokens_of(found) == tokens_of(expected)
+    for one, other in zip(found["answers"], expected["answers"], strict=True):
+        np.testing.assert_allclose(one["logprobs"], other["logprobs"], atol=tolerance)
+
+
+@contextlib.contextmanager
+def server(lab, log, *options):
+    """Run ``vllm serve``; give a function that asks it."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = (
+        "import sys\nfrom vllm.entrypoints.cli.main import main\n"
+        "if __name__ == '__main__':\n    sys.exit(main())\n"
+    )
+    script = lab.folder / "vllm_main.py"
+    script.write_text(command)
+    words = ["serve", "llama-float32", "--dtype", "float32", "--host", "127.0.0.1"]
+    words += ["--port", str(port), "--block-size", "16"]
+    words += ["--num-gpu-blocks-override", "48", "--max-model-len", "512"]
+    words += ["--max-num-seqs", "4", "--max-num-batched-tokens", "64"]
+    with log.open("w") as output:
+        child = subprocess.Popen(
+            [sys.executable, script, *words, *options],
+            cwd=lab.folder,
+            env=lab.environ(
+                VLLM_SERVER_DEV_MODE="1", VLLM_ENABLE_V1_MULTIPROCESSING="1"
+            ),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def ask(path, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}{path}",
+            data,
+            {"Content-Type": "application/json"},
+            method="GET" if body is None else "POST",
+        )
+        with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+            return answer.read().decode()
+
+    try:
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            assert child.poll() is None, log.read_text()[-8000:]
+            assert time.monotonic() < deadline, log.read_text()[-8000:]
+            with contextlib.suppress(urllib.error.URLError, ConnectionError):
+                ask("/health")
+                break
+            time.sleep(0.5)
+        yield ask
+    finally:
+        child.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(60)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+
+
+def metric_of(page, name):
+    """Sum a metric of a page of ``/metrics``."""
+    values = [
+        float(line.rsplit(" ", 1)[1])
+        for line in page.splitlines()
+        if line.startswith(name + "{")
+    ]
+    assert values, f"{name} is not in /metrics"
+    return sum(values)

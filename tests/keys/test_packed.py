@@ -1,0 +1,16 @@
+"""Keys that are laid out once for the array side."""
+
+import numpy as np
+import pytest
+
+from jaxkv.keys.packed import PackedKeys, keys_to_words
+
+
+def test_the_words_of_packed_keys_cannot_be_changed():
+    keys = [bytes([number]) * 32 for number in range(3)]
+    given = np.array(keys_to_words(keys))
+    packed = PackedKeys(keys, given)
+    for words in (packed.words, packed[1:].words):
+        with pytest.raises(ValueError, match="read-only"):
+            words[0] = 0
+    assert given.flags.writeable

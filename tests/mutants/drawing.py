@@ -1,0 +1,280 @@
+"""Mutants drawn from a seed: the operators of cosmic-ray, on the rooms' own code.
+
+A site is a place that some operator can change. A room gets mutants in proportion to
+its sites, but never fewer than a few. Then a site is drawn, and then an operator of
+those for it: otherwise an addition, for which there are eleven, would be drawn eleven
+times as often as a condition.
+"""
+
+import ast
+import collections
+import dataclasses
+import difflib
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOMS = ("scheduling", "search", "tiers", "policies", "transfer", "keys")
+LEAST_OF_A_ROOM = 8
+
+# Not drawn: those that need the names of two variables, and the removal of a decorator,
+# which here makes what is cached, compiled or a property.
+_NOT_DRAWN = ("RemoveDecorator", "VariableReplacer", "VariableInserter")
+
+# What the names of operators for one kind of node begin with. There are hundreds, which
+# need not be asked about other nodes.
+_OF_ONE_KIND = {
+    "comparison": "ReplaceComparisonOperator",
+    "operator": "ReplaceBinaryOperator",
+}
+# The kinds of nodes that the other operators change.
+_OTHER_KINDS = {
+    "assert_stmt",
+    "break_stmt",
+    "continue_stmt",
+    "except_clause",
+    "factor",
+    "for_stmt",
+    "if_stmt",
+    "keyword",
+    "not_test",
+    "number",
+    "test",
+    "try_stmt",
+    "while_stmt",
+}
+_LOGS = ("debug", "info", "warning", "error", "exception", "warn", "log")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """One change of one file.
+
+    Attributes:
+        name: By which it is asked for.
+        room: Of the file.
+        path: Of the file, from the root of the tree.
+        operator: What was done.
+        line: Where it begins, from 1, in the file as it is.
+        last_line: Where it ends.
+        diff: The change.
+        source: The whole file, changed.
+    """
+
+    name: str
+    room: str
+    path: str
+    operator: str
+    line: int
+    last_line: int
+    diff: str
+    source: str
+
+
+def draw(root: Path, seed: str, number: int) -> list[Mutant]:
+    """Draw mutants of a tree, in an order of which every beginning is a fair sample."""
+    from cosmic_ray.operators.provider import OperatorProvider
+
+    rng = random.Random(seed)
+    provider = OperatorProvider()
+    operators = {name: provider[name]() for name in provider if name not in _NOT_DRAWN}
+    rooms: dict[str, list[_Site]] = {}
+    sources: dict[str, str] = {}
+    for room in ROOMS:
+        rooms[room] = []
+        for file in sorted((root / "jaxkv" / room).rglob("*.py")):
+            path = file.relative_to(root).as_posix()
+            sources[path] = file.read_text(encoding="utf-8")
+            rooms[room] += _sites(path, sources[path], operators)
+    drawn = {
+        room: list(_draw_from(room, rooms[room], share, sources, operators, rng))
+        for room, share in _shares(
+            {room: len(sites) for room, sites in rooms.items()}, number
+        ).items()
+    }
+    return sorted(
+        (mutant for mutants in drawn.values() for mutant in mutants),
+        key=lambda mutant: (
+            (int(mutant.name.split("-")[1]) + 0.5) / len(drawn[mutant.room]),
+            mutant.room,
+        ),
+    )
+
+
+def draw_once(root: Path, seed: str, number: int, folder: Path) -> list[Mutant]:
+    """Draw mutants, or read those of the same tree, which were kept in a folder."""
+    hasher = hashlib.sha256(f"{seed} {number} ".encode())
+    for file in (Path(__file__), *sorted((root / "jaxkv").rglob("*.py"))):
+        hasher.update(file.read_bytes())
+    kept = folder / f"drawn-{hasher.hexdigest()[:16]}.json"
+    if not kept.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        drawn = [dataclasses.asdict(mutant) for mutant in draw(root, seed, number)]
+        kept.write_text(json.dumps(drawn), encoding="utf-8")
+    return [Mutant(**mutant) for mutant in json.loads(kept.read_text(encoding="utf-8"))]
+
+
+def _shares(sizes: dict[str, int], number: int) -> dict[str, int]:
+    """Share out mutants by the sizes of rooms, some to each."""
+    spare = number - LEAST_OF_A_ROOM * len(sizes)
+    exact = {room: spare * size / sum(sizes.values()) for room, size in sizes.items()}
+    shares = {room: int(part) for room, part in exact.items()}
+    most_cut = sorted(shares, key=lambda room: shares[room] - exact[room])
+    for room in most_cut[: spare - sum(shares.values())]:
+        shares[room] += 1
+    return {room: share + LEAST_OF_A_ROOM for room, share in shares.items()}
+
+
+@dataclasses.dataclass
+class _Site:
+    path: str
+    line: int
+    last_line: int
+    changes: list[tuple[str, int]]  # An operator, and which of its occurrences.
+
+
+def _sites(path: str, source: str, operators: dict[str, Any]) -> list[_Site]:
+    """Find the places of a file that operators can change."""
+    import parso
+
+    sites: dict[Any, _Site] = {}
+    counts: collections.Counter[str] = collections.Counter()
+    asked = {
+        kind: [name for name in operators if name.startswith(prefix)]
+        for kind, prefix in _OF_ONE_KIND.items()
+    }
+    others = operators.keys() - {name for names in asked.values() for name in names}
+    asked |= dict.fromkeys(_OTHER_KINDS, sorted(others))
+    for node in _nodes(parso.parse(source)):
+        for name in asked.get(node.type, ()):
+            operator = operators[name]
+            for start, end in operator.mutation_positions(node):
+                site = sites.setdefault((start, end), _Site(path, start[0], end[0], []))
+                site.changes.append((name, counts[name]))
+                counts[name] += 1
+    return list(sites.values())
+
+
+def _nodes(node: Any) -> Iterator[Any]:
+    """Walk as cosmic-ray does, which counts occurrences in this order."""
+    yield node
+    for child in getattr(node, "children", ()):
+        yield from _nodes(child)
+
+
+def _draw_from(
+    room: str,
+    sites: list[_Site],
+    share: int,
+    sources: dict[str, str],
+    operators: dict[str, Any],
+    rng: random.Random,
+) -> Iterator[Mutant]:
+    """Draw sites of a room until enough of them give a mutant that counts."""
+    from cosmic_ray.mutating import mutate_code
+
+    left, found = list(sites), 0
+    plain: dict[str, str] = {}
+    while found < share and left:
+        site = left.pop(rng.randrange(len(left)))
+        name, occurrence = rng.choice(site.changes)
+        before = sources[site.path]
+        after = mutate_code(before, operators[name], occurrence)
+        if site.path not in plain:
+            plain[site.path] = _plain(ast.parse(before))
+        if after is None or not _counts(name, plain[site.path], after):
+            continue
+        diff = difflib.unified_diff(
+            before.splitlines(), after.splitlines(), lineterm="", n=0
+        )
+        yield Mutant(
+            name=f"{room}-{found:02d}-{hashlib.sha256(after.encode()).hexdigest()[:6]}",
+            room=room,
+            path=site.path,
+            operator=name,
+            line=site.line,
+            last_line=site.last_line,
+            diff="\n".join(list(diff)[3:]),
+            source=after,
+        )
+        found += 1
+
+
+def _counts(operator: str, before: str, after: str) -> bool:
+    """Tell whether a change is of what runs, and is what its operator says."""
+    try:
+        plain = _plain(ast.parse(after))
+    except SyntaxError:
+        return False
+    if plain == before:
+        return False
+    # An asterisk of a signature passes for a product.
+    return "BinaryOperator" not in operator or any(
+        plain.count(kind) != before.count(kind) for kind in _BINARY
+    )
+
+
+_BINARY = [f"{kind.__name__}()" for kind in ast.operator.__subclasses__()]
+
+
+def _plain(tree: ast.Module) -> str:
+    """Dump a module without annotations, docstrings, messages, and what only types."""
+    return ast.dump(_Plain().visit(tree))
+
+
+class _Plain(ast.NodeTransformer):
+    """Takes out what is not to be mutated."""
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        node.annotation = None
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        node.annotation = ast.Constant(None)
+        return self.generic_visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.returns = None
+        return self.generic_visit(node)
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
+        if isinstance(node.value, ast.Constant):
+            return None
+        call = node.value
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+            of_log = ast.unparse(call.func.value).lower().endswith(("log", "warnings"))
+            if of_log and call.func.attr in _LOGS:
+                call.args, call.keywords = [], []
+        return self.generic_visit(node)
+
+    def visit_Raise(self, node: ast.Raise) -> ast.AST:
+        if isinstance(node.exc, ast.Call):
+            node.exc.args, node.exc.keywords = [], []
+        return self.generic_visit(node)
+
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        if "TYPE_CHECKING" in ast.unparse(node.test):
+            return None
+        return self.generic_visit(node)
+
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        node.msg = None
+        return self.generic_visit(node)
+
+    def visit_Module(self, node: ast.Module) -> ast.AST:
+        # A name for a union of types.
+        node.body = [
+            part
+            for part in node.body
+            if not (
+                isinstance(part, ast.Assign)
+                and isinstance(part.value, ast.BinOp)
+                and isinstance(part.value.op, ast.BitOr)
+                and isinstance(part.targets[0], ast.Name)
+                and not part.targets[0].id.isupper()
+            )
+        ]
+        return self.generic_visit(node)

@@ -1,0 +1,124 @@
+"""A plugin of pytest that writes a map: which tests reach which line.
+
+Coverage sees the lines of Python. Compiled functions it does not see: for those the map
+has which of them each test called from Python, and for which policy's state.
+
+Each run adds a file to the folder, so that a map can be made in parts, and what takes
+long left out:
+
+    JAXKV_MUTANTS_MAP=folder pytest -p tests.mutants.reach tests/tiers tests/search
+"""
+
+import collections
+import functools
+import gzip
+import json
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxkv import compiling
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Recorder:
+    """Counts what each test reaches, while pytest runs."""
+
+    def __init__(self, folder: Path) -> None:
+        import coverage
+
+        self._folder = folder
+        self._test = ""
+        self._tests: list[str] = []
+        self._failed: set[str] = set()
+        self._seconds: dict[str, float] = collections.Counter()
+        self._calls: dict[str, set[str]] = collections.defaultdict(set)
+        self._coverage = coverage.Coverage(
+            data_file=None, source=[str(ROOT / "jaxkv")], config_file=False
+        )
+        self._coverage.start()
+        self._watch_compiled_functions()
+
+    def _watch_compiled_functions(self) -> None:
+        """Note each call of a function that was made ready, and for what state."""
+        make = compiling.entry_point
+
+        def watched(function: Any, *arguments: Any) -> Any:
+            ready = make(function, *arguments)
+            name = f"{function.py_func.__module__}.{function.py_func.__name__}"
+            states = [a.state for a in arguments if isinstance(a, compiling.Bound)]
+            modules = {m for state in states for m in modules_of(state)}
+            notes = [name, *(f"state {module}" for module in sorted(modules))]
+
+            @functools.wraps(function.py_func)
+            def call(*args: Any) -> Any:
+                if self._test:
+                    for note in notes:
+                        self._calls[note].add(self._test)
+                return ready(*args)
+
+            return call
+
+        compiling.entry_point = watched
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
+        self._test = item.nodeid
+        self._tests.append(item.nodeid)
+        self._coverage.switch_context(item.nodeid)
+        began_s = time.process_time()  # Others may use the machine, too.
+        result = yield
+        self._seconds[item.nodeid] = time.process_time() - began_s
+        self._test = ""
+        self._coverage.switch_context("")
+        return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._failed.add(report.nodeid)  # It would fail for any change.
+
+    def pytest_unconfigure(self) -> None:
+        self._coverage.stop()
+        data = self._coverage.get_data()
+        passed = [test for test in self._tests if test not in self._failed]
+        number = {test: index for index, test in enumerate(passed)}
+        lines: dict[str, dict[int, list[int]]] = {}
+        for path in sorted(data.measured_files()):
+            lines[str(Path(path).relative_to(ROOT))] = {
+                line: sorted(
+                    number[context] for context in contexts if context in number
+                )
+                for line, contexts in sorted(data.contexts_by_lineno(path).items())
+            }
+        self._folder.mkdir(parents=True, exist_ok=True)
+        target = self._folder / f"{time.time_ns()}.json.gz"
+        with gzip.open(target, "wt") as file:
+            json.dump(
+                {
+                    "tests": [[test, round(self._seconds[test], 3)] for test in passed],
+                    "lines": lines,
+                    "calls": {
+                        name: sorted(number[test] for test in tests if test in number)
+                        for name, tests in self._calls.items()
+                    },
+                },
+                file,
+            )
+
+
+def modules_of(state: Any) -> Iterable[str]:
+    """Name the modules of the dataclasses that a state consists of."""
+    yield type(state).__module__
+    for value in vars(state).values():
+        if hasattr(value, "__dataclass_fields__"):
+            yield from modules_of(value)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    recorder = Recorder(Path(os.environ["JAXKV_MUTANTS_MAP"]))
+    config.pluginmanager.register(recorder, "mutants-reach")

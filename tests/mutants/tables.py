@@ -1,0 +1,121 @@
+"""The page about mutants and faults, made of the results."""
+
+import collections
+from typing import Any
+
+from tests.mutants import drawing
+
+HEAD = """\
+# Mutants, and faults made by hand
+
+Made by `python -m tests.mutants table` of `benchmarks/results/mutants.json` and
+`survivors.toml`; not to be edited.
+[Mutants](../../docs/internals/reliability.md#mutants) says what was done.
+"""
+
+
+def page(results: dict[str, Any], looked_at: dict[str, dict[str, str]]) -> str:
+    """Write the tables by room and by operator, and each survivor with its reason."""
+    mutants, by_hand = results["mutants"], results["faults"]
+    parts = [
+        HEAD,
+        f"Tree `{results.get('tree', '?')}`, seed `{results.get('seed', '?')}`: "
+        f"{len(mutants)} of {results.get('number', '?')} mutants and "
+        f"{len(by_hand)} faults were tried.\n",
+        "## By room\n",
+        *_table("room", drawing.ROOMS, mutants, looked_at, lambda e: e["room"]),
+        "\nThe faults made by hand:\n",
+        *_table("room", drawing.ROOMS, by_hand, looked_at, lambda e: e["room"]),
+        "\n## By operator\n",
+        *_table(
+            "operator",
+            sorted({_operator(entry) for entry in mutants.values()}),
+            mutants,
+            looked_at,
+            _operator,
+        ),
+        "\n## What noticed\n",
+        *_killers({**mutants, **by_hand}),
+        "\n## Survivors\n",
+        *_survivors({**mutants, **by_hand}, looked_at),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def share(entries: dict[str, Any], looked_at: dict[str, dict[str, str]]) -> str:
+    """Tell which part is killed of those that are not equivalent."""
+    killed, _, survived = _counts(entries, looked_at)
+    return f"{killed / max(killed + survived, 1):.1%}"
+
+
+def _counts(
+    entries: dict[str, Any], looked_at: dict[str, dict[str, str]]
+) -> tuple[int, int, int]:
+    killed = sum(entry["killed"] for entry in entries.values())
+    equivalent = sum(
+        not entry["killed"] and "equivalent" in looked_at.get(name, {})
+        for name, entry in entries.items()
+    )
+    return killed, equivalent, len(entries) - killed - equivalent
+
+
+def _table(
+    what: str,
+    names: Any,
+    entries: dict[str, Any],
+    looked_at: dict[str, dict[str, str]],
+    name_of: Any,
+) -> list[str]:
+    lines = [
+        f"| {what} | tried | killed | equivalent | survived | killed of the others |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in (*names, "all"):
+        some = {
+            key: entry
+            for key, entry in entries.items()
+            if name in ("all", name_of(entry))
+        }
+        if some:
+            killed, equivalent, survived = _counts(some, looked_at)
+            lines.append(
+                f"| {name} | {len(some)} | {killed} | {equivalent} | {survived} "
+                f"| {share(some, looked_at)} |"
+            )
+    return lines
+
+
+def _operator(entry: dict[str, Any]) -> str:
+    """Name the family of an operator."""
+    name: str = entry["operator"]
+    return name.split("_")[0].removeprefix("Replace")
+
+
+def _killers(entries: dict[str, Any]) -> list[str]:
+    counts: collections.Counter[str] = collections.Counter(
+        entry["by"].split("::")[0] for entry in entries.values() if entry["killed"]
+    )
+    lines = ["| first noticed by | times |", "|---|---|"]
+    return lines + [f"| `{by}` | {times} |" for by, times in counts.most_common()]
+
+
+def _survivors(
+    entries: dict[str, Any], looked_at: dict[str, dict[str, str]]
+) -> list[str]:
+    lines = []
+    for name, entry in sorted(entries.items()):
+        known = looked_at.get(name, {})
+        if entry["killed"] and "test" not in known:
+            continue
+        lines.append(f"### {name}\n\n`{entry['path']}:{entry['line']}`\n")
+        if "diff" in entry:
+            lines.append(f"```diff\n{entry['diff']}\n```\n")
+        else:
+            lines.append(entry["what"] + "\n")
+        if "test" in known:
+            lines.append(f"Survived, until `{known['test']}` was written.\n")
+        elif "equivalent" in known:
+            lines.append(f"Equivalent: {known['equivalent']}\n")
+        else:
+            lines.append(known.get("reason", "Not looked at yet.") + "\n")
+    return lines or ["None."]

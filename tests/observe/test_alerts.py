@@ -1,0 +1,117 @@
+"""The alert rules are right, by Prometheus' own tool, and name what there is."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from jaxkv.observe.families import ALL
+
+ROOT = Path(__file__).resolve().parents[2]
+RULES = ROOT / "examples" / "alerts.yml"
+LABELS = '{engine="0"}'
+
+
+@pytest.fixture
+def promtool():
+    """Run the tool; skip the test where it is not there."""
+    program = shutil.which("promtool")
+    if program is None:
+        pytest.skip(
+            "there is no promtool (Debian's package: apt-get install prometheus)"
+        )
+
+    def run(*words):
+        return subprocess.run(
+            [program, *map(str, words)], capture_output=True, text=True, check=False
+        )
+
+    return run
+
+
+def test_the_rules_are_valid(promtool):
+    done = promtool("check", "rules", RULES)
+    assert done.returncode == 0, done.stderr
+    assert "SUCCESS" in done.stdout
+
+
+def test_each_rule_names_metrics_that_exist_and_a_page_that_exists():
+    text = RULES.read_text(encoding="utf-8")
+    suffix = re.compile("_(total|bucket|sum|count)$")
+    known = {family.name for family in ALL}
+    names = re.findall(r"\b(?:vllm|jaxkv):\w+", text)
+    assert {suffix.sub("", name) for name in names} <= known
+    assert "jaxkv:kv_offload_storage_up" in names
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    anchors = {
+        re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+        for title in re.findall(r"^## (.*)", page, re.M)
+    }
+    asked = re.findall(r"runbook: docs/troubleshooting.md#(\S+)", text)
+    assert len(asked) == text.count("- alert: ")
+    assert set(asked) <= anchors
+
+
+def test_a_store_that_is_down_and_one_that_drops_writes_alert(promtool, tmp_path):
+    def series(name, values):
+        return {"series": name, "values": values}
+
+    def alerts(name, minute, **labels):
+        labels = {"engine": "0", "severity": "warning", **labels}
+        return {
+            "eval_time": minute,
+            "alertname": name,
+            "exp_alerts": [{"exp_labels": labels}] if labels["engine"] else [],
+        }
+
+    kv = "jaxkv:kv_offload_storage"
+    case = {
+        "interval": "1m",
+        "input_series": [
+            series(f"{kv}_up{LABELS}", "1x4 0x60"),
+            series(f"{kv}_blocks_written_total{LABELS}", "0+60x64"),
+            series(
+                f'{kv}_blocks_dropped_total{{engine="0",reason="slow"}}', "0+600x64"
+            ),
+            series(f'{kv}_read_seconds_bucket{{engine="0",le="5.0"}}', "0+9x64"),
+            series(f'{kv}_read_seconds_bucket{{engine="0",le="+Inf"}}', "0+9x64"),
+        ],
+        "promql_expr_test": [],
+        "alert_rule_test": [
+            alerts("JaxkvStoreDown", "4m", engine=""),
+            alerts("JaxkvStoreDown", "20m"),
+            alerts("JaxkvStoreDropsWrites", "40m"),
+            alerts("JaxkvStoreSlow", "40m"),
+            alerts("JaxkvLoadsFail", "40m", engine=""),
+        ],
+    }
+    for each in case["alert_rule_test"]:
+        for expected in each["exp_alerts"]:
+            expected["exp_annotations"] = annotations(each["alertname"])
+    file = tmp_path / "test.json"  # Which is YAML, too.
+    file.write_text(
+        json.dumps(
+            {
+                "rule_files": [str(RULES)],
+                "evaluation_interval": "1m",
+                "tests": [case],
+            }
+        )
+    )
+    done = promtool("test", "rules", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def annotations(name):
+    """What an alert of engine 0 says, with the numbers of the test's series."""
+    text = RULES.read_text(encoding="utf-8").partition(f"- alert: {name}\n")[2]
+    text = text.partition("      - alert:")[0].partition("annotations:\n")[2]
+    found = {}
+    for key, value in re.findall(r"^ {10}(\w+): (.*(?:\n {12}.*)*)", text, re.M):
+        line = " ".join(value.removeprefix(">-").split())
+        line = line.replace("{{ $labels.engine }}", "0")
+        found[key] = line.replace("{{ $value | humanizeDuration }}", "4.95s")
+    return found

@@ -1,0 +1,230 @@
+"""The engine of examples/integrate_scheduler.py, and others with one mistake each."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from jaxkv import ConnectorOutput, FullAttention
+
+# The examples are files to be run, not a package.
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+
+import integrate_scheduler as example
+import toy_model
+
+BLOCK = toy_model.BLOCK
+answer = toy_model.answer
+
+
+class Right(example.Engine):
+    def serve(self, request_id, prompt, num_new):
+        """Serve one request; give its new tokens, and how many were found."""
+        request = example.Request(request_id, prompt, len(self.groups))
+        while not self.admit(request):
+            self.step([])
+        awaited = sum(num_tokens for _, num_tokens, _ in self.loading.values())
+        found = request.num_computed_tokens + awaited
+        while request.num_tokens < len(prompt) + num_new:
+            self.step([request])
+        self.finish(request)
+        return request.tokens[len(prompt) :], found
+
+    def let_stores_arrive(self):
+        while self.scheduler.has_pending_stores():
+            self.step([])
+
+
+class DoesNotWait(Right):
+    def admit(self, request):
+        is_admitted = super().admit(request)
+        for request_id in list(self.loading):
+            self.take_offer(request_id)
+        return is_admitted
+
+
+class CachesEarly(Right):
+    def admit(self, request):
+        is_admitted = super().admit(request)
+        for _, num_tokens, _ in self.loading.values():
+            num = (request.num_computed_tokens + num_tokens) // BLOCK
+            self.blocks.cache(request.tables[0][:num], request.block_keys[:num])
+        return is_admitted
+
+
+class NeverTellsOfBlocks(Right):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.scheduler.update_state_after_alloc = lambda request, tables, num: tables
+
+
+class TellsOfBlocksFirst(Right):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        ask = self.scheduler.get_num_new_matched_tokens
+
+        def tell_and_ask(request, local):
+            self.grow(request)
+            self.scheduler.update_state_after_alloc(request, request.tables, 0)
+            return ask(request, local)
+
+        self.scheduler.get_num_new_matched_tokens = tell_and_ask
+
+
+class NeverCaches(Right):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.blocks.cache = lambda *pairs: []
+
+
+class NeverPolls(Right):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.worker.poll = ConnectorOutput
+
+
+class NeverPassesReportsOn(Right):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.scheduler.update_connector_output = lambda output: output
+
+
+class KeepsTheOldPool(Right):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        start = self.worker.start
+        self.worker.start = lambda meta, pool: (start(meta, pool), pool)[1]
+
+
+class PassesShortTables(Right):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        tell = self.scheduler.update_state_after_alloc
+
+        def tell_of_one(request, tables, num):
+            tell(request, [table[:1] for table in tables], num)
+            return tables
+
+        self.scheduler.update_state_after_alloc = tell_of_one
+
+
+class CachesByAShortTable(Right):
+    def grow(self, request):
+        super().grow(request)
+        request.tables = [table[:1] for table in request.tables]
+
+
+class ForgetsBlocksAtTheEnd(Right):
+    def finish(self, request):
+        tables = [table[:-1] for table in request.tables]
+        self.scheduler.request_finished(request, tables)
+        for table in request.tables:
+            self.blocks.free(table[::-1])
+
+
+class NeverAllocates(Right):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.blocks.allocate = lambda num: list(range(1, num + 1))
+
+
+class SchedulesTheUnknown(Right):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        plan = self.scheduler.build_connector_meta
+
+        def plan_for_others(output):
+            return plan(dataclasses.replace(output, num_scheduled_tokens={"who": 1}))
+
+        self.scheduler.build_connector_meta = plan_for_others
+
+
+class TakesBlocksForLarger(Right):
+    def __init__(self, *sizes):
+        super().__init__(*sizes, groups=(FullAttention(2 * BLOCK),))
+
+
+class WritesWhatIsLoaded(Right):
+    def step(self, running):
+        super().step(running)
+        for request, num_tokens, _ in self.loading.values():
+            last = (request.num_computed_tokens + num_tokens) // BLOCK - 1
+            block = request.tables[0][last]
+            self.pool = {"kv": self.pool["kv"].at[block].set(1.0)}
+
+
+class WritesWhatIsStored(Right):
+    def step(self, running):
+        super().step(running)
+        for block in np.flatnonzero(self.blocks.state.pins).tolist():
+            self.pool = {"kv": self.pool["kv"].at[block].set(1.0)}
+
+
+class NeverFinishes(Right):
+    def finish(self, request):
+        for table in request.tables:
+            self.blocks.free(table[::-1])
+
+
+WRONG = {
+    # The twelve of which each names its call, in the order of docs/integrate.md; some
+    # have two ways to go wrong.
+    "does not wait for loads": (DoesNotWait, "wait until update_connector_output"),
+    "caches what is not loaded": (CachesEarly, "cache.. was called for blocks"),
+    "never says what it allocated": (
+        NeverTellsOfBlocks,
+        "update_state_after_alloc.. was not called",
+    ),
+    "says so before it asks": (
+        TellsOfBlocksFirst,
+        "update_state_after_alloc.. was called .* before get_num_new_matched_tokens",
+    ),
+    "never caches": (NeverCaches, "DeviceBlockPool.cache.. was never called"),
+    "never polls": (NeverPolls, "OffloadWorker.poll.. was not called"),
+    "never passes reports on": (
+        NeverPassesReportsOn,
+        "update_connector_output.. was not called",
+    ),
+    "keeps the pool of before": (
+        KeepsTheOldPool,
+        "Go on with the pool that OffloadWorker.start",
+    ),
+    "passes short tables": (
+        PassesShortTables,
+        "update_state_after_alloc.. was given a table of 1 blocks",
+    ),
+    "caches by a short table": (CachesByAShortTable, "cache.. was given 1 blocks"),
+    "forgets blocks at the end": (
+        ForgetsBlocksAtTheEnd,
+        "request_finished.. was given a table",
+    ),
+    "never allocates": (NeverAllocates, "take them by DeviceBlockPool.allocate"),
+    "schedules unknown requests": (
+        SchedulesTheUnknown,
+        "'who' is in SchedulerOutput.num_scheduled_tokens, but is not known",
+    ),
+    "has larger groups than blocks": (
+        TakesBlocksForLarger,
+        "groups that OffloadScheduler.. was given are not of the block size",
+    ),
+    "writes what is being loaded": (
+        WritesWhatIsLoaded,
+        "was written while a load .* DeviceBlockPool.allocate",
+    ),
+    "writes what is being stored": (
+        WritesWhatIsStored,
+        "was written while its store .* DeviceBlockPool.allocate",
+    ),
+    "reuses ids": (NeverFinishes, "call request_finished"),
+}
+
+
+def serve_twice(engine, prompts, num_new):
+    """Serve prompts, twice under the same ids; give tokens and hits of each round."""
+    rounds = [], []
+    for answers in rounds:
+        for number, prompt in enumerate(prompts):
+            answers.append(engine.serve(f"r{number}", prompt, num_new))
+            engine.let_stores_arrive()  # The example expects its pool to be free.
+    return rounds

@@ -1,0 +1,47 @@
+"""The ledger of what is on its way between two tiers."""
+
+import pytest
+
+from jaxkv.scheduling.moves import Ledger, Move
+from jaxkv.scheduling.protocol import NO_EVENT
+
+
+def make_ledger(*sizes):
+    """A ledger of two workers, with a move of each number of blocks."""
+    ledger = Ledger("move", num_workers=2)
+    moves = [Move([b"key"] * n, list(range(n)), list(range(n))) for n in sizes]
+    for move in moves:
+        ledger.issue([move])
+    return ledger, moves
+
+
+def test_a_move_is_over_when_every_worker_has_reported_it():
+    ledger, (first, second) = make_ledger(1, 2)
+    assert ledger.report([(1, (True, False)), (0, True)]) == []
+    assert ledger.num_blocks == 3
+    assert ledger.report([(1, (True, True))]) == [second]
+    assert (second.ok.tolist(), ledger.num_blocks) == ([True, False], 1)
+    assert ledger.report([(0, False)]) == [first]
+    assert (first.ok, list(ledger.moves)) == (False, [])
+
+
+def test_moves_that_leave_together_have_one_event():
+    ledger, _ = make_ledger(1)
+    assert ledger.issue([]) == NO_EVENT
+    moves = [Move([], [], []) for _ in range(2)]
+    assert (ledger.issue(moves), moves[0].event, moves[1].event) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("reports", "error"),
+    [
+        ([(7, True)], "1 reports of move 7, of which 0 are due; in flight are .0, 1"),
+        ([(1, True)] * 3, "3 reports of move 1, of which 2 are due"),
+        ([(0, True), (1, (True,))], "1 blocks of move 1, which has 2"),
+    ],
+)
+def test_a_report_that_is_not_due_is_refused(reports, error):
+    ledger, moves = make_ledger(1, 2)
+    with pytest.raises(ValueError, match=error):
+        ledger.check(reports)
+    assert [move.num_reports for move in moves] == [0, 0]

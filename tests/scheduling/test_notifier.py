@@ -1,0 +1,167 @@
+"""What a cache policy is told about requests, and when nobody tells it."""
+
+import jax
+import pytest
+
+from jaxkv.policies.hazard import NUM_ASKED, NUM_OUTPUTS
+from jaxkv.policies.reuse import UNIT
+from jaxkv.scheduling.notifier import RequestNotifier
+from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.scheduling.scheduler import OffloadScheduler
+from jaxkv.search.groups import FullAttention, SlidingWindow
+from jaxkv.tiers.index import BlockIndex
+from jaxkv.tiers.retention import Retention
+from tests.rigs.offload_rig import BLOCK_SIZE, Rig, make_request
+
+SHARE_ALL_NEW = 3  # of a first turn of which all blocks are new
+
+
+def classes_of(rig):
+    """The classes that blocks were used in, and how many blocks."""
+    touches = rig.scheduler._manager.snapshot().policy["touches"]
+    return {number: count // UNIT for number, count in enumerate(touches) if count}
+
+
+def test_a_request_is_told_with_its_time_its_output_and_why_it_stopped():
+    rig = Rig(policy="hazard", clock=lambda: 12.5)
+    request = make_request("one", 1, 2, 3)
+    request.num_prompt_tokens = request.num_tokens - 2
+    request.stop = "tool_use"
+    rig.run(request)
+    of_class = (1 * NUM_OUTPUTS + 1) * NUM_ASKED + SHARE_ALL_NEW
+    assert classes_of(rig) == {of_class: 3}
+    assert rig.scheduler._manager.snapshot().policy["now_ms"] == 12_500
+
+
+def test_a_request_that_comes_back_is_a_second_turn():
+    rig = Rig(policy="hazard", clock=lambda: 0.0)
+    rig.run(make_request("one", 1, 2, 3))
+    before = classes_of(rig)
+    rig.forget_device()
+    rig.run(make_request("two", 1, 2, 3, 4, 5, 6))
+    (second,) = classes_of(rig).keys() - before.keys()
+    assert second % NUM_ASKED == 1 * 4 + 2  # the second turn; half of it is new
+
+
+def test_groups_are_told_as_prefixes_of_their_own():
+    groups = (FullAttention(BLOCK_SIZE), SlidingWindow(BLOCK_SIZE, 8))
+    rig = Rig(groups=groups, policy="hazard", clock=lambda: 0.0)
+    rig.run(rig.request("one", 1, 2, 3))
+    assert sum(classes_of(rig).values()) == 2 * 3
+    state = rig.scheduler._manager.executor.state.policy
+    assert max(state.depths.tolist()) == 2
+
+
+def test_a_reason_that_is_none_is_refused_and_changes_nothing():
+    rig = Rig(policy="hazard", clock=lambda: 0.0)
+    request = make_request("one", 1, 2, 3)
+    rig.admit(request)
+    request.stop = "eos"
+    with pytest.raises(ValueError, match="stop='eos' of request 'one' must be one of"):
+        rig.scheduler.request_finished(request)
+    assert classes_of(rig) == {}
+    request.stop = "end_turn"
+    rig.scheduler.request_finished(request)
+    assert sum(classes_of(rig).values()) == 3
+
+
+def test_a_policy_that_does_not_listen_costs_no_look_at_the_clock():
+    def clock():
+        raise AssertionError("nobody wants to know")
+
+    news = RequestNotifier(BlockIndex(16, 4, "lru"), [16], 1, clock)
+    request = make_request("one", 1, 2, 3)
+    news.begin(request, [request.block_keys])
+    news.finish(request, [request.block_keys], None)
+
+
+def test_positions_must_be_one_for_each_key():
+    manager = BlockIndex(16, 4, "hazard")
+    with pytest.raises(ValueError, match="3 positions must be 2, one for each key"):
+        manager.begin_request([b"a", b"b"], 32, 0, [0, 1, 2])
+    with pytest.raises(ValueError, match="stop='eos' must be one of"):
+        manager.finish_request([b"a", b"b"], 0, 0, 7, "eos")
+
+
+def test_a_request_says_how_long_its_blocks_are_to_be_kept():
+    now_s = [0.0]
+    rig = Rig(host_blocks=8, retention=True, clock=lambda: now_s[0])
+    request = make_request("one", 1, 2, 3)
+    request.retention = Retention(priority=80, ttl_s=60)
+    rig.run(request)
+    rig.fill_host(20)
+    assert rig.hit(1, 2, 3) == 3
+    now_s[0] = 61.0
+    rig.fill_host(20)
+    assert rig.hit(1, 2, 3) == 0
+
+
+def test_only_the_head_of_a_request_is_kept_if_it_says_so():
+    rig = Rig(host_blocks=8, retention=True, clock=lambda: 0.0)
+    request = make_request("one", 1, 2, 3)
+    request.retention = Retention(ttl_s=60, num_tokens=2 * BLOCK_SIZE + 1)
+    rig.run(request)
+    rig.fill_host(20)
+    assert rig.hit(1, 2, 3) == 2
+
+
+def test_without_the_rule_what_requests_say_is_ignored():
+    rig = Rig(host_blocks=8)
+    request = make_request("one", 1, 2, 3)
+    request.retention = Retention(ttl_s=60)
+    rig.run(request)
+    rig.fill_host(20)
+    assert rig.hit(1, 2, 3) == 0
+
+
+def test_a_retention_that_is_none_is_refused_and_changes_nothing():
+    rig = Rig(retention=True)
+    request = make_request("one", 1, 2, 3)
+    rig.admit(request)
+    request.retention = {"priority": 80}
+    for call in (
+        lambda: rig.scheduler.update_state_after_alloc(request, [5, 6, 7], 0),
+        lambda: rig.scheduler.request_finished(request),
+    ):
+        with pytest.raises(ValueError, match="of request 'one' must be a jaxkv"):
+            call()
+    request.retention = None
+    rig.scheduler.request_finished(request)
+
+
+def test_several_processes_need_a_clock_for_retention(monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    rules = OffloadRules(retention=True)
+    with pytest.raises(ValueError, match="retention=True decides by the time"):
+        OffloadScheduler(BLOCK_SIZE, 8, rules=rules)
+    OffloadScheduler(BLOCK_SIZE, 8, rules=rules, policy_clock=lambda: 1.0)
+
+
+@pytest.mark.parametrize("policy", ["hazard", "lru"])
+@pytest.mark.parametrize("policy_clock", [None, lambda: 1.0], ids=["none", "given"])
+def test_several_processes_need_a_clock_that_they_agree_on(
+    monkeypatch, policy, policy_clock
+):
+    """Each process has a clock of its own, and would evict other blocks by it."""
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+
+    def make():
+        return OffloadScheduler(BLOCK_SIZE, 8, policy, policy_clock=policy_clock)
+
+    if policy == "hazard" and policy_clock is None:
+        with pytest.raises(ValueError, match="'hazard' decides by the time"):
+            make()
+    else:
+        make()
+
+
+def test_the_policys_clock_is_not_that_of_the_delays():
+    rig = Rig(policy="hazard", clock=lambda: 99.0)
+    rig.scheduler = OffloadScheduler(
+        BLOCK_SIZE, 8, "hazard", clock=lambda: 99.0, policy_clock=lambda: 2.0
+    )
+    rig.scheduler.bind_device_block_pool(rig.pool)
+    rig.run(make_request("one", 1, 2))
+    assert rig.scheduler._manager.snapshot().policy["now_ms"] == 2_000

@@ -1,0 +1,368 @@
+"""What each rule of the offload scheduler changes, and which rules are refused."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxkv import OffloadScheduler
+from jaxkv.scheduling.protocol import NO_EVENT
+from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.search.groups import SlidingWindow
+from jaxkv.types import NO_BLOCK
+from tests.rigs.offload_rig import (
+    BLOCK_SIZE,
+    HYBRID,
+    check_refused,
+    make_keys,
+    make_rig,
+    modes,
+    on_host,
+)
+
+
+def test_host_blocks_of_several_device_blocks():
+    rig = make_rig(blocks_per_host_block=2)
+    rig.run(rig.request("one", *range(5)))
+    keys = make_keys(*range(4))
+    assert on_host(rig) == {(keys[0], keys[1]), (keys[2], keys[3])}
+    rig.pool.evict(rig.pool.find(make_keys(*range(5))[1:]))
+    # The first block is on the device, and the last one is another.
+    request = rig.request("two", *range(4), extra_tokens=0)
+    assert rig.admit(request) == 2 * BLOCK_SIZE
+    ids = request.block_ids
+    meta = rig.step()
+    assert meta.load_device_blocks == (NO_BLOCK, ids[1], ids[2], NO_BLOCK)
+    assert len(meta.load_host_blocks) == 2
+    rig.load_arrives()
+    rig.step(two=1)
+    rig.finish("two")
+    rig.check_nothing_leaked()
+    # Of a part of an offer too.
+    rig.forget_device()
+    request = rig.request("three", *range(5))
+    assert rig.admit(request, take=3 * BLOCK_SIZE) == 3 * BLOCK_SIZE
+    ids = request.block_ids
+    assert rig.step().load_device_blocks == (*ids[:3], NO_BLOCK)
+    rig.load_arrives()
+    rig.step(three=2)
+    rig.finish("three")
+    rig.check_nothing_leaked()
+
+
+@pytest.mark.parametrize(
+    ("rules", "num_stored"),
+    [
+        ({}, 4),
+        ({"prompt_only": True}, 2),
+        ({"max_offload_tokens": 3 * BLOCK_SIZE + 1}, 3),
+        ({"max_offload_tokens": BLOCK_SIZE, "prompt_only": True}, 1),
+    ],
+)
+def test_what_of_a_request_is_stored(rules, num_stored):
+    rig = make_rig(**rules)
+    request = rig.request("one", 1, 2, 3, 4)
+    request.num_prompt_tokens = 2 * BLOCK_SIZE + 1
+    rig.run(request)
+    assert on_host(rig) == set(make_keys(1, 2, 3, 4)[:num_stored])
+    assert rig.scheduler.stats.num_dropped_full == 0
+
+
+@pytest.mark.parametrize(
+    ("own", "num_stored"), [(None, 3), (2 * BLOCK_SIZE + 1, 2), (0, 0)]
+)
+def test_a_request_may_have_less_of_it_stored(own, num_stored):
+    rig = make_rig(max_offload_tokens=3 * BLOCK_SIZE)
+    request = rig.request("one", 1, 2, 3, 4)
+    request.max_offload_tokens = own
+    rig.run(request)
+    assert on_host(rig) == set(make_keys(1, 2, 3, 4)[:num_stored])
+
+
+@pytest.mark.parametrize("groups", [BLOCK_SIZE, HYBRID])
+@pytest.mark.parametrize("most", [None, 5 * BLOCK_SIZE, 2 * BLOCK_SIZE + 1, 0])
+def test_a_request_is_offered_no_more_than_it_may_load(groups, most):
+    rig = make_rig(groups=groups)
+    rig.run(rig.request("one", 1, 2, 3, 4))
+    rig.forget_device()
+    request = rig.request("two", 1, 2, 3, 4)
+    request.max_load_tokens = most
+    num_blocks = 4 if most is None else min(4, most // BLOCK_SIZE)
+    offered, _ = rig.scheduler.get_num_new_matched_tokens(request, 0)
+    assert offered == num_blocks * BLOCK_SIZE
+    verdicts = [
+        (block.verdict, block.reason)
+        for block in rig.scheduler.explain(request).blocks
+        if block.group == 0
+    ]
+    capped = [("missed", "capped")] * (4 - num_blocks)
+    assert verdicts == [("host", None)] * num_blocks + capped
+
+
+def test_what_a_request_may_load_counts_beyond_what_the_device_has():
+    rig = make_rig()
+    rig.run(rig.request("one", 1, 2, 3, 4))
+    request = rig.request("two", 1, 2, 3, 4)
+    request.max_load_tokens = BLOCK_SIZE
+    offered, _ = rig.scheduler.get_num_new_matched_tokens(request, 2 * BLOCK_SIZE)
+    assert offered == BLOCK_SIZE
+
+
+def test_so_many_blocks_may_be_in_flight_and_loads_come_first():
+    rig = make_rig(max_blocks_in_flight=3)
+    rig.run(rig.request("old", 1, 2, 3, 4))
+    rig.run(rig.request("older", 21, 22))
+    assert len(rig.host) == 6
+    rig.forget_device()
+    rig.admit(rig.request("new", 11, 12, 13, 14, 15))
+    rig.step(new=5)
+    sizes = []
+    for _ in range(2):  # The second finds no room.
+        sizes.append(len(rig.step(tokens={"new": 1}).store_device_blocks))
+    assert sizes == [3, 0]
+    rig.admit(rig.request("two", 1, 2, 3, 4, 5))
+    rig.admit(rig.request("three", 21, 22))
+    meta = rig.step()
+    # The first load is as large as all that is in flight and more; none overtakes it.
+    assert meta.load_event == NO_EVENT
+    rig.store_arrives()
+    meta = rig.step()
+    assert meta.load_event_to_reqs == {0: ("two",)}
+    assert meta.store_event == NO_EVENT
+    rig.load_arrives()
+    meta = rig.step()
+    assert meta.load_event_to_reqs == {1: ("three",)}
+    assert len(meta.store_device_blocks) == 1
+    rig.load_arrives()
+    assert len(rig.step().store_device_blocks) == 1
+    for name in ("two", "three", "new"):
+        rig.finish(name)
+    rig.check_nothing_leaked()
+
+
+def make_waiting(num_blocks, **rules):
+    """An engine where a request of 9 blocks has some that wait to be stored."""
+    rules = {"store_batch_blocks": 4, "store_max_wait_steps": 5} | rules
+    rig = make_rig(**rules)
+    rig.admit(rig.request("one", *range(9)))
+    rig.step(one=num_blocks)
+    assert rig.step(tokens={"one": 1}).store_event == NO_EVENT
+    assert rig.scheduler.in_transit.stores_waiting == num_blocks
+    assert rig.scheduler.has_pending_stores()
+    return rig
+
+
+def stored(meta):
+    return len(meta.store_device_blocks)
+
+
+def test_blocks_wait_until_there_are_enough_to_store_together():
+    rig = make_waiting(2)
+    request = rig.requests["one"]
+    assert stored(rig.step(one=1)) == 0
+    assert stored(rig.step(one=1)) == 0
+    meta = rig.step(tokens={"one": 1})
+    assert meta.store_device_blocks == tuple(request.block_ids[:4])
+    assert rig.scheduler.in_transit[:2] == (0, 4)
+    rig.store_arrives()
+    assert on_host(rig) == set(make_keys(*range(4)))
+    # The next ones have all their time again.
+    rig.step(one=1)
+    sizes = [stored(rig.step(tokens={"one": 1})) for _ in range(3)]
+    assert sizes == [0, 0, 0]
+    rig.finish("one")
+    rig.check_nothing_leaked()
+
+
+def test_no_block_waits_for_others_for_longer_than_it_may():
+    rig = make_waiting(1)
+    sizes = [stored(rig.step(tokens={"one": 1})) for _ in range(5)]
+    assert sizes == [0, 0, 0, 0, 2]
+    rig.finish("one")
+    rig.check_nothing_leaked()
+
+
+def take_free(rig):
+    """Leave fewer blocks free than are stored together."""
+    rig.taken = rig.pool.allocate(rig.pool.num_free - 3)
+
+
+def end_another(rig):
+    rig.scheduler.request_finished(rig.request("two", 11))
+
+
+def fill_host(rig):
+    """Have more to offer than the host has room for."""
+    rig.step(one=2)
+
+
+@pytest.mark.parametrize(
+    ("happens", "rules"),
+    [(take_free, {}), (end_another, {}), (fill_host, {"host_blocks": 3})],
+)
+def test_blocks_stop_to_wait_for_others_where(happens, rules):
+    rig = make_waiting(2, **rules)
+    happens(rig)
+    assert stored(rig.step(tokens={"one": 1})) >= 2
+    assert rig.scheduler.in_transit.stores_waiting == 0
+    rig.pool.free(getattr(rig, "taken", []))
+    rig.finish("one")
+    rig.check_nothing_leaked()
+
+
+def test_blocks_do_not_wait_for_others_in_a_step_without_a_model_or_after_a_flush():
+    rig = make_waiting(2)
+    assert stored(rig.step()) == 2
+    rig.finish("one")
+    rig.check_nothing_leaked()
+    rig = make_waiting(2, flush_on_preemption=True)
+    rig.admit(rig.request("two", 11))
+    rig.preempt("two")
+    meta = rig.step(["two"], tokens={"one": 1})
+    assert meta.need_flush
+    assert stored(meta) == 2
+    for name in list(rig.requests):
+        rig.finish(name)
+    rig.check_nothing_leaked()
+
+
+def test_what_waits_for_others_is_let_go_of_when_the_host_is_reset():
+    rig = make_waiting(2)
+    assert rig.scheduler.reset()
+    assert rig.scheduler.in_transit.stores_waiting == 0
+    assert rig.scheduler.stats.num_dropped_reset == 2
+    assert not rig.scheduler.has_pending_stores()
+    assert stored(rig.step(tokens={"one": 1})) == 0  # They are offered anew.
+    assert rig.scheduler.in_transit.stores_waiting == 2
+    rig.finish("one")
+    rig.check_nothing_leaked()
+
+
+@modes
+def test_no_more_is_in_flight_than_may_be(mode):
+    rig = make_rig(mode, max_blocks_in_flight=3)
+    rng = np.random.default_rng(0)
+    for number in range(60):
+        name = f"r{number}"
+        path = rng.integers(0, 2, rng.integers(1, 5)).tolist()
+        if rig.pool.num_free > len(path):
+            rig.admit(rig.request(name, *path))
+        ready = [n for n, r in rig.requests.items() if not r.loading_tokens]
+        rig.step(**dict.fromkeys(ready, 1))
+        loads = [len(copies) for _, copies in rig.loads]
+        stores = [len(copies) for _, copies in rig.stores]
+        total = sum(loads) + sum(stores)
+        assert total <= 3 or (len(loads) == 1 and not stores)
+        if rig.stores and rng.random() < 0.3:
+            rig.store_arrives()
+        if rig.loads and rng.random() < 0.3:
+            rig.load_arrives()
+        if ready and rng.random() < 0.6:
+            rig.finish(ready[0])
+        if number % 7 == 0:
+            rig.forget_device()
+    for name in list(rig.requests):
+        rig.finish(name)
+    rig.check_nothing_leaked()
+
+
+def test_the_gate_declines_what_is_sooner_computed_and_tries_every_32nd():
+    rig = make_rig(skip_slow_loads=True, block_bytes=1000)
+    rig.run(rig.request("one", 1, 2))
+    rig.forget_device()
+    request = rig.request("two", 1, 2, 3)
+    # Without rates everything is loaded; and so with one of them.
+    for rates in ((0, 0), (1e6, 0), (0, 1e6)):
+        rig.scheduler.note_rates(*rates)
+        assert rig.offer(request) == (8, True)
+    rig.scheduler.note_rates(2000.0, 8.0)  # one second either way
+    assert rig.offer(request) == (8, True)
+    rig.scheduler.note_rates(2000.0, 8.1)
+    offers = [rig.offer(request) for _ in range(64)]
+    assert [n for n, offer in enumerate(offers) if offer == (8, True)] == [31, 63]
+    assert offers.count((0, False)) == 62 == rig.scheduler.stats.num_loads_declined
+    for wrong in ((-1.0, 1.0), (1.0, float("inf")), (float("nan"), 1.0)):
+        check_refused(rig, "at least 0", rig.scheduler.note_rates, *wrong)
+    # What is on its way already comes first.
+    rig.scheduler.note_rates(2000.0, 8.0)
+    rig.admit(rig.request("three", 1, 2, 4))
+    rig.step()
+    assert rig.offer(request) == (0, False)
+    rig.load_arrives()
+    rig.finish("three")
+    rig.scheduler.request_finished(request)
+    rig.check_nothing_leaked()
+
+
+def test_copies_on_the_device_pass_the_gate():
+    rig = make_rig(skip_slow_loads=True, block_bytes=1000)
+    rig.scheduler.note_rates(1.0, 1e9)
+    rig.admit(rig.request("one", 1, 2))
+    rig.step(one=2)
+    query = rig.scheduler.get_num_new_matched_tokens
+    assert query(rig.request("two", 1, 2, 3), 0) == (2 * BLOCK_SIZE, False)
+
+
+def test_stats_count_what_was_too_much_at_once():
+    rig = make_rig(max_blocks_in_flight=1)
+    rig.admit(rig.request("one", 1, 2, 3))
+    rig.step(one=3)
+    rig.finish("one")
+    rig.admit(rig.request("two", 7, 8))
+    rig.step(two=2)
+    rig.finish("two")
+    assert rig.scheduler.stats.num_dropped_slow == 2
+    rig.check_nothing_leaked()
+    assert len(rig.host) == 3
+
+
+@pytest.mark.parametrize(
+    ("groups", "rules", "why"),
+    [
+        (HYBRID, {"blocks_per_host_block": 2}, "one group, of full attention"),
+        (SlidingWindow(4, 8), {"blocks_per_host_block": 2}, "of full attention"),
+        (4, {"blocks_per_host_block": 2, "mode": "lazy"}, "exclude one another"),
+        (4, {"store_batch_blocks": 3, "max_blocks_in_flight": 2}, "never leave toget"),
+        (4, {"prompt_only": True, "mode": "lazy"}, "prompt_only=True and mode"),
+        (4, {"max_offload_tokens": 8, "mode": "lazy"}, "max_offload_tokens=8 and"),
+    ],
+)
+def test_rules_that_do_not_go_together_are_refused(groups, rules, why):
+    with pytest.raises(ValueError, match=why):
+        OffloadScheduler(groups, 8, rules=OffloadRules(**rules))
+
+
+@pytest.mark.parametrize(
+    ("rules", "why"),
+    [
+        ({"mode": "later"}, "mode='later' must be"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens=0"),
+        ({"world_size": 0}, "world_size=0"),
+        ({"blocks_per_host_block": 0}, "blocks_per_host_block=0"),
+        ({"store_threshold": -1}, "store_threshold=-1"),
+        ({"max_offload_tokens": 0}, "max_offload_tokens=0"),
+        ({"store_threshold": None}, "store_threshold=None must be a whole number"),
+        ({"max_unseen_blocks": 4.0}, "max_unseen_blocks=4.0 must be a whole number"),
+        ({"max_blocks_in_flight": 0}, "max_blocks_in_flight=0"),
+        ({"store_batch_blocks": -1}, "store_batch_blocks=-1"),
+        ({"store_max_wait_steps": 0}, "store_max_wait_steps=0"),
+        ({"block_bytes": -1}, "block_bytes=-1"),
+        ({"skip_slow_loads": True}, "needs block_bytes"),
+        ({"prompt_only": "no"}, "prompt_only='no' must be true or false"),
+        ({"retention": 1}, "retention=1 must be true or false"),
+        ({"world_size": None}, "world_size=None must be a whole number from 1"),
+        ({"store_threshold": True}, "store_threshold=True must be a whole number"),
+        ({"max_num_batched_tokens": "5"}, "max_num_batched_tokens='5' must be a whole"),
+    ],
+)
+def test_wrong_rules_are_refused(rules, why):
+    with pytest.raises(ValueError, match=why):
+        OffloadRules(**rules)
+    assert OffloadRules(max_unseen_blocks=np.int32(2)).max_unseen_blocks == 2
+
+
+def test_rules_are_values():
+    rules = OffloadRules(store_threshold=2)
+    assert rules == OffloadRules(store_threshold=2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        rules.mode = "lazy"

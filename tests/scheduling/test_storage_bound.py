@@ -1,0 +1,214 @@
+"""How many blocks a store has that engines share: as many as it may hold."""
+
+import contextlib
+import itertools
+import multiprocessing
+import random
+import signal
+import time
+
+import jax.numpy as jnp
+import pytest
+
+from jaxkv import DeviceBlockPool, OffloadConfig
+from jaxkv.scheduling.protocol import SchedulerOutput
+from jaxkv.transfer.storage import MemoryStore, ObjectFormat, StorageIO
+from jaxkv.transfer.storage.census import Bound, Census
+from tests.rigs.offload_rig import make_keys
+
+BLOCK_SIZE = 4
+OBJECT_BYTES = 192 + BLOCK_SIZE * 8
+BLOCKS = ObjectFormat(b"m", "u8[8]", 8)
+
+
+def eventually(condition):
+    end_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(1e-3)
+
+
+class Writer:
+    """An engine that writes blocks as if it had computed them."""
+
+    def __init__(self, folder, num_blocks=40, **keys):
+        config = OffloadConfig(
+            num_host_blocks=256,
+            storage=str(folder),
+            storage_bytes=num_blocks * OBJECT_BYTES,
+            storage_write="through",
+            storage_list_s=None,
+            **keys,
+        )
+        self.folder = folder
+        pool = [jnp.zeros((8, BLOCK_SIZE, 1, 2))]
+        parts = config.connect(pool, BLOCK_SIZE)
+        self.engine, self.scheduler, self.worker = parts
+        self.scheduler.bind_device_block_pool(DeviceBlockPool(8))
+        self.pool = pool
+        self.storage = self.worker.storage
+
+    def step(self):
+        meta = self.scheduler.build_connector_meta(SchedulerOutput({}))
+        self.pool = self.worker.start(meta, self.pool)
+        self.scheduler.update_connector_output(self.worker.poll())
+
+    def write(self, *numbers):
+        host = self.scheduler._manager
+        for number in numbers:
+            keys = make_keys(number)
+            blocks = host.place(keys).block_ids
+            self.engine.save(self.pool, [1], blocks)
+            self.pool, _ = self.engine.drain(self.pool)
+            host.complete_store(keys)
+            self.scheduler.below[0].note_stored(keys)
+            while self.scheduler.has_pending_stores():
+                self.step()
+                time.sleep(1e-4)
+
+    def list(self):
+        """List the store, and have deleted what is too much."""
+        self.scheduler.below[0].tier._is_listed = False
+        self.storage._next_list_s = 0.0
+        assert self.scheduler.wait_for_storage(self.worker, 60.0)
+        self.step()
+        eventually(lambda: not self.storage.storage_io._deletes)
+        eventually(lambda: not self.storage.storage_io._num_out["delete"])
+
+    def close(self):
+        self.storage.close(5.0)
+
+
+def files(folder):
+    return len(list(folder.rglob("*.0")))
+
+
+@contextlib.contextmanager
+def writer(*args, **keys):
+    engine = Writer(*args, **keys)
+    yield engine
+    engine.close()
+
+
+def test_engines_in_turn_leave_no_more_than_the_bound(tmp_path):
+    for turn in range(5):
+        with writer(tmp_path) as engine:
+            engine.write(*range(100 * turn, 100 * turn + 15))  # Before it is listed.
+            engine.list()
+            engine.write(*range(100 * turn + 15, 100 * turn + 30))
+        assert files(tmp_path) <= 40 * 1.1
+
+
+def write_without_end(folder, start):
+    engine = Writer(folder)
+    for number in itertools.count(start):
+        engine.write(number)
+
+
+@pytest.mark.long
+def test_engines_that_are_killed_in_turn_leave_no_more_than_the_bound(tmp_path):
+    rng = random.Random(7)
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload([__name__])
+    for life in range(6):
+        start = 1_000_000 * life
+        child = forks.Process(target=write_without_end, args=(tmp_path, start))
+        before = set(tmp_path.rglob("*.0"))
+        child.start()
+        try:
+            eventually(
+                lambda before=before: len({*tmp_path.rglob("*.0")} - before) > 15
+            )
+            time.sleep(rng.uniform(0, 0.05))
+        finally:
+            child.kill()
+            child.join()
+        assert child.exitcode == -signal.SIGKILL
+    with writer(tmp_path) as engine:
+        engine.list()
+        assert files(tmp_path) <= 40 * 1.1
+        engine.write(*range(30))
+        assert files(tmp_path) <= 40 * 1.1
+
+
+def test_three_engines_at_once_keep_the_bound_after_each_listing(tmp_path):
+    engines = [Writer(tmp_path) for _ in range(3)]
+    for rounds in range(2):
+        for number, engine in enumerate(engines):
+            start = 1000 * number + 100 * rounds
+            engine.write(*range(start, start + 30))
+        for engine in engines:
+            engine.list()
+            assert files(tmp_path) <= 40 * 1.25
+    for engine in engines:
+        engine.close()
+
+
+def test_a_small_engine_that_joins_a_large_store_deletes_nothing_of_others(tmp_path):
+    with writer(tmp_path, num_blocks=200) as large:
+        large.list()
+        large.write(*range(100))
+    with writer(tmp_path, num_blocks=40) as small:
+        small.list()
+        assert small.scheduler.num_storage_blocks_left_out == 60
+        small.write(*range(100, 120))
+        assert files(tmp_path) == 120
+        assert small.scheduler.num_storage_blocks_left_out == 80
+    with writer(tmp_path, num_blocks=40, storage_owner=True) as owner:
+        owner.list()
+        assert files(tmp_path) == 40
+    with writer(tmp_path, num_blocks=200) as large:
+        large.list()
+        large.write(*range(200, 210))
+        assert files(tmp_path) == 40
+
+
+class Timeless:
+    """A store that does not tell when anything was used, as one in a bucket."""
+
+    def __init__(self):
+        inner = MemoryStore()
+        for name in ("url", "get", "put", "exists", "delete", "list", "close"):
+            setattr(self, name, getattr(inner, name))
+
+
+@pytest.mark.parametrize("make_store", [MemoryStore, Timeless])
+def test_what_is_too_much_goes_the_oldest_first(make_store):
+    keys = [bytes([200 - number]) * 32 for number in range(9)]
+    with StorageIO(make_store(), BLOCKS) as storage:
+
+        def list_all():
+            storage.list_all(Bound(5))
+            ended = None
+            while ended is None:
+                _, ended = storage.take_pages(100)
+            return ended
+
+        for key in keys[:5]:
+            storage.submit_writes([(key, [bytes(8)])])
+            storage.wait(60)
+            time.sleep(1e-3)
+            assert list_all().gone == ()  # Which records the order of what is there.
+        for key in keys[5:]:
+            storage.submit_writes([(key, [bytes(8)])])
+            storage.wait(60)
+        ended = list_all()
+        assert (ended.bound, ended.num_blocks) == (5, 5)
+        assert set(ended.gone) == set(keys[:4])
+        eventually(lambda: storage.stats.num_deleted == 4)
+
+
+def test_a_block_that_a_listing_has_twice_counts_once():
+    census = Census()
+    one, two, three = make_keys(1, 2, 3)
+    census.add([one, two], [5, 7])
+    census.add([one, three], [9, 6])
+    assert census.oldest_first() == [three, two, one]
+    assert Census().oldest_first() == []
+
+
+def test_nobody_without_the_secret_can_record_a_bound():
+    sealed = ObjectFormat(b"m", "u8[8]", 8, secret="a secret of 16 bytes")
+    name = sealed.bound_name(Bound(40))
+    assert sealed.bounds_of([name]) == [Bound(40)]
+    assert sealed.bounds_of([name.replace("40", "41"), name[:-1], "README"]) == []

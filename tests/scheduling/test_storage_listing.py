@@ -1,0 +1,109 @@
+"""How an engine learns what is in a store that it begins with."""
+
+import contextlib
+import threading
+from unittest import mock
+
+import jax.numpy as jnp
+import pytest
+
+from jaxkv import DeviceBlockPool, OffloadConfig
+from jaxkv.scheduling import storage_worker
+from jaxkv.transfer.storage import LocalStore
+from tests.rigs.faulty_store import Faults, FaultyStore
+from tests.rigs.offload_rig import make_keys, make_request
+
+BLOCK_SIZE = 4
+
+
+@contextlib.contextmanager
+def engine(folder, *, store=None, **keys):
+    """The parts of an engine whose store is a folder, or is reached through `store`."""
+    config = OffloadConfig(
+        num_host_blocks=16,
+        storage=str(folder),
+        storage_bytes="1MiB",
+        storage_deadline_s=60.0,
+        **keys,
+    )
+    pool = [jnp.zeros((8, BLOCK_SIZE, 1, 2))]
+    with mock.patch.object(
+        storage_worker, "open_store", lambda url: store or LocalStore(url)
+    ):
+        _, scheduler, worker = config.connect(pool, BLOCK_SIZE)
+    scheduler.bind_device_block_pool(DeviceBlockPool(8))
+    yield scheduler, worker
+    worker.storage.close()
+
+
+def fill(folder, worker, num_blocks):
+    """Put files of blocks there; what is in them does not matter to a listing."""
+    for key in make_keys(*range(num_blocks)):
+        path = folder / worker.storage.storage_io.objects.name(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+
+def test_200_blocks_are_known_within_two_steps_of_the_end_of_a_listing(tmp_path):
+    with engine(tmp_path) as (scheduler, worker):
+        fill(tmp_path, worker, 200)  # Nearly each in a subfolder of its own.
+        worker.storage.advance()
+        for thread in threading.enumerate():
+            if thread.name == "jaxkv storage list":
+                thread.join()
+        for _ in range(2):
+            scheduler.update_connector_output(worker.poll())
+        assert scheduler.num_storage_blocks_held == 200
+        assert scheduler.is_storage_listed
+
+
+def test_an_engine_may_wait_until_its_store_is_listed(tmp_path):
+    with engine(tmp_path) as (scheduler, worker):
+        fill(tmp_path, worker, 200)
+        request = make_request("a", 0, 1)
+        found = scheduler.explain(request)
+        assert not found.is_store_listed
+        assert "The store is not listed yet: it may have more." in str(found)
+        assert scheduler.wait_for_storage(worker)
+        assert scheduler.num_storage_blocks_held == 200
+        found = scheduler.explain(request)
+        assert found.is_store_listed
+        assert "listed" not in str(found)
+        assert [block.verdict for block in found.blocks] == ["storage"] * 2
+        # All of it is to be found again.
+        assert scheduler.reset()
+        assert not scheduler.explain(request).is_store_listed
+
+
+def test_an_engine_waits_no_longer_for_a_listing_than_it_said(tmp_path):
+    store, answers = LocalStore(tmp_path), threading.Event()
+    pages = store.list
+    store.list = lambda folder: pages(folder) if answers.wait(60) else iter(())
+    with engine(tmp_path, store=store) as (scheduler, worker):
+        fill(tmp_path, worker, 3)
+        assert not scheduler.wait_for_storage(worker, 0.05)
+        assert not scheduler.is_storage_listed
+        answers.set()
+        assert scheduler.wait_for_storage(worker)
+        assert scheduler.num_storage_blocks_held == 3
+
+
+@pytest.mark.parametrize("list_every_s", [None, 60.0])
+def test_a_store_that_cannot_be_listed_keeps_no_engine_waiting(tmp_path, list_every_s):
+    store = FaultyStore(LocalStore(tmp_path), 0, Faults(error=1.0))
+    with engine(tmp_path, store=store, storage_list_s=list_every_s) as parts:
+        scheduler, worker = parts
+        fill(tmp_path, worker, 3)
+        assert not scheduler.wait_for_storage(worker)
+        # It is listed again later, or not any more.
+        assert not scheduler.wait_for_storage(worker, 0.0)
+        if list_every_s is None:
+            assert not scheduler.wait_for_storage(worker)
+
+
+def test_where_there_is_no_store_there_is_nothing_to_wait_for():
+    pool = [jnp.zeros((8, BLOCK_SIZE, 1, 2))]
+    _, scheduler, worker = OffloadConfig(num_host_blocks=16).connect(pool, BLOCK_SIZE)
+    assert scheduler.wait_for_storage(worker)
+    with pytest.raises(RuntimeError, match="no storage"):
+        worker.poll_storage()

@@ -1,0 +1,156 @@
+"""The strict transfer engine: late reports, garbage until then, and checksums."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import OffloadConfig, TransferEngine
+from jaxkv.strict import StrictError, StrictTransferEngine
+from jaxkv.strict.engine import MOST_STEPS
+
+NUM_BLOCKS = 6
+
+
+def make_pool():
+    each = jnp.arange(NUM_BLOCKS * 4, dtype=jnp.int32).reshape(NUM_BLOCKS, 4) // 4
+    return {
+        "wide": each.astype(jnp.float32),
+        "bf": each.astype(jnp.bfloat16),
+        "int": each,
+    }
+
+
+@pytest.fixture
+def engine():
+    return StrictTransferEngine(make_pool(), 4, strict_seed=5)
+
+
+def save(engine, pool):
+    """Save blocks 1 and 2 as host blocks 0 and 3; wait for it."""
+    ticket = engine.save(pool, [1, 2], [0, 3])
+    pool, [done] = engine.drain(pool)
+    assert done.ticket == ticket
+    assert done.error is None
+    return pool
+
+
+def until_reported(engine, pool):
+    """Go on until something is reported; give the pools of the steps before."""
+    pools = [pool]
+    while not (done := engine.poll()):
+        pools.append(engine.advance(pools[-1]))
+    return pools, done
+
+
+def test_blocks_of_a_load_are_garbage_until_its_step(engine):
+    pool = save(engine, make_pool())
+    pool, ticket = engine.load(pool, [3, 0], [4, 5])
+    assert engine.is_waiting(ticket)
+    pools, [done] = until_reported(engine, pool)
+    for early in pools[:-2]:
+        assert np.isnan(early["wide"][4:]).all()
+        assert np.isnan(early["bf"][4:]).all()
+        assert (np.asarray(early["int"][4:]).view(np.uint8) == 0xA5).all()
+    assert (done.ticket, done.num_blocks, done.error) == (ticket, 2, None)
+    for leaf, old in zip(
+        jax.tree.leaves(pools[-1]), jax.tree.leaves(make_pool()), strict=True
+    ):
+        np.testing.assert_array_equal(leaf[jnp.array([5, 4])], old[1:3])
+    assert engine.num_in_flight == 0
+
+
+def num_steps(seed):
+    """How late the reports of ten loads are."""
+    engine = StrictTransferEngine(make_pool(), 4, strict_seed=seed)
+    pool, steps = save(engine, make_pool()), []
+    for _ in range(10):
+        pool, _ = engine.load(pool, [0], [3])
+        pools, _ = until_reported(engine, pool)
+        pool = pools[-1]
+        steps.append(len(pools) - 1)
+    return steps
+
+
+def test_the_seed_chooses_how_late_reports_are():
+    first = num_steps(1)
+    assert first == num_steps(1) != num_steps(2)
+    assert min(first) >= 1
+    assert len(set(first)) == MOST_STEPS
+
+
+def test_saves_are_reported_to_one_who_only_polls(engine):
+    ticket = engine.save(make_pool(), [1], [0])
+    while not (done := engine.poll()):
+        pass
+    assert [each.ticket for each in done] == [ticket]
+
+
+def test_the_pool_that_was_passed_is_not_donated(engine):
+    pool = save(engine, make_pool())
+    new, _ = engine.load(pool, [0], [4])
+    engine.drain(new)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((pool, new)))
+
+
+def test_the_pool_of_before_a_load_is_refused_and_nothing_changes(engine):
+    old = save(engine, make_pool())
+    pool, ticket = engine.load(old, [0], [4])
+    with pytest.raises(StrictError, match="this is the pool of before the load"):
+        engine.advance(old)
+    pool, [done] = engine.drain(pool)
+    assert (done.ticket, done.error) == (ticket, None)
+    assert pool["int"][4, 0] == 1
+
+
+def test_other_bytes_than_were_saved_are_found(engine):
+    pool = save(engine, make_pool())
+    # Not through the strict engine, as if a fault of its own had changed the host's.
+    TransferEngine.save(engine, {**pool, "int": pool["int"] + 1}, [1], [0])
+    TransferEngine.drain(engine, pool)
+    pool, _ = engine.load(pool, [0], [4])
+    with pytest.raises(StrictError, match="something wrote to the block"):
+        engine.drain(pool)
+
+
+def test_compressed_blocks_are_not_compared():
+    pool = {"kv": jnp.linspace(0.0, 1.0, 6 * 4 * 3 * 5).reshape(6, 4, 3, 5)}
+    config = OffloadConfig(num_host_blocks=4, compression="int8", strict=True)
+    engine = config.make_engine(pool)
+    engine.save(pool, [1], [0])
+    pool, _ = engine.drain(pool)
+    pool, _ = engine.load(pool, [0], [2])
+    pool, [done] = engine.drain(pool)
+    assert done.error is None
+    assert (pool["kv"][1] != pool["kv"][2]).any()
+
+
+def test_a_load_that_is_abandoned_before_its_step_is_never_written(engine):
+    pool = save(engine, make_pool())
+    pool, ticket = engine.load(pool, [0], [4])
+    engine.abandon(ticket)
+    for _ in range(MOST_STEPS + 1):
+        pool = engine.advance(pool)
+        assert engine.poll() == []
+    assert np.isnan(pool["wide"][4]).all()
+    assert engine.num_in_flight == 0
+
+
+@pytest.mark.parametrize("flag", ["1", "true", "On"])
+def test_the_environment_makes_all_engines_strict(monkeypatch, flag):
+    monkeypatch.setenv("JAXKV_STRICT", flag)
+    engine = TransferEngine(make_pool(), 4, mode="fused")
+    assert type(engine) is StrictTransferEngine
+    assert engine.mode == "staged"
+    monkeypatch.setenv("JAXKV_STRICT", "0")
+    assert type(TransferEngine(make_pool(), 4)) is TransferEngine
+
+
+def test_a_configuration_makes_all_its_parts_strict():
+    config = OffloadConfig(num_host_blocks=4, strict=True, strict_seed=3)
+    names = [type(part).__name__ for part in config.connect(make_pool(), 4)]
+    assert names == [
+        "StrictTransferEngine",
+        "StrictOffloadScheduler",
+        "StrictOffloadWorker",
+    ]

@@ -1,0 +1,66 @@
+"""Strict parts name the mistake of each wrong engine, and let the right one pass."""
+
+import dataclasses
+import random
+
+import pytest
+
+from jaxkv import FullAttention, SlidingWindow
+from jaxkv.strict import StrictError
+from tests.rigs.wrong_engines import BLOCK, WRONG, Right, serve_twice
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """What an engine is made of, and what it serves."""
+
+    device_blocks: int
+    host_blocks: int
+    num_prompts: int
+    prompt_tokens: int
+    num_new: int
+
+    def prompts(self, seed):
+        rng = random.Random(seed)
+        count = range(self.num_prompts)
+        return [[rng.randrange(90) for _ in range(self.prompt_tokens)] for _ in count]
+
+
+SIZES = [(3, Size(12, 64, 3, 30, 6)), (8, Size(14, 40, 2, 35, 13))]
+
+
+@pytest.fixture(params=SIZES, ids=["small", "larger"])
+def setup(request, monkeypatch):
+    seed, size = request.param
+    monkeypatch.setenv("JAXKV_STRICT", "1")
+    monkeypatch.setenv("JAXKV_STRICT_SEED", str(seed))
+    return size, size.prompts(seed)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_engine_ends_with_an_error_that_names_the_call(setup, name):
+    size, prompts = setup
+    make, message = WRONG[name]
+    engine = make(size.device_blocks, size.host_blocks)
+    with pytest.raises(StrictError, match=message):
+        serve_twice(engine, prompts, size.num_new)
+
+
+def test_the_right_engine_passes_and_gets_its_blocks_back(setup):
+    size, prompts = setup
+    engine = Right(size.device_blocks, size.host_blocks)
+    first, second = serve_twice(engine, prompts, size.num_new)
+    assert [tokens for tokens, _ in first] == [tokens for tokens, _ in second]
+    # All whole blocks but for the last token's.
+    num_hit = (size.prompt_tokens - 1) // BLOCK * BLOCK
+    assert [hit for _, hit in second] == [num_hit] * size.num_prompts
+    assert engine.worker.bytes_loaded > 0
+
+
+def test_the_right_hybrid_engine_passes(setup):
+    size, prompts = setup
+    groups = FullAttention(BLOCK), SlidingWindow(BLOCK, 10)
+    engine = Right(2 * size.device_blocks, 2 * size.host_blocks, groups)
+    first, second = serve_twice(engine, prompts, size.num_new)
+    assert [tokens for tokens, _ in first] == [tokens for tokens, _ in second]
+    assert engine.worker.bytes_loaded > 0

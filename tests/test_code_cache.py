@@ -1,0 +1,423 @@
+"""How machine code is kept, found again and made anew."""
+
+import contextlib
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from jaxkv import compiling
+from jaxkv.compiling import compiled, digest_of, inlined
+from tests.campaign.store_faults import NoDiskError, StoreFault, disk_of
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+# Looks something up: of all that is compiled, that takes the least time.
+LOOK_UP = """
+from jaxkv import OffloadingManager
+found = OffloadingManager(16, 2, "{policy}").lookup([b"a"])
+from jaxkv.tiers import host_native
+stats = host_native.lookup.stats
+print(found, sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
+"""
+
+# One function and one that it calls, in files of the package.
+QUESTION = """
+from jaxkv.answers import answer
+from jaxkv.compiling import compiled
+
+@compiled
+def ask(number):
+    return answer(number)
+"""
+ANSWER = """
+from jaxkv.compiling import compiled
+
+@compiled
+def answer(number):
+    return number + {version}
+"""
+ASK = """
+from jaxkv.questions import ask
+print(ask(0), sum(ask.stats.cache_hits.values()))
+"""
+
+# A policy whose native `find` finds every key, or none.
+OWN_POLICY = """
+import dataclasses, jax
+import helper
+from jaxkv import OffloadingManager, make_lru
+from jaxkv.compiling import compiled
+from jaxkv.policies.native import register_native
+from jaxkv.policies.lru import NATIVE, LRUState
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OwnState(LRUState):
+    pass
+
+@compiled
+def find(state, keys, entries, block_ids):
+    entries[:] = helper.found() + {found}
+    block_ids[:] = helper.found() + {found}
+
+native = NATIVE._replace(find=find)
+register_native(OwnState, native)
+made = make_lru(2, 4096)
+
+def init():
+    state = made.init()
+    return OwnState(state.directory, state.order)
+
+manager = OffloadingManager(16, 2, made._replace(init=init, native=native))
+print(manager.lookup([b"a"]))
+"""
+HELPER = """
+from jaxkv.compiling import compiled
+
+@compiled
+def found():
+    return {found}
+"""
+
+# Has the process wait before and after it gives the code of `lookup` its name, so that
+# the one that comes first with the first file of it comes last with the last.
+HELD_UP = """
+import os, pathlib, time
+replace, num_files = os.replace, 0
+
+def wait_for(name):
+    end = time.monotonic() + 60
+    while not pathlib.Path(name).exists() and time.monotonic() < end:
+        time.sleep(0.01)
+
+def replace_in_turn(source, target):
+    global num_files
+    if "lookup" not in str(target):
+        return replace(source, target)
+    if num_files == 0 and {number} == 1:
+        wait_for("0 has its first")
+    if num_files == 1 and {number} == 0:
+        wait_for("1 has all")
+    replace(source, target)
+    num_files += 1
+    if num_files == 1 and {number} == 0:
+        pathlib.Path("0 has its first").touch()
+
+os.replace = replace_in_turn
+"""
+HAS_ALL = 'pathlib.Path("{number} has all").touch()\n'
+
+
+def start(program, cwd, **environ):
+    """Start a program in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", str(program)],
+        cwd=cwd,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"} | environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def result(process):
+    """Give the words that a process writes, and what it complains about."""
+    out, complaints = process.communicate(timeout=300)
+    assert process.returncode == 0, complaints
+    return out.split(), complaints
+
+
+def run(program, cwd, **environ):
+    return result(start(program, cwd, **environ))[0]
+
+
+def write(folder, text, name="program.py"):
+    path = folder / name
+    path.write_text(textwrap.dedent(text), encoding="utf-8")
+    return path
+
+
+def look_up(folder, policy="lru"):
+    return write(folder, LOOK_UP.format(policy=policy), f"look_up_{policy}.py")
+
+
+def write_version(package, version):
+    """Have the package hold a function and one that it calls, of a version."""
+    write(package / "jaxkv", QUESTION, "questions.py")
+    write(package / "jaxkv", ANSWER.format(version=version), "answers.py")
+    return write(package, ASK)
+
+
+@contextlib.contextmanager
+def small_disk(folder, size):
+    """Mount a file system of a size, if that may be done here."""
+    folder.mkdir()
+    fault = StoreFault(disk=lambda rng: f"size={size}")
+    try:
+        with disk_of(fault, None, folder):
+            yield folder
+    except NoDiskError as error:
+        pytest.skip(str(error))
+
+
+def fill(disk, leaving):
+    """Write to a disk until some bytes are left."""
+    free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+    (disk / "filler").write_bytes(bytes(free - leaving))
+
+
+@pytest.fixture
+def package(tmp_path):
+    """A copy of the package, which a test may change."""
+    shutil.copytree(
+        ROOT / "jaxkv",
+        tmp_path / "jaxkv",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    return tmp_path
+
+
+def kept_code(package, name):
+    """Files of machine code of functions of a name, as they are beside the package."""
+    folder = package / "jaxkv" / "__pycache__" / "code"
+    return sorted(folder.glob(f"{name}-*.code"))
+
+
+def test_a_second_process_compiles_nothing(package):
+    program = write_version(package, 1)
+    assert run(program, package) == ["1", "0"]
+    assert run(program, package) == ["1", "1"]
+
+
+def test_a_change_of_how_things_are_compiled_has_all_compiled_anew(package):
+    program = write_version(package, 1)
+    run(program, package)
+    compiling = package / "jaxkv" / "compiling.py"
+    compiling.write_text(compiling.read_text(encoding="utf-8") + "\n# Changed.\n")
+    assert run(program, package) == ["1", "0"]
+
+
+# Of files that have compiled code, or constants that it reads, a change that makes a
+# look-up find what is not there.
+CHANGES = {
+    "tiers/host_native.py": (
+        "block != NO_BLOCK and state.ref_cnt",
+        "state.ref_cnt",
+    ),
+    "policies/lru.py": (
+        "copy_items(block_ids, 0, entries, entries.shape[0])",
+        "block_ids[:] = 0",
+    ),
+    "types.py": ("NO_BLOCK = -1", "NO_BLOCK = -2"),
+}
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "tiers/host_native.py",
+        pytest.param("policies/lru.py", marks=pytest.mark.long),
+        "types.py",
+    ],
+)
+def test_a_change_of_what_compiled_code_is_made_of_has_it_compiled_anew(package, file):
+    old, new = CHANGES[file]
+    path = package / "jaxkv" / file
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    program = look_up(package)
+    assert run(program, package) == ["0", "0", "1"]
+    path.write_text(text.replace(old, new))
+    assert run(program, package) == ["1", "0", "1"]
+    path.write_text(text)
+    assert run(program, package) == ["0", "1", "0"]
+
+
+def test_what_compiled_code_finds_by_overload_is_in_the_file_that_is_stamped_whole():
+    """As a digest of what calls it does not see it."""
+    files = {
+        path.name
+        for path in (ROOT / "jaxkv").glob("**/*.py")
+        if re.search(r"^@overload\(", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert files == {"compiling.py"}
+
+
+def test_what_is_no_whole_file_of_its_own_is_compiled_anew(package):
+    program = write_version(package, 1)
+    run(program, package)
+    [ask], [answer] = kept_code(package, "ask"), kept_code(package, "answer")
+    whole = ask.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    # That of the other function has the same signature.
+    for bad in (whole[:100], b"", bytes(flipped), answer.read_bytes()):
+        ask.write_bytes(bad)
+        assert run(program, package) == ["1", "0"]
+    assert run(program, package) == ["1", "1"]
+
+
+def test_code_of_another_signature_is_not_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiling, "_folders", lambda: (tmp_path,))
+    monkeypatch.setattr(compiling.CodeCache, "_file_name", lambda *_: "any.code")
+
+    def add_one(number):
+        return number + 1
+
+    assert compiled(add_one)(1) == 2
+    again, of_floats = compiled(add_one), compiled(add_one)
+    assert (again(1), of_floats(0.5)) == (2, 1.5)
+    assert sum(again.stats.cache_hits.values()) == 1
+    assert not of_floats.stats.cache_hits
+
+
+def test_without_a_folder_to_write_to_it_works_all_the_same_and_warns_once(package):
+    program = write_version(package, 1)
+    # A file stands where each folder would be; root may write to any real one.
+    (package / "jaxkv" / "__pycache__").touch()
+    (package / "home").touch()
+    home = {"HOME": str(package / "home"), "XDG_CACHE_HOME": str(package / "home")}
+    for _ in range(2):
+        process = start(program, package, PYTHONDONTWRITEBYTECODE="1", **home)
+        words, complaints = result(process)
+        assert words == ["1", "0"]
+        assert complaints.count("set NUMBA_CACHE_DIR to a folder") == 1
+
+
+def test_a_full_disk_neither_stops_a_start_nor_leaves_old_code(package):
+    with small_disk(package / "disk", "4m") as disk:
+        environ = {"NUMBA_CACHE_DIR": str(disk)}
+        assert run(write_version(package, 1), package, **environ) == ["1", "0"]
+        fill(disk, leaving=8 << 10)
+        program = write_version(package, 2)
+        for _ in range(3):
+            words, complaints = result(start(program, package, **environ))
+            assert words == ["2", "0"]
+            assert complaints.count("No space left on device") == 1
+        assert not list(disk.glob("**/*.draft"))
+        (disk / "filler").unlink()
+        assert result(start(program, package, **environ)) == (["2", "0"], "")
+        fill(disk, leaving=0)  # What is kept is read all the same.
+        assert result(start(program, package, **environ)) == (["2", "1"], "")
+
+
+def test_a_cold_start_on_a_full_disk_compiles(package):
+    program = write_version(package, 1)
+    with small_disk(package / "disk", "64k") as disk:
+        fill(disk, leaving=0)
+        assert run(program, package, NUMBA_CACHE_DIR=str(disk)) == ["1", "0"]
+
+
+def test_two_first_starts_at_once_leave_each_its_own_code(package):
+    policies = ("lru", "slru")
+    processes = []
+    for number, policy in enumerate(policies):
+        program = look_up(package, policy).read_text(encoding="utf-8")
+        text = HELD_UP.format(number=number) + program + HAS_ALL.format(number=number)
+        processes.append(start(write(package, text, f"held_{number}.py"), package))
+    assert [result(process)[0] for process in processes] == [["0", "0", "1"]] * 2
+    for policy in policies:
+        assert run(look_up(package, policy), package) == ["0", "1", "0"]
+
+
+def test_code_of_before_a_file_was_exchanged_is_not_taken_for_that_of_after(tmp_path):
+    environ = {
+        "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(tmp_path))),
+    }
+    write(tmp_path, HELPER.format(found=1), "helper.py")
+    updated = write(tmp_path, HELPER.format(found=22), "updated.py")
+    program = f"""
+        import os, helper
+        if os.path.exists("{updated}"):
+            os.replace("{updated}", "{tmp_path / "helper.py"}")
+        print(helper.found())
+    """
+    program = write(tmp_path, program)
+    assert run(program, tmp_path, **environ) == ["1"]
+    assert run(program, tmp_path, **environ) == ["22"]
+
+
+@pytest.mark.parametrize(
+    "changed", ["policy", pytest.param("helper", marks=pytest.mark.long)]
+)
+def test_machine_code_is_not_taken_for_that_of_a_policy_that_was_changed(
+    tmp_path, changed
+):
+    """Nor for that of one which calls something in another file that was changed."""
+    for found in (0, -1, 0):
+        of = {"policy": 0, "helper": 0} | {changed: found}
+        program = write(tmp_path, OWN_POLICY.format(found=of["policy"]))
+        write(tmp_path, HELPER.format(found=of["helper"]), "helper.py")
+        environ = {
+            "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
+            "PYTHONPATH": str(ROOT),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        assert run(program, tmp_path, **environ) == [str(found + 1)]
+
+
+def make(text, **names):
+    """Make a function of a text, which may use names."""
+    space = {"compiled": compiled, "inlined": inlined} | names
+    exec(textwrap.dedent(text), space)
+    return space["function"]
+
+
+def test_a_digest_changes_with_all_that_a_function_calls_or_reads():
+    number = "def function(): return {}"
+    call = "def function(): return called()"
+    read = "def function(): return value"
+    of_module = "def function(): return module.value"
+    module = type(pytest)("module")
+    digests = []
+
+    def add(function):
+        again = digest_of([function])
+        assert digest_of([function]) == again
+        digests.append(again)
+
+    for value in (1, 2, 2.0, "2"):
+        add(make(number.format(repr(value))))
+        add(make(read, value=value))
+        add(make(read, value=(0, value)))
+        add(make(call, called=make(number.format(repr(value)))))
+        add(make(call, called=inlined(make(number.format(f"({value!r}, 0)")))))
+        add(make(f"def function(given={value!r}): return given"))
+        add(make(f"function = lambda value={value!r}: lambda: value")())
+        module.value = value
+        add(make(of_module, module=module))
+        module.value = make(number.format(f"[{value!r}]"))
+        add(make(of_module, module=module))
+    for value in (1, 2):
+        add(make(read, value=compiling.np.full(2, value)))
+    add(make(call, called=compiled(make(number.format(7)))))
+    add(make(call, called=compiled(make(number.format(7)), nogil=True)))
+    assert len(set(digests)) == len(digests)
+
+
+def test_a_digest_is_the_same_for_the_same_code():
+    text = """
+        def called(number): return number + {step}
+        called = compiled(called)
+        def function(number): return called(number){comment}
+    """
+    plain = make(text.format(step=1, comment=""))
+    commented = make("# Why.\n\n" + textwrap.dedent(text).format(step=1, comment=" #"))
+    assert digest_of([plain]) == digest_of([commented])
+
+
+def test_old_files_do_not_pile_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiling, "_MOST_BYTES", 10)
+    for number in range(5):
+        path = tmp_path / f"{number}.code"
+        path.write_bytes(bytes(4))
+        os.utime(path, (number, number))
+    compiling._make_room(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3.code", "4.code"]

@@ -1,0 +1,161 @@
+"""The documentation as a site: it builds, fits a phone, and its search finds things."""
+
+import functools
+import html
+import http.server
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.browser import Browser, find_browser
+
+ROOT = Path(__file__).resolve().parent.parent
+NEEDS = ("mkdocs", "material", "mkdocstrings")
+DESKTOP, PHONE = 1280, 360
+
+missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+pytestmark = pytest.mark.skipif(
+    bool(missing), reason=f"the extra docs is not installed: no {', '.join(missing)}"
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the site; a warning of the build is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    built = subprocess.run(
+        [
+            *(sys.executable, "-m", "mkdocs", "build", "--strict"),
+            *("--site-dir", str(folder)),
+        ],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert built.returncode == 0, built.stderr
+    return folder
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def address(site):
+    """Where the site is served, as its search does not work from files."""
+    handler = functools.partial(Quiet, directory=site)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    program = find_browser()
+    if program is None:
+        pytest.skip("no Chromium: .ci/browser installs one")
+    with Browser(program) as browser:
+        yield browser
+
+
+def pages_of(site):
+    return sorted(
+        path.parent.relative_to(site).as_posix() for path in site.rglob("index.html")
+    )
+
+
+def test_every_page_is_built(site):
+    pages = pages_of(site)
+    for path in (ROOT / "docs").glob("**/*.md"):
+        own = path.relative_to(ROOT / "docs").with_suffix("").as_posix()
+        assert own in pages
+    assert {".", "CONTRIBUTING", "CHANGELOG"} < set(pages)
+
+
+@pytest.mark.parametrize(
+    ("page", "examples"),
+    [("integrate", "integrate_*.py"), ("write-a-tier", "memory_tier.py")],
+)
+def test_a_page_shows_its_examples_whole(site, page, examples):
+    shown = (site / page / "index.html").read_text(encoding="utf-8")
+    text = html.unescape(re.sub("<[^>]*>", "", shown))
+    for example in (ROOT / "examples").glob(examples):
+        assert example.read_text(encoding="utf-8").rstrip() in text, example.name
+
+
+def test_no_page_scrolls_sideways(site, address, browser):
+    sizes = [(page, PHONE) for page in pages_of(site)] + [("configuration", DESKTOP)]
+    for page, width in sizes:
+        browser.open(f"{address}{page}/", width)
+        needed = browser.evaluate("document.documentElement.scrollWidth")
+        assert needed <= width, page
+
+
+def test_light_and_dark_systems_get_their_colours(address, browser):
+    shades = []
+    for scheme in ("light", "dark"):
+        browser.open(address, DESKTOP, scheme=scheme)
+        pixels, _ = browser.screenshot(whole=False)
+        shades.append(pixels[-200:].mean())
+    light, dark = shades
+    assert light > 200
+    assert dark < 80
+
+
+def test_nothing_is_fetched_from_elsewhere(address, browser):
+    browser.open(address, DESKTOP)
+    asked = [
+        event["params"]["request"]["url"]
+        for event in browser.events
+        if event["method"] == "Network.requestWillBeSent"
+    ]
+    assert asked
+    assert [url for url in asked if not url.startswith((address, "data:"))] == []
+
+
+FOUND = """
+[...document.querySelectorAll('.md-search-result__item > a')].map(
+  a => new URL(a.href).pathname.split('/').filter(part => part).join('/'))
+"""
+
+
+def search(browser, address, words):
+    """The pages that the site's own search finds, the best first."""
+    browser.open(address, DESKTOP)
+    browser.evaluate(
+        "(input => { input.focus(); input.value = '" + words + "';"
+        "input.dispatchEvent(new Event('input', {bubbles: true}));"
+        "input.dispatchEvent(new Event('keyup', {bubbles: true})); })"
+        "(document.querySelector('.md-search__input'))"
+    )
+    deadline = time.monotonic() + 60
+    while not (found := browser.evaluate(FOUND)):
+        assert time.monotonic() < deadline, f"nothing is found for {words}"
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("security", "storage"),
+        ("cold", "troubleshooting"),
+        ("block size", "performance"),
+        ("hit rate", "troubleshooting"),
+        ("retention", "policies"),
+    ],
+)
+def test_the_search_finds_the_right_page_first(address, browser, words, page):
+    assert search(browser, address, words)[0] == page

@@ -1,0 +1,128 @@
+"""What is said of a store that fails: one line when it begins, one when it ends."""
+
+import itertools
+import logging
+import random
+import time
+
+from jaxkv.transfer.storage import MemoryStore, ObjectFormat, StorageIO
+from jaxkv.transfer.storage.health import StoreHealth
+from tests.rigs.faulty_store import Faults, FaultyStore
+
+KEY = b"k" * 32
+
+
+def lines_of(health, now_s):
+    lines = []
+    while (line := health.next_line(now_s)) is not None:
+        lines.append(line)
+    return lines
+
+
+def test_a_store_that_flaps_is_told_at_most_once_a_minute_of_each():
+    health, rng = StoreHealth("redis://kv"), random.Random(0)
+    told = []
+    for tenth in range(36_000):  # An hour.
+        now_s = tenth / 10
+        if rng.random() < 0.05:
+            health.note_failure("read", "unreachable", "Connection refused", now_s)
+        elif rng.random() < 0.3:
+            health.note_answer("read")
+        told += [(now_s, level) for level, _ in lines_of(health, now_s)]
+    times = {
+        level: [now_s for now_s, each in told if each == level]
+        for level in (logging.WARNING, logging.INFO)
+    }
+    for each in times.values():
+        assert 20 < len(each) <= 60
+        assert all(after - before >= 60 for before, after in itertools.pairwise(each))
+    assert [level for _, level in told] == [30, 20] * (len(told) // 2) + [30] * (
+        len(told) % 2
+    )
+
+
+def test_calls_that_fail_after_a_store_has_come_back_are_no_second_failure():
+    health = StoreHealth("redis://kv")
+    health.note_failure("write", "unreachable", "Connection refused", 0.0)
+    assert [level for level, _ in lines_of(health, 0.0)] == [logging.WARNING]
+    health.note_answer("read")
+    assert health.is_up, "it can be reached"
+    health.note_failure("write", "unreachable", "Connection reset", 90.0)
+    health.note_answer("write")
+    assert lines_of(health, 90.5) == []
+    [(level, text)] = lines_of(health, 91.0)
+    assert level == logging.INFO
+    assert "well again after 91 s; failed were 2 writes" in text
+    assert not health.has_news
+
+
+def test_a_full_store_is_down_until_a_write_gets_there_whatever_it_reads():
+    health = StoreHealth("/kv")
+    health.note_failure("write", "full", "No space left on device", 0.0)
+    for what in ("read", "list", "delete"):
+        health.note_answer(what)
+        assert not health.is_up
+    [(_, text)] = lines_of(health, 0.0)
+    assert "fails: write full (No space left on device)" in text
+    health.note_answer("write")
+    assert health.is_up
+
+
+def test_a_failure_that_has_passed_before_anybody_looked_is_not_told():
+    health = StoreHealth("/kv")
+    health.note_failure("read", "other", "once", 0.0)
+    health.note_answer("read")
+    assert lines_of(health, 100.0) == []
+    assert not health.has_news
+
+
+def test_objects_that_are_not_right_are_told_once_for_each_reason():
+    health = StoreHealth("/kv")
+    for reason in ("torn", "checksum", "torn"):
+        health.note_refusal(reason)
+        health.note_refusal(reason)
+    texts = [text for _, text in lines_of(health, 0.0)]
+    assert ["not right (torn)" in text for text in texts] == [True, False]
+    health.note_refusal("torn")
+    assert lines_of(health, 1000.0) == []
+    assert health.is_up
+
+
+def test_a_store_that_answers_nothing_is_down_and_up_when_it_does(caplog):
+    now_s = 0.0
+    faulty = FaultyStore(MemoryStore(), 0, Faults(hang=1.0))
+    blocks = ObjectFormat(b"model", "u8[4]", 4)
+    with StorageIO(faulty, blocks, clock=lambda: now_s) as storage:
+        storage.submit_reads([KEY], deadline_s=5.0)
+        written = storage.submit_writes([(KEY, [b"body"])])
+        while faulty.num_faults["hang"] < 2:  # Until the store has both.
+            time.sleep(1e-3)
+        storage.log_health()
+        assert storage.is_up
+        now_s = 6.0
+        assert [each.outcome for each in storage.poll()] == ["late"]
+        storage.cancel(written, is_late=True)
+        assert not storage.is_up
+        assert storage.stats.errors == {"read late": 1, "write late": 1}
+        storage.log_health()
+        faulty.faults.hang = 0.0
+        faulty.let_go()
+        assert storage.is_up
+        now_s = 8.0
+        storage.log_health()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "no answer in time" in caplog.text
+
+
+def test_the_time_of_each_answer_is_handed_out_once():
+    with StorageIO(MemoryStore(), ObjectFormat(b"model", "u8[4]", 4)) as storage:
+        storage.submit_writes([(KEY, [b"body"])])
+        storage.wait()
+        storage.submit_reads([KEY, b"n" * 32], deadline_s=float("inf"))
+        storage.wait(least=2)
+        taken = storage.take_latencies()
+        assert {kind: len(each) for kind, each in taken.items()} == {
+            "read": 2,
+            "write": 1,
+        }
+        assert storage.take_latencies() == {}
