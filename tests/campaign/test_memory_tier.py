@@ -28,10 +28,24 @@ def four_tiers(rng, folder):
     return dataclasses.replace(setup, config=Faulty(**values))
 
 
+def has_tried_everything(counts):
+    both_ways = [
+        counts[f"{name}: {way}"]
+        for name in ("memory", "storage")
+        for way in ("stored", "loaded")
+    ]
+    failures = counts["memory: dropped_failed"] + counts["memory: failed"]
+    return all(both_ways) and failures > 0
+
+
 def test_a_fourth_tier_changes_no_byte(tmp_path):
     rng, counts, history = random.Random(2), collections.Counter(), new_history()
     setup, last = four_tiers(rng, tmp_path), None
-    for _ in range(2):  # The second finds in the store what the first has written.
+    # The second finds in the store what the first has written; how much that is depends
+    # on the disk.
+    for life in range(10):
+        if life >= 2 and has_tried_everything(counts):
+            break
         engine = PagedEngine(setup, rng, counts, history.append)
         if last is not None:
             engine.weights, engine.epoch = last.weights, last.epoch
@@ -50,10 +64,7 @@ def test_a_fourth_tier_changes_no_byte(tmp_path):
         last = engine
     assert [own.name for own in last.scheduler.below] == ["memory", "storage"]
     assert counts["block reads compared"] > 100
-    for name in ("memory", "storage"):
-        assert counts[f"{name}: stored"] > 0, counts
-        assert counts[f"{name}: loaded"] > 0, counts
-    assert counts["memory: dropped_failed"] + counts["memory: failed"] > 0, counts
+    assert has_tried_everything(counts), counts
 
 
 def test_its_key_is_a_setting_like_any_other():
