@@ -18,7 +18,7 @@ from jaxkv.integrations.vllm.scheduler import VllmRequest
 from jaxkv.integrations.vllm.stats import REPORT_EVERY_S, StatsReader
 from jaxkv.integrations.vllm.worker import StepMetadata
 from jaxkv.observe.metrics import OffloadMetrics
-from jaxkv.scheduling.protocol import ConnectorOutput
+from jaxkv.scheduling.protocol import NO_REPORTS, ConnectorOutput
 from jaxkv.scheduling.stats import MOST_SAMPLES
 from jaxkv.tools.replay.traces import read_trace
 from jaxkv.transfer import limits
@@ -320,6 +320,37 @@ def test_a_client_says_how_long_blocks_are_to_be_kept(given, warning, caplog):
         assert re.search(warning, caplog.text)
 
 
+@pytest.mark.parametrize(
+    ("actions", "retention"),
+    [
+        ([("kv.fetch", "1.0", {}), ("kv.retain", "1.2", {"ttl_s": 9})], {"ttl_s": 9}),
+        ([("kv.retain", "2.0", {"ttl_s": 9})], None),
+        ([("kv.retain", "1.0", {"seconds": 9})], None),
+        ([], None),
+    ],
+)
+def test_a_router_hints_how_long_blocks_are_to_be_kept(actions, retention, caplog):
+    names = "action_type", "action_version", "payload"
+    actions = [SimpleNamespace(**dict(zip(names, own, strict=True))) for own in actions]
+    own = SimpleNamespace(request_id="r0", kv_hints=SimpleNamespace(actions=actions))
+    wanted = None if retention is None else Retention.of(retention)
+    assert VllmRequest(own, 1).retention == wanted
+    is_wrong = "the hint kv.retain is ignored: 'seconds' must be one" in caplog.text
+    assert is_wrong == any("seconds" in own.payload for own in actions)
+
+
+def test_what_a_client_says_goes_before_a_routers_hint():
+    action = SimpleNamespace(
+        action_type="kv.retain", action_version="1.0", payload={"ttl_s": 9}
+    )
+    own = SimpleNamespace(
+        request_id="r0",
+        kv_transfer_params={"retention": {"ttl_s": 7}},
+        kv_hints=SimpleNamespace(actions=[action]),
+    )
+    assert VllmRequest(own, 1).retention == Retention(ttl_s=7)
+
+
 def test_a_client_need_not_say_it():
     for params in (None, {}, {"retention": None}, "unlike what vLLM passes"):
         own = SimpleNamespace(request_id="r0", kv_transfer_params=params)
@@ -369,6 +400,27 @@ def test_the_prefix_of_a_client_who_asks_for_it_stays_on_the_host(newest):
         assert engine.scheduler.num_external_tokens == num_found
 
 
+def test_blocks_that_a_store_is_about_to_free_are_waited_for(newest):
+    engine = Engine(num_blocks=11, extra={"num_cpu_blocks": 32})
+    half = engine.runner.connector._worker
+    poll, half.poll = half.poll, lambda: NO_REPORTS
+    engine.scheduler.add(Request("first", range(18), 1))
+    while engine.scheduler.requests:
+        engine.step()
+    other = Request("other", range(100, 118), 16)  # At last it has 9 blocks of the 10.
+    engine.scheduler.add(other)
+    for _ in range(20):
+        engine.step()
+    assert engine.scheduler.running == [other]
+    assert other.num_tokens < other.max_tokens
+    assert engine.scheduler.num_waits > 5
+    half.poll = poll
+    engine.run()
+    assert other.tokens == reference(range(100, 118), 16)
+    assert not engine.scheduler.was_preempted
+    assert not engine.scheduler.connector.has_pending_block_frees()
+
+
 @pytest.mark.parametrize("windows", [(None,), (None, 6)])
 def test_events_are_vllms_classes(newest, windows):
     engine = Engine(windows=windows, extra={"num_cpu_blocks": 32})
@@ -380,7 +432,7 @@ def test_events_are_vllms_classes(newest, windows):
     # Blocks out of the window were never offered.
     assert hashes <= {(group, own) for group in groups for own in request.block_hashes}
     assert {own for _, own in hashes} == set(request.block_hashes[:4])
-    assert {event.medium for event in stored} == {"CPU"}
+    assert {(event.medium, event.locality) for event in stored} == {("CPU", "LOCAL")}
     assert {event.block_size for event in stored} == {BLOCK_SIZE}
     engine.run(*(Request(f"r{n}", range(n, n + 30), 1) for n in range(5)))
     assert any(isinstance(event, BlockRemoved) for event in engine.events)

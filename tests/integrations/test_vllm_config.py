@@ -15,11 +15,53 @@ from jaxkv.integrations.vllm.config import (
     read_extra_config,
     table_of_keys,
 )
+from jaxkv.policies import registry
 from tests.rigs.fake_vllm import BLOCK_SIZE, MLAAttentionSpec, make_configs
 
 
 def read(**options):
     return ConnectorConfig.of(*make_configs(**options))
+
+
+@pytest.fixture
+def own_policies(tmp_path, monkeypatch):
+    """A module with a policy of one's own, which is forgotten after the test."""
+    (tmp_path / "own_policies.py").write_text(
+        "import jaxkv\n"
+        "from jaxkv.policies.lru import make_lru as newest_last\n"
+        "number = 3\n"
+        "if 'by_itself' not in jaxkv.policy_names():\n"
+        "    jaxkv.register_policy('by_itself', newest_last)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "_makers", dict(registry._makers))
+    yield
+    sys.modules.pop("own_policies", None)
+
+
+@pytest.mark.parametrize("name", ["newest_last", "by_itself", "arc"])
+def test_a_policy_may_come_from_a_module(own_policies, name):
+    extra = {"cache_policy_module_path": "own_policies", "eviction_policy": name}
+    for _ in range(2):  # Each half of the connector reads it.
+        assert read(extra=extra).offload.cache_policy == name
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"cache_policy_module_path": "no.such_module"}, "No module named 'no'"),
+        ({"cache_policy_module_path": "not a path"}, "must be the path of a module"),
+        (
+            {"cache_policy_module_path": "own_policies", "eviction_policy": "number"},
+            "eviction_policy='number' must be a function of cache_policy_module_path=",
+        ),
+        ({"cache_policy_module_path": "own_policies"}, "eviction_policy=None must be"),
+        ({"eviction_policy": "newest_last"}, "must be one of lru, arc, "),
+    ],
+)
+def test_a_module_without_the_policy_is_refused(own_policies, extra, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read(extra=extra)
 
 
 def test_the_keys_set_rules_and_sizes(monkeypatch):

@@ -11,6 +11,8 @@ import numpy as np
 import prometheus_client
 import pytest
 
+from jaxkv import FullAttention, OffloadingEvent
+from jaxkv.integrations.vllm.events import HostEvents
 from jaxkv.scheduling.protocol import ConnectorOutput, TierReport
 from jaxkv.transfer.storage import open_store
 from tests.rigs import fake_vllm
@@ -571,7 +573,9 @@ def test_hits_are_told_by_where_they_came_from(newest, make):
         {"extra": {"blocks_per_chunk": 2, "num_cpu_blocks": 16}},
     ],
 )
-def test_events_tell_of_the_store_what_they_tell_of_the_host(newest, make, options):
+def test_events_tell_of_the_store_what_they_tell_of_the_host(
+    newest, make, tmp_path, options
+):
     engine = make(**options)
     extra = options.get("extra", {})
     ask(engine, "first")
@@ -593,7 +597,7 @@ def test_events_tell_of_the_store_what_they_tell_of_the_host(newest, make, optio
     assert all(tokens for *_, tokens in told("STORAGE"))
     close(engine)
     object_bytes = next(
-        path.stat().st_size for path in (engine.scheduler,) and _files(engine)
+        path.stat().st_size for path in (tmp_path / "store").rglob("*.0")
     )
     small = make(
         extra | {"storage_bytes": 6 * object_bytes},
@@ -605,11 +609,16 @@ def test_events_tell_of_the_store_what_they_tell_of_the_host(newest, make, optio
     assert {event.medium for event in removed} >= {"STORAGE"}
 
 
-def _files(engine):
-    folder = engine.scheduler.connector._scheduler._config.storage.url
-    from pathlib import Path
-
-    return Path(folder.removeprefix("file://")).rglob("*.0")
+@pytest.mark.parametrize(
+    ("medium", "storage_is_remote", "locality"),
+    [("CPU", True, "LOCAL"), ("STORAGE", True, "REMOTE"), ("STORAGE", False, None)],
+)
+def test_events_say_where_a_tier_is_as_far_as_that_is_known(
+    newest, medium, storage_is_remote, locality
+):
+    events = HostEvents([FullAttention(4)], storage_is_remote=storage_is_remote)
+    given = [OffloadingEvent([b"k" * 32], 4, medium, removed) for removed in (0, 1)]
+    assert [own.locality for own in events.to_vllm(given)] == [locality] * 2
 
 
 def served_by_vllm(connector, *reports):

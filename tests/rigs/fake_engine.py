@@ -61,6 +61,8 @@ class Scheduler:
         self.stale = Counter()
         self.num_external_tokens = 0
         self.was_preempted = set()
+        self.newer = newer
+        self.num_waits = 0
         if newer:
             manager = SimpleNamespace(block_pool=self.pool)
             connector.bind_kv_cache_manager(manager)
@@ -83,12 +85,16 @@ class Scheduler:
             if num <= 0:
                 continue
             before = [len(own) for own in self.tables[request.request_id]]
-            while not self.allocate(request, request.num_computed_tokens + num):
+            num_tokens = request.num_computed_tokens + num
+            while not (has_room := self.allocate(request, num_tokens)):
+                if self.newer and self.connector.has_pending_block_frees():
+                    self.num_waits += 1
+                    break
                 victim = self.running.pop()
                 self.preempt(victim)
-                if victim in (request, None):
+                if victim is request:
                     break
-            if request not in self.running:
+            if not has_room:
                 break
             added = zip(self.tables[request.request_id], before, strict=True)
             ids = tuple([b.block_id for b in own[start:]] for own, start in added)

@@ -124,6 +124,7 @@ class BlockStored:
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
 
 
 @dataclasses.dataclass
@@ -150,6 +151,7 @@ class BlockRemoved:
     block_hashes: list
     medium: str | None
     group_idx: int | None = None
+    locality: str | None = None
 
 
 @dataclasses.dataclass

@@ -7,12 +7,20 @@ same number of host blocks.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from jaxkv import ConfigError, FullAttention, OffloadConfig, SlidingWindow
+from jaxkv import (
+    ConfigError,
+    FullAttention,
+    OffloadConfig,
+    SlidingWindow,
+    policy_names,
+    register_policy,
+)
 from jaxkv._util import did_you_mean, settings, shown
 from jaxkv._util.settings import Settings
 from jaxkv.config import KEYS, variable_of
@@ -92,6 +100,14 @@ _WORDS = {name: word for word, name in _NAMES.items()}
 class VllmSettings(Settings):
     """The settings of the connector that only vLLM needs."""
 
+    cache_policy_module_path: str | None = settings.text(
+        None,
+        "scheduler",
+        "The module to import `eviction_policy` from, a function that makes a "
+        "[policy of your own](write-a-policy.md), unless importing registers it.",
+        expected="the path of a module",
+        pattern=r"[^\W\d]\w*(\.[^\W\d]\w*)*",
+    )
     storage_namespace: str | None = settings.text(
         None,
         "storage",
@@ -272,6 +288,9 @@ def read_extra_config(extra: Mapping[str, Any]) -> tuple[OffloadConfig, VllmSett
         values.pop("staging_bytes", None)
     if values.get("storage") is not None and values.get("storage_secret") is None:
         values["storage_secret"] = os.environ.get(variable_of("storage_secret")) or None
+    own = VllmSettings(**{name: extra[name] for name in extra if name in _OWN_KEYS})
+    if own.cache_policy_module_path is not None:
+        _import_policy(own.cache_policy_module_path, extra.get("eviction_policy"))
     try:
         # vLLM may leave an offer unanswered and ask for others first. Device blocks
         # held for such an offer could not be used.
@@ -284,8 +303,26 @@ def read_extra_config(extra: Mapping[str, Any]) -> tuple[OffloadConfig, VllmSett
                 for fault in error.faults
             ]
         ) from None
-    own = {name: extra[name] for name in extra if name in _OWN_KEYS}
-    return offload, VllmSettings(**own)
+    return offload, own
+
+
+def _import_policy(path: str, name: Any) -> None:
+    """Import a policy from where vLLM's own connector would, and register it."""
+    try:
+        module = importlib.import_module(path)
+    except ImportError as error:
+        raise ValueError(
+            f"cache_policy_module_path={shown(path)} cannot be imported: {error}"
+        ) from error
+    if name not in policy_names():
+        maker = getattr(module, str(name), None)
+        if not callable(maker):
+            raise ValueError(
+                f"eviction_policy={shown(name)} must be a function of "
+                f"cache_policy_module_path={path} that makes a policy, or a name that "
+                "the module registers (jaxkv.register_policy)."
+            )
+        register_policy(name, maker)
 
 
 def _storage_of(

@@ -203,6 +203,13 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         """Whether vLLM must continue to step though no request is left."""
         return self._of_scheduler.has_pending_transfers()
 
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks are free once transfers end, so that none need be preempted.
+
+        vLLM then waits for a step before it preempts a request.
+        """
+        return self._of_scheduler.has_pending_block_frees()
+
     def take_events(self) -> Iterable[Any]:
         """Return vLLM's events of blocks of host and store, stored and removed.
 

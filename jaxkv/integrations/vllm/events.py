@@ -17,6 +17,8 @@ from jaxkv.integrations.vllm.pool import key_in_group, plain_key, split_key
 from jaxkv.keys.hashing import KeyedBlock
 from jaxkv.observe.catalog import BlockCatalog
 from jaxkv.search.groups import GroupSpec
+from jaxkv.tiers.base import HOST_MEDIUM
+from jaxkv.tiers.storage import STORAGE_MEDIUM
 from jaxkv.types import KEY_BYTES, BlockKey
 
 
@@ -50,10 +52,18 @@ class HostEvents:
 
     Args:
         groups: The groups of the model's layers.
+        storage_is_remote: Whether the store is a service; a folder may be of this
+            machine or not.
     """
 
-    def __init__(self, groups: Sequence[GroupSpec]) -> None:
+    def __init__(
+        self, groups: Sequence[GroupSpec], *, storage_is_remote: bool = False
+    ) -> None:
         self._groups = groups
+        # Where a tier is, seen from this engine, as far as that is known.
+        self._localities = {HOST_MEDIUM: "LOCAL"}
+        if storage_is_remote:
+            self._localities[STORAGE_MEDIUM] = "REMOTE"
         self._catalog = BlockCatalog()
 
     def record(self, request: Any, first: int, adapter: bytes = b"") -> None:
@@ -122,6 +132,7 @@ class HostEvents:
                     medium=event.medium,
                     lora_name=None,
                     group_idx=group,
+                    locality=self._localities.get(event.medium),
                 )
                 continue
             blocks = cast(list[VllmBlock], run)
@@ -143,6 +154,7 @@ class HostEvents:
                 group_idx=first.group,
                 kv_cache_spec_kind=kind,
                 kv_cache_spec_sliding_window=window,
+                locality=self._localities.get(event.medium),
             )
 
     def _removed(self, event: OffloadingEvent, parts: list[BlockKey]) -> Iterator[Any]:
@@ -152,6 +164,7 @@ class HostEvents:
                 block_hashes=[_external(block_hash) for block_hash, _ in run],
                 medium=event.medium,
                 group_idx=group,
+                locality=self._localities.get(event.medium),
             )
 
     def _runs(self, keys: Iterable[BlockKey]) -> Iterator[list[VllmBlock | BlockKey]]:

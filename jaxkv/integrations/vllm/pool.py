@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,6 +72,7 @@ class VllmBlockPool:
     def __init__(self, pool: Any, num_groups: int) -> None:
         self._pool = pool
         self._num_groups = num_groups
+        self._num_pins: Counter[int] = Counter()
         self.num_blocks = len(pool.blocks)
         self.unwritten: set[int] = set()
 
@@ -101,11 +103,23 @@ class VllmBlockPool:
 
     def pin(self, block_ids: BlockIds) -> None:
         """Keep blocks from being allocated."""
-        self._pool.touch(self._blocks(block_ids))
+        blocks = self._blocks(block_ids)
+        self._num_pins.update(block.block_id for block in blocks)
+        self._pool.touch(blocks)
 
     def unpin(self, block_ids: BlockIds) -> None:
         """Undo `pin`; the last block is allocated first."""
-        self._pool.free_blocks(self._blocks(block_ids)[::-1])
+        blocks = self._blocks(block_ids)[::-1]
+        for block in blocks:
+            self._num_pins[block.block_id] -= 1
+            if not self._num_pins[block.block_id]:
+                del self._num_pins[block.block_id]
+        self._pool.free_blocks(blocks)
+
+    def has_only_pinned(self) -> bool:
+        """Whether a block is kept by pins alone, so that it is free without them."""
+        blocks = self._pool.blocks
+        return any(blocks[n].ref_cnt == pins for n, pins in self._num_pins.items())
 
     def warm_up(self) -> None:
         """Do nothing: vLLM's pool is not compiled."""

@@ -39,7 +39,8 @@ class VllmRequest:
     Attributes:
         request: As given.
         retention: How long to keep its blocks, by
-            ``kv_transfer_params["retention"]``; None where that is missing or wrong.
+            ``kv_transfer_params["retention"]`` or else a hint ``kv.retain``; None where
+            both are missing or wrong.
         max_offload_tokens: How many of its tokens may be stored, likewise.
         max_load_tokens: How many may be loaded, likewise.
     """
@@ -54,9 +55,11 @@ class VllmRequest:
         self.request = request
         self._adapter = adapter
         self._adapted: list[BlockKey] = []
-        self.retention = _asked_for(request, "retention", Retention.of)
         self.max_offload_tokens = _asked_for(request, "max_offload_tokens", _num_tokens)
         self.max_load_tokens = _asked_for(request, "max_load_tokens", _num_tokens)
+        self.retention = _asked_for(request, "retention", Retention.of)
+        if self.retention is None:
+            self.retention = _hinted(request, "kv.retain", Retention.of)
         self._events = events
         self._num_recorded = 0
         self._keys: list[list[BlockKey]] = [[] for _ in range(num_groups)]
@@ -164,13 +167,16 @@ class SchedulerHalf:
         self._awaits_listing = config.storage is not None
         self._has_left_storage = False
         self._stats = StatsReader(self.scheduler)
-        self._events = HostEvents(config.groups) if config.enable_events else None
+        self._events = None
+        if config.enable_events:
+            is_remote = config.storage is not None and not config.storage.is_folder
+            self._events = HostEvents(config.groups, storage_is_remote=is_remote)
         self._engine_id = engine_id
         # Lost pools whose KV the host tier has forgotten, and all that are known of.
         self._num_forgotten_pools = LOST_POOLS.get(engine_id, 0)
         self._num_lost_pools = self._num_forgotten_pools
         self._must_reset = False
-        self._is_bound = False
+        self._pool: VllmBlockPool | None = None
         self._requests: dict[str, VllmRequest] = {}
         # Requests that got blocks since the metadata of the last step.
         self._allocated: set[str] = set()
@@ -181,7 +187,7 @@ class SchedulerHalf:
         held = VllmBlockPool(pool, len(config.groups))
         # It has the methods that the scheduler calls without copies on the device.
         self.scheduler.bind_device_block_pool(cast(DeviceBlockPool, held))
-        self._is_bound = True
+        self._pool = held
         _LOG.info(
             "host tier of %d blocks, %s: compiling its decisions, which takes up to "
             "half a minute the first time, and about a second once they are on disk",
@@ -194,7 +200,7 @@ class SchedulerHalf:
 
     def query(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many more tokens the host has than the device."""
-        if not self._is_bound:
+        if self._pool is None:
             raise RuntimeError(
                 "bind_gpu_block_pool() was not called: this vLLM, or its scheduler "
                 "for data parallelism, does not share its block pool with connectors."
@@ -264,6 +270,10 @@ class SchedulerHalf:
             or pending.has_pending_stores()
             or pending.has_pending_loads()
         )
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks of vLLM's pool are free as soon as a transfer ends."""
+        return self._pool is not None and self._pool.has_only_pinned()
 
     def hit_tokens_from_storage(self, request: Any, num_external_tokens: int) -> int:
         """Count the tokens of a load that came from the store to the host for it."""
@@ -343,22 +353,32 @@ class SchedulerHalf:
 
 
 def _asked_for(request: Any, name: str, read: Callable[[Any], Value]) -> Value | None:
-    """Read what a client asks for in ``kv_transfer_params``.
-
-    What is wrong is logged, and otherwise ignored: it must not end the engine.
-    """
+    """Read what a client asks for in ``kv_transfer_params``."""
     params = getattr(request, "kv_transfer_params", None)
     if not isinstance(params, dict) or params.get(name) is None:
         return None
+    return _read(request, f"kv_transfer_params[{name!r}]", read, params[name])
+
+
+def _hinted(request: Any, action: str, read: Callable[[Any], Value]) -> Value | None:
+    """Read what a router asks for in vLLM's ``kv_hints``, if it has such an action.
+
+    Actions of other types are for others.
+    """
+    for own in getattr(getattr(request, "kv_hints", None), "actions", ()):
+        if own.action_type == action and own.action_version.split(".")[0] == "1":
+            return _read(request, f"the hint {action}", read, own.payload)
+    return None
+
+
+def _read(
+    request: Any, name: str, read: Callable[[Any], Value], given: Any
+) -> Value | None:
+    """Read a value; what is wrong is logged, for it must not end the engine."""
     try:
-        return read(params[name])
+        return read(given)
     except ValueError as error:
-        _LOG.warning(
-            "request %s: kv_transfer_params[%r] is ignored: %s",
-            request.request_id,
-            name,
-            error,
-        )
+        _LOG.warning("request %s: %s is ignored: %s", request.request_id, name, error)
         return None
 
 
