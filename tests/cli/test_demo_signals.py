@@ -25,7 +25,7 @@ PROGRESS = re.compile(r"[\w ,:/()%.-]+ \.\.\.")
 
 
 def cases(num):
-    """Random moments, each with what happens then; the first three by default."""
+    """Random moments, each with what happens then; the first two by default."""
     rng = random.Random(0)
     ways = (signal.SIGINT, signal.SIGTERM, None)
     for number in range(num):
@@ -39,7 +39,7 @@ def cases(num):
         yield pytest.param(
             *(end, moment_s, is_stopped),
             id=f"{number}: {how}{name} after {moment_s} s",
-            marks=() if number < 3 else LONG,
+            marks=() if number < 2 else LONG,
         )
 
 

@@ -525,9 +525,8 @@ def test_without_events_nothing_is_kept_for_them(newest):
     assert connector.take_events() == []
 
 
-@pytest.mark.parametrize("windows", [(None,), (None, 6)])
-def test_the_halves_in_two_processes_share_only_what_they_send(newest, windows):
-    options = {"windows": windows, "num_blocks": 40}
+def test_the_halves_in_two_processes_share_only_what_they_send(newest):
+    options = {"num_blocks": 40}
     engine = Engine(**options)
     engine.runner = RemoteRunner(**options)
     sent = []

@@ -111,6 +111,31 @@ def test_adapters_are_kept_apart(lab):
     assert rounds[0] != rounds[1] != rounds[2] != rounds[0], "adapters that do nothing"
 
 
+def test_what_a_request_asks_for_and_where_blocks_are(lab):
+    extra = {"num_cpu_blocks": 80, "retention": True, "eviction_policy": "own_lru"}
+    extra["cache_policy_module_path"] = "vllm_cpu.own_policy"
+    events = {"enable_kv_cache_events": True, "publisher": "null"}
+    engine = {"kv_events_config": events}
+    found = lab.run("wishes", model="llama-float32", extra=extra, engine=engine)
+    assert "policy own_lru" in found["log"]
+    noted = found["noted"]
+    assert ["CPU", "LOCAL"] in noted.pop("localities")
+    assert noted == {
+        "of a limited store": 32,
+        "of a limited load": 64,
+        "of what is kept": 144,
+        "of others": 0,
+    }
+
+
+def test_a_request_waits_for_blocks_that_a_store_is_about_to_free(lab):
+    options = {"num_blocks": 24, "engine": {"max_model_len": 256}}
+    found = lab.run("frees", model="llama-float32", extra={}, **options)
+    assert found["noted"]["waits"] > 3
+    assert found["noted"]["is waiting"]
+    assert found["preemptions"] == [0]
+
+
 def test_resets_and_pools_made_anew_leave_the_answers_as_they_are(lab):
     """The scenario itself checks when the host has what."""
     found = lab.run("resets", model="llama-float32", extra={})
@@ -187,6 +212,7 @@ def test_vllm_serve_has_the_hits_and_what_jaxkv_counts_in_its_metrics(lab, tmp_p
         assert metric("vllm:kv_offload_load_bytes_total") > 0
         assert metric("vllm:kv_offload_store_size_count") > 0
         assert metric("jaxkv:kv_offload_host_blocks") == 400
+        assert metric("vllm:kv_offload_config_info") == 1
         assert metric("jaxkv:kv_offload_host_blocks_held") >= 60
         assert metric("vllm:kv_offload_lookup_sync_delay_seconds_count") >= 12
         while not json.loads(ask("/reset_prefix_cache?reset_external=true", {}))[

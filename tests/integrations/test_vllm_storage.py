@@ -312,10 +312,7 @@ def test_a_store_that_does_not_answer_holds_nobody_up_for_longer(
     assert 0.2 <= time.monotonic() - began_s < WAIT_S / 2
 
 
-@pytest.mark.parametrize("windows", [(None,), (None, 6)])
-def test_the_halves_in_two_processes_share_a_store(
-    newest, make, tmp_path, model, windows
-):
+def test_the_halves_in_two_processes_share_a_store(newest, make, tmp_path, model):
     extra = {
         "storage": f"file://{tmp_path}/store",
         "storage_bytes": "1MiB",
@@ -323,7 +320,7 @@ def test_the_halves_in_two_processes_share_a_store(
         "storage_deadline_s": WAIT_S,
         "storage_namespace": "m",  # The other process may be younger than the files.
     }
-    options = {"windows": windows, "num_blocks": 40, "extra": extra}
+    options = {"windows": (None, 6), "num_blocks": 40, "extra": extra}
     found = []
     for number in range(2):
         engine = Engine(**options)

@@ -227,6 +227,7 @@ def test_a_chain_grown_in_any_steps_is_the_same(tokens, cuts, extra):
     for start, stop in itertools.pairwise(edges):
         new += grown.extend(tokens[start:stop])
         assert (grown.num_tokens, len(grown.keys)) == (stop, stop // 4)
+        assert type(grown.num_tokens) is int
     assert new == list(grown.keys) == list(whole.keys)
 
 

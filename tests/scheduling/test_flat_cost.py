@@ -9,6 +9,9 @@ import sys
 
 import pytest
 
+from jaxkv.scheduling.eager import EagerStores
+from tests.rigs.offload_rig import BLOCK_SIZE, Rig, make_request
+
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 FEW, MANY = 20, 1000
 
@@ -63,6 +66,26 @@ def test_cost_grows_with_transfers_that_do_not_land(in_flight, state):
     fleets = [in_flight.Fleet(state, num, MANY) for num in (FEW, MANY)]
     with in_flight.never():
         check_flat(fleets)
+
+
+def test_a_step_that_fills_no_block_offers_nothing(monkeypatch):
+    num_offers = 0
+
+    def offer(self, *args):
+        nonlocal num_offers
+        num_offers += 1
+        plain(self, *args)
+
+    plain = EagerStores._offer
+    monkeypatch.setattr(EagerStores, "_offer", offer)
+    rig = Rig()
+    rig.admit(make_request("one", 1, 2, 3))
+    for _ in range(3 * BLOCK_SIZE):
+        rig.step(tokens={"one": 1})
+    # What a step computes is offered in the next one.
+    assert num_offers == 2
+    rig.step(tokens={"one": 1})
+    assert num_offers == 3
 
 
 def test_an_error_about_a_report_lists_all_loads_in_flight(in_flight):

@@ -65,8 +65,10 @@ class Run:
         # How often vLLM preempted, and tokens were restored, in each part of a run.
         self.preemptions, self.restored = [], []
         self.counted = {}
+        # Whatever else a scenario has found, by name.
+        self.noted = {}
 
-    def ask(self, prompts, salt=None, lora=None, num_tokens=None):
+    def ask(self, prompts, salt=None, lora=None, num_tokens=None, params=None):
         """Have prompts answered, all at once; return the tokens of the answers."""
         from vllm import SamplingParams
 
@@ -77,6 +79,7 @@ class Run:
                 ignore_eos=True,
                 detokenize=False,
                 logprobs=2,
+                extra_args={"kv_transfer_params": params} if params else None,
             )
             for number in num_tokens or [ANSWER_TOKENS] * len(prompts)
         ]
@@ -156,6 +159,7 @@ class Run:
             "metrics": self.metrics(),
             "preemptions": self.preemptions,
             "restored": self.restored,
+            "noted": self.noted,
         }
 
     def forget(self):
@@ -338,6 +342,83 @@ def new_weights(run):
     assert run.ask(prompts) != first
 
 
+def wishes(run):
+    """What a client or a router asks for with a request, and what events say."""
+    from vllm import SamplingParams
+    from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+    limited, loaded, kept, *_ = prompts_of(0)
+    engine, connector = run.llm.llm_engine, run.core.scheduler.connector
+    noted = run.noted
+    noted["localities"] = []
+    take_events = connector.take_events
+
+    def listen():
+        for event in take_events():
+            pair = [getattr(event, "medium", None), getattr(event, "locality", None)]
+            if pair not in noted["localities"]:
+                noted["localities"].append(pair)
+            yield event
+
+    connector.take_events = listen
+
+    def cached(prompt, **params):
+        run.settle()
+        assert run.llm.reset_prefix_cache()
+        run.ask([prompt], params=params)
+        return run.answers[-1]["cached"]
+
+    cached(limited, max_offload_tokens=32)
+    noted["of a limited store"] = cached(limited)
+    cached(loaded)
+    noted["of a limited load"] = cached(loaded, max_load_tokens=64)
+    run.settle()
+    action = KvHintAction("one", "kv.retain", "1.0", {"priority": 80, "ttl_s": 600})
+    engine.add_request(
+        "kept",
+        {"prompt_token_ids": kept},
+        SamplingParams(max_tokens=4, temperature=0, ignore_eos=True),
+        kv_hints=KvHintsEnvelope("0.1", "one", [action]),
+    )
+    while engine.has_unfinished_requests():
+        engine.step()
+    for seed in (1, 2):  # Which evict all else from the host.
+        run.ask(prompts_of(seed))
+    noted["of what is kept"] = cached(kept)
+    noted["of others"] = cached(loaded)
+
+
+def frees(run):
+    """A request that finds no room while a store reads blocks of one that has ended."""
+    from vllm import SamplingParams
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    from jaxkv.scheduling.protocol import NO_REPORTS
+
+    first, second, *_ = prompts_of(0)
+    half = get_kv_transfer_group()._worker
+    poll, half.poll = half.poll, lambda: NO_REPORTS  # No store ends.
+    run.ask([first])
+    engine, connector = run.llm.llm_engine, run.core.scheduler.connector
+    has_pending, waits = connector.has_pending_block_frees, []
+
+    def count():
+        waits.append(has_pending())
+        return waits[-1]
+
+    connector.has_pending_block_frees = count
+    sampling = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+    engine.add_request("second", {"prompt_token_ids": second}, sampling)
+    for _ in range(80):
+        engine.step()
+    run.noted["waits"] = sum(waits)
+    run.noted["is waiting"] = engine.has_unfinished_requests()
+    half.poll = poll
+    while engine.has_unfinished_requests():
+        engine.step()
+    run.count()
+
+
 SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
@@ -349,6 +430,8 @@ SCENARIOS = {
         aborts,
         resets,
         new_weights,
+        wishes,
+        frees,
     )
 }
 

@@ -84,7 +84,14 @@ def test_whatever_the_replay_finds_the_trace_has_what_the_demo_counted(
 ):
     policy = "arc"
     monkeypatch.setattr(demo_run, "measure_bandwidth", lambda *arguments: None)
-    config = dataclasses.replace(CONFIG, cache_policy=policy, concurrency=2)
+    config = dataclasses.replace(
+        CONFIG,
+        conversations=4,
+        turns=2,
+        document_tokens=300,
+        cache_policy=policy,
+        concurrency=2,
+    )
     with TraceRecorder(tmp_path / "trace") as recorder:
         demo = run_demo(config, lambda *progress: None, recorder=recorder)
     trace = read_trace(tmp_path / "trace")
