@@ -77,6 +77,14 @@ def test_the_interpreters_end_writes_what_there_is(tmp_path):
     assert read_trace(path).input_tokens.tolist() == [51, 9]
 
 
+def test_a_process_without_standard_input_records_all(tmp_path):
+    """The file has the number 0 then."""
+    path = tmp_path / "requests.jsonl"
+    with start(path, "exit", preexec_fn=lambda: os.close(0)) as process:
+        assert process.communicate(timeout=240) == ("", "")
+    assert read_trace(path).input_tokens.tolist() == [51, 9]
+
+
 def test_it_does_so_if_nothing_was_written_before(tmp_path):
     path = tmp_path / "requests.jsonl"
     assert run(path, "exit at once") == (0, "", "")

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from jaxkv.scheduling.protocol import ConnectorOutput, TierReport
+from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.search.groups import FullAttention, SlidingWindow
 from tests.rigs.offload_rig import BLOCK_SIZE, Rig, make_keys, make_request
 
@@ -67,6 +68,16 @@ def test_private_blocks_are_not_written(write):
     assert not secret & set(rig.written)
     assert rig.hit(7, 8) == 2, "the host has them all the same"
     assert rig.scheduler.stats.num_storage_dropped == 0
+
+
+def test_blocks_that_are_not_written_are_counted_by_reason_and_in_all():
+    stats = OffloadStats(
+        num_storage_dropped_slow=1,
+        num_storage_dropped_evicted=2,
+        num_storage_dropped_failed=4,
+        num_storage_dropped_reset=8,
+    )
+    assert stats.num_storage_dropped == 15
 
 
 def test_fetched_blocks_are_there_when_every_worker_has_reported_them():

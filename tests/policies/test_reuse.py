@@ -1,0 +1,50 @@
+"""The table of reuses: native functions leave, to the bit, what pure ones do."""
+
+import jax.numpy as jnp
+import numba
+import numpy as np
+import pytest
+
+from jaxkv.compiling import Bound, state_of
+from jaxkv.policies import reuse
+from jaxkv.policies.reuse import NUM_BINS, ReuseTable
+
+NUM_CLASSES = 6
+
+
+def make_tables(seed, most):
+    """A table of random counts, some classes of which nothing is known."""
+    rng = np.random.default_rng(seed)
+    touches = rng.integers(0, most, NUM_CLASSES, np.int32)
+    reuses = rng.integers(0, most, (NUM_CLASSES, NUM_BINS), np.int32)
+    touches[::2], reuses[::2] = 0, 0
+    reuses[2, 3] = most // 2
+    index = rng.integers(0, 1 << 30, (NUM_CLASSES, NUM_BINS + 1), np.int32)
+    arrays = touches, reuses, index
+    return ReuseTable(*map(jnp.asarray, arrays)), ReuseTable(*arrays)
+
+
+@numba.njit
+def rebuild(bound):
+    reuse.native_rebuild(state_of(bound))
+
+
+@pytest.mark.parametrize("most", [3, 5000, reuse.MOST // 50, reuse.MOST // 8])
+def test_a_rebuild_leaves_the_same_table(most):
+    pure, native = make_tables(most, most)
+    rebuild(Bound(native))
+    pure = reuse.rebuild(pure)
+    for name, own in vars(native).items():
+        np.testing.assert_array_equal(own, getattr(pure, name), err_msg=name)
+
+
+def test_blocks_of_every_age_are_worth_the_same():
+    pure, native = make_tables(1, 5000)
+    edges = [1 << bit for bit in range(32)]
+    ages = {age + more for age in edges for more in (-1, 0, 1, age // 3)}
+    ages = np.array(sorted(ages), np.uint32)
+    for of_class in range(NUM_CLASSES):
+        classes = jnp.full(len(ages), of_class)
+        worth = reuse.value_of(pure, classes, jnp.asarray(ages)).tolist()
+        value_of = reuse.native_value_of.py_func
+        assert worth == [int(value_of(native, of_class, int(age))) for age in ages]
