@@ -583,12 +583,15 @@ def test_loads_that_a_signal_interrupts_leave_nothing_pinned(make, faulty):
     def interrupt(*_):
         raise KeyboardInterrupt
 
+    def load_for_20_ms(tokens):
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        store.load(tokens)
+
     usual = signal.signal(signal.SIGALRM, interrupt)
     try:
         for tokens in [PROMPT, OTHER] * 10:
-            signal.setitimer(signal.ITIMER_REAL, 0.02)
             with pytest.raises(KeyboardInterrupt):
-                store.load(tokens)
+                load_for_20_ms(tokens)
     finally:
         signal.signal(signal.SIGALRM, usual)
     faulty.hang = 0.0

@@ -80,8 +80,10 @@ def test_the_interpreters_end_writes_what_there_is(tmp_path):
 def test_a_process_without_standard_input_records_all(tmp_path):
     """The file has the number 0 then."""
     path = tmp_path / "requests.jsonl"
-    with start(path, "exit", preexec_fn=lambda: os.close(0)) as process:
-        assert process.communicate(timeout=240) == ("", "")
+    engine = [sys.executable, "-m", "tests.rigs.recording_engine", path, "exit"]
+    shell = ["sh", "-c", 'exec "$@" <&-', "sh", *engine]
+    done = subprocess.run(shell, cwd=ROOT, capture_output=True, timeout=240, check=True)
+    assert (done.stdout, done.stderr) == (b"", b"")
     assert read_trace(path).input_tokens.tolist() == [51, 9]
 
 
