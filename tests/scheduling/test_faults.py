@@ -187,6 +187,18 @@ def test_a_request_preempted_and_admitted_between_two_steps_gets_its_load(mode):
     rig.check_nothing_leaked()
 
 
+def test_a_request_that_a_step_preempts_gets_no_load():
+    rig = Rig()
+    rig.run(rig.request("a", 1, 2))
+    rig.forget_device()
+    request = rig.request("b", 1, 2)
+    assert rig.admit(request) == 2 * BLOCK_SIZE
+    rig.free(request)
+    assert rig.step(preempted=["b"]).load_event == NO_EVENT
+    rig.finish("b")
+    rig.check_nothing_leaked()
+
+
 def test_a_request_preempted_and_admitted_between_two_steps_is_stored():
     rig = Rig()
     request = rig.request("a", 1, 2)
