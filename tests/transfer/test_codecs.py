@@ -1,5 +1,7 @@
 """Compression: error bounds, sizes, and leaves that are not compressed."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -261,3 +263,10 @@ def test_leaves_of_one_byte_elements_are_not_compressed():
     loaded, _ = engine.drain(loaded)
     for name, leaf in pool.items():
         assert np.array(loaded[name]).tobytes() == np.array(leaf).tobytes()
+
+
+def test_a_choice_that_engines_share_cannot_be_changed():
+    choice = Compression("int8")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        choice.dtype = "fp8"
+    assert hash(choice) == hash(Compression("int8"))

@@ -1,5 +1,6 @@
 """The test of the mode "fused": the real one on the CPU, and fake failures."""
 
+import dataclasses
 import inspect
 import json
 import sys
@@ -148,6 +149,12 @@ def test_the_result_is_cached_for_each_platform(commands):
         assert probe.probe_fused(platform, timeout_s=7).ok
     assert [command[-1] for command, _ in commands] == ["cpu", "gpu"]
     assert {options["timeout"] for _, options in commands} == {7.0}
+
+
+def test_a_result_that_is_cached_cannot_be_changed():
+    result = probe.ProbeResult(True, "it was tested")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        result.ok = False
 
 
 def test_the_child_has_the_import_path_of_its_parent(commands, monkeypatch):
