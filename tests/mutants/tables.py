@@ -113,7 +113,7 @@ def _survivors(
         else:
             lines.append(entry["what"] + "\n")
         if "test" in known:
-            lines.append(f"Survived, until `{known['test']}` was written.\n")
+            lines.append(f"Survived at first; `{known['test']}` notices it.\n")
         elif "equivalent" in known:
             lines.append(f"Equivalent: {known['equivalent']}\n")
         else:
