@@ -35,6 +35,7 @@ class _Known:
         num_tokens: Tokens that it had.
         last_keys: How many keys it had in each group, and the last of them.
         phase: Whether it has asked, has its blocks, or has lost them again.
+        is_put_back: Whether it has asked and was then told of without blocks.
         is_awaited: Whether it was told to wait for what it was offered.
         is_loading: Whether it waits for that.
         may_ask: Whether it may ask again though it has its blocks.
@@ -45,6 +46,7 @@ class _Known:
     num_tokens: int
     last_keys: list[tuple[int, BlockKey]]
     phase: Literal["asked", "running", "preempted"] = "asked"
+    is_put_back: bool = False
     is_awaited: bool = False
     is_loading: bool = False
     may_ask: bool = False
@@ -141,6 +143,7 @@ class StrictOffloadScheduler(OffloadScheduler):
         answer = super().update_state_after_alloc(
             request, block_ids, num_external_tokens
         )
+        known.is_put_back = known.phase == "asked" and is_declined
         if known.phase == "asked" and not is_declined:
             known.phase = "running"
             known.num_found = num_found
@@ -305,6 +308,13 @@ class StrictOffloadScheduler(OffloadScheduler):
         known = self._requests.get(name)
         if known is None:
             raise StrictError(_unknown(name, "num_scheduled_tokens"))
+        if known.is_put_back:
+            raise StrictError(
+                f"request {shown(name)} is in SchedulerOutput.num_scheduled_tokens, "
+                "but update_state_after_alloc() was given no blocks for it, which "
+                "leaves it in the queue: pass its block tables to run it, also "
+                "without its offer."
+            )
         if known.phase == "asked":
             raise StrictError(
                 f"request {shown(name)} is in SchedulerOutput.num_scheduled_tokens, "

@@ -59,6 +59,18 @@ class NeverTellsOfBlocks(Right):
         self.scheduler.update_state_after_alloc = lambda request, tables, num: tables
 
 
+class DeclinesWithoutBlocks(Right):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        tell = self.scheduler.update_state_after_alloc
+
+        def decline(request, tables, num):
+            tell(request, [], 0)
+            return tables
+
+        self.scheduler.update_state_after_alloc = decline
+
+
 class TellsOfBlocksFirst(Right):
     def __init__(self, *sizes):
         super().__init__(*sizes)
@@ -175,6 +187,10 @@ WRONG = {
     "never says what it allocated": (
         NeverTellsOfBlocks,
         "update_state_after_alloc.. was not called",
+    ),
+    "runs what it has put back": (
+        DeclinesWithoutBlocks,
+        "update_state_after_alloc.. was given no blocks for it",
     ),
     "says so before it asks": (
         TellsOfBlocksFirst,
