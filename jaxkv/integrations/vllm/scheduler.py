@@ -365,8 +365,10 @@ def _hinted(request: Any, action: str, read: Callable[[Any], Value]) -> Value | 
 
     Actions of other types are for others.
     """
-    for own in getattr(getattr(request, "kv_hints", None), "actions", ()):
-        if own.action_type == action and own.action_version.split(".")[0] == "1":
+    hints = getattr(request, "kv_hints", None)
+    for own in getattr(hints, "actions", None) or ():
+        major, _, _ = str(own.action_version).partition(".")
+        if own.action_type == action and major == "1":
             return _read(request, f"the hint {action}", read, own.payload)
     return None
 
