@@ -147,7 +147,7 @@ def try_job(
         "left_out": num_left_out,
         "killed": outcome.is_killed,
         "by": outcome.by,
-        "how": outcome.how,
+        "how": outcome.how.replace(str(args.folder.absolute()), "..."),
         "killers": tried,
         "seconds": round(outcome.seconds, 1),
     }
