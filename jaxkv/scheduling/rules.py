@@ -172,8 +172,8 @@ class RuleSettings(Settings):
         most = self.max_blocks_in_flight
         if most is not None and self.store_batch_blocks > most:
             yield (
-                f"store_batch_blocks={self.store_batch_blocks} are more than "
-                f"max_blocks_in_flight={most}: so many never leave together."
+                f"store_batch_blocks={self.store_batch_blocks} must be at most "
+                f"max_blocks_in_flight={most}: a larger batch never fills."
             )
         if self.mode != "lazy":
             return

@@ -124,7 +124,7 @@ def test_the_deadlock_of_requests_that_wait_with_what_they_have_loaded_is_found(
 
 
 def test_an_eviction_that_takes_marks_away_is_found(monkeypatch):
-    """The campaign found it: blocks that nobody had written were cached."""
+    """A fault that the campaign found: unwritten blocks were cached."""
     assert explore(KEEPING).is_exhausted
     evict = DeviceBlockPool.evict
 

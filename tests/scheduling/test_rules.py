@@ -322,7 +322,7 @@ def test_stats_count_what_was_too_much_at_once():
         (HYBRID, {"blocks_per_host_block": 2}, "one group, of full attention"),
         (SlidingWindow(4, 8), {"blocks_per_host_block": 2}, "of full attention"),
         (4, {"blocks_per_host_block": 2, "mode": "lazy"}, "exclude one another"),
-        (4, {"store_batch_blocks": 3, "max_blocks_in_flight": 2}, "never leave toget"),
+        (4, {"store_batch_blocks": 3, "max_blocks_in_flight": 2}, "batch never fills"),
         (4, {"prompt_only": True, "mode": "lazy"}, "prompt_only=True and mode"),
         (4, {"max_offload_tokens": 8, "mode": "lazy"}, "max_offload_tokens=8 and"),
     ],
