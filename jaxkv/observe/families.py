@@ -114,9 +114,8 @@ class Readings(NamedTuple):
         }
 
     def waiting(self) -> dict[str, float] | None:
-        """Count the blocks that wait for less to be in flight, or for one another."""
-        rules = self.scheduler.rules
-        if rules.max_blocks_in_flight is None and not rules.store_batch_blocks:
+        """Count the blocks that wait for less to be in flight."""
+        if self.scheduler.rules.max_blocks_in_flight is None:
             return None
         return {"load": self.now.loads_waiting, "store": self.now.stores_waiting}
 

@@ -1,4 +1,4 @@
-"""Eager stores: every full block, in the step after it was computed."""
+"""Eager stores: every full block, soon after it was computed."""
 
 from __future__ import annotations
 
@@ -75,6 +75,8 @@ class EagerStores:
         self._stores = stores
         self._keys = keys
         self._progress: dict[str, _Progress] = {}
+        # Requests of the steps since the last offers.
+        self._scheduled: dict[str, int] = {}
 
     def register(
         self,
@@ -105,6 +107,7 @@ class EagerStores:
         )
         progress.next_tokens = self._next_tokens(progress)
         self._progress[request.request_id] = progress
+        self._scheduled.pop(request.request_id, None)  # Of before its preemption.
 
     def recompute(self, request_id: str) -> None:
         """Note that what was to come from the host for a request did not."""
@@ -119,17 +122,15 @@ class EagerStores:
         progress.tables = tables
         return True
 
-    def offer_step(
+    def note_step(
         self,
-        pool: DeviceBlockPool,
         output: SchedulerOutput,
         new_tables: Mapping[str, list[list[int]]],
         preempted: Iterable[str],
     ) -> None:
-        """Offer what the requests of a step have computed before it.
+        """Take note of a step, and of the blocks that requests got and lost before it.
 
         Args:
-            pool: The device's blocks.
             output: What the engine is about to compute.
             new_tables: Its `new_block_ids`, for each group.
             preempted: Requests that have lost their blocks, and are not known to have
@@ -142,14 +143,24 @@ class EagerStores:
             if progress is not None:
                 for own, new in zip(progress.tables, tables, strict=True):
                     own.extend(new)
+        scheduled = output.num_scheduled_tokens
+        if 0 in scheduled.values():
+            scheduled = {name: num for name, num in scheduled.items() if num}
+        self._scheduled.update(scheduled)
+
+    def offer_step(self, pool: DeviceBlockPool) -> None:
+        """Offer what requests have computed before this step.
+
+        Those of this step and of all since the last call: one may be left out of some.
+        """
+        scheduled, self._scheduled = self._scheduled, {}
         if self._stores.is_congested:
             return
         num_changes = self._stores.num_changes
-        for request_id, num_tokens in output.num_scheduled_tokens.items():
+        for request_id in scheduled:
             progress = self._progress.get(request_id)
             if (
                 progress is not None
-                and num_tokens > 0
                 and progress.request.num_computed_tokens >= progress.next_tokens
                 and progress.refused_at != num_changes
             ):

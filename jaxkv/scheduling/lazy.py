@@ -15,8 +15,8 @@ from jaxkv.types import NO_BLOCK
 class LazyStores:
     """Chooses what to store from the old end of the device's order of eviction.
 
-    Every step looks at the blocks that will be evicted next, as many as twice those of
-    a full step, and stores what the host lacks. Each look begins at the oldest block:
+    Each look is at the blocks that will be evicted next, as many as twice those of a
+    full step and a batch, and stores what the host lacks. Each look begins at the oldest block:
     there is no cursor that could pass one by. What the host has, as far as it was
     looked up or stored here, is noted in the device's tier until the host loses it, so
     that only the others are looked up.
@@ -38,7 +38,9 @@ class LazyStores:
         rules: OffloadRules,
         stores: Stores,
     ) -> None:
-        self.num_blocks = lazy_target_blocks(groups, rules.max_num_batched_tokens)
+        # What the device allocates between two looks, beside what it may in a step.
+        num_blocks = lazy_target_blocks(groups, rules.max_num_batched_tokens)
+        self.num_blocks = num_blocks + rules.store_batch
         self._host = host
         host.lost = []
         self._stores = stores

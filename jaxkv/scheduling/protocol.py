@@ -301,6 +301,10 @@ class OffloadMetadata:
         return hasher.digest()
 
 
+NO_MOVES = OffloadMetadata(NO_EVENT, (), (), {}, NO_EVENT, (), (), need_flush=False)
+"""Nothing moves: what a scheduler plans for most steps, so it is made once."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ConnectorOutput:
     """What workers saw complete; what each of several saw is in a row.

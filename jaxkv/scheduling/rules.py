@@ -14,6 +14,11 @@ from jaxkv.search.groups import FullAttention, GroupSpec
 WriteRule: TypeAlias = Literal["on_reuse", "on_evict", "through"]
 """Which blocks of a tier are written to the next one down."""
 
+# Several extents of one device, half an extent of eight: a transfer of fewer bytes takes
+# the engine's thread as long as they take on the bus.
+_BATCH_BYTES = 32 << 20
+_MOST_IN_BATCH = 64
+
 NO_LIMIT = 1 << 62
 """More tokens than a request has."""
 
@@ -95,12 +100,12 @@ class RuleSettings(Settings):
         unit="device blocks",
         least=1,
     )
-    store_batch_blocks: int = settings.number(
-        0,
+    store_batch_blocks: int | None = settings.number(
+        None,
         "scheduler",
-        "Hold blocks on the device until this many can be stored in one transfer. They "
-        "do not wait when blocks run short, a request ends or no model runs. 0 stores "
-        "in each step.",
+        "How many blocks to store at a time; they wait for one another on the device, "
+        "but not when blocks run short, no model runs, or their request ends. 0 stores "
+        "in each step; `null`: 32 MiB of blocks, at most 64.",
         unit="device blocks",
         least=0,
     )
@@ -169,12 +174,6 @@ class RuleSettings(Settings):
 
     def _contradictions(self) -> Iterator[str]:
         yield from super()._contradictions()
-        most = self.max_blocks_in_flight
-        if most is not None and self.store_batch_blocks > most:
-            yield (
-                f"store_batch_blocks={self.store_batch_blocks} must be at most "
-                f"max_blocks_in_flight={most}: a larger batch never fills."
-            )
         if self.mode != "lazy":
             return
         if self.blocks_per_host_block > 1:
@@ -204,10 +203,22 @@ class OffloadRules(RuleSettings):
     block_bytes: int = settings.number(
         0,
         "scheduler",
-        "Size of a device block, for `skip_slow_loads` alone.",
+        "Size of a device block, for `skip_slow_loads`, and for `store_batch_blocks` "
+        "that is not given.",
         unit="bytes",
         least=0,
     )
+
+    @property
+    def store_batch(self) -> int:
+        """How many blocks are stored at a time; 0 for all, in each step."""
+        if self.store_batch_blocks is not None:
+            return self.store_batch_blocks
+        if not self.block_bytes:
+            return 0
+        num_blocks = _BATCH_BYTES // self.block_bytes
+        # With one, a batch is there in each step that has something to store.
+        return min(num_blocks, _MOST_IN_BATCH) if num_blocks > 1 else 0
 
     def _contradictions(self) -> Iterator[str]:
         yield from super()._contradictions()

@@ -39,6 +39,7 @@ from jaxkv.scheduling.plan import Gate, View, check_rates, plan
 from jaxkv.scheduling.prefix import row_keys
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
+    NO_MOVES,
     NO_REPORTS,
     BlockTable,
     ConnectorOutput,
@@ -52,7 +53,7 @@ from jaxkv.scheduling.record import TraceRecorder
 from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules, check_groups
 from jaxkv.scheduling.stats import Delays, InTransit, OffloadStats
-from jaxkv.scheduling.stores import Stores
+from jaxkv.scheduling.stores import Stores, StoreSteps
 from jaxkv.scheduling.worker import OffloadWorker
 from jaxkv.search.groups import FullAttention, GroupSpec, as_groups
 from jaxkv.search.hits import find_longest_hit
@@ -66,7 +67,6 @@ from jaxkv.types import KEY_BYTES, BlockKey, Stop
 _LOG = logging.getLogger(__name__)
 # After how many requests it is strange that nothing was ever offered to the host.
 _MANY_REQUESTS = 100
-_NOTHING = OffloadMetadata(NO_EVENT, (), (), {}, NO_EVENT, (), (), need_flush=False)
 _PAUSE_S = 1e-3  # Between two looks at a store that is being listed.
 
 
@@ -182,6 +182,7 @@ class OffloadScheduler:
         # The store's alone, if there is one.
         self._storage = self.below[len(tiers_below) :]
         self._stores = Stores(host, rules, self._stats, on_arrival)
+        self._store_steps = StoreSteps(self.groups, rules)
         self._eager: EagerStores | None = None
         self._lazy: LazyStores | None = None
         if rules.mode == "eager":
@@ -449,6 +450,7 @@ class OffloadScheduler:
         for own in self.below:
             own.forget(name)
         num_local = self._num_local.pop(name, None)
+        self._store_steps.note_tokens(num_external_tokens)
         if self._eager is not None:
             self._eager.register(request, tables, num_local, num_external_tokens)
         if name not in self._known:
@@ -494,8 +496,19 @@ class OffloadScheduler:
         self._preempted.clear()
         for request_id in preempted:
             self._loads.drop(pool, request_id)
+        need_flush = self.rules.flush_on_preemption and bool(output.preempted_req_ids)
+        num_tokens = sum(output.num_scheduled_tokens.values())
+        stores = self._store_steps.begin(
+            num_tokens,
+            pool.num_free,
+            must_store=need_flush or not num_tokens or self._stores.has_waiting,
+        )
         if self._eager is not None:
-            self._eager.offer_step(pool, output, new_tables, preempted)
+            self._eager.note_step(output, new_tables, preempted)
+            if stores:
+                self._eager.offer_step(pool)
+        if not (stores or self._loads.has_waiting or self.below):
+            return NO_MOVES
         in_flight = self._loads.in_flight.num_blocks + self._stores.num_blocks_in_flight
         most = self.rules.max_blocks_in_flight
         if most is not None:
@@ -507,17 +520,13 @@ class OffloadScheduler:
         if most is not None:
             # A load that is held up waits for room: stores may not take it.
             most = 0 if self._loads.has_waiting else max(most - num_leaving, 0)
-        if self._lazy is not None:
+        if self._lazy is not None and stores:
             # After the loads, which let go of the free blocks that they copy.
             self._lazy.offer_step(pool)
-        need_flush = self.rules.flush_on_preemption and bool(output.preempted_req_ids)
-        is_idle = not any(output.num_scheduled_tokens.values())
-        store = self._stores.issue(
-            pool, most, in_flight + num_leaving, must_leave=need_flush or is_idle
-        )
+        store = self._stores.issue(most, in_flight + num_leaving)
         moves = [move for own in self.below if (move := own.issue()) is not None]
         if not (loads or copies or store.keys or need_flush or moves):
-            return _NOTHING
+            return NO_MOVES
         names = tuple([load.request_id for load in loads])
         return OffloadMetadata(
             load_event=load_event,
@@ -596,8 +605,8 @@ class OffloadScheduler:
     ) -> tuple[bool, None]:
         """Note that a request is over, by itself or by abort.
 
-        Its last full blocks are stored with the next step, with all that waits for
-        others, and those that the host evicted meanwhile. The engine may free its
+        Its last full blocks are stored with the next step, with what others have until
+        then, and those that the host evicted meanwhile. The engine may free its
         blocks at once: what is in flight is held here until it has arrived.
 
         Args:
@@ -631,7 +640,6 @@ class OffloadScheduler:
             own.num_fetched_tokens.pop(request.request_id, None)
         self._known.discard(request.request_id)
         self._keys.forget(request.request_id)
-        self._stores.hurry()
         if request.num_computed_tokens >= self._least_tokens:
             self._note_end()
         return False, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import chain, compress
 from typing import TypeAlias, TypeVar
@@ -13,6 +14,7 @@ from jaxkv.scheduling.moves import Ledger, Move, Report
 from jaxkv.scheduling.prefix import Rows
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
+from jaxkv.search.groups import GroupSpec
 from jaxkv.tiers.base import Placement
 from jaxkv.tiers.device import DeviceBlockPool, Victims
 from jaxkv.tiers.index import BlockIndex
@@ -23,14 +25,64 @@ Store: TypeAlias = Move[list[int]]
 """Device blocks, m of them for each row, on their way to the host."""
 
 
+class StoreSteps:
+    """Says in which steps blocks are stored, so that few transfers move many.
+
+    Blocks that could be stored stay where they are until `OffloadRules.store_batch` of
+    them have been computed, or the first has waited for `store_max_wait_steps`: nobody
+    evicts what a running request holds. That depends on counts alone, which are the
+    same in all processes that serve one model.
+
+    Args:
+        groups: The groups of the model's layers.
+        rules: What the engine chose.
+    """
+
+    def __init__(self, groups: tuple[GroupSpec, ...], rules: OffloadRules) -> None:
+        self._batch_blocks = rules.store_batch
+        blocks_per_token = sum(1 / spec.block_size for spec in groups)
+        self._batch_tokens = math.ceil(rules.store_batch / blocks_per_token)
+        self._max_wait_steps = rules.store_max_wait_steps
+        # Tokens that may have filled blocks since the last such step, and how many
+        # steps they may wait.
+        self._num_tokens = 0
+        self._steps_left = self._max_wait_steps
+
+    def begin(self, num_tokens: int, num_free: int, *, must_store: bool) -> bool:
+        """Begin a step; tell whether blocks are stored in it.
+
+        Args:
+            num_tokens: How many the step computes.
+            num_free: Blocks that the device could allocate. Where a batch is not free,
+                nothing waits: what is held could be let go of at any time.
+            must_store: Whether blocks are to be stored in any case.
+        """
+        is_due = (
+            must_store
+            or num_free < self._batch_blocks
+            or self._num_tokens >= self._batch_tokens
+            or not self._steps_left
+        )
+        if is_due:
+            self._num_tokens = 0
+            self._steps_left = self._max_wait_steps
+        elif self._num_tokens:
+            self._steps_left -= 1
+        self.note_tokens(num_tokens)
+        return is_due
+
+    def note_tokens(self, num_tokens: int) -> None:
+        """Take note of tokens for which the device has allocated blocks."""
+        self._num_tokens = min(self._num_tokens + num_tokens, self._batch_tokens)
+
+
 class Stores:
     """The stores of all requests, eager or lazy.
 
     A device block is held until its store has ended. It keeps its place in the order
     of eviction meanwhile, so that a store changes nothing about what goes next.
 
-    With `store_batch_blocks`, blocks wait for one another. When they leave depends on
-    counts alone, which are the same in all processes that serve one model.
+    Blocks are looked for in the steps that `StoreSteps` says.
 
     Args:
         host: The host tier.
@@ -57,8 +109,6 @@ class Stores:
         self._rules = rules
         self._factor = rules.blocks_per_host_block
         self._waiting = _no_blocks()
-        # Steps for which these may stay; all of them while there is nothing.
-        self._steps_left = rules.store_max_wait_steps
         self._in_flight: Ledger[Store] = Ledger("store event", rules.world_size)
         # Rows in flight that the host tier has not forgotten.
         self._num_known_in_flight = 0
@@ -82,6 +132,11 @@ class Stores:
             num_known * self._factor,
             len(waiting.keys) + num_known,
         )
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether blocks have their place on the host, and have not left."""
+        return bool(self._waiting.keys)
 
     @property
     def is_congested(self) -> bool:
@@ -153,7 +208,6 @@ class Stores:
         """
         while num and not take(num):
             self.stats.num_store_refusals += 1
-            self.hurry()  # What waits has places that others could have.
             num //= 2
         return num
 
@@ -176,35 +230,19 @@ class Stores:
         self._waiting.sources += to_read.tolist()
         return True
 
-    def hurry(self) -> None:
-        """Have what waits leave with the next step."""
-        if self._waiting.keys and self._rules.store_batch_blocks:
-            self._steps_left = 0
-
-    def issue(
-        self,
-        pool: DeviceBlockPool,
-        num_blocks: int | None,
-        in_flight: int,
-        *,
-        must_leave: bool = False,
-    ) -> Store:
+    def issue(self, num_blocks: int | None, in_flight: int) -> Store:
         """Send out what has a place on the host, the first come first.
 
         Args:
-            pool: The device's blocks.
             num_blocks: How many device blocks may leave; None for any number. A row
                 that is larger leaves if nothing else is in flight.
             in_flight: Device blocks that are in flight, in either direction.
-            must_leave: Whether nothing may wait for others to leave with it.
 
         Returns:
             What leaves, without an event if that is nothing.
         """
         waiting = self._waiting
         num = len(waiting.keys)
-        if num and self._stays(pool, must_leave):
-            return _no_blocks()
         if num_blocks is not None:
             least = 0 if in_flight else 1
             num = min(num, max(num_blocks // self._factor, least))
@@ -212,7 +250,6 @@ class Stores:
             return _no_blocks()
         if num == len(waiting.keys):
             leaving, self._waiting = waiting, _no_blocks()
-            self._steps_left = self._rules.store_max_wait_steps
         else:
             # Not two copies: what stays may be a thousand times as much.
             keys, targets, end = waiting.keys, waiting.targets, num * self._factor
@@ -221,19 +258,6 @@ class Stores:
         self._in_flight.issue([leaving])
         self._num_known_in_flight += num
         return leaving
-
-    def _stays(self, pool: DeviceBlockPool, must_leave: bool) -> bool:
-        """Whether what waits goes on doing so for a step, to leave with more."""
-        batch = self._rules.store_batch_blocks
-        if not batch:
-            return False
-        # Less than a batch is pinned: with as many free, no allocation waits for it.
-        if must_leave or len(self._waiting.sources) >= batch or pool.num_free < batch:
-            self._steps_left = 0
-        if not self._steps_left:
-            return False
-        self._steps_left -= 1
-        return True
 
     def check(self, reports: Sequence[Report]) -> None:
         """Raise ValueError if workers report what is not in flight on them."""
@@ -258,7 +282,6 @@ class Stores:
                 self.stats.num_dropped_reset += len(store.sources)
             store.is_stale = True
         self._waiting = _no_blocks()
-        self._steps_left = self._rules.store_max_wait_steps
         self._num_known_in_flight = 0
 
     def _end(self, pool: DeviceBlockPool, over: Sequence[Store]) -> None:

@@ -20,6 +20,7 @@ from jaxkv.scheduling.exchange import AgreementError as AgreementError
 from jaxkv.scheduling.exchange import open_exchanges
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
+    NO_MOVES,
     NO_REPORTS,
     ConnectorOutput,
     Mover,
@@ -225,11 +226,30 @@ class OffloadWorker:
                 "nobody took the loads of the last step: with load_in_step, call "
                 "take_step_loads() after start(), and step_started()."
             )
+        if meta == NO_MOVES and self.start_nothing():
+            return pool
         self._step += 1
         if self._agreement is None:
             return self._start(meta, pool)
         with self._agreement.watch(f"OffloadWorker.start in step {self._step}"):
             return self._start(meta, pool)
+
+    def start_nothing(self) -> bool:
+        """Start a step of which the plan is `NO_MOVES`, if it needs no pool.
+
+        Returns:
+            Whether that is done; if not, call `start`.
+        """
+        if (
+            self._pending
+            or self._movers
+            or self._agreement is not None
+            or self._check_plans
+            or self._engine.num_in_flight
+        ):
+            return False
+        self._step += 1
+        return True
 
     def _start(self, meta: OffloadMetadata, pool: PyTree) -> PyTree:
         if self._check_plans:

@@ -49,6 +49,10 @@ class ExtentTable:
     An extent is pinned while a transfer reads it, and held while a save reads or writes
     it. A block is readable from the completion of its save until the next save of it is
     called; the ticket number of that save is its generation.
+
+    Attributes:
+        num_freed: Counts what may have made room: where `place` found none, it finds
+            none until this changes.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class ExtentTable:
         self._held = np.zeros(num_extents, np.bool_)
         # What keeps each extent from being free: its blocks, its pins, and a hold.
         self._claims = np.zeros(num_extents, np.int64)
+        self.num_freed = 0
         # Of each call, what it would have to make anew.
         self._places = np.arange(num_shards * extent_blocks)
         self._no_ids = np.zeros(0, np.int32)
@@ -243,6 +248,7 @@ class ExtentTable:
         """Undo one `pin`."""
         self._pins[extent] -= 1
         self._claims[extent] -= 1
+        self.num_freed += 1
 
     def check(self) -> None:
         """Check that the arrays of the table agree; for tests and debugging.
@@ -268,6 +274,7 @@ class ExtentTable:
     def _hold(self, extent: int, is_held: bool) -> None:
         self._held[extent] = is_held
         self._claims[extent] += 1 if is_held else -1
+        self.num_freed += not is_held
 
     def _assign(
         self, shards: NDArray[np.intp], carry: int
@@ -305,6 +312,7 @@ class ExtentTable:
         is_placed = extents != NO_EXTENT
         if not is_placed.any():
             return
+        self.num_freed += 1
         ids, extents = ids[is_placed], extents[is_placed]
         places = self._place[ids]
         self._owner[extents, places] = NO_BLOCK

@@ -90,6 +90,8 @@ class TransferQueue:
         # and what it was given and has not started with.
         self._for_step: list[list[LoadPiece]] = []
         self._in_step: list[LoadPiece] = []
+        # `ExtentTable.num_freed` when a save found no room.
+        self._no_room_at = -1
         # Loads of which a piece waits, and these pieces by extent, as keys of dicts.
         self._num_waiting_loads = 0
         self._waiting_of_extent: dict[int, dict[LoadPiece, None]] = {}
@@ -399,6 +401,9 @@ class TransferQueue:
     def _issue_save(self, leaves: list[jax.Array], transfer: Transfer) -> bool:
         """Issue the next piece of a save; return whether that was possible."""
         num_bytes = self._copier.extents.num_bytes
+        is_busy = bool(self._saving or self._landing or self._loading)
+        if is_busy and self._no_room_at == self.table.num_freed:
+            return False
         if not self._may_read(transfer) or not self._has_room(num_bytes):
             return False
         ids = transfer.host_ids[transfer.todo]
@@ -412,9 +417,8 @@ class TransferQueue:
         shards = self._plans.shards(transfer.device_ids[transfer.todo])
         placement = self.table.place(ids, shards)
         if placement is None:
-            if self._saving or self._landing or self._loading:
-                return False
-            if self.host_bytes.is_busy:
+            self._no_room_at = self.table.num_freed
+            if is_busy or self.host_bytes.is_busy:
                 return False
             transfer.fail(
                 MemoryError(

@@ -289,10 +289,11 @@ class World:
         yield own._notifier, "_marks"
         yield own._loads, "by_request _waiting _copying _num_blocks_waiting"
         yield own._loads.in_flight, "moves num_blocks _next_event"
-        yield own._stores, "num_changes _waiting _steps_left _num_known_in_flight"
+        yield own._stores, "num_changes _waiting _num_known_in_flight"
+        yield own._store_steps, "_num_tokens _steps_left"
         yield own._stores._in_flight, "moves num_blocks _next_event"
         if own._eager is not None:
-            yield own._eager, "_progress"
+            yield own._eager, "_progress _scheduled"
         if own._lazy is not None:
             yield own._lazy, "_seen"
         for tier in self._tiers:
@@ -1254,7 +1255,8 @@ class World:
         stores = own._stores
         moving = (
             batch(stores._waiting),
-            stores._steps_left,
+            own._store_steps._num_tokens,
+            own._store_steps._steps_left,
             tuple(batch(sent) for _, sent in sorted(stores._in_flight.moves.items())),
             stores.num_blocks_in_flight,
             stores._num_known_in_flight,
@@ -1274,6 +1276,7 @@ class World:
                 )
                 for name, p in sorted(own._eager._progress.items())
             )
+            chosen += tuple(own._eager._scheduled)
         elif own._lazy._seen is not None:
             changes, free, others = own._lazy._seen
             now = self.pool.num_changes, stores.num_changes

@@ -86,6 +86,7 @@ class Admission(Refuser):
         if request.is_careless:
             request.num_cached = [local // spec.block_size for spec in self.groups]
         request.seen_on_host = set()
+        request.steps_waited.clear()
         if rng.random() < 0.03:
             self.try_bad_takes(request, offer)
         after = self.scheduler.update_state_after_alloc(request, request.table, taken)

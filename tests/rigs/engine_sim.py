@@ -34,7 +34,6 @@ class Engine(Admission):
         self.evicted = set()
         self.take_events()
         self.note_stores(meta)
-        self.check_wait(scheduled)
         is_refused = self.scheduler.stats.num_store_refusals > refusals
         self.check_offers(scheduled, offered, is_refused)
         self.note_loads(meta)
@@ -99,12 +98,13 @@ class Engine(Admission):
             assert self.scheduler.reset() != has_loads
             if not has_loads:
                 self.counts["reset"] += 1
-                self.ready, self.steps_waited = {}, 0
+                self.ready = {}
                 for store in self.stores.values():
                     store.is_stale = True
                 self.storage.reset()
                 for request in self.requests.values():
                     request.seen_on_host = set()
+                    request.steps_waited.clear()
                 list(self.scheduler.take_events())
         if rng.random() < 0.02:
             is_idle = self.pool.num_free == self.pool.num_blocks - 1

@@ -67,7 +67,6 @@ class Watcher:
         self.is_calm = False
         self.evicted = set()
         self.unwritten = set()  # blocks that the pool is not to cache
-        self.steps_waited = 0
         self._num_requests = 0
         self.storage = SimStorage(self)
 
@@ -102,20 +101,6 @@ class Watcher:
             rows.append((self.key(*contents[-1]), host))
         self.stores[meta.store_event] = SimStore(rows, list(blocks))
         self.counts["sent"] += len(rows)
-
-    def check_wait(self, scheduled):
-        """Check that blocks wait for others only as long as they may."""
-        rules, waiting = self.rules, self.scheduler._stores._waiting
-        if not rules.store_batch_blocks or rules.max_blocks_in_flight:
-            return
-        stays = bool(waiting.keys)
-        self.counts["waits"] += stays
-        if stays:
-            assert len(waiting.sources) < rules.store_batch_blocks
-            assert self.pool.num_free >= rules.store_batch_blocks
-            assert any(scheduled.values())
-        self.steps_waited = (self.steps_waited + 1) * stays
-        assert self.steps_waited <= rules.store_max_wait_steps
 
     def note_loads(self, meta):
         """Record the loads of a step; they must be the accepted ones."""
@@ -224,7 +209,10 @@ class Watcher:
         return rules.store_threshold > 1 or rules.max_unseen_blocks is not None
 
     def check_offers(self, scheduled, lazily, is_refused):
-        """Check that all offered blocks are or were on the host, or in flight."""
+        """Check that all offered blocks are or were on the host, or in flight.
+
+        Or that they wait for others, no longer than they may.
+        """
         if self.is_selective or self.rules.max_blocks_in_flight:
             return
         there = self.keys_on_host() | self.evicted
@@ -232,15 +220,25 @@ class Watcher:
             assert set(lazily) <= there
         if self.rules.mode == "lazy":
             return
+        rules = self.rules
+        most_steps = rules.store_max_wait_steps if rules.store_batch else 0
+        num_waiting = 0
         for request in self.active:
-            is_due = scheduled.get(request.request_id) and not is_refused
-            is_due = is_due and not self.is_refused(request)
+            is_refused_too = is_refused or self.is_refused(request)
+            if is_refused_too:
+                request.steps_waited.clear()
+            is_due = scheduled.get(request.request_id) and not is_refused_too
             for row, key, is_held in self.full_rows(request):
                 if key in there:
                     request.seen_on_host.add(row)
-                elif is_due and is_held:
+                elif is_due and is_held and row not in request.seen_on_host:
+                    num_waiting += 1
+                    request.steps_waited[row] += 1
                     name = request.request_id
-                    assert row in request.seen_on_host, f"{row} of {name} is not stored"
+                    assert request.steps_waited[row] <= most_steps, (
+                        f"{row} of {name} is not stored"
+                    )
+        self.counts["waits"] += bool(num_waiting)
 
     def check_farewell(self, request, num_refusals):
         """Check that all blocks of a request that frees them are in flight."""

@@ -1,5 +1,6 @@
 """Configuration of a run of the engine, and the state of requests and transfers."""
 
+import collections
 import dataclasses
 
 from jaxkv.scheduling.protocol import NO_EVENT
@@ -66,6 +67,8 @@ class SimRequest:
         self.num_loading_tokens = 0
         self.new_blocks = None
         self.seen_on_host = set()
+        # For how many steps each row has waited to be stored with others.
+        self.steps_waited = collections.Counter()
         self.is_careless = False  # It also caches blocks out of its windows.
         self.skipped = set()  # Blocks of its offer that are not written.
         self._engine = engine

@@ -1,6 +1,7 @@
 """What each rule of the offload scheduler changes, and which rules are refused."""
 
 import dataclasses
+from itertools import compress
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from jaxkv.types import NO_BLOCK
 from tests.rigs.offload_rig import (
     BLOCK_SIZE,
     HYBRID,
+    Rig,
     check_refused,
     make_keys,
     make_rig,
@@ -147,8 +149,6 @@ def make_waiting(num_blocks, **rules):
     rig.admit(rig.request("one", *range(9)))
     rig.step(one=num_blocks)
     assert rig.step(tokens={"one": 1}).store_event == NO_EVENT
-    assert rig.scheduler.in_transit.stores_waiting == num_blocks
-    assert rig.scheduler.has_pending_stores()
     return rig
 
 
@@ -182,29 +182,32 @@ def test_no_block_waits_for_others_for_longer_than_it_may():
     rig.check_nothing_leaked()
 
 
+def test_a_request_that_is_left_out_of_a_step_is_stored_with_the_others():
+    rig = make_waiting(2, device_blocks=40)
+    rig.admit(rig.request("two", *range(10, 14)))
+    assert stored(rig.step(two=2)) == 0
+    assert stored(rig.step(tokens={"one": 0, "two": 1})) == 4
+    for name in ("one", "two"):
+        rig.finish(name)
+    rig.check_nothing_leaked()
+
+
 def take_free(rig):
     """Leave fewer blocks free than are stored together."""
     rig.taken = rig.pool.allocate(rig.pool.num_free - 3)
 
 
 def end_another(rig):
-    rig.scheduler.request_finished(rig.request("two", 11))
+    rig.admit(rig.request("two", 11))
+    assert stored(rig.step(two=1)) == 0
+    rig.finish("two")
 
 
-def fill_host(rig):
-    """Have more to offer than the host has room for."""
-    rig.step(one=2)
-
-
-@pytest.mark.parametrize(
-    ("happens", "rules"),
-    [(take_free, {}), (end_another, {}), (fill_host, {"host_blocks": 3})],
-)
-def test_blocks_stop_to_wait_for_others_where(happens, rules):
-    rig = make_waiting(2, **rules)
+@pytest.mark.parametrize("happens", [take_free, end_another])
+def test_blocks_stop_to_wait_for_others_where(happens):
+    rig = make_waiting(2, device_blocks=40)
     happens(rig)
     assert stored(rig.step(tokens={"one": 1})) >= 2
-    assert rig.scheduler.in_transit.stores_waiting == 0
     rig.pool.free(getattr(rig, "taken", []))
     rig.finish("one")
     rig.check_nothing_leaked()
@@ -226,16 +229,42 @@ def test_blocks_do_not_wait_for_others_in_a_step_without_a_model_or_after_a_flus
     rig.check_nothing_leaked()
 
 
-def test_what_waits_for_others_is_let_go_of_when_the_host_is_reset():
-    rig = make_waiting(2)
-    assert rig.scheduler.reset()
-    assert rig.scheduler.in_transit.stores_waiting == 0
-    assert rig.scheduler.stats.num_dropped_reset == 2
-    assert not rig.scheduler.has_pending_stores()
-    assert stored(rig.step(tokens={"one": 1})) == 0  # They are offered anew.
-    assert rig.scheduler.in_transit.stores_waiting == 2
-    rig.finish("one")
+def test_the_device_evicts_nothing_that_lazy_stores_have_not_looked_at():
+    rig = Rig(
+        mode="lazy",
+        device_blocks=40,
+        host_blocks=200,
+        max_num_batched_tokens=3 * BLOCK_SIZE,
+        store_batch_blocks=5,
+    )
+    sizes = []
+    for number in range(30):
+        name = f"r{number}"
+        rig.admit(rig.request(name, *range(3 * number, 3 * number + 3)))
+        sizes.append(stored(rig.step(**{name: 3})))
+        while rig.stores:
+            rig.store_arrives()
+        rig.finish(name)
+    paths = [range(3 * number, 3 * number + 3) for number in range(30)]
+    keys = [key for path in paths for key in make_keys(*path)]
+    on_device = rig.pool.find(keys) != NO_BLOCK
+    assert set(compress(keys, ~on_device)) <= on_host(rig)
+    assert np.count_nonzero(~on_device) > 40
+    assert sizes.count(0) > 10
+    assert max(sizes) > 5
     rig.check_nothing_leaked()
+
+
+def test_a_batch_has_32_mib_of_blocks_unless_another_size_is_given():
+    def batch(**rules):
+        return OffloadRules(**rules).store_batch
+
+    assert batch() == 0  # It is not known what a block has.
+    assert batch(block_bytes=2 << 20) == 16
+    assert batch(block_bytes=1 << 10) == 64
+    assert batch(block_bytes=20 << 20) == 0
+    assert batch(block_bytes=2 << 20, store_batch_blocks=3) == 3
+    assert batch(block_bytes=2 << 20, store_batch_blocks=0) == 0
 
 
 @modes
@@ -322,7 +351,6 @@ def test_stats_count_what_was_too_much_at_once():
         (HYBRID, {"blocks_per_host_block": 2}, "one group, of full attention"),
         (SlidingWindow(4, 8), {"blocks_per_host_block": 2}, "of full attention"),
         (4, {"blocks_per_host_block": 2, "mode": "lazy"}, "exclude one another"),
-        (4, {"store_batch_blocks": 3, "max_blocks_in_flight": 2}, "batch never fills"),
         (4, {"prompt_only": True, "mode": "lazy"}, "prompt_only=True and mode"),
         (4, {"max_offload_tokens": 8, "mode": "lazy"}, "max_offload_tokens=8 and"),
     ],

@@ -236,12 +236,12 @@ class SchedulerHalf:
         }
         # vLLM also preempts between steps. A request that was resumed before this step
         # does not count as preempted: its recorded blocks are the new ones.
-        preempted = set(output.preempted_req_ids or ()) - self._allocated
+        preempted = output.preempted_req_ids or ()
+        if preempted:
+            preempted = sorted(set(preempted) - self._allocated)
         self._allocated.clear()
         transfers = self.scheduler.build_connector_meta(
-            SchedulerOutput(
-                output.num_scheduled_tokens, new_block_ids, sorted(preempted)
-            )
+            SchedulerOutput(output.num_scheduled_tokens, new_block_ids, preempted)
         )
         is_idle = not output.num_scheduled_tokens
         return StepMetadata(transfers, self._num_forgotten_pools, is_idle)

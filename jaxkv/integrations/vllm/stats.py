@@ -41,7 +41,7 @@ _ALL: tuple[Family[Any], ...] = (*OF_SCHEDULER, *OF_WORKER)
 FAMILIES = {family.name: family for family in _ALL if family.name not in _OF_VLLM}
 """The metrics that the connector adds to vLLM's, by name."""
 
-REPORT_EVERY_S = 0.5
+REPORT_EVERY_S = 1.0
 """Seconds between two reports of a half, while the model runs.
 
 vLLM asks in each step. To read all metrics takes longer than the rest of a step in

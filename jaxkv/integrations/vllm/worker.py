@@ -21,6 +21,7 @@ from jaxkv.integrations.vllm.tokens import TokenRestorer
 from jaxkv.observe.start import log_start
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
+    NO_MOVES,
     NO_REPORTS,
     TierMoves,
     TierReport,
@@ -245,6 +246,8 @@ class WorkerHalf:
                 "pass its KV caches to connectors as tpu-inference's does."
             )
         self._is_idle = step.is_idle
+        if step.transfers == NO_MOVES and worker.start_nothing():
+            return
         offload = self._config.offload
         if offload.storage is not None and self._listing_deadline_s is None:
             self._listing_deadline_s = time.monotonic() + offload.storage_deadline_s
@@ -284,8 +287,12 @@ class WorkerHalf:
         """Return what completed since the last call; never waits."""
         if self._worker is None:
             return NO_REPORTS
-        new = ConnectorOutput.aggregate([self._refused, self._worker.poll()])
-        self._refused = NO_REPORTS
+        new = self._worker.poll()
+        if self._refused is not NO_REPORTS:
+            new = ConnectorOutput.aggregate([self._refused, new])
+            self._refused = NO_REPORTS
+        if new is NO_REPORTS:
+            return new
         for request_id in new.finished_recving:
             self._targets.pop(request_id, None)
         for request_id in new.failed_recving:
@@ -313,7 +320,7 @@ class WorkerHalf:
         report, self._report = self._report, NO_REPORTS
         is_listed = not self._is_listing_reported and self._is_listed()
         is_known = self._is_loss_reported and not is_listed
-        if report == NO_REPORTS and is_known:
+        if report is NO_REPORTS and is_known:
             return None
         self._is_loss_reported = True
         self._is_listing_reported |= is_listed

@@ -1,0 +1,367 @@
+"""What does the connector cost a step of the real vLLM, when nothing is ever found?
+
+A small random Llama on the CPU, under vLLM and tpu-inference: 40 prompts of 200 tokens
+that nobody has asked before, 48 tokens each, eight requests at a time, so that 2.4
+blocks are stored in a step and none is loaded. Each case is a process of its own, and
+all are asked by turns:
+
+- alone: no connector;
+- copying: no connector, and beside it a thread that copies as many bytes in each step
+  as the connector would store. Two cores have to copy and to compute: what the bytes
+  themselves cost shows here;
+- connector: jaxkv with its defaults;
+- NAME: jaxkv with other keys, of ``--keys NAME=JSON``;
+- with ``--beside CHECKOUT``, another version of jaxkv with its defaults.
+
+For each: tokens generated a second; and for those with a connector the processor time
+of the engine's thread in the connector's calls, for all steps, and for those in which
+nothing moves: no transfer begins, is under way or is reported.
+
+Run it where `.ci/vllm` has installed vLLM::
+
+    python benchmarks/vllm_step.py [--rounds R] [--keys NAME=JSON ...]
+        [--beside CHECKOUT] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import hashlib
+import json
+import os
+import pathlib
+import queue
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+HERE = pathlib.Path(__file__).resolve()
+ROOT = HERE.parent.parent
+NUM_PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 40, 200, 48
+NUM_BLOCKS, NUM_HOST_BLOCKS = 200, 400
+CALLS = (
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished",
+    "request_finished_all_groups",
+    "has_pending_push_work",
+    "has_pending_block_frees",
+    "start_load_kv",
+    "wait_for_save",
+    "get_finished",
+    "get_transfer_results",
+    "get_block_ids_with_load_errors",
+    "build_connector_worker_meta",
+    "get_kv_connector_stats",
+    "get_external_cache_hit_sources",
+    "take_events",
+)
+"""What vLLM calls of a connector while it serves."""
+
+
+class Watch:
+    """Adds up what the calls of a connector take, step by step.
+
+    Attributes:
+        steps: For each step the processor seconds of the engine's thread, by method,
+            and whether anything moved.
+    """
+
+    def __init__(self, connector: type) -> None:
+        self.clear()
+        self._depth = 0
+        for name in CALLS:
+            if hasattr(connector, name):
+                setattr(connector, name, self._timed(name, getattr(connector, name)))
+
+    def clear(self) -> None:
+        """Forget what was counted."""
+        self.steps: list[tuple[collections.Counter[str], bool]] = []
+        self.step: collections.Counter[str] = collections.Counter()
+
+    def end_step(self, is_moving: bool) -> None:
+        """Note that a step is over."""
+        self.steps.append((self.step, is_moving))
+        self.step = collections.Counter()
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **named: Any) -> Any:
+            if self._depth:  # A method that calls another.
+                return call(*args, **named)
+            self._depth += 1
+            start_s = time.thread_time()
+            try:
+                return call(*args, **named)
+            finally:
+                self.step[name] += time.thread_time() - start_s
+                self._depth -= 1
+
+        return timed
+
+
+def mean_us(steps: list[collections.Counter[str]]) -> dict[str, float]:
+    """Average what steps take, by method and in all."""
+    total = sum(steps, collections.Counter())
+    times = {name: 1e6 * own / len(steps) for name, own in total.most_common()}
+    return {"all": sum(times.values())} | times
+
+
+class CopyingThread:
+    """Copies bytes beside the engine, as many as it is told to."""
+
+    def __init__(self, block_bytes: int) -> None:
+        import numpy as np
+
+        self._source = np.ones((NUM_HOST_BLOCKS, block_bytes), np.uint8)
+        self._target = self._source.copy()
+        self._copy = np.copyto
+        self._wanted: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._next = 0
+        self.num_tokens = 0
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def copy(self, num_tokens: int) -> None:
+        """Copy the blocks that these tokens fill."""
+        self.num_tokens += num_tokens
+        while self.num_tokens >= 16:
+            self.num_tokens -= 16
+            self._wanted.put(self._next)
+            self._next = (self._next + 1) % NUM_HOST_BLOCKS
+
+    def _run(self) -> None:
+        while True:
+            row = self._wanted.get()
+            self._copy(self._target[row], self._source[row])
+
+
+def serve(folder: pathlib.Path, case: dict[str, Any]) -> None:
+    """Measure one case: a round for each line of stdin."""
+    import numpy as np
+    from vllm import LLM, SamplingParams
+
+    arguments: dict[str, Any] = dict(
+        model=str(folder / "llama-float32"),
+        dtype="float32",
+        block_size=16,
+        num_gpu_blocks_override=NUM_BLOCKS,
+        max_model_len=512,
+        max_num_seqs=8,
+        max_num_batched_tokens=128,
+        async_scheduling=False,
+        enable_prefix_caching=True,
+        disable_log_stats=False,
+    )
+    watch: Watch | None = None
+    if case["keys"] is not None:
+        import jaxkv
+        from jaxkv.integrations.vllm.connector import OffloadConnector
+
+        assert pathlib.Path(case["checkout"]) in pathlib.Path(jaxkv.__file__).parents
+        watch = Watch(OffloadConnector)
+        arguments["kv_transfer_config"] = dict(
+            kv_connector="TPUOffloadConnector",
+            kv_connector_module_path="jaxkv.integrations.vllm",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={"num_cpu_blocks": NUM_HOST_BLOCKS}
+            | case["keys"],
+        )
+    llm = LLM(**arguments)
+    core = llm.llm_engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    block_bytes = sum(cache.nbytes for cache in runner.kv_caches) // NUM_BLOCKS
+    copying = CopyingThread(block_bytes) if case["copies"] else None
+    step_fn = core.step_fn
+
+    def step() -> Any:
+        if watch is None:
+            return step_fn()
+        was_moving = half().has_pending_stores()
+        answer = step_fn()
+        watch.end_step(was_moving or half().has_pending_stores())
+        return answer
+
+    def half() -> Any:
+        return core.scheduler.connector._scheduler.scheduler
+
+    schedule = core.scheduler.schedule
+
+    def counting(*args: Any, **named: Any) -> Any:
+        output = schedule(*args, **named)
+        if copying is not None:
+            copying.copy(output.total_num_scheduled_tokens)
+        return output
+
+    core.scheduler.schedule = counting
+    core.step_fn = step
+    rng = np.random.default_rng(7)
+    params = SamplingParams(
+        max_tokens=ANSWER_TOKENS, temperature=0, ignore_eos=True, detokenize=False
+    )
+    for _ in sys.stdin:
+        prompts = [
+            {"prompt_token_ids": rng.integers(0, 256, PROMPT_TOKENS).tolist()}
+            for _ in range(NUM_PROMPTS)
+        ]
+        if watch is not None:
+            watch.clear()
+        start_s = time.monotonic()
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        took_s = time.monotonic() - start_s
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        answer: dict[str, Any] = {
+            "tokens_per_s": NUM_PROMPTS * ANSWER_TOKENS / took_s,
+            "digest": hashlib.sha256(json.dumps(tokens).encode()).hexdigest(),
+        }
+        if watch is not None:
+            steps = watch.steps
+            answer["num_steps"] = len(steps)
+            answer["step_ms"] = 1e3 * took_s / len(steps)
+            still = [own for own, is_moving in steps if not is_moving]
+            answer["us"] = mean_us([own for own, _ in steps])
+            answer["num_still"] = len(still)
+            answer["still_us"] = mean_us(still)
+            stats = half().stats
+            answer["num_stored"] = stats.num_stored
+            dropped = stats.num_dropped_slow + stats.num_dropped_full
+            answer["num_dropped"] = dropped
+        print("\n" + json.dumps(answer), flush=True)
+    os._exit(0)  # What vLLM would end slowly, or not at all.
+
+
+def start(
+    folder: pathlib.Path, name: str, case: dict[str, Any]
+) -> subprocess.Popen[str]:
+    """Start the process of a case; what it logs goes to a file of its name."""
+    sys.path.insert(0, str(ROOT / "tests/integrations"))
+    from vllm_cpu import lab
+
+    own = lab.environ(folder)
+    paths = own["PYTHONPATH"].split(os.pathsep)
+    paths[paths.index(str(ROOT))] = case["checkout"]
+    env = {**os.environ, **own, "PYTHONPATH": os.pathsep.join(paths)}
+    env |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    return subprocess.Popen(
+        [sys.executable, str(HERE), "--serve", str(folder), json.dumps(case)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=open(folder / f"{name}.log", "w", encoding="utf-8"),
+        text=True,
+        env=env,
+    )
+
+
+def ask(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Have a case measured once."""
+    assert process.stdin
+    assert process.stdout
+    print(file=process.stdin, flush=True)
+    for line in process.stdout:
+        if line.startswith('{"tokens_per_s"'):
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+    raise RuntimeError("the engine of a case ended")
+
+
+def main() -> None:
+    """Measure, print the figures and write them if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--keys", nargs="*", default=[], metavar="NAME=JSON")
+    parser.add_argument("--beside", type=pathlib.Path, metavar="CHECKOUT")
+    parser.add_argument("--json", metavar="FILE", help="write the figures here")
+    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(pathlib.Path(args.serve[0]), json.loads(args.serve[1]))
+        return
+    own = {"checkout": str(ROOT), "copies": False}
+    cases: dict[str, dict[str, Any]] = {
+        "alone": own | {"keys": None},
+        "copying": own | {"keys": None, "copies": True},
+        "connector": own | {"keys": {}},
+    }
+    for each in args.keys:
+        name, _, text = each.partition("=")
+        cases[name] = own | {"keys": json.loads(text)}
+    if args.beside:
+        beside = own | {"keys": {}, "checkout": str(args.beside.resolve())}
+        cases["beside"] = beside
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        sys.path.insert(0, str(ROOT / "tests/integrations"))
+        from vllm_cpu import lab
+
+        lab.make_lab(folder)
+        processes = {
+            name: start(folder, name, case) for name, case in cases.items()
+        }
+        try:
+            for process in processes.values():
+                ask(process)  # Compiles.
+            for number in range(args.rounds):
+                for name, process in processes.items():
+                    rounds[name].append(ask(process))
+                digests = {each[number]["digest"] for each in rounds.values()}
+                print(f"round {number}: tokens identical: {len(digests) == 1}")
+        except RuntimeError:
+            for log in folder.glob("*.log"):
+                print(log.name, *log.read_text().splitlines()[-12:], sep="\n")
+            raise
+        finally:
+            for process in processes.values():
+                process.kill()
+                process.wait()
+    report(rounds)
+    if args.json:
+        sys.path.insert(0, str(ROOT))
+        from jaxkv.tools.machine import machine
+
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump({"machine": machine(), "rounds": rounds}, file, indent=1)
+            file.write("\n")
+
+
+def report(rounds: dict[str, list[dict[str, Any]]]) -> None:
+    """Print medians, with the least and the most."""
+
+    def spread(values: list[float]) -> str:
+        middle = statistics.median(values)
+        return f"{middle:.4g} [{min(values):.4g}, {max(values):.4g}]"
+
+    base = [each["tokens_per_s"] for each in rounds["copying"]]
+    for name, each in rounds.items():
+        rates = [own["tokens_per_s"] for own in each]
+        ratios = [own / other for own, other in zip(rates, base, strict=True)]
+        print(
+            f"{name:12} {spread(rates)} tokens/s, of copying's {spread(ratios)}",
+            flush=True,
+        )
+        if "us" not in each[0]:
+            continue
+        last = each[-1]
+        print(
+            f"{'':12} a step takes {spread([own['step_ms'] for own in each])} ms; "
+            f"{last['num_stored']} blocks stored, {last['num_dropped']} dropped; "
+            f"nothing moves in {last['num_still']} of {last['num_steps']} steps"
+        )
+        print(f"{'':12} us of the engine's thread a step, and where nothing moves")
+        for call in last["us"]:
+            us, still_us = (
+                spread([own[key].get(call, 0.0) for own in each])
+                for key in ("us", "still_us")
+            )
+            print(f"{'':14}{call:32}{us:28}{still_us}")
+
+
+if __name__ == "__main__":
+    main()
