@@ -101,7 +101,8 @@ class Watch:
             try:
                 return call(*args, **named)
             finally:
-                self.step[name] += time.thread_time() - start_s
+                took_s = time.thread_time() - start_s
+                self.step[name] += took_s
                 self._depth -= 1
 
         return timed
@@ -302,9 +303,7 @@ def main() -> None:
         from vllm_cpu import lab
 
         lab.make_lab(folder)
-        processes = {
-            name: start(folder, name, case) for name, case in cases.items()
-        }
+        processes = {name: start(folder, name, case) for name, case in cases.items()}
         try:
             for process in processes.values():
                 ask(process)  # Compiles.

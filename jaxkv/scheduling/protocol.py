@@ -266,6 +266,11 @@ class OffloadMetadata:
     load_in_step: bool = False
     below: tuple[TierMoves, ...] = ()
 
+    @property
+    def is_nothing(self) -> bool:
+        """Whether nothing moves, here or in the process that planned it."""
+        return self is NO_MOVES or self == NO_MOVES
+
     def digest(self, before: bytes = b"") -> bytes:
         """Make a digest of this plan and those before it.
 

@@ -20,7 +20,6 @@ from jaxkv.scheduling.exchange import AgreementError as AgreementError
 from jaxkv.scheduling.exchange import open_exchanges
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
-    NO_MOVES,
     NO_REPORTS,
     ConnectorOutput,
     Mover,
@@ -226,7 +225,7 @@ class OffloadWorker:
                 "nobody took the loads of the last step: with load_in_step, call "
                 "take_step_loads() after start(), and step_started()."
             )
-        if meta == NO_MOVES and self.start_nothing():
+        if meta.is_nothing and self.start_nothing():
             return pool
         self._step += 1
         if self._agreement is None:

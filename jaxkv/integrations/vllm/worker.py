@@ -21,7 +21,6 @@ from jaxkv.integrations.vllm.tokens import TokenRestorer
 from jaxkv.observe.start import log_start
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
-    NO_MOVES,
     NO_REPORTS,
     TierMoves,
     TierReport,
@@ -246,7 +245,7 @@ class WorkerHalf:
                 "pass its KV caches to connectors as tpu-inference's does."
             )
         self._is_idle = step.is_idle
-        if step.transfers == NO_MOVES and worker.start_nothing():
+        if step.transfers.is_nothing and worker.start_nothing():
             return
         offload = self._config.offload
         if offload.storage is not None and self._listing_deadline_s is None:
