@@ -39,6 +39,10 @@ class BlockPool:
         for block in blocks:
             block.ref_cnt -= 1
 
+    def get_num_free_blocks(self):
+        """Count the blocks that could be allocated."""
+        return sum(not block.ref_cnt for block in self.blocks)
+
 
 spec = FullAttentionSpec(block_size=BLOCK)
 kv_cache_config = Object(

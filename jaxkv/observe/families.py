@@ -199,6 +199,22 @@ OF_SCHEDULER: tuple[Family[Readings], ...] = (
         ),
     ),
     Family(
+        "jaxkv:kv_offload_stores_paused",
+        "gauge",
+        "1 while stores are paused because nothing stored is asked for, else 0.",
+        lambda readings: readings.scheduler.is_storing_paused,
+    ),
+    Family(
+        "jaxkv:kv_offload_blocks_paused",
+        "counter",
+        "Blocks that were not stored because nothing stored was asked for.",
+        lambda readings: (
+            readings.stats.num_paused
+            if readings.scheduler.rules.pause_unused_stores
+            else None
+        ),
+    ),
+    Family(
         "vllm:kv_offload_cpu_cache_usage_perc",
         "gauge",
         "Share of the host blocks that transfers hold, from 0 to 1.",

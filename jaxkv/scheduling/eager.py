@@ -12,7 +12,7 @@ from jaxkv.scheduling.prefix import Rows, rows_of
 from jaxkv.scheduling.protocol import Request, SchedulerOutput
 from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import NO_LIMIT, OffloadRules, most_stored_tokens
-from jaxkv.scheduling.stores import Stores
+from jaxkv.scheduling.stores import StorePause, Stores
 from jaxkv.search.groups import GroupSpec
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.index import BlockIndex
@@ -36,6 +36,7 @@ class _Progress:
         is_ordered: Whether these have their place in the host's order of eviction.
         num_lost: `BlockIndex.num_lost` when the host had all of them, from the
             head on; -1 if that was never looked at.
+        is_left_out: Whether it is not to be stored while stores are paused.
     """
 
     request: Request
@@ -45,6 +46,7 @@ class _Progress:
     refused_at: int = -1
     is_ordered: bool = False
     num_lost: int = -1
+    is_left_out: bool = False
 
 
 class EagerStores:
@@ -59,6 +61,9 @@ class EagerStores:
         rules: What the engine chose.
         stores: Takes what was chosen.
         keys: The requests' keys.
+
+    Attributes:
+        pause: Whether stores are paused.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class EagerStores:
         self._rules = rules
         self._stores = stores
         self._keys = keys
+        self.pause = StorePause(rules, host.num_blocks, stores.stats)
         self._progress: dict[str, _Progress] = {}
         # Requests of the steps since the last offers.
         self._scheduled: dict[str, int] = {}
@@ -105,6 +111,7 @@ class EagerStores:
             [num_tokens // spec.block_size // factor * factor for spec in self._groups],
             is_ordered=True,
         )
+        progress.is_left_out = self.pause.leaves_out(self._keys.of(request)[0])
         progress.next_tokens = self._next_tokens(progress)
         self._progress[request.request_id] = progress
         self._scheduled.pop(request.request_id, None)  # Of before its preemption.
@@ -181,6 +188,10 @@ class EagerStores:
         keys = self._keys.of(progress.request)
         from_head = [0] * len(self._groups)
         rows = self._rows(progress, keys, from_head, self._num_full(progress, keys))
+        if progress.is_left_out and self.pause.is_on:
+            stats.num_paused += len(rows.keys) * factor
+            self._host.drops.note(rows.keys, "paused")
+            return
         is_known = self._host.contains(rows.keys)
         if is_known.all():
             if not progress.is_ordered:
@@ -209,7 +220,7 @@ class EagerStores:
 
     def _start_over(self, progress: _Progress) -> None:
         progress.num_offered = [0] * len(self._groups)
-        progress.next_tokens = 0
+        progress.next_tokens = NO_LIMIT if progress.is_left_out else 0
         progress.refused_at = -1
 
     def _num_full(
@@ -263,6 +274,8 @@ class EagerStores:
 
     def _next_tokens(self, progress: _Progress) -> int:
         """Tell how many tokens a request must have before there is more to offer."""
+        if progress.is_left_out:
+            return NO_LIMIT
         factor = self._rules.blocks_per_host_block
         next_tokens = min(
             (offered + factor) * spec.block_size

@@ -76,6 +76,7 @@ _WORDS: dict[Reason | None, str] = {
     "evicted": "evicted from the host",
     "full": "dropped: the host had no room",
     "slow": "dropped: too much was on its way to the host",
+    "paused": "not stored: nothing stored was asked for (pause_unused_stores)",
     "store failed": "dropped: its store failed",
     "load failed": "forgotten: its load failed",
 }

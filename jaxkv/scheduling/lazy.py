@@ -16,10 +16,10 @@ class LazyStores:
     """Chooses what to store from the old end of the device's order of eviction.
 
     Each look is at the blocks that will be evicted next, as many as twice those of a
-    full step and a batch, and stores what the host lacks. Each look begins at the oldest block:
-    there is no cursor that could pass one by. What the host has, as far as it was
-    looked up or stored here, is noted in the device's tier until the host loses it, so
-    that only the others are looked up.
+    full step and a batch, and stores what the host lacks. It begins at the oldest
+    block: there is no cursor that could pass one by. What the host has, as far as it
+    was looked up or stored here, is noted in the device's tier until the host loses it,
+    so that only the others are looked up.
 
     Args:
         groups: The groups of the model's layers.

@@ -14,8 +14,8 @@ from jaxkv.search.groups import FullAttention, GroupSpec
 WriteRule: TypeAlias = Literal["on_reuse", "on_evict", "through"]
 """Which blocks of a tier are written to the next one down."""
 
-# Several extents of one device, half an extent of eight: a transfer of fewer bytes takes
-# the engine's thread as long as they take on the bus.
+# Several extents of one device, half an extent of eight: to start the transfer of fewer
+# bytes takes the engine's thread about as long as they take on the bus.
 _BATCH_BYTES = 32 << 20
 _MOST_IN_BATCH = 64
 
@@ -103,9 +103,9 @@ class RuleSettings(Settings):
     store_batch_blocks: int | None = settings.number(
         None,
         "scheduler",
-        "How many blocks to store at a time; they wait for one another on the device, "
-        "but not when blocks run short, no model runs, or their request ends. 0 stores "
-        "in each step; `null`: 32 MiB of blocks, at most 64.",
+        "Blocks to store at a time. They wait on the device, but not when blocks run "
+        "short, no model runs or their request ends. 0 stores in each step; `null`: 32 "
+        "MiB, at most 64.",
         unit="device blocks",
         least=0,
     )
@@ -115,6 +115,12 @@ class RuleSettings(Settings):
         "Most steps that a block waits, with `store_batch_blocks`.",
         unit="steps",
         least=1,
+    )
+    pause_unused_stores: bool = settings.flag(
+        False,
+        "scheduler",
+        "Store one request in 16 while nothing stored is asked for: from twice the "
+        "host's blocks on, until a request finds something. Not with lazy stores.",
     )
     skip_slow_loads: bool = settings.flag(
         False,
@@ -182,7 +188,7 @@ class RuleSettings(Settings):
                 "exclude one another: the device evicts single blocks, and a host "
                 "block takes several in a row."
             )
-        for word in ("prompt_only", "max_offload_tokens"):
+        for word in ("prompt_only", "max_offload_tokens", "pause_unused_stores"):
             if value := getattr(self, word):
                 yield (
                     f"{word}={value} and mode='lazy' exclude one another: a block that "

@@ -38,7 +38,6 @@ from jaxkv.scheduling.notifier import RequestNotifier, stop_of
 from jaxkv.scheduling.plan import Gate, View, check_rates, plan
 from jaxkv.scheduling.prefix import row_keys
 from jaxkv.scheduling.protocol import (
-    NO_EVENT,
     NO_MOVES,
     NO_REPORTS,
     BlockTable,
@@ -272,6 +271,13 @@ class OffloadScheduler:
         for own in self._storage:
             stats = stats.with_storage(own.counts, own.tier.num_evicted)
         return stats
+
+    @property
+    def is_storing_paused(self) -> bool | None:
+        """Whether stores are paused; None without `pause_unused_stores`."""
+        if self._eager is None or not self.rules.pause_unused_stores:
+            return None
+        return self._eager.pause.is_on
 
     @property
     def in_transit(self) -> InTransit:

@@ -43,6 +43,8 @@ class OffloadStats:
         num_skipped: Times that a host block was not stored as too few had asked for it
             (`OffloadRules.store_threshold`), or as it was in the tail of a prompt that
             no request had asked for (`max_unseen_blocks`).
+        num_paused: Blocks of requests that were not stored, as nothing that was stored
+            had been asked for (`pause_unused_stores`).
         num_evicted: Host blocks that were evicted to make room for others.
         num_loads: Loads that arrived, each for a request.
         num_loads_failed: Loads that did not.
@@ -77,6 +79,7 @@ class OffloadStats:
     num_dropped_reset: int = 0
     num_offered: int = 0
     num_skipped: int = 0
+    num_paused: int = 0
     num_evicted: int = 0
     num_loads: int = 0
     num_loads_failed: int = 0

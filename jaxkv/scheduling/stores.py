@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from itertools import chain, compress
 from typing import TypeAlias, TypeVar
@@ -19,6 +21,10 @@ from jaxkv.tiers.base import Placement
 from jaxkv.tiers.device import DeviceBlockPool, Victims
 from jaxkv.tiers.index import BlockIndex
 from jaxkv.types import NO_BLOCK, BlockKey
+
+_LOG = logging.getLogger(__name__)
+# While stores are paused, one request in so many is stored.
+_PAUSE_SAMPLE = 16
 
 Item = TypeVar("Item")
 Store: TypeAlias = Move[list[int]]
@@ -74,6 +80,57 @@ class StoreSteps:
     def note_tokens(self, num_tokens: int) -> None:
         """Take note of tokens for which the device has allocated blocks."""
         self._num_tokens = min(self._num_tokens + num_tokens, self._batch_tokens)
+
+
+class StorePause:
+    """Stops to store while nothing that was stored is asked for.
+
+    That is so once as many blocks as the host has twice were offered since a request
+    last found something there. Some requests are stored on, and stay for longer, as
+    they have the host to themselves: the first of which something is found ends it.
+    The last block of a prompt decides who they are, for many prompts begin alike.
+
+    Args:
+        rules: What the engine chose.
+        num_host_blocks: Blocks of the host tier.
+        stats: Where it is counted what is offered, and found.
+
+    Attributes:
+        is_on: Whether it is so now.
+    """
+
+    def __init__(
+        self, rules: OffloadRules, num_host_blocks: int, stats: OffloadStats
+    ) -> None:
+        self.is_on = False
+        self._may_be_on = rules.pause_unused_stores
+        self._most_unused = 2 * num_host_blocks * rules.blocks_per_host_block
+        self._stats = stats
+        self._num_offered = 0
+        self._num_found = 0
+
+    def leaves_out(self, keys: Sequence[BlockKey]) -> bool:
+        """Tell whether a request is not to be stored, by the keys of its prompt."""
+        if not self._may_be_on:
+            return False
+        stats = self._stats
+        if stats.num_host_hit_tokens != self._num_found:
+            self._num_found = stats.num_host_hit_tokens
+            self._num_offered = stats.num_offered
+            if self.is_on:
+                _LOG.info("blocks are stored again: a request found some on the host")
+            self.is_on = False
+        elif not self.is_on:
+            num_unused = stats.num_offered - self._num_offered
+            self.is_on = num_unused >= self._most_unused
+            if self.is_on:
+                _LOG.info(
+                    "%d blocks were stored and none was asked for: only one request in "
+                    "%d is stored from now on, until something is found on the host",
+                    num_unused,
+                    _PAUSE_SAMPLE,
+                )
+        return self.is_on and bool(keys) and zlib.crc32(keys[-1]) % _PAUSE_SAMPLE != 0
 
 
 class Stores:

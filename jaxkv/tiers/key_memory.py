@@ -19,11 +19,11 @@ MAX_TRACKED = 64_000
 """Keys whose look-ups are counted, unless more or fewer are asked for."""
 
 DropReason: TypeAlias = Literal[
-    "evicted", "full", "slow", "store failed", "load failed"
+    "evicted", "full", "slow", "paused", "store failed", "load failed"
 ]
 """Why a block is not on the host: it was evicted for others; it was never stored, as
-the host had no room, or as too much was on its way; its store failed; its load
-failed."""
+the host had no room, as too much was on its way, or as stores were paused; its store
+failed; its load failed."""
 
 
 class ReuseFilter:

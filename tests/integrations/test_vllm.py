@@ -14,7 +14,7 @@ import pytest
 
 from jaxkv import OffloadMetadata, OffloadScheduler, Retention, TransferEngine
 from jaxkv.integrations.vllm import tokens
-from jaxkv.integrations.vllm.scheduler import VllmRequest
+from jaxkv.integrations.vllm.scheduler import PrefillRate, VllmRequest
 from jaxkv.integrations.vllm.stats import REPORT_EVERY_S, StatsReader
 from jaxkv.integrations.vllm.worker import StepMetadata
 from jaxkv.observe.metrics import OffloadMetrics
@@ -902,6 +902,42 @@ def test_a_half_reports_now_and_then_while_the_model_runs_and_at_once_when_it_en
     found = reader.take(is_last=True).data
     assert found["counters"] == {"jaxkv:kv_offload_blocks_stored": {"": 3}}
     assert reader.take(is_last=True) is None
+
+
+def test_the_rate_of_prefill_is_that_of_the_large_steps():
+    now_s = 0.0
+    rate = PrefillRate(clock=lambda: now_s)
+    assert rate.tokens_per_s == 0
+    for num_tokens, took_s in ((8, 0.5), (64, 1.0), (512, 1.0), (4, 0.1), (256, 0.25)):
+        rate.begin_step(num_tokens)
+        now_s += took_s
+    rate.begin_step(0)
+    assert rate.tokens_per_s == (512 + 1024) / 2
+    now_s += 100  # Nothing is computed.
+    for took_s in (0.5, 0.5, 100.0, 0.5):
+        rate.begin_step(512)
+        now_s += took_s
+    rate.begin_step(1)
+    assert rate.tokens_per_s == 1024
+
+
+def test_loads_that_take_longer_than_to_compute_are_declined(newest):
+    engine = make_warm_engine(extra={"skip_slow_loads": True})
+    scheduler = engine.scheduler.connector._scheduler
+    scheduler._prefill._steps.extend([(1 << 20, 1e-3)] * 15)
+    worker = engine.runner.connector._worker._worker
+    for bytes_per_s, num_loaded in ((1e15, 4 * BLOCK_SIZE), (1.0, 0)):
+        worker.load_bytes_per_s = bytes_per_s
+        engine.run(Request(f"tells {bytes_per_s}", range(100, 109), 1))
+        forget_device(engine)
+        before = engine.scheduler.num_external_tokens
+        again = Request(f"again {bytes_per_s}", range(18), 3)
+        engine.run(again)
+        assert engine.scheduler.num_external_tokens - before == num_loaded
+        assert again.tokens == reference(range(18), 3)
+        forget_device(engine)
+    assert scheduler.scheduler.stats.num_loads_declined == 1
+    engine.check_nothing_leaked()
 
 
 def test_what_is_counted_until_an_engine_idles_is_reported(newest):

@@ -291,6 +291,19 @@ def test_skipped_stores_and_declined_loads_are_counted():
     assert page["vllm:kv_offload_allocation_failure_total"] == 0
 
 
+def test_paused_stores_are_told():
+    rig = Rig(pause_unused_stores=True, host_blocks=2)
+    names = "jaxkv:kv_offload_stores_paused", "jaxkv:kv_offload_blocks_paused_total"
+    assert [read(rig.scheduler)[name] for name in names] == [0, 0]
+    for number in range(40):
+        rig.run(rig.request(f"r{number}", number))
+        rig.forget_device()
+    page = read(rig.scheduler)
+    assert page[names[0]] == 1
+    assert page[names[1]] == rig.scheduler.stats.num_paused > 10
+    assert not any("pause" in name for name in read(Rig().scheduler))
+
+
 def test_the_tail_of_an_unseen_prompt_counts_as_skipped():
     rig = Rig(max_unseen_blocks=1)
     rig.run(rig.request("one", 1, 2, 3))

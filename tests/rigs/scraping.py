@@ -48,7 +48,11 @@ def read(scheduler=None, worker=None, pool=None):
 def make_all():
     """The sources of all metrics."""
     rules = OffloadRules(
-        store_threshold=2, max_blocks_in_flight=4, skip_slow_loads=True, block_bytes=1
+        store_threshold=2,
+        max_blocks_in_flight=4,
+        pause_unused_stores=True,
+        skip_slow_loads=True,
+        block_bytes=1,
     )
     engine = TransferEngine({"kv": jnp.zeros((4, 2))}, 3)
     storage = open_storage(engine, "memory://metrics")

@@ -267,6 +267,65 @@ def test_a_batch_has_32_mib_of_blocks_unless_another_size_is_given():
     assert batch(block_bytes=2 << 20, store_batch_blocks=0) == 0
 
 
+def test_stores_pause_while_nothing_stored_is_asked_for(caplog):
+    caplog.set_level("INFO", logger="jaxkv.scheduling.stores")
+    rig = make_rig(host_blocks=8, pause_unused_stores=True, remember_drops=1000)
+    scheduler, stats = rig.scheduler, rig.scheduler._stats
+
+    def run(*path):
+        before = stats.num_stored
+        rig.run(rig.request(f"request {path}", *path))
+        rig.forget_device()
+        return stats.num_stored - before
+
+    assert scheduler.is_storing_paused is False
+    # Twice the host's blocks, of which nobody asks for one.
+    assert [run(n, n + 100) for n in range(8)] == [2] * 8
+    assert stats.num_paused == 0
+    numbers = range(1000, 1060)
+    sizes = {n: run(n, n + 100, n + 200) for n in numbers}
+    assert scheduler.is_storing_paused
+    assert set(sizes.values()) == {0, 3}
+    sampled = [n for n in numbers if sizes[n]]
+    assert 1 <= len(sampled) <= 9
+    assert stats.num_paused == 3 * (len(numbers) - len(sampled))
+    left_out = next(n for n in numbers if not sizes[n])
+    path = left_out, left_out + 100, left_out + 200
+    explained = scheduler.explain(rig.request("?", *path))
+    assert "pause_unused_stores" in str(explained)
+    # The first that finds something ends it for those who come after it.
+    n = sampled[-1]
+    assert run(n, n + 100, n + 200) == 0
+    assert stats.num_host_hit_tokens
+    assert run(*path) == 3
+    assert not scheduler.is_storing_paused
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "16 blocks were stored and none was asked for",
+        "blocks are stored again",
+    ]
+    rig.check_nothing_leaked()
+
+
+def test_a_request_that_ends_after_a_pause_is_stored():
+    rig = make_rig(host_blocks=8, device_blocks=40, pause_unused_stores=True)
+    for n in range(9):
+        rig.run(rig.request(f"r{n}", n, n + 100))
+        rig.forget_device()
+    names = [f"waits {n}" for n in range(1000, 1006)]
+    for n, name in enumerate(names, 1000):
+        rig.admit(rig.request(name, n, n + 100))
+        rig.step(**{name: 2})
+    assert rig.scheduler.is_storing_paused
+    before = rig.scheduler.stats.num_stored
+    rig.scheduler._stats.num_host_hit_tokens += 1  # As another request would.
+    rig.run(rig.request("ends it", 7777))
+    for name in names:
+        rig.finish(name)
+        rig.settle()
+    assert rig.scheduler.stats.num_stored == before + 1 + 2 * len(names)
+    rig.check_nothing_leaked()
+
+
 @modes
 def test_no_more_is_in_flight_than_may_be(mode):
     rig = make_rig(mode, max_blocks_in_flight=3)

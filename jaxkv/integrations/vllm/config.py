@@ -70,6 +70,11 @@ _OTHERWISE = {
         "Device memory for transfers, which is also the most that is in flight.",
     ),
     "deadline_s": ("transfer_deadline_s", "Abandon a transfer that takes longer."),
+    "skip_slow_loads": (
+        "skip_slow_loads",
+        "Compute what would take longer to load, by the rates of vLLM's steps and of "
+        "the loads so far.",
+    ),
     "storage_secret": (
         "storage_secret",
         "Secret of at least 16 bytes that signs what is written; blocks without its "
@@ -82,7 +87,7 @@ _OTHERWISE = {
 # was never tried with it.
 _NOT_SERVED = {
     *("executor", "mode", "max_num_batched_tokens", "world_size", "enable_events"),
-    *("max_blocks_in_flight", "skip_slow_loads", "copy_on_device", "load_in_step"),
+    *("max_blocks_in_flight", "copy_on_device", "load_in_step"),
     *("flush_on_preemption", "remember_drops", "transfer_mode", "transfer_kernel"),
     *("extent_bytes", "layer_groups", "compression", "report_after_steps"),
     *("check_plans", "agreement_timeout_s"),
@@ -132,8 +137,7 @@ class VllmSettings(Settings):
     lazy_offload: bool = settings.flag(
         False,
         "scheduler",
-        "Refused if `true`: vLLM's block pool cannot keep a block at its place while "
-        "it is stored, and would next evict one that was not.",
+        "Refused if `true`: vLLM's block pool cannot pin a block in its place.",
     )
 
     def _contradictions(self) -> Iterator[str]:

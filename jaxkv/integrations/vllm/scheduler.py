@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -25,6 +27,8 @@ from jaxkv.types import BlockKey, Stop
 Value = TypeVar("Value")
 
 _LOG = logging.getLogger("jaxkv")
+# The steps that the rate of prefill is the median of.
+_RATE_STEPS = 15
 
 
 class VllmRequest:
@@ -133,6 +137,43 @@ class VllmRequest:
         return int(getattr(self.request, "num_output_placeholders", 0))
 
 
+class PrefillRate:
+    """Measures how fast the model computes prompts, by the engine's own steps.
+
+    A step takes until the next one is planned. The median of the last steps counts that
+    computed at least half as many tokens as the largest: the others have few tokens of
+    prompts, and one that is followed by a pause says nothing.
+
+    Args:
+        clock: Seconds since some moment.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._num_tokens = 0
+        self._start_s = 0.0
+        self._most_tokens = 0
+        self._steps: deque[tuple[int, float]] = deque(maxlen=_RATE_STEPS)
+
+    def begin_step(self, num_tokens: int) -> None:
+        """Note that a step is planned that computes some tokens."""
+        now_s = self._clock()
+        if self._num_tokens and 2 * self._num_tokens >= self._most_tokens:
+            self._most_tokens = max(self._most_tokens, self._num_tokens)
+            self._steps.append((self._num_tokens, now_s - self._start_s))
+        self._num_tokens, self._start_s = num_tokens, now_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The rate; 0 until a step is over."""
+        rates = [
+            num_tokens / max(took_s, 1e-9)
+            for num_tokens, took_s in self._steps
+            if 2 * num_tokens >= self._most_tokens
+        ]
+        return statistics.median(rates) if rates else 0.0
+
+
 class SchedulerHalf:
     """Decides what is stored and loaded, beside vLLM's scheduler.
 
@@ -167,6 +208,8 @@ class SchedulerHalf:
         self._awaits_listing = config.storage is not None
         self._has_left_storage = False
         self._stats = StatsReader(self.scheduler)
+        # Only where a load is compared with it.
+        self._prefill = PrefillRate() if config.offload.skip_slow_loads else None
         self._events = None
         if config.enable_events:
             is_remote = config.storage is not None and not config.storage.is_folder
@@ -243,6 +286,8 @@ class SchedulerHalf:
         transfers = self.scheduler.build_connector_meta(
             SchedulerOutput(output.num_scheduled_tokens, new_block_ids, preempted)
         )
+        if self._prefill is not None:
+            self._prefill.begin_step(sum(output.num_scheduled_tokens.values()))
         is_idle = not output.num_scheduled_tokens
         return StepMetadata(transfers, self._num_forgotten_pools, is_idle)
 
@@ -252,6 +297,10 @@ class SchedulerHalf:
             self.scheduler.update_connector_output(report.output)
             self._note_lost_pools(report.num_lost_pools)
             self._awaits_listing &= not report.is_listed
+            if self._prefill is not None:
+                rate = self._prefill.tokens_per_s
+                rates = report.load_bytes_per_s, rate, report.storage_bytes_per_s
+                self.scheduler.note_rates(*rates)
 
     def finish(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """Finish a request that is done or aborted."""

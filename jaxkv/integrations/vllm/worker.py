@@ -48,11 +48,16 @@ class WorkerReport:
         output: The report for jaxkv's scheduler.
         num_lost_pools: Pools of KV that the worker has lost so far.
         is_listed: Whether it is known what the store has, or took too long to say.
+        load_bytes_per_s: How fast loads are, of several workers the slowest ones; 0 if
+            unknown.
+        storage_bytes_per_s: Likewise, reads from the store.
     """
 
     output: ConnectorOutput
     num_lost_pools: int = 0
     is_listed: bool = False
+    load_bytes_per_s: float = 0.0
+    storage_bytes_per_s: float = 0.0
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
         """Combine the reports of two workers, as vLLM's executors do."""
@@ -60,6 +65,8 @@ class WorkerReport:
             ConnectorOutput.aggregate([self.output, other.output]),
             max(self.num_lost_pools, other.num_lost_pools),
             self.is_listed or other.is_listed,
+            min(self.load_bytes_per_s, other.load_bytes_per_s),
+            min(self.storage_bytes_per_s, other.storage_bytes_per_s),
         )
 
 
@@ -323,7 +330,11 @@ class WorkerHalf:
             return None
         self._is_loss_reported = True
         self._is_listing_reported |= is_listed
-        return WorkerReport(report, self._num_lost_pools, is_listed)
+        worker = self._worker
+        rates = 0.0, 0.0
+        if worker is not None:
+            rates = worker.load_bytes_per_s, worker.storage_bytes_per_s
+        return WorkerReport(report, self._num_lost_pools, is_listed, *rates)
 
     def _refuse(self, output: ConnectorOutput) -> None:
         """Report transfers as failed, however they ended."""
