@@ -171,7 +171,8 @@ class EagerStores:
                 and progress.request.num_computed_tokens >= progress.next_tokens
                 and progress.refused_at != num_changes
             ):
-                self._offer(pool, progress)
+                keys = self._keys.of(progress.request)
+                self._offer(pool, progress, keys, self._num_full(progress, keys))
 
     def finish(self, pool: DeviceBlockPool, request_id: str) -> None:
         """Offer all of a request that is about to lose its device blocks."""
@@ -187,7 +188,8 @@ class EagerStores:
         factor, stats = self._rules.blocks_per_host_block, self._stores.stats
         keys = self._keys.of(progress.request)
         from_head = [0] * len(self._groups)
-        rows = self._rows(progress, keys, from_head, self._num_full(progress, keys))
+        num_full = self._num_full(progress, keys)
+        rows = self._rows(progress, keys, from_head, num_full)
         if progress.is_left_out and self.pause.is_on:
             stats.num_paused += len(rows.keys) * factor
             self._host.drops.note(rows.keys, "paused")
@@ -205,8 +207,10 @@ class EagerStores:
             return
         # All of it, so that its tail does not take the place of its head.
         progress.num_offered = from_head
-        self._offer(pool, progress)
+        self._offer(pool, progress, keys, num_full)
         num_done = sum(progress.num_offered) // factor
+        if num_done == len(rows.keys):
+            return
         num_lost = int((~is_known[num_done:]).sum()) * factor
         stats.num_offered += num_lost
         stats.num_dropped_full += num_lost
@@ -242,10 +246,21 @@ class EagerStores:
             )
         ]
 
-    def _offer(self, pool: DeviceBlockPool, progress: _Progress) -> None:
-        """Offer what a request has that was not offered before."""
-        keys = self._keys.of(progress.request)
-        num_full = self._num_full(progress, keys)
+    def _offer(
+        self,
+        pool: DeviceBlockPool,
+        progress: _Progress,
+        keys: Sequence[Sequence[BlockKey]],
+        num_full: list[int],
+    ) -> None:
+        """Offer what a request has that was not offered before.
+
+        Args:
+            pool: The device's blocks.
+            progress: The request's.
+            keys: Its keys, for each group.
+            num_full: How many blocks of each group are certain and may be stored.
+        """
         first = progress.num_offered
         rows = self._rows(progress, keys, first, num_full)
         num_skipped = self._host.num_skipped

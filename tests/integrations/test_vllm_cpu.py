@@ -22,7 +22,11 @@ from tests.integrations.vllm_cpu.comparison import (
 
 LONG = pytest.mark.long
 # Each group of layers has blocks of its own.
-HYBRID = {"model": "hybrid-float32", "num_blocks": 80}
+HYBRID = {
+    "model": "hybrid-float32",
+    "num_blocks": 80,
+    "extra": {"store_batch_blocks": 8},
+}
 SERVED = {
     "float32": {"model": "llama-float32"},
     "hybrid": HYBRID,

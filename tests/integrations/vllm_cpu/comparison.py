@@ -52,10 +52,10 @@ class Lab:
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         return done.stdout
 
-    def run_both(self, scenario, **options):
+    def run_both(self, scenario, *, extra=None, **options):
         """Run a scenario without a connector and with jaxkv, at the same time."""
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            found = pool.submit(self.run, scenario, extra={}, **options)
+            found = pool.submit(self.run, scenario, extra=extra or {}, **options)
             expected = self.run(scenario, **options)
             return expected, found.result()
 
