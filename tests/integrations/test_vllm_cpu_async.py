@@ -56,7 +56,7 @@ def check_pressure(found, seeds, least=5):
 
 
 def test_no_token_is_dropped_with_async_scheduling(lab):
-    # Blocks wait to be stored together: by default a pool this small has no room for it.
+    # Blocks wait to be stored together; the default needs a larger pool.
     expected, found = run_both(lab, "llama", 2, extra={"store_batch_blocks": 6})
     check_same_answers(found, expected)
     check_pressure(found, 2)
