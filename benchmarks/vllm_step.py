@@ -11,11 +11,11 @@ all are asked by turns:
   themselves cost shows here;
 - connector: jaxkv with its defaults;
 - NAME: jaxkv with other keys, of ``--keys NAME=JSON``;
-- with ``--beside CHECKOUT``, another version of jaxkv with its defaults.
+- beside: another version of jaxkv with its defaults, of ``--beside CHECKOUT``.
 
-For each: tokens generated a second; and for those with a connector the processor time
-of the engine's thread in the connector's calls, for all steps, and for those in which
-nothing moves: no transfer begins, is under way or is reported.
+It tells how many tokens are generated a second, and what processor time the connector's
+calls take of the engine's thread: in all steps, and in those in which nothing moves,
+where no transfer begins, is under way or is reported.
 
 Run it where `.ci/vllm` has installed vLLM::
 
@@ -43,6 +43,7 @@ from typing import Any
 
 HERE = pathlib.Path(__file__).resolve()
 ROOT = HERE.parent.parent
+sys.path.insert(0, str(ROOT / "tests/integrations"))
 NUM_PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 40, 200, 48
 NUM_BLOCKS, NUM_HOST_BLOCKS = 200, 400
 CALLS = (
@@ -126,14 +127,14 @@ class CopyingThread:
         self._copy = np.copyto
         self._wanted: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._next = 0
-        self.num_tokens = 0
+        self._num_tokens = 0
         threading.Thread(target=self._run, daemon=True).start()
 
     def copy(self, num_tokens: int) -> None:
         """Copy the blocks that these tokens fill."""
-        self.num_tokens += num_tokens
-        while self.num_tokens >= 16:
-            self.num_tokens -= 16
+        self._num_tokens += num_tokens
+        while self._num_tokens >= 16:
+            self._num_tokens -= 16
             self._wanted.put(self._next)
             self._next = (self._next + 1) % NUM_HOST_BLOCKS
 
@@ -242,7 +243,6 @@ def start(
     folder: pathlib.Path, name: str, case: dict[str, Any]
 ) -> subprocess.Popen[str]:
     """Start the process of a case; what it logs goes to a file of its name."""
-    sys.path.insert(0, str(ROOT / "tests/integrations"))
     from vllm_cpu import lab
 
     own = lab.environ(folder)
@@ -298,10 +298,9 @@ def main() -> None:
         cases["beside"] = beside
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
     with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
-        sys.path.insert(0, str(ROOT / "tests/integrations"))
         from vllm_cpu import lab
 
+        folder = pathlib.Path(name)
         lab.make_lab(folder)
         processes = {name: start(folder, name, case) for name, case in cases.items()}
         try:

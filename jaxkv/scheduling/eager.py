@@ -111,7 +111,8 @@ class EagerStores:
             [num_tokens // spec.block_size // factor * factor for spec in self._groups],
             is_ordered=True,
         )
-        progress.is_left_out = self.pause.leaves_out(self._keys.of(request)[0])
+        if self._rules.pause_unused_stores:
+            progress.is_left_out = self.pause.leaves_out(self._keys.of(request)[0])
         progress.next_tokens = self._next_tokens(progress)
         self._progress[request.request_id] = progress
         self._scheduled.pop(request.request_id, None)  # Of before its preemption.

@@ -83,12 +83,12 @@ class StoreSteps:
 
 
 class StorePause:
-    """Stops to store while nothing that was stored is asked for.
+    """Stops storing while nothing that was stored is asked for.
 
-    That is so once as many blocks as the host has twice were offered since a request
-    last found something there. Some requests are stored on, and stay for longer, as
-    they have the host to themselves: the first of which something is found ends it.
-    The last block of a prompt decides who they are, for many prompts begin alike.
+    It begins when twice as many blocks as the host has were offered since a request
+    last found something there. A sample of the requests is still stored, and stays for
+    longer, as it has the host to itself: the first hit ends the pause. The last block
+    of a prompt decides whether it is in the sample, because many prompts begin alike.
 
     Args:
         rules: What the engine chose.
@@ -96,14 +96,13 @@ class StorePause:
         stats: Where it is counted what is offered, and found.
 
     Attributes:
-        is_on: Whether it is so now.
+        is_on: Whether stores are paused.
     """
 
     def __init__(
         self, rules: OffloadRules, num_host_blocks: int, stats: OffloadStats
     ) -> None:
         self.is_on = False
-        self._may_be_on = rules.pause_unused_stores
         self._most_unused = 2 * num_host_blocks * rules.blocks_per_host_block
         self._stats = stats
         self._num_offered = 0
@@ -111,8 +110,6 @@ class StorePause:
 
     def leaves_out(self, keys: Sequence[BlockKey]) -> bool:
         """Tell whether a request is not to be stored, by the keys of its prompt."""
-        if not self._may_be_on:
-            return False
         stats = self._stats
         if stats.num_host_hit_tokens != self._num_found:
             self._num_found = stats.num_host_hit_tokens

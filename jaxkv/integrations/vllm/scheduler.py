@@ -140,9 +140,9 @@ class VllmRequest:
 class PrefillRate:
     """Measures how fast the model computes prompts, by the engine's own steps.
 
-    A step takes until the next one is planned. The median of the last steps counts that
-    computed at least half as many tokens as the largest: the others have few tokens of
-    prompts, and one that is followed by a pause says nothing.
+    A step takes until the next one is planned. Of the last steps, the median counts of
+    those that computed at least half as many tokens as the largest: other steps compute
+    few tokens of prompts. A step that is followed by a pause does not change it.
 
     Args:
         clock: Seconds since some moment.
