@@ -368,6 +368,13 @@ class OffloadConfig(RuleSettings, _HostSettings):
     strict_seed: int = settings.number(
         0, "strict", "Chooses how late they are.", unit="", least=0
     )
+    strict_fail_loads: int = settings.number(
+        0,
+        "strict",
+        "Fail one load in this many, for the engine to compute; 0 for none.",
+        unit="loads",
+        least=0,
+    )
 
     def __repr__(self) -> str:
         """Write all that was chosen, without secrets."""
@@ -490,7 +497,11 @@ class OffloadConfig(RuleSettings, _HostSettings):
             compression = Compression(self.compression, head_axis)
         make: Callable[..., TransferEngine] = TransferEngine
         if self.strict:
-            make = partial(StrictTransferEngine, strict_seed=self.strict_seed)
+            make = partial(
+                StrictTransferEngine,
+                strict_seed=self.strict_seed,
+                strict_fail_loads=self.strict_fail_loads,
+            )
         return make(
             pool,
             self.num_host_blocks,

@@ -20,6 +20,7 @@ from jaxkv.transfer.kernels import Mode
 from jaxkv.types import PyTree
 
 SEED_VARIABLE = "JAXKV_STRICT_SEED"
+FAIL_LOADS_VARIABLE = "JAXKV_STRICT_FAIL_LOADS"
 MOST_STEPS = 4
 """The most steps, calls of `advance`, after which a transfer is carried out."""
 
@@ -40,6 +41,7 @@ class _Flight:
         sums_before: The same of before.
         own: What the engine calls it; None for a load that waits.
         done: How it has ended.
+        is_to_fail: Whether it is a load that is never carried out.
     """
 
     call: int
@@ -50,6 +52,7 @@ class _Flight:
     sums_before: dict[int, int] = dataclasses.field(default_factory=dict)
     own: Ticket | None = None
     done: Completion | None = None
+    is_to_fail: bool = False
 
     @property
     def blocks(self) -> list[int]:
@@ -72,6 +75,9 @@ class StrictTransferEngine(TransferEngine):
         num_host_blocks: See `pool`.
         mode: ``"fused"`` is taken for ``"staged"``.
         strict_seed: Chooses how late transfers are; None for that of the environment.
+        strict_fail_loads: Fail one load in so many: it is reported with an error, and
+            its blocks stay garbage. 0 for none; None for that of the environment. Loads
+            that a step writes do not fail.
         named: See `pool`.
 
     Raises:
@@ -86,12 +92,17 @@ class StrictTransferEngine(TransferEngine):
         *,
         mode: Mode | None = None,
         strict_seed: int | None = None,
+        strict_fail_loads: int | None = None,
         **named: Any,
     ) -> None:
         mode = "staged" if mode in (None, "fused") else mode
         super().__init__(pool, num_host_blocks, mode=mode, **named)
         if strict_seed is None:
             strict_seed = int(os.environ.get(SEED_VARIABLE, "0"))
+        if strict_fail_loads is None:
+            strict_fail_loads = int(os.environ.get(FAIL_LOADS_VARIABLE, "0"))
+        self._fail_loads = strict_fail_loads
+        self._num_loads = 0
         self._rng = random.Random(strict_seed)
         self._blocks = PoolBlocks(self.layout)
         self._is_exact = named.get("compression") is None
@@ -170,6 +181,9 @@ class StrictTransferEngine(TransferEngine):
             if in_step:
                 flight.own = ticket
                 self._names[ticket] = ticket
+            elif self._fail_loads:
+                self._num_loads += 1
+                flight.is_to_fail = self._num_loads % self._fail_loads == 0
         self._num_calls += 1
         if not in_step:
             flights = [self._flights[ticket] for ticket in tickets]
@@ -321,9 +335,16 @@ class StrictTransferEngine(TransferEngine):
         )
 
     def _issue(self, pool: PyTree) -> PyTree:
-        """Begin the loads that are due."""
+        """Begin the loads that are due, but for those that are to fail."""
         now = self._now
         due = [name for name in self._deferred() if self._flights[name].due <= now]
+        for name in due:
+            flight = self._flights[name]
+            if flight.is_to_fail:
+                error = RuntimeError(f"strict_fail_loads={self._fail_loads}")
+                ids = tuple(flight.host_ids.tolist())
+                flight.own, flight.done = name, Completion(name, ids, 0, error)
+        due = [name for name in due if self._flights[name].done is None]
         if due or self._queue.num_in_flight:
             pool = self._blocks.copied(pool)
         if not due:

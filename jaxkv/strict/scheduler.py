@@ -19,6 +19,7 @@ from jaxkv.scheduling.protocol import (
 )
 from jaxkv.scheduling.request_keys import keys_by_group
 from jaxkv.scheduling.scheduler import OffloadScheduler
+from jaxkv.search.groups import FullAttention
 from jaxkv.strict.blocks import StrictError
 from jaxkv.strict.worker import MOST_SILENT_STEPS
 from jaxkv.tiers.base import BlockIds
@@ -40,6 +41,7 @@ class _Known:
         is_loading: Whether it waits for that.
         may_ask: Whether it may ask again though it has its blocks.
         num_found: Tokens that it had or was offered when it got its blocks.
+        tables: Its device blocks, for each group.
     """
 
     request: Request
@@ -51,6 +53,7 @@ class _Known:
     is_loading: bool = False
     may_ask: bool = False
     num_found: int = 0
+    tables: list[list[int]] = dataclasses.field(default_factory=list)
 
 
 class StrictOffloadScheduler(OffloadScheduler):
@@ -150,12 +153,14 @@ class StrictOffloadScheduler(OffloadScheduler):
             known.is_loading = known.is_awaited and num_external_tokens > 0
         known.request, known.num_tokens = request, request.num_tokens
         known.last_keys = self._last_keys(request)
+        known.tables = [list(own) for own in answer]
         self._requests[name] = known
         return answer
 
     def build_connector_meta(self, output: SchedulerOutput) -> OffloadMetadata:
         """List the transfers to start in this step; see `OffloadScheduler`."""
         self._check_reports()
+        self._check_not_freed(output)
         for name, num_tokens in output.num_scheduled_tokens.items():
             if num_tokens > 0:
                 self._check_scheduled(name)
@@ -164,6 +169,8 @@ class StrictOffloadScheduler(OffloadScheduler):
                 raise StrictError(_unknown(name, "new_block_ids"))
             tables = tables_by_group(table, len(self.groups))
             self._check_held("SchedulerOutput.new_block_ids", name, tables)
+            for own, new in zip(self._requests[name].tables, tables, strict=False):
+                own += new
         meta = super().build_connector_meta(output)
         for name in output.preempted_req_ids:
             if output.num_scheduled_tokens.get(name, 0) == 0:
@@ -283,6 +290,31 @@ class StrictOffloadScheduler(OffloadScheduler):
                 "DeviceBlockPool.allocate() or touch() before, and free() them after "
                 "request_finished() and request_preempted()."
             )
+
+    def _check_not_freed(self, output: SchedulerOutput) -> None:
+        """Refuse to go on if a request has lost its blocks without a word.
+
+        Blocks that a window has left behind may be freed.
+        """
+        pool = self._blocks
+        if pool is None:
+            return
+        for name, known in self._requests.items():
+            if known.phase != "running" or name in output.preempted_req_ids:
+                continue
+            for spec, own in zip(self.groups, known.tables, strict=False):
+                if not isinstance(spec, FullAttention) or not own:
+                    continue
+                ids = np.array(own, np.int64)
+                free = ids[(pool.counts(ids)[0] == 0) & (ids != NULL_BLOCK)]
+                if free.size:
+                    raise StrictError(
+                        f"blocks {sorted(set(free.tolist()))[:8]} of request "
+                        f"{shown(name)} are free, though it is not over: before "
+                        "DeviceBlockPool.free(), call request_finished() for a request "
+                        "that has ended, also by abort, and request_preempted() for "
+                        "one that has to begin anew."
+                    )
 
     def _check_covers(
         self,

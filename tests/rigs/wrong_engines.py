@@ -179,6 +179,12 @@ class NeverFinishes(Right):
             self.blocks.free(table[::-1])
 
 
+class ReusesIds(Right):
+    def finish(self, request):
+        tokens = request.tokens[::-1]
+        self.admit(example.Request(request.request_id, tokens, len(self.groups)))
+
+
 WRONG = {
     # The twelve of which each names its call, in the order of docs/integrate.md; some
     # have two ways to go wrong.
@@ -232,7 +238,8 @@ WRONG = {
         WritesWhatIsStored,
         "was written while its store .* DeviceBlockPool.allocate",
     ),
-    "reuses ids": (NeverFinishes, "call request_finished"),
+    "never ends a request": (NeverFinishes, "free.., call request_finished"),
+    "reuses ids": (ReusesIds, "is not over: call request_finished"),
 }
 
 

@@ -72,6 +72,29 @@ def num_steps(seed):
     return steps
 
 
+def test_every_so_many_th_load_fails_and_leaves_garbage():
+    engine = StrictTransferEngine(make_pool(), 4, strict_fail_loads=2)
+    pool = save(engine, make_pool())
+    outcomes = []
+    for _ in range(4):
+        pool, ticket = engine.load(pool, [3, 0], [4, 5])
+        [*_, pool], [done] = until_reported(engine, pool)
+        assert done.ticket == ticket
+        assert done.host_block_ids == (3, 0)
+        outcomes.append(done.error is None)
+        assert bool(np.isnan(pool["wide"][4:]).all()) == (done.error is not None)
+    assert outcomes == [True, False, True, False]
+    assert engine.num_in_flight == 0
+    # Of those that go together as well.
+    pool, tickets = engine.load_each(pool, [3, 0], [4, 5], [1, 1])
+    pool, dones = engine.drain(pool)
+    assert [done.ticket for done in dones] == tickets
+    assert [str(done.error) for done in dones] == [
+        "None",
+        "strict_fail_loads=2",
+    ]
+
+
 def test_the_seed_chooses_how_late_reports_are():
     first = num_steps(1)
     assert first == num_steps(1) != num_steps(2)
@@ -147,10 +170,13 @@ def test_the_environment_makes_all_engines_strict(monkeypatch, flag):
 
 
 def test_a_configuration_makes_all_its_parts_strict():
-    config = OffloadConfig(num_host_blocks=4, strict=True, strict_seed=3)
-    names = [type(part).__name__ for part in config.connect(make_pool(), 4)]
-    assert names == [
+    config = OffloadConfig(
+        num_host_blocks=4, strict=True, strict_seed=3, strict_fail_loads=7
+    )
+    parts = config.connect(make_pool(), 4)
+    assert [type(part).__name__ for part in parts] == [
         "StrictTransferEngine",
         "StrictOffloadScheduler",
         "StrictOffloadWorker",
     ]
+    assert parts.engine._fail_loads == 7

@@ -57,6 +57,19 @@ def test_the_right_engine_passes_and_gets_its_blocks_back(setup):
     assert engine.worker.bytes_loaded > 0
 
 
+def test_the_right_engine_computes_what_loads_that_fail_were_to_bring(
+    setup, monkeypatch
+):
+    monkeypatch.setenv("JAXKV_STRICT_FAIL_LOADS", "2")
+    size, prompts = setup
+    engine = Right(size.device_blocks, size.host_blocks)
+    first, second = serve_twice(engine, prompts, size.num_new)
+    assert [tokens for tokens, _ in first] == [tokens for tokens, _ in second]
+    stats = engine.scheduler.stats
+    assert stats.num_loads_failed >= 1
+    assert stats.num_loads >= 1
+
+
 def test_the_right_hybrid_engine_passes(setup):
     size, prompts = setup
     groups = FullAttention(BLOCK), SlidingWindow(BLOCK, 10)
