@@ -45,7 +45,8 @@ HERE = pathlib.Path(__file__).resolve()
 ROOT = HERE.parent.parent
 sys.path.insert(0, str(ROOT / "tests/integrations"))
 NUM_PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 40, 200, 48
-NUM_BLOCKS, NUM_HOST_BLOCKS = 200, 400
+NUM_BLOCKS = 200
+COPIED_BLOCKS = 400
 CALLS = (
     "get_num_new_matched_tokens",
     "update_state_after_alloc",
@@ -122,7 +123,7 @@ class CopyingThread:
     def __init__(self, block_bytes: int) -> None:
         import numpy as np
 
-        self._source = np.ones((NUM_HOST_BLOCKS, block_bytes), np.uint8)
+        self._source = np.ones((COPIED_BLOCKS, block_bytes), np.uint8)
         self._target = self._source.copy()
         self._copy = np.copyto
         self._wanted: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -136,7 +137,7 @@ class CopyingThread:
         while self._num_tokens >= 16:
             self._num_tokens -= 16
             self._wanted.put(self._next)
-            self._next = (self._next + 1) % NUM_HOST_BLOCKS
+            self._next = (self._next + 1) % COPIED_BLOCKS
 
     def _run(self) -> None:
         while True:
@@ -148,19 +149,14 @@ def serve(folder: pathlib.Path, case: dict[str, Any]) -> None:
     """Measure one case: a round for each line of stdin."""
     import numpy as np
     from vllm import LLM, SamplingParams
+    from vllm_cpu.run import engine_arguments
 
-    arguments: dict[str, Any] = dict(
-        model=str(folder / "llama-float32"),
-        dtype="float32",
-        block_size=16,
-        num_gpu_blocks_override=NUM_BLOCKS,
-        max_model_len=512,
-        max_num_seqs=8,
-        max_num_batched_tokens=128,
-        async_scheduling=False,
-        enable_prefix_caching=True,
-        disable_log_stats=False,
-    )
+    options = {
+        "model": "llama-float32",
+        "num_blocks": NUM_BLOCKS,
+        "extra": case["keys"],
+        "engine": {"max_num_seqs": 8, "max_num_batched_tokens": 128},
+    }
     watch: Watch | None = None
     if case["keys"] is not None:
         import jaxkv
@@ -168,15 +164,7 @@ def serve(folder: pathlib.Path, case: dict[str, Any]) -> None:
 
         assert pathlib.Path(case["checkout"]) in pathlib.Path(jaxkv.__file__).parents
         watch = Watch(OffloadConnector)
-        arguments["kv_transfer_config"] = dict(
-            kv_connector="TPUOffloadConnector",
-            kv_connector_module_path="jaxkv.integrations.vllm",
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={"num_cpu_blocks": NUM_HOST_BLOCKS}
-            | case["keys"],
-        )
-    llm = LLM(**arguments)
+    llm = LLM(**engine_arguments(folder, options))
     core = llm.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
     block_bytes = sum(cache.nbytes for cache in runner.kv_caches) // NUM_BLOCKS
