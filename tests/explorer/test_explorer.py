@@ -88,7 +88,9 @@ def test_walks_take_at_least_95_of_100_branches_of_the_files_that_decide():
     assert sum(own.num_taken for own in inside) >= 0.95 * num
 
 
-@pytest.mark.parametrize("name", ["pair, store", "hybrid", "arc", "bound", "together"])
+@pytest.mark.parametrize(
+    "name", ["pair, store", "hybrid", "arc", "bound", "together", "paused"]
+)
 def test_worlds_of_one_digest_have_one_future(name):
     assert search.compare_futures(WORLDS[name], 250) > 20
 

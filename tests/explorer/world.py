@@ -294,6 +294,7 @@ class World:
         yield own._stores._in_flight, "moves num_blocks _next_event"
         if own._eager is not None:
             yield own._eager, "_progress _scheduled"
+            yield own._eager.pause, "is_on _num_offered _num_found"
         if own._lazy is not None:
             yield own._lazy, "_seen"
         for tier in self._tiers:
@@ -1273,10 +1274,16 @@ class World:
                     p.refused_at == stores.num_changes,
                     p.is_ordered,
                     p.num_lost == self._tiers[0].num_lost,
+                    p.is_left_out,
                 )
                 for name, p in sorted(own._eager._progress.items())
             )
             chosen += tuple(own._eager._scheduled)
+            pause, stats = own._eager.pause, own._stats
+            if own.rules.pause_unused_stores:
+                num_unused = stats.num_offered - pause._num_offered
+                has_found = stats.num_host_hit_tokens != pause._num_found
+                chosen += pause.is_on, min(num_unused, pause._most_unused), has_found
         elif own._lazy._seen is not None:
             changes, free, others = own._lazy._seen
             now = self.pool.num_changes, stores.num_changes

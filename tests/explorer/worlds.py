@@ -99,6 +99,9 @@ WORLDS = {
     "no copies": _with(
         _SMALL, "forget", "gap", copy_on_device=False, store_threshold=2
     ),
+    "paused": _with(
+        replace(_WARM, num_host_blocks=1), "less", pause_unused_stores=True
+    ),
     "flush": _with(_WARM, "less", "unasked", flush_on_preemption=True),
     "in step": replace(
         _with(_SMALL, "forget", "gap", load_in_step=True),
