@@ -115,7 +115,6 @@ class EagerStores:
             progress.is_left_out = self.pause.leaves_out(self._keys.of(request)[0])
         progress.next_tokens = self._next_tokens(progress)
         self._progress[request.request_id] = progress
-        self._scheduled.pop(request.request_id, None)  # Of before its preemption.
 
     def recompute(self, request_id: str) -> None:
         """Note that what was to come from the host for a request did not."""

@@ -192,6 +192,21 @@ def test_a_request_that_is_left_out_of_a_step_is_stored_with_the_others():
     rig.check_nothing_leaked()
 
 
+def test_blocks_that_are_loaded_count_towards_a_batch():
+    rig = make_rig(device_blocks=40, store_batch_blocks=4, store_max_wait_steps=5)
+    rig.run(rig.request("old", *range(20, 25)))
+    rig.forget_device()
+    rig.admit(rig.request("one", *range(9)))
+    rig.step(one=1)
+    assert stored(rig.step(tokens={"one": 1})) == 0
+    assert rig.admit(rig.request("again", *range(20, 25))) == 5 * BLOCK_SIZE
+    assert stored(rig.step(tokens={"one": 1})) == 1
+    rig.load_arrives()
+    for name in ("one", "again"):
+        rig.finish(name)
+    rig.check_nothing_leaked()
+
+
 def take_free(rig):
     """Leave fewer blocks free than are stored together."""
     rig.taken = rig.pool.allocate(rig.pool.num_free - 3)
@@ -299,10 +314,41 @@ def test_stores_pause_while_nothing_stored_is_asked_for(caplog):
     assert stats.num_host_hit_tokens
     assert run(*path) == 3
     assert not scheduler.is_storing_paused
+    # It takes as many again to pause once more.
+    assert [run(n, n + 100, n + 200) for n in range(2000, 2004)] == [3] * 4
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         "16 blocks were stored and none was asked for",
         "blocks are stored again",
     ]
+    rig.check_nothing_leaked()
+
+
+def test_device_blocks_are_counted_before_stores_pause():
+    rig = make_rig(
+        host_blocks=8,
+        device_blocks=40,
+        blocks_per_host_block=2,
+        pause_unused_stores=True,
+    )
+    for n in range(9):
+        before = rig.scheduler.stats.num_stored
+        rig.run(rig.request(f"r{n}", *range(10 * n, 10 * n + 4)))
+        rig.forget_device()
+        assert rig.scheduler.stats.num_stored - before == 4 * (n < 8)
+    assert rig.scheduler.is_storing_paused
+
+
+def test_what_is_left_out_stays_so_after_a_reset():
+    rig = make_rig(host_blocks=8, device_blocks=40, pause_unused_stores=True)
+    for n in range(9):
+        rig.run(rig.request(f"r{n}", n, n + 100))
+        rig.forget_device()
+    rig.admit(rig.request("left out", 1000, 1100))
+    rig.step(**{"left out": 2})
+    assert rig.scheduler.is_storing_paused
+    assert rig.scheduler.reset()
+    assert rig.step(tokens={"left out": 1}).store_event == NO_EVENT
+    rig.finish("left out")
     rig.check_nothing_leaked()
 
 
