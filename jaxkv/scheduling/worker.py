@@ -239,13 +239,8 @@ class OffloadWorker:
         Returns:
             Whether that is done; if not, call `start`.
         """
-        if (
-            self._pending
-            or self._movers
-            or self._agreement is not None
-            or self._check_plans
-            or self._engine.num_in_flight
-        ):
+        has_more = self._movers or self._agreement is not None or self._check_plans
+        if has_more or self._engine.num_in_flight:
             return False
         self._step += 1
         return True

@@ -304,6 +304,7 @@ def test_equal_plans_have_equal_digests():
         [metadata(store=[(4, 2)]), metadata(load=[(0, 2)], requests=("s",))],
         [metadata(store=[(4, 1)]), metadata(load=[(0, 1)])],
         [metadata(store=[(4, 2)])],
+        [metadata(store=[(4, 2)]), metadata()],  # A step more.
     ):
         pool = make_pool()
         worker = OffloadWorker(TransferEngine(pool, 3), check_plans=True)
@@ -312,7 +313,7 @@ def test_equal_plans_have_equal_digests():
             pool, _ = worker.drain(pool)
         digests.append(worker.plan_digest)
     assert digests[0] == digests[1]
-    assert len(set(digests)) == 4
+    assert len(set(digests)) == 5
 
 
 @pytest.mark.parametrize(

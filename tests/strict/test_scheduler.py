@@ -1,0 +1,53 @@
+"""The strict scheduler notices blocks that a request lost without a word."""
+
+import pytest
+
+from jaxkv import FullAttention, SchedulerOutput, SlidingWindow
+from jaxkv.strict import StrictError, StrictOffloadScheduler
+from tests.rigs.offload_rig import BLOCK_SIZE, Rig
+
+
+@pytest.fixture
+def make(monkeypatch):
+    monkeypatch.setenv("JAXKV_STRICT", "1")
+
+    def make(**options):
+        rig = Rig(**options)
+        assert isinstance(rig.scheduler, StrictOffloadScheduler)
+        rig.admit(rig.request("one", *range(4)))
+        rig.step(one=2)
+        return rig
+
+    return make
+
+
+def test_a_request_that_is_named_as_preempted_may_have_lost_its_blocks(make):
+    rig = make()
+    request = rig.requests["one"]
+    rig.preempt("one", silently=True)
+    with pytest.raises(StrictError, match=r"'one' are free, though it is not over"):
+        rig.step()
+    rig.step(["one"])
+    rig.scheduler.request_finished(request)
+    rig.settle()
+    rig.check_nothing_leaked()
+
+
+def test_blocks_that_came_later_are_not_freed_before_the_end_either(make):
+    rig = make()
+    later = rig.pool.allocate(1)
+    output = SchedulerOutput({}, {"one": later})
+    rig.scheduler.build_connector_meta(output)
+    rig.pool.free(later)
+    with pytest.raises(StrictError, match=rf"blocks \[{later[0]}\] of request 'one'"):
+        rig.step()
+
+
+def test_blocks_behind_a_window_may_be_freed(make):
+    rig = make(groups=(FullAttention(BLOCK_SIZE), SlidingWindow(BLOCK_SIZE, 2)))
+    first = rig.requests["one"].tables[1][0]
+    rig.pool.free([first])
+    rig.step()
+    rig.pool.touch([first])
+    rig.finish("one")
+    rig.check_nothing_leaked()
