@@ -63,6 +63,8 @@ class StoreSteps:
                 nothing waits: what is held could be let go of at any time.
             must_store: Whether blocks are to be stored in any case.
         """
+        if not self._batch_blocks:
+            return True
         is_due = (
             must_store
             or num_free < self._batch_blocks
