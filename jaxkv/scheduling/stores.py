@@ -35,8 +35,8 @@ class StoreSteps:
     """Says in which steps blocks are stored, so that few transfers move many.
 
     Blocks that could be stored stay where they are until `OffloadRules.store_batch` of
-    them have been computed, or the first has waited for `store_max_wait_steps`: nobody
-    evicts what a running request holds. That depends on counts alone, which are the
+    them have been computed, or the first has waited for `store_max_wait_steps`: what a
+    running request holds is not evicted. That depends on counts alone, which are the
     same in all processes that serve one model.
 
     Args:

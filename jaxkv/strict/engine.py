@@ -75,7 +75,7 @@ class StrictTransferEngine(TransferEngine):
         num_host_blocks: See `pool`.
         mode: ``"fused"`` is taken for ``"staged"``.
         strict_seed: Chooses how late transfers are; None for that of the environment.
-        strict_fail_loads: Fail one load in so many: it is reported with an error, and
+        strict_fail_loads: Fail one load in this many: it is reported with an error, and
             its blocks stay garbage. 0 for none; None for that of the environment. Loads
             that a step writes do not fail.
         named: See `pool`.

@@ -294,7 +294,7 @@ def test_stores_pause_while_nothing_stored_is_asked_for(caplog):
         return stats.num_stored - before
 
     assert scheduler.is_storing_paused is False
-    # Twice the host's blocks, of which nobody asks for one.
+    # Twice the host's blocks, none of which is asked for.
     assert [run(n, n + 100) for n in range(8)] == [2] * 8
     assert stats.num_paused == 0
     numbers = range(1000, 1060)
