@@ -1,9 +1,9 @@
 """What does the connector cost a step of the real vLLM, when nothing is ever found?
 
-A small random Llama on the CPU, under vLLM and tpu-inference: 40 prompts of 200 tokens
-that nobody has asked before, 48 tokens each, eight requests at a time, so that 2.4
-blocks are stored in a step and none is loaded. Each case is a process of its own, and
-all are asked by turns:
+A small random Llama on the CPU, under vLLM and tpu-inference. A round has 40 new random
+prompts of 200 tokens and answers of 48, eight requests at a time: 2.3 blocks are stored
+in a step and none is loaded. Each case is a process of its own, and the cases take
+turns:
 
 - alone: no connector;
 - copying: no connector, and beside it a thread that copies as many bytes in each step

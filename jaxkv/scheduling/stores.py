@@ -23,7 +23,7 @@ from jaxkv.tiers.index import BlockIndex
 from jaxkv.types import NO_BLOCK, BlockKey
 
 _LOG = logging.getLogger(__name__)
-# While stores are paused, one request in so many is stored.
+# While stores are paused, one request in this many is still stored.
 _PAUSE_SAMPLE = 16
 
 Item = TypeVar("Item")
@@ -61,7 +61,7 @@ class StoreSteps:
             num_tokens: How many the step computes.
             num_free: Blocks that the device could allocate. Where a batch is not free,
                 nothing waits: what is held could be let go of at any time.
-            must_store: Whether blocks are to be stored in any case.
+            must_store: Whether to store in this step without waiting for a batch.
         """
         if not self._batch_blocks:
             return True

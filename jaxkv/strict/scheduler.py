@@ -169,6 +169,7 @@ class StrictOffloadScheduler(OffloadScheduler):
                 raise StrictError(_unknown(name, "new_block_ids"))
             tables = tables_by_group(table, len(self.groups))
             self._check_held("SchedulerOutput.new_block_ids", name, tables)
+            # None yet, where the request has only asked.
             for own, new in zip(self._requests[name].tables, tables, strict=False):
                 own += new
         meta = super().build_connector_meta(output)
@@ -276,16 +277,10 @@ class StrictOffloadScheduler(OffloadScheduler):
         self, call: str, name: str, tables: Sequence[Sequence[int]]
     ) -> None:
         """Refuse blocks that are free."""
-        pool = self._blocks
-        ids = np.array([block for own in tables for block in own], np.int64)
-        if pool is None or not len(ids) or not (ids >= 0).all():
-            return
-        if (ids >= pool.num_blocks).any():
-            return  # It is refused by the usual scheduler.
-        free = ids[(pool.counts(ids)[0] == 0) & (ids != NULL_BLOCK)]
-        if free.size:
+        free = self._free_among([block for own in tables for block in own])
+        if free:
             raise StrictError(
-                f"{call}() was given blocks {sorted(set(free.tolist()))[:8]} for "
+                f"{call}() was given blocks {free} for "
                 f"request {shown(name)}, which are free: take them by "
                 "DeviceBlockPool.allocate() or touch() before, and free() them after "
                 "request_finished() and request_preempted()."
@@ -296,25 +291,31 @@ class StrictOffloadScheduler(OffloadScheduler):
 
         Blocks that a window has left behind may be freed.
         """
-        pool = self._blocks
-        if pool is None:
-            return
         for name, known in self._requests.items():
             if known.phase != "running" or name in output.preempted_req_ids:
                 continue
-            for spec, own in zip(self.groups, known.tables, strict=False):
-                if not isinstance(spec, FullAttention) or not own:
+            for spec, own in zip(self.groups, known.tables, strict=True):
+                if not isinstance(spec, FullAttention):
                     continue
-                ids = np.array(own, np.int64)
-                free = ids[(pool.counts(ids)[0] == 0) & (ids != NULL_BLOCK)]
-                if free.size:
+                free = self._free_among(own)
+                if free:
                     raise StrictError(
-                        f"blocks {sorted(set(free.tolist()))[:8]} of request "
-                        f"{shown(name)} are free, though it is not over: before "
-                        "DeviceBlockPool.free(), call request_finished() for a request "
-                        "that has ended, also by abort, and request_preempted() for "
-                        "one that has to begin anew."
+                        f"blocks {free} of request {shown(name)} are free, though it "
+                        "is not over: before DeviceBlockPool.free(), call "
+                        "request_finished() for a request that has ended, also by "
+                        "abort, and request_preempted() for one that has to begin anew."
                     )
+
+    def _free_among(self, block_ids: Sequence[int]) -> list[int]:
+        """List the first of some blocks that are free, where the pool is known."""
+        pool = self._blocks
+        ids = np.array(block_ids, np.int64)
+        if pool is None or not len(ids) or not (ids >= 0).all():
+            return []
+        if (ids >= pool.num_blocks).any():
+            return []  # They are refused by the usual scheduler.
+        free = ids[(pool.counts(ids)[0] == 0) & (ids != NULL_BLOCK)]
+        return sorted(set(free.tolist()))[:8]
 
     def _check_covers(
         self,
