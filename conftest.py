@@ -56,7 +56,7 @@ _LONGEST = (
     "tests/tools/demo/test_model.py",
     "tests/tools/demo/test_conversations.py",
     "tests/scheduling/test_model.py",
-    "tests/cli/test_demo_signals.py",
+    "tests/tools/demo/test_signals.py",
 )
 _COMPILED = pytest.StashKey[str]()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 
-from jaxkv.cli.main import main
+from jaxkv.tools.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["bench", "transfer", *sys.argv[1:]]))

@@ -29,7 +29,7 @@ from jaxkv.scheduling.protocol import NO_EVENT, OffloadMetadata
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.worker import OffloadWorker
 from jaxkv.search.groups import FullAttention, SlidingWindow
-from jaxkv.tools.bench.storage import StorageConfig
+from jaxkv.tools.bench.storage.run import StorageConfig
 from jaxkv.tools.demo.records import DemoConfig
 from jaxkv.transfer import TransferEngine
 from jaxkv.transfer.storage import StoreError, open_store

@@ -25,7 +25,6 @@ FLOORS = [
     ("config",),
     ("jaxkv",),  # the public face, jaxkv/__init__.py
     ("tools", "integrations"),
-    ("cli",),
 ]
 CORE = {
     "jax",
@@ -153,9 +152,9 @@ def check_one(module: str, source: str, **others: str) -> list[str]:
         ("jaxkv.tiers.host", "from jaxkv import types\nimport numpy"),
         ("jaxkv.policies", "from .lru import make_lru"),
         ("jaxkv.policies.lru", "from .arc import f"),
-        ("jaxkv.cli.main", "import jaxkv\nimport jaxkv.tiers.host"),
+        ("jaxkv.tools.main", "import jaxkv\nimport jaxkv.tiers.host"),
         ("jaxkv.tools.demo.run", "import rich.table\nfrom flax import nnx"),
-        ("jaxkv.cli.main", "def show():\n    import matplotlib"),
+        ("jaxkv.tools.main", "def show():\n    import matplotlib"),
     ],
 )
 def test_the_checker_allows_what_it_should(module, source):
@@ -174,8 +173,8 @@ def test_the_checker_allows_what_it_should(module, source):
             "def f():\n    from jaxkv.transfer import memory",
             "may not import jaxkv.transfer.memory",
         ),
-        ("jaxkv.cli.main", "import rich", "may import rich only in a function"),
-        ("jaxkv.cli.main", "import torch", "torch, which is no dependency"),
+        ("jaxkv.tools.main", "import rich", "may import rich only in a function"),
+        ("jaxkv.tools.main", "import torch", "torch, which is no dependency"),
         ("jaxkv.novel", "", "novel has no place in FLOORS"),
     ],
 )

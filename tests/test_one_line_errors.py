@@ -28,13 +28,13 @@ from jaxkv import (
     make_lru,
     register_policy,
 )
-from jaxkv.cli import main as cli
 from jaxkv.config import ConfigError
 from jaxkv.integrations.jetstream import PrefixCache
 from jaxkv.keys.hashing import block_key
 from jaxkv.observe.metrics import OffloadMetrics
 from jaxkv.observe.subscriber import EventSubscriber
 from jaxkv.policies import registry
+from jaxkv.tools import main as cli
 from jaxkv.tools.replay.traces import TraceError, read_trace
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -345,7 +345,7 @@ def test_replay_prints_all_figures_whatever_the_terminal(environment):
     """In ASCII it ended in a traceback; with COLUMNS=5 the figures were gone."""
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "jaxkv.cli.main"),
+            *(sys.executable, "-m", "jaxkv.tools.main"),
             *("replay", "synthetic:200", "--policy", "lru", "--capacity", "10%"),
         ],
         capture_output=True,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxkv import _util as units
-from jaxkv.cli import options
+from jaxkv.tools import options
 
 
 @pytest.mark.parametrize(

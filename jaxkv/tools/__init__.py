@@ -1,1 +1,6 @@
-"""Built on jaxkv: a small engine, measurements, replays of traces, a doctor."""
+"""Built on jaxkv: the programs of the command line, a folder a command.
+
+Each has its `command.py`, the options and what becomes of them.
+"""
+
+COMMANDS = ("demo", "replay", "plan", "bench", "doctor")

@@ -151,7 +151,7 @@ def test_without_the_extra_the_error_says_how_to_install_it():
     assert code == 1
     assert said.splitlines()[-1].startswith("ImportError: jaxkv.observe.metrics needs")
     assert pip_install("metrics") in said
-    assert run_python(without + "import jaxkv, jaxkv.observe, jaxkv.cli.main") == (
+    assert run_python(without + "import jaxkv, jaxkv.observe, jaxkv.tools.main") == (
         0,
         "",
     )

@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 240
-DEMO = "import sys; from jaxkv.cli.main import main; sys.exit(main())"
+DEMO = "import sys; from jaxkv.tools.main import main; sys.exit(main())"
 
 pytestmark = [
     pytest.mark.long,

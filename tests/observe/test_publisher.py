@@ -363,7 +363,7 @@ def test_without_the_extra_the_error_names_the_package(blocked, module, message)
 
 def test_the_library_does_not_import_zmq_or_msgspec():
     done = run(
-        "import sys, jaxkv, jaxkv.cli.main, jaxkv.observe.catalog\n"
+        "import sys, jaxkv, jaxkv.tools.main, jaxkv.observe.catalog\n"
         "print({'zmq', 'msgspec'} & set(sys.modules))"
     )
     assert done.stdout == "set()\n", done.stderr

@@ -5,9 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from jaxkv.cli import progress
-from jaxkv.cli.progress import show_progress
+from jaxkv.tools import progress
 from jaxkv.tools.console import print_table
+from jaxkv.tools.progress import show_progress
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 200])

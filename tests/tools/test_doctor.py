@@ -22,8 +22,8 @@ import redis
 
 from jaxkv import OffloadConfig
 from jaxkv._util.extras import pip_install
-from jaxkv.cli import main as cli
-from jaxkv.tools.bench.records import BytesDifferError
+from jaxkv.tools import main as cli
+from jaxkv.tools.bench.transfer.records import BytesDifferError
 from jaxkv.tools.doctor import facts as doctor_facts
 from jaxkv.tools.doctor.facts import Backend, Facts, gather_facts
 from jaxkv.tools.doctor.findings import Question, judge, recommend
@@ -330,7 +330,8 @@ def machine(tmp_path, monkeypatch):
     made_up = Machine(tmp_path / "machine", 64 * GIB)
     roots = {"proc_root": made_up.proc, "cgroup_root": made_up.cgroup}
     monkeypatch.setattr(
-        "jaxkv.cli.doctor.gather_facts", functools.partial(gather_facts, **roots)
+        "jaxkv.tools.doctor.command.gather_facts",
+        functools.partial(gather_facts, **roots),
     )
     return made_up
 
@@ -411,7 +412,7 @@ def test_a_failing_probe_is_wrong(machine, capsys, monkeypatch, error, code, mes
     def measure(mode, on_progress):
         raise error
 
-    monkeypatch.setattr("jaxkv.cli.doctor.measure_bandwidth", measure)
+    monkeypatch.setattr("jaxkv.tools.doctor.command.measure_bandwidth", measure)
     assert cli.main(["doctor"]) == code
     assert message in capsys.readouterr().out
 
@@ -442,7 +443,7 @@ def test_a_wrong_command_line_is_a_one_line_error(line, message, capsys):
 def run_doctor(words, *, before="", **environ):
     """Run it in a separate process, after some Python."""
     program = (
-        f"{before}\nfrom jaxkv.cli import main as cli\nsys.exit(cli.main({words!r}))"
+        f"{before}\nfrom jaxkv.tools import main as cli\nsys.exit(cli.main({words!r}))"
     )
     return subprocess.run(
         [sys.executable, "-c", f"import sys, os\n{program}"],

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxkv.tools.bench.plan import make_plan
-from jaxkv.tools.bench.records import ENGINE, Speed, TransferConfig, speed
-from jaxkv.tools.bench.transfer import run_transfer
+from jaxkv.tools.bench.transfer.plan import make_plan
+from jaxkv.tools.bench.transfer.records import ENGINE, Speed, TransferConfig, speed
+from jaxkv.tools.bench.transfer.run import run_transfer
 from jaxkv.tools.console import OnProgress
 from jaxkv.tools.machine import available_memory_bytes
 from jaxkv.transfer.kernels import Mode

@@ -8,8 +8,8 @@ from typing import Any
 
 from jaxkv._util import gib, rounded_size, size_text
 from jaxkv.config import KEYS
-from jaxkv.tools.bench.records import Speed
-from jaxkv.tools.bench.report import speed_text
+from jaxkv.tools.bench.transfer.records import Speed
+from jaxkv.tools.bench.transfer.report import speed_text
 from jaxkv.tools.doctor.facts import HIDDEN, Facts
 from jaxkv.tools.doctor.findings import Finding, Recommendation
 from jaxkv.transfer.storage.store import shown_url

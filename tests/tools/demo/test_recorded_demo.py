@@ -5,8 +5,8 @@ import json
 import re
 import shlex
 
-from jaxkv.cli import main as cli
 from jaxkv.scheduling.record import TraceRecorder
+from jaxkv.tools import main as cli
 from jaxkv.tools.demo import run as demo_run
 from jaxkv.tools.demo.records import DemoConfig
 from jaxkv.tools.demo.run import block_bytes, run_demo

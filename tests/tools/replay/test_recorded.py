@@ -8,8 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from jaxkv.cli import main as cli
 from jaxkv.scheduling.record import LEAST_MAX_BYTES, TraceRecorder
+from jaxkv.tools import main as cli
 from jaxkv.tools.replay.admission import Admission, find_admitted
 from jaxkv.tools.replay.belady import find_optimum
 from jaxkv.tools.replay.device import find_on_device

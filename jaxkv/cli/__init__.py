@@ -1,3 +1,0 @@
-"""The command line, a file a command."""
-
-COMMANDS = ("demo", "replay", "plan", "bench", "doctor")

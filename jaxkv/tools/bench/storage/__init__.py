@@ -1,0 +1,1 @@
+"""How fast blocks move to a store and back."""

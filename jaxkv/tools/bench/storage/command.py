@@ -1,0 +1,135 @@
+"""``jaxkv bench storage``: how fast blocks reach a store and come back."""
+
+from __future__ import annotations
+
+import argparse
+
+from jaxkv._util import one_line, size_text
+from jaxkv.tools import process
+from jaxkv.tools.bench.storage import report
+from jaxkv.tools.bench.storage.run import (
+    StorageBench,
+    StorageConfig,
+    StorageFailedError,
+)
+from jaxkv.tools.bench.transfer.records import BytesDifferError
+from jaxkv.tools.options import (
+    EXIT_OK,
+    CommandError,
+    UsageError,
+    add_json_option,
+    check_extra,
+    check_files,
+    parse_bytes,
+    parse_list_of,
+    parse_whole_number_from,
+    write_json,
+)
+from jaxkv.tools.progress import show_progress
+
+_MOST_SHOWN = 300
+SUMMARY = "measure how fast a store (a folder, S3, Redis) writes and reads blocks"
+DESCRIPTION = (
+    "Time how long blocks take to a store and back, through everything that the "
+    "storage tier does: the queue, the format with its checksum, and the store; "
+    "compared with plain files in the same folder or, for other stores, with the store "
+    "alone. All take turns in every round, all bytes are checked, and what was written "
+    "is deleted."
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    default = StorageConfig("")
+    parser.add_argument(
+        "url",
+        metavar="URL",
+        help="a folder, file:///PATH, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, "
+        "redis://HOST:PORT or unix:///SOCKET",
+    )
+    parser.add_argument(
+        "--block-sizes",
+        action="extend",
+        type=parse_list_of(parse_bytes),
+        metavar="SIZE,...",
+        help="bytes of one block; may be repeated (default: "
+        f"{','.join(size_text(s).replace(' ', '') for s in default.block_sizes)})",
+    )
+    parser.add_argument(
+        "--per-round",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="bytes written, and read, in a round (default: "
+        f"{size_text(default.num_bytes).replace(' ', '')})",
+    )
+    parser.add_argument(
+        "--rounds",
+        # Fewer rounds have no useful quartiles.
+        type=parse_whole_number_from(3),
+        metavar="N",
+        help=f"rounds of measurement, at least 3 (default: {default.rounds})",
+    )
+    parser.add_argument(
+        "--in-flight",
+        type=parse_whole_number_from(1),
+        default=default.num_in_flight,
+        metavar="N",
+        help="blocks written, or read, at the same time (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--sealed",
+        action="store_true",
+        help="seal blocks with a secret, as storage_secret does (default: a checksum)",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="3 rounds of 16 MiB in blocks of 512 KiB (default: as above)",
+    )
+    add_json_option(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; return its exit code."""
+    check_files(args)
+    check_extra("bench", ("rich",))
+    default = StorageConfig("")
+    if args.quick:
+        for name in ("block_sizes", "per_round", "rounds"):
+            if getattr(args, name) is not None:
+                option = name.replace("_", "-")
+                raise UsageError(f"--quick: it chooses for itself, without --{option}")
+        default = StorageConfig("", (512 << 10,), 16 << 20, 3)
+    config = StorageConfig(
+        url=args.url,
+        block_sizes=tuple(args.block_sizes or default.block_sizes),
+        num_bytes=args.per_round or default.num_bytes,
+        rounds=args.rounds or default.rounds,
+        num_in_flight=args.in_flight,
+        is_sealed=args.sealed,
+    )
+    if max(config.block_sizes) > config.num_bytes:
+        raise UsageError(
+            f"--per-round: {size_text(config.num_bytes)} is less than a block of "
+            f"{size_text(max(config.block_sizes))}"
+        )
+    try:
+        bench = StorageBench(config)
+    except (ValueError, ImportError, StorageFailedError) as error:
+        raise UsageError(f"URL: {one_line(str(error))}") from error
+    try:
+        # A signal ends the process without leaving this block.
+        with (
+            bench,
+            process.at_end(bench.close),
+            show_progress() as on_progress,
+        ):
+            record = bench.run(on_progress)
+    except StorageFailedError as error:
+        raise CommandError(one_line(str(error))[:_MOST_SHOWN]) from error
+    except BytesDifferError as error:
+        raise CommandError(f"bytes differ: {error}") from error
+    report.print_results(record)
+    if args.json:
+        write_json(args.json, report.to_json(record))
+    return EXIT_OK

@@ -1,0 +1,249 @@
+"""Measures how fast blocks move, beside other designs and the machine's limit."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from jaxkv._util import size_text
+from jaxkv.tools.bench.transfer.designs import (
+    Design,
+    EngineDesign,
+    Ids,
+    make_design,
+    make_limit,
+)
+from jaxkv.tools.bench.transfer.overlap import OverlapTimer, Step
+from jaxkv.tools.bench.transfer.paged_pool import PagedPool
+from jaxkv.tools.bench.transfer.plan import Plan, device_cycle, host_cycle
+from jaxkv.tools.bench.transfer.records import (
+    DIRECTIONS,
+    ENGINE,
+    BytesDifferError,
+    Case,
+    CaseResult,
+    Overlap,
+    TransferConfig,
+    TransferRecord,
+)
+from jaxkv.tools.console import OnProgress
+from jaxkv.transfer.tickets import Direction
+
+_LIMIT = "limit"
+_WARM_ROUNDS = 2
+
+
+def run_transfer(
+    config: TransferConfig, plan: Plan, on_progress: OnProgress
+) -> TransferRecord:
+    """Measure all cases of a plan.
+
+    Args:
+        config: The requested measurement.
+        plan: The cases that can be measured.
+        on_progress: Called with a label, the amount done and the total.
+
+    Returns:
+        The results.
+
+    Raises:
+        BytesDifferError: A block has changed on its way.
+    """
+    results: list[CaseResult] = []
+    mode: str | None = None
+    step_s: float | None = None
+    by_block = itertools.groupby(plan.cases, key=lambda case: case.block_bytes)
+    for block_bytes, cases in by_block:
+        label = f"{size_text(block_bytes)} blocks"
+        on_progress(f"{label}: filling host memory", 0, 0)
+        bench = _Bench(config, block_bytes, plan.working_set_bytes, list(cases))
+        for case in bench.cases:
+            title = f"{label}, {size_text(case.num_bytes)}"
+            results.append(bench.measure(case, title, on_progress))
+        mode, step_s = bench.mode, bench.step_s
+        # Free it before the next one: two working sets may not fit.
+        del bench
+        gc.collect()
+    return TransferRecord(
+        config=config,
+        limit=make_limit(1 << 10, 1 << 10).name,
+        mode=mode,
+        working_set_bytes=plan.working_set_bytes,
+        step_s=step_s,
+        left_out=plan.left_out,
+        results=tuple(results),
+    )
+
+
+class _Side:
+    """A design, and the ids of its next transfers."""
+
+    def __init__(self, design: Design, num_blocks: int, mean_run: int | None):
+        self.design = design
+        self.save_ids = host_cycle(num_blocks, mean_run, seed=1)
+        self.load_ids = host_cycle(num_blocks, mean_run, seed=2)
+        # u32[num_blocks]. The tag of each host block, see `PagedPool`.
+        self.tags = np.zeros(num_blocks, np.uint32)
+
+
+class _Bench:
+    """All designs over one pool, for all cases of one block size."""
+
+    def __init__(
+        self,
+        config: TransferConfig,
+        block_bytes: int,
+        working_set_bytes: int,
+        cases: list[Case],
+    ):
+        self.cases = cases
+        self._config = config
+        self._working_set_bytes = working_set_bytes
+        num_blocks = max(case.num_blocks for case in cases)
+        num_blocks = max(num_blocks, working_set_bytes // block_bytes)
+        self._paged = PagedPool(num_blocks, block_bytes, config.num_layers)
+        self._device_ids = device_cycle(num_blocks, seed=0)
+        self._sides: dict[str, _Side] = {}
+        for name in config.designs:
+            design = make_design(name, self._paged.leaves, num_blocks, config.mode)
+            self._sides[name] = _Side(design, num_blocks, config.mean_run)
+            self._fill(self._sides[name])
+        self.mode: str | None = None
+        self.step_s: float | None = None
+        self._step: Step | None = None
+        engine = self._engine()
+        if engine is not None:
+            self.mode = engine.engine.mode
+            if config.overlap:
+                self._step = Step(self._paged.leaves, self._paged.scratch_block)
+                self._paged.leaves, self.step_s = self._step.calibrate(
+                    self._paged.leaves
+                )
+
+    def measure(self, case: Case, title: str, on_progress: OnProgress) -> CaseResult:
+        """Time one case: all designs in every round, in rotating order."""
+        on_progress(title, 0, 0)
+        limit = make_limit(self._working_set_bytes, case.num_bytes)
+        for _ in range(_WARM_ROUNDS):
+            for direction in DIRECTIONS:
+                limit.copy(direction)
+            self._check_round_trips(case, title)
+        names = [_LIMIT, *self._sides]
+        seconds: dict[str, dict[Direction, list[float]]] = {
+            name: {direction: [] for direction in DIRECTIONS} for name in names
+        }
+        with _no_garbage_collection():
+            for number in range(self._config.rounds):
+                on_progress(title, number, self._config.rounds)
+                for direction, place in itertools.product(
+                    DIRECTIONS, range(len(names))
+                ):
+                    name = names[(number + place) % len(names)]
+                    if name == _LIMIT:
+                        duration_s = _timed(functools.partial(limit.copy, direction))
+                    elif direction == "save":
+                        duration_s, _ = self._save(self._sides[name], case)
+                    else:
+                        duration_s, _ = self._load(self._sides[name], case)
+                    seconds[name][direction].append(duration_s)
+        on_progress(title, self._config.rounds, self._config.rounds)
+        self._check(f"{title}, after all rounds", None)
+        self._check_round_trips(case, title)
+        overlap = self._overlap(case, title)
+        limit_s = seconds.pop(_LIMIT)
+        return CaseResult(case, limit_s, seconds, overlap)
+
+    def _overlap(self, case: Case, title: str) -> dict[Direction, Overlap]:
+        engine = self._engine()
+        if engine is None or self._step is None:
+            return {}
+        timer = OverlapTimer(
+            self._paged,
+            engine,
+            self._sides[ENGINE].tags,
+            self._step,
+            case.num_blocks,
+            self._config.mean_run,
+        )
+        overlap = timer.measure(self._config.rounds)
+        self._check(f"{title}, beside steps", None)
+        return overlap
+
+    def _engine(self) -> EngineDesign | None:
+        side = self._sides.get(ENGINE)
+        if side is None:
+            return None
+        assert isinstance(side.design, EngineDesign)
+        return side.design
+
+    def _fill(self, side: _Side) -> None:
+        """Save into every host block, in the order of an empty cache."""
+        num_blocks = self._paged.num_blocks
+        # All transfers have one size, since a design may compile for each.
+        piece = self.cases[-1].num_blocks
+        for start in range(0, num_blocks, piece):
+            start = min(start, num_blocks - piece)
+            host_ids = np.arange(start, start + piece, dtype=np.int32)
+            device_ids = self._device_ids.next(piece)
+            side.design.save(self._paged.leaves, device_ids, host_ids)
+            side.tags[host_ids] = self._paged.tags[device_ids]
+
+    def _save(self, side: _Side, case: Case) -> tuple[float, Ids]:
+        """Save the next blocks; return the seconds and the host blocks."""
+        device_ids = self._device_ids.next(case.num_blocks)
+        host_ids = side.save_ids.next(case.num_blocks)
+        pool = self._paged.leaves
+        duration_s = _timed(lambda: side.design.save(pool, device_ids, host_ids))
+        side.tags[host_ids] = self._paged.tags[device_ids]
+        return duration_s, host_ids
+
+    def _load(
+        self, side: _Side, case: Case, host_ids: Ids | None = None
+    ) -> tuple[float, Ids]:
+        """Load the next or given blocks; return the seconds and the device blocks."""
+        device_ids = self._device_ids.next(case.num_blocks)
+        if host_ids is None:
+            host_ids = side.load_ids.next(case.num_blocks)
+        paged = self._paged
+
+        def load() -> None:
+            paged.leaves = side.design.load(paged.leaves, host_ids, device_ids)
+
+        duration_s = _timed(load)
+        paged.tags[device_ids] = side.tags[host_ids]
+        return duration_s, device_ids
+
+    def _check_round_trips(self, case: Case, title: str) -> None:
+        """Save blocks with each design, load them again, and check them."""
+        for name, side in self._sides.items():
+            _, host_ids = self._save(side, case)
+            _, device_ids = self._load(side, case, host_ids)
+            self._check(f"{name}, {title}", device_ids)
+
+    def _check(self, what: str, device_ids: Ids | None) -> None:
+        wrong = self._paged.check(device_ids)
+        if wrong:
+            raise BytesDifferError(f"{what}: {wrong} blocks are not what was saved")
+
+
+def _timed(call: Callable[[], None]) -> float:
+    start_s = time.perf_counter()
+    call()
+    return time.perf_counter() - start_s
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Keep the collector out of the timing, as `timeit` does."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,0 +1,159 @@
+"""``jaxkv doctor``: what this machine offers, what is wrong, and what to set."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+
+from jaxkv import _util as units
+from jaxkv._util.extras import EXTRAS
+from jaxkv.config import OffloadConfig, variable_of, with_variables
+from jaxkv.tools.bench.transfer.records import BytesDifferError
+from jaxkv.tools.doctor import report
+from jaxkv.tools.doctor.bandwidth import measure_bandwidth
+from jaxkv.tools.doctor.facts import Facts, gather_facts
+from jaxkv.tools.doctor.findings import Question, judge, recommend
+from jaxkv.tools.doctor.store import Store, look_at
+from jaxkv.tools.options import (
+    EXIT_FAILED,
+    EXIT_OK,
+    UsageError,
+    add_json_option,
+    check_belongs,
+    check_files,
+    check_names,
+    parse_bytes,
+    split_commas,
+    write_json,
+)
+from jaxkv.tools.progress import show_progress
+from jaxkv.transfer.storage.store import shown_url
+
+SUMMARY = "check whether this machine is set up well, and see what to set"
+DESCRIPTION = (
+    "Examine the device, the memory and its limits, the installed extras and the "
+    "JAXKV_* variables; save and load some blocks; try the store, if one is set; "
+    "recommend a size for the host tier; and say what is wrong and what to do about "
+    "it. The exit status is 0 if nothing is wrong, else 1."
+)
+
+_STORAGE_BYTES = units.parse_bytes(OffloadConfig().storage_bytes)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument(
+        "--host-bytes",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="check whether a host tier of this size fits, such as 64GiB (default: "
+        f"that of {variable_of('host_bytes')}, if it is set)",
+    )
+    parser.add_argument(
+        "--device-pool-bytes",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="the size of the device pool, which the host tier should exceed "
+        "(default: unknown)",
+    )
+    parser.add_argument(
+        "--need",
+        action="extend",
+        type=split_commas,
+        metavar="EXTRA,...",
+        help=f"extras that must be installed, of {', '.join(EXTRAS)}; may be repeated "
+        "(default: none)",
+    )
+    parser.add_argument(
+        "--no-probe",
+        action="store_true",
+        help="move no blocks (default: measure their speed, for some seconds)",
+    )
+    parser.add_argument(
+        "--storage",
+        metavar="URL",
+        help="check whether this folder, or the store of this URL, can be used as the "
+        f"storage tier (default: {variable_of('storage')}, if it is set)",
+    )
+    parser.add_argument(
+        "--storage-bytes",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="how much the store is to hold (default: that of "
+        f"{variable_of('storage_bytes')}, or {_STORAGE_BYTES >> 30}GiB)",
+    )
+    add_json_option(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; return its exit code."""
+    needed = check_names("--need", args.need or [], list(EXTRAS))
+    check_files(args)
+    # A server may be running on the device; set before jax starts.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    facts = _look_at_store(gather_facts(), args)
+    if not args.no_probe:
+        facts = _probe(facts)
+    question = Question(
+        host_bytes=args.host_bytes,
+        device_pool_bytes=args.device_pool_bytes,
+        needed=needed,
+    )
+    if question.host_bytes is None and facts.config and facts.config.host_bytes:
+        question = dataclasses.replace(
+            question,
+            host_bytes=units.parse_bytes(facts.config.host_bytes),
+            source=variable_of("host_bytes"),
+        )
+    best = recommend(facts, question)
+    findings = judge(facts, question)
+    print("\n".join(report.fact_lines(facts, best)))
+    print()
+    print("\n".join(report.finding_lines(findings)))
+    diagnosis = report.to_json(facts, best, findings)
+    if args.json:
+        write_json(args.json, diagnosis)
+    return EXIT_OK if diagnosis["ok"] else EXIT_FAILED
+
+
+def _look_at_store(facts: Facts, args: argparse.Namespace) -> Facts:
+    """Try the store that the command line names, or else the settings."""
+    config = facts.config or OffloadConfig()
+    url = config.storage if args.storage is None else args.storage
+    if url is None:
+        check_belongs(args, ("storage_bytes",), "--storage", None)
+        return facts
+    store = Store(
+        url=shown_url(url),
+        num_bytes=args.storage_bytes or units.parse_bytes(config.storage_bytes),
+        is_sealed=config.storage_secret is not None,
+    )
+    if args.storage is None:
+        store = dataclasses.replace(store, source=variable_of("storage"))
+    if args.storage_bytes is None:
+        source = variable_of("storage_bytes")
+        store = dataclasses.replace(store, num_bytes_source=source)
+    try:
+        return dataclasses.replace(facts, store=look_at(url, store))
+    except ValueError as error:
+        if args.storage is not None:
+            text = str(error).removeprefix("storage=")
+            raise UsageError(f"--storage: {text}") from error
+        fault = with_variables(str(error), {"storage"})
+        faults = (*facts.config_faults, fault)
+        return dataclasses.replace(facts, config_faults=faults)
+
+
+def _probe(facts: Facts) -> Facts:
+    """Measure transfers, if an engine can be made."""
+    if facts.mode is None or facts.refusals:
+        return facts
+    try:
+        with show_progress() as on_progress:
+            bandwidth = measure_bandwidth(facts.mode, on_progress)
+    except MemoryError as error:
+        return dataclasses.replace(facts, probe_left_out=str(error))
+    except (BytesDifferError, RuntimeError) as error:
+        return dataclasses.replace(facts, probe_fault=str(error))
+    return dataclasses.replace(facts, bandwidth=bandwidth)

@@ -1,0 +1,63 @@
+"""The command line, `jaxkv`: how its process begins and ends.
+
+Next to nothing is imported before the process is ready for signals.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from jaxkv.tools import COMMANDS
+from jaxkv.tools.process import (
+    EXIT_INTERRUPTED,
+    end_on_signals,
+    end_process,
+    write_lines_at_once,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: The words after ``jaxkv``. None for those of the process, which then ends
+            with the command, or on a signal, and does not return.
+
+    Returns:
+        The exit code: 0 on success, 1 if offloading changed an answer or a byte, a
+        compiled program broke a bound, the doctor found something wrong or the output
+        could not be written, 2 for a wrong command line, 130 after an interrupt.
+    """
+    if argv is None:
+        _run_as_process(sys.argv[1:])
+    from jaxkv.tools import commands
+
+    return commands.run(argv)
+
+
+def _run_as_process(argv: list[str]) -> NoReturn:
+    """Run a command, and end this process with its exit code."""
+    name = " ".join(["jaxkv", *[word for word in argv[:1] if word in COMMANDS]])
+    try:
+        end_on_signals(name)
+        write_lines_at_once()
+        from jaxkv.tools import commands
+
+        code = commands.run(argv)
+    except SystemExit as end:  # From argparse.
+        code = end.code if isinstance(end.code, int) else int(bool(end.code))
+    except KeyboardInterrupt:  # Before the process was ready for it.
+        print(f"{name}: interrupted", file=sys.stderr)
+        code = EXIT_INTERRUPTED
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        code = 1
+    end_process(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

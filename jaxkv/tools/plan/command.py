@@ -1,0 +1,390 @@
+"""``jaxkv plan``: how much host memory is worth having, on one's own traffic."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Callable
+from functools import partial
+
+from jaxkv._util import shown
+from jaxkv.policies import policy_names
+from jaxkv.tools.bench.transfer.records import BytesDifferError
+from jaxkv.tools.console import OnProgress
+from jaxkv.tools.doctor.bandwidth import measure_bandwidth
+from jaxkv.tools.model_config import NAMED_MODELS, check_dtype
+from jaxkv.tools.options import (
+    EXIT_OK,
+    UsageError,
+    add_file_options,
+    add_page_option,
+    check_belongs,
+    check_extra,
+    check_files,
+    parse_bytes,
+    parse_list_of,
+    parse_whole_number_from,
+    split_commas,
+    write_json,
+    write_page,
+    write_picture,
+)
+from jaxkv.tools.plan import report
+from jaxkv.tools.plan.plan import (
+    Speeds,
+    block_bytes_of,
+    capacities_of,
+    make_plan,
+)
+from jaxkv.tools.plan.report import Setting
+from jaxkv.tools.progress import show_progress
+from jaxkv.tools.replay.command import (
+    ALL,
+    add_admission_options,
+    add_device_option,
+    add_trace_options,
+    choose_admission,
+    choose_device_blocks,
+    choose_policies,
+    find_model,
+    open_trace,
+)
+from jaxkv.tools.replay.model_costs import ModelCosts, plain_costs
+from jaxkv.tools.replay.run import sweep
+from jaxkv.tools.replay.traces import Trace
+from jaxkv.transfer import available_host_bytes
+from jaxkv.transfer.kernels import choose_mode
+
+SUMMARY = "see how much host memory, and which policy, is worth having for your traffic"
+DESCRIPTION = (
+    "Replay a trace for host tiers of several sizes and policies; compute, from a "
+    "model's costs and a server's speeds, what each would save (prompt tokens found, "
+    "time saved per request, how busy the link is); and recommend one, or say why "
+    "offloading does not pay."
+)
+
+_GB_PER_S = 25.0
+_LATENCY_MS = 1.0
+_FLOPS_PER_S = 989e12
+_MFU = 0.4
+_NUM_SIZES = 5
+_MOST = 1e24
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add_trace_options(parser)
+    add_model_options(parser)
+    parser.add_argument(
+        "--host-bytes",
+        action="extend",
+        type=parse_list_of(parse_bytes),
+        metavar="SIZE,...",
+        help="sizes of the host tier, such as 16GiB,64GiB; may be repeated (default: "
+        f"{_NUM_SIZES}, each twice the one before, up to all blocks of the trace or to "
+        "this machine's available memory)",
+    )
+    add_device_option(parser)
+    parser.add_argument(
+        "--device-bytes",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="the same in bytes, of all devices together (default: as --device-blocks)",
+    )
+    parser.add_argument(
+        "--policy",
+        action="extend",
+        type=split_commas,
+        metavar="NAME,...",
+        help="policies to compare, in order of preference; may be repeated (default: "
+        f"{ALL}, which are {', '.join(policy_names())})",
+    )
+    parser.add_argument(
+        "--load-gb-per-s",
+        type=_parse_number,
+        metavar="X",
+        help="GB/s (10^9 bytes) from the host to each device (default: "
+        f"{_GB_PER_S:g}, which is assumed)",
+    )
+    parser.add_argument(
+        "--store-gb-per-s",
+        type=_parse_number,
+        metavar="X",
+        help="GB/s from each device to the host (default: as fast as loads)",
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure both on this machine, as jaxkv doctor does (default: use "
+        "what is given or assumed)",
+    )
+    parser.add_argument(
+        "--load-latency-ms",
+        type=_parse_number_from(0, "from 0"),
+        metavar="X",
+        help="latency of a load, whatever its size, in ms (default: "
+        f"{_LATENCY_MS:g}, which is assumed)",
+    )
+    parser.add_argument(
+        "--prefill-tokens-per-s",
+        type=_parse_number,
+        metavar="X",
+        help="prompt tokens computed per second (default: from the model's FLOPs, "
+        "which grow with the length of the prompt)",
+    )
+    parser.add_argument(
+        "--flops-per-s",
+        type=_parse_number,
+        metavar="X",
+        help="the most FLOPs that one device computes in a second, such as 989e12 "
+        f"(default: {_FLOPS_PER_S:g}, those of an H100 in bfloat16, which is assumed)",
+    )
+    parser.add_argument(
+        "--mfu",
+        type=_parse_number,
+        metavar="X",
+        help="share of those FLOPs that prefill reaches, up to 1 (default: "
+        f"{_MFU:g}, which is assumed)",
+    )
+    add_admission_options(parser)
+    add_file_options(parser, "tokens found and time saved against the host's size")
+    add_page_option(parser)
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what a token costs."""
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="the model's config.json from Hugging Face, the folder with it, or "
+        f"{', '.join(NAMED_MODELS)} (default: none; it may be left out with "
+        "--kv-bytes-per-token and --prefill-tokens-per-s)",
+    )
+    parser.add_argument(
+        "--kv-dtype",
+        metavar="NAME",
+        help="dtype of the KV, such as float8_e4m3fn (default: the model's)",
+    )
+    parser.add_argument(
+        "--kv-bytes-per-token",
+        type=parse_bytes,
+        metavar="SIZE",
+        help="bytes of KV of a token in all layers, such as 128KiB (default: the "
+        "model's)",
+    )
+    parser.add_argument(
+        "--tensor-parallel",
+        type=parse_whole_number_from(1),
+        metavar="N",
+        help="devices that share the model's heads (default: 1)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; return its exit code."""
+    check_files(args)
+    drawn = ("matplotlib",) if args.plot or args.html else ()
+    check_extra("plan", ("rich", *drawn))
+    policies = choose_policies(args.policy)
+    model, num_devices = _read_model(args)
+    speeds, sources = _choose_speeds(args, num_devices)
+    trace = open_trace(args.trace, args.block_size)
+    device_blocks = _choose_device_blocks(args, trace, model)
+    admission = choose_admission(args, trace)
+    sizes, notes = _choose_sizes(args.host_bytes, trace, model)
+    try:
+        capacities = capacities_of(sizes, trace, model)
+    except ValueError as error:
+        raise UsageError(f"--host-bytes: {error}") from error
+    if args.measure:
+        with show_progress() as on_progress:
+            speeds, sources = _measure(speeds, sources, on_progress)
+    setting = Setting(
+        trace, model, speeds, sources, device_blocks, num_devices, notes, admission
+    )
+    report.print_setting(setting)
+    # A larger one would hold no more.
+    device_blocks = choose_device_blocks(device_blocks or 0, trace)
+    with show_progress() as on_progress:
+        results = sweep(
+            trace,
+            policies,
+            sorted(set(capacities)),
+            on_progress,
+            device_blocks,
+            admission,
+        )
+    plan = make_plan(trace, model, speeds, sizes, results, num_devices)
+    report.print_plan(setting, plan)
+    if args.plot:
+        write_picture(args.plot, partial(report.plot_plan, setting, plan))
+    if args.json:
+        write_json(args.json, report.to_json(setting, plan))
+    if args.html:
+        write_page(args.html, report.render_page(setting, plan, args.command_line))
+    return EXIT_OK
+
+
+def _read_model(args: argparse.Namespace) -> tuple[ModelCosts, int]:
+    """Return what a token costs, and the devices that share it."""
+    if args.kv_dtype is not None:
+        try:
+            check_dtype(args.kv_dtype)
+        except ValueError as error:
+            raise UsageError(f"--kv-dtype: {error}") from error
+    if args.model is None:
+        if args.kv_bytes_per_token is None:
+            raise UsageError(
+                "give --model, a config.json or a name such as "
+                f"{next(iter(NAMED_MODELS))}, or --kv-bytes-per-token"
+            )
+        of_model = "kv_dtype", "tensor_parallel", "flops_per_s", "mfu"
+        check_belongs(args, of_model, "--model", None)
+        if args.prefill_tokens_per_s is None:
+            raise UsageError(
+                "--kv-bytes-per-token: it does not say how long prefill takes: give "
+                "--prefill-tokens-per-s too, or --model instead"
+            )
+        try:
+            return plain_costs(args.kv_bytes_per_token), 1
+        except ValueError as error:
+            raise UsageError(f"--kv-bytes-per-token: {error}") from error
+    if args.kv_bytes_per_token is not None:
+        raise UsageError("--kv-bytes-per-token: --model says it already")
+    model = find_model(args.model, args.kv_dtype)
+    return model, args.tensor_parallel or 1
+
+
+def _choose_speeds(
+    args: argparse.Namespace, num_devices: int
+) -> tuple[Speeds, dict[str, str]]:
+    """Return the speeds, and where each is from."""
+    if args.measure and (args.load_gb_per_s or args.store_gb_per_s):
+        raise UsageError("--measure: the speeds are given already")
+    if args.mfu is not None and args.mfu > 1:
+        raise UsageError(f"--mfu: {args.mfu:g} must be at most 1")
+    if args.prefill_tokens_per_s is not None:
+        for option in ("flops_per_s", "mfu"):
+            if getattr(args, option) is not None:
+                raise UsageError(
+                    f"--{option.replace('_', '-')}: --prefill-tokens-per-s says it all"
+                )
+    given, assumed = "given", "assumed"
+    sources = {
+        "load_bytes_per_s": assumed if args.load_gb_per_s is None else given,
+        "store_bytes_per_s": "as loads" if args.store_gb_per_s is None else given,
+        "load_latency_s": assumed if args.load_latency_ms is None else given,
+    }
+    load = args.load_gb_per_s or _GB_PER_S
+    latency_ms = args.load_latency_ms
+    flops_per_s = None
+    if args.prefill_tokens_per_s is not None:
+        sources["prefill_tokens_per_s"] = given
+    else:
+        peak, mfu = args.flops_per_s or _FLOPS_PER_S, args.mfu or _MFU
+        flops_per_s = num_devices * peak * mfu
+        whose = "an H100's {}, assumed" if args.flops_per_s is None else "{}, given"
+        share = assumed if args.mfu is None else given
+        devices = f"{num_devices} x " if num_devices > 1 else ""
+        peak_text = whose.format(f"{peak / 1e12:,.4g}")
+        sources["prefill_flops_per_s"] = (
+            f"{devices}{peak_text}, at {100 * mfu:g}%, {share}"
+        )
+    speeds = Speeds(
+        load_bytes_per_s=1e9 * load,
+        store_bytes_per_s=1e9 * (args.store_gb_per_s or load),
+        load_latency_s=(_LATENCY_MS if latency_ms is None else latency_ms) / 1e3,
+        prefill_tokens_per_s=args.prefill_tokens_per_s,
+        prefill_flops_per_s=flops_per_s,
+    )
+    return speeds, sources
+
+
+def _measure(
+    speeds: Speeds,
+    sources: dict[str, str],
+    on_progress: OnProgress,
+) -> tuple[Speeds, dict[str, str]]:
+    """Return the speeds with those of transfers on this machine."""
+    import jax
+
+    platform = jax.devices()[0].platform
+    try:
+        found = measure_bandwidth(choose_mode(None, platform), on_progress)
+    except (BytesDifferError, MemoryError, RuntimeError) as error:
+        raise UsageError(f"--measure: {error}") from error
+    measured = f"measured here, on {platform}"
+    return (
+        dataclasses.replace(
+            speeds,
+            load_bytes_per_s=1e9 * found.load.p50_gb_per_s,
+            store_bytes_per_s=1e9 * found.save.p50_gb_per_s,
+        ),
+        {**sources, "load_bytes_per_s": measured, "store_bytes_per_s": measured},
+    )
+
+
+def _choose_device_blocks(
+    args: argparse.Namespace, trace: Trace, model: ModelCosts
+) -> int | None:
+    """Return the blocks of the device's prefix cache; None if it keeps none."""
+    if args.device_bytes is None:
+        blocks: int | None = args.device_blocks
+        if blocks is None and trace.recording is not None:
+            blocks = trace.recording.device_blocks
+        return blocks or None
+    if args.device_blocks is not None:
+        raise UsageError("--device-bytes: --device-blocks says it already")
+    block_bytes = block_bytes_of(trace, model)
+    if args.device_bytes < block_bytes:
+        raise UsageError(
+            f"--device-bytes: {args.device_bytes} bytes hold no block, which takes "
+            f"{block_bytes}"
+        )
+    return int(args.device_bytes // block_bytes)
+
+
+def _choose_sizes(
+    given: list[int] | None, trace: Trace, model: ModelCosts
+) -> tuple[list[int], tuple[str, ...]]:
+    """Return the host's sizes in ascending order, and what to note about them."""
+    if given is not None:
+        return sorted(set(given)), ()
+    block_bytes = block_bytes_of(trace, model)
+    # A power of two that holds all blocks, or the largest that fits this machine.
+    most = _power_of_two(2 * trace.num_unique_blocks * block_bytes - 1)
+    memory = available_host_bytes()
+    notes: tuple[str, ...] = ()
+    if memory is not None and memory.num_bytes < most:
+        most = _power_of_two(memory.num_bytes)
+        notes = ("--host-bytes is not given: sizes go up to this machine's memory",)
+    sizes = [most >> i for i in reversed(range(_NUM_SIZES))]
+    sizes = [size for size in sizes if size >= block_bytes]
+    if not sizes:
+        raise UsageError(
+            "--host-bytes: not even a block fits this machine's memory; name the sizes"
+        )
+    return sizes, notes
+
+
+def _power_of_two(number: int) -> int:
+    """Return the largest power of two that is not more."""
+    return 1 << number.bit_length() - 1
+
+
+def _parse_number_from(minimum: float, text_of_minimum: str) -> Callable[[str], float]:
+    """Make a parser of numbers that are at least `minimum`."""
+
+    def parse(text: str) -> float:
+        is_number = re.fullmatch(r"\d{1,18}(\.\d{1,9})?([eE][+-]?\d{1,2})?", text)
+        if is_number and minimum <= float(text) < _MOST:
+            return float(text)
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} must be a number {text_of_minimum}, such as 25, 0.4 or 1e15"
+        )
+
+    return parse
+
+
+_parse_number = _parse_number_from(1e-9, "above 0")

@@ -1,0 +1,558 @@
+"""A plan as a table, as a page of HTML, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO, NamedTuple
+
+from jaxkv._util import rounded_size, size_text, three_digits
+from jaxkv.config import variable_of
+from jaxkv.tools import page
+from jaxkv.tools.console import print_lines, print_table
+from jaxkv.tools.machine import num_cpus, versions
+from jaxkv.tools.page import Section
+from jaxkv.tools.pictures import (
+    INK,
+    Line,
+    Places,
+    Scale,
+    draw_lines,
+    look_of,
+    make_figure,
+    name_axes,
+    save_picture,
+)
+from jaxkv.tools.plan import plan as planning
+from jaxkv.tools.plan.plan import Demand, Plan, PlanRow, Speeds
+from jaxkv.tools.replay.admission import Admission
+from jaxkv.tools.replay.model_costs import ModelCosts
+from jaxkv.tools.replay.traces import Trace
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a plan was made with.
+
+    Attributes:
+        trace: The requests.
+        model: What a token costs.
+        speeds: Those of the server.
+        sources: Where each speed is from, by the name of its field, for display.
+        device_blocks: Blocks of the device's prefix cache; None if it keeps none.
+        num_devices: Devices that the model is divided among.
+        notes: Further assumptions.
+        admission: What is kept out of the host tier; None for nothing.
+    """
+
+    trace: Trace
+    model: ModelCosts
+    speeds: Speeds
+    sources: Mapping[str, str]
+    device_blocks: int | None = None
+    num_devices: int = 1
+    notes: tuple[str, ...] = ()
+    admission: Admission | None = None
+
+
+def print_setting(setting: Setting) -> None:
+    """Print what a plan is made with, and what of it is assumed."""
+    print_lines(f"{name:<8} {what}" for name, what in _facts_of(setting))
+
+
+def _facts_of(setting: Setting) -> list[tuple[str, str]]:
+    """List what a plan is made with, each with a name; without one if it goes on."""
+    trace, model, speeds = setting.trace, setting.model, setting.speeds
+    assert trace.input_tokens is not None
+    span_s = (trace.time_ms.max() - trace.time_ms.min()) / 1000
+    when = f" in {span_s:,.0f} s" if span_s else ""
+    kv = f"{rounded_size(model.kv_bytes_per_token)} of KV a token"
+    dtype = f" ({model.kv_dtype})" if model.kv_dtype else ""
+    block = rounded_size(planning.block_bytes_of(trace, model))
+    sources = setting.sources
+    prefill, how = _prefill_text(setting)
+    device = "keeps no prefixes (--device-blocks, --device-bytes)"
+    if setting.device_blocks is not None:
+        size = setting.device_blocks * planning.block_bytes_of(trace, model)
+        device = f"keeps {setting.device_blocks:,} blocks ({rounded_size(size)})"
+    return [
+        ("Trace", f"{trace.name}: {trace.num_requests:,} requests{when}"),
+        (
+            "Prompts",
+            f"{trace.input_tokens.sum():,} tokens in blocks of {trace.block_size}",
+        ),
+        ("Model", f"{model.name}: {kv}{dtype}, {block} a block"),
+        *[("", f"{setting.num_devices} devices share it")][: setting.num_devices > 1],
+        ("Device", device),
+        *([] if setting.admission is None else [("Rules", setting.admission.text)]),
+        (
+            "Load",
+            f"{three_digits(speeds.load_bytes_per_s / 1e9)} GB/s "
+            f"({sources['load_bytes_per_s']}) after "
+            f"{three_digits(1e3 * speeds.load_latency_s)} ms "
+            f"({sources['load_latency_s']})",
+        ),
+        (
+            "Store",
+            f"{three_digits(speeds.store_bytes_per_s / 1e9)} GB/s "
+            f"({sources['store_bytes_per_s']})",
+        ),
+        ("Prefill", prefill),
+        *[("", line) for line in how],
+        *[("Note", note) for note in setting.notes + model.notes],
+    ]
+
+
+class _Figure(NamedTuple):
+    """What there is to say of each size and policy.
+
+    Attributes:
+        key: For machines.
+        title: What it is.
+        value: The figure of a row, in the unit of its scale.
+        scale: How it is written.
+        is_drawn: Whether a report has a chart of it.
+    """
+
+    key: str
+    title: str
+    value: Callable[[PlanRow], float]
+    scale: Scale
+    is_drawn: bool = False
+
+
+def _figures_of(demand: Demand) -> list[_Figure]:
+    """List the figures of rows, in the order of the table."""
+    num_tokens, prefill_s = demand.input_tokens or 1, demand.prefill_s or 1.0
+    beyond = " beyond the device" if demand.device_tokens else ""
+    figures = [
+        _Figure(
+            "found",
+            f"Tokens found{beyond}",
+            lambda row: 100 * row.host_tokens / num_tokens,
+            _PERCENT,
+            True,
+        ),
+        _Figure(
+            "saved",
+            "Time saved per request, mean",
+            lambda row: row.saved_s / demand.num_requests,
+            _SECONDS,
+            True,
+        ),
+        _Figure(
+            "p95", "Time saved, 95th percentile", lambda row: row.saved_p95_s, _SECONDS
+        ),
+        _Figure(
+            "prefill",
+            "Prefill time saved",
+            lambda row: 100 * row.saved_s / prefill_s,
+            _PERCENT,
+        ),
+    ]
+    link = _Figure(
+        "link",
+        "Link busy with stores",
+        lambda row: 100 * (row.store_use or 0.0),
+        _PERCENT,
+    )
+    return figures if demand.span_s is None else [*figures, link]
+
+
+def _rows_of(plan: Plan) -> dict[str, list[PlanRow]]:
+    """Return the rows of each policy, the smallest size first."""
+    by_policy: dict[str, list[PlanRow]] = {row.policy: [] for row in plan.rows}
+    for row in sorted(plan.rows, key=lambda row: row.host_bytes):
+        by_policy[row.policy].append(row)
+    return by_policy
+
+
+def _places_of(setting: Setting, plan: Plan) -> Places:
+    """Return the sizes of a plan, for charts and tables."""
+    sizes = sorted({row.host_bytes for row in plan.rows})
+    block_bytes = planning.block_bytes_of(setting.trace, setting.model)
+    return Places(
+        "Host memory",
+        sizes,
+        [rounded_size(size) for size in sizes],
+        [f"{size // block_bytes:,} blocks" for size in sizes],
+    )
+
+
+def print_plan(setting: Setting, plan: Plan) -> None:
+    """Print what every size and policy would do, and the recommendation."""
+    places, chosen = _places_of(setting, plan), plan.recommendation.row
+
+    def cell(row: PlanRow, figure: _Figure) -> str:
+        return figure.scale.in_full(figure.value(row)) + ("*" if row == chosen else " ")
+
+    sections = [
+        (
+            figure.title,
+            [
+                [f"  {policy}", *(cell(row, figure) for row in rows)]
+                for policy, rows in _rows_of(plan).items()
+            ],
+        )
+        for figure in _figures_of(plan.demand)
+    ]
+    print_table(
+        [places.title, *(f"{name} " for name in places.names)],
+        sections,
+        head=["  blocks", *(note.removesuffix("blocks") for note in places.notes)],
+        gap=1,
+    )
+    print_lines(["", *_context(setting, plan), "", sentence(setting, plan)])
+    settings = _settings_text(setting, plan)
+    if settings:
+        print_lines(["", settings], is_code=True)
+
+
+def render_page(setting: Setting, plan: Plan, command: str) -> str:
+    """Write a plan as a page of HTML: the recommendation first, then why.
+
+    Args:
+        setting: What it was made with.
+        plan: The plan.
+        command: The command line that made it.
+    """
+    settings = _settings_text(setting, plan)
+    finding = page.paragraphs([sentence(setting, plan)], "finding")
+    finding += page.code("The settings", settings) if settings else ""
+    facts: list[tuple[str, str]] = []
+    for name, what in _facts_of(setting):
+        if not name:
+            name, before = facts.pop()
+            what = f"{before}; {what}"
+        facts.append((name, what))
+    figures = sorted(_figures_of(plan.demand), key=lambda each: each.key != "saved")
+    sections = [
+        Section("why", "Why", page.paragraphs(_context(setting, plan))),
+        *(_section(setting, plan, figure) for figure in figures),
+        Section("rule", "How the recommendation is made", page.bullets(_RULE)),
+    ]
+    title = f"Host memory for {setting.trace.name}"
+    return page.render_page(title, finding, facts, sections, command)
+
+
+def _section(setting: Setting, plan: Plan, figure: _Figure) -> Section:
+    """Write the table of a figure, and its chart."""
+    places, chosen = _places_of(setting, plan), plan.recommendation.row
+    rows = [
+        (
+            policy,
+            [
+                (
+                    figure.scale.in_full(figure.value(row)),
+                    "recommended" if row == chosen else "",
+                )
+                for row in rows
+            ],
+        )
+        for policy, rows in _rows_of(plan).items()
+    ]
+    inside = page.table(figure.key, figure.title, places, rows)
+    if figure.is_drawn:
+        about = f"{figure.title}, for each policy and size."
+        drawn = _lines_of(plan, figure)
+        inside = (
+            page.chart(figure.key, figure.title, about, places, drawn, figure.scale)
+            + inside
+        )
+    return Section(figure.key, figure.title, inside)
+
+
+def _lines_of(plan: Plan, figure: _Figure) -> list[Line]:
+    return [
+        Line(policy, [figure.value(row) for row in rows], look_of(number))
+        for number, (policy, rows) in enumerate(_rows_of(plan).items())
+    ]
+
+
+def _context(setting: Setting, plan: Plan) -> list[str]:
+    """Say in lines what comes back at most, and what the link carries."""
+    demand = plan.demand
+    device = ""
+    if setting.device_blocks is not None:
+        share = _percent(demand.device_tokens, demand.input_tokens)
+        device = f"The device finds {share} of the prompt tokens. "
+    most = _percent(demand.returning_tokens, demand.input_tokens)
+    lines = [
+        f"{device}An unlimited host tier would find {most}{' more' * bool(device)}."
+    ]
+    if demand.span_s is None:
+        lines.append(
+            "The trace has no times, so how busy the link would be is unknown."
+        )
+    elif demand.num_servers > 1:
+        lines.append(
+            f"Without offloading, prefill takes {demand.num_servers:.1f} times as long "
+            "as the trace: this traffic needs that many servers."
+        )
+    row = plan.recommendation.row
+    if row is not None and (row.peak_store_use or 0.0) > 1:
+        lines.append(
+            f"In the busiest minute, stores need {row.peak_store_use:.1f} minutes; "
+            "the engine will drop some blocks as too slow."
+        )
+    return lines
+
+
+def sentence(setting: Setting, plan: Plan) -> str:
+    """Say in a sentence what to do, and why."""
+    choice, demand = plan.recommendation, plan.demand
+    row = choice.row
+    if row is None:
+        return f"Offloading does not pay here: {_why_not(setting, plan)}."
+    beyond = " beyond what the device holds" if demand.device_tokens else ""
+    text = (
+        f"Take {rounded_size(row.host_bytes)} with {row.policy}: it finds "
+        f"{_percent(row.host_tokens, demand.input_tokens)} of the prompt tokens{beyond}"
+        f" and saves {_time(row.saved_s / demand.num_requests)} a request, "
+        f"{_percent(row.saved_s, demand.prefill_s)} of the prefill time"
+    )
+    # The first policy at this size, which would have been preferred.
+    first = next(each for each in plan.rows if each.host_bytes == row.host_bytes)
+    if first != row:
+        text += f"; with {first.policy} it would save {_change(first, row)}"
+    if choice.larger is not None:
+        larger = rounded_size(choice.larger.host_bytes)
+        text += f"; {larger} would save {_change(choice.larger, row)}"
+    elif choice.smaller is not None:
+        smaller = rounded_size(choice.smaller.host_bytes)
+        text += f"; {smaller} would save {_change(choice.smaller, row)}"
+    if (
+        choice.larger is None
+        and row.host_tokens < planning.ENOUGH * demand.returning_tokens
+    ):
+        text += "; more memory than was planned for may save more"
+    return f"{text}."
+
+
+def _settings_text(setting: Setting, plan: Plan) -> str:
+    return " ".join(f"{n}={text}" for n, text in settings_of(setting, plan).items())
+
+
+def settings_of(setting: Setting, plan: Plan) -> dict[str, str]:
+    """Return the variables to set; none if offloading does not pay."""
+    row = plan.recommendation.row
+    if row is None:
+        return {}
+    settings = {
+        variable_of("host_bytes"): size_text(row.host_bytes, "").removesuffix(" bytes"),
+        variable_of("cache_policy"): row.policy,
+    }
+    if setting.admission is not None:
+        for name, value in setting.admission.changed.items():
+            settings[variable_of(name)] = str(value).lower()
+    if row.num_declined:
+        settings[variable_of("skip_slow_loads")] = "true"
+    return settings
+
+
+def _why_not(setting: Setting, plan: Plan) -> str:
+    """Say why offloading does not pay."""
+    demand, rows, reason = plan.demand, plan.rows, plan.recommendation.reason
+    returning = _percent(demand.returning_tokens, demand.input_tokens)
+    most = max(rows, key=lambda row: row.host_tokens)
+    found = _percent(most.host_tokens, demand.input_tokens)
+    if reason == "nothing returns":
+        return (
+            "nothing comes back; even an unlimited host tier would find only "
+            f"{returning} of the prompt tokens"
+        )
+    if reason == "device suffices":
+        return (
+            "the device already holds what comes back; it finds "
+            f"{_percent(demand.device_tokens, demand.input_tokens)} of the prompt "
+            f"tokens, and an unlimited host tier only {returning} more"
+        )
+    if reason == "too small":
+        return (
+            f"tokens come back too late for these sizes; "
+            f"{rounded_size(most.host_bytes)} finds {found} of the prompt tokens, of "
+            f"the {returning} that an unlimited host tier would find"
+            + (f" without {setting.admission.text}" if setting.admission else "")
+        )
+    if reason == "cheap prefill":
+        share = _percent(max(row.found_s for row in rows), demand.prefill_s)
+        return (
+            "prefill of what comes back is cheap; loads with unlimited bandwidth would "
+            f"save only {share} of the prefill time"
+        )
+    if reason == "slow stores":
+        use = min(row.store_use or 0.0 for row in rows)
+        text = f"the link is too slow; stores alone take {use:.1f} times as long as the"
+        text += " trace"
+        if setting.admission is None:
+            text += " (try --store-threshold 2, to store only what was asked for twice)"
+        return text
+    best = max(rows, key=lambda row: (row.saved_s, row.host_tokens))
+    load_s, prefill_s = block_times(setting)
+    text = (
+        f"loading is too slow; {best.num_declined:,} of "
+        f"{best.num_loads + best.num_declined:,} prefixes found take longer to load "
+        f"than to compute (a block of {setting.trace.block_size} tokens "
+        f"{_time(load_s)} beside {_time(prefill_s)})"
+    )
+    if best.num_loads:
+        saved = _percent(best.saved_s, demand.prefill_s)
+        text += f", and the others save {saved} of the prefill time"
+    return text
+
+
+def block_times(setting: Setting) -> tuple[float, float]:
+    """Return the seconds to load a prompt's first block, and to compute it."""
+    import numpy as np
+
+    speeds, model = setting.speeds, setting.model
+    begin, end = np.array(0), np.array(setting.trace.block_size)
+    load_bytes = model.load_bytes(begin, end, setting.num_devices)
+    load_s = speeds.load_latency_s + float(load_bytes) / speeds.load_bytes_per_s
+    return load_s, float(speeds.prefill_s(model, begin, end))
+
+
+def to_json(setting: Setting, plan: Plan) -> dict[str, Any]:
+    """Convert a plan for ``json.dump``."""
+    trace, model, demand = setting.trace, setting.model, plan.demand
+    choice = plan.recommendation
+    return {
+        "trace": {
+            "name": trace.name,
+            "num_requests": trace.num_requests,
+            "num_block_refs": trace.num_block_refs,
+            "num_unique_blocks": trace.num_unique_blocks,
+            "block_size": trace.block_size,
+        },
+        "model": dataclasses.asdict(model)
+        | {
+            "kv_bytes_per_token": model.kv_bytes_per_token,
+            "block_bytes": planning.block_bytes_of(trace, model),
+            "num_devices": setting.num_devices,
+        },
+        "speeds": {
+            name: {"value": value, "source": setting.sources.get(name)}
+            for name, value in dataclasses.asdict(setting.speeds).items()
+            if value is not None
+        },
+        "device_blocks": setting.device_blocks,
+        "admission": setting.admission and dataclasses.asdict(setting.admission),
+        "notes": [*setting.notes, *model.notes],
+        "demand": dataclasses.asdict(demand) | {"num_servers": demand.num_servers},
+        "rule": {
+            "worth": planning.WORTH,
+            "enough": planning.ENOUGH,
+            "alike": planning.ALIKE,
+        },
+        "rows": [_row_figures(row, demand) for row in plan.rows],
+        "recommendation": {
+            "pays": choice.pays,
+            "reason": choice.reason,
+            "host_bytes": choice.row and choice.row.host_bytes,
+            "policy": choice.row and choice.row.policy,
+            "sentence": sentence(setting, plan),
+            "settings": settings_of(setting, plan),
+        },
+        "machine": {"num_cpus": num_cpus(), **versions()},
+    }
+
+
+def _row_figures(row: PlanRow, demand: Demand) -> dict[str, Any]:
+    """Return a row's figures, with what its shares are shares of."""
+    hours = None if demand.span_s is None else demand.span_s / 3600
+    return dataclasses.asdict(row) | {
+        "input_tokens": demand.input_tokens,
+        "num_requests": demand.num_requests,
+        "prefill_s": demand.prefill_s,
+        "found_share": row.host_tokens / demand.input_tokens
+        if demand.input_tokens
+        else 0.0,
+        "saved_mean_s": row.saved_s / demand.num_requests,
+        "saved_share": row.saved_s / demand.prefill_s if demand.prefill_s else 0.0,
+        "saved_s_per_hour": None if hours is None else row.saved_s / hours,
+    }
+
+
+def plot_plan(setting: Setting, plan: Plan, file: BinaryIO) -> None:
+    """Draw tokens found and time saved against the size, a line for each policy."""
+    choice, places = plan.recommendation.row, _places_of(setting, plan)
+    drawn = [figure for figure in _figures_of(plan.demand) if figure.is_drawn]
+    picture = make_figure(13, 5.2, dpi=110)
+    for axes, figure in zip(picture.subplots(1, 2), drawn, strict=True):
+        draw_lines(axes, places, _lines_of(plan, figure), figure.scale)
+        name_axes(axes, figure.title, "host memory")
+        if choice is not None:
+            ring = {"ms": 13, "mfc": "none", "mec": INK, "mew": 1.6}
+            axes.plot([choice.host_bytes], [figure.value(choice)], "o", **ring)
+    rules = f"; {setting.admission.text}" if setting.admission else ""
+    facts = f"{setting.trace.name}, {setting.model.name}{rules}"
+    save_picture(picture, _headline(setting, plan), facts, file)
+
+
+def _headline(setting: Setting, plan: Plan) -> str:
+    """Say in a few words what it shows."""
+    row, demand = plan.recommendation.row, plan.demand
+    if row is None:
+        return f"Offloading does not pay: {plan.recommendation.reason}"
+    return (
+        f"{rounded_size(row.host_bytes)} with {row.policy} (ringed) saves "
+        f"{_time(row.saved_s / demand.num_requests)} a request"
+    )
+
+
+def _prefill_text(setting: Setting) -> tuple[str, list[str]]:
+    """Say how fast prefill is, and what follows from it."""
+    import numpy as np
+
+    speeds, model, sources = setting.speeds, setting.model, setting.sources
+    if speeds.prefill_tokens_per_s is not None:
+        source = sources["prefill_tokens_per_s"]
+        return f"{speeds.prefill_tokens_per_s:,.0f} tokens/s ({source})", []
+    assert speeds.prefill_flops_per_s is not None
+    rate = f"{three_digits(speeds.prefill_flops_per_s / 1e12)} TFLOP/s"
+    at = np.array([0, 32 << 10])
+    near, far = 1024 / speeds.prefill_s(model, at, at + 1024)
+    return (
+        f"{rate} ({sources['prefill_flops_per_s']})",
+        [f"{near:,.0f} tokens/s at the beginning of a prompt, {far:,.0f} after 32k"],
+    )
+
+
+def _change(other: PlanRow, row: PlanRow) -> str:
+    """Say how much more or less another row saves."""
+    percent = 100 * (other.saved_s / row.saved_s - 1)
+    if abs(percent) < 0.5:
+        return "no more"
+    return f"{abs(percent):.0f}% {'more' if percent > 0 else 'less'}"
+
+
+def _time(seconds: float) -> str:
+    """Format seconds.
+
+    >>> _time(0.0), _time(0.00021), _time(0.1234), _time(12.34)
+    ('0 s', '0.21 ms', '123 ms', '12.3 s')
+    """
+    if not seconds:
+        return "0 s"
+    if seconds < 0.9995:
+        return f"{three_digits(1e3 * seconds)} ms"
+    return f"{three_digits(seconds)} s"
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f}%" if whole else "0.0%"
+
+
+_PERCENT = Scale("{:g}%".format, "{:.1f}%".format, "{:.1f}%".format)
+_SECONDS = Scale(_time, _time, _time)
+_RULE = (
+    "Sizes whose stores take longer than the trace lasts are left out.",
+    f"Offloading pays if some size saves at least {100 * planning.WORTH:g}% of the "
+    "prefill time.",
+    "The recommended size is the smallest that saves at least "
+    f"{100 * planning.ENOUGH:g}% of what the best size saves.",
+    "The recommended policy is the first, in the order of the tables, that saves at "
+    f"least {100 * planning.ALIKE:g}% of what the best policy saves at that size.",
+    "A request saves the time to compute the tokens found on the host, less the time "
+    "to load them; it saves nothing where loading takes longer.",
+)

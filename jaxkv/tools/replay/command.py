@@ -1,0 +1,292 @@
+"""``jaxkv replay``: the hit ratios of cache policies on a request trace."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from fractions import Fraction
+from functools import partial
+
+from jaxkv._util import shown
+from jaxkv.policies import policy_names
+from jaxkv.tools.model_config import NAMED_MODELS
+from jaxkv.tools.options import (
+    EXIT_OK,
+    UsageError,
+    add_file_options,
+    add_page_option,
+    check_extra,
+    check_files,
+    check_names,
+    model_errors,
+    parse_whole_number_from,
+    split_commas,
+    write_json,
+    write_page,
+    write_picture,
+)
+from jaxkv.tools.progress import show_progress
+from jaxkv.tools.replay import page, report
+from jaxkv.tools.replay.admission import Admission
+from jaxkv.tools.replay.measures import Comparison
+from jaxkv.tools.replay.model_costs import ModelCosts, find_model_costs
+from jaxkv.tools.replay.run import OPTIMUM, sweep
+from jaxkv.tools.replay.synthetic import make_synthetic_trace
+from jaxkv.tools.replay.traces import BLOCK_SIZE, Trace, TraceError, read_trace
+
+SUMMARY = "see how much of a trace's prompts each cache policy would find"
+DESCRIPTION = (
+    "Replay a trace of requests with several cache policies and capacities, and with "
+    "the optimum, which knows the future. No bytes move; the result is the share of "
+    "the prompts that is found as a prefix."
+)
+
+_SYNTHETIC = "synthetic"
+_SYNTHETIC_REQUESTS = 2000
+_CAPACITIES = "1%,3%,10%"
+# Of the host tier that was recorded.
+_SHARES = *(Fraction(quarters, 4) for quarters in range(1, 5)), Fraction(2)
+ALL = "all"
+"""What --policy takes for all of them."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add_trace_options(parser)
+    parser.add_argument(
+        "--policy",
+        action="extend",
+        type=split_commas,
+        metavar="NAME,...",
+        help="policies to compare; may be repeated (default: all, which are "
+        f"{', '.join(policy_names())})",
+    )
+    parser.add_argument(
+        "--capacity",
+        action="extend",
+        type=split_commas,
+        metavar="N,...",
+        help="capacities, in blocks or in percent of the different blocks of the "
+        f"trace; may be repeated (default: {_CAPACITIES.replace('%', '%%')}; for a "
+        "recorded trace 1/4, 1/2, 3/4, 1 and 2 times its host blocks, or the different "
+        "blocks if they are fewer)",
+    )
+    parser.add_argument(
+        "--no-optimum",
+        action="store_true",
+        help="leave out the optimum (default: it is the last row)",
+    )
+    add_device_option(parser)
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="count the prefill that a model is saved: a Hugging Face config.json, the "
+        f"folder with it, or {', '.join(NAMED_MODELS)} (default: none)",
+    )
+    add_admission_options(parser)
+    add_file_options(parser, "what is found against the capacity")
+    add_page_option(parser)
+
+
+def add_device_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the device in front of the host."""
+    parser.add_argument(
+        "--device-blocks",
+        type=parse_whole_number_from(0),
+        metavar="N",
+        help="put a device with a prefix cache of N blocks in front of the host; 0 for "
+        "none (default: that of a recorded trace, else none)",
+    )
+
+
+def add_trace_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what is replayed."""
+    parser.add_argument(
+        "trace",
+        nargs="+",
+        metavar="TRACE",
+        help="a file in Mooncake's or the normalised format, plain or .gz; several "
+        "files that were recorded under one key, such as FILE.1 FILE; or synthetic for "
+        f"{_SYNTHETIC_REQUESTS} made-up requests, or synthetic:REQUESTS",
+    )
+    parser.add_argument(
+        "--block-size",
+        type=parse_whole_number_from(1),
+        metavar="N",
+        help="tokens in a block of the trace; a recorded one states its own "
+        f"(default: {BLOCK_SIZE})",
+    )
+
+
+def add_admission_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that keep blocks out, whatever the policy."""
+    parser.add_argument(
+        "--store-threshold",
+        type=parse_whole_number_from(0),
+        metavar="N",
+        help="with every policy, store only blocks that N requests have asked for "
+        "(default: 0, as 1: all)",
+    )
+    parser.add_argument(
+        "--max-unseen-blocks",
+        type=parse_whole_number_from(0),
+        metavar="N",
+        help="with every policy, store of a request's blocks that none has asked for "
+        "before only the first N (default: all)",
+    )
+    parser.add_argument(
+        "--prompt-only",
+        action="store_true",
+        help="store no blocks that outputs filled, which recorded traces have "
+        "(default: store them)",
+    )
+    parser.add_argument(
+        "--max-offload-tokens",
+        type=parse_whole_number_from(1),
+        metavar="N",
+        help="store only the first N tokens of each request (default: all)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; return its exit code."""
+    check_files(args)
+    drawn = ("matplotlib",) if args.plot or args.html else ()
+    check_extra("replay", ("rich", *drawn))
+    policies = choose_policies(args.policy)
+    model = None if args.model is None else find_model(args.model)
+    trace = open_trace(args.trace, args.block_size)
+    capacities = _choose_capacities(args.capacity, trace)
+    _check_device(args.device_blocks, trace)
+    device_blocks = choose_device_blocks(args.device_blocks, trace)
+    admission = choose_admission(args, trace)
+    report.print_trace(trace)
+    if not args.no_optimum:
+        policies.append(OPTIMUM)
+    with show_progress() as on_progress:
+        results = sweep(
+            trace, policies, capacities, on_progress, device_blocks, admission
+        )
+    comparison = Comparison(trace, results, model, admission)
+    report.print_results(comparison)
+    if args.plot:
+        write_picture(args.plot, partial(report.plot_results, comparison))
+    if args.json:
+        write_json(args.json, report.to_json(comparison))
+    if args.html:
+        write_page(args.html, page.render_page(comparison, args.command_line))
+    return EXIT_OK
+
+
+def choose_policies(given: list[str] | None) -> list[str]:
+    """Return the policies that --policy names; all of them if it is not given."""
+    known = policy_names()
+    names = check_names("--policy", given or [ALL], [*known, ALL])
+    if ALL not in names:
+        return names
+    first = [name for name in names if name != ALL]
+    return first + [name for name in known if name not in first]
+
+
+def find_model(text: str, kv_dtype: str | None = None) -> ModelCosts:
+    """Return what the tokens of the model of --model cost."""
+    with model_errors(text):
+        return find_model_costs(text, kv_dtype)
+
+
+def choose_admission(args: argparse.Namespace, trace: Trace) -> Admission | None:
+    """Return what to keep out; None for nothing. Refuse what has no effect."""
+    num_tokens, block_size = args.max_offload_tokens, trace.block_size
+    if num_tokens is not None and block_size and num_tokens < block_size:
+        raise UsageError(
+            f"--max-offload-tokens: {num_tokens} is less than a block, which has "
+            f"{block_size} tokens: nothing would be stored"
+        )
+    if args.prompt_only and not (trace.num_blocks > trace.num_asked).any():
+        raise UsageError(
+            "--prompt-only: no output of the trace filled a block that could be left "
+            "out; only recorded traces have such blocks"
+        )
+    threshold = args.store_threshold or 0
+    admission = Admission(
+        store_threshold=threshold if threshold > 1 else 0,
+        max_unseen_blocks=args.max_unseen_blocks,
+        prompt_only=args.prompt_only,
+        max_offload_tokens=num_tokens,
+    )
+    return admission if admission.changed else None
+
+
+def _check_device(num_blocks: int | None, trace: Trace) -> None:
+    """Refuse a device that nothing would ever leave."""
+    if num_blocks is not None and num_blocks > _most_device_blocks(trace):
+        raise UsageError(
+            f"--device-blocks: {num_blocks} is more than the trace would ever fill: it "
+            f"has {trace.num_unique_blocks:,} different blocks"
+        )
+
+
+def choose_device_blocks(given: int | None, trace: Trace) -> int | None:
+    """Return the blocks of the device in front: those given, else those recorded."""
+    if given is None and trace.recording is not None:
+        given = trace.recording.device_blocks
+    return min(given, _most_device_blocks(trace)) if given else None
+
+
+def _most_device_blocks(trace: Trace) -> int:
+    """Return the blocks that a trace can fill."""
+    # Each prompt may end with a block that is not full, and is not listed.
+    return trace.num_unique_blocks + trace.num_requests
+
+
+def _choose_capacities(given: list[str] | None, trace: Trace) -> list[int]:
+    """Return the capacities in blocks, in ascending order."""
+    num_unique, recording = trace.num_unique_blocks, trace.recording
+    if given is None and recording is not None and recording.host_blocks:
+        whole = min(recording.host_blocks, num_unique)
+        return sorted(
+            {max(1, min(int(share * whole), num_unique)) for share in _SHARES}
+        )
+    texts = split_commas(_CAPACITIES) if given is None else given
+    return sorted({_parse_capacity(text, num_unique) for text in texts})
+
+
+def _parse_capacity(text: str, num_unique: int) -> int:
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)(%?)", text)
+    if match is None or ("." in text and not match[2]):
+        raise UsageError(
+            f"--capacity: {shown(text)} must be a number of blocks, such as 5000, or a "
+            f"percentage, such as 3%"
+        )
+    number = Fraction(match[1])
+    if number == 0:
+        raise UsageError(f"--capacity: {shown(text)} must be more than 0")
+    blocks = int(number * num_unique / 100) if match[2] else int(number)
+    if blocks > num_unique:
+        raise UsageError(
+            f"--capacity: {shown(text)} is more than the {num_unique:,} different "
+            "blocks of the trace, which would never be full"
+        )
+    return max(blocks, 1)
+
+
+def open_trace(given: list[str], block_size: int | None) -> Trace:
+    """Read the trace that a command line names, or make one up."""
+    text = given[0]
+    name, _, number = text.partition(":")
+    if name == _SYNTHETIC and len(given) == 1:
+        if text != _SYNTHETIC and not re.fullmatch(r"[1-9]\d{0,6}", number):
+            raise UsageError(
+                f"TRACE: {shown(text)} must be {_SYNTHETIC}:REQUESTS, such as "
+                f"{_SYNTHETIC}:{_SYNTHETIC_REQUESTS}"
+            )
+        num_requests = int(number or _SYNTHETIC_REQUESTS)
+        return make_synthetic_trace(num_requests, block_size=block_size or BLOCK_SIZE)
+    try:
+        return read_trace(given, block_size)
+    except TraceError as error:
+        raise UsageError(error) from error
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "it is no name of a file"
+        text = getattr(error, "filename", None) or text
+        raise UsageError(f"TRACE: cannot read {shown(str(text))} ({why})") from error

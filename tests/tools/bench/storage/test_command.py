@@ -1,0 +1,161 @@
+"""`jaxkv bench storage`: what it prints and writes, how it refuses, what it leaves."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxkv.tools import main as cli
+from jaxkv.tools.bench.storage.run import (
+    ALONE,
+    FILES,
+    FILES_DROPPED,
+    FILES_REUSED,
+    JAXKV,
+)
+from jaxkv.transfer.storage import objects as objects_module
+from jaxkv.transfer.storage import open_store
+from tests.rigs.servers import redis_server, s3_server
+
+pytestmark = pytest.mark.usefixtures("plain_output")
+
+SMALL = ["--block-sizes", "4KiB,16KiB", "--per-round", "64KiB", "--rounds", "3"]
+LAUNCHER = "import sys\nfrom jaxkv.tools.main import main\nsys.exit(main())\n"
+
+
+def bench(*words):
+    return cli.main(["bench", "storage", *map(str, words)])
+
+
+def test_it_prints_and_writes_and_leaves_nothing(capsys, tmp_path):
+    folder, figures = tmp_path / "store", tmp_path / "a.json"
+    assert bench(folder, *SMALL, "--json", figures) == 0
+    assert not folder.exists()
+    out, err = capsys.readouterr()
+    assert err.splitlines() == ["4 KiB blocks ...", "16 KiB blocks ..."]
+    assert out.startswith(f"Store        file://{folder}\n")
+    assert max(len(line) for line in out.split("GB are")[0].splitlines()[1:]) <= 80
+
+    written = json.loads(figures.read_text())
+    assert written["config"]["url"] == f"file://{folder}"
+    assert {"device", "cpu", "jax", "jaxkv", "tensorstore"} <= written["machine"].keys()
+    sizes = [(r["block_bytes"] >> 10, r["num_blocks"]) for r in written["results"]]
+    assert sizes == [(4, 16), (16, 4)]
+    for result in written["results"]:
+        assert list(result["ways"]) == [JAXKV, FILES, FILES_REUSED, FILES_DROPPED]
+        assert list(result["jaxkv_over"]) == [FILES, FILES_REUSED, FILES_DROPPED]
+        section = out.split(f"{result['block_bytes'] >> 10} KiB ")[1]
+        share = section.split(f"{JAXKV} : {FILES} ")[1].split()
+        low, p50, high = result["jaxkv_over"][FILES]["write"]["quartiles"]
+        assert low <= p50 <= high
+        assert float(share[2]) == pytest.approx(p50, abs=0.006, rel=0.01)
+        for way in ("write", "read"):
+            speeds = result["ways"][JAXKV][way]
+            assert 0 < speeds["p50_gb_per_s"] <= speeds["best_gb_per_s"]
+
+
+def test_what_was_in_the_folder_stays(tmp_path):
+    (tmp_path / "of others").write_text("x")
+    assert bench(tmp_path, *SMALL, "--sealed") == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["of others"]
+
+
+def test_redis_stands_beside_itself(tmp_path, capsys):
+    with redis_server(tmp_path) as (url, _):
+        assert bench(url, *SMALL, "--json", tmp_path / "a.json") == 0
+        assert f"{JAXKV} : {ALONE}" in capsys.readouterr().out
+        store = open_store(url)
+        assert list(store.list("jaxkv1")) == []
+        store.close()
+
+
+def test_s3_is_measured_over_http(capsys, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    with s3_server("blocks") as (endpoint, _):
+        assert bench(f"s3://blocks/b?endpoint={endpoint}", *SMALL) == 0
+    assert f"{JAXKV} : {ALONE}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "the following arguments are required: URL"),
+        (("nope://x",), "URL: storage='nope://x': unknown 'nope'"),
+        (("/dev/null",), "URL: storage='/dev/null': Not a directory; name a folder"),
+        (("s3://",), "URL: storage='s3://' must be s3://BUCKET/PREFIX"),
+        (("/tmp/x", "--rounds", "2"), "--rounds: '2' must be a whole number from 3"),
+        (("/tmp/x", "--in-flight", "0"), "--in-flight: '0' must be"),
+        (
+            ("/tmp/x", "--per-round", "4KiB"),
+            "--per-round: 4 KiB is less than a block of 8 MiB",
+        ),
+        (("/tmp/x", "--quick", "--rounds", "3"), "--quick: it chooses for itself"),
+        (("/tmp/x", "--plot", "x.png"), "--plot: it belongs to jaxkv bench transfer"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(words, message, capsys):
+    assert bench(*words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert message in err
+
+
+def test_a_store_that_fails_is_one_line(tmp_path, capsys):
+    (tmp_path / "jaxkv1").write_text("in the way")
+    assert bench(tmp_path, *SMALL) == 1
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x[-3:] != "..."]
+    assert line.startswith("jaxkv bench storage: error: ")
+
+
+def test_bytes_that_differ_are_told(tmp_path, capsys, monkeypatch):
+    def decode(self, key, data):
+        return memoryview(bytes(self.payload_bytes))
+
+    monkeypatch.setattr(objects_module.ObjectFormat, "decode", decode)
+    assert bench(tmp_path, *SMALL) == 1
+    assert "jaxkv bench storage: error: bytes differ: block" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc").exists(), reason="there is no /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_nothing_in_the_folder(tmp_path, number):
+    folder = tmp_path / "store"
+    words = [
+        "bench",
+        "storage",
+        str(folder),
+        "--rounds",
+        "1000",
+        "--per-round",
+        "16MiB",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        end_s = time.monotonic() + 60
+        while not any(files for *_, files in os.walk(folder)):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < end_s
+            time.sleep(0.01)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 128 + number
+    word = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}[number]
+    assert [line for line in err.splitlines() if line[-3:] != "..."] == [
+        f"jaxkv bench: {word}"
+    ]
+    assert not any(files for *_, files in os.walk(folder))

@@ -1,0 +1,144 @@
+"""`jaxkv bench transfer`: what it prints, draws and writes, and how it refuses."""
+
+import itertools
+import json
+
+import jax
+import pytest
+
+from jaxkv.tools import main as cli
+from jaxkv.tools.bench.transfer import records
+from jaxkv.tools.bench.transfer.records import BytesDifferError
+
+ON_CPU = jax.default_backend() == "cpu"
+LIMIT = "np.copyto" if ON_CPU else "device_put"
+
+pytestmark = pytest.mark.usefixtures("plain_output")
+
+SMALL = (
+    "bench transfer --sizes 2KiB,16KiB,64KiB --block-sizes 4KiB --rounds 3 "
+    "--layers 2 --working-set 128KiB"
+)
+
+
+def test_it_prints_draws_and_writes(capsys, tmp_path):
+    picture, figures = tmp_path / "a.png", tmp_path / "a.json"
+    assert cli.main(f"{SMALL} --plot {picture} --json {figures}".split()) == 0
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [
+        "4 KiB blocks: filling host memory ...",
+        "4 KiB blocks, 16 KiB ...",
+        "4 KiB blocks, 64 KiB ...",
+    ]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "2 layers of bfloat16, 128 KiB; as much host memory for each" in out
+    assert "Left out     2 KiB in blocks of 4 KiB: less than one block" in out
+    assert max(len(line) for line in out.split("GB are")[0].splitlines()) <= 80
+
+    written = json.loads(figures.read_text())
+    assert written["limit"] == LIMIT
+    assert written["mode"] == ("fused" if ON_CPU else "staged")
+    assert written["working_set_bytes"] == 128 << 10
+    assert written["config"]["rounds"] == 3
+    assert {"device", "cpu", "jax", "jaxkv"} <= written["machine"].keys()
+    sizes = [(r["size_bytes"] >> 10, r["num_blocks"]) for r in written["results"]]
+    assert sizes == [(16, 4), (64, 16)]
+    for result in written["results"]:
+        section = out.split(f"{result['size_bytes'] >> 10} KiB in 4 KiB ")[1]
+        lines = itertools.takewhile(str.strip, section.splitlines()[1:])
+        rows = {line[2:].partition("  ")[0]: line.split() for line in lines}
+        for name, design in result["designs"].items():
+            cells = []
+            for direction in records.DIRECTIONS:
+                figure = design[direction]
+                speeds = [figure["best_gb_per_s"], figure["p50_gb_per_s"]]
+                shares = figure["of_limit"]
+                limit = result["limit"][direction]["best_gb_per_s"]
+                assert shares["best"] == pytest.approx(speeds[0] / limit)
+                low, p50, high = shares["quartiles"]
+                assert low <= p50 <= high
+                for best, median in (speeds, (shares["best"], p50)):
+                    cells += [f"{best:.2f}", "/", f"{median:.2f}"]
+            assert rows[name][-12:] == cells
+        assert set(result["engine_over"]) == {"per-block", "numpy"}
+        assert len(result["overlap"]["save"]["hidden_fraction"]) == 3
+        assert rows["hidden by a step"][-1].endswith("%")
+
+
+def test_designs_and_overlap_can_be_left_out(capsys):
+    line = (
+        "bench transfer --sizes 8KiB --block-sizes 4KiB --rounds 3 --layers 1 "
+        "--working-set 16KiB --designs engine --mode staged --run 1 --no-overlap"
+    )
+    assert cli.main(line.split()) == 0
+    out, _ = capsys.readouterr()
+    rows = [li.split("  ")[1] for li in out.splitlines() if li.startswith("  ")]
+    assert [row for row in rows if row] == [LIMIT, "engine"]
+    assert "hidden" not in out
+
+
+def test_wrong_bytes_are_a_one_line_error_and_exit_1(capsys, monkeypatch):
+    def broken(config, plan, on_progress):
+        raise BytesDifferError("engine, 4 KiB blocks, 16 KiB: 3 blocks are not what")
+
+    monkeypatch.setattr("jaxkv.tools.bench.transfer.command.run_transfer", broken)
+    assert cli.main(SMALL.split()) == 1
+    assert capsys.readouterr().err == (
+        "jaxkv bench transfer: error: bytes differ: engine, 4 KiB blocks, 16 KiB: 3 "
+        "blocks are not what\n"
+    )
+
+
+def test_too_little_memory_is_a_one_line_error(capsys, monkeypatch):
+    def broken(config, plan, on_progress):
+        raise MemoryError("Could not allocate 4 host blocks")
+
+    monkeypatch.setattr("jaxkv.tools.bench.transfer.command.run_transfer", broken)
+    assert cli.main(SMALL.split()) == 2
+    assert capsys.readouterr().err == (
+        "jaxkv bench transfer: error: ask for smaller --sizes or a smaller "
+        "--working-set: Could not allocate 4 host blocks\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("bench", "name what to measure: choose from transfer"),
+        ("bench --rounds 3", "name what to measure: choose from transfer"),
+        ("bench trasnfer", "BENCHMARK: unknown 'trasnfer': did you mean transfer?"),
+        ("bench transfer 7", "unexpected argument '7'"),
+        ("bench transfer --size 1MiB", "'--size': did you mean --sizes?"),
+        ("bench transfer --sizes 5XB", "--sizes: '5XB' must be a size such as 64MiB"),
+        ("bench transfer --sizes 1MiB,", "--sizes: '' must be a size such as 64MiB"),
+        ("bench transfer --block-sizes 6KiB", "6 KiB must be a multiple of 4 KiB"),
+        ("bench transfer --rounds 2", "'2' must be a whole number from 3 to"),
+        ("bench transfer --layers 0", "'0' must be a whole number from 1 to"),
+        ("bench transfer --run x", "--run: 'x' must be a whole number from 1 to"),
+        ("bench transfer --mode fast", "--mode: unknown 'fast': choose from fused"),
+        ("bench transfer --designs nump", "unknown 'nump': did you mean numpy?"),
+        ("bench transfer --sizes 1KiB", "nothing can be measured: 1 KiB in blocks of"),
+        ("bench transfer --sizes 9TiB", "nothing can be measured: 9 TiB: it takes"),
+        ("bench transfer --plot a.pdf", "--plot: 'a.pdf' must end in .png"),
+        ("bench transfer --json .", "--json: cannot write '.' (Is a directory)"),
+    ],
+)
+def test_a_refusal_is_a_one_line_error(line, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    is_chosen = line.startswith("bench transfer")
+    assert err.startswith(f"jaxkv bench{' transfer' * is_chosen}: error: ")
+    assert message in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_says_what_a_block_size_means(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["bench", "transfer", "--help"])
+    assert exit_info.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "bytes of one block over all layers" in text
+    assert "(default: 1MiB,16MiB,64MiB,256MiB)" in text

@@ -1,0 +1,261 @@
+"""The measurement of transfers: arithmetic, plan, ids and checks."""
+
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv._util import size_text
+from jaxkv.tools import machine
+from jaxkv.tools.bench.transfer import designs, records
+from jaxkv.tools.bench.transfer import run as transfer
+from jaxkv.tools.bench.transfer.overlap import Step
+from jaxkv.tools.bench.transfer.paged_pool import PagedPool
+from jaxkv.tools.bench.transfer.plan import (
+    Cycle,
+    device_cycle,
+    host_cycle,
+    make_plan,
+    memory_needed_bytes,
+)
+from jaxkv.tools.bench.transfer.records import Case, Overlap, TransferConfig
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+SMALL = TransferConfig(
+    sizes=(8 * KIB, 16 * KIB),
+    block_sizes=(2 * KIB,),
+    num_layers=2,
+    rounds=3,
+    working_set_bytes=32 * KIB,
+)
+NO_LIMITS = {"cache_bytes": None, "memory_bytes": None}
+
+
+def test_speeds_are_decimal_gigabytes_of_the_fastest_and_the_median_round():
+    speed = records.speed(3 * 10**9, [1.0, 2.0, 3.0])
+    assert speed.best_gb_per_s == 3.0
+    assert speed.p50_gb_per_s == 1.5
+    assert speed.quartiles_s == [1.0, 2.0, 3.0]
+
+
+def test_a_ratio_pairs_the_rounds_so_that_a_slow_one_cancels_out():
+    limit = np.array([1.0, 10.0, 1.0, 3.0, 1.0])
+    ratio = records.ratio(2 * limit, limit)
+    assert ratio.best == 0.5
+    assert ratio.p50 == 0.5
+    assert ratio.quartiles == [0.5, 0.5, 0.5]
+    # Unpaired, the medians of these would be equal.
+    assert records.ratio([1.0, 2.0, 3.0], [3.0, 1.0, 2.0]).p50 == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("with_s", "hidden"), [(10.0, 1.0), (12.0, 0.5), (14.0, 0.0), (16.0, -0.5)]
+)
+def test_hidden_fraction_is_the_time_steps_did_not_wait(with_s, hidden):
+    assert records.hidden_fraction(10.0, with_s, 4.0) == hidden
+    overlap = Overlap(2, [10.0] * 3, [4.0] * 3, [with_s] * 3)
+    assert overlap.hidden == [hidden] * 3
+
+
+def test_sizes_are_taken_in_order_and_cut_into_whole_blocks():
+    config = dataclasses.replace(
+        TransferConfig(), sizes=(5 * MIB, MIB, MIB), block_sizes=(2 * MIB, 64 * KIB)
+    )
+    plan = make_plan(config, **NO_LIMITS)
+    assert plan.cases == (
+        Case(64 * KIB, 16),
+        Case(64 * KIB, 80),
+        Case(2 * MIB, 2),
+    )
+    assert plan.cases[2].num_bytes == 4 * MIB
+    assert plan.left_out == ("1 MiB in blocks of 2 MiB: less than one block",)
+
+
+def test_the_working_set_is_the_cache_or_the_largest_size():
+    def working_set(cache_bytes, **changes):
+        config = dataclasses.replace(TransferConfig(), **changes)
+        return make_plan(config, cache_bytes, None).working_set_bytes
+
+    assert working_set(480 * MIB) == 480 * MIB
+    assert working_set(32 * MIB) == 256 * MIB
+    assert working_set(32 * MIB, sizes=(MIB,)) == 32 * MIB
+    assert working_set(None, sizes=(MIB,)) == 256 * MIB
+    assert working_set(480 * MIB, sizes=(MIB,), working_set_bytes=MIB) == MIB
+    assert working_set(480 * MIB, working_set_bytes=MIB) == 256 * MIB
+
+
+def test_sizes_that_memory_cannot_hold_are_left_out_with_the_reason():
+    config = dataclasses.replace(TransferConfig(), sizes=(MIB, GIB))
+    enough = memory_needed_bytes(config, GIB, GIB) / 0.8 + 1
+    assert make_plan(config, MIB, int(enough)).left_out == (
+        "1 MiB in blocks of 2 MiB: less than one block",
+    )
+    plan = make_plan(config, MIB, 8 * GIB)
+    assert plan.left_out[0] == (
+        "1 GiB: it takes 12.5 GiB of memory, and 8.0 GiB are available"
+    )
+    assert {case.num_bytes for case in plan.cases} == {MIB}
+    assert plan.working_set_bytes == MIB
+    assert make_plan(config, MIB, MIB).cases == ()
+
+
+def test_blocks_that_layers_cannot_divide_are_refused():
+    config = dataclasses.replace(TransferConfig(), block_sizes=(6 * KIB,))
+    with pytest.raises(ValueError, match="6 KiB must be a multiple of 4 KiB: 8 layers"):
+        make_plan(config, **NO_LIMITS)
+
+
+@pytest.mark.parametrize("mean_run", [1, 16])
+def test_every_id_comes_before_any_is_repeated(mean_run):
+    cycle = Cycle(60, mean_run, seed=3)
+    for _ in range(3):
+        seen = np.concatenate([cycle.next(20) for _ in range(3)])
+        assert sorted(seen) == list(range(60))
+
+
+def test_ids_are_the_same_in_every_process_and_new_every_round():
+    ones, others = Cycle(100, 4, seed=1), Cycle(100, 4, seed=1)
+    rounds = [ones.next(30).tolist() for _ in range(9)]
+    assert rounds == [others.next(30).tolist() for _ in range(9)]
+    assert len({tuple(ids) for ids in rounds}) == 9
+    # 10 are left after three, and not mixed with the next order's.
+    assert all(len(set(ids)) == 30 for ids in rounds)
+    assert Cycle(100, 1, seed=0).next(100).dtype == np.int32
+
+
+def runs(ids):
+    """Cut ids into consecutive runs."""
+    cuts = np.flatnonzero(np.diff(ids) != 1) + 1
+    return {tuple(run) for run in np.split(ids, cuts)}
+
+
+def test_host_ids_come_in_runs_and_device_ids_do_not():
+    assert 60 < len(runs(host_cycle(10_000, None, seed=0).next(10_000))) < 100
+    assert 14 < len(runs(host_cycle(240, None, seed=0).next(240))) < 35
+    assert len(runs(device_cycle(10_000, seed=0).next(10_000))) > 9_900
+    assert len(runs(host_cycle(10_000, 1, seed=0).next(10_000))) > 9_900
+    assert host_cycle(1, None, seed=0).next(1).tolist() == [0]
+
+
+def test_loads_have_the_runs_of_saves():
+    saves, loads = (runs(host_cycle(9_000, None, seed).next(9_000)) for seed in (1, 2))
+    # Some runs are adjacent by chance.
+    assert len(saves & loads) > 0.8 * len(saves)
+
+
+def test_buckets_are_powers_of_two_without_padding():
+    for num_blocks in (1, 63, 64, 65, 200):
+        parts = list(designs.buckets(num_blocks))
+        covered = [i for part in parts for i in range(part.start, part.stop)]
+        assert covered == list(range(num_blocks))
+        assert {part.stop - part.start for part in parts} <= {1, 2, 4, 8, 16, 32, 64}
+
+
+def test_a_pool_counts_blocks_that_differ_from_their_tags():
+    paged = PagedPool(num_blocks=12, block_bytes=2 * KIB, num_layers=2)
+    assert [leaf.shape for leaf in paged.leaves] == [(13, 2, 2, 128)] * 2
+    assert paged.check() == 0
+    bits = np.array(paged.leaves[1]).view(np.uint16)
+    assert len(np.unique(bits.reshape(13, -1), axis=0)) == 13
+    bits[5, 1, 0, 7] ^= 1
+    paged.leaves[1] = jax.device_put(bits.view(paged.leaves[1].dtype))
+    assert paged.check() == 1
+    assert paged.check(np.array([4, 6], np.int32)) == 0
+    paged.tags[[2, 3]] = paged.tags[[3, 2]]
+    assert paged.check() == 3
+
+
+def test_a_step_writes_only_to_its_own_block():
+    paged = PagedPool(num_blocks=4, block_bytes=2 * KIB, num_layers=2)
+    step = Step(paged.leaves, paged.scratch_block)
+    before = np.array(paged.leaves[0][paged.scratch_block])
+    old = paged.leaves
+    paged.leaves = step(paged.leaves)
+    assert old[0].is_deleted()
+    assert paged.check() == 0
+    assert (np.array(paged.leaves[0][paged.scratch_block]) != before).any()
+
+
+@pytest.fixture(scope="module")
+def record():
+    plan = make_plan(SMALL, **NO_LIMITS)
+    shown = []
+    record = transfer.run_transfer(SMALL, plan, lambda *args: shown.append(args))
+    assert shown[0] == ("2 KiB blocks: filling host memory", 0, 0)
+    assert shown[-1] == ("2 KiB blocks, 16 KiB", 3, 3)
+    return record
+
+
+def test_a_run_times_everything_in_every_round(record):
+    assert [r.case for r in record.results] == [Case(2 * KIB, 4), Case(2 * KIB, 8)]
+    for result in record.results:
+        assert set(result.designs_s) == set(records.DESIGNS)
+        for sides in (result.limit_s, *result.designs_s.values()):
+            for direction in records.DIRECTIONS:
+                assert len(sides[direction]) == 3
+                assert min(sides[direction]) > 0
+        for overlap in result.overlap.values():
+            assert len(overlap.both_s) == 3
+    # No more than two transfers of 8 blocks fit in 16 together.
+    assert [r.overlap["load"].num_steps for r in record.results] == [4, 2]
+    assert record.step_s > 0
+    assert record.working_set_bytes == 32 * KIB
+
+
+@pytest.mark.parametrize("name", records.DESIGNS)
+@pytest.mark.parametrize("direction", records.DIRECTIONS)
+def test_a_design_that_moves_wrong_bytes_is_detected(name, direction, monkeypatch):
+    config = dataclasses.replace(SMALL, designs=(name,), sizes=(8 * KIB,))
+    make = designs.make_design
+
+    def make_broken(*args):
+        design = make(*args)
+        call, calls = getattr(design, direction), itertools.count()
+
+        def broken(pool, *ids):
+            # Right at first; then the first two blocks are swapped.
+            if next(calls) >= 3:
+                ids = (ids[0], ids[1][[1, 0, *range(2, len(ids[1]))]])
+            return call(pool, *ids)
+
+        monkeypatch.setattr(design, direction, broken)
+        return design
+
+    monkeypatch.setattr(transfer, "make_design", make_broken)
+    with pytest.raises(transfer.BytesDifferError, match="blocks are not what was sav"):
+        transfer.run_transfer(
+            config, make_plan(config, **NO_LIMITS), lambda *args: None
+        )
+
+
+def test_the_limit_of_an_accelerator_moves_both_ways():
+    # The CPU backend has both memories too, so this runs anywhere.
+    limit = designs.DevicePutLimit(3000, 1000)
+    for _ in range(2):
+        for direction in records.DIRECTIONS:
+            limit.copy(direction)
+    assert isinstance(designs.make_limit(10, 10), designs.CopyLimit) == (
+        jax.devices()[0].platform == "cpu"
+    )
+
+
+def test_machine_has_the_versions_of_the_figures():
+    where = machine.machine()
+    assert {"device", "cpu", "num_cpus", "jax", "jaxlib", "numpy", "jaxkv"} <= set(
+        where
+    )
+    cache, memory = machine.last_level_cache_bytes(), machine.available_memory_bytes()
+    assert cache is None or cache >= 64 * KIB
+    assert memory is None or memory > 0
+
+
+def test_sizes_are_formatted_in_whole_units():
+    assert [size_text(n) for n in (3 << 40, GIB, 1536 * KIB, 3 << 9)] == [
+        "3 TiB",
+        "1 GiB",
+        "1536 KiB",
+        "1536 bytes",
+    ]

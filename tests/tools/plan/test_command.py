@@ -1,0 +1,591 @@
+"""`jaxkv plan`: what it prints, draws and writes, and how it refuses."""
+
+import html
+import json
+import math
+import types
+
+import pytest
+
+from jaxkv.config import OffloadConfig
+from jaxkv.policies import policy_names
+from jaxkv.tools import main as cli
+
+pytestmark = pytest.mark.usefixtures("plain_output")
+
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+}
+BLOCK = 512 * 128 << 10
+
+
+@pytest.fixture
+def model(tmp_path):
+    """The config.json of Llama 3.1 8B, in a folder of that name."""
+    folder = tmp_path / "llama-3.1-8b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    return folder / "config.json"
+
+
+def made_up_trace(tmp_path, requests, every_ms=1000, name="made-up"):
+    """Write a trace of requests in whole blocks, and of some tokens more."""
+    path = tmp_path / f"{name}.jsonl"
+    lines = [
+        {"t": every_ms * i, "in": 512 * len(ids) + 100, "out": 5, "ids": list(ids)}
+        for i, ids in enumerate(requests)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def rule_of_the_docs(figures):
+    """Choose from a plan's written rows, in plain Python: (reason, bytes, policy)."""
+    demand, rows = figures["demand"], figures["rows"]
+    carried = [row for row in rows if not (row["store_use"] or 0) > 1]
+    shares = {
+        (row["host_bytes"], row["policy"]): row["saved_s"] / row["prefill_s"]
+        for row in carried
+    }
+    if shares and max(shares.values()) >= 0.01:
+        enough = 0.9 * max(shares.values())
+        size = min(size for (size, _), share in shares.items() if share >= enough)
+        here = {policy: share for (of, policy), share in shares.items() if of == size}
+        alike = [p for p, share in here.items() if share >= 0.98 * max(here.values())]
+        order = [row["policy"] for row in rows]
+        return "pays", size, min(alike, key=order.index)
+    tokens = demand["input_tokens"]
+    if demand["returning_tokens"] < 0.01 * tokens:
+        on_device = (
+            demand["device_tokens"] + demand["returning_tokens"] >= 0.01 * tokens
+        )
+        return "device suffices" if on_device else "nothing returns", None, None
+    if all(row["host_tokens"] < 0.01 * tokens for row in rows):
+        return "too small", None, None
+    if all(row["found_s"] < 0.01 * row["prefill_s"] for row in rows):
+        return "cheap prefill", None, None
+    if any(row["saved_s"] >= 0.01 * row["prefill_s"] for row in rows):
+        return "slow stores", None, None
+    return "slow loads", None, None
+
+
+def plan(capsys, tmp_path, line):
+    """Run a plan; return its figures and output, after comparing the two."""
+    path = tmp_path / "figures.json"
+    assert cli.main(["plan", *map(str, line), "--json", str(path)]) == 0
+    out, _ = capsys.readouterr()
+    figures = json.loads(path.read_text())
+    choice = figures["recommendation"]
+    expected = rule_of_the_docs(figures)
+    assert (choice["reason"], choice["host_bytes"], choice["policy"]) == expected
+    assert choice["pays"] == (choice["reason"] == "pays")
+    assert choice["sentence"] in out
+    for row in figures["rows"]:
+        assert row["found_share"] == row["host_tokens"] / row["input_tokens"]
+        assert row["saved_mean_s"] == row["saved_s"] / row["num_requests"]
+    if choice["pays"]:
+        settings = choice["settings"]
+        config = OffloadConfig.from_env(environ=settings)
+        assert config.cache_policy == choice["policy"]
+        assert config.to_dict()["host_bytes"] in (
+            choice["host_bytes"],
+            settings["JAXKV_HOST_BYTES"],
+        )
+        assert " ".join(f"{k}={v}" for k, v in settings.items()) in out
+    else:
+        assert choice["sentence"].startswith("Offloading does not pay here: ")
+        assert choice["settings"] == {}
+        assert "JAXKV_HOST_BYTES" not in out
+    return figures, out
+
+
+def test_it_prints_draws_and_writes(capsys, tmp_path, model):
+    picture, report = tmp_path / "a.png", tmp_path / "a.html"
+    line = [
+        "synthetic:200",
+        "--model",
+        model,
+        "--policy",
+        "lru,slru",
+        "--plot",
+        picture,
+        "--html",
+        report,
+    ]
+    figures, out = plan(capsys, tmp_path, [*line, "--host-bytes", "2GiB,512MiB"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    page = report.read_text()
+    # The recommendation, what to set, what it rests on; then the figures.
+    sentence = html.escape(figures["recommendation"]["sentence"])
+    parts = (sentence, "JAXKV_HOST_BYTES=", "<dt>Load</dt>", 'id="saved-f"', "--html")
+    places = [page.index(part) for part in parts]
+    assert places == sorted(places)
+    assert page.count("<strong>recommended</strong>") == 5
+    assert max(len(line) for line in out.splitlines() if "  " in line) <= 80
+    assert "llama-3.1-8b: 128 KiB of KV a token (bfloat16), 64 MiB a block" in out
+    assert "25 GB/s (assumed) after 1 ms (assumed)" in out
+    assert "396 TFLOP/s (an H100's 989, assumed, at 40%, assumed)" in out
+    rows = {(r["policy"], r["host_bytes"]): r for r in figures["rows"]}
+    sizes = 512 << 20, 2 << 30
+    assert list(rows) == [(policy, s) for policy in ("lru", "slru") for s in sizes]
+    assert [rows["lru", size]["capacity_blocks"] for size in sizes] == [8, 32]
+    found = out.split("\nTokens found")[1]
+    for policy in ("lru", "slru"):
+        (line, *_) = (li for li in found.splitlines() if li.startswith(f"  {policy} "))
+        shares = [100 * rows[policy, size]["found_share"] for size in sizes]
+        cells = [cell.rstrip("*") for cell in line.split()[1:]]
+        assert cells == [f"{share:.1f}%" for share in shares]
+    assert out.count("*") == 5  # The recommended cell of each section.
+    assert figures["speeds"]["load_bytes_per_s"] == {"value": 25e9, "source": "assumed"}
+    assert figures["speeds"]["prefill_flops_per_s"]["value"] == 989e12 * 0.4
+
+
+def test_what_is_given_counts(capsys, tmp_path, model):
+    options = "--load-gb-per-s 10 --store-gb-per-s 5 --load-latency-ms 0 --mfu 0.5"
+    line = ["synthetic:60", "--model", model, "--host-bytes", "1GiB", "--policy", "lru"]
+    figures, out = plan(
+        capsys,
+        tmp_path,
+        [*line, *options.split(), "--flops-per-s", "2e14", "--tensor-parallel", "4"],
+    )
+    assert {name: each["value"] for name, each in figures["speeds"].items()} == {
+        "load_bytes_per_s": 10e9,
+        "store_bytes_per_s": 5e9,
+        "load_latency_s": 0.0,
+        "prefill_flops_per_s": 4 * 2e14 * 0.5,
+    }
+    assert "assumed" not in out
+    assert "4 devices share it" in out
+    assert "400 TFLOP/s (4 x 200, given, at 50%, given)" in out
+    stored_blocks = figures["rows"][0]["store_bytes"] / (BLOCK / 4)
+    assert stored_blocks == int(stored_blocks) > 0
+
+
+def test_the_bytes_of_a_tokens_kv_will_do(capsys, tmp_path):
+    line = ["synthetic:60", "--kv-bytes-per-token", "128KiB", "--host-bytes", "1GiB"]
+    figures, out = plan(capsys, tmp_path, [*line, "--prefill-tokens-per-s", "20000"])
+    assert "20,000 tokens/s (given)" in out
+    assert figures["model"]["block_bytes"] == BLOCK
+    row = figures["rows"][0]
+    tokens = row["input_tokens"]
+    assert row["prefill_s"] == pytest.approx(tokens / 20000)
+
+
+def test_speeds_are_measured_if_asked(capsys, tmp_path, model, monkeypatch):
+    def measure(mode, on_progress):
+        assert mode in ("fused", "staged")
+        on_progress("measuring", 1, 1)
+        speed = types.SimpleNamespace
+        return types.SimpleNamespace(
+            load=speed(p50_gb_per_s=6.0), save=speed(p50_gb_per_s=3.0)
+        )
+
+    monkeypatch.setattr("jaxkv.tools.plan.command.measure_bandwidth", measure)
+    line = ["synthetic:60", "--model", model, "--host-bytes", "1GiB", "--policy", "lru"]
+    figures, out = plan(capsys, tmp_path, [*line, "--measure"])
+    assert figures["speeds"]["load_bytes_per_s"]["value"] == 6e9
+    assert figures["speeds"]["store_bytes_per_s"]["value"] == 3e9
+    assert "6 GB/s (measured here, on " in out
+
+    def fail(mode, on_progress):
+        raise MemoryError("too little")
+
+    monkeypatch.setattr("jaxkv.tools.plan.command.measure_bandwidth", fail)
+    assert cli.main(["plan", *map(str, line), "--measure"]) == 2
+    assert capsys.readouterr().err == "jaxkv plan: error: --measure: too little\n"
+
+
+def test_sizes_go_up_to_what_the_trace_needs_or_the_machine_has(
+    capsys, tmp_path, model, monkeypatch
+):
+    trace = made_up_trace(tmp_path, [range(20)] * 5)
+    line = [trace, "--model", model, "--policy", "lru"]
+
+    def sizes(memory):
+        limit = memory and types.SimpleNamespace(num_bytes=memory)
+        monkeypatch.setattr(
+            "jaxkv.tools.plan.command.available_host_bytes", lambda: limit
+        )
+        figures, out = plan(capsys, tmp_path, line)
+        assert bool(figures["notes"]) == ("this machine's memory" in out)
+        sizes = [row["host_bytes"] >> 20 for row in figures["rows"]]
+        return sizes, bool(figures["notes"])
+
+    # 20 blocks of 64 MiB are 1,280 MiB.
+    assert sizes(None) == ([128, 256, 512, 1024, 2048], False)
+    assert sizes(64 << 30) == ([128, 256, 512, 1024, 2048], False)
+    assert sizes(1500 << 20) == ([64, 128, 256, 512, 1024], True)
+    assert sizes(100 << 20) == ([64], True)
+    monkeypatch.setattr(
+        "jaxkv.tools.plan.command.available_host_bytes",
+        lambda: types.SimpleNamespace(num_bytes=1000),
+    )
+    assert cli.main(["plan", *map(str, line)]) == 2
+    assert "not even a block fits this machine's memory" in capsys.readouterr().err
+
+
+# The requests, the options, and words of the sentence.
+REASONS = {
+    "nothing returns": (
+        [range(9 * i, 9 * i + 9) for i in range(30)],
+        "",
+        "nothing comes back; even an unlimited host tier would find only 0.0% of",
+    ),
+    "device suffices": (
+        [range(9)] * 30,
+        "--device-blocks 20",
+        "the device already holds what comes back; it finds 94.6% of the prompt",
+    ),
+    "too small": (
+        [range(9 * i, 9 * i + 9) for i in range(30)] * 2,
+        "",
+        "tokens come back too late for these sizes; 1 GiB finds 0.0% of",
+    ),
+    "cheap prefill": (
+        # The first block of long prompts, whose attention takes most of the time.
+        [[0, *range(99 * i + 1, 99 * i + 90)] for i in range(30)],
+        "",
+        "prefill of what comes back is cheap; loads with unlimited bandwidth would "
+        "save only 0.6% of the prefill time.",
+    ),
+    "slow loads": (
+        [range(9)] * 30,
+        "--load-gb-per-s 0.1",
+        "29 of 29 prefixes found take longer to load than to compute (a block of 512 "
+        "tokens 672 ms beside 18.2 ms).",
+    ),
+    "slow stores": (
+        [[0, 1, 2, 3, *range(6 * i + 9, 6 * i + 15)] for i in range(30)],
+        "--store-gb-per-s 0.1",
+        # 184 blocks of 67.1 MB in 29 s.
+        "the link is too slow; stores alone take 4.3 times as long as the trace",
+    ),
+    "pays": ([range(9)] * 30, "", "Take 1 GiB with lru: it finds 94.6% of the prompt"),
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_a_made_up_trace_gets_the_reason_that_its_table_supports(
+    reason, capsys, tmp_path, model
+):
+    requests, options, words = REASONS[reason]
+    trace = made_up_trace(tmp_path, requests)
+    line = [
+        trace,
+        "--model",
+        model,
+        "--host-bytes",
+        "1GiB,4GiB",
+        "--policy",
+        "lru,hazard",
+    ]
+    figures, _ = plan(capsys, tmp_path, [*line, *options.split()])
+    assert figures["recommendation"]["reason"] == reason
+    assert words in figures["recommendation"]["sentence"]
+
+
+def test_an_admission_is_planned_with_and_recommended(capsys, tmp_path, model):
+    # A trace that stores too much for its link, though little of it returns.
+    requests, options, words = REASONS["slow stores"]
+    trace = made_up_trace(tmp_path, requests)
+    line = [trace, "--model", model, "--host-bytes", "1GiB", "--policy", "lru"]
+    line += options.split()
+    without, out = plan(capsys, tmp_path, line)
+    assert without["admission"] is None
+    assert f"{words} (try --store-threshold 2, to store" in out
+    figures, out = plan(capsys, tmp_path, [*line, "--store-threshold", "2"])
+    assert "Rules    store_threshold=2\n" in out
+    assert figures["admission"]["store_threshold"] == 2
+    (before,), (after,) = without["rows"], figures["rows"]
+    # The four shared blocks, when they are asked for again; found from then on.
+    assert after["store_bytes"] == 4 * BLOCK < before["store_bytes"]
+    assert after["host_tokens"] == 28 * 4 * 512
+    assert before["host_tokens"] == 29 * 4 * 512
+    settings = figures["recommendation"]["settings"]
+    assert settings["JAXKV_STORE_THRESHOLD"] == "2"
+    assert OffloadConfig.from_env(environ=settings).store_threshold == 2
+    line += ["--prompt-only"]
+    assert cli.main(["plan", *map(str, line)]) == 2
+    assert "--prompt-only: no output of the trace" in capsys.readouterr().err
+
+
+def test_the_device_in_front_is_counted_in_bytes_too(capsys, tmp_path, model):
+    line = ["synthetic:60", "--model", model, "--host-bytes", "1GiB", "--policy", "lru"]
+    of_bytes, out = plan(capsys, tmp_path, [*line, "--device-bytes", "2500MiB"])
+    of_blocks, _ = plan(capsys, tmp_path, [*line, "--device-blocks", "39"])
+    assert of_bytes["rows"] == of_blocks["rows"]
+    assert of_bytes["demand"]["device_tokens"] > 0
+    assert "keeps 39 blocks (2.44 GiB)" in out
+    assert "Tokens found beyond the device" in out
+
+
+def test_a_device_may_be_larger_than_the_trace(capsys, tmp_path, model):
+    trace = made_up_trace(tmp_path, [range(9), range(9)], name="[red]a:smile:")
+    line = [trace, "--model", model, "--host-bytes", "1GiB", "--policy", "lru"]
+    figures, out = plan(capsys, tmp_path, [*line, "--device-bytes", "900TiB"])
+    assert figures["recommendation"]["reason"] == "device suffices"
+    assert "Trace    [red]a:smile:: 2 requests in 1 s" in out
+
+
+def test_a_terminal_gets_a_bar_and_the_plan(capsys, tmp_path, model, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich see a terminal
+    line = ["synthetic:60", "--model", model, "--host-bytes", "1GiB", "--policy", "lru"]
+    assert cli.main(["plan", *map(str, line)]) == 0
+    out, err = capsys.readouterr()
+    assert "llama-3.1-8b: 128 KiB of KV a token" in out
+    assert "Take 1 GiB with lru" in out
+    assert "━" in err
+    assert "KiB" not in err
+
+
+def test_without_times_figures_per_second_are_left_out(capsys, tmp_path, model):
+    trace = made_up_trace(tmp_path, [range(9)] * 30, every_ms=0)
+    line = [trace, "--model", model, "--host-bytes", "1GiB", "--policy", "lru"]
+    figures, out = plan(capsys, tmp_path, line)
+    assert "The trace has no times" in out
+    assert "Link busy" not in out
+    assert figures["rows"][0]["store_use"] is None
+    assert figures["rows"][0]["saved_s_per_hour"] is None
+
+
+def test_a_prompt_of_too_many_tokens_is_refused(capsys, tmp_path, model):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"t": 0, "in": 9007199254740991, "out": 1, "ids": [1]}\n')
+    assert cli.main(["plan", str(path), "--model", str(model)]) == 2
+    assert "'in' must be a number of tokens from 0 to" in capsys.readouterr().err
+
+
+def test_a_load_that_is_declined_is_to_be_set_so(capsys, tmp_path, model):
+    # Short prefixes take longer to load, for the latency; long ones do not.
+    requests = [[0]] * 10 + [range(30)] * 10
+    trace = made_up_trace(tmp_path, requests)
+    line = [trace, "--model", model, "--host-bytes", "4GiB", "--policy", "lru"]
+    figures, _ = plan(capsys, tmp_path, [*line, "--load-latency-ms", "100"])
+    assert figures["rows"][0]["num_declined"] == 10
+    assert figures["recommendation"]["settings"] == {
+        "JAXKV_HOST_BYTES": "4GiB",
+        "JAXKV_CACHE_POLICY": "lru",
+        "JAXKV_SKIP_SLOW_LOADS": "true",
+    }
+
+
+def test_many_sizes_are_shown_below_one_another(capsys, tmp_path, model):
+    line = ["synthetic:60", "--model", model, "--policy", "arc_fixed"]
+    sizes = ",".join(f"{1024 * n + 13}MiB" for n in range(1, 9))
+    options = ["--host-bytes", sizes, "--device-blocks", "20"]
+    figures, out = plan(capsys, tmp_path, [*line, *options])
+    assert out.count("Host memory") == 2
+    assert len(figures["rows"]) == 8
+    assert max(len(line) for line in out.splitlines() if "  " in line) <= 80
+
+
+@pytest.mark.parametrize("name", ["mooncake_conversation", "cc_agentic_a"])
+def test_the_plan_of_a_recorded_trace_is_what_its_table_supports(
+    name, capsys, tmp_path, model, shared_traces
+):
+    trace = shared_traces / f"{name}.jsonl.gz"
+    line = [trace, "--model", model, "--policy", "lru,hazard"]
+    figures, out = plan(capsys, tmp_path, [*line, "--host-bytes", "64GiB,256GiB"])
+    assert figures["recommendation"]["pays"]
+    requests = figures["trace"]["num_requests"]
+    assert f"{requests:,} requests" in out
+
+
+def test_all_policies_are_planned_for_by_default(capsys, tmp_path, model):
+    line = ["synthetic:20", "--model", model, "--host-bytes", "1GiB"]
+    figures, _ = plan(capsys, tmp_path, line)
+    assert [row["policy"] for row in figures["rows"]] == policy_names()
+    figures, _ = plan(capsys, tmp_path, [*line, "--policy", "slru,all"])
+    names = [row["policy"] for row in figures["rows"]]
+    assert names[0] == "slru"
+    assert sorted(names) == sorted(policy_names())
+
+
+NO_MODEL = "synthetic:20 --kv-bytes-per-token 1000"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "synthetic:20",
+            "give --model, a config.json or a name such as llama-3.1-8b",
+        ),
+        (NO_MODEL, "--kv-bytes-per-token: it does not say how long prefill takes"),
+        (f"{NO_MODEL} --mfu 0.3", "--mfu: it belongs to --model"),
+        (f"{NO_MODEL} --tensor-parallel 2", "--tensor-parallel: it belongs to --model"),
+        (f"{NO_MODEL} --kv-dtype int8", "--kv-dtype: it belongs to --model"),
+        (f"{NO_MODEL}000TB --prefill-tokens-per-s 5", "must be from 1 to 1073741824"),
+        ("synthetic:20 --kv-bytes-per-token 0", "'0' must be a size such as 64MiB"),
+        (
+            "synthetic:20 --model nowhere.json",
+            "--model: cannot read 'nowhere.json' (No",
+        ),
+        (
+            "synthetic:20 --model {model} --kv-dtype fast",
+            "--kv-dtype: 'fast' is no dty",
+        ),
+        (
+            "synthetic:20 --model {model} --kv-bytes-per-token 5",
+            "--model says it alrea",
+        ),
+        (
+            "synthetic:20 --model {model} --host-bytes 0",
+            "--host-bytes: '0' must be a size such as",
+        ),
+        (
+            "synthetic:20 --model {model} --host-bytes 1MiB",
+            "--host-bytes: 1048576 bytes hold no bl",
+        ),
+        (
+            "synthetic:20 --model {model} --load-gb-per-s 0",
+            "'0' must be a number above",
+        ),
+        (
+            "synthetic:20 --model {model} --load-gb-per-s nan",
+            "'nan' must be a number a",
+        ),
+        (
+            "synthetic:20 --model {model} --load-gb-per-s 1e99",
+            "'1e99' must be a number",
+        ),
+        ("synthetic:20 --model {model} --mfu 1.5", "--mfu: 1.5 must be at most 1"),
+        ("synthetic:20 --model {model} --mfu 0", "--mfu: '0' must be a number above 0"),
+        (
+            "synthetic:20 --model {model} --device-blocks x",
+            "--device-blocks: 'x' must",
+        ),
+        (
+            "synthetic:20 --model {model} --device-bytes 5",
+            "--device-bytes: 5 bytes hold",
+        ),
+        (
+            "synthetic:20 --model {model} --device-bytes 1GiB --device-blocks 5",
+            "--device-bytes: --device-blocks says it already",
+        ),
+        (
+            "synthetic:20 --model {model} --measure --load-gb-per-s 5",
+            "--measure: the speeds are given already",
+        ),
+        (
+            "synthetic:20 --model {model} --prefill-tokens-per-s 5 --mfu 0.5",
+            "--mfu: --prefill-tokens-per-s says it all",
+        ),
+        (
+            "synthetic:20 --model {model} --policy lur",
+            "unknown 'lur': did you mean lru?",
+        ),
+        ("nowhere.jsonl --model {model}", "TRACE: cannot read 'nowhere.jsonl'"),
+        (
+            "synthetic:20 --model {model} --plot a.txt",
+            "--plot: 'a.txt' must end in .png",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_line(line, message, capsys, model):
+    assert cli.main(["plan", *line.format(model=model).split()]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("jaxkv plan: error: ")
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "must hold a JSON object"),
+        (
+            "{}",
+            "has no 'num_hidden_layers', 'hidden_size', 'num_attention_heads', 'voc",
+        ),
+        (json.dumps({**LLAMA, "hidden_size": 10**400}), "hidden_size=1000"),
+        (json.dumps({**LLAMA, "model_type": "x" * 10**5, "vocab_size": None}), "xxx'"),
+        (
+            json.dumps({**LLAMA, "layer_types": ["\x1b[31m"] * 32}),
+            "of type '\\x1b[31m'",
+        ),
+        ("[" * 10**5, "is no JSON"),
+        (json.dumps({**LLAMA, "head_dim": 10**8}), "bytes of KV a token are more than"),
+        ('{"a": "\x00"}', "is no JSON"),
+    ],
+)
+def test_a_model_that_does_not_do_is_one_line(text, message, capsys, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    assert cli.main(["plan", "synthetic:20", "--model", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert len(err) < 1000
+    assert err.removesuffix("\n").isprintable()
+    assert out == ""
+
+
+def test_help_explains_each_option_with_its_default(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["plan", "--help"])
+    assert exit_info.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for name, default in [
+        ("--model MODEL", "none; it may be left out with --kv-bytes-per-token"),
+        ("--host-bytes SIZE,...", "5, each twice the one before"),
+        ("--device-blocks N", "that of a recorded trace, else none)"),
+        ("--policy NAME,...", "all, which are lru"),
+        ("--load-gb-per-s X", "25, which is assumed)"),
+        ("--load-latency-ms X", "1, which is assumed)"),
+        ("--mfu X", "0.4, which is assumed)"),
+        ("--plot FILE.png", "no picture)"),
+        ("--json FILE", "no file)"),
+    ]:
+        assert f"(default: {default}" in text.split(f"{name} ")[-1][:300], name
+
+
+def test_an_interrupt_is_one_line_and_exit_130(monkeypatch, capsys, model):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxkv.tools.plan.command.sweep", interrupted)
+    assert cli.main(["plan", "synthetic:20", "--model", str(model)]) == 130
+    assert capsys.readouterr().err == "jaxkv plan: interrupted\n"
+
+
+def test_more_memory_is_spoken_of_only_where_there_is_more_to_find(
+    capsys, tmp_path, model
+):
+    rounds = [range(9 * i, 9 * i + 9) for i in range(20)]
+    trace = made_up_trace(tmp_path, [range(9), *rounds] * 2 + [range(9)] * 10)
+    line = [trace, "--model", model, "--policy", "lru", "--host-bytes"]
+    few, _ = plan(capsys, tmp_path, [*line, "1GiB,2GiB"])
+    all_, _ = plan(capsys, tmp_path, [*line, "2GiB,16GiB"])
+    hint = "more memory than was planned for may save more"
+    assert few["recommendation"]["host_bytes"] == 1 << 30
+    assert hint not in few["recommendation"]["sentence"]  # 2 GiB would not.
+    assert "2 GiB would save no more" in few["recommendation"]["sentence"]
+    assert all_["recommendation"]["host_bytes"] == 16 << 30
+    assert hint not in all_["recommendation"]["sentence"]
+    only, _ = plan(capsys, tmp_path, [*line, "2GiB"])
+    assert hint in only["recommendation"]["sentence"]
+
+
+def test_percentiles_are_those_of_the_requests(capsys, tmp_path, model):
+    # Of 30 requests, 29 find 9 blocks: 4,608 tokens, the last of which is not needed.
+    trace = made_up_trace(tmp_path, [range(9)] * 30)
+    line = [trace, "--model", model, "--host-bytes", "1GiB", "--policy", "lru"]
+    options = "--prefill-tokens-per-s 4608 --load-gb-per-s 1 --load-latency-ms 0"
+    figures, _ = plan(capsys, tmp_path, [*line, *options.split()])
+    (row,) = figures["rows"]
+    each_s = 1 - 9 * BLOCK / 1e9
+    assert row["saved_p50_s"] == pytest.approx(each_s)
+    assert row["saved_p95_s"] == pytest.approx(each_s)
+    assert row["saved_s"] == pytest.approx(29 * each_s)
+    assert row["saved_s_per_hour"] == pytest.approx(29 * each_s / (29 / 3600))
+    assert math.isclose(row["found_share"], 29 * 4608 / (30 * 4708))

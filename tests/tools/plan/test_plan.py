@@ -1,0 +1,464 @@
+"""Plans beside plain Python, and where offloading pays or does not."""
+
+import dataclasses
+import math
+import random
+
+import numpy as np
+import pytest
+
+from jaxkv.tools.plan import plan as planning
+from jaxkv.tools.plan.plan import (
+    Demand,
+    PlanRow,
+    Speeds,
+    capacities_of,
+    find_returning,
+    make_plan,
+    recommend,
+)
+from jaxkv.tools.replay.model_costs import make_model_costs, plain_costs
+from jaxkv.tools.replay.run import replay, sweep
+from jaxkv.tools.replay.synthetic import make_synthetic_trace
+from jaxkv.tools.replay.traces import make_trace
+
+SIZE = 16
+GQA = make_model_costs(
+    {
+        "model_type": "qwen2",
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "vocab_size": 100,
+        "sliding_window": 40,
+        "use_sliding_window": True,
+        "max_window_layers": 1,
+    }
+)
+# 4 layers, of which the first sees all; a head has 8 numbers of 2 bytes.
+GQA_LAYERS = [None, 40, 40, 40]
+GQA_PARAMETERS = 4 * (2 * 64 * 8 * (8 + 2) + 3 * 64 * 128)
+
+
+def conversations(num_requests=120, seed=1):
+    return make_synthetic_trace(num_requests, seed, turn_blocks=4, block_size=SIZE)
+
+
+def block_bytes(model):
+    return SIZE * model.kv_bytes_per_token
+
+
+def plan_of(
+    trace, model, speeds, blocks, policies=("lru",), device_blocks=None, num_devices=1
+):
+    sizes = [each * block_bytes(model) for each in blocks]
+    capacities = sorted(set(capacities_of(sizes, trace, model)))
+    results = sweep(trace, policies, capacities, device_blocks=device_blocks)
+    return make_plan(trace, model, speeds, sizes, results, num_devices), results
+
+
+def nearest_rank(values, percent):
+    return sorted(values)[math.ceil(percent * len(values) / 100) - 1]
+
+
+def twin_row(trace, speeds, result, num_devices):
+    """Compute a row of the model above, request by request and token by token."""
+    heads = max(1, 2 // num_devices)
+    token_layer_bytes = 2 * heads * 8 * 2
+    saved, loads, declined, load_bytes, host_tokens, total_s = [], 0, 0, 0, 0, 0.0
+
+    def compute(num_tokens, flops):
+        if speeds.prefill_flops_per_s is None:
+            return num_tokens / speeds.prefill_tokens_per_s
+        return flops / speeds.prefill_flops_per_s
+
+    for number in range(trace.num_requests):
+        prompt = int(trace.input_tokens[number])
+        local = 0 if result.device is None else int(result.device.hits[number]) * SIZE
+        local = min(local, prompt)
+        found = max(min(int(result.hits_by_request[number]) * SIZE, prompt), local)
+        host_tokens += found - local
+        last = max(min(found, prompt - 1), local)
+        num_bytes, flops = 0, 0
+        for window in GQA_LAYERS:
+            seen_next = last if window is None else min(last, window - 1)
+            for position in range(local, last):
+                num_bytes += token_layer_bytes * (position >= last - seen_next)
+                pairs = position + 1 if window is None else min(position + 1, window)
+                flops += 4 * 8 * 8 * pairs
+        flops += 2 * GQA_PARAMETERS * (last - local)
+        compute_s = compute(last - local, flops)
+        rest = sum(
+            min(position + 1, window or prompt)
+            for window in GQA_LAYERS
+            for position in range(local, prompt)
+        )
+        rest = 4 * 8 * 8 * rest + 2 * GQA_PARAMETERS * (prompt - local)
+        total_s += compute(prompt - local, rest)
+        load_s = speeds.load_latency_s + num_bytes / speeds.load_bytes_per_s
+        if last == local:
+            saved.append(0.0)
+        elif load_s > compute_s:
+            declined += 1
+            saved.append(0.0)
+        else:
+            loads += 1
+            load_bytes += num_bytes
+            saved.append(compute_s - load_s)
+    span_s = (max(trace.time_ms) - min(trace.time_ms)) / 1000
+    store_bytes = [
+        int(n) * SIZE * 4 * token_layer_bytes for n in result.stores_by_request
+    ]
+    minutes = {}
+    for time_ms, stored in zip(trace.time_ms, store_bytes, strict=True):
+        minute = int((time_ms - min(trace.time_ms)) / 1000 // min(60, span_s))
+        minutes[minute] = minutes.get(minute, 0) + stored
+    busy_bytes_per_s = max(minutes.values()) / min(60, span_s)
+    # What this trace takes on its own is more than one server computes.
+    servers = max(1, total_s / span_s)
+    return {
+        "capacity_blocks": result.capacity_blocks,
+        "host_tokens": host_tokens,
+        "num_loads": loads,
+        "num_declined": declined,
+        "load_bytes": load_bytes,
+        "store_bytes": sum(store_bytes),
+        "saved_s": sum(saved),
+        "saved_p50_s": nearest_rank(saved, 50),
+        "saved_p95_s": nearest_rank(saved, 95),
+        "saved_max_s": max(saved),
+        "load_use": load_bytes / speeds.load_bytes_per_s / span_s / servers,
+        "store_use": sum(store_bytes) / speeds.store_bytes_per_s / span_s / servers,
+        "peak_store_use": busy_bytes_per_s / speeds.store_bytes_per_s / servers,
+    }
+
+
+@pytest.mark.parametrize("by_flops", [True, False])
+@pytest.mark.parametrize("device_blocks", [None, 60])
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_rows_are_those_of_plain_python(by_flops, device_blocks, num_devices):
+    trace = conversations()
+    # A load of a block takes about as long as to compute it.
+    speeds = Speeds(
+        load_bytes_per_s=3e5,
+        store_bytes_per_s=1e6,
+        load_latency_s=0.004,
+        prefill_tokens_per_s=None if by_flops else 1500.0,
+        prefill_flops_per_s=5e8 if by_flops else None,
+    )
+    plan, results = plan_of(
+        trace,
+        GQA,
+        speeds,
+        (20, 70, 5000),
+        ("lru", "hazard"),
+        device_blocks,
+        num_devices,
+    )
+    assert [(row.policy, row.host_bytes) for row in plan.rows] == [
+        (policy, blocks * block_bytes(GQA))
+        for policy in ("lru", "hazard")
+        for blocks in (20, 70, 5000)
+    ]
+    assert plan.rows[2].capacity_blocks == trace.num_unique_blocks
+    for row, result in zip(plan.rows, results, strict=True):
+        figures = dataclasses.asdict(row)
+        expected = twin_row(trace, speeds, result, num_devices)
+        assert {name: figures[name] for name in expected} == pytest.approx(expected)
+    assert any(row.num_declined for row in plan.rows)
+    assert any(row.num_loads for row in plan.rows)
+
+
+def test_what_is_asked_for_is_counted_once():
+    trace = conversations()
+    speeds = Speeds(1e9, 1e9, prefill_tokens_per_s=1000.0)
+    plan, (result,) = plan_of(trace, GQA, speeds, (50,), device_blocks=60)
+    demand = plan.demand
+    endless = replay("lru", trace, trace.num_unique_blocks).hits_by_request
+    beyond = np.maximum(endless - result.device.hits, 0)
+    assert demand.returning_tokens == SIZE * beyond.sum()
+    assert demand.device_tokens == SIZE * result.device.hits.sum() > 0
+    assert demand.input_tokens == trace.input_tokens.sum()
+    computed = demand.input_tokens - demand.device_tokens
+    assert demand.prefill_s == pytest.approx(computed / 1000)
+    assert demand.span_s == (trace.time_ms[-1] - trace.time_ms[0]) / 1000
+
+
+def test_what_returns_is_what_a_set_of_all_blocks_has():
+    rng = random.Random(7)
+    for _ in range(50):
+        requests, outputs, known, expected = [], [], set(), []
+        for _ in range(rng.randrange(1, 30)):
+            request = [rng.randrange(12) for _ in range(rng.randrange(6))]
+            # What an output fills is there for others, but was not asked for.
+            outputs.append(rng.randrange(len(request) + 1))
+            asked = request[: len(request) - outputs[-1]]
+            hits = 0
+            while hits < len(asked) and asked[hits] in known:
+                hits += 1
+            expected.append(hits)
+            known |= set(request)
+            requests.append(request)
+        if any(requests):
+            trace = make_trace("random", requests, num_output_blocks=outputs)
+            assert find_returning(trace).tolist() == expected
+
+
+def choose_plainly(demand, rows):
+    """The rule of docs/sizing.md in other words: the reason, the size, the policy."""
+    kept = [r for r in rows if r.store_use is None or r.store_use <= 1]
+    if kept:
+        best = max(r.saved_s for r in kept)
+        if best > 0 and best / demand.prefill_s >= 0.01:
+            for size in sorted({r.host_bytes for r in kept}):
+                here = [r for r in kept if r.host_bytes == size]
+                top = max(r.saved_s for r in here)
+                if top < 0.9 * best:
+                    continue
+                for row in here:
+                    if row.saved_s >= 0.98 * top:
+                        return "pays", size, row.policy
+    found = max(r.host_tokens for r in rows) / demand.input_tokens
+    device = demand.device_tokens / demand.input_tokens
+    returning = demand.returning_tokens / demand.input_tokens
+    saved = max(r.saved_s for r in rows)
+    if device + returning < 0.01:
+        return "nothing returns", None, None
+    if returning < 0.01:
+        return "device suffices", None, None
+    if found < 0.01:
+        return "too small", None, None
+    if max(r.found_s for r in rows) / demand.prefill_s < 0.01:
+        return "cheap prefill", None, None
+    if saved / demand.prefill_s >= 0.01:
+        return "slow stores", None, None
+    return "slow loads", None, None
+
+
+def random_case(rng):
+    """Make up a demand and rows, often with ties and at the rule's borders."""
+    demand = Demand(
+        num_requests=10,
+        input_tokens=1000,
+        device_tokens=rng.choice((0, 5, 600)),
+        returning_tokens=rng.choice((0, 9, 300)),
+        prefill_s=rng.choice((40.0, 50.0, 100.0)),
+        span_s=rng.choice((None, 100.0)),
+    )
+    rows = []
+    is_cheap = rng.random() < 0.3
+    for policy in ("lru", "arc", "hazard")[: rng.randrange(1, 4)]:
+        for size in (1 << 30, 2 << 30, 4 << 30):
+            uses = [None] * 3
+            if demand.span_s:
+                uses = [rng.choice((0.1, 0.9, 1.0, 1.2)) for _ in range(3)]
+            rows.append(
+                PlanRow(
+                    policy=policy,
+                    host_bytes=size,
+                    capacity_blocks=size >> 20,
+                    host_tokens=rng.choice((0, 9, 10, 200)),
+                    found_s=0.39 if is_cheap else rng.choice((1.0, 12.0)),
+                    num_loads=1,
+                    num_declined=0,
+                    load_bytes=1,
+                    store_bytes=1,
+                    saved_s=rng.choice((0.0, 0.4, 0.5, 9.0, 9.8, 10.0, 11.0)),
+                    saved_p50_s=0.0,
+                    saved_p95_s=0.0,
+                    saved_max_s=0.0,
+                    load_use=uses[0],
+                    store_use=uses[1],
+                    peak_store_use=uses[2],
+                )
+            )
+    return demand, rows
+
+
+def test_the_choice_is_the_rules_on_random_rows():
+    rng = random.Random(3)
+    seen = set()
+    for _ in range(3000):
+        demand, rows = random_case(rng)
+        choice = recommend(demand, rows)
+        took = choice.row
+        expected = choose_plainly(demand, rows)
+        assert (
+            choice.reason,
+            took and took.host_bytes,
+            took and took.policy,
+        ) == expected
+        assert choice.pays == (expected[0] == "pays")
+        seen.add(choice.reason)
+    assert len(seen) == 7
+
+
+def test_the_choice_is_the_same_in_other_units():
+    rng = random.Random(4)
+    for _ in range(300):
+        demand, rows = random_case(rng)
+        choice = recommend(demand, rows)
+        in_ms = [
+            dataclasses.replace(row, found_s=8 * row.found_s, saved_s=8 * row.saved_s)
+            for row in rows
+        ]
+        of_ms = dataclasses.replace(demand, prefill_s=8 * demand.prefill_s)
+        doubled = [dataclasses.replace(r, host_bytes=2 * r.host_bytes) for r in rows]
+        for other, factor in (
+            (recommend(of_ms, in_ms), 1),
+            (recommend(demand, doubled), 2),
+        ):
+            assert other.reason == choice.reason
+            if choice.row is not None:
+                assert other.row.policy == choice.row.policy
+                assert other.row.host_bytes == factor * choice.row.host_bytes
+
+
+def test_what_pays_pays_the_more_the_slower_prefill_is_and_the_faster_the_link():
+    trace = conversations(60)
+    sizes = [n * block_bytes(GQA) for n in (30, 100)]
+    results = sweep(trace, ["lru"], [30, 100])
+    outcomes = set()
+    for tokens_per_s in (1e2, 1e3, 1e4, 1e5):
+        pays, shares = [], []
+        for rate in (1e4, 1e5, 1e6, 1e7):
+            speeds = Speeds(rate, rate, 0.001, prefill_tokens_per_s=tokens_per_s)
+            plan = make_plan(trace, GQA, speeds, sizes, results)
+            pays.append(plan.recommendation.pays)
+            shares.append(max(row.saved_s for row in plan.rows) / plan.demand.prefill_s)
+        assert pays == sorted(pays)
+        assert shares == sorted(shares)
+        outcomes |= set(pays)
+    assert outcomes == {True, False}
+    for rate in (1e5, 1e6, 1e7):
+        shares = []
+        for tokens_per_s in (1e5, 1e4, 1e3, 1e2):
+            speeds = Speeds(rate, rate, 0.001, prefill_tokens_per_s=tokens_per_s)
+            rows = make_plan(trace, GQA, speeds, sizes, results).rows
+            shares.append(max(row.saved_s for row in rows) * tokens_per_s)
+        assert shares == sorted(shares)
+
+
+FAST = Speeds(1e9, 1e9, prefill_tokens_per_s=1000.0)
+PLAIN = plain_costs(1000)
+
+
+def timed(requests, every_ms=10_000):
+    """A trace of full blocks, and half a block of tokens after them."""
+    return make_trace(
+        "made up",
+        requests,
+        every_ms * np.arange(len(requests)),
+        [len(request) * SIZE + SIZE // 2 for request in requests],
+        SIZE,
+    )
+
+
+def test_it_does_not_pay_where_nothing_returns():
+    trace = timed([range(10 * i, 10 * i + 10) for i in range(40)])
+    plan, _ = plan_of(trace, PLAIN, FAST, (20, 100, 400), ("lru", "arc", "hazard"))
+    assert plan.recommendation.reason == "nothing returns"
+    assert not plan.recommendation.pays
+    assert {row.host_tokens for row in plan.rows} == {0}
+
+
+def test_it_does_not_pay_where_the_device_holds_what_returns():
+    trace = timed([range(8)] * 40)
+    plan, _ = plan_of(trace, PLAIN, FAST, (20, 100), device_blocks=20)
+    assert plan.recommendation.reason == "device suffices"
+    # Without the device's cache it would.
+    plan, _ = plan_of(trace, PLAIN, FAST, (20, 100))
+    assert plan.recommendation.reason == "pays"
+    assert plan.recommendation.row.host_bytes == 20 * block_bytes(PLAIN)
+
+
+def test_it_does_not_pay_where_what_returns_returns_too_late():
+    rounds = [range(10 * i, 10 * i + 10) for i in range(40)]
+    plan, _ = plan_of(timed(rounds * 2), PLAIN, FAST, (20, 100))
+    assert plan.recommendation.reason == "too small"
+    plan, _ = plan_of(timed(rounds * 2), PLAIN, FAST, (20, 100, 400))
+    assert plan.recommendation.row.host_bytes == 400 * block_bytes(PLAIN)
+    assert plan.recommendation.larger is None
+    assert plan.recommendation.smaller.host_bytes == 100 * block_bytes(PLAIN)
+
+
+def test_it_does_not_pay_where_loads_are_slower_than_prefill():
+    trace = timed([range(8)] * 40)
+    # A token takes 1 ms to compute, and its 1,000 bytes 2 ms to load.
+    slow = dataclasses.replace(FAST, load_bytes_per_s=5e5)
+    plan, _ = plan_of(trace, PLAIN, slow, (20, 100))
+    assert plan.recommendation.reason == "slow loads"
+    assert [row.num_declined for row in plan.rows] == [39, 39]
+    late = dataclasses.replace(FAST, load_latency_s=10.0)
+    plan, _ = plan_of(trace, PLAIN, late, (20, 100))
+    assert plan.recommendation.reason == "slow loads"
+
+
+def test_it_does_not_pay_where_the_link_cannot_carry_the_stores():
+    requests = [[0, 1, *range(10 * i + 10, 10 * i + 18)] for i in range(40)]
+    trace = timed(requests, every_ms=100)
+    slow = dataclasses.replace(FAST, store_bytes_per_s=1e6, prefill_tokens_per_s=2000.0)
+    plan, _ = plan_of(trace, PLAIN, slow, (20, 100))
+    assert plan.demand.num_servers == 1
+    assert plan.recommendation.reason == "slow stores"
+    # 8 blocks of 16,000 bytes each 0.1 s.
+    assert plan.rows[0].store_use == pytest.approx(1.28, rel=0.05)
+    fast = dataclasses.replace(slow, store_bytes_per_s=2e6)
+    assert plan_of(trace, PLAIN, fast, (20, 100))[0].recommendation.pays
+    # The traffic of 1.7 servers, each with a link.
+    several = dataclasses.replace(slow, prefill_tokens_per_s=1000.0)
+    plan, _ = plan_of(trace, PLAIN, several, (20, 100))
+    assert plan.demand.num_servers == pytest.approx(1.68, rel=0.05)
+    assert plan.rows[0].store_use == pytest.approx(1.28 / 1.68, rel=0.05)
+    assert plan.recommendation.pays
+
+
+def test_without_times_nothing_is_said_per_second():
+    trace = conversations(60)
+    still = dataclasses.replace(trace, time_ms=np.zeros(60))
+    plan, _ = plan_of(still, PLAIN, FAST, (50,))
+    assert plan.demand.span_s is None
+    (row,) = plan.rows
+    assert (row.load_use, row.store_use, row.peak_store_use) == (None, None, None)
+    assert plan.recommendation.pays
+
+
+def test_the_last_token_is_computed_in_any_case():
+    trace = make_trace("whole", [[1, 2]] * 2, [0, 1000], [2 * SIZE] * 2, SIZE)
+    speeds = Speeds(1e12, 1e12, prefill_tokens_per_s=1.0)
+    (row,) = plan_of(trace, PLAIN, speeds, (2,))[0].rows
+    assert row.host_tokens == 2 * SIZE
+    assert row.saved_s == pytest.approx(2 * SIZE - 1)
+
+
+def test_a_small_size_or_a_trace_without_tokens_is_refused():
+    trace = conversations(30)
+    with pytest.raises(
+        ValueError, match="15999 bytes hold no block, which takes 16000"
+    ):
+        capacities_of([10**6, 15_999], trace, PLAIN)
+    bare = make_trace("bare", [[1], [1]])
+    with pytest.raises(ValueError, match="'bare' must have token counts"):
+        make_plan(bare, PLAIN, FAST, [16_000], [replay("lru", bare, 1)])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"load_bytes_per_s": 0.0}, "load_bytes_per_s=0.0 must be a number above 0"),
+        ({"load_latency_s": -1.0}, "load_latency_s=-1.0 must be"),
+        ({"prefill_tokens_per_s": float("nan")}, "prefill_tokens_per_s=nan must be"),
+        ({"store_bytes_per_s": float("inf")}, "store_bytes_per_s=inf must be"),
+        ({"prefill_flops_per_s": 1.0}, "Give one of prefill_tokens_per_s and prefill"),
+        ({"prefill_tokens_per_s": None}, "Give one of prefill_tokens_per_s and prefil"),
+    ],
+)
+def test_speeds_that_cannot_be_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(FAST, **changes)
+
+
+def test_the_constants_are_those_of_the_docs():
+    assert (planning.WORTH, planning.ENOUGH, planning.ALIKE) == (0.01, 0.9, 0.98)

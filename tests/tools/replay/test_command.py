@@ -1,0 +1,450 @@
+"""`jaxkv replay`: what it prints, draws and writes, and how it refuses."""
+
+import importlib.util
+import json
+import os
+import resource
+import signal
+
+import numpy as np
+import pytest
+
+from jaxkv._util.extras import pip_install
+from jaxkv.policies import policy_names
+from jaxkv.tools import main as cli
+from jaxkv.tools.replay.admission import Admission, find_admitted
+from jaxkv.tools.replay.run import ReplayResult, replay
+from jaxkv.tools.replay.synthetic import make_synthetic_trace
+
+pytestmark = pytest.mark.usefixtures("plain_output")
+
+SMALL = "replay synthetic:60 --policy lru --capacity 20%,100%"
+
+
+def test_it_prints_draws_and_writes(capsys, tmp_path):
+    picture, figures = tmp_path / "a.png", tmp_path / "a.json"
+    assert cli.main(f"{SMALL} --plot {picture} --json {figures}".split()) == 0
+    out, err = capsys.readouterr()
+    written = json.loads(figures.read_text())
+    asked, unique = (
+        written["trace"][n] for n in ("num_block_refs", "num_unique_blocks")
+    )
+    assert f"Blocks        {asked:,} asked for, {unique:,} different" in out
+    assert f"Prefix blocks found, of {asked:,}" in out
+    assert "Stores refused" not in out
+    results = {(r["policy"], r["capacity_blocks"]): r for r in written["results"]}
+    few = unique // 5
+    assert list(results) == [
+        ("lru", few),
+        ("lru", unique),
+        ("optimum", few),
+        ("optimum", unique),
+    ]
+    for row, policy in (("lru", "lru"), ("optimum (ceiling)", "optimum")):
+        cells = [
+            f"{100 * results[policy, c]['block_hit_ratio']:.2f}%" for c in (few, unique)
+        ]
+        (line, *_) = (li for li in out.splitlines() if li.startswith(f"  {row} "))
+        assert line.split()[-2:] == cells
+    assert results["lru", unique]["num_hit_blocks"] == asked - unique
+    assert "hits_by_request" not in results["lru", unique]
+    assert err.splitlines() == [f"{p}, {c:,} blocks ..." for p, c in results]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Replace the replay by a fake one in which ARC refuses 7 stores."""
+
+    def sweep(trace, policies, capacities, on_progress, device_blocks, admission):
+        return [
+            ReplayResult(
+                policy=policy,
+                capacity_blocks=capacity,
+                num_requests=trace.num_requests,
+                num_block_refs=trace.num_block_refs,
+                num_hit_blocks=143,
+                input_tokens=None,
+                hit_tokens=None,
+                num_refused=7 * (policy == "arc"),
+                compile_s=1.0,
+                wall_s=1.0,
+                hits_by_request=143 * np.eye(1, trace.num_requests, dtype=np.int64)[0],
+            )
+            for policy in policies
+            for capacity in capacities
+        ]
+
+    monkeypatch.setattr("jaxkv.tools.replay.command.sweep", sweep)
+
+
+def test_all_stands_for_every_policy(fake, capsys):
+    assert cli.main(["replay", "synthetic:60", "--policy", "lru,all"]) == 0
+    found = capsys.readouterr().out.split("of 1,430")[1].partition("Prefix")[0]
+    rows = [line.split()[0] for line in found.splitlines() if line.strip()]
+    assert rows == [*policy_names(), "optimum"]
+
+
+def test_a_device_and_a_model_add_their_sections(capsys, tmp_path):
+    figures = tmp_path / "a.json"
+    line = f"{SMALL} --device-blocks 80 --model llama-3.1-8b --json {figures}"
+    assert cli.main(line.split()) == 0
+    out, err = capsys.readouterr()
+    assert err.startswith("device, 80 blocks ...\n")
+    written = json.loads(figures.read_text())
+    device, model = written["device"], written["model"]
+    assert device["num_blocks"] == 80
+    share = device["num_hit_blocks"] / written["trace"]["num_block_refs"]
+    assert (
+        f"Device        80 blocks, LRU; alone {100 * share:.2f}% of the blocks," in out
+    )
+    assert "Model         llama-3.1-8b, 8.0 billion parameters; " in out
+    for result in written["results"]:
+        parts = [result[f"num_{p}hit_blocks"] for p in ("device_", "host_", "")]
+        assert parts[0] == device["num_hit_blocks"]
+        assert parts[0] + parts[1] == parts[2]
+        saved = result["saved_prefill_flops"]
+        assert result["saved_prefill_ratio"] == saved / model["prefill_flops"]
+    titles = [line for line in out.splitlines() if line[:1] == "P"]
+    assert [" ".join(title.split()) for title in titles] == [
+        "Prefix blocks found on device and host",
+        "Prefix blocks found on the host",
+        "Prefix tokens found on device and host",
+        "Prefix tokens found on the host",
+        "Prefill FLOPs saved by device and host",
+        "Prefill FLOPs saved by the host",
+    ]
+
+
+def test_admission_is_applied_to_every_policy_and_named(capsys, tmp_path):
+    figures, page = tmp_path / "a.json", tmp_path / "a.html"
+    line = "replay synthetic:300 --policy lru,slru,hazard --capacity 5%"
+    options = "--store-threshold 2 --max-unseen-blocks 4 --max-offload-tokens 20000"
+    stored = {}
+    for more in ("", f" {options} --html {page}"):
+        assert cli.main(f"{line}{more} --json {figures}".split()) == 0
+        out = capsys.readouterr().out
+        written = json.loads(figures.read_text())
+        stored[bool(more)] = {r["policy"]: r for r in written["results"]}
+    settings = "store_threshold=2, max_unseen_blocks=4, max_offload_tokens=20000"
+    assert f"Admission     {settings}\n" in out
+    assert "optimum (stores all)" in out
+    assert "ceiling" not in out
+    assert written["admission"] == {
+        "store_threshold": 2,
+        "max_unseen_blocks": 4,
+        "prompt_only": False,
+        "max_offload_tokens": 20000,
+    }
+    assert f"<dd>{settings}</dd>" in page.read_text()
+    assert "It stores all blocks" in page.read_text()
+    trace = make_synthetic_trace(300)
+    admitted = find_admitted(trace, Admission(2, 4, False, 20_000))
+    for policy in ("lru", "slru", "hazard"):
+        own = stored[True][policy]
+        expected = replay(policy, trace, own["capacity_blocks"], admitted=admitted)
+        assert own["num_hit_blocks"] == expected.num_hit_blocks
+        assert own["num_hit_blocks"] != stored[False][policy]["num_hit_blocks"]
+    for figure in ("num_hit_blocks", "hit_tokens"):
+        assert stored[True]["optimum"][figure] == stored[False]["optimum"][figure]
+
+
+@pytest.mark.parametrize("number", ["0", "1"])
+def test_a_threshold_that_all_pass_is_no_admission(fake, capsys, tmp_path, number):
+    path = tmp_path / "a.json"
+    assert cli.main(f"{SMALL} --store-threshold {number} --json {path}".split()) == 0
+    assert "Admission" not in capsys.readouterr().out
+    assert "admission" not in json.loads(path.read_text())
+
+
+def test_prompt_only_leaves_out_what_outputs_filled(capsys, tmp_path):
+    # The second prompt goes on with what the first request's output filled.
+    head = (
+        '{"format": "jaxkv trace 1", "block_size": 16, "policy": "lru", "host_blocks":'
+        ' 8, "device_blocks": null, "groups": 1, "times": "ms", "lengths": "tokens", '
+        '"began_unix_ms": 0, "key_id": "87975abbcdecde50", "part": 0}\n'
+    )
+    lines = (
+        '{"t": 1, "in": 16, "out": 17, "ids": [1], "out_ids": [2]}\n'
+        '{"t": 2, "in": 48, "out": 1, "ids": [1, 2, 3]}\n'
+    )
+    trace, figures = tmp_path / "a.jsonl", tmp_path / "a.json"
+    trace.write_text(head + lines)
+    found = []
+    for option in ("", "--prompt-only"):
+        line = f"replay {trace} --policy lru --capacity 3 --no-optimum --json {figures}"
+        assert cli.main(f"{line} {option}".split()) == 0
+        (result,) = json.loads(figures.read_text())["results"]
+        found.append(result["num_hit_blocks"])
+    assert found == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ("--store-threshold -1", "must be a whole number from 0 to"),
+        ("--store-threshold many", "must be a whole number from 0 to"),
+        ("--max-unseen-blocks 1.5", "must be a whole number from 0 to"),
+        ("--max-offload-tokens 0", "must be a whole number from 1 to"),
+        ("--max-offload-tokens 511", "511 is less than a block, which has 512 tokens"),
+        ("--prompt-only", "no output of the trace filled a block that could be left"),
+    ],
+)
+def test_an_admission_that_cannot_be_is_refused(capsys, option, why):
+    err = refuse(capsys, f"{SMALL} {option}")
+    assert err.startswith(f"jaxkv replay: error: {option.split()[0]}: ")
+    assert why in err
+
+
+def test_the_page_has_the_command_that_made_it(fake, tmp_path):
+    path = tmp_path / "a report.html"
+    options = "--policy lru --policy arc --capacity 20,50% --block-size 128"
+    words = ["replay", "synthetic:60", *options.split(), "--no-optimum"]
+    assert cli.main([*words, "--html", str(path)]) == 0
+    text = path.read_text()
+    assert text.startswith("<!doctype html>")
+    command = (
+        f"jaxkv replay synthetic:60 {options} --no-optimum --html &#x27;{path}&#x27;"
+    )
+    assert command in text
+
+
+def refuse(capsys, line):
+    """Run a command line that must be refused in one line; give that."""
+    assert cli.main(line.split()) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("jaxkv replay: error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize("number", ["-1", "1.5", "many"])
+def test_a_device_without_blocks_is_refused(capsys, number):
+    err = refuse(capsys, f"{SMALL} --device-blocks {number}")
+    assert f"--device-blocks: '{number}' must be a whole number from 0" in err
+
+
+def test_a_device_that_nothing_would_leave_is_refused(capsys):
+    err = refuse(capsys, f"{SMALL} --device-blocks 100000")
+    assert "--device-blocks: 100000 is more than the trace would ever fill: it" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (None, "(No such file or directory)"),
+        ("{", "is no JSON"),
+        ("[1]", "must hold a JSON object"),
+        ("{}", "has no 'num_hidden_layers'"),
+        ("{}", "jaxkv plan takes the bytes of a token's KV in its place (--kv-"),
+        ('{"num_hidden_layers": 2}', "has no 'hidden_size'"),
+        (
+            '{"num_hidden_layers": -2, "hidden_size": 64, "num_attention_heads": 4, '
+            '"vocab_size": 100, "intermediate_size": 256}',
+            "num_hidden_layers=-2 must be a whole number from 1",
+        ),
+    ],
+)
+def test_a_file_that_describes_no_model_is_refused(capsys, tmp_path, text, why):
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_text(text)
+    err = refuse(capsys, f"{SMALL} --model {path}")
+    assert err.startswith("jaxkv replay: error: --model: ")
+    assert why in err
+
+
+def test_a_model_of_no_known_name_is_refused(capsys):
+    err = refuse(capsys, f"{SMALL} --model llama-3-8b")
+    assert "a known model: did you mean llama-3.1-8b?" in err
+
+
+def test_a_model_may_be_a_file(capsys, tmp_path):
+    path = tmp_path / "tiny" / "config.json"
+    path.parent.mkdir()
+    path.write_text(
+        '{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, '
+        '"num_attention_heads": 4, "vocab_size": 100, "intermediate_size": 256}'
+    )
+    for name in (path, path.parent):
+        assert cli.main(f"{SMALL} --model {name}".split()) == 0
+        assert "Model         tiny, 0.0 billion" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--html", "--json", "--plot"])
+def test_a_file_in_a_missing_folder_is_refused_before_the_run(
+    capsys, tmp_path, monkeypatch, option
+):
+    def never(*_):
+        raise AssertionError
+
+    monkeypatch.setattr("jaxkv.tools.replay.command.sweep", never)
+    err = refuse(capsys, f"{SMALL} {option} {tmp_path}/no/a.png")
+    assert f"{option}: cannot write '{tmp_path}/no/a.png' (No such file" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_read_or_written_already_is_refused(capsys, tmp_path):
+    trace, model, link = (tmp_path / name for name in ("t.jsonl", "config.json", "l"))
+    trace.write_text('{"t": 0, "in": 512, "out": 1, "ids": [1]}\n')
+    model.write_text("{}")
+    link.symlink_to(trace)
+    (tmp_path / "folder").mkdir()
+    before = sorted(tmp_path.iterdir())
+    for options, what in (
+        (f"--json {trace}", f"--json: '{trace}' is the file of TRACE too"),
+        (f"--html {link}", f"--html: '{link}' is the file of TRACE too"),
+        (
+            f"--html {tmp_path}/folder/../t.jsonl",
+            f"--html: '{tmp_path}/folder/../t.jsonl' is the file of TRACE too",
+        ),
+        (
+            f"--model {model} --json {model}",
+            f"--json: '{model}' is the file of --model too",
+        ),
+        (
+            f"--plot {tmp_path}/a.png --html {tmp_path}/a.png",
+            f"--html: '{tmp_path}/a.png' is the file of --plot too",
+        ),
+    ):
+        err = refuse(capsys, f"replay {trace} {options}")
+        assert (
+            err == f"jaxkv replay: error: {what}, which would be lost; name another\n"
+        )
+        assert sorted(tmp_path.iterdir()) == before
+    assert trace.read_text().startswith('{"t": 0')
+
+
+def test_devices_may_be_written_twice(fake):
+    assert cli.main(f"{SMALL} --json /dev/null --html /dev/null".split()) == 0
+
+
+@pytest.mark.parametrize("option", ["--html", "--json"])
+def test_a_full_device_is_one_line(fake, capsys, option):
+    err = refuse(capsys, f"{SMALL} {option} /dev/full")
+    assert f"{option}: cannot write '/dev/full' (No space left on device)" in err
+
+
+@pytest.mark.parametrize("before", [None, b"what was there"])
+@pytest.mark.parametrize("option", ["--html", "--json", "--plot"])
+def test_what_cannot_be_written_whole_is_not_written(
+    fake, capsys, tmp_path, option, before
+):
+    path = tmp_path / "a.png"
+    if before is not None:
+        path.write_bytes(before)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    on_limit = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        # No file of this process may grow beyond, as if the disk were full.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        err = refuse(capsys, f"{SMALL} {option} {path}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, on_limit)
+    assert f"{option}: cannot write '{path}' (File too large)" in err
+    assert os.listdir(tmp_path) == ["a.png"] * (before is not None)
+    if before is not None:
+        assert path.read_bytes() == before
+
+
+def test_a_file_is_replaced_and_a_link_is_followed(fake, tmp_path):
+    path, link = tmp_path / "a.json", tmp_path / "b.json"
+    path.write_text("old")
+    path.chmod(0o640)
+    link.symlink_to(path)
+    assert cli.main(f"{SMALL} --json {link}".split()) == 0
+    assert link.is_symlink()
+    assert json.loads(path.read_text())["trace"]["num_requests"] == 60
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert sorted(os.listdir(tmp_path)) == ["a.json", "b.json"]
+
+
+def test_options_may_be_repeated_and_the_optimum_left_out(fake, capsys):
+    line = (
+        "replay synthetic:60 --capacity 30 --capacity 20,30 --policy lru --no-optimum"
+    )
+    assert cli.main(line.split()) == 0
+    out, _ = capsys.readouterr()
+    assert out.split("Capacity, blocks")[1].split()[:2] == ["20", "30"]
+    found = out.split("of 1,430")[1].partition("Prefix")[0]
+    assert found.split() == ["lru", "10.00%", "10.00%"]
+
+
+def test_by_default_every_policy_runs_at_three_capacities(fake, capsys):
+    assert cli.main(["replay", "synthetic:60"]) == 0
+    out, _ = capsys.readouterr()
+    assert "Warning       capacity 6, 19" in out
+    _, _, refused = out.partition("Stores refused, of 60 requests")
+    shown = out.split("of 1,430")[1].partition("Prefix")[0]
+    rows = [line.split() for line in shown.splitlines() if line]
+    assert [row[0] for row in rows if row] == [*policy_names(), "optimum"]
+    assert {len(row) for row in rows if row and row[0] != "optimum"} == {4}
+    assert refused.split() == ["arc", "7", "7", "7"]
+
+
+def test_a_terminal_gets_a_bar(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich see a terminal
+    assert cli.main(SMALL.split()) == 0
+    err = capsys.readouterr().err
+    assert "━" in err
+    assert "..." not in err
+
+
+def test_a_malformed_line_is_named(capsys, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"t": 0, "in": 512, "out": 1, "ids": [1]}\n{"t": 0, "in": 512}\n')
+    assert cli.main(["replay", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == f"jaxkv replay: error: {path}:2: 'ids' is missing\n"
+
+
+def test_without_the_extra_the_error_names_it(capsys, monkeypatch):
+    find_spec = importlib.util.find_spec
+    gone = {"matplotlib"}
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: None if name in gone else find_spec(name),
+    )
+    assert cli.main(f"{SMALL} --plot a.png".split()) == 2
+    assert capsys.readouterr().err == (
+        f"jaxkv replay: error: replay needs matplotlib: {pip_install('demo')}\n"
+    )
+    gone |= {"rich"}
+    assert cli.main(SMALL.split()) == 2
+    assert "replay needs rich: pip" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_one_line_and_exit_130(monkeypatch, capsys):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxkv.tools.replay.command.sweep", interrupted)
+    assert cli.main(SMALL.split()) == 130
+    assert capsys.readouterr().err == "jaxkv replay: interrupted\n"
+
+
+def test_help_explains_each_option_with_its_default(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["replay", "--help"])
+    assert exit_info.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for name, default in [
+        ("--policy NAME,...", "all, which are lru"),
+        ("--capacity N,...", "1%,3%,10%; for a recorded trace 1/4"),
+        ("--block-size N", "512)"),
+        ("--no-optimum", "it is the last row)"),
+        ("--device-blocks N", "that of a recorded trace, else none)"),
+        ("--model MODEL", "none)"),
+        ("--store-threshold N", "0, as 1: all)"),
+        ("--max-unseen-blocks N", "all)"),
+        ("--prompt-only", "store them)"),
+        ("--max-offload-tokens N", "all)"),
+        ("--plot FILE.png", "no picture)"),
+        ("--json FILE", "no file)"),
+        ("--html FILE", "none)"),
+    ]:
+        explanation = text.split(f"{name} ")[-1]
+        assert f"(default: {default}" in explanation.split(" --")[0], name

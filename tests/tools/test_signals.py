@@ -1,0 +1,238 @@
+"""SIGINT and SIGTERM at any moment: the exit code, one line, no child left."""
+
+import ast
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import jaxkv
+from jaxkv.tools import COMMANDS
+
+ROOT = pathlib.Path(__file__).parents[2]
+# What the console script does.
+LAUNCHER = "import sys\nfrom jaxkv.tools.main import main\nsys.exit(main())\n"
+BENCH = ["bench", "transfer", "--sizes", "1MiB,8MiB", "--rounds", "50"]
+DEMO = ["demo", "--conversations", "1"]
+REPLAY = ["replay", "synthetic:20000", "--policy", "arc"]
+PLAN = ["plan", "synthetic:20000", "--kv-bytes-per-token", "128KiB"]
+PLAN += ["--prefill-tokens-per-s", "20000", "--policy", "arc"]
+WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+TIMEOUT_S = 30.0
+
+pytestmark = pytest.mark.skipif(
+    not pathlib.Path("/proc/self/status").exists(), reason="there is no /proc here"
+)
+
+
+def start(args):
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, *args],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    # The interpreter before is not ours; it has no handler for SIGTERM.
+    status = pathlib.Path(f"/proc/{process.pid}/status")
+    while process.poll() is None:
+        caught = status.read_text(encoding="ascii").partition("SigCgt:")[2].split()[0]
+        if int(caught, 16) & 1 << signal.SIGTERM - 1:
+            break
+        time.sleep(0.001)
+    return process
+
+
+def check(args, number, delay_s):
+    """Send a signal after a while; tell whether that was before the end."""
+    process = start(args)
+    time.sleep(delay_s)
+    start_s = time.monotonic()
+    process.send_signal(number)
+    try:
+        _, err = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
+        process.wait()
+    about = f"{args} {number.name} after {delay_s:.4f} s: {err.decode()}"
+    if process.returncode == 0:
+        return False
+    assert process.returncode == 128 + number, about
+    lines = [line for line in err.decode().splitlines() if not line.endswith(" ...")]
+    assert lines == [f"jaxkv {args[0]}: {WORDS[number]}"], about
+    assert time.monotonic() - start_s < TIMEOUT_S / 2, about
+    return True
+
+
+def campaign(num, most_s, number, commands, seed):
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    num_ended = 0
+    for _ in range(num):
+        # As many in the first tenth of a second as later: imports begin there.
+        most = rng.choice([0.1, most_s])
+        num_ended += check(rng.choice(commands), number, rng.uniform(0, most))
+    # Some commands are over before a late signal comes.
+    assert num_ended >= num // 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_bench_transfer_segfaults_on_a_signal(number):
+    """It did in about every third run; imports printed tracebacks."""
+    campaign(3, 4.0, number, [BENCH], seed=int(number))
+
+
+@pytest.mark.long
+def test_a_signal_at_a_random_moment_is_one_line_for_every_command():
+    seed = random.SystemRandom().randrange(1 << 32)
+    commands = [BENCH, DEMO, REPLAY, PLAN, ["doctor"]]
+    campaign(60, 8.0, signal.SIGINT, commands, seed)
+    campaign(30, 8.0, signal.SIGTERM, commands, seed + 1)
+
+
+def run_python(text, **more):
+    return subprocess.run(
+        [sys.executable, "-c", text],
+        capture_output=True,
+        cwd=ROOT,
+        timeout=120,
+        check=False,
+        **more,
+    )
+
+
+def test_a_signal_ends_children_and_a_main_thread_that_never_returns():
+    """Such as in a wait for a device: no handler of Python runs there."""
+    text = (
+        "import os, signal, subprocess, sys, threading\n"
+        "from jaxkv.tools.process import end_on_signals\n"
+        "end_on_signals('jaxkv test')\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; "
+        "time.sleep(60)'])\n"
+        "print(child.pid, flush=True)\n"
+        "import ctypes\n"
+        "threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()\n"
+        "ctypes.CDLL(None).sleep(60); ctypes.CDLL(None).sleep(60)\n"
+        "ctypes.CDLL(None).sleep(60)\n"
+    )
+    start_s = time.monotonic()
+    done = run_python(text)
+    assert done.returncode == 143
+    assert done.stderr == b"jaxkv test: terminated\n"
+    assert time.monotonic() - start_s < 30
+    child = int(done.stdout)
+    for _ in range(100):
+        state = pathlib.Path(f"/proc/{child}/stat")
+        # It may wait for whoever adopts it to take note of its end.
+        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+            break
+        time.sleep(0.05)
+    else:
+        os.kill(child, signal.SIGKILL)
+        raise AssertionError("the child lives on")
+
+
+def test_the_command_line_is_ready_for_signals_before_jax_is_loaded():
+    text = (
+        "import sys\nimport jaxkv.tools.main\n"
+        "print([name for name in ('jax', 'numpy', 'numba') if name in sys.modules])"
+    )
+    assert run_python(text).stdout == b"[]\n"
+
+
+def test_what_is_public_is_imported_when_it_is_used():
+    source = pathlib.Path(jaxkv.__file__).read_text(encoding="utf-8")
+    told = {
+        alias.name: node.module
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and node.module != "typing"
+        for alias in node.names
+    }
+    assert told == jaxkv._MODULES
+    for name in told:
+        assert getattr(jaxkv, name).__name__ == name if name != "Policy" else True
+        assert name in dir(jaxkv)
+    text = "import jaxkv\nprint(jaxkv.tiers.host.OffloadingManager.__name__)"
+    assert run_python(text).stdout == b"OffloadingManager\n"
+    text = "from jaxkv import *\nprint(KeyChain.__name__, num_host_blocks.__name__)"
+    assert run_python(text).stdout == b"KeyChain num_host_blocks\n"
+    with pytest.raises(AttributeError, match="no attribute 'nothing_of_this_name'"):
+        _ = jaxkv.nothing_of_this_name
+    assert COMMANDS == ("demo", "replay", "plan", "bench", "doctor")
+
+
+def test_doctor_into_a_full_disk_is_one_line():
+    """It was a traceback, and a second one at exit."""
+    if not pathlib.Path("/dev/full").exists():
+        pytest.skip("there is no /dev/full here")
+    for args in (["doctor", "--no-probe"], ["--help"], ["--version"]):
+        with open("/dev/full", "wb") as full:
+            done = subprocess.run(
+                [sys.executable, "-m", "jaxkv.tools.main", *args],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                cwd=ROOT,
+                timeout=120,
+                check=False,
+            )
+        name = "jaxkv doctor" if args[0] == "doctor" else "jaxkv"
+        wanted = f"{name}: error: cannot write the output (No space left on device)\n"
+        assert done.stderr.decode() == wanted
+        assert done.returncode == 1
+
+
+@pytest.mark.parametrize(
+    "line", ["--help", "doctor --no-probe", "replay synthetic:9 --policy lru"]
+)
+def test_a_reader_that_has_seen_enough_is_no_error(line):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxkv.tools.main", *line.split()],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        timeout=120,
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize(
+    ("line", "closed"),
+    [
+        ("--version", (1,)),
+        ("replay synthetic:9 --policy lru --capacity 10", (0, 1, 2)),
+        ("replay nowhere", (2,)),
+        ("replay nowhere", (0, 1, 2)),
+    ],
+)
+def test_output_that_was_closed_before_is_no_error(line, closed):
+    code = "import os, sys\nfor each in {}: os.close(each)\n"
+    code += "os.execv(sys.argv[1], sys.argv[1:])"
+    words = [sys.executable, "-m", "jaxkv.tools.main", *line.split()]
+    done = subprocess.run(
+        [sys.executable, "-c", code.format(closed), *words],
+        capture_output=True,
+        cwd=ROOT,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == (2 if "nowhere" in line else 0)
+    assert b"Traceback" not in done.stdout + done.stderr
+
+
+def test_a_bug_keeps_its_traceback_and_is_exit_1():
+    text = (
+        "import sys\nfrom jaxkv.tools import main, commands\n"
+        "def broken(argv): raise ValueError('a fault of ours')\n"
+        "commands.run = broken\nsys.argv = ['jaxkv', 'doctor']\nmain.main()"
+    )
+    done = run_python(text)
+    assert done.returncode == 1
+    assert done.stderr.decode().endswith("ValueError: a fault of ours\n")
