@@ -8,12 +8,11 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any, NoReturn
 
 from jaxkv import __version__
 from jaxkv._util import did_you_mean, one_line, shown
 from jaxkv.tools import COMMANDS
-from jaxkv.tools.options import EXIT_FAILED, CommandError, UsageError
+from jaxkv.tools.options import EXIT_FAILED, CommandError, Parser, UsageError
 from jaxkv.tools.process import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, OUTPUT_ERRORS
 
 
@@ -63,27 +62,11 @@ def _import(word: str) -> ModuleType:
     return importlib.import_module(f"jaxkv.tools.{word}.command")
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message.removeprefix("argument "))
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            hint = did_you_mean(value, list(action.choices))
-            raise argparse.ArgumentError(action, f"unknown {shown(value)}: {hint}")
-
-    def _print_message(self, message: str, file: Any = None) -> None:
-        # argparse's own does not tell of output that cannot be written.
-        print(message, end="", file=sys.stderr if file is None else file)
-
-
 def _make_parsers(
     modules: Mapping[str, ModuleType],
-) -> tuple[_Parser, dict[str, _Parser]]:
+) -> tuple[Parser, dict[str, Parser]]:
     """Make the main parser, and the parser of each command by name."""
-    parser = _Parser(
+    parser = Parser(
         prog="jaxkv",
         description="KV-cache offloading for JAX.",
         allow_abbrev=False,
@@ -93,11 +76,11 @@ def _make_parsers(
 
 
 def _add_commands(
-    parser: _Parser, modules: Mapping[str, ModuleType], metavar: str
-) -> dict[str, _Parser]:
+    parser: Parser, modules: Mapping[str, ModuleType], metavar: str
+) -> dict[str, Parser]:
     """Add the parsers of commands; return them by name."""
     choice = parser.add_subparsers(metavar=metavar)
-    parsers: dict[str, _Parser] = {}
+    parsers: dict[str, Parser] = {}
     for name, command in modules.items():
         parsers[name] = choice.add_parser(
             name,
@@ -111,8 +94,8 @@ def _add_commands(
 
 
 def _choose(
-    group: ModuleType, parser: _Parser, words: Sequence[str]
-) -> tuple[ModuleType, _Parser]:
+    group: ModuleType, parser: Parser, words: Sequence[str]
+) -> tuple[ModuleType, Parser]:
     """Return the command of a group that the first word names, and its parser."""
     known: Mapping[str, ModuleType] = group.COMMANDS
     parsers = _add_commands(parser, known, group.METAVAR)

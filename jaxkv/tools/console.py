@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
+
+from jaxkv.tools.pictures import Chart, Line
 
 OnProgress: TypeAlias = Callable[[str, int, int], None]
 """Called with a label, the amount done and the total; 0 of 0 if that is not known."""
@@ -81,6 +83,43 @@ def print_table(
         if not number:
             console.print()
         console.print(line, style="dim", highlight=False, soft_wrap=True, markup=False)
+
+
+def print_charts(
+    charts: Sequence[Chart],
+    head: str,
+    *,
+    mark: str = "",
+    style_of: Callable[[str], str | None] = lambda label: None,
+) -> None:
+    """Print charts of the same places as one table.
+
+    Args:
+        charts: A section each.
+        head: What the notes of the places are; a unit that they all have stands there.
+        mark: What stands after values that are marked, and a blank after others.
+        style_of: Chooses rich's style of a row by its label.
+    """
+    places, room, unit = charts[0].places, " " * len(mark), f" {head}"
+
+    def cells(chart: Chart, line: Line) -> Iterator[str]:
+        for place, value in enumerate(line.values):
+            text = chart.scale.in_full(value)
+            yield text + (mark if place in line.marked else room)
+
+    print_table(
+        [places.title, *(f"{name}{room}" for name in places.names)],
+        [
+            (
+                chart.title,
+                [(f"  {each.name}", *cells(chart, each)) for each in chart.lines],
+            )
+            for chart in charts
+        ],
+        head=[f"  {head}", *(note.removesuffix(unit) + room for note in places.notes)],
+        gap=2 - len(mark),
+        style_of=style_of,
+    )
 
 
 def _groups(widths: Sequence[int], room: int) -> list[slice]:

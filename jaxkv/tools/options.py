@@ -11,11 +11,12 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import BinaryIO, TypeVar
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, NoReturn, TypeVar
 
 from jaxkv import _util as units
-from jaxkv._util import did_you_mean, shown
+from jaxkv._util import did_you_mean, shown, size_text
 from jaxkv._util.extras import pip_install
 
 _Value = TypeVar("_Value")
@@ -62,6 +63,10 @@ def parse_whole_number_from(minimum: int) -> Callable[[str], int]:
     return parse
 
 
+parse_rounds = parse_whole_number_from(3)
+"""Parse a number of rounds: fewer have no useful quartiles."""
+
+
 def parse_port(text: str) -> int:
     """Parse the number of a port; 0 is for any that is free.
 
@@ -103,15 +108,83 @@ def check_names(option: str, given: Sequence[str], known: Sequence[str]) -> list
     return list(dict.fromkeys(given))
 
 
-def add_file_options(parser: argparse.ArgumentParser, picture: str) -> None:
-    """Add --plot, which draws `picture`, and --json."""
-    parser.add_argument(
-        "--plot",
-        type=pathlib.Path,
-        metavar="FILE.png",
-        help=f"draw {picture} (default: no picture)",
-    )
-    add_json_option(parser)
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, and whose options state their defaults."""
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse the command line."""
+        raise UsageError(message.removeprefix("argument "))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            hint = did_you_mean(value, list(action.choices))
+            raise argparse.ArgumentError(action, f"unknown {shown(value)}: {hint}")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        # argparse's own does not tell of output that cannot be written.
+        print(message, end="", file=sys.stderr if file is None else file)
+
+    def value(
+        self,
+        usage: str,
+        about: str,
+        parse: Callable[[str], Any] = str,
+        default: Any = None,
+        *,
+        otherwise: str = "none",
+    ) -> None:
+        """Add an option with a value, such as ``--port PORT``.
+
+        Args:
+            usage: The option, and what its value is called.
+            about: What it is for.
+            parse: Makes the value of its text.
+            default: The value without the option.
+            otherwise: What happens without it, for an option without a default.
+        """
+        option, metavar = usage.split()
+        text = otherwise if default is None else f"{default}"
+        self.add_argument(
+            option,
+            type=parse,
+            default=default,
+            metavar=metavar,
+            help=f"{about} (default: {text})".replace("%", "%%"),
+        )
+
+    def values(
+        self,
+        usage: str,
+        about: str,
+        parse: Callable[[str], Any] = str,
+        *,
+        otherwise: str,
+    ) -> None:
+        """Add an option with values between commas, which may be repeated."""
+        option, metavar = usage.split()
+        self.add_argument(
+            option,
+            action="extend",
+            type=parse_list_of(parse),
+            metavar=f"{metavar},...",
+            help=f"{about}; may be repeated (default: {otherwise})".replace("%", "%%"),
+        )
+
+    def flag(self, option: str, about: str, otherwise: str) -> None:
+        """Add an option without a value."""
+        self.add_argument(
+            option, action="store_true", help=f"{about} (default: {otherwise})"
+        )
+
+    def files(self, picture: str | None = None, *, has_page: bool = False) -> None:
+        """Add --json; --plot, which draws `picture`; and --html. See `write_files`."""
+        if picture:
+            about = f"draw {picture}"
+            self.value("--plot FILE.png", about, pathlib.Path, otherwise="no picture")
+        add_json_option(self)
+        if has_page:
+            about = "write a report for a browser, which needs no network"
+            self.value("--html FILE", about, pathlib.Path)
 
 
 def add_json_option(parser: argparse.ArgumentParser) -> None:
@@ -124,27 +197,28 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_page_option(parser: argparse.ArgumentParser) -> None:
-    """Add --html."""
-    parser.add_argument(
-        "--html",
-        type=pathlib.Path,
-        metavar="FILE",
-        help="write a report for a browser, which needs no network (default: none)",
-    )
+def sizes_text(sizes: Iterable[int]) -> str:
+    """Write sizes as an option takes them.
+
+    >>> sizes_text([65536, 1048576])
+    '64KiB,1MiB'
+    """
+    return ",".join(size_text(size, "") for size in sizes)
 
 
 def check_belongs(
     args: argparse.Namespace, names: Sequence[str], to: str, given: object
 ) -> None:
     """Refuse options that say more about one that is not given."""
+    if not given:
+        check_absent(args, names, f"{{}}: it belongs to {to}")
+
+
+def check_absent(args: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """Refuse options that contradict others; "{}" in `why` stands for the option."""
     for name in names:
-        if getattr(args, name) is not None and not given:
-            raise UsageError(f"{_option_of(name)}: it belongs to {to}")
-
-
-def _option_of(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+        if getattr(args, name) is not None:
+            raise UsageError(why.format(f"--{name.replace('_', '-')}"))
 
 
 @contextlib.contextmanager
@@ -200,21 +274,34 @@ def check_file(option: str, path: pathlib.Path | None) -> None:
         path.unlink()
 
 
+def write_files(
+    args: argparse.Namespace,
+    figures: Callable[[], Mapping[str, object]],
+    draw: Callable[[BinaryIO], None] | None = None,
+    page: Callable[[str], str] | None = None,
+) -> None:
+    """Write the files that a command line names.
+
+    Args:
+        args: The command line, of a parser with `Parser.files`.
+        figures: Makes those of --json.
+        draw: Draws the picture of --plot, as a PNG.
+        page: Makes the report of --html, from the text of the command line.
+    """
+    if draw is not None and args.plot:
+        picture = io.BytesIO()
+        draw(picture)
+        write_file("--plot", args.plot, picture.getvalue())
+    if args.json:
+        write_json(args.json, figures())
+    if page is not None and args.html:
+        text = page(args.command_line)
+        write_file("--html", args.html, text.encode("utf-8", "replace"))
+
+
 def write_json(path: pathlib.Path, figures: Mapping[str, object]) -> None:
     """Write figures to the file of --json."""
     write_file("--json", path, f"{json.dumps(figures, indent=2)}\n".encode())
-
-
-def write_picture(path: pathlib.Path, draw: Callable[[BinaryIO], None]) -> None:
-    """Write the picture of --plot, which `draw` draws as a PNG."""
-    picture = io.BytesIO()
-    draw(picture)
-    write_file("--plot", path, picture.getvalue())
-
-
-def write_page(path: pathlib.Path, text: str) -> None:
-    """Write the report of --html."""
-    write_file("--html", path, text.encode("utf-8", "replace"))
 
 
 def write_file(option: str, path: pathlib.Path, data: bytes) -> None:
@@ -243,6 +330,12 @@ def write_file(option: str, path: pathlib.Path, data: bytes) -> None:
         raise UsageError(
             f"{option}: cannot write {shown(str(path))} ({error.strerror})"
         ) from error
+
+
+def packages_for(args: argparse.Namespace) -> list[str]:
+    """List the packages that show the results of a command line."""
+    drawn = getattr(args, "plot", None) or getattr(args, "html", None)
+    return ["rich", "matplotlib"] if drawn else ["rich"]
 
 
 def check_extra(what: str, packages: Sequence[str], extra: str = "demo") -> None:

@@ -8,10 +8,12 @@ table of its figures, and nothing is said by colour alone.
 from __future__ import annotations
 
 import io
+import pathlib
 import platform
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
+from string import Template
 from typing import Any, NamedTuple
 
 import jax
@@ -22,9 +24,7 @@ from jaxkv.tools.pictures import (
     GREY,
     INK,
     RULE,
-    Line,
-    Places,
-    Scale,
+    Chart,
     draw_lines,
     make_figure,
     with_minus,
@@ -60,6 +60,7 @@ class _Sheet(NamedTuple):
     has_values: bool
 
 
+_TEMPLATE = pathlib.Path(__file__).with_suffix(".html")
 _SHEETS = (
     _Sheet("wide", 760, 380, 13, 9, True),
     _Sheet("narrow", 328, 330, 12, 3, False),
@@ -94,10 +95,9 @@ def render_page(
         f'<li><a href="#{each.name}">{escape(each.title)}</a></li>' for each in sections
     )
     versions = f"jaxkv {__version__}, jax {jax.__version__}, {platform.machine()}"
-    return _PAGE.format(
+    return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=escape(title),
         heading=escape(title).replace("_", "_<wbr>"),
-        style=_STYLE,
         finding=finding,
         facts=listed,
         contents=contents,
@@ -131,84 +131,62 @@ def bullets(items: Iterable[str]) -> str:
     return f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>"
 
 
-def table(
-    name: str,
-    caption: str,
-    places: Places,
-    rows: Iterable[tuple[str, Sequence[tuple[str, str]]]],
-) -> str:
-    """Write a table that scrolls by itself where it is too wide.
+def section(chart: Chart, mark: str, title: str = "") -> Section:
+    """Write a chart and its table as a part of a page.
 
     Args:
-        name: The anchor of what it belongs to.
-        caption: What the figures are.
-        places: Its columns.
-        rows: A name, then for each column a text and what marks it, which may be empty.
+        chart: The figures.
+        mark: What stands beside those that are marked.
+        title: Its title, if not that of the chart.
     """
+    inside = _drawn(chart) + _table(chart, mark)
+    return Section(chart.key, title or chart.title, inside)
+
+
+def _table(chart: Chart, mark: str) -> str:
+    """Write a table that scrolls by itself where it is too wide."""
+    places, name = chart.places, chart.key
     notes = places.notes or [""] * len(places.names)
     columns = "".join(
         f'<th scope="col">{escape(each)} <span class="share">{escape(note)}</span></th>'
         for each, note in zip(places.names, notes, strict=True)
     )
     body = ""
-    for title, cells in rows:
+    for line in chart.lines:
         texts = "".join(
-            f"<td>{escape(text)}{f' <strong>{mark}</strong>' if mark else ''}</td>"
-            for text, mark in cells
+            f"<td>{escape(with_minus(chart.scale.in_full(value)))}"
+            f"{f' <strong>{mark}</strong>' if place in line.marked else ''}</td>"
+            for place, value in enumerate(line.values)
         )
-        body += f'<tr><th scope="row">{escape(title)}</th>{texts}</tr>'
+        body += f'<tr><th scope="row">{escape(line.name)}</th>{texts}</tr>'
     return (
         f'<div class="scroll" role="region" tabindex="0" aria-labelledby="{name}-c">'
-        f'<table id="{name}-t"><caption id="{name}-c"><span>{escape(caption)}</span>'
-        "</caption>"
+        f'<table id="{name}-t"><caption id="{name}-c"><span>{escape(chart.caption)}'
+        "</span></caption>"
         f'<thead><tr><th scope="col">{escape(places.title)}</th>{columns}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
 
 
-def chart(
-    name: str,
-    title: str,
-    about: str,
-    places: Places,
-    lines: Sequence[Line],
-    scale: Scale,
-) -> str:
-    """Write a chart, once for wide and once for narrow windows; a table follows it.
-
-    Args:
-        name: The anchor of what it belongs to.
-        title: What it shows.
-        about: What it shows, in a sentence.
-        places: Where its values stand.
-        lines: Its lines.
-        scale: How values are written.
-    """
-    drawn = "".join(
-        _drawing(f"{name}-{sheet.kind}", title, about, places, lines, scale, sheet)
-        for sheet in _SHEETS
-    )
+def _drawn(chart: Chart) -> str:
+    """Draw a chart, if it is one, for wide and for narrow windows."""
+    if not chart.about:
+        return ""
+    name = chart.key
+    drawings = "".join(_drawing(chart, sheet) for sheet in _SHEETS)
     return (
         f'<figure id="{name}-f" tabindex="0" aria-labelledby="{name}-fc" '
-        f'aria-describedby="{name}-c">{drawn}'
-        f'<figcaption id="{name}-fc">{escape(about)} All figures are in the table '
-        "below.</figcaption></figure>"
+        f'aria-describedby="{name}-c">{drawings}'
+        f'<figcaption id="{name}-fc">{escape(chart.about)} '
+        "All figures are in the table below.</figcaption></figure>"
     )
 
 
-def _drawing(
-    name: str,
-    title: str,
-    about: str,
-    places: Places,
-    lines: Sequence[Line],
-    scale: Scale,
-    sheet: _Sheet,
-) -> str:
+def _drawing(chart: Chart, sheet: _Sheet) -> str:
     """Draw lines as SVG that takes its colours from the page."""
     from matplotlib import rc_context
 
-    file = io.StringIO()
+    file, name = io.StringIO(), f"{chart.key}-{sheet.kind}"
     style: Any = {
         "svg.fonttype": "none",
         "svg.hashsalt": name,  # Parts have the same names each time.
@@ -219,9 +197,7 @@ def _drawing(
         figure = make_figure(sheet.width / 72, sheet.height / 72)
         draw_lines(
             figure.add_subplot(),
-            places,
-            lines,
-            scale,
+            chart,
             font=sheet.font,
             num_labels=sheet.num_labels,
             has_values=sheet.has_values,
@@ -234,11 +210,12 @@ def _drawing(
     svg = re.sub(r' (?:xlink:)?(id="|href="#)', rf" \1{name}-", svg)
     for colour, variable in _VARIABLES.items():
         svg = svg.replace(colour, f"var(--{variable})")
-    unit = places.title.partition(", ")[2]
+    unit = chart.places.title.partition(", ")[2]
     titles = (
-        f"{line.name}, {f'{place} {unit}'.rstrip()}: {with_minus(scale.in_full(value))}"
-        for line in lines
-        for place, value in zip(places.names, line.values, strict=True)
+        f"{line.name}, {f'{place} {unit}'.rstrip()}: "
+        f"{with_minus(chart.scale.in_full(value))}"
+        for line, _ in chart.drawn
+        for place, value in zip(chart.places.names, line.values, strict=True)
     )
     svg = re.sub(
         "<use(.*?)/>",
@@ -250,95 +227,6 @@ def _drawing(
     return (
         f'<svg class="{sheet.kind}" viewBox="0 0 {sheet.width} {sheet.height}" '
         f'role="img" aria-labelledby="{name}-st {name}-sd"><title id="{name}-st">'
-        f'{escape(title)}</title><desc id="{name}-sd">{escape(about)}</desc>{svg}</svg>'
+        f'{escape(chart.title)}</title><desc id="{name}-sd">{escape(chart.about)}'
+        f"</desc>{svg}</svg>"
     )
-
-
-_STYLE = """
-:root { color-scheme: light dark; --paper: #ffffff; --ink: #1b1f23; --soft: #535b63;
-  --rule: #d4d9de; --panel: #f4f6f8; --shade: #0000002e;
-  --link: #0b57a4; --focus: #0b57a4; --s0: #0b6285; --s1: #b3401f; --s2: #4a6b14;
-  --s3: #7a3f94; --s4: #855600; --s5: #33418f; --s6: #a0245f; --optimum: #535b63; }
-@media (prefers-color-scheme: dark) { :root { --paper: #14181c; --ink: #e9ecef;
-  --soft: #b3bac1; --rule: #39414a; --panel: #1d2329;
-  --shade: #ffffff3d; --link: #8cc4ff; --focus: #8cc4ff; --s0: #6cc5e8;
-  --s1: #ff9d7d; --s2: #a8d26a; --s3: #d4a5ea; --s4: #e8bd5a; --s5: #aab6ff;
-  --s6: #ff9cc4; --optimum: #b3bac1; } }
-* { box-sizing: border-box; }
-html { -webkit-text-size-adjust: 100%; }
-body { margin: 0 auto; max-width: 56rem; padding: 1rem; background: var(--paper);
-  color: var(--ink); font: 1rem/1.5 system-ui, -apple-system, "Segoe UI", Roboto,
-  "Helvetica Neue", Arial, sans-serif; overflow-wrap: anywhere; }
-h1 { font-size: 1.6rem; line-height: 1.2; margin: 1rem 0 .5rem; }
-h2 { font-size: 1.2rem; line-height: 1.3; margin: 2.5rem 0 .75rem; }
-a { color: var(--link); }
-:focus-visible { outline: 3px solid var(--focus); outline-offset: 2px; }
-.skip { position: absolute; left: -100rem; padding: .5rem 1rem;
-  background: var(--paper); }
-.skip:focus { left: 1rem; top: .5rem; z-index: 1; }
-.finding { font-size: 1.1rem; margin: .5rem 0 1.25rem; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1rem;
-  margin: 0; padding: 1rem; background: var(--panel); border-radius: .5rem; }
-dt { color: var(--soft); }
-dd { margin: 0; }
-nav ul { padding-left: 1.2rem; columns: 19rem; }
-figure { margin: 0 0 1rem; }
-figcaption { color: var(--soft); font-size: .9rem; }
-svg { display: block; width: 100%; height: auto; font-family: inherit; }
-svg.narrow { display: none; }
-svg text { fill: var(--ink); }
-svg path, svg use { stroke-linejoin: round; stroke-linecap: butt; }
-.scroll { overflow-x: auto; background:
-  linear-gradient(to left, var(--paper) 30%, transparent) right / 2.5rem 100%
-  no-repeat local,
-  linear-gradient(to left, var(--shade), transparent) right / .7rem 100% no-repeat; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-caption { text-align: left; font-weight: 600; padding: .25rem 0 .5rem; }
-caption span { display: inline-block; position: sticky; left: 0;
-  max-width: calc(100vw - 2rem); }
-th, td { padding: .35rem .6rem; text-align: right; white-space: nowrap;
-  border-bottom: 1px solid var(--rule); vertical-align: baseline; }
-thead th { font-weight: 600; }
-th:first-child { text-align: left; position: sticky; left: 0; font-weight: 600;
-  background: var(--paper); }
-td strong { display: block; font-size: .8rem; line-height: 1.1; }
-.share { display: block; font-weight: 400; color: var(--soft); font-size: .85rem; }
-pre { overflow-x: auto; padding: .75rem 1rem; background: var(--panel);
-  border-radius: .5rem; white-space: pre-wrap; }
-footer { margin-top: 2.5rem; border-top: 1px solid var(--rule); color: var(--soft); }
-@media (max-width: 40rem) { svg.wide { display: none; } svg.narrow { display: block; }
-  dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .5rem; }
-  th, td { padding: .35rem .4rem; }
-  th:first-child { white-space: normal; overflow-wrap: normal; } }
-@media print { .skip, nav { display: none; } figure, table { break-inside: avoid; } }
-"""
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
-<title>{title}</title>
-<link rel="icon" href="data:,">
-<style>{style}</style>
-</head>
-<body>
-<a class="skip" href="#main">Skip to the results</a>
-<header>
-<h1>{heading}</h1>
-{finding}
-<dl>{facts}</dl>
-</header>
-<nav aria-label="On this page"><ul>{contents}</ul></nav>
-<main id="main" tabindex="-1">
-{sections}</main>
-<footer>
-<p>Made by {versions}, with this command:</p>
-{command}
-</footer>
-</body>
-</html>
-"""

@@ -1,9 +1,14 @@
-"""The one style of all pictures: lines with their names at their ends, and titles."""
+"""Figures to show, and the one style of all pictures.
+
+A `Chart` is what a command has found: this file draws it, `page.py` writes it as HTML
+and `console.py` prints it.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 COLOURS = ("#0b6285", "#b3401f", "#4a6b14", "#7a3f94", "#855600", "#33418f", "#a0245f")
@@ -15,17 +20,20 @@ _DASHES: tuple[Any, ...] = ("-", (0, (6, 2)), (0, (2, 1.5)), (0, (7, 2, 2, 2)))
 
 
 class Line(NamedTuple):
-    """A line of a chart.
+    """A line of a chart, and a row of its table.
 
     Attributes:
         name: What stands at its end.
         values: One for each place.
-        look: Colour, dashes and marker, as ``Axes.plot`` takes them.
+        look: Colour, dashes and marker, as ``Axes.plot`` takes them; None to have it in
+            tables only.
+        marked: The indices of the places whose values stand out.
     """
 
     name: str
     values: Sequence[float]
-    look: dict[str, Any]
+    look: dict[str, Any] | None = None
+    marked: Collection[int] = ()
 
 
 class Places(NamedTuple):
@@ -60,6 +68,35 @@ class Scale(NamedTuple):
     has_zero: bool = False
 
 
+class Chart(NamedTuple):
+    """Figures of several lines at the same places.
+
+    Attributes:
+        key: For machines: letters, digits and "_".
+        what: What the values are, in a few words.
+        title: The same with what they are shares of, or compared with.
+        caption: The same with their unit.
+        places: Where the values stand.
+        lines: At least one.
+        scale: How values are written.
+        about: What it shows, in a sentence; empty for a table alone.
+    """
+
+    key: str
+    what: str
+    title: str
+    caption: str
+    places: Places
+    lines: Sequence[Line]
+    scale: Scale
+    about: str = ""
+
+    @property
+    def drawn(self) -> list[tuple[Line, dict[str, Any]]]:
+        """The lines that are drawn, each with its look."""
+        return [(line, line.look) for line in self.lines if line.look is not None]
+
+
 def look_of(number: int) -> dict[str, Any]:
     """Choose the look of a line of a chart."""
     return {
@@ -87,6 +124,33 @@ def save_picture(figure: Any, title: str, facts: str, file: BinaryIO) -> None:
     figure.savefig(file, format="png")
 
 
+def draw_charts(
+    grid: Sequence[Sequence[Chart]],
+    below: str,
+    size: tuple[float, float],
+    mark: dict[str, Any] | None = None,
+) -> Any:
+    """Draw rows of charts.
+
+    Args:
+        grid: The charts.
+        below: What their places are.
+        size: Width and height in inches.
+        mark: The look of marked values, as ``Axes.plot`` takes it; None for that of
+            others.
+    """
+    figure = make_figure(*size, dpi=110)
+    panels = figure.subplots(len(grid), len(grid[0]), squeeze=False)
+    for axes, chart in zip(panels.flat, itertools.chain(*grid), strict=True):
+        draw_lines(axes, chart)
+        name_axes(axes, chart.what, below)
+        for line in chart.lines if mark else ():
+            for place in line.marked:
+                at = chart.places.sizes[place], line.values[place]
+                axes.plot(*([each] for each in at), **mark or {})
+    return figure
+
+
 def name_axes(axes: Any, title: str, below: str) -> None:
     """Write what axes show above them, and what the places are below them."""
     axes.set_title(title, loc="left", fontsize=10.5, pad=10)
@@ -103,9 +167,7 @@ def plain_axes(axes: Any) -> None:
 
 def draw_lines(
     axes: Any,
-    places: Places,
-    lines: Sequence[Line],
-    scale: Scale,
+    chart: Chart,
     *,
     font: float = 9,
     num_labels: float = 9,
@@ -115,22 +177,21 @@ def draw_lines(
 
     Args:
         axes: Where.
-        places: Where the values stand.
-        lines: At least one.
-        scale: How values are written.
+        chart: What to draw.
         font: Size of the letters at the ends.
         num_labels: How many names of places there is room for below the axis.
         has_values: Whether there is room for values beside the names.
     """
-    sizes = places.sizes
-    for number, line in enumerate(lines):
+    sizes, scale = chart.places.sizes, chart.scale
+    lines = [line for line, _ in chart.drawn]
+    for number, (line, look) in enumerate(chart.drawn):
         axes.plot(
             sizes,
             line.values,
             linewidth=1.8,
             markersize=5,
             gid=f"line-{number}",
-            **line.look,
+            **look,
         )
     flat = [value for line in lines for value in line.values]
     low, high = min(0.0, *flat), max(0.0, *flat)
@@ -142,29 +203,29 @@ def draw_lines(
     # So that the first name below the axis stays clear of the values beside it.
     margin = (sizes[-1] / sizes[0]) ** 0.04 * 1.02
     axes.set_xlim(sizes[0] / margin, sizes[-1] * margin)
-    _label_places(axes, places, num_labels)
+    _label_places(axes, chart.places, num_labels)
     axes.yaxis.set_major_formatter(lambda value, _: with_minus(scale.at_axis(value)))
     texts = [
         line.name + f"  {with_minus(scale.in_short(line.values[-1]))}" * has_values
         for line in lines
     ]
-    _label_ends(axes, lines, texts, sizes[-1], font)
+    _label_ends(axes, chart, texts, font)
     plain_axes(axes)
 
 
-def _label_ends(
-    axes: Any, lines: Sequence[Line], texts: list[str], last_size: int, font: float
-) -> None:
+def _label_ends(axes: Any, chart: Chart, texts: Sequence[str], font: float) -> None:
     """Write texts beside the ends of lines, without overlaps."""
     low, high = axes.get_ylim()
-    gap = min(0.0069 * font, 1 / len(lines)) * (high - low)
-    ends = [line.values[-1] for line in lines]
+    gap = min(0.0069 * font, 1 / len(texts)) * (high - low)
+    ends = [line.values[-1] for line, _ in chart.drawn]
     heights = spread(ends, gap, low + gap / 2, high - gap / 2)
-    for line, text, height in zip(lines, texts, heights, strict=True):
-        colour = line.look["color"]
+    for (_, look), text, end, height in zip(
+        chart.drawn, texts, ends, heights, strict=True
+    ):
+        colour = look["color"]
         axes.annotate(
             text,
-            (last_size, line.values[-1]),
+            (chart.places.sizes[-1], end),
             xytext=(1.05, height),
             textcoords=axes.get_yaxis_transform(),
             arrowprops={

@@ -20,8 +20,8 @@ from jaxkv.tools.demo.records import DemoConfig, DemoRecord
 from jaxkv.tools.options import (
     EXIT_FAILED,
     EXIT_OK,
+    Parser,
     UsageError,
-    add_file_options,
     check_belongs,
     check_extra,
     check_files,
@@ -29,8 +29,7 @@ from jaxkv.tools.options import (
     parse_bytes,
     parse_port,
     parse_whole_number_from,
-    write_json,
-    write_picture,
+    write_files,
 )
 from jaxkv.tools.progress import show_progress
 from jaxkv.transfer.storage.store import shown_url
@@ -54,10 +53,10 @@ _LAYERS = {
 _ASK_FOR_LESS = "ask for fewer --device-blocks or --host-bytes"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: Parser) -> None:
     """Add the options of the command."""
     default = DemoConfig()
-    for field, minimum, explanation in (
+    for field, minimum, about in (
         ("conversations", 1, "conversations, each about a different document"),
         ("turns", 1, "questions in each conversation"),
         ("document_tokens", 1, "length of a document, in tokens of one byte"),
@@ -67,14 +66,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("window_tokens", 1, "how far back layers with a window look"),
         ("seed", 0, "seed of the weights and of the choice of documents"),
     ):
-        parser.add_argument(
-            f"--{field.replace('_', '-')}",
-            type=parse_whole_number_from(minimum),
-            default=getattr(default, field),
-            metavar="N",
-            help=f"{explanation} (default: %(default)s)",
+        usage, parse = (
+            f"--{field.replace('_', '-')} N",
+            parse_whole_number_from(minimum),
         )
-    for field, choices, explanation in (
+        parser.value(usage, about, parse, getattr(default, field))
+    for field, choices, about in (
         ("mode", ("eager", "lazy"), "store blocks when computed, or before eviction"),
         ("layers", ("full", "window", "hybrid"), "what the model's layers attend to"),
     ):
@@ -82,7 +79,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             f"--{field}",
             choices=choices,
             default=getattr(default, field),
-            help=f"{explanation} (default: %(default)s)",
+            help=f"{about} (default: %(default)s)",
         )
     parser.add_argument(
         "--policy",
@@ -92,57 +89,47 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="which blocks a full host tier evicts: one of "
         f"{', '.join(policy_names())} (default: %(default)s)",
     )
-    parser.add_argument(
+    parser.flag(
         "--load-in-step",
-        action="store_true",
-        help="let the prefill program write loaded blocks itself, layer by layer, "
-        "instead of waiting until the whole load is there (default: wait)",
+        "let the prefill program write loaded blocks itself, layer by layer, instead "
+        "of waiting until the whole load is there",
+        "wait",
     )
-    parser.add_argument(
-        "--host-bytes",
-        type=parse_bytes,
-        default="256MiB",
-        metavar="SIZE",
-        help="host memory for KV, such as 64MiB, 1GiB or a number of bytes "
-        "(default: %(default)s)",
+    parser.value(
+        "--host-bytes SIZE",
+        "host memory for KV, such as 64MiB, 1GiB or a number of bytes",
+        parse_bytes,
+        "256MiB",
     )
-    parser.add_argument(
-        "--serve-metrics",
-        type=parse_port,
-        metavar="PORT",
-        help="serve the metrics of the engine with offloading for Prometheus, at this "
-        "port of 127.0.0.1, while it runs; 0 for any free port (default: do not serve "
-        "them)",
+    parser.value(
+        "--serve-metrics PORT",
+        "serve the metrics of the engine with offloading for Prometheus, at this port "
+        "of 127.0.0.1, while it runs; 0 for any free port",
+        parse_port,
+        otherwise="do not serve them",
     )
-    parser.add_argument(
-        "--seconds",
-        type=parse_whole_number_from(1),
-        metavar="N",
-        help="after the comparison, go on with other conversations until the metrics "
-        "have been served for N seconds (default: end with the comparison)",
+    parser.value(
+        "--seconds N",
+        "after the comparison, go on with other conversations until the metrics have "
+        "been served for N seconds",
+        parse_whole_number_from(1),
+        otherwise="end with the comparison",
     )
-    parser.add_argument(
-        "--record",
-        type=pathlib.Path,
-        metavar="FILE",
-        help="record the requests of the run with offloading, for `jaxkv replay` "
-        "(default: no file)",
+    parser.value(
+        "--record FILE",
+        "record the requests of the run with offloading, for `jaxkv replay`",
+        pathlib.Path,
+        otherwise="no file",
     )
-    parser.add_argument(
-        "--storage",
-        metavar="URL",
-        help="put a store, a folder or a URL such as redis://HOST:PORT, behind the "
-        "host memory; a second run then finds what the first has written (default: "
-        "none)",
+    parser.value(
+        "--storage URL",
+        "put a store, a folder or a URL such as redis://HOST:PORT, behind the host "
+        "memory; a second run then finds what the first has written",
     )
-    parser.add_argument(
-        "--storage-bytes",
-        type=parse_bytes,
-        default="4GiB",
-        metavar="SIZE",
-        help="how much the store may hold (default: %(default)s)",
+    parser.value(
+        "--storage-bytes SIZE", "how much the store may hold", parse_bytes, "4GiB"
     )
-    add_file_options(parser, "the time to first token, turn by turn")
+    parser.files("the time to first token, turn by turn")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -198,10 +185,8 @@ def run(args: argparse.Namespace) -> int:
         if recorder is not None:
             recorder.flush()
             print_lines(_what_was_recorded(recorder, record), is_code=True)
-        if args.plot:
-            write_picture(args.plot, partial(report.plot_ttft, record))
-        if args.json:
-            write_json(args.json, report.to_json(record))
+        draw = partial(report.plot_ttft, record)
+        write_files(args, partial(report.to_json, record), draw)
         if args.seconds is not None:
             ((engine, began_s),) = watched
             end_s = began_s + args.seconds

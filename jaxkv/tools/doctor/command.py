@@ -18,14 +18,13 @@ from jaxkv.tools.doctor.store import Store, look_at
 from jaxkv.tools.options import (
     EXIT_FAILED,
     EXIT_OK,
+    Parser,
     UsageError,
-    add_json_option,
     check_belongs,
     check_files,
     check_names,
     parse_bytes,
-    split_commas,
-    write_json,
+    write_files,
 )
 from jaxkv.tools.progress import show_progress
 from jaxkv.transfer.storage.store import shown_url
@@ -41,49 +40,37 @@ DESCRIPTION = (
 _STORAGE_BYTES = units.parse_bytes(OffloadConfig().storage_bytes)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: Parser) -> None:
     """Add the options of the command."""
-    parser.add_argument(
-        "--host-bytes",
-        type=parse_bytes,
-        metavar="SIZE",
-        help="check whether a host tier of this size fits, such as 64GiB (default: "
-        f"that of {variable_of('host_bytes')}, if it is set)",
+    parser.value(
+        "--host-bytes SIZE",
+        "check whether a host tier of this size fits, such as 64GiB",
+        parse_bytes,
+        otherwise=f"that of {variable_of('host_bytes')}, if it is set",
     )
-    parser.add_argument(
-        "--device-pool-bytes",
-        type=parse_bytes,
-        metavar="SIZE",
-        help="the size of the device pool, which the host tier should exceed "
-        "(default: unknown)",
+    parser.value(
+        "--device-pool-bytes SIZE",
+        "the size of the device pool, which the host tier should exceed",
+        parse_bytes,
+        otherwise="unknown",
     )
-    parser.add_argument(
-        "--need",
-        action="extend",
-        type=split_commas,
-        metavar="EXTRA,...",
-        help=f"extras that must be installed, of {', '.join(EXTRAS)}; may be repeated "
-        "(default: none)",
+    extras = f"extras that must be installed, of {', '.join(EXTRAS)}"
+    parser.values("--need EXTRA", extras, otherwise="none")
+    parser.flag("--no-probe", "move no blocks", "measure their speed, for some seconds")
+    parser.value(
+        "--storage URL",
+        "check whether this folder, or the store of this URL, can be used as the "
+        "storage tier",
+        otherwise=f"{variable_of('storage')}, if it is set",
     )
-    parser.add_argument(
-        "--no-probe",
-        action="store_true",
-        help="move no blocks (default: measure their speed, for some seconds)",
+    parser.value(
+        "--storage-bytes SIZE",
+        "how much the store is to hold",
+        parse_bytes,
+        otherwise=f"that of {variable_of('storage_bytes')}, or "
+        f"{_STORAGE_BYTES >> 30}GiB",
     )
-    parser.add_argument(
-        "--storage",
-        metavar="URL",
-        help="check whether this folder, or the store of this URL, can be used as the "
-        f"storage tier (default: {variable_of('storage')}, if it is set)",
-    )
-    parser.add_argument(
-        "--storage-bytes",
-        type=parse_bytes,
-        metavar="SIZE",
-        help="how much the store is to hold (default: that of "
-        f"{variable_of('storage_bytes')}, or {_STORAGE_BYTES >> 30}GiB)",
-    )
-    add_json_option(parser)
+    parser.files()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -112,8 +99,7 @@ def run(args: argparse.Namespace) -> int:
     print()
     print("\n".join(report.finding_lines(findings)))
     diagnosis = report.to_json(facts, best, findings)
-    if args.json:
-        write_json(args.json, diagnosis)
+    write_files(args, lambda: diagnosis)
     return EXIT_OK if diagnosis["ok"] else EXIT_FAILED
 
 

@@ -9,26 +9,22 @@ from collections.abc import Callable
 from functools import partial
 
 from jaxkv._util import shown
-from jaxkv.policies import policy_names
 from jaxkv.tools.bench.transfer.records import BytesDifferError
 from jaxkv.tools.console import OnProgress
 from jaxkv.tools.doctor.bandwidth import measure_bandwidth
 from jaxkv.tools.model_config import NAMED_MODELS, check_dtype
 from jaxkv.tools.options import (
     EXIT_OK,
+    Parser,
     UsageError,
-    add_file_options,
-    add_page_option,
+    check_absent,
     check_belongs,
     check_extra,
     check_files,
+    packages_for,
     parse_bytes,
-    parse_list_of,
     parse_whole_number_from,
-    split_commas,
-    write_json,
-    write_page,
-    write_picture,
+    write_files,
 )
 from jaxkv.tools.plan import report
 from jaxkv.tools.plan.plan import (
@@ -40,9 +36,9 @@ from jaxkv.tools.plan.plan import (
 from jaxkv.tools.plan.report import Setting
 from jaxkv.tools.progress import show_progress
 from jaxkv.tools.replay.command import (
-    ALL,
     add_admission_options,
     add_device_option,
+    add_policy_option,
     add_trace_options,
     choose_admission,
     choose_device_blocks,
@@ -72,120 +68,102 @@ _NUM_SIZES = 5
 _MOST = 1e24
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: Parser) -> None:
     """Add the options of the command."""
     add_trace_options(parser)
     add_model_options(parser)
-    parser.add_argument(
-        "--host-bytes",
-        action="extend",
-        type=parse_list_of(parse_bytes),
-        metavar="SIZE,...",
-        help="sizes of the host tier, such as 16GiB,64GiB; may be repeated (default: "
-        f"{_NUM_SIZES}, each twice the one before, up to all blocks of the trace or to "
-        "this machine's available memory)",
+    parser.values(
+        "--host-bytes SIZE",
+        "sizes of the host tier, such as 16GiB,64GiB",
+        parse_bytes,
+        otherwise=f"{_NUM_SIZES}, each twice the one before, up to all blocks of the "
+        "trace or to this machine's available memory",
     )
     add_device_option(parser)
-    parser.add_argument(
-        "--device-bytes",
-        type=parse_bytes,
-        metavar="SIZE",
-        help="the same in bytes, of all devices together (default: as --device-blocks)",
+    parser.value(
+        "--device-bytes SIZE",
+        "the same in bytes, of all devices together",
+        parse_bytes,
+        otherwise="as --device-blocks",
     )
-    parser.add_argument(
-        "--policy",
-        action="extend",
-        type=split_commas,
-        metavar="NAME,...",
-        help="policies to compare, in order of preference; may be repeated (default: "
-        f"{ALL}, which are {', '.join(policy_names())})",
+    add_policy_option(parser, "policies to compare, in order of preference")
+    parser.value(
+        "--load-gb-per-s X",
+        "GB/s (10^9 bytes) from the host to each device",
+        _parse_number,
+        otherwise=f"{_GB_PER_S:g}, which is assumed",
     )
-    parser.add_argument(
-        "--load-gb-per-s",
-        type=_parse_number,
-        metavar="X",
-        help="GB/s (10^9 bytes) from the host to each device (default: "
-        f"{_GB_PER_S:g}, which is assumed)",
+    parser.value(
+        "--store-gb-per-s X",
+        "GB/s from each device to the host",
+        _parse_number,
+        otherwise="as fast as loads",
     )
-    parser.add_argument(
-        "--store-gb-per-s",
-        type=_parse_number,
-        metavar="X",
-        help="GB/s from each device to the host (default: as fast as loads)",
-    )
-    parser.add_argument(
+    parser.flag(
         "--measure",
-        action="store_true",
-        help="measure both on this machine, as jaxkv doctor does (default: use "
-        "what is given or assumed)",
+        "measure both on this machine, as jaxkv doctor does",
+        "use what is given or assumed",
     )
-    parser.add_argument(
-        "--load-latency-ms",
-        type=_parse_number_from(0, "from 0"),
-        metavar="X",
-        help="latency of a load, whatever its size, in ms (default: "
-        f"{_LATENCY_MS:g}, which is assumed)",
+    parser.value(
+        "--load-latency-ms X",
+        "latency of a load, whatever its size, in ms",
+        _parse_number_from(0, "from 0"),
+        otherwise=f"{_LATENCY_MS:g}, which is assumed",
     )
-    parser.add_argument(
-        "--prefill-tokens-per-s",
-        type=_parse_number,
-        metavar="X",
-        help="prompt tokens computed per second (default: from the model's FLOPs, "
-        "which grow with the length of the prompt)",
+    parser.value(
+        "--prefill-tokens-per-s X",
+        "prompt tokens computed per second",
+        _parse_number,
+        otherwise="from the model's FLOPs, which grow with the length of the prompt",
     )
-    parser.add_argument(
-        "--flops-per-s",
-        type=_parse_number,
-        metavar="X",
-        help="the most FLOPs that one device computes in a second, such as 989e12 "
-        f"(default: {_FLOPS_PER_S:g}, those of an H100 in bfloat16, which is assumed)",
+    parser.value(
+        "--flops-per-s X",
+        "the most FLOPs that one device computes in a second, such as 989e12",
+        _parse_number,
+        otherwise=f"{_FLOPS_PER_S:g}, those of an H100 in bfloat16, which is assumed",
     )
-    parser.add_argument(
-        "--mfu",
-        type=_parse_number,
-        metavar="X",
-        help="share of those FLOPs that prefill reaches, up to 1 (default: "
-        f"{_MFU:g}, which is assumed)",
+    parser.value(
+        "--mfu X",
+        "share of those FLOPs that prefill reaches, up to 1",
+        _parse_number,
+        otherwise=f"{_MFU:g}, which is assumed",
     )
     add_admission_options(parser)
-    add_file_options(parser, "tokens found and time saved against the host's size")
-    add_page_option(parser)
+    parser.files("tokens found and time saved against the host's size", has_page=True)
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
+def add_model_options(parser: Parser) -> None:
     """Add the options that say what a token costs."""
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        help="the model's config.json from Hugging Face, the folder with it, or "
-        f"{', '.join(NAMED_MODELS)} (default: none; it may be left out with "
-        "--kv-bytes-per-token and --prefill-tokens-per-s)",
+    parser.value(
+        "--model MODEL",
+        "the model's config.json from Hugging Face, the folder with it, or "
+        f"{', '.join(NAMED_MODELS)}",
+        otherwise="none; it may be left out with --kv-bytes-per-token and "
+        "--prefill-tokens-per-s",
     )
-    parser.add_argument(
-        "--kv-dtype",
-        metavar="NAME",
-        help="dtype of the KV, such as float8_e4m3fn (default: the model's)",
+    parser.value(
+        "--kv-dtype NAME",
+        "dtype of the KV, such as float8_e4m3fn",
+        otherwise="the model's",
     )
-    parser.add_argument(
-        "--kv-bytes-per-token",
-        type=parse_bytes,
-        metavar="SIZE",
-        help="bytes of KV of a token in all layers, such as 128KiB (default: the "
-        "model's)",
+    parser.value(
+        "--kv-bytes-per-token SIZE",
+        "bytes of KV of a token in all layers, such as 128KiB",
+        parse_bytes,
+        otherwise="the model's",
     )
-    parser.add_argument(
-        "--tensor-parallel",
-        type=parse_whole_number_from(1),
-        metavar="N",
-        help="devices that share the model's heads (default: 1)",
+    parser.value(
+        "--tensor-parallel N",
+        "devices that share the model's heads",
+        parse_whole_number_from(1),
+        otherwise="1",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
     check_files(args)
-    drawn = ("matplotlib",) if args.plot or args.html else ()
-    check_extra("plan", ("rich", *drawn))
+    check_extra("plan", packages_for(args))
     policies = choose_policies(args.policy)
     model, num_devices = _read_model(args)
     speeds, sources = _choose_speeds(args, num_devices)
@@ -217,12 +195,12 @@ def run(args: argparse.Namespace) -> int:
         )
     plan = make_plan(trace, model, speeds, sizes, results, num_devices)
     report.print_plan(setting, plan)
-    if args.plot:
-        write_picture(args.plot, partial(report.plot_plan, setting, plan))
-    if args.json:
-        write_json(args.json, report.to_json(setting, plan))
-    if args.html:
-        write_page(args.html, report.render_page(setting, plan, args.command_line))
+    write_files(
+        args,
+        partial(report.to_json, setting, plan),
+        partial(report.plot_plan, setting, plan),
+        partial(report.render_page, setting, plan),
+    )
     return EXIT_OK
 
 
@@ -265,11 +243,8 @@ def _choose_speeds(
     if args.mfu is not None and args.mfu > 1:
         raise UsageError(f"--mfu: {args.mfu:g} must be at most 1")
     if args.prefill_tokens_per_s is not None:
-        for option in ("flops_per_s", "mfu"):
-            if getattr(args, option) is not None:
-                raise UsageError(
-                    f"--{option.replace('_', '-')}: --prefill-tokens-per-s says it all"
-                )
+        what_it_says = "{}: --prefill-tokens-per-s says it all"
+        check_absent(args, ("flops_per_s", "mfu"), what_it_says)
     given, assumed = "given", "assumed"
     sources = {
         "load_bytes_per_s": assumed if args.load_gb_per_s is None else given,

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Mapping
+from typing import Any, BinaryIO
 
 from jaxkv._util import rounded_size, size_text, three_digits
 from jaxkv.config import variable_of
 from jaxkv.tools import page
-from jaxkv.tools.console import print_lines, print_table
+from jaxkv.tools.console import print_charts, print_lines
 from jaxkv.tools.machine import num_cpus, versions
 from jaxkv.tools.page import Section
 from jaxkv.tools.pictures import (
     INK,
+    Chart,
     Line,
     Places,
     Scale,
-    draw_lines,
+    draw_charts,
     look_of,
-    make_figure,
-    name_axes,
     save_picture,
 )
 from jaxkv.tools.plan import plan as planning
@@ -103,105 +102,55 @@ def _facts_of(setting: Setting) -> list[tuple[str, str]]:
     ]
 
 
-class _Figure(NamedTuple):
-    """What there is to say of each size and policy.
+_FIGURES = (
+    ("found", "Tokens found", "found_share", "%"),
+    ("saved", "Time saved per request, mean", "saved_mean_s", "s"),
+    ("p95", "Time saved, 95th percentile", "saved_p95_s", "s"),
+    ("prefill", "Prefill time saved", "saved_share", "%"),
+    ("link", "Link busy with stores", "store_use", "%"),
+)
+"""What is shown of each size and policy: key, title, name in JSON, and unit."""
 
-    Attributes:
-        key: For machines.
-        title: What it is.
-        value: The figure of a row, in the unit of its scale.
-        scale: How it is written.
-        is_drawn: Whether a report has a chart of it.
-    """
-
-    key: str
-    title: str
-    value: Callable[[PlanRow], float]
-    scale: Scale
-    is_drawn: bool = False
+_DRAWN = ("found", "saved")
 
 
-def _figures_of(demand: Demand) -> list[_Figure]:
-    """List the figures of rows, in the order of the table."""
-    num_tokens, prefill_s = demand.input_tokens or 1, demand.prefill_s or 1.0
-    beyond = " beyond the device" if demand.device_tokens else ""
-    figures = [
-        _Figure(
-            "found",
-            f"Tokens found{beyond}",
-            lambda row: 100 * row.host_tokens / num_tokens,
-            _PERCENT,
-            True,
-        ),
-        _Figure(
-            "saved",
-            "Time saved per request, mean",
-            lambda row: row.saved_s / demand.num_requests,
-            _SECONDS,
-            True,
-        ),
-        _Figure(
-            "p95", "Time saved, 95th percentile", lambda row: row.saved_p95_s, _SECONDS
-        ),
-        _Figure(
-            "prefill",
-            "Prefill time saved",
-            lambda row: 100 * row.saved_s / prefill_s,
-            _PERCENT,
-        ),
-    ]
-    link = _Figure(
-        "link",
-        "Link busy with stores",
-        lambda row: 100 * (row.store_use or 0.0),
-        _PERCENT,
-    )
-    return figures if demand.span_s is None else [*figures, link]
-
-
-def _rows_of(plan: Plan) -> dict[str, list[PlanRow]]:
-    """Return the rows of each policy, the smallest size first."""
-    by_policy: dict[str, list[PlanRow]] = {row.policy: [] for row in plan.rows}
-    for row in sorted(plan.rows, key=lambda row: row.host_bytes):
-        by_policy[row.policy].append(row)
-    return by_policy
-
-
-def _places_of(setting: Setting, plan: Plan) -> Places:
-    """Return the sizes of a plan, for charts and tables."""
+def _charts_of(setting: Setting, plan: Plan) -> list[Chart]:
+    """Show the figures of every size and policy, in the order of the table."""
+    demand, chosen = plan.demand, plan.recommendation.row
     sizes = sorted({row.host_bytes for row in plan.rows})
     block_bytes = planning.block_bytes_of(setting.trace, setting.model)
-    return Places(
+    places = Places(
         "Host memory",
         sizes,
         [rounded_size(size) for size in sizes],
         [f"{size // block_bytes:,} blocks" for size in sizes],
     )
+    by_policy: dict[str, list[PlanRow]] = {row.policy: [] for row in plan.rows}
+    for row in sorted(plan.rows, key=lambda row: row.host_bytes):
+        by_policy[row.policy].append(row)
+    charts = []
+    for key, title, name, unit in _FIGURES:
+        if key == "found" and demand.device_tokens:
+            title += " beyond the device"
+        factor, scale = (100, _PERCENT) if unit == "%" else (1, _SECONDS)
+        lines = [
+            Line(
+                policy,
+                [factor * (_row_figures(row, demand)[name] or 0.0) for row in rows],
+                look_of(number),
+                [place for place, row in enumerate(rows) if row == chosen],
+            )
+            for number, (policy, rows) in enumerate(by_policy.items())
+        ]
+        about = f"{title}, for each policy and size." if key in _DRAWN else ""
+        if key != "link" or demand.span_s is not None:
+            charts.append(Chart(key, title, title, title, places, lines, scale, about))
+    return charts
 
 
 def print_plan(setting: Setting, plan: Plan) -> None:
     """Print what every size and policy would do, and the recommendation."""
-    places, chosen = _places_of(setting, plan), plan.recommendation.row
-
-    def cell(row: PlanRow, figure: _Figure) -> str:
-        return figure.scale.in_full(figure.value(row)) + ("*" if row == chosen else " ")
-
-    sections = [
-        (
-            figure.title,
-            [
-                [f"  {policy}", *(cell(row, figure) for row in rows)]
-                for policy, rows in _rows_of(plan).items()
-            ],
-        )
-        for figure in _figures_of(plan.demand)
-    ]
-    print_table(
-        [places.title, *(f"{name} " for name in places.names)],
-        sections,
-        head=["  blocks", *(note.removesuffix("blocks") for note in places.notes)],
-        gap=1,
-    )
+    print_charts(_charts_of(setting, plan), "blocks", mark="*")
     print_lines(["", *_context(setting, plan), "", sentence(setting, plan)])
     settings = _settings_text(setting, plan)
     if settings:
@@ -225,48 +174,14 @@ def render_page(setting: Setting, plan: Plan, command: str) -> str:
             name, before = facts.pop()
             what = f"{before}; {what}"
         facts.append((name, what))
-    figures = sorted(_figures_of(plan.demand), key=lambda each: each.key != "saved")
+    charts = sorted(_charts_of(setting, plan), key=lambda each: each.key != "saved")
     sections = [
         Section("why", "Why", page.paragraphs(_context(setting, plan))),
-        *(_section(setting, plan, figure) for figure in figures),
+        *(page.section(chart, "recommended") for chart in charts),
         Section("rule", "How the recommendation is made", page.bullets(_RULE)),
     ]
     title = f"Host memory for {setting.trace.name}"
     return page.render_page(title, finding, facts, sections, command)
-
-
-def _section(setting: Setting, plan: Plan, figure: _Figure) -> Section:
-    """Write the table of a figure, and its chart."""
-    places, chosen = _places_of(setting, plan), plan.recommendation.row
-    rows = [
-        (
-            policy,
-            [
-                (
-                    figure.scale.in_full(figure.value(row)),
-                    "recommended" if row == chosen else "",
-                )
-                for row in rows
-            ],
-        )
-        for policy, rows in _rows_of(plan).items()
-    ]
-    inside = page.table(figure.key, figure.title, places, rows)
-    if figure.is_drawn:
-        about = f"{figure.title}, for each policy and size."
-        drawn = _lines_of(plan, figure)
-        inside = (
-            page.chart(figure.key, figure.title, about, places, drawn, figure.scale)
-            + inside
-        )
-    return Section(figure.key, figure.title, inside)
-
-
-def _lines_of(plan: Plan, figure: _Figure) -> list[Line]:
-    return [
-        Line(policy, [figure.value(row) for row in rows], look_of(number))
-        for number, (policy, rows) in enumerate(_rows_of(plan).items())
-    ]
 
 
 def _context(setting: Setting, plan: Plan) -> list[str]:
@@ -475,15 +390,9 @@ def _row_figures(row: PlanRow, demand: Demand) -> dict[str, Any]:
 
 def plot_plan(setting: Setting, plan: Plan, file: BinaryIO) -> None:
     """Draw tokens found and time saved against the size, a line for each policy."""
-    choice, places = plan.recommendation.row, _places_of(setting, plan)
-    drawn = [figure for figure in _figures_of(plan.demand) if figure.is_drawn]
-    picture = make_figure(13, 5.2, dpi=110)
-    for axes, figure in zip(picture.subplots(1, 2), drawn, strict=True):
-        draw_lines(axes, places, _lines_of(plan, figure), figure.scale)
-        name_axes(axes, figure.title, "host memory")
-        if choice is not None:
-            ring = {"ms": 13, "mfc": "none", "mec": INK, "mew": 1.6}
-            axes.plot([choice.host_bytes], [figure.value(choice)], "o", **ring)
+    drawn = [chart for chart in _charts_of(setting, plan) if chart.about]
+    ring = {"marker": "o", "ms": 13, "mfc": "none", "mec": INK, "mew": 1.6}
+    picture = draw_charts([drawn], "host memory", (13, 5.2), ring)
     rules = f"; {setting.admission.text}" if setting.admission else ""
     facts = f"{setting.trace.name}, {setting.model.name}{rules}"
     save_picture(picture, _headline(setting, plan), facts, file)

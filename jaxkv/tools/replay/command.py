@@ -12,18 +12,16 @@ from jaxkv.policies import policy_names
 from jaxkv.tools.model_config import NAMED_MODELS
 from jaxkv.tools.options import (
     EXIT_OK,
+    Parser,
     UsageError,
-    add_file_options,
-    add_page_option,
     check_extra,
     check_files,
     check_names,
     model_errors,
+    packages_for,
     parse_whole_number_from,
     split_commas,
-    write_json,
-    write_page,
-    write_picture,
+    write_files,
 )
 from jaxkv.tools.progress import show_progress
 from jaxkv.tools.replay import page, report
@@ -50,56 +48,44 @@ ALL = "all"
 """What --policy takes for all of them."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: Parser) -> None:
     """Add the options of the command."""
     add_trace_options(parser)
-    parser.add_argument(
-        "--policy",
-        action="extend",
-        type=split_commas,
-        metavar="NAME,...",
-        help="policies to compare; may be repeated (default: all, which are "
-        f"{', '.join(policy_names())})",
+    add_policy_option(parser, "policies to compare")
+    parser.values(
+        "--capacity N",
+        "capacities, in blocks or in percent of the different blocks of the trace",
+        otherwise=f"{_CAPACITIES}; for a recorded trace 1/4, 1/2, 3/4, 1 and 2 times "
+        "its host blocks, or the different blocks if they are fewer",
     )
-    parser.add_argument(
-        "--capacity",
-        action="extend",
-        type=split_commas,
-        metavar="N,...",
-        help="capacities, in blocks or in percent of the different blocks of the "
-        f"trace; may be repeated (default: {_CAPACITIES.replace('%', '%%')}; for a "
-        "recorded trace 1/4, 1/2, 3/4, 1 and 2 times its host blocks, or the different "
-        "blocks if they are fewer)",
-    )
-    parser.add_argument(
-        "--no-optimum",
-        action="store_true",
-        help="leave out the optimum (default: it is the last row)",
-    )
+    parser.flag("--no-optimum", "leave out the optimum", "it is the last row")
     add_device_option(parser)
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        help="count the prefill that a model is saved: a Hugging Face config.json, the "
-        f"folder with it, or {', '.join(NAMED_MODELS)} (default: none)",
+    parser.value(
+        "--model MODEL",
+        "count the prefill that a model is saved: a Hugging Face config.json, the "
+        f"folder with it, or {', '.join(NAMED_MODELS)}",
     )
     add_admission_options(parser)
-    add_file_options(parser, "what is found against the capacity")
-    add_page_option(parser)
+    parser.files("what is found against the capacity", has_page=True)
 
 
-def add_device_option(parser: argparse.ArgumentParser) -> None:
+def add_policy_option(parser: Parser, about: str) -> None:
+    """Add the option for the policies."""
+    every = f"{ALL}, which are {', '.join(policy_names())}"
+    parser.values("--policy NAME", about, otherwise=every)
+
+
+def add_device_option(parser: Parser) -> None:
     """Add the option for the device in front of the host."""
-    parser.add_argument(
-        "--device-blocks",
-        type=parse_whole_number_from(0),
-        metavar="N",
-        help="put a device with a prefix cache of N blocks in front of the host; 0 for "
-        "none (default: that of a recorded trace, else none)",
+    parser.value(
+        "--device-blocks N",
+        "put a device with a prefix cache of N blocks in front of the host; 0 for none",
+        parse_whole_number_from(0),
+        otherwise="that of a recorded trace, else none",
     )
 
 
-def add_trace_options(parser: argparse.ArgumentParser) -> None:
+def add_trace_options(parser: Parser) -> None:
     """Add the options that say what is replayed."""
     parser.add_argument(
         "trace",
@@ -109,50 +95,46 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
         "files that were recorded under one key, such as FILE.1 FILE; or synthetic for "
         f"{_SYNTHETIC_REQUESTS} made-up requests, or synthetic:REQUESTS",
     )
-    parser.add_argument(
-        "--block-size",
-        type=parse_whole_number_from(1),
-        metavar="N",
-        help="tokens in a block of the trace; a recorded one states its own "
-        f"(default: {BLOCK_SIZE})",
+    parser.value(
+        "--block-size N",
+        "tokens in a block of the trace; a recorded one states its own",
+        parse_whole_number_from(1),
+        otherwise=f"{BLOCK_SIZE}",
     )
 
 
-def add_admission_options(parser: argparse.ArgumentParser) -> None:
+def add_admission_options(parser: Parser) -> None:
     """Add the options that keep blocks out, whatever the policy."""
-    parser.add_argument(
-        "--store-threshold",
-        type=parse_whole_number_from(0),
-        metavar="N",
-        help="with every policy, store only blocks that N requests have asked for "
-        "(default: 0, as 1: all)",
+    parser.value(
+        "--store-threshold N",
+        "with every policy, store only blocks that N requests have asked for",
+        parse_whole_number_from(0),
+        otherwise="0, as 1: all",
     )
-    parser.add_argument(
-        "--max-unseen-blocks",
-        type=parse_whole_number_from(0),
-        metavar="N",
-        help="with every policy, store of a request's blocks that none has asked for "
-        "before only the first N (default: all)",
+    parser.value(
+        "--max-unseen-blocks N",
+        "with every policy, store of a request's blocks that none has asked for before "
+        "only the first N",
+        parse_whole_number_from(0),
+        otherwise="all",
     )
-    parser.add_argument(
+    parser.flag(
         "--prompt-only",
-        action="store_true",
-        help="store no blocks that outputs filled, which recorded traces have "
-        "(default: store them)",
+        "store no blocks that outputs filled, which recorded traces have",
+        "store them",
     )
-    parser.add_argument(
-        "--max-offload-tokens",
-        type=parse_whole_number_from(1),
-        metavar="N",
-        help="store only the first N tokens of each request (default: all)",
+    parser.value(
+        "--max-offload-tokens N",
+        "store only the first N tokens of each request",
+        parse_whole_number_from(1),
+        otherwise="all",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
     check_files(args)
-    drawn = ("matplotlib",) if args.plot or args.html else ()
-    check_extra("replay", ("rich", *drawn))
+    check_extra("replay", packages_for(args))
     policies = choose_policies(args.policy)
     model = None if args.model is None else find_model(args.model)
     trace = open_trace(args.trace, args.block_size)
@@ -169,12 +151,12 @@ def run(args: argparse.Namespace) -> int:
         )
     comparison = Comparison(trace, results, model, admission)
     report.print_results(comparison)
-    if args.plot:
-        write_picture(args.plot, partial(report.plot_results, comparison))
-    if args.json:
-        write_json(args.json, report.to_json(comparison))
-    if args.html:
-        write_page(args.html, page.render_page(comparison, args.command_line))
+    write_files(
+        args,
+        partial(report.to_json, comparison),
+        partial(report.plot_results, comparison),
+        partial(page.render_page, comparison),
+    )
     return EXIT_OK
 
 

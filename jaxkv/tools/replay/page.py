@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from jaxkv.tools import page
 from jaxkv.tools.page import Section
-from jaxkv.tools.pictures import with_minus
 from jaxkv.tools.replay.measures import (
     BASELINE,
     Cell,
@@ -16,14 +13,11 @@ from jaxkv.tools.replay.measures import (
     format_share,
 )
 from jaxkv.tools.replay.report import (
-    PERCENT,
-    POINTS,
+    chart_of,
     facts_of,
-    gains_of,
-    label_of,
-    lines_of,
+    gain_of,
     parts_of,
-    places_of,
+    refused_of,
     wins_of,
 )
 from jaxkv.tools.replay.run import OPTIMUM
@@ -33,14 +27,17 @@ def render_page(comparison: Comparison, command: str) -> str:
     """Write a page of HTML about a comparison, made by a command line."""
     lead = comparison.main_measures[0]
     measures = [lead, *(each for each in comparison.measures if each is not lead)]
-    sections = [_section(comparison, each) for each in measures]
+    charts = [chart_of(comparison, each) for each in measures]
+    sections = [page.section(each, "best") for each in charts]
     if comparison.rivals:
-        sections.insert(1, _gain_section(comparison, lead))
+        gain = gain_of(comparison, lead)
+        sections.insert(1, page.section(gain, "best", f"Gain over {BASELINE}"))
+    sections += [page.section(each, "") for each in refused_of(comparison)]
     return page.render_page(
         f"Cache policies on {comparison.trace.name}",
         page.paragraphs([_finding(comparison, lead)], "finding"),
         [*facts_of(comparison.trace), *parts_of(comparison)],
-        [*sections, *_refused_sections(comparison), _reading(comparison)],
+        [*sections, _reading(comparison)],
         command,
     )
 
@@ -79,83 +76,6 @@ def _finding(comparison: Comparison, measure: Measure) -> str:
         f"percentage points, at {at:,} blocks ({share} of the different ones): "
         f"{format_percent(ours)} against {format_percent(theirs)}."
     )
-
-
-def _section(comparison: Comparison, measure: Measure) -> Section:
-    """Write a measure's table, and its chart unless another has the same lines."""
-    capacities = comparison.capacities
-    rows: list[tuple[str, Sequence[tuple[str, str]]]] = []
-    if measure.device is not None:
-        alone = format_percent(measure.device)
-        rows.append(("device alone", [(alone, "")] * len(capacities)))
-    for policy in comparison.policies:
-        cells = [
-            (
-                format_percent(measure.ratios[Cell(policy, c)]),
-                "best" if policy in measure.best(c) else "",
-            )
-            for c in capacities
-        ]
-        rows.append((label_of(policy, comparison.admission), cells))
-    key, places = measure.key, places_of(comparison)
-    inside = page.table(key, f"{measure.title}, in percent", places, rows)
-    if measure in comparison.main_measures:
-        about, lines = _describe(comparison, measure), lines_of(comparison, measure)
-        drawn = page.chart(key, measure.title, about, places, lines, PERCENT)
-        inside = drawn + inside
-    return Section(key, measure.title, inside)
-
-
-def _gain_section(comparison: Comparison, measure: Measure) -> Section:
-    """Write by how much each policy is better or worse than the baseline."""
-    lines, places = gains_of(comparison, measure), places_of(comparison)
-    rows = [
-        (
-            line.name,
-            [
-                (
-                    with_minus(POINTS.in_full(gain)),
-                    "best" if line.name in measure.best(c) else "",
-                )
-                for gain, c in zip(line.values, comparison.capacities, strict=True)
-            ],
-        )
-        for line in lines
-    ]
-    unit = f"{measure.what}: percentage points more (+) or less than {BASELINE}"
-    about = f"Above the line at 0, a policy finds more than {BASELINE}."
-    drawn = page.chart("gain", unit, about, places, lines, POINTS)
-    inside = drawn + page.table("gain", unit, places, rows)
-    return Section("gain", f"Gain over {BASELINE}", inside)
-
-
-def _refused_sections(comparison: Comparison) -> list[Section]:
-    """Write how many stores were refused, if any were."""
-    by_cell, capacities = comparison.by_cell, comparison.capacities
-    rows = []
-    for policy in comparison.policies:
-        counts = [by_cell[Cell(policy, c)].num_refused for c in capacities]
-        if any(counts):
-            rows.append((policy, [(f"{count:,}", "") for count in counts]))
-    if not rows:
-        return []
-    title = f"Stores refused, of {comparison.trace.num_requests:,} requests"
-    inside = page.table("refused", title, places_of(comparison), rows)
-    return [Section("refused", title, inside)]
-
-
-def _describe(comparison: Comparison, measure: Measure) -> str:
-    """Say in words what a chart shows at its ends."""
-    parts = []
-    capacities = comparison.capacities
-    for capacity in dict.fromkeys((capacities[0], capacities[-1])):
-        best = measure.best(capacity)
-        if best:
-            ratio = format_percent(measure.ratios[Cell(best[0], capacity)])
-            parts.append(f"{', '.join(best)} at {capacity:,} blocks, with {ratio}")
-    if not parts:
-        return f"{measure.what}, against the capacity."
-    return f"Best: {'; '.join(parts)}."
 
 
 def _reading(comparison: Comparison) -> Section:

@@ -5,24 +5,23 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.tools.console import print_lines, print_table
+from jaxkv.tools.console import print_charts, print_lines
 from jaxkv.tools.machine import versions
 from jaxkv.tools.pictures import (
     GREY,
+    Chart,
     Line,
     Places,
     Scale,
-    draw_lines,
+    draw_charts,
     look_of,
-    make_figure,
-    name_axes,
     save_picture,
 )
 from jaxkv.tools.replay.admission import Admission
@@ -38,7 +37,7 @@ from jaxkv.tools.replay.measures import (
 from jaxkv.tools.replay.run import OPTIMUM, ReplayResult
 from jaxkv.tools.replay.traces import Recording, Trace
 
-PERCENT = Scale("{:g}%".format, "{:.1f}%".format, "{:.2f}%".format)
+_PERCENT = Scale("{:g}%".format, "{:.1f}%".format, "{:.2f}%".format)
 
 
 def _signed(digits: int, points: float) -> str:
@@ -47,7 +46,8 @@ def _signed(digits: int, points: float) -> str:
     return text.lstrip("+-") if float(text) == 0 else text
 
 
-POINTS = Scale(
+_COUNT = Scale("{:,.0f}".format, "{:,.0f}".format, "{:,.0f}".format)
+_POINTS = Scale(
     lambda value: f"{value:+g}" if value else "0",
     partial(_signed, 1),
     partial(_signed, 2),
@@ -147,53 +147,19 @@ _DEVICE_SHARES = {
 
 def print_results(comparison: Comparison) -> None:
     """Print how much each policy found at each capacity."""
-    trace, capacities = comparison.trace, comparison.capacities
-    labels = {
-        name: f"  {label_of(name, comparison.admission)}"
-        for name in comparison.policies
-    }
-    sections: list[tuple[str, list[list[str]]]] = []
-
-    def add_section(
-        title: str, cell: Callable[[Cell], str], rows: Sequence[str]
-    ) -> None:
-        cells = {name: [cell(Cell(name, c)) for c in capacities] for name in rows}
-        sections.append((title, [[labels[name], *cells[name]] for name in rows]))
-
-    for measure in comparison.measures:
-        ratios = measure.ratios
-
-        def cell(cell: Cell, ratios: Mapping[Cell, float] = ratios) -> str:
-            return format_percent(ratios[cell])
-
-        # With a device, the totals, which stand above, would not fit the column.
-        is_alone = comparison.device_blocks is None
-        title = measure.title if is_alone else measure.what
-        add_section(title, cell, comparison.policies)
-    by_cell = comparison.by_cell
-    refusing = [
-        name
-        for name in comparison.policies
-        if any(by_cell[Cell(name, capacity)].num_refused for capacity in capacities)
-    ]
-    if refusing:
-        add_section(
-            f"Stores refused, of {trace.num_requests:,} requests",
-            lambda cell: f"{by_cell[cell].num_refused:,}",
-            refusing,
-        )
     parts = parts_of(comparison)
     if parts:
-        width = max(len(name) for name, _ in facts_of(trace)) + 2
+        width = max(len(name) for name, _ in facts_of(comparison.trace)) + 2
         print_lines(f"{name:{width}}{value}" for name, value in parts)
-    print_table(
-        ["Capacity, blocks", *(f"{capacity:,}" for capacity in capacities)],
-        sections,
-        head=[
-            "  of the different blocks",
-            *(format_share(capacity, trace) for capacity in capacities),
-        ],
-        style_of=lambda label: "dim" if label == labels.get(OPTIMUM) else None,
+    # With a device, the totals, which stand above, would not fit the column.
+    is_alone = comparison.device_blocks is None
+    charts = [_rows_of(comparison, measure) for measure in comparison.measures]
+    charts = [each if is_alone else each._replace(title=each.what) for each in charts]
+    optimum = f"  {label_of(OPTIMUM, comparison.admission)}"
+    print_charts(
+        charts + refused_of(comparison),
+        "of the different blocks",
+        style_of=lambda label: "dim" if label == optimum else None,
     )
 
 
@@ -287,26 +253,17 @@ def plot_results(comparison: Comparison, file: BinaryIO) -> None:
     Beside it stands by how much each differs from LRU, if that is among them; below,
     the saved prefill if there is a model.
     """
-    trace, places, measures = (
-        comparison.trace,
-        places_of(comparison),
-        comparison.main_measures,
-    )
-    has_gains = bool(comparison.rivals)
-    figure = make_figure(13 if has_gains else 7.2, 4.4 * len(measures) + 0.8, dpi=110)
-    panels = figure.subplots(len(measures), 1 + has_gains, squeeze=False)
-    for row, measure in zip(panels, measures, strict=True):
-        draw_lines(row[0], places, lines_of(comparison, measure), PERCENT)
-        name_axes(row[0], measure.what, _BELOW)
-        if has_gains:
-            draw_lines(row[1], places, gains_of(comparison, measure), POINTS)
-            name_axes(row[1], f"Percentage points more than {BASELINE}", _BELOW)
+    trace, grid = comparison.trace, []
+    for measure in comparison.main_measures:
+        gain = [gain_of(comparison, measure)] if comparison.rivals else []
+        grid.append([chart_of(comparison, measure), *gain])
+    size = 13 if comparison.rivals else 7.2, 4.4 * len(grid) + 0.8
     rules = f"; {comparison.admission.text}" if comparison.admission else ""
     facts = (
         f"{trace.name}: {trace.num_requests:,} requests for {trace.num_block_refs:,} "
         f"blocks{rules}"
     )
-    save_picture(figure, _headline(comparison), facts, file)
+    save_picture(draw_charts(grid, _BELOW, size), _headline(comparison), facts, file)
 
 
 _BELOW = "capacity: blocks, and share of the different blocks"
@@ -335,8 +292,8 @@ def wins_of(comparison: Comparison, measure: Measure) -> tuple[str, int]:
     return first, wins[first]
 
 
-def places_of(comparison: Comparison) -> Places:
-    """Return the capacities of a comparison, for charts and tables."""
+def _places_of(comparison: Comparison) -> Places:
+    """Return the capacities of a comparison."""
     capacities = comparison.capacities
     return Places(
         "Capacity, blocks",
@@ -346,22 +303,39 @@ def places_of(comparison: Comparison) -> Places:
     )
 
 
-def lines_of(comparison: Comparison, measure: Measure) -> list[Line]:
-    """Return a line for each policy, in percent."""
-    return [
+def chart_of(comparison: Comparison, measure: Measure) -> Chart:
+    """Show what each policy finds, in percent, beside what the device does alone."""
+    chart = _rows_of(comparison, measure)
+    if measure in comparison.main_measures:
+        chart = chart._replace(about=_describe(comparison, measure))
+    if measure.device is None:
+        return chart
+    alone = [100 * measure.device] * len(comparison.capacities)
+    return chart._replace(lines=[Line("device alone", alone), *chart.lines])
+
+
+def _rows_of(comparison: Comparison, measure: Measure) -> Chart:
+    """Show what each policy finds, in percent, and which is best."""
+    capacities, best = comparison.capacities, _best_of(comparison, measure)
+    lines = [
         Line(
             label_of(policy, comparison.admission),
-            [100 * measure.ratios[Cell(policy, c)] for c in comparison.capacities],
+            [100 * measure.ratios[Cell(policy, c)] for c in capacities],
             _look_of(comparison, policy),
+            best[policy],
         )
         for policy in comparison.policies
     ]
+    caption, places = f"{measure.title}, in percent", _places_of(comparison)
+    return Chart(
+        measure.key, measure.what, measure.title, caption, places, lines, _PERCENT
+    )
 
 
-def gains_of(comparison: Comparison, measure: Measure) -> list[Line]:
-    """Return a line for each rival of the baseline, in percentage points more."""
-    ratios = measure.ratios
-    return [
+def gain_of(comparison: Comparison, measure: Measure) -> Chart:
+    """Show by how many percentage points each policy differs from the baseline."""
+    ratios, best = measure.ratios, _best_of(comparison, measure)
+    lines = [
         Line(
             policy,
             [
@@ -369,9 +343,55 @@ def gains_of(comparison: Comparison, measure: Measure) -> list[Line]:
                 for c in comparison.capacities
             ],
             _look_of(comparison, policy),
+            best[policy],
         )
         for policy in comparison.rivals
     ]
+    what = f"Percentage points more than {BASELINE}"
+    title = f"{measure.what}: percentage points more (+) or less than {BASELINE}"
+    about = f"Above the line at 0, a policy finds more than {BASELINE}."
+    places = _places_of(comparison)
+    return Chart("gain", what, title, title, places, lines, _POINTS, about)
+
+
+def refused_of(comparison: Comparison) -> list[Chart]:
+    """Show how many stores were refused, if any were."""
+    by_cell, capacities = comparison.by_cell, comparison.capacities
+    lines = [
+        Line(
+            label_of(policy, comparison.admission),
+            [by_cell[Cell(policy, c)].num_refused for c in capacities],
+        )
+        for policy in comparison.policies
+    ]
+    lines = [line for line in lines if any(line.values)]
+    title = f"Stores refused, of {comparison.trace.num_requests:,} requests"
+    places = _places_of(comparison)
+    chart = Chart("refused", title, title, title, places, lines, _COUNT)
+    return [chart] if lines else []
+
+
+def _best_of(comparison: Comparison, measure: Measure) -> dict[str, list[int]]:
+    """Return the places where each policy is best."""
+    best = [measure.best(capacity) for capacity in comparison.capacities]
+    return {
+        policy: [place for place, names in enumerate(best) if policy in names]
+        for policy in comparison.policies
+    }
+
+
+def _describe(comparison: Comparison, measure: Measure) -> str:
+    """Say in words what a chart shows at its ends."""
+    parts = []
+    capacities = comparison.capacities
+    for capacity in dict.fromkeys((capacities[0], capacities[-1])):
+        best = measure.best(capacity)
+        if best:
+            ratio = format_percent(measure.ratios[Cell(best[0], capacity)])
+            parts.append(f"{', '.join(best)} at {capacity:,} blocks, with {ratio}")
+    if not parts:
+        return f"{measure.what}, against the capacity."
+    return f"Best: {'; '.join(parts)}."
 
 
 def _look_of(comparison: Comparison, policy: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from jaxkv._util import one_line, size_text
 from jaxkv.tools import process
@@ -16,14 +17,17 @@ from jaxkv.tools.bench.transfer.records import BytesDifferError
 from jaxkv.tools.options import (
     EXIT_OK,
     CommandError,
+    Parser,
     UsageError,
-    add_json_option,
+    check_absent,
     check_extra,
     check_files,
+    packages_for,
     parse_bytes,
-    parse_list_of,
+    parse_rounds,
     parse_whole_number_from,
-    write_json,
+    sizes_text,
+    write_files,
 )
 from jaxkv.tools.progress import show_progress
 
@@ -38,7 +42,7 @@ DESCRIPTION = (
 )
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: Parser) -> None:
     """Add the options of the command."""
     default = StorageConfig("")
     parser.add_argument(
@@ -47,58 +51,45 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="a folder, file:///PATH, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, "
         "redis://HOST:PORT or unix:///SOCKET",
     )
-    parser.add_argument(
-        "--block-sizes",
-        action="extend",
-        type=parse_list_of(parse_bytes),
-        metavar="SIZE,...",
-        help="bytes of one block; may be repeated (default: "
-        f"{','.join(size_text(s).replace(' ', '') for s in default.block_sizes)})",
+    parser.values(
+        "--block-sizes SIZE",
+        "bytes of one block",
+        parse_bytes,
+        otherwise=sizes_text(default.block_sizes),
     )
-    parser.add_argument(
-        "--per-round",
-        type=parse_bytes,
-        metavar="SIZE",
-        help="bytes written, and read, in a round (default: "
-        f"{size_text(default.num_bytes).replace(' ', '')})",
+    parser.value(
+        "--per-round SIZE",
+        "bytes written, and read, in a round",
+        parse_bytes,
+        otherwise=sizes_text([default.num_bytes]),
     )
-    parser.add_argument(
-        "--rounds",
-        # Fewer rounds have no useful quartiles.
-        type=parse_whole_number_from(3),
-        metavar="N",
-        help=f"rounds of measurement, at least 3 (default: {default.rounds})",
+    parser.value(
+        "--rounds N",
+        "rounds of measurement, at least 3",
+        parse_rounds,
+        otherwise=f"{default.rounds}",
     )
-    parser.add_argument(
-        "--in-flight",
-        type=parse_whole_number_from(1),
-        default=default.num_in_flight,
-        metavar="N",
-        help="blocks written, or read, at the same time (default: %(default)s)",
+    parser.value(
+        "--in-flight N",
+        "blocks written, or read, at the same time",
+        parse_whole_number_from(1),
+        default.num_in_flight,
     )
-    parser.add_argument(
-        "--sealed",
-        action="store_true",
-        help="seal blocks with a secret, as storage_secret does (default: a checksum)",
+    parser.flag(
+        "--sealed", "seal blocks with a secret, as storage_secret does", "a checksum"
     )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="3 rounds of 16 MiB in blocks of 512 KiB (default: as above)",
-    )
-    add_json_option(parser)
+    parser.flag("--quick", "3 rounds of 16 MiB in blocks of 512 KiB", "as above")
+    parser.files()
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
     check_files(args)
-    check_extra("bench", ("rich",))
+    check_extra("bench", packages_for(args))
     default = StorageConfig("")
     if args.quick:
-        for name in ("block_sizes", "per_round", "rounds"):
-            if getattr(args, name) is not None:
-                option = name.replace("_", "-")
-                raise UsageError(f"--quick: it chooses for itself, without --{option}")
+        chosen = "block_sizes", "per_round", "rounds"
+        check_absent(args, chosen, "--quick: it chooses for itself, without {}")
         default = StorageConfig("", (512 << 10,), 16 << 20, 3)
     config = StorageConfig(
         url=args.url,
@@ -130,6 +121,5 @@ def run(args: argparse.Namespace) -> int:
     except BytesDifferError as error:
         raise CommandError(f"bytes differ: {error}") from error
     report.print_results(record)
-    if args.json:
-        write_json(args.json, report.to_json(record))
+    write_files(args, partial(report.to_json, record))
     return EXIT_OK

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
-from jaxkv._util import size_text
 from jaxkv.tools.bench.transfer import report
 from jaxkv.tools.bench.transfer.plan import make_plan
 from jaxkv.tools.bench.transfer.records import DESIGNS, BytesDifferError, TransferConfig
@@ -14,17 +13,17 @@ from jaxkv.tools.machine import available_memory_bytes, last_level_cache_bytes
 from jaxkv.tools.options import (
     EXIT_OK,
     CommandError,
+    Parser,
     UsageError,
-    add_file_options,
     check_extra,
     check_files,
     check_names,
+    packages_for,
     parse_bytes,
-    parse_list_of,
+    parse_rounds,
     parse_whole_number_from,
-    split_commas,
-    write_json,
-    write_picture,
+    sizes_text,
+    write_files,
 )
 from jaxkv.tools.progress import show_progress
 from jaxkv.transfer.kernels import MODES
@@ -39,74 +38,61 @@ DESCRIPTION = (
 )
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: Parser) -> None:
     """Add the options of the command."""
     default = TransferConfig()
-    parser.add_argument(
-        "--sizes",
-        action="extend",
-        type=parse_list_of(parse_bytes),
-        metavar="SIZE,...",
-        help="bytes of one transfer; may be repeated "
-        f"(default: {_sizes_text(default.sizes)})",
+    parser.values(
+        "--sizes SIZE",
+        "bytes of one transfer",
+        parse_bytes,
+        otherwise=sizes_text(default.sizes),
     )
-    parser.add_argument(
-        "--block-sizes",
-        action="extend",
-        type=parse_list_of(parse_bytes),
-        metavar="SIZE,...",
-        help="bytes of one block over all layers; may be repeated "
-        f"(default: {_sizes_text(default.block_sizes)})",
+    parser.values(
+        "--block-sizes SIZE",
+        "bytes of one block over all layers",
+        parse_bytes,
+        otherwise=sizes_text(default.block_sizes),
     )
-    parser.add_argument(
-        "--layers",
-        type=parse_whole_number_from(1),
-        default=default.num_layers,
-        metavar="N",
-        help="layers of the pool, an array each (default: %(default)s)",
+    parser.value(
+        "--layers N",
+        "layers of the pool, an array each",
+        parse_whole_number_from(1),
+        default.num_layers,
     )
-    parser.add_argument(
-        "--rounds",
-        # Fewer rounds have no useful quartiles.
-        type=parse_whole_number_from(3),
-        default=default.rounds,
-        metavar="N",
-        help="rounds of measurement, at least 3 (default: %(default)s)",
+    parser.value(
+        "--rounds N",
+        "rounds of measurement, at least 3",
+        parse_rounds,
+        default.rounds,
     )
-    parser.add_argument(
-        "--mode",
-        metavar="NAME",
-        help=f"mode of the engine, {' or '.join(MODES)} (default: the engine's own)",
+    modes = " or ".join(MODES)
+    parser.value(
+        "--mode NAME", f"mode of the engine, {modes}", otherwise="the engine's own"
     )
-    parser.add_argument(
-        "--designs",
-        action="extend",
-        type=split_commas,
-        metavar="NAME,...",
-        help="designs to measure beside the limit; may be repeated (default: all, "
-        f"which are {', '.join(DESIGNS)})",
+    parser.values(
+        "--designs NAME",
+        "designs to measure beside the limit",
+        otherwise=f"all, which are {', '.join(DESIGNS)}",
     )
-    parser.add_argument(
-        "--working-set",
-        type=parse_bytes,
-        metavar="SIZE",
-        help="bytes of the pool, and of the host memory of each design (default: as "
-        "much as the largest cache of the CPU, or the largest size, if that is more)",
+    parser.value(
+        "--working-set SIZE",
+        "bytes of the pool, and of the host memory of each design",
+        parse_bytes,
+        otherwise="as much as the largest cache of the CPU, or the largest size, if "
+        "that is more",
     )
-    parser.add_argument(
-        "--run",
-        type=parse_whole_number_from(1),
-        metavar="N",
-        help="host blocks that a full cache evicts, and finds, together on average "
-        "(default: 128, or a sixteenth of them all if that is less)",
+    parser.value(
+        "--run N",
+        "host blocks that a full cache evicts, and finds, together on average",
+        parse_whole_number_from(1),
+        otherwise="128, or a sixteenth of them all if that is less",
     )
-    parser.add_argument(
+    parser.flag(
         "--no-overlap",
-        action="store_true",
-        help="leave out how much of a transfer a running step hides (default: it is "
-        "measured)",
+        "leave out how much of a transfer a running step hides",
+        "it is measured",
     )
-    add_file_options(parser, "GB/s against the size of a transfer")
+    parser.files("GB/s against the size of a transfer")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -115,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         check_names("--mode", [args.mode], list(MODES))
     designs = check_names("--designs", args.designs or list(DESIGNS), list(DESIGNS))
     check_files(args)
-    check_extra("bench", ("rich", "matplotlib") if args.plot else ("rich",))
+    check_extra("bench", packages_for(args))
     default = TransferConfig()
     config = TransferConfig(
         sizes=tuple(args.sizes or default.sizes),
@@ -145,12 +131,6 @@ def run(args: argparse.Namespace) -> int:
     except BytesDifferError as error:
         raise CommandError(f"bytes differ: {error}") from error
     report.print_results(record)
-    if args.plot:
-        write_picture(args.plot, partial(report.plot_results, record))
-    if args.json:
-        write_json(args.json, report.to_json(record))
+    draw = partial(report.plot_results, record)
+    write_files(args, partial(report.to_json, record), draw)
     return EXIT_OK
-
-
-def _sizes_text(sizes: tuple[int, ...]) -> str:
-    return ",".join(size_text(size, "") for size in sizes)
