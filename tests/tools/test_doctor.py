@@ -417,29 +417,6 @@ def test_a_failing_probe_is_wrong(machine, capsys, monkeypatch, error, code, mes
     assert message in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("doctor --need event", "--need: unknown 'event': did you mean events?"),
-        ("doctor --host-bytes x", "--host-bytes: 'x' must be a size such as 64MiB"),
-        (
-            "doctor --storage ftp://x",
-            "--storage: 'ftp://x': unknown 'ftp': choose",
-        ),
-        ("doctor --storage-bytes 1GiB", "--storage-bytes: it belongs to --storage"),
-        ("doctor --json no/a.json", "--json: cannot write 'no/a.json' (No such file"),
-        ("doctor --no-prob", "unknown option '--no-prob': did you mean --no-probe?"),
-        ("docter", "unknown command 'docter': did you mean doctor?"),
-    ],
-)
-def test_a_wrong_command_line_is_a_one_line_error(line, message, capsys):
-    assert cli.main(line.split()) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert message in err
-
-
 def run_doctor(words, *, before="", **environ):
     """Run it in a separate process, after some Python."""
     program = (

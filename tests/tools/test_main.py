@@ -58,78 +58,6 @@ def fake(monkeypatch):
     return asked
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("dmeo", "jaxkv: error: unknown command 'dmeo': did you mean demo?"),
-        ("xyz", "jaxkv: error: unknown command 'xyz': choose from demo, replay"),
-        ("--versoin", "unknown option '--versoin': did you mean --version?"),
-        ("demo --turn 3", "unknown option '--turn': did you mean --turns?"),
-        ("demo --jso=x", "unknown option '--jso': did you mean --json?"),
-        ("demo --zzz", "unknown option '--zzz': choose from -h, --help, --conv"),
-        ("demo 7", "unexpected argument '7'"),
-        ("demo --turns", "--turns: expected one argument"),
-        ("demo --turns 0", "--turns: '0' must be a whole number from 1 to"),
-        ("demo --turns 1.5", "--turns: '1.5' must be a whole number from 1 to"),
-        ("demo --policy lur", "--policy: unknown 'lur': did you mean lru?"),
-        ("demo --mode lazily", "--mode: unknown 'lazily': did you mean lazy?"),
-        ("demo --layers mamba", "--layers: unknown 'mamba': choose from full, window"),
-        ("demo --seed -1", "--seed: '-1' must be a whole number from 0 to"),
-        ("demo --seed 1234567890", "must be a whole number from 0 to 999999999"),
-        ("demo --host-bytes 5XB", "'5XB' must be a size such as 64MiB, 1GiB or"),
-        ("demo --host-bytes 0", "'0' must be a size such as 64MiB"),
-        ("demo --host-bytes 9", "9 bytes of host memory cannot hold one KV block"),
-        ("demo --host-bytes 9999TiB", "ask for fewer --device-blocks or --host-bytes"),
-        ("demo --device-blocks 99999999", "--device-blocks or --host-bytes"),
-        ("demo --device-blocks 9", "at least 79 are needed"),
-        ("demo --document-tokens 5000", "but the model takes 4096"),
-        ("demo --document-tokens 9", "document_tokens=9 must be more than the 105"),
-        ("demo --plot a.pdf", "--plot: 'a.pdf' must end in .png"),
-        ("demo --plot no/a.png", "--plot: cannot write 'no/a.png' (No such file"),
-        ("demo --record no/a", "--record: cannot record to 'no/a' (No such file or"),
-        ("demo --record .", "--record: cannot record to '.' (Is a directory); name a"),
-        ("demo --concurrency 0", "--concurrency: '0' must be a whole number from 1"),
-        ("demo --json .", "--json: cannot write '.' (Is a directory); name a file"),
-        ("demo --serve-metrics 65536", "'65536' must be a port, from 0 (any that is"),
-        ("demo --serve-metrics x", "'x' must be a port, from 0 (any that is free) to"),
-        ("demo --seconds 9", "--seconds: it belongs to --serve-metrics"),
-        ("demo --serve-metrics 0 --seconds 0", "'0' must be a whole number from 1"),
-        ("replay", "the following arguments are required: TRACE"),
-        ("replay none.jsonl", "TRACE: cannot read 'none.jsonl' (No such file or dir"),
-        ("replay no.1 no", "TRACE: cannot read 'no.1' (No such file or directory)"),
-        ("replay .", "TRACE: cannot read '.' (Is a directory)"),
-        ("replay synthetic:0", "TRACE: 'synthetic:0' must be synthetic:REQUESTS, such"),
-        ("replay synthetic:x", "TRACE: 'synthetic:x' must be synthetic:REQUESTS"),
-        ("replay synthetic --policy lur", "unknown 'lur': did you mean lru?"),
-        ("replay synthetic --policy zzz", "--policy: unknown 'zzz': choose from lru, "),
-        ("replay synthetic --policy lru,", "--policy: unknown '': choose from lru, "),
-        ("replay synthetic --capacity x", "--capacity: 'x' must be a number of blocks"),
-        ("replay synthetic --capacity 1.5", "'1.5' must be a number of blocks, such"),
-        ("replay synthetic --capacity 5,0%", "--capacity: '0%' must be more than 0"),
-        ("replay synthetic --capacity -3", "--capacity: '-3' must be a number of"),
-        ("replay synthetic --capacity 101%", "'101%' is more than the"),
-        ("replay synthetic --capacity 99999999", "different blocks of the trace"),
-        ("replay synthetic --block-size 0", "'0' must be a whole number from 1 to"),
-        ("replay synthetic --plot a.pdf", "--plot: 'a.pdf' must end in .png"),
-        ("replay synthetic --polcy lru", "'--polcy': did you mean --policy?"),
-    ],
-)
-def test_a_refusal_is_a_one_line_error(
-    line, message, capsys, fake, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(line.split()) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert message in err
-    word = line.split()[0]
-    command = f"jaxkv {word}" if word in ("demo", "replay") else "jaxkv"
-    assert err.startswith(f"{command}: error: ")
-    assert fake == []
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_missing_extra_is_a_one_line_error(capsys, fake, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
@@ -167,28 +95,6 @@ def test_version_is_printed(capsys):
         cli.main(["--version"])
     assert exit_info.value.code == 0
     assert capsys.readouterr().out.startswith("jaxkv 0.")
-
-
-def test_help_explains_each_option_with_its_default(capsys):
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main(["demo", "--help"])
-    assert exit_info.value.code == 0
-    text = " ".join(capsys.readouterr().out.split())
-    for name, default in [
-        ("--conversations N", 12),
-        ("--turns N", 4),
-        ("--document-tokens N", 2048),
-        ("--answer-tokens N", 16),
-        ("--device-blocks N", 256),
-        ("--seed N", 0),
-        ("--host-bytes SIZE", "256MiB"),
-        ("--plot FILE.png", "no picture"),
-        ("--json FILE", "no file"),
-        ("--serve-metrics PORT", "do not serve them"),
-        ("--seconds N", "end with the comparison"),
-    ]:
-        explanation = text.split(f"{name} ")[-1]
-        assert f"(default: {default})" in explanation.split(" --")[0], name
 
 
 def test_defaults_are_those_of_the_config(fake):

@@ -5,29 +5,16 @@ import json
 import numpy as np
 import pytest
 
+from jaxkv.tools.model_config import NAMED_MODELS
 from jaxkv.tools.replay.model_costs import (
     find_model_costs,
     make_model_costs,
     plain_costs,
 )
 
-LLAMA_8B = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-    "torch_dtype": "bfloat16",
-}
-LLAMA_70B = {
-    **LLAMA_8B,
-    "num_hidden_layers": 80,
-    "hidden_size": 8192,
-    "num_attention_heads": 64,
-    "intermediate_size": 28672,
-}
+LLAMA_8B, LLAMA_70B, DEEPSEEK_V3 = (
+    NAMED_MODELS[name] for name in ("llama-3.1-8b", "llama-3.1-70b", "deepseek-v3")
+)
 MISTRAL_7B = {
     **LLAMA_8B,
     "model_type": "mistral",
@@ -111,26 +98,6 @@ GEMMA3_1B = {
     "vocab_size": 262144,
     "sliding_window": 512,
     "sliding_window_pattern": 6,
-}
-DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3",
-    "num_hidden_layers": 61,
-    "hidden_size": 7168,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "first_k_dense_replace": 3,
-    "moe_layer_freq": 1,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "vocab_size": 129280,
 }
 DEEPSEEK_V2_LITE = {
     **DEEPSEEK_V3,

@@ -82,31 +82,6 @@ def test_s3_is_measured_over_http(capsys, monkeypatch):
     assert f"{JAXKV} : {ALONE}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ((), "the following arguments are required: URL"),
-        (("nope://x",), "URL: storage='nope://x': unknown 'nope'"),
-        (("/dev/null",), "URL: storage='/dev/null': Not a directory; name a folder"),
-        (("s3://",), "URL: storage='s3://' must be s3://BUCKET/PREFIX"),
-        (("/tmp/x", "--rounds", "2"), "--rounds: '2' must be a whole number from 3"),
-        (("/tmp/x", "--in-flight", "0"), "--in-flight: '0' must be"),
-        (
-            ("/tmp/x", "--per-round", "4KiB"),
-            "--per-round: 4 KiB is less than a block of 8 MiB",
-        ),
-        (("/tmp/x", "--quick", "--rounds", "3"), "--quick: it chooses for itself"),
-        (("/tmp/x", "--plot", "x.png"), "--plot: it belongs to jaxkv bench transfer"),
-    ],
-)
-def test_a_wrong_command_line_is_one_line(words, message, capsys):
-    assert bench(*words) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1
-    assert message in err
-
-
 def test_a_store_that_fails_is_one_line(tmp_path, capsys):
     (tmp_path / "jaxkv1").write_text("in the way")
     assert bench(tmp_path, *SMALL) == 1

@@ -1,0 +1,25 @@
+"""Fixtures of the tests of commands."""
+
+import pytest
+
+from jaxkv.tools import main as cli
+
+
+@pytest.fixture
+def refused(capsys, tmp_path, monkeypatch):
+    """Runs a command line that must be refused, in an empty folder; gives the error."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(line):
+        before = sorted(tmp_path.rglob("*"))
+        assert cli.main(line.split()) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.endswith("\n")
+        assert err.count("\n") == 1
+        assert err[:-1].isprintable()
+        assert len(err) < 1000
+        assert sorted(tmp_path.rglob("*")) == before
+        return err
+
+    return run

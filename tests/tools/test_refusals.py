@@ -1,0 +1,238 @@
+"""What each command refuses: one line that says why, exit 2, and nothing done."""
+
+import argparse
+import json
+
+import pytest
+
+from jaxkv.tools import COMMANDS, commands
+from jaxkv.tools.model_config import NAMED_MODELS
+from jaxkv.tools.options import UsageError
+
+pytestmark = pytest.mark.usefixtures("plain_output")
+
+# A command line after `jaxkv`, and words of the error.
+REFUSED = """
+dmeo                            | error: unknown command 'dmeo': did you mean demo?
+xyz                             | error: unknown command 'xyz': choose from demo, replay
+--versoin                       | unknown option '--versoin': did you mean --version?
+
+demo --turn 3                   | unknown option '--turn': did you mean --turns?
+demo --jso=x                    | unknown option '--jso': did you mean --json?
+demo --zzz                      | unknown option '--zzz': choose from -h, --help, --conv
+demo 7                          | unexpected argument '7'
+demo --turns                    | --turns: expected one argument
+demo --turns 0                  | --turns: '0' must be a whole number from 1 to
+demo --turns 1.5                | --turns: '1.5' must be a whole number from 1 to
+demo --policy lur               | --policy: unknown 'lur': did you mean lru?
+demo --mode lazily              | --mode: unknown 'lazily': did you mean lazy?
+demo --layers mamba             | --layers: unknown 'mamba': choose from full, window
+demo --seed -1                  | --seed: '-1' must be a whole number from 0 to
+demo --seed 1234567890          | must be a whole number from 0 to 999999999
+demo --host-bytes 5XB           | '5XB' must be a size such as 64MiB, 1GiB or
+demo --host-bytes 9             | 9 bytes of host memory cannot hold one KV block
+demo --host-bytes 9999TiB       | ask for fewer --device-blocks or --host-bytes
+demo --device-blocks 99999999   | --device-blocks or --host-bytes
+demo --device-blocks 9          | at least 79 are needed
+demo --document-tokens 5000     | but the model takes 4096
+demo --document-tokens 9        | document_tokens=9 must be more than the 105
+demo --plot a.pdf               | --plot: 'a.pdf' must end in .png
+demo --plot no/a.png            | --plot: cannot write 'no/a.png' (No such file
+demo --record no/a              | --record: cannot record to 'no/a' (No such file or
+demo --record .                 | --record: cannot record to '.' (Is a directory); name
+demo --json .                   | --json: cannot write '.' (Is a directory); name a file
+demo --serve-metrics 65536      | '65536' must be a port, from 0 (any that is
+demo --serve-metrics x          | 'x' must be a port, from 0 (any that is free) to
+demo --seconds 9                | --seconds: it belongs to --serve-metrics
+
+replay                          | the following arguments are required: TRACE
+replay none.jsonl               | TRACE: cannot read 'none.jsonl' (No such file or dir
+replay no.1 no                  | TRACE: cannot read 'no.1' (No such file or directory)
+replay .                        | TRACE: cannot read '.' (Is a directory)
+replay synthetic:0              | TRACE: 'synthetic:0' must be synthetic:REQUESTS, such
+replay synthetic:x              | TRACE: 'synthetic:x' must be synthetic:REQUESTS
+replay bad.jsonl                | error: bad.jsonl:2: 'ids' is missing
+replay SMALL --policy zzz       | --policy: unknown 'zzz': choose from lru, arc
+replay SMALL --policy lru,      | --policy: unknown '': choose from lru, arc
+replay SMALL --capacity x       | --capacity: 'x' must be a number of blocks, such
+replay SMALL --capacity 1.5     | '1.5' must be a number of blocks, such
+replay SMALL --capacity 5,0%    | --capacity: '0%' must be more than 0
+replay SMALL --capacity -3      | --capacity: '-3' must be a number of
+replay SMALL --capacity 101%    | '101%' is more than the
+replay SMALL --capacity 9999999 | different blocks of the trace
+replay SMALL --max-offload-tokens 511 | 511 is less than a block, which has 512 tokens
+replay SMALL --prompt-only      | no output of the trace filled a block that could be
+replay SMALL --device-blocks 100000 | 100000 is more than the trace would ever fill: it
+replay SMALL --model llama-3-8b | a known model: did you mean llama-3.1-8b?
+replay SMALL --model no.json    | --model: cannot read 'no.json' (No such file
+replay SMALL --model empty.json | jaxkv plan takes the bytes of a token's KV in its pl
+replay SMALL --html no/a        | --html: cannot write 'no/a' (No such file
+
+plan SMALL                      | give --model, a config.json or a name such as llama
+plan TOKENS                     | --kv-bytes-per-token: it does not say how long pref
+plan TOKENS --mfu 0.3           | --mfu: it belongs to --model
+plan TOKENS --tensor-parallel 2 | --tensor-parallel: it belongs to --model
+plan TOKENS --kv-dtype int8     | --kv-dtype: it belongs to --model
+plan TOKENS000TB --prefill-tokens-per-s 5 | must be from 1 to 1073741824
+plan MODEL --kv-dtype fast      | --kv-dtype: 'fast' is no dty
+plan MODEL --kv-bytes-per-token 5 | --model says it alrea
+plan MODEL --host-bytes 1MiB    | --host-bytes: 1048576 bytes hold no bl
+plan MODEL --load-gb-per-s 0    | '0' must be a number above
+plan MODEL --load-gb-per-s nan  | 'nan' must be a number a
+plan MODEL --load-gb-per-s 1e99 | '1e99' must be a number
+plan MODEL --mfu 1.5            | --mfu: 1.5 must be at most 1
+plan MODEL --device-bytes 5     | --device-bytes: 5 bytes hold
+plan MODEL --device-bytes 1GiB --device-blocks 5 | --device-blocks says it already
+plan MODEL --measure --load-gb-per-s 5 | --measure: the speeds are given already
+plan MODEL --prefill-tokens-per-s 5 --mfu 0.5 | --mfu: --prefill-tokens-per-s says it
+plan MODEL --policy lur         | unknown 'lur': did you mean lru?
+plan long.jsonl --model llama-3.1-8b | 'in' must be a number of tokens from 0 to
+
+bench                           | name what to measure: choose from transfer
+bench --rounds 3                | name what to measure: choose from transfer
+bench trasnfer                  | BENCHMARK: unknown 'trasnfer': did you mean transfer?
+bench transfer --target=v5e     | --target: it belongs to jaxkv bench compile
+bench transfer 7                | unexpected argument '7'
+bench transfer --size 1MiB      | '--size': did you mean --sizes?
+bench transfer --sizes 1MiB,    | --sizes: '' must be a size such as 64MiB
+bench transfer --block-sizes 6KiB | 6 KiB must be a multiple of 4 KiB
+bench transfer --rounds 2       | '2' must be a whole number from 3 to
+bench transfer --mode fast      | --mode: unknown 'fast': choose from fused
+bench transfer --designs nump   | unknown 'nump': did you mean numpy?
+bench transfer --sizes 1KiB     | nothing can be measured: 1 KiB in blocks of
+bench transfer --sizes 9TiB     | nothing can be measured: 9 TiB: it takes
+bench storage                   | the following arguments are required: URL
+bench storage nope://x          | URL: storage='nope://x': unknown 'nope'
+bench storage /dev/null         | URL: storage='/dev/null': Not a directory; name a fold
+bench storage s3://             | URL: storage='s3://' must be s3://BUCKET/PREFIX
+bench storage x --per-round 4KiB | --per-round: 4 KiB is less than a block of 8 MiB
+bench storage x --quick --rounds 3 | --quick: it chooses for itself, without --rounds
+bench storage x --plot x.png    | --plot: it belongs to jaxkv bench transfer
+
+doctor --need event             | --need: unknown 'event': did you mean events?
+doctor --storage ftp://x        | --storage: 'ftp://x': unknown 'ftp': choose
+doctor --storage-bytes 1GiB     | --storage-bytes: it belongs to --storage
+doctor --no-prob                | unknown option '--no-prob': did you mean --no-probe?
+"""
+STANDS_FOR = {
+    "SMALL": "synthetic:60",
+    "TOKENS": "synthetic:20 --kv-bytes-per-token 1000",
+    "MODEL": "synthetic:20 --model llama-3.1-8b",
+}
+
+
+@pytest.mark.parametrize("row", [row for row in REFUSED.splitlines() if row])
+def test_it_is_one_line_and_nothing_is_done(row, refused, tmp_path):
+    request = '{"t": 0, "in": 512, "out": 1, "ids": [1]}\n'
+    (tmp_path / "bad.jsonl").write_text(request + '{"t": 0, "in": 512}\n')
+    (tmp_path / "long.jsonl").write_text(request.replace("512", "9007199254740991"))
+    (tmp_path / "empty.json").write_text("{}")
+    line, message = map(str.strip, row.split(" | "))
+    for name, text in STANDS_FOR.items():
+        line = line.replace(name, text)
+    err = refused(line)
+    words = ["jaxkv", *[word for word in line.split()[:1] if word in COMMANDS]]
+    if line.startswith(("bench transfer", "bench storage")):
+        words += [] if "belongs to jaxkv" in err else line.split()[1:2]
+    assert err.startswith(f"{' '.join(words)}: error: ")
+    assert message in err
+
+
+def parsers():
+    """Every command's parser, by the words that choose it."""
+    modules = {name: commands._import(name) for name in COMMANDS}
+    main, own = commands._make_parsers(modules)
+    found = {"": main} | own
+    group = modules["bench"]
+    more = commands._add_commands(own["bench"], group.COMMANDS, group.METAVAR)
+    return found | {f"bench {name}": parser for name, parser in more.items()}
+
+
+def options(parser):
+    """The options of a parser that are its own."""
+    general = (argparse._HelpAction, argparse._VersionAction)
+    return [
+        a for a in parser._actions if a.option_strings and not isinstance(a, general)
+    ]
+
+
+def test_every_option_says_what_happens_without_it():
+    for words, parser in parsers().items():
+        for action in options(parser):
+            if (words, action.dest) == ("bench compile", "model"):
+                continue  # "Your own pool" goes by either of two options.
+            help_text = parser._get_formatter()._expand_help(action)
+            assert "(default: " in help_text, (words, action.dest)
+            if action.default and not isinstance(action.default, bool):
+                assert f"(default: {action.default})" in help_text, (words, action.dest)
+
+
+@pytest.mark.parametrize("text", ["?", "", "-1", "many"])
+def test_every_option_with_a_number_refuses_what_is_none(text):
+    num_refused = 0
+    for words, parser in parsers().items():
+        for action in options(parser):
+            of_what = (action.metavar or "").removesuffix(",...")
+            if of_what not in ("N", "X", "SIZE", "PORT", "AXIS"):
+                continue
+            if (words, action.dest) == ("replay", "capacity"):
+                continue  # It is checked against the trace.
+            option = action.option_strings[0]
+            with pytest.raises(UsageError, match=f"^{option}: '.*' must be "):
+                parser.parse_args([f"{option}={text}"])
+            num_refused += 1
+    assert num_refused > 50
+
+
+LLAMA = NAMED_MODELS["llama-3.1-8b"]
+
+
+@pytest.mark.parametrize("command", ["plan", "replay"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is no JSON"),
+        ("[" * 10**5, "is no JSON"),
+        ('{"a": "\x00"}', "is no JSON"),
+        ("[]", "must hold a JSON object"),
+        (
+            "{}",
+            "has no 'num_hidden_layers', 'hidden_size', 'num_attention_heads', 'voc",
+        ),
+        ('{"num_hidden_layers": 2}', "has no 'hidden_size'"),
+        (
+            json.dumps({**LLAMA, "num_hidden_layers": -2}),
+            "=-2 must be a whole number fr",
+        ),
+        (json.dumps({**LLAMA, "hidden_size": 10**400}), "hidden_size=1000"),
+        (json.dumps({**LLAMA, "model_type": "x" * 10**5, "vocab_size": None}), "xxx'"),
+        (
+            json.dumps({**LLAMA, "layer_types": ["\x1b[31m"] * 32}),
+            "of type '\\x1b[31m'",
+        ),
+        (json.dumps({**LLAMA, "head_dim": 10**8}), "bytes of KV a token are more than"),
+    ],
+)
+def test_a_file_that_describes_no_model(command, text, message, refused, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    err = refused(f"{command} synthetic:20 --model config.json")
+    assert err.startswith(f"jaxkv {command}: error: --model: ")
+    assert message in err
+
+
+def test_a_file_that_is_read_or_written_already(refused, tmp_path):
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"t": 0, "in": 512, "out": 1, "ids": [1]}\n')
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "l").symlink_to(trace)
+    (tmp_path / "folder").mkdir()
+    for options, what in (
+        ("--json t.jsonl", "--json: 't.jsonl' is the file of TRACE too"),
+        ("--html l", "--html: 'l' is the file of TRACE too"),
+        ("--html folder/../t.jsonl", "'folder/../t.jsonl' is the file of TRACE too"),
+        ("--model config.json --json config.json", "is the file of --model too"),
+        ("--plot a.png --html a.png", "--html: 'a.png' is the file of --plot too"),
+    ):
+        err = refused(f"replay t.jsonl {options}")
+        assert f"{what}, which would be lost; name another\n" in err
+    assert trace.read_text().startswith('{"t": 0')
