@@ -133,6 +133,16 @@ def _groups(widths: Sequence[int], room: int) -> list[slice]:
     return [*groups, slice(first, len(widths))]
 
 
+def print_facts(facts: Iterable[tuple[str, str]], width: int) -> None:
+    """Print what something is, line by line.
+
+    Args:
+        facts: Each a name, empty where the line before goes on, and a text.
+        width: Of the column of the names.
+    """
+    print_lines(f"{name:{width}}{text}" for name, text in facts)
+
+
 def print_lines(lines: Iterable[str], *, is_code: bool = False) -> None:
     """Print lines as they are; nothing in them is markup.
 

@@ -40,6 +40,14 @@ def machine() -> dict[str, object]:
     }
 
 
+def system() -> dict[str, object]:
+    """Describe the system in brief."""
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu_count": os.cpu_count(),
+    }
+
+
 def versions(*others: str) -> dict[str, str]:
     """Return the versions of Python, of what jaxkv needs, and of installed others."""
     found = {

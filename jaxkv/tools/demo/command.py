@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from jaxkv._util import gib, rounded_size
 from jaxkv.policies import policy_names
 from jaxkv.scheduling.record import TraceRecorder
-from jaxkv.tools.console import make_console, print_lines
+from jaxkv.tools.console import make_console, print_facts, print_lines
 from jaxkv.tools.demo.records import DemoConfig, DemoRecord
 from jaxkv.tools.options import (
     EXIT_FAILED,
@@ -166,14 +166,14 @@ def run(args: argparse.Namespace) -> int:
                 recorder = stack.enter_context(TraceRecorder(args.record))
             except OSError as error:
                 raise UsageError(f"--record: {error.strerror}") from error
-        print_lines([_what_will_run(config)])
+        print_facts(_what_will_run(config), 15)
         watched: list[tuple[Engine, float]] = []
 
         def watch(engine: Engine) -> None:
             if args.serve_metrics is not None:
                 port = _serve_metrics(engine, args.serve_metrics, stack)
                 url = f"http://127.0.0.1:{port}/metrics"
-                print_lines([f"Metrics        {url}"])
+                print_facts([("Metrics", url)], 15)
             watched.append((engine, time.monotonic()))
 
         try:
@@ -259,14 +259,7 @@ def _check_memory(config: DemoConfig) -> None:
         )
 
 
-def _what_is_behind(config: DemoConfig) -> str:
-    if config.storage is None:
-        return ""
-    place, size = shown_url(config.storage), rounded_size(config.storage_bytes)
-    return f"Storage        {place}, {size} at most\n"
-
-
-def _what_will_run(config: DemoConfig) -> str:
+def _what_will_run(config: DemoConfig) -> list[tuple[str, str]]:
     from jaxkv.tools.demo.run import max_seq_tokens, model_config
 
     model = model_config(config)
@@ -279,15 +272,27 @@ def _what_will_run(config: DemoConfig) -> str:
         if total > pool
         else "enough for all of it; fewer --device-blocks show more"
     )
-    return (
-        f"Conversations  {config.conversations} of {config.turns} turns, about "
-        f"documents of {config.document_tokens:,} tokens\n"
-        f"KV of them all {rounded_size(total)} at most\n"
-        f"Device pool    {rounded_size(pool)}, {config.device_blocks} blocks of "
-        f"{config.block_size} tokens: {fit}\n"
-        f"Host memory    {rounded_size(config.host_bytes)}, {config.mode} stores, "
-        f"policy {config.cache_policy}"
-        f"{', loads in the prefill itself' * config.load_in_step}\n"
-        f"{_what_is_behind(config)}"
-        f"Model          {_LAYERS[config.layers].format(config.window_tokens)}"
-    )
+    facts = [
+        (
+            "Conversations",
+            f"{config.conversations} of {config.turns} turns, about documents of "
+            f"{config.document_tokens:,} tokens",
+        ),
+        ("KV of them all", f"{rounded_size(total)} at most"),
+        (
+            "Device pool",
+            f"{rounded_size(pool)}, {config.device_blocks} blocks of "
+            f"{config.block_size} tokens: {fit}",
+        ),
+        (
+            "Host memory",
+            f"{rounded_size(config.host_bytes)}, {config.mode} stores, policy "
+            f"{config.cache_policy}"
+            f"{', loads in the prefill itself' * config.load_in_step}",
+        ),
+    ]
+    if config.storage is not None:
+        place, size = shown_url(config.storage), rounded_size(config.storage_bytes)
+        facts.append(("Storage", f"{place}, {size} at most"))
+    what = _LAYERS[config.layers].format(config.window_tokens)
+    return [*facts, ("Model", what)]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import platform
 from collections.abc import Iterable
 from typing import Any, BinaryIO, TypeAlias
 
@@ -15,7 +13,7 @@ from rich.console import Console
 from jaxkv._util import rounded_size
 from jaxkv.tools.console import print_table
 from jaxkv.tools.demo.records import DemoConfig, DemoRecord, RunRecord, TurnRecord
-from jaxkv.tools.machine import versions
+from jaxkv.tools.machine import system, versions
 from jaxkv.tools.pictures import (
     COLOURS,
     make_figure,
@@ -121,8 +119,7 @@ def to_json(record: DemoRecord) -> dict[str, Any]:
         "bandwidth": dataclasses.asdict(record.bandwidth),
         "config": _config_json(record.config),
         "machine": {
-            "system": f"{platform.system()} {platform.machine()}",
-            "cpu_count": os.cpu_count(),
+            **system(),
             "device": jax.devices()[0].device_kind,
         },
         "versions": versions("flax"),

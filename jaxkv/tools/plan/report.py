@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 from jaxkv._util import rounded_size, size_text, three_digits
 from jaxkv.config import variable_of
 from jaxkv.tools import page
-from jaxkv.tools.console import print_charts, print_lines
+from jaxkv.tools.console import print_charts, print_facts, print_lines
 from jaxkv.tools.machine import num_cpus, versions
 from jaxkv.tools.page import Section
 from jaxkv.tools.pictures import (
@@ -26,6 +26,7 @@ from jaxkv.tools.plan import plan as planning
 from jaxkv.tools.plan.plan import Demand, Plan, PlanRow, Speeds
 from jaxkv.tools.replay.admission import Admission
 from jaxkv.tools.replay.model_costs import ModelCosts
+from jaxkv.tools.replay.report import figures_of_trace
 from jaxkv.tools.replay.traces import Trace
 
 
@@ -56,7 +57,7 @@ class Setting:
 
 def print_setting(setting: Setting) -> None:
     """Print what a plan is made with, and what of it is assumed."""
-    print_lines(f"{name:<8} {what}" for name, what in _facts_of(setting))
+    print_facts(_facts_of(setting), 9)
 
 
 def _facts_of(setting: Setting) -> list[tuple[str, str]]:
@@ -332,13 +333,7 @@ def to_json(setting: Setting, plan: Plan) -> dict[str, Any]:
     trace, model, demand = setting.trace, setting.model, plan.demand
     choice = plan.recommendation
     return {
-        "trace": {
-            "name": trace.name,
-            "num_requests": trace.num_requests,
-            "num_block_refs": trace.num_block_refs,
-            "num_unique_blocks": trace.num_unique_blocks,
-            "block_size": trace.block_size,
-        },
+        "trace": figures_of_trace(trace),
         "model": dataclasses.asdict(model)
         | {
             "kv_bytes_per_token": model.kv_bytes_per_token,

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.tools.console import print_charts, print_lines
-from jaxkv.tools.machine import versions
+from jaxkv.tools.console import print_charts, print_facts
+from jaxkv.tools.machine import system, versions
 from jaxkv.tools.pictures import (
     GREY,
     Chart,
@@ -57,8 +55,12 @@ _POINTS = Scale(
 
 def print_trace(trace: Trace) -> None:
     """Print a summary of the trace."""
-    width = max(len(name) for name, _ in facts_of(trace)) + 2
-    print_lines(f"{name:{width}}{value}" for name, value in facts_of(trace))
+    facts = facts_of(trace)
+    print_facts(facts, _width_of(facts))
+
+
+def _width_of(facts: Sequence[tuple[str, str]]) -> int:
+    return max(len(name) for name, _ in facts) + 2
 
 
 def facts_of(trace: Trace) -> list[tuple[str, str]]:
@@ -149,8 +151,7 @@ def print_results(comparison: Comparison) -> None:
     """Print how much each policy found at each capacity."""
     parts = parts_of(comparison)
     if parts:
-        width = max(len(name) for name, _ in facts_of(comparison.trace)) + 2
-        print_lines(f"{name:{width}}{value}" for name, value in parts)
+        print_facts(parts, _width_of(facts_of(comparison.trace)))
     # With a device, the totals, which stand above, would not fit the column.
     is_alone = comparison.device_blocks is None
     charts = [_rows_of(comparison, measure) for measure in comparison.measures]
@@ -167,18 +168,9 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
     """Convert results for ``json.dump``."""
     trace, model = comparison.trace, comparison.model
     figures: dict[str, Any] = {
-        "trace": {
-            "name": trace.name,
-            "num_requests": trace.num_requests,
-            "num_block_refs": trace.num_block_refs,
-            "num_unique_blocks": trace.num_unique_blocks,
-            "block_size": trace.block_size,
-        },
+        "trace": figures_of_trace(trace),
         "results": [_figures_of(comparison, each) for each in comparison.results],
-        "machine": {
-            "system": f"{platform.system()} {platform.machine()}",
-            "cpu_count": os.cpu_count(),
-        },
+        "machine": system(),
         "versions": versions(),
     }
     if trace.recording is not None:
@@ -210,6 +202,17 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
             **_amounts(comparison, device.hits, ""),
         }
     return figures
+
+
+def figures_of_trace(trace: Trace) -> dict[str, Any]:
+    """Return what a trace is, for ``json.dump``."""
+    return {
+        "name": trace.name,
+        "num_requests": trace.num_requests,
+        "num_block_refs": trace.num_block_refs,
+        "num_unique_blocks": trace.num_unique_blocks,
+        "block_size": trace.block_size,
+    }
 
 
 def _figures_of(comparison: Comparison, result: ReplayResult) -> dict[str, Any]:

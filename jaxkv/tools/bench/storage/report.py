@@ -15,8 +15,8 @@ from jaxkv.tools.bench.storage.run import (
     Way,
 )
 from jaxkv.tools.bench.transfer.records import Ratio, Speed, ratio, speed
-from jaxkv.tools.bench.transfer.report import ratio_text, speed_text
-from jaxkv.tools.console import print_lines, print_table
+from jaxkv.tools.bench.transfer.report import ratio_text, speed_text, units_note
+from jaxkv.tools.console import print_facts, print_table
 from jaxkv.tools.machine import machine, versions
 
 
@@ -39,7 +39,7 @@ def print_results(record: StorageRecord) -> None:
         )
         for result in record.results
     ]
-    print_lines([f"Store        {record.place}"])
+    print_facts([("Store", record.place)], 13)
     columns = "best / p50", *(f"{way}, GB/s" for way in WAYS)
     print_table(columns, sections, _notes(record))
 
@@ -71,8 +71,7 @@ def _result_json(result: StorageResult) -> dict[str, Any]:
 def _notes(record: StorageRecord) -> list[str]:
     config = record.config
     lines = [
-        "GB are 10^9 bytes. best: the fastest round; p50: the median of "
-        f"{config.rounds} rounds, of ratios too.",
+        units_note(config.rounds),
         f"{config.num_in_flight} blocks are in flight at once. All bytes were checked.",
     ]
     if any(FILES in result.seconds for result in record.results):

@@ -21,7 +21,7 @@ from jaxkv.tools.bench.transfer.records import (
     ratio,
     speed,
 )
-from jaxkv.tools.console import print_lines, print_table
+from jaxkv.tools.console import print_facts, print_table
 from jaxkv.tools.machine import machine, quartiles
 from jaxkv.tools.pictures import (
     COLOURS,
@@ -40,15 +40,18 @@ def print_plan(config: TransferConfig, plan: Plan) -> None:
     """Print the cases to measure, and those left out."""
     where = machine()
     cache_bytes = where["last_level_cache_bytes"]
-    lines = [
-        f"Device       {where['device']}, {where['num_cpus']} CPUs ({where['cpu']})",
-        f"Pool         {config.num_layers} layers of bfloat16, "
-        f"{size_text(plan.working_set_bytes)}; as much host memory for each design",
-        "Cache        "
-        + (f"{size_text(cache_bytes)}" if isinstance(cache_bytes, int) else "unknown"),
-        *(f"Left out     {line}" for line in plan.left_out),
+    cache = size_text(cache_bytes) if isinstance(cache_bytes, int) else "unknown"
+    pool = (
+        f"{config.num_layers} layers of bfloat16, {size_text(plan.working_set_bytes)}; "
+        "as much host memory for each design"
+    )
+    facts = [
+        ("Device", f"{where['device']}, {where['num_cpus']} CPUs ({where['cpu']})"),
+        ("Pool", pool),
+        ("Cache", cache),
+        *(("Left out", line) for line in plan.left_out),
     ]
-    print_lines(lines)
+    print_facts(facts, 13)
 
 
 def print_results(record: TransferRecord) -> None:
@@ -99,10 +102,7 @@ def _rows(record: TransferRecord, result: CaseResult) -> list[list[str]]:
 
 
 def _notes(record: TransferRecord) -> list[str]:
-    notes = [
-        "GB are 10^9 bytes. best: the fastest round; p50: the median of "
-        f"{record.config.rounds} rounds, of ratios too."
-    ]
+    notes = [units_note(record.config.rounds)]
     if record.step_s is not None:
         note = (
             "hidden by a step: how much of a transfer's time a step of "
@@ -112,6 +112,14 @@ def _notes(record: TransferRecord) -> list[str]:
             note += " Here both share the cores, so it says little."
         notes.append(note)
     return notes
+
+
+def units_note(rounds: int) -> str:
+    """Say what the figures of a table are."""
+    return (
+        "GB are 10^9 bytes. best: the fastest round; p50: the median of "
+        f"{rounds} rounds, of ratios too."
+    )
 
 
 def _rivals(result: CaseResult) -> list[str]:
