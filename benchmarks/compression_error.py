@@ -11,15 +11,12 @@ large as the others.
 
 from __future__ import annotations
 
-import argparse
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.tools.machine import machine
+from common import make_parser, show_machine, write_figures
 from jaxkv.transfer import Compression, TransferEngine
 
 # Tokens, heads, channels.
@@ -89,13 +86,11 @@ def rms(array: NDArray[np.float32]) -> np.float64:
 
 def main() -> None:
     """Measure, print a table and write the figures if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--blocks", type=int, default=256, help="blocks to send")
-    parser.add_argument("--json", metavar="FILE", help="write the figures here")
     args = parser.parse_args()
     rows = measure(args.blocks)
-    where = machine()
-    print(*(f"{key} {value}" for key, value in where.items()), sep=", ")
+    where = show_machine()
     print(f"{args.blocks} blocks of bfloat16{list(BLOCK_SHAPE)}; errors in %")
     for row in rows:
         of_peak, rms_of_peak, rms_of_rms = (
@@ -107,17 +102,15 @@ def main() -> None:
             f"rms of peak {rms_of_peak}  rms of rms {rms_of_rms}  "
             f"size {row['size']:.3f}"
         )
-    if args.json:
-        settings = {
-            "block_shape": BLOCK_SHAPE,
-            "dtype": "bfloat16",
-            "num_blocks": args.blocks,
-            "outlier_every": OUTLIER_EVERY,
-            "outlier_factor": OUTLIER_FACTOR,
-            "seed": SEED,
-        }
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"machine": where, "settings": settings, "rows": rows}, file)
+    settings = {
+        "block_shape": BLOCK_SHAPE,
+        "dtype": "bfloat16",
+        "num_blocks": args.blocks,
+        "outlier_every": OUTLIER_EVERY,
+        "outlier_factor": OUTLIER_FACTOR,
+        "seed": SEED,
+    }
+    write_figures(args.json, {"machine": where, "settings": settings, "rows": rows})
 
 
 if __name__ == "__main__":

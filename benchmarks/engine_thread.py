@@ -23,19 +23,27 @@ process of its own.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
 import pathlib
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-HERE = pathlib.Path(__file__).resolve()
+from common import (
+    ROOT,
+    answer,
+    ask,
+    make_parser,
+    quartiles,
+    questions,
+    show_machine,
+    start,
+    write_figures,
+)
+
 PIECE_BYTES = 8 << 20
 PIECE_BLOCKS = 16
 MOVED_BLOCKS = 256
@@ -165,85 +173,63 @@ class Case:
 
 
 def serve(checkout: str, num_devices: int) -> None:
-    """Measure one version: a case for each line of stdin, its times as a line."""
+    """Measure one version: a case for each question."""
     sys.path.insert(0, checkout)
     import jaxkv
 
     assert pathlib.Path(checkout) in pathlib.Path(str(jaxkv.__file__)).parents
     case: Case | None = None
-    now = ""
-    for line in sys.stdin:
-        if line != now:
-            leaves, mode, size = json.loads(line)
-            case = Case(num_devices, leaves, mode, size, case)
+    now = None
+    for question in questions():
+        if question != now:
+            case = Case(num_devices, *question, case)
             case.time_pieces()
             case.time_many()
-            now = line
+            now = question
         assert case is not None
-        print(json.dumps(case.time_pieces() | case.time_many()), flush=True)
-
-
-def start(checkout: pathlib.Path, num_devices: int) -> subprocess.Popen[str]:
-    """Start a process that measures one version."""
-    flag = f"--xla_force_host_platform_device_count={num_devices}"
-    flags = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
-    return subprocess.Popen(
-        [sys.executable, str(HERE), "--serve", str(checkout), str(num_devices)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-    )
-
-
-def ask(process: subprocess.Popen[str], *case: Any) -> dict[str, float]:
-    """Have a process measure a case once."""
-    assert process.stdin
-    assert process.stdout
-    print(json.dumps(case), file=process.stdin, flush=True)
-    times: dict[str, float] = json.loads(process.stdout.readline())
-    return times
+        answer(case.time_pieces() | case.time_many())
 
 
 def main() -> None:
     """Measure, print the figures and write them if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--beside", type=pathlib.Path, metavar="CHECKOUT")
+    parser = make_parser(__doc__, rounds=7, beside=True)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--leaves", type=int, nargs="+", default=[4, 32, 80])
     parser.add_argument("--modes", nargs="+", default=["staged", "fused"])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", metavar="FILE", help="write the figures here")
-    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
         serve(args.serve[0], int(args.serve[1]))
         return
-    checkouts = {"here": HERE.parent.parent}
+    checkouts = {"here": ROOT}
     if args.beside:
         checkouts["beside"] = args.beside.resolve()
     rows: list[dict[str, Any]] = []
     print("us a call (saves, loads: ms a GiB), medians; quartiles of save and load")
     for devices in args.devices:
-        versions = {name: start(path, devices) for name, path in checkouts.items()}
+        flag = f"--xla_force_host_platform_device_count={devices}"
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
+        env = {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+        versions = {
+            name: start(__file__, str(path), str(devices), env=env)
+            for name, path in checkouts.items()
+        }
         for leaves, mode, size in itertools.product(args.leaves, args.modes, SMALLER):
             rounds: dict[str, list[dict[str, float]]] = {name: [] for name in versions}
             for _ in range(args.rounds):
                 for name, process in versions.items():
                     rounds[name].append(ask(process, leaves, mode, size))
             for name, each in rounds.items():
-                quartiles = {
-                    what: statistics.quantiles([times[what] for times in each], n=4)
-                    for what in each[0]
+                found = {
+                    what: quartiles([times[what] for times in each]) for what in each[0]
                 }
                 row = {"version": name, "devices": devices, "leaves": leaves}
-                rows.append({**row, "mode": mode, "size": size, "quartiles": quartiles})
+                rows.append({**row, "mode": mode, "size": size, "quartiles": found})
                 print(
                     f"{devices} devices {leaves:2} leaves {mode:6} {size:5} {name:6} ",
-                    *(f"{what} {of[1]:.1f}" for what, of in quartiles.items()),
+                    *(f"{what} {of[1]:.1f}" for what, of in found.items()),
                     *(
                         f"[{of[0]:.0f}, {of[2]:.0f}]"
-                        for what, of in quartiles.items()
+                        for what, of in found.items()
                         if what in ("save", "load")
                     ),
                     flush=True,
@@ -253,12 +239,9 @@ def main() -> None:
             process.stdin.close()
             process.wait()
     if args.json:
-        sys.path.insert(0, str(HERE.parent.parent))
-        from jaxkv.tools.machine import machine
-
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"machine": machine(), "rounds": args.rounds, "rows": rows}, file)
-            file.write("\n")
+        where = show_machine()
+        figures = {"machine": where, "rounds": args.rounds, "rows": rows}
+        write_figures(args.json, figures)
 
 
 if __name__ == "__main__":

@@ -37,22 +37,16 @@ alike; a ratio is that of the median at 10,000 to the median at 10.
 
 from __future__ import annotations
 
-import argparse
-import gc
 import itertools
-import json
-import pathlib
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
 import jax.numpy as jnp
 
+from common import make_parser, old_garbage_left_alone, show_machine, write_figures
 from engine_calls import BLOCK_SIZE, Prompt
 from jaxkv.scheduling.agreement import Agreement
 from jaxkv.scheduling.protocol import (
@@ -65,7 +59,6 @@ from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.scheduling.worker import OffloadWorker
 from jaxkv.tiers.device import DeviceBlockPool
-from jaxkv.tools.machine import machine
 from jaxkv.transfer import TransferEngine
 from jaxkv.transfer.tickets import Piece
 
@@ -394,9 +387,7 @@ def measure(numbers: list[int], rounds: int) -> list[dict[str, Any]]:
     ]
     for side, state, make in makers:
         crowds = [make(state, num, max(numbers)) for num in numbers]
-        gc.collect()
-        gc.freeze()
-        with never():
+        with old_garbage_left_alone(), never():
             for what in crowds[0].actions():
                 spent_us: list[list[float]] = [[] for _ in numbers]
                 for number in range(rounds + 3):
@@ -423,32 +414,25 @@ def measure(numbers: list[int], rounds: int) -> list[dict[str, Any]]:
                     + f"   {medians[-1] / medians[0]:8.2f}",
                     flush=True,
                 )
-        gc.unfreeze()
     return rows
 
 
 def main() -> None:
     """Measure, print the table and write the figures if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = make_parser(__doc__, rounds=101)
     parser.add_argument("--requests", type=int, nargs="+", default=[10, 1000, 10_000])
-    parser.add_argument("--rounds", type=int, default=101)
-    parser.add_argument("--json", metavar="FILE", help="write the figures here")
     args = parser.parse_args()
-    where = machine()
-    print(*(f"{name} {value}" for name, value in where.items()), sep=", ")
+    where = show_machine()
     print(f"median us of {args.rounds}, with {args.requests} requests, and the ratio")
     rows = measure(args.requests, args.rounds)
-    if args.json:
-        settings = {
-            "block_size": BLOCK_SIZE,
-            "blocks": BLOCKS,
-            "probe_blocks": PROBE_BLOCKS,
-            "scheduled": NUM_SCHEDULED,
-            "rounds": args.rounds,
-        }
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"machine": where, "settings": settings, "rows": rows}, file)
-            file.write("\n")
+    settings = {
+        "block_size": BLOCK_SIZE,
+        "blocks": BLOCKS,
+        "probe_blocks": PROBE_BLOCKS,
+        "scheduled": NUM_SCHEDULED,
+        "rounds": args.rounds,
+    }
+    write_figures(args.json, {"machine": where, "settings": settings, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -19,22 +19,19 @@ the first window is left alone by the garbage collector, as in a server.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import gc
 import itertools
 import json
 import pathlib
-import sys
 import time
 from typing import Any
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from common import make_parser, show_machine, write_figures
 from jaxkv import (
     DeviceBlockPool,
     KeyChain,
@@ -43,7 +40,6 @@ from jaxkv import (
     SchedulerOutput,
     find_cached_prefix,
 )
-from jaxkv.tools.machine import machine
 
 BLOCK, WIDTH = 16, 64  # tokens in a block; numbers in one, 4 bytes each
 DEVICE_BLOCKS, HOST_BLOCKS = 2048, 8192
@@ -335,24 +331,22 @@ def _mean(rows: list[dict[str, Any]], key: str) -> float:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--requests", type=int, default=10_000, help="that wait")
-    parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
+    where = show_machine()
     result = run(args.minutes, args.requests)
     print(json.dumps({k: v for k, v in result.items() if k != "windows"}, indent=1))
-    if args.json is not None:
-        settings = {
-            "minutes": args.minutes,
-            "requests_waiting": args.requests,
-            "requests_running": RUNNING,
-            "device_blocks": DEVICE_BLOCKS,
-            "host_blocks": HOST_BLOCKS,
-            "document_blocks": DOCUMENTS * DOCUMENT_BLOCKS,
-        }
-        text = json.dumps({"machine": machine(), "settings": settings, **result})
-        args.json.write_text(text + "\n")
+    settings = {
+        "minutes": args.minutes,
+        "requests_waiting": args.requests,
+        "requests_running": RUNNING,
+        "device_blocks": DEVICE_BLOCKS,
+        "host_blocks": HOST_BLOCKS,
+        "document_blocks": DOCUMENTS * DOCUMENT_BLOCKS,
+    }
+    write_figures(args.json, {"machine": where, "settings": settings, **result})
 
 
 if __name__ == "__main__":

@@ -23,8 +23,6 @@ request's blocks are known, half new.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,10 +31,17 @@ import jax
 import numpy as np
 from jax import lax
 
+from common import (
+    compared,
+    compared_text,
+    make_parser,
+    random_keys,
+    show_machine,
+    write_figures,
+)
 from jaxkv import OffloadingManager, Retention, make_lru, policy_names
 from jaxkv.keys import PackedKeys, keys_to_words
 from jaxkv.tiers import host_state
-from jaxkv.tools.machine import machine, quartiles
 from ordered_dict_twin import ARC, Manager, RescanningARC
 
 ROUNDS = 60
@@ -164,8 +169,7 @@ class Workload:
         self.rng = np.random.default_rng(0)
 
     def new(self, num: int) -> Keys:
-        data = self.rng.bytes(32 * num)
-        return [data[i : i + 32] for i in range(0, len(data), 32)]
+        return random_keys(self.rng, num)
 
     def fill(self, capacity: int, *sides: Any) -> Keys:
         """Store as many blocks as there are, and give their keys."""
@@ -203,11 +207,7 @@ def compare(ours: Side, theirs: Side, argument: Callable[[], Any]) -> Row:
             [int(i) for i in own] if np.ndim(own) else own for own in answers
         )
         assert ours_says == theirs_says
-    return {
-        "jaxkv_us": quartiles(times_us[0]),
-        "twin_us": quartiles(times_us[1]),
-        "twin_over_jaxkv": quartiles([b / a for a, b in zip(*times_us, strict=True)]),
-    }
+    return compared(*times_us)
 
 
 def time_calls(capacities: list[int], batches: list[int]) -> Iterator[Row]:
@@ -374,7 +374,7 @@ TABLES = {
 
 def main() -> None:
     """Measure, print the tables and write the figures if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument(
         "--capacities",
         type=int,
@@ -386,11 +386,9 @@ def main() -> None:
     )
     parser.add_argument("--tables", choices=TABLES, nargs="+", default=list(TABLES))
     parser.add_argument("--executor", choices=["native", "xla"], default="native")
-    parser.add_argument("--json", metavar="FILE", help="write the figures here")
     args = parser.parse_args()
     Tier.executor = args.executor
-    where = {**machine(), "executor": args.executor}
-    print(*(f"{key} {value}" for key, value in where.items()), sep=", ")
+    where = show_machine(executor=args.executor)
     print(f"median us of {ROUNDS} rounds, jaxkv / twin, and the ratio [quartiles]")
     tables: dict[str, list[Row]] = {}
     for table in args.tables:
@@ -398,18 +396,12 @@ def main() -> None:
         rows = tables[table] = []
         for row in TABLES[table](args.capacities, args.batches):
             rows.append(row)
-            low, ratio, high = row["twin_over_jaxkv"]
             print(
                 f"capacity {row['capacity']:8}  batch {row['batch']:5}  "
-                f"{row['operation']:24}"
-                f"{row['jaxkv_us'][1]:9.1f} /{row['twin_us'][1]:9.1f}"
-                f"   {ratio:6.2f} [{low:.2f}, {high:.2f}]",
+                f"{row['operation']:24}{compared_text(row)}",
                 flush=True,
             )
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"machine": where, "tables": tables}, file, indent=1)
-            file.write("\n")
+    write_figures(args.json, {"machine": where, "tables": tables})
 
 
 if __name__ == "__main__":

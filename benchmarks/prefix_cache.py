@@ -13,19 +13,13 @@ fast a stand-in is says nothing of JetStream.
 
 from __future__ import annotations
 
-import argparse
-import json
-import pathlib
-import sys
 from typing import Any
 
 import jax
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
+from common import make_parser, show_machine, write_figures
 from jaxkv._util import parse_bytes
 from jaxkv.integrations.jetstream import PrefixCache
-from jaxkv.tools.machine import machine
 from tests.rigs.jetstream_double import (
     Driver,
     Engine,
@@ -90,7 +84,7 @@ def measure(num_prompts: int, host_bytes: int) -> list[dict[str, object]]:
 
 def main() -> None:
     """Measure, print a table and write the figures if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--prompts", type=int, default=50, help="how many (50)")
     parser.add_argument(
         "--host-bytes",
@@ -98,10 +92,8 @@ def main() -> None:
         default="512KiB",
         help="the small room (512KiB)",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the figures here")
     args = parser.parse_args()
     rows = measure(args.prompts, args.host_bytes)
-    where = machine()
     prompts = shared_prompts(args.prompts)
     settings = {
         "prompts": args.prompts,
@@ -112,7 +104,7 @@ def main() -> None:
         "cache_bytes": num_bytes(Engine().init_cache()),
         "host_bytes": args.host_bytes,
     }
-    print(*(f"{key} {value}" for key, value in where.items()), sep=", ")
+    where = show_machine()
     print(*(f"{key} {value}" for key, value in settings.items()), sep=", ")
     for row in rows:
         room = "unlimited" if row["room"] is None else f"{row['room']} bytes"
@@ -120,9 +112,7 @@ def main() -> None:
             f"{row['cache']:15} room {room:12}: {row['held']:>8} bytes held of "
             f"{row['set_aside']:>8}, {row['chunks']:>4} chunks computed"
         )
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"machine": where, "settings": settings, "rows": rows}, file)
+    write_figures(args.json, {"machine": where, "settings": settings, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -15,23 +15,24 @@ one request makes decode steps; how long they took, beside as many without a thr
 
 from __future__ import annotations
 
-import argparse
-import gc
-import json
 import os
-import pathlib
-import sys
 import tempfile
 import time
 from typing import Any
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
 import numpy as np
 
+from common import (
+    make_parser,
+    old_garbage_left_alone,
+    quartiles,
+    random_keys,
+    show_machine,
+    spread,
+    write_figures,
+)
 from engine_calls import BLOCK_SIZE, CHUNK_TOKENS, Engine, Jaxkv, Prompt
 from jaxkv import TraceRecorder
-from jaxkv.tools.machine import machine, quartiles
 
 ROUNDS = 60
 _WARM_ROUNDS = 5
@@ -41,8 +42,7 @@ _rng = np.random.default_rng(0)
 
 
 def new_keys(num_blocks: int) -> list[bytes]:
-    data = _rng.bytes(32 * num_blocks)
-    return [data[i : i + 32] for i in range(0, len(data), 32)]
+    return random_keys(_rng, num_blocks)
 
 
 def time_rounds(num_tokens: int, recorder: TraceRecorder) -> dict[str, Any]:
@@ -54,23 +54,20 @@ def time_rounds(num_tokens: int, recorder: TraceRecorder) -> dict[str, Any]:
         for own in (None, None, recorder)
     ]
     times_us: dict[str, list[list[float]]] = {"serve": [], "ask": []}
-    gc.collect()
-    gc.freeze()
-    for number in range(_WARM_ROUNDS + ROUNDS):
-        keys = new_keys(num_blocks)
-        for again, name in enumerate(times_us):
-            spent = [0.0] * len(engines)
-            # Whoever is first finds the keys cold: take turns.
-            for place in range(len(engines)):
-                which = (place + number) % len(engines)
-                engines[which].start_clock()
-                engines[which].serve(Prompt(f"{number}.{again}", keys))
-                spent[which] = (
-                    1e6 * engines[which].spent_s["hooks"] / engines[which].num_steps
-                )
-            if number >= _WARM_ROUNDS:
-                times_us[name].append(spent)
-    gc.unfreeze()
+    with old_garbage_left_alone():
+        for number in range(_WARM_ROUNDS + ROUNDS):
+            keys = new_keys(num_blocks)
+            for again, name in enumerate(times_us):
+                spent = [0.0] * len(engines)
+                # Whoever is first finds the keys cold: take turns.
+                for place in range(len(engines)):
+                    which = (place + number) % len(engines)
+                    engine = engines[which]
+                    engine.start_clock()
+                    engine.serve(Prompt(f"{number}.{again}", keys))
+                    spent[which] = 1e6 * engine.spent_s["hooks"] / engine.num_steps
+                if number >= _WARM_ROUNDS:
+                    times_us[name].append(spent)
     return {
         name: {
             "off_us": quartiles([spent[0] for spent in rows]),
@@ -128,12 +125,10 @@ def percentiles(times_us: list[float]) -> list[float]:
 
 def main() -> None:
     """Measure, print and write the figures if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--prompts", type=int, nargs="+", default=[1 << 13, 1 << 17])
-    parser.add_argument("--json", metavar="FILE", help="write the figures here")
     args = parser.parse_args()
-    where = machine()
-    print(*(f"{key} {value}" for key, value in where.items()), sep=", ")
+    where = show_machine()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for num_tokens in args.prompts:
@@ -147,10 +142,8 @@ def main() -> None:
                 print(
                     f"prompt {num_tokens:7}  {name:5}  off {own['off_us'][1]:8.1f} us  "
                     f"on {own['on_us'][1]:8.1f} us  on/off "
-                    "{1:.3f} [{0:.3f}, {2:.3f}]".format(*own["on_over_off"])
-                    + "  off/off {1:.3f} [{0:.3f}, {2:.3f}]".format(
-                        *own["off_over_off"]
-                    ),
+                    f"{spread(own['on_over_off'], digits=3)}  off/off "
+                    f"{spread(own['off_over_off'], digits=3)}",
                     flush=True,
                 )
             print(
@@ -162,10 +155,7 @@ def main() -> None:
                 + ", alone {:.0f}/{:.0f}/{:.0f} us".format(*burst["alone_us"]),
                 flush=True,
             )
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"machine": where, "rounds": ROUNDS, "rows": rows}, file)
-            file.write("\n")
+    write_figures(args.json, {"machine": where, "rounds": ROUNDS, "rows": rows})
 
 
 if __name__ == "__main__":

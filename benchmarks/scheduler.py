@@ -26,22 +26,23 @@ The garbage collector leaves what was made before the rounds alone.
 
 from __future__ import annotations
 
-import argparse
-import gc
 import itertools
-import json
-import pathlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
 import numpy as np
 
+from common import (
+    compared,
+    compared_text,
+    make_parser,
+    old_garbage_left_alone,
+    random_keys,
+    show_machine,
+    write_figures,
+)
 from engine_calls import BLOCK_SIZE, CHUNK_TOKENS, Engine, Jaxkv, Prompt, Twin
-from jaxkv.tools.machine import machine, quartiles
 
 ROUNDS = 20
 _WARM_ROUNDS = 3
@@ -92,8 +93,7 @@ class Workload:
 
     def new_prompts(self) -> list[Prompt]:
         """Make a prompt that nobody knows, for each engine."""
-        data = self._rng.bytes(32 * self.num_blocks)
-        keys = [data[i : i + 32] for i in range(0, len(data), 32)]
+        keys = random_keys(self._rng, self.num_blocks)
         name = next(self._names)
         return [Prompt(name, keys) for _ in self.engines]
 
@@ -117,34 +117,26 @@ def compare(work: Workload, prompts: Callable[[], Any], run: Any, check: bool) -
         "pool": ([], []),
     }
     stored: tuple[list[int], list[int]] = ([], [])
-    gc.collect()
-    gc.freeze()
-    for round_number in range(_WARM_ROUNDS + ROUNDS):
-        for number, (engine, prompt) in enumerate(
-            zip(work.engines, prompts(), strict=True)
-        ):
-            engine.start_clock()
-            clean_up = run(engine, prompt)
-            if round_number >= _WARM_ROUNDS:
-                for what, spent_s in engine.spent_s.items():
-                    times_us[what][number].append(1e6 * spent_s / engine.num_steps)
-                steps = [move for move in engine.moved if isinstance(move, tuple)]
-                stored[number].append(sum(len(move[1]) for move in steps))
-            if clean_up is not None:
-                clean_up()
-        if check:
-            assert work.engines[0].moved == work.engines[1].moved
-    gc.unfreeze()
+    with old_garbage_left_alone():
+        for round_number in range(_WARM_ROUNDS + ROUNDS):
+            for number, (engine, prompt) in enumerate(
+                zip(work.engines, prompts(), strict=True)
+            ):
+                engine.start_clock()
+                clean_up = run(engine, prompt)
+                if round_number >= _WARM_ROUNDS:
+                    for what, spent_s in engine.spent_s.items():
+                        times_us[what][number].append(1e6 * spent_s / engine.num_steps)
+                    steps = [move for move in engine.moved if isinstance(move, tuple)]
+                    stored[number].append(sum(len(move[1]) for move in steps))
+                if clean_up is not None:
+                    clean_up()
+            if check:
+                assert work.engines[0].moved == work.engines[1].moved
     row: Row = {"blocks_stored": [sum(num) / ROUNDS for num in stored]}
     for what, (ours, theirs) in times_us.items():
         if any(theirs):
-            row[what] = {
-                "jaxkv_us": quartiles(ours),
-                "twin_us": quartiles(theirs),
-                "twin_over_jaxkv": quartiles(
-                    [b / a for a, b in zip(ours, theirs, strict=True)]
-                ),
-            }
+            row[what] = compared(ours, theirs)
     return row
 
 
@@ -232,8 +224,7 @@ def time_calls(num_tokens: int) -> Iterator[Row]:
         return answer
 
     for _ in range(_WARM_ROUNDS + ROUNDS):
-        data = rng.bytes(32 * num_blocks)
-        keys = [data[i : i + 32] for i in range(0, len(data), 32)]
+        keys = random_keys(rng, num_blocks)
         answers = []
         for number, side in enumerate(sides):
             ids = timed("allocate", number, side.allocate, num_blocks)
@@ -246,16 +237,11 @@ def time_calls(num_tokens: int) -> Iterator[Row]:
         assert answers[0] == answers[1]
     for name, (ours, theirs) in spent_us.items():
         del ours[:_WARM_ROUNDS], theirs[:_WARM_ROUNDS]
-        ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
         yield {
             "table": "calls",
             "requests": 0,
             "prompt_tokens": num_tokens,
-            name: {
-                "jaxkv_us": quartiles(ours),
-                "twin_us": quartiles(theirs),
-                "twin_over_jaxkv": quartiles(ratios),
-            },
+            name: compared(ours, theirs),
         }
 
 
@@ -290,7 +276,7 @@ def measure(
 
 def main() -> None:
     """Measure, print the tables and write the figures if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = make_parser(__doc__)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 64, 512])
     parser.add_argument(
         "--prompts", type=int, nargs="+", default=[1 << 10, 1 << 13, 1 << 15, 1 << 17]
@@ -303,38 +289,29 @@ def main() -> None:
         default=1 << 18,
         help="leave out what would keep more device blocks for running requests",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the figures here")
     args = parser.parse_args()
-    where = machine()
-    print(*(f"{key} {value}" for key, value in where.items()), sep=", ")
+    where = show_machine()
     print(f"median us a step of {ROUNDS} rounds, jaxkv / twin, and the ratio")
     rows = []
     for row in measure(args.tables, args.requests, args.prompts, args.max_blocks):
         rows.append(row)
         for what in row:
             if isinstance(row[what], dict):
-                low, ratio, high = row[what]["twin_over_jaxkv"]
                 print(
                     f"requests {row['requests']:4}  prompt {row['prompt_tokens']:7}  "
-                    f"{row['table']:8} {what:12}"
-                    f"{row[what]['jaxkv_us'][1]:9.1f} /"
-                    f"{row[what]['twin_us'][1]:9.1f}"
-                    f"   {ratio:6.2f} [{low:.2f}, {high:.2f}]",
+                    f"{row['table']:8} {what:12}{compared_text(row[what])}",
                     flush=True,
                 )
         if row["table"] == "lazy":
             print(
                 "blocks stored a round: {:.0f} / {:.0f}".format(*row["blocks_stored"])
             )
-    if args.json:
-        settings = {
-            "block_size": BLOCK_SIZE,
-            "chunk_tokens": CHUNK_TOKENS,
-            "rounds": ROUNDS,
-        }
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"machine": where, "settings": settings, "rows": rows}, file)
-            file.write("\n")
+    settings = {
+        "block_size": BLOCK_SIZE,
+        "chunk_tokens": CHUNK_TOKENS,
+        "rounds": ROUNDS,
+    }
+    write_figures(args.json, {"machine": where, "settings": settings, "rows": rows})
 
 
 if __name__ == "__main__":

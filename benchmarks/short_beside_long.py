@@ -13,8 +13,6 @@ what they share of an extent moves once, so that both ways take the same time.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -24,9 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from common import make_parser, show_machine, write_figures
 from jaxkv.scheduling.protocol import NO_EVENT, OffloadMetadata
 from jaxkv.scheduling.worker import OffloadWorker
-from jaxkv.tools.machine import machine
 from jaxkv.transfer import TransferEngine
 from jaxkv.transfer.kernels import Mode
 
@@ -113,12 +111,9 @@ def measure(mode: Mode, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print the figures and write them if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", metavar="FILE", help="write the figures here")
+    parser = make_parser(__doc__, rounds=15)
     args = parser.parse_args()
-    where = machine()
-    print(*(f"{name} {value}" for name, value in where.items()), sep=", ")
+    where = show_machine()
     modes: tuple[Mode, ...] = ("fused", "staged")
     results = {mode: measure(mode, args.rounds) for mode in modes}
     for mode, rows in results.items():
@@ -127,10 +122,7 @@ def main() -> None:
                 f"{mode:7} {what:8} "
                 + ", ".join(f"{way} {ms:7.2f} ms" for way, ms in ways.items())
             )
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"machine": where, "rounds": args.rounds, "ms": results}, file)
-            file.write("\n")
+    write_figures(args.json, {"machine": where, "rounds": args.rounds, "ms": results})
 
 
 if __name__ == "__main__":

@@ -8,16 +8,14 @@ made in a new folder beside others, and removed.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
-import pathlib
 import shutil
 import tempfile
 import time
 
-from jaxkv.tools.machine import machine, quartiles
+from common import make_parser, quartiles, show_machine, write_figures
 from jaxkv.transfer.storage import LocalStore, ObjectFormat, StorageIO
 
 OBJECTS = ObjectFormat(b"benchmark", "u8[1]", 1)
@@ -53,13 +51,11 @@ def list_all(root: str, num_blocks: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = make_parser(__doc__, rounds=5)
     parser.add_argument("--blocks", type=int, default=1_000_000)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--folder", help="where to make them (default: temporary files)"
     )
-    parser.add_argument("--json", type=pathlib.Path)
     args = parser.parse_args()
     root = tempfile.mkdtemp(prefix="jaxkv-list-", dir=args.folder)
     try:
@@ -68,15 +64,14 @@ def main() -> None:
     finally:
         shutil.rmtree(root)
     figures = {
-        "machine": machine(),
+        "machine": show_machine(),
         "num_blocks": args.blocks,
         "rounds": args.rounds,
         "first_page_s": quartiles([first for first, _ in times]),
         "all_s": quartiles([last for _, last in times]),
     }
-    print(json.dumps(figures, indent=2))
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(figures, indent=1))
+    write_figures(args.json, figures)
 
 
 if __name__ == "__main__":

@@ -18,13 +18,10 @@ the store adds to a step, and not what waits for other threads.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import pathlib
 import queue
 import random
-import sys
 import tempfile
 import threading
 import time
@@ -32,16 +29,14 @@ from concurrent.futures import Future
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
 import numpy as np
 
+from common import make_parser, show_machine, write_figures
 from jaxkv.scheduling import storage_worker
 from jaxkv.scheduling.storage_worker import StorageWorker
 from jaxkv.tools.demo.engine import Engine, EngineConfig
 from jaxkv.tools.demo.model import ModelConfig
 from jaxkv.tools.demo.steps import make_steps
-from jaxkv.tools.machine import machine
 
 WARM_TURNS = 4
 TURN_STEPS = 50
@@ -129,13 +124,11 @@ def make_engine(steps: Any, storage: str | None) -> Engine:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--turns", type=int, default=40, help="timed, of each")
     parser.add_argument("--folder", help="where the store is; default: a temporary one")
-    parser.add_argument("--json", metavar="FILE", help="write the figures here")
     args = parser.parse_args()
-    where = machine()
-    print(*(f"{key} {value}" for key, value in where.items()), sep=", ")
+    where = show_machine()
     steps = make_steps(ModelConfig(num_layers=4), seed=0)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         engines = {
@@ -164,8 +157,7 @@ def main() -> None:
             f"{each['processor_mean_ratio']:.3f}; {each['written']} blocks written, "
             f"{each['dropped']} dropped"
         )
-    if args.json:
-        pathlib.Path(args.json).write_text(json.dumps({**where, "rows": rows}))
+    write_figures(args.json, {**where, "rows": rows})
 
 
 def storage_of(engine: Engine) -> StorageWorker:

@@ -11,9 +11,7 @@ pool leaves the caches, too), that it is all pool.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import time
 from unittest import mock
 
@@ -21,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.tools.machine import machine, quartiles
+from common import make_parser, quartiles, show_machine, spread, write_figures
 from jaxkv.transfer import TransferEngine, memory
 
 NUM_LEAVES = 4
@@ -116,13 +114,10 @@ def measure(num_rounds: int) -> list[dict[str, object]]:
 
 def main() -> None:
     """Measure, print a table and write the figures if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=25, help="times per case")
-    parser.add_argument("--json", metavar="FILE", help="write the figures here")
+    parser = make_parser(__doc__, rounds=25)
     args = parser.parse_args()
     rows = measure(args.rounds)
-    where = machine()
-    print(*(f"{key} {value}" for key, value in where.items()), sep=", ")
+    where = show_machine()
     print(
         f"{NUM_MOVED} blocks moved; pools of {SMALL_POOL_BLOCKS} and "
         f"{SMALL_POOL_BLOCKS * FACTOR} blocks; median [quartiles] of {args.rounds} "
@@ -130,25 +125,23 @@ def main() -> None:
     )
     for row in rows:
         small, large = (
-            "{1:8.3f} [{0:.3f}, {2:.3f}]".format(*(1e3 * value for value in row[key]))
+            spread([1e3 * value for value in row[key]], 8, 3)
             for key in ("small_pool_s", "large_pool_s")
         )
-        ratio = "{1:6.2f} [{0:.2f}, {2:.2f}]".format(*row["large_over_small"])
+        ratio = spread(row["large_over_small"], 6)
         options = "with options" if row["compiler_options"] else "without"
         print(
             f"{row['dtype']:12} {options:12} {row['direction']:5} "
             f"{small:26} {large:28} ratio {ratio}"
         )
-    if args.json:
-        settings = {
-            "num_moved": NUM_MOVED,
-            "num_leaves": NUM_LEAVES,
-            "block_shape": BLOCK_SHAPE,
-            "pool_blocks": [SMALL_POOL_BLOCKS, SMALL_POOL_BLOCKS * FACTOR],
-            "rounds": args.rounds,
-        }
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"machine": where, "settings": settings, "rows": rows}, file)
+    settings = {
+        "num_moved": NUM_MOVED,
+        "num_leaves": NUM_LEAVES,
+        "block_shape": BLOCK_SHAPE,
+        "pool_blocks": [SMALL_POOL_BLOCKS, SMALL_POOL_BLOCKS * FACTOR],
+        "rounds": args.rounds,
+    }
+    write_figures(args.json, {"machine": where, "settings": settings, "rows": rows})
 
 
 if __name__ == "__main__":

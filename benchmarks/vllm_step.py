@@ -25,7 +25,6 @@ Run it where `.ci/vllm` has installed vLLM::
 
 from __future__ import annotations
 
-import argparse
 import collections
 import hashlib
 import json
@@ -41,8 +40,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-HERE = pathlib.Path(__file__).resolve()
-ROOT = HERE.parent.parent
+from common import (
+    ROOT,
+    answer,
+    ask,
+    make_parser,
+    questions,
+    show_machine,
+    start,
+    write_figures,
+)
+
 sys.path.insert(0, str(ROOT / "tests/integrations"))
 NUM_PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 40, 200, 48
 NUM_BLOCKS = 200
@@ -146,7 +154,8 @@ class CopyingThread:
 
 
 def serve(folder: pathlib.Path, case: dict[str, Any]) -> None:
-    """Measure one case: a round for each line of stdin."""
+    """Measure one case: a round for each question."""
+    sys.path.insert(0, case["checkout"])
     import numpy as np
     from vllm import LLM, SamplingParams
     from vllm_cpu.run import engine_arguments
@@ -175,9 +184,9 @@ def serve(folder: pathlib.Path, case: dict[str, Any]) -> None:
         if watch is None:
             return step_fn()
         was_moving = half().has_pending_stores()
-        answer = step_fn()
+        output = step_fn()
         watch.end_step(was_moving or half().has_pending_stores())
-        return answer
+        return output
 
     def half() -> Any:
         return core.scheduler.connector._scheduler.scheduler
@@ -196,7 +205,7 @@ def serve(folder: pathlib.Path, case: dict[str, Any]) -> None:
     params = SamplingParams(
         max_tokens=ANSWER_TOKENS, temperature=0, ignore_eos=True, detokenize=False
     )
-    for _ in sys.stdin:
+    for _ in questions():
         prompts = [
             {"prompt_token_ids": rng.integers(0, 256, PROMPT_TOKENS).tolist()}
             for _ in range(NUM_PROMPTS)
@@ -207,27 +216,27 @@ def serve(folder: pathlib.Path, case: dict[str, Any]) -> None:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         took_s = time.monotonic() - start_s
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
-        answer: dict[str, Any] = {
+        figures: dict[str, Any] = {
             "tokens_per_s": NUM_PROMPTS * ANSWER_TOKENS / took_s,
             "digest": hashlib.sha256(json.dumps(tokens).encode()).hexdigest(),
         }
         if watch is not None:
             steps = watch.steps
-            answer["num_steps"] = len(steps)
-            answer["step_ms"] = 1e3 * took_s / len(steps)
+            figures["num_steps"] = len(steps)
+            figures["step_ms"] = 1e3 * took_s / len(steps)
             still = [own for own, is_moving in steps if not is_moving]
-            answer["us"] = mean_us([own for own, _ in steps])
-            answer["num_still"] = len(still)
-            answer["still_us"] = mean_us(still)
+            figures["us"] = mean_us([own for own, _ in steps])
+            figures["num_still"] = len(still)
+            figures["still_us"] = mean_us(still)
             stats = half().stats
-            answer["num_stored"] = stats.num_stored
+            figures["num_stored"] = stats.num_stored
             dropped = stats.num_dropped_slow + stats.num_dropped_full
-            answer["num_dropped"] = dropped
-        print("\n" + json.dumps(answer), flush=True)
+            figures["num_dropped"] = dropped
+        answer(figures)
     os._exit(0)  # What vLLM would end slowly, or not at all.
 
 
-def start(
+def start_case(
     folder: pathlib.Path, name: str, case: dict[str, Any]
 ) -> subprocess.Popen[str]:
     """Start the process of a case; what it logs goes to a file of its name."""
@@ -236,38 +245,16 @@ def start(
     own = lab.environ(folder)
     paths = own["PYTHONPATH"].split(os.pathsep)
     paths[paths.index(str(ROOT))] = case["checkout"]
-    env = {**os.environ, **own, "PYTHONPATH": os.pathsep.join(paths)}
+    env = {**own, "PYTHONPATH": os.pathsep.join(paths)}
     env |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    return subprocess.Popen(
-        [sys.executable, str(HERE), "--serve", str(folder), json.dumps(case)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=open(folder / f"{name}.log", "w", encoding="utf-8"),
-        text=True,
-        env=env,
-    )
-
-
-def ask(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """Have a case measured once."""
-    assert process.stdin
-    assert process.stdout
-    print(file=process.stdin, flush=True)
-    for line in process.stdout:
-        if line.startswith('{"tokens_per_s"'):
-            answer: dict[str, Any] = json.loads(line)
-            return answer
-    raise RuntimeError("the engine of a case ended")
+    log = folder / f"{name}.log"
+    return start(__file__, str(folder), json.dumps(case), env=env, log=log)
 
 
 def main() -> None:
     """Measure, print the figures and write them if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = make_parser(__doc__, rounds=5, beside=True)
     parser.add_argument("--keys", nargs="*", default=[], metavar="NAME=JSON")
-    parser.add_argument("--beside", type=pathlib.Path, metavar="CHECKOUT")
-    parser.add_argument("--json", metavar="FILE", help="write the figures here")
-    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
         serve(pathlib.Path(args.serve[0]), json.loads(args.serve[1]))
@@ -290,7 +277,9 @@ def main() -> None:
 
         folder = pathlib.Path(name)
         lab.make_lab(folder)
-        processes = {name: start(folder, name, case) for name, case in cases.items()}
+        processes = {
+            name: start_case(folder, name, case) for name, case in cases.items()
+        }
         try:
             for process in processes.values():
                 ask(process)  # Compiles.
@@ -309,12 +298,8 @@ def main() -> None:
                 process.wait()
     report(rounds)
     if args.json:
-        sys.path.insert(0, str(ROOT))
-        from jaxkv.tools.machine import machine
-
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump({"machine": machine(), "rounds": rounds}, file, indent=1)
-            file.write("\n")
+        figures = {"machine": show_machine(), "rounds": rounds}
+        write_figures(args.json, figures)
 
 
 def report(rounds: dict[str, list[dict[str, Any]]]) -> None:
