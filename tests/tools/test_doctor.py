@@ -9,7 +9,6 @@ import os
 import random
 import re
 import socket
-import subprocess
 import sys
 import threading
 import types
@@ -31,10 +30,10 @@ from jaxkv.tools.doctor.report import fact_lines
 from jaxkv.tools.doctor.store import Store, look_at
 from jaxkv.transfer import limits
 from jaxkv.transfer.storage import LocalStore, MemoryStore
+from tests.rigs.command_line import run_python
 from tests.rigs.servers import free_port, redis_server
 from tests.transfer.test_limits import LIMIT, PREALLOCATE, PREMAPPED, V1, Machine
 
-ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30
 
 pytestmark = pytest.mark.usefixtures("plain_output")
@@ -419,17 +418,12 @@ def test_a_failing_probe_is_wrong(machine, capsys, monkeypatch, error, code, mes
 
 def run_doctor(words, *, before="", **environ):
     """Run it in a separate process, after some Python."""
-    program = (
-        f"{before}\nfrom jaxkv.tools import main as cli\nsys.exit(cli.main({words!r}))"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", f"import sys, os\n{program}"],
-        capture_output=True,
+    return run_python(
+        f"import sys, os\n{before}\n"
+        f"from jaxkv.tools import main as cli\nsys.exit(cli.main({words!r}))",
         text=True,
-        cwd=ROOT,
         env={**os.environ, **environ},
         timeout=300,
-        check=False,
     )
 
 

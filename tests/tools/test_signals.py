@@ -6,17 +6,14 @@ import pathlib
 import random
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 
 import jaxkv
 from jaxkv.tools import COMMANDS
+from tests.rigs.command_line import LAUNCHER, ROOT, run_command, run_python
 
-ROOT = pathlib.Path(__file__).parents[2]
-# What the console script does.
-LAUNCHER = "import sys\nfrom jaxkv.tools.main import main\nsys.exit(main())\n"
 BENCH = ["bench", "transfer", "--sizes", "1MiB,8MiB", "--rounds", "50"]
 DEMO = ["demo", "--conversations", "1"]
 REPLAY = ["replay", "synthetic:20000", "--policy", "arc"]
@@ -32,7 +29,7 @@ pytestmark = pytest.mark.skipif(
 
 def start(args):
     process = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, *args],
+        [*LAUNCHER, *args],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         cwd=ROOT,
@@ -92,17 +89,6 @@ def test_a_signal_at_a_random_moment_is_one_line_for_every_command():
     commands = [BENCH, DEMO, REPLAY, PLAN, ["doctor"]]
     campaign(60, 8.0, signal.SIGINT, commands, seed)
     campaign(30, 8.0, signal.SIGTERM, commands, seed + 1)
-
-
-def run_python(text, **more):
-    return subprocess.run(
-        [sys.executable, "-c", text],
-        capture_output=True,
-        cwd=ROOT,
-        timeout=120,
-        check=False,
-        **more,
-    )
 
 
 def test_a_signal_ends_children_and_a_main_thread_that_never_returns():
@@ -169,17 +155,10 @@ def test_doctor_into_a_full_disk_is_one_line():
     """It was a traceback, and a second one at exit."""
     if not pathlib.Path("/dev/full").exists():
         pytest.skip("there is no /dev/full here")
-    for args in (["doctor", "--no-probe"], ["--help"], ["--version"]):
+    for line in ("doctor --no-probe", "--help", "--version"):
         with open("/dev/full", "wb") as full:
-            done = subprocess.run(
-                [sys.executable, "-m", "jaxkv.tools.main", *args],
-                stdout=full,
-                stderr=subprocess.PIPE,
-                cwd=ROOT,
-                timeout=120,
-                check=False,
-            )
-        name = "jaxkv doctor" if args[0] == "doctor" else "jaxkv"
+            done = run_command(line, stdout=full)
+        name = "jaxkv doctor" if line.startswith("doctor") else "jaxkv"
         wanted = f"{name}: error: cannot write the output (No space left on device)\n"
         assert done.stderr.decode() == wanted
         assert done.returncode == 1
@@ -191,14 +170,7 @@ def test_doctor_into_a_full_disk_is_one_line():
 def test_a_reader_that_has_seen_enough_is_no_error(line):
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxkv.tools.main", *line.split()],
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        cwd=ROOT,
-        timeout=120,
-        check=False,
-    )
+    done = run_command(line, stdout=writer)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
 
@@ -215,14 +187,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(line):
 def test_output_that_was_closed_before_is_no_error(line, closed):
     code = "import os, sys\nfor each in {}: os.close(each)\n"
     code += "os.execv(sys.argv[1], sys.argv[1:])"
-    words = [sys.executable, "-m", "jaxkv.tools.main", *line.split()]
-    done = subprocess.run(
-        [sys.executable, "-c", code.format(closed), *words],
-        capture_output=True,
-        cwd=ROOT,
-        timeout=120,
-        check=False,
-    )
+    done = run_python(code.format(closed), *LAUNCHER, *line.split())
     assert done.returncode == (2 if "nowhere" in line else 0)
     assert b"Traceback" not in done.stdout + done.stderr
 

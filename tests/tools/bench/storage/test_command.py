@@ -5,7 +5,6 @@ import os
 import pathlib
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -20,12 +19,12 @@ from jaxkv.tools.bench.storage.run import (
 )
 from jaxkv.transfer.storage import objects as objects_module
 from jaxkv.transfer.storage import open_store
+from tests.rigs.command_line import LAUNCHER
 from tests.rigs.servers import redis_server, s3_server
 
 pytestmark = pytest.mark.usefixtures("plain_output")
 
 SMALL = ["--block-sizes", "4KiB,16KiB", "--per-round", "64KiB", "--rounds", "3"]
-LAUNCHER = "import sys\nfrom jaxkv.tools.main import main\nsys.exit(main())\n"
 
 
 def bench(*words):
@@ -112,7 +111,7 @@ def test_a_signal_leaves_nothing_in_the_folder(tmp_path, number):
         "16MiB",
     ]
     process = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, *words],
+        [*LAUNCHER, *words],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
