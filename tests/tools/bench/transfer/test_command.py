@@ -77,25 +77,27 @@ def test_designs_and_overlap_can_be_left_out(capsys):
     assert "hidden" not in out
 
 
-def test_wrong_bytes_are_a_one_line_error_and_exit_1(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (
+            BytesDifferError("engine, 4 KiB blocks, 16 KiB: 3 blocks are not what"),
+            1,
+            "bytes differ: engine, 4 KiB blocks, 16 KiB: 3 blocks are not what",
+        ),
+        (
+            MemoryError("Could not allocate 4 host blocks"),
+            2,
+            "ask for smaller --sizes or a smaller --working-set: Could not allocate 4 "
+            "host blocks",
+        ),
+    ],
+)
+def test_a_failure_is_a_one_line_error(error, code, message, capsys, monkeypatch):
     def broken(config, plan, on_progress):
-        raise BytesDifferError("engine, 4 KiB blocks, 16 KiB: 3 blocks are not what")
+        raise error
 
     monkeypatch.setattr("jaxkv.tools.bench.transfer.command.run_transfer", broken)
-    assert cli.main(SMALL.split()) == 1
-    assert capsys.readouterr().err == (
-        "jaxkv bench transfer: error: bytes differ: engine, 4 KiB blocks, 16 KiB: 3 "
-        "blocks are not what\n"
-    )
-
-
-def test_too_little_memory_is_a_one_line_error(capsys, monkeypatch):
-    def broken(config, plan, on_progress):
-        raise MemoryError("Could not allocate 4 host blocks")
-
-    monkeypatch.setattr("jaxkv.tools.bench.transfer.command.run_transfer", broken)
-    assert cli.main(SMALL.split()) == 2
-    assert capsys.readouterr().err == (
-        "jaxkv bench transfer: error: ask for smaller --sizes or a smaller "
-        "--working-set: Could not allocate 4 host blocks\n"
-    )
+    assert cli.main(SMALL.split()) == code
+    err = capsys.readouterr().err
+    assert err == f"jaxkv bench transfer: error: {message}\n"
