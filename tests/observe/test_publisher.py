@@ -20,7 +20,8 @@ from jaxkv.observe.sockets import offset_endpoint
 from jaxkv.observe.subscriber import EventSubscriber
 from jaxkv.search.groups import FullAttention, SlidingWindow
 from jaxkv.tiers.base import DEVICE_MEDIUM, HOST_MEDIUM, OffloadingEvent
-from tests.rigs.listening import DECODER, WAIT_MS, Listener, Picture, wait_for
+from tests.rigs.listening import DECODER, WAIT_MS, Listener, Picture
+from tests.rigs.waiting import wait_for
 
 ANY = "tcp://127.0.0.1:*"
 SPACE = Namespace("model", "weights", "float32", "NHD", 2)
