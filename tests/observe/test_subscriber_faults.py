@@ -162,6 +162,15 @@ def test_numbers_of_replays_are_checked():
         assert [subscriber.receive(0).seq for _ in range(2)] == [2, 3]
 
 
+def test_numbers_that_begin_again_are_those_of_another_publisher():
+    with Publisher([END]) as publisher, connect(publisher) as subscriber:
+        for seq in (1, 2, 0):
+            publisher.send(b"", number(seq), GOOD)
+            assert subscriber.receive(timeout_s=10).seq == seq
+        stats = subscriber.stats
+        assert (stats.num_restarts, stats.num_lost) == (1, 0)
+
+
 def test_a_replay_of_nonsense_without_an_end_comes_to_an_end():
     answers = [[b"", b"few"]] * 100_000
     with Publisher(answers) as publisher, connect(publisher) as subscriber:
