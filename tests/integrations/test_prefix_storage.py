@@ -155,26 +155,15 @@ def flip(path):
     path.write_bytes(raw)
 
 
-DAMAGE = {
-    "torn": lambda path, other: os.truncate(path, 200),
-    "empty": lambda path, other: os.truncate(path, 0),
-    "foreign": lambda path, other: path.write_bytes(b"something else" * 40),
-    "flipped": lambda path, other: flip(path),
-    "of another key": lambda path, other: path.write_bytes(other),
-    "gone": lambda path, other: path.unlink(),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.parametrize("damage", [flip, Path.unlink])
 @pytest.mark.parametrize("num", [1, NUM_BLOCKS])
-def test_objects_that_are_not_right_are_misses(make, tmp_path, name, num):
+def test_objects_that_are_not_right_are_misses(make, tmp_path, damage, num):
     filled(make)
     files = files_of(tmp_path)
     assert len(files) == NUM_BLOCKS
     store = listed(make)
-    others = [files[n - 1].read_bytes() for n in range(NUM_BLOCKS)]
-    for n in random.Random(num).sample(range(NUM_BLOCKS), num):
-        DAMAGE[name](files[n], others[n])
+    for file in random.Random(num).sample(files, num):
+        damage(file)
     hit = store.load(PROMPT)
     assert store.stats.storage_missed_blocks == num
     assert store.stats.storage_fetched_blocks == NUM_BLOCKS - num
