@@ -142,13 +142,5 @@ def decode_batch(payload: bytes, *, array_like: bool = False) -> KVEventBatch:
         return msgspec.convert([ts, as_maps, *rank], KVEventBatch)
     except msgspec.DecodeError:
         raise
-    # What msgspec lets out: text that is no UTF-8, deep nesting, lengths and numbers
-    # beyond what Python can hold. Or what should be an array is none.
-    except (
-        ArithmeticError,
-        MemoryError,
-        RecursionError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except _NO_BATCH as error:
         raise msgspec.DecodeError(f"{type(error).__name__}: {error}") from None

@@ -27,7 +27,9 @@ NO_UTF_8 = [
     for array_like in (False, True)
 ]
 HUGE = b"\xdd\xff\xff\xff\xff"
-BAD_PAYLOADS = [b"", b"nonsense", DEEP, *NO_UTF_8, HUGE, GOOD[:-1], b"\xc1"]
+# A number for a batch, and an array for the name of an event.
+NO_ARRAYS = [msgspec.msgpack.encode(batch) for batch in (7, [0.5, [[[]]]])]
+BAD_PAYLOADS = [b"", b"nonsense", DEEP, *NO_UTF_8, HUGE, GOOD[:-1], *NO_ARRAYS]
 
 
 def number(seq):
