@@ -25,6 +25,7 @@ from tests.rigs.known_kv import (
     known_kv,
     to_device,
 )
+from tests.rigs.waiting import wait_for
 from tests.transfer import faults
 
 BLOCK, LENGTH = 4, 34  # The last two tokens of the arrays make no full block.
@@ -346,12 +347,25 @@ def test_a_cleared_load_is_a_miss(make):
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         with blocked_thread(store):
             loading = thread.submit(store.load, prompt)
-            while not store.stats.query_tokens:
-                pass
+            wait_for(lambda: store.stats.query_tokens)
             store.clear()
             save(store, [*range(90, 120)])
         assert loading.result() is None
     assert (store.stats.failed_loads, store.stats.hit_tokens) == (0, 0)
+    check_at_rest(store)
+
+
+def test_blocks_that_are_being_loaded_are_not_evicted(make):
+    store = make(5)
+    prompt = list(range(5 * BLOCK))
+    save(store, prompt)
+    store.flush()
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        with blocked_thread(store):
+            loading = thread.submit(store.load, prompt)
+            wait_for(lambda: store.stats.query_tokens)
+            assert save(store, [100 + token for token in prompt]) == 0
+        check_hit(loading.result(), prompt)
     check_at_rest(store)
 
 
