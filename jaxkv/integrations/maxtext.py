@@ -314,7 +314,7 @@ def _cache_like(engine: Any) -> PyTree:
     shardings = getattr(engine, "prefill_kv_cache_shardings", None)
     if make is None or shardings is None:
         raise ValueError(
-            "the engine does not tell the shapes of its cache: load its parameters "
+            "the engine does not know the shapes of its cache: load its parameters "
             'first, or pass cache_like, prefix["cache"] of any prefill.'
         )
     return jax.tree.map(

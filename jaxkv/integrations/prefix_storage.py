@@ -140,7 +140,7 @@ class PrefixStorage:
         copier: Has the engine, and the thread that owns it.
         manager: The host tier.
         lock: The prefix store's, which guards the host tier too.
-        note_fault: Told, without the lock, of an unexpected exception.
+        note_fault: Called with an unexpected exception, without the lock.
 
     Attributes:
         tier: Which blocks the store has, as far as known.
@@ -209,7 +209,7 @@ class PrefixStorage:
         return self._stats.with_storage(self._storage.counts, self.tier.num_evicted)
 
     def note_prefill_rate(self, tokens_per_s: float) -> None:
-        """Tell the gate how fast prefills are; 0 for no gate."""
+        """Set how fast prefills are, for the gate; 0 for no gate."""
         self._gate.note_rates(0.0, tokens_per_s)
 
     def note_stored(self, keys: Sequence[BlockKey]) -> None:
@@ -262,7 +262,7 @@ class PrefixStorage:
         self._copier.run(self._end_fetches)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the store was listed, and all that is to be written is there.
+        """Wait until the store was listed, and all writes have arrived there.
 
         Args:
             timeout_s: Seconds to wait at most; None for the deadline.
@@ -325,7 +325,7 @@ class PrefixStorage:
         self._guarded(self.worker.end_fetches)
 
     def _step(self) -> bool:
-        """Go on with what is under way; tell whether there was news."""
+        """Move on what is under way; return whether anything has changed."""
         with self._lock:
             moves = None if self._is_closed else self._storage.issue()
         self.worker.start(moves)
@@ -382,7 +382,7 @@ def _look_after(
         wake.clear()
         storage = storage_ref()
         if storage is None:
-            close()  # Nobody else will.
+            close()  # There is no owner left to do it.
             return
         pause_s = storage.look()
         del storage

@@ -86,12 +86,12 @@ class PrefixStats:
         storage_hit_tokens: Of the hit tokens, those that were fetched from the store
             for the `load` that used them.
         storage_written_blocks: Blocks that got to the store.
-        storage_dropped_blocks: Blocks that were to be written there and were not: too
-            many were on their way, the host had evicted them, or the store failed.
+        storage_dropped_blocks: Blocks that should have been written there and were not:
+            too many were on their way, the host had evicted them, or the store failed.
         storage_fetched_blocks: Blocks that came from the store to the host.
-        storage_missed_blocks: Blocks that were to come and did not: they were not
-            there any more, not right, or late.
-        storage_evicted_blocks: Blocks that the store was to delete to make room.
+        storage_missed_blocks: Blocks that were asked for and did not come: they were
+            not there any more, damaged, or late.
+        storage_evicted_blocks: Blocks that were deleted there to make room.
         declined_fetches: Times that nothing was fetched, as it would have taken longer
             than to compute (`PrefixStore.note_prefill_rate`).
     """
@@ -173,7 +173,7 @@ class PrefixStore(Resource):
                 the device; the next one waits.
             retention: Whether prompts can be kept longer than others (`retain`).
             clock: Seconds since some moment, for that, and for a cache policy that
-                wants to be told of requests: each `load` is one.
+                follows requests: each `load` is one.
             recorder: Records each `load` as a request; None not to. It is closed with
                 the store.
             storage: A third place for blocks, which outlives the process: ``storage``,
@@ -614,7 +614,7 @@ class PrefixStore(Resource):
         with self._lock:
             self._check()
             self._count(query_tokens=num_prompt_tokens)
-            self._tell(keys, num_prompt_tokens)
+            self._notify_policy(keys, num_prompt_tokens)
             num_on_host = num_hits = self._manager.lookup(keys)
             if self._storage is not None and keys:
                 self._storage.bring(
@@ -660,8 +660,8 @@ class PrefixStore(Resource):
             self._fault = self._fault or fault
             self._changed.notify_all()
 
-    def _tell(self, keys: list[BlockKey], num_tokens: int) -> None:
-        """Tell a policy that listens of a request. Needs the lock.
+    def _notify_policy(self, keys: list[BlockKey], num_tokens: int) -> None:
+        """Notify a policy that listens of a request. Needs the lock.
 
         What it generates, and when it ends, is not known here.
         """

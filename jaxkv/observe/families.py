@@ -204,7 +204,7 @@ OF_SCHEDULER: tuple[Family[Readings], ...] = (
     counter(
         "vllm:kv_offload_stores_skipped",
         "Times that a host block was not stored because too few had asked for it, or "
-        "nobody for the tail of its prompt.",
+        "none for the tail of its prompt.",
         lambda readings: (
             readings.stats.num_skipped
             if readings.scheduler.rules.store_threshold > 1
@@ -346,7 +346,7 @@ OF_SCHEDULER: tuple[Family[Readings], ...] = (
     ),
     counter(
         "jaxkv:kv_offload_storage_blocks_evicted",
-        "Host blocks that the store was told to delete to make room for others.",
+        "Host blocks deleted in the store to make room for others.",
         lambda readings: readings.of_storage(readings.stats.num_storage_evicted),
     ),
     counter(
@@ -356,7 +356,7 @@ OF_SCHEDULER: tuple[Family[Readings], ...] = (
     ),
     counter(
         "jaxkv:kv_offload_storage_blocks_dropped",
-        "Device blocks that were to be written to the store and were not, by reason.",
+        "Device blocks that should have gone to the store and did not, by reason.",
         Readings.dropped_writes,
         "reason",
     ),
@@ -367,7 +367,7 @@ OF_SCHEDULER: tuple[Family[Readings], ...] = (
     ),
     counter(
         "jaxkv:kv_offload_storage_blocks_missed",
-        "Device blocks that were to come from the store: gone, not right, or late.",
+        "Device blocks asked of the store that were gone, damaged or late.",
         lambda readings: readings.of_storage(readings.stats.num_storage_failed),
     ),
     counter(

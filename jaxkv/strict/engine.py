@@ -226,7 +226,7 @@ class StrictTransferEngine(TransferEngine):
         self._check_thread()
         self._num_polls += 1
         if self._num_polls > MOST_POLLS:
-            # Who has only saves to wait for need not call `advance`.
+            # An engine that waits for saves alone need not call `advance`.
             self._now += 1
             self._collect(None, super().poll())
         return self._take()
@@ -379,7 +379,7 @@ class StrictTransferEngine(TransferEngine):
                     )
 
     def _forget(self, ticket: Ticket, flight: _Flight) -> None:
-        """Forget what a save that has failed was to leave on the host."""
+        """Forget what a failed save should have left on the host."""
         for host in flight.host_ids.tolist():
             if self._saved.get(host, (-1,))[0] == ticket.number:
                 del self._saved[host]

@@ -29,15 +29,15 @@ from jaxkv.types import NULL_BLOCK, BlockKey
 
 @dataclasses.dataclass
 class _Known:
-    """What the scheduler has been told of a request.
+    """What the scheduler knows of a request.
 
     Attributes:
         request: The request, as it was given last.
         num_tokens: Tokens that it had.
         last_keys: How many keys it had in each group, and the last of them.
         phase: Whether it has asked, has its blocks, or has lost them again.
-        is_put_back: Whether it has asked and was then told of without blocks.
-        is_awaited: Whether it was told to wait for what it was offered.
+        is_put_back: Whether it has asked, and then got no blocks.
+        is_awaited: Whether it has to wait for what it was offered.
         is_loading: Whether it waits for that.
         may_ask: Whether it may ask again though it has its blocks.
         num_found: Tokens that it had or was offered when it got its blocks.
@@ -277,7 +277,7 @@ class StrictOffloadScheduler(OffloadScheduler):
             )
 
     def _check_not_freed(self, output: SchedulerOutput) -> None:
-        """Refuse to go on if a request has lost its blocks without a word.
+        """Refuse to go on if a request has lost its blocks without a call.
 
         Blocks that a window has left behind may be freed.
         """
@@ -370,8 +370,8 @@ class StrictOffloadScheduler(OffloadScheduler):
                 raise StrictError(
                     f"request {shown(name)} has computed {num_full} full blocks, and "
                     "DeviceBlockPool.cache() was never called: call it after each step "
-                    "with the blocks that are full and their keys. What it was not "
-                    "told of is found on neither tier."
+                    "with the blocks that are full and their keys. Blocks that "
+                    "were not passed to it are found on neither tier."
                 )
 
     def _check_cached(self, block_ids: BlockIds, keys: Sequence[BlockKey]) -> None:
@@ -392,7 +392,7 @@ class StrictOffloadScheduler(OffloadScheduler):
             )
 
     def _check_reports(self) -> None:
-        """Refuse to go on without ever hearing of transfers."""
+        """Refuse to go on without reports of transfers."""
         if self._num_silent >= MOST_SILENT_STEPS:
             raise StrictError(
                 f"update_connector_output() was not called in {self._num_silent} steps "
