@@ -13,23 +13,71 @@ fast a stand-in is says nothing of JetStream.
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+import threading
 from typing import Any
 
 import jax
+import numpy as np
 
 from common import make_parser, show_machine, write_figures
 from jaxkv._util import parse_bytes
-from jaxkv.integrations.jetstream import PrefixCache
+from jaxkv.integrations.jetstream import Key, PrefixCache, PrefixValue
 from tests.rigs.jetstream_double import (
     Driver,
     Engine,
     Flushing,
-    WholePrefixCache,
+    common_length,
     num_bytes,
     shared_prompts,
 )
 
 BLOCK_SIZE = 8
+
+
+class WholePrefixCache:
+    """JetStream's cache: whole caches on the host, evicted by LRU."""
+
+    def __init__(self, host_bytes: int):
+        self.host_bytes = host_bytes
+        self.held_bytes = 0
+        self._values: collections.OrderedDict[Key, PrefixValue] = (
+            collections.OrderedDict()
+        )
+        self._lock = threading.Lock()
+
+    def contains(self, key: Key) -> bool:
+        """Whether a cache that is held begins with a prompt."""
+        with self._lock:
+            return any(common_length(key, other) == len(key) for other in self._values)
+
+    def save(self, key: Key, value: PrefixValue) -> bool:
+        """Keep a cache, and evict others to make room for it."""
+        with self._lock:
+            if key in self._values or value.prefix_size_bytes > self.host_bytes:
+                return False
+            self.held_bytes += value.prefix_size_bytes
+            while self.held_bytes > self.host_bytes:
+                _, old = self._values.popitem(last=False)
+                self.held_bytes -= old.prefix_size_bytes
+            on_host = jax.tree.map(np.array, value.prefix)
+            self._values[key] = dataclasses.replace(value, prefix=on_host)
+            return True
+
+    def load(
+        self, key: Key, min_common_prefix_key_length: int | None = None
+    ) -> PrefixValue | None:
+        """Return the cache that has the most in common with a prompt."""
+        with self._lock:
+            best: Key = max(
+                self._values, key=lambda other: common_length(key, other), default=()
+            )
+            if common_length(key, best) < max(min_common_prefix_key_length or 0, 1):
+                return None
+            self._values.move_to_end(best)
+            value = self._values[best]
+            return dataclasses.replace(value, prefix=jax.device_put(value.prefix))
 
 
 def serve(prompts: list[tuple[int, ...]], cache: Any) -> tuple[list[list[int]], int]:

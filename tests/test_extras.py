@@ -1,9 +1,14 @@
 """What messages say to install is what pyproject.toml declares."""
 
+import importlib
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
-from jaxkv._util.extras import EXTRAS, PLATFORMS
+import pytest
+
+from jaxkv._util.extras import EXTRAS, PLATFORMS, pip_install
 
 ROOT = Path(__file__).parents[1]
 OF_DEVELOPERS = {"test", "dev", "docs", "mutants"}
@@ -24,3 +29,37 @@ def test_no_message_names_an_extra_to_pip():
     """Until a package index has jaxkv, pip could not find it there."""
     for path in (ROOT / "jaxkv").rglob("*.py"):
         assert 'install "jaxkv[' not in path.read_text(), path
+
+
+@pytest.mark.parametrize(
+    ("missing", "module", "extra", "message"),
+    [
+        ("zmq", "sockets", "events", "Events over the network need pyzmq"),
+        ("msgspec", "kv_events", "events", "Events on the wire need msgspec"),
+        ("prometheus_client", "metrics", "metrics", "jaxkv.observe.metrics needs prom"),
+    ],
+)
+def test_without_an_extra_the_error_says_how_to_install_it(
+    monkeypatch, missing, module, extra, message
+):
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, f"jaxkv.observe.{module}", raising=False)
+    with pytest.raises(ImportError, match=message) as raised:
+        importlib.import_module(f"jaxkv.observe.{module}")
+    assert pip_install(extra) in str(raised.value)
+
+
+def test_the_library_imports_no_extra_of_the_events_and_metrics():
+    names = "{'zmq', 'msgspec', 'prometheus_client'}"
+    program = (
+        "import sys, jaxkv, jaxkv.tools.main, jaxkv.observe.catalog\n"
+        f"print({names} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.stdout == "set()\n", done.stderr

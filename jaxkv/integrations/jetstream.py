@@ -171,7 +171,7 @@ class PrefixCache(Resource):
         if has_storage and version_of is None:
             raise ValueError(
                 "storage needs an AdapterWatch(version_of=...): without it adapters "
-                "are told apart in this process alone."
+                "are distinguished in this process alone."
             )
         parse_size(num_host_blocks, host_bytes, extent_bytes)
         # The rest of it is only looked at when the engine's cache is known, and wrong

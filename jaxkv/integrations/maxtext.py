@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from typing import Any, NamedTuple, SupportsIndex, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv import Extras, Namespace, Policy, TraceRecorder
+from jaxkv import Extras, Namespace
 from jaxkv._util import Resource
 from jaxkv.integrations import maxtext_cache, maxtext_guards
-from jaxkv.integrations.prefix_storage import StorageKeys
-from jaxkv.integrations.prefix_store import PrefixStore
+from jaxkv.integrations.prefix_store import PrefixStore, StoreKeys
 from jaxkv.keys.hashing import NO_EXTRAS, TokenIds
 from jaxkv.transfer import memory
 from jaxkv.types import PyTree
@@ -73,12 +72,8 @@ class MaxTextOffload(Resource):
         engine: Any,
         *,
         namespace: Namespace,
-        num_host_blocks: int | None = None,
-        host_bytes: str | SupportsIndex | None = None,
-        cache_policy: str | Policy = "lru",
         cache_like: PyTree | None = None,
-        recorder: TraceRecorder | None = None,
-        **storage: Unpack[StorageKeys],
+        **store: Unpack[StoreKeys],
     ):
         """Set up the host memory, and the guards that this version of MaxText needs.
 
@@ -88,16 +83,12 @@ class MaxTextOffload(Resource):
             engine: A MaxEngine whose parameters are loaded.
             namespace: What the KV depends on besides the tokens, with the block size.
                 The engine's chunk size or a divisor of it is a good block size.
-            num_host_blocks: Number of host blocks.
-            host_bytes: Bytes of host memory instead, such as ``"8GiB"``.
-            cache_policy: Which blocks to evict when it is full, as for
-                `OffloadingManager`.
             cache_like: The cache of a prefill, `prefix["cache"]`, or its shapes; by
                 default the engine is asked for it.
-            recorder: Records each `resume` or `prefill` as a request; None not to. It
-                is closed with the store.
-            storage: A third place for blocks, which outlives the process, as for
-                `PrefixStore`.
+            store: As for `PrefixStore`: its size, ``num_host_blocks`` or
+                ``host_bytes``, and perhaps ``cache_policy``, a ``recorder``, for which
+                each `resume` or `prefill` is a request, and a third place for blocks,
+                ``storage``.
 
         Raises:
             ImportError: MaxText is not installed, or an extra that the storage needs.
@@ -118,12 +109,8 @@ class MaxTextOffload(Resource):
         self.store = PrefixStore(
             kv_like,
             namespace=namespace,
-            num_host_blocks=num_host_blocks,
-            host_bytes=host_bytes,
-            cache_policy=cache_policy,
             sequence_axis=maxtext_cache.SEQUENCE_AXIS,
-            recorder=recorder,
-            **storage,
+            **store,
         )
 
     @property
@@ -327,7 +314,7 @@ def _cache_like(engine: Any) -> PyTree:
     shardings = getattr(engine, "prefill_kv_cache_shardings", None)
     if make is None or shardings is None:
         raise ValueError(
-            "the engine does not tell the shapes of its cache: load its parameters "
+            "the engine does not know the shapes of its cache: load its parameters "
             'first, or pass cache_like, prefix["cache"] of any prefill.'
         )
     return jax.tree.map(

@@ -28,6 +28,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from jaxkv.integrations.prefix_blocks import leaf_paths
 from jaxkv.types import PyTree
 
 KV: TypeAlias = dict[str, Any]
@@ -133,39 +134,19 @@ def resume_cache(cache_like: PyTree, kv: KV, num_tokens: int) -> Any:
     Returns:
         A cache with these tokens and an empty ring, with the structure of `cache_like`.
         Layers share equal arrays, so it must not be donated.
-
-    Raises:
-        ValueError: `kv` is not from such a cache, or has no room for `num_tokens`.
     """
-    wanted = prompt_kv(cache_like)
-    if wanted.keys() != kv.keys():
-        raise ValueError(
-            f"kv has {sorted(kv)}, the cache {sorted(wanted)}; they must be the same."
-        )
-    for path, leaf in wanted.items():
-        if (kv[path].shape, kv[path].dtype) != (leaf.shape, leaf.dtype):
-            raise ValueError(
-                f"kv has {kv[path].dtype}{list(kv[path].shape)} at {path!r}, the cache "
-                f"{leaf.dtype}{list(leaf.shape)}; they must be the same."
-            )
-        if not 0 <= num_tokens <= leaf.shape[SEQUENCE_AXIS]:
-            raise ValueError(
-                f"{num_tokens=} must be in [0, {leaf.shape[SEQUENCE_AXIS]}], the "
-                "longest prompt of the cache."
-            )
-
     made: dict[Any, jax.Array] = {}
 
-    def fill(path: Any, leaf: Any) -> Any:
-        name = _name(path)
-        if name in kv:
-            return kv[name]
-        what = name.endswith(SEGMENTS), leaf.shape, leaf.dtype, leaf.sharding
+    def fill(path: str, leaf: Any) -> Any:
+        if path in kv:
+            return kv[path]
+        what = path.endswith(SEGMENTS), leaf.shape, leaf.dtype, leaf.sharding
         if what not in made:
             made[what] = _fill(*what, num_tokens)
         return made[what]
 
-    return jax.tree.map_with_path(fill, cache_like)
+    leaves = [fill(*pair) for pair in leaf_paths(cache_like)]
+    return jax.tree.unflatten(jax.tree.structure(cache_like), leaves)
 
 
 def find_layers(cache: PyTree) -> dict[str, dict[str, Any]]:
@@ -182,8 +163,8 @@ def find_layers(cache: PyTree) -> dict[str, dict[str, Any]]:
             tokens; the message says which.
     """
     layers: dict[str, dict[str, Any]] = {}
-    for key_path, leaf in jax.tree.leaves_with_path(cache):
-        path, _, name = _name(key_path).rpartition("/")
+    for leaf_path, leaf in leaf_paths(cache):
+        path, _, name = leaf_path.rpartition("/")
         layers.setdefault(path, {})[name] = leaf
     for path, layer in layers.items():
         if fault := _fault(path, layer):
@@ -211,10 +192,6 @@ def _fill(
 
 def _one_slot(array: jax.Array, slot: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(array, slot, 1, array.ndim + SLOT_AXIS)
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _fault(path: str, layer: Mapping[str, Any]) -> str | None:

@@ -68,23 +68,12 @@ def guard_stub_results() -> bool:
     if not getattr(engine_api, "_IS_STUB", False):
         return False
     results = engine_api.ResultTokens
-    arrays = ("data", "log_prob")
-    rest = ("tokens_idx", "valid_idx", "length_idx", "samples_per_slot")
-
-    def flatten(result: Any) -> tuple[list[Any], tuple[Any, ...]]:
-        return (
-            [getattr(result, name) for name in arrays],
-            tuple(getattr(result, name) for name in rest),
-        )
-
-    def unflatten(static: tuple[Any, ...], children: list[Any]) -> Any:
-        return results(
-            **dict(zip(arrays, children, strict=True)),
-            **dict(zip(rest, static, strict=True)),
-        )
-
     if jax.tree.leaves(results(data=0)) != [0]:  # It is not a pytree yet.
-        jax.tree_util.register_pytree_node(results, flatten, unflatten)
+        jax.tree_util.register_dataclass(
+            results,
+            ["data", "log_prob"],
+            ["tokens_idx", "valid_idx", "length_idx", "samples_per_slot"],
+        )
     return True
 
 

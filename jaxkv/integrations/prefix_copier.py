@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import collections
 import functools
 import queue
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, SupportsIndex, TypeAlias, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import jax
 import numpy as np
@@ -73,96 +72,34 @@ class TaskThread:
         (self._urgent or self._others).popleft()()
 
 
-_Task: TypeAlias = tuple[Callable[[], Any], "queue.SimpleQueue[_Answer]"]
-_Answer: TypeAlias = tuple[Any, BaseException | None]
-
-
-class CallThreads:
-    """Runs calls to their end, whatever happens to the thread that waits for them.
+def call_apart(task: Callable[[], T]) -> T:
+    """Wait for `task()`, which ends whatever happens to the thread that waits for it.
 
     A signal handler runs in the main thread and may raise between any two steps of it,
-    so nothing that has to be undone can be done there. Here the caller's own steps are
-    calls of C functions, each of which happens or does not.
+    so nothing that has to be undone can be done there. So the task gets a thread of its
+    own, and the caller's steps are calls of C functions, each of which happens or does
+    not; `threading.Thread` starts one in several steps.
 
-    There are as many threads as there are callers at a time, and at least one.
+    Returns:
+        What it returns; its errors are raised here.
 
     Example:
-        >>> threads = CallThreads("example")
-        >>> threads.call(lambda: 6 * 7)
+        >>> call_apart(lambda: 6 * 7)
         42
-        >>> threads.close()
     """
+    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
-    def __init__(self, name: str):
-        self._loop = _CallLoop(name)
-        # A thread keeps the loop alive, and nothing else.
-        weakref.finalize(self, self._loop.close)
-
-    def call(self, task: Callable[[], T]) -> T:
-        """Wait for `task()`, which ends in any case; its errors are raised here.
-
-        Raises:
-            RuntimeError: The threads have been ended.
-        """
-        answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
-        self._loop.put((task, answers))
-        result, error = answers.get()
-        if error is not None:
-            raise error
-        return result  # type: ignore[no-any-return]
-
-    def close(self) -> None:
-        """End the threads when they have done what was asked of them."""
-        self._loop.close()
-
-
-class _CallLoop:
-    """The queue of `CallThreads`, and what its threads do."""
-
-    def __init__(self, name: str):
-        self._name = name
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        # No condition: it is entered in Python, where an exception can leave it held.
-        self._lock = threading.Lock()
-        self._num_idle = 0
-        self._is_closed = False
-        self._start()
-
-    def put(self, task: _Task) -> None:
-        with self._lock:
-            if self._is_closed:
-                raise RuntimeError(f"{self._name} is closed.")
-            self._tasks.put(task)
-
-    def close(self) -> None:
-        with self._lock:
-            self._is_closed = True
-            self._tasks.put(None)
-
-    def _start(self) -> None:
-        self._num_idle += 1
-        threading.Thread(target=self._run, name=self._name, daemon=True).start()
-
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            with self._lock:
-                self._num_idle -= 1
-                if not self._num_idle:
-                    self._start()
-            self._answer(*task)
-            del task  # It may hold the prefix store.
-            with self._lock:
-                self._num_idle += 1
-        self._tasks.put(None)  # For the next thread.
-
-    def _answer(
-        self, call: Callable[[], Any], answers: queue.SimpleQueue[_Answer]
-    ) -> None:
+    def run() -> None:
         try:
-            answer: _Answer = call(), None
+            answers.put((task(), None))
         except BaseException as error:
-            answer = None, error
-        answers.put(answer)
+            answers.put((None, error))
+
+    _thread.start_new_thread(run, ())
+    result, error = answers.get()
+    if error is not None:
+        raise error
+    return result  # type: ignore[no-any-return]
 
 
 class PrefixCopier:

@@ -30,7 +30,6 @@ from jaxkv.scheduling.storage_worker import StorageWorker
 from jaxkv.search.groups import FullAttention
 from jaxkv.search.tiers import first_tokens
 from jaxkv.tiers.storage import StorageTier
-from jaxkv.transfer.storage import StorageIOStats
 from jaxkv.types import BlockKey
 
 # How long the thread sleeps between two looks: while something moves, while nothing
@@ -141,7 +140,11 @@ class PrefixStorage:
         copier: Has the engine, and the thread that owns it.
         manager: The host tier.
         lock: The prefix store's, which guards the host tier too.
-        note_fault: Told, without the lock, of an unexpected exception.
+        note_fault: Called with an unexpected exception, without the lock.
+
+    Attributes:
+        tier: Which blocks the store has, as far as known.
+        worker: Moves their bytes; used by a thread of this.
 
     Raises:
         ValueError: An argument is wrong.
@@ -175,14 +178,14 @@ class PrefixStorage:
         open_storage = functools.partial(
             config.open_storage, copier.engine, namespace=namespace
         )
-        self._worker = cast(StorageWorker, copier.run(open_storage).result())
+        self.worker = cast(StorageWorker, copier.run(open_storage).result())
         try:
-            num_blocks = self._worker.num_blocks(cast(int, config.storage_bytes))
-            self._tier = StorageTier(block_size, num_blocks)
+            num_blocks = self.worker.num_blocks(cast(int, config.storage_bytes))
+            self.tier = StorageTier(block_size, num_blocks)
         except BaseException:
-            self._worker.close()
+            self.worker.close()
             raise
-        below = TierBelow(self._tier, rules.storage_write, rules.max_storage_blocks)
+        below = TierBelow(self.tier, rules.storage_write, rules.max_storage_blocks)
         self._storage = Boundary(self._groups, manager, below, rules)
         self._num_asked = 0
         self._num_waiting = 0
@@ -194,7 +197,7 @@ class PrefixStorage:
         self._thread = threading.Thread(
             # The thread must not keep this, and gigabytes, from being collected.
             target=_look_after,
-            args=(weakref.ref(self), self._wake, self._worker.closer),
+            args=(weakref.ref(self), self._wake, self.worker.closer),
             name="jaxkv prefix storage",
             daemon=True,
         )
@@ -203,40 +206,11 @@ class PrefixStorage:
     @property
     def stats(self) -> OffloadStats:
         """Counts so far, those of `num_storage_...` and `num_fetches_declined`."""
-        return self._stats.with_storage(self._storage.counts, self._tier.num_evicted)
-
-    @property
-    def io_stats(self) -> StorageIOStats:
-        """What the store has answered; needs no lock."""
-        return self._worker.storage_io.stats
-
-    @property
-    def worker(self) -> StorageWorker:
-        """What moves its blocks; used by a thread of this."""
-        return self._worker
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that the store may hold."""
-        return self._tier.num_blocks
-
-    @property
-    def num_blocks_held(self) -> int:
-        """Blocks that it is known to hold, or that are on their way there."""
-        return self._tier.num_held_blocks
-
-    @property
-    def num_blocks_evicted(self) -> int:
-        """Blocks that it was to delete to make room."""
-        return self._tier.num_evicted
+        return self._stats.with_storage(self._storage.counts, self.tier.num_evicted)
 
     def note_prefill_rate(self, tokens_per_s: float) -> None:
-        """Tell the gate how fast prefills are; 0 for no gate."""
+        """Set how fast prefills are, for the gate; 0 for no gate."""
         self._gate.note_rates(0.0, tokens_per_s)
-
-    def warm_up(self) -> None:
-        """Load what the index runs."""
-        self._tier.warm_up()
 
     def note_stored(self, keys: Sequence[BlockKey]) -> None:
         """Note that blocks have got to the host."""
@@ -288,7 +262,7 @@ class PrefixStorage:
         self._copier.run(self._end_fetches)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the store was listed, and all that is to be written is there.
+        """Wait until the store was listed, and all writes have arrived there.
 
         Args:
             timeout_s: Seconds to wait at most; None for the deadline.
@@ -301,7 +275,7 @@ class PrefixStorage:
         timeout_s = min(timeout_s, _MOST_WAIT_S)
         self._wake.set()
         self._lock.wait_for(lambda: self._is_idle or self._is_closed, timeout_s)
-        failed = self.io_stats.failed
+        failed = self.worker.storage_io.stats.failed
         num_lost = self._storage.num_lost
         num_lost += sum(failed[what] for what in failed if what.startswith("list "))
         has_lost, self._num_lost = num_lost > self._num_lost, num_lost
@@ -321,7 +295,7 @@ class PrefixStorage:
         if threading.current_thread() is not self._thread:
             self._thread.join()
         self._copier.run(self._end_fetches).result()
-        self._worker.close(max(0.0, end_s - time.monotonic()))
+        self.worker.close(max(0.0, end_s - time.monotonic()))
 
     @property
     def _is_idle(self) -> bool:
@@ -329,13 +303,13 @@ class PrefixStorage:
 
     def _begin(self, keys: list[BlockKey], min_tokens: int) -> str | None:
         """Begin to fetch a part of a prefix; None if there is nothing to wait for."""
-        if self._is_closed or not self._tier.num_held_blocks:
+        if self._is_closed or not self.tier.num_held_blocks:
             return None
         max_tokens = len(keys) * self._groups[0].block_size
         fetch = find_fetch(self._storage, [first_tokens(0)], [keys], max_tokens)
         if fetch is None or fetch.num_tokens < min_tokens:
             return None
-        self._storage.bytes_per_s = self._worker.read_bytes_per_s
+        self._storage.bytes_per_s = self.worker.read_bytes_per_s
         name = str(self._num_asked)
         self._num_asked += 1
         num, speed = size_fetch(self._gate, self._storage, fetch)
@@ -348,18 +322,18 @@ class PrefixStorage:
     # What follows runs in threads, without the lock.
 
     def _end_fetches(self) -> None:
-        self._guarded(self._worker.end_fetches)
+        self._guarded(self.worker.end_fetches)
 
     def _step(self) -> bool:
-        """Go on with what is under way; tell whether there was news."""
+        """Move on what is under way; return whether anything has changed."""
         with self._lock:
             moves = None if self._is_closed else self._storage.issue()
-        self._worker.start(moves)
-        reports = self._worker.take_reports()
+        self.worker.start(moves)
+        reports = self.worker.take_reports()
         with self._lock:
             self._storage.report(reports)
-            is_news = bool(moves or reports) or self._is_listed < self._worker.is_listed
-            self._is_listed = self._is_listed or self._worker.is_listed
+            is_news = bool(moves or reports) or self._is_listed < self.worker.is_listed
+            self._is_listed = self._is_listed or self.worker.is_listed
             if is_news:
                 self._lock.notify_all()
         return is_news
@@ -385,7 +359,7 @@ class PrefixStorage:
         with self._lock:
             if is_news is None or self._is_closed:
                 return 0.0
-            is_busy = self._worker.num_in_flight or not self._is_idle
+            is_busy = self.worker.num_in_flight or not self._is_idle
             most_s = _LEAST_PAUSE_S if self._num_waiting else _MOST_PAUSE_S
         if is_news:
             self._pause_s = _LEAST_PAUSE_S
@@ -408,7 +382,7 @@ def _look_after(
         wake.clear()
         storage = storage_ref()
         if storage is None:
-            close()  # Nobody else will.
+            close()  # There is no owner left to do it.
             return
         pause_s = storage.look()
         del storage

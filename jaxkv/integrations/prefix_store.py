@@ -26,7 +26,7 @@ from jaxkv import (
     TraceRecorder,
 )
 from jaxkv._util import Resource, shown
-from jaxkv.integrations.prefix_copier import CallThreads, PrefixCopier
+from jaxkv.integrations.prefix_copier import PrefixCopier, call_apart
 from jaxkv.integrations.prefix_layout import PrefixLayout
 from jaxkv.integrations.prefix_storage import (
     PrefixStorage,
@@ -45,6 +45,18 @@ from jaxkv.transfer.tickets import TRANSFER_ERRORS
 from jaxkv.types import BlockKey, PyTree
 
 _log = logging.getLogger(__name__)
+
+
+class StoreKeys(StorageKeys, total=False):
+    """What adapters pass on to `PrefixStore`, as it takes them."""
+
+    num_host_blocks: int | None
+    host_bytes: str | SupportsIndex | None
+    cache_policy: str | Policy
+    mode: Mode | None
+    extent_bytes: str | SupportsIndex | None
+    max_pending_saves: int
+    recorder: TraceRecorder | None
 
 
 class PrefixHit(NamedTuple):
@@ -74,12 +86,12 @@ class PrefixStats:
         storage_hit_tokens: Of the hit tokens, those that were fetched from the store
             for the `load` that used them.
         storage_written_blocks: Blocks that got to the store.
-        storage_dropped_blocks: Blocks that were to be written there and were not: too
-            many were on their way, the host had evicted them, or the store failed.
+        storage_dropped_blocks: Blocks that should have been written there and were not:
+            too many were on their way, the host had evicted them, or the store failed.
         storage_fetched_blocks: Blocks that came from the store to the host.
-        storage_missed_blocks: Blocks that were to come and did not: they were not
-            there any more, not right, or late.
-        storage_evicted_blocks: Blocks that the store was to delete to make room.
+        storage_missed_blocks: Blocks that were asked for and did not come: they were
+            not there any more, damaged, or late.
+        storage_evicted_blocks: Blocks that were deleted there to make room.
         declined_fetches: Times that nothing was fetched, as it would have taken longer
             than to compute (`PrefixStore.note_prefill_rate`).
     """
@@ -161,7 +173,7 @@ class PrefixStore(Resource):
                 the device; the next one waits.
             retention: Whether prompts can be kept longer than others (`retain`).
             clock: Seconds since some moment, for that, and for a cache policy that
-                wants to be told of requests: each `load` is one.
+                follows requests: each `load` is one.
             recorder: Records each `load` as a request; None not to. It is closed with
                 the store.
             storage: A third place for blocks, which outlives the process: ``storage``,
@@ -227,7 +239,6 @@ class PrefixStore(Resource):
                 self._storage.close()
             self._copier.close()
             raise
-        self._calls = CallThreads("jaxkv-prefix-call")
         log_start(
             self._copier.engine,
             policy=cache_policy if isinstance(cache_policy, str) else "of its own",
@@ -280,25 +291,25 @@ class PrefixStore(Resource):
                 storage_dropped_blocks=counts.num_storage_dropped,
                 storage_fetched_blocks=counts.num_storage_loaded,
                 storage_missed_blocks=counts.num_storage_failed,
-                storage_evicted_blocks=self._storage.num_blocks_evicted,
+                storage_evicted_blocks=counts.num_storage_evicted,
                 declined_fetches=counts.num_fetches_declined,
             )
 
     @property
     def storage_stats(self) -> StorageIOStats | None:
         """What the store has answered, failures by kind; None without `storage`."""
-        return None if self._storage is None else self._storage.io_stats
+        return None if self._storage is None else self._storage.worker.storage_io.stats
 
     @property
     def num_storage_blocks(self) -> int:
         """Number of blocks that the store may hold; 0 without `storage`."""
-        return 0 if self._storage is None else self._storage.num_blocks
+        return 0 if self._storage is None else self._storage.tier.num_blocks
 
     @property
     def num_storage_blocks_held(self) -> int:
         """Blocks that it is known to hold, or that are on their way there."""
         with self._lock:
-            return 0 if self._storage is None else self._storage.num_blocks_held
+            return 0 if self._storage is None else self._storage.tier.num_held_blocks
 
     def note_prefill_rate(self, tokens_per_s: float) -> None:
         """Say how fast prefills are, so that no slower fetch is waited for.
@@ -354,7 +365,7 @@ class PrefixStore(Resource):
         """
         generation, keys = self._begin(tokens, extras)
         if self._storage is not None:
-            self._calls.call(lambda: self._prefetch(generation, keys))
+            call_apart(lambda: self._prefetch(generation, keys))
 
     def warm_up(self) -> None:
         """Compile the programs for saves and loads of full length."""
@@ -362,7 +373,7 @@ class PrefixStore(Resource):
             self._check()
             self._manager.warm_up()
             if self._storage is not None:
-                self._storage.warm_up()
+                self._storage.tier.warm_up()
         self._copier.warm_up()
 
     def contains(self, tokens: TokenIds, extras: Extras = NO_EXTRAS) -> bool:
@@ -406,7 +417,7 @@ class PrefixStore(Resource):
             raise ValueError(f"{length=} must be in [1, {self.max_tokens}].")
         generation, keys = self._begin(tokens, extras)
         keys = keys[: length // self.block_size]
-        found = self._calls.call(
+        found = call_apart(
             lambda: self._load(generation, keys, len(tokens), min_tokens)
         )
         if found is None:
@@ -577,7 +588,6 @@ class PrefixStore(Resource):
             self._changed.notify_all()
         if self._storage is not None and not was_closed:
             self._storage.close()
-        self._calls.close()
         self._copier.close()
         if self._recorder is not None:
             self._recorder.close()
@@ -604,7 +614,7 @@ class PrefixStore(Resource):
         with self._lock:
             self._check()
             self._count(query_tokens=num_prompt_tokens)
-            self._tell(keys, num_prompt_tokens)
+            self._notify_policy(keys, num_prompt_tokens)
             num_on_host = num_hits = self._manager.lookup(keys)
             if self._storage is not None and keys:
                 self._storage.bring(
@@ -650,8 +660,8 @@ class PrefixStore(Resource):
             self._fault = self._fault or fault
             self._changed.notify_all()
 
-    def _tell(self, keys: list[BlockKey], num_tokens: int) -> None:
-        """Tell a policy that listens of a request. Needs the lock.
+    def _notify_policy(self, keys: list[BlockKey], num_tokens: int) -> None:
+        """Notify a policy that listens of a request. Needs the lock.
 
         What it generates, and when it ends, is not known here.
         """

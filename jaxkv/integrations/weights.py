@@ -37,7 +37,7 @@ _DESCRIPTIONS = (".json", ".py")
 # Among those, what no block depends on: tokens are in the keys.
 _LEFT_OUT = re.compile(r"(tokenizer|special_tokens|added_tokens|generation_).*|vocab.*")
 
-# Samples of all files together. Times tell most changes; images of containers and the
+# Samples of all files together. Times show most changes; images of containers and the
 # like may give all files one time.
 _NUM_SAMPLES = 256
 _SAMPLE_BYTES = 4096
@@ -103,7 +103,7 @@ def hub_folders_of(
 
     Args:
         environ: The environment.
-        download_dir: Where the engine was told to put weights; alone if it was.
+        download_dir: Where the engine was asked to put weights; alone if it was.
 
     >>> hub_folders_of({"HF_HOME": "/cache"})
     ('/cache/hub',)

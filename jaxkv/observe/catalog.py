@@ -52,7 +52,6 @@ class BlockCatalog:
         self._spare: OrderedDict[BlockKey, None] = OrderedDict()
         self._tiers: dict[str, dict[BlockKey, int]] = {}  # copies of each block
         self._block_sizes: dict[str, int] = {}
-        self._num_tiers: dict[BlockKey, int] = {}  # how many tiers have it
         # Parts of host blocks that hold several device blocks, on each tier of host
         # blocks. A removal has the parts of the store, whatever was recorded since.
         self._parts: dict[str, dict[BlockKey, tuple[BlockKey, ...]]] = {
@@ -68,7 +67,7 @@ class BlockCatalog:
         """Keep a block; a block that is already known becomes the newest."""
         key = block.key
         self._known[key] = block
-        if key not in self._num_tiers:
+        if not self._is_held(key):
             self._spare[key] = None
             self._spare.move_to_end(key)
             self._drop_oldest()
@@ -151,9 +150,7 @@ class BlockCatalog:
         return tuple(reversed(parts))
 
     def _add(self, copies: dict[BlockKey, int], key: BlockKey) -> None:
-        if key not in copies:
-            self._num_tiers[key] = self._num_tiers.get(key, 0) + 1
-            self._spare.pop(key, None)
+        self._spare.pop(key, None)
         copies[key] = copies.get(key, 0) + 1
 
     def _take(self, copies: dict[BlockKey, int], key: BlockKey) -> None:
@@ -161,13 +158,12 @@ class BlockCatalog:
         left = copies.pop(key, 0) - 1
         if left > 0:
             copies[key] = left
-        elif left == 0:
-            self._num_tiers[key] -= 1
-            if not self._num_tiers[key]:
-                del self._num_tiers[key]
-                if key in self._known:
-                    self._spare[key] = None
-                    self._drop_oldest()
+        elif left == 0 and key in self._known and not self._is_held(key):
+            self._spare[key] = None
+            self._drop_oldest()
+
+    def _is_held(self, key: BlockKey) -> bool:
+        return any(key in copies for copies in self._tiers.values())
 
     def _drop_oldest(self) -> None:
         while len(self._spare) > self.max_spare:

@@ -35,6 +35,9 @@ Value: TypeAlias = float | Mapping[str, float] | Histogram
 
 Source = TypeVar("Source")
 
+Read: TypeAlias = Callable[[Source], Value | None]
+"""Reads a value; gives None if it has no source."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Family(Generic[Source]):
@@ -53,9 +56,28 @@ class Family(Generic[Source]):
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     text: str
-    read: Callable[[Source], Value | None]
+    read: Read[Source]
     label: str = ""
     buckets: tuple[float, ...] = ()
+
+
+def counter(
+    name: str, text: str, read: Read[Source], label: str = ""
+) -> Family[Source]:
+    """Declare what only grows."""
+    return Family(name, "counter", text, read, label)
+
+
+def gauge(name: str, text: str, read: Read[Source], label: str = "") -> Family[Source]:
+    """Declare what rises and falls."""
+    return Family(name, "gauge", text, read, label)
+
+
+def histogram(
+    name: str, text: str, read: Read[Source], buckets: tuple[float, ...]
+) -> Family[Source]:
+    """Declare how often a number was in each range."""
+    return Family(name, "histogram", text, read, buckets=buckets)
 
 
 class Readings(NamedTuple):
@@ -128,7 +150,7 @@ def _recorded(readings: Readings, name: str) -> float | None:
 
 def _of_store(
     read: Callable[[StorageWorker], Value],
-) -> Callable[[OffloadWorker], Value | None]:
+) -> Read[OffloadWorker]:
     """Read a number of the worker's store, if it has one."""
     return lambda worker: None if worker.storage is None else read(worker.storage)
 
@@ -141,56 +163,48 @@ def _errors_of(storage: StorageWorker) -> dict[str, float]:
 
 
 OF_SCHEDULER: tuple[Family[Readings], ...] = (
-    Family(
+    counter(
         "vllm:prefix_cache_queries",
-        "counter",
         "Tokens of new requests that were looked up on the device.",
         lambda readings: readings.stats.num_device_query_tokens,
     ),
-    Family(
+    counter(
         "vllm:prefix_cache_hits",
-        "counter",
         "Tokens of new requests that were found on the device.",
         lambda readings: readings.stats.num_device_hit_tokens,
     ),
-    Family(
+    counter(
         "vllm:external_prefix_cache_queries",
-        "counter",
         "Tokens of new requests that were not in a prefix on the device.",
         lambda readings: readings.stats.num_host_query_tokens,
     ),
-    Family(
+    counter(
         "vllm:external_prefix_cache_hits",
-        "counter",
         "Tokens of these that were loaded from the host, or copied on the device.",
         lambda readings: readings.stats.num_host_hit_tokens,
     ),
-    Family(
+    histogram(
         "vllm:kv_offload_lookup_sync_delay_seconds",
-        "histogram",
         "Duration of a single lookup.",
         lambda readings: readings.scheduler.delays.lookups,
-        buckets=LOOKUP_BUCKETS,
+        LOOKUP_BUCKETS,
     ),
-    Family(
+    histogram(
         "vllm:kv_offload_lookup_async_delay_seconds",
-        "histogram",
         "From a lookup that was deferred until one that gave an answer, or the end of "
         "the request.",
         lambda readings: readings.scheduler.delays.deferrals,
-        buckets=DELAY_BUCKETS,
+        DELAY_BUCKETS,
     ),
-    Family(
+    counter(
         "vllm:kv_offload_allocation_failure",
-        "counter",
         "Times that the host had no room for the blocks of an offer.",
         lambda readings: readings.stats.num_store_refusals,
     ),
-    Family(
+    counter(
         "vllm:kv_offload_stores_skipped",
-        "counter",
         "Times that a host block was not stored because too few had asked for it, or "
-        "nobody for the tail of its prompt.",
+        "none for the tail of its prompt.",
         lambda readings: (
             readings.stats.num_skipped
             if readings.scheduler.rules.store_threshold > 1
@@ -198,15 +212,13 @@ OF_SCHEDULER: tuple[Family[Readings], ...] = (
             else None
         ),
     ),
-    Family(
+    gauge(
         "jaxkv:kv_offload_stores_paused",
-        "gauge",
         "1 while stores are paused because nothing stored is asked for, else 0.",
         lambda readings: readings.scheduler.is_storing_paused,
     ),
-    Family(
+    counter(
         "jaxkv:kv_offload_blocks_paused",
-        "counter",
         "Blocks that were not stored because nothing stored was asked for.",
         lambda readings: (
             readings.stats.num_paused
@@ -214,93 +226,79 @@ OF_SCHEDULER: tuple[Family[Readings], ...] = (
             else None
         ),
     ),
-    Family(
+    gauge(
         "vllm:kv_offload_cpu_cache_usage_perc",
-        "gauge",
         "Share of the host blocks that transfers hold, from 0 to 1.",
         lambda readings: readings.share(
             readings.now.host_blocks_written + readings.now.host_blocks_read
         ),
     ),
-    Family(
+    gauge(
         "vllm:kv_offload_cpu_cache_write_usage_perc",
-        "gauge",
         "Share of the host blocks that stores hold, from 0 to 1.",
         lambda readings: readings.share(readings.now.host_blocks_written),
     ),
-    Family(
+    gauge(
         "vllm:kv_offload_cpu_cache_read_usage_perc",
-        "gauge",
         "Share of the host blocks that loads hold, from 0 to 1.",
         lambda readings: readings.share(readings.now.host_blocks_read),
     ),
-    Family(
+    gauge(
         "vllm:kv_offload_config_info",
-        "gauge",
         "1, with the size of the host tier as labels.",
         Readings.config_info,
         label="cpu_num_chunks cpu_blocks_per_chunk cpu_kv_bytes_per_chunk "
         "cpu_capacity_tokens_at_max_len",
     ),
-    Family(
+    gauge(
         "jaxkv:kv_offload_host_blocks",
-        "gauge",
         "Blocks of the host tier.",
         lambda readings: readings.scheduler.num_host_blocks,
     ),
-    Family(
+    gauge(
         "jaxkv:kv_offload_host_blocks_held",
-        "gauge",
         "Host blocks that hold a block, or will once their store arrives.",
         lambda readings: readings.scheduler.num_host_blocks_held,
     ),
-    Family(
+    counter(
         "jaxkv:kv_offload_host_blocks_evicted",
-        "counter",
         "Host blocks that were evicted to make room for others.",
         lambda readings: readings.stats.num_evicted,
     ),
-    Family(
+    counter(
         "jaxkv:kv_offload_blocks_offered",
-        "counter",
         "Device blocks that were offered for storing.",
         lambda readings: readings.stats.num_offered,
     ),
-    Family(
+    counter(
         "jaxkv:kv_offload_blocks_stored",
-        "counter",
         "Device blocks that were stored on the host.",
         lambda readings: readings.stats.num_stored,
     ),
-    Family(
+    counter(
         "jaxkv:kv_offload_blocks_dropped",
-        "counter",
         "Device blocks that were offered and not stored on the host, by reason.",
         Readings.dropped,
         "reason",
     ),
-    Family(
+    counter(
         "jaxkv:kv_offload_blocks_loaded",
-        "counter",
         "Device blocks that were loaded from the host.",
         lambda readings: readings.stats.num_loaded,
     ),
-    Family(
+    counter(
         "jaxkv:kv_offload_blocks_copied",
-        "counter",
         "Device blocks that were copied on the device instead of loaded.",
         lambda readings: readings.stats.num_copied,
     ),
-    Family(
+    gauge(
         "jaxkv:kv_offload_blocks_waiting",
-        "gauge",
         "Device blocks whose transfer waits for the bound in flight, or for others.",
         Readings.waiting,
         "direction",
     ),
-    Family(
+    gauge(
         "jaxkv:kv_offload_blocks_in_flight",
-        "gauge",
         "Device blocks that stores read and loads write at present.",
         lambda readings: {
             "load": readings.now.loads_in_flight,
@@ -308,21 +306,18 @@ OF_SCHEDULER: tuple[Family[Readings], ...] = (
         },
         "direction",
     ),
-    Family(
+    counter(
         "jaxkv:kv_offload_loads",
-        "counter",
         "Loads that arrived, one per request.",
         lambda readings: readings.stats.num_loads,
     ),
-    Family(
+    counter(
         "jaxkv:kv_offload_load_failures",
-        "counter",
         "Loads that failed; the model computed the tokens instead.",
         lambda readings: readings.stats.num_loads_failed,
     ),
-    Family(
+    counter(
         "jaxkv:kv_offload_loads_declined",
-        "counter",
         "Lookups whose load was skipped, as computing was estimated to be faster.",
         lambda readings: (
             readings.stats.num_loads_declined
@@ -330,128 +325,109 @@ OF_SCHEDULER: tuple[Family[Readings], ...] = (
             else None
         ),
     ),
-    Family(
+    gauge(
         "jaxkv:kv_offload_storage_blocks",
-        "gauge",
         "Host blocks that the store behind the host may hold.",
         lambda readings: readings.of_storage(readings.scheduler.num_storage_blocks),
     ),
-    Family(
+    gauge(
         "jaxkv:kv_offload_storage_blocks_held",
-        "gauge",
         "Host blocks that the store holds as far as known, or will when written.",
         lambda readings: readings.of_storage(
             readings.scheduler.num_storage_blocks_held
         ),
     ),
-    Family(
+    gauge(
         "jaxkv:kv_offload_storage_blocks_left_out",
-        "gauge",
         "Host blocks in the store that this engine's index has no room for.",
         lambda readings: readings.of_storage(
             readings.scheduler.num_storage_blocks_left_out
         ),
     ),
-    Family(
+    counter(
         "jaxkv:kv_offload_storage_blocks_evicted",
-        "counter",
-        "Host blocks that the store was told to delete to make room for others.",
+        "Host blocks deleted in the store to make room for others.",
         lambda readings: readings.of_storage(readings.stats.num_storage_evicted),
     ),
-    Family(
+    counter(
         "jaxkv:kv_offload_storage_blocks_written",
-        "counter",
         "Device blocks that were written to the store.",
         lambda readings: readings.of_storage(readings.stats.num_storage_stored),
     ),
-    Family(
+    counter(
         "jaxkv:kv_offload_storage_blocks_dropped",
-        "counter",
-        "Device blocks that were to be written to the store and were not, by reason.",
+        "Device blocks that should have gone to the store and did not, by reason.",
         Readings.dropped_writes,
         "reason",
     ),
-    Family(
+    counter(
         "jaxkv:kv_offload_storage_blocks_fetched",
-        "counter",
         "Device blocks that came from the store to the host.",
         lambda readings: readings.of_storage(readings.stats.num_storage_loaded),
     ),
-    Family(
+    counter(
         "jaxkv:kv_offload_storage_blocks_missed",
-        "counter",
-        "Device blocks that were to come from the store: gone, not right, or late.",
+        "Device blocks asked of the store that were gone, damaged or late.",
         lambda readings: readings.of_storage(readings.stats.num_storage_failed),
     ),
-    Family(
+    counter(
         "jaxkv:kv_offload_storage_fetches_declined",
-        "counter",
         "Lookups whose fetch was skipped, as computing was estimated to be faster.",
         lambda readings: readings.of_storage(readings.stats.num_fetches_declined),
     ),
-    Family(
+    histogram(
         "jaxkv:kv_offload_load_delay_seconds",
-        "histogram",
         "From the lookup that offered a load until its arrival was reported.",
         lambda readings: readings.scheduler.delays.loads,
-        buckets=DELAY_BUCKETS,
+        DELAY_BUCKETS,
     ),
-    Family(
+    counter(
         "jaxkv:kv_offload_requests_recorded",
-        "counter",
         "Requests that were written to the trace.",
         lambda readings: _recorded(readings, "num_written"),
     ),
-    Family(
+    counter(
         "jaxkv:kv_offload_requests_not_recorded",
-        "counter",
         "Requests that the trace lacks, as the disk was full or too slow.",
         lambda readings: _recorded(readings, "num_dropped"),
     ),
 )
 
 OF_WORKER: tuple[Family[OffloadWorker], ...] = (
-    Family(
+    counter(
         "vllm:kv_offload_store_bytes",
-        "counter",
         "Bytes that were stored to the host.",
         lambda worker: worker.bytes_stored,
     ),
-    Family(
+    counter(
         "vllm:kv_offload_load_bytes",
-        "counter",
         "Bytes that were loaded from the host.",
         lambda worker: worker.bytes_loaded,
     ),
-    Family(
+    counter(
         "vllm:kv_offload_store_time",
-        "counter",
         "Seconds that stores took, from start to report.",
         lambda worker: worker.store_s,
     ),
-    Family(
+    counter(
         "vllm:kv_offload_load_time",
-        "counter",
         "Seconds that loads took, from start to report.",
         lambda worker: worker.load_s,
     ),
-    Family(
+    histogram(
         "vllm:kv_offload_store_size",
-        "histogram",
         "Bytes of the stores of a step.",
         lambda worker: worker.store_sizes,
-        buckets=SIZE_BUCKETS,
+        SIZE_BUCKETS,
     ),
-    Family(
+    histogram(
         "vllm:kv_offload_load_size",
-        "histogram",
         "Bytes of the loads of a step.",
         lambda worker: worker.load_sizes,
-        buckets=SIZE_BUCKETS,
+        SIZE_BUCKETS,
     ),
-    Family(
+    gauge(
         "jaxkv:kv_offload_transfers_in_flight",
-        "gauge",
         "Transfers that were started and not reported yet.",
         lambda worker: {
             direction: float(num)
@@ -459,51 +435,44 @@ OF_WORKER: tuple[Family[OffloadWorker], ...] = (
         },
         "direction",
     ),
-    Family(
+    gauge(
         "jaxkv:kv_offload_bytes_in_flight",
-        "gauge",
         "Bytes that were issued and are not known to have arrived, in whole extents.",
         lambda worker: worker.bytes_in_flight,
     ),
-    Family(
+    gauge(
         "jaxkv:kv_offload_host_bytes",
-        "gauge",
         "Bytes of host memory allocated for the tier.",
         lambda worker: worker.host_bytes,
     ),
-    Family(
+    gauge(
         "jaxkv:kv_offload_storage_up",
-        "gauge",
         "1 if the store answered when it was last asked for anything, else 0.",
         _of_store(lambda storage: float(storage.storage_io.is_up)),
     ),
-    Family(
+    counter(
         "jaxkv:kv_offload_storage_errors",
-        "counter",
         "Calls of the store that failed, by what was asked for and why.",
         _of_store(_errors_of),
         "operation reason",
     ),
-    Family(
+    histogram(
         "jaxkv:kv_offload_storage_read_seconds",
-        "histogram",
         "How long the store took to answer each read of a block.",
         _of_store(lambda storage: storage.latencies["read"]),
-        buckets=DELAY_BUCKETS,
+        DELAY_BUCKETS,
     ),
-    Family(
+    histogram(
         "jaxkv:kv_offload_storage_write_seconds",
-        "histogram",
         "How long the store took to answer each write of a block.",
         _of_store(lambda storage: storage.latencies["write"]),
-        buckets=DELAY_BUCKETS,
+        DELAY_BUCKETS,
     ),
 )
 
 OF_POOL: tuple[Family[DeviceBlockPool], ...] = (
-    Family(
+    gauge(
         "vllm:kv_cache_usage_perc",
-        "gauge",
         "Share of the device blocks that requests or transfers hold, from 0 to 1.",
         lambda pool: 1 - pool.num_free / (pool.num_blocks - 1),
     ),

@@ -9,7 +9,7 @@ with its name, as before.
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, get_args
 
 from jaxkv._util.extras import pip_install
 
@@ -92,28 +92,9 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     data_parallel_rank: int | None = None
 
 
-class _BlockStoredArray(BlockStored, tag="BlockStored", array_like=True): ...
-
-
-class _BlockRemovedArray(BlockRemoved, tag="BlockRemoved", array_like=True): ...
-
-
-class _AllBlocksClearedArray(
-    AllBlocksCleared, tag="AllBlocksCleared", array_like=True
-): ...
-
-
-class _ArrayBatch(msgspec.Struct, array_like=True, omit_defaults=True):
-    ts: float
-    events: list[_BlockStoredArray | _BlockRemovedArray | _AllBlocksClearedArray]
-    data_parallel_rank: int | None = None
-
-
-_AS_ARRAY = {
-    BlockStored: _BlockStoredArray,
-    BlockRemoved: _BlockRemovedArray,
-    AllBlocksCleared: _AllBlocksClearedArray,
-}
+# What msgspec lets out: text that is not UTF-8, deep nesting, lengths and numbers too
+# large for Python. And what is not an array where one is expected.
+_NO_BATCH = ValueError, RecursionError, OverflowError, MemoryError, TypeError
 
 
 def encode_batch(batch: KVEventBatch, *, array_like: bool = False) -> bytes:
@@ -133,7 +114,7 @@ def encode_batch(batch: KVEventBatch, *, array_like: bool = False) -> bytes:
     if not array_like:
         return msgspec.msgpack.encode(batch)
     events = [
-        _AS_ARRAY[type(event)](*msgspec.structs.astuple(event))
+        [type(event).__name__, *msgspec.structs.astuple(event)]
         for event in batch.events
     ]
     return msgspec.msgpack.encode([batch.ts, events, batch.data_parallel_rank])
@@ -149,25 +130,17 @@ def decode_batch(payload: bytes, *, array_like: bool = False) -> KVEventBatch:
     Raises:
         msgspec.DecodeError: If it is not a batch.
     """
-    if not array_like:
-        return _decode(payload, KVEventBatch)
-    batch = _decode(payload, _ArrayBatch)
-    plain = {array: event for event, array in _AS_ARRAY.items()}
-    events: list[KVEvent] = [
-        plain[type(event)](*msgspec.structs.astuple(event)) for event in batch.events
-    ]
-    return KVEventBatch(batch.ts, events, batch.data_parallel_rank)
-
-
-_T = TypeVar("_T")
-
-
-def _decode(payload: bytes, wanted: type[_T]) -> _T:
     try:
-        return msgspec.msgpack.decode(payload, type=wanted)
+        if not array_like:
+            return msgspec.msgpack.decode(payload, type=KVEventBatch)
+        ts, events, *rank = msgspec.msgpack.decode(payload)
+        fields = {each.__name__: each.__struct_fields__ for each in get_args(KVEvent)}
+        as_maps = [
+            {"type": name, **dict(zip(fields.get(name, ()), values, strict=False))}
+            for name, *values in events
+        ]
+        return msgspec.convert([ts, as_maps, *rank], KVEventBatch)
     except msgspec.DecodeError:
         raise
-    # What msgspec lets out: text that is no UTF-8, deep nesting, lengths and numbers
-    # beyond what Python can hold.
-    except (ValueError, RecursionError, OverflowError, MemoryError) as error:
+    except _NO_BATCH as error:
         raise msgspec.DecodeError(f"{type(error).__name__}: {error}") from None

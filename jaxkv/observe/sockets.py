@@ -97,7 +97,7 @@ def connect(socket: zmq.Socket[bytes], name: str, endpoint: str) -> None:
     """Connect a socket; ZeroMQ connects in the background.
 
     Raises:
-        ValueError: If it is no address of somebody else, such as one for any port.
+        ValueError: If it cannot be connected to, such as one for any port.
     """
     socket.ipv6 = "[" in endpoint
     try:

@@ -1,4 +1,4 @@
-"""What a log is told when offloading begins: one line, the same for all engines."""
+"""The line that is logged when offloading begins, the same for all engines."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from jaxkv.observe.sockets import bind, connect, offset_endpoint, topic_bytes, z
 _END = 1 << 63
 # ZeroMQ's times are milliseconds of 32 bits.
 _MOST_S = 2_000_000
-# Answers of one replay that are none.
+# Malformed answers of one replay.
 _MOST_MALFORMED = 100
 
 
@@ -181,7 +181,7 @@ class EventSubscriber(Resource):
         seq = int.from_bytes(number, "big")
         batch = self._decode(payload)
         if batch is None and seq != self._next_seq:
-            return  # Nor is its number to be believed.
+            return  # Its number cannot be trusted either.
         if seq <= self._last_live:  # One publisher's numbers only rise.
             self._count(num_restarts=1)
             self._next_seq = 0
@@ -223,7 +223,7 @@ class EventSubscriber(Resource):
         for seq, payload in self._ask(start):
             if seq >= end:
                 return  # It was published meanwhile, and arrives by itself.
-            if seq < least:  # They rise, too, and begin where they were to.
+            if seq < least:  # They rise, too, from the requested one on.
                 self._count(num_malformed=1)
                 continue
             batch = self._decode(payload)
@@ -235,7 +235,7 @@ class EventSubscriber(Resource):
     def _ask(self, start: int) -> Iterator[tuple[int, bytes]]:
         """Request a replay; the caller detects one that ends early.
 
-        One with too many answers that are none is not listened to any longer.
+        It ends after too many malformed answers.
         """
         most = self.stats.num_malformed + _MOST_MALFORMED
         if not self._replay_endpoint:

@@ -60,7 +60,7 @@ class PoolBlocks:
                     own = np.ascontiguousarray(rows).reshape(len(ids), -1)
                     for place, row in enumerate(own):
                         sums[place] = zlib.crc32(row.tobytes(), sums[place])
-        except RuntimeError:  # Of jax, about what was to compute it.
+        except RuntimeError:  # From jax: the program that computes it has failed.
             return None
         return dict(zip(ids, sums, strict=True))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -37,8 +37,8 @@ class _Flight:
         due: The step from which on it may be reported.
         device_ids: i64[n, m]. Its device blocks.
         host_ids: i64[n]. Its host blocks.
-        sums: Checksums of the blocks of a load that waits, filled with garbage.
-        sums_before: The same of before.
+        sums: Checksums of the blocks of a load that waits, filled with garbage, and
+            of what was in them before.
         own: What the engine calls it; None for a load that waits.
         done: How it has ended.
         is_to_fail: Whether it is a load that is never carried out.
@@ -48,8 +48,7 @@ class _Flight:
     due: int
     device_ids: NDArray[np.int64]
     host_ids: NDArray[np.int64]
-    sums: dict[int, int] = dataclasses.field(default_factory=dict)
-    sums_before: dict[int, int] = dataclasses.field(default_factory=dict)
+    sums: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     own: Ticket | None = None
     done: Completion | None = None
     is_to_fail: bool = False
@@ -59,6 +58,11 @@ class _Flight:
         """Its device blocks, in a row."""
         ids: list[int] = self.device_ids.ravel().tolist()
         return ids
+
+    @property
+    def rows(self) -> Iterator[tuple[int, list[int]]]:
+        """Each of its host blocks, and the device blocks of that."""
+        return zip(self.host_ids.tolist(), self.device_ids.tolist(), strict=True)
 
 
 class StrictTransferEngine(TransferEngine):
@@ -111,7 +115,6 @@ class StrictTransferEngine(TransferEngine):
         self._num_calls = 0
         self._last_due = {"save": 0, "load": 0}
         self._flights: dict[Ticket, _Flight] = {}
-        self._names: dict[Ticket, Ticket] = {}  # ours, by the engine's
         # What each host block was saved from: the transfer, and a checksum for each of
         # its device blocks, None for one that was left out.
         self._saved: dict[int, tuple[int, list[int | None]]] = {}
@@ -141,13 +144,10 @@ class StrictTransferEngine(TransferEngine):
     ) -> Ticket:
         """Copy device blocks to host blocks; see `TransferEngine.save`."""
         ticket = super().save(pool, device_block_ids, host_block_ids)
-        flight = self._begin("save", ticket, device_block_ids, host_block_ids)
+        flight = self._begin(ticket, device_block_ids, host_block_ids)
         flight.own = ticket
-        self._names[ticket] = ticket
         sums = self._blocks.sums(pool, flight.blocks)
-        for host, row in zip(
-            flight.host_ids.tolist(), flight.device_ids.tolist(), strict=True
-        ):
+        for host, row in flight.rows:
             self._saved.pop(host, None)
             if sums is not None and self._is_exact:
                 found = [sums.get(block) for block in row]
@@ -177,10 +177,9 @@ class StrictTransferEngine(TransferEngine):
         for ticket, size in zip(tickets, sizes or [len(host)], strict=True):
             rows = slice(first, first + size)
             first += size
-            flight = self._begin("load", ticket, device[rows], host[rows])
+            flight = self._begin(ticket, device[rows], host[rows])
             if in_step:
                 flight.own = ticket
-                self._names[ticket] = ticket
             elif self._fail_loads:
                 self._num_loads += 1
                 flight.is_to_fail = self._num_loads % self._fail_loads == 0
@@ -192,13 +191,8 @@ class StrictTransferEngine(TransferEngine):
             pool = self._blocks.spoiled(pool, blocks)
             sums = self._blocks.sums(pool, blocks) or {}
             for flight in flights:
-                own = {
-                    block
-                    for block in flight.blocks
-                    if block in sums and block in before
-                }
-                flight.sums = {block: sums[block] for block in own}
-                flight.sums_before = {block: before[block] for block in own}
+                known = sums.keys() & before.keys() & set(flight.blocks)
+                flight.sums = {block: (sums[block], before[block]) for block in known}
         return pool, tickets
 
     def copy(
@@ -232,7 +226,7 @@ class StrictTransferEngine(TransferEngine):
         self._check_thread()
         self._num_polls += 1
         if self._num_polls > MOST_POLLS:
-            # Who has only saves to wait for need not call `advance`.
+            # An engine that waits for saves alone need not call `advance`.
             self._now += 1
             self._collect(None, super().poll())
         return self._take()
@@ -255,7 +249,6 @@ class StrictTransferEngine(TransferEngine):
             super().abandon(ticket if flight is None else flight.own or ticket)
         if flight is not None:
             del self._flights[ticket]
-            self._names.pop(flight.own or ticket, None)
             self._forget(ticket, flight)
 
     def take_step_loads(
@@ -276,18 +269,16 @@ class StrictTransferEngine(TransferEngine):
         return written
 
     def _begin(
-        self,
-        direction: str,
-        ticket: Ticket,
-        device_ids: BlockIdsLike,
-        host_ids: BlockIdsLike,
+        self, ticket: Ticket, device_ids: BlockIdsLike, host_ids: BlockIdsLike
     ) -> _Flight:
         """Take note of a transfer, and choose when it is due."""
         host = np.asarray(host_ids, np.int64)
         device = np.asarray(device_ids, np.int64).reshape(len(host), -1)
         due = self._now + self._rng.randint(1, MOST_STEPS)
         # Nor is it reported before earlier ones.
-        due = self._last_due[direction] = max(due, self._last_due[direction])
+        due = self._last_due[ticket.direction] = max(
+            due, self._last_due[ticket.direction]
+        )
         flight = _Flight(self._num_calls, due, device, host)
         self._flights[ticket] = flight
         return flight
@@ -299,11 +290,7 @@ class StrictTransferEngine(TransferEngine):
     def _check(self, pool: PyTree) -> None:
         """Refuse a pool in which a block has changed that is being loaded."""
         flights = [self._flights[ticket] for ticket in self._deferred()]
-        expected = {
-            block: (own, flight.sums_before[block])
-            for flight in flights
-            for block, own in flight.sums.items()
-        }
+        expected = dict(pair for flight in flights for pair in flight.sums.items())
         found = self._blocks.sums(pool, list(expected))
         if found is None:  # The pool is lost; there is nothing to compare.
             for flight in flights:
@@ -336,35 +323,36 @@ class StrictTransferEngine(TransferEngine):
 
     def _issue(self, pool: PyTree) -> PyTree:
         """Begin the loads that are due, but for those that are to fail."""
-        now = self._now
-        due = [name for name in self._deferred() if self._flights[name].due <= now]
-        for name in due:
+        flights = []
+        for name in self._deferred():
             flight = self._flights[name]
+            if flight.due > self._now:
+                continue
             if flight.is_to_fail:
                 error = RuntimeError(f"strict_fail_loads={self._fail_loads}")
                 ids = tuple(flight.host_ids.tolist())
                 flight.own, flight.done = name, Completion(name, ids, 0, error)
-        due = [name for name in due if self._flights[name].done is None]
-        if due or self._queue.num_in_flight:
+            else:
+                flights.append(flight)
+        if flights or self._queue.num_in_flight:
             pool = self._blocks.copied(pool)
-        if not due:
+        if not flights:
             return pool
-        flights = [self._flights[name] for name in due]
         device = np.concatenate([flight.device_ids for flight in flights])
         host = np.concatenate([flight.host_ids for flight in flights])
         if device.shape[1] == 1:
             device = device[:, 0]
         sizes = [len(flight.host_ids) for flight in flights]
         pool, tickets = super()._load(pool, host, device, sizes, False)
-        for name, flight, own in zip(due, flights, tickets, strict=True):
+        for flight, own in zip(flights, tickets, strict=True):
             flight.own = own
-            self._names[own] = name
         return pool
 
     def _collect(self, pool: PyTree | None, completions: Sequence[Completion]) -> None:
         """Keep what has ended; compare what loads have brought with what was saved."""
+        names = {flight.own: name for name, flight in self._flights.items()}
         for done in completions:
-            name = self._names.pop(done.ticket)
+            name = names[done.ticket]
             flight = self._flights[name]
             flight.done = dataclasses.replace(done, ticket=name)
             if done.error is not None:
@@ -377,9 +365,7 @@ class StrictTransferEngine(TransferEngine):
         sums = self._blocks.sums(pool, flight.blocks)
         if sums is None:
             return
-        for host, row in zip(
-            flight.host_ids.tolist(), flight.device_ids.tolist(), strict=True
-        ):
+        for host, row in flight.rows:
             _, saved = self._saved.get(host, (0, [None] * len(row)))
             for block, expected in zip(row, saved, strict=True):
                 now = sums.get(block, expected)
@@ -393,7 +379,7 @@ class StrictTransferEngine(TransferEngine):
                     )
 
     def _forget(self, ticket: Ticket, flight: _Flight) -> None:
-        """Forget what a save that has failed was to leave on the host."""
+        """Forget what a failed save should have left on the host."""
         for host in flight.host_ids.tolist():
             if self._saved.get(host, (-1,))[0] == ticket.number:
                 del self._saved[host]

@@ -29,15 +29,15 @@ from jaxkv.types import NULL_BLOCK, BlockKey
 
 @dataclasses.dataclass
 class _Known:
-    """What the scheduler has been told of a request.
+    """What the scheduler knows of a request.
 
     Attributes:
         request: The request, as it was given last.
         num_tokens: Tokens that it had.
         last_keys: How many keys it had in each group, and the last of them.
         phase: Whether it has asked, has its blocks, or has lost them again.
-        is_put_back: Whether it has asked and was then told of without blocks.
-        is_awaited: Whether it was told to wait for what it was offered.
+        is_put_back: Whether it has asked, and then got no blocks.
+        is_awaited: Whether it has to wait for what it was offered.
         is_loading: Whether it waits for that.
         may_ask: Whether it may ask again though it has its blocks.
         num_found: Tokens that it had or was offered when it got its blocks.
@@ -101,8 +101,16 @@ class StrictOffloadScheduler(OffloadScheduler):
         self._check_keys(request)
         if known is not None:
             self._check_same(request, known)
-            if self._blocks is not None and not self._may_ask(known):
-                self._refuse_to_ask(request, known)
+            is_running = known.phase == "running" and not known.may_ask
+            if self._blocks is not None and is_running:
+                raise StrictError(
+                    f"request {shown(request.request_id)} asks by "
+                    "get_num_new_matched_tokens() though it has its blocks. If it is "
+                    "another request, the one before had its id and is not over: call "
+                    "request_finished() first. If it lost its blocks, call "
+                    "request_preempted(), or name it in "
+                    "SchedulerOutput.preempted_req_ids."
+                )
         answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
         self._requests[request.request_id] = _Known(
             request,
@@ -186,13 +194,10 @@ class StrictOffloadScheduler(OffloadScheduler):
         answer = super().update_connector_output(output)
         self._num_silent = 0
         for name in (*answer.finished_recving, *answer.failed_recving):
-            known = self._requests.get(name)
-            if known is not None:
+            if name in self._requests:
+                known = self._requests[name]
                 known.is_loading = False
-        for name in answer.failed_recving:
-            known = self._requests.get(name)
-            if known is not None:
-                known.may_ask = True
+                known.may_ask |= name in answer.failed_recving
         return answer
 
     def request_preempted(self, request: Request) -> None:
@@ -208,11 +213,8 @@ class StrictOffloadScheduler(OffloadScheduler):
         tables = tables_by_group(block_ids or [], len(self.groups))
         if any(tables):
             self._check_held("request_finished", name, tables)
-            num_ahead = getattr(request, "num_output_placeholders", 0)
-            num_computed = request.num_computed_tokens - num_ahead
-            self._check_covers(
-                "request_finished", name, tables, num_computed, "it has computed"
-            )
+            num = _num_computed(request)
+            self._check_covers("request_finished", name, tables, num, "it has computed")
         answer = super().request_finished(request, block_ids)
         self._requests.pop(name, None)
         return answer
@@ -227,18 +229,6 @@ class StrictOffloadScheduler(OffloadScheduler):
         known = self._requests.get(name)
         if known is not None:
             known.phase, known.is_loading = "preempted", False
-
-    def _may_ask(self, known: _Known) -> bool:
-        return known.phase != "running" or known.may_ask
-
-    def _refuse_to_ask(self, request: Request, known: _Known) -> None:
-        name = shown(request.request_id)
-        raise StrictError(
-            f"request {name} asks by get_num_new_matched_tokens() though it has its "
-            "blocks. If it is another request, the one before had its id and is not "
-            "over: call request_finished() first. If it lost its blocks, call "
-            "request_preempted(), or name it in SchedulerOutput.preempted_req_ids."
-        )
 
     def _last_keys(self, request: Request) -> list[tuple[int, BlockKey]]:
         """Give the number of a request's keys in each group, and the last one."""
@@ -287,7 +277,7 @@ class StrictOffloadScheduler(OffloadScheduler):
             )
 
     def _check_not_freed(self, output: SchedulerOutput) -> None:
-        """Refuse to go on if a request has lost its blocks without a word.
+        """Refuse to go on if a request has lost its blocks without a call.
 
         Blocks that a window has left behind may be freed.
         """
@@ -341,48 +331,47 @@ class StrictOffloadScheduler(OffloadScheduler):
         known = self._requests.get(name)
         if known is None:
             raise StrictError(_unknown(name, "num_scheduled_tokens"))
+        why = None
         if known.is_put_back:
-            raise StrictError(
-                f"request {shown(name)} is in SchedulerOutput.num_scheduled_tokens, "
-                "but update_state_after_alloc() was given no blocks for it, which "
-                "leaves it in the queue: pass its block tables to run it, also "
-                "without its offer."
+            why = (
+                ", but update_state_after_alloc() was given no blocks for it, which "
+                "leaves it in the queue: pass its block tables to run it, also without "
+                "its offer."
             )
-        if known.phase == "asked":
-            raise StrictError(
-                f"request {shown(name)} is in SchedulerOutput.num_scheduled_tokens, "
-                "but update_state_after_alloc() was not called for it after "
+        elif known.phase == "asked":
+            why = (
+                ", but update_state_after_alloc() was not called for it after "
                 "get_num_new_matched_tokens()."
             )
-        if known.phase == "preempted":
-            raise StrictError(
-                f"request {shown(name)} is in SchedulerOutput.num_scheduled_tokens "
-                "though it was preempted: call get_num_new_matched_tokens() and "
+        elif known.phase == "preempted":
+            why = (
+                " though it was preempted: call get_num_new_matched_tokens() and "
                 "update_state_after_alloc() anew."
             )
-        if known.is_loading:
-            raise StrictError(
-                f"request {shown(name)} is in SchedulerOutput.num_scheduled_tokens "
-                "while its load is in flight: get_num_new_matched_tokens() said that "
+        elif known.is_loading:
+            why = (
+                " while its load is in flight: get_num_new_matched_tokens() said that "
                 "it takes time, so wait until update_connector_output() names the "
                 "request in finished_recving or failed_recving."
+            )
+        if why is not None:
+            raise StrictError(
+                f"request {shown(name)} is in SchedulerOutput.num_scheduled_tokens{why}"
             )
         if self._blocks is not None and not self._has_cached:
             self._refuse_uncached(name, known)
 
     def _refuse_uncached(self, name: str, known: _Known) -> None:
         """Refuse to go on if a block is full, and none was ever made findable."""
-        request = known.request
-        num_ahead = getattr(request, "num_output_placeholders", 0)
-        num_computed = request.num_computed_tokens - num_ahead
+        num_computed = _num_computed(known.request)
         for spec in self.groups:
             num_full = num_computed // spec.block_size
             if num_full > known.num_found // spec.block_size:
                 raise StrictError(
                     f"request {shown(name)} has computed {num_full} full blocks, and "
                     "DeviceBlockPool.cache() was never called: call it after each step "
-                    "with the blocks that are full and their keys. What it was not "
-                    "told of is found on neither tier."
+                    "with the blocks that are full and their keys. Blocks that "
+                    "were not passed to it are found on neither tier."
                 )
 
     def _check_cached(self, block_ids: BlockIds, keys: Sequence[BlockKey]) -> None:
@@ -403,13 +392,19 @@ class StrictOffloadScheduler(OffloadScheduler):
             )
 
     def _check_reports(self) -> None:
-        """Refuse to go on without ever hearing of transfers."""
+        """Refuse to go on without reports of transfers."""
         if self._num_silent >= MOST_SILENT_STEPS:
             raise StrictError(
                 f"update_connector_output() was not called in {self._num_silent} steps "
                 f"with {self._num_in_flight} blocks in flight: in every step call "
                 "OffloadWorker.poll(), and give it what that returns."
             )
+
+
+def _num_computed(request: Request) -> int:
+    """Count the tokens that a request has computed, without those only scheduled."""
+    num_ahead: int = getattr(request, "num_output_placeholders", 0)
+    return request.num_computed_tokens - num_ahead
 
 
 def _unknown(name: str, where: str) -> str:

@@ -202,7 +202,7 @@ class PrefixUser:
                 chosen = {}
             self.note(f"begin {chosen}")
             blobs = FaultyStore(self.blobs, rng.random(), Faults(**chosen))
-            self.cache.store._storage._worker.storage_io._store = blobs
+            self.cache.store._storage.worker.storage_io._store = blobs
 
     def restart(self):
         """End the server and start another, which may find what was stored."""

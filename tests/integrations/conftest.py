@@ -1,10 +1,16 @@
-"""Arrays that are ready late; a folder in which the real vLLM runs."""
+"""What is closed after a test; a folder in which the real vLLM runs."""
 
+import contextlib
 import importlib.util
 
 import pytest
 
-from tests.transfer.conftest import delayed  # noqa: F401
+
+@pytest.fixture
+def closing():
+    """Give what a test passes to it back, and close it when the test is over."""
+    with contextlib.ExitStack() as stack:
+        yield stack.enter_context
 
 
 @pytest.fixture(scope="session")

@@ -163,15 +163,3 @@ def test_a_cache_that_is_not_a_prefills_is_refused():
         prompt_kv({})
     with pytest.raises(ValueError, match=r"has 3 slots; .* must be a prefill's"):
         prompt_kv(make_cache("unscanned", SLOTS))
-
-
-def test_kv_of_another_cache_is_refused():
-    cache = make_cache("unscanned", 1)
-    kv = prompt_kv(cache)
-    with pytest.raises(ValueError, match=r"num_tokens=13 must be in \[0, 12\]"):
-        resume_cache(cache, kv, 13)
-    with pytest.raises(ValueError, match="they must be the same"):
-        resume_cache(make_cache("scanned", 1), kv, 4)
-    path, leaf = kv.popitem()
-    with pytest.raises(ValueError, match=r"float32\[6, 2, 1, 4\] at .*\[12, 2, 1, 4\]"):
-        resume_cache(cache, {**kv, path: leaf[:6]}, 4)

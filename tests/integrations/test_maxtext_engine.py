@@ -240,23 +240,6 @@ def test_a_slot_without_all_the_tokens_is_not_kept(setup):
     assert offload.store.stats.failed_saves == before.failed_saves + 2
     assert offload.store.stats.stored_blocks == before.stored_blocks
     assert offload.resume(tokens).num_tokens == len(prompt)
-    with pytest.raises(ValueError, match=r"slot=4 must be in \[0, 4\)"):
-        offload.save_slot(tokens, server.state, SLOTS)
-    with pytest.raises(ValueError, match="tokens is empty"):
-        offload.save_slot([], server.state, 2)
-
-
-def test_with_attention_windows_only_prompts_are_kept(setup, monkeypatch):
-    windows = SimpleNamespace(prefill_chunk_size=CHUNK, sliding_window_size=8)
-    monkeypatch.setattr(setup.offload, "_engine", SimpleNamespace(config=windows))
-    with pytest.raises(ValueError, match="sliding_window_size=8 must be 0"):
-        setup.offload.save_slot([1, 2, 3], {}, 0)
-
-
-def test_prompts_that_do_not_fit_are_refused(setup):
-    for tokens in ([], random_tokens(7, LONGEST + 1)):
-        with pytest.raises(ValueError, match="must have between 1 and 64"):
-            setup.offload.prefill(setup.params, tokens)
 
 
 def test_without_the_guard_maxtext_fails_its_own_assertion(setup, monkeypatch):
@@ -275,16 +258,6 @@ def test_without_the_guard_maxtext_fails_its_own_assertion(setup, monkeypatch):
         with pytest.raises(AssertionError, match="key_seq_len=1, segment_id_seq_len=3"):
             prefill(3)
     prefill(3)
-
-
-def test_an_engine_that_cannot_resume_is_refused(maxtext, tmp_path):
-    namespace = Namespace("tiny", "0", "float32", "any", CHUNK)
-    engine = make_engine(maxtext, tmp_path, use_chunked_prefill=False)
-    with pytest.raises(ValueError, match="use_chunked_prefill=False must be True"):
-        MaxTextOffload(engine, namespace=namespace, num_host_blocks=4)
-    engine = make_engine(maxtext, tmp_path)
-    with pytest.raises(ValueError, match="load its parameters first"):
-        MaxTextOffload(engine, namespace=namespace, num_host_blocks=4)
 
 
 STORED = {"storage_bytes": "64MiB", "storage_deadline_s": 30.0}

@@ -14,6 +14,7 @@ from jaxkv.integrations import maxtext_guards
 from jaxkv.integrations.maxtext import MaxTextOffload
 from tests.rigs.fake_maxtext import (
     LENGTH,
+    SLOTS,
     Engine,
     kv_of,
     leaf_groups,
@@ -71,24 +72,19 @@ class PrefillEngine:
 
 
 @pytest.fixture
-def make(monkeypatch):
+def make(closing, monkeypatch):
     """Make an engine and its offload, without MaxText."""
     monkeypatch.setattr(maxtext_guards, "guard_chunked_prefill", lambda: False)
     monkeypatch.setattr(maxtext_guards, "guard_stub_results", lambda: False)
     monkeypatch.setattr(maxtext_guards, "find_prefix_class", lambda: ExistingPrefix)
-    made = []
 
     def make(layout, block_size=CHUNK, **arguments):
         engine = PrefillEngine(layout)
         namespace = Namespace("made up", "0", "float32", layout, block_size)
-        made.append(
-            MaxTextOffload(engine, namespace=namespace, num_host_blocks=64, **arguments)
-        )
-        return engine, made[-1]
+        arguments = {"num_host_blocks": 64} | arguments
+        return engine, closing(MaxTextOffload(engine, namespace=namespace, **arguments))
 
-    yield make
-    for offload in made:
-        offload.close()
+    return make
 
 
 @pytest.mark.parametrize("block_size", [2, 3, 4, 8])
@@ -162,7 +158,27 @@ def test_a_refused_engine_leaves_maxtext_unchanged(make, monkeypatch):
     decode_cache = jax.tree.map(jnp.asarray, make_cache("scanned", 3))
     with pytest.raises(ValueError, match="has 3 slots"):
         make("scanned", cache_like=decode_cache)
+    with monkeypatch.context() as patch:
+        patch.delattr(PrefillEngine, "_nnx_init_cache_dict")
+        with pytest.raises(ValueError, match="load its parameters first"):
+            make("scanned")
     monkeypatch.setattr(PrefillEngine, "config", SimpleNamespace(quantize_kvcache=True))
     with pytest.raises(ValueError, match="quantize_kvcache=True must be False"):
         make("scanned")
     assert not applied
+
+
+def test_prompts_and_slots_that_cannot_be_are_refused(make, monkeypatch):
+    _, offload = make("scanned")
+    state = Engine("scanned").state()
+    for tokens in ([], range(LENGTH + 1)):
+        with pytest.raises(ValueError, match="must have between 1 and 12"):
+            offload.prefill("params", tokens)
+    with pytest.raises(ValueError, match=r"slot=3 must be in \[0, 3\)"):
+        offload.save_slot([1, 2], state, SLOTS)
+    with pytest.raises(ValueError, match="tokens is empty"):
+        offload.save_slot([], state, 0)
+    windows = SimpleNamespace(sliding_window_size=8)
+    monkeypatch.setattr(PrefillEngine, "config", windows)
+    with pytest.raises(ValueError, match="sliding_window_size=8 must be 0"):
+        offload.save_slot([1, 2], state, 0)

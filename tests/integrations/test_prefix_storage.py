@@ -25,51 +25,40 @@ import pytest
 from jaxkv import ConfigError, Extras, Namespace, OffloadConfig
 from jaxkv.config import KEYS
 from jaxkv.integrations.prefix_storage import StorageKeys
-from jaxkv.integrations.prefix_store import PrefixStore
 from jaxkv.keys.hashing import NO_EXTRAS
 from jaxkv.transfer.storage import StoreError, open_store
 from tests.integrations.test_prefix_store import (
     BLOCK,
     LENGTH,
-    NAMESPACE,
-    POLICIES,
+    LIKE,
     check_at_rest,
+    make_store,
     random_prompt,
 )
 from tests.rigs.faulty_store import Faults, FaultyStore
-from tests.rigs.known_kv import SEQUENCE_AXIS, check_hit, known_kv, to_device
+from tests.rigs.known_kv import check_hit, known_kv, to_device
+from tests.rigs.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = list(range(100, 100 + 30))  # Seven blocks, and two tokens.
 NUM_BLOCKS, NUM_TOKENS = 7, 28
 OTHER = list(range(7, 7 + 30))
-LIKE = to_device(known_kv([], LENGTH))
 
 
 @pytest.fixture
-def make(tmp_path):
+def make(closing, tmp_path):
     """Make stores that share a folder, and are closed after the test."""
-    stores = []
 
-    def make(like=LIKE, num_host_blocks=64, **arguments):
+    def make(**arguments):
         defaults = {
-            "namespace": NAMESPACE,
-            "sequence_axis": SEQUENCE_AXIS,
             "storage": str(tmp_path / "kv"),
             "storage_bytes": "1MiB",
             "storage_write": "through",
             "storage_deadline_s": 30.0,  # Longer than this machine ever stalls.
         }
-        if num_host_blocks in POLICIES:
-            defaults["cache_policy"] = POLICIES[num_host_blocks]
-        stores.append(
-            PrefixStore(like, num_host_blocks=num_host_blocks, **defaults | arguments)
-        )
-        return stores[-1]
+        return closing(make_store(**defaults | arguments))
 
-    yield make
-    for store in stores:
-        store.close()
+    return make
 
 
 def save(store, tokens, extras=NO_EXTRAS):
@@ -87,20 +76,21 @@ def filled(make, *prompts, **arguments):
     return store
 
 
+def restarted(make, *prompts, **arguments):
+    """Fill the folder, and make another store, which has listed it."""
+    filled(make, *prompts)
+    return listed(make, **arguments)
+
+
+def listed(make, **arguments):
+    """Make a store that has listed the folder."""
+    store = make(**arguments)
+    assert store.wait_for_storage(60)
+    return store
+
+
 def files_of(tmp_path):
     return sorted(path for path in (tmp_path / "kv").rglob("*.0") if path.is_file())
-
-
-def run_python(code, tmp_path):
-    return subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "kv")],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
 
 
 @pytest.fixture
@@ -124,8 +114,7 @@ def test_a_store_that_is_made_anew_is_warm(make, mode):
     before = filled(make, mode=mode)
     assert before.stats.storage_written_blocks == NUM_BLOCKS
     assert before.stats.storage_dropped_blocks == 0
-    store = make(mode=mode)
-    assert store.wait_for_storage(60)
+    store = listed(make, mode=mode)
     assert (store.num_storage_blocks_held, store.held_bytes) == (NUM_BLOCKS, 0)
     assert not store.contains(PROMPT)
     hit = store.load([*PROMPT, 1, 2, 3])
@@ -143,44 +132,21 @@ def test_a_store_that_is_made_anew_is_warm(make, mode):
     check_at_rest(store)
 
 
-WARM = """
-import sys
-import jax
-jax.config.update("jax_platforms", "cpu")
-from tests.integrations import test_prefix_storage as t
-store = t.PrefixStore(
-    t.LIKE, namespace=t.NAMESPACE, num_host_blocks=64, cache_policy=t.POLICIES[64],
-    sequence_axis=t.SEQUENCE_AXIS, storage=sys.argv[1], storage_bytes="1MiB",
-    storage_deadline_s=30.0,
-)
-assert store.wait_for_storage(60)
-hit = store.load(t.PROMPT)
-t.check_hit(hit, t.PROMPT)
-print(hit.num_tokens, store.stats.storage_hit_tokens)
-store.close()
-"""
-
-
-def test_another_process_is_warm(make, tmp_path):
-    filled(make)
-    done = run_python(WARM, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["28", "28"]
-
-
 def test_two_stores_find_what_the_other_has_written(make):
     one, two = (make(storage_list_s=0.02) for _ in range(2))
     save(one, PROMPT)
     save(two, OTHER)
     for store, tokens in ((one, OTHER), (two, PROMPT)):
-        until_s = time.monotonic() + 60
-        while (hit := store.load(tokens)) is None and time.monotonic() < until_s:
-            time.sleep(0.02)
-        while hit.num_tokens < NUM_TOKENS and time.monotonic() < until_s:
-            hit = store.load(tokens)
-        assert hit.num_tokens == NUM_TOKENS
-        check_hit(hit, tokens)
+        wait_for(loaded_all, store, tokens)
         assert store.stats.storage_fetched_blocks == NUM_BLOCKS
+
+
+def loaded_all(store, tokens):
+    """Load what there is of a prompt; whether that is all."""
+    hit = store.load(tokens)
+    if hit is not None:
+        check_hit(hit, tokens)
+    return hit is not None and hit.num_tokens == NUM_TOKENS
 
 
 def flip(path):
@@ -189,27 +155,15 @@ def flip(path):
     path.write_bytes(raw)
 
 
-DAMAGE = {
-    "torn": lambda path, other: os.truncate(path, 200),
-    "empty": lambda path, other: os.truncate(path, 0),
-    "foreign": lambda path, other: path.write_bytes(b"something else" * 40),
-    "flipped": lambda path, other: flip(path),
-    "of another key": lambda path, other: path.write_bytes(other),
-    "gone": lambda path, other: path.unlink(),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.parametrize("damage", [flip, Path.unlink])
 @pytest.mark.parametrize("num", [1, NUM_BLOCKS])
-def test_objects_that_are_not_right_are_misses(make, tmp_path, name, num):
+def test_objects_that_are_not_right_are_misses(make, tmp_path, damage, num):
     filled(make)
     files = files_of(tmp_path)
     assert len(files) == NUM_BLOCKS
-    store = make()
-    assert store.wait_for_storage(60)
-    others = [files[n - 1].read_bytes() for n in range(NUM_BLOCKS)]
-    for n in random.Random(num).sample(range(NUM_BLOCKS), num):
-        DAMAGE[name](files[n], others[n])
+    store = listed(make)
+    for file in random.Random(num).sample(files, num):
+        damage(file)
     hit = store.load(PROMPT)
     assert store.stats.storage_missed_blocks == num
     assert store.stats.storage_fetched_blocks == NUM_BLOCKS - num
@@ -250,8 +204,7 @@ OF_OTHERS = {
 def test_what_others_have_written_is_not_found_and_stays(make, tmp_path, name):
     filled(make)
     before = {path: path.read_bytes() for path in files_of(tmp_path)}
-    store = make(**OF_OTHERS[name])
-    assert store.wait_for_storage(60)
+    store = listed(make, **OF_OTHERS[name])
     assert store.load(PROMPT) is None
     assert store.stats.storage_fetched_blocks == 0
     store.close()
@@ -259,59 +212,32 @@ def test_what_others_have_written_is_not_found_and_stays(make, tmp_path, name):
 
 
 def test_arrays_of_another_length_share_what_is_stored(make):
-    filled(make)
-    store = make(like=to_device(known_kv([], 20)))
-    assert store.wait_for_storage(60)
+    store = restarted(make, like=to_device(known_kv([], 20)))
     hit = store.load(PROMPT)
     assert hit.num_tokens == 20
     check_hit(hit, PROMPT)
 
 
-def test_adapters_and_salts_find_only_their_own(make):
-    mine = Extras("salt", "adapter")
-    with make() as store:
-        save(store, PROMPT, mine)
-        assert store.wait_for_storage(60)
-    store = make()
-    assert store.wait_for_storage(60)
-    assert store.load(PROMPT) is None
-    assert store.load(PROMPT, Extras("salt")) is None
-    check_hit(store.load(PROMPT, mine), PROMPT, mine)
-
-
-def test_a_long_prompt_comes_in_parts_that_the_host_has_room_for(make):
-    filled(make)
-    store = make(num_host_blocks=24, max_storage_blocks=2)
-    assert store.wait_for_storage(60)
+@pytest.mark.parametrize(("num_host_blocks", "least"), [(24, NUM_TOKENS), (5, BLOCK)])
+def test_a_long_prompt_comes_in_parts_as_far_as_the_host_has_room(
+    make, num_host_blocks, least
+):
+    store = restarted(make, num_host_blocks=num_host_blocks, max_storage_blocks=2)
     hit = store.load(PROMPT)
-    assert hit.num_tokens == NUM_TOKENS
-    check_hit(hit, PROMPT)
-    check_at_rest(store)
-
-
-def test_a_prefix_longer_than_the_host_comes_as_far_as_there_is_room(make):
-    filled(make)
-    store = make(num_host_blocks=5)
-    assert store.wait_for_storage(60)
-    hit = store.load(PROMPT)
-    assert BLOCK <= hit.num_tokens <= 5 * BLOCK
+    assert least <= hit.num_tokens <= num_host_blocks * BLOCK
     check_hit(hit, PROMPT)
     check_at_rest(store)
 
 
 def test_nothing_is_fetched_for_a_prefix_that_is_too_short(make):
-    filled(make)
-    store = make()
-    assert store.wait_for_storage(60)
+    store = restarted(make)
     assert store.load(PROMPT, min_tokens=NUM_TOKENS + 1) is None
     assert store.stats.storage_fetched_blocks == 0
     assert store.load(PROMPT, min_tokens=NUM_TOKENS).num_tokens == NUM_TOKENS
 
 
 def test_the_rest_of_a_prefix_is_fetched_behind_what_the_host_has(make):
-    filled(make)
-    store = make()
-    assert store.wait_for_storage(60)
+    store = restarted(make)
     save(store, PROMPT[: 3 * BLOCK])
     check_hit(store.load(PROMPT), PROMPT)
     stats = store.stats
@@ -320,14 +246,10 @@ def test_the_rest_of_a_prefix_is_fetched_behind_what_the_host_has(make):
 
 
 def test_a_prefetched_prompt_is_on_the_host_when_it_is_loaded(make):
-    filled(make)
-    store = make()
-    assert store.wait_for_storage(60)
+    store = restarted(make)
     store.prefetch(OTHER)
     store.prefetch(PROMPT)
-    until_s = time.monotonic() + 60
-    while not store.contains(PROMPT) and time.monotonic() < until_s:
-        time.sleep(0.01)
+    wait_for(store.contains, PROMPT)
     hit = store.load(PROMPT)
     check_hit(hit, PROMPT)
     assert store.stats.storage_hit_tokens == 0
@@ -336,9 +258,7 @@ def test_a_prefetched_prompt_is_on_the_host_when_it_is_loaded(make):
 
 
 def test_what_comes_slower_than_it_is_computed_is_not_waited_for(make):
-    filled(make, PROMPT, OTHER)
-    store = make()
-    assert store.wait_for_storage(60)
+    store = restarted(make, PROMPT, OTHER)
     store.note_prefill_rate(1e15)
     check_hit(store.load(PROMPT), PROMPT)  # Nobody knows yet how fast reads are.
     assert store.load(OTHER) is None
@@ -384,8 +304,7 @@ def test_a_full_store_deletes_what_was_used_least_recently(make, tmp_path):
     assert store.stats.storage_evicted_blocks == 6
     store.close()
     assert len(files_of(tmp_path)) == 8
-    store = make()
-    assert store.wait_for_storage(60)
+    store = listed(make)
     check_hit(store.load(OTHER), OTHER)
 
 
@@ -403,10 +322,7 @@ def test_clearing_needs_a_name_for_the_weights_and_their_kv_is_not_found(make):
     assert store.load(PROMPT) is None
     save(store, PROMPT[:9])
     store.clear("0")  # The old weights are back.
-    until_s = time.monotonic() + 60
-    while (hit := store.load(PROMPT)) is None and time.monotonic() < until_s:
-        time.sleep(0.02)
-    check_hit(hit, PROMPT)
+    check_hit(wait_for(store.load, PROMPT), PROMPT)
 
 
 def test_without_storage_a_name_of_other_weights_clears_as_well(make):
@@ -423,9 +339,7 @@ def test_without_storage_a_name_of_other_weights_clears_as_well(make):
 
 
 def test_a_store_that_hangs_is_waited_for_until_the_deadline_alone(make, faulty):
-    filled(make)
-    store = make(storage_deadline_s=0.3)
-    assert store.wait_for_storage(60)
+    store = restarted(make, storage_deadline_s=0.3)
     faulty.hang = 1.0
     begin_s = time.monotonic()
     assert store.load(PROMPT) is None
@@ -439,19 +353,22 @@ def test_a_store_that_hangs_is_waited_for_until_the_deadline_alone(make, faulty)
     assert time.monotonic() - begin_s < 20
 
 
-def test_a_prompt_that_is_cleared_while_it_is_fetched_is_a_miss(make, faulty):
-    filled(make)
-    store = make(num_host_blocks=24)
-    assert store.wait_for_storage(60)
+@contextlib.contextmanager
+def fetching(store, faulty):
+    """Have a thread that waits for what a store, which hangs, was asked for."""
     faulty.hang = 1.0
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         loading = thread.submit(store.load, PROMPT)
-        until_s = time.monotonic() + 60
-        while not store.held_bytes and time.monotonic() < until_s:
-            time.sleep(0.001)
+        wait_for(lambda: store.held_bytes)
+        yield loading
+    faulty.hang = 0.0
+
+
+def test_a_prompt_that_is_cleared_while_it_is_fetched_is_a_miss(make, faulty):
+    store = restarted(make, num_host_blocks=24)
+    with fetching(store, faulty) as loading:
         store.clear("1")
         assert loading.result(timeout=20) is None  # Long before the deadline.
-    faulty.hang = 0.0
     for first in range(5):  # Its places on the host are given to others.
         save(store, [first, *OTHER[1:]])
         check_hit(store.load([first, *OTHER[1:]]), [first, *OTHER[1:]])
@@ -460,15 +377,8 @@ def test_a_prompt_that_is_cleared_while_it_is_fetched_is_a_miss(make, faulty):
 
 
 def test_a_close_while_a_prompt_is_fetched_ends_both(make, faulty):
-    filled(make)
-    store = make()
-    assert store.wait_for_storage(60)
-    faulty.hang = 1.0
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        loading = thread.submit(store.load, PROMPT)
-        until_s = time.monotonic() + 60
-        while not store.held_bytes and time.monotonic() < until_s:
-            time.sleep(0.001)
+    store = restarted(make)
+    with fetching(store, faulty) as loading:
         store.close()
         with pytest.raises(RuntimeError, match="closed"):
             loading.result(timeout=20)
@@ -532,20 +442,20 @@ def test_two_stores_of_eight_threads_never_get_a_wrong_byte(make, faulty, kind):
     for store in stores:
         store.flush()
         store.wait_for_storage(60)
-        until_s = time.monotonic() + 60
-        while time.monotonic() < until_s:  # Until late fetches are over, too.
-            with contextlib.suppress(AssertionError):
-                check_at_rest(store)
-                break
-            time.sleep(0.02)
-        check_at_rest(store)
+        wait_for(is_at_rest, store)  # Until late fetches are over, too.
         assert store.stats.failed_loads == store.stats.failed_saves == 0
 
 
+def is_at_rest(store):
+    try:
+        check_at_rest(store)
+    except AssertionError:
+        return False
+    return True
+
+
 def test_failures_are_logged_once_and_told(make, faulty, caplog):
-    filled(make)
-    store = make()
-    assert store.wait_for_storage(60)
+    store = restarted(make)
     faulty.error = 1.0
     assert store.load(PROMPT) is None
     assert store.storage_stats.failed["read other"] == NUM_BLOCKS
@@ -572,9 +482,7 @@ def test_waiting_for_the_store_tells_that_it_does_not_have_it_all(make, faulty):
 
 def test_loads_that_a_signal_interrupts_leave_nothing_pinned(make, faulty):
     """Twenty that wait for a store, which answers when they are gone."""
-    filled(make, PROMPT, OTHER)
-    store = make(num_host_blocks=24)
-    assert store.wait_for_storage(60)
+    store = restarted(make, PROMPT, OTHER, num_host_blocks=24)
     # What is on the host is held, too, while the rest is fetched.
     save(store, PROMPT[: 2 * BLOCK])
     assert store.wait_for_storage(60)
@@ -595,47 +503,34 @@ def test_loads_that_a_signal_interrupts_leave_nothing_pinned(make, faulty):
     finally:
         signal.signal(signal.SIGALRM, usual)
     faulty.hang = 0.0
-    store._storage._worker.storage_io._store.let_go()
+    store._storage.worker.storage_io._store.let_go()
     check_hit(store.load(PROMPT), PROMPT)
     check_hit(store.load(OTHER), OTHER)
     check_at_rest(store)
 
 
 def test_a_bug_in_the_threads_is_raised_by_the_next_call(make, monkeypatch):
-    filled(make)
-    store = make()
-    assert store.wait_for_storage(60)
+    store = restarted(make)
 
     def fails(moves):
         raise KeyError("a mistake in the code")
 
-    monkeypatch.setattr(store._storage._worker, "start", fails)
+    monkeypatch.setattr(store._storage.worker, "start", fails)
     with pytest.raises(RuntimeError, match="thread failed") as raised:
         store.load(PROMPT)
     assert "a mistake in the code" in str(raised.value.__cause__)
 
 
-def test_a_store_that_nobody_closes_is_collected_with_its_threads(make, tmp_path):
+def test_a_store_that_nobody_closes_is_collected_with_its_threads(tmp_path):
     before = set(threading.enumerate())
-    arguments = {"namespace": NAMESPACE, "sequence_axis": SEQUENCE_AXIS}
-    store = PrefixStore(
-        LIKE,
-        num_host_blocks=64,
-        cache_policy=POLICIES[64],
-        storage=str(tmp_path / "kv"),
-        storage_bytes="1MiB",
-        **arguments,
-    )
+    store = make_store(storage=str(tmp_path / "kv"), storage_bytes="1MiB")
     threads = set(threading.enumerate()) - before
     thread, gone = store._storage._thread, weakref.ref(store)
     assert thread in threads
     assert store.wait_for_storage(60)
     del store
-    until_s = time.monotonic() + 60
-    while any(each.is_alive() for each in threads) and time.monotonic() < until_s:
-        gc.collect()
-        time.sleep(0.05)
-    assert ([each for each in threads if each.is_alive()], gone()) == ([], None)
+    wait_for(lambda: gc.collect() >= 0 and not any(each.is_alive() for each in threads))
+    assert gone() is None
 
 
 def named(**names):
@@ -673,10 +568,7 @@ def test_what_cannot_be_is_refused_in_one_line(make, arguments, error, message):
         make(**arguments)
     assert message in str(raised.value)
     assert "\n" not in str(raised.value)
-    until_s = time.monotonic() + 60
-    while threading.active_count() > num_threads and time.monotonic() < until_s:
-        time.sleep(0.01)
-    assert threading.active_count() <= num_threads
+    wait_for(lambda: threading.active_count() <= num_threads)
 
 
 def test_several_processes_of_one_model_are_refused(make, monkeypatch):
@@ -690,17 +582,22 @@ import sys
 import jax
 jax.config.update("jax_platforms", "cpu")
 from tests.integrations import test_prefix_storage as t
-store = t.PrefixStore(
-    t.LIKE, namespace=t.NAMESPACE, num_host_blocks=64, sequence_axis=t.SEQUENCE_AXIS,
-    storage=sys.argv[1], storage_bytes="1MiB", storage_write="through",
-)
+store = t.make_store(storage=sys.argv[1], storage_bytes="1MiB", storage_write="through")
 t.save(store, t.PROMPT)
 print("end")
 """
 
 
 def test_a_process_that_closes_nothing_ends(tmp_path):
-    done = run_python(UNCLOSED, tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", UNCLOSED, str(tmp_path / "kv")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 

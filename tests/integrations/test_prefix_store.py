@@ -25,6 +25,7 @@ from tests.rigs.known_kv import (
     known_kv,
     to_device,
 )
+from tests.rigs.waiting import wait_for
 from tests.transfer import faults
 
 BLOCK, LENGTH = 4, 34  # The last two tokens of the arrays make no full block.
@@ -34,26 +35,22 @@ TENANTS = (NO_EXTRAS, Extras(lora_name="a"), Extras(cache_salt="a"), Extras("b",
 # The same in all tests, so that each is compiled once.
 POLICIES = {num_blocks: make_lru(num_blocks, 4096) for num_blocks in (64, 24, 5)}
 
+LIKE = to_device(known_kv([], LENGTH))
+
 modes = pytest.mark.parametrize("mode", ["fused", "staged"])
 
 
+def make_store(num_host_blocks=64, like=LIKE, **arguments):
+    defaults = {"namespace": NAMESPACE, "sequence_axis": SEQUENCE_AXIS}
+    if num_host_blocks in POLICIES:
+        defaults["cache_policy"] = POLICIES[num_host_blocks]
+    return PrefixStore(like, num_host_blocks=num_host_blocks, **defaults | arguments)
+
+
 @pytest.fixture
-def make():
+def make(closing):
     """Make stores that are closed after the test."""
-    stores = []
-
-    def make(num_host_blocks=64, **arguments):
-        defaults = {"namespace": NAMESPACE, "sequence_axis": SEQUENCE_AXIS}
-        if num_host_blocks in POLICIES:
-            defaults["cache_policy"] = POLICIES[num_host_blocks]
-        arguments = defaults | arguments
-        like = to_device(known_kv([], LENGTH))
-        stores.append(PrefixStore(like, num_host_blocks=num_host_blocks, **arguments))
-        return stores[-1]
-
-    yield make
-    for store in stores:
-        store.close()
+    return lambda *sizes, **arguments: closing(make_store(*sizes, **arguments))
 
 
 def save(store, tokens, extras=NO_EXTRAS, length=LENGTH, **arguments):
@@ -124,13 +121,6 @@ def test_a_prompt_is_kept_as_long_as_its_caller_says(make):
     assert not store.contains(prompts[0])
 
 
-def test_a_store_without_retention_refuses_it_and_changes_nothing(make):
-    store = make(num_host_blocks=2)
-    with pytest.raises(ValueError, match="with retention=True"):
-        store.retain(range(64), Retention(ttl_s=60))
-    assert store.held_bytes == 0
-
-
 def check_at_rest(store):
     """Check that nothing is pinned, and that the manager agrees with the engine."""
     snapshot = store._manager.snapshot()
@@ -155,7 +145,7 @@ def test_a_prompt_comes_back_bit_for_bit(make, mode):
         mine.sharding.is_equivalent_to(its.sharding, mine.ndim)
         for mine, its in zip(
             jax.tree.leaves(hit.kv),
-            jax.tree.leaves(to_device(known_kv([], LENGTH))),
+            jax.tree.leaves(LIKE),
             strict=True,
         )
     )
@@ -264,35 +254,6 @@ def test_random_prompts_agree_with_a_list_of_prefixes(make, seed):
     check_at_rest(store)
 
 
-def test_eight_threads_get_the_right_bytes(make):
-    store = make(24, max_pending_saves=3)
-    hits = []
-
-    def hammer(seed):
-        rng = np.random.default_rng(seed)
-        for _ in range(20):
-            tokens, extras = random_prompt(rng), TENANTS[rng.integers(len(TENANTS))]
-            hit = store.load(tokens, extras)
-            if hit is not None:
-                check_hit(hit, tokens, extras)
-                hits.append(hit.num_tokens)
-            if not store.contains(tokens, extras):
-                assert save(store, tokens, extras) <= len(tokens)
-            if rng.random() < 0.02:
-                store.clear()
-            if rng.random() < 0.1:
-                store.flush()
-
-    with concurrent.futures.ThreadPoolExecutor(8) as threads:
-        for done in [threads.submit(hammer, seed) for seed in range(8)]:
-            done.result(timeout=300)
-    store.flush()
-    assert sum(hits) == store.stats.hit_tokens > 0
-    assert store.stats.evicted_blocks > 0
-    assert (store.stats.failed_saves, store.stats.failed_loads) == (0, 0)
-    check_at_rest(store)
-
-
 @contextlib.contextmanager
 def blocked_thread(store):
     """Keep saves from running within; they run at the end."""
@@ -328,49 +289,20 @@ def test_saved_arrays_may_be_donated_at_once(make, mode):
     check_hit(store.load(prompt), prompt)
 
 
-def test_a_prompt_may_be_donated_before_it_is_computed(make, delayed):
-    store = make()
-    prompt = list(range(30))
-    kv = {"key": jnp.arange(LENGTH * 8, dtype=jnp.int32).reshape(LENGTH, 8)}
-    store = PrefixStore(kv, namespace=NAMESPACE, num_host_blocks=64)
-    overwrite = jax.jit(
-        lambda kv: jax.tree.map(lambda leaf: leaf + 7, kv), donate_argnums=0
-    )
-    for seconds in (0.0, 0.5):  # The first time things are compiled.
-        late = delayed(kv, seconds)
-        store.save([*prompt, int(seconds > 0)][::-1], late)
-        overwrite(late)
-    store.flush()
-    hit = store.load([1, *prompt[::-1]])
-    store.close()
-    assert hit.num_tokens == 28
-    assert (np.array(hit.kv["key"][:28]) == np.array(kv["key"][:28])).all()
+def fail():
+    raise KeyError("a mistake of the caller's")
 
 
-def test_a_save_that_only_if_refuses_is_not_kept(make):
+@pytest.mark.parametrize("only_if", [lambda: False, fail])
+def test_a_save_that_only_if_refuses_costs_no_other(make, only_if, caplog):
     store = make()
-    prompt = list(range(30))
-    assert save(store, prompt, only_if=lambda: False) == 28
+    prompt, other = list(range(30)), list(range(50, 80))
+    assert save(store, prompt, only_if=only_if) == 28
     store.flush()
     assert (store.load(prompt), store.held_bytes) == (None, 0)
     assert store.stats.failed_saves == 1
-    save(store, prompt, only_if=lambda: True)
-    store.flush()
-    check_hit(store.load(prompt), prompt)
-
-
-def test_an_error_of_only_if_costs_its_own_save_and_no_other(make, caplog):
-    store = make()
-    prompt, other = list(range(30)), list(range(50, 80))
-
-    def fails():
-        raise KeyError("a mistake of the caller's")
-
-    assert save(store, prompt, only_if=fails) == 28
-    store.flush()
-    assert (store.load(prompt), store.stats.failed_saves) == (None, 1)
-    assert "a mistake of the caller's" in caplog.text
-    save(store, other)
+    assert ("a mistake of the caller's" in caplog.text) == (only_if is fail)
+    save(store, other, only_if=lambda: True)
     store.flush()
     check_hit(store.load(other), other)
     check_at_rest(store)
@@ -415,12 +347,25 @@ def test_a_cleared_load_is_a_miss(make):
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         with blocked_thread(store):
             loading = thread.submit(store.load, prompt)
-            while not store.stats.query_tokens:
-                pass
+            wait_for(lambda: store.stats.query_tokens)
             store.clear()
             save(store, [*range(90, 120)])
         assert loading.result() is None
     assert (store.stats.failed_loads, store.stats.hit_tokens) == (0, 0)
+    check_at_rest(store)
+
+
+def test_blocks_that_are_being_loaded_are_not_evicted(make):
+    store = make(5)
+    prompt = list(range(5 * BLOCK))
+    save(store, prompt)
+    store.flush()
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        with blocked_thread(store):
+            loading = thread.submit(store.load, prompt)
+            wait_for(lambda: store.stats.query_tokens)
+            assert save(store, [100 + token for token in prompt]) == 0
+        check_hit(loading.result(), prompt)
     check_at_rest(store)
 
 
@@ -549,6 +494,10 @@ def test_invalid_calls_are_refused_and_change_nothing(make):
             call(prompt, "alice")
     with pytest.raises(ValueError, match=r"length=35 must be in \[1, 34\]"):
         store.load(prompt, length=35)
+    with pytest.raises(TypeError, match=r"must be a jaxkv.Retention, or None"):
+        store.retain(prompt, 80)
+    with pytest.raises(ValueError, match="with retention=True"):
+        store.retain(prompt, Retention(ttl_s=60))
     assert (store.stats, store.held_bytes) == (PrefixStats(), 0)
     store.close()
     store.close()
@@ -560,49 +509,37 @@ def test_invalid_calls_are_refused_and_change_nothing(make):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "error", "message"),
     [
-        ({"sequence_axis": 0}, "has room for 3 tokens along axis 0 and 'key' for 34"),
-        ({"sequence_axis": {"key": 0}}, "must be an int, or a tree of ints"),
-        ({"sequence_axis": 3}, r"sequence_axis 3 of 'key' must be an int in \[-3, 3\)"),
-        ({"num_host_blocks": 0}, "num_host_blocks=0 must be at least 1"),
-        ({"num_host_blocks": None}, "one of"),
-        ({"max_pending_saves": 0}, "max_pending_saves=0 must be at least 1"),
-        ({"cache_policy": "nonesuch"}, "nonesuch"),
-        ({"namespace": Namespace("m", "0", "d", "l", 64)}, "less than a block"),
+        ({"sequence_axis": 0}, ValueError, "room for 3 tokens along axis 0 and 'key'"),
+        (
+            {"sequence_axis": {"key": 0}},
+            ValueError,
+            "must be an int, or a tree of ints",
+        ),
+        (
+            {"sequence_axis": 3},
+            ValueError,
+            r"sequence_axis 3 of 'key' must be",
+        ),
+        ({"num_host_blocks": 0}, ValueError, "num_host_blocks=0 must be at least 1"),
+        ({"num_host_blocks": None}, ValueError, "one of"),
+        ({"max_pending_saves": 0}, ValueError, "max_pending_saves=0 must be at least"),
+        ({"cache_policy": "nonesuch"}, ValueError, "nonesuch"),
+        ({"namespace": Namespace("m", "0", "d", "l", 64)}, ValueError, "than a block"),
+        ({"namespace": "m"}, TypeError, "namespace='m' must be a jaxkv.Namespace"),
+        (
+            {"like": {"key": np.zeros((8, 2))}},
+            TypeError,
+            "'key' must be a jax.Array or",
+        ),
+        ({"like": [3]}, TypeError, "'0' must be a jax.Array or .* not <class 'int'>"),
+        ({"like": []}, ValueError, "kv has no leaves"),
     ],
 )
-def test_invalid_arguments_are_refused(make, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        make(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("kv", "namespace", "message"),
-    [
-        ({"key": np.zeros((8, 2))}, NAMESPACE, "'key' must be a jax.Array or a jax.Sh"),
-        ([3], NAMESPACE, "'0' must be a jax.Array or .* not <class 'int'>"),
-        ({"key": jnp.zeros((8, 2))}, "m", "namespace='m' must be a jaxkv.Namespace"),
-    ],
-)
-def test_what_is_no_array_and_no_namespace_is_refused(kv, namespace, message):
-    with pytest.raises(TypeError, match=message):
-        PrefixStore(kv, namespace=namespace, num_host_blocks=4)
-
-
-def test_what_is_no_retention_is_refused_and_changes_nothing(make):
-    store = make(num_host_blocks=2, retention=True)
-    for wrong in ("high", 80, {"priority": 80}):
-        with pytest.raises(TypeError, match=r"must be a jaxkv.Retention, or None"):
-            store.retain(range(8), wrong)
-        with pytest.raises(TypeError, match=r"must be a jaxkv.Retention, or None"):
-            store._manager.retain([b"a"], wrong, 0)
-    assert not store._manager._notes
-
-
-def test_no_leaves_are_refused():
-    with pytest.raises(ValueError, match="kv has no leaves"):
-        PrefixStore([], namespace=NAMESPACE, num_host_blocks=4)
+def test_invalid_arguments_are_refused(make, arguments, error, message):
+    with pytest.raises(error, match=message):
+        make(**{"sequence_axis": 0} | arguments if "like" in arguments else arguments)
 
 
 def test_another_number_of_blocks_compiles_nothing(make):

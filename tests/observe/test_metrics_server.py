@@ -3,8 +3,6 @@
 import math
 import re
 import socket
-import subprocess
-import sys
 import threading
 from contextlib import closing
 
@@ -12,7 +10,6 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from jaxkv import OffloadScheduler
-from jaxkv._util.extras import pip_install
 from jaxkv.observe.metrics import OffloadMetrics
 from tests.rigs.scraping import get, make_all, read
 
@@ -136,25 +133,6 @@ def test_an_unusable_port_is_named_in_the_error():
             metrics.serve(port)
     assert get(metrics.serve(0))
     metrics.close()
-
-
-def run_python(code):
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False
-    )
-    return done.returncode, done.stdout + done.stderr
-
-
-def test_without_the_extra_the_error_says_how_to_install_it():
-    without = "import sys; sys.modules['prometheus_client'] = None; "
-    code, said = run_python(without + "import jaxkv.observe.metrics")
-    assert code == 1
-    assert said.splitlines()[-1].startswith("ImportError: jaxkv.observe.metrics needs")
-    assert pip_install("metrics") in said
-    assert run_python(without + "import jaxkv, jaxkv.observe, jaxkv.tools.main") == (
-        0,
-        "",
-    )
 
 
 def test_format_line_has_the_numbers_of_what_is_given():

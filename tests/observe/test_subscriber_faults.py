@@ -27,7 +27,9 @@ NO_UTF_8 = [
     for array_like in (False, True)
 ]
 HUGE = b"\xdd\xff\xff\xff\xff"
-BAD_PAYLOADS = [b"", b"nonsense", DEEP, *NO_UTF_8, HUGE, GOOD[:-1], b"\xc1"]
+# A number for a batch, and an array for the name of an event.
+NO_ARRAYS = [msgspec.msgpack.encode(batch) for batch in (7, [0.5, [[[]]]])]
+BAD_PAYLOADS = [b"", b"nonsense", DEEP, *NO_UTF_8, HUGE, GOOD[:-1], *NO_ARRAYS]
 
 
 def number(seq):
@@ -160,6 +162,15 @@ def test_numbers_of_replays_are_checked():
         assert (stats.num_malformed, stats.num_replayed) == (4, 2)
         assert stats.num_lost == 1
         assert [subscriber.receive(0).seq for _ in range(2)] == [2, 3]
+
+
+def test_numbers_that_begin_again_are_those_of_another_publisher():
+    with Publisher([END]) as publisher, connect(publisher) as subscriber:
+        for seq in (1, 2, 0):
+            publisher.send(b"", number(seq), GOOD)
+            assert subscriber.receive(timeout_s=10).seq == seq
+        stats = subscriber.stats
+        assert (stats.num_restarts, stats.num_lost) == (1, 0)
 
 
 def test_a_replay_of_nonsense_without_an_end_comes_to_an_end():

@@ -3,11 +3,10 @@
 Written from JetStream's documented calls: a driver whose threads prefill in chunks,
 query the prefix cache before and save to it afterwards, with the cache's methods and
 the attributes of its values; LoRA adapters that are merged into the weights while a
-prompt is prefilled; a cache that keeps whole prefixes.
+prompt is prefilled.
 """
 
 import asyncio
-import collections
 import dataclasses
 import queue
 import threading
@@ -215,43 +214,6 @@ class Flushing:
         saved = self._cache.save(key, value)
         self._cache.flush()
         return saved
-
-
-class WholePrefixCache:
-    """JetStream's cache: whole caches on the host, evicted by LRU."""
-
-    def __init__(self, host_bytes):
-        self.host_bytes = host_bytes
-        self.held_bytes = 0
-        self._values = collections.OrderedDict()
-        self._lock = threading.Lock()
-
-    def contains(self, key):
-        with self._lock:
-            return any(common_length(key, other) == len(key) for other in self._values)
-
-    def save(self, key, value):
-        with self._lock:
-            if key in self._values or value.prefix_size_bytes > self.host_bytes:
-                return False
-            self.held_bytes += value.prefix_size_bytes
-            while self.held_bytes > self.host_bytes:
-                _, old = self._values.popitem(last=False)
-                self.held_bytes -= old.prefix_size_bytes
-            on_host = jax.tree.map(np.array, value.prefix)
-            self._values[key] = dataclasses.replace(value, prefix=on_host)
-            return True
-
-    def load(self, key, min_common_prefix_key_length=None, device=None):
-        with self._lock:
-            best = max(
-                self._values, key=lambda other: common_length(key, other), default=()
-            )
-            if common_length(key, best) < max(min_common_prefix_key_length or 0, 1):
-                return None
-            self._values.move_to_end(best)
-            value = self._values[best]
-            return dataclasses.replace(value, prefix=jax.device_put(value.prefix))
 
 
 def num_bytes(tree):

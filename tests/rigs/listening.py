@@ -3,21 +3,15 @@
 What it reads, any reader of vLLM's events can read.
 """
 
-import time
 from collections import Counter
 from typing import Any
 
 import msgspec
 import zmq
 
-WAIT_MS = 60_000  # for expected messages; a passing test never waits this long
+from tests.rigs.waiting import WAIT_S
 
-
-def wait_for(condition):
-    deadline = time.monotonic() + WAIT_MS / 1000
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.002)
+WAIT_MS = 1000 * WAIT_S  # for expected messages
 
 
 class Event(msgspec.Struct, omit_defaults=True, gc=False, tag=True):

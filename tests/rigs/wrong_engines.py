@@ -36,6 +36,17 @@ class Right(example.Engine):
             self.step([])
 
 
+def right_but(mistake):
+    """Return a maker of right engines that have one mistake."""
+
+    def make(*sizes):
+        engine = Right(*sizes)
+        mistake(engine)
+        return engine
+
+    return make
+
+
 class DoesNotWait(Right):
     def admit(self, request):
         is_admitted = super().admit(request)
@@ -53,72 +64,56 @@ class CachesEarly(Right):
         return is_admitted
 
 
-class NeverTellsOfBlocks(Right):
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        self.scheduler.update_state_after_alloc = lambda request, tables, num: tables
+def never_tells_of_blocks(engine):
+    engine.scheduler.update_state_after_alloc = lambda request, tables, num: tables
 
 
-class DeclinesWithoutBlocks(Right):
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        tell = self.scheduler.update_state_after_alloc
+def declines_without_blocks(engine):
+    tell = engine.scheduler.update_state_after_alloc
 
-        def decline(request, tables, num):
-            tell(request, [], 0)
-            return tables
+    def decline(request, tables, num):
+        tell(request, [], 0)
+        return tables
 
-        self.scheduler.update_state_after_alloc = decline
+    engine.scheduler.update_state_after_alloc = decline
 
 
-class TellsOfBlocksFirst(Right):
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        ask = self.scheduler.get_num_new_matched_tokens
+def tells_of_blocks_first(engine):
+    ask = engine.scheduler.get_num_new_matched_tokens
 
-        def tell_and_ask(request, local):
-            self.grow(request)
-            self.scheduler.update_state_after_alloc(request, request.tables, 0)
-            return ask(request, local)
+    def tell_and_ask(request, local):
+        engine.grow(request)
+        engine.scheduler.update_state_after_alloc(request, request.tables, 0)
+        return ask(request, local)
 
-        self.scheduler.get_num_new_matched_tokens = tell_and_ask
+    engine.scheduler.get_num_new_matched_tokens = tell_and_ask
 
 
-class NeverCaches(Right):
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        self.blocks.cache = lambda *pairs: []
+def never_caches(engine):
+    engine.blocks.cache = lambda *pairs: []
 
 
-class NeverPolls(Right):
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        self.worker.poll = ConnectorOutput
+def never_polls(engine):
+    engine.worker.poll = ConnectorOutput
 
 
-class NeverPassesReportsOn(Right):
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        self.scheduler.update_connector_output = lambda output: output
+def never_passes_reports_on(engine):
+    engine.scheduler.update_connector_output = lambda output: output
 
 
-class KeepsTheOldPool(Right):
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        start = self.worker.start
-        self.worker.start = lambda meta, pool: (start(meta, pool), pool)[1]
+def keeps_the_old_pool(engine):
+    start = engine.worker.start
+    engine.worker.start = lambda meta, pool: (start(meta, pool), pool)[1]
 
 
-class PassesShortTables(Right):
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        tell = self.scheduler.update_state_after_alloc
+def passes_short_tables(engine):
+    tell = engine.scheduler.update_state_after_alloc
 
-        def tell_of_one(request, tables, num):
-            tell(request, [table[:1] for table in tables], num)
-            return tables
+    def tell_of_one(request, tables, num):
+        tell(request, [table[:1] for table in tables], num)
+        return tables
 
-        self.scheduler.update_state_after_alloc = tell_of_one
+    engine.scheduler.update_state_after_alloc = tell_of_one
 
 
 class CachesByAShortTable(Right):
@@ -135,21 +130,17 @@ class ForgetsBlocksAtTheEnd(Right):
             self.blocks.free(table[::-1])
 
 
-class NeverAllocates(Right):
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        self.blocks.allocate = lambda num: list(range(1, num + 1))
+def never_allocates(engine):
+    engine.blocks.allocate = lambda num: list(range(1, num + 1))
 
 
-class SchedulesTheUnknown(Right):
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        plan = self.scheduler.build_connector_meta
+def schedules_the_unknown(engine):
+    plan = engine.scheduler.build_connector_meta
 
-        def plan_for_others(output):
-            return plan(dataclasses.replace(output, num_scheduled_tokens={"who": 1}))
+    def plan_for_others(output):
+        return plan(dataclasses.replace(output, num_scheduled_tokens={"who": 1}))
 
-        self.scheduler.build_connector_meta = plan_for_others
+    engine.scheduler.build_connector_meta = plan_for_others
 
 
 class TakesBlocksForLarger(Right):
@@ -191,29 +182,32 @@ WRONG = {
     "does not wait for loads": (DoesNotWait, "wait until update_connector_output"),
     "caches what is not loaded": (CachesEarly, "cache.. was called for blocks"),
     "never says what it allocated": (
-        NeverTellsOfBlocks,
+        right_but(never_tells_of_blocks),
         "update_state_after_alloc.. was not called",
     ),
     "runs what it has put back": (
-        DeclinesWithoutBlocks,
+        right_but(declines_without_blocks),
         "update_state_after_alloc.. was given no blocks for it",
     ),
     "says so before it asks": (
-        TellsOfBlocksFirst,
+        right_but(tells_of_blocks_first),
         "update_state_after_alloc.. was called .* before get_num_new_matched_tokens",
     ),
-    "never caches": (NeverCaches, "DeviceBlockPool.cache.. was never called"),
-    "never polls": (NeverPolls, "OffloadWorker.poll.. was not called"),
+    "never caches": (
+        right_but(never_caches),
+        "DeviceBlockPool.cache.. was never called",
+    ),
+    "never polls": (right_but(never_polls), "OffloadWorker.poll.. was not called"),
     "never passes reports on": (
-        NeverPassesReportsOn,
+        right_but(never_passes_reports_on),
         "update_connector_output.. was not called",
     ),
     "keeps the pool of before": (
-        KeepsTheOldPool,
+        right_but(keeps_the_old_pool),
         "Go on with the pool that OffloadWorker.start",
     ),
     "passes short tables": (
-        PassesShortTables,
+        right_but(passes_short_tables),
         "update_state_after_alloc.. was given a table of 1 blocks",
     ),
     "caches by a short table": (CachesByAShortTable, "cache.. was given 1 blocks"),
@@ -221,9 +215,12 @@ WRONG = {
         ForgetsBlocksAtTheEnd,
         "request_finished.. was given a table",
     ),
-    "never allocates": (NeverAllocates, "take them by DeviceBlockPool.allocate"),
+    "never allocates": (
+        right_but(never_allocates),
+        "take them by DeviceBlockPool.allocate",
+    ),
     "schedules unknown requests": (
-        SchedulesTheUnknown,
+        right_but(schedules_the_unknown),
         "'who' is in SchedulerOutput.num_scheduled_tokens, but is not known",
     ),
     "has larger groups than blocks": (
