@@ -21,7 +21,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, cast
 
 import jax
 import numpy as np
@@ -32,19 +32,20 @@ from jaxkv.scheduling.boundary import Boundary, TierBelow
 from jaxkv.scheduling.eager import EagerStores
 from jaxkv.scheduling.explain import Explanation, explain
 from jaxkv.scheduling.lazy import LazyStores
-from jaxkv.scheduling.loads import Loads, flat_ids, mark_skipped
-from jaxkv.scheduling.moves import reports_of
+from jaxkv.scheduling.loads import NO_LOADS, Loads, mark_skipped
+from jaxkv.scheduling.moves import Report, reports_of
 from jaxkv.scheduling.notifier import RequestNotifier, stop_of
 from jaxkv.scheduling.plan import Gate, View, check_rates, plan
 from jaxkv.scheduling.prefix import row_keys
 from jaxkv.scheduling.protocol import (
+    NO_EVENT,
     NO_MOVES,
-    NO_REPORTS,
     BlockTable,
     ConnectorOutput,
     OffloadMetadata,
     Request,
     SchedulerOutput,
+    TierMoves,
     TierReport,
     checked_tables,
 )
@@ -221,8 +222,8 @@ class OffloadScheduler:
         self._least_tokens = rules.blocks_per_host_block * min(
             spec.block_size for spec in self.groups
         )
-        self._bound_pool: DeviceBlockPool | None = None
-        self._bound_view: View | None = None
+        self._pool: DeviceBlockPool = cast(DeviceBlockPool, _Unbound())
+        self._view = cast(View, self._pool)
 
     def bind_device_block_pool(self, pool: DeviceBlockPool) -> None:
         """Take the pool whose blocks are held during transfers.
@@ -230,7 +231,7 @@ class OffloadScheduler:
         Raises:
             ValueError: The recorder serves another engine already.
         """
-        if self.recorder is not None and self._bound_pool is None:
+        if self.recorder is not None and isinstance(self._pool, _Unbound):
             factor = self.rules.blocks_per_host_block
             self.recorder.describe(
                 self.groups[self._recorded].block_size * factor,
@@ -240,9 +241,9 @@ class OffloadScheduler:
                 device_blocks=(pool.num_blocks - 1) // factor,
                 groups=len(self.groups),
             )
-        self._bound_pool = pool
+        self._pool = pool
         parts = pool, self._manager, self._loads, self.below
-        self._bound_view = View(self.groups, self.rules, self._keys, self._gate, *parts)
+        self._view = View(self.groups, self.rules, self._keys, self._gate, *parts)
         if self._lazy is not None:
             self._lazy.clear(pool)
 
@@ -491,62 +492,66 @@ class OffloadScheduler:
                 id. Then nothing changes.
         """
         pool = self._pool
-        new_tables = {
-            request_id: self._tables(request_id, table)
-            for request_id, table in output.new_block_ids.items()
-        }
-        # Who was preempted by a call may have been admitted again since, and loads.
-        preempted = [
-            name for name in output.preempted_req_ids if name not in self._preempted
-        ]
+        rules, loads, stores = self.rules, self._loads, self._stores
+        new_tables: dict[str, list[list[int]]] = {}
+        for name, table in output.new_block_ids.items():
+            new_tables[name] = self._tables(name, table)
+        need_flush, preempted = False, []
+        if output.preempted_req_ids:
+            need_flush = rules.flush_on_preemption
+            # Who was preempted by a call may have been admitted again since, and loads.
+            gone = self._preempted
+            preempted = [own for own in output.preempted_req_ids if own not in gone]
+            for name in preempted:
+                loads.drop(pool, name)
         self._preempted.clear()
-        for request_id in preempted:
-            self._loads.drop(pool, request_id)
-        need_flush = self.rules.flush_on_preemption and bool(output.preempted_req_ids)
         num_tokens = sum(output.num_scheduled_tokens.values())
-        stores = self._store_steps.begin(
-            num_tokens,
-            pool.num_free,
-            must_store=need_flush or not num_tokens or self._stores.has_waiting,
-        )
+        is_due = True
+        if self._store_steps.batch_blocks:
+            must_store = need_flush or not num_tokens or bool(stores.waiting.keys)
+            is_due = self._store_steps.begin(
+                num_tokens, pool.num_free, must_store=must_store
+            )
         if self._eager is not None:
             self._eager.note_step(output, new_tables, preempted)
-            if stores:
+            if is_due:
                 self._eager.offer_step(pool)
-        if not (stores or self._loads.has_waiting or self.below):
+            is_due = bool(stores.waiting.keys)
+        # Most steps end here.
+        has_loads = loads.by_request and loads.has_waiting
+        if not (is_due or has_loads or need_flush or self.below):
             return NO_MOVES
-        in_flight = self._loads.in_flight.num_blocks + self._stores.num_blocks_in_flight
-        most = self.rules.max_blocks_in_flight
+        in_flight = loads.in_flight.num_blocks + stores.in_flight.num_blocks
+        most = rules.max_blocks_in_flight
         if most is not None:
             most = max(most - in_flight, 0)
-        # A load that the step itself writes cannot be put off: the request runs in it.
-        most_loaded = None if self.rules.load_in_step else most
-        load_event, loads, copies = self._loads.issue(pool, most_loaded, in_flight)
-        num_leaving = sum(load.num_blocks for load in loads)
-        if most is not None:
-            # A load that is held up waits for room: stores may not take it.
-            most = 0 if self._loads.has_waiting else max(most - num_leaving, 0)
-        if self._lazy is not None and stores:
+        loading = NO_LOADS
+        if has_loads:
+            # What the step itself writes cannot be put off: the request runs in it.
+            most_loaded = None if rules.load_in_step else most
+            leaving, loading = loads.issue(pool, most_loaded, in_flight)
+            in_flight += leaving
+            if most is not None:
+                # A load that is held up waits for room: stores may not take it.
+                most = 0 if loads.has_waiting else max(most - leaving, 0)
+        if self._lazy is not None and is_due:
             # After the loads, which let go of the free blocks that they copy.
             self._lazy.offer_step(pool)
-        store = self._stores.issue(most, in_flight + num_leaving)
-        moves = [move for own in self.below if (move := own.issue()) is not None]
-        if not (loads or copies or store.keys or need_flush or moves):
+        store = stores.issue(most, in_flight) if stores.waiting.keys else None
+        moves: list[TierMoves] = []
+        for own in self.below:
+            move = own.issue()
+            if move is not None:
+                moves.append(move)
+        if not (loading is not NO_LOADS or store or need_flush or moves):
             return NO_MOVES
-        names = tuple([load.request_id for load in loads])
+        sources, targets = (store.sources, store.targets) if store else ((), ())
         return OffloadMetadata(
-            load_event=load_event,
-            load_device_blocks=flat_ids([load.targets for load in loads]),
-            load_host_blocks=flat_ids([load.sources for load in loads]),
-            load_event_to_reqs={load_event: names} if loads else {},
-            store_event=store.event,
-            store_device_blocks=tuple(store.sources),
-            store_host_blocks=tuple(store.targets),
+            **loading,
+            store_event=store.event if store else NO_EVENT,
+            store_device_blocks=tuple(sources),
+            store_host_blocks=tuple(targets),
             need_flush=need_flush,
-            copy_from_blocks=flat_ids([load.copy_sources for load in copies]),
-            copy_to_blocks=flat_ids([load.copy_targets for load in copies]),
-            load_sizes=tuple([len(load.sources) for load in loads]),
-            load_in_step=self.rules.load_in_step and bool(loads),
             below=tuple(moves),
         )
 
@@ -563,33 +568,38 @@ class OffloadScheduler:
             ValueError: If it tells of something that is not in flight. Then nothing
                 changes.
         """
-        if output == NO_REPORTS:
-            return output
+        has_loads = output.finished_recving or output.failed_recving
+        has_stores = output.completed_store_events or output.failed_store_events
+        if not (has_loads or has_stores or output.below):
+            return output  # As in most steps.
         pool = self._pool
-        stores = reports_of(output.completed_store_events, output.failed_store_events)
-        self._stores.check(stores)
+        stores: Sequence[Report] = ()
+        if has_stores:
+            stores = reports_of(
+                output.completed_store_events, output.failed_store_events
+            )
+            self._stores.in_flight.check(stores)
         if output.below:
             self._check_below(output.below)
-        loads = reports_of(output.finished_recving, output.failed_recving)
-        finished, failed = self._loads.report(pool, loads)
-        self.delays.note_loads(finished, failed)
-        if finished or failed:
-            self._stores.num_changes += 1
-        if self._eager is not None:
-            for request_id in failed:
-                self._eager.recompute(request_id)
-        stored = self._stores.report(pool, stores)
+        finished: list[str] = []
+        failed: list[str] = []
+        if has_loads:
+            loads = reports_of(output.finished_recving, output.failed_recving)
+            finished, failed = self._loads.report(pool, loads)
+            self.delays.note_loads(finished, failed)
+            if finished or failed:
+                self._stores.num_changes += 1
+            if self._eager is not None:
+                for request_id in failed:
+                    self._eager.recompute(request_id)
+        stored, lost = self._stores.report(pool, stores) if stores else ((), ())
         if output.below:
             for own in self.below:
                 own.report([each for each in output.below if each.tier == own.number])
             # What has ended may make room on the host.
             self._stores.num_changes += 1
         return ConnectorOutput(
-            tuple(finished),
-            tuple(failed),
-            tuple([store.event for store in stored if store.ok]),
-            tuple([store.event for store in stored if not store.ok]),
-            output.below,
+            tuple(finished), tuple(failed), tuple(stored), tuple(lost), output.below
         )
 
     def request_preempted(self, request: Request) -> None:
@@ -734,16 +744,6 @@ class OffloadScheduler:
         for own in self._storage:
             own.disable()
 
-    @property
-    def _view(self) -> View:
-        """What a plan reads."""
-        return self._bound_view or _refuse_unbound()
-
-    @property
-    def _pool(self) -> DeviceBlockPool:
-        pool = self._bound_pool
-        return _refuse_unbound() if pool is None else pool
-
     def _tables(self, request_id: str, table: BlockTable) -> list[list[int]]:
         """Give a block table as a list for each group, after a look at its ids."""
         num_blocks = self._pool.num_blocks
@@ -798,7 +798,7 @@ class OffloadScheduler:
         self._num_ended += 1
         if self._num_ended != _MANY_REQUESTS:
             return
-        stats, pool = self.stats, self._bound_pool
+        stats, pool = self.stats, self._pool
         is_idle = not (stats.num_offered or stats.num_skipped or stats.num_loads)
         if self._lazy is not None:
             # The device may have had room for all of them so far.
@@ -824,8 +824,11 @@ class OffloadScheduler:
             self._eager.finish(self._pool, request.request_id)
 
 
-def _refuse_unbound() -> NoReturn:
-    raise RuntimeError("Call bind_device_block_pool() before scheduling.")
+class _Unbound:
+    """Stands for the pool, and for what a plan reads, until a pool is bound."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RuntimeError("Call bind_device_block_pool() before scheduling.")
 
 
 def _serves_with_others() -> bool:

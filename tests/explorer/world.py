@@ -289,9 +289,9 @@ class World:
         yield own._notifier, "_marks"
         yield own._loads, "by_request _waiting _copying _num_blocks_waiting"
         yield own._loads.in_flight, "moves num_blocks _next_event"
-        yield own._stores, "num_changes _waiting _num_known_in_flight"
+        yield own._stores, "num_changes waiting _num_known_in_flight"
         yield own._store_steps, "_num_tokens _steps_left"
-        yield own._stores._in_flight, "moves num_blocks _next_event"
+        yield own._stores.in_flight, "moves num_blocks _next_event"
         if own._eager is not None:
             yield own._eager, "_progress _scheduled"
             yield own._eager.pause, "is_on _num_offered _num_found"
@@ -494,7 +494,7 @@ class World:
     def _is_to_leave(self):
         """Whether a step would send something out."""
         own = self.scheduler
-        if own._loads.has_waiting or own._stores._waiting.keys:
+        if own._loads.has_waiting or own._stores.waiting.keys:
             return True
         return any(
             boundary._to_fetch
@@ -786,7 +786,7 @@ class World:
     def _is_forgotten(self, transfer):
         own = self.scheduler
         if transfer.kind == "store":
-            return own._stores._in_flight.moves[transfer.name].is_stale
+            return own._stores.in_flight.moves[transfer.name].is_stale
         if transfer.kind == "write":
             return own.below[0]._writes.moves[transfer.name].is_stale
         return False
@@ -1077,7 +1077,7 @@ class World:
         before, own, pool = self.save(), self.scheduler, self.pool
         r = self.requests[0]
         size = r.groups[0].block_size
-        event = own._stores._in_flight._next_event
+        event = own._stores.in_flight._next_event
         nobody = Request("nobody", r.text, r.num_prompt_tokens, r.groups)
         far = [[pool.num_blocks]] * len(self.groups)
         far = far if len(far) > 1 else far[0]
@@ -1255,11 +1255,11 @@ class World:
 
         stores = own._stores
         moving = (
-            batch(stores._waiting),
+            batch(stores.waiting),
             own._store_steps._num_tokens,
             own._store_steps._steps_left,
-            tuple(batch(sent) for _, sent in sorted(stores._in_flight.moves.items())),
-            stores.num_blocks_in_flight,
+            tuple(batch(sent) for _, sent in sorted(stores.in_flight.moves.items())),
+            stores.in_flight.num_blocks,
             stores._num_known_in_flight,
             all_loads.in_flight.num_blocks,
         )
