@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stores import Stores
 from jaxkv.search.groups import GroupSpec, lazy_target_blocks
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.index import BlockIndex
-from jaxkv.types import NO_BLOCK
 
 
 class LazyStores:
@@ -52,17 +49,9 @@ class LazyStores:
             pool.forget_copies(self._host.lost.pop())
         if self._look(pool) == self._seen or self._stores.is_congested:
             return
-        victims = pool.next_victims(self.num_blocks)
-        num_lacking = len(victims.rows)
-        if num_lacking:
-            copies = self._host.find_held(victims.keys)
-            num_held = np.count_nonzero(copies != NO_BLOCK)
-            if num_held:
-                pool.note_copies(victims.block_ids[victims.rows], copies)
-            if 0 < num_held < num_lacking:
-                victims = pool.next_victims(self.num_blocks)
-            if num_held < num_lacking:
-                self._stores.place_victims(pool, victims)
+        victims = self._host.victims_of(pool, self.num_blocks)
+        if victims.rows.size:
+            self._stores.place_victims(pool, victims)
         # What was placed is pinned by now, which is no change to come back for.
         self._seen = self._look(pool)
 

@@ -62,7 +62,7 @@ from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.executors import ExecutorName
 from jaxkv.tiers.index import BlockIndex
 from jaxkv.tiers.storage import StorageTier
-from jaxkv.types import KEY_BYTES, BlockKey, Stop
+from jaxkv.types import BlockKey, Stop
 
 _LOG = logging.getLogger(__name__)
 # After how many requests it is strange that nothing was ever offered to the host.
@@ -243,7 +243,11 @@ class OffloadScheduler:
             )
         self._pool = pool
         parts = pool, self._manager, self._loads, self.below
-        self._view = View(self.groups, self.rules, self._keys, self._gate, *parts)
+        is_plain = len(self.groups) == self.rules.blocks_per_host_block == 1
+        is_plain &= self._is_all_read
+        self._view = View(
+            self.groups, self.rules, self._keys, self._gate, *parts, is_plain
+        )
         if self._lazy is not None:
             self._lazy.clear(pool)
 
@@ -312,8 +316,9 @@ class OffloadScheduler:
         for own in self.below:
             own.tier.warm_up()
         self._pool.warm_up()
-        if self._view.is_plain:
-            self._manager.find_beside(self._pool, [bytes(KEY_BYTES)])
+        if isinstance(self._pool, DeviceBlockPool):
+            is_lazy = self._lazy is not None
+            self._manager.warm_up_beside(self._pool, is_lazy=is_lazy)
         no_blocks = [np.zeros(0, np.bool_)] * len(self.groups)
         find_longest_hit(self.groups, no_blocks, 0)
 
@@ -443,10 +448,13 @@ class OffloadScheduler:
                 is no block's id, or a block is there twice where one is loaded; if
                 the request has a `retention` that is none. Then nothing changes.
         """
+        host = self._manager
         self._keys.check(request)
-        self._notifier.check(request)
+        if host.retains:
+            self._notifier.check(request)
         pool, name = self._pool, request.request_id
-        tables, is_new = self._tables(name, block_ids), name not in self._keys
+        tables = self._tables(name, block_ids)
+        is_new = name not in self._keys.by_request
         keys = self._keys.of(request)
         try:
             load = self._loads.take(pool, request, tables, num_external_tokens)
@@ -457,21 +465,23 @@ class OffloadScheduler:
         for own in self.below:
             own.forget(name)
         num_local = self._num_local.pop(name, None)
-        self._store_steps.note_tokens(num_external_tokens)
+        if num_external_tokens:
+            self._store_steps.note_tokens(num_external_tokens)
         if self._eager is not None:
             self._eager.register(request, tables, num_local, num_external_tokens)
         if name not in self._known:
             self._known.add(name)
             self._stats.count_request(request, num_local, num_external_tokens)
-            self._notifier.begin(request, keys)
+            if host.listens:
+                self._notifier.begin(request, keys)
             if self.recorder is not None:
                 self._record(request, keys, num_local, num_external_tokens)
             # Once, however often it asked: a request uses its blocks once.
             used = row_keys(self.groups, keys, self.rules.blocks_per_host_block)
             for own in self.below:
                 own.note_asked(used)
-            self._manager.count_lookup(used)
-            self._manager.touch(used)
+            host.count_lookup(used)
+            host.touch(used)
         if self._is_all_read:
             return [list(table) for table in tables]
         prefix = keys, tables, num_local, num_external_tokens
@@ -509,9 +519,7 @@ class OffloadScheduler:
         is_due = True
         if self._store_steps.batch_blocks:
             must_store = need_flush or not num_tokens or bool(stores.waiting.keys)
-            is_due = self._store_steps.begin(
-                num_tokens, pool.num_free, must_store=must_store
-            )
+            is_due = self._store_steps.begin(num_tokens, pool, must_store=must_store)
         if self._eager is not None:
             self._eager.note_step(output, new_tables, preempted)
             if is_due:
@@ -639,16 +647,19 @@ class OffloadScheduler:
         """
         self._keys.check(request)
         stop = stop_of(request)
-        self._notifier.check(request)
+        if self._manager.retains:
+            self._notifier.check(request)
         if block_ids is not None:
             tables = self._tables(request.request_id, block_ids)
             if self._eager is not None:
                 self._eager.replace_tables(request, tables)
         self._part_with(request)
-        is_noted = self._manager.listens or self.recorder is not None
+        listens = self._manager.listens
+        is_noted = listens or self.recorder is not None
         if is_noted and request.request_id in self._known:
             keys = self._keys.of(request)
-            self._notifier.finish(request, keys, stop)
+            if listens:
+                self._notifier.finish(request, keys, stop)
             if self.recorder is not None:
                 self._record_end(request, keys, stop)
         for own in self.below:
@@ -657,7 +668,9 @@ class OffloadScheduler:
         self._known.discard(request.request_id)
         self._keys.forget(request.request_id)
         if request.num_computed_tokens >= self._least_tokens:
-            self._note_end()
+            self._num_ended += 1
+            if self._num_ended == _MANY_REQUESTS:
+                self._warn_if_nothing_was_offered()
         return False, None
 
     def request_finished_all_groups(
@@ -793,11 +806,8 @@ class OffloadScheduler:
         for own in self.below:
             own.check([each for each in reports if each.tier == own.number])
 
-    def _note_end(self) -> None:
-        """Warn once if many requests have ended, and nothing was ever offered."""
-        self._num_ended += 1
-        if self._num_ended != _MANY_REQUESTS:
-            return
+    def _warn_if_nothing_was_offered(self) -> None:
+        """Warn of it once many requests have ended."""
         stats, pool = self.stats, self._pool
         is_idle = not (stats.num_offered or stats.num_skipped or stats.num_loads)
         if self._lazy is not None:
@@ -817,11 +827,13 @@ class OffloadScheduler:
 
     def _part_with(self, request: Request) -> None:
         """Let go of a request's load, and store what it leaves behind."""
-        self._loads.drop(self._pool, request.request_id)
-        self.delays.forget(request.request_id)
-        self._num_local.pop(request.request_id, None)
+        name = request.request_id
+        if name in self._loads.by_request:
+            self._loads.drop(self._pool, name)
+        self.delays.forget(name)
+        self._num_local.pop(name, None)
         if self._eager is not None:
-            self._eager.finish(self._pool, request.request_id)
+            self._eager.finish(self._pool, name)
 
 
 class _Unbound:

@@ -12,12 +12,13 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv.keys.packed import PackedKeys
 from jaxkv.scheduling.moves import Ledger, Move, Report
 from jaxkv.scheduling.prefix import Rows
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.search.groups import GroupSpec
-from jaxkv.tiers.base import Placement
+from jaxkv.tiers.base import Placement, as_ids
 from jaxkv.tiers.device import DeviceBlockPool, Victims
 from jaxkv.tiers.index import BlockIndex
 from jaxkv.types import NO_BLOCK, BlockKey
@@ -56,20 +57,22 @@ class StoreSteps:
         self._num_tokens = 0
         self._steps_left = self._max_wait_steps
 
-    def begin(self, num_tokens: int, num_free: int, *, must_store: bool) -> bool:
+    def begin(
+        self, num_tokens: int, pool: DeviceBlockPool, *, must_store: bool
+    ) -> bool:
         """Begin a step; tell whether blocks are stored in it.
 
         Args:
             num_tokens: How many the step computes.
-            num_free: Blocks that the device could allocate. Where a batch is not free,
-                nothing waits: what is held could be let go of at any time.
+            pool: The device's blocks. Where a batch of them is not free, nothing waits:
+                what is held could be let go of at any time.
             must_store: Whether to store in this step without waiting for a batch.
         """
         is_due = (
             must_store
-            or num_free < self.batch_blocks
             or self._num_tokens >= self._batch_tokens
             or not self._steps_left
+            or pool.num_free < self.batch_blocks
         )
         if is_due:
             self._num_tokens = 0
@@ -166,6 +169,8 @@ class Stores:
         self._host = host
         self._rules = rules
         self._factor = rules.blocks_per_host_block
+        # Whether holds, places and pins are one call, where the host can do that.
+        self._is_plain = self._factor == 1 and rules.copy_on_device
         self.waiting = _no_blocks()
         self.in_flight: Ledger[Store] = Ledger("store event", rules.world_size)
         # Rows in flight that the host tier has not forgotten.
@@ -192,13 +197,17 @@ class Stores:
         most = self._rules.max_blocks_in_flight
         return most is not None and len(self.waiting.sources) >= most
 
-    def place(self, pool: DeviceBlockPool, offer: Rows) -> tuple[int, bool]:
+    def place(
+        self, pool: DeviceBlockPool, offer: Rows, *, is_head: bool
+    ) -> tuple[int, bool]:
         """Find room on the host for blocks that it does not know.
 
         Args:
             pool: The device's blocks.
             offer: What could be stored. What a device block does not contain, and what
                 the host has, counts as done.
+            is_head: Whether it begins with the head of a prefix. What the host has of
+                it then gets its place in the order of eviction.
 
         Returns:
             How many rows are done, from the first on; and whether the device blocks
@@ -207,7 +216,12 @@ class Stores:
         num = len(offer.keys)
         if not num:
             return 0, True
-        blocks = np.asarray(offer.device_blocks, np.int64)
+        blocks = as_ids(offer.device_blocks)
+        if self._is_plain and isinstance(offer.keys, PackedKeys):
+            placement = self._host.place_from(pool, offer.keys, blocks, is_head)
+            if placement is not None:
+                self._wait(placement, blocks)
+                return num, True
         held = pool.holds(blocks, offer.device_keys)
         blocks = blocks.reshape(-1, self._factor)
         is_held: NDArray[np.bool_] | None = None  # None if all are.
@@ -223,7 +237,11 @@ class Stores:
                 keys, own_blocks = list(compress(keys, own.tolist())), own_blocks[own]
             return self._take(pool, self._host.place(keys), own_blocks)
 
-        return self._halve(num, take), is_held is None
+        num = self._halve(num, take)
+        if is_head:
+            # So that the head of a prefix outlives its tail on the host.
+            self._host.reorder(offer.keys)
+        return num, is_held is None
 
     def place_victims(self, pool: DeviceBlockPool, victims: Victims) -> None:
         """Find room on the host for blocks that the device is about to evict.
@@ -268,15 +286,22 @@ class Stores:
         """Have what has found room wait; return whether all that was given has."""
         if placement is None:
             return False
+        pool.pin(self._wait(placement, blocks))
+        return True
+
+    def _wait(
+        self, placement: Placement, blocks: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Have what has found room wait to leave; return the device blocks of it."""
         if placement.rows is not None:
             blocks = blocks[placement.rows]
         to_read = blocks.reshape(-1)
-        pool.pin(to_read)
         self.stats.num_offered += len(to_read)
-        self.waiting.keys += placement.keys
-        self.waiting.targets += placement.block_ids.tolist()
-        self.waiting.sources += to_read.tolist()
-        return True
+        waiting = self.waiting
+        waiting.keys += placement.keys
+        waiting.targets += placement.block_ids.tolist()
+        waiting.sources += to_read.tolist()
+        return to_read
 
     def issue(self, num_blocks: int | None, in_flight: int) -> Store | None:
         """Send out what has a place on the host, the first come first.

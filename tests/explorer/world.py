@@ -344,7 +344,7 @@ class World:
         """Write down all that may change."""
         arrays = b"".join([memory for memory, _, _ in self._memory])
         values = [[getattr(o, name) for name in names] for o, names in self._parts]
-        values.append(list(self.scheduler._keys._packed))
+        values.append(list(self.scheduler._keys.by_request))
         out = io.BytesIO()
         pickler = pickle.Pickler(out, 5)
         pickler.dispatch_table = {PackedKeys: _reduce_keys}
@@ -361,7 +361,7 @@ class World:
         for (part, attributes), own in zip(self._parts, values, strict=True):
             for attribute, value in zip(attributes, own, strict=True):
                 setattr(part, attribute, value)
-        packed = self.scheduler._keys._packed
+        packed = self.scheduler._keys.by_request
         self._growing.update(packed)
         packed.clear()
         # What is kept of keys depends on the request's alone, and is made up to date
@@ -1053,7 +1053,7 @@ class World:
         kept = {
             "known": own._known,
             "num_local": own._num_local,
-            "keys": own._keys._packed,
+            "keys": own._keys.by_request,
             "fetched": [
                 r for r in self.requests if own.num_fetched_tokens(r.request_id)
             ],
