@@ -42,6 +42,8 @@ class LazyStores:
         host.lost = []
         self._stores = stores
         self._seen: tuple[int, int, int] | None = None
+        # Whether the host had no room for all at the last look.
+        self._is_refused = False
 
     def offer_step(self, pool: DeviceBlockPool) -> None:
         """Offer the blocks that the device will evict next."""
@@ -50,8 +52,9 @@ class LazyStores:
         if self._look(pool) == self._seen or self._stores.is_congested:
             return
         victims = self._host.victims_of(pool, self.num_blocks)
+        self._is_refused = False
         if victims.rows.size:
-            self._stores.place_victims(pool, victims)
+            self._is_refused = not self._stores.place_victims(pool, victims)
         # What was placed is pinned by now, which is no change to come back for.
         self._seen = self._look(pool)
 
@@ -62,5 +65,10 @@ class LazyStores:
 
     def _look(self, pool: DeviceBlockPool) -> tuple[int, int, int]:
         """Give numbers that differ if there may be something new to store."""
-        # A block that was passed over, as a load had it pinned, is no change.
-        return pool.num_changes, pool.num_free, self._stores.num_changes
+        stores = self._stores
+        # Without what stores have pinned: it has been looked at. What a load had pinned
+        # has not, and is among the free ones afterwards.
+        num_free = pool.num_free + stores.in_flight.num_blocks
+        num_free += len(stores.waiting.sources)
+        refused_at = stores.num_changes if self._is_refused else -1
+        return pool.num_changes, num_free, refused_at

@@ -243,13 +243,16 @@ class Stores:
             self._host.reorder(offer.keys)
         return num, is_held is None
 
-    def place_victims(self, pool: DeviceBlockPool, victims: Victims) -> None:
+    def place_victims(self, pool: DeviceBlockPool, victims: Victims) -> bool:
         """Find room on the host for blocks that the device is about to evict.
 
         Args:
             pool: The device's blocks, rows of one.
             victims: What it has just told of them. The host does not evict what they
                 have there to make room for the others.
+
+        Returns:
+            Whether it has found room for all.
         """
         bare = victims.block_ids[victims.rows]
 
@@ -264,7 +267,8 @@ class Stores:
                 pool.note_copies(placed, placement.block_ids)
             return self._take(pool, placement, blocks)
 
-        self._halve(len(victims.block_ids), take)
+        num = len(victims.block_ids)
+        return self._halve(num, take) == num
 
     def _halve(self, num: int, take: Callable[[int], bool]) -> int:
         """Take the first rows, or half of them, and so on; return how many.

@@ -164,8 +164,8 @@ class DeviceBlockPool:
 
     Attributes:
         num_blocks: Blocks in the pool.
-        num_changes: Grows with whatever changes what a block contains or which is
-            allocated next; pins do not.
+        num_changes: Grows with whatever changes which block is allocated next, what it
+            contains, or whether a copy of that is known to be lost; pins do not.
         block_size: As given.
         unwritten: Blocks whose tokens were neither computed nor loaded; `cache` skips
             them. `OffloadScheduler` adds them, `allocate` removes its own.
@@ -384,8 +384,9 @@ class DeviceBlockPool:
         """Forget which host blocks have some keys (u32[n, 8]); None for all."""
         if words is None:
             self.state.copies[:] = NO_BLOCK
-        else:
-            self._native.forget_copies(self.bound, UnlistedKeys(words).words)
+            self.num_changes += 1
+        elif self._native.forget_copies(self.bound, UnlistedKeys(words).words):
+            self.num_changes += 1
 
     def touch(self, block_ids: BlockIds) -> None:
         """Hold blocks once more, so that they are not allocated."""
@@ -466,7 +467,6 @@ class DeviceBlockPool:
                 f"block_id={ids[bad]} is cached as "
                 f"{shown(self._known_as(ids, names, bad))}, not {shown(names[bad])}."
             )
-        self.num_changes += 1
         if has_foreign:
             self._names.update(
                 (int(ids[row]), name)

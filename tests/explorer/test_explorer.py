@@ -191,7 +191,7 @@ def test_a_digest_knows_all_that_the_scheduler_keeps(part):
         # The last counts towards a warning, and no more.
         "_is_all_read _least_tokens _num_ended",
         "loads": "_groups _host _rules _stats in_flight _step _num_readers",
-        "stores": "stats _on_arrival _host _rules _factor in_flight",
+        "stores": "stats _on_arrival _host _rules _factor _is_plain in_flight",
         "in flight": "_what _num_workers",
         "storage": "tier groups upper number name counts _write _is_private "
         "_on_arrival factor "

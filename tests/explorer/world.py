@@ -296,7 +296,7 @@ class World:
             yield own._eager, "_progress _scheduled"
             yield own._eager.pause, "is_on _num_offered _num_found"
         if own._lazy is not None:
-            yield own._lazy, "_seen"
+            yield own._lazy, "_seen _is_refused"
         for tier in self._tiers:
             yield tier, "num_held_blocks num_evicted num_skipped _now_ms _is_told"
             yield tier, "num_lost lost"
@@ -1285,9 +1285,10 @@ class World:
                 has_found = stats.num_host_hit_tokens != pause._num_found
                 chosen += pause.is_on, min(num_unused, pause._most_unused), has_found
         elif own._lazy._seen is not None:
-            changes, free, others = own._lazy._seen
-            now = self.pool.num_changes, stores.num_changes
-            chosen = free if (changes, others) == now else ()
+            changes, free, refused_at = own._lazy._seen
+            _, free_now, refused_now = own._lazy._look(self.pool)
+            is_same = (changes, refused_at) == (self.pool.num_changes, refused_now)
+            chosen = (free - free_now, own._lazy._is_refused) if is_same else ()
         gate = own._gate
         told = (
             tuple(sorted(own._num_local.items())),
