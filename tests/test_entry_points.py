@@ -14,7 +14,7 @@ import pytest
 
 from jaxkv import DeviceBlockPool, OffloadingManager
 from jaxkv.compiling import Bound
-from jaxkv.keys.packed import PackedKeys, UnlistedKeys
+from jaxkv.keys.packed import PackedKeys, UnlistedKeys, keys_to_words
 from jaxkv.search.groups import FullAttention
 from jaxkv.search.hits import find_longest_hit
 from jaxkv.tiers.retention import Retention
@@ -120,6 +120,17 @@ def clamps(case):
     for num in COUNTS:
         assert len(case.pool.next_victims(num).block_ids) <= NUM_BLOCKS
         assert len(case.pool.next_free(num)[0]) == (NUM_BLOCKS - 1 if num > 0 else 0)
+        assert not len(case.manager.victims_of(case.pool, num).block_ids)
+
+
+def places_nothing(case):
+    """Blocks that hold nothing, or are none, find no place."""
+    keys = PackedKeys([KEY, KEY], keys_to_words([KEY, KEY]))
+    for wrong in (*PLACES[:-1], 0, 1):
+        for ids in ([wrong, 1], [1, wrong]):
+            assert case.manager.place_from(case.pool, keys, ids, True) is None
+    with pytest.raises(ValueError, match=r"len\(sources\)=1 blocks must"):
+        case.manager.place_from(case.pool, keys, [1], True)
 
 
 def of_pool(name, *more):
@@ -178,6 +189,8 @@ ROWS = {
         refuse_counts("num_hits", [-(1 << 63), -1, 2, 1 << 40, 1 << 63], end_step),
         end_mutated_step,
     ),
+    "host_native.place_from": places_nothing,
+    "host_native.next_victims": clamps,
     "host_native.find_outside": INNER,
     "device_native.find": refuse_words,
     "device_native.find_prefix": refuse_words,

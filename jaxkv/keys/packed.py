@@ -92,7 +92,10 @@ class PackedKeys(list[bytes]):
     def __getitem__(self, index: slice, /) -> PackedKeys: ...
     def __getitem__(self, index: SupportsIndex | slice, /) -> BlockKey | PackedKeys:
         if isinstance(index, slice):
-            return PackedKeys(super().__getitem__(index), self.words[index])
+            part = PackedKeys.__new__(PackedKeys)  # What it has was checked before.
+            part += super().__getitem__(index)
+            part.words = np.ascontiguousarray(self.words[index])
+            return part
         return super().__getitem__(index)
 
 
@@ -135,6 +138,9 @@ class UnlistedKeys(Sequence[bytes]):
         return key
 
 
+_LAID_OUT = PackedKeys, UnlistedKeys
+
+
 def pack(names: Iterable[bytes]) -> tuple[list[bytes], NDArray[np.uint32]]:
     """List keys, of any length, and lay out what the array side knows them by.
 
@@ -149,6 +155,8 @@ def pack(names: Iterable[bytes]) -> tuple[list[bytes], NDArray[np.uint32]]:
         >>> words.shape
         (2, 8)
     """
+    if isinstance(names, PackedKeys):
+        return names, names.words
     listed, words, _ = lay_out(names)
     return listed, words
 
@@ -161,7 +169,8 @@ def lay_out(names: Iterable[bytes]) -> tuple[list[bytes], NDArray[np.uint32], bo
         names = list(names)
     try:
         keys = names
-        some_foreign = not set(map(len, names)) <= _ONLY_KEYS
+        # Faster than to look at the set of lengths.
+        some_foreign = [*map(len, names)].count(KEY_BYTES) < len(names)
         if some_foreign:
             keys = list(map(key_from_foreign, names))
         data = b"".join(keys)
@@ -179,7 +188,7 @@ def is_foreign(name: bytes) -> bool:
 
 def has_foreign(names: Sequence[bytes]) -> bool:
     """Tell whether any of some keys is foreign."""
-    if isinstance(names, PackedKeys | UnlistedKeys):
+    if isinstance(names, _LAID_OUT):
         return False
     return not set(map(len, names)) <= _ONLY_KEYS
 

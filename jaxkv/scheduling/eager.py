@@ -77,6 +77,7 @@ class EagerStores:
         self._groups = groups
         self._host = host
         self._rules = rules
+        self._factor = rules.blocks_per_host_block
         self._stores = stores
         self._keys = keys
         self.pause = StorePause(rules, host.num_blocks, stores.stats)
@@ -103,7 +104,7 @@ class EagerStores:
         # Who has just looked begins anew, even after an offer that was declined.
         if num_local is None and self.replace_tables(request, tables):
             return
-        factor = self._rules.blocks_per_host_block
+        factor = self._factor
         num_tokens = (num_local or 0) + num_external
         progress = _Progress(
             request,
@@ -149,7 +150,7 @@ class EagerStores:
             progress = self._progress.get(request_id)
             if progress is not None:
                 for own, new in zip(progress.tables, tables, strict=True):
-                    own.extend(new)
+                    own += new
         scheduled = output.num_scheduled_tokens
         if 0 in scheduled.values():
             scheduled = {name: num for name, num in scheduled.items() if num}
@@ -161,9 +162,8 @@ class EagerStores:
         Those of this step and of all since the last call: one may be left out of some.
         """
         scheduled, self._scheduled = self._scheduled, {}
-        if self._stores.is_congested:
-            return
         num_changes = self._stores.num_changes
+        ready = []
         for request_id in scheduled:
             progress = self._progress.get(request_id)
             if (
@@ -171,8 +171,12 @@ class EagerStores:
                 and progress.request.num_computed_tokens >= progress.next_tokens
                 and progress.refused_at != num_changes
             ):
-                keys = self._keys.of(progress.request)
-                self._offer(pool, progress, keys, self._num_full(progress, keys))
+                ready.append(progress)
+        if not ready or self._stores.is_congested:
+            return
+        for progress in ready:
+            keys = self._keys.of(progress.request)
+            self._offer(pool, progress, keys, self._num_full(progress, keys))
 
     def finish(self, pool: DeviceBlockPool, request_id: str) -> None:
         """Offer all of a request that is about to lose its device blocks."""
@@ -185,7 +189,7 @@ class EagerStores:
             and progress.request.num_computed_tokens < progress.next_tokens
         ):
             return  # All that it has is on the host.
-        factor, stats = self._rules.blocks_per_host_block, self._stores.stats
+        factor, stats = self._factor, self._stores.stats
         keys = self._keys.of(progress.request)
         from_head = [0] * len(self._groups)
         num_full = self._num_full(progress, keys)
@@ -238,13 +242,11 @@ class EagerStores:
             request.num_computed_tokens - num_ahead,
             most_stored_tokens(self._rules, request),
         )
-        factor = self._rules.blocks_per_host_block
-        return [
-            min(num_tokens // spec.block_size, len(own), len(table)) // factor * factor
-            for spec, own, table in zip(
-                self._groups, keys, progress.tables, strict=True
-            )
-        ]
+        factor, num_full = self._factor, []
+        for spec, own, table in zip(self._groups, keys, progress.tables, strict=True):
+            num = min(num_tokens // spec.block_size, len(own), len(table))
+            num_full.append(num // factor * factor)
+        return num_full
 
     def _offer(
         self,
@@ -264,49 +266,40 @@ class EagerStores:
         first = progress.num_offered
         rows = self._rows(progress, keys, first, num_full)
         num_skipped = self._host.num_skipped
-        num_done, is_held = self._stores.place(pool, rows)
+        is_head = not any(first)
+        num_done, is_held = self._stores.place(pool, rows, is_head=is_head)
         progress.refused_at = -1
         if num_done < len(rows.keys):
             progress.refused_at = self._stores.num_changes
-        if is_held and num_skipped == self._host.num_skipped and not any(first):
+        if is_held and num_skipped == self._host.num_skipped and is_head:
             progress.num_lost = self._host.num_lost
-        progress.num_offered = [
-            offered + new
-            for offered, new in zip(
-                first, self._of_each_group(rows, num_done), strict=True
-            )
-        ]
+        if rows.groups is None:
+            progress.num_offered = [first[0] + num_done * self._factor]
+        else:
+            done = np.bincount(rows.groups[:num_done], minlength=len(first))
+            progress.num_offered = (done + first).tolist()
         progress.next_tokens = self._next_tokens(progress)
-        if rows.keys:
-            prefix = rows
-            if any(first):
-                from_head = [0] * len(self._groups)
-                prefix = self._rows(progress, keys, from_head, num_full)
-            progress.is_ordered = len(rows.keys) * _REORDER_SHARE >= len(prefix.keys)
-            if progress.is_ordered:
-                # So that the head of a prefix outlives its tail on the host.
+        if not rows.keys:
+            return
+        progress.is_ordered = is_head
+        if not is_head:
+            from_head = [0] * len(self._groups)
+            prefix = self._rows(progress, keys, from_head, num_full)
+            if len(rows.keys) * _REORDER_SHARE >= len(prefix.keys):
                 self._host.reorder(prefix.keys)
+                progress.is_ordered = True
 
     def _next_tokens(self, progress: _Progress) -> int:
         """Tell how many tokens a request must have before there is more to offer."""
         if progress.is_left_out:
             return NO_LIMIT
-        factor = self._rules.blocks_per_host_block
-        next_tokens = min(
-            (offered + factor) * spec.block_size
-            for offered, spec in zip(progress.num_offered, self._groups, strict=True)
-        )
+        next_tokens = NO_LIMIT
+        for offered, spec in zip(progress.num_offered, self._groups, strict=True):
+            end = (offered + self._factor) * spec.block_size
+            next_tokens = min(next_tokens, end)
         if next_tokens > most_stored_tokens(self._rules, progress.request):
             return NO_LIMIT
         return next_tokens
-
-    def _of_each_group(self, rows: Rows, num: int) -> list[int]:
-        """Count the device blocks in the first `num` rows, for each group."""
-        if rows.groups is None:
-            return [num * self._rules.blocks_per_host_block]
-        counts = np.bincount(rows.groups[:num], minlength=len(self._groups))
-        of_each: list[int] = counts.tolist()
-        return of_each
 
     def _rows(
         self,
@@ -322,5 +315,5 @@ class EagerStores:
             progress.tables,
             first,
             last,
-            self._rules.blocks_per_host_block,
+            self._factor,
         )

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stores import Stores
 from jaxkv.search.groups import GroupSpec, lazy_target_blocks
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.index import BlockIndex
-from jaxkv.types import NO_BLOCK
 
 
 class LazyStores:
@@ -45,6 +42,8 @@ class LazyStores:
         host.lost = []
         self._stores = stores
         self._seen: tuple[int, int, int] | None = None
+        # Whether the host had no room for all at the last look.
+        self._is_refused = False
 
     def offer_step(self, pool: DeviceBlockPool) -> None:
         """Offer the blocks that the device will evict next."""
@@ -52,17 +51,10 @@ class LazyStores:
             pool.forget_copies(self._host.lost.pop())
         if self._look(pool) == self._seen or self._stores.is_congested:
             return
-        victims = pool.next_victims(self.num_blocks)
-        num_lacking = len(victims.rows)
-        if num_lacking:
-            copies = self._host.find_held(victims.keys)
-            num_held = np.count_nonzero(copies != NO_BLOCK)
-            if num_held:
-                pool.note_copies(victims.block_ids[victims.rows], copies)
-            if 0 < num_held < num_lacking:
-                victims = pool.next_victims(self.num_blocks)
-            if num_held < num_lacking:
-                self._stores.place_victims(pool, victims)
+        victims = self._host.victims_of(pool, self.num_blocks)
+        self._is_refused = False
+        if victims.rows.size:
+            self._is_refused = not self._stores.place_victims(pool, victims)
         # What was placed is pinned by now, which is no change to come back for.
         self._seen = self._look(pool)
 
@@ -73,5 +65,10 @@ class LazyStores:
 
     def _look(self, pool: DeviceBlockPool) -> tuple[int, int, int]:
         """Give numbers that differ if there may be something new to store."""
-        # A block that was passed over, as a load had it pinned, is no change.
-        return pool.num_changes, pool.num_free, self._stores.num_changes
+        stores = self._stores
+        # Without what stores have pinned: it has been looked at. What a load had pinned
+        # has not, and is among the free ones afterwards.
+        num_free = pool.num_free + stores.in_flight.num_blocks
+        num_free += len(stores.waiting.sources)
+        refused_at = stores.num_changes if self._is_refused else -1
+        return pool.num_changes, num_free, refused_at

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import compress
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,13 @@ from jaxkv.types import NO_BLOCK, NULL_BLOCK, BlockKey
 
 Ids: TypeAlias = NDArray[np.int32]
 NO_IDS: Ids = np.empty(0, np.int32)
+NO_LOADS: dict[str, Any] = {
+    "load_event": NO_EVENT,
+    "load_device_blocks": (),
+    "load_host_blocks": (),
+    "load_event_to_reqs": {},
+}
+"""The fields of `OffloadMetadata` about loads, in a step without any."""
 _ONE = np.int32(1)
 
 
@@ -220,7 +227,7 @@ class Loads:
 
     def issue(
         self, pool: DeviceBlockPool, num_blocks: int | None, in_flight: int
-    ) -> tuple[int, list[Load], list[Load]]:
+    ) -> tuple[int, dict[str, Any]]:
         """Send out loads that have been taken, in the order in which they were.
 
         Args:
@@ -230,11 +237,9 @@ class Loads:
             in_flight: Device blocks that are in flight, in either direction.
 
         Returns:
-            The event, the loads that leave with it, and the loads with copies, which
-            are done in this step.
+            How many device blocks leave; and the fields of `OffloadMetadata` that say
+            so, of copies too, which are done in this step.
         """
-        if not self.has_waiting:
-            return NO_EVENT, [], []
         ready = list(self._copying.values())
         self._copying.clear()
         while self._waiting:
@@ -247,6 +252,8 @@ class Loads:
             self._waiting.popitem(last=False)
             self._num_blocks_waiting -= load.num_blocks
             ready.append(load)
+        if not ready:
+            return 0, NO_LOADS
         leaving = [load for load in ready if load.is_awaited or load.sources.size]
         copying = [load for load in ready if load.copy_sources.size]
         event = self.in_flight.issue(leaving)
@@ -259,7 +266,17 @@ class Loads:
             pool.unpin(load.copy_sources)
             if load.event == NO_EVENT:
                 pool.unpin(load.copy_targets)
-        return event, leaving, copying
+        names = tuple([load.request_id for load in leaving])
+        return sum([load.num_blocks for load in leaving]), {
+            "load_event": event,
+            "load_device_blocks": _flat([load.targets for load in leaving]),
+            "load_host_blocks": _flat([load.sources for load in leaving]),
+            "load_event_to_reqs": {event: names} if names else {},
+            "copy_from_blocks": _flat([load.copy_sources for load in copying]),
+            "copy_to_blocks": _flat([load.copy_targets for load in copying]),
+            "load_sizes": tuple([len(load.sources) for load in leaving]),
+            "load_in_step": self._rules.load_in_step and bool(names),
+        }
 
     def report(
         self, pool: DeviceBlockPool, reports: Sequence[Report]
@@ -273,8 +290,6 @@ class Loads:
         Raises:
             ValueError: If no report of such a load is due. Then nothing changes.
         """
-        if not reports:
-            return [], []
         self.in_flight.check(reports)
         over = self.in_flight.report(reports)
         answers: tuple[list[str], list[str]] = [], []
@@ -466,7 +481,7 @@ def mark_skipped(
     return answer
 
 
-def flat_ids(each: Iterable[Ids]) -> tuple[int, ...]:
+def _flat(each: Sequence[Ids]) -> tuple[int, ...]:
     """List the ids of several arrays in a row."""
     flat: list[int] = []
     for ids in each:

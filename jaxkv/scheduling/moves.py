@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import repeat
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -134,6 +135,4 @@ def reports_of(
     completed: Sequence[Hashable], failed: Sequence[Hashable]
 ) -> Sequence[Report]:
     """List reports of moves that arrived as a whole or not at all."""
-    if not (completed or failed):
-        return ()
-    return [(name, True) for name in completed] + [(name, False) for name in failed]
+    return [*zip(completed, repeat(True)), *zip(failed, repeat(False))]

@@ -15,7 +15,8 @@ from jaxkv.types import STOPS, BlockKey, Stop
 class RequestNotifier:
     """Notifies the host tier when requests begin and finish.
 
-    Nothing is kept, and the clock is not asked, where the policy does not listen.
+    Not to be asked to where the policy does not listen (`BlockIndex.listens`), nor to
+    check where blocks have no priorities (`retains`).
 
     Args:
         host: The host tier.
@@ -39,8 +40,7 @@ class RequestNotifier:
 
     def check(self, request: Request) -> None:
         """Raise ValueError if a request has a `retention` that is none."""
-        if self._host.retains:
-            _retention_of(request)
+        _retention_of(request)
 
     def begin(self, request: Request, keys: Sequence[Sequence[BlockKey]]) -> None:
         """Note that a request begins.
@@ -49,13 +49,12 @@ class RequestNotifier:
             request: The request.
             keys: Its keys, for each group of layers.
         """
-        if self._host.listens:
-            rows, positions = host_keys(keys, self._factor)
-            now_ms = self._now_ms()
-            self._marks[request.request_id] = self._host.begin_request(
-                rows, request.num_tokens, now_ms, positions
-            )
-            self._retain(request, keys, now_ms)
+        rows, positions = host_keys(keys, self._factor)
+        now_ms = self._now_ms()
+        self._marks[request.request_id] = self._host.begin_request(
+            rows, request.num_tokens, now_ms, positions
+        )
+        self._retain(request, keys, now_ms)
 
     def finish(
         self, request: Request, keys: Sequence[Sequence[BlockKey]], stop: Stop | None

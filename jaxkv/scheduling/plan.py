@@ -18,7 +18,7 @@ from jaxkv.scheduling.protocol import NO_EVENT, Request
 from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
-from jaxkv.search.groups import FullAttention, GroupSpec
+from jaxkv.search.groups import GroupSpec
 from jaxkv.search.tiers import Match, Source, first_tokens, search, source_of
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.index import BlockIndex
@@ -128,6 +128,7 @@ class View(NamedTuple):
         host: The host tier.
         loads: The loads of all requests.
         below: What moves between the host and each tier below it, the nearest first.
+        is_plain: Whether `_find_plain_load` serves: as for most models and settings.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -138,15 +139,7 @@ class View(NamedTuple):
     host: BlockIndex
     loads: Loads
     below: tuple[Boundary, ...]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether `_find_plain_load` serves: as for most models and settings."""
-        return (
-            len(self.groups) == self.rules.blocks_per_host_block == 1
-            and isinstance(self.groups[0], FullAttention)
-            and self.rules.copy_on_device
-        )
+    is_plain: bool
 
 
 class Plan(NamedTuple):
@@ -178,7 +171,7 @@ class Plan(NamedTuple):
     shared: frozenset[int] = frozenset()
 
 
-_NO_FETCH = Plan(0)
+_NOTHING = Plan(0)
 
 
 def plan(view: View, request: Request, num_computed_tokens: int) -> Plan:
@@ -234,9 +227,9 @@ def _plan_fetch(
     name, tier = request.request_id, own.tier
     wait = own.waits.get(name)
     if wait is not None:
-        return Plan(None, deferral=own.name) if wait.events else _NO_FETCH
+        return Plan(None, deferral=own.name) if wait.events else _NOTHING
     if own.looked_up.get(name) == tier.num_found or not tier.num_held_blocks:
-        return _NO_FETCH
+        return _NOTHING
     device = first_tokens(num_computed_tokens)
     if view.rules.copy_on_device:  # Without it the pool may have no `find`.
         device = source_of(view.pool)
@@ -349,7 +342,7 @@ def _plan_load(
     if not is_found:
         _, load = find_load(view, request, keys, num_computed_tokens)
     if load is None:
-        return Plan(0)
+        return _NOTHING
     rows = load.sources
     if view.rules.delay_shared_loads:
         shared = _rows_loading(view.loads, rows, own)
@@ -456,8 +449,8 @@ def _find_plain_load(
 ) -> tuple[Load | None, bool]:
     """Do as `find_load` does, for one group, of full attention, and rows of one block.
 
-    Most models are like that, and most loads without a copy. Both tiers are searched in
-    one call, which ends at the first block that neither has.
+    Most models are like that, and most loads without a copy. One call searches both
+    tiers, or the host behind what the request has, where nothing is copied.
 
     Returns:
         What the request lacks, None if that is nothing; and whether this is so: not if
@@ -468,14 +461,21 @@ def _find_plain_load(
     usable = max(most, 0) // spec.block_size
     if usable < len(own_keys):
         own_keys = own_keys[:usable]
-    on_device, on_host = view.host.find_beside(view.pool, own_keys)
-    num, start = len(on_host), num_computed_tokens // spec.block_size
-    num_tokens = num * spec.block_size - num_computed_tokens
-    if num_tokens <= 0:
+    start = num_computed_tokens // spec.block_size
+    if view.rules.copy_on_device:
+        on_device, on_host = view.host.find_beside(view.pool, own_keys)
+        rows = on_host[start:]
+    else:
+        rows = view.host.find(own_keys[start:])
+        absent = (rows == NO_BLOCK).nonzero()[0]
+        if absent.size:
+            rows = rows[: absent[0]]
+    if not rows.size:
         return None, True
-    if (on_device[start:] != NO_BLOCK).any():
+    if view.rules.copy_on_device and (on_device[start:] != NO_BLOCK).any():
         return None, False
-    rows = on_host[start:]
+    num = start + rows.size
+    num_tokens = rows.size * spec.block_size
     load = Load(
         own_keys[start:num],
         rows,

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -69,15 +69,16 @@ def tables_by_group(table: BlockTable, num_groups: int) -> list[list[int]]:
     """Give a block table as one list for each group of layers; [] for no blocks."""
     if not len(table):
         return [[] for _ in range(num_groups)]
-    is_flat = isinstance(table[0], int | np.integer)
+    items: Sequence[Any] = table
+    is_flat = isinstance(items[0], int | np.integer)
     if num_groups == 1 and is_flat:
-        return [list(cast(Sequence[int], table))]
+        return [list(items)]
     if len(table) != num_groups or is_flat:
         wanted = f"have a list for each of the {num_groups} groups"
         if num_groups == 1:
             wanted = "be a list of block ids: the model has one group"
         raise ValueError(f"the block table of {len(table)} items must {wanted}.")
-    return [list(ids) for ids in cast(Sequence[Sequence[int]], table)]
+    return [list(ids) for ids in items]
 
 
 def checked_tables(

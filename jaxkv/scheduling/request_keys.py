@@ -37,16 +37,16 @@ class RequestKeys:
 
     Args:
         num_groups: Groups of the model's layers.
+
+    Attributes:
+        by_request: What is kept of each request, for each group.
     """
 
     def __init__(self, num_groups: int) -> None:
         self._num_groups = num_groups
-        self._packed: dict[str, list[_Growing]] = {}
+        self.by_request: dict[str, list[_Growing]] = {}
         # What requests of a class must have that it has not: a property may be slow.
         self._beside: dict[type, list[str]] = {}
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._packed
 
     def check(self, request: object) -> None:
         """Refuse what is no `Request`, before anything changes.
@@ -59,8 +59,13 @@ class RequestKeys:
             cls = type(request)
             names = [name for name in _ATTRIBUTES if not hasattr(cls, name)]
             self._beside[cls] = names
+        for name in names:
+            if not hasattr(request, name):
+                break
+        else:
+            return
         missing = [name for name in names if not hasattr(request, name)]
-        if missing and self._num_groups > 1:
+        if self._num_groups > 1:
             # There another one counts: `keys_by_group`.
             missing = [name for name in missing if name != "block_keys"]
         if missing:
@@ -71,16 +76,20 @@ class RequestKeys:
 
     def of(self, request: Request) -> list[list[bytes]]:
         """Give a request's keys, for each group; foreign ones as they are."""
-        keys = keys_by_group(request, self._num_groups)
-        packed = self._packed.get(request.request_id)
+        keys: Sequence[Sequence[BlockKey]] = ()
+        if self._num_groups > 1:
+            keys = keys_by_group(request, self._num_groups)
+        packed = self.by_request.get(request.request_id)
         if packed is None:
-            packed = [_Growing() for _ in keys]
-            self._packed[request.request_id] = packed
+            packed = [_Growing() for _ in range(self._num_groups)]
+            self.by_request[request.request_id] = packed
+        if not keys:
+            return [packed[0].up_to_date(request.block_keys)]
         return [own.up_to_date(now) for own, now in zip(packed, keys, strict=True)]
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request."""
-        self._packed.pop(request_id, None)
+        self.by_request.pop(request_id, None)
 
 
 class _Growing:

@@ -21,7 +21,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, cast
 
 import jax
 import numpy as np
@@ -32,19 +32,20 @@ from jaxkv.scheduling.boundary import Boundary, TierBelow
 from jaxkv.scheduling.eager import EagerStores
 from jaxkv.scheduling.explain import Explanation, explain
 from jaxkv.scheduling.lazy import LazyStores
-from jaxkv.scheduling.loads import Loads, flat_ids, mark_skipped
-from jaxkv.scheduling.moves import reports_of
+from jaxkv.scheduling.loads import NO_LOADS, Loads, mark_skipped
+from jaxkv.scheduling.moves import Report, reports_of
 from jaxkv.scheduling.notifier import RequestNotifier, stop_of
 from jaxkv.scheduling.plan import Gate, View, check_rates, plan
 from jaxkv.scheduling.prefix import row_keys
 from jaxkv.scheduling.protocol import (
+    NO_EVENT,
     NO_MOVES,
-    NO_REPORTS,
     BlockTable,
     ConnectorOutput,
     OffloadMetadata,
     Request,
     SchedulerOutput,
+    TierMoves,
     TierReport,
     checked_tables,
 )
@@ -61,7 +62,7 @@ from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.executors import ExecutorName
 from jaxkv.tiers.index import BlockIndex
 from jaxkv.tiers.storage import StorageTier
-from jaxkv.types import KEY_BYTES, BlockKey, Stop
+from jaxkv.types import BlockKey, Stop
 
 _LOG = logging.getLogger(__name__)
 # After how many requests it is strange that nothing was ever offered to the host.
@@ -221,8 +222,8 @@ class OffloadScheduler:
         self._least_tokens = rules.blocks_per_host_block * min(
             spec.block_size for spec in self.groups
         )
-        self._bound_pool: DeviceBlockPool | None = None
-        self._bound_view: View | None = None
+        self._pool: DeviceBlockPool = cast(DeviceBlockPool, _Unbound())
+        self._view = cast(View, self._pool)
 
     def bind_device_block_pool(self, pool: DeviceBlockPool) -> None:
         """Take the pool whose blocks are held during transfers.
@@ -230,7 +231,7 @@ class OffloadScheduler:
         Raises:
             ValueError: The recorder serves another engine already.
         """
-        if self.recorder is not None and self._bound_pool is None:
+        if self.recorder is not None and isinstance(self._pool, _Unbound):
             factor = self.rules.blocks_per_host_block
             self.recorder.describe(
                 self.groups[self._recorded].block_size * factor,
@@ -240,9 +241,13 @@ class OffloadScheduler:
                 device_blocks=(pool.num_blocks - 1) // factor,
                 groups=len(self.groups),
             )
-        self._bound_pool = pool
+        self._pool = pool
         parts = pool, self._manager, self._loads, self.below
-        self._bound_view = View(self.groups, self.rules, self._keys, self._gate, *parts)
+        is_plain = len(self.groups) == self.rules.blocks_per_host_block == 1
+        is_plain &= self._is_all_read
+        self._view = View(
+            self.groups, self.rules, self._keys, self._gate, *parts, is_plain
+        )
         if self._lazy is not None:
             self._lazy.clear(pool)
 
@@ -311,8 +316,9 @@ class OffloadScheduler:
         for own in self.below:
             own.tier.warm_up()
         self._pool.warm_up()
-        if self._view.is_plain:
-            self._manager.find_beside(self._pool, [bytes(KEY_BYTES)])
+        if isinstance(self._pool, DeviceBlockPool):
+            is_lazy = self._lazy is not None
+            self._manager.warm_up_beside(self._pool, is_lazy=is_lazy)
         no_blocks = [np.zeros(0, np.bool_)] * len(self.groups)
         find_longest_hit(self.groups, no_blocks, 0)
 
@@ -442,10 +448,13 @@ class OffloadScheduler:
                 is no block's id, or a block is there twice where one is loaded; if
                 the request has a `retention` that is none. Then nothing changes.
         """
+        host = self._manager
         self._keys.check(request)
-        self._notifier.check(request)
+        if host.retains:
+            self._notifier.check(request)
         pool, name = self._pool, request.request_id
-        tables, is_new = self._tables(name, block_ids), name not in self._keys
+        tables = self._tables(name, block_ids)
+        is_new = name not in self._keys.by_request
         keys = self._keys.of(request)
         try:
             load = self._loads.take(pool, request, tables, num_external_tokens)
@@ -456,21 +465,23 @@ class OffloadScheduler:
         for own in self.below:
             own.forget(name)
         num_local = self._num_local.pop(name, None)
-        self._store_steps.note_tokens(num_external_tokens)
+        if num_external_tokens:
+            self._store_steps.note_tokens(num_external_tokens)
         if self._eager is not None:
             self._eager.register(request, tables, num_local, num_external_tokens)
         if name not in self._known:
             self._known.add(name)
             self._stats.count_request(request, num_local, num_external_tokens)
-            self._notifier.begin(request, keys)
+            if host.listens:
+                self._notifier.begin(request, keys)
             if self.recorder is not None:
                 self._record(request, keys, num_local, num_external_tokens)
             # Once, however often it asked: a request uses its blocks once.
             used = row_keys(self.groups, keys, self.rules.blocks_per_host_block)
             for own in self.below:
                 own.note_asked(used)
-            self._manager.count_lookup(used)
-            self._manager.touch(used)
+            host.count_lookup(used)
+            host.touch(used)
         if self._is_all_read:
             return [list(table) for table in tables]
         prefix = keys, tables, num_local, num_external_tokens
@@ -491,62 +502,64 @@ class OffloadScheduler:
                 id. Then nothing changes.
         """
         pool = self._pool
-        new_tables = {
-            request_id: self._tables(request_id, table)
-            for request_id, table in output.new_block_ids.items()
-        }
-        # Who was preempted by a call may have been admitted again since, and loads.
-        preempted = [
-            name for name in output.preempted_req_ids if name not in self._preempted
-        ]
+        rules, loads, stores = self.rules, self._loads, self._stores
+        new_tables: dict[str, list[list[int]]] = {}
+        for name, table in output.new_block_ids.items():
+            new_tables[name] = self._tables(name, table)
+        need_flush, preempted = False, []
+        if output.preempted_req_ids:
+            need_flush = rules.flush_on_preemption
+            # Who was preempted by a call may have been admitted again since, and loads.
+            gone = self._preempted
+            preempted = [own for own in output.preempted_req_ids if own not in gone]
+            for name in preempted:
+                loads.drop(pool, name)
         self._preempted.clear()
-        for request_id in preempted:
-            self._loads.drop(pool, request_id)
-        need_flush = self.rules.flush_on_preemption and bool(output.preempted_req_ids)
         num_tokens = sum(output.num_scheduled_tokens.values())
-        stores = self._store_steps.begin(
-            num_tokens,
-            pool.num_free,
-            must_store=need_flush or not num_tokens or self._stores.has_waiting,
-        )
+        is_due = True
+        if self._store_steps.batch_blocks:
+            must_store = need_flush or not num_tokens or bool(stores.waiting.keys)
+            is_due = self._store_steps.begin(num_tokens, pool, must_store=must_store)
         if self._eager is not None:
             self._eager.note_step(output, new_tables, preempted)
-            if stores:
+            if is_due:
                 self._eager.offer_step(pool)
-        if not (stores or self._loads.has_waiting or self.below):
+            is_due = bool(stores.waiting.keys)
+        # Most steps end here.
+        has_loads = loads.by_request and loads.has_waiting
+        if not (is_due or has_loads or need_flush or self.below):
             return NO_MOVES
-        in_flight = self._loads.in_flight.num_blocks + self._stores.num_blocks_in_flight
-        most = self.rules.max_blocks_in_flight
+        in_flight = loads.in_flight.num_blocks + stores.in_flight.num_blocks
+        most = rules.max_blocks_in_flight
         if most is not None:
             most = max(most - in_flight, 0)
-        # A load that the step itself writes cannot be put off: the request runs in it.
-        most_loaded = None if self.rules.load_in_step else most
-        load_event, loads, copies = self._loads.issue(pool, most_loaded, in_flight)
-        num_leaving = sum(load.num_blocks for load in loads)
-        if most is not None:
-            # A load that is held up waits for room: stores may not take it.
-            most = 0 if self._loads.has_waiting else max(most - num_leaving, 0)
-        if self._lazy is not None and stores:
+        loading = NO_LOADS
+        if has_loads:
+            # What the step itself writes cannot be put off: the request runs in it.
+            most_loaded = None if rules.load_in_step else most
+            leaving, loading = loads.issue(pool, most_loaded, in_flight)
+            in_flight += leaving
+            if most is not None:
+                # A load that is held up waits for room: stores may not take it.
+                most = 0 if loads.has_waiting else max(most - leaving, 0)
+        if self._lazy is not None and is_due:
             # After the loads, which let go of the free blocks that they copy.
             self._lazy.offer_step(pool)
-        store = self._stores.issue(most, in_flight + num_leaving)
-        moves = [move for own in self.below if (move := own.issue()) is not None]
-        if not (loads or copies or store.keys or need_flush or moves):
+        store = stores.issue(most, in_flight) if stores.waiting.keys else None
+        moves: list[TierMoves] = []
+        for own in self.below:
+            move = own.issue()
+            if move is not None:
+                moves.append(move)
+        if not (loading is not NO_LOADS or store or need_flush or moves):
             return NO_MOVES
-        names = tuple([load.request_id for load in loads])
+        sources, targets = (store.sources, store.targets) if store else ((), ())
         return OffloadMetadata(
-            load_event=load_event,
-            load_device_blocks=flat_ids([load.targets for load in loads]),
-            load_host_blocks=flat_ids([load.sources for load in loads]),
-            load_event_to_reqs={load_event: names} if loads else {},
-            store_event=store.event,
-            store_device_blocks=tuple(store.sources),
-            store_host_blocks=tuple(store.targets),
+            **loading,
+            store_event=store.event if store else NO_EVENT,
+            store_device_blocks=tuple(sources),
+            store_host_blocks=tuple(targets),
             need_flush=need_flush,
-            copy_from_blocks=flat_ids([load.copy_sources for load in copies]),
-            copy_to_blocks=flat_ids([load.copy_targets for load in copies]),
-            load_sizes=tuple([len(load.sources) for load in loads]),
-            load_in_step=self.rules.load_in_step and bool(loads),
             below=tuple(moves),
         )
 
@@ -563,33 +576,38 @@ class OffloadScheduler:
             ValueError: If it tells of something that is not in flight. Then nothing
                 changes.
         """
-        if output == NO_REPORTS:
-            return output
+        has_loads = output.finished_recving or output.failed_recving
+        has_stores = output.completed_store_events or output.failed_store_events
+        if not (has_loads or has_stores or output.below):
+            return output  # As in most steps.
         pool = self._pool
-        stores = reports_of(output.completed_store_events, output.failed_store_events)
-        self._stores.check(stores)
+        stores: Sequence[Report] = ()
+        if has_stores:
+            stores = reports_of(
+                output.completed_store_events, output.failed_store_events
+            )
+            self._stores.in_flight.check(stores)
         if output.below:
             self._check_below(output.below)
-        loads = reports_of(output.finished_recving, output.failed_recving)
-        finished, failed = self._loads.report(pool, loads)
-        self.delays.note_loads(finished, failed)
-        if finished or failed:
-            self._stores.num_changes += 1
-        if self._eager is not None:
-            for request_id in failed:
-                self._eager.recompute(request_id)
-        stored = self._stores.report(pool, stores)
+        finished: list[str] = []
+        failed: list[str] = []
+        if has_loads:
+            loads = reports_of(output.finished_recving, output.failed_recving)
+            finished, failed = self._loads.report(pool, loads)
+            self.delays.note_loads(finished, failed)
+            if finished or failed:
+                self._stores.num_changes += 1
+            if self._eager is not None:
+                for request_id in failed:
+                    self._eager.recompute(request_id)
+        stored, lost = self._stores.report(pool, stores) if stores else ((), ())
         if output.below:
             for own in self.below:
                 own.report([each for each in output.below if each.tier == own.number])
             # What has ended may make room on the host.
             self._stores.num_changes += 1
         return ConnectorOutput(
-            tuple(finished),
-            tuple(failed),
-            tuple([store.event for store in stored if store.ok]),
-            tuple([store.event for store in stored if not store.ok]),
-            output.below,
+            tuple(finished), tuple(failed), tuple(stored), tuple(lost), output.below
         )
 
     def request_preempted(self, request: Request) -> None:
@@ -629,16 +647,19 @@ class OffloadScheduler:
         """
         self._keys.check(request)
         stop = stop_of(request)
-        self._notifier.check(request)
+        if self._manager.retains:
+            self._notifier.check(request)
         if block_ids is not None:
             tables = self._tables(request.request_id, block_ids)
             if self._eager is not None:
                 self._eager.replace_tables(request, tables)
         self._part_with(request)
-        is_noted = self._manager.listens or self.recorder is not None
+        listens = self._manager.listens
+        is_noted = listens or self.recorder is not None
         if is_noted and request.request_id in self._known:
             keys = self._keys.of(request)
-            self._notifier.finish(request, keys, stop)
+            if listens:
+                self._notifier.finish(request, keys, stop)
             if self.recorder is not None:
                 self._record_end(request, keys, stop)
         for own in self.below:
@@ -647,7 +668,9 @@ class OffloadScheduler:
         self._known.discard(request.request_id)
         self._keys.forget(request.request_id)
         if request.num_computed_tokens >= self._least_tokens:
-            self._note_end()
+            self._num_ended += 1
+            if self._num_ended == _MANY_REQUESTS:
+                self._warn_if_nothing_was_offered()
         return False, None
 
     def request_finished_all_groups(
@@ -734,16 +757,6 @@ class OffloadScheduler:
         for own in self._storage:
             own.disable()
 
-    @property
-    def _view(self) -> View:
-        """What a plan reads."""
-        return self._bound_view or _refuse_unbound()
-
-    @property
-    def _pool(self) -> DeviceBlockPool:
-        pool = self._bound_pool
-        return _refuse_unbound() if pool is None else pool
-
     def _tables(self, request_id: str, table: BlockTable) -> list[list[int]]:
         """Give a block table as a list for each group, after a look at its ids."""
         num_blocks = self._pool.num_blocks
@@ -793,12 +806,9 @@ class OffloadScheduler:
         for own in self.below:
             own.check([each for each in reports if each.tier == own.number])
 
-    def _note_end(self) -> None:
-        """Warn once if many requests have ended, and nothing was ever offered."""
-        self._num_ended += 1
-        if self._num_ended != _MANY_REQUESTS:
-            return
-        stats, pool = self.stats, self._bound_pool
+    def _warn_if_nothing_was_offered(self) -> None:
+        """Warn of it once many requests have ended."""
+        stats, pool = self.stats, self._pool
         is_idle = not (stats.num_offered or stats.num_skipped or stats.num_loads)
         if self._lazy is not None:
             # The device may have had room for all of them so far.
@@ -817,15 +827,20 @@ class OffloadScheduler:
 
     def _part_with(self, request: Request) -> None:
         """Let go of a request's load, and store what it leaves behind."""
-        self._loads.drop(self._pool, request.request_id)
-        self.delays.forget(request.request_id)
-        self._num_local.pop(request.request_id, None)
+        name = request.request_id
+        if name in self._loads.by_request:
+            self._loads.drop(self._pool, name)
+        self.delays.forget(name)
+        self._num_local.pop(name, None)
         if self._eager is not None:
-            self._eager.finish(self._pool, request.request_id)
+            self._eager.finish(self._pool, name)
 
 
-def _refuse_unbound() -> NoReturn:
-    raise RuntimeError("Call bind_device_block_pool() before scheduling.")
+class _Unbound:
+    """Stands for the pool, and for what a plan reads, until a pool is bound."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RuntimeError("Call bind_device_block_pool() before scheduling.")
 
 
 def _serves_with_others() -> bool:

@@ -131,9 +131,10 @@ class OffloadStats:
             num_external: Tokens that come from the host or are copied.
         """
         if num_local is not None:
-            self.num_device_query_tokens += request.num_tokens
+            num_tokens = request.num_tokens
+            self.num_device_query_tokens += num_tokens
             self.num_device_hit_tokens += num_local
-            self.num_host_query_tokens += request.num_tokens - num_local
+            self.num_host_query_tokens += num_tokens - num_local
             self.num_host_hit_tokens += num_external
 
 
@@ -266,7 +267,8 @@ class Delays:
         if num_tokens is None:
             self._deferred_s.setdefault(request_id, start_s)
             return
-        self._end_deferral(request_id, now_s)
+        if request_id in self._deferred_s:
+            self._end_deferral(request_id, now_s)
         if is_awaited:
             self._offered_s[request_id] = start_s
         else:
@@ -282,9 +284,8 @@ class Delays:
     def forget(self, request_id: str) -> None:
         """Note that a request asks and waits no more."""
         self._offered_s.pop(request_id, None)
-        self._end_deferral(request_id, None)
+        if request_id in self._deferred_s:
+            self._end_deferral(request_id, self.clock())
 
-    def _end_deferral(self, request_id: str, now_s: float | None) -> None:
-        start_s = self._deferred_s.pop(request_id, None)
-        if start_s is not None:
-            self.deferrals.add((self.clock() if now_s is None else now_s) - start_s)
+    def _end_deferral(self, request_id: str, now_s: float) -> None:
+        self.deferrals.add(now_s - self._deferred_s.pop(request_id))

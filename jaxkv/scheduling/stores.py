@@ -6,18 +6,19 @@ import logging
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from itertools import chain, compress
-from typing import TypeAlias, TypeVar
+from itertools import compress
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv.keys.packed import PackedKeys
 from jaxkv.scheduling.moves import Ledger, Move, Report
 from jaxkv.scheduling.prefix import Rows
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.search.groups import GroupSpec
-from jaxkv.tiers.base import Placement
+from jaxkv.tiers.base import Placement, as_ids
 from jaxkv.tiers.device import DeviceBlockPool, Victims
 from jaxkv.tiers.index import BlockIndex
 from jaxkv.types import NO_BLOCK, BlockKey
@@ -26,7 +27,6 @@ _LOG = logging.getLogger(__name__)
 # While stores are paused, one request in this many is still stored.
 _PAUSE_SAMPLE = 16
 
-Item = TypeVar("Item")
 Store: TypeAlias = Move[list[int]]
 """Device blocks, m of them for each row, on their way to the host."""
 
@@ -42,10 +42,13 @@ class StoreSteps:
     Args:
         groups: The groups of the model's layers.
         rules: What the engine chose.
+
+    Attributes:
+        batch_blocks: How many blocks are stored at a time; 0 to store in each step.
     """
 
     def __init__(self, groups: tuple[GroupSpec, ...], rules: OffloadRules) -> None:
-        self._batch_blocks = rules.store_batch
+        self.batch_blocks = rules.store_batch
         blocks_per_token = sum(1 / spec.block_size for spec in groups)
         self._batch_tokens = math.ceil(rules.store_batch / blocks_per_token)
         self._max_wait_steps = rules.store_max_wait_steps
@@ -54,22 +57,22 @@ class StoreSteps:
         self._num_tokens = 0
         self._steps_left = self._max_wait_steps
 
-    def begin(self, num_tokens: int, num_free: int, *, must_store: bool) -> bool:
+    def begin(
+        self, num_tokens: int, pool: DeviceBlockPool, *, must_store: bool
+    ) -> bool:
         """Begin a step; tell whether blocks are stored in it.
 
         Args:
             num_tokens: How many the step computes.
-            num_free: Blocks that the device could allocate. Where a batch is not free,
-                nothing waits: what is held could be let go of at any time.
+            pool: The device's blocks. Where a batch of them is not free, nothing waits:
+                what is held could be let go of at any time.
             must_store: Whether to store in this step without waiting for a batch.
         """
-        if not self._batch_blocks:
-            return True
         is_due = (
             must_store
-            or num_free < self._batch_blocks
             or self._num_tokens >= self._batch_tokens
             or not self._steps_left
+            or pool.num_free < self.batch_blocks
         )
         if is_due:
             self._num_tokens = 0
@@ -149,6 +152,8 @@ class Stores:
     Attributes:
         num_changes: Counts what may have made room on the host.
         stats: As given.
+        waiting: What has its place on the host, and has not left.
+        in_flight: What has left.
     """
 
     def __init__(
@@ -164,25 +169,22 @@ class Stores:
         self._host = host
         self._rules = rules
         self._factor = rules.blocks_per_host_block
-        self._waiting = _no_blocks()
-        self._in_flight: Ledger[Store] = Ledger("store event", rules.world_size)
+        # Whether holds, places and pins are one call, where the host can do that.
+        self._is_plain = self._factor == 1 and rules.copy_on_device
+        self.waiting = _no_blocks()
+        self.in_flight: Ledger[Store] = Ledger("store event", rules.world_size)
         # Rows in flight that the host tier has not forgotten.
         self._num_known_in_flight = 0
 
     def __len__(self) -> int:
-        return len(self._in_flight.moves) + bool(self._waiting.keys)
-
-    @property
-    def num_blocks_in_flight(self) -> int:
-        """Device blocks that are being read."""
-        return self._in_flight.num_blocks
+        return len(self.in_flight.moves) + bool(self.waiting.keys)
 
     @property
     def in_transit(self) -> tuple[int, int, int]:
         """The stores' part of `InTransit`; for any thread."""
         # In this order, so that what leaves meanwhile is not counted twice.
         num_known = self._num_known_in_flight
-        waiting = self._waiting
+        waiting = self.waiting
         return (
             len(waiting.sources),
             num_known * self._factor,
@@ -190,23 +192,22 @@ class Stores:
         )
 
     @property
-    def has_waiting(self) -> bool:
-        """Whether blocks have their place on the host, and have not left."""
-        return bool(self._waiting.keys)
-
-    @property
     def is_congested(self) -> bool:
         """Whether as much waits as may be in flight at a time."""
         most = self._rules.max_blocks_in_flight
-        return most is not None and len(self._waiting.sources) >= most
+        return most is not None and len(self.waiting.sources) >= most
 
-    def place(self, pool: DeviceBlockPool, offer: Rows) -> tuple[int, bool]:
+    def place(
+        self, pool: DeviceBlockPool, offer: Rows, *, is_head: bool
+    ) -> tuple[int, bool]:
         """Find room on the host for blocks that it does not know.
 
         Args:
             pool: The device's blocks.
             offer: What could be stored. What a device block does not contain, and what
                 the host has, counts as done.
+            is_head: Whether it begins with the head of a prefix. What the host has of
+                it then gets its place in the order of eviction.
 
         Returns:
             How many rows are done, from the first on; and whether the device blocks
@@ -215,7 +216,12 @@ class Stores:
         num = len(offer.keys)
         if not num:
             return 0, True
-        blocks = np.asarray(offer.device_blocks, np.int64)
+        blocks = as_ids(offer.device_blocks)
+        if self._is_plain and isinstance(offer.keys, PackedKeys):
+            placement = self._host.place_from(pool, offer.keys, blocks, is_head)
+            if placement is not None:
+                self._wait(placement, blocks)
+                return num, True
         held = pool.holds(blocks, offer.device_keys)
         blocks = blocks.reshape(-1, self._factor)
         is_held: NDArray[np.bool_] | None = None  # None if all are.
@@ -231,15 +237,22 @@ class Stores:
                 keys, own_blocks = list(compress(keys, own.tolist())), own_blocks[own]
             return self._take(pool, self._host.place(keys), own_blocks)
 
-        return self._halve(num, take), is_held is None
+        num = self._halve(num, take)
+        if is_head:
+            # So that the head of a prefix outlives its tail on the host.
+            self._host.reorder(offer.keys)
+        return num, is_held is None
 
-    def place_victims(self, pool: DeviceBlockPool, victims: Victims) -> None:
+    def place_victims(self, pool: DeviceBlockPool, victims: Victims) -> bool:
         """Find room on the host for blocks that the device is about to evict.
 
         Args:
             pool: The device's blocks, rows of one.
             victims: What it has just told of them. The host does not evict what they
                 have there to make room for the others.
+
+        Returns:
+            Whether it has found room for all.
         """
         bare = victims.block_ids[victims.rows]
 
@@ -254,7 +267,8 @@ class Stores:
                 pool.note_copies(placed, placement.block_ids)
             return self._take(pool, placement, blocks)
 
-        self._halve(len(victims.block_ids), take)
+        num = len(victims.block_ids)
+        return self._halve(num, take) == num
 
     def _halve(self, num: int, take: Callable[[int], bool]) -> int:
         """Take the first rows, or half of them, and so on; return how many.
@@ -276,17 +290,24 @@ class Stores:
         """Have what has found room wait; return whether all that was given has."""
         if placement is None:
             return False
+        pool.pin(self._wait(placement, blocks))
+        return True
+
+    def _wait(
+        self, placement: Placement, blocks: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Have what has found room wait to leave; return the device blocks of it."""
         if placement.rows is not None:
             blocks = blocks[placement.rows]
         to_read = blocks.reshape(-1)
-        pool.pin(to_read)
         self.stats.num_offered += len(to_read)
-        self._waiting.keys += placement.keys
-        self._waiting.targets += placement.block_ids.tolist()
-        self._waiting.sources += to_read.tolist()
-        return True
+        waiting = self.waiting
+        waiting.keys += placement.keys
+        waiting.targets += placement.block_ids.tolist()
+        waiting.sources += to_read.tolist()
+        return to_read
 
-    def issue(self, num_blocks: int | None, in_flight: int) -> Store:
+    def issue(self, num_blocks: int | None, in_flight: int) -> Store | None:
         """Send out what has a place on the host, the first come first.
 
         Args:
@@ -295,75 +316,64 @@ class Stores:
             in_flight: Device blocks that are in flight, in either direction.
 
         Returns:
-            What leaves, without an event if that is nothing.
+            What leaves; None if that is nothing.
         """
-        waiting = self._waiting
+        waiting = self.waiting
         num = len(waiting.keys)
         if num_blocks is not None:
             least = 0 if in_flight else 1
             num = min(num, max(num_blocks // self._factor, least))
         if num == 0:
-            return _no_blocks()
+            return None
         if num == len(waiting.keys):
-            leaving, self._waiting = waiting, _no_blocks()
+            leaving, self.waiting = waiting, _no_blocks()
         else:
             # Not two copies: what stays may be a thousand times as much.
             keys, targets, end = waiting.keys, waiting.targets, num * self._factor
             leaving = Move(keys[:num], waiting.sources[:end], targets[:num])
             del keys[:num], waiting.sources[:end], targets[:num]
-        self._in_flight.issue([leaving])
+        self.in_flight.issue([leaving])
         self._num_known_in_flight += num
         return leaving
 
-    def check(self, reports: Sequence[Report]) -> None:
-        """Raise ValueError if workers report what is not in flight on them."""
-        self._in_flight.check(reports)
-
-    def report(self, pool: DeviceBlockPool, reports: Sequence[Report]) -> list[Store]:
-        """Note what workers reported, which `check` has let pass.
+    def report(
+        self, pool: DeviceBlockPool, reports: Sequence[Report]
+    ) -> tuple[list[int], list[int]]:
+        """Note what workers reported, which `Ledger.check` has let pass.
 
         Returns:
-            The stores that are over on all workers.
+            The events that are over on all workers: those that arrived, and others.
         """
-        over = self._in_flight.report(reports)
-        if over:
-            self._end(pool, over)
-        return over
+        events: tuple[list[int], list[int]] = [], []
+        stats = self.stats
+        for store in self.in_flight.report(reports):
+            events[not store.ok].append(store.event)
+            if not store.is_stale:
+                keys, num_blocks = store.keys, len(store.sources)
+                self._num_known_in_flight -= len(keys)
+                if store.ok:
+                    self._host.publish(store.targets, keys)
+                    if self._on_arrival is not None:
+                        self._on_arrival(keys)
+                    stats.num_stored += num_blocks
+                else:
+                    self._host.complete_store(keys, False)
+                    self._host.drops.note(keys, "store failed")
+                    stats.num_dropped_failed += num_blocks
+            pool.unpin(store.sources)
+            self.num_changes += 1
+        return events
 
     def forget(self, pool: DeviceBlockPool) -> None:
         """Let go of what waits; what is in flight holds its device blocks, no more."""
-        pool.unpin(self._waiting.sources)
-        for store in (self._waiting, *self._in_flight.moves.values()):
+        pool.unpin(self.waiting.sources)
+        for store in (self.waiting, *self.in_flight.moves.values()):
             if not store.is_stale:
                 self.stats.num_dropped_reset += len(store.sources)
             store.is_stale = True
-        self._waiting = _no_blocks()
+        self.waiting = _no_blocks()
         self._num_known_in_flight = 0
-
-    def _end(self, pool: DeviceBlockPool, over: Sequence[Store]) -> None:
-        known = [store for store in over if not store.is_stale]
-        self._num_known_in_flight -= sum(len(store.keys) for store in known)
-        arrived = [store for store in known if store.ok]
-        if arrived:
-            keys = _joined([store.keys for store in arrived])
-            self._host.publish(_joined([store.targets for store in arrived]), keys)
-            if self._on_arrival is not None:
-                self._on_arrival(keys)
-            self.stats.num_stored += sum(len(store.sources) for store in arrived)
-        lost = [store for store in known if not store.ok]
-        if lost:
-            keys = _joined([store.keys for store in lost])
-            self._host.complete_store(keys, False)
-            self._host.drops.note(keys, "store failed")
-            self.stats.num_dropped_failed += sum(len(store.sources) for store in lost)
-        pool.unpin(_joined([store.sources for store in over]))
-        self.num_changes += 1
 
 
 def _no_blocks() -> Store:
     return Move([], [], [])
-
-
-def _joined(lists: Sequence[list[Item]]) -> list[Item]:
-    """Put lists in a row; one that is alone is not copied."""
-    return lists[0] if len(lists) == 1 else list(chain(*lists))

@@ -129,8 +129,14 @@ def check(tier: DeviceTier) -> None:
     assert sorted(seen) == np.flatnonzero(tier.has_key).tolist()
 
 
+def _empty_words(num: int) -> NDArray[np.uint32]:
+    return np.empty((num, KEY_WORDS), np.uint32)
+
+
 class Victims(NamedTuple):
     """Blocks that hold a key, in the order in which `allocate` would take them.
+
+    Good until the next call.
 
     Attributes:
         block_ids: i64[n].
@@ -158,8 +164,8 @@ class DeviceBlockPool:
 
     Attributes:
         num_blocks: Blocks in the pool.
-        num_changes: Grows with whatever changes what a block contains or which is
-            allocated next; pins do not.
+        num_changes: Grows with whatever changes which block is allocated next, what it
+            contains, or whether a copy of that is known to be lost; pins do not.
         block_size: As given.
         unwritten: Blocks whose tokens were neither computed nor loaded; `cache` skips
             them. `OffloadScheduler` adds them, `allocate` removes its own.
@@ -203,6 +209,8 @@ class DeviceBlockPool:
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
         # Keys that are not of 32 bytes, as the caller knows them, by block.
         self._names: dict[int, bytes] = {}
+        # Room for an answer of `next_victims`, kept from call to call.
+        self._victims = _NO_IDS, _NO_IDS, _NO_IDS, _empty_words(0)
         self.state = init(num_blocks)
         self.bound = bound = Bound(self.state)
         keys = np.zeros((1, KEY_WORDS), np.uint32)
@@ -332,16 +340,20 @@ class DeviceBlockPool:
         )
         return block_ids, keys()
 
-    def next_victims(self, num: int) -> Victims:
+    def next_victims(
+        self, num: int, find: Callable[..., tuple[int, int]] | None = None
+    ) -> Victims:
         """Tell which of the blocks that `allocate` would take next hold a key.
 
         Args:
             num: How many blocks to look at; if fewer are free, these.
+            find: What does so natively, and may know of more copies.
         """
         num = max(min(num, self.num_free), 0)
-        block_ids, copies, rows = np.empty((3, num), np.int64)
-        words = np.empty((num, KEY_WORDS), np.uint32)
-        num_found, num_bare = self._native.next_victims(
+        if len(self._victims[0]) < num:
+            self._victims = *np.empty((3, num), np.int64), _empty_words(num)
+        block_ids, copies, rows, words = self._victims
+        num_found, num_bare = (find or self._native.next_victims)(
             self.bound, num, block_ids, copies, rows, words
         )
         block_ids, rows = block_ids[:num_found], rows[:num_bare]
@@ -372,8 +384,9 @@ class DeviceBlockPool:
         """Forget which host blocks have some keys (u32[n, 8]); None for all."""
         if words is None:
             self.state.copies[:] = NO_BLOCK
-        else:
-            self._native.forget_copies(self.bound, UnlistedKeys(words).words)
+            self.num_changes += 1
+        elif self._native.forget_copies(self.bound, UnlistedKeys(words).words):
+            self.num_changes += 1
 
     def touch(self, block_ids: BlockIds) -> None:
         """Hold blocks once more, so that they are not allocated."""
@@ -454,7 +467,6 @@ class DeviceBlockPool:
                 f"block_id={ids[bad]} is cached as "
                 f"{shown(self._known_as(ids, names, bad))}, not {shown(names[bad])}."
             )
-        self.num_changes += 1
         if has_foreign:
             self._names.update(
                 (int(ids[row]), name)
@@ -565,7 +577,7 @@ class DeviceBlockPool:
         """Call what writes `num` blocks, whether each has a key, and the keys."""
         block_ids = np.empty(num, np.int64)
         has_key = np.empty(num, np.bool_)
-        words = np.empty((num, KEY_WORDS), np.uint32)
+        words = _empty_words(num)
         function(self.bound, num, block_ids, has_key, words)
         return block_ids, has_key, words
 

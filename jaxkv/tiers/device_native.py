@@ -125,14 +125,17 @@ def note_copies(bound: Any, block_ids: Any, copies: Any) -> Any:
 
 
 @compiled
-def forget_copies(bound: Any, keys: Any) -> None:
-    """Forget where copies of all blocks with some keys (u32[K, 8]) are."""
+def forget_copies(bound: Any, keys: Any) -> Any:
+    """Forget where copies of all blocks with some keys (u32[K, 8]) are; count them."""
     tier = state_of(bound)
+    num_forgotten = 0
     for row in range(keys.shape[0]):
         block = directory_lib.find_one(tier.directory, keys, row)
         while block >= 0:
+            num_forgotten += tier.copies[block] != NO_BLOCK
             tier.copies[block] = NO_BLOCK
             block = tier.following[block]
+    return num_forgotten
 
 
 @compiled

@@ -117,7 +117,8 @@ class NativeExecutor:
         self._ref_cnt = self.state.ref_cnt
         # Room for the keys that a call evicts, kept from call to call.
         self._evicted = np.empty((_SMALLEST_BATCH, KEY_WORDS), np.uint32)
-        self._find_beside: Callable[..., int] | None = None
+        # What takes the device's state, too, made ready when it is first called.
+        self._beside: dict[str, Callable[..., Any]] = {}
         bound, variant, evicted = self._bound, self._variant, self._evicted
         self._native = EntryPoints(
             native,
@@ -161,13 +162,70 @@ class NativeExecutor:
             How many keys, from the first on, have a block; and the block of each on the
             device and here: i32[n]. What these say of other keys means nothing.
         """
-        on_device = np.empty(len(keys), np.int32)
-        on_host = np.empty_like(on_device)
-        if self._find_beside is None:
-            some = device, self._bound, _SOME_KEYS, on_device, on_host
-            self._find_beside = entry_point(native.find_beside, *some)
-        num = self._find_beside(device, self._bound, keys, on_device, on_host)
+        on_device, on_host = np.empty((2, len(keys)), np.int32)
+        num = self._call("find_beside", device, self._bound, keys, on_device, on_host)
         return num, on_device, on_host
+
+    def place_from(
+        self, device: Bound, keys: Words, sources: Ids, is_head: bool
+    ) -> Store | None:
+        """Give unknown keys blocks, and pin the device blocks that hold them.
+
+        Args:
+            device: The device tier.
+            keys: The keys.
+            sources: The device blocks that are said to hold them.
+            is_head: Whether the first one begins a prefix. They are reordered then.
+
+        Returns:
+            None if there is no room, or a device block does not hold its key.
+        """
+        block_ids, evicted = np.empty(len(keys), np.int64), self._room(len(keys))
+        num_stored, num_evicted = self._call(
+            "place_from",
+            device,
+            self._bound,
+            self._variant,
+            keys,
+            sources,
+            is_head,
+            block_ids,
+            evicted,
+        )
+        if num_evicted < 0:
+            return None
+        return Store(num_stored, block_ids, evicted[:num_evicted])
+
+    def next_victims(
+        self, device: Bound, num: int, block_ids: Ids, copies: Ids, rows: Ids, keys: Any
+    ) -> tuple[int, int]:
+        """Find what the device evicts next; note what is here of it: see `host_native`.
+
+        Returns:
+            How many have a key; how many of them are not here.
+        """
+        same = keys.view()
+        same.flags.writeable = False
+        found: tuple[int, int] = self._call(
+            "next_victims",
+            device,
+            self._bound,
+            num,
+            block_ids,
+            copies,
+            rows,
+            keys,
+            same,
+        )
+        return found
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """Call what takes the device's state, too."""
+        function = self._beside.get(name)
+        if function is None:
+            function = entry_point(getattr(native, name), *arguments)
+            self._beside[name] = function
+        return function(*arguments)
 
     def lookup(self, keys: Words) -> int:
         """Count the keys, from the first on, that can be read."""
@@ -240,7 +298,8 @@ class NativeExecutor:
             ValueError: If there are less than `num_hits`, or one is no block's, nor
                 NO_BLOCK where that is the `least`.
         """
-        _refuse_hits(num_hits, len(block_ids))
+        if not 0 <= num_hits <= len(block_ids):
+            _refuse_hits(num_hits, len(block_ids))
         is_done: bool = self._native.complete_step(
             self._ref_cnt, block_ids, num_hits, least
         )
@@ -315,6 +374,23 @@ class XlaExecutor:
         is_missing = (on_device == NO_BLOCK) & (on_host == NO_BLOCK)
         num = int(is_missing.argmax()) if is_missing.any() else len(keys)
         return num, on_device, on_host
+
+    def next_victims(
+        self, device: Bound, num: int, block_ids: Ids, copies: Ids, rows: Ids, keys: Any
+    ) -> tuple[int, int]:
+        num_found, num_bare = native_device.next_victims(
+            device, num, block_ids, copies, rows, keys
+        )
+        if not num_bare:
+            return num_found, 0
+        held = self.find(keys[:num_bare]).astype(np.int64)
+        is_here, bare = held != NO_BLOCK, rows[:num_bare].copy()
+        copies[bare] = held
+        native_device.note_copies(device, block_ids[bare[is_here]], held[is_here])
+        num_left = num_bare - np.count_nonzero(is_here)
+        rows[:num_left] = bare[~is_here]
+        keys[:num_left] = keys[:num_bare][~is_here]
+        return num_found, num_left
 
     def lookup(self, keys: Words) -> int:
         return int(self._run(_reading(host_state.lookup), keys))

@@ -13,7 +13,8 @@ import numpy as np
 
 from jaxkv.compiling import compiled, copy_items, functions_of, inlined, state_of
 from jaxkv.policies import directory as directory_lib
-from jaxkv.types import NO_BLOCK, NOT_READY
+from jaxkv.tiers import device_native
+from jaxkv.types import NO_BLOCK, NOT_READY, NULL_BLOCK
 
 _PROTECTION = 1 << 30
 """Added to the reference count of a batch's own blocks, so that none is evicted."""
@@ -268,6 +269,98 @@ def prepare_store(
     functions_of(state.policy).find(state.policy, keys, entries, present)
     no_hits = np.int64(0)  # A literal would have it compiled once more.
     return _store(state, variant, keys, present, no_hits, block_ids, evicted_keys)
+
+
+@compiled
+def place_from(
+    device: Any,
+    bound: Any,
+    variant: int,
+    keys: Any,
+    sources: Any,
+    is_head: Any,
+    block_ids: Any,
+    evicted_keys: Any,
+) -> Any:
+    """Give blocks of the device a place here; keep it from reusing them meanwhile.
+
+    Args:
+        device: The device tier.
+        bound: The host tier.
+        variant: The policy's.
+        keys: u32[K, 8].
+        sources: i64[K]. The device blocks that are said to hold them.
+        is_head: Whether the first one begins a prefix. The keys are reordered then.
+        block_ids: As in `prepare_store`.
+        evicted_keys: Likewise.
+
+    Returns:
+        As `prepare_store`; 0 and -1 also if a device block does not hold its key. Then
+        nothing has changed.
+    """
+    tier = state_of(device)
+    for row in range(keys.shape[0]):
+        block = sources[row]
+        if not (NULL_BLOCK < block < tier.ref_cnt.shape[0] and tier.has_key[block]):
+            return 0, -1
+        if not directory_lib.same_key(tier.directory.keys, block, keys, row):
+            return 0, -1
+    num_stored, num_evicted = prepare_store(
+        bound, variant, keys, block_ids, evicted_keys
+    )
+    if num_evicted < 0:
+        return 0, -1
+    for row in range(keys.shape[0]):
+        if block_ids[row] != NO_BLOCK:
+            block = sources[row]
+            if tier.pins[block] == 0:
+                tier.num_free[()] -= tier.ref_cnt[block] == 0
+            tier.pins[block] += 1
+    if is_head:
+        touch(bound, variant, keys, False)
+    return num_stored, num_evicted
+
+
+@compiled
+def next_victims(
+    device: Any,
+    bound: Any,
+    num: int,
+    block_ids: Any,
+    copies: Any,
+    rows: Any,
+    keys: Any,
+    same_keys: Any,
+) -> Any:
+    """Do as the device's `next_victims`; look up here, and note, what lacks a copy.
+
+    Args:
+        device: The device tier.
+        bound: The host tier.
+        num: As there, as all that follow but the last.
+        block_ids: Written.
+        copies: Written.
+        rows: Written: of those without a copy here either.
+        keys: Written: the keys of these.
+        same_keys: u32[num, 8]. The same array, to be read.
+    """
+    num_found, num_bare = device_native.next_victims(
+        device, num, block_ids, copies, rows, keys
+    )
+    tier, policy = state_of(device), state_of(bound).policy
+    entries, held = _two_rows(num_bare)
+    functions_of(policy).find(policy, same_keys[:num_bare], entries, held)
+    num_left = 0
+    for row in range(num_bare):
+        found = rows[row]
+        if held[row] == NO_BLOCK:
+            rows[num_left] = found
+            directory_lib.copy_key(keys, num_left, keys, row)
+            num_left += 1
+        else:
+            copies[found] = held[row]
+            tier.copies[block_ids[found]] = held[row]
+    return num_found, num_left
 
 
 @compiled

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from jaxkv._util import check_whole, shown
 from jaxkv.keys.packed import (
+    PackedKeys,
     UnlistedKeys,
     has_foreign,
     is_foreign,
@@ -30,7 +31,7 @@ from jaxkv.tiers.base import (
     as_ids,
     refuse_outside,
 )
-from jaxkv.tiers.device import DeviceBlockPool
+from jaxkv.tiers.device import DeviceBlockPool, Victims
 from jaxkv.tiers.executors import (
     Executor,
     ExecutorName,
@@ -96,6 +97,8 @@ class BlockIndex:
         block_size: As given.
         num_blocks: As given.
         policy: The cache policy, with priorities around it if there are any.
+        listens: Whether it wants to know of requests; if not, it need not be told.
+        retains: Whether blocks can be given priorities.
         executor: Has the state, as a pytree of arrays, and changes it.
         events: What happened since `take_events`; None if that is not kept.
         drops: Why blocks are not here, as far as that is remembered.
@@ -154,6 +157,8 @@ class BlockIndex:
         self._tells_keys = self.policy.listens
         if retention and self.policy.retain is None:
             self.policy = make_retained(self.policy)
+        self.listens = self.policy.listens
+        self.retains = self.policy.retain is not None
         self.events: list[OffloadingEvent] | None = [] if enable_events else None
         self.drops = DropReasons(remember_drops)
         self.num_held_blocks = 0
@@ -199,16 +204,6 @@ class BlockIndex:
             self.executor.touch(words, counts_as_use=False)
         else:
             self._touch_in_parts(words, counts_as_use=False)
-
-    @property
-    def listens(self) -> bool:
-        """Whether the policy wants to know of requests; if not, it need not be told."""
-        return self.policy.listens
-
-    @property
-    def retains(self) -> bool:
-        """Whether blocks can be given priorities."""
-        return self.policy.retain is not None
 
     def retain(
         self,
@@ -408,6 +403,53 @@ class BlockIndex:
             placement = placement._replace(rows=of_all[of_placed])
         return placement
 
+    def place_from(
+        self,
+        pool: DeviceBlockPool,
+        keys: PackedKeys,
+        sources: BlockIds,
+        is_head: bool,
+    ) -> Placement | None:
+        """Do `holds`, `place`, `pin` of what is placed, and `reorder` in one call.
+
+        Args:
+            pool: The device's blocks.
+            keys: Keys of blocks that could be stored.
+            sources: n blocks that are said to hold them.
+            is_head: Whether the first one begins a prefix: `reorder` is for that alone.
+
+        Returns:
+            As `place`; None also if a block does not hold its key, or this tier has
+            other rules than to store what it lacks. Then nothing has changed.
+
+        Raises:
+            ValueError: If there is not a block for each key. Then nothing changes.
+        """
+        if len(sources) != len(keys):
+            raise ValueError(f"{len(sources)=} blocks must have as many {len(keys)=}.")
+        executor = self.executor
+        if (
+            self._reuse is not None
+            or not isinstance(executor, NativeExecutor)
+            or not 0 < len(keys) <= self.policy.max_batch
+        ):
+            return None
+        ids = as_ids(sources)
+        answer = executor.place_from(pool.bound, keys.words, ids, is_head)
+        return None if answer is None else self._placed(keys, keys.words, *answer)
+
+    def victims_of(self, pool: DeviceBlockPool, num: int) -> Victims:
+        """Tell what a device evicts next, and which of that is not here.
+
+        What is here is noted in the device's tier (`DeviceBlockPool.note_copies`), so
+        that it is looked up once.
+
+        Args:
+            pool: The device's blocks.
+            num: How many blocks to look at; if fewer are free, these.
+        """
+        return pool.next_victims(num, self.executor.next_victims)
+
     def complete_store(
         self, block_hashes: Iterable[bytes], success: bool = True
     ) -> None:
@@ -528,7 +570,8 @@ class BlockIndex:
             raise ValueError(
                 f"one of block_ids={shown(block_ids)} is not being stored."
             )
-        self._record(keys, removed=False)
+        if self.events is not None:
+            self._record(keys, removed=False)
 
     def discard(self, keys: Iterable[bytes]) -> None:
         """Forget blocks whose bytes are no good; those in flight stay."""
@@ -647,6 +690,21 @@ class BlockIndex:
         scratch.complete_step(ids, 1)
         scratch.discard(words)
 
+    def warm_up_beside(self, pool: DeviceBlockPool, *, is_lazy: bool) -> None:
+        """Do the same for what takes the device's blocks, too.
+
+        Args:
+            pool: The device's blocks.
+            is_lazy: Whether `victims_of` will be called, or `place_from`.
+        """
+        scratch = make_executor(self.policy, self._executor_name)
+        _, words = pack([bytes(KEY_BYTES)])
+        scratch.find_beside(pool.bound, words)
+        if is_lazy:
+            pool.next_victims(0, scratch.next_victims)
+        elif isinstance(scratch, NativeExecutor):
+            scratch.place_from(pool.bound, words, np.zeros(1, np.int64), True)
+
     def _rows_told(
         self, block_hashes: Iterable[bytes], positions: Sequence[int] | None
     ) -> tuple[Words, Positions] | None:
@@ -728,7 +786,7 @@ class BlockIndex:
         evicted_keys: Words,
     ) -> Placement:
         """Note where keys go (NO_BLOCK: nowhere) and which had to leave; tell it."""
-        some_foreign = has_foreign(names)
+        some_foreign = type(names) is not PackedKeys and has_foreign(names)
         to_store, rows = names, None
         if num_stored < len(names):
             rows = np.flatnonzero(block_ids != NO_BLOCK)
@@ -737,21 +795,22 @@ class BlockIndex:
             else:
                 to_store = [names[row] for row in rows.tolist()]
             block_ids = block_ids[rows]
-        evicted: Sequence[bytes] = UnlistedKeys(evicted_keys)
+        num_evicted = len(evicted_keys)
+        evicted: Sequence[bytes] = UnlistedKeys(evicted_keys) if num_evicted else ()
         if self._names:
             evicted = [self._names.pop(key, key) for key in evicted]
         if some_foreign:
             self._names.update(
                 (key_from_foreign(name), name) for name in to_store if is_foreign(name)
             )
-        if self._notes:
+        if self.retains and self._notes:
             noted = self._notes.groups(to_store, self._now_ms)
             for (retention, given_ms), keys in noted:
                 self._give_retention(keys, retention, given_ms)
-        self.num_held_blocks += len(to_store) - len(evicted)
-        self.num_evicted += len(evicted)
-        self.num_lost += len(evicted)
-        if self.lost is not None and len(evicted):
+        self.num_held_blocks += num_stored - num_evicted
+        self.num_evicted += num_evicted
+        self.num_lost += num_evicted
+        if self.lost is not None and num_evicted:
             self.lost.append(evicted_keys.copy())
         if self.events is not None or self.drops.is_kept:
             evicted = list(evicted)
@@ -780,7 +839,8 @@ def _laid_out(
     keys: Iterable[bytes] | UnlistedKeys,
 ) -> tuple[Sequence[bytes], Words]:
     """Do as `pack` does, and list no keys that are not listed."""
-    return (keys, keys.words) if isinstance(keys, UnlistedKeys) else pack(keys)
+    # Its exact type: to look for subclasses of an abstract one takes longer.
+    return (keys, keys.words) if type(keys) is UnlistedKeys else pack(keys)
 
 
 def _as_policy(cache_policy: Any, num_blocks: int) -> Policy:

@@ -165,6 +165,9 @@ class DropReasons:
         max_size: Keys to remember; 0 for none. Beyond it the one that was dropped
             longest ago is forgotten.
 
+    Attributes:
+        is_kept: Whether anything is remembered.
+
     Example:
         >>> drops = DropReasons(max_size=2)
         >>> drops.note([b"a", b"b"], "evicted")
@@ -174,18 +177,14 @@ class DropReasons:
     """
 
     def __init__(self, max_size: int) -> None:
+        self.is_kept = max_size > 0
         self._max_size = max_size
         # What was dropped longest ago comes first.
         self._reasons: OrderedDict[BlockKey, DropReason] = OrderedDict()
 
-    @property
-    def is_kept(self) -> bool:
-        """Whether anything is remembered."""
-        return self._max_size > 0
-
     def note(self, keys: Iterable[BlockKey], reason: DropReason) -> None:
         """Record that blocks are not on the host, in the order of their keys."""
-        if not self._max_size:
+        if not self.is_kept:
             return
         for key in keys:
             self._reasons[key] = reason

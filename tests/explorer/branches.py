@@ -40,7 +40,7 @@ FUNCTIONS_OUTSIDE = {
     "scheduler.py OffloadScheduler.__init__": "refuses settings",
     "scheduler.py OffloadScheduler.warm_up": "before any event",
     "scheduler.py OffloadScheduler.wait_for_storage": "before any event",
-    "scheduler.py OffloadScheduler._note_end": "a line of the log",
+    "scheduler.py OffloadScheduler._warn_if_nothing_was_offered": "a line of the log",
     "scheduler.py OffloadScheduler._record_end": "writes down a request for later",
     "scheduler.py _serves_with_others": "asks for other processes",
     "stats.py Histogram.keep_samples": "for a reader of metrics",

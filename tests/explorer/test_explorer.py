@@ -181,17 +181,17 @@ def test_a_digest_knows_all_that_the_scheduler_keeps(part):
         "scheduler": own,
         "loads": own._loads,
         "stores": own._stores,
-        "in flight": own._stores._in_flight,
+        "in flight": own._stores.in_flight,
         "storage": own.below[0],
     }
     fixed = {
         "scheduler": "groups rules num_host_blocks num_storage_blocks _manager delays "
         "_stats _gate _keys _loads below _storage _stores _store_steps _eager _lazy "
-        "_notifier recorder _policy_name _recorded _bound_pool _bound_view "
+        "_notifier recorder _policy_name _recorded _pool _view "
         # The last counts towards a warning, and no more.
         "_is_all_read _least_tokens _num_ended",
         "loads": "_groups _host _rules _stats in_flight _step _num_readers",
-        "stores": "stats _on_arrival _host _rules _factor _in_flight",
+        "stores": "stats _on_arrival _host _rules _factor _is_plain in_flight",
         "in flight": "_what _num_workers",
         "storage": "tier groups upper number name counts _write _is_private "
         "_on_arrival factor "

@@ -289,14 +289,14 @@ class World:
         yield own._notifier, "_marks"
         yield own._loads, "by_request _waiting _copying _num_blocks_waiting"
         yield own._loads.in_flight, "moves num_blocks _next_event"
-        yield own._stores, "num_changes _waiting _num_known_in_flight"
+        yield own._stores, "num_changes waiting _num_known_in_flight"
         yield own._store_steps, "_num_tokens _steps_left"
-        yield own._stores._in_flight, "moves num_blocks _next_event"
+        yield own._stores.in_flight, "moves num_blocks _next_event"
         if own._eager is not None:
             yield own._eager, "_progress _scheduled"
             yield own._eager.pause, "is_on _num_offered _num_found"
         if own._lazy is not None:
-            yield own._lazy, "_seen"
+            yield own._lazy, "_seen _is_refused"
         for tier in self._tiers:
             yield tier, "num_held_blocks num_evicted num_skipped _now_ms _is_told"
             yield tier, "num_lost lost"
@@ -344,7 +344,7 @@ class World:
         """Write down all that may change."""
         arrays = b"".join([memory for memory, _, _ in self._memory])
         values = [[getattr(o, name) for name in names] for o, names in self._parts]
-        values.append(list(self.scheduler._keys._packed))
+        values.append(list(self.scheduler._keys.by_request))
         out = io.BytesIO()
         pickler = pickle.Pickler(out, 5)
         pickler.dispatch_table = {PackedKeys: _reduce_keys}
@@ -361,7 +361,7 @@ class World:
         for (part, attributes), own in zip(self._parts, values, strict=True):
             for attribute, value in zip(attributes, own, strict=True):
                 setattr(part, attribute, value)
-        packed = self.scheduler._keys._packed
+        packed = self.scheduler._keys.by_request
         self._growing.update(packed)
         packed.clear()
         # What is kept of keys depends on the request's alone, and is made up to date
@@ -494,7 +494,7 @@ class World:
     def _is_to_leave(self):
         """Whether a step would send something out."""
         own = self.scheduler
-        if own._loads.has_waiting or own._stores._waiting.keys:
+        if own._loads.has_waiting or own._stores.waiting.keys:
             return True
         return any(
             boundary._to_fetch
@@ -786,7 +786,7 @@ class World:
     def _is_forgotten(self, transfer):
         own = self.scheduler
         if transfer.kind == "store":
-            return own._stores._in_flight.moves[transfer.name].is_stale
+            return own._stores.in_flight.moves[transfer.name].is_stale
         if transfer.kind == "write":
             return own.below[0]._writes.moves[transfer.name].is_stale
         return False
@@ -1053,7 +1053,7 @@ class World:
         kept = {
             "known": own._known,
             "num_local": own._num_local,
-            "keys": own._keys._packed,
+            "keys": own._keys.by_request,
             "fetched": [
                 r for r in self.requests if own.num_fetched_tokens(r.request_id)
             ],
@@ -1077,7 +1077,7 @@ class World:
         before, own, pool = self.save(), self.scheduler, self.pool
         r = self.requests[0]
         size = r.groups[0].block_size
-        event = own._stores._in_flight._next_event
+        event = own._stores.in_flight._next_event
         nobody = Request("nobody", r.text, r.num_prompt_tokens, r.groups)
         far = [[pool.num_blocks]] * len(self.groups)
         far = far if len(far) > 1 else far[0]
@@ -1255,11 +1255,11 @@ class World:
 
         stores = own._stores
         moving = (
-            batch(stores._waiting),
+            batch(stores.waiting),
             own._store_steps._num_tokens,
             own._store_steps._steps_left,
-            tuple(batch(sent) for _, sent in sorted(stores._in_flight.moves.items())),
-            stores.num_blocks_in_flight,
+            tuple(batch(sent) for _, sent in sorted(stores.in_flight.moves.items())),
+            stores.in_flight.num_blocks,
             stores._num_known_in_flight,
             all_loads.in_flight.num_blocks,
         )
@@ -1285,9 +1285,10 @@ class World:
                 has_found = stats.num_host_hit_tokens != pause._num_found
                 chosen += pause.is_on, min(num_unused, pause._most_unused), has_found
         elif own._lazy._seen is not None:
-            changes, free, others = own._lazy._seen
-            now = self.pool.num_changes, stores.num_changes
-            chosen = free if (changes, others) == now else ()
+            changes, free, refused_at = own._lazy._seen
+            _, free_now, refused_now = own._lazy._look(self.pool)
+            is_same = (changes, refused_at) == (self.pool.num_changes, refused_now)
+            chosen = (free - free_now, own._lazy._is_refused) if is_same else ()
         gate = own._gate
         told = (
             tuple(sorted(own._num_local.items())),

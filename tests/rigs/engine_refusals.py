@@ -27,7 +27,7 @@ class Refuser(Watcher):
             for name, own in progress.items()
         ]
         records += [
-            repr((scheduler._stores._waiting, scheduler._stores._in_flight.moves))
+            repr((scheduler._stores.waiting, scheduler._stores.in_flight.moves))
         ]
         loads = scheduler._loads
         records += [repr((list(loads._waiting), list(loads._copying)))]

@@ -273,7 +273,7 @@ class Watcher:
         """All keys that the host has or is storing."""
         stores = [store for store in self.stores.values() if not store.is_stale]
         in_flight = {key for store in stores for key, _ in store.rows}
-        waiting = self.scheduler._stores._waiting.keys
+        waiting = self.scheduler._stores.waiting.keys
         return {*self.ready, *in_flight, *waiting, *self.storage.fetching}
 
     def is_refused(self, request):
@@ -288,7 +288,7 @@ class Watcher:
 
     def pinned_blocks(self):
         """Count the references of transfers to each device block."""
-        pins = Counter(self.scheduler._stores._waiting.sources)
+        pins = Counter(self.scheduler._stores.waiting.sources)
         for load in self.loads.values():
             pins.update(load.copies.values())
             pins.update((load.targets or {}).values())
@@ -301,7 +301,7 @@ class Watcher:
         stats, now = self.scheduler.stats, self.scheduler.in_transit
         sent = [store for store in self.stores.values() if not store.is_stale]
         assert now.stores_in_flight == sum(len(store.device_blocks) for store in sent)
-        assert now.stores_waiting == len(self.scheduler._stores._waiting.sources)
+        assert now.stores_waiting == len(self.scheduler._stores.waiting.sources)
         leaving = Counter()
         for load in self.loads.values():
             num = sum(map(len, load.rows.values())) * (load.targets is not None)
@@ -321,7 +321,7 @@ class Watcher:
 
     def check(self, deeply=False):
         pool, scheduler = self.pool, self.scheduler
-        waiting = scheduler._stores._waiting
+        waiting = scheduler._stores.waiting
         held, pins = self.held_blocks(), self.pinned_blocks()
         ref_cnt = Counter()
         for load in self.loads.values():

@@ -557,7 +557,7 @@ class Engine:
         assert not self.offload_scheduler.has_pending_stores()
         assert not self.offload_scheduler.has_pending_loads()
         # Where the next token reads no block, vLLM has none to cache.
-        assert self.offload_scheduler._bound_pool.unwritten == set()
+        assert self.offload_scheduler._pool.unwritten == set()
 
 
 def drop_by_runner(engine):

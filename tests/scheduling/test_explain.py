@@ -352,7 +352,7 @@ def state_of(engine):
         scheduler._gate._num_slow,
         sorted(scheduler._known),
         list(scheduler._num_local.items()),
-        list(scheduler._keys._packed),
+        list(scheduler._keys.by_request),
         [repr(load) for load in scheduler._loads.by_request.values()],
         scheduler.in_transit,
         scheduler._stores.num_changes,

@@ -217,7 +217,7 @@ def test_a_refused_offer_leaves_no_keys_behind():
     stranger = rig.request("stranger", 1, 2)
     with pytest.raises(ValueError, match="num_external_tokens"):
         rig.scheduler.update_state_after_alloc(stranger, [], BLOCK_SIZE)
-    assert not rig.scheduler._keys._packed
+    assert not rig.scheduler._keys.by_request
 
 
 def test_what_the_pool_does_not_know_under_its_key_is_not_stored():

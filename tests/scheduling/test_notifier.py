@@ -5,7 +5,6 @@ import pytest
 
 from jaxkv.policies.hazard import NUM_ASKED, NUM_OUTPUTS
 from jaxkv.policies.reuse import UNIT
-from jaxkv.scheduling.notifier import RequestNotifier
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.search.groups import FullAttention, SlidingWindow
@@ -69,10 +68,9 @@ def test_a_policy_that_does_not_listen_costs_no_look_at_the_clock():
     def clock():
         raise AssertionError("nobody wants to know")
 
-    news = RequestNotifier(BlockIndex(16, 4, "lru"), [16], 1, clock)
-    request = make_request("one", 1, 2, 3)
-    news.begin(request, [request.block_keys])
-    news.finish(request, [request.block_keys], None)
+    rig = Rig()
+    rig.scheduler._notifier._clock = clock
+    rig.run(make_request("one", 1, 2, 3))
 
 
 def test_positions_must_be_one_for_each_key():

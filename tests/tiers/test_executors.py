@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jaxkv.keys import key_from_int
+from jaxkv.keys.packed import PackedKeys, keys_to_words
 from jaxkv.policies import get_policy_maker, lru
 from jaxkv.policies import lru as native_lru
 from jaxkv.policies.base import native_only
@@ -128,3 +129,63 @@ def test_a_mark_that_nobody_gave_counts_for_some_class_alike():
         states = [manager.executor.state.policy for manager in managers]
         assert as_lists(states[0]) == as_lists(states[1])
         assert np.asarray(states[0].reuse.touches).sum() == 16 * num_rows
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_a_combined_call_does_what_its_parts_do(policy):
+    rng = np.random.default_rng(3)
+    names = [key_from_int(n) for n in range(40)]
+    hosts = [
+        OffloadingManager(16, 12, policy, executor=kind)
+        for kind in ("native", "native", "xla")
+    ]
+    pools = [DeviceBlockPool(25) for _ in hosts]
+    num_placed = 0
+    for _ in range(60):
+        keys = rng.permutation(names)[:6].tolist()
+        packed = PackedKeys(keys, keys_to_words(keys))
+        blocks = [pool.allocate(6) for pool in pools].pop()
+        cached = rng.integers(7)
+        is_head = bool(rng.integers(2))
+        for pool in pools:
+            pool.cache(blocks[:cached], keys[:cached])
+        num = int(rng.integers(1, 7))
+        ours = hosts[0].place_from(pools[0], packed[:num], blocks[:num], is_head)
+        for host, pool in zip(hosts[1:], pools[1:], strict=True):
+            assert (
+                host is hosts[1] or host.place_from(pool, packed, blocks, True) is None
+            )
+            theirs = None
+            if pool.holds(blocks[:num], keys[:num]).all():
+                theirs = host.place(keys[:num])
+            assert (ours is None) == (theirs is None)
+            if theirs is None:
+                continue
+            num_placed += len(theirs.keys)
+            rows = np.arange(num) if theirs.rows is None else theirs.rows
+            assert list(ours.keys) == list(theirs.keys)
+            assert ours.block_ids.tolist() == theirs.block_ids.tolist()
+            assert list(ours.evicted_keys) == list(theirs.evicted_keys)
+            pool.pin(np.array(blocks)[rows])
+            if is_head:
+                host.reorder(keys[:num])
+        for host, pool in zip(hosts, pools, strict=True):
+            pool.free(blocks)
+            if ours is not None:
+                rows = np.arange(num) if ours.rows is None else ours.rows
+                host.complete_store(list(ours.keys))
+                pool.unpin(np.array(blocks)[rows])
+        for pool in pools:
+            pool.forget_copies()
+        seen = [
+            host.victims_of(pool, 20) for host, pool in zip(hosts, pools, strict=True)
+        ]
+        for own in seen:
+            assert [list(part) for part in own] == [list(part) for part in seen[0]]
+        found = hosts[0].find_held(pools[0].next_victims(20).keys)
+        assert (found == NO_BLOCK).all()
+        for own in pools[1:]:
+            assert as_lists(own.state) == as_lists(pools[0].state)
+        for own in hosts[1:]:
+            assert own.snapshot() == hosts[0].snapshot()
+    assert num_placed > 20

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn, cast
 
 from jaxkv.integrations.vllm.config import ConnectorConfig
 from jaxkv.integrations.vllm.scheduler import SchedulerHalf
@@ -63,6 +63,16 @@ def _join_vllm_log() -> None:
     own.propagate = theirs.propagate
     if own.level == logging.NOTSET:
         own.setLevel(theirs.level)
+
+
+class _OtherHalf:
+    """Stands for the half that a connector does not have."""
+
+    def __init__(self, missing: str, own: str) -> None:
+        self._error = f"a method of the {missing} was called on the {own}."
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RuntimeError(self._error)
 
 
 class OffloadConnector(*_BASES):  # type: ignore[misc]
@@ -115,6 +125,13 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
             self._scheduler = SchedulerHalf(config, engine_id)
         else:
             self._worker = WorkerHalf(config, engine_id)
+        # The same, where only one of them can be meant.
+        self._of_scheduler = self._scheduler or cast(
+            SchedulerHalf, _OtherHalf("scheduler", "worker")
+        )
+        self._of_worker = self._worker or cast(
+            WorkerHalf, _OtherHalf("worker", "scheduler")
+        )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -354,18 +371,6 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """Require no layout: all bytes of a block are moved as they are."""
         return None
-
-    @property
-    def _of_scheduler(self) -> SchedulerHalf:
-        if self._scheduler is None:
-            raise RuntimeError("a method of the scheduler was called on the worker.")
-        return self._scheduler
-
-    @property
-    def _of_worker(self) -> WorkerHalf:
-        if self._worker is None:
-            raise RuntimeError("a method of the worker was called on the scheduler.")
-        return self._worker
 
 
 # tpu-inference 0.32 accepts connectors by name; this is one of the names.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,8 +70,9 @@ class VllmBlockPool:
 
     def __init__(self, pool: Any, num_groups: int) -> None:
         self._pool = pool
-        self._num_groups = num_groups
-        self._num_pins: Counter[int] = Counter()
+        # Of several groups the keys have it.
+        self._suffix = key_in_group(b"", 0) if num_groups == 1 else b""
+        self._num_pins: dict[int, int] = {}
         self.num_blocks = len(pool.blocks)
         self.unwritten: set[int] = set()
 
@@ -93,27 +93,26 @@ class VllmBlockPool:
         Returns:
             bool[n].
         """
-        blocks = self._pool.blocks
-        names = [plain_key(key) for key in keys]
-        if self._num_groups == 1:
-            names = [key_in_group(key, 0) for key in names]
-        pairs = zip(np.asarray(block_ids).tolist(), names, strict=True)
-        held = [blocks[block].block_hash == name for block, name in pairs]
+        blocks, held = self._pool.blocks, []
+        for block, key in zip(np.asarray(block_ids).tolist(), keys, strict=True):
+            name = key if len(key) <= _MOST_PLAIN_BYTES else plain_key(key)
+            held.append(blocks[block].block_hash == name + self._suffix)
         return np.array(held, np.bool_)
 
     def pin(self, block_ids: BlockIds) -> None:
         """Keep blocks from being allocated."""
-        blocks = self._blocks(block_ids)
-        self._num_pins.update(block.block_id for block in blocks)
+        blocks, pins = self._blocks(block_ids), self._num_pins
+        for block in blocks:
+            pins[block.block_id] = pins.get(block.block_id, 0) + 1
         self._pool.touch(blocks)
 
     def unpin(self, block_ids: BlockIds) -> None:
         """Undo `pin`; the last block is allocated first."""
-        blocks = self._blocks(block_ids)[::-1]
+        blocks, pins = self._blocks(block_ids)[::-1], self._num_pins
         for block in blocks:
-            self._num_pins[block.block_id] -= 1
-            if not self._num_pins[block.block_id]:
-                del self._num_pins[block.block_id]
+            pins[block.block_id] -= 1
+            if not pins[block.block_id]:
+                del pins[block.block_id]
         self._pool.free_blocks(blocks)
 
     def has_only_pinned(self) -> bool:
@@ -125,5 +124,9 @@ class VllmBlockPool:
         """Do nothing: vLLM's pool is not compiled."""
 
     def _blocks(self, block_ids: BlockIds) -> list[Any]:
-        blocks = (self._pool.blocks[block] for block in np.asarray(block_ids).tolist())
-        return [block for block in blocks if not block.is_null]
+        own, all_blocks = [], self._pool.blocks
+        for number in np.asarray(block_ids).tolist():
+            block = all_blocks[number]
+            if not block.is_null:
+                own.append(block)
+        return own

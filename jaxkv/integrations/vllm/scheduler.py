@@ -7,6 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 from jaxkv import (
@@ -59,20 +60,20 @@ class VllmRequest:
         self.request = request
         self._adapter = adapter
         self._adapted: list[BlockKey] = []
-        self.max_offload_tokens = _asked_for(request, "max_offload_tokens", _num_tokens)
-        self.max_load_tokens = _asked_for(request, "max_load_tokens", _num_tokens)
-        self.retention = _asked_for(request, "retention", Retention.of)
-        if self.retention is None:
+        self.max_offload_tokens: int | None = None
+        self.max_load_tokens: int | None = None
+        self.retention: Retention | None = None
+        if getattr(request, "kv_transfer_params", None):
+            self.max_offload_tokens = _asked_for(
+                request, "max_offload_tokens", _num_tokens
+            )
+            self.max_load_tokens = _asked_for(request, "max_load_tokens", _num_tokens)
+            self.retention = _asked_for(request, "retention", Retention.of)
+        if self.retention is None and getattr(request, "kv_hints", None) is not None:
             self.retention = _hinted(request, "kv.retain", Retention.of)
         self._events = events
         self._num_recorded = 0
         self._keys: list[list[BlockKey]] = [[] for _ in range(num_groups)]
-
-    @property
-    def request_id(self) -> str:
-        """The request's id."""
-        request_id: str = self.request.request_id
-        return request_id
 
     @property
     def block_keys(self) -> Sequence[BlockKey]:
@@ -102,15 +103,17 @@ class VllmRequest:
             self._num_recorded = len(hashes)
         return hashes
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens so far, prompt and generated."""
-        return int(self.request.num_tokens)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return int(self.request.num_prompt_tokens)
+    # Asked for in each step: this way no frame of Python's is entered.
+    request_id = property(attrgetter("request.request_id"), doc="The request's id.")
+    num_tokens = property(
+        attrgetter("request.num_tokens"), doc="Tokens so far, prompt and generated."
+    )
+    num_prompt_tokens = property(
+        attrgetter("request.num_prompt_tokens"), doc="Tokens of the prompt."
+    )
+    num_computed_tokens = property(
+        attrgetter("request.num_computed_tokens"), doc="Those with KV on the device."
+    )
 
     @property
     def stop(self) -> Stop | None:
@@ -125,11 +128,6 @@ class VllmRequest:
             return None
         is_plain = getattr(self.request, "stop_reason", None) is None
         return "end_turn" if is_plain else "tool_use"
-
-    @property
-    def num_computed_tokens(self) -> int:
-        """Tokens whose KV is on the device."""
-        return int(self.request.num_computed_tokens)
 
     @property
     def num_output_placeholders(self) -> int:
@@ -248,8 +246,7 @@ class SchedulerHalf:
                 "bind_gpu_block_pool() was not called: this vLLM, or its scheduler "
                 "for data parallelism, does not share its block pool with connectors."
             )
-        self._note_lost_pools(LOST_POOLS.get(self._engine_id, 0))
-        if not self._try_reset():
+        if not self._is_reset():
             return 0, False
         if self._awaits_listing:
             return None, False
@@ -266,17 +263,13 @@ class SchedulerHalf:
 
     def build_metadata(self, output: Any) -> StepMetadata:
         """Return the transfers to start in a step, from vLLM's `SchedulerOutput`."""
-        self._note_lost_pools(LOST_POOLS.get(self._engine_id, 0))
-        self._try_reset()
+        self._is_reset()
         cached = output.scheduled_cached_reqs
         # The blocks of a request from the queue were recorded on allocation.
-        new_block_ids = {
-            request_id: block_ids
-            for request_id, block_ids in zip(
-                cached.req_ids, cached.new_block_ids, strict=True
-            )
-            if block_ids is not None and request_id not in self._allocated
-        }
+        new_block_ids = {}
+        for name, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if block_ids is not None and name not in self._allocated:
+                new_block_ids[name] = block_ids
         # vLLM also preempts between steps. A request that was resumed before this step
         # does not count as preempted: its recorded blocks are the new ones.
         preempted = output.preempted_req_ids or ()
@@ -295,7 +288,8 @@ class SchedulerHalf:
         """Release the blocks of transfers that the worker reports as over."""
         if report is not None:
             self.scheduler.update_connector_output(report.output)
-            self._note_lost_pools(report.num_lost_pools)
+            if report.num_lost_pools > self._num_lost_pools:
+                self._note_lost_pools(report.num_lost_pools)
             self._awaits_listing &= not report.is_listed
             if self._prefill is not None:
                 rate = self._prefill.tokens_per_s
@@ -377,11 +371,18 @@ class SchedulerHalf:
             storage.shown_url,
         )
 
-    def _note_lost_pools(self, num_lost_pools: int) -> None:
+    def _is_reset(self) -> bool:
+        """Look for lost pools; do as `_try_reset` does."""
+        num_lost_pools = LOST_POOLS.get(self._engine_id, 0)
         if num_lost_pools > self._num_lost_pools:
-            self._num_lost_pools = num_lost_pools
-            self._begin_reset()
-            _LOG.info("the KV caches were dropped: the host tier forgets its blocks")
+            self._note_lost_pools(num_lost_pools)
+        return not self._must_reset or self._try_reset()
+
+    def _note_lost_pools(self, num_lost_pools: int) -> None:
+        """Note that there are more than were known of."""
+        self._num_lost_pools = num_lost_pools
+        self._begin_reset()
+        _LOG.info("the KV caches were dropped: the host tier forgets its blocks")
 
     def shut_down(self) -> None:
         """Close the file that requests are recorded in."""

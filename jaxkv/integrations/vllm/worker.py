@@ -21,6 +21,7 @@ from jaxkv.integrations.vllm.tokens import TokenRestorer
 from jaxkv.observe.start import log_start
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
+    NO_MOVES,
     NO_REPORTS,
     TierMoves,
     TierReport,
@@ -252,12 +253,12 @@ class WorkerHalf:
                 "pass its KV caches to connectors as tpu-inference's does."
             )
         self._is_idle = step.is_idle
-        if step.transfers.is_nothing and worker.start_nothing():
+        meta = step.transfers
+        if (meta is NO_MOVES or meta.is_nothing) and worker.start_nothing():
             return
         offload = self._config.offload
         if offload.storage is not None and self._listing_deadline_s is None:
             self._listing_deadline_s = time.monotonic() + offload.storage_deadline_s
-        meta = step.transfers
         if meta.load_event != NO_EVENT:
             factor = offload.blocks_per_host_block
             blocks = iter(meta.load_device_blocks)
