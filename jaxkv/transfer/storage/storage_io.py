@@ -18,6 +18,7 @@ from jaxkv.transfer.storage.census import Bound, Census, agreed_bound
 from jaxkv.transfer.storage.health import StoreHealth, log_line
 from jaxkv.transfer.storage.objects import Bytes, ObjectFormat, Refusal
 from jaxkv.transfer.storage.store import (
+    Blob,
     BlobStore,
     DirectStore,
     Piece,
@@ -206,6 +207,20 @@ class _Job:
         self.is_over = False  # Nobody waits for it any more.
 
 
+class _Way(NamedTuple):
+    """How the store is asked for things of a kind, jobs or names of objects.
+
+    Attributes:
+        call: Asks for some at once.
+        note: Takes what came of one; called without the lock.
+        fail: Takes the error of one; called with the lock held.
+    """
+
+    call: Callable[[Any], list[Future[Any]]]
+    note: Callable[[Any, Any], None]
+    fail: Callable[[Any, BaseException], None]
+
+
 class StorageIO(Resource):
     """Reads and writes the blocks of one shard in a store, in the background.
 
@@ -300,6 +315,12 @@ class StorageIO(Resource):
         self._latencies: dict[str, collections.deque[float]] = {
             kind: collections.deque(maxlen=_MOST_LATENCIES)
             for kind in ("read", "write")
+        }
+        self._ways: dict[_What, _Way] = {
+            "read": _Way(self._get, self._note_read, self._fail),
+            "write": _Way(self._put, self._note_written, self._fail),
+            "probe": _Way(self._exists, self._note_probed, self._fail),
+            "delete": _Way(store.delete, self._note_deleted, self._fail_delete),
         }
         for number in range(_NUM_ISSUERS):
             threading.Thread(
@@ -701,6 +722,16 @@ class StorageIO(Resource):
         self._num_out[kind] += len(jobs)
         return jobs
 
+    def _take_deletes(self) -> list[str]:
+        """Take the names of objects to delete."""
+        if not self._has_room("delete"):
+            return []
+        names = list(itertools.islice(self._deletes, _MOST_AT_ONCE))
+        for name in names:
+            del self._deletes[name]
+        self._num_out["delete"] += len(names)
+        return names
+
     def _end(self, job: _Job, outcome: Outcome, **more: Any) -> None:
         """Report a job that the store has answered, if a caller waits for it."""
         self._num_out[job.kind] -= 1
@@ -736,15 +767,6 @@ class StorageIO(Resource):
             Completion(job.ticket, job.kind, job.key, "failed", reason)
         )
 
-    def _end_written(self, job: _Job) -> None:
-        num_bytes = self.objects.object_bytes
-        self._counts["written"] += 1
-        self._counts["bytes written"] += num_bytes
-        if self._lister is not None:
-            self._fresh.append(job.key)
-        job.payload = ()
-        self._end(job, "done", num_bytes=num_bytes)
-
     def _end_read(
         self,
         job: _Job,
@@ -773,6 +795,14 @@ class StorageIO(Resource):
         error = error_of(error)
         self._note_error(job.kind, error)
         self._end(job, "failed", reason=error.kind)
+
+    def _fail_delete(self, _: str, error: BaseException) -> None:
+        self._note_error("delete", error_of(error))
+        self._end_delete()
+
+    def _end_delete(self) -> None:
+        self._num_out["delete"] -= 1
+        self._wake_waiters()
 
     def _note_error(self, what: str, error: StoreError) -> None:
         self._failed[f"{what} {error.kind}"] += 1
@@ -815,27 +845,28 @@ class StorageIO(Resource):
 
     def _issue_next(self, kind: _What) -> bool:
         """Hand some of a kind to the store, if it has room; tell whether it had."""
-        if kind == "delete":
-            with self._lock:
-                if not (self._deletes and self._has_room("delete")):
-                    return False
-                names = list(itertools.islice(self._deletes, _MOST_AT_ONCE))
-                for name in names:
-                    del self._deletes[name]
-                self._num_out["delete"] += len(names)
-            self._issue_deletes(names)
-            return True
         with self._lock:
-            jobs = self._take(kind)
-        if not jobs:
+            if kind == "delete":
+                items: Sequence[Any] = self._take_deletes()
+            else:
+                items = self._take(kind)
+        if not items:
             return False
-        if kind == "read":
-            self._call(jobs, self._get, self._note_read)
-        elif kind == "write":
-            self._call(jobs, self._put, self._note_written)
-        else:
-            for job in jobs:
-                self._issue_probe(job)
+        way = self._ways[kind]
+        try:
+            futures = way.call(items)
+        except Exception as error:
+            with self._lock:
+                for item in items:
+                    way.fail(item, error)
+            return True
+
+        def answer(item: Any, future: Future[Any]) -> None:
+            self._answer(kind, item, future.result)
+            self._go_on(kind)
+
+        for item, future in zip(items, futures, strict=True):
+            future.add_done_callback(functools.partial(answer, item))
         return True
 
     def _has_ended(self) -> bool:
@@ -846,139 +877,60 @@ class StorageIO(Resource):
         return self._store.get(names, self.objects.object_bytes)
 
     def _put(self, jobs: list[_Job]) -> list[Future[None]]:
-        items = []
-        for job in jobs:
-            name = self.objects.name(job.key)
-            items.append((name, self.objects.encode(job.key, job.payload)))
-        return self._store.put(items)
+        return self._store.put([self._encoded(job) for job in jobs])
 
-    def _move_all(self, kind: Kind) -> None:
+    def _exists(self, jobs: list[_Job]) -> list[Future[bool]]:
+        return [_all(self._store.exists(self.objects.all_names(j.key))) for j in jobs]
+
+    def _encoded(self, job: _Job) -> tuple[str, Blob]:
+        name = self.objects.name(job.key)
+        return name, self.objects.encode(job.key, job.payload)
+
+    def _move_all(self, kind: Literal["read", "write"]) -> None:
         """Read, or write, one object after another; the work of a thread."""
         move = self._read if kind == "read" else self._write
-        wakes = self._wakes_movers[kind]
-        while True:
-            with self._lock:
-                wakes.wait_for(lambda: self._queues[kind] or self._is_closed)
+        while (job := self._next_job(kind)) is not None:
+            self._answer(kind, job, functools.partial(move, job))
+            # Let go of its bytes while there is nothing else to do.
+            del job
+
+    def _read(self, job: _Job) -> Piece | None:
+        assert self._direct is not None
+        return self._direct.read(self.objects.name(job.key), self.objects.object_bytes)
+
+    def _write(self, job: _Job) -> None:
+        assert self._direct is not None
+        self._direct.write(*self._encoded(job))
+
+    def _next_job(self, kind: Literal["read", "write"]) -> _Job | None:
+        """Wait for a job to move; None once there will be no more."""
+        with self._lock:
+            while True:
+                self._wakes_movers[kind].wait_for(
+                    lambda: self._queues[kind] or self._is_closed
+                )
                 jobs = self._take(kind, 1)
-                if not jobs and self._is_closed:
-                    return
-            while jobs:
-                end = move(jobs.pop())
-                with self._lock:
-                    end()
-                    jobs = self._take(kind, 1)
-                # Let go of its bytes while there is nothing else to do.
-                del end
+                if jobs or self._is_closed:
+                    return jobs[0] if jobs else None
 
-    def _read(self, job: _Job) -> Callable[[], None]:
-        """Read an object; return what is left to do with the lock held."""
-        assert self._direct is not None
+    def _answer(self, what: _What, item: Any, result: Callable[[], Any]) -> None:
+        """Note what came of something that the store was asked for."""
+        way = self._ways[what]
         try:
-            name = self.objects.name(job.key)
-            data = self._direct.read(name, self.objects.object_bytes)
-            if data is None or job.is_over:
-                return functools.partial(self._end_read, job, None, data)
-            payload = self.objects.decode(job.key, data)
-            return functools.partial(self._end_read, job, payload, data)
-        except Exception as error:
-            return functools.partial(self._fail, job, error)
-
-    def _write(self, job: _Job) -> Callable[[], None]:
-        """Write an object; return what is left to do with the lock held."""
-        assert self._direct is not None
-        try:
-            name = self.objects.name(job.key)
-            self._direct.write(name, self.objects.encode(job.key, job.payload))
-            return functools.partial(self._end_written, job)
-        except Exception as error:
-            return functools.partial(self._fail, job, error)
-
-    def _issue_probe(self, job: _Job) -> None:
-        names = self.objects.all_names(job.key)
-        try:
-            futures = self._store.exists(names)
+            way.note(item, result())
         except Exception as error:
             with self._lock:
-                self._fail(job, error)
-            return
-        left = [len(names)]
-
-        def note(_: Future[bool]) -> None:
-            with self._lock:
-                left[0] -= 1
-                if left[0]:
-                    return
-                errors = [future.exception() for future in futures]
-                error = next((each for each in errors if each is not None), None)
-                if error is not None:
-                    self._fail(job, error)
-                elif all(future.result() for future in futures):
-                    self._end(job, "done")
-                else:
-                    self._end(job, "missing")
-            self._go_on("probe")
-
-        for future in futures:
-            future.add_done_callback(note)
-
-    def _issue_deletes(self, names: list[str]) -> None:
-        def note(future: Future[None]) -> None:
-            error = future.exception()
-            with self._lock:
-                if error is None:
-                    self._health.note_answer("delete")
-                    self._counts["deleted"] += 1
-                else:
-                    self._note_error("delete", error_of(error))
-                self._num_out["delete"] -= 1
-                self._wake_waiters()
-            self._go_on("delete")
-
-        try:
-            futures = self._store.delete(names)
-        except Exception as error:
-            with self._lock:
-                self._note_error("delete", error_of(error))
-                self._num_out["delete"] -= len(names)
-                self._wake_waiters()
-            return
-        for future in futures:
-            future.add_done_callback(note)
-
-    def _call(
-        self,
-        jobs: list[_Job],
-        call: Callable[[list[_Job]], list[Future[Any]]],
-        note: Callable[[_Job, Any], None],
-    ) -> None:
-        """Call the store for some jobs; have `note` take each answer."""
-        try:
-            futures = call(jobs)
-        except Exception as error:
-            with self._lock:
-                for job in jobs:
-                    self._fail(job, error)
-            return
-        for job, future in zip(jobs, futures, strict=True):
-            future.add_done_callback(functools.partial(self._answer, job, note))
-
-    def _answer(
-        self, job: _Job, note: Callable[[_Job, Any], None], future: Future[Any]
-    ) -> None:
-        error = future.exception()
-        try:
-            if error is None:
-                note(job, future.result())
-        except Exception as unexpected:
-            error = unexpected
-        if error is not None:
-            with self._lock:
-                self._fail(job, error)
-        self._go_on(job.kind)
+                way.fail(item, error)
 
     def _note_written(self, job: _Job, _: None) -> None:
+        num_bytes = self.objects.object_bytes
         with self._lock:
-            self._end_written(job)
+            self._counts["written"] += 1
+            self._counts["bytes written"] += num_bytes
+            if self._lister is not None:
+                self._fresh.append(job.key)
+            job.payload = ()
+            self._end(job, "done", num_bytes=num_bytes)
 
     def _note_read(self, job: _Job, data: Piece | None) -> None:
         payload = None
@@ -986,6 +938,16 @@ class StorageIO(Resource):
             payload = self.objects.decode(job.key, data)
         with self._lock:
             self._end_read(job, payload, data)
+
+    def _note_probed(self, job: _Job, is_there: bool) -> None:
+        with self._lock:
+            self._end(job, "done" if is_there else "missing")
+
+    def _note_deleted(self, _name: str, _: None) -> None:
+        with self._lock:
+            self._health.note_answer("delete")
+            self._counts["deleted"] += 1
+            self._end_delete()
 
     def _list(self, bound: Bound | None) -> None:
         listed = Listed(False)
@@ -1098,3 +1060,21 @@ class _Census:
 
 def _wait_for(futures: Sequence[Future[Any]]) -> list[Any]:
     return [future.result(_MOST_LIST_S) for future in futures]
+
+
+def _all(futures: Sequence[Future[bool]]) -> Future[bool]:
+    """Whether all are true, once all of them are known."""
+    whole: Future[bool] = Future()
+    left = itertools.count(len(futures) - 1, -1)
+
+    def note(_: Future[bool]) -> None:
+        if next(left):
+            return
+        try:
+            whole.set_result(all([future.result() for future in futures]))
+        except Exception as error:
+            whole.set_exception(error)
+
+    for future in futures:
+        future.add_done_callback(note)
+    return whole
