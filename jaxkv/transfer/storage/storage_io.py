@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from jaxkv._util import Resource
-from jaxkv.transfer.storage.census import Bound, Census, agreed_bound
+from jaxkv.transfer.storage.census import Bound, Census, agreed_bound, wait_for
 from jaxkv.transfer.storage.health import StoreHealth, log_line
 from jaxkv.transfer.storage.objects import Bytes, ObjectFormat, Refusal
 from jaxkv.transfer.storage.store import (
@@ -23,10 +23,9 @@ from jaxkv.transfer.storage.store import (
     DirectStore,
     Piece,
     StoreError,
-    TimedStore,
     error_of,
 )
-from jaxkv.types import KEY_BYTES, BlockKey
+from jaxkv.types import BlockKey
 
 Kind: TypeAlias = Literal["read", "write", "probe"]
 _What: TypeAlias = Literal["read", "write", "probe", "delete"]
@@ -40,9 +39,6 @@ _MOST_DELETES = 1 << 16
 _MOST_PROBES = 1 << 16
 _MOST_LISTED = 1 << 18  # Blocks that were listed and not taken.
 _MOST_LATENCIES = 1 << 14
-_MOST_ORDER_BYTES = 1 << 28  # Of eight million blocks.
-_MOST_LIST_S = 60.0  # For each of the few small objects that a listing reads or writes.
-_NEWEST = (1 << 63) - 1
 _HALF_LIFE_S = 10.0
 _MOST_WAIT_S = threading.TIMEOUT_MAX / 2  # What a lock can be asked to wait.
 
@@ -952,13 +948,15 @@ class StorageIO(Resource):
     def _list(self, bound: Bound | None) -> None:
         listed = Listed(False)
         recorded: list[Bound] = []
-        census = _Census(self._store, self.objects)
+        census = Census(self._store, self.objects.order_name)
         try:
             for names in self._store.list(self.objects.folder):
                 page = ListedPage(*self.objects.keys_of(names))
                 if bound is not None:
                     recorded += self.objects.bounds_of(names)
-                    census.add_page(page)
+                    pairs = zip(page.keys, page.shards, strict=True)
+                    own = [self.objects.name_of(*pair) for pair in pairs]
+                    census.add_page(page.keys, own)
                 with self._lock:
                     self._wakes_waiters.wait_for(
                         lambda: self._num_listed < _MOST_LISTED or self._is_closed
@@ -981,85 +979,28 @@ class StorageIO(Resource):
                 self._listed = listed
                 self._wakes_waiters.notify_all()
 
-    def _keep_bound(
-        self, own: Bound, recorded: list[Bound], listing: _Census
-    ) -> Listed:
+    def _keep_bound(self, own: Bound, recorded: list[Bound], census: Census) -> Listed:
         """Record a bound, and delete what is beyond the one that holds."""
         bound = agreed_bound(own, recorded)
         name = self.objects.bound_name(own)
         stale = [each for each in recorded if each.is_owners and each != own]
         if own.is_owners and stale:
             names = list(map(self.objects.bound_name, stale))
-            _wait_for(self._store.delete(names))
+            wait_for(self._store.delete(names))
         # Others need not know of what is less than they know.
         if own not in recorded and (own == bound or own.is_owners):
-            _wait_for(self._store.put([(name, [b"jaxkv\n"])]))
+            wait_for(self._store.put([(name, [b"jaxkv\n"])]))
         with self._lock:
             fresh, self._fresh = self._fresh, []
-        keys = listing.oldest_first(fresh)
+        keys = census.oldest_first(fresh)
         num_gone = max(0, len(keys) - bound.num_blocks)
         gone, kept = keys[:num_gone], keys[num_gone:]
-        listing.record(kept)
+        census.record(kept)
         with self._lock:
             for key in gone:
                 self._delete(self.objects.all_names(key))
             self._wakes_issuers.notify_all()
         return Listed(True, bound.num_blocks, len(kept), tuple(gone))
-
-
-class _Census:
-    """What a listing has found, by the store's own times or by a recorded order."""
-
-    def __init__(self, store: BlobStore, objects: ObjectFormat) -> None:
-        self._store = store
-        self._objects = objects
-        self._blocks = Census()
-        self._has_times = isinstance(store, TimedStore)
-        self._ranks: dict[BlockKey, int] | None = None
-        self._order = b""
-
-    def add_page(self, page: ListedPage) -> None:
-        """Add what a page has."""
-        names = [
-            self._objects.name_of(key, shard)
-            for key, shard in zip(page.keys, page.shards, strict=True)
-        ]
-        times = None
-        if isinstance(self._store, TimedStore) and names:
-            times = self._store.times(names)
-        if times is None:
-            self._has_times &= not names
-            ranks = self._recorded()
-            times = [ranks.get(key, len(ranks)) for key in page.keys]
-        self._blocks.add(page.keys, times)
-
-    def oldest_first(self, fresh: Sequence[BlockKey]) -> list[BlockKey]:
-        """Give all keys, those that were written meanwhile last."""
-        self._blocks.add(fresh, [_NEWEST] * len(fresh))
-        return self._blocks.oldest_first()
-
-    def record(self, keys: Sequence[BlockKey]) -> None:
-        """Record the order of what is left, if the store has no times."""
-        order = b"".join(keys)
-        if not self._has_times and order != self._order:
-            _wait_for(self._store.put([(self._objects.order_name, [order])]))
-
-    def _recorded(self) -> dict[BlockKey, int]:
-        if self._ranks is None:
-            [found] = _wait_for(
-                self._store.get([self._objects.order_name], _MOST_ORDER_BYTES)
-            )
-            raw = self._order = bytes(found or b"")
-            starts = range(0, len(raw) - KEY_BYTES + 1, KEY_BYTES)
-            self._ranks = {
-                raw[start : start + KEY_BYTES]: rank
-                for rank, start in enumerate(starts)
-            }
-        return self._ranks
-
-
-def _wait_for(futures: Sequence[Future[Any]]) -> list[Any]:
-    return [future.result(_MOST_LIST_S) for future in futures]
 
 
 def _all(futures: Sequence[Future[bool]]) -> Future[bool]:
