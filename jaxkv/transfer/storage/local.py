@@ -209,7 +209,7 @@ def _fill(file: int, data: memoryview) -> memoryview:
     while done < len(data):
         num_bytes = os.readv(file, [data[done:]])
         if not num_bytes:
-            break  # Somebody has cut it meanwhile.
+            break  # It was cut meanwhile.
         done += num_bytes
     return data[:done]
 

@@ -80,13 +80,13 @@ class ListedPage(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """How a listing has ended.
+    """How a listing ended.
 
     Attributes:
-        is_whole: Whether the store has told all; not if it has failed.
+        is_whole: Whether the store has listed all of them; not if it failed.
         bound: How many blocks the store may hold; None if it is not known.
-        num_blocks: How many are left there.
-        gone: Keys of those that are deleted, as they were too many.
+        num_blocks: How many blocks are left there.
+        gone: Keys of blocks that are deleted, because there were too many.
     """
 
     is_whole: bool
@@ -97,7 +97,7 @@ class Listed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StorageIOStats:
-    """Counts since the start, and what is going on.
+    """Counts since the start, and what is open now.
 
     Attributes:
         num_written: Objects that were written.
@@ -113,7 +113,7 @@ class StorageIOStats:
             asked for, and the kind of error.
         queued_write_bytes: Bytes of writes that are not done.
         open_read_bytes: Bytes of reads that are not done, or not polled.
-        last_error: What the store said at its latest failure.
+        last_error: The store's message at its latest failure.
         is_up: Whether no kind of call failed when it was last made.
     """
 
@@ -200,7 +200,7 @@ class _Job:
         self.payload = payload
         self.is_out = False  # The store has it.
         self.out_s = 0.0  # Since when.
-        self.is_over = False  # Nobody waits for it any more.
+        self.is_over = False  # No caller waits for it any more.
 
 
 class _Way(NamedTuple):
@@ -232,7 +232,7 @@ class StorageIO(Resource):
             polled yet. One that is not waited for any more counts until the store
             answers.
         num_in_flight: Objects that the store reads, or writes, at once.
-        clock: Tells the seconds that deadlines are given in.
+        clock: Gives the time in seconds, for deadlines.
 
     Example:
         >>> from jaxkv.transfer.storage import MemoryStore
@@ -370,8 +370,8 @@ class StorageIO(Resource):
 
         Args:
             keys: Their keys.
-            deadline_s: When they are not wanted any more, as `clock` tells time. They
-                are then late, and what the store answers later is thrown away.
+            deadline_s: When to give up on them, by `clock`. They are then late, and an
+                answer that comes after that is dropped.
 
         Returns:
             A ticket for each. What does not fit into the queue has failed at once, with
@@ -406,12 +406,12 @@ class StorageIO(Resource):
         """Begin to list all blocks of the store; `take_pages` has them.
 
         Args:
-            bound: How many blocks the store may hold as far as this engine is
-                concerned; None if it does not look after that. It is recorded, and what
-                is too many by all that was recorded is deleted, the oldest first.
+            bound: How many blocks the store may hold, according to this engine; None
+                if it keeps no bound. It is recorded, and the oldest blocks beyond the
+                bound that holds by all that were recorded (`agreed_bound`) are deleted.
 
         Raises:
-            RuntimeError: It has begun before, and not ended.
+            RuntimeError: A listing is under way.
         """
         with self._lock:
             if self._lister is not None:
@@ -459,7 +459,7 @@ class StorageIO(Resource):
         Args:
             timeout_s: Seconds to wait at most; None for no limit. Deadlines are looked
                 at when it is over.
-            least: How many reads, writes and probes are to have ended.
+            least: How many reads, writes and probes to wait for.
         """
         if timeout_s is not None:
             timeout_s = min(timeout_s, _MOST_WAIT_S)
@@ -472,11 +472,11 @@ class StorageIO(Resource):
             return self._poll()
 
     def cancel(self, tickets: Iterable[int], *, is_late: bool = False) -> None:
-        """Give reads, writes and probes up; nothing reports them any more.
+        """Give up reads, writes and probes, which are not reported any more.
 
         Args:
-            tickets: What they are.
-            is_late: Whether that is as they take too long, which counts as a failure.
+            tickets: Their tickets.
+            is_late: Whether they take too long, which counts as a failure.
         """
         gone = set(tickets)
         with self._lock:
@@ -840,7 +840,7 @@ class StorageIO(Resource):
             self._here.is_issuing = False
 
     def _issue_next(self, kind: _What) -> bool:
-        """Hand some of a kind to the store, if it has room; tell whether it had."""
+        """Hand some of a kind to the store; return whether there was any to hand."""
         with self._lock:
             if kind == "delete":
                 items: Sequence[Any] = self._take_deletes()
