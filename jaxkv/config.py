@@ -122,7 +122,7 @@ class Offload(NamedTuple):
     Attributes:
         engine: Moves the bytes.
         scheduler: Decides what moves; wants `bind_device_block_pool`.
-        worker: Tells the former what the latter did.
+        worker: Starts on the engine what the scheduler plans, and reports it.
     """
 
     engine: TransferEngine
@@ -444,8 +444,8 @@ class OffloadConfig(RuleSettings, _HostSettings):
             environ: The environment; that of the process if None.
 
         Raises:
-            ConfigError: A variable has an unknown name or a wrong value, which are
-                told with the variable; or as `from_dict`.
+            ConfigError: A variable has an unknown name or a wrong value, which the
+                message names; or as `from_dict`.
         """
         explicit = dict(explicit or {})
         values, faults = read_environment(os.environ if environ is None else environ)
@@ -877,10 +877,10 @@ def variable_of(key: str) -> str:
 def unknown(
     given: Iterable[object], kind: str, spell: Callable[[str], str] = str
 ) -> list[str]:
-    """Say of what names no key what it may have been meant to be.
+    """List the unknown keys, each with the known one that is most like it.
 
     Args:
-        given: What names keys.
+        given: Names of keys.
         kind: What to call one of them.
         spell: How they spell a key.
     """
@@ -930,7 +930,7 @@ def read_environment(environ: Mapping[str, str]) -> tuple[dict[str, Any], list[s
 
 
 def with_variables(fault: str, used: Set[str]) -> str:
-    """Say of which of its values the environment is the source."""
+    """Add to a fault which of its values come from the environment."""
     words = [word for word in KEYS if word in used and f"{word}=" in fault]
     named = [variable_of(word) for word in words]
     return f"{fault} ({', '.join(named)} in the environment)" if named else fault

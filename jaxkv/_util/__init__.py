@@ -24,7 +24,8 @@ _UNITS = {
     **{f"{p}ib": 1024**i for i, p in enumerate("kmgt", start=1)},
     **{f"{p}b": 1000**i for i, p in enumerate("kmgt", start=1)},
 }
-
+# Shifts of units, the largest first.
+_BINARY_UNITS = ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB"))
 
 FLAGS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
@@ -117,7 +118,7 @@ def size_text(num_bytes: int, space: str = " ") -> str:
     >>> size_text(64 << 10), size_text(1536 << 10, ""), size_text(1000)
     ('64 KiB', '1536KiB', '1000 bytes')
     """
-    for shift, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+    for shift, unit in _BINARY_UNITS:
         if num_bytes and num_bytes % (1 << shift) == 0:
             return f"{num_bytes >> shift}{space}{unit}"
     return f"{num_bytes} bytes"
@@ -129,7 +130,7 @@ def rounded_size(num_bytes: float) -> str:
     >>> rounded_size(3 << 29), rounded_size(154664960), rounded_size(1000)
     ('1.5 GiB', '148 MiB', '1,000 B')
     """
-    for shift, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+    for shift, unit in _BINARY_UNITS:
         if num_bytes >= 1 << shift:
             return f"{three_digits(num_bytes / (1 << shift))} {unit}"
     return f"{num_bytes:,.0f} B"

@@ -2,7 +2,11 @@
 
 import dataclasses
 import functools
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +17,7 @@ from tests.explorer import branches, search
 from tests.explorer.world import Setup, World, WrongError
 from tests.explorer.worlds import WORLDS
 
+ROOT = Path(__file__).resolve().parents[2]
 # The deadlock of asynchronous loads in vLLM 0.25 (#57841).
 HOLDING = Setup(
     (("aab", 3), ("ccd", 3), ("aabe", 4), ("ccde", 4)),
@@ -51,6 +56,57 @@ def test_nothing_goes_wrong_in_any_order_of_events(name):
 @pytest.mark.parametrize("name", WORLDS)
 def test_nothing_goes_wrong_within_some_events(name):
     explore(WORLDS[name], max_states=40)
+
+
+def walk(setup, num_actions, seed=7):
+    seen, error, actions = branches.walk(setup, random.Random(seed), num_actions)
+    assert error is None, (error, actions)
+    return seen
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_nothing_goes_wrong_on_a_random_walk(name):
+    """A walk ends as a calm engine ends it: all is served, and nothing is left."""
+    seen = walk(WORLDS[name], 1000)
+    assert seen["ends"] > 5
+    if "store" in name:
+        assert seen["fetch lands"] > 0
+        assert seen["write lands"] > 0
+
+
+PLANS = """
+import random
+from tests.explorer import branches
+from tests.explorer.worlds import WORLDS
+
+class World(branches.World):
+    digest = b""
+
+    def _start(self, meta):
+        World.digest = meta.digest(World.digest)
+        super()._start(meta)
+
+branches.World = World
+for name in ("two workers, store", "hybrid", "kept"):
+    seen, _, _ = branches.walk(WORLDS[name], random.Random(5), 500)
+    print(World.digest.hex(), sorted(seen.items()))
+"""
+
+
+def test_equal_inputs_give_equal_plans_in_processes_that_hash_otherwise():
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", PLANS],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+            text=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert said[0] == said[1]
+    assert said[0]
 
 
 @pytest.mark.long

@@ -22,6 +22,7 @@ import numpy as np
 
 from jaxkv.keys.packed import PackedKeys, lay_out
 from jaxkv.policies.lru import LRUState
+from jaxkv.scheduling.loads import NO_IDS
 from jaxkv.scheduling.plan import _PROBE_INTERVAL
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
@@ -37,7 +38,7 @@ from jaxkv.tiers import index as index_lib
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.retention import Retention
 from jaxkv.types import NO_BLOCK, NULL_BLOCK
-from tests.rigs.offload_sim import first_read
+from tests.reference.longest import first_read, longest_prefix
 
 GARBAGE = ""
 WAITING, LOADING, RUNNING, DONE = "waiting", "loading", "running", "done"
@@ -556,12 +557,18 @@ class World:
         for table in tables:
             pool.touch(table)
         told = own.explain(r, local)
+        offers = self._offers(r, local, is_blind)
+        self._check_verdicts(r, told)
         offer = own.get_num_new_matched_tokens(r, local)
         expect(
             offer == (told.num_offered_tokens, told.is_awaited),
             lambda: f"explain says {told}, and the query {offer}",
         )
         num, is_awaited = offer
+        expect(
+            num is None or num in offers,
+            lambda: f"{num} tokens are offered, and there are {offers} to offer",
+        )
         needed = [
             -(-r.num_tokens // spec.block_size) - len(table)
             for spec, table in zip(self.groups, tables, strict=True)
@@ -585,6 +592,73 @@ class World:
             return
         r.phase = RUNNING
         self._take(r, taken, after)
+
+    def _where(self, r):
+        """Where the blocks of a request are: on the device, and with their row on the
+        host.
+        """
+        factor = self.setup.rules.blocks_per_host_block
+        for g, keys in enumerate(r.block_keys_by_group):
+            on_device, on_host = (
+                (tier.find(keys) != NO_BLOCK).tolist()
+                for tier in (self.pool, self._tiers[0])
+            )
+            for i in range(len(keys)):
+                row = i // factor * factor + factor - 1
+                yield (g, i), on_device[i], row < len(keys) and on_host[row]
+
+    def _offers(self, r, local, is_blind):
+        """How many tokens may be offered beyond those that the device has.
+
+        All that both tiers have, or, where blocks of the device are not copied, without
+        those behind a gap.
+        """
+        places = {at: (device, host) for at, device, host in self._where(r)}
+
+        def longest(has):
+            return longest_prefix(
+                self.groups,
+                [len(keys) for keys in r.block_keys_by_group],
+                has,
+                r.num_tokens - 1,
+                alignment(self.groups),
+            )
+
+        own = longest(lambda g, i: places[g, i][0])
+        expect(is_blind or local == own, lambda: f"the device has {own}, not {local}")
+        offers = {
+            max(longest(lambda g, i: any(places[g, i])) - local, 0),
+            max(
+                longest(
+                    lambda g, i: (
+                        places[g, i][1]
+                        or (i < local // self.groups[g].block_size and places[g, i][0])
+                    )
+                )
+                - local,
+                0,
+            ),
+        }
+        return offers | {0} if self.setup.rules.skip_slow_loads else offers
+
+    def _check_verdicts(self, r, told):
+        """Look whether blocks are where they are said to be, and nowhere else."""
+        said = {(block.group, block.index): block for block in told.blocks}
+        places = list(self._where(r))
+        expect(list(said) == [at for at, *_ in places], lambda: f"{told} is not all")
+        for at, on_device, on_host in places:
+            block = said[at]
+            is_past = block.first_token + block.num_tokens >= r.num_tokens
+            is_right = (block.reason == "last token") == is_past
+            if block.verdict == "device":
+                is_right &= on_device
+            elif block.verdict == "host":
+                is_right &= on_host
+            elif block.reason in ("gap", "other group", "no room", "no copy"):
+                is_right &= on_device or on_host
+            elif block.reason not in ("last token", "window", "loading"):
+                is_right &= not (on_device or on_host)
+            expect(is_right, lambda block=block: f"{block} of {r.request_id} is wrong")
 
     def _do_less(self, name):
         self._do_admit(name, alignment(self.groups))
@@ -1004,6 +1078,7 @@ class World:
                         f"{what!r} is"
                     ),
                 )
+        self._check_holds()
         own = self.scheduler
         for event in own.take_events():
             told = self.told[event.medium]
@@ -1038,6 +1113,46 @@ class World:
         )
         if all(r.phase == DONE for r in self.requests) and not self.transfers:
             self._check_end()
+
+    def _check_holds(self):
+        """Look whether each block is held as often as it is used, and no more."""
+        own, is_live = self.scheduler, lambda move: not move.is_stale
+        stores = own._stores.in_flight.moves.values()
+        used = [block for r in self.requests for table in r.tables for block in table]
+        moved = [own._stores.waiting.sources, *(store.sources for store in stores)]
+        read = [NO_IDS]
+        for load in own._loads.by_request.values():
+            moved += [load.written_blocks, load.copy_targets]
+            moved += [load.copy_sources] * (load.event == NO_EVENT)
+            read.append(load.sources)
+        written = [own._stores.waiting.targets]
+        written += [store.targets for store in filter(is_live, stores)]
+        for boundary in own.below:
+            read += [wait.rows for wait in boundary.waits.values()]
+            writes = filter(is_live, boundary._writes.moves.values())
+            read += [write.sources for write in writes]
+            written += [move.targets for move in boundary.fetches.moves.values()]
+
+        def count(ids, num):
+            return np.bincount(np.concatenate(ids).astype(int), minlength=num)
+
+        held = count([used], self.pool.num_blocks)
+        held[NULL_BLOCK] = 0
+        pinned = count(moved, self.pool.num_blocks)
+        rows = count(read, self._tiers[0].num_blocks)
+        rows[np.concatenate(written).astype(int)] = -1
+        state = self.pool.state
+        for what, found, right in (
+            ("held", state.ref_cnt, held),
+            ("pinned", state.pins, pinned),
+            ("held on the host", self._tiers[0].executor.state.ref_cnt, rows),
+        ):
+            expect(
+                np.array_equal(found, right),
+                lambda what=what, found=found, right=right: (
+                    f"blocks are {what} {found} times, and used {right} times"
+                ),
+            )
 
     def _check_end(self):
         own = self.scheduler

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from jaxkv.scheduling.rules import OffloadRules
-from jaxkv.search.groups import FullAttention, Mamba, SlidingWindow
+from jaxkv.search.groups import ChunkedLocal, FullAttention, Mamba, SlidingWindow
 from jaxkv.tiers.retention import Retention
 from tests.explorer.world import Setup
 
@@ -78,6 +78,7 @@ WORLDS = {
     "hybrid, lazy": replace(_HYBRID, rules=LAZY),
     "hybrid, store": replace(_HYBRID, rules=THROUGH, num_storage_blocks=4, listed=(0,)),
     "states": replace(_HYBRID, groups=(FullAttention(1), Mamba(1))),
+    "chunks": replace(_HYBRID, groups=(FullAttention(1), ChunkedLocal(1, 2))),
     # Rules, one or two at a time.
     "shared": _with(_WARM, "less", "lose", delay_shared_loads=True),
     "few in flight": _with(_WARM, "together", "less", max_blocks_in_flight=1),

@@ -16,16 +16,11 @@ import pytest
 from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, SchedulerOutput
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.scheduler import OffloadScheduler
-from jaxkv.search.groups import (
-    ChunkedLocal,
-    FullAttention,
-    Mamba,
-    SlidingWindow,
-    as_groups,
-)
+from jaxkv.search.groups import FullAttention, SlidingWindow, as_groups
 from jaxkv.search.tiers import find_cached_prefix
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.types import NO_BLOCK, NULL_BLOCK
+from tests.reference.longest import first_read
 
 BLOCK_SIZE = 4
 # The same for both tiers and nearly all tests, since each size compiles again.
@@ -77,19 +72,6 @@ def make_request(name, *path, extra_tokens=1, groups=FULL):
         own = [path[n * spec.block_size // groups[0].block_size] for n in blocks]
         keys.append(make_keys(*own, group=number))
     return FakeRequest(name, keys, num_tokens, num_tokens)
-
-
-def first_needed(spec, end):
-    """The first block of a prefix that the next token reads."""
-    match spec:
-        case FullAttention():
-            return 0
-        case SlidingWindow(size, window):
-            return max(end - max(1, -(-(window - 1) // size)), 0)
-        case ChunkedLocal(size, chunk):
-            return end - end % (chunk // size)
-        case Mamba():
-            return max(end - 1, 0)
 
 
 class Rig:
@@ -177,7 +159,7 @@ class Rig:
         total = num_local + offer
         request.tables = []
         for spec, table in zip(self.groups, tables, strict=True):
-            first = first_needed(spec, total // spec.block_size)
+            first = first_read(spec, total)
             num = -(-request.num_tokens // spec.block_size)
             skipped = [NULL_BLOCK] * max(first - len(table), 0)
             table += skipped
@@ -249,7 +231,7 @@ class Rig:
             self.groups, request.tables, request.block_keys_by_group, strict=True
         ):
             end = request.num_computed_tokens // spec.block_size
-            first = first_needed(spec, end)
+            first = first_read(spec, end * spec.block_size)
             assert [self.device[i] for i in table[first:end]] == keys[first:end]
 
     def cache(self, request):

@@ -1,4 +1,4 @@
-"""Whether a store answers, and what a log is told of it: little, and in one place."""
+"""Whether a store answers, and the few lines that a log gets about it."""
 
 from __future__ import annotations
 

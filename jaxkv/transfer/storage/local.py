@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import re
@@ -89,9 +88,9 @@ class LocalStore:
 
     def get(self, names: Sequence[str], max_bytes: int) -> list[Future[Piece | None]]:
         """Read files."""
-        paths = [self._path(name) for name in names]
-        read = functools.partial(_read, self._buffers, max_bytes)
-        return [self._readers.submit(read, path) for path in paths]
+        for name in names:
+            check_name(name)
+        return [self._readers.submit(self.read, name, max_bytes) for name in names]
 
     def read(self, name: str, max_bytes: int) -> Piece | None:
         """Read a file."""
@@ -102,8 +101,9 @@ class LocalStore:
 
     def put(self, items: Sequence[tuple[str, Blob]]) -> list[Future[None]]:
         """Write files."""
-        pairs = [(self._path(name), blob) for name, blob in items]
-        return [self._writers.submit(self._write, *pair) for pair in pairs]
+        for name, _ in items:
+            check_name(name)
+        return [self._writers.submit(self.write, *item) for item in items]
 
     def write(self, name: str, blob: Blob) -> None:
         """Write a file."""
@@ -209,7 +209,7 @@ def _fill(file: int, data: memoryview) -> memoryview:
     while done < len(data):
         num_bytes = os.readv(file, [data[done:]])
         if not num_bytes:
-            break  # Somebody has cut it meanwhile.
+            break  # It was cut meanwhile.
         done += num_bytes
     return data[:done]
 

@@ -29,7 +29,7 @@ import hashlib
 import hmac
 import re
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
@@ -169,19 +169,14 @@ class ObjectFormat:
         return [self.name_of(key, shard) for shard in range(self.num_shards)]
 
     def keys_of(self, names: Iterable[str]) -> tuple[list[BlockKey], list[int]]:
-        """Tell keys and shards from names; what is no block of this folder is left out.
+        """Get keys and shards from names; what is no block of this folder is left out.
 
         Example:
             >>> blocks = ObjectFormat(b"model", "f32[2]", 8)
             >>> blocks.keys_of(["README", blocks.name(b"k" * 32)])
             ([b'kkkkkkkkkkkkkkkkkkkkkkkkkkkkkkkk'], [0])
         """
-        start = len(self._folder) + 1
-        found = [
-            match.group(2, 3)
-            for name in names
-            if name.startswith(self._folder) and (match := _NAME.fullmatch(name, start))
-        ]
+        found = [match.group(2, 3) for match in self._matches(_NAME, names)]
         raw = bytes.fromhex("".join([text for text, _ in found]))
         keys = [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
         return keys, [int(shard) for _, shard in found]
@@ -197,23 +192,30 @@ class ObjectFormat:
         return f"{self._folder}/{text}.{seal.hex()[:16]}"
 
     def bounds_of(self, names: Iterable[str]) -> list[Bound]:
-        """Tell the bounds that a store has recorded from names of its objects.
+        """Get the bounds that a store has recorded from the names of its objects.
 
         Example:
             >>> blocks = ObjectFormat(b"model", "f32[2]", 8)
             >>> blocks.bounds_of(["README", blocks.bound_name(Bound(40))])
             [Bound(num_blocks=40, is_owners=False)]
         """
-        start = len(self._folder) + 1
         bounds = []
-        for name in names:
-            if name.startswith(self._folder) and (
-                match := _BOUND.fullmatch(name, start)
-            ):
-                bound = Bound(int(match[2]), match[1] == "owner")
-                if hmac.compare_digest(self.bound_name(bound), name):
-                    bounds.append(bound)
+        for match in self._matches(_BOUND, names):
+            bound = Bound(int(match[2]), match[1] == "owner")
+            if hmac.compare_digest(self.bound_name(bound), match.string):
+                bounds.append(bound)
         return bounds
+
+    def _matches(
+        self, pattern: re.Pattern[str], names: Iterable[str]
+    ) -> Iterator[re.Match[str]]:
+        """Match names of objects, each from what follows the folder on."""
+        start = len(self._folder) + 1
+        for name in names:
+            if name.startswith(self._folder):
+                match = pattern.fullmatch(name, start)
+                if match:
+                    yield match
 
     @property
     def order_name(self) -> str:

@@ -71,7 +71,7 @@ class RedisStore:
             # It does not connect, but it looks at what the URL asks for.
             self._client.connection_pool.make_connection()
         except (ValueError, TypeError, self._redis.RedisError) as error:
-            # What is told of a URL may be a part of its password.
+            # The message may quote a part of the password.
             why = "cannot be read" if "@" in url else one_line(str(error)).rstrip(".")
             raise ValueError(f"storage={shown(self._url)}: {why}.") from None
         self._readers = Workers("jaxkv storage reader", _READ_CONNECTIONS)

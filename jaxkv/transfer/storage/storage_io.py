@@ -14,18 +14,18 @@ from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from jaxkv._util import Resource
-from jaxkv.transfer.storage.census import Bound, Census, agreed_bound
+from jaxkv.transfer.storage.census import Bound, Census, agreed_bound, wait_for
 from jaxkv.transfer.storage.health import StoreHealth, log_line
 from jaxkv.transfer.storage.objects import Bytes, ObjectFormat, Refusal
 from jaxkv.transfer.storage.store import (
+    Blob,
     BlobStore,
     DirectStore,
     Piece,
     StoreError,
-    TimedStore,
     error_of,
 )
-from jaxkv.types import KEY_BYTES, BlockKey
+from jaxkv.types import BlockKey
 
 Kind: TypeAlias = Literal["read", "write", "probe"]
 _What: TypeAlias = Literal["read", "write", "probe", "delete"]
@@ -39,9 +39,6 @@ _MOST_DELETES = 1 << 16
 _MOST_PROBES = 1 << 16
 _MOST_LISTED = 1 << 18  # Blocks that were listed and not taken.
 _MOST_LATENCIES = 1 << 14
-_MOST_ORDER_BYTES = 1 << 28  # Of eight million blocks.
-_MOST_LIST_S = 60.0  # For each of the few small objects that a listing reads or writes.
-_NEWEST = (1 << 63) - 1
 _HALF_LIFE_S = 10.0
 _MOST_WAIT_S = threading.TIMEOUT_MAX / 2  # What a lock can be asked to wait.
 
@@ -83,13 +80,13 @@ class ListedPage(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """How a listing has ended.
+    """How a listing ended.
 
     Attributes:
-        is_whole: Whether the store has told all; not if it has failed.
+        is_whole: Whether the store has listed all of them; not if it failed.
         bound: How many blocks the store may hold; None if it is not known.
-        num_blocks: How many are left there.
-        gone: Keys of those that are deleted, as they were too many.
+        num_blocks: How many blocks are left there.
+        gone: Keys of blocks that are deleted, because there were too many.
     """
 
     is_whole: bool
@@ -100,7 +97,7 @@ class Listed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StorageIOStats:
-    """Counts since the start, and what is going on.
+    """Counts since the start, and what is open now.
 
     Attributes:
         num_written: Objects that were written.
@@ -116,7 +113,7 @@ class StorageIOStats:
             asked for, and the kind of error.
         queued_write_bytes: Bytes of writes that are not done.
         open_read_bytes: Bytes of reads that are not done, or not polled.
-        last_error: What the store said at its latest failure.
+        last_error: The store's message at its latest failure.
         is_up: Whether no kind of call failed when it was last made.
     """
 
@@ -203,7 +200,21 @@ class _Job:
         self.payload = payload
         self.is_out = False  # The store has it.
         self.out_s = 0.0  # Since when.
-        self.is_over = False  # Nobody waits for it any more.
+        self.is_over = False  # No caller waits for it any more.
+
+
+class _Way(NamedTuple):
+    """How the store is asked for things of a kind, jobs or names of objects.
+
+    Attributes:
+        call: Asks for some at once.
+        note: Takes what came of one; called without the lock.
+        fail: Takes the error of one; called with the lock held.
+    """
+
+    call: Callable[[Any], list[Future[Any]]]
+    note: Callable[[Any, Any], None]
+    fail: Callable[[Any, BaseException], None]
 
 
 class StorageIO(Resource):
@@ -221,7 +232,7 @@ class StorageIO(Resource):
             polled yet. One that is not waited for any more counts until the store
             answers.
         num_in_flight: Objects that the store reads, or writes, at once.
-        clock: Tells the seconds that deadlines are given in.
+        clock: Gives the time in seconds, for deadlines.
 
     Example:
         >>> from jaxkv.transfer.storage import MemoryStore
@@ -301,6 +312,12 @@ class StorageIO(Resource):
             kind: collections.deque(maxlen=_MOST_LATENCIES)
             for kind in ("read", "write")
         }
+        self._ways: dict[_What, _Way] = {
+            "read": _Way(self._get, self._note_read, self._fail),
+            "write": _Way(self._put, self._note_written, self._fail),
+            "probe": _Way(self._exists, self._note_probed, self._fail),
+            "delete": _Way(store.delete, self._note_deleted, self._fail_delete),
+        }
         for number in range(_NUM_ISSUERS):
             threading.Thread(
                 target=self._issue_all, name=f"jaxkv storage {number}", daemon=True
@@ -353,8 +370,8 @@ class StorageIO(Resource):
 
         Args:
             keys: Their keys.
-            deadline_s: When they are not wanted any more, as `clock` tells time. They
-                are then late, and what the store answers later is thrown away.
+            deadline_s: When to give up on them, by `clock`. They are then late, and an
+                answer that comes after that is dropped.
 
         Returns:
             A ticket for each. What does not fit into the queue has failed at once, with
@@ -389,12 +406,12 @@ class StorageIO(Resource):
         """Begin to list all blocks of the store; `take_pages` has them.
 
         Args:
-            bound: How many blocks the store may hold as far as this engine is
-                concerned; None if it does not look after that. It is recorded, and what
-                is too many by all that was recorded is deleted, the oldest first.
+            bound: How many blocks the store may hold, according to this engine; None
+                if it keeps no bound. It is recorded, and the oldest blocks beyond the
+                bound that holds by all that were recorded (`agreed_bound`) are deleted.
 
         Raises:
-            RuntimeError: It has begun before, and not ended.
+            RuntimeError: A listing is under way.
         """
         with self._lock:
             if self._lister is not None:
@@ -442,7 +459,7 @@ class StorageIO(Resource):
         Args:
             timeout_s: Seconds to wait at most; None for no limit. Deadlines are looked
                 at when it is over.
-            least: How many reads, writes and probes are to have ended.
+            least: How many reads, writes and probes to wait for.
         """
         if timeout_s is not None:
             timeout_s = min(timeout_s, _MOST_WAIT_S)
@@ -455,11 +472,11 @@ class StorageIO(Resource):
             return self._poll()
 
     def cancel(self, tickets: Iterable[int], *, is_late: bool = False) -> None:
-        """Give reads, writes and probes up; nothing reports them any more.
+        """Give up reads, writes and probes, which are not reported any more.
 
         Args:
-            tickets: What they are.
-            is_late: Whether that is as they take too long, which counts as a failure.
+            tickets: Their tickets.
+            is_late: Whether they take too long, which counts as a failure.
         """
         gone = set(tickets)
         with self._lock:
@@ -701,6 +718,16 @@ class StorageIO(Resource):
         self._num_out[kind] += len(jobs)
         return jobs
 
+    def _take_deletes(self) -> list[str]:
+        """Take the names of objects to delete."""
+        if not self._has_room("delete"):
+            return []
+        names = list(itertools.islice(self._deletes, _MOST_AT_ONCE))
+        for name in names:
+            del self._deletes[name]
+        self._num_out["delete"] += len(names)
+        return names
+
     def _end(self, job: _Job, outcome: Outcome, **more: Any) -> None:
         """Report a job that the store has answered, if a caller waits for it."""
         self._num_out[job.kind] -= 1
@@ -736,15 +763,6 @@ class StorageIO(Resource):
             Completion(job.ticket, job.kind, job.key, "failed", reason)
         )
 
-    def _end_written(self, job: _Job) -> None:
-        num_bytes = self.objects.object_bytes
-        self._counts["written"] += 1
-        self._counts["bytes written"] += num_bytes
-        if self._lister is not None:
-            self._fresh.append(job.key)
-        job.payload = ()
-        self._end(job, "done", num_bytes=num_bytes)
-
     def _end_read(
         self,
         job: _Job,
@@ -773,6 +791,14 @@ class StorageIO(Resource):
         error = error_of(error)
         self._note_error(job.kind, error)
         self._end(job, "failed", reason=error.kind)
+
+    def _fail_delete(self, _: str, error: BaseException) -> None:
+        self._note_error("delete", error_of(error))
+        self._end_delete()
+
+    def _end_delete(self) -> None:
+        self._num_out["delete"] -= 1
+        self._wake_waiters()
 
     def _note_error(self, what: str, error: StoreError) -> None:
         self._failed[f"{what} {error.kind}"] += 1
@@ -814,28 +840,29 @@ class StorageIO(Resource):
             self._here.is_issuing = False
 
     def _issue_next(self, kind: _What) -> bool:
-        """Hand some of a kind to the store, if it has room; tell whether it had."""
-        if kind == "delete":
-            with self._lock:
-                if not (self._deletes and self._has_room("delete")):
-                    return False
-                names = list(itertools.islice(self._deletes, _MOST_AT_ONCE))
-                for name in names:
-                    del self._deletes[name]
-                self._num_out["delete"] += len(names)
-            self._issue_deletes(names)
-            return True
+        """Hand some of a kind to the store; return whether there was any to hand."""
         with self._lock:
-            jobs = self._take(kind)
-        if not jobs:
+            if kind == "delete":
+                items: Sequence[Any] = self._take_deletes()
+            else:
+                items = self._take(kind)
+        if not items:
             return False
-        if kind == "read":
-            self._call(jobs, self._get, self._note_read)
-        elif kind == "write":
-            self._call(jobs, self._put, self._note_written)
-        else:
-            for job in jobs:
-                self._issue_probe(job)
+        way = self._ways[kind]
+        try:
+            futures = way.call(items)
+        except Exception as error:
+            with self._lock:
+                for item in items:
+                    way.fail(item, error)
+            return True
+
+        def answer(item: Any, future: Future[Any]) -> None:
+            self._answer(kind, item, future.result)
+            self._go_on(kind)
+
+        for item, future in zip(items, futures, strict=True):
+            future.add_done_callback(functools.partial(answer, item))
         return True
 
     def _has_ended(self) -> bool:
@@ -846,139 +873,60 @@ class StorageIO(Resource):
         return self._store.get(names, self.objects.object_bytes)
 
     def _put(self, jobs: list[_Job]) -> list[Future[None]]:
-        items = []
-        for job in jobs:
-            name = self.objects.name(job.key)
-            items.append((name, self.objects.encode(job.key, job.payload)))
-        return self._store.put(items)
+        return self._store.put([self._encoded(job) for job in jobs])
 
-    def _move_all(self, kind: Kind) -> None:
+    def _exists(self, jobs: list[_Job]) -> list[Future[bool]]:
+        return [_all(self._store.exists(self.objects.all_names(j.key))) for j in jobs]
+
+    def _encoded(self, job: _Job) -> tuple[str, Blob]:
+        name = self.objects.name(job.key)
+        return name, self.objects.encode(job.key, job.payload)
+
+    def _move_all(self, kind: Literal["read", "write"]) -> None:
         """Read, or write, one object after another; the work of a thread."""
         move = self._read if kind == "read" else self._write
-        wakes = self._wakes_movers[kind]
-        while True:
-            with self._lock:
-                wakes.wait_for(lambda: self._queues[kind] or self._is_closed)
+        while (job := self._next_job(kind)) is not None:
+            self._answer(kind, job, functools.partial(move, job))
+            # Let go of its bytes while there is nothing else to do.
+            del job
+
+    def _read(self, job: _Job) -> Piece | None:
+        assert self._direct is not None
+        return self._direct.read(self.objects.name(job.key), self.objects.object_bytes)
+
+    def _write(self, job: _Job) -> None:
+        assert self._direct is not None
+        self._direct.write(*self._encoded(job))
+
+    def _next_job(self, kind: Literal["read", "write"]) -> _Job | None:
+        """Wait for a job to move; None once there will be no more."""
+        with self._lock:
+            while True:
+                self._wakes_movers[kind].wait_for(
+                    lambda: self._queues[kind] or self._is_closed
+                )
                 jobs = self._take(kind, 1)
-                if not jobs and self._is_closed:
-                    return
-            while jobs:
-                end = move(jobs.pop())
-                with self._lock:
-                    end()
-                    jobs = self._take(kind, 1)
-                # Let go of its bytes while there is nothing else to do.
-                del end
+                if jobs or self._is_closed:
+                    return jobs[0] if jobs else None
 
-    def _read(self, job: _Job) -> Callable[[], None]:
-        """Read an object; return what is left to do with the lock held."""
-        assert self._direct is not None
+    def _answer(self, what: _What, item: Any, result: Callable[[], Any]) -> None:
+        """Note what came of something that the store was asked for."""
+        way = self._ways[what]
         try:
-            name = self.objects.name(job.key)
-            data = self._direct.read(name, self.objects.object_bytes)
-            if data is None or job.is_over:
-                return functools.partial(self._end_read, job, None, data)
-            payload = self.objects.decode(job.key, data)
-            return functools.partial(self._end_read, job, payload, data)
-        except Exception as error:
-            return functools.partial(self._fail, job, error)
-
-    def _write(self, job: _Job) -> Callable[[], None]:
-        """Write an object; return what is left to do with the lock held."""
-        assert self._direct is not None
-        try:
-            name = self.objects.name(job.key)
-            self._direct.write(name, self.objects.encode(job.key, job.payload))
-            return functools.partial(self._end_written, job)
-        except Exception as error:
-            return functools.partial(self._fail, job, error)
-
-    def _issue_probe(self, job: _Job) -> None:
-        names = self.objects.all_names(job.key)
-        try:
-            futures = self._store.exists(names)
+            way.note(item, result())
         except Exception as error:
             with self._lock:
-                self._fail(job, error)
-            return
-        left = [len(names)]
-
-        def note(_: Future[bool]) -> None:
-            with self._lock:
-                left[0] -= 1
-                if left[0]:
-                    return
-                errors = [future.exception() for future in futures]
-                error = next((each for each in errors if each is not None), None)
-                if error is not None:
-                    self._fail(job, error)
-                elif all(future.result() for future in futures):
-                    self._end(job, "done")
-                else:
-                    self._end(job, "missing")
-            self._go_on("probe")
-
-        for future in futures:
-            future.add_done_callback(note)
-
-    def _issue_deletes(self, names: list[str]) -> None:
-        def note(future: Future[None]) -> None:
-            error = future.exception()
-            with self._lock:
-                if error is None:
-                    self._health.note_answer("delete")
-                    self._counts["deleted"] += 1
-                else:
-                    self._note_error("delete", error_of(error))
-                self._num_out["delete"] -= 1
-                self._wake_waiters()
-            self._go_on("delete")
-
-        try:
-            futures = self._store.delete(names)
-        except Exception as error:
-            with self._lock:
-                self._note_error("delete", error_of(error))
-                self._num_out["delete"] -= len(names)
-                self._wake_waiters()
-            return
-        for future in futures:
-            future.add_done_callback(note)
-
-    def _call(
-        self,
-        jobs: list[_Job],
-        call: Callable[[list[_Job]], list[Future[Any]]],
-        note: Callable[[_Job, Any], None],
-    ) -> None:
-        """Call the store for some jobs; have `note` take each answer."""
-        try:
-            futures = call(jobs)
-        except Exception as error:
-            with self._lock:
-                for job in jobs:
-                    self._fail(job, error)
-            return
-        for job, future in zip(jobs, futures, strict=True):
-            future.add_done_callback(functools.partial(self._answer, job, note))
-
-    def _answer(
-        self, job: _Job, note: Callable[[_Job, Any], None], future: Future[Any]
-    ) -> None:
-        error = future.exception()
-        try:
-            if error is None:
-                note(job, future.result())
-        except Exception as unexpected:
-            error = unexpected
-        if error is not None:
-            with self._lock:
-                self._fail(job, error)
-        self._go_on(job.kind)
+                way.fail(item, error)
 
     def _note_written(self, job: _Job, _: None) -> None:
+        num_bytes = self.objects.object_bytes
         with self._lock:
-            self._end_written(job)
+            self._counts["written"] += 1
+            self._counts["bytes written"] += num_bytes
+            if self._lister is not None:
+                self._fresh.append(job.key)
+            job.payload = ()
+            self._end(job, "done", num_bytes=num_bytes)
 
     def _note_read(self, job: _Job, data: Piece | None) -> None:
         payload = None
@@ -987,16 +935,28 @@ class StorageIO(Resource):
         with self._lock:
             self._end_read(job, payload, data)
 
+    def _note_probed(self, job: _Job, is_there: bool) -> None:
+        with self._lock:
+            self._end(job, "done" if is_there else "missing")
+
+    def _note_deleted(self, _name: str, _: None) -> None:
+        with self._lock:
+            self._health.note_answer("delete")
+            self._counts["deleted"] += 1
+            self._end_delete()
+
     def _list(self, bound: Bound | None) -> None:
         listed = Listed(False)
         recorded: list[Bound] = []
-        census = _Census(self._store, self.objects)
+        census = Census(self._store, self.objects.order_name)
         try:
             for names in self._store.list(self.objects.folder):
                 page = ListedPage(*self.objects.keys_of(names))
                 if bound is not None:
                     recorded += self.objects.bounds_of(names)
-                    census.add_page(page)
+                    pairs = zip(page.keys, page.shards, strict=True)
+                    own = [self.objects.name_of(*pair) for pair in pairs]
+                    census.add_page(page.keys, own)
                 with self._lock:
                     self._wakes_waiters.wait_for(
                         lambda: self._num_listed < _MOST_LISTED or self._is_closed
@@ -1019,25 +979,23 @@ class StorageIO(Resource):
                 self._listed = listed
                 self._wakes_waiters.notify_all()
 
-    def _keep_bound(
-        self, own: Bound, recorded: list[Bound], listing: _Census
-    ) -> Listed:
+    def _keep_bound(self, own: Bound, recorded: list[Bound], census: Census) -> Listed:
         """Record a bound, and delete what is beyond the one that holds."""
         bound = agreed_bound(own, recorded)
         name = self.objects.bound_name(own)
         stale = [each for each in recorded if each.is_owners and each != own]
         if own.is_owners and stale:
             names = list(map(self.objects.bound_name, stale))
-            _wait_for(self._store.delete(names))
+            wait_for(self._store.delete(names))
         # Others need not know of what is less than they know.
         if own not in recorded and (own == bound or own.is_owners):
-            _wait_for(self._store.put([(name, [b"jaxkv\n"])]))
+            wait_for(self._store.put([(name, [b"jaxkv\n"])]))
         with self._lock:
             fresh, self._fresh = self._fresh, []
-        keys = listing.oldest_first(fresh)
+        keys = census.oldest_first(fresh)
         num_gone = max(0, len(keys) - bound.num_blocks)
         gone, kept = keys[:num_gone], keys[num_gone:]
-        listing.record(kept)
+        census.record(kept)
         with self._lock:
             for key in gone:
                 self._delete(self.objects.all_names(key))
@@ -1045,56 +1003,19 @@ class StorageIO(Resource):
         return Listed(True, bound.num_blocks, len(kept), tuple(gone))
 
 
-class _Census:
-    """What a listing has found, by the store's own times or by a recorded order."""
+def _all(futures: Sequence[Future[bool]]) -> Future[bool]:
+    """Whether all are true, once all of them are known."""
+    whole: Future[bool] = Future()
+    left = itertools.count(len(futures) - 1, -1)
 
-    def __init__(self, store: BlobStore, objects: ObjectFormat) -> None:
-        self._store = store
-        self._objects = objects
-        self._blocks = Census()
-        self._has_times = isinstance(store, TimedStore)
-        self._ranks: dict[BlockKey, int] | None = None
-        self._order = b""
+    def note(_: Future[bool]) -> None:
+        if next(left):
+            return
+        try:
+            whole.set_result(all([future.result() for future in futures]))
+        except Exception as error:
+            whole.set_exception(error)
 
-    def add_page(self, page: ListedPage) -> None:
-        """Add what a page has."""
-        names = [
-            self._objects.name_of(key, shard)
-            for key, shard in zip(page.keys, page.shards, strict=True)
-        ]
-        times = None
-        if isinstance(self._store, TimedStore) and names:
-            times = self._store.times(names)
-        if times is None:
-            self._has_times &= not names
-            ranks = self._recorded()
-            times = [ranks.get(key, len(ranks)) for key in page.keys]
-        self._blocks.add(page.keys, times)
-
-    def oldest_first(self, fresh: Sequence[BlockKey]) -> list[BlockKey]:
-        """Give all keys, those that were written meanwhile last."""
-        self._blocks.add(fresh, [_NEWEST] * len(fresh))
-        return self._blocks.oldest_first()
-
-    def record(self, keys: Sequence[BlockKey]) -> None:
-        """Record the order of what is left, if the store has no times."""
-        order = b"".join(keys)
-        if not self._has_times and order != self._order:
-            _wait_for(self._store.put([(self._objects.order_name, [order])]))
-
-    def _recorded(self) -> dict[BlockKey, int]:
-        if self._ranks is None:
-            [found] = _wait_for(
-                self._store.get([self._objects.order_name], _MOST_ORDER_BYTES)
-            )
-            raw = self._order = bytes(found or b"")
-            starts = range(0, len(raw) - KEY_BYTES + 1, KEY_BYTES)
-            self._ranks = {
-                raw[start : start + KEY_BYTES]: rank
-                for rank, start in enumerate(starts)
-            }
-        return self._ranks
-
-
-def _wait_for(futures: Sequence[Future[Any]]) -> list[Any]:
-    return [future.result(_MOST_LIST_S) for future in futures]
+    for future in futures:
+        future.add_done_callback(note)
+    return whole

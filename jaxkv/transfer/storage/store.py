@@ -114,7 +114,7 @@ class BlobStore(Protocol):
 
 @runtime_checkable
 class DirectStore(Protocol):
-    """What a store can do besides, if a thread of the caller's may do the work.
+    """What a store can do in addition, if threads of the caller may do the work.
 
     Then a block is not handed from thread to thread, and its checksum is computed while
     its bytes are in the caches of the CPU. Both calls wait for the store, may be made
@@ -145,7 +145,7 @@ class DirectStore(Protocol):
 
 @runtime_checkable
 class TimedStore(Protocol):
-    """What a store can do besides, if it knows when objects were last used."""
+    """What a store can do in addition, if it knows when objects were last used."""
 
     def times(self, names: Sequence[str]) -> Sequence[int] | None:
         """Tell when objects were last written, or read if the store notes that.

@@ -148,7 +148,7 @@ def open_s3(url: str) -> TensorStoreStore:
     """Open ``s3://BUCKET/PREFIX``, with ``?endpoint=`` and ``?region=`` where needed.
 
     Without them AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, AWS_REGION and
-    AWS_DEFAULT_REGION tell, as they tell the programs of AWS.
+    AWS_DEFAULT_REGION apply, as to the programs of AWS.
     """
     bucket, path, options = _split(url, ("endpoint", "region"))
     environ = os.environ

@@ -1,0 +1,41 @@
+"""What a token reads, and the longest prefix that there is of a request, as defined."""
+
+from jaxkv.search.groups import ChunkedLocal, FullAttention, Mamba, SlidingWindow
+
+
+def first_read(spec, num_tokens):
+    """The first block that the next token reads."""
+    match spec:
+        case FullAttention():
+            return 0
+        case SlidingWindow(block_size, window):
+            return max(num_tokens - window + 1, 0) // block_size
+        case ChunkedLocal(block_size, chunk):
+            return num_tokens // chunk * chunk // block_size
+        case Mamba(block_size):
+            return max(num_tokens - 1, 0) // block_size
+
+
+def longest_prefix(specs, counts, has, max_tokens, step):
+    """The longest prefix for which every group has what the next token reads.
+
+    Args:
+        specs: The groups.
+        counts: Full blocks of each.
+        has: Whether a block of a group is available.
+        max_tokens: Maximum tokens of the prefix.
+        step: Its length is a multiple of this.
+    """
+    for num_tokens in range(max(max_tokens, 0) // step * step, 0, -step):
+        if all(
+            num_tokens // spec.block_size <= counts[g]
+            and all(
+                has(g, index)
+                for index in range(
+                    first_read(spec, num_tokens), num_tokens // spec.block_size
+                )
+            )
+            for g, spec in enumerate(specs)
+        ):
+            return num_tokens
+    return 0
