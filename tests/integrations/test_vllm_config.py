@@ -146,6 +146,13 @@ def test_cpu_bytes_become_blocks_of_all_layers():
     assert read(extra=extra).num_host_blocks == (8 << 30) // 512
     extra |= {"cpu_bytes_to_use": "1MiB", "blocks_per_chunk": 4}
     assert read(extra=extra).num_host_blocks == (1 << 20) // 2048
+    # A byte for two, and two scales for each head.
+    extra |= {"compression": "fp8", "blocks_per_chunk": 1}
+    config = read(extra=extra)
+    assert config.num_host_blocks == (1 << 20) // (256 + 2 * 16)
+    assert config.planned_bytes <= 1 << 20
+    assert config.block_bytes == 512
+    extra |= {"compression": None, "blocks_per_chunk": 4}
     # vLLM 0.32: every tensor repeats the size of their common allocation.
     config, cache_config = make_configs(extra=extra)
     cache_config.kv_cache_tensors = [
@@ -227,6 +234,10 @@ BAD_KEYS = {
     "no victims": (
         {"storage": "/kv", "storage_write": "on_evict", "eviction_policy": "arc"},
         "storage_write='on_evict' needs eviction_policy='lru'",
+    ),
+    "no such compression": (
+        {"compression": "int4"},
+        "compression='int4' must be one of int8, fp8",
     ),
     "no name": (
         {"eviction_policy": 3},

@@ -378,6 +378,8 @@ class Runner:
         self.newer = newer
         self.tokens = {}
         self.weights = 0
+        # How far what was loaded may be from what was computed, of its largest value.
+        self.tolerance = 0.0
         self.kv_cache_manager = KVCacheManager(self)
         connector.register_runner(self)
 
@@ -450,10 +452,15 @@ class Runner:
                 for place in range(first, start + num):
                     block = table[place // BLOCK_SIZE]
                     for layer, cache in enumerate(content):
+                        found = cache[block, place % BLOCK_SIZE]
+                        computed = self.content(tokens, place, group, layer)
+                        about = f"{name}, token {place}, {block=}, {group=}, {layer=}"
+                        if self.tolerance:
+                            error = np.abs(np.float32(found) - np.float32(computed))
+                            assert error.max() <= self.tolerance * 4, about
+                            continue
                         np.testing.assert_array_equal(
-                            cache[block, place % BLOCK_SIZE].view(np.uint16),
-                            self.content(tokens, place, group, layer).view(np.uint16),
-                            f"{name}, token {place}, {block=}, {group=}, {layer=}",
+                            found.view(np.uint16), computed.view(np.uint16), about
                         )
 
 
