@@ -173,6 +173,8 @@ SERVED = {
     "0.19": dict(generation="0.19"),
     "0.32": dict(generation="0.32"),
     "asynchronous": dict(generation="0.32", is_async=True),
+    "drafts": dict(generation="0.32", num_drafts=3),
+    "asynchronous drafts": dict(generation="0.32", is_async=True, num_drafts=3),
     "hybrid": dict(generation="0.32", windows=(None, 6)),
     "stored together": dict(generation="0.32", extra={"store_batch_blocks": 6}),
     "larger host blocks": dict(generation="0.32", extra={"blocks_per_chunk": 2}),

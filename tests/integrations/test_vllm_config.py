@@ -16,7 +16,7 @@ from jaxkv.integrations.vllm.config import (
     table_of_keys,
 )
 from jaxkv.policies import registry
-from tests.rigs.fake_vllm import BLOCK_SIZE, MLAAttentionSpec, make_configs
+from tests.rigs.fake_vllm import BLOCK_SIZE, MambaSpec, MLAAttentionSpec, make_configs
 
 
 def read(**options):
@@ -274,8 +274,8 @@ BAD_ENGINES = {
     "finer hashes": ("cache_config__prefix_match_unit", 2, r"\[4\] tokens .* of \[2\]"),
     "drafts": (
         "speculative_config",
-        SimpleNamespace(),
-        "speculative_config must be none",
+        SimpleNamespace(method="mtp"),
+        "speculative_config: method='mtp' must be 'ngram'",
     ),
     "pooling": ("model_config__runner_type", "pooling", "has no KV cache to load"),
     "its loop": (
@@ -411,10 +411,13 @@ def test_async_scheduling_is_served_without_tpu_inference():
 def test_unsupported_layers_are_refused():
     config, cache_config = make_configs()
     (group,) = cache_config.kv_cache_groups
-    group.kv_cache_spec = MLAAttentionSpec(block_size=BLOCK_SIZE)
+    group.kv_cache_spec = MLAAttentionSpec(block_size=BLOCK_SIZE, tokens_per_state=4)
     with pytest.raises(
         ValueError, match=r"group 0 is of MLAAttentionSpec .* never tested"
     ):
+        ConnectorConfig.of(config, cache_config)
+    group.kv_cache_spec = MambaSpec(block_size=BLOCK_SIZE)
+    with pytest.raises(ValueError, match=r"group 0 is of MambaSpec: .* a block pool"):
         ConnectorConfig.of(config, cache_config)
     full, window = make_configs(windows=(None, 6))[1].kv_cache_groups
     # Layers of one kind and several sizes are wrapped.

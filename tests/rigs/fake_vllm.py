@@ -254,6 +254,10 @@ class MLAAttentionSpec(FullAttentionSpec):
     pass
 
 
+class MambaSpec(types.SimpleNamespace):
+    pass
+
+
 def make_configs(
     *,
     extra=None,

@@ -376,18 +376,20 @@ def _check_engine(config: Any) -> None:
     dp_size = getattr(sharding, "total_dp_size", 1)
     if dp_size != 1:
         raise ValueError(
-            f"total_dp_size={dp_size} must be 1: each rank has separate blocks, and a "
-            "store of one rank could be loaded by another."
+            f"total_dp_size={dp_size} must be 1: tpu-inference's scheduler of several "
+            "ranks, for data or attention parallelism, does not pass on what "
+            "connectors plan, and tells each rank that loads of others are over."
         )
     if not config.cache_config.enable_prefix_caching:
         raise ValueError(
             "enable_prefix_caching must be true: blocks have the hashes of vLLM's "
             "prefix cache as keys."
         )
-    if getattr(config, "speculative_config", None) is not None:
+    drafts = getattr(config, "speculative_config", None)
+    if drafts is not None and drafts.method != "ngram":
         raise ValueError(
-            "speculative_config must be none: draft tokens may be rejected after their "
-            "block was stored, which was never tested."
+            f"speculative_config: method={shown(drafts.method)} must be 'ngram': other "
+            "ways, which may add layers to each block, were never tested."
         )
     if getattr(config, "use_v2_model_runner", False) and tokens.has_tpu_inference():
         raise ValueError(
@@ -439,11 +441,17 @@ def _groups_of(kv_cache_config: Any) -> tuple[GroupSpec, ...]:
             groups.append(FullAttention(spec.block_size))
         elif kinds == ["SlidingWindowSpec"] and len(windows) == 1:
             groups.append(SlidingWindow(spec.block_size, windows[0]))
+        elif any(kind.endswith("MambaSpec") for kind in kinds):
+            raise ValueError(
+                f"KV cache group {index} is of {', '.join(kinds)}: tpu-inference keeps "
+                "states (Mamba, gated delta nets) in arrays and a block pool of their "
+                "own, whose block ids are those of other blocks, too."
+            )
         else:
             raise ValueError(
                 f"KV cache group {index} is of {', '.join(kinds)} with windows "
                 f"{windows}; served are groups of FullAttentionSpec, "
-                "or of SlidingWindowSpec with one window. Others (MLA, Mamba, chunked "
+                "or of SlidingWindowSpec with one window. Others (MLA, chunked "
                 "attention) were never tested with the layouts of tpu-inference."
             )
     if not groups:
