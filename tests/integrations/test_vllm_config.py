@@ -408,6 +408,16 @@ def test_async_scheduling_is_served_without_tpu_inference():
     assert not read(**ASYNC, extra={"restore_tokens": False}).restore_tokens
 
 
+def test_latents_are_blocks_like_any_other_but_not_compressed():
+    config, cache_config = make_configs()
+    (group,) = cache_config.kv_cache_groups
+    group.kv_cache_spec = MLAAttentionSpec(block_size=BLOCK_SIZE, tokens_per_state=1)
+    assert ConnectorConfig.of(config, cache_config).groups == (FullAttention(4),)
+    config.kv_transfer_config.kv_connector_extra_config["compression"] = "int8"
+    with pytest.raises(ValueError, match="compression='int8' cannot be used with MLA"):
+        ConnectorConfig.of(config, cache_config)
+
+
 def test_unsupported_layers_are_refused():
     config, cache_config = make_configs()
     (group,) = cache_config.kv_cache_groups

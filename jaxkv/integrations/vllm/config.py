@@ -246,6 +246,12 @@ class ConnectorConfig:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
         offload, own = read_extra_config(extra)
         block_bytes = _block_bytes(kv_cache_config)
+        groups_of_layers = map(_layers_of, kv_cache_config.kv_cache_groups)
+        if offload.compression is not None and any(map(_are_latents, groups_of_layers)):
+            raise ValueError(
+                f"compression={offload.compression!r} cannot be used with MLA: a "
+                "latent has no heads to have a scale each."
+            )
         share = _host_share(kv_cache_config, offload.compression)
         host_block_bytes = math.ceil(
             block_bytes * share * offload.blocks_per_host_block
@@ -437,7 +443,7 @@ def _groups_of(kv_cache_config: Any) -> tuple[GroupSpec, ...]:
         windows = sorted(
             {getattr(layer, "sliding_window", None) or 0 for layer in layers}
         )
-        if kinds == ["FullAttentionSpec"]:
+        if kinds == ["FullAttentionSpec"] or _are_latents(layers):
             groups.append(FullAttention(spec.block_size))
         elif kinds == ["SlidingWindowSpec"] and len(windows) == 1:
             groups.append(SlidingWindow(spec.block_size, windows[0]))
@@ -450,9 +456,10 @@ def _groups_of(kv_cache_config: Any) -> tuple[GroupSpec, ...]:
         else:
             raise ValueError(
                 f"KV cache group {index} is of {', '.join(kinds)} with windows "
-                f"{windows}; served are groups of FullAttentionSpec, "
-                "or of SlidingWindowSpec with one window. Others (MLA, chunked "
-                "attention) were never tested with the layouts of tpu-inference."
+                f"{windows}; served are groups of FullAttentionSpec, of "
+                "MLAAttentionSpec with a state for each token, or of SlidingWindowSpec "
+                "with one window. Others were never tested with the layouts of "
+                "tpu-inference."
             )
     if not groups:
         raise ValueError("the model has no KV cache group, so nothing to offload.")
@@ -465,6 +472,17 @@ def _layers_of(group: Any) -> list[Any]:
     # The worker's vLLM wraps layers of one kind that differ in size.
     each = getattr(spec, "kv_cache_specs", None)
     return list(each.values()) if each else [spec]
+
+
+def _are_latents(layers: list[Any]) -> bool:
+    """Whether layers have a latent of every token (MLA), in blocks like any other."""
+    return all(
+        type(layer).__name__ == "MLAAttentionSpec"
+        # DeepSeek V4 has one for several tokens, under other names in other versions.
+        and getattr(layer, "tokens_per_state", 1) == 1
+        and getattr(layer, "compress_ratio", 1) == 1
+        for layer in layers
+    )
 
 
 def _check_hashes(
