@@ -216,3 +216,10 @@ def test_rejected_drafts_are_never_served(lab):
     assert hit_tokens(found) > 2000
     # Nearly all of them, as weights are random.
     assert found["metrics"]["vllm:spec_decode_num_draft_tokens"] > 1000
+
+
+@pytest.mark.long
+def test_the_comparison_fails_where_blocks_loaded_beside_drafts_are_zero(lab):
+    expected = tokens_of(run_pressure(lab, "llama", 2))[:60]
+    found = run_pressure(lab, "llama", 1, drafts=NGRAM, extra={}, fault="zeros")
+    assert tokens_of(found) != expected
