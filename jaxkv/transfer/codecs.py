@@ -37,8 +37,9 @@ class Compression:
             head) or ``"fp8"`` (float8_e4m3fn; at most 1/16 of each value), plus the
             rounding to the dtype of the leaf.
         head_axis: The axis of a leaf that counts heads, or whatever else has separate
-            ranges: an int, or a pytree of ints that is a prefix of the pool. None for
-            leaves to keep as they are, such as scales.
+            ranges, or a frozenset of several such axes: for all leaves, or as a pytree
+            that is a prefix of the pool. None for leaves to keep as they are, such as
+            scales.
     """
 
     dtype: Quantised = "int8"
@@ -102,8 +103,8 @@ def codecs_of(layout: PoolLayout, compression: Compression | None) -> list[Codec
         )
     except ValueError as error:
         raise ValueError(
-            f"compression: head_axis={shown(compression.head_axis)} must be an int, or "
-            "a tree of ints shaped like the top of the pool."
+            f"compression: head_axis={shown(compression.head_axis)} must be an int, a "
+            "frozenset of ints, or a tree of these shaped like the top of the pool."
         ) from error
     codecs = []
     for leaf, axis in zip(layout.leaves, axes, strict=True):
@@ -112,13 +113,17 @@ def codecs_of(layout: PoolLayout, compression: Compression | None) -> list[Codec
             codecs.append(_raw(leaf))
             continue
         ndim = len(leaf.shape)
-        is_axis = isinstance(axis, int) and -ndim <= axis < ndim
-        if not is_axis or axis % ndim == leaf.block_axis:
+        named = axis if isinstance(axis, frozenset) else {axis}
+        are_axes = all(isinstance(each, int) and -ndim <= each < ndim for each in named)
+        kept = {each % ndim for each in named} if are_axes else set()
+        if not kept or leaf.block_axis in kept:
             raise ValueError(
-                f"compression: head_axis {axis} of {leaf.name} must be an axis of "
-                f"{list(leaf.shape)} other than the block axis {leaf.block_axis}."
+                f"compression: head_axis {shown(axis)} of {leaf.name} must be an axis "
+                f"of {list(leaf.shape)} other than the block axis {leaf.block_axis}, "
+                "or a frozenset of such axes."
             )
-        codecs.append(_quantised(leaf, axis % ndim, compression.dtype, layout))
+        kept.add(leaf.block_axis)
+        codecs.append(_quantised(leaf, kept, compression.dtype, layout))
     return codecs
 
 
@@ -132,11 +137,10 @@ def _raw(leaf: Leaf) -> Codec:
 
 
 def _quantised(
-    leaf: Leaf, head_axis: int, dtype: Quantised, layout: PoolLayout
+    leaf: Leaf, kept: set[int], dtype: Quantised, layout: PoolLayout
 ) -> Codec:
-    """Encode blocks as one-byte values and a scale per block, head and shard."""
+    """Encode blocks as one-byte values, with scales along some axes and per shard."""
     stored, largest = _QUANTISED[dtype]
-    kept = (leaf.block_axis, head_axis)
     reduced = tuple(axis for axis in range(len(leaf.shape)) if axis not in kept)
     # Each shard has its own scale: a maximum over shards would need a collective.
     scale_shape = tuple(

@@ -112,6 +112,30 @@ def test_a_prompt_comes_back_from_the_host(generation):
     engine.check_nothing_leaked()
 
 
+@pytest.mark.parametrize("compression", ["int8", "fp8"])
+def test_a_compressed_prompt_comes_back_nearly_as_it_was(newest, compression):
+    engine = Engine(extra={"compression": compression}, windows=(None, 6))
+    engine.runner.tolerance = 0.01 if compression == "int8" else 0.0625
+    engine.run(Request("first", range(18), 1))
+    forget_device(engine)
+    again = Request("again", range(18), 3)
+    engine.run(again)
+    assert engine.scheduler.num_external_tokens == 4 * BLOCK_SIZE
+    assert again.tokens == reference(range(18), 3)
+    engine.runner.tolerance = 0.0
+    forget_device(engine)
+    with pytest.raises(AssertionError, match="the last, token"):
+        engine.run(Request("the last", range(18), 1))
+
+
+def test_caches_whose_heads_are_elsewhere_are_not_compressed(newest):
+    configs = make_configs(extra={"compression": "int8"})
+    worker = create_connector(configs[0], KVConnectorRole.WORKER, configs[1])
+    runner = SimpleNamespace(kv_caches=[np.zeros((24, 2, 8, BLOCK_SIZE), np.float16)])
+    with pytest.raises(ValueError, match=r"axes .* and one is \[24, 2, 8, 4\]"):
+        worker.register_runner(runner)
+
+
 @pytest.mark.parametrize("windows", [(None,), (6, None)], ids=["full", "hybrid"])
 def test_requests_are_recorded(newest, tmp_path, windows):
     path = tmp_path / "requests.jsonl"
@@ -149,6 +173,8 @@ SERVED = {
     "0.19": dict(generation="0.19"),
     "0.32": dict(generation="0.32"),
     "asynchronous": dict(generation="0.32", is_async=True),
+    "drafts": dict(generation="0.32", num_drafts=3),
+    "asynchronous drafts": dict(generation="0.32", is_async=True, num_drafts=3),
     "hybrid": dict(generation="0.32", windows=(None, 6)),
     "stored together": dict(generation="0.32", extra={"store_batch_blocks": 6}),
     "larger host blocks": dict(generation="0.32", extra={"blocks_per_chunk": 2}),

@@ -16,7 +16,7 @@ from jaxkv.integrations.vllm.config import (
     table_of_keys,
 )
 from jaxkv.policies import registry
-from tests.rigs.fake_vllm import BLOCK_SIZE, MLAAttentionSpec, make_configs
+from tests.rigs.fake_vllm import BLOCK_SIZE, MambaSpec, MLAAttentionSpec, make_configs
 
 
 def read(**options):
@@ -146,6 +146,13 @@ def test_cpu_bytes_become_blocks_of_all_layers():
     assert read(extra=extra).num_host_blocks == (8 << 30) // 512
     extra |= {"cpu_bytes_to_use": "1MiB", "blocks_per_chunk": 4}
     assert read(extra=extra).num_host_blocks == (1 << 20) // 2048
+    # A byte for two, and two scales for each head.
+    extra |= {"compression": "fp8", "blocks_per_chunk": 1}
+    config = read(extra=extra)
+    assert config.num_host_blocks == (1 << 20) // (256 + 2 * 16)
+    assert config.planned_bytes <= 1 << 20
+    assert config.block_bytes == 512
+    extra |= {"compression": None, "blocks_per_chunk": 4}
     # vLLM 0.32: every tensor repeats the size of their common allocation.
     config, cache_config = make_configs(extra=extra)
     cache_config.kv_cache_tensors = [
@@ -228,6 +235,10 @@ BAD_KEYS = {
         {"storage": "/kv", "storage_write": "on_evict", "eviction_policy": "arc"},
         "storage_write='on_evict' needs eviction_policy='lru'",
     ),
+    "no such compression": (
+        {"compression": "int4"},
+        "compression='int4' must be one of int8, fp8",
+    ),
     "no name": (
         {"eviction_policy": 3},
         "eviction_policy=3 must be one of lru, arc, ",
@@ -263,8 +274,8 @@ BAD_ENGINES = {
     "finer hashes": ("cache_config__prefix_match_unit", 2, r"\[4\] tokens .* of \[2\]"),
     "drafts": (
         "speculative_config",
-        SimpleNamespace(),
-        "speculative_config must be none",
+        SimpleNamespace(method="mtp"),
+        "speculative_config: method='mtp' must be 'ngram'",
     ),
     "pooling": ("model_config__runner_type", "pooling", "has no KV cache to load"),
     "its loop": (
@@ -397,13 +408,26 @@ def test_async_scheduling_is_served_without_tpu_inference():
     assert not read(**ASYNC, extra={"restore_tokens": False}).restore_tokens
 
 
+def test_latents_are_blocks_like_any_other_but_not_compressed():
+    config, cache_config = make_configs()
+    (group,) = cache_config.kv_cache_groups
+    group.kv_cache_spec = MLAAttentionSpec(block_size=BLOCK_SIZE, tokens_per_state=1)
+    assert ConnectorConfig.of(config, cache_config).groups == (FullAttention(4),)
+    config.kv_transfer_config.kv_connector_extra_config["compression"] = "int8"
+    with pytest.raises(ValueError, match="compression='int8' cannot be used with MLA"):
+        ConnectorConfig.of(config, cache_config)
+
+
 def test_unsupported_layers_are_refused():
     config, cache_config = make_configs()
     (group,) = cache_config.kv_cache_groups
-    group.kv_cache_spec = MLAAttentionSpec(block_size=BLOCK_SIZE)
+    group.kv_cache_spec = MLAAttentionSpec(block_size=BLOCK_SIZE, tokens_per_state=4)
     with pytest.raises(
         ValueError, match=r"group 0 is of MLAAttentionSpec .* never tested"
     ):
+        ConnectorConfig.of(config, cache_config)
+    group.kv_cache_spec = MambaSpec(block_size=BLOCK_SIZE)
+    with pytest.raises(ValueError, match=r"group 0 is of MambaSpec: .* a block pool"):
         ConnectorConfig.of(config, cache_config)
     full, window = make_configs(windows=(None, 6))[1].kv_cache_groups
     # Layers of one kind and several sizes are wrapped.

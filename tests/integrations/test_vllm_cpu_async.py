@@ -28,11 +28,22 @@ MODELS = {
 }
 
 
-def run_pressure(lab, name, seeds, *, is_async=False, num_tokens=64, **options):
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 3,
+}
+
+
+def run_pressure(
+    lab, name, seeds, *, is_async=False, num_tokens=64, drafts=None, **options
+):
     engine = {
         "async_scheduling": is_async,
         "max_num_seqs": 8,
         "max_num_batched_tokens": num_tokens,
+        "speculative_config": drafts,
     }
     return lab.run("pressure", seeds=seeds, engine=engine, **MODELS[name], **options)
 
@@ -196,3 +207,19 @@ def test_no_token_is_dropped_in_600_requests_over_http(lab, tmp_path):
     check_same_answers({"answers": found}, expected)
     assert min(np.diff(preemptions)) >= 5, preemptions
     assert "tokens that tpu-inference drops are restored" in log.read_text()
+
+
+def test_rejected_drafts_are_never_served(lab):
+    found = run_pressure(lab, "llama", 2, drafts=NGRAM, extra={})
+    assert tokens_of(found) == tokens_of(run_pressure(lab, "llama", 2))
+    assert min(found["preemptions"]) >= 5, found["preemptions"]
+    assert hit_tokens(found) > 2000
+    # Nearly all of them, as weights are random.
+    assert found["metrics"]["vllm:spec_decode_num_draft_tokens"] > 1000
+
+
+@pytest.mark.long
+def test_the_comparison_fails_where_blocks_loaded_beside_drafts_are_zero(lab):
+    expected = tokens_of(run_pressure(lab, "llama", 2))[:60]
+    found = run_pressure(lab, "llama", 1, drafts=NGRAM, extra={}, fault="zeros")
+    assert tokens_of(found) != expected

@@ -189,8 +189,8 @@ class StubRunner(RealRunner):
                     f"request {name} reads {cell[offset]} as its token {place}"
                 )
             if start + num == len(tokens):
-                sampled[name] = next_token(tokens)
-                tokens.append(sampled[name])
+                sampled[name] = [next_token(tokens)]
+                tokens += sampled[name]
         return sampled
 
 

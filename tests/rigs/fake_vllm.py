@@ -15,6 +15,7 @@ import sys
 import types
 from collections import deque
 
+import numpy as np
 import prometheus_client
 
 BLOCK_SIZE = 4
@@ -253,6 +254,10 @@ class MLAAttentionSpec(FullAttentionSpec):
     pass
 
 
+class MambaSpec(types.SimpleNamespace):
+    pass
+
+
 def make_configs(
     *,
     extra=None,
@@ -265,9 +270,10 @@ def make_configs(
     """A VllmConfig and a KVCacheConfig. `other` overrides "config.name=value" pairs."""
     groups = []
     for window in windows:
-        spec = FullAttentionSpec(block_size=BLOCK_SIZE)
+        own = dict(block_size=BLOCK_SIZE, head_size=8, dtype=np.dtype(np.float16))
+        spec = FullAttentionSpec(**own)
         if window:
-            spec = SlidingWindowSpec(block_size=BLOCK_SIZE, sliding_window=window)
+            spec = SlidingWindowSpec(**own, sliding_window=window)
         groups.append(types.SimpleNamespace(kv_cache_spec=spec, layer_names=[]))
     # bf16[block, 2, 2, 8] for each layer.
     tensor = types.SimpleNamespace(size=num_blocks * BLOCK_SIZE * 64)

@@ -66,6 +66,7 @@ class RealEngine:
         is_async=False,
         windows=(None,),
         num_blocks=24,
+        num_drafts=0,
         extra=None,
         make_runner=None,
     ):
@@ -77,6 +78,7 @@ class RealEngine:
             ModelConfig,
             ParallelConfig,
             SchedulerConfig,
+            SpeculativeConfig,
             VllmConfig,
         )
         from vllm.distributed.kv_transfer import kv_transfer_state
@@ -129,6 +131,16 @@ class RealEngine:
                 kv_connector_extra_config={"num_cpu_blocks": 32} | (extra or {}),
             ),
         )
+        if num_drafts:
+            # Afterwards, as vLLM refuses some ways asynchronously that make no
+            # difference to its scheduler.
+            self.config.speculative_config = SpeculativeConfig(
+                method="ngram",
+                num_speculative_tokens=num_drafts,
+                prompt_lookup_max=2,
+                target_model_config=model_config,
+                target_parallel_config=self.config.parallel_config,
+            )
         shape = dict(
             block_size=BLOCK_SIZE, num_kv_heads=2, head_size=16, dtype=torch.bfloat16
         )
@@ -168,7 +180,7 @@ class RealEngine:
         kv_transfer_state._KV_CONNECTOR_AGENT = worker
         make_runner = make_runner or RealRunner
         self.runner = make_runner(worker, num_blocks, windows, newer=True)
-        self.is_async = is_async
+        self.is_async, self.num_drafts = is_async, num_drafts
         self.in_flight = []
         self.num_external_tokens = 0
         take = self.scheduler.connector.update_state_after_alloc
@@ -199,7 +211,19 @@ class RealEngine:
         output.kv_connector_metadata = pickle.loads(pickle.dumps(meta))
         self.in_flight.append((output, self.runner.execute_model(output)))
         while len(self.in_flight) > self.is_async:
-            self.scheduler.update_from_output(*self.in_flight.pop(0))
+            planned, done = self.in_flight.pop(0)
+            self.scheduler.update_from_output(planned, done)
+            self.draft(done)
+
+    def draft(self, done):
+        """Tell the scheduler of drafts; the runner makes its own of as many."""
+        from vllm.v1.outputs import DraftTokenIds
+
+        if self.num_drafts and not self.is_async:
+            drafts = [
+                [0] * self.num_drafts * bool(own) for own in done.sampled_token_ids
+            ]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(done.req_ids, drafts))
 
     def run(self, max_steps=600):
         for _ in range(max_steps):
@@ -253,6 +277,10 @@ class RealRunner(Runner):
                 name: (starts[name], num, self.tables[name])
                 for name, num in output.num_scheduled_tokens.items()
             },
+            drafts={
+                name: len(own)
+                for name, own in output.scheduled_spec_decode_tokens.items()
+            },
         )
         mixin = KVConnectorModelRunnerMixin
         sampled = {}
@@ -268,9 +296,7 @@ class RealRunner(Runner):
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=[
-                [sampled[name]] if name in sampled else [] for name in names
-            ],
+            sampled_token_ids=[sampled.get(name, []) for name in names],
             kv_connector_output=connector_output,
         )
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from typing import Any, cast
 
 from jaxkv import (
@@ -31,6 +33,7 @@ from jaxkv.transfer.storage.opening import folder_of
 from jaxkv.transfer.storage.store import shown_url
 
 DEFAULT_HOST_BYTES = 8 << 30
+_SCALE_BYTES = 4
 
 # These must be 1: the connector was never tested with more schedulers, workers or kinds
 # of block ids.
@@ -89,7 +92,7 @@ _NOT_SERVED = {
     *("executor", "mode", "max_num_batched_tokens", "world_size", "enable_events"),
     *("max_blocks_in_flight", "copy_on_device", "load_in_step"),
     *("flush_on_preemption", "remember_drops", "transfer_mode", "transfer_kernel"),
-    *("extent_bytes", "layer_groups", "compression", "report_after_steps"),
+    *("extent_bytes", "layer_groups", "report_after_steps"),
     *("check_plans", "agreement_timeout_s"),
     *(word for word, key in KEYS.items() if key.scope in ("events", "metrics")),
     *(word for word, key in KEYS.items() if key.scope == "strict"),
@@ -209,7 +212,8 @@ class ConnectorConfig:
         groups: The groups of the model's layers.
         offload: What the user chose; the size is `num_host_blocks`.
         num_host_blocks: Number of host blocks.
-        planned_bytes: Their bytes, by vLLM's size of a block.
+        block_bytes: Bytes of a device block, by vLLM's sizes.
+        planned_bytes: Bytes of the host blocks, likewise; compressed ones are smaller.
         enable_events: Whether vLLM publishes events of its KV caches.
         storage: The store behind the host; None for none.
         restore_tokens: Whether the runner has to be kept from dropping tokens.
@@ -218,6 +222,7 @@ class ConnectorConfig:
     groups: tuple[GroupSpec, ...]
     offload: OffloadConfig
     num_host_blocks: int
+    block_bytes: int
     planned_bytes: int
     enable_events: bool
     storage: StorageConfig | None = None
@@ -240,23 +245,34 @@ class ConnectorConfig:
         _check_hashes(vllm_config.cache_config, kv_cache_config, groups)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
         offload, own = read_extra_config(extra)
-        block_bytes = _block_bytes(kv_cache_config) * offload.blocks_per_host_block
+        block_bytes = _block_bytes(kv_cache_config)
+        groups_of_layers = map(_layers_of, kv_cache_config.kv_cache_groups)
+        if offload.compression is not None and any(map(_are_latents, groups_of_layers)):
+            raise ValueError(
+                f"compression={offload.compression!r} cannot be used with MLA: a "
+                "latent has no heads to have a scale each."
+            )
+        share = _host_share(kv_cache_config, offload.compression)
+        host_block_bytes = math.ceil(
+            block_bytes * share * offload.blocks_per_host_block
+        )
         num_host_blocks = offload.num_host_blocks
         if num_host_blocks is None:
-            num_host_blocks = cast(int, offload.host_bytes) // block_bytes
+            num_host_blocks = cast(int, offload.host_bytes) // host_block_bytes
         if num_host_blocks < 1:
             raise ValueError(
                 f"cpu_bytes_to_use={offload.host_bytes} must be at least "
-                f"{block_bytes}, the bytes of a block of all layers."
+                f"{host_block_bytes}, the bytes of a block of all layers."
             )
         events = getattr(vllm_config, "kv_events_config", None)
         return cls(
             groups,
             offload,
             num_host_blocks,
-            num_host_blocks * block_bytes,
+            block_bytes,
+            num_host_blocks * host_block_bytes,
             bool(events and events.enable_kv_cache_events),
-            _storage_of(vllm_config, kv_cache_config, offload, own, block_bytes),
+            _storage_of(vllm_config, kv_cache_config, offload, own, host_block_bytes),
             _restores_tokens(vllm_config, own.restore_tokens),
         )
 
@@ -366,18 +382,20 @@ def _check_engine(config: Any) -> None:
     dp_size = getattr(sharding, "total_dp_size", 1)
     if dp_size != 1:
         raise ValueError(
-            f"total_dp_size={dp_size} must be 1: each rank has separate blocks, and a "
-            "store of one rank could be loaded by another."
+            f"total_dp_size={dp_size} must be 1: tpu-inference's scheduler of several "
+            "ranks, for data or attention parallelism, does not pass on what "
+            "connectors plan, and tells each rank that loads of others are over."
         )
     if not config.cache_config.enable_prefix_caching:
         raise ValueError(
             "enable_prefix_caching must be true: blocks have the hashes of vLLM's "
             "prefix cache as keys."
         )
-    if getattr(config, "speculative_config", None) is not None:
+    drafts = getattr(config, "speculative_config", None)
+    if drafts is not None and drafts.method != "ngram":
         raise ValueError(
-            "speculative_config must be none: draft tokens may be rejected after their "
-            "block was stored, which was never tested."
+            f"speculative_config: method={shown(drafts.method)} must be 'ngram': other "
+            "ways, which may add layers to each block, were never tested."
         )
     if getattr(config, "use_v2_model_runner", False) and tokens.has_tpu_inference():
         raise ValueError(
@@ -420,27 +438,51 @@ def _groups_of(kv_cache_config: Any) -> tuple[GroupSpec, ...]:
     groups: list[GroupSpec] = []
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
-        # The worker's vLLM wraps layers of one kind that differ in size.
-        each = getattr(spec, "kv_cache_specs", None)
-        layers = list(each.values()) if each else [spec]
+        layers = _layers_of(group)
         kinds = sorted({type(layer).__name__ for layer in layers})
         windows = sorted(
             {getattr(layer, "sliding_window", None) or 0 for layer in layers}
         )
-        if kinds == ["FullAttentionSpec"]:
+        if kinds == ["FullAttentionSpec"] or _are_latents(layers):
             groups.append(FullAttention(spec.block_size))
         elif kinds == ["SlidingWindowSpec"] and len(windows) == 1:
             groups.append(SlidingWindow(spec.block_size, windows[0]))
+        elif any(kind.endswith("MambaSpec") for kind in kinds):
+            raise ValueError(
+                f"KV cache group {index} is of {', '.join(kinds)}: tpu-inference keeps "
+                "states (Mamba, gated delta nets) in arrays and a block pool of their "
+                "own, whose block ids are those of other blocks, too."
+            )
         else:
             raise ValueError(
                 f"KV cache group {index} is of {', '.join(kinds)} with windows "
-                f"{windows}; served are groups of FullAttentionSpec, "
-                "or of SlidingWindowSpec with one window. Others (MLA, Mamba, chunked "
-                "attention) were never tested with the layouts of tpu-inference."
+                f"{windows}; served are groups of FullAttentionSpec, of "
+                "MLAAttentionSpec with a state for each token, or of SlidingWindowSpec "
+                "with one window. Others were never tested with the layouts of "
+                "tpu-inference."
             )
     if not groups:
         raise ValueError("the model has no KV cache group, so nothing to offload.")
     return tuple(groups)
+
+
+def _layers_of(group: Any) -> list[Any]:
+    """Return the specs of a group's layers, once where they are all the same."""
+    spec = group.kv_cache_spec
+    # The worker's vLLM wraps layers of one kind that differ in size.
+    each = getattr(spec, "kv_cache_specs", None)
+    return list(each.values()) if each else [spec]
+
+
+def _are_latents(layers: list[Any]) -> bool:
+    """Whether layers have a latent of every token (MLA), in blocks like any other."""
+    return all(
+        type(layer).__name__ == "MLAAttentionSpec"
+        # DeepSeek V4 has one for several tokens, under other names in other versions.
+        and getattr(layer, "tokens_per_state", 1) == 1
+        and getattr(layer, "compress_ratio", 1) == 1
+        for layer in layers
+    )
 
 
 def _check_hashes(
@@ -468,3 +510,21 @@ def _block_bytes(kv_cache_config: Any) -> int:
     is_shared = hasattr(tensors[0], "layer_stride")
     num_bytes = tensors[0].size if is_shared else sum(t.size for t in tensors)
     return max(int(num_bytes // kv_cache_config.num_blocks), 1)
+
+
+def _host_share(kv_cache_config: Any, compression: str | None) -> Fraction:
+    """Return what a block takes on the host, as a part of what it takes on the device.
+
+    Compressed, a value takes a byte, and each block has two float32 scales for each
+    head. Of layers that differ, the largest part counts.
+    """
+    if compression is None:
+        return Fraction(1)
+    shares = []
+    for group in kv_cache_config.kv_cache_groups:
+        for layer in _layers_of(group):
+            itemsize = layer.dtype.itemsize
+            values = layer.block_size * layer.head_size
+            share = Fraction(values + _SCALE_BYTES, values * itemsize)
+            shares.append(share if itemsize > 1 else Fraction(1))
+    return max(shares)

@@ -46,7 +46,7 @@ _LOAD_FORMATS = (
 # tpu-inference's variables that change what is computed, or how it lies in a block.
 _VARIABLES = re.compile(
     "MODEL_IMPL_TYPE|NEW_MODEL_DESIGN|USE_2D_TP|.*QUANTIZ.*|LAYOUT_.*|.*_RPA_.*|"
-    ".*MOE_.*|.*ROPE.*|USE_DENSE_MOE|NUM_SLICES"
+    ".*MOE_.*|.*MLA_.*|.*ROPE.*|USE_DENSE_MOE|NUM_SLICES"
 )
 
 _PLACES = ("_name_or_path", "transformers_version", "device_indexes")

@@ -189,13 +189,12 @@ class SchedulerHalf:
     """
 
     def __init__(self, config: ConnectorConfig, engine_id: str = "") -> None:
-        num_blocks = config.num_host_blocks * config.offload.blocks_per_host_block
         self.scheduler = OffloadScheduler(
             config.groups,
             config.num_host_blocks,
             config.offload.cache_policy,
             config.enable_events,
-            rules=config.offload.make_rules(config.planned_bytes // num_blocks),
+            rules=config.offload.make_rules(config.block_bytes),
             num_storage_blocks=config.storage.num_blocks if config.storage else 0,
             is_private=is_private,
             recorder=config.offload.make_recorder(),

@@ -27,6 +27,7 @@ from jaxkv.scheduling.protocol import (
     TierReport,
 )
 from jaxkv.scheduling.storage_worker import StorageWorker
+from jaxkv.transfer.codecs import Compression
 from jaxkv.transfer.host_memory import parse_argument
 from jaxkv.transfer.limits import device_bytes_left
 from jaxkv.types import NO_BLOCK
@@ -36,6 +37,11 @@ _LOG = logging.getLogger("jaxkv")
 # For the line at start: seconds that the programs take, on two cores.
 _COMPILING_S = 5.0
 _TOUCHED_BYTES = 32 << 20
+
+# Of tpu-inference's caches, `[num_blocks, block, heads, packing, head_dim]`, which axes
+# tell keys of a head from its values, and heads from one another.
+_NUM_AXES = 5
+_SCALED_AXES = frozenset({2, 3})
 
 # What transfers need of each device: four extents of the usual size.
 _LEAST_STAGING_BYTES = 32 << 20
@@ -136,9 +142,9 @@ class WorkerHalf:
                 axis first.
 
         Raises:
-            ValueError: If the caches cannot be offloaded, too little device memory is
-                left for transfers, the store has a bad URL, or the runner would drop
-                tokens.
+            ValueError: If the caches cannot be offloaded or compressed, too little
+                device memory is left for transfers, the store has a bad URL, or the
+                runner would drop tokens.
             MemoryError: If there is not enough host memory.
             ImportError: The store needs an extra that is missing.
             StoreError: The store cannot be used.
@@ -159,6 +165,8 @@ class WorkerHalf:
             self.lose_pool()
             self._close_storage(self._worker.storage)
             self._worker = None
+        caches = list(runner.kv_caches)
+        compression = _compression_of(config, caches)
         wanted = config.planned_bytes + config.planned_bytes // 8
         _LOG.info(
             "setting aside %s of host memory: %s for %d blocks, and an eighth more as "
@@ -169,13 +177,13 @@ class WorkerHalf:
             config.num_host_blocks,
             wanted / _touched_bytes_per_s() + _COMPILING_S,
         )
-        caches = list(runner.kv_caches)
         # Only the layout of the caches is kept.
         engine = TransferEngine(
             caches,
             config.num_host_blocks,
             blocks_per_host_block=config.offload.blocks_per_host_block,
             staging_bytes=_fitting_staging_bytes(config.offload.staging_bytes, caches),
+            compression=compression,
         )
         storage = self._open_storage(engine) if has_storage else None
         self._worker = OffloadWorker(
@@ -196,7 +204,7 @@ class WorkerHalf:
             storage_write=config.offload.storage_write,
             about=store.about if store is not None else "",
         )
-        used = engine.block_bytes * config.num_host_blocks
+        used = engine.host_payload_bytes * config.num_host_blocks
         if used > config.planned_bytes:
             _LOG.warning(
                 "the host tier takes %s instead of %s: the runner's blocks are larger "
@@ -393,6 +401,25 @@ def _without_fetches(report: TierReport) -> TierReport:
     """Report as failed what came from the store; what is there is there."""
     fetched = tuple((event, (False,) * len(oks)) for event, oks in report.fetched)
     return dataclasses.replace(report, fetched=fetched)
+
+
+def _compression_of(config: ConnectorConfig, caches: list[Any]) -> Compression | None:
+    """Say how the caches are compressed.
+
+    Raises:
+        ValueError: It is not known where they have their heads.
+    """
+    dtype = config.offload.compression
+    if dtype is None:
+        return None
+    sizes = {group.block_size for group in config.groups}
+    for cache in caches:
+        if cache.ndim != _NUM_AXES or cache.shape[1] not in sizes:
+            raise ValueError(
+                f"compression={dtype!r} needs KV caches with the axes [num_blocks, "
+                f"block, heads, packing, head_dim], and one is {list(cache.shape)}."
+            )
+    return Compression(dtype, _SCALED_AXES)
 
 
 def _fitting_staging_bytes(wanted: int | str, caches: list[jax.Array]) -> int:

@@ -1,4 +1,4 @@
-"""Paged attention over a ragged batch in jnp, for tpu-inference's Pallas kernel."""
+"""Paged attention over a ragged batch in jnp, for tpu-inference's Pallas kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -56,18 +56,10 @@ def ragged_paged_attention(
     num_pages, page_size, *_, padded_dim = kv_cache.shape
     tables = page_indices.reshape(kv_lens.shape[0], -1)
     num_rows = tables.shape[1] * page_size
-
-    # The sequence of each token, and its place there.
-    token = jnp.arange(num_tokens)
-    is_token = token < cu_q_lens[distribution[2]]
-    sequence = jnp.searchsorted(cu_q_lens[1:], token, side="right")
-    sequence = jnp.minimum(sequence, kv_lens.shape[0] - 1)
-    num_new = cu_q_lens[sequence + 1] - cu_q_lens[sequence]
-    place = kv_lens[sequence] - num_new + token - cu_q_lens[sequence]
-
+    is_token, sequence, place, page = _places(
+        num_tokens, kv_lens, tables, cu_q_lens, distribution, num_pages, page_size
+    )
     if update_kv_cache:
-        page = tables[sequence, jnp.clip(place // page_size, 0, tables.shape[1] - 1)]
-        page = jnp.where(is_token, page, num_pages)  # Padding is written nowhere.
         new = merge_kv(keys, values).astype(kv_cache.dtype)
         kv_cache = kv_cache.at[page, place % page_size].set(new, mode="drop")
 
@@ -96,3 +88,87 @@ def ragged_paged_attention(
     output = jnp.einsum("tkgl,tlkd->tkgd", weights, seen)
     output = output.reshape(num_tokens, num_q_heads, dim)
     return jnp.where(is_token[:, None, None], output, 0).astype(queries.dtype), kv_cache
+
+
+def mla_ragged_paged_attention(
+    ql_nope,
+    q_pe,
+    new_kv_c,
+    new_k_pe,
+    cache_kv,
+    kv_lens,
+    page_indices,
+    cu_q_lens,
+    distribution,
+    *,
+    sm_scale=1.0,
+    transpose_kv_cache=False,
+    q_scale=1.0,
+    k_scale=1.0,
+    v_scale=1.0,
+    **block_sizes,
+):
+    """Do the same over a cache of latents, which all heads share.
+
+    Args:
+        ql_nope: float[q_heads, T, latent]. Queries, projected to latents.
+        q_pe: float[T, q_heads, rope]. Their rotated part.
+        new_kv_c: float[T, latent].
+        new_k_pe: float[T, rope].
+        cache_kv: float[pages, page / packing, packing, padded latent + padded rope].
+        kv_lens: As above, and so are the next ones.
+        page_indices: Likewise.
+        cu_q_lens: Likewise.
+        distribution: Likewise.
+        sm_scale: Factor of the scores.
+        transpose_kv_cache: Another layout, which is not served.
+        q_scale: Factor of quantised queries.
+        k_scale: Likewise of what is in the cache, as keys.
+        v_scale: Likewise as values.
+        block_sizes: Of the Pallas kernel; ignored.
+
+    Returns:
+        float[q_heads, T, latent] and the new cache.
+    """
+    assert not transpose_kv_cache
+    _, num_tokens, latent_dim = ql_nope.shape
+    num_pages, num_rows, packing, dim = cache_kv.shape
+    page_size = num_rows * packing
+    tables = page_indices.reshape(kv_lens.shape[0], -1)
+    is_token, sequence, place, page = _places(
+        num_tokens, kv_lens, tables, cu_q_lens, distribution, num_pages, page_size
+    )
+
+    def padded(part):
+        width = -part.shape[-1] % 128
+        return jnp.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, width)])
+
+    new = jnp.concatenate([padded(new_kv_c), padded(new_k_pe)], -1)
+    pages = cache_kv.reshape(num_pages, page_size, dim)
+    pages = pages.at[page, place % page_size].set(
+        new.astype(cache_kv.dtype), mode="drop"
+    )
+    rows = pages[tables].reshape(len(tables), -1, dim)[sequence].astype(jnp.float32)
+
+    query = jnp.concatenate([padded(ql_nope.transpose(1, 0, 2)), padded(q_pe)], -1)
+    sm_scale = sm_scale * q_scale * k_scale
+    scores = sm_scale * jnp.einsum("tnd,tld->tnl", query.astype(jnp.float32), rows)
+    is_seen = jnp.arange(rows.shape[1])[None] <= place[:, None]
+    weights = jax.nn.softmax(jnp.where(is_seen[:, None], scores, -1e30), axis=-1)
+    seen = jnp.where(is_seen[:, :, None], rows[..., :latent_dim], 0)
+    output = v_scale * jnp.einsum("tnl,tld->ntd", weights, seen)
+    output = jnp.where(is_token[None, :, None], output, 0).astype(ql_nope.dtype)
+    return output, pages.reshape(cache_kv.shape)
+
+
+def _places(num_tokens, kv_lens, tables, cu_q_lens, distribution, num_pages, page_size):
+    """Tell of each token whether it is one, its sequence, place there, and page."""
+    token = jnp.arange(num_tokens)
+    is_token = token < cu_q_lens[distribution[2]]
+    sequence = jnp.searchsorted(cu_q_lens[1:], token, side="right")
+    sequence = jnp.minimum(sequence, kv_lens.shape[0] - 1)
+    num_new = cu_q_lens[sequence + 1] - cu_q_lens[sequence]
+    place = kv_lens[sequence] - num_new + token - cu_q_lens[sequence]
+    page = tables[sequence, jnp.clip(place // page_size, 0, tables.shape[1] - 1)]
+    # Padding is written nowhere.
+    return is_token, sequence, place, jnp.where(is_token, page, num_pages)

@@ -81,6 +81,7 @@ class Lab:
                 MODEL_IMPL_TYPE="vllm" if "enable_lora" in options else "auto",
                 VLLM_ENABLE_V1_MULTIPROCESSING=str(num_processes - 1),
                 XLA_FLAGS=f"--xla_force_host_platform_device_count={num_devices}",
+                **json.loads(options).get("variables", {}),
             ),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -16,6 +16,7 @@ MODELS = (
     ("llama", "float32"),
     ("llama", "bfloat16"),
     ("hybrid", "float32"),
+    ("latents", "float32"),
 )
 ADAPTERS = (1, 2)
 HERE = Path(__file__).resolve().parent.parent

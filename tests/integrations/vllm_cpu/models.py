@@ -10,8 +10,9 @@ def make_model(folder, kind, dtype, seed=0):
 
     Args:
         folder: Where to.
-        kind: "llama", or "hybrid" for a Gemma 3 whose layers attend in turn to all
-            tokens and to a window of 32.
+        kind: "llama"; "latents", a DeepSeek V2 without experts, whose latents are as
+            wide as the real ones; or "hybrid" for a Gemma 3 whose layers attend in
+            turn to all tokens and to a window of 32.
         dtype: "float32" or "bfloat16".
         seed: Of the weights.
     """
@@ -36,6 +37,19 @@ def make_model(folder, kind, dtype, seed=0):
             num_hidden_layers=LAYERS, tie_word_embeddings=False, **common
         )
         model = transformers.LlamaForCausalLM(config)
+    elif kind == "latents":
+        config = transformers.DeepseekV2Config(
+            num_hidden_layers=LAYERS,
+            first_k_dense_replace=LAYERS,
+            tie_word_embeddings=False,
+            q_lora_rank=None,
+            kv_lora_rank=512,
+            qk_nope_head_dim=64,
+            qk_rope_head_dim=64,
+            v_head_dim=64,
+            **common | {"num_key_value_heads": HEADS, "head_dim": 64},
+        )
+        model = transformers.DeepseekV2ForCausalLM(config)
     else:
         config = transformers.Gemma3TextConfig(
             num_hidden_layers=2 * LAYERS,

@@ -7,7 +7,7 @@ CPU; all else, the scheduler, the runner, the connector's calls, is what runs on
 import jax
 import numpy as np
 
-from .attention import ragged_paged_attention
+from .attention import mla_ragged_paged_attention, ragged_paged_attention
 
 HBM_BYTES = 2 << 30
 
@@ -27,6 +27,7 @@ def replace_kernel():
     from tpu_inference.layers.common import attention_interface
 
     attention_interface.ragged_paged_attention = ragged_paged_attention
+    attention_interface.mla_ragged_paged_attention = mla_ragged_paged_attention
 
 
 def replace_options_of_the_compiler():

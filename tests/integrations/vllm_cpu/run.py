@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_HOST_BLOCKS = 16, 48, 400
+_METRICS = ("prefix", "kv", "preempt", "spec_decode")
 NUM_USERS, PROMPT_TOKENS, ANSWER_TOKENS = 6, 160, 10
 
 
@@ -72,13 +73,15 @@ class Run:
         """Have prompts answered, all at once; return the tokens of the answers."""
         from vllm import SamplingParams
 
+        # tpu-inference 0.32 gives some drafts' log-probabilities to other tokens.
+        has_drafts = self.options.get("engine", {}).get("speculative_config")
         sampling = [
             SamplingParams(
                 max_tokens=number,
                 temperature=0,
                 ignore_eos=True,
                 detokenize=False,
-                logprobs=2,
+                logprobs=None if has_drafts else 2,
                 extra_args={"kv_transfer_params": params} if params else None,
             )
             for number in num_tokens or [ANSWER_TOKENS] * len(prompts)
@@ -92,7 +95,7 @@ class Run:
         for output in outputs:
             (answer,) = output.outputs
             tokens = list(answer.token_ids)
-            pairs = list(zip(answer.logprobs, tokens, strict=True))
+            pairs = list(zip(answer.logprobs or (), tokens, strict=not has_drafts))
             self.answers.append(
                 {
                     "tokens": tokens,
@@ -149,7 +152,7 @@ class Run:
             metric.name: metric.value
             for metric in self.llm.get_metrics()
             if hasattr(metric, "value")
-            and any(part in metric.name for part in ("prefix", "kv", "preempt"))
+            and any(part in metric.name for part in _METRICS)
         }
 
     def result(self):
