@@ -187,7 +187,8 @@ class TransferEngine:
         warn_of_costly_layouts(layout, extents.rows, padding)
         limits.check_host_bytes(self._host_bytes, platform)
         self._layout = layout
-        self._copier = Copier(extents, mode, kernel)
+        most_together = self._staging_bytes // extents.num_bytes
+        self._copier = Copier(extents, mode, kernel, most_together)
         self._plans = Plans(
             layout.num_shards,
             layout.shard_blocks,
