@@ -11,26 +11,24 @@ in memory. So each array is first transposed into that order, which moves no byt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.transfer.extents import Bundle, Extent, ExtentLayout
 from jaxkv.transfer.layout import Leaf
-from jaxkv.transfer.memory import array_spec
+from jaxkv.transfer.memory import array_spec, default_layout
 from jaxkv.transfer.plans import NOTHING
+from jaxkv.transfer.tiling import is_copied, padded_bytes
 
-# Enough to hide the latency of a copy, few enough for the queues of the hardware.
-_COPIES_IN_FLIGHT = 64
+# Enough to hide the latency of copies of some KiB each, as those of a few heads of a
+# sharded pool are: 4 MiB take two to five microseconds of the bandwidth.
+_COPIES_IN_FLIGHT = 512
+_MOST_ROWS_IN_FLIGHT = 64
 # How the kernels run where there is no TPU.
 _INTERPRETER: Any = True
-# The floats of Mosaic. To show it others, or a bool, as integers, XLA would convert
-# whole leaves.
-_FLOATS = ("float32", "bfloat16", "float8_e4m3b11fnuz", "float8_e4m3fn", "float8_e5m2")
-
 _Array: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 
 
@@ -51,22 +49,13 @@ class _Rows(NamedTuple):
         """Return a reference to one row."""
         return refs[self.array].at[(*self.layer, *(slice(None),) * self.axis, position)]
 
-    def row_bytes(self, arrays: Sequence[_Array]) -> int:
-        """Return the bytes of one row."""
-        shape = list(arrays[self.array].shape[len(self.layer) :])
-        del shape[self.axis]
-        return int(np.prod(shape)) * arrays[self.array].dtype.itemsize
-
 
 def accepts(leaf: Leaf) -> bool:
     """Whether the kernels can copy blocks of a leaf.
 
     The last two axes in memory are tiled, and a copy cannot cut a tile.
     """
-    is_integer = jnp.issubdtype(leaf.dtype, jnp.integer) and leaf.dtype.itemsize <= 4
-    return (is_integer or leaf.dtype.name in _FLOATS) and _axis(leaf) < (
-        len(leaf.shape) - 2
-    )
+    return is_copied(leaf.dtype) and _axis(leaf) < len(leaf.shape) - 2
 
 
 def gather_rows(
@@ -108,6 +97,7 @@ def gather_rows(
         list(zip(in_pool, in_extent, strict=True)),
         lambda plan, row: (plan[row], row),
         extents.rows,
+        _row_bytes(extents.pool.leaves[n] for n in indices),
         extents.pool.platform,
     )
     return tuple(
@@ -143,6 +133,7 @@ def scatter_rows(
         list(zip(in_extent, in_pool, strict=True)),
         lambda plan, row: (row, plan[row]),
         extents.rows,
+        _row_bytes(extents.pool.leaves[n] for n in indices),
         extents.pool.platform,
     )
     return {
@@ -178,6 +169,7 @@ def copy_blocks(
         [(row, row) for row in rows],
         lambda plan, row: (plan[row], plan[num + row]),
         num,
+        _row_bytes(layouts.values()),
         platform,
     )
     return {
@@ -193,6 +185,7 @@ def _copy_rows(
     pairs: Sequence[tuple[_Rows, _Rows]],
     positions: Callable[[Any, Any], tuple[Any, Any]],
     num_rows: int,
+    row_bytes: int,
     platform: str,
 ) -> Sequence[jax.Array]:
     """Copy rows from arrays to arrays, several at a time.
@@ -205,6 +198,7 @@ def _copy_rows(
         positions: A reference to the plan, and a row -> where it is in the inputs, and
             where in the targets.
         num_rows: Number of rows.
+        row_bytes: What is moved for each.
         platform: The platform of the pool's devices.
 
     Returns:
@@ -217,7 +211,9 @@ def _copy_rows(
     is_tpu = platform == "tpu"
     in_place = [target for target in targets if isinstance(target, jax.Array)]
     # Of many leaves two rows at least, so that the next one moves while one is awaited.
-    rows_in_flight = min(num_rows, max(2, _COPIES_IN_FLIGHT // len(pairs)))
+    rows_in_flight = min(
+        num_rows, _MOST_ROWS_IN_FLIGHT, max(2, _COPIES_IN_FLIGHT // len(pairs))
+    )
 
     def kernel(plan: Any, *refs: Any) -> None:
         semaphores = refs[-1]
@@ -250,7 +246,6 @@ def _copy_rows(
         jax.lax.fori_loop(num_rows - rows_in_flight, num_rows, wait, None)
 
     # XLA cannot see what a kernel reads and writes, and would count nothing.
-    row_bytes = sum(target.row_bytes(targets) for _, target in pairs)
     cost = pl.CostEstimate(
         flops=0, transcendentals=0, bytes_accessed=2 * num_rows * row_bytes
     )
@@ -276,6 +271,19 @@ def _copy_rows(
         name="jaxkv_copy_rows",
     )(plan, *operands)
     return written
+
+
+def _row_bytes(leaves: Iterable[Leaf]) -> int:
+    """Return the bytes that a row of all leaves takes on a device, padding included."""
+    return sum(
+        padded_bytes(
+            shape := leaf.sharding.shard_shape(leaf.shape),
+            leaf.dtype,
+            leaf.layout or default_layout(leaf.shape, leaf.dtype, leaf.sharding),
+        )
+        // shape[leaf.block_axis]
+        for leaf in leaves
+    )
 
 
 def _pair(

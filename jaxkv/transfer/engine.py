@@ -17,7 +17,12 @@ from jaxkv.transfer.codecs import Compression
 from jaxkv.transfer.extent_table import ExtentTable
 from jaxkv.transfer.extents import ExtentLayout
 from jaxkv.transfer.host_bytes import HostRead, HostWrite
-from jaxkv.transfer.host_memory import HostMemory, HostSize, parse_argument
+from jaxkv.transfer.host_memory import (
+    MAX_EXTENT_BLOCKS,
+    HostMemory,
+    HostSize,
+    parse_argument,
+)
 from jaxkv.transfer.ids import (
     BlockIdsLike,
     check_distinct,
@@ -31,7 +36,7 @@ from jaxkv.transfer.plans import NOTHING, Plans
 from jaxkv.transfer.queue import TransferQueue
 from jaxkv.transfer.step_loads import StepLoads
 from jaxkv.transfer.tickets import Completion, Ticket
-from jaxkv.transfer.tiling import warn_of_costly_layouts
+from jaxkv.transfer.tiling import pads_rows, warn_of_costly_layouts
 from jaxkv.types import PyTree
 
 DEFAULT_STAGING_BYTES = 256 << 20
@@ -160,12 +165,16 @@ class TransferEngine:
             )
 
         self._staging_bytes = parse_argument("staging_bytes", staging_bytes)
+        max_blocks = MAX_EXTENT_BLOCKS
+        if pads_rows(layout):
+            max_blocks //= blocks_per_host_block
         size = HostSize.of(
             *(num_host_blocks, host_bytes, extent_bytes),
             extents_of(1).host_bytes,
             layout.num_shards,
             len(layout.leaves[0].sharding.addressable_devices),
             self._staging_bytes,
+            max_blocks,
         )
         extents = extents_of(size.extent_blocks)
         if self._staging_bytes < extents.num_bytes:
@@ -178,7 +187,8 @@ class TransferEngine:
         warn_of_costly_layouts(layout, extents.rows, padding)
         limits.check_host_bytes(self._host_bytes, platform)
         self._layout = layout
-        self._copier = Copier(extents, mode, kernel)
+        most_together = self._staging_bytes // extents.num_bytes
+        self._copier = Copier(extents, mode, kernel, most_together)
         self._plans = Plans(
             layout.num_shards,
             layout.shard_blocks,

@@ -309,15 +309,18 @@ class ExtentTable:
 
     def _vacate(self, ids: NDArray[np.int32]) -> None:
         extents = self._extent[ids]
-        is_placed = extents != NO_EXTENT
-        if not is_placed.any():
+        of_each = collections.Counter(extents.tolist())
+        num_unplaced = of_each.pop(NO_EXTENT, 0)
+        if not of_each:
             return
         self.num_freed += 1
-        ids, extents = ids[is_placed], extents[is_placed]
+        if num_unplaced:
+            is_placed = extents != NO_EXTENT
+            ids, extents = ids[is_placed], extents[is_placed]
         places = self._place[ids]
         self._owner[extents, places] = NO_BLOCK
         if self._num_shards == 1:
-            for extent, number in collections.Counter(extents.tolist()).items():
+            for extent, number in of_each.items():
                 self._used[extent] -= number
                 self._claims[extent] -= number
         else:

@@ -26,7 +26,7 @@ _LEAST_IN_FLIGHT = 4
 _LEAST_EXTENT_BYTES = 1 << 20
 _LEAST_EXTENTS = 16
 # With tiny blocks an extent is smaller: loading one block moves the whole extent.
-_MAX_EXTENT_BLOCKS = 64
+MAX_EXTENT_BLOCKS = 64
 
 
 class HostSize(NamedTuple):
@@ -52,6 +52,7 @@ class HostSize(NamedTuple):
         num_shards: int,
         num_devices: int = 1,
         staging_bytes: int = 0,
+        max_blocks: int = MAX_EXTENT_BLOCKS,
     ) -> HostSize:
         """Compute the size from the engine's arguments.
 
@@ -63,6 +64,7 @@ class HostSize(NamedTuple):
             num_shards: Shards of the block axis.
             num_devices: Devices of this process that an extent is spread over.
             staging_bytes: Bytes that may be in flight.
+            max_blocks: The most blocks for an extent and shard.
 
         Raises:
             ValueError: None or both of the first two are given, or a size is too small.
@@ -76,12 +78,12 @@ class HostSize(NamedTuple):
         )
         if num_blocks is not None:
             rows = -(-num_blocks // num_shards)
-            per_extent = _extent_blocks(row_bytes, rows, target, best)
+            per_extent = _extent_blocks(row_bytes, rows, target, best, max_blocks)
             full = -(-rows // per_extent)
             return cls(num_blocks, per_extent, full + _num_spare(full))
         assert num_bytes is not None
         rows = num_bytes // row_bytes
-        per_extent = _extent_blocks(row_bytes, rows, target, best)
+        per_extent = _extent_blocks(row_bytes, rows, target, best, max_blocks)
         num_extents = rows // per_extent
         full = num_extents - _num_spare(num_extents)
         if full < 1:
@@ -141,6 +143,7 @@ def _extent_blocks(
     num_host_blocks: int,
     target_bytes: int | None,
     best_bytes: int,
+    max_blocks: int,
 ) -> int:
     """Choose how many host blocks an extent holds.
 
@@ -150,12 +153,13 @@ def _extent_blocks(
             be spare.
         target_bytes: Bytes per extent to aim for; None for the best.
         best_bytes: What is best in a large tier.
+        max_blocks: The most blocks.
     """
     if target_bytes is None:
         share = host_block_bytes * num_host_blocks // _LEAST_EXTENTS
         target_bytes = min(best_bytes, max(_LEAST_EXTENT_BYTES, share))
     enough = -(-target_bytes // host_block_bytes)
-    return max(1, min(enough, _MAX_EXTENT_BLOCKS, num_host_blocks // 8))
+    return max(1, min(enough, max_blocks, num_host_blocks // 8))
 
 
 class HostMemory:

@@ -10,6 +10,9 @@ from numpy.typing import NDArray
 
 from jaxkv.transfer.plans import NOTHING
 
+# So few ids are looked at faster as Python's own ints.
+_FEW = 64
+
 BlockIdsLike: TypeAlias = (
     Sequence[int] | Sequence[Sequence[int]] | NDArray[np.integer[Any]]
 )
@@ -63,10 +66,11 @@ def device_block_ids(
             f"{array.dtype}{list(array.shape)}: a host block holds {m} of them."
         )
     lowest = 0 if m == 1 else NOTHING
-    array = _in_range("device_block_ids", array, num_blocks, lowest)
     if m == 1:
-        check_distinct("device_block_ids", array[:, 0])
-        return array
+        flat = _in_range("device_block_ids", array[:, 0], num_blocks, lowest)
+        check_distinct("device_block_ids", flat)
+        return flat[:, None]
+    array = _in_range("device_block_ids", array, num_blocks, lowest)
     empty = np.flatnonzero((array == NOTHING).all(axis=1))
     if empty.size:
         raise ValueError(
@@ -169,6 +173,10 @@ def _copy(name: str, ids: BlockIdsLike) -> NDArray[np.integer[Any]]:
 def _in_range(
     name: str, array: NDArray[np.integer[Any]], num_blocks: int, lowest: int
 ) -> NDArray[np.int32]:
+    if array.ndim == 1 and 0 < array.size <= _FEW:
+        values = array.tolist()
+        if min(values) >= lowest and max(values) < num_blocks:
+            return array.astype(np.int32)
     is_outside = (array < lowest) | (array >= num_blocks)
     if is_outside.any():
         outside = array[is_outside]

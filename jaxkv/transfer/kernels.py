@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, get_args
@@ -22,6 +23,11 @@ _log = logging.getLogger(__name__)
 
 _DEVICE = jax.memory.Space.Device
 _SMALLEST_COPY = 16
+# How many extents one program copies: to start a program costs the thread that owns the
+# engine the same for one extent or several. Each number is a program more to compile,
+# so that pools of many leaves have few.
+_TOGETHER = (4, 2, 1)
+_MOST_LEAVES_TOGETHER = 160
 
 SaveKind: TypeAlias = Literal["gather", "write", "merge"]
 """Programs of a save: all rows of an extent, some, or some beside carried rows."""
@@ -66,7 +72,13 @@ class Copier:
     device and uncommitted ones share a program.
     """
 
-    def __init__(self, extents: ExtentLayout, mode: Mode, kernel: Kernel | None = None):
+    def __init__(
+        self,
+        extents: ExtentLayout,
+        mode: Mode,
+        kernel: Kernel | None = None,
+        most_together: int = 1,
+    ):
         """Prepare to compile programs.
 
         Args:
@@ -74,6 +86,7 @@ class Copier:
             mode: ``"fused"`` or ``"staged"``.
             kernel: What copies rows; None for the best that compiles. Where there is no
                 TPU, ``"dma"`` is interpreted, for tests.
+            most_together: Extents that may be in flight together.
 
         Raises:
             ValueError: `kernel` does not exist, or cannot copy any leaf in this mode.
@@ -83,6 +96,7 @@ class Copier:
         self._pool = extents.pool
         self._platform = self._pool.platform
         self._plan = self._pool.plan_sharding()
+        self._plan_putter = memory.Putter(self._plan)
         self._host = extents.shardings(memory.HOST_KIND)
         self._device = extents.shardings(None)
         self._to_host = memory.Carrier(self._host)
@@ -98,6 +112,18 @@ class Copier:
         self._token = _token if self._platform == "cpu" else _first
         self._may_fall_back = kernel is None
         self._by_dma = self._choose_by_dma(kernel)
+        num_leaves = len(self._pool.leaves)
+        self.numbers_together = tuple(
+            number
+            for number in _TOGETHER
+            if number == 1
+            or (
+                mode == "staged"
+                and number <= most_together
+                and number * num_leaves <= _MOST_LEAVES_TOGETHER
+            )
+        )
+        """How many extents a program copies, the most first."""
         self.save_program = functools.cache(self._compile_save)
         self.load_program = functools.cache(self._compile_load)
         self.copy_program = functools.cache(self._compile_copy)
@@ -118,6 +144,10 @@ class Copier:
             self.save_program(kind)
         for group in range(self.num_layer_groups):
             self.load_program(group)
+        for number in self.numbers_together[:-1]:
+            self.save_program("gather", number)
+            for group in range(self.num_layer_groups):
+                self.load_program(group, number)
         if self._pool.num_shards == 1:
             self.copy_program(_SMALLEST_COPY)
 
@@ -133,75 +163,101 @@ class Copier:
     def save(
         self,
         leaves: list[jax.Array],
-        plan: SavePlan,
+        plans: Sequence[SavePlan],
         carry: Extent | None,
         spare: Extent | None,
-    ) -> tuple[Extent, list[jax.Array]]:
-        """Copy device blocks into a new extent on the host.
+    ) -> tuple[list[Extent], list[list[jax.Array]]]:
+        """Copy device blocks into new extents on the host.
 
         Args:
             leaves: The pool's; only read.
-            plan: Which block goes where.
+            plans: For each extent, which block goes where. As many as
+                `numbers_together` has, and one where `carry` or `spare` is given.
             carry: The extent that rows are carried over from; only read. None if the
                 plan carries none.
             spare: The memory to write to in the mode ``"fused"``. Donated.
 
         Returns:
-            The new extent, and arrays that are ready when the copies are done.
+            The new extents, and for each, arrays that are ready when it is copied.
         """
+        if self.mode == "fused":
+            extent, token = self._save_fused(leaves, plans[0], carry, spare)
+            return [extent], [[token]]
+        if carry is not None:
+            merge = self.save_program("merge")
+            old = self._to_device.copy(carry)
+            staged, _ = self._run(merge, leaves, plans[0].row_sources, old)
+        else:
+            number = len(plans)
+            several = (number,) if number > 1 else ()
+            gather = self.save_program("gather", *several)
+            rows = [plan.row_sources for plan in plans]
+            plan = np.concatenate(rows, axis=1) if several else rows[0]
+            staged, _ = self._run(gather, leaves, plan)
+        copied = self._to_host.copy(staged)
+        size = len(self._host)
+        extents = [copied[n : n + size] for n in range(0, len(copied), size)]
+        return extents, [list(extent) for extent in extents]
+
+    def _save_fused(
+        self,
+        leaves: list[jax.Array],
+        plan: SavePlan,
+        carry: Extent | None,
+        spare: Extent | None,
+    ) -> tuple[Extent, jax.Array]:
         kind: SaveKind
         extents: tuple[Extent | None, ...]
-        if self.mode == "fused":
-            if carry is not None:
-                kind, extents = "merge", (carry, spare)
-            elif (plan.sources != NOTHING).all():
-                kind, extents = "gather", (spare,)
-            else:
-                kind, extents = "write", (spare,)
-            lists = self._takes_lists(kind)
-            rows = plan.row_lists() if lists else plan.row_sources
-            program = self.save_program(kind)
-            extent, token = self._run(program, leaves, rows, *extents)
-            return extent, [token]
         if carry is not None:
-            kind, extents = "merge", (self._to_device.copy(carry),)
+            kind, extents = "merge", (carry, spare)
+        elif (plan.sources != NOTHING).all():
+            kind, extents = "gather", (spare,)
         else:
-            kind, extents = "gather", ()
-        program = self.save_program(kind)
-        staged, _ = self._run(program, leaves, plan.row_sources, *extents)
-        extent = self._to_host.copy(staged)
-        return extent, list(extent)
+            kind, extents = "write", (spare,)
+        lists = self._takes_lists(kind)
+        rows = plan.row_lists() if lists else plan.row_sources
+        saved: tuple[Extent, jax.Array] = self._run(
+            self.save_program(kind), leaves, rows, *extents
+        )
+        return saved
 
-    def stage(self, extent: Extent, layer_group: int) -> Extent:
-        """Copy the arrays of a layer group to the device, in one call."""
-        arrays = extent[self.extents.arrays_of(layer_group)]
-        return self._groups_to_device[layer_group].copy(arrays)
+    def stage(self, extents: Sequence[Extent], layer_group: int) -> list[Extent]:
+        """Copy the arrays of a layer group of extents to the device, in one call."""
+        own = self.extents.arrays_of(layer_group)
+        size = own.stop - own.start
+        arrays = tuple(array for extent in extents for array in extent[own])
+        copied = self._groups_to_device[layer_group].copy(arrays)
+        return [copied[n : n + size] for n in range(0, len(copied), size)]
 
     def load(
         self,
         leaves: list[jax.Array],
-        targets: NDArray[np.int32],
-        arrays: Extent,
+        targets: Sequence[NDArray[np.int32]],
+        extents: Sequence[Extent],
         layer_group: int,
     ) -> jax.Array:
-        """Copy blocks of an extent into the leaves of a layer group.
+        """Copy blocks of extents into the leaves of a layer group.
 
         Args:
             leaves: All of the pool's. Those of the layer group are donated, and
                 replaced in the list.
-            targets: i32[shards, rows]. The device block for each row, counted within
-                its shard; NOTHING for rows that are not wanted.
-            arrays: The extent's arrays of this group: on the device, from `stage`, in
-                the mode ``"staged"``; on the host in the mode ``"fused"``.
+            targets: For each extent i32[shards, rows]. The device block for each row,
+                counted within its shard; NOTHING for rows that are not wanted.
+            extents: The arrays of this group of each: on the device, from `stage`, in
+                the mode ``"staged"``; on the host in the mode ``"fused"``. As many as
+                `numbers_together` has; the later ones are written last.
             layer_group: The index of the group.
 
         Returns:
             An array that is ready when the copies are done.
         """
         own = self.extents.leaves_of(layer_group)
-        program = self.load_program(layer_group)
+        number = len(extents)
+        several = (number,) if number > 1 else ()
+        program = self.load_program(layer_group, *several)
+        plan = np.concatenate(targets, axis=1) if several else targets[0]
         token: jax.Array
-        leaves[own], token = self._run(program, leaves[own], targets, arrays)
+        leaves[own], token = self._run(program, leaves[own], plan, *extents)
         return token
 
     def write_group(
@@ -275,6 +331,8 @@ class Copier:
             # Bytes are only moved: a NaN among them is no error.
             with jax.debug_nans(False), jax.debug_infs(False):
                 return self._run(program, leaves, plan, *extents)
+        if not memory.is_guarded():
+            return program(leaves, self.placed(plan), *extents)
         # Transfer guards refuse implicit transfers; the plan's is intended, and costs
         # less than a `device_put`.
         with jax.transfer_guard_host_to_device("allow"):
@@ -284,10 +342,7 @@ class Copier:
         """Spread a plan over the devices of the pool, if they are several."""
         if not isinstance(self._plan, jax.sharding.NamedSharding):
             return plan
-        # With several processes `device_put` would compare the replicas first.
-        return jax.make_array_from_callback(
-            plan.shape, self._plan, lambda index: plan[index]
-        )
+        return self._plan_putter.put(plan)
 
     def _takes_lists(self, kind: SaveKind) -> bool:
         """Whether the plan of a save program is `SavePlan.row_lists`."""
@@ -295,7 +350,7 @@ class Copier:
         # rows a loop is, since it leaves the others unwritten.
         return self._writes_single_rows and kind != "gather"
 
-    def _compile_save(self, kind: SaveKind) -> jax.stages.Compiled:
+    def _compile_save(self, kind: SaveKind, number: int = 1) -> jax.stages.Compiled:
         fused, merges = self.mode == "fused", kind == "merge"
         in_lists = self._takes_lists(kind)
 
@@ -309,7 +364,11 @@ class Copier:
         def gather(
             leaves: list[jax.Array], plan: jax.Array, *carry: Extent
         ) -> tuple[Extent, jax.Array]:
-            return self._gather(leaves, plan[0], *carry), self._token(plan)
+            extents = [
+                self._gather(leaves, sources, *carry)
+                for sources in jnp.split(plan[0], number)
+            ]
+            return tuple(itertools.chain(*extents)), self._token(plan)
 
         def program(
             leaves: list[jax.Array], plan: jax.Array, *extents: Extent
@@ -323,7 +382,7 @@ class Copier:
             result: tuple[Extent, jax.Array] = self._per_shard(
                 write if in_lists else gather,
                 in_specs=(*specs, *[extent] * len(read)),
-                out_specs=(extent, self._shard_spec()),
+                out_specs=(extent * number, self._shard_spec()),
             )(leaves, plan, *read)
             return result
 
@@ -339,48 +398,55 @@ class Copier:
                 # The last extent: the spare one, or the staged copy of the carried one.
                 donate_argnums=(1 + len(extents),) if extents else (),
                 keep_unused=True,
-                out_shardings=(self._host if fused else self._device, self._plan),
+                out_shardings=(
+                    (self._host if fused else self._device) * number,
+                    self._plan,
+                ),
             ).lower(
                 self._pool.pool_specs(),
-                self._plan_spec(3 * num_rows + 2 if in_lists else 2 * num_rows),
+                self._plan_spec(
+                    3 * num_rows + 2 if in_lists else 2 * num_rows * number
+                ),
                 *extents,
             )
 
         return self._compile(lower)
 
-    def _compile_load(self, layer_group: int) -> jax.stages.Compiled:
+    def _compile_load(self, layer_group: int, number: int = 1) -> jax.stages.Compiled:
         fused = self.mode == "fused"
         own = self.extents.leaves_of(layer_group)
         arrays = self.extents.arrays_of(layer_group)
 
         def scatter(
-            leaves: list[jax.Array], plan: jax.Array, extent: Extent
+            leaves: list[jax.Array], plan: jax.Array, *extents: Extent
         ) -> tuple[list[jax.Array], jax.Array]:
-            return self._scatter(layer_group, leaves, plan[0], extent), self._token(
-                plan
-            )
+            for targets, extent in zip(
+                jnp.split(plan[0], number), extents, strict=True
+            ):
+                leaves = self._scatter(layer_group, leaves, targets, extent)
+            return leaves, self._token(plan)
 
         def program(
-            leaves: list[jax.Array], plan: jax.Array, extent: Extent
+            leaves: list[jax.Array], plan: jax.Array, *extents: Extent
         ) -> tuple[list[jax.Array], jax.Array]:
-            extent = jax.device_put(extent, _DEVICE) if fused else extent
+            extents = jax.device_put(extents, _DEVICE) if fused else extents
             specs = (self._leaf_specs()[own], self._shard_spec())
+            extent = self.extents.partition_specs()[arrays]
             result: tuple[list[jax.Array], jax.Array] = self._per_shard(
-                scatter,
-                in_specs=(*specs, self.extents.partition_specs()[arrays]),
-                out_specs=specs,
-            )(leaves, plan, extent)
+                scatter, in_specs=(*specs, *[extent] * number), out_specs=specs
+            )(leaves, plan, *extents)
             return result
 
         def lower() -> jax.stages.Lowered:
+            extent = self.extents.specs(memory.HOST_KIND if fused else None)[arrays]
             return _new_jit(
                 program,
                 donate_argnums=0,
                 out_shardings=(self._placements()[own], self._plan),
             ).lower(
                 self._pool.pool_specs()[own],
-                self._plan_spec(self.extents.rows),
-                self.extents.specs(memory.HOST_KIND if fused else None)[arrays],
+                self._plan_spec(self.extents.rows * number),
+                *[extent] * number,
             )
 
         return self._compile(lower)

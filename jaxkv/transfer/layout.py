@@ -22,9 +22,17 @@ from jaxkv.transfer.memory import (
 )
 from jaxkv.types import PyTree
 
+try:
+    # `sharding` is a property in Python, which takes twice as long for each array.
+    from jax._src.array import ArrayImpl
+
+    _SHARDING = "_sharding" if hasattr(ArrayImpl, "_sharding") else "sharding"
+except ImportError:  # It is not promised to stay.
+    _SHARDING = "sharding"
+
 # Called by `map`, which takes less time for each array than a loop does.
 _aval_of = operator.attrgetter("aval")
-_sharding_of = operator.attrgetter("sharding")
+_sharding_of = operator.attrgetter(_SHARDING)
 _is_deleted = operator.methodcaller("is_deleted")
 
 
@@ -228,13 +236,18 @@ class PoolLayout:
             ValueError: It has another layout.
             RuntimeError: Its arrays have been deleted or donated.
         """
+        arrays: list[jax.Array]
+        try:
+            arrays = self.treedef.flatten_up_to(pool)
+            if self._look_as_before(arrays):
+                return arrays
+        except (TypeError, ValueError):  # The structure is another, as is told below.
+            pass
         arrays, treedef = jax.tree.flatten(pool)
         if treedef != self.treedef:
             raise ValueError(
                 f"pool must have the structure {self.treedef}, not {treedef}."
             )
-        if self._look_as_before(arrays):
-            return arrays
         for array, leaf in zip(arrays, self.leaves, strict=True):
             if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
                 raise ValueError(

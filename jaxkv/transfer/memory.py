@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -9,17 +10,22 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.layout import Format, Layout
+from numpy.typing import NDArray
 
 _copy_arrays: Any
+_put_shards: Any
 try:
     # What `jax.device_put` ends in, after some 25 us of Python for a single array.
     from jax._src.config import explicit_device_put_scope
     from jax._src.lib import xla_client  # type: ignore[attr-defined]
 
     _copy_arrays = xla_client.batched_copy_array_to_devices_with_sharding
+    _put_shards = xla_client.batched_device_put
     _SEMANTICS = xla_client.ArrayCopySemantics.REUSE_INPUT
 except (ImportError, AttributeError):  # It is not promised to stay.
-    _copy_arrays = None
+    _copy_arrays = _put_shards = None
+
+_NO_SCOPE = contextlib.nullcontext()
 
 HOST_KIND = "pinned_host"
 """The one memory kind that host blocks live in."""
@@ -113,28 +119,84 @@ class Carrier:
         self._devices: list[Any] = []
         if _copy_arrays is not None:
             # Those of several processes, `device_put` has to see to.
-            lists = [
+            lists: list[Any] = [
                 getattr(sharding, "_internal_device_list", None)
                 for sharding in self.shardings
                 if sharding.is_fully_addressable
             ]
-            self._devices = [each.addressable_device_list for each in lists if each]
+            if all(lists) and len(lists) == len(self.shardings):
+                self._devices = [each.addressable_device_list for each in lists]
 
     def copy(self, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Start to copy; as `jax.device_put` with these shardings."""
-        if len(self._devices) == len(arrays):
-            semantics = [_SEMANTICS] * len(arrays)
+        """Start to copy arrays as `jax.device_put` does, one for each sharding.
+
+        There may be more, which then take the shardings from the first one on again.
+        """
+        number = len(arrays) // len(self.shardings)
+        shardings = self.shardings * number
+        if self._devices:
+            scope = (
+                explicit_device_put_scope if is_guarded() else contextlib.nullcontext
+            )
             try:
-                with explicit_device_put_scope():
+                with scope():
                     return tuple(
                         _copy_arrays(
-                            list(arrays), self._devices, list(self.shardings), semantics
+                            list(arrays),
+                            self._devices * number,
+                            list(shardings),
+                            [_SEMANTICS] * len(arrays),
                         )
                     )
             except TypeError:  # A version of jax that takes other arguments.
                 self._devices = []
-        copied: tuple[jax.Array, ...] = jax.device_put(arrays, self.shardings)
+        copied: tuple[jax.Array, ...] = jax.device_put(arrays, shardings)
         return copied
+
+
+class Putter:
+    """Puts rows of NumPy arrays onto the devices of a mesh.
+
+    Args:
+        sharding: How a row for each shard is spread.
+    """
+
+    def __init__(self, sharding: jax.sharding.Sharding) -> None:
+        self._sharding = sharding
+        # For each shape: what jax knows of such an array, and the devices with the
+        # rows that each gets.
+        self._known: dict[tuple[int, ...], tuple[Any, list[jax.Device], list[Any]]] = {}
+
+    def put(self, array: NDArray[Any]) -> jax.Array:
+        """Start to put an array, which nothing may change afterwards."""
+        known = self._known.get(array.shape)
+        if known is not None:
+            aval, devices, indices = known
+            rows = [array[index] for index in indices]
+            put: jax.Array = _put_shards(aval, self._sharding, rows, devices)
+            return put
+        # With several processes `device_put` would compare the replicas first.
+        placed = jax.make_array_from_callback(
+            array.shape, self._sharding, lambda index: array[index]
+        )
+        if _put_shards is not None:
+            indices_of = self._sharding.addressable_devices_indices_map(array.shape)
+            self._known[array.shape] = (
+                placed.aval,
+                [*indices_of],
+                [*indices_of.values()],
+            )
+        return placed
+
+
+def is_guarded() -> bool:
+    """Whether a transfer guard of jax is set, which refuses implicit transfers."""
+    config: Any = jax.config
+    return (
+        config.jax_transfer_guard_host_to_device is not None
+        or config.jax_transfer_guard_device_to_device is not None
+        or config.jax_transfer_guard_device_to_host is not None
+    )
 
 
 def wait_for(arrays: object) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -29,6 +29,8 @@ from jaxkv.transfer.tickets import (
     Ticket,
     Transfer,
 )
+
+_P = TypeVar("_P", bound=Piece)
 
 # How long to wait between two looks at copies of other threads.
 _PAUSE_S = 1e-4
@@ -365,15 +367,12 @@ class TransferQueue:
     def _issue(self, leaves: list[jax.Array]) -> None:
         """Issue waiting pieces as far as the budget and the order allow."""
         while True:
-            if self._waiting_loads:
-                piece = self._waiting_loads[0]
-                if self._may_write(piece):
-                    if not self._has_room(piece.num_bytes):
-                        return
-                    self._waiting_loads.popleft()
-                    self._skip_dropped()
-                    self._issue_load(leaves, piece)
-                    continue
+            if self._waiting_loads and self._may_write(self._waiting_loads[0]):
+                pieces = self._next_loads()
+                if not pieces:
+                    return
+                self._issue_loads(leaves, pieces)
+                continue
             if not self._waiting_saves:
                 return
             transfer = self._waiting_saves[0]
@@ -381,6 +380,22 @@ class TransferQueue:
                 return
             if not transfer.todo.size and transfer in self._waiting_saves:
                 self._waiting_saves.remove(transfer)
+
+    def _next_loads(self) -> list[LoadPiece]:
+        """Take the loads that may go next, of one layer group; none without room."""
+        waiting, pieces = self._waiting_loads, list[LoadPiece]()
+        while (
+            waiting
+            and len(pieces) < self._copier.numbers_together[0]
+            and self._may_write(waiting[0])
+            and (not pieces or waiting[0].layer_group == pieces[0].layer_group)
+            and self._has_room(waiting[0].num_bytes)
+        ):
+            piece = waiting.popleft()
+            self._note_issued(piece)
+            pieces.append(piece)
+            self._skip_dropped()
+        return pieces
 
     def _may_write(self, piece: LoadPiece) -> bool:
         """Whether no older save still has to read what a load writes."""
@@ -399,27 +414,45 @@ class TransferQueue:
         return not in_flight or in_flight + num_bytes <= self._budget_bytes
 
     def _issue_save(self, leaves: list[jax.Array], transfer: Transfer) -> bool:
-        """Issue the next piece of a save; return whether that was possible."""
+        """Issue the next pieces of a save; return whether that was possible."""
+        pieces: list[SavePiece] = []
+        most = self._copier.numbers_together[0]
+        with _ended_by_errors(pieces):
+            while transfer.todo.size and len(pieces) < most:
+                if pieces and pieces[-1].placement.carry != NO_EXTENT:
+                    break  # What was placed before it goes first.
+                piece = self._place_save(transfer)
+                if piece is None:
+                    break
+                pieces.append(piece)
+            self._start_saves(leaves, pieces)
+        return bool(pieces) or not transfer.todo.size
+
+    def _place_save(self, transfer: Transfer) -> SavePiece | None:
+        """Find a place for the next piece of a save; None if it must wait or failed."""
         num_bytes = self._copier.extents.num_bytes
         is_busy = bool(self._saving or self._landing or self._loading)
         if is_busy and self._no_room_at == self.table.num_freed:
-            return False
+            return None
         if not self._may_read(transfer) or not self._has_room(num_bytes):
-            return False
-        ids = transfer.host_ids[transfer.todo]
+            return None
+        ids, device_ids = transfer.host_ids, transfer.device_ids
+        if len(transfer.todo) < len(ids):
+            ids, device_ids = ids[transfer.todo], device_ids[transfer.todo]
         if self._num_issued > transfer.number + 1:
             is_own = self.table.is_claimed(ids, transfer.number)
             # While it waited, its blocks were given to another transfer.
-            ids, transfer.todo = ids[is_own], transfer.todo[is_own]
+            transfer.todo = transfer.todo[is_own]
+            ids, device_ids = ids[is_own], device_ids[is_own]
             if not transfer.todo.size:
                 self._note_if_over(transfer)
-                return True
-        shards = self._plans.shards(transfer.device_ids[transfer.todo])
+                return None
+        shards = self._plans.shards(device_ids)
         placement = self.table.place(ids, shards)
         if placement is None:
             self._no_room_at = self.table.num_freed
             if is_busy or self.host_bytes.is_busy:
-                return False
+                return None
             transfer.fail(
                 MemoryError(
                     f"no room for host blocks {ids.tolist()}: the extents of the "
@@ -428,46 +461,59 @@ class TransferQueue:
                 )
             )
             self._drop_unissued(transfer)
-            return True
-        device_ids = transfer.device_ids[transfer.todo[placement.picked]]
-        plan = self._plans.save(device_ids, placement)
+            return None
+        plan = self._plans.save(device_ids[placement.picked], placement)
         piece = SavePiece([transfer], num_bytes, placement, plan)
-        is_left = np.ones(len(ids), np.bool_)
-        is_left[placement.picked] = False
-        transfer.todo = transfer.todo[is_left]
+        if len(placement.picked) == len(ids):
+            transfer.todo = transfer.todo[:0]
+        else:
+            transfer.todo = np.delete(transfer.todo, placement.picked)
         transfer.num_pieces += 1
         self._bytes_in_flight += num_bytes
         self._saving.append(piece)
-        with _ended_by_errors(piece):
-            carry = None
-            if placement.carry != NO_EXTENT:
-                carry = self._memory.get(placement.carry)
-            spare = self._memory.take(placement.extent)
-            extent, piece.watched = self._copier.save(leaves, plan, carry, spare)
-            self._memory.put(placement.extent, extent)
-        return True
+        return piece
 
-    def _issue_load(self, leaves: list[jax.Array], piece: LoadPiece) -> None:
-        """Issue a piece of a load."""
+    def _start_saves(self, leaves: list[jax.Array], pieces: list[SavePiece]) -> None:
+        """Start the programs of pieces, of which the last alone may carry rows over."""
+        for some in self._split(pieces):
+            last = some[-1].placement
+            with _ended_by_errors(some):
+                carry = None
+                if last.carry != NO_EXTENT:
+                    carry = self._memory.get(last.carry)
+                for piece in some:
+                    spare = self._memory.take(piece.placement.extent)
+                plans = [piece.plan for piece in some]
+                saved = self._copier.save(leaves, plans, carry, spare)
+                for piece, extent, watched in zip(some, *saved, strict=True):
+                    piece.watched = watched
+                    self._memory.put(piece.placement.extent, extent)
+
+    def _issue_loads(self, leaves: list[jax.Array], pieces: list[LoadPiece]) -> None:
+        """Issue pieces of loads, all of one layer group."""
         if self._copier.mode == "fused":
-            self._load_now(leaves, piece)
+            for piece in pieces:
+                self._scatter_from_host(leaves, piece)
             return
-        self._note_issued(piece)
-        self._landing.append(piece)
-        self._stage(piece)
+        self._landing += pieces
+        self._stage(pieces)
 
     def _load_now(self, leaves: list[jax.Array], piece: LoadPiece) -> None:
         """Have whatever runs next on the pool find a piece there, in either mode."""
         self._note_issued(piece)
-        if self._copier.mode == "staged":
-            self._stage(piece)
-            if piece.error is not None:
-                self._loading.append(piece)
-                return
+        if self._copier.mode == "fused":
+            self._scatter_from_host(leaves, piece)
+            return
+        self._stage([piece])
+        if piece.error is None:
+            self._scatter(leaves, [piece])
         else:
-            extent = self._memory.get(piece.extent)
-            piece.arrays = extent[self._copier.extents.arrays_of(piece.layer_group)]
-        self._scatter(leaves, piece)
+            self._loading.append(piece)
+
+    def _scatter_from_host(self, leaves: list[jax.Array], piece: LoadPiece) -> None:
+        extent = self._memory.get(piece.extent)
+        piece.arrays = extent[self._copier.extents.arrays_of(piece.layer_group)]
+        self._scatter(leaves, [piece])
 
     def _note_issued(self, piece: LoadPiece) -> None:
         """Note that a piece of a load waits no more."""
@@ -478,33 +524,85 @@ class TransferQueue:
             self._num_waiting_loads -= not transfer.num_unissued
         self._bytes_in_flight += piece.num_bytes
 
-    def _stage(self, piece: LoadPiece) -> None:
-        """Start to copy a piece to the device."""
-        extent = self._memory.get(piece.extent)
-        with _ended_by_errors(piece):
-            piece.arrays = self._copier.stage(extent, piece.layer_group)
-            piece.watched = list(piece.arrays)
+    def _stage(self, pieces: list[LoadPiece]) -> None:
+        """Start to copy pieces of one layer group to the device."""
+        extents = [self._memory.get(piece.extent) for piece in pieces]
+        with _ended_by_errors(pieces):
+            try:
+                staged = self._copier.stage(extents, pieces[0].layer_group)
+            except TRANSFER_ERRORS:
+                if len(pieces) == 1:
+                    raise
+                for piece in pieces:  # What fails one is not to fail the others.
+                    self._stage([piece])
+                return
+            for piece, arrays in zip(pieces, staged, strict=True):
+                piece.arrays = arrays
+                piece.watched = list(arrays)
 
     def _scatter_landed(self, leaves: list[jax.Array]) -> None:
-        while self._landing and self._landing[0].is_ready():
-            piece = self._landing.popleft()
-            error = piece.wait()
-            if error or not piece.transfers:
-                piece.error = error
-                self._end(piece)
-                continue
-            self._scatter(leaves, piece)
+        landing, most = self._landing, self._copier.numbers_together[0]
+        while landing and landing[0].is_ready():
+            landed: list[LoadPiece] = []
+            while (
+                landing
+                and len(landed) < most
+                and (not landed or landing[0].layer_group == landed[0].layer_group)
+                and landing[0].is_ready()
+            ):
+                piece = landing.popleft()
+                error = piece.wait()
+                if error or not piece.transfers:
+                    piece.error = error
+                    self._end(piece)
+                else:
+                    landed.append(piece)
+            if landed:
+                self._scatter(leaves, landed)
 
-    def _scatter(self, leaves: list[jax.Array], piece: LoadPiece) -> None:
-        """Write a piece into the pool."""
-        arrays, piece.arrays = piece.arrays, None
-        assert arrays is not None
-        for transfer in piece.transfers:
-            del transfer.unwritten[piece]
-        self._loading.append(piece)
-        group = piece.layer_group
-        with _ended_by_errors(piece):
-            piece.watched = [self._copier.load(leaves, piece.targets, arrays, group)]
+    def _scatter(self, leaves: list[jax.Array], pieces: list[LoadPiece]) -> None:
+        """Write pieces of one layer group into the pool."""
+        for piece in pieces:
+            for transfer in piece.transfers:
+                del transfer.unwritten[piece]
+        self._loading += pieces
+        with _ended_by_errors(pieces):
+            for some in self._split(pieces):
+                self._write(leaves, some)
+
+    def _write(self, leaves: list[jax.Array], pieces: list[LoadPiece]) -> None:
+        """Run the program that writes some pieces, as many as one program takes."""
+        targets = [piece.targets for piece in pieces]
+        arrays = [piece.arrays for piece in pieces if piece.arrays is not None]
+        with _ended_by_errors(pieces):
+            try:
+                group = pieces[0].layer_group
+                token = self._copier.load(leaves, targets, arrays, group)
+            except TRANSFER_ERRORS:
+                if len(pieces) == 1:
+                    raise
+                for piece in pieces:  # What fails one is not to fail the others.
+                    self._write(leaves, [piece])
+                return
+            finally:
+                for piece in pieces:
+                    piece.arrays = None
+            for piece in pieces:
+                piece.watched = [token]
+
+    def _split(self, pieces: list[_P]) -> Iterator[list[_P]]:
+        """Split pieces into those that one program copies.
+
+        Rows are carried over by a program for one extent, which the last may be for.
+        """
+        left = collections.deque(pieces)
+        while left:
+            is_last = isinstance(pieces[-1], SavePiece) and (
+                pieces[-1].placement.carry != NO_EXTENT
+            )
+            free = max(1, len(left) - is_last)
+            number = next(n for n in self._copier.numbers_together if n <= free)
+            yield [left.popleft() for _ in range(number)]
 
     def _collect(self) -> None:
         """Record the pieces that have finished."""
@@ -602,16 +700,27 @@ class TransferQueue:
         return Completion(transfer.ticket, ids, num_bytes, transfer.error)
 
 
-@contextlib.contextmanager
-def _ended_by_errors(piece: Piece) -> Iterator[None]:
-    """Record any error in the piece, so that it never counts as arrived.
+class _ended_by_errors:  # noqa: N801, as a function of contextlib would be named
+    """Records any error in some pieces, so that they never count as arrived.
 
-    `TRANSFER_ERRORS` stop here; others, such as an interrupt, are raised again.
+    `TRANSFER_ERRORS` stop here; others, such as an interrupt, are raised again. It is a
+    class, as a generator takes a few microseconds more.
     """
-    try:
-        yield
-    except TRANSFER_ERRORS as error:
-        piece.error = error
-    except BaseException as error:
-        piece.error = RuntimeError(f"stopped by {error!r} before it was issued")
-        raise
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._pieces = pieces
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        if error is None:
+            return False
+        if isinstance(error, TRANSFER_ERRORS):
+            for piece in self._pieces:
+                piece.error = piece.error or error
+            return True
+        for piece in self._pieces:
+            if not piece.watched:
+                piece.error = RuntimeError(f"stopped by {error!r} before it was issued")
+        return False

@@ -77,7 +77,9 @@ def kinds_of_saves(monkeypatch):
     monkeypatch.setattr(
         Copier,
         "_compile_save",
-        lambda self, kind: kinds.append(kind) or compile_save(self, kind),
+        lambda self, kind, *number: (
+            kinds.append(kind) or compile_save(self, kind, *number)
+        ),
     )
     return kinds
 
@@ -88,7 +90,7 @@ def test_leaves_are_copied_by_whichever_kernel_can(kinds_of_saves):
     assert engine.kernel == "dma"
     assert sorted(engine._copier._by_dma) == [1, 2, 3]  # Not "flags", nor "scale".
     exercise(engine, pool, shadow, rounds=6)
-    assert sorted(kinds_of_saves) == ["gather", "merge"]
+    assert set(kinds_of_saves) == {"gather", "merge"}
 
 
 # Of two leaves: two rows, also where there are more leaves than copies.

@@ -22,20 +22,17 @@ from tests.transfer.numbered import (
 def issued_by(engine, monkeypatch):
     """The tickets of the pieces that `engine` issues from here on."""
     queue, issued = engine._queue, []
-    issue_load, issue_save = queue._issue_load, queue._issue_save
+    issue_loads, start_saves = queue._issue_loads, queue._start_saves
 
-    def load(leaves, piece):
-        issued.append(piece.transfers[0].ticket)
-        issue_load(leaves, piece)
+    def spied(issue):
+        def spy(leaves, pieces):
+            issued.extend(piece.transfers[0].ticket for piece in pieces)
+            issue(leaves, pieces)
 
-    def save(leaves, transfer):
-        done = issue_save(leaves, transfer)
-        if done:
-            issued.append(transfer.ticket)
-        return done
+        return spy
 
-    monkeypatch.setattr(queue, "_issue_load", load)
-    monkeypatch.setattr(queue, "_issue_save", save)
+    monkeypatch.setattr(queue, "_issue_loads", spied(issue_loads))
+    monkeypatch.setattr(queue, "_start_saves", spied(start_saves))
     return issued
 
 

@@ -17,10 +17,12 @@ from jaxkv.transfer import (
     layout,
     memory,
 )
+from jaxkv.transfer.host_memory import HostSize
 from jaxkv.transfer.tiling import (
     blocks_lie_apart,
     costly_leaves,
     padded_bytes,
+    pads_rows,
     warn_of_costly_layouts,
 )
 from tests.transfer.shadow import Shadow, bits, random_array
@@ -131,6 +133,74 @@ def test_blocks_along_the_second_minor_axis_on_tpu_are_warned_of(
     # Where the kernels take a large leaf, nothing is said, and the other way round.
     assert dma.accepts(described.leaves[0]) != is_costly or shape == (512, 8)
     assert costly_leaves(PoolLayout.of(spec, block_axis)) == []
+
+
+def described_for_tpu(monkeypatch, leaves, order_of):
+    """A pool on a TPU that is not there; `order_of` says how a shape lies in memory."""
+    monkeypatch.setattr(
+        layout,
+        "default_layout",
+        lambda shape, *_: Layout(order_of(shape), ((8, 128),)),
+    )
+    specs = [
+        jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=HERE)
+        for shape, dtype in leaves
+    ]
+    return PoolLayout.of(specs, compiled_for="tpu")
+
+
+def in_order(shape):
+    return tuple(range(len(shape)))
+
+
+@pytest.mark.parametrize(
+    ("scales", "is_costly"),
+    [
+        ([((2048, 8), "float32")] * 32, True),  # 3.3 and 7.4 times the bytes.
+        ([((2048, 8), "float32")] * 4, False),
+        ([((2048, 2, 128), "float32")], False),  # All layers' in one: 1.0 times.
+    ],
+)
+def test_scales_of_each_layer_are_warned_of_on_tpu(scales, is_costly, monkeypatch):
+    leaves = [((2048, 16, 8, 2, 128), "int8")] * 32 + scales
+    described = described_for_tpu(monkeypatch, leaves, in_order)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_costly_layouts(described, 16, 1.0)
+    assert [each.category for each in caught] == [CostlyLayoutWarning] * is_costly
+    for each in caught:
+        assert str(each.message).startswith("pool[32] and 31 more are small leaves")
+        assert "as [blocks, 2, 128]" in str(each.message)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_costly"),
+    [("float16", True), ("bool", True), ("bfloat16", False), ("uint16", False)],
+)
+def test_a_dtype_that_the_kernel_refuses_is_warned_of(dtype, is_costly, monkeypatch):
+    leaves = [((2048, 16, 8, 128), dtype), ((2048, 2, 1, 8), "float16")]
+    described = described_for_tpu(monkeypatch, leaves, in_order)
+    assert dma.accepts(described.leaves[0]) != is_costly
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_costly_layouts(described, 16, 1.0)
+    assert [each.category for each in caught] == [CostlyLayoutWarning] * is_costly
+    for each in caught:
+        assert f"pool[0] has the dtype {dtype}" in str(each.message)
+
+
+def test_padded_rows_are_counted_in_device_rows(monkeypatch):
+    row_major = Format(Layout((0, 1, 2)), HERE)
+    for size, pads in ((64, True), (128, False)):
+        spec = jax.ShapeDtypeStruct((4096, 2, size), jnp.bfloat16, sharding=row_major)
+        monkeypatch.setattr(layout, "_is_dense", lambda _: False)
+        described = PoolLayout.of(spec, compiled_for="tpu")
+        assert pads_rows(described) == pads
+        assert not pads_rows(PoolLayout.of(spec))
+    # Sixteen device blocks a host block: 64 rows of four.
+    assert HostSize.of(512, None, 1 << 30, 1 << 10, 1).extent_blocks == 64
+    few = HostSize.of(512, None, 1 << 30, 1 << 10, 1, max_blocks=64 // 16)
+    assert few.extent_blocks == 4
 
 
 def test_a_row_major_pool_is_not_warned_of():

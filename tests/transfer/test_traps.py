@@ -197,7 +197,7 @@ def test_plans_have_their_own_memory(mode, monkeypatch):
     pool = save_and_wait(engine, pool, range(12), range(12))
     pool, _ = engine.load(pool, range(12), range(12))
     engine.drain(pool)
-    assert len(plans) == 6
+    assert len(plans) == 6 if mode == "fused" else 4 <= len(plans) <= 5
     for n, plan in enumerate(plans):
         assert not any(np.shares_memory(plan, other) for other in plans[:n])
 
@@ -224,9 +224,9 @@ def test_every_row_of_a_save_reads_a_block_in_range(mode, seed, monkeypatch):
     seen, rng = [], np.random.default_rng(seed)
     save = engine._copier.save
 
-    def spy(leaves, plan, carry, spare):
-        seen.append(plan)
-        return save(leaves, plan, carry, spare)
+    def spy(leaves, plans, carry, spare):
+        seen.extend(plans)
+        return save(leaves, plans, carry, spare)
 
     monkeypatch.setattr(engine._copier, "save", spy)
     for _ in range(12):

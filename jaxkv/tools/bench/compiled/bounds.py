@@ -83,6 +83,47 @@ _FUSED_BYTES_RATIO = {"gather": 4.0, "write": 4.0, "merge": 8.0, "load": 5.0}
 _ALIGNMENT_BYTES = 64 << 10
 
 
+@dataclasses.dataclass(frozen=True)
+class KnownBreak:
+    """Programs that are known to break bounds.
+
+    Attributes:
+        pools: The names of their pools.
+        backend: Their compiler.
+        from_blocks: The least blocks that they move.
+        reason: Why, and why it does no harm.
+    """
+
+    pools: tuple[str, ...]
+    backend: Backend
+    from_blocks: int
+    reason: str
+
+
+KNOWN_BREAKS = (
+    KnownBreak(
+        ("head_dim 64, row-major", "MLA 576, row-major"),
+        "tpu",
+        128,
+        "XLA lays an extent of 128 padded rows or more out along its rows, and turns "
+        "it around; the engine's extents have at most 64",
+    ),
+)
+"""The broken bounds that fail no run."""
+
+
+def known_break(program: Program) -> str | None:
+    """Return why a program is known to break bounds; None if it is not."""
+    for known in KNOWN_BREAKS:
+        if (
+            program.pool.name in known.pools
+            and program.target.backend == known.backend
+            and program.num_blocks >= known.from_blocks
+        ):
+            return known.reason
+    return None
+
+
 def bounds_of(backend: Backend, kernel: str, mode: Mode, kind: Kind) -> Bounds:
     """Return the bounds of a program.
 

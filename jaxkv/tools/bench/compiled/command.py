@@ -51,7 +51,7 @@ DESCRIPTION = (
     "(extras aot-tpu and aot-gpu), which need no such device, and show what they would "
     "do: bytes, temporary memory, kernels, copies; for the layouts of known engines or "
     "for your own. Nothing runs: the figures are the compiler's. The exit code is 1 if "
-    "a bound is broken."
+    "a bound is broken that is not known to be."
 )
 
 _SHAPE_OPTIONS = ("block_axis", "leaves", "shard", "row_major")

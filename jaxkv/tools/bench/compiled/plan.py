@@ -110,7 +110,7 @@ def _programs(
             kinds: tuple[Kind, ...] = (*SAVE_KINDS[mode], "load")
             for kind in kinds:
                 yield Program(target, pool, mode, kind, size)
-    if pool.num_shards == 1:
+    if pool.num_shards == pool.blocks_per_host_block == 1:
         for size in _copy_sizes(sizes, pool.shard_blocks):
             yield Program(target, pool, modes[0], "copy", size)
 

@@ -25,6 +25,8 @@ class PoolShape:
             pool on one device.
         row_major: Whether its arrays are laid out in the order of their dimensions;
             if not, as XLA likes best.
+        blocks_per_host_block: Device blocks that move as one.
+        scales: The shapes of leaves of float32 beside the others.
     """
 
     name: str
@@ -34,6 +36,8 @@ class PoolShape:
     dtype: str = "bfloat16"
     sharded_axis: int | None = None
     row_major: bool = False
+    blocks_per_host_block: int = 1
+    scales: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_shards(self) -> int:
@@ -42,8 +46,9 @@ class PoolShape:
 
     @property
     def shard_blocks(self) -> int:
-        """Blocks of one shard."""
-        return self.shape[self.block_axis] // self.num_shards
+        """Blocks of one shard, those that move as one counted once."""
+        num_blocks = self.shape[self.block_axis] // self.num_shards
+        return num_blocks // self.blocks_per_host_block
 
     @property
     def tells(self) -> str:
@@ -54,6 +59,11 @@ class PoolShape:
             text += f", blocks on axis {self.block_axis}"
         if self.sharded_axis is not None:
             text += f", axis {self.sharded_axis} over {NUM_DEVICES} devices"
+        if self.blocks_per_host_block > 1:
+            text += f", {self.blocks_per_host_block} together"
+        for scale in dict.fromkeys(self.scales):
+            dims = ",".join(map(str, scale))
+            text += f", and {self.scales.count(scale)} x float32[{dims}]"
         return text + (", row-major" if self.row_major else "")
 
 
@@ -87,7 +97,8 @@ def check_pool(pool: PoolShape) -> None:
 def default_pools(num_layers: int = 32) -> tuple[PoolShape, ...]:
     """Return pools as the engines around jaxkv lay them out.
 
-    The model has eight KV heads; blocks have 16 tokens. Leaves come one a layer, but
+    The model has eight KV heads; blocks have 16 tokens. Names say the layers of models
+    for which `num_layers` is 32. Leaves come one a layer, but
     for the pool with all layers in one array, which is 32 layers deep at any rate: few
     layers hide what its programs copy.
     """
@@ -109,6 +120,25 @@ def default_pools(num_layers: int = 32) -> tuple[PoolShape, ...]:
             "MaxText prefix, scanned", (layers, 128, 16, 8, 1, 128), 2, block_axis=1
         ),
         PoolShape("one array", (32, 2, blocks, 16, 8, 128), 1, block_axis=2),
+        # Of a model of 80 layers over eight devices, each has one KV head.
+        PoolShape(
+            "80 layers, one of 8 devices", (blocks, 16, 1, 2, 128), 5 * layers // 2
+        ),
+        PoolShape("MLA, 61 layers", (blocks, 8, 2, 640), 2 * layers - 3),
+        PoolShape(
+            "int8, all scales in one leaf",
+            (blocks, 16, 8, 2, 128),
+            layers,
+            dtype="int8",
+            scales=((blocks, 2, 128),),
+        ),
+        PoolShape(
+            "rows of tokens",
+            (16, 16 * blocks, 2, 128),
+            2,
+            block_axis=1,
+            blocks_per_host_block=16,
+        ),
         PoolShape("heads over 4", (blocks, 16, 8, 2, 128), layers, sharded_axis=2),
         PoolShape("blocks over 4", (4 * blocks, 16, 8, 2, 128), layers, sharded_axis=0),
     )
@@ -117,11 +147,20 @@ def default_pools(num_layers: int = 32) -> tuple[PoolShape, ...]:
 def costly_pools() -> tuple[PoolShape, ...]:
     """Return pools that TPUs lay out at great cost, as jaxkv warns of.
 
-    Their last dimension does not fill the lanes, so XLA makes the blocks the fastest
-    dimension, and a program has to turn the whole pool around.
+    Where the last dimension does not fill the lanes, XLA makes the blocks the fastest
+    dimension, and a program has to turn the whole pool around. Leaves of scales are
+    copied one by one.
     """
     blocks = 2048
     return (
+        PoolShape(
+            "int8, scales of each layer",
+            (blocks, 16, 8, 2, 128),
+            32,
+            dtype="int8",
+            scales=((blocks, 8),) * 32,
+        ),
+        PoolShape("float16", (blocks, 16, 8, 2, 128), 32, dtype="float16"),
         PoolShape("head_dim 64", (blocks, 16, 8, 2, 64), 32),
         PoolShape("MLA 576", (blocks, 16, 576), 32),
     )

@@ -94,12 +94,19 @@ class Result:
         figures: What the compiler says; None if it did not compile.
         error: Why it did not compile; None if it did.
         broken: The bounds that it breaks, a line each.
+        known: Why it is known to break them; None if it is not.
     """
 
     program: Program
     figures: Figures | None
     error: str | None
     broken: tuple[str, ...] = ()
+    known: str | None = None
+
+    @property
+    def fails(self) -> bool:
+        """Whether it breaks a bound that it is not known to break."""
+        return bool(self.broken) and self.known is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,8 +220,8 @@ class Row:
 
     @property
     def is_broken(self) -> bool:
-        """Whether a bound is broken at any number of blocks."""
-        return any(r.broken for r in self.results)
+        """Whether a bound is broken at any number of blocks, unless that is known."""
+        return any(r.fails for r in self.results)
 
     @property
     def compile_s(self) -> float:

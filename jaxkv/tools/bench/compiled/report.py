@@ -14,6 +14,7 @@ from jaxkv.tools.bench.compiled.plan import CompileConfig, Program
 from jaxkv.tools.bench.compiled.records import (
     BlockCost,
     Figures,
+    Result,
     Row,
     block_costs,
     rows_of,
@@ -25,18 +26,21 @@ from jaxkv.tools.machine import versions
 MARKERS = ("<!-- jaxkv bench compile -->", "<!-- end of jaxkv bench compile -->")
 """The lines of a Markdown file that the tables go between."""
 
+# Of a core, on average over the whole check.
+_SECONDS_A_PROGRAM = 0.7
 _COMPILERS = ("libtpu", "jax-cuda12-pjrt")
 _NO_PADDING = "1.00, 1.00"
 _PAGE_WIDTH = 88
 
 
 def print_plan(config: CompileConfig, num_programs: int) -> None:
-    """Print what is going to be compiled."""
+    """Print what is going to be compiled, and how long that takes."""
     blocks = ", ".join(map(str, config.blocks))
     lines = [
         f"Targets      {', '.join(target.device for target in config.targets)}",
         f"Compilers    {_versions_text()}",
         f"Programs     {num_programs}: {' and '.join(config.modes)}, {blocks} blocks",
+        f"Duration     about {_duration(num_programs * _SECONDS_A_PROGRAM)} of a core",
     ]
     for i, pool in enumerate((*config.pools, *config.examples)):
         lines.append(f"{'' if i else 'Pools':12} {pool.name}: {pool.tells}")
@@ -64,6 +68,11 @@ def print_results(record: CompileRecord) -> None:
         say("Broken bounds", style="bold")
         for line in broken_lines(rows):
             say(line)
+    if record.known:
+        say()
+        say("Known breaks, which fail no run", style="bold")
+        for line in known_lines(record.known):
+            say(line)
     say()
     say(summary(record))
 
@@ -74,6 +83,8 @@ def summary(record: CompileRecord) -> str:
     judged = [r for r in record.results if not r.program.is_example]
     broken = len(record.broken)
     outcome = f"{broken} break a bound" if broken else "every bound holds"
+    if record.known:
+        outcome += f", but for {len(record.known)} known breaks"
     return f"{len(judged)} programs for {names} in {record.seconds:.0f} s: {outcome}"
 
 
@@ -81,7 +92,7 @@ def broken_lines(rows: Iterable[Row]) -> list[str]:
     """Say which bounds are broken: a line for each program, whatever it moves."""
     lines = []
     for row in rows:
-        broken = [result for result in row.results if result.broken]
+        broken = [result for result in row.results if result.fails]
         if broken:
             blocks = ", ".join(str(result.program.num_blocks) for result in broken)
             worst = max(broken, key=lambda result: len(result.broken))
@@ -90,6 +101,27 @@ def broken_lines(rows: Iterable[Row]) -> list[str]:
                 f"{'; '.join(worst.broken)}"
             )
     return lines
+
+
+def known_lines(results: Iterable[Result]) -> list[str]:
+    """Say which bounds are broken as is known, and why: a line for each pool."""
+    counts: dict[tuple[str, str], int] = {}
+    for result in results:
+        key = result.program.pool.name, str(result.known)
+        counts[key] = counts.get(key, 0) + 1
+    return [
+        f"{pool}, {count} programs: {reason}"
+        for (pool, reason), count in counts.items()
+    ]
+
+
+def _duration(seconds: float) -> str:
+    """Format a duration roughly.
+
+    >>> _duration(42), _duration(610)
+    ('42 s', '10 min')
+    """
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def _print_programs(title: str, rows: Sequence[Row]) -> None:
@@ -192,6 +224,7 @@ def to_json(record: CompileRecord) -> dict[str, Any]:
                 **_program_json(result.program),
                 "error": result.error,
                 "broken": list(result.broken),
+                "known_break": result.known,
                 **(_figures_json(result.figures) if result.figures else {}),
             }
             for result in record.results
@@ -281,6 +314,8 @@ def to_markdown(record: CompileRecord) -> str:
     numbers = sorted({program.num_blocks for program in moves})
     broken = len(record.broken)
     outcome = f"{broken} of them break a bound" if broken else "they keep every bound"
+    if record.known:
+        outcome += f", but for {len(record.known)} that are known to break one"
     lines += [
         "",
         *_wrapped(

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO
 
 import jaxkv
-from jaxkv.tools.bench.compiled.bounds import broken_bounds
+from jaxkv.tools.bench.compiled.bounds import broken_bounds, known_break
 from jaxkv.tools.bench.compiled.plan import CompileConfig, Program, programs
 from jaxkv.tools.bench.compiled.records import Figures, Reply, Result
 from jaxkv.tools.bench.compiled.targets import Backend, environment
@@ -40,8 +40,13 @@ class CompileRecord:
 
     @property
     def broken(self) -> tuple[Result, ...]:
-        """The results that break a bound, or did not compile."""
-        return tuple(result for result in self.results if result.broken)
+        """The results that break a bound and are not known to, or did not compile."""
+        return tuple(result for result in self.results if result.fails)
+
+    @property
+    def known(self) -> tuple[Result, ...]:
+        """The results that break a bound, as is known."""
+        return tuple(r for r in self.results if r.broken and not r.fails)
 
 
 def run_compile(config: CompileConfig, on_progress: OnProgress) -> CompileRecord:
@@ -64,12 +69,11 @@ def run_compile(config: CompileConfig, on_progress: OnProgress) -> CompileRecord
 
 def judge(program: Program, figures: Figures | None, error: str | None) -> Result:
     """Make the result of a program from what the compiler said."""
-    broken: tuple[str, ...] = ()
     if figures is None:
-        broken = (f"did not compile: {error}",)
-    elif not program.is_example:
-        broken = broken_bounds(program, figures)
-    return Result(program, figures, error, broken)
+        return Result(program, None, error, (f"did not compile: {error}",))
+    broken = () if program.is_example else broken_bounds(program, figures)
+    known = known_break(program) if broken else None
+    return Result(program, figures, error, broken, known)
 
 
 def _results(backend: Backend, chosen: Sequence[Program]) -> Iterator[Result]:

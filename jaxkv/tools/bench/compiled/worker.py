@@ -72,7 +72,7 @@ def measure(program: Program) -> Figures:
         leaves = [_shard_bytes(spec) for spec in layout.pool_specs()]
         extent_dims = [_shard_shape(spec) for spec in copier.extents.specs(None)]
         pool_bytes = _pool_bytes(program.target, program.pool)
-        num_blocks = layout.shard_blocks
+        num_blocks = program.pool.shard_blocks
         # Blocks that are all there are make an array as large as a leaf.
         leaf_bytes = set(leaves) if program.num_blocks < num_blocks else set()
         census = hlo.take_census(str(compiled.as_text()), leaf_bytes, extent_dims)
@@ -116,24 +116,33 @@ def describe(target: Target, pool: PoolShape) -> PoolLayout:
         axes = [None] * pool.sharded_axis
         spec = memory.partition_spec(*axes, "x")
         sharding = jax.sharding.NamedSharding(mesh, spec)
-    leaf = _spec(pool, sharding)
-    if pool.row_major and target.backend == "tpu":
-        order = Layout(tuple(range(len(pool.shape))))
-        leaf = _spec(pool, _tiled(_spec(pool, Format(order, sharding))))
+    leaf = _leaf(target, pool, pool.shape, pool.dtype, sharding)
+    scales = [_leaf(target, pool, shape, "float32", sharding) for shape in pool.scales]
     return PoolLayout.of(
-        [leaf] * pool.num_leaves,
+        [leaf] * pool.num_leaves + scales,
         pool.block_axis,
         # The CPU's devices stand in for a GPU's.
         compiled_for="gpu" if target.backend == "gpu" else None,
     )
 
 
-def _spec(
-    pool: PoolShape, place: jax.sharding.Sharding | Format
+@functools.lru_cache(maxsize=8)
+def _leaf(
+    target: Target,
+    pool: PoolShape,
+    shape: tuple[int, ...],
+    dtype: str,
+    sharding: jax.sharding.Sharding,
 ) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
-        pool.shape, jnp.dtype(pool.dtype), sharding=place
-    )
+    """Describe a leaf; on TPU with an explicit layout, as real arrays have one."""
+
+    def spec(place: jax.sharding.Sharding | Format) -> jax.ShapeDtypeStruct:
+        return memory.array_spec(shape, jnp.dtype(dtype), place)
+
+    if target.backend != "tpu":
+        return spec(sharding)
+    order = Layout(tuple(range(len(shape))))
+    return spec(_tiled(spec(Format(order, sharding) if pool.row_major else sharding)))
 
 
 def _tiled(spec: jax.ShapeDtypeStruct) -> Format:
@@ -167,7 +176,8 @@ def _compiler(
 
 
 def _copier(program: Program) -> Copier:
-    return _make_copier(program.target, program.pool, program.mode, program.num_blocks)
+    rows = program.num_blocks * program.pool.blocks_per_host_block
+    return _make_copier(program.target, program.pool, program.mode, rows)
 
 
 @functools.lru_cache(maxsize=1)
@@ -191,10 +201,14 @@ def _pool_bytes(target: Target, pool: PoolShape) -> int:
     # A program that does nothing takes the pool as its arguments and no more.
     layout = describe(target, pool)
     specs = layout.pool_specs()
+    num_bytes = 0
     with _compiler(target, pool):
-        nothing = jax.jit(lambda leaves: (), keep_unused=True).lower(specs[:1])
-        stats: Any = nothing.compile().memory_analysis()
-    return int(stats.argument_size_in_bytes) * len(specs)
+        for alike in dict.fromkeys((spec.shape, spec.dtype) for spec in specs):
+            own = [spec for spec in specs if (spec.shape, spec.dtype) == alike]
+            nothing = jax.jit(lambda leaves: (), keep_unused=True).lower(own[:1])
+            stats: Any = nothing.compile().memory_analysis()
+            num_bytes += int(stats.argument_size_in_bytes) * len(own)
+    return num_bytes
 
 
 def _extent_host_bytes(program: Program) -> int | None:
@@ -202,7 +216,8 @@ def _extent_host_bytes(program: Program) -> int | None:
     if program.kind not in ("gather", "load"):
         return None
     # A load's extent is the one that the save of as many blocks has made.
-    return _host_bytes(program.target, program.pool, program.mode, program.num_blocks)
+    rows = program.num_blocks * program.pool.blocks_per_host_block
+    return _host_bytes(program.target, program.pool, program.mode, rows)
 
 
 @functools.lru_cache(maxsize=16)

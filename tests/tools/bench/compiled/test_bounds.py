@@ -4,10 +4,12 @@ import dataclasses
 
 import pytest
 
-from jaxkv.tools.bench.compiled.bounds import bounds_of, broken_bounds
+from jaxkv.tools.bench.compiled.bounds import KNOWN_BREAKS, bounds_of, broken_bounds
+from jaxkv.tools.bench.compiled.pools import default_pools
 from jaxkv.tools.bench.compiled.run import judge
 from jaxkv.tools.bench.compiled.targets import TARGETS
 from tests.tools.bench.compiled.examples import GOOD, MIB, program
+from tests.tools.bench.compiled.examples import POOL as POOL_SHAPE
 
 MOVED = GOOD.moved_bytes
 POOL = GOOD.pool_bytes
@@ -156,6 +158,25 @@ def test_pools_for_comparison_have_no_bounds():
     bad = dataclasses.replace(GOOD, kernels=99)
     assert judge(program(), bad, None).broken == ("99 kernels, at most 4",)
     assert judge(program(example=True), bad, None).broken == ()
+
+
+def test_a_known_break_fails_no_run():
+    bad = dataclasses.replace(GOOD, kernels=99)
+    [known, *_] = KNOWN_BREAKS
+    for num_blocks, name, fails in (
+        (known.from_blocks, known.pools[0], False),
+        (known.from_blocks - 1, known.pools[0], True),
+        (known.from_blocks, "another", True),
+    ):
+        pool = dataclasses.replace(POOL_SHAPE, name=name)
+        made = dataclasses.replace(program(num_blocks=num_blocks), pool=pool)
+        result = judge(made, bad, None)
+        assert (result.fails, result.known) == (fails, None if fails else known.reason)
+        assert judge(made, None, "ValueError: no").fails
+        assert judge(made, GOOD, None).known is None
+    assert {name for each in KNOWN_BREAKS for name in each.pools} <= {
+        pool.name for pool in default_pools()
+    }
 
 
 def test_what_does_not_compile_breaks_a_bound():

@@ -93,6 +93,9 @@ def test_a_program_is_told_in_one_line():
         "v5e, tpu-inference, fused write of 8"
     )
     assert Program(target, pool, "fused", "copy", 16).label.endswith(", copy of 16")
+    tokens = PoolShape("x", (64, 4), 2, blocks_per_host_block=16, scales=((64, 1),) * 2)
+    assert tokens.shard_blocks == 4
+    assert tokens.tells == ("2 x bfloat16[64,4], 16 together, and 2 x float32[64,1]")
     heads = PoolShape("x", (8, 16, 4), 2, 1, sharded_axis=0, row_major=True)
     assert heads.tells == (
         "2 x bfloat16[8,16,4], blocks on axis 1, axis 0 over 4 devices, row-major"

@@ -59,6 +59,19 @@ def test_programs_are_compiled_for_this_cpu():
     assert ("blocks", "copy") not in figures
 
 
+def test_blocks_that_move_together_and_scales_are_counted():
+    pool = PoolShape(
+        "both", (64, 4, 16), 2, blocks_per_host_block=4, scales=((64, 2),) * 3
+    )
+    figures = figures_of(compile_all(THIS_CPU, pool, blocks=(2,)))
+    block_bytes = 4 * (2 * 4 * 16 * 2 + 3 * 2 * 4)
+    for kind in ("gather", "merge", "load"):
+        assert figures["both", kind].leaves == 5
+        assert figures["both", kind].block_bytes == block_bytes
+        assert figures["both", kind].pool_bytes == 16 * block_bytes
+        assert figures["both", kind].moved_bytes == 2 * block_bytes
+
+
 def test_a_compiler_that_ends_its_process_costs_one_program(monkeypatch):
     monkeypatch.setattr(run, "_WORKER", "tests.rigs.dying_compiler")
     record = compile_all(THIS_CPU, SMALL, modes=("fused", "staged"))
