@@ -13,7 +13,7 @@ from jaxkv.scheduling.eager import EagerStores
 from tests.rigs.offload_rig import BLOCK_SIZE, Rig, make_request
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
-FEW, MANY = 20, 1000
+FEW, MANY = 100, 1000  # Both more than may be in flight at a time.
 
 
 @pytest.fixture(scope="module")
