@@ -1147,6 +1147,8 @@ class World:
             ("pinned", state.pins, pinned),
             ("held on the host", self._tiers[0].executor.state.ref_cnt, rows),
         ):
+            if what == "held on the host" and len(own.below) < len(self._tiers) - 1:
+                continue  # A store that was left still holds what it moves.
             expect(
                 np.array_equal(found, right),
                 lambda what=what, found=found, right=right: (
