@@ -92,12 +92,14 @@ class KnownBreak:
         backend: Their compiler.
         from_blocks: The least blocks that they move.
         reason: Why, and why it does no harm.
+        has_staged: Whether staged saves and loads are among them.
     """
 
     pools: tuple[str, ...]
     backend: Backend
     from_blocks: int
     reason: str
+    has_staged: bool = True
 
 
 KNOWN_BREAKS = (
@@ -114,6 +116,7 @@ KNOWN_BREAKS = (
         1,
         "XLA copies whole leaves of v5p around fused loads and copies on the device, "
         "and a leaf of scales on tpu7x; the engine moves these pools staged",
+        has_staged=False,
     ),
 )
 """The broken bounds that fail no run."""
@@ -126,6 +129,7 @@ def known_break(program: Program) -> str | None:
             program.pool.name in known.pools
             and program.target.backend == known.backend
             and program.num_blocks >= known.from_blocks
+            and (known.has_staged or program.mode == "fused" or program.kind == "copy")
         ):
             return known.reason
     return None
