@@ -4,8 +4,14 @@ A state is a frozen dataclass of arrays, or of other such dataclasses: the same 
 the pure functions of `jaxkv.policies` work on. Here its arrays are NumPy's, and a
 compiled function writes to them. To hand a dozen arrays to Numba would cost a
 microsecond a call, more than many calls take, so a state is handed over as one `Bound`
-object, which holds a table of addresses; `state_of` makes the dataclass of it, inside
-compiled code.
+object, which holds a table of addresses. Compiled code has a pointer into that table
+for the dataclass, and reads an array's address where it uses the array.
+
+To compile is most of the first start on a machine. Numba by itself would make whole
+machine code, callable from Python, of every function that another one calls, and
+optimize all of that again wherever it is called. Here these are parts: LLVM's functions
+that are linked into the entry points, which alone become machine code (`_Part`). Where
+Numba is another than this file knows, all is compiled as Numba does by itself.
 
 Machine code is kept on disk, so that only the first process on a machine compiles. Each
 function has a file of its own for each signature, named by a digest of all that makes
@@ -20,9 +26,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import hashlib
 import itertools
 import logging
+import operator
 import os
 import pathlib
 import pickle
@@ -30,7 +38,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import llvmlite
 import numba
@@ -39,23 +47,28 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils, config, sigutils
 from numba.core.caching import NullCache, _Cache
-from numba.core.compiler import CompileResult
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import CompilerBase, CompileResult, DefaultPassBuilder
+from numba.core.compiler_machinery import PassManager, register_pass
 from numba.core.extending import (
     NativeValue,
     infer_getattr,
     intrinsic,
     lower_getattr_generic,
     models,
-    overload,
     register_model,
     unbox,
 )
+from numba.core.registry import CPUDispatcher
 from numba.core.serialize import dumps
+from numba.core.typed_passes import NativeLowering
 from numba.core.typing.templates import AttributeTemplate
 from numba.misc.appdirs import AppDirs
 from numba.np.arrayobj import make_array, populate_array
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+_log = logging.getLogger(__name__)
 
 
 def compiled(function: Function, *, nogil: bool = False) -> Function:
@@ -65,25 +78,172 @@ def compiled(function: Function, *, nogil: bool = False) -> Function:
     the interpreter is kept, so that no other thread sees a state half changed; but with
     `nogil`, for what takes long over arrays that nothing changes meanwhile.
     """
-    dispatcher = numba.njit(error_model="numpy", nogil=nogil)(function)
-    dispatcher._cache = CodeCache(dispatcher)
-    return dispatcher
+    entry: Any = _Entry(function, nogil=nogil)
+    return entry
 
 
 def inlined(function: Function) -> Function:
     """Put a small function into those that call it, where a call would cost more."""
-    return numba.njit(inline="always")(function)
+    entry: Any = _Entry(function, forceinline=True)
+    return entry
 
 
-@inlined
-def copy_items(target: Any, start: int, source: Any, num: int) -> None:
-    """Copy the first `num` items of an array into another, from `start` on.
+class _Entry(CPUDispatcher):
+    """A function as Python calls it; compiled functions call it as a `_Part`."""
 
-    An assignment to a slice would take a tenth of a second more to compile, for the
-    text of an error.
+    def __init__(self, function: Any, **own: bool) -> None:
+        options = {"nopython": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+        options |= own
+        super().__init__(function, targetoptions=options, pipeline_class=_EntryCompiler)
+        self._cache = CodeCache(self)
+        self._part = _Part(
+            function,
+            targetoptions=options | {"no_cpython_wrapper": True},
+            pipeline_class=_PartCompiler,
+        )
+
+    @property
+    def _numba_type_(self) -> Any:
+        return types.Dispatcher(self._part if _has_parts() else self)
+
+    def compile(self, sig: Any) -> Any:
+        # A compiler leaves little garbage, and looking for it takes a tenth longer.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return super().compile(sig)
+        finally:
+            if collects:
+                gc.enable()
+
+
+class _Part(CPUDispatcher):
+    """A function as other compiled functions call it; Python cannot."""
+
+    def add_overload(self, cres: Any) -> None:
+        self.overloads[tuple(cres.signature.args)] = cres
+
+    def get_call_template(self, args: Any, kws: Any) -> Any:
+        # A number that is known is a number, or each would have it compiled anew.
+        return super().get_call_template(tuple(map(types.unliteral, args)), kws)
+
+
+class _EntryCompiler(CompilerBase):
+    """Numba's compiler, with another end."""
+
+    def __init__(self, typing_context: Any, *args: Any) -> None:
+        super().__init__(_Remembering(typing_context), *args)
+
+    @property
+    def _lowering(self) -> Any:
+        return _EntryLowering if _has_parts() else NativeLowering
+
+    def define_pipelines(self) -> list[Any]:
+        manager = DefaultPassBuilder.define_nopython_pipeline(self.state)
+        passes = PassManager("jaxkv")
+        for kind, text in manager.passes:
+            passes.add_pass(self._lowering if kind is NativeLowering else kind, text)
+        passes.finalize()
+        return [passes]
+
+
+class _PartCompiler(_EntryCompiler):
+    @property
+    def _lowering(self) -> Any:
+        return _PartLowering
+
+
+class _Remembering:
+    """A typing context that remembers what a call with arguments of some types calls.
+
+    Numba's asks some ten candidates for every addition, as if it were the first.
     """
-    for row in range(num):
-        target[start + row] = source[row]
+
+    _known: ClassVar[dict[Any, Any]] = {}
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def resolve_function_type(self, func: Any, args: Any, kws: Any) -> Any:
+        call = func, tuple(args), tuple(sorted(kws.items()))
+        found = self._known.get(call)
+        if found is None:
+            found = self._context.resolve_function_type(func, args, kws)
+            if found is not None:
+                self._known[call] = found
+        return found
+
+
+class _EntryLibrary(JITCodeLibrary):
+    """LLVM's module of a function and its parts, which is optimized once."""
+
+    def _optimize_functions(self, ll_module: Any) -> None:
+        ll_module.data_layout = self._codegen._data_layout
+
+    def _optimize_final_module(self) -> None:
+        passes, builder = self._codegen._module_pass_manager()
+        passes.run(self._final_module, builder)
+
+
+class _PartLibrary(JITCodeLibrary):
+    """LLVM's module of a part, which is linked into others and never run by itself."""
+
+    def _optimize_final_module(self) -> None:
+        """Leave it to those that it is linked into."""
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()
+        self._finalized = True
+
+
+@register_pass(mutates_CFG=True, analysis_only=False)
+class _EntryLowering(NativeLowering):
+    _name = "jaxkv_entry_lowering"
+
+    def run_pass(self, state: Any) -> bool:
+        name = state.func_id.func_qualname
+        state.library = _EntryLibrary(state.targetctx.codegen(), name)
+        state.library.enable_object_caching()
+        return bool(super().run_pass(state))
+
+
+@register_pass(mutates_CFG=True, analysis_only=False)
+class _PartLowering(NativeLowering):
+    _name = "jaxkv_part_lowering"
+
+    def run_pass(self, state: Any) -> bool:
+        name = state.func_id.func_qualname
+        state.library = _PartLibrary(state.targetctx.codegen(), name)
+        state.flags.no_compile = True
+        super().run_pass(state)
+        state.library.finalize()
+        lowered, key = state["cr"], object()
+        # By the key a caller finds what to link.
+        state.targetctx.insert_user_function(key, lowered.fndesc, [state.library])
+        state["cr"] = lowered._replace(cfunc=key)
+        return True
+
+
+_answer: bool | None = None
+
+
+def _has_parts() -> bool:
+    """Tell whether parts work with this version of Numba, by trying them once."""
+    global _answer
+    if _answer is None:
+        _answer = True  # For what follows.
+        part = _Entry(lambda number: number + 1)
+        entry = _Entry(lambda number: part(number))
+        part._cache = entry._cache = NullCache()
+        try:
+            _answer = entry(1) == 2
+        except Exception as error:
+            _log.debug("all is compiled as Numba does by itself: %s", error)
+            _answer = False
+    return _answer
 
 
 def entry_point(function: Any, *arguments: Any) -> Callable[..., Any]:
@@ -134,7 +294,7 @@ class Bound:
 
     def __init__(self, state: Any) -> None:
         self.state = state
-        self._numba_type_ = _BoundType(StateType.of(state))
+        self._numba_type_ = StateType.of(state)
         words: list[int] = []
         for array in _arrays(state):
             words += [array.ctypes.data, *array.shape]
@@ -162,9 +322,95 @@ def own(state: Any) -> Any:
     return make(*(own(getattr(state, field.name)) for field in fields))
 
 
-def state_of(bound: Any) -> Any:
-    """Give the state of a `Bound`, in compiled functions and, for tests, in others."""
-    return bound.state
+@intrinsic
+def empty(typing_context: Any, num: Any, dtype: Any) -> Any:
+    """Make an array of `num` items of a dtype; compiled sooner than `np.empty`."""
+    array_type = types.Array(dtype.dtype, 1, "C")
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        num = args[0]
+        itemsize = context.get_constant(
+            types.intp, context.get_abi_sizeof(context.get_data_type(dtype.dtype))
+        )
+        memory = context.nrt.meminfo_alloc(builder, builder.mul(num, itemsize))
+        array = make_array(array_type)(context, builder)
+        data = context.nrt.meminfo_data(builder, memory)
+        populate_array(
+            array,
+            data=builder.bitcast(data, array.data.type),
+            shape=[num],
+            strides=[itemsize],
+            itemsize=itemsize,
+            meminfo=memory,
+        )
+        return array._getvalue()
+
+    return array_type(types.intp, dtype), generate
+
+
+def _chosen(typing_context: Any, first: Any, second: Any, comparison: Any) -> Any:
+    """Type and compile the choice of a number that compares so with the other."""
+    kind = typing_context.unify_types(types.unliteral(first), types.unliteral(second))
+    compared = types.boolean(kind, kind)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        is_second = context.get_function(comparison, compared)(builder, args[::-1])
+        return builder.select(is_second, args[1], args[0])
+
+    return kind(kind, kind), generate
+
+
+@intrinsic
+def lesser(typing_context: Any, first: Any, second: Any) -> Any:
+    """Do as `min` of two numbers; compiled sooner."""
+    return _chosen(typing_context, first, second, operator.lt)
+
+
+@intrinsic
+def greater(typing_context: Any, first: Any, second: Any) -> Any:
+    """Do as `max` of two numbers; compiled sooner."""
+    return _chosen(typing_context, first, second, operator.gt)
+
+
+def _words_of_row(context: Any, builder: Any, type_: Any, array: Any, row: Any) -> Any:
+    """Point to the 8 words of a row of u32[N, 8], contiguous."""
+    data = make_array(type_)(context, builder, array).data
+    start = builder.gep(data, [builder.mul(row, ir.IntType(64)(8))])
+    return builder.bitcast(start, ir.VectorType(ir.IntType(32), 8).as_pointer())
+
+
+@intrinsic
+def same_row(
+    typing_context: Any, first: Any, first_row: Any, second: Any, second_row: Any
+) -> Any:
+    """Tell whether two rows of u32[..., 8] are equal."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        one = _words_of_row(context, builder, first, *args[:2])
+        other = _words_of_row(context, builder, second, *args[2:])
+        words = (builder.load(at, align=4) for at in (one, other))
+        differ = builder.icmp_unsigned("!=", *words)
+        byte = ir.IntType(8)
+        return builder.icmp_unsigned("==", builder.bitcast(differ, byte), byte(0))
+
+    return types.boolean(first, types.intp, second, types.intp), generate
+
+
+@intrinsic
+def copy_row(
+    typing_context: Any, target: Any, target_row: Any, source: Any, source_row: Any
+) -> Any:
+    """Copy a row of u32[..., 8]."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        to = _words_of_row(context, builder, target, *args[:2])
+        words = builder.load(
+            _words_of_row(context, builder, source, *args[2:]), align=4
+        )
+        builder.store(words, to, align=4)
+        return context.get_dummy_value()
+
+    return types.void(target, types.intp, source, types.intp), generate
 
 
 @intrinsic
@@ -181,9 +427,8 @@ def equal_words(typing_context: Any, table: Any, row: Any, word: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         word_type, wide = ir.IntType(32), ir.IntType(64)
         vector = ir.VectorType(word_type, 8)
-        array = make_array(signature.args[0])(context, builder, args[0])
-        start = builder.gep(array.data, [builder.mul(args[1], wide(8))])
-        words = builder.load(builder.bitcast(start, vector.as_pointer()), align=4)
+        words = _words_of_row(context, builder, signature.args[0], *args[:2])
+        words = builder.load(words, align=4)
         undefined = ir.Constant(vector, ir.Undefined)
         each = builder.insert_element(undefined, args[2], word_type(0))
         each = builder.shuffle_vector(each, undefined, ir.Constant(vector, [0] * 8))
@@ -256,6 +501,7 @@ def _arrays(state: Any) -> list[Any]:
     return [array for value in each for array in _arrays(value)]
 
 
+_WORDS = ir.IntType(64).as_pointer()
 _labels: dict[type, str] = {}
 _functions: dict[str, Mapping[str, Any]] = {}  # by the label
 
@@ -275,12 +521,17 @@ def label_state(state_class: type, functions: Mapping[str, Callable[..., Any]]) 
     _functions[label] = functions
 
 
-def functions_of(state: Any) -> Any:
+@intrinsic
+def functions_of(typing_context: Any, state: Any) -> Any:
     """Give the functions that are tied to a state's class, in compiled functions.
 
     They are its attributes: ``functions_of(state).find(state, ...)``.
     """
-    raise NotImplementedError("only compiled functions can call functions_of().")
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return context.get_dummy_value()
+
+    return _FunctionsType(state.label)(state), generate
 
 
 def _name_of(state_class: type) -> str:
@@ -296,8 +547,8 @@ class StateType(types.Type):
     def __init__(self, label: str, fields: tuple[tuple[str, Any], ...]) -> None:
         self.label = label
         self.fields = fields
-        inner = ", ".join(f"{name}: {type_}" for name, type_ in fields)
-        super().__init__(f"{label}({inner})")
+        inner = hashlib.sha256(repr(fields).encode()).hexdigest()
+        super().__init__(f"{label} {inner[:16]}")  # Short, as symbols are named by it.
 
     @staticmethod
     def of(value: Any) -> Any:
@@ -329,9 +580,11 @@ class _BorrowedModel(models.ArrayModel):
 
 
 @register_model(StateType)
-class _StateModel(models.StructModel):
+class _StateModel(models.PrimitiveModel):
+    """Where the words of a state begin in the table of its `Bound`."""
+
     def __init__(self, manager: Any, type_: StateType) -> None:
-        super().__init__(manager, type_, list(type_.fields))
+        super().__init__(manager, type_, _WORDS)
 
 
 @infer_getattr
@@ -344,8 +597,56 @@ class _StateFields(AttributeTemplate):
 
 @lower_getattr_generic(StateType)
 def _get_field(context: Any, builder: Any, type_: Any, value: Any, name: str) -> Any:
-    fields = cgutils.create_struct_proxy(type_)(context, builder, value=value)
-    return getattr(fields, name)
+    """Find a state within a state, or read where an array is and of what shape."""
+    fields = dict(type_.fields)
+    before = itertools.takewhile(lambda other: other != name, fields)
+    position = sum(_num_words(fields[other]) for other in before)
+    type_ = fields[name]
+
+    def address(position: int) -> Any:
+        return builder.gep(value, [ir.IntType(64)(position)])
+
+    def word(position: int) -> Any:
+        # The table never changes: nothing written to an array has it read again.
+        loaded = builder.load(address(position))
+        loaded.set_metadata("invariant.load", builder.module.add_metadata([]))
+        return loaded
+
+    if isinstance(type_, StateType):
+        return address(position)
+    shape = [word(position + 1 + axis) for axis in range(type_.ndim)]
+    itemsize = context.get_constant(
+        types.intp, context.get_abi_sizeof(context.get_data_type(type_.dtype))
+    )
+    strides: list[Any] = []
+    stride = itemsize
+    for extent in reversed(shape):
+        strides.insert(0, stride)
+        stride = builder.mul(stride, extent)
+    model = context.data_model_manager[type_]
+    pointer = context.get_value_type(model.get_type("data"))
+    data = builder.inttoptr(word(position), pointer)
+    nitems = context.get_constant(types.intp, 1)
+    for extent in shape:
+        nitems = builder.mul(nitems, extent)
+    members = {
+        "nitems": nitems,
+        "itemsize": itemsize,
+        "data": data,
+        "shape": cgutils.pack_array(builder, shape, ty=ir.IntType(64)),
+        "strides": cgutils.pack_array(builder, strides, ty=ir.IntType(64)),
+    }
+    array = ir.Constant(model.get_value_type(), None)
+    for name, member in members.items():
+        array = model.set(builder, array, member, name)
+    return array
+
+
+def _num_words(type_: Any) -> int:
+    """Count the words of a state, or of an array, in a table."""
+    if isinstance(type_, StateType):
+        return sum(_num_words(field) for _, field in type_.fields)
+    return 1 + int(type_.ndim)
 
 
 class _FunctionsType(types.Opaque):
@@ -364,7 +665,7 @@ class _FunctionsAttributes(AttributeTemplate):
     key = _FunctionsType
 
     def generic_resolve(self, type_: _FunctionsType, name: str) -> Any:
-        return types.Dispatcher(_functions[type_.label][name])
+        return numba.typeof(_functions[type_.label][name])
 
 
 @lower_getattr_generic(_FunctionsType)
@@ -372,100 +673,13 @@ def _get_function(context: Any, builder: Any, type_: Any, value: Any, name: str)
     return context.get_dummy_value()  # The type says which function it is.
 
 
-@intrinsic
-def _give_functions(typing_context: Any, state: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return context.get_dummy_value()
-
-    return _FunctionsType(state.label)(state), generate
-
-
-@overload(functions_of)
-def _functions_of(state: Any) -> Any:
-    def give(state: Any) -> Any:
-        return _give_functions(state)
-
-    return give
-
-
-class _BoundType(types.Type):
-    """The type of a `Bound`: that of its state."""
-
-    def __init__(self, state: StateType) -> None:
-        self.state = state
-        super().__init__(f"Bound({state})")
-
-
-@register_model(_BoundType)
-class _BoundModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, type_: _BoundType) -> None:
-        super().__init__(manager, type_, ir.IntType(64).as_pointer())
-
-
-@unbox(_BoundType)
-def _unbox_bound(type_: _BoundType, value: Any, context: Any) -> NativeValue:
+@unbox(StateType)
+def _unbox_bound(type_: StateType, value: Any, context: Any) -> NativeValue:
     address = context.pyapi.object_getattr_string(value, "_address")
     number = context.pyapi.long_as_longlong(address)
     context.pyapi.decref(address)
-    pointer = context.context.get_value_type(type_)
-    return NativeValue(context.builder.inttoptr(number, pointer))
+    return NativeValue(context.builder.inttoptr(number, _WORDS))
 
-
-@intrinsic
-def _read_table(typing_context: Any, bound: Any) -> Any:
-    """Make a state of a table of addresses and shapes."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        position = 0
-
-        def next_word() -> Any:
-            nonlocal position
-            position += 1
-            index = context.get_constant(types.intp, position - 1)
-            return builder.load(builder.gep(args[0], [index]))
-
-        def make(type_: Any) -> Any:
-            if isinstance(type_, StateType):
-                fields = cgutils.create_struct_proxy(type_)(context, builder)
-                for name, field in type_.fields:
-                    setattr(fields, name, make(field))
-                return fields._getvalue()
-            array = make_array(type_)(context, builder)
-            itemsize = context.get_abi_sizeof(context.get_data_type(type_.dtype))
-            data = next_word()
-            shape = [next_word() for _ in range(type_.ndim)]
-            strides: list[Any] = []
-            stride = context.get_constant(types.intp, itemsize)
-            for extent in reversed(shape):
-                strides.insert(0, stride)
-                stride = builder.mul(stride, extent)
-            populate_array(
-                array,
-                data=builder.inttoptr(data, array.data.type),
-                shape=shape,
-                strides=strides,
-                itemsize=itemsize,
-                meminfo=None,
-            )
-            return array._getvalue()
-
-        return make(bound.state)
-
-    return bound.state(bound), generate
-
-
-@overload(state_of)
-def _state_of(bound: Any) -> Any:
-    if not isinstance(bound, _BoundType):
-        return None
-
-    def read(bound: Any) -> Any:
-        return _read_table(bound)
-
-    return read
-
-
-_log = logging.getLogger(__name__)
 
 # Of what is in a file, and of what its name says: a new number has all compiled anew.
 _FORMAT = 1
@@ -744,3 +958,23 @@ def _warn(what: str, error: OSError) -> None:
 
 
 _has_warned = False
+
+
+@inlined
+def copy_items(target: Any, start: int, source: Any, num: int) -> None:
+    """Copy the first `num` items of an array into another, from `start` on.
+
+    An assignment to a slice would take a tenth of a second more to compile, for the
+    text of an error.
+    """
+    for row in range(num):
+        target[start + row] = source[row]
+
+
+@inlined
+def filled(num: int, value: Any, dtype: Any) -> Any:
+    """Do as `np.full` of one dimension; compiled sooner."""
+    array = empty(num, dtype)
+    for row in range(num):
+        array[row] = value
+    return array

@@ -2,13 +2,24 @@
 
 import numpy as np
 
-from jaxkv.compiling import Bound, compiled, entry_point, own, state_of
+from jaxkv import compiling
+from jaxkv.compiling import (
+    Bound,
+    compiled,
+    copy_row,
+    empty,
+    entry_point,
+    filled,
+    greater,
+    lesser,
+    own,
+    same_row,
+)
 from jaxkv.policies import lru
 
 
 @compiled
-def add_to_tail(bound, number):
-    state = state_of(bound)
+def add_to_tail(state, number):
     state.order.tail[()] += number
     return state.order.places.shape[0]
 
@@ -27,3 +38,53 @@ def test_own_copies_all_arrays():
     add_to_tail(Bound(copy), 1)
     assert int(state.order.tail) == 0
     assert isinstance(copy.order.tail, np.ndarray)
+
+
+@compiled
+def chosen(array, number):
+    return lesser(array[0], number), greater(array[0], number)
+
+
+def test_the_lesser_and_the_greater_are_those_of_python():
+    for dtype in (np.int32, np.uint32, np.float64):
+        for number in (2, 3, 4):
+            assert chosen(np.full(1, 3, dtype), number) == (
+                min(3, number),
+                max(3, number),
+            )
+
+
+@compiled
+def moved(rows):
+    scratch = empty(3, np.int64)
+    scratch[0] = filled(2, 7, np.int64)[1]
+    copy_row(rows, 2, rows, 1)
+    return same_row(rows, 1, rows, 2), same_row(rows, 0, rows, 2), scratch[0]
+
+
+def test_rows_are_copied_and_compared_whole():
+    for word in range(8):
+        rows = np.zeros((3, 8), np.uint32)
+        rows[1, word] = 1 << 31
+        assert moved(rows) == (True, False, 7)
+        assert (rows[2] == rows[1]).all()
+
+
+def test_where_numba_is_another_than_is_known_it_compiles_by_itself(monkeypatch):
+    def fail(*_):
+        raise AttributeError("of another version")
+
+    @compiled
+    def part(number):
+        return number + 1
+
+    @compiled
+    def entry(number):
+        return part(number)
+
+    monkeypatch.setattr(compiling, "_answer", None)
+    monkeypatch.setattr(compiling.CodeCache, "load_overload", lambda *_: None)
+    monkeypatch.setattr(compiling._PartLowering, "run_pass", fail)
+    assert entry(1) == 2
+    assert compiling._answer is False
+    assert part.signatures  # It has machine code of its own.

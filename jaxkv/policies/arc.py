@@ -29,7 +29,16 @@ import numpy as np
 from jax import Array, lax
 
 from jaxkv._util import check_whole
-from jaxkv.compiling import compiled, copy_items
+from jaxkv.compiling import (
+    compiled,
+    copy_items,
+    copy_row,
+    empty,
+    filled,
+    greater,
+    inlined,
+    lesser,
+)
 from jaxkv.keys import words_to_keys
 from jaxkv.policies import directory as directory_lib
 from jaxkv.policies import recency
@@ -200,9 +209,9 @@ def insert(
 def native_insert(state: Any, variant: int, keys: Any, block_ids: Any) -> None:
     """Do as `insert`, in place."""
     num_rows = block_ids.shape[0]
-    entries = np.full(num_rows, directory_lib.NO_ENTRY, np.int32)
-    fresh = np.full(num_rows, directory_lib.NO_ENTRY, np.int32)
-    height = state.unused.shape[0] - state.sizes.sum()
+    entries = filled(num_rows, directory_lib.NO_ENTRY, np.int32)
+    fresh = filled(num_rows, directory_lib.NO_ENTRY, np.int32)
+    height = _native_num_unused(state)
     num_fresh = 0
     for row in range(num_rows):
         if block_ids[row] == NO_BLOCK:
@@ -211,7 +220,8 @@ def native_insert(state: Any, variant: int, keys: Any, block_ids: Any) -> None:
         if entries[row] < 0:
             fresh[row] = state.unused[height - 1 - num_fresh]
             num_fresh += 1
-    added = fresh.copy()
+    added = empty(num_rows, np.int32)
+    copy_items(added, 0, fresh, num_rows)
     directory_lib.native_insert(state.directory, keys, added)
 
     count = 0
@@ -335,11 +345,11 @@ def native_evict(
 ) -> Any:
     """Do as `evict`, in place."""
     order, num_blocks = state.order, ref_cnt.shape[0]
-    t1, t2 = np.empty(num, np.int32), np.empty(num, np.int32)
+    t1, t2 = empty(num, np.int32), empty(num, np.int32)
     # Taken one by one, blocks would come from T1 while |T1| >= int(target).
     above_target = state.sizes[T1] - np.int64(state.target.view(np.float64)[0]) + 1
     num_t1, head_t1 = recency.native_find_oldest(
-        order, min(max(above_target, 0), num), T1, state.block_ids, ref_cnt, t1
+        order, lesser(greater(above_target, 0), num), T1, state.block_ids, ref_cnt, t1
     )
     num_first = num_t1
     num_t2, head_t2 = recency.native_find_oldest(
@@ -353,14 +363,14 @@ def native_evict(
         return False
 
     # Some of T1, then those of T2, then (if fixed) the others of T1.
-    victims = np.empty(num, np.int32)
+    victims = empty(num, np.int32)
     copy_items(victims, 0, t1, num_first)
     copy_items(victims, num_first, t2, num_t2)
     copy_items(victims, num_first + num_t2, t1[num_first:], num_t1 - num_first)
     # They become ghosts, and the oldest ghosts in excess of the blocks are forgotten.
-    excess_b1 = max(state.sizes[B1] + num_t1 - num_blocks, 0)
-    excess_b2 = max(state.sizes[B2] + num_t2 - num_blocks, 0)
-    forgotten = np.empty(excess_b1 + excess_b2, np.int32)
+    excess_b1 = greater(state.sizes[B1] + num_t1 - num_blocks, 0)
+    excess_b2 = greater(state.sizes[B2] + num_t2 - num_blocks, 0)
+    forgotten = empty(excess_b1 + excess_b2, np.int32)
     _, head_b1 = recency.native_find_oldest(
         order, excess_b1, B1, state.block_ids, _ALL_ENTRIES, forgotten
     )
@@ -373,7 +383,7 @@ def native_evict(
         entry = victims[row]
         block_ids[row] = state.block_ids[entry]
         state.block_ids[entry] = NO_BLOCK
-        directory_lib.copy_key(keys, row, state.directory.keys, entry)
+        copy_row(keys, row, state.directory.keys, entry)
         recency.native_remove(order, entry)
     for entry in forgotten:
         directory_lib.native_remove(state.directory, entry)
@@ -396,12 +406,12 @@ def _move_target(state: Any, of_list: int) -> None:
     """Raise the target for a ghost of B1, lower it for one of B2."""
     target = state.target.view(np.float64)
     # A list of ghosts that was hit is not empty, so this `max` changes no result.
-    b1, b2 = max(state.sizes[B1], 1), max(state.sizes[B2], 1)
+    b1, b2 = greater(state.sizes[B1], 1), greater(state.sizes[B2], 1)
     if of_list == B1:
         num_blocks = state.block_ids.shape[0] // 3
-        target[0] = min(target[0] + max(b2 / b1, 1.0), float(num_blocks))
+        target[0] = lesser(target[0] + greater(b2 / b1, 1.0), float(num_blocks))
     else:
-        target[0] = max(target[0] - max(b1 / b2, 1.0), 0.0)
+        target[0] = greater(target[0] - greater(b1 / b2, 1.0), 0.0)
 
 
 def snapshot(state: ARCState) -> dict[str, Any]:
@@ -550,13 +560,22 @@ def _give_back(unused: Array, sizes: Array, entries: Array) -> Array:
     return unused.at[at].set(entries, mode="drop")
 
 
+@inlined
+def _native_num_unused(state: Any) -> Any:
+    """Tell how high the stack of unused entries is."""
+    num = state.unused.shape[0]
+    for size in state.sizes:
+        num -= size
+    return num
+
+
 @compiled
 def _native_give_back(state: Any, entries: Any) -> None:
     """Push entries (-1 for none) on the stack of those in no list, the first on top.
 
     `sizes` do not count them any more.
     """
-    at = state.unused.shape[0] - state.sizes.sum() - 1
+    at = _native_num_unused(state) - 1
     for entry in entries:
         if entry >= 0:
             state.unused[at] = entry

@@ -24,11 +24,17 @@ from jax import Array, lax
 
 from jaxkv.compiling import (
     compiled,
+    copy_row,
     count_bits,
+    empty,
     equal_words,
+    filled,
+    greater,
     inlined,
+    lesser,
     lowest_bit,
     prefetch,
+    same_row,
 )
 from jaxkv.policies.xla import running_count
 from jaxkv.types import KEY_WORDS
@@ -115,7 +121,7 @@ def address(directory: Any, keys: Any, row: int) -> Any:
     tag = np.uint32((one ^ mixed) & np.uint64(_LOW))
     last_bucket = np.uint64(directory.tags.shape[0] - 1)
     return (
-        max(tag, np.uint32(1)),
+        greater(tag, np.uint32(1)),
         one & last_bucket,
         two & last_bucket,
     )
@@ -143,7 +149,7 @@ def find_at(
         bucket = first if slot < np.uint64(SLOTS_PER_BUCKET) else second
         slot &= np.uint64(SLOTS_PER_BUCKET - 1)
         entry = directory.entries[bucket * np.uint64(SLOTS_PER_BUCKET) + slot]
-        if same_key(directory.keys, entry, keys, row):
+        if same_row(directory.keys, entry, keys, row):
             found = entry
             break
         matches &= matches - np.uint64(1)
@@ -171,12 +177,12 @@ def addresses(
         start: The first row.
         stop: The row after the last.
         tags: u32[GROUP]. Written, from 0 on.
-        buckets: u64[GROUP, 2]. Likewise.
+        buckets: u64[2 * GROUP]. Likewise, two of each row.
     """
     for row in range(start, stop):
         tag, first, second = address(directory, keys, row)
         at = row - start
-        tags[at], buckets[at, 0], buckets[at, 1] = tag, first, second
+        tags[at], buckets[2 * at], buckets[2 * at + 1] = tag, first, second
         prefetch(directory.tags, first * np.uint64(SLOTS_PER_BUCKET))
         prefetch(directory.tags, second * np.uint64(SLOTS_PER_BUCKET))
 
@@ -230,16 +236,16 @@ def native_find(directory: Any, keys: Any, entries: Any) -> None:
         keys: u32[K, 8].
         entries: i32[K]. Written.
     """
-    tags = np.empty(GROUP, np.uint32)
-    buckets = np.empty((GROUP, 2), np.uint64)
+    tags = empty(GROUP, np.uint32)
+    buckets = empty(2 * GROUP, np.uint64)
     num_keys = keys.shape[0]
     for start in range(0, num_keys, GROUP):
-        stop = min(start + GROUP, num_keys)
+        stop = lesser(start + GROUP, num_keys)
         addresses(directory, keys, start, stop, tags, buckets)
         for row in range(start, stop):
             at = row - start
             entries[row] = find_at(
-                directory, tags[at], buckets[at, 0], buckets[at, 1], keys, row
+                directory, tags[at], buckets[2 * at], buckets[2 * at + 1], keys, row
             )
 
 
@@ -250,7 +256,7 @@ def find_prefix(directory: Any, keys: Any, entries: Any) -> Any:
     start, width = 0, 8
     # A part at a time, as nothing after the first miss is of interest.
     while start < num_keys:
-        stop = min(start + width, num_keys)
+        stop = lesser(start + width, num_keys)
         native_find(directory, keys[start:stop], entries[start:stop])
         for row in range(start, stop):
             if entries[row] == NO_ENTRY:
@@ -325,15 +331,15 @@ def native_insert(directory: Any, keys: Any, entries: Any) -> None:
             the key finds no slot, NO_ENTRY is written.
     """
     num_rows = keys.shape[0]
-    rows = np.empty(num_rows, np.int32)
-    tags = np.empty(num_rows, np.uint32)
-    buckets = np.empty((num_rows, 2), np.uint64)
-    proposals = np.empty(num_rows, np.int64)
+    rows = empty(num_rows, np.int32)
+    tags = empty(num_rows, np.uint32)
+    buckets = empty(2 * num_rows, np.uint64)
+    proposals = empty(num_rows, np.int64)
     num_left = 0
     for row in range(num_rows):
         if entries[row] >= 0:
             tag, first, second = address(directory, keys, row)
-            tags[row], buckets[row, 0], buckets[row, 1] = tag, first, second
+            tags[row], buckets[2 * row], buckets[2 * row + 1] = tag, first, second
             prefetch(directory.entries, first * np.uint64(SLOTS_PER_BUCKET))
             prefetch(directory.entries, second * np.uint64(SLOTS_PER_BUCKET))
             rows[num_left] = row
@@ -342,7 +348,7 @@ def native_insert(directory: Any, keys: Any, entries: Any) -> None:
         for at in range(num_left):
             row = rows[at]
             proposals[at] = _propose(
-                directory, tags[row], buckets[row, 0], buckets[row, 1]
+                directory, tags[row], buckets[2 * row], buckets[2 * row + 1]
             )
         num_losers = 0
         for at in range(num_left):
@@ -391,22 +397,6 @@ def native_remove(directory: Any, entry: int) -> None:
     directory.entries[slot] = FREE
 
 
-@inlined
-def same_key(keys: Any, row: int, others: Any, other_row: int) -> Any:
-    """Tell whether two rows of u32[..., 8] are equal."""
-    difference = np.uint32(0)
-    for word in range(KEY_WORDS):
-        difference |= keys[row, word] ^ others[other_row, word]
-    return difference == 0
-
-
-@inlined
-def copy_key(target: Any, target_row: int, source: Any, source_row: int) -> None:
-    """Copy a row of u32[..., 8]."""
-    for word in range(KEY_WORDS):
-        target[target_row, word] = source[source_row, word]
-
-
 @compiled
 def mark_first(keys: Any, wanted: Any) -> Any:
     """Clear `wanted` (bool[K]) where an earlier row that is wanted has the same key.
@@ -418,7 +408,7 @@ def mark_first(keys: Any, wanted: Any) -> Any:
     size = 16
     while size < 2 * num_rows:
         size *= 2
-    table = np.full(size, -1, np.int32)
+    table = filled(size, -1, np.int32)
     num_wanted = 0
     for row in range(num_rows):
         if not wanted[row]:
@@ -428,7 +418,7 @@ def mark_first(keys: Any, wanted: Any) -> Any:
         for word in range(KEY_WORDS):
             number += np.uint64(keys[row, word]) * _FACTORS[0, word]
         place = np.int64(finish(number)) & (size - 1)
-        while table[place] >= 0 and not same_key(keys, table[place], keys, row):
+        while table[place] >= 0 and not same_row(keys, table[place], keys, row):
             place = (place + 1) & (size - 1)
         if table[place] >= 0:
             wanted[row] = False
@@ -464,7 +454,7 @@ def _take(directory: Any, slot: int, tag: Any, keys: Any, row: int, entry: int) 
     directory.tags[slot // SLOTS_PER_BUCKET, slot % SLOTS_PER_BUCKET] = tag
     directory.entries[slot] = entry
     directory.slots[entry] = slot
-    copy_key(directory.keys, entry, keys, row)
+    copy_row(directory.keys, entry, keys, row)
 
 
 def tags_of(keys: Array) -> Array:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxkv.compiling import compiled, inlined, prefetch
+from jaxkv.compiling import compiled, greater, inlined, prefetch
 
 WAYS = 4
 """Ghosts that share a place; a new one takes that of the oldest of them."""
@@ -186,9 +186,9 @@ def native_write(ghosts: Any, slots: Any, tags: Any, notes: Any, last_ms: Any) -
         if slots[row] >= 0:
             at, way = slots[row] >> _WAY_BITS, slots[row] & WAYS - 1
             word = np.uint32((tags[row] & _TAG_MASK) | np.uint32(notes[row]))
-            ghosts.table[at, way] = max(ghosts.table[at, way], word)
+            ghosts.table[at, way] = greater(ghosts.table[at, way], word)
             last = last_ms[row * step]
-            ghosts.table[at, WAYS + way] = max(ghosts.table[at, WAYS + way], last)
+            ghosts.table[at, WAYS + way] = greater(ghosts.table[at, WAYS + way], last)
 
 
 def clear(ghosts: Ghosts, slots: Array) -> Ghosts:

@@ -30,7 +30,16 @@ import numpy as np
 from jax import Array, lax
 
 from jaxkv._util import check_whole
-from jaxkv.compiling import compiled, copy_items, inlined
+from jaxkv.compiling import (
+    compiled,
+    copy_items,
+    copy_row,
+    empty,
+    filled,
+    greater,
+    inlined,
+    lesser,
+)
 from jaxkv.keys import words_to_keys
 from jaxkv.policies import clock
 from jaxkv.policies import directory as directory_lib
@@ -258,16 +267,18 @@ def native_begin(
         reuse_lib.native_rebuild(state.reuse)
     num_blocks: Any = 0
     for row in range(num_rows):
-        num_blocks = max(num_blocks, positions[row] + 1)
+        num_blocks = greater(num_blocks, positions[row] + 1)
     if num_rows:
         size: Any = np.int64(num_tokens) // num_blocks
-        state.block_tokens[()] = min(np.int64(state.block_tokens[()]), max(size, 1))
+        state.block_tokens[()] = lesser(
+            np.int64(state.block_tokens[()]), greater(size, 1)
+        )
 
-    entries = np.empty(num_rows, np.int32)
+    entries = empty(num_rows, np.int32)
     directory_lib.native_find(state.directory, keys, entries)
-    slots = np.full(num_rows, -1, np.int64)
-    tags = np.empty(num_rows, np.uint32)
-    notes = np.empty(num_rows, np.int32)
+    slots = filled(num_rows, -1, np.int64)
+    tags = empty(num_rows, np.uint32)
+    notes = empty(num_rows, np.int32)
     num_new, num_known, is_leading = 0, 0, True
     deepest: Any = np.int64(0)
     _fetch_ghosts(state, keys, entries, tags)
@@ -295,12 +306,12 @@ def native_begin(
                 deepest = note
         else:
             num_new += 1
-        notes[row] = max(note, 0) & CHILD
+        notes[row] = greater(note, 0) & CHILD
 
     turn: Any = np.int64(1)
     if num_known and not deepest & CHILD:
-        turn = min(((deepest >> TURN_SHIFT) & TURN_MASK) + 1, MOST_TURNS)
-    share = min(NUM_SHARES * num_new // max(num_rows, 1), NUM_SHARES - 1)
+        turn = lesser(((deepest >> TURN_SHIFT) & TURN_MASK) + 1, MOST_TURNS)
+    share = lesser(NUM_SHARES * num_new // greater(num_rows, 1), NUM_SHARES - 1)
     mark = TURN_BUCKETS[turn] * NUM_SHARES + share | turn << TURN_SHIFT
     state.current[()] = mark
     _native_write_notes(state, positions, entries, slots, tags, notes, mark)
@@ -370,11 +381,11 @@ def native_finish(
     mark = of_class | (mark & TURN_MASK << TURN_SHIFT)
     state.reuse.touches[of_class] += reuse_lib.UNIT * num_rows
 
-    entries = np.empty(num_rows, np.int32)
+    entries = empty(num_rows, np.int32)
     directory_lib.native_find(state.directory, keys, entries)
-    slots = np.full(num_rows, -1, np.int64)
-    tags = np.empty(num_rows, np.uint32)
-    notes = np.empty(num_rows, np.int32)
+    slots = filled(num_rows, -1, np.int64)
+    tags = empty(num_rows, np.uint32)
+    notes = empty(num_rows, np.int32)
     _fetch_ghosts(state, keys, entries, tags)
     for row in range(num_rows):
         entry = entries[row]
@@ -388,13 +399,13 @@ def native_finish(
                 note = ghosts_lib.note_at(state.ghosts, slots[row])
             else:
                 slots[row] = ghosts_lib.native_choose(state.ghosts, tags[row], now)
-        notes[row] = max(note, 0) & CHILD
+        notes[row] = greater(note, 0) & CHILD
     for row in range(num_rows):
         entry = entries[row]
         if entry >= 0:
-            state.depths[entry] = max(state.depths[entry], positions[row])
+            state.depths[entry] = greater(state.depths[entry], positions[row])
             if row > 0 and positions[row] > 0:
-                state.parents[entry] = max(state.parents[entry], entries[row - 1])
+                state.parents[entry] = greater(state.parents[entry], entries[row - 1])
     _native_write_notes(state, positions, entries, slots, tags, notes, mark)
 
 
@@ -436,7 +447,7 @@ def native_insert(state: Any, variant: int, keys: Any, block_ids: Any) -> None:
     """Do as `insert`, in place."""
     directory_lib.native_insert(state.directory, keys, block_ids)
     num_rows = block_ids.shape[0]
-    slots = np.full(num_rows, -1, np.int64)
+    slots = filled(num_rows, -1, np.int64)
     for row in range(num_rows):
         block = block_ids[row]
         if block != NO_BLOCK:
@@ -558,10 +569,10 @@ def native_evict(
         return False
 
     now: Any = np.int64(state.now_ms[()])
-    slots = np.empty(num, np.int64)
-    tags = np.empty(num, np.uint32)
-    notes = np.empty(num, np.int32)
-    last_ms = np.empty(num, np.uint32)
+    slots = empty(num, np.int64)
+    tags = empty(num, np.uint32)
+    notes = empty(num, np.int32)
+    last_ms = empty(num, np.uint32)
     directory = state.directory
     for row in range(num):
         block = victims[row]
@@ -575,7 +586,7 @@ def native_evict(
         block = victims[row]
         slots[row] = ghosts_lib.native_choose(state.ghosts, tags[row], now)
         notes[row], last_ms[row] = state.notes[block], state.last_ms[block]
-        directory_lib.copy_key(keys, row, directory.keys, block)
+        copy_row(keys, row, directory.keys, block)
     ghosts_lib.native_write(state.ghosts, slots, tags, notes, last_ms)
     native_remove(state, victims)
     return True
@@ -749,7 +760,7 @@ def _native_write_notes(
             num_absent += 1
     if num_absent:
         ghosts_lib.native_write(
-            state.ghosts, slots, tags, notes, np.full(1, now_ms, np.uint32)
+            state.ghosts, slots, tags, notes, filled(1, now_ms, np.uint32)
         )
 
 
@@ -766,11 +777,11 @@ def _fetch_ghosts(state: Any, keys: Any, entries: Any, tags: Any) -> None:
 def _refill(state: Any, num: int, ref_cnt: Any, victims: Any) -> Any:
     """Find the blocks that are worth least, and put those beyond `num` in the queue."""
     num_blocks, room = ref_cnt.shape[0], state.queue.shape[0]
-    values = np.empty(num_blocks, np.int64)
+    values = empty(num_blocks, np.int64)
     num_idle = 0
     now: Any = np.int64(state.now_ms[()])
     size: Any = np.int64(state.block_tokens[()])
-    base = np.empty(1, np.float32)
+    base = empty(1, np.float32)
     bits = base.view(np.int32)
     base[0] = np.float32(FLOPS_TOKENS)
     base_bits = np.int64(bits[0])
@@ -783,7 +794,7 @@ def _refill(state: Any, num: int, ref_cnt: Any, victims: Any) -> Any:
         age = clock.age_of(now, state.last_ms[block])
         values[block] = reuse_lib.native_value_of(state.reuse, note & CLASS_MASK, age)
         if state.by_flops[()]:
-            tokens: Any = min(np.int64(state.depths[block]) * size, 1 << 29)
+            tokens: Any = lesser(np.int64(state.depths[block]) * size, 1 << 29)
             base[0] = np.float32(FLOPS_TOKENS + tokens)
             values[block] += bits[0] - base_bits
     if num_idle < num:
@@ -797,7 +808,7 @@ def _refill(state: Any, num: int, ref_cnt: Any, victims: Any) -> Any:
             values[parent] = value
             parent = parent_of(state, parent)
 
-    num_taken = min(num_idle, max(num, room))
+    num_taken = lesser(num_idle, greater(num, room))
     chosen = _native_choose_lowest(state, values, ref_cnt, num_taken)
     for position in range(room):
         if state.queue[position] < num_blocks:
@@ -923,22 +934,23 @@ def _native_choose_lowest(state: Any, values: Any, ref_cnt: Any, num: int) -> An
     """
     num_blocks = values.shape[0]
     least, most, num_idle = np.int64(1) << 62, np.int64(0), 0
-    blocks = np.empty(num_blocks, np.int32)
-    ranks = np.empty(num_blocks, np.int64)
+    blocks = empty(num_blocks, np.int32)
+    ranks = empty(num_blocks, np.int64)
     for block in range(num_blocks):
         if values[block] >= 0 and ref_cnt[block] == 0:
             rank = values[block] << 31 | (0x7FFFFFFF - np.int64(state.depths[block]))
             blocks[num_idle], ranks[num_idle] = block, rank
-            least, most = min(least, rank), max(most, rank)
+            least, most = lesser(least, rank), greater(most, rank)
             num_idle += 1
     # Buckets of equal width, and those of the last of them again, until few blocks
     # but those that are chosen are left.
-    places = np.zeros(_NUM_BUCKETS + 1, np.int64)
+    no_places = filled(_NUM_BUCKETS + 1, 0, np.int64)
+    places = empty(_NUM_BUCKETS + 1, np.int64)
     while True:
         shift = np.int64(0)
         while (most - least) >> shift >= _NUM_BUCKETS:
             shift += 1
-        places[:] = 0
+        copy_items(places, 0, no_places, _NUM_BUCKETS + 1)
         num_below = 0
         for row in range(num_idle):
             if ranks[row] < least:
@@ -949,10 +961,10 @@ def _native_choose_lowest(state: Any, values: Any, ref_cnt: Any, num: int) -> An
         while so_far < num:
             last += 1
             so_far += places[last + 1]
-        if so_far - num <= max(num, _FEW) or shift == 0:
+        if so_far - num <= greater(num, _FEW) or shift == 0:
             break
         least = least + (last << shift)
-        most = min(most, least + (np.int64(1) << shift) - 1)
+        most = lesser(most, least + (np.int64(1) << shift) - 1)
     end = least + ((last + 1) << shift)
 
     # By buckets over all that are left, and then each bucket by itself.
@@ -960,18 +972,18 @@ def _native_choose_lowest(state: Any, values: Any, ref_cnt: Any, num: int) -> An
     for row in range(num_idle):
         if ranks[row] < end:
             blocks[num_left], ranks[num_left] = blocks[row], ranks[row]
-            least = min(least, ranks[row])
+            least = lesser(least, ranks[row])
             num_left += 1
     shift = np.int64(0)
     while (end - 1 - least) >> shift >= _NUM_BUCKETS:
         shift += 1
-    places[:] = 0
+    copy_items(places, 0, no_places, _NUM_BUCKETS + 1)
     for row in range(num_left):
         places[((ranks[row] - least) >> shift) + 1] += 1
     for bucket in range(_NUM_BUCKETS):
         places[bucket + 1] += places[bucket]
-    sorted_blocks = np.empty(num_left, np.int32)
-    sorted_ranks = np.empty(num_left, np.int64)
+    sorted_blocks = empty(num_left, np.int32)
+    sorted_ranks = empty(num_left, np.int64)
     for row in range(num_left):
         bucket = (ranks[row] - least) >> shift
         sorted_blocks[places[bucket]] = blocks[row]
@@ -980,24 +992,44 @@ def _native_choose_lowest(state: Any, values: Any, ref_cnt: Any, num: int) -> An
     start: Any = np.int64(0)
     for bucket in range(_NUM_BUCKETS):
         stop = places[bucket]
-        if stop - start > _FEW:
-            order = start + np.argsort(sorted_ranks[start:stop], kind="mergesort")
-            sorted_blocks[start:stop] = sorted_blocks[order]
-        else:
-            _sort_few(sorted_ranks, sorted_blocks, start, stop)
+        _sort(sorted_ranks, sorted_blocks, start, stop)
         start = stop
     return sorted_blocks
 
 
-@inlined
-def _sort_few(ranks: Any, blocks: Any, start: int, stop: int) -> None:
+@compiled
+def _sort(ranks: Any, blocks: Any, start: int, stop: int) -> None:
     """Sort a part of two arrays by the first, and leave equal ones in their order."""
-    for row in range(start + 1, stop):
-        rank, block, at = ranks[row], blocks[row], row
-        while at > start and ranks[at - 1] > rank:
-            ranks[at], blocks[at] = ranks[at - 1], blocks[at - 1]
-            at -= 1
-        ranks[at], blocks[at] = rank, block
+    for first in range(start, stop, _FEW):
+        for row in range(first + 1, lesser(first + _FEW, stop)):
+            rank, block, at = ranks[row], blocks[row], row
+            while at > first and ranks[at - 1] > rank:
+                ranks[at], blocks[at] = ranks[at - 1], blocks[at - 1]
+                at -= 1
+            ranks[at], blocks[at] = rank, block
+    # What is sorted is merged with what follows, twice as much each time.
+    width = _FEW
+    if stop - start <= width:
+        return
+    own_ranks, own_blocks = empty(stop - start, np.int64), empty(stop - start, np.int32)
+    while width < stop - start:
+        for first in range(start, stop - width, 2 * width):
+            for row in range(width):
+                own_ranks[row], own_blocks[row] = (
+                    ranks[first + row],
+                    blocks[first + row],
+                )
+            row, other, end = 0, first + width, lesser(first + 2 * width, stop)
+            for at in range(first, end):
+                if row == width:
+                    break
+                if other < end and ranks[other] < own_ranks[row]:
+                    ranks[at], blocks[at] = ranks[other], blocks[other]
+                    other += 1
+                else:
+                    ranks[at], blocks[at] = own_ranks[row], own_blocks[row]
+                    row += 1
+        width *= 2
 
 
 def _find_lowest(values: Array, counts: Array, num: Array) -> Array:

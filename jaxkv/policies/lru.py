@@ -17,7 +17,7 @@ from jax import Array
 from numpy.typing import ArrayLike, NDArray
 
 from jaxkv._util import check_whole
-from jaxkv.compiling import compiled, copy_items
+from jaxkv.compiling import compiled, copy_items, copy_row
 from jaxkv.keys import words_to_keys
 from jaxkv.policies import directory as directory_lib
 from jaxkv.policies import recency
@@ -189,7 +189,7 @@ def native_evict(
         return False
     state.order.heads[0] = head
     for row in range(num):
-        directory_lib.copy_key(keys, row, state.directory.keys, victims[row])
+        copy_row(keys, row, state.directory.keys, victims[row])
     native_remove(state, victims)
     return True
 

@@ -25,7 +25,7 @@ import numpy as np
 from jax import Array, lax
 from numpy.typing import NDArray
 
-from jaxkv.compiling import compiled, inlined
+from jaxkv.compiling import compiled, inlined, lesser
 from jaxkv.policies.xla import running_count
 
 POSITION_BITS = 29
@@ -126,11 +126,12 @@ def native_make_room(log: Any, count: int) -> None:
     if log.tail[()] + count <= length:
         return
     num_alive = 0
-    heads = log.heads.copy()
     for position in range(length):
-        for of_list in range(heads.shape[0]):
-            # A head past the end may as well be at the last record.
-            if min(heads[of_list], length - 1) == position:
+        for of_list in range(log.heads.shape[0]):
+            # What was moved is before this position. A head past the end may as well
+            # be at the last record.
+            head = log.heads[of_list]
+            if head == position or (head > position and position == length - 1):
                 log.heads[of_list] = num_alive
         entry = log.entries[position]
         if entry < num_entries and log.places[entry] & _POSITION_MASK == position:
@@ -326,11 +327,11 @@ def native_find_oldest(
                 num_found += 1
                 end = position + 1
             else:
-                left = min(left, position)
+                left = lesser(left, position)
         position += 1
     if num_found < num:
         end = tail
-    return num_found, min(left, end)
+    return num_found, lesser(left, end)
 
 
 def pop_oldest(

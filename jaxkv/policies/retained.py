@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxkv.compiling import compiled, functions_of, inlined
+from jaxkv.compiling import compiled, empty, filled, functions_of, inlined, lesser
 from jaxkv.policies import clock
 from jaxkv.policies.base import EvictResult, InsertResult, Policy
 from jaxkv.policies.clock import later
@@ -289,8 +289,8 @@ def native_retain(
     """Do as `retain`, in place."""
     clock.tell(state, given_ms)
     now: Any = np.int64(state.now_ms[()])
-    entries = np.empty(keys.shape[0], np.int32)
-    block_ids = np.empty(keys.shape[0], np.int32)
+    entries = empty(keys.shape[0], np.int32)
+    block_ids = empty(keys.shape[0], np.int32)
     functions_of(state.inner).find(state.inner, keys, entries, block_ids)
     own = decayed(priority, clock.age_of(now, given_ms), half_life_ms, ttl_ms)
     for block in block_ids:
@@ -394,7 +394,7 @@ def decayed(priority: int, age_ms: int, half_life_ms: int, ttl_ms: int) -> Any:
         if ttl_ms > 0 and age_ms >= ttl_ms:
             left = np.int64(ORDINARY)
         elif half_life_ms > 0:
-            left >>= min(age_ms // half_life_ms, MOST_HALVINGS)
+            left >>= lesser(age_ms // half_life_ms, MOST_HALVINGS)
     return left
 
 
@@ -424,7 +424,7 @@ def _shield(state: Any, ref_cnt: Any, limit: int) -> None:
     num_blocks = ref_cnt.shape[0]
     for chunk in range(state.counts.shape[0]):
         if state.counts[chunk] > 0:
-            stop = min((chunk + 1) * CHUNK, num_blocks)
+            stop = lesser((chunk + 1) * CHUNK, num_blocks)
             for block in range(chunk * CHUNK, stop):
                 is_idle = ref_cnt[block] == 0
                 if is_idle and priority_of(state, block, now) > limit:
@@ -436,7 +436,7 @@ def _lower_shields(state: Any, ref_cnt: Any) -> None:
     num_blocks = ref_cnt.shape[0]
     for chunk in range(state.counts.shape[0]):
         if state.counts[chunk] > 0:
-            stop = min((chunk + 1) * CHUNK, num_blocks)
+            stop = lesser((chunk + 1) * CHUNK, num_blocks)
             for block in range(chunk * CHUNK, stop):
                 if ref_cnt[block] == SHIELD:
                     ref_cnt[block] = 0
@@ -449,7 +449,7 @@ def _evict_retained(
     """Evict where the ordinary blocks are too few, or where they were refused."""
     inner = state.inner
     now: Any = np.int64(state.now_ms[()])
-    numbers = np.zeros(_NUM_PRIORITIES, np.int64)
+    numbers = filled(_NUM_PRIORITIES, 0, np.int64)
     num_idle = 0
     for block in range(ref_cnt.shape[0]):
         if ref_cnt[block] == 0 and state.priorities[block] >= 0:
@@ -497,7 +497,7 @@ def _forget_past(state: Any) -> None:
     num_blocks = state.priorities.shape[0]
     for chunk in range(state.counts.shape[0]):
         if state.counts[chunk] > 0:
-            stop = min((chunk + 1) * CHUNK, num_blocks)
+            stop = lesser((chunk + 1) * CHUNK, num_blocks)
             for block in range(chunk * CHUNK, stop):
                 is_retained = state.priorities[block] > 0
                 if is_retained and priority_of(state, block, now) == ORDINARY:

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jaxkv.compiling import compiled, highest_bit, inlined
+from jaxkv.compiling import compiled, empty, filled, greater, highest_bit, inlined
 
 NUM_BINS = 28
 """Half octaves of the age; the last has no end."""
@@ -168,8 +168,8 @@ def native_rebuild(table: Any) -> None:
         total_touches += table.touches[of_class] >> 1
         for age_bin in range(NUM_BINS):
             total_reuses += table.reuses[of_class, age_bin] >> 1
-    halving = 1 if max(total_touches, total_reuses) > MOST >> 1 else 0
-    shares = np.zeros(NUM_BINS, np.int64)
+    halving = 1 if greater(total_touches, total_reuses) > MOST >> 1 else 0
+    shares = filled(NUM_BINS, 0, np.int64)
     touches = np.int64(PRIOR_TOUCHES)
     for of_class in range(num_classes):
         num = table.touches[of_class] >> halving
@@ -199,23 +199,23 @@ def native_rebuild(table: Any) -> None:
 @compiled
 def _fill_row(table: Any, of_class: int, shares: Any) -> None:
     """Compute what blocks of a class are worth, at each bin's beginning."""
-    reuses = np.empty(NUM_BINS, np.int64)
-    held = np.empty(NUM_BINS, np.float32)
+    reuses = empty(NUM_BINS, np.int64)
+    held = empty(NUM_BINS, np.float32)
     left: Any = np.int64(table.touches[of_class] + SHRINK)
     for age_bin in range(NUM_BINS):
         num = table.reuses[of_class, age_bin] + shares[age_bin]
         reuses[age_bin] = num
         held[age_bin] = (
-            np.float32(max(left - (num >> 1), (num >> 1) + 1)) * WIDTHS[age_bin]
+            np.float32(greater(left - (num >> 1), (num >> 1) + 1)) * WIDTHS[age_bin]
         )
         left -= num
-    best = np.zeros(NUM_BINS + 1, np.float32)
+    best = filled(NUM_BINS + 1, 0, np.float32)
     for age_bin in range(NUM_BINS):
         num, time = np.int64(0), np.float32(0)
         for stop in range(age_bin, NUM_BINS):
             num += reuses[stop]
             time += held[stop]
-            best[age_bin] = max(best[age_bin], np.float32(num) / time)
+            best[age_bin] = greater(best[age_bin], np.float32(num) / time)
     best[NUM_BINS] = best[NUM_BINS - 1]
     bits = best.view(np.int32)
     for age_bin in range(NUM_BINS + 1):

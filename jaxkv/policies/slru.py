@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 
 from jaxkv._util import check_whole
-from jaxkv.compiling import compiled
+from jaxkv.compiling import compiled, copy_row, empty, greater
 from jaxkv.keys import words_to_keys
 from jaxkv.policies import directory as directory_lib
 from jaxkv.policies import recency
@@ -110,9 +110,9 @@ def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
         recency.native_put(order, entry, of_list, count - 1 - row)
     recency.advance(order, count)
 
-    excess = max(state.num_protected[()] - order.places.shape[0] // 2, 0)
+    excess = greater(state.num_protected[()] - order.places.shape[0] // 2, 0)
     if excess:
-        demoted = np.empty(excess, np.int32)
+        demoted = empty(excess, np.int32)
         _, head = recency.native_find_oldest(
             order, excess, PROTECTED, _IDENTITY, _ALL_ENTRIES, demoted
         )
@@ -189,7 +189,7 @@ def native_evict(
     state.order.heads[PROBATION] = head_first
     state.order.heads[PROTECTED] = head_second
     for row in range(num):
-        directory_lib.copy_key(keys, row, state.directory.keys, victims[row])
+        copy_row(keys, row, state.directory.keys, victims[row])
     native_remove(state, victims)
     return True
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.compiling import compiled
+from jaxkv.compiling import compiled, empty, greater
 
 FULL, WINDOW, CHUNKED, MAMBA = range(4)
 """Kinds of attention; see `jaxkv.search.groups`."""
@@ -32,7 +32,7 @@ def find_longest(
     """
     num_groups = specs.shape[0]
     # How many blocks of a group are missing before each.
-    missing = np.empty(is_there.shape[0] + num_groups, np.int64)
+    missing = empty(is_there.shape[0] + num_groups, np.int64)
     for group in range(num_groups):
         at = offsets[group] + group
         missing[at] = 0
@@ -63,10 +63,10 @@ def _first_needed(specs: Any, group: int, end: int) -> Any:
     """Tell from which block on a prefix that ends before block `end` is read."""
     kind, span = specs[group, 0], specs[group, 2]
     if kind == WINDOW:
-        return max(end - span, 0)
+        return greater(end - span, 0)
     if kind == CHUNKED:
         # Nothing at all, for a prefix that ends with a chunk.
         return end - end % span
     if kind == MAMBA:
-        return max(end - 1, 0)
+        return greater(end - 1, 0)
     return 0

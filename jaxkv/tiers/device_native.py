@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.compiling import compiled, inlined, state_of
+from jaxkv.compiling import compiled, copy_row, empty, inlined, lesser, same_row
 from jaxkv.policies import directory as directory_lib
 from jaxkv.types import NO_BLOCK, NULL_BLOCK
 
@@ -24,28 +24,31 @@ NO_LINK = -1
 
 
 @compiled
-def find_outside(bound: Any, block_ids: Any) -> Any:
+def find_outside(tier: Any, block_ids: Any) -> Any:
     """Find the first row (i64[K]) that is no block of the pool, -1 for none."""
-    return _outside(state_of(bound), block_ids)
+    num_blocks = tier.ref_cnt.shape[0]
+    for row in range(block_ids.shape[0]):
+        if not 0 <= block_ids[row] < num_blocks:
+            return row
+    return -1
 
 
 @compiled
-def find(bound: Any, keys: Any, block_ids: Any) -> None:
+def find(tier: Any, keys: Any, block_ids: Any) -> None:
     """Write the block that serves each key (u32[K, 8]), NO_BLOCK if none, to i32[K]."""
-    directory_lib.native_find(state_of(bound).directory, keys, block_ids)
+    directory_lib.native_find(tier.directory, keys, block_ids)
 
 
 @compiled
-def find_prefix(bound: Any, keys: Any, block_ids: Any) -> Any:
+def find_prefix(tier: Any, keys: Any, block_ids: Any) -> Any:
     """As `find`, up to the first key that has none; tell how many come before it."""
-    return directory_lib.find_prefix(state_of(bound).directory, keys, block_ids)
+    return directory_lib.find_prefix(tier.directory, keys, block_ids)
 
 
 @compiled
-def holds(bound: Any, block_ids: Any, keys: Any, flags: Any) -> Any:
+def holds(tier: Any, block_ids: Any, keys: Any, flags: Any) -> Any:
     """Tell which blocks (i64[K]) hold a key (u32[K, 8]), serving it or not: bool[K]."""
-    tier = state_of(bound)
-    bad = _outside(tier, block_ids)
+    bad = find_outside(tier, block_ids)
     if bad >= 0:
         return bad
     for row in range(block_ids.shape[0]):
@@ -53,23 +56,22 @@ def holds(bound: Any, block_ids: Any, keys: Any, flags: Any) -> Any:
         flags[row] = (
             block > NULL_BLOCK
             and tier.has_key[block]
-            and directory_lib.same_key(tier.directory.keys, block, keys, row)
+            and same_row(tier.directory.keys, block, keys, row)
         )
     return -1
 
 
 @compiled
-def next_free(bound: Any, num: int, block_ids: Any, has_key: Any, keys: Any) -> None:
+def next_free(tier: Any, num: int, block_ids: Any, has_key: Any, keys: Any) -> None:
     """Tell which blocks `allocate` would give.
 
     Args:
-        bound: The tier.
+        tier: The tier.
         num: How many, at most those that are free.
         block_ids: i64[num]. Written.
         has_key: bool[num]. Written: whether the block has a key.
         keys: u32[num, 8]. Written: the keys of those that have.
     """
-    tier = state_of(bound)
     block, found = tier.newer[NULL_BLOCK], 0
     while found < num:
         if tier.pins[block] == 0:
@@ -80,12 +82,12 @@ def next_free(bound: Any, num: int, block_ids: Any, has_key: Any, keys: Any) -> 
 
 @compiled
 def next_victims(
-    bound: Any, num: int, block_ids: Any, copies: Any, rows: Any, keys: Any
+    tier: Any, num: int, block_ids: Any, copies: Any, rows: Any, keys: Any
 ) -> Any:
     """Tell which of the blocks that `allocate` would give have a key.
 
     Args:
-        bound: The tier.
+        tier: The tier.
         num: How many to look at, at most those that are free.
         block_ids: i64[num]. Written: those that have a key.
         copies: i64[num]. Written: their `DeviceTier.copies`.
@@ -95,7 +97,6 @@ def next_victims(
     Returns:
         How many have a key; how many of them have no copy.
     """
-    tier = state_of(bound)
     block, num_seen, num_found, num_bare = tier.newer[NULL_BLOCK], 0, 0, 0
     while num_seen < num:
         if tier.pins[block] == 0:
@@ -104,7 +105,7 @@ def next_victims(
                 block_ids[num_found], copies[num_found] = block, tier.copies[block]
                 if tier.copies[block] == NO_BLOCK:
                     rows[num_bare] = num_found
-                    directory_lib.copy_key(keys, num_bare, tier.directory.keys, block)
+                    copy_row(keys, num_bare, tier.directory.keys, block)
                     num_bare += 1
                 num_found += 1
         block = tier.newer[block]
@@ -112,10 +113,9 @@ def next_victims(
 
 
 @compiled
-def note_copies(bound: Any, block_ids: Any, copies: Any) -> Any:
+def note_copies(tier: Any, block_ids: Any, copies: Any) -> Any:
     """Note of blocks (i64[K]) with a key where a copy is (i64[K])."""
-    tier = state_of(bound)
-    bad = _outside(tier, block_ids)
+    bad = find_outside(tier, block_ids)
     if bad >= 0:
         return bad
     for row in range(block_ids.shape[0]):
@@ -125,9 +125,8 @@ def note_copies(bound: Any, block_ids: Any, copies: Any) -> Any:
 
 
 @compiled
-def forget_copies(bound: Any, keys: Any) -> Any:
+def forget_copies(tier: Any, keys: Any) -> Any:
     """Forget where copies of all blocks with some keys (u32[K, 8]) are; count them."""
-    tier = state_of(bound)
     num_forgotten = 0
     for row in range(keys.shape[0]):
         block = directory_lib.find_one(tier.directory, keys, row)
@@ -139,9 +138,8 @@ def forget_copies(bound: Any, keys: Any) -> Any:
 
 
 @compiled
-def allocate(bound: Any, num: int, block_ids: Any, has_key: Any, keys: Any) -> None:
+def allocate(tier: Any, num: int, block_ids: Any, has_key: Any, keys: Any) -> None:
     """Take the blocks that `next_free` tells, and hold each once."""
-    tier = state_of(bound)
     block, found = tier.newer[NULL_BLOCK], 0
     while found < num:
         after = tier.newer[block]
@@ -156,10 +154,9 @@ def allocate(bound: Any, num: int, block_ids: Any, has_key: Any, keys: Any) -> N
 
 
 @compiled
-def touch(bound: Any, block_ids: Any) -> Any:
+def touch(tier: Any, block_ids: Any) -> Any:
     """Hold blocks (i64[K]) once more for each time they are given."""
-    tier = state_of(bound)
-    bad = _outside(tier, block_ids)
+    bad = find_outside(tier, block_ids)
     if bad >= 0:
         return bad
     for block in block_ids:
@@ -172,14 +169,13 @@ def touch(bound: Any, block_ids: Any) -> Any:
 
 
 @compiled
-def free(bound: Any, block_ids: Any) -> Any:
+def free(tier: Any, block_ids: Any) -> Any:
     """Release blocks (i64[K]) once for each time they are given.
 
     Those that are free now are queued in this order, where one that is
     repeated counts at its first place. Wrong is a block that is not held as often.
     """
-    tier = state_of(bound)
-    bad = _outside(tier, block_ids)
+    bad = find_outside(tier, block_ids)
     if bad < 0:
         bad = _lower(tier.ref_cnt, block_ids)
     if bad < 0:
@@ -192,10 +188,9 @@ def free(bound: Any, block_ids: Any) -> Any:
 
 
 @compiled
-def pin(bound: Any, block_ids: Any) -> Any:
+def pin(tier: Any, block_ids: Any) -> Any:
     """Keep blocks (i64[K]) from being allocated, once more for each time given."""
-    tier = state_of(bound)
-    bad = _outside(tier, block_ids)
+    bad = find_outside(tier, block_ids)
     if bad >= 0:
         return bad
     for block in block_ids:
@@ -207,20 +202,19 @@ def pin(bound: Any, block_ids: Any) -> Any:
 
 
 @compiled
-def unpin(bound: Any, block_ids: Any) -> Any:
+def unpin(tier: Any, block_ids: Any) -> Any:
     """Take pins back, one for each time that a block (i64[K]) is given.
 
     Wrong is a block that is not pinned as often.
     """
-    tier = state_of(bound)
-    bad = _outside(tier, block_ids)
+    bad = find_outside(tier, block_ids)
     if bad >= 0:
         return bad
     for row in range(block_ids.shape[0]):
         block = block_ids[row]
         if block > NULL_BLOCK:
             if tier.pins[block] == 0:
-                pin(bound, block_ids[:row])
+                pin(tier, block_ids[:row])
                 return row
             tier.pins[block] -= 1
             if tier.pins[block] == 0:
@@ -229,11 +223,11 @@ def unpin(bound: Any, block_ids: Any) -> Any:
 
 
 @compiled
-def cache(bound: Any, block_ids: Any, keys: Any, added: Any) -> Any:
+def cache(tier: Any, block_ids: Any, keys: Any, added: Any) -> Any:
     """Make blocks findable.
 
     Args:
-        bound: The tier.
+        tier: The tier.
         block_ids: i64[K].
         keys: u32[K, 8]. What each block contains. One that has its key is left alone.
         added: bool[K]. Written: whether the block got the key; not if it had it, and
@@ -241,51 +235,40 @@ def cache(bound: Any, block_ids: Any, keys: Any, added: Any) -> Any:
 
     Wrong is a row whose block has another key.
     """
-    tier = state_of(bound)
-    bad = _outside(tier, block_ids)
+    bad = find_outside(tier, block_ids)
     if bad < 0:
         bad = _find_contradiction(tier, block_ids, keys)
     if bad >= 0:
         return bad
     group = directory_lib.GROUP
-    tags, buckets = np.empty(group, np.uint32), np.empty((group, 2), np.uint64)
+    tags, buckets = empty(group, np.uint32), empty(2 * group, np.uint64)
     for start in range(0, block_ids.shape[0], group):
-        stop = min(start + group, block_ids.shape[0])
+        stop = lesser(start + group, block_ids.shape[0])
         directory_lib.addresses(tier.directory, keys, start, stop, tags, buckets)
         for row in range(start, stop):
             block, at = block_ids[row], row - start
             added[row] = False
             if block > NULL_BLOCK and not tier.has_key[block]:
-                where = tags[at], buckets[at, 0], buckets[at, 1]
+                where = tags[at], buckets[2 * at], buckets[2 * at + 1]
                 added[row] = _add(tier, block, where, keys, row)
     return -1
 
 
 @compiled
-def evict(bound: Any, block_ids: Any, has_key: Any, keys: Any) -> None:
+def evict(tier: Any, block_ids: Any, has_key: Any, keys: Any) -> None:
     """Forget what blocks contain; they stay with their requests.
 
     Args:
-        bound: The tier.
+        tier: The tier.
         block_ids: i64[K]. Each once.
         has_key: bool[K]. Written: whether the block had a key.
         keys: u32[K, 8]. Written: the keys of those that had.
     """
-    tier = state_of(bound)
     for row in range(block_ids.shape[0]):
         block = block_ids[row]
         _show(tier, block, row, block_ids, has_key, keys)
         if block > NULL_BLOCK:
             _drop(tier, block)
-
-
-@compiled
-def _outside(tier: Any, block_ids: Any) -> Any:
-    num_blocks = tier.ref_cnt.shape[0]
-    for row in range(block_ids.shape[0]):
-        if not 0 <= block_ids[row] < num_blocks:
-            return row
-    return -1
 
 
 @inlined
@@ -296,7 +279,7 @@ def _show(
     block_ids[row] = block
     has_key[row] = tier.has_key[block]
     if tier.has_key[block]:
-        directory_lib.copy_key(keys, row, tier.directory.keys, block)
+        copy_row(keys, row, tier.directory.keys, block)
 
 
 @inlined
@@ -346,12 +329,12 @@ def _find_contradiction(tier: Any, block_ids: Any, keys: Any) -> Any:
         if block <= NULL_BLOCK:
             continue
         if tier.has_key[block]:
-            is_same = directory_lib.same_key(tier.directory.keys, block, keys, row)
+            is_same = same_row(tier.directory.keys, block, keys, row)
         elif tier.following[block] == NO_LINK:
             tier.following[block] = row
             is_same = True
         else:
-            is_same = directory_lib.same_key(keys, tier.following[block], keys, row)
+            is_same = same_row(keys, tier.following[block], keys, row)
         if not is_same:
             bad = row
             break
@@ -382,7 +365,7 @@ def _add(tier: Any, block: int, where: Any, keys: Any, row: int) -> Any:
         last = ~tier.preceding[serving]
         tier.following[last], tier.preceding[block] = block, last
         tier.preceding[serving] = ~block
-        directory_lib.copy_key(directory.keys, block, keys, row)
+        copy_row(directory.keys, block, keys, row)
     tier.has_key[block] |= is_added
     return is_added
 

@@ -11,7 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.compiling import compiled, copy_items, functions_of, inlined, state_of
+from jaxkv.compiling import (
+    compiled,
+    copy_items,
+    copy_row,
+    empty,
+    filled,
+    functions_of,
+    greater,
+    inlined,
+    lesser,
+    same_row,
+)
 from jaxkv.policies import directory as directory_lib
 from jaxkv.tiers import device_native
 from jaxkv.types import NO_BLOCK, NOT_READY, NULL_BLOCK
@@ -21,18 +32,17 @@ _PROTECTION = 1 << 30
 
 
 @compiled
-def find(bound: Any, keys: Any, block_ids: Any) -> None:
+def find(state: Any, keys: Any, block_ids: Any) -> None:
     """Write the block of each key to `block_ids` (i32[K]), NO_BLOCK if it has none."""
-    entries = np.empty(keys.shape[0], np.int32)
-    policy = state_of(bound).policy
+    entries = empty(keys.shape[0], np.int32)
+    policy = state.policy
     functions_of(policy).find(policy, keys, entries, block_ids)
 
 
 @compiled
-def find_readable(bound: Any, keys: Any, block_ids: Any) -> None:
+def find_readable(state: Any, keys: Any, block_ids: Any) -> None:
     """As `find`, with NO_BLOCK for blocks whose bytes have not arrived."""
-    state = state_of(bound)
-    entries = np.empty(keys.shape[0], np.int32)
+    entries = empty(keys.shape[0], np.int32)
     functions_of(state.policy).find(state.policy, keys, entries, block_ids)
     for row in range(keys.shape[0]):
         if not _is_readable(state, block_ids[row]):
@@ -41,13 +51,13 @@ def find_readable(bound: Any, keys: Any, block_ids: Any) -> None:
 
 @compiled
 def find_beside(
-    device: Any, bound: Any, keys: Any, on_device: Any, on_host: Any
+    device: Any, state: Any, keys: Any, on_device: Any, on_host: Any
 ) -> Any:
     """Find a prefix of which each block is on the device, or can be read here.
 
     Args:
         device: The device tier.
-        bound: The host tier.
+        state: The host tier.
         keys: u32[K, 8].
         on_device: i32[K]. Written: the block that serves each key, NO_BLOCK for none.
         on_host: i32[K]. Written: its block here, likewise.
@@ -56,16 +66,15 @@ def find_beside(
         How many keys, from the first on, have a block. What is written of the others
         means nothing.
     """
-    tier, state = state_of(device), state_of(bound)
     policy = state.policy
     num_keys = keys.shape[0]
-    entries = np.empty(num_keys, np.int32)
+    entries = empty(num_keys, np.int32)
     start, width = 0, 8
     # A part at a time, as nothing after the first miss is of interest.
     while start < num_keys:
-        stop = min(start + width, num_keys)
+        stop = lesser(start + width, num_keys)
         part = keys[start:stop]
-        directory_lib.native_find(tier.directory, part, on_device[start:stop])
+        directory_lib.native_find(device.directory, part, on_device[start:stop])
         functions_of(policy).find(
             policy, part, entries[start:stop], on_host[start:stop]
         )
@@ -79,15 +88,14 @@ def find_beside(
 
 
 @compiled
-def lookup(bound: Any, keys: Any) -> Any:
+def lookup(state: Any, keys: Any) -> Any:
     """Count the keys, from the first on, whose blocks can be read."""
-    state = state_of(bound)
     num_keys = keys.shape[0]
     entries, block_ids = _two_rows(num_keys)
     start, width = 0, 8
     # A part at a time, as nothing after the first miss is of interest.
     while start < num_keys:
-        stop = min(start + width, num_keys)
+        stop = lesser(start + width, num_keys)
         functions_of(state.policy).find(
             state.policy, keys[start:stop], entries[start:stop], block_ids[start:stop]
         )
@@ -99,27 +107,26 @@ def lookup(bound: Any, keys: Any) -> Any:
 
 
 @compiled
-def touch(bound: Any, variant: int, keys: Any, counts_as_use: Any) -> None:
+def touch(state: Any, variant: int, keys: Any, counts_as_use: Any) -> None:
     """Record a use of each key; if not `counts_as_use`, only reorder them."""
-    state = state_of(bound)
     entries, block_ids = _two_rows(keys.shape[0])
     functions_of(state.policy).find(state.policy, keys, entries, block_ids)
-    is_use = np.zeros(keys.shape[0], np.bool_)
+    is_use = filled(keys.shape[0], False, np.bool_)
     if counts_as_use:
         _mark_readable(state, block_ids, is_use)
     functions_of(state.policy).touch(state.policy, variant, entries, is_use)
 
 
 @compiled
-def begin(bound: Any, keys: Any, positions: Any, now_ms: int, num_tokens: int) -> Any:
+def begin(state: Any, keys: Any, positions: Any, now_ms: int, num_tokens: int) -> Any:
     """Tell the policy that a request begins; see `NativePolicy.begin`."""
-    policy = state_of(bound).policy
+    policy = state.policy
     return functions_of(policy).begin(policy, keys, positions, now_ms, num_tokens)
 
 
 @compiled
 def finish(
-    bound: Any,
+    state: Any,
     keys: Any,
     positions: Any,
     now_ms: int,
@@ -128,7 +135,7 @@ def finish(
     mark: int,
 ) -> None:
     """Tell the policy that a request has finished; see `NativePolicy.finish`."""
-    policy = state_of(bound).policy
+    policy = state.policy
     functions_of(policy).finish(
         policy, keys, positions, now_ms, num_output_tokens, stop, mark
     )
@@ -136,7 +143,7 @@ def finish(
 
 @compiled
 def retain(
-    bound: Any,
+    state: Any,
     keys: Any,
     priority: int,
     half_life_ms: int,
@@ -144,23 +151,22 @@ def retain(
     given_ms: int,
 ) -> None:
     """Give blocks a priority; see `NativePolicy.retain`."""
-    policy = state_of(bound).policy
+    policy = state.policy
     functions_of(policy).retain(policy, keys, priority, half_life_ms, ttl_ms, given_ms)
 
 
 @compiled
-def prepare_load(bound: Any, keys: Any, block_ids: Any) -> Any:
+def prepare_load(state: Any, keys: Any, block_ids: Any) -> Any:
     """Pin the block of each key.
 
     Args:
-        bound: The tier.
+        state: The tier.
         keys: u32[K, 8].
         block_ids: i64[K]. Written; NO_BLOCK where the key is absent.
 
     Returns:
         The first row whose block cannot be read, -1 if all could be pinned.
     """
-    state = state_of(bound)
     _find_wide(state, keys, block_ids)
     for row in range(keys.shape[0]):
         if not _is_readable(state, block_ids[row]):
@@ -171,18 +177,17 @@ def prepare_load(bound: Any, keys: Any, block_ids: Any) -> Any:
 
 
 @compiled
-def complete_load(bound: Any, keys: Any, block_ids: Any) -> Any:
+def complete_load(state: Any, keys: Any, block_ids: Any) -> Any:
     """Unpin the block of each key.
 
     Args:
-        bound: The tier.
+        state: The tier.
         keys: u32[K, 8].
         block_ids: i64[K]. Written; NO_BLOCK where the key is absent.
 
     Returns:
         The first row whose block is not pinned as often, -1 if all were unpinned.
     """
-    state = state_of(bound)
     _find_wide(state, keys, block_ids)
     return _lower(state.ref_cnt, block_ids)
 
@@ -247,12 +252,12 @@ def complete_step(ref_cnt: Any, block_ids: Any, num_hits: int, least: int) -> An
 
 @compiled
 def prepare_store(
-    bound: Any, variant: int, keys: Any, block_ids: Any, evicted_keys: Any
+    state: Any, variant: int, keys: Any, block_ids: Any, evicted_keys: Any
 ) -> Any:
     """Give every unknown key a block, evicting others where none is free.
 
     Args:
-        bound: The tier.
+        state: The tier.
         variant: The policy's.
         keys: u32[K, 8].
         block_ids: i64[K]. Written: the block that each key is to be stored in,
@@ -264,17 +269,15 @@ def prepare_store(
         How many keys are to be stored; and how many had to leave, -1 if there was no
         room.
     """
-    state = state_of(bound)
     entries, present = _two_rows(keys.shape[0])
     functions_of(state.policy).find(state.policy, keys, entries, present)
-    no_hits = np.int64(0)  # A literal would have it compiled once more.
-    return _store(state, variant, keys, present, no_hits, block_ids, evicted_keys)
+    return _store(state, variant, keys, present, 0, block_ids, evicted_keys)
 
 
 @compiled
 def place_from(
     device: Any,
-    bound: Any,
+    state: Any,
     variant: int,
     keys: Any,
     sources: Any,
@@ -286,7 +289,7 @@ def place_from(
 
     Args:
         device: The device tier.
-        bound: The host tier.
+        state: The host tier.
         variant: The policy's.
         keys: u32[K, 8].
         sources: i64[K]. The device blocks that are said to hold them.
@@ -298,33 +301,34 @@ def place_from(
         As `prepare_store`; 0 and -1 also if a device block does not hold its key. Then
         nothing has changed.
     """
-    tier = state_of(device)
     for row in range(keys.shape[0]):
         block = sources[row]
-        if not (NULL_BLOCK < block < tier.ref_cnt.shape[0] and tier.has_key[block]):
-            return 0, -1
-        if not directory_lib.same_key(tier.directory.keys, block, keys, row):
+        if not (
+            NULL_BLOCK < block < device.ref_cnt.shape[0]
+            and device.has_key[block]
+            and same_row(device.directory.keys, block, keys, row)
+        ):
             return 0, -1
     num_stored, num_evicted = prepare_store(
-        bound, variant, keys, block_ids, evicted_keys
+        state, variant, keys, block_ids, evicted_keys
     )
     if num_evicted < 0:
         return 0, -1
     for row in range(keys.shape[0]):
         if block_ids[row] != NO_BLOCK:
             block = sources[row]
-            if tier.pins[block] == 0:
-                tier.num_free[()] -= tier.ref_cnt[block] == 0
-            tier.pins[block] += 1
+            if device.pins[block] == 0:
+                device.num_free[()] -= device.ref_cnt[block] == 0
+            device.pins[block] += 1
     if is_head:
-        touch(bound, variant, keys, False)
+        touch(state, variant, keys, False)
     return num_stored, num_evicted
 
 
 @compiled
 def next_victims(
     device: Any,
-    bound: Any,
+    state: Any,
     num: int,
     block_ids: Any,
     copies: Any,
@@ -336,7 +340,7 @@ def next_victims(
 
     Args:
         device: The device tier.
-        bound: The host tier.
+        state: The host tier.
         num: As there, as all that follow but the last.
         block_ids: Written.
         copies: Written.
@@ -347,28 +351,27 @@ def next_victims(
     num_found, num_bare = device_native.next_victims(
         device, num, block_ids, copies, rows, keys
     )
-    tier, policy = state_of(device), state_of(bound).policy
     entries, held = _two_rows(num_bare)
-    functions_of(policy).find(policy, same_keys[:num_bare], entries, held)
+    functions_of(state.policy).find(state.policy, same_keys[:num_bare], entries, held)
     num_left = 0
     for row in range(num_bare):
         found = rows[row]
         if held[row] == NO_BLOCK:
             rows[num_left] = found
-            directory_lib.copy_key(keys, num_left, keys, row)
+            copy_row(keys, num_left, keys, row)
             num_left += 1
         else:
             copies[found] = held[row]
-            tier.copies[block_ids[found]] = held[row]
+            device.copies[block_ids[found]] = held[row]
     return num_found, num_left
 
 
 @compiled
-def complete_store(bound: Any, keys: Any, success: Any, ended: Any) -> Any:
+def complete_store(state: Any, keys: Any, success: Any, ended: Any) -> Any:
     """End stores in progress; if not `success`, free their blocks.
 
     Args:
-        bound: The tier.
+        state: The tier.
         keys: u32[K, 8]. Keys that are absent or ready are passed over.
         success: Whether the bytes arrived.
         ended: bool[K]. Written: the rows whose store ended here.
@@ -376,7 +379,6 @@ def complete_store(bound: Any, keys: Any, success: Any, ended: Any) -> Any:
     Returns:
         How many there are.
     """
-    state = state_of(bound)
     entries, block_ids = _two_rows(keys.shape[0])
     functions_of(state.policy).find(state.policy, keys, entries, block_ids)
     num_ended = 0
@@ -392,15 +394,14 @@ def complete_store(bound: Any, keys: Any, success: Any, ended: Any) -> Any:
 
 
 @compiled
-def discard(bound: Any, keys: Any, gone: Any) -> None:
+def discard(state: Any, keys: Any, gone: Any) -> None:
     """Forget blocks that are not being read or written.
 
     Args:
-        bound: The tier.
+        state: The tier.
         keys: u32[K, 8]. Keys that are absent or in flight are passed over.
         gone: bool[K]. Written: the rows that were forgotten.
     """
-    state = state_of(bound)
     entries, block_ids = _two_rows(keys.shape[0])
     functions_of(state.policy).find(state.policy, keys, entries, block_ids)
     for row in range(keys.shape[0]):
@@ -416,12 +417,12 @@ def discard(bound: Any, keys: Any, gone: Any) -> None:
 
 @compiled
 def request_step(
-    bound: Any, variant: int, keys: Any, block_ids: Any, evicted_keys: Any
+    state: Any, variant: int, keys: Any, block_ids: Any, evicted_keys: Any
 ) -> Any:
     """Serve a request: pin what can be read and find room for the rest.
 
     Args:
-        bound: The tier.
+        state: The tier.
         variant: The policy's.
         keys: u32[K, 8]. Keys of a prefix, in its order.
         block_ids: i64[K]. Written: the blocks of the hits, then as `prepare_store`.
@@ -431,11 +432,10 @@ def request_step(
         How many keys, from the first on, are hits; how many are to be stored; and how
         many had to leave, -1 if there was no room to store.
     """
-    state = state_of(bound)
     num_keys = keys.shape[0]
     entries, present = _two_rows(num_keys)
     functions_of(state.policy).find(state.policy, keys, entries, present)
-    is_ready = np.empty(num_keys, np.bool_)
+    is_ready = empty(num_keys, np.bool_)
     _mark_readable(state, present, is_ready)
     num_hits = 0
     while num_hits < num_keys and is_ready[num_hits]:
@@ -451,7 +451,7 @@ def request_step(
 @inlined
 def _two_rows(num_keys: int) -> Any:
     """Make room for the entries and the blocks of keys: i32[K] each."""
-    return np.empty(num_keys, np.int32), np.empty(num_keys, np.int32)
+    return empty(num_keys, np.int32), empty(num_keys, np.int32)
 
 
 @inlined
@@ -505,14 +505,16 @@ def _store(
     """Give keys without a block in `present` (i32[K]) one; pin the first `num_hits`."""
     num_keys = keys.shape[0]
     ref_cnt, pool = state.ref_cnt, state.pool
-    is_missing = present == NO_BLOCK
+    is_missing = empty(num_keys, np.bool_)
+    for row in range(num_keys):
+        is_missing[row] = present[row] == NO_BLOCK
     num_missing = directory_lib.mark_first(keys, is_missing)
     num_blocks = ref_cnt.shape[0]
     num_free = pool.num_freed[()] + num_blocks - pool.num_allocated[()]
-    num_evicted = max(num_missing - num_free, 0)
+    num_evicted = greater(num_missing - num_free, 0)
     for row in range(num_hits):
         ref_cnt[present[row]] += 1
-    victims = np.empty(num_evicted, np.int32)
+    victims = empty(num_evicted, np.int32)
     if num_evicted:
         # None of the batch's own blocks may go, nor one in flight, whose count is -1.
         for block in present:
@@ -529,7 +531,7 @@ def _store(
                 block_ids[row] = NO_BLOCK
             return 0, -1
 
-    num_fresh = min(num_missing, num_blocks - pool.num_allocated[()])
+    num_fresh = lesser(num_missing, num_blocks - pool.num_allocated[()])
     fresh, height = pool.num_allocated[()], pool.num_freed[()]
     rank = 0
     for row in range(num_keys):
@@ -546,7 +548,8 @@ def _store(
         rank += 1
     pool.num_allocated[()] = fresh + num_fresh
     pool.num_freed[()] = height + num_evicted - (num_missing - num_fresh)
-    taken = block_ids.copy()
+    taken = empty(num_keys, np.int64)
+    copy_items(taken, 0, block_ids, num_keys)
     functions_of(state.policy).insert(state.policy, variant, keys, block_ids)
     num_stored = 0
     for row in range(num_keys):

@@ -1,11 +1,10 @@
 """The table of reuses: native functions leave, to the bit, what pure ones do."""
 
 import jax.numpy as jnp
-import numba
 import numpy as np
 import pytest
 
-from jaxkv.compiling import Bound, state_of
+from jaxkv.compiling import Bound
 from jaxkv.policies import reuse
 from jaxkv.policies.reuse import NUM_BINS, ReuseTable
 
@@ -24,15 +23,10 @@ def make_tables(seed, most):
     return ReuseTable(*map(jnp.asarray, arrays)), ReuseTable(*arrays)
 
 
-@numba.njit
-def rebuild(bound):
-    reuse.native_rebuild(state_of(bound))
-
-
 @pytest.mark.parametrize("most", [3, 5000, reuse.MOST // 50, reuse.MOST // 8])
 def test_a_rebuild_leaves_the_same_table(most):
     pure, native = make_tables(most, most)
-    rebuild(Bound(native))
+    reuse.native_rebuild(Bound(native))
     pure = reuse.rebuild(pure)
     for name, own in vars(native).items():
         np.testing.assert_array_equal(own, getattr(pure, name), err_msg=name)
