@@ -46,17 +46,17 @@ _GIB_PER_WORKER = 4
 # after the others have nothing left.
 _LONGEST = (
     "tests/tiers/test_host_differential.py",
-    "tests/policies/test_contract.py",
     "tests/test_examples.py",
-    "tests/tiers/test_host_state.py",
-    "tests/test_code_cache.py",
     "tests/transfer/test_processes.py",
-    "tests/test_docs.py",
-    "tests/tools/demo/test_engine.py",
-    "tests/tools/demo/test_model.py",
-    "tests/tools/demo/test_conversations.py",
-    "tests/scheduling/test_model.py",
-    "tests/tools/demo/test_signals.py",
+    "tests/transfer/test_bits.py",
+    "tests/test_code_cache.py",
+    "tests/tools/demo/test_recorded_demo.py",
+    "tests/scheduling/test_record_processes.py",
+    "tests/tools/demo/test_storage.py",
+    "tests/policies/test_contract.py",
+    "tests/integrations/test_vllm_storage.py",
+    "tests/scheduling/test_storage_processes.py",
+    "tests/transfer/test_sharded.py",
 )
 _COMPILED = pytest.StashKey[str]()
 
