@@ -469,7 +469,9 @@ class OffloadScheduler:
             self._store_steps.note_tokens(num_external_tokens)
         if self._eager is not None:
             self._eager.register(request, tables, num_local, num_external_tokens)
-        if name not in self._known:
+        # One that declines and has no blocks stays in the queue: it is yet to begin.
+        begins = bool(num_external_tokens) or any(tables)
+        if begins and name not in self._known:
             self._known.add(name)
             self._stats.count_request(request, num_local, num_external_tokens)
             if host.listens:

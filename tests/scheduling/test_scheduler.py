@@ -219,8 +219,24 @@ def test_tokens_at_hand_that_are_no_whole_blocks_are_refused(num_tokens):
     with pytest.raises(ValueError, match=what):
         rig.scheduler.explain(request, num_tokens)
     # It does not count as having asked.
-    rig.scheduler.update_state_after_alloc(request, [], 0)
+    rig.scheduler.update_state_after_alloc(request, rig.pool.allocate(3), 0)
     assert rig.scheduler.stats.num_device_query_tokens == 9
+
+
+def test_a_request_that_declines_and_stays_in_the_queue_is_counted_when_it_begins():
+    rig = Rig()
+    rig.run(make_request("one", 1, 2))
+    rig.forget_device()
+    request = make_request("two", 1, 2, 3)
+    before = rig.scheduler.stats
+    for _ in range(2):
+        assert rig.offer(request)[0] == 2 * BLOCK_SIZE
+        rig.scheduler.update_state_after_alloc(request, [], 0)
+    assert rig.scheduler.stats == before
+    assert rig.admit(request) == 2 * BLOCK_SIZE
+    after = rig.scheduler.stats
+    assert after.num_host_query_tokens - before.num_host_query_tokens == 13
+    assert after.num_host_hit_tokens - before.num_host_hit_tokens == 2 * BLOCK_SIZE
 
 
 @pytest.mark.parametrize("make_table", [list, np.array, lambda ids: [np.array(ids)]])
