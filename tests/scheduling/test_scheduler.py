@@ -87,6 +87,14 @@ def test_what_was_offered_stays_until_it_is_loaded():
     rig.load_arrives()  # which checks what was in the blocks
 
 
+def test_a_host_without_room_for_all_victims_takes_the_half_that_goes_first():
+    rig = make_rig("lazy", host_blocks=2)
+    rig.run(make_request("one", 1, 2, 3, 4))
+    assert rig.scheduler.stats.num_store_refusals > 0
+    # The tail is evicted first.
+    assert on_host(rig) == set(make_keys(1, 2, 3, 4)[2:])
+
+
 def test_part_of_an_offer_can_be_taken():
     rig = Rig()
     rig.run(make_request("one", 1, 2, 3))

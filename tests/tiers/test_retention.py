@@ -56,6 +56,19 @@ def test_a_mapping_with_other_keys_is_refused(values, match):
         Retention.of(values)
 
 
+@pytest.mark.parametrize(
+    ("values", "ttl_ms"),
+    [
+        ({"ttl_s": 1}, 1000),
+        ({"half_life_s": 60}, 0),
+        ({"half_life_s": 2e6}, 2_000_000_000),
+        ({"half_life_s": 2e6, "ttl_s": 1}, 1000),
+    ],
+)
+def test_long_halvings_end_where_no_time_to_live_does(values, ttl_ms):
+    assert Retention(**values).ttl_ms == ttl_ms
+
+
 @pytest.mark.parametrize("executor", ["native", "xla"])
 def test_retained_blocks_are_evicted_last(executor):
     manager = full(b"a", b"b", b"c", executor=executor)
