@@ -7,9 +7,9 @@ from unittest import mock
 import jax.numpy as jnp
 import pytest
 
-from jaxkv import DeviceBlockPool, OffloadConfig
+from jaxkv import DeviceBlockPool, OffloadConfig, TransferEngine
 from jaxkv.scheduling import storage_worker
-from jaxkv.transfer.storage import LocalStore
+from jaxkv.transfer.storage import LocalStore, MemoryStore, ObjectFormat, StorageIO
 from tests.rigs.faulty_store import Faults, FaultyStore
 from tests.rigs.offload_rig import make_keys, make_request
 
@@ -107,3 +107,27 @@ def test_where_there_is_no_store_there_is_nothing_to_wait_for():
     assert scheduler.wait_for_storage(worker)
     with pytest.raises(RuntimeError, match="no storage"):
         worker.poll_storage()
+
+
+def test_a_block_that_lacks_the_part_of_a_process_is_not_found():
+    engine = TransferEngine(jnp.zeros((8, BLOCK_SIZE)), 8)
+    payload = engine.host_bytes_description, engine.host_payload_bytes
+    objects = ObjectFormat(b"model", *payload, shard=0, num_shards=2)
+    whole, first_only, second_only = make_keys(1, 2, 3)
+    store = MemoryStore()
+    names = [
+        *objects.all_names(whole),
+        objects.name_of(first_only, 0),
+        objects.name_of(second_only, 1),
+    ]
+    for future in store.put([(name, [b""]) for name in names]):
+        future.result()
+    worker = storage_worker.StorageWorker(engine, StorageIO(store, objects))
+    with contextlib.closing(worker):
+        found, is_listed = [], False
+        while not is_listed:
+            worker.advance()
+            for report in worker.take_reports():
+                found += report.found
+                is_listed = report.listed is not None
+    assert found == [whole]

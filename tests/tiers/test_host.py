@@ -8,6 +8,7 @@ from jaxkv import (
     OffloadingEvent,
     OffloadingManager,
     Snapshot,
+    make_arc,
     make_arc_fixed,
     make_lru,
     register_policy,
@@ -341,6 +342,13 @@ def test_batches_beyond_the_largest_are_served():
     manager.complete_store(keys(1, 2))
     manager.touch([*keys(2), *many, *keys(2)])  # 2, many parts later: the most recent
     assert manager.prepare_store(keys(5)).block_hashes_evicted == keys(1)
+
+
+def test_a_touch_beyond_the_largest_batch_counts_as_a_use_in_each_part():
+    manager = OffloadingManager(16, 6, make_arc(6, 6))
+    manager.complete_step(manager.request_step(keys(*range(6))))
+    manager.touch(keys(*range(12)))
+    assert manager.executor.state.policy.sizes.tolist() == [0, 0, 0, 6]  # All in T2.
 
 
 def plain(output):
