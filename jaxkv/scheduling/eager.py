@@ -14,13 +14,10 @@ from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import NO_LIMIT, OffloadRules, most_stored_tokens
 from jaxkv.scheduling.stores import StorePause, Stores
 from jaxkv.search.groups import GroupSpec
+from jaxkv.tiers.bare import REORDER_SHARE
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.index import BlockIndex
 from jaxkv.types import BlockKey
-
-# A request's blocks on the host are put in order again when one in four of them is
-# new: no oftener, as it costs time for each block of the prefix.
-_REORDER_SHARE = 4
 
 
 @dataclasses.dataclass
@@ -285,7 +282,7 @@ class EagerStores:
         if not is_head:
             from_head = [0] * len(self._groups)
             prefix = self._rows(progress, keys, from_head, num_full)
-            if len(rows.keys) * _REORDER_SHARE >= len(prefix.keys):
+            if len(rows.keys) * REORDER_SHARE >= len(prefix.keys):
                 self._host.reorder(prefix.keys)
                 progress.is_ordered = True
 
