@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxkv.scheduling.prefix import Rows, rows_of
 from jaxkv.scheduling.protocol import Request, SchedulerOutput
 from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import NO_LIMIT, OffloadRules, most_stored_tokens
+from jaxkv.scheduling.shadows import Shadows
 from jaxkv.scheduling.stores import StorePause, Stores
 from jaxkv.search.groups import GroupSpec
 from jaxkv.tiers.bare import REORDER_SHARE
@@ -61,6 +63,7 @@ class EagerStores:
 
     Attributes:
         pause: Whether stores are paused.
+        shadows: Offered the same; None if nothing is.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class EagerStores:
         self._stores = stores
         self._keys = keys
         self.pause = StorePause(rules, host.num_blocks, stores.stats)
+        self.shadows: Shadows | None = None
         self._progress: dict[str, _Progress] = {}
         # Requests of the steps since the last offers.
         self._scheduled: dict[str, int] = {}
@@ -117,6 +121,8 @@ class EagerStores:
     def recompute(self, request_id: str) -> None:
         """Note that what was to come from the host for a request did not."""
         self._start_over(self._progress[request_id])
+        if self.shadows is not None:
+            self.shadows.recompute(request_id)
 
     def replace_tables(self, request: Request, tables: list[list[int]]) -> bool:
         """Take note of the block tables of a request, if it is known; they are kept."""
@@ -173,7 +179,32 @@ class EagerStores:
             return
         for progress in ready:
             keys = self._keys.of(progress.request)
-            self._offer(pool, progress, keys, self._num_full(progress, keys))
+            num_full = self._num_full(progress, keys)
+            if self.shadows is None:
+                self._offer(pool, progress, keys, num_full)
+            else:
+                passes = self._passes(pool, progress, keys[0], num_full[0])
+                num_waiting = len(self._stores.waiting.keys)
+                self._offer(pool, progress, keys, num_full)
+                placed = frozenset(self._stores.waiting.keys[num_waiting:])
+                name = progress.request.request_id
+                self.shadows.offer(name, keys[0], num_full[0], placed, passes)
+
+    def finish_beside(self, pool: DeviceBlockPool, request_id: str) -> None:
+        """Do as `finish` does, and offer the same to the shadows."""
+        progress = self._progress.get(request_id)
+        if progress is None:
+            return
+        (keys,) = self._keys.of(progress.request)
+        (num_full,) = self._num_full(progress, [keys])
+        passes = self._passes(pool, progress, keys, num_full)
+        num_waiting = len(self._stores.waiting.keys)
+        can_store = not self._stores.is_congested
+        self.finish(pool, request_id)
+        assert self.shadows is not None
+        placed = frozenset(self._stores.waiting.keys[num_waiting:])
+        offer = request_id, keys, num_full, placed, passes
+        self.shadows.part(*offer, can_store=can_store)
 
     def finish(self, pool: DeviceBlockPool, request_id: str) -> None:
         """Offer all of a request that is about to lose its device blocks."""
@@ -285,6 +316,22 @@ class EagerStores:
             if len(rows.keys) * REORDER_SHARE >= len(prefix.keys):
                 self._host.reorder(prefix.keys)
                 progress.is_ordered = True
+
+    def _passes(
+        self,
+        pool: DeviceBlockPool,
+        progress: _Progress,
+        keys: Sequence[BlockKey],
+        num: int,
+    ) -> NDArray[np.bool_] | None:
+        """Tell which of a request's first blocks may be stored; None for all."""
+        passes = np.ones(num, np.bool_)
+        if isinstance(pool, DeviceBlockPool):  # To ask vLLM's takes long.
+            passes = pool.holds(progress.tables[0][:num], keys[:num])
+        chosen = self._host.passes_of(keys[:num])
+        if chosen is not None:
+            passes &= chosen
+        return None if passes.all() else passes
 
     def _next_tokens(self, progress: _Progress) -> int:
         """Tell how many tokens a request must have before there is more to offer."""

@@ -173,7 +173,7 @@ def serve_behind(
             course.num_known = end
     tier.end(course, keys, num_keys, passes)
     finish(mark)
-    for store in course.under_way:
+    for _, store in course.under_way:
         executor.complete_step(store.block_ids, 0)
     return course.num_found, tier.num_stored, course.is_refused
 
