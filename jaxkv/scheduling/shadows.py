@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from jaxkv._util import shown
 from jaxkv.keys.packed import pack, words_to_keys
 from jaxkv.policies import get_policy_maker, policy_names
-from jaxkv.scheduling.key_sample import KeySample
+from jaxkv.scheduling.key_sample import NUM_GROUPS, KeySample
 from jaxkv.tiers.bare import BareTier, Course, those_of
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.executors import ExecutorName, Ids, Store, Words, make_executor
@@ -136,7 +136,8 @@ class _Visit:
         num_keys: Its keys that were looked through.
         words: u32[n, 8]. Those of them that take part.
         rows: Which of its keys these are; None if all are.
-        hot: Which of its keys are the hottest, which are taken to be there.
+        num_hot: How many of its keys, the first ones, are taken to be there.
+        groups: The part of the sample that each of `words` is in.
         courses: How far it has come with each tier.
         first: How many of its blocks the device has found.
         last: How many blocks might have been found.
@@ -145,15 +146,16 @@ class _Visit:
     """
 
     __slots__ = (
-        *("courses", "end", "first", "hot", "last", "num_keys", "rows", "start"),
-        "words",
+        *("courses", "end", "first", "groups", "last", "num_hot", "num_keys", "rows"),
+        *("start", "words"),
     )
 
     def __init__(self, num_tiers: int) -> None:
         self.num_keys = -1
         self.words = _NO_WORDS
         self.rows: list[int] | None = None
-        self.hot: list[int] = []
+        self.num_hot = 0
+        self.groups: list[int] = []
         self.courses = [Course() for _ in range(num_tiers)]
         self.first = self.last = self.start = self.end = 0
 
@@ -266,8 +268,7 @@ class Shadows:
             for own, num in zip(shadows, self._num_blocks, strict=True)
             if own.policy != OFF
         ]
-        self._num_groups = self.sample.num_groups if self.sample else 1
-        self._found_by_group = [[0] * self._num_groups for _ in self._tiers]
+        self._found_by_group = [[0] * NUM_GROUPS for _ in self._tiers]
         self._visits: dict[str, _Visit] = {}
         # Blocks of each tier that loads of requests hold.
         self._held: dict[str, list[Ids]] = {}
@@ -441,7 +442,7 @@ class Shadows:
             passes: bool[n]. Which of them may be stored; None for all.
         """
         if self.sample is not None:
-            rows = self.sample.rows(words, ())
+            rows = self.sample.rows(words)
             words = words[rows]
             words.flags.writeable = False  # As all keys are.
             passes = None if passes is None else passes[rows]
@@ -539,14 +540,15 @@ class Shadows:
         if visit is None:
             visit = self._visits[name] = _Visit(len(self._tiers))
             if self.sample is not None:
-                visit.hot = self.sample.note_request(pack(keys)[1])
+                visit.num_hot = self.sample.note_request(keys)
         if visit.num_keys != len(keys):
             visit.num_keys = len(keys)
             _, words = pack(keys)
             if self.sample is not None:
-                visit.rows = self.sample.rows(words, visit.hot)[:_MOST_KEYS]
+                visit.rows = self.sample.rows(words, visit.num_hot)[:_MOST_KEYS]
                 words = words[visit.rows]
                 words.flags.writeable = False  # As all keys are.
+                visit.groups = self.sample.groups(words)
             visit.words = words[:_MOST_KEYS]
         return visit
 
@@ -561,16 +563,14 @@ class Shadows:
         # A request that finds anything finds the first block that it looks for.
         if num and visit.rows[visit.start] == visit.first:
             tier.num_loads += 1 << self._bits
-        elif visit.first in visit.hot:
+        elif visit.first < visit.num_hot:
             tier.num_loads += 1
         missed = visit.last
         if visit.start + num < visit.end:
             missed = visit.rows[visit.start + num]
-        found = num << self._bits
-        if visit.hot:
-            found += bisect_left(visit.hot, missed)
-            found -= bisect_left(visit.hot, visit.first)
-        tier.num_found += found
-        if num:
-            words = visit.words[visit.start : visit.start + num]
-            self.sample.count(self._found_by_group[number], words)
+        tier.num_found += num << self._bits
+        if visit.first < visit.num_hot:
+            tier.num_found += min(visit.num_hot, missed) - visit.first
+        by_group = self._found_by_group[number]
+        for group in visit.groups[visit.start : visit.start + num]:
+            by_group[group] += 1

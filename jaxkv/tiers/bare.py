@@ -20,7 +20,7 @@ REORDER_SHARE = 4
 new: no oftener, as it costs time for each block of the prefix."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Course:
     """How far a request has come with a tier.
 
