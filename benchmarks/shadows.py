@@ -40,6 +40,7 @@ from jaxkv.scheduling.shadows import Shadows, parse_shadows
 from jaxkv.tools.replay.device import DeviceHits
 from jaxkv.tools.replay.run import replay
 from jaxkv.tools.replay.traces import Trace, read_trace
+from jaxkv.types import STOPS, Stop
 
 SIX = "lru*0.5,1,2,4;slru*1;hazard*1"
 POLICIES = "lru", "arc_fixed", "slru", "hazard"
@@ -47,14 +48,22 @@ BLOCKS_A_REQUEST = 64
 ROUNDS = 400
 
 
-def serve(shadows: Shadows, name: str, keys: PackedKeys, now_ms: int) -> None:
+def serve(
+    shadows: Shadows,
+    name: str,
+    keys: PackedKeys,
+    now_ms: int,
+    num_tokens: int = 1024,
+    num_output: int | None = None,
+    stop: Stop | None = None,
+) -> None:
     """Have shadows see a request from its look-up to its end, alone."""
     num = len(keys)
     shadows.look_up(name, keys, 0, num)
-    shadows.begin(name, keys, 16 * num, now_ms, is_found=True, is_loaded=False)
+    shadows.begin(name, keys, num_tokens, now_ms, is_found=True, is_loaded=False)
     shadows.offer(name, keys, num, frozenset(), None)
     shadows.part(name, keys, num, frozenset(), None, can_store=True)
-    shadows.finish(name, keys, now_ms, None, None)
+    shadows.finish(name, keys, now_ms, num_output, stop)
     shadows.forget(name)
 
 
@@ -101,9 +110,18 @@ def estimate(
         own = trace.ids[trace.offsets[number] : trace.offsets[number + 1]]
         words = all_words[own]
         keys = PackedKeys(words_to_keys(words), words)
-        serve(shadows, f"{number}", keys, int(trace.time_ms[number]))
+        output = int(trace.output_tokens[number])
+        serve(
+            shadows,
+            f"{number}",
+            keys,
+            int(trace.time_ms[number]),
+            1 if trace.input_tokens is None else int(trace.input_tokens[number]),
+            None if output < 0 else output,
+            STOPS[trace.stops[number]],
+        )
     (count,) = shadows.counts
-    percent = 100 / trace.num_block_refs
+    percent = 100 / count.num_asked_tokens
     return count.num_found_tokens * percent, count.error_tokens * percent
 
 

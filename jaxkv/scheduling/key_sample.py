@@ -86,15 +86,18 @@ class KeySample:
         groups: list[int] = (words[:, _GROUP] % NUM_GROUPS).tolist()
         return groups
 
-    def error(self, found: Sequence[int]) -> float:
-        """Estimate the standard error of how many blocks were found, all in all.
+    def error(self, found: Sequence[int], asked: Sequence[int]) -> float:
+        """Estimate the standard error of how many blocks were found.
 
-        The parts are samples, too, and differ by chance as the whole does.
+        The parts are samples, too, whose shares differ by chance as that of the whole
+        does (Cochran, Sampling Techniques, 6.3).
 
         Args:
             found: How many keys of each part were found.
+            asked: How many were asked for.
         """
-        num, mean = len(found), sum(found) / len(found)
-        spread = sum((own - mean) ** 2 for own in found) * num / (num - 1)
+        share = sum(found) / max(sum(asked), 1)
+        offs = (own - share * num for own, num in zip(found, asked, strict=True))
+        spread = sum(off**2 for off in offs) * len(found) / (len(found) - 1)
         scale = 1 << self.bits
         return float(np.sqrt(spread * scale * (scale - 1)))

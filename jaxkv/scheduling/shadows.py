@@ -106,10 +106,14 @@ Shadow(policy='off', factor=0.0))
 class ShadowCount(NamedTuple):
     """What a shadow has come to so far; of a sample, what that stands for.
 
+    What the sample was asked for is more or less than all requests asked for, and what
+    it found is likewise: `share` tells most.
+
     Attributes:
         policy: Its policy, or `OFF`.
         num_blocks: The host blocks that it stands for.
-        num_found_tokens: Tokens found beyond the device's own prefix.
+        num_asked_tokens: Tokens looked for beyond the device's own prefix.
+        num_found_tokens: Tokens of these that it found.
         num_loads: Requests that found any.
         num_stored: Blocks stored.
         num_evicted: Blocks evicted.
@@ -119,18 +123,21 @@ class ShadowCount(NamedTuple):
 
     policy: str
     num_blocks: int
+    num_asked_tokens: int = 0
     num_found_tokens: int = 0
     num_loads: int = 0
     num_stored: int = 0
     num_evicted: int = 0
     error_tokens: float = 0.0
 
+    @property
+    def share(self) -> float:
+        """What it found of what it was asked for, from 0 to 1."""
+        return self.num_found_tokens / max(self.num_asked_tokens, 1)
+
 
 class _Visit:
     """A request, as far as shadows see it.
-
-    Args:
-        num_tiers: How many tiers it visits.
 
     Attributes:
         num_keys: Its keys that were looked through.
@@ -138,7 +145,7 @@ class _Visit:
         rows: Which of its keys these are; None if all are.
         num_hot: How many of its keys, the first ones, are taken to be there.
         groups: The part of the sample that each of `words` is in.
-        courses: How far it has come with each tier.
+        courses: How far it has come with each tier; empty if no key takes part.
         first: How many of its blocks the device has found.
         last: How many blocks might have been found.
         start: The first of `words` that was looked up.
@@ -150,13 +157,13 @@ class _Visit:
         *("start", "words"),
     )
 
-    def __init__(self, num_tiers: int) -> None:
+    def __init__(self) -> None:
         self.num_keys = -1
         self.words = _NO_WORDS
         self.rows: list[int] | None = None
         self.num_hot = 0
         self.groups: list[int] = []
-        self.courses = [Course() for _ in range(num_tiers)]
+        self.courses: list[Course] = []
         self.first = self.last = self.start = self.end = 0
 
     @property
@@ -174,7 +181,14 @@ class _Visit:
 
 
 class _Tier(BareTier):
-    """A shadow's tier, and what it has found."""
+    """A shadow's tier, and what it has found.
+
+    Attributes:
+        policy: Its policy.
+        listens: Whether that wants to know of requests.
+        found: Blocks found, by the parts of the sample.
+        num_loads: Requests that found any.
+    """
 
     def __init__(self, policy: str, num_blocks: int, executor: ExecutorName) -> None:
         max_batch = max(_MOST_KEYS, 2 * num_blocks)
@@ -182,7 +196,7 @@ class _Tier(BareTier):
         self._executor_name: ExecutorName = executor
         super().__init__(make_executor(self.policy, executor))
         self.listens = self.policy.listens
-        self.num_found = 0
+        self.found = [0] * NUM_GROUPS
         self.num_loads = 0
 
     def place_victims(
@@ -268,7 +282,10 @@ class Shadows:
             for own, num in zip(shadows, self._num_blocks, strict=True)
             if own.policy != OFF
         ]
-        self._found_by_group = [[0] * NUM_GROUPS for _ in self._tiers]
+        # Blocks that were looked for: all; those that are taken to be there, and the
+        # requests that found some of them; those of the sample, by its parts.
+        self._num_asked = self._num_hot = self._num_hot_loads = 0
+        self._asked = [0] * NUM_GROUPS
         self._visits: dict[str, _Visit] = {}
         # Blocks of each tier that loads of requests hold.
         self._held: dict[str, list[Ids]] = {}
@@ -279,26 +296,33 @@ class Shadows:
         self._pool = pool if isinstance(pool, DeviceBlockPool) else None
 
     @property
+    def num_asked_tokens(self) -> int:
+        """Tokens that requests looked for beyond the device's own prefix."""
+        return self._num_asked * self._block_size
+
+    @property
     def counts(self) -> tuple[ShadowCount, ...]:
         """What each shadow has come to; any thread may ask."""
-        scale, counts = 1 << self._bits, []
-        own = iter(zip(self._tiers, self._found_by_group, strict=True))
+        bits, size, counts = self._bits, self._block_size, []
+        tiers = iter(self._tiers)
+        asked = (self._num_hot + (sum(self._asked) << bits)) * size
         for shadow, num_blocks in zip(self._shadows, self._num_blocks, strict=True):
             if shadow.policy == OFF:
-                counts.append(ShadowCount(OFF, 0))
+                counts.append(ShadowCount(OFF, 0, asked))
                 continue
-            tier, groups = next(own)
+            tier = next(tiers)
             error = 0.0
             if self.sample is not None:
-                error = self.sample.error(groups) * self._block_size
+                error = self.sample.error(tier.found, self._asked) * size
             counts.append(
                 ShadowCount(
                     shadow.policy,
                     num_blocks,
-                    tier.num_found * self._block_size,
-                    tier.num_loads,
-                    tier.num_stored * scale,
-                    tier.num_evicted * scale,
+                    asked,
+                    (self._num_hot + (sum(tier.found) << bits)) * size,
+                    self._num_hot_loads + (tier.num_loads << bits),
+                    tier.num_stored << bits,
+                    tier.num_evicted << bits,
                     error,
                 )
             )
@@ -320,6 +344,8 @@ class Shadows:
         start, end = visit.cut(first), visit.cut(last)
         visit.first, visit.last, visit.start, visit.end = first, last, start, end
         held: list[Ids] = []
+        if not len(visit.words):
+            return
         for tier, course in zip(self._tiers, visit.courses, strict=True):
             num, ids = 0, _NO_IDS
             if start < end:
@@ -353,13 +379,12 @@ class Shadows:
         visit = self._visit(name, keys)
         if not is_loaded:
             self.release(name)
+        if is_found:
+            self._count(visit)
         words = visit.words
-        for number, tier in enumerate(self._tiers):
-            course = visit.courses[number]
-            if is_found:
-                self._count(number, visit, course.num_found)
-            if not len(words):
-                continue
+        if not len(words):
+            return
+        for tier, course in zip(self._tiers, visit.courses, strict=True):
             if tier.listens:
                 told = words, visit.positions, now_ms % _TIMES, num_tokens
                 course.mark = tier.executor.begin(*told)
@@ -499,8 +524,10 @@ class Shadows:
         visit = self._visit(name, keys)
         output = -1 if num_output_tokens is None else num_output_tokens
         end = now_ms % _TIMES, output, STOPS.index(stop)
+        if not len(visit.words):
+            return
         for tier, course in zip(self._tiers, visit.courses, strict=True):
-            if tier.listens and len(visit.words):
+            if tier.listens:
                 told = visit.words, visit.positions, *end, course.mark
                 tier.executor.finish(*told)
 
@@ -538,7 +565,7 @@ class Shadows:
         """Take note of a request's keys, if there are more of them."""
         visit = self._visits.get(name)
         if visit is None:
-            visit = self._visits[name] = _Visit(len(self._tiers))
+            visit = self._visits[name] = _Visit()
             if self.sample is not None:
                 visit.num_hot = self.sample.note_request(keys)
         if visit.num_keys != len(keys):
@@ -546,31 +573,37 @@ class Shadows:
             _, words = pack(keys)
             if self.sample is not None:
                 visit.rows = self.sample.rows(words, visit.num_hot)[:_MOST_KEYS]
+                if not visit.rows:
+                    return visit
                 words = words[visit.rows]
                 words.flags.writeable = False  # As all keys are.
                 visit.groups = self.sample.groups(words)
             visit.words = words[:_MOST_KEYS]
+            if not visit.courses:
+                visit.courses = [Course() for _ in self._tiers]
         return visit
 
-    def _count(self, number: int, visit: _Visit, num: int) -> None:
-        """Count what a request has found, from the row on where it began to look."""
-        tier = self._tiers[number]
-        if self.sample is None:
-            tier.num_found += num
-            tier.num_loads += num > 0
+    def _count(self, visit: _Visit) -> None:
+        """Count what a request has looked for, and what was found of it."""
+        first, start = visit.first, visit.start
+        self._num_asked += visit.last - first
+        num_hot = max(min(visit.num_hot, visit.last) - first, 0)
+        self._num_hot += num_hot
+        self._num_hot_loads += num_hot > 0
+        if start == visit.end:
             return
-        assert visit.rows is not None
-        # A request that finds anything finds the first block that it looks for.
-        if num and visit.rows[visit.start] == visit.first:
-            tier.num_loads += 1 << self._bits
-        elif visit.first < visit.num_hot:
-            tier.num_loads += 1
-        missed = visit.last
-        if visit.start + num < visit.end:
-            missed = visit.rows[visit.start + num]
-        tier.num_found += num << self._bits
-        if visit.first < visit.num_hot:
-            tier.num_found += min(visit.num_hot, missed) - visit.first
-        by_group = self._found_by_group[number]
-        for group in visit.groups[visit.start : visit.start + num]:
-            by_group[group] += 1
+        groups = visit.groups[start : visit.end]
+        _count_groups(self._asked, groups, visit.end - start)
+        # What finds anything finds the first block that it looks for.
+        tells_load = visit.rows is None or visit.rows[start] == first
+        for tier, course in zip(self._tiers, visit.courses, strict=True):
+            _count_groups(tier.found, groups, course.num_found)
+            tier.num_loads += tells_load and course.num_found > 0
+
+
+def _count_groups(counts: list[int], groups: list[int], num: int) -> None:
+    """Count the first of some keys by their groups; all as of the first one if none."""
+    if not groups:
+        counts[0] += num
+    for group in groups[:num]:
+        counts[group] += 1

@@ -73,6 +73,7 @@ def check_same(scheduler):
     found = same.num_found_tokens, same.num_evicted, same.error_tokens
     assert found == (stats.num_host_hit_tokens, stats.num_evicted, 0)
     assert same.num_stored >= same.num_evicted > 100
+    assert same.num_asked_tokens > found[0]
     assert larger.num_found_tokens > found[0] > 0
     states = scheduler._manager.executor, scheduler._shadows._tiers[0].executor
     jax.tree.map(np.testing.assert_array_equal, *[own.state for own in states])
