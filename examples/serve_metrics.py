@@ -35,6 +35,7 @@ config = EngineConfig(
         delay_shared_loads=True,
         max_blocks_in_flight=16,
         skip_slow_loads=True,
+        shadow="lru*0.5,1,2;hazard*1;off",
         block_bytes=BLOCK_SIZE * model.kv_bytes_per_token,
     ),
 )

@@ -830,12 +830,6 @@ class OffloadConfig(RuleSettings, _HostSettings):
             if self.storage_secret is not None:
                 yield "storage_secret needs a storage, whose objects it seals."
             return
-        if self.shadow is not None:
-            yield (
-                f"shadow={shown(self.shadow)} and storage="
-                f"{KEYS['storage'].shown(self.storage)} exclude one another: a shadow "
-                "does not see what comes from a store."
-            )
         try:
             check_kind(self.storage)
             plain = self.cache_policy == "lru" and self.executor == "native"

@@ -177,18 +177,10 @@ class EagerStores:
                 ready.append(progress)
         if not ready or self._stores.is_congested:
             return
+        offer = self._offer if self.shadows is None else self._offer_beside
         for progress in ready:
             keys = self._keys.of(progress.request)
-            num_full = self._num_full(progress, keys)
-            if self.shadows is None:
-                self._offer(pool, progress, keys, num_full)
-            else:
-                passes = self._passes(pool, progress, keys[0], num_full[0])
-                num_waiting = len(self._stores.waiting.keys)
-                self._offer(pool, progress, keys, num_full)
-                placed = frozenset(self._stores.waiting.keys[num_waiting:])
-                name = progress.request.request_id
-                self.shadows.offer(name, keys[0], num_full[0], placed, passes)
+            offer(pool, progress, keys, self._num_full(progress, keys))
 
     def finish_beside(self, pool: DeviceBlockPool, request_id: str) -> None:
         """Do as `finish` does, and offer the same to the shadows."""
@@ -197,7 +189,7 @@ class EagerStores:
             return
         (keys,) = self._keys.of(progress.request)
         (num_full,) = self._num_full(progress, [keys])
-        passes = self._passes(pool, progress, keys, num_full)
+        passes = self._passes(pool, progress, keys, 0, num_full)
         num_waiting = len(self._stores.waiting.keys)
         can_store = not self._stores.is_congested
         self.finish(pool, request_id)
@@ -317,17 +309,38 @@ class EagerStores:
                 self._host.reorder(prefix.keys)
                 progress.is_ordered = True
 
+    def _offer_beside(
+        self,
+        pool: DeviceBlockPool,
+        progress: _Progress,
+        keys: Sequence[Sequence[BlockKey]],
+        num_full: list[int],
+    ) -> None:
+        """Do as `_offer` does, and offer the same to the shadows."""
+        assert self.shadows is not None
+        (own,), (num,), (first,) = keys, num_full, progress.num_offered
+        passes = self._passes(pool, progress, own, first, num)
+        num_waiting = len(self._stores.waiting.keys)
+        self._offer(pool, progress, keys, num_full)
+        placed = frozenset(self._stores.waiting.keys[num_waiting:])
+        self.shadows.offer(progress.request.request_id, own, num, placed, passes)
+
     def _passes(
         self,
         pool: DeviceBlockPool,
         progress: _Progress,
         keys: Sequence[BlockKey],
+        first: int,
         num: int,
     ) -> NDArray[np.bool_] | None:
-        """Tell which of a request's first blocks may be stored; None for all."""
+        """Tell which of a request's first blocks may be stored; None for all.
+
+        Those before `first` are known to be held.
+        """
         passes = np.ones(num, np.bool_)
         if isinstance(pool, DeviceBlockPool):  # To ask vLLM's takes long.
-            passes = pool.holds(progress.tables[0][:num], keys[:num])
+            table = progress.tables[0][first:num]
+            passes[first:] = pool.holds(table, keys[first:num])
         chosen = self._host.passes_of(keys[:num])
         if chosen is not None:
             passes &= chosen

@@ -5,6 +5,11 @@ as small a share of the blocks then finds about the same share of the sampled ke
 (spatial sampling: SHARDS, Waldspurger et al., FAST '15). Prefixes fit that: of blocks
 that are found only with all those before them, as many of the sampled ones are found.
 
+A key also stands for its whole prefix. So of each `_STRATUM` blocks in a row one can be
+taken, by the bits of the first of them: then the sample has as much of each prompt, and
+is asked for as large a share of all as it has of the blocks. Where many prompts have
+that first block in common, each key goes by its own bits.
+
 What a few keys get of all uses, such as the blocks that all prompts begin with, no such
 sample can tell: it has them or not. Keys that are asked for `_OFTEN` times while the
 smallest tier could be filled once are taken out of it. They are there whatever the
@@ -13,7 +18,6 @@ policy, and each counts once, not as often as a sampled key stands for.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,7 +31,8 @@ NUM_GROUPS = 16
 _OFTEN = 4
 _LEAST_COUNT = 16
 _MOST_COUNTED = 64  # Fillings of the smallest tier, then counts are halved.
-_SAMPLE, _GROUP = 7, 6  # Words of a key that directories do not go by.
+_STRATUM = 32
+_SAMPLE, _GROUP, _OFFSET = 7, 6, 5  # Words of a key that directories do not go by.
 
 
 class KeySample:
@@ -44,23 +49,39 @@ class KeySample:
     def __init__(self, bits: int, least_blocks: int) -> None:
         self.bits = bits
         self._mask = np.uint32((1 << bits) - 1)
+        # One key of so many in a row, and by its own bits one in so many of these.
+        self._stratum = min(1 << bits, _STRATUM)
+        self._rest = np.uint32((1 << bits) // self._stratum - 1)
         self._least_blocks = least_blocks
         # How many requests began with the prefix up to a key. Each adds a key at most,
         # behind those that are known (as LZ78 does).
         self._counts: dict[BlockKey, int] = {}
         self._num_blocks = 0
 
-    def choose(self, words: Words) -> Words:
-        """Choose from u32[n, 8] the keys of the sample, the hottest among them."""
-        chosen: Words = words[words[:, _SAMPLE] & self._mask == 0]
-        chosen.flags.writeable = False  # As all keys are.
-        return chosen
+    def choose(self, words: Words) -> list[int]:
+        """List the rows of u32[n, 8] that are in the sample by their own bits."""
+        rows: list[int] = (words[:, _SAMPLE] & self._mask == 0).nonzero()[0].tolist()
+        return rows
 
-    def rows(self, words: Words, first: int = 0) -> list[int]:
-        """List the rows of u32[n, 8], from the first on, that are in the sample."""
-        is_chosen = words[:, _SAMPLE] & self._mask == 0
-        rows: list[int] = is_chosen.nonzero()[0].tolist()
-        return rows[bisect_left(rows, first) :] if first else rows
+    def choose_of_prefix(self, words: Words, num_hot: int) -> list[int]:
+        """List the rows of the keys of a prefix that are in the sample.
+
+        Args:
+            words: u32[n, 8]. All keys of the prefix.
+            num_hot: How many keys, the first ones, are the hottest: these are not.
+        """
+        rows: list[int] = []
+        start = -(-num_hot // self._stratum) * self._stratum
+        if num_hot:
+            rows = [num_hot + row for row in self.choose(words[num_hot:start])]
+        firsts = words[start :: self._stratum]
+        offsets = firsts[:, _OFFSET] & np.uint32(self._stratum - 1)
+        num = len(words)
+        for stratum, offset in enumerate(offsets.tolist()):
+            row = start + stratum * self._stratum + offset
+            if row < num and not words[row, _SAMPLE] & self._rest:
+                rows.append(row)
+        return rows
 
     def note_request(self, keys: Sequence[BlockKey]) -> int:
         """Count what a request asks for; tell how many keys, the first, are hottest."""

@@ -20,7 +20,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NoReturn, Self, cast
 
 import jax
@@ -35,6 +37,7 @@ from jaxkv.scheduling.lazy import LazyStores
 from jaxkv.scheduling.loads import NO_LOADS, Loads, mark_skipped
 from jaxkv.scheduling.moves import Report, reports_of
 from jaxkv.scheduling.notifier import RequestNotifier, output_tokens_of, stop_of
+from jaxkv.scheduling.outlook import Outlook, OutlookLog
 from jaxkv.scheduling.plan import (
     Gate,
     View,
@@ -59,6 +62,7 @@ from jaxkv.scheduling.record import TraceRecorder
 from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules, check_groups
 from jaxkv.scheduling.shadows import ShadowCount, Shadows, parse_shadows
+from jaxkv.scheduling.speeds import Speeds
 from jaxkv.scheduling.stats import Delays, InTransit, OffloadStats
 from jaxkv.scheduling.stores import Stores, StoreSteps
 from jaxkv.scheduling.worker import OffloadWorker
@@ -230,8 +234,21 @@ class OffloadScheduler:
             spec.block_size for spec in self.groups
         )
         self._shadows: Shadows | None = None
+        self._look: Callable[[], Outlook] | None = None
         if rules.shadow is not None:
             self._shadows = self._make_shadows(rules.shadow, executor)
+            self._look = partial(
+                _look,
+                self._shadows,
+                self._stats,
+                self._gate,
+                self.groups[0].block_size,
+                self._policy_name or "the policy that serves",
+                num_host_blocks,
+                rules.block_bytes,
+            )
+            self._outlooks = OutlookLog(self._look)
+            weakref.finalize(self, self._outlooks.close)
         self._pool: DeviceBlockPool = cast(DeviceBlockPool, _Unbound())
         self._view = cast(View, self._pool)
 
@@ -294,6 +311,28 @@ class OffloadScheduler:
     def shadow_counts(self) -> tuple[ShadowCount, ...]:
         """What each of the `shadow` tiers has come to; any thread may ask."""
         return () if self._shadows is None else self._shadows.counts
+
+    def outlook(self) -> Outlook:
+        """Say what other memory or another policy would give, by the shadows so far.
+
+        Any thread may ask. With `Outlook.since` an earlier one is left out.
+
+        Raises:
+            ValueError: If there are no shadows.
+
+        Example:
+            >>> scheduler = OffloadScheduler(16, 64, rules=OffloadRules(shadow="lru*2"))
+            >>> print(scheduler.outlook())
+            policy        host  found  error  saved a request
+            lru     128 blocks   0.0%    0.0                ?
+            <BLANKLINE>
+            No request has looked for its prefix yet.
+        """
+        if self._look is None:
+            raise ValueError(
+                "there are no shadows: name some, as in OffloadRules(shadow='lru*2')."
+            )
+        return self._look()
 
     @property
     def is_storing_paused(self) -> bool | None:
@@ -703,6 +742,7 @@ class OffloadScheduler:
                 now_ms = self._notifier.now_ms()
                 name = request.request_id
                 self._shadows.finish(name, keys[0], now_ms, num_output, stop)
+                self._outlooks.note(now_ms)
         if self._shadows is not None:
             is_held = request.request_id in self._loads.by_request
             self._shadows.forget(request.request_id, is_held=is_held)
@@ -891,17 +931,46 @@ class OffloadScheduler:
                 f"shadow={shown(text)} needs a model with one group of layers, of full "
                 f"attention: {self.groups} read other parts of a prefix."
             )
-        if self.below:
-            raise ValueError(
-                f"shadow={shown(text)} and tiers below the host exclude one another: a "
-                "shadow does not see what comes from there."
-            )
         size = self.groups[0].block_size
-        shadows = Shadows(parse_shadows(text), self.num_host_blocks, size, executor)
+        sizes = self.num_host_blocks, size
+        is_lazy = self._lazy is not None
+        shadows = Shadows(parse_shadows(text), *sizes, executor, is_lazy=is_lazy)
         for own in (self._loads, self._stores, self._eager, self._lazy):
             if own is not None:
                 own.shadows = shadows
         return shadows
+
+
+def _look(
+    shadows: Shadows,
+    stats: OffloadStats,
+    gate: Gate,
+    block_size: int,
+    policy: str,
+    num_host_blocks: int,
+    block_bytes: int,
+) -> Outlook:
+    """Put together what `OffloadScheduler.outlook` says, without the scheduler."""
+    speeds = None
+    if gate.load_bytes_per_s and gate.prefill_tokens_per_s:
+        speeds = Speeds(
+            gate.load_bytes_per_s,
+            gate.load_bytes_per_s,
+            prefill_tokens_per_s=gate.prefill_tokens_per_s,
+        )
+    return Outlook(
+        policy,
+        num_host_blocks,
+        block_bytes,
+        shadows.num_requests,
+        stats.num_device_query_tokens,
+        stats.num_device_hit_tokens,
+        stats.num_host_hit_tokens,
+        shadows.num_asked_tokens,
+        shadows.counts,
+        speeds,
+        block_size,
+    )
 
 
 class _Unbound:

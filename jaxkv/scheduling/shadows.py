@@ -14,7 +14,8 @@ requests that the engine serves, behind the same device:
 
 So a shadow of the policy and size that serve is in step with the tier: it finds the
 same. The engine is taken to load whatever is found, and to store whatever there is room
-for: `skip_slow_loads` and `pause_unused_stores` do not change what a shadow sees.
+for: `skip_slow_loads` and `pause_unused_stores` do not change what a shadow sees. What
+comes from a store behind the host it does not see either.
 
 Beyond `FULL_BLOCKS` a shadow is of a sample (`jaxkv.scheduling.key_sample`): of the
 keys that are in it, and with as small a share of the blocks. What it finds of a prefix
@@ -168,10 +169,8 @@ class _Visit:
 
     @property
     def positions(self) -> NDArray[np.int32]:
-        """How many blocks of the request come before each of `words`."""
-        if self.rows is None:
-            return np.arange(len(self.words), dtype=np.int32)
-        return np.array(self.rows, np.int32)
+        """How many of `words` come before each: those of a sample are its blocks."""
+        return np.arange(len(self.words), dtype=np.int32)
 
     def cut(self, num_blocks: int) -> int:
         """Count what takes part of the first blocks of the request."""
@@ -251,9 +250,11 @@ class Shadows:
         block_size: Tokens in a block.
         executor: Who runs their decisions; see `BlockIndex`.
         sample_bits: One key in ``2**sample_bits`` takes part; None to choose that.
+        is_lazy: Whether what they are offered are single blocks (`offer_victims`).
 
     Attributes:
         sample: Chooses the keys that take part; None if all do.
+        num_requests: Requests that looked for their prefix.
     """
 
     def __init__(
@@ -263,10 +264,13 @@ class Shadows:
         block_size: int,
         executor: ExecutorName = "native",
         sample_bits: int | None = None,
+        *,
+        is_lazy: bool = False,
     ) -> None:
         if sample_bits is None:
             sample_bits = max((num_host_blocks - 1) // FULL_BLOCKS, 0).bit_length()
         self._shadows = tuple(shadows)
+        self._knows_prefixes = not is_lazy
         self._num_blocks = [
             max(round(own.factor * num_host_blocks), own.policy != OFF)
             for own in shadows
@@ -285,6 +289,7 @@ class Shadows:
         # Blocks that were looked for: all; those that are taken to be there, and the
         # requests that found some of them; those of the sample, by its parts.
         self._num_asked = self._num_hot = self._num_hot_loads = 0
+        self.num_requests = 0
         self._asked = [0] * NUM_GROUPS
         self._visits: dict[str, _Visit] = {}
         # Blocks of each tier that loads of requests hold.
@@ -467,7 +472,7 @@ class Shadows:
             passes: bool[n]. Which of them may be stored; None for all.
         """
         if self.sample is not None:
-            rows = self.sample.rows(words)
+            rows = self.sample.choose(words)
             words = words[rows]
             words.flags.writeable = False  # As all keys are.
             passes = None if passes is None else passes[rows]
@@ -492,11 +497,8 @@ class Shadows:
     def discard(self, keys: Sequence[BlockKey]) -> None:
         """Note that blocks were to be loaded, and their bytes are no good."""
         _, words = pack(keys)
-        if self.sample is not None:
-            words = self.sample.choose(words)
         for tier in self._tiers:
-            if len(words):
-                tier.discard(words)
+            tier.discard(words)
 
     def recompute(self, name: str) -> None:
         """Note that a request computes what was to be loaded for it."""
@@ -572,7 +574,8 @@ class Shadows:
             visit.num_keys = len(keys)
             _, words = pack(keys)
             if self.sample is not None:
-                visit.rows = self.sample.rows(words, visit.num_hot)[:_MOST_KEYS]
+                rows = self._rows_of(words, visit.num_hot)
+                visit.rows = rows[:_MOST_KEYS]
                 if not visit.rows:
                     return visit
                 words = words[visit.rows]
@@ -583,9 +586,17 @@ class Shadows:
                 visit.courses = [Course() for _ in self._tiers]
         return visit
 
+    def _rows_of(self, words: Words, num_hot: int) -> list[int]:
+        """Choose the keys of a prefix that take part."""
+        assert self.sample is not None
+        if not self._knows_prefixes:
+            return [row for row in self.sample.choose(words) if row >= num_hot]
+        return self.sample.choose_of_prefix(words, num_hot)
+
     def _count(self, visit: _Visit) -> None:
         """Count what a request has looked for, and what was found of it."""
         first, start = visit.first, visit.start
+        self.num_requests += 1
         self._num_asked += visit.last - first
         num_hot = max(min(visit.num_hot, visit.last) - first, 0)
         self._num_hot += num_hot

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxkv import ConfigError, OffloadConfig
+from jaxkv import ConfigError
 from jaxkv.keys.packed import words_to_keys
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.tools.replay.traces import keys_of, read_trace
@@ -151,11 +151,8 @@ def test_a_shadow_without_a_tier_finds_nothing():
         ({"retention": True}, "retention=True exclude"),
         ({"blocks_per_host_block": 2}, "blocks_per_host_block=2 exclude"),
         ({"groups": HYBRID}, "one group of layers"),
-        ({"num_storage_blocks": 4}, "tiers below the host exclude"),
     ],
 )
 def test_what_shadows_do_not_see_is_refused(options, match):
     with pytest.raises(ValueError, match=match):
         Rig(shadow="lru*2", **options)
-    with pytest.raises(ConfigError, match=r"shadow='lru.2' and storage='kv' exclude"):
-        OffloadConfig(shadow="lru*2", storage="kv")
