@@ -154,7 +154,7 @@ def compare(
 def main() -> None:
     """Measure, print and write the figures if asked to."""
     parser = make_parser(__doc__)
-    blocks = [4096, 1 << 16, 1 << 20]
+    blocks = [2048, 1 << 16, 1 << 20]
     folder = ROOT.parent / "shared" / "traces"
     names = "mooncake_conversation", "cc_agentic_a"
     traces = [folder / f"{name}.jsonl.gz" for name in names]

@@ -30,7 +30,8 @@ NUM_GROUPS = 16
 
 _OFTEN = 4
 _LEAST_COUNT = 16
-_MOST_COUNTED = 64  # Fillings of the smallest tier, then counts are halved.
+# Fillings of the smallest tier, and keys, after which counts are halved.
+_MOST_COUNTED, _MOST_KEYS = 64, 1 << 16
 _STRATUM = 32
 _SAMPLE, _GROUP, _OFFSET = 7, 6, 5  # Words of a key that directories do not go by.
 
@@ -51,7 +52,7 @@ class KeySample:
         self._mask = np.uint32((1 << bits) - 1)
         # One key of so many in a row, and by its own bits one in so many of these.
         self._stratum = min(1 << bits, _STRATUM)
-        self._rest = np.uint32((1 << bits) // self._stratum - 1)
+        self._rest = (1 << bits) // self._stratum - 1
         self._least_blocks = least_blocks
         # How many requests began with the prefix up to a key. Each adds a key at most,
         # behind those that are known (as LZ78 does).
@@ -74,13 +75,12 @@ class KeySample:
         start = -(-num_hot // self._stratum) * self._stratum
         if num_hot:
             rows = [num_hot + row for row in self.choose(words[num_hot:start])]
-        firsts = words[start :: self._stratum]
-        offsets = firsts[:, _OFFSET] & np.uint32(self._stratum - 1)
         num = len(words)
-        for stratum, offset in enumerate(offsets.tolist()):
-            row = start + stratum * self._stratum + offset
-            if row < num and not words[row, _SAMPLE] & self._rest:
+        for offset in words[start :: self._stratum, _OFFSET].tolist():
+            row = start + offset % self._stratum
+            if row < num and not words.item(row, _SAMPLE) & self._rest:
                 rows.append(row)
+            start += self._stratum
         return rows
 
     def note_request(self, keys: Sequence[BlockKey]) -> int:
@@ -96,7 +96,8 @@ class KeySample:
                 break
             # No key is asked for more often than the one before it.
             num_hot += count >= least
-        if self._num_blocks > _MOST_COUNTED * self._least_blocks:
+        is_old = self._num_blocks > _MOST_COUNTED * self._least_blocks
+        if is_old or len(counts) > _MOST_KEYS:
             self._num_blocks //= 2
             halves = {key: count // 2 for key, count in counts.items()}
             self._counts = {key: count for key, count in halves.items() if count}

@@ -42,7 +42,7 @@ from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.executors import ExecutorName, Ids, Store, Words, make_executor
 from jaxkv.types import NO_BLOCK, STOPS, BlockKey, Stop
 
-FULL_BLOCKS = 4096
+FULL_BLOCKS = 2048
 """Blocks of a host tier up to which its shadows see all keys."""
 
 OFF = "off"
@@ -346,11 +346,11 @@ class Shadows:
         """
         visit = self._visit(name, keys)
         self.release(name)
-        start, end = visit.cut(first), visit.cut(last)
-        visit.first, visit.last, visit.start, visit.end = first, last, start, end
-        held: list[Ids] = []
-        if not len(visit.words):
+        visit.first, visit.last = first, last
+        if not visit.courses:
             return
+        visit.start, visit.end = start, end = visit.cut(first), visit.cut(last)
+        held: list[Ids] = []
         for tier, course in zip(self._tiers, visit.courses, strict=True):
             num, ids = 0, _NO_IDS
             if start < end:
@@ -387,7 +387,7 @@ class Shadows:
         if is_found:
             self._count(visit)
         words = visit.words
-        if not len(words):
+        if not visit.courses:
             return
         for tier, course in zip(self._tiers, visit.courses, strict=True):
             if tier.listens:
@@ -524,10 +524,10 @@ class Shadows:
             stop: Why it stopped, if that is known.
         """
         visit = self._visit(name, keys)
+        if not visit.courses:
+            return
         output = -1 if num_output_tokens is None else num_output_tokens
         end = now_ms % _TIMES, output, STOPS.index(stop)
-        if not len(visit.words):
-            return
         for tier, course in zip(self._tiers, visit.courses, strict=True):
             if tier.listens:
                 told = visit.words, visit.positions, *end, course.mark
@@ -574,15 +574,13 @@ class Shadows:
             visit.num_keys = len(keys)
             _, words = pack(keys)
             if self.sample is not None:
-                rows = self._rows_of(words, visit.num_hot)
-                visit.rows = rows[:_MOST_KEYS]
-                if not visit.rows:
-                    return visit
-                words = words[visit.rows]
+                rows = self._rows_of(words, visit.num_hot)[:_MOST_KEYS]
+                words = words[rows] if rows else words[:0]
                 words.flags.writeable = False  # As all keys are.
-                visit.groups = self.sample.groups(words)
+                visit.rows = rows
+                visit.groups = self.sample.groups(words) if rows else []
             visit.words = words[:_MOST_KEYS]
-            if not visit.courses:
+            if len(words) and not visit.courses:
                 visit.courses = [Course() for _ in self._tiers]
         return visit
 

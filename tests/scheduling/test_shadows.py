@@ -8,6 +8,7 @@ import pytest
 
 from jaxkv import ConfigError
 from jaxkv.keys.packed import words_to_keys
+from jaxkv.scheduling import shadows as shadows_lib
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.tools.replay.traces import keys_of, read_trace
 from tests.rigs.offload_rig import (
@@ -115,6 +116,41 @@ def test_so_it_is_over_a_recorded_trace(shared_traces, mode):
         num_tokens = BLOCK_SIZE * len(keys) + 1
         rig.run(FakeRequest(f"{number}", [keys], num_tokens, num_tokens))
     check_same(rig.scheduler)
+
+
+@modes
+def test_shadows_of_a_sample_let_go_of_all_they_store(mode, monkeypatch):
+    monkeypatch.setattr(shadows_lib, "FULL_BLOCKS", 10)
+    traffic = Traffic(
+        1,
+        mode=mode,
+        device_blocks=28,
+        host_blocks=20,
+        max_num_batched_tokens=16,
+        shadow="lru*1,4;hazard*2",
+    )
+    scheduler = traffic.run(2000)
+    for count in scheduler.shadow_counts:
+        assert 0 < count.num_found_tokens <= count.num_asked_tokens
+        assert count.error_tokens > 0
+    for tier in scheduler._shadows._tiers:
+        assert not np.asarray(tier.executor.state.ref_cnt).any()
+
+
+def test_what_was_held_or_stored_is_let_go_of_in_the_end():
+    traffic = Traffic(1, device_blocks=28, host_blocks=20, shadow="lru*0.5,3")
+    scheduler = traffic.run(2000)
+    for name in list(traffic.rig.requests):
+        if not traffic.rig.requests[name].loading_tokens:
+            traffic.rig.finish(name)
+    traffic.rig.settle()
+    for name in list(traffic.rig.requests):
+        traffic.rig.finish(name)
+    traffic.rig.settle()
+    assert not scheduler._shadows._held
+    assert not scheduler._shadows._visits
+    for tier in scheduler._shadows._tiers:
+        assert not np.asarray(tier.executor.state.ref_cnt).any()
 
 
 @pytest.mark.parametrize(
