@@ -56,8 +56,8 @@ try:
             engine.submit(document + question, max_new_tokens=8)
         while engine.has_work:
             engine.step()
-        if number % 100 == 0:
-            print(metrics.format_line(), flush=True)
+        if number % 100 == 99:
+            print(engine.offload.outlook(), metrics.format_line(), sep="\n", flush=True)
 except KeyboardInterrupt:
     engine.drain()
     print(metrics.format_line())

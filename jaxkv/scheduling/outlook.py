@@ -35,6 +35,7 @@ class Outlook:
         shadows: What each shadow counted.
         speeds: Those of loads and prefill; None if they are not known.
         block_size: Tokens in a block.
+        is_alone: Whether nothing came from tiers below the host: shadows have none.
     """
 
     policy: str
@@ -48,6 +49,7 @@ class Outlook:
     shadows: tuple[ShadowCount, ...]
     speeds: Speeds | None
     block_size: int
+    is_alone: bool = True
 
     def since(self, earlier: Outlook) -> Outlook:
         """Leave out what an earlier outlook of the same engine has."""
@@ -119,6 +121,8 @@ class Outlook:
             f"device had {device} and the host, {self._size(self.num_blocks)} with "
             f"{self.policy}, {host}"
         )
+        if not self.is_alone:
+            text += " with the tiers below it. Without those"
         if not self.num_tokens:
             return "no request has looked for its prefix yet"
         own, found = self.serving, []
@@ -150,7 +154,7 @@ class Outlook:
             found.append(f"{less} less would find {self._change(row)}")
         if not found:
             found.append("no other that is shadowed would find more")
-        return "; ".join([text, *found])
+        return f"{text}{'; ' if self.is_alone else ', '}{'; '.join(found)}"
 
     def __str__(self) -> str:
         """Show all shadows as a table, and the sentence under it."""

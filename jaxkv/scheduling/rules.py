@@ -182,9 +182,8 @@ class RuleSettings(Settings):
         None,
         Key(
             "scheduler",
-            "Count what host tiers of other policies and sizes would find of the same "
-            "requests: policies with multiples of the host's size, and `off` for none, "
-            "as in `lru*0.5,2,4;hazard*1;off` ([shadows.md](shadows.md)).",
+            "Count what other host tiers would find, by policy and multiples of the "
+            "host's size, as in `lru*0.5,2;hazard*1;off` ([shadows.md](shadows.md)).",
             "",
             f"policies ({', '.join(policy_names())}) with multiples of the host's "
             "size, from 0.01 to 100, as in lru*0.5,2;hazard*1;off",

@@ -246,6 +246,7 @@ class OffloadScheduler:
                 self._policy_name or "the policy that serves",
                 num_host_blocks,
                 rules.block_bytes,
+                not self.below,
             )
             self._outlooks = OutlookLog(self._look)
             weakref.finalize(self, self._outlooks.close)
@@ -949,6 +950,7 @@ def _look(
     policy: str,
     num_host_blocks: int,
     block_bytes: int,
+    is_alone: bool,
 ) -> Outlook:
     """Put together what `OffloadScheduler.outlook` says, without the scheduler."""
     speeds = None
@@ -970,6 +972,7 @@ def _look(
         shadows.counts,
         speeds,
         block_size,
+        is_alone,
     )
 
 

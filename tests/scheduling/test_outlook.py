@@ -88,6 +88,16 @@ def test_memory_that_is_hardly_used_is_named_where_no_more_would_help():
     assert outlook.sentence == f"{SERVED}768 MiB less would find 0.5 points less"
 
 
+def test_what_came_from_a_store_is_told_apart():
+    outlook = make(
+        count("lru", 1024, 18_000), count("lru", 2048, 26_000), is_alone=False
+    )
+    assert outlook.sentence.startswith(
+        f"{SERVED[:-2]} with the tiers below it. Without those, 1 GiB more would find "
+        "8.0 points more"
+    )
+
+
 def test_a_sample_is_taken_for_what_all_requests_asked_for():
     outlook = make(count("lru", 2048, 26_000, asked=40_000, error=400))
     (shadow,) = outlook.shadows
