@@ -62,7 +62,7 @@ def serve(
     shadows.look_up(name, keys, 0, num)
     shadows.begin(name, keys, num_tokens, now_ms, is_found=True, is_loaded=False)
     shadows.offer(name, keys, num, frozenset(), None)
-    shadows.part(name, keys, num, frozenset(), None, can_store=True)
+    shadows.offer(name, keys, num, frozenset(), None, is_end=True)
     shadows.finish(name, keys, now_ms, num_output, stop)
     shadows.forget(name)
 

@@ -196,7 +196,7 @@ class EagerStores:
         assert self.shadows is not None
         placed = frozenset(self._stores.waiting.keys[num_waiting:])
         offer = request_id, keys, num_full, placed, passes
-        self.shadows.part(*offer, can_store=can_store)
+        self.shadows.offer(*offer, is_end=True, can_store=can_store)
 
     def finish(self, pool: DeviceBlockPool, request_id: str) -> None:
         """Offer all of a request that is about to lose its device blocks."""

@@ -374,6 +374,8 @@ class OffloadScheduler:
         for own in self.below:
             own.tier.warm_up()
         self._pool.warm_up()
+        if self._shadows is not None:
+            self._shadows.warm_up()
         if isinstance(self._pool, DeviceBlockPool):
             is_lazy = self._lazy is not None
             self._manager.warm_up_beside(self._pool, is_lazy=is_lazy)

@@ -24,10 +24,9 @@ stands for as many times more. There stores arrive at once, and nothing is held.
 
 from __future__ import annotations
 
-import functools
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,7 +39,7 @@ from jaxkv.scheduling.key_sample import NUM_GROUPS, KeySample
 from jaxkv.tiers.bare import BareTier, Course, those_of
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.executors import ExecutorName, Ids, Store, Words, make_executor
-from jaxkv.types import NO_BLOCK, STOPS, BlockKey, Stop
+from jaxkv.types import KEY_BYTES, NO_BLOCK, STOPS, BlockKey, Stop
 
 FULL_BLOCKS = 2048
 """Blocks of a host tier up to which its shadows see all keys."""
@@ -222,9 +221,7 @@ class _Tier(BareTier):
             num //= 2
         return None
 
-    def settle(
-        self, keys: Words, store: Store, placed: Container[BlockKey] | None
-    ) -> None:
+    def settle(self, keys: Words, store: Store, placed: Container[BlockKey]) -> None:
         """Have stores be found at once, but for those whose keys are in `placed`."""
         ids = store.block_ids
         if placed:
@@ -277,6 +274,7 @@ class Shadows:
         ]
         self._block_size = block_size
         self._bits = sample_bits
+        self._executor_name: ExecutorName = executor
         sizes = [num for num in self._num_blocks if num]
         self.sample = (
             KeySample(sample_bits, min(sizes)) if sample_bits and sizes else None
@@ -299,6 +297,24 @@ class Shadows:
     def bind(self, pool: object) -> None:
         """Take the pool of the device, if it can be searched for copies."""
         self._pool = pool if isinstance(pool, DeviceBlockPool) else None
+
+    def warm_up(self) -> None:
+        """Load, or compile, what the methods run, so that no later call waits."""
+        policies = {own.policy for own in self._shadows} - {OFF}
+        alike = [Shadow(policy, 1.0) for policy in sorted(policies)]
+        scratch = Shadows(alike, 4, 1, self._executor_name)
+        scratch.bind(self._pool)
+        keys = [bytes(KEY_BYTES), bytes(KEY_BYTES - 1) + b"1"]
+        for placed in (keys, ()):
+            scratch.look_up("", keys, 0, 1)
+            scratch.begin("", keys, 2, 0, is_found=True, is_loaded=True)
+            scratch.offer("", keys, 1, placed, None)
+            scratch.arrive(keys, ok=True)
+            scratch.offer("", keys, 2, (), None, is_end=True)
+            scratch.offer_victims(pack(keys)[1], (), None)
+            scratch.finish("", keys, 0, None, None)
+            scratch.forget("")
+            scratch.discard(keys)
 
     @property
     def num_asked_tokens(self) -> int:
@@ -402,6 +418,9 @@ class Shadows:
         num_blocks: int,
         placed: Container[BlockKey],
         passes: NDArray[np.bool_] | None,
+        *,
+        is_end: bool = False,
+        can_store: bool = True,
     ) -> None:
         """Offer what a request has computed.
 
@@ -411,51 +430,25 @@ class Shadows:
             num_blocks: How many of its blocks, from the first on, may be stored.
             placed: The keys that the tier that serves has just found room for.
             passes: bool[num_blocks]. Which of these blocks may be stored; None for all.
+            is_end: Whether it is about to lose its device blocks: then all of it is
+                offered again, unless the shadow has it.
+            can_store: Whether the tier that serves may store anything at the end.
         """
-        self._offer(_Tier.offer, name, keys, num_blocks, placed, passes)
-
-    def part(
-        self,
-        name: str,
-        keys: Sequence[BlockKey],
-        num_blocks: int,
-        placed: Container[BlockKey],
-        passes: NDArray[np.bool_] | None,
-        *,
-        can_store: bool,
-    ) -> None:
-        """Offer all of a request that is about to lose its device blocks.
-
-        Args:
-            name: As of `offer`, like those that follow.
-            keys: Its keys.
-            num_blocks: How many of its blocks may be stored.
-            placed: The keys that the tier that serves has just found room for.
-            passes: Which of these blocks may be stored; None for all.
-            can_store: Whether the tier that serves may store anything now.
-        """
-        function = functools.partial(_Tier.end, can_store=can_store)
-        self._offer(function, name, keys, num_blocks, placed, passes)
-
-    def _offer(
-        self,
-        function: Callable[..., None],
-        name: str,
-        keys: Sequence[BlockKey],
-        num_blocks: int,
-        placed: Container[BlockKey],
-        passes: NDArray[np.bool_] | None,
-    ) -> None:
         visit = self._visit(name, keys)
         end = visit.cut(num_blocks)
         if not end:
             return
         if passes is not None and visit.rows is not None:
             passes = passes[visit.rows[:end]]
+        if self.sample is not None:
+            placed = ()
         for tier, course in zip(self._tiers, visit.courses, strict=True):
-            function(tier, course, visit.words, end, passes)
+            if is_end:
+                tier.end(course, visit.words, end, passes, can_store=can_store)
+            else:
+                tier.offer(course, visit.words, end, passes)
             for stored in course.under_way:
-                tier.settle(*stored, None if self.sample is not None else placed)
+                tier.settle(*stored, placed)
             course.under_way.clear()
 
     def offer_victims(
@@ -475,11 +468,11 @@ class Shadows:
             rows = self.sample.choose(words)
             words = words[rows]
             words.flags.writeable = False  # As all keys are.
-            passes = None if passes is None else passes[rows]
+            passes, placed = None if passes is None else passes[rows], ()
         for tier in self._tiers:
             stored = tier.place_victims(words, passes)
             if stored is not None:
-                tier.settle(*stored, None if self.sample is not None else placed)
+                tier.settle(*stored, placed)
 
     def arrive(self, keys: Sequence[BlockKey], *, ok: bool) -> None:
         """Note that stores of the tier that serves have ended."""

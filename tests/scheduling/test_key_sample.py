@@ -43,7 +43,7 @@ def test_a_sample_finds_what_all_keys_would(policy):
             begun = name, keys, 16 * num, 1000 * number
             shadows.begin(*begun, is_found=True, is_loaded=False)
             shadows.offer(name, keys, num, (), None)
-            shadows.part(name, keys, num, (), None, can_store=True)
+            shadows.offer(name, keys, num, (), None, is_end=True)
             shadows.finish(name, keys, 1000 * number, None, None)
             shadows.forget(name)
         counts += shadows.counts

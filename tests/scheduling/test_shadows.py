@@ -172,6 +172,16 @@ def test_what_names_no_shadows_is_refused_with_what_would_be_right(text, shown):
         OffloadRules(shadow=text)
 
 
+@modes
+def test_shadows_that_were_warmed_up_have_seen_nothing(mode):
+    rig = Rig(mode=mode, shadow="lru*1;hazard*2;off")
+    before = jax.tree.map(np.copy, rig.pool.state)
+    rig.scheduler.warm_up()
+    jax.tree.map(np.testing.assert_array_equal, before, rig.pool.state)
+    for count in rig.scheduler.shadow_counts:
+        assert not any(count[2:])
+
+
 def test_a_shadow_without_a_tier_finds_nothing():
     rig = Rig(shadow="off;lru*1")
     rig.run(rig.request("one", 1, 2))
