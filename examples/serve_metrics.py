@@ -35,6 +35,7 @@ config = EngineConfig(
         delay_shared_loads=True,
         max_blocks_in_flight=16,
         skip_slow_loads=True,
+        shadow="lru*0.5,1,2;hazard*1;off",
         block_bytes=BLOCK_SIZE * model.kv_bytes_per_token,
     ),
 )
@@ -55,8 +56,8 @@ try:
             engine.submit(document + question, max_new_tokens=8)
         while engine.has_work:
             engine.step()
-        if number % 100 == 0:
-            print(metrics.format_line(), flush=True)
+        if number % 100 == 99:
+            print(engine.offload.outlook(), metrics.format_line(), sep="\n", flush=True)
 except KeyboardInterrupt:
     engine.drain()
     print(metrics.format_line())

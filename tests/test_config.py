@@ -44,6 +44,7 @@ NEEDED = {
 }
 # What a test cannot think of for itself.
 TEXTS = {
+    "shadow": "lru*2;off",
     "storage": "s3://bucket/kv",
     "storage_secret": "sixteen letters.",
     "events_endpoint": "tcp://127.0.0.1:*",

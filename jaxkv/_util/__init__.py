@@ -145,6 +145,28 @@ def three_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def time_text(seconds: float) -> str:
+    """Format seconds.
+
+    >>> time_text(0.0), time_text(0.00021), time_text(0.1234), time_text(12.34)
+    ('0 s', '0.21 ms', '123 ms', '12.3 s')
+    """
+    if not seconds:
+        return "0 s"
+    if seconds < 0.9995:
+        return f"{three_digits(1e3 * seconds)} ms"
+    return f"{three_digits(seconds)} s"
+
+
+def percent_text(part: float, whole: float) -> str:
+    """Format a share in percent.
+
+    >>> percent_text(1, 8), percent_text(0, 0)
+    ('12.5%', '0.0%')
+    """
+    return f"{100 * part / whole:.1f}%" if whole else "0.0%"
+
+
 def _parse_text(text: str) -> int:
     """Parse a size; 0 if it is malformed."""
     match = re.fullmatch(

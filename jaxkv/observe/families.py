@@ -135,6 +135,13 @@ class Readings(NamedTuple):
             for reason in ("evicted", "failed", "reset", "slow")
         }
 
+    def of_shadows(self, number: str) -> dict[str, float] | None:
+        """Give a number of each shadow; None without shadows."""
+        return {
+            f"{own.policy} {own.num_blocks}": float(getattr(own, number))
+            for own in self.scheduler.shadow_counts
+        } or None
+
     def waiting(self) -> dict[str, float] | None:
         """Count the blocks that wait for less to be in flight."""
         if self.scheduler.rules.max_blocks_in_flight is None:
@@ -380,6 +387,36 @@ OF_SCHEDULER: tuple[Family[Readings], ...] = (
         "From the lookup that offered a load until its arrival was reported.",
         lambda readings: readings.scheduler.delays.loads,
         DELAY_BUCKETS,
+    ),
+    counter(
+        "jaxkv:kv_offload_shadow_asked_tokens",
+        "Tokens that each shadow of the host was asked for beyond the device's prefix.",
+        lambda readings: readings.of_shadows("num_asked_tokens"),
+        "policy host_blocks",
+    ),
+    counter(
+        "jaxkv:kv_offload_shadow_found_tokens",
+        "Tokens of these that a host tier of this policy and size would have found.",
+        lambda readings: readings.of_shadows("num_found_tokens"),
+        "policy host_blocks",
+    ),
+    gauge(
+        "jaxkv:kv_offload_shadow_error_tokens",
+        "Standard error of the tokens found so far, as they are those of a sample.",
+        lambda readings: readings.of_shadows("error_tokens"),
+        "policy host_blocks",
+    ),
+    counter(
+        "jaxkv:kv_offload_shadow_blocks_stored",
+        "Host blocks that such a tier would have stored.",
+        lambda readings: readings.of_shadows("num_stored"),
+        "policy host_blocks",
+    ),
+    counter(
+        "jaxkv:kv_offload_shadow_blocks_evicted",
+        "Host blocks that such a tier would have evicted.",
+        lambda readings: readings.of_shadows("num_evicted"),
+        "policy host_blocks",
     ),
     counter(
         "jaxkv:kv_offload_requests_recorded",

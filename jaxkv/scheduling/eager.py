@@ -7,20 +7,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxkv.scheduling.prefix import Rows, rows_of
 from jaxkv.scheduling.protocol import Request, SchedulerOutput
 from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import NO_LIMIT, OffloadRules, most_stored_tokens
+from jaxkv.scheduling.shadows import Shadows
 from jaxkv.scheduling.stores import StorePause, Stores
 from jaxkv.search.groups import GroupSpec
+from jaxkv.tiers.bare import REORDER_SHARE
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.index import BlockIndex
 from jaxkv.types import BlockKey
-
-# A request's blocks on the host are put in order again when one in four of them is
-# new: no oftener, as it costs time for each block of the prefix.
-_REORDER_SHARE = 4
 
 
 @dataclasses.dataclass
@@ -64,6 +63,7 @@ class EagerStores:
 
     Attributes:
         pause: Whether stores are paused.
+        shadows: Offered the same; None if nothing is.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class EagerStores:
         self._stores = stores
         self._keys = keys
         self.pause = StorePause(rules, host.num_blocks, stores.stats)
+        self.shadows: Shadows | None = None
         self._progress: dict[str, _Progress] = {}
         # Requests of the steps since the last offers.
         self._scheduled: dict[str, int] = {}
@@ -120,6 +121,8 @@ class EagerStores:
     def recompute(self, request_id: str) -> None:
         """Note that what was to come from the host for a request did not."""
         self._start_over(self._progress[request_id])
+        if self.shadows is not None:
+            self.shadows.recompute(request_id)
 
     def replace_tables(self, request: Request, tables: list[list[int]]) -> bool:
         """Take note of the block tables of a request, if it is known; they are kept."""
@@ -174,9 +177,26 @@ class EagerStores:
                 ready.append(progress)
         if not ready or self._stores.is_congested:
             return
+        offer = self._offer if self.shadows is None else self._offer_beside
         for progress in ready:
             keys = self._keys.of(progress.request)
-            self._offer(pool, progress, keys, self._num_full(progress, keys))
+            offer(pool, progress, keys, self._num_full(progress, keys))
+
+    def finish_beside(self, pool: DeviceBlockPool, request_id: str) -> None:
+        """Do as `finish` does, and offer the same to the shadows."""
+        progress = self._progress.get(request_id)
+        if progress is None:
+            return
+        (keys,) = self._keys.of(progress.request)
+        (num_full,) = self._num_full(progress, [keys])
+        passes = self._passes(pool, progress, keys, 0, num_full)
+        num_waiting = len(self._stores.waiting.keys)
+        can_store = not self._stores.is_congested
+        self.finish(pool, request_id)
+        assert self.shadows is not None
+        placed = frozenset(self._stores.waiting.keys[num_waiting:])
+        offer = request_id, keys, num_full, placed, passes
+        self.shadows.offer(*offer, is_end=True, can_store=can_store)
 
     def finish(self, pool: DeviceBlockPool, request_id: str) -> None:
         """Offer all of a request that is about to lose its device blocks."""
@@ -285,9 +305,46 @@ class EagerStores:
         if not is_head:
             from_head = [0] * len(self._groups)
             prefix = self._rows(progress, keys, from_head, num_full)
-            if len(rows.keys) * _REORDER_SHARE >= len(prefix.keys):
+            if len(rows.keys) * REORDER_SHARE >= len(prefix.keys):
                 self._host.reorder(prefix.keys)
                 progress.is_ordered = True
+
+    def _offer_beside(
+        self,
+        pool: DeviceBlockPool,
+        progress: _Progress,
+        keys: Sequence[Sequence[BlockKey]],
+        num_full: list[int],
+    ) -> None:
+        """Do as `_offer` does, and offer the same to the shadows."""
+        assert self.shadows is not None
+        (own,), (num,), (first,) = keys, num_full, progress.num_offered
+        passes = self._passes(pool, progress, own, first, num)
+        num_waiting = len(self._stores.waiting.keys)
+        self._offer(pool, progress, keys, num_full)
+        placed = frozenset(self._stores.waiting.keys[num_waiting:])
+        self.shadows.offer(progress.request.request_id, own, num, placed, passes)
+
+    def _passes(
+        self,
+        pool: DeviceBlockPool,
+        progress: _Progress,
+        keys: Sequence[BlockKey],
+        first: int,
+        num: int,
+    ) -> NDArray[np.bool_] | None:
+        """Tell which of a request's first blocks may be stored; None for all.
+
+        Those before `first` are known to be held.
+        """
+        passes = np.ones(num, np.bool_)
+        if isinstance(pool, DeviceBlockPool):  # To ask vLLM's takes long.
+            table = progress.tables[0][first:num]
+            passes[first:] = pool.holds(table, keys[first:num])
+        chosen = self._host.passes_of(keys[:num])
+        if chosen is not None:
+            passes &= chosen
+        return None if passes.all() else passes
 
     def _next_tokens(self, progress: _Progress) -> int:
         """Tell how many tokens a request must have before there is more to offer."""

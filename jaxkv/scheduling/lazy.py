@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.scheduling.shadows import Shadows
 from jaxkv.scheduling.stores import Stores
 from jaxkv.search.groups import GroupSpec, lazy_target_blocks
 from jaxkv.tiers.device import DeviceBlockPool
@@ -26,6 +27,7 @@ class LazyStores:
 
     Attributes:
         num_blocks: How many blocks each look goes over.
+        shadows: Offered the same; None if nothing is.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class LazyStores:
         self._host = host
         host.lost = []
         self._stores = stores
+        self.shadows: Shadows | None = None
         self._seen: tuple[int, int, int] | None = None
         # Whether the host had no room for all at the last look.
         self._is_refused = False
@@ -51,10 +54,17 @@ class LazyStores:
             pool.forget_copies(self._host.lost.pop())
         if self._look(pool) == self._seen or self._stores.is_congested:
             return
+        if self.shadows is not None:
+            words = pool.next_keys(self.num_blocks)
+            passes = self._host.passes_of(words)
+            num_waiting = len(self._stores.waiting.keys)
         victims = self._host.victims_of(pool, self.num_blocks)
         self._is_refused = False
         if victims.rows.size:
             self._is_refused = not self._stores.place_victims(pool, victims)
+        if self.shadows is not None:
+            placed = frozenset(self._stores.waiting.keys[num_waiting:])
+            self.shadows.offer_victims(words, placed, passes)
         # What was placed is pinned by now, which is no change to come back for.
         self._seen = self._look(pool)
 

@@ -15,6 +15,7 @@ from jaxkv._util import shown
 from jaxkv.scheduling.moves import Ledger, Move, Report
 from jaxkv.scheduling.protocol import NO_EVENT, Request
 from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.scheduling.shadows import Shadows
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.search.groups import FullAttention, GroupSpec, alignment
 from jaxkv.tiers.device import DeviceBlockPool
@@ -106,6 +107,7 @@ class Loads:
     Attributes:
         by_request: What each request was offered or gets.
         in_flight: Those that have left.
+        shadows: Told of what ends; None if nothing is.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class Loads:
         self._rules = rules
         self._stats = stats
         self.by_request: dict[str, Load] = {}
+        self.shadows: Shadows | None = None
         # Those that were taken and have not left, in the order in which they were:
         # those with a transfer, and those with nothing but copies.
         self._waiting: OrderedDict[str, Load] = OrderedDict()
@@ -323,6 +326,9 @@ class Loads:
         if not loads:
             return
         self._release(loads)
+        if self.shadows is not None:
+            for load in loads:
+                self.shadows.release(load.request_id)
         targets = [
             ids
             for load in loads
@@ -336,6 +342,8 @@ class Loads:
             if not load.ok:
                 # The next request that asks computes them, and stores them anew.
                 self._host.discard(load.keys)
+                if self.shadows is not None:
+                    self.shadows.discard(load.keys)
             if self._waiting.pop(load.request_id, None) is not None:
                 self._num_blocks_waiting -= load.num_blocks
             self._copying.pop(load.request_id, None)

@@ -50,7 +50,7 @@ class RequestNotifier:
             keys: Its keys, for each group of layers.
         """
         rows, positions = host_keys(keys, self._factor)
-        now_ms = self._now_ms()
+        now_ms = self.now_ms()
         self._marks[request.request_id] = self._host.begin_request(
             rows, request.num_tokens, now_ms, positions
         )
@@ -63,11 +63,8 @@ class RequestNotifier:
         if self._host.listens:
             mark = self._marks.pop(request.request_id)
             rows, positions = host_keys(keys, self._factor)
-            num_prompt: int | None = getattr(request, "num_prompt_tokens", None)
-            num_output = None
-            if num_prompt is not None:
-                num_output = max(request.num_tokens - num_prompt, 0)
-            now_ms = self._now_ms()
+            num_output = output_tokens_of(request)
+            now_ms = self.now_ms()
             self._host.finish_request(rows, mark, now_ms, num_output, stop, positions)
             self._retain(request, keys, now_ms)
 
@@ -85,8 +82,15 @@ class RequestNotifier:
             rows, _ = host_keys(keys, self._factor)
             self._host.retain(rows, retention, now_ms)
 
-    def _now_ms(self) -> int:
+    def now_ms(self) -> int:
+        """Tell the time, by the policy's clock."""
         return int(1000 * self._clock())
+
+
+def output_tokens_of(request: Request) -> int | None:
+    """Count what a request has generated, if that is known."""
+    num_prompt: int | None = getattr(request, "num_prompt_tokens", None)
+    return None if num_prompt is None else max(request.num_tokens - num_prompt, 0)
 
 
 def stop_of(request: Request) -> Stop | None:

@@ -47,14 +47,18 @@ class Gate:
     Args:
         rules: What the engine chose.
         stats: Where declined loads are counted.
+
+    Attributes:
+        load_bytes_per_s: As it was noted last; 0 if unknown.
+        prefill_tokens_per_s: Likewise.
     """
 
     def __init__(self, rules: OffloadRules, stats: OffloadStats) -> None:
         self._stats = stats
         self._is_on = rules.skip_slow_loads
         self._block_bytes = rules.block_bytes
-        self._load_bytes_per_s = 0.0
-        self._prefill_tokens_per_s = 0.0
+        self.load_bytes_per_s = 0.0
+        self.prefill_tokens_per_s = 0.0
         self._num_slow = 0
         self._num_slow_fetches = 0
 
@@ -63,8 +67,8 @@ class Gate:
         check_rates(
             load_bytes_per_s=load_bytes_per_s, prefill_tokens_per_s=prefill_tokens_per_s
         )
-        self._load_bytes_per_s = load_bytes_per_s
-        self._prefill_tokens_per_s = prefill_tokens_per_s
+        self.load_bytes_per_s = load_bytes_per_s
+        self.prefill_tokens_per_s = prefill_tokens_per_s
 
     def judge_load(self, num_tokens: int, num_blocks: int, num_ahead: int) -> Speed:
         """Judge a load from the host; nothing is counted.
@@ -74,10 +78,10 @@ class Gate:
             num_blocks: Device blocks that it moves.
             num_ahead: Those in flight before it.
         """
-        if not self._load_bytes_per_s:
+        if not self.load_bytes_per_s:
             return None
         num_bytes = (num_ahead + num_blocks) * self._block_bytes
-        load_s = num_bytes / self._load_bytes_per_s
+        load_s = num_bytes / self.load_bytes_per_s
         return self._judge(load_s, num_tokens, self._num_slow)
 
     def judge_fetch(
@@ -89,14 +93,14 @@ class Gate:
         num_bytes = num_blocks * self._block_bytes
         num_bytes_ahead = num_ahead * self._block_bytes
         fetch_s = (num_bytes_ahead + num_bytes) / bytes_per_s
-        if self._load_bytes_per_s:
-            fetch_s += num_bytes / self._load_bytes_per_s
+        if self.load_bytes_per_s:
+            fetch_s += num_bytes / self.load_bytes_per_s
         return self._judge(fetch_s, num_tokens, self._num_slow_fetches)
 
     def _judge(self, load_s: float, num_tokens: int, num_slow: int) -> Speed:
-        if not (self._is_on and self._prefill_tokens_per_s):
+        if not (self._is_on and self.prefill_tokens_per_s):
             return None
-        if load_s <= num_tokens / self._prefill_tokens_per_s:
+        if load_s <= num_tokens / self.prefill_tokens_per_s:
             return None
         return "probe" if (num_slow + 1) % _PROBE_INTERVAL == 0 else "slow"
 

@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal, TypeAlias, get_args
 
-from jaxkv._util import settings
-from jaxkv._util.settings import ConfigError, Settings
+from jaxkv._util import settings, shown
+from jaxkv._util.settings import ConfigError, Key, Settings
+from jaxkv.policies import policy_names
 from jaxkv.scheduling.protocol import Request
+from jaxkv.scheduling.shadows import parse_shadows
 from jaxkv.search.groups import FullAttention, GroupSpec
 
 WriteRule: TypeAlias = Literal["on_reuse", "on_evict", "through"]
@@ -21,6 +23,13 @@ _MOST_IN_BATCH = 64
 
 NO_LIMIT = 1 << 62
 """More tokens than a request has."""
+
+
+def _check_shadow(text: object) -> str:
+    if not isinstance(text, str):
+        raise TypeError
+    parse_shadows(text)
+    return text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +178,18 @@ class RuleSettings(Settings):
         "Let a request say how long its blocks are kept (`Retention`); else "
         "`request.retention` is ignored.",
     )
+    shadow: str | None = settings.declare(
+        None,
+        Key(
+            "scheduler",
+            "Count what other host tiers would find, by policy and multiples of the "
+            "host's size, as in `lru*0.5,2;hazard*1;off` ([shadows.md](shadows.md)).",
+            "",
+            f"policies ({', '.join(policy_names())}) with multiples of the host's "
+            "size, from 0.01 to 100, as in lru*0.5,2;hazard*1;off",
+            _check_shadow,
+        ),
+    )
     remember_drops: int = settings.number(
         0,
         "scheduler",
@@ -180,6 +201,17 @@ class RuleSettings(Settings):
 
     def _contradictions(self) -> Iterator[str]:
         yield from super()._contradictions()
+        if self.shadow is not None:
+            for word, serves in (
+                ("retention", not self.retention),
+                ("blocks_per_host_block", self.blocks_per_host_block == 1),
+            ):
+                if not serves:
+                    yield (
+                        f"shadow={shown(self.shadow)} and {word}="
+                        f"{getattr(self, word)} exclude one another: shadows know "
+                        "neither priorities nor rows of blocks."
+                    )
         if self.mode != "lazy":
             return
         if self.blocks_per_host_block > 1:

@@ -20,13 +20,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NoReturn, Self, cast
 
 import jax
 import numpy as np
 
-from jaxkv._util import strict_class
+from jaxkv._util import shown, strict_class
 from jaxkv.policies.base import Policy
 from jaxkv.scheduling.boundary import Boundary, TierBelow
 from jaxkv.scheduling.eager import EagerStores
@@ -34,8 +36,15 @@ from jaxkv.scheduling.explain import Explanation, explain
 from jaxkv.scheduling.lazy import LazyStores
 from jaxkv.scheduling.loads import NO_LOADS, Loads, mark_skipped
 from jaxkv.scheduling.moves import Report, reports_of
-from jaxkv.scheduling.notifier import RequestNotifier, stop_of
-from jaxkv.scheduling.plan import Gate, View, check_rates, plan
+from jaxkv.scheduling.notifier import RequestNotifier, output_tokens_of, stop_of
+from jaxkv.scheduling.outlook import Outlook, OutlookLog
+from jaxkv.scheduling.plan import (
+    Gate,
+    View,
+    check_rates,
+    most_found_tokens,
+    plan,
+)
 from jaxkv.scheduling.prefix import row_keys
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
@@ -52,6 +61,8 @@ from jaxkv.scheduling.protocol import (
 from jaxkv.scheduling.record import TraceRecorder
 from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules, check_groups
+from jaxkv.scheduling.shadows import ShadowCount, Shadows, parse_shadows
+from jaxkv.scheduling.speeds import Speeds
 from jaxkv.scheduling.stats import Delays, InTransit, OffloadStats
 from jaxkv.scheduling.stores import Stores, StoreSteps
 from jaxkv.scheduling.worker import OffloadWorker
@@ -222,6 +233,23 @@ class OffloadScheduler:
         self._least_tokens = rules.blocks_per_host_block * min(
             spec.block_size for spec in self.groups
         )
+        self._shadows: Shadows | None = None
+        self._look: Callable[[], Outlook] | None = None
+        if rules.shadow is not None:
+            self._shadows = self._make_shadows(rules.shadow, executor)
+            self._look = partial(
+                _look,
+                self._shadows,
+                self._stats,
+                self._gate,
+                self.groups[0].block_size,
+                self._policy_name or "the policy that serves",
+                num_host_blocks,
+                rules.block_bytes,
+                not self.below,
+            )
+            self._outlooks = OutlookLog(self._look)
+            weakref.finalize(self, self._outlooks.close)
         self._pool: DeviceBlockPool = cast(DeviceBlockPool, _Unbound())
         self._view = cast(View, self._pool)
 
@@ -250,6 +278,9 @@ class OffloadScheduler:
         )
         if self._lazy is not None:
             self._lazy.clear(pool)
+        if self._shadows is not None:
+            copies = self.rules.copy_on_device
+            self._shadows.bind(pool if copies else None)
 
     @property
     def num_host_blocks_held(self) -> int:
@@ -276,6 +307,33 @@ class OffloadScheduler:
         for own in self._storage:
             stats = stats.with_storage(own.counts, own.tier.num_evicted)
         return stats
+
+    @property
+    def shadow_counts(self) -> tuple[ShadowCount, ...]:
+        """What each of the `shadow` tiers has come to; any thread may ask."""
+        return () if self._shadows is None else self._shadows.counts
+
+    def outlook(self) -> Outlook:
+        """Say what other memory or another policy would give, by the shadows so far.
+
+        Any thread may ask. With `Outlook.since` an earlier one is left out.
+
+        Raises:
+            ValueError: If there are no shadows.
+
+        Example:
+            >>> scheduler = OffloadScheduler(16, 64, rules=OffloadRules(shadow="lru*2"))
+            >>> print(scheduler.outlook())
+            policy        host  found  error  saved a request
+            lru     128 blocks   0.0%    0.0                ?
+            <BLANKLINE>
+            No request has looked for its prefix yet.
+        """
+        if self._look is None:
+            raise ValueError(
+                "there are no shadows: name some, as in OffloadRules(shadow='lru*2')."
+            )
+        return self._look()
 
     @property
     def is_storing_paused(self) -> bool | None:
@@ -316,6 +374,8 @@ class OffloadScheduler:
         for own in self.below:
             own.tier.warm_up()
         self._pool.warm_up()
+        if self._shadows is not None:
+            self._shadows.warm_up()
         if isinstance(self._pool, DeviceBlockPool):
             is_lazy = self._lazy is not None
             self._manager.warm_up_beside(self._pool, is_lazy=is_lazy)
@@ -394,6 +454,15 @@ class OffloadScheduler:
             for own in self.below:
                 own.release(name)
         self._num_local[name] = num_computed_tokens
+        if self._shadows is not None and found.num_tokens is not None:
+            size = self.groups[0].block_size
+            most = most_found_tokens(request, num_computed_tokens)
+            self._shadows.look_up(
+                name,
+                self._keys.of(request)[0],
+                num_computed_tokens // size,
+                max(most, 0) // size,
+            )
         offer = found.num_tokens, found.is_awaited
         self.delays.note_lookup(name, start_s, *offer)
         return offer
@@ -484,6 +553,15 @@ class OffloadScheduler:
                 own.note_asked(used)
             host.count_lookup(used)
             host.touch(used)
+            if self._shadows is not None:
+                self._shadows.begin(
+                    name,
+                    keys[0],
+                    request.num_tokens,
+                    self._notifier.now_ms(),
+                    is_found=num_local is not None,
+                    is_loaded=name in self._loads.by_request,
+                )
         if self._is_all_read:
             return [list(table) for table in tables]
         prefix = keys, tables, num_local, num_external_tokens
@@ -657,13 +735,22 @@ class OffloadScheduler:
                 self._eager.replace_tables(request, tables)
         self._part_with(request)
         listens = self._manager.listens
-        is_noted = listens or self.recorder is not None
+        is_noted = listens or self.recorder is not None or self._shadows is not None
         if is_noted and request.request_id in self._known:
             keys = self._keys.of(request)
             if listens:
                 self._notifier.finish(request, keys, stop)
             if self.recorder is not None:
                 self._record_end(request, keys, stop)
+            if self._shadows is not None:
+                num_output = output_tokens_of(request)
+                now_ms = self._notifier.now_ms()
+                name = request.request_id
+                self._shadows.finish(name, keys[0], now_ms, num_output, stop)
+                self._outlooks.note(now_ms)
+        if self._shadows is not None:
+            is_held = request.request_id in self._loads.by_request
+            self._shadows.forget(request.request_id, is_held=is_held)
         for own in self.below:
             own.forget(request.request_id)
             own.num_fetched_tokens.pop(request.request_id, None)
@@ -746,6 +833,8 @@ class OffloadScheduler:
             self._eager.clear()
         if self._lazy is not None:
             self._lazy.clear(self._pool)
+        if self._shadows is not None:
+            self._shadows.clear()
         return True
 
     def disable_storage(self) -> None:
@@ -835,7 +924,60 @@ class OffloadScheduler:
         self.delays.forget(name)
         self._num_local.pop(name, None)
         if self._eager is not None:
-            self._eager.finish(self._pool, name)
+            if self._shadows is not None:
+                self._eager.finish_beside(self._pool, name)
+            else:
+                self._eager.finish(self._pool, name)
+
+    def _make_shadows(self, text: str, executor: ExecutorName) -> Shadows:
+        """Make the shadows of the host, and have them see what it sees."""
+        if len(self.groups) > 1 or not self._is_all_read:
+            raise ValueError(
+                f"shadow={shown(text)} needs a model with one group of layers, of full "
+                f"attention: {self.groups} read other parts of a prefix."
+            )
+        size = self.groups[0].block_size
+        sizes = self.num_host_blocks, size
+        is_lazy = self._lazy is not None
+        shadows = Shadows(parse_shadows(text), *sizes, executor, is_lazy=is_lazy)
+        for own in (self._loads, self._stores, self._eager, self._lazy):
+            if own is not None:
+                own.shadows = shadows
+        return shadows
+
+
+def _look(
+    shadows: Shadows,
+    stats: OffloadStats,
+    gate: Gate,
+    block_size: int,
+    policy: str,
+    num_host_blocks: int,
+    block_bytes: int,
+    is_alone: bool,
+) -> Outlook:
+    """Put together what `OffloadScheduler.outlook` says, without the scheduler."""
+    speeds = None
+    if gate.load_bytes_per_s and gate.prefill_tokens_per_s:
+        speeds = Speeds(
+            gate.load_bytes_per_s,
+            gate.load_bytes_per_s,
+            prefill_tokens_per_s=gate.prefill_tokens_per_s,
+        )
+    return Outlook(
+        policy,
+        num_host_blocks,
+        block_bytes,
+        shadows.num_requests,
+        stats.num_device_query_tokens,
+        stats.num_device_hit_tokens,
+        stats.num_host_hit_tokens,
+        shadows.num_asked_tokens,
+        shadows.counts,
+        speeds,
+        block_size,
+        is_alone,
+    )
 
 
 class _Unbound:

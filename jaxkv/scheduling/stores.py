@@ -16,6 +16,7 @@ from jaxkv.keys.packed import PackedKeys
 from jaxkv.scheduling.moves import Ledger, Move, Report
 from jaxkv.scheduling.prefix import Rows
 from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.scheduling.shadows import Shadows
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.search.groups import GroupSpec
 from jaxkv.tiers.base import Placement, as_ids
@@ -154,6 +155,7 @@ class Stores:
         stats: As given.
         waiting: What has its place on the host, and has not left.
         in_flight: What has left.
+        shadows: Told of what arrives; None if nothing is.
     """
 
     def __init__(
@@ -171,6 +173,7 @@ class Stores:
         self._factor = rules.blocks_per_host_block
         # Whether holds, places and pins are one call, where the host can do that.
         self._is_plain = self._factor == 1 and rules.copy_on_device
+        self.shadows: Shadows | None = None
         self.waiting = _no_blocks()
         self.in_flight: Ledger[Store] = Ledger("store event", rules.world_size)
         # Rows in flight that the host tier has not forgotten.
@@ -360,6 +363,8 @@ class Stores:
                     self._host.complete_store(keys, False)
                     self._host.drops.note(keys, "store failed")
                     stats.num_dropped_failed += num_blocks
+                if self.shadows is not None:
+                    self.shadows.arrive(keys, ok=bool(store.ok))
             pool.unpin(store.sources)
             self.num_changes += 1
         return events

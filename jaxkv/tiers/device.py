@@ -340,6 +340,19 @@ class DeviceBlockPool:
         )
         return block_ids, keys()
 
+    def next_keys(self, num: int) -> NDArray[np.uint32]:
+        """Tell the keys that the blocks `allocate` would take next would lose.
+
+        Args:
+            num: How many blocks to look at; if fewer are free, these.
+
+        Returns:
+            u32[n, 8], read-only. In their order, those of blocks without one left out.
+        """
+        num = max(min(num, self.num_free), 0)
+        _, has_key, words = self._shown(self._native.next_free, num)
+        return UnlistedKeys(words[has_key]).words
+
     def next_victims(
         self, num: int, find: Callable[..., tuple[int, int]] | None = None
     ) -> Victims:

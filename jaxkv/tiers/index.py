@@ -522,6 +522,13 @@ class BlockIndex:
             return [True] * len(keys)
         return self._reuse.passes(keys)
 
+    def passes_of(self, keys: Sequence[BlockKey] | Words) -> NDArray[np.bool_] | None:
+        """Do as `passes` does, as bool[n]; None where all pass in any case."""
+        if self._reuse is None:
+            return None
+        names = words_to_keys(keys) if isinstance(keys, np.ndarray) else keys
+        return np.array(self._reuse.passes(names), np.bool_)
+
     def count_lookup(self, keys: Iterable[BlockKey]) -> None:
         """Count keys as looked up."""
         if self._reuse is not None:

@@ -146,6 +146,13 @@ def random_setup(rng, *, groups=None, **fixed):
             values["staging_bytes"] = values["extent_bytes"] * rng.choice((1, 2))
     if values["max_blocks_in_flight"] is None:
         values.setdefault("store_batch_blocks", rng.choice((0, 0, 0, 3, 8)))
+    if (
+        groups in ("full", "full of 8")
+        and values.get("blocks_per_host_block", 1) == 1
+        and not values["retention"]
+    ):
+        shadows = "lru*1,3", "hazard*0.5;arc*2;off"
+        values.setdefault("shadow", rng.choice((None, *shadows)))
     is_calm = rng.random() < 0.2
     stuck = rng.choice((0, 0.02)) if values["report_after_steps"] is None else 0
     return Setup(

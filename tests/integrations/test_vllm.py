@@ -968,6 +968,22 @@ def test_loads_that_take_longer_than_to_compute_are_declined(newest):
     engine.check_nothing_leaked()
 
 
+def test_shadows_count_what_other_hosts_would_find(newest):
+    engine = make_warm_engine(extra={"shadow": "lru*1;off", "num_cpu_blocks": 16})
+    again = Request("again", range(18), 3)
+    engine.run(again)
+    assert again.tokens == reference(range(18), 3)
+    scheduler = engine.scheduler.connector._scheduler.scheduler
+    found = [count.num_found_tokens for count in scheduler.shadow_counts]
+    assert found == [engine.scheduler.num_external_tokens, 0] == [4 * BLOCK_SIZE, 0]
+    counters = engine.scheduler.connector.get_kv_connector_stats().data["counters"]
+    assert counters["jaxkv:kv_offload_shadow_found_tokens"] == {
+        "lru 16": 4 * BLOCK_SIZE,
+        "off 0": 0,
+    }
+    engine.check_nothing_leaked()
+
+
 def test_what_is_counted_until_an_engine_idles_is_reported(newest):
     engine = Engine()
     halves = engine.runner.connector, engine.scheduler.connector

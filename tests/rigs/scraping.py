@@ -53,6 +53,7 @@ def make_all():
         pause_unused_stores=True,
         skip_slow_loads=True,
         block_bytes=1,
+        shadow="lru*2;off",
     )
     engine = TransferEngine({"kv": jnp.zeros((4, 2))}, 3)
     storage = open_storage(engine, "memory://metrics")

@@ -206,7 +206,8 @@ class SchedulerHalf:
         self._has_left_storage = False
         self._stats = StatsReader(self.scheduler)
         # Only where a load is compared with it.
-        self._prefill = PrefillRate() if config.offload.skip_slow_loads else None
+        asks_rates = config.offload.skip_slow_loads or config.offload.shadow
+        self._prefill = PrefillRate() if asks_rates else None
         self._events = None
         if config.enable_events:
             is_remote = config.storage is not None and not config.storage.is_folder

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from jaxkv._util import shown
+from jaxkv.scheduling.speeds import Speeds
 from jaxkv.tools.bench.transfer.records import BytesDifferError
 from jaxkv.tools.console import OnProgress
 from jaxkv.tools.doctor.bandwidth import measure_bandwidth
@@ -28,7 +29,6 @@ from jaxkv.tools.options import (
 )
 from jaxkv.tools.plan import report
 from jaxkv.tools.plan.plan import (
-    Speeds,
     block_bytes_of,
     capacities_of,
     make_plan,

@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv.scheduling.speeds import Speeds
 from jaxkv.tools.replay.model_costs import ModelCosts
 from jaxkv.tools.replay.run import ReplayResult
 from jaxkv.tools.replay.traces import MOST_TOKENS, Trace
@@ -44,53 +45,6 @@ Reason = Literal[
     "slow stores",
 ]
 """Why offloading pays, or does not; see `recommend`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Speeds:
-    """How fast a server moves and computes.
-
-    Attributes:
-        load_bytes_per_s: From the host to a device, of each device.
-        store_bytes_per_s: From a device to the host, of each device.
-        load_latency_s: What a load takes however small it is.
-        prefill_tokens_per_s: Tokens of a prompt that are computed in a second; None to
-            go by FLOPs.
-        prefill_flops_per_s: FLOPs of prefill in a second, of all devices together; None
-            to go by tokens.
-    """
-
-    load_bytes_per_s: float
-    store_bytes_per_s: float
-    load_latency_s: float = 0.0
-    prefill_tokens_per_s: float | None = None
-    prefill_flops_per_s: float | None = None
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            least = 0.0 if field.name == "load_latency_s" else 1e-9
-            if value is not None and not least <= value < float("inf"):
-                raise ValueError(f"{field.name}={value} must be a number above 0.")
-        if (self.prefill_tokens_per_s is None) == (self.prefill_flops_per_s is None):
-            raise ValueError(
-                "Give one of prefill_tokens_per_s and prefill_flops_per_s."
-            )
-
-    def prefill_s(
-        self, model: ModelCosts, start: NDArray[np.int64], stop: NDArray[np.int64]
-    ) -> NDArray[np.float64]:
-        """Return the seconds to compute tokens of a prompt: f64[...].
-
-        Args:
-            model: What the tokens cost.
-            start: i64[...]. The first token's position, from 0.
-            stop: i64[...]. The position after the last.
-        """
-        if self.prefill_flops_per_s is not None:
-            return model.prefill_flops(start, stop) / self.prefill_flops_per_s
-        assert self.prefill_tokens_per_s is not None
-        return np.asarray((stop - start) / self.prefill_tokens_per_s, np.float64)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -402,11 +356,10 @@ def _plan_row(
     # The last token of a prompt is computed in any case.
     end = np.maximum(np.minimum(stop, trace.input_tokens - 1), start)
     load_bytes = model.load_bytes(start, end, num_devices)
-    load_s = speeds.load_latency_s + load_bytes / speeds.load_bytes_per_s
     prefill_s = speeds.prefill_s(model, start, end)
+    saved_s = speeds.saved_s(prefill_s, load_bytes)
     is_found = end > start
-    is_loaded = is_found & (load_s <= prefill_s)
-    saved_s = np.where(is_loaded, prefill_s - load_s, 0.0)
+    is_loaded = is_found & (speeds.load_s(load_bytes) <= prefill_s)
     assert result.stores_by_request is not None
     token_bytes = model.kv_bytes_per_token_on(num_devices)
     stored_bytes = result.stores_by_request * ((trace.block_size or 1) * token_bytes)

@@ -6,8 +6,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
-from jaxkv._util import rounded_size, size_text, three_digits
+from jaxkv._util import (
+    percent_text,
+    rounded_size,
+    size_text,
+    three_digits,
+    time_text,
+)
 from jaxkv.config import variable_of
+from jaxkv.scheduling.speeds import Speeds
 from jaxkv.tools import page
 from jaxkv.tools.console import print_charts, print_facts, print_lines
 from jaxkv.tools.machine import num_cpus, versions
@@ -23,7 +30,7 @@ from jaxkv.tools.pictures import (
     save_picture,
 )
 from jaxkv.tools.plan import plan as planning
-from jaxkv.tools.plan.plan import Demand, Plan, PlanRow, Speeds
+from jaxkv.tools.plan.plan import Demand, Plan, PlanRow
 from jaxkv.tools.replay.admission import Admission
 from jaxkv.tools.replay.model_costs import ModelCosts
 from jaxkv.tools.replay.report import figures_of_trace
@@ -190,9 +197,9 @@ def _context(setting: Setting, plan: Plan) -> list[str]:
     demand = plan.demand
     device = ""
     if setting.device_blocks is not None:
-        share = _percent(demand.device_tokens, demand.input_tokens)
+        share = percent_text(demand.device_tokens, demand.input_tokens)
         device = f"The device finds {share} of the prompt tokens. "
-    most = _percent(demand.returning_tokens, demand.input_tokens)
+    most = percent_text(demand.returning_tokens, demand.input_tokens)
     lines = [
         f"{device}An unlimited host tier would find {most}{' more' * bool(device)}."
     ]
@@ -223,9 +230,9 @@ def sentence(setting: Setting, plan: Plan) -> str:
     beyond = " beyond what the device holds" if demand.device_tokens else ""
     text = (
         f"Take {rounded_size(row.host_bytes)} with {row.policy}: it finds "
-        f"{_percent(row.host_tokens, demand.input_tokens)} of the prompt tokens{beyond}"
-        f" and saves {_time(row.saved_s / demand.num_requests)} a request, "
-        f"{_percent(row.saved_s, demand.prefill_s)} of the prefill time"
+        f"{percent_text(row.host_tokens, demand.input_tokens)} of the prompt tokens"
+        f"{beyond} and saves {time_text(row.saved_s / demand.num_requests)} a request, "
+        f"{percent_text(row.saved_s, demand.prefill_s)} of the prefill time"
     )
     # The first policy at this size, which would have been preferred.
     first = next(each for each in plan.rows if each.host_bytes == row.host_bytes)
@@ -269,9 +276,9 @@ def settings_of(setting: Setting, plan: Plan) -> dict[str, str]:
 def _why_not(setting: Setting, plan: Plan) -> str:
     """Say why offloading does not pay."""
     demand, rows, reason = plan.demand, plan.rows, plan.recommendation.reason
-    returning = _percent(demand.returning_tokens, demand.input_tokens)
+    returning = percent_text(demand.returning_tokens, demand.input_tokens)
     most = max(rows, key=lambda row: row.host_tokens)
-    found = _percent(most.host_tokens, demand.input_tokens)
+    found = percent_text(most.host_tokens, demand.input_tokens)
     if reason == "nothing returns":
         return (
             "nothing comes back; even an unlimited host tier would find only "
@@ -280,7 +287,7 @@ def _why_not(setting: Setting, plan: Plan) -> str:
     if reason == "device suffices":
         return (
             "the device already holds what comes back; it finds "
-            f"{_percent(demand.device_tokens, demand.input_tokens)} of the prompt "
+            f"{percent_text(demand.device_tokens, demand.input_tokens)} of the prompt "
             f"tokens, and an unlimited host tier only {returning} more"
         )
     if reason == "too small":
@@ -291,7 +298,7 @@ def _why_not(setting: Setting, plan: Plan) -> str:
             + (f" without {setting.admission.text}" if setting.admission else "")
         )
     if reason == "cheap prefill":
-        share = _percent(max(row.found_s for row in rows), demand.prefill_s)
+        share = percent_text(max(row.found_s for row in rows), demand.prefill_s)
         return (
             "prefill of what comes back is cheap; loads with unlimited bandwidth would "
             f"save only {share} of the prefill time"
@@ -309,10 +316,10 @@ def _why_not(setting: Setting, plan: Plan) -> str:
         f"loading is too slow; {best.num_declined:,} of "
         f"{best.num_loads + best.num_declined:,} prefixes found take longer to load "
         f"than to compute (a block of {setting.trace.block_size} tokens "
-        f"{_time(load_s)} beside {_time(prefill_s)})"
+        f"{time_text(load_s)} beside {time_text(prefill_s)})"
     )
     if best.num_loads:
-        saved = _percent(best.saved_s, demand.prefill_s)
+        saved = percent_text(best.saved_s, demand.prefill_s)
         text += f", and the others save {saved} of the prefill time"
     return text
 
@@ -400,7 +407,7 @@ def _headline(setting: Setting, plan: Plan) -> str:
         return f"Offloading does not pay: {plan.recommendation.reason}"
     return (
         f"{rounded_size(row.host_bytes)} with {row.policy} (ringed) saves "
-        f"{_time(row.saved_s / demand.num_requests)} a request"
+        f"{time_text(row.saved_s / demand.num_requests)} a request"
     )
 
 
@@ -430,25 +437,8 @@ def _change(other: PlanRow, row: PlanRow) -> str:
     return f"{abs(percent):.0f}% {'more' if percent > 0 else 'less'}"
 
 
-def _time(seconds: float) -> str:
-    """Format seconds.
-
-    >>> _time(0.0), _time(0.00021), _time(0.1234), _time(12.34)
-    ('0 s', '0.21 ms', '123 ms', '12.3 s')
-    """
-    if not seconds:
-        return "0 s"
-    if seconds < 0.9995:
-        return f"{three_digits(1e3 * seconds)} ms"
-    return f"{three_digits(seconds)} s"
-
-
-def _percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f}%" if whole else "0.0%"
-
-
 _PERCENT = Scale("{:g}%".format, "{:.1f}%".format, "{:.1f}%".format)
-_SECONDS = Scale(_time, _time, _time)
+_SECONDS = Scale(time_text, time_text, time_text)
 _RULE = (
     "Sizes whose stores take longer than the trace lasts are left out.",
     f"Offloading pays if some size saves at least {100 * planning.WORTH:g}% of the "

@@ -29,13 +29,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.keys.packed import PackedKeys, words_to_keys
+from jaxkv.tiers.bare import BareTier, Course
 from jaxkv.tiers.device import DeviceBlockPool
-from jaxkv.tiers.executors import Executor, Store, Words
+from jaxkv.tiers.executors import Executor, Words
 from jaxkv.tools.replay.traces import Trace, keys_of
-from jaxkv.types import NO_BLOCK
 
 _REQUESTS_PER_REPORT = 256
-_REORDER_SHARE = 4  # As `jaxkv.scheduling.eager` has it.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -159,72 +158,24 @@ def serve_behind(
     if not len(keys):
         return 0, 0, False
     num_keys = len(keys) if limit is None else min(len(keys), limit)
-    offered = keys[:num_keys]
-    if passes is None:
-        passes = np.ones(len(keys), np.bool_)
-    passes = passes[:num_keys]
-    num_found = 0
+    tier, course = BareTier(executor), Course()
     if num_local < num_findable:
-        num_found = executor.lookup(keys[num_local:num_findable])
+        course.num_found = executor.lookup(keys[num_local:num_findable])
     mark = begin()
     if num_asked:
         executor.touch(keys[:num_asked])
     # Nobody else is served meanwhile, so that what is loaded need not be pinned.
-    num_known = num_local + num_found
-    is_ordered = True
-    under_way: list[Store] = []
-    is_refused = False
+    course.num_known = num_local + course.num_found
     for end in range(min(num_asked, num_keys), min(num_running, num_keys) + 1):
-        if num_known < end:
-            new = slice(num_known, end)
-            is_refused |= _offer(executor, offered[new], passes[new], under_way)
-            is_ordered = (end - num_known) * _REORDER_SHARE >= end
-            if is_ordered:
-                executor.touch(keys[:end], False)
-            num_known = end
-    # Where nothing was known, all that the host has now is what it took.
-    is_whole = num_known == num_keys and not is_refused
-    if num_keys and (num_local + num_found or num_known < num_keys or not passes.all()):
-        is_whole = bool((executor.find(offered) != NO_BLOCK).all())
-    if num_keys and not is_whole:
-        is_refused |= _offer(executor, offered, passes, under_way)
-        is_ordered = False
-    if num_keys and not is_ordered:
-        executor.touch(offered, False)
+        if course.num_known < end:
+            tier.offer(course, keys, end, passes)
+            # What was refused is offered once more at the end.
+            course.num_known = end
+    tier.end(course, keys, num_keys, passes)
     finish(mark)
-    for store in under_way:
+    for _, store in course.under_way:
         executor.complete_step(store.block_ids, 0)
-    num_stored = sum(store.num_stored for store in under_way)
-    return num_found, num_stored, is_refused
-
-
-def _offer(
-    executor: Executor,
-    keys: Words,
-    passes: NDArray[np.bool_],
-    under_way: list[Store],
-) -> bool:
-    """Store what there is room for, as `Stores.place` does; tell whether not all is."""
-    num = len(keys)
-    while num:
-        admitted = those_of(keys[:num], passes[:num])
-        if not len(admitted):
-            break
-        store = executor.prepare_store(admitted)
-        if store is not None:
-            under_way.append(store)
-            break
-        num //= 2
-    return num < len(keys)
-
-
-def those_of(keys: Words, passes: NDArray[np.bool_]) -> Words:
-    """Choose the keys that may be stored."""
-    if passes.all():
-        return keys
-    chosen = keys[passes]
-    chosen.flags.writeable = False  # As all keys are.
-    return chosen
+    return course.num_found, tier.num_stored, course.is_refused
 
 
 def _size_of(trace: Trace) -> int:

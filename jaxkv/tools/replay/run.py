@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.policies import PolicyMaker, get_policy_maker
+from jaxkv.tiers.bare import those_of
 from jaxkv.tiers.executors import Executor, Step, Words, make_executor
 from jaxkv.tools.replay.admission import Admission, Admitted, find_admitted
 from jaxkv.tools.replay.belady import find_optimum
@@ -33,7 +34,6 @@ from jaxkv.tools.replay.device import (
     DeviceHits,
     find_on_device,
     serve_behind,
-    those_of,
 )
 from jaxkv.tools.replay.traces import Trace, keys_of
 

@@ -7,11 +7,11 @@ import random
 import numpy as np
 import pytest
 
+from jaxkv.scheduling.speeds import Speeds
 from jaxkv.tools.plan import plan as planning
 from jaxkv.tools.plan.plan import (
     Demand,
     PlanRow,
-    Speeds,
     capacities_of,
     find_returning,
     make_plan,

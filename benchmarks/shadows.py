@@ -1,0 +1,190 @@
+"""What do shadows cost a request, and how near do samples come to a whole replay?
+
+cost: six shadows (lru at 0.5, 1, 2 and 4 times the host's size, slru and hazard at 1)
+    see requests of 64 blocks, half of which come again: processor time of all calls for
+    a request, by the blocks of the host.
+accuracy: what a sampled shadow says is found of a trace's prefix blocks, beside the
+    exact replay by the same rules, in points, with the standard error that it reports;
+    by policy, by the tier's share of the trace's blocks, and by the sample's rate.
+
+    python benchmarks/shadows.py [--blocks N ...] [--traces FILE ...] [--bits N ...]
+        [--shares PERCENT ...] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import pathlib
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from common import (
+    ROOT,
+    make_parser,
+    old_garbage_left_alone,
+    quartiles,
+    random_keys,
+    show_machine,
+    write_figures,
+)
+from jaxkv.keys.packed import (
+    PackedKeys,
+    key_from_int,
+    keys_to_words,
+    words_to_keys,
+)
+from jaxkv.scheduling.shadows import Shadows, parse_shadows
+from jaxkv.tools.replay.device import DeviceHits
+from jaxkv.tools.replay.run import replay
+from jaxkv.tools.replay.traces import Trace, read_trace
+from jaxkv.types import STOPS, Stop
+
+SIX = "lru*0.5,1,2,4;slru*1;hazard*1"
+POLICIES = "lru", "arc_fixed", "slru", "hazard"
+BLOCKS_A_REQUEST = 64
+ROUNDS = 400
+
+
+def serve(
+    shadows: Shadows,
+    name: str,
+    keys: PackedKeys,
+    now_ms: int,
+    num_tokens: int = 1024,
+    num_output: int | None = None,
+    stop: Stop | None = None,
+) -> None:
+    """Have shadows see a request from its look-up to its end, alone."""
+    num = len(keys)
+    shadows.look_up(name, keys, 0, num)
+    shadows.begin(name, keys, num_tokens, now_ms, is_found=True, is_loaded=False)
+    shadows.offer(name, keys, num, frozenset(), None)
+    shadows.offer(name, keys, num, frozenset(), None, is_end=True)
+    shadows.finish(name, keys, now_ms, num_output, stop)
+    shadows.forget(name)
+
+
+def time_requests(num_blocks: int) -> dict[str, Any]:
+    """Time requests, once all shadows are full, in us of this thread."""
+    rng = np.random.default_rng(0)
+    shadows = Shadows(parse_shadows(SIX), num_blocks, 16)
+    # As many as fill the largest; those of the second half repeat.
+    kept: list[PackedKeys] = []
+    number, spent_us = 0, []
+    num_fill = 5 * num_blocks // BLOCKS_A_REQUEST
+
+    def next_keys() -> PackedKeys:
+        if number % 2 and kept:
+            return kept[int(rng.integers(len(kept)))]
+        keys = random_keys(rng, BLOCKS_A_REQUEST)
+        return PackedKeys(keys, keys_to_words(keys))
+
+    with old_garbage_left_alone():
+        for number in range(num_fill + ROUNDS):
+            keys = next_keys()
+            if len(kept) < num_blocks // BLOCKS_A_REQUEST:
+                kept.append(keys)
+            start_s = time.thread_time()
+            serve(shadows, f"{number}", keys, number)
+            spent_us.append(1e6 * (time.thread_time() - start_s))
+    timed = spent_us[-ROUNDS:]
+    rate = 1 if shadows.sample is None else 2**-shadows.sample.bits
+    return {"rate": rate, "mean": statistics.mean(timed), "us": quartiles(timed)}
+
+
+def all_findable(trace: Trace) -> DeviceHits:
+    """Have no block be found on the device, so that the host is asked for all."""
+    zeros = np.zeros(trace.num_requests, np.int64)
+    return DeviceHits(0, zeros, trace.num_blocks, trace.num_asked, trace.num_asked)
+
+
+def estimate(
+    trace: Trace, all_words: Any, policy: str, capacity: int, bits: int
+) -> tuple[float, float]:
+    """Have a shadow see a trace; return what it found and its error, in percent."""
+    shadows = Shadows(parse_shadows(f"{policy}*1"), capacity, 1, sample_bits=bits)
+    for number in range(trace.num_requests):
+        own = trace.ids[trace.offsets[number] : trace.offsets[number + 1]]
+        words = all_words[own]
+        keys = PackedKeys(words_to_keys(words), words)
+        output = int(trace.output_tokens[number])
+        serve(
+            shadows,
+            f"{number}",
+            keys,
+            int(trace.time_ms[number]),
+            1 if trace.input_tokens is None else int(trace.input_tokens[number]),
+            None if output < 0 else output,
+            STOPS[trace.stops[number]],
+        )
+    (count,) = shadows.counts
+    percent = 100 / count.num_asked_tokens
+    return count.num_found_tokens * percent, count.error_tokens * percent
+
+
+def compare(
+    trace: Trace, shares: list[float], rates: list[int]
+) -> Iterator[dict[str, Any]]:
+    """Compare samples with replays, cell by cell."""
+    device = all_findable(trace)
+    # As an engine's, which are hashes; the replay's own keys are not.
+    all_words = keys_to_words(list(map(key_from_int, range(trace.num_unique_blocks))))
+    for share in shares:
+        capacity = max(round(trace.num_unique_blocks * share / 100), 1)
+        for policy in POLICIES:
+            exact = replay(policy, trace, capacity, device=device)
+            found = 100 * exact.num_hit_blocks / trace.num_block_refs
+            for bits in rates:
+                own, error = estimate(trace, all_words, policy, capacity, bits)
+                yield {
+                    "trace": trace.name,
+                    "policy": policy,
+                    "share": share,
+                    "rate": 2**-bits,
+                    "exact": found,
+                    "sampled": own,
+                    "off": own - found,
+                    "error": error,
+                }
+
+
+def main() -> None:
+    """Measure, print and write the figures if asked to."""
+    parser = make_parser(__doc__)
+    blocks = [2048, 1 << 16, 1 << 20]
+    folder = ROOT.parent / "shared" / "traces"
+    names = "mooncake_conversation", "cc_agentic_a"
+    traces = [folder / f"{name}.jsonl.gz" for name in names]
+    parser.add_argument("--blocks", type=int, nargs="*", default=blocks)
+    parser.add_argument("--traces", type=pathlib.Path, nargs="*", default=traces)
+    parser.add_argument("--shares", type=float, nargs="+", default=[1, 3, 10, 30])
+    parser.add_argument("--bits", type=int, nargs="+", default=[3, 4, 5])
+    args = parser.parse_args()
+    figures: dict[str, Any] = {"machine": show_machine(), "cost": [], "accuracy": []}
+    for num_blocks in args.blocks:
+        row = {"blocks": num_blocks, **time_requests(num_blocks)}
+        figures["cost"].append(row)
+        print(
+            f"{num_blocks:8,} blocks, 1 key in {1 / row['rate']:3.0f}: "
+            f"{row['mean']:6.1f} us a request of {BLOCKS_A_REQUEST} blocks on average, "
+            f"quartiles {' '.join(f'{each:.1f}' for each in row['us'])}",
+            flush=True,
+        )
+    for path in args.traces:
+        for row in compare(read_trace(path), args.shares, args.bits):
+            figures["accuracy"].append(row)
+            print(
+                f"{row['trace']:22} {row['policy']:10} {row['share']:4g} %  1 in "
+                f"{1 / row['rate']:2.0f}: {row['sampled']:5.2f} % for "
+                f"{row['exact']:5.2f}, off {row['off']:+5.2f}, "
+                f"error {row['error']:4.2f}",
+                flush=True,
+            )
+    write_figures(args.json, figures)
+
+
+if __name__ == "__main__":
+    main()

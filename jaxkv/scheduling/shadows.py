@@ -1,0 +1,611 @@
+"""Shadows: what host tiers of other sizes and policies would find of the same traffic.
+
+A shadow has no bytes. It gets the look-ups, uses, stores, times and ends of the
+requests that the engine serves, behind the same device:
+
+- what it finds of a request is what continues the device's own prefix, at the moment of
+  the look-up, on the device or in the shadow;
+- of what the device computes it is offered what it has not found itself, when the tier
+  that serves is offered blocks: also what that tier has already, and not what the tier
+  lacks and the shadow has;
+- a block that both store can be found once its transfer has arrived, or not at all if
+  that failed; a block that only the shadow stores, at once;
+- what a request is offered is held until its load has ended, if there is one.
+
+So a shadow of the policy and size that serve is in step with the tier: it finds the
+same. The engine is taken to load whatever is found, and to store whatever there is room
+for: `skip_slow_loads` and `pause_unused_stores` do not change what a shadow sees. What
+comes from a store behind the host it does not see either.
+
+Beyond `FULL_BLOCKS` a shadow is of a sample (`jaxkv.scheduling.key_sample`): of the
+keys that are in it, and with as small a share of the blocks. What it finds of a prefix
+stands for as many times more. There stores arrive at once, and nothing is held.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Container, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv._util import shown
+from jaxkv.keys.packed import pack, words_to_keys
+from jaxkv.policies import get_policy_maker, policy_names
+from jaxkv.scheduling.key_sample import NUM_GROUPS, KeySample
+from jaxkv.tiers.bare import BareTier, Course, those_of
+from jaxkv.tiers.device import DeviceBlockPool
+from jaxkv.tiers.executors import ExecutorName, Ids, Store, Words, make_executor
+from jaxkv.types import KEY_BYTES, NO_BLOCK, STOPS, BlockKey, Stop
+
+FULL_BLOCKS = 2048
+"""Blocks of a host tier up to which its shadows see all keys."""
+
+OFF = "off"
+"""The name of a shadow that finds nothing: the engine without a host tier."""
+
+_MOST_SHADOWS = 16
+_MOST_KEYS = 4096  # Of a request, the first ones.
+_TIMES = 1 << 32  # Times on the array side have 32 bits.
+_NO_IDS = np.empty(0, np.int64)
+_, _NO_WORDS = pack([])
+_FACTOR = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
+
+
+class Shadow(NamedTuple):
+    """A host tier that could be in place of the one that serves.
+
+    Attributes:
+        policy: Its policy, or `OFF`.
+        factor: Its size, as a multiple of the serving tier's; 0 for `OFF`.
+    """
+
+    policy: str
+    factor: float
+
+
+def parse_shadows(text: str) -> tuple[Shadow, ...]:
+    """Read the setting `shadow`.
+
+    Args:
+        text: Policies, each with multiples of the serving tier's size.
+
+    Raises:
+        ValueError: It is none, with what is wrong.
+
+    Example:
+        >>> parse_shadows("lru*0.5,2; hazard*1; off")[1:]
+        (Shadow(policy='lru', factor=2.0), Shadow(policy='hazard', factor=1.0), \
+Shadow(policy='off', factor=0.0))
+    """
+    found: list[Shadow] = []
+    for part in text.split(";"):
+        policy, star, factors = (each.strip() for each in part.partition("*"))
+        if policy == OFF and not star:
+            found.append(Shadow(OFF, 0.0))
+            continue
+        if policy not in policy_names():
+            names = ", ".join(policy_names())
+            raise ValueError(f"{shown(policy)} must be one of {names}, or {OFF}")
+        for factor in factors.split(","):
+            number = factor.strip()
+            if not _FACTOR.fullmatch(number) or not 0.01 <= float(number) <= 100:
+                raise ValueError(
+                    f"{shown(number)} must be a multiple of the host tier's size, from "
+                    f"0.01 to 100, as in {policy}*0.5,2"
+                )
+            found.append(Shadow(policy, float(number)))
+    if len(set(found)) < len(found) or len(found) > _MOST_SHADOWS:
+        raise ValueError(f"name each shadow once, and at most {_MOST_SHADOWS}")
+    return tuple(found)
+
+
+class ShadowCount(NamedTuple):
+    """What a shadow has come to so far; of a sample, what that stands for.
+
+    What the sample was asked for is more or less than all requests asked for, and what
+    it found is likewise: `share` tells most.
+
+    Attributes:
+        policy: Its policy, or `OFF`.
+        num_blocks: The host blocks that it stands for.
+        num_asked_tokens: Tokens looked for beyond the device's own prefix.
+        num_found_tokens: Tokens of these that it found.
+        num_loads: Requests that found any.
+        num_stored: Blocks stored.
+        num_evicted: Blocks evicted.
+        error_tokens: The standard error of `num_found_tokens`, because only some keys
+            are in the sample; 0 if all are.
+    """
+
+    policy: str
+    num_blocks: int
+    num_asked_tokens: int = 0
+    num_found_tokens: int = 0
+    num_loads: int = 0
+    num_stored: int = 0
+    num_evicted: int = 0
+    error_tokens: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """What it found of what it was asked for, from 0 to 1."""
+        return self.num_found_tokens / max(self.num_asked_tokens, 1)
+
+
+class _Visit:
+    """A request, as far as shadows see it.
+
+    Attributes:
+        num_keys: Its keys that were looked through.
+        words: u32[n, 8]. Those of them that take part.
+        rows: Which of its keys these are; None if all are.
+        num_hot: How many of its keys, the first ones, are taken to be there.
+        groups: The part of the sample that each of `words` is in.
+        courses: How far it has come with each tier; empty if no key takes part.
+        first: How many of its blocks the device has found.
+        last: How many blocks might have been found.
+        start: The first of `words` that was looked up.
+        end: The first one behind these.
+    """
+
+    __slots__ = (
+        *("courses", "end", "first", "groups", "last", "num_hot", "num_keys", "rows"),
+        *("start", "words"),
+    )
+
+    def __init__(self) -> None:
+        self.num_keys = -1
+        self.words = _NO_WORDS
+        self.rows: list[int] | None = None
+        self.num_hot = 0
+        self.groups: list[int] = []
+        self.courses: list[Course] = []
+        self.first = self.last = self.start = self.end = 0
+
+    @property
+    def positions(self) -> NDArray[np.int32]:
+        """How many of `words` come before each: those of a sample are its blocks."""
+        return np.arange(len(self.words), dtype=np.int32)
+
+    def cut(self, num_blocks: int) -> int:
+        """Count what takes part of the first blocks of the request."""
+        if self.rows is None:
+            return min(num_blocks, len(self.words))
+        return bisect_left(self.rows, num_blocks)
+
+
+class _Tier(BareTier):
+    """A shadow's tier, and what it has found.
+
+    Attributes:
+        policy: Its policy.
+        listens: Whether that wants to know of requests.
+        found: Blocks found, by the parts of the sample.
+        num_loads: Requests that found any.
+    """
+
+    def __init__(self, policy: str, num_blocks: int, executor: ExecutorName) -> None:
+        max_batch = max(_MOST_KEYS, 2 * num_blocks)
+        self.policy = get_policy_maker(policy)(num_blocks, max_batch)
+        self._executor_name: ExecutorName = executor
+        super().__init__(make_executor(self.policy, executor))
+        self.listens = self.policy.listens
+        self.found = [0] * NUM_GROUPS
+        self.num_loads = 0
+
+    def place_victims(
+        self, keys: Words, passes: NDArray[np.bool_] | None
+    ) -> tuple[Words, Store] | None:
+        """Do as `place` does, and evict none of the keys that are here for others."""
+        if not len(keys):
+            return None
+        found = self.executor.find(keys).astype(np.int64)
+        is_bare = found == NO_BLOCK
+        if passes is not None:
+            is_bare &= passes
+        num = len(keys)
+        while is_bare[:num].any():
+            kept = found[:num][found[:num] != NO_BLOCK]
+            # What is being stored is not evicted anyhow.
+            kept = kept[np.asarray(self.executor.state.ref_cnt)[kept] >= 0]
+            self.executor.pin(kept)
+            bare = those_of(keys[:num], is_bare[:num])
+            store = self.take(bare)
+            self.executor.complete_step(kept, len(kept))
+            if store is not None:
+                return bare, store
+            num //= 2
+        return None
+
+    def settle(self, keys: Words, store: Store, placed: Container[BlockKey]) -> None:
+        """Have stores be found at once, but for those whose keys are in `placed`."""
+        ids = store.block_ids
+        if placed:
+            rows = np.flatnonzero(ids != NO_BLOCK)
+            names = words_to_keys(keys[rows])
+            ids = ids[rows][[key not in placed for key in names]]
+        if ids.size:
+            self.executor.complete_step(ids, 0)
+
+    def clear(self) -> None:
+        """Forget all blocks, but not what was counted."""
+        self.executor = make_executor(self.policy, self._executor_name)
+
+
+class Shadows:
+    """The shadows of a host tier.
+
+    They observe: nothing here changes the tiers that serve.
+
+    Args:
+        shadows: Which.
+        num_host_blocks: Blocks of the tier that serves.
+        block_size: Tokens in a block.
+        executor: Who runs their decisions; see `BlockIndex`.
+        sample_bits: One key in ``2**sample_bits`` takes part; None to choose that.
+        is_lazy: Whether what they are offered are single blocks (`offer_victims`).
+
+    Attributes:
+        sample: Chooses the keys that take part; None if all do.
+        num_requests: Requests that looked for their prefix.
+    """
+
+    def __init__(
+        self,
+        shadows: Sequence[Shadow],
+        num_host_blocks: int,
+        block_size: int,
+        executor: ExecutorName = "native",
+        sample_bits: int | None = None,
+        *,
+        is_lazy: bool = False,
+    ) -> None:
+        if sample_bits is None:
+            sample_bits = max((num_host_blocks - 1) // FULL_BLOCKS, 0).bit_length()
+        self._shadows = tuple(shadows)
+        self._knows_prefixes = not is_lazy
+        self._num_blocks = [
+            max(round(own.factor * num_host_blocks), own.policy != OFF)
+            for own in shadows
+        ]
+        self._block_size = block_size
+        self._bits = sample_bits
+        self._executor_name: ExecutorName = executor
+        sizes = [num for num in self._num_blocks if num]
+        self.sample = (
+            KeySample(sample_bits, min(sizes)) if sample_bits and sizes else None
+        )
+        self._tiers = [
+            _Tier(own.policy, max(num >> sample_bits, 1), executor)
+            for own, num in zip(shadows, self._num_blocks, strict=True)
+            if own.policy != OFF
+        ]
+        # Blocks that were looked for: all; those that are taken to be there, and the
+        # requests that found some of them; those of the sample, by its parts.
+        self._num_asked = self._num_hot = self._num_hot_loads = 0
+        self.num_requests = 0
+        self._asked = [0] * NUM_GROUPS
+        self._visits: dict[str, _Visit] = {}
+        # Blocks of each tier that loads of requests hold.
+        self._held: dict[str, list[Ids]] = {}
+        self._pool: DeviceBlockPool | None = None
+
+    def bind(self, pool: object) -> None:
+        """Take the pool of the device, if it can be searched for copies."""
+        self._pool = pool if isinstance(pool, DeviceBlockPool) else None
+
+    def warm_up(self) -> None:
+        """Load, or compile, what the methods run, so that no later call waits."""
+        policies = {own.policy for own in self._shadows} - {OFF}
+        alike = [Shadow(policy, 1.0) for policy in sorted(policies)]
+        scratch = Shadows(alike, 4, 1, self._executor_name)
+        scratch.bind(self._pool)
+        keys = [bytes(KEY_BYTES), bytes(KEY_BYTES - 1) + b"1"]
+        for placed in (keys, ()):
+            scratch.look_up("", keys, 0, 1)
+            scratch.begin("", keys, 2, 0, is_found=True, is_loaded=True)
+            scratch.offer("", keys, 1, placed, None)
+            scratch.arrive(keys, ok=True)
+            scratch.offer("", keys, 2, (), None, is_end=True)
+            scratch.offer_victims(pack(keys)[1], (), None)
+            scratch.finish("", keys, 0, None, None)
+            scratch.forget("")
+            scratch.discard(keys)
+
+    @property
+    def num_asked_tokens(self) -> int:
+        """Tokens that requests looked for beyond the device's own prefix."""
+        return self._num_asked * self._block_size
+
+    @property
+    def counts(self) -> tuple[ShadowCount, ...]:
+        """What each shadow has come to; any thread may ask."""
+        bits, size, counts = self._bits, self._block_size, []
+        tiers = iter(self._tiers)
+        asked = (self._num_hot + (sum(self._asked) << bits)) * size
+        for shadow, num_blocks in zip(self._shadows, self._num_blocks, strict=True):
+            if shadow.policy == OFF:
+                counts.append(ShadowCount(OFF, 0, asked))
+                continue
+            tier = next(tiers)
+            error = 0.0
+            if self.sample is not None:
+                error = self.sample.error(tier.found, self._asked) * size
+            counts.append(
+                ShadowCount(
+                    shadow.policy,
+                    num_blocks,
+                    asked,
+                    (self._num_hot + (sum(tier.found) << bits)) * size,
+                    self._num_hot_loads + (tier.num_loads << bits),
+                    tier.num_stored << bits,
+                    tier.num_evicted << bits,
+                    error,
+                )
+            )
+        return tuple(counts)
+
+    def look_up(
+        self, name: str, keys: Sequence[BlockKey], first: int, last: int
+    ) -> None:
+        """Note that a request looks for what continues its prefix on the device.
+
+        Args:
+            name: The request.
+            keys: Its keys.
+            first: How many of its blocks the device's own prefix has.
+            last: How many blocks may be found.
+        """
+        visit = self._visit(name, keys)
+        self.release(name)
+        visit.first, visit.last = first, last
+        if not visit.courses:
+            return
+        visit.start, visit.end = start, end = visit.cut(first), visit.cut(last)
+        held: list[Ids] = []
+        for tier, course in zip(self._tiers, visit.courses, strict=True):
+            num, ids = 0, _NO_IDS
+            if start < end:
+                num, ids = self._find(tier, visit.words[start:end])
+            held.append(ids)
+            course.num_known, course.num_found = start + num, num
+            course.is_ordered, course.whole_at = True, -1
+        if self.sample is None:
+            self._held[name] = held
+
+    def begin(
+        self,
+        name: str,
+        keys: Sequence[BlockKey],
+        num_tokens: int,
+        now_ms: int,
+        *,
+        is_found: bool,
+        is_loaded: bool,
+    ) -> None:
+        """Note that a request begins to use its blocks, for the first time.
+
+        Args:
+            name: The request.
+            keys: Its keys.
+            num_tokens: Its tokens.
+            now_ms: The time in milliseconds, since any moment.
+            is_found: Whether it has looked up what it found.
+            is_loaded: Whether the tier that serves loads something for it.
+        """
+        visit = self._visit(name, keys)
+        if not is_loaded:
+            self.release(name)
+        if is_found:
+            self._count(visit)
+        words = visit.words
+        if not visit.courses:
+            return
+        for tier, course in zip(self._tiers, visit.courses, strict=True):
+            if tier.listens:
+                told = words, visit.positions, now_ms % _TIMES, num_tokens
+                course.mark = tier.executor.begin(*told)
+            tier.executor.touch(words)
+
+    def offer(
+        self,
+        name: str,
+        keys: Sequence[BlockKey],
+        num_blocks: int,
+        placed: Container[BlockKey],
+        passes: NDArray[np.bool_] | None,
+        *,
+        is_end: bool = False,
+        can_store: bool = True,
+    ) -> None:
+        """Offer what a request has computed.
+
+        Args:
+            name: The request.
+            keys: Its keys.
+            num_blocks: How many of its blocks, from the first on, may be stored.
+            placed: The keys that the tier that serves has just found room for.
+            passes: bool[num_blocks]. Which of these blocks may be stored; None for all.
+            is_end: Whether it is about to lose its device blocks: then all of it is
+                offered again, unless the shadow has it.
+            can_store: Whether the tier that serves may store anything at the end.
+        """
+        visit = self._visit(name, keys)
+        end = visit.cut(num_blocks)
+        if not end:
+            return
+        if passes is not None and visit.rows is not None:
+            passes = passes[visit.rows[:end]]
+        if self.sample is not None:
+            placed = ()
+        for tier, course in zip(self._tiers, visit.courses, strict=True):
+            if is_end:
+                tier.end(course, visit.words, end, passes, can_store=can_store)
+            else:
+                tier.offer(course, visit.words, end, passes)
+            for stored in course.under_way:
+                tier.settle(*stored, placed)
+            course.under_way.clear()
+
+    def offer_victims(
+        self,
+        words: Words,
+        placed: Container[BlockKey],
+        passes: NDArray[np.bool_] | None,
+    ) -> None:
+        """Offer what the device evicts next, as lazy stores do.
+
+        Args:
+            words: u32[n, 8]. The keys, the next one first.
+            placed: As in `offer`.
+            passes: bool[n]. Which of them may be stored; None for all.
+        """
+        if self.sample is not None:
+            rows = self.sample.choose(words)
+            words = words[rows]
+            words.flags.writeable = False  # As all keys are.
+            passes, placed = None if passes is None else passes[rows], ()
+        for tier in self._tiers:
+            stored = tier.place_victims(words, passes)
+            if stored is not None:
+                tier.settle(*stored, placed)
+
+    def arrive(self, keys: Sequence[BlockKey], *, ok: bool) -> None:
+        """Note that stores of the tier that serves have ended."""
+        if self.sample is None:
+            _, words = pack(keys)
+            for tier in self._tiers:
+                tier.complete(words, ok=ok)
+
+    def release(self, name: str) -> None:
+        """Note that what a request was offered is not held any more."""
+        for tier, ids in zip(self._tiers, self._held.pop(name, ()), strict=False):
+            if ids.size:
+                tier.executor.complete_step(ids, len(ids))
+
+    def discard(self, keys: Sequence[BlockKey]) -> None:
+        """Note that blocks were to be loaded, and their bytes are no good."""
+        _, words = pack(keys)
+        for tier in self._tiers:
+            tier.discard(words)
+
+    def recompute(self, name: str) -> None:
+        """Note that a request computes what was to be loaded for it."""
+        visit = self._visits.get(name)
+        for course in visit.courses if visit else ():
+            course.num_known = 0
+
+    def finish(
+        self,
+        name: str,
+        keys: Sequence[BlockKey],
+        now_ms: int,
+        num_output_tokens: int | None,
+        stop: Stop | None,
+    ) -> None:
+        """Note that a request that has begun is over.
+
+        Args:
+            name: The request.
+            keys: All its keys.
+            now_ms: The time, by the clock of `begin`.
+            num_output_tokens: Tokens that it generated, if that is known.
+            stop: Why it stopped, if that is known.
+        """
+        visit = self._visit(name, keys)
+        if not visit.courses:
+            return
+        output = -1 if num_output_tokens is None else num_output_tokens
+        end = now_ms % _TIMES, output, STOPS.index(stop)
+        for tier, course in zip(self._tiers, visit.courses, strict=True):
+            if tier.listens:
+                told = visit.words, visit.positions, *end, course.mark
+                tier.executor.finish(*told)
+
+    def forget(self, name: str, *, is_held: bool = False) -> None:
+        """Forget a request; what it was offered stays held if a load is under way."""
+        self._visits.pop(name, None)
+        if not is_held:
+            self.release(name)
+
+    def clear(self) -> None:
+        """Forget all blocks, as the tier that serves does, but not what was counted."""
+        self._held.clear()
+        for tier in self._tiers:
+            tier.clear()
+        for visit in self._visits.values():
+            for course in visit.courses:
+                course.num_known, course.whole_at = 0, -1
+
+    def _find(self, tier: _Tier, words: Words) -> tuple[int, Ids]:
+        """Look up what continues a prefix; hold it if this is of no sample."""
+        if self._pool is None:
+            num, ids = tier.executor.lookup(words), _NO_IDS
+            if num and self.sample is None:
+                ids, _ = tier.executor.prepare_load(words[:num])
+            return num, ids
+        found = tier.executor.find_beside(self._pool.bound, words)
+        num, on_device, on_host = found
+        if not num or self.sample is not None:
+            return num, _NO_IDS
+        ids = on_host[:num][on_device[:num] == NO_BLOCK].astype(np.int64)
+        tier.executor.pin(ids)
+        return num, ids
+
+    def _visit(self, name: str, keys: Sequence[BlockKey]) -> _Visit:
+        """Take note of a request's keys, if there are more of them."""
+        visit = self._visits.get(name)
+        if visit is None:
+            visit = self._visits[name] = _Visit()
+            if self.sample is not None:
+                visit.num_hot = self.sample.note_request(keys)
+        if visit.num_keys != len(keys):
+            visit.num_keys = len(keys)
+            _, words = pack(keys)
+            if self.sample is not None:
+                rows = self._rows_of(words, visit.num_hot)[:_MOST_KEYS]
+                words = words[rows] if rows else words[:0]
+                words.flags.writeable = False  # As all keys are.
+                visit.rows = rows
+                visit.groups = self.sample.groups(words) if rows else []
+            visit.words = words[:_MOST_KEYS]
+            if len(words) and not visit.courses:
+                visit.courses = [Course() for _ in self._tiers]
+        return visit
+
+    def _rows_of(self, words: Words, num_hot: int) -> list[int]:
+        """Choose the keys of a prefix that take part."""
+        assert self.sample is not None
+        if not self._knows_prefixes:
+            return [row for row in self.sample.choose(words) if row >= num_hot]
+        return self.sample.choose_of_prefix(words, num_hot)
+
+    def _count(self, visit: _Visit) -> None:
+        """Count what a request has looked for, and what was found of it."""
+        first, start = visit.first, visit.start
+        self.num_requests += 1
+        self._num_asked += visit.last - first
+        num_hot = max(min(visit.num_hot, visit.last) - first, 0)
+        self._num_hot += num_hot
+        self._num_hot_loads += num_hot > 0
+        if start == visit.end:
+            return
+        groups = visit.groups[start : visit.end]
+        _count_groups(self._asked, groups, visit.end - start)
+        # What finds anything finds the first block that it looks for.
+        tells_load = visit.rows is None or visit.rows[start] == first
+        for tier, course in zip(self._tiers, visit.courses, strict=True):
+            _count_groups(tier.found, groups, course.num_found)
+            tier.num_loads += tells_load and course.num_found > 0
+
+
+def _count_groups(counts: list[int], groups: list[int], num: int) -> None:
+    """Count the first of some keys by their groups; all as of the first one if none."""
+    if not groups:
+        counts[0] += num
+    for group in groups[:num]:
+        counts[group] += 1

@@ -1,0 +1,84 @@
+"""How fast a server moves and computes, and what time that saves."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class PrefillCosts(Protocol):
+    """What the tokens of a prompt cost a model."""
+
+    def prefill_flops(
+        self, start: Any, stop: Any
+    ) -> NDArray[np.float64]:  # pragma: no cover
+        """Return the FLOPs to compute tokens of a prompt: f64[...]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Speeds:
+    """How fast a server moves and computes.
+
+    Attributes:
+        load_bytes_per_s: From the host to a device, of each device.
+        store_bytes_per_s: From a device to the host, of each device.
+        load_latency_s: What a load takes however small it is.
+        prefill_tokens_per_s: Tokens of a prompt that are computed in a second; None to
+            go by FLOPs.
+        prefill_flops_per_s: FLOPs of prefill in a second, of all devices together; None
+            to go by tokens.
+    """
+
+    load_bytes_per_s: float
+    store_bytes_per_s: float
+    load_latency_s: float = 0.0
+    prefill_tokens_per_s: float | None = None
+    prefill_flops_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            least = 0.0 if field.name == "load_latency_s" else 1e-9
+            if value is not None and not least <= value < float("inf"):
+                raise ValueError(f"{field.name}={value} must be a number above 0.")
+        if (self.prefill_tokens_per_s is None) == (self.prefill_flops_per_s is None):
+            raise ValueError(
+                "Give one of prefill_tokens_per_s and prefill_flops_per_s."
+            )
+
+    def prefill_s(
+        self, model: PrefillCosts | None, start: Any, stop: Any
+    ) -> NDArray[np.float64]:
+        """Return the seconds to compute tokens of a prompt: f64[...].
+
+        Args:
+            model: What the tokens cost; not needed to go by tokens.
+            start: i64[...]. The first token's position, from 0.
+            stop: i64[...]. The position after the last.
+        """
+        if self.prefill_flops_per_s is not None:
+            assert model is not None
+            flops = model.prefill_flops(start, stop)
+            return np.asarray(flops / self.prefill_flops_per_s, np.float64)
+        assert self.prefill_tokens_per_s is not None
+        return np.asarray((stop - start) / self.prefill_tokens_per_s, np.float64)
+
+    def load_s(self, load_bytes: Any) -> NDArray[np.float64]:
+        """Return the seconds of loads, by what each device loads: f64[...]."""
+        return np.asarray(self.load_latency_s + load_bytes / self.load_bytes_per_s)
+
+    def saved_s(self, prefill_s: Any, load_bytes: Any) -> NDArray[np.float64]:
+        """Return the seconds saved by loads in place of prefill: f64[...].
+
+        A request saves the difference, and nothing where the load would take longer
+        (`OffloadRules.skip_slow_loads` declines it).
+
+        Args:
+            prefill_s: f64[...]. What the prefill takes.
+            load_bytes: i64[...]. What each device loads.
+        """
+        saved_s = np.maximum(prefill_s - self.load_s(load_bytes), 0.0)
+        return np.asarray(saved_s, np.float64)

@@ -1,0 +1,100 @@
+"""A sample of keys stands for all of them."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from jaxkv.keys.packed import PackedKeys, key_from_int, keys_to_words
+from jaxkv.scheduling.key_sample import KeySample
+from jaxkv.scheduling.shadows import Shadows, parse_shadows
+
+HEAD = [key_from_int(number) for number in range(40)]
+
+
+def some_keys(seed, num):
+    rng = random.Random(seed)
+    return [rng.randbytes(32) for _ in range(num)]
+
+
+def chats(num, seed=0):
+    """Chats that all begin alike, and come back with a longer prompt."""
+    rng = random.Random(seed)
+    running = []
+    for _ in range(num):
+        if len(running) < 150 or rng.random() < 0.2:
+            running.append(HEAD[: rng.choice((6, 6, 40))])
+        number = min(int(rng.expovariate(0.02)), len(running) - 1)
+        chat = running.pop(-1 - number)
+        chat = chat + [rng.randbytes(32) for _ in range(rng.randrange(1, 30))]
+        running.append(chat)
+        yield PackedKeys(chat, keys_to_words(chat))
+
+
+@pytest.mark.parametrize("policy", ["lru", "slru", "hazard"])
+def test_a_sample_finds_what_all_keys_would(policy):
+    counts = []
+    for bits in (0, 4):
+        shadows = Shadows(parse_shadows(f"{policy}*1"), 1500, 16, sample_bits=bits)
+        for number, keys in enumerate(chats(3000)):
+            name, num = f"{number}", len(keys)
+            shadows.look_up(name, keys, 0, num)
+            begun = name, keys, 16 * num, 1000 * number
+            shadows.begin(*begun, is_found=True, is_loaded=False)
+            shadows.offer(name, keys, num, (), None)
+            shadows.offer(name, keys, num, (), None, is_end=True)
+            shadows.finish(name, keys, 1000 * number, None, None)
+            shadows.forget(name)
+        counts += shadows.counts
+    exact, sampled = counts
+    error = sampled.error_tokens / sampled.num_asked_tokens
+    assert 0.2 < exact.share < 0.9
+    assert abs(sampled.share - exact.share) < 0.015
+    assert 0.001 < error < 0.02
+    for word in ("num_asked_tokens", "num_loads", "num_stored", "num_evicted"):
+        ratio = getattr(sampled, word) / getattr(exact, word)
+        assert ratio == pytest.approx(1, abs=0.2), word
+
+
+@pytest.mark.parametrize("bits", [1, 4, 5, 7])
+def test_of_each_row_of_blocks_as_many_are_in_the_sample(bits):
+    sample = KeySample(bits, 1000)
+    sizes = []
+    for seed in range(60):
+        words = keys_to_words(some_keys(seed, 512))
+        rows = sample.choose_of_prefix(words, 0)
+        assert rows == sorted(set(rows))
+        sizes.append(len(rows))
+        if bits <= 5:
+            assert [row >> bits for row in rows] == list(range(512 >> bits))
+        # A prefix has those of its rows that lie in it.
+        part = sample.choose_of_prefix(words[:100], 0)
+        assert part == [row for row in rows if row < 100]
+    assert sum(sizes) / len(sizes) == pytest.approx(512 >> bits, rel=0.15)
+
+
+def test_behind_the_hottest_keys_each_goes_by_its_own_bits():
+    sample = KeySample(3, 1000)
+    words = keys_to_words(some_keys(1, 256))
+    own = sample.choose(words)
+    assert own == np.flatnonzero(words[:, 7] % 8 == 0).tolist()
+    rows = sample.choose_of_prefix(words, 12)
+    assert rows[0] >= 12
+    assert [row for row in rows if row < 16] == [row for row in own if 12 <= row < 16]
+    plain = sample.choose_of_prefix(words, 0)
+    assert rows[-30:] == plain[-30:]
+
+
+def test_the_hottest_keys_are_those_that_most_prompts_begin_with():
+    sample = KeySample(3, 200)
+    ends = (some_keys(seed, 20) for seed in itertools.count())
+    found = [sample.note_request(HEAD[:5] + next(ends)) for _ in range(100)]
+    assert found[:16] == [0] * 16
+    assert found[-1] == 5
+    # What is seldom asked for is not.
+    assert sample.note_request(some_keys(0, 20)) == 0
+    # Nor is what no one asks for any more.
+    for _ in range(3000):
+        sample.note_request(next(ends))
+    assert sample.note_request(HEAD[:5]) == 0

@@ -1,0 +1,205 @@
+"""What shadows count: their own tier's would be what it found; others by the rules."""
+
+import hashlib
+import random
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv import ConfigError
+from jaxkv.keys.packed import words_to_keys
+from jaxkv.scheduling import shadows as shadows_lib
+from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.tools.replay.traces import keys_of, read_trace
+from tests.rigs.offload_rig import (
+    BLOCK_SIZE,
+    HYBRID,
+    FakeRequest,
+    Rig,
+    make_request,
+    modes,
+)
+
+
+class Traffic:
+    """An engine with requests that overlap, at random."""
+
+    def __init__(self, seed, **options):
+        self.rng = random.Random(seed)
+        self.now_s = 0.0
+        self.rig = Rig(clock=lambda: self.now_s, **options)
+        self.num_made = 0
+
+    def path(self):
+        """A prefix that others share, as chats do."""
+        rng = self.rng
+        head = rng.choices(range(12), weights=range(12, 0, -1))[0]
+        return [head, *(rng.randrange(2) for _ in range(rng.randrange(6)))]
+
+    def act(self):
+        rng, rig = self.rng, self.rig
+        self.now_s += rng.expovariate(1.0)
+        action = rng.random()
+        running = [own for own in rig.requests.values() if not own.loading_tokens]
+        if action < 0.3 and rig.pool.num_free > 7:
+            self.num_made += 1
+            extra = rng.randrange(1, BLOCK_SIZE)
+            request = make_request(f"{self.num_made}", *self.path(), extra_tokens=extra)
+            (keys,) = request.block_keys_by_group
+            keys[:] = [hashlib.sha256(key).digest() for key in keys]
+            rig.admit(request)
+        elif action < 0.6:
+            tokens = {own.request_id: rng.randrange(1, 13) for own in running}
+            rig.step(tokens=tokens)
+        elif action < 0.7 and rig.stores:
+            rig.store_arrives(ok=rng.random() < 0.9)
+        elif action < 0.8 and rig.loads:
+            rig.load_arrives(ok=rng.random() < 0.9)
+        elif action < 0.95 and rig.requests:
+            rig.finish(rng.choice(list(rig.requests)))
+        elif action < 0.98 and rig.requests:
+            rig.preempt(rng.choice(list(rig.requests)))
+        elif action > 0.999:
+            rig.scheduler.reset()
+
+    def run(self, num):
+        for _ in range(num):
+            self.act()
+        return self.rig.scheduler
+
+
+def check_same(scheduler):
+    """The first shadow, of the policy and size that serve, is in the same state."""
+    same, larger = scheduler.shadow_counts
+    stats = scheduler.stats
+    found = same.num_found_tokens, same.num_evicted, same.error_tokens
+    assert found == (stats.num_host_hit_tokens, stats.num_evicted, 0)
+    assert same.num_stored >= same.num_evicted > 100
+    assert same.num_asked_tokens > found[0]
+    assert larger.num_found_tokens > found[0] > 0
+    states = scheduler._manager.executor, scheduler._shadows._tiers[0].executor
+    jax.tree.map(np.testing.assert_array_equal, *[own.state for own in states])
+
+
+@modes
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("lru", {}),
+        ("hazard", {"load_in_step": True}),
+        ("arc", {"host_blocks": 7}),
+        ("slru", {"max_blocks_in_flight": 3}),
+        ("arc_fixed", {"copy_on_device": False}),
+        ("lru", {"store_threshold": 2, "delay_shared_loads": True}),
+    ],
+)
+def test_the_shadow_of_what_serves_is_in_step_with_it(mode, policy, options):
+    options = {"device_blocks": 28, "host_blocks": 20} | options
+    if mode == "lazy":
+        options |= {"max_num_batched_tokens": 16}
+    traffic = Traffic(1, mode=mode, policy=policy, shadow=f"{policy}*1,2", **options)
+    check_same(traffic.run(3000))
+
+
+@modes
+def test_so_it_is_over_a_recorded_trace(shared_traces, mode):
+    trace = read_trace(shared_traces / "mooncake_conversation_1k.jsonl.gz")
+    rig = Rig(
+        mode=mode,
+        device_blocks=400,
+        host_blocks=2000,
+        max_num_batched_tokens=400,
+        shadow="lru*1,4",
+    )
+    for number in range(trace.num_requests):
+        ids = trace.ids[trace.offsets[number] : trace.offsets[number + 1]]
+        keys = words_to_keys(keys_of(ids))
+        num_tokens = BLOCK_SIZE * len(keys) + 1
+        rig.run(FakeRequest(f"{number}", [keys], num_tokens, num_tokens))
+    check_same(rig.scheduler)
+
+
+@modes
+def test_shadows_of_a_sample_let_go_of_all_they_store(mode, monkeypatch):
+    monkeypatch.setattr(shadows_lib, "FULL_BLOCKS", 10)
+    traffic = Traffic(
+        1,
+        mode=mode,
+        device_blocks=28,
+        host_blocks=20,
+        max_num_batched_tokens=16,
+        shadow="lru*1,4;hazard*2",
+    )
+    scheduler = traffic.run(2000)
+    for count in scheduler.shadow_counts:
+        assert 0 < count.num_found_tokens <= count.num_asked_tokens
+        assert count.error_tokens > 0
+    for tier in scheduler._shadows._tiers:
+        assert not np.asarray(tier.executor.state.ref_cnt).any()
+
+
+def test_what_was_held_or_stored_is_let_go_of_in_the_end():
+    traffic = Traffic(1, device_blocks=28, host_blocks=20, shadow="lru*0.5,3")
+    scheduler = traffic.run(2000)
+    for name in list(traffic.rig.requests):
+        if not traffic.rig.requests[name].loading_tokens:
+            traffic.rig.finish(name)
+    traffic.rig.settle()
+    for name in list(traffic.rig.requests):
+        traffic.rig.finish(name)
+    traffic.rig.settle()
+    assert not scheduler._shadows._held
+    for tier in scheduler._shadows._tiers:
+        assert not np.asarray(tier.executor.state.ref_cnt).any()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("lru", "lru"),
+        ("lru*", "lru"),
+        ("lru*0", "lru"),
+        ("lru*1;lru*1", "lru"),
+        ("lru*1;nosuch*1", "nosuch"),
+        ("off*1", "off"),
+        ("", "''"),
+        (7, "7"),
+    ],
+)
+def test_what_names_no_shadows_is_refused_with_what_would_be_right(text, shown):
+    with pytest.raises(ConfigError, match=f"shadow=.*{shown}.* must be policies"):
+        OffloadRules(shadow=text)
+
+
+@modes
+def test_shadows_that_were_warmed_up_have_seen_nothing(mode):
+    rig = Rig(mode=mode, shadow="lru*1;hazard*2;off")
+    before = jax.tree.map(np.copy, rig.pool.state)
+    rig.scheduler.warm_up()
+    jax.tree.map(np.testing.assert_array_equal, before, rig.pool.state)
+    for count in rig.scheduler.shadow_counts:
+        assert not any(count[2:])
+
+
+def test_a_shadow_without_a_tier_finds_nothing():
+    rig = Rig(shadow="off;lru*1")
+    rig.run(rig.request("one", 1, 2))
+    rig.forget_device()
+    rig.run(rig.request("two", 1, 2))
+    off, same = rig.scheduler.shadow_counts
+    assert (off.policy, off.num_blocks, off.num_found_tokens) == ("off", 0, 0)
+    assert (same.num_found_tokens, same.num_loads) == (2 * BLOCK_SIZE, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"retention": True}, "retention=True exclude"),
+        ({"blocks_per_host_block": 2}, "blocks_per_host_block=2 exclude"),
+        ({"groups": HYBRID}, "one group of layers"),
+    ],
+)
+def test_what_shadows_do_not_see_is_refused(options, match):
+    with pytest.raises(ValueError, match=match):
+        Rig(shadow="lru*2", **options)
