@@ -244,10 +244,10 @@ def test_a_digest_knows_all_that_the_scheduler_keeps(part):
         "scheduler": "groups rules num_host_blocks num_storage_blocks _manager delays "
         "_stats _gate _keys _loads below _storage _stores _store_steps _eager _lazy "
         "_notifier recorder _policy_name _recorded _pool _view "
-        # The last counts towards a warning, and no more.
-        "_is_all_read _least_tokens _num_ended",
-        "loads": "_groups _host _rules _stats in_flight _step _num_readers",
-        "stores": "stats _on_arrival _host _rules _factor _is_plain in_flight",
+        # `_num_ended` counts towards a warning, and no more.
+        "_is_all_read _least_tokens _num_ended _shadows _look",
+        "loads": "_groups _host _rules _stats in_flight _step _num_readers shadows",
+        "stores": "stats _on_arrival _host _rules _factor _is_plain in_flight shadows",
         "in flight": "_what _num_workers",
         "storage": "tier groups upper number name counts _write _is_private "
         "_on_arrival factor "
