@@ -302,26 +302,25 @@ class ExtentTable:
         self._owner[extent, places] = ids
         self._claims[extent] += len(ids)
         if self._num_shards == 1:
-            self._used[extent] += len(ids)
+            self._used[extent, 0] += len(ids)
             return
         shards = places // self._extent_blocks
         self._used[extent] += np.bincount(shards, minlength=self._num_shards)
 
     def _vacate(self, ids: NDArray[np.int32]) -> None:
         extents = self._extent[ids]
-        of_each = collections.Counter(extents.tolist())
-        num_unplaced = of_each.pop(NO_EXTENT, 0)
-        if not of_each:
+        if extents.max(initial=NO_EXTENT) == NO_EXTENT:
             return
+        of_each = collections.Counter(extents.tolist())
         self.num_freed += 1
-        if num_unplaced:
+        if of_each.pop(NO_EXTENT, 0):
             is_placed = extents != NO_EXTENT
             ids, extents = ids[is_placed], extents[is_placed]
         places = self._place[ids]
         self._owner[extents, places] = NO_BLOCK
         if self._num_shards == 1:
             for extent, number in of_each.items():
-                self._used[extent] -= number
+                self._used[extent, 0] -= number
                 self._claims[extent] -= number
         else:
             np.subtract.at(self._used, (extents, places // self._extent_blocks), 1)

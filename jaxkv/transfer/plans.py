@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -85,15 +87,17 @@ def cut_load(
         rows = np.arange(len(extents))
         return [Cut(int(extents[0]), rows, sorted(set(owners.tolist())))]
     order = np.argsort(extents, kind="stable")
-    starts = np.flatnonzero(np.diff(extents[order])) + 1
+    starts = (np.diff(extents[order], prepend=-1).nonzero()[0]).tolist()
+    split = [order[a:b] for a, b in itertools.pairwise([*starts, len(order)])]
     cuts = []
-    for rows in sorted(np.split(order, starts), key=lambda rows: rows[:1].tolist()):
+    for rows in sorted(split, key=operator.itemgetter(0)):
         while rows.size:
-            _, once = np.unique(places[rows], return_index=True)
-            picked = rows[once]
-            owned_by = np.unique(owners[picked]).tolist()
+            picked, rows = rows, rows[:0]
+            if not _are_distinct(places[picked]):
+                _, once = np.unique(places[picked], return_index=True)
+                picked, rows = picked[once], np.delete(picked, once)
+            owned_by = sorted(set(owners[picked].tolist()))
             cuts.append(Cut(int(extents[picked[0]]), picked, owned_by))
-            rows = np.delete(rows, once)
     return cuts
 
 

@@ -464,8 +464,8 @@ class TransferQueue:
             return None
         plan = self._plans.save(device_ids[placement.picked], placement)
         piece = SavePiece([transfer], num_bytes, placement, plan)
-        if len(placement.picked) == len(ids):
-            transfer.todo = transfer.todo[:0]
+        if self._plans.num_shards == 1:  # It takes the first ones.
+            transfer.todo = transfer.todo[len(placement.picked) :]
         else:
             transfer.todo = np.delete(transfer.todo, placement.picked)
         transfer.num_pieces += 1
@@ -619,7 +619,7 @@ class TransferQueue:
             if error:
                 self._memory.put(piece.placement.extent, None)
             self.table.settle(piece.placement, ok=error is None)
-            if not error:
+            if not error and piece.placement.carry != NO_EXTENT:
                 self._follow(piece.placement, piece.plan.carried)
         elif isinstance(piece, LoadPiece):
             self.table.unpin(piece.extent)
