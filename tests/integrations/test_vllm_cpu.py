@@ -49,7 +49,8 @@ SERVED = {
     },
     "tp 2": {
         "model": "llama-float32",
-        "engine": {"tensor_parallel_size": 2},
+        # On one host tpu-inference has one worker all the same.
+        "engine": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
         "num_devices": 2,
     },
     "bfloat16": {"model": "llama-bfloat16"},
@@ -66,6 +67,16 @@ def test_answers_are_those_of_an_engine_without_a_connector(lab, name):
     check_same_answers(found, expected, TOLERANCE.get(name, 1e-3))
     assert hit_tokens(found) > 500
     assert hit_tokens(expected) == 0
+
+
+@pytest.mark.long
+def test_answers_are_the_same_with_async_scheduling(lab):
+    """Without the pressure of `test_vllm_cpu_async`: .ci/vllm-versions runs it."""
+    options = {"engine": {"async_scheduling": True}, "extra": {}}
+    expected = lab.run("conversations", model="llama-float32")
+    found = lab.run("conversations", model="llama-float32", **options)
+    check_same_answers(found, expected)
+    assert hit_tokens(found) > 500
 
 
 @pytest.mark.parametrize(
