@@ -49,8 +49,7 @@ SERVED = {
     },
     "tp 2": {
         "model": "llama-float32",
-        # On one host tpu-inference has one worker all the same.
-        "engine": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+        "engine": {"tensor_parallel_size": 2},
         "num_devices": 2,
     },
     "bfloat16": {"model": "llama-bfloat16"},
