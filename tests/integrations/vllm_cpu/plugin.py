@@ -14,22 +14,12 @@ HBM_BYTES = 2 << 30
 
 def register():
     """Replace what needs a TPU; vLLM calls it in each of its processes."""
-    drop_options_of_the_compiler()
     replace_kernel()
+    replace_options_of_the_compiler()
     replace_what_is_read_from_devices()
     copy_what_is_staged()
     keep_storage_that_is_shared()
     spoil_loads_if_asked()
-
-
-def drop_options_of_the_compiler():
-    """The CPU's compiler refuses options that begin with xla_tpu."""
-    jit = jax.jit
-
-    def jit_without_options(*args, compiler_options=None, **named):
-        return jit(*args, **named)
-
-    jax.jit = jit_without_options
 
 
 def replace_kernel():
@@ -38,6 +28,14 @@ def replace_kernel():
 
     attention_interface.ragged_paged_attention = ragged_paged_attention
     attention_interface.mla_ragged_paged_attention = mla_ragged_paged_attention
+
+
+def replace_options_of_the_compiler():
+    """The CPU's compiler refuses options that begin with xla_tpu."""
+    from tpu_inference.models.common import compiler_options
+
+    compiler_options.get_step_fn_compiler_options = dict
+    compiler_options.get_sampling_compiler_options = dict
 
 
 def replace_what_is_read_from_devices():
