@@ -265,6 +265,11 @@ BAD_ENGINES = {
         "data_parallel_size=2 must be 1",
     ),
     "context": ("parallel_config__decode_context_parallel_size", 2, "must be 1"),
+    "executor": (
+        "parallel_config__distributed_executor_backend",
+        type("RayDistributedExecutorV2", (), {}),
+        "backend='RayDistributedExecutorV2' must be 'uni', which TPU_MULTIHOST",
+    ),
     "ranks": ("sharding_config", SimpleNamespace(total_dp_size=2), "total_dp_size=2"),
     "no hashes": (
         "cache_config__enable_prefix_caching",

@@ -68,6 +68,16 @@ def test_answers_are_those_of_an_engine_without_a_connector(lab, name):
     assert hit_tokens(expected) == 0
 
 
+@pytest.mark.long
+def test_answers_are_the_same_with_async_scheduling(lab):
+    """Without the pressure of `test_vllm_cpu_async`: .ci/vllm-versions runs it."""
+    options = {"engine": {"async_scheduling": True}, "extra": {}}
+    expected = lab.run("conversations", model="llama-float32")
+    found = lab.run("conversations", model="llama-float32", **options)
+    check_same_answers(found, expected)
+    assert hit_tokens(found) > 500
+
+
 @pytest.mark.parametrize(
     "extra",
     [

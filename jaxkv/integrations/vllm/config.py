@@ -378,6 +378,15 @@ def _check_engine(config: Any) -> None:
         size = getattr(config.parallel_config, name, 1)
         if size != 1:
             raise ValueError(f"{name}={size} must be 1: more was never tested.")
+    executor = getattr(config.parallel_config, "distributed_executor_backend", None)
+    executor = getattr(executor, "__name__", executor)
+    if executor not in (None, "uni", "UniProcExecutor"):
+        raise ValueError(
+            f"distributed_executor_backend={shown(executor)} must be 'uni', which "
+            "TPU_MULTIHOST_BACKEND= chooses: with workers in processes of their own, "
+            "vLLM awaits a report of each load from as many as there are chips, and "
+            "tpu-inference has one worker for all chips of a host."
+        )
     sharding = getattr(config, "sharding_config", None)
     dp_size = getattr(sharding, "total_dp_size", 1)
     if dp_size != 1:
