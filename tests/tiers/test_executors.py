@@ -24,7 +24,9 @@ def as_lists(answer):
 def test_the_arrays_given_to_an_executor_stay_as_they_are(executor):
     policy = get_policy_maker("lru")(4, 16)
     kind = {"native": NativeExecutor, "xla": XlaExecutor}[executor]
-    state = make_executor(policy, executor).state
+    made = make_executor(policy, executor)
+    assert type(made) is kind
+    state = made.state
     before = as_lists(state)
     key = np.ones((1, 8), np.uint32)
     assert kind(policy, state).prepare_store(key).block_ids.tolist() == [0]
