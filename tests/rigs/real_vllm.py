@@ -5,6 +5,7 @@ vLLM's factory, scheduler, block pool and connector calls are the real ones.
 
 import json
 import pickle
+import time
 from types import SimpleNamespace
 
 from jaxkv.integrations.vllm import tokens
@@ -206,6 +207,7 @@ class RealEngine:
         return request
 
     def step(self):
+        """Make a step; return whether it schedules anything."""
         output = self.scheduler.schedule()
         meta = output.kv_connector_metadata
         output.kv_connector_metadata = pickle.loads(pickle.dumps(meta))
@@ -214,6 +216,7 @@ class RealEngine:
             planned, done = self.in_flight.pop(0)
             self.scheduler.update_from_output(planned, done)
             self.draft(done)
+        return output.total_num_scheduled_tokens > 0
 
     def draft(self, done):
         """Tell the scheduler of drafts; the runner makes its own of as many."""
@@ -228,7 +231,8 @@ class RealEngine:
     def run(self, max_steps=600):
         for _ in range(max_steps):
             if self.scheduler.has_requests():
-                self.step()
+                if not self.step():
+                    time.sleep(0.01)  # Transfers land in their own time.
             elif self.in_flight:
                 self.scheduler.update_from_output(*self.in_flight.pop(0))
             else:

@@ -274,22 +274,23 @@ def to_markdown(record: CompileRecord) -> str:
             f"Saves and loads of {blocks} blocks in the mode "
             f"`{record.config.modes[-1]}`: the bytes that a program reads and writes "
             "over the least there can be, its kernels (k), and XLA's estimate of its "
-            "time on the device."
+            "time on the device. Where two are given, a save and a load differ."
         ),
         "",
-        f"| pool | a block | | {head}",
-        f"|---|---|---|{dashes}",
+        f"| pool | a block | {head}",
+        f"|---|---|{dashes}",
     ]
     for pool in pools:
         size = next(
             _size(c.block_bytes) for (_, name), c in costs.items() if name == pool
         )
-        for kind, name in (("gather", "save"), ("load", "load")):
-            cells = [
-                _move_cell(found.get((target, pool, kind)), blocks) for target in names
-            ]
-            label = f"{pool} | {size}" if kind == "gather" else " | "
-            lines.append(f"| {label} | {name} | {' | '.join(cells)} |")
+        cells = []
+        for target in names:
+            moves = [found.get((target, pool, kind)) for kind in ("gather", "load")]
+            # Once, if they are alike.
+            texts = dict.fromkeys(_move_cell(move, blocks) for move in moves)
+            cells.append("; ".join(texts))
+        lines.append(f"| {pool} | {size} | {' | '.join(cells)} |")
     padded = [
         f"| {pool} | {' | '.join(cells)} |"
         for pool in pools
