@@ -66,6 +66,7 @@ class Engine:
         request, num_tokens, new = self.loading.pop(request_id)
         request.num_computed_tokens += num_tokens
         for table, after in zip(request.tables, new, strict=True):
+            # A window leaves out what the next token does not read.
             self.blocks.free([block for block in table if block not in after])
         request.tables = new
 
