@@ -286,9 +286,9 @@ def to_markdown(record: CompileRecord) -> str:
         )
         cells = []
         for target in names:
-            moves = [found.get((target, pool, kind)) for kind in ("gather", "load")]
+            both = [found.get((target, pool, kind)) for kind in ("gather", "load")]
             # Once, if they are alike.
-            texts = dict.fromkeys(_move_cell(move, blocks) for move in moves)
+            texts = dict.fromkeys(_move_cell(move, blocks) for move in both)
             cells.append("; ".join(texts))
         lines.append(f"| {pool} | {size} | {' | '.join(cells)} |")
     padded = [
