@@ -240,7 +240,7 @@ def _has_parts() -> bool:
         part._cache = entry._cache = NullCache()
         try:
             _answer = entry(1) == 2
-        except Exception as error:
+        except Exception as error:  # Another version may raise anything.
             _log.debug("all is compiled as Numba does by itself: %s", error)
             _answer = False
     return _answer

@@ -50,7 +50,8 @@ class KeySample:
     def __init__(self, bits: int, least_blocks: int) -> None:
         self.bits = bits
         self._mask = np.uint32((1 << bits) - 1)
-        # One key of so many in a row, and by its own bits one in so many of these.
+        # Each stratum of this many consecutive keys offers one key; where the rate is
+        # lower than that, the bits of the offered key decide whether it is sampled.
         self._stratum = min(1 << bits, _STRATUM)
         self._rest = (1 << bits) // self._stratum - 1
         self._least_blocks = least_blocks

@@ -11,9 +11,11 @@ from jaxkv._util import percent_text, rounded_size, time_text
 from jaxkv.scheduling.shadows import OFF, ShadowCount
 from jaxkv.scheduling.speeds import Speeds
 
+ENOUGH = 0.9
+"""The share of what the best size gives from which a smaller one is recommended."""
+
 _LOG = logging.getLogger("jaxkv")
 _LOG_EVERY_MS = 3_600_000
-_ENOUGH = 0.9  # Of what the best size finds, as `jaxkv plan` has it.
 _FEW_POINTS = 1.0  # What less memory may cost.
 _LEAST_POINTS = 0.1
 
@@ -131,7 +133,7 @@ class Outlook:
         larger = [each for each in larger if each.num_blocks > own.num_blocks]
         if larger:
             most = max(map(self._gain, larger))
-            enough = [each for each in larger if self._gain(each) >= _ENOUGH * most]
+            enough = [each for each in larger if self._gain(each) >= ENOUGH * most]
             row = min(enough, key=lambda each: each.num_blocks)
             more = self._size(row.num_blocks - own.num_blocks)
             found.append(f"{more} more would find {self._change(row)}")
@@ -210,7 +212,8 @@ class OutlookLog:
     """Logs an outlook once an hour, of that hour, and one of all at the end.
 
     Args:
-        look: Gives the outlook; it does not refer to whoever has the log.
+        look: Returns the current outlook. It must not hold a reference to the
+            scheduler, which could not be freed then.
     """
 
     def __init__(self, look: Callable[[], Outlook]) -> None:

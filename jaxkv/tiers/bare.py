@@ -16,8 +16,9 @@ from jaxkv.tiers.executors import Executor, Store, Words
 from jaxkv.types import NO_BLOCK
 
 REORDER_SHARE = 4
-"""A request's blocks on the host are put in order again when one in so many of them is
-new: no oftener, as it costs time for each block of the prefix."""
+"""A request's prefix is moved to the recent end of the order of eviction when at least
+1 / REORDER_SHARE of its blocks are new. To do so more often would cost time for each
+block of the prefix."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv.scheduling.outlook import ENOUGH as ENOUGH
 from jaxkv.scheduling.speeds import Speeds
 from jaxkv.tools.replay.model_costs import ModelCosts
 from jaxkv.tools.replay.run import ReplayResult
@@ -26,9 +27,6 @@ from jaxkv.tools.replay.traces import MOST_TOKENS, Trace
 
 WORTH = 0.01
 """Offloading pays from this share of the prefill time on."""
-
-ENOUGH = 0.9
-"""The smallest size is taken that saves this share of what the best saves."""
 
 ALIKE = 0.98
 """Policies that save this share of what the best saves are taken for equal."""
