@@ -11,6 +11,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 from jaxkv.keys.hashing import KeyChain, Namespace
@@ -276,18 +277,23 @@ class Engine:
         self.worker.storage.close(_CLOSE_S)
 
     def warm_up(self) -> None:
-        """Compile everything that a run needs. Writes only the null block."""
-        if self.offload is not None and self.transfer is not None:
-            self.offload.warm_up()
-            self.transfer.warm_up()
-        else:
-            self.blocks.warm_up()
-            no_keys: list[list[bytes]] = [[] for _ in self._groups]
-            find_cached_prefix(self.blocks, self._groups, no_keys, 0)
+        """Compile everything that a run needs. Writes only the null block.
+
+        XLA compiles the model in a thread of its own, beside what Numba compiles.
+        """
         loads: list[StepLoads | None] = [None]
         if self.transfer is not None and self.config.load_in_step:
             loads = [self.transfer.idle_step_loads(num) for num in (0, _STEP_EXTENTS)]
-        self.pool = self._runner.warm_up(self.pool, loads)
+        with ThreadPoolExecutor(max_workers=1) as beside:
+            model = beside.submit(self._runner.warm_up, self.pool, loads)
+            if self.offload is not None and self.transfer is not None:
+                self.offload.warm_up()
+                self.transfer.warm_up()
+            else:
+                self.blocks.warm_up()
+                no_keys: list[list[bytes]] = [[] for _ in self._groups]
+                find_cached_prefix(self.blocks, self._groups, no_keys, 0)
+            self.pool = model.result()
 
     def _collect_transfers(self) -> None:
         """Process the loads and stores that completed."""

@@ -31,9 +31,9 @@ class DemoConfig:
         seed: Seed of the weights and of the choice of documents.
     """
 
-    conversations: int = 12
+    conversations: int = 6
     turns: int = 4
-    document_tokens: int = 2048
+    document_tokens: int = 3072
     question_tokens: int = 96
     answer_tokens: int = 16
     concurrency: int = 2
