@@ -33,7 +33,7 @@ demo --host-bytes 5XB           | '5XB' must be a size such as 64MiB, 1GiB or
 demo --host-bytes 9             | 9 bytes of host memory cannot hold one KV block
 demo --host-bytes 9999TiB       | ask for fewer --device-blocks or --host-bytes
 demo --device-blocks 99999999   | --device-blocks or --host-bytes
-demo --device-blocks 9          | at least 79 are needed
+demo --device-blocks 9          | at least 111 are needed
 demo --document-tokens 5000     | but the model takes 4096
 demo --document-tokens 9        | document_tokens=9 must be more than the 105
 demo --plot a.pdf               | --plot: 'a.pdf' must end in .png

@@ -482,8 +482,8 @@ def test_a_small_demo_runs_with_consistent_figures():
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"turns": 99}, "the last turn would have 13136 tokens, but the model takes"),
-        ({"device_blocks": 20}, "20 device blocks cannot hold one conversation of 24"),
+        ({"turns": 99}, "the last turn would have 14160 tokens, but the model takes"),
+        ({"device_blocks": 20}, "20 device blocks cannot hold one conversation of 35"),
         ({"host_bytes": 100}, "100 bytes of host memory cannot hold one KV block of"),
     ],
 )
