@@ -46,17 +46,21 @@ _GIB_PER_WORKER = 4
 # after the others have nothing left.
 _LONGEST = (
     "tests/tiers/test_host_differential.py",
-    "tests/test_examples.py",
-    "tests/transfer/test_processes.py",
+    # This one needs nothing that Numba compiles, so no two processes compile the same
+    # at once: the first does, and most others find it.
     "tests/transfer/test_bits.py",
-    "tests/test_code_cache.py",
     "tests/tools/demo/test_recorded_demo.py",
-    "tests/scheduling/test_record_processes.py",
+    "tests/test_code_cache.py",
+    "tests/test_examples.py",
     "tests/tools/demo/test_storage.py",
-    "tests/policies/test_contract.py",
-    "tests/integrations/test_vllm_storage.py",
     "tests/scheduling/test_storage_processes.py",
+    "tests/transfer/test_processes.py",
+    "tests/integrations/test_vllm_storage.py",
+    "tests/transfer/test_layouts.py",
+    "tests/tools/demo/test_engine.py",
+    "tests/scheduling/test_record_processes.py",
     "tests/transfer/test_sharded.py",
+    "tests/integrations/test_vllm.py",
 )
 _COMPILED = pytest.StashKey[str]()
 _MANY_MAPS = 15_000
