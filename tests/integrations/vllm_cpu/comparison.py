@@ -36,8 +36,13 @@ class Lab:
 
     def environ(self, **more):
         """The environment of a run."""
-        multiprocessing = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        return {**os.environ, **environ(self.folder), **multiprocessing, **more}
+        own = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            # Many runs find the programs of the first one, and a model runs for long.
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+        }
+        return {**os.environ, **environ(self.folder), **own, **more}
 
     def run_code(self, code):
         """Run some Python in the folder; return what it printed."""

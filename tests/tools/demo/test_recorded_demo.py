@@ -14,13 +14,13 @@ from jaxkv.tools.replay.device import find_on_device
 from jaxkv.tools.replay.run import replay
 from jaxkv.tools.replay.traces import read_trace
 
-DEVICE_BLOCKS = 64
-HOST_BLOCKS = 170  # The conversations fill about 220.
+DEVICE_BLOCKS = 48
+HOST_BLOCKS = 112  # The conversations fill about 150.
 CONFIG = DemoConfig(
     conversations=6,
     turns=3,
-    document_tokens=800,
-    answer_tokens=40,
+    document_tokens=600,
+    answer_tokens=8,
     concurrency=1,
     device_blocks=DEVICE_BLOCKS,
     host_bytes=HOST_BLOCKS * block_bytes(DemoConfig()),

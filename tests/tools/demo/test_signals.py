@@ -31,7 +31,7 @@ def cases(num):
     for number in range(num):
         end = ways[number % len(ways)]
         # Some early, while modules are imported.
-        most_s = 2.0 if number % 4 == 3 else 12.0 if end else 6.0
+        most_s = 2.0 if number % 4 == 3 else 12.0 if end and number > 1 else 6.0
         moment_s = round(rng.uniform(0, most_s), 2)
         is_stopped = end is None or rng.random() < 0.5
         name = end.name if end else "to the end"
