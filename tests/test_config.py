@@ -656,7 +656,10 @@ def test_the_parts_are_made_as_it_says():
     assert worker._deadline_s == 1.0
 
 
-@pytest.mark.parametrize("values", [{"retention": True}, {"cache_policy": "hazard"}])
+@pytest.mark.parametrize(
+    "values",
+    [{"retention": True}, {"cache_policy": "hazard"}, {"cache_policy": "auto"}],
+)
 def test_several_processes_can_give_their_policy_a_clock(monkeypatch, values):
     """Without one they could have neither, made from a configuration."""
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)

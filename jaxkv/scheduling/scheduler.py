@@ -29,7 +29,16 @@ import jax
 import numpy as np
 
 from jaxkv._util import shown, strict_class
+from jaxkv._util.settings import ConfigError
 from jaxkv.policies.base import Policy
+from jaxkv.policies.registry import AUTO
+from jaxkv.scheduling.auto import (
+    CANDIDATES,
+    PolicyChoice,
+    check_auto_groups,
+    contradictions,
+    with_candidates,
+)
 from jaxkv.scheduling.boundary import Boundary, TierBelow
 from jaxkv.scheduling.eager import EagerStores
 from jaxkv.scheduling.explain import Explanation, explain
@@ -89,7 +98,9 @@ class OffloadScheduler:
             for a model with one group, of full attention: the tokens of a block.
             Blocks of all groups share one pool, and are of the same number of bytes.
         num_host_blocks: Blocks of the host tier; see `jaxkv.num_host_blocks`.
-        cache_policy: Which of them to evict when it is full; a name or a `Policy`.
+        cache_policy: Which of them to evict when it is full; a name or a `Policy`; or
+            "auto", with which the requests choose (`jaxkv.scheduling.auto`). With eager
+            stores that sets `pause_unused_stores`.
         enable_events: Whether to keep events for `take_events`.
         rules: How to store and load.
         executor: Who runs the decisions about the host; see `BlockIndex`.
@@ -145,20 +156,29 @@ class OffloadScheduler:
         tiers_below: Sequence[TierBelow] = (),
     ) -> None:
         self.groups = as_groups(groups)
-        self.rules = rules = rules or OffloadRules()
+        rules = rules or OffloadRules()
+        is_auto = cache_policy == AUTO
+        if is_auto:
+            if faults := list(contradictions(rules)):
+                raise ConfigError(faults)
+            check_auto_groups(self.groups)
+            pauses = rules.mode == "eager"
+            rules = dataclasses.replace(rules, pause_unused_stores=pauses)
+        self.rules = rules
         self.num_host_blocks = num_host_blocks
         self.num_storage_blocks = num_storage_blocks
         check_groups(rules, self.groups)
         self._manager = BlockIndex(
             self.groups[0].block_size * rules.blocks_per_host_block,
             num_host_blocks,
-            cache_policy,
+            CANDIDATES[0] if is_auto else cache_policy,
             enable_events,
             store_threshold=rules.store_threshold,
             max_unseen_blocks=rules.max_unseen_blocks,
             retention=rules.retention,
             remember_drops=rules.remember_drops,
             executor=executor,
+            alternatives=CANDIDATES if is_auto else (),
         )
         host = self._manager
         self.delays = Delays(clock)
@@ -235,15 +255,20 @@ class OffloadScheduler:
         )
         self._shadows: Shadows | None = None
         self._look: Callable[[], Outlook] | None = None
-        if rules.shadow is not None:
-            self._shadows = self._make_shadows(rules.shadow, executor)
+        self._choice: PolicyChoice | None = None
+        if rules.shadow is not None or is_auto:
+            self._shadows = self._make_shadows(rules.shadow, executor, is_auto=is_auto)
+            if is_auto:
+                self._choice = PolicyChoice(self._shadows)
+                if self._eager is not None:
+                    self._eager.pause.num_found_elsewhere = self._choice.count_found
             self._look = partial(
                 _look,
                 self._shadows,
                 self._stats,
                 self._gate,
                 self.groups[0].block_size,
-                self._policy_name or "the policy that serves",
+                self._choice or self._policy_name or "the policy that serves",
                 num_host_blocks,
                 rules.block_bytes,
                 not self.below,
@@ -334,6 +359,16 @@ class OffloadScheduler:
                 "there are no shadows: name some, as in OffloadRules(shadow='lru*2')."
             )
         return self._look()
+
+    @property
+    def serving_policy(self) -> str | None:
+        """The name of the policy that serves now; None for one without a name."""
+        return self._policy_name if self._choice is None else self._choice.policy
+
+    @property
+    def num_policy_changes(self) -> int | None:
+        """How often "auto" has changed the policy; None with another."""
+        return None if self._choice is None else self._choice.num_changes
 
     @property
     def is_storing_paused(self) -> bool | None:
@@ -751,6 +786,10 @@ class OffloadScheduler:
         if self._shadows is not None:
             is_held = request.request_id in self._loads.by_request
             self._shadows.forget(request.request_id, is_held=is_held)
+            if self._choice is not None and (policy := self._choice.choose()):
+                # Here, and not while a step is made up.
+                learned = self._shadows.executor_of(policy)
+                self._manager.change_policy(policy, learned)
         for own in self.below:
             own.forget(request.request_id)
             own.num_fetched_tokens.pop(request.request_id, None)
@@ -929,7 +968,9 @@ class OffloadScheduler:
             else:
                 self._eager.finish(self._pool, name)
 
-    def _make_shadows(self, text: str, executor: ExecutorName) -> Shadows:
+    def _make_shadows(
+        self, text: str | None, executor: ExecutorName, *, is_auto: bool
+    ) -> Shadows:
         """Make the shadows of the host, and have them see what it sees."""
         if len(self.groups) > 1 or not self._is_all_read:
             raise ValueError(
@@ -939,7 +980,10 @@ class OffloadScheduler:
         size = self.groups[0].block_size
         sizes = self.num_host_blocks, size
         is_lazy = self._lazy is not None
-        shadows = Shadows(parse_shadows(text), *sizes, executor, is_lazy=is_lazy)
+        named = () if text is None else parse_shadows(text)
+        if is_auto:
+            named = with_candidates(named)
+        shadows = Shadows(named, *sizes, executor, is_lazy=is_lazy)
         for own in (self._loads, self._stores, self._eager, self._lazy):
             if own is not None:
                 own.shadows = shadows
@@ -951,7 +995,7 @@ def _look(
     stats: OffloadStats,
     gate: Gate,
     block_size: int,
-    policy: str,
+    policy: str | PolicyChoice,
     num_host_blocks: int,
     block_bytes: int,
     is_alone: bool,
@@ -964,8 +1008,9 @@ def _look(
             gate.load_bytes_per_s,
             prefill_tokens_per_s=gate.prefill_tokens_per_s,
         )
+    choice = policy if isinstance(policy, PolicyChoice) else None
     return Outlook(
-        policy,
+        policy if isinstance(policy, str) else policy.policy,
         num_host_blocks,
         block_bytes,
         shadows.num_requests,
@@ -977,6 +1022,7 @@ def _look(
         speeds,
         block_size,
         is_alone,
+        None if choice is None else choice.num_changes,
     )
 
 

@@ -38,7 +38,14 @@ from jaxkv.policies import get_policy_maker, policy_names
 from jaxkv.scheduling.key_sample import NUM_GROUPS, KeySample
 from jaxkv.tiers.bare import BareTier, Course, those_of
 from jaxkv.tiers.device import DeviceBlockPool
-from jaxkv.tiers.executors import ExecutorName, Ids, Store, Words, make_executor
+from jaxkv.tiers.executors import (
+    Executor,
+    ExecutorName,
+    Ids,
+    Store,
+    Words,
+    make_executor,
+)
 from jaxkv.types import KEY_BYTES, NO_BLOCK, STOPS, BlockKey, Stop
 
 FULL_BLOCKS = 2048
@@ -349,6 +356,27 @@ class Shadows:
             )
         return tuple(counts)
 
+    @property
+    def num_asked_of_sample(self) -> list[int]:
+        """Blocks of the sample that were looked for, by its parts."""
+        return list(self._asked)
+
+    def num_found_of_sample(self, policy: str) -> list[int]:
+        """Give what the shadow of a policy and the size that serves found of these."""
+        return list(self._tier_of(policy).found)
+
+    def num_found_tokens_of(self, policy: str) -> int:
+        """Give the tokens that this shadow has found, with what the sample stands for.
+
+        It is cheap, and never less than before.
+        """
+        found = sum(self._tier_of(policy).found)
+        return (self._num_hot + (found << self._bits)) * self._block_size
+
+    def executor_of(self, policy: str) -> Executor:
+        """Give the index of this shadow, with what its policy has learned."""
+        return self._tier_of(policy).executor
+
     def look_up(
         self, name: str, keys: Sequence[BlockKey], first: int, last: int
     ) -> None:
@@ -540,6 +568,11 @@ class Shadows:
         for visit in self._visits.values():
             for course in visit.courses:
                 course.num_known, course.whole_at = 0, -1
+
+    def _tier_of(self, policy: str) -> _Tier:
+        """Give the tier of the shadow of a policy and the size that serves."""
+        with_tiers = [own for own in self._shadows if own.policy != OFF]
+        return self._tiers[with_tiers.index(Shadow(policy, 1.0))]
 
     def _find(self, tier: _Tier, words: Words) -> tuple[int, Ids]:
         """Look up what continues a prefix; hold it if this is of no sample."""

@@ -26,6 +26,7 @@ FILES_OUTSIDE = {
     "record.py": "writes down requests for later",
     "trace_file.py": "reads what was written down",
     "shadows.py": "observe, and change nothing; a world has none",
+    "auto.py": "chooses a policy by them",
     "key_sample.py": "chooses what shadows see",
     "outlook.py": "says what shadows have found",
     "speeds.py": "what that saves",
@@ -147,6 +148,7 @@ def measure(worlds, num_actions, seed, say=print):
     )
     # They are told, and change nothing; a world has none.
     measured.exclude(r"if self\._?shadows is not None")
+    measured.exclude(r"if self\.num_found_elsewhere is not None")
     for name, setup in worlds.items():
         with measured.collect():
             seen, error, actions = walk(

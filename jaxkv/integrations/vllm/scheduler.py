@@ -206,7 +206,7 @@ class SchedulerHalf:
         self._has_left_storage = False
         self._stats = StatsReader(self.scheduler)
         # Only where a load is compared with it.
-        asks_rates = config.offload.skip_slow_loads or config.offload.shadow
+        asks_rates = config.offload.skip_slow_loads or self.scheduler.shadow_counts
         self._prefill = PrefillRate() if asks_rates else None
         self._events = None
         if config.enable_events:
