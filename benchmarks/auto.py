@@ -127,11 +127,9 @@ def time_change_overs(num_blocks: int) -> Iterator[dict[str, Any]]:
         spent_ms = []
         for _ in range(ROUNDS):
             start_s = time.thread_time()
+            learned, scale = shadows.learned_by(new)
             change_over(
-                hosts[old],
-                policies[old],
-                policies[new],
-                learned=shadows.executor_of(new),
+                hosts[old], policies[old], policies[new], learned=learned, scale=scale
             )
             spent_ms.append(1e3 * (time.thread_time() - start_s))
         yield {

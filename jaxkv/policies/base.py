@@ -62,10 +62,12 @@ class Learned(NamedTuple):
         state: Its state there.
         blocks: i32[n]. The block there of the key that each of `Held.blocks` holds, or
             else of the nearest of them, in the order of use, that has one.
+        scale: How many keys each of that tier's stands for.
     """
 
     state: PyTree
     blocks: NDArray[np.int32]
+    scale: int
 
 
 class Policy(NamedTuple):

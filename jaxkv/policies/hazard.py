@@ -659,7 +659,7 @@ def take_over(
         state = dataclasses.replace(
             state,
             ghosts=own.ghosts,
-            reuse=own.reuse,
+            reuse=reuse_lib.scaled(own.reuse, learned.scale),
             now_ms=own.now_ms,
             is_told=own.is_told,
             num_begun=own.num_begun,

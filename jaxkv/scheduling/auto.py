@@ -1,11 +1,16 @@
 """`cache_policy="auto"`: requests choose the policy, by the shadows of all that may.
 
 It serves with the first of `CANDIDATES`. Once in `CHECK_EVERY` requests it looks what
-each shadow of the size that serves has found lately; one that has been ahead of the
-policy that serves `PATIENCE` times in a row takes its place. It is ahead if it has
-found more by at least `LEAST_SHARE` of what was asked for, and by twice the standard
-error of the difference, where shadows see a sample. Sampled shadows see the same keys,
-so that the error of their difference is less than that of each.
+the shadows of the size that serves have found, and adds up by how much each is ahead of
+the policy that serves, from the last time on that it was not (CUSUM: Page, 1954). A
+policy takes over once that is worth a change-over, after which the host is for a while
+neither what the one nor what the other would have made of it:
+
+- in at least `PATIENCE` looks,
+- by as many blocks as `SHARE_OF_HOST` of the host, and `LEAST_SHARE` of what was asked
+  for meanwhile,
+- and, where shadows see a sample, by twice the standard error of the difference. All
+  see the same keys, so that this is less than the error of each.
 
 All that counts requests, none of it the time: processes that see the same requests
 choose the same policies, at the same requests.
@@ -13,29 +18,36 @@ choose the same policies, at the same requests.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import operator
 from collections.abc import Iterator, Sequence
 
 from jaxkv._util import percent_text
 from jaxkv.policies.registry import AUTO
+from jaxkv.scheduling.key_sample import NUM_GROUPS
 from jaxkv.scheduling.rules import RuleSettings
 from jaxkv.scheduling.shadows import Shadow, Shadows
 from jaxkv.search.groups import FullAttention, GroupSpec
 
 CANDIDATES = ("hazard", "lru", "slru")
-"""The policies that may serve, the one that begins first. `arc` and `arc_fixed` are not
-among them: what their samples say is further off than its error."""
+"""The policies that may serve, first the one that begins, which is best more often than
+not. `arc` and `arc_fixed` are none: what their samples say is further off than its
+error."""
 
 CHECK_EVERY = 64
 """Requests from one look to the next."""
 
 PATIENCE = 8
-"""How many looks in a row a policy must be ahead."""
+"""How many looks a policy must be ahead."""
+
+SHARE_OF_HOST = 0.05
+"""By how many blocks, of those of the host, ..."""
 
 LEAST_SHARE = 0.005
-"""Of what was asked for, how much more it must have found."""
+"""... and of those that were asked for meanwhile."""
 
-_KEPT = 15 / 16  # Of the counts, from one look to the next.
+_ASKED = "asked"
 _ERRORS = 2.0
 
 _LOG = logging.getLogger("jaxkv")
@@ -74,6 +86,30 @@ def with_candidates(shadows: Sequence[Shadow]) -> tuple[Shadow, ...]:
     return tuple(dict.fromkeys([*shadows, *(Shadow(own, 1.0) for own in CANDIDATES)]))
 
 
+@dataclasses.dataclass
+class _Lead:
+    """How far a policy is ahead of the one that serves, since it last was not.
+
+    Attributes:
+        num_looks: Looks since then.
+        more: By how many blocks of the sample, by its parts.
+        asked: What was asked for meanwhile, likewise.
+    """
+
+    num_looks: int = 0
+    more: list[int] = dataclasses.field(default_factory=lambda: [0] * NUM_GROUPS)
+    asked: list[int] = dataclasses.field(default_factory=lambda: [0] * NUM_GROUPS)
+
+    def plus(self, own: list[int], served: list[int], asked: list[int]) -> _Lead:
+        """Add what was found and asked for since the last look."""
+        rows = zip(self.more, own, served, strict=True)
+        more = [before + one - other for before, one, other in rows]
+        if sum(more) <= 0:
+            return _Lead()
+        asked = list(map(operator.add, self.asked, asked))
+        return _Lead(self.num_looks + 1, more, asked)
+
+
 class PolicyChoice:
     """Chooses the policy that serves.
 
@@ -90,12 +126,8 @@ class PolicyChoice:
         self.num_changes = 0
         self._shadows = shadows
         self._num_requests = 0
-        # What was found and asked for lately, by the parts of the sample.
-        self._seen = {name: self._found(name) for name in CANDIDATES}
-        self._seen_asked = shadows.num_asked_of_sample
-        self._recent = {name: [0.0] * len(own) for name, own in self._seen.items()}
-        self._asked = [0.0] * len(self._seen_asked)
-        self._num_ahead = dict.fromkeys(CANDIDATES, 0)
+        self._seen = self._counts()
+        self._leads = {name: _Lead() for name in CANDIDATES}
 
     def count_found(self) -> int:
         """Count the tokens that the shadows of all have found so far."""
@@ -110,51 +142,46 @@ class PolicyChoice:
         if num_requests - self._num_requests < CHECK_EVERY:
             return None
         self._num_requests = num_requests
-        asked = self._shadows.num_asked_of_sample
-        self._asked = _decayed(self._asked, self._seen_asked, asked)
-        self._seen_asked = asked
-        for name in CANDIDATES:
-            found = self._found(name)
-            own = _decayed(self._recent[name], self._seen[name], found)
-            self._recent[name], self._seen[name] = own, found
-        leads = {name: self._lead(name) for name in CANDIDATES if name != self.policy}
-        for name, lead in leads.items():
-            self._num_ahead[name] = self._num_ahead[name] + 1 if lead > 0.0 else 0
-        ready = [name for name in leads if self._num_ahead[name] >= PATIENCE]
+        seen, self._seen = self._seen, self._counts()
+        since = {
+            name: list(map(operator.sub, now, seen[name]))
+            for name, now in self._seen.items()
+        }
+        others = since[self.policy], since[_ASKED]
+        for name, lead in self._leads.items():
+            self._leads[name] = lead.plus(since[name], *others)
+        ready = [name for name in CANDIDATES if self._is_worth_it(self._leads[name])]
         if not ready:
             return None
-        best = max(ready, key=leads.__getitem__)
-        total = sum(self._asked)
+        best = max(ready, key=lambda name: sum(self._leads[name].more))
+        lead = self._leads[best]
         _LOG.info(
-            "%s in place of %s from now on: of what was asked of the host lately it "
-            "would have found %s in place of %s",
+            "%s in place of %s from now on: of what the last %d requests asked of the "
+            "host it would have found %s more",
             best,
             self.policy,
-            percent_text(sum(self._recent[best]), total),
-            percent_text(sum(self._recent[self.policy]), total),
+            lead.num_looks * CHECK_EVERY,
+            percent_text(sum(lead.more), sum(lead.asked)),
         )
         self.policy = best
         self.num_changes += 1
-        self._num_ahead = dict.fromkeys(CANDIDATES, 0)
+        self._leads = {name: _Lead() for name in CANDIDATES}
         return best
 
-    def _found(self, name: str) -> list[int]:
-        return self._shadows.num_found_of_sample(name)
+    def _counts(self) -> dict[str, list[int]]:
+        """Give what was found by each, and asked for, so far."""
+        shadows = self._shadows
+        found = {name: shadows.num_found_of_sample(name) for name in CANDIDATES}
+        return found | {_ASKED: shadows.num_asked_of_sample}
 
-    def _lead(self, name: str) -> float:
-        """Give the keys by which a policy is ahead of what is needed; 0.0 if not."""
-        own, served = self._recent[name], self._recent[self.policy]
-        more = [one - other for one, other in zip(own, served, strict=True)]
-        needed = LEAST_SHARE * sum(self._asked)
-        if self._shadows.sample is not None:
-            error = self._shadows.sample.error(more, self._asked)
-            needed = max(needed, _ERRORS * error / (1 << self._shadows.sample.bits))
-        return max(sum(more) - needed, 0.0)
-
-
-def _decayed(
-    recent: Sequence[float], seen: Sequence[int], now: Sequence[int]
-) -> list[float]:
-    """Let counts fade, and add what has come since the last look."""
-    rows = zip(recent, seen, now, strict=True)
-    return [_KEPT * own + new - old for own, old, new in rows]
+    def _is_worth_it(self, lead: _Lead) -> bool:
+        """Tell whether a lead is worth a change-over."""
+        sample, more = self._shadows.sample, sum(lead.more)
+        rate = 1 if sample is None else 1 << sample.bits
+        needed = max(
+            SHARE_OF_HOST * self._shadows.num_host_blocks,
+            LEAST_SHARE * sum(lead.asked) * rate,
+        )
+        if sample is not None:
+            needed = max(needed, _ERRORS * sample.error(lead.more, lead.asked))
+        return lead.num_looks >= PATIENCE and more * rate > needed

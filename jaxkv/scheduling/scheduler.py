@@ -788,8 +788,8 @@ class OffloadScheduler:
             self._shadows.forget(request.request_id, is_held=is_held)
             if self._choice is not None and (policy := self._choice.choose()):
                 # Here, and not while a step is made up.
-                learned = self._shadows.executor_of(policy)
-                self._manager.change_policy(policy, learned)
+                learned = self._shadows.learned_by(policy)
+                self._manager.change_policy(policy, *learned)
         for own in self.below:
             own.forget(request.request_id)
             own.num_fetched_tokens.pop(request.request_id, None)

@@ -257,6 +257,7 @@ class Shadows:
         is_lazy: Whether what they are offered are single blocks (`offer_victims`).
 
     Attributes:
+        num_host_blocks: As given.
         sample: Chooses the keys that take part; None if all do.
         num_requests: Requests that looked for their prefix.
     """
@@ -274,6 +275,7 @@ class Shadows:
         if sample_bits is None:
             sample_bits = max((num_host_blocks - 1) // FULL_BLOCKS, 0).bit_length()
         self._shadows = tuple(shadows)
+        self.num_host_blocks = num_host_blocks
         self._knows_prefixes = not is_lazy
         self._num_blocks = [
             max(round(own.factor * num_host_blocks), own.policy != OFF)
@@ -373,9 +375,9 @@ class Shadows:
         found = sum(self._tier_of(policy).found)
         return (self._num_hot + (found << self._bits)) * self._block_size
 
-    def executor_of(self, policy: str) -> Executor:
-        """Give the index of this shadow, with what its policy has learned."""
-        return self._tier_of(policy).executor
+    def learned_by(self, policy: str) -> tuple[Executor, int]:
+        """Give the index of this shadow, and how many keys each of its stands for."""
+        return self._tier_of(policy).executor, 1 << self._bits
 
     def look_up(
         self, name: str, keys: Sequence[BlockKey], first: int, last: int

@@ -28,6 +28,7 @@ def change_over(
     new: Policy,
     name: ExecutorName = "native",
     learned: Executor | None = None,
+    scale: int = 1,
 ) -> Executor:
     """Make an executor that goes on with the blocks of another, by another policy.
 
@@ -38,6 +39,7 @@ def change_over(
         name: As of `make_executor`.
         learned: A tier of the new policy, of any size, that was shown the same
             requests; None for none.
+        scale: How many keys each of that tier's stands for.
     """
     assert old.hand_over is not None
     assert new.take_over is not None
@@ -47,7 +49,7 @@ def change_over(
     if learned is not None:
         blocks = _nearest(_find(learned, held))
         if blocks is not None:
-            own = Learned(learned.state.policy, blocks)
+            own = Learned(learned.state.policy, blocks, scale)
     taken = new.take_over(held, own)
     return make_executor(new, name, dataclasses.replace(state, policy=taken))
 

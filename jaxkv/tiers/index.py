@@ -616,7 +616,9 @@ class BlockIndex:
         if self.events is not None:
             self.events.append(OffloadingEvent([], self.block_size, self.medium, True))
 
-    def change_policy(self, name: str, learned: Executor | None = None) -> None:
+    def change_policy(
+        self, name: str, learned: Executor | None = None, scale: int = 1
+    ) -> None:
         """Have another policy choose what to evict; every block stays where it is.
 
         Loads and stores in progress go on.
@@ -625,6 +627,7 @@ class BlockIndex:
             name: One of the alternatives.
             learned: A tier of that policy, of any size, that was shown the same
                 requests; None for none.
+            scale: How many keys each of that tier's stands for.
 
         Raises:
             ValueError: If it is no alternative. Then nothing changes.
@@ -642,7 +645,7 @@ class BlockIndex:
             raise ValueError(f"{name=} must be one of the alternatives, {names}.")
         policy = self._alternatives[name]
         self.executor = change_over(
-            self.executor, self.policy, policy, self._executor_name, learned
+            self.executor, self.policy, policy, self._executor_name, learned, scale
         )
         self.policy = policy
         self._tells_keys = policy.listens

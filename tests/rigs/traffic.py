@@ -6,6 +6,12 @@ import random
 from tests.rigs.offload_rig import BLOCK_SIZE, Rig, make_request
 
 
+def auto_at_once():
+    """Constants of `jaxkv.scheduling.auto` with which it changes at whatever lead."""
+    shares = {"SHARE_OF_HOST": 0.0, "LEAST_SHARE": 0.0}
+    return {"CHECK_EVERY": 4, "PATIENCE": 1, **shares}
+
+
 class Traffic:
     """An engine with requests that overlap, at random."""
 

@@ -9,20 +9,21 @@ from jaxkv.scheduling import auto, shadows
 from jaxkv.scheduling.auto import CANDIDATES, PolicyChoice
 from jaxkv.scheduling.key_sample import NUM_GROUPS, KeySample
 from tests.rigs.offload_rig import BLOCK_SIZE, HYBRID, Rig, modes
-from tests.rigs.traffic import Traffic
+from tests.rigs.traffic import Traffic, auto_at_once
 
 
 @pytest.fixture
 def hasty(monkeypatch):
     """Change at whatever lead, so that few requests are enough."""
-    for name, value in (("CHECK_EVERY", 4), ("PATIENCE", 1), ("LEAST_SHARE", 0.0)):
+    for name, value in auto_at_once().items():
         monkeypatch.setattr(auto, name, value)
 
 
 class Found:
     """What shadows have found, made up."""
 
-    def __init__(self, bits=None):
+    def __init__(self, bits=None, num_host_blocks=1000):
+        self.num_host_blocks = num_host_blocks
         self.sample = None if bits is None else KeySample(bits, 1000)
         self.num_requests = 0
         self.asked = [0] * NUM_GROUPS
@@ -62,14 +63,14 @@ def test_a_policy_that_is_ahead_for_long_enough_takes_over(caplog):
     ]
     assert (choice.policy, choice.num_changes) == ("lru", 1)
     assert caplog.messages == [
-        "lru in place of hazard from now on: of what was asked of the host lately it "
-        "would have found 50.0% in place of 44.5%"
+        "lru in place of hazard from now on: of what the last 512 requests asked of "
+        "the host it would have found 12.5% more"
     ]
-    # It is as long before another one does, and what was before fades.
+    # It is as long before another one does.
     start = found.num_requests
     ((changed, policy),) = found.serve(choice, 60, hazard=6, lru=8, slru=11)
     assert policy == "slru"
-    assert changed >= start + auto.PATIENCE * auto.CHECK_EVERY
+    assert changed == start + auto.PATIENCE * auto.CHECK_EVERY
     ((_, policy),) = found.serve(choice, 100, hazard=9, lru=8, slru=7)
     assert (policy, choice.num_changes) == ("hazard", 3)
 
@@ -84,6 +85,14 @@ def test_a_lead_that_comes_and_goes_changes_nothing():
     assert not found.serve(choice, 200, hazard=[8] * 16, lru=[9] + [8] * 15)
 
 
+def test_the_larger_the_host_the_more_a_lead_must_have_brought():
+    found = Found(num_host_blocks=1 << 17)
+    choice = PolicyChoice(found)
+    needed = auto.SHARE_OF_HOST * found.num_host_blocks
+    ((changed, _),) = found.serve(choice, 150, hazard=7, lru=8, slru=7)
+    assert needed < changed <= needed + auto.CHECK_EVERY
+
+
 def test_a_lead_within_its_error_changes_nothing():
     # 4 groups are far ahead and the others behind: it may be chance.
     uneven = [16] * 4 + [6] * 12
@@ -92,8 +101,9 @@ def test_a_lead_within_its_error_changes_nothing():
         choice = PolicyChoice(found)
         changes = found.serve(choice, 40, hazard=8, lru=uneven)
         assert [policy for _, policy in changes] == expected
-    # As much more everywhere is not.
-    assert found.serve(choice, 40, hazard=8, lru=9)
+    # As much everywhere is not.
+    found = Found(5)
+    assert found.serve(PolicyChoice(found), 40, hazard=16, lru=17)
 
 
 @modes

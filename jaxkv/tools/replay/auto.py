@@ -96,6 +96,8 @@ class AutoHost:
         before = self._policies[self.choice.policy]
         policy = self.choice.choose()
         if policy is not None:
-            learned = shadows.executor_of(policy)
+            learned, scale = shadows.learned_by(policy)
             after = self._policies[policy]
-            self.executor = change_over(self.executor, before, after, learned=learned)
+            self.executor = change_over(
+                self.executor, before, after, learned=learned, scale=scale
+            )

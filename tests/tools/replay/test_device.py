@@ -24,6 +24,7 @@ from jaxkv.tools.replay.run import OPTIMUM, replay, sweep
 from jaxkv.tools.replay.synthetic import make_synthetic_trace
 from jaxkv.tools.replay.traces import keys_of, make_trace, read_trace
 from jaxkv.types import STOPS
+from tests.rigs.traffic import auto_at_once
 
 SIZE = 16
 
@@ -163,7 +164,7 @@ def test_every_request_finds_what_it_finds_in_a_real_engine(policy):
 
 
 def test_auto_finds_what_it_finds_in_a_real_engine(monkeypatch):
-    for name, value in (("CHECK_EVERY", 4), ("PATIENCE", 1), ("LEAST_SHARE", 0.0)):
+    for name, value in auto_at_once().items():
         monkeypatch.setattr(auto, name, value)
     # No replay pauses stores.
     monkeypatch.setattr(StorePause, "leaves_out", lambda *_: False)
