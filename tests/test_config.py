@@ -265,7 +265,7 @@ def test_one_size_takes_the_place_of_the_other():
         ),
         ({"mode": None}, "mode=None must be one of eager, lazy"),
         ({"mode": ["lazy"]}, "mode=['lazy'] must be one of eager, lazy"),
-        ({"cache_policy": "LRU"}, "lru, arc, arc_fixed, slru, hazard: did you mean "),
+        ({"cache_policy": "LRU"}, "lru, arc, arc_fixed, slru, hazard, auto: did you mean "),
         ({"transfer_mode": "x"}, "='x' must be one of fused, staged, or None"),
         ({"compression": "pf8"}, "one of int8, fp8, or None: did you mean fp8?"),
         (
