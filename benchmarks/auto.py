@@ -4,6 +4,9 @@ found: tokens of prompts that are found as part of a prefix, in percent, for eac
     that `auto` chooses from and for `auto`: on each trace, and on the traces one after
     another; by the host's share of the trace's blocks. Beside it, how far `auto` falls
     behind the best of them, and behind LRU in the worst tenth of the requests.
+restart: tokens that `hazard` finds in the second half of each trace if its host is empty
+    then: while it remembers all else; with what a `policy_state` file keeps; with
+    nothing.
 change: processor time of this thread for a change-over of a full host, with what a
     shadow has learned, by the blocks of the host and the policies.
 
@@ -21,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from common import (
     ROOT,
@@ -31,15 +35,15 @@ from common import (
     write_figures,
 )
 from jaxkv.keys.packed import PackedKeys, keys_to_words
-from jaxkv.policies import get_policy_maker
+from jaxkv.policies import get_policy_maker, make_hazard
 from jaxkv.policies.registry import AUTO
 from jaxkv.scheduling.auto import CANDIDATES, with_candidates
 from jaxkv.scheduling.shadows import Shadows
-from jaxkv.tiers.change_over import change_over
+from jaxkv.tiers.change_over import change_over, resume
 from jaxkv.tiers.executors import make_executor
 from jaxkv.tools.replay.device import find_on_device
 from jaxkv.tools.replay.run import ReplayResult, replay
-from jaxkv.tools.replay.traces import Trace, read_trace
+from jaxkv.tools.replay.traces import Trace, keys_of, read_trace
 from shadows import BLOCKS_A_REQUEST, serve
 
 PARTS = 10
@@ -107,6 +111,62 @@ def compare(
         }
 
 
+def restart(trace: Trace, capacity: int, kept: str) -> NDArray[np.int64]:
+    """Replay a trace, and empty the host half way; count the blocks found, i64[R]."""
+    policy = make_hazard(capacity, max(int(trace.num_blocks.max()), 2))
+    host = make_executor(policy)
+    num_hits = np.zeros(trace.num_requests, np.int64)
+    for request in range(trace.num_requests):
+        if request == trace.num_requests // 2:
+            old, host = host.state.policy, make_executor(policy)
+            if kept == "the file":
+                host = resume(host, policy, "native", old.reuse)
+            elif kept == "all else":
+                names = "ghosts", "reuse", "now_ms", "is_told", "num_begun", "current"
+                fields = {name: getattr(old, name) for name in names}
+                own = dataclasses.replace(host.state.policy, **fields)
+                state = dataclasses.replace(host.state, policy=own)
+                host = make_executor(policy, state=state)
+        first = trace.offsets[request]
+        keys = keys_of(trace.ids[first : trace.offsets[request + 1]][:capacity])
+        positions = np.arange(len(keys), dtype=np.int32)
+        if not len(keys):
+            continue
+        time_ms = int(trace.time_ms[request])
+        assert trace.input_tokens is not None
+        told = keys, positions, time_ms
+        mark = host.begin(*told, int(trace.input_tokens[request]))
+        step = host.request_step(keys)
+        host.touch(keys)
+        host.complete_step(step.block_ids, step.num_hits)
+        output, stop = int(trace.output_tokens[request]), int(trace.stops[request])
+        host.finish(*told, output, stop, mark)
+        num_hits[request] = step.num_hits
+    return num_hits
+
+
+def compare_restarts(trace: Trace, shares: list[float]) -> Iterator[dict[str, Any]]:
+    """Compare what is found after a restart, in all and in the first tenth."""
+    assert trace.input_tokens is not None
+    half = trace.num_requests // 2
+    asked = trace.input_tokens[half:]
+    for share in shares:
+        capacity = max(round(trace.num_unique_blocks * share / 100), 1)
+        found, first = {}, {}
+        for kept in ("all else", "the file", "nothing"):
+            num_hits = restart(trace, capacity, kept)[half:]
+            tokens = np.minimum(num_hits * trace.block_size, asked)
+            end = len(tokens) // PARTS
+            found[kept] = 100 * float(tokens.sum() / asked.sum())
+            first[kept] = 100 * float(tokens[:end].sum() / asked[:end].sum())
+        yield {
+            "trace": trace.name,
+            "share": share,
+            "found": found,
+            "found_in_first_tenth": first,
+        }
+
+
 def time_change_overs(num_blocks: int) -> Iterator[dict[str, Any]]:
     """Time the change-over of a full host, for each pair of policies."""
     rng = np.random.default_rng(0)
@@ -152,7 +212,8 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, nargs="*", default=[1 << 16, 1 << 20])
     parser.add_argument("--device-blocks", type=int, default=0)
     args = parser.parse_args()
-    figures: dict[str, Any] = {"machine": show_machine(), "change": [], "found": []}
+    figures: dict[str, Any] = {"machine": show_machine()}
+    figures |= {"change": [], "restart": [], "found": []}
     for num_blocks in args.blocks:
         for row in time_change_overs(num_blocks):
             figures["change"].append(row)
@@ -163,6 +224,15 @@ def main() -> None:
                 flush=True,
             )
     traces = list(map(read_trace, args.traces))
+    for trace in traces:
+        for row in compare_restarts(trace, args.shares):
+            figures["restart"].append(row)
+            first = row["found_in_first_tenth"]
+            found = ", ".join(
+                f"{own:.2f} ({first[kept]:.2f} in the first tenth) with {kept}"
+                for kept, own in row["found"].items()
+            )
+            print(f"{row['trace']:22} {row['share']:4g} %: {found}", flush=True)
     if len(traces) > 1:
         traces.append(one_after_another(traces))
     for trace in traces:

@@ -192,6 +192,12 @@ class OffloadConfig(RuleSettings, _HostSettings):
         (1073741824, 'lazy')
     """
 
+    policy_state: str | None = _file(
+        None,
+        "scheduler",
+        "File that keeps what `hazard` has learned, for a restart "
+        "([shadows.md](shadows.md)). Each engine needs its own.",
+    )
     enable_events: bool = settings.flag(
         False,
         "scheduler",
@@ -581,6 +587,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
                 policy_clock=policy_clock,
                 recorder=recorder,
                 tiers_below=tiers_below,
+                policy_state=self.policy_state,
             )
         except BaseException:
             if recorder is not None:

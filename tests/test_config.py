@@ -165,7 +165,8 @@ def takers():
     of_engine = set(TransferEngine.__init__.__kwdefaults__) | {"num_host_blocks"}
     of_worker = set(OffloadWorker.__init__.__kwdefaults__)
     return {
-        "scheduler": of_rules - {"block_bytes"} | {"cache_policy", "enable_events"},
+        "scheduler": of_rules - {"block_bytes"}
+        | {"cache_policy", "enable_events", "policy_state"},
         "engine": of_engine - {"mode", "kernel", "block_axis"}
         | {"transfer_mode", "transfer_kernel"},
         "worker": of_worker - {"clock", "storage", "movers"},  # These are parts.
@@ -265,7 +266,10 @@ def test_one_size_takes_the_place_of_the_other():
         ),
         ({"mode": None}, "mode=None must be one of eager, lazy"),
         ({"mode": ["lazy"]}, "mode=['lazy'] must be one of eager, lazy"),
-        ({"cache_policy": "LRU"}, "lru, arc, arc_fixed, slru, hazard, auto: did you mean "),
+        (
+            {"cache_policy": "LRU"},
+            "lru, arc, arc_fixed, slru, hazard, auto: did you mean ",
+        ),
         ({"transfer_mode": "x"}, "='x' must be one of fused, staged, or None"),
         ({"compression": "pf8"}, "one of int8, fp8, or None: did you mean fp8?"),
         (

@@ -228,7 +228,11 @@ def scaled(table: ReuseTable, scale: int) -> ReuseTable:
     reuses: Any = np.asarray(table.reuses)
     total = int(max(touches.sum(dtype=np.int64), reuses.sum(dtype=np.int64), 1))
     factor = np.int32(max(min(scale, MOST // total), 1))
-    touches, reuses = touches * factor, reuses * factor
+    return from_counts(touches * factor, reuses * factor)
+
+
+def from_counts(touches: Any, reuses: Any) -> ReuseTable:
+    """Make a table of counts (i32[C] and i32[C, 28]). For the host, not for jit."""
     return ReuseTable(touches, reuses, _index(touches, reuses, np))
 
 

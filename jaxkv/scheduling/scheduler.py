@@ -31,7 +31,9 @@ import numpy as np
 from jaxkv._util import shown, strict_class
 from jaxkv._util.settings import ConfigError
 from jaxkv.policies.base import Policy
+from jaxkv.policies.hazard import HazardState
 from jaxkv.policies.registry import AUTO
+from jaxkv.policies.reuse import ReuseTable, scaled
 from jaxkv.scheduling.auto import (
     CANDIDATES,
     PolicyChoice,
@@ -54,6 +56,7 @@ from jaxkv.scheduling.plan import (
     most_found_tokens,
     plan,
 )
+from jaxkv.scheduling.policy_state import PolicyStateFile
 from jaxkv.scheduling.prefix import row_keys
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
@@ -115,6 +118,8 @@ class OffloadScheduler:
             call, such as the number of steps over their usual rate.
         tiers_below: Tiers between the host and the store, the nearest first, or in
             place of a store; see docs/write-a-tier.md.
+        policy_state: A file in which what "hazard" has learned is kept, by itself or
+            with "auto"; None for none. What is there is taken up.
         recorder: Records the requests, once a pool is bound; None not to. Of several
             groups of layers it records the blocks of the first with full attention,
             or of the first if there is none. Its maker closes it.
@@ -122,7 +127,9 @@ class OffloadScheduler:
     Raises:
         ValueError: If a number is too small, the policy is not known or was made for
             other sizes, or the rules and the groups do not go together; if several
-            processes would give such a policy their own times.
+            processes would give such a policy their own times; if `policy_state` is
+            not of this policy and size.
+        OSError: If `policy_state` cannot be read.
         TypeError: If the policy is neither a name nor a `Policy`.
 
     Attributes:
@@ -154,6 +161,7 @@ class OffloadScheduler:
         policy_clock: Callable[[], float] | None = None,
         recorder: TraceRecorder | None = None,
         tiers_below: Sequence[TierBelow] = (),
+        policy_state: str | None = None,
     ) -> None:
         self.groups = as_groups(groups)
         rules = rules or OffloadRules()
@@ -275,6 +283,10 @@ class OffloadScheduler:
             )
             self._outlooks = OutlookLog(self._look)
             weakref.finalize(self, self._outlooks.close)
+        self._policy_state: PolicyStateFile | None = None
+        if policy_state is not None:
+            self._policy_state = self._resume(policy_state)
+            weakref.finalize(self, self._policy_state.save)
         self._pool: DeviceBlockPool = cast(DeviceBlockPool, _Unbound())
         self._view = cast(View, self._pool)
 
@@ -790,6 +802,8 @@ class OffloadScheduler:
                 # Here, and not while a step is made up.
                 learned = self._shadows.learned_by(policy)
                 self._manager.change_policy(policy, *learned)
+        if self._policy_state is not None:
+            self._policy_state.note(self._notifier.now_ms())
         for own in self.below:
             own.forget(request.request_id)
             own.num_fetched_tokens.pop(request.request_id, None)
@@ -968,6 +982,29 @@ class OffloadScheduler:
             else:
                 self._eager.finish(self._pool, name)
 
+    def _resume(self, path: str) -> PolicyStateFile:
+        """Go on with what was learned before, if that is known."""
+        host = self._manager
+        if not isinstance(host.executor.state.policy, HazardState):
+            raise ValueError(
+                f"policy_state={shown(path)} needs cache_policy='hazard' or {AUTO!r}, "
+                "without retention: no other policy learns what a file could keep."
+            )
+        if _serves_with_others():
+            raise ValueError(
+                f"policy_state={shown(path)} is for one process: each of several would "
+                "begin with what its own file has, and their tiers evict other blocks."
+            )
+        shadows = None if self._choice is None else self._shadows
+        learned = partial(_learned, host, shadows)
+        file = PolicyStateFile(path, host.num_blocks, host.block_size, learned)
+        before = file.read()
+        if before is not None:
+            host.resume(before)
+            if shadows is not None:
+                shadows.resume("hazard", before)
+        return file
+
     def _make_shadows(
         self, text: str | None, executor: ExecutorName, *, is_auto: bool
     ) -> Shadows:
@@ -988,6 +1025,16 @@ class OffloadScheduler:
             if own is not None:
                 own.shadows = shadows
         return shadows
+
+
+def _learned(host: BlockIndex, shadows: Shadows | None) -> ReuseTable:
+    """Give what "hazard" has learned, which serves or has a shadow."""
+    own = host.executor.state.policy
+    if isinstance(own, HazardState):
+        return own.reuse
+    assert shadows is not None
+    executor, scale = shadows.learned_by("hazard")
+    return scaled(executor.state.policy.reuse, scale)
 
 
 def _look(

@@ -35,8 +35,10 @@ from numpy.typing import NDArray
 from jaxkv._util import shown
 from jaxkv.keys.packed import pack, words_to_keys
 from jaxkv.policies import get_policy_maker, policy_names
+from jaxkv.policies.reuse import ReuseTable, from_counts
 from jaxkv.scheduling.key_sample import NUM_GROUPS, KeySample
 from jaxkv.tiers.bare import BareTier, Course, those_of
+from jaxkv.tiers.change_over import resume
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.executors import (
     Executor,
@@ -378,6 +380,12 @@ class Shadows:
     def learned_by(self, policy: str) -> tuple[Executor, int]:
         """Give the index of this shadow, and how many keys each of its stands for."""
         return self._tier_of(policy).executor, 1 << self._bits
+
+    def resume(self, policy: str, table: ReuseTable) -> None:
+        """Have this shadow go on with what was learned of all keys."""
+        own, bits = self._tier_of(policy), self._bits
+        table = from_counts(table.touches >> bits, table.reuses >> bits)
+        own.executor = resume(own.executor, own.policy, self._executor_name, table)
 
     def look_up(
         self, name: str, keys: Sequence[BlockKey], first: int, last: int

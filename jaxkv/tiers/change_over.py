@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.policies.base import Held, Learned, Policy
+from jaxkv.policies.reuse import ReuseTable
 from jaxkv.tiers.executors import Executor, ExecutorName, make_executor
 from jaxkv.types import NO_BLOCK
 
@@ -52,6 +53,22 @@ def change_over(
             own = Learned(learned.state.policy, blocks, scale)
     taken = new.take_over(held, own)
     return make_executor(new, name, dataclasses.replace(state, policy=taken))
+
+
+def resume(
+    executor: Executor, policy: Policy, name: ExecutorName, learned: ReuseTable
+) -> Executor:
+    """Make an executor that goes on with another's blocks, and with what was learned.
+
+    Args:
+        executor: Has the state; it is not changed.
+        policy: Its policy, one that learns (`jaxkv.policies.hazard`).
+        name: As of `make_executor`.
+        learned: What was learned before.
+    """
+    state = executor.state
+    own = dataclasses.replace(state.policy, reuse=learned)
+    return make_executor(policy, name, dataclasses.replace(state, policy=own))
 
 
 def _find(learned: Executor, held: Held) -> NDArray[np.int32]:

@@ -23,6 +23,7 @@ from jaxkv.policies import get_policy_maker, make_retained
 from jaxkv.policies.base import Policy
 from jaxkv.policies.lru import LRUState, next_victims
 from jaxkv.policies.retained import RELEASE
+from jaxkv.policies.reuse import ReuseTable
 from jaxkv.tiers.base import (
     HOST_MEDIUM,
     BlockIds,
@@ -31,7 +32,7 @@ from jaxkv.tiers.base import (
     as_ids,
     refuse_outside,
 )
-from jaxkv.tiers.change_over import can_change, change_over
+from jaxkv.tiers.change_over import can_change, change_over, resume
 from jaxkv.tiers.device import DeviceBlockPool, Victims
 from jaxkv.tiers.executors import (
     Executor,
@@ -649,6 +650,11 @@ class BlockIndex:
         )
         self.policy = policy
         self._tells_keys = policy.listens
+
+    def resume(self, learned: ReuseTable) -> None:
+        """Have a policy that learns, "hazard", go on with what was learned before."""
+        name = self._executor_name
+        self.executor = resume(self.executor, self.policy, name, learned)
 
     @property
     def is_listed(self) -> bool:

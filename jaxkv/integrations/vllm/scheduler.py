@@ -198,6 +198,7 @@ class SchedulerHalf:
             num_storage_blocks=config.storage.num_blocks if config.storage else 0,
             is_private=is_private,
             recorder=config.offload.make_recorder(),
+            policy_state=config.offload.policy_state,
         )
         self._config = config
         self._adapters = Adapters() if config.storage else None
