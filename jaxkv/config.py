@@ -154,8 +154,7 @@ class _HostSettings(Settings):
         "lru",
         "scheduler",
         "Which blocks a full host tier evicts: `lru`, `arc`, `arc_fixed`, `slru`, "
-        "`hazard`, your own ([policies.md](policies.md)), or `auto`, which finds out "
-        "([shadows.md](shadows.md)).",
+        "`hazard`, your own ([policies.md](policies.md)), or [`auto`](shadows.md).",
         names=lambda: [*policy_names(), AUTO],
     )
     executor: ExecutorName = settings.name(

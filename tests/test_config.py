@@ -51,6 +51,7 @@ TEXTS = {
     "events_replay_endpoint": "ipc:///run/replay",
     "events_topic": "kv@pod@model",
     "metrics_address": "0.0.0.0",
+    "policy_state": "/var/lib/learned.json",
     "record": "/var/log/requests.jsonl.gz",
     "record_key_file": "/run/secrets/trace key",
 }
