@@ -38,6 +38,9 @@ class PolicyStateFile:
         block_size: Tokens in a block.
         learned: Returns what has been learned. It must not hold a reference to the
             scheduler, which could not be freed then.
+
+    Attributes:
+        learned: As given.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class PolicyStateFile:
             "block_size": block_size,
             "unit": UNIT,
         }
-        self._learned = learned
+        self.learned = learned
         self._next_ms: int | None = None
         self._has_failed = False
 
@@ -92,7 +95,7 @@ class PolicyStateFile:
 
     def save(self) -> None:
         """Write what has been learned in place of the file, at once or not at all."""
-        table = self._learned()
+        table = self.learned()
         counts = {
             name: np.asarray(getattr(table, name)).tolist()
             for name in ("touches", "reuses")

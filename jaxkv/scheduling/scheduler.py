@@ -879,6 +879,8 @@ class OffloadScheduler:
         if self.has_pending_loads():
             return False
         self._stores.forget(self._pool)
+        file = self._policy_state
+        learned = None if file is None else file.learned()
         self._manager.clear()
         for own in self.below:
             own.reset()
@@ -888,6 +890,8 @@ class OffloadScheduler:
             self._lazy.clear(self._pool)
         if self._shadows is not None:
             self._shadows.clear()
+        if learned is not None:
+            self._take_up(learned)
         return True
 
     def disable_storage(self) -> None:
@@ -1000,10 +1004,16 @@ class OffloadScheduler:
         file = PolicyStateFile(path, host.num_blocks, host.block_size, learned)
         before = file.read()
         if before is not None:
-            host.resume(before)
-            if shadows is not None:
-                shadows.resume("hazard", before)
+            self._take_up(before)
         return file
+
+    def _take_up(self, learned: ReuseTable) -> None:
+        """Have "hazard" go on with what was learned, wherever it is."""
+        host = self._manager
+        if isinstance(host.executor.state.policy, HazardState):
+            host.resume(learned)
+        if self._choice is not None and self._shadows is not None:
+            self._shadows.resume("hazard", learned)
 
     def _make_shadows(
         self, text: str | None, executor: ExecutorName, *, is_auto: bool

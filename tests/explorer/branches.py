@@ -51,6 +51,7 @@ FUNCTIONS_OUTSIDE = {
     "scheduler.py OffloadScheduler.outlook": "says what shadows have found",
     "scheduler.py OffloadScheduler._make_shadows": "refuses settings",
     "scheduler.py OffloadScheduler._resume": "before any event",
+    "scheduler.py OffloadScheduler._take_up": "what a policy has learned",
     "scheduler.py _learned": "says what a policy has learned",
     "scheduler.py _look": "says what shadows have found",
     "scheduler.py OffloadScheduler.warm_up": "before any event",
@@ -151,6 +152,7 @@ def measure(worlds, num_actions, seed, say=print):
     )
     # They are told, and change nothing; a world has none.
     measured.exclude(r"if self\._?shadows is not None")
+    measured.exclude(r"if learned is not None")
     measured.exclude(r"if self\.(num_found_elsewhere|_policy_state) is not None")
     for name, setup in worlds.items():
         with measured.collect():

@@ -72,6 +72,19 @@ def test_with_auto_its_shadow_learns_while_another_serves_and_goes_on_too(path):
         )
 
 
+@pytest.mark.parametrize("policy", ["hazard", "auto"])
+def test_a_reset_forgets_blocks_and_not_what_was_learned(path, policy):
+    traffic = Traffic(1, policy=policy, policy_state=path)
+    scheduler = traffic.run(300)
+    traffic.rig.settle()
+    before = scheduler._policy_state.learned()
+    assert before.touches.any()
+    assert scheduler.reset()
+    assert scheduler.num_host_blocks_held == 0
+    after = scheduler._policy_state.learned()
+    np.testing.assert_array_equal(before.touches, after.touches)
+
+
 def test_it_is_written_now_and_then_and_when_the_engine_ends(path, monkeypatch):
     monkeypatch.setattr(policy_state, "SAVE_EVERY_MS", 60_000)
     saved = []
