@@ -40,6 +40,8 @@ from jaxkv._util.settings import (
 )
 from jaxkv.observe.start import log_start
 from jaxkv.policies import policy_names
+from jaxkv.policies.registry import AUTO
+from jaxkv.scheduling.auto import contradictions
 from jaxkv.scheduling.boundary import TierBelow
 from jaxkv.scheduling.protocol import Mover
 from jaxkv.scheduling.record import (
@@ -152,8 +154,8 @@ class _HostSettings(Settings):
         "lru",
         "scheduler",
         "Which blocks a full host tier evicts: `lru`, `arc`, `arc_fixed`, `slru`, "
-        "`hazard`, or your own ([policies.md](policies.md)).",
-        names=policy_names,
+        "`hazard`, your own ([policies.md](policies.md)), or [`auto`](shadows.md).",
+        names=lambda: [*policy_names(), AUTO],
     )
     executor: ExecutorName = settings.name(
         "native",
@@ -189,6 +191,12 @@ class OffloadConfig(RuleSettings, _HostSettings):
         (1073741824, 'lazy')
     """
 
+    policy_state: str | None = _file(
+        None,
+        "scheduler",
+        "File that keeps what `hazard` has learned, for a restart "
+        "([shadows.md](shadows.md)). Each engine needs its own.",
+    )
     enable_events: bool = settings.flag(
         False,
         "scheduler",
@@ -578,6 +586,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
                 policy_clock=policy_clock,
                 recorder=recorder,
                 tiers_below=tiers_below,
+                policy_state=self.policy_state,
             )
         except BaseException:
             if recorder is not None:
@@ -810,6 +819,8 @@ class OffloadConfig(RuleSettings, _HostSettings):
 
     def _contradictions(self) -> Iterator[str]:
         yield from super()._contradictions()
+        if self.cache_policy == AUTO:
+            yield from contradictions(self)
         if self.host_bytes is not None and self.num_host_blocks is not None:
             yield (
                 f"host_bytes={shown(self.host_bytes)} and num_host_blocks="

@@ -51,6 +51,7 @@ TEXTS = {
     "events_replay_endpoint": "ipc:///run/replay",
     "events_topic": "kv@pod@model",
     "metrics_address": "0.0.0.0",
+    "policy_state": "/var/lib/learned.json",
     "record": "/var/log/requests.jsonl.gz",
     "record_key_file": "/run/secrets/trace key",
 }
@@ -165,7 +166,8 @@ def takers():
     of_engine = set(TransferEngine.__init__.__kwdefaults__) | {"num_host_blocks"}
     of_worker = set(OffloadWorker.__init__.__kwdefaults__)
     return {
-        "scheduler": of_rules - {"block_bytes"} | {"cache_policy", "enable_events"},
+        "scheduler": of_rules - {"block_bytes"}
+        | {"cache_policy", "enable_events", "policy_state"},
         "engine": of_engine - {"mode", "kernel", "block_axis"}
         | {"transfer_mode", "transfer_kernel"},
         "worker": of_worker - {"clock", "storage", "movers"},  # These are parts.
@@ -265,7 +267,10 @@ def test_one_size_takes_the_place_of_the_other():
         ),
         ({"mode": None}, "mode=None must be one of eager, lazy"),
         ({"mode": ["lazy"]}, "mode=['lazy'] must be one of eager, lazy"),
-        ({"cache_policy": "LRU"}, "lru, arc, arc_fixed, slru, hazard: did you mean "),
+        (
+            {"cache_policy": "LRU"},
+            "lru, arc, arc_fixed, slru, hazard, auto: did you mean ",
+        ),
         ({"transfer_mode": "x"}, "='x' must be one of fused, staged, or None"),
         ({"compression": "pf8"}, "one of int8, fp8, or None: did you mean fp8?"),
         (
@@ -656,7 +661,10 @@ def test_the_parts_are_made_as_it_says():
     assert worker._deadline_s == 1.0
 
 
-@pytest.mark.parametrize("values", [{"retention": True}, {"cache_policy": "hazard"}])
+@pytest.mark.parametrize(
+    "values",
+    [{"retention": True}, {"cache_policy": "hazard"}, {"cache_policy": "auto"}],
+)
 def test_several_processes_can_give_their_policy_a_clock(monkeypatch, values):
     """Without one they could have neither, made from a configuration."""
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)

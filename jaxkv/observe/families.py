@@ -388,6 +388,17 @@ OF_SCHEDULER: tuple[Family[Readings], ...] = (
         lambda readings: readings.scheduler.delays.loads,
         DELAY_BUCKETS,
     ),
+    gauge(
+        "jaxkv:kv_offload_policy_info",
+        "Always 1; the label is the cache policy that serves.",
+        lambda readings: {readings.scheduler.serving_policy or "unnamed": 1.0},
+        "policy",
+    ),
+    counter(
+        "jaxkv:kv_offload_policy_changes",
+        "Times that the policy auto has put another policy in place.",
+        lambda readings: readings.scheduler.num_policy_changes or 0,
+    ),
     counter(
         "jaxkv:kv_offload_shadow_asked_tokens",
         "Tokens that each shadow of the host was asked for beyond the device's prefix.",

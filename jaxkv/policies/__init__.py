@@ -4,7 +4,9 @@ from jaxkv.policies.arc import ARCState as ARCState
 from jaxkv.policies.arc import make_arc as make_arc
 from jaxkv.policies.arc import make_arc_fixed as make_arc_fixed
 from jaxkv.policies.base import EvictResult as EvictResult
+from jaxkv.policies.base import Held as Held
 from jaxkv.policies.base import InsertResult as InsertResult
+from jaxkv.policies.base import Learned as Learned
 from jaxkv.policies.base import Policy as Policy
 from jaxkv.policies.hazard import HazardState as HazardState
 from jaxkv.policies.hazard import make_hazard as make_hazard

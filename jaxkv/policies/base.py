@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from numpy.typing import NDArray
 
+from jaxkv.policies.directory import Directory
 from jaxkv.policies.native import NativePolicy
 from jaxkv.types import PyTree
 
@@ -38,6 +41,33 @@ class InsertResult(NamedTuple):
 
     state: PyTree
     inserted: jax.Array
+
+
+class Held(NamedTuple):
+    """What a policy hands over to another: what the tier holds. n blocks.
+
+    Attributes:
+        directory: Which block holds a key; an entry is a block id.
+        blocks: i32[n]. The blocks that hold a key, the last used at the end.
+    """
+
+    directory: Directory
+    blocks: NDArray[np.int32]
+
+
+class Learned(NamedTuple):
+    """What a policy has learned in another tier that was shown the same requests.
+
+    Attributes:
+        state: Its state there.
+        blocks: i32[n]. The block there of the key that each of `Held.blocks` holds, or
+            else of the nearest of them, in the order of use, that has one.
+        scale: How many keys each of that tier's stands for.
+    """
+
+    state: PyTree
+    blocks: NDArray[np.int32]
+    scale: int
 
 
 class Policy(NamedTuple):
@@ -87,6 +117,11 @@ class Policy(NamedTuple):
             `jaxkv.policies.make_retained` makes one that has.
         always_evicts: Whether `evict` finds `num` blocks wherever so many hold a key
             and have a `ref_cnt` of 0, whatever happened before.
+        hand_over: ``(state) -> Held``. Say what another policy needs to take over, on
+            the host; None where it cannot.
+        take_over: ``(held, learned) -> state``. Make the state of a policy that takes
+            over blocks as they are, on the host; `learned` (`Learned`) may be None.
+            None where it cannot.
     """
 
     num_blocks: int
@@ -103,6 +138,8 @@ class Policy(NamedTuple):
     finish: Callable[..., PyTree] | None = None
     retain: Callable[..., PyTree] | None = None
     always_evicts: bool = False
+    hand_over: Callable[[PyTree], Held] | None = None
+    take_over: Callable[[Held, Learned | None], PyTree] | None = None
 
     @property
     def listens(self) -> bool:

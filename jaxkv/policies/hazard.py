@@ -45,7 +45,7 @@ from jaxkv.policies import clock
 from jaxkv.policies import directory as directory_lib
 from jaxkv.policies import ghosts as ghosts_lib
 from jaxkv.policies import reuse as reuse_lib
-from jaxkv.policies.base import EvictResult, InsertResult, Policy
+from jaxkv.policies.base import EvictResult, Held, InsertResult, Learned, Policy
 from jaxkv.policies.clock import later
 from jaxkv.policies.directory import SLOTS_PER_BUCKET, Directory
 from jaxkv.policies.ghosts import Ghosts
@@ -624,6 +624,52 @@ def snapshot(state: HazardState) -> dict[str, Any]:
     }
 
 
+def hand_over(state: HazardState) -> Held:
+    """Say what is held; of blocks that were used at the same time the deepest first."""
+    held = np.flatnonzero(np.asarray(state.notes) >= 0)
+    ages = np.asarray(state.now_ms) - np.asarray(state.last_ms)[held]
+    ranks = (~ages).astype(np.uint64) << np.uint64(32)
+    ranks |= (_MOST_VALUE - np.asarray(state.depths)[held]).astype(np.uint64)
+    return Held(state.directory, held[np.argsort(ranks)].astype(np.int32))
+
+
+def take_over(
+    num_blocks: int,
+    num_ghosts: int,
+    by_flops: bool,
+    held: Held,
+    learned: Learned | None,
+) -> HazardState:
+    """Take over blocks in their order of use.
+
+    Their classes and times, and what those are worth, are what was learned elsewhere.
+    Without it all are alike, as after a first request.
+    """
+    blocks, state = held.blocks, init(num_blocks, num_ghosts, by_flops)
+    # Of equal blocks the deepest goes first: that is the order, until a request tells.
+    depths: Any = np.array(state.depths)
+    depths[blocks] = np.arange(blocks.size, dtype=np.int32)[::-1]
+    notes: Any = np.array(state.notes)
+    notes[blocks] = FIRST_NOTE
+    last_ms: Any = np.array(state.last_ms)
+    if learned is not None:
+        own = learned.state
+        notes[blocks] = np.asarray(own.notes)[learned.blocks]
+        last_ms[blocks] = np.asarray(own.last_ms)[learned.blocks]
+        state = dataclasses.replace(
+            state,
+            ghosts=own.ghosts,
+            reuse=reuse_lib.scaled(own.reuse, learned.scale),
+            now_ms=own.now_ms,
+            is_told=own.is_told,
+            num_begun=own.num_begun,
+            current=own.current,
+        )
+    return dataclasses.replace(
+        state, directory=held.directory, notes=notes, last_ms=last_ms, depths=depths
+    )
+
+
 @functools.cache
 def make_hazard(
     num_blocks: int,
@@ -676,6 +722,10 @@ def make_hazard(
         always_evicts=True,
         begin=begin,
         finish=finish,
+        hand_over=hand_over,
+        take_over=functools.partial(
+            take_over, num_blocks, num_ghosts, objective == "flops"
+        ),
     )
 
 

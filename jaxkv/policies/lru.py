@@ -21,7 +21,7 @@ from jaxkv.compiling import compiled, copy_items, copy_row
 from jaxkv.keys import words_to_keys
 from jaxkv.policies import directory as directory_lib
 from jaxkv.policies import recency
-from jaxkv.policies.base import EvictResult, InsertResult, Policy
+from jaxkv.policies.base import EvictResult, Held, InsertResult, Learned, Policy
 from jaxkv.policies.directory import Directory
 from jaxkv.policies.native import NativePolicy, register_native
 from jaxkv.policies.recency import RecencyLog
@@ -204,6 +204,20 @@ def snapshot(state: LRUState) -> dict[str, Any]:
     return {"order": words_to_keys(keys[recency.in_order(state.order)])}
 
 
+def hand_over(state: Any) -> Held:
+    """Say what is held, for any state that has a directory of blocks and an order."""
+    return Held(state.directory, recency.all_in_order(state.order))
+
+
+def take_over(
+    num_blocks: int, max_batch: int, held: Held, learned: Learned | None
+) -> LRUState:
+    """Take over blocks in their order of use, which is all that LRU goes by."""
+    del learned
+    order = recency.init(num_blocks, max_batch)
+    return LRUState(held.directory, recency.filled(order, held.blocks))
+
+
 @functools.cache
 def make_lru(num_blocks: int, max_batch: int = 4096) -> Policy:
     """Make the least-recently-used policy for a tier of `num_blocks`.
@@ -243,6 +257,8 @@ def make_lru(num_blocks: int, max_batch: int = 4096) -> Policy:
         snapshot=snapshot,
         native=NATIVE,
         always_evicts=True,
+        hand_over=hand_over,
+        take_over=functools.partial(take_over, num_blocks, max_batch),
     )
 
 

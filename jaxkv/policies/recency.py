@@ -90,6 +90,23 @@ def init(num_entries: int, max_batch: int, num_lists: int = 1) -> RecencyLog:
     )
 
 
+def filled(empty: RecencyLog, entries: NDArray[np.int32], lists: Any = 0) -> RecencyLog:
+    """Make lists of entries in an order of use. For the host, not for jit.
+
+    Args:
+        empty: As `init` makes it.
+        entries: i32[n]. The entries, the last used at the end.
+        lists: i32[n], or one number for all. The list of each.
+    """
+    records: Any = np.array(empty.entries)
+    places: Any = np.array(empty.places)
+    records[: entries.size] = entries
+    positions = np.arange(entries.size, dtype=np.int32)
+    places[entries] = positions + (np.asarray(lists, np.int32) << POSITION_BITS)
+    tail: Any = np.array(entries.size, np.int32)
+    return dataclasses.replace(empty, entries=records, places=places, tail=tail)
+
+
 def make_room(log: RecencyLog, count: Array) -> RecencyLog:
     """Move the alive records to the front if `count` more would not fit."""
     length = log.entries.shape[0]
@@ -370,6 +387,14 @@ def in_order(log: RecencyLog, of_list: int = 0) -> NDArray[np.int32]:
     places = np.asarray(log.places)
     members = np.flatnonzero(places >> POSITION_BITS == of_list)
     return members[np.argsort(places[members])].astype(np.int32)
+
+
+def all_in_order(log: RecencyLog) -> NDArray[np.int32]:
+    """List the entries of all lists from the oldest on. For the host, not for jit."""
+    places = np.asarray(log.places)
+    members = np.flatnonzero(places != NO_PLACE)
+    positions = places[members] & _POSITION_MASK
+    return members[np.argsort(positions)].astype(np.int32)
 
 
 def _places(log: RecencyLog, entries: Array) -> Array:

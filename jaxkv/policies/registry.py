@@ -17,6 +17,9 @@ from jaxkv.policies.slru import make_slru
 PolicyMaker: TypeAlias = Callable[[int, int], Policy]
 """Makes a policy: ``(num_blocks, max_batch) -> Policy``."""
 
+AUTO = "auto"
+"""The name that lets the requests choose the policy (`jaxkv.scheduling.auto`)."""
+
 _makers: dict[str, PolicyMaker] = {}
 
 POLICIES: Mapping[str, PolicyMaker] = MappingProxyType(_makers)
@@ -45,7 +48,7 @@ def register_policy(name: str, make: PolicyMaker) -> None:
             f"name={shown(name)} must be a lower-case letter, then such "
             "letters, digits and '_'."
         )
-    if name in _makers:
+    if name in _makers or name == AUTO:
         raise ValueError(
             f"name={shown(name)} is taken; it must be none of {policy_names()}."
         )
@@ -72,6 +75,11 @@ def get_policy_maker(name: str) -> PolicyMaker:
         >>> get_policy_maker("lru") is make_lru
         True
     """
+    if name == AUTO:
+        raise ValueError(
+            f"cache_policy={AUTO!r} needs an OffloadScheduler, which sees requests "
+            f"from their look-up to their end; here name one of {policy_names()}."
+        )
     if name not in _makers:
         names = policy_names()
         near = nearest(str(name).lower(), names)

@@ -222,6 +222,20 @@ def _fill_row(table: Any, of_class: int, shares: Any) -> None:
         table.index[of_class, age_bin] = bits[age_bin]
 
 
+def scaled(table: ReuseTable, scale: int) -> ReuseTable:
+    """Count each block as more of them, as far as there is room. For the host."""
+    touches: Any = np.asarray(table.touches)
+    reuses: Any = np.asarray(table.reuses)
+    total = int(max(touches.sum(dtype=np.int64), reuses.sum(dtype=np.int64), 1))
+    factor = np.int32(max(min(scale, MOST // total), 1))
+    return from_counts(touches * factor, reuses * factor)
+
+
+def from_counts(touches: Any, reuses: Any) -> ReuseTable:
+    """Make a table of counts (i32[C] and i32[C, 28]). For the host, not for jit."""
+    return ReuseTable(touches, reuses, _index(touches, reuses, np))
+
+
 def _index(touches: Any, reuses: Any, np_: Any) -> Any:
     """Compute the index, by NumPy or by JAX, in the same order of operations."""
     all_touches = np_.sum(touches) + PRIOR_TOUCHES

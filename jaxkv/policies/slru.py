@@ -23,9 +23,9 @@ from jaxkv.compiling import compiled, copy_row, empty, greater
 from jaxkv.keys import words_to_keys
 from jaxkv.policies import directory as directory_lib
 from jaxkv.policies import recency
-from jaxkv.policies.base import EvictResult, Policy
+from jaxkv.policies.base import EvictResult, Held, Learned, Policy
 from jaxkv.policies.directory import Directory
-from jaxkv.policies.lru import find, insert, native_find, native_insert
+from jaxkv.policies.lru import find, hand_over, insert, native_find, native_insert
 from jaxkv.policies.native import NativePolicy, register_native
 from jaxkv.policies.recency import Oldest, RecencyLog
 from jaxkv.policies.xla import after
@@ -208,6 +208,27 @@ def snapshot(state: SLRUState) -> dict[str, Any]:
     }
 
 
+def take_over(
+    num_blocks: int, max_batch: int, held: Held, learned: Learned | None
+) -> SLRUState:
+    """Take over blocks in their order of use.
+
+    As many are protected as may be, of those that are where that was learned, the last
+    used.
+    """
+    order = recency.init(num_blocks, max_batch, num_lists=2)
+    lists = np.full(held.blocks.size, PROBATION, np.int32)
+    num_protected: Any = np.array(0, np.int32)
+    if learned is not None:
+        places = np.asarray(learned.state.order.places)[learned.blocks]
+        rows = np.flatnonzero(places >> recency.POSITION_BITS == PROTECTED)
+        rows = rows[max(rows.size - num_blocks // 2, 0) :]
+        lists[rows] = PROTECTED
+        num_protected[()] = rows.size
+    order = recency.filled(order, held.blocks, lists)
+    return SLRUState(held.directory, order, num_protected)
+
+
 @functools.cache
 def make_slru(num_blocks: int, max_batch: int = 4096) -> Policy:
     """Make the segmented LRU policy, which protects up to half of the blocks.
@@ -247,6 +268,8 @@ def make_slru(num_blocks: int, max_batch: int = 4096) -> Policy:
         snapshot=snapshot,
         native=NATIVE,
         always_evicts=True,
+        hand_over=hand_over,
+        take_over=functools.partial(take_over, num_blocks, max_batch),
     )
 
 

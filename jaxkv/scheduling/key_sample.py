@@ -109,7 +109,7 @@ class KeySample:
         groups: list[int] = (words[:, _GROUP] % NUM_GROUPS).tolist()
         return groups
 
-    def error(self, found: Sequence[int], asked: Sequence[int]) -> float:
+    def error(self, found: Sequence[float], asked: Sequence[float]) -> float:
         """Estimate the standard error of how many blocks were found.
 
         The parts are samples, too, whose shares differ by chance as that of the whole

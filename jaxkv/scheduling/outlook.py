@@ -38,6 +38,7 @@ class Outlook:
         speeds: Those of loads and prefill; None if they are not known.
         block_size: Tokens in a block.
         is_alone: Whether nothing came from tiers below the host: shadows have none.
+        num_changes: How often "auto" has changed the policy; None if it is fixed.
     """
 
     policy: str
@@ -52,6 +53,7 @@ class Outlook:
     speeds: Speeds | None
     block_size: int
     is_alone: bool = True
+    num_changes: int | None = None
 
     def since(self, earlier: Outlook) -> Outlook:
         """Leave out what an earlier outlook of the same engine has."""
@@ -62,6 +64,9 @@ class Outlook:
             num_device_tokens=self.num_device_tokens - earlier.num_device_tokens,
             num_host_tokens=self.num_host_tokens - earlier.num_host_tokens,
             num_asked_tokens=self.num_asked_tokens - earlier.num_asked_tokens,
+            num_changes=None
+            if self.num_changes is None
+            else self.num_changes - (earlier.num_changes or 0),
             shadows=tuple(
                 own._replace(
                     num_asked_tokens=own.num_asked_tokens - old.num_asked_tokens,
@@ -121,7 +126,7 @@ class Outlook:
         text = (
             f"of {self.num_tokens:,} tokens of {self.num_requests:,} requests the "
             f"device had {device} and the host, {self._size(self.num_blocks)} with "
-            f"{self.policy}, {host}"
+            f"{self.policy}{self._chosen}, {host}"
         )
         if not self.is_alone:
             text += " with the tiers below it. Without those"
@@ -183,6 +188,14 @@ class Outlook:
         return "\n".join(
             [*lines, "", f"{self.sentence[0].upper()}{self.sentence[1:]}."]
         )
+
+    @property
+    def _chosen(self) -> str:
+        """Say if the requests have chosen the policy, and how often."""
+        if self.num_changes is None:
+            return ""
+        times = "change" if self.num_changes == 1 else "changes"
+        return f" (auto, {self.num_changes} {times})"
 
     def _gain(self, shadow: ShadowCount) -> float:
         return self.points(shadow) - self.points(self.serving)

@@ -29,7 +29,18 @@ import jax
 import numpy as np
 
 from jaxkv._util import shown, strict_class
+from jaxkv._util.settings import ConfigError
 from jaxkv.policies.base import Policy
+from jaxkv.policies.hazard import HazardState
+from jaxkv.policies.registry import AUTO
+from jaxkv.policies.reuse import ReuseTable, scaled
+from jaxkv.scheduling.auto import (
+    CANDIDATES,
+    PolicyChoice,
+    check_auto_groups,
+    contradictions,
+    with_candidates,
+)
 from jaxkv.scheduling.boundary import Boundary, TierBelow
 from jaxkv.scheduling.eager import EagerStores
 from jaxkv.scheduling.explain import Explanation, explain
@@ -45,6 +56,7 @@ from jaxkv.scheduling.plan import (
     most_found_tokens,
     plan,
 )
+from jaxkv.scheduling.policy_state import PolicyStateFile
 from jaxkv.scheduling.prefix import row_keys
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
@@ -89,7 +101,9 @@ class OffloadScheduler:
             for a model with one group, of full attention: the tokens of a block.
             Blocks of all groups share one pool, and are of the same number of bytes.
         num_host_blocks: Blocks of the host tier; see `jaxkv.num_host_blocks`.
-        cache_policy: Which of them to evict when it is full; a name or a `Policy`.
+        cache_policy: Which of them to evict when it is full; a name or a `Policy`; or
+            "auto", with which the requests choose (`jaxkv.scheduling.auto`). With eager
+            stores that sets `pause_unused_stores`.
         enable_events: Whether to keep events for `take_events`.
         rules: How to store and load.
         executor: Who runs the decisions about the host; see `BlockIndex`.
@@ -104,6 +118,8 @@ class OffloadScheduler:
             call, such as the number of steps over their usual rate.
         tiers_below: Tiers between the host and the store, the nearest first, or in
             place of a store; see docs/write-a-tier.md.
+        policy_state: A file in which what "hazard" has learned is kept, by itself or
+            with "auto"; None for none. What is there is taken up.
         recorder: Records the requests, once a pool is bound; None not to. Of several
             groups of layers it records the blocks of the first with full attention,
             or of the first if there is none. Its maker closes it.
@@ -111,7 +127,9 @@ class OffloadScheduler:
     Raises:
         ValueError: If a number is too small, the policy is not known or was made for
             other sizes, or the rules and the groups do not go together; if several
-            processes would give such a policy their own times.
+            processes would give such a policy their own times; if `policy_state` is
+            not of this policy and size.
+        OSError: If `policy_state` cannot be read.
         TypeError: If the policy is neither a name nor a `Policy`.
 
     Attributes:
@@ -143,22 +161,32 @@ class OffloadScheduler:
         policy_clock: Callable[[], float] | None = None,
         recorder: TraceRecorder | None = None,
         tiers_below: Sequence[TierBelow] = (),
+        policy_state: str | None = None,
     ) -> None:
         self.groups = as_groups(groups)
-        self.rules = rules = rules or OffloadRules()
+        rules = rules or OffloadRules()
+        is_auto = cache_policy == AUTO
+        if is_auto:
+            if faults := list(contradictions(rules)):
+                raise ConfigError(faults)
+            check_auto_groups(self.groups)
+            pauses = rules.mode == "eager"
+            rules = dataclasses.replace(rules, pause_unused_stores=pauses)
+        self.rules = rules
         self.num_host_blocks = num_host_blocks
         self.num_storage_blocks = num_storage_blocks
         check_groups(rules, self.groups)
         self._manager = BlockIndex(
             self.groups[0].block_size * rules.blocks_per_host_block,
             num_host_blocks,
-            cache_policy,
+            CANDIDATES[0] if is_auto else cache_policy,
             enable_events,
             store_threshold=rules.store_threshold,
             max_unseen_blocks=rules.max_unseen_blocks,
             retention=rules.retention,
             remember_drops=rules.remember_drops,
             executor=executor,
+            alternatives=CANDIDATES if is_auto else (),
         )
         host = self._manager
         self.delays = Delays(clock)
@@ -235,21 +263,30 @@ class OffloadScheduler:
         )
         self._shadows: Shadows | None = None
         self._look: Callable[[], Outlook] | None = None
-        if rules.shadow is not None:
-            self._shadows = self._make_shadows(rules.shadow, executor)
+        self._choice: PolicyChoice | None = None
+        if rules.shadow is not None or is_auto:
+            self._shadows = self._make_shadows(rules.shadow, executor, is_auto=is_auto)
+            if is_auto:
+                self._choice = PolicyChoice(self._shadows)
+                if self._eager is not None:
+                    self._eager.pause.num_found_elsewhere = self._choice.count_found
             self._look = partial(
                 _look,
                 self._shadows,
                 self._stats,
                 self._gate,
                 self.groups[0].block_size,
-                self._policy_name or "the policy that serves",
+                self._choice or self._policy_name or "the policy that serves",
                 num_host_blocks,
                 rules.block_bytes,
                 not self.below,
             )
             self._outlooks = OutlookLog(self._look)
             weakref.finalize(self, self._outlooks.close)
+        self._policy_state: PolicyStateFile | None = None
+        if policy_state is not None:
+            self._policy_state = self._resume(policy_state)
+            weakref.finalize(self, self._policy_state.save)
         self._pool: DeviceBlockPool = cast(DeviceBlockPool, _Unbound())
         self._view = cast(View, self._pool)
 
@@ -334,6 +371,16 @@ class OffloadScheduler:
                 "there are no shadows: name some, as in OffloadRules(shadow='lru*2')."
             )
         return self._look()
+
+    @property
+    def serving_policy(self) -> str | None:
+        """The name of the policy that serves now; None for one without a name."""
+        return self._policy_name if self._choice is None else self._choice.policy
+
+    @property
+    def num_policy_changes(self) -> int | None:
+        """How often "auto" has changed the policy; None with another."""
+        return None if self._choice is None else self._choice.num_changes
 
     @property
     def is_storing_paused(self) -> bool | None:
@@ -751,6 +798,12 @@ class OffloadScheduler:
         if self._shadows is not None:
             is_held = request.request_id in self._loads.by_request
             self._shadows.forget(request.request_id, is_held=is_held)
+            if self._choice is not None and (policy := self._choice.choose()):
+                # Here, and not while a step is made up.
+                learned = self._shadows.learned_by(policy)
+                self._manager.change_policy(policy, *learned)
+        if self._policy_state is not None:
+            self._policy_state.note(self._notifier.now_ms())
         for own in self.below:
             own.forget(request.request_id)
             own.num_fetched_tokens.pop(request.request_id, None)
@@ -826,6 +879,8 @@ class OffloadScheduler:
         if self.has_pending_loads():
             return False
         self._stores.forget(self._pool)
+        file = self._policy_state
+        learned = None if file is None else file.learned()
         self._manager.clear()
         for own in self.below:
             own.reset()
@@ -835,6 +890,8 @@ class OffloadScheduler:
             self._lazy.clear(self._pool)
         if self._shadows is not None:
             self._shadows.clear()
+        if learned is not None:
+            self._take_up(learned)
         return True
 
     def disable_storage(self) -> None:
@@ -929,7 +986,38 @@ class OffloadScheduler:
             else:
                 self._eager.finish(self._pool, name)
 
-    def _make_shadows(self, text: str, executor: ExecutorName) -> Shadows:
+    def _resume(self, path: str) -> PolicyStateFile:
+        """Go on with what was learned before, if that is known."""
+        host = self._manager
+        if not isinstance(host.executor.state.policy, HazardState):
+            raise ValueError(
+                f"policy_state={shown(path)} needs cache_policy='hazard' or {AUTO!r}, "
+                "without retention: no other policy learns what a file could keep."
+            )
+        if _serves_with_others():
+            raise ValueError(
+                f"policy_state={shown(path)} is for one process: each of several would "
+                "begin with what its own file has, and their tiers evict other blocks."
+            )
+        shadows = None if self._choice is None else self._shadows
+        learned = partial(_learned, host, shadows)
+        file = PolicyStateFile(path, host.num_blocks, host.block_size, learned)
+        before = file.read()
+        if before is not None:
+            self._take_up(before)
+        return file
+
+    def _take_up(self, learned: ReuseTable) -> None:
+        """Have "hazard" go on with what was learned, wherever it is."""
+        host = self._manager
+        if isinstance(host.executor.state.policy, HazardState):
+            host.resume(learned)
+        if self._choice is not None and self._shadows is not None:
+            self._shadows.resume("hazard", learned)
+
+    def _make_shadows(
+        self, text: str | None, executor: ExecutorName, *, is_auto: bool
+    ) -> Shadows:
         """Make the shadows of the host, and have them see what it sees."""
         if len(self.groups) > 1 or not self._is_all_read:
             raise ValueError(
@@ -939,11 +1027,24 @@ class OffloadScheduler:
         size = self.groups[0].block_size
         sizes = self.num_host_blocks, size
         is_lazy = self._lazy is not None
-        shadows = Shadows(parse_shadows(text), *sizes, executor, is_lazy=is_lazy)
+        named = () if text is None else parse_shadows(text)
+        if is_auto:
+            named = with_candidates(named)
+        shadows = Shadows(named, *sizes, executor, is_lazy=is_lazy)
         for own in (self._loads, self._stores, self._eager, self._lazy):
             if own is not None:
                 own.shadows = shadows
         return shadows
+
+
+def _learned(host: BlockIndex, shadows: Shadows | None) -> ReuseTable:
+    """Give what "hazard" has learned, which serves or has a shadow."""
+    own = host.executor.state.policy
+    if isinstance(own, HazardState):
+        return own.reuse
+    assert shadows is not None
+    executor, scale = shadows.learned_by("hazard")
+    return scaled(executor.state.policy.reuse, scale)
 
 
 def _look(
@@ -951,7 +1052,7 @@ def _look(
     stats: OffloadStats,
     gate: Gate,
     block_size: int,
-    policy: str,
+    policy: str | PolicyChoice,
     num_host_blocks: int,
     block_bytes: int,
     is_alone: bool,
@@ -964,8 +1065,9 @@ def _look(
             gate.load_bytes_per_s,
             prefill_tokens_per_s=gate.prefill_tokens_per_s,
         )
+    choice = policy if isinstance(policy, PolicyChoice) else None
     return Outlook(
-        policy,
+        policy if isinstance(policy, str) else policy.policy,
         num_host_blocks,
         block_bytes,
         shadows.num_requests,
@@ -977,6 +1079,7 @@ def _look(
         speeds,
         block_size,
         is_alone,
+        None if choice is None else choice.num_changes,
     )
 
 

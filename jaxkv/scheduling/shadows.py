@@ -35,10 +35,19 @@ from numpy.typing import NDArray
 from jaxkv._util import shown
 from jaxkv.keys.packed import pack, words_to_keys
 from jaxkv.policies import get_policy_maker, policy_names
+from jaxkv.policies.reuse import ReuseTable, from_counts
 from jaxkv.scheduling.key_sample import NUM_GROUPS, KeySample
 from jaxkv.tiers.bare import BareTier, Course, those_of
+from jaxkv.tiers.change_over import resume
 from jaxkv.tiers.device import DeviceBlockPool
-from jaxkv.tiers.executors import ExecutorName, Ids, Store, Words, make_executor
+from jaxkv.tiers.executors import (
+    Executor,
+    ExecutorName,
+    Ids,
+    Store,
+    Words,
+    make_executor,
+)
 from jaxkv.types import KEY_BYTES, NO_BLOCK, STOPS, BlockKey, Stop
 
 FULL_BLOCKS = 2048
@@ -250,6 +259,7 @@ class Shadows:
         is_lazy: Whether what they are offered are single blocks (`offer_victims`).
 
     Attributes:
+        num_host_blocks: As given.
         sample: Chooses the keys that take part; None if all do.
         num_requests: Requests that looked for their prefix.
     """
@@ -267,6 +277,7 @@ class Shadows:
         if sample_bits is None:
             sample_bits = max((num_host_blocks - 1) // FULL_BLOCKS, 0).bit_length()
         self._shadows = tuple(shadows)
+        self.num_host_blocks = num_host_blocks
         self._knows_prefixes = not is_lazy
         self._num_blocks = [
             max(round(own.factor * num_host_blocks), own.policy != OFF)
@@ -348,6 +359,33 @@ class Shadows:
                 )
             )
         return tuple(counts)
+
+    @property
+    def num_asked_of_sample(self) -> list[int]:
+        """Blocks of the sample that were looked for, by its parts."""
+        return list(self._asked)
+
+    def num_found_of_sample(self, policy: str) -> list[int]:
+        """Give what the shadow of a policy and the size that serves found of these."""
+        return list(self._tier_of(policy).found)
+
+    def num_found_tokens_of(self, policy: str) -> int:
+        """Give the tokens that this shadow has found, with what the sample stands for.
+
+        It is cheap, and never less than before.
+        """
+        found = sum(self._tier_of(policy).found)
+        return (self._num_hot + (found << self._bits)) * self._block_size
+
+    def learned_by(self, policy: str) -> tuple[Executor, int]:
+        """Give the index of this shadow, and how many keys each of its stands for."""
+        return self._tier_of(policy).executor, 1 << self._bits
+
+    def resume(self, policy: str, table: ReuseTable) -> None:
+        """Have this shadow go on with what was learned of all keys."""
+        own, bits = self._tier_of(policy), self._bits
+        table = from_counts(table.touches >> bits, table.reuses >> bits)
+        own.executor = resume(own.executor, own.policy, self._executor_name, table)
 
     def look_up(
         self, name: str, keys: Sequence[BlockKey], first: int, last: int
@@ -540,6 +578,11 @@ class Shadows:
         for visit in self._visits.values():
             for course in visit.courses:
                 course.num_known, course.whole_at = 0, -1
+
+    def _tier_of(self, policy: str) -> _Tier:
+        """Give the tier of the shadow of a policy and the size that serves."""
+        with_tiers = [own for own in self._shadows if own.policy != OFF]
+        return self._tiers[with_tiers.index(Shadow(policy, 1.0))]
 
     def _find(self, tier: _Tier, words: Words) -> tuple[int, Ids]:
         """Look up what continues a prefix; hold it if this is of no sample."""

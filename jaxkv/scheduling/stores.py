@@ -103,6 +103,8 @@ class StorePause:
 
     Attributes:
         is_on: Whether stores are paused.
+        num_found_elsewhere: Counts what a shadow finds, for which no store is paused:
+            that ends the pause, too. None for no shadow.
     """
 
     def __init__(
@@ -113,12 +115,16 @@ class StorePause:
         self._stats = stats
         self._num_offered = 0
         self._num_found = 0
+        self.num_found_elsewhere: Callable[[], int] | None = None
 
     def leaves_out(self, keys: Sequence[BlockKey]) -> bool:
         """Tell whether a request is not to be stored, by the keys of its prompt."""
         stats = self._stats
-        if stats.num_host_hit_tokens != self._num_found:
-            self._num_found = stats.num_host_hit_tokens
+        num_found = stats.num_host_hit_tokens
+        if self.num_found_elsewhere is not None:
+            num_found += self.num_found_elsewhere()
+        if num_found != self._num_found:
+            self._num_found = num_found
             self._num_offered = stats.num_offered
             if self.is_on:
                 _LOG.info("blocks are stored again: a request found some on the host")

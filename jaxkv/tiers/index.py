@@ -23,6 +23,7 @@ from jaxkv.policies import get_policy_maker, make_retained
 from jaxkv.policies.base import Policy
 from jaxkv.policies.lru import LRUState, next_victims
 from jaxkv.policies.retained import RELEASE
+from jaxkv.policies.reuse import ReuseTable
 from jaxkv.tiers.base import (
     HOST_MEDIUM,
     BlockIds,
@@ -31,6 +32,7 @@ from jaxkv.tiers.base import (
     as_ids,
     refuse_outside,
 )
+from jaxkv.tiers.change_over import can_change, change_over, resume
 from jaxkv.tiers.device import DeviceBlockPool, Victims
 from jaxkv.tiers.executors import (
     Executor,
@@ -86,10 +88,12 @@ class BlockIndex:
         executor: "native" for compiled functions that update NumPy arrays, where the
             policy has them; "xla" for the pure functions as XLA programs.
         medium: The name of the tier in events.
+        alternatives: Policies, by their names, that `change_policy` may put in place of
+            the first one.
 
     Raises:
-        ValueError: If a number is too small, or the policy is not known or was made
-            for other sizes.
+        ValueError: If a number is too small, or a policy is not known, was made for
+            other sizes, or cannot take the place of another.
         TypeError: If the policy is neither a name nor a `Policy`.
 
     Attributes:
@@ -97,7 +101,8 @@ class BlockIndex:
         block_size: As given.
         num_blocks: As given.
         policy: The cache policy, with priorities around it if there are any.
-        listens: Whether it wants to know of requests; if not, it need not be told.
+        listens: Whether it, or an alternative, wants to know of requests; if not, it
+            need not be told.
         retains: Whether blocks can be given priorities.
         executor: Has the state, as a pytree of arrays, and changes it.
         events: What happened since `take_events`; None if that is not kept.
@@ -137,6 +142,7 @@ class BlockIndex:
         remember_drops: int = 0,
         executor: ExecutorName = "native",
         medium: str = HOST_MEDIUM,
+        alternatives: Sequence[str] = (),
     ) -> None:
         for name, value, least in (
             ("block_size", block_size, 1),
@@ -157,7 +163,15 @@ class BlockIndex:
         self._tells_keys = self.policy.listens
         if retention and self.policy.retain is None:
             self.policy = make_retained(self.policy)
-        self.listens = self.policy.listens
+        self._alternatives = {
+            name: _as_policy(name, num_blocks) for name in alternatives
+        }
+        if self._alternatives and not all(map(can_change, self._policies)):
+            raise ValueError(
+                f"one of {cache_policy=} and {alternatives=}, or retention, keeps what "
+                "no other policy can take over."
+            )
+        self.listens = any(policy.listens for policy in self._policies)
         self.retains = self.policy.retain is not None
         self.events: list[OffloadingEvent] | None = [] if enable_events else None
         self.drops = DropReasons(remember_drops)
@@ -603,6 +617,45 @@ class BlockIndex:
         if self.events is not None:
             self.events.append(OffloadingEvent([], self.block_size, self.medium, True))
 
+    def change_policy(
+        self, name: str, learned: Executor | None = None, scale: int = 1
+    ) -> None:
+        """Have another policy choose what to evict; every block stays where it is.
+
+        Loads and stores in progress go on.
+
+        Args:
+            name: One of the alternatives.
+            learned: A tier of that policy, of any size, that was shown the same
+                requests; None for none.
+            scale: How many keys each of that tier's stands for.
+
+        Raises:
+            ValueError: If it is no alternative. Then nothing changes.
+
+        Example:
+            >>> index = BlockIndex(16, num_blocks=2, alternatives=["lru", "slru"])
+            >>> index.publish(index.place([b"a", b"b"]).block_ids, [b"a", b"b"])
+            >>> index.touch([b"a"])
+            >>> index.change_policy("slru")
+            >>> index.place([b"c"]).evicted_keys
+            [b'b']
+        """
+        if name not in self._alternatives:
+            names = sorted(self._alternatives)
+            raise ValueError(f"{name=} must be one of the alternatives, {names}.")
+        policy = self._alternatives[name]
+        self.executor = change_over(
+            self.executor, self.policy, policy, self._executor_name, learned, scale
+        )
+        self.policy = policy
+        self._tells_keys = policy.listens
+
+    def resume(self, learned: ReuseTable) -> None:
+        """Have a policy that learns, "hazard", go on with what was learned before."""
+        name = self._executor_name
+        self.executor = resume(self.executor, self.policy, name, learned)
+
     @property
     def is_listed(self) -> bool:
         """Whether all is known that the tier has, but for what others write since."""
@@ -679,7 +732,17 @@ class BlockIndex:
 
         It takes seconds where the machine has not run them before, else part of one.
         """
-        scratch = make_executor(self.policy, self._executor_name)
+        for policy in self._policies:
+            self._warm_up(policy)
+
+    @property
+    def _policies(self) -> list[Policy]:
+        """All policies that this tier may have."""
+        others = self._alternatives.values()
+        return [self.policy, *(own for own in others if own is not self.policy)]
+
+    def _warm_up(self, policy: Policy) -> None:
+        scratch = make_executor(policy, self._executor_name)
         _, words = pack([bytes(KEY_BYTES)])
         ids = np.zeros(1, np.int64)
         for read in (scratch.find, scratch.find_readable):
@@ -704,13 +767,14 @@ class BlockIndex:
             pool: The device's blocks.
             is_lazy: Whether `victims_of` will be called, or `place_from`.
         """
-        scratch = make_executor(self.policy, self._executor_name)
-        _, words = pack([bytes(KEY_BYTES)])
-        scratch.find_beside(pool.bound, words)
-        if is_lazy:
-            pool.next_victims(0, scratch.next_victims)
-        elif isinstance(scratch, NativeExecutor):
-            scratch.place_from(pool.bound, words, np.zeros(1, np.int64), True)
+        for policy in self._policies:
+            scratch = make_executor(policy, self._executor_name)
+            _, words = pack([bytes(KEY_BYTES)])
+            scratch.find_beside(pool.bound, words)
+            if is_lazy:
+                pool.next_victims(0, scratch.next_victims)
+            elif isinstance(scratch, NativeExecutor):
+                scratch.place_from(pool.bound, words, np.zeros(1, np.int64), True)
 
     def _rows_told(
         self, block_hashes: Iterable[bytes], positions: Sequence[int] | None

@@ -8,9 +8,11 @@ import random
 import time
 import traceback
 from collections.abc import Callable
+from unittest import mock
 
 import jax
 
+from jaxkv.scheduling import auto
 from tests.campaign.by_hand import ByHand
 from tests.campaign.connector import run_connector
 from tests.campaign.counting import summary
@@ -20,6 +22,7 @@ from tests.campaign.processes import run_processes
 from tests.campaign.setups import random_setup
 from tests.campaign.storage import run_storage
 from tests.campaign.store_faults import NoDiskError
+from tests.rigs.traffic import auto_at_once
 
 STEPS = 600
 ENGINES_PER_CLEARING = 12
@@ -44,7 +47,9 @@ def run_paged(rng, counts, note, steps=STEPS):
     """Run an engine with a paged pool."""
     setup = random_setup(rng)
     note(str(setup))
-    PagedEngine(setup, rng, counts, note).run(steps)
+    engine = PagedEngine(setup, rng, counts, note)
+    engine.run(steps)
+    counts["policies changed"] += engine.scheduler.num_policy_changes or 0
 
 
 def run_by_hand(rng, counts, note, steps):
@@ -108,7 +113,9 @@ def run_one(seed, number, counts, *, kinds=tuple(KINDS), steps=STEPS, fault=None
     counts["engines"] += 1
     counts[f"engines, {kind}"] += 1
     try:
-        engine(rng, counts, note, steps)
+        # So that few requests are enough to change the policy.
+        with mock.patch.multiple(auto, **auto_at_once()):
+            engine(rng, counts, note, steps)
     except NoDiskError:
         raise
     except Exception as error:

@@ -19,6 +19,7 @@ NAMES = (
     "preemptions",
     "resets",
     "weights changed",
+    "policies changed",
     "refused calls",
     "explanations compared",
     "plans compared",

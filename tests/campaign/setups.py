@@ -10,6 +10,7 @@ from jaxkv import (
     SlidingWindow,
     policy_names,
 )
+from jaxkv.policies.registry import AUTO
 from tests.campaign.model import BLOCK_BYTES
 
 GROUPS = {
@@ -153,6 +154,8 @@ def random_setup(rng, *, groups=None, **fixed):
     ):
         shadows = "lru*1,3", "hazard*0.5;arc*2;off"
         values.setdefault("shadow", rng.choice((None, *shadows)))
+        if values.get("storage_write") != "on_evict" and rng.random() < 0.5:
+            values["cache_policy"] = AUTO
     is_calm = rng.random() < 0.2
     stuck = rng.choice((0, 0.02)) if values["report_after_steps"] is None else 0
     return Setup(

@@ -26,6 +26,8 @@ FILES_OUTSIDE = {
     "record.py": "writes down requests for later",
     "trace_file.py": "reads what was written down",
     "shadows.py": "observe, and change nothing; a world has none",
+    "auto.py": "chooses a policy by them",
+    "policy_state.py": "keeps what a policy has learned in a file",
     "key_sample.py": "chooses what shadows see",
     "outlook.py": "says what shadows have found",
     "speeds.py": "what that saves",
@@ -48,6 +50,9 @@ FUNCTIONS_OUTSIDE = {
     "scheduler.py OffloadScheduler.__init__": "refuses settings",
     "scheduler.py OffloadScheduler.outlook": "says what shadows have found",
     "scheduler.py OffloadScheduler._make_shadows": "refuses settings",
+    "scheduler.py OffloadScheduler._resume": "before any event",
+    "scheduler.py OffloadScheduler._take_up": "what a policy has learned",
+    "scheduler.py _learned": "says what a policy has learned",
     "scheduler.py _look": "says what shadows have found",
     "scheduler.py OffloadScheduler.warm_up": "before any event",
     "scheduler.py OffloadScheduler.wait_for_storage": "before any event",
@@ -147,6 +152,8 @@ def measure(worlds, num_actions, seed, say=print):
     )
     # They are told, and change nothing; a world has none.
     measured.exclude(r"if self\._?shadows is not None")
+    measured.exclude(r"if learned is not None")
+    measured.exclude(r"if self\.(num_found_elsewhere|_policy_state) is not None")
     for name, setup in worlds.items():
         with measured.collect():
             seen, error, actions = walk(

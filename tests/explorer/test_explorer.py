@@ -245,7 +245,8 @@ def test_a_digest_knows_all_that_the_scheduler_keeps(part):
         "_stats _gate _keys _loads below _storage _stores _store_steps _eager _lazy "
         "_notifier recorder _policy_name _recorded _pool _view "
         # `_num_ended` counts towards a warning, and no more.
-        "_is_all_read _least_tokens _num_ended _shadows _look",
+        "_is_all_read _least_tokens _num_ended _shadows _look _choice "
+        "_policy_state",
         "loads": "_groups _host _rules _stats in_flight _step _num_readers shadows",
         "stores": "stats _on_arrival _host _rules _factor _is_plain in_flight shadows",
         "in flight": "_what _num_workers",

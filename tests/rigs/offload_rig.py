@@ -88,6 +88,7 @@ class Rig:
         recorder=None,
         num_storage_blocks=0,
         is_private=None,
+        policy_state=None,
         **rules,
     ):
         self.groups = as_groups(groups)
@@ -103,6 +104,7 @@ class Rig:
             recorder=recorder,
             num_storage_blocks=num_storage_blocks,
             is_private=is_private,
+            policy_state=policy_state,
         )
         self.scheduler.bind_device_block_pool(self.pool)
         self.device = {}

@@ -1,8 +1,5 @@
 """What shadows count: their own tier's would be what it found; others by the rules."""
 
-import hashlib
-import random
-
 import jax
 import numpy as np
 import pytest
@@ -12,61 +9,8 @@ from jaxkv.keys.packed import words_to_keys
 from jaxkv.scheduling import shadows as shadows_lib
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.tools.replay.traces import keys_of, read_trace
-from tests.rigs.offload_rig import (
-    BLOCK_SIZE,
-    HYBRID,
-    FakeRequest,
-    Rig,
-    make_request,
-    modes,
-)
-
-
-class Traffic:
-    """An engine with requests that overlap, at random."""
-
-    def __init__(self, seed, **options):
-        self.rng = random.Random(seed)
-        self.now_s = 0.0
-        self.rig = Rig(clock=lambda: self.now_s, **options)
-        self.num_made = 0
-
-    def path(self):
-        """A prefix that others share, as chats do."""
-        rng = self.rng
-        head = rng.choices(range(12), weights=range(12, 0, -1))[0]
-        return [head, *(rng.randrange(2) for _ in range(rng.randrange(6)))]
-
-    def act(self):
-        rng, rig = self.rng, self.rig
-        self.now_s += rng.expovariate(1.0)
-        action = rng.random()
-        running = [own for own in rig.requests.values() if not own.loading_tokens]
-        if action < 0.3 and rig.pool.num_free > 7:
-            self.num_made += 1
-            extra = rng.randrange(1, BLOCK_SIZE)
-            request = make_request(f"{self.num_made}", *self.path(), extra_tokens=extra)
-            (keys,) = request.block_keys_by_group
-            keys[:] = [hashlib.sha256(key).digest() for key in keys]
-            rig.admit(request)
-        elif action < 0.6:
-            tokens = {own.request_id: rng.randrange(1, 13) for own in running}
-            rig.step(tokens=tokens)
-        elif action < 0.7 and rig.stores:
-            rig.store_arrives(ok=rng.random() < 0.9)
-        elif action < 0.8 and rig.loads:
-            rig.load_arrives(ok=rng.random() < 0.9)
-        elif action < 0.95 and rig.requests:
-            rig.finish(rng.choice(list(rig.requests)))
-        elif action < 0.98 and rig.requests:
-            rig.preempt(rng.choice(list(rig.requests)))
-        elif action > 0.999:
-            rig.scheduler.reset()
-
-    def run(self, num):
-        for _ in range(num):
-            self.act()
-        return self.rig.scheduler
+from tests.rigs.offload_rig import BLOCK_SIZE, HYBRID, FakeRequest, Rig, modes
+from tests.rigs.traffic import Traffic
 
 
 def check_same(scheduler):

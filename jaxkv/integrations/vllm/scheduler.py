@@ -198,6 +198,7 @@ class SchedulerHalf:
             num_storage_blocks=config.storage.num_blocks if config.storage else 0,
             is_private=is_private,
             recorder=config.offload.make_recorder(),
+            policy_state=config.offload.policy_state,
         )
         self._config = config
         self._adapters = Adapters() if config.storage else None
@@ -206,7 +207,7 @@ class SchedulerHalf:
         self._has_left_storage = False
         self._stats = StatsReader(self.scheduler)
         # Only where a load is compared with it.
-        asks_rates = config.offload.skip_slow_loads or config.offload.shadow
+        asks_rates = config.offload.skip_slow_loads or self.scheduler.shadow_counts
         self._prefill = PrefillRate() if asks_rates else None
         self._events = None
         if config.enable_events:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from jaxkv._util import gib, rounded_size
 from jaxkv.policies import policy_names
+from jaxkv.policies.registry import AUTO
 from jaxkv.scheduling.record import TraceRecorder
 from jaxkv.tools.console import make_console, print_facts, print_lines
 from jaxkv.tools.demo.records import DemoConfig, DemoRecord
@@ -87,7 +88,7 @@ def add_options(parser: Parser) -> None:
         default=default.cache_policy,
         metavar="NAME",
         help="which blocks a full host tier evicts: one of "
-        f"{', '.join(policy_names())} (default: %(default)s)",
+        f"{', '.join([*policy_names(), AUTO])} (default: %(default)s)",
     )
     parser.flag(
         "--load-in-step",
@@ -137,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
     names = {field.name for field in dataclasses.fields(DemoConfig)}
     given = {name: value for name, value in vars(args).items() if name in names}
     config = dataclasses.replace(DemoConfig(), **given)
-    check_names("--policy", [config.cache_policy], policy_names())
+    check_names("--policy", [config.cache_policy], [*policy_names(), AUTO])
     check_files(args)
     check_extra("the demo", ("flax", "rich", "matplotlib"))
     if args.serve_metrics is not None:

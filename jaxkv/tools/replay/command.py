@@ -9,6 +9,7 @@ from functools import partial
 
 from jaxkv._util import shown
 from jaxkv.policies import policy_names
+from jaxkv.policies.registry import AUTO
 from jaxkv.tools.model_config import NAMED_MODELS
 from jaxkv.tools.options import (
     EXIT_OK,
@@ -72,6 +73,7 @@ def add_options(parser: Parser) -> None:
 def add_policy_option(parser: Parser, about: str) -> None:
     """Add the option for the policies."""
     every = f"{ALL}, which are {', '.join(policy_names())}"
+    about = f"{about}; {AUTO} changes them as an engine with it would"
     parser.values("--policy NAME", about, otherwise=every)
 
 
@@ -163,7 +165,7 @@ def run(args: argparse.Namespace) -> int:
 def choose_policies(given: list[str] | None) -> list[str]:
     """Return the policies that --policy names; all of them if it is not given."""
     known = policy_names()
-    names = check_names("--policy", given or [ALL], [*known, ALL])
+    names = check_names("--policy", given or [ALL], [*known, AUTO, ALL])
     if ALL not in names:
         return names
     first = [name for name in names if name != ALL]

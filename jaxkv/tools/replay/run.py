@@ -20,15 +20,16 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.policies import PolicyMaker, get_policy_maker
+from jaxkv.policies.registry import AUTO
 from jaxkv.tiers.bare import those_of
 from jaxkv.tiers.executors import Executor, Step, Words, make_executor
 from jaxkv.tools.replay.admission import Admission, Admitted, find_admitted
+from jaxkv.tools.replay.auto import AutoHost, News
 from jaxkv.tools.replay.belady import find_optimum
 from jaxkv.tools.replay.device import (
     DeviceHits,
@@ -119,7 +120,7 @@ def replay(
     """Replay a trace against one policy at one capacity.
 
     Args:
-        policy: A registered name, `OPTIMUM`, or a maker of policies.
+        policy: A registered name, `OPTIMUM`, "auto", or a maker of policies.
         trace: The requests.
         capacity_blocks: Blocks of the cache.
         on_progress: Called repeatedly with the requests done and in total.
@@ -148,17 +149,22 @@ def replay(
         num_hits = find_optimum(trace, capacity_blocks, on_progress, device)
         num_refused, num_stores = 0, None
     else:
-        make = get_policy_maker(policy) if isinstance(policy, str) else policy
         largest = int(trace.num_blocks.max(initial=1))
         # Without a device, a request uses no more blocks than fit the cache.
         most = capacity_blocks if device is None else device.num_blocks
-        cache = make(capacity_blocks, max(min(largest, most), 2))
-        executor = make_executor(cache)
-        # Compiles; then start empty.
-        news = _News() if cache.listens else None
+        sizes = capacity_blocks, max(min(largest, most), 2)
         ahead = None if device is None else (0, 1, 1)
-        _serve(executor, np.zeros(1, np.int64), 1, news, ahead)
-        executor = make_executor(cache)
+        auto = AutoHost(trace, *sizes) if policy == AUTO else None
+        if auto is not None:
+            executor, listens = auto.executor, True
+        else:
+            make = policy if callable(policy) else get_policy_maker(policy)
+            cache = make(*sizes)
+            executor, listens = make_executor(cache), cache.listens
+            # Compiles; then start empty.
+            some = keys_of(np.zeros(1, np.int64))
+            _serve(executor, some, 1, News() if listens else None, ahead)
+            executor = make_executor(cache)
         ready_s = time.perf_counter()
         num_hits = np.zeros(trace.num_requests, np.int64)
         num_stores = np.zeros(trace.num_requests, np.int64)
@@ -169,7 +175,8 @@ def replay(
         for request in range(trace.num_requests):
             start = trace.offsets[request]
             ids = trace.ids[start : start + used[request]]
-            news = _news_of(trace, request) if cache.listens else None
+            news = _news_of(trace, request)
+            keys = keys_of(ids) if auto is None else auto.keys_of(ids)
             if device is not None:
                 ahead = (
                     int(device.hits[request]),
@@ -181,9 +188,13 @@ def replay(
             if admitted is not None:
                 passes = admitted.passes[start : start + len(ids)]
                 limit = int(admitted.limits[request])
+            rest = ahead, passes, limit
             num_hits[request], num_stores[request], is_refused = _serve(
-                executor, ids, asked, news, ahead, passes, limit
+                executor, keys, asked, news if listens else None, *rest
             )
+            if auto is not None:
+                auto.note(keys, asked, news, *rest)
+                executor = auto.executor
             num_refused += is_refused
             if request % _REQUESTS_PER_REPORT == 0:
                 on_progress(request, trace.num_requests)
@@ -277,20 +288,11 @@ def sweep(
             raise
 
 
-class _News(NamedTuple):
-    """What a policy is told of a request; lengths in tokens, -1 for unknown ones."""
-
-    time_ms: int = 0
-    input_tokens: int = 1
-    output_tokens: int = -1
-    stop: int = 0
-
-
-def _news_of(trace: Trace, request: int) -> _News:
+def _news_of(trace: Trace, request: int) -> News:
     input_tokens = 1
     if trace.input_tokens is not None:
         input_tokens = int(trace.input_tokens[request])
-    return _News(
+    return News(
         int(trace.time_ms[request]) & 0xFFFFFFFF,
         input_tokens,
         int(trace.output_tokens[request]),
@@ -300,9 +302,9 @@ def _news_of(trace: Trace, request: int) -> _News:
 
 def _serve(
     executor: Executor,
-    ids: NDArray[Any],
+    keys: Words,
     num_asked: int,
-    news: _News | None,
+    news: News | None,
     ahead: tuple[int, int, int] | None,
     passes: NDArray[np.bool_] | None = None,
     limit: int | None = None,
@@ -311,7 +313,7 @@ def _serve(
 
     Args:
         executor: The cache.
-        ids: int[n]. The request's blocks.
+        keys: u32[n, 8]. The keys of the request's blocks.
         num_asked: How many it asks for; its output fills those after them.
         news: What to tell the policy; None if it does not listen.
         ahead: How many blocks the device in front has found, how many may be found, and
@@ -320,10 +322,9 @@ def _serve(
             for all.
         limit: How many blocks, the first ones, may be stored at all; None for all.
     """
-    if not ids.size:
+    if not len(keys):
         return 0, 0, False
-    keys = keys_of(ids)
-    positions = np.arange(len(ids), dtype=np.int32)
+    positions = np.arange(len(keys), dtype=np.int32)
 
     def begin() -> int:
         if news is None or not num_asked:
@@ -376,7 +377,7 @@ def _check_name(policy: str | PolicyMaker) -> str:
     """Return the name of a policy; refuse an unknown one."""
     if not isinstance(policy, str):
         return getattr(policy, "__name__", repr(policy)).removeprefix("make_")
-    if policy != OPTIMUM:
+    if policy not in (OPTIMUM, AUTO):
         get_policy_maker(policy)
     return policy
 

@@ -4,7 +4,7 @@ In a workload several users ask questions in several turns. They share documents
 of their requests are aborted, and the device pool is so small that requests are
 preempted. `pytest -m long` runs twelve workloads for each model, mode and policy, with
 loads that requests wait for and with loads in the step itself, with a store behind the
-host and without one, 864 in all.
+host and without one.
 """
 
 import dataclasses
@@ -13,11 +13,13 @@ import random
 
 import pytest
 
+from jaxkv.scheduling.auto import PolicyChoice
 from jaxkv.tools.demo.allocation import most_blocks
 from jaxkv.tools.demo.engine import Engine, EngineConfig
 from jaxkv.tools.demo.model import ModelConfig
 from jaxkv.tools.demo.request import Phase
 from jaxkv.tools.demo.steps import make_steps
+from tests.rigs.traffic import change_in_turn
 
 FULL = ModelConfig(
     num_layers=2, d_model=64, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=128
@@ -31,7 +33,10 @@ MODELS = {
 }
 MAX_TOKENS = 96
 POLICIES = ("lru", "arc", "arc_fixed", "slru", "hazard")
-CASES = list(itertools.product(MODELS, ("eager", "lazy"), POLICIES))
+CASES = [
+    *itertools.product(MODELS, ("eager", "lazy"), POLICIES),
+    *itertools.product(["full"], ("eager", "lazy"), ["auto"]),
+]
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +105,7 @@ def converse(engine, seed):
     ("name", "mode", "policy", "seeds", "load_in_step", "with_storage"),
     [
         ("full", "lazy", "arc", range(1), False, False),
-        ("full", "eager", "slru", range(1), True, True),
+        ("full", "eager", "auto", range(1), True, True),
         ("hybrid", "eager", "lru", range(1), False, True),
         ("hybrid", "lazy", "hazard", range(1), True, False),
         *(
@@ -113,8 +118,17 @@ def converse(engine, seed):
     ],
 )
 def test_conversations_get_the_same_tokens_with_offloading(
-    make_engine, tmp_path, name, mode, policy, seeds, load_in_step, with_storage
+    make_engine,
+    monkeypatch,
+    tmp_path,
+    name,
+    mode,
+    policy,
+    seeds,
+    load_in_step,
+    with_storage,
 ):
+    monkeypatch.setattr(PolicyChoice, "choose", change_in_turn)
     alone = make_engine(name)
     offloading = make_engine(
         name,
@@ -135,4 +149,6 @@ def test_conversations_get_the_same_tokens_with_offloading(
     assert alone.num_preemptions + offloading.num_preemptions > 0
     assert offloading.worker.blocks_loaded > 0
     assert offloading.worker.num_in_flight == 0
+    if policy == "auto":
+        assert offloading.offload.num_policy_changes > 8
     offloading.close()

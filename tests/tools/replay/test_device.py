@@ -10,9 +10,11 @@ import pytest
 
 from jaxkv.keys.packed import words_to_keys
 from jaxkv.policies import policy_names
+from jaxkv.scheduling import auto
 from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, SchedulerOutput
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.scheduler import OffloadScheduler
+from jaxkv.scheduling.stores import StorePause
 from jaxkv.search.tiers import find_cached_prefix
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tools.replay.admission import Admission, find_admitted
@@ -22,6 +24,7 @@ from jaxkv.tools.replay.run import OPTIMUM, replay, sweep
 from jaxkv.tools.replay.synthetic import make_synthetic_trace
 from jaxkv.tools.replay.traces import keys_of, make_trace, read_trace
 from jaxkv.types import STOPS
+from tests.rigs.traffic import auto_at_once
 
 SIZE = 16
 
@@ -158,6 +161,24 @@ def test_every_request_finds_what_it_finds_in_a_real_engine(policy):
         assert result.stores_by_request.sum() == engine.scheduler.stats.num_stored
         totals += (local.sum(), host.sum(), num_refused)
     assert totals.all(), "each kind must have come up"
+
+
+def test_auto_finds_what_it_finds_in_a_real_engine(monkeypatch):
+    for name, value in auto_at_once().items():
+        monkeypatch.setattr(auto, name, value)
+    # No replay pauses stores.
+    monkeypatch.setattr(StorePause, "leaves_out", lambda *_: False)
+    num_changes = 0
+    for seed, (device_blocks, capacity) in enumerate([(25, 60), (90, 30), (64, 400)]):
+        trace = make_mixed_trace(seed)
+        engine = Engine(trace, "auto", capacity, device_blocks)
+        served = [engine.serve(number) for number in range(trace.num_requests)]
+        host = [found for _, found in served]
+        device = find_on_device(trace, device_blocks)
+        result = replay("auto", trace, capacity, device=device)
+        assert (result.hits_by_request - device.hits).tolist() == host
+        num_changes += engine.scheduler.num_policy_changes
+    assert num_changes > 2
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc", "hazard"])

@@ -1,0 +1,252 @@
+"""How much does `cache_policy="auto"` find, and how long does a change-over take?
+
+found: tokens of prompts that are found as part of a prefix, in percent, for each policy
+    that `auto` chooses from and for `auto`: on each trace, and on the traces one after
+    another; by the host's share of the trace's blocks. Beside it, how far `auto` falls
+    behind the best of them, and behind LRU in the worst tenth of the requests.
+restart: tokens that `hazard` finds in the second half of each trace if its host is
+    emptied half way: while it remembers all else; with what a `policy_state` file
+    keeps; with nothing.
+change: processor time of this thread for a change-over of a full host, with what a
+    shadow has learned, by the blocks of the host and the policies.
+
+    python benchmarks/auto.py [--traces FILE ...] [--shares PERCENT ...]
+        [--blocks N ...] [--device-blocks N] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import pathlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common import (
+    ROOT,
+    make_parser,
+    quartiles,
+    random_keys,
+    show_machine,
+    write_figures,
+)
+from jaxkv.keys.packed import PackedKeys, keys_to_words
+from jaxkv.policies import get_policy_maker, make_hazard
+from jaxkv.policies.registry import AUTO
+from jaxkv.scheduling.auto import CANDIDATES, with_candidates
+from jaxkv.scheduling.shadows import Shadows
+from jaxkv.tiers.change_over import change_over, resume
+from jaxkv.tiers.executors import make_executor
+from jaxkv.tools.replay.device import find_on_device
+from jaxkv.tools.replay.run import ReplayResult, replay
+from jaxkv.tools.replay.traces import Trace, keys_of, read_trace
+from shadows import BLOCKS_A_REQUEST, serve
+
+PARTS = 10
+ROUNDS = 15
+
+
+def one_after_another(traces: Sequence[Trace]) -> Trace:
+    """Join traces whose blocks have nothing in common."""
+    first, *others = traces
+    for other in others:
+        assert first.input_tokens is not None
+        assert other.input_tokens is not None
+        start_ms = first.time_ms[-1] + 1000.0
+        first = dataclasses.replace(
+            first,
+            name=f"{first.name}, then {other.name}",
+            ids=np.concatenate([first.ids, other.ids + first.num_unique_blocks]),
+            offsets=np.concatenate(
+                [first.offsets, other.offsets[1:] + first.offsets[-1]]
+            ),
+            time_ms=np.concatenate([first.time_ms, other.time_ms + start_ms]),
+            input_tokens=np.concatenate([first.input_tokens, other.input_tokens]),
+            num_unique_blocks=first.num_unique_blocks + other.num_unique_blocks,
+            output_tokens=np.concatenate([first.output_tokens, other.output_tokens]),
+            stops=np.concatenate([first.stops, other.stops]),
+        )
+    return first
+
+
+def percent_by_part(trace: Trace, result: ReplayResult) -> list[float]:
+    """Give the tokens found in each tenth of the requests, in percent of its own."""
+    assert trace.input_tokens is not None
+    tokens = np.minimum(result.hits_by_request * trace.block_size, trace.input_tokens)
+    found = np.array_split(tokens, PARTS)
+    asked = np.array_split(trace.input_tokens, PARTS)
+    rows = zip(found, asked, strict=True)
+    return [100 * float(own.sum() / of.sum()) for own, of in rows]
+
+
+def compare(
+    trace: Trace, shares: list[float], device_blocks: int
+) -> Iterator[dict[str, Any]]:
+    """Replay a trace with each policy and with `auto`, for each size."""
+    device = find_on_device(trace, device_blocks) if device_blocks else None
+    for share in shares:
+        capacity = max(round(trace.num_unique_blocks * share / 100), 1)
+        found, parts = {}, {}
+        for policy in (*CANDIDATES, AUTO):
+            result = replay(policy, trace, capacity, device=device)
+            ratio = result.token_hit_ratio
+            assert ratio is not None
+            found[policy] = 100 * ratio
+            parts[policy] = percent_by_part(trace, result)
+        best = max(found[policy] for policy in CANDIDATES)
+        rows = zip(parts[AUTO], parts["lru"], strict=True)
+        yield {
+            "trace": trace.name,
+            "share": share,
+            "blocks": capacity,
+            "device_blocks": device_blocks,
+            "found": found,
+            "off_best": found[AUTO] - best,
+            "worst_tenth_off_lru": min(own - lru for own, lru in rows),
+            "parts": parts,
+        }
+
+
+def restart(trace: Trace, capacity: int, kept: str) -> NDArray[np.int64]:
+    """Replay a trace, and empty the host half way; count the blocks found, i64[R]."""
+    policy = make_hazard(capacity, max(int(trace.num_blocks.max()), 2))
+    host = make_executor(policy)
+    num_hits = np.zeros(trace.num_requests, np.int64)
+    for request in range(trace.num_requests):
+        if request == trace.num_requests // 2:
+            old, host = host.state.policy, make_executor(policy)
+            if kept == "the file":
+                host = resume(host, policy, "native", old.reuse)
+            elif kept == "all else":
+                names = "ghosts", "reuse", "now_ms", "is_told", "num_begun", "current"
+                fields = {name: getattr(old, name) for name in names}
+                own = dataclasses.replace(host.state.policy, **fields)
+                state = dataclasses.replace(host.state, policy=own)
+                host = make_executor(policy, state=state)
+        first = trace.offsets[request]
+        keys = keys_of(trace.ids[first : trace.offsets[request + 1]][:capacity])
+        positions = np.arange(len(keys), dtype=np.int32)
+        if not len(keys):
+            continue
+        time_ms = int(trace.time_ms[request])
+        assert trace.input_tokens is not None
+        told = keys, positions, time_ms
+        mark = host.begin(*told, int(trace.input_tokens[request]))
+        step = host.request_step(keys)
+        host.touch(keys)
+        host.complete_step(step.block_ids, step.num_hits)
+        output, stop = int(trace.output_tokens[request]), int(trace.stops[request])
+        host.finish(*told, output, stop, mark)
+        num_hits[request] = step.num_hits
+    return num_hits
+
+
+def compare_restarts(trace: Trace, shares: list[float]) -> Iterator[dict[str, Any]]:
+    """Compare what is found after a restart, in all and in the first tenth."""
+    assert trace.input_tokens is not None
+    half = trace.num_requests // 2
+    asked = trace.input_tokens[half:]
+    for share in shares:
+        capacity = max(round(trace.num_unique_blocks * share / 100), 1)
+        found, first = {}, {}
+        for kept in ("all else", "the file", "nothing"):
+            num_hits = restart(trace, capacity, kept)[half:]
+            tokens = np.minimum(num_hits * trace.block_size, asked)
+            end = len(tokens) // PARTS
+            found[kept] = 100 * float(tokens.sum() / asked.sum())
+            first[kept] = 100 * float(tokens[:end].sum() / asked[:end].sum())
+        yield {
+            "trace": trace.name,
+            "share": share,
+            "found": found,
+            "found_in_first_tenth": first,
+        }
+
+
+def time_change_overs(num_blocks: int) -> Iterator[dict[str, Any]]:
+    """Time the change-over of a full host, for each pair of policies."""
+    rng = np.random.default_rng(0)
+    shadows = Shadows(with_candidates(()), num_blocks, 16)
+    policies = {
+        name: get_policy_maker(name)(num_blocks, max(4096, 2 * num_blocks))
+        for name in CANDIDATES
+    }
+    hosts = {name: make_executor(policy) for name, policy in policies.items()}
+    for number in range(num_blocks // BLOCKS_A_REQUEST + 1):
+        keys = random_keys(rng, BLOCKS_A_REQUEST)
+        packed = PackedKeys(keys, keys_to_words(keys))
+        serve(shadows, f"{number}", packed, 1000 * number)
+        for host in hosts.values():
+            step = host.request_step(packed.words)
+            host.complete_step(step.block_ids, step.num_hits)
+    for old, new in itertools.permutations(CANDIDATES, 2):
+        spent_ms = []
+        for _ in range(ROUNDS):
+            start_s = time.thread_time()
+            learned, scale = shadows.learned_by(new)
+            change_over(
+                hosts[old], policies[old], policies[new], learned=learned, scale=scale
+            )
+            spent_ms.append(1e3 * (time.thread_time() - start_s))
+        yield {
+            "blocks": num_blocks,
+            "from": old,
+            "to": new,
+            "ms": quartiles(spent_ms),
+            "most_ms": max(spent_ms[1:]),
+        }
+
+
+def main() -> None:
+    """Measure, print and write the figures if asked to."""
+    parser = make_parser(__doc__)
+    folder = ROOT.parent / "shared" / "traces"
+    names = "mooncake_conversation", "cc_agentic_a"
+    files = [folder / f"{name}.jsonl.gz" for name in names]
+    parser.add_argument("--traces", type=pathlib.Path, nargs="*", default=files)
+    parser.add_argument("--shares", type=float, nargs="+", default=[1, 3, 10, 30])
+    parser.add_argument("--blocks", type=int, nargs="*", default=[1 << 16, 1 << 20])
+    parser.add_argument("--device-blocks", type=int, default=0)
+    args = parser.parse_args()
+    figures: dict[str, Any] = {"machine": show_machine()}
+    figures |= {"change": [], "restart": [], "found": []}
+    for num_blocks in args.blocks:
+        for row in time_change_overs(num_blocks):
+            figures["change"].append(row)
+            print(
+                f"{num_blocks:9,} blocks, {row['from']:6} to {row['to']:6}: quartiles "
+                f"{' '.join(f'{each:.1f}' for each in row['ms'])} ms, at most "
+                f"{row['most_ms']:.1f}",
+                flush=True,
+            )
+    traces = list(map(read_trace, args.traces))
+    for trace in traces:
+        for row in compare_restarts(trace, args.shares):
+            figures["restart"].append(row)
+            first = row["found_in_first_tenth"]
+            found = ", ".join(
+                f"{own:.2f} ({first[kept]:.2f} in the first tenth) with {kept}"
+                for kept, own in row["found"].items()
+            )
+            print(f"{row['trace']:22} {row['share']:4g} %: {found}", flush=True)
+    if len(traces) > 1:
+        traces.append(one_after_another(traces))
+    for trace in traces:
+        for row in compare(trace, args.shares, args.device_blocks):
+            figures["found"].append(row)
+            found = "  ".join(f"{name} {own:.2f}" for name, own in row["found"].items())
+            print(
+                f"{row['trace']:22} {row['share']:4g} %: {found}; auto is "
+                f"{row['off_best']:+.2f} from the best, and in the worst tenth "
+                f"{row['worst_tenth_off_lru']:+.2f} from lru",
+                flush=True,
+            )
+    write_figures(args.json, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""What `hazard` has learned, in a file: a restarted engine goes on with it.
+
+The file has counts of how soon blocks of each class of request were used again, and
+nothing about any block: no key, no hash of one. Of what else the policy knows, what it
+knows of blocks goes with the blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jaxkv._util import shown
+from jaxkv.policies import reuse
+from jaxkv.policies.hazard import NUM_CLASSES
+from jaxkv.policies.reuse import MOST, NUM_BINS, UNIT, ReuseTable
+
+SAVE_EVERY_MS = 600_000
+
+_FORMAT = "jaxkv policy state 1"
+_MOST_BYTES = 1 << 22
+
+_LOG = logging.getLogger("jaxkv")
+
+
+class PolicyStateFile:
+    """Reads what was learned before, and writes what has been learned by now.
+
+    Args:
+        path: The file.
+        num_host_blocks: Blocks of the host tier.
+        block_size: Tokens in a block.
+        learned: Returns what has been learned. It must not hold a reference to the
+            scheduler, which could not be freed then.
+
+    Attributes:
+        learned: As given.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        num_host_blocks: int,
+        block_size: int,
+        learned: Callable[[], ReuseTable],
+    ) -> None:
+        self._path = os.path.realpath(path)
+        self._facts = {
+            "format": _FORMAT,
+            "policy": "hazard",
+            "host_blocks": num_host_blocks,
+            "block_size": block_size,
+            "unit": UNIT,
+        }
+        self.learned = learned
+        self._next_ms: int | None = None
+        self._has_failed = False
+
+    def read(self) -> ReuseTable | None:
+        """Read what was learned before; None if there is no file yet.
+
+        Raises:
+            ValueError: It is of another policy, size or version, or broken.
+            OSError: It cannot be read.
+        """
+        try:
+            with open(self._path, "rb") as file:
+                content = file.read(_MOST_BYTES)
+        except FileNotFoundError:
+            return None
+        try:
+            fields = json.loads(content)
+            facts = {name: fields[name] for name in self._facts}
+            touches = _counts(fields["touches"], (NUM_CLASSES,))
+            reuses = _counts(fields["reuses"], (NUM_CLASSES, NUM_BINS))
+        except (KeyError, TypeError, ValueError, RecursionError):
+            raise self._error("is not whole, or no such file") from None
+        if facts != self._facts:
+            raise self._error(f"is of {facts}, and must be of {self._facts}")
+        return reuse.from_counts(touches, reuses)
+
+    def note(self, now_ms: int) -> None:
+        """Take note of the time; save what is due."""
+        if self._next_ms is None:
+            self._next_ms = now_ms + SAVE_EVERY_MS
+        if now_ms >= self._next_ms:
+            self._next_ms = now_ms + SAVE_EVERY_MS
+            self.save()
+
+    def save(self) -> None:
+        """Write what has been learned in place of the file, at once or not at all."""
+        table = self.learned()
+        counts = {
+            name: np.asarray(getattr(table, name)).tolist()
+            for name in ("touches", "reuses")
+        }
+        draft = f"{self._path}.{secrets.token_hex(8)}"
+        is_new = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        try:
+            fd = os.open(draft, is_new, 0o600)
+            try:
+                with os.fdopen(fd, "w", encoding="ascii") as file:
+                    json.dump(self._facts | counts, file)
+                os.replace(draft, self._path)
+            except BaseException:
+                os.unlink(draft)
+                raise
+        except OSError as error:
+            if not self._has_failed:
+                _LOG.warning(
+                    "policy_state=%s cannot be written: %s. This is said once.",
+                    shown(self._path),
+                    error,
+                )
+            self._has_failed = True
+
+    def _error(self, why: str) -> ValueError:
+        return ValueError(
+            f"policy_state={shown(self._path)} {why}: remove it, or name another file."
+        )
+
+
+def _counts(listed: Any, shape: tuple[int, ...]) -> Any:
+    """Check counts, and make i32[shape] of them."""
+    counts = np.array(listed)
+    if counts.shape != shape or counts.dtype.kind != "i":
+        raise ValueError(f"{counts.shape} of {counts.dtype}")
+    if counts.min() < 0 or counts.sum() > 2 * MOST:
+        raise ValueError("counts out of range")
+    return counts.astype(np.int32)

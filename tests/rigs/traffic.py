@@ -1,0 +1,67 @@
+"""An engine with random requests that overlap, for what watches a scheduler."""
+
+import hashlib
+import random
+
+from jaxkv.scheduling import auto
+from tests.rigs.offload_rig import BLOCK_SIZE, Rig, make_request
+
+
+def auto_at_once():
+    """Constants of `jaxkv.scheduling.auto` with which it changes at whatever lead."""
+    shares = {"SHARE_OF_HOST": 0.0, "LEAST_SHARE": 0.0}
+    return {"CHECK_EVERY": 4, "PATIENCE": 1, **shares}
+
+
+def change_in_turn(choice):
+    """Stand for `PolicyChoice.choose`: put the next policy in place at each request."""
+    choice.num_changes += 1
+    choice.policy = auto.CANDIDATES[choice.num_changes % len(auto.CANDIDATES)]
+    return choice.policy
+
+
+class Traffic:
+    """An engine with requests that overlap, at random."""
+
+    def __init__(self, seed, **options):
+        self.rng = random.Random(seed)
+        self.now_s = 0.0
+        self.rig = Rig(clock=lambda: self.now_s, **options)
+        self.num_made = 0
+
+    def path(self):
+        """A prefix that others share, as chats do."""
+        rng = self.rng
+        head = rng.choices(range(12), weights=range(12, 0, -1))[0]
+        return [head, *(rng.randrange(2) for _ in range(rng.randrange(6)))]
+
+    def act(self):
+        rng, rig = self.rng, self.rig
+        self.now_s += rng.expovariate(1.0)
+        action = rng.random()
+        running = [own for own in rig.requests.values() if not own.loading_tokens]
+        if action < 0.3 and rig.pool.num_free > 7:
+            self.num_made += 1
+            extra = rng.randrange(1, BLOCK_SIZE)
+            request = make_request(f"{self.num_made}", *self.path(), extra_tokens=extra)
+            (keys,) = request.block_keys_by_group
+            keys[:] = [hashlib.sha256(key).digest() for key in keys]
+            rig.admit(request)
+        elif action < 0.6:
+            tokens = {own.request_id: rng.randrange(1, 13) for own in running}
+            rig.step(tokens=tokens)
+        elif action < 0.7 and rig.stores:
+            rig.store_arrives(ok=rng.random() < 0.9)
+        elif action < 0.8 and rig.loads:
+            rig.load_arrives(ok=rng.random() < 0.9)
+        elif action < 0.95 and rig.requests:
+            rig.finish(rng.choice(list(rig.requests)))
+        elif action < 0.98 and rig.requests:
+            rig.preempt(rng.choice(list(rig.requests)))
+        elif action > 0.999:
+            rig.scheduler.reset()
+
+    def run(self, num):
+        for _ in range(num):
+            self.act()
+        return self.rig.scheduler

@@ -1,0 +1,214 @@
+"""`auto` serves with the policy whose shadow is ahead for long enough."""
+
+import logging
+
+import pytest
+
+from jaxkv import ConfigError, OffloadConfig, OffloadingManager
+from jaxkv.scheduling import auto, shadows
+from jaxkv.scheduling.auto import CANDIDATES, PolicyChoice
+from jaxkv.scheduling.key_sample import NUM_GROUPS, KeySample
+from tests.rigs.offload_rig import BLOCK_SIZE, HYBRID, Rig, modes
+from tests.rigs.traffic import Traffic, auto_at_once, change_in_turn
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    """Change at whatever lead, so that few requests are enough."""
+    for name, value in auto_at_once().items():
+        monkeypatch.setattr(auto, name, value)
+
+
+class Found:
+    """What shadows have found, made up."""
+
+    def __init__(self, bits=None, num_host_blocks=1000):
+        self.num_host_blocks = num_host_blocks
+        self.sample = None if bits is None else KeySample(bits, 1000)
+        self.num_requests = 0
+        self.asked = [0] * NUM_GROUPS
+        self.found = {name: [0] * NUM_GROUPS for name in CANDIDATES}
+
+    @property
+    def num_asked_of_sample(self):
+        return list(self.asked)
+
+    def num_found_of_sample(self, policy):
+        return list(self.found[policy])
+
+    def serve(self, choice, num_looks, **found):
+        """Serve requests of 16 blocks, which find this on average; list the changes."""
+        changes = []
+        for number in range(num_looks * auto.CHECK_EVERY):
+            self.num_requests += 1
+            self.asked[number % NUM_GROUPS] += 16
+            for name, own in found.items():
+                own = own[number % NUM_GROUPS] if isinstance(own, list) else own
+                self.found[name][number % NUM_GROUPS] += own
+            if (policy := choice.choose()) is not None:
+                changes.append((self.num_requests, policy))
+        return changes
+
+
+def test_a_policy_that_is_ahead_for_long_enough_takes_over(caplog):
+    caplog.set_level(logging.INFO, "jaxkv")
+    found = Found()
+    choice = PolicyChoice(found)
+    assert choice.policy == CANDIDATES[0] == "hazard"
+    assert not found.serve(choice, 30, hazard=8, lru=8, slru=7)
+    assert not found.serve(choice, auto.PATIENCE - 1, hazard=6, lru=8, slru=7)
+    start = found.num_requests
+    assert found.serve(choice, 1, hazard=6, lru=8, slru=7) == [
+        (start + auto.CHECK_EVERY, "lru")
+    ]
+    assert (choice.policy, choice.num_changes) == ("lru", 1)
+    assert caplog.messages == [
+        "lru in place of hazard from now on: of what the last 512 requests asked of "
+        "the host it would have found 12.5% more"
+    ]
+    # It is as long before another one does.
+    start = found.num_requests
+    ((changed, policy),) = found.serve(choice, 60, hazard=6, lru=8, slru=11)
+    assert policy == "slru"
+    assert changed == start + auto.PATIENCE * auto.CHECK_EVERY
+    ((_, policy),) = found.serve(choice, 100, hazard=9, lru=8, slru=7)
+    assert (policy, choice.num_changes) == ("hazard", 3)
+
+
+def test_a_lead_that_comes_and_goes_changes_nothing():
+    found = Found()
+    choice = PolicyChoice(found)
+    for _ in range(20):
+        assert not found.serve(choice, auto.PATIENCE - 1, hazard=7, lru=8, slru=0)
+        assert not found.serve(choice, auto.PATIENCE, hazard=14, lru=7, slru=0)
+    # A lead of less than one in 200, however long.
+    assert not found.serve(choice, 200, hazard=[8] * 16, lru=[9] + [8] * 15)
+
+
+def test_the_larger_the_host_the_more_a_lead_must_have_brought():
+    found = Found(num_host_blocks=1 << 17)
+    choice = PolicyChoice(found)
+    needed = auto.SHARE_OF_HOST * found.num_host_blocks
+    ((changed, _),) = found.serve(choice, 150, hazard=7, lru=8, slru=7)
+    assert needed < changed <= needed + auto.CHECK_EVERY
+
+
+def test_a_lead_within_its_error_changes_nothing():
+    # 4 groups are far ahead and the others behind: it may be chance.
+    uneven = [16] * 4 + [6] * 12
+    for bits, expected in ((None, ["lru"]), (5, [])):
+        found = Found(bits)
+        choice = PolicyChoice(found)
+        changes = found.serve(choice, 40, hazard=8, lru=uneven)
+        assert [policy for _, policy in changes] == expected
+    # As much everywhere is not.
+    found = Found(5)
+    assert found.serve(PolicyChoice(found), 40, hazard=16, lru=17)
+
+
+@modes
+@pytest.mark.parametrize("full_blocks", [10, 2048])
+def test_an_engine_finds_what_is_right_through_all_changes(
+    mode, full_blocks, monkeypatch
+):
+    monkeypatch.setattr(shadows, "FULL_BLOCKS", full_blocks)
+    monkeypatch.setattr(PolicyChoice, "choose", change_in_turn)
+    traffic = Traffic(
+        3,
+        mode=mode,
+        policy="auto",
+        device_blocks=28,
+        host_blocks=20,
+        max_num_batched_tokens=16,
+    )
+    traffic.rig.scheduler.warm_up()
+    scheduler = traffic.run(4000)
+    assert scheduler.num_policy_changes > 200
+    outlook = scheduler.outlook()
+    assert outlook.policy == scheduler.serving_policy
+    told = f"with {outlook.policy} (auto, {outlook.num_changes} change"
+    assert told in outlook.sentence
+    assert {own.policy for own in outlook.shadows} == set(CANDIDATES)
+    assert scheduler.stats.num_host_hit_tokens > 200
+    rig = traffic.rig
+    rig.settle()
+    for name in list(rig.requests):
+        rig.finish(name)
+    rig.check_nothing_leaked()
+
+
+def test_engines_that_are_told_the_same_times_change_at_the_same_request(hasty):
+    def history(executor_clock):
+        traffic = Traffic(3, policy="auto", device_blocks=28, host_blocks=20)
+        traffic.rig.scheduler.delays.clock = executor_clock
+        changes = []
+        for _ in range(2500):
+            traffic.act()
+            scheduler = traffic.rig.scheduler
+            changes.append((scheduler.serving_policy, scheduler.stats.num_evicted))
+        return changes
+
+    first = history(lambda: 0.0)
+    assert first == history(lambda: 7.0)
+    assert len({policy for policy, _ in first}) > 1
+
+
+def test_a_policy_that_was_shadowed_anyway_is_shadowed_once():
+    rig = Rig(policy="auto", shadow="lru*1,2;arc*1")
+    named = [(own.policy, own.num_blocks) for own in rig.scheduler.shadow_counts]
+    assert named == [
+        ("lru", 16),
+        ("lru", 32),
+        ("arc", 16),
+        ("hazard", 16),
+        ("slru", 16),
+    ]
+
+
+def test_stores_pause_while_no_shadow_finds_anything_and_go_on_when_one_does():
+    rig = Rig(policy="auto", host_blocks=8, device_blocks=12)
+    scheduler = rig.scheduler
+    for n in range(20):
+        rig.run(rig.request(f"{n}", n, n + 100))
+    assert scheduler.is_storing_paused
+    # One that was not stored, as its shadow was: no request has found it.
+    rig.run(rig.request("again", 19, 119))
+    assert scheduler.stats.num_host_hit_tokens == 0
+    rig.forget_device()
+    rig.run(rig.request("once more", 19, 119))
+    rig.run(rig.request("new", 50, 51))
+    assert not scheduler.is_storing_paused
+
+
+@pytest.mark.parametrize(
+    ("rules", "match"),
+    [
+        ({"retention": True}, "cache_policy='auto' and retention=True exclude"),
+        (
+            {"blocks_per_host_block": 2},
+            "cache_policy='auto' and blocks_per_host_block=2 exclude",
+        ),
+    ],
+)
+def test_what_shadows_do_not_see_is_refused(rules, match):
+    with pytest.raises(ConfigError, match=match):
+        Rig(policy="auto", **rules)
+    with pytest.raises(ConfigError, match=match):
+        OffloadConfig(cache_policy="auto", **rules)
+
+
+def test_models_of_which_shadows_do_not_see_all_are_refused():
+    with pytest.raises(ValueError, match="'auto' needs a model with one group"):
+        Rig(policy="auto", groups=HYBRID)
+
+
+def test_on_evict_is_refused():
+    with pytest.raises(ConfigError, match="on_evict' needs cache_policy='lru'"):
+        Rig(policy="auto", num_storage_blocks=8, storage_write="on_evict")
+    with pytest.raises(ConfigError, match="on_evict' needs cache_policy='lru'"):
+        OffloadConfig(cache_policy="auto", storage="kv", storage_write="on_evict")
+
+
+def test_a_tier_without_requests_refuses_it():
+    with pytest.raises(ValueError, match="'auto' needs an OffloadScheduler"):
+        OffloadingManager(BLOCK_SIZE, 8, cache_policy="auto")

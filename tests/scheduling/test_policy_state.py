@@ -1,0 +1,160 @@
+"""What `hazard` has learned outlives the engine; a file not its own is refused."""
+
+import gc
+import json
+import logging
+import stat
+
+import jax
+import numpy as np
+import pytest
+
+from jaxkv import OffloadConfig
+from jaxkv.policies.hazard import NUM_CLASSES
+from jaxkv.scheduling import policy_state
+from jaxkv.scheduling.policy_state import PolicyStateFile
+from jaxkv.scheduling.scheduler import OffloadScheduler
+from tests.rigs.traffic import Traffic
+
+
+@pytest.fixture
+def path(tmp_path):
+    return str(tmp_path / "learned.json")
+
+
+def make(path, policy="hazard", num_host_blocks=20, **more):
+    return OffloadScheduler(4, num_host_blocks, policy, policy_state=path, **more)
+
+
+def learned(scheduler):
+    return jax.tree.map(np.array, scheduler._manager.executor.state.policy.reuse)
+
+
+def served(path, policy="hazard"):
+    """What an engine has learned when it ends; its file is written then."""
+    traffic = Traffic(
+        1, policy=policy, device_blocks=28, host_blocks=20, policy_state=path
+    )
+    scheduler = traffic.run(1000)
+    if policy == "auto":
+        scheduler._manager.change_policy("lru")
+    scheduler._policy_state.save()
+    return scheduler
+
+
+@pytest.mark.parametrize("executor", ["native", "xla"])
+def test_an_engine_goes_on_with_what_another_has_learned(path, executor):
+    before = learned(served(path))
+    after = make(path, executor=executor)
+    assert before.touches.sum() > 1000
+    own = learned(after)
+    for name in ("touches", "reuses"):
+        np.testing.assert_array_equal(getattr(own, name), getattr(before, name))
+    # The index is that of the counts, which the policy makes once in 64 requests.
+    assert (own.index != learned(make(None)).index).any()
+    with open(path) as file:
+        assert set(json.load(file)) - {"touches", "reuses"} == {
+            "format",
+            "policy",
+            "host_blocks",
+            "block_size",
+            "unit",
+        }
+
+
+def test_with_auto_its_shadow_learns_while_another_serves_and_goes_on_too(path):
+    shadows = served(path, "auto")._shadows
+    executor, _ = shadows.learned_by("hazard")
+    after = make(path, "auto")
+    for own in (after._manager.executor, after._shadows.learned_by("hazard")[0]):
+        np.testing.assert_array_equal(
+            own.state.policy.reuse.touches, executor.state.policy.reuse.touches
+        )
+
+
+@pytest.mark.parametrize("policy", ["hazard", "auto"])
+def test_a_reset_forgets_blocks_and_not_what_was_learned(path, policy):
+    traffic = Traffic(1, policy=policy, policy_state=path)
+    scheduler = traffic.run(300)
+    traffic.rig.settle()
+    before = scheduler._policy_state.learned()
+    assert before.touches.any()
+    assert scheduler.reset()
+    assert scheduler.num_host_blocks_held == 0
+    after = scheduler._policy_state.learned()
+    np.testing.assert_array_equal(before.touches, after.touches)
+
+
+def test_it_is_written_now_and_then_and_when_the_engine_ends(path, monkeypatch):
+    monkeypatch.setattr(policy_state, "SAVE_EVERY_MS", 60_000)
+    saved = []
+    monkeypatch.setattr(PolicyStateFile, "save", lambda _: saved.append(1))
+    traffic = Traffic(1, policy="hazard", policy_state=path)
+    traffic.run(500)
+    assert 3 < len(saved) < 12
+    num_saved = len(saved)
+    del traffic
+    gc.collect()
+    assert len(saved) == num_saved + 1
+
+
+def test_only_its_owner_may_read_it_and_no_draft_is_left(path, tmp_path):
+    make(path)._policy_state.save()
+    assert stat.S_IMODE((tmp_path / "learned.json").stat().st_mode) == 0o600
+    assert [own.name for own in tmp_path.iterdir()] == ["learned.json"]
+
+
+def test_a_disk_that_takes_nothing_is_a_line_in_the_log(tmp_path, caplog):
+    scheduler = make(str(tmp_path / "no such folder" / "file"))
+    with caplog.at_level(logging.WARNING, "jaxkv"):
+        scheduler._policy_state.save()
+        scheduler._policy_state.save()
+    (line,) = caplog.messages
+    assert "cannot be written" in line
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"host_blocks": 21}, "is of .*'host_blocks': 21.* must be of .*: 20"),
+        ({"policy": "lru"}, "is of .*'policy': 'lru'"),
+        ({"format": "jaxkv policy state 2"}, "policy state 2"),
+        ({"touches": [1] * (NUM_CLASSES - 1)}, "is not whole"),
+        ({"touches": [-1] * NUM_CLASSES}, "is not whole"),
+        ({"touches": [1 << 40] * NUM_CLASSES}, "is not whole"),
+        ({"touches": [0.5] * NUM_CLASSES}, "is not whole"),
+        ({"reuses": "none"}, "is not whole"),
+    ],
+)
+def test_a_file_of_another_policy_size_or_version_is_refused(path, change, match):
+    make(path)._policy_state.save()
+    with open(path) as file:
+        fields = json.load(file)
+    with open(path, "w") as file:
+        json.dump(fields | change, file)
+    with pytest.raises(ValueError, match=f"policy_state=.*{match}.*remove it"):
+        make(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b"[" * 100_000, b"{}"])
+def test_what_is_no_such_file_is_refused(path, content):
+    with open(path, "wb") as file:
+        file.write(content)
+    with pytest.raises(ValueError, match="is not whole, or no such file"):
+        make(path)
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_policies_that_learn_nothing_are_refused(path, policy):
+    with pytest.raises(ValueError, match="needs cache_policy='hazard' or 'auto'"):
+        make(path, policy)
+    config = OffloadConfig(policy_state=path, cache_policy=policy, num_host_blocks=8)
+    with pytest.raises(ValueError, match="needs cache_policy='hazard' or 'auto'"):
+        config.make_scheduler(4)
+
+
+def test_several_processes_are_refused(path, monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="is for one process"):
+        make(path, policy_clock=lambda: 1.0)
