@@ -172,6 +172,15 @@ class RuleSettings(Settings):
         unit="host blocks",
         least=1,
     )
+    storage_probe_s: float | None = settings.seconds(
+        None,
+        "scheduler",
+        "How long a request waits while the store is asked for blocks that others may "
+        "have just written ([storage.md](storage.md#other-engines)); 0 never asks. "
+        "`null`: 0.005 in a folder, Redis or memory, 0 in a bucket.",
+        or_none=True,
+        or_zero=True,
+    )
     retention: bool = settings.flag(
         False,
         "scheduler",
