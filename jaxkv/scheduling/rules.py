@@ -175,9 +175,9 @@ class RuleSettings(Settings):
     storage_probe_s: float | None = settings.seconds(
         None,
         "scheduler",
-        "How long a request waits while the store is asked for blocks that others may "
-        "have just written ([storage.md](storage.md#other-engines)); 0 never asks. "
-        "`null`: 0.005 in a folder, Redis or memory, 0 in a bucket.",
+        "How long a request waits while the store is asked for what [others have "
+        "written](storage.md#other-engines); 0: it is not asked. `null`: 0.005, but 0 "
+        "for a bucket.",
         or_none=True,
         or_zero=True,
     )
