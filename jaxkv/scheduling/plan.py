@@ -38,9 +38,11 @@ None if it is not slower, as far as is known."""
 
 _PROBE_INTERVAL = 32
 # Of the time that it would take to compute what a tier is asked for, the part that a
-# request may wait for the answer; and of that, the most blocks that it is asked for.
+# request may wait for the answer.
 _SHARE_WAITED = 0.1
-_MOST_PROBED = 1024
+# Blocks of each group that it is asked for at a time, or as many as can be fetched, if
+# that is more: a request gets no more of it.
+_MOST_PROBED = 256
 _MOST_PROBES = 64  # That are not over.
 
 
@@ -378,9 +380,10 @@ def find_probe(
     match = search(groups, keys, max_tokens, (*sources, perhaps))
     runs: list[list[BlockKey]] = []
     starts, num_rows = [], 0
+    most = max(_MOST_PROBED, own.most_fetched)
     each = _lacking(groups, match, len(sources), num_computed_tokens)
     for spec, of_group, missing in zip(groups, keys, each, strict=True):
-        rows = np.unique(missing // factor)[:_MOST_PROBED].tolist()
+        rows = np.unique(missing // factor)[:most].tolist()
         if rows:
             num_rows += len(rows)
             starts.append(rows[0] * factor * spec.block_size)

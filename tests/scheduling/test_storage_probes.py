@@ -53,6 +53,7 @@ class ProbedRig(StoreRig):
         num = 0
         while (offer := self.offer(request))[0] is None:
             num += sum(len(moves.probes) for moves in self.step().below)
+            assert num < 9, "it asks without end"
             self.answer()
         return offer[0] // BLOCK_SIZE, num
 
@@ -198,6 +199,13 @@ def test_no_more_is_asked_than_has_an_answer_to_come():
     assert offers == [(None, False)] * 64 + [(0, False)]
 
 
+def test_a_long_prompt_is_asked_for_as_far_as_it_may_be_fetched():
+    rig = ProbedRig()
+    rig.offer(make_request("a", *range(300)))
+    rig.step()
+    assert rig.probes()[0].runs == (tuple(make_keys(*range(256))),)
+
+
 def test_a_full_index_makes_room_for_what_is_asked_for():
     rig = ProbedRig(*make_keys(1, 2, 3), num_storage_blocks=4)
     others = make_keys(*range(50, 56))
@@ -207,6 +215,13 @@ def test_a_full_index_makes_room_for_what_is_asked_for():
     assert rig.scheduler.num_storage_blocks_held == 4
     # Three that were left out are in the index, and three others are not.
     assert rig.scheduler.num_storage_blocks_left_out == 5
+
+
+def test_a_request_does_not_ask_without_end_where_the_index_has_no_room():
+    rig = ProbedRig(*make_keys(1, 2, 3), num_storage_blocks=4)
+    rig.report(TierReport(found=tuple(make_keys(50, 51, 52, 53))))
+    rig.scheduler.below[0].tier.pin(range(4))
+    assert rig.found(make_request("a", 1, 2, 3)) == (0, 1)
 
 
 # What the worker asks, with a clock of its own.
