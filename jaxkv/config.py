@@ -73,7 +73,7 @@ from jaxkv.transfer.engine import DEFAULT_STAGING_BYTES
 from jaxkv.transfer.kernels import KERNELS, MODES, Kernel, Mode
 from jaxkv.transfer.storage.census import Bound
 from jaxkv.transfer.storage.objects import LEAST_SECRET_BYTES
-from jaxkv.transfer.storage.opening import check_kind
+from jaxkv.transfer.storage.opening import check_kind, default_probe_s
 from jaxkv.transfer.storage.store import shown_url
 from jaxkv.types import PyTree
 
@@ -299,8 +299,9 @@ class OffloadConfig(RuleSettings, _HostSettings):
         60.0,
         "storage",
         "List the store again after this time, to find what others wrote. `null`: "
-        "once.",
+        "once, 0: never.",
         or_none=True,
+        or_zero=True,
     )
     storage_secret: str | None = settings.declare(
         None,
@@ -534,6 +535,8 @@ class OffloadConfig(RuleSettings, _HostSettings):
             ValueError: `skip_slow_loads` is set and `block_bytes` is 0.
         """
         chosen = {word: getattr(self, word) for word in keys_of(RuleSettings)}
+        if self.storage is not None and self.storage_probe_s is None:
+            chosen["storage_probe_s"] = default_probe_s(self.storage)
         return OffloadRules(**chosen, block_bytes=block_bytes)
 
     def make_scheduler(

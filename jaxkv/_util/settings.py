@@ -166,15 +166,23 @@ def number(
     return declare(default, Key(scope, about, unit, expected, check, _parse_int))
 
 
-def seconds(default: _T, scope: Scope, about: str, *, or_none: bool = False) -> _T:
+def seconds(
+    default: _T,
+    scope: Scope,
+    about: str,
+    *,
+    or_none: bool = False,
+    or_zero: bool = False,
+) -> _T:
     """Declare a time."""
 
     def check(value: Any) -> float:
-        if isinstance(value, bool | str) or not 0 < value < math.inf:
+        is_right = not isinstance(value, bool | str) and 0 <= value < math.inf
+        if not is_right or not (value or or_zero):
             raise ValueError
         return float(value)
 
-    expected = "a number of seconds above 0"
+    expected = f"a number of seconds {'from 0 on' if or_zero else 'above 0'}"
     return declare(default, Key(scope, about, "s", expected, check, float, or_none))
 
 

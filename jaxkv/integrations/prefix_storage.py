@@ -23,7 +23,13 @@ from jaxkv._util import nearest
 from jaxkv.integrations.prefix_copier import PrefixCopier
 from jaxkv.integrations.prefix_layout import PrefixLayout
 from jaxkv.scheduling.boundary import Boundary, TierBelow
-from jaxkv.scheduling.plan import Gate, find_fetch, size_fetch
+from jaxkv.scheduling.plan import (
+    Gate,
+    find_fetch,
+    find_probe,
+    may_probe,
+    size_fetch,
+)
 from jaxkv.scheduling.rules import WriteRule, check_victims
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.scheduling.storage_worker import StorageWorker
@@ -48,6 +54,7 @@ class StorageKeys(TypedDict, total=False):
     max_storage_blocks: int
     storage_deadline_s: float
     storage_list_s: float | None
+    storage_probe_s: float | None
     storage_secret: str | None
 
 
@@ -185,9 +192,16 @@ class PrefixStorage:
         except BaseException:
             self.worker.close()
             raise
-        below = TierBelow(self.tier, rules.storage_write, rules.max_storage_blocks)
+        below = TierBelow(
+            self.tier,
+            rules.storage_write,
+            rules.max_storage_blocks,
+            rules.storage_probe_s or 0.0,
+        )
         self._storage = Boundary(self._groups, manager, below, rules)
         self._num_asked = 0
+        # Prefixes to fetch when it is known what the store has of them.
+        self._prefetches: dict[str, list[BlockKey]] = {}
         self._num_waiting = 0
         self._is_listed = False
         self._num_lost = 0  # As of the last `wait`.
@@ -233,11 +247,12 @@ class PrefixStorage:
         self._storage.note_asked(keys)
         self._wake.set()
         until_s = time.monotonic() + self._deadline_s
+        name = self._next_name()
         # As much as there is room for at a time.
-        while (name := self._begin(keys, min_tokens)) is not None:
+        while self._begin(name, keys, min_tokens):
             self._num_waiting += 1
             is_there = self._lock.wait_for(
-                lambda name=name: (  # type: ignore[misc]
+                lambda: (
                     not self._storage.is_awaited(name)
                     or self._is_closed
                     or not is_wanted()
@@ -247,13 +262,12 @@ class PrefixStorage:
             self._num_waiting -= 1
             self._storage.release(name)
             if not is_there or self._is_closed or not is_wanted():
-                return
+                break
+        self._storage.forget(name)
 
     def prefetch(self, keys: list[BlockKey]) -> None:
         """Begin to fetch what only the store has of a prefix; waits for nothing."""
-        name = self._begin(keys, 0)
-        if name is not None:
-            self._storage.release(name)
+        self._go_on_with(self._next_name(), keys)
 
     def reset(self) -> None:
         """Forget what the store has, and what is under way; the host was cleared."""
@@ -301,23 +315,49 @@ class PrefixStorage:
     def _is_idle(self) -> bool:
         return self._is_listed and not self._storage.has_writes
 
-    def _begin(self, keys: list[BlockKey], min_tokens: int) -> str | None:
-        """Begin to fetch a part of a prefix; None if there is nothing to wait for."""
-        if self._is_closed or not self.tier.num_held_blocks:
-            return None
-        max_tokens = len(keys) * self._groups[0].block_size
-        fetch = find_fetch(self._storage, [first_tokens(0)], [keys], max_tokens)
-        if fetch is None or fetch.num_tokens < min_tokens:
-            return None
-        self._storage.bytes_per_s = self.worker.read_bytes_per_s
-        name = str(self._num_asked)
+    def _next_name(self) -> str:
         self._num_asked += 1
-        num, speed = size_fetch(self._gate, self._storage, fetch)
-        self._gate.count(None, speed)
-        if not num or not self._storage.fetch(name, fetch, num):
-            return None
+        return str(self._num_asked)
+
+    def _go_on_with(self, name: str, keys: list[BlockKey]) -> None:
+        """Prefetch a prefix, at once or when the store has said what it has of it."""
+        if self._begin(name, keys, 0) and self._storage.is_probing(name):
+            self._prefetches[name] = keys
+        else:
+            self._storage.forget(name)
+
+    def _begin(self, name: str, keys: list[BlockKey], min_tokens: int) -> bool:
+        """Begin to fetch a part of a prefix, or to ask for it; return whether to wait.
+
+        Args:
+            name: Who asks; it has been asked for once at most.
+            keys: The prefix.
+            min_tokens: As of `bring`.
+        """
+        if self._is_closed:
+            return False
+        own, gate = self._storage, self._gate
+        own.bytes_per_s = self.worker.read_bytes_per_s
+        max_tokens = len(keys) * self._groups[0].block_size
+        nearer = [first_tokens(0)]
+        if may_probe(own, own.probing.get(name)) and max_tokens >= min_tokens:
+            probe, speed = find_probe(gate, own, name, nearer, [keys], max_tokens)
+            gate.count(None, speed)
+            if probe is not None:
+                own.probe(name, *probe)
+                self._wake.set()
+                return True
+        if not self.tier.num_held_blocks:
+            return False
+        fetch = find_fetch(own, nearer, [keys], max_tokens)
+        if fetch is None or fetch.num_tokens < min_tokens:
+            return False
+        num, speed = size_fetch(gate, own, fetch)
+        gate.count(None, speed)
+        if not num or not own.fetch(name, fetch, num):
+            return False
         self._wake.set()
-        return name
+        return True
 
     # What follows runs in threads, without the lock.
 
@@ -332,6 +372,9 @@ class PrefixStorage:
         reports = self.worker.take_reports()
         with self._lock:
             self._storage.report(reports)
+            for name in list(self._prefetches):
+                if not self._storage.is_probing(name):
+                    self._go_on_with(name, self._prefetches.pop(name))
             is_news = bool(moves or reports) or self._is_listed < self.worker.is_listed
             self._is_listed = self._is_listed or self.worker.is_listed
             if is_news:

@@ -373,6 +373,11 @@ OF_SCHEDULER: tuple[Family[Readings], ...] = (
         lambda readings: readings.of_storage(readings.stats.num_storage_loaded),
     ),
     counter(
+        "jaxkv:kv_offload_storage_blocks_found",
+        "Device blocks that the store turned out to have when it was asked.",
+        lambda readings: readings.of_storage(readings.stats.num_storage_found),
+    ),
+    counter(
         "jaxkv:kv_offload_storage_blocks_missed",
         "Device blocks asked of the store that were gone, damaged or late.",
         lambda readings: readings.of_storage(readings.stats.num_storage_failed),
@@ -493,6 +498,17 @@ OF_WORKER: tuple[Family[OffloadWorker], ...] = (
         "Bytes of host memory allocated for the tier.",
         lambda worker: worker.host_bytes,
     ),
+    counter(
+        "jaxkv:kv_offload_storage_probes",
+        "Times that the store was asked for blocks of a prefix, by what it answered.",
+        _of_store(lambda storage: dict(storage.num_probes)),
+        "outcome",
+    ),
+    counter(
+        "jaxkv:kv_offload_storage_probe_requests",
+        "Requests to the store for that: objects that it was asked about.",
+        _of_store(lambda storage: storage.storage_io.stats.num_probed),
+    ),
     gauge(
         "jaxkv:kv_offload_storage_up",
         "1 if the store answered when it was last asked for anything, else 0.",
@@ -514,6 +530,12 @@ OF_WORKER: tuple[Family[OffloadWorker], ...] = (
         "jaxkv:kv_offload_storage_write_seconds",
         "How long the store took to answer each write of a block.",
         _of_store(lambda storage: storage.latencies["write"]),
+        DELAY_BUCKETS,
+    ),
+    histogram(
+        "jaxkv:kv_offload_storage_probe_seconds",
+        "How long the store took to say what it has of each run of blocks.",
+        _of_store(lambda storage: storage.latencies["probe"]),
         DELAY_BUCKETS,
     ),
 )

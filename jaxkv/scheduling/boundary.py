@@ -1,9 +1,9 @@
 """Blocks on their way between a tier and the next one down.
 
 What a request finds only in the lower tier is fetched to the upper one while the
-request waits; then it is a hit there like any other. What is worth keeping is written
-behind the upper tier's back. Both end when every worker has reported them; nothing here
-waits.
+request waits; then it is a hit there like any other. What no tier is known to have the
+lower one may be asked for first (a probe). What is worth keeping is written behind the
+upper tier's back. All end when every worker has reported them; nothing here waits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from jaxkv.keys.packed import key_from_foreign
 from jaxkv.scheduling.moves import Ledger, Move
-from jaxkv.scheduling.protocol import TierBatch, TierMoves, TierReport
+from jaxkv.scheduling.protocol import TierBatch, TierMoves, TierProbe, TierReport
 from jaxkv.scheduling.rules import OffloadRules, WriteRule, check_victims
 from jaxkv.scheduling.stats import TierCounts
 from jaxkv.search.groups import FullAttention, GroupSpec
@@ -37,6 +37,10 @@ _WAITING_PER_WRITE = 4
 # in the upper tier, as what it has evicted may come back.
 _LEAST_REMEMBERED = 1 << 16
 _REMEMBERED_PER_BLOCK = 4
+
+# Of so many keys it is remembered that the lower tier did not have them.
+_MOST_ABSENT = 1 << 12
+_NO_IDS = np.empty(0, np.int64)
 
 
 @dataclasses.dataclass(eq=False)
@@ -57,6 +61,21 @@ class _Wait:
     arrived_ends: set[int] = dataclasses.field(default_factory=set)
 
 
+@dataclasses.dataclass(eq=False)
+class Probing:
+    """What the lower tier was asked for on behalf of a request.
+
+    Attributes:
+        events: Of the probes that are not over.
+        num: How often it was asked.
+        absent: What it did not have.
+    """
+
+    events: set[int] = dataclasses.field(default_factory=set)
+    num: int = 0
+    absent: set[BlockKey] = dataclasses.field(default_factory=set)
+
+
 class TierBelow(NamedTuple):
     """A tier below the host, and what goes there.
 
@@ -67,11 +86,14 @@ class TierBelow(NamedTuple):
             ("on_evict"), or all that get there ("through").
         most_blocks: The most blocks on their way in either direction at a time, host
             blocks. A tier above of few blocks has fewer.
+        probe_s: How long a request waits while the tier is asked for blocks that its
+            index does not know, as others may have written them; 0 not to ask.
     """
 
     tier: BlockIndex
     write: WriteRule = "through"
     most_blocks: int = 128
+    probe_s: float = 0.0
 
 
 class Fetch(NamedTuple):
@@ -128,6 +150,11 @@ class Boundary:
         fetch_of: In which of these a block is.
         waits: What requests wait for.
         looked_up: How many listed blocks there were when a request was looked up.
+        probe_s: How long a request waits at a time while the tier is asked for blocks;
+            0 if it is not.
+        most_probes: How often it is asked for a request.
+        probing: What it was asked for, for requests that have no blocks yet.
+        probes: What it is being asked for.
     """
 
     def __init__(
@@ -178,6 +205,18 @@ class Boundary:
         self.fetch_of: dict[BlockKey, _TierMove] = {}
         self.waits: dict[str, _Wait] = {}
         self.looked_up: dict[str, int] = {}
+        # Where not every block is read, which ones depends on how long a prefix is: it
+        # may take a second question, and the two share the time.
+        self.most_probes = 1 if self.may_cut else 2
+        self.probe_s = below.probe_s / self.most_probes
+        self.probing: dict[str, Probing] = {}
+        self.probes: Ledger[_TierMove] = Ledger(
+            f"probe of {self.name}", rules.world_size
+        )
+        self._probe_of: dict[BlockKey, _TierMove] = {}
+        self._to_probe: list[TierProbe] = []
+        # What it did not have when it was asked last; the oldest first.
+        self._absent: OrderedDict[BlockKey, None] = OrderedDict()
         self._to_write: OrderedDict[BlockKey, None] = OrderedDict()
         self._to_fetch: list[_TierMove] = []
         self._to_delete: list[BlockKey] = []
@@ -186,8 +225,8 @@ class Boundary:
 
     @property
     def has_fetches(self) -> bool:
-        """Whether blocks are on their way up, or held for a request."""
-        return bool(self.fetches.moves or self.waits)
+        """Whether blocks are on their way up, asked for, or held for a request."""
+        return bool(self.fetches.moves or self.waits or self.probes.moves)
 
     @property
     def has_writes(self) -> bool:
@@ -196,9 +235,33 @@ class Boundary:
         return bool(self._writes.moves or waits)
 
     def is_awaited(self, request_id: str) -> bool:
-        """Whether a request waits for a fetch."""
+        """Whether a request waits for a fetch or a probe."""
         wait = self.waits.get(request_id)
-        return wait is not None and bool(wait.events)
+        is_fetched = wait is not None and bool(wait.events)
+        return is_fetched or self.is_probing(request_id)
+
+    def is_probing(self, request_id: str) -> bool:
+        """Whether a request waits for a probe."""
+        own = self.probing.get(request_id)
+        return own is not None and bool(own.events)
+
+    def may_have(self, request_id: str, keys: Sequence[BlockKey]) -> NDArray[np.int32]:
+        """Give 0 for each block that the tier may have, NO_BLOCK for others: i32[n].
+
+        It lacks what it said so of to the request, and what is never written to it.
+        """
+        ids = np.zeros(len(keys), np.int32)
+        own = self.probing.get(request_id)
+        absent = own.absent if own is not None else set()
+        if absent:
+            ids[[key in absent for key in keys]] = NO_BLOCK
+        if self._is_private is not None:
+            ids[[self._is_private(key) for key in keys]] = NO_BLOCK
+        return ids
+
+    def was_absent(self, key: BlockKey) -> bool:
+        """Whether the tier did not have a block when it was asked for it last."""
+        return key in self._absent
 
     def is_fetching(self, key: BlockKey) -> bool:
         """Whether a block is being fetched."""
@@ -206,6 +269,11 @@ class Boundary:
 
     def release(self, request_id: str) -> None:
         """Let go of what a request held: it has asked again, or asks no more."""
+        own = self.probing.get(request_id)
+        if own is not None:
+            for event in own.events:
+                del self.probes.moves[event].waiters[request_id]
+            own.events.clear()
         wait = self.waits.pop(request_id, None)
         if wait is None:
             return
@@ -221,6 +289,7 @@ class Boundary:
         """Let go of a request that is over, or has its blocks."""
         self.release(request_id)
         self.looked_up.pop(request_id, None)
+        self.probing.pop(request_id, None)
 
     def note_asked(self, keys: Sequence[BlockKey]) -> None:
         """Note that a new request asks for blocks, before it uses them."""
@@ -241,6 +310,7 @@ class Boundary:
     def issue(self) -> TierMoves | None:
         """Send out what a step asks of the lower tier; None for nothing."""
         fetches, self._to_fetch = self._to_fetch, []
+        probes, self._to_probe = self._to_probe, []
         if self._write == "on_evict":
             self._look_at_victims()
         writes: list[_TierMove] = []
@@ -248,7 +318,7 @@ class Boundary:
             writes = self._take_writes(self._most_written - self._writes.num_blocks)
         deletes, self._to_delete = self._to_delete, []
         is_last, self._must_send_last = self._must_send_last, False
-        if not (fetches or writes or deletes or is_last):
+        if not (fetches or writes or deletes or is_last or probes):
             return None
         return TierMoves(
             tuple(_as_batch(move, move.targets, move.sources) for move in fetches),
@@ -256,12 +326,14 @@ class Boundary:
             tuple(map(key_from_foreign, deletes)),
             is_last,
             self.number,
+            tuple(probes),
         )
 
     def check(self, reports: Sequence[TierReport]) -> None:
         """Raise ValueError if workers report what is not in flight on them."""
         self.fetches.check([each for report in reports for each in report.fetched])
         self._writes.check([each for report in reports for each in report.written])
+        self.probes.check([each for report in reports for each in report.probed])
 
     def report(self, reports: Sequence[TierReport]) -> None:
         """Note what workers reported, which `check` has let pass."""
@@ -270,6 +342,8 @@ class Boundary:
                 self._end_fetch(move)
             for move in self._writes.report(report.written):
                 self._end_write(move)
+            for move in self.probes.report(report.probed):
+                self._end_probe(move)
             if not self._is_disabled:
                 listing = report.found, report.gone, report.listed, report.bound
                 self._to_delete += self.tier.note_listing(*listing)
@@ -280,9 +354,15 @@ class Boundary:
         The upper tier has been cleared. What is on its way there must be over before
         its blocks are given to others.
         """
-        moves = *self._writes.moves.values(), *self.fetches.moves.values()
-        for move in moves:
-            move.is_stale = True
+        for ledger in (self._writes, self.fetches, self.probes):
+            for move in ledger.moves.values():
+                move.is_stale = True
+        for probe in self._to_probe:
+            self.probes.remove(self.probes.moves[probe.event])
+        self._to_probe.clear()
+        self._probe_of.clear()
+        self.probing.clear()
+        self._absent.clear()
         for move in self._to_fetch:  # No worker will report these.
             self.fetches.remove(move)
             self._end_fetch(move)
@@ -303,7 +383,8 @@ class Boundary:
         if self._is_disabled:
             return
         self._is_disabled = self._must_send_last = True
-        if self.tier.num_held_blocks:
+        self.probe_s = 0.0
+        if self.tier.num_held_blocks or self.probes.moves:
             self.reset()
         self._to_write.clear()
         self._to_delete.clear()
@@ -339,6 +420,32 @@ class Boundary:
         for event in events:
             self.fetches.moves[event].waiters[request_id] = None
         return True
+
+    def probe(
+        self, request_id: str, runs: Sequence[Sequence[BlockKey]], wait_s: float
+    ) -> None:
+        """Have the tier asked for blocks that a request lacks, which waits for it.
+
+        Args:
+            request_id: The request; `may_probe` it.
+            runs: Keys of blocks that continue one another. What the tier is being asked
+                for already is not asked for again.
+            wait_s: How long it waits.
+        """
+        own = self.probing.setdefault(request_id, Probing())
+        own.num += 1
+        parts = [[key for key in run if key not in self._probe_of] for run in runs]
+        new = [part for part in parts if part]
+        if new:
+            keys = [key for part in new for key in part]
+            move: _TierMove = Move(keys, _NO_IDS, _NO_IDS)
+            event = self.probes.issue([move])
+            self._probe_of.update(dict.fromkeys(keys, move))
+            sent = tuple(tuple(map(key_from_foreign, part)) for part in new)
+            self._to_probe.append(TierProbe(event, sent, wait_s))
+        own.events = {self._probe_of[key].event for run in runs for key in run}
+        for event in own.events:
+            self.probes.moves[event].waiters[request_id] = None
 
     def would_fetch(self, fetch: Fetch, num: int) -> bool:
         """Tell whether `fetch` would have a request wait; nothing changes."""
@@ -450,6 +557,26 @@ class Boundary:
             self.upper.pin(arrived)
             wait.rows += arrived.tolist()
             wait.arrived_ends.update(wait.ends[key] for key in keys if key in wait.ends)
+
+    def _end_probe(self, move: _TierMove) -> None:
+        if move.is_stale:
+            return
+        for key in move.keys:
+            del self._probe_of[key]
+        there, absent = _parts(move)
+        self.tier.note_there(there)
+        self.counts.found += len(there) * self.factor
+        for key in there:
+            self._absent.pop(key, None)
+        for key in absent:
+            self._absent[key] = None
+            self._absent.move_to_end(key)
+        while len(self._absent) > _MOST_ABSENT:
+            self._absent.popitem(last=False)
+        for request_id in move.waiters:
+            own = self.probing[request_id]
+            own.events.discard(move.event)
+            own.absent.update(absent)
 
     def _end_write(self, move: _TierMove) -> None:
         if move.is_stale:

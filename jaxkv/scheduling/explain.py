@@ -51,6 +51,7 @@ Reason: TypeAlias = (
         "rare",
         "left out",
         "part",
+        "absent",
         "never",
     ]
 )
@@ -72,6 +73,7 @@ _WORDS: dict[Reason | None, str] = {
     "max_unseen_blocks)",
     "left out": "not to be stored (prompt_only, max_offload_tokens)",
     "part": "its host block would not be full",
+    "absent": "asked of the store, not there",
     "never": "not stored, or why it was dropped is not known (remember_drops)",
     "evicted": "evicted from the host",
     "full": "dropped: the host had no room",
@@ -90,6 +92,7 @@ _VERDICTS: dict[Verdict, str] = {
 _DEFERRALS: dict[Deferral, str] = {
     "loading": "It has a load under way, and has to ask again.",
     "shared": "It has to ask again, as another is loading some of it.",
+    "asked": "It has to ask again, when the store has said what it has of the rest.",
     "gate": "It has to compute, as a load would take longer (skip_slow_loads).",
 }
 
@@ -133,7 +136,7 @@ class Explanation:
         is_awaited: Whether it would have to wait for it.
         deferral: Why that is less than the tiers hold: a load of its own is under way,
             it waits for another's, computing is faster, or blocks come from a tier
-            below the host first. None if it is not.
+            below the host first, or are asked for there. None if it is not.
         blocks: All its full blocks, one group after the other.
         is_store_listed: Whether it is known what the store has; True if there is none.
     """
@@ -309,6 +312,8 @@ def _with_below(
             yield "pending", "fetching"
         elif row < len(rows) and verdict == "missed" and is_absent and is_there[row]:
             yield own.name, None
+        elif row < len(rows) and reason == "never" and own.was_absent(rows[row]):
+            yield verdict, "absent"
         else:
             yield verdict, reason
 

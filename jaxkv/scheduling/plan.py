@@ -5,14 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv._util import shown
-from jaxkv.scheduling.boundary import Boundary, Fetch
+from jaxkv.scheduling.boundary import Boundary, Fetch, Probing
 from jaxkv.scheduling.loads import NO_IDS, Load, Loads, joined
 from jaxkv.scheduling.protocol import NO_EVENT, Request
 from jaxkv.scheduling.request_keys import RequestKeys
@@ -27,14 +28,22 @@ from jaxkv.types import NO_BLOCK, BlockKey
 Ids: TypeAlias = NDArray[np.int32]
 Deferral: TypeAlias = str
 """Why a request gets less than the tiers hold: it has a load under way ("loading");
-another loads one of its blocks ("shared"); computing is faster ("gate"); or the name of
-a tier from which blocks come first (`Boundary.name`)."""
+another loads one of its blocks ("shared"); computing is faster ("gate"); a tier is
+asked for blocks that may be there ("asked"); or the name of a tier from which blocks
+come first (`Boundary.name`)."""
 
 Speed: TypeAlias = Literal["probe", "slow"] | None
 """How the `Gate` judges a load: slower than to compute, but made, to measure; slower;
 None if it is not slower, as far as is known."""
 
 _PROBE_INTERVAL = 32
+# Of the time that it would take to compute what a tier is asked for, the part that a
+# request may wait for the answer.
+_SHARE_WAITED = 0.1
+# Blocks of each group that it is asked for at a time, or as many as can be fetched, if
+# that is more: a request gets no more of it.
+_MOST_PROBED = 256
+_MOST_PROBES = 64  # That are not over.
 
 
 class Gate:
@@ -97,6 +106,17 @@ class Gate:
             fetch_s += num_bytes / self.load_bytes_per_s
         return self._judge(fetch_s, num_tokens, self._num_slow_fetches)
 
+    def probe_s(self, least_s: float, num_tokens: int) -> float:
+        """Say how long a request may wait while a tier is asked for some tokens.
+
+        Args:
+            least_s: How long in any case.
+            num_tokens: Tokens that it would compute otherwise.
+        """
+        if not (self._is_on and self.prefill_tokens_per_s):
+            return least_s
+        return max(least_s, _SHARE_WAITED * num_tokens / self.prefill_tokens_per_s)
+
     def _judge(self, load_s: float, num_tokens: int, num_slow: int) -> Speed:
         if not (self._is_on and self.prefill_tokens_per_s):
             return None
@@ -156,6 +176,8 @@ class Plan(NamedTuple):
         load: What is offered, to be held.
         fetch: What has to come up a tier first, if there is room for it: from where,
             what, and how many blocks of it at most, from the first on.
+        probe: What a tier is to be asked for first: which, runs of keys, and how long
+            the request waits for the answer.
         searched: The tiers of which this is what they have of the request for now.
         load_speed: How the gate judges the load.
         fetch_speeds: How the gate judges fetches.
@@ -168,6 +190,7 @@ class Plan(NamedTuple):
     deferral: Deferral | None = None
     load: Load | None = None
     fetch: tuple[Boundary, Fetch, int] | None = None
+    probe: tuple[Boundary, list[list[BlockKey]], float] | None = None
     searched: tuple[Boundary, ...] = ()
     load_speed: Speed = None
     fetch_speeds: tuple[Speed, ...] = ()
@@ -227,12 +250,17 @@ def _plan_fetch(
     keys: Sequence[Sequence[BlockKey]],
     num_computed_tokens: int,
 ) -> Plan:
-    """Plan what comes up to a tier first; deferred if there is something."""
+    """Plan what comes up to a tier first, or is asked for; deferred if there is any."""
     name, tier = request.request_id, own.tier
     wait = own.waits.get(name)
     if wait is not None:
         return Plan(None, deferral=own.name) if wait.events else _NOTHING
-    if own.looked_up.get(name) == tier.num_found or not tier.num_held_blocks:
+    asked = own.probing.get(name)
+    if asked is not None and asked.events:
+        return Plan(None, deferral="asked")
+    is_to_ask = may_probe(own, asked)
+    is_searched = own.looked_up.get(name) == tier.num_found
+    if is_searched or not (tier.num_held_blocks or is_to_ask):
         return _NOTHING
     device = first_tokens(num_computed_tokens)
     if view.rules.copy_on_device:  # Without it the pool may have no `find`.
@@ -240,11 +268,18 @@ def _plan_fetch(
     above = view.below[: own.number]
     nearer = device, *[source_of(b.upper, own.factor) for b in above]
     max_tokens = most_found_tokens(request, num_computed_tokens)
-    fetch = find_fetch(own, nearer, keys, max_tokens, num_computed_tokens)
+    prefix = keys, max_tokens, num_computed_tokens
+    speeds: tuple[Speed, ...] = ()
+    if is_to_ask:
+        probe, speed = find_probe(view.gate, own, name, nearer, *prefix)
+        if probe is not None:
+            return Plan(None, deferral="asked", probe=(own, *probe))
+        speeds = () if speed is None else (speed,)
+    fetch = find_fetch(own, nearer, *prefix)
     if fetch is None:
-        return Plan(0, searched=(own,))
+        return Plan(0, searched=(own,), fetch_speeds=speeds)
     num, speed = size_fetch(view.gate, own, fetch)
-    speeds = () if speed is None else (speed,)
+    speeds += () if speed is None else (speed,)
     if not num:
         return Plan(0, searched=(own,), fetch_speeds=speeds)
     return Plan(
@@ -282,13 +317,9 @@ def find_fetch(
         return None
     upper_rows: list[int] = []
     rows: list[tuple[int, BlockKey]] = []
-    for group, (spec, needed, *found, in_upper) in enumerate(
-        zip(groups, match.needed, *match.block_ids[:-1], strict=True)
-    ):
-        start = num_computed_tokens // spec.block_size
-        missing = np.flatnonzero(needed[start:]) + start
-        for ids in found:
-            missing = missing[ids[missing] == NO_BLOCK]
+    each = _lacking(groups, match, len(nearer), num_computed_tokens)
+    for group, missing in enumerate(each):
+        spec, in_upper = groups[group], match.block_ids[-2][group]
         is_in_upper = in_upper[missing] != NO_BLOCK
         upper_rows += np.unique(in_upper[missing[is_in_upper]]).tolist()
         for row in np.unique(missing[~is_in_upper] // factor).tolist():
@@ -300,6 +331,87 @@ def find_fetch(
     ends, row_keys = [end for end, _ in rows], [key for _, key in rows]
     row_tokens = factor * groups[0].block_size
     return Fetch(match.num_tokens, upper_rows, row_keys, ends, row_tokens)
+
+
+def may_probe(own: Boundary, asked: Probing | None) -> bool:
+    """Tell whether the lower tier may be asked for what a request lacks.
+
+    Args:
+        own: The upper tier and the lower one.
+        asked: What it was asked for so far, for this request.
+    """
+    if not own.probe_s or len(own.probes.moves) >= _MOST_PROBES:
+        return False
+    return asked is None or asked.num < own.most_probes
+
+
+def find_probe(
+    gate: Gate,
+    own: Boundary,
+    request_id: str,
+    nearer: Sequence[Source],
+    keys: Sequence[Sequence[BlockKey]],
+    max_tokens: int,
+    num_computed_tokens: int = 0,
+) -> tuple[tuple[list[list[BlockKey]], float] | None, Speed]:
+    """Find what the lower tier is to be asked for, which no tier is known to have.
+
+    That is what the longest prefix would read that there can be, if it has all that it
+    is not known to lack.
+
+    Args:
+        gate: Judges whether a fetch would be worth its time.
+        own: The upper tier and the lower one, which it `may_probe`.
+        request_id: The request.
+        nearer: As of `find_fetch`, and so are the others.
+        keys: The request's keys, for each group.
+        max_tokens: Most tokens that the prefix may have.
+        num_computed_tokens: What the request has of it.
+
+    Returns:
+        The runs of keys, and how long the request waits for the answer, None if there
+        is nothing to ask for; and how the gate judges the fetch of all of it, if it is
+        not worth its time.
+    """
+    groups, factor = own.groups, own.factor
+
+    sources = *nearer, source_of(own.upper, factor), source_of(own.tier, factor)
+    perhaps = Source(partial(own.may_have, request_id), factor)
+    match = search(groups, keys, max_tokens, (*sources, perhaps))
+    runs: list[list[BlockKey]] = []
+    starts, num_rows = [], 0
+    most = max(_MOST_PROBED, own.most_fetched)
+    each = _lacking(groups, match, len(sources), num_computed_tokens)
+    for spec, of_group, missing in zip(groups, keys, each, strict=True):
+        rows = np.unique(missing // factor)[:most].tolist()
+        if rows:
+            num_rows += len(rows)
+            starts.append(rows[0] * factor * spec.block_size)
+            runs.append([of_group[(row + 1) * factor - 1] for row in rows])
+    if not runs:
+        return None, None
+    num_tokens = match.num_tokens - max(min(starts), num_computed_tokens)
+    ahead = own.fetches.num_blocks * factor
+    speed = gate.judge_fetch(num_tokens, num_rows * factor, ahead, own.bytes_per_s)
+    if speed == "slow":
+        return None, speed
+    return (runs, gate.probe_s(own.probe_s, num_tokens)), None
+
+
+def _lacking(
+    groups: tuple[GroupSpec, ...],
+    match: Match,
+    num_sources: int,
+    num_computed_tokens: int,
+) -> Iterator[Ids]:
+    """Give for each group the blocks that a prefix reads and the first sources lack."""
+    found = match.block_ids[:num_sources]
+    for spec, needed, *block_ids in zip(groups, match.needed, *found, strict=True):
+        start = num_computed_tokens // spec.block_size
+        missing = (np.flatnonzero(needed[start:]) + start).astype(np.int32)
+        for ids in block_ids:
+            missing = missing[ids[missing] == NO_BLOCK]
+        yield missing
 
 
 def size_fetch(gate: Gate, own: Boundary, fetch: Fetch) -> tuple[int, Speed]:

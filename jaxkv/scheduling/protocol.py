@@ -155,6 +155,22 @@ class TierBatch:
 
 
 @dataclasses.dataclass(frozen=True)
+class TierProbe:
+    """Blocks of which a tier below the host is asked whether it has them.
+
+    Attributes:
+        event: Its number, among those of probes.
+        runs: Keys of blocks that continue one another, for each group of layers.
+        wait_s: How long a request waits for the answer. What is not known by then is
+            reported as if it were not there.
+    """
+
+    event: int
+    runs: tuple[tuple[BlockKey, ...], ...]
+    wait_s: float
+
+
+@dataclasses.dataclass(frozen=True)
 class TierMoves:
     """What a step asks of a tier below the host.
 
@@ -164,6 +180,7 @@ class TierMoves:
         deletes: Keys of what to delete there.
         is_last: Whether nothing will be asked of it any more.
         tier: Which tier, 0 for the first below the host.
+        probes: What to ask it about.
     """
 
     fetches: tuple[TierBatch, ...] = ()
@@ -171,6 +188,7 @@ class TierMoves:
     deletes: tuple[BlockKey, ...] = ()
     is_last: bool = False
     tier: int = 0
+    probes: tuple[TierProbe, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +200,7 @@ class TierReport:
             the upper tier now.
         written: The events of writes that are over, and which of their blocks are in
             the tier now.
-        found: Keys of blocks that a listing has found.
+        found: Keys of blocks that a listing has found, or a probe after its time.
         listed: Whether the tier is listed: with these, a listing has found all (True),
             has failed, or takes longer than a caller waits for it (False). None for
             nothing new.
@@ -190,6 +208,8 @@ class TierReport:
             that listing. None if it is not known.
         gone: Keys of blocks that the listing has deleted, as they were too many.
         tier: Which tier, 0 for the first below the host.
+        probed: The events of probes that are over, and which of their blocks are in the
+            tier, one run after the other.
     """
 
     fetched: tuple[tuple[int, tuple[bool, ...]], ...] = ()
@@ -199,6 +219,7 @@ class TierReport:
     bound: tuple[int, int] | None = None
     gone: tuple[BlockKey, ...] = ()
     tier: int = 0
+    probed: tuple[tuple[int, tuple[bool, ...]], ...] = ()
 
 
 class Mover(Protocol):
@@ -206,7 +227,7 @@ class Mover(Protocol):
 
     @property
     def num_in_flight(self) -> int:
-        """Fetches and writes that were started and are not over."""
+        """Fetches, writes and probes that were started and are not over."""
         ...
 
     def start(self, moves: TierMoves | None) -> None:
@@ -222,7 +243,7 @@ class Mover(Protocol):
         ...
 
     def wait(self) -> None:
-        """Wait until all fetches and writes are over, or late."""
+        """Wait until all fetches, writes and probes are over, or late."""
         ...
 
 

@@ -172,6 +172,15 @@ class RuleSettings(Settings):
         unit="host blocks",
         least=1,
     )
+    storage_probe_s: float | None = settings.seconds(
+        None,
+        "scheduler",
+        "How long a request waits while the store is asked for what [others have "
+        "written](storage.md#other-engines); 0: it is not asked. `null`: 0.005, but 0 "
+        "for a bucket.",
+        or_none=True,
+        or_zero=True,
+    )
     retention: bool = settings.flag(
         False,
         "scheduler",

@@ -200,8 +200,8 @@ class OffloadScheduler:
             tier = StorageTier(
                 host.block_size, num_storage_blocks, enable_events, executor=executor
             )
-            most = rules.max_storage_blocks
-            tiers.append(TierBelow(tier, rules.storage_write, most))
+            most, probe_s = rules.max_storage_blocks, rules.storage_probe_s or 0.0
+            tiers.append(TierBelow(tier, rules.storage_write, most, probe_s))
         uppers = [host, *[below.tier for below in tiers]]
         on_arrival: Callable[[Sequence[BlockKey]], None] | None = None
         boundaries: list[Boundary] = []
@@ -483,6 +483,9 @@ class OffloadScheduler:
                 self._gate.count(found.load_speed, *found.fetch_speeds)
             for own in found.searched:
                 own.looked_up[name] = own.tier.num_found
+            if found.probe is not None:
+                own, runs, wait_s = found.probe
+                own.probe(name, runs, wait_s)
             if found.fetch is None:
                 break
             own, fetch, num = found.fetch

@@ -61,6 +61,7 @@ class OffloadStats:
         num_storage_loaded: Blocks that came from the store to the host.
         num_storage_failed: Blocks that were to come and did not: they were not there
             any more, not right, or late.
+        num_storage_found: Blocks that the store turned out to have when it was asked.
         num_storage_evicted: Host blocks that the store was to delete to make room.
         num_fetches_declined: Times that nothing was fetched from the store, as it would
             have taken longer than to compute.
@@ -93,6 +94,7 @@ class OffloadStats:
     num_storage_dropped_reset: int = 0
     num_storage_loaded: int = 0
     num_storage_failed: int = 0
+    num_storage_found: int = 0
     num_storage_evicted: int = 0
     num_fetches_declined: int = 0
     num_device_hit_tokens: int = 0
@@ -152,6 +154,7 @@ class TierCounts:
     dropped_reset: int = 0
     loaded: int = 0
     failed: int = 0
+    found: int = 0
 
 
 class InTransit(NamedTuple):

@@ -7,12 +7,12 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.scheduling.protocol import TierBatch, TierMoves, TierReport
+from jaxkv.scheduling.protocol import TierBatch, TierMoves, TierProbe, TierReport
 from jaxkv.scheduling.stats import DELAY_BUCKETS, Histogram
 from jaxkv.transfer import TransferEngine, host_rows
 from jaxkv.transfer.host_bytes import HostRead, HostWrite
@@ -30,6 +30,10 @@ _KEPT_BYTES = 64 << 20
 _BYTES_AT_ONCE = 1 << 20
 # Keys of a listing that are told at a time: the index takes about 1 us for each.
 _KEYS_AT_ONCE = 2048
+# For how long a block that was not there is not asked for again.
+_ABSENT_S = 0.5
+# While so many probes have no answer that were reported without, there is no other.
+_MOST_UNANSWERED = 16
 _NO_REPORT = TierReport()
 
 
@@ -66,6 +70,39 @@ class _Write:
     deadline_s: float
     oks: list[bool]
     tickets: dict[int, int] | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class _Probe:
+    """Blocks that the store is asked for.
+
+    Attributes:
+        probe: What was asked.
+        deadline_s: When it is reported with what is known by then.
+        nums_found: How many blocks of each run are there, from the first on.
+        tickets: Of the runs that the store has not answered, with their index, and
+            what of them it was asked for.
+        has_failed: Whether the store has failed, or has too much to answer.
+        is_reported: Whether it has been reported.
+    """
+
+    probe: TierProbe
+    deadline_s: float
+    nums_found: list[int]
+    tickets: dict[int, tuple[int, Sequence[BlockKey]]] = dataclasses.field(
+        default_factory=dict
+    )
+    has_failed: bool = False
+    is_reported: bool = False
+
+    @property
+    def outcome(self) -> str:
+        """What has come of it."""
+        if any(self.nums_found):
+            return "found"
+        if self.has_failed:
+            return "failed"
+        return "late" if self.tickets else "missing"
 
 
 def open_storage(
@@ -131,6 +168,10 @@ def open_storage(
 class StorageWorker:
     """Carries out what `OffloadScheduler` asks of the store, and lists the store.
 
+    A probe is reported when the store has answered, or by its own deadline with what is
+    known then. What the store says later is reported as listings are, unless there are
+    several processes: each asks for its own shard.
+
     No call waits for the store but `wait`. Bytes are copied by a thread, and move in
     those of the `StorageIO`.
 
@@ -140,16 +181,19 @@ class StorageWorker:
         deadline_s: How long a fetch may take, after which its blocks are computed, or a
             write, after which it is abandoned.
         list_every_s: How long after the end of a listing the store is listed again, to
-            find what others have written; None for once.
+            find what others have written; None for once, 0 for never.
         clock: Seconds since some moment, the clock of `storage_io`.
 
     Raises:
         ValueError: If a number is not above 0, or payloads are of other sizes.
 
     Attributes:
-        is_listed: Whether this worker has listed the store once, and has handed out all
-            of it. Of several processes only the first one lists.
-        latencies: Seconds of each ``"read"`` and ``"write"`` that the store answered.
+        is_listed: Whether this worker has listed the store once, if it is to, and has
+            handed out all of it. Of several processes only the first one lists.
+        latencies: Seconds of each ``"read"``, ``"write"`` and ``"probe"`` that the
+            store answered.
+        num_probes: How many probes there were, by what came of them: ``"found"`` if any
+            of the blocks is there, ``"missing"``, ``"late"`` or ``"failed"``.
         bound: How many blocks the store may hold, as this engine is set; None if it
             keeps no bound. Set it before the first `advance`.
     """
@@ -165,8 +209,8 @@ class StorageWorker:
     ) -> None:
         if not 0 < deadline_s < math.inf:
             raise ValueError(f"{deadline_s=} must be a number of seconds above 0.")
-        if list_every_s is not None and not list_every_s > 0:
-            raise ValueError(f"{list_every_s=} must be more than 0, or None.")
+        if list_every_s is not None and not list_every_s >= 0:
+            raise ValueError(f"{list_every_s=} must be at least 0, or None.")
         if storage_io.objects.payload_bytes != engine.host_payload_bytes:
             raise ValueError(
                 f"the store's payloads of {storage_io.objects.payload_bytes} bytes "
@@ -177,7 +221,9 @@ class StorageWorker:
         self.latencies = {
             "read": Histogram(DELAY_BUCKETS),
             "write": Histogram(DELAY_BUCKETS),
+            "probe": Histogram(DELAY_BUCKETS),
         }
+        self.num_probes = dict.fromkeys(("failed", "found", "late", "missing"), 0)
         self.bound: Bound | None = None
         self._engine = engine
         self._io = storage_io
@@ -198,6 +244,13 @@ class StorageWorker:
         self._early: dict[int, Completion] = {}
         self._fetched: list[tuple[int, tuple[bool, ...]]] = []
         self._written: list[tuple[int, tuple[bool, ...]]] = []
+        self._probes: dict[int, _Probe] = {}  # Those that are not reported.
+        self._probe_of: dict[int, _Probe] = {}  # By ticket, those without an answer.
+        # Until when blocks are not asked for again; the oldest answer first.
+        self._absent: collections.OrderedDict[BlockKey, float] = (
+            collections.OrderedDict()
+        )
+        self._probed: list[tuple[int, tuple[bool, ...]]] = []
         self._found: list[BlockKey] = []
         # What to report of the listing, after what it has found.
         self._listed: bool | None = None
@@ -209,6 +262,9 @@ class StorageWorker:
         self._next_list_s = -math.inf
         self._is_listing = False
         self._has_listed = False
+        if list_every_s == 0:
+            self._next_list_s = math.inf
+            self._listed, self._has_listed = False, True
 
     @property
     def read_bytes_per_s(self) -> float:
@@ -222,8 +278,8 @@ class StorageWorker:
 
     @property
     def num_in_flight(self) -> int:
-        """Fetches and writes that were started and are not over."""
-        return len(self._fetches) + len(self._writes)
+        """Fetches, writes and probes that were started and are not over."""
+        return len(self._fetches) + len(self._writes) + len(self._probes)
 
     @property
     def shards(self) -> tuple[int, int]:
@@ -260,6 +316,8 @@ class StorageWorker:
                 self._start_fetch(batch)
             for batch in moves.writes:
                 self._start_write(batch)
+            for probe in moves.probes:
+                self._start_probe(probe)
             if moves.deletes:
                 self._io.delete(moves.deletes)
             if moves.is_last:
@@ -281,6 +339,8 @@ class StorageWorker:
             self._take_tickets(*self._copied.popleft())
         if self._writes:
             self._abandon_late_writes()
+        if self._probes:
+            self._end_probes()
         self._engine.advance_host(self._copies.submit)
         if self._lists:
             self._list()
@@ -301,8 +361,11 @@ class StorageWorker:
             listed, self._listed = self._listed, None
             bound, self._bound = self._bound, None
         ended = tuple(self._fetched), tuple(self._written)
-        report = TierReport(*ended, tuple(found), listed, bound, tuple(gone))
-        self._fetched, self._written = [], []
+        report = TierReport(
+            *(*ended, tuple(found), listed, bound, tuple(gone)),
+            probed=tuple(self._probed),
+        )
+        self._fetched, self._written, self._probed = [], [], []
         return () if report == _NO_REPORT else (report,)
 
     @property
@@ -316,7 +379,7 @@ class StorageWorker:
             self._listed = False
 
     def wait(self) -> None:
-        """Wait until all fetches and writes are over, or late."""
+        """Wait until all fetches, writes and probes are over, or late."""
         # By the time that passes, whatever the clock is.
         end_s = time.monotonic() + self._deadline_s
         while self.num_in_flight:
@@ -357,6 +420,8 @@ class StorageWorker:
         self._give_up_reads()
         for write in self._writes.values():
             write.deadline_s = -math.inf
+        for probe in self._probes.values():
+            probe.deadline_s = -math.inf
 
     def _give_up_reads(self) -> None:
         self._io.cancel(self._read_of)
@@ -377,6 +442,64 @@ class StorageWorker:
         write = _Write(batch, self._clock() + self._deadline_s, oks)
         self._copies.submit(self._copy, write, held)
         self._writes[batch.event] = write
+
+    def _start_probe(self, probe: TierProbe) -> None:
+        """Ask the store for what it was not asked for just now."""
+        now_s = self._clock()
+        while self._absent and next(iter(self._absent.values())) <= now_s:
+            self._absent.popitem(last=False)
+        own = _Probe(probe, now_s + probe.wait_s, [0] * len(probe.runs))
+        self._probes[probe.event] = own
+        num_unanswered = sum(each.is_reported for each in self._probe_of.values())
+        if num_unanswered >= _MOST_UNANSWERED:
+            own.has_failed = True
+            return
+        runs = [(index, self._unknown(run)) for index, run in enumerate(probe.runs)]
+        runs = [(index, run) for index, run in runs if run]
+        until_s = now_s + self._deadline_s
+        tickets = self._io.submit_probes([run for _, run in runs], until_s)
+        for ticket, asked in zip(tickets, runs, strict=True):
+            own.tickets[ticket] = asked
+            self._probe_of[ticket] = own
+
+    def _unknown(self, run: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        """Cut a run where it is known to end."""
+        if self._absent:
+            for index, key in enumerate(run):
+                if key in self._absent:
+                    return run[:index]
+        return run
+
+    def _note_probe(self, done: Completion) -> None:
+        """Note how much of a run the store has."""
+        own = self._probe_of.pop(done.ticket)
+        index, run = own.tickets.pop(done.ticket)
+        num = own.nums_found[index] = done.num_found
+        if done.outcome == "failed":
+            own.has_failed = True
+        elif done.outcome != "late" and num < len(run):
+            self._absent[run[num]] = self._clock() + _ABSENT_S
+            self._absent.move_to_end(run[num])
+        if own.is_reported and self._lists and self._io.objects.num_shards == 1:
+            self._found += run[:num]  # For the next one who asks.
+
+    def _end_probes(self) -> None:
+        """Report the probes that are answered, or that nobody waits for any more."""
+        now_s = self._clock()
+        for own in list(self._probes.values()):
+            if own.tickets and now_s < own.deadline_s:
+                continue
+            for ticket, (index, _) in own.tickets.items():
+                own.nums_found[index] = self._io.num_found_so_far(ticket)
+            oks = [
+                at < num
+                for run, num in zip(own.probe.runs, own.nums_found, strict=True)
+                for at in range(len(run))
+            ]
+            self.num_probes[own.outcome] += 1
+            own.is_reported = True
+            del self._probes[own.probe.event]
+            self._probed.append((own.probe.event, tuple(oks)))
 
     def _copy(self, write: _Write, held: HostRead) -> None:
         """Copy blocks and hand them to the store; on the thread that copies."""
@@ -402,6 +525,8 @@ class StorageWorker:
             fetch.num_open -= 1
             if done.payload is not None:
                 fetch.payloads[index] = np.frombuffer(done.payload, np.uint8)
+        elif done.kind == "probe":
+            self._note_probe(done)
         elif done.ticket in self._write_of:
             write, index = self._write_of.pop(done.ticket)
             assert write.tickets is not None

@@ -19,7 +19,7 @@ KEYS_PER_STEP = 1024
 
 @dataclasses.dataclass(eq=False)
 class _Outcome:
-    """What the processes have reported of a fetch or a write.
+    """What the processes have reported of a fetch, a write or a probe.
 
     Attributes:
         num_reports: How many have reported that it is over.
@@ -31,11 +31,11 @@ class _Outcome:
 
 
 class TierAgreement:
-    """Makes a fetch or a write be over in all processes in the same step.
+    """Makes a fetch, a write or a probe be over in all processes in the same step.
 
     In each step every process sends what has ended there since the last; some steps
-    later all receive what all have sent. A block has arrived when it has in all. What a
-    listing finds is sent by the process that lists.
+    later all receive what all have sent. A block has arrived, or is there, when it has,
+    or is, in all. What a listing finds is sent by the process that lists.
 
     Args:
         exchange: How the processes talk; it is this object's alone.
@@ -59,7 +59,11 @@ class TierAgreement:
         for report in reports:
             ended = [
                 [kind, event, "".join(map(str, map(int, oks)))]
-                for kind, outcomes in (("f", report.fetched), ("w", report.written))
+                for kind, outcomes in (
+                    ("f", report.fetched),
+                    ("w", report.written),
+                    ("p", report.probed),
+                )
                 for event, oks in outcomes
             ]
             keys = [
@@ -85,6 +89,7 @@ class TierAgreement:
                     own = heard.get(tier, TierReport(tier=tier))
                     over: dict[str, list[tuple[int, tuple[bool, ...]]]]
                     over = {"f": [*own.fetched], "w": [*own.written]}
+                    over["p"] = [*own.probed]
                     for kind, event, oks in ended:
                         name = tier, kind, event
                         outcome = self._count(name, [ok == "1" for ok in oks])
@@ -98,6 +103,7 @@ class TierAgreement:
                         own.bound if bound is None else tuple(bound),
                         own.gone + _keys_of(gone),
                         tier,
+                        tuple(over["p"]),
                     )
         reports = [heard[tier] for tier in sorted(heard)]
         return tuple(each for each in reports if each != TierReport(tier=each.tier))

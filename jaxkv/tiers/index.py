@@ -112,7 +112,7 @@ class BlockIndex:
         num_lost: Blocks that have left so far, evicted or not.
         lost: Their keys since it was last emptied, u32[n, 8] each, but for `clear`;
             None if they are not kept.
-        num_found: Blocks that listings have added.
+        num_found: Blocks that listings and probes have added.
         num_left_out: Blocks of the medium that this index has no room for, as far as
             known.
         num_skipped: Times so far that a block was not to be stored, as too few had
@@ -673,6 +673,9 @@ class BlockIndex:
         A medium that nothing else writes to is not listed.
         """
         return []
+
+    def note_there(self, keys: Sequence[BlockKey]) -> None:
+        """Take note of blocks that the medium has, as it said when asked."""
 
     def room_for(self, evicted: Sequence[BlockKey]) -> list[BlockKey]:
         """Choose what to delete in the medium after `place` has made room here."""

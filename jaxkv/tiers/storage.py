@@ -24,7 +24,8 @@ class StorageTier(BlockIndex):
 
     What it knows may be wrong, as others may write to the store and delete from it: a
     block that is not there any more is found missing when it is read (`discard`), and
-    one that others have written is known once the store was listed (`add_found`).
+    one that others have written is known once the store was listed (`add_found`) or
+    asked for it (`note_there`).
 
     Args:
         block_size: Tokens in a block; only repeated in events.
@@ -121,6 +122,20 @@ class StorageTier(BlockIndex):
         if placed is not None:
             self.num_found += len(placed.keys)
             self.complete_store(placed.keys)
+
+    def note_there(self, keys: Sequence[BlockKey]) -> None:
+        """Take note of blocks that the store has; for a request, so room is made."""
+        new = list(compress(keys, (~self.contains(keys)).tolist()))
+        placed = self.place(new) if new else None
+        if placed is None:  # Unless too much of it is being read or written.
+            self.add_found(new)
+            return
+        num_new = len(placed.keys)
+        self.num_found += num_new
+        # What was left out is in the index now, and what had to leave is left out.
+        self.num_left_out = max(self.num_left_out - num_new, 0)
+        self.num_left_out += len(placed.evicted_keys)
+        self.complete_store(placed.keys)
 
     def note_bound(self, bound: int, num_there: int) -> list[BlockKey]:
         """Take note of the end of a listing.

@@ -602,7 +602,7 @@ class PagedEngine(Contract):
     def count_storage(self):
         """Count what has become of blocks on their way to the store and back."""
         stats = self.scheduler.stats
-        for name in ("stored", "loaded", "failed", "dropped", "evicted"):
+        for name in ("stored", "found", "loaded", "failed", "dropped", "evicted"):
             self.counts[f"store: {name}"] += getattr(stats, f"num_storage_{name}")
 
     def _new_pool(self, number):

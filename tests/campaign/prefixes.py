@@ -181,6 +181,7 @@ class PrefixUser:
                 "max_storage_blocks": rng.choice((1, 3, 128)),
                 "storage_deadline_s": 1.0,
                 "storage_list_s": rng.choice((0.02, 60.0)),
+                "storage_probe_s": rng.choice((0.0, 0.005, 0.5)),
             }
         note(f"{make.__name__} {sizes=} {storage=}")
         self.make = lambda weights: make(*sizes, str(weights), **storage)

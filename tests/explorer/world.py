@@ -161,7 +161,7 @@ class Transfer:
     """What moves.
 
     Attributes:
-        kind: "store", "load", "fetch" or "write".
+        kind: "store", "load", "fetch", "write" or "probe".
         name: Its event, or the request of a load.
         pairs: For each block where it comes from and where it goes: the id of a device
             block and that of a host block, or a key and a host block.
@@ -310,10 +310,11 @@ class World:
             yield (
                 boundary,
                 "num_fetched_tokens num_lost _is_disabled _must_send_last fetch_of "
-                "waits looked_up _to_write _to_fetch _to_delete _seen bytes_per_s",
+                "waits looked_up _to_write _to_fetch _to_delete _seen bytes_per_s "
+                "probing _probe_of _to_probe _absent probe_s",
             )
             yield boundary.counts, " ".join(vars(boundary.counts))
-            for ledger in (boundary.fetches, boundary._writes):
+            for ledger in (boundary.fetches, boundary._writes, boundary.probes):
                 yield ledger, "moves num_blocks _next_event"
             if boundary._asked is not None:
                 yield boundary._asked, "_held_back _counts"
@@ -501,6 +502,7 @@ class World:
             boundary._to_fetch
             or boundary._to_delete
             or boundary._must_send_last
+            or boundary._to_probe
             or (boundary._to_write and not boundary._writes.moves)
             for boundary in own.below
         )
@@ -818,10 +820,13 @@ class World:
 
     def _start_below(self, moves):
         """Start what a step asks of the store."""
-        asks = moves.fetches or moves.writes or moves.deletes
+        asks = moves.fetches or moves.writes or moves.deletes or moves.probes
         expect(not (self.is_left and asks), lambda: "a store that was left is used")
         for key in moves.deletes:
             self.objects.pop(key, None)
+        for probe in moves.probes:
+            pairs = [(key, NO_BLOCK) for run in probe.runs for key in run]
+            self._begin("probe", probe.event, pairs, [GARBAGE] * len(pairs))
         for kind, batches in (("fetch", moves.fetches), ("write", moves.writes)):
             for batch in batches:
                 pairs = list(zip(batch.keys, batch.upper_blocks, strict=True))
@@ -918,6 +923,8 @@ class World:
                 ok and bool(what) and t.is_owner
                 for ok, what in zip(oks, t.contents, strict=True)
             ]
+        if t.kind == "probe":
+            oks = [ok and key in self.objects for key, _ in t.pairs]
         self._check_sources(t)
         t.num_reports += 1
         t.oks = [before and now for before, now in zip(t.oks, oks, strict=True)]
@@ -935,6 +942,8 @@ class World:
         ended = ((t.name, tuple(oks)),)
         if t.kind == "fetch":
             return ConnectorOutput(below=(TierReport(fetched=ended),))
+        if t.kind == "probe":
+            return ConnectorOutput(below=(TierReport(probed=ended),))
         return ConnectorOutput(below=(TierReport(written=ended),))
 
     def _check_sources(self, t):
@@ -1182,6 +1191,7 @@ class World:
             kept["progress"] = own._eager._progress
         for boundary in own.below:
             kept["looked up"] = boundary.looked_up
+            kept["probing"] = boundary.probing
         left = {name: value for name, value in kept.items() if value}
         expect(not left, lambda: f"left at the end: {left}")
 
@@ -1218,6 +1228,7 @@ class World:
             lambda: report(output(finished_recving=("nobody",))),
             lambda: report(output(completed_store_events=(event,))),
             lambda: report(output(below=(TierReport(fetched=((10**6, (True,)),)),))),
+            lambda: report(output(below=(TierReport(probed=((10**6, (True,)),)),))),
             lambda: pool.allocate(pool.num_free + 1),
             lambda: pool.free([pool.num_blocks]),
             lambda: pool.unpin([pool.num_blocks]),
@@ -1515,6 +1526,7 @@ class World:
         places, tier = self._canonical_tier(storage.tier)
         fetches = sorted(storage.fetches.moves)
         ranks = {event: n for n, event in enumerate(fetches)}
+        probes = sorted(storage.probes.moves)
 
         def batch(own, host_blocks, of_store):
             return (
@@ -1555,6 +1567,21 @@ class World:
                 )
                 for name, wait in sorted(storage.waits.items())
             ),
+            tuple(
+                (
+                    name,
+                    tuple(sorted(probes.index(event) for event in own.events)),
+                    own.num,
+                    keys(sorted(own.absent)),
+                )
+                for name, own in sorted(storage.probing.items())
+            ),
+            tuple(
+                batch(own, own.targets, own.sources)
+                for _, own in sorted(storage.probes.moves.items())
+            ),
+            tuple(probes.index(own.event) for own in storage._to_probe),
+            keys(sorted(storage._absent)),
             tuple(sorted(n for n, at in storage.looked_up.items() if at == num_found)),
             keys(storage._to_write),
             tuple(ranks[own.event] for own in storage._to_fetch),

@@ -74,9 +74,20 @@ WORLDS = {
         "lose",
         max_storage_blocks=1,
     ),
+    "store, asked": _with(
+        replace(_STORE, listed=(0,), private="c"),
+        *("part", "together", "leave"),
+        storage_probe_s=0.005,
+    ),
     "hybrid": _HYBRID,
     "hybrid, lazy": replace(_HYBRID, rules=LAZY),
     "hybrid, store": replace(_HYBRID, rules=THROUGH, num_storage_blocks=4, listed=(0,)),
+    "hybrid, asked": replace(
+        _HYBRID,
+        rules=replace(THROUGH, storage_probe_s=0.005),
+        num_storage_blocks=4,
+        listed=(0,),
+    ),
     "states": replace(_HYBRID, groups=(FullAttention(1), Mamba(1))),
     "chunks": replace(_HYBRID, groups=(FullAttention(1), ChunkedLocal(1, 2))),
     # Rules, one or two at a time.
@@ -127,7 +138,9 @@ WORLDS = {
     ),
     # What is rare.
     "two workers": _with(_WARM, "part", "together", world_size=2),
-    "two workers, store": _with(_STORE, "part", "together", world_size=2),
+    "two workers, store": _with(
+        _STORE, "part", "together", world_size=2, storage_probe_s=0.005
+    ),
     "two sizes": Setup(
         (("aabbc", 5), ("aabb", 4)),
         (FullAttention(1), FullAttention(2)),

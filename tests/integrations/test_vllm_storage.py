@@ -181,12 +181,18 @@ def test_the_secret_may_come_from_the_environment(newest, make, monkeypatch):
     assert "0123456789abcdef" not in repr(half._config)
 
 
-def test_engines_that_run_side_by_side_share_a_store(newest, make):
-    one, other = make(), make({"storage_list_s": 0.01})
+@pytest.mark.parametrize("asks", [False, True])
+def test_engines_that_run_side_by_side_share_a_store(newest, make, asks):
+    extra = {"storage_list_s": 0.01, "storage_probe_s": 0.0}
+    if asks:
+        extra = {"storage_list_s": 0.0, "storage_probe_s": WAIT_S}
+    one, other = make(), make(extra)
     ask(other, "before", range(100, 118))
     ask(one, "first")
-    until(other, lambda: knows(other))
+    if not asks:
+        until(other, lambda: knows(other))
     assert ask(other, "again") == TOKENS
+    other.check_nothing_leaked()
 
 
 def replace_weights(folder):
@@ -233,7 +239,7 @@ def test_a_request_waits_for_the_store_and_others_run_meanwhile(newest, make):
     first = make()
     ask(first, "first")
     close(first)
-    engine = make()
+    engine = make({"storage_probe_s": 0.0})
     ask(engine, "warm-up", range(100, 109), 1)  # The store is listed now.
     storage = engine.runner.connector._worker._worker.storage
     advance, storage.advance = storage.advance, lambda: None

@@ -2,11 +2,13 @@
 
 python -m tests.scheduling.storage_cases ADDRESS NUM_PROCESSES PROCESS SEED STEPS FOLDER
 
-It prints a line of JSON: for each of two engines, one after the other, what it decided,
-and what has come from the store; every byte that is read is compared.
+It prints a line of JSON: for each of three engines, one after the other, what it
+decided, and what has come from the store; every byte that is read is compared. The
+second has the store listed, the third asks it.
 """
 
 import collections
+import dataclasses
 import json
 import random
 import sys
@@ -38,24 +40,30 @@ def main(address, num_processes, process, seed, num_steps, folder):
         storage_write="through",
         storage_bytes="16MiB",
         max_storage_blocks=128,
+        storage_probe_s=0.0,
     )
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("heads",))
     counts, history = collections.Counter(), collections.deque(maxlen=40)
     own = random.Random(f"{seed}/{process}")
     print(setup, flush=True)
     lives, last = [], None
-    for _ in range(2):  # The second finds what the first has written.
+    for life in range(3):  # The others find what the first has written.
+        if life == 2:
+            asks = {"storage_list_s": 0.0, "storage_probe_s": 5.0}
+            config = dataclasses.replace(setup.config, **asks)
+            setup = dataclasses.replace(setup, config=config)
         engine = PagedEngine(setup, rng, counts, history.append, mesh, own)
         try:
             if last is not None:
-                assert engine.scheduler.wait_for_storage(engine.workers[0], 60.0)
+                is_listed = engine.scheduler.wait_for_storage(engine.workers[0], 60.0)
+                assert is_listed == (life == 1)
                 # The same weights, and users who come back with what they asked.
                 engine.weights, engine.epoch = last.weights, last.epoch
                 engine.stories = last.stories
                 for tokens, extras in last.stories:
                     engine.submit(list(tokens[: setup.max_tokens - 1]), extras)
             num_held = engine.scheduler.num_storage_blocks_held
-            engine.run(int(num_steps))
+            engine.run(int(num_steps) // (1 + (life == 2)))
             engine.count_storage()
         except BaseException:
             print("\n".join(history), flush=True)
@@ -64,6 +72,7 @@ def main(address, num_processes, process, seed, num_steps, folder):
             {
                 "digests": [engine.digest.hex(), engine.workers[0].plan_digest.hex()],
                 "held": num_held,
+                "found": engine.scheduler.stats.num_storage_found,
                 "fetched": engine.scheduler.stats.num_storage_loaded,
                 "read here": engine.storage.storage_io.stats.num_read,
             }

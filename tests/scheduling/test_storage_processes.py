@@ -25,9 +25,10 @@ def check_alike(said, store):
     first, second = said
     # What they decided, and what they knew of the store and fetched from it.
     assert first["lives"] == second["lives"]
-    cold, warm = first["lives"]
-    assert cold["held"] == 0 < warm["held"]
-    assert warm["fetched"] > 0
+    cold, warm, asking = first["lives"]
+    assert cold["held"] == asking["held"] == 0 < warm["held"]
+    assert cold["found"] == warm["found"] == 0 < asking["found"]
+    assert warm["fetched"] > 0 < asking["fetched"]
     counts = first["counts"]
     assert counts["block reads compared"] > 0
     assert counts["store: stored"] > 0
@@ -46,7 +47,7 @@ def of_two(tmp_path_factory, store):
     return run_case(tmp_path_factory.mktemp("logs"), 2, store, seed=5, num_steps=60)
 
 
-def test_two_processes_start_again_on_their_store_and_decide_alike(of_two, store):
+def test_two_processes_list_their_store_or_ask_it_and_decide_alike(of_two, store):
     check_alike(of_two, store)
 
 
@@ -72,7 +73,7 @@ def test_a_process_of_another_layout_finds_nothing_and_leaves_all_in_place(
     assert said["counts"]["store: stored"] > 0
     assert files_of(of_two) == before
     [of_one] = {*(store / "jaxkv1").iterdir()} - {of_two}
-    first, second = said["lives"]
+    first, second, _ = said["lives"]
     assert first["held"] == 0
     # Of its own alone it has been told.
     assert 0 < second["held"] <= said["counts"]["store: stored"]

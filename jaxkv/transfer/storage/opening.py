@@ -17,6 +17,7 @@ from jaxkv.transfer.storage.store import (
 from jaxkv.transfer.storage.tensor_store import open_gs, open_s3
 
 _MOST_LETTERS = 2000
+_BUCKETS = ("s3", "gs")
 SCHEMES = ("file", "s3", "gs", "redis", "rediss", "unix", "memory")
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
@@ -123,7 +124,16 @@ def extra_of(url: str) -> str | None:
     scheme = _scheme_of(url)
     if scheme in REDIS_SCHEMES:
         return "redis"
-    return "storage" if scheme in ("s3", "gs") else None
+    return "storage" if scheme in _BUCKETS else None
+
+
+def default_probe_s(url: str) -> float:
+    """Say how long a request may wait for a store's answer; 0 where that costs money.
+
+    >>> default_probe_s("/var/cache/kv"), default_probe_s("s3://bucket/kv")
+    (0.005, 0.0)
+    """
+    return 0.0 if _scheme_of(url) in _BUCKETS else 0.005
 
 
 def _shown(url: object) -> str:

@@ -17,6 +17,7 @@ from jaxkv._util import Resource
 from jaxkv.transfer.storage.census import Bound, Census, agreed_bound, wait_for
 from jaxkv.transfer.storage.health import StoreHealth, log_line
 from jaxkv.transfer.storage.objects import Bytes, ObjectFormat, Refusal
+from jaxkv.transfer.storage.run_search import RunSearch
 from jaxkv.transfer.storage.store import (
     Blob,
     BlobStore,
@@ -49,13 +50,14 @@ class Completion(NamedTuple):
     Attributes:
         ticket: What the call that asked for it returned.
         kind: What it was.
-        key: The key of the block.
-        outcome: ``"done"``; ``"missing"`` if the store has no such object (of a probe
-            too); ``"refused"`` if what it has is not right; ``"failed"`` if the store
-            failed; ``"late"`` if the deadline came first.
+        key: The key of the block; of a probe, of the first of its run.
+        outcome: ``"done"``; ``"missing"`` if the store has no such object (of a probe,
+            none of the run); ``"refused"`` if what it has is not right; ``"failed"`` if
+            the store failed; ``"late"`` if the deadline came first.
         reason: The reason of a refusal, or the kind of the error; else None.
         payload: The payload of a read that is done, which is the caller's; else None.
         num_bytes: Bytes of the object, if it was moved; else 0.
+        num_found: Of a probe, how many blocks of the run are there, as far as known.
     """
 
     ticket: int
@@ -65,6 +67,7 @@ class Completion(NamedTuple):
     reason: str | None = None
     payload: memoryview | None = None
     num_bytes: int = 0
+    num_found: int = 0
 
 
 class ListedPage(NamedTuple):
@@ -103,7 +106,8 @@ class StorageIOStats:
         num_written: Objects that were written.
         num_read: Objects that were read, and were right.
         num_missing: Reads of what was not there.
-        num_late: Reads and probes that the deadline overtook.
+        num_probed: Objects of which the store was asked whether they are there.
+        num_late: Reads that the deadline overtook.
         num_dropped: Writes that did not fit into the queue.
         num_deleted: Objects that were deleted, here or because they were not right.
         bytes_written: Bytes of the objects written.
@@ -120,6 +124,7 @@ class StorageIOStats:
     num_written: int
     num_read: int
     num_missing: int
+    num_probed: int
     num_late: int
     num_dropped: int
     num_deleted: int
@@ -186,21 +191,41 @@ class Rate:
         self._since_s = now_s
 
 
+_NO_SEARCH = RunSearch(0)
+
+
 class _Job:
     """Something asked for: in a queue, then with the store."""
 
-    __slots__ = ("is_out", "is_over", "key", "kind", "out_s", "payload", "ticket")
+    __slots__ = (
+        *("indices", "is_out", "is_over", "key", "kind", "out_s", "payload", "run"),
+        *("search", "ticket"),
+    )
 
     def __init__(
-        self, ticket: int, kind: Kind, key: BlockKey, payload: Sequence[Bytes]
+        self,
+        ticket: int,
+        kind: Kind,
+        run: Sequence[BlockKey],
+        payload: Sequence[Bytes] = (),
     ) -> None:
         self.ticket = ticket
         self.kind: Kind = kind
-        self.key = key
+        self.key = run[0]
         self.payload = payload
+        self.run = run  # Of a probe; else there is the key alone.
+        self.search = RunSearch(len(run)) if kind == "probe" else _NO_SEARCH
+        self.indices: list[int] = []  # Of the run, those that the store is asked about.
         self.is_out = False  # The store has it.
         self.out_s = 0.0  # Since when.
         self.is_over = False  # No caller waits for it any more.
+
+    def ended(self, outcome: Outcome, **more: Any) -> Completion:
+        """Say what came of it."""
+        found = self.search.num_found
+        return Completion(
+            self.ticket, self.kind, self.key, outcome, num_found=found, **more
+        )
 
 
 class _Way(NamedTuple):
@@ -310,7 +335,7 @@ class StorageIO(Resource):
         # Seconds that the last reads and writes took, until they are taken.
         self._latencies: dict[str, collections.deque[float]] = {
             kind: collections.deque(maxlen=_MOST_LATENCIES)
-            for kind in ("read", "write")
+            for kind in ("read", "write", "probe")
         }
         self._ways: dict[_What, _Way] = {
             "read": _Way(self._get, self._note_read, self._fail),
@@ -361,7 +386,7 @@ class StorageIO(Resource):
                     continue
                 # The object that was to go is the one that comes.
                 self._deletes.pop(self.objects.name(key), None)
-                tickets.append(self._add("write", key, payload))
+                tickets.append(self._add("write", (key,), payload))
             self._wake_for("write", len(tickets))
         return tickets
 
@@ -377,19 +402,36 @@ class StorageIO(Resource):
             A ticket for each. What does not fit into the queue has failed at once, with
             the reason ``"busy"``.
         """
-        return self._ask("read", keys, deadline_s)
+        return self._ask("read", [(key,) for key in keys], deadline_s)
 
-    def submit_probes(self, keys: Iterable[BlockKey], deadline_s: float) -> list[int]:
-        """Ask whether the store has blocks, the objects of all their shards.
+    def submit_probes(
+        self, runs: Iterable[Sequence[BlockKey]], deadline_s: float
+    ) -> list[int]:
+        """Ask how many blocks of runs the store has, from the first on.
+
+        The rounds of a `RunSearch` follow one another in the threads of the store. What
+        is asked for are the objects of this shard.
 
         Args:
-            keys: Their keys.
+            runs: For each the keys of blocks that continue one another.
             deadline_s: As of `submit_reads`.
 
         Returns:
             A ticket for each. Too many at once have failed, as ``"busy"``.
+
+        Raises:
+            ValueError: A run has no keys. Then nothing is asked.
         """
-        return self._ask("probe", keys, deadline_s)
+        runs = list(runs)
+        if not all(runs):
+            raise ValueError("a run of no keys must have one to ask for.")
+        return self._ask("probe", runs, deadline_s)
+
+    def num_found_so_far(self, ticket: int) -> int:
+        """Tell how many blocks of a run are known to be there; 0 of what is over."""
+        with self._lock:
+            job = self._jobs.get(ticket)
+            return 0 if job is None else job.search.num_found
 
     def delete(self, keys: Iterable[BlockKey]) -> None:
         """Ask for the objects of this shard of some blocks to be deleted.
@@ -546,6 +588,7 @@ class StorageIO(Resource):
                 num_written=counts["written"],
                 num_read=counts["read"],
                 num_missing=counts["missing"],
+                num_probed=counts["probed"],
                 num_late=counts["late"],
                 num_dropped=counts["dropped"],
                 num_deleted=counts["deleted"],
@@ -596,23 +639,22 @@ class StorageIO(Resource):
     # What follows down to `_issue_all` is called with the lock held.
 
     def _ask(
-        self, kind: Kind, keys: Iterable[BlockKey], deadline_s: float
+        self, kind: Kind, runs: Sequence[Sequence[BlockKey]], deadline_s: float
     ) -> list[int]:
-        keys = list(keys)
-        for key in keys:
+        for key in itertools.chain.from_iterable(runs):
             self.objects.name(key)  # Refuses what is no key, before any is asked for.
         tickets = []
         with self._lock:
-            for key in keys:
+            for run in runs:
                 if self._is_closed or not self._reserve(kind):
                     ticket = self._next_ticket
                     self._next_ticket += 1
                     self._failed[f"{kind} busy"] += 1
                     self._completions.append(
-                        Completion(ticket, kind, key, "failed", "busy")
+                        Completion(ticket, kind, run[0], "failed", "busy")
                     )
                 else:
-                    ticket = self._add(kind, key, ())
+                    ticket = self._add(kind, run)
                     if deadline_s < float("inf"):
                         heapq.heappush(self._deadlines, (deadline_s, ticket))
                 tickets.append(ticket)
@@ -640,10 +682,12 @@ class StorageIO(Resource):
         if kind != "probe":
             self._open_bytes[kind] -= self.objects.object_bytes
 
-    def _add(self, kind: Kind, key: BlockKey, payload: Sequence[Bytes]) -> int:
+    def _add(
+        self, kind: Kind, run: Sequence[BlockKey], payload: Sequence[Bytes] = ()
+    ) -> int:
         ticket = self._next_ticket
         self._next_ticket += 1
-        job = self._jobs[ticket] = _Job(ticket, kind, key, payload)
+        job = self._jobs[ticket] = _Job(ticket, kind, run, payload)
         self._queues[kind].append(job)
         return ticket
 
@@ -670,9 +714,12 @@ class StorageIO(Resource):
             job = self._jobs.pop(ticket, None)
             if job is not None:
                 self._give_up(job)
-                self._counts["late"] += 1
+                if job.kind == "probe":
+                    self._failed["probe late"] += 1
+                else:
+                    self._counts["late"] += 1
                 self._note_late(job)
-                self._completions.append(Completion(ticket, job.kind, job.key, "late"))
+                self._completions.append(job.ended("late"))
         completions, self._completions = self._completions, collections.deque()
         for each in completions:
             if each.payload is not None:
@@ -711,7 +758,8 @@ class StorageIO(Resource):
             if job.is_over:
                 self._num_idle[kind] -= 1
                 continue
-            job.is_out, job.out_s = True, self._clock()
+            # A probe has been out before, for an earlier round.
+            job.is_out, job.out_s = True, job.out_s or self._clock()
             jobs.append(job)
             if kind != "probe":
                 self._rates[kind].start(job.out_s)
@@ -734,19 +782,17 @@ class StorageIO(Resource):
         num_bytes = more.get("num_bytes", 0)
         if outcome != "failed":
             self._health.note_answer(job.kind)
+        now_s = self._clock()
         if job.kind != "probe":
-            now_s = self._clock()
             self._rates[job.kind].stop(now_s, 0 if job.is_over else num_bytes)
-            if outcome != "failed":
-                self._latencies[job.kind].append(now_s - job.out_s)
+        if outcome != "failed":
+            self._latencies[job.kind].append(now_s - job.out_s)
         if job.is_over:
             more["payload"] = None
         else:
             job.is_over = True
             del self._jobs[job.ticket]
-            self._completions.append(
-                Completion(job.ticket, job.kind, job.key, outcome, **more)
-            )
+            self._completions.append(job.ended(outcome, **more))
         if more.get("payload") is None:
             self._release(job.kind)
         self._wake_waiters()
@@ -759,9 +805,7 @@ class StorageIO(Resource):
     def _end_unissued(self, job: _Job, reason: str) -> None:
         job.is_over = True
         del self._jobs[job.ticket]
-        self._completions.append(
-            Completion(job.ticket, job.kind, job.key, "failed", reason)
-        )
+        self._completions.append(job.ended("failed", reason=reason))
 
     def _end_read(
         self,
@@ -875,8 +919,17 @@ class StorageIO(Resource):
     def _put(self, jobs: list[_Job]) -> list[Future[None]]:
         return self._store.put([self._encoded(job) for job in jobs])
 
-    def _exists(self, jobs: list[_Job]) -> list[Future[bool]]:
-        return [_all(self._store.exists(self.objects.all_names(j.key))) for j in jobs]
+    def _exists(self, jobs: list[_Job]) -> list[Future[list[bool]]]:
+        names: list[str] = []
+        for job in jobs:
+            job.indices = job.search.next_indices()
+            names += [self.objects.name(job.run[index]) for index in job.indices]
+        with self._lock:
+            self._counts["probed"] += len(names)
+        futures = iter(self._store.exists(names))
+        return [
+            _together(list(itertools.islice(futures, len(job.indices)))) for job in jobs
+        ]
 
     def _encoded(self, job: _Job) -> tuple[str, Blob]:
         name = self.objects.name(job.key)
@@ -935,9 +988,16 @@ class StorageIO(Resource):
         with self._lock:
             self._end_read(job, payload, data)
 
-    def _note_probed(self, job: _Job, is_there: bool) -> None:
+    def _note_probed(self, job: _Job, are_there: list[bool]) -> None:
         with self._lock:
-            self._end(job, "done" if is_there else "missing")
+            job.search.note(job.indices, are_there)
+            if job.search.is_over or job.is_over or self._is_closed:
+                self._end(job, "done" if job.search.num_found else "missing")
+                return
+            # The next round, before others: `_go_on` hands it to the store.
+            job.is_out = False
+            self._num_out["probe"] -= 1
+            self._queues["probe"].appendleft(job)
 
     def _note_deleted(self, _name: str, _: None) -> None:
         with self._lock:
@@ -1003,16 +1063,16 @@ class StorageIO(Resource):
         return Listed(True, bound.num_blocks, len(kept), tuple(gone))
 
 
-def _all(futures: Sequence[Future[bool]]) -> Future[bool]:
-    """Whether all are true, once all of them are known."""
-    whole: Future[bool] = Future()
+def _together(futures: Sequence[Future[bool]]) -> Future[list[bool]]:
+    """Give what some futures give, once all of it is known."""
+    whole: Future[list[bool]] = Future()
     left = itertools.count(len(futures) - 1, -1)
 
     def note(_: Future[bool]) -> None:
         if next(left):
             return
         try:
-            whole.set_result(all([future.result() for future in futures]))
+            whole.set_result([future.result() for future in futures])
         except Exception as error:
             whole.set_exception(error)
 

@@ -154,7 +154,8 @@ def test_whatever_goes_wrong_no_wrong_byte_arrives_and_each_ticket_ends_once(
                     tickets = storage.submit_reads(map(key, numbers), until_s)
                     kind = "read"
                 case 5:
-                    tickets = storage.submit_probes(map(key, numbers), clock.now_s + 9)
+                    runs = [list(map(key, numbers))] if numbers else []
+                    tickets = storage.submit_probes(runs, clock.now_s + 9)
                     kind = "probe"
                 case 6:
                     storage.delete(map(key, numbers))
@@ -366,20 +367,22 @@ def test_a_write_takes_back_a_delete_that_waits_before_it(faulty):
         assert read_all(storage, 1)[0].outcome == "done"
 
 
-def test_a_probe_wants_the_objects_of_all_shards(store):
-    shards = [ObjectFormat(b"m", "u8", SIZE, shard=n, num_shards=3) for n in range(3)]
-    with StorageIO(store, shards[0]) as storage:
-        for n, objects in enumerate(shards):
-            ((name, blob),) = [
-                (objects.name(key(1)), objects.encode(key(1), [payload(1)]))
-            ]
-            (ticket,) = storage.submit_probes([key(1)], FOREVER)
-            (probe,) = wait_all(storage, 1)
-            assert (probe.ticket, probe.kind) == (ticket, "probe")
-            assert probe.outcome == "missing", n
-            store.put([(name, blob)])[0].result(60)
-        storage.submit_probes([key(1)], FOREVER)
-        assert wait_all(storage, 1)[0].outcome == "done"
+def test_a_probe_tells_how_much_of_a_run_is_there_in_as_many_rounds_as_it_takes(store):
+    shards = [ObjectFormat(b"m", "u8", SIZE, shard=n, num_shards=2) for n in range(2)]
+    run = list(map(key, range(100)))
+    with StorageIO(store, shards[0]) as storage, StorageIO(store, shards[1]) as other:
+        write_all(storage, *range(77))
+        write_all(other, 77)  # Of which this shard has nothing.
+        runs = [run, run[60:], run[77:], run[:1]]
+        tickets = storage.submit_probes(runs, FOREVER)
+        probes = {probe.ticket: probe for probe in wait_all(storage, 4)}
+        assert [probes[ticket].num_found for ticket in tickets] == [77, 17, 0, 1]
+        outcomes = [probes[ticket].outcome for ticket in tickets]
+        assert outcomes == ["done", "done", "missing", "done"]
+        assert {probe.kind for probe in probes.values()} == {"probe"}
+        assert storage.stats.num_probed < 60
+        with pytest.raises(ValueError, match="no keys"):
+            storage.submit_probes([run, []], FOREVER)
 
 
 def take_all_pages(storage):
@@ -446,7 +449,7 @@ def test_failures_of_the_store_are_told_and_counted(faulty, fault):
     with StorageIO(faulty, BLOCKS) as storage:
         (write,) = write_all(storage, 1)
         (read,) = read_all(storage, 1)
-        storage.submit_probes([key(1)], FOREVER)
+        storage.submit_probes([[key(1)]], FOREVER)
         (probe,) = wait_all(storage, 1)
         for each in (write, read, probe):
             assert (each.outcome, each.reason) == ("failed", "other")

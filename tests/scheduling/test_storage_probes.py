@@ -1,0 +1,517 @@
+"""A store is asked for what no tier is known to have: blocks that others wrote."""
+
+import contextlib
+import socket
+import time
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxkv import DeviceBlockPool, OffloadConfig
+from jaxkv.scheduling.protocol import SchedulerOutput, TierMoves, TierProbe, TierReport
+from jaxkv.scheduling.storage_worker import StorageWorker
+from jaxkv.transfer.storage import LocalStore, MemoryStore, ObjectFormat, StorageIO
+from jaxkv.transfer.storage.run_search import RunSearch
+from tests.rigs.faulty_store import FaultyStore
+from tests.rigs.offload_rig import BLOCK_SIZE, HYBRID, make_keys, make_request
+from tests.rigs.servers import redis_server, s3_server
+from tests.scheduling.test_storage import StoreRig
+
+PROBE_S = 0.005
+
+
+# What the scheduler asks; the test answers for the worker.
+
+
+class ProbedRig(StoreRig):
+    """Its store has blocks that nobody has told the engine of."""
+
+    def __init__(self, *there, **options):
+        super().__init__(**{"storage_probe_s": PROBE_S} | options)
+        self.there = set(there)
+
+    def probes(self):
+        """The probes that were sent out and not answered."""
+        probes = [probe for moves in self.asked for probe in moves.probes]
+        for moves in self.asked:
+            assert not (moves.fetches and moves.probes)
+        return probes
+
+    def answer(self, ok=True):
+        for probe in self.probes():
+            keys = [key for run in probe.runs for key in run]
+            oks = tuple(ok and key in self.there for key in keys)
+            self.report(TierReport(probed=((probe.event, oks),)))
+        self.asked = [moves for moves in self.asked if not moves.probes]
+        super().answer(ok)
+
+    def found(self, request):
+        """Ask until there is an answer: how many blocks, and how many new probes."""
+        num = 0
+        while (offer := self.offer(request))[0] is None:
+            num += sum(len(moves.probes) for moves in self.step().below)
+            assert num < 9, "it asks without end"
+            self.answer()
+        return offer[0] // BLOCK_SIZE, num
+
+
+def test_a_request_finds_what_another_engine_has_just_written():
+    keys = make_keys(1, 2, 3, 4)
+    rig = ProbedRig(*keys[:3])
+    request = make_request("a", 1, 2, 3, 4)
+    assert rig.offer(request) == (None, False)
+    told = rig.scheduler.explain(request)
+    assert (told.num_offered_tokens, told.deferral) == (None, "asked")
+    assert "when the store has said" in str(told)
+    rig.step()
+    (probe,) = rig.probes()
+    assert probe == TierProbe(0, (tuple(keys),), PROBE_S)
+    assert rig.scheduler.has_pending_loads(), "so the engine goes on stepping"
+    assert rig.offer(request) == (None, False)
+    assert rig.step().below == (), "it is asked once"
+    assert rig.found(request) == (3, 0)
+    assert rig.scheduler.stats.num_storage_found == 3
+    told = rig.scheduler.explain(request)
+    assert [block.verdict for block in told.blocks] == ["host"] * 3 + ["missed"]
+    assert told.blocks[3].reason == "absent"
+    assert "asked of the store, not there" in str(told)
+
+
+def test_only_what_no_tier_is_known_to_have_is_asked_for():
+    rig = ProbedRig()
+    assert rig.found(make_request("a", 1, 2)) == (0, 1)
+    rig.serve("a", 1, 2)
+    rig.forget_device()
+    rig.report(TierReport(found=tuple(make_keys(1, 2, 3))))
+    request = make_request("b", 1, 2, 3, 4, 5)
+    rig.offer(request)
+    rig.step()
+    assert rig.probes()[0].runs == (tuple(make_keys(1, 2, 3, 4, 5)[3:]),)
+    # What is known comes when the answer is there.
+    assert rig.found(request) == (3, 0)
+    known = make_request("c", 1, 2, 3)
+    assert rig.offer(known) == (3 * BLOCK_SIZE, True)
+
+
+def test_requests_of_one_moment_share_a_probe_and_ask_for_their_tails_beside_it():
+    keys = make_keys(1, 2, 3)
+    rig = ProbedRig(*keys)
+    one, two = make_request("a", 1, 2, 3), make_request("b", 1, 2, 7)
+    same = make_request("c", 1, 2, 3)
+    for request in (one, two, same):
+        assert rig.offer(request) == (None, False)
+    rig.step()
+    runs = [probe.runs for probe in rig.probes()]
+    assert runs == [(tuple(keys),), (tuple(make_keys(1, 2, 7)[2:]),)]
+    found = [rig.found(request) for request in (one, two, same)]
+    assert found == [(3, 0), (2, 0), (3, 0)]
+
+
+def test_a_request_in_the_queue_is_asked_for_once_and_the_next_one_again():
+    rig = ProbedRig()
+    request = make_request("a", 1, 2)
+    assert rig.found(request) == (0, 1)
+    rig.there = set(make_keys(1, 2))
+    assert rig.found(request) == (0, 0)
+    rig.scheduler.update_state_after_alloc(request, [1, 2, 3], 0)
+    rig.scheduler.request_finished(request)
+    assert rig.found(make_request("b", 1, 2)) == (2, 1)
+
+
+def test_a_request_that_goes_away_leaves_its_answer_to_others():
+    rig = ProbedRig(*make_keys(1, 2))
+    request = make_request("a", 1, 2)
+    rig.offer(request)
+    rig.step()
+    rig.scheduler.request_finished(request)
+    assert rig.scheduler.has_pending_loads()
+    rig.answer()
+    assert not rig.scheduler.has_pending_loads()
+    assert rig.scheduler.num_storage_blocks_held == 2
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_what_was_asked_before_a_reset_or_the_stores_end_changes_nothing(
+    is_left, is_sent
+):
+    rig = ProbedRig(*make_keys(1, 2))
+    request = make_request("a", 1, 2)
+    rig.offer(request)
+    if is_sent:
+        rig.step()
+    own = rig.scheduler.below[0]
+    (own.disable if is_left else own.reset)()
+    rig.answer()
+    assert rig.scheduler.num_storage_blocks_held == 0
+    assert not rig.scheduler.has_pending_loads()
+    assert rig.found(request) == ((0, 0) if is_left else (2, 1))
+
+
+def test_where_not_all_is_read_a_shorter_prefix_is_asked_for_too():
+    rig = ProbedRig(groups=HYBRID)
+    request = rig.request("a", 1, 2, 3, 4, 5)
+    full, windows = request.block_keys_by_group
+    # Another engine had three of its blocks, and has gone on in another way.
+    rig.there = {*full[:3], *windows[:3]}
+    assert rig.offer(request) == (None, False)
+    rig.step()
+    runs = tuple(full), tuple(windows[3:])
+    assert rig.probes() == [TierProbe(0, runs, PROBE_S / 2)]
+    assert rig.found(request) == (3, 1)
+    # Nor is it asked more often, whatever it says.
+    rig.there.clear()
+    assert rig.found(rig.request("b", 7, 8, 9)) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("rates", "asks"),
+    [
+        # Unknown; computing takes 0.4 s, of which a tenth; fetching takes longer.
+        ((0.0, 0.0, 0.0), PROBE_S),
+        ((1e9, 20.0, 1e9), 0.04),
+        ((1e9, 20.0, 1.0), None),
+    ],
+)
+def test_the_gate_says_how_long_to_wait_and_whether_at_all(rates, asks):
+    rig = ProbedRig(skip_slow_loads=True, block_bytes=10)
+    rig.scheduler.note_rates(*rates)
+    assert rig.offer(make_request("a", 1, 2))[0] == (None if asks else 0)
+    rig.step()
+    assert [probe.wait_s for probe in rig.probes()] == ([asks] if asks else [])
+    assert rig.scheduler.stats.num_fetches_declined == (not asks)
+
+
+def test_what_is_never_written_is_not_asked_for():
+    private = make_keys(1, 2, 3)[1:]
+    rig = ProbedRig(is_private=private.__contains__)
+    rig.offer(make_request("a", 1, 2, 3))
+    rig.step()
+    assert rig.probes()[0].runs == ((make_keys(1)[0],),)
+
+
+def test_no_more_is_asked_than_has_an_answer_to_come():
+    rig = ProbedRig(device_blocks=200)
+    offers = [rig.offer(make_request(f"r{n}", 100 + n)) for n in range(65)]
+    assert offers == [(None, False)] * 64 + [(0, False)]
+
+
+def test_a_long_prompt_is_asked_for_as_far_as_it_may_be_fetched():
+    rig = ProbedRig()
+    rig.offer(make_request("a", *range(300)))
+    rig.step()
+    assert rig.probes()[0].runs == (tuple(make_keys(*range(256))),)
+
+
+def test_a_full_index_makes_room_for_what_is_asked_for():
+    rig = ProbedRig(*make_keys(1, 2, 3), num_storage_blocks=4)
+    others = make_keys(*range(50, 56))
+    rig.report(TierReport(found=tuple(others), listed=True, bound=(10, 9)))
+    assert rig.scheduler.num_storage_blocks_left_out == 5
+    assert rig.found(make_request("a", 1, 2, 3)) == (3, 1)
+    assert rig.scheduler.num_storage_blocks_held == 4
+    # Three that were left out are in the index, and three others are not.
+    assert rig.scheduler.num_storage_blocks_left_out == 5
+
+
+def test_a_request_does_not_ask_without_end_where_the_index_has_no_room():
+    rig = ProbedRig(*make_keys(1, 2, 3), num_storage_blocks=4)
+    rig.report(TierReport(found=tuple(make_keys(50, 51, 52, 53))))
+    rig.scheduler.below[0].tier.pin(range(4))
+    assert rig.found(make_request("a", 1, 2, 3)) == (0, 1)
+
+
+# What the worker asks, with a clock of its own.
+
+
+class Store:
+    """A worker over a store that others write to."""
+
+    def __init__(self, num_shards=1):
+        self.inner = MemoryStore()
+        self.faulty = FaultyStore(self.inner, 0)
+        self.now_s = 100.0
+        self.objects = ObjectFormat(b"m", "u8", 4, num_shards=num_shards)
+        storage_io = StorageIO(self.faulty, self.objects, clock=lambda: self.now_s)
+        engine = SimpleNamespace(host_payload_bytes=4, advance_host=lambda run: None)
+        self.worker = StorageWorker(
+            engine, storage_io, list_every_s=0.0, clock=lambda: self.now_s
+        )
+        self.num_asked = 0
+        assert self.worker.take_reports() == (TierReport(listed=False),)
+
+    def write(self, *keys):
+        self.inner.put([(self.objects.name(key), [b""]) for key in keys])
+
+    def probe(self, *runs):
+        probe = TierProbe(self.num_asked, tuple(map(tuple, runs)), PROBE_S)
+        self.num_asked += 1
+        self.worker.start(TierMoves(probes=(probe,)))
+
+    def reports(self):
+        """Wait until there are reports; the store answers in threads."""
+        end_s = time.monotonic() + 60
+        while not (taken := self.worker.take_reports()):
+            assert time.monotonic() < end_s
+            time.sleep(1e-4)
+            self.worker.advance()
+        return taken
+
+    def oks(self, *runs):
+        """How many blocks of each run are said to be there, from the first on."""
+        self.probe(*runs)
+        ((event, oks),) = [each for report in self.reports() for each in report.probed]
+        assert event == self.num_asked - 1
+        nums = []
+        for run in runs:
+            own, oks = oks[: len(run)], oks[len(run) :]
+            assert own == (True,) * sum(own) + (False,) * (len(run) - sum(own))
+            nums.append(sum(own))
+        return nums
+
+    @property
+    def num_requests(self):
+        return self.worker.storage_io.stats.num_probed
+
+
+@pytest.fixture
+def store():
+    own = Store()
+    yield own
+    own.faulty.let_go()
+    own.worker.close()
+
+
+@pytest.mark.parametrize("num", [0, 1, 77, 200])
+def test_much_is_found_by_few_requests(store, num):
+    run = make_keys(*range(200))
+    store.write(*run[:num])
+    search = RunSearch(200)
+    num_requests = 0
+    while indices := search.next_indices():
+        num_requests += len(indices)
+        search.note(indices, [index < num for index in indices])
+    assert store.oks(run, run[:1]) == [num, min(num, 1)]
+    assert store.num_requests == num_requests + 1 <= 25
+    outcome = "found" if num else "missing"
+    assert store.worker.num_probes[outcome] == 1
+    assert sum(store.worker.latencies["probe"].counts) == 2
+
+
+def test_what_was_not_there_is_not_asked_for_again_for_half_a_second(store):
+    run = make_keys(1, 2, 3)
+    store.write(run[0])
+    assert store.oks(run) == [1]
+    num = store.num_requests
+    store.write(*run)
+    # Asking again does not make it last longer.
+    for _ in range(2):
+        store.now_s += 0.24
+        assert store.oks(run[1:]) == [0]
+    assert store.num_requests == num
+    assert store.oks(run) == [1]
+    store.now_s += 0.03
+    assert store.oks(run) == [3]
+
+
+def test_a_late_answer_keeps_nobody_waiting_and_is_found_by_the_next(store):
+    run = make_keys(1, 2, 3)
+    store.write(*run)
+    store.faulty.faults.hang = 1.0
+    store.probe(run)
+    store.worker.advance()
+    assert store.worker.take_reports() == ()
+    assert store.worker.num_in_flight == 1
+    store.now_s += PROBE_S
+    (report,) = store.reports()
+    assert report.probed == ((0, (False,) * 3),)
+    assert store.worker.num_probes["late"] == 1
+    assert store.worker.num_in_flight == 0
+    store.faulty.faults.hang = 0.0
+    while not store.faulty.let_go():
+        time.sleep(1e-4)
+    (report,) = store.reports()
+    assert report.found == tuple(run)
+
+
+def test_a_store_that_answers_nothing_is_not_asked_more_and_more(store):
+    store.faulty.faults.hang = 1.0
+    for number in range(16):
+        store.probe(make_keys(number))
+    store.now_s += PROBE_S
+    assert len(store.reports()[0].probed) == 16
+    num = store.num_requests
+    assert store.oks(make_keys(100)) == [0], "at once"
+    assert store.num_requests == num
+    # It is given up at the deadline of the storage, and asked again.
+    store.now_s += 5.0
+    store.faulty.faults.hang = 0.0
+    store.write(*make_keys(200))
+    store.worker.advance()
+    assert store.worker.storage_io.stats.errors["probe late"] == 16
+    assert not store.worker.storage_io.is_up
+    assert store.faulty.let_go() == 16
+    assert store.oks(make_keys(200)) == [1]
+    assert store.worker.storage_io.is_up
+
+
+def test_a_store_that_fails_says_so_at_once(store):
+    store.faulty.faults.error = 1.0
+    assert store.oks(make_keys(1, 2)) == [0]
+    assert store.worker.num_probes["failed"] == 1
+    store.faulty.faults.error = 0.0
+    store.write(*make_keys(1, 2))
+    assert store.oks(make_keys(1, 2)) == [2], "it did not say that they are not there"
+
+
+def test_of_several_shards_each_process_asks_for_its_own():
+    store = Store(num_shards=2)
+    run = make_keys(1, 2)
+    store.write(*run)
+    assert store.oks(run) == [2]
+    # What one of them finds later is not there in all of them.
+    store.faulty.faults.hang = 1.0
+    store.probe(run)
+    store.now_s += PROBE_S
+    assert store.reports()[0].probed
+    store.faulty.faults.hang = 0.0
+    while not store.faulty.let_go():
+        time.sleep(1e-4)
+    while store.worker._probe_of:
+        store.worker.advance()
+    assert store.worker.take_reports() == ()
+    store.worker.close()
+
+
+# Two engines on one store.
+
+
+class Engine:
+    """The parts of an engine over a store that it does not list."""
+
+    def __init__(self, url, clock=time.monotonic, **keys):
+        config = OffloadConfig(
+            num_host_blocks=64,
+            storage=url,
+            storage_bytes="1MiB",
+            storage_write="through",
+            storage_list_s=0.0,
+            **keys,
+        )
+        self.pool = [jnp.arange(32.0 * BLOCK_SIZE).reshape(32, BLOCK_SIZE, 1, 1)]
+        self.engine = config.make_engine(self.pool)
+        self.worker = config.make_worker(self.engine, clock=clock)
+        num = self.worker.storage.num_blocks(config.storage_bytes)
+        self.scheduler = config.make_scheduler(BLOCK_SIZE, 64, num_storage_blocks=num)
+        self.scheduler.bind_device_block_pool(DeviceBlockPool(32))
+
+    def step(self):
+        meta = self.scheduler.build_connector_meta(SchedulerOutput({}))
+        self.pool = self.worker.start(meta, self.pool)
+        self.scheduler.update_connector_output(self.worker.poll())
+
+    def write(self, keys):
+        """Write blocks as if it had computed them."""
+        host, own = self.scheduler._manager, self.scheduler
+        blocks = host.place(keys).block_ids
+        self.engine.save(self.pool, range(1, 1 + len(keys)), blocks)
+        self.pool, _ = self.engine.drain(self.pool)
+        host.complete_store(keys)
+        own.below[0].note_stored(keys)
+        while own.has_pending_stores():
+            self.step()
+            time.sleep(1e-4)
+
+    def num_found(self, request, between=lambda: time.sleep(1e-4)):
+        """Ask until there is an answer; return how many blocks are offered."""
+        end_s = time.monotonic() + 60
+        while True:
+            num_tokens, _ = self.scheduler.get_num_new_matched_tokens(request, 0)
+            if num_tokens is not None:
+                return num_tokens // BLOCK_SIZE
+            assert time.monotonic() < end_s
+            self.step()
+            between()
+
+    def close(self):
+        self.worker.storage.close()
+
+
+@pytest.fixture(params=["folder", "memory", "redis", "s3"])
+def url(request, tmp_path, monkeypatch):
+    """A store of each kind, which is empty."""
+    with contextlib.ExitStack() as stack:
+        match request.param:
+            case "folder":
+                yield str(tmp_path)
+            case "memory":
+                yield f"memory://{tmp_path}"
+            case "redis":
+                yield stack.enter_context(redis_server(tmp_path))[0]
+            case "s3":
+                monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+                monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+                endpoint, _ = stack.enter_context(s3_server("blocks"))
+                yield f"s3://blocks/model?endpoint={endpoint}"
+
+
+def test_a_second_engine_finds_all_that_the_first_has_written_without_a_listing(url):
+    # Long enough for a busy machine: what is late is found by the next request.
+    keys = {"storage_probe_s": 30.0, "storage_deadline_s": 60.0}
+    one, two = Engine(url, **keys), Engine(url, **keys)
+    path = range(1, 25)
+    assert two.num_found(make_request("early", *path)) == 0
+    one.write(make_keys(*path))
+    time.sleep(0.6)  # Until what was not there is asked for again.
+    assert two.num_found(make_request("late", *path)) == 24
+    assert two.num_found(make_request("shorter", *path[:9], 77)) == 9
+    assert one.worker.storage.num_probes["found"] == 0
+    fetched = two.engine.read_host(
+        two.scheduler._manager.find(make_keys(*path)).tolist()
+    )
+    payload = np.empty(two.engine.host_payload_bytes, np.uint8)
+    for index in range(24):
+        fetched.copy(index, payload)
+        block = np.asarray(one.pool[0])[1 + index]
+        assert payload.tobytes() == block.tobytes()
+    fetched.close()
+    one.close()
+    two.close()
+
+
+@pytest.fixture(params=["folder", "redis", "s3"])
+def dead_url(request, tmp_path, monkeypatch):
+    """A store of each kind that takes calls and never answers."""
+    with contextlib.ExitStack() as stack:
+        if request.param == "folder":
+            # As of a file server that is gone.
+            hangs = lambda self, names: [Future() for _ in names]  # noqa: E731
+            monkeypatch.setattr(LocalStore, "exists", hangs)
+            yield str(tmp_path)
+            return
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        where = f"127.0.0.1:{server.getsockname()[1]}"
+        if request.param == "redis":
+            yield f"redis://{where}/0"
+            return
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        yield f"s3://blocks/model?endpoint=http://{where}"
+
+
+def test_a_dead_store_delays_a_request_by_its_deadline_and_no_more(dead_url):
+    now_s = [0.0]
+
+    def pass_time():
+        now_s[0] += 0.001
+
+    engine = Engine(dead_url, clock=lambda: now_s[0], storage_probe_s=0.005)
+    request = make_request("a", 1, 2, 3)
+    assert engine.num_found(request, pass_time) == 0
+    assert 0.004 < now_s[0] < 0.007
+    assert engine.worker.storage.num_probes["late"] == 1
+    assert engine.scheduler.explain(request).num_offered_tokens == 0
+    engine.close()
