@@ -16,7 +16,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.rigs.waiting import wait_for
+
 _STARTED_S = 60.0
+# A replica takes over soon, however long it has not heard of its primary.
+OF_CLUSTER = (
+    *("--cluster-enabled", "yes"),
+    *("--cluster-node-timeout", "1000"),
+    *("--cluster-replica-validity-factor", "0"),
+    *("--repl-diskless-sync-delay", "0"),
+)
 
 
 def free_port() -> int:
@@ -31,6 +40,14 @@ def redis_program() -> str:
         if program := shutil.which(name):
             return program
     pytest.skip("neither valkey-server nor redis-server is installed")
+
+
+def redis_client() -> str:
+    """Find the server's command for a terminal, or skip the test."""
+    program = redis_program().replace("-server", "-cli")
+    if not Path(program).exists():
+        pytest.skip(f"{program} is not installed")
+    return program
 
 
 @contextlib.contextmanager
@@ -52,6 +69,61 @@ def redis_server(
     ]
     with _running(words, port) as process:
         yield f"redis://127.0.0.1:{port}/0", process
+
+
+@contextlib.contextmanager
+def redis_cluster(
+    folder: Path, num_replicas: int = 0, *, has_tls: bool = False
+) -> Iterator[tuple[str, dict[int, subprocess.Popen]]]:
+    """Run a cluster of three primaries, each with replicas: its URL, nodes by port.
+
+    The primaries are the first nodes; the URL has the very first. Each node has a
+    folder in `folder`, by its number.
+    """
+    client, scheme, options, query = [redis_client()], "redis", OF_CLUSTER, ""
+    if has_tls:
+        _make_certificate(folder)
+        client += ["--tls", "--cacert", f"{folder}/certificate"]
+        scheme, query = "rediss", f"?ssl_ca_certs={folder}/certificate"
+        options += ("--tls-cluster", "yes", "--tls-auth-clients", "no")
+        options += ("--tls-cert-file", f"{folder}/certificate")
+        options += ("--tls-ca-cert-file", f"{folder}/certificate")
+        options += ("--tls-key-file", f"{folder}/key")
+    with contextlib.ExitStack() as stack:
+        nodes = {}
+        for number in range(3 * (1 + num_replicas)):
+            # The nodes talk to one another at a port that is 10,000 higher.
+            port = next(port for port in iter(free_port, None) if port < 50_000)
+            (folder / str(number)).mkdir()
+            own = ("--port", "0", "--tls-port", str(port)) if has_tls else ()
+            server = redis_server(folder / str(number), *options, *own, port=port)
+            _, nodes[port] = stack.enter_context(server)
+        words = [*client, "--cluster", "create", "--cluster-yes"]
+        words += [f"127.0.0.1:{port}" for port in nodes]
+        words += ["--cluster-replicas", str(num_replicas)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout + done.stderr
+        for port in nodes:
+            wait_for(_is_whole, client, port)
+        yield f"{scheme}+cluster://127.0.0.1:{next(iter(nodes))}{query}", nodes
+
+
+def _make_certificate(folder: Path) -> None:
+    """Write `certificate` and `key` of 127.0.0.1 to a folder."""
+    program = shutil.which("openssl")
+    if program is None:
+        pytest.skip("openssl is not installed")
+    words = [program, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    words += ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    words += ["-out", f"{folder}/certificate", "-keyout", f"{folder}/key"]
+    subprocess.run(words, check=True, capture_output=True, timeout=60)
+
+
+def _is_whole(client: list[str], port: int) -> bool:
+    """Whether a node of a cluster knows who has each slot."""
+    words = [*client, "-p", str(port), "cluster", "info"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    return "cluster_state:ok" in done.stdout
 
 
 @contextlib.contextmanager

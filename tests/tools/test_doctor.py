@@ -697,7 +697,8 @@ def test_the_command_tries_the_store_of_the_settings(machine, capsys, monkeypatc
     assert cli.main(["doctor", "--no-probe"]) == 1
     assert (
         "WRONG  storage='ftp://kv': unknown 'ftp': choose from file, s3, gs, redis, "
-        "rediss, unix, memory (JAXKV_STORAGE in the environment)"
+        "rediss, redis+cluster, rediss+cluster, unix, memory (JAXKV_STORAGE in the "
+        "environment)"
     ) in capsys.readouterr().out
 
 

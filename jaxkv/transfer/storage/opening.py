@@ -18,11 +18,13 @@ from jaxkv.transfer.storage.tensor_store import open_gs, open_s3
 
 _MOST_LETTERS = 2000
 _BUCKETS = ("s3", "gs")
-SCHEMES = ("file", "s3", "gs", "redis", "rediss", "unix", "memory")
+SCHEMES = ("file", *_BUCKETS, *REDIS_SCHEMES, "memory")
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 # What a user meant to be a URL, or to be in a shell, and would be a folder here.
-_NEARLY_URL = re.compile(f"({'|'.join(SCHEMES)}):.*", re.DOTALL | re.IGNORECASE)
+_NEARLY_URL = re.compile(
+    f"({'|'.join(map(re.escape, SCHEMES))}):.*", re.DOTALL | re.IGNORECASE
+)
 _OF_A_SHELL = re.compile(r"[~$].*", re.DOTALL)
 
 
@@ -37,6 +39,7 @@ def open_store(url: str) -> BlobStore:
             is not of AWS, and ``?region=NAME``.
             ``gs://BUCKET/PREFIX`` (extra ``storage``).
             ``redis://HOST:PORT``, ``rediss://``, ``unix:///SOCKET`` (extra ``redis``).
+            ``redis+cluster://HOST:PORT,HOST:PORT``, ``rediss+cluster://`` (likewise).
             ``memory://NAME``: the memory of this process.
 
     Raises:

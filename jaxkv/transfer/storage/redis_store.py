@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +23,8 @@ from jaxkv.transfer.storage.store import (
 )
 from jaxkv.transfer.storage.workers import Workers
 
+_CLUSTER = "+cluster"
+_PORT = 6379
 _READ_CONNECTIONS = 4
 _WRITE_CONNECTIONS = 2
 _BATCH_BYTES = 4 << 20  # Of one pipeline, so that several connections share a call.
@@ -31,14 +35,17 @@ _ANSWER_S = 30.0
 
 
 class RedisStore:
-    """A store in Redis or Valkey: a value an object.
+    """A store in Redis or Valkey, one server or a cluster: a value an object.
 
     Several calls go in one pipeline, and several pipelines over connections of their
-    own, writes apart from reads.
+    own, writes apart from reads. In a cluster redis-py finds the node of each value,
+    and follows values to other nodes.
 
     Args:
         url: As redis-py has it: ``redis://HOST:PORT/DB``, ``rediss://`` with TLS,
-            ``unix://PATH``.
+            ``unix://PATH``; or ``redis+cluster://HOST:PORT``, ``rediss+cluster://``
+            with some nodes of a cluster, one of which has to answer at first:
+            ``HOST:PORT,HOST:PORT``.
 
     Raises:
         ImportError: redis-py is missing.
@@ -49,10 +56,17 @@ class RedisStore:
         self._redis = _import()
         self._url = shown_url(url)
         parts = urllib.parse.urlsplit(url)
+        self._is_cluster = parts.scheme.endswith(_CLUSTER)
         if parts.scheme == "unix":
             if not parts.path:
                 raise ValueError(
                     f"storage={shown(self._url)} must be unix:///PATH of a socket."
+                )
+        elif self._is_cluster:
+            if parts.path not in ("", "/"):  # It has but one database.
+                raise ValueError(
+                    f"storage={shown(self._url)} must be {parts.scheme}://HOST:PORT, "
+                    "of as many nodes as you like: HOST:PORT,HOST:PORT."
                 )
         elif not re.fullmatch("/?[0-9]*/?", parts.path):
             # redis-py would take database 0.
@@ -60,20 +74,28 @@ class RedisStore:
                 f"storage={shown(self._url)} must be {parts.scheme}://HOST:PORT/DB, "
                 "the DB a number."
             )
+        # A connection may have been closed while it was not used, and a node of a
+        # cluster may have handed on its values.
+        tries = 3 if self._is_cluster else 1
+        options: dict[str, Any] = {
+            "socket_connect_timeout": _CONNECT_S,
+            "socket_timeout": _ANSWER_S,
+            "retry": self._redis.retry.Retry(self._redis.backoff.NoBackoff(), tries),
+        }
+        self._known_nodes: dict[tuple[str, int], None] = {}
         try:
-            self._client = self._redis.Redis.from_url(
-                url,
-                socket_connect_timeout=_CONNECT_S,
-                socket_timeout=_ANSWER_S,
-                # A connection may have been closed while it was not used.
-                retry=self._redis.retry.Retry(self._redis.backoff.NoBackoff(), 1),
-            )
+            if self._is_cluster:
+                url, others = _nodes(url)
+                self._known_nodes |= dict.fromkeys(others)
             # It does not connect, but it looks at what the URL asks for.
-            self._client.connection_pool.make_connection()
+            self._redis.ConnectionPool.from_url(url, **options).make_connection()
         except (ValueError, TypeError, self._redis.RedisError) as error:
             # The message may quote a part of the password.
             why = "cannot be read" if "@" in url else one_line(str(error)).rstrip(".")
             raise ValueError(f"storage={shown(self._url)}: {why}.") from None
+        self._make_client = functools.partial(self._connect, url, options)
+        self._of_thread = threading.local()
+        self._clients: list[Any] = []
         self._readers = Workers("jaxkv storage reader", _READ_CONNECTIONS)
         self._writers = Workers("jaxkv storage writer", _WRITE_CONNECTIONS)
 
@@ -118,7 +140,7 @@ class RedisStore:
         def run(first: int) -> None:
             part = slice(first, first + at_once)
             try:
-                pipeline = self._client.pipeline(transaction=False)
+                pipeline = self._client().pipeline(transaction=False)
                 for command in commands[part]:
                     pipeline.execute_command(*command)
                 results = pipeline.execute(raise_on_error=False)
@@ -135,23 +157,29 @@ class RedisStore:
         return futures
 
     def list(self, folder: str) -> Iterator[list[str]]:
-        """List values."""
+        """List values; of a cluster, of one node after the other."""
         match = f"{check_name(folder)}/*"  # A name has no characters that match others.
-        cursor = 0
         try:
-            while True:
-                cursor, names = self._client.scan(cursor, match=match, count=_PAGE)
-                if names:
-                    yield [name.decode("ascii", "replace") for name in names]
-                if cursor == 0:
-                    return
+            client = self._client()
+            if not self._is_cluster:
+                yield from _scan(functools.partial(client.scan, match=match))
+                return
+            for node in client.get_primaries():
+
+                def scan(cursor: int, count: int, node: Any = node) -> Any:
+                    cursors, names = client.scan(
+                        cursor, match=match, count=count, target_nodes=node
+                    )
+                    return cursors[node.name], names
+
+                yield from _scan(scan)
         except Exception as error:  # Of redis-py, of sockets, of names of hosts.
             raise self._error_of(error) from error
 
     def times(self, names: Sequence[str]) -> Sequence[int] | None:
         """Tell when values were last used, to the second; a server by LFU does not."""
         try:
-            pipeline = self._client.pipeline(transaction=False)
+            pipeline = self._client().pipeline(transaction=False)
             for name in names:
                 pipeline.execute_command("OBJECT", "IDLETIME", check_name(name))
             idle = pipeline.execute(raise_on_error=False)
@@ -163,10 +191,31 @@ class RedisStore:
         return [0 if each is None else (now_s - each) * 1_000_000 for each in idle]
 
     def close(self) -> None:
-        """Let the threads end; they close their connections."""
+        """Let the threads end, and close all connections."""
         self._readers.close()
         self._writers.close()
-        self._client.close()
+        for client in self._clients:
+            client.close()
+
+    def _client(self) -> Any:
+        """Give this thread's client; that of a cluster asks for its nodes at first.
+
+        As it finds out about new nodes, it closes what other threads would be using.
+        """
+        if not hasattr(self._of_thread, "client"):
+            client = self._of_thread.client = self._make_client()
+            self._clients.append(client)
+            if self._is_cluster:
+                nodes = ((each.host, each.port) for each in client.get_nodes())
+                self._known_nodes |= dict.fromkeys(nodes)
+        return self._of_thread.client
+
+    def _connect(self, url: str, options: dict[str, Any]) -> Any:
+        """Make a client, of a cluster by any node that is known."""
+        if not self._is_cluster:
+            return self._redis.Redis.from_url(url, **options)
+        nodes = [self._redis.cluster.ClusterNode(*each) for each in self._known_nodes]
+        return self._redis.RedisCluster.from_url(url, startup_nodes=nodes, **options)
 
     def _error_of(self, error: Exception) -> StoreError:
         known = self._redis.exceptions
@@ -179,16 +228,60 @@ class RedisStore:
         ):
             kind = "denied"
         elif isinstance(
-            error, known.ConnectionError | known.TimeoutError | OSError | UnicodeError
+            error,
+            known.ConnectionError
+            | known.TimeoutError
+            | OSError
+            | UnicodeError
+            # Of a cluster that is about to replace a node.
+            | known.RedisClusterException
+            | known.ClusterError
+            | known.AskError
+            | known.TryAgainError
+            | known.MasterDownError,
         ):
             kind = "unreachable"
+        if isinstance(error, known.RedisClusterException):
+            self._forget_client()
         return StoreError(kind, f"{type(error).__name__}: {error}")
+
+    def _forget_client(self) -> None:
+        """Let go of this thread's client, which may know dead nodes alone."""
+        client = self._of_thread.__dict__.pop("client", None)
+        if client is not None:
+            self._clients.remove(client)
+            client.close()
+
+
+def _nodes(url: str) -> tuple[str, list[tuple[str, int]]]:
+    """Split the URL of a cluster: that of the first node alone, and the other nodes."""
+    parts = urllib.parse.urlsplit(url.replace(_CLUSTER, "", 1))
+    user, at, hosts = parts.netloc.rpartition("@")
+    first, *others = hosts.split(",")
+    places = []
+    for place in map(urllib.parse.urlsplit, (f"//{other}" for other in others)):
+        if not place.hostname:
+            raise ValueError("a host is missing between commas")
+        places.append((place.hostname, place.port or _PORT))
+    return parts._replace(netloc=f"{user}{at}{first}").geturl(), places
+
+
+def _scan(scan: Callable[..., tuple[int, list[bytes]]]) -> Iterator[list[str]]:
+    """Yield the names that a server has, a page at a time."""
+    cursor = 0
+    while True:
+        cursor, names = scan(cursor, count=_PAGE)
+        if names:
+            yield [name.decode("ascii", "replace") for name in names]
+        if cursor == 0:
+            return
 
 
 def _import() -> Any:
     try:
         import redis
         import redis.backoff
+        import redis.cluster
         import redis.retry
     except ImportError as error:
         raise ImportError(

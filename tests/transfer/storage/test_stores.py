@@ -2,6 +2,7 @@
 
 import collections
 import errno
+import gc
 import itertools
 import os
 import random
@@ -13,7 +14,7 @@ import sys
 import threading
 import urllib.parse
 from concurrent.futures import wait
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 
 import numpy as np
 import pytest
@@ -31,7 +32,15 @@ from jaxkv.transfer.storage import (
 )
 from jaxkv.transfer.storage.buffers import Buffers
 from jaxkv.transfer.storage.tensor_store import TensorStoreStore
-from tests.rigs.servers import free_port, redis_server, s3_server
+from tests.rigs.servers import (
+    OF_CLUSTER,
+    free_port,
+    redis_client,
+    redis_cluster,
+    redis_server,
+    s3_server,
+)
+from tests.rigs.waiting import wait_for
 
 MOST = 1 << 30
 _prefixes = map(str, itertools.count())
@@ -44,12 +53,22 @@ def redis_url(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def cluster_url(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cluster")
+    with redis_cluster(folder) as (url, _):
+        yield url
+
+
+@pytest.fixture(scope="module")
 def s3_url():
     with s3_server("blocks") as (endpoint, _):
         yield f"s3://blocks/%s?endpoint={endpoint}"
 
 
-@pytest.fixture(params=["memory", "folder", "tensorstore", "s3", "redis", "unix"])
+KINDS = ["memory", "folder", "tensorstore", "s3", "redis", "unix", "cluster"]
+
+
+@pytest.fixture(params=KINDS)
 def store(request, tmp_path, monkeypatch):
     """Each kind, empty."""
     if request.param == "memory":
@@ -63,6 +82,11 @@ def store(request, tmp_path, monkeypatch):
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
         # moto never forgets a bucket: each test has a prefix of its own.
         store = open_store(request.getfixturevalue("s3_url") % next(_prefixes))
+    elif request.param == "cluster":
+        url = request.getfixturevalue("cluster_url")
+        with redis.RedisCluster.from_url(url.replace("+cluster", "")) as client:
+            client.flushall(target_nodes=redis.RedisCluster.PRIMARIES)
+        store = open_store(url)
     else:
         url = request.getfixturevalue("redis_url")
         with redis.Redis.from_url(url) as client:
@@ -330,6 +354,12 @@ def test_stores_in_memory_of_one_name_are_one():
         ("file:///path%00", "storage='file:///path%00' must have a path that can be"),
         ("file:///path%FF", "storage='file:///path%FF' must have a path that can be"),
         ("redis://host/kv", "storage='redis://host/kv' must be redis://HOST:PORT/DB"),
+        (
+            "redis+cluster://host/1",
+            "must be redis.cluster://HOST:PORT, of as many nodes",
+        ),
+        ("redis+cluster://a,,b:1", "a host is missing between commas"),
+        ("redis+cluster://a,b:port", "storage='redis.cluster://a,b:port': Port could"),
         # Errors of others, which would not say which value it is.
         ("s3://[bucket", r"storage='s3://\[bucket' cannot be read"),
         ("unix://me:of\u2100others@host/x", "storage='unix://host/x' cannot be read"),
@@ -389,13 +419,13 @@ def test_s3_takes_the_credentials_of_the_environment_if_it_has_some(monkeypatch)
     assert "aws_credentials" not in has_none
 
 
-@pytest.mark.parametrize("scheme", ["redis", "s3"])
+@pytest.mark.parametrize("scheme", ["redis", "redis+cluster", "s3"])
 def test_a_server_that_is_not_there_is_unreachable(scheme, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
     place = f"127.0.0.1:{free_port()}"
     url = (
-        f"redis://{place}" if scheme == "redis" else f"s3://bkt?endpoint=http://{place}"
+        f"s3://bkt?endpoint=http://{place}" if scheme == "s3" else f"{scheme}://{place}"
     )
     store = open_store(url)
     assert error_kinds(store.get(["a"], MOST)) == {"unreachable"}
@@ -442,6 +472,114 @@ def test_redis_is_used_again_once_it_is_back(tmp_path):
         put(store, a=b"y")
         assert get(store, "a") == [b"y"]
     store.close()
+
+
+@contextmanager
+def closing_all(*stores):
+    """Close stores, and have redis-py let go of nodes that are gone."""
+    yield stores
+    for store in stores:
+        store.close()
+    gc.collect()
+
+
+# redis-py leaves it to the collector to close connections to nodes that are gone.
+leaves_sockets = pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning"
+)
+
+
+def put_in_all_slots(store):
+    """Write objects of which each node of a cluster has some."""
+    names = [f"a/{number}" for number in range(100)]
+    for future in store.put([(name, [name.encode()]) for name in names]):
+        future.result(60)
+    return names
+
+
+def has_all(store, names):
+    """Whether all can be read now; nothing but that a node is away may hinder it."""
+    futures = store.get(names, MOST)
+    if errors := [each for each in futures if each.exception(60)]:
+        assert error_kinds(errors) == {"unreachable"}
+        return False
+    assert [bytes(future.result()) for future in futures] == [n.encode() for n in names]
+    return True
+
+
+@leaves_sockets
+def test_a_replica_takes_the_place_of_a_node_that_died(tmp_path):
+    with redis_cluster(tmp_path, num_replicas=1) as (url, nodes):
+        first, *others = nodes
+        late_url = "redis+cluster://x.invalid," + ",".join(
+            f"127.0.0.1:{port}" for port in others
+        )
+        with closing_all(open_store(url), open_store(late_url)) as (store, late):
+            names = put_in_all_slots(store)
+            with redis.Redis(port=first) as client:
+                wait_for(lambda: is_copied(client.info("replication")))
+            nodes[first].kill()
+            nodes[first].wait()
+            assert not has_all(store, names)
+            wait_for(has_all, store, names)
+            assert listed(store, "a") == sorted(names)
+            assert has_all(late, names)
+
+
+def is_copied(info):
+    """Whether the only replica of a node has what the node has."""
+    replica = info.get("slave0", {"state": "none"})
+    is_there = replica["state"] == "online"
+    return is_there and replica["offset"] == info["master_repl_offset"]
+
+
+def test_a_cluster_is_reached_by_tls_if_its_certificate_is_known(tmp_path):
+    with redis_cluster(tmp_path, has_tls=True) as (url, _):
+        store, stranger = open_store(url), open_store(url.partition("?")[0])
+        assert has_all(store, put_in_all_slots(store))
+        assert error_kinds(stranger.get(["a"], MOST)) == {"unreachable"}
+        for each in (store, stranger):
+            each.close()
+
+
+def test_values_are_found_while_they_move_to_another_node(tmp_path):
+    with redis_cluster(tmp_path) as (url, nodes):
+        store = open_store(url)
+        names = put_in_all_slots(store)
+        source, target, _ = (own_id(port) for port in nodes)
+        words = [redis_client(), "--cluster", "reshard", f"127.0.0.1:{min(nodes)}"]
+        words += ["--cluster-from", source, "--cluster-to", target, "--cluster-yes"]
+        with subprocess.Popen(
+            [*words, "--cluster-slots", "2000"], stdout=subprocess.DEVNULL
+        ) as moving:
+            num_reads = 0
+            while moving.poll() is None:
+                assert has_all(store, names)
+                num_reads += 1
+        assert moving.returncode == 0
+        assert num_reads > 1
+        assert listed(store, "a") == sorted(names)
+        store.close()
+
+
+def own_id(port):
+    with redis.Redis(port=port) as client:
+        return client.execute_command("CLUSTER", "MYID").decode()
+
+
+@leaves_sockets
+def test_a_cluster_is_used_again_once_it_is_back(tmp_path):
+    with ExitStack() as stack:
+        with redis_cluster(tmp_path) as (url, nodes):
+            (store,) = stack.enter_context(closing_all(open_store(url)))
+            names = put_in_all_slots(store)
+        assert error_kinds(store.get(names, MOST)) == {"unreachable"}
+        for number, port in enumerate(nodes):
+            server = redis_server(tmp_path / str(number), *OF_CLUSTER, port=port)
+            stack.enter_context(server)
+        wait_for(lambda: store.exists(["a"])[0].exception(60) is None)
+        assert get(store, "a/1") == [None]
+        wait_for(has_all, store, put_in_all_slots(store))
 
 
 def test_a_folder_that_cannot_be_written_still_serves(tmp_path):
