@@ -180,8 +180,10 @@ class StrictOffloadScheduler(OffloadScheduler):
             # None yet, where the request has only asked.
             for own, new in zip(self._requests[name].tables, tables, strict=False):
                 own += new
+        # Of the others a call has told, and they may have been admitted again since.
+        silent = [own for own in output.preempted_req_ids if own not in self._preempted]
         meta = super().build_connector_meta(output)
-        for name in output.preempted_req_ids:
+        for name in silent:
             if output.num_scheduled_tokens.get(name, 0) == 0:
                 self._note_preempted(name)
         # Other engines, such as vLLM, pass on reports that say something.

@@ -33,6 +33,25 @@ def test_a_request_that_is_named_as_preempted_may_have_lost_its_blocks(make):
     rig.check_nothing_leaked()
 
 
+def test_a_preempted_request_that_was_admitted_again_may_still_be_named(make):
+    """The call told of it already; the name is not to end what has begun since."""
+    rig = make()
+    rig.finish("one")
+    rig.settle()
+    rig.forget_device()
+    request = rig.request("two", *range(4))
+    rig.admit(request)
+    assert request.loading_tokens
+    rig.preempt("two")
+    rig.admit(request)
+    assert request.loading_tokens
+    rig.step(["two"])
+    rig.load_arrives()
+    rig.step(two=1)
+    rig.finish("two")
+    rig.check_nothing_leaked()
+
+
 def test_blocks_that_came_later_are_not_freed_before_the_end_either(make):
     rig = make()
     later = rig.pool.allocate(1)
