@@ -22,7 +22,7 @@ from tests.campaign.processes import run_processes
 from tests.campaign.setups import random_setup
 from tests.campaign.storage import run_storage
 from tests.campaign.store_faults import NoDiskError
-from tests.rigs.traffic import auto_at_once
+from tests.rigs.traffic import auto_at_once, change_in_turn
 
 STEPS = 600
 ENGINES_PER_CLEARING = 12
@@ -113,8 +113,11 @@ def run_one(seed, number, counts, *, kinds=tuple(KINDS), steps=STEPS, fault=None
     counts["engines"] += 1
     counts[f"engines, {kind}"] += 1
     try:
-        # So that few requests are enough to change the policy.
-        with mock.patch.multiple(auto, **auto_at_once()):
+        # So that a few requests change the policy, by their own choice or in turn.
+        eager = mock.patch.multiple(auto, **auto_at_once())
+        if number % 2:
+            eager = mock.patch.object(auto.PolicyChoice, "choose", change_in_turn)
+        with eager:
             engine(rng, counts, note, steps)
     except NoDiskError:
         raise

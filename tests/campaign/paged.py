@@ -598,6 +598,7 @@ class PagedEngine(Contract):
         left = {name: num for name, num in left.items() if num}
         if left:
             raise StuckError(f"left behind: {left}")
+        self.counts["policies changed"] += scheduler.num_policy_changes or 0
 
     def count_storage(self):
         """Count what has become of blocks on their way to the store and back."""

@@ -29,6 +29,7 @@ GROUPS = {
 }
 
 POLICIES = tuple(policy_names())
+SHADOWED = ("full", "full of 8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +93,11 @@ class Setup:
 
 def random_setup(rng, *, groups=None, **fixed):
     """Choose an engine; `fixed` are keys of the configuration."""
+    is_auto = False
     if groups is None:
         groups = rng.choice(list(GROUPS))
+        if rng.random() < 0.15:  # As it is refused for most others.
+            is_auto, groups = True, rng.choice(SHADOWED)
     num_groups = len(GROUPS[groups])
     values = {
         "num_host_blocks": rng.choice((6, 12, 30, 80)) * num_groups,
@@ -104,7 +108,7 @@ def random_setup(rng, *, groups=None, **fixed):
         "extent_bytes": rng.choice((None, 2 * BLOCK_BYTES, 6 * BLOCK_BYTES)),
         "store_threshold": rng.choice((0, 0, 0, 0, 2)),
         "max_unseen_blocks": rng.choice((None, None, None, 0, 2)),
-        "retention": rng.random() < 0.3,
+        "retention": rng.random() < 0.3 and not is_auto,
         "delay_shared_loads": rng.random() < 0.25,
         "max_blocks_in_flight": rng.choice((None, None, None, 2, 8)),
         "skip_slow_loads": rng.random() < 0.15,
@@ -121,7 +125,7 @@ def random_setup(rng, *, groups=None, **fixed):
     else:
         values["prompt_only"] = rng.random() < 0.15
         values["max_offload_tokens"] = rng.choice((None, None, None, 18))
-        if groups.startswith("full") and num_groups == 1:
+        if groups.startswith("full") and num_groups == 1 and not is_auto:
             values["blocks_per_host_block"] = rng.choice((1, 2, 3))
     if fixed.get("storage") is not None:
         values |= {
@@ -149,13 +153,13 @@ def random_setup(rng, *, groups=None, **fixed):
     if values["max_blocks_in_flight"] is None:
         values.setdefault("store_batch_blocks", rng.choice((0, 0, 0, 3, 8)))
     if (
-        groups in ("full", "full of 8")
+        groups in SHADOWED
         and values.get("blocks_per_host_block", 1) == 1
         and not values["retention"]
     ):
         shadows = "lru*1,3", "hazard*0.5;arc*2;off"
         values.setdefault("shadow", rng.choice((None, *shadows)))
-        if values.get("storage_write") != "on_evict" and rng.random() < 0.5:
+        if is_auto and values.get("storage_write") != "on_evict":
             values["cache_policy"] = AUTO
     is_calm = rng.random() < 0.2
     stuck = rng.choice((0, 0.02)) if values["report_after_steps"] is None else 0
