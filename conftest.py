@@ -186,6 +186,14 @@ def shared_traces() -> Path:
 
 
 @pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """Listen from here on: what earlier tests left may log when it is collected."""
+    gc.collect()
+    caplog.clear()
+    return caplog
+
+
+@pytest.fixture
 def plain_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever colours and widths the environment asks for."""
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "COLUMNS"):
