@@ -38,7 +38,7 @@ _WAITING_PER_WRITE = 4
 _LEAST_REMEMBERED = 1 << 16
 _REMEMBERED_PER_BLOCK = 4
 
-# Of so many keys it is remembered that the lower tier did not have them.
+# The most keys that are remembered as missing from the lower tier.
 _MOST_ABSENT = 1 << 12
 _NO_IDS = np.empty(0, np.int64)
 

@@ -176,8 +176,8 @@ class Plan(NamedTuple):
         load: What is offered, to be held.
         fetch: What has to come up a tier first, if there is room for it: from where,
             what, and how many blocks of it at most, from the first on.
-        probe: What a tier is to be asked for first: which, runs of keys, and how long
-            the request waits for the answer.
+        probe: A probe to send first: the tier, the runs of keys, and how long the
+            request waits for the answer.
         searched: The tiers of which this is what they have of the request for now.
         load_speed: How the gate judges the load.
         fetch_speeds: How the gate judges fetches.
@@ -354,10 +354,10 @@ def find_probe(
     max_tokens: int,
     num_computed_tokens: int = 0,
 ) -> tuple[tuple[list[list[BlockKey]], float] | None, Speed]:
-    """Find what the lower tier is to be asked for, which no tier is known to have.
+    """Choose the keys of a probe: blocks that no tier is known to have.
 
-    That is what the longest prefix would read that there can be, if it has all that it
-    is not known to lack.
+    They are what the longest possible prefix would read, if the lower tier had all that
+    it is not known to lack.
 
     Args:
         gate: Judges whether a fetch would be worth its time.

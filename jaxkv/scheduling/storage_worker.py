@@ -32,7 +32,7 @@ _BYTES_AT_ONCE = 1 << 20
 _KEYS_AT_ONCE = 2048
 # For how long a block that was not there is not asked for again.
 _ABSENT_S = 0.5
-# While so many probes have no answer that were reported without, there is no other.
+# No probe is sent while this many have passed their deadlines without an answer.
 _MOST_UNANSWERED = 16
 _NO_REPORT = TierReport()
 
@@ -484,7 +484,7 @@ class StorageWorker:
             self._found += run[:num]  # For the next one who asks.
 
     def _end_probes(self) -> None:
-        """Report the probes that are answered, or that nobody waits for any more."""
+        """Report the probes that are answered or past their deadlines."""
         now_s = self._clock()
         for own in list(self._probes.values()):
             if own.tickets and now_s < own.deadline_s:

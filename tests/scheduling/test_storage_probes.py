@@ -27,7 +27,7 @@ PROBE_S = 0.005
 
 
 class ProbedRig(StoreRig):
-    """Its store has blocks that nobody has told the engine of."""
+    """Its store has blocks that the engine has not been told of."""
 
     def __init__(self, *there, **options):
         super().__init__(**{"storage_probe_s": PROBE_S} | options)
@@ -346,7 +346,7 @@ def test_a_store_that_answers_nothing_is_not_asked_more_and_more(store):
     num = store.num_requests
     assert store.oks(make_keys(100)) == [0], "at once"
     assert store.num_requests == num
-    # It is given up at the deadline of the storage, and asked again.
+    # At the store's deadline the probe is abandoned, and the next one is sent.
     store.now_s += 5.0
     store.faulty.faults.hang = 0.0
     store.write(*make_keys(200))
@@ -488,8 +488,9 @@ def dead_url(request, tmp_path, monkeypatch):
     with contextlib.ExitStack() as stack:
         if request.param == "folder":
             # As of a file server that is gone.
-            hangs = lambda self, names: [Future() for _ in names]  # noqa: E731
-            monkeypatch.setattr(LocalStore, "exists", hangs)
+            monkeypatch.setattr(
+                LocalStore, "exists", lambda self, names: [Future() for _ in names]
+            )
             yield str(tmp_path)
             return
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
