@@ -253,6 +253,19 @@ def test_the_blocks_of_a_failed_load_are_reported_and_computed_again(generation)
     assert engine.scheduler.num_external_tokens == 4 * BLOCK_SIZE
 
 
+def test_a_request_whose_load_has_failed_is_computed_and_not_offered_another(newest):
+    """vLLM could wait for room beside the failed one's reservation forever."""
+    engine = make_warm_engine()
+    fail_loads(engine)
+    offload, asked = engine.offload_scheduler, []
+    find = offload.get_num_new_matched_tokens
+    offload.get_num_new_matched_tokens = lambda request, num_computed_tokens: (
+        asked.append(request.request_id) or find(request, num_computed_tokens)
+    )
+    engine.run(Request("again", range(18), 3))
+    assert asked == ["again"]
+
+
 def test_in_hybrid_models_failed_loads_are_reported_by_request(newest):
     engine = make_warm_engine(windows=(None, 6))
     fail_loads(engine)

@@ -98,9 +98,7 @@ SERVED = {
     "asynchronous": {"is_async": True},
     "drafts": {"num_drafts": 3},
     "asynchronous drafts": {"is_async": True, "num_drafts": 3},
-    # With fewer blocks vLLM 0.32 stalls: a request whose load has failed completely
-    # has to find room beside its own reservation before others may continue.
-    "hybrid": {"windows": (None, 6), "num_blocks": 64},
+    "hybrid": {"windows": (None, 6)},
 }
 
 

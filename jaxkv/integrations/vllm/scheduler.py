@@ -222,6 +222,8 @@ class SchedulerHalf:
         self._requests: dict[str, VllmRequest] = {}
         # Requests that got blocks since the metadata of the last step.
         self._allocated: set[str] = set()
+        # Requests whose load has failed, until they get blocks to compute it in.
+        self._must_compute: set[str] = set()
 
     def bind_block_pool(self, pool: Any) -> None:
         """Bind the pool whose blocks are held, and compile all decisions."""
@@ -241,13 +243,21 @@ class SchedulerHalf:
         _LOG.info("compiled in %.1f s", time.monotonic() - began_s)
 
     def query(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many more tokens the host has than the device."""
+        """Return how many more tokens the host has than the device.
+
+        That is 0 for a request whose load has failed: it is computed. vLLM 0.32 admits
+        a load only beside what it holds back for loads under way, and counts the failed
+        one among them: a request that needs more than half of the free blocks, and all
+        behind it, would wait forever.
+        """
         if self._pool is None:
             raise RuntimeError(
                 "bind_gpu_block_pool() was not called: this vLLM, or its scheduler "
                 "for data parallelism, does not share its block pool with connectors."
             )
         if not self._is_reset():
+            return 0, False
+        if request.request_id in self._must_compute:
             return 0, False
         if self._awaits_listing:
             return None, False
@@ -261,6 +271,7 @@ class SchedulerHalf:
         known = self._request(request)
         self.scheduler.update_state_after_alloc(known, block_ids, num_external_tokens)
         self._allocated.add(known.request_id)
+        self._must_compute.discard(known.request_id)
 
     def build_metadata(self, output: Any) -> StepMetadata:
         """Return the transfers to start in a step, from vLLM's `SchedulerOutput`."""
@@ -288,7 +299,8 @@ class SchedulerHalf:
     def note_report(self, report: WorkerReport | None) -> None:
         """Release the blocks of transfers that the worker reports as over."""
         if report is not None:
-            self.scheduler.update_connector_output(report.output)
+            over = self.scheduler.update_connector_output(report.output)
+            self._must_compute.update(over.failed_recving)
             if report.num_lost_pools > self._num_lost_pools:
                 self._note_lost_pools(report.num_lost_pools)
             self._awaits_listing &= not report.is_listed
@@ -302,6 +314,7 @@ class SchedulerHalf:
         self.scheduler.request_finished_all_groups(self._request(request), block_ids)
         self._requests.pop(request.request_id, None)
         self._allocated.discard(request.request_id)
+        self._must_compute.discard(request.request_id)
 
     def has_pending_transfers(self) -> bool:
         """Whether vLLM must continue to step though it has no requests.
