@@ -56,7 +56,9 @@ def test_it_prints_draws_and_writes(capsys, tmp_path):
 def fake(monkeypatch):
     """Replace the replay by a fake one in which ARC refuses 7 stores."""
 
-    def sweep(trace, policies, capacities, on_progress, device_blocks, admission):
+    def sweep(
+        trace, policies, capacities, on_progress, device_blocks, admission, fleets
+    ):
         return [
             ReplayResult(
                 policy=policy,
