@@ -276,9 +276,9 @@ def render_page(setting: Setting, plan: Plan, command: str) -> str:
     ]
     if plan.stores:
         text = page.paragraphs([store_sentence(setting, plan)])
-        sections.insert(1, Section("store", "A shared store", text))
-        sections[2:2] = [
-            page.section(chart, "") for chart in _store_charts_of(setting, plan)
+        sections[-1:-1] = [
+            Section("store", "A shared store", text),
+            *(page.section(chart, "") for chart in _store_charts_of(setting, plan)),
         ]
     title = f"Host memory for {setting.trace.name}"
     return page.render_page(title, finding, facts, sections, command)
