@@ -64,7 +64,7 @@ replay SMALL --max-offload-tokens 511 | 511 is less than a block, which has 512 
 replay SMALL --prompt-only      | no output of the trace filled a block that could be
 replay SMALL --device-blocks 100000 | 100000 is more than the trace would ever fill: it
 replay SMALL --engines 0         | --engines: '0' must be a whole number from 1 to
-replay SMALL --engines 61        | --engines: 61 are more than the 60 requests of the
+replay SMALL --engines 61        | --engines: 61 must be at most 60, the requests of
 replay SMALL --engines 2 --route fastest | --route: unknown 'fastest': choose from round
 replay SMALL --route sticky      | --route: it belongs to --engines
 replay SMALL --storage-blocks 5% | --storage-blocks: it belongs to --engines

@@ -199,8 +199,8 @@ def _store_charts_of(setting: Setting, plan: Plan) -> list[Chart]:
         ),
         (
             "store_rate",
-            "Reads take longer than they save below",
-            [(row.least_bytes_per_s or 0.0) / 1e9 for row in stores],
+            "Least rate of reads that pays",
+            [_least_gb_per_s(row) for row in stores],
             rate,
         ),
     )
@@ -211,8 +211,13 @@ def _store_charts_of(setting: Setting, plan: Plan) -> list[Chart]:
     ]
 
 
+def _least_gb_per_s(row: StoreRow) -> float:
+    rate = row.least_bytes_per_s
+    return float("inf") if rate is None else rate / 1e9
+
+
 def _rate_text(gb_per_s: float) -> str:
-    return f"{three_digits(gb_per_s)} GB/s" if gb_per_s else "any rate"
+    return "none" if gb_per_s == float("inf") else f"{three_digits(gb_per_s)} GB/s"
 
 
 def _signed_time(seconds: float) -> str:
@@ -226,6 +231,8 @@ def store_sentence(setting: Setting, plan: Plan) -> str:
     num = setting.fleet.num_engines
     whose = f"the {num:,} engines share" if num > 1 else "the engine has to itself"
     hosts = f"hosts of {rounded_size(base.host_bytes)} with {base.policy}"
+    if num == 1:
+        hosts = f"a {hosts.replace('hosts', 'host')}"
 
     def gain(row: StoreRow) -> str:
         return (
@@ -241,13 +248,12 @@ def store_sentence(setting: Setting, plan: Plan) -> str:
     row = next(
         row for row in plan.stores if row.added_s >= planning.ENOUGH * best.added_s
     )
-    assert row.least_bytes_per_s is not None
     return (
         f"A store of {rounded_size(row.storage_bytes)} that {whose} would find "
         f"{gain(row)}, and save {time_text(row.added_s / demand.num_requests)} more a "
         f"request, {percent_text(row.added_s, demand.prefill_s)} of the prefill time, "
         "less the time to read from it: reads below "
-        f"{_rate_text(row.least_bytes_per_s / 1e9)} take longer than they save."
+        f"{_rate_text(_least_gb_per_s(row))} take longer than they save."
     )
 
 

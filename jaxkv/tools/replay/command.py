@@ -202,8 +202,8 @@ def choose_fleet(args: argparse.Namespace, trace: Trace) -> Fleet:
     num: int = args.engines or 1
     if num > trace.num_requests:
         raise UsageError(
-            f"--engines: {num:,} are more than the {trace.num_requests:,} requests of "
-            "the trace: some would serve none"
+            f"--engines: {num} must be at most {trace.num_requests}, the requests of "
+            "the trace"
         )
     route: Route = ROUTES[0]
     if args.route is not None:

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -181,10 +182,9 @@ def replay(
     if policy == STORE_ALONE and not fleet.storage_blocks:
         raise ValueError(f"{STORE_ALONE!r} needs storage_blocks of at least 1.")
     begun_s = ready_s = time.perf_counter()
-    num_stores = served_by = num_fetched = None
+    served = None
     if policy == OPTIMUM:
         num_hits = find_optimum(trace, capacity_blocks, on_progress, device)
-        num_refused = 0
     else:
         blocks = fleet.storage_blocks if policy == STORE_ALONE else capacity_blocks
         largest = int(trace.num_blocks.max(initial=1))
@@ -194,105 +194,142 @@ def replay(
         store = None
         if fleet.storage_blocks:
             store = SharedStore(fleet.storage_blocks, max_batch)
-        engines = _make_engines(policy, trace, blocks, max_batch, fleet, store, device)
+        ahead = None if device is None else (0, 1, 1)
+        engines = _make_engines(policy, trace, blocks, max_batch, fleet, store, ahead)
+        if len(engines) > 1:
+            if device is not None:
+                own_hits = np.zeros(trace.num_requests, np.int64)
+                device = dataclasses.replace(device, hits=own_hits)
+            for each in engines:
+                each.divide(trace, device, admitted)
         if policy == STORE_ALONE:
             store = None  # They use it directly.
-        if admitted is not None and admitted.make_gate is not None and len(engines) > 1:
-            for each in engines:
-                each.gate = admitted.make_gate()
         ready_s = time.perf_counter()
-        num_hits, num_stores, num_fetched, served_by = np.zeros(
-            (4, trace.num_requests), np.int64
+        served = _serve_all(
+            trace, engines, blocks, device, admitted, fleet, store, on_progress
         )
-        num_served = [0] * len(engines)
-        num_refused = 0
-        used, num_asked = np.minimum(trace.num_blocks, blocks), trace.num_asked
-        if device is not None:
-            used = device.usable
-            if len(engines) > 1:
-                device = dataclasses.replace(
-                    device, hits=np.zeros(trace.num_requests, np.int64)
-                )
-        routed = choose_engines(trace, fleet)
-        ahead = None
-        for request in range(trace.num_requests):
-            start = trace.offsets[request]
-            ids = trace.ids[start : start + used[request]]
-            asked = min(int(num_asked[request]), len(ids))
-            findable = asked if device is None else int(device.findable[request])
-            if routed is not None:
-                number = int(routed[request])
-            else:
-                lengths = [each.find(request, ids[:findable]) for each in engines]
-                number = min(
-                    range(len(engines)), key=lambda e: (-lengths[e], num_served[e], e)
-                )
-            served_by[request] = number
-            num_served[number] += 1
-            engine = engines[number]
-            executor, auto = engine.executor, engine.auto
-            news = _news_of(trace, request)
-            keys = engine.keys_of(ids)
-            if device is not None:
-                if engine.device is not None:
-                    device.hits[request] = engine.device.serve(request)
-                ahead = (
-                    int(device.hits[request]),
-                    findable,
-                    int(device.running[request]),
-                )
-            passes, limit = None, None
-            if admitted is not None:
-                passes = admitted.passes[start : start + len(ids)]
-                if engine.gate is not None:
-                    passes = np.array(engine.gate.note(request)[: len(ids)], np.bool_)
-                limit = int(admitted.limits[request])
-            if store is not None:
-                num_local = 0 if ahead is None else ahead[0]
-                num_fetched[request] = store.fetch(
-                    executor, keys[num_local:findable], max(blocks // 2, 1)
-                )
-                store.touch(keys[:asked])
-            rest = ahead, passes, limit
-            on_arrival = None if store is None else store.write
-            num_hits[request], num_stores[request], is_refused = _serve(
-                executor,
-                keys,
-                asked,
-                news if engine.listens else None,
-                *rest,
-                on_arrival,
-            )
-            if auto is not None:
-                auto.note(keys, asked, news, *rest)
-            num_refused += is_refused
-            if request % _REQUESTS_PER_REPORT == 0:
-                on_progress(request, trace.num_requests)
-        on_progress(trace.num_requests, trace.num_requests)
-        for counts in (num_stores, num_fetched, served_by):
-            counts.flags.writeable = False
-        if device is not None:
-            device.hits.flags.writeable = False
+        num_hits = served.hits
     hit_tokens, input_tokens = _count_tokens(trace, num_hits)
     num_hits.flags.writeable = False
+    has_both = fleet.storage_blocks and policy != STORE_ALONE
     return ReplayResult(
-        policy=name if not _has_both(policy, fleet) else f"{name} + store",
+        policy=f"{name} + store" if has_both else name,
         capacity_blocks=capacity_blocks,
         num_requests=trace.num_requests,
         num_block_refs=trace.num_block_refs,
         num_hit_blocks=int(num_hits.sum()),
         input_tokens=input_tokens,
         hit_tokens=hit_tokens,
-        num_refused=num_refused,
+        num_refused=0 if served is None else served.num_refused,
         compile_s=ready_s - begun_s,
         wall_s=time.perf_counter() - ready_s,
         hits_by_request=num_hits,
         device=device,
-        stores_by_request=num_stores,
+        stores_by_request=None if served is None else served.stores,
         fleet=fleet,
-        engines=served_by if fleet.num_engines > 1 else None,
-        fetches_by_request=num_fetched if fleet.storage_blocks else None,
+        engines=served.engines if served and fleet.num_engines > 1 else None,
+        fetches_by_request=served.fetches if served and has_both else None,
     )
+
+
+class _Served(NamedTuple):
+    """What became of the requests.
+
+    Attributes:
+        hits: i64[R]. Blocks found for each.
+        stores: i64[R], read-only like the others. Blocks stored for each.
+        fetches: i64[R]. Blocks fetched from the store for each.
+        engines: i64[R]. Who served each.
+        num_refused: Requests whose store was refused.
+    """
+
+    hits: NDArray[np.int64]
+    stores: NDArray[np.int64]
+    fetches: NDArray[np.int64]
+    engines: NDArray[np.int64]
+    num_refused: int
+
+
+def _serve_all(
+    trace: Trace,
+    engines: list[_Engine],
+    capacity_blocks: int,
+    device: DeviceHits | None,
+    admitted: Admitted | None,
+    fleet: Fleet,
+    store: SharedStore | None,
+    on_progress: Callable[[int, int], None],
+) -> _Served:
+    """Serve all requests, one after the other.
+
+    Args:
+        trace: The requests.
+        engines: Who may serve them.
+        capacity_blocks: Blocks of each one's host.
+        device: As of `replay`, like `admitted`. Its hits are filled in if the engines
+            have devices of their own.
+        admitted: Which blocks may be stored.
+        fleet: Says who serves a request.
+        store: What is behind the hosts; None for nothing.
+        on_progress: Called repeatedly with the requests done and in total.
+    """
+    hits, stores, fetches, served_by = np.zeros((4, trace.num_requests), np.int64)
+    num_refused, num_served = 0, [0] * len(engines)
+    used, num_asked = np.minimum(trace.num_blocks, capacity_blocks), trace.num_asked
+    if device is not None:
+        used = device.usable
+    routed, ahead = choose_engines(trace, fleet), None
+    on_arrival = None if store is None else store.write
+    for request in range(trace.num_requests):
+        start = trace.offsets[request]
+        ids = trace.ids[start : start + used[request]]
+        asked = min(int(num_asked[request]), len(ids))
+        findable = asked if device is None else int(device.findable[request])
+        if routed is not None:
+            number = int(routed[request])
+        else:
+            lengths = [each.find(request, ids[:findable]) for each in engines]
+            number = min(
+                range(len(engines)), key=lambda e: (-lengths[e], num_served[e], e)
+            )
+            num_served[number] += 1
+        served_by[request] = number
+        engine = engines[number]
+        executor, auto = engine.executor, engine.auto
+        news = _news_of(trace, request)
+        keys = engine.keys_of(ids)
+        if device is not None:
+            if engine.device is not None:
+                device.hits[request] = engine.device.serve(request)
+            running = int(device.running[request])
+            ahead = int(device.hits[request]), findable, running
+        passes, limit = None, None
+        if admitted is not None:
+            passes = admitted.passes[start : start + len(ids)]
+            if engine.gate is not None:
+                passes = np.array(engine.gate.note(request)[: len(ids)], np.bool_)
+            limit = int(admitted.limits[request])
+        if store is not None:
+            num_local = 0 if ahead is None else ahead[0]
+            own, most = keys[num_local:findable], max(capacity_blocks // 2, 1)
+            fetches[request] = store.fetch(executor, own, most)
+            store.touch(keys[:asked])
+        rest = ahead, passes, limit
+        told = news if engine.listens else None
+        hits[request], stores[request], is_refused = _serve(
+            executor, keys, asked, told, *rest, on_arrival
+        )
+        if auto is not None:
+            auto.note(keys, asked, news, *rest)
+        num_refused += is_refused
+        if request % _REQUESTS_PER_REPORT == 0:
+            on_progress(request, trace.num_requests)
+    on_progress(trace.num_requests, trace.num_requests)
+    for counts in (stores, fetches, served_by):
+        counts.flags.writeable = False
+    if device is not None:
+        device.hits.flags.writeable = False
+    return _Served(hits, stores, fetches, served_by, num_refused)
 
 
 def sweep(
@@ -412,6 +449,15 @@ class _Engine:
         """Make keys of blocks."""
         return keys_of(ids) if self.auto is None else self.auto.keys_of(ids)
 
+    def divide(
+        self, trace: Trace, device: DeviceHits | None, admitted: Admitted | None
+    ) -> None:
+        """Take a device and an admission of its own, as it is one of several."""
+        if device is not None:
+            self.device = DeviceCache(trace, device)
+        if admitted is not None and admitted.make_gate is not None:
+            self.gate = admitted.make_gate()
+
     def find(self, request: int, ids: NDArray[np.int32]) -> int:
         """Count what it has of a request's blocks, on the device and then the host."""
         num = 0 if self.device is None else self.device.find(request)
@@ -427,34 +473,23 @@ def _make_engines(
     max_batch: int,
     fleet: Fleet,
     store: SharedStore | None,
-    device: DeviceHits | None,
+    ahead: tuple[int, int, int] | None,
 ) -> list[_Engine]:
     """Make empty engines, whose functions are compiled."""
     num = range(fleet.num_engines)
     if policy == AUTO:
         autos = [AutoHost(trace, num_blocks, max_batch) for _ in num]
-        engines = [_Engine(each.executor, True, each) for each in autos]
-    elif policy == STORE_ALONE:
+        return [_Engine(each.executor, True, each) for each in autos]
+    if policy == STORE_ALONE:
         assert store is not None
-        engines = [_Engine(store.executor) for _ in num]
-    else:
-        make = policy if callable(policy) else get_policy_maker(policy)
-        cache = make(num_blocks, max_batch)
-        executor, listens = make_executor(cache), cache.listens
-        # Compiles; then start empty.
-        some = keys_of(np.zeros(1, np.int64))
-        ahead = None if device is None else (0, 1, 1)
-        _serve(executor, some, 1, News() if listens else None, ahead)
-        engines = [_Engine(make_executor(cache), listens) for _ in num]
-    if device is not None and len(engines) > 1:
-        for each in engines:
-            each.device = DeviceCache(trace, device)
-    return engines
-
-
-def _has_both(policy: str | PolicyMaker, fleet: Fleet) -> bool:
-    """Whether there are hosts and a store."""
-    return bool(fleet.storage_blocks) and policy != STORE_ALONE
+        return [_Engine(store.executor) for _ in num]
+    make = policy if callable(policy) else get_policy_maker(policy)
+    cache = make(num_blocks, max_batch)
+    executor, listens = make_executor(cache), cache.listens
+    # Compiles; then start empty.
+    some, news = keys_of(np.zeros(1, np.int64)), News() if listens else None
+    _serve(executor, some, 1, news, ahead)
+    return [_Engine(make_executor(cache), listens) for _ in num]
 
 
 def _news_of(trace: Trace, request: int) -> News:

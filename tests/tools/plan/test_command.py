@@ -3,6 +3,7 @@
 import html
 import json
 import math
+import re
 import types
 
 import pytest
@@ -176,8 +177,9 @@ def test_a_store_that_adds_nothing_is_not_praised(capsys, tmp_path):
     assert figures["store_sentence"] in out
     assert figures["store_sentence"] == (
         "A store that the engine has to itself would add little here: 512 MiB would "
-        "find 0.0% more of the prompt tokens than hosts of 1 GiB with lru alone."
+        "find 0.0% more of the prompt tokens than a host of 1 GiB with lru alone."
     )
+    assert re.search("Least rate of reads that pays.*\n  lru, 1 GiB  +none", out)
 
 
 def test_what_is_given_counts(capsys, tmp_path):
