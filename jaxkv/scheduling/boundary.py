@@ -411,7 +411,11 @@ class Boundary:
         """
         expected: list[BlockKey] = []
         if fetch.is_awaited:
-            expected, num = self._expect(fetch.keys[:num])
+            keys = fetch.keys[:num]
+            expected = list(compress(keys, (~self.tier.contains(keys)).tolist()))
+            if not self.tier.has_room(keys):
+                return False
+            self.tier.note_there(keys)
         # So that making room does not evict what the rest continues.
         self.upper.pin(fetch.upper_rows)
         started: _TierMove | None = None
@@ -469,24 +473,14 @@ class Boundary:
 
     def would_fetch(self, fetch: Fetch, num: int) -> bool:
         """Tell whether `fetch` would have a request wait; nothing changes."""
+        if fetch.is_awaited and not self.tier.has_room(fetch.keys[:num]):
+            return False
         for share in self._shares(num):
             if self.upper.has_room(self._not_fetched(fetch, share), fetch.upper_rows):
                 head = fetch.keys[:share]
                 is_fetched = any(key in self.fetch_of for key in head)
                 return is_fetched or not bool(self.upper.contains(head).all())
         return False
-
-    def _expect(self, keys: Sequence[BlockKey]) -> tuple[list[BlockKey], int]:
-        """Take blocks to be in the lower tier.
-
-        Returns:
-            Those that were not known to be, and how many of all may be fetched: the
-            tier may have no room for the others.
-        """
-        new = list(compress(keys, (~self.tier.contains(keys)).tolist()))
-        self.tier.note_there(new)
-        num = int(np.argmin(np.append(self.tier.contains(keys), False)))
-        return new, num if self.may_cut or num == len(keys) else 0
 
     def _shares(self, most: int) -> Iterator[int]:
         """Give how much to try to fetch: all, half of it, and so on, or all or none."""
