@@ -295,6 +295,12 @@ class OffloadConfig(RuleSettings, _HostSettings):
         "Time limit for store reads, whose blocks are then computed, and for writes, "
         "which are then abandoned.",
     )
+    storage_await_s: float = settings.seconds(
+        1.0,
+        "storage",
+        "How long a request whose prompt [another engine computes](storage.md#prefill-"
+        "here-decode-there) waits for its next block in the store.",
+    )
     storage_list_s: float | None = settings.seconds(
         60.0,
         "storage",
@@ -674,6 +680,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
             shard=jax.process_index(),
             num_shards=jax.process_count(),
             deadline_s=self.storage_deadline_s,
+            await_s=self.storage_await_s,
             list_every_s=self.storage_list_s,
             max_blocks=self.max_storage_blocks,
             clock=clock,

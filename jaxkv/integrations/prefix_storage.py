@@ -53,6 +53,7 @@ class StorageKeys(TypedDict, total=False):
     storage_write: WriteRule
     max_storage_blocks: int
     storage_deadline_s: float
+    storage_await_s: float
     storage_list_s: float | None
     storage_probe_s: float | None
     storage_secret: str | None
@@ -197,6 +198,7 @@ class PrefixStorage:
             rules.storage_write,
             rules.max_storage_blocks,
             rules.storage_probe_s or 0.0,
+            has_other_writers=True,
         )
         self._storage = Boundary(self._groups, manager, below, rules)
         self._num_asked = 0
@@ -232,7 +234,12 @@ class PrefixStorage:
         self._wake.set()
 
     def bring(
-        self, keys: list[BlockKey], min_tokens: int, is_wanted: Callable[[], bool]
+        self,
+        keys: list[BlockKey],
+        min_tokens: int,
+        is_wanted: Callable[[], bool],
+        *,
+        is_expected: bool = False,
     ) -> None:
         """Fetch what only the store has of a prefix; waits until it is on the host.
 
@@ -243,13 +250,14 @@ class PrefixStorage:
             keys: The prefix.
             min_tokens: Fetch nothing if fewer tokens are found on the host and there.
             is_wanted: Whether the caller still wants it, asked with the lock.
+            is_expected: Whether another engine computes it and writes it to the store.
         """
         self._storage.note_asked(keys)
         self._wake.set()
         until_s = time.monotonic() + self._deadline_s
         name = self._next_name()
         # As much as there is room for at a time.
-        while self._begin(name, keys, min_tokens):
+        while self._begin(name, keys, min_tokens, is_expected):
             self._num_waiting += 1
             is_there = self._lock.wait_for(
                 lambda: (
@@ -326,13 +334,20 @@ class PrefixStorage:
         else:
             self._storage.forget(name)
 
-    def _begin(self, name: str, keys: list[BlockKey], min_tokens: int) -> bool:
+    def _begin(
+        self,
+        name: str,
+        keys: list[BlockKey],
+        min_tokens: int,
+        is_expected: bool = False,
+    ) -> bool:
         """Begin to fetch a part of a prefix, or to ask for it; return whether to wait.
 
         Args:
             name: Who asks; it has been asked for once at most.
             keys: The prefix.
             min_tokens: As of `bring`.
+            is_expected: Likewise.
         """
         if self._is_closed:
             return False
@@ -340,16 +355,18 @@ class PrefixStorage:
         own.bytes_per_s = self.worker.read_bytes_per_s
         max_tokens = len(keys) * self._groups[0].block_size
         nearer = [first_tokens(0)]
-        if may_probe(own, own.probing.get(name)) and max_tokens >= min_tokens:
+        is_to_ask = not is_expected and may_probe(own, own.probing.get(name))
+        if is_to_ask and max_tokens >= min_tokens:
             probe, speed = find_probe(gate, own, name, nearer, [keys], max_tokens)
             gate.count(None, speed)
             if probe is not None:
                 own.probe(name, *probe)
                 self._wake.set()
                 return True
-        if not self.tier.num_held_blocks:
+        if not (self.tier.num_held_blocks or is_expected):
             return False
-        fetch = find_fetch(own, nearer, [keys], max_tokens)
+        expected_by = name if is_expected else None
+        fetch = find_fetch(own, nearer, [keys], max_tokens, expected_by=expected_by)
         if fetch is None or fetch.num_tokens < min_tokens:
             return False
         num, speed = size_fetch(gate, own, fetch)

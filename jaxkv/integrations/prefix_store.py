@@ -390,6 +390,7 @@ class PrefixStore(Resource):
         *,
         min_tokens: int = 0,
         length: int | None = None,
+        remote_prefill: bool = False,
     ) -> PrefixHit | None:
         """Load the KV of the longest prefix on the host, and in the store behind it.
 
@@ -404,6 +405,9 @@ class PrefixStore(Resource):
             min_tokens: Load nothing if fewer tokens are found.
             length: Length of the sequence axes of the new arrays; by default that of
                 the template.
+            remote_prefill: Whether another engine computes the prompt and writes it to
+                the store: what is not there yet is waited for, `storage_await_s` for
+                the next block.
 
         Returns:
             The prefix; None if nothing was found or the load failed.
@@ -418,7 +422,9 @@ class PrefixStore(Resource):
         generation, keys = self._begin(tokens, extras)
         keys = keys[: length // self.block_size]
         found = call_apart(
-            lambda: self._load(generation, keys, len(tokens), min_tokens)
+            lambda: self._load(
+                generation, keys, len(tokens), min_tokens, remote_prefill
+            )
         )
         if found is None:
             return None
@@ -605,6 +611,7 @@ class PrefixStore(Resource):
         keys: list[BlockKey],
         num_prompt_tokens: int,
         min_tokens: int,
+        is_expected: bool,
     ) -> tuple[int, list[jax.Array]] | None:
         """Find a prefix, hold it and load it, in a thread that nothing interrupts.
 
@@ -618,7 +625,10 @@ class PrefixStore(Resource):
             num_on_host = num_hits = self._manager.lookup(keys)
             if self._storage is not None and keys:
                 self._storage.bring(
-                    keys, min_tokens, lambda: self._is_wanted(generation)
+                    keys,
+                    min_tokens,
+                    lambda: self._is_wanted(generation),
+                    is_expected=is_expected,
                 )
                 self._check()
                 num_hits = self._manager.lookup(keys)

@@ -88,12 +88,14 @@ class TierBelow(NamedTuple):
             blocks. A tier above of few blocks has fewer.
         probe_s: How long a request waits while the tier is asked for blocks that its
             index does not know, as others may have written them; 0 not to ask.
+        has_other_writers: Whether others may write to it at all.
     """
 
     tier: BlockIndex
     write: WriteRule = "through"
     most_blocks: int = 128
     probe_s: float = 0.0
+    has_other_writers: bool = False
 
 
 class Fetch(NamedTuple):
@@ -105,6 +107,7 @@ class Fetch(NamedTuple):
         keys: Keys of the blocks that only the lower tier has, in the prefix's order.
         end_tokens: Where each of them ends.
         row_tokens: Tokens in each.
+        is_awaited: Whether the lower tier may get some of them yet, from others.
     """
 
     num_tokens: int
@@ -112,6 +115,7 @@ class Fetch(NamedTuple):
     keys: list[BlockKey]
     end_tokens: list[int]
     row_tokens: int
+    is_awaited: bool = False
 
 
 class Boundary:
@@ -153,6 +157,7 @@ class Boundary:
         probe_s: How long a request waits at a time while the tier is asked for blocks;
             0 if it is not.
         most_probes: How often it is asked for a request.
+        has_other_writers: Whether requests may wait for what others write to it.
         probing: What it was asked for, for requests that have no blocks yet.
         probes: What it is being asked for.
     """
@@ -209,6 +214,7 @@ class Boundary:
         # may take a second question, and the two share the time.
         self.most_probes = 1 if self.may_cut else 2
         self.probe_s = below.probe_s / self.most_probes
+        self.has_other_writers = below.has_other_writers
         self.probing: dict[str, Probing] = {}
         self.probes: Ledger[_TierMove] = Ledger(
             f"probe of {self.name}", rules.world_size
@@ -220,6 +226,8 @@ class Boundary:
         self._to_write: OrderedDict[BlockKey, None] = OrderedDict()
         self._to_fetch: list[_TierMove] = []
         self._to_delete: list[BlockKey] = []
+        # The fetches of what others may still be writing.
+        self._awaited: set[int] = set()
         # What `_look_at_victims` saw when it last looked.
         self._seen: tuple[int, int, int] | None = None
 
@@ -321,7 +329,10 @@ class Boundary:
         if not (fetches or writes or deletes or is_last or probes):
             return None
         return TierMoves(
-            tuple(_as_batch(move, move.targets, move.sources) for move in fetches),
+            tuple(
+                _as_batch(move, move.targets, move.sources, move.event in self._awaited)
+                for move in fetches
+            ),
             tuple(_as_batch(move, move.sources, move.targets) for move in writes),
             tuple(map(key_from_foreign, deletes)),
             is_last,
@@ -384,6 +395,7 @@ class Boundary:
             return
         self._is_disabled = self._must_send_last = True
         self.probe_s = 0.0
+        self.has_other_writers = False
         if self.tier.num_held_blocks or self.probes.moves:
             self.reset()
         self._to_write.clear()
@@ -397,6 +409,13 @@ class Boundary:
             fetch: What has just been planned.
             num: How many blocks at most, from the first on.
         """
+        expected: list[BlockKey] = []
+        if fetch.is_awaited:
+            keys = fetch.keys[:num]
+            expected = list(compress(keys, (~self.tier.contains(keys)).tolist()))
+            if not self.tier.has_room(keys):
+                return False
+            self.tier.note_there(keys)
         # So that making room does not evict what the rest continues.
         self.upper.pin(fetch.upper_rows)
         started: _TierMove | None = None
@@ -408,6 +427,9 @@ class Boundary:
                 break
         else:
             share = 0
+        if expected:
+            awaited = set(fetch.keys[:share])
+            self.tier.discard([key for key in expected if key not in awaited])
         of = self.fetch_of
         events = {of[key].event for key in fetch.keys[:share] if key in of}
         if not events:
@@ -415,6 +437,8 @@ class Boundary:
             return False
         if started is not None:
             self._to_fetch.append(started)
+            if fetch.is_awaited:
+                self._awaited.add(started.event)
         ends = dict(zip(fetch.keys[:share], fetch.end_tokens[:share], strict=True))
         self.waits[request_id] = _Wait(events, fetch.upper_rows, ends)
         for event in events:
@@ -449,6 +473,8 @@ class Boundary:
 
     def would_fetch(self, fetch: Fetch, num: int) -> bool:
         """Tell whether `fetch` would have a request wait; nothing changes."""
+        if fetch.is_awaited and not self.tier.has_room(fetch.keys[:num]):
+            return False
         for share in self._shares(num):
             if self.upper.has_room(self._not_fetched(fetch, share), fetch.upper_rows):
                 head = fetch.keys[:share]
@@ -537,6 +563,8 @@ class Boundary:
         return [move]
 
     def _end_fetch(self, move: _TierMove) -> None:
+        is_awaited = move.event in self._awaited
+        self._awaited.discard(move.event)
         if move.is_stale:
             self.counts.failed += len(move.keys) * self.factor
             return
@@ -557,6 +585,10 @@ class Boundary:
             self.upper.pin(arrived)
             wait.rows += arrived.tolist()
             wait.arrived_ends.update(wait.ends[key] for key in keys if key in wait.ends)
+            if is_awaited:  # It waits once.
+                self.probing.setdefault(request_id, Probing()).absent.update(lost)
+        if is_awaited:
+            self._note_absent(lost)
 
     def _end_probe(self, move: _TierMove) -> None:
         if move.is_stale:
@@ -568,15 +600,18 @@ class Boundary:
         self.counts.found += len(there) * self.factor
         for key in there:
             self._absent.pop(key, None)
-        for key in absent:
-            self._absent[key] = None
-            self._absent.move_to_end(key)
-        while len(self._absent) > _MOST_ABSENT:
-            self._absent.popitem(last=False)
+        self._note_absent(absent)
         for request_id in move.waiters:
             own = self.probing[request_id]
             own.events.discard(move.event)
             own.absent.update(absent)
+
+    def _note_absent(self, keys: Sequence[BlockKey]) -> None:
+        for key in keys:
+            self._absent[key] = None
+            self._absent.move_to_end(key)
+        while len(self._absent) > _MOST_ABSENT:
+            self._absent.popitem(last=False)
 
     def _end_write(self, move: _TierMove) -> None:
         if move.is_stale:
@@ -594,10 +629,13 @@ class Boundary:
             self._on_arrival(arrived)
 
 
-def _as_batch(move: _TierMove, upper: Ids, lower: Ids) -> TierBatch:
+def _as_batch(
+    move: _TierMove, upper: Ids, lower: Ids, is_awaited: bool = False
+) -> TierBatch:
     """Describe a move to the worker."""
     keys = tuple(map(key_from_foreign, move.keys))
-    return TierBatch(move.event, keys, tuple(upper.tolist()), tuple(lower.tolist()))
+    ids = tuple(upper.tolist()), tuple(lower.tolist())
+    return TierBatch(move.event, keys, *ids, is_awaited)
 
 
 def _parts(move: _TierMove) -> tuple[list[BlockKey], list[BlockKey]]:

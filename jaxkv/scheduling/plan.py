@@ -258,9 +258,10 @@ def _plan_fetch(
     asked = own.probing.get(name)
     if asked is not None and asked.events:
         return Plan(None, deferral="asked")
-    is_to_ask = may_probe(own, asked)
+    is_expected = own.has_other_writers and is_prefilled_elsewhere(request)
+    is_to_ask = not is_expected and may_probe(own, asked)
     is_searched = own.looked_up.get(name) == tier.num_found
-    if is_searched or not (tier.num_held_blocks or is_to_ask):
+    if is_searched or not (tier.num_held_blocks or is_to_ask or is_expected):
         return _NOTHING
     device = first_tokens(num_computed_tokens)
     if view.rules.copy_on_device:  # Without it the pool may have no `find`.
@@ -275,7 +276,7 @@ def _plan_fetch(
         if probe is not None:
             return Plan(None, deferral="asked", probe=(own, *probe))
         speeds = () if speed is None else (speed,)
-    fetch = find_fetch(own, nearer, *prefix)
+    fetch = find_fetch(own, nearer, *prefix, name if is_expected else None)
     if fetch is None:
         return Plan(0, searched=(own,), fetch_speeds=speeds)
     num, speed = size_fetch(view.gate, own, fetch)
@@ -297,6 +298,7 @@ def find_fetch(
     keys: Sequence[Sequence[BlockKey]],
     max_tokens: int,
     num_computed_tokens: int = 0,
+    expected_by: str | None = None,
 ) -> Fetch | None:
     """Find what only the lower tier has of a request's longest prefix.
 
@@ -306,12 +308,16 @@ def find_fetch(
         keys: The request's keys, for each group.
         max_tokens: Most tokens that the prefix may have.
         num_computed_tokens: What the request has of it.
+        expected_by: The request, if it waits for what others write to the lower tier:
+            that is taken to have what it did not say that it lacks.
 
     Returns:
         What has to be fetched; None if nothing, or if the tier has nothing of it.
     """
     groups, factor = own.groups, own.factor
     sources = *nearer, source_of(own.upper, factor), source_of(own.tier, factor)
+    if expected_by is not None:
+        sources = *sources, Source(partial(own.may_have, expected_by), factor)
     match = search(groups, keys, max_tokens, sources)
     if match.num_tokens <= num_computed_tokens:
         return None
@@ -319,7 +325,7 @@ def find_fetch(
     rows: list[tuple[int, BlockKey]] = []
     each = _lacking(groups, match, len(nearer), num_computed_tokens)
     for group, missing in enumerate(each):
-        spec, in_upper = groups[group], match.block_ids[-2][group]
+        spec, in_upper = groups[group], match.block_ids[len(nearer)][group]
         is_in_upper = in_upper[missing] != NO_BLOCK
         upper_rows += np.unique(in_upper[missing[is_in_upper]]).tolist()
         for row in np.unique(missing[~is_in_upper] // factor).tolist():
@@ -330,7 +336,8 @@ def find_fetch(
     rows.sort(key=lambda row: row[0])
     ends, row_keys = [end for end, _ in rows], [key for _, key in rows]
     row_tokens = factor * groups[0].block_size
-    return Fetch(match.num_tokens, upper_rows, row_keys, ends, row_tokens)
+    is_awaited = expected_by is not None
+    return Fetch(match.num_tokens, upper_rows, row_keys, ends, row_tokens, is_awaited)
 
 
 def may_probe(own: Boundary, asked: Probing | None) -> bool:
@@ -500,6 +507,11 @@ def most_found_tokens(request: Request, num_computed_tokens: int) -> int:
     most = request.num_tokens - 1
     own: int | None = getattr(request, "max_load_tokens", None)
     return most if own is None else min(most, num_computed_tokens + own)
+
+
+def is_prefilled_elsewhere(request: Request) -> bool:
+    """Tell whether another engine computes a request's prompt and stores it."""
+    return bool(getattr(request, "remote_prefill", False))
 
 
 def find_load(

@@ -27,7 +27,7 @@ model has several groups of layers, one list for each."""
 class Request(Protocol):
     """What the scheduler reads of an engine's request. It changes none of it.
 
-    Seven attributes more are read where there are any:
+    Eight attributes more are read where there are any:
 
     * ``block_keys_by_group``, where the model has several groups of layers: for each
       of them what `block_keys` is for the only one.
@@ -42,6 +42,8 @@ class Request(Protocol):
       from the first on; None for all.
     * ``max_load_tokens``: how many tokens it may be offered beyond those that it has on
       the device; None for all.
+    * ``remote_prefill``, with a store: whether another engine computes its prompt and
+      writes it there. It waits for what is not there yet.
     """
 
     @property
@@ -146,12 +148,14 @@ class TierBatch:
         keys: Their keys, of 32 bytes.
         upper_blocks: The block of each in the upper tier.
         lower_blocks: The block of each in the lower tier.
+        is_awaited: Whether another engine may still be writing them there.
     """
 
     event: int
     keys: tuple[BlockKey, ...]
     upper_blocks: tuple[int, ...]
     lower_blocks: tuple[int, ...]
+    is_awaited: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

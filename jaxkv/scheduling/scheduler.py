@@ -201,7 +201,10 @@ class OffloadScheduler:
                 host.block_size, num_storage_blocks, enable_events, executor=executor
             )
             most, probe_s = rules.max_storage_blocks, rules.storage_probe_s or 0.0
-            tiers.append(TierBelow(tier, rules.storage_write, most, probe_s))
+            store = TierBelow(
+                tier, rules.storage_write, most, probe_s, has_other_writers=True
+            )
+            tiers.append(store)
         uppers = [host, *[below.tier for below in tiers]]
         on_arrival: Callable[[Sequence[BlockKey]], None] | None = None
         boundaries: list[Boundary] = []

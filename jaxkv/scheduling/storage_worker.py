@@ -34,6 +34,9 @@ _KEYS_AT_ONCE = 2048
 _ABSENT_S = 0.5
 # No probe is sent while this many have passed their deadlines without an answer.
 _MOST_UNANSWERED = 16
+# After how long blocks that another engine may still be writing are read again, at
+# first, and at most if none of them comes.
+_LEAST_AGAIN_S, _MOST_AGAIN_S = 0.005, 0.08
 _NO_REPORT = TierReport()
 
 
@@ -45,12 +48,22 @@ class _Fetch:
         batch: What was asked for.
         payloads: Of each block that the store has read.
         num_open: Reads that are not over.
+        deadline_s: When it is abandoned.
+        await_until_s: Until when the next block may come that is not there yet.
+        missing: Blocks that are not there yet, and may come.
+        again_s: When these are read again.
+        pause_s: After how long they were read again the last time.
         write: How the bytes get into the host's memory; None until all reads are over.
     """
 
     batch: TierBatch
     payloads: dict[int, NDArray[np.uint8]]
     num_open: int
+    deadline_s: float
+    await_until_s: float
+    missing: list[int] = dataclasses.field(default_factory=list)
+    again_s: float = 0.0
+    pause_s: float = _LEAST_AGAIN_S
     write: HostWrite | None = None
 
 
@@ -114,6 +127,7 @@ def open_storage(
     shard: int = 0,
     num_shards: int = 1,
     deadline_s: float = 5.0,
+    await_s: float = 1.0,
     list_every_s: float | None = 60.0,
     max_blocks: int = 128,
     clock: Callable[[], float] = time.monotonic,
@@ -128,7 +142,8 @@ def open_storage(
         secret: Seals objects against others who may write to the store.
         shard: Which part of each block this worker has.
         num_shards: How many parts there are.
-        deadline_s: As of `StorageWorker`, and so are the others.
+        deadline_s: As of `StorageWorker`.
+        await_s: Likewise.
         list_every_s: How long after a listing the store is listed again.
         max_blocks: Blocks on their way in either direction for which there is room at
             least, as `OffloadRules.max_storage_blocks`.
@@ -160,6 +175,7 @@ def open_storage(
         engine,
         storage_io,
         deadline_s=deadline_s,
+        await_s=await_s,
         list_every_s=list_every_s,
         clock=clock,
     )
@@ -180,6 +196,7 @@ class StorageWorker:
         storage_io: Reads and writes objects; its payloads are the engine's host blocks.
         deadline_s: How long a fetch may take, after which its blocks are computed, or a
             write, after which it is abandoned.
+        await_s: How long a fetch waits for the next block that another engine writes.
         list_every_s: How long after the end of a listing the store is listed again, to
             find what others have written; None for once, 0 for never.
         clock: Seconds since some moment, the clock of `storage_io`.
@@ -204,11 +221,14 @@ class StorageWorker:
         storage_io: StorageIO,
         *,
         deadline_s: float = 5.0,
+        await_s: float = 1.0,
         list_every_s: float | None = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not 0 < deadline_s < math.inf:
             raise ValueError(f"{deadline_s=} must be a number of seconds above 0.")
+        if not await_s > 0:
+            raise ValueError(f"{await_s=} must be a number of seconds above 0.")
         if list_every_s is not None and not list_every_s >= 0:
             raise ValueError(f"{list_every_s=} must be at least 0, or None.")
         if storage_io.objects.payload_bytes != engine.host_payload_bytes:
@@ -228,6 +248,7 @@ class StorageWorker:
         self._engine = engine
         self._io = storage_io
         self._deadline_s = deadline_s
+        self._await_s = await_s
         self._list_every_s = list_every_s
         self._clock = clock
         self._copies = Workers("jaxkv storage copy", 1)
@@ -333,6 +354,8 @@ class StorageWorker:
         for done in self._io.poll():
             self._note(done)
         for fetch in list(self._fetches.values()):
+            if fetch.missing:
+                self._read_again(fetch)
             if not fetch.num_open:
                 self._go_on(fetch)
         while self._copied:
@@ -425,16 +448,49 @@ class StorageWorker:
 
     def _give_up_reads(self) -> None:
         self._io.cancel(self._read_of)
-        for fetch, _ in self._read_of.values():
+        for fetch in self._fetches.values():
             fetch.num_open = 0
+            fetch.missing.clear()
         self._read_of.clear()
 
     def _start_fetch(self, batch: TierBatch) -> None:
-        deadline_s = self._clock() + self._deadline_s
-        fetch = _Fetch(batch, {}, len(batch.keys))
+        now_s = self._clock()
+        num, deadline_s = len(batch.keys), now_s + self._deadline_s
+        fetch = _Fetch(batch, {}, num, deadline_s, now_s + self._await_s)
         self._fetches[batch.event] = fetch
-        for index, ticket in enumerate(self._io.submit_reads(batch.keys, deadline_s)):
+        self._read(fetch, range(num))
+
+    def _read(self, fetch: _Fetch, indices: Sequence[int]) -> None:
+        keys = [fetch.batch.keys[index] for index in indices]
+        tickets = self._io.submit_reads(keys, fetch.deadline_s)
+        for index, ticket in zip(indices, tickets, strict=True):
             self._read_of[ticket] = fetch, index
+
+    def _read_again(self, fetch: _Fetch) -> None:
+        """Read what was not there yet again, if it is time, or wait for it no more."""
+        now_s = self._clock()
+        if now_s < fetch.again_s:
+            return
+        missing, fetch.missing = fetch.missing, []
+        if now_s < min(fetch.await_until_s, fetch.deadline_s):
+            self._read(fetch, missing)
+        else:
+            fetch.num_open -= len(missing)
+
+    def _note_read(self, fetch: _Fetch, index: int, done: Completion) -> None:
+        """Take note of a read that is over, which may have to be done again."""
+        if done.outcome == "missing" and fetch.batch.is_awaited:
+            if not fetch.missing:
+                fetch.again_s = self._clock() + fetch.pause_s
+                fetch.pause_s = min(2 * fetch.pause_s, _MOST_AGAIN_S)
+            fetch.missing.append(index)
+            return
+        fetch.num_open -= 1
+        if done.payload is not None:
+            fetch.payloads[index] = np.frombuffer(done.payload, np.uint8)
+            if fetch.batch.is_awaited:
+                fetch.await_until_s = self._clock() + self._await_s
+                fetch.pause_s = _LEAST_AGAIN_S
 
     def _start_write(self, batch: TierBatch) -> None:
         held = self._engine.read_host(batch.upper_blocks)
@@ -521,10 +577,7 @@ class StorageWorker:
     def _note(self, done: Completion) -> None:
         """Take note of a read or a write that is over."""
         if done.kind == "read":
-            fetch, index = self._read_of.pop(done.ticket)
-            fetch.num_open -= 1
-            if done.payload is not None:
-                fetch.payloads[index] = np.frombuffer(done.payload, np.uint8)
+            self._note_read(*self._read_of.pop(done.ticket), done)
         elif done.kind == "probe":
             self._note_probe(done)
         elif done.ticket in self._write_of:

@@ -41,6 +41,8 @@ class _Known:
         is_loading: Whether it waits for that.
         may_ask: Whether it may ask again though it has its blocks.
         num_found: Tokens that it had or was offered when it got its blocks.
+        num_local: Of these, the ones that it had.
+        num_left: The same once its load has failed, until it is computed; else None.
         tables: Its device blocks, for each group.
     """
 
@@ -53,6 +55,8 @@ class _Known:
     is_loading: bool = False
     may_ask: bool = False
     num_found: int = 0
+    num_local: int = 0
+    num_left: int | None = None
     tables: list[list[int]] = dataclasses.field(default_factory=list)
 
 
@@ -118,6 +122,7 @@ class StrictOffloadScheduler(OffloadScheduler):
             self._last_keys(request),
             is_awaited=bool(answer[0]) and answer[1],
             num_found=num_computed_tokens,
+            num_local=num_computed_tokens,
         )
         return answer
 
@@ -183,6 +188,9 @@ class StrictOffloadScheduler(OffloadScheduler):
         # Of the others a call has told, and they may have been admitted again since.
         silent = [own for own in output.preempted_req_ids if own not in self._preempted]
         meta = super().build_connector_meta(output)
+        for name, num_tokens in output.num_scheduled_tokens.items():
+            if num_tokens > 0:
+                self._requests[name].num_left = None
         for name in silent:
             if output.num_scheduled_tokens.get(name, 0) == 0:
                 self._note_preempted(name)
@@ -199,7 +207,9 @@ class StrictOffloadScheduler(OffloadScheduler):
             if name in self._requests:
                 known = self._requests[name]
                 known.is_loading = False
-                known.may_ask |= name in answer.failed_recving
+                if name in answer.failed_recving:
+                    known.may_ask = True
+                    known.num_left = known.num_local
         return answer
 
     def request_preempted(self, request: Request) -> None:
@@ -359,6 +369,14 @@ class StrictOffloadScheduler(OffloadScheduler):
         if why is not None:
             raise StrictError(
                 f"request {shown(name)} is in SchedulerOutput.num_scheduled_tokens{why}"
+            )
+        num_computed = _num_computed(known.request)
+        if known.num_left is not None and num_computed > known.num_left:
+            raise StrictError(
+                f"request {shown(name)} goes on after {num_computed} tokens, but its "
+                f"load has failed, so that it has {known.num_left}: "
+                "update_connector_output() named it in failed_recving. Compute what it "
+                "was offered."
             )
         if self._blocks is not None and not self._has_cached:
             self._refuse_uncached(name, known)

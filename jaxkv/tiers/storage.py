@@ -126,7 +126,7 @@ class StorageTier(BlockIndex):
     def note_there(self, keys: Sequence[BlockKey]) -> None:
         """Take note of blocks that the store has; for a request, so room is made."""
         new = list(compress(keys, (~self.contains(keys)).tolist()))
-        placed = self.place(new) if new else None
+        placed = self.place(keys) if new else None  # None of them makes room.
         if placed is None:  # Unless too much of it is being read or written.
             self.add_found(new)
             return

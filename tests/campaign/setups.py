@@ -141,6 +141,7 @@ def random_setup(rng, *, groups=None, **fixed):
             ),
             "max_storage_blocks": rng.choice((1, 3, 128)),
             "storage_deadline_s": 12.0,
+            "storage_await_s": 3.0,
             "storage_list_s": rng.choice((5.0, 20.0, 60.0)),
             "storage_probe_s": rng.choice((0.0, 1.0, 4.0)),
         }

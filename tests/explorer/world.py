@@ -69,6 +69,7 @@ class Setup:
             about to let a probe pass then.
         policy: Which blocks the host evicts.
         retentions: How long the first requests want their blocks to be kept.
+        awaiting: Requests whose prompts another engine computes, and stores perhaps.
         private: Blocks with this letter are never written to the store.
         bound: How many blocks a listing says that the store may hold.
         is_ahead: Whether the last token that a request generated is uncertain until
@@ -94,6 +95,7 @@ class Setup:
     rates: tuple = ()
     policy: str = "lru"
     retentions: tuple[Retention, ...] = ()
+    awaiting: tuple = ()
     private: str = ""
     bound: int | None = None
     is_ahead: bool = False
@@ -129,6 +131,7 @@ class Request:
     def __init__(self, name, text, num_prompt, groups):
         self.request_id = name
         self.retention = None
+        self.remote_prefill = False
         self.text = text
         self.num_prompt_tokens = num_prompt
         self.num_tokens = num_prompt
@@ -226,6 +229,8 @@ class World:
         ]
         for r, retention in zip(self.requests, setup.retentions, strict=False):
             r.retention = retention
+        for n in setup.awaiting:
+            self.requests[n].remote_prefill = True
         self.device = [GARBAGE] * self.pool.num_blocks
         self.host = [GARBAGE] * setup.num_host_blocks
         self.objects = {}
@@ -311,7 +316,8 @@ class World:
                 boundary,
                 "num_fetched_tokens num_lost _is_disabled _must_send_last fetch_of "
                 "waits looked_up _to_write _to_fetch _to_delete _seen bytes_per_s "
-                "probing _probe_of _to_probe _absent probe_s",
+                "probing _probe_of _to_probe _absent probe_s has_other_writers "
+                "_awaited",
             )
             yield boundary.counts, " ".join(vars(boundary.counts))
             for ledger in (boundary.fetches, boundary._writes, boundary.probes):
@@ -1586,6 +1592,7 @@ class World:
             keys(storage._to_write),
             tuple(ranks[own.event] for own in storage._to_fetch),
             keys(storage._to_delete),
+            tuple(sorted(ranks[event] for event in storage._awaited)),
             storage.fetches.num_blocks,
             storage._writes.num_blocks,
             storage._is_disabled,

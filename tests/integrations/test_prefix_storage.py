@@ -141,6 +141,24 @@ def test_two_stores_find_what_the_other_has_written(make):
         assert store.stats.storage_fetched_blocks == NUM_BLOCKS
 
 
+def test_a_prompt_that_another_computes_is_loaded_once_it_is_there(make):
+    keys = {"storage_list_s": 0, "storage_probe_s": 0.0, "storage_await_s": 30.0}
+    one, other = make(**keys), make(**keys)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        hit = pool.submit(other.load, PROMPT, remote_prefill=True)
+        wait_for(
+            lambda: other._storage.worker.storage_io.stats.num_missing >= NUM_BLOCKS
+        )
+        assert not hit.done()
+        save(one, PROMPT)
+        found = hit.result(60)
+    assert found.num_tokens == NUM_TOKENS
+    check_hit(found, PROMPT)
+    hurried = make(**keys | {"storage_await_s": 0.01})
+    assert hurried.load(OTHER, remote_prefill=True) is None
+    assert hurried.load(PROMPT) is None, "it asks nothing unless it is told to"
+
+
 def loaded_all(store, tokens):
     """Load what there is of a prompt; whether that is all."""
     hit = store.load(tokens)

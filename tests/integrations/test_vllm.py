@@ -266,6 +266,44 @@ def test_a_request_whose_load_has_failed_is_computed_and_not_offered_another(new
     assert asked == ["again"]
 
 
+@pytest.mark.parametrize(
+    ("params", "told"),
+    [
+        (None, None),
+        ({}, None),
+        ({"do_remote_decode": False}, None),
+        (
+            {"do_remote_decode": True, "do_remote_prefill": False},
+            {"do_remote_prefill": True, "do_remote_decode": False},
+        ),
+    ],
+)
+def test_who_asks_to_decode_elsewhere_is_answered_with_what_to_send_there(
+    newest, params, told
+):
+    engine = Engine()
+    connector = engine.scheduler.connector
+    request = Request("one", range(9), 1)
+    request.kv_transfer_params = params
+    assert connector.request_finished(request, []) == (False, told)
+
+
+@pytest.mark.parametrize(
+    ("given", "is_expected", "warns"),
+    [
+        (True, True, False),
+        (False, False, False),
+        (None, False, False),
+        (1, False, True),
+    ],
+)
+def test_a_prompt_may_be_computed_elsewhere(given, is_expected, warns, caplog):
+    request = Request("one", range(9), 1)
+    request.kv_transfer_params = {"do_remote_prefill": given}
+    assert VllmRequest(request, 1).remote_prefill == is_expected
+    assert warns == ("1 must be true or false" in caplog.text)
+
+
 def test_in_hybrid_models_failed_loads_are_reported_by_request(newest):
     engine = make_warm_engine(windows=(None, 6))
     fail_loads(engine)

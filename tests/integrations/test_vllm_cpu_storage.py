@@ -18,6 +18,8 @@ from tests.integrations.vllm_cpu.comparison import (
     server,
     tokens_of,
 )
+from tests.integrations.vllm_cpu.run import transfer_config
+from tests.test_prefill_proxy import proxy
 
 USERS = 6
 
@@ -113,3 +115,48 @@ def test_vllm_serve_is_warm_after_a_restart(lab, tmp_path):
     assert texts[:3] == texts[3:]
     assert hits == [0, 3 * 144]  # The last block is computed: its logits are needed.
     assert fetched == [0, 3 * 9]
+
+
+@pytest.mark.long
+def test_one_vllm_computes_prompts_and_another_decodes(lab, tmp_path):
+    """Through the example of a proxy; the first one is killed in the middle."""
+    prompts = np.random.default_rng(0).integers(0, 256, (6, 160)).tolist()
+    body = {"model": "llama-float32", "temperature": 0, "max_tokens": 8}
+    stored = {
+        "storage": f"file://{tmp_path}/store",
+        "storage_deadline_s": 60,
+        "storage_await_s": 20,
+    }
+
+    def transfers(**extra):
+        return "--kv-transfer-config", json.dumps(transfer_config(stored | extra))
+
+    def serve(name, *options):
+        return server(lab, tmp_path / name, *options)
+
+    def texts(ask, prompts):
+        answers = [ask("/v1/completions", body | {"prompt": own}) for own in prompts]
+        return [json.loads(answer)["choices"][0]["text"] for answer in answers]
+
+    def by_way_of(post, prompts):
+        def ask(path, body):
+            return post(json.dumps(body).encode(), path)[1]
+
+        return texts(ask, prompts)
+
+    with serve("alone") as ask:
+        expected = texts(ask, prompts)
+    assert len(set(expected)) > 1
+    with serve("decode", *transfers(storage_list_s=0)) as decode:
+        with (
+            serve("prefill", *transfers(storage_write="through")) as prefill,
+            proxy(prefill.url, decode.url) as post,
+        ):
+            found = by_way_of(post, prompts[:4])
+        # It is gone: what it would have written is waited for by none.
+        with proxy(prefill.url, decode.url) as post:
+            found += by_way_of(post, prompts[4:])
+        page = decode("/metrics")
+    assert found == expected
+    # All full blocks but the last, whose logits are needed.
+    assert metric_of(page, "vllm:external_prefix_cache_hits_total") == 4 * 144

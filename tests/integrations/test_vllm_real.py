@@ -93,6 +93,36 @@ def test_a_prompt_comes_back_from_a_store_in_vllm(make_engine, tmp_path, windows
     assert found == [0, 4 * BLOCK_SIZE]
 
 
+def test_a_prompt_that_another_vllm_computes_is_loaded_as_it_is_written(
+    make_engine, tmp_path
+):
+    extra = {
+        "storage": str(tmp_path / "store"),
+        "storage_bytes": "1MiB",
+        "storage_write": "through",
+        "storage_list_s": 0,
+        "storage_await_s": 60,
+        "storage_deadline_s": 60,
+        "storage_namespace": "the runner's",
+    }
+    producer, consumer = make_engine(extra=extra), make_engine(extra=extra)
+    first = producer.add("one", range(18), 1)
+    first.kv_transfer_params = {"do_remote_decode": True, "do_remote_prefill": False}
+    second = consumer.add("two", range(18), 5)
+    second.kv_transfer_params = {"do_remote_prefill": True, "do_remote_decode": False}
+    end_s = time.monotonic() + 60
+    while consumer.scheduler.has_requests():
+        assert time.monotonic() < end_s
+        consumer.step()
+        if consumer.num_external_tokens == 0:
+            producer.step()
+    assert list(second.all_token_ids) == reference(range(18), 5)
+    assert consumer.num_external_tokens == 4 * BLOCK_SIZE
+    for engine in (producer, consumer):
+        engine.scheduler.connector.shutdown()
+        engine.runner.connector.shutdown()
+
+
 SERVED = {
     "synchronous": {},
     "asynchronous": {"is_async": True},

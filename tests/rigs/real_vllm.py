@@ -82,7 +82,6 @@ class RealEngine:
             SpeculativeConfig,
             VllmConfig,
         )
-        from vllm.distributed.kv_transfer import kv_transfer_state
         from vllm.distributed.kv_transfer.kv_connector.factory import (
             KVConnectorFactory,
         )
@@ -177,8 +176,6 @@ class RealEngine:
         worker = KVConnectorFactory.create_connector(
             self.config, KVConnectorRole.WORKER, kv_cache_config
         )
-        # The runners' mixin looks for it here.
-        kv_transfer_state._KV_CONNECTOR_AGENT = worker
         make_runner = make_runner or RealRunner
         self.runner = make_runner(worker, num_blocks, windows, newer=True)
         self.is_async, self.num_drafts = is_async, num_drafts
@@ -208,6 +205,10 @@ class RealEngine:
 
     def step(self):
         """Make a step; return whether it schedules anything."""
+        from vllm.distributed.kv_transfer import kv_transfer_state
+
+        # The runners' mixin looks for it here.
+        kv_transfer_state._KV_CONNECTOR_AGENT = self.runner.connector
         output = self.scheduler.schedule()
         meta = output.kv_connector_metadata
         output.kv_connector_metadata = pickle.loads(pickle.dumps(meta))

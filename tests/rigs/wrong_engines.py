@@ -101,6 +101,17 @@ def never_passes_reports_on(engine):
     engine.scheduler.update_connector_output = lambda output: output
 
 
+def takes_loads_that_failed(engine):
+    report = engine.scheduler.update_connector_output
+
+    def report_all_as_there(output):
+        told = report(output)
+        ended = told.finished_recving + told.failed_recving
+        return dataclasses.replace(told, finished_recving=ended, failed_recving=())
+
+    engine.scheduler.update_connector_output = report_all_as_there
+
+
 def keeps_the_old_pool(engine):
     start = engine.worker.start
     engine.worker.start = lambda meta, pool: (start(meta, pool), pool)[1]

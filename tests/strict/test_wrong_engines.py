@@ -7,7 +7,13 @@ import pytest
 
 from jaxkv import FullAttention, SlidingWindow
 from jaxkv.strict import StrictError
-from tests.rigs.wrong_engines import BLOCK, WRONG, Right, serve_twice
+from tests.rigs.wrong_engines import (
+    BLOCK,
+    WRONG,
+    Right,
+    serve_twice,
+    takes_loads_that_failed,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +74,17 @@ def test_the_right_engine_computes_what_loads_that_fail_were_to_bring(
     stats = engine.scheduler.stats
     assert stats.num_loads_failed >= 1
     assert stats.num_loads >= 1
+
+
+def test_an_engine_that_goes_on_after_a_failed_load_is_refused(setup, monkeypatch):
+    monkeypatch.setenv("JAXKV_STRICT_FAIL_LOADS", "2")
+    size, prompts = setup
+    engine = Right(size.device_blocks, size.host_blocks)
+    takes_loads_that_failed(engine)
+    with pytest.raises(
+        StrictError, match=r"its load has failed, so that it has \d: up"
+    ):
+        serve_twice(engine, prompts, size.num_new)
 
 
 def test_the_right_hybrid_engine_passes(setup):

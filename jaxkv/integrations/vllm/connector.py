@@ -212,9 +212,12 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
         """Finish a request. Its blocks may be freed at once.
 
         Blocks in flight are held separately.
+
+        Returns:
+            Whether vLLM must keep its blocks; and what a proxy is to send on with the
+            prompt to the engine that decodes, if it asked for that.
         """
-        self._of_scheduler.finish(request, block_ids)
-        return False, None
+        return False, self._of_scheduler.finish(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
         """Whether vLLM must continue to step though no request is left."""

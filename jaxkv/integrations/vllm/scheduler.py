@@ -48,6 +48,8 @@ class VllmRequest:
             both are missing or wrong.
         max_offload_tokens: How many of its tokens may be stored, likewise.
         max_load_tokens: How many may be loaded, likewise.
+        remote_prefill: Whether another engine computes its prompt and stores it,
+            likewise, as ``do_remote_prefill``.
     """
 
     def __init__(
@@ -63,12 +65,14 @@ class VllmRequest:
         self.max_offload_tokens: int | None = None
         self.max_load_tokens: int | None = None
         self.retention: Retention | None = None
+        self.remote_prefill = False
         if getattr(request, "kv_transfer_params", None):
             self.max_offload_tokens = _asked_for(
                 request, "max_offload_tokens", _num_tokens
             )
             self.max_load_tokens = _asked_for(request, "max_load_tokens", _num_tokens)
             self.retention = _asked_for(request, "retention", Retention.of)
+            self.remote_prefill = bool(_asked_for(request, "do_remote_prefill", _flag))
         if self.retention is None and getattr(request, "kv_hints", None) is not None:
             self.retention = _hinted(request, "kv.retain", Retention.of)
         self._events = events
@@ -309,12 +313,17 @@ class SchedulerHalf:
                 rates = report.load_bytes_per_s, rate, report.storage_bytes_per_s
                 self.scheduler.note_rates(*rates)
 
-    def finish(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
-        """Finish a request that is done or aborted."""
+    def finish(
+        self, request: Any, block_ids: Sequence[Sequence[int]]
+    ) -> dict[str, Any] | None:
+        """Finish a request that is done or aborted; return what to answer with it."""
         self.scheduler.request_finished_all_groups(self._request(request), block_ids)
         self._requests.pop(request.request_id, None)
         self._allocated.discard(request.request_id)
         self._must_compute.discard(request.request_id)
+        if not _asked_for(request, "do_remote_decode", _flag):
+            return None
+        return {"do_remote_prefill": True, "do_remote_decode": False}
 
     def has_pending_transfers(self) -> bool:
         """Whether vLLM must continue to step though it has no requests.
@@ -446,6 +455,12 @@ def _read(
     except ValueError as error:
         _LOG.warning("request %s: %s is ignored: %s", request.request_id, name, error)
         return None
+
+
+def _flag(given: Any) -> bool:
+    if type(given) is not bool:
+        raise ValueError(f"{shown(given)} must be true or false.")
+    return given
 
 
 def _num_tokens(given: Any) -> int:

@@ -119,7 +119,7 @@ def check_same_answers(found, expected, tolerance=1e-3):
 
 @contextlib.contextmanager
 def server(lab, log, *options):
-    """Run ``vllm serve``; give a function that asks it."""
+    """Run ``vllm serve``; give a function that asks it, and has its URL."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     command = (
@@ -164,6 +164,7 @@ def server(lab, log, *options):
                 ask("/health")
                 break
             time.sleep(0.5)
+        ask.url = f"http://127.0.0.1:{port}"
         yield ask
     finally:
         child.send_signal(signal.SIGINT)
