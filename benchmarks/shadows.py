@@ -98,7 +98,8 @@ def time_requests(num_blocks: int) -> dict[str, Any]:
 def all_findable(trace: Trace) -> DeviceHits:
     """Have no block be found on the device, so that the host is asked for all."""
     zeros = np.zeros(trace.num_requests, np.int64)
-    return DeviceHits(0, zeros, trace.num_blocks, trace.num_asked, trace.num_asked)
+    blocks, asked = trace.num_blocks, trace.num_asked
+    return DeviceHits(0, zeros, blocks, blocks, asked, asked)
 
 
 def estimate(

@@ -63,6 +63,12 @@ replay SMALL --capacity 9999999 | different blocks of the trace
 replay SMALL --max-offload-tokens 511 | 511 is less than a block, which has 512 tokens
 replay SMALL --prompt-only      | no output of the trace filled a block that could be
 replay SMALL --device-blocks 100000 | 100000 is more than the trace would ever fill: it
+replay SMALL --engines 0         | --engines: '0' must be a whole number from 1 to
+replay SMALL --engines 61        | --engines: 61 must be at most 60, the requests of
+replay SMALL --engines 2 --route fastest | --route: unknown 'fastest': choose from round
+replay SMALL --route sticky      | --route: it belongs to --engines
+replay SMALL --storage-blocks 5% | --storage-blocks: it belongs to --engines
+replay SMALL --engines 2 --storage-blocks 0% | --storage-blocks: '0%' must be more than
 replay SMALL --model llama-3-8b | a known model: did you mean llama-3.1-8b?
 replay SMALL --model no.json    | --model: cannot read 'no.json' (No such file
 replay SMALL --model empty.json | jaxkv plan takes the bytes of a token's KV in its pl
@@ -77,6 +83,8 @@ plan TOKENS000TB --prefill-tokens-per-s 5 | must be from 1 to 1073741824
 plan MODEL --kv-dtype fast      | --kv-dtype: 'fast' is no dty
 plan MODEL --kv-bytes-per-token 5 | --model says it alrea
 plan MODEL --host-bytes 1MiB    | --host-bytes: 1048576 bytes hold no bl
+plan MODEL --storage-bytes 1TiB | --storage-bytes: it belongs to --engines
+plan MODEL --engines 2 --storage-bytes 1MiB | --storage-bytes: 1048576 bytes hold no
 plan MODEL --load-gb-per-s 0    | '0' must be a number above
 plan MODEL --load-gb-per-s nan  | 'nan' must be a number a
 plan MODEL --load-gb-per-s 1e99 | '1e99' must be a number
@@ -175,8 +183,8 @@ def test_every_option_with_a_number_refuses_what_is_none(text):
             of_what = (action.metavar or "").removesuffix(",...")
             if of_what not in ("N", "X", "SIZE", "PORT", "AXIS"):
                 continue
-            if (words, action.dest) == ("replay", "capacity"):
-                continue  # It is checked against the trace.
+            if words == "replay" and action.dest in ("capacity", "storage_blocks"):
+                continue  # They are checked against the trace.
             option = action.option_strings[0]
             with pytest.raises(UsageError, match=f"^{option}: '.*' must be "):
                 parser.parse_args([f"{option}={text}"])

@@ -29,6 +29,7 @@ from jaxkv.tools.options import (
 )
 from jaxkv.tools.plan import report
 from jaxkv.tools.plan.plan import (
+    add_stores,
     block_bytes_of,
     capacities_of,
     make_plan,
@@ -38,10 +39,12 @@ from jaxkv.tools.progress import show_progress
 from jaxkv.tools.replay.command import (
     add_admission_options,
     add_device_option,
+    add_fleet_options,
     add_policy_option,
     add_trace_options,
     choose_admission,
     choose_device_blocks,
+    choose_fleet,
     choose_policies,
     find_model,
     open_trace,
@@ -65,6 +68,7 @@ _LATENCY_MS = 1.0
 _FLOPS_PER_S = 989e12
 _MFU = 0.4
 _NUM_SIZES = 5
+_NUM_STORES = 3
 _MOST = 1e24
 
 
@@ -128,6 +132,14 @@ def add_options(parser: Parser) -> None:
         _parse_number,
         otherwise=f"{_MFU:g}, which is assumed",
     )
+    add_fleet_options(parser)
+    parser.values(
+        "--storage-bytes SIZE",
+        "sizes of a store that the engines would share, such as 4TiB,8TiB",
+        parse_bytes,
+        otherwise=f"with --engines {_NUM_STORES}, each twice the one before, up to all "
+        "blocks of the trace",
+    )
     add_admission_options(parser)
     parser.files("tokens found and time saved against the host's size", has_page=True)
 
@@ -164,22 +176,33 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
     check_files(args)
     check_extra("plan", packages_for(args))
+    check_belongs(args, ("route", "storage_bytes"), "--engines", args.engines)
     policies = choose_policies(args.policy)
     model, num_devices = _read_model(args)
     speeds, sources = _choose_speeds(args, num_devices)
     trace = open_trace(args.trace, args.block_size)
     device_blocks = _choose_device_blocks(args, trace, model)
     admission = choose_admission(args, trace)
+    fleet = choose_fleet(args, trace)
     sizes, notes = _choose_sizes(args.host_bytes, trace, model)
-    try:
-        capacities = capacities_of(sizes, trace, model)
-    except ValueError as error:
-        raise UsageError(f"--host-bytes: {error}") from error
+    capacities = _capacities_of("--host-bytes", sizes, trace, model)
+    stores: list[int] = []
+    if args.engines is not None:
+        stores = sorted(set(args.storage_bytes or _store_sizes(trace, model)))
+    store_blocks = _capacities_of("--storage-bytes", stores, trace, model)
     if args.measure:
         with show_progress() as on_progress:
             speeds, sources = _measure(speeds, sources, on_progress)
     setting = Setting(
-        trace, model, speeds, sources, device_blocks, num_devices, notes, admission
+        trace,
+        model,
+        speeds,
+        sources,
+        device_blocks,
+        num_devices,
+        notes,
+        admission,
+        fleet,
     )
     report.print_setting(setting)
     # A larger one would hold no more.
@@ -192,8 +215,25 @@ def run(args: argparse.Namespace) -> int:
             on_progress,
             device_blocks,
             admission,
+            [fleet],
         )
-    plan = make_plan(trace, model, speeds, sizes, results, num_devices)
+        plan = make_plan(trace, model, speeds, sizes, results, num_devices)
+        if stores:
+            base = plan.base
+            stored = sweep(
+                trace,
+                [base.policy],
+                [base.capacity_blocks],
+                on_progress,
+                device_blocks,
+                admission,
+                [
+                    dataclasses.replace(fleet, storage_blocks=num)
+                    for num in sorted(set(store_blocks))
+                ],
+            )
+            costs = trace, model, speeds
+            plan = add_stores(plan, *costs, results[0], stores, stored, num_devices)
     report.print_plan(setting, plan)
     write_files(
         args,
@@ -328,7 +368,7 @@ def _choose_sizes(
         return sorted(set(given)), ()
     block_bytes = block_bytes_of(trace, model)
     # A power of two that holds all blocks, or the largest that fits this machine.
-    most = _power_of_two(2 * trace.num_unique_blocks * block_bytes - 1)
+    most = max(_store_sizes(trace, model))
     memory = available_host_bytes()
     notes: tuple[str, ...] = ()
     if memory is not None and memory.num_bytes < most:
@@ -341,6 +381,23 @@ def _choose_sizes(
             "--host-bytes: not even a block fits this machine's memory; name the sizes"
         )
     return sizes, notes
+
+
+def _capacities_of(
+    option: str, sizes: list[int], trace: Trace, model: ModelCosts
+) -> list[int]:
+    try:
+        return capacities_of(sizes, trace, model)
+    except ValueError as error:
+        raise UsageError(f"{option}: {error}") from error
+
+
+def _store_sizes(trace: Trace, model: ModelCosts) -> list[int]:
+    """Return sizes of a store, the largest a power of two that holds all blocks."""
+    block_bytes = block_bytes_of(trace, model)
+    most = _power_of_two(2 * trace.num_unique_blocks * block_bytes - 1)
+    sizes = [most >> i for i in range(_NUM_STORES)]
+    return [size for size in sizes if size >= block_bytes]
 
 
 def _power_of_two(number: int) -> int:

@@ -57,6 +57,7 @@ class Demand:
         prefill_s: Seconds of prefill of all that the device does not find.
         span_s: Seconds from the first request to the last; None if the trace has no
             times.
+        num_engines: Engines that share the requests.
     """
 
     num_requests: int
@@ -65,11 +66,13 @@ class Demand:
     returning_tokens: int
     prefill_s: float
     span_s: float | None
+    num_engines: int = 1
 
     @property
     def num_servers(self) -> float:
-        """Servers that the prefill takes, which each have a link; at least 1."""
-        return 1.0 if self.span_s is None else max(1.0, self.prefill_s / self.span_s)
+        """Servers that the prefill takes, which each have a link; at least one each."""
+        needed = 0.0 if self.span_s is None else self.prefill_s / self.span_s
+        return max(float(self.num_engines), needed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +145,33 @@ class Recommendation:
 
 
 @dataclasses.dataclass(frozen=True)
+class StoreRow:
+    """What a store of a size would add, which all engines share.
+
+    Attributes:
+        storage_bytes: The size that was asked for.
+        storage_blocks: The blocks that fit, but no more than the trace has.
+        base: What there is without it.
+        added_tokens: Tokens found beyond that.
+        added_s: Seconds of prefill saved beyond that, less those of the loads from the
+            host, but not of the reads from the store.
+        fetch_bytes: Bytes read from the store, of all devices together.
+    """
+
+    storage_bytes: int
+    storage_blocks: int
+    base: PlanRow
+    added_tokens: int
+    added_s: float
+    fetch_bytes: int
+
+    @property
+    def least_bytes_per_s(self) -> float | None:
+        """Below this rate, reads take longer than they save; None if none saves."""
+        return self.fetch_bytes / self.added_s if self.added_s > 0 else None
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """A plan.
 
@@ -149,11 +179,19 @@ class Plan:
         demand: What is asked for.
         rows: The first policy at every size, then the next.
         recommendation: What to do.
+        stores: What stores would add to that, or to the row that saves most; the
+            smallest first. Empty if that was not asked for.
     """
 
     demand: Demand
     rows: tuple[PlanRow, ...]
     recommendation: Recommendation
+    stores: tuple[StoreRow, ...] = ()
+
+    @property
+    def base(self) -> PlanRow:
+        """What stores add to."""
+        return self.recommendation.row or max(self.rows, key=lambda row: row.saved_s)
 
 
 def make_plan(
@@ -188,10 +226,7 @@ def make_plan(
         raise ValueError(f"Prompts must have at most {MOST_TOKENS} tokens.")
     size = trace.block_size
     prompt = trace.input_tokens
-    device = results[0].device
-    start = np.zeros(trace.num_requests, np.int64)
-    if device is not None:
-        start = np.minimum(device.hits * size, prompt)
+    start = _device_tokens(trace, results[0])
     returning = np.minimum(find_returning(trace) * size, prompt)
     prefill_s = speeds.prefill_s(model, start, prompt)
     span_s = float(trace.time_ms.max() - trace.time_ms.min()) / 1000
@@ -202,6 +237,7 @@ def make_plan(
         returning_tokens=int(np.maximum(returning - start, 0).sum()),
         prefill_s=float(prefill_s.sum()),
         span_s=span_s or None,
+        num_engines=results[0].fleet.num_engines,
     )
     by_capacity = {(r.policy, r.capacity_blocks): r for r in results}
     capacities = capacities_of(host_sizes, trace, model)
@@ -209,21 +245,65 @@ def make_plan(
     for policy in dict.fromkeys(result.policy for result in results):
         for host_bytes, capacity in zip(host_sizes, capacities, strict=True):
             result = by_capacity[policy, capacity]
-            found = np.minimum(result.hits_by_request * size, prompt)
-            rows.append(
-                _plan_row(
-                    result,
-                    host_bytes,
-                    start,
-                    np.maximum(found, start),
-                    trace,
-                    model,
-                    speeds,
-                    num_devices,
-                    demand,
-                )
-            )
+            rest = start, trace, model, speeds, num_devices, demand
+            rows.append(_plan_row(result, host_bytes, *rest))
     return Plan(demand, tuple(rows), recommend(demand, rows))
+
+
+def add_stores(
+    plan: Plan,
+    trace: Trace,
+    model: ModelCosts,
+    speeds: Speeds,
+    without: ReplayResult,
+    storage_sizes: Sequence[int],
+    results: Sequence[ReplayResult],
+    num_devices: int = 1,
+) -> Plan:
+    """Add to a plan what a store behind its engines would add.
+
+    Args:
+        plan: The plan.
+        trace: As of `make_plan`, and so are the others.
+        model: What a token costs.
+        speeds: Those of the server.
+        without: The result that `Plan.demand` was made of, the first one.
+        storage_sizes: Bytes of the store, in ascending order.
+        results: One for each of `capacities_of` them, with the policy and the capacity
+            of `Plan.base`.
+        num_devices: Devices that the model is divided among.
+    """
+    start, base = _device_tokens(trace, without), plan.base
+    by_size = {result.fleet.storage_blocks: result for result in results}
+    rows = []
+    for num_bytes, num_blocks in zip(
+        storage_sizes, capacities_of(storage_sizes, trace, model), strict=True
+    ):
+        result = by_size[num_blocks]
+        rest = start, trace, model, speeds, num_devices, plan.demand
+        row = _plan_row(result, base.host_bytes, *rest)
+        assert result.fetches_by_request is not None
+        num_fetched = int(result.fetches_by_request.sum())
+        rows.append(
+            StoreRow(
+                num_bytes,
+                num_blocks,
+                base,
+                row.host_tokens - base.host_tokens,
+                row.saved_s - base.saved_s,
+                num_fetched * block_bytes_of(trace, model),
+            )
+        )
+    return dataclasses.replace(plan, stores=tuple(rows))
+
+
+def _device_tokens(trace: Trace, result: ReplayResult) -> NDArray[np.int64]:
+    """Return the tokens that the device finds of each request: i64[R]."""
+    assert trace.input_tokens is not None
+    if result.device is None:
+        return np.zeros(trace.num_requests, np.int64)
+    size = trace.block_size or 1
+    return np.minimum(result.device.hits * size, trace.input_tokens)
 
 
 def capacities_of(
@@ -329,8 +409,7 @@ def _why_not(demand: Demand, rows: Sequence[PlanRow]) -> Reason:
 def _plan_row(
     result: ReplayResult,
     host_bytes: int,
-    start: NDArray[np.int64],
-    stop: NDArray[np.int64],
+    usual: NDArray[np.int64],
     trace: Trace,
     model: ModelCosts,
     speeds: Speeds,
@@ -342,8 +421,7 @@ def _plan_row(
     Args:
         result: What the policy found.
         host_bytes: The size.
-        start: i64[R]. Tokens that the device finds.
-        stop: i64[R]. Tokens that device and host find.
+        usual: i64[R]. Tokens that the device finds, of which `demand` was made.
         trace: The requests.
         model: What a token costs.
         speeds: Those of the server.
@@ -351,16 +429,22 @@ def _plan_row(
         demand: What is asked for.
     """
     assert trace.input_tokens is not None
+    size = trace.block_size or 1
+    start = _device_tokens(trace, result)
+    found = np.minimum(result.hits_by_request * size, trace.input_tokens)
+    stop = np.maximum(found, start)
     # The last token of a prompt is computed in any case.
     end = np.maximum(np.minimum(stop, trace.input_tokens - 1), start)
     load_bytes = model.load_bytes(start, end, num_devices)
     prefill_s = speeds.prefill_s(model, start, end)
     saved_s = speeds.saved_s(prefill_s, load_bytes)
+    if (start != usual).any():  # The route goes by what hosts hold.
+        saved_s = saved_s + speeds.prefill_s(model, usual, start)
     is_found = end > start
     is_loaded = is_found & (speeds.load_s(load_bytes) <= prefill_s)
     assert result.stores_by_request is not None
     token_bytes = model.kv_bytes_per_token_on(num_devices)
-    stored_bytes = result.stores_by_request * ((trace.block_size or 1) * token_bytes)
+    stored_bytes = result.stores_by_request * (size * token_bytes)
     p50_s, p95_s = np.percentile(saved_s, [50, 95], method="inverted_cdf")
     load_use = store_use = peak_use = None
     if demand.span_s is not None:
@@ -376,7 +460,7 @@ def _plan_row(
         policy=result.policy,
         host_bytes=host_bytes,
         capacity_blocks=result.capacity_blocks,
-        host_tokens=int((stop - start).sum()),
+        host_tokens=int((stop - usual).sum()),
         found_s=float(prefill_s.sum()),
         num_loads=int(is_loaded.sum()),
         num_declined=int((is_found & ~is_loaded).sum()),

@@ -30,8 +30,9 @@ from jaxkv.tools.pictures import (
     save_picture,
 )
 from jaxkv.tools.plan import plan as planning
-from jaxkv.tools.plan.plan import Demand, Plan, PlanRow
+from jaxkv.tools.plan.plan import Demand, Plan, PlanRow, StoreRow
 from jaxkv.tools.replay.admission import Admission
+from jaxkv.tools.replay.fleet import ONE_ENGINE, Fleet
 from jaxkv.tools.replay.model_costs import ModelCosts
 from jaxkv.tools.replay.report import figures_of_trace
 from jaxkv.tools.replay.traces import Trace
@@ -50,6 +51,7 @@ class Setting:
         num_devices: Devices that the model is divided among.
         notes: Further assumptions.
         admission: What is kept out of the host tier; None for nothing.
+        fleet: The engines that share the requests, without a store.
     """
 
     trace: Trace
@@ -60,6 +62,7 @@ class Setting:
     num_devices: int = 1
     notes: tuple[str, ...] = ()
     admission: Admission | None = None
+    fleet: Fleet = ONE_ENGINE
 
 
 def print_setting(setting: Setting) -> None:
@@ -82,6 +85,8 @@ def _facts_of(setting: Setting) -> list[tuple[str, str]]:
     if setting.device_blocks is not None:
         size = setting.device_blocks * planning.block_bytes_of(trace, model)
         device = f"keeps {setting.device_blocks:,} blocks ({rounded_size(size)})"
+    fleet = setting.fleet
+    engines = f"{fleet.num_engines:,}, {fleet.route}; each has the host and the device"
     return [
         ("Trace", f"{trace.name}: {trace.num_requests:,} requests{when}"),
         (
@@ -90,6 +95,7 @@ def _facts_of(setting: Setting) -> list[tuple[str, str]]:
         ),
         ("Model", f"{model.name}: {kv}{dtype}, {block} a block"),
         *[("", f"{setting.num_devices} devices share it")][: setting.num_devices > 1],
+        *[("Engines", engines)][: fleet.num_engines > 1],
         ("Device", device),
         *([] if setting.admission is None else [("Rules", setting.admission.text)]),
         (
@@ -163,6 +169,92 @@ def print_plan(setting: Setting, plan: Plan) -> None:
     settings = _settings_text(setting, plan)
     if settings:
         print_lines(["", settings], is_code=True)
+    if plan.stores:
+        print_charts(_store_charts_of(setting, plan), "blocks")
+        print_lines(["", store_sentence(setting, plan)])
+
+
+def _store_charts_of(setting: Setting, plan: Plan) -> list[Chart]:
+    """Show what stores of several sizes would add."""
+    stores, demand, base = plan.stores, plan.demand, plan.base
+    places = Places(
+        "Shared store",
+        [row.storage_bytes for row in stores],
+        [rounded_size(row.storage_bytes) for row in stores],
+        [f"{row.storage_blocks:,} blocks" for row in stores],
+    )
+    rate = Scale(_rate_text, _rate_text, _rate_text)
+    figures = (
+        (
+            "store_found",
+            "Tokens found beyond hosts alone",
+            [100 * row.added_tokens / (demand.input_tokens or 1) for row in stores],
+            _PERCENT,
+        ),
+        (
+            "store_saved",
+            "Time saved per request beyond that, mean",
+            [row.added_s / demand.num_requests for row in stores],
+            Scale(_signed_time, _signed_time, _signed_time),
+        ),
+        (
+            "store_rate",
+            "Least rate of reads that pays",
+            [_least_gb_per_s(row) for row in stores],
+            rate,
+        ),
+    )
+    name = f"{base.policy}, {rounded_size(base.host_bytes)}"
+    return [
+        Chart(key, title, title, title, places, [Line(name, values)], scale)
+        for key, title, values, scale in figures
+    ]
+
+
+def _least_gb_per_s(row: StoreRow) -> float:
+    rate = row.least_bytes_per_s
+    return float("inf") if rate is None else rate / 1e9
+
+
+def _rate_text(gb_per_s: float) -> str:
+    return "none" if gb_per_s == float("inf") else f"{three_digits(gb_per_s)} GB/s"
+
+
+def _signed_time(seconds: float) -> str:
+    return time_text(seconds) if seconds >= 0 else f"-{time_text(-seconds)}"
+
+
+def store_sentence(setting: Setting, plan: Plan) -> str:
+    """Say in a sentence what a store would add, whether there is one or not."""
+    demand, base = plan.demand, plan.base
+    best = max(plan.stores, key=lambda row: row.added_s)
+    num = setting.fleet.num_engines
+    whose = f"the {num:,} engines share" if num > 1 else "the engine has to itself"
+    hosts = f"hosts of {rounded_size(base.host_bytes)} with {base.policy}"
+    if num == 1:
+        hosts = f"a {hosts.replace('hosts', 'host')}"
+
+    def gain(row: StoreRow) -> str:
+        return (
+            f"{percent_text(max(row.added_tokens, 0), demand.input_tokens)} more of "
+            f"the prompt tokens than {hosts} alone"
+        )
+
+    if best.added_s < planning.WORTH * demand.prefill_s or not best.added_s:
+        return (
+            f"A store that {whose} would add little here: "
+            f"{rounded_size(best.storage_bytes)} would find {gain(best)}."
+        )
+    row = next(
+        row for row in plan.stores if row.added_s >= planning.ENOUGH * best.added_s
+    )
+    return (
+        f"A store of {rounded_size(row.storage_bytes)} that {whose} would find "
+        f"{gain(row)}, and save {time_text(row.added_s / demand.num_requests)} more a "
+        f"request, {percent_text(row.added_s, demand.prefill_s)} of the prefill time, "
+        "less the time to read from it: reads below "
+        f"{_rate_text(_least_gb_per_s(row))} take longer than they save."
+    )
 
 
 def render_page(setting: Setting, plan: Plan, command: str) -> str:
@@ -188,6 +280,12 @@ def render_page(setting: Setting, plan: Plan, command: str) -> str:
         *(page.section(chart, "recommended") for chart in charts),
         Section("rule", "How the recommendation is made", page.bullets(_RULE)),
     ]
+    if plan.stores:
+        text = page.paragraphs([store_sentence(setting, plan)])
+        sections[-1:-1] = [
+            Section("store", "A shared store", text),
+            *(page.section(chart, "") for chart in _store_charts_of(setting, plan)),
+        ]
     title = f"Host memory for {setting.trace.name}"
     return page.render_page(title, finding, facts, sections, command)
 
@@ -199,15 +297,16 @@ def _context(setting: Setting, plan: Plan) -> list[str]:
     if setting.device_blocks is not None:
         share = percent_text(demand.device_tokens, demand.input_tokens)
         device = f"The device finds {share} of the prompt tokens. "
+        if demand.num_engines > 1:
+            device = f"The devices find {share} of the prompt tokens. "
     most = percent_text(demand.returning_tokens, demand.input_tokens)
-    lines = [
-        f"{device}An unlimited host tier would find {most}{' more' * bool(device)}."
-    ]
+    tier = "host tier" if demand.num_engines == 1 else "store"
+    lines = [f"{device}An unlimited {tier} would find {most}{' more' * bool(device)}."]
     if demand.span_s is None:
         lines.append(
             "The trace has no times, so how busy the link would be is unknown."
         )
-    elif demand.num_servers > 1:
+    elif demand.num_servers > demand.num_engines:
         lines.append(
             f"Without offloading, prefill takes {demand.num_servers:.1f} times as long "
             "as the trace: this traffic needs that many servers."
@@ -228,8 +327,9 @@ def sentence(setting: Setting, plan: Plan) -> str:
     if row is None:
         return f"Offloading does not pay here: {_why_not(setting, plan)}."
     beyond = " beyond what the device holds" if demand.device_tokens else ""
+    each = " in each engine" if demand.num_engines > 1 else ""
     text = (
-        f"Take {rounded_size(row.host_bytes)} with {row.policy}: it finds "
+        f"Take {rounded_size(row.host_bytes)}{each} with {row.policy}: it finds "
         f"{percent_text(row.host_tokens, demand.input_tokens)} of the prompt tokens"
         f"{beyond} and saves {time_text(row.saved_s / demand.num_requests)} a request, "
         f"{percent_text(row.saved_s, demand.prefill_s)} of the prefill time"
@@ -362,6 +462,7 @@ def to_json(setting: Setting, plan: Plan) -> dict[str, Any]:
             "alike": planning.ALIKE,
         },
         "rows": [_row_figures(row, demand) for row in plan.rows],
+        **_figures_of_stores(setting, plan),
         "recommendation": {
             "pays": choice.pays,
             "reason": choice.reason,
@@ -371,6 +472,27 @@ def to_json(setting: Setting, plan: Plan) -> dict[str, Any]:
             "settings": settings_of(setting, plan),
         },
         "machine": {"num_cpus": num_cpus(), **versions()},
+    }
+
+
+def _figures_of_stores(setting: Setting, plan: Plan) -> dict[str, Any]:
+    """Return what stores would add; nothing if that was not asked for."""
+    if not plan.stores:
+        return {}
+    stores = [
+        {
+            **dataclasses.asdict(row),
+            "base": {"host_bytes": row.base.host_bytes, "policy": row.base.policy},
+            "least_bytes_per_s": row.least_bytes_per_s,
+        }
+        for row in plan.stores
+    ]
+    text = store_sentence(setting, plan)
+    fleet = setting.fleet
+    return {
+        "engines": {"num_engines": fleet.num_engines, "route": fleet.route},
+        "stores": stores,
+        "store_sentence": text,
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -61,10 +62,12 @@ class Admitted(NamedTuple):
     Attributes:
         passes: bool[n]. Which of `Trace.ids` were asked for often enough.
         limits: i64[R]. How many blocks of each request, the first ones, are offered.
+        make_gate: Makes what one of several engines would let pass; None for all.
     """
 
     passes: NDArray[np.bool_]
     limits: NDArray[np.int64]
+    make_gate: Callable[[], AskedGate] | None = None
 
 
 def find_admitted(
@@ -105,22 +108,44 @@ def find_admitted(
         most = admission.max_offload_tokens // trace.block_size
         limits = np.minimum(limits, most)
     passes = np.ones(len(trace.ids), np.bool_)
-    if admission.store_threshold > 1 or admission.max_unseen_blocks is not None:
-        reuse = ReuseFilter(
-            admission.store_threshold, MAX_TRACKED, admission.max_unseen_blocks
-        )
-        num_asked = trace.num_asked
-        if device is not None:
-            num_asked = np.minimum(num_asked, device.usable)
+    counts = admission.store_threshold > 1 or admission.max_unseen_blocks is not None
+    make_gate = partial(AskedGate, trace, admission, device) if counts else None
+    if make_gate is not None:
+        gate = make_gate()
         for request in range(trace.num_requests):
             first, last = trace.offsets[request : request + 2]
-            own = trace.ids[first:last].tolist()
-            names = [number.to_bytes(4, "little") for number in own]
-            reuse.count(names[: num_asked[request]])
-            passes[first:last] = reuse.passes(names)
+            passes[first:last] = gate.note(request)
             if request % _REQUESTS_PER_REPORT == 0:
                 on_progress(request, trace.num_requests)
     on_progress(trace.num_requests, trace.num_requests)
     for each in (passes, limits):
         each.flags.writeable = False  # All replays share them.
-    return Admitted(passes, limits)
+    return Admitted(passes, limits, make_gate)
+
+
+class AskedGate:
+    """Says which blocks an engine was asked for often enough to store them.
+
+    Args:
+        trace: The requests.
+        admission: The settings.
+        device: As of `find_admitted`.
+    """
+
+    def __init__(
+        self, trace: Trace, admission: Admission, device: DeviceHits | None
+    ) -> None:
+        self._trace, self._num_asked = trace, trace.num_asked
+        if device is not None:
+            self._num_asked = np.minimum(self._num_asked, device.usable)
+        self._reuse = ReuseFilter(
+            admission.store_threshold, MAX_TRACKED, admission.max_unseen_blocks
+        )
+
+    def note(self, request: int) -> list[bool]:
+        """Count what a request asks for; say which of its blocks may be stored."""
+        first, last = self._trace.offsets[request : request + 2]
+        own = self._trace.ids[first:last].tolist()
+        names = [number.to_bytes(4, "little") for number in own]
+        self._reuse.count(names[: self._num_asked[request]])
+        return self._reuse.passes(names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 from fractions import Fraction
 from functools import partial
@@ -15,6 +16,7 @@ from jaxkv.tools.options import (
     EXIT_OK,
     Parser,
     UsageError,
+    check_belongs,
     check_extra,
     check_files,
     check_names,
@@ -27,9 +29,10 @@ from jaxkv.tools.options import (
 from jaxkv.tools.progress import show_progress
 from jaxkv.tools.replay import page, report
 from jaxkv.tools.replay.admission import Admission
+from jaxkv.tools.replay.fleet import ONE_ENGINE, ROUTES, Fleet, Route
 from jaxkv.tools.replay.measures import Comparison
 from jaxkv.tools.replay.model_costs import ModelCosts, find_model_costs
-from jaxkv.tools.replay.run import OPTIMUM, sweep
+from jaxkv.tools.replay.run import OPTIMUM, STORE_ALONE, sweep
 from jaxkv.tools.replay.synthetic import make_synthetic_trace
 from jaxkv.tools.replay.traces import BLOCK_SIZE, Trace, TraceError, read_trace
 
@@ -66,6 +69,12 @@ def add_options(parser: Parser) -> None:
         "count the prefill that a model is saved: a Hugging Face config.json, the "
         f"folder with it, or {', '.join(NAMED_MODELS)}",
     )
+    add_fleet_options(parser)
+    parser.value(
+        "--storage-blocks N",
+        "compare with a store of N blocks, or of N percent of the different ones, that "
+        "the engines share and write through",
+    )
     add_admission_options(parser)
     parser.files("what is found against the capacity", has_page=True)
 
@@ -84,6 +93,23 @@ def add_device_option(parser: Parser) -> None:
         "put a device with a prefix cache of N blocks in front of the host; 0 for none",
         parse_whole_number_from(0),
         otherwise="that of a recorded trace, else none",
+    )
+
+
+def add_fleet_options(parser: Parser) -> None:
+    """Add the options for several engines."""
+    parser.value(
+        "--engines N",
+        "share the requests among N engines, each with a host and a device; there is "
+        "no optimum then",
+        parse_whole_number_from(1),
+        otherwise="one",
+    )
+    parser.value(
+        "--route NAME",
+        "which engine serves a request: round-robin; sticky, that of its conversation; "
+        "or prefix, the one that has most of its prefix",
+        otherwise=ROUTES[0],
     )
 
 
@@ -139,17 +165,26 @@ def run(args: argparse.Namespace) -> int:
     check_extra("replay", packages_for(args))
     policies = choose_policies(args.policy)
     model = None if args.model is None else find_model(args.model)
+    check_belongs(args, ("route", "storage_blocks"), "--engines", args.engines)
     trace = open_trace(args.trace, args.block_size)
     capacities = _choose_capacities(args.capacity, trace)
     _check_device(args.device_blocks, trace)
     device_blocks = choose_device_blocks(args.device_blocks, trace)
     admission = choose_admission(args, trace)
+    fleets = [choose_fleet(args, trace)]
+    if args.storage_blocks is not None:
+        num = _parse_capacity(
+            "--storage-blocks", args.storage_blocks, trace.num_unique_blocks
+        )
+        fleets.append(dataclasses.replace(fleets[0], storage_blocks=num))
     report.print_trace(trace)
-    if not args.no_optimum:
+    if fleets[0] == ONE_ENGINE and not args.no_optimum:
         policies.append(OPTIMUM)
+    if fleets[-1].storage_blocks:
+        policies.append(STORE_ALONE)
     with show_progress() as on_progress:
         results = sweep(
-            trace, policies, capacities, on_progress, device_blocks, admission
+            trace, policies, capacities, on_progress, device_blocks, admission, fleets
         )
     comparison = Comparison(trace, results, model, admission)
     report.print_results(comparison)
@@ -160,6 +195,21 @@ def run(args: argparse.Namespace) -> int:
         partial(page.render_page, comparison),
     )
     return EXIT_OK
+
+
+def choose_fleet(args: argparse.Namespace, trace: Trace) -> Fleet:
+    """Return the engines that --engines and --route name, without a store."""
+    num: int = args.engines or 1
+    if num > trace.num_requests:
+        raise UsageError(
+            f"--engines: {num} must be at most {trace.num_requests}, the requests of "
+            "the trace"
+        )
+    route: Route = ROUTES[0]
+    if args.route is not None:
+        check_names("--route", [args.route], ROUTES)
+        route = args.route
+    return Fleet(num, route) if num > 1 else ONE_ENGINE
 
 
 def choose_policies(given: list[str] | None) -> list[str]:
@@ -232,23 +282,23 @@ def _choose_capacities(given: list[str] | None, trace: Trace) -> list[int]:
             {max(1, min(int(share * whole), num_unique)) for share in _SHARES}
         )
     texts = split_commas(_CAPACITIES) if given is None else given
-    return sorted({_parse_capacity(text, num_unique) for text in texts})
+    return sorted({_parse_capacity("--capacity", each, num_unique) for each in texts})
 
 
-def _parse_capacity(text: str, num_unique: int) -> int:
+def _parse_capacity(option: str, text: str, num_unique: int) -> int:
     match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)(%?)", text)
     if match is None or ("." in text and not match[2]):
         raise UsageError(
-            f"--capacity: {shown(text)} must be a number of blocks, such as 5000, or a "
+            f"{option}: {shown(text)} must be a number of blocks, such as 5000, or a "
             f"percentage, such as 3%"
         )
     number = Fraction(match[1])
     if number == 0:
-        raise UsageError(f"--capacity: {shown(text)} must be more than 0")
+        raise UsageError(f"{option}: {shown(text)} must be more than 0")
     blocks = int(number * num_unique / 100) if match[2] else int(number)
     if blocks > num_unique:
         raise UsageError(
-            f"--capacity: {shown(text)} is more than the {num_unique:,} different "
+            f"{option}: {shown(text)} is more than the {num_unique:,} different "
             "blocks of the trace, which would never be full"
         )
     return max(blocks, 1)

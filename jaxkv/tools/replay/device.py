@@ -33,6 +33,7 @@ from jaxkv.tiers.bare import BareTier, Course
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.executors import Executor, Words
 from jaxkv.tools.replay.traces import Trace, keys_of
+from jaxkv.types import NO_BLOCK
 
 _REQUESTS_PER_REPORT = 256
 
@@ -44,6 +45,7 @@ class DeviceHits:
     Attributes:
         num_blocks: Blocks of the device.
         hits: i64[R], read-only like the others. Blocks found there, from the first on.
+        held: i64[R]. Blocks that a request holds there while it runs.
         usable: i64[R]. Full blocks that take part; fewer than there are if the request
             does not fit the device.
         findable: i64[R]. Blocks that may be found, on the device or on the host: none
@@ -54,6 +56,7 @@ class DeviceHits:
 
     num_blocks: int
     hits: NDArray[np.int64]
+    held: NDArray[np.int64]
     usable: NDArray[np.int64]
     findable: NDArray[np.int64]
     running: NDArray[np.int64]
@@ -89,39 +92,82 @@ def find_on_device(
         >>> find_on_device(trace, 4).hits.tolist()
         [0, 0, 1, 2]
     """
+    device = fit_device(trace, num_blocks)
+    cache = DeviceCache(trace, device)
+    hits = np.zeros(trace.num_requests, np.int64)
+    for request in range(trace.num_requests):
+        hits[request] = cache.serve(request)
+        if request % _REQUESTS_PER_REPORT == 0:
+            on_progress(request, trace.num_requests)
+    on_progress(trace.num_requests, trace.num_requests)
+    hits.flags.writeable = False
+    return dataclasses.replace(device, hits=hits)
+
+
+def fit_device(trace: Trace, num_blocks: int) -> DeviceHits:
+    """Say what of each request takes part on a device, whatever that holds.
+
+    Args:
+        trace: The requests.
+        num_blocks: Blocks of the device, without the null block.
+
+    Returns:
+        As `find_on_device` returns it, with no hits.
+
+    Raises:
+        ValueError: If `num_blocks` is less than 1.
+    """
     if num_blocks < 1:
         raise ValueError(f"{num_blocks=} must be at least 1.")
     size = _size_of(trace)
     num_tokens = np.minimum(_tokens_of(trace), num_blocks * size)
-    held = -(-num_tokens // size)
     usable = np.minimum(trace.num_blocks, num_tokens // size)
     most = np.minimum(num_tokens, _prompt_tokens_of(trace)) - 1
     findable = np.minimum(usable, trace.num_asked)
     findable = np.minimum(findable, np.maximum(most, 0) // size)
-    hits = np.zeros(trace.num_requests, np.int64)
     # Where the output is known, with a step for each of its tokens but the first.
     running = np.minimum(usable, trace.num_asked)
     if trace.recording is not None:
         is_known, num_steps = trace.output_tokens >= 0, trace.output_tokens - 1
         filled = np.where(num_steps > 0, (num_tokens - 1) // size, 0)
         running = np.where(is_known, np.minimum(usable, filled), running)
-    pool = DeviceBlockPool(num_blocks + 1)  # And the null block.
-    for request in range(trace.num_requests):
-        first = trace.offsets[request]
-        words = keys_of(trace.ids[first : first + usable[request]])
-        keys = PackedKeys(words_to_keys(words), words)
-        found = pool.find_prefix(keys[: findable[request]])
+    hits, held = np.zeros(trace.num_requests, np.int64), -(-num_tokens // size)
+    for counts in (hits, held, usable, findable, running):
+        counts.flags.writeable = False  # All replays share them.
+    return DeviceHits(num_blocks, hits, held, usable, findable, running)
+
+
+class DeviceCache:
+    """A device's prefix cache, which serves one request of a trace after the other.
+
+    Args:
+        trace: The requests.
+        device: What of each takes part.
+    """
+
+    def __init__(self, trace: Trace, device: DeviceHits) -> None:
+        self._trace, self._device = trace, device
+        self._pool = DeviceBlockPool(device.num_blocks + 1)  # And the null block.
+
+    def find(self, request: int) -> int:
+        """Count the blocks of a request that are there, from the first on."""
+        return len(self._find(request)[1])
+
+    def serve(self, request: int) -> int:
+        """Serve a request; return how many blocks of it were there."""
+        keys, found = self._find(request)
+        pool, num_held = self._pool, int(self._device.held[request])
         pool.touch(found)
-        table = found + pool.allocate(int(held[request]) - len(found))
+        table = found + pool.allocate(num_held - len(found))
         pool.cache(table[len(found) : len(keys)], keys[len(found) :])
         pool.free(table[::-1])
-        hits[request] = len(found)
-        if request % _REQUESTS_PER_REPORT == 0:
-            on_progress(request, trace.num_requests)
-    on_progress(trace.num_requests, trace.num_requests)
-    for counts in (hits, usable, findable, running):
-        counts.flags.writeable = False  # All replays share them.
-    return DeviceHits(num_blocks, hits, usable, findable, running)
+        return len(found)
+
+    def _find(self, request: int) -> tuple[PackedKeys, list[int]]:
+        first, device = self._trace.offsets[request], self._device
+        words = keys_of(self._trace.ids[first : first + device.usable[request]])
+        keys = PackedKeys(words_to_keys(words), words)
+        return keys, self._pool.find_prefix(keys[: device.findable[request]])
 
 
 def serve_behind(
@@ -135,6 +181,7 @@ def serve_behind(
     finish: Callable[[Any], None] = lambda mark: None,
     passes: NDArray[np.bool_] | None = None,
     limit: int | None = None,
+    on_arrival: Callable[[Words], None] | None = None,
 ) -> tuple[int, int, bool]:
     """Serve a request on the host, after the device has found its part.
 
@@ -151,6 +198,7 @@ def serve_behind(
         passes: bool[n]. Which keys were asked for often enough to be stored; None for
             all.
         limit: How many blocks, the first ones, are offered at all; None for all.
+        on_arrival: Told the keys of blocks once they are stored; None if nothing is.
 
     Returns:
         The blocks found on the host, those stored there, and whether it refused any.
@@ -173,8 +221,10 @@ def serve_behind(
             course.num_known = end
     tier.end(course, keys, num_keys, passes)
     finish(mark)
-    for _, store in course.under_way:
+    for offered, store in course.under_way:
         executor.complete_step(store.block_ids, 0)
+        if on_arrival is not None:
+            on_arrival(offered[store.block_ids != NO_BLOCK])
     return course.num_found, tier.num_stored, course.is_refused
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.tools.replay.admission import Admission
+from jaxkv.tools.replay.fleet import ONE_ENGINE, Fleet
 from jaxkv.tools.replay.model_costs import ModelCosts
 from jaxkv.tools.replay.run import OPTIMUM, ReplayResult
 from jaxkv.tools.replay.traces import Trace
@@ -37,7 +38,8 @@ class Measure:
         what: Such as "Prefix tokens found on the host".
         total: All that there was to find or to save, with its unit.
         ratios: The share, from 0 to 1, by policy and capacity.
-        device: The device's part of each share; None if it has none.
+        device: The device's part of each share; None if it has none, or not the same of
+            each.
     """
 
     key: str
@@ -110,6 +112,12 @@ class Comparison:
         """Blocks of the device in front; None without one."""
         device = self.results[0].device
         return None if device is None else device.num_blocks
+
+    @property
+    def fleet(self) -> Fleet | None:
+        """The engines, and the store if there is one; None for one without a store."""
+        fleet = max((r.fleet for r in self.results), key=lambda f: f.storage_blocks)
+        return None if fleet == ONE_ENGINE else fleet
 
     @functools.cached_property
     def by_cell(self) -> Mapping[Cell, ReplayResult]:
@@ -202,16 +210,23 @@ class Comparison:
             for cell, result in self.by_cell.items()
         }
         found = {cell: each / whole for cell, each in amounts.items()}
-        device = self.results[0].device
-        if device is None:
+        local = {
+            cell: amount(result.device.hits)
+            for cell, result in self.by_cell.items()
+            if result.device is not None
+        }
+        if not local:
             return [Measure(key, what, total, found)]
-        local = amount(device.hits)
         verb = "by" if key == "flops" else "on"
-        host = {cell: (each - local) / whole for cell, each in amounts.items()}
-        both = f"{what} {verb} device and host"
+        host = {cell: (amounts[cell] - local[cell]) / whole for cell in amounts}
+        alone = set(local.values())
+        both, behind = f"{what} {verb} device and host", f"{what} {verb} the host"
+        if self.fleet is not None and self.fleet.storage_blocks:
+            both, behind = f"{what} {verb} any tier", f"{what} beyond the device"
+        share = alone.pop() / whole if len(alone) == 1 else None
         return [
-            Measure(f"{key}_both", both, total, found, local / whole),
-            Measure(f"{key}_host", f"{what} {verb} the host", total, host),
+            Measure(f"{key}_both", both, total, found, share),
+            Measure(f"{key}_host", behind, total, host),
         ]
 
 

@@ -106,4 +106,16 @@ def _reading(comparison: Comparison) -> Section:
             "searched first. The host stores what was computed, and is searched for "
             "the blocks that continue the prefix found on the device."
         )
+    fleet = comparison.fleet
+    if fleet is not None and fleet.num_engines > 1:
+        items.append(
+            f"<strong>{fleet.num_engines:,} engines</strong> have a host of this "
+            f"capacity each; the route, {fleet.route}, says who serves a request."
+        )
+    if fleet is not None and fleet.storage_blocks:
+        items.append(
+            "<strong>+ store</strong>: what has got to a host is in the store behind "
+            "all of them, too, and found there. <strong>Store alone</strong>: there "
+            "are no hosts."
+        )
     return Section("reading", "How to read this", page.bullets(items))

@@ -32,7 +32,7 @@ from jaxkv.tools.replay.measures import (
     format_percent,
     format_share,
 )
-from jaxkv.tools.replay.run import OPTIMUM, ReplayResult
+from jaxkv.tools.replay.run import OPTIMUM, STORE_ALONE, ReplayResult
 from jaxkv.tools.replay.traces import Recording, Trace
 
 _PERCENT = Scale("{:g}%".format, "{:.1f}%".format, "{:.2f}%".format)
@@ -119,6 +119,7 @@ def parts_of(comparison: Comparison) -> list[tuple[str, str]]:
         if comparison.prefill_flops is not None:
             text += f"; {format_flops(comparison.prefill_flops)} to prefill all prompts"
         parts.append(("Model", text + notes))
+    parts += _parts_of_fleet(comparison)
     device = comparison.results[0].device
     if device is not None:
         shares = [
@@ -127,7 +128,11 @@ def parts_of(comparison: Comparison) -> list[tuple[str, str]]:
             if measure.device is not None
             for what in [_DEVICE_SHARES[measure.key]]
         ]
-        text = f"{device.num_blocks:,} blocks, LRU; alone {', '.join(shares)}"
+        text = f"{device.num_blocks:,} blocks, LRU"
+        if comparison.fleet is not None and comparison.fleet.num_engines > 1:
+            text += " in each engine"
+        if shares:
+            text += f"; alone {', '.join(shares)}"
         num_cut = device.num_cut(comparison.trace)
         if num_cut:
             text += f"; {num_cut:,} requests do not fit, and are cut to its size"
@@ -138,6 +143,32 @@ def parts_of(comparison: Comparison) -> list[tuple[str, str]]:
         text = f"smaller than the largest request ({largest:,} blocks)"
         parts.append(("Warning", f"capacity {', '.join(small)}: {text}"))
     return parts
+
+
+def _parts_of_fleet(comparison: Comparison) -> Iterator[tuple[str, str]]:
+    """Say which engines there are, how the requests are shared, and the store."""
+    fleet, trace = comparison.fleet, comparison.trace
+    if fleet is None:
+        return
+    if fleet.num_engines > 1:
+        most = [
+            int(np.bincount(result.engines).max()) / trace.num_requests
+            for result in comparison.results
+            if result.engines is not None and result.policy != STORE_ALONE
+        ]
+        ends = dict.fromkeys(map(format_percent, (min(most), max(most))))
+        yield (
+            "Engines",
+            f"{fleet.num_engines:,}, {fleet.route}, each with a host; the busiest "
+            f"serves {' to '.join(ends)} of the requests",
+        )
+    if fleet.storage_blocks:
+        yield (
+            "Store",
+            f"{fleet.storage_blocks:,} blocks "
+            f"({format_share(fleet.storage_blocks, trace)} of the different), LRU, "
+            "written through",
+        )
 
 
 _DEVICE_SHARES = {
@@ -199,8 +230,10 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
         figures["device"] = {
             "num_blocks": device.num_blocks,
             "num_requests_cut": device.num_cut(trace),
-            **_amounts(comparison, device.hits, ""),
         }
+        # Else it differs from result to result, where it stands too.
+        if comparison.measures[0].device is not None:
+            figures["device"] |= _amounts(comparison, device.hits, "")
     return figures
 
 
@@ -215,16 +248,34 @@ def figures_of_trace(trace: Trace) -> dict[str, Any]:
     }
 
 
+_NOT_WRITTEN = {
+    "hits_by_request",
+    "stores_by_request",
+    "fetches_by_request",
+    "device",
+    "fleet",
+    "engines",
+}
+
+
 def _figures_of(comparison: Comparison, result: ReplayResult) -> dict[str, Any]:
     """Return the fields of a result, but for the arrays, and what follows from them."""
     figures = {
         field.name: getattr(result, field.name)
         for field in dataclasses.fields(result)
-        if field.name not in ("hits_by_request", "stores_by_request", "device")
+        if field.name not in _NOT_WRITTEN
     } | {
         "block_hit_ratio": result.block_hit_ratio,
         "token_hit_ratio": result.token_hit_ratio,
     }
+    if comparison.fleet is not None:
+        figures |= dataclasses.asdict(result.fleet)
+        if result.engines is not None:
+            num = result.fleet.num_engines
+            counts = np.bincount(result.engines, minlength=num)
+            figures["requests_by_engine"] = counts.tolist()
+        if result.fetches_by_request is not None:
+            figures["num_fetched_blocks"] = int(result.fetches_by_request.sum())
     saved = comparison.flops_of(result.hits_by_request)
     if saved is not None:
         figures["saved_prefill_flops"] = saved
@@ -265,6 +316,7 @@ def plot_results(comparison: Comparison, file: BinaryIO) -> None:
     facts = (
         f"{trace.name}: {trace.num_requests:,} requests for {trace.num_block_refs:,} "
         f"blocks{rules}"
+        + "".join(f"; {n.lower()}: {text}" for n, text in _parts_of_fleet(comparison))
     )
     save_picture(draw_charts(grid, _BELOW, size), _headline(comparison), facts, file)
 

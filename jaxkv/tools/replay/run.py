@@ -8,7 +8,9 @@ cache uses only the first that fit, but all count. A policy that listens is told
 the request begins, and at last that it has finished, both at the time of its arrival.
 
 With a device in front, requests are served as `jaxkv.tools.replay.device` says. With an
-`Admission`, what it keeps out is not stored.
+`Admission`, what it keeps out is not stored. With a `Fleet`, each engine has a cache of
+its own, and perhaps a device; `jaxkv.tools.replay.fleet` says who serves a request, and
+what a store behind them adds.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,18 +31,30 @@ from jaxkv.policies import PolicyMaker, get_policy_maker
 from jaxkv.policies.registry import AUTO
 from jaxkv.tiers.bare import those_of
 from jaxkv.tiers.executors import Executor, Step, Words, make_executor
-from jaxkv.tools.replay.admission import Admission, Admitted, find_admitted
+from jaxkv.tools.replay.admission import (
+    Admission,
+    Admitted,
+    AskedGate,
+    find_admitted,
+)
 from jaxkv.tools.replay.auto import AutoHost, News
 from jaxkv.tools.replay.belady import find_optimum
 from jaxkv.tools.replay.device import (
+    DeviceCache,
     DeviceHits,
     find_on_device,
+    fit_device,
     serve_behind,
 )
+from jaxkv.tools.replay.fleet import ONE_ENGINE, Fleet, SharedStore, choose_engines
 from jaxkv.tools.replay.traces import Trace, keys_of
+from jaxkv.types import NO_BLOCK
 
 OPTIMUM = "optimum"
 """The name of Belady's rule (`jaxkv.tools.replay.belady`) among the policies."""
+
+STORE_ALONE = "store alone"
+"""The name of no host at all, but the shared store, among the policies."""
 
 _REQUESTS_PER_REPORT = 256
 
@@ -66,6 +81,11 @@ class ReplayResult:
             compared nor shown.
         stores_by_request: i64[R], read-only. Blocks stored for each request; None for
             the optimum. Neither compared nor shown.
+        fleet: The engines that shared the requests.
+        engines: i64[R], read-only. Which of them served each; None if there is one.
+            Neither compared nor shown.
+        fetches_by_request: i64[R], read-only. Blocks of those found that came from the
+            store to a host; None without a store. Neither compared nor shown.
     """
 
     policy: str
@@ -83,6 +103,13 @@ class ReplayResult:
         default=None, compare=False, repr=False
     )
     stores_by_request: NDArray[np.int64] | None = dataclasses.field(
+        default=None, compare=False, repr=False
+    )
+    fleet: Fleet = ONE_ENGINE
+    engines: NDArray[np.int64] | None = dataclasses.field(
+        default=None, compare=False, repr=False
+    )
+    fetches_by_request: NDArray[np.int64] | None = dataclasses.field(
         default=None, compare=False, repr=False
     )
 
@@ -116,23 +143,29 @@ def replay(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     device: DeviceHits | None = None,
     admitted: Admitted | None = None,
+    fleet: Fleet = ONE_ENGINE,
 ) -> ReplayResult:
     """Replay a trace against one policy at one capacity.
 
     Args:
-        policy: A registered name, `OPTIMUM`, "auto", or a maker of policies.
+        policy: A registered name, `OPTIMUM`, "auto", a maker of policies, or
+            `STORE_ALONE`.
         trace: The requests.
-        capacity_blocks: Blocks of the cache.
+        capacity_blocks: Blocks of the cache, in each engine.
         on_progress: Called repeatedly with the requests done and in total.
-        device: What a device in front finds by itself; None for no device.
+        device: What a device in front finds by itself; None for no device. With
+            several engines only its size counts, and what takes part (`fit_device`).
         admitted: Which blocks may be stored (`find_admitted`); None for all. `OPTIMUM`
             stores all in any case.
+        fleet: The engines that share the requests, and the store behind them.
 
     Returns:
         The result.
 
     Raises:
-        ValueError: If the policy is unknown, or the capacity is less than 1.
+        ValueError: If the policy is unknown, or the capacity is less than 1, or the
+            fleet is not one that the policy can serve: `OPTIMUM` is for one engine
+            without a store, `STORE_ALONE` needs one.
 
     Example:
         >>> from jaxkv.tools.replay.traces import make_trace
@@ -144,79 +177,159 @@ def replay(
     if capacity_blocks < 1:
         raise ValueError(f"{capacity_blocks=} must be at least 1.")
     name = _check_name(policy)
+    if policy == OPTIMUM and fleet != ONE_ENGINE:
+        raise ValueError(f"{OPTIMUM!r} is for one engine without a store.")
+    if policy == STORE_ALONE and not fleet.storage_blocks:
+        raise ValueError(f"{STORE_ALONE!r} needs storage_blocks of at least 1.")
     begun_s = ready_s = time.perf_counter()
+    served = None
     if policy == OPTIMUM:
         num_hits = find_optimum(trace, capacity_blocks, on_progress, device)
-        num_refused, num_stores = 0, None
     else:
+        blocks = fleet.storage_blocks if policy == STORE_ALONE else capacity_blocks
         largest = int(trace.num_blocks.max(initial=1))
         # Without a device, a request uses no more blocks than fit the cache.
-        most = capacity_blocks if device is None else device.num_blocks
-        sizes = capacity_blocks, max(min(largest, most), 2)
+        most = blocks if device is None else device.num_blocks
+        max_batch = max(min(largest, most), 2)
+        store = None
+        if fleet.storage_blocks:
+            store = SharedStore(fleet.storage_blocks, max_batch)
         ahead = None if device is None else (0, 1, 1)
-        auto = AutoHost(trace, *sizes) if policy == AUTO else None
-        if auto is not None:
-            executor, listens = auto.executor, True
-        else:
-            make = policy if callable(policy) else get_policy_maker(policy)
-            cache = make(*sizes)
-            executor, listens = make_executor(cache), cache.listens
-            # Compiles; then start empty.
-            some = keys_of(np.zeros(1, np.int64))
-            _serve(executor, some, 1, News() if listens else None, ahead)
-            executor = make_executor(cache)
-        ready_s = time.perf_counter()
-        num_hits = np.zeros(trace.num_requests, np.int64)
-        num_stores = np.zeros(trace.num_requests, np.int64)
-        num_refused = 0
-        used, num_asked = np.minimum(trace.num_blocks, capacity_blocks), trace.num_asked
-        if device is not None:
-            used = device.usable
-        for request in range(trace.num_requests):
-            start = trace.offsets[request]
-            ids = trace.ids[start : start + used[request]]
-            news = _news_of(trace, request)
-            keys = keys_of(ids) if auto is None else auto.keys_of(ids)
+        engines = _make_engines(policy, trace, blocks, max_batch, fleet, store, ahead)
+        if len(engines) > 1:
             if device is not None:
-                ahead = (
-                    int(device.hits[request]),
-                    int(device.findable[request]),
-                    int(device.running[request]),
-                )
-            asked = min(int(num_asked[request]), len(ids))
-            passes, limit = None, None
-            if admitted is not None:
-                passes = admitted.passes[start : start + len(ids)]
-                limit = int(admitted.limits[request])
-            rest = ahead, passes, limit
-            num_hits[request], num_stores[request], is_refused = _serve(
-                executor, keys, asked, news if listens else None, *rest
-            )
-            if auto is not None:
-                auto.note(keys, asked, news, *rest)
-                executor = auto.executor
-            num_refused += is_refused
-            if request % _REQUESTS_PER_REPORT == 0:
-                on_progress(request, trace.num_requests)
-        on_progress(trace.num_requests, trace.num_requests)
-        num_stores.flags.writeable = False
+                own_hits = np.zeros(trace.num_requests, np.int64)
+                device = dataclasses.replace(device, hits=own_hits)
+            for each in engines:
+                each.divide(trace, device, admitted)
+        if policy == STORE_ALONE:
+            store = None  # They use it directly.
+        ready_s = time.perf_counter()
+        served = _serve_all(
+            trace, engines, blocks, device, admitted, fleet, store, on_progress
+        )
+        num_hits = served.hits
     hit_tokens, input_tokens = _count_tokens(trace, num_hits)
     num_hits.flags.writeable = False
+    has_both = fleet.storage_blocks and policy != STORE_ALONE
     return ReplayResult(
-        policy=name,
+        policy=f"{name} + store" if has_both else name,
         capacity_blocks=capacity_blocks,
         num_requests=trace.num_requests,
         num_block_refs=trace.num_block_refs,
         num_hit_blocks=int(num_hits.sum()),
         input_tokens=input_tokens,
         hit_tokens=hit_tokens,
-        num_refused=num_refused,
+        num_refused=0 if served is None else served.num_refused,
         compile_s=ready_s - begun_s,
         wall_s=time.perf_counter() - ready_s,
         hits_by_request=num_hits,
         device=device,
-        stores_by_request=num_stores,
+        stores_by_request=None if served is None else served.stores,
+        fleet=fleet,
+        engines=served.engines if served and fleet.num_engines > 1 else None,
+        fetches_by_request=served.fetches if served and has_both else None,
     )
+
+
+class _Served(NamedTuple):
+    """What became of the requests.
+
+    Attributes:
+        hits: i64[R]. Blocks found for each.
+        stores: i64[R], read-only like the others. Blocks stored for each.
+        fetches: i64[R]. Blocks fetched from the store for each.
+        engines: i64[R]. Who served each.
+        num_refused: Requests whose store was refused.
+    """
+
+    hits: NDArray[np.int64]
+    stores: NDArray[np.int64]
+    fetches: NDArray[np.int64]
+    engines: NDArray[np.int64]
+    num_refused: int
+
+
+def _serve_all(
+    trace: Trace,
+    engines: list[_Engine],
+    capacity_blocks: int,
+    device: DeviceHits | None,
+    admitted: Admitted | None,
+    fleet: Fleet,
+    store: SharedStore | None,
+    on_progress: Callable[[int, int], None],
+) -> _Served:
+    """Serve all requests, one after the other.
+
+    Args:
+        trace: The requests.
+        engines: Who may serve them.
+        capacity_blocks: Blocks of each one's host.
+        device: As of `replay`, like `admitted`. Its hits are filled in if the engines
+            have devices of their own.
+        admitted: Which blocks may be stored.
+        fleet: Says who serves a request.
+        store: What is behind the hosts; None for nothing.
+        on_progress: Called repeatedly with the requests done and in total.
+    """
+    hits, stores, fetches, served_by = np.zeros((4, trace.num_requests), np.int64)
+    num_refused, num_served = 0, [0] * len(engines)
+    used, num_asked = np.minimum(trace.num_blocks, capacity_blocks), trace.num_asked
+    if device is not None:
+        used = device.usable
+    routed, ahead = choose_engines(trace, fleet), None
+    on_arrival = None if store is None else store.write
+    for request in range(trace.num_requests):
+        start = trace.offsets[request]
+        ids = trace.ids[start : start + used[request]]
+        asked = min(int(num_asked[request]), len(ids))
+        findable = asked if device is None else int(device.findable[request])
+        if routed is not None:
+            number = int(routed[request])
+        else:
+            lengths = [each.find(request, ids[:findable]) for each in engines]
+            number = min(
+                range(len(engines)), key=lambda e: (-lengths[e], num_served[e], e)
+            )
+            num_served[number] += 1
+        served_by[request] = number
+        engine = engines[number]
+        executor, auto = engine.executor, engine.auto
+        news = _news_of(trace, request)
+        keys = engine.keys_of(ids)
+        if device is not None:
+            if engine.device is not None:
+                device.hits[request] = engine.device.serve(request)
+            running = int(device.running[request])
+            ahead = int(device.hits[request]), findable, running
+        passes, limit = None, None
+        if admitted is not None:
+            passes = admitted.passes[start : start + len(ids)]
+            if engine.gate is not None:
+                passes = np.array(engine.gate.note(request)[: len(ids)], np.bool_)
+            limit = int(admitted.limits[request])
+        if store is not None:
+            num_local = 0 if ahead is None else ahead[0]
+            own, most = keys[num_local:findable], max(capacity_blocks // 2, 1)
+            fetches[request] = store.fetch(executor, own, most)
+            store.touch(keys[:asked])
+        rest = ahead, passes, limit
+        told = news if engine.listens else None
+        hits[request], stores[request], is_refused = _serve(
+            executor, keys, asked, told, *rest, on_arrival
+        )
+        if auto is not None:
+            auto.note(keys, asked, news, *rest)
+        num_refused += is_refused
+        if request % _REQUESTS_PER_REPORT == 0:
+            on_progress(request, trace.num_requests)
+    on_progress(trace.num_requests, trace.num_requests)
+    for counts in (stores, fetches, served_by):
+        counts.flags.writeable = False
+    if device is not None:
+        device.hits.flags.writeable = False
+    return _Served(hits, stores, fetches, served_by, num_refused)
 
 
 def sweep(
@@ -226,6 +339,7 @@ def sweep(
     on_progress: Callable[[str, int, int], None] = lambda label, done, total: None,
     device_blocks: int | None = None,
     admission: Admission | None = None,
+    fleets: Sequence[Fleet] = (ONE_ENGINE,),
 ) -> list[ReplayResult]:
     """Replay a trace against several policies at several capacities.
 
@@ -238,9 +352,11 @@ def sweep(
         device_blocks: Blocks of a device in front of the cache; None for no device.
         admission: What is kept out of the cache, whatever the policy, but for
             `OPTIMUM`; None for nothing.
+        fleets: The engines and stores to replay with, of as many engines each.
 
     Returns:
-        The results: the first policy at every capacity, then the next.
+        The results: the first policy at every capacity, then the same with the next
+        fleet, then the next policy.
 
     Raises:
         ValueError: As in `replay` and `find_admitted`, before anything is run.
@@ -251,15 +367,23 @@ def sweep(
     device = None
     if device_blocks is not None:
         label = f"device, {device_blocks:,} blocks"
-        device = find_on_device(trace, device_blocks, partial(on_progress, label))
+        report_device = partial(on_progress, label)
+        if fleets[0].num_engines > 1:  # Each has one, and finds less.
+            device = fit_device(trace, device_blocks)
+        else:
+            device = find_on_device(trace, device_blocks, report_device)
     admitted = None
     if admission is not None:
         report_admission = partial(on_progress, "admission")
         admitted = find_admitted(trace, admission, report_admission, device)
     lock, stopped = threading.Lock(), threading.Event()
 
-    def run(name: str, policy: str | PolicyMaker, capacity: int) -> ReplayResult:
+    def run(
+        name: str, policy: str | PolicyMaker, capacity: int, fleet: Fleet
+    ) -> ReplayResult:
         label = f"{name}, {capacity:,} blocks"
+        if fleet.storage_blocks:
+            label += f", store of {fleet.storage_blocks:,}"
 
         def report(done: int, total: int) -> None:
             if stopped.is_set():
@@ -268,7 +392,7 @@ def sweep(
                 on_progress(label, done, total)
 
         report(0, trace.num_requests)
-        return replay(policy, trace, capacity, report, device, admitted)
+        return replay(policy, trace, capacity, report, device, admitted, fleet)
 
     # A thread per core: LRU at four capacities took 11.6 s on two cores and 16.8 s on
     # one, mostly to compile. Capacities differ in shape, so they cannot share a
@@ -276,16 +400,96 @@ def sweep(
     # `lax.map`, and 1.5 times as long under `vmap` (CPU).
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = [
-            pool.submit(run, name, policy, capacity)
+            pool.submit(run, name, policy, capacity, fleet)
             for name, policy in named
-            for capacity in capacities
+            for fleet in fleets
+            if fleet.storage_blocks or policy != STORE_ALONE
+            # Without hosts their capacity is nothing.
+            for capacity in capacities[: 1 if policy == STORE_ALONE else None]
         ]
         try:
-            return [future.result() for future in futures]
+            results = [future.result() for future in futures]
         except BaseException:
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    return [
+        dataclasses.replace(result, capacity_blocks=capacity)
+        for result in results
+        for capacity in (
+            capacities if result.policy == STORE_ALONE else [result.capacity_blocks]
+        )
+    ]
+
+
+@dataclasses.dataclass
+class _Engine:
+    """An engine of a replay.
+
+    Attributes:
+        own_executor: Its host's index, unless its policy changes.
+        listens: Whether the policy is told of requests.
+        auto: The host, if its policy changes.
+        device: Its device, if there are several engines and they have any.
+        gate: What may be stored of its requests, likewise.
+    """
+
+    own_executor: Executor
+    listens: bool = False
+    auto: AutoHost | None = None
+    device: DeviceCache | None = None
+    gate: AskedGate | None = None
+
+    @property
+    def executor(self) -> Executor:
+        """Its host's index."""
+        return self.own_executor if self.auto is None else self.auto.executor
+
+    def keys_of(self, ids: NDArray[np.int32]) -> Words:
+        """Make keys of blocks."""
+        return keys_of(ids) if self.auto is None else self.auto.keys_of(ids)
+
+    def divide(
+        self, trace: Trace, device: DeviceHits | None, admitted: Admitted | None
+    ) -> None:
+        """Take a device and an admission of its own, as it is one of several."""
+        if device is not None:
+            self.device = DeviceCache(trace, device)
+        if admitted is not None and admitted.make_gate is not None:
+            self.gate = admitted.make_gate()
+
+    def find(self, request: int, ids: NDArray[np.int32]) -> int:
+        """Count what it has of a request's blocks, on the device and then the host."""
+        num = 0 if self.device is None else self.device.find(request)
+        if num == len(ids):
+            return num
+        return num + self.executor.lookup(self.keys_of(ids[num:]))
+
+
+def _make_engines(
+    policy: str | PolicyMaker,
+    trace: Trace,
+    num_blocks: int,
+    max_batch: int,
+    fleet: Fleet,
+    store: SharedStore | None,
+    ahead: tuple[int, int, int] | None,
+) -> list[_Engine]:
+    """Make empty engines, whose functions are compiled."""
+    num = range(fleet.num_engines)
+    if policy == AUTO:
+        autos = [AutoHost(trace, num_blocks, max_batch) for _ in num]
+        return [_Engine(each.executor, True, each) for each in autos]
+    if policy == STORE_ALONE:
+        assert store is not None
+        return [_Engine(store.executor) for _ in num]
+    make = policy if callable(policy) else get_policy_maker(policy)
+    cache = make(num_blocks, max_batch)
+    executor, listens = make_executor(cache), cache.listens
+    # Compiles; then start empty.
+    some, news = keys_of(np.zeros(1, np.int64)), News() if listens else None
+    _serve(executor, some, 1, news, ahead)
+    return [_Engine(make_executor(cache), listens) for _ in num]
 
 
 def _news_of(trace: Trace, request: int) -> News:
@@ -308,6 +512,7 @@ def _serve(
     ahead: tuple[int, int, int] | None,
     passes: NDArray[np.bool_] | None = None,
     limit: int | None = None,
+    on_arrival: Callable[[Words], None] | None = None,
 ) -> tuple[int, int, bool]:
     """Serve a request; return its hit blocks, those stored, and if any was refused.
 
@@ -321,6 +526,7 @@ def _serve(
         passes: bool[n]. Which blocks were asked for often enough to be stored; None
             for all.
         limit: How many blocks, the first ones, may be stored at all; None for all.
+        on_arrival: Told the keys of blocks once they are stored; None if nothing is.
     """
     if not len(keys):
         return 0, 0, False
@@ -339,18 +545,33 @@ def _serve(
 
     if ahead is not None:
         num_found, num_stored, is_refused = serve_behind(
-            executor, keys, *ahead, num_asked, begin, finish, passes, limit
+            executor,
+            keys,
+            *ahead,
+            num_asked,
+            begin,
+            finish,
+            passes,
+            limit,
+            on_arrival,
         )
         return ahead[0] + num_found, num_stored, is_refused
     mark = begin()
+    offered = keys
     if passes is None:
         step = executor.request_step(keys)
     else:
-        step = _step(executor, keys, those_of(keys[:limit], passes[:limit]))
+        offered = those_of(keys[:limit], passes[:limit])
+        step = _step(executor, keys, offered)
     if step.evicted_keys is not None:
         # The second touch comes before the blocks are ready, which matters to ARC.
         executor.touch(keys)
     executor.complete_step(step.block_ids, step.num_hits)
+    if on_arrival is not None and step.num_stored:
+        placed = step.block_ids[-len(offered) :]
+        if passes is None:
+            placed = np.where(np.arange(len(keys)) < step.num_hits, NO_BLOCK, placed)
+        on_arrival(offered[placed != NO_BLOCK])
     finish(mark)
     is_refused = step.evicted_keys is None
     num_stored = 0 if is_refused else step.num_stored
@@ -377,7 +598,7 @@ def _check_name(policy: str | PolicyMaker) -> str:
     """Return the name of a policy; refuse an unknown one."""
     if not isinstance(policy, str):
         return getattr(policy, "__name__", repr(policy)).removeprefix("make_")
-    if policy not in (OPTIMUM, AUTO):
+    if policy not in (OPTIMUM, STORE_ALONE, AUTO):
         get_policy_maker(policy)
     return policy
 

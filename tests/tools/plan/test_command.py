@@ -3,6 +3,7 @@
 import html
 import json
 import math
+import re
 import types
 
 import pytest
@@ -10,6 +11,10 @@ import pytest
 from jaxkv.config import OffloadConfig
 from jaxkv.policies import policy_names
 from jaxkv.tools import main as cli
+from jaxkv.tools.replay.device import fit_device
+from jaxkv.tools.replay.fleet import Fleet
+from jaxkv.tools.replay.run import replay
+from jaxkv.tools.replay.synthetic import make_synthetic_trace
 
 pytestmark = pytest.mark.usefixtures("plain_output")
 
@@ -127,6 +132,54 @@ def test_it_prints_draws_and_writes(capsys, tmp_path):
     assert out.count("*") == 5  # The recommended cell of each section.
     assert figures["speeds"]["load_bytes_per_s"] == {"value": 25e9, "source": "assumed"}
     assert figures["speeds"]["prefill_flops_per_s"]["value"] == 989e12 * 0.4
+
+
+@pytest.mark.parametrize("route", ["sticky", "prefix"])
+def test_it_says_what_a_store_would_add_to_engines(capsys, tmp_path, route):
+    report = tmp_path / "a.html"
+    options = f"--host-bytes 3GiB,1GiB --policy lru --device-blocks 60 --model {MODEL}"
+    fleet = f"--engines 3 --route {route} --storage-bytes 20GiB,4GiB --html {report}"
+    line = ["synthetic:200", *options.split(), *fleet.split()]
+    figures, out = plan(capsys, tmp_path, line)
+    demand, rows, stores = (figures[n] for n in ("demand", "rows", "stores"))
+    trace = make_synthetic_trace(200)
+    assert demand["num_engines"] == 3
+    assert figures["engines"] == {"num_engines": 3, "route": route}
+    device = fit_device(trace, 60)
+    for row in rows:
+        own = Fleet(3, route), row["capacity_blocks"]
+        result = replay("lru", trace, own[1], device=device, fleet=own[0])
+        assert row["host_tokens"] == result.hit_tokens - demand["device_tokens"]
+    base = stores[0]["base"]
+    (row,) = (each for each in rows if each["host_bytes"] == base["host_bytes"])
+    assert [each["storage_bytes"] >> 30 for each in stores] == [4, 20]
+    for store in stores:
+        own = Fleet(3, route, store["storage_blocks"])
+        result = replay("lru", trace, row["capacity_blocks"], device=device, fleet=own)
+        added = result.hit_tokens - demand["device_tokens"] - row["host_tokens"]
+        assert store["added_tokens"] == added > 0
+        assert store["fetch_bytes"] == BLOCK * result.fetches_by_request.sum()
+        assert store["least_bytes_per_s"] == store["fetch_bytes"] / store["added_s"]
+    text = figures["store_sentence"]
+    assert text.startswith("A store of 20 GiB that the 3 engines share would find ")
+    assert text in out
+    assert text in html.unescape(report.read_text())
+    # Nothing is said of a store where no engines are given.
+    figures, out = plan(capsys, tmp_path, ["synthetic:200", *options.split()])
+    assert "stores" not in figures
+    assert "store of" not in out
+
+
+def test_a_store_that_adds_nothing_is_not_praised(capsys, tmp_path):
+    trace = made_up_trace(tmp_path, [[i] for i in range(20)])
+    line = [trace, "--model", MODEL, "--host-bytes", "1GiB", "--engines", "1"]
+    figures, out = plan(capsys, tmp_path, line)
+    assert figures["store_sentence"] in out
+    assert figures["store_sentence"] == (
+        "A store that the engine has to itself would add little here: 512 MiB would "
+        "find 0.0% more of the prompt tokens than a host of 1 GiB with lru alone."
+    )
+    assert re.search("Least rate of reads that pays.*\n  lru, 1 GiB  +none", out)
 
 
 def test_what_is_given_counts(capsys, tmp_path):

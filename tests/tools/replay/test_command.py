@@ -56,7 +56,9 @@ def test_it_prints_draws_and_writes(capsys, tmp_path):
 def fake(monkeypatch):
     """Replace the replay by a fake one in which ARC refuses 7 stores."""
 
-    def sweep(trace, policies, capacities, on_progress, device_blocks, admission):
+    def sweep(
+        trace, policies, capacities, on_progress, device_blocks, admission, fleets
+    ):
         return [
             ReplayResult(
                 policy=policy,
@@ -114,6 +116,51 @@ def test_a_device_and_a_model_add_their_sections(capsys, tmp_path):
         "Prefill FLOPs saved by device and host",
         "Prefill FLOPs saved by the host",
     ]
+
+
+def test_engines_are_compared_with_and_without_a_store(capsys, tmp_path):
+    figures, page, picture = (tmp_path / f"a.{end}" for end in ("json", "html", "png"))
+    line = f"{SMALL} --engines 3 --json {figures} --html {page} --plot {picture}"
+    for route, options in (
+        ("sticky", ""),
+        ("prefix", " --route prefix --device-blocks 30"),
+        ("sticky", " --route sticky --device-blocks 30 --storage-blocks 60%"),
+    ):
+        assert cli.main(f"{line} --route {route}{options}".split()) == 0
+        out = capsys.readouterr().out
+        written = json.loads(figures.read_text())
+        results = {(r["policy"], r["capacity_blocks"]): r for r in written["results"]}
+        shares = [max(r["requests_by_engine"]) / 60 for r in results.values()]
+        ends = dict.fromkeys(f"{100 * own(shares):.2f}%" for own in (min, max))
+        if "storage" not in options:
+            busiest = " to ".join(ends)
+            assert f"3, {route}, each with a host; the busiest serves {busiest}" in out
+        for result in results.values():
+            assert sum(result["requests_by_engine"]) == 60
+            assert (result["num_engines"], result["route"]) == (3, route)
+    unique = written["trace"]["num_unique_blocks"]
+    num_blocks = unique * 60 // 100
+    assert f"Store         {num_blocks:,} blocks (59.9% of the different), LRU" in out
+    assert list(dict.fromkeys(policy for policy, _ in results)) == [
+        "lru",
+        "lru + store",
+        "store alone",
+    ]
+    few = results["lru", unique // 5], results["lru + store", unique // 5]
+    assert few[0]["num_hit_blocks"] < few[1]["num_hit_blocks"]
+    assert few[1]["num_fetched_blocks"] > 0
+    assert "Prefix blocks found on any tier" in out
+    assert "optimum" not in out
+    assert "<strong>3 engines</strong> have a host" in page.read_text()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_engine_is_none_that_is_named(capsys):
+    outs = []
+    for options in ("", " --engines 1", " --engines 1 --route prefix"):
+        assert cli.main(f"{SMALL}{options}".split()) == 0
+        outs.append(capsys.readouterr().out)
+    assert outs[0] == outs[1] == outs[2]
 
 
 def test_admission_is_applied_to_every_policy_and_named(capsys, tmp_path):

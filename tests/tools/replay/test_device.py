@@ -11,7 +11,12 @@ import pytest
 from jaxkv.keys.packed import words_to_keys
 from jaxkv.policies import policy_names
 from jaxkv.scheduling import auto
-from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, SchedulerOutput
+from jaxkv.scheduling.protocol import (
+    NO_EVENT,
+    ConnectorOutput,
+    SchedulerOutput,
+    TierReport,
+)
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.scheduling.stores import StorePause
@@ -39,6 +44,10 @@ class Request:
     num_computed_tokens: int = 0
 
 
+def _all_ok(moves):
+    return tuple((move.event, (True,) * len(move.keys)) for move in moves)
+
+
 class Engine:
     """Serves a trace's requests one after the other, in eager mode.
 
@@ -46,7 +55,9 @@ class Engine:
     the prompt's blocks. Transfers have ended by the next step.
     """
 
-    def __init__(self, trace, policy, capacity, device_blocks, rules=None):
+    def __init__(
+        self, trace, policy, capacity, device_blocks, rules=None, tiers_below=()
+    ):
         self.trace = trace
         self.pool = DeviceBlockPool(device_blocks + 1)
         self.now_s = Fraction(0)
@@ -56,6 +67,7 @@ class Engine:
             policy,
             rules=rules,
             policy_clock=lambda: self.now_s,
+            tiers_below=tiers_below,
         )
         self.scheduler.bind_device_block_pool(self.pool)
 
@@ -68,8 +80,12 @@ class Engine:
     def end_transfers(self, meta):
         loads = meta.load_event_to_reqs.get(meta.load_event, ())
         stores = () if meta.store_event == NO_EVENT else (meta.store_event,)
+        below = [
+            TierReport(*(_all_ok(moves) for moves in (each.fetches, each.writes)))
+            for each in meta.below
+        ]
         self.scheduler.update_connector_output(
-            ConnectorOutput(tuple(loads), (), stores)
+            ConnectorOutput(tuple(loads), (), stores, below=tuple(below))
         )
 
     def serve(self, number):
@@ -86,7 +102,9 @@ class Engine:
         limit = request.num_tokens - 1
         num_local, (table,) = find_cached_prefix(pool, scheduler.groups, [keys], limit)
         pool.touch(table)
-        num_found, _ = scheduler.get_num_new_matched_tokens(request, num_local)
+        offer = request, num_local
+        while (num_found := scheduler.get_num_new_matched_tokens(*offer)[0]) is None:
+            self.end_transfers(self.step({}))
         table = table + pool.allocate(-(-num_tokens // SIZE) - len(table))
         scheduler.update_state_after_alloc(request, table, num_found)
         # The load, which the request waits for.

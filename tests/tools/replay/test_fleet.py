@@ -1,0 +1,209 @@
+"""Several engines in a replay, and the store that they share."""
+
+import numpy as np
+import pytest
+
+from jaxkv.scheduling.boundary import TierBelow
+from jaxkv.tiers.index import BlockIndex
+from jaxkv.tools.plan.plan import find_returning
+from jaxkv.tools.replay.admission import Admission, find_admitted
+from jaxkv.tools.replay.device import find_on_device, fit_device
+from jaxkv.tools.replay.fleet import ROUTES, Fleet, find_conversations
+from jaxkv.tools.replay.run import OPTIMUM, STORE_ALONE, replay, sweep
+from jaxkv.tools.replay.synthetic import make_synthetic_trace
+from jaxkv.tools.replay.traces import make_trace, read_trace
+from tests.tools.replay.test_device import SIZE, Engine, make_mixed_trace
+
+
+@pytest.fixture(scope="module")
+def trace():
+    """Conversations, with an empty request among them."""
+    made = make_synthetic_trace(300, seed=5, turn_blocks=3, max_open=30)
+    requests = [part.tolist() for part in np.split(made.ids, made.offsets[1:-1])]
+    requests[150:151] = [[]]
+    return make_trace("synthetic", requests, made.time_ms, made.input_tokens, 512)
+
+
+class PlainLRU:
+    """An LRU over a list, the next to leave first."""
+
+    def __init__(self, capacity):
+        self.capacity, self.held = capacity, []
+
+    def count(self, own):
+        return next((i for i, b in enumerate(own) if b not in self.held), len(own))
+
+    def touch(self, own):
+        for block in reversed(own):
+            if block in self.held:
+                self.held.remove(block)
+                self.held.append(block)
+
+    def place(self, own, spared):
+        new = [block for block in own if block not in self.held]
+        idle = [block for block in self.held if block not in {*own, *spared}]
+        gone = idle[: max(len(self.held) + len(new) - self.capacity, 0)]
+        self.held = [block for block in self.held if block not in gone] + new
+        return new
+
+
+def serve_plainly(trace, capacity, fleet):
+    """Serve a trace by LRU hosts over an LRU store: hits and engine of each request."""
+    hosts = [PlainLRU(capacity) for _ in range(fleet.num_engines)]
+    store, counts = PlainLRU(fleet.storage_blocks), [0] * fleet.num_engines
+    conversations, hits, engines = find_conversations(trace).tolist(), [], []
+    for number, request in enumerate(np.split(trace.ids, trace.offsets[1:-1])):
+        own = request.tolist()[:capacity]
+        number = {
+            "round-robin": number % len(hosts),
+            "sticky": conversations[number] % len(hosts),
+            "prefix": min(
+                range(len(hosts)), key=lambda e: (-hosts[e].count(own), counts[e])
+            ),
+        }[fleet.route]
+        host = hosts[number]
+        counts[number] += 1
+        engines.append(number)
+        either = {*host.held, *store.held}
+        prefix = own[: next((i for i, b in enumerate(own) if b not in either), None)]
+        lacking = [block for block in prefix if block not in host.held]
+        host.place(lacking[: max(capacity // 2, 1)], spared=prefix)
+        store.touch(own)
+        hits.append(host.count(own))
+        host.touch(own)
+        stored = host.place(own, spared=own)
+        host.touch(own)
+        if fleet.storage_blocks:
+            store.place(stored, spared=())
+    return hits, engines
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("storage_blocks", [0, 90, 300])
+def test_a_fleet_finds_what_plain_lists_do(route, storage_blocks, trace):
+    fleet = Fleet(4, route, storage_blocks)
+    for capacity in (20, 60):
+        result = replay("lru", trace, capacity, fleet=fleet)
+        hits, engines = serve_plainly(trace, capacity, fleet)
+        assert result.hits_by_request.tolist() == hits
+        assert result.engines.tolist() == engines
+        assert 0 < sum(hits) < trace.num_block_refs
+        assert len(set(engines)) > 1
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_without_hosts_a_store_is_one_lru(route, trace, shared_traces):
+    real = read_trace(shared_traces / "mooncake_conversation_1k.jsonl.gz")
+    for each, storage_blocks in ((trace, 90), (real, 6000)):
+        one = replay("lru", each, storage_blocks)
+        alone = replay(STORE_ALONE, each, 1, fleet=Fleet(4, route, storage_blocks))
+        assert (alone.hits_by_request == one.hits_by_request).all()
+        assert (alone.stores_by_request == one.stores_by_request).all()
+        assert 0 < one.num_hit_blocks < each.num_block_refs
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("policy", ["lru", "hazard"])
+def test_hosts_take_nothing_from_a_store_that_evicts_nothing(route, policy, trace):
+    largest = int(trace.num_blocks.max())
+    fleet = Fleet(4, route, trace.num_unique_blocks)
+    result = replay(policy, trace, 2 * largest, fleet=fleet)
+    assert (result.hits_by_request == find_returning(trace)).all()
+    assert result.fetches_by_request.sum() > 0
+
+
+def test_a_store_that_evicts_lacks_what_a_host_alone_holds():
+    # 1 and 2 leave the store while the first host has them, which finds them there and
+    # does not write them again; without hosts the third request would.
+    requests = [[1, 2], [3, 4, 5], [1, 2], [1, 2]]
+    trace = make_trace("four", requests)
+    store = {"storage_blocks": 3}
+    result = replay("lru", trace, 6, fleet=Fleet(2, **store))
+    assert result.hits_by_request.tolist() == [0, 0, 2, 0]
+    alone = replay(STORE_ALONE, trace, 6, fleet=Fleet(2, **store))
+    assert alone.hits_by_request.tolist() == [0, 0, 0, 2]
+
+
+@pytest.mark.parametrize(("policy", "seed"), [("lru", 1), ("hazard", 2)])
+def test_a_fleet_finds_what_real_schedulers_over_one_store_do(policy, seed):
+    trace, fleet = make_mixed_trace(seed), Fleet(3, "sticky", 230)
+    store = BlockIndex(SIZE, fleet.storage_blocks, medium="STORAGE")
+    tiers_below = [TierBelow(store, "through", 1000)]
+    engines = [
+        Engine(trace, policy, 128, 64, tiers_below=tiers_below) for _ in range(3)
+    ]
+    device = fit_device(trace, 64)
+    result = replay(policy, trace, 128, device=device, fleet=fleet)
+    served = [engines[e].serve(i) for i, e in enumerate(result.engines.tolist())]
+    found = np.array(served)
+    assert result.device.hits.tolist() == found[:, 0].tolist()
+    assert result.hits_by_request.tolist() == found.sum(axis=1).tolist()
+    assert store.num_evicted > 0
+    for own in engines:
+        counts = own.scheduler.below[0].counts
+        assert not counts.dropped_slow
+    fetched = sum(own.scheduler.below[0].counts.loaded for own in engines)
+    assert result.fetches_by_request.sum() == fetched > 0
+
+
+def test_one_engine_finds_what_it_finds_without_a_route(trace):
+    device = find_on_device(trace, 20)
+    before = replay("lru", trace, 40, device=device)
+    for route in ROUTES:
+        result = replay("lru", trace, 40, device=device, fleet=Fleet(1, route))
+        assert (result.hits_by_request == before.hits_by_request).all()
+
+
+def test_each_engine_has_a_device_and_an_admission_of_its_own(trace):
+    requests = [part.tolist() for part in np.split(trace.ids, trace.offsets[1:-1])]
+    twice = make_trace("twice", [own for own in requests for _ in range(2)])
+    fleet, gates = Fleet(2), find_admitted(twice, Admission(store_threshold=2))
+    own = {"device": fit_device(twice, 20), "admitted": gates, "fleet": fleet}
+    halves = replay("lru", twice, 40, **own)
+    alone = make_trace("once", requests)
+    gate = find_admitted(alone, Admission(store_threshold=2))
+    own = {"device": find_on_device(alone, 20), "admitted": gate}
+    once = replay("lru", alone, 40, **own)
+    for half in (halves.hits_by_request[::2], halves.hits_by_request[1::2]):
+        assert (half == once.hits_by_request).all()
+    assert (halves.device.hits[::2] == once.device.hits).all()
+
+
+def test_the_engine_with_the_longest_prefix_serves_on_device_or_host(trace):
+    device = fit_device(trace, 30)
+    result = replay("lru", trace, 40, device=device, fleet=Fleet(3, "prefix"))
+    again = replay("lru", trace, 40, device=device, fleet=Fleet(3, "prefix"))
+    assert result == again
+    assert (result.engines == again.engines).all()
+    requests = [[1, 2], [3], [1, 2, 4], [5], [3, 6], [1]]
+    few = make_trace("few", requests)
+    device = fit_device(few, 6)
+    routed = replay("lru", few, 8, device=device, fleet=Fleet(3, "prefix"))
+    assert routed.engines.tolist() == [0, 1, 0, 2, 1, 0]
+
+
+def test_a_sweep_compares_with_and_without_a_store(trace):
+    fleets = [Fleet(2, "sticky"), Fleet(2, "sticky", 100)]
+    names = ["lru", "auto", STORE_ALONE]
+    swept = sweep(trace, names, [20, 40], fleets=fleets)
+    assert [(r.policy, r.capacity_blocks) for r in swept] == [
+        (name, capacity)
+        for name in ("lru", "lru + store", "auto", "auto + store", STORE_ALONE)
+        for capacity in (20, 40)
+    ]
+    assert swept[-1].num_hit_blocks == swept[-2].num_hit_blocks
+    assert swept[2] == replay("lru", trace, 20, fleet=fleets[1])
+
+
+def test_what_is_no_fleet_is_refused(trace):
+    for arguments, message in (
+        ((0,), "num_engines=0"),
+        ((2, "fastest"), "'fastest' must be one of round-robin, sticky, prefix"),
+        ((2, "sticky", -1), "storage_blocks=-1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Fleet(*arguments)
+    with pytest.raises(ValueError, match="one engine without a store"):
+        replay(OPTIMUM, trace, 5, fleet=Fleet(2))
+    with pytest.raises(ValueError, match="needs storage_blocks"):
+        replay(STORE_ALONE, trace, 5, fleet=Fleet(2))
