@@ -49,17 +49,18 @@ _LONGEST = (
     # This one needs nothing that Numba compiles, so no two processes compile the same
     # at once: the first does, and most others find it.
     "tests/transfer/test_bits.py",
+    "tests/tools/demo/test_storage.py",
+    "tests/transfer/storage/test_stores.py",
     "tests/tools/demo/test_recorded_demo.py",
     "tests/test_code_cache.py",
-    "tests/test_examples.py",
-    "tests/tools/demo/test_storage.py",
-    "tests/scheduling/test_storage_processes.py",
+    "tests/policies/test_contract.py",
     "tests/transfer/test_processes.py",
-    "tests/integrations/test_vllm_storage.py",
-    "tests/transfer/test_layouts.py",
+    "tests/explorer/test_explorer.py",
+    "tests/scheduling/test_storage_processes.py",
+    "tests/transfer/test_sharded.py",
+    "tests/integrations/test_prefix_storage.py",
     "tests/tools/demo/test_engine.py",
     "tests/scheduling/test_record_processes.py",
-    "tests/transfer/test_sharded.py",
     "tests/integrations/test_vllm.py",
 )
 _COMPILED = pytest.StashKey[str]()

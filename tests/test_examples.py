@@ -1,11 +1,14 @@
 """The examples run as they stand, and print what README says they print."""
 
+import contextlib
 import functools
-import os
+import io
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,9 +35,25 @@ ELSEWHERE = {
 
 @functools.cache  # Some tests read what another one has read.
 def run(example, strict="0"):
+    """Run an example in this process, which has imported what it wants."""
+    printed = io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        # As users have them.
+        jax.numpy_rank_promotion("allow"),
+        jax.numpy_dtype_promotion("standard"),
+        contextlib.redirect_stdout(printed),
+    ):
+        patch.setenv("JAXKV_STRICT", strict)
+        patch.syspath_prepend(ROOT / "examples")
+        patch.setattr(sys, "argv", [example])
+        runpy.run_path(str(ROOT / "examples" / example), run_name="__main__")
+    return printed.getvalue()
+
+
+def run_alone(example):
     done = subprocess.run(
         [sys.executable, "-W", "error", ROOT / "examples" / example],
-        env=os.environ | {"JAXKV_STRICT": strict},
         capture_output=True,
         text=True,
         check=False,
@@ -58,6 +77,17 @@ def test_an_integrated_engine_gives_the_same_tokens(example):
 def test_the_replay_of_the_example_of_events_has_all_messages_and_not_only_the_first():
     batches = [line.split(":")[0] for line in run("events.py").splitlines()]
     assert sorted(set(batches)) == ["batch 0", "batch 1", "batch 2"]
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(name, marks=() if name == "quickstart.py" else pytest.mark.long)
+        for name in sorted(EXPECTED)
+    ],
+)
+def test_runs_in_a_process_of_its_own(example):
+    assert EXPECTED[example] in run_alone(example)
 
 
 def test_every_example_is_tested():

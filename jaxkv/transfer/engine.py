@@ -30,7 +30,13 @@ from jaxkv.transfer.ids import (
     host_ids_of,
     transfer_pairs,
 )
-from jaxkv.transfer.kernels import Copier, Kernel, Mode, choose_mode
+from jaxkv.transfer.kernels import (
+    MOST_TOGETHER,
+    Kernel,
+    Mode,
+    choose_mode,
+    copier_of,
+)
 from jaxkv.transfer.layout import PoolLayout
 from jaxkv.transfer.plans import NOTHING, Plans
 from jaxkv.transfer.queue import TransferQueue
@@ -188,7 +194,10 @@ class TransferEngine:
         limits.check_host_bytes(self._host_bytes, platform)
         self._layout = layout
         most_together = self._staging_bytes // extents.num_bytes
-        self._copier = Copier(extents, mode, kernel, most_together)
+        self._copier = copier_of(
+            *(layout, extents.rows, layer_groups, compression, mode, kernel),
+            min(most_together, MOST_TOGETHER),
+        )
         self._plans = Plans(
             layout.num_shards,
             layout.shard_blocks,

@@ -15,7 +15,9 @@ from jax.experimental.layout import Format
 from numpy.typing import NDArray
 
 from jaxkv.transfer import dma, memory, probe, rows
+from jaxkv.transfer.codecs import Compression
 from jaxkv.transfer.extents import Bundle, Extent, ExtentLayout
+from jaxkv.transfer.layout import PoolLayout
 from jaxkv.transfer.plans import NOTHING, SavePlan
 from jaxkv.types import PyTree
 
@@ -26,7 +28,8 @@ _SMALLEST_COPY = 16
 # How many extents one program copies: to start a program costs the thread that owns the
 # engine the same for one extent or several. Each number is a program more to compile,
 # so that pools of many leaves have few.
-_TOGETHER = (4, 2, 1)
+MOST_TOGETHER = 4
+_TOGETHER = (MOST_TOGETHER, 2, 1)
 _MOST_LEAVES_TOGETHER = 160
 
 SaveKind: TypeAlias = Literal["gather", "write", "merge"]
@@ -69,7 +72,8 @@ class Copier:
     ids that count within the shard; no program contains a collective.
 
     Programs are compiled ahead of time, on first use, so that arrays committed to a
-    device and uncommitted ones share a program.
+    device and uncommitted ones share a program. They are all that a copier has, so that
+    engines can share one (`copier_of`).
     """
 
     def __init__(
@@ -127,6 +131,7 @@ class Copier:
         self.save_program = functools.cache(self._compile_save)
         self.load_program = functools.cache(self._compile_load)
         self.copy_program = functools.cache(self._compile_copy)
+        self.new_extent = functools.cache(self._compile_zeros)
 
     @property
     def kernel(self) -> Kernel:
@@ -151,7 +156,7 @@ class Copier:
         if self._pool.num_shards == 1:
             self.copy_program(_SMALLEST_COPY)
 
-    def new_extent(self) -> Callable[[], Extent]:
+    def _compile_zeros(self) -> Callable[[], Extent]:
         """Compile a program that allocates an extent of zeros on the host."""
         specs = self.extents.specs(memory.HOST_KIND)
         zeros = jax.jit(
@@ -640,3 +645,49 @@ def choose_mode(mode: Mode | None, platform: str) -> Mode:
         if not result.ok:
             raise ValueError(f"{mode=} cannot be used here: {result.reason}")
     return mode
+
+
+def copier_of(
+    pool: PoolLayout,
+    rows: int,
+    num_layer_groups: int,
+    compression: Compression | None,
+    mode: Mode,
+    kernel: Kernel | None,
+    most_together: int,
+) -> Copier:
+    """Return the copier of a pool: engines of equal arguments share it.
+
+    So the second engine of a process compiles nothing. The arguments are those of
+    `ExtentLayout.of` and `Copier`.
+    """
+    arguments = (
+        *(pool, rows, num_layer_groups, compression, mode, kernel),
+        most_together,
+    )
+    try:
+        hash(arguments)
+    except TypeError:  # Such as head axes in a dict.
+        return shared_copier.__wrapped__(*arguments)
+    return shared_copier(*arguments)
+
+
+@functools.lru_cache(maxsize=8)
+def shared_copier(
+    pool: PoolLayout,
+    rows: int,
+    num_layer_groups: int,
+    compression: Compression | None,
+    mode: Mode,
+    kernel: Kernel | None,
+    most_together: int,
+) -> Copier:
+    """Return the copier of a pool, see `copier_of`."""
+    extents = ExtentLayout.of(
+        pool,
+        rows,
+        stacked=mode == "staged",
+        num_layer_groups=num_layer_groups,
+        compression=compression,
+    )
+    return Copier(extents, mode, kernel, most_together)

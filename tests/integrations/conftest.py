@@ -14,10 +14,14 @@ def closing():
 
 
 @pytest.fixture(scope="session")
-def lab(tmp_path_factory):
+def lab(tmp_path_factory, worker_id):
     """A folder with models, and runs of the real vLLM, each done once."""
     if not all(map(importlib.util.find_spec, ("vllm", "tpu_inference"))):
         pytest.skip("no vLLM with tpu-inference (.ci/vllm has an environment)")
     from tests.integrations.vllm_cpu.comparison import Lab
 
-    return Lab(tmp_path_factory.mktemp("lab"))
+    # Of this process alone, or of all that share the tests.
+    base = tmp_path_factory.getbasetemp()
+    results = (base if worker_id == "master" else base.parent) / "results"
+    results.mkdir(exist_ok=True)
+    return Lab(tmp_path_factory.mktemp("lab"), results)

@@ -519,6 +519,7 @@ def test_loads_that_a_signal_interrupts_leave_nothing_pinned(make, faulty):
             with pytest.raises(KeyboardInterrupt):
                 load_for_20_ms(tokens)
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # One that is late would end all.
         signal.signal(signal.SIGALRM, usual)
     faulty.hang = 0.0
     store._storage.worker.storage_io._store.let_go()

@@ -6,7 +6,7 @@ import weakref
 from contextlib import closing
 
 import jax.numpy as jnp
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxkv import OffloadRules, OffloadScheduler, OffloadWorker, TransferEngine
@@ -26,9 +26,14 @@ def get(port, headers=None):
 
 
 def scrape(port):
+    """Every sample of a server, see `samples_of`."""
+    return samples_of(get(port))
+
+
+def samples_of(page):
     """Every sample by its name, or by its name and labels other than the engine's."""
     samples = {}
-    for family in text_string_to_metric_families(get(port)):
+    for family in text_string_to_metric_families(page):
         for sample in family.samples:
             labels = dict(sample.labels)
             assert labels.pop("engine") == "0"
@@ -39,10 +44,10 @@ def scrape(port):
 
 
 def read(scheduler=None, worker=None, pool=None):
-    """Scrape metrics that are made only for this call."""
-    metrics = OffloadMetrics(scheduler, worker, pool, CollectorRegistry())
-    with closing(metrics):
-        return scrape(metrics.serve(0))
+    """Read metrics that are made only for this call; a server takes half a second."""
+    registry = CollectorRegistry()
+    with closing(OffloadMetrics(scheduler, worker, pool, registry)):
+        return samples_of(generate_latest(registry).decode())
 
 
 def make_all():

@@ -8,8 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.transfer import tickets
+from jaxkv.transfer import kernels, tickets
 from tests.transfer.numbered import numbered_pool
+
+
+@pytest.fixture(autouse=True)
+def own_programs(request):
+    """Let a test that patches something share its programs with no other test."""
+    patches = "monkeypatch" in request.fixturenames
+    if patches:
+        kernels.shared_copier.cache_clear()
+    yield
+    if patches:
+        kernels.shared_copier.cache_clear()
 
 
 @pytest.fixture(scope="session")

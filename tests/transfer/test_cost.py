@@ -182,6 +182,13 @@ def test_each_layer_group_has_one_load_program(mode, traced):
 
 
 @modes
+def test_engines_of_equal_pools_compile_once(mode, traced):
+    for dtype in ("float32", "float32", "int32"):
+        TransferEngine(make_pool(dtype), NUM_BLOCKS, mode=mode).warm_up()
+    assert sorted(traced) == sorted(2 * PROGRAMS[mode])
+
+
+@modes
 def test_warm_up_compiles_every_program(mode, traced, monkeypatch):
     pool = make_pool()
     engine = TransferEngine(pool, NUM_BLOCKS, mode=mode)
@@ -237,4 +244,5 @@ def test_programs_run_in_the_background(mode, monkeypatch):
 
     assert min(num_operations()) >= 1000
     monkeypatch.setattr(kernels, "_token", lambda plan: plan[:, :1])
+    kernels.shared_copier.cache_clear()
     assert min(num_operations()) < 1000

@@ -96,6 +96,7 @@ def test_without_the_compiler_options_bits_change(mode, monkeypatch):
 
     assert np.array_equal(came_back(), raw)
     monkeypatch.setattr(memory, "compiler_options", lambda platform: None)
+    kernels.shared_copier.cache_clear()
     assert not np.array_equal(came_back(), raw)
 
 

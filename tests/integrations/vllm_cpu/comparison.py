@@ -2,7 +2,9 @@
 
 import concurrent.futures
 import contextlib
+import fcntl
 import functools
+import hashlib
 import json
 import os
 import re
@@ -27,10 +29,16 @@ LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 
 
 class Lab:
-    """A folder with models, and runs in processes, each done once."""
+    """A folder with models, and runs in processes, each done once.
 
-    def __init__(self, folder):
+    Args:
+        folder: Where the models are made.
+        results: Where what runs answer is kept, for all processes that share the tests.
+    """
+
+    def __init__(self, folder, results):
         self.folder = folder
+        self.results = results
         make = "import pathlib; from vllm_cpu import lab; lab.make_lab(pathlib.Path())"
         self.run_code(make)
 
@@ -76,7 +84,17 @@ class Lab:
         return results[names.index(scenario)]
 
     @functools.cache  # noqa: B019
-    def _run(self, names, options, fault, num_processes, num_devices):
+    def _run(self, *arguments):
+        """Do a run, unless one of the processes that share the tests has."""
+        name = hashlib.sha256(repr(arguments).encode()).hexdigest()
+        path = self.results / f"{name}.json"
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                path.write_text(json.dumps(self._run_now(*arguments)))
+            return json.loads(path.read_text())
+
+    def _run_now(self, names, options, fault, num_processes, num_devices):
         done = subprocess.run(
             [sys.executable, "-m", "vllm_cpu.run", "+".join(names), ".", options],
             cwd=self.folder,
