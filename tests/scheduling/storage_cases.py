@@ -41,6 +41,7 @@ def main(address, num_processes, process, seed, num_steps, folder):
         storage_bytes="16MiB",
         max_storage_blocks=128,
         storage_probe_s=0.0,
+        storage_await_s=0.05,  # Of the clock on the wall: steps do not wait for it.
     )
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("heads",))
     counts, history = collections.Counter(), collections.deque(maxlen=40)
