@@ -1,0 +1,445 @@
+"""Mooncake Store: the memory of a fleet's machines as one pool."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+import sys
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv._util import one_line, parse_bytes, shown
+from jaxkv._util.extras import pip_install
+from jaxkv.transfer.storage.buffers import Buffers
+from jaxkv.transfer.storage.store import (
+    Blob,
+    ErrorKind,
+    Piece,
+    StoreError,
+    check_name,
+    error_of,
+    shown_url,
+)
+from jaxkv.transfer.storage.workers import Workers
+
+_PORT = 50051
+_PROTOCOLS = ("tcp", "rdma")
+_OPTIONS = ("segment", "protocol", "device", "metadata", "host")
+_NO_METADATA_SERVER = "P2PHANDSHAKE"  # Clients ask one another.
+_INSTALL_LIBRARIES = "apt-get install libibverbs1 libnuma1 libcurl4"
+_NUM_READERS = 4
+_NUM_WRITERS = 2
+_BATCH_BYTES = 4 << 20  # Of one call, so that several threads share what is asked for.
+_MOST_AT_ONCE = 256
+_CONNECT_S = 5.0
+_RETRY_S = 1.0  # Between two attempts to connect,
+_HUNG_RETRY_S = 60.0  # and to start a client, which stops all threads meanwhile.
+# The client's own limits: it would wait for 30 s, and try to connect for 90 s.
+_LIMITS: Mapping[str, str] = {
+    "MC_RPC_TIMEOUT_MS": "5000",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+}
+
+# Its codes: https://github.com/kvcache-ai/Mooncake, mooncake-store/include/types.h.
+_FULL = -200
+_DOES_NOT_FIT = -600
+_NOT_READY = -703  # A writer has begun, or was killed.
+_NOT_FOUND = -704
+_TRANSFER_FAILED = -800  # Its owner is gone, or slow.
+_LEASE_EXPIRED = -707
+_ABSENT = (_NOT_READY, _NOT_FOUND)
+
+
+class _Place(NamedTuple):
+    """What a URL says.
+
+    Attributes:
+        host: The master's host.
+        port: Its port.
+        segment_bytes: Memory of this process that it lends to the pool.
+        protocol: How clients move bytes.
+        device: The network card for RDMA; "" for any.
+        metadata: The metadata server.
+        own_host: Where other clients reach this process; "" to find out.
+    """
+
+    host: str
+    port: int
+    segment_bytes: int
+    protocol: str
+    device: str
+    metadata: str
+    own_host: str
+
+
+class _Client(NamedTuple):
+    theirs: Any
+    buffers: Buffers
+
+
+class _RegisteredBuffers(Buffers):
+    """Memory that a client knows, so that it moves bytes there without a copy.
+
+    As much is kept as was ever in use at once.
+    """
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__(sys.maxsize)
+        self._theirs = theirs
+
+    def _make(self, num_bytes: int) -> NDArray[np.uint8]:
+        whole = super()._make(num_bytes)
+        code = self._theirs.register_buffer(whole.ctypes.data, num_bytes)
+        if code < 0:
+            raise _error(code, f"{num_bytes} bytes of memory cannot be registered")
+        return whole
+
+    def _drop(self, whole: NDArray[np.uint8]) -> None:
+        self._theirs.unregister_buffer(whole.ctypes.data)
+
+
+class MooncakeStore:
+    """A store in the pool of a Mooncake master.
+
+    Bytes are read into registered memory, which the caller gets, and written from it,
+    into which they are copied. An object that is there stays: its name says what it
+    has, and to write over it would take its memory twice for minutes. The master evicts
+    what was not used for long. There is no list.
+
+    The client is made when the master first answers, and finds a master that came back
+    by itself. No call takes longer than some seconds.
+
+    Args:
+        url: ``mooncake://HOST:PORT`` of the master, with any of ``?segment=SIZE`` of
+            this process's memory for the pool (0), ``protocol=tcp`` or ``rdma``,
+            ``device=NAME`` of a card for RDMA, ``metadata=URL`` of a metadata server
+            (clients ask one another), and ``host=ADDRESS`` at which other clients reach
+            this one (that which reaches the master).
+
+    Raises:
+        ImportError: Mooncake is missing, or libraries that it needs.
+        ValueError: The URL is malformed.
+    """
+
+    can_list = False
+
+    def __init__(self, url: str) -> None:
+        self._url = shown_url(url)
+        self._place = _parse(url, self._url)
+        self._mooncake = _import()
+        self._lock = threading.Lock()
+        self._client: _Client | None = None
+        self._error = StoreError("unreachable", "")  # Of the last attempt to connect,
+        self._retry_s = 0.0  # and until when it holds.
+        self._num_open = 0  # Calls that are queued or running.
+        self._is_closed = False
+        self._readers = Workers("jaxkv storage reader", _NUM_READERS)
+        self._writers = Workers("jaxkv storage writer", _NUM_WRITERS)
+        self._probers = Workers("jaxkv storage prober", 1)
+        # While it starts a client stops all threads, for seconds if a master hangs:
+        # better now than while an engine serves.
+        with contextlib.suppress(StoreError):
+            self._connected()
+
+    @property
+    def url(self) -> str:
+        """The place, without user and password."""
+        return self._url
+
+    def get(self, names: Sequence[str], max_bytes: int) -> list[Future[Piece | None]]:
+        """Read objects."""
+        at_once = max(1, _BATCH_BYTES // max_bytes)
+        call = functools.partial(self._get, max_bytes)
+        return self._run(self._readers, list(map(check_name, names)), at_once, call)
+
+    def put(self, items: Sequence[tuple[str, Blob]]) -> list[Future[None]]:
+        """Write objects that are not there; an empty one counts as none."""
+        for name, _ in items:
+            check_name(name)
+        largest = max((sum(map(len, blob)) for _, blob in items), default=1)
+        at_once = max(1, _BATCH_BYTES // max(1, largest))
+        return self._run(self._writers, items, at_once, self._put)
+
+    def exists(self, names: Sequence[str]) -> list[Future[bool]]:
+        """Tell which objects there are."""
+        names = list(map(check_name, names))
+        return self._run(self._probers, names, _MOST_AT_ONCE, self._exists)
+
+    def delete(self, names: Sequence[str]) -> list[Future[None]]:
+        """Delete objects, even while others read them."""
+        names = list(map(check_name, names))
+        return self._run(self._writers, names, _MOST_AT_ONCE, self._delete)
+
+    def _run(
+        self,
+        workers: Workers,
+        items: Sequence[Any],
+        at_once: int,
+        call: Callable[[Any, Sequence[Any]], Sequence[Any]],
+    ) -> list[Future[Any]]:
+        """Have a call made for each `at_once` of some items; it may return errors."""
+        futures: list[Future[Any]] = [Future() for _ in items]
+
+        def run(first: int) -> None:
+            part = slice(first, first + at_once)
+            try:
+                results = call(self._connected(), items[part])
+            except Exception as error:
+                results = [error_of(error)] * len(futures[part])
+            for future, result in zip(futures[part], results, strict=True):
+                if isinstance(result, StoreError):
+                    future.set_exception(result)
+                else:
+                    future.set_result(result)
+            with self._lock:
+                self._num_open -= 1
+            self._end_if_idle()
+
+        for first in range(0, len(items), at_once):
+            with self._lock:
+                self._num_open += 1
+            workers.submit(run, first)
+        return futures
+
+    def list(self, folder: str) -> Iterator[list[str]]:
+        """Refuse: a client cannot list."""
+        check_name(folder)
+        raise StoreError("other", "Mooncake cannot list objects; set storage_list_s=0")
+
+    def close(self) -> None:
+        """Let the threads end, then the client, which takes back what it lent."""
+        for workers in (self._readers, self._writers, self._probers):
+            workers.close()
+        with self._lock:
+            self._is_closed = True
+        self._end_if_idle()
+
+    def _get(
+        self, max_bytes: int, client: _Client, names: Sequence[str]
+    ) -> Sequence[Piece | StoreError | None]:
+        views = [client.buffers.take(max_bytes) for _ in names]
+        sizes = [max_bytes] * len(names)
+        codes = client.theirs.batch_get_into(names, list(map(_address, views)), sizes)
+        return [
+            _head(client, name, view) if code == _DOES_NOT_FIT else _read(view, code)
+            for name, view, code in zip(names, views, codes, strict=True)
+        ]
+
+    def _put(
+        self, client: _Client, items: Sequence[tuple[str, Blob]]
+    ) -> Sequence[StoreError | None]:
+        # An empty object cannot be written, and would be found like none.
+        full = [(name, blob) for name, blob in items if any(map(len, blob))]
+        views = [client.buffers.take(sum(map(len, blob))) for _, blob in full]
+        for view, (_, blob) in zip(views, full, strict=True):
+            _fill(view, blob)
+        codes = client.theirs.batch_put_from(
+            [name for name, _ in full],
+            list(map(_address, views)),
+            list(map(len, views)),
+        )
+        codes_of = iter(codes)
+        return [
+            _written(next(codes_of)) if any(map(len, blob)) else None
+            for _, blob in items
+        ]
+
+    def _exists(
+        self, client: _Client, names: Sequence[str]
+    ) -> Sequence[bool | StoreError]:
+        codes = client.theirs.batch_is_exist(names)
+        return [_error(code, "") if code < 0 else bool(code) for code in codes]
+
+    def _delete(
+        self, client: _Client, names: Sequence[str]
+    ) -> Sequence[StoreError | None]:
+        codes = client.theirs.batch_remove(names, True)
+        return [
+            None if code >= 0 or code == _NOT_FOUND else _error(code, "")
+            for code in codes
+        ]
+
+    def _connected(self) -> _Client:
+        """Give the client, made at first; an attempt that failed holds for a while."""
+        with self._lock:
+            if self._client is None:
+                if time.monotonic() < self._retry_s:
+                    raise self._error
+                try:
+                    self._client = self._connect()
+                except StoreError as error:
+                    self._error = error
+                    self._retry_s = max(self._retry_s, time.monotonic() + _RETRY_S)
+                    raise
+            return self._client
+
+    def _connect(self) -> _Client:
+        place = self._place
+        try:
+            # Without a master a client would stop all threads until it gives up.
+            address = place.host, place.port
+            with socket.create_connection(address, _CONNECT_S) as connection:
+                own_host = place.own_host or connection.getsockname()[0]
+        except (OSError, UnicodeError) as error:
+            raise StoreError(
+                "unreachable",
+                f"no Mooncake master answers at {place.host}:{place.port} "
+                f"({one_line(str(error))}): start mooncake_master there, or name "
+                "another by storage=mooncake://HOST:PORT",
+            ) from error
+        theirs = self._mooncake.MooncakeDistributedStore()
+        with _environment(_LIMITS):
+            code = theirs.setup(
+                own_host,
+                place.metadata,
+                place.segment_bytes,
+                0,
+                place.protocol,
+                place.device,
+                f"{place.host}:{place.port}",
+            )
+        if code != 0:
+            self._retry_s = time.monotonic() + _HUNG_RETRY_S
+            raise StoreError(
+                "unreachable",
+                f"no Mooncake client could start for {self._url} (code {code}): is "
+                f"{place.port} the port of mooncake_master, and are protocol, device, "
+                "metadata and segment what this machine has? MC_LOG_LEVEL=INFO says "
+                "more",
+            )
+        return _Client(theirs, _RegisteredBuffers(theirs))
+
+    def _end_if_idle(self) -> None:
+        """End the client, once no call is under way, in a thread: it takes a second."""
+        with self._lock:
+            if not self._is_closed or self._num_open or self._client is None:
+                return
+            theirs, self._client = self._client.theirs, None
+        threading.Thread(
+            target=theirs.close, name="jaxkv storage close", daemon=True
+        ).start()
+
+
+def _parse(url: str, shown_as: str) -> _Place:
+    parts = urllib.parse.urlsplit(url)
+    options = dict(urllib.parse.parse_qsl(parts.query, keep_blank_values=True))
+    try:
+        port = parts.port or _PORT
+    except ValueError:
+        port = 0
+    is_odd = not parts.hostname or "@" in parts.netloc or parts.fragment or not port
+    if is_odd or parts.path not in ("", "/") or set(options) - set(_OPTIONS):
+        raise ValueError(
+            f"storage={shown(shown_as)} must be mooncake://HOST:PORT of the master, "
+            f"with {', '.join(f'{name}=' for name in _OPTIONS)} after ? if needed."
+        )
+    assert parts.hostname is not None
+    protocol, device = options.get("protocol", "tcp"), options.get("device", "")
+    if protocol not in _PROTOCOLS:
+        raise ValueError(
+            f"storage={shown(shown_as)}: protocol={shown(protocol)} must be "
+            f"{' or '.join(_PROTOCOLS)}."
+        )
+    if device and protocol != "rdma":
+        raise ValueError(
+            f"storage={shown(shown_as)}: device={shown(device)} needs protocol=rdma."
+        )
+    segment = options.get("segment", "0")
+    try:
+        segment_bytes = 0 if segment == "0" else parse_bytes(segment)
+    except ValueError as error:
+        raise ValueError(
+            f"storage={shown(shown_as)}: segment={one_line(str(error))}, or 0."
+        ) from None
+    metadata = options.get("metadata") or _NO_METADATA_SERVER
+    return _Place(
+        parts.hostname,
+        port,
+        segment_bytes,
+        protocol,
+        device,
+        metadata,
+        options.get("host", ""),
+    )
+
+
+def _import() -> Any:
+    # It would write a dozen lines about each client, and read this when it is loaded.
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    try:
+        import mooncake.store
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"Storage in Mooncake needs its client: {pip_install('mooncake')}"
+        ) from error
+    except ImportError as error:
+        raise ImportError(
+            "Storage in Mooncake: its client cannot be loaded "
+            f"({one_line(str(error))}): {_INSTALL_LIBRARIES}"
+        ) from error
+    return mooncake.store
+
+
+@contextlib.contextmanager
+def _environment(defaults: Mapping[str, str]) -> Iterator[None]:
+    """Set variables that are not set, for as long as a client reads them."""
+    chosen = {name: text for name, text in defaults.items() if name not in os.environ}
+    os.environ.update(chosen)
+    try:
+        yield
+    finally:
+        for name in chosen:
+            del os.environ[name]
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data)
+
+
+def _fill(view: memoryview, blob: Blob) -> None:
+    whole, end = np.frombuffer(view, np.uint8), 0
+    for piece in blob:
+        start, end = end, end + len(piece)
+        # NumPy lets other threads run meanwhile.
+        np.copyto(whole[start:end], np.frombuffer(piece, np.uint8))
+
+
+def _read(view: memoryview, code: int) -> Piece | StoreError | None:
+    if code >= 0:
+        return view[:code]
+    return None if code in _ABSENT else _error(code, "")
+
+
+def _head(client: _Client, name: str, view: memoryview) -> Piece | StoreError | None:
+    """Read the first bytes of an object that is larger than it should be."""
+    found = client.theirs.get_into_ranges(
+        [_address(view)], [[name]], [[[0]]], [[[0]]], [[[len(view)]]]
+    )
+    return _read(view, found[0][0][0])
+
+
+def _written(code: int) -> StoreError | None:
+    if code == _FULL:
+        return _error(code, "the pool has no room: let engines lend more by segment=")
+    return None if code == 0 else _error(code, "")
+
+
+def _error(code: int, text: str) -> StoreError:
+    kind: ErrorKind = "other"
+    if code == _FULL:
+        kind = "full"
+    elif code in (_TRANSFER_FAILED, _LEASE_EXPIRED):
+        kind, text = "unreachable", text or "the process that has the object is gone"
+    elif code <= -900 and code > -1000:
+        kind, text = "unreachable", text or "the Mooncake master does not answer"
+    return StoreError(kind, f"{text or 'Mooncake fails'} (code {code})")
