@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import functools
 import os
 import socket
 import sys
@@ -36,9 +36,7 @@ _PROTOCOLS = ("tcp", "rdma")
 _OPTIONS = ("segment", "protocol", "device", "metadata", "host")
 _NO_METADATA_SERVER = "P2PHANDSHAKE"  # Clients ask one another.
 _INSTALL_LIBRARIES = "apt-get install libibverbs1 libnuma1 libcurl4"
-_NUM_READERS = 4
-_NUM_WRITERS = 2
-_BATCH_BYTES = 4 << 20  # Of one call, so that several threads share what is asked for.
+_BATCH_BYTES = 16 << 20  # Of one call.
 _MOST_AT_ONCE = 256
 _CONNECT_S = 5.0
 _RETRY_S = 1.0  # Between two attempts to connect,
@@ -87,6 +85,33 @@ class _Client(NamedTuple):
     buffers: Buffers
 
 
+class _Queue(NamedTuple):
+    """What waits for a thread, which takes as much at once as there is.
+
+    To wait for a call keeps a core busy, so that few large ones are the fastest.
+
+    Attributes:
+        workers: That thread.
+        waiting: Items, their bytes, and their futures.
+        call: Answers some items, each by a value or an error.
+    """
+
+    workers: Workers
+    waiting: collections.deque[tuple[Any, int, Future[Any]]]
+    call: Callable[[_Client, Sequence[Any]], Sequence[Any]]
+
+    def take(self) -> list[tuple[Any, int, Future[Any]]]:
+        """Take what one call may have, at least one item if there are any."""
+        taken: list[tuple[Any, int, Future[Any]]] = []
+        num_bytes = 0
+        while self.waiting and len(taken) < _MOST_AT_ONCE:
+            num_bytes += self.waiting[0][1]
+            if taken and num_bytes > _BATCH_BYTES:
+                break
+            taken.append(self.waiting.popleft())
+        return taken
+
+
 class _RegisteredBuffers(Buffers):
     """Memory that a client knows, so that it moves bytes there without a copy.
 
@@ -113,8 +138,9 @@ class MooncakeStore:
 
     Bytes are read into registered memory, which the caller gets, and written from it,
     into which they are copied. An object that is there stays: its name says what it
-    has, and to write over it would take its memory twice for minutes. The master evicts
-    what was not used for long. There is no list.
+    has, and to write over it would take its memory twice for minutes. One that is
+    deleted while it is read may be read with bytes of the next in its place, which its
+    seal shows. The master evicts what was not used for long. There is no list.
 
     The client is made when the master first answers, and finds a master that came back
     by itself. No call takes longer than some seconds.
@@ -138,14 +164,16 @@ class MooncakeStore:
         self._place = _parse(url, self._url)
         self._mooncake = _import()
         self._lock = threading.Lock()
+        self._connecting = threading.Lock()
         self._client: _Client | None = None
         self._error = StoreError("unreachable", "")  # Of the last attempt to connect,
         self._retry_s = 0.0  # and until when it holds.
         self._num_open = 0  # Calls that are queued or running.
         self._is_closed = False
-        self._readers = Workers("jaxkv storage reader", _NUM_READERS)
-        self._writers = Workers("jaxkv storage writer", _NUM_WRITERS)
-        self._probers = Workers("jaxkv storage prober", 1)
+        self._reads = _queue("reader", _get)
+        self._writes = _queue("writer", _put)
+        self._probes = _queue("prober", _exists)
+        self._deletes = _queue("remover", _delete)
         # While it starts a client stops all threads, for seconds if a master hangs:
         # better now than while an engine serves.
         with contextlib.suppress(StoreError):
@@ -158,58 +186,57 @@ class MooncakeStore:
 
     def get(self, names: Sequence[str], max_bytes: int) -> list[Future[Piece | None]]:
         """Read objects."""
-        at_once = max(1, _BATCH_BYTES // max_bytes)
-        call = functools.partial(self._get, max_bytes)
-        return self._run(self._readers, list(map(check_name, names)), at_once, call)
+        items = [(check_name(name), max_bytes) for name in names]
+        return self._ask(self._reads, items, [max_bytes] * len(items))
 
     def put(self, items: Sequence[tuple[str, Blob]]) -> list[Future[None]]:
         """Write objects that are not there; an empty one counts as none."""
         for name, _ in items:
             check_name(name)
-        largest = max((sum(map(len, blob)) for _, blob in items), default=1)
-        at_once = max(1, _BATCH_BYTES // max(1, largest))
-        return self._run(self._writers, items, at_once, self._put)
+        return self._ask(self._writes, items, [_num_bytes(blob) for _, blob in items])
 
     def exists(self, names: Sequence[str]) -> list[Future[bool]]:
         """Tell which objects there are."""
-        names = list(map(check_name, names))
-        return self._run(self._probers, names, _MOST_AT_ONCE, self._exists)
+        return self._ask(self._probes, list(map(check_name, names)), [0] * len(names))
 
     def delete(self, names: Sequence[str]) -> list[Future[None]]:
         """Delete objects, even while others read them."""
-        names = list(map(check_name, names))
-        return self._run(self._writers, names, _MOST_AT_ONCE, self._delete)
+        return self._ask(self._deletes, list(map(check_name, names)), [0] * len(names))
 
-    def _run(
-        self,
-        workers: Workers,
-        items: Sequence[Any],
-        at_once: int,
-        call: Callable[[Any, Sequence[Any]], Sequence[Any]],
+    def _ask(
+        self, queue: _Queue, items: Sequence[Any], sizes: Sequence[int]
     ) -> list[Future[Any]]:
-        """Have a call made for each `at_once` of some items; it may return errors."""
         futures: list[Future[Any]] = [Future() for _ in items]
-
-        def run(first: int) -> None:
-            part = slice(first, first + at_once)
-            try:
-                results = call(self._connected(), items[part])
-            except Exception as error:
-                results = [error_of(error)] * len(futures[part])
-            for future, result in zip(futures[part], results, strict=True):
-                if isinstance(result, StoreError):
-                    future.set_exception(result)
-                else:
-                    future.set_result(result)
-            with self._lock:
-                self._num_open -= 1
-            self._end_if_idle()
-
-        for first in range(0, len(items), at_once):
-            with self._lock:
-                self._num_open += 1
-            workers.submit(run, first)
+        with self._lock:
+            self._num_open += 1
+            queue.waiting.extend(zip(items, sizes, futures, strict=True))
+        queue.workers.submit(self._answer, queue)
         return futures
+
+    def _answer(self, queue: _Queue) -> None:
+        """Have calls made until nothing waits; the work of a queue's thread."""
+        while self._answer_some(queue, queue.take()):
+            pass
+        with self._lock:
+            self._num_open -= 1
+        self._end_if_idle()
+
+    def _answer_some(
+        self, queue: _Queue, taken: Sequence[tuple[Any, int, Future[Any]]]
+    ) -> bool:
+        """Answer what one call may have; return whether there was any."""
+        if not taken:
+            return False
+        try:
+            results = queue.call(self._connected(), [item for item, *_ in taken])
+        except Exception as error:
+            results = [error_of(error)] * len(taken)
+        for (*_, future), result in zip(taken, results, strict=True):
+            if isinstance(result, StoreError):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+        return True
 
     def list(self, folder: str) -> Iterator[list[str]]:
         """Refuse: a client cannot list."""
@@ -218,60 +245,15 @@ class MooncakeStore:
 
     def close(self) -> None:
         """Let the threads end, then the client, which takes back what it lent."""
-        for workers in (self._readers, self._writers, self._probers):
-            workers.close()
+        for queue in (self._reads, self._writes, self._probes, self._deletes):
+            queue.workers.close()
         with self._lock:
             self._is_closed = True
         self._end_if_idle()
 
-    def _get(
-        self, max_bytes: int, client: _Client, names: Sequence[str]
-    ) -> Sequence[Piece | StoreError | None]:
-        views = [client.buffers.take(max_bytes) for _ in names]
-        sizes = [max_bytes] * len(names)
-        codes = client.theirs.batch_get_into(names, list(map(_address, views)), sizes)
-        return [
-            _head(client, name, view) if code == _DOES_NOT_FIT else _read(view, code)
-            for name, view, code in zip(names, views, codes, strict=True)
-        ]
-
-    def _put(
-        self, client: _Client, items: Sequence[tuple[str, Blob]]
-    ) -> Sequence[StoreError | None]:
-        # An empty object cannot be written, and would be found like none.
-        full = [(name, blob) for name, blob in items if any(map(len, blob))]
-        views = [client.buffers.take(sum(map(len, blob))) for _, blob in full]
-        for view, (_, blob) in zip(views, full, strict=True):
-            _fill(view, blob)
-        codes = client.theirs.batch_put_from(
-            [name for name, _ in full],
-            list(map(_address, views)),
-            list(map(len, views)),
-        )
-        codes_of = iter(codes)
-        return [
-            _written(next(codes_of)) if any(map(len, blob)) else None
-            for _, blob in items
-        ]
-
-    def _exists(
-        self, client: _Client, names: Sequence[str]
-    ) -> Sequence[bool | StoreError]:
-        codes = client.theirs.batch_is_exist(names)
-        return [_error(code, "") if code < 0 else bool(code) for code in codes]
-
-    def _delete(
-        self, client: _Client, names: Sequence[str]
-    ) -> Sequence[StoreError | None]:
-        codes = client.theirs.batch_remove(names, True)
-        return [
-            None if code >= 0 or code == _NOT_FOUND else _error(code, "")
-            for code in codes
-        ]
-
     def _connected(self) -> _Client:
         """Give the client, made at first; an attempt that failed holds for a while."""
-        with self._lock:
+        with self._connecting:
             if self._client is None:
                 if time.monotonic() < self._retry_s:
                     raise self._error
@@ -328,6 +310,52 @@ class MooncakeStore:
         threading.Thread(
             target=theirs.close, name="jaxkv storage close", daemon=True
         ).start()
+
+
+def _queue(
+    name: str, call: Callable[[_Client, Sequence[Any]], Sequence[Any]]
+) -> _Queue:
+    return _Queue(Workers(f"jaxkv storage {name}", 1), collections.deque(), call)
+
+
+def _get(
+    client: _Client, items: Sequence[tuple[str, int]]
+) -> list[Piece | StoreError | None]:
+    views = [client.buffers.take(max_bytes) for _, max_bytes in items]
+    names = [name for name, _ in items]
+    sizes = list(map(len, views))
+    codes = client.theirs.batch_get_into(names, list(map(_address, views)), sizes)
+    return [
+        _head(client, name, view) if code == _DOES_NOT_FIT else _read(view, code)
+        for name, view, code in zip(names, views, codes, strict=True)
+    ]
+
+
+def _put(client: _Client, items: Sequence[tuple[str, Blob]]) -> list[StoreError | None]:
+    # An empty object cannot be written, and would be found like none.
+    full = [(name, blob) for name, blob in items if _num_bytes(blob)]
+    views = [client.buffers.take(_num_bytes(blob)) for _, blob in full]
+    for view, (_, blob) in zip(views, full, strict=True):
+        _fill(view, blob)
+    names, sizes = [name for name, _ in full], list(map(len, views))
+    codes = iter(client.theirs.batch_put_from(names, list(map(_address, views)), sizes))
+    return [_written(next(codes)) if _num_bytes(blob) else None for _, blob in items]
+
+
+def _exists(client: _Client, names: Sequence[str]) -> list[bool | StoreError]:
+    codes = client.theirs.batch_is_exist(names)
+    return [_error(code, "") if code < 0 else bool(code) for code in codes]
+
+
+def _delete(client: _Client, names: Sequence[str]) -> list[StoreError | None]:
+    codes = client.theirs.batch_remove(names, True)
+    return [
+        None if code >= 0 or code == _NOT_FOUND else _error(code, "") for code in codes
+    ]
+
+
+def _num_bytes(blob: Blob) -> int:
+    return sum(map(len, blob))
 
 
 def _parse(url: str, shown_as: str) -> _Place:
