@@ -634,6 +634,16 @@ def test_a_store_without_its_extra_is_wrong(tmp_path, monkeypatch, url, extra, m
     assert fault.advice == pip_install(extra)
 
 
+def test_an_extra_that_cannot_be_loaded_is_wrong(tmp_path, monkeypatch):
+    def fail(url):
+        raise ImportError("libibverbs.so.1 is not there")
+
+    monkeypatch.setattr("jaxkv.tools.doctor.store.open_store", fail)
+    monkeypatch.setattr("jaxkv.tools.doctor.store.missing_packages", lambda extra: ())
+    (fault,) = look(tmp_path, "mooncake://127.0.0.1")
+    assert fault.what.endswith("cannot be used: libibverbs.so.1 is not there")
+
+
 def test_a_store_that_nobody_serves_is_wrong(tmp_path):
     (fault,) = look(tmp_path, f"redis://127.0.0.1:{free_port()}")
     assert "cannot be used: ConnectionError: " in fault.what

@@ -41,11 +41,16 @@ _MOST_AT_ONCE = 256
 _CONNECT_S = 5.0
 _RETRY_S = 1.0  # Between two attempts to connect,
 _HUNG_RETRY_S = 60.0  # and to start a client, which stops all threads meanwhile.
-# The client's own limits: it would wait for 30 s, and try to connect for 90 s.
+# A client would wait for a master for 30 s, and try to connect for 90 s.
 _LIMITS: Mapping[str, str] = {
     "MC_RPC_TIMEOUT_MS": "5000",
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+}
+# Read later than when a client starts, so that they stay set: it would write a dozen
+# lines about each client, and wait for 30 s for another that does not move on.
+_LASTING: Mapping[str, str] = {
+    "MC_LOG_LEVEL": "ERROR",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
 }
 
 # Its codes: https://github.com/kvcache-ai/Mooncake, mooncake-store/include/types.h.
@@ -402,8 +407,8 @@ def _parse(url: str, shown_as: str) -> _Place:
 
 
 def _import() -> Any:
-    # It would write a dozen lines about each client, and read this when it is loaded.
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    for name, text in _LASTING.items():
+        os.environ.setdefault(name, text)
     try:
         import mooncake.store
     except ModuleNotFoundError as error:

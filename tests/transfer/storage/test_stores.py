@@ -713,6 +713,19 @@ def test_a_missing_extra_is_named_in_one_line(url, package, extra, monkeypatch):
     assert "\n" not in str(info.value)
 
 
+def test_libraries_that_a_client_needs_are_named(tmp_path, monkeypatch):
+    package = tmp_path / "mooncake"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "store.py").write_text("raise ImportError('libnuma.so.1: not there')")
+    for name in ("mooncake", "mooncake.store"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match=r"libnuma.so.1: not.*apt-get install"):
+        open_store("mooncake://host")
+    sys.modules.pop("mooncake", None)
+
+
 @pytest.mark.parametrize("path_is_a_file", [True, False])
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path, path_is_a_file):
     (tmp_path / "file").write_text("")
