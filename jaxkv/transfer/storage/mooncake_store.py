@@ -173,6 +173,7 @@ class MooncakeStore:
         self._client: _Client | None = None
         self._error = StoreError("unreachable", "")  # Of the last attempt to connect,
         self._retry_s = 0.0  # and until when it holds.
+        self._is_suspect = False  # The last call failed.
         self._num_open = 0  # Calls that are queued or running.
         self._is_closed = False
         self._reads = _queue("reader", _get)
@@ -236,6 +237,8 @@ class MooncakeStore:
             results = queue.call(self._connected(), [item for item, *_ in taken])
         except Exception as error:
             results = [error_of(error)] * len(taken)
+        errors = [each for each in results if isinstance(each, StoreError)]
+        self._is_suspect = any(error.kind != "full" for error in errors)
         for (*_, future), result in zip(taken, results, strict=True):
             if isinstance(result, StoreError):
                 future.set_exception(result)
@@ -268,15 +271,21 @@ class MooncakeStore:
                     self._error = error
                     self._retry_s = max(self._retry_s, time.monotonic() + _RETRY_S)
                     raise
+            elif self._is_suspect:
+                self._reach()
             return self._client
 
-    def _connect(self) -> _Client:
+    def _reach(self) -> str:
+        """Connect to the master; return the own address by which it is reached.
+
+        Without a master a client would stop all threads until it gives up, and call
+        after call of one that has lost it would last for seconds.
+        """
         place = self._place
         try:
-            # Without a master a client would stop all threads until it gives up.
             address = place.host, place.port
             with socket.create_connection(address, _CONNECT_S) as connection:
-                own_host = place.own_host or connection.getsockname()[0]
+                return str(connection.getsockname()[0])
         except (OSError, UnicodeError) as error:
             raise StoreError(
                 "unreachable",
@@ -284,10 +293,13 @@ class MooncakeStore:
                 f"({one_line(str(error))}): start mooncake_master there, or name "
                 "another by storage=mooncake://HOST:PORT",
             ) from error
+
+    def _connect(self) -> _Client:
+        place, own_host = self._place, self._reach()
         theirs = self._mooncake.MooncakeDistributedStore()
         with _environment(_LIMITS):
             code = theirs.setup(
-                own_host,
+                place.own_host or own_host,
                 place.metadata,
                 place.segment_bytes,
                 0,

@@ -27,6 +27,7 @@ from jaxkv.transfer.storage import open_store
 from tests.rigs.faulty_store import Faults, FaultyStore
 from tests.rigs.scraping import read
 from tests.rigs.servers import free_port, mooncake_master, redis_server
+from tests.rigs.waiting import wait_for
 
 FULL = ModelConfig(
     num_layers=2, d_model=64, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=128
@@ -372,6 +373,8 @@ def test_a_server_killed_and_revived_under_load_is_told_twice_and_harms_no_token
         engine.step = step
         assert converse(engine, 1) == converse(alone, 1)
         assert converse(engine, 2) == converse(alone, 2)
+        # Mooncake's client takes seconds to see it.
+        wait_for(lambda: engine.step() or not engine.offload.has_pending_stores())
         settle(engine)
         assert (is_up(), told()) == (0.0, ["WARNING"])
         stats = engine.offload.stats
