@@ -43,6 +43,7 @@ EXTRAS = {
     "prometheus_client",
     "tensorstore",
     "redis",
+    "mooncake",
 }
 ENGINES = {"jetstream", "maxtext", "vllm", "tpu_inference"}  # what is plugged into
 # Packages that are of no use without an extra, and say so when imported.

@@ -19,6 +19,7 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
     },
     "storage": {"tensorstore": "tensorstore>=0.1.86"},
     "redis": {"redis": "redis>=5.1"},
+    "mooncake": {"mooncake": "mooncake-transfer-engine-non-cuda>=0.3.13"},
 }
 """For each extra that adds a feature, its modules and the requirement behind each."""
 

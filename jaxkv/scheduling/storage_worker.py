@@ -144,7 +144,8 @@ def open_storage(
         num_shards: How many parts there are.
         deadline_s: As of `StorageWorker`.
         await_s: Likewise.
-        list_every_s: How long after a listing the store is listed again.
+        list_every_s: How long after a listing the store is listed again; one that has
+            no list is never listed.
         max_blocks: Blocks on their way in either direction for which there is room at
             least, as `OffloadRules.max_storage_blocks`.
         clock: Seconds since some moment.
@@ -176,7 +177,7 @@ def open_storage(
         storage_io,
         deadline_s=deadline_s,
         await_s=await_s,
-        list_every_s=list_every_s,
+        list_every_s=list_every_s if storage_io.can_list else 0.0,
         clock=clock,
     )
 

@@ -11,11 +11,14 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 
+from jaxkv.transfer.storage import open_store
 from tests.rigs.waiting import wait_for
 
 _STARTED_S = 60.0
@@ -142,11 +145,60 @@ def s3_server(bucket: str) -> Iterator[tuple[str, subprocess.Popen]]:
         yield url, process
 
 
+def mooncake_program() -> str:
+    """Find the master, or skip the test."""
+    names = [name for _, name in socket.if_nameindex()]
+    if names != ["lo"]:
+        pytest.skip(
+            "a client of Mooncake listens on all interfaces: .ci/mooncake runs this "
+            "where there is none but loopback"
+        )
+    try:
+        open_store("mooncake://127.0.0.1:1").close()
+    except ImportError as error:
+        pytest.skip(str(error))
+    package = importlib.util.find_spec("mooncake")
+    assert package is not None
+    assert package.origin is not None
+    return str(Path(package.origin).with_name("mooncake_master"))
+
+
 @contextlib.contextmanager
-def _running(words: list[str], port: int) -> Iterator[subprocess.Popen]:
+def mooncake_master(port: int | None = None) -> Iterator[tuple[str, subprocess.Popen]]:
+    """Run a Mooncake master at a free port; its pool has what its clients lend."""
+    program, port = mooncake_program(), port or free_port()
+    os.chmod(program, 0o755)  # As its own launcher does.
+    words = [program, f"-rpc_port={port}", "-rpc_address=127.0.0.1"]
+    words += [f"-metrics_port={free_port()}", "-metrics_host=127.0.0.1"]
+    # What a client that is gone had lent is forgotten soon.
+    words += ["-client_ttl=2", "-default_kv_lease_ttl=1000"]
+    libraries = {"LD_LIBRARY_PATH": str(Path(program).parent)}
+    with _running(words, port, libraries) as process:
+        yield f"mooncake://127.0.0.1:{port}", process
+
+
+@contextlib.contextmanager
+def mooncake_lender(url: str, num_bytes: int = 64 << 20) -> Iterator[Any]:
+    """Run a client of a master that lends memory to its pool."""
+    mooncake_program()
+    from mooncake.store import MooncakeDistributedStore
+
+    client, place = MooncakeDistributedStore(), url.removeprefix("mooncake://")
+    words = "127.0.0.1", "P2PHANDSHAKE", num_bytes, 0, "tcp", "", place
+    assert client.setup(*words) == 0
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+@contextlib.contextmanager
+def _running(
+    words: list[str], port: int, more: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[subprocess.Popen]:
     environ = {
         name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ
-    }
+    } | more
     with subprocess.Popen(
         words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environ
     ) as process:

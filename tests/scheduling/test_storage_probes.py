@@ -1,6 +1,7 @@
 """A store is asked for what no tier is known to have: blocks that others wrote."""
 
 import contextlib
+import signal
 import socket
 import time
 from concurrent.futures import Future
@@ -17,7 +18,12 @@ from jaxkv.transfer.storage import LocalStore, MemoryStore, ObjectFormat, Storag
 from jaxkv.transfer.storage.run_search import RunSearch
 from tests.rigs.faulty_store import FaultyStore
 from tests.rigs.offload_rig import BLOCK_SIZE, HYBRID, make_keys, make_request
-from tests.rigs.servers import redis_server, s3_server
+from tests.rigs.servers import (
+    mooncake_lender,
+    mooncake_master,
+    redis_server,
+    s3_server,
+)
 from tests.scheduling.test_storage import StoreRig
 
 PROBE_S = 0.005
@@ -440,7 +446,7 @@ class Engine:
         self.worker.storage.close()
 
 
-@pytest.fixture(params=["folder", "memory", "redis", "s3"])
+@pytest.fixture(params=["folder", "memory", "redis", "s3", "mooncake"])
 def url(request, tmp_path, monkeypatch):
     """A store of each kind, which is empty."""
     with contextlib.ExitStack() as stack:
@@ -451,6 +457,10 @@ def url(request, tmp_path, monkeypatch):
                 yield f"memory://{tmp_path}"
             case "redis":
                 yield stack.enter_context(redis_server(tmp_path))[0]
+            case "mooncake":
+                url, _ = stack.enter_context(mooncake_master())
+                stack.enter_context(mooncake_lender(url))
+                yield url
             case "s3":
                 monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
                 monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
@@ -516,3 +526,21 @@ def test_a_dead_store_delays_a_request_by_its_deadline_and_no_more(dead_url):
     assert engine.worker.storage.num_probes["late"] == 1
     assert engine.scheduler.explain(request).num_offered_tokens == 0
     engine.close()
+
+
+def test_a_master_of_mooncake_that_hangs_delays_a_request_by_its_deadline():
+    with mooncake_master() as (url, master):
+        now_s = [0.0]
+
+        def pass_time():
+            now_s[0] += 0.001
+
+        engine = Engine(url, clock=lambda: now_s[0])
+        assert engine.num_found(make_request("a", 1, 2, 3)) == 0
+        master.send_signal(signal.SIGSTOP)
+        start_s = now_s[0]
+        assert engine.num_found(make_request("b", 4, 5, 6), pass_time) == 0
+        assert 0.004 < now_s[0] - start_s < 0.007
+        assert engine.worker.storage.num_probes["late"] == 1
+        master.send_signal(signal.SIGCONT)
+        engine.close()

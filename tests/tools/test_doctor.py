@@ -359,7 +359,7 @@ def test_the_command_prints_in_columns_and_writes_json(machine, capsys, tmp_path
     assert rows["Memory"] == "95.37 GiB, 64.00 GiB available"
     assert rows["Cgroup"] == "no limit"
     assert rows["Software"].startswith(f"Python {sys.version.split()[0]}, jaxkv 0.")
-    assert rows["Extras"] == "events, metrics, demo, storage, redis"
+    assert rows["Extras"].startswith("events, metrics, demo, storage, redis")
     assert rows["Host tier"].startswith("56 GiB recommended: the machine has 64.00 GiB")
     assert out.split("\n\n", 1)[1] == (
         "WRONG  70 GiB of host memory (--host-bytes) do not fit: the machine has only "
@@ -428,13 +428,14 @@ def run_doctor(words, *, before="", **environ):
 
 
 def test_the_doctor_names_missing_extras_and_runs_without_rich():
-    without = "sys.modules['zmq'] = sys.modules['rich'] = None"
+    names = ("zmq", "rich", "mooncake")
+    without = "".join(f"sys.modules[{name!r}] = " for name in names) + "None"
     # The probe shows progress without rich, too.
     done = run_doctor(["doctor", "--need", "events"], before=without)
     assert done.returncode == 1, done.stderr
     assert (
         "Extras       metrics, storage, redis, events (pyzmq missing), demo (rich "
-        "missing)\n"
+        "missing), mooncake (mooncake-transfer-engine-non-cuda missing)\n"
     ) in done.stdout
     assert "WRONG  the extra events is needed, and pyzmq not installed" in done.stdout
     assert f"  1. {pip_install('events')}" in done.stdout
@@ -633,6 +634,16 @@ def test_a_store_without_its_extra_is_wrong(tmp_path, monkeypatch, url, extra, m
     assert fault.advice == pip_install(extra)
 
 
+def test_an_extra_that_cannot_be_loaded_is_wrong(tmp_path, monkeypatch):
+    def fail(url):
+        raise ImportError("libibverbs.so.1 is not there")
+
+    monkeypatch.setattr("jaxkv.tools.doctor.store.open_store", fail)
+    monkeypatch.setattr("jaxkv.tools.doctor.store.missing_packages", lambda extra: ())
+    (fault,) = look(tmp_path, "mooncake://127.0.0.1")
+    assert fault.what.endswith("cannot be used: libibverbs.so.1 is not there")
+
+
 def test_a_store_that_nobody_serves_is_wrong(tmp_path):
     (fault,) = look(tmp_path, f"redis://127.0.0.1:{free_port()}")
     assert "cannot be used: ConnectionError: " in fault.what
@@ -697,8 +708,8 @@ def test_the_command_tries_the_store_of_the_settings(machine, capsys, monkeypatc
     assert cli.main(["doctor", "--no-probe"]) == 1
     assert (
         "WRONG  storage='ftp://kv': unknown 'ftp': choose from file, s3, gs, redis, "
-        "rediss, redis+cluster, rediss+cluster, unix, memory (JAXKV_STORAGE in the "
-        "environment)"
+        "rediss, redis+cluster, rediss+cluster, unix, mooncake, memory "
+        "(JAXKV_STORAGE in the environment)"
     ) in capsys.readouterr().out
 
 

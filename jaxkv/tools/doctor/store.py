@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from jaxkv._util import one_line
+from jaxkv._util.extras import missing_packages
 from jaxkv.transfer.storage import BlobStore, StoreError, open_store
 from jaxkv.transfer.storage.objects import VERSION
 from jaxkv.transfer.storage.opening import extra_of, folder_of
@@ -125,8 +126,11 @@ def _look_at(url: str, store: Store, until_s: float) -> Store:
     try:
         try:
             opened = open_store(url)
-        except ImportError:
-            return dataclasses.replace(store, lacks_extra=extra_of(url))
+        except ImportError as error:
+            extra = extra_of(url)
+            if extra is None or not missing_packages(extra):
+                return _failed(store, StoreError("other", str(error)))
+            return dataclasses.replace(store, lacks_extra=extra)
         with contextlib.closing(opened):
             _try(opened, until_s)
         if place is None:

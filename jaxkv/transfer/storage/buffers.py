@@ -40,10 +40,11 @@ class Buffers:
         try:
             whole = self._kept.pop()  # The latest: caches may still have it.
         except IndexError:
-            whole = np.empty(num_bytes, np.uint8)
+            whole = self._make(num_bytes)
         if len(whole) != num_bytes:
             # Objects of one store have one size: what is kept is of no use any more.
-            whole = np.empty(num_bytes, np.uint8)
+            self._drop(whole)
+            whole = self._make(num_bytes)
         lease = whole[:]
         number = id(lease)
         self._lent[number] = (
@@ -51,6 +52,12 @@ class Buffers:
             whole,
         )
         return lease.data
+
+    def _make(self, num_bytes: int) -> NDArray[np.uint8]:
+        return np.empty(num_bytes, np.uint8)
+
+    def _drop(self, whole: NDArray[np.uint8]) -> None:
+        pass
 
     def _take_back(self, number: int) -> None:
         _, whole = self._lent.pop(number)

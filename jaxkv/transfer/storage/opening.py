@@ -7,6 +7,7 @@ import urllib.parse
 
 from jaxkv._util import did_you_mean, shown
 from jaxkv.transfer.storage.local import LocalStore
+from jaxkv.transfer.storage.mooncake_store import MooncakeStore
 from jaxkv.transfer.storage.redis_store import RedisStore
 from jaxkv.transfer.storage.store import (
     REDIS_SCHEMES,
@@ -18,7 +19,7 @@ from jaxkv.transfer.storage.tensor_store import open_gs, open_s3
 
 _MOST_LETTERS = 2000
 _BUCKETS = ("s3", "gs")
-SCHEMES = ("file", *_BUCKETS, *REDIS_SCHEMES, "memory")
+SCHEMES = ("file", *_BUCKETS, *REDIS_SCHEMES, "mooncake", "memory")
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 # What a user meant to be a URL, or to be in a shell, and would be a folder here.
@@ -40,6 +41,8 @@ def open_store(url: str) -> BlobStore:
             ``gs://BUCKET/PREFIX`` (extra ``storage``).
             ``redis://HOST:PORT``, ``rediss://``, ``unix:///SOCKET`` (extra ``redis``).
             ``redis+cluster://HOST:PORT,HOST:PORT``, ``rediss+cluster://`` (likewise).
+            ``mooncake://HOST:PORT`` (extra ``mooncake``), with what `MooncakeStore`
+            takes.
             ``memory://NAME``: the memory of this process.
 
     Raises:
@@ -71,6 +74,8 @@ def open_store(url: str) -> BlobStore:
         return open_s3(url)
     if scheme == "gs":
         return open_gs(url)
+    if scheme == "mooncake":
+        return MooncakeStore(url)
     return RedisStore(scheme + url[len(scheme) :])
 
 
@@ -127,6 +132,8 @@ def extra_of(url: str) -> str | None:
     scheme = _scheme_of(url)
     if scheme in REDIS_SCHEMES:
         return "redis"
+    if scheme == "mooncake":
+        return "mooncake"
     return "storage" if scheme in _BUCKETS else None
 
 

@@ -24,6 +24,7 @@ from jaxkv.transfer.storage.store import (
     DirectStore,
     Piece,
     StoreError,
+    can_list,
     error_of,
 )
 from jaxkv.types import BlockKey
@@ -556,6 +557,11 @@ class StorageIO(Resource):
     def url(self) -> str:
         """Where objects are, without secrets."""
         return self._store.url
+
+    @property
+    def can_list(self) -> bool:
+        """Whether the store can be listed."""
+        return can_list(self._store)
 
     @property
     def is_up(self) -> bool:

@@ -103,7 +103,7 @@ class BlobStore(Protocol):
         meanwhile may be there or not, and what is there may come twice.
 
         Raises:
-            StoreError: The store fails.
+            StoreError: The store fails, or has no list (`can_list`).
         """
         ...
 
@@ -160,6 +160,11 @@ class TimedStore(Protocol):
             StoreError: The store fails.
         """
         ...
+
+
+def can_list(store: BlobStore) -> bool:
+    """Whether a store lists its objects; else an engine has to ask for each."""
+    return bool(getattr(store, "can_list", True))
 
 
 def check_name(name: str) -> str:

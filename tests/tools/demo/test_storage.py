@@ -26,7 +26,8 @@ from jaxkv.tools.demo.steps import make_steps
 from jaxkv.transfer.storage import open_store
 from tests.rigs.faulty_store import Faults, FaultyStore
 from tests.rigs.scraping import read
-from tests.rigs.servers import free_port, redis_server
+from tests.rigs.servers import free_port, mooncake_master, redis_server
+from tests.rigs.waiting import wait_for
 
 FULL = ModelConfig(
     num_layers=2, d_model=64, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=128
@@ -320,10 +321,24 @@ def test_a_full_disk_changes_no_token_and_serves_what_it_has(models, tmp_path):
             assert not [p for p in folder.rglob(".*") if p.is_file()], "left behind"
 
 
-def test_a_redis_killed_and_revived_under_load_is_told_twice_and_harms_no_token(
-    models, tmp_path, caplog
+@contextlib.contextmanager
+def server(kind, tmp_path, port):
+    """Run a store's server; its URL and its process."""
+    if kind == "redis":
+        pytest.importorskip("redis")
+        with redis_server(tmp_path, port=port) as running:
+            yield running
+        return
+    with mooncake_master(port) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    "kind", ["redis", pytest.param("mooncake", marks=pytest.mark.long)]
+)
+def test_a_server_killed_and_revived_under_load_is_told_twice_and_harms_no_token(
+    models, tmp_path, caplog, kind
 ):
-    pytest.importorskip("redis")
     steps, port = models["full"], free_port()
     alone = Engine(steps, plain(host_blocks=0))
 
@@ -334,11 +349,13 @@ def test_a_redis_killed_and_revived_under_load_is_told_twice_and_harms_no_token(
         return [
             record.levelname
             for record in caplog.records
-            if "the store redis://127.0.0.1" in record.getMessage()
+            if f"the store {kind}://127.0.0.1" in record.getMessage()
         ]
 
     with contextlib.ExitStack() as stack, caplog.at_level(logging.INFO, "jaxkv"):
-        url, process = stack.enter_context(redis_server(tmp_path, port=port))
+        url, process = stack.enter_context(server(kind, tmp_path, port))
+        if kind == "mooncake":
+            url += "?segment=64MiB"
         config = {"storage_write": "through", "host_blocks": 20}
         engine = make_engine(steps, storage=url, **config)
         assert converse(engine, 0) == converse(alone, 0)
@@ -356,12 +373,14 @@ def test_a_redis_killed_and_revived_under_load_is_told_twice_and_harms_no_token(
         engine.step = step
         assert converse(engine, 1) == converse(alone, 1)
         assert converse(engine, 2) == converse(alone, 2)
+        # Mooncake's client takes seconds to see it.
+        wait_for(lambda: engine.step() or not engine.offload.has_pending_stores())
         settle(engine)
         assert (is_up(), told()) == (0.0, ["WARNING"])
         stats = engine.offload.stats
         assert stats.num_storage_dropped_failed > 0
         assert engine.worker.storage.storage_io.stats.errors["write unreachable"] > 0
-        stack.enter_context(redis_server(tmp_path, port=port))
+        stack.enter_context(server(kind, tmp_path, port))
         until_s = time.monotonic() + 60
         for seed in range(3, 1000):
             assert converse(engine, seed) == converse(alone, seed)

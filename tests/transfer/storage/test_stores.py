@@ -31,10 +31,14 @@ from jaxkv.transfer.storage import (
     tensor_store,
 )
 from jaxkv.transfer.storage.buffers import Buffers
+from jaxkv.transfer.storage.store import can_list
 from jaxkv.transfer.storage.tensor_store import TensorStoreStore
 from tests.rigs.servers import (
     OF_CLUSTER,
     free_port,
+    mooncake_lender,
+    mooncake_master,
+    mooncake_program,
     redis_client,
     redis_cluster,
     redis_server,
@@ -65,7 +69,21 @@ def s3_url():
         yield f"s3://blocks/%s?endpoint={endpoint}"
 
 
+@pytest.fixture(scope="module")
+def mooncake_pool():
+    with mooncake_master() as (url, _), mooncake_lender(url) as lender:
+        yield url, lender
+
+
+@pytest.fixture
+def mooncake_url(mooncake_pool):
+    url, lender = mooncake_pool
+    lender.remove_all(True)
+    return url
+
+
 KINDS = ["memory", "folder", "tensorstore", "s3", "redis", "unix", "cluster"]
+KINDS += ["mooncake"]
 
 
 @pytest.fixture(params=KINDS)
@@ -82,6 +100,8 @@ def store(request, tmp_path, monkeypatch):
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
         # moto never forgets a bucket: each test has a prefix of its own.
         store = open_store(request.getfixturevalue("s3_url") % next(_prefixes))
+    elif request.param == "mooncake":
+        store = open_store(request.getfixturevalue("mooncake_url"))
     elif request.param == "cluster":
         url = request.getfixturevalue("cluster_url")
         with redis.RedisCluster.from_url(url.replace("+cluster", "")) as client:
@@ -97,6 +117,14 @@ def store(request, tmp_path, monkeypatch):
         store = open_store(url)
     yield store
     store.close()
+
+
+@pytest.fixture
+def listing_store(store):
+    """Each kind that has a list."""
+    if not can_list(store):
+        pytest.skip("it has no list")
+    return store
 
 
 def get(store, *names):
@@ -134,13 +162,15 @@ def test_pieces_are_joined(store):
     assert get(store, "a/1") == [b"".join(pieces)]
 
 
-def test_a_folder_is_listed_with_all_below_it(store):
+def test_a_folder_is_listed_with_all_below_it(listing_store):
+    store = listing_store
     put(store, a__1=b"1", a__b__2=b"22", ab__3=b"333", c=b"4")
     assert listed(store, "a") == ["a/1", "a/b/2"]
     assert listed(store, "nowhere") == []
 
 
-def test_all_of_many_objects_are_listed(store):
+def test_all_of_many_objects_are_listed(listing_store):
+    store = listing_store
     names = [f"a/{n % 17:02x}/{n}" for n in range(5000)]
     names += ["a/A", "a/0/0", "a/f", "a/zz/0", "a/Z"]
     if isinstance(store, TensorStoreStore):
@@ -358,6 +388,14 @@ def test_stores_in_memory_of_one_name_are_one():
             "redis+cluster://host/1",
             "must be redis.cluster://HOST:PORT, of as many nodes",
         ),
+        ("mooncake://", "must be mooncake://HOST:PORT of the master, with segment="),
+        ("mooncake://me@host", "storage='mooncake://host' must be mooncake://HOST:"),
+        ("mooncake://host:port", "must be mooncake://HOST:PORT"),
+        ("mooncake://host:1/kv", "must be mooncake://HOST:PORT"),
+        ("mooncake://host?segmnt=1GiB", "must be mooncake://HOST:PORT"),
+        ("mooncake://host?segment=few", "segment='few' must be a size such as 64MiB"),
+        ("mooncake://host?protocol=ib", "protocol='ib' must be tcp or rdma"),
+        ("mooncake://host?device=mlx5_0", "device='mlx5_0' needs protocol=rdma"),
         ("redis+cluster://a,,b:1", "a host is missing between commas"),
         ("redis+cluster://a,b:port", "storage='redis.cluster://a,b:port': Port could"),
         # Errors of others, which would not say which value it is.
@@ -419,7 +457,7 @@ def test_s3_takes_the_credentials_of_the_environment_if_it_has_some(monkeypatch)
     assert "aws_credentials" not in has_none
 
 
-@pytest.mark.parametrize("scheme", ["redis", "redis+cluster", "s3"])
+@pytest.mark.parametrize("scheme", ["redis", "redis+cluster", "s3", "mooncake"])
 def test_a_server_that_is_not_there_is_unreachable(scheme, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
@@ -427,9 +465,13 @@ def test_a_server_that_is_not_there_is_unreachable(scheme, monkeypatch):
     url = (
         f"s3://bkt?endpoint=http://{place}" if scheme == "s3" else f"{scheme}://{place}"
     )
+    if scheme == "mooncake":
+        mooncake_program()
     store = open_store(url)
     assert error_kinds(store.get(["a"], MOST)) == {"unreachable"}
     assert error_kinds(store.put([("a", [b"x"])])) == {"unreachable"}
+    if not can_list(store):
+        return
     with pytest.raises(StoreError) as info:
         list(store.list("a"))
     assert info.value.kind == "unreachable"
@@ -582,6 +624,52 @@ def test_a_cluster_is_used_again_once_it_is_back(tmp_path):
         wait_for(has_all, store, put_in_all_slots(store))
 
 
+def test_a_pool_without_a_list_or_room_says_so(mooncake_url):
+    store = open_store(mooncake_url)
+    with pytest.raises(StoreError, match="storage_list_s=0"):
+        list(store.list("a"))
+    (future,) = store.put([("a", [bytes(80 << 20)])])
+    assert future.exception(60).kind == "full"
+    assert "segment=" in str(future.exception())
+    store.close()
+
+
+def test_what_one_client_has_written_another_reads_and_deletes(mooncake_url):
+    payload = np.random.default_rng(0).bytes(3 << 20)
+    with closing_all(open_store(mooncake_url), open_store(mooncake_url)) as (one, two):
+        two.put([("a/1", [b"head", payload])])[0].result(60)
+        assert get(one, "a/1") == get(two, "a/1") == [b"head" + payload]
+        assert bytes(two.get(["a/1"], 100)[0].result(60)) == b"head" + payload[:96]
+        # An object that is there stays, until it is deleted, which needs no lease.
+        put(one, a__1=b"other")
+        assert get(two, "a/1") == [b"head" + payload]
+        one.delete(["a/1"])[0].result(60)
+        put(one, a__1=b"other")
+        assert get(two, "a/1") == [b"other"]
+
+
+def test_mooncake_is_used_again_once_its_master_is_back():
+    with ExitStack() as stack:
+        with mooncake_master() as (url, process):
+            (store,) = stack.enter_context(
+                closing_all(open_store(f"{url}?segment=64MiB"))
+            )
+            put(store, a=b"x")
+            process.kill()
+            process.wait()
+            assert error_kinds(store.get(["a"], MOST)) == {"unreachable"}
+            late = stack.enter_context(closing(open_store(url)))
+            (future,) = late.get(["a"], MOST)
+            assert f"no Mooncake master answers at {url[11:]}" in str(
+                future.exception()
+            )
+        stack.enter_context(mooncake_master(int(url.rpartition(":")[2])))
+        wait_for(lambda: store.put([("a", [b"y"])])[0].exception(60) is None)
+        assert get(store, "a") == [b"y"]
+        wait_for(lambda: late.exists(["a"])[0].exception(60) is None)
+        assert get(late, "a") == [b"y"]
+
+
 def test_a_folder_that_cannot_be_written_still_serves(tmp_path):
     store = LocalStore(tmp_path)
     put(store, a__1=b"x")
@@ -614,6 +702,7 @@ def test_a_full_disk_says_so_and_leaves_nothing(tmp_path):
         ("gs://bucket", "tensorstore", "storage"),
         ("redis://host", "redis", "redis"),
         ("unix:///socket", "redis", "redis"),
+        ("mooncake://host", "mooncake.store", "mooncake"),
     ],
 )
 def test_a_missing_extra_is_named_in_one_line(url, package, extra, monkeypatch):
@@ -622,6 +711,19 @@ def test_a_missing_extra_is_named_in_one_line(url, package, extra, monkeypatch):
         open_store(url)
     assert str(info.value).endswith(pip_install(extra))
     assert "\n" not in str(info.value)
+
+
+def test_libraries_that_a_client_needs_are_named(tmp_path, monkeypatch):
+    package = tmp_path / "mooncake"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "store.py").write_text("raise ImportError('libnuma.so.1: not there')")
+    for name in ("mooncake", "mooncake.store"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match=r"libnuma.so.1: not.*apt-get install"):
+        open_store("mooncake://host")
+    sys.modules.pop("mooncake", None)
 
 
 @pytest.mark.parametrize("path_is_a_file", [True, False])
@@ -648,12 +750,14 @@ print("end", hanging.done())
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("scheme", ["s3", "redis"])
+@pytest.mark.parametrize("scheme", ["s3", "redis", "mooncake"])
 def test_a_process_ends_although_a_server_never_answers(scheme):
     """The server takes connections, and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = f"127.0.0.1:{server.getsockname()[1]}"
-        url = f"redis://{place}"
+        url = f"{scheme}://{place}"
+        if scheme == "mooncake":
+            mooncake_program()
         if scheme == "s3":
             url = f"s3://bucket/?endpoint=http://{place}"
         code = f"""
@@ -661,7 +765,7 @@ from jaxkv.transfer.storage import ObjectFormat, StorageIO, open_store
 storage = StorageIO(open_store({url!r}), ObjectFormat(b"m", "u8[4]", 4))
 storage.submit_writes([(b"k" * 32, [b"body"])])
 storage.submit_reads([b"k" * 32], 0.0)
-print([each.outcome for each in storage.wait(0.5)])
+print([each.outcome for each in storage.wait(0.5) if each.kind == "read"])
 storage.close(0.1)
 print("end")
 """
@@ -672,16 +776,25 @@ print("end")
             timeout=120,
             env=os.environ | {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y"},
         )
-    assert done.stdout == "['late']\nend\n", done.stderr
+    # A Mooncake client that cannot start has waited already.
+    outcomes = ("failed", "late") if scheme == "mooncake" else ("late",)
+    assert done.stdout in [f"['{each}']\nend\n" for each in outcomes], done.stderr
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_what_a_killed_writer_leaves_is_whole_or_not_seen(tmp_path, seed):
+@pytest.mark.parametrize(
+    ("kind", "seed"), [*(("folder", n) for n in range(3)), ("mooncake", 0)]
+)
+def test_what_a_killed_writer_leaves_is_whole_or_not_seen(
+    tmp_path, kind, seed, request
+):
+    url = str(tmp_path)
+    if kind == "mooncake":
+        url = request.getfixturevalue("mooncake_url")
     code = f"""
 import numpy as np
-from jaxkv.transfer.storage import LocalStore, ObjectFormat, StorageIO
-storage = StorageIO(LocalStore({str(tmp_path)!r}), ObjectFormat(b"m", "u8", 300_000))
+from jaxkv.transfer.storage import ObjectFormat, StorageIO, open_store
+storage = StorageIO(open_store({url!r}), ObjectFormat(b"m", "u8", 300_000))
 print("ready", flush=True)
 for number in range(10**9):
     key = (number % 50).to_bytes(32, "little")
@@ -697,10 +810,16 @@ for number in range(10**9):
         threading.Event().wait(random.Random(seed).uniform(0.05, 0.5))
         process.kill()
     objects = ObjectFormat(b"m", "u8", 300_000)
-    store = LocalStore(tmp_path)
-    for name in listed(store, objects.folder):
-        ((key,), _) = objects.keys_of([name])
-        payload = objects.decode(key, store.get([name], MOST)[0].result(60))
-        assert not isinstance(payload, Refusal), (name, payload)
-        assert len(set(bytes(payload))) == 1
+    store = open_store(url)
+    num_found = 0
+    for number in range(50):
+        key = number.to_bytes(32, "little")
+        name = objects.name(key)
+        data = store.get([name], objects.object_bytes)[0].result(60)
+        if data is not None:
+            payload = objects.decode(key, data)
+            assert not isinstance(payload, Refusal), (name, payload)
+            assert len(set(bytes(payload))) == 1
+            num_found += 1
+    assert num_found
     store.close()

@@ -32,7 +32,9 @@ from jaxkv.tools.options import (
 from jaxkv.tools.progress import show_progress
 
 _MOST_SHOWN = 300
-SUMMARY = "measure how fast a store (a folder, S3, Redis) writes and reads blocks"
+SUMMARY = (
+    "measure how fast a store (a folder, S3, Redis, Mooncake) writes and reads blocks"
+)
 DESCRIPTION = (
     "Time how long blocks take to a store and back, through everything that the "
     "storage tier does: the queue, the format with its checksum, and the store; "
@@ -49,7 +51,7 @@ def add_options(parser: Parser) -> None:
         "url",
         metavar="URL",
         help="a folder, file:///PATH, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, "
-        "redis://HOST:PORT or unix:///SOCKET",
+        "redis://HOST:PORT, unix:///SOCKET or mooncake://HOST:PORT",
     )
     parser.values(
         "--block-sizes SIZE",

@@ -47,7 +47,12 @@ def print_results(record: StorageRecord) -> None:
 def to_json(record: StorageRecord) -> dict[str, Any]:
     """Convert a record for ``json.dump``."""
     return {
-        "machine": {**machine(), **versions("tensorstore", "redis", "xxhash")},
+        "machine": {
+            **machine(),
+            **versions(
+                "tensorstore", "redis", "mooncake-transfer-engine-non-cuda", "xxhash"
+            ),
+        },
         "config": dataclasses.asdict(record.config) | {"url": record.place},
         "results": [_result_json(result) for result in record.results],
     }

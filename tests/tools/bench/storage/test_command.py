@@ -20,7 +20,12 @@ from jaxkv.tools.bench.storage.run import (
 from jaxkv.transfer.storage import objects as objects_module
 from jaxkv.transfer.storage import open_store
 from tests.rigs.command_line import LAUNCHER
-from tests.rigs.servers import redis_server, s3_server
+from tests.rigs.servers import (
+    mooncake_lender,
+    mooncake_master,
+    redis_server,
+    s3_server,
+)
 
 pytestmark = pytest.mark.usefixtures("plain_output")
 
@@ -71,6 +76,13 @@ def test_redis_stands_beside_itself(tmp_path, capsys):
         store = open_store(url)
         assert list(store.list("jaxkv1")) == []
         store.close()
+
+
+def test_mooncake_stands_beside_itself_and_keeps_nothing(capsys):
+    with mooncake_master() as (url, _), mooncake_lender(url) as lender:
+        assert bench(url, *SMALL) == 0
+        assert lender.remove_all(True) == 0  # So many were there.
+    assert f"{JAXKV} : {ALONE}" in capsys.readouterr().out
 
 
 def test_s3_is_measured_over_http(capsys, monkeypatch):

@@ -1,0 +1,490 @@
+"""Mooncake Store: the memory of a fleet's machines as one pool."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv._util import one_line, parse_bytes, shown
+from jaxkv._util.extras import pip_install
+from jaxkv.transfer.storage.buffers import Buffers
+from jaxkv.transfer.storage.store import (
+    Blob,
+    ErrorKind,
+    Piece,
+    StoreError,
+    check_name,
+    error_of,
+    shown_url,
+)
+from jaxkv.transfer.storage.workers import Workers
+
+_PORT = 50051
+_PROTOCOLS = ("tcp", "rdma")
+_OPTIONS = ("segment", "protocol", "device", "metadata", "host")
+_NO_METADATA_SERVER = "P2PHANDSHAKE"  # Clients ask one another.
+_INSTALL_LIBRARIES = "apt-get install libibverbs1 libnuma1 libcurl4"
+_BATCH_BYTES = 16 << 20  # Of one call.
+_MOST_AT_ONCE = 256
+_CONNECT_S = 5.0
+_RETRY_S = 1.0  # Between two attempts to connect,
+_HUNG_RETRY_S = 60.0  # and to start a client, which stops all threads meanwhile.
+# A client would wait for a master for 30 s, and try to connect for 90 s.
+_LIMITS: Mapping[str, str] = {
+    "MC_RPC_TIMEOUT_MS": "5000",
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+}
+# Read later than when a client starts, so that they stay set: it would write a dozen
+# lines about each client, and wait for 30 s for another that does not move on.
+_LASTING: Mapping[str, str] = {
+    "MC_LOG_LEVEL": "ERROR",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
+}
+
+# Its codes: https://github.com/kvcache-ai/Mooncake, mooncake-store/include/types.h.
+_FULL = -200
+_DOES_NOT_FIT = -600
+_NOT_READY = -703  # A writer has begun, or was killed.
+_NOT_FOUND = -704
+_TRANSFER_FAILED = -800  # Its owner is gone, or slow.
+_LEASE_EXPIRED = -707
+_ABSENT = (_NOT_READY, _NOT_FOUND)
+
+
+class _Place(NamedTuple):
+    """What a URL says.
+
+    Attributes:
+        host: The master's host.
+        port: Its port.
+        segment_bytes: Memory of this process that it lends to the pool.
+        protocol: How clients move bytes.
+        device: The network card for RDMA; "" for any.
+        metadata: The metadata server.
+        own_host: Where other clients reach this process; "" to find out.
+    """
+
+    host: str
+    port: int
+    segment_bytes: int
+    protocol: str
+    device: str
+    metadata: str
+    own_host: str
+
+
+class _Client(NamedTuple):
+    theirs: Any
+    buffers: Buffers
+
+
+class _Queue(NamedTuple):
+    """What waits for a thread, which takes as much at once as there is.
+
+    To wait for a call keeps a core busy, so that few large ones are the fastest.
+
+    Attributes:
+        workers: That thread.
+        waiting: Items, their bytes, and their futures.
+        call: Answers some items, each by a value or an error.
+    """
+
+    workers: Workers
+    waiting: collections.deque[tuple[Any, int, Future[Any]]]
+    call: Callable[[_Client, Sequence[Any]], Sequence[Any]]
+
+    def take(self) -> list[tuple[Any, int, Future[Any]]]:
+        """Take what one call may have, at least one item if there are any."""
+        taken: list[tuple[Any, int, Future[Any]]] = []
+        num_bytes = 0
+        while self.waiting and len(taken) < _MOST_AT_ONCE:
+            num_bytes += self.waiting[0][1]
+            if taken and num_bytes > _BATCH_BYTES:
+                break
+            taken.append(self.waiting.popleft())
+        return taken
+
+
+class _RegisteredBuffers(Buffers):
+    """Memory that a client knows, so that it moves bytes there without a copy.
+
+    As much is kept as was ever in use at once.
+    """
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__(sys.maxsize)
+        self._theirs = theirs
+
+    def _make(self, num_bytes: int) -> NDArray[np.uint8]:
+        whole = super()._make(num_bytes)
+        code = self._theirs.register_buffer(whole.ctypes.data, num_bytes)
+        if code < 0:
+            raise _error(code, f"{num_bytes} bytes of memory cannot be registered")
+        return whole
+
+    def _drop(self, whole: NDArray[np.uint8]) -> None:
+        self._theirs.unregister_buffer(whole.ctypes.data)
+
+
+class MooncakeStore:
+    """A store in the pool of a Mooncake master.
+
+    Bytes are read into registered memory, which the caller gets, and written from it,
+    into which they are copied. An object that is there stays: its name says what it
+    has, and to write over it would take its memory twice for minutes. One that is
+    deleted while it is read may be read with bytes of the next in its place, which its
+    seal shows. The master evicts what was not used for long. There is no list.
+
+    The client is made when the master first answers, and finds a master that came back
+    by itself. No call takes longer than some seconds.
+
+    Args:
+        url: ``mooncake://HOST:PORT`` of the master, with any of ``?segment=SIZE`` of
+            this process's memory for the pool (0), ``protocol=tcp`` or ``rdma``,
+            ``device=NAME`` of a card for RDMA, ``metadata=URL`` of a metadata server
+            (clients ask one another), and ``host=ADDRESS`` at which other clients reach
+            this one (that which reaches the master).
+
+    Raises:
+        ImportError: Mooncake is missing, or libraries that it needs.
+        ValueError: The URL is malformed.
+    """
+
+    can_list = False
+
+    def __init__(self, url: str) -> None:
+        self._url = shown_url(url)
+        self._place = _parse(url, self._url)
+        self._mooncake = _import()
+        self._lock = threading.Lock()
+        self._connecting = threading.Lock()
+        self._client: _Client | None = None
+        self._error = StoreError("unreachable", "")  # Of the last attempt to connect,
+        self._retry_s = 0.0  # and until when it holds.
+        self._is_suspect = False  # The last call failed.
+        self._num_open = 0  # Calls that are queued or running.
+        self._is_closed = False
+        self._reads = _queue("reader", _get)
+        self._writes = _queue("writer", _put)
+        self._probes = _queue("prober", _exists)
+        self._deletes = _queue("remover", _delete)
+        # While it starts a client stops all threads, for seconds if a master hangs:
+        # better now than while an engine serves.
+        with contextlib.suppress(StoreError):
+            self._connected()
+
+    @property
+    def url(self) -> str:
+        """The place, without user and password."""
+        return self._url
+
+    def get(self, names: Sequence[str], max_bytes: int) -> list[Future[Piece | None]]:
+        """Read objects."""
+        items = [(check_name(name), max_bytes) for name in names]
+        return self._ask(self._reads, items, [max_bytes] * len(items))
+
+    def put(self, items: Sequence[tuple[str, Blob]]) -> list[Future[None]]:
+        """Write objects that are not there; an empty one counts as none."""
+        for name, _ in items:
+            check_name(name)
+        return self._ask(self._writes, items, [_num_bytes(blob) for _, blob in items])
+
+    def exists(self, names: Sequence[str]) -> list[Future[bool]]:
+        """Tell which objects there are."""
+        return self._ask(self._probes, list(map(check_name, names)), [0] * len(names))
+
+    def delete(self, names: Sequence[str]) -> list[Future[None]]:
+        """Delete objects, even while others read them."""
+        return self._ask(self._deletes, list(map(check_name, names)), [0] * len(names))
+
+    def _ask(
+        self, queue: _Queue, items: Sequence[Any], sizes: Sequence[int]
+    ) -> list[Future[Any]]:
+        futures: list[Future[Any]] = [Future() for _ in items]
+        with self._lock:
+            self._num_open += 1
+            queue.waiting.extend(zip(items, sizes, futures, strict=True))
+        queue.workers.submit(self._answer, queue)
+        return futures
+
+    def _answer(self, queue: _Queue) -> None:
+        """Have calls made until nothing waits; the work of a queue's thread."""
+        while self._answer_some(queue, queue.take()):
+            pass
+        with self._lock:
+            self._num_open -= 1
+        self._end_if_idle()
+
+    def _answer_some(
+        self, queue: _Queue, taken: Sequence[tuple[Any, int, Future[Any]]]
+    ) -> bool:
+        """Answer what one call may have; return whether there was any."""
+        if not taken:
+            return False
+        try:
+            results = queue.call(self._connected(), [item for item, *_ in taken])
+        except Exception as error:
+            results = [error_of(error)] * len(taken)
+        errors = [each for each in results if isinstance(each, StoreError)]
+        self._is_suspect = any(error.kind != "full" for error in errors)
+        for (*_, future), result in zip(taken, results, strict=True):
+            if isinstance(result, StoreError):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+        return True
+
+    def list(self, folder: str) -> Iterator[list[str]]:
+        """Refuse: a client cannot list."""
+        check_name(folder)
+        raise StoreError("other", "Mooncake cannot list objects; set storage_list_s=0")
+
+    def close(self) -> None:
+        """Let the threads end, then the client, which takes back what it lent."""
+        for queue in (self._reads, self._writes, self._probes, self._deletes):
+            queue.workers.close()
+        with self._lock:
+            self._is_closed = True
+        self._end_if_idle()
+
+    def _connected(self) -> _Client:
+        """Give the client, made at first; an attempt that failed holds for a while."""
+        with self._connecting:
+            if self._client is None:
+                if time.monotonic() < self._retry_s:
+                    raise self._error
+                try:
+                    self._client = self._connect()
+                except StoreError as error:
+                    self._error = error
+                    self._retry_s = max(self._retry_s, time.monotonic() + _RETRY_S)
+                    raise
+            elif self._is_suspect:
+                self._reach()
+            return self._client
+
+    def _reach(self) -> str:
+        """Connect to the master; return the own address by which it is reached.
+
+        Without a master a client would stop all threads until it gives up, and call
+        after call of one that has lost it would last for seconds.
+        """
+        place = self._place
+        try:
+            address = place.host, place.port
+            with socket.create_connection(address, _CONNECT_S) as connection:
+                return str(connection.getsockname()[0])
+        except (OSError, UnicodeError) as error:
+            raise StoreError(
+                "unreachable",
+                f"no Mooncake master answers at {place.host}:{place.port} "
+                f"({one_line(str(error))}): start mooncake_master there, or name "
+                "another by storage=mooncake://HOST:PORT",
+            ) from error
+
+    def _connect(self) -> _Client:
+        place, own_host = self._place, self._reach()
+        theirs = self._mooncake.MooncakeDistributedStore()
+        with _environment(_LIMITS):
+            code = theirs.setup(
+                place.own_host or own_host,
+                place.metadata,
+                place.segment_bytes,
+                0,
+                place.protocol,
+                place.device,
+                f"{place.host}:{place.port}",
+            )
+        if code != 0:
+            self._retry_s = time.monotonic() + _HUNG_RETRY_S
+            raise StoreError(
+                "unreachable",
+                f"no Mooncake client could start for {self._url} (code {code}): is "
+                f"{place.port} the port of mooncake_master, and are protocol, device, "
+                "metadata and segment what this machine has? MC_LOG_LEVEL=INFO says "
+                "more",
+            )
+        return _Client(theirs, _RegisteredBuffers(theirs))
+
+    def _end_if_idle(self) -> None:
+        """End the client, once no call is under way, in a thread: it takes a second."""
+        with self._lock:
+            if not self._is_closed or self._num_open or self._client is None:
+                return
+            theirs, self._client = self._client.theirs, None
+        threading.Thread(
+            target=theirs.close, name="jaxkv storage close", daemon=True
+        ).start()
+
+
+def _queue(
+    name: str, call: Callable[[_Client, Sequence[Any]], Sequence[Any]]
+) -> _Queue:
+    return _Queue(Workers(f"jaxkv storage {name}", 1), collections.deque(), call)
+
+
+def _get(
+    client: _Client, items: Sequence[tuple[str, int]]
+) -> list[Piece | StoreError | None]:
+    views = [client.buffers.take(max_bytes) for _, max_bytes in items]
+    names = [name for name, _ in items]
+    sizes = list(map(len, views))
+    codes = client.theirs.batch_get_into(names, list(map(_address, views)), sizes)
+    return [
+        _head(client, name, view) if code == _DOES_NOT_FIT else _read(view, code)
+        for name, view, code in zip(names, views, codes, strict=True)
+    ]
+
+
+def _put(client: _Client, items: Sequence[tuple[str, Blob]]) -> list[StoreError | None]:
+    # An empty object cannot be written, and would be found like none.
+    full = [(name, blob) for name, blob in items if _num_bytes(blob)]
+    views = [client.buffers.take(_num_bytes(blob)) for _, blob in full]
+    for view, (_, blob) in zip(views, full, strict=True):
+        _fill(view, blob)
+    names, sizes = [name for name, _ in full], list(map(len, views))
+    codes = iter(client.theirs.batch_put_from(names, list(map(_address, views)), sizes))
+    return [_written(next(codes)) if _num_bytes(blob) else None for _, blob in items]
+
+
+def _exists(client: _Client, names: Sequence[str]) -> list[bool | StoreError]:
+    codes = client.theirs.batch_is_exist(names)
+    return [_error(code, "") if code < 0 else bool(code) for code in codes]
+
+
+def _delete(client: _Client, names: Sequence[str]) -> list[StoreError | None]:
+    codes = client.theirs.batch_remove(names, True)
+    return [
+        None if code >= 0 or code == _NOT_FOUND else _error(code, "") for code in codes
+    ]
+
+
+def _num_bytes(blob: Blob) -> int:
+    return sum(map(len, blob))
+
+
+def _parse(url: str, shown_as: str) -> _Place:
+    parts = urllib.parse.urlsplit(url)
+    options = dict(urllib.parse.parse_qsl(parts.query, keep_blank_values=True))
+    try:
+        port = parts.port or _PORT
+    except ValueError:
+        port = 0
+    is_odd = not parts.hostname or "@" in parts.netloc or parts.fragment or not port
+    if is_odd or parts.path not in ("", "/") or set(options) - set(_OPTIONS):
+        raise ValueError(
+            f"storage={shown(shown_as)} must be mooncake://HOST:PORT of the master, "
+            f"with {', '.join(f'{name}=' for name in _OPTIONS)} after ? if needed."
+        )
+    assert parts.hostname is not None
+    protocol, device = options.get("protocol", "tcp"), options.get("device", "")
+    if protocol not in _PROTOCOLS:
+        raise ValueError(
+            f"storage={shown(shown_as)}: protocol={shown(protocol)} must be "
+            f"{' or '.join(_PROTOCOLS)}."
+        )
+    if device and protocol != "rdma":
+        raise ValueError(
+            f"storage={shown(shown_as)}: device={shown(device)} needs protocol=rdma."
+        )
+    segment = options.get("segment", "0")
+    try:
+        segment_bytes = 0 if segment == "0" else parse_bytes(segment)
+    except ValueError as error:
+        raise ValueError(
+            f"storage={shown(shown_as)}: segment={one_line(str(error))}, or 0."
+        ) from None
+    metadata = options.get("metadata") or _NO_METADATA_SERVER
+    return _Place(
+        parts.hostname,
+        port,
+        segment_bytes,
+        protocol,
+        device,
+        metadata,
+        options.get("host", ""),
+    )
+
+
+def _import() -> Any:
+    for name, text in _LASTING.items():
+        os.environ.setdefault(name, text)
+    try:
+        import mooncake.store
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"Storage in Mooncake needs its client: {pip_install('mooncake')}"
+        ) from error
+    except ImportError as error:
+        raise ImportError(
+            "Storage in Mooncake: its client cannot be loaded "
+            f"({one_line(str(error))}): {_INSTALL_LIBRARIES}"
+        ) from error
+    return mooncake.store
+
+
+@contextlib.contextmanager
+def _environment(defaults: Mapping[str, str]) -> Iterator[None]:
+    """Set variables that are not set, for as long as a client reads them."""
+    chosen = {name: text for name, text in defaults.items() if name not in os.environ}
+    os.environ.update(chosen)
+    try:
+        yield
+    finally:
+        for name in chosen:
+            del os.environ[name]
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data)
+
+
+def _fill(view: memoryview, blob: Blob) -> None:
+    whole, end = np.frombuffer(view, np.uint8), 0
+    for piece in blob:
+        start, end = end, end + len(piece)
+        # NumPy lets other threads run meanwhile.
+        np.copyto(whole[start:end], np.frombuffer(piece, np.uint8))
+
+
+def _read(view: memoryview, code: int) -> Piece | StoreError | None:
+    if code >= 0:
+        return view[:code]
+    return None if code in _ABSENT else _error(code, "")
+
+
+def _head(client: _Client, name: str, view: memoryview) -> Piece | StoreError | None:
+    """Read the first bytes of an object that is larger than it should be."""
+    found = client.theirs.get_into_ranges(
+        [_address(view)], [[name]], [[[0]]], [[[0]]], [[[len(view)]]]
+    )
+    return _read(view, found[0][0][0])
+
+
+def _written(code: int) -> StoreError | None:
+    if code == _FULL:
+        return _error(code, "the pool has no room: let engines lend more by segment=")
+    return None if code == 0 else _error(code, "")
+
+
+def _error(code: int, text: str) -> StoreError:
+    kind: ErrorKind = "other"
+    if code == _FULL:
+        kind = "full"
+    elif code in (_TRANSFER_FAILED, _LEASE_EXPIRED):
+        kind, text = "unreachable", text or "the process that has the object is gone"
+    elif code <= -900 and code > -1000:
+        kind, text = "unreachable", text or "the Mooncake master does not answer"
+    return StoreError(kind, f"{text or 'Mooncake fails'} (code {code})")
