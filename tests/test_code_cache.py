@@ -121,7 +121,10 @@ def start(program, cwd, **environ):
     return subprocess.Popen(
         [sys.executable, "-W", "error", str(program)],
         cwd=cwd,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"} | environ,
+        # A file of one size and second as the one before is the same for Python.
+        env=os.environ
+        | {"JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": "1"}
+        | environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -283,7 +286,7 @@ def test_without_a_folder_to_write_to_it_works_all_the_same_and_warns_once(packa
     (package / "home").touch()
     home = {"HOME": str(package / "home"), "XDG_CACHE_HOME": str(package / "home")}
     for _ in range(2):
-        process = start(program, package, PYTHONDONTWRITEBYTECODE="1", **home)
+        process = start(program, package, **home)
         words, complaints = result(process)
         assert words == ["1", "0"]
         assert complaints.count("set NUMBA_CACHE_DIR to a folder") == 1
@@ -357,7 +360,6 @@ def test_machine_code_is_not_taken_for_that_of_a_policy_that_was_changed(
         environ = {
             "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
             "PYTHONPATH": str(ROOT),
-            "PYTHONDONTWRITEBYTECODE": "1",
         }
         assert run(program, tmp_path, **environ) == [str(found + 1)]
 

@@ -20,6 +20,7 @@ from jaxkv.scheduling.storage_worker import StorageWorker
 from jaxkv.scheduling.tier_agreement import KEYS_PER_STEP
 from jaxkv.scheduling.watchdog import Watchdog
 from jaxkv.scheduling.worker import AgreementError, PlanMismatchError
+from jaxkv.transfer import kernels
 from jaxkv.transfer.storage import MemoryStore, ObjectFormat, StorageIO
 
 NUM_BLOCKS = 8
@@ -77,6 +78,13 @@ def run_all(num_processes, body):
     for thread in threads:
         thread.join()
     return results
+
+
+@pytest.fixture(autouse=True)
+def own_programs(monkeypatch):
+    """Let each process, a thread here, have programs of its own: some of them fail."""
+    unshared = kernels.shared_copier.__wrapped__
+    monkeypatch.setattr("jaxkv.transfer.engine.copier_of", unshared)
 
 
 @pytest.fixture
