@@ -23,6 +23,8 @@ def four_tiers(rng, folder):
     setup = busy_setup(rng, str(folder), storage_blocks=4000, write="through")
     values = setup.config.to_dict() | {
         "enable_events": True,
+        # Of the clock on the wall, which the worker has here: steps are faster.
+        "storage_await_s": 0.05,
         "memory_blocks": 2 * setup.config.num_host_blocks,
     }
     return dataclasses.replace(setup, config=Faulty(**values))
