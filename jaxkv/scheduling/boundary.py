@@ -396,7 +396,7 @@ class Boundary:
         self._is_disabled = self._must_send_last = True
         self.probe_s = 0.0
         self.has_other_writers = False
-        if self.tier.num_held_blocks or self.probes.moves:
+        if self.tier.num_held_blocks or self.has_fetches:
             self.reset()
         self._to_write.clear()
         self._to_delete.clear()

@@ -103,6 +103,16 @@ def test_without_a_store_nothing_is_awaited(storage):
     assert rig.offer(expecting(make_request("a", 1, 2))) == (0, False)
 
 
+def test_the_host_can_be_cleared_when_a_store_is_left_after_a_wait_in_vain():
+    rig = StoreRig()
+    rig.offer(expecting(make_request("a", 1, 2)))
+    rig.step()
+    rig.answer(ok=False)
+    rig.scheduler.disable_storage()
+    rig.step()
+    assert rig.scheduler.reset()
+
+
 def test_what_is_never_written_is_not_awaited():
     private = make_keys(1, 2, 3)[1:]
     rig = StoreRig(is_private=private.__contains__)
