@@ -26,7 +26,7 @@ def post(url, path, body):
 
 
 def prefill(url, path, body):
-    """Have a prompt computed; return what the engine that decodes is to be told."""
+    """Prefill a prompt on one engine; return kv_transfer_params for the other."""
     first = body | {"stream": False, "kv_transfer_params": TO_PREFILL}
     first.pop("stream_options", None)
     for name in ("max_tokens", "max_completion_tokens"):

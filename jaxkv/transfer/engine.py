@@ -32,6 +32,7 @@ from jaxkv.transfer.ids import (
 )
 from jaxkv.transfer.kernels import (
     MOST_TOGETHER,
+    CopierSpec,
     Kernel,
     Mode,
     choose_mode,
@@ -194,10 +195,11 @@ class TransferEngine:
         limits.check_host_bytes(self._host_bytes, platform)
         self._layout = layout
         most_together = self._staging_bytes // extents.num_bytes
-        self._copier = copier_of(
+        spec = CopierSpec(
             *(layout, extents.rows, layer_groups, compression, mode, kernel),
             min(most_together, MOST_TOGETHER),
         )
+        self._copier = copier_of(spec)
         self._plans = Plans(
             layout.num_shards,
             layout.shard_blocks,

@@ -6,7 +6,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -647,47 +647,37 @@ def choose_mode(mode: Mode | None, platform: str) -> Mode:
     return mode
 
 
-def copier_of(
-    pool: PoolLayout,
-    rows: int,
-    num_layer_groups: int,
-    compression: Compression | None,
-    mode: Mode,
-    kernel: Kernel | None,
-    most_together: int,
-) -> Copier:
-    """Return the copier of a pool: engines of equal arguments share it.
+class CopierSpec(NamedTuple):
+    """What a copier is made of; the arguments of `ExtentLayout.of` and `Copier`."""
 
-    So the second engine of a process compiles nothing. The arguments are those of
-    `ExtentLayout.of` and `Copier`.
-    """
-    arguments = (
-        *(pool, rows, num_layer_groups, compression, mode, kernel),
-        most_together,
-    )
+    pool: PoolLayout
+    rows: int
+    num_layer_groups: int
+    compression: Compression | None
+    mode: Mode
+    kernel: Kernel | None
+    most_together: int
+
+    def make(self) -> Copier:
+        """Make a copier of its own."""
+        extents = ExtentLayout.of(
+            self.pool,
+            self.rows,
+            stacked=self.mode == "staged",
+            num_layer_groups=self.num_layer_groups,
+            compression=self.compression,
+        )
+        return Copier(extents, self.mode, self.kernel, self.most_together)
+
+
+def copier_of(spec: CopierSpec) -> Copier:
+    """Return the copier that engines of one pool share: only the first compiles."""
     try:
-        hash(arguments)
+        hash(spec)
     except TypeError:  # Such as head axes in a dict.
-        return shared_copier.__wrapped__(*arguments)
-    return shared_copier(*arguments)
+        return spec.make()
+    return shared_copier(spec)
 
 
-@functools.lru_cache(maxsize=8)
-def shared_copier(
-    pool: PoolLayout,
-    rows: int,
-    num_layer_groups: int,
-    compression: Compression | None,
-    mode: Mode,
-    kernel: Kernel | None,
-    most_together: int,
-) -> Copier:
-    """Return the copier of a pool, see `copier_of`."""
-    extents = ExtentLayout.of(
-        pool,
-        rows,
-        stacked=mode == "staged",
-        num_layer_groups=num_layer_groups,
-        compression=compression,
-    )
-    return Copier(extents, mode, kernel, most_together)
+shared_copier = functools.lru_cache(maxsize=8)(CopierSpec.make)
+"""The copiers of the last few pools."""

@@ -46,7 +46,7 @@ class User:
         self.max_tokens = max_tokens
         self.num_prompt_tokens = len(tokens)
         self.retention = RETENTIONS[len(tokens) % len(RETENTIONS)]
-        # Mostly nobody does: it waits, and computes it then.
+        # Often no other engine computes the prompt: the wait times out.
         self.remote_prefill = not len(tokens) % 7
         self.num_computed_tokens = 0
         self.phase = "waiting"

@@ -83,8 +83,7 @@ def run_all(num_processes, body):
 @pytest.fixture(autouse=True)
 def own_programs(monkeypatch):
     """Let each process, a thread here, have programs of its own: some of them fail."""
-    unshared = kernels.shared_copier.__wrapped__
-    monkeypatch.setattr("jaxkv.transfer.engine.copier_of", unshared)
+    monkeypatch.setattr("jaxkv.transfer.engine.copier_of", kernels.CopierSpec.make)
 
 
 @pytest.fixture

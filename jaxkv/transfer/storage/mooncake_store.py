@@ -278,8 +278,8 @@ class MooncakeStore:
     def _reach(self) -> str:
         """Connect to the master; return the own address by which it is reached.
 
-        Without a master a client would stop all threads until it gives up, and call
-        after call of one that has lost it would last for seconds.
+        A client that starts without a master blocks every thread of the process until
+        it times out; one that has lost its master takes seconds for each call.
         """
         place = self._place
         try:
