@@ -60,6 +60,9 @@ _ALL_ENTRIES = np.empty(0, np.int32)  # Any ghost may be forgotten.
 
 _NUM_LISTS = 4
 
+_SWING = 16
+"""If fixed, a request moves the target by 1 / _SWING of the blocks at most."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -132,12 +135,13 @@ def touch(
     order = recency.put(order, entries, new_lists, ranks, count)
     # A key that was given twice has moved once.
     moved = recency.is_newest(order, entries, ranks, count)
-    hits = jnp.stack([_any(lists, B1), _any(lists, B2)]) if fixed else lists[::-1]
+    # In the order of use, which matters only if each ghost moves the target by itself.
+    adapt, hits = (_adapt_target_once, lists) if fixed else (_adapt_target, lists[::-1])
     return dataclasses.replace(
         state,
         order=order,
         sizes=state.sizes + _count(new_lists, moved) - _count(lists, moved),
-        target=_adapt_target(state.target, hits, state.sizes, _num_entries(state) // 3),
+        target=adapt(state.target, hits, state.sizes, _num_entries(state) // 3),
     )
 
 
@@ -146,7 +150,7 @@ def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
     """Do as `touch`, in place."""
     count = entries.shape[0]
     recency.native_make_room(state.order, count)
-    hit_b1, hit_b2 = False, False
+    num_b1, num_b2 = 0, 0
     for row in range(count - 1, -1, -1):
         entry = entries[row]
         if entry < 0:
@@ -159,15 +163,12 @@ def native_touch(state: Any, variant: int, entries: Any, is_use: Any) -> None:
         elif of_list in (B1, B2):
             if variant == EXACT:
                 _move_target(state, of_list)
-            hit_b1 |= of_list == B1
-            hit_b2 |= of_list == B2
+            num_b1 += of_list == B1
+            num_b2 += of_list == B2
         recency.native_put(state.order, entry, of_list, count - 1 - row)
     recency.advance(state.order, count)
     if variant == FIXED:
-        if hit_b1:
-            _move_target(state, B1)
-        if hit_b2:
-            _move_target(state, B2)
+        _move_target_once(state, num_b1, num_b2)
 
 
 def insert(
@@ -414,6 +415,17 @@ def _move_target(state: Any, of_list: int) -> None:
         target[0] = greater(target[0] - greater(b1 / b2, 1.0), 0.0)
 
 
+@compiled
+def _move_target_once(state: Any, num_b1: int, num_b2: int) -> None:
+    """Do as `_adapt_target_once`, for so many ghosts of B1 and of B2."""
+    target, num_blocks = state.target.view(np.float64), state.block_ids.shape[0] // 3
+    b1, b2 = greater(state.sizes[B1], 1), greater(state.sizes[B2], 1)
+    longer, most = greater(b1, b2), num_blocks / _SWING
+    step = num_b1 * longer / b1 - num_b2 * longer / b2
+    step = greater(lesser(step, most), -most)
+    target[0] = greater(lesser(target[0] + step, float(num_blocks)), 0.0)
+
+
 def snapshot(state: ARCState) -> dict[str, Any]:
     """Show a state to a reader. For the host, not for jit.
 
@@ -467,10 +479,12 @@ def make_arc_fixed(num_blocks: int, max_batch: int = 4096) -> Policy:
     * Where T2 has no block to give, T1 gives more. vLLM 0.19.1 refuses the eviction
       then, and nothing is offloaded until the target has moved (mended there since,
       by pull request 55461).
-    * A call of `touch` raises the target at most once, for all its ghosts of B1, and
-      then lowers it at most once, for all those of B2. A request is one use of its
-      prefix, however many blocks that has; one step for each block lets a single
-      long prompt throw the target from one end to the other (there: 51787).
+    * A call of `touch` moves the target once, by what all its ghosts of B1 raise it
+      less what those of B2 lower it, and by a sixteenth of the blocks at most. One
+      step after the other lets a single long prompt throw the target from one end to
+      the other (there: 51787). All that grows with the tier, as a sample of keys has it
+      (`jaxkv.scheduling.key_sample`). One unit a request would not, and of a request
+      with few ghosts a sample would mostly see none.
     * A key that is inserted while it has a ghost goes to T2, as in the paper: this is
       its second use. vLLM puts it in T1, where it has to prove itself again.
 
@@ -525,11 +539,6 @@ def _count(lists: Array, counts: Array) -> Array:
     """Count the rows of each list: i32[4], of the rows that count (bool[K])."""
     of_list = lists[:, None] == jnp.arange(_NUM_LISTS, dtype=jnp.int32)[None, :]
     return jnp.sum(of_list & counts[:, None], axis=0, dtype=jnp.int32)
-
-
-def _any(lists: Array, of_list: int) -> Array:
-    """Give `of_list` if it is among `lists`, else no list: i32[]."""
-    return jnp.where(jnp.any(lists == of_list), of_list, NO_LIST)
 
 
 def _take_unused(state: ARCState, wanted: Array) -> Array:
@@ -615,6 +624,33 @@ def _adapt_target(target: Array, lists: Array, sizes: Array, num_blocks: int) ->
 
         value = lax.bitcast_convert_type(target, jnp.float64)
         value = lax.fori_loop(jnp.int32(0), rank[-1] + 1, move, value)
+        return lax.bitcast_convert_type(value, jnp.uint32)
+
+
+def _adapt_target_once(
+    target: Array, lists: Array, sizes: Array, num_blocks: int
+) -> Array:
+    """Move the target once for all ghosts that were used.
+
+    Args:
+        target: u32[2]. Bits of the target before.
+        lists: i32[K]. What lists the used entries were in, in any order.
+        sizes: i32[4]. Entries in each list.
+        num_blocks: The highest target.
+
+    Returns:
+        u32[2]. Bits of the target after.
+    """
+    is_ghost = lists[:, None] == jnp.array([B1, B2], jnp.int32)[None, :]
+    hits = jnp.sum(is_ghost, axis=0, dtype=jnp.int32)
+    with jax.enable_x64(True):
+        ghosts = jnp.maximum(sizes[:2], 1).astype(jnp.float64)
+        # Multiplied before it is divided, so that no backend rounds less often.
+        up, down = hits.astype(jnp.float64) * jnp.max(ghosts) / ghosts
+        most = num_blocks / _SWING
+        value = lax.bitcast_convert_type(target, jnp.float64)
+        value = value + jnp.clip(up - down, -most, most)
+        value = jnp.clip(value, 0.0, float(num_blocks))
         return lax.bitcast_convert_type(value, jnp.uint32)
 
 

@@ -32,8 +32,7 @@ from jaxkv.search.groups import FullAttention, GroupSpec
 
 CANDIDATES = ("hazard", "lru", "slru")
 """The policies that may serve, first the one that begins, which is best more often than
-not. `arc` and `arc_fixed` are none: what their samples say is further off than its
-error."""
+not. `arc` and `arc_fixed` are none: they have no `Policy.take_over`."""
 
 CHECK_EVERY = 64
 """Requests from one look to the next."""

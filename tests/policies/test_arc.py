@@ -17,6 +17,8 @@ from tests.reference.arc import ReferenceARC, ReferenceARCFixed
 MAKERS = {"arc": make_arc, "arc_fixed": make_arc_fixed}
 TWINS = {"arc": ReferenceARC, "arc_fixed": ReferenceARCFixed}
 WIDTH = 8
+# So many that a request may move the target by 2.
+ENOUGH = {"arc": 8, "arc_fixed": 32}
 
 
 @functools.cache
@@ -132,7 +134,7 @@ def test_evicts_from_t1_down_to_the_target_then_from_t2(name):
 
 
 def test_a_ghost_of_b1_raises_the_target_by_a_fraction(name):
-    cache = Cache(name, 8)
+    cache = Cache(name, ENOUGH[name])
     cache.insert("abcdefg")
     cache.touch("gfe")  # T1: a b c d, T2: e f g
     assert cache.evict(2) == "ab"
@@ -148,7 +150,7 @@ def test_a_ghost_of_b1_raises_the_target_by_a_fraction(name):
 
 
 def test_target_is_cut_to_a_whole_number_and_t1_may_sink_just_below(name):
-    cache = Cache(name, 8)
+    cache = Cache(name, ENOUGH[name])
     cache.insert("abcdefg")
     cache.touch("gfe")
     cache.evict(2)
@@ -167,7 +169,7 @@ def with_target_of_three(name):
     cache = Cache(name, 4)
     cache.insert("wxyz")
     assert cache.evict(3) == "wxy"
-    for letter in "wxy":
+    for letter in "wxy" * (1 if name == "arc" else 4):
         cache.touch(letter)
     cache.remove("z")
     cache.insert("abcd")
@@ -219,7 +221,7 @@ def test_ghosts_in_excess_of_the_blocks_are_forgotten_oldest_first(name):
     cache.touch("a")  # forgotten: nothing happens
     assert cache.lists() == ("h - defg -", 0.0)
     cache.touch("d")
-    assert cache.lists() == ("h - efgd -", 1.0)
+    assert cache.lists() == ("h - efgd -", 1.0 if name == "arc" else 0.25)
 
 
 @pytest.mark.parametrize(
@@ -234,27 +236,27 @@ def test_where_a_ghost_comes_back(name, lists):
     assert cache.lists() == (lists, 0.0)
 
 
-@pytest.mark.parametrize(("name", "targets"), [("arc", (3, 2)), ("arc_fixed", (1, 0))])
-def test_how_often_one_request_moves_the_target(name, targets):
-    cache = Cache(name, 8)
+@pytest.mark.parametrize(("name", "targets"), [("arc", (3, 2)), ("arc_fixed", (2, 1))])
+def test_how_far_one_request_moves_the_target(name, targets):
+    cache = Cache(name, ENOUGH[name])
     cache.insert("abcdef")
     cache.touch("def")
     cache.evict(6)
     assert cache.lists() == ("- - abc fed", 0.0)
-    cache.touch("abc")
+    cache.touch("abc")  # arc_fixed: a sixteenth of the blocks
     assert cache.lists() == ("- - cba fed", targets[0])
     cache.touch("f")
     assert cache.lists()[1] == targets[1]
 
 
-@pytest.mark.parametrize(("name", "target"), [("arc", 3.0), ("arc_fixed", 0.0)])
+@pytest.mark.parametrize(("name", "target"), [("arc", 2.0), ("arc_fixed", 1.0)])
 def test_order_of_moves_within_a_request(name, target):
-    cache = Cache(name, 8)
+    cache = Cache(name, ENOUGH[name])
     cache.insert("abcdef")
     cache.touch("def")
     cache.evict(6)
-    # One by one from the last key on: down to 0, up thrice. All at once: up, down.
-    cache.touch("abcd")
+    # One by one from the last key on: down to 0, up twice. All at once: 2 - 1.
+    cache.touch("abd")
     assert cache.lists()[1] == target
 
 
@@ -262,7 +264,7 @@ def test_target_never_exceeds_the_blocks(name):
     cache = Cache(name, 4)
     cache.insert("ab")
     cache.evict(2)
-    for _ in range(6):
+    for _ in range(18):
         cache.touch("ab")
     assert cache.lists()[1] == 4.0
 

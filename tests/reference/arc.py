@@ -98,10 +98,13 @@ class ReferenceARCFixed(ReferenceARC):
             self.t2[key] = self.t1.pop(key)
 
     def touch(self, keys):
-        if any(key in self.b1 for key in keys):
-            self.raise_target()
-        if any(key in self.b2 for key in keys):
-            self.lower_target()
+        longer, most = max(len(self.b1), len(self.b2)), self.num_blocks / 16
+        step = 0.0
+        for sign, ghosts in ((1, self.b1), (-1, self.b2)):
+            if ghosts:
+                step += sign * sum(key in ghosts for key in keys) * longer / len(ghosts)
+        step = max(min(step, most), -most)
+        self.target = max(min(self.target + step, self.num_blocks), 0)
         for key in reversed(keys):
             self.use(key)
 

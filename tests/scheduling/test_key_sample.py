@@ -32,7 +32,7 @@ def chats(num, seed=0):
         yield PackedKeys(chat, keys_to_words(chat))
 
 
-@pytest.mark.parametrize("policy", ["lru", "slru", "hazard"])
+@pytest.mark.parametrize("policy", ["lru", "slru", "hazard", "arc_fixed"])
 def test_a_sample_finds_what_all_keys_would(policy):
     counts = []
     for bits in (0, 4):
