@@ -11,7 +11,7 @@ import time
 from unittest import mock
 
 from jaxkv.scheduling import storage_worker
-from jaxkv.transfer.storage import LocalStore, MemoryStore
+from jaxkv.transfer.storage import MemoryStore, open_store
 from tests.campaign import store_faults
 from tests.campaign.paged import PagedEngine
 from tests.campaign.setups import GROUPS, random_setup
@@ -52,14 +52,15 @@ def run_storage(rng, counts, note, steps, fault=None):
                 share=0.002,
                 happens=store_faults.empty,
             )
-            is_in_memory = rng.random() < 0.5
+            memory = MemoryStore() if rng.random() < 0.5 else None
         else:
-            chosen = store_faults.FAULTS[fault]
-            setup = busy_setup(rng, folder, chosen.storage_blocks)
-            is_in_memory = False
-        note(f"{setup} {chosen}")
-        with store_faults.disk_of(chosen, rng, folder):
-            lives = _Lives(setup, chosen, rng, counts, note, folder, is_in_memory)
+            chosen, memory = store_faults.FAULTS[fault], None
+        with store_faults.place_of(chosen, rng, folder) as (url, happens):
+            if fault is not None:
+                setup = busy_setup(rng, url, chosen.storage_blocks)
+            note(f"{setup} {chosen}")
+            place = memory, url, lambda: happens(rng, folder)
+            lives = _Lives(setup, chosen, rng, counts, note, *place)
             for _ in range(NUM_LIVES):
                 lives.live(steps // NUM_LIVES)
 
@@ -73,20 +74,24 @@ def hear_the_store(engine):
         time.sleep(0.001)
 
 
-def busy_setup(rng, folder, storage_blocks, write=None):
+def busy_setup(rng, url, storage_blocks, write=None):
     """Choose an engine that often needs what only its store has."""
+    if url.startswith("mooncake:"):  # It has no list.
+        how_it_hears = {"storage_list_s": 0.0, "storage_probe_s": 4.0}
+    else:
+        how_it_hears = {"storage_list_s": 10.0}
     groups = rng.choice(list(GROUPS))
     setup = random_setup(
         rng,
         groups=groups,
-        storage=folder,
+        storage=url,
         num_host_blocks=rng.choice((12, 20)) * len(GROUPS[groups]),
         storage_bytes=storage_blocks * 1024,
         storage_write=write or rng.choice(("through", "through", "on_reuse")),
-        storage_list_s=10.0,
         store_threshold=0,
         max_unseen_blocks=None,
         skip_slow_loads=False,
+        **how_it_hears,
     )
     return dataclasses.replace(setup, stuck=0.0)
 
@@ -94,10 +99,10 @@ def busy_setup(rng, folder, storage_blocks, write=None):
 class _Lives:
     """Engines of one model and one store, and what happens to it."""
 
-    def __init__(self, setup, fault, rng, counts, note, folder, is_in_memory):
+    def __init__(self, setup, fault, rng, counts, note, memory, url, happens):
         self.setup, self.fault, self.rng = setup, fault, rng
-        self.counts, self.note, self.folder = counts, note, folder
-        self.memory = MemoryStore() if is_in_memory else None
+        self.counts, self.note = counts, note
+        self.memory, self.url, self.happens = memory, url, happens
         self.seed = rng.random()
         self.num_stores = 0
         self.last = None
@@ -140,7 +145,7 @@ class _Lives:
 
     def new_engine(self):
         """Start an engine, and let it hear what is in the store."""
-        shared = self.memory or LocalStore(self.folder)
+        shared = self.memory or open_store(self.url)
         kind = self.rng.choice((FaultyStore, FaultyDirectStore))
         store = kind(shared, f"{self.seed}/{self.num_stores}", self.fault.faults)
         self.num_stores += 1
@@ -166,5 +171,4 @@ class _Lives:
             self.memory._blobs.clear()
             self.counts["store: mishaps"] += 1
         else:
-            num = self.fault.happens(self.rng, self.folder)
-            self.counts["store: mishaps"] += num
+            self.counts["store: mishaps"] += self.happens()

@@ -1,20 +1,22 @@
 """An engine of the campaign that writes to a store until it is killed.
 
-All lives of a seed are of one model and share some prompts. Each writes a line for
-every few steps: how many there were so far, block reads compared, blocks stored and
-loaded.
+All lives of a seed are of one model and keep asking some shared prompts. Each writes a
+line for every few steps: how many there were so far, block reads compared, blocks
+stored and loaded. And it tells of each write to the store when it begins and ends.
 """
 
 import collections
+import functools
 import itertools
 import os
 import random
+import socket
 import sys
 import time
 
 import jax
 
-from jaxkv.transfer.storage import local
+from jaxkv.transfer.storage import local, mooncake_store
 from tests.campaign.paged import PagedEngine, no_notes
 from tests.campaign.storage import busy_setup, hear_the_store
 from tests.campaign.users import PLAIN
@@ -22,22 +24,17 @@ from tests.campaign.users import PLAIN
 NUM_STORIES, STORY_TOKENS = 6, 40
 STEPS_PER_LINE = 8
 PAUSE_S = 0.003
+BEGUN, ENDED = b"(", b")"
 
 
-def write_slowly(file, blob):
-    """Write a header, and some time later the rest, so that a kill falls in between."""
-    for piece in blob:
-        os.write(file, piece)
-        time.sleep(PAUSE_S)
-
-
-def live(folder, cache, log, seed, life, num_steps=None):
+def live(url, cache, log, seed, life, num_steps=None):
     """Be one of the engines that share a store.
 
     Args:
-        folder: The store.
+        url: The store.
         cache: Where compiled programs are kept from life to life.
-        log: The file for its lines, or for what went wrong.
+        log: The file for its lines, or for what went wrong; beside it, with `.writes`
+            at its end, is one that has `BEGUN` and `ENDED` for each write.
         seed: Of the model and of the prompts.
         life: Its number.
         num_steps: When to end, and to look for leaks; None to go on for ever.
@@ -48,18 +45,20 @@ def live(folder, cache, log, seed, life, num_steps=None):
         jax.config.update("jax_compilation_cache_dir", str(cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-        local._write_all = write_slowly
-        setup = busy_setup(random.Random(seed), str(folder), 4000, write="through")
+        tell_of_writes(f"{log}.writes")
+        setup = busy_setup(random.Random(seed), url, 4000, write="through")
         counts, rng = collections.Counter(), random.Random(f"{seed}/{life}")
-        engine = PagedEngine(setup, rng, counts, no_notes)
+        engine = Sharing(setup, rng, counts, no_notes)
         shared = random.Random(f"{seed}/stories")
-        engine.stories = [
+        stories = [
             (shared.choices(range(3), k=min(STORY_TOKENS, setup.max_tokens)), PLAIN)
             for _ in range(NUM_STORIES)
         ]
         hear_the_store(engine)
         steps = itertools.count(1) if num_steps is None else range(1, num_steps + 1)
         for number in steps:
+            if number % STEPS_PER_LINE == 1:
+                engine.stories = [*stories, *engine.stories[-3:]]
             engine.step()
             if number % STEPS_PER_LINE == 0:
                 engine.check()
@@ -68,3 +67,49 @@ def live(folder, cache, log, seed, life, num_steps=None):
                 print(number, *numbers, stats.num_storage_loaded, file=out)
         engine.settle()
         engine.storage.close()
+
+
+class Sharing(PagedEngine):
+    """An engine that keeps its weights, as all that share them do."""
+
+    def change_weights(self):
+        self.wants_new_weights = False
+
+
+def tell_of_writes(path):
+    """Write down when writes to a store begin and end, and have them take a while."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def told(write):
+        @functools.wraps(write)
+        def tell(*args):
+            os.write(file, BEGUN)
+            try:
+                return write(*args)
+            finally:
+                os.write(file, ENDED)
+
+        return tell
+
+    send = socket.socket.sendall
+
+    @told
+    def send_slowly(own, data):
+        half = len(data) // 2
+        for piece in (data[:half], data[half:]):
+            send(own, piece)
+            time.sleep(PAUSE_S)
+
+    def send_all(own, data):
+        (send_slowly if b"SET" in bytes(data[:32]) else send)(own, data)
+
+    local._write_all = told(write_slowly)
+    mooncake_store._put = told(mooncake_store._put)
+    socket.socket.sendall = send_all  # To Redis.
+
+
+def write_slowly(file, blob):
+    """Write a header, and some time later the rest, so that a kill falls in between."""
+    for piece in blob:
+        os.write(file, piece)
+        time.sleep(PAUSE_S)

@@ -3,7 +3,7 @@
 What a store does wrong while it is called is left to `FaultyStore`. What others do to a
 folder meanwhile is done to its files: they are cut, changed, exchanged, deleted. A disk
 that is full, or that may only be read, is a file system of its own, where one may be
-mounted.
+mounted. Servers are real ones, which are killed and come back.
 """
 
 import contextlib
@@ -12,14 +12,21 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 
 from tests.rigs.faulty_store import Faults
+from tests.rigs.servers import (
+    OF_CLUSTER,
+    free_port,
+    mooncake_lending_process,
+    mooncake_master,
+    redis_cluster,
+    redis_server,
+)
 
 MOST_MISHAPS = 4
-
-
-class NoDiskError(Exception):
-    """No file system may be mounted here, and this fault needs one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +40,8 @@ class StoreFault:
         happens: What happens then; called with a random generator and the folder, it
             tells how often it has done so.
         disk: Options of the file system to mount for the folder; None for no other.
+        servers: Runs the servers of the store, with files in the folder: their URL and
+            what happens to them; None for a store that is the folder.
         storage_blocks: Blocks that an engine takes the store to have room for.
         sign: What counts it, so that it is known to have happened.
     """
@@ -42,6 +51,7 @@ class StoreFault:
     share: float = 0.0
     happens: Callable | None = None
     disk: Callable | None = None
+    servers: Callable | None = None
     storage_blocks: int = 4000
     sign: str = "mishaps"
 
@@ -94,6 +104,59 @@ def make_room(rng, folder):
     return _to_some(rng, folder, lambda rng, path: os.unlink(path))
 
 
+@contextlib.contextmanager
+def cluster(folder):
+    """Run a Redis Cluster of six; its nodes die with all that they have."""
+    folder = Path(folder)
+    with contextlib.ExitStack() as stack:
+        url, nodes = stack.enter_context(redis_cluster(folder, num_replicas=1))
+        number_of = {port: number for number, port in enumerate(nodes)}
+
+        def start(port):
+            own = folder / str(number_of[port])
+            server = redis_server(own, *OF_CLUSTER, port=port)
+            return stack.enter_context(server)[1]
+
+        yield url, _Deaths(nodes, start)
+
+
+@contextlib.contextmanager
+def mooncake(folder):
+    """Run a Mooncake pool: the master dies, and the process that lends memory."""
+    port = free_port()
+    with contextlib.ExitStack() as stack:
+
+        def start(name):
+            if name == "master":
+                return stack.enter_context(mooncake_master(port))[1]
+            return stack.enter_context(mooncake_lending_process(url))
+
+        url, master = stack.enter_context(mooncake_master(port))
+        yield url, _Deaths({"master": master, "lender": start("lender")}, start)
+
+
+class _Deaths:
+    """Kills one process of several, and starts it again when it is called next.
+
+    Args:
+        running: The processes, by a name.
+        start: Starts the process of a name.
+    """
+
+    def __init__(self, running, start):
+        self.running, self.start = running, start
+        self.dead = None
+
+    def __call__(self, rng, folder):
+        if self.dead is not None:
+            self.running[self.dead], self.dead = self.start(self.dead), None
+            return 0
+        self.dead = rng.choice(list(self.running))
+        self.running[self.dead].kill()
+        self.running[self.dead].wait()
+        return 1
+
+
 FAULTS = {
     "errors": StoreFault(Faults(error=0.2, raising=0.02), sign="error, injected"),
     "hangs": StoreFault(Faults(hang=0.1), sign="hang, injected"),
@@ -120,22 +183,32 @@ FAULTS = {
     "exchanged": StoreFault(Faults(swap=0.2), share=0.1, happens=exchange, sign="key"),
     "shared": StoreFault(num_engines=2, storage_blocks=12, sign="evicted"),
     "emptied": StoreFault(Faults(lose=0.05), share=0.05, happens=empty),
+    "cluster": StoreFault(num_engines=2, share=0.02, servers=cluster),
+    # It takes seconds until those that lend are known again.
+    "mooncake": StoreFault(num_engines=2, share=0.005, servers=mooncake),
 }
 
 
 @contextlib.contextmanager
-def disk_of(fault, rng, folder):
-    """Mount the file system that a fault needs, if any.
+def place_of(fault, rng, folder):
+    """Make ready what a fault needs: the URL of the store, and what happens to it."""
+    if fault.servers is not None:
+        with fault.servers(folder) as place:
+            yield place
+    else:
+        with disk_of(fault, rng, folder):
+            yield folder, fault.happens
 
-    Raises:
-        NoDiskError: It cannot be.
-    """
+
+@contextlib.contextmanager
+def disk_of(fault, rng, folder):
+    """Mount the file system that a fault needs, if any, or skip the test."""
     if fault.disk is None:
         yield
         return
     error = _run("mount", "-t", "tmpfs", "-o", fault.disk(rng), "tmpfs", folder)
     if error is not None:
-        raise NoDiskError(f"no file system may be mounted here ({error})")
+        pytest.skip(f"no file system may be mounted here ({error})")
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 from jaxkv.transfer.storage import BlobStore, StoreError
+from jaxkv.transfer.storage.store import can_list
 
 
 @dataclasses.dataclass
@@ -68,6 +69,10 @@ class FaultyStore:
     @property
     def url(self) -> str:
         return f"faulty+{self.inner.url}"
+
+    @property
+    def can_list(self) -> bool:
+        return can_list(self.inner)
 
     def get(self, names, max_bytes):
         self._raise()

@@ -30,6 +30,11 @@ OF_CLUSTER = (
     *("--repl-diskless-sync-delay", "0"),
 )
 
+# redis-py leaves it to the collector to close connections to nodes that are gone.
+leaves_sockets = pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning"
+)
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -190,6 +195,28 @@ def mooncake_lender(url: str, num_bytes: int = 64 << 20) -> Iterator[Any]:
         yield client
     finally:
         client.close()
+
+
+@contextlib.contextmanager
+def mooncake_lending_process(url: str) -> Iterator[subprocess.Popen]:
+    """Run a process that lends memory to a master's pool."""
+    mooncake_program()
+    code = (
+        "import sys; from tests.rigs.servers import mooncake_lender as lender\n"
+        f"with lender({url!r}): print('ready', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            yield process
+        finally:
+            process.kill()
 
 
 @contextlib.contextmanager

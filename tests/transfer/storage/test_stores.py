@@ -36,6 +36,7 @@ from jaxkv.transfer.storage.tensor_store import TensorStoreStore
 from tests.rigs.servers import (
     OF_CLUSTER,
     free_port,
+    leaves_sockets,
     mooncake_lender,
     mooncake_master,
     mooncake_program,
@@ -523,12 +524,6 @@ def closing_all(*stores):
     for store in stores:
         store.close()
     gc.collect()
-
-
-# redis-py leaves it to the collector to close connections to nodes that are gone.
-leaves_sockets = pytest.mark.filterwarnings(
-    "ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning"
-)
 
 
 def put_in_all_slots(store):
