@@ -31,7 +31,7 @@ from jaxkv.tools.pictures import COLOURS, GREY, RULE
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 240
 MOST_LINES = 6
-EXAMPLE = str(ROOT / "examples" / "serve_metrics.py"), "0"
+EXAMPLES = ROOT / "examples"
 
 
 def free_port():
@@ -117,7 +117,7 @@ def prometheus(target, tmp_path):
 
 def dashboard_panels():
     """The panels, with the queries that Grafana asks with all engines chosen."""
-    text = (ROOT / "examples" / "grafana.json").read_text(encoding="utf-8")
+    text = (EXAMPLES / "grafana.json").read_text(encoding="utf-8")
     panels = json.loads(text)["panels"]
     for panel in panels:
         for target in panel.get("targets", ()):
@@ -217,7 +217,7 @@ def main(file, seconds="120"):
     """Run the example and a Prometheus for some seconds, and draw the dashboard."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        source(EXAMPLE, Path(folder)) as served,
+        source([str(EXAMPLES / "serve_metrics.py"), "0"], Path(folder)) as served,
     ):
         with prometheus(served[2], Path(folder)) as ask:
             start = time.time() + 20  # The rates look back so far.

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.observe.dashboard import (
-    EXAMPLE,
+    EXAMPLES,
     WAIT_S,
     dashboard_panels,
     prometheus,
@@ -43,7 +43,8 @@ def wait_for_values(ask, queries):
 
 
 def test_the_example_that_keeps_running_gives_every_query_a_value(tmp_path):
-    with source(EXAMPLE, tmp_path) as (child, log, port):
+    words = [str(EXAMPLES / "serve_metrics.py"), "0"]
+    with source(words, tmp_path) as (child, log, port):
         panels = dashboard_panels()
         queries = [
             each["expr"] for panel in panels for each in panel.get("targets", ())
