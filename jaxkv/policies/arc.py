@@ -61,7 +61,7 @@ _ALL_ENTRIES = np.empty(0, np.int32)  # Any ghost may be forgotten.
 _NUM_LISTS = 4
 
 _SWING = 16
-"""If fixed, a request moves the target by 1 / _SWING of the blocks at most."""
+"""In `arc_fixed`, a request moves the target by at most 1 / _SWING of the blocks."""
 
 
 @jax.tree_util.register_dataclass
@@ -417,7 +417,7 @@ def _move_target(state: Any, of_list: int) -> None:
 
 @compiled
 def _move_target_once(state: Any, num_b1: int, num_b2: int) -> None:
-    """Do as `_adapt_target_once`, for so many ghosts of B1 and of B2."""
+    """Move the target once for `num_b1` ghosts of B1 and `num_b2` of B2."""
     target, num_blocks = state.target.view(np.float64), state.block_ids.shape[0] // 3
     b1, b2 = greater(state.sizes[B1], 1), greater(state.sizes[B2], 1)
     longer, most = greater(b1, b2), num_blocks / _SWING
