@@ -57,6 +57,9 @@ class EngineConfig:
         storage: URL or folder of a store behind the host tier; None for none.
         storage_bytes: Bytes that it may hold.
         storage_write: When blocks are written there; see `OffloadRules`.
+        storage_deadline_s: How long a fetch or a write may take.
+        storage_await_s: How long a request of `remote_prefill` waits for its next
+            block.
         chunk_sizes: Tokens of a prefill step, in ascending order: the smallest size
             that is enough, or the largest.
         rules: Further rules of the host tier; those that other fields set are not read.
@@ -74,6 +77,8 @@ class EngineConfig:
     storage: str | None = None
     storage_bytes: int = 1 << 30
     storage_write: WriteRule = "on_reuse"
+    storage_deadline_s: float = 5.0
+    storage_await_s: float = 1.0
     chunk_sizes: tuple[int, ...] = (128, 256)
     rules: OffloadRules = dataclasses.field(default_factory=OffloadRules)
 
@@ -123,6 +128,8 @@ class Engine:
                     self.transfer,
                     config.storage,
                     namespace=repr(self._namespace).encode(),
+                    deadline_s=config.storage_deadline_s,
+                    await_s=config.storage_await_s,
                 )
             self.worker = OffloadWorker(self.transfer, storage=storage)
             num_storage = 0
@@ -172,12 +179,20 @@ class Engine:
         """Number of preemptions."""
         return self._batcher.num_preemptions
 
-    def submit(self, prompt: Sequence[int], max_new_tokens: int) -> EngineRequest:
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        *,
+        remote_prefill: bool = False,
+    ) -> EngineRequest:
         """Add a request to the queue.
 
         Args:
             prompt: Its tokens, at least one.
             max_new_tokens: Tokens to generate, at least one.
+            remote_prefill: Whether another engine computes the prompt and writes it to
+                the store, whose blocks are waited for.
 
         Returns:
             The request, which is updated as it runs.
@@ -215,6 +230,7 @@ class Engine:
             chains,
             list(prompt),
             [[] for _ in self._groups],
+            remote_prefill=remote_prefill,
         )
         self._num_submitted += 1
         self._batcher.add(request)

@@ -33,6 +33,7 @@ class EngineRequest:
         tokens: Prompt and generated tokens so far.
         block_ids_by_group: Its device blocks, for each group of layers; the null block
             where no later token attends.
+        remote_prefill: Whether another engine computes the prompt; see `Request`.
         num_computed_tokens: Tokens whose KV is in the device pool.
         num_loading_tokens: Tokens whose KV is being loaded from the host.
         num_cached_blocks: Blocks of each group that are in the device's prefix cache.
@@ -51,6 +52,7 @@ class EngineRequest:
     chains: tuple[KeyChain, ...]
     tokens: list[int]
     block_ids_by_group: list[list[int]] = dataclasses.field(default_factory=list)
+    remote_prefill: bool = False
     num_computed_tokens: int = 0
     num_loading_tokens: int = 0
     num_cached_blocks: int = 0

@@ -6,6 +6,7 @@ waits, is held or is in flight at the end.
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 import pathlib
@@ -233,16 +234,15 @@ def test_a_store_that_goes_wrong_changes_no_token(models, tmp_path, monkeypatch,
 
     monkeypatch.setattr(storage_worker, "open_store", open_faulty)
     config = {"storage": str(tmp_path), "storage_write": "through", "host_blocks": 20}
+    if kind in ("late", "hanging"):
+        config["storage_deadline_s"] = 0.1
     expected = converse(alone, seed=1)
     num_lives = 0
     # How often a store is called depends on how quickly it answers, and with that
     # whether two lives meet a fault.
     while num_lives < 2 or not any(any(store.num_faults.values()) for store in stores):
         assert num_lives < 20, "no life has met a fault"
-        engine = Engine(steps, plain(**config))
-        if kind in ("late", "hanging"):
-            engine.worker.storage._deadline_s = 0.1
-        engine.list_storage()
+        engine = make_engine(steps, **config)
         assert converse(engine, 1) == expected
         settle(engine)
         engine.close()
@@ -429,6 +429,63 @@ def test_a_process_killed_while_it_writes_leaves_no_wrong_block(
             assert stats.num_storage_loaded > 0
 
 
+def test_one_process_computes_prompts_for_another_and_its_death_costs_computing(
+    models, tmp_path
+):
+    rng = random.Random(11)
+    prompts = [rng.choices(range(256), k=30 + 3 * n) for n in range(14)]
+    folder = str(tmp_path / "store")
+    command = [sys.executable, "-m", "tests.tools.demo.prefill_child", folder]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    child = subprocess.Popen(command, cwd=ROOT, **pipes)
+
+    def serve(engine, prompts, remote_prefill=True, during_step=lambda: None):
+        """Give what is generated, and how many tokens of each prompt are computed."""
+        requests = [
+            engine.submit(prompt, 5, remote_prefill=remote_prefill)
+            for prompt in prompts
+        ]
+        while engine.has_work:
+            engine.step()
+            during_step()
+        assert not engine.num_preemptions
+        return [request.generated for request in requests], [
+            len(r.prompt) - r.device_hit_tokens - r.host_hit_tokens for r in requests
+        ]
+
+    def send(prompts):
+        child.stdin.write(json.dumps(prompts) + "\n")
+        child.stdin.flush()
+
+    def kill():
+        if engine.offload.stats.num_storage_loaded:
+            child.kill()
+
+    try:
+        alone = Engine(models["full"], plain(host_blocks=0))
+        expected, _ = serve(alone, prompts, remote_prefill=False)
+        wait_s = {"storage_deadline_s": 240.0, "storage_await_s": 240.0}
+        engine = make_engine(models["full"], storage=folder, host_blocks=400, **wait_s)
+        assert child.stdout.readline() == "ready\n"
+        send(prompts[:7])
+        generated, nums_computed = serve(engine, prompts[:7])
+        assert generated == expected[:7]
+        assert max(nums_computed) <= CONFIG.block_size
+        settle(engine)
+        engine.close()
+        engine = make_engine(models["full"], storage=folder, host_blocks=400)
+        send(prompts[7:13])
+        generated, nums_computed = serve(engine, prompts[7:], during_step=kill)
+        assert child.wait() == -signal.SIGKILL
+        assert generated == expected[7:]
+        assert nums_computed[-1] == len(prompts[-1])  # It was never sent.
+        settle(engine)
+        engine.close()
+    finally:
+        child.kill()
+        child.communicate()
+
+
 def test_a_drain_waits_no_longer_than_the_deadline(models, tmp_path, monkeypatch):
     faults = Faults(hang=1.0)
 
@@ -436,10 +493,8 @@ def test_a_drain_waits_no_longer_than_the_deadline(models, tmp_path, monkeypatch
         return FaultyStore(open_store(url), 0, faults)
 
     monkeypatch.setattr(storage_worker, "open_store", open_hanging)
-    engine = Engine(
-        models["full"], plain(storage=str(tmp_path), storage_write="through")
-    )
-    engine.worker.storage._deadline_s = 0.2
+    config = {"storage": str(tmp_path), "storage_write": "through"}
+    engine = Engine(models["full"], plain(storage_deadline_s=0.2, **config))
     # A clock that stands still: the deadline is one of real time.
     engine.worker.storage._clock = lambda: 0.0
     engine.submit(list(range(50)), 5)
