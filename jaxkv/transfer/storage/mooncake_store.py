@@ -190,6 +190,14 @@ class MooncakeStore:
         """The place, without user and password."""
         return self._url
 
+    def client(self) -> Any:
+        """Give the library's own client, for what is to be measured beside this.
+
+        Raises:
+            StoreError: No master answers.
+        """
+        return self._connected().theirs
+
     def get(self, names: Sequence[str], max_bytes: int) -> list[Future[Piece | None]]:
         """Read objects."""
         items = [(check_name(name), max_bytes) for name in names]

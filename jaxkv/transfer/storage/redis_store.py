@@ -104,6 +104,11 @@ class RedisStore:
         """The place, without user and password."""
         return self._url
 
+    @property
+    def is_cluster(self) -> bool:
+        """Whether it is a cluster of servers."""
+        return self._is_cluster
+
     def get(self, names: Sequence[str], max_bytes: int) -> list[Future[Piece | None]]:
         """Read values; an empty one is taken for none, as the server answers alike."""
         commands = [("GETRANGE", check_name(name), 0, max_bytes - 1) for name in names]

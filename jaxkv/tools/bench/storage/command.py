@@ -39,8 +39,8 @@ DESCRIPTION = (
     "Time how long blocks take to a store and back, through everything that the "
     "storage tier does: the queue, the format with its checksum, and the store; "
     "compared with plain files in the same folder or, for other stores, with the store "
-    "alone. All take turns in every round, all bytes are checked, and what was written "
-    "is deleted."
+    "alone and, for Redis and Mooncake, with their own client. All take turns in every "
+    "round, all bytes are checked, and what was written is deleted."
 )
 
 

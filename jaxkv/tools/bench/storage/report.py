@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxkv._util import size_text
 from jaxkv.tools.bench.storage.run import (
+    CLIENT,
     FILES,
     JAXKV,
     WAYS,
@@ -86,6 +87,12 @@ def _notes(record: StorageRecord) -> list[str]:
             "back after use, as by jaxkv; or it is dropped at once, so that the caches "
             "of the CPU keep the memory that it is read into. No file is synced, and "
             "those in the cache of the system are read from there."
+        )
+    if any(CLIENT in result.seconds for result in record.results):
+        lines.append(
+            "The client alone calls the store's library, without jaxkv: of Redis for "
+            "one block after the other, of Mooncake for as many as are in flight, from "
+            "and into memory that it knows."
         )
     return lines
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv._util import Resource, size_text
+from jaxkv.tools.bench.storage.clients import Client, client_of
 from jaxkv.tools.bench.transfer.records import BytesDifferError
 from jaxkv.tools.console import OnProgress
 from jaxkv.transfer.storage import (
@@ -35,7 +36,7 @@ from jaxkv.types import KEY_BYTES
 Way: TypeAlias = Literal["write", "read"]
 WAYS: tuple[Way, ...] = get_args(Way)
 
-JAXKV, ALONE = "jaxkv", "store alone"
+JAXKV, ALONE, CLIENT = "jaxkv", "store alone", "client alone"
 FILES = "plain files"
 FILES_REUSED, FILES_DROPPED = f"{FILES}, memory reused", f"{FILES}, dropped"
 
@@ -206,7 +207,16 @@ class StorageBench(Resource):
                         self, root, folder, objects, blocks, threads, read
                     )
             else:
-                sides[ALONE] = _Alone(self._store, f"{objects.folder}/alone", blocks)
+                folder = f"{objects.folder}/alone"
+                sides[ALONE] = _Alone(self._store, folder, blocks)
+                client = client_of(
+                    *(self._store, self.config.url),
+                    *(num_blocks, block_bytes, num_in_flight),
+                )
+                if client is not None:
+                    stack.callback(client.close)
+                    folder = f"{objects.folder}/client"
+                    sides[CLIENT] = _Client(self._store, folder, blocks, client)
             seconds = _time(sides, blocks, rounds, label, on_progress)
         self._delete(objects.folder)
         return StorageResult(block_bytes, num_blocks, seconds)
@@ -252,6 +262,8 @@ class _Blocks:
 class _Side(Protocol):
     """One way to write the blocks of a round, and to read them again."""
 
+    def prepare(self) -> None: ...
+
     def write(self) -> None: ...
 
     def read(self) -> None: ...
@@ -267,6 +279,9 @@ class _Jaxkv:
     def __init__(self, storage: StorageIO, blocks: _Blocks) -> None:
         self._storage = storage
         self._blocks = blocks
+
+    def prepare(self) -> None:
+        pass
 
     def write(self) -> None:
         items = zip(self._blocks.keys, self._blocks.payloads, strict=True)
@@ -330,6 +345,9 @@ class _Alone:
         most = self._blocks.payloads[0].nbytes + 1
         _wait_for(self._store.get(self._names(), most))
 
+    def prepare(self) -> None:
+        pass
+
     def check(self) -> None:
         pass
 
@@ -338,6 +356,25 @@ class _Alone:
 
     def _names(self) -> list[str]:
         return [f"{self._folder}/{key.hex()}" for key in self._blocks.keys]
+
+
+class _Client(_Alone):
+    """The store's client library, called as its users do."""
+
+    def __init__(
+        self, store: BlobStore, folder: str, blocks: _Blocks, client: Client
+    ) -> None:
+        super().__init__(store, folder, blocks)
+        self._client = client
+
+    def prepare(self) -> None:
+        self._client.prepare(self._blocks.payloads)
+
+    def write(self) -> None:
+        self._client.write(self._names(), self._blocks.payloads)
+
+    def read(self) -> None:
+        self._client.read(self._names())
 
 
 class _Files:
@@ -363,6 +400,9 @@ class _Files:
         self._objects = objects
         self._blocks = blocks
         self._threads = threads
+
+    def prepare(self) -> None:
+        pass
 
     def write(self) -> None:
         os.makedirs(self._folder, exist_ok=True)
@@ -450,6 +490,8 @@ def _time(
     for number in range(-1, rounds):
         on_progress(label, max(number, 0), rounds)
         blocks.renew()
+        for side in sides.values():
+            side.prepare()
         for way, place in itertools.product(WAYS, range(len(names))):
             name = names[(number + place) % len(names)]
             move = sides[name].write if way == "write" else sides[name].read

@@ -12,6 +12,7 @@ import pytest
 from jaxkv.tools import main as cli
 from jaxkv.tools.bench.storage.run import (
     ALONE,
+    CLIENT,
     FILES,
     FILES_DROPPED,
     FILES_REUSED,
@@ -69,20 +70,24 @@ def test_what_was_in_the_folder_stays(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["of others"]
 
 
-def test_redis_stands_beside_itself(tmp_path, capsys):
+def test_redis_stands_beside_itself_and_its_client(tmp_path, capsys):
     with redis_server(tmp_path) as (url, _):
         assert bench(url, *SMALL, "--json", tmp_path / "a.json") == 0
-        assert f"{JAXKV} : {ALONE}" in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert f"{JAXKV} : {ALONE}" in out
+        assert f"{JAXKV} : {CLIENT}" in out
         store = open_store(url)
         assert list(store.list("jaxkv1")) == []
         store.close()
 
 
-def test_mooncake_stands_beside_itself_and_keeps_nothing(capsys):
+def test_mooncake_stands_beside_itself_and_its_client_and_keeps_nothing(capsys):
     with mooncake_master() as (url, _), mooncake_lender(url) as lender:
         assert bench(url, *SMALL) == 0
         assert lender.remove_all(True) == 0  # So many were there.
-    assert f"{JAXKV} : {ALONE}" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"{JAXKV} : {ALONE}" in out
+    assert f"{JAXKV} : {CLIENT}" in out
 
 
 def test_s3_is_measured_over_http(capsys, monkeypatch):
