@@ -1,8 +1,9 @@
 """Serve prompts and their metrics until interrupted, for a Prometheus to scrape.
 
 Needs the extras "demo" and "metrics". Several users at a time ask about a few
-documents, which do not all fit on the device. All optional rules are on, so that every
-panel of the dashboard beside this, grafana.json, has something to show:
+documents, which do not all fit on the device and of which one is new now and then. All
+optional rules are on, so that every panel of the dashboard beside this, grafana.json,
+has something to show:
 
     python examples/serve_metrics.py [PORT]  # 9400 unless given; 0 for any
 """
@@ -50,10 +51,12 @@ rng = np.random.default_rng(0)
 documents = rng.integers(256, size=(DOCUMENTS, 600)).tolist()
 try:
     for number in itertools.count():
-        document = documents[rng.integers(DOCUMENTS)]
+        which = rng.integers(DOCUMENTS)
+        if number % 10 == 9:  # Now and then there is a new document.
+            documents[which] = rng.integers(256, size=600).tolist()
         for _ in range(USERS):  # They ask about the same document at the same time.
             question = rng.integers(256, size=40).tolist()
-            engine.submit(document + question, max_new_tokens=8)
+            engine.submit(documents[which] + question, max_new_tokens=8)
         while engine.has_work:
             engine.step()
         if number % 100 == 99:

@@ -73,7 +73,7 @@ class KeySample:
             num_hot: How many keys, the first ones, are the hottest: these are not.
         """
         rows: list[int] = []
-        start = -(-num_hot // self._stratum) * self._stratum
+        start = self.end_of_stratum(num_hot)
         if num_hot:
             rows = [num_hot + row for row in self.choose(words[num_hot:start])]
         num = len(words)
@@ -83,6 +83,10 @@ class KeySample:
                 rows.append(row)
             start += self._stratum
         return rows
+
+    def end_of_stratum(self, num_hot: int) -> int:
+        """Tell up to which key of a prefix each goes by its own bits."""
+        return -(-num_hot // self._stratum) * self._stratum
 
     def note_request(self, keys: Sequence[BlockKey]) -> int:
         """Count what a request asks for; tell how many keys, the first, are hottest."""

@@ -404,11 +404,19 @@ class Shadows:
         if not visit.courses:
             return
         visit.start, visit.end = start, end = visit.cut(first), visit.cut(last)
+        # Right behind the hottest keys, some are new to the sample whenever there are
+        # more of those: that such a key is missing says nothing if the next is there.
+        sure = start
+        if self.sample is not None and self._knows_prefixes:
+            sure = max(visit.cut(self.sample.end_of_stratum(visit.num_hot)), start)
         held: list[Ids] = []
         for tier, course in zip(self._tiers, visit.courses, strict=True):
             num, ids = 0, _NO_IDS
             if start < end:
                 num, ids = self._find(tier, visit.words[start:end])
+            if num < sure - start and sure < end:
+                more, _ = self._find(tier, visit.words[sure:end])
+                num = sure - start + more if more else num
             held.append(ids)
             course.num_known, course.num_found = start + num, num
             course.is_ordered, course.whole_at = True, -1

@@ -12,6 +12,8 @@ import pytest
 
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.search.groups import FullAttention, SlidingWindow
+from jaxkv.tiers import index
+from jaxkv.tiers.change_over import change_over
 from jaxkv.tiers.device import DeviceBlockPool
 from tests.explorer import branches, search
 from tests.explorer.world import Setup, World, WrongError
@@ -46,7 +48,7 @@ def explore(setup, **limits):
     return result
 
 
-@pytest.mark.parametrize("name", ["tiny", "pair"])
+@pytest.mark.parametrize("name", ["tiny", "pair", "pair, changes"])
 def test_nothing_goes_wrong_in_any_order_of_events(name):
     result = explore(WORLDS[name])
     assert result.is_exhausted
@@ -67,7 +69,7 @@ def walk(setup, num_actions, seed=7):
 @pytest.mark.parametrize("name", WORLDS)
 def test_nothing_goes_wrong_on_a_random_walk(name):
     """A walk ends as a calm engine ends it: all is served, and nothing is left."""
-    seen = walk(WORLDS[name], 1000)
+    seen = walk(WORLDS[name], 950)
     assert seen["ends"] > 5
     if "store" in name:
         assert seen["fetch lands"] > 0
@@ -109,6 +111,20 @@ def test_equal_inputs_give_equal_plans_in_processes_that_hash_otherwise():
     assert said[0]
 
 
+def test_a_change_over_that_loses_a_block_is_found(monkeypatch):
+    def forgetful(executor, old, new, *others):
+        def hand_over(state):
+            held = old.hand_over(state)
+            return held._replace(blocks=held.blocks[1:])
+
+        return change_over(executor, old._replace(hand_over=hand_over), new, *others)
+
+    monkeypatch.setattr(index, "change_over", forgetful)
+    actions, error = found(WORLDS["pair, changes"])
+    assert "with another policy" in error
+    assert actions == [("change",)]
+
+
 @pytest.mark.long
 def test_nothing_goes_wrong_in_two_minutes_of_many_worlds():
     num_states, seen = 0, set()
@@ -145,7 +161,7 @@ def test_walks_take_at_least_95_of_100_branches_of_the_files_that_decide():
 
 
 @pytest.mark.parametrize(
-    "name", ["pair, store", "hybrid", "arc", "bound", "together", "paused"]
+    "name", ["pair, store", "hybrid", "changes", "bound", "together", "paused"]
 )
 def test_worlds_of_one_digest_have_one_future(name):
     assert search.compare_futures(WORLDS[name], 250) > 20

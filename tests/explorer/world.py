@@ -21,7 +21,9 @@ from unittest import mock
 import numpy as np
 
 from jaxkv.keys.packed import PackedKeys, lay_out
+from jaxkv.policies import get_policy_maker, make_hazard
 from jaxkv.policies.lru import LRUState
+from jaxkv.scheduling import scheduler as scheduler_lib
 from jaxkv.scheduling.loads import NO_IDS
 from jaxkv.scheduling.plan import _PROBE_INTERVAL
 from jaxkv.scheduling.protocol import (
@@ -36,6 +38,7 @@ from jaxkv.search.groups import FullAttention, alignment
 from jaxkv.search.tiers import find_cached_prefix
 from jaxkv.tiers import index as index_lib
 from jaxkv.tiers.device import DeviceBlockPool
+from jaxkv.tiers.executors import make_executor
 from jaxkv.tiers.retention import Retention
 from jaxkv.types import NO_BLOCK, NULL_BLOCK
 from tests.reference.longest import first_read, longest_prefix
@@ -44,6 +47,7 @@ GARBAGE = ""
 WAITING, LOADING, RUNNING, DONE = "waiting", "loading", "running", "done"
 # Long enough for the batches here; the longer a log, the more there is to copy.
 _LEAST_MAX_BATCH = 8
+_NUM_GHOSTS = 16
 
 
 class WrongError(Exception):
@@ -68,6 +72,8 @@ class Setup:
         rates: What `note_rates` may be told, the first in the beginning. The gate is
             about to let a probe pass then.
         policy: Which blocks the host evicts.
+        policies: The policies that take turns ("change"), `policy` first; empty if it
+            stays.
         retentions: How long the first requests want their blocks to be kept.
         awaiting: Requests whose prompts another engine computes, and stores perhaps.
         private: Blocks with this letter are never written to the store.
@@ -94,6 +100,7 @@ class Setup:
     listed: tuple = ()
     rates: tuple = ()
     policy: str = "lru"
+    policies: tuple[str, ...] = ()
     retentions: tuple[Retention, ...] = ()
     awaiting: tuple = ()
     private: str = ""
@@ -187,6 +194,13 @@ class Transfer:
     is_written: bool = False
 
 
+def _small_policy_maker(name):
+    """Give the maker of a policy whose ghosts are few, as all has to be copied."""
+    if name == "hazard":
+        return functools.partial(make_hazard, num_ghosts=_NUM_GHOSTS)
+    return get_policy_maker(name)
+
+
 def _reduce_keys(keys):
     return packed_keys, (tuple(keys),)
 
@@ -206,7 +220,16 @@ class World:
         self.seen = Counter()
         self.groups = setup.groups
         self.pool = DeviceBlockPool(setup.num_device_blocks + 1)
-        with mock.patch.object(index_lib, "_LEAST_MAX_BATCH", _LEAST_MAX_BATCH):
+
+        def make_index(*args, **others):
+            others["alternatives"] = setup.policies
+            return index_lib.BlockIndex(*args, **others)
+
+        with (
+            mock.patch.object(index_lib, "_LEAST_MAX_BATCH", _LEAST_MAX_BATCH),
+            mock.patch.object(index_lib, "get_policy_maker", _small_policy_maker),
+            mock.patch.object(scheduler_lib, "BlockIndex", make_index),
+        ):
             self.scheduler = OffloadScheduler(
                 setup.groups,
                 setup.num_host_blocks,
@@ -239,6 +262,7 @@ class World:
         self.lost = []  # Of these, the ones that only the next step tells of.
         self.is_listed = not setup.listed
         self.is_left = False
+        self.serving = setup.policy
         self.is_to_reset = False  # Before anything is asked for again.
         self._contents = {
             key: content(g, text, (n + 1) * spec.block_size)
@@ -285,7 +309,7 @@ class World:
         yield (
             self,
             "requests device host objects transfers preempted lost is_listed is_left "
-            "is_to_reset rates told",
+            "is_to_reset rates serving told",
         )
         yield self.pool, "num_changes unwritten"
         yield own, "_num_local _known _preempted"
@@ -328,18 +352,20 @@ class World:
     def _find_arrays(self):
         """Find the memory of all arrays that change."""
 
-        def leaves(state):
-            if not dataclasses.is_dataclass(state):
-                return [state]
-            fields = dataclasses.fields(state)
-            return [a for f in fields for a in leaves(getattr(state, f.name))]
-
-        arrays = [*leaves(self.pool.state), self.scheduler._loads._num_readers]
-        self._executors = []
-        for tier in self._tiers:
-            own = leaves(tier.executor.state)
-            blank = [(a, a.copy()) for a in own]
-            self._executors.append((tier, tier.executor, blank))
+        arrays = [*_leaves(self.pool.state), self.scheduler._loads._num_readers]
+        host = self._tiers[0]
+        # With each policy of the host, the executor that has its arrays.
+        self._policies = {
+            name: (host._alternatives[name], make_executor(host._alternatives[name]))
+            for name in self.setup.policies[1:]
+        }
+        self._policies[self.serving] = host.policy, host.executor
+        executors = [own for _, own in self._policies.values()]
+        executors += [tier.executor for tier in self._tiers[1:]]
+        self._blanks = {}
+        for executor in executors:
+            own = _leaves(executor.state)
+            self._blanks[executor] = [(a, a.copy()) for a in own]
             arrays += own
         self._memory, start = [], 0
         for array in arrays:
@@ -375,17 +401,24 @@ class World:
         # What is kept of keys depends on the request's alone, and is made up to date
         # when it is asked for.
         packed.update((name, self._growing[name]) for name in names)
+        self._serve()
+
+    def _serve(self):
+        """Have the host go by the policy that serves, in the arrays that are saved."""
+        host = self._tiers[0]
+        host.policy, host.executor = self._policies[self.serving]
+        host._tells_keys = host.policy.listens
 
     @contextlib.contextmanager
     def _same_executors(self):
         """Have tiers that are emptied keep their arrays, which others know."""
-        emptied = object()
+        emptied, executors = object(), [tier.executor for tier in self._tiers]
         with mock.patch.object(index_lib, "make_executor", return_value=emptied):
             yield
-        for tier, executor, arrays in self._executors:
+        for tier, executor in zip(self._tiers, executors, strict=True):
             if tier.executor is emptied:
                 tier.executor = executor
-                for array, blank in arrays:
+                for array, blank in self._blanks[executor]:
                     array[...] = blank
 
     # What may happen.
@@ -402,8 +435,9 @@ class World:
         asks as if the device had nothing ("blind"), gets its blocks without asking
         ("unasked") or names them again ("again"); the host is reset ("reset"), the
         device's cache forgotten ("forget") or only its first block ("gap"), the store
-        left ("leave"), listed once more ("relist") or in vain ("unlist"). A store is
-        listed ("list"); rates are measured ("rates").
+        left ("leave"), listed once more ("relist") or in vain ("unlist"); the host's
+        policy changes ("change"). A store is listed ("list"); rates are measured
+        ("rates").
         """
         acts, actions = self.setup.acts, []
         for n in range(len(self.transfers)):
@@ -462,6 +496,8 @@ class World:
             actions.append(("list",))
         if "unlist" in acts:
             actions.append(("unlist",))
+        if self.setup.policies:
+            actions.append(("change",))
         rates = range(len(self.setup.rates))
         actions += [("rates", n) for n in rates if n != self.rates]
         return actions
@@ -1069,6 +1105,26 @@ class World:
         blocks = self.pool.find(self._all_keys[:1])
         self.pool.evict(blocks[blocks != NO_BLOCK])
 
+    def _do_change(self):
+        """Have the next policy take over, as `auto` does; every block stays."""
+        names, host = self.setup.policies, self._tiers[0]
+        before = self._kept(host)
+        self.serving = names[(names.index(self.serving) + 1) % len(names)]
+        host.change_policy(self.serving)
+        changed = _leaves(host.executor.state)
+        self._serve()
+        for array, new in zip(_leaves(host.executor.state), changed, strict=True):
+            array[...] = new
+        expect(
+            self._kept(host) == before,
+            lambda: f"{before} became {self._kept(host)} with another policy",
+        )
+
+    def _kept(self, tier):
+        """What no policy may change: which block has a key, its uses, the free ones."""
+        shot = tier.snapshot()
+        return shot.block_ids, shot.ref_cnt, shot.free_ids
+
     # What has to hold.
 
     def check(self):
@@ -1452,6 +1508,7 @@ class World:
             self.is_left,
             self.is_to_reset,
             self.rates,
+            self.serving,
         )
         transfers = []
         for t in self.transfers:
@@ -1493,18 +1550,20 @@ class World:
         """Name a tier's blocks in the order in which they go; say what they hold."""
         state, key_ids = tier.executor.state, self._key_ids
         memory = tuple((key_ids[key], why) for key, why in tier.drops._reasons.items())
+        notes = self.scheduler._notifier._marks, tier._notes._notes
+        memory += (repr(notes),) * tier.listens
+        num_fresh = tier.num_blocks - int(state.pool.num_allocated)
+        memory += num_fresh, tier.num_held_blocks
         if not isinstance(state.policy, LRUState):
             shot = tier.snapshot()
             named = sorted(shot.block_ids.items())
             order = [block for _, block in named] + shot.free_ids
             names = {block: n for n, block in enumerate(order)}
             names[NO_BLOCK] = -1
-            notes = self.scheduler._notifier._marks, tier._notes._notes
-            return names, (repr((shot.policy, shot.ref_cnt, named, *notes)), memory)
+            return names, (repr((shot.policy, shot.ref_cnt)), memory)
         places = state.policy.order.places.tolist()
         held = sorted((place, b) for b, place in enumerate(places) if place >= 0)
         pool = state.pool
-        num_fresh = tier.num_blocks - int(pool.num_allocated)
         order = [b for _, b in held]
         order += range(int(pool.num_allocated), tier.num_blocks)
         order += pool.freed[: int(pool.num_freed)].tolist()[::-1]
@@ -1513,7 +1572,7 @@ class World:
         refs = state.ref_cnt.tolist()
         raw = state.policy.directory.keys.tobytes()
         what = tuple((key_ids[raw[32 * b : 32 * b + 32]], refs[b]) for _, b in held)
-        return names, (what, num_fresh, tier.num_held_blocks, memory)
+        return names, (what, memory)
 
     def _canonical_reuse(self, reuse):
         if reuse is None:
@@ -1601,6 +1660,14 @@ class World:
             look,
             self._canonical_reuse(storage._asked),
         )
+
+
+def _leaves(state):
+    """List the arrays of a state."""
+    if not dataclasses.is_dataclass(state):
+        return [state]
+    fields = dataclasses.fields(state)
+    return [a for f in fields for a in _leaves(getattr(state, f.name))]
 
 
 def _listed(ids):

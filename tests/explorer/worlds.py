@@ -58,6 +58,14 @@ WORLDS = {
         acts=("fail", "preempt"),
         listed=(0,),
     ),
+    "pair, changes": Setup(
+        (("ab", 2), ("ac", 2)),
+        num_device_blocks=3,
+        num_host_blocks=2,
+        policies=("lru", "slru"),
+        acts=("preempt", "forget"),
+        served=(0,),
+    ),
     # Larger ones, of which the nearest states are seen.
     "eager": _SMALL,
     "eager, large": _with(
@@ -183,6 +191,9 @@ WORLDS = {
         is_ahead=True,
     ),
     "arc": replace(_WARM, policy="arc", has_events=True),
+    "changes": replace(
+        _STORE, policies=("lru", "slru", "hazard"), has_events=True, served=(0,)
+    ),
     "kept": replace(
         _with(_WARM, retention=True),
         retentions=(Retention(50, ttl_s=60), Retention(20, ttl_s=60, num_tokens=1)),

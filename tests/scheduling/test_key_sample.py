@@ -32,21 +32,27 @@ def chats(num, seed=0):
         yield PackedKeys(chat, keys_to_words(chat))
 
 
+def count_found(policy, num_blocks, bits, requests):
+    """Count what a shadow finds that sees one key in ``2**bits``."""
+    shadows = Shadows(parse_shadows(f"{policy}*1"), num_blocks, 16, sample_bits=bits)
+    for number, keys in enumerate(requests):
+        name, num = f"{number}", len(keys)
+        shadows.look_up(name, keys, 0, num)
+        begun = name, keys, 16 * num, 1000 * number
+        shadows.begin(*begun, is_found=True, is_loaded=False)
+        shadows.offer(name, keys, num, (), None)
+        shadows.offer(name, keys, num, (), None, is_end=True)
+        shadows.finish(name, keys, 1000 * number, None, None)
+        shadows.forget(name)
+    (count,) = shadows.counts
+    return count
+
+
 @pytest.mark.parametrize("policy", ["lru", "slru", "hazard", "arc_fixed"])
 def test_a_sample_finds_what_all_keys_would(policy):
     counts = []
     for bits in (0, 4):
-        shadows = Shadows(parse_shadows(f"{policy}*1"), 1500, 16, sample_bits=bits)
-        for number, keys in enumerate(chats(3000)):
-            name, num = f"{number}", len(keys)
-            shadows.look_up(name, keys, 0, num)
-            begun = name, keys, 16 * num, 1000 * number
-            shadows.begin(*begun, is_found=True, is_loaded=False)
-            shadows.offer(name, keys, num, (), None)
-            shadows.offer(name, keys, num, (), None, is_end=True)
-            shadows.finish(name, keys, 1000 * number, None, None)
-            shadows.forget(name)
-        counts += shadows.counts
+        counts.append(count_found(policy, 1500, bits, chats(3000)))
     exact, sampled = counts
     error = sampled.error_tokens / sampled.num_asked_tokens
     assert 0.2 < exact.share < 0.9
@@ -55,6 +61,19 @@ def test_a_sample_finds_what_all_keys_would(policy):
     for word in ("num_asked_tokens", "num_loads", "num_stored", "num_evicted"):
         ratio = getattr(sampled, word) / getattr(exact, word)
         assert ratio == pytest.approx(1, abs=0.2), word
+
+
+def test_keys_behind_the_hottest_that_are_new_to_the_sample_lose_no_prefix():
+    """Whenever there were more of these, requests lost what they had behind them."""
+    chats = [some_keys(seed, 400) for seed in range(20)]
+    requests = [
+        PackedKeys(chat[:end], keys_to_words(chat[:end]))
+        for end in range(8, 400, 8)
+        for chat in chats
+    ]
+    exact, sampled = (count_found("lru", 9000, bits, requests) for bits in (0, 3))
+    assert sampled.num_found_tokens < sampled.num_asked_tokens
+    assert abs(sampled.share - exact.share) < 0.002
 
 
 @pytest.mark.parametrize("bits", [1, 4, 5, 7])
