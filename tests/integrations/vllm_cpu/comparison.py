@@ -20,7 +20,7 @@ import numpy as np
 
 from .lab import environ
 
-WAIT_S = 900
+WAIT_S = 1800
 # Scenarios that one process runs, one after the other, unless something is special: it
 # takes longer to begin than to run them. The last one spoils the weights.
 PLAIN = {"model": "llama-float32"}
