@@ -165,8 +165,10 @@ def few_programs() -> Iterator[None]:
     """
     yield
     if _num_maps() > _MANY_MAPS:
+        gc.unfreeze()
         jax.clear_caches()
         gc.collect()
+        gc.freeze()
 
 
 def _num_maps() -> float:
@@ -188,8 +190,13 @@ def shared_traces() -> Path:
 
 @pytest.fixture
 def caplog(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """Listen from here on: what earlier tests left may log when it is collected."""
+    """Listen from here on: what earlier tests left may log when it is collected.
+
+    What is left then is not looked at again, or each of these tests would look at all
+    that was traced and compiled before: most of the time of a quick one.
+    """
     gc.collect()
+    gc.freeze()
     caplog.clear()
     return caplog
 

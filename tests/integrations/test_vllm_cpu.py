@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.integrations.vllm_cpu.comparison import (
+    LATENTS,
     LORA,
     check_same_answers,
     hit_tokens,
@@ -30,23 +31,7 @@ HYBRID = {
 SERVED = {
     "float32": {"model": "llama-float32"},
     "hybrid": HYBRID,
-    "latents": {
-        "model": "latents-float32",
-        "num_blocks": 24,
-        # What tpu-inference asks for; its pages have 32 tokens, or a multiple. With
-        # latents that are not quantised its weights, and so all answers, are NaN.
-        "engine": {
-            "block_size": 32,
-            "kv_cache_dtype": "fp8",
-            "additional_config": {
-                "sharding": {"sharding_strategy": {"enable_dp_attention": True}}
-            },
-        },
-        "variables": {
-            "NEW_MODEL_DESIGN": "1",
-            "DISABLE_MLA_Q_ACTIVATION_QUANTIZATION": "1",
-        },
-    },
+    "latents": LATENTS | {"num_blocks": 24},
     "tp 2": {
         "model": "llama-float32",
         "engine": {"tensor_parallel_size": 2},

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.integrations.vllm_cpu.comparison import (
+    LATENTS,
     check_same_answers,
     hit_tokens,
     metric_of,
@@ -23,10 +24,15 @@ from tests.integrations.vllm_cpu.run import transfer_config, under_pressure
 LONG_SEEDS = 10
 MODELS = {
     "llama": {"model": "llama-float32", "num_blocks": 48},
-    "windows": {"model": "hybrid-float32", "num_blocks": 72},
+    # With windows requests hold fewer blocks, so more of them run side by side.
+    "windows": {
+        "model": "hybrid-float32",
+        "num_blocks": 72,
+        "engine": {"max_num_seqs": 16},
+    },
     "bfloat16": {"model": "llama-bfloat16", "num_blocks": 48, "is_fixed": True},
+    "latents": LATENTS | {"num_blocks": 24},
 }
-
 
 NGRAM = {
     "method": "ngram",
@@ -39,13 +45,16 @@ NGRAM = {
 def run_pressure(
     lab, name, seeds, *, is_async=False, num_tokens=64, drafts=None, **options
 ):
+    model = MODELS[name]
     engine = {
         "async_scheduling": is_async,
         "max_num_seqs": 8,
         "max_num_batched_tokens": num_tokens,
         "speculative_config": drafts,
+        **model.get("engine", {}),
     }
-    return lab.run("pressure", seeds=seeds, engine=engine, **MODELS[name], **options)
+    options |= model | {"engine": engine}
+    return lab.run("pressure", seeds=seeds, **options)
 
 
 def run_both(lab, name, seeds, **options):
@@ -79,6 +88,15 @@ def test_the_comparison_fails_where_dropped_tokens_are_not_restored(lab):
     found = run_pressure(lab, "llama", 1, is_async=True, extra={}, fault="lost tokens")
     assert sum(found["preemptions"]) >= 5
     assert tokens_of(found) != expected
+
+
+@pytest.mark.long
+def test_latents_are_the_same_under_pressure(lab):
+    expected, found = run_both(lab, "latents", 2)
+    # What is kept of a token has 8 bits, the last of which depends on how a prompt is
+    # cut into chunks.
+    check_same_answers(found, expected, 0.01)
+    check_pressure(found, 2)
 
 
 @pytest.mark.long
@@ -172,10 +190,11 @@ def test_bfloat16_differs_only_at_ties_and_no_more_than_by_chunking(lab):
 def test_no_token_is_dropped_in_600_requests_over_http(lab, tmp_path):
     expected = run_pressure(lab, "llama", LONG_SEEDS)
     options = ("--kv-transfer-config", json.dumps(transfer_config({})))
+    more = ("--max-num-seqs", "8", "--num-gpu-blocks-override", "42")
     found = []
     log = tmp_path / "log"
     with (
-        server(lab, log, *options, "--max-num-seqs", "8") as http,
+        server(lab, log, *options, *more) as http,
         concurrent.futures.ThreadPoolExecutor(20) as clients,
     ):
 

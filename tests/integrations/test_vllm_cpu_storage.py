@@ -44,7 +44,10 @@ def first_cached(result):
     return sum(answer["cached"] for answer in result["answers"][:USERS])
 
 
-@pytest.mark.parametrize("name", ["llama-float32", "hybrid-float32"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama-float32", pytest.param("hybrid-float32", marks=pytest.mark.long)],
+)
 def test_a_second_process_finds_what_the_first_has_computed(lab, tmp_path, name):
     options = {"model": name}
     if name.startswith("hybrid"):
@@ -86,6 +89,7 @@ def test_adapters_are_kept_apart_in_the_store(lab, tmp_path):
     assert first_cached(found) > 0
 
 
+@pytest.mark.long
 def test_vllm_serve_is_warm_after_a_restart(lab, tmp_path):
     config = {
         "kv_connector": "TPUOffloadConnector",

@@ -44,7 +44,7 @@ def check_alike(said, store):
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory, store):
     """What two processes report that have used the store."""
-    return run_case(tmp_path_factory.mktemp("logs"), 2, store, seed=6, num_steps=60)
+    return run_case(tmp_path_factory.mktemp("logs"), 2, store, seed=6, num_steps=24)
 
 
 def test_two_processes_list_their_store_or_ask_it_and_decide_alike(of_two, store):
@@ -68,7 +68,7 @@ def test_a_process_of_another_layout_finds_nothing_and_leaves_all_in_place(
     before = files_of(of_two)
     assert before
     # The same model and the same requests, in one process that has whole blocks.
-    [said] = run_case(tmp_path, 1, store, seed=6, num_steps=60)
+    [said] = run_case(tmp_path, 1, store, seed=6, num_steps=24)
     assert said["counts"]["block reads compared"] > 0
     assert said["counts"]["store: stored"] > 0
     assert files_of(of_two) == before

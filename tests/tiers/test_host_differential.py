@@ -259,16 +259,16 @@ def run(policy, num_blocks, batch_sizes, num_operations, is_told=True):
 @pytest.mark.parametrize(
     ("policy", "num_blocks", "batch_sizes", "num_operations"),
     [
-        *[(policy, 7, (1, 16), 1_500) for policy in PLAIN],
+        *[(policy, 7, (1, 16), 800) for policy in PLAIN],
         *[(policy, 1, (1, 4), 800) for policy in ("arc", "slru", "hazard")],
-        ("lru", 50, (17, 64), 1_500),
+        ("lru", 50, (17, 64), 800),
         ("lru", 900, (257, 1024), 200),
         ("arc", 300, (65, 256), 800),
         ("hazard", 50, (17, 64), 800),
         # More blocks than are counted together.
-        ("retained_lru", 70, (1, 16), 1_200),
+        ("retained_lru", 70, (1, 16), 600),
         ("retained_hazard", 70, (1, 16), 600),
-        ("retained_arc", 5, (1, 16), 1_200),
+        ("retained_arc", 5, (1, 16), 600),
     ],
 )
 def test_executors_equal_their_twin_on_random_operations(

@@ -5,6 +5,8 @@ import json
 import re
 import shlex
 
+import pytest
+
 from jaxkv.scheduling.record import TraceRecorder
 from jaxkv.tools import main as cli
 from jaxkv.tools.demo import run as demo_run
@@ -79,6 +81,7 @@ def test_a_recorded_demo_is_replayed_with_the_hits_that_it_counted(
     )
 
 
+@pytest.mark.long
 def test_whatever_the_replay_finds_the_trace_has_what_the_demo_counted(
     tmp_path, monkeypatch
 ):
