@@ -24,12 +24,7 @@ from tests.integrations.vllm_cpu.run import transfer_config, under_pressure
 LONG_SEEDS = 10
 MODELS = {
     "llama": {"model": "llama-float32", "num_blocks": 48},
-    # With windows requests hold fewer blocks, so more of them run side by side.
-    "windows": {
-        "model": "hybrid-float32",
-        "num_blocks": 72,
-        "engine": {"max_num_seqs": 16},
-    },
+    "windows": {"model": "hybrid-float32", "num_blocks": 72},
     "bfloat16": {"model": "llama-bfloat16", "num_blocks": 48, "is_fixed": True},
     "latents": LATENTS | {"num_blocks": 24},
 }
