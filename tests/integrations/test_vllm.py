@@ -266,6 +266,19 @@ def test_a_request_whose_load_has_failed_is_computed_and_not_offered_another(new
     assert asked == ["again"]
 
 
+def test_a_request_whose_load_has_failed_gives_up_its_place_in_the_queue(newest):
+    """Where vLLM 0.32 leaves it, it may wait forever for blocks of those behind it."""
+    engine = make_warm_engine()
+    fail_loads(engine)
+    connector, told = engine.scheduler.connector, []
+    ask = connector.get_num_new_matched_tokens
+    connector.get_num_new_matched_tokens = lambda *arguments: (
+        told.append(ask(*arguments)) or told[-1]
+    )
+    engine.run(Request("again", range(18), 3))
+    assert told == [(4 * BLOCK_SIZE, True), (None, False), (0, False)]
+
+
 @pytest.mark.parametrize(
     ("params", "told"),
     [

@@ -226,7 +226,9 @@ class SchedulerHalf:
         self._requests: dict[str, VllmRequest] = {}
         # Requests that got blocks since the metadata of the last step.
         self._allocated: set[str] = set()
-        # Requests whose load has failed, until they get blocks to compute it in.
+        # Requests whose load has failed, until vLLM asks for them again,
+        self._must_wait: set[str] = set()
+        # and from then on until they get blocks to compute it in.
         self._must_compute: set[str] = set()
 
     def bind_block_pool(self, pool: Any) -> None:
@@ -263,6 +265,13 @@ class SchedulerHalf:
             return 0, False
         if request.request_id in self._must_compute:
             return 0, False
+        if request.request_id in self._must_wait:
+            # vLLM 0.32 leaves it among requests that hold blocks, where it would be the
+            # first to wait for those of the others, forever. To be told that nothing is
+            # known yet moves it to those that hold none.
+            self._must_wait.discard(request.request_id)
+            self._must_compute.add(request.request_id)
+            return None, False
         if self._awaits_listing:
             return None, False
         known = self._request(request)
@@ -304,7 +313,7 @@ class SchedulerHalf:
         """Release the blocks of transfers that the worker reports as over."""
         if report is not None:
             over = self.scheduler.update_connector_output(report.output)
-            self._must_compute.update(over.failed_recving)
+            self._must_wait.update(over.failed_recving)
             if report.num_lost_pools > self._num_lost_pools:
                 self._note_lost_pools(report.num_lost_pools)
             self._awaits_listing &= not report.is_listed
@@ -320,6 +329,7 @@ class SchedulerHalf:
         self.scheduler.request_finished_all_groups(self._request(request), block_ids)
         self._requests.pop(request.request_id, None)
         self._allocated.discard(request.request_id)
+        self._must_wait.discard(request.request_id)
         self._must_compute.discard(request.request_id)
         if not _asked_for(request, "do_remote_decode", _flag):
             return None
