@@ -266,9 +266,9 @@ class SchedulerHalf:
         if request.request_id in self._must_compute:
             return 0, False
         if request.request_id in self._must_wait:
-            # vLLM 0.32 leaves it among requests that hold blocks, where it would be the
-            # first to wait for those of the others, forever. To be told that nothing is
-            # known yet moves it to those that hold none.
+            # vLLM 0.32 leaves it at the head of the queue of requests that hold blocks,
+            # though it holds none: it may wait forever for blocks of those behind it.
+            # The answer None moves it to the queue of the others.
             self._must_wait.discard(request.request_id)
             self._must_compute.add(request.request_id)
             return None, False
@@ -284,6 +284,7 @@ class SchedulerHalf:
         known = self._request(request)
         self.scheduler.update_state_after_alloc(known, block_ids, num_external_tokens)
         self._allocated.add(known.request_id)
+        self._must_wait.discard(known.request_id)
         self._must_compute.discard(known.request_id)
 
     def build_metadata(self, output: Any) -> StepMetadata:

@@ -191,7 +191,7 @@ class MooncakeStore:
         return self._url
 
     def client(self) -> Any:
-        """Give the library's own client, for what is to be measured beside this.
+        """Return the Mooncake client, for benchmarks that call it directly.
 
         Raises:
             StoreError: No master answers.

@@ -262,7 +262,9 @@ class _Blocks:
 class _Side(Protocol):
     """One way to write the blocks of a round, and to read them again."""
 
-    def prepare(self) -> None: ...
+    def prepare(self) -> None:
+        """Get ready for a round, before its time is taken."""
+        return  # Most need not.
 
     def write(self) -> None: ...
 
@@ -273,15 +275,12 @@ class _Side(Protocol):
     def delete(self) -> None: ...
 
 
-class _Jaxkv:
+class _Jaxkv(_Side):
     """As the storage tier does: queue, format, store."""
 
     def __init__(self, storage: StorageIO, blocks: _Blocks) -> None:
         self._storage = storage
         self._blocks = blocks
-
-    def prepare(self) -> None:
-        pass
 
     def write(self) -> None:
         items = zip(self._blocks.keys, self._blocks.payloads, strict=True)
@@ -329,7 +328,7 @@ class _Jaxkv:
             left -= len(done)
 
 
-class _Alone:
+class _Alone(_Side):
     """The store without queue and format."""
 
     def __init__(self, store: BlobStore, folder: str, blocks: _Blocks) -> None:
@@ -344,9 +343,6 @@ class _Alone:
     def read(self) -> None:
         most = self._blocks.payloads[0].nbytes + 1
         _wait_for(self._store.get(self._names(), most))
-
-    def prepare(self) -> None:
-        pass
 
     def check(self) -> None:
         pass
@@ -377,7 +373,7 @@ class _Client(_Alone):
         self._client.read(self._names())
 
 
-class _Files:
+class _Files(_Side):
     """Plain files: opened, written or read whole, closed.
 
     It reads the files that the storage tier would read, and writes others beside them.
@@ -400,9 +396,6 @@ class _Files:
         self._objects = objects
         self._blocks = blocks
         self._threads = threads
-
-    def prepare(self) -> None:
-        pass
 
     def write(self) -> None:
         os.makedirs(self._folder, exist_ok=True)
