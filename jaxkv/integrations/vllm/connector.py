@@ -22,6 +22,7 @@ from jaxkv.integrations.vllm.config import ConnectorConfig
 from jaxkv.integrations.vllm.scheduler import SchedulerHalf
 from jaxkv.integrations.vllm.stats import OffloadConnectorStats, OffloadPromMetrics
 from jaxkv.integrations.vllm.worker import StepMetadata, WorkerHalf, WorkerReport
+from jaxkv.scheduling.protocol import NO_REPORTS
 
 
 def _bases() -> tuple[type, ...]:
@@ -198,7 +199,8 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     def update_connector_output(self, connector_output: Any) -> None:
         """Process the worker's report, from vLLM's `KVConnectorOutput`."""
         report: WorkerReport | None = connector_output.kv_connector_worker_meta
-        self._of_scheduler.note_report(report)
+        if report is not None:
+            self._of_scheduler.note_report(report)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -343,6 +345,8 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     ) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose loads are over, failed ones included."""
         output = self._of_worker.poll()
+        if output is NO_REPORTS:
+            return None, set()
         if self._num_groups > 1:
             self._failed_requests.update(output.failed_recving)
         return None, {*output.finished_recving, *output.failed_recving}
@@ -350,8 +354,9 @@ class OffloadConnector(*_BASES):  # type: ignore[misc]
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Return the same, and the failed loads if block ids cannot name them."""
         results = super().get_transfer_results(finished_req_ids)
-        results.failed_recving |= self._failed_requests
-        self._failed_requests.clear()
+        if self._failed_requests:
+            results.failed_recving |= self._failed_requests
+            self._failed_requests.clear()
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:

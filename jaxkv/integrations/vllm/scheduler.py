@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import statistics
 import time
@@ -23,6 +24,7 @@ from jaxkv.integrations.vllm.events import HostEvents
 from jaxkv.integrations.vllm.pool import VllmBlockPool, is_private, key_in_group
 from jaxkv.integrations.vllm.stats import OffloadConnectorStats, StatsReader
 from jaxkv.integrations.vllm.worker import LOST_POOLS, StepMetadata, WorkerReport
+from jaxkv.scheduling.protocol import NO_MOVES
 from jaxkv.types import BlockKey, Stop
 
 Value = TypeVar("Value")
@@ -308,20 +310,21 @@ class SchedulerHalf:
         if self._prefill is not None:
             self._prefill.begin_step(sum(output.num_scheduled_tokens.values()))
         is_idle = not output.num_scheduled_tokens
+        if transfers is NO_MOVES:
+            return _no_moves(self._num_forgotten_pools, is_idle)
         return StepMetadata(transfers, self._num_forgotten_pools, is_idle)
 
-    def note_report(self, report: WorkerReport | None) -> None:
+    def note_report(self, report: WorkerReport) -> None:
         """Release the blocks of transfers that the worker reports as over."""
-        if report is not None:
-            over = self.scheduler.update_connector_output(report.output)
-            self._must_wait.update(over.failed_recving)
-            if report.num_lost_pools > self._num_lost_pools:
-                self._note_lost_pools(report.num_lost_pools)
-            self._awaits_listing &= not report.is_listed
-            if self._prefill is not None:
-                rate = self._prefill.tokens_per_s
-                rates = report.load_bytes_per_s, rate, report.storage_bytes_per_s
-                self.scheduler.note_rates(*rates)
+        over = self.scheduler.update_connector_output(report.output)
+        self._must_wait.update(over.failed_recving)
+        if report.num_lost_pools > self._num_lost_pools:
+            self._note_lost_pools(report.num_lost_pools)
+        self._awaits_listing &= not report.is_listed
+        if self._prefill is not None:
+            rate = self._prefill.tokens_per_s
+            rates = report.load_bytes_per_s, rate, report.storage_bytes_per_s
+            self.scheduler.note_rates(*rates)
 
     def finish(
         self, request: Any, block_ids: Sequence[Sequence[int]]
@@ -434,6 +437,12 @@ class SchedulerHalf:
             )
             self._requests[request.request_id] = known
         return known
+
+
+@functools.cache
+def _no_moves(num_lost_pools: int, is_idle: bool) -> StepMetadata:
+    """Make the metadata of most steps, once."""
+    return StepMetadata(NO_MOVES, num_lost_pools, is_idle)
 
 
 def _asked_for(request: Any, name: str, read: Callable[[Any], Value]) -> Value | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxkv.observe.families import OF_SCHEDULER, OF_WORKER, Family, Readings
@@ -142,6 +142,8 @@ class StatsReader:
         self._families: list[Family[Any]] = [
             family for family in families if family.name in FAMILIES
         ]
+        # Those without a source never get one.
+        self._families = [family for family, _ in self._read()]
         self._last: dict[tuple[str, str], float] = {}
         for _, value in self._read():
             if isinstance(value, Histogram):
@@ -168,7 +170,7 @@ class StatsReader:
                 if samples:
                     stats.data[_SAMPLES][family.name] = samples
                 continue
-            values = value if isinstance(value, Mapping) else {"": value}
+            values = value if isinstance(value, dict) else {"": value}
             kind = _COUNTERS if family.kind == "counter" else _GAUGES
             for label, number in values.items():
                 key = family.name, label

@@ -320,6 +320,8 @@ class WorkerHalf:
 
         These are all blocks of a request's load, even if a part of it has arrived.
         """
+        if not self._failed_blocks:
+            return set()
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed - {NO_BLOCK}
 
