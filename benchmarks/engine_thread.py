@@ -6,6 +6,8 @@ Processor time of the calling thread, not the time until the bytes are there:
 - write: the `advance` that writes a landed load into the pool (staged alone);
 - report: the `poll` that reports it;
 - advance, poll: with nothing in flight;
+- jax_save, jax_load: what begins to move a piece by calls to jax alone, in the mode
+  staged: a program that gathers all leaves, and the copy that `jax.device_put` ends in;
 - saves, loads: 128 MiB in one call and `drain`, per GiB, with extents of the size that
   the engine takes for a tier of 1 GiB.
 
@@ -83,10 +85,11 @@ class Case:
     ) -> None:
         import jax
         import jax.numpy as jnp
+        import numpy as np
         from jax.sharding import NamedSharding
 
         from jaxkv.transfer import TransferEngine
-        from jaxkv.transfer.memory import partition_spec
+        from jaxkv.transfer.memory import Carrier, partition_spec
 
         place: Any = jax.devices()[0]
         if num_devices > 1:
@@ -114,6 +117,13 @@ class Case:
         self.large.save(self.pool, [0], [0])
         self.extent_bytes: int = self.large.bytes_in_flight
         self.pool, _ = self.large.drain(self.pool)
+        self.carriers = [
+            Carrier([leaf.sharding.with_memory_kind(kind) for leaf in self.pool])
+            for kind in ("pinned_host", "device")
+        ]
+        self.rows = np.arange(PIECE_BLOCKS, dtype=np.int32)
+        gather = jax.jit(lambda leaves, rows: [leaf[rows] for leaf in leaves])
+        self.gather = gather.lower(self.pool, self.rows).compile()
         self.gib = MOVED_BLOCKS * block_bytes * SMALLER[size] / (1 << 30)
         self.turn = 0
 
@@ -146,6 +156,21 @@ class Case:
                 ("poll", poll_us),
             ):
                 times[name].append(took_us)
+        return {name: statistics.median(each) for name, each in times.items()}
+
+    def time_jax(self) -> dict[str, float]:
+        """Move a piece by calls to jax alone; give the medians in us."""
+        times: dict[str, list[float]] = {"jax_save": [], "jax_load": []}
+        to_host, to_device = self.carriers
+        for _ in range(CALLS):
+            rows, gather_us = clocked(self.gather, self.pool, self.rows)
+            on_host, save_us = clocked(to_host.copy, tuple(rows))
+            time.sleep(0.004)
+            arrived, load_us = clocked(to_device.copy, on_host)
+            time.sleep(0.004)  # As long as the engine's calls are apart.
+            del rows, on_host, arrived
+            times["jax_save"].append(gather_us + save_us)
+            times["jax_load"].append(load_us)
         return {name: statistics.median(each) for name, each in times.items()}
 
     def _wait(self, report_us: list[float]) -> None:
@@ -187,7 +212,7 @@ def serve(checkout: str, num_devices: int) -> None:
             case.time_many()
             now = question
         assert case is not None
-        answer(case.time_pieces() | case.time_many())
+        answer(case.time_pieces() | case.time_jax() | case.time_many())
 
 
 def main() -> None:

@@ -11,6 +11,8 @@ turns:
   themselves cost shows here;
 - connector: jaxkv with its defaults;
 - NAME: jaxkv with other keys, of ``--keys NAME=JSON``;
+- peer: tpu-inference's own connector for host memory, if ``--peer`` asks for it, with
+  its worker; it stores all as ours does, and nothing is loaded;
 - beside: another version of jaxkv with its defaults, of ``--beside CHECKOUT``.
 
 It tells how many tokens are generated a second, and what processor time the connector's
@@ -19,7 +21,7 @@ where no transfer begins, is under way or is reported.
 
 Run it where `.ci/vllm` has installed vLLM::
 
-    python benchmarks/vllm_step.py [--rounds R] [--keys NAME=JSON ...]
+    python benchmarks/vllm_step.py [--rounds R] [--keys NAME=JSON ...] [--peer]
         [--beside CHECKOUT] [--json FILE]
 """
 
@@ -27,6 +29,7 @@ from __future__ import annotations
 
 import collections
 import hashlib
+import importlib
 import json
 import os
 import pathlib
@@ -55,6 +58,12 @@ sys.path.insert(0, str(ROOT / "tests/integrations"))
 NUM_PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 40, 200, 48
 NUM_BLOCKS = 200
 COPIED_BLOCKS = 400
+PEER = "tpu_inference.offload.tpu_offload_connector"
+# Variables of the peer: a tier of the size of ours, which takes what is generated, too.
+PEER_ENVIRONMENT = {
+    "TPU_OFFLOAD_NUM_CPU_CHUNKS": str(COPIED_BLOCKS),
+    "TPU_OFFLOAD_DECODE_SAVE": "1",
+}
 CALLS = (
     "get_num_new_matched_tokens",
     "update_state_after_alloc",
@@ -125,6 +134,60 @@ def mean_us(steps: list[collections.Counter[str]]) -> dict[str, float]:
     return {"all": sum(times.values())} | times
 
 
+class Ours:
+    """What jaxkv does in a step.
+
+    Args:
+        scheduler: Of jaxkv.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def is_moving(self) -> bool:
+        """Tell whether a transfer is under way."""
+        return bool(self._scheduler.has_pending_stores())
+
+    def counts(self) -> dict[str, int]:
+        """Tell how many blocks were stored, and how many were not."""
+        stats = self._scheduler.stats
+        dropped = stats.num_dropped_slow + stats.num_dropped_full
+        return {"num_stored": stats.num_stored, "num_dropped": dropped}
+
+
+class Peer:
+    """What tpu-inference's connector does in a step.
+
+    Args:
+        connector: Its half in the scheduler.
+    """
+
+    def __init__(self, connector: Any) -> None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        self._worker = get_kv_transfer_group().connector_worker
+        self._num_stored, self._has_work = 0, False
+        self._build = connector.build_connector_meta
+        connector.build_connector_meta = self._noted
+
+    def _noted(self, *args: Any) -> Any:
+        """Build the metadata; note what they ask for."""
+        metadata = self._build(*args)
+        saves = [each.save_spec for each in metadata.requests_meta if each.save_spec]
+        self._has_work = any(not save.skip_save for save in saves)
+        self._num_stored += sum(len(save.dst_chunks) for save in saves)
+        return metadata
+
+    def is_moving(self) -> bool:
+        """Tell whether a save was asked for in this step, or is under way."""
+        has_work, self._has_work = self._has_work, False
+        return has_work or bool(self._worker._pending_save_futures)
+
+    def counts(self) -> dict[str, int]:
+        """Tell how many blocks were stored; it drops none."""
+        return {"num_stored": self._num_stored, "num_dropped": 0}
+
+
 class CopyingThread:
     """Copies bytes beside the engine, as many as it is told to."""
 
@@ -158,6 +221,7 @@ def serve(folder: pathlib.Path, case: dict[str, Any]) -> None:
     sys.path.insert(0, case["checkout"])
     import numpy as np
     from vllm import LLM, SamplingParams
+    from vllm.plugins import load_general_plugins
     from vllm_cpu.run import engine_arguments
 
     options = {
@@ -166,30 +230,42 @@ def serve(folder: pathlib.Path, case: dict[str, Any]) -> None:
         "extra": case["keys"],
         "engine": {"max_num_seqs": 8, "max_num_batched_tokens": 128},
     }
+    arguments = engine_arguments(folder, options)
     watch: Watch | None = None
-    if case["keys"] is not None:
+    if case["peer"]:
+        load_general_plugins()  # Before it imports what the plugin replaces.
+        watch = Watch(importlib.import_module(PEER).TPUOffloadConnector)
+        arguments["kv_transfer_config"] = {
+            "kv_connector": "TPUOffloadConnector",
+            "kv_connector_module_path": PEER,
+            "kv_role": "kv_both",
+        }
+    elif case["keys"] is not None:
         import jaxkv
         from jaxkv.integrations.vllm.connector import OffloadConnector
 
         assert pathlib.Path(case["checkout"]) in pathlib.Path(jaxkv.__file__).parents
         watch = Watch(OffloadConnector)
-    llm = LLM(**engine_arguments(folder, options))
+    llm = LLM(**arguments)
     core = llm.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.worker.model_runner
     block_bytes = sum(cache.nbytes for cache in runner.kv_caches) // NUM_BLOCKS
     copying = CopyingThread(block_bytes) if case["copies"] else None
     step_fn = core.step_fn
+    moves: Any = None
+    if case["peer"]:
+        moves = Peer(core.scheduler.connector)
+    elif watch is not None:
+        moves = Ours(core.scheduler.connector._scheduler.scheduler)
 
     def step() -> Any:
         if watch is None:
             return step_fn()
-        was_moving = half().has_pending_stores()
+        was_moving = moves.is_moving()
         output = step_fn()
-        watch.end_step(was_moving or half().has_pending_stores())
+        is_moving = moves.is_moving()
+        watch.end_step(was_moving or is_moving)
         return output
-
-    def half() -> Any:
-        return core.scheduler.connector._scheduler.scheduler
 
     schedule = core.scheduler.schedule
 
@@ -228,10 +304,7 @@ def serve(folder: pathlib.Path, case: dict[str, Any]) -> None:
             figures["us"] = mean_us([own for own, _ in steps])
             figures["num_still"] = len(still)
             figures["still_us"] = mean_us(still)
-            stats = half().stats
-            figures["num_stored"] = stats.num_stored
-            dropped = stats.num_dropped_slow + stats.num_dropped_full
-            figures["num_dropped"] = dropped
+            figures |= moves.counts()
         answer(figures)
     os._exit(0)  # What vLLM would end slowly, or not at all.
 
@@ -247,6 +320,8 @@ def start_case(
     paths[paths.index(str(ROOT))] = case["checkout"]
     env = {**own, "PYTHONPATH": os.pathsep.join(paths)}
     env |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if case["peer"]:
+        env |= PEER_ENVIRONMENT
     log = folder / f"{name}.log"
     return start(__file__, str(folder), json.dumps(case), env=env, log=log)
 
@@ -255,11 +330,12 @@ def main() -> None:
     """Measure, print the figures and write them if asked to."""
     parser = make_parser(__doc__, rounds=5, beside=True)
     parser.add_argument("--keys", nargs="*", default=[], metavar="NAME=JSON")
+    parser.add_argument("--peer", action="store_true")
     args = parser.parse_args()
     if args.serve:
         serve(pathlib.Path(args.serve[0]), json.loads(args.serve[1]))
         return
-    own = {"checkout": str(ROOT), "copies": False}
+    own = {"checkout": str(ROOT), "copies": False, "peer": False}
     cases: dict[str, dict[str, Any]] = {
         "alone": own | {"keys": None},
         "copying": own | {"keys": None, "copies": True},
@@ -268,6 +344,8 @@ def main() -> None:
     for each in args.keys:
         name, _, text = each.partition("=")
         cases[name] = own | {"keys": json.loads(text)}
+    if args.peer:
+        cases["peer"] = own | {"keys": None, "peer": True}
     if args.beside:
         beside = own | {"keys": {}, "checkout": str(args.beside.resolve())}
         cases["beside"] = beside

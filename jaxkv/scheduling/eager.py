@@ -219,7 +219,7 @@ class EagerStores:
             self._host.drops.note(rows.keys, "paused")
             return
         is_known = self._host.contains(rows.keys)
-        if is_known.all():
+        if 0 not in is_known.tobytes():  # `all()` takes 40 us where caches are cold.
             if not progress.is_ordered:
                 self._host.reorder(rows.keys)
             return
