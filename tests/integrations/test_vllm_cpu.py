@@ -203,9 +203,19 @@ def test_lazy_stores_are_refused_with_the_reason(lab):
         lab.run("conversations", model="llama-float32", extra={"lazy_offload": True})
 
 
-def test_the_attention_of_the_plugin_is_that_of_tpu_inference(lab):
-    printed = lab.run_code("from vllm_cpu import check_attention as c; c.main()")
-    assert "8 batches alike" in printed
+def test_the_kernels_of_the_plugin_are_those_of_tpu_inference(lab):
+    printed = lab.run_code("from vllm_cpu import check_kernels as c; c.main()")
+    assert "11 batches alike" in printed
+
+
+@pytest.mark.long
+def test_answers_are_the_same_from_cached_states(lab):
+    """Without a connector: the lab's model and kernel, and tpu-inference's blocks."""
+    options = {"model": "deltas-float32", "num_blocks": 200}
+    expected = lab.run("prefixes", engine={"enable_prefix_caching": False}, **options)
+    found = lab.run("prefixes", **options)
+    check_same_answers(found, expected)
+    assert sum(answer["cached"] for answer in found["answers"]) > 2000
 
 
 def test_vllm_serve_has_the_hits_and_what_jaxkv_counts_in_its_metrics(lab, tmp_path):

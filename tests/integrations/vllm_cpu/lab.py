@@ -17,6 +17,7 @@ MODELS = (
     ("llama", "bfloat16"),
     ("hybrid", "float32"),
     ("latents", "float32"),
+    ("deltas", "float32"),
 )
 ADAPTERS = (1, 2)
 HERE = Path(__file__).resolve().parent.parent

@@ -11,7 +11,8 @@ def make_model(folder, kind, dtype, seed=0):
     Args:
         folder: Where to.
         kind: "llama"; "latents", a DeepSeek V2 without experts, whose latents are as
-            wide as the real ones; or "hybrid" for a Gemma 3 whose layers attend in
+            wide as the real ones; "deltas", a Qwen 3.5 of three gated delta nets and
+            a layer of attention; or "hybrid" for a Gemma 3 whose layers attend in
             turn to all tokens and to a window of 32.
         dtype: "float32" or "bfloat16".
         seed: Of the weights.
@@ -50,6 +51,18 @@ def make_model(folder, kind, dtype, seed=0):
             **common | {"num_key_value_heads": HEADS, "head_dim": 64},
         )
         model = transformers.DeepseekV2ForCausalLM(config)
+    elif kind == "deltas":
+        config = transformers.Qwen3_5TextConfig(
+            num_hidden_layers=2 * LAYERS,
+            layer_types=[*["linear_attention"] * 3, "full_attention"],
+            tie_word_embeddings=False,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=32,
+            linear_value_head_dim=32,
+            **common,
+        )
+        model = transformers.Qwen3_5ForCausalLM(config)
     else:
         config = transformers.Gemma3TextConfig(
             num_hidden_layers=2 * LAYERS,
@@ -63,6 +76,9 @@ def make_model(folder, kind, dtype, seed=0):
         for name, weights in model.named_parameters():
             if weights.ndim == 2:  # Large enough for answers that differ.
                 weights.normal_(0, 0.0625 if "embed" in name else 0.15)
+            elif name.endswith("A_log"):
+                # States fade within tens or hundreds of tokens, not at once.
+                weights.uniform_(0.002, 0.05).log_()
             elif kind == "hybrid" and "post_" in name:
                 # Its head is its embedding: without louder layers it would only
                 # repeat the last token, whatever it attends to.

@@ -8,13 +8,14 @@ import jax
 import numpy as np
 
 from .attention import mla_ragged_paged_attention, ragged_paged_attention
+from .gdn import conv1d_gdn
 
 HBM_BYTES = 2 << 30
 
 
 def register():
     """Replace what needs a TPU; vLLM calls it in each of its processes."""
-    replace_kernel()
+    replace_kernels()
     replace_options_of_the_compiler()
     replace_what_is_read_from_devices()
     copy_what_is_staged()
@@ -22,12 +23,14 @@ def register():
     spoil_loads_if_asked()
 
 
-def replace_kernel():
+def replace_kernels():
     """Pallas kernels for TPUs do not compile for CPUs."""
+    from tpu_inference.kernels.gdn.v3 import wrapper
     from tpu_inference.layers.common import attention_interface
 
     attention_interface.ragged_paged_attention = ragged_paged_attention
     attention_interface.mla_ragged_paged_attention = mla_ragged_paged_attention
+    wrapper.fused_conv1d_gdn = conv1d_gdn
 
 
 def replace_options_of_the_compiler():

@@ -191,6 +191,26 @@ def conversations(run):
         ]
 
 
+def prefixes(run):
+    """Prompts that share a part, or go on from an answer, asked twice."""
+    rng = np.random.default_rng(2)
+    shared = [rng.integers(0, 256, 90).tolist() for _ in range(2)]
+    prompts = [
+        [*beginning, *rng.integers(0, 256, rng.integers(5, 120)).tolist()]
+        for beginning in shared
+        for _ in range(3)
+    ]
+    for _ in range(2):
+        answers = run.ask(prompts, num_tokens=[40] * len(prompts))
+    for _ in range(2):
+        run.ask(
+            [
+                [*prompt, *answer, *rng.integers(0, 256, 5).tolist()]
+                for prompt, answer in zip(prompts, answers, strict=True)
+            ]
+        )
+
+
 def under_pressure(seed, ask, is_fixed=False):
     """Have 20 users ask three times, who leave others out of steps and preempt them.
 
@@ -426,6 +446,7 @@ SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
         conversations,
+        prefixes,
         pressure,
         interruptions,
         salts,
