@@ -67,7 +67,7 @@ from jaxkv.strict import (
 )
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.executors import ExecutorName
-from jaxkv.transfer import TransferEngine
+from jaxkv.transfer import AnyEngine, TransferEngine
 from jaxkv.transfer.codecs import Compression, Quantised
 from jaxkv.transfer.engine import DEFAULT_STAGING_BYTES
 from jaxkv.transfer.kernels import KERNELS, MODES, Kernel, Mode
@@ -604,7 +604,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
 
     def make_worker(
         self,
-        engine: TransferEngine,
+        engine: AnyEngine,
         *,
         storage_namespace: bytes = b"",
         clock: Callable[[], float] = time.monotonic,
@@ -649,7 +649,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
 
     def open_storage(
         self,
-        engine: TransferEngine,
+        engine: AnyEngine,
         *,
         namespace: bytes = b"",
         num_blocks: int | None = None,

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from jaxkv._util import rounded_size
 from jaxkv.scheduling.storage_worker import StorageWorker
-from jaxkv.transfer import TransferEngine
+from jaxkv.transfer import AnyEngine
 
 _log = logging.getLogger(__name__)
 
 
 def log_start(
-    engine: TransferEngine,
+    engine: AnyEngine,
     *,
     policy: str,
     executor: str = "native",

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from jaxkv.scheduling.exchange import AgreementError, Exchange
 from jaxkv.scheduling.watchdog import Watchdog
-from jaxkv.transfer import Completion, Ticket, TransferEngine
+from jaxkv.transfer import AnyEngine, Completion, Ticket
 from jaxkv.types import PyTree
 
 EventName: TypeAlias = int | tuple[str, ...]
@@ -111,7 +111,7 @@ class Agreement:
     def __init__(
         self,
         exchange: Exchange,
-        engine: TransferEngine,
+        engine: AnyEngine,
         deadline_s: float | None,
         clock: Callable[[], float],
     ):

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from jaxkv.scheduling.protocol import TierBatch, TierMoves, TierProbe, TierReport
 from jaxkv.scheduling.stats import DELAY_BUCKETS, Histogram
-from jaxkv.transfer import TransferEngine, host_rows
+from jaxkv.transfer import AnyEngine, host_rows
 from jaxkv.transfer.host_bytes import HostRead, HostWrite
+from jaxkv.transfer.multi_pool import JointRead, JointWrite
 from jaxkv.transfer.storage import Completion, ObjectFormat, StorageIO, open_store
 from jaxkv.transfer.storage.buffers import Buffers
 from jaxkv.transfer.storage.census import Bound
@@ -64,7 +65,7 @@ class _Fetch:
     missing: list[int] = dataclasses.field(default_factory=list)
     again_s: float = 0.0
     pause_s: float = _LEAST_AGAIN_S
-    write: HostWrite | None = None
+    write: HostWrite | JointWrite | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -119,7 +120,7 @@ class _Probe:
 
 
 def open_storage(
-    engine: TransferEngine,
+    engine: AnyEngine,
     url: str,
     *,
     namespace: bytes = b"",
@@ -218,7 +219,7 @@ class StorageWorker:
 
     def __init__(
         self,
-        engine: TransferEngine,
+        engine: AnyEngine,
         storage_io: StorageIO,
         *,
         deadline_s: float = 5.0,
@@ -558,7 +559,7 @@ class StorageWorker:
             del self._probes[own.probe.event]
             self._probed.append((own.probe.event, tuple(oks)))
 
-    def _copy(self, write: _Write, held: HostRead) -> None:
+    def _copy(self, write: _Write, held: HostRead | JointRead) -> None:
         """Copy blocks and hand them to the store; on the thread that copies."""
         tickets: list[int | None] = []
         copied: list[tuple[BlockKey, list[memoryview]]] = []

@@ -30,7 +30,12 @@ from jaxkv.scheduling.protocol import (
 from jaxkv.scheduling.stats import SIZE_BUCKETS, Histogram
 from jaxkv.scheduling.storage_worker import StorageWorker
 from jaxkv.scheduling.tier_agreement import KEYS_PER_STEP, TierAgreement
-from jaxkv.transfer import Completion, StepLoads, Ticket, TransferEngine
+from jaxkv.transfer import (
+    AnyEngine,
+    Completion,
+    StepLoads,
+    Ticket,
+)
 from jaxkv.types import PyTree
 
 _RATE_WEIGHT = 0.25
@@ -101,7 +106,7 @@ class OffloadWorker:
 
     def __init__(
         self,
-        engine: TransferEngine,
+        engine: AnyEngine,
         *,
         deadline_s: float | None = 30.0,
         report_after_steps: int | None = None,

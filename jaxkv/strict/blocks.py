@@ -33,10 +33,14 @@ class PoolBlocks:
 
     Args:
         layout: The layout.
+
+    Attributes:
+        num_blocks: How many blocks there are.
     """
 
     def __init__(self, layout: PoolLayout) -> None:
         self._layout = layout
+        self.num_blocks = layout.num_blocks
 
     def sums(self, pool: PyTree, block_ids: Sequence[int]) -> dict[int, int] | None:
         """Make a checksum of each block.

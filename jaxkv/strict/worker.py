@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, OffloadMetadata
 from jaxkv.scheduling.worker import OffloadWorker
 from jaxkv.strict.blocks import PoolBlocks, StrictError
-from jaxkv.transfer import TransferEngine
+from jaxkv.transfer import AnyEngine, MultiPoolEngine
 from jaxkv.types import PyTree
 
 MOST_SILENT_STEPS = 16
@@ -26,9 +27,17 @@ class StrictOffloadWorker(OffloadWorker):
             in flight, or `poll` is never called.
     """
 
-    def __init__(self, engine: TransferEngine, **named: Any) -> None:
+    def __init__(self, engine: AnyEngine, **named: Any) -> None:
         super().__init__(engine, **named)
-        self._blocks = PoolBlocks(engine.layout)
+        self._has_pools = isinstance(engine, MultiPoolEngine)
+        # Of each pool, the id of its first block.
+        if isinstance(engine, MultiPoolEngine):
+            firsts = engine.first_blocks.tolist()
+            layouts = [one.layout for one in engine.engines]
+        else:
+            firsts, layouts = [0], [engine.layout]
+        each = zip(firsts, map(PoolBlocks, layouts), strict=False)
+        self._blocks: list[tuple[int, PoolBlocks]] = list(each)
         self._num_silent = 0
         # Checksums of what is being stored, by store event.
         self._storing: dict[int, dict[int, int]] = {}
@@ -44,7 +53,7 @@ class StrictOffloadWorker(OffloadWorker):
         self._check(pool)
         sums = None
         if meta.store_event != NO_EVENT:
-            sums = self._blocks.sums(pool, meta.store_device_blocks)
+            sums = self._sums(pool, meta.store_device_blocks)
         pool = super().start(meta, pool)
         self._num_silent += 1
         if sums is not None:
@@ -67,6 +76,21 @@ class StrictOffloadWorker(OffloadWorker):
         """Abandon all transfers; see `OffloadWorker.abandon`."""
         return self._noted(super().abandon())
 
+    def _sums(self, pool: PyTree, block_ids: Sequence[int]) -> dict[int, int] | None:
+        """Make checksums of blocks, as `PoolBlocks.sums` does."""
+        sums: dict[int, int] = {}
+        for own, (first, blocks) in zip(
+            pool if self._has_pools else [pool], self._blocks, strict=True
+        ):
+            end = first + blocks.num_blocks
+            of_pool = blocks.sums(
+                own, [n - first for n in block_ids if first <= n < end]
+            )
+            if of_pool is None:
+                return None
+            sums |= {first + number: crc for number, crc in of_pool.items()}
+        return sums
+
     def _noted(self, output: ConnectorOutput) -> ConnectorOutput:
         """Take note of what is reported."""
         for event in (*output.completed_store_events, *output.failed_store_events):
@@ -78,7 +102,7 @@ class StrictOffloadWorker(OffloadWorker):
         expected: dict[int, int] = {}
         for sums in self._storing.values():
             expected |= sums
-        found = self._blocks.sums(pool, list(expected))
+        found = self._sums(pool, list(expected))
         if found is None:
             self._storing.clear()  # The pool is lost.
             return

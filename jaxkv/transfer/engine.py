@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from jaxkv._util import strict_class
 from jaxkv.transfer import limits, memory, probe
 from jaxkv.transfer.codecs import Compression
-from jaxkv.transfer.extent_table import ExtentTable
+from jaxkv.transfer.extent_table import ExtentTable, SharedMemory
 from jaxkv.transfer.extents import ExtentLayout
 from jaxkv.transfer.host_bytes import HostRead, HostWrite
 from jaxkv.transfer.host_memory import (
@@ -119,6 +119,7 @@ class TransferEngine:
         extent_bytes: str | SupportsIndex | None = None,
         compression: Compression | None = None,
         kernel: Kernel | None = None,
+        shared: SharedMemory | None = None,
     ):
         """Set up the host memory for blocks of `pool`.
 
@@ -147,6 +148,8 @@ class TransferEngine:
             kernel: How the programs of the mode ``"staged"`` copy blocks: ``"dma"``, by
                 asynchronous copies of the TPU, or ``"xla"``, by gathers and scatters.
                 None takes ``"dma"`` on TPU where its compiler accepts the layout.
+            shared: What other engines have their extents in, too, in the mode
+                ``"staged"``; None for memory of its own.
 
         Raises:
             ValueError: `pool` cannot be offloaded, or another argument is wrong.
@@ -213,6 +216,9 @@ class TransferEngine:
             layout.num_shards,
             blocks_per_host_block,
         )
+        if shared is not None:
+            shared.join(self._table, size.num_extents, extents.host_bytes)
+            self._table.shared = shared
         self._queue = TransferQueue(
             self._copier,
             self._plans,
@@ -406,6 +412,21 @@ class TransferEngine:
         tickets = self._queue.load(*load, in_step)
         return self._layout.unflatten(load.leaves), tickets
 
+    def check_load(
+        self,
+        pool: PyTree,
+        host_block_ids: BlockIdsLike,
+        device_block_ids: BlockIdsLike,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
+        """Refuse what `load`, or with sizes `load_each`, would refuse.
+
+        Raises:
+            ValueError: As these.
+            RuntimeError: As these.
+        """
+        self._checked_load(pool, host_block_ids, device_block_ids, sizes)
+
     def _checked_load(
         self,
         pool: PyTree,
@@ -569,6 +590,24 @@ class TransferEngine:
                 "another engine gave it."
             )
 
+    def forget(self, host_block_ids: BlockIdsLike) -> NDArray[np.int32]:
+        """Empty host blocks, which cannot be loaded any more.
+
+        Args:
+            host_block_ids: int[n]. Blocks, with bytes or without; no save of them is in
+                flight.
+
+        Returns:
+            i32[m]. Those whose memory loads in flight still read: empty them again
+            later, or it is held until the next save of them.
+
+        Raises:
+            ValueError: The ids are wrong.
+            RuntimeError: Another thread owns the engine.
+        """
+        host_ids = self._host_ids(host_block_ids)
+        return self._table.forget(host_ids, self._queue.next_number())
+
     @property
     def host_bytes_description(self) -> str:
         """What the bytes of `read_host` are; equal where they can be exchanged."""
@@ -578,6 +617,11 @@ class TransferEngine:
     def host_payload_bytes(self) -> int:
         """Bytes of a host block in this process, as `read_host` gives them."""
         return self._queue.host_bytes.num_bytes
+
+    @property
+    def host_block_bytes(self) -> int:
+        """Bytes that a host block takes in this process, without padding."""
+        return self.host_payload_bytes
 
     def read_host(self, host_block_ids: BlockIdsLike) -> HostRead:
         """Hold host blocks so that their bytes can be copied out by another thread.

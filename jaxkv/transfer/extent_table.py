@@ -34,6 +34,37 @@ class Placement(NamedTuple):
     carried_places: NDArray[np.intp]
 
 
+class SharedMemory:
+    """Host memory that the extents of several tables share.
+
+    A table that has taken its part carries blocks over, to need no more. One that has
+    no extent with room takes memory all the same: what others hold half empty would
+    keep it from ever storing anything.
+
+    Attributes:
+        num_bytes: Bytes that the extents are to take, of all tables together.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._tables: list[tuple[ExtentTable, int]] = []
+
+    def join(self, table: ExtentTable, num_extents: int, extent_bytes: int) -> None:
+        """Let a table share it; it is large enough for each of them alone."""
+        self._tables.append((table, extent_bytes))
+        self.num_bytes = max(self.num_bytes, num_extents * extent_bytes)
+
+    @property
+    def num_used_bytes(self) -> int:
+        """Bytes of the extents that are not free."""
+        return sum(size * table.num_used_extents for table, size in self._tables)
+
+    def num_left(self, table: ExtentTable) -> int:
+        """Tell how many more extents a table may take."""
+        (size,) = [size for own, size in self._tables if own is table]
+        return max(self.num_bytes - self.num_used_bytes, 0) // size
+
+
 class ExtentTable:
     """Maps host blocks to places in extents; holds no bytes.
 
@@ -53,6 +84,7 @@ class ExtentTable:
     Attributes:
         num_freed: Counts what may have made room: where `place` found none, it finds
             none until this changes.
+        shared: The memory that other tables have extents in, too; None for its own.
     """
 
     def __init__(
@@ -94,6 +126,7 @@ class ExtentTable:
         # What keeps each extent from being free: its blocks, its pins, and a hold.
         self._claims = np.zeros(num_extents, np.int64)
         self.num_freed = 0
+        self.shared: SharedMemory | None = None
         # Of each call, what it would have to make anew.
         self._places = np.arange(num_shards * extent_blocks)
         self._no_ids = np.zeros(0, np.int32)
@@ -102,6 +135,11 @@ class ExtentTable:
     def num_free_extents(self) -> int:
         """Extents that are empty, and neither pinned nor held."""
         return len(self._free())
+
+    @property
+    def num_used_extents(self) -> int:
+        """The others, which have memory."""
+        return int(np.count_nonzero(self._claims))
 
     @property
     def num_pins(self) -> int:
@@ -152,7 +190,8 @@ class ExtentTable:
         if not free.size:
             return None
         extent, carry = int(free[0]), NO_EXTENT
-        if free.size <= self._reserve:
+        num_left = free.size if self.shared is None else self.shared.num_left(self)
+        if min(free.size, num_left) <= self._reserve:
             wanted = np.bincount(shards, minlength=self._num_shards)
             room = np.minimum(self._extent_blocks - self._used, wanted).sum(axis=1)
             used = self._used.sum(axis=1)
@@ -210,6 +249,13 @@ class ExtentTable:
             # In a pinned extent, blocks keep their places until they are replaced, so
             # that `place` does not take it for emptier than it is.
             self._vacate(own[self._pins[self._extent[own]] == 0])
+
+    def forget(self, ids: NDArray[np.int32], writer: int) -> NDArray[np.int32]:
+        """Empty blocks; return those that keep their places, in pinned extents."""
+        self.claim(ids, writer)
+        self.finish(ids, writer, False)
+        held: NDArray[np.int32] = ids[self._extent[ids] != NO_EXTENT]
+        return held
 
     def find(
         self, ids: NDArray[np.int32], parts: NDArray[np.bool_] | bool = True

@@ -99,6 +99,7 @@ class HostRead:
 
     Attributes:
         num_blocks: How many there are.
+        num_bytes: Bytes of each.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class HostRead:
         places: list[int],
     ):
         self.num_blocks = len(places)
+        self.num_bytes = owner.num_bytes
         self._owner = owner
         self._extents = extents
         self._arrays: list[Extent] | None = arrays

@@ -5,7 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxkv.transfer.extent_table import NO_EXTENT, ExtentTable, Placement
+from jaxkv.transfer.extent_table import (
+    NO_EXTENT,
+    ExtentTable,
+    Placement,
+    SharedMemory,
+)
 from jaxkv.transfer.host_memory import HostSize
 
 
@@ -368,3 +373,37 @@ def test_runs_of_blocks_are_rarely_carried(seed):
             counts.append(num_carried(ids, turn * num_blocks + number))
     table.check()
     assert sum(counts) < 0.05 * 5 * num_blocks
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_tables_that_share_memory_take_little_more_than_one(is_shared):
+    # The least recently used blocks are replaced by those of a pool that is common at
+    # first and then rare, and of one for which it is the other way round.
+    num_blocks, extent_blocks, num_extents = 512, 16, 36
+    shared = SharedMemory()
+    tables = [ExtentTable(num_blocks, num_extents, extent_blocks) for _ in range(2)]
+    for table in tables:
+        shared.join(table, num_extents, extent_bytes=100)
+        table.shared = shared if is_shared else None
+    rng = np.random.default_rng(0)
+    order, pool_of = list(range(num_blocks)), np.full(num_blocks, -1)
+    used, number = [], 0
+    for step in range(1200):
+        share = 0.9 if step // 300 % 2 else 0.2
+        for pool, num in enumerate(rng.multinomial(12, [share, 1 - share]).tolist()):
+            ids, order = np.array(order[:num], np.int32), order[num:] + order[:num]
+            number += 1
+            other = tables[1 - pool].forget(ids[pool_of[ids] == 1 - pool], number)
+            assert not other.size
+            tables[pool].claim(ids, number)
+            todo = ids
+            while todo.size:
+                placement = tables[pool].place(todo, np.zeros(len(todo), np.intp))
+                tables[pool].settle(placement, ok=True)
+                todo = np.delete(todo, placement.picked)
+            tables[pool].finish(ids, number, ok=True)
+            pool_of[ids] = pool
+        used.append(shared.num_used_bytes / shared.num_bytes)
+    for table in tables:
+        table.check()
+    assert max(used) < 1.5 if is_shared else max(used) > 1.8

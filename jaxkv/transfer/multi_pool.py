@@ -1,0 +1,557 @@
+"""Several device pools over one set of host blocks.
+
+Where layers of one kind keep a state instead of keys and values, an engine may give
+them a pool of their own, whose blocks have other ids, shapes and numbers. Here the
+blocks of all pools get ids of one range, one pool after the other, so that whoever
+decides what to move need not know that there are several.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, SupportsIndex, TypeAlias
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxkv.transfer.codecs import Compression
+from jaxkv.transfer.engine import DEFAULT_STAGING_BYTES, TransferEngine
+from jaxkv.transfer.extent_table import SharedMemory
+from jaxkv.transfer.host_bytes import HostRead, HostWrite
+from jaxkv.transfer.host_memory import parse_argument
+from jaxkv.transfer.ids import (
+    BlockIdsLike,
+    check_distinct,
+    copy_pairs,
+    host_ids_of,
+    transfer_pairs,
+)
+from jaxkv.transfer.kernels import Kernel, Mode
+from jaxkv.transfer.tickets import Completion, Direction, Ticket
+from jaxkv.types import PyTree
+
+_NO_POOL = -1
+# At the end of a payload: the number of its pool.
+_LABEL_BYTES = 8
+
+
+@dataclasses.dataclass(eq=False)
+class _Joint:
+    """A transfer of blocks of several pools.
+
+    Attributes:
+        ticket: Its name.
+        host_ids: i32[n]. Its host blocks.
+        parts: The transfers that are not over, by pool and the ticket there.
+        num_bytes: Bytes of those that are.
+        error: The first error.
+    """
+
+    ticket: Ticket
+    host_ids: NDArray[np.int32]
+    parts: set[tuple[int, Ticket]] = dataclasses.field(default_factory=set)
+    num_bytes: int = 0
+    error: Exception | None = None
+
+
+class JointRead:
+    """Host blocks of several pools that are held while their bytes are copied out.
+
+    Args:
+        num_bytes: Of a payload.
+        parts: For each pool its blocks, and which of all these are.
+
+    Attributes:
+        num_blocks: How many there are.
+    """
+
+    def __init__(
+        self, num_bytes: int, parts: dict[int, tuple[HostRead, list[int]]]
+    ) -> None:
+        self._num_bytes = num_bytes
+        self._parts = parts
+        self._places = {
+            index: (pool, place)
+            for pool, (_, indices) in parts.items()
+            for place, index in enumerate(indices)
+        }
+        self.num_blocks = len(self._places)
+
+    def copy(self, index: int, out: NDArray[np.uint8]) -> None:
+        """Copy a block's bytes; on any thread, until `close`.
+
+        Args:
+            index: Which block, in the order given.
+            out: u8[`MultiPoolEngine.host_payload_bytes`]. Contiguous. Written.
+        """
+        if out.nbytes != self._num_bytes:
+            raise ValueError(
+                f"a payload of {out.nbytes} bytes must have {self._num_bytes}."
+            )
+        pool, place = self._places[index]
+        held, _ = self._parts[pool]
+        held.copy(place, out[: held.num_bytes])
+        out[held.num_bytes :] = 0
+        out[-_LABEL_BYTES] = pool
+
+    def close(self) -> None:
+        """Let go of the blocks; on any thread, as soon as the bytes are copied."""
+        for held, _ in self._parts.values():
+            held.close()
+
+
+class JointWrite:
+    """Bytes on their way into host blocks of several pools.
+
+    Args:
+        parts: Those of each pool.
+    """
+
+    def __init__(self, parts: list[HostWrite]) -> None:
+        self._parts = parts
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all has ended."""
+        return all(part.is_over for part in self._parts)
+
+    @property
+    def error(self) -> Exception | None:
+        """What went wrong; None if all blocks can be loaded."""
+        return next((part.error for part in self._parts if part.error), None)
+
+
+class MultiPoolEngine:
+    """Moves blocks between several device pools and host memory.
+
+    Each pool has a `TransferEngine` of its own. A host block holds a block of any of
+    them, and can be loaded into the pool that it came from. The methods are those of
+    `TransferEngine`, with a sequence of pools for the pool: all that `OffloadWorker`
+    and `StorageWorker` need but for loads within a step.
+
+    Args:
+        pools: The pools, each as of `TransferEngine`, on one device or mesh; not kept.
+        num_host_blocks: Host blocks, of all pools together.
+        mode: As of `TransferEngine`. In the mode ``"fused"`` each pool takes memory for
+            all host blocks; in ``"staged"`` they share it.
+        staging_bytes: Bytes that may be in flight, of all pools together.
+        compression: As of `TransferEngine`.
+        kernel: As of `TransferEngine`.
+
+    Raises:
+        ValueError: There is no pool, or as `TransferEngine`.
+        MemoryError: There is not enough host memory.
+
+    Attributes:
+        engines: The engine of each pool.
+        first_blocks: i64[p + 1]. Pool i's blocks have the ids from ``first_blocks[i]``
+            up to ``first_blocks[i + 1]``.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> keys, states = jnp.ones((8, 16, 4)), jnp.zeros((3, 5))
+        >>> engine = MultiPoolEngine([keys, states], num_host_blocks=32)
+        >>> pools = [keys, states]
+        >>> ticket = engine.save(pools, [5, 8 + 2], [30, 7])
+        >>> pools, [completion] = engine.drain(pools)
+        >>> completion.ticket == ticket, completion.num_bytes
+        (True, 276)
+    """
+
+    blocks_per_host_block = 1
+    num_shards = 1
+    has_step_loads = False
+
+    def __init__(
+        self,
+        pools: Sequence[PyTree],
+        num_host_blocks: int,
+        *,
+        mode: Mode = "staged",
+        staging_bytes: str | SupportsIndex = DEFAULT_STAGING_BYTES,
+        compression: Compression | None = None,
+        kernel: Kernel | None = None,
+    ) -> None:
+        if not pools:
+            raise ValueError("pools is empty; it must have at least one pool.")
+        self._shared = SharedMemory()
+        share = parse_argument("staging_bytes", staging_bytes) // len(pools)
+        self.engines = [
+            TransferEngine(
+                pool,
+                num_host_blocks,
+                mode=mode,
+                staging_bytes=max(share, 1),
+                compression=compression,
+                kernel=kernel,
+                shared=self._shared if mode == "staged" else None,
+            )
+            for pool in pools
+        ]
+        for number, engine in enumerate(self.engines):
+            if engine.num_shards != 1:
+                raise ValueError(
+                    f"pools[{number}] has a block axis of {engine.num_shards} shards; "
+                    "shard another axis."
+                )
+        sizes = [engine.layout.num_blocks for engine in self.engines]
+        self.first_blocks = np.cumsum([0, *sizes])
+        self.num_host_blocks = num_host_blocks
+        # The pool that each host block was last saved from, and by which transfer.
+        self._pool_of = np.full(num_host_blocks, _NO_POOL, np.int64)
+        self._saved_by = np.full(num_host_blocks, -1, np.int64)
+        # Those that still hold what was saved before, as a load was reading it.
+        self._stale: list[tuple[int, NDArray[np.int32]]] = []
+        self._numbers = itertools.count()
+        self._joints: dict[Ticket, _Joint] = {}
+        self._joint_of: dict[tuple[int, Ticket], _Joint] = {}
+        # Over, and not reported.
+        self._over: list[_Joint] = []
+
+    @property
+    def mode(self) -> Mode:
+        """``"fused"`` or ``"staged"``."""
+        return self.engines[0].mode
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of the pool with the largest ones."""
+        return max(engine.block_bytes for engine in self.engines)
+
+    @property
+    def host_block_bytes(self) -> int:
+        """Bytes that the largest block takes on the host, without padding."""
+        return max(engine.host_payload_bytes for engine in self.engines)
+
+    @property
+    def host_payload_bytes(self) -> int:
+        """Bytes of a payload of `read_host`: the largest block, and its pool."""
+        return self.host_block_bytes + _LABEL_BYTES
+
+    @property
+    def host_bytes_description(self) -> str:
+        """What the bytes of `read_host` are; equal where they can be exchanged."""
+        return " | ".join(engine.host_bytes_description for engine in self.engines)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory for the blocks of all pools."""
+        if self.mode == "fused":
+            return sum(engine.host_bytes for engine in self.engines)
+        return self._shared.num_bytes
+
+    @property
+    def num_in_flight(self) -> int:
+        """Transfers not yet reported by `poll` or `drain`."""
+        return len(self._joints)
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Bytes that were issued and are not known to have arrived."""
+        return sum(engine.bytes_in_flight for engine in self.engines)
+
+    @property
+    def num_waiting(self) -> int:
+        """Parts of transfers that wait for others before they can be issued."""
+        return sum(engine.num_waiting for engine in self.engines)
+
+    def is_waiting(self, ticket: Ticket) -> bool:
+        """Whether a transfer still has to read or write a pool in a later call."""
+        joint = self._joints.get(ticket)
+        return joint is not None and any(
+            self.engines[pool].is_waiting(part) for pool, part in joint.parts
+        )
+
+    def warm_up(self) -> None:
+        """Compile every program now, so that no save or load waits for it later."""
+        for engine in self.engines:
+            engine.warm_up()
+
+    def save(
+        self,
+        pools: Sequence[PyTree],
+        device_block_ids: BlockIdsLike,
+        host_block_ids: BlockIdsLike,
+    ) -> Ticket:
+        """Copy device blocks to host blocks; see `TransferEngine.save`."""
+        device_ids, host_ids = self._pairs(device_block_ids, host_block_ids, True)
+        check_distinct("host_block_ids", host_ids)
+        self._check_pools(pools)
+        joint = self._begin("save", host_ids)
+        of_block = self._pools_of(device_ids)
+        self._forget_others(host_ids, of_block)
+        for pool in range(len(self.engines)):
+            own = of_block == pool
+            if own.any() or not pool:
+                ids = device_ids[own] - self.first_blocks[pool]
+                ticket = self.engines[pool].save(pools[pool], ids, host_ids[own])
+                self._join(joint, pool, ticket)
+        self._pool_of[host_ids] = of_block
+        self._saved_by[host_ids] = joint.ticket.number
+        return joint.ticket
+
+    def load_each(
+        self,
+        pools: Sequence[PyTree],
+        host_block_ids: BlockIdsLike,
+        device_block_ids: BlockIdsLike,
+        sizes: Sequence[int],
+        *,
+        in_step: bool = False,
+    ) -> tuple[PyTree, list[Ticket]]:
+        """Copy host blocks to device blocks; see `TransferEngine.load_each`.
+
+        Raises:
+            ValueError: As there; a block comes from another pool, or `in_step`.
+            RuntimeError: As there.
+        """
+        if in_step:
+            raise ValueError("in_step=True needs an engine of one pool.")
+        device_ids, host_ids = self._pairs(device_block_ids, host_block_ids, False)
+        if min(sizes, default=0) < 0 or sum(sizes) != len(host_ids):
+            raise ValueError(
+                f"sizes={list(sizes)[:8]} must be numbers of blocks, and the "
+                f"{len(host_ids)} of host_block_ids in all."
+            )
+        of_block = self._pools_of(device_ids)
+        wrong = host_ids[self._pool_of[host_ids] != of_block].tolist()
+        if wrong:
+            raise ValueError(
+                f"host blocks {wrong} must go back to the pool that they came from."
+            )
+        self._check_pools(pools)
+        parts = []
+        of_load = np.repeat(np.arange(len(sizes)), sizes)
+        for number, engine in enumerate(self.engines):
+            own = of_block == number
+            if own.any() or not number:
+                ids = device_ids[own] - self.first_blocks[number]
+                counts = np.bincount(of_load[own], minlength=len(sizes)).tolist()
+                parts.append((number, (host_ids[own], ids, counts)))
+                engine.check_load(pools[number], *parts[-1][1])
+        ends = np.cumsum(sizes)
+        joints = [
+            self._begin("load", host_ids[end - size : end])
+            for size, end in zip(sizes, ends.tolist(), strict=True)
+        ]
+        new = list(pools)
+        for number, part in parts:
+            new[number], tickets = self.engines[number].load_each(new[number], *part)
+            for joint, ticket in zip(joints, tickets, strict=True):
+                self._join(joint, number, ticket)
+        return _like(pools, new), [joint.ticket for joint in joints]
+
+    def copy(
+        self,
+        pools: Sequence[PyTree],
+        source_block_ids: Sequence[int],
+        target_block_ids: Sequence[int],
+    ) -> PyTree:
+        """Copy device blocks to others of their pool; see `TransferEngine.copy`."""
+        num_blocks = int(self.first_blocks[-1])
+        sources, targets = copy_pairs(source_block_ids, target_block_ids, num_blocks)
+        of_block = self._pools_of(sources)
+        if (of_block != self._pools_of(targets)).any():
+            raise ValueError("a block must be copied to one of its own pool.")
+        new = list(pools)
+        for pool, engine in enumerate(self.engines):
+            own, first = of_block == pool, self.first_blocks[pool]
+            if own.any():
+                ids = (sources[own] - first).tolist(), (targets[own] - first).tolist()
+                new[pool] = engine.copy(new[pool], *ids)
+        return _like(pools, new)
+
+    def take_step_loads(self, pools: Sequence[PyTree], num_extents: int) -> NoReturn:
+        """Refuse: no load waits for a step's program."""
+        raise RuntimeError("loads within a step need an engine of one pool.")
+
+    def step_started(self, result: jax.Array) -> NoReturn:
+        """Refuse, as `take_step_loads` does."""
+        self.take_step_loads([], 0)
+
+    def advance(self, pools: Sequence[PyTree]) -> PyTree:
+        """Write loads that have landed, and issue what waits; never waits."""
+        stale, self._stale = self._stale, []
+        for number, host_ids in stale:
+            self._forget(host_ids[self._pool_of[host_ids] != number], number)
+        each = zip(self.engines, pools, strict=True)
+        return _like(pools, [engine.advance(pool) for engine, pool in each])
+
+    def poll(self) -> list[Completion]:
+        """Report the transfers that have ended since the last report; never wait.
+
+        Returns:
+            Completions in the order in which the transfers were called.
+        """
+        for pool, engine in enumerate(self.engines):
+            self._note(pool, engine.poll())
+        return self._report()
+
+    def drain(self, pools: Sequence[PyTree]) -> tuple[PyTree, list[Completion]]:
+        """Issue all transfers and wait for them; see `TransferEngine.drain`."""
+        new = list(pools)
+        for pool, engine in enumerate(self.engines):
+            new[pool], done = engine.drain(new[pool])
+            self._note(pool, done)
+        return _like(pools, new), self._report()
+
+    def abandon(self, ticket: Ticket) -> None:
+        """Abandon a transfer, which will not be reported; see `TransferEngine`.
+
+        Raises:
+            ValueError: No such transfer is in flight.
+        """
+        joint = self._joints.pop(ticket, None)
+        if joint is None:
+            raise ValueError(f"{ticket} is not in flight.")
+        for pool, part in joint.parts:
+            del self._joint_of[pool, part]
+            self.engines[pool].abandon(part)
+        if not joint.parts:
+            self._over.remove(joint)
+        self._drop(joint)
+
+    def read_host(self, host_block_ids: BlockIdsLike) -> JointRead:
+        """Hold host blocks until their bytes are copied; see `TransferEngine`."""
+        host_ids = host_ids_of(host_block_ids, self.num_host_blocks)
+        of_block = self._pool_of[host_ids]
+        empty = host_ids[of_block == _NO_POOL].tolist()
+        if empty:
+            raise ValueError(f"host blocks {empty} have no bytes to load.")
+        parts: dict[int, tuple[HostRead, list[int]]] = {}
+        try:
+            for number in sorted(set(of_block.tolist())):
+                (indices,) = np.nonzero(of_block == number)
+                held = self.engines[number].read_host(host_ids[indices])
+                parts[number] = held, indices.tolist()
+        except ValueError:
+            for held, _ in parts.values():
+                held.close()
+            raise
+        return JointRead(self.host_payload_bytes, parts)
+
+    def write_host(
+        self, host_block_ids: BlockIdsLike, payloads: Sequence[NDArray[np.uint8]]
+    ) -> JointWrite:
+        """Write bytes that `read_host` gave, each for its pool; see `TransferEngine`.
+
+        Raises:
+            ValueError: The ids or the payloads are wrong.
+        """
+        host_ids = host_ids_of(host_block_ids, self.num_host_blocks)
+        check_distinct("host_block_ids", host_ids)
+        num_bytes, num_pools = self.host_payload_bytes, len(self.engines)
+        if len(payloads) != len(host_ids) or any(
+            payload.nbytes != num_bytes or payload[-_LABEL_BYTES] >= num_pools
+            for payload in payloads
+        ):
+            raise ValueError(
+                f"payloads must be {len(host_ids)} of {num_bytes} bytes, as "
+                f"read_host() gives them, of {num_pools} pools."
+            )
+        of_block = np.array([own[-_LABEL_BYTES] for own in payloads], np.int64)
+        self._forget_others(host_ids, of_block)
+        parts = []
+        for number in sorted(set(of_block.tolist())):
+            engine = self.engines[number]
+            (indices,) = np.nonzero(of_block == number)
+            size = engine.host_payload_bytes
+            own = [payloads[index][:size] for index in indices.tolist()]
+            parts.append(engine.write_host(host_ids[indices], own))
+        self._pool_of[host_ids] = of_block
+        self._saved_by[host_ids] = next(self._numbers)
+        return JointWrite(parts)
+
+    def advance_host(self, run: Callable[[Callable[[], None]], object]) -> None:
+        """Go on with what `write_host` began; see `TransferEngine`."""
+        for engine in self.engines:
+            engine.advance_host(run)
+
+    def _pairs(
+        self, device_ids: BlockIdsLike, host_ids: BlockIdsLike, is_save: bool
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Check the ids of both sides: i32[n] each."""
+        sizes = int(self.first_blocks[-1]), self.num_host_blocks
+        device, host = transfer_pairs(device_ids, host_ids, *sizes, 1, is_save)
+        return device[:, 0], host
+
+    def _check_pools(self, pools: Sequence[PyTree]) -> None:
+        """Refuse pools that an engine would refuse, before any has begun."""
+        for engine, pool in zip(self.engines, pools, strict=True):
+            engine.layout.flatten(pool)
+
+    def _pools_of(self, device_ids: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Tell which pool each device block is of: i64[n]."""
+        after = np.searchsorted(self.first_blocks, device_ids, side="right")
+        return after.astype(np.int64) - 1
+
+    def _begin(self, direction: Direction, host_ids: NDArray[np.int32]) -> _Joint:
+        joint = _Joint(Ticket(direction, next(self._numbers)), host_ids)
+        self._joints[joint.ticket] = joint
+        return joint
+
+    def _join(self, joint: _Joint, pool: int, ticket: Ticket) -> None:
+        joint.parts.add((pool, ticket))
+        self._joint_of[pool, ticket] = joint
+
+    def _note(self, pool: int, completions: Sequence[Completion]) -> None:
+        """Note the parts that a pool's engine has reported."""
+        for done in completions:
+            joint = self._joint_of.pop((pool, done.ticket), None)
+            if joint is None:
+                continue
+            joint.parts.remove((pool, done.ticket))
+            joint.error = joint.error or done.error
+            if done.error is None:
+                joint.num_bytes += done.num_bytes
+            if not joint.parts:
+                self._over.append(joint)
+
+    def _report(self) -> list[Completion]:
+        over, self._over = self._over, []
+        done = []
+        for joint in sorted(over, key=lambda joint: joint.ticket.number):
+            del self._joints[joint.ticket]
+            if joint.error is not None:
+                self._drop(joint)
+            ids = tuple(joint.host_ids.tolist())
+            done.append(Completion(joint.ticket, ids, joint.num_bytes, joint.error))
+        return done
+
+    def _drop(self, joint: _Joint) -> None:
+        """Forget what a save that has failed, or is abandoned, has brought."""
+        if joint.ticket.direction == "load":
+            return
+        is_last = self._saved_by[joint.host_ids] == joint.ticket.number
+        host_ids = joint.host_ids[is_last]
+        of_block = self._pool_of[host_ids]
+        self._pool_of[host_ids] = _NO_POOL
+        for number in range(len(self.engines)):
+            self._forget(host_ids[of_block == number], number)
+
+    def _forget_others(
+        self, host_ids: NDArray[np.int32], of_block: NDArray[np.int64]
+    ) -> None:
+        """Empty those of some host blocks that are about to hold another pool's."""
+        before = self._pool_of[host_ids]
+        for number in range(len(self.engines)):
+            self._forget(host_ids[(before == number) & (of_block != number)], number)
+
+    def _forget(self, host_ids: NDArray[np.int32], pool: int) -> None:
+        """Empty host blocks of a pool, those that are being read later."""
+        if host_ids.size:
+            held = self.engines[pool].forget(host_ids)
+            if held.size:
+                self._stale.append((pool, held))
+
+
+def _like(pools: Sequence[PyTree], new: list[PyTree]) -> Any:
+    """Make a sequence of the same type."""
+    return new if isinstance(pools, list) else tuple(new)
+
+
+AnyEngine: TypeAlias = TransferEngine | MultiPoolEngine
+"""What an `OffloadWorker` moves blocks with."""
