@@ -279,6 +279,28 @@ def test_a_request_whose_load_has_failed_gives_up_its_place_in_the_queue(newest)
     assert told == [(4 * BLOCK_SIZE, True), (None, False), (0, False)]
 
 
+def test_a_load_waits_for_those_whose_load_has_failed(newest):
+    """Beside it vLLM 0.32 holds blocks back for them, and may reach neither."""
+    engine = make_warm_engine()
+    engine.run(Request("before", range(20, 38), 3))
+    forget_device(engine)
+    fail_loads(engine)
+    connector, told = engine.scheduler.connector, []
+    ask = connector.get_num_new_matched_tokens
+
+    def ask_for_another_too(*arguments):
+        own, other = ask(*arguments), Request("other", range(20, 38), 3)
+        told.append((own, ask(other, 0)))
+        connector.request_finished_all_groups(other, ([],))
+        return own
+
+    connector.get_num_new_matched_tokens = ask_for_another_too
+    engine.run(Request("again", range(18), 3))
+    offer, later, nothing = (4 * BLOCK_SIZE, True), (None, False), (0, False)
+    assert told == [(offer, offer), (later, later), (nothing, later)]
+    assert ask(Request("other", range(20, 38), 3), 0) == offer
+
+
 @pytest.mark.parametrize(
     ("params", "told"),
     [

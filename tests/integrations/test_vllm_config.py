@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxkv import FullAttention, OffloadConfig, SlidingWindow
+from jaxkv import FullAttention, Mamba, OffloadConfig, SlidingWindow
 from jaxkv.integrations.vllm.config import (
     ConnectorConfig,
     names_of_shared_keys,
@@ -423,6 +423,46 @@ def test_latents_are_blocks_like_any_other_but_not_compressed():
         ConnectorConfig.of(config, cache_config)
 
 
+def with_states(**extra):
+    """Configurations of a model with a group of attention between two of states."""
+    config, cache_config = make_configs(extra=extra, windows=(None, None, None))
+    for number, group in enumerate(cache_config.kv_cache_groups):
+        group.layer_names = [f"group{number}.layer{layer}" for layer in range(2)]
+        group.kv_cache_spec.page_size_bytes = 200
+        if number != 1:
+            group.kv_cache_spec = MambaSpec(
+                block_size=BLOCK_SIZE, mamba_cache_mode="align", page_size_bytes=300
+            )
+    return config, cache_config
+
+
+def test_a_host_block_has_a_block_of_one_group_beside_states():
+    found = ConnectorConfig.of(*with_states(num_cpu_blocks=10))
+    assert found.groups == (Mamba(4), FullAttention(4), Mamba(4))
+    assert found.state_groups == (0, 2)
+    assert found.layers[1] == ("group1.layer0", "group1.layer1")
+    assert (found.block_bytes, found.planned_bytes) == (600, 6000)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "shown"),
+    [
+        ("compression", "int8", "'int8'"),
+        ("blocks_per_chunk", 2, "2"),
+    ],
+)
+def test_what_cannot_be_done_with_states_is_refused(key, value, shown):
+    with pytest.raises(ValueError, match=f"^{key}={shown} cannot be used .* states"):
+        ConnectorConfig.of(*with_states(**{key: value}))
+
+
+def test_states_that_no_other_request_could_use_are_refused():
+    config, cache_config = with_states()
+    cache_config.kv_cache_groups[0].kv_cache_spec.mamba_cache_mode = "none"
+    with pytest.raises(ValueError, match="mamba_cache_mode=none must be 'align'"):
+        ConnectorConfig.of(config, cache_config)
+
+
 def test_unsupported_layers_are_refused():
     config, cache_config = make_configs()
     (group,) = cache_config.kv_cache_groups
@@ -430,9 +470,6 @@ def test_unsupported_layers_are_refused():
     with pytest.raises(
         ValueError, match=r"group 0 is of MLAAttentionSpec .* never tested"
     ):
-        ConnectorConfig.of(config, cache_config)
-    group.kv_cache_spec = MambaSpec(block_size=BLOCK_SIZE)
-    with pytest.raises(ValueError, match=r"group 0 is of MambaSpec: .* a block pool"):
         ConnectorConfig.of(config, cache_config)
     full, window = make_configs(windows=(None, 6))[1].kv_cache_groups
     # Layers of one kind and several sizes are wrapped.

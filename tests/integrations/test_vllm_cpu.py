@@ -32,6 +32,7 @@ SERVED = {
     "float32": {"model": "llama-float32"},
     "hybrid": HYBRID,
     "latents": LATENTS | {"num_blocks": 24},
+    "states": {"model": "deltas-float32", "num_blocks": 64},
     "tp 2": {
         "model": "llama-float32",
         "engine": {"tensor_parallel_size": 2},
@@ -43,7 +44,7 @@ TOLERANCE = {"bfloat16": 0.1}
 
 
 @pytest.mark.parametrize(
-    "name", [*list(SERVED)[:4], pytest.param("bfloat16", marks=LONG)]
+    "name", [*list(SERVED)[:5], pytest.param("bfloat16", marks=LONG)]
 )
 def test_answers_are_those_of_an_engine_without_a_connector(lab, name):
     options = SERVED[name]

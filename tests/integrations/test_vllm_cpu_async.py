@@ -27,6 +27,7 @@ MODELS = {
     "windows": {"model": "hybrid-float32", "num_blocks": 72},
     "bfloat16": {"model": "llama-bfloat16", "num_blocks": 48, "is_fixed": True},
     "latents": LATENTS | {"num_blocks": 24},
+    "states": {"model": "deltas-float32", "num_blocks": 40},
 }
 
 NGRAM = {
@@ -92,6 +93,21 @@ def test_latents_are_the_same_under_pressure(lab):
     # cut into chunks.
     check_same_answers(found, expected, 0.01)
     check_pressure(found, 2)
+
+
+@pytest.mark.long
+def test_states_are_the_same_under_pressure(lab):
+    expected, found = run_both(lab, "states", 2)
+    check_same_answers(found, expected)
+    check_pressure(found, 2)
+    # They are read, and not only what attention has.
+    spoilt = run_pressure(
+        lab, "states", 2, is_async=True, extra={}, fault="zero states"
+    )
+    assert tokens_of(spoilt) != tokens_of(expected)
+    failing = run_pressure(lab, "states", 2, is_async=True, extra={}, fault="failures")
+    check_same_answers(failing, expected)
+    check_pressure(failing, 2)
 
 
 @pytest.mark.long

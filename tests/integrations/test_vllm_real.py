@@ -14,7 +14,13 @@ import pytest
 
 from jaxkv.integrations.vllm.config import ConnectorConfig
 from tests.rigs.fake_engine import Unreliable
-from tests.rigs.real_vllm import BLOCK_SIZE, CONNECTOR, engine_maker, reference
+from tests.rigs.real_vllm import (
+    BLOCK_SIZE,
+    CONNECTOR,
+    NUM_STATES,
+    engine_maker,
+    reference,
+)
 
 pytestmark = [
     pytest.mark.skipif(
@@ -67,9 +73,11 @@ def loses_drafts_in_resets():
     return "is_stale" not in inspect.signature(update).parameters
 
 
-@pytest.mark.parametrize("windows", [(None,), (None, 6)])
-def test_a_prompt_comes_back_from_a_store_in_vllm(make_engine, tmp_path, windows):
-    if len(windows) > 1 and refuses_windows():
+@pytest.mark.parametrize(
+    "layers", [{}, {"windows": (None, 6)}, {"num_state_groups": 2}]
+)
+def test_a_prompt_comes_back_from_a_store_in_vllm(make_engine, tmp_path, layers):
+    if layers and refuses_windows():
         pytest.skip("this vLLM has no windows with connectors")
     extra = {
         "storage": str(tmp_path / "store"),
@@ -80,7 +88,7 @@ def test_a_prompt_comes_back_from_a_store_in_vllm(make_engine, tmp_path, windows
     }
     found = []
     for name in ("one", "two"):
-        engine = make_engine(extra=extra, windows=windows, num_blocks=64)
+        engine = make_engine(extra=extra, num_blocks=64, **layers)
         request = engine.add(name, range(18), 3)
         end_s = time.monotonic() + 60
         while engine.scheduler.has_requests():
@@ -123,12 +131,31 @@ def test_a_prompt_that_another_vllm_computes_is_loaded_as_it_is_written(
         engine.runner.connector.shutdown()
 
 
+def test_requests_that_wait_for_loads_leave_states_to_compute_in(make_engine):
+    """vLLM counts blocks of attention alone before it admits a load."""
+    engine = make_engine(
+        num_state_groups=2, num_blocks=400, extra={"num_cpu_blocks": 400}
+    )
+    prompts = [[number, *range(11)] for number in range(20)]
+    for turn in range(2):
+        for number, prompt in enumerate(prompts):
+            engine.add(f"turn{turn}.{number}", prompt, 2)
+        engine.run()
+        assert engine.scheduler.reset_prefix_cache()
+    # More than there are states, and all of them found.
+    assert len(prompts) > NUM_STATES
+    assert engine.num_external_tokens == len(prompts) * 2 * BLOCK_SIZE
+
+
 SERVED = {
     "synchronous": {},
     "asynchronous": {"is_async": True},
     "drafts": {"num_drafts": 3},
     "asynchronous drafts": {"is_async": True, "num_drafts": 3},
     "hybrid": {"windows": (None, 6)},
+    "states": {"num_state_groups": 2},
+    "states, asynchronous": {"num_state_groups": 2, "is_async": True},
+    "many states": {"num_state_groups": 3, "windows": (None, 6), "retention_tokens": 4},
 }
 
 
@@ -198,9 +225,7 @@ def test_what_cannot_be_served_is_refused_by_vllms_own_names(make_engine):
     engine.config.speculative_config = None
     states = MambaSpec(BLOCK_SIZE, shapes=((2, 16),), dtypes=(torch.bfloat16,))
     caches.kv_cache_groups.append(KVCacheGroupSpec(["states"], states))
-    with pytest.raises(
-        ValueError, match="group 1 is of MambaSpec: tpu-inference keeps"
-    ):
+    with pytest.raises(ValueError, match="mamba_cache_mode=none must be 'align'"):
         ConnectorConfig.of(engine.config, caches)
 
 

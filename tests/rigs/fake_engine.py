@@ -8,6 +8,7 @@ as between processes.
 import functools
 import hashlib
 import pickle
+import time
 from collections import Counter, deque
 from types import SimpleNamespace
 
@@ -372,16 +373,22 @@ class KVCacheManager:
 
     def __init__(self, runner):
         self.runner = runner
-        self.shapes = [(cache.shape, cache.dtype) for cache in runner.kv_caches]
+        self.shapes = jax.tree.map(
+            lambda array: (array.shape, array.dtype), runner.kv_caches
+        )
 
     def delete_kv_cache(self):
-        for cache in self.runner.kv_caches:
-            cache.delete()
+        for array in jax.tree.leaves(self.runner.kv_caches):
+            array.delete()
         self.runner.kv_caches.clear()
 
     def reinitialize_kv_cache(self):
         assert not self.runner.kv_caches
-        self.runner.kv_caches += [jnp.zeros(*each) for each in self.shapes]
+        self.runner.kv_caches += jax.tree.map(
+            lambda each: jnp.zeros(*each),
+            self.shapes,
+            is_leaf=lambda each: len(each) == 2 and isinstance(each[1], np.dtype),
+        )
 
 
 class Runner:
@@ -390,6 +397,7 @@ class Runner:
     def __init__(self, connector, num_blocks, windows, *, newer, num_layers=2):
         shape = (num_blocks, BLOCK_SIZE, 2, 2, 8)
         self.kv_caches = [jnp.zeros(shape, jnp.bfloat16) for _ in range(num_layers)]
+        self.kv_caches += self.more_caches()
         self.connector = connector
         self.windows = windows
         self.newer = newer
@@ -400,6 +408,10 @@ class Runner:
         self.tolerance = 0.0
         self.kv_cache_manager = KVCacheManager(self)
         connector.register_runner(self)
+
+    def more_caches(self):
+        """Caches of other layers, which `forward` knows."""
+        return []
 
     def execute(self, output):
         connector = self.connector
@@ -424,6 +436,11 @@ class Runner:
         result.kv_connector_worker_meta = connector.build_connector_worker_meta()
         connector.clear_connector_metadata()
         return result, sampled
+
+    def spoil(self, blocks):
+        """Make the contents of blocks unknown."""
+        blocks = np.array(blocks, np.int32)
+        self.kv_caches = [cache.at[blocks].set(jnp.nan) for cache in self.kv_caches]
 
     def forward(self, output):
         for name, tokens in output.all_tokens.items():
@@ -520,10 +537,7 @@ class Unreliable:
         if self._rng.random() > self._failure_rate:
             return output
         lost = [self._half._targets[name] for name in output.finished_recving]
-        lost = np.array([b for own in lost for b in own if b >= 0], np.int32)
-        self._runner.kv_caches = [
-            cache.at[lost].set(jnp.nan) for cache in self._runner.kv_caches
-        ]
+        self._runner.spoil([b for own in lost for b in own if b >= 0])
         return ConnectorOutput(
             failed_recving=output.finished_recving + output.failed_recving,
             failed_store_events=output.completed_store_events
@@ -580,6 +594,7 @@ class Engine:
         while len(self.in_flight) > self.is_async:
             self.take_output()
         self.events += self.scheduler.connector.take_events()
+        return bool(output.num_scheduled_tokens)
 
     def take_output(self):
         done, (connector_output, sampled) = self.in_flight.popleft()
@@ -591,7 +606,8 @@ class Engine:
             self.scheduler.add(request)
         for _ in range(max_steps):
             if self.scheduler.has_requests():
-                self.step()
+                if not self.step():
+                    time.sleep(0.002)  # Transfers land in their own time.
             elif self.in_flight:
                 self.take_output()
             else:

@@ -3,16 +3,22 @@
 vLLM's factory, scheduler, block pool and connector calls are the real ones.
 """
 
+import functools
 import json
 import pickle
 import time
 from types import SimpleNamespace
 
+import jax.numpy as jnp
+import numpy as np
+
 from jaxkv.integrations.vllm import tokens
 from tests.integrations.vllm_cpu.lab import environ
-from tests.rigs.fake_engine import Runner, next_token
+from tests.rigs.fake_engine import Runner, next_token, slot
 
 BLOCK_SIZE = 4
+# Of states: their blocks, and the shapes of a layer's two arrays.
+NUM_STATES, STATE_SHAPES = 17, ((2, 8), (2, 2))
 # One of the names that the TPU platform of vllm-tpu lets in.
 CONNECTOR = "TPUOffloadConnector"
 MODEL = dict(
@@ -70,7 +76,13 @@ class RealEngine:
         num_drafts=0,
         extra=None,
         make_runner=None,
+        num_state_groups=0,
+        retention_tokens=0,
     ):
+        """Make one, with windows of some groups, and groups of states after them.
+
+        States are kept at the end of a prompt, and every `retention_tokens`, if any.
+        """
         import torch
         from vllm.config import (
             CacheConfig,
@@ -97,6 +109,7 @@ class RealEngine:
             FullAttentionSpec,
             KVCacheConfig,
             KVCacheGroupSpec,
+            MambaSpec,
             SlidingWindowSpec,
         )
         from vllm.v1.structured_output import StructuredOutputManager
@@ -110,6 +123,14 @@ class RealEngine:
             enable_prefix_caching=True,
         )
         cache_config.num_gpu_blocks = num_blocks
+        if num_state_groups:
+            from tpu_inference.core import hybrid_coordinator
+
+            cache_config.mamba_cache_mode = "align"
+            cache_config.mamba_block_size = BLOCK_SIZE
+            cache_config.prefix_cache_retention_interval = retention_tokens
+            hybrid_coordinator.install_hybrid_coordinator_hooks()
+            hybrid_coordinator.set_mamba_num_blocks(NUM_STATES)
         self.config = VllmConfig(
             model_config=model_config,
             cache_config=cache_config,
@@ -155,6 +176,18 @@ class RealEngine:
             )
             for number, window in enumerate(windows)
         ]
+        groups += [
+            KVCacheGroupSpec(
+                [f"states{number}.layer{layer}" for layer in range(2)],
+                MambaSpec(
+                    BLOCK_SIZE,
+                    shapes=STATE_SHAPES,
+                    dtypes=(torch.float32,) * 2,
+                    mamba_cache_mode="align",
+                ),
+            )
+            for number in range(num_state_groups)
+        ]
         kv_cache_config = KVCacheConfig(
             num_blocks=num_blocks,
             kv_cache_tensors=[
@@ -176,7 +209,10 @@ class RealEngine:
         worker = KVConnectorFactory.create_connector(
             self.config, KVConnectorRole.WORKER, kv_cache_config
         )
-        make_runner = make_runner or RealRunner
+        if make_runner is None:
+            make_runner = RealRunner
+            if num_state_groups:
+                make_runner = functools.partial(StatesRunner, groups)
         self.runner = make_runner(worker, num_blocks, windows, newer=True)
         self.is_async, self.num_drafts = is_async, num_drafts
         self.in_flight = []
@@ -304,6 +340,101 @@ class RealRunner(Runner):
             sampled_token_ids=[sampled.get(name, []) for name in names],
             kv_connector_output=connector_output,
         )
+
+
+class StatesRunner(RealRunner):
+    """Has layers with states, too, in arrays of their own, two for each layer.
+
+    A step reads each request's state where its last one has left it, and writes it
+    where its own tokens end, as tpu-inference's `gdn_attention` does.
+    """
+
+    def __init__(self, groups, connector, num_blocks, windows, **options):
+        self.first_state = len(windows)
+        self.state_groups = groups[len(windows) :]
+        names = [name for group in self.state_groups for name in group.layer_names]
+        # Layers of attention share the first arrays.
+        self.layer_name_to_kvcache_index = {
+            name: layer
+            for group in groups[: len(windows)]
+            for layer, name in enumerate(group.layer_names)
+        } | {name: 2 + number for number, name in enumerate(names)}
+        super().__init__(connector, num_blocks, windows, **options)
+
+    def more_caches(self):
+        shapes = [(NUM_STATES, *shape) for shape in STATE_SHAPES]
+        return [
+            tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
+            for group in self.state_groups
+            for _ in group.layer_names
+        ]
+
+    def spoil(self, blocks):
+        caches = list(self.kv_caches)
+        num_blocks = len(caches[0])
+        for block in blocks:
+            if block < num_blocks:
+                for layer in range(2):
+                    caches[layer] = caches[layer].at[block].set(jnp.nan)
+                continue
+            group, own = divmod(block - num_blocks, NUM_STATES)
+            for layer in self.layers_of(group):
+                caches[layer] = tuple(
+                    part.at[own].set(jnp.nan) for part in caches[layer]
+                )
+        self.kv_caches = caches
+
+    def layers_of(self, group):
+        names = self.state_groups[group].layer_names
+        return [self.layer_name_to_kvcache_index[name] for name in names]
+
+    def state_of(self, so_far, layer):
+        """What a layer's arrays hold after some tokens."""
+        values = slot(so_far, "state", (self.weights, layer)).astype(np.float32).ravel()
+        sizes = [int(np.prod(shape)) for shape in STATE_SHAPES]
+        flat = np.resize(values, sum(sizes))
+        parts = np.split(flat, sizes[:1])
+        return [p.reshape(s) for p, s in zip(parts, STATE_SHAPES, strict=True)]
+
+    def forward(self, step):
+        writes = []
+        for name, (start, num, tables) in step.work.items():
+            so_far = tuple(self.tokens[name])
+            start = min(start, len(so_far) - 1)
+            for group in range(len(self.state_groups)):
+                table = tables[self.first_state + group]
+                for layer in self.layers_of(group):
+                    if start:
+                        block = table[(start - 1) // BLOCK_SIZE]
+                        self.check_state(name, so_far[:start], layer, block)
+                    end = start + num
+                    state = self.state_of(so_far[:end], layer)
+                    writes.append((layer, table[(end - 1) // BLOCK_SIZE], state))
+        num_layers = 2
+        caches = list(self.kv_caches)
+        for layer, block, state in writes:
+            assert block, "a state is to be written to the null block"
+            caches[layer] = tuple(
+                part.at[block].set(own)
+                for part, own in zip(caches[layer], state, strict=True)
+            )
+        # The layers of attention are the same as ever.
+        self.kv_caches = caches[:num_layers]
+        step.work = {
+            name: (start, num, tables[: self.first_state])
+            for name, (start, num, tables) in step.work.items()
+        }
+        try:
+            return super().forward(step)
+        finally:
+            self.kv_caches = [*self.kv_caches, *caches[num_layers:]]
+
+    def check_state(self, name, so_far, layer, block):
+        """Compare the state that a request goes on from with the computed one."""
+        expected = self.state_of(so_far, layer)
+        about = f"{name}, state after {len(so_far)} tokens, {block=}, {layer=}"
+        for found, own in zip(self.kv_caches[layer], expected, strict=True):
+            np.testing.assert_array_equal(np.asarray(found[block]), own, about)
 
 
 def reference(prompt, num_output):

@@ -18,6 +18,7 @@ from typing import Any, cast
 from jaxkv import (
     ConfigError,
     FullAttention,
+    Mamba,
     OffloadConfig,
     SlidingWindow,
     policy_names,
@@ -217,6 +218,7 @@ class ConnectorConfig:
         enable_events: Whether vLLM publishes events of its KV caches.
         storage: The store behind the host; None for none.
         restore_tokens: Whether the runner has to be kept from dropping tokens.
+        layers: Names of the layers of each group.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -227,6 +229,13 @@ class ConnectorConfig:
     enable_events: bool
     storage: StorageConfig | None = None
     restore_tokens: bool = False
+    layers: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def state_groups(self) -> tuple[int, ...]:
+        """Which groups have a state in place of keys and values."""
+        each = enumerate(self.groups)
+        return tuple(number for number, group in each if isinstance(group, Mamba))
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> ConnectorConfig:
@@ -245,7 +254,8 @@ class ConnectorConfig:
         _check_hashes(vllm_config.cache_config, kv_cache_config, groups)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
         offload, own = read_extra_config(extra)
-        block_bytes = _block_bytes(kv_cache_config)
+        _check_states(groups, offload)
+        block_bytes = _block_bytes(kv_cache_config, groups)
         groups_of_layers = map(_layers_of, kv_cache_config.kv_cache_groups)
         if offload.compression is not None and any(map(_are_latents, groups_of_layers)):
             raise ValueError(
@@ -274,6 +284,10 @@ class ConnectorConfig:
             bool(events and events.enable_kv_cache_events),
             _storage_of(vllm_config, kv_cache_config, offload, own, host_block_bytes),
             _restores_tokens(vllm_config, own.restore_tokens),
+            tuple(
+                tuple(getattr(group, "layer_names", ()))
+                for group in kv_cache_config.kv_cache_groups
+            ),
         )
 
 
@@ -456,23 +470,45 @@ def _groups_of(kv_cache_config: Any) -> tuple[GroupSpec, ...]:
             groups.append(FullAttention(spec.block_size))
         elif kinds == ["SlidingWindowSpec"] and len(windows) == 1:
             groups.append(SlidingWindow(spec.block_size, windows[0]))
-        elif any(kind.endswith("MambaSpec") for kind in kinds):
-            raise ValueError(
-                f"KV cache group {index} is of {', '.join(kinds)}: tpu-inference keeps "
-                "states (Mamba, gated delta nets) in arrays and a block pool of their "
-                "own, whose block ids are those of other blocks, too."
-            )
+        elif kinds == ["MambaSpec"]:
+            modes = {getattr(layer, "mamba_cache_mode", "none") for layer in layers}
+            if modes != {"align"}:
+                raise ValueError(
+                    f"mamba_cache_mode={', '.join(sorted(modes))} must be 'align' "
+                    "(--mamba-cache-mode align): otherwise no state is kept for the "
+                    "next request."
+                )
+            groups.append(Mamba(spec.block_size))
         else:
             raise ValueError(
                 f"KV cache group {index} is of {', '.join(kinds)} with windows "
                 f"{windows}; served are groups of FullAttentionSpec, of "
-                "MLAAttentionSpec with a state for each token, or of SlidingWindowSpec "
-                "with one window. Others were never tested with the layouts of "
-                "tpu-inference."
+                "MLAAttentionSpec with a state for each token, of SlidingWindowSpec "
+                "with one window, or of MambaSpec. Others were never tested with the "
+                "layouts of tpu-inference."
             )
     if not groups:
         raise ValueError("the model has no KV cache group, so nothing to offload.")
     return tuple(groups)
+
+
+def _check_states(groups: tuple[GroupSpec, ...], offload: OffloadConfig) -> None:
+    """Refuse what cannot be done with states.
+
+    Their blocks have other bytes than those of attention, and only some of a prompt's
+    blocks have one.
+    """
+    if not any(isinstance(group, Mamba) for group in groups):
+        return
+    given: dict[str, Any] = {"compression": offload.compression}
+    if offload.blocks_per_host_block > 1:
+        given["blocks_per_chunk"] = offload.blocks_per_host_block
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"{name}={shown(value)} cannot be used with a model that has states "
+                "(Mamba, gated delta nets)."
+            )
 
 
 def _layers_of(group: Any) -> list[Any]:
@@ -511,14 +547,26 @@ def _check_hashes(
         )
 
 
-def _block_bytes(kv_cache_config: Any) -> int:
-    """Return the bytes of a device block of all layers, by vLLM's sizes."""
+def _block_bytes(kv_cache_config: Any, groups: tuple[GroupSpec, ...]) -> int:
+    """Return the bytes of a device block of all layers, by vLLM's sizes.
+
+    Beside states a block has the layers of its group alone; the largest one counts.
+    """
+    if any(isinstance(group, Mamba) for group in groups):
+        return max(map(_group_bytes, kv_cache_config.kv_cache_groups))
     tensors = kv_cache_config.kv_cache_tensors
     # Tensors with a stride share one allocation, whose size each repeats. Earlier
     # versions allocate each tensor separately.
     is_shared = hasattr(tensors[0], "layer_stride")
     num_bytes = tensors[0].size if is_shared else sum(t.size for t in tensors)
     return max(int(num_bytes // kv_cache_config.num_blocks), 1)
+
+
+def _group_bytes(group: Any) -> int:
+    """Return the bytes of a block of all layers of a group."""
+    layers = _layers_of(group)
+    each = len(group.layer_names) // len(layers)  # One spec may be that of all.
+    return each * sum(int(layer.page_size_bytes) for layer in layers)
 
 
 def _host_share(kv_cache_config: Any, compression: str | None) -> Fraction:

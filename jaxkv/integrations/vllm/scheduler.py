@@ -21,7 +21,12 @@ from jaxkv._util import gib, shown
 from jaxkv.integrations.vllm.adapters import Adapters
 from jaxkv.integrations.vllm.config import ConnectorConfig
 from jaxkv.integrations.vllm.events import HostEvents
-from jaxkv.integrations.vllm.pool import VllmBlockPool, is_private, key_in_group
+from jaxkv.integrations.vllm.pool import (
+    StatesBlockPool,
+    VllmBlockPool,
+    is_private,
+    key_in_group,
+)
 from jaxkv.integrations.vllm.stats import OffloadConnectorStats, StatsReader
 from jaxkv.integrations.vllm.worker import LOST_POOLS, StepMetadata, WorkerReport
 from jaxkv.scheduling.protocol import NO_MOVES
@@ -32,6 +37,9 @@ Value = TypeVar("Value")
 _LOG = logging.getLogger("jaxkv")
 # The steps that the rate of prefill is the median of.
 _RATE_STEPS = 15
+# States that loads leave free: a request that runs takes one for each step's end, and
+# gives the last one back a step later.
+_LEAST_FREE_STATES = 4
 
 
 class VllmRequest:
@@ -232,11 +240,19 @@ class SchedulerHalf:
         self._must_wait: set[str] = set()
         # and from then on until they get blocks to compute it in.
         self._must_compute: set[str] = set()
+        # Requests with blocks that are, or were, loaded, until they are scheduled.
+        self._loading: set[str] = set()
 
     def bind_block_pool(self, pool: Any) -> None:
-        """Bind the pool whose blocks are held, and compile all decisions."""
+        """Bind the pool whose blocks are held, and compile all decisions.
+
+        Raises:
+            ValueError: The model has states, and the pool has none.
+        """
         config = self._config
         held = VllmBlockPool(pool, len(config.groups))
+        if config.state_groups:
+            held = StatesBlockPool(pool, config.state_groups)
         # It has the methods that the scheduler calls without copies on the device.
         self.scheduler.bind_device_block_pool(cast(DeviceBlockPool, held))
         self._pool = held
@@ -277,27 +293,50 @@ class SchedulerHalf:
         if self._awaits_listing:
             return None, False
         known = self._request(request)
-        return self.scheduler.get_num_new_matched_tokens(known, num_computed_tokens)
+        answer = self.scheduler.get_num_new_matched_tokens(known, num_computed_tokens)
+        if answer[0] and not self._may_load():
+            return None, False
+        return answer
+
+    def _may_load(self) -> bool:
+        """Whether a load that vLLM admits now keeps no other request from running.
+
+        Beside a load, vLLM 0.32 holds blocks back for all requests whose load has
+        failed, which wait behind it: it may not be admitted, and they not be reached.
+        And what is held back is of attention: requests that wait for their loads may
+        take all states, so that none of them gets the one that it computes in.
+        """
+        if self._must_wait or self._must_compute:
+            return False
+        num_states = self._pool.num_states if self._pool is not None else 0
+        return not num_states or (
+            len(self._loading) < max(num_states - _LEAST_FREE_STATES, 1)
+        )
 
     def note_blocks(
         self, request: Any, block_ids: Sequence[Sequence[int]], num_external_tokens: int
     ) -> None:
         """Record all blocks of a request and the tokens to load into them."""
         known = self._request(request)
-        self.scheduler.update_state_after_alloc(known, block_ids, num_external_tokens)
+        numbers = self._numbered(block_ids)
+        self.scheduler.update_state_after_alloc(known, numbers, num_external_tokens)
         self._allocated.add(known.request_id)
         self._must_wait.discard(known.request_id)
         self._must_compute.discard(known.request_id)
+        if num_external_tokens and self._config.state_groups:
+            self._loading.add(known.request_id)
 
     def build_metadata(self, output: Any) -> StepMetadata:
         """Return the transfers to start in a step, from vLLM's `SchedulerOutput`."""
         self._is_reset()
+        if self._loading:
+            self._loading.difference_update(output.num_scheduled_tokens)
         cached = output.scheduled_cached_reqs
         # The blocks of a request from the queue were recorded on allocation.
         new_block_ids = {}
         for name, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if block_ids is not None and name not in self._allocated:
-                new_block_ids[name] = block_ids
+                new_block_ids[name] = self._numbered(block_ids)
         # vLLM also preempts between steps. A request that was resumed before this step
         # does not count as preempted: its recorded blocks are the new ones.
         preempted = output.preempted_req_ids or ()
@@ -317,7 +356,9 @@ class SchedulerHalf:
     def note_report(self, report: WorkerReport) -> None:
         """Release the blocks of transfers that the worker reports as over."""
         over = self.scheduler.update_connector_output(report.output)
-        self._must_wait.update(over.failed_recving)
+        if over.failed_recving:
+            self._must_wait.update(over.failed_recving)
+            self._loading.difference_update(over.failed_recving)
         if report.num_lost_pools > self._num_lost_pools:
             self._note_lost_pools(report.num_lost_pools)
         self._awaits_listing &= not report.is_listed
@@ -330,14 +371,23 @@ class SchedulerHalf:
         self, request: Any, block_ids: Sequence[Sequence[int]]
     ) -> dict[str, Any] | None:
         """Finish a request that is done or aborted; return what to answer with it."""
-        self.scheduler.request_finished_all_groups(self._request(request), block_ids)
+        numbers = self._numbered(block_ids)
+        self.scheduler.request_finished_all_groups(self._request(request), numbers)
         self._requests.pop(request.request_id, None)
-        self._allocated.discard(request.request_id)
-        self._must_wait.discard(request.request_id)
-        self._must_compute.discard(request.request_id)
+        for names in (
+            self._allocated,
+            self._must_wait,
+            self._must_compute,
+            self._loading,
+        ):
+            names.discard(request.request_id)
         if not _asked_for(request, "do_remote_decode", _flag):
             return None
         return {"do_remote_prefill": True, "do_remote_decode": False}
+
+    def _numbered(self, block_ids: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """Return the numbers of a request's blocks; see `VllmBlockPool`."""
+        return block_ids if self._pool is None else self._pool.numbered(block_ids)
 
     def has_pending_transfers(self) -> bool:
         """Whether vLLM must continue to step though it has no requests.

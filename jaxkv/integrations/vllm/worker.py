@@ -27,6 +27,7 @@ from jaxkv.scheduling.protocol import (
     TierReport,
 )
 from jaxkv.scheduling.storage_worker import StorageWorker
+from jaxkv.transfer import AnyEngine, MultiPoolEngine
 from jaxkv.transfer.codecs import Compression
 from jaxkv.transfer.host_memory import parse_argument
 from jaxkv.transfer.limits import device_bytes_left
@@ -123,6 +124,8 @@ class WorkerHalf:
         self._refused = NO_REPORTS
         self._runner: Any = None
         self._worker: OffloadWorker | None = None
+        # Which of the runner's caches are whose, where states have a pool of their own.
+        self._parts: list[list[int]] = []
         # Device blocks that each request's load writes, for loads that fail.
         self._targets: dict[str, tuple[int, ...]] = {}
         self._failed_blocks: set[int] = set()
@@ -166,6 +169,7 @@ class WorkerHalf:
             self._close_storage(self._worker.storage)
             self._worker = None
         caches = list(runner.kv_caches)
+        self._parts = _parts_of(config, runner)
         compression = _compression_of(config, caches)
         wanted = config.planned_bytes + config.planned_bytes // 8
         _LOG.info(
@@ -178,13 +182,23 @@ class WorkerHalf:
             wanted / _touched_bytes_per_s() + _COMPILING_S,
         )
         # Only the layout of the caches is kept.
-        engine = TransferEngine(
-            caches,
-            config.num_host_blocks,
-            blocks_per_host_block=config.offload.blocks_per_host_block,
-            staging_bytes=_fitting_staging_bytes(config.offload.staging_bytes, caches),
-            compression=compression,
-        )
+        arrays: list[jax.Array] = jax.tree.leaves(caches)
+        staging_bytes = _fitting_staging_bytes(config.offload.staging_bytes, arrays)
+        engine: AnyEngine
+        if self._parts:
+            engine = MultiPoolEngine(
+                self._pools(caches),
+                config.num_host_blocks,
+                staging_bytes=staging_bytes,
+            )
+        else:
+            engine = TransferEngine(
+                caches,
+                config.num_host_blocks,
+                blocks_per_host_block=config.offload.blocks_per_host_block,
+                staging_bytes=staging_bytes,
+                compression=compression,
+            )
         storage = self._open_storage(engine) if has_storage else None
         self._worker = OffloadWorker(
             engine, deadline_s=config.offload.deadline_s, storage=storage
@@ -204,7 +218,7 @@ class WorkerHalf:
             storage_write=config.offload.storage_write,
             about=store.about if store is not None else "",
         )
-        used = engine.host_payload_bytes * config.num_host_blocks
+        used = engine.host_block_bytes * config.num_host_blocks
         if used > config.planned_bytes:
             _LOG.warning(
                 "the host tier takes %s instead of %s: the runner's blocks are larger "
@@ -213,7 +227,7 @@ class WorkerHalf:
                 gib(config.planned_bytes),
             )
 
-    def _open_storage(self, engine: TransferEngine) -> StorageWorker | None:
+    def _open_storage(self, engine: AnyEngine) -> StorageWorker | None:
         config = self._config.storage
         if config is None:
             return None
@@ -244,13 +258,10 @@ class WorkerHalf:
         runner, worker = self._runner, self._worker
         if worker is None or not worker.num_in_flight:
             return
-        caches = runner.kv_caches
-        if not caches or any(cache.is_deleted() for cache in caches):
+        if not _are_there(runner.kv_caches):
             self._refuse(worker.abandon())  # They are gone already.
             return
-        pool, output = worker.drain(list(caches))
-        runner.kv_caches = type(caches)(pool)
-        self._refuse(output)
+        self._refuse(self._drain(runner, worker))
 
     def start(self, step: StepMetadata) -> None:
         """Start the transfers of a step; returns before they are done."""
@@ -285,10 +296,32 @@ class WorkerHalf:
                 )
             )
             return
-        own = caches if type(caches) is list else list(caches)
+        own = self._pools(caches)
         pool = worker.start(meta, own)
         if pool is not own:
-            runner.kv_caches = type(caches)(pool)
+            self._put_back(runner, pool)
+
+    def _pools(self, caches: Any) -> list[Any]:
+        """Return what the engine moves blocks of: the caches, or those of each pool."""
+        if self._parts:
+            return [[caches[number] for number in part] for part in self._parts]
+        return caches if type(caches) is list else list(caches)
+
+    def _put_back(self, runner: Any, pools: list[Any]) -> None:
+        """Give the runner what the engine has returned."""
+        if self._parts:
+            caches = list(runner.kv_caches)
+            for part, pool in zip(self._parts, pools, strict=True):
+                for number, cache in zip(part, pool, strict=True):
+                    caches[number] = cache
+            pools = caches
+        runner.kv_caches = type(runner.kv_caches)(pools)
+
+    def _drain(self, runner: Any, worker: OffloadWorker) -> ConnectorOutput:
+        """Wait for all that is in flight; return how it has ended."""
+        pool, output = worker.drain(self._pools(runner.kv_caches))
+        self._put_back(runner, pool)
+        return output
 
     def _is_listed(self) -> bool:
         """Whether it is known what the store has, or took too long to say."""
@@ -382,12 +415,34 @@ class WorkerHalf:
         self._runner = self._worker = None
         if worker is None:
             return
-        caches = runner.kv_caches
-        has_caches = caches and not any(cache.is_deleted() for cache in caches)
-        if worker.num_in_flight and has_caches:
-            pool, _ = worker.drain(list(caches))
-            runner.kv_caches = type(caches)(pool)
+        if worker.num_in_flight and _are_there(runner.kv_caches):
+            self._drain(runner, worker)
         self._close_storage(worker.storage)
+
+
+def _parts_of(config: ConnectorConfig, runner: Any) -> list[list[int]]:
+    """Say which of the runner's caches are those of each pool; [] if it has one.
+
+    First those of all groups of attention, then those of each group of states.
+    """
+    if not config.state_groups:
+        return []
+    places: dict[str, int] = runner.layer_name_to_kvcache_index
+    attention: list[str] = []
+    parts: list[list[str]] = [attention]
+    for number, names in enumerate(config.layers):
+        if number in config.state_groups:
+            parts.append([*names])
+        else:
+            attention += names
+    # Layers may share a cache.
+    return [sorted({places[name] for name in part}) for part in parts]
+
+
+def _are_there(caches: Any) -> bool:
+    """Whether the runner has its caches."""
+    arrays: list[jax.Array] = jax.tree.leaves(caches)
+    return bool(arrays) and not any(array.is_deleted() for array in arrays)
 
 
 def _refused_moves(moves: TierMoves) -> TierReport:

@@ -90,6 +90,7 @@ def spoil_loads_if_asked():
     """Faults of transfers, by JAXKV_VLLM_FAULT: the controls of the tests.
 
     "zeros": each loaded block is zero when its load is over, and nobody is told.
+    "zero states": the same, of states alone.
     "failures": every second load fails, and its blocks are zero.
     "lost tokens": what tpu-inference drops is not restored.
     "no ids": the scheduler does not send what it is restored from.
@@ -141,17 +142,29 @@ def spoil_loads_if_asked():
         targets = dict(half._targets)
         output = poll(half)
         spoilt = output.failed_recving
-        if fault == "zeros":
+        if fault.startswith("zero"):
             spoilt += output.finished_recving
-        blocks = [
-            block for name in spoilt for block in targets.get(name, ()) if block > 0
-        ]
+        blocks = [block for name in spoilt for block in targets.get(name, ())]
         if blocks:
-            blocks = np.array(blocks, np.int32)
-            half._runner.kv_caches[:] = [
-                cache.at[blocks].set(0) for cache in half._runner.kv_caches
-            ]
+            write_zeros(half, np.array(blocks), fault == "zero states")
         return output
+
+    def write_zeros(half, blocks, only_states):
+        pools = half._pools(half._runner.kv_caches)
+        if not half._parts:
+            half._put_back(half._runner, zeroed(pools, blocks[blocks > 0]))
+            return
+        for number, first in enumerate(half._worker._engine.first_blocks[:-1]):
+            own = blocks[(blocks > first) & (blocks < first + len_of(pools[number]))]
+            if number or not only_states:
+                pools[number] = zeroed(pools[number], own - first)
+        half._put_back(half._runner, pools)
+
+    def len_of(pool):
+        return len(jax.tree.leaves(pool)[0])
+
+    def zeroed(pool, blocks):
+        return jax.tree.map(lambda array: array.at[blocks].set(0), pool)
 
     WorkerHalf.poll = zero
     if fault == "failures":
