@@ -40,6 +40,10 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("jaxkv")
 
+# Have the garbage collector look less often: what is collected and imported here stays,
+# and what JAX traces is quickly made and seldom garbage.
+gc.set_threshold(50_000, 20, 20)
+
 _GIB_PER_WORKER = 4
 
 # The files that take longest, begun first: one that begins late has a process work long
@@ -147,13 +151,9 @@ def pytest_collection_modifyitems(
 
 
 def pytest_collection_finish() -> None:
-    """Spare the garbage collector what is imported: it stays, and is most there is.
-
-    And have it look less often, as what JAX traces is quickly made and seldom garbage.
-    """
+    """Spare the garbage collector what is imported: it stays, and is most there is."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(autouse=True, scope="module")

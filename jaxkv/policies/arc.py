@@ -46,7 +46,7 @@ from jaxkv.policies.base import EvictResult, InsertResult, Policy
 from jaxkv.policies.directory import Directory
 from jaxkv.policies.native import NativePolicy, register_native
 from jaxkv.policies.recency import Oldest, RecencyLog
-from jaxkv.policies.xla import after, running_count
+from jaxkv.policies.xla import after, full, running_count
 from jaxkv.types import NO_BLOCK
 
 # In this order because every move but eviction is upwards (`recency.put`).
@@ -97,11 +97,11 @@ def init(num_blocks: int, max_batch: int) -> ARCState:
     num_entries = 3 * num_blocks
     return ARCState(
         directory=directory_lib.init(num_entries),
-        block_ids=jnp.full((num_entries,), NO_BLOCK, jnp.int32),
+        block_ids=full((num_entries,), NO_BLOCK, jnp.int32),
         order=recency.init(num_entries, max_batch, _NUM_LISTS),
-        sizes=jnp.zeros((_NUM_LISTS,), jnp.int32),
-        unused=jnp.arange(num_entries, dtype=jnp.int32)[::-1],
-        target=jnp.zeros((2,), jnp.uint32),  # The bits of 0.0.
+        sizes=full((_NUM_LISTS,), 0, jnp.int32),
+        unused=jax.device_put(np.arange(num_entries, dtype=np.int32)[::-1]),
+        target=full((2,), 0, jnp.uint32),  # The bits of 0.0.
     )
 
 

@@ -36,7 +36,7 @@ from jaxkv.compiling import (
     prefetch,
     same_row,
 )
-from jaxkv.policies.xla import running_count
+from jaxkv.policies.xla import full, running_count
 from jaxkv.types import KEY_WORDS
 
 SLOTS_PER_BUCKET = 8
@@ -93,10 +93,10 @@ def init(num_entries: int) -> Directory:
         num_buckets *= 2
     num_slots = num_buckets * SLOTS_PER_BUCKET
     return Directory(
-        tags=jnp.zeros((num_buckets, SLOTS_PER_BUCKET), jnp.uint32),
-        entries=jnp.full((num_slots,), FREE, jnp.int32),
-        keys=jnp.zeros((num_entries, KEY_WORDS), jnp.uint32),
-        slots=jnp.full((num_entries,), num_slots, jnp.int32),
+        tags=full((num_buckets, SLOTS_PER_BUCKET), 0, jnp.uint32),
+        entries=full((num_slots,), FREE, jnp.int32),
+        keys=full((num_entries, KEY_WORDS), 0, jnp.uint32),
+        slots=full((num_entries,), num_slots, jnp.int32),
     )
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from jax import Array
 
 from jaxkv.compiling import compiled, greater, inlined, prefetch
+from jaxkv.policies.xla import full
 
 WAYS = 4
 """Ghosts that share a place; a new one takes that of the oldest of them."""
@@ -58,7 +59,7 @@ def init(num_ghosts: int) -> Ghosts:
     num_places = 1
     while num_places * WAYS < num_ghosts:
         num_places *= 2
-    return Ghosts(jnp.zeros((num_places, 2 * WAYS), jnp.uint32))
+    return Ghosts(full((num_places, 2 * WAYS), 0, jnp.uint32))
 
 
 @inlined

@@ -52,7 +52,7 @@ from jaxkv.policies.ghosts import Ghosts
 from jaxkv.policies.lru import find, native_find
 from jaxkv.policies.native import NativePolicy, register_native
 from jaxkv.policies.reuse import UNIT, ReuseTable
-from jaxkv.policies.xla import after, running_count
+from jaxkv.policies.xla import after, full, running_count
 from jaxkv.types import NO_BLOCK
 
 NUM_SHARES = 4
@@ -153,21 +153,21 @@ def init(num_blocks: int, num_ghosts: int, by_flops: bool) -> HazardState:
     """Make an empty cache of `num_blocks`."""
     return HazardState(
         directory=directory_lib.init(num_blocks),
-        notes=jnp.full((num_blocks,), NO_NOTE, jnp.int32),
-        last_ms=jnp.zeros((num_blocks,), jnp.uint32),
-        depths=jnp.zeros((num_blocks,), jnp.int32),
-        parents=jnp.full((num_blocks,), NO_PARENT, jnp.int32),
+        notes=full((num_blocks,), NO_NOTE, jnp.int32),
+        last_ms=full((num_blocks,), 0, jnp.uint32),
+        depths=full((num_blocks,), 0, jnp.int32),
+        parents=full((num_blocks,), NO_PARENT, jnp.int32),
         ghosts=ghosts_lib.init(num_ghosts),
         reuse=reuse_lib.init(NUM_CLASSES),
-        queue=jnp.full((-(-num_blocks // _QUEUE_SHARE),), num_blocks, jnp.int32),
-        queue_ends=jnp.zeros((2,), jnp.int32),
-        is_queued=jnp.zeros((num_blocks,), jnp.bool_),
-        now_ms=jnp.zeros((), jnp.uint32),
-        is_told=jnp.zeros((), jnp.bool_),
-        num_begun=jnp.zeros((), jnp.int32),
-        current=jnp.asarray(FIRST_NOTE, jnp.int32),
-        block_tokens=jnp.asarray(UNKNOWN_SIZE, jnp.int32),
-        by_flops=jnp.asarray(by_flops, jnp.bool_),
+        queue=full((-(-num_blocks // _QUEUE_SHARE),), num_blocks, jnp.int32),
+        queue_ends=full((2,), 0, jnp.int32),
+        is_queued=full((num_blocks,), False, jnp.bool_),
+        now_ms=full((), 0, jnp.uint32),
+        is_told=full((), False, jnp.bool_),
+        num_begun=full((), 0, jnp.int32),
+        current=full((), FIRST_NOTE, jnp.int32),
+        block_tokens=full((), UNKNOWN_SIZE, jnp.int32),
+        by_flops=full((), by_flops, jnp.bool_),
     )
 
 

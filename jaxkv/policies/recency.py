@@ -26,7 +26,7 @@ from jax import Array, lax
 from numpy.typing import NDArray
 
 from jaxkv.compiling import compiled, inlined, lesser
-from jaxkv.policies.xla import running_count
+from jaxkv.policies.xla import full, running_count
 
 POSITION_BITS = 29
 """A place is (list << 29) | position. Two bits for the list keep it above -1."""
@@ -83,10 +83,10 @@ def init(num_entries: int, max_batch: int, num_lists: int = 1) -> RecencyLog:
     if length >= 1 << POSITION_BITS or num_lists > _MAX_LISTS:
         raise ValueError(f"{num_entries=} or {num_lists=} is too large.")
     return RecencyLog(
-        entries=jnp.full((length,), num_entries, jnp.int32),
-        places=jnp.full((num_entries,), NO_PLACE, jnp.int32),
-        heads=jnp.zeros((num_lists,), jnp.int32),
-        tail=jnp.zeros((), jnp.int32),
+        entries=full((length,), num_entries, jnp.int32),
+        places=full((num_entries,), NO_PLACE, jnp.int32),
+        heads=full((num_lists,), 0, jnp.int32),
+        tail=full((), 0, jnp.int32),
     )
 
 

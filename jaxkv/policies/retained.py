@@ -35,7 +35,7 @@ from jaxkv.policies import clock
 from jaxkv.policies.base import EvictResult, InsertResult, Policy
 from jaxkv.policies.clock import later
 from jaxkv.policies.native import NativePolicy, register_native
-from jaxkv.policies.xla import after
+from jaxkv.policies.xla import after, full
 from jaxkv.types import NO_BLOCK, PyTree
 
 MOST_PRIORITY = 99
@@ -92,11 +92,11 @@ def init(inner: Policy) -> RetainedState:
     num_blocks = inner.num_blocks
     return RetainedState(
         inner=inner.init(),
-        priorities=jnp.full((num_blocks,), NOT_HELD, jnp.int32),
-        terms=jnp.zeros((num_blocks, NUM_TERMS), jnp.uint32),
-        counts=jnp.zeros((-(-num_blocks // CHUNK),), jnp.int32),
-        now_ms=jnp.zeros((), jnp.uint32),
-        is_told=jnp.zeros((), jnp.bool_),
+        priorities=full((num_blocks,), NOT_HELD, jnp.int32),
+        terms=full((num_blocks, NUM_TERMS), 0, jnp.uint32),
+        counts=full((-(-num_blocks // CHUNK),), 0, jnp.int32),
+        now_ms=full((), 0, jnp.uint32),
+        is_told=full((), False, jnp.bool_),
     )
 
 

@@ -27,6 +27,7 @@ import numpy as np
 from jax import Array, lax
 
 from jaxkv.compiling import compiled, empty, filled, greater, highest_bit, inlined
+from jaxkv.policies.xla import full
 
 NUM_BINS = 28
 """Half octaves of the age; the last has no end."""
@@ -76,9 +77,9 @@ class ReuseTable:
 def init(num_classes: int) -> ReuseTable:
     """Make a table that has seen nothing."""
     return ReuseTable(
-        touches=jnp.zeros((num_classes,), jnp.int32),
-        reuses=jnp.zeros((num_classes, NUM_BINS), jnp.int32),
-        index=jnp.tile(jnp.asarray(_first_row()), (num_classes, 1)),
+        touches=full((num_classes,), 0, jnp.int32),
+        reuses=full((num_classes, NUM_BINS), 0, jnp.int32),
+        index=jax.device_put(np.tile(_first_row(), (num_classes, 1))),
     )
 
 

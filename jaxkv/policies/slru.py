@@ -28,7 +28,7 @@ from jaxkv.policies.directory import Directory
 from jaxkv.policies.lru import find, hand_over, insert, native_find, native_insert
 from jaxkv.policies.native import NativePolicy, register_native
 from jaxkv.policies.recency import Oldest, RecencyLog
-from jaxkv.policies.xla import after
+from jaxkv.policies.xla import after, full
 from jaxkv.types import NO_BLOCK
 
 # In this order because most moves are upwards (`recency.put`).
@@ -61,7 +61,7 @@ def init(num_blocks: int, max_batch: int) -> SLRUState:
     return SLRUState(
         directory=directory_lib.init(num_blocks),
         order=recency.init(num_blocks, max_batch, num_lists=2),
-        num_protected=jnp.zeros((), jnp.int32),
+        num_protected=full((), 0, jnp.int32),
     )
 
 

@@ -4,11 +4,15 @@
 array comes before a write to it: a donated array is updated in place only if XLA can
 prove that, else it copies the whole of it, which for a large cache costs more than all
 the rest of a call. A read that comes first in the program proves nothing: the write has
-to depend on what was read.
+to depend on what was read. `full` makes an array without a program, which XLA would
+compile for each shape.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -16,6 +20,12 @@ from jax import Array, lax
 _WORD = 32
 _BITS = np.uint32(1) << np.arange(_WORD, dtype=np.uint32)
 _UP_TO = np.uint32(0xFFFFFFFF) >> np.arange(_WORD - 1, -1, -1, dtype=np.uint32)
+
+
+def full(shape: tuple[int, ...], value: Any, dtype: Any) -> Array:
+    """Make an array of one value: dtype[shape]."""
+    made: Array = jax.device_put(np.full(shape, value, dtype))
+    return made
 
 
 def running_count(flags: Array) -> Array:

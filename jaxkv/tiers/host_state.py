@@ -23,7 +23,7 @@ from jax import Array
 
 from jaxkv.policies.base import Policy
 from jaxkv.policies.directory import first_occurrence
-from jaxkv.policies.xla import running_count
+from jaxkv.policies.xla import full, running_count
 from jaxkv.types import NO_BLOCK, NOT_READY, PyTree
 
 _PROTECTION = 1 << 30
@@ -115,7 +115,7 @@ def init(policy: Policy) -> HostState:
     """Make the state of an empty host tier, of the blocks that `policy` is made for."""
     return HostState(
         policy=policy.init(),
-        ref_cnt=jnp.zeros((policy.num_blocks,), jnp.int32),
+        ref_cnt=full((policy.num_blocks,), 0, jnp.int32),
         pool=_init_pool(policy.num_blocks),
     )
 
@@ -454,9 +454,9 @@ def _ref_cnt(state: HostState, block_ids: Array) -> Array:
 def _init_pool(num_blocks: int) -> IdPool:
     """Make a pool in which all of `num_blocks` ids are fresh."""
     return IdPool(
-        num_allocated=jnp.zeros((), jnp.int32),
-        freed=jnp.full((num_blocks,), NO_BLOCK, jnp.int32),
-        num_freed=jnp.zeros((), jnp.int32),
+        num_allocated=full((), 0, jnp.int32),
+        freed=full((num_blocks,), NO_BLOCK, jnp.int32),
+        num_freed=full((), 0, jnp.int32),
     )
 
 

@@ -172,16 +172,20 @@ def test_jit_equals_eager(eager):
 
 def test_traces_once_per_batch_size(policy):
     chex.clear_trace_counter()  # It would count the other policies' traces too.
-    traced = jax.jit(
-        chex.assert_max_traces(session, n=1), static_argnums=0, donate_argnums=1
+    traced = jax.jit(chex.assert_max_traces(session, n=1), static_argnums=0)
+    state, keys = policy.init(), make_keys(10, 11)[0]
+    for _ in range(2):  # Without compiling: of a state that was made, then its own.
+        state = traced.trace(policy, state, keys).out_info.state
+
+
+def test_scans_and_vmaps_over_caches_with_donation(policy):
+    num_caches = 3
+    keys = jnp.stack(
+        [
+            jnp.stack([make_keys(10 + (i + cache) % 3, 11)[0] for i in range(3)])
+            for cache in range(num_caches)
+        ]
     )
-    state = filled(policy)
-    for number in range(5):
-        state = traced(policy, state, make_keys(10 + number, 11)[0]).state
-
-
-def test_scans_with_donation(policy):
-    keys = jnp.stack([make_keys(10 + i, 11)[0] for i in range(4)])
 
     def scan(state, keys):
         def body(state, keys):
@@ -190,23 +194,18 @@ def test_scans_with_donation(policy):
 
         return jax.lax.scan(body, state, keys)
 
-    scanned, _ = jax.jit(scan, donate_argnums=0)(filled(policy), keys)
-    state = filled(policy)
-    for batch in keys:
-        state = session(policy, state, batch).state
-    chex.assert_trees_all_equal(scanned, state)
-
-
-def test_vmaps_over_caches(policy):
-    keys = jnp.stack([make_keys(10 + i % 3, 11)[0] for i in range(8)])
     # NumPy, as JAX would compile for every shape.
-    states = jax.tree.map(lambda leaf: np.stack([leaf] * 8), filled(policy))
-    together = jax.jit(jax.vmap(lambda s, k: session(policy, s, k)))(states, keys)
+    states = jax.tree.map(lambda leaf: np.stack([leaf] * num_caches), filled(policy))
+    together = jax.jit(jax.vmap(scan), donate_argnums=0)(jax.device_put(states), keys)
     together = jax.tree.map(np.asarray, together)
-    for cache in range(8):
-        alone = session(policy, filled(policy), keys[cache])
+    for cache in range(num_caches):
+        state, inserted = filled(policy), []
+        for batch in keys[cache]:
+            result = session(policy, state, batch)
+            state = result.state
+            inserted.append(result.inserted)
         one = jax.tree.map(lambda leaf, cache=cache: leaf[cache], together)
-        chex.assert_trees_all_equal(one, alone)
+        chex.assert_trees_all_equal(one, (state, np.stack(inserted)))
 
 
 def test_state_survives_pickling(policy):

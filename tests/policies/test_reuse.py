@@ -1,5 +1,6 @@
 """The table of reuses: native functions leave, to the bit, what pure ones do."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ from jaxkv.policies import reuse
 from jaxkv.policies.reuse import NUM_BINS, ReuseTable
 
 NUM_CLASSES = 6
+# As one program: by itself, each step would be one.
+REBUILD, VALUE_OF = jax.jit(reuse.rebuild), jax.jit(reuse.value_of)
 
 
 def make_tables(seed, most):
@@ -27,7 +30,7 @@ def make_tables(seed, most):
 def test_a_rebuild_leaves_the_same_table(most):
     pure, native = make_tables(most, most)
     reuse.native_rebuild(Bound(native))
-    pure = reuse.rebuild(pure)
+    pure = REBUILD(pure)
     for name, own in vars(native).items():
         np.testing.assert_array_equal(own, getattr(pure, name), err_msg=name)
 
@@ -39,6 +42,6 @@ def test_blocks_of_every_age_are_worth_the_same():
     ages = np.array(sorted(ages), np.uint32)
     for of_class in range(NUM_CLASSES):
         classes = jnp.full(len(ages), of_class)
-        worth = reuse.value_of(pure, classes, jnp.asarray(ages)).tolist()
+        worth = VALUE_OF(pure, classes, jnp.asarray(ages)).tolist()
         value_of = reuse.native_value_of.py_func
         assert worth == [int(value_of(native, of_class, int(age))) for age in ages]

@@ -99,6 +99,20 @@ def test_a_load_of_its_own_under_way():
     assert verdicts(rig, 1, 2) == [("host", None)] * 2
 
 
+def test_a_load_of_its_own_that_differs_between_groups():
+    rig = known(1, 2, 3, 4, groups=[WINDOW, FullAttention(BLOCK_SIZE)])
+    rig.forget_device()
+    request = rig.request("two", 1, 2, 3, 4)
+    rig.admit(request)
+    rig.step()
+    rig.preempt("two")
+    in_load = [
+        [block == ("pending", "loading") for block in of(rig, request, group)]
+        for group in (0, 1)
+    ]
+    assert in_load == [[False, False, True, True], [True] * 4]
+
+
 def test_a_load_of_another_that_it_is_to_wait_for():
     rig = known(1, 2, delay_shared_loads=True)
     rig.run(rig.request("more", 1, 2, 3))

@@ -321,13 +321,13 @@ def add(name, function, *args, **options):
 
 
 for n, (spec_name, spec) in enumerate(SPECS.items()):
-    for num_devices in (8,) if spec_name == "by both at once" else (4, 8):
-        for mode in ("fused", "staged"):
-            # Each spec and mode with both types, each type with both meshes.
-            odd = (n + (num_devices == 8) + (mode == "staged")) % 2
-            axis_type = "Explicit" if odd else "Auto"
-            name = f"{spec_name}, {num_devices} devices, {axis_type}, {mode}"
-            add(name, round_trips, num_devices, spec, axis_type, mode)
+    for is_staged, mode in enumerate(("fused", "staged")):
+        # Each spec on both meshes, one in each mode; each mesh in both modes, and with
+        # both types.
+        num_devices = (4, 8)[(n + is_staged) % 2]
+        axis_type = ("Auto", "Explicit")[(n // 2 + is_staged) % 2]
+        name = f"{spec_name}, {num_devices} devices, {axis_type}, {mode}"
+        add(name, round_trips, num_devices, spec, axis_type, mode)
 for mode in ("fused", "staged"):
     both = SPECS["by both"]
     add(f"pairs, {mode}", round_trips, 4, both, "Auto", mode, m=2)
@@ -342,10 +342,9 @@ for mode in ("fused", "staged"):
     add(f"one shard filled, {mode}", one_shard_filled, mode, False)
     add(f"one shard filled while others wait, {mode}", one_shard_filled, mode, True)
 # Asynchronous copies are interpreted, which takes a while to compile.
-for spec_name, axis_type in (("by heads", "Auto"), ("by both", "Explicit")):
-    name = f"{spec_name}, 4 devices, {axis_type}, asynchronous copies"
-    options = {"rounds": 2, "kernel": "dma"}
-    add(name, round_trips, 4, SPECS[spec_name], axis_type, "staged", **options)
+name = "by both, 4 devices, Explicit, asynchronous copies"
+options = {"rounds": 2, "kernel": "dma"}
+add(name, round_trips, 4, SPECS["by both"], "Explicit", "staged", **options)
 add("fp8, fused", compressed, 4, P("blocks", "heads"), "fp8", "fused")
 for axis_type in AXIS_TYPES:
     add(f"positive control, {axis_type}", positive_control, axis_type)
