@@ -100,6 +100,9 @@ def test_states_are_the_same_under_pressure(lab):
     expected, found = run_both(lab, "states", 2)
     check_same_answers(found, expected)
     check_pressure(found, 2)
+    # Of a block of attention, 16 tokens of f32[4, 1, 128]; the rest are states.
+    attention_bytes = hit_tokens(found) // 16 * 16 * 4 * 128 * 4
+    assert found["metrics"]["vllm:kv_offload_load_bytes"] > 2 * attention_bytes
     # They are read, and not only what attention has.
     spoilt = run_pressure(
         lab, "states", 2, is_async=True, extra={}, fault="zero states"

@@ -57,9 +57,9 @@ def make_model(folder, kind, dtype, seed=0):
             layer_types=[*["linear_attention"] * 3, "full_attention"],
             tie_word_embeddings=False,
             linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=32,
-            linear_value_head_dim=32,
+            linear_num_value_heads=8,
+            linear_key_head_dim=64,
+            linear_value_head_dim=64,
             **common,
         )
         model = transformers.Qwen3_5ForCausalLM(config)
