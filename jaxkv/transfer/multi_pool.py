@@ -45,7 +45,8 @@ class _Joint:
     Attributes:
         ticket: Its name.
         host_ids: i32[n]. Its host blocks.
-        parts: The transfers that are not over, by pool and the ticket there.
+        parts: The transfers that are not over: the number of the pool, and the ticket
+            there.
         num_bytes: Bytes of those that are.
         error: The first error.
     """
@@ -262,7 +263,7 @@ class MultiPoolEngine:
         """Whether a transfer still has to read or write a pool in a later call."""
         joint = self._joints.get(ticket)
         return joint is not None and any(
-            self.engines[pool].is_waiting(part) for pool, part in joint.parts
+            self.engines[number].is_waiting(part) for number, part in joint.parts
         )
 
     def warm_up(self) -> None:
@@ -283,12 +284,12 @@ class MultiPoolEngine:
         joint = self._begin("save", host_ids)
         of_block = self._pools_of(device_ids)
         self._forget_others(host_ids, of_block)
-        for pool in range(len(self.engines)):
-            own = of_block == pool
-            if own.any() or not pool:
-                ids = device_ids[own] - self.first_blocks[pool]
-                ticket = self.engines[pool].save(pools[pool], ids, host_ids[own])
-                self._join(joint, pool, ticket)
+        for number, engine in enumerate(self.engines):
+            own = of_block == number
+            if own.any() or not number:
+                ids = device_ids[own] - self.first_blocks[number]
+                ticket = engine.save(pools[number], ids, host_ids[own])
+                self._join(joint, number, ticket)
         self._pool_of[host_ids] = of_block
         self._saved_by[host_ids] = joint.ticket.number
         return joint.ticket
@@ -357,11 +358,11 @@ class MultiPoolEngine:
         if (of_block != self._pools_of(targets)).any():
             raise ValueError("a block must be copied to one of its own pool.")
         new = list(pools)
-        for pool, engine in enumerate(self.engines):
-            own, first = of_block == pool, self.first_blocks[pool]
+        for number, engine in enumerate(self.engines):
+            own, first = of_block == number, self.first_blocks[number]
             if own.any():
                 ids = (sources[own] - first).tolist(), (targets[own] - first).tolist()
-                new[pool] = engine.copy(new[pool], *ids)
+                new[number] = engine.copy(new[number], *ids)
         return _like(pools, new)
 
     def take_step_loads(self, pools: Sequence[PyTree], num_extents: int) -> NoReturn:
@@ -386,16 +387,16 @@ class MultiPoolEngine:
         Returns:
             Completions in the order in which the transfers were called.
         """
-        for pool, engine in enumerate(self.engines):
-            self._note(pool, engine.poll())
+        for number, engine in enumerate(self.engines):
+            self._note(number, engine.poll())
         return self._report()
 
     def drain(self, pools: Sequence[PyTree]) -> tuple[PyTree, list[Completion]]:
         """Issue all transfers and wait for them; see `TransferEngine.drain`."""
         new = list(pools)
-        for pool, engine in enumerate(self.engines):
-            new[pool], done = engine.drain(new[pool])
-            self._note(pool, done)
+        for number, engine in enumerate(self.engines):
+            new[number], done = engine.drain(new[number])
+            self._note(number, done)
         return _like(pools, new), self._report()
 
     def abandon(self, ticket: Ticket) -> None:
@@ -407,9 +408,9 @@ class MultiPoolEngine:
         joint = self._joints.pop(ticket, None)
         if joint is None:
             raise ValueError(f"{ticket} is not in flight.")
-        for pool, part in joint.parts:
-            del self._joint_of[pool, part]
-            self.engines[pool].abandon(part)
+        for number, part in joint.parts:
+            del self._joint_of[number, part]
+            self.engines[number].abandon(part)
         if not joint.parts:
             self._over.remove(joint)
         self._drop(joint)
@@ -493,17 +494,18 @@ class MultiPoolEngine:
         self._joints[joint.ticket] = joint
         return joint
 
-    def _join(self, joint: _Joint, pool: int, ticket: Ticket) -> None:
-        joint.parts.add((pool, ticket))
-        self._joint_of[pool, ticket] = joint
+    def _join(self, joint: _Joint, number: int, ticket: Ticket) -> None:
+        """Take note of a part of a transfer, in a pool."""
+        joint.parts.add((number, ticket))
+        self._joint_of[number, ticket] = joint
 
-    def _note(self, pool: int, completions: Sequence[Completion]) -> None:
-        """Note the parts that a pool's engine has reported."""
+    def _note(self, number: int, completions: Sequence[Completion]) -> None:
+        """Take note of the parts that a pool's engine has reported."""
         for done in completions:
-            joint = self._joint_of.pop((pool, done.ticket), None)
+            joint = self._joint_of.pop((number, done.ticket), None)
             if joint is None:
                 continue
-            joint.parts.remove((pool, done.ticket))
+            joint.parts.remove((number, done.ticket))
             joint.error = joint.error or done.error
             if done.error is None:
                 joint.num_bytes += done.num_bytes
@@ -540,12 +542,12 @@ class MultiPoolEngine:
         for number in range(len(self.engines)):
             self._forget(host_ids[(before == number) & (of_block != number)], number)
 
-    def _forget(self, host_ids: NDArray[np.int32], pool: int) -> None:
-        """Empty host blocks of a pool, those that are being read later."""
+    def _forget(self, host_ids: NDArray[np.int32], number: int) -> None:
+        """Empty host blocks of a pool; later those that are being read now."""
         if host_ids.size:
-            held = self.engines[pool].forget(host_ids)
+            held = self.engines[number].forget(host_ids)
             if held.size:
-                self._stale.append((pool, held))
+                self._stale.append((number, held))
 
 
 def _like(pools: Sequence[PyTree], new: list[PyTree]) -> Any:
