@@ -155,7 +155,7 @@ def test_the_defaults_are_those_of_the_parts():
     renamed = {"mode": "transfer_mode", "kernel": "transfer_kernel"}
     for part in TransferEngine, OffloadWorker:
         for name, default in part.__init__.__kwdefaults__.items():
-            if name not in ("block_axis", "clock", "storage", "movers"):
+            if name not in ("block_axis", "shared", "clock", "storage", "movers"):
                 own = getattr(OffloadConfig(), renamed.get(name, name))
                 assert (own, type(own)) == (default, type(default)), name
 
@@ -168,7 +168,7 @@ def takers():
     return {
         "scheduler": of_rules - {"block_bytes"}
         | {"cache_policy", "enable_events", "policy_state"},
-        "engine": of_engine - {"mode", "kernel", "block_axis"}
+        "engine": of_engine - {"mode", "kernel", "block_axis", "shared"}
         | {"transfer_mode", "transfer_kernel"},
         "worker": of_worker - {"clock", "storage", "movers"},  # These are parts.
     }

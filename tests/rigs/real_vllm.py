@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxkv.integrations.vllm import tokens
 from tests.integrations.vllm_cpu.lab import environ
@@ -124,8 +125,9 @@ class RealEngine:
         )
         cache_config.num_gpu_blocks = num_blocks
         if num_state_groups:
-            from tpu_inference.core import hybrid_coordinator
-
+            hybrid_coordinator = pytest.importorskip(
+                "tpu_inference.core.hybrid_coordinator"
+            )
             cache_config.mamba_cache_mode = "align"
             cache_config.mamba_block_size = BLOCK_SIZE
             cache_config.prefix_cache_retention_interval = retention_tokens
