@@ -112,6 +112,12 @@ class FaultyStore:
     def close(self) -> None:
         self.inner.close()
 
+    @property
+    def num_hanging(self) -> int:
+        """Calls that `let_go` would answer."""
+        with self._lock:
+            return len(self._held)
+
     def let_go(self) -> int:
         """Answer what hangs; return how many calls that were."""
         with self._lock:

@@ -282,6 +282,14 @@ class Store:
     def num_requests(self):
         return self.worker.storage_io.stats.num_probed
 
+    def wait_until_hanging(self, num):
+        """Wait until calls hang: what is answered before, hangs no more."""
+        end_s = time.monotonic() + 60
+        while self.faulty.num_hanging < num:
+            assert time.monotonic() < end_s
+            self.worker.advance()
+            time.sleep(1e-4)
+
 
 @pytest.fixture
 def store():
@@ -331,14 +339,14 @@ def test_a_late_answer_keeps_nobody_waiting_and_is_found_by_the_next(store):
     store.worker.advance()
     assert store.worker.take_reports() == ()
     assert store.worker.num_in_flight == 1
+    store.wait_until_hanging(3)
     store.now_s += PROBE_S
     (report,) = store.reports()
     assert report.probed == ((0, (False,) * 3),)
     assert store.worker.num_probes["late"] == 1
     assert store.worker.num_in_flight == 0
     store.faulty.faults.hang = 0.0
-    while not store.faulty.let_go():
-        time.sleep(1e-4)
+    assert store.faulty.let_go() == 3
     (report,) = store.reports()
     assert report.found == tuple(run)
 
@@ -347,6 +355,7 @@ def test_a_store_that_answers_nothing_is_not_asked_more_and_more(store):
     store.faulty.faults.hang = 1.0
     for number in range(16):
         store.probe(make_keys(number))
+    store.wait_until_hanging(16)
     store.now_s += PROBE_S
     assert len(store.reports()[0].probed) == 16
     num = store.num_requests
@@ -381,11 +390,11 @@ def test_of_several_shards_each_process_asks_for_its_own():
     # What one of them finds later is not there in all of them.
     store.faulty.faults.hang = 1.0
     store.probe(run)
+    store.wait_until_hanging(2)
     store.now_s += PROBE_S
     assert store.reports()[0].probed
     store.faulty.faults.hang = 0.0
-    while not store.faulty.let_go():
-        time.sleep(1e-4)
+    assert store.faulty.let_go() == 2
     while store.worker._probe_of:
         store.worker.advance()
     assert store.worker.take_reports() == ()
