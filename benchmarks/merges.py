@@ -36,7 +36,7 @@ class Counting:
         self.num = {False: 0, True: 0}
         self._save = kernels.Copier.save
         counted = self._counted
-        kernels.Copier.save = lambda *args: counted(*args)  # type: ignore
+        kernels.Copier.save = lambda *args: counted(*args)  # type: ignore[method-assign]
 
     def _counted(
         self, copier: kernels.Copier, leaves: Any, plans: Any, carry: Any, spare: Any

@@ -1,9 +1,8 @@
 """Several device pools over one set of host blocks.
 
 Where layers of one kind keep a state instead of keys and values, an engine may give
-them a pool of their own, whose blocks have other ids, shapes and numbers. Here the
-blocks of all pools get ids of one range, one pool after the other, so that whoever
-decides what to move need not know that there are several.
+them a pool of their own, with its own block ids and shapes. Here the blocks of all
+pools share one range of ids, pool after pool, so that the scheduler sees a single pool.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.transfer.codecs import Compression
 from jaxkv.transfer.engine import DEFAULT_STAGING_BYTES, TransferEngine
 from jaxkv.transfer.extent_table import SharedMemory
 from jaxkv.transfer.host_bytes import HostRead, HostWrite
@@ -29,7 +27,7 @@ from jaxkv.transfer.ids import (
     host_ids_of,
     transfer_pairs,
 )
-from jaxkv.transfer.kernels import Kernel, Mode
+from jaxkv.transfer.kernels import Mode
 from jaxkv.transfer.tickets import Completion, Direction, Ticket
 from jaxkv.types import PyTree
 
@@ -139,8 +137,6 @@ class MultiPoolEngine:
         mode: As of `TransferEngine`. In the mode ``"fused"`` each pool takes memory for
             all host blocks; in ``"staged"`` they share it.
         staging_bytes: Bytes that may be in flight, of all pools together.
-        compression: As of `TransferEngine`.
-        kernel: As of `TransferEngine`.
 
     Raises:
         ValueError: There is no pool, or as `TransferEngine`.
@@ -173,8 +169,6 @@ class MultiPoolEngine:
         *,
         mode: Mode = "staged",
         staging_bytes: str | SupportsIndex = DEFAULT_STAGING_BYTES,
-        compression: Compression | None = None,
-        kernel: Kernel | None = None,
     ) -> None:
         if not pools:
             raise ValueError("pools is empty; it must have at least one pool.")
@@ -186,8 +180,6 @@ class MultiPoolEngine:
                 num_host_blocks,
                 mode=mode,
                 staging_bytes=max(share, 1),
-                compression=compression,
-                kernel=kernel,
                 shared=self._shared if mode == "staged" else None,
             )
             for pool in pools
@@ -253,18 +245,6 @@ class MultiPoolEngine:
     def bytes_in_flight(self) -> int:
         """Bytes that were issued and are not known to have arrived."""
         return sum(engine.bytes_in_flight for engine in self.engines)
-
-    @property
-    def num_waiting(self) -> int:
-        """Parts of transfers that wait for others before they can be issued."""
-        return sum(engine.num_waiting for engine in self.engines)
-
-    def is_waiting(self, ticket: Ticket) -> bool:
-        """Whether a transfer still has to read or write a pool in a later call."""
-        joint = self._joints.get(ticket)
-        return joint is not None and any(
-            self.engines[number].is_waiting(part) for number, part in joint.parts
-        )
 
     def warm_up(self) -> None:
         """Compile every program now, so that no save or load waits for it later."""

@@ -415,7 +415,7 @@ class StatesRunner(RealRunner):
         num_layers = 2
         caches = list(self.kv_caches)
         for layer, block, state in writes:
-            assert block, "a state is to be written to the null block"
+            assert block, "a state would be written to the null block"
             caches[layer] = tuple(
                 part.at[block].set(own)
                 for part, own in zip(caches[layer], state, strict=True)

@@ -80,7 +80,7 @@ def test_blocks_of_all_pools_come_back_as_they_were(mode, seed):
             on_host[host] = split(engine, block)[0], on_device[block]
             if not expected:
                 readable[host] = on_host[host]
-        # Two loads: of each pool as many blocks as there are for what is to be read.
+        # Two requests load up to eight of them, each into a free block of its pool.
         free = [b for b in range(num_blocks) if b not in blocks]
         sources, targets = [], []
         for host in rng.permutation(list(readable)).tolist()[:8]:
