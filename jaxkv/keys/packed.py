@@ -60,12 +60,17 @@ class PackedKeys(list[bytes]):
     """Keys that are asked about again and again, with what the array side reads.
 
     To look through thousands of keys and to lay them out costs Python longer than the
-    array side takes to find them. A list of this kind has that done once. It is not to
-    be changed; a slice of it is of the same kind.
+    array side takes to find them. A list of this kind has that done once. Only its
+    maker may append to it; a slice of it is of the same kind.
 
     Args:
-        keys: n keys of `KEY_BYTES`.
-        words: u32[n, 8]. The same, as `keys_to_words` has them.
+        keys: n keys.
+        words: u32[n, 8]. The same, as `pack` lays them out.
+        has_foreign: Whether a key may be of another length than `KEY_BYTES`.
+
+    Attributes:
+        words: u32[n, 8]. Read-only.
+        has_foreign: Whether a key may be of another length than `KEY_BYTES`.
 
     Raises:
         ValueError: They have another shape, or other numbers.
@@ -76,10 +81,17 @@ class PackedKeys(list[bytes]):
         (1, 8)
     """
 
-    __slots__ = ("words",)
+    __slots__ = ("has_foreign", "words")
 
-    def __init__(self, keys: Iterable[BlockKey], words: NDArray[np.uint32]) -> None:
+    def __init__(
+        self,
+        keys: Iterable[BlockKey],
+        words: NDArray[np.uint32],
+        *,
+        has_foreign: bool = False,
+    ) -> None:
         super().__init__(keys)
+        self.has_foreign = has_foreign
         words = _checked(words, len(self))
         if words.flags.writeable:
             words = words.view()
@@ -94,6 +106,7 @@ class PackedKeys(list[bytes]):
         if isinstance(index, slice):
             part = PackedKeys.__new__(PackedKeys)  # What it has was checked before.
             part += super().__getitem__(index)
+            part.has_foreign = self.has_foreign
             part.words = np.ascontiguousarray(self.words[index])
             return part
         return super().__getitem__(index)
@@ -138,9 +151,6 @@ class UnlistedKeys(Sequence[bytes]):
         return key
 
 
-_LAID_OUT = PackedKeys, UnlistedKeys
-
-
 def pack(names: Iterable[bytes]) -> tuple[list[bytes], NDArray[np.uint32]]:
     """List keys, of any length, and lay out what the array side knows them by.
 
@@ -164,7 +174,7 @@ def pack(names: Iterable[bytes]) -> tuple[list[bytes], NDArray[np.uint32]]:
 def lay_out(names: Iterable[bytes]) -> tuple[list[bytes], NDArray[np.uint32], bool]:
     """Do as `pack` does, and tell whether any of the keys is foreign."""
     if isinstance(names, PackedKeys):
-        return names, names.words, False
+        return names, names.words, names.has_foreign
     if not isinstance(names, list):
         names = list(names)
     try:
@@ -187,8 +197,10 @@ def is_foreign(name: bytes) -> bool:
 
 
 def has_foreign(names: Sequence[bytes]) -> bool:
-    """Tell whether any of some keys is foreign."""
-    if isinstance(names, _LAID_OUT):
+    """Tell whether any of some keys is foreign; of packed ones, whether one may be."""
+    if isinstance(names, PackedKeys):
+        return names.has_foreign
+    if isinstance(names, UnlistedKeys):
         return False
     return not set(map(len, names)) <= _ONLY_KEYS
 

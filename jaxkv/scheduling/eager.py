@@ -9,6 +9,8 @@ from itertools import compress
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv.keys.mark import KeyMark
+from jaxkv.keys.packed import PackedKeys
 from jaxkv.scheduling.prefix import Rows, rows_of
 from jaxkv.scheduling.protocol import Request, SchedulerOutput
 from jaxkv.scheduling.request_keys import RequestKeys
@@ -30,6 +32,7 @@ class _Progress:
         request: The request.
         tables: Its device blocks, for each group.
         num_offered: How many of them were offered and are done, or were found.
+        marks: The keys of these, for each group.
         next_tokens: Computed tokens from which on there may be more to offer.
         refused_at: `Stores.num_changes` when the host had no room for the rest.
         is_ordered: Whether these have their place in the host's order of eviction.
@@ -41,6 +44,7 @@ class _Progress:
     request: Request
     tables: list[list[int]]
     num_offered: list[int]
+    marks: list[KeyMark]
     next_tokens: int = 0
     refused_at: int = -1
     is_ordered: bool = False
@@ -107,14 +111,14 @@ class EagerStores:
             return
         factor = self._factor
         num_tokens = (num_local or 0) + num_external
-        progress = _Progress(
-            request,
-            tables,
-            [num_tokens // spec.block_size // factor * factor for spec in self._groups],
-            is_ordered=True,
-        )
+        keys = self._keys.of(request)
+        offered = [
+            num_tokens // spec.block_size // factor * factor for spec in self._groups
+        ]
+        marks = list(map(KeyMark.of, keys, offered))
+        progress = _Progress(request, tables, offered, marks, is_ordered=True)
         if self._rules.pause_unused_stores:
-            progress.is_left_out = self.pause.leaves_out(self._keys.of(request)[0])
+            progress.is_left_out = self.pause.leaves_out(keys[0])
         progress.next_tokens = self._next_tokens(progress)
         self._progress[request.request_id] = progress
 
@@ -131,6 +135,9 @@ class EagerStores:
             return False
         progress.request = request
         progress.tables = tables
+        self._current_keys(progress)
+        # The prompt, and with it what may be stored, may have grown.
+        progress.next_tokens = self._next_tokens(progress)
         return True
 
     def note_step(
@@ -179,7 +186,7 @@ class EagerStores:
             return
         offer = self._offer if self.shadows is None else self._offer_beside
         for progress in ready:
-            keys = self._keys.of(progress.request)
+            keys = self._current_keys(progress)
             offer(pool, progress, keys, self._num_full(progress, keys))
 
     def finish_beside(self, pool: DeviceBlockPool, request_id: str) -> None:
@@ -189,7 +196,7 @@ class EagerStores:
             return
         (keys,) = self._keys.of(progress.request)
         (num_full,) = self._num_full(progress, [keys])
-        passes = self._passes(pool, progress, keys, 0, num_full)
+        passes = self._passes(pool, progress, keys, 0, 0, num_full)
         num_waiting = len(self._stores.waiting.keys)
         can_store = not self._stores.is_congested
         self.finish(pool, request_id)
@@ -203,6 +210,7 @@ class EagerStores:
         progress = self._progress.pop(request_id, None)
         if progress is None:
             return
+        keys = self._current_keys(progress)
         if (
             progress.is_ordered
             and progress.num_lost == self._host.num_lost
@@ -210,7 +218,6 @@ class EagerStores:
         ):
             return  # All that it has is on the host.
         factor, stats = self._factor, self._stores.stats
-        keys = self._keys.of(progress.request)
         from_head = [0] * len(self._groups)
         num_full = self._num_full(progress, keys)
         rows = self._rows(progress, keys, from_head, num_full)
@@ -248,8 +255,16 @@ class EagerStores:
 
     def _start_over(self, progress: _Progress) -> None:
         progress.num_offered = [0] * len(self._groups)
+        progress.marks = [KeyMark()] * len(self._groups)
         progress.next_tokens = NO_LIMIT if progress.is_left_out else 0
         progress.refused_at = -1
+
+    def _current_keys(self, progress: _Progress) -> Sequence[PackedKeys]:
+        """Return a request's keys; offer all anew if those offered were rewritten."""
+        keys = self._keys.of(progress.request)
+        if not all(map(KeyMark.is_in, progress.marks, keys)):
+            self._start_over(progress)
+        return keys
 
     def _num_full(
         self, progress: _Progress, keys: Sequence[Sequence[BlockKey]]
@@ -298,14 +313,16 @@ class EagerStores:
         else:
             done = np.bincount(rows.groups[:num_done], minlength=len(first))
             progress.num_offered = (done + first).tolist()
+        progress.marks = list(map(KeyMark.of, keys, progress.num_offered))
         progress.next_tokens = self._next_tokens(progress)
         if not rows.keys:
             return
         progress.is_ordered = is_head
         if not is_head:
-            from_head = [0] * len(self._groups)
-            prefix = self._rows(progress, keys, from_head, num_full)
-            if len(rows.keys) * REORDER_SHARE >= len(prefix.keys):
+            num_rows = sum(num_full) // self._factor
+            if len(rows.keys) * REORDER_SHARE >= num_rows:
+                from_head = [0] * len(self._groups)
+                prefix = self._rows(progress, keys, from_head, num_full)
                 self._host.reorder(prefix.keys)
                 progress.is_ordered = True
 
@@ -318,30 +335,33 @@ class EagerStores:
     ) -> None:
         """Do as `_offer` does, and offer the same to the shadows."""
         assert self.shadows is not None
+        name = progress.request.request_id
         (own,), (num,), (first,) = keys, num_full, progress.num_offered
-        passes = self._passes(pool, progress, own, first, num)
+        start = min(first, num, self.shadows.first_open_block(name, own))
+        passes = self._passes(pool, progress, own, start, first, num)
         num_waiting = len(self._stores.waiting.keys)
         self._offer(pool, progress, keys, num_full)
         placed = frozenset(self._stores.waiting.keys[num_waiting:])
-        self.shadows.offer(progress.request.request_id, own, num, placed, passes)
+        self.shadows.offer(name, own, num, placed, passes, start)
 
     def _passes(
         self,
         pool: DeviceBlockPool,
         progress: _Progress,
         keys: Sequence[BlockKey],
+        start: int,
         first: int,
         num: int,
     ) -> NDArray[np.bool_] | None:
-        """Tell which of a request's first blocks may be stored; None for all.
+        """Tell which of a request's blocks [start, num) may be stored; None for all.
 
         Those before `first` are known to be held.
         """
-        passes = np.ones(num, np.bool_)
+        passes = np.ones(num - start, np.bool_)
         if isinstance(pool, DeviceBlockPool):  # To ask vLLM's takes long.
             table = progress.tables[0][first:num]
-            passes[first:] = pool.holds(table, keys[first:num])
-        chosen = self._host.passes_of(keys[:num])
+            passes[first - start :] = pool.holds(table, keys[first:num])
+        chosen = self._host.passes_of(keys[start:num])
         if chosen is not None:
             passes &= chosen
         return None if passes.all() else passes

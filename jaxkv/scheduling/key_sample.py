@@ -65,24 +65,27 @@ class KeySample:
         rows: list[int] = (words[:, _SAMPLE] & self._mask == 0).nonzero()[0].tolist()
         return rows
 
-    def choose_of_prefix(self, words: Words, num_hot: int) -> list[int]:
+    def choose_of_prefix(self, words: Words, num_hot: int, first: int = 0) -> list[int]:
         """List the rows of the keys of a prefix that are in the sample.
 
         Args:
             words: u32[n, 8]. All keys of the prefix.
             num_hot: How many keys, the first ones, are the hottest: these are not.
+            first: The first key to choose from; which one is chosen of a stratum does
+                not depend on it.
         """
         rows: list[int] = []
         start = self.end_of_stratum(num_hot)
-        if num_hot:
+        if first < start:
             rows = [num_hot + row for row in self.choose(words[num_hot:start])]
+        start += max(first - start, 0) // self._stratum * self._stratum
         num = len(words)
         for offset in words[start :: self._stratum, _OFFSET].tolist():
             row = start + offset % self._stratum
             if row < num and not words.item(row, _SAMPLE) & self._rest:
                 rows.append(row)
             start += self._stratum
-        return rows
+        return [row for row in rows if row >= first] if first else rows
 
     def end_of_stratum(self, num_hot: int) -> int:
         """Tell up to which key of a prefix each goes by its own bits."""

@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv._util import shown
+from jaxkv.keys.mark import KeyMark
 from jaxkv.scheduling.moves import Ledger, Move, Report
 from jaxkv.scheduling.protocol import NO_EVENT, Request
+from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.shadows import Shadows
 from jaxkv.scheduling.stats import OffloadStats
@@ -46,6 +48,7 @@ class Load(Move[Ids]):
         request_id: Whose it is.
         num_computed_tokens: What the request had when it asked.
         num_tokens: What it was offered beyond that.
+        marks: The request's keys up to the end of what it was offered, for each group.
         row_groups: i32[r]. The group of layers of each row.
         row_indices: i32[r, m]. Which of the request's blocks in that group its parts
             are; NO_BLOCK for a part that is not wanted.
@@ -53,6 +56,7 @@ class Load(Move[Ids]):
         copy_groups: i32[c]. The group of layers of each.
         copy_indices: i32[c]. Which of the request's blocks in that group it is.
         copy_targets: i32[c]. Device blocks that are written; none until the allocation.
+        request: The request, once it has taken the offer.
         is_awaited: Whether the request waits for a report, which comes even if it takes
             no more of the offer than copies.
         is_taken: Whether the request has its device blocks.
@@ -63,12 +67,14 @@ class Load(Move[Ids]):
     request_id: str
     num_computed_tokens: int
     num_tokens: int
+    marks: list[KeyMark]
     row_groups: Ids
     row_indices: Ids
     copy_sources: Ids
     copy_groups: Ids
     copy_indices: Ids
     copy_targets: Ids = dataclasses.field(default_factory=lambda: NO_IDS)
+    request: Request | None = None
     is_awaited: bool = False
     is_taken: bool = False
     skipped: Sequence[int] = ()
@@ -103,6 +109,7 @@ class Loads:
         host: The host tier.
         rules: What the engine chose.
         stats: Where loads that arrive and loads that fail are counted.
+        keys: The requests' keys.
 
     Attributes:
         by_request: What each request was offered or gets.
@@ -116,11 +123,13 @@ class Loads:
         host: BlockIndex,
         rules: OffloadRules,
         stats: OffloadStats,
+        keys: RequestKeys,
     ) -> None:
         self._groups = groups
         self._host = host
         self._rules = rules
         self._stats = stats
+        self._keys = keys
         self.by_request: dict[str, Load] = {}
         self.shadows: Shadows | None = None
         # Those that were taken and have not left, in the order in which they were:
@@ -204,6 +213,12 @@ class Loads:
         if num_external_tokens == 0:
             self.drop(pool, request.request_id)
             return None
+        if self._is_rewritten(load, request):
+            raise ValueError(
+                f"{num_external_tokens=} of request {shown(request.request_id)} cannot "
+                "be loaded: its block keys were rewritten since the offer, which is of "
+                "other tokens. Call get_num_new_matched_tokens() again."
+            )
         num_tokens = load.num_computed_tokens + num_external_tokens
         targets = find_targets(load, self._groups, tables, num_tokens)
         taken, left = load, None
@@ -211,6 +226,7 @@ class Loads:
             taken, left = split_load(load, *targets)
         else:
             load.aim(*targets)
+        taken.request = request
         pool.pin(taken.written_blocks)
         if taken.copy_targets.size:
             pool.pin(taken.copy_targets)
@@ -287,8 +303,9 @@ class Loads:
         """Note what workers reported.
 
         Returns:
-            The requests that wait for a load that is now there, and those whose loads
-            have failed, on one worker or more.
+            The requests that wait for a load that is now there; and those whose loads
+            have failed, on one worker or more, or brought what the request had before
+            its keys were rewritten.
 
         Raises:
             ValueError: If no report of such a load is due. Then nothing changes.
@@ -302,11 +319,16 @@ class Loads:
                 self._stats.num_loaded += load.num_blocks
             else:
                 self._stats.num_loads_failed += 1
-                if not load.is_stale:
-                    # Now the request computes all that it was to get.
-                    pool.unwritten.difference_update(load.skipped)
-            if not load.is_stale and (load.is_awaited or not load.ok):
-                answers[not load.ok].append(load.request_id)
+            if load.is_stale:
+                continue
+            is_useless = not load.ok
+            if load.is_awaited and load.request is not None:
+                is_useless |= self._is_rewritten(load, load.request)
+            if is_useless:
+                # Now the request computes all that it was to get.
+                pool.unwritten.difference_update(load.skipped)
+            if load.is_awaited or is_useless:
+                answers[is_useless].append(load.request_id)
         self._end(pool, over)
         return answers
 
@@ -320,6 +342,10 @@ class Loads:
             return
         pool.unpin(load.copy_sources)
         self._end(pool, [load])
+
+    def _is_rewritten(self, load: Load, request: Request) -> bool:
+        """Whether a request has other keys now than those that it was offered."""
+        return not all(map(KeyMark.is_in, load.marks, self._keys.of(request)))
 
     def _end(self, pool: DeviceBlockPool, loads: Sequence[Load]) -> None:
         """Let go of all blocks of loads, but of sources of copies."""

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv._util import shown
+from jaxkv.keys.mark import KeyMark
 from jaxkv.scheduling.boundary import Boundary, Fetch, Probing
 from jaxkv.scheduling.loads import NO_IDS, Load, Loads, joined
 from jaxkv.scheduling.protocol import NO_EVENT, Request
@@ -611,6 +612,7 @@ def _find_plain_load(
         request_id=request.request_id,
         num_computed_tokens=num_computed_tokens,
         num_tokens=num_tokens,
+        marks=[KeyMark.of(own_keys, num)],
         row_groups=np.zeros(rows.size, np.int32),
         row_indices=np.arange(start, num, dtype=np.int32)[:, None],
         copy_sources=NO_IDS,
@@ -673,6 +675,10 @@ def _load_of(
         request_id=request_id,
         num_computed_tokens=num_computed_tokens,
         num_tokens=match.num_tokens - num_computed_tokens,
+        marks=[
+            KeyMark.of(own, match.num_tokens // spec.block_size)
+            for spec, own in zip(groups, keys, strict=True)
+        ],
         row_groups=_number(rows),
         row_indices=joined(row_indices),
         copy_sources=joined(sources),

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from jaxkv._util import shown
+from jaxkv.keys.mark import KeyMark
 from jaxkv.keys.packed import PackedKeys, lay_out
 from jaxkv.scheduling.protocol import Request
 from jaxkv.types import KEY_WORDS, BlockKey
 
-_NO_WORDS: NDArray[np.uint32] = np.empty((0, KEY_WORDS), np.uint32)
-_NO_KEYS = PackedKeys([], _NO_WORDS)
+_SPARE_KEYS = 16
 _ATTRIBUTES = ("request_id", "block_keys", "num_tokens", "num_computed_tokens")
 
 
@@ -74,54 +72,56 @@ class RequestKeys:
                 f"jaxkv.scheduling.protocol.Request; it lacks {', '.join(missing)}."
             )
 
-    def of(self, request: Request) -> list[list[bytes]]:
-        """Give a request's keys, for each group; foreign ones as they are."""
+    def of(self, request: Request) -> Sequence[PackedKeys]:
+        """Return a request's keys, for each group, as they are now.
+
+        A list grows with the request. If the engine has rewritten keys, it is a new
+        list, and the one before stays as it was.
+        """
         keys: Sequence[Sequence[BlockKey]] = ()
         if self._num_groups > 1:
             keys = keys_by_group(request, self._num_groups)
+        else:
+            keys = (request.block_keys,)
         packed = self.by_request.get(request.request_id)
         if packed is None:
-            packed = [_Growing() for _ in range(self._num_groups)]
-            self.by_request[request.request_id] = packed
-        if not keys:
-            return [packed[0].up_to_date(request.block_keys)]
-        return [own.up_to_date(now) for own, now in zip(packed, keys, strict=True)]
+            packed = [_Growing(()) for _ in keys]
+        current = [was.updated(now) for was, now in zip(packed, keys, strict=True)]
+        self.by_request[request.request_id] = current
+        return current
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request."""
         self.by_request.pop(request_id, None)
 
 
-class _Growing:
+class _Growing(PackedKeys):
     """The keys of one group of a request, with room for more."""
 
-    def __init__(self) -> None:
-        self._room = _NO_WORDS
-        self._keys = _NO_KEYS
-        self._last = b""
+    __slots__ = ("_room",)
 
-    def up_to_date(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Take note of the keys as they are now."""
-        num, total = len(self._keys), len(keys)
-        # A key stands for all tokens up to its block: where the last one that was
-        # packed is in its place, those before it are.
-        if num > total or (num and keys[num - 1] != self._last):
-            num = 0
-        elif num == total:
-            return self._keys
-        added, words, has_foreign = lay_out(keys[num:] if num else keys)
-        if has_foreign:
-            return list(keys)  # Events name them as they were given.
-        if num == 0:
-            self._room = words  # Others may still read the old one.
-            self._keys = PackedKeys(added, words)
-        else:
+    def __init__(self, keys: Sequence[BlockKey]) -> None:
+        names, words, some_foreign = lay_out(keys)
+        num = len(names)
+        # With room, so that the first key to be added does not copy all of them.
+        self._room = np.empty((num + num // 8 + _SPARE_KEYS, KEY_WORDS), np.uint32)
+        self._room[:num] = words
+        super().__init__(names, self._room[:num], has_foreign=some_foreign)
+
+    def updated(self, keys: Sequence[BlockKey]) -> _Growing:
+        """Append what a request has more now; a new list if its keys were rewritten."""
+        num, total = len(self), len(keys)
+        if not num or not KeyMark(num, self[-1]).is_in(keys):
+            return self if num == total else _Growing(keys)
+        if num < total:
+            added, words, some_foreign = lay_out(keys[num:])
             if total > len(self._room):
                 room = np.empty((2 * total, KEY_WORDS), np.uint32)
                 room[:num] = self._room[:num]
                 self._room = room
             self._room[num:total] = words
-            names = itertools.chain(itertools.islice(self._keys, num), added)
-            self._keys = PackedKeys(names, self._room[:total])
-        self._last = keys[-1] if total else b""
-        return self._keys
+            self.extend(added)
+            self.has_foreign |= some_foreign
+            self.words = self._room[:total]
+            self.words.flags.writeable = False
+        return self

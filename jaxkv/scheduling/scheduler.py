@@ -30,6 +30,7 @@ import numpy as np
 
 from jaxkv._util import shown, strict_class
 from jaxkv._util.settings import ConfigError
+from jaxkv.keys.mark import KeyMark
 from jaxkv.policies.base import Policy
 from jaxkv.policies.hazard import HazardState
 from jaxkv.policies.registry import AUTO
@@ -194,7 +195,7 @@ class OffloadScheduler:
         self._gate = Gate(rules, self._stats)
         self._keys = RequestKeys(len(self.groups))
         parts = self.groups, host, rules
-        self._loads = Loads(*parts, self._stats)
+        self._loads = Loads(*parts, self._stats, self._keys)
         tiers = list(tiers_below)
         if num_storage_blocks:
             tier = StorageTier(
@@ -231,8 +232,10 @@ class OffloadScheduler:
             self._eager = EagerStores(*parts, self._stores, self._keys)
         else:
             self._lazy = LazyStores(*parts, self._stores)
-        # Tokens that requests had found on the device when they asked.
+        # Tokens that requests had found on the device when they asked; and the keys
+        # that they asked for, where there are tiers below the host.
         self._num_local: dict[str, int] = {}
+        self._asked: dict[str, list[KeyMark]] = {}
         # Requests that are over and had a full block.
         self._num_ended = 0
         # Requests that count as having used their blocks.
@@ -482,6 +485,10 @@ class OffloadScheduler:
         while True:
             found = plan(view, request, num_computed_tokens)
             name = request.request_id  # Only now known to be there.
+            if self.below and self._is_rewritten(request):
+                for own in self.below:  # What it waited for, it does not want any more.
+                    own.forget(name)
+                continue
             if found.load_speed or found.fetch_speeds:
                 self._gate.count(found.load_speed, *found.fetch_speeds)
             for own in found.searched:
@@ -587,6 +594,7 @@ class OffloadScheduler:
         for own in self.below:
             own.forget(name)
         num_local = self._num_local.pop(name, None)
+        self._asked.pop(name, None)
         if num_external_tokens:
             self._store_steps.note_tokens(num_external_tokens)
         if self._eager is not None:
@@ -916,6 +924,13 @@ class OffloadScheduler:
         num_blocks = self._pool.num_blocks
         return checked_tables(request_id, table, len(self.groups), num_blocks)
 
+    def _is_rewritten(self, request: Request) -> bool:
+        """Note what a request asks for; return whether it is no more what it was."""
+        keys = self._keys.of(request)
+        before = self._asked.get(request.request_id)
+        self._asked[request.request_id] = [KeyMark.of(own, len(own)) for own in keys]
+        return before is not None and not all(map(KeyMark.is_in, before, keys))
+
     def _record(
         self,
         request: Request,
@@ -927,9 +942,9 @@ class OffloadScheduler:
         assert self.recorder is not None
         num_prompt = getattr(request, "num_prompt_tokens", request.num_tokens)
         found = (None, None) if num_local is None else (num_local, num_external)
-        self.recorder.begin(
-            request.request_id, keys[self._recorded], num_prompt, *found
-        )
+        # As they are now: the list grows, and the recorder reads it later.
+        own = keys[self._recorded][:]
+        self.recorder.begin(request.request_id, own, num_prompt, *found)
 
     def _record_end(
         self, request: Request, keys: Sequence[Sequence[BlockKey]], stop: Stop | None
@@ -986,6 +1001,7 @@ class OffloadScheduler:
             self._loads.drop(self._pool, name)
         self.delays.forget(name)
         self._num_local.pop(name, None)
+        self._asked.pop(name, None)
         if self._eager is not None:
             if self._shadows is not None:
                 self._eager.finish_beside(self._pool, name)

@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv._util import shown
+from jaxkv.keys.mark import KeyMark
 from jaxkv.keys.packed import pack, words_to_keys
 from jaxkv.policies import get_policy_maker, policy_names
 from jaxkv.policies.reuse import ReuseTable, from_counts
@@ -149,7 +150,7 @@ class _Visit:
     """A request, as far as shadows see it.
 
     Attributes:
-        num_keys: Its keys that were looked through.
+        mark: Its keys that were looked through.
         words: u32[n, 8]. Those of them that take part.
         rows: Which of its keys these are; None if all are.
         num_hot: How many of its keys, the first ones, are taken to be there.
@@ -162,12 +163,12 @@ class _Visit:
     """
 
     __slots__ = (
-        *("courses", "end", "first", "groups", "last", "num_hot", "num_keys", "rows"),
+        *("courses", "end", "first", "groups", "last", "mark", "num_hot", "rows"),
         *("start", "words"),
     )
 
     def __init__(self) -> None:
-        self.num_keys = -1
+        self.mark = KeyMark()
         self.words = _NO_WORDS
         self.rows: list[int] | None = None
         self.num_hot = 0
@@ -457,6 +458,14 @@ class Shadows:
                 course.mark = tier.executor.begin(*told)
             tier.executor.touch(words)
 
+    def first_open_block(self, name: str, keys: Sequence[BlockKey]) -> int:
+        """Return the first block of a request that a shadow may still be offered."""
+        visit = self._visit(name, keys)
+        num = min((course.num_known for course in visit.courses), default=0)
+        if num >= len(visit.words):
+            return visit.mark.num
+        return num if visit.rows is None else visit.rows[num]
+
     def offer(
         self,
         name: str,
@@ -464,6 +473,7 @@ class Shadows:
         num_blocks: int,
         placed: Container[BlockKey],
         passes: NDArray[np.bool_] | None,
+        start: int = 0,
         *,
         is_end: bool = False,
         can_store: bool = True,
@@ -475,7 +485,9 @@ class Shadows:
             keys: Its keys.
             num_blocks: How many of its blocks, from the first on, may be stored.
             placed: The keys that the tier that serves has just found room for.
-            passes: bool[num_blocks]. Which of these blocks may be stored; None for all.
+            passes: bool[num_blocks - start]. Which of these blocks, from `start` on,
+                may be stored; None for all.
+            start: `first_open_block`, or a block before it; 0 with `is_end`.
             is_end: Whether it is about to lose its device blocks: then all of it is
                 offered again, unless the shadow has it.
             can_store: Whether the tier that serves may store anything at the end.
@@ -485,14 +497,16 @@ class Shadows:
         if not end:
             return
         if passes is not None and visit.rows is not None:
-            passes = passes[visit.rows[:end]]
+            first = bisect_left(visit.rows, start)
+            passes = passes[np.array(visit.rows[first:end], np.intp) - start]
+            start = first
         if self.sample is not None:
             placed = ()
         for tier, course in zip(self._tiers, visit.courses, strict=True):
             if is_end:
                 tier.end(course, visit.words, end, passes, can_store=can_store)
             else:
-                tier.offer(course, visit.words, end, passes)
+                tier.offer(course, visit.words, end, passes, start)
             for stored in course.under_way:
                 tier.settle(*stored, placed)
             course.under_way.clear()
@@ -608,32 +622,50 @@ class Shadows:
         return num, ids
 
     def _visit(self, name: str, keys: Sequence[BlockKey]) -> _Visit:
-        """Take note of a request's keys, if there are more of them."""
+        """Return what is known of a request, after a look at the keys that are new."""
         visit = self._visits.get(name)
-        if visit is None:
-            visit = self._visits[name] = _Visit()
-            if self.sample is not None:
-                visit.num_hot = self.sample.note_request(keys)
-        if visit.num_keys != len(keys):
-            visit.num_keys = len(keys)
-            _, words = pack(keys)
-            if self.sample is not None:
-                rows = self._rows_of(words, visit.num_hot)[:_MOST_KEYS]
-                words = words[rows] if rows else words[:0]
-                words.flags.writeable = False  # As all keys are.
-                visit.rows = rows
-                visit.groups = self.sample.groups(words) if rows else []
+        if visit is None or not visit.mark.is_in(keys):
+            visit = self._begin_visit(visit, keys)
+            self._visits[name] = visit
+        first, num = visit.mark.num, len(keys)
+        if num == first:
+            return visit
+        _, words = pack(keys)
+        if self.sample is None:
             visit.words = words[:_MOST_KEYS]
-            if len(words) and not visit.courses:
-                visit.courses = [Course() for _ in self._tiers]
+        elif rows := self._rows_of(words, visit.num_hot, first, len(visit.words)):
+            assert visit.rows is not None
+            visit.rows += rows
+            visit.groups += self.sample.groups(words[rows])
+            visit.words = np.concatenate([visit.words, words[rows]])
+            visit.words.flags.writeable = False  # As all keys are.
+        visit.mark = KeyMark.of(keys, num)
+        if len(visit.words) and not visit.courses:
+            visit.courses = [Course() for _ in self._tiers]
         return visit
 
-    def _rows_of(self, words: Words, num_hot: int) -> list[int]:
-        """Choose the keys of a prefix that take part."""
+    def _begin_visit(self, before: _Visit | None, keys: Sequence[BlockKey]) -> _Visit:
+        """Begin with a request, or once more with one whose keys were rewritten."""
+        visit = _Visit()
+        if self.sample is not None:
+            visit.num_hot = self.sample.note_request(keys)
+            visit.rows = []
+        if before is not None:
+            visit.courses = [Course(mark=own.mark) for own in before.courses]
+        return visit
+
+    def _rows_of(
+        self, words: Words, num_hot: int, first: int, num_chosen: int
+    ) -> list[int]:
+        """Choose the keys of a prefix that take part, from the first new one on."""
         assert self.sample is not None
-        if not self._knows_prefixes:
-            return [row for row in self.sample.choose(words) if row >= num_hot]
-        return self.sample.choose_of_prefix(words, num_hot)
+        room = _MOST_KEYS - num_chosen
+        if room <= 0:
+            return []
+        if self._knows_prefixes:
+            return self.sample.choose_of_prefix(words, num_hot, first)[:room]
+        first = max(first, num_hot)
+        return [first + row for row in self.sample.choose(words[first:])][:room]
 
     def _count(self, visit: _Visit) -> None:
         """Count what a request has looked for, and what was found of it."""

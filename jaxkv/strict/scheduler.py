@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxkv._util import shown
+from jaxkv.keys.mark import KeyMark
 from jaxkv.scheduling.protocol import (
     BlockTable,
     ConnectorOutput,
@@ -34,7 +35,7 @@ class _Known:
     Attributes:
         request: The request, as it was given last.
         num_tokens: Tokens that it had.
-        last_keys: How many keys it had in each group, and the last of them.
+        marks: Its keys, for each group.
         phase: Whether it has asked, has its blocks, or has lost them again.
         is_put_back: Whether it has asked, and then got no blocks.
         is_awaited: Whether it has to wait for what it was offered.
@@ -48,7 +49,7 @@ class _Known:
 
     request: Request
     num_tokens: int
-    last_keys: list[tuple[int, BlockKey]]
+    marks: list[KeyMark]
     phase: Literal["asked", "running", "preempted"] = "asked"
     is_put_back: bool = False
     is_awaited: bool = False
@@ -119,7 +120,7 @@ class StrictOffloadScheduler(OffloadScheduler):
         self._requests[request.request_id] = _Known(
             request,
             request.num_tokens,
-            self._last_keys(request),
+            self._marks(request),
             is_awaited=bool(answer[0]) and answer[1],
             num_found=num_computed_tokens,
             num_local=num_computed_tokens,
@@ -145,7 +146,7 @@ class StrictOffloadScheduler(OffloadScheduler):
                     "ask again."
                 )
             # Other engines, such as vLLM, need not ask if nothing can be had.
-            known = _Known(request, request.num_tokens, self._last_keys(request))
+            known = _Known(request, request.num_tokens, self._marks(request))
         tables = tables_by_group(block_ids, len(self.groups))
         is_declined = not (any(tables) or num_external_tokens)
         if not is_declined:
@@ -165,7 +166,7 @@ class StrictOffloadScheduler(OffloadScheduler):
             known.num_found = num_found
             known.is_loading = known.is_awaited and num_external_tokens > 0
         known.request, known.num_tokens = request, request.num_tokens
-        known.last_keys = self._last_keys(request)
+        known.marks = self._marks(request)
         known.tables = [list(own) for own in answer]
         self._requests[name] = known
         return answer
@@ -242,10 +243,9 @@ class StrictOffloadScheduler(OffloadScheduler):
         if known is not None:
             known.phase, known.is_loading = "preempted", False
 
-    def _last_keys(self, request: Request) -> list[tuple[int, BlockKey]]:
-        """Give the number of a request's keys in each group, and the last one."""
+    def _marks(self, request: Request) -> list[KeyMark]:
         keys = keys_by_group(request, len(self.groups))
-        return [(len(own), own[-1] if own else b"") for own in keys]
+        return [KeyMark.of(own, len(own)) for own in keys]
 
     def _check_keys(self, request: Request) -> None:
         """Refuse more keys than a request has full blocks."""
@@ -263,11 +263,11 @@ class StrictOffloadScheduler(OffloadScheduler):
 
     def _check_same(self, request: Request, known: _Known) -> None:
         """Refuse another request under the id of one that is not over."""
+        if request is known.request:  # The engine may rewrite it.
+            return
         keys = keys_by_group(request, len(self.groups))
-        is_same = request.num_tokens >= known.num_tokens and all(
-            len(own) >= num and (not num or own[num - 1] == last)
-            for own, (num, last) in zip(keys, known.last_keys, strict=True)
-        )
+        is_same = request.num_tokens >= known.num_tokens
+        is_same &= all(map(KeyMark.is_in, known.marks, keys))
         if not is_same:
             raise StrictError(
                 f"request {shown(request.request_id)} has other tokens than the one "

@@ -72,6 +72,7 @@ class BareTier:
         keys: Words,
         end: int,
         passes: NDArray[np.bool_] | None = None,
+        start: int = 0,
     ) -> None:
         """Offer what a request has computed and not offered before.
 
@@ -79,14 +80,16 @@ class BareTier:
             course: The request's.
             keys: All its keys.
             end: How many of them, from the first on, are computed.
-            passes: bool[n]. Which may be stored; None for all.
+            passes: bool[n]. Which of its keys, from `start` on, may be stored; None for
+                all.
+            start: A key that was offered before, or the first one that was not.
         """
         first = course.num_known
         if first >= end:
             return
-        num_done, stored = self.place(
-            keys[first:end], None if passes is None else passes[first:end]
-        )
+        if passes is not None:
+            passes = passes[first - start : end - start]
+        num_done, stored = self.place(keys[first:end], passes)
         if stored is not None:
             course.under_way.append(stored)
         course.is_refused |= num_done < end - first

@@ -860,7 +860,7 @@ class BlockIndex:
         evicted_keys: Words,
     ) -> Placement:
         """Note where keys go (NO_BLOCK: nowhere) and which had to leave; tell it."""
-        some_foreign = type(names) is not PackedKeys and has_foreign(names)
+        some_foreign = has_foreign(names)
         to_store, rows = names, None
         if num_stored < len(names):
             rows = np.flatnonzero(block_ids != NO_BLOCK)

@@ -312,7 +312,7 @@ class World:
             "is_to_reset rates serving told",
         )
         yield self.pool, "num_changes unwritten"
-        yield own, "_num_local _known _preempted"
+        yield own, "_num_local _asked _known _preempted"
         yield own.delays, "_deferred_s _offered_s"
         yield own._stats, " ".join(vars(own._stats))
         yield own._gate, " ".join(vars(own._gate).keys() - {"_stats"})

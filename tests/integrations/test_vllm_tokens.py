@@ -45,14 +45,15 @@ def make_runner(*states, in_batch=()):
     )
 
 
-def make_step(num_outputs, ids, resumed=()):
+def make_step(num_outputs, ids, resumed=(), new=()):
     cached = SimpleNamespace(
         req_ids=list(num_outputs),
         num_output_tokens=list(num_outputs.values()),
         all_token_ids=ids,
         resumed_req_ids=set(resumed),
     )
-    return SimpleNamespace(scheduled_cached_reqs=cached)
+    new = [SimpleNamespace(req_id=name) for name in new]
+    return SimpleNamespace(scheduled_cached_reqs=cached, scheduled_new_reqs=new)
 
 
 def update(runner, step):
@@ -111,6 +112,18 @@ def test_results_of_before_a_forced_preemption_are_withdrawn():
         make_step({"resumed": 2, "other": 2}, {"resumed": [1, 2, 3]}, ["resumed"]),
     )
     assert resumed.output_token_ids == [2, 3]
+    assert runner._pre_async_results == Results([(1, other, 3)], {"other": 1})
+
+
+def test_results_of_a_request_that_comes_again_as_a_new_one_are_withdrawn():
+    """As one whose input streams does: its last token is no more in its history."""
+    streaming, other = State("streaming", [1], [2, 0]), State("other", [1], [2, 0])
+    runner = make_runner(streaming, other, in_batch=["streaming", "other"])
+    runner._pre_async_results = Results(
+        [(0, streaming, 3), (1, other, 3)], {"streaming": 0, "other": 1}
+    )
+    TokenRestorer.install(runner)
+    update(runner, make_step({"other": 2}, {}, new=["streaming", "unknown"]))
     assert runner._pre_async_results == Results([(1, other, 3)], {"other": 1})
 
 

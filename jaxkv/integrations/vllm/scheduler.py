@@ -7,9 +7,9 @@ import logging
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, overload
 
 from jaxkv import (
     DeviceBlockPool,
@@ -29,6 +29,7 @@ from jaxkv.integrations.vllm.pool import (
 )
 from jaxkv.integrations.vllm.stats import OffloadConnectorStats, StatsReader
 from jaxkv.integrations.vllm.worker import LOST_POOLS, StepMetadata, WorkerReport
+from jaxkv.keys.mark import KeyMark
 from jaxkv.scheduling.protocol import NO_MOVES
 from jaxkv.types import BlockKey, Stop
 
@@ -40,6 +41,33 @@ _RATE_STEPS = 15
 # States that loads leave free: a request that runs takes one for each step's end, and
 # gives the last one back a step later.
 _LEAST_FREE_STATES = 4
+
+
+class _Keys(Sequence[bytes]):
+    """The keys of a request in a group: its hashes, each with the same suffix.
+
+    It copies none of them: vLLM rewrites the hashes of a request whose input streams.
+    """
+
+    def __init__(self, request: Any, suffix: bytes) -> None:
+        self._request, self._suffix = request, suffix
+
+    def __len__(self) -> int:
+        return len(self._request.block_hashes)
+
+    def __iter__(self) -> Iterator[BlockKey]:
+        return iter(self[:])
+
+    @overload
+    def __getitem__(self, index: int) -> BlockKey: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[BlockKey]: ...
+    def __getitem__(self, index: int | slice) -> BlockKey | list[BlockKey]:
+        hashes, suffix = self._request.block_hashes[index], self._suffix
+        if isinstance(index, slice):
+            return [block_hash + suffix for block_hash in hashes]
+        key: BlockKey = hashes + suffix
+        return key
 
 
 class VllmRequest:
@@ -71,7 +99,11 @@ class VllmRequest:
     ) -> None:
         self.request = request
         self._adapter = adapter
-        self._adapted: list[BlockKey] = []
+        self._keys = [
+            _Keys(request, key_in_group(b"", group) + adapter)
+            for group in range(num_groups)
+        ]
+        self._keys_of_all = _Keys(request, adapter)
         self.max_offload_tokens: int | None = None
         self.max_load_tokens: int | None = None
         self.retention: Retention | None = None
@@ -86,35 +118,28 @@ class VllmRequest:
         if self.retention is None and getattr(request, "kv_hints", None) is not None:
             self.retention = _hinted(request, "kv.retain", Retention.of)
         self._events = events
-        self._num_recorded = 0
-        self._keys: list[list[BlockKey]] = [[] for _ in range(num_groups)]
+        self._recorded = KeyMark()
 
     @property
     def block_keys(self) -> Sequence[BlockKey]:
         """Keys of the full blocks of all tokens so far: their hashes."""
-        hashes = self._hashes
-        if not self._adapter:
-            return hashes
-        new = hashes[len(self._adapted) :]
-        self._adapted += (own + self._adapter for own in new)
-        return self._adapted
+        hashes = self._record_hashes()
+        return self._keys_of_all if self._adapter else hashes
 
     @property
     def block_keys_by_group(self) -> Sequence[Sequence[BlockKey]]:
         """The keys for each group, as vLLM's prefix cache makes them."""
-        hashes = self._hashes
-        for group, keys in enumerate(self._keys):
-            new = hashes[len(keys) :]
-            keys += (key_in_group(own, group) + self._adapter for own in new)
+        self._record_hashes()
         return self._keys
 
-    @property
-    def _hashes(self) -> Sequence[BlockKey]:
-        """Hashes of the full blocks of all tokens so far."""
+    def _record_hashes(self) -> Sequence[BlockKey]:
+        """Record for events what is new or rewritten of the hashes; return all."""
         hashes: Sequence[BlockKey] = self.request.block_hashes
-        if self._events is not None and len(hashes) > self._num_recorded:
-            self._events.record(self.request, self._num_recorded, self._adapter)
-            self._num_recorded = len(hashes)
+        if self._events is not None:
+            first = self._recorded.num if self._recorded.is_in(hashes) else 0
+            if first < len(hashes):
+                self._events.record(self.request, first, self._adapter)
+            self._recorded = KeyMark.of(hashes, len(hashes))
         return hashes
 
     # Asked for in each step: this way no frame of Python's is entered.

@@ -173,11 +173,11 @@ class TokenRestorer:
 
     def __call__(self, scheduler_output: Any, *args: Any, **named: Any) -> Any:
         """Restore the tokens of requests that are added again, and go on."""
-        self._restore(scheduler_output.scheduled_cached_reqs)
+        self._restore(scheduler_output)
         return self._update_states(scheduler_output, *args, **named)
 
-    def _restore(self, cached: Any) -> None:
-        manager = self._manager
+    def _restore(self, scheduler_output: Any) -> None:
+        manager, cached = self._manager, scheduler_output.scheduled_cached_reqs
         in_batch = manager.input_batch.req_id_to_index
         outputs = {
             request_id: self._outputs_of(cached, request_id, num_outputs)
@@ -190,7 +190,9 @@ class TokenRestorer:
             found = manager.requests[request_id].output_token_ids
             self.num_restored += found[: len(right)] != right
             found[:] = right  # The batch may share the list.
-        self._withdraw(outputs)
+        # A request whose input streams comes as a new one under the id that it has.
+        new = [request.req_id for request in scheduler_output.scheduled_new_reqs]
+        self._withdraw([*outputs, *new])
 
     def _outputs_of(self, cached: Any, request_id: str, num_outputs: int) -> list[int]:
         """Return the outputs of a request as the scheduler knows them.
