@@ -295,7 +295,7 @@ class KeyChain:
 
     @property
     def keys(self) -> Sequence[BlockKey]:
-        """All keys so far: not a copy, but a list that grows with the chain."""
+        """All keys so far: not a copy, but a list that changes with the chain."""
         return self._keys
 
     @property
@@ -337,6 +337,41 @@ class KeyChain:
         self._keys += keys
         self._tail = data[stop:]
         return keys
+
+    def rewind(self, num_blocks: int) -> None:
+        """Drop all tokens after the first full blocks, those of the partial block too.
+
+        The chain then continues as a new chain of the tokens that are left. `extras`
+        stay, with each multimodal item at its offset.
+
+        Args:
+            num_blocks: Full blocks to keep. To keep tokens behind them, `extend` by
+                them again.
+
+        Raises:
+            ValueError: If the chain has fewer full blocks; the chain is unchanged.
+            TypeError: If it is not an integer; the chain is unchanged.
+
+        Example:
+            >>> chain = KeyChain(Namespace("m", "0", "int8", "flat", block_size=2))
+            >>> first, second = chain.extend([7, 258, 9, 10, 11])
+            >>> chain.rewind(1)
+            >>> chain.num_tokens, chain.extend([9, 10]) == [second]
+            (2, True)
+        """
+        try:
+            num = operator.index(num_blocks)
+        except TypeError:
+            raise TypeError(
+                f"num_blocks={shown(num_blocks)} must be an integer."
+            ) from None
+        if not 0 <= num <= len(self._keys):
+            raise ValueError(
+                f"num_blocks={shown(num_blocks)} must be in [0, {len(self._keys)}], "
+                "the full blocks of the chain."
+            )
+        del self._keys[num:]
+        self._tail = b""
 
 
 def _encode_constant(namespace: Namespace, group: int, extras: Extras) -> bytes:

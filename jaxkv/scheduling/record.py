@@ -196,7 +196,7 @@ class TraceRecorder(Resource):
 
         Args:
             name: Which; not written.
-            keys: The keys of its blocks. The list is read later: it is not to change.
+            keys: The keys of its blocks. The list is read later: it may only grow.
             input_tokens: Tokens of its prompt.
             device_tokens: Tokens that it found on the device; None if not looked up.
             host_tokens: Tokens that come from the host beside them; None likewise.
@@ -217,8 +217,8 @@ class TraceRecorder(Resource):
 
         Args:
             name: Which; nothing happens if it is not known to have begun.
-            keys: The keys of all its blocks, not to change either; None if there are no
-                more than at first.
+            keys: The keys of all its blocks, which may only grow, too; None if there
+                are no more than at first.
             num_tokens: Its tokens, prompt and generated; None if that is not known.
             num_computed: Those whose KV there was; None likewise.
             stop: Why it stopped, if that is known.

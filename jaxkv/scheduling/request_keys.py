@@ -111,8 +111,8 @@ class _Growing(PackedKeys):
     def updated(self, keys: Sequence[BlockKey]) -> _Growing:
         """Append what a request has more now; a new list if its keys were rewritten."""
         num, total = len(self), len(keys)
-        if not num or not KeyMark(num, self[-1]).is_in(keys):
-            return self if num == total else _Growing(keys)
+        if not KeyMark.of(self, num).is_in(keys) or (total and not num):
+            return _Growing(keys)
         if num < total:
             added, words, some_foreign = lay_out(keys[num:])
             if total > len(self._room):

@@ -942,9 +942,9 @@ class OffloadScheduler:
         assert self.recorder is not None
         num_prompt = getattr(request, "num_prompt_tokens", request.num_tokens)
         found = (None, None) if num_local is None else (num_local, num_external)
-        # As they are now: the list grows, and the recorder reads it later.
-        own = keys[self._recorded][:]
-        self.recorder.begin(request.request_id, own, num_prompt, *found)
+        self.recorder.begin(
+            request.request_id, keys[self._recorded], num_prompt, *found
+        )
 
     def _record_end(
         self, request: Request, keys: Sequence[Sequence[BlockKey]], stop: Stop | None

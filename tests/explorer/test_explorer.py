@@ -263,7 +263,8 @@ def test_a_digest_knows_all_that_the_scheduler_keeps(part):
         # `_num_ended` counts towards a warning, and no more.
         "_is_all_read _least_tokens _num_ended _shadows _look _choice "
         "_policy_state",
-        "loads": "_groups _host _rules _stats in_flight _step _num_readers shadows",
+        "loads": "_groups _host _rules _stats _keys in_flight _step _num_readers "
+        "shadows",
         "stores": "stats _on_arrival _host _rules _factor _is_plain in_flight shadows",
         "in flight": "_what _num_workers",
         "storage": "tier groups upper number name counts _write _is_private "

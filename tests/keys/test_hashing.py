@@ -230,6 +230,45 @@ def test_a_chain_grown_in_any_steps_is_the_same(tokens, cuts, extra):
     assert new == list(grown.keys) == list(whole.keys)
 
 
+@given(
+    st.lists(token_ids, max_size=20),
+    st.lists(token_ids, max_size=20),
+    st.integers(0, 5),
+    extras(max_offset=30),
+)
+def test_a_rewound_chain_continues_as_a_new_chain_of_its_tokens(
+    tokens, more, num_blocks, extra
+):
+    chain = KeyChain(NAMESPACE, extra)
+    chain.extend(tokens)
+    keys = chain.keys
+    num_blocks = min(num_blocks, len(keys))
+    chain.rewind(num_blocks)
+    twin = KeyChain(NAMESPACE, extra)
+    twin.extend(tokens[: 4 * num_blocks])
+    assert (chain.keys, chain.num_tokens) == (twin.keys, twin.num_tokens)
+    assert chain.extend(more) == twin.extend(more)
+    assert chain.num_tokens == twin.num_tokens
+    assert keys is chain.keys, "the list of a request"
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "error", "message"),
+    [
+        (3, ValueError, r"num_blocks=3 must be in \[0, 2\]"),
+        (-1, ValueError, "num_blocks=-1 must be in"),
+        (1.0, TypeError, "num_blocks=1.0 must be an integer"),
+        (None, TypeError, "num_blocks=None must be an integer"),
+    ],
+)
+def test_refused_rewind_leaves_a_chain_as_it_was(num_blocks, error, message):
+    chain, twin = KeyChain(NAMESPACE), KeyChain(NAMESPACE)
+    assert chain.extend(range(9)) == twin.extend(range(9))
+    with pytest.raises(error, match=message):
+        chain.rewind(num_blocks)
+    assert chain.extend(range(4)) == twin.extend(range(4))
+
+
 def test_num_tokens_is_a_whole_number():
     assert type(KeyChain(NAMESPACE).num_tokens) is int
 
