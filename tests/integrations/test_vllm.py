@@ -3,6 +3,7 @@
 import json
 import logging
 import pickle
+import random
 import re
 import sys
 from functools import partial
@@ -14,12 +15,14 @@ import pytest
 
 from jaxkv import OffloadMetadata, OffloadScheduler, Retention, TransferEngine
 from jaxkv.integrations.vllm import tokens
+from jaxkv.integrations.vllm.events import HostEvents
 from jaxkv.integrations.vllm.scheduler import PrefillRate, VllmRequest
 from jaxkv.integrations.vllm.stats import REPORT_EVERY_S, StatsReader
 from jaxkv.integrations.vllm.worker import StepMetadata
 from jaxkv.observe.metrics import OffloadMetrics
 from jaxkv.scheduling.protocol import NO_REPORTS, ConnectorOutput
 from jaxkv.scheduling.stats import MOST_SAMPLES
+from jaxkv.search.groups import FullAttention
 from jaxkv.tools.replay.traces import read_trace
 from jaxkv.transfer import limits
 from tests.rigs import fake_vllm
@@ -617,6 +620,67 @@ def test_a_router_can_place_the_host_events_by_tokens_parents_and_groups(
     assert removed
     for event in removed:
         assert all((event.group_idx, own) in picture for own in event.block_hashes)
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("adapter", [b"", bytes(32)])
+def test_keys_and_events_follow_hashes_that_vllm_rewrites(newest, num_groups, adapter):
+    """Keys were copied and only added to: those of another history were looked up."""
+    rng = random.Random(7)
+    groups = [FullAttention(BLOCK_SIZE)] * num_groups
+    events = HostEvents(groups)
+    request = Request("streams", range(6), 9)
+    known = VllmRequest(request, num_groups, events, adapter)
+    num_shorter = 0
+    for _ in range(200):
+        num_tokens, num_keys = request.num_tokens, len(known.block_keys)
+        if rng.random() < 0.5:
+            request.append(rng.randrange(3))
+        else:
+            request.num_computed_tokens = rng.randint(num_tokens // 2, num_tokens)
+            request.stream(rng.choices(range(3), k=rng.randrange(8)), 9)
+        num_shorter += len(request.block_hashes) < num_keys
+        again = VllmRequest(request, num_groups, None, adapter)
+        assert list(known.block_keys) == list(again.block_keys)
+        assert len(known.block_keys) == len(request.block_hashes)
+        by_group = list(map(list, known.block_keys_by_group))
+        assert by_group == list(map(list, again.block_keys_by_group))
+        for own in by_group if num_groups > 1 else [known.block_keys]:
+            for n, key in enumerate(own):
+                block = events._catalog.find(key)
+                start = n * BLOCK_SIZE
+                tokens = request.tokens[start : start + BLOCK_SIZE]
+                assert np.frombuffer(block.tokens, "<u4").tolist() == tokens
+                assert block.parent == (own[n - 1] if n else None)
+    assert num_shorter > 20
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6)], ids=["full", "hybrid"])
+def test_a_request_whose_input_streams_loads_its_own_kv(newest, windows):
+    """It was offered KV of the token that vLLM drops when input follows."""
+    # Blocks wait for others before they are stored, and with them the keys are read.
+    engine = Engine(windows=windows, extra={"store_batch_blocks": 8})
+    prompt, more = range(7), [50, 51, 52]
+    request = Request("streams", prompt, 1)
+    request.inputs.append((more, 20))
+    engine.scheduler.add(request)
+    while request.inputs:
+        before = request.tokens[:8]  # With the token that is dropped.
+        engine.step()
+    assert request.tokens[:10] == [*prompt, *more]
+    other = Request("other", [*before, 1], 1)
+    engine.scheduler.add(other)
+    while other.request_id in engine.scheduler.requests or (
+        engine.offload_scheduler.has_pending_stores()
+    ):
+        engine.step()
+    assert request.status == "RUNNING"
+    engine.scheduler.reset_running()
+    forget_device(engine)
+    engine.run()  # The runner has compared all it read with the computed values.
+    assert engine.scheduler.num_external_tokens > 0
+    assert request.tokens == reference([*prompt, *more], 20)
+    engine.check_nothing_leaked()
 
 
 def test_events_have_no_fields_that_an_older_vllm_does_not_know(monkeypatch):

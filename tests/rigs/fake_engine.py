@@ -165,6 +165,12 @@ class Scheduler:
 
     def admit(self, request):
         name = request.request_id
+        if request.status == "WAITING_FOR_STREAMING_REQ":
+            request.status = "WAITING_FOR_ITS_STEP"
+            return "skipped"
+        if request.status == "WAITING_FOR_ITS_STEP":
+            request.status = "WAITING"
+            request.stream(*request.inputs.popleft())
         if request.status == "WAITING_FOR_REMOTE_KVS":
             if name not in self.finished_recving:
                 return "skipped"
@@ -303,7 +309,10 @@ class Scheduler:
             request.append(*tokens)
             if request.num_tokens >= request.max_tokens:
                 self.running.remove(request)
-                self.finish(request)
+                if request.inputs:
+                    self.await_input(request)
+                else:
+                    self.finish(request)
         self.connector.update_connector_output(connector_output)
         for name in connector_output.finished_recving or ():
             request = self.requests[name]
@@ -313,6 +322,16 @@ class Scheduler:
                 assert request.status == "ABORTED"
                 self.free(request)
                 del self.requests[name]
+
+    def await_input(self, request):
+        """Have a request wait for more input, which comes after a step without it."""
+        name = request.request_id
+        request.num_computed_tokens -= request.num_output_placeholders
+        request.num_output_placeholders = 0
+        self.stale[name] += self.expected.pop(name, 0)
+        request.status = "WAITING_FOR_STREAMING_REQ"
+        self.was_preempted.discard(name)
+        self.waiting.append(request)
 
     def note_failures(self, request, connector_output):
         name = request.request_id

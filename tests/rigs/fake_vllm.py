@@ -416,6 +416,8 @@ class Request:
         self.num_output_placeholders = 0
         self.status = "WAITING"
         self.kv_transfer_params = None
+        # Of a request whose input streams: more tokens, and how many to answer each.
+        self.inputs = deque()
 
     @property
     def all_token_ids(self):
@@ -434,6 +436,15 @@ class Request:
                 (self.tokens[:end], self.lora_request, self.cache_salt)
             ).encode()
             self.block_hashes.append(hashlib.sha256(text).digest())
+
+    def stream(self, tokens, num_output):
+        """Go on with more input; what was sampled and not computed is dropped."""
+        num_computed = self.num_computed_tokens
+        del self.tokens[num_computed:]
+        del self.block_hashes[num_computed // BLOCK_SIZE :]
+        self.append(*tokens)
+        self.num_prompt_tokens = len(self.tokens)
+        self.max_tokens = self.num_prompt_tokens + num_output
 
 
 @dataclasses.dataclass
