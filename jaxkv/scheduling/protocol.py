@@ -53,7 +53,11 @@ class Request(Protocol):
 
     @property
     def block_keys(self) -> Sequence[BlockKey]:
-        """Keys of the full blocks of all tokens so far."""
+        """Keys of the full blocks of all tokens so far.
+
+        Each stands for all tokens up to the end of its block. The engine may shorten
+        the list and rewrite keys.
+        """
         ...
 
     @property

@@ -573,7 +573,8 @@ class OffloadScheduler:
         Raises:
             ValueError: If that is no whole number of blocks, or more than
                 `get_num_new_matched_tokens` offered; if there are several groups, or
-                one that is not of full attention, less; if something in `block_ids`
+                one that is not of full attention, less; if the request's keys were
+                rewritten since the offer; if something in `block_ids`
                 is no block's id, or a block is there twice where one is loaded; if
                 the request has a `retention` that is none. Then nothing changes.
         """

@@ -1,11 +1,13 @@
-"""What a step and a look-up cost does not grow with what waits or is on its way.
+"""The cost of a step or a look-up does not grow with what waits or is on its way.
 
-By the lines of Python that they execute; benchmarks/in_flight.py has their times.
+It is counted in lines of Python, or in bytes that are allocated. For the times see
+benchmarks/in_flight.py and benchmarks/request_length.py.
 """
 
 import importlib
 import pathlib
 import sys
+import tracemalloc
 
 import pytest
 
@@ -16,11 +18,20 @@ BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 FEW, MANY = 100, 1000  # Both more than may be in flight at a time.
 
 
-@pytest.fixture(scope="module")
-def in_flight():
+def imported(name):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
-        yield importlib.import_module("in_flight")
+        yield importlib.import_module(name)
+
+
+@pytest.fixture(scope="module")
+def in_flight():
+    yield from imported("in_flight")
+
+
+@pytest.fixture(scope="module")
+def request_length():
+    yield from imported("request_length")
 
 
 def num_lines(run):
@@ -66,6 +77,41 @@ def test_cost_grows_with_transfers_that_do_not_land(in_flight, state):
     fleets = [in_flight.Fleet(state, num, MANY) for num in (FEW, MANY)]
     with in_flight.never():
         check_flat(fleets)
+
+
+def cost_of_block(long_request):
+    """Lines of Python and bytes of memory for a step that stores a new block."""
+    costs = []
+    for number in range(7):
+        long_request.fill_blocks()
+        if number % 2:
+            costs[-1].append(num_lines(long_request.step))
+            continue
+        tracemalloc.start()
+        long_request.step()
+        costs.append([tracemalloc.get_traced_memory()[1]])
+        tracemalloc.stop()
+    return [min(own) for own in zip(*costs[:3], strict=True)]
+
+
+CASES = (
+    *("one group", "two groups", "three groups, 36 bytes", "chunks of 4"),
+    *("vLLM, an adapter", "vLLM, two groups", "a store, two groups", "recorded"),
+    *("shadows", "shadows, stored if reused", "stored if reused", "a small host"),
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cost_of_a_block_does_not_grow_with_its_request(request_length, case):
+    """All keys were copied: 8 ms at 160,000 tokens, for two groups of vLLM's keys."""
+    costs = []
+    for num_blocks in (200, 3000):
+        num_tokens = request_length.BLOCK_SIZE * num_blocks
+        with request_length.made(case, num_tokens, 40, 10_000) as long_request:
+            costs.append(cost_of_block(long_request))
+    (few_bytes, few_lines), (many_bytes, many_lines) = costs
+    assert many_lines <= few_lines + 20
+    assert many_bytes <= few_bytes + 4096
 
 
 def test_a_step_that_fills_no_block_offers_nothing(monkeypatch):

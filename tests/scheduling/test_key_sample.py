@@ -93,6 +93,19 @@ def test_of_each_row_of_blocks_as_many_are_in_the_sample(bits):
     assert sum(sizes) / len(sizes) == pytest.approx(512 >> bits, rel=0.15)
 
 
+@pytest.mark.parametrize("bits", [1, 4, 7])
+@pytest.mark.parametrize("num_hot", [0, 5, 32, 50])
+def test_keys_chosen_while_a_prefix_grows_are_those_chosen_of_all(bits, num_hot):
+    sample, rng = KeySample(bits, 1000), random.Random(7)
+    words = keys_to_words(some_keys(1, 400))
+    grown, first = [], 0
+    while first < len(words):
+        num = first + rng.randint(1, 40)
+        grown += sample.choose_of_prefix(words[:num], num_hot, first)
+        first = num
+        assert grown == sample.choose_of_prefix(words[:num], num_hot)
+
+
 def test_behind_the_hottest_keys_each_goes_by_its_own_bits():
     sample = KeySample(3, 1000)
     words = keys_to_words(some_keys(1, 256))

@@ -132,6 +132,27 @@ def test_a_rewritten_history_is_stored_under_its_keys(options, num_more):
     rig.check_nothing_leaked()
 
 
+def test_shadows_are_offered_a_rewritten_history():
+    """One of the same length was taken for the one before."""
+    rig = Rig(device_blocks=32, host_blocks=32, shadow="lru*1")
+    request = rig.request("r", 1, 2, 3, 4)
+    rig.admit(request)
+    rig.step(r=4)
+    rig.step(tokens={"r": 1})
+    rewrite(request, 2, 1, 2, 8, 9)
+    replace_blocks(rig, request, 2)
+    rig.step(r=2)
+    rig.step(tokens={"r": 1})
+    rig.finish("r")
+    rig.settle()
+    for path in ((1, 2, 8, 9), (1, 2, 3, 4)):
+        rig.forget_device()
+        rig.run(rig.request("again", *path))
+    (shadow,) = rig.scheduler.shadow_counts
+    assert shadow.num_found_tokens == 8 * BLOCK_SIZE
+    assert rig.scheduler.stats.num_host_hit_tokens == 8 * BLOCK_SIZE
+
+
 def test_a_shortened_history_stores_no_block_behind_its_end():
     rig = Rig()
     request = rig.request("r", 1, 2, 3, 4)
