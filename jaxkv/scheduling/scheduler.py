@@ -927,7 +927,7 @@ class OffloadScheduler:
 
     def _is_rewritten(self, request: Request) -> bool:
         """Note what a request asks for; return whether it is no more what it was."""
-        keys = self._keys.of(request)
+        keys = self._keys.by_request[request.request_id]  # The plan has read them.
         before = self._asked.get(request.request_id)
         self._asked[request.request_id] = [KeyMark.of(own, len(own)) for own in keys]
         return before is not None and not all(map(KeyMark.is_in, before, keys))
