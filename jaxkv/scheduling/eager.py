@@ -93,6 +93,7 @@ class EagerStores:
     def register(
         self,
         request: Request,
+        keys: Sequence[PackedKeys],
         tables: list[list[int]],
         num_local: int | None,
         num_external: int,
@@ -101,6 +102,7 @@ class EagerStores:
 
         Args:
             request: The request.
+            keys: Its keys, for each group.
             tables: All its device blocks, for each group; kept.
             num_local: Tokens that were found on the device; None if not looked up,
                 as the request runs already.
@@ -111,7 +113,6 @@ class EagerStores:
             return
         factor = self._factor
         num_tokens = (num_local or 0) + num_external
-        keys = self._keys.of(request)
         offered = [
             num_tokens // spec.block_size // factor * factor for spec in self._groups
         ]

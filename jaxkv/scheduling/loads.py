@@ -90,6 +90,10 @@ class Load(Move[Ids]):
         """How many device blocks it writes."""
         return len(self.written_blocks)
 
+    def is_of(self, keys: Sequence[Sequence[BlockKey]]) -> bool:
+        """Whether it is still of its request, which has these keys now."""
+        return all(map(KeyMark.is_in, self.marks, keys))
+
     def aim(self, targets: Ids, copy_targets: Ids) -> None:
         """Note the device blocks that are written."""
         self.targets, self.copy_targets = targets, copy_targets
@@ -188,6 +192,7 @@ class Loads:
         self,
         pool: DeviceBlockPool,
         request: Request,
+        keys: Sequence[Sequence[BlockKey]],
         tables: Sequence[Sequence[int]],
         num_external_tokens: int,
     ) -> Load | None:
@@ -213,7 +218,7 @@ class Loads:
         if num_external_tokens == 0:
             self.drop(pool, request.request_id)
             return None
-        if self._is_rewritten(load, request):
+        if not load.is_of(keys):
             raise ValueError(
                 f"{num_external_tokens=} of request {shown(request.request_id)} cannot "
                 "be loaded: its block keys were rewritten since the offer, which is of "
@@ -323,7 +328,7 @@ class Loads:
                 continue
             is_useless = not load.ok
             if load.is_awaited and load.request is not None:
-                is_useless |= self._is_rewritten(load, load.request)
+                is_useless |= not load.is_of(self._keys.of(load.request))
             if is_useless:
                 # Now the request computes all that it was to get.
                 pool.unwritten.difference_update(load.skipped)
@@ -342,10 +347,6 @@ class Loads:
             return
         pool.unpin(load.copy_sources)
         self._end(pool, [load])
-
-    def _is_rewritten(self, load: Load, request: Request) -> bool:
-        """Whether a request has other keys now than those that it was offered."""
-        return not all(map(KeyMark.is_in, load.marks, self._keys.of(request)))
 
     def _end(self, pool: DeviceBlockPool, loads: Sequence[Load]) -> None:
         """Let go of all blocks of loads, but of sources of copies."""

@@ -612,7 +612,7 @@ def _find_plain_load(
         request_id=request.request_id,
         num_computed_tokens=num_computed_tokens,
         num_tokens=num_tokens,
-        marks=[KeyMark.of(own_keys, num)],
+        marks=[KeyMark(num, own_keys[num - 1])],
         row_groups=np.zeros(rows.size, np.int32),
         row_indices=np.arange(start, num, dtype=np.int32)[:, None],
         copy_sources=NO_IDS,

@@ -12,7 +12,7 @@ from jaxkv.keys.packed import PackedKeys, lay_out
 from jaxkv.scheduling.protocol import Request
 from jaxkv.types import KEY_WORDS, BlockKey
 
-_SPARE_KEYS = 16
+_FEW_KEYS = 256
 _ATTRIBUTES = ("request_id", "block_keys", "num_tokens", "num_computed_tokens")
 
 
@@ -78,16 +78,20 @@ class RequestKeys:
         A list grows with the request. If the engine has rewritten keys, it is a new
         list, and the one before stays as it was.
         """
-        keys: Sequence[Sequence[BlockKey]] = ()
-        if self._num_groups > 1:
-            keys = keys_by_group(request, self._num_groups)
+        name, current = request.request_id, self.by_request.get(request.request_id)
+        if self._num_groups == 1:
+            own = request.block_keys
+            if current is None:
+                current = self.by_request[name] = [_Growing(own)]
+            elif (now := current[0].updated(own)) is not current[0]:
+                current = self.by_request[name] = [now]
+            return current
+        keys = keys_by_group(request, self._num_groups)
+        if current is None:
+            current = list(map(_Growing, keys))
         else:
-            keys = (request.block_keys,)
-        packed = self.by_request.get(request.request_id)
-        if packed is None:
-            packed = [_Growing(()) for _ in keys]
-        current = [was.updated(now) for was, now in zip(packed, keys, strict=True)]
-        self.by_request[request.request_id] = current
+            current = list(map(_Growing.updated, current, keys))
+        self.by_request[name] = current
         return current
 
     def forget(self, request_id: str) -> None:
@@ -98,30 +102,35 @@ class RequestKeys:
 class _Growing(PackedKeys):
     """The keys of one group of a request, with room for more."""
 
-    __slots__ = ("_room",)
+    __slots__ = ("_mark", "_room")
 
     def __init__(self, keys: Sequence[BlockKey]) -> None:
         names, words, some_foreign = lay_out(keys)
+        super().__init__(names, words, has_foreign=some_foreign)
         num = len(names)
-        # With room, so that the first key to be added does not copy all of them.
-        self._room = np.empty((num + num // 8 + _SPARE_KEYS, KEY_WORDS), np.uint32)
-        self._room[:num] = words
-        super().__init__(names, self._room[:num], has_foreign=some_foreign)
+        self._mark = KeyMark.of(names, num)
+        self._room = words
+        if num > _FEW_KEYS:  # Else the first key to be added would copy all of them.
+            self._make_room(num + num // 8)
 
     def updated(self, keys: Sequence[BlockKey]) -> _Growing:
         """Append what a request has more now; a new list if its keys were rewritten."""
-        num, total = len(self), len(keys)
-        if not KeyMark.of(self, num).is_in(keys) or (total and not num):
+        if not self._mark.is_in(keys):
             return _Growing(keys)
+        num, total = len(self), len(keys)
         if num < total:
             added, words, some_foreign = lay_out(keys[num:])
             if total > len(self._room):
-                room = np.empty((2 * total, KEY_WORDS), np.uint32)
-                room[:num] = self._room[:num]
-                self._room = room
+                self._make_room(2 * total)
             self._room[num:total] = words
             self.extend(added)
             self.has_foreign |= some_foreign
             self.words = self._room[:total]
             self.words.flags.writeable = False
+            self._mark = KeyMark.of(keys, total)
         return self
+
+    def _make_room(self, num: int) -> None:
+        room = np.empty((num, KEY_WORDS), np.uint32)
+        room[: len(self)] = self.words
+        self._room = room

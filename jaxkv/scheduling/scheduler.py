@@ -587,7 +587,7 @@ class OffloadScheduler:
         is_new = name not in self._keys.by_request
         keys = self._keys.of(request)
         try:
-            load = self._loads.take(pool, request, tables, num_external_tokens)
+            load = self._loads.take(pool, request, keys, tables, num_external_tokens)
         except ValueError:
             if is_new:  # Nobody might ever say that it is over.
                 self._keys.forget(name)
@@ -599,7 +599,8 @@ class OffloadScheduler:
         if num_external_tokens:
             self._store_steps.note_tokens(num_external_tokens)
         if self._eager is not None:
-            self._eager.register(request, tables, num_local, num_external_tokens)
+            found = num_local, num_external_tokens
+            self._eager.register(request, keys, tables, *found)
         # One that declines and has no blocks stays in the queue: it is yet to begin.
         begins = bool(num_external_tokens) or any(tables)
         if begins and name not in self._known:
