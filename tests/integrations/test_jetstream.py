@@ -334,6 +334,63 @@ def test_an_unmodified_driver_never_shares_kv_between_adapters(make, num_threads
         assert run(Flushing(make())) != expected
 
 
+@pytest.mark.parametrize("change", ["register", "load", "unload"])
+@pytest.mark.parametrize("version_of", [None, lambda name: "1"])
+def test_an_adapter_that_is_replaced_while_it_is_fetched_is_found_by_nobody(
+    change, version_of
+):
+    watch = AdapterWatch(version_of)
+
+    class Store(AdapterStore):
+        """Has two tasks wait for each other: the fetch begins within the change."""
+
+        async def get_lora_weights(self, adapter_id, **named):
+            await asyncio.sleep(0)
+            return await super().get_lora_weights(adapter_id, **named)
+
+        async def register_adapter(self, *arguments):
+            for _ in range(3):
+                await asyncio.sleep(0)
+            await super().register_adapter(*arguments)
+
+        load_adapter = unload_adapter = register_adapter
+
+    store = watch.store(Store(PARAMS))
+
+    async def fetch():
+        await store.get_lora_weights("a")
+        return watch._thread.asked
+
+    async def change_and_fetch(path):
+        changing = getattr(store, f"{change}_adapter")("a", path, {})
+        return (await asyncio.gather(changing, fetch(), fetch()))[1:]
+
+    asyncio.run(store.register_adapter("a", 0, {}))
+    usual = asyncio.run(fetch())
+    assert asyncio.run(fetch()) == usual
+    names = [*asyncio.run(change_and_fetch(1)), *asyncio.run(change_and_fetch(2))]
+    assert len({usual, *names}) == 5
+    after = asyncio.run(fetch())
+    assert after not in names
+    assert (after == usual) == (version_of is not None)
+
+
+def test_an_adapter_that_is_replaced_within_a_fetch_is_found_by_nobody():
+    watch = AdapterWatch()
+
+    class Store(AdapterStore):
+        async def get_lora_weights(self, adapter_id):
+            await store.register_adapter(adapter_id, 1, {})
+            return await super().get_lora_weights(adapter_id)
+
+    store = watch.store(Store(PARAMS))
+    names = set()
+    for _ in range(3):
+        asyncio.run(store.get_lora_weights("a"))
+        names |= {watch._thread.asked, watch._name("a")}
+    assert len(names) == 6
+
+
 def test_nothing_is_cached_once_the_adapter_is_unknown():
     watch = AdapterWatch()
     store = watch.store(AdapterStore(PARAMS))
