@@ -632,7 +632,9 @@ class PrefixStore(Resource):
         """Remove all blocks from the host, and begin a new epoch.
 
         Blocks in flight are not found either, and a prompt whose `load` or `begin` came
-        before is not kept, even if the weights stay the same.
+        before is not kept, even if the weights stay the same. Call it once the new
+        weights are in place: a prompt that begins after `clear` and reads older weights
+        would be kept.
 
         A store behind the host keeps its own: only other weights, under another name,
         do not find them. So with `storage` that name has to be given.

@@ -133,7 +133,8 @@ def test_prompts_that_began_before_clear_are_not_kept(make):
     prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
     epoch = offload.store.begin(prompt)  # Before the engine's parameters are read.
     offload.resume(prompt)
-    prefix, _ = offload.prefill("params", prompt)[:2]
+    prefix = offload.prefill("params", prompt).prefix
+    offload.store.flush()
     offload.store.clear("1")
     offload.prefill("params", prompt, epoch=epoch)
     assert offload.save_prefix(prompt, prefix) == 0
