@@ -93,13 +93,17 @@ def check_whole(least: int, most: int | None = None, /, **values: object) -> Non
     ValueError: num_blocks=8.0 must be a whole number from 1 on.
     """
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        try:
+            number = operator.index(cast(SupportsIndex, value))
+        except TypeError:
+            number = None
+        if number is None or isinstance(value, bool):
             raise ValueError(
                 f"{name}={shown(value)} must be a whole number from {least} on."
             )
-        if operator.index(value) < least:
+        if number < least:
             raise ValueError(f"{name}={shown(value)} must be at least {least}.")
-        if most is not None and operator.index(value) > most:
+        if most is not None and number > most:
             raise ValueError(f"{name}={shown(value)} must be at most {most}.")
 
 

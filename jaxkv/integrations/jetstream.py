@@ -17,10 +17,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, SupportsIndex, TypeAlias, Unpack
 
 import jax
+from jax.experimental.layout import Format
 
 from jaxkv import Extras, Namespace, Policy, TraceRecorder, get_policy_maker
-from jaxkv._util import Resource, shown
+from jaxkv._util import Resource, check_whole, shown
 from jaxkv.integrations.prefix_blocks import AxisRules
+from jaxkv.integrations.prefix_epochs import BegunPrompts
 from jaxkv.integrations.prefix_storage import (
     StorageKeys,
     check_weights_epoch,
@@ -98,6 +100,10 @@ class PrefixCache(Resource):
     `learn`. Leaves without a sequence axis, such as buffers for generated tokens, are
     returned as they were in it; a later cache in which they differ is not kept, since
     they would depend on the prompt.
+
+    `save` keeps KV only of the weights and adapter that were current when its thread
+    called `load` for the prompt, as the driver does: nothing is kept if `clear` was
+    called since, or if `extras_of` returns something else.
 
     JetStream's threads end the server's process on any exception. So `save`, `load` and
     `contains` raise none: what goes wrong is logged once per cause, counted in
@@ -206,6 +212,7 @@ class PrefixCache(Resource):
             **storage,
         }
         self._extras_of = extras_of or (lambda key: NO_EXTRAS)
+        self._adapter: Extras | None = None  # The fixed one of a view.
         self._shared = _Shared(options, sequence_axes, has_storage)
 
     def for_adapter(
@@ -217,7 +224,7 @@ class PrefixCache(Resource):
         """
         view = copy.copy(self)
         extras = Extras(salt, lora_name)
-        view._extras_of = lambda key: extras
+        view._extras_of, view._adapter = lambda key: extras, extras
         return view
 
     @property
@@ -298,10 +305,15 @@ class PrefixCache(Resource):
         self, key: Key, min_common_prefix_key_length: int | None, device: Any
     ) -> PrefixValue | None:
         extras, template = self._extras_of(key), self._shared.template
-        hit = None
+        state, hit = (self._shared.num_early_clears, extras), None
+        least = min_common_prefix_key_length
+        least = 0 if least is None else least
+        check_whole(0, min_common_prefix_key_length=least)
+        if device is not None:
+            _check_device(device)
         if extras is not None and template is not None:
-            least = min_common_prefix_key_length or 0
             hit = template.store.load(key, extras, min_tokens=least)
+        self._shared.begun.note(self._adapter, key, state)
         num_tokens = 0 if hit is None else hit.num_tokens
         self._shared.note(len(key), num_tokens)
         if hit is None:
@@ -330,7 +342,8 @@ class PrefixCache(Resource):
 
         Returns:
             Whether all its full blocks, at least one, are held or in flight. False if
-            the cache has other tokens, or another layout than the first.
+            the cache has other tokens, or another layout than the first, or if weights
+            or adapter have changed since this thread called `load` for the prompt.
         """
         try:
             return self._save(key, value)
@@ -347,9 +360,13 @@ class PrefixCache(Resource):
         extras = self._extras_of(key)
         if extras is None:
             return False
+        state = self._shared.begun.find(self._adapter, key) or (0, extras)
+        check_whole(0, true_length=value.true_length)
         template = self._shared.learn(value.prefix, value.padded_length, again=False)
         num_tokens = min(len(key), value.true_length)
         kv, only_if = template.split(value.prefix)
+        if state != (self._shared.num_early_clears, extras):
+            return False  # Other weights or another adapter computed it.
         held = template.store.save(key, kv, num_tokens, extras, only_if=only_if)
         block_size = template.store.block_size
         return 0 < held == num_tokens // block_size * block_size
@@ -386,7 +403,8 @@ class PrefixCache(Resource):
                 f"  blocks of {self.store.block_size} tokens: {stats.stored_blocks} "
                 f"stored, {stats.evicted_blocks} evicted, {stats.dropped_blocks} "
                 "without room",
-                f"  failed: {stats.failed_saves} saves, {stats.failed_loads} loads",
+                f"  failed: {stats.failed_saves} saves, {stats.failed_loads} loads; "
+                f"{stats.outdated_saves} saves were of older weights",
             ]
             if self.store.num_storage_blocks:
                 lines.append(
@@ -414,6 +432,10 @@ class _Shared:
         self, options: dict[str, Any], rules: AxisRules | None, has_storage: bool
     ):
         self.template: PrefixTemplate | None = None
+        # Clears before the store was made, which counts the later ones.
+        self.num_early_clears = 0
+        # Their number, and the extras, when a prompt was loaded.
+        self.begun = BegunPrompts[tuple[int, Extras | None]]()
         self.recent: collections.deque[tuple[int, int]] = collections.deque(
             maxlen=_RECENT_LOADS
         )
@@ -437,6 +459,7 @@ class _Shared:
         Where there was no memory for it, or no storage, that is tried only `again` if
         asked for: it takes long, and a prompt would wait for it.
         """
+        check_whole(1, padded_length=padded_length)
         with self._learning:
             if self._is_closed:
                 raise RuntimeError("the prefix cache was closed.")
@@ -471,10 +494,12 @@ class _Shared:
                 check_weights_epoch(weights_epoch)
             if self.template is not None:
                 self.template.store.clear(weights_epoch)
-            elif weights_epoch is not None:
-                self._options["namespace"] = dataclasses.replace(
-                    self._options["namespace"], weights_epoch=weights_epoch
-                )
+            else:
+                if weights_epoch is not None:
+                    self._options["namespace"] = dataclasses.replace(
+                        self._options["namespace"], weights_epoch=weights_epoch
+                    )
+                self.num_early_clears += 1
             with self._lock:
                 self.recent.clear()
 
@@ -527,6 +552,16 @@ def _check_rules(rules: object) -> None:
     for pattern, axis in rules.items():
         if not isinstance(pattern, str) or not isinstance(axis, int | None):
             raise TypeError(f"{shown({pattern: axis})} in sequence_axes {right}.")
+
+
+def _check_device(device: Any) -> None:
+    """Refuse what `jax.device_put` would refuse, before anything is loaded."""
+    places = jax.tree.leaves(device)
+    right = jax.Device, jax.sharding.Sharding, Format
+    if not places or not all(isinstance(place, right) for place in places):
+        raise TypeError(
+            f"device={shown(device)} must be a device, a sharding, or a tree of them."
+        )
 
 
 def _place(error: Exception) -> tuple[object, ...]:

@@ -34,9 +34,10 @@ class AdapterWatch:
             ...
         )
 
-    An adapter registered again under the same name counts as another one. Once the
-    weights of the engine are unknown, as after a failed removal of an adapter, nothing
-    is cached any more for that thread.
+    An adapter that is registered, loaded or unloaded again counts as another one. If
+    that happens while its weights are fetched, KV computed with them is never found
+    again. Once the weights of the engine are unknown, as after a failed removal of an
+    adapter, nothing is cached any more for that thread.
 
     Args:
         version_of: Names the weights of an adapter by its name, such as by the revision
@@ -52,7 +53,9 @@ class AdapterWatch:
         self.version_of = version_of
         self._own = os.urandom(16).hex()
         self._thread = threading.local()
-        self._registered: collections.Counter[str] = collections.Counter()
+        self._lock = threading.Lock()  # Guards the counters.
+        self._replaced: collections.Counter[str] = collections.Counter()
+        self._replacing: collections.Counter[str] = collections.Counter()
 
     def __call__(self, key: object = ()) -> Extras | None:
         """Return what KV computed in this thread depends on; None if unknown."""
@@ -67,16 +70,42 @@ class AdapterWatch:
         """Wrap an engine that prefills."""
         return _WatchedEngine(self, engine)
 
-    def _ask(self, adapter_id: str) -> None:
-        # The number of registrations, then the name: unambiguous in this order.
-        asked = f"{self._registered[adapter_id]} {adapter_id}"
+    def _name(self, adapter_id: str) -> str | None:
+        """Name an adapter's weights; None while they are replaced."""
+        with self._lock:
+            if self._replacing[adapter_id]:
+                return None
+            # The number of replacements, then the name: unambiguous in this order.
+            name = f"{self._replaced[adapter_id]} {adapter_id}"
         if self.version_of is not None:
             try:
-                asked = json.dumps([str(self.version_of(adapter_id)), adapter_id])
+                name = json.dumps([str(self.version_of(adapter_id)), adapter_id])
             except Exception:  # It must not reach the driver, whose threads end.
                 _log.exception("version_of failed: no other process finds this KV.")
-                asked = f"{self._own} {asked}"
-        self._thread.asked = asked
+                name = f"{self._own} {name}"
+        return name
+
+    @contextlib.contextmanager
+    def _fetching(self, adapter_id: str) -> Iterator[None]:
+        """Name the weights that are fetched meanwhile, which this thread applies."""
+        self._thread.asked = None
+        name = self._name(adapter_id)
+        yield
+        if name is None or name != self._name(adapter_id):
+            # They may be the weights before or after: a name that is not used again.
+            name = f"{os.urandom(16).hex()} {adapter_id}"
+        self._thread.asked = name
+
+    @contextlib.contextmanager
+    def _replace(self, adapter_id: str) -> Iterator[None]:
+        with self._lock:
+            self._replaced[adapter_id] += 1
+            self._replacing[adapter_id] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._replacing[adapter_id] -= 1
 
     def _asked(self) -> Extras | None:
         """Return what KV depends on once the requested adapter is applied."""
@@ -107,12 +136,20 @@ class _Watched:
 
 class _WatchedStore(_Watched):
     async def get_lora_weights(self, adapter_id: str, *args: Any, **named: Any) -> Any:
-        self._watch._ask(adapter_id)
-        return await self._inner.get_lora_weights(adapter_id, *args, **named)
+        with self._watch._fetching(adapter_id):
+            return await self._inner.get_lora_weights(adapter_id, *args, **named)
 
     async def register_adapter(self, adapter_id: str, *args: Any, **named: Any) -> Any:
-        self._watch._registered[adapter_id] += 1
-        return await self._inner.register_adapter(adapter_id, *args, **named)
+        with self._watch._replace(adapter_id):
+            return await self._inner.register_adapter(adapter_id, *args, **named)
+
+    async def load_adapter(self, adapter_id: str, *args: Any, **named: Any) -> Any:
+        with self._watch._replace(adapter_id):
+            return await self._inner.load_adapter(adapter_id, *args, **named)
+
+    async def unload_adapter(self, adapter_id: str, *args: Any, **named: Any) -> Any:
+        with self._watch._replace(adapter_id):
+            return await self._inner.unload_adapter(adapter_id, *args, **named)
 
 
 class _WatchedEngine(_Watched):

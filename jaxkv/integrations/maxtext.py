@@ -8,7 +8,6 @@ loaded before the next prefill.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Unpack
 
@@ -17,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv import Extras, Namespace
-from jaxkv._util import Resource
+from jaxkv._util import Resource, check_whole, shown
 from jaxkv.integrations import maxtext_cache, maxtext_guards
 from jaxkv.integrations.prefix_store import PrefixStore, StoreKeys
-from jaxkv.keys.hashing import NO_EXTRAS, TokenIds
+from jaxkv.keys.hashing import NO_EXTRAS, TokenIds, token_bytes
 from jaxkv.transfer import memory
 from jaxkv.types import PyTree
 
@@ -127,7 +126,13 @@ class MaxTextOffload(Resource):
         """Tokens of the longest prompt, and so the most that is kept of a request."""
         return self.store.max_tokens
 
-    def resume(self, tokens: TokenIds, extras: Extras = NO_EXTRAS) -> Resumption:
+    def resume(
+        self,
+        tokens: TokenIds,
+        extras: Extras = NO_EXTRAS,
+        *,
+        epoch: int | None = None,
+    ) -> Resumption:
         """Load the longest prefix to continue a prefill from. Waits for the bytes.
 
         Those of a store behind the host are waited for `storage_deadline_s` at most.
@@ -135,11 +140,17 @@ class MaxTextOffload(Resource):
         Args:
             tokens: int[n]. The prompt. At least its last token is left to compute.
             extras: The adapter and salt that its KV depends on.
+            epoch: The epoch from `store.begin`; by default the current one.
         """
+        token_bytes(tokens)  # Refuses what are no tokens.
+        if epoch is None:
+            epoch = self.store.begin(tokens, extras)
         most = (len(tokens) - 1) // self.chunk_size * self.chunk_size
         hit = None
         if most > 0:
-            hit = self.store.load(tokens[:most], extras, min_tokens=self.chunk_size)
+            hit = self.store.load(
+                tokens[:most], extras, min_tokens=self.chunk_size, epoch=epoch
+            )
         if hit is None:
             return Resumption(None, 0)
         # The blocks may end within a chunk.
@@ -152,19 +163,26 @@ class MaxTextOffload(Resource):
         params: Any,
         tokens: TokenIds,
         extras: Extras = NO_EXTRAS,
+        *,
+        epoch: int | None = None,
         **arguments: Any,
     ) -> Prefill:
         """Prefill a prompt in chunks, after its longest saved prefix, and save it.
+
+        If `store.clear` is called meanwhile, nothing is saved.
 
         Args:
             params: As for `MaxEngine.prefill`.
             tokens: int[n]. The prompt.
             extras: The adapter and salt that its KV depends on.
+            epoch: The epoch from `store.begin`, called before `params` were read; by
+                default the current one.
             arguments: Further arguments for each `MaxEngine.prefill`.
 
         Raises:
             ValueError: The prompt is empty, or too long for the engine.
         """
+        token_bytes(tokens)  # Refuses what are no tokens.
         chunk, num_tokens = self.chunk_size, len(tokens)
         end = -(-num_tokens // chunk) * chunk
         if not 0 < end <= self.max_tokens:
@@ -175,7 +193,9 @@ class MaxTextOffload(Resource):
             )
         padded = np.zeros(end, np.int32)
         padded[:num_tokens] = tokens
-        existing, start = self.resume(tokens, extras)
+        if epoch is None:
+            epoch = self.store.begin(tokens, extras)
+        existing, start = self.resume(tokens, extras, epoch=epoch)
         prefix = result = None
         for begin in range(start, end, chunk):
             if begin > start:
@@ -188,11 +208,16 @@ class MaxTextOffload(Resource):
                 true_length=min(num_tokens - begin, chunk),
                 **arguments,
             )
-        self.save_prefix(tokens, prefix, extras)
+        self.save_prefix(tokens, prefix, extras, epoch=epoch)
         return Prefill(prefix, result, start)
 
     def save_prefix(
-        self, tokens: TokenIds, prefix: Any, extras: Extras = NO_EXTRAS
+        self,
+        tokens: TokenIds,
+        prefix: Any,
+        extras: Extras = NO_EXTRAS,
+        *,
+        epoch: int | None = None,
     ) -> int:
         """Save the KV of a prompt after its prefill; before `insert`, which donates it.
 
@@ -200,6 +225,8 @@ class MaxTextOffload(Resource):
             tokens: int[n]. The whole prompt, with the resumed tokens.
             prefix: The result of its last prefill.
             extras: The adapter and salt that its KV depends on.
+            epoch: The epoch from `store.begin`; by default the epoch in which this
+                thread called `resume` for the prompt.
 
         Returns:
             The number of tokens, from the first on, that are held or in flight.
@@ -208,9 +235,8 @@ class MaxTextOffload(Resource):
             ValueError: The prefix is not of this engine, or has fewer tokens.
             RuntimeError: It has been donated, or the store was closed.
         """
-        return self.store.save(
-            tokens, maxtext_cache.prompt_kv(prefix["cache"]), extras=extras
-        )
+        kv = maxtext_cache.prompt_kv(_entry("prefix", prefix, "cache"))
+        return self.store.save(tokens, kv, extras=extras, epoch=epoch)
 
     def save_slot(
         self,
@@ -218,6 +244,8 @@ class MaxTextOffload(Resource):
         decode_state: Mapping[str, Any],
         slot: int,
         extras: Extras = NO_EXTRAS,
+        *,
+        epoch: int | None = None,
     ) -> int:
         """Save the KV of a request at its end, of its prompt and generated tokens.
 
@@ -232,6 +260,9 @@ class MaxTextOffload(Resource):
             decode_state: The result of the last `generate`.
             slot: The request's slot.
             extras: The adapter and salt that its KV depends on.
+            epoch: The epoch from `store.begin`; by default the epoch in which this
+                thread last called `prefill` or `resume` for the prompt. Pass it if
+                several slots have the same prompt.
 
         Returns:
             The number of tokens, from the first on, that are held or in flight.
@@ -247,17 +278,25 @@ class MaxTextOffload(Resource):
                     f"{name}={window} must be 0: with it MaxText generates other KV "
                     "than it prefills, so that only prompts can be kept (save_prefix)."
                 )
-        slot = operator.index(slot)
-        num_slots = decode_state["generated_tokens"].shape[0]
-        if not 0 <= slot < num_slots:
+        needed = {
+            name: _entry("decode_state", decode_state, name)
+            for name in ("cache", "generated_tokens")
+        }
+        num_slots = needed["generated_tokens"].shape[0]
+        check_whole(0, slot=slot)
+        if slot >= num_slots:
             raise ValueError(f"{slot=} must be in [0, {num_slots}).")
-        if not len(tokens):
+        if not token_bytes(tokens):
             raise ValueError("tokens is empty; it must be all tokens of the request.")
         num_tokens = min(len(tokens) - 1, self.max_tokens)
-        needed = {name: decode_state[name] for name in ("cache", "generated_tokens")}
         kv, has_all = maxtext_cache.slot_kv(needed, slot, num_tokens)
         return self.store.save(
-            tokens, kv, num_tokens, extras, only_if=lambda: bool(has_all)
+            tokens,
+            kv,
+            num_tokens,
+            extras,
+            only_if=lambda: bool(has_all),
+            epoch=epoch,
         )
 
     def close(self) -> None:
@@ -267,6 +306,16 @@ class MaxTextOffload(Resource):
     def _existing(self, cache: PyTree, tokens: TokenIds) -> Any:
         covered = jnp.asarray(np.asarray(tokens, np.int32))
         return self._prefix_class(cache=cache, common_prefix_tokens=covered)
+
+
+def _entry(name: str, result: Any, key: str) -> Any:
+    """Return an entry of what a MaxEngine has returned."""
+    try:
+        return result[key]
+    except (TypeError, LookupError):
+        raise TypeError(
+            f"{name}={shown(result)} must be what MaxEngine returned, with {key!r}."
+        ) from None
 
 
 WANTED = {

@@ -280,6 +280,7 @@ class PrefixStorage:
     def reset(self) -> None:
         """Forget what the store has, and what is under way; the host was cleared."""
         self._storage.reset()
+        self._prefetches.clear()
         # Before any save is given the host blocks of what is fetched.
         self._copier.run(self._end_fetches)
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import numbers
 import operator
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple, SupportsIndex, Unpack
+from typing import NamedTuple, SupportsIndex, Unpack, cast
 
 import jax
 
@@ -25,8 +26,9 @@ from jaxkv import (
     Retention,
     TraceRecorder,
 )
-from jaxkv._util import Resource, shown
+from jaxkv._util import Resource, check_whole, shown
 from jaxkv.integrations.prefix_copier import PrefixCopier, call_apart
+from jaxkv.integrations.prefix_epochs import BegunPrompts
 from jaxkv.integrations.prefix_layout import PrefixLayout
 from jaxkv.integrations.prefix_storage import (
     PrefixStorage,
@@ -94,6 +96,8 @@ class PrefixStats:
         storage_evicted_blocks: Blocks that were deleted there to make room.
         declined_fetches: Times that nothing was fetched, as it would have taken longer
             than to compute (`PrefixStore.note_prefill_rate`).
+        outdated_saves: Saves of which nothing is kept, as `clear` was called since the
+            prompt was loaded, or may have been.
     """
 
     query_tokens: int = 0
@@ -110,6 +114,7 @@ class PrefixStats:
     storage_missed_blocks: int = 0
     storage_evicted_blocks: int = 0
     declined_fetches: int = 0
+    outdated_saves: int = 0
 
 
 class PrefixStore(Resource):
@@ -121,6 +126,14 @@ class PrefixStore(Resource):
 
     Any thread may call. The store's thread dispatches the transfers one at a time,
     loads before saves. A block is found once its bytes have arrived.
+
+    `clear` begins a new epoch. KV belongs to the epoch in which its prompt was loaded,
+    and `save` keeps it only while that epoch lasts. `begin` returns the epoch, to pass
+    to `load` and `save`. Without it, `save` takes the epoch in which the calling thread
+    last loaded the prompt, or the longest prompt with which the tokens begin. A prompt
+    that the thread has not loaded counts as begun before the first `clear`. So pass the
+    epoch if one thread loads and another saves, or if a thread computes one prompt
+    several times at once. Per thread, 1024 prompts are remembered, in 0.3 MiB.
 
     With `storage`, a folder or a URL, what is asked for again is written there too, and
     found by the next process and by others that share it; docs/storage.md says how.
@@ -200,7 +213,9 @@ class PrefixStore(Resource):
         self._stats = PrefixStats()
         self._recorder = recorder
         self._num_loads = 0
-        self._generation = 0  # Incremented by `clear`: older calls do not count.
+        self._epoch = 0  # Incremented by `clear`: older calls do not count.
+        self._begun = BegunPrompts[int]()
+        self._has_warned = False
         self._fault: BaseException | None = None
         self._closed = False
         # Guards the attributes above. Entered in C, as a condition is not: an exception
@@ -323,8 +338,10 @@ class PrefixStore(Resource):
         Raises:
             ValueError: It is negative, or no number.
         """
-        if not 0 <= tokens_per_s < float("inf"):
-            raise ValueError(f"{tokens_per_s=} must be a number of at least 0.")
+        if not (_is_number(tokens_per_s) and 0 <= tokens_per_s < float("inf")):
+            raise ValueError(
+                f"tokens_per_s={shown(tokens_per_s)} must be a number of at least 0."
+            )
         with self._lock:
             if self._storage is not None:
                 self._storage.note_prefill_rate(tokens_per_s)
@@ -343,8 +360,13 @@ class PrefixStore(Resource):
             call. True without `storage`.
 
         Raises:
+            ValueError: `timeout_s` is no number.
             RuntimeError: The store was closed.
         """
+        if not (timeout_s is None or _is_number(timeout_s)):
+            raise ValueError(
+                f"timeout_s={shown(timeout_s)} must be a number of seconds, or None."
+            )
         with self._lock:
             self._check()
             return self._storage is None or self._storage.wait(timeout_s)
@@ -363,9 +385,9 @@ class PrefixStore(Resource):
             ValueError: A token is out of range.
             RuntimeError: The store was closed.
         """
-        generation, keys = self._begin(tokens, extras)
+        epoch, keys = self._keys(tokens, extras)
         if self._storage is not None:
-            call_apart(lambda: self._prefetch(generation, keys))
+            call_apart(lambda: self._prefetch(epoch, keys))
 
     def warm_up(self) -> None:
         """Compile the programs for saves and loads of full length."""
@@ -378,10 +400,40 @@ class PrefixStore(Resource):
 
     def contains(self, tokens: TokenIds, extras: Extras = NO_EXTRAS) -> bool:
         """Whether all full blocks of a prompt, at least one, are on the host."""
-        _, keys = self._begin(tokens, extras)
+        _, keys = self._keys(tokens, extras)
         with self._lock:
             self._check()
             return bool(keys) and self._manager.lookup(keys) == len(keys)
+
+    def begin(self, tokens: TokenIds, extras: Extras = NO_EXTRAS) -> int:
+        """Return the epoch of a prompt that is computed from now on.
+
+        Call it before the weights are read, and pass the epoch to `load` and `save`.
+
+        Args:
+            tokens: int[n]. The prompt.
+            extras: The adapter and salt that its KV depends on.
+
+        Returns:
+            The number of calls of `clear` so far.
+
+        Raises:
+            ValueError: A token is out of range.
+            TypeError: An argument is of a wrong type.
+            RuntimeError: The store was closed.
+
+        Example:
+            >>> import jax.numpy as jnp
+            >>> namespace = Namespace("my-model", "v1", "float32", "NHD", block_size=4)
+            >>> kv = {"k": jnp.ones((16, 2, 8))}
+            >>> with PrefixStore(kv, namespace=namespace, num_host_blocks=8) as store:
+            ...     epoch = store.begin(range(8))
+            ...     store.clear("v2")  # By another thread, during the prefill.
+            ...     store.save(range(8), kv, epoch=epoch)
+            0
+        """
+        epoch, _ = self._begin(tokens, extras, None)
+        return epoch
 
     def load(
         self,
@@ -391,6 +443,7 @@ class PrefixStore(Resource):
         min_tokens: int = 0,
         length: int | None = None,
         remote_prefill: bool = False,
+        epoch: int | None = None,
     ) -> PrefixHit | None:
         """Load the KV of the longest prefix on the host, and in the store behind it.
 
@@ -408,23 +461,33 @@ class PrefixStore(Resource):
             remote_prefill: Whether another engine computes the prompt and writes it to
                 the store: what is not there yet is waited for, `storage_await_s` for
                 the next block.
+            epoch: The epoch from `begin`; by default the current one. If `clear` has
+                ended it, the load is a miss.
 
         Returns:
-            The prefix; None if nothing was found or the load failed.
+            The prefix; None if nothing was found, the load failed, or `clear` was
+            called before it ended.
 
         Raises:
-            ValueError: `length` or a token is out of range.
+            ValueError: A number or a token is out of range.
+            TypeError: An argument is of a wrong type.
             RuntimeError: The store was closed.
         """
-        length = self.max_tokens if length is None else operator.index(length)
-        if not 1 <= length <= self.max_tokens:
-            raise ValueError(f"{length=} must be in [1, {self.max_tokens}].")
-        generation, keys = self._begin(tokens, extras)
+        length = self.max_tokens if length is None else length
+        check_whole(0, min_tokens=min_tokens)
+        if not _is_within(1, length, self.max_tokens):
+            raise ValueError(
+                f"length={shown(length)} must be in [1, {self.max_tokens}]."
+            )
+        length = operator.index(length)
+        if not isinstance(remote_prefill, bool):
+            raise TypeError(
+                f"remote_prefill={shown(remote_prefill)} must be True or False."
+            )
+        epoch, keys = self._begin(tokens, extras, epoch)
         keys = keys[: length // self.block_size]
         found = call_apart(
-            lambda: self._load(
-                generation, keys, len(tokens), min_tokens, remote_prefill
-            )
+            lambda: self._load(epoch, keys, len(tokens), min_tokens, remote_prefill)
         )
         if found is None:
             return None
@@ -439,6 +502,7 @@ class PrefixStore(Resource):
         extras: Extras = NO_EXTRAS,
         *,
         only_if: Callable[[], bool] | None = None,
+        epoch: int | None = None,
     ) -> int:
         """Save the full blocks of a prompt that are not on the host yet.
 
@@ -455,39 +519,49 @@ class PrefixStore(Resource):
             only_if: Called by the store's thread before the save is issued; if it
                 returns False, or raises, nothing is kept, which counts as a failed
                 save. It may wait for the device.
+            epoch: The epoch from `begin`, called before `kv` was computed; by default
+                the epoch in which this thread loaded the prompt.
 
         Returns:
             The number of tokens, from the first on, that are held or in flight: those
-            of all full blocks, unless there is no room.
+            of all full blocks, unless there is no room. 0 if `clear` has ended the
+            epoch.
 
         Raises:
             ValueError: `kv` is not like the template, or a number is out of range.
-            TypeError: A leaf is not a `jax.Array`, or `only_if` no function.
+            TypeError: A leaf is not a `jax.Array`, or another argument of a wrong type.
             RuntimeError: `kv` has been deleted or donated, or the store was closed.
         """
         if only_if is not None and not callable(only_if):
             raise TypeError(f"only_if={shown(only_if)} must be a function, or None.")
+        current, keys = self._keys(tokens, extras)
         leaves, length = self._layout.check(kv)
         most = min(length, len(tokens))
-        num_tokens = len(tokens) if num_tokens is None else operator.index(num_tokens)
-        if not 0 <= num_tokens <= most:
+        num_tokens = len(tokens) if num_tokens is None else num_tokens
+        if not _is_within(0, num_tokens, most):
             raise ValueError(
-                f"{num_tokens=} must be in [0, {most}]: {len(tokens)} tokens are "
-                f"given, and kv has room for {length}."
+                f"num_tokens={shown(num_tokens)} must be in [0, {most}]: {len(tokens)} "
+                f"tokens are given, and kv has room for {length}."
             )
-        generation, keys = self._begin(tokens[:num_tokens], extras)
+        if epoch is None:
+            epoch = self._epoch_of(tokens, extras, current)
+        check_whole(0, current, epoch=epoch)
+        keys = keys[: operator.index(num_tokens) // self.block_size]
         with self._lock:
             self._check()
-            self._changed.wait_for(lambda: self._num_saves < self._max_saves)
+            self._changed.wait_for(
+                lambda: self._num_saves < self._max_saves or epoch != self._epoch
+            )
             self._check()
-            if generation != self._generation:
-                return 0  # It may be KV of the weights before `clear`.
+            if epoch != self._epoch:
+                self._count(outdated_saves=1)
+                return 0
             keys, output = self._find_room(keys)
             if not output.block_hashes_to_store:
                 return len(keys) * self.block_size
             self._num_saves += 1
         stored = output.block_hashes_to_store
-        end = functools.partial(self._end_save, generation, keys, stored)
+        end = functools.partial(self._end_save, epoch, keys, stored)
         place = {key: n for n, key in enumerate(keys)}
         try:
             self._copier.save(
@@ -495,7 +569,7 @@ class PrefixStore(Resource):
                 length,
                 [place[key] for key in stored],
                 output.store_spec.block_ids,
-                lambda: generation == self._generation and _answer(only_if),
+                lambda: epoch == self._epoch and _answer(only_if),
                 end,
             )
         except BaseException:
@@ -539,7 +613,7 @@ class PrefixStore(Resource):
         check_retention(retention)
         if retention is not None and retention.num_tokens is not None:
             tokens = tokens[: retention.num_tokens]
-        _, keys = self._begin(tokens, extras)
+        _, keys = self._keys(tokens, extras)
         with self._lock:
             self._check()
             self._manager.retain(keys, retention, int(1000 * self._clock()))
@@ -555,7 +629,12 @@ class PrefixStore(Resource):
             self._check()
 
     def clear(self, weights_epoch: str | None = None) -> None:
-        """Remove all blocks from the host; those in flight will not be found either.
+        """Remove all blocks from the host, and begin a new epoch.
+
+        Blocks in flight are not found either, and a prompt whose `load` or `begin` came
+        before is not kept, even if the weights stay the same. Call it once the new
+        weights are in place: a prompt that begins after `clear` and reads older weights
+        would be kept.
 
         A store behind the host keeps its own: only other weights, under another name,
         do not find them. So with `storage` that name has to be given.
@@ -577,11 +656,11 @@ class PrefixStore(Resource):
                 self._namespace = dataclasses.replace(
                     self._namespace, weights_epoch=weights_epoch
                 )
-            self._generation += 1
+            self._epoch += 1
             self._manager.clear()
             if self._storage is not None:
                 self._storage.reset()
-                self._changed.notify_all()
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Wait for transfers in flight and end the threads; no calls after this.
@@ -598,16 +677,40 @@ class PrefixStore(Resource):
         if self._recorder is not None:
             self._recorder.close()
 
-    def _begin(self, tokens: TokenIds, extras: Extras) -> tuple[int, list[BlockKey]]:
-        """Make the keys of a prompt, and say of which generation they are."""
+    def _keys(self, tokens: TokenIds, extras: Extras) -> tuple[int, list[BlockKey]]:
+        """Return the current epoch, and the keys of a prompt in it."""
         with self._lock:
             self._check()
-            generation, namespace = self._generation, self._namespace
-        return generation, KeyChain(namespace, extras).extend(tokens)
+            current, namespace = self._epoch, self._namespace
+        return current, KeyChain(namespace, extras).extend(tokens)
+
+    def _begin(
+        self, tokens: TokenIds, extras: Extras, epoch: int | None
+    ) -> tuple[int, list[BlockKey]]:
+        """Return the epoch of a prompt, and its keys; remember it for `save`."""
+        current, keys = self._keys(tokens, extras)
+        epoch = current if epoch is None else epoch
+        check_whole(0, current, epoch=epoch)
+        self._begun.note(extras, tokens, epoch)
+        return epoch, keys
+
+    def _epoch_of(self, tokens: TokenIds, extras: Extras, current: int) -> int:
+        """Return the epoch in which this thread loaded a prompt, or the first one."""
+        if not current:
+            return 0
+        epoch = self._begun.find(extras, tokens)
+        if epoch is None and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "save() kept nothing of a prompt that this thread has not loaded since "
+                "clear(): its KV may be of older weights. Call begin() before the "
+                "prompt is computed, and pass save(epoch=). (Logged once.)"
+            )
+        return epoch or 0
 
     def _load(
         self,
-        generation: int,
+        epoch: int,
         keys: list[BlockKey],
         num_prompt_tokens: int,
         min_tokens: int,
@@ -623,17 +726,17 @@ class PrefixStore(Resource):
             self._count(query_tokens=num_prompt_tokens)
             self._notify_policy(keys, num_prompt_tokens)
             num_on_host = num_hits = self._manager.lookup(keys)
-            if self._storage is not None and keys:
+            if self._storage is not None and keys and self._is_wanted(epoch):
                 self._storage.bring(
                     keys,
                     min_tokens,
-                    lambda: self._is_wanted(generation),
+                    lambda: self._is_wanted(epoch),
                     is_expected=is_expected,
                 )
                 self._check()
                 num_hits = self._manager.lookup(keys)
-            if generation != self._generation:
-                num_hits = 0  # They may be of the weights before `clear`.
+            if epoch != self._epoch:
+                num_hits = 0  # They would be of other weights.
             num_tokens = num_hits * self.block_size
             self._record(keys, num_prompt_tokens, num_tokens)
             if not num_hits or num_tokens < min_tokens:
@@ -643,27 +746,29 @@ class PrefixStore(Resource):
             host_ids = self._manager.prepare_load(keys).block_ids
             loading = self._copier.load(
                 host_ids,
-                lambda: generation == self._generation,
-                functools.partial(self._end_load, generation, keys),
+                lambda: epoch == self._epoch,
+                functools.partial(self._end_load, epoch, keys),
             )
         pool = loading.result()
         if pool is None:
             return None
         num_fetched = max(0, num_hits - num_on_host) * self.block_size
         with self._lock:
+            if epoch != self._epoch:
+                return None
             self._count(hit_tokens=num_tokens, storage_hit_tokens=num_fetched)
         return num_tokens, pool
 
-    def _prefetch(self, generation: int, keys: list[BlockKey]) -> None:
+    def _prefetch(self, epoch: int, keys: list[BlockKey]) -> None:
         with self._lock:
             self._check()
-            if self._storage is not None and generation == self._generation:
+            if self._storage is not None and epoch == self._epoch:
                 self._storage.prefetch(keys[: self._layout.num_blocks])
 
-    def _is_wanted(self, generation: int) -> bool:
+    def _is_wanted(self, epoch: int) -> bool:
         """Whether a call that has begun is to go on. Needs the lock."""
         is_well = not self._closed and self._fault is None
-        return is_well and generation == self._generation
+        return is_well and epoch == self._epoch
 
     def _note_fault(self, fault: BaseException) -> None:
         with self._lock:
@@ -719,7 +824,7 @@ class PrefixStore(Resource):
 
     def _end_save(
         self,
-        generation: int,
+        epoch: int,
         keys: list[BlockKey],
         stored: list[BlockKey],
         ok: bool,
@@ -729,21 +834,38 @@ class PrefixStore(Resource):
             self._num_saves -= 1
             self._changed.notify_all()
             self._fault = self._fault or fault
-            if generation == self._generation:
+            if epoch == self._epoch:
                 self._manager.complete_store(stored, success=ok)
                 # Evict the tail of a prefix before its head.
                 self._manager.reorder(keys)
                 if ok and self._storage is not None:
                     self._storage.note_stored(stored)
                 self._count(stored_blocks=len(stored) * ok, failed_saves=not ok)
+            else:
+                self._count(outdated_saves=1)
 
-    def _end_load(self, generation: int, keys: list[BlockKey], ok: bool) -> None:
+    def _end_load(self, epoch: int, keys: list[BlockKey], ok: bool) -> None:
         with self._lock:
-            if generation == self._generation:
+            if epoch == self._epoch:
                 self._manager.complete_load(keys)
                 if not ok:  # They must not be hit again.
                     self._manager.discard(keys)
                     self._count(failed_loads=1)
+
+
+def _is_within(least: int, value: object, most: int) -> bool:
+    """Whether this is a whole number within bounds."""
+    try:
+        number = operator.index(cast(SupportsIndex, value))
+    except TypeError:
+        return False
+    return not isinstance(value, bool) and least <= number <= most
+
+
+def _is_number(value: object) -> bool:
+    """Whether this is a number, infinity included."""
+    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_real and value == value
 
 
 def _answer(only_if: Callable[[], bool] | None) -> bool:

@@ -212,8 +212,8 @@ def encode_block(
         >>> encode_block(namespace, 0, None, [7, 258])[-8:].hex(" ", 4)
         '07000000 02010000'
     """
-    token_bytes = _token_bytes(tokens)
-    if len(token_bytes) != TOKEN_BYTES * namespace.block_size:
+    data = token_bytes(tokens)
+    if len(data) != TOKEN_BYTES * namespace.block_size:
         raise ValueError(
             f"{len(tokens)=} must be the block size, {namespace.block_size}."
         )
@@ -226,7 +226,7 @@ def encode_block(
         _encode_constant(namespace, group, extras)
         + _encode_parent(parent)
         + _encode_items(extras)
-        + _field(_Tag.TOKENS, token_bytes)
+        + _field(_Tag.TOKENS, data)
     )
 
 
@@ -318,7 +318,7 @@ class KeyChain:
             Exception: What `record` raises; the chain is unchanged, and records the
                 same blocks once more when it is given the same tokens again.
         """
-        data = self._tail + _token_bytes(tokens)
+        data = self._tail + token_bytes(tokens)
         stop = len(data) - len(data) % self._block_bytes
         parent = self._keys[-1] if self._keys else None
         keys: list[BlockKey] = []
@@ -408,8 +408,13 @@ def _encode_items(extras: Extras) -> bytes:
     )
 
 
-def _token_bytes(tokens: TokenIds) -> bytes:
-    """Return `tokens` as little-endian u32, without a Python loop."""
+def token_bytes(tokens: TokenIds) -> bytes:
+    """Return `tokens` as little-endian u32, without a Python loop.
+
+    Raises:
+        ValueError: A token is out of range.
+        TypeError: A token is not an integer, or `tokens` is no row of them.
+    """
     if isinstance(tokens, list | tuple | range):
         try:
             packed = array("I", tokens)

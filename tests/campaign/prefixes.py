@@ -1,9 +1,10 @@
 """Random users of the prefix caches: `PrefixStore`, and JetStream's `PrefixCache`.
 
 What is found has to be the KV of a beginning of the prompt, bit for bit, of the same
-adapter and salt and of the weights of today; and where there was room and nothing
-failed, all that was saved has to be found. Half of them have a store behind the host,
-which goes wrong, and outlives them.
+adapter and salt and of the current weights; and where there was room and nothing
+failed, all that was saved has to be found. The weights change at any moment, also while
+prompts are computed. Half of them have a store behind the host, which goes wrong, and
+outlives them.
 """
 
 import threading
@@ -90,8 +91,8 @@ class Store:
         self.clear, self.flush = self.store.clear, self.store.flush
         self.close = self.store.close
 
-    def save(self, tokens, extras, kv):
-        self.store.save(tokens, kv, extras=extras)
+    def save(self, tokens, extras, kv, epoch):
+        self.store.save(tokens, kv, extras=extras, epoch=epoch)
 
     def load(self, tokens, extras):
         hit = self.store.load(tokens, extras)
@@ -132,7 +133,8 @@ class JetStream:
         self.clear, self.flush = self.cache.clear, self.cache.flush
         self.close = self.cache.close
 
-    def save(self, tokens, extras, kv):
+    def save(self, tokens, extras, kv, epoch):
+        assert epoch is None, "the driver has none"
         prefix = self._prefix(kv)
         value = PrefixValue(prefix, tuple(tokens), len(tokens), LENGTH, 0, None)
         self._view(extras).save(tuple(tokens), value)
@@ -187,6 +189,7 @@ class PrefixUser:
         self.make = lambda weights: make(*sizes, str(weights), **storage)
         self.weights = 0
         self.stories, self.saved, self.unsure = [], [], False
+        self.computing = []  # Prompts, with the weights and the epoch of their begin.
         self.begin()
 
     def begin(self):
@@ -214,7 +217,7 @@ class PrefixUser:
         self.cache.close()
         self.note("restart")
         self.begin()
-        self.saved, self.unsure = [], False
+        self.saved, self.unsure, self.computing = [], False, []
         if self.rng.random() < 0.7:
             self.cache.store.wait_for_storage(0.2)
         self.counts["restarts"] += 1
@@ -263,18 +266,36 @@ class PrefixUser:
         return tokens, extras
 
     def save(self):
+        """Compute a prompt, others meanwhile, or begin with new weights meanwhile."""
         tokens, extras = self.prompt()
-        kv = kv_of(tokens, extras, self.weights, self.rng.randrange(256))
+        self.stories = [*self.stories[-12:], (tokens, extras)]
+        epoch = None
+        if isinstance(self.cache, Store) and self.rng.random() < 0.5:
+            epoch = self.cache.store.begin(tokens, extras)
+        else:
+            self.load(tokens, extras)
+        prompt = tokens, extras, self.weights, epoch
+        if self.rng.random() < 0.1:
+            self.change_weights()
+        if epoch is not None and self.rng.random() < 0.5:
+            self.computing.append(prompt)
+            prompt = self.computing.pop(self.rng.randrange(len(self.computing)))
+        self.save_computed(*prompt)
+
+    def save_computed(self, tokens, extras, weights, epoch):
+        kv = kv_of(tokens, extras, weights, self.rng.randrange(256))
         kv = jax.tree.map(jnp.asarray, kv)
         self.counts["saves"] += 1
         if self.rng.random() < 0.01:
             kv = faults.broken(kv)
             self.unsure = True
             self.counts["saves failed"] += 1
-        self.note(f"save {tokens} {extras}")
-        self.cache.save(tokens, extras, kv)
-        self.saved.append((tokens, extras))
-        self.stories = [*self.stories[-12:], (tokens, extras)]
+        self.note(f"save {tokens} {extras} {weights=} {epoch=}")
+        self.cache.save(tokens, extras, kv, epoch)
+        if weights == self.weights:
+            self.saved.append((tokens, extras))
+        else:
+            self.counts["saves outdated"] += 1
 
     def load(self, tokens, extras):
         self.loads.fails = self.rng.random() < 0.05

@@ -118,6 +118,19 @@ def test_a_flipped_byte_is_noticed_in_a_prefix():
 
 
 @pytest.mark.long
+def test_kv_of_older_weights_that_is_kept_is_noticed():
+    class Forgetful(PrefixUser):
+        def begin(self):
+            """Take the epoch of each save for the epoch of its load."""
+            super().begin()
+            self.cache.store._epoch_of = lambda tokens, extras, current: current
+
+    user = Forgetful(random.Random("control"), collections.Counter(), no_notes)
+    with pytest.raises(AssertionError, match="wrong bytes in key"):
+        user.run(600)
+
+
+@pytest.mark.long
 def test_a_process_that_takes_failures_for_successes_is_noticed():
     def run():
         for number in range(2, 6):

@@ -4,19 +4,21 @@ import asyncio
 import concurrent.futures
 import logging
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import TraceRecorder, make_lru
+from jaxkv import Extras, TraceRecorder, make_lru
 from jaxkv.integrations.jetstream import PrefixCache, PrefixValue
 from jaxkv.integrations.jetstream_adapters import AdapterWatch
 from jaxkv.integrations.prefix_blocks import compare_shapes, find_sequence_axes
 from jaxkv.integrations.prefix_store import PrefixStore
 from jaxkv.tools.replay.traces import read_trace
 from jaxkv.transfer.storage import StoreError
+from tests.integrations.test_prefix_store import state_of
 from tests.rigs.jetstream_double import (
     AdapterStore,
     Driver,
@@ -26,6 +28,7 @@ from tests.rigs.jetstream_double import (
     shared_prompts,
 )
 from tests.rigs.known_kv import check_equal
+from tests.rigs.refusals import check_refusals, wrong_calls
 
 POLICY = make_lru(512, 4096)  # Compiled once.
 ENGINE = Engine()
@@ -229,6 +232,71 @@ def test_a_prompt_without_extras_is_not_cached(make):
     assert cache.store is None
 
 
+@pytest.mark.parametrize("weights_epoch", [None, "1"])
+@pytest.mark.parametrize("learns", ["before", "between", "after"])
+def test_a_prompt_that_was_loaded_before_clear_is_not_kept(make, learns, weights_epoch):
+    """Also if the cache was learnt after its load, or only by the save."""
+    cache = make()
+    if learns == "before":
+        cache.learn(engine_cache(), 32)
+    assert cache.load(KEY) is None
+    if learns == "between":
+        cache.learn(engine_cache(), 32)
+    cache.clear(weights_epoch)
+    assert cache.save(KEY, value_of(KEY)) is False
+    cache.flush()
+    assert (cache.load(KEY), cache.errors) == (None, {})
+    assert cache.save(KEY[:8], value_of(KEY)) is True, "what was loaded, shortened"
+    cache.flush()
+    check_value(cache.load(KEY), KEY)
+
+
+def test_a_prompt_that_is_saved_after_clear_and_was_not_loaded_is_not_kept(make):
+    cache = make()
+    cache.clear()
+    assert cache.save(KEY, value_of(KEY)) is False
+    cache.load((*KEY[:8], 1))
+    assert cache.save(KEY, value_of(KEY)) is False
+    cache.load((*KEY, 1))
+    assert cache.save(KEY, value_of(KEY)) is True
+
+
+def test_a_clear_in_the_middle_of_a_drivers_prefill_keeps_nothing_of_it(make):
+    cache, prompt = make(), shared_prompts(1)[0]
+
+    class Trained(Engine):
+        """Gets new weights while it prefills its first chunk."""
+
+        def prefill(self, **arguments):
+            result = super().prefill(**arguments)
+            if self.num_chunks == 1:
+                cache.clear("1")
+            return result
+
+    with Driver([Trained()], [dict(PARAMS)], prefix_cache_inst=cache) as driver:
+        driver.answer([prompt])
+        cache.flush()
+        assert cache.held_bytes == 0
+        assert cache.stats.outdated_saves == 0, "the store was not made yet"
+        driver.answer([prompt])
+        cache.flush()
+    assert cache.held_bytes > 0
+
+
+def test_a_prompt_whose_adapter_changes_between_load_and_save_is_not_kept(make):
+    version = ["1"]
+    cache = make(extras_of=lambda key: Extras(lora_name=version[0]))
+    cache.learn(engine_cache(), 32)
+    assert cache.load(KEY) is None
+    version[0] = "2"
+    assert cache.save(KEY, value_of(KEY)) is False
+    assert cache.load(KEY) is None
+    assert cache.save(KEY, value_of(KEY)) is True
+    cache.flush()
+    version[0] = "1"
+    assert cache.load(KEY) is None
+
+
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_an_unmodified_driver_never_shares_kv_between_adapters(make, num_threads):
     prompts = [prompt for prompt in shared_prompts(12, seed=3) for _ in range(3)]
@@ -264,6 +332,63 @@ def test_an_unmodified_driver_never_shares_kv_between_adapters(make, num_threads
     assert answers == expected
     if num_threads == 1:  # The reference has the fault that must not be reproduced.
         assert run(Flushing(make())) != expected
+
+
+@pytest.mark.parametrize("change", ["register", "load", "unload"])
+@pytest.mark.parametrize("version_of", [None, lambda name: "1"])
+def test_an_adapter_that_is_replaced_while_it_is_fetched_is_found_by_nobody(
+    change, version_of
+):
+    watch = AdapterWatch(version_of)
+
+    class Store(AdapterStore):
+        """Has two tasks wait for each other: the fetch begins within the change."""
+
+        async def get_lora_weights(self, adapter_id, **named):
+            await asyncio.sleep(0)
+            return await super().get_lora_weights(adapter_id, **named)
+
+        async def register_adapter(self, *arguments):
+            for _ in range(3):
+                await asyncio.sleep(0)
+            await super().register_adapter(*arguments)
+
+        load_adapter = unload_adapter = register_adapter
+
+    store = watch.store(Store(PARAMS))
+
+    async def fetch():
+        await store.get_lora_weights("a")
+        return watch._thread.asked
+
+    async def change_and_fetch(path):
+        changing = getattr(store, f"{change}_adapter")("a", path, {})
+        return (await asyncio.gather(changing, fetch(), fetch()))[1:]
+
+    asyncio.run(store.register_adapter("a", 0, {}))
+    usual = asyncio.run(fetch())
+    assert asyncio.run(fetch()) == usual
+    names = [*asyncio.run(change_and_fetch(1)), *asyncio.run(change_and_fetch(2))]
+    assert len({usual, *names}) == 5
+    after = asyncio.run(fetch())
+    assert after not in names
+    assert (after == usual) == (version_of is not None)
+
+
+def test_an_adapter_that_is_replaced_within_a_fetch_is_found_by_nobody():
+    watch = AdapterWatch()
+
+    class Store(AdapterStore):
+        async def get_lora_weights(self, adapter_id):
+            await store.register_adapter(adapter_id, 1, {})
+            return await super().get_lora_weights(adapter_id)
+
+    store = watch.store(Store(PARAMS))
+    names = set()
+    for _ in range(3):
+        asyncio.run(store.get_lora_weights("a"))
+        names |= {watch._thread.asked, watch._name("a")}
+    assert len(names) == 6
 
 
 def test_nothing_is_cached_once_the_adapter_is_unknown():
@@ -535,6 +660,61 @@ def test_a_cache_that_save_cannot_take_is_logged_once_and_counted(make, name, ca
     assert "3 in save" in cache.gen_statistic_str()
     assert cache.held_bytes == held
     check_value(cache.load(KEY), KEY)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_invalid_calls_are_counted_as_errors_and_change_nothing(make, learns):
+    cache = make()
+    if learns:
+        cache.learn(engine_cache(), 32)
+        cache.load(KEY)
+        cache.save(KEY, value_of(KEY))
+        cache.flush()
+
+    def state():
+        shared = cache._shared
+        names = "num_early_clears", "recent", "_options", "_lack"
+        thread = vars(shared.begun._thread)
+        notes = tuple(thread.get("notes", {}).items()), thread.get("last")
+        store = None if cache.store is None else state_of(cache.store)
+        return repr([getattr(shared, name) for name in names]), notes, store
+
+    value = value_of(KEY)
+    values = {
+        "prefix": (value.prefix,),
+        "tokens": (KEY,),
+        "true_length": (16, 10**30),
+        "padded_length": (32, *([10**30] if learns else [])),
+    }
+    calls = {
+        "load": {
+            "key": (KEY,),
+            "min_common_prefix_key_length": (0, None, 10**30),
+            "device": (None, None),
+        },
+        "contains": {"key": (KEY,)},
+        "save": {"key": (KEY,), "value": (value,)},
+    }
+    before, num_errors = state(), 0
+    for name, arguments in calls.items():
+        if name == "contains" and not learns:
+            continue  # Nothing is held, whatever it is asked for.
+        for _, wrong in wrong_calls(arguments):
+            assert not getattr(cache, name)(**wrong)
+            num_errors += 1
+            assert sum(cache.errors.values()) == num_errors, (name, wrong)
+            assert state() == before, (name, wrong)
+    for _, wrong in wrong_calls(values):
+        assert cache.save(KEY, types.SimpleNamespace(**wrong)) is False
+        num_errors += 1
+        assert sum(cache.errors.values()) == num_errors, wrong
+        assert state() == before, wrong
+    check_refusals(cache.clear, {"weights_epoch": ("1", None, "x")}, state)
+    names = {"lora_name": ("a", None, "x"), "salt": ("a", None, "x")}
+    check_refusals(cache.for_adapter, names, state)
+    if not learns:
+        caches = {"prefix": (engine_cache(),), "padded_length": (32,)}
+        check_refusals(cache.learn, caches, state)
 
 
 def test_a_first_cache_whose_axis_is_not_clear_is_not_kept_and_the_next_is(

@@ -12,6 +12,8 @@ import pytest
 from jaxkv import Extras, Namespace
 from jaxkv.integrations import maxtext_guards
 from jaxkv.integrations.maxtext import MaxTextOffload
+from jaxkv.keys.hashing import NO_EXTRAS
+from tests.integrations.test_prefix_store import state_of
 from tests.rigs.fake_maxtext import (
     LENGTH,
     SLOTS,
@@ -20,6 +22,7 @@ from tests.rigs.fake_maxtext import (
     leaf_groups,
     make_cache,
 )
+from tests.rigs.refusals import WRONG, check_refusals
 
 CHUNK = 4
 
@@ -105,6 +108,60 @@ def test_only_new_tokens_are_computed(make, block_size):
         offload.store.clear()
 
 
+def test_a_clear_in_the_middle_of_a_prefill_keeps_nothing_of_it(make):
+    engine, offload = make("mixed")
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    compute = engine.prefill
+
+    def compute_and_clear(**arguments):
+        offload.store.clear("1")
+        return compute(**arguments)
+
+    engine.prefill = compute_and_clear
+    assert offload.prefill("params", prompt).num_tokens == 0
+    offload.store.flush()
+    assert (offload.store.held_bytes, offload.store.stats.outdated_saves) == (0, 1)
+    assert offload.resume(prompt) == (None, 0)
+    del engine.prefill
+    offload.prefill("params", prompt)
+    offload.store.flush()
+    assert offload.resume(prompt).num_tokens == 8
+
+
+def test_prompts_that_began_before_clear_are_not_kept(make):
+    _, offload = make("mixed")
+    prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    epoch = offload.store.begin(prompt)  # Before the engine's parameters are read.
+    offload.resume(prompt)
+    prefix = offload.prefill("params", prompt).prefix
+    offload.store.flush()
+    offload.store.clear("1")
+    offload.prefill("params", prompt, epoch=epoch)
+    assert offload.save_prefix(prompt, prefix) == 0
+    assert offload.save_prefix(prompt, prefix, epoch=epoch) == 0
+    assert offload.resume(prompt, epoch=epoch) == (None, 0)
+    assert (offload.store.held_bytes, offload.store.stats.outdated_saves) == (0, 3)
+    offload.resume(prompt)
+    assert offload.save_prefix(prompt, prefix) == 8
+
+
+@pytest.mark.parametrize("num_prompt", [2, 4, 6])
+def test_a_slot_belongs_to_the_epoch_of_its_prefill(make, num_prompt):
+    """Also that of a prompt that is too short to be resumed."""
+    _, offload = make("mixed")
+    engine = Engine("mixed")
+    engine.insert(0, num_prompt)
+    for _ in range(6):
+        engine.step()
+    tokens = [*engine.lists[0], 999]
+    offload.store.clear("1")
+    assert offload.save_slot(tokens, engine.state(), 0) == 0
+    offload.prefill("params", tokens[:num_prompt])
+    assert offload.save_slot(tokens, engine.state(), 0) == len(tokens) // CHUNK * CHUNK
+    offload.store.clear("2")
+    assert offload.save_slot(tokens, engine.state(), 0) == 0
+
+
 @pytest.mark.parametrize("layout", ["scanned", "unscanned"])
 def test_a_request_resumes_from_its_generated_tokens(make, layout):
     prefill_engine, offload = make(layout)
@@ -178,6 +235,21 @@ def test_prompts_and_slots_that_cannot_be_are_refused(make, monkeypatch):
         offload.save_slot([1, 2], state, SLOTS)
     with pytest.raises(ValueError, match="tokens is empty"):
         offload.save_slot([], state, 0)
+    prompt = [1, 2, 3, 4, 5, 6]
+    prefix = offload.prefill("params", prompt).prefix
+    tokens = {"tokens": (prompt,), "extras": (NO_EXTRAS,), "epoch": (0, None)}
+    calls = {
+        "resume": tokens,
+        "prefill": tokens | {"params": ("params", *WRONG)},
+        "save_prefix": tokens | {"prefix": (prefix,)},
+        "save_slot": tokens | {"decode_state": (state,), "slot": (0,)},
+    }
+    for name, arguments in calls.items():
+        call = getattr(offload, name)
+        check_refusals(call, arguments, lambda: state_of(offload.store))
+    for cache in WRONG:
+        with pytest.raises((TypeError, ValueError), match="cache"):
+            offload.save_prefix(prompt, {"cache": cache})
     windows = SimpleNamespace(sliding_window_size=8)
     monkeypatch.setattr(PrefillEngine, "config", windows)
     with pytest.raises(ValueError, match="sliding_window_size=8 must be 0"):

@@ -63,7 +63,9 @@ def make(closing, tmp_path):
 
 def save(store, tokens, extras=NO_EXTRAS):
     """Save a prompt, and wait until it is wherever it gets to."""
-    store.save(tokens, to_device(known_kv(tokens, LENGTH, extras)), extras=extras)
+    epoch = store.begin(tokens, extras)
+    kv = to_device(known_kv(tokens, LENGTH, extras))
+    store.save(tokens, kv, extras=extras, epoch=epoch)
     store.flush()
 
 
@@ -392,6 +394,50 @@ def test_a_prompt_that_is_cleared_while_it_is_fetched_is_a_miss(make, faulty):
         check_hit(store.load([first, *OTHER[1:]]), [first, *OTHER[1:]])
     assert store.wait_for_storage(60)
     check_at_rest(store)
+
+
+def test_a_remote_prefill_that_is_cleared_while_it_is_awaited_is_a_miss(make):
+    reader, writer = make(storage_await_s=60.0), make()
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        loading = thread.submit(reader.load, PROMPT, remote_prefill=True)
+        wait_for(lambda: reader.held_bytes)
+        reader.clear("1")
+        save(writer, PROMPT)  # By the weights before.
+        assert loading.result(timeout=20) is None
+    assert (reader.load(PROMPT), reader.stats.hit_tokens) == (None, 0)
+
+
+def test_a_prefetch_that_is_cleared_before_the_store_answers_fetches_nothing(
+    make, faulty
+):
+    store = restarted(make, OTHER, storage_probe_s=30.0)
+    filled(make, PROMPT)  # Not listed: the store is asked for it.
+    faulty.hang = 1.0
+    store.prefetch(PROMPT)
+    wait_for(lambda: store._storage.worker.num_in_flight)
+    store.clear("1")
+    faulty.hang = 0.0
+    for _ in range(50):
+        store._storage.look()
+    store._storage.worker.storage_io._store.let_go()
+    wait_for(lambda: not store._storage.worker.num_in_flight)
+    assert (store.held_bytes, store.stats.storage_fetched_blocks) == (0, 0)
+
+
+def test_kv_of_older_weights_is_not_written_to_the_store(make, tmp_path):
+    store = make()
+    assert store.load(PROMPT) is None
+    store.clear("1")
+    kv = to_device(known_kv(PROMPT, LENGTH))
+    assert store.save(PROMPT, kv) == 0
+    store.flush()
+    assert store.wait_for_storage(60)
+    assert not files_of(tmp_path)
+    assert store.load(PROMPT) is None
+    assert store.save(PROMPT, kv) == NUM_TOKENS
+    store.flush()
+    assert store.wait_for_storage(60)
+    assert len(files_of(tmp_path)) == NUM_BLOCKS
 
 
 def test_a_close_while_a_prompt_is_fetched_ends_both(make, faulty):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxkv import Extras, Namespace, Retention, TraceRecorder, make_lru
-from jaxkv.integrations import prefix_store
+from jaxkv.integrations import prefix_epochs, prefix_store
 from jaxkv.integrations.prefix_store import PrefixStats, PrefixStore
 from jaxkv.keys.hashing import NO_EXTRAS
 from jaxkv.policies.reuse import UNIT
@@ -25,6 +25,7 @@ from tests.rigs.known_kv import (
     known_kv,
     to_device,
 )
+from tests.rigs.refusals import check_refusals
 from tests.rigs.waiting import wait_for
 from tests.transfer import faults
 
@@ -54,8 +55,9 @@ def make(closing):
 
 
 def save(store, tokens, extras=NO_EXTRAS, length=LENGTH, **arguments):
+    epoch = store.begin(tokens, extras)
     kv = to_device(known_kv(tokens, length, extras))
-    return store.save(tokens, kv, extras=extras, **arguments)
+    return store.save(tokens, kv, extras=extras, **{"epoch": epoch} | arguments)
 
 
 def test_each_load_is_recorded_with_what_it_found(make, tmp_path):
@@ -119,6 +121,17 @@ def test_a_prompt_is_kept_as_long_as_its_caller_says(make):
     save(store, prompts[4])
     store.flush()
     assert not store.contains(prompts[0])
+
+
+def state_of(store):
+    """Return all that a call may change."""
+    store.flush()
+    thread = vars(store._begun._thread)
+    notes = tuple(thread.get("notes", {}).items()), thread.get("last")
+    names = "_epoch", "_namespace", "_num_saves", "_num_loads"
+    fields = tuple(getattr(store, name) for name in names)
+    snapshot = repr(store._manager.snapshot())
+    return (store.stats, store.held_bytes, snapshot, *fields, *notes)
 
 
 def check_at_rest(store):
@@ -339,6 +352,184 @@ def test_a_save_cleared_in_flight_is_not_found(make):
     check_at_rest(store)
 
 
+P, Q, R = list(range(8)), list(range(20, 24)), list(range(30, 34))
+SEQUENCES = {
+    "saved": (["save P"], 8),
+    "loaded, saved": (["load P", "save P"], 8),
+    "loaded before a clear": (["load P", "clear", "save P"], 0),
+    "loaded before two clears": (["load P", "clear", "clear", "save P"], 0),
+    "loaded before and after a clear": (["load P", "clear", "load P", "save P"], 8),
+    "saved after a clear": (["clear", "save P"], 0),
+    "saved before and after a clear": (["load P", "save P", "clear", "save P"], 0),
+    "extended": (["clear", "load P", "save PQ"], 12),
+    "extended before a clear": (["load P", "clear", "save PQ"], 0),
+    "shortened": (["clear", "load PQ", "save P"], 8),
+    "shortened before a clear": (["load PQ", "clear", "save P"], 0),
+    "interleaved": (["clear", "load P", "load R", "save P"], 8),
+    "interleaved by a clear": (["load P", "clear", "load R", "save P"], 0),
+    "a beginning loaded after the clear": (
+        ["load PQ", "clear", "load P", "save PQ"],
+        0,
+    ),
+    "an extension loaded after it": (["load P", "clear", "load PQ", "save P"], 0),
+    "only a beginning in common": (["load PQ", "clear", "load PR", "save PQ"], 0),
+    "nothing loaded": (["clear", "load ", "save P"], 0),
+    "less than a block loaded": (["clear", "load p", "save P"], 8),
+    "begun, not loaded": (["clear", "begin P", "save P"], 8),
+    "begun before a clear": (["begin P", "clear", "save P"], 0),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_a_save_belongs_to_the_epoch_in_which_its_prompt_was_loaded(make, name):
+    calls, num_kept = SEQUENCES[name]
+    weights_epoch = (None, "1")[len(name) % 2]
+    parts = {"P": P, "Q": Q, "R": R, "p": P[:3]}
+    store = make()
+    kv = to_device(known_kv([*P, *Q], LENGTH))
+    for call in calls:
+        method, _, names = call.partition(" ")
+        tokens = [token for part in names for token in parts[part]]
+        if method == "clear":
+            store.clear(weights_epoch)
+        elif method == "save":
+            num_saved = store.save(tokens, kv)
+            store.flush()
+        else:
+            getattr(store, method)(tokens)
+    assert num_saved == num_kept
+    assert store.held_bytes == num_kept // BLOCK * store.block_bytes
+    assert store.contains(tokens) == bool(num_kept)
+    assert store.stats.outdated_saves == (num_kept == 0)
+    check_at_rest(store)
+
+
+def test_adapters_have_epochs_of_their_own(make):
+    store = make()
+    store.clear()
+    store.load(P)
+    kv = to_device(known_kv(P, LENGTH))
+    assert store.save(P, kv, extras=TENANTS[1]) == 0
+    assert store.save(P, kv) == 8
+
+
+def test_a_prompt_that_resumed_from_cleared_kv_is_not_kept(make):
+    store = make()
+    save(store, P)
+    store.flush()
+    assert store.load([*P, *Q]).num_tokens == 8
+    store.clear()
+    assert store.save([*P, *Q], to_device(known_kv([*P, *Q], LENGTH))) == 0
+    assert (store.load([*P, *Q]), store.held_bytes) == (None, 0)
+
+
+def test_one_prompt_of_two_threads_is_kept_by_the_one_that_began_after_clear(make):
+    store = make()
+    old, new = (to_device(known_kv(tokens, LENGTH)) for tokens in (R + R, P))
+    with (
+        concurrent.futures.ThreadPoolExecutor(1) as before,
+        concurrent.futures.ThreadPoolExecutor(1) as after,
+    ):
+        before.submit(store.load, P).result()
+        store.clear("1")
+        after.submit(store.load, P).result()
+        assert before.submit(store.save, P, old).result() == 0
+        assert after.submit(store.save, P, new).result() == 8
+        store.flush()
+        assert before.submit(store.save, P, old).result() == 0
+    check_hit(store.load(P), P)
+
+
+def test_an_epoch_from_begin_counts_in_any_thread(make):
+    store = make()
+    kv = to_device(known_kv(P, LENGTH))
+    old = store.begin(P)
+    store.clear("1")
+    new = store.begin(P)
+    assert (old, new) == (0, 1)
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        assert thread.submit(store.save, P, kv, epoch=old).result() == 0
+        assert thread.submit(store.save, P, kv, epoch=new).result() == 8
+    store.flush()
+    assert store.load(P, epoch=old) is None
+    assert store.save([*P, *Q], kv) == 0, "it was begun before clear"
+    check_hit(store.load(P, epoch=new), P)
+    check_at_rest(store)
+
+
+def test_a_clear_between_the_keys_of_a_call_and_its_effect_is_noticed(
+    make, monkeypatch
+):
+    """Another thread's, in the middle of each call."""
+    store = make()
+    save(store, P)
+    store.flush()
+    kv = to_device(known_kv(P, LENGTH))
+    extend = prefix_store.KeyChain.extend
+
+    def extend_and_clear(chain, tokens):
+        keys = extend(chain, tokens)
+        store.clear("0")  # The same keys.
+        return keys
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prefix_store.KeyChain, "extend", extend_and_clear)
+        assert store.load(P) is None
+        assert store.save(P, kv) == 0
+        assert store.save(P, kv, epoch=store.begin(P)) == 0
+    store.flush()
+    assert not store.contains(P)
+    check_at_rest(store)
+
+
+def test_a_clear_after_the_bytes_of_a_load_arrived_makes_it_a_miss(make, monkeypatch):
+    store = make()
+    save(store, P)
+    store.flush()
+    load = store._copier.load
+
+    class Loading:
+        def __init__(self, *arguments):
+            self.future = load(*arguments)
+
+        def result(self):
+            pool = self.future.result()
+            store.clear()
+            return pool
+
+    monkeypatch.setattr(store._copier, "load", Loading)
+    assert store.load(P) is None
+    assert (store.stats.hit_tokens, store.stats.failed_loads) == (0, 0)
+    check_at_rest(store)
+
+
+def test_a_save_that_waits_for_others_ends_with_its_epoch(make):
+    store = make(max_pending_saves=1)
+    kv = to_device(known_kv(P, LENGTH))
+    with concurrent.futures.ThreadPoolExecutor(1) as thread, blocked_thread(store):
+        save(store, Q)
+        waiting = thread.submit(store.save, P, kv, epoch=store.begin(P))
+        wait_for(lambda: store._changed._waiters)
+        store.clear()
+        assert waiting.result(timeout=60) == 0
+    assert store.stats.outdated_saves == 2
+    assert store.held_bytes == 0
+
+
+def test_prompts_that_are_forgotten_are_not_kept_after_a_clear(
+    make, monkeypatch, caplog
+):
+    monkeypatch.setattr(prefix_epochs, "_MAX_PROMPTS", 2)
+    store = make()
+    store.clear()
+    for tokens in (P, Q, R):
+        store.load(tokens)
+    kv = to_device(known_kv(P, LENGTH))
+    assert [store.save(tokens, kv) for tokens in (P, P, Q, R)] == [0, 0, 4, 4]
+    (warning,) = [entry.message for entry in caplog.records]
+    assert "pass save(epoch=)" in warning
+
+
 def test_a_cleared_load_is_a_miss(make):
     store = make()
     prompt = list(range(30))
@@ -499,6 +690,34 @@ def test_invalid_calls_are_refused_and_change_nothing(make):
     with pytest.raises(ValueError, match="with retention=True"):
         store.retain(prompt, Retention(ttl_s=60))
     assert (store.stats, store.held_bytes) == (PrefixStats(), 0)
+    store.load(prompt)
+    store.save(prompt, kv)
+    tokens_and_extras = {"tokens": (prompt,), "extras": (NO_EXTRAS,)}
+    calls = {
+        "begin": tokens_and_extras,
+        "contains": tokens_and_extras,
+        "prefetch": tokens_and_extras,
+        "retain": tokens_and_extras | {"retention": (Retention(ttl_s=60), None)},
+        "load": tokens_and_extras
+        | {
+            "min_tokens": (0, 10**30),
+            "length": (LENGTH, None),
+            "remote_prefill": (False, True),
+            "epoch": (0, None),
+        },
+        "save": tokens_and_extras
+        | {
+            "kv": (kv,),
+            "num_tokens": (20, None),
+            "only_if": (None, None, len),
+            "epoch": (0, None),
+        },
+        "clear": {"weights_epoch": ("1", None, "x")},
+        "note_prefill_rate": {"tokens_per_s": (1.0, 1.5, 10**30)},
+        "wait_for_storage": {"timeout_s": (0.0, None, -1, 1.5, 10**30)},
+    }
+    for name, arguments in calls.items():
+        check_refusals(getattr(store, name), arguments, lambda: state_of(store))
     store.close()
     store.close()
     for call in (store.flush, store.clear, lambda: store.load(prompt)):

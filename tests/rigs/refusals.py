@@ -1,0 +1,32 @@
+"""Calls with every wrong value of every argument."""
+
+import numpy as np
+import pytest
+
+WRONG = (
+    *(None, True, -1, 1.5, float("nan"), 10**30, "x", b"x"),
+    *([None], [1.5], ["a"], {}, object(), len, np.ones(3), np.ones((2, 2), int)),
+)
+
+
+def wrong_calls(arguments):
+    """Yield the argument that is wrong, and all arguments of a call.
+
+    Args:
+        arguments: Name -> a right value, and which of `WRONG` are right, too.
+    """
+    right = {name: values[0] for name, values in arguments.items()}
+    for name, (_, *allowed) in arguments.items():
+        for wrong in WRONG:
+            if repr(wrong) not in map(repr, allowed):
+                yield name, right | {name: wrong}
+
+
+def check_refusals(call, arguments, state):
+    """Check that wrong values are refused by name, and change no state."""
+    before = state()
+    for name, wrong in wrong_calls(arguments):
+        with pytest.raises((TypeError, ValueError), match=name) as raised:
+            call(**wrong)
+        assert state() == before, (name, wrong[name])
+        assert "\n" not in str(raised.value)
