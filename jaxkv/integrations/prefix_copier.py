@@ -78,7 +78,8 @@ def call_apart(task: Callable[[], T]) -> T:
     A signal handler runs in the main thread and may raise between any two steps of it,
     so nothing that has to be undone can be done there. So the task gets a thread of its
     own, and the caller's steps are calls of C functions, each of which happens or does
-    not; `threading.Thread` starts one in several steps.
+    not; `threading.Thread` starts one in several steps. If no thread can be started,
+    the caller's does the task.
 
     Returns:
         What it returns; its errors are raised here.
@@ -95,7 +96,10 @@ def call_apart(task: Callable[[], T]) -> T:
         except BaseException as error:
             answers.put((None, error))
 
-    _thread.start_new_thread(run, ())
+    try:
+        _thread.start_new_thread(run, ())
+    except RuntimeError:
+        run()
     result, error = answers.get()
     if error is not None:
         raise error

@@ -36,6 +36,7 @@ from jaxkv.scheduling.storage_worker import StorageWorker
 from jaxkv.search.groups import FullAttention
 from jaxkv.search.tiers import first_tokens
 from jaxkv.tiers.storage import StorageTier
+from jaxkv.transfer.storage.workers import start_thread
 from jaxkv.types import BlockKey
 
 # How long the thread sleeps between two looks: while something moves, while nothing
@@ -210,14 +211,15 @@ class PrefixStorage:
         self._is_closed = False
         self._pause_s = _LEAST_PAUSE_S
         self._wake = threading.Event()
-        self._thread = threading.Thread(
+        try:
             # The thread must not keep this, and gigabytes, from being collected.
-            target=_look_after,
-            args=(weakref.ref(self), self._wake, self.worker.closer),
-            name="jaxkv prefix storage",
-            daemon=True,
-        )
-        self._thread.start()
+            self._thread = start_thread(
+                "jaxkv prefix storage",
+                *(_look_after, weakref.ref(self), self._wake, self.worker.closer),
+            )
+        except BaseException:
+            self.worker.close()
+            raise
 
     @property
     def stats(self) -> OffloadStats:

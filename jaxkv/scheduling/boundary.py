@@ -358,6 +358,8 @@ class Boundary:
             if not self._is_disabled:
                 listing = report.found, report.gone, report.listed, report.bound
                 self._to_delete += self.tier.note_listing(*listing)
+                if report.num_full:
+                    self._to_delete += self.tier.note_full(report.num_full)
 
     def reset(self) -> None:
         """Forget all that is known to be in the lower tier.

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -203,8 +204,7 @@ class Exchange:
 
     def send(self, text: str, step: int) -> None:
         """Begin a round; never waits."""
-        if not self._num_rounds:
-            self._thread.start()
+        self._start()
         round_ = _Round(self._num_rounds, step, text)
         self._num_rounds += 1
         self._open.append(round_)
@@ -226,6 +226,7 @@ class Exchange:
         """
         if self._failure is not None:
             raise self._failure
+        self._start()
         round_ = self._open.popleft()
         # Some time in any case, for this process's own words have to get there.
         least_s = min(self.timeout_s, _LEAST_WAIT_S)
@@ -249,6 +250,12 @@ class Exchange:
                 round_.error,
             )
         return [round_.texts[process] for process in range(self._num_processes)]
+
+    def _start(self) -> None:
+        """Start the thread; without it rounds wait, and the next call tries again."""
+        if self._thread.ident is None:
+            with contextlib.suppress(RuntimeError, MemoryError):
+                self._thread.start()
 
     def _fail(
         self,

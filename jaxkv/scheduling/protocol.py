@@ -222,6 +222,7 @@ class TierReport:
         tier: Which tier, 0 for the first below the host.
         probed: The events of probes that are over, and which of their blocks are in the
             tier, one run after the other.
+        num_full: Blocks that were not written, as the tier's medium has no room.
     """
 
     fetched: tuple[tuple[int, tuple[bool, ...]], ...] = ()
@@ -232,6 +233,7 @@ class TierReport:
     gone: tuple[BlockKey, ...] = ()
     tier: int = 0
     probed: tuple[tuple[int, tuple[bool, ...]], ...] = ()
+    num_full: int = 0
 
 
 class Mover(Protocol):

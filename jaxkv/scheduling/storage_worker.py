@@ -8,6 +8,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,8 @@ _MOST_UNANSWERED = 16
 # After how long blocks that another engine may still be writing are read again, at
 # first, and at most if none of them comes.
 _LEAST_AGAIN_S, _MOST_AGAIN_S = 0.005, 0.08
+# A listing that failed is tried again after this, if the store is listed once.
+_RELIST_S = 60.0
 _NO_REPORT = TierReport()
 
 
@@ -267,6 +270,7 @@ class StorageWorker:
         self._early: dict[int, Completion] = {}
         self._fetched: list[tuple[int, tuple[bool, ...]]] = []
         self._written: list[tuple[int, tuple[bool, ...]]] = []
+        self._num_full = 0  # Writes that found no room, until they are reported.
         self._probes: dict[int, _Probe] = {}  # Those that are not reported.
         self._probe_of: dict[int, _Probe] = {}  # By ticket, those without an answer.
         # Until when blocks are not asked for again; the oldest answer first.
@@ -366,7 +370,7 @@ class StorageWorker:
             self._abandon_late_writes()
         if self._probes:
             self._end_probes()
-        self._engine.advance_host(self._copies.submit)
+        self._engine.advance_host(self._run_copy)
         if self._lists:
             self._list()
         self._observe()
@@ -389,8 +393,10 @@ class StorageWorker:
         report = TierReport(
             *(*ended, tuple(found), listed, bound, tuple(gone)),
             probed=tuple(self._probed),
+            num_full=self._num_full,
         )
         self._fetched, self._written, self._probed = [], [], []
+        self._num_full = 0
         return () if report == _NO_REPORT else (report,)
 
     @property
@@ -498,8 +504,12 @@ class StorageWorker:
         held = self._engine.read_host(batch.upper_blocks)
         oks = [False] * len(batch.keys)
         write = _Write(batch, self._clock() + self._deadline_s, oks)
-        self._copies.submit(self._copy, write, held)
         self._writes[batch.event] = write
+        tickets: list[int | None] = []
+        copying = self._copies.submit(self._copy, write, held, tickets)
+        copying.add_done_callback(
+            functools.partial(self._end_copy, write, held, tickets)
+        )
 
     def _start_probe(self, probe: TierProbe) -> None:
         """Ask the store for what it was not asked for just now."""
@@ -559,22 +569,43 @@ class StorageWorker:
             del self._probes[own.probe.event]
             self._probed.append((own.probe.event, tuple(oks)))
 
-    def _copy(self, write: _Write, held: HostRead | JointRead) -> None:
+    def _copy(
+        self, write: _Write, held: HostRead | JointRead, tickets: list[int | None]
+    ) -> None:
         """Copy blocks and hand them to the store; on the thread that copies."""
-        tickets: list[int | None] = []
         copied: list[tuple[BlockKey, list[memoryview]]] = []
-        try:
-            for index, key in enumerate(write.batch.keys):
-                payload = self._buffers.take(self._engine.host_payload_bytes)
-                held.copy(index, np.frombuffer(payload, np.uint8))
-                copied.append((key, [payload]))
-                num_bytes = len(copied) * self._engine.host_payload_bytes
-                if num_bytes >= _BYTES_AT_ONCE or index + 1 == held.num_blocks:
-                    tickets += self._io.submit_writes(copied)
-                    copied = []
-        finally:
-            held.close()
-            self._copied.append((write, tickets))
+        for index, key in enumerate(write.batch.keys):
+            payload = self._buffers.take(self._engine.host_payload_bytes)
+            held.copy(index, np.frombuffer(payload, np.uint8))
+            copied.append((key, [payload]))
+            num_bytes = len(copied) * self._engine.host_payload_bytes
+            if num_bytes >= _BYTES_AT_ONCE or index + 1 == held.num_blocks:
+                tickets += self._io.submit_writes(copied)
+                copied = []
+
+    def _end_copy(
+        self,
+        write: _Write,
+        held: HostRead | JointRead,
+        tickets: list[int | None],
+        copying: Future[None],
+    ) -> None:
+        """Let go of blocks that were copied; what was not copied is not written."""
+        error = copying.exception()
+        if error is not None:
+            self._io.note_failure("write", error)
+        held.close()
+        self._copied.append((write, tickets))
+
+    def _run_copy(self, copy: Callable[[], None]) -> None:
+        """Have bytes copied to the host by the thread that copies.
+
+        Raises:
+            StoreError: There is no such thread.
+        """
+        copying = self._copies.submit(copy)
+        if copying.done():
+            copying.result()
 
     def _note(self, done: Completion) -> None:
         """Take note of a read or a write that is over."""
@@ -586,11 +617,15 @@ class StorageWorker:
             write, index = self._write_of.pop(done.ticket)
             assert write.tickets is not None
             del write.tickets[done.ticket]
-            write.oks[index] = done.outcome == "done"
+            self._note_write(write, index, done)
             if not write.tickets:
                 self._end_write(write)
         else:
             self._early[done.ticket] = done
+
+    def _note_write(self, write: _Write, index: int, done: Completion) -> None:
+        write.oks[index] = done.outcome == "done"
+        self._num_full += done.reason == "full"
 
     def _go_on(self, fetch: _Fetch) -> None:
         """Bring what was read into the host's memory, and then report it."""
@@ -602,9 +637,9 @@ class StorageWorker:
             )
         if fetch.write is not None and not fetch.write.is_over:
             return
-        has_failed = fetch.write is not None and fetch.write.error is not None
         oks = [index in fetch.payloads for index in range(len(batch.keys))]
-        if has_failed:
+        if fetch.write is not None and fetch.write.error is not None:
+            self._io.note_failure("read", fetch.write.error)
             oks = [False] * len(oks)
         del self._fetches[batch.event]
         self._fetched.append((batch.event, tuple(oks)))
@@ -617,7 +652,7 @@ class StorageWorker:
                 continue
             early = self._early.pop(ticket, None)
             if early is not None:
-                write.oks[index] = early.outcome == "done"
+                self._note_write(write, index, early)
             else:
                 write.tickets[ticket] = index
                 self._write_of[ticket] = write, index
@@ -677,7 +712,9 @@ class StorageWorker:
             if ended.bound is not None:
                 self._bound = ended.bound, ended.num_blocks
             every_s = self._list_every_s
-            self._next_list_s = math.inf if every_s is None else self._clock() + every_s
+            if every_s is None:
+                every_s = math.inf if ended.is_whole else _RELIST_S
+            self._next_list_s = self._clock() + every_s
 
 
 def _close(copies: Workers, storage_io: StorageIO, timeout_s: float = 0.0) -> None:

@@ -70,7 +70,8 @@ class TierAgreement:
                 base64.b64encode(b"".join(each)).decode()
                 for each in (report.found, report.gone)
             ]
-            told.append([report.tier, ended, *keys, report.listed, report.bound])
+            listing = *keys, report.listed, report.bound
+            told.append([report.tier, ended, *listing, report.num_full])
         self._exchange.send(json.dumps(told), step)
         self._steps.append(step)
 
@@ -85,7 +86,8 @@ class TierAgreement:
             step = self._steps.popleft()
             about = f"what tiers below the host have sent and got by step {step}"
             for text in self._exchange.receive(about):
-                for tier, ended, found, gone, listed, bound in json.loads(text):
+                for tier, ended, *listing, num_full in json.loads(text):
+                    found, gone, listed, bound = listing
                     own = heard.get(tier, TierReport(tier=tier))
                     over: dict[str, list[tuple[int, tuple[bool, ...]]]]
                     over = {"f": [*own.fetched], "w": [*own.written]}
@@ -104,6 +106,7 @@ class TierAgreement:
                         own.gone + _keys_of(gone),
                         tier,
                         tuple(over["p"]),
+                        max(own.num_full, num_full),
                     )
         reports = [heard[tier] for tier in sorted(heard)]
         return tuple(each for each in reports if each != TierReport(tier=each.tier))

@@ -59,19 +59,25 @@ class Watchdog:
     ) -> None:
         self.limit_s = max(timeout_s + _MARGIN_S, _LEAST_LIMIT_S)
         self._watch = _Watch()
-        self._thread = threading.Thread(
-            target=_run,
-            args=(self._watch, self.limit_s, end),
-            name="jaxkv watchdog",
-            daemon=True,
-        )
+        self._end = end
+        self._is_watching = False
         weakref.finalize(self, self._watch.is_ending.set)
 
     @contextlib.contextmanager
     def watch(self, say: Callable[[], str]) -> Iterator[None]:
-        """Watch over a call; `say` is what to say of it if it does not return."""
-        if self._thread.ident is None:
-            self._thread.start()
+        """Watch over a call; `say` is what to say of it if it does not return.
+
+        Without a thread nothing watches this call; the next one tries again.
+        """
+        if not self._is_watching:
+            with contextlib.suppress(RuntimeError, MemoryError):
+                threading.Thread(
+                    target=_run,
+                    args=(self._watch, self.limit_s, self._end),
+                    name="jaxkv watchdog",
+                    daemon=True,
+                ).start()
+                self._is_watching = True
         self._watch.say = say
         self._watch.since_s = time.monotonic()
         try:

@@ -677,6 +677,10 @@ class BlockIndex:
     def note_there(self, keys: Sequence[BlockKey]) -> None:
         """Take note of blocks that the medium has, as it said when asked."""
 
+    def note_full(self, num: int) -> list[BlockKey]:
+        """Note that blocks found no room in the medium; return what to delete."""
+        return []
+
     def room_for(self, evicted: Sequence[BlockKey]) -> list[BlockKey]:
         """Choose what to delete in the medium after `place` has made room here."""
         return list(evicted)

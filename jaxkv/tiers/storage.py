@@ -14,6 +14,7 @@ STORAGE_MEDIUM = "STORAGE"
 
 _MOST_BLOCKS = (1 << 31) - 1
 _BYTES_PER_BLOCK = 130
+_MIN_DELETED = 16  # Until a store that was full is filled again.
 
 
 class StorageTier(BlockIndex):
@@ -80,6 +81,9 @@ class StorageTier(BlockIndex):
                 "is: set storage_bytes to less."
             ) from error
         self.bound: int | None = None
+        # What fits into a store that was full, and what was deleted since.
+        self._full_bound: int | None = None
+        self._num_deleted = 0
         self._is_listed = False
 
     @property
@@ -147,7 +151,7 @@ class StorageTier(BlockIndex):
         Returns:
             Keys to delete, as what was written meanwhile is too much.
         """
-        self.bound = bound
+        self.bound, self._full_bound = bound, None
         self.num_left_out = max(0, num_there - self.num_held_blocks)
         return self._shrink()
 
@@ -155,6 +159,25 @@ class StorageTier(BlockIndex):
         """Take note that a listing has failed: what has been found may be others'."""
         if self.bound is None and not self.num_found:
             self.bound = self.num_blocks
+
+    def note_full(self, num: int) -> list[BlockKey]:
+        """Make room in a store that has less than its bound allows.
+
+        It counts as holding no more than now until it is listed again, or as much has
+        been deleted as it holds.
+
+        Args:
+            num: Blocks that the store had no room for.
+
+        Returns:
+            Keys to delete: as many of the least recently used blocks. None before the
+            first listing has ended.
+        """
+        if self.bound is None:
+            return []
+        self._full_bound = max(0, self.num_held_blocks + self.num_left_out - num)
+        self._num_deleted = 0
+        return self._shrink()
 
     def room_for(self, evicted: Sequence[BlockKey]) -> list[BlockKey]:
         """Choose what to delete in the store after the index has made room in itself.
@@ -171,18 +194,27 @@ class StorageTier(BlockIndex):
         if self.bound is None:
             self.num_left_out += len(evicted)
             return []
-        num = self.num_held_blocks + self.num_left_out + len(evicted) - self.bound
-        gone = list(evicted[: max(num, 0)])
+        gone = list(evicted[: self._num_beyond(len(evicted))])
         self.num_left_out += len(evicted) - len(gone)
         return gone + self._shrink()
 
     def _shrink(self) -> list[BlockKey]:
         """Forget the least recently used blocks that are beyond the store's bound."""
-        assert self.bound is not None
-        num = self.num_held_blocks + self.num_left_out - self.bound
-        if num <= 0 or not self.tells_victims:
+        num = self._num_beyond()
+        if not num or not self.tells_victims:
             return []
         gone = self.next_victims(num + self.num_blocks - self.num_held_blocks)
         self.discard(gone)
         self.num_evicted += len(gone)
+        self._num_deleted += len(gone)
+        if self._num_deleted > max(self._full_bound or 0, _MIN_DELETED):
+            self._full_bound = None
         return gone
+
+    def _num_beyond(self, num_evicted: int = 0) -> int:
+        """Count the blocks in the store that are beyond what it may hold."""
+        assert self.bound is not None
+        most = self.bound
+        if self._full_bound is not None:
+            most = min(most, self._full_bound)
+        return max(0, self.num_held_blocks + self.num_left_out + num_evicted - most)

@@ -287,7 +287,8 @@ class HostBytes:
         """End what has been copied, and find places for what waits.
 
         Args:
-            run: Runs a copy, on another thread or at once.
+            run: Runs a copy, on another thread or at once; if it raises, the copy has
+                failed.
         """
         self.collect()
         for write in self._writes:
@@ -374,10 +375,9 @@ class HostBytes:
             write.pieces.append(piece)
             try:
                 piece.spare = self._memory.take(placement.extent)
+                run(lambda piece=piece: self._fill(piece))  # type: ignore[misc]
             except Exception as error:
                 piece.error, piece.is_over = error, True
-                continue
-            run(lambda piece=piece: self._fill(piece))  # type: ignore[misc]
 
     def _collect(self, write: HostWrite) -> None:
         for piece in [piece for piece in write.pieces if piece.is_over]:

@@ -6,6 +6,7 @@ what has to come back.
 
 import concurrent.futures
 import contextlib
+import errno
 import gc
 import math
 import os
@@ -26,7 +27,7 @@ from jaxkv import ConfigError, Extras, Namespace, OffloadConfig
 from jaxkv.config import KEYS
 from jaxkv.integrations.prefix_storage import StorageKeys
 from jaxkv.keys.hashing import NO_EXTRAS
-from jaxkv.transfer.storage import StoreError, open_store
+from jaxkv.transfer.storage import LocalStore, StoreError, open_store
 from tests.integrations.test_prefix_store import (
     BLOCK,
     LENGTH,
@@ -37,6 +38,7 @@ from tests.integrations.test_prefix_store import (
 )
 from tests.rigs.faulty_store import Faults, FaultyStore
 from tests.rigs.known_kv import check_hit, known_kv, to_device
+from tests.rigs.refused_threads import refused_threads
 from tests.rigs.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -328,6 +330,131 @@ def test_a_full_store_deletes_what_was_used_least_recently(make, tmp_path):
     check_hit(store.load(OTHER), OTHER)
 
 
+def test_a_disk_that_is_too_small_keeps_what_is_used_now(make, monkeypatch, caplog):
+    disk = SmallDisk(monkeypatch, 3 * NUM_BLOCKS)
+    prompts = [list(range(1000 * n, 1000 * n + 30)) for n in range(12)]
+    with make(storage_list_s=None) as store:
+        assert store.wait_for_storage(60)
+        for _ in range(2):
+            for tokens in prompts:
+                save(store, tokens)
+                store.wait_for_storage(60)
+        stats = store.storage_stats
+        assert stats.failed["write full"] < 24 * NUM_BLOCKS / 4
+        assert disk.num_files > 1.5 * NUM_BLOCKS
+    [told] = [one for one in caplog.records if one.levelname == "WARNING"]
+    assert "blocks used least recently are deleted to make room" in told.message
+    store = listed(make)
+    hits = [store.load(tokens) is not None for tokens in prompts]
+    assert any(hits[-3:])
+    assert not any(hits[:6])
+
+
+def test_a_disk_that_others_have_filled_is_tried_at_a_bounded_rate(make, monkeypatch):
+    disk = SmallDisk(monkeypatch, 0)
+    store = listed(make)
+    for n in range(20):
+        save(store, list(range(1000 * n, 1000 * n + 30)))
+        store.wait_for_storage(60)
+    assert 0 < disk.num_tried < 4 * NUM_BLOCKS
+    disk.room = 100
+    end_s = time.monotonic() + 60
+
+    def is_written():
+        store.clear("again")
+        save(store, PROMPT)
+        return store.wait_for_storage(60)
+
+    wait_for(is_written)
+    assert time.monotonic() < end_s
+    assert disk.num_files >= NUM_BLOCKS
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+def test_a_machine_without_threads_costs_misses_and_the_store_recovers(make, error):
+    store = listed(make, storage_list_s=0.01)
+    tokens = [list(range(1000 * n, 1000 * n + 30)) for n in range(6)]
+    with refused_threads(error=error):
+        for each in tokens[:3]:
+            assert store.load(each) is None
+            save(store, each)
+            store.prefetch(each)
+        wait_for(lambda: "list other" in store.storage_stats.failed)
+        store.wait_for_storage(1.0)
+        assert store.load(tokens[0]) is not None  # From the host.
+    wait_for(lambda: store.wait_for_storage(1.0))
+    for each in tokens:
+        save(store, each)
+    assert store.wait_for_storage(60)
+    store.close()
+    store = listed(make)
+    assert store.load(tokens[5]).num_tokens == NUM_TOKENS
+    check_at_rest(store)
+
+
+def test_a_fetch_without_a_thread_to_copy_is_a_miss_and_the_next_one_a_hit(make):
+    store = restarted(make)
+    with refused_threads() as refused:
+        assert store.load(PROMPT) is None
+        assert any(name.startswith("jaxkv storage copy") for name in refused)
+        assert store.storage_stats.failed["read other"] > 0
+    wait_for(lambda: store.load(PROMPT) is not None)
+    check_hit(store.load(PROMPT), PROMPT)
+    assert store.storage_stats.is_up
+
+
+def test_a_prefix_store_that_no_thread_can_serve_is_refused_and_closes_its_store(make):
+    before = set(threading.enumerate())
+    with refused_threads(0, 1), pytest.raises(RuntimeError, match="can't start new"):
+        make()  # The thread that copies.
+    with refused_threads(11, 1) as refused, pytest.raises(StoreError, match="can't"):
+        make()
+    assert refused == ["jaxkv prefix storage"]
+    with refused_threads(1, 2) as refused:
+        make().close()  # Those of the store are started by a later call.
+    assert len(refused) == 2
+    gc.collect()
+    wait_for(lambda: set(threading.enumerate()) <= before)
+
+
+class SmallDisk:
+    """Has folders take no more files than there is room for.
+
+    Attributes:
+        room: Files that fit.
+        num_tried: Files that were to be written.
+        num_files: Files that there are.
+    """
+
+    def __init__(self, monkeypatch, room):
+        self.room = room
+        self.num_tried = 0
+        self._lock = threading.Lock()
+        self._paths = set()
+        write, unlink = LocalStore._write, os.unlink
+
+        def write_if_it_fits(store, path, blob):
+            with self._lock:
+                self.num_tried += 1
+                if len(self._paths | {path}) > self.room and path.endswith(".0"):
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                self._paths.add(path)
+            write(store, path, blob)
+
+        def unlink_and_count(path):
+            unlink(path)
+            with self._lock:
+                self._paths.discard(path)
+
+        monkeypatch.setattr(LocalStore, "_write", write_if_it_fits)
+        monkeypatch.setattr(os, "unlink", unlink_and_count)
+
+    @property
+    def num_files(self):
+        with self._lock:
+            return sum(path.endswith(".0") for path in self._paths)
+
+
 def test_clearing_needs_a_name_for_the_weights_and_their_kv_is_not_found(make):
     store = make(storage_list_s=0.02)
     save(store, PROMPT)
@@ -571,7 +698,7 @@ def test_loads_that_a_signal_interrupts_leave_nothing_pinned(make, faulty):
     store._storage.worker.storage_io._store.let_go()
     check_hit(store.load(PROMPT), PROMPT)
     check_hit(store.load(OTHER), OTHER)
-    check_at_rest(store)
+    wait_for(is_at_rest, store)  # Until the loads of all threads have ended.
 
 
 def test_a_bug_in_the_threads_is_raised_by_the_next_call(make, monkeypatch):

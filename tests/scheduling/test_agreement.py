@@ -15,13 +15,19 @@ import pytest
 
 from jaxkv import OffloadWorker, TransferEngine
 from jaxkv.scheduling.exchange import Exchange, open_exchanges
-from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, OffloadMetadata
+from jaxkv.scheduling.protocol import (
+    NO_EVENT,
+    ConnectorOutput,
+    OffloadMetadata,
+    TierReport,
+)
 from jaxkv.scheduling.storage_worker import StorageWorker
-from jaxkv.scheduling.tier_agreement import KEYS_PER_STEP
+from jaxkv.scheduling.tier_agreement import KEYS_PER_STEP, TierAgreement
 from jaxkv.scheduling.watchdog import Watchdog
 from jaxkv.scheduling.worker import AgreementError, PlanMismatchError
 from jaxkv.transfer import kernels
 from jaxkv.transfer.storage import MemoryStore, ObjectFormat, StorageIO
+from tests.rigs.refused_threads import refused_threads
 
 NUM_BLOCKS = 8
 # Longer than any wait for what does come, however slow the machine is.
@@ -476,6 +482,34 @@ def test_closing_waits_for_the_thread_that_talks_to_the_service(store):
     assert not exchange._thread.is_alive()
 
 
+def test_rounds_without_a_thread_wait_until_one_can_be_started(store):
+    exchanges = [Exchange(store, n, 2, "topic", TIMEOUT_S) for n in range(2)]
+    with refused_threads() as refused:
+        for exchange in exchanges:
+            exchange.send("hello", 1)
+        exchanges[0].send("and again", 2)
+    assert len(refused) == 3
+    exchanges[1].send("and again", 2)
+    for text in ("hello", "and again"):
+        for exchange in exchanges:
+            assert exchange.receive("it") == [text, text]
+    for exchange in exchanges:
+        exchange.close()
+
+
+def test_a_store_that_is_full_for_one_process_is_full_for_all(store):
+    exchanges = [Exchange(store, n, 2, "topic", TIMEOUT_S) for n in range(2)]
+    agreements = [TierAgreement(exchange, 2) for exchange in exchanges]
+    for agreement, num_full in zip(agreements, (3, 5), strict=True):
+        agreement.send([TierReport(num_full=num_full)], 1)
+        agreement.send([], 2)
+    for agreement in agreements:
+        assert agreement.receive(1) == (TierReport(num_full=5),)
+        assert agreement.receive(2) == ()
+    for exchange in exchanges:
+        exchange.close()
+
+
 def test_one_process_asks_nobody(monkeypatch):
     def refuse(*_):
         raise AssertionError
@@ -527,6 +561,16 @@ def test_a_call_that_does_not_return_ends_the_process(monkeypatch):
     with watchdog.watch(lambda: "a long call"):
         assert ended.wait(TIMEOUT_S)
     assert said == ["a long call"]
+
+
+def test_a_call_that_nothing_can_watch_is_made_and_the_next_one_is_watched():
+    watchdog, started = Watchdog(0.1), []
+    with refused_threads() as refused, watchdog.watch(str):
+        started.append(threading.active_count())
+    assert len(refused) == 1
+    with watchdog.watch(str):
+        started.append(threading.active_count())
+    assert started == [started[0], started[0] + 1]
 
 
 def test_a_call_may_take_the_time_of_a_compilation_however_short_the_timeout_is():

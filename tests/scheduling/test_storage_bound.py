@@ -3,8 +3,10 @@
 import contextlib
 import itertools
 import multiprocessing
+import pathlib
 import random
 import signal
+import threading
 import time
 
 import jax.numpy as jnp
@@ -12,7 +14,13 @@ import pytest
 
 from jaxkv import DeviceBlockPool, OffloadConfig
 from jaxkv.scheduling.protocol import SchedulerOutput
-from jaxkv.transfer.storage import MemoryStore, ObjectFormat, StorageIO
+from jaxkv.transfer.storage import (
+    LocalStore,
+    MemoryStore,
+    ObjectFormat,
+    StorageIO,
+    StoreError,
+)
 from jaxkv.transfer.storage.census import Bound, Census
 from tests.rigs.offload_rig import make_keys
 
@@ -214,3 +222,76 @@ def test_nobody_without_the_secret_can_record_a_bound():
     name = sealed.bound_name(Bound(40))
     assert sealed.bounds_of([name]) == [Bound(40)]
     assert sealed.bounds_of([name.replace("40", "41"), name[:-1], "README"]) == []
+
+
+def full_beyond(monkeypatch, num):
+    """Have each folder refuse blocks beyond some, as a disk does that is full."""
+    write, lock = LocalStore.write, threading.Lock()
+
+    def write_if_it_fits(store, name, blob):
+        with lock:
+            root = pathlib.Path(store.path)
+            is_new = name.endswith(".0") and not (root / name).exists()
+            if is_new and files(root) >= num:
+                raise StoreError("full", "No space left on device")
+            write(store, name, blob)
+
+    monkeypatch.setattr(LocalStore, "write", write_if_it_fits)
+
+
+def numbers_in(folder, numbers):
+    return [number for number in numbers if path_of(folder, number).exists()]
+
+
+def path_of(folder, number):
+    [key] = make_keys(number)
+    [root] = (folder / "jaxkv1").iterdir()
+    return root / key.hex()[:2] / f"{key.hex()}.0"
+
+
+@pytest.mark.parametrize("num_engines", [1, 2, 3])
+def test_engines_on_a_full_disk_keep_what_is_used_now_and_delete_no_more_than_needed(
+    tmp_path, monkeypatch, num_engines
+):
+    full_beyond(monkeypatch, 40)
+    with writer(tmp_path, num_blocks=1000) as engine:
+        engine.list()
+        engine.write(*range(60))
+        assert files(tmp_path) > 40 - 8
+        yesterday = numbers_in(tmp_path, range(60))
+        assert min(yesterday) > 15  # The oldest went first.
+    engines = [Writer(tmp_path, num_blocks=1000) for _ in range(num_engines)]
+    for engine in engines:
+        engine.list()
+    for number in range(100, 190):
+        engines[number % num_engines].write(number)
+    stats = [engine.storage.storage_io.stats for engine in engines]
+    for engine in engines:
+        engine.close()
+    # One goes for each that came or found no room.
+    num_failed = sum(each.failed.get("write full", 0) for each in stats)
+    assert sum(each.num_deleted for each in stats) <= 90 + num_failed
+    # They choose the same blocks of yesterday, each of which makes room once.
+    assert num_failed < 90 * num_engines / 4
+    assert files(tmp_path) > 40 - 8 * num_engines
+    today = numbers_in(tmp_path, range(100, 190))
+    assert len(today) > 40 - 12 * num_engines
+    assert numbers_in(tmp_path, range(60)) == [] or num_engines > 1
+
+
+def test_a_full_disk_without_a_block_of_ours_is_tried_again_and_then_used(
+    tmp_path, monkeypatch
+):
+    full_beyond(monkeypatch, 0)
+    with writer(tmp_path, num_blocks=1000) as engine:
+        engine.list()
+        engine.write(*range(30))
+        stats = engine.storage.storage_io.stats
+        assert 0 < stats.failed["write full"] < 30
+        assert (stats.num_written, stats.num_deleted) == (0, 0)
+        full_beyond(monkeypatch, 100)
+        monkeypatch.undo()
+        engine.list()
+        engine.storage.storage_io._full_until_s = 0.0
+        engine.write(*range(30, 60))
+        assert files(tmp_path) == 30

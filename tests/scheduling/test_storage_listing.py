@@ -12,6 +12,8 @@ from jaxkv.scheduling import storage_worker
 from jaxkv.transfer.storage import LocalStore, MemoryStore, ObjectFormat, StorageIO
 from tests.rigs.faulty_store import Faults, FaultyStore
 from tests.rigs.offload_rig import make_keys, make_request
+from tests.rigs.refused_threads import refused_threads
+from tests.rigs.waiting import wait_for
 
 BLOCK_SIZE = 4
 
@@ -97,10 +99,36 @@ def test_a_store_that_cannot_be_listed_keeps_no_engine_waiting(tmp_path, list_ev
         scheduler, worker = parts
         fill(tmp_path, worker, 3)
         assert not scheduler.wait_for_storage(worker)
-        # It is listed again later, or not any more.
-        assert not scheduler.wait_for_storage(worker, 0.0)
-        if list_every_s is None:
+        assert not scheduler.wait_for_storage(worker, 0.0)  # It is listed again later.
+
+
+def test_a_store_that_is_listed_once_is_listed_again_if_that_has_failed(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(storage_worker, "_RELIST_S", 0.0)
+    store = FaultyStore(LocalStore(tmp_path), 0, Faults(error=1.0))
+    with engine(tmp_path, store=store, storage_list_s=None) as (scheduler, worker):
+        fill(tmp_path, worker, 3)
+        assert not scheduler.wait_for_storage(worker)
+        store.faults.error = 0.0
+        assert scheduler.wait_for_storage(worker)
+        assert scheduler.num_storage_blocks_held == 3
+        assert not worker.storage.is_listing_due
+
+
+def test_a_store_is_listed_once_a_thread_can_be_started(tmp_path):
+    with (
+        refused_threads(),
+        engine(tmp_path, storage_list_s=0.0001) as (scheduler, worker),
+    ):
+        fill(tmp_path, worker, 3)
+        assert not scheduler.wait_for_storage(worker)
+        assert "list other" in worker.storage.storage_io.stats.failed
+    with engine(tmp_path, storage_list_s=0.0001) as (scheduler, worker):
+        with refused_threads():
             assert not scheduler.wait_for_storage(worker)
+        wait_for(scheduler.wait_for_storage, worker)
+        assert scheduler.num_storage_blocks_held == 3
 
 
 def test_where_there_is_no_store_there_is_nothing_to_wait_for():

@@ -163,3 +163,48 @@ def test_an_index_for_which_there_is_no_room_names_the_setting(monkeypatch):
     monkeypatch.setattr("jaxkv.tiers.index.make_executor", make_executor)
     with pytest.raises(MemoryError, match=r"num_blocks=1048576 .* 130 MiB, .*to less"):
         StorageTier(16, 1 << 20)
+
+
+def keys_of(numbers):
+    return [f"key {n}".encode().ljust(32) for n in numbers]
+
+
+def write(tier, numbers, ok=True):
+    """Write blocks; return what to delete."""
+    placed = tier.place(keys_of(numbers))
+    gone = tier.room_for(placed.evicted_keys)
+    tier.complete_store(placed.keys, ok)
+    return gone
+
+
+def test_a_full_store_loses_the_least_recently_used_block_for_each_that_had_no_room():
+    tier = StorageTier(4, 100)
+    assert tier.note_full(3) == []  # Whose blocks they are is not known yet.
+    tier.note_bound(bound=100, num_there=0)
+    assert tier.note_full(3) == []  # Others have filled it.
+    tier.note_bound(bound=100, num_there=0)
+    write(tier, range(40))
+    tier.touch(keys_of([0]))
+    assert tier.note_full(3) == keys_of([1, 2, 3])
+    # From now on one goes for each that comes, and no more.
+    assert write(tier, [40, 41]) == keys_of([4, 5])
+    assert write(tier, [42], ok=False) == keys_of([6])
+    assert write(tier, [43]) == []
+    assert write(tier, [44]) == keys_of([7])
+    assert tier.num_held_blocks == 40 - 3
+
+
+@pytest.mark.parametrize("is_listed_again", [True, False])
+def test_a_store_that_was_full_is_filled_again_later(is_listed_again):
+    tier = StorageTier(4, 100)
+    tier.note_bound(bound=100, num_there=0)
+    write(tier, range(40))
+    tier.note_full(1)
+    if is_listed_again:
+        tier.note_bound(bound=100, num_there=39)
+    else:
+        gone = [key for n in range(40, 81) for key in write(tier, [n])]
+        assert len(gone) == 39  # As many as it held, once over.
+    for number in range(100, 140):
+        assert write(tier, [number]) == []
+    assert tier.num_held_blocks >= 79

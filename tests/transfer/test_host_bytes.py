@@ -147,6 +147,26 @@ def test_compressed_blocks_come_back_as_they_were_stored():
     assert loaded[0] == loaded[1]
 
 
+def test_a_write_whose_copy_cannot_begin_fails_and_the_next_one_succeeds():
+    pool = make_pool(9)
+    engine = TransferEngine(pool, 1, mode="fused")
+    payload = np.arange(engine.host_payload_bytes).astype(np.uint8)
+
+    def refuse(copy):
+        raise RuntimeError("can't start new thread")
+
+    for _ in range(3):
+        failed = engine.write_host([0], [payload])
+        engine.advance_host(refuse)
+        engine.advance_host(refuse)
+        assert failed.is_over
+        assert "can't start new thread" in str(failed.error)
+    write(engine, [0], [payload])
+    [held] = read(engine, [0])
+    assert held.tobytes() == payload.tobytes()
+    engine._table.check()
+
+
 def test_a_save_waits_for_a_write_that_holds_the_last_extent():
     pool = make_pool(6)
     # Two extents of one block each: one is full, one is to spare.

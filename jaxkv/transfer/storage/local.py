@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import re
@@ -29,6 +30,10 @@ _MOST_PIECES = 512  # POSIX lets `writev` refuse more than 1,024.
 _PAGE = 4096
 _KEPT_BYTES = 128 << 20
 _NUM_THREADS = 4
+# What is no file is not waited for, and cannot be opened or read.
+_NO_FILE_ERRORS = (errno.ELOOP, errno.ENXIO)
+# Read in place of what is no file: no object, so it is refused as foreign.
+_NO_FILE = b"no file"
 
 
 class LocalStore:
@@ -115,7 +120,7 @@ class LocalStore:
     def exists(self, names: Sequence[str]) -> list[Future[bool]]:
         """Tell which files there are."""
         paths = [self._path(name) for name in names]
-        return [self._readers.submit(os.path.exists, path) for path in paths]
+        return [self._readers.submit(_exists, path) for path in paths]
 
     def delete(self, names: Sequence[str]) -> list[Future[None]]:
         """Delete files."""
@@ -135,8 +140,10 @@ class LocalStore:
         for name in names:
             try:
                 status = os.stat(self._path(name), follow_symlinks=False)
-            except OSError:
+            except FileNotFoundError:
                 times.append(0)
+            except OSError as error:
+                raise error_of(error) from error
             else:
                 times.append(max(status.st_mtime_ns, status.st_atime_ns) // 1000)
         return times
@@ -165,7 +172,12 @@ class LocalStore:
                 _write_all(file, blob)
             finally:
                 os.close(file)
-            os.rename(temporary, path)
+            try:
+                os.rename(temporary, path)
+            except IsADirectoryError:
+                # A folder is in the way, perhaps with what is somebody's.
+                os.rename(path, f"{temporary}.aside")
+                os.rename(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
@@ -187,18 +199,22 @@ class LocalStore:
                 os.chmod(path, self._folder_mode)
 
 
-def _read(buffers: Buffers, max_bytes: int, path: str) -> memoryview | None:
+def _read(buffers: Buffers, max_bytes: int, path: str) -> Piece | None:
     # What another user may have put there: a link is not followed, a pipe not waited
     # for, and a file of terabytes not read.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         file = os.open(path, flags)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        if error.errno in _NO_FILE_ERRORS:
+            return _NO_FILE
+        raise
     try:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
-            raise StoreError("other", f"{path} is not a file")
+            return _NO_FILE
         return _fill(file, buffers.take(min(status.st_size, max_bytes)))
     finally:
         os.close(file)
@@ -225,8 +241,16 @@ def _write_all(file: int, blob: Blob) -> None:
             left[0] = left[0][done:]
 
 
+def _exists(path: str) -> bool:
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 def _delete(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
+    # A folder is no object.
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
         os.unlink(path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import os
 import socket
 import sys
@@ -29,7 +30,7 @@ from jaxkv.transfer.storage.store import (
     error_of,
     shown_url,
 )
-from jaxkv.transfer.storage.workers import Workers
+from jaxkv.transfer.storage.workers import Workers, start_thread
 
 _PORT = 50051
 _PROTOCOLS = ("tcp", "rdma")
@@ -224,13 +225,25 @@ class MooncakeStore:
         with self._lock:
             self._num_open += 1
             queue.waiting.extend(zip(items, sizes, futures, strict=True))
-        queue.workers.submit(self._answer, queue)
+        running = queue.workers.submit(self._answer, queue)
+        running.add_done_callback(functools.partial(self._end_answer, queue))
         return futures
 
     def _answer(self, queue: _Queue) -> None:
         """Have calls made until nothing waits; the work of a queue's thread."""
-        while self._answer_some(queue, queue.take()):
+        while self._answer_some(queue, self._take(queue)):
             pass
+
+    def _take(self, queue: _Queue) -> list[tuple[Any, int, Future[Any]]]:
+        with self._lock:
+            return queue.take()
+
+    def _end_answer(self, queue: _Queue, running: Future[None]) -> None:
+        error = running.exception()
+        if error is not None:
+            while taken := self._take(queue):
+                for *_, future in taken:
+                    future.set_exception(error)
         with self._lock:
             self._num_open -= 1
         self._end_if_idle()
@@ -332,9 +345,10 @@ class MooncakeStore:
             if not self._is_closed or self._num_open or self._client is None:
                 return
             theirs, self._client = self._client.theirs, None
-        threading.Thread(
-            target=theirs.close, name="jaxkv storage close", daemon=True
-        ).start()
+        try:
+            start_thread("jaxkv storage close", theirs.close)
+        except StoreError:
+            theirs.close()
 
 
 def _queue(

@@ -159,8 +159,16 @@ class RedisStore:
                 else:
                     future.set_result(convert(result))
 
+        def note_failure(first: int, running: Future[None]) -> None:
+            error = running.exception()
+            if error is not None:
+                for future in futures[first : first + at_once]:
+                    if not future.done():
+                        future.set_exception(error)
+
         for first in range(0, len(commands), at_once):
-            workers.submit(run, first)
+            running = workers.submit(run, first)
+            running.add_done_callback(functools.partial(note_failure, first))
         return futures
 
     def list(self, folder: str) -> Iterator[list[str]]:

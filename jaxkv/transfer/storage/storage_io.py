@@ -27,10 +27,12 @@ from jaxkv.transfer.storage.store import (
     can_list,
     error_of,
 )
+from jaxkv.transfer.storage.workers import Crew, start_thread
 from jaxkv.types import BlockKey
 
 Kind: TypeAlias = Literal["read", "write", "probe"]
 _What: TypeAlias = Literal["read", "write", "probe", "delete"]
+_Moved: TypeAlias = Literal["read", "write"]
 Outcome: TypeAlias = Literal["done", "missing", "refused", "failed", "late"]
 
 _NUM_ISSUERS = 2  # One may be busy with the checksum of a write.
@@ -43,6 +45,8 @@ _MOST_LISTED = 1 << 18  # Blocks that were listed and not taken.
 _MOST_LATENCIES = 1 << 14
 _HALF_LIFE_S = 10.0
 _MOST_WAIT_S = threading.TIMEOUT_MAX / 2  # What a lock can be asked to wait.
+# After a write that found no room, when to try the next if nothing is deleted.
+_FULL_RETRY_S = 1.0
 
 
 class Completion(NamedTuple):
@@ -109,7 +113,8 @@ class StorageIOStats:
         num_missing: Reads of what was not there.
         num_probed: Objects of which the store was asked whether they are there.
         num_late: Reads that the deadline overtook.
-        num_dropped: Writes that did not fit into the queue.
+        num_dropped: Writes that did not fit into the queue, or came while the store
+            was full.
         num_deleted: Objects that were deleted, here or because they were not right.
         bytes_written: Bytes of the objects written.
         bytes_read: Bytes of the objects read.
@@ -301,7 +306,7 @@ class StorageIO(Resource):
         self._lock = threading.Lock()
         self._wakes_issuers = threading.Condition(self._lock)
         self._wakes_waiters = threading.Condition(self._lock)
-        self._wakes_movers = {
+        self._wakes_movers: dict[_Moved, threading.Condition] = {
             "read": threading.Condition(self._lock),
             "write": threading.Condition(self._lock),
         }
@@ -315,6 +320,9 @@ class StorageIO(Resource):
         }
         self._num_idle = {"read": 0, "probe": 0, "write": 0}  # Given up, in a queue.
         self._deletes: dict[str, None] = {}  # An ordered set of names.
+        self._undeleted: dict[str, None] = {}  # Deletes that failed.
+        # Until when the store counts as full, if no delete makes room before.
+        self._full_until_s = float("-inf")
         self._num_out: dict[str, int] = {"read": 0, "probe": 0, "write": 0, "delete": 0}
         self._jobs: dict[int, _Job] = {}  # By ticket, those that a caller waits for.
         self._deadlines: list[tuple[float, int]] = []
@@ -344,19 +352,19 @@ class StorageIO(Resource):
             "probe": _Way(self._exists, self._note_probed, self._fail),
             "delete": _Way(store.delete, self._note_deleted, self._fail_delete),
         }
-        for number in range(_NUM_ISSUERS):
-            threading.Thread(
-                target=self._issue_all, name=f"jaxkv storage {number}", daemon=True
-            ).start()
+        issuers = Crew("jaxkv storage", _NUM_ISSUERS, self._issue_all)
+        self._crews: dict[_What, Crew] = dict.fromkeys(self._ways, issuers)
         if self._direct is not None:
-            for number in range(min(num_in_flight, self._direct.num_threads)):
-                for kind in self._wakes_movers:
-                    threading.Thread(
-                        target=self._move_all,
-                        args=(kind,),
-                        name=f"jaxkv storage {kind} {number}",
-                        daemon=True,
-                    ).start()
+            num_threads = min(num_in_flight, self._direct.num_threads)
+            for kind in self._wakes_movers:
+                self._crews[kind] = Crew(
+                    f"jaxkv storage {kind}",
+                    num_threads,
+                    functools.partial(self._move_all, kind),
+                )
+        with self._lock:
+            for what in self._crews:
+                self._start_threads(what)
 
     def submit_writes(
         self, items: Iterable[tuple[BlockKey, Sequence[Bytes]]]
@@ -380,13 +388,16 @@ class StorageIO(Resource):
             self.objects.check(key, payload)
         tickets: list[int | None] = []
         with self._lock:
+            is_full = self._is_full and not self._has_deletes
             for key, payload in items:
-                if self._is_closed or not self._reserve("write"):
+                if self._is_closed or is_full or not self._reserve("write"):
                     self._counts["dropped"] += 1
                     tickets.append(None)
                     continue
                 # The object that was to go is the one that comes.
-                self._deletes.pop(self.objects.name(key), None)
+                name = self.objects.name(key)
+                self._deletes.pop(name, None)
+                self._undeleted.pop(name, None)
                 tickets.append(self._add("write", (key,), payload))
             self._wake_for("write", len(tickets))
         return tickets
@@ -437,16 +448,17 @@ class StorageIO(Resource):
     def delete(self, keys: Iterable[BlockKey]) -> None:
         """Ask for the objects of this shard of some blocks to be deleted.
 
-        Nothing reports it. What a store fails to delete, or what is too much at once,
-        stays; a later `list_all` finds it.
+        Nothing reports it. What a store fails to delete is tried again when it is
+        listed; what is too much at once stays, and a later `list_all` finds it.
         """
         names = [self.objects.name(key) for key in keys]
         with self._lock:
             self._delete(names)
-            self._wakes_issuers.notify()
 
     def list_all(self, bound: Bound | None = None) -> None:
         """Begin to list all blocks of the store; `take_pages` has them.
+
+        A listing that cannot begin has failed, as one whose store fails.
 
         Args:
             bound: How many blocks the store may hold, according to this engine; None
@@ -459,11 +471,14 @@ class StorageIO(Resource):
         with self._lock:
             if self._lister is not None:
                 raise RuntimeError("The store is being listed already.")
-            self._fresh = []
-            self._lister = threading.Thread(
-                target=self._list, args=(bound,), name="jaxkv storage list", daemon=True
-            )
-        self._lister.start()
+            self._fresh, self._listed = [], None
+            undeleted, self._undeleted = self._undeleted, {}
+            self._delete(undeleted)
+            try:
+                self._lister = start_thread("jaxkv storage list", self._list, bound)
+            except StoreError as error:
+                self._note_error("list", error)
+                self._listed = Listed(False)
 
     def take_pages(self, most_keys: int) -> tuple[list[ListedPage], Listed | None]:
         """Hand out what `list_all` has found since the last time.
@@ -538,6 +553,11 @@ class StorageIO(Resource):
                 self._completions = collections.deque(kept)
             self._wakes_waiters.notify_all()
 
+    def note_failure(self, kind: Kind, error: BaseException) -> None:
+        """Count a read or a write that failed before the store was asked."""
+        with self._lock:
+            self._note_error(kind, error_of(error))
+
     @property
     def read_bytes_per_s(self) -> float:
         """Bytes per second of reads while some are open; 0 before the first.
@@ -579,7 +599,7 @@ class StorageIO(Resource):
         return taken
 
     def log_health(self) -> None:
-        """Log that the store begins to fail, or is well again, if it is time to."""
+        """Log that the store begins to fail, or has recovered, if it is time to."""
         if self._health.has_news:
             with self._lock:
                 line = self._health.next_line(self._clock())
@@ -621,20 +641,12 @@ class StorageIO(Resource):
                 return
             self._is_closed = True
             self._wakes_waiters.wait_for(
-                lambda: (
-                    not self._open_bytes["write"]
-                    and not self._deletes
-                    and not self._num_out["delete"]
-                ),
+                lambda: not (self._open_bytes["write"] or self._has_deletes),
                 min(timeout_s, _MOST_WAIT_S),
             )
-            for kind, queue in self._queues.items():
-                for job in queue:
-                    if not job.is_over:
-                        self._counts["dropped"] += kind == "write"
-                        self._release(kind)
-                        self._end_unissued(job, "closed")
-                queue.clear()
+            for kind in self._queues:
+                num_ended = self._end_queue(kind, "closed")
+                self._counts["dropped"] += num_ended * (kind == "write")
             self._deletes.clear()
             self._wakes_issuers.notify_all()
             for wakes in self._wakes_movers.values():
@@ -668,11 +680,25 @@ class StorageIO(Resource):
         return tickets
 
     def _wake_for(self, kind: Kind, num_jobs: int) -> None:
-        """Wake the threads that take new jobs."""
-        if self._direct is not None and kind in self._wakes_movers:
+        """Wake the threads that take new jobs; without a thread they have failed."""
+        error = self._start_threads(kind)
+        if error is not None:
+            for _ in range(self._end_queue(kind, error.kind)):
+                self._note_error(kind, error)
+        elif self._direct is not None and kind in self._wakes_movers:
             self._wakes_movers[kind].notify(num_jobs)
         else:
             self._wakes_issuers.notify_all()
+
+    def _start_threads(self, what: _What) -> StoreError | None:
+        """Start threads that are missing; return the error if there is none at all."""
+        crew = self._crews[what]
+        if crew.num_missing:
+            try:
+                crew.start()
+            except StoreError as error:
+                return None if crew.has_thread else error
+        return None
 
     def _reserve(self, kind: Kind) -> bool:
         if kind == "probe":
@@ -736,26 +762,44 @@ class StorageIO(Resource):
         for name in names:
             if not self._is_closed and len(self._deletes) < _MOST_DELETES:
                 self._deletes[name] = None
+        if self._deletes:
+            self._start_threads("delete")
+            self._wakes_issuers.notify_all()
+
+    @property
+    def _has_deletes(self) -> bool:
+        return bool(self._deletes or self._num_out["delete"])
+
+    @property
+    def _is_full(self) -> bool:
+        return self._clock() < self._full_until_s
+
+    def _may_take(self, kind: Kind) -> bool:
+        """Whether jobs wait; writes to a full store wait until deletes make room."""
+        is_held = kind == "write" and self._has_deletes and self._is_full
+        return bool(self._queues[kind]) and not (is_held and not self._is_closed)
 
     def _has_room(self, what: str) -> bool:
         return self._num_out[what] < self._num_in_flight
 
     def _next_kind(self) -> _What | None:
         """Choose what to issue: requests wait for reads, none for deletes."""
-        if self._queues["read"] and self._has_room("read") and not self._direct:
+        if self._may_take("read") and self._has_room("read") and not self._direct:
             return "read"
-        if self._queues["probe"] and self._has_room("probe"):
+        if self._may_take("probe") and self._has_room("probe"):
             return "probe"
         if self._deletes and self._has_room("delete"):
             return "delete"
-        if self._queues["write"] and self._has_room("write") and not self._direct:
+        if self._may_take("write") and self._has_room("write") and not self._direct:
             return "write"
         return None
 
     def _take(self, kind: Kind, most: int = _MOST_AT_ONCE) -> list[_Job]:
         """Take jobs to issue from a queue."""
-        queue = self._queues[kind]
         jobs: list[_Job] = []
+        if not self._may_take(kind):
+            return jobs
+        queue = self._queues[kind]
         most = min(most, self._num_in_flight - self._num_out[kind])
         if kind == "write":
             most = min(most, max(1, _WRITE_AT_ONCE_BYTES // self.objects.object_bytes))
@@ -808,10 +852,18 @@ class StorageIO(Resource):
         if len(self._completions) >= self._awaited or not self._jobs or self._is_closed:
             self._wakes_waiters.notify_all()
 
-    def _end_unissued(self, job: _Job, reason: str) -> None:
-        job.is_over = True
-        del self._jobs[job.ticket]
-        self._completions.append(job.ended("failed", reason=reason))
+    def _end_queue(self, kind: Kind, reason: str) -> int:
+        """Fail what no thread has taken from a queue; return how many jobs that is."""
+        jobs = [job for job in self._queues[kind] if not job.is_over]
+        self._queues[kind].clear()
+        self._num_idle[kind] = 0
+        for job in jobs:
+            job.is_over = True
+            self._release(kind)
+            del self._jobs[job.ticket]
+            self._completions.append(job.ended("failed", reason=reason))
+        self._wake_waiters()
+        return len(jobs)
 
     def _end_read(
         self,
@@ -830,7 +882,6 @@ class StorageIO(Resource):
             self._health.note_refusal(payload.reason)
             if payload.is_ours:
                 self._delete([self.objects.name(job.key)])
-                self._wakes_issuers.notify()
             self._end(job, "refused", reason=payload.reason, num_bytes=len(data))
         else:
             self._counts["read"] += 1
@@ -842,18 +893,27 @@ class StorageIO(Resource):
         self._note_error(job.kind, error)
         self._end(job, "failed", reason=error.kind)
 
-    def _fail_delete(self, _: str, error: BaseException) -> None:
+    def _fail_delete(self, name: str, error: BaseException) -> None:
         self._note_error("delete", error_of(error))
+        if len(self._undeleted) < _MOST_DELETES:
+            self._undeleted[name] = None
         self._end_delete()
 
     def _end_delete(self) -> None:
         self._num_out["delete"] -= 1
+        if not self._has_deletes and self._is_full:
+            self._full_until_s = float("-inf")
+            self._wakes_issuers.notify_all()
+            self._wakes_movers["write"].notify_all()
         self._wake_waiters()
 
     def _note_error(self, what: str, error: StoreError) -> None:
+        now_s = self._clock()
         self._failed[f"{what} {error.kind}"] += 1
         self._last_error = str(error)
-        self._health.note_failure(what, error.kind, str(error), self._clock())
+        self._health.note_failure(what, error.kind, str(error), now_s)
+        if (what, error.kind) == ("write", "full"):
+            self._full_until_s = now_s + _FULL_RETRY_S
 
     def _note_late(self, job: _Job) -> None:
         why = "no answer in time"
@@ -941,7 +1001,7 @@ class StorageIO(Resource):
         name = self.objects.name(job.key)
         return name, self.objects.encode(job.key, job.payload)
 
-    def _move_all(self, kind: Literal["read", "write"]) -> None:
+    def _move_all(self, kind: _Moved) -> None:
         """Read, or write, one object after another; the work of a thread."""
         move = self._read if kind == "read" else self._write
         while (job := self._next_job(kind)) is not None:
@@ -957,12 +1017,12 @@ class StorageIO(Resource):
         assert self._direct is not None
         self._direct.write(*self._encoded(job))
 
-    def _next_job(self, kind: Literal["read", "write"]) -> _Job | None:
+    def _next_job(self, kind: _Moved) -> _Job | None:
         """Wait for a job to move; None once there will be no more."""
         with self._lock:
             while True:
                 self._wakes_movers[kind].wait_for(
-                    lambda: self._queues[kind] or self._is_closed
+                    lambda: self._may_take(kind) or self._is_closed
                 )
                 jobs = self._take(kind, 1)
                 if jobs or self._is_closed:
@@ -1055,18 +1115,27 @@ class StorageIO(Resource):
             wait_for(self._store.delete(names))
         # Others need not know of what is less than they know.
         if own not in recorded and (own == bound or own.is_owners):
-            wait_for(self._store.put([(name, [b"jaxkv\n"])]))
+            self._record(lambda: wait_for(self._store.put([(name, [b"jaxkv\n"])])))
         with self._lock:
             fresh, self._fresh = self._fresh, []
         keys = census.oldest_first(fresh)
         num_gone = max(0, len(keys) - bound.num_blocks)
         gone, kept = keys[:num_gone], keys[num_gone:]
-        census.record(kept)
+        self._record(lambda: census.record(kept))
         with self._lock:
             for key in gone:
                 self._delete(self.objects.all_names(key))
-            self._wakes_issuers.notify_all()
         return Listed(True, bound.num_blocks, len(kept), tuple(gone))
+
+    def _record(self, put: Callable[[], object]) -> None:
+        """Write what the store records of itself; a full one must still make room."""
+        try:
+            put()
+        except StoreError as error:
+            if error.kind != "full":
+                raise
+            with self._lock:
+                self._note_error("write", error)
 
 
 def _together(futures: Sequence[Future[bool]]) -> Future[list[bool]]:

@@ -212,7 +212,7 @@ def error_of(error: BaseException) -> StoreError:
         return error
     kind: ErrorKind = "other"
     if isinstance(error, OSError):
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             kind = "full"
         elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             kind = "denied"

@@ -27,6 +27,8 @@ from jaxkv.transfer.storage.store import (
 _RETRIES = {"max_retries": 3, "initial_delay": "100ms", "max_delay": "1s"}
 _MOST_SHOWN = 200
 _SIZE = re.compile("size ([0-9]+)")
+# HTTP's "insufficient storage", and the quota of a bucket.
+_FULL = re.compile("http_response_code='507'|QuotaExceeded: ")
 _NUM_LISTS = 16  # At once.
 _KINDS: Mapping[str, ErrorKind] = {
     "RESOURCE_EXHAUSTED": "full",
@@ -77,16 +79,7 @@ class TensorStoreStore:
 
     def exists(self, names: Sequence[str]) -> list[Future[bool]]:
         """Tell which objects there are, by reading a byte of each."""
-
-        def is_there(result: Any) -> bool:
-            return bool(result.state != "missing")
-
-        return [
-            _future(
-                self._store.read(check_name(name), byte_range=slice(0, 1)), is_there
-            )
-            for name in names
-        ]
+        return [_is_there(self._read(check_name(name), 1)) for name in names]
 
     def delete(self, names: Sequence[str]) -> list[Future[None]]:
         """Delete objects."""
@@ -133,7 +126,10 @@ class TensorStoreStore:
                 # It does not say how long an empty one is.
                 num_bytes = int(size[1]) if size else 1
                 if num_bytes < asked:
-                    start(num_bytes)
+                    try:
+                        start(num_bytes)
+                    except Exception as failure:
+                        ours.set_exception(_error_of(failure))
                 else:
                     ours.set_exception(error)
 
@@ -240,7 +236,22 @@ def _future(theirs: Any, convert: Callable[[Any], Any]) -> Future[Any]:
 
 def _error_of(error: BaseException) -> StoreError:
     text = error_text(error)
-    return StoreError(_KINDS.get(text.partition(":")[0], "other"), text)
+    kind = _KINDS.get(text.partition(":")[0], "other")
+    return StoreError("full" if _FULL.search(str(error)) else kind, text)
+
+
+def _is_there(read: Future[Piece | None]) -> Future[bool]:
+    ours: Future[bool] = Future()
+
+    def finish(_: object) -> None:
+        error = read.exception()
+        if error is not None:
+            ours.set_exception(error)
+        else:
+            ours.set_result(read.result() is not None)
+
+    read.add_done_callback(finish)
+    return ours
 
 
 def _nothing(_: object) -> None:

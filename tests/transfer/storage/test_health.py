@@ -52,7 +52,7 @@ def test_calls_that_fail_after_a_store_has_come_back_are_no_second_failure():
     assert lines_of(health, 90.5) == []
     [(level, text)] = lines_of(health, 91.0)
     assert level == logging.INFO
-    assert "well again after 91 s; failed were 2 writes" in text
+    assert "recovered after 91 s (2 failed writes)" in text
     assert not health.has_news
 
 
@@ -68,12 +68,59 @@ def test_a_full_store_is_down_until_a_write_gets_there_whatever_it_reads():
     assert health.is_up
 
 
-def test_a_failure_that_has_passed_before_anybody_looked_is_not_told():
+def test_a_failure_that_has_passed_before_anybody_looked_is_logged():
     health = StoreHealth("/kv")
     health.note_failure("read", "other", "once", 0.0)
     health.note_answer("read")
-    assert lines_of(health, 100.0) == []
+    [(first, text), (second, end)] = lines_of(health, 3.0)
+    assert (first, second) == (logging.WARNING, logging.INFO)
+    assert text.startswith("the store /kv fails: read other (once).")
+    assert end == "the store /kv recovered after 3 s (1 failed read)"
     assert not health.has_news
+
+
+def test_an_outage_is_counted_from_its_first_failure_however_late_its_warning():
+    health = StoreHealth("/kv")
+    for now_s in (0.0, 20.0):
+        health.note_failure("write", "denied", "once", now_s)
+        health.note_answer("write")
+        lines_of(health, now_s + 5.0)
+    # It began within a minute of the last warning, and goes on.
+    health.note_failure("read", "denied", "Permission denied", 30.0)
+    health.note_failure("write", "denied", "Permission denied", 40.0)
+    assert lines_of(health, 59.0) == []
+    [(level, text)] = lines_of(health, 61.0)
+    assert level == logging.WARNING
+    assert "read denied (Permission denied)" in text
+    health.note_failure("write", "denied", "Permission denied", 80.0)
+    health.note_answer("read")
+    assert lines_of(health, 90.0) == []
+    health.note_answer("write")
+    [(level, text)] = lines_of(health, 130.0)
+    assert level == logging.INFO
+    assert (
+        text == "the store /kv recovered after 100 s (1 failed read, 2 failed writes)"
+    )
+
+
+def test_a_disk_that_stays_full_is_logged_once_an_hour_and_what_else_fails_at_once():
+    health = StoreHealth("/kv")
+    told = []
+    for minute in range(121):  # Each listing has it tried again.
+        now_s = 60.0 * minute
+        health.note_failure("write", "full", "No space left on device", now_s)
+        health.note_answer("write")
+        told += [(minute, level) for level, _ in lines_of(health, now_s + 2.0)]
+    assert told == [
+        (minute, level)
+        for minute in (0, 60, 120)
+        for level in (logging.WARNING, logging.INFO)
+    ]
+    health.note_failure("write", "full", "No space left on device", 7300.0)
+    assert lines_of(health, 7300.0) == []
+    health.note_failure("read", "unreachable", "Stale file handle", 7301.0)
+    [(_, text)] = lines_of(health, 7301.0)
+    assert "read unreachable (Stale file handle)" in text
 
 
 def test_objects_that_are_not_right_are_told_once_for_each_reason():

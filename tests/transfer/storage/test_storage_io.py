@@ -8,13 +8,22 @@ import subprocess
 import sys
 import threading
 import weakref
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
 
-from jaxkv.transfer.storage import LocalStore, MemoryStore, ObjectFormat, StorageIO
+from jaxkv.transfer.storage import (
+    LocalStore,
+    MemoryStore,
+    ObjectFormat,
+    StorageIO,
+    StoreError,
+)
+from jaxkv.transfer.storage.census import Bound
 from jaxkv.transfer.storage.storage_io import Rate
 from tests.rigs.faulty_store import Faults, FaultyDirectStore, FaultyStore
+from tests.rigs.refused_threads import refused_threads
 
 FOREVER = float("inf")
 SIZE = 100
@@ -593,3 +602,131 @@ print("end")
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
     )
     assert (done.stdout, done.returncode) == ("end\n", 0), done.stderr
+
+
+def submit_each(storage, number):
+    """Submit a read, a write and a probe."""
+    storage.submit_reads([key(number)], FOREVER)
+    storage.submit_writes(writes(number))
+    storage.submit_probes([[key(number)]], FOREVER)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, MemoryError])
+def test_calls_without_a_thread_fail_at_once_and_later_ones_are_made(
+    store, error, caplog
+):
+    with refused_threads(error=error):
+        storage = StorageIO(store, BLOCKS)
+        submit_each(storage, 1)
+        done = storage.wait(0)
+        assert {(each.kind, each.outcome, each.reason) for each in done} == {
+            (kind, "failed", "other") for kind in ("read", "write", "probe")
+        }
+        storage.delete([key(1)])
+        stats = storage.stats
+        assert stats.queued_write_bytes == stats.open_read_bytes == 0
+        assert "can't start new thread" in stats.last_error
+        storage.log_health()
+    write_all(storage, 1)
+    submit_each(storage, 1)
+    assert {each.outcome for each in wait_all(storage, 3)} == {"done"}
+    assert storage.is_up
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    storage.close(60.0)
+
+
+@pytest.mark.parametrize("first", range(0, 10, 3))
+def test_a_thread_that_cannot_be_started_is_started_by_a_later_call(tmp_path, first):
+    with refused_threads(first, 1) as refused:
+        storage = StorageIO(LocalStore(str(tmp_path)), BLOCKS)
+    assert len(refused) == 1
+    write_all(storage, *range(9))
+    assert {each.outcome for each in read_all(storage, *range(9))} == {"done"}
+    storage.submit_probes([[key(1)]], FOREVER)
+    wait_all(storage, 1)
+    assert not any(crew.num_missing for crew in storage._crews.values())
+    storage.close(60.0)
+
+
+def test_a_listing_without_a_thread_has_failed_and_the_next_one_lists(store):
+    with StorageIO(store, BLOCKS) as storage:
+        write_all(storage, 1)
+        with refused_threads():
+            storage.list_all()
+            storage.list_all()
+            pages, ended = storage.take_pages(10)
+            assert (pages, ended.is_whole) == ([], False)
+            assert storage.stats.failed == {"list other": 2}
+        storage.list_all()
+        assert take_all_pages(storage) == [(key(1), 0)]
+
+
+def test_a_delete_that_failed_is_made_again_at_the_next_listing(store):
+    faulty = FaultyStore(store, 1, Faults(error=1.0))
+    with StorageIO(faulty, BLOCKS) as storage:
+        faulty.faults.error = 0.0
+        write_all(storage, 1, 2)
+        faulty.faults.error = 1.0
+        storage.delete([key(1), key(2)])
+        eventually(lambda: storage.stats.failed == {"delete other": 2})
+        faulty.faults.error = 0.0
+        write_all(storage, 2)  # It must stay.
+        storage.list_all()
+        eventually(lambda: storage.stats.num_deleted == 1)
+        outcomes = [each.outcome for each in read_all(storage, 1, 2)]
+        assert outcomes == ["missing", "done"]
+        assert storage.is_up
+
+
+class FullStore(MemoryStore):
+    """A store that takes as many objects as it has room for.
+
+    Attributes:
+        room: How many it takes.
+        num_tried: Writes so far.
+    """
+
+    room = 0
+    num_tried = 0
+
+    def put(self, items):
+        self.num_tried += len(items)
+        if len(self._blobs) + len(items) <= self.room:
+            return super().put(items)
+        futures = [Future() for _ in items]
+        for future in futures:
+            future.set_exception(StoreError("full", "No space left on device"))
+        return futures
+
+
+def test_a_full_store_is_written_again_after_a_second_or_a_delete():
+    clock, store = Clock(), FullStore()
+    with StorageIO(store, BLOCKS, clock=clock) as storage:
+        [failed] = write_all(storage, 1)
+        assert (failed.outcome, failed.reason) == ("failed", "full")
+        for number in range(50):
+            assert storage.submit_writes(writes(number)) == [None]
+        assert (store.num_tried, storage.stats.num_dropped) == (1, 50)
+        clock.now_s += 1.0
+        write_all(storage, 2)
+        assert store.num_tried == 2
+        assert storage.submit_writes(writes(3)) == [None]
+        storage.delete([key(9)])
+        eventually(lambda: storage.stats.num_deleted == 1)
+        store.room = 1
+        assert write_all(storage, 3)[0].outcome == "done"
+        assert storage.stats.failed == {"write full": 2}
+
+
+def test_a_full_store_that_takes_no_record_of_a_bound_is_still_listed_and_trimmed():
+    store = FullStore()
+    store.room = 10
+    with StorageIO(store, BLOCKS) as storage:
+        write_all(storage, *range(10))
+        storage.list_all(Bound(4))
+        eventually(lambda: storage._listed is not None)
+        [page], ended = storage.take_pages(100)
+        assert len(page.keys) == 10
+        assert (ended.is_whole, ended.bound, ended.num_blocks) == (True, 4, 4)
+        eventually(lambda: storage.stats.num_deleted == 6)
+        assert storage.stats.failed == {"write full": 1}

@@ -3,8 +3,10 @@
 import collections
 import errno
 import gc
+import http.server
 import itertools
 import os
+import pathlib
 import random
 import resource
 import signal
@@ -27,12 +29,14 @@ from jaxkv.transfer.storage import (
     ObjectFormat,
     Refusal,
     StoreError,
+    mooncake_store,
     open_store,
     tensor_store,
 )
 from jaxkv.transfer.storage.buffers import Buffers
 from jaxkv.transfer.storage.store import can_list
 from jaxkv.transfer.storage.tensor_store import TensorStoreStore
+from tests.rigs.refused_threads import refused_threads
 from tests.rigs.servers import (
     OF_CLUSTER,
     free_port,
@@ -290,17 +294,77 @@ def test_a_group_can_share_a_folder_whatever_the_umask(tmp_path):
     store.close()
 
 
-def test_what_is_no_file_is_not_read(tmp_path):
+def put_in_the_way(path, kind):
+    """Put something that is no file where an object belongs."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as own:
+            own.bind(os.fspath(path))
+    elif kind == "folder":
+        path.mkdir()
+        (path / "notes").write_text("of others")
+    else:
+        target = path.parent.parent / f"target of a {kind}"
+        if kind == "link":
+            target.write_text("of others")
+        path.symlink_to(target)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "link", "dangling link"])
+def test_what_is_no_file_is_no_object_and_the_next_write_replaces_it(
+    tmp_path, kind, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)  # The address of a socket is short.
     store = LocalStore(tmp_path)
-    (tmp_path / "a").mkdir()
-    os.mkfifo(tmp_path / "a" / "pipe")
-    (tmp_path / "secret").write_text("of others")
-    (tmp_path / "a" / "link").symlink_to(tmp_path / "secret")
-    (tmp_path / "a" / "folder").mkdir()
-    for name in ("a/pipe", "a/link", "a/folder"):
-        (future,) = store.get([name], MOST)
-        assert isinstance(future.exception(60), StoreError)
-    assert listed(store, "a") == []
+    put_in_the_way(pathlib.Path("a/1"), kind)
+    blocks = ObjectFormat(b"model", "u8[1]", 1)
+    (found,) = get(store, "a/1")
+    assert blocks.decode(bytes(32), found) == Refusal("foreign", is_ours=False)
+    assert "a/1" not in listed(store, "a")
+    assert not store.exists(["a/1"])[0].result(60)
+    if kind == "folder":
+        assert store.delete(["a/1"])[0].exception(60) is None
+    put(store, a__1=b"x")
+    assert get(store, "a/1") == [b"x"]
+    assert listed(store, "a") == ["a/1"]
+    if kind == "folder":
+        [notes] = tmp_path.rglob("notes")
+        assert notes.read_text() == "of others"
+    store.close()
+
+
+def test_below_a_file_there_is_no_object_and_nothing_to_delete(tmp_path):
+    store = LocalStore(tmp_path)
+    (tmp_path / "a").write_text("in the way")
+    assert get(store, "a/1") == [None]
+    assert not store.exists(["a/1"])[0].result(60)
+    assert store.delete(["a/1"])[0].exception(60) is None
+    store.close()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+def test_a_file_that_cannot_be_looked_at_is_neither_missing_nor_the_oldest(
+    tmp_path, number, monkeypatch
+):
+    store = LocalStore(tmp_path)
+    put(store, a__1=b"x")
+
+    def fail(path, **_):
+        raise OSError(number, os.strerror(number), path)
+
+    for name in ("stat", "lstat"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, fail)
+            if name == "lstat":
+                (future,) = store.exists(["a/1"])
+                assert os.strerror(number) in str(future.exception(60))
+            else:
+                with pytest.raises(StoreError, match=os.strerror(number)):
+                    store.times(["a/1"])
+    assert store.exists(["a/1"])[0].result(60)
+    assert store.times(["a/1", "a/2"])[1] == 0
     store.close()
 
 
@@ -675,19 +739,111 @@ def test_a_folder_that_cannot_be_written_still_serves(tmp_path):
     store.close()
 
 
-def test_a_full_disk_says_so_and_leaves_nothing(tmp_path):
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_says_so_and_leaves_nothing(tmp_path, number, monkeypatch):
+    store = LocalStore(tmp_path)
+    put(store, a__1=b"x")
+    writev = os.writev
+
+    def fill(file, pieces):
+        writev(file, [pieces[0][:1000]])
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "writev", fill)
+        assert error_kinds(store.put([("a/2", [bytes(5000)])])) == {"full"}
+    assert get(store, "a/1", "a/2") == [b"x", None]
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["1"]
+    store.close()
+
+
+def test_a_file_larger_than_a_limit_is_no_full_disk(tmp_path):
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     store = LocalStore(tmp_path)
-    put(store, a__1=b"x")
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
     try:
-        assert error_kinds(store.put([("a/2", [bytes(5000)])])) == {"full"}
+        # To delete others would not help.
+        assert error_kinds(store.put([("a/2", [bytes(5000)])])) == {"other"}
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, ignored)
-    assert get(store, "a/1", "a/2") == [b"x", None]
-    assert [path.name for path in (tmp_path / "a").iterdir()] == ["1"]
+    assert get(store, "a/2") == [None]
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (507, "", "full"),
+        (507, "XMinioStorageFull", "full"),
+        (400, "XMinioAdminBucketQuotaExceeded", "full"),
+        (403, "QuotaExceeded", "full"),
+        (403, "AccessDenied", "denied"),
+        (413, "EntityTooLarge", "other"),
+    ],
+)
+def test_a_bucket_without_room_is_full(status, code, kind, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    body = f"<Error><Code>{code}</Code><Message>no</Message></Error>" if code else ""
+    with answering(status, body) as endpoint:
+        store = open_store(f"s3://blocks/kv?endpoint={endpoint}")
+        assert error_kinds(store.put([("a", [b"x"])])) == {kind}
+        assert error_kinds(store.exists(["a"])) == {kind}
+
+
+@contextmanager
+def answering(status, body):
+    """Serve HTTP, with the same answer to everything."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def handle_any(self):
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        do_GET = do_PUT = handle_any  # noqa: N815
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_an_empty_object_of_a_bucket_is_there(tmp_path):
+    store = TensorStoreStore({"driver": "file", "path": f"{tmp_path}/"}, "test")
+    (tmp_path / "a").touch()
+    assert store.exists(["a"])[0].result(60)
+    assert get(store, "a") == [b""]
+
+
+@pytest.mark.parametrize("scheme", ["redis", "mooncake"])
+def test_calls_of_a_server_without_a_thread_fail_and_later_ones_are_made(
+    scheme, monkeypatch
+):
+    monkeypatch.setattr(mooncake_store, "_import", lambda: None)
+    store = open_store(f"{scheme}://127.0.0.1:{free_port()}")
+
+    def calls():
+        return [
+            *store.get(["a", "b"], 100),
+            *store.put([("a", [b"x"])]),
+            *store.exists(["a"]),
+            *store.delete(["a", "b"]),
+        ]
+
+    with refused_threads():
+        for future in calls():
+            assert "can't start new thread" in str(future.exception(0))
+    assert error_kinds(calls()) == {"unreachable"}  # No server listens there.
     store.close()
 
 
