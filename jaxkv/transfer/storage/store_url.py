@@ -211,9 +211,9 @@ def _has_user(path: str, is_folder: bool) -> bool:
 
 def _refusal(text: object, why: str) -> ValueError:
     # Of another type, such as bytes, it may have a secret, too.
-    is_text = isinstance(text, str)
-    told = shown(shown_url(text)) if is_text else f"<{type(text).__name__}>"
-    return ValueError(f"storage={told}{why}")
+    if not isinstance(text, str):
+        return ValueError(f"storage=<{type(text).__name__}>{why}")
+    return ValueError(f"storage={shown(shown_url(text))}{why}")
 
 
 def _is_explicit(text: str) -> bool:

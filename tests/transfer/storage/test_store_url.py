@@ -154,7 +154,7 @@ def test_a_secret_in_an_option_or_a_path_is_shown_to_nobody(text):
 
 
 def test_a_url_of_another_type_is_shown_to_nobody():
-    with pytest.raises(ValueError, match="^storage=<bytes> must be a URL or the path"):
+    with pytest.raises(ValueError, match=r"^storage=<bytes> must be a URL or the"):
         open_store(b"redis://:hunter2@host")
 
 
