@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -73,8 +74,8 @@ from jaxkv.transfer.engine import DEFAULT_STAGING_BYTES
 from jaxkv.transfer.kernels import KERNELS, MODES, Kernel, Mode
 from jaxkv.transfer.storage.census import Bound
 from jaxkv.transfer.storage.objects import LEAST_SECRET_BYTES
-from jaxkv.transfer.storage.opening import check_kind, default_probe_s
-from jaxkv.transfer.storage.store import shown_url
+from jaxkv.transfer.storage.opening import default_probe_s
+from jaxkv.transfer.storage.store_url import StoreUrl, shown_url
 from jaxkv.types import PyTree
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ _T = TypeVar("_T")
 # Of the tests of this project, and no part of a configuration.
 _TEST_PREFIX = "JAXKV_TEST_"
 
+_SCHEME = "[A-Za-z][A-Za-z0-9+.-]*"
+
 # What is less is a number whose unit was forgotten.
 _LEAST_HOST_BYTES = 1 << 10
 _SIZES = ("host_bytes", "num_host_blocks")
@@ -98,7 +101,12 @@ _SIZES = ("host_bytes", "num_host_blocks")
 
 def _file(default: _T, scope: Scope, about: str) -> _T:
     """Declare the name of a file."""
-    expected, pattern = "the name of a file", r"[^\0]{1,4096}"
+    expected = (
+        "the name of a file, without quotes; ~ and variables are not replaced, and ./ "
+        "before a name allows them"
+    )
+    # A URL would be a folder of its name.
+    pattern = rf"(?![\s~$\"'`])(?!{_SCHEME}:/)[^\0-\x1f]{{0,4095}}[^\0-\x1f\s]"
     return settings.text(default, scope, about, expected=expected, pattern=pattern)
 
 
@@ -113,9 +121,11 @@ def _endpoint(default: _T, scope: Scope, about: str) -> _T:
 
 
 def _check_secret(value: Any) -> str:
-    if not isinstance(value, str) or len(value.encode()) < LEAST_SECRET_BYTES:
+    # Without the newline of the file that it was read from, as in the environment.
+    secret = value.strip() if isinstance(value, str) else ""
+    if len(secret.encode()) < LEAST_SECRET_BYTES:
         raise ValueError
-    return value
+    return secret
 
 
 class Offload(NamedTuple):
@@ -343,8 +353,8 @@ class OffloadConfig(RuleSettings, _HostSettings):
         "127.0.0.1",
         "metrics",
         "Address of that port; by default only this machine can reach it.",
-        expected="an address such as 127.0.0.1",
-        pattern=r"\S+",
+        expected="a host or an address such as 127.0.0.1, without a port",
+        pattern=r"[\w.-]+|[0-9A-Fa-f]*(?::[0-9A-Fa-f.]*){2,7}(?:%\w+)?",
     )
     record: str | None = _file(
         None,
@@ -450,8 +460,9 @@ class OffloadConfig(RuleSettings, _HostSettings):
         """Make a configuration from the environment's variables.
 
         A key's variable is its name in capitals after ``JAXKV_``. An empty one counts
-        as not set. ``1``, ``true``, ``yes`` and ``on`` are true, ``0``, ``false``,
-        ``no`` and ``off`` false, ``none`` is None, in any case.
+        as not set, except that of the secret, which is refused with a store. ``1``,
+        ``true``, ``yes`` and ``on`` are true, ``0``, ``false``, ``no`` and ``off``
+        false, ``none`` is None, in any case.
 
         Args:
             explicit: Keys and values that count more than the environment's, as
@@ -463,8 +474,12 @@ class OffloadConfig(RuleSettings, _HostSettings):
                 message names; or as `from_dict`.
         """
         explicit = dict(explicit or {})
-        values, faults = read_environment(os.environ if environ is None else environ)
+        environ = os.environ if environ is None else environ
+        values, faults = read_environment(environ)
         faults = unknown(explicit, "key") + faults
+        is_sealed = "storage_secret" in explicit
+        if (values | explicit).get("storage") is not None and not is_sealed:
+            faults += blank_secret_faults(environ)
         if faults:
             raise ConfigError(faults)
         if any(explicit.get(key_name) is not None for key_name in _SIZES):
@@ -852,7 +867,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
                 yield "storage_secret needs a storage, whose objects it seals."
             return
         try:
-            check_kind(self.storage)
+            StoreUrl.parse(self.storage)
             plain = self.cache_policy == "lru" and self.executor == "native"
             check_victims(self.storage_write, plain and not self.retention)
         except ValueError as error:
@@ -911,7 +926,7 @@ def unknown(
         if word not in known:
             shown = shown_name(word)
             plain = (word if isinstance(word, str) else shown).lower()
-            plain = plain.removeprefix(PREFIX.lower())
+            plain = re.sub("^jax[_-]?kv[_-]?", "", plain)
             near = nearest(plain, list(KEYS))
             hint = (
                 f"did you mean {spell(near)}?"
@@ -923,12 +938,21 @@ def unknown(
 
 
 def variables_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """Give the variables that are meant for a configuration, in order."""
+    """Return the variables that are meant for a configuration, in order.
+
+    They include those that differ from a right name only in case and separators.
+    """
+    letters = {_letters(variable_of(word)) for word in KEYS}
     return {
         variable: environ[variable]
         for variable in sorted(environ)
-        if variable.startswith(PREFIX) and not variable.startswith(_TEST_PREFIX)
+        if (variable.startswith(PREFIX) or _letters(variable) in letters)
+        and not variable.startswith(_TEST_PREFIX)
     }
+
+
+def _letters(variable: str) -> str:
+    return re.sub("[^A-Z]", "", variable.upper())
 
 
 def read_environment(environ: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
@@ -948,6 +972,17 @@ def read_environment(environ: Mapping[str, str]) -> tuple[dict[str, Any], list[s
         except ValueError as error:
             faults.append(f"{variable_of(name)}={error}")
     return values, faults
+
+
+def blank_secret_faults(environ: Mapping[str, str]) -> list[str]:
+    """Return what is wrong with the variable of a store's secret, if it has none."""
+    variable = variable_of("storage_secret")
+    if environ.get(variable, variable).strip().lower() not in ("", "none"):
+        return []
+    return [
+        f"{variable} is set but has no secret, so blocks would not be signed: give it "
+        f"at least {LEAST_SECRET_BYTES} bytes, or unset it"
+    ]
 
 
 def with_variables(fault: str, used: Set[str]) -> str:

@@ -582,6 +582,64 @@ def test_a_secret_is_shown_to_nobody():
     assert fault.endswith("must be a text of at least 16 bytes, or None")
 
 
+@pytest.mark.parametrize("text", ["", "  ", "None", "\n"])
+def test_an_empty_secret_is_refused_where_it_would_leave_a_store_unsealed(text):
+    environ = {"JAXKV_STORAGE_SECRET": text}
+    for explicit, more in (({"storage": "kv"}, {}), ({}, {"JAXKV_STORAGE": "kv"})):
+        fault = one_line_of(OffloadConfig.from_env, explicit, environ | more)
+        assert fault.startswith("JAXKV_STORAGE_SECRET is set but has no secret")
+    # In code it is chosen.
+    for secret in (None, "0123456789abcdef"):
+        chosen = {"storage": "kv", "storage_secret": secret}
+        assert OffloadConfig.from_env(chosen, environ).storage_secret == secret
+        chosen["storage_secret"] = text
+        assert "must be a text of at" in one_line_of(OffloadConfig.from_dict, chosen)
+
+
+def test_white_space_around_a_secret_counts_in_no_way_of_giving_it():
+    secret, values = " 0123456789abcdef\n", {"storage": "kv"}
+    given = values | {"storage_secret": secret}
+    for config in (
+        OffloadConfig(**given),
+        OffloadConfig.from_dict(given),
+        OffloadConfig.from_json(json.dumps(given)),
+        OffloadConfig.from_env(values, {"JAXKV_STORAGE_SECRET": secret}),
+    ):
+        assert config.storage_secret == "0123456789abcdef"
+
+
+@pytest.mark.parametrize("name", ["storage", "storage_secret"])
+def test_a_secret_in_a_value_of_another_type_is_shown_to_nobody(name):
+    url = "redis://:hunter2@host"
+    for value in (url.encode(), [url], {"url": url}, {url}, Path(url)):
+        fault = one_line_of(OffloadConfig.from_dict, {name: value})
+        assert fault.startswith(f"{name}=<{type(value).__name__}> must be ")
+
+
+@pytest.mark.parametrize(
+    "variable", ["jaxkv_mode", "JAXKVMODE", "JAX_KV_MODE", "JAXKV-MODE", "JAXKV__MODE"]
+)
+def test_a_variable_in_another_case_or_with_other_separators_is_refused(variable):
+    told = f"unknown variable {variable}: did you mean JAXKV_MODE?"
+    assert one_line_of(OffloadConfig.from_env, {}, {variable: "lazy"}) == told
+
+
+@pytest.mark.parametrize("name", ["policy_state", "record", "record_key_file"])
+def test_text_that_is_nearly_the_name_of_a_file_is_refused(name):
+    for text in ("~/x", "$HOME/x", '"/x"', "/x\n", " /x", "/x ", "file:///x"):
+        fault = one_line_of(OffloadConfig.from_dict, {name: text})
+        assert fault.startswith(f"{name}={text!r} must be the name of a file, without")
+    assert getattr(OffloadConfig(**{name: "./~"}), name) == "./~"
+
+
+def test_an_address_with_a_port_or_a_scheme_is_no_metrics_address():
+    for text in ("127.0.0.1:9090", "http://localhost", "[::1]", "*"):
+        fault = one_line_of(OffloadConfig.from_dict, {"metrics_address": text})
+        assert fault.startswith(f"metrics_address={text!r} must be a host or an")
+    for text in ("localhost", "::", "fe80::1%eth0", "0.0.0.0"):
+        assert OffloadConfig(metrics_address=text).metrics_address == text
+
+
 @pytest.mark.parametrize(
     "place",
     [

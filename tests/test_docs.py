@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxkv.policies import get_policy_maker, registry
+from jaxkv.transfer.storage.store_url import SCHEMES, StoreUrl
 from tests.policies.test_contract import *  # noqa: F403 - on the policy of the docs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,6 +19,10 @@ PAGES = [str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")]
 PAGES += ["README.md", "CONTRIBUTING.md"]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAMES_A_FILE = re.compile(r"(?:tests|benchmarks|examples|jaxkv|docs)/[\w/.-]+\.\w+")
+URL_OF_STORE = re.compile(
+    rf"(?<![\w/])(?:{'|'.join(map(re.escape, SCHEMES))})://[^\s`\"')]+"
+)
+PLACEHOLDERS = {"PORT": "6379", "/DB": "/0", "BUCKET": "bucket"}
 LINKS_TO = re.compile(r"\]\((?!https?://)([^)#]+)[^)]*\)")
 SAYS_IT_PRINTS = re.compile(r"^print\(.*\)  # (.*)$", re.MULTILINE)
 
@@ -33,6 +38,18 @@ def run_page(page):
             above = "\n" * text.count("\n", 0, block.start(1))
             exec(compile(above + block[1], ROOT / page, "exec"), vars(module))
     return printed.getvalue().splitlines()
+
+
+def test_the_urls_of_stores_are_accepted():
+    found = 0
+    for page in PAGES:
+        for url in URL_OF_STORE.findall((ROOT / page).read_text(encoding="utf-8")):
+            url = url.rstrip(",.")
+            for word, value in PLACEHOLDERS.items():
+                url = url.replace(word, value)
+            StoreUrl.parse(url)
+            found += 1
+    assert found > 10
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import importlib
 import operator
 import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
@@ -254,6 +255,22 @@ def one_line(text: str) -> str:
         each if each.isprintable() else each.encode("unicode_escape").decode("ascii")
         for each in line
     )
+
+
+def read_file(path: str, max_bytes: int) -> bytes | None:
+    """Read a file up to a size; None if the path is no plain file.
+
+    A pipe would keep its reader waiting, and a device has no end.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        return None
+    with os.fdopen(fd, "rb") as file:
+        return file.read(max_bytes)
 
 
 def shown_name(name: object) -> str:

@@ -14,9 +14,10 @@ import inspect
 import json
 import math
 import operator
+import os
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from jaxkv._util import FLAGS, nearest, parse_bytes, shown, size_text
@@ -35,6 +36,10 @@ Scope: TypeAlias = Literal[
 """Which parts a key reaches: `TransferEngine`, `OffloadScheduler`, `OffloadWorker`, the
 store behind the host (`open_storage`), `EventPublisher` and `OffloadMetrics` of
 `jaxkv.observe`, `TraceRecorder`, and the strict ones of `jaxkv.strict`."""
+
+
+# In place of a text, these may have a secret in them.
+_MAY_HOLD_TEXT = (bytes, bytearray, os.PathLike, Sequence, Mapping, Set)
 
 
 class ConfigError(ValueError):
@@ -99,16 +104,19 @@ class Key:
 
     def shown(self, value: object) -> str:
         """Write a value for a message, without what must stay hidden."""
-        return shown(self.show(value) if isinstance(value, str) else value)
+        if isinstance(value, str):
+            return "..." if self.is_secret else shown(self.show(value))
+        hides = self.is_secret or self.show is not str
+        if hides and isinstance(value, _MAY_HOLD_TEXT):
+            return f"<{type(value).__name__}>"
+        return shown(value)
 
     def _refusal(self, value: object) -> str:
         names = list(self.names())
         expected = f"one of {', '.join(names)}" if names else self.expected
         near = nearest(value.lower(), names) if isinstance(value, str) else None
-        hides = self.is_secret and isinstance(value, str)
-        text = "..." if hides else self.shown(value)
         return (
-            f"{text} must be {expected}"
+            f"{self.shown(value)} must be {expected}"
             + (", or None" if self.may_be_none else "")
             + (f": did you mean {near}?" if near else "")
         )

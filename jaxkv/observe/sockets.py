@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import hashlib
+import os
 import re
+import socket as unix
+import stat
+import sys
+from collections.abc import Iterator
 
 from jaxkv._util import shown
 from jaxkv._util.extras import pip_install
@@ -82,15 +89,56 @@ def bind(socket: zmq.Socket[bytes], name: str, endpoint: str) -> str:
     # Only if needed: a machine without IPv6 could bind nothing with it.
     socket.ipv6 = "[" in endpoint
     try:
-        socket.bind(endpoint)
-    except zmq.ZMQError as error:
+        with _unused(endpoint):
+            socket.bind(endpoint)
+    except (zmq.ZMQError, OSError) as error:
         reason = f"cannot be bound: {error.strerror}"
         if error.errno == errno.EADDRINUSE:
-            reason = "is in use. Close its owner, or give another port"
+            reason = "is in use. Close its owner, or give another address"
         raise OSError(error.errno, f"{name}={shown(endpoint)} {reason}.") from None
     bound = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(bound, bytes)
     return bound.decode().rstrip("\0")
+
+
+@contextlib.contextmanager
+def _unused(endpoint: str) -> Iterator[None]:
+    """Refuse an ipc address that a process listens on, until it is bound here.
+
+    ZeroMQ removes whatever is at the path: the socket of a dead process, as it should,
+    but also that of a live one, or a file.
+
+    Raises:
+        OSError: The path is taken.
+    """
+    path = endpoint.removeprefix("ipc://")
+    # ZeroMQ binds these as asked: any free path, or a name without a file.
+    if path == endpoint or path == "*" or path.startswith("@"):
+        yield
+        return
+    path = os.path.realpath(path)
+    with unix.socket(unix.AF_UNIX, unix.SOCK_STREAM) as turn:
+        if sys.platform == "linux":
+            # Only one process at a time may look and bind. The kernel frees the name.
+            digest = hashlib.sha256(os.fsencode(path)).hexdigest()
+            turn.bind(f"\0jaxkv-{digest}")
+        if os.path.lexists(path):
+            if not stat.S_ISSOCK(os.stat(path).st_mode):
+                raise OSError(errno.EEXIST, "a file that is no socket is there")
+            _check_dead(path)
+        yield
+
+
+def _check_dead(path: str) -> None:
+    with unix.socket(unix.AF_UNIX, unix.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return
+        except BlockingIOError:
+            pass  # Its queue is full.
+    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
 def connect(socket: zmq.Socket[bytes], name: str, endpoint: str) -> None:

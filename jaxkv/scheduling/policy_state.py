@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._util import shown
+from jaxkv._util import read_file, shown
 from jaxkv.policies import reuse
 from jaxkv.policies.hazard import NUM_CLASSES
 from jaxkv.policies.reuse import MOST, NUM_BINS, UNIT, ReuseTable
@@ -70,19 +70,26 @@ class PolicyStateFile:
             OSError: It cannot be read.
         """
         try:
-            with open(self._path, "rb") as file:
-                content = file.read(_MOST_BYTES)
+            content = read_file(self._path, _MOST_BYTES)
         except FileNotFoundError:
             return None
+        if content is None:
+            raise self._error("is not a plain file")
         try:
-            fields = json.loads(content)
-            facts = {name: fields[name] for name in self._facts}
-            touches = _counts(fields["touches"], (NUM_CLASSES,))
-            reuses = _counts(fields["reuses"], (NUM_CLASSES, NUM_BINS))
-        except (KeyError, TypeError, ValueError, RecursionError):
+            fields = json.loads(content, object_pairs_hook=_distinct)
+            facts = {name: fields.pop(name) for name in self._facts}
+            touches = _counts(fields.pop("touches"), (NUM_CLASSES,))
+            reuses = _counts(fields.pop("reuses"), (NUM_CLASSES, NUM_BINS))
+            if fields:
+                raise ValueError("unknown fields")
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
             raise self._error("is not whole, or no such file") from None
-        if facts != self._facts:
-            raise self._error(f"is of {facts}, and must be of {self._facts}")
+        right = {
+            name: fact for name, fact in self._facts.items() if facts[name] != fact
+        }
+        if right:
+            wrong = {name: facts[name] for name in right}
+            raise self._error(f"is of {shown(wrong)}, and must be of {right}")
         return reuse.from_counts(touches, reuses)
 
     def note(self, now_ms: int) -> None:
@@ -128,9 +135,17 @@ class PolicyStateFile:
 
 def _counts(listed: Any, shape: tuple[int, ...]) -> Any:
     """Check counts, and make i32[shape] of them."""
-    counts = np.array(listed)
-    if counts.shape != shape or counts.dtype.kind != "i":
-        raise ValueError(f"{counts.shape} of {counts.dtype}")
-    if counts.min() < 0 or counts.sum() > 2 * MOST:
+    counts = np.array(listed, object)
+    if counts.shape != shape or any(type(count) is not int for count in counts.flat):
+        raise ValueError("not an array of counts")
+    # Of Python's numbers, whose sum cannot wrap around.
+    if min(counts.flat) < 0 or sum(counts.flat) > 2 * MOST:
         raise ValueError("counts out of range")
     return counts.astype(np.int32)
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError("a field is there more than once")
+    return fields

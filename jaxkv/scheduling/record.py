@@ -18,6 +18,7 @@ counted.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -29,7 +30,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, SupportsIndex
 
-from jaxkv._util import Resource, check_whole, parse_bytes, shown
+from jaxkv._util import Resource, check_whole, parse_bytes, read_file, shown
 from jaxkv.keys.keyed import SECRET_BYTES, hash_keys
 from jaxkv.keys.packed import pack
 from jaxkv.scheduling.trace_file import TraceFile
@@ -519,14 +520,16 @@ def _read_secret(path: str) -> bytes:
                     os.link(draft, path)
             finally:
                 os.unlink(draft)
-        with open(path, "rb") as file:
-            text = file.read(1 << 16).strip()
+        content = read_file(path, 1 << 16)
+        if content is None:
+            raise OSError(errno.EINVAL, "it is not a plain file")
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "it is no name of a file"
         raise OSError(
             getattr(error, "errno", None) or 0,
             f"cannot read the key for recorded ids from {shown(path)} ({why})",
         ) from None
+    text = content.strip()
     if len(text) < LEAST_KEY_BYTES:
         raise ValueError(
             f"the key file {shown(path)} has {len(text)} bytes, and must have at least "

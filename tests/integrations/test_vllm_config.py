@@ -138,6 +138,16 @@ def test_a_secret_may_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("JAXKV_STORAGE_SECRET", "0123456789abcdef")
     assert read_extra_config({"storage": "/kv"})[0].storage_secret == "0123456789abcdef"
     assert read_extra_config({})[0].storage_secret is None
+    monkeypatch.setenv("JAXKV_STORAGE_SECRET", "0123456789abcdef\n")
+    given = read_extra_config({"storage": "/kv", "storage_secret": "0123456789abcdef"})
+    assert read_extra_config({"storage": "/kv"})[0] == given[0]
+
+
+def test_an_empty_secret_in_the_environment_is_refused(monkeypatch):
+    monkeypatch.setenv("JAXKV_STORAGE_SECRET", "")
+    assert read_extra_config({})[0].storage_secret is None
+    with pytest.raises(ValueError, match="JAXKV_STORAGE_SECRET is set but has no"):
+        read_extra_config({"storage": "/kv"})
 
 
 def test_cpu_bytes_become_blocks_of_all_layers():

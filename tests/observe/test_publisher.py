@@ -1,6 +1,8 @@
 """Publishers and subscribers over real sockets."""
 
+import contextlib
 import itertools
+import socket
 import struct
 import subprocess
 import sys
@@ -248,6 +250,46 @@ def test_close_sends_the_queue_and_frees_thread_and_address():
     again = {"endpoint": publisher.endpoint}
     with EventPublisher(**again, replay_endpoint=publisher.replay_endpoint):
         pass
+
+
+def test_an_ipc_address_is_taken_over_from_the_dead_alone(tmp_path):
+    path = tmp_path / "events"
+    endpoint = f"ipc://{path}"
+    with (
+        EventPublisher(endpoint),
+        pytest.raises(OSError, match=r"endpoint=.* is in use"),
+    ):
+        EventPublisher(endpoint)
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+        dead.listen()
+    assert path.is_socket(), "its process has ended, and left it"
+    with EventPublisher(endpoint):
+        pass
+    path.unlink(missing_ok=True)
+    path.write_text("of others")
+    with pytest.raises(OSError, match="cannot be bound: a file that is no socket is"):
+        EventPublisher(endpoint)
+    assert path.read_text() == "of others"
+
+
+def test_one_of_many_engines_that_start_at_once_has_the_ipc_address(tmp_path):
+    start, publishers = threading.Barrier(4), []
+
+    def publish():
+        start.wait()
+        with contextlib.suppress(OSError):
+            publishers.append(EventPublisher(f"ipc://{tmp_path}/events"))
+
+    threads = [threading.Thread(target=publish) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for publisher in publishers:
+        publisher.close()
+    assert len(publishers) == 1
 
 
 def test_an_address_in_use_is_named_and_nothing_stays_open():

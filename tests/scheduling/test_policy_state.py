@@ -3,7 +3,9 @@
 import gc
 import json
 import logging
+import os
 import stat
+from functools import partial
 
 import jax
 import numpy as np
@@ -124,6 +126,11 @@ def test_a_disk_that_takes_nothing_is_a_line_in_the_log(tmp_path, caplog):
         ({"touches": [1 << 40] * NUM_CLASSES}, "is not whole"),
         ({"touches": [0.5] * NUM_CLASSES}, "is not whole"),
         ({"reuses": "none"}, "is not whole"),
+        ({"touches": [(1 << 62) + 7] * 4 + [0] * (NUM_CLASSES - 4)}, "is not whole"),
+        ({"touches": [1 << 70] * NUM_CLASSES}, "is not whole"),
+        ({"touches": [True] + [1] * (NUM_CLASSES - 1)}, "is not whole"),
+        ({"touches": [float("nan")] * NUM_CLASSES}, "is not whole"),
+        ({"another": 1}, "is not whole"),
     ],
 )
 def test_a_file_of_another_policy_size_or_version_is_refused(path, change, match):
@@ -141,6 +148,25 @@ def test_what_is_no_such_file_is_refused(path, content):
     with open(path, "wb") as file:
         file.write(content)
     with pytest.raises(ValueError, match="is not whole, or no such file"):
+        make(path)
+
+
+def test_a_field_that_is_there_twice_is_refused(path):
+    make(path)._policy_state.save()
+    with open(path) as file:
+        text = file.read()
+    with open(path, "w") as file:
+        file.write(text.replace('"policy"', '"policy": "lru", "policy"'))
+    with pytest.raises(ValueError, match="is not whole, or no such file"):
+        make(path)
+
+
+@pytest.mark.parametrize(
+    "place", [os.mkfifo, os.mkdir, partial(os.symlink, "/dev/zero")]
+)
+def test_what_is_no_plain_file_is_not_waited_for(path, place):
+    place(path)
+    with pytest.raises(ValueError, match="is not a plain file: remove it, or name"):
         make(path)
 
 

@@ -166,6 +166,12 @@ def test_another_recorder_has_other_ids_unless_both_have_one_key_file(tmp_path):
     ]
 
 
+def test_a_key_file_that_is_a_pipe_is_not_waited_for(path, tmp_path):
+    os.mkfifo(tmp_path / "key")
+    with pytest.raises(OSError, match=r"recorded ids from .*it is not a plain file"):
+        TraceRecorder(path, key_file=tmp_path / "key")
+
+
 def test_a_link_that_others_planted_beside_a_key_file_is_not_followed(
     path, tmp_path, monkeypatch
 ):

@@ -206,6 +206,53 @@ def test_what_is_too_much_goes_the_oldest_first(make_store):
         eventually(lambda: storage.stats.num_deleted == 4)
 
 
+class Evicting(MemoryStore):
+    """A store that forgets what was not read since it was listed."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_read = 0
+
+    def get(self, names, max_bytes):
+        self.num_read += len(names)
+        return super().get(names, max_bytes)
+
+    def lose(self, name):
+        self.delete([name])[0].result()
+
+
+def listed(storage, bound):
+    storage.list_all(bound)
+    ended = None
+    while ended is None:
+        _, ended = storage.take_pages(100)
+    return ended
+
+
+@pytest.mark.parametrize("bound", [Bound(40), Bound(4, True)])
+def test_a_bound_that_the_store_has_evicted_holds_and_is_recorded_again(bound):
+    store = Evicting()
+    keys = [bytes([number]) * 32 for number in range(9)]
+    with StorageIO(store, BLOCKS) as storage:
+        storage.submit_writes([(key, [bytes(8)]) for key in keys])
+        while storage.stats.num_written < len(keys):
+            storage.wait(60)
+        name = BLOCKS.bound_name(bound)
+        store.put([(name, [b"jaxkv\n"])])  # As another engine has recorded it.
+        assert listed(storage, Bound(2)).bound == bound.num_blocks
+        assert store.num_read == 1, "a store that evicts keeps what is read"
+        store.lose(name)
+        ended = listed(storage, Bound(2))
+        assert ended.bound == bound.num_blocks
+        assert store.exists([name])[0].result()
+        # Another owner replaces an owner's bound.
+        owner = Bound(3, True)
+        store.lose(name)
+        store.put([(BLOCKS.bound_name(owner), [b"jaxkv\n"])])
+        assert listed(storage, Bound(2)).bound == 3
+        assert store.exists([name])[0].result() is not bound.is_owners
+
+
 def test_a_block_that_a_listing_has_twice_counts_once():
     store = MemoryStore()
     store.times = lambda names: [int(name) for name in names]

@@ -730,6 +730,25 @@ def test_secrets_are_shown_to_nobody(machine, capsys, monkeypatch, tmp_path):
     assert config["storage_secret"] == "..."
 
 
+def test_a_secret_under_a_misspelt_name_is_shown_to_nobody(
+    machine, capsys, monkeypatch
+):
+    monkeypatch.setenv("JAXKV_STORAGE_SECRT", "a secret of 16 bytes and more")
+    monkeypatch.setenv("jaxkv_storage", "redis://:password@host")
+    assert cli.main(["doctor", "--no-probe"]) == 1
+    out, err = capsys.readouterr()
+    assert not any(secret in out + err for secret in ("a secret of", "password"))
+    assert "unknown variable JAXKV_STORAGE_SECRT: did you mean JAXKV_STORAGE_" in out
+
+
+def test_an_empty_secret_is_found_by_doctor(machine, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("JAXKV_STORAGE", str(tmp_path))
+    monkeypatch.setenv("JAXKV_STORAGE_SECRET", "")
+    assert cli.main(["doctor", "--no-probe"]) == 1
+    out = capsys.readouterr().out
+    assert "WRONG  JAXKV_STORAGE_SECRET is set but has no secret" in out
+
+
 def test_facts_describe_this_machine():
     facts = gather_facts()
     assert isinstance(facts, Facts)

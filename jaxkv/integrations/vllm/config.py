@@ -26,12 +26,11 @@ from jaxkv import (
 )
 from jaxkv._util import did_you_mean, settings, shown
 from jaxkv._util.settings import Settings
-from jaxkv.config import KEYS, variable_of
+from jaxkv.config import KEYS, blank_secret_faults, variable_of
 from jaxkv.integrations.vllm import namespace, tokens
 from jaxkv.search.groups import GroupSpec
 from jaxkv.transfer.storage.objects import HEADER_BYTES
-from jaxkv.transfer.storage.opening import folder_of
-from jaxkv.transfer.storage.store import shown_url
+from jaxkv.transfer.storage.store_url import StoreUrl, shown_url
 
 DEFAULT_HOST_BYTES = 8 << 30
 _SCALE_BYTES = 4
@@ -202,7 +201,7 @@ class StorageConfig:
     @property
     def is_folder(self) -> bool:
         """Whether it is a folder of this machine."""
-        return folder_of(self.url) is not None
+        return StoreUrl.parse(self.url).is_folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,7 +320,9 @@ def read_extra_config(extra: Mapping[str, Any]) -> tuple[OffloadConfig, VllmSett
     if values.get("staging_bytes") is None:
         values.pop("staging_bytes", None)
     if values.get("storage") is not None and values.get("storage_secret") is None:
-        values["storage_secret"] = os.environ.get(variable_of("storage_secret")) or None
+        if faults := blank_secret_faults(os.environ):
+            raise ConfigError(faults)
+        values["storage_secret"] = os.environ.get(variable_of("storage_secret"))
     own = VllmSettings(**{name: extra[name] for name in extra if name in _OWN_KEYS})
     if own.cache_policy_module_path is not None:
         _import_policy(own.cache_policy_module_path, extra.get("eviction_policy"))

@@ -33,7 +33,7 @@ from jaxkv.tools.options import (
     write_files,
 )
 from jaxkv.tools.progress import show_progress
-from jaxkv.transfer.storage.store import shown_url
+from jaxkv.transfer.storage.store_url import shown_url
 
 if TYPE_CHECKING:
     from jaxkv.tools.demo.engine import Engine

@@ -21,7 +21,7 @@ from jaxkv.tools.pictures import (
     plain_axes,
     save_picture,
 )
-from jaxkv.transfer.storage.store import shown_url
+from jaxkv.transfer.storage.store_url import shown_url
 
 NONE = "-"
 """The text of a cell without a value."""

@@ -27,7 +27,7 @@ from jaxkv.tools.options import (
     write_files,
 )
 from jaxkv.tools.progress import show_progress
-from jaxkv.transfer.storage.store import shown_url
+from jaxkv.transfer.storage.store_url import shown_url
 
 SUMMARY = "check whether this machine is set up well, and see what to set"
 DESCRIPTION = (

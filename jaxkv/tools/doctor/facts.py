@@ -15,6 +15,7 @@ from jaxkv.config import (
     KEYS,
     ConfigError,
     OffloadConfig,
+    blank_secret_faults,
     read_environment,
     variable_of,
     variables_of,
@@ -27,7 +28,6 @@ from jaxkv.tools.machine import cpu_model, num_cpus, versions
 from jaxkv.transfer import limits, memory, probe
 from jaxkv.transfer.kernels import Mode, choose_mode
 from jaxkv.transfer.limits import HostLimit, PinnedPool
-from jaxkv.transfer.storage.store import shown_url
 
 HIDDEN = "..."
 """What stands for a secret."""
@@ -128,6 +128,8 @@ def gather_facts(
     refusals = []
     config = None
     values, config_faults = read_environment(environ)
+    if values.get("storage") is not None:
+        config_faults += blank_secret_faults(environ)
     try:
         config = OffloadConfig(**values)
     except ConfigError as error:
@@ -179,13 +181,13 @@ def gather_facts(
 
 def _shown_variables(environ: Mapping[str, str]) -> dict[str, str]:
     found = variables_of(environ)
+    # A misspelt name may have a secret.
+    shown = dict.fromkeys(found, HIDDEN)
     for name, key in KEYS.items():
-        if key.is_secret and variable_of(name) in found:
-            found[variable_of(name)] = HIDDEN
-    storage = variable_of("storage")
-    if storage in found:
-        found[storage] = shown_url(found[storage].strip())
-    return found
+        variable = variable_of(name)
+        if variable in found and not key.is_secret:
+            shown[variable] = key.show(found[variable].strip())
+    return shown
 
 
 def _backend_of(device: jax.Device) -> Backend:

@@ -12,7 +12,7 @@ from jaxkv.tools.bench.transfer.records import Speed
 from jaxkv.tools.bench.transfer.report import speed_text
 from jaxkv.tools.doctor.facts import HIDDEN, Facts
 from jaxkv.tools.doctor.findings import Finding, Recommendation
-from jaxkv.transfer.storage.store import shown_url
+from jaxkv.transfer.storage.store_url import shown_url
 from jaxkv.transfer.tiling import LANES, lane_padding
 
 # Head dimensions of models, and the latent of DeepSeek's attention, that tiles pad.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import queue
 import stat
@@ -16,7 +17,7 @@ from jaxkv._util import one_line
 from jaxkv._util.extras import missing_packages
 from jaxkv.transfer.storage import BlobStore, StoreError, open_store
 from jaxkv.transfer.storage.objects import VERSION
-from jaxkv.transfer.storage.opening import extra_of, folder_of
+from jaxkv.transfer.storage.store_url import StoreUrl
 
 _T = TypeVar("_T")
 
@@ -116,10 +117,9 @@ def look_at(url: str, store: Store, *, deadline_s: float = DEADLINE_S) -> Store:
 
 
 def _look_at(url: str, store: Store, until_s: float) -> Store:
-    place = folder_of(url)
-    mode, made = None, []
-    if place is not None:
-        path = os.path.abspath(place[0])
+    place = StoreUrl.parse(url)
+    path, mode, made = os.path.abspath(place.path), None, []
+    if place.is_folder:
         with contextlib.suppress(OSError):
             mode = stat.S_IMODE(os.stat(path).st_mode)
         made = _missing_folders(path)
@@ -127,18 +127,17 @@ def _look_at(url: str, store: Store, until_s: float) -> Store:
         try:
             opened = open_store(url)
         except ImportError as error:
-            extra = extra_of(url)
-            if extra is None or not missing_packages(extra):
+            if place.extra is None or not missing_packages(place.extra):
                 return _failed(store, StoreError("other", str(error)))
-            return dataclasses.replace(store, lacks_extra=extra)
+            return dataclasses.replace(store, lacks_extra=place.extra)
         with contextlib.closing(opened):
             _try(opened, until_s)
-        if place is None:
-            return store
-        file_system = os.statvfs(path)
-        free = file_system.f_bavail * file_system.f_frsize
-        held = _held_bytes(path, store.num_bytes - free, until_s)
-        folder = Folder(path, mode, place[1], free, held)
+            if not place.is_folder:
+                return store
+            file_system = os.statvfs(path)
+            free = file_system.f_bavail * file_system.f_frsize
+            held = _held_bytes(opened, path, store.num_bytes - free, until_s)
+        folder = Folder(path, mode, place.mode, free, held)
         return dataclasses.replace(store, folder=folder)
     except StoreError as error:
         return _failed(store, error)
@@ -179,14 +178,14 @@ def _missing_folders(path: str) -> list[str]:
     return missing
 
 
-def _held_bytes(path: str, enough: int, until_s: float) -> int:
+def _held_bytes(store: BlobStore, path: str, enough: int, until_s: float) -> int:
     """Add up the files of blocks, until that is enough or takes too long."""
     until_s = min(until_s, time.monotonic() + _COUNT_S)
     held = 0
-    for folder, _, names in os.walk(os.path.join(path, f"jaxkv{VERSION}")):
-        for name in names:
+    with contextlib.suppress(StoreError):
+        for name in itertools.chain.from_iterable(store.list(f"jaxkv{VERSION}")):
             if held >= enough or time.monotonic() > until_s:
-                return held
+                break
             with contextlib.suppress(OSError):
-                held += os.lstat(os.path.join(folder, name)).st_size
+                held += os.lstat(os.path.join(path, name)).st_size
     return held

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import os
 import re
 import stat
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 from jaxkv._util import shown
@@ -20,6 +20,7 @@ from jaxkv.transfer.storage.store import (
     StoreError,
     check_name,
     error_of,
+    is_name,
 )
 from jaxkv.transfer.storage.workers import Workers
 
@@ -128,9 +129,11 @@ class LocalStore:
         return [self._writers.submit(_delete, path) for path in paths]
 
     def list(self, folder: str) -> Iterator[list[str]]:
-        """List the files of a folder."""
+        """List the files of a folder; what may not be read is passed over."""
+        path = self._path(folder)
+        listing = _Listing(functools.partial(self._server_time_s, path))
         try:
-            yield from _list(self._path(folder), check_name(folder))
+            yield from listing.pages(path, folder)
         except OSError as error:
             raise error_of(error) from error
 
@@ -152,6 +155,16 @@ class LocalStore:
         """Let the threads end."""
         self._readers.close()
         self._writers.close()
+
+    def _server_time_s(self, folder: str) -> float:
+        """Return the time by the clock that dates files: a file server has its own."""
+        path = f"{folder}/.{self._token}-{next(self._numbers)}"
+        file = self._create(path)
+        try:
+            return os.fstat(file).st_mtime
+        finally:
+            os.close(file)
+            _delete(path)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{check_name(name)}"
@@ -196,7 +209,9 @@ class LocalStore:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, self._folder_mode)
             if self._mode & 0o077:
-                os.chmod(path, self._folder_mode)
+                # It keeps the group that it inherits, and that files in it inherit.
+                inherited = os.stat(path).st_mode & stat.S_ISGID
+                os.chmod(path, self._folder_mode | inherited)
 
 
 def _read(buffers: Buffers, max_bytes: int, path: str) -> Piece | None:
@@ -254,36 +269,52 @@ def _delete(path: str) -> None:
         os.unlink(path)
 
 
-def _list(path: str, name: str) -> Iterator[list[str]]:
-    folders: list[str] = []
-    names: list[str] = []
-    with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                _remove_if_stale(entry)
+class _Listing:
+    """One listing of a folder.
+
+    Args:
+        server_time_s: Returns the time by which files are dated.
+    """
+
+    def __init__(self, server_time_s: Callable[[], float]) -> None:
+        self._server_time_s = functools.cache(server_time_s)
+
+    def pages(self, path: str, name: str) -> Iterator[list[str]]:
+        """Yield the names of the files in a folder and in those below it."""
+        folders: list[str] = []
+        names: list[str] = []
+        with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    self._remove_if_stale(entry)
+                # What a folder says of its entries: to ask for the status of each would
+                # take longer than all else.
+                elif entry.is_file(follow_symlinks=False):
+                    names.append(f"{name}/{entry.name}")
+                elif entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.name)
+        for first in range(0, len(names), _PAGE):
+            yield names[first : first + _PAGE]
+        failure: OSError | None = None
+        for folder in sorted(folders):
+            # In others no object can be; they may be nested too deeply to be listed.
+            if not is_name(f"{name}/{folder}"):
                 continue
-            # What a folder says of its entries: to ask for the status of each would
-            # take longer than all else.
-            if entry.is_file(follow_symlinks=False):
-                names.append(f"{name}/{entry.name}")
-            elif entry.is_dir(follow_symlinks=False):
-                folders.append(entry.name)
-    for first in range(0, len(names), _PAGE):
-        yield names[first : first + _PAGE]
-    failure: OSError | None = None
-    for folder in sorted(folders):
-        try:
-            yield from _list(f"{path}/{folder}", f"{name}/{folder}")
-        except OSError as error:
-            failure = failure or error  # The others are listed all the same.
-    if failure is not None:
-        raise failure
+            try:
+                yield from self.pages(f"{path}/{folder}", f"{name}/{folder}")
+            except PermissionError:
+                pass  # Its objects cannot be read either.
+            except OSError as error:
+                failure = failure or error  # The others are listed all the same.
+        if failure is not None:
+            raise failure
 
-
-def _remove_if_stale(entry: os.DirEntry[str]) -> None:
-    """Remove what a process that was killed has left half written."""
-    with contextlib.suppress(OSError):
-        status = entry.stat(follow_symlinks=False)
-        is_ours = stat.S_ISREG(status.st_mode) and _TEMPORARY.fullmatch(entry.name)
-        if is_ours and status.st_mtime < time.time() - _STALE_S:
-            os.unlink(entry.path)
+    def _remove_if_stale(self, entry: os.DirEntry[str]) -> None:
+        """Remove what a process that was killed has left half written."""
+        if not _TEMPORARY.fullmatch(entry.name):
+            return
+        with contextlib.suppress(OSError):
+            status = entry.stat(follow_symlinks=False)
+            is_file = stat.S_ISREG(status.st_mode)
+            if is_file and status.st_mtime < self._server_time_s() - _STALE_S:
+                os.unlink(entry.path)

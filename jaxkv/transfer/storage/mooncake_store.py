@@ -10,7 +10,6 @@ import socket
 import sys
 import threading
 import time
-import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -28,8 +27,8 @@ from jaxkv.transfer.storage.store import (
     StoreError,
     check_name,
     error_of,
-    shown_url,
 )
+from jaxkv.transfer.storage.store_url import StoreUrl
 from jaxkv.transfer.storage.workers import Workers, start_thread
 
 _PORT = 50051
@@ -166,8 +165,9 @@ class MooncakeStore:
     can_list = False
 
     def __init__(self, url: str) -> None:
-        self._url = shown_url(url)
-        self._place = _parse(url, self._url)
+        place = StoreUrl.parse(url)
+        self._url = place.shown
+        self._place = _parse(place)
         self._mooncake = _import()
         self._lock = threading.Lock()
         self._connecting = threading.Lock()
@@ -397,20 +397,8 @@ def _num_bytes(blob: Blob) -> int:
     return sum(map(len, blob))
 
 
-def _parse(url: str, shown_as: str) -> _Place:
-    parts = urllib.parse.urlsplit(url)
-    options = dict(urllib.parse.parse_qsl(parts.query, keep_blank_values=True))
-    try:
-        port = parts.port or _PORT
-    except ValueError:
-        port = 0
-    is_odd = not parts.hostname or "@" in parts.netloc or parts.fragment or not port
-    if is_odd or parts.path not in ("", "/") or set(options) - set(_OPTIONS):
-        raise ValueError(
-            f"storage={shown(shown_as)} must be mooncake://HOST:PORT of the master, "
-            f"with {', '.join(f'{name}=' for name in _OPTIONS)} after ? if needed."
-        )
-    assert parts.hostname is not None
+def _parse(url: StoreUrl) -> _Place:
+    [(host, port)], options, shown_as = url.places, url.options, url.shown
     protocol, device = options.get("protocol", "tcp"), options.get("device", "")
     if protocol not in _PROTOCOLS:
         raise ValueError(
@@ -430,8 +418,8 @@ def _parse(url: str, shown_as: str) -> _Place:
         ) from None
     metadata = options.get("metadata") or _NO_METADATA_SERVER
     return _Place(
-        parts.hostname,
-        port,
+        host,
+        port or _PORT,
         segment_bytes,
         protocol,
         device,

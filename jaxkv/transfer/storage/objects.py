@@ -101,7 +101,8 @@ class ObjectFormat:
         shard: Which shard of each block this process has.
         num_shards: How many there are.
         secret: Seals objects against others who may write to the store, if at least
-            `LEAST_SECRET_BYTES` long; None seals them against accidents only.
+            `LEAST_SECRET_BYTES` long without white space around it; None seals them
+            against accidents only.
 
     Raises:
         ValueError: A number is out of range, or the secret too short.
@@ -345,7 +346,8 @@ def _num_bytes(data: Bytes) -> int:
 def _secret_key(secret: str | bytes | None) -> bytes | None:
     if secret is None:
         return None
-    raw = secret.encode() if isinstance(secret, str) else secret
+    # Without the newline of the file that it was read from.
+    raw = secret.strip().encode() if isinstance(secret, str) else secret.strip()
     if len(raw) < LEAST_SECRET_BYTES:
         # Not the value: messages end in logs.
         raise ValueError(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import re
 import threading
 import time
 import urllib.parse
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -19,8 +19,8 @@ from jaxkv.transfer.storage.store import (
     Piece,
     StoreError,
     check_name,
-    shown_url,
 )
+from jaxkv.transfer.storage.store_url import StoreUrl
 from jaxkv.transfer.storage.workers import Workers
 
 _CLUSTER = "+cluster"
@@ -32,6 +32,7 @@ _MOST_AT_ONCE = 256
 _PAGE = 4096
 _CONNECT_S = 5.0
 _ANSWER_S = 30.0
+_RECONNECT_S = 1.0  # Between two connections of a thread that a server refuses.
 
 
 class RedisStore:
@@ -43,7 +44,7 @@ class RedisStore:
 
     Args:
         url: As redis-py has it: ``redis://HOST:PORT/DB``, ``rediss://`` with TLS,
-            ``unix://PATH``; or ``redis+cluster://HOST:PORT``, ``rediss+cluster://``
+            ``unix:///PATH``; or ``redis+cluster://HOST:PORT``, ``rediss+cluster://``
             with some nodes of a cluster, one of which has to answer at first:
             ``HOST:PORT,HOST:PORT``.
 
@@ -54,26 +55,8 @@ class RedisStore:
 
     def __init__(self, url: str) -> None:
         self._redis = _import()
-        self._url = shown_url(url)
-        parts = urllib.parse.urlsplit(url)
-        self._is_cluster = parts.scheme.endswith(_CLUSTER)
-        if parts.scheme == "unix":
-            if not parts.path:
-                raise ValueError(
-                    f"storage={shown(self._url)} must be unix:///PATH of a socket."
-                )
-        elif self._is_cluster:
-            if parts.path not in ("", "/"):  # It has but one database.
-                raise ValueError(
-                    f"storage={shown(self._url)} must be {parts.scheme}://HOST:PORT, "
-                    "of as many nodes as you like: HOST:PORT,HOST:PORT."
-                )
-        elif not re.fullmatch("/?[0-9]*/?", parts.path):
-            # redis-py would take database 0.
-            raise ValueError(
-                f"storage={shown(self._url)} must be {parts.scheme}://HOST:PORT/DB, "
-                "the DB a number."
-            )
+        place = self._place = StoreUrl.parse(url)
+        self._is_cluster = place.scheme.endswith(_CLUSTER)
         # A connection may have been closed while it was not used, and a node of a
         # cluster may have handed on its values.
         tries = 3 if self._is_cluster else 1
@@ -83,26 +66,31 @@ class RedisStore:
             "retry": self._redis.retry.Retry(self._redis.backoff.NoBackoff(), tries),
         }
         self._known_nodes: dict[tuple[str, int], None] = {}
+        url = place.text
+        if self._is_cluster:
+            url = _first_node(url)
+            self._known_nodes |= {
+                (host, port or _PORT): None for host, port in place.places[1:]
+            }
+        fault = ""
         try:
-            if self._is_cluster:
-                url, others = _nodes(url)
-                self._known_nodes |= dict.fromkeys(others)
             # It does not connect, but it looks at what the URL asks for.
             self._redis.ConnectionPool.from_url(url, **options).make_connection()
         except (ValueError, TypeError, self._redis.RedisError) as error:
-            # The message may quote a part of the password.
-            why = "cannot be read" if "@" in url else one_line(str(error)).rstrip(".")
-            raise ValueError(f"storage={shown(self._url)}: {why}.") from None
+            fault = place.hide(one_line(str(error))).rstrip(".")
+        if fault:  # Without the error, which may have a part of the password.
+            raise ValueError(f"storage={shown(place.shown)}: {fault}.")
         self._make_client = functools.partial(self._connect, url, options)
         self._of_thread = threading.local()
-        self._clients: list[Any] = []
+        # Those of threads that have ended are closed, as of one for each listing.
+        self._clients: weakref.WeakSet[Any] = weakref.WeakSet()
         self._readers = Workers("jaxkv storage reader", _READ_CONNECTIONS)
         self._writers = Workers("jaxkv storage writer", _WRITE_CONNECTIONS)
 
     @property
     def url(self) -> str:
         """The place, without user and password."""
-        return self._url
+        return self._place.shown
 
     @property
     def is_cluster(self) -> bool:
@@ -171,25 +159,31 @@ class RedisStore:
             running.add_done_callback(functools.partial(note_failure, first))
         return futures
 
+    def _scan_all(self, match: str) -> Iterator[list[str]]:
+        client = self._client()
+        if not self._is_cluster:
+            yield from _scan(functools.partial(client.scan, match=match))
+            return
+        for node in client.get_primaries():
+
+            def scan(cursor: int, count: int, node: Any = node) -> Any:
+                cursors, names = client.scan(
+                    cursor, match=match, count=count, target_nodes=node
+                )
+                return cursors[node.name], names
+
+            yield from _scan(scan)
+
     def list(self, folder: str) -> Iterator[list[str]]:
         """List values; of a cluster, of one node after the other."""
         match = f"{check_name(folder)}/*"  # A name has no characters that match others.
         try:
-            client = self._client()
-            if not self._is_cluster:
-                yield from _scan(functools.partial(client.scan, match=match))
-                return
-            for node in client.get_primaries():
-
-                def scan(cursor: int, count: int, node: Any = node) -> Any:
-                    cursors, names = client.scan(
-                        cursor, match=match, count=count, target_nodes=node
-                    )
-                    return cursors[node.name], names
-
-                yield from _scan(scan)
+            yield from self._scan_all(match)
         except Exception as error:  # Of redis-py, of sockets, of names of hosts.
-            raise self._error_of(error) from error
+            failure = self._error_of(error)
+        else:
+            return
+        raise failure  # Without the error, which may have the password.
 
     def times(self, names: Sequence[str]) -> Sequence[int] | None:
         """Tell when values were last used, to the second; a server by LFU does not."""
@@ -209,7 +203,7 @@ class RedisStore:
         """Let the threads end, and close all connections."""
         self._readers.close()
         self._writers.close()
-        for client in self._clients:
+        for client in list(self._clients):
             client.close()
 
     def _client(self) -> Any:
@@ -219,7 +213,7 @@ class RedisStore:
         """
         if not hasattr(self._of_thread, "client"):
             client = self._of_thread.client = self._make_client()
-            self._clients.append(client)
+            self._clients.add(client)
             if self._is_cluster:
                 nodes = ((each.host, each.port) for each in client.get_nodes())
                 self._known_nodes |= dict.fromkeys(nodes)
@@ -257,15 +251,22 @@ class RedisStore:
             | known.MasterDownError,
         ):
             kind = "unreachable"
-        if isinstance(error, known.RedisClusterException):
+        message = self._place.hide(f"{type(error).__name__}: {error}")
+        if isinstance(error, known.AskError) and not self._is_cluster:
+            message += "; name a cluster by storage=redis+cluster://HOST:PORT"
+        if kind != "full":
+            # By now its name may stand for another server, as after a failover.
             self._forget_client()
-        return StoreError(kind, f"{type(error).__name__}: {error}")
+        return StoreError(kind, message)
 
     def _forget_client(self) -> None:
-        """Let go of this thread's client, which may know dead nodes alone."""
+        """Let go of this thread's client, at most once a second; the next connects."""
+        if time.monotonic() < getattr(self._of_thread, "keep_until_s", 0.0):
+            return
+        self._of_thread.keep_until_s = time.monotonic() + _RECONNECT_S
         client = self._of_thread.__dict__.pop("client", None)
         if client is not None:
-            self._clients.remove(client)
+            self._clients.discard(client)
             client.close()
 
 
@@ -289,17 +290,11 @@ class _Packer:
         return pieces if isinstance(last, list) else [b"".join(pieces)]
 
 
-def _nodes(url: str) -> tuple[str, list[tuple[str, int]]]:
-    """Split the URL of a cluster: that of the first node alone, and the other nodes."""
+def _first_node(url: str) -> str:
+    """Return the URL of a cluster with its first node alone, as redis-py has it."""
     parts = urllib.parse.urlsplit(url.replace(_CLUSTER, "", 1))
     user, at, hosts = parts.netloc.rpartition("@")
-    first, *others = hosts.split(",")
-    places = []
-    for place in map(urllib.parse.urlsplit, (f"//{other}" for other in others)):
-        if not place.hostname:
-            raise ValueError("a host is missing between commas")
-        places.append((place.hostname, place.port or _PORT))
-    return parts._replace(netloc=f"{user}{at}{first}").geturl(), places
+    return parts._replace(netloc=f"{user}{at}{hosts.partition(',')[0]}").geturl()
 
 
 def _scan(scan: Callable[..., tuple[int, list[bytes]]]) -> Iterator[list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import heapq
@@ -333,6 +334,7 @@ class StorageIO(Resource):
         self._pages: collections.deque[ListedPage] = collections.deque()
         self._num_listed = 0  # Blocks of these.
         self._listed: Listed | None = None
+        self._bounds: list[Bound] = []  # Of all engines, as of the last listing.
         self._fresh: list[BlockKey] = []  # Written while the store is listed.
         self._lister: threading.Thread | None = None
 
@@ -1107,15 +1109,22 @@ class StorageIO(Resource):
 
     def _keep_bound(self, own: Bound, recorded: list[Bound], census: Census) -> Listed:
         """Record a bound, and delete what is beyond the one that holds."""
-        bound = agreed_bound(own, recorded)
-        name = self.objects.bound_name(own)
+        known = self._known_bounds(own, recorded)
+        bound = agreed_bound(own, known)
         stale = [each for each in recorded if each.is_owners and each != own]
         if own.is_owners and stale:
             names = list(map(self.objects.bound_name, stale))
             wait_for(self._store.delete(names))
         # Others need not know of what is less than they know.
-        if own not in recorded and (own == bound or own.is_owners):
-            self._record(lambda: wait_for(self._store.put([(name, [b"jaxkv\n"])])))
+        if own not in known and (own == bound or own.is_owners):
+            known.append(own)
+        names = [
+            self.objects.bound_name(each) for each in known if each not in recorded
+        ]
+        if names:
+            records = [(name, [b"jaxkv\n"]) for name in names]
+            self._record(lambda: wait_for(self._store.put(records)))
+        self._bounds = known
         with self._lock:
             fresh, self._fresh = self._fresh, []
         keys = census.oldest_first(fresh)
@@ -1136,6 +1145,27 @@ class StorageIO(Resource):
                 raise
             with self._lock:
                 self._note_error("write", error)
+
+    def _known_bounds(self, own: Bound, recorded: Sequence[Bound]) -> list[Bound]:
+        """Return the bounds that were recorded, with those that the store has lost.
+
+        A store that evicts what was not used for long evicts records first, unless they
+        are read. Without the record of a large engine, a small one would delete blocks.
+        """
+        with contextlib.suppress(StoreError):
+            wait_for(self._store.get(list(map(self.objects.bound_name, recorded)), 1))
+        has_owner = own.is_owners or any(each.is_owners for each in recorded)
+        lost = (
+            each
+            for each in self._bounds
+            if each not in recorded and not (each.is_owners and has_owner)
+        )
+        known = dict.fromkeys((*recorded, *lost))
+        return [
+            each
+            for each in known
+            if each == own or not (each.is_owners and own.is_owners)
+        ]
 
 
 def _together(futures: Sequence[Future[bool]]) -> Future[list[bool]]:

@@ -29,10 +29,7 @@ Blob: TypeAlias = Sequence[Piece]
 ErrorKind: TypeAlias = Literal["full", "denied", "unreachable", "other"]
 ERROR_KINDS: tuple[ErrorKind, ...] = get_args(ErrorKind)
 
-REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster", "unix")
-
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)*")
-_URL = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _MOST_LETTERS = 240
 _PAGE = 4096
 
@@ -176,34 +173,14 @@ def check_name(name: str) -> str:
     >>> check_name("ab/abcdef.0")
     'ab/abcdef.0'
     """
-    if len(name) > _MOST_LETTERS or not _NAME.fullmatch(name):
+    if not is_name(name):
         raise ValueError(f"name={name[:_MOST_LETTERS]!r} is no name of an object.")
     return name
 
 
-def shown_url(url: str) -> str:
-    """Give a URL that may be shown, without user and password.
-
-    >>> shown_url("redis://me:secret@localhost:6379/0?password=secret")
-    'redis://localhost:6379/0'
-    >>> shown_url("s3://bucket/kv?region=eu"), shown_url("/var/cache/kv")
-    ('s3://bucket/kv?region=eu', '/var/cache/kv')
-    """
-    match = _URL.fullmatch(url)
-    if not match:
-        return url
-    scheme, rest = match[1], match[2]
-    place, mark, options = rest.partition("?")
-    has_secret = "@" in options or "%40" in options
-    if scheme.lower() in REDIS_SCHEMES:
-        # Whatever is in a password, quoted or not, it ends before the last of these.
-        place = "..." if has_secret else place.rpartition("@")[2]
-        mark = options = ""
-    else:
-        host, slash, path = place.partition("/")
-        place = host.rpartition("@")[2] + slash + path
-        options = "..." if has_secret else options
-    return f"{scheme}://{place}{mark}{options}"
+def is_name(name: str) -> bool:
+    """Whether objects and folders may have a name."""
+    return len(name) <= _MOST_LETTERS and _NAME.fullmatch(name) is not None
 
 
 def error_of(error: BaseException) -> StoreError:

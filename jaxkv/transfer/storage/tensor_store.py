@@ -7,7 +7,6 @@ import functools
 import itertools
 import os
 import re
-import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -20,8 +19,8 @@ from jaxkv.transfer.storage.store import (
     Piece,
     StoreError,
     check_name,
-    shown_url,
 )
+from jaxkv.transfer.storage.store_url import StoreUrl
 
 # What is slow beyond that is computed sooner: tensorstore would try 32 times.
 _RETRIES = {"max_retries": 3, "initial_delay": "100ms", "max_delay": "1s"}
@@ -55,10 +54,13 @@ class TensorStoreStore:
     def __init__(self, spec: Mapping[str, Any], url: str) -> None:
         self._ts = _import()
         self._url = url
+        fault = ""
         try:
             self._store = self._ts.KvStore.open(dict(spec)).result()
         except (ValueError, NotImplementedError) as error:
-            raise ValueError(f"storage={shown(url)}: {error_text(error)}") from None
+            fault = error_text(error)
+        if fault:  # Without the error, which may have a password.
+            raise ValueError(f"storage={shown(url)}: {fault}")
 
     @property
     def url(self) -> str:
@@ -146,7 +148,7 @@ def open_s3(url: str) -> TensorStoreStore:
     Without them AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, AWS_REGION and
     AWS_DEFAULT_REGION apply, as to the programs of AWS.
     """
-    bucket, path, options = _split(url, ("endpoint", "region"))
+    bucket, path, options = _split(url)
     environ = os.environ
     endpoint = (
         options.get("endpoint")
@@ -177,7 +179,7 @@ def open_s3(url: str) -> TensorStoreStore:
 
 def open_gs(url: str) -> TensorStoreStore:
     """Open ``gs://BUCKET/PREFIX``."""
-    bucket, path, _ = _split(url, ())
+    bucket, path, _ = _split(url)
     spec = {
         "driver": "gcs",
         "bucket": bucket,
@@ -190,6 +192,7 @@ def open_gs(url: str) -> TensorStoreStore:
 def error_text(error: BaseException) -> str:
     """Shorten what tensorstore says: the answer of a server, and where it noticed."""
     text = re.sub(r"\s*\[[a-z_-]+='.*", "", str(error), flags=re.DOTALL)
+    text = re.sub(r"//[^\s/@]*@", "//", text)  # An endpoint may have a password.
     return one_line(text)[:_MOST_SHOWN]
 
 
@@ -203,17 +206,10 @@ def _import() -> Any:
     return tensorstore
 
 
-def _split(url: str, known: Sequence[str]) -> tuple[str, str, dict[str, str]]:
-    parts = urllib.parse.urlsplit(url)
-    options = dict(urllib.parse.parse_qsl(parts.query, keep_blank_values=True))
-    path = urllib.parse.unquote(parts.path).strip("/")
-    is_odd = not parts.netloc or "@" in parts.netloc or parts.fragment
-    if is_odd or set(options) - set(known):
-        more = f" with {' and '.join(f'?{name}=' for name in known)}" if known else ""
-        raise ValueError(
-            f"storage={shown(shown_url(url))} must be {parts.scheme}://BUCKET/PREFIX{more}."
-        )
-    return parts.netloc, f"{path}/" if path else "", options
+def _split(url: str) -> tuple[str, str, Mapping[str, str]]:
+    place = StoreUrl.parse(url)
+    [(bucket, _)], path = place.places, place.path.strip("/")
+    return bucket, f"{path}/" if path else "", place.options
 
 
 def _future(theirs: Any, convert: Callable[[Any], Any]) -> Future[Any]:

@@ -179,3 +179,11 @@ def test_what_makes_no_format_is_refused(more, message):
     with pytest.raises(ValueError, match=message) as info:
         make(**more)
     assert "short" not in str(info.value)
+
+
+@pytest.mark.parametrize("secret", ["0123456789abcdef\n", b" 0123456789abcdef\r\n"])
+def test_white_space_around_a_secret_does_not_count(secret):
+    bare = ObjectFormat(b"m", "u8[4]", 4, secret="0123456789abcdef")
+    assert ObjectFormat(b"m", "u8[4]", 4, secret=secret).folder == bare.folder
+    with pytest.raises(ValueError, match="has 15 bytes and must have at least 16"):
+        ObjectFormat(b"m", "u8[4]", 4, secret="0123456789abcde\n")

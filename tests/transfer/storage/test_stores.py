@@ -31,6 +31,7 @@ from jaxkv.transfer.storage import (
     StoreError,
     mooncake_store,
     open_store,
+    redis_store,
     tensor_store,
 )
 from jaxkv.transfer.storage.buffers import Buffers
@@ -294,6 +295,15 @@ def test_a_group_can_share_a_folder_whatever_the_umask(tmp_path):
     store.close()
 
 
+def test_a_shared_folder_keeps_the_group_that_it_inherits(tmp_path):
+    tmp_path.chmod(0o2770)
+    store = open_store(f"file://{tmp_path}/store?mode=660")
+    put(store, a__1=b"x")
+    modes = {p.name: oct(p.stat().st_mode & 0o7777) for p in tmp_path.rglob("*")}
+    assert modes == {"store": "0o2770", "a": "0o2770", "1": "0o660"}
+    store.close()
+
+
 def put_in_the_way(path, kind):
     """Put something that is no file where an object belongs."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -385,17 +395,38 @@ def test_a_folder_that_cannot_be_listed_hides_no_other(tmp_path, monkeypatch):
     put(store, f__a__1=b"x", f__b__2=b"y", f__c__3=b"z")
     scandir = os.scandir
 
-    def refuse_b(path):
+    def refuse_b(path, error=errno.EIO):
         if os.fspath(path).endswith("/f/b"):  # Modes do not hold root up.
-            raise PermissionError(errno.EACCES, "not yours", path)
+            raise OSError(error, os.strerror(error), path)
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse_b)
     found = []
-    with pytest.raises(StoreError, match="not yours") as caught:
+    with pytest.raises(StoreError, match="Input/output error"):
         collections.deque(map(found.extend, store.list("f")))
-    assert caught.value.kind == "denied"
     assert found == ["f/a/1", "f/c/3"]
+    # Its objects could not be read either.
+    monkeypatch.setattr(os, "scandir", lambda path: refuse_b(path, errno.EACCES))
+    assert listed(store, "f") == ["f/a/1", "f/c/3"]
+    with pytest.raises(StoreError) as caught:
+        listed(store, "f/b")
+    assert caught.value.kind == "denied"
+    store.close()
+
+
+def test_folders_that_cannot_have_objects_are_passed_over(tmp_path):
+    store = LocalStore(tmp_path)
+    put(store, f__a__1=b"x")
+    (tmp_path / "f" / "loop").symlink_to(tmp_path / "f")
+    (tmp_path / "f" / "not a name" / "b").mkdir(parents=True)
+    (tmp_path / "f" / "not a name" / "b" / "2").touch()
+    os.makedirs(f"{tmp_path}/f/{'d/' * 400}")
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(400)
+    try:
+        assert listed(store, "f") == ["f/a/1"]
+    finally:
+        sys.setrecursionlimit(limit)
     store.close()
 
 
@@ -410,6 +441,23 @@ def test_only_old_remains_of_killed_writers_are_removed(tmp_path):
         os.utime(folder / name, (0, 0))
     assert listed(store, "a") == ["a/1"]
     assert sorted(path.name for path in folder.iterdir()) == [*names[1:], "1"]
+    store.close()
+
+
+@pytest.mark.parametrize("ahead_s", [7200, -1e6])
+def test_the_age_of_a_file_is_by_the_clock_that_dates_it(
+    tmp_path, monkeypatch, ahead_s
+):
+    store = LocalStore(tmp_path)
+    put(store, a__1=b"x")
+    begun, left = (tmp_path / "a" / f".0123456789abcdef-{n}" for n in range(2))
+    for path in (begun, left):
+        path.write_bytes(b"half")
+    now_s = begun.stat().st_mtime
+    os.utime(left, (now_s - 4000, now_s - 4000))
+    monkeypatch.setattr("time.time", lambda: now_s + ahead_s)
+    assert listed(store, "a") == ["a/1"]
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [begun.name, "1"]
     store.close()
 
 
@@ -461,10 +509,10 @@ def test_stores_in_memory_of_one_name_are_one():
         ("mooncake://host?segment=few", "segment='few' must be a size such as 64MiB"),
         ("mooncake://host?protocol=ib", "protocol='ib' must be tcp or rdma"),
         ("mooncake://host?device=mlx5_0", "device='mlx5_0' needs protocol=rdma"),
-        ("redis+cluster://a,,b:1", "a host is missing between commas"),
-        ("redis+cluster://a,b:port", "storage='redis.cluster://a,b:port': Port could"),
+        ("redis+cluster://a,,b:1", "must be redis.cluster://HOST:PORT, .*HOST:PORT,"),
+        ("redis+cluster://a,b:port", "storage='redis.cluster://...' must be redis"),
         # Errors of others, which would not say which value it is.
-        ("s3://[bucket", r"storage='s3://\[bucket' cannot be read"),
+        ("s3://[bucket", r"storage='s3://\.\.\.' cannot be read"),
         ("unix://me:of\u2100others@host/x", "storage='unix://host/x' cannot be read"),
         ("rediss://host?ssl_cert_reqs=x", "storage='rediss://host': Invalid SSL"),
     ],
@@ -579,6 +627,53 @@ def test_redis_is_used_again_once_it_is_back(tmp_path):
         put(store, a=b"y")
         assert get(store, "a") == [b"y"]
     store.close()
+
+
+def test_writes_go_to_the_new_primary_after_a_failover(tmp_path, monkeypatch):
+    """The old primary lives on as a replica; the name leads to the new one."""
+    monkeypatch.setattr(redis_store, "_RECONNECT_S", 0.0)
+    for folder in ("old", "new"):
+        (tmp_path / folder).mkdir()
+    with ExitStack() as stack:
+        old, new = (
+            stack.enter_context(redis_server(tmp_path / folder))[0]
+            for folder in ("old", "new")
+        )
+        ports = [urllib.parse.urlsplit(url).port for url in (old, new)]
+        target = ports[:1]
+        lookup = socket.getaddrinfo
+        monkeypatch.setattr(
+            socket,
+            "getaddrinfo",
+            lambda host, _, *more: lookup(host, *target, *more),
+        )
+        with closing(open_store("redis://127.0.0.1:1/0")) as store:
+            put(store, a=b"x")
+            with redis.Redis.from_url(old) as client:
+                client.replicaof("127.0.0.1", ports[1])
+            target[:] = ports[1:]
+            # Of each connection that writes, the next call.
+            for _ in range(redis_store._WRITE_CONNECTIONS + 1):
+                kinds = {
+                    future.exception(60) and future.exception().kind
+                    for _ in range(8)
+                    for future in store.put([("b", [b"y"])])
+                }
+            assert kinds == {None}
+        with redis.Redis.from_url(new) as client:
+            assert client.get("b") == b"y"
+
+
+def test_listings_of_redis_leave_no_connections(tmp_path):
+    with redis_server(tmp_path) as (url, _), closing(open_store(url)) as store:
+        put(store, f__1=b"x")
+        for _ in range(10):
+            thread = threading.Thread(target=listed, args=(store, "f"))
+            thread.start()
+            thread.join()
+        gc.collect()
+        with redis.Redis.from_url(url) as client:
+            assert client.info("clients")["connected_clients"] <= 4
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from jaxkv.transfer.storage import BlobStore, StoreError
 from jaxkv.transfer.storage.mooncake_store import MooncakeStore
 from jaxkv.transfer.storage.redis_store import RedisStore
+from jaxkv.transfer.storage.store_url import StoreUrl
 
 Blocks: TypeAlias = Sequence[NDArray[np.uint8]]
 
@@ -57,7 +58,7 @@ def _redis(url: str) -> Client:
     """One value a call, on one connection."""
     import redis
 
-    client = redis.Redis.from_url(url)
+    client = redis.Redis.from_url(StoreUrl.parse(url).text)
 
     def write(names: Sequence[str], blocks: Blocks) -> None:
         for name, block in zip(names, blocks, strict=True):

@@ -31,6 +31,7 @@ from jaxkv.transfer.storage import (
 )
 from jaxkv.transfer.storage.objects import HEADER_BYTES
 from jaxkv.transfer.storage.store import can_list
+from jaxkv.transfer.storage.store_url import StoreUrl
 from jaxkv.types import KEY_BYTES
 
 Way: TypeAlias = Literal["write", "read"]
@@ -119,7 +120,7 @@ class StorageBench(Resource):
 
     def __init__(self, config: StorageConfig) -> None:
         self.config = config
-        had_folder = os.path.isdir(config.url.removeprefix("file://"))
+        had_folder = os.path.isdir(StoreUrl.parse(config.url).path)
         try:
             self._store = open_store(config.url)
         except StoreError as error:
