@@ -436,22 +436,37 @@ class OffloadScheduler:
         self,
         load_bytes_per_s: float,
         prefill_tokens_per_s: float,
-        storage_bytes_per_s: float = 0.0,
+        storage_bytes_per_s: float | Sequence[float] = 0.0,
     ) -> None:
-        """Tell how fast loads and the model are, for `skip_slow_loads`.
+        """Set how fast loads, fetches and the model are, for `skip_slow_loads`.
 
         Processes that serve one model together must note the same.
 
         Args:
             load_bytes_per_s: Such as `OffloadWorker.load_bytes_per_s`; 0 if unknown.
             prefill_tokens_per_s: As the engine measured it; 0 if unknown.
-            storage_bytes_per_s: Such as `OffloadWorker.storage_bytes_per_s`; 0 if
-                unknown.
+            storage_bytes_per_s: Reads from the last tier below the host, such as
+                `OffloadWorker.storage_bytes_per_s`; or from each of these tiers, the
+                nearest first, such as `OffloadWorker.tier_bytes_per_s`. 0 if unknown.
+
+        Raises:
+            ValueError: If a rate is no number of at least 0, or there is not one for
+                each tier. Then nothing changes.
         """
-        check_rates(storage_bytes_per_s=storage_bytes_per_s)
+        rates = storage_bytes_per_s
+        if not isinstance(rates, Sequence):
+            check_rates(storage_bytes_per_s=rates)
+            rates = [*[0.0] * (len(self.below) - 1), rates][: len(self.below)]
+        if len(rates) != len(self.below):
+            raise ValueError(
+                f"{storage_bytes_per_s=} has {len(rates)} rates, and there are "
+                f"{len(self.below)} tiers below the host: give one for each."
+            )
+        for rate in rates:
+            check_rates(storage_bytes_per_s=rate)
         self._gate.note_rates(load_bytes_per_s, prefill_tokens_per_s)
-        for own in self._storage:
-            own.bytes_per_s = storage_bytes_per_s
+        for boundary, rate in zip(self.below, rates, strict=True):
+            boundary.bytes_per_s = rate
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
