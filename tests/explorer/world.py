@@ -1191,10 +1191,11 @@ class World:
         stores = own._stores.in_flight.moves.values()
         used = [block for r in self.requests for table in r.tables for block in table]
         moved = [own._stores.waiting.sources, *(store.sources for store in stores)]
-        read = [NO_IDS]
+        read, offered = [NO_IDS], [NO_IDS]
         for load in own._loads.by_request.values():
             moved += [load.written_blocks, load.copy_targets]
             moved += [load.copy_sources] * (load.event == NO_EVENT)
+            offered += [load.copy_sources] * (not load.is_taken)
             read.append(load.sources)
         written = [own._stores.waiting.targets]
         written += [store.targets for store in filter(is_live, stores)]
@@ -1216,6 +1217,7 @@ class World:
         for what, found, right in (
             ("held", state.ref_cnt, held),
             ("pinned", state.pins, pinned),
+            ("offered", state.offers, count(offered, self.pool.num_blocks)),
             ("held on the host", self._tiers[0].executor.state.ref_cnt, rows),
         ):
             if what == "held on the host" and self.is_left:
