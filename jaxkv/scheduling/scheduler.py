@@ -310,6 +310,8 @@ class OffloadScheduler:
                 groups=len(self.groups),
             )
         self._pool = pool
+        for own in self.below:
+            own.limit_held(pool.num_blocks // self.rules.blocks_per_host_block)
         parts = pool, self._manager, self._loads, self.below
         is_plain = len(self.groups) == self.rules.blocks_per_host_block == 1
         is_plain &= self._is_all_read
@@ -497,6 +499,8 @@ class OffloadScheduler:
         while True:
             found = plan(view, request, num_computed_tokens)
             name = request.request_id  # Only now known to be there.
+            if found.queue is not None:
+                found.queue.queue(name)
             if found.load_speed or found.fetch_speeds:
                 self._gate.count(found.load_speed, *found.fetch_speeds)
             for own in found.searched:
@@ -518,9 +522,9 @@ class OffloadScheduler:
         if is_known or found.load is not None:
             self._loads.offer(self._pool, name, found.load, found.is_awaited)
         if found.num_tokens is not None:
-            # What was fetched for it is held by the offer from now on.
+            # It may find no room on the device: what was fetched for it stays.
             for own in self.below:
-                own.release(name)
+                own.hold(name)
         self._num_local[name] = num_computed_tokens
         if self._shadows is not None and found.num_tokens is not None:
             size = self.groups[0].block_size
@@ -599,15 +603,15 @@ class OffloadScheduler:
             if is_new:  # Nobody might ever say that it is over.
                 self._keys.forget(name)
             raise
+        # One that declines and has no blocks stays in the queue: it is yet to begin.
+        begins = bool(num_external_tokens) or any(tables)
         for own in self.below:
-            own.forget(name)
+            (own.forget if begins else own.decline)(name)
         num_local = self._num_local.pop(name, None)
         if num_external_tokens:
             self._store_steps.note_tokens(num_external_tokens)
         if self._eager is not None:
             self._eager.register(request, tables, num_local, num_external_tokens)
-        # One that declines and has no blocks stays in the queue: it is yet to begin.
-        begins = bool(num_external_tokens) or any(tables)
         if begins and name not in self._known:
             self._known.add(name)
             self._stats.count_request(request, num_local, num_external_tokens)
