@@ -84,6 +84,10 @@ class BlockCatalog:
         """Return the blocks on a tier and the number of copies of each."""
         return self._tiers.get(medium, {})
 
+    def copies(self, medium: str) -> list[BlockKey]:
+        """List the blocks on a tier, each as often as it has copies."""
+        return [key for key, num in self.held(medium).items() for _ in range(num)]
+
     def media(self) -> Iterator[str]:
         """Return the tiers that have blocks, in the order of their first event."""
         return (medium for medium, copies in self._tiers.items() if copies)

@@ -72,7 +72,7 @@ def describe(
     if event.block_hashes:
         parts = catalog.parts(event)
     elif any(other != event.medium for other in catalog.media()):
-        parts = _each_copy(catalog, event.medium)
+        parts = catalog.copies(event.medium)
     else:
         return [AllBlocksCleared()]
     known = ((key, catalog.find(key)) for key in parts)
@@ -96,7 +96,7 @@ def describe_all(
     make_hash = _hash_as_int if int_block_hashes else _hash_as_bytes
     events: list[KVEvent] = [AllBlocksCleared()]
     for medium in catalog.media():
-        copies = _each_copy(catalog, medium)
+        copies = catalog.copies(medium)
         event = OffloadingEvent(copies, catalog.block_size(medium), medium, False)
         events += _describe_stored(event, copies, catalog, groups, make_hash)
     return events
@@ -176,11 +176,6 @@ def _follows(block: KeyedBlock | None, last: KeyedBlock | None) -> bool:
         and block.extras.lora_name == last.extras.lora_name
         and len(block.tokens) == len(last.tokens)
     )
-
-
-def _each_copy(catalog: BlockCatalog, medium: str) -> list[BlockKey]:
-    copies = catalog.held(medium).items()
-    return [key for key, num_copies in copies for _ in range(num_copies)]
 
 
 def _extra_keys(block: KeyedBlock) -> tuple[Any, ...] | None:

@@ -1,8 +1,10 @@
 """Blocks on their way between a tier and the next one down.
 
 What a request finds only in the lower tier is fetched to the upper one while the
-request waits; then it is a hit there like any other. What no tier is known to have the
-lower one may be asked for first (a probe). What is worth keeping is written behind the
+request waits; then it is a hit there like any other, and is held until the request has
+device blocks: others that wait with it would evict it, and it would be read again. No
+more is fetched than can be held. What no tier is known to have the lower one may be
+asked for first (a probe). What is worth keeping is written behind the
 upper tier's back. All end when every worker has reported them; nothing here waits.
 """
 
@@ -40,6 +42,12 @@ _REMEMBERED_PER_BLOCK = 4
 
 # The most keys that are remembered as missing from the lower tier.
 _MOST_ABSENT = 1 << 12
+
+# After asking this often for room that others hold, while none of them makes progress,
+# a request takes the room of those that have stopped asking, or does without a fetch.
+_MAX_VAIN_ASKS = 8
+# After asking in vain this often, whoever makes progress, it goes before all others.
+_OVERDUE_ASKS = 64
 _NO_IDS = np.empty(0, np.int64)
 
 
@@ -59,6 +67,21 @@ class _Wait:
     rows: list[int]
     ends: dict[BlockKey, int]
     arrived_ends: set[int] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass(eq=False)
+class _Queued:
+    """A request that waits for room that other requests hold.
+
+    Attributes:
+        num_released: `Boundary._num_released` when it began.
+        first_ask: The number of its first ask since.
+        num_asks: How often it has asked in vain since, while no fetch was on its way.
+    """
+
+    num_released: int
+    first_ask: int
+    num_asks: int = 0
 
 
 @dataclasses.dataclass(eq=False)
@@ -149,10 +172,14 @@ class Boundary:
             time.
         factor: Device blocks in a block of the tiers.
         most_fetched: Blocks that may be fetched at a time.
+        max_held: Blocks that may be fetched and held for requests that have no device
+            blocks yet, unless one request alone needs more.
         may_cut: Whether a part of a prefix may be fetched, its first blocks.
         fetches: What is on its way to the upper tier.
         fetch_of: In which of these a block is.
         waits: What requests wait for.
+        holds: Blocks of the upper tier that are held for requests which have asked
+            again, until they have device blocks.
         looked_up: How many listed blocks there were when a request was looked up.
         probe_s: How long a request waits at a time while the tier is asked for blocks;
             0 if it is not.
@@ -193,6 +220,7 @@ class Boundary:
         most, num_blocks = below.most_blocks, upper.num_blocks
         self._most_written = min(most, max(1, num_blocks // 8))
         self.most_fetched = min(most, max(1, num_blocks // 2))
+        self.max_held = max(1, num_blocks // 2)
         # Where every block is read, a shorter prefix consists of its first ones.
         self.may_cut = all(isinstance(group, FullAttention) for group in groups)
         # Which blocks were asked for again; None where that does not matter.
@@ -209,6 +237,19 @@ class Boundary:
         )
         self.fetch_of: dict[BlockKey, _TierMove] = {}
         self.waits: dict[str, _Wait] = {}
+        self.holds: dict[str, list[int]] = {}
+        # How often each block is held for requests.
+        self._num_holders: dict[int, int] = {}
+        # Asks so far, and the number of each request's last one; what it queues with.
+        self._num_asks = 0
+        self._last_ask: dict[str, int] = {}
+        self._queued: dict[str, _Queued] = {}
+        # How often each has asked in vain in all; those that are overdue, in order.
+        self._num_vain_asks: dict[str, int] = {}
+        self._overdue: dict[str, None] = {}
+        # How often a hold has ended, and whether the last fetch brought anything.
+        self._num_released = 0
+        self._is_bringing = True
         self.looked_up: dict[str, int] = {}
         # Where not every block is read, which ones depends on how long a prefix is: it
         # may take a second question, and the two share the time.
@@ -275,29 +316,135 @@ class Boundary:
         """Whether a block is being fetched."""
         return key in self.fetch_of
 
+    def limit_held(self, num_blocks: int) -> None:
+        """Hold no more than the device has room for, in blocks of the tiers."""
+        self.max_held = min(self.max_held, max(1, num_blocks))
+
+    def has_room(self, request_id: str, fetch: Fetch) -> bool:
+        """Whether a fetch fits beside what is fetched and held for other requests.
+
+        An overdue request goes first: a large fetch would never find room otherwise.
+        One that has waited while the lower tier brought nothing does not wait again.
+        """
+        if request_id in self._queued and not self._is_bringing:
+            return False
+        keys = fetch.keys[: self.most_fetched] if self.may_cut else fetch.keys
+        num_new = len(self._not_fetched(fetch, len(keys)))
+        num_fetched = self.fetches.num_blocks
+        if not num_new or num_new > self.most_fetched:
+            return True  # All of it is on its way, or it never fits.
+        if next(iter(self._overdue), request_id) != request_id:
+            return False
+        if num_fetched and num_fetched + num_new > self.most_fetched:
+            return False
+        num_held = len(self._num_holders) + num_fetched
+        num_new += sum(row not in self._num_holders for row in fetch.upper_rows)
+        return not num_held or num_held + num_new <= self.max_held
+
+    def may_queue(self, request_id: str) -> bool:
+        """Whether a request that finds no room waits for it.
+
+        Not if it holds something itself, if the lower tier brings nothing, or if it has
+        waited long enough, and no holder makes progress.
+        """
+        if request_id in self.holds or not self._is_bringing:
+            return False
+        queued = self._queued.get(request_id)
+        return (
+            bool(self.fetches.moves)
+            or queued is None
+            or queued.num_released != self._num_released
+            or queued.num_asks < _MAX_VAIN_ASKS
+        )
+
+    def queue(self, request_id: str) -> None:
+        """Record that a request waits for room, as it `may_queue`."""
+        self._note_ask(request_id)
+        queued = self._queued.get(request_id)
+        if queued is None or queued.num_released != self._num_released:
+            queued = _Queued(self._num_released, self._num_asks)
+            self._queued[request_id] = queued
+        num_vain = self._num_vain_asks.get(request_id, 0) + 1
+        self._num_vain_asks[request_id] = num_vain
+        if num_vain == _OVERDUE_ASKS:
+            self._overdue[request_id] = None
+        queued.num_asks += not self.fetches.moves
+        if queued.num_asks == _MAX_VAIN_ASKS:
+            for name in {**self.holds, **self.waits, **self._queued}:
+                wait = self.waits.get(name)
+                is_over = wait is None or not wait.events
+                if is_over and self._last_ask[name] < queued.first_ask:
+                    self.forget(name)
+
+    def hold(self, request_id: str) -> None:
+        """Hold what was fetched for a request, which has asked again."""
+        self._note_ask(request_id)
+        wait = self._end_wait(request_id)
+        if wait is not None and wait.rows:
+            self.holds.setdefault(request_id, []).extend(wait.rows)
+
+    def decline(self, request_id: str) -> None:
+        """Record that a request gives its offer back, and stays in the queue."""
+        self.hold(request_id)
+        self.looked_up.pop(request_id, None)
+        self.probing.pop(request_id, None)
+
     def release(self, request_id: str) -> None:
-        """Let go of what a request held: it has asked again, or asks no more."""
-        own = self.probing.get(request_id)
-        if own is not None:
-            for event in own.events:
-                del self.probes.moves[event].waiters[request_id]
-            own.events.clear()
-        wait = self.waits.pop(request_id, None)
-        if wait is None:
-            return
-        for event in wait.events:
-            del self.fetches.moves[event].waiters[request_id]
-        if wait.rows:
-            self.upper.unpin(wait.rows)
-        if wait.arrived_ends:
-            num = len(wait.arrived_ends) * self.factor * self.groups[0].block_size
-            self.num_fetched_tokens[request_id] = num
+        """Release what is held for a request."""
+        wait = self._end_wait(request_id)
+        rows = self.holds.pop(request_id, [])
+        if wait is not None:
+            rows += wait.rows
+        if rows:
+            self._unpin(rows)
+            self._num_released += 1
 
     def forget(self, request_id: str) -> None:
         """Let go of a request that is over, or has its blocks."""
         self.release(request_id)
         self.looked_up.pop(request_id, None)
         self.probing.pop(request_id, None)
+        self._leave_queue(request_id)
+        self._last_ask.pop(request_id, None)
+
+    def _leave_queue(self, request_id: str) -> None:
+        for of_requests in (self._queued, self._num_vain_asks, self._overdue):
+            of_requests.pop(request_id, None)
+
+    def _note_ask(self, request_id: str) -> None:
+        self._num_asks += 1
+        self._last_ask[request_id] = self._num_asks
+
+    def _end_wait(self, request_id: str) -> _Wait | None:
+        """End what a request waits for; return what is held for it, if it waited."""
+        probing = self.probing.get(request_id)
+        if probing is not None:
+            for event in probing.events:
+                del self.probes.moves[event].waiters[request_id]
+            probing.events.clear()
+        wait = self.waits.pop(request_id, None)
+        if wait is None:
+            return None
+        for event in wait.events:
+            del self.fetches.moves[event].waiters[request_id]
+        if wait.arrived_ends:
+            num = len(wait.arrived_ends) * self.factor * self.groups[0].block_size
+            self.num_fetched_tokens[request_id] = num
+        return wait
+
+    def _pin(self, rows: Sequence[int]) -> None:
+        """Hold blocks of the upper tier for a request."""
+        self.upper.pin(rows)
+        for row in rows:
+            self._num_holders[row] = self._num_holders.get(row, 0) + 1
+
+    def _unpin(self, rows: Sequence[int]) -> None:
+        """Undo `_pin`."""
+        self.upper.unpin(rows)
+        for row in rows:
+            self._num_holders[row] -= 1
+            if not self._num_holders[row]:
+                del self._num_holders[row]
 
     def note_asked(self, keys: Sequence[BlockKey]) -> None:
         """Note that a new request asks for blocks, before it uses them."""
@@ -381,7 +528,12 @@ class Boundary:
             self._end_fetch(move)
         self._to_fetch.clear()
         self.fetch_of.clear()
+        for name in list(self._queued):
+            self._leave_queue(name)
         self.waits.clear()
+        self.holds.clear()
+        self._num_holders.clear()
+        self._is_bringing = True
         self._to_write.clear()
         self._to_delete.clear()
         self.looked_up.clear()
@@ -419,7 +571,7 @@ class Boundary:
                 return False
             self.tier.note_there(keys)
         # So that making room does not evict what the rest continues.
-        self.upper.pin(fetch.upper_rows)
+        self._pin(fetch.upper_rows)
         started: _TierMove | None = None
         for share in self._shares(num):
             new = self._not_fetched(fetch, share)
@@ -435,13 +587,15 @@ class Boundary:
         of = self.fetch_of
         events = {of[key].event for key in fetch.keys[:share] if key in of}
         if not events:
-            self.upper.unpin(fetch.upper_rows)
+            self._unpin(fetch.upper_rows)
             return False
         if started is not None:
             self._to_fetch.append(started)
             if fetch.is_awaited:
                 self._awaited.add(started.event)
         ends = dict(zip(fetch.keys[:share], fetch.end_tokens[:share], strict=True))
+        self._leave_queue(request_id)
+        self._note_ask(request_id)
         self.waits[request_id] = _Wait(events, fetch.upper_rows, ends)
         for event in events:
             self.fetches.moves[event].waiters[request_id] = None
@@ -573,6 +727,7 @@ class Boundary:
         for key in move.keys:
             del self.fetch_of[key]
         arrived = move.targets[move.ok]
+        rows, self._is_bringing = arrived.tolist(), bool(arrived.size)
         keys, lost = _parts(move)
         self.upper.publish(arrived, keys)
         self.upper.complete_store(lost, False)
@@ -584,8 +739,8 @@ class Boundary:
         for request_id in move.waiters:
             wait = self.waits[request_id]
             wait.events.discard(move.event)
-            self.upper.pin(arrived)
-            wait.rows += arrived.tolist()
+            self._pin(rows)
+            wait.rows += rows
             wait.arrived_ends.update(wait.ends[key] for key in keys if key in wait.ends)
             if is_awaited:  # It waits once.
                 self.probing.setdefault(request_id, Probing()).absent.update(lost)

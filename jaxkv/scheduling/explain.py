@@ -93,6 +93,7 @@ _DEFERRALS: dict[Deferral, str] = {
     "loading": "It has a load under way, and has to ask again.",
     "shared": "It has to ask again, as another is loading some of it.",
     "asked": "It has to ask again, when the store has said what it has of the rest.",
+    "queued": "It has to ask again, when others have used what was fetched for them.",
     "gate": "It has to compute, as a load would take longer (skip_slow_loads).",
 }
 
@@ -135,8 +136,9 @@ class Explanation:
             offer beyond that; None if the request has to ask again.
         is_awaited: Whether it would have to wait for it.
         deferral: Why that is less than the tiers hold: a load of its own is under way,
-            it waits for another's, computing is faster, or blocks come from a tier
-            below the host first, or are asked for there. None if it is not.
+            it waits for another's, computing is faster, blocks come from a tier below
+            the host first, or are asked for there, or what was fetched for others has
+            to be used first. None if it is not.
         blocks: All its full blocks, one group after the other.
         is_store_listed: Whether it is known what the store has; True if there is none.
     """

@@ -184,7 +184,7 @@ class Loads:
         self._host.pin(load.sources)
         np.add.at(self._num_readers, load.sources, _ONE)
         if load.copy_sources.size:
-            pool.pin(load.copy_sources)
+            pool.pin(load.copy_sources, is_offer=True)
         load.is_awaited = is_awaited
         self.by_request[request_id] = load
 
@@ -235,8 +235,10 @@ class Loads:
         pool.pin(taken.written_blocks)
         if taken.copy_targets.size:
             pool.pin(taken.copy_targets)
+        if load.copy_sources.size:
+            pool.pin(taken.copy_sources)
+            pool.unpin(load.copy_sources, is_offer=True)
         if left is not None:
-            pool.unpin(left.copy_sources)
             self._release([left])
         self.by_request[request.request_id] = taken
         queue = self._waiting if taken.num_blocks else self._copying
@@ -345,7 +347,8 @@ class Loads:
         if load.event != NO_EVENT:
             load.is_stale = True
             return
-        pool.unpin(load.copy_sources)
+        if load.copy_sources.size:
+            pool.unpin(load.copy_sources, is_offer=not load.is_taken)
         self._end(pool, [load])
 
     def _end(self, pool: DeviceBlockPool, loads: Sequence[Load]) -> None:

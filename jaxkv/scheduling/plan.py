@@ -30,8 +30,9 @@ Ids: TypeAlias = NDArray[np.int32]
 Deferral: TypeAlias = str
 """Why a request gets less than the tiers hold: it has a load under way ("loading");
 another loads one of its blocks ("shared"); computing is faster ("gate"); a tier is
-asked for blocks that may be there ("asked"); or the name of a tier from which blocks
-come first (`Boundary.name`)."""
+asked for blocks that may be there ("asked"); what is fetched for others has to be used
+first ("queued"); or the name of a tier from which blocks come first
+(`Boundary.name`)."""
 
 Speed: TypeAlias = Literal["probe", "slow"] | None
 """How the `Gate` judges a load: slower than to compute, but made, to measure; slower;
@@ -179,6 +180,8 @@ class Plan(NamedTuple):
             what, and how many blocks of it at most, from the first on.
         probe: A probe to send first: the tier, the runs of keys, and how long the
             request waits for the answer.
+        queue: The tier below the host in front of which the request waits for room, as
+            others hold it.
         searched: The tiers of which this is what they have of the request for now.
         load_speed: How the gate judges the load.
         fetch_speeds: How the gate judges fetches.
@@ -192,6 +195,7 @@ class Plan(NamedTuple):
     load: Load | None = None
     fetch: tuple[Boundary, Fetch, int] | None = None
     probe: tuple[Boundary, list[list[BlockKey]], float] | None = None
+    queue: Boundary | None = None
     searched: tuple[Boundary, ...] = ()
     load_speed: Speed = None
     fetch_speeds: tuple[Speed, ...] = ()
@@ -280,6 +284,10 @@ def _plan_fetch(
     fetch = find_fetch(own, nearer, *prefix, name if is_expected else None)
     if fetch is None:
         return Plan(0, searched=(own,), fetch_speeds=speeds)
+    if not own.has_room(name, fetch):
+        if own.may_queue(name):
+            return Plan(None, deferral="queued", queue=own)
+        return Plan(0, fetch_speeds=speeds)
     num, speed = size_fetch(view.gate, own, fetch)
     speeds += () if speed is None else (speed,)
     if not num:

@@ -313,6 +313,8 @@ class OffloadScheduler:
                 groups=len(self.groups),
             )
         self._pool = pool
+        for own in self.below:
+            own.limit_held(pool.num_blocks // self.rules.blocks_per_host_block)
         parts = pool, self._manager, self._loads, self.below
         is_plain = len(self.groups) == self.rules.blocks_per_host_block == 1
         is_plain &= self._is_all_read
@@ -439,22 +441,37 @@ class OffloadScheduler:
         self,
         load_bytes_per_s: float,
         prefill_tokens_per_s: float,
-        storage_bytes_per_s: float = 0.0,
+        storage_bytes_per_s: float | Sequence[float] = 0.0,
     ) -> None:
-        """Tell how fast loads and the model are, for `skip_slow_loads`.
+        """Set how fast loads, fetches and the model are, for `skip_slow_loads`.
 
         Processes that serve one model together must note the same.
 
         Args:
             load_bytes_per_s: Such as `OffloadWorker.load_bytes_per_s`; 0 if unknown.
             prefill_tokens_per_s: As the engine measured it; 0 if unknown.
-            storage_bytes_per_s: Such as `OffloadWorker.storage_bytes_per_s`; 0 if
-                unknown.
+            storage_bytes_per_s: Reads from the last tier below the host, such as
+                `OffloadWorker.storage_bytes_per_s`; or from each of these tiers, the
+                nearest first, such as `OffloadWorker.tier_bytes_per_s`. 0 if unknown.
+
+        Raises:
+            ValueError: If a rate is no number of at least 0, or there is not one for
+                each tier. Then nothing changes.
         """
-        check_rates(storage_bytes_per_s=storage_bytes_per_s)
+        rates = storage_bytes_per_s
+        if not isinstance(rates, Sequence):
+            check_rates(storage_bytes_per_s=rates)
+            rates = [*[0.0] * (len(self.below) - 1), rates][: len(self.below)]
+        if len(rates) != len(self.below):
+            raise ValueError(
+                f"{storage_bytes_per_s=} has {len(rates)} rates, and there are "
+                f"{len(self.below)} tiers below the host: give one for each."
+            )
+        for rate in rates:
+            check_rates(storage_bytes_per_s=rate)
         self._gate.note_rates(load_bytes_per_s, prefill_tokens_per_s)
-        for own in self._storage:
-            own.bytes_per_s = storage_bytes_per_s
+        for boundary, rate in zip(self.below, rates, strict=True):
+            boundary.bytes_per_s = rate
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -489,6 +506,8 @@ class OffloadScheduler:
                 for own in self.below:  # What it waited for, it does not want any more.
                     own.forget(name)
                 continue
+            if found.queue is not None:
+                found.queue.queue(name)
             if found.load_speed or found.fetch_speeds:
                 self._gate.count(found.load_speed, *found.fetch_speeds)
             for own in found.searched:
@@ -510,9 +529,9 @@ class OffloadScheduler:
         if is_known or found.load is not None:
             self._loads.offer(self._pool, name, found.load, found.is_awaited)
         if found.num_tokens is not None:
-            # What was fetched for it is held by the offer from now on.
+            # It may find no room on the device: what was fetched for it stays.
             for own in self.below:
-                own.release(name)
+                own.hold(name)
         self._num_local[name] = num_computed_tokens
         if self._shadows is not None and found.num_tokens is not None:
             size = self.groups[0].block_size
@@ -592,8 +611,10 @@ class OffloadScheduler:
             if is_new:  # Nobody might ever say that it is over.
                 self._keys.forget(name)
             raise
+        # One that declines and has no blocks stays in the queue: it is yet to begin.
+        begins = bool(num_external_tokens) or any(tables)
         for own in self.below:
-            own.forget(name)
+            (own.forget if begins else own.decline)(name)
         num_local = self._num_local.pop(name, None)
         self._asked.pop(name, None)
         if num_external_tokens:
@@ -601,8 +622,6 @@ class OffloadScheduler:
         if self._eager is not None:
             found = num_local, num_external_tokens
             self._eager.register(request, keys, tables, *found)
-        # One that declines and has no blocks stays in the queue: it is yet to begin.
-        begins = bool(num_external_tokens) or any(tables)
         if begins and name not in self._known:
             self._known.add(name)
             self._stats.count_request(request, num_local, num_external_tokens)

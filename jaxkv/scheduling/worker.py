@@ -200,6 +200,14 @@ class OffloadWorker:
         return self.storage.read_bytes_per_s if self.storage is not None else 0.0
 
     @property
+    def tier_bytes_per_s(self) -> tuple[float, ...]:
+        """Read rate of each tier below the host, the nearest first; 0 if unknown.
+
+        It is the `read_bytes_per_s` of the tier's mover, if it has one.
+        """
+        return tuple(getattr(mover, "read_bytes_per_s", 0.0) for mover in self._movers)
+
+    @property
     def host_bytes(self) -> int:
         """Bytes of host memory set aside in this process."""
         return self._engine.host_bytes

@@ -52,11 +52,13 @@ class DeviceTier:
         preceding: i32[B]. The one that came before. The serving block has the
             complement of the last one here, a number below 0.
         ref_cnt: i32[B]. Holders of each block; always 0 for the null block.
-        pins: i32[B]. Transfers that keep each block from being allocated.
+        pins: i32[B]. Transfers and offers that keep each block from being allocated.
+        offers: i32[B]. Those of the pins that are of offers without an answer.
         newer: i32[B]. The block that is to go after this one, of those that nobody
             holds; the null block after the last, -1 for a block that is held.
         older: i32[B]. The block that is to go before this one, likewise.
         num_free: i32[]. Blocks that nobody holds and that are not pinned.
+        num_pending_free: i32[]. Blocks that nobody holds and that transfers alone pin.
     """
 
     directory: Directory
@@ -66,9 +68,11 @@ class DeviceTier:
     preceding: NDArray[np.int32]
     ref_cnt: NDArray[np.int32]
     pins: NDArray[np.int32]
+    offers: NDArray[np.int32]
     newer: NDArray[np.int32]
     older: NDArray[np.int32]
     num_free: NDArray[np.int32]
+    num_pending_free: NDArray[np.int32]
 
 
 def init(num_blocks: int) -> DeviceTier:
@@ -82,10 +86,12 @@ def init(num_blocks: int) -> DeviceTier:
         preceding=np.full(num_blocks, NO_LINK, np.int32),
         ref_cnt=np.zeros(num_blocks, np.int32),
         pins=np.zeros(num_blocks, np.int32),
+        offers=np.zeros(num_blocks, np.int32),
         # The null block closes the ring.
         newer=np.roll(blocks, -1),
         older=np.roll(blocks, 1),
         num_free=np.array(num_blocks - 1, np.int32),
+        num_pending_free=np.array(0, np.int32),
     )
 
 
@@ -93,7 +99,8 @@ def check(tier: DeviceTier) -> None:
     """Raise AssertionError if something is not as it should be."""
     num_blocks = len(tier.ref_cnt)
     assert tier.ref_cnt.min() >= 0
-    assert tier.pins.min() >= 0
+    assert tier.offers.min() >= 0
+    assert (tier.pins >= tier.offers).all()
     assert tier.ref_cnt[NULL_BLOCK] == tier.pins[NULL_BLOCK] == 0
     assert not tier.has_key[NULL_BLOCK]
     assert (tier.copies[~tier.has_key] == NO_BLOCK).all()
@@ -106,7 +113,9 @@ def check(tier: DeviceTier) -> None:
         block = int(tier.newer[block])
     unheld = np.flatnonzero(tier.ref_cnt == 0)[1:].tolist()
     assert sorted(queue) == unheld
-    assert int(tier.num_free) == np.count_nonzero(tier.pins[queue] == 0)
+    pins, offers = tier.pins[queue], tier.offers[queue]
+    assert int(tier.num_free) == np.count_nonzero(pins == 0)
+    assert int(tier.num_pending_free) == np.count_nonzero((pins > 0) & (offers == 0))
 
     directory = tier.directory
     used = np.flatnonzero(directory.entries < num_blocks)
@@ -231,8 +240,8 @@ class DeviceBlockPool:
                 "allocate": (bound, 1, ids, flags, keys),
                 "touch": (bound, ids),
                 "free": (bound, ids),
-                "pin": (bound, ids),
-                "unpin": (bound, ids),
+                "pin": (bound, ids, False),
+                "unpin": (bound, ids, False),
                 "cache": (bound, ids, some_keys, flags),
                 "evict": (bound, ids, flags, keys),
             },
@@ -242,6 +251,15 @@ class DeviceBlockPool:
     def num_free(self) -> int:
         """Blocks that `allocate` could hand out now."""
         return int(self.state.num_free)
+
+    @property
+    def num_pending_free(self) -> int:
+        """Blocks that nobody holds any more, and that are free once transfers end.
+
+        An engine that preempts until it has enough blocks counts these, too. Blocks
+        that an offer without an answer would copy are not among them.
+        """
+        return int(self.state.num_pending_free)
 
     def ref_cnt(self, block_id: int) -> int:
         """Count the holders of a block."""
@@ -427,24 +445,29 @@ class DeviceBlockPool:
             )
         self.num_changes += 1
 
-    def pin(self, block_ids: BlockIds) -> None:
+    def pin(self, block_ids: BlockIds, *, is_offer: bool = False) -> None:
         """Keep blocks from being allocated, but at their place among the free ones.
 
         For transfers that read them: a block that is freed, or was free already, is
         allocated as early as if there had been no transfer, but not during it.
+
+        Args:
+            block_ids: Which.
+            is_offer: Whether it is for an offer, which may be left without an answer:
+                `num_pending_free` does not count the blocks then.
         """
         ids = as_ids(block_ids)
-        if self._native.pin(self.bound, ids) >= 0:
+        if self._native.pin(self.bound, ids, is_offer) >= 0:
             self._refuse_outside(ids)
 
-    def unpin(self, block_ids: BlockIds) -> None:
-        """Take pins back.
+    def unpin(self, block_ids: BlockIds, *, is_offer: bool = False) -> None:
+        """Take pins back, which were for an offer or not.
 
         Raises:
             ValueError: If a block is not pinned as often; then none is taken back.
         """
         ids = as_ids(block_ids)
-        bad = self._native.unpin(self.bound, ids)
+        bad = self._native.unpin(self.bound, ids, is_offer)
         if bad >= 0:
             self._refuse_outside(ids)
             raise ValueError(

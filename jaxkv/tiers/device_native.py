@@ -163,7 +163,7 @@ def touch(tier: Any, block_ids: Any) -> Any:
         if block > NULL_BLOCK:
             if tier.ref_cnt[block] == 0:
                 _unqueue(tier, block)
-                tier.num_free[()] -= tier.pins[block] == 0
+                tally(tier, block, -1)
             tier.ref_cnt[block] += 1
     return -1
 
@@ -183,26 +183,24 @@ def free(tier: Any, block_ids: Any) -> Any:
             is_new = block > NULL_BLOCK and tier.newer[block] == NO_LINK
             if is_new and tier.ref_cnt[block] == 0:
                 _queue(tier, block)
-                tier.num_free[()] += tier.pins[block] == 0
+                tally(tier, block, 1)
     return bad
 
 
 @compiled
-def pin(tier: Any, block_ids: Any) -> Any:
+def pin(tier: Any, block_ids: Any, is_offer: bool) -> Any:
     """Keep blocks (i64[K]) from being allocated, once more for each time given."""
     bad = find_outside(tier, block_ids)
     if bad >= 0:
         return bad
     for block in block_ids:
         if block > NULL_BLOCK:
-            if tier.pins[block] == 0:
-                tier.num_free[()] -= tier.ref_cnt[block] == 0
-            tier.pins[block] += 1
+            add_pins(tier, block, 1, is_offer)
     return -1
 
 
 @compiled
-def unpin(tier: Any, block_ids: Any) -> Any:
+def unpin(tier: Any, block_ids: Any, is_offer: bool) -> Any:
     """Take pins back, one for each time that a block (i64[K]) is given.
 
     Wrong is a block that is not pinned as often.
@@ -213,13 +211,33 @@ def unpin(tier: Any, block_ids: Any) -> Any:
     for row in range(block_ids.shape[0]):
         block = block_ids[row]
         if block > NULL_BLOCK:
-            if tier.pins[block] == 0:
-                pin(tier, block_ids[:row])
+            num_offers = tier.offers[block]
+            if (num_offers if is_offer else tier.pins[block] - num_offers) == 0:
+                pin(tier, block_ids[:row], is_offer)
                 return row
-            tier.pins[block] -= 1
-            if tier.pins[block] == 0:
-                tier.num_free[()] += tier.ref_cnt[block] == 0
+            add_pins(tier, block, -1, is_offer)
     return -1
+
+
+@inlined
+def add_pins(tier: Any, block: int, num: int, is_offer: bool) -> None:
+    """Pin a block, which may be held, once more or less."""
+    if tier.ref_cnt[block] == 0:
+        tally(tier, block, -1)
+    tier.pins[block] += num
+    if is_offer:
+        tier.offers[block] += num
+    if tier.ref_cnt[block] == 0:
+        tally(tier, block, 1)
+
+
+@inlined
+def tally(tier: Any, block: int, num: int) -> None:
+    """Count a block that nobody holds as free or pending, once more or less."""
+    if tier.pins[block] == 0:
+        tier.num_free[()] += num
+    elif tier.offers[block] == 0:
+        tier.num_pending_free[()] += num
 
 
 @compiled

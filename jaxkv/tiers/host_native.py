@@ -316,10 +316,7 @@ def place_from(
         return 0, -1
     for row in range(keys.shape[0]):
         if block_ids[row] != NO_BLOCK:
-            block = sources[row]
-            if device.pins[block] == 0:
-                device.num_free[()] -= device.ref_cnt[block] == 0
-            device.pins[block] += 1
+            device_native.add_pins(device, sources[row], 1, False)
     if is_head:
         touch(state, variant, keys, False)
     return num_stored, num_evicted

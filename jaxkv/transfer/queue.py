@@ -232,7 +232,10 @@ class TransferQueue:
         still to read what a load writes, this waits for it.
         """
         while not all(self._may_write(pieces[0]) for pieces in self._for_step):
-            (self._saving or self._loading or self._landing)[0].wait()
+            if not self._wait():
+                # That save waits for the first of these loads, which goes before it.
+                for piece in self._for_step.pop(0):
+                    self._load_now(leaves, piece)
             self.advance(leaves)
         # The first are written before the step, so that the order is kept.
         num_now = max(len(self._for_step) - num_extents, 0)
@@ -331,15 +334,19 @@ class TransferQueue:
         if self._for_step:
             self.take_step_loads(leaves, 0)
         self.advance(leaves)
-        while True:
-            if pieces := self._landing or self._saving or self._loading:
-                pieces[0].wait()
-            elif self._waiting_saves and self.host_bytes.is_busy:
-                time.sleep(_PAUSE_S)  # Its copies take less than a transfer.
-                self.host_bytes.advance(lambda copy: copy())
-            else:
-                break
+        while self._wait():
             self.advance(leaves)
+
+    def _wait(self) -> bool:
+        """Wait until something that holds up waiting transfers is over, if anything."""
+        if pieces := self._landing or self._saving or self._loading:
+            pieces[0].wait()
+        elif self._waiting_saves and self.host_bytes.is_busy:
+            time.sleep(_PAUSE_S)  # Its copies take less than a transfer.
+            self.host_bytes.advance(lambda copy: copy())
+        else:
+            return False
+        return True
 
     def _begin(
         self,

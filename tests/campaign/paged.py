@@ -421,7 +421,7 @@ class PagedEngine(Contract):
                 max(-(-end // spec.block_size) - len(table), 0)
                 for spec, table in zip(self.groups, user.tables, strict=True)
             ]
-            while sum(wanted) > self.blocks.num_free:
+            while sum(wanted) > self.blocks.num_free + self.blocks.num_pending_free:
                 victims = [u for u in self.active if u.request_id not in scheduled]
                 if victims[-1] is user:
                     break

@@ -270,7 +270,7 @@ def test_a_digest_knows_all_that_the_scheduler_keeps(part):
         "storage": "tier groups upper number name counts _write _is_private "
         "_on_arrival factor "
         "_most_written most_fetched may_cut _asked fetches _writes probes "
-        "most_probes",
+        "most_probes max_held",
     }
     saved = {id(o): names for o, names in world._parts}[id(parts[part])]
     assert set(vars(parts[part])) == {*saved, *fixed[part].split()}

@@ -339,9 +339,11 @@ class World:
             yield (
                 boundary,
                 "num_fetched_tokens num_lost _is_disabled _must_send_last fetch_of "
-                "waits looked_up _to_write _to_fetch _to_delete _seen bytes_per_s "
-                "probing _probe_of _to_probe _absent probe_s has_other_writers "
-                "_awaited",
+                "waits holds _num_holders _num_asks _last_ask _queued _num_released "
+                "_num_vain_asks _overdue "
+                "_is_bringing looked_up _to_write _to_fetch _to_delete _seen "
+                "bytes_per_s probing _probe_of _to_probe _absent probe_s "
+                "has_other_writers _awaited",
             )
             yield boundary.counts, " ".join(vars(boundary.counts))
             for ledger in (boundary.fetches, boundary._writes, boundary.probes):
@@ -1191,15 +1193,17 @@ class World:
         stores = own._stores.in_flight.moves.values()
         used = [block for r in self.requests for table in r.tables for block in table]
         moved = [own._stores.waiting.sources, *(store.sources for store in stores)]
-        read = [NO_IDS]
+        read, offered = [NO_IDS], [NO_IDS]
         for load in own._loads.by_request.values():
             moved += [load.written_blocks, load.copy_targets]
             moved += [load.copy_sources] * (load.event == NO_EVENT)
+            offered += [load.copy_sources] * (not load.is_taken)
             read.append(load.sources)
         written = [own._stores.waiting.targets]
         written += [store.targets for store in filter(is_live, stores)]
         for boundary in own.below:
             read += [wait.rows for wait in boundary.waits.values()]
+            read += boundary.holds.values()
             writes = filter(is_live, boundary._writes.moves.values())
             read += [write.sources for write in writes]
             written += [move.targets for move in boundary.fetches.moves.values()]
@@ -1216,6 +1220,7 @@ class World:
         for what, found, right in (
             ("held", state.ref_cnt, held),
             ("pinned", state.pins, pinned),
+            ("offered", state.offers, count(offered, self.pool.num_blocks)),
             ("held on the host", self._tiers[0].executor.state.ref_cnt, rows),
         ):
             if what == "held on the host" and self.is_left:
@@ -1254,6 +1259,8 @@ class World:
         for boundary in own.below:
             kept["looked up"] = boundary.looked_up
             kept["probing"] = boundary.probing
+            kept["held"] = boundary.holds | boundary._num_holders
+            kept["queued"] = boundary._queued | boundary._last_ask
         left = {name: value for name, value in kept.items() if value}
         expect(not left, lambda: f"left at the end: {left}")
 
@@ -1632,6 +1639,25 @@ class World:
                 )
                 for name, wait in sorted(storage.waits.items())
             ),
+            tuple((name, rows(ids)) for name, ids in sorted(storage.holds.items())),
+            tuple(
+                (
+                    name,
+                    own.num_asks,
+                    tuple(
+                        sorted(
+                            other
+                            for other in {*storage.holds, *storage.waits}
+                            if storage._last_ask[other] < own.first_ask
+                        )
+                    ),
+                )
+                for name, own in sorted(storage._queued.items())
+                if own.num_released == storage._num_released
+            ),
+            tuple(sorted(storage._num_vain_asks.items())),
+            tuple(storage._overdue),
+            storage._is_bringing,
             tuple(
                 (
                     name,

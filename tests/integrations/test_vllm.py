@@ -6,6 +6,7 @@ import pickle
 import random
 import re
 import sys
+from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
@@ -36,7 +37,6 @@ from tests.rigs.fake_engine import (
 )
 from tests.rigs.fake_vllm import (
     BLOCK_SIZE,
-    AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     KVConnectorRole,
@@ -551,8 +551,27 @@ def test_events_are_vllms_classes(newest, windows):
     assert {event.block_size for event in stored} == {BLOCK_SIZE}
     engine.run(*(Request(f"r{n}", range(n, n + 30), 1) for n in range(5)))
     assert any(isinstance(event, BlockRemoved) for event in engine.events)
-    assert engine.scheduler.connector.reset_cache()
-    assert AllBlocksCleared() in engine.scheduler.connector.take_events()
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+def test_a_reset_of_the_host_removes_its_blocks_and_no_others(newest, windows):
+    """A reader of vLLM's events takes `AllBlocksCleared` for all tiers."""
+    engine = Engine(windows=windows, extra={"num_cpu_blocks": 32})
+    engine.run(*(Request(f"r{n}", range(n, n + 30), 1) for n in range(3)))
+    connector, on_host = engine.scheduler.connector, Counter()
+
+    def learn_copies(events):
+        for event in events:
+            assert event.medium == "CPU"
+            copies = [(event.group_idx, block) for block in event.block_hashes]
+            (on_host.update if type(event) is BlockStored else on_host.subtract)(copies)
+
+    learn_copies([*engine.events, *connector.take_events()])
+    num_held = connector._scheduler.scheduler.num_host_blocks_held
+    assert sum((+on_host).values()) == num_held > 0
+    assert connector.reset_cache()
+    learn_copies(connector.take_events())
+    assert not any(on_host.values())
     assert engine.runner.connector.reset_cache() is None
 
 
@@ -835,7 +854,8 @@ def test_a_reset_that_a_load_delays_is_done_when_the_load_is_over(newest):
     worker.poll = poll
     engine.run()
     assert request.tokens == reference(range(18), 3)
-    assert AllBlocksCleared() in engine.events
+    removed = [event for event in engine.events if isinstance(event, BlockRemoved)]
+    assert len(removed[-1].block_hashes) == 4
     assert not connector._scheduler._must_reset
 
 

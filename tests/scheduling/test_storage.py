@@ -4,10 +4,21 @@ import dataclasses
 
 import pytest
 
+from jaxkv.scheduling.boundary import TierBelow
 from jaxkv.scheduling.protocol import ConnectorOutput, TierReport
+from jaxkv.scheduling.rules import OffloadRules
+from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.scheduling.stats import OffloadStats
 from jaxkv.search.groups import FullAttention, SlidingWindow
-from tests.rigs.offload_rig import BLOCK_SIZE, Rig, make_keys, make_request
+from jaxkv.tiers.device import DeviceBlockPool
+from jaxkv.tiers.index import BlockIndex
+from tests.rigs.offload_rig import (
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    Rig,
+    make_keys,
+    make_request,
+)
 
 
 class StoreRig(Rig):
@@ -212,3 +223,53 @@ def test_tokens_that_did_not_come_are_not_counted():
     rig.answer(ok=False)
     assert rig.admit(request) == 0
     assert rig.scheduler.num_fetched_tokens("a") == 0
+
+
+def make_tiers(num):
+    """A scheduler with some tiers below the host, the last of which has two blocks."""
+    rules = OffloadRules(skip_slow_loads=True, block_bytes=1000)
+    tiers = [BlockIndex(BLOCK_SIZE, NUM_BLOCKS, medium=f"TIER {n}") for n in range(num)]
+    keys = make_keys(1, 2)
+    if tiers:
+        tiers[-1].publish(tiers[-1].place(keys).block_ids, keys)
+    scheduler = OffloadScheduler(
+        BLOCK_SIZE,
+        NUM_BLOCKS,
+        rules=rules,
+        tiers_below=[TierBelow(tier) for tier in tiers],
+    )
+    scheduler.bind_device_block_pool(DeviceBlockPool(NUM_BLOCKS))
+    return scheduler
+
+
+@pytest.mark.parametrize(
+    ("num", "rates", "is_slow"),
+    [
+        (1, 1.0, True),
+        (1, 1e9, False),
+        (2, 1.0, True),
+        (2, (1e9, 1.0), True),
+        (2, (1.0, 1e9), False),
+        (2, (1.0, 0.0), False),
+    ],
+)
+def test_note_rates_reaches_tiers_below_without_a_store(num, rates, is_slow):
+    scheduler = make_tiers(num)
+    scheduler.note_rates(1e9, 1e3, rates)
+    answer = scheduler.get_num_new_matched_tokens(make_request("a", 1, 2), 0)
+    assert answer == ((0, False) if is_slow else (None, False))
+
+
+def test_note_rates_refuses_wrong_rates_of_tiers_and_changes_nothing():
+    scheduler = make_tiers(2)
+    scheduler.note_rates(1e9, 1e3, (1e9, 1.0))
+    for rates, message in (
+        ((1.0,), "has 1 rates, and there are 2 tiers"),
+        ((1e9, -1.0), "at least 0"),
+        (float("nan"), "at least 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            scheduler.note_rates(1e9, 1e3, rates)
+    with pytest.raises(ValueError, match="at least 0"):
+        scheduler.note_rates(-1.0, 1e3, 1e9)
+    assert scheduler.get_num_new_matched_tokens(make_request("a", 1, 2), 0)[0] == 0

@@ -1,6 +1,7 @@
 """The worker between the scheduler and a real transfer engine."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -342,3 +343,9 @@ def test_several_processes_need_reports_that_are_counted(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(ValueError, match="give report_after_steps"):
         OffloadWorker(engine)
+
+
+def test_tier_bytes_per_s_has_a_rate_for_each_mover():
+    movers = [SimpleNamespace(read_bytes_per_s=5.0), SimpleNamespace()]
+    worker = OffloadWorker(TransferEngine(make_pool(), 2), movers=movers)
+    assert worker.tier_bytes_per_s == (5.0, 0.0)

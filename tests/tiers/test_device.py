@@ -23,6 +23,12 @@ class PinnablePool(BlockPool):
     def __init__(self, num_blocks):
         super().__init__(num_blocks, enable_events=True)
         self.pins = [0] * num_blocks
+        self.offers = [0] * num_blocks  # Those of the pins.
+
+    @property
+    def num_pending_free(self):
+        ids = [block.block_id for block in self.free_queue]
+        return sum(self.pins[b] > 0 and not self.offers[b] for b in ids)
 
     @property
     def waiting(self):
@@ -94,10 +100,25 @@ class Both:
             self.twin.pins[block_id] += 1
 
     def unpin(self):
-        ids = self.releases(self.twin.pins)
+        pairs = zip(self.twin.pins, self.twin.offers, strict=True)
+        ids = self.releases([pins - offers for pins, offers in pairs])
         self.pool.unpin(ids)
         for block_id in ids:
             self.twin.pins[block_id] -= 1
+
+    def pin_offer(self):
+        ids = self.some(range(1, NUM_BLOCKS), most=4)
+        self.pool.pin(ids, is_offer=True)
+        for block_id in ids:
+            self.twin.pins[block_id] += 1
+            self.twin.offers[block_id] += 1
+
+    def unpin_offer(self):
+        ids = self.releases(self.twin.offers)
+        self.pool.unpin(ids, is_offer=True)
+        for block_id in ids:
+            self.twin.pins[block_id] -= 1
+            self.twin.offers[block_id] -= 1
 
     def cache(self):
         ids = self.some(range(1, NUM_BLOCKS))
@@ -117,6 +138,8 @@ class Both:
         assert self.pool.reset() == self.twin.reset_prefix_cache()
 
     def release_all(self):
+        while any(self.twin.offers):
+            self.unpin_offer()
         pins = [b for b, count in enumerate(self.twin.pins) for _ in range(count)]
         held = [b for b, count in enumerate(self.ref_cnt) for _ in range(count)]
         self.pool.unpin(pins)
@@ -126,6 +149,7 @@ class Both:
 
     def compare(self):
         assert self.pool.num_free == self.twin.num_free
+        assert self.pool.num_pending_free == self.twin.num_pending_free
         blocks = map(self.twin.get_cached_block, KEYS)
         expected = [block.block_id if block else NO_BLOCK for block in blocks]
         assert self.pool.find(KEYS).tolist() == expected
@@ -163,6 +187,8 @@ def test_does_what_the_plain_pool_does(seed):
         both.free: 6,
         both.pin: 2,
         both.unpin: 4,
+        both.pin_offer: 1,
+        both.unpin_offer: 2,
         both.cache: 8,
         both.evict: 1,
         both.reset: 1,
@@ -206,6 +232,7 @@ def pool():
         (lambda p: p.free([4]), "block_id=4 is freed more often than it is held"),
         (lambda p: p.unpin([3, 3]), "block_id=3 is unpinned more often than"),
         (lambda p: p.unpin([3, 0, 0, 0, 1]), "block_id=1 is unpinned more often"),
+        (lambda p: p.unpin([3], is_offer=True), "block_id=3 is unpinned more often"),
         (lambda p: p.touch([1, 24]), r"block_id=24 must be in \[0, 24\)"),
         (lambda p: p.pin([1, 2, 3, 4, -1]), r"block_id=-1 must be in \[0, 24\)"),
         (

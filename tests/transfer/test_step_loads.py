@@ -2,6 +2,7 @@
 
 import functools
 import random
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -298,4 +299,42 @@ def test_random_calls_leave_every_block_where_it_belongs(mode):
             assert numbers_in(pool) == device
     assert numbers_in(pool) == device
     pool, _ = engine.drain(pool)
+    check_at_rest(engine)
+
+
+@modes
+def test_a_save_that_waits_for_a_host_read_goes_before_the_step_writes(mode):
+    """The host read ends while `take_step_loads` waits."""
+    pool = numbered_pool()
+    engine = TransferEngine(pool, 2, mode=mode)  # Two extents, one of them spare.
+    pool = save_and_wait(engine, pool, [5, 6], [0, 1])
+    read = engine.read_host([0])
+    waiting = engine.save(pool, [8], [0])
+    assert engine.is_waiting(waiting)
+    pool, _ = engine.load(pool, [1], [8], in_step=True)
+    ender = threading.Timer(0.05, read.close)
+    ender.start()
+    pool, _ = loaded_in_step(engine, make_step(), pool, 1)
+    ender.join()
+    assert numbers_in(pool)[8] == 6
+    pool, _ = engine.drain(pool)
+    pool, _ = engine.load(pool, [0], [4])
+    pool, _ = engine.drain(pool)
+    assert numbers_in(pool)[4] == 8
+    check_at_rest(engine)
+
+
+@modes
+def test_a_save_between_two_loads_of_a_step_reads_what_the_first_writes(mode):
+    engine, pool = make_engine(mode)
+    pool = save_and_wait(engine, pool, [4, 5], [4, 5])
+    pool, _ = engine.load(pool, [4], [8], in_step=True)
+    engine.save(pool, [8], [20])
+    pool, _ = engine.load(pool, [5], [8], in_step=True)
+    pool, _ = loaded_in_step(engine, make_step(), pool)
+    assert numbers_in(pool)[8] == 5
+    pool, _ = engine.drain(pool)
+    pool, _ = engine.load(pool, [20], [0])
+    pool, _ = engine.drain(pool)
+    assert numbers_in(pool)[0] == 4
     check_at_rest(engine)

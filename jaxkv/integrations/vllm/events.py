@@ -98,20 +98,23 @@ class HostEvents:
         """Convert jaxkv's events.
 
         What a listing has found of a model with several groups is not told: the store
-        has digests of its keys, which name neither hash nor group.
+        has digests of its keys, which name neither hash nor group. A tier that was
+        cleared has its blocks removed: vLLM's ``AllBlocksCleared`` is about all tiers,
+        and its device has others.
 
         Args:
             events: The events, in order.
 
         Yields:
-            ``BlockStored``, ``BlockRemoved`` and ``AllBlocksCleared`` of this vLLM,
-            with the fields that it has.
+            ``BlockStored`` and ``BlockRemoved`` of this vLLM, with the fields that it
+            has.
         """
         for event in events:
-            parts = [key for key in self._catalog.parts(event) if self._is_told(key)]
+            keys = self._catalog.parts(event)
             if not event.block_hashes:
-                yield _make("AllBlocksCleared")
-            elif event.removed:
+                keys = self._catalog.copies(event.medium)
+            parts = [key for key in keys if self._is_told(key)]
+            if event.removed:
                 yield from self._removed(event, parts)
             else:
                 yield from self._stored(event, parts)

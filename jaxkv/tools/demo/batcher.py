@@ -1,8 +1,9 @@
 """Chooses the requests of the engine's next step, and allocates their device blocks.
 
-Requests get blocks as they need them, in order of arrival. If the pool is short, the
-running request that arrived last is preempted, as in vLLM. It starts again later, with
-what is still cached on the device or the host.
+Requests get blocks as they need them, in order of arrival. If the pool is short, and
+stays so when the transfers in flight have ended, the running request that arrived last
+is preempted, as in vLLM. It starts again later, with what is still cached on the device
+or the host.
 """
 
 from __future__ import annotations
@@ -192,13 +193,18 @@ class Batcher:
                 continue
             extension = plan_extension(self._groups, request, self._next_end(request))
             num_planned += extension.num_blocks
-            while num_planned > self._blocks.num_free and running:
+            # Blocks that transfers alone hold are awaited, not taken from others.
+            while num_planned > self._num_free_soon and running:
                 self._preempt(running.pop())
             if num_planned > self._blocks.num_free:
                 return planned, True
             planned.append(extension)
             has_prefill |= request.is_prefilling
         return planned, False
+
+    @property
+    def _num_free_soon(self) -> int:
+        return self._blocks.num_free + self._blocks.num_pending_free
 
     def _admit(self, num_planned: int) -> list[Extension]:
         """Admit waiting requests in order of arrival, while their first tokens fit.

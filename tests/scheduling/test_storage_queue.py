@@ -1,0 +1,316 @@
+"""Requests that queue for the device, with prefixes that only the store has."""
+
+import random
+
+import pytest
+
+from jaxkv.scheduling.protocol import TierReport
+from jaxkv.types import NULL_BLOCK
+from tests.reference.longest import first_read
+from tests.rigs.offload_rig import BLOCK_SIZE, FULL, HYBRID
+from tests.scheduling.test_storage import StoreRig
+
+NUM_REQUESTS, PREFIX_BLOCKS = 50, 4
+RUN_STEPS = 4
+_MOST_STEPS = 2000
+
+
+class QueueRig(StoreRig):
+    """An engine whose requests wait until the device has room for them.
+
+    Args:
+        order: Which request is asked about first: "first come", "last come", "random".
+        after_none: Whether the next one is asked about when one has to ask again.
+        after_offer: What happens to an offer for which the device has no room: it is
+            declined, kept, or dropped by `request_preempted`; and whether the next
+            request is asked about then.
+        fetch_steps: After how many steps a fetch arrives.
+    """
+
+    def __init__(self, order, after_none, after_offer, *, fetch_steps=2, **options):
+        named = {"num_storage_blocks": 1024, "device_blocks": 17, "host_blocks": 32}
+        super().__init__(**named | options)
+        self.order, self.after_none, self.after_offer = order, after_none, after_offer
+        self.rng, self.fetch_steps = random.Random(3), fetch_steps
+        self.number, self.waiting, self.due, self.ages = 0, [], [], {}
+        self.num_prefix_blocks = self.num_read = self.num_used = self.most_held = 0
+
+    def submit(self, *requests):
+        """Queue requests whose prefixes the store has."""
+        for request in requests:
+            keys = [key for own in request.block_keys_by_group for key in own]
+            self.report(TierReport(found=tuple(keys)))
+            self.num_prefix_blocks += len(keys)
+        self.waiting += requests
+
+    def run_all(self):
+        while self.waiting or self.requests:
+            self.run_step()
+            assert self.number < _MOST_STEPS, f"{len(self.waiting)} still wait"
+
+    def run_step(self):
+        self.number += 1
+        while self.loads:
+            self.load_arrives()
+        while self.stores:
+            self.store_arrives()
+        self.due += [(self.number + self.fetch_steps, moves) for moves in self.asked]
+        for moves in self.asked:
+            self.num_read += sum(len(batch.keys) for batch in moves.fetches)
+        self.asked = [moves for due, moves in self.due if due <= self.number]
+        self.due = [(due, moves) for due, moves in self.due if due > self.number]
+        self.answer()
+        self.admit_some()
+        is_ready = {
+            n: not request.loading_tokens for n, request in self.requests.items()
+        }
+        ready = [name for name, ready in is_ready.items() if ready]
+        self.step(tokens={name: self.requests[name].num_tokens for name in ready})
+        boundary = self.scheduler.below[0]
+        num_held = len(boundary._num_holders) + boundary.fetches.num_blocks
+        self.most_held = max(self.most_held, num_held)
+        for name in ready:
+            self.ages[name] = self.ages.get(name, 0) + 1
+            if self.ages[name] == RUN_STEPS:
+                self.finish(name)
+
+    def admit_some(self):
+        asked = list(self.waiting)
+        if self.order == "last come":
+            asked.reverse()
+        elif self.order == "random":
+            self.rng.shuffle(asked)
+        for request in asked:
+            answer = self.try_to_admit(request)
+            if answer == "no room" and self.after_offer[1] == "stop":
+                return
+            if answer == "ask again" and self.after_none == "stop":
+                return
+
+    def try_to_admit(self, request):
+        num_local, tables = self.find(request)
+        found = [block for table in tables for block in table[::-1]]
+        self.pool.touch(found)
+        query = self.scheduler.get_num_new_matched_tokens
+        offer, _ = query(request, num_local)
+        if offer is None:
+            self.pool.free(found)
+            return "ask again"
+        wanted = []
+        for spec, table in zip(self.groups, tables, strict=True):
+            table += [NULL_BLOCK] * (first_read(spec, num_local + offer) - len(table))
+            wanted.append(-(-request.num_tokens // spec.block_size) - len(table))
+        if sum(wanted) > self.pool.num_free:
+            self.pool.free(found)
+            if self.after_offer[0] == "decline":
+                self.scheduler.update_state_after_alloc(request, [], 0)
+            elif self.after_offer[0] == "preempted":
+                self.scheduler.request_preempted(request)
+            return "no room"
+        pairs = zip(tables, wanted, strict=True)
+        request.tables = [table + self.pool.allocate(num) for table, num in pairs]
+        request.num_computed_tokens = num_local
+        self.scheduler.update_state_after_alloc(request, request.table, offer)
+        request.loading_tokens = offer
+        self.requests[request.request_id] = request
+        self.waiting.remove(request)
+        load = self.scheduler._loads.by_request.get(request.request_id)
+        self.num_used += 0 if load is None else len(load.sources)
+        return "admitted"
+
+
+ENGINES = {
+    "vLLM": ("first come", "next", ("keep", "stop")),
+    "first only": ("first come", "stop", ("decline", "stop")),
+    "asks all": ("first come", "next", ("decline", "next")),
+    "asks all, keeps offers": ("first come", "next", ("keep", "next")),
+    "demo": ("first come", "next", ("preempted", "stop")),
+    "last come": ("last come", "stop", ("decline", "stop")),
+    "random": ("random", "next", ("decline", "stop")),
+    "random, asks all": ("random", "next", ("decline", "next")),
+    "random, one at a time": ("random", "stop", ("decline", "stop")),
+}
+engines = pytest.mark.parametrize("engine", ENGINES.values(), ids=list(ENGINES))
+ASKS_ALL = ENGINES["asks all"]
+
+
+def paths(num=NUM_REQUESTS, *, num_blocks=PREFIX_BLOCKS, num_shared=0):
+    own = num_blocks - num_shared
+    return [
+        (*range(num_shared), *range(1000 * n, 1000 * n + own))
+        for n in range(1, num + 1)
+    ]
+
+
+def queued(rig, all_paths):
+    requests = [rig.request(f"r{n}", *path) for n, path in enumerate(all_paths)]
+    rig.submit(*requests)
+    return requests
+
+
+def check_each_block_is_read_once(rig):
+    queued(rig, paths(20))
+    rig.run_all()
+    assert rig.num_used <= rig.num_read <= 1.1 * rig.num_used
+    if rig.groups == FULL:
+        assert rig.num_used == rig.num_prefix_blocks
+    rig.settle()
+    rig.check_nothing_leaked()
+
+
+@engines
+def test_requests_that_queue_read_each_block_once(engine):
+    check_each_block_is_read_once(QueueRig(*engine, host_blocks=12))
+
+
+@pytest.mark.parametrize("engine", ["vLLM", "asks all", "random"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"groups": HYBRID, "device_blocks": 33},
+        {"max_storage_blocks": 4, "fetch_steps": 20, "mode": "lazy"},
+        {"device_blocks": 65, "host_blocks": 40, "copy_on_device": False},
+    ],
+    ids=["windows", "slow store", "large device"],
+)
+def test_requests_that_queue_read_each_block_once_whatever_the_rules(engine, options):
+    check_each_block_is_read_once(QueueRig(*ENGINES[engine], **options))
+
+
+def test_fifty_requests_that_queue_read_each_block_once():
+    """On a host of a sixth of what they need, and a device of a tenth."""
+    rig = QueueRig(*ASKS_ALL)
+    queued(rig, paths())
+    rig.run_all()
+    assert rig.num_read == rig.num_used == rig.num_prefix_blocks == 200
+    assert rig.most_held <= 16, "half of the host"
+
+
+def test_a_prefix_that_requests_share_is_fetched_and_held_once():
+    rig = QueueRig(*ASKS_ALL)
+    queued(rig, paths(8, num_shared=2))
+    rig.run_all()
+    assert rig.num_read == 2 + 8 * 2
+    assert not rig.scheduler.below[0].holds
+
+
+def fill(rig, num_requests=4):
+    """Hold what four requests have fetched, which is half of the host; ask again."""
+    requests = queued(rig, paths(num_requests))
+    rig.pool.allocate(rig.pool.num_free)
+    for _ in range(4):
+        rig.run_step()
+    assert len(rig.scheduler.below[0].holds) == 4
+    return requests
+
+
+def offers(rig, request, num_asks):
+    return [rig.offer(request)[0] for _ in range(num_asks)]
+
+
+def late(rig):
+    late = rig.request("late", 7, 8, 9)
+    rig.report(TierReport(found=tuple(late.block_keys)))
+    return late
+
+
+def test_a_request_waits_for_room_that_others_hold_and_explain_says_so():
+    rig = QueueRig(*ASKS_ALL)
+    requests, request = fill(rig), late(rig)
+    assert offers(rig, request, 3) == [None] * 3
+    told = rig.scheduler.explain(request)
+    assert (told.num_offered_tokens, told.deferral) == (None, "queued")
+    assert "when others have used what was fetched for them" in str(told)
+    rig.scheduler.request_finished(requests[0])  # It was aborted.
+    assert offers(rig, request, 1) == [None]
+    assert rig.step().below[0].fetches
+
+
+def test_the_room_of_requests_that_ask_no_more_is_taken_after_a_while():
+    rig = QueueRig(*ASKS_ALL)
+    requests, request = fill(rig), late(rig)
+    assert offers(rig, request, 9) == [None] * 9
+    assert rig.step().below[0].fetches
+    for holder in requests:  # They have lost what was held, and nothing else.
+        rig.scheduler.request_finished(holder)
+
+
+def test_a_request_goes_on_without_a_fetch_if_holders_ask_and_never_begin():
+    """Else an engine that admits strictly in order would wait forever."""
+    rig = QueueRig(*ASKS_ALL)
+    requests, request = fill(rig), late(rig)
+    answers = []
+    for _ in range(10):
+        answers += offers(rig, request, 1)
+        for holder in requests:
+            rig.offer(holder)
+    assert answers == [None] * 8 + [0] * 2
+    rig.scheduler.request_finished(requests[0])
+    assert offers(rig, request, 1) == [None]
+    assert rig.step().below[0].fetches
+
+
+def test_a_large_prefix_is_fetched_while_small_ones_go_on_arriving():
+    rig = QueueRig(*ASKS_ALL)
+    queued(rig, paths(8, num_blocks=2))
+    rig.run_step()
+    large = rig.request("large", *range(12))
+    rig.submit(large)
+    for number in range(120):
+        small = rig.request(f"small {number}", 500 + number, 7)
+        rig.submit(small)
+        rig.run_step()
+        if "large" in rig.scheduler.below[0].holds:
+            break
+    assert number < 90
+    assert len(rig.waiting) > 4, "they go on after it"
+
+
+def test_requests_that_queue_compute_when_the_store_brings_nothing():
+    """Else each few of them would wait for the store's deadline, one after another."""
+    rig = QueueRig(*ASKS_ALL)
+    requests = queued(rig, paths(6))
+    assert [rig.offer(request)[0] for request in requests] == [None] * 6
+    assert len(rig.step().below[0].fetches) == 4
+    rig.answer(ok=False)
+    assert [rig.offer(request)[0] for request in requests] == [0] * 6
+    assert offers(rig, late(rig), 1) == [None], "it has not waited yet"
+    assert rig.step().below[0].fetches
+    rig.answer()
+    assert offers(rig, requests[5], 1) == [None]
+    assert rig.step().below[0].fetches
+
+
+def test_reset_is_done_while_queued_requests_hold_what_was_fetched():
+    rig = QueueRig(*ASKS_ALL)
+    requests = fill(rig)
+    for request in requests:
+        rig.scheduler.update_state_after_alloc(request, [], 0)
+    assert not rig.scheduler.has_pending_loads()
+    assert rig.scheduler.reset()
+    assert not rig.scheduler.below[0].holds
+    for request in requests:
+        assert rig.offer(request) == (0, False)
+        rig.scheduler.request_finished(request)
+
+
+def test_what_is_held_leaves_half_of_the_host_to_stores():
+    rig = QueueRig(*ASKS_ALL, device_blocks=33)
+    fill(rig)
+    rig.pool.free(range(1, 33))
+    for n in range(4):
+        rig.run(rig.request(f"run {n}", *range(50 + 9 * n, 54 + 9 * n)))
+    assert rig.scheduler.stats.num_stored == rig.scheduler.stats.num_offered == 16
+
+
+def test_a_prefix_longer_than_the_limit_is_fetched_in_part_and_not_queued_for():
+    rig = QueueRig(*ASKS_ALL, host_blocks=8)
+    (request,) = queued(rig, paths(1, num_blocks=9))
+    assert offers(rig, request, 1) == [None]
+    rig.step()
+    rig.answer()
+    assert offers(rig, request, 3) == [4 * BLOCK_SIZE] * 3
+    rig.scheduler.update_state_after_alloc(request, [], 0)
+    assert offers(rig, request, 1) == [4 * BLOCK_SIZE], "it holds what it has"
+    rig.scheduler.request_finished(request)
+    rig.check_nothing_leaked()
