@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.scheduling.prefix import Rows, rows_of
-from jaxkv.scheduling.protocol import Request, SchedulerOutput
+from jaxkv.scheduling.protocol import Request
 from jaxkv.scheduling.request_keys import RequestKeys
-from jaxkv.scheduling.rules import NO_LIMIT, OffloadRules, most_stored_tokens
+from jaxkv.scheduling.rules import NO_LIMIT, OffloadRules
 from jaxkv.scheduling.shadows import Shadows
 from jaxkv.scheduling.stores import StorePause, Stores
 from jaxkv.search.groups import GroupSpec
@@ -30,6 +31,8 @@ class _Progress:
         request: The request.
         tables: Its device blocks, for each group.
         num_offered: How many of them were offered and are done, or were found.
+        limits: How many of its tokens are certain, and how many may be stored, as
+            `RequestKeys.check_stores` returned last.
         next_tokens: Computed tokens from which on there may be more to offer.
         refused_at: `Stores.num_changes` when the host had no room for the rest.
         is_ordered: Whether these have their place in the host's order of eviction.
@@ -41,11 +44,16 @@ class _Progress:
     request: Request
     tables: list[list[int]]
     num_offered: list[int]
+    limits: tuple[int, int]
     next_tokens: int = 0
     refused_at: int = -1
     is_ordered: bool = False
     num_lost: int = -1
     is_left_out: bool = False
+
+
+Ready: TypeAlias = tuple[_Progress, tuple[int, int], list[list[bytes]]]
+"""A request that has blocks to offer, its limits, and its keys, for each group."""
 
 
 class EagerStores:
@@ -92,6 +100,7 @@ class EagerStores:
         tables: list[list[int]],
         num_local: int | None,
         num_external: int,
+        limits: tuple[int, int],
     ) -> None:
         """Take note of a request, or of its block tables if it is known.
 
@@ -101,6 +110,7 @@ class EagerStores:
             num_local: Tokens that were found on the device; None if not looked up,
                 as the request runs already.
             num_external: Tokens that come from the host.
+            limits: What `RequestKeys.check_stores` returned.
         """
         # Who has just looked begins anew, even after an offer that was declined.
         if num_local is None and self.replace_tables(request, tables):
@@ -111,6 +121,7 @@ class EagerStores:
             request,
             tables,
             [num_tokens // spec.block_size // factor * factor for spec in self._groups],
+            limits,
             is_ordered=True,
         )
         if self._rules.pause_unused_stores:
@@ -135,15 +146,15 @@ class EagerStores:
 
     def note_step(
         self,
-        output: SchedulerOutput,
+        scheduled: Mapping[str, int],
         new_tables: Mapping[str, list[list[int]]],
         preempted: Iterable[str],
     ) -> None:
         """Take note of a step, and of the blocks that requests got and lost before it.
 
         Args:
-            output: What the engine is about to compute.
-            new_tables: Its `new_block_ids`, for each group.
+            scheduled: Requests that compute something in the step.
+            new_tables: The blocks that they and others got, for each group.
             preempted: Requests that have lost their blocks, and are not known to have
                 new ones.
         """
@@ -154,55 +165,83 @@ class EagerStores:
             if progress is not None:
                 for own, new in zip(progress.tables, tables, strict=True):
                     own += new
-        scheduled = output.num_scheduled_tokens
-        if 0 in scheduled.values():
-            scheduled = {name: num for name, num in scheduled.items() if num}
         self._scheduled.update(scheduled)
 
-    def offer_step(self, pool: DeviceBlockPool) -> None:
-        """Offer what requests have computed before this step.
+    def find_ready(
+        self, scheduled: Mapping[str, int], preempted: Sequence[str]
+    ) -> list[Ready]:
+        """Find the requests that have something to offer; nothing changes.
 
-        Those of this step and of all since the last call: one may be left out of some.
+        They are of this step or of those since the last offers.
+
+        Args:
+            scheduled: Requests that compute something in the step.
+            preempted: Requests that have lost their blocks.
+
+        Raises:
+            TypeError: A request that is ready has an attribute of another type.
+            ValueError: Or one that is negative.
         """
-        scheduled, self._scheduled = self._scheduled, {}
         num_changes = self._stores.num_changes
-        ready = []
-        for request_id in scheduled:
-            progress = self._progress.get(request_id)
-            if (
-                progress is not None
-                and progress.request.num_computed_tokens >= progress.next_tokens
-                and progress.refused_at != num_changes
-            ):
-                ready.append(progress)
-        if not ready or self._stores.is_congested:
-            return
+        late = []
+        names = {**self._scheduled, **scheduled} if self._scheduled else scheduled
+        try:
+            for request_id in names:
+                progress = self._progress.get(request_id)
+                if (
+                    progress is not None
+                    and progress.request.num_computed_tokens >= progress.next_tokens
+                    and progress.refused_at != num_changes
+                    and request_id not in preempted
+                ):
+                    late.append(progress)
+            if not late or self._stores.is_congested:
+                return []
+            check, keys_of = self._keys.check_stores, self._keys.of
+            return [(own, check(own.request), keys_of(own.request)) for own in late]
+        except (TypeError, ValueError):  # The latter of arrays.
+            for progress in map(self._progress.get, names):
+                if progress is not None:
+                    self._keys.check_stores(progress.request)
+                    self._keys.checked(progress.request, is_admission=False)
+            raise
+
+    def offer_step(self, pool: DeviceBlockPool, ready: Sequence[Ready]) -> None:
+        """Offer what `find_ready` has just found."""
+        self._scheduled.clear()
         offer = self._offer if self.shadows is None else self._offer_beside
-        for progress in ready:
-            keys = self._keys.of(progress.request)
+        for progress, limits, keys in ready:
+            progress.limits = limits
             offer(pool, progress, keys, self._num_full(progress, keys))
 
-    def finish_beside(self, pool: DeviceBlockPool, request_id: str) -> None:
+    def finish_beside(
+        self, pool: DeviceBlockPool, request: Request, limits: tuple[int, int]
+    ) -> None:
         """Do as `finish` does, and offer the same to the shadows."""
+        request_id = request.request_id
         progress = self._progress.get(request_id)
         if progress is None:
             return
+        progress.request, progress.limits = request, limits
         (keys,) = self._keys.of(progress.request)
         (num_full,) = self._num_full(progress, [keys])
         passes = self._passes(pool, progress, keys, 0, num_full)
         num_waiting = len(self._stores.waiting.keys)
         can_store = not self._stores.is_congested
-        self.finish(pool, request_id)
+        self.finish(pool, request, limits)
         assert self.shadows is not None
         placed = frozenset(self._stores.waiting.keys[num_waiting:])
         offer = request_id, keys, num_full, placed, passes
         self.shadows.offer(*offer, is_end=True, can_store=can_store)
 
-    def finish(self, pool: DeviceBlockPool, request_id: str) -> None:
+    def finish(
+        self, pool: DeviceBlockPool, request: Request, limits: tuple[int, int]
+    ) -> None:
         """Offer all of a request that is about to lose its device blocks."""
-        progress = self._progress.pop(request_id, None)
+        progress = self._progress.pop(request.request_id, None)
         if progress is None:
             return
+        progress.request, progress.limits = request, limits
         if (
             progress.is_ordered
             and progress.num_lost == self._host.num_lost
@@ -255,13 +294,7 @@ class EagerStores:
         self, progress: _Progress, keys: Sequence[Sequence[BlockKey]]
     ) -> list[int]:
         """Count the blocks that are certain and may be stored, for each group."""
-        request = progress.request
-        # Some may be scheduled ahead of time, and not computed for certain.
-        num_ahead = getattr(request, "num_output_placeholders", 0)
-        num_tokens = min(
-            request.num_computed_tokens - num_ahead,
-            most_stored_tokens(self._rules, request),
-        )
+        num_tokens = min(progress.limits)
         factor, num_full = self._factor, []
         for spec, own, table in zip(self._groups, keys, progress.tables, strict=True):
             num = min(num_tokens // spec.block_size, len(own), len(table))
@@ -354,7 +387,7 @@ class EagerStores:
         for offered, spec in zip(progress.num_offered, self._groups, strict=True):
             end = (offered + self._factor) * spec.block_size
             next_tokens = min(next_tokens, end)
-        if next_tokens > most_stored_tokens(self._rules, progress.request):
+        if next_tokens > progress.limits[1]:
             return NO_LIMIT
         return next_tokens
 
