@@ -569,6 +569,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
         num_storage_blocks: int = 0,
         policy_clock: Callable[[], float] | None = None,
         tiers_below: Sequence[TierBelow] = (),
+        num_device_blocks: int | None = None,
     ) -> OffloadScheduler:
         """Make the scheduler, and a recorder for it if there is a file to record to.
 
@@ -583,6 +584,8 @@ class OffloadConfig(RuleSettings, _HostSettings):
             policy_clock: As of `OffloadScheduler`: several processes need one if the
                 cache policy asks for the time, or with `retention`.
             tiers_below: As of `OffloadScheduler`.
+            num_device_blocks: Blocks of the engine's pool, `engine.num_device_blocks`;
+                None if that is not known.
 
         Raises:
             ValueError: There is no number of host blocks, or as `OffloadScheduler`.
@@ -611,6 +614,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
                 recorder=recorder,
                 tiers_below=tiers_below,
                 policy_state=self.policy_state,
+                num_device_blocks=num_device_blocks,
             )
         except BaseException:
             if recorder is not None:
@@ -812,6 +816,7 @@ class OffloadConfig(RuleSettings, _HostSettings):
                 block_bytes=block_bytes,
                 num_storage_blocks=num_storage_blocks,
                 policy_clock=policy_clock,
+                num_device_blocks=engine.num_device_blocks,
             )
         except BaseException:
             if worker.storage is not None:

@@ -77,11 +77,13 @@ def parse_bytes(size: str | SupportsIndex) -> int:
     return num_bytes
 
 
-def check_whole(least: int, most: int | None = None, /, **values: object) -> None:
+def check_whole(
+    least: int | None, most: int | None = None, /, **values: object
+) -> None:
     """Refuse what is no whole number from `least` on, or above `most`.
 
     Args:
-        least: The smallest that will do.
+        least: The smallest that will do; None for any.
         most: The largest; None for any.
         values: The numbers, by the names that the caller knows them by.
 
@@ -94,18 +96,26 @@ def check_whole(least: int, most: int | None = None, /, **values: object) -> Non
     ValueError: num_blocks=8.0 must be a whole number from 1 on.
     """
     for name, value in values.items():
-        try:
-            number = operator.index(cast(SupportsIndex, value))
-        except TypeError:
-            number = None
-        if number is None or isinstance(value, bool):
-            raise ValueError(
-                f"{name}={shown(value)} must be a whole number from {least} on."
-            )
-        if number < least:
+        number = whole(value)
+        if number is None:
+            start = "" if least is None else f" from {least} on"
+            raise ValueError(f"{name}={shown(value)} must be a whole number{start}.")
+        if least is not None and number < least:
             raise ValueError(f"{name}={shown(value)} must be at least {least}.")
         if most is not None and number > most:
             raise ValueError(f"{name}={shown(value)} must be at most {most}.")
+
+
+def whole(value: object) -> int | None:
+    """Read any kind of int, which a flag is not; None for other values."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:  # An array of several numbers.
+        return None
 
 
 def gib(num_bytes: int) -> str:

@@ -76,7 +76,7 @@ def _text(tag: _Tag, text: str) -> bytes:
 
 
 def _check_type(name: str, value: object, expected: type) -> None:
-    if not isinstance(value, expected):
+    if not isinstance(value, expected) or (isinstance(value, bool) and expected is int):
         raise TypeError(f"{name}={shown(value)} must be of type {expected.__name__}.")
 
 
@@ -248,6 +248,13 @@ def block_key(
     return hashlib.sha256(encoding).digest()
 
 
+class ChainKeys(list[BlockKey]):
+    """Keys of a request's blocks, with the tokens in each, `block_size`."""
+
+    __slots__ = ("block_size",)
+    block_size: int
+
+
 class KeyChain:
     """The keys of one request's full blocks, computed as its tokens arrive.
 
@@ -290,7 +297,8 @@ class KeyChain:
             before = self._special.get(block, self._plain)
             items = *before.multimodal, dataclasses.replace(item, offset=offset)
             self._special[block] = dataclasses.replace(extras, multimodal=items)
-        self._keys: list[BlockKey] = []
+        self._keys = ChainKeys()
+        self._keys.block_size = namespace.block_size
         self._tail = b""  # tokens of the partial block
 
     @property

@@ -176,6 +176,8 @@ def lay_out(names: Iterable[bytes]) -> tuple[list[bytes], NDArray[np.uint32], bo
     if isinstance(names, PackedKeys):
         return names, names.words, names.has_foreign
     if not isinstance(names, list):
+        if not (hasattr(names, "__iter__") or hasattr(names, "__getitem__")):
+            raise TypeError(f"keys={shown(names)} must be a list of keys, of bytes.")
         names = list(names)
     try:
         keys = names
@@ -189,6 +191,21 @@ def lay_out(names: Iterable[bytes]) -> tuple[list[bytes], NDArray[np.uint32], bo
         raise TypeError(f"key={shown(wrong)} must be of type bytes.") from None
     words = np.ndarray((len(names), KEY_WORDS), np.uint32, data)
     return names, words, some_foreign
+
+
+def check_are_bytes(keys: Iterable[bytes]) -> None:
+    """Refuse what is not a list of keys, and lay nothing out.
+
+    Raises:
+        TypeError: With what it is.
+    """
+    if isinstance(keys, PackedKeys | UnlistedKeys):
+        return
+    if not isinstance(keys, Sequence) or isinstance(keys, str | bytes):
+        raise TypeError(f"keys={shown(keys)} must be a list of keys, of bytes.")
+    if not all(issubclass(cls, bytes) for cls in set(map(type, keys))):
+        wrong = next(key for key in keys if not isinstance(key, bytes))
+        raise TypeError(f"key={shown(wrong)} must be of type bytes.")
 
 
 def is_foreign(name: bytes) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +13,9 @@ from numpy.typing import NDArray
 from jaxkv.keys.mark import KeyMark
 from jaxkv.keys.packed import PackedKeys
 from jaxkv.scheduling.prefix import Rows, rows_of
-from jaxkv.scheduling.protocol import Request, SchedulerOutput
+from jaxkv.scheduling.protocol import Request
 from jaxkv.scheduling.request_keys import RequestKeys
-from jaxkv.scheduling.rules import NO_LIMIT, OffloadRules, most_stored_tokens
+from jaxkv.scheduling.rules import NO_LIMIT, OffloadRules
 from jaxkv.scheduling.shadows import Shadows
 from jaxkv.scheduling.stores import StorePause, Stores
 from jaxkv.search.groups import GroupSpec
@@ -33,6 +34,8 @@ class _Progress:
         tables: Its device blocks, for each group.
         num_offered: How many of them were offered and are done, or were found.
         marks: The keys of these, for each group.
+        limits: How many of its tokens are certain, and how many may be stored, as
+            `RequestKeys.check_stores` returned last.
         next_tokens: Computed tokens from which on there may be more to offer.
         refused_at: `Stores.num_changes` when the host had no room for the rest.
         is_ordered: Whether these have their place in the host's order of eviction.
@@ -45,11 +48,16 @@ class _Progress:
     tables: list[list[int]]
     num_offered: list[int]
     marks: list[KeyMark]
+    limits: tuple[int, int]
     next_tokens: int = 0
     refused_at: int = -1
     is_ordered: bool = False
     num_lost: int = -1
     is_left_out: bool = False
+
+
+Ready: TypeAlias = tuple[_Progress, tuple[int, int], Sequence[PackedKeys]]
+"""A request that has blocks to offer, its limits, and its keys, for each group."""
 
 
 class EagerStores:
@@ -97,6 +105,7 @@ class EagerStores:
         tables: list[list[int]],
         num_local: int | None,
         num_external: int,
+        limits: tuple[int, int],
     ) -> None:
         """Take note of a request, or of its block tables if it is known.
 
@@ -107,9 +116,10 @@ class EagerStores:
             num_local: Tokens that were found on the device; None if not looked up,
                 as the request runs already.
             num_external: Tokens that come from the host.
+            limits: What `RequestKeys.check_stores` returned.
         """
         # Who has just looked begins anew, even after an offer that was declined.
-        if num_local is None and self.replace_tables(request, tables):
+        if num_local is None and self.replace_tables(request, tables, limits):
             return
         factor = self._factor
         num_tokens = (num_local or 0) + num_external
@@ -117,7 +127,7 @@ class EagerStores:
             num_tokens // spec.block_size // factor * factor for spec in self._groups
         ]
         marks = list(map(KeyMark.of, keys, offered))
-        progress = _Progress(request, tables, offered, marks, is_ordered=True)
+        progress = _Progress(request, tables, offered, marks, limits, is_ordered=True)
         if self._rules.pause_unused_stores:
             progress.is_left_out = self.pause.leaves_out(keys[0])
         progress.next_tokens = self._next_tokens(progress)
@@ -129,13 +139,15 @@ class EagerStores:
         if self.shadows is not None:
             self.shadows.recompute(request_id)
 
-    def replace_tables(self, request: Request, tables: list[list[int]]) -> bool:
+    def replace_tables(
+        self, request: Request, tables: list[list[int]], limits: tuple[int, int]
+    ) -> bool:
         """Take note of the block tables of a request, if it is known; they are kept."""
         progress = self._progress.get(request.request_id)
         if progress is None:
             return False
-        progress.request = request
-        progress.tables = tables
+        progress.request, progress.tables = request, tables
+        progress.limits = limits
         self._current_keys(progress)
         # The prompt, and with it what may be stored, may have grown.
         progress.next_tokens = self._next_tokens(progress)
@@ -143,15 +155,15 @@ class EagerStores:
 
     def note_step(
         self,
-        output: SchedulerOutput,
+        scheduled: Mapping[str, int],
         new_tables: Mapping[str, list[list[int]]],
         preempted: Iterable[str],
     ) -> None:
         """Take note of a step, and of the blocks that requests got and lost before it.
 
         Args:
-            output: What the engine is about to compute.
-            new_tables: Its `new_block_ids`, for each group.
+            scheduled: Requests that compute something in the step.
+            new_tables: The blocks that they and others got, for each group.
             preempted: Requests that have lost their blocks, and are not known to have
                 new ones.
         """
@@ -162,55 +174,84 @@ class EagerStores:
             if progress is not None:
                 for own, new in zip(progress.tables, tables, strict=True):
                     own += new
-        scheduled = output.num_scheduled_tokens
-        if 0 in scheduled.values():
-            scheduled = {name: num for name, num in scheduled.items() if num}
         self._scheduled.update(scheduled)
 
-    def offer_step(self, pool: DeviceBlockPool) -> None:
-        """Offer what requests have computed before this step.
+    def find_ready(
+        self, scheduled: Mapping[str, int], preempted: Sequence[str]
+    ) -> list[Ready]:
+        """Find the requests that have something to offer; nothing changes.
 
-        Those of this step and of all since the last call: one may be left out of some.
+        They are of this step or of those since the last offers.
+
+        Args:
+            scheduled: Requests that compute something in the step.
+            preempted: Requests that have lost their blocks.
+
+        Raises:
+            TypeError: A request that is ready has an attribute of another type.
+            ValueError: Or one that is negative.
         """
-        scheduled, self._scheduled = self._scheduled, {}
         num_changes = self._stores.num_changes
-        ready = []
-        for request_id in scheduled:
-            progress = self._progress.get(request_id)
-            if (
-                progress is not None
-                and progress.request.num_computed_tokens >= progress.next_tokens
-                and progress.refused_at != num_changes
-            ):
-                ready.append(progress)
-        if not ready or self._stores.is_congested:
-            return
+        late = []
+        names = {**self._scheduled, **scheduled} if self._scheduled else scheduled
+        try:
+            for request_id in names:
+                progress = self._progress.get(request_id)
+                if (
+                    progress is not None
+                    and progress.request.num_computed_tokens >= progress.next_tokens
+                    and progress.refused_at != num_changes
+                    and request_id not in preempted
+                ):
+                    late.append(progress)
+            if not late or self._stores.is_congested:
+                return []
+            check, keys_of = self._keys.check_stores, self._keys.of
+            return [(own, check(own.request), keys_of(own.request)) for own in late]
+        except (TypeError, ValueError):  # The latter of arrays.
+            for progress in map(self._progress.get, names):
+                if progress is not None:
+                    self._keys.check_stores(progress.request)
+                    self._keys.checked(progress.request, is_admission=False)
+            raise
+
+    def offer_step(self, pool: DeviceBlockPool, ready: Sequence[Ready]) -> None:
+        """Offer what `find_ready` has just found."""
+        self._scheduled.clear()
         offer = self._offer if self.shadows is None else self._offer_beside
-        for progress in ready:
-            keys = self._current_keys(progress)
+        for progress, limits, keys in ready:
+            progress.limits = limits
+            self._follow(progress, keys)
             offer(pool, progress, keys, self._num_full(progress, keys))
 
-    def finish_beside(self, pool: DeviceBlockPool, request_id: str) -> None:
+    def finish_beside(
+        self, pool: DeviceBlockPool, request: Request, limits: tuple[int, int]
+    ) -> None:
         """Do as `finish` does, and offer the same to the shadows."""
+        request_id = request.request_id
         progress = self._progress.get(request_id)
         if progress is None:
             return
+        progress.request, progress.limits = request, limits
         (keys,) = self._keys.of(progress.request)
         (num_full,) = self._num_full(progress, [keys])
         passes = self._passes(pool, progress, keys, 0, 0, num_full)
         num_waiting = len(self._stores.waiting.keys)
         can_store = not self._stores.is_congested
-        self.finish(pool, request_id)
+        self.finish(pool, request, limits)
         assert self.shadows is not None
         placed = frozenset(self._stores.waiting.keys[num_waiting:])
         offer = request_id, keys, num_full, placed, passes
         self.shadows.offer(*offer, is_end=True, can_store=can_store)
 
-    def finish(self, pool: DeviceBlockPool, request_id: str) -> None:
+    def finish(
+        self, pool: DeviceBlockPool, request: Request, limits: tuple[int, int]
+    ) -> None:
         """Offer all of a request that is about to lose its device blocks."""
-        progress = self._progress.pop(request_id, None)
+        progress = self._progress.pop(request.request_id, None)
         if progress is None:
             return
+        progress.request, progress.limits = request, limits
         keys = self._current_keys(progress)
         if (
             progress.is_ordered
@@ -263,21 +304,19 @@ class EagerStores:
     def _current_keys(self, progress: _Progress) -> Sequence[PackedKeys]:
         """Return a request's keys; offer all anew if those offered were rewritten."""
         keys = self._keys.of(progress.request)
+        self._follow(progress, keys)
+        return keys
+
+    def _follow(self, progress: _Progress, keys: Sequence[PackedKeys]) -> None:
+        """Offer all blocks of a request anew if keys of offered ones were rewritten."""
         if not all(map(KeyMark.is_in, progress.marks, keys)):
             self._start_over(progress)
-        return keys
 
     def _num_full(
         self, progress: _Progress, keys: Sequence[Sequence[BlockKey]]
     ) -> list[int]:
         """Count the blocks that are certain and may be stored, for each group."""
-        request = progress.request
-        # Some may be scheduled ahead of time, and not computed for certain.
-        num_ahead = getattr(request, "num_output_placeholders", 0)
-        num_tokens = min(
-            request.num_computed_tokens - num_ahead,
-            most_stored_tokens(self._rules, request),
-        )
+        num_tokens = min(progress.limits)
         factor, num_full = self._factor, []
         for spec, own, table in zip(self._groups, keys, progress.tables, strict=True):
             num = min(num_tokens // spec.block_size, len(own), len(table))
@@ -375,7 +414,7 @@ class EagerStores:
         for offered, spec in zip(progress.num_offered, self._groups, strict=True):
             end = (offered + self._factor) * spec.block_size
             next_tokens = min(next_tokens, end)
-        if next_tokens > most_stored_tokens(self._rules, progress.request):
+        if next_tokens > progress.limits[1]:
             return NO_LIMIT
         return next_tokens
 

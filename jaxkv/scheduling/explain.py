@@ -22,7 +22,6 @@ from jaxkv.scheduling.plan import (
 )
 from jaxkv.scheduling.protocol import Request
 from jaxkv.scheduling.request_keys import RequestKeys
-from jaxkv.scheduling.rules import OffloadRules, most_stored_tokens
 from jaxkv.search.groups import GroupSpec
 from jaxkv.search.hits import find_longest_hit
 from jaxkv.search.tiers import Match, find_cached_prefix, search, source_of
@@ -202,9 +201,10 @@ def explain(
     """
     groups, below = view.groups, view.below
     # Not the keys of the scheduler, which are kept until the request ends.
-    view = view._replace(keys=RequestKeys(len(groups)))
-    view.keys.check(request)
-    keys = view.keys.of(request)
+    view = view._replace(keys=RequestKeys(groups, view.rules, may_lag=True))
+    view.keys.check_lookup(request)
+    view.keys.check_stores(request)
+    keys = view.keys.checked(request)
     most = request.num_tokens - 1
     if num_computed_tokens is None:
         num_computed_tokens, _ = find_cached_prefix(view.pool, groups, keys, most)
@@ -272,7 +272,9 @@ def _verdicts(
             _prefix_alone(spec, is_there),
         )
     )
-    why_absent = _why_absent(view.rules, view.host, request, spec, keys)
+    _, most_stored = view.keys.check_stores(request)
+    factor = view.rules.blocks_per_host_block
+    why_absent = _why_absent(view.host, most_stored, factor, spec, keys)
     in_load = _indices_in(near.own, group)
     for index in range(len(keys)):
         if index >= usable:
@@ -336,18 +338,16 @@ def _indices_in(load: Load | None, group: int) -> set[int]:
 
 
 def _why_absent(
-    rules: OffloadRules,
     host: BlockIndex,
-    request: Request,
+    most_stored: int,
+    factor: int,
     spec: GroupSpec,
     keys: Sequence[BlockKey],
 ) -> Callable[[int], Reason]:
     """Make what tells why a block of a group is on neither tier."""
-    factor = rules.blocks_per_host_block
     rows = list(keys[factor - 1 :: factor])
     is_known = host.contains(rows)
     passes = host.passes(rows)
-    most = most_stored_tokens(rules, request)
 
     def why(index: int) -> Reason:
         row = index // factor
@@ -360,7 +360,7 @@ def _why_absent(
             return loss
         if not passes[row]:
             return "rare"
-        if (row + 1) * factor * spec.block_size > most:
+        if (row + 1) * factor * spec.block_size > most_stored:
             return "left out"
         return "never"
 

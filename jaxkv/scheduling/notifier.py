@@ -100,9 +100,10 @@ def stop_of(request: Request) -> Stop | None:
         ValueError: If it is none of `jaxkv.types.STOPS`.
     """
     stop: Stop | None = getattr(request, "stop", None)
-    if stop not in STOPS:
+    if not isinstance(stop, str | None) or stop not in STOPS:
         raise ValueError(
-            f"{stop=} of request {request.request_id!r} must be one of {STOPS}."
+            f"stop={shown(stop)} of request {shown(request.request_id)} must be one of "
+            f"{STOPS}."
         )
     return stop
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, SupportsFloat, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv._util import shown
+from jaxkv._util import shown, whole
 from jaxkv.keys.mark import KeyMark
 from jaxkv.scheduling.boundary import Boundary, Fetch, Probing
 from jaxkv.scheduling.loads import NO_IDS, Load, Loads, joined
@@ -138,8 +138,10 @@ class Gate:
 def check_rates(**rates: float) -> None:
     """Raise ValueError if a rate, given by its name, is no number of at least 0."""
     for name, rate in rates.items():
-        if not 0 <= rate < float("inf"):
-            raise ValueError(f"{name}={rate} must be a number of at least 0.")
+        # NumPy's numbers have the methods of Python's.
+        is_number = isinstance(rate, SupportsFloat) and not isinstance(rate, np.ndarray)
+        if not (is_number and 0 <= float(rate) < float("inf")):
+            raise ValueError(f"{name}={shown(rate)} must be a number of at least 0.")
 
 
 class View(NamedTuple):
@@ -217,19 +219,22 @@ def plan(view: View, request: Request, num_computed_tokens: int) -> Plan:
         num_computed_tokens: What it has of the prefix.
 
     Raises:
-        ValueError: If `num_computed_tokens` is no number of whole blocks, or the
-            request has no keys for each group.
-        TypeError: If the request lacks an attribute.
+        ValueError: If `num_computed_tokens` is no number of whole blocks, or as
+            `RequestKeys.checked`.
+        TypeError: As `RequestKeys.checked`.
     """
-    view.keys.check(request)
+    view.keys.check_lookup(request)
+    num: int | None = num_computed_tokens
+    if type(num) is not int:
+        num = whole(num)
     for spec in view.groups:
-        if num_computed_tokens < 0 or num_computed_tokens % spec.block_size:
+        if num is None or num < 0 or num % spec.block_size:
             raise ValueError(
                 f"num_computed_tokens={shown(num_computed_tokens)} of request "
                 f"{shown(request.request_id)} must be of whole blocks: a multiple of "
                 f"{spec.block_size}."
             )
-    keys = view.keys.of(request)
+    keys = view.keys.checked(request)
     own = view.loads.by_request.get(request.request_id)
     if own is not None and own.event != NO_EVENT:
         # From before a preemption; its end will be reported.

@@ -14,14 +14,15 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from jaxkv._util import shown
+from jaxkv._util import shown, whole
 from jaxkv.types import BlockKey
 
 NO_EVENT = -1
 
 BlockTable: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
 """Device block ids of a request, in the order of its tokens: one list, or, where the
-model has several groups of layers, one list for each."""
+model has several groups of layers, one list for each. A list may be an array of ints,
+NumPy's or JAX's."""
 
 
 class Request(Protocol):
@@ -53,10 +54,11 @@ class Request(Protocol):
 
     @property
     def block_keys(self) -> Sequence[BlockKey]:
-        """Keys of the full blocks of all tokens so far.
+        """Keys of the full blocks of all tokens so far; none if nothing is shared.
 
-        Each stands for all tokens up to the end of its block. The engine may shorten
-        the list and rewrite keys.
+        All of them when the request is new. Later the last ones may be missing. Each
+        stands for all tokens up to the end of its block. The engine may shorten the
+        list and rewrite keys.
         """
         ...
 
@@ -72,19 +74,47 @@ class Request(Protocol):
 
 
 def tables_by_group(table: BlockTable, num_groups: int) -> list[list[int]]:
-    """Give a block table as one list for each group of layers; [] for no blocks."""
-    if not len(table):
+    """Give a block table as one list for each group of layers; [] for no blocks.
+
+    Raises:
+        TypeError: It is not a list or an array, such as a string.
+        ValueError: It has not a list for each group.
+    """
+    items = _listed(table)
+    if not items:
         return [[] for _ in range(num_groups)]
-    items: Sequence[Any] = table
-    is_flat = not hasattr(items[0], "__len__")
+    # An array without axes has no length, though it has the method.
+    is_flat = not hasattr(items[0], "__len__") or not getattr(items[0], "ndim", True)
     if num_groups == 1 and is_flat:
-        return [list(items)]
-    if len(table) != num_groups or is_flat:
+        return [items]
+    if len(items) != num_groups or is_flat:
         wanted = f"have a list for each of the {num_groups} groups"
         if num_groups == 1:
             wanted = "be a list of block ids: the model has one group"
-        raise ValueError(f"the block table of {len(table)} items must {wanted}.")
-    return [list(ids) for ids in items]
+        raise ValueError(f"the block table of {len(items)} items must {wanted}.")
+    return list(map(_listed, items))
+
+
+def _listed(items: Any) -> list[Any]:
+    """List block ids, or tables of several groups; arrays as Python's ints.
+
+    Raises:
+        TypeError: Text, or what has no items in an order.
+    """
+    if type(items) is list:
+        return list(items)
+    if hasattr(items, "dtype") and getattr(items, "ndim", False):
+        ids = np.asarray(items)
+        # An empty list becomes an array of floats.
+        if (ids.dtype.kind in "iu" or not ids.size) and not np.ma.is_masked(items):
+            listed: list[Any] = ids.tolist()
+            return listed
+    elif isinstance(items, Sequence) and not isinstance(items, str | bytes | bytearray):
+        return list(items)
+    raise TypeError(
+        f"the block table {shown(items)} must be a list, or an array of ints, of block "
+        "ids; of several groups a list of these."
+    )
 
 
 def checked_tables(
@@ -99,33 +129,37 @@ def checked_tables(
         num_blocks: Blocks of the device's pool.
 
     Raises:
+        TypeError: As `tables_by_group`.
         ValueError: If the lists are not as many as the groups, or something in them is
             no block's id.
     """
     tables = tables_by_group(table, num_groups)
-    for own in tables:
-        if own and not _are_ids(own, num_blocks):
-            wrong = next(each for each in own if not _is_id(each, num_blocks))
-            raise ValueError(
-                f"{shown(wrong)} in the block table of request {shown(request_id)} "
-                f"must be a block id, an int in [0, {num_blocks})."
-            )
-    return tables
+    return [_checked_ids(request_id, own, num_blocks) for own in tables]
 
 
-def _are_ids(values: list[int], num_blocks: int) -> bool:
-    if len(values) == 1 and type(values[0]) is int:
+def _checked_ids(request_id: str, values: list[Any], num_blocks: int) -> list[int]:
+    """Give ids as Python's ints, once it is known that they are blocks'."""
+    if len(values) == 1 and type(values[0]) is int and 0 <= values[0] < num_blocks:
         # What a running request gets: two thirds less time where caches are cold.
-        return 0 <= values[0] < num_blocks
+        return values
+    if not values:
+        return values
     try:
-        array("Q", values)  # Of nothing but ints from 0 on.
-        return max(values) < num_blocks
+        ids = array("Q", values)  # Of nothing but ints from 0 on.
+        if max(ids) < num_blocks and type(values[0]) is not bool:
+            return ids.tolist()
     except (TypeError, OverflowError):
-        return False
+        pass
+    wrong = next(each for each in values if not _is_id(each, num_blocks))
+    raise ValueError(
+        f"{shown(wrong)} in the block table of request {shown(request_id)} must be a "
+        f"block id, an int in [0, {num_blocks})."
+    )
 
 
 def _is_id(value: object, num_blocks: int) -> bool:
-    return isinstance(value, int | np.integer) and 0 <= int(value) < num_blocks
+    number = whole(value)
+    return number is not None and 0 <= number < num_blocks
 
 
 @dataclasses.dataclass(slots=True)  # Made in each step: frozen ones take twice as long.

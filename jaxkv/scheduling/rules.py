@@ -9,7 +9,6 @@ from typing import Literal, TypeAlias, get_args
 from jaxkv._util import settings, shown
 from jaxkv._util.settings import ConfigError, Key, Settings
 from jaxkv.policies import policy_names
-from jaxkv.scheduling.protocol import Request
 from jaxkv.scheduling.shadows import parse_shadows
 from jaxkv.search.groups import FullAttention, GroupSpec
 
@@ -271,16 +270,6 @@ class OffloadRules(RuleSettings):
         yield from super()._contradictions()
         if self.skip_slow_loads and not self.block_bytes:
             yield "skip_slow_loads=True needs block_bytes, a device block's bytes."
-
-
-def most_stored_tokens(rules: OffloadRules, request: Request) -> int:
-    """Tell how many tokens of a request may be stored, from its first."""
-    limit = rules.max_offload_tokens or NO_LIMIT
-    if rules.prompt_only:
-        num_prompt_tokens: int = request.num_prompt_tokens  # type: ignore[attr-defined]
-        limit = min(limit, num_prompt_tokens)
-    own: int | None = getattr(request, "max_offload_tokens", None)
-    return limit if own is None else min(limit, own)
 
 
 def check_groups(rules: RuleSettings, groups: tuple[GroupSpec, ...]) -> None:

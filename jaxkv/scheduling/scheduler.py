@@ -43,7 +43,8 @@ from jaxkv.scheduling.auto import (
     with_candidates,
 )
 from jaxkv.scheduling.boundary import Boundary, TierBelow
-from jaxkv.scheduling.eager import EagerStores
+from jaxkv.scheduling.checks import check_count, check_report, checked_step
+from jaxkv.scheduling.eager import EagerStores, Ready
 from jaxkv.scheduling.explain import Explanation, explain
 from jaxkv.scheduling.lazy import LazyStores
 from jaxkv.scheduling.loads import NO_LOADS, Loads, mark_skipped
@@ -62,6 +63,7 @@ from jaxkv.scheduling.prefix import row_keys
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
     NO_MOVES,
+    NO_REPORTS,
     BlockTable,
     ConnectorOutput,
     OffloadMetadata,
@@ -81,6 +83,7 @@ from jaxkv.scheduling.stores import Stores, StoreSteps
 from jaxkv.scheduling.worker import OffloadWorker
 from jaxkv.search.groups import FullAttention, GroupSpec, as_groups
 from jaxkv.search.hits import find_longest_hit
+from jaxkv.search.tiers import check_pool
 from jaxkv.tiers.base import OffloadingEvent
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.executors import ExecutorName
@@ -121,6 +124,8 @@ class OffloadScheduler:
             place of a store; see docs/write-a-tier.md.
         policy_state: A file in which what "hazard" has learned is kept, by itself or
             with "auto"; None for none. What is there is taken up.
+        num_device_blocks: Blocks of the transfer engine's pool, which the bound pool
+            must have; None if that is not known.
         recorder: Records the requests, once a pool is bound; None not to. Of several
             groups of layers it records the blocks of the first with full attention,
             or of the first if there is none. Its maker closes it.
@@ -163,6 +168,7 @@ class OffloadScheduler:
         recorder: TraceRecorder | None = None,
         tiers_below: Sequence[TierBelow] = (),
         policy_state: str | None = None,
+        num_device_blocks: int | None = None,
     ) -> None:
         self.groups = as_groups(groups)
         rules = rules or OffloadRules()
@@ -174,6 +180,7 @@ class OffloadScheduler:
             pauses = rules.mode == "eager"
             rules = dataclasses.replace(rules, pause_unused_stores=pauses)
         self.rules = rules
+        self._num_device_blocks = num_device_blocks
         self.num_host_blocks = num_host_blocks
         self.num_storage_blocks = num_storage_blocks
         check_groups(rules, self.groups)
@@ -193,7 +200,7 @@ class OffloadScheduler:
         self.delays = Delays(clock)
         self._stats = OffloadStats()
         self._gate = Gate(rules, self._stats)
-        self._keys = RequestKeys(len(self.groups))
+        self._keys = RequestKeys(self.groups, rules)
         parts = self.groups, host, rules
         self._loads = Loads(*parts, self._stats, self._keys)
         tiers = list(tiers_below)
@@ -300,8 +307,19 @@ class OffloadScheduler:
         """Take the pool whose blocks are held during transfers.
 
         Raises:
-            ValueError: The recorder serves another engine already.
+            ValueError: The pool is known to have blocks of another size than the
+                groups, or is not of `num_device_blocks`; or the recorder serves another
+                engine already. Then nothing changes.
         """
+        check_pool(pool, self.groups)
+        expected = self._num_device_blocks
+        if expected is not None and pool.num_blocks != expected:
+            raise ValueError(
+                f"num_blocks={pool.num_blocks} of the DeviceBlockPool must be "
+                f"{expected}, as the arrays have along their block axis: other blocks "
+                "than those meant would move. Make it for as many, or name by "
+                "block_axis the axis that counts them."
+            )
         if self.recorder is not None and isinstance(self._pool, _Unbound):
             factor = self.rules.blocks_per_host_block
             self.recorder.describe(
@@ -494,8 +512,10 @@ class OffloadScheduler:
 
         Raises:
             ValueError: If `num_computed_tokens` is no number of whole blocks, or the
-                request has no keys for each group. Then nothing changes.
-            TypeError: If the request lacks an attribute; all calls that take one do so.
+                request has no keys for each group, or not as many as its full blocks.
+                Then nothing changes.
+            TypeError: If the request lacks an attribute, or one has another type. Then
+                nothing changes. All calls that take a request do so.
         """
         start_s = self.delays.clock()
         view = self._view
@@ -596,15 +616,19 @@ class OffloadScheduler:
                 rewritten since the offer; if something in `block_ids`
                 is no block's id, or a block is there twice where one is loaded; if
                 the request has a `retention` that is none. Then nothing changes.
+            TypeError: If `block_ids` is not a list or an array of ints, or as above.
         """
         host = self._manager
-        self._keys.check(request)
+        limits = self._keys.check_stores(request)
         if host.retains:
             self._notifier.check(request)
         pool, name = self._pool, request.request_id
+        num_external_tokens = check_count(
+            "num_external_tokens", num_external_tokens, name
+        )
         tables = self._tables(name, block_ids)
         is_new = name not in self._keys.by_request
-        keys = self._keys.of(request)
+        keys = self._keys.checked(request)
         try:
             load = self._loads.take(pool, request, keys, tables, num_external_tokens)
         except ValueError:
@@ -620,7 +644,7 @@ class OffloadScheduler:
         if num_external_tokens:
             self._store_steps.note_tokens(num_external_tokens)
         if self._eager is not None:
-            found = num_local, num_external_tokens
+            found = num_local, num_external_tokens, limits
             self._eager.register(request, keys, tables, *found)
         if begins and name not in self._known:
             self._known.add(name)
@@ -660,11 +684,14 @@ class OffloadScheduler:
             The transfers.
 
         Raises:
+            TypeError: If `output`, or a request that has filled a block, has a value of
+                another type. Then nothing changes.
             ValueError: If something in `SchedulerOutput.new_block_ids` is no block's
-                id. Then nothing changes.
+                id, or a number of tokens is negative. Then nothing changes.
         """
         pool = self._pool
         rules, loads, stores = self.rules, self._loads, self._stores
+        scheduled, num_tokens = checked_step(output)
         new_tables: dict[str, list[list[int]]] = {}
         for name, table in output.new_block_ids.items():
             new_tables[name] = self._tables(name, table)
@@ -674,18 +701,23 @@ class OffloadScheduler:
             # Who was preempted by a call may have been admitted again since, and loads.
             gone = self._preempted
             preempted = [own for own in output.preempted_req_ids if own not in gone]
-            for name in preempted:
-                loads.drop(pool, name)
-        self._preempted.clear()
-        num_tokens = sum(output.num_scheduled_tokens.values())
         is_due = True
         if self._store_steps.batch_blocks:
             must_store = need_flush or not num_tokens or bool(stores.waiting.keys)
-            is_due = self._store_steps.begin(num_tokens, pool, must_store=must_store)
+            is_due = self._store_steps.is_due(pool, must_store=must_store)
+        ready: list[Ready] = []
+        if self._eager is not None and is_due:
+            # The last that can be refused: it reads what requests say of themselves.
+            ready = self._eager.find_ready(scheduled, preempted)
+        for name in preempted:
+            loads.drop(pool, name)
+        self._preempted.clear()
+        if self._store_steps.batch_blocks:
+            self._store_steps.begin(num_tokens, is_due=is_due)
         if self._eager is not None:
-            self._eager.note_step(output, new_tables, preempted)
+            self._eager.note_step(scheduled, new_tables, preempted)
             if is_due:
-                self._eager.offer_step(pool)
+                self._eager.offer_step(pool, ready)
             is_due = bool(stores.waiting.keys)
         # Most steps end here.
         has_loads = loads.by_request and loads.has_waiting
@@ -735,9 +767,13 @@ class OffloadScheduler:
             What is over on all of them, less the loads that no request waits for.
 
         Raises:
+            TypeError: If a field of it has another type. Then nothing changes.
             ValueError: If it tells of something that is not in flight. Then nothing
                 changes.
         """
+        if output is NO_REPORTS:
+            return output
+        check_report(output)
         has_loads = output.finished_recving or output.failed_recving
         has_stores = output.completed_store_events or output.failed_store_events
         if not (has_loads or has_stores or output.below):
@@ -782,8 +818,9 @@ class OffloadScheduler:
         Args:
             request: The request, its `num_computed_tokens` those of before.
         """
-        self._keys.check(request)
-        self._part_with(request)
+        limits = self._keys.check_stores(request)
+        self._check_kept_keys(request)
+        self._part_with(request, limits)
         self._preempted.add(request.request_id)
 
     def request_finished(
@@ -807,15 +844,17 @@ class OffloadScheduler:
                 `retention` that is none; if something in `block_ids` is no block's id.
                 Then nothing changes.
         """
-        self._keys.check(request)
+        limits = self._keys.check_stores(request)
         stop = stop_of(request)
         if self._manager.retains:
             self._notifier.check(request)
+        tables = None
         if block_ids is not None:
             tables = self._tables(request.request_id, block_ids)
-            if self._eager is not None:
-                self._eager.replace_tables(request, tables)
-        self._part_with(request)
+        self._check_kept_keys(request)
+        if tables is not None and self._eager is not None:
+            self._eager.replace_tables(request, tables, limits)
+        self._part_with(request, limits)
         listens = self._manager.listens
         is_noted = listens or self.recorder is not None or self._shadows is not None
         if is_noted and request.request_id in self._known:
@@ -904,8 +943,9 @@ class OffloadScheduler:
     def reset(self) -> bool:
         """Forget all that the host tier holds, as after a change of weights.
 
-        Stores in flight end without a trace. Reset the device's pool as well, and
-        change the keys' `Namespace.weights_epoch`.
+        What a cache policy has learned of requests stays. Stores in flight end
+        without a trace. Reset the device's pool as well, and change the keys'
+        `Namespace.weights_epoch`.
 
         Returns:
             Whether it was done; not while a load is under way or offered, as its
@@ -914,8 +954,6 @@ class OffloadScheduler:
         if self.has_pending_loads():
             return False
         self._stores.forget(self._pool)
-        file = self._policy_state
-        learned = None if file is None else file.learned()
         self._manager.clear()
         for own in self.below:
             own.reset()
@@ -925,8 +963,6 @@ class OffloadScheduler:
             self._lazy.clear(self._pool)
         if self._shadows is not None:
             self._shadows.clear()
-        if learned is not None:
-            self._take_up(learned)
         return True
 
     def disable_storage(self) -> None:
@@ -961,7 +997,9 @@ class OffloadScheduler:
     ) -> None:
         """Record that a request begins."""
         assert self.recorder is not None
-        num_prompt = getattr(request, "num_prompt_tokens", request.num_tokens)
+        num_prompt = getattr(request, "num_prompt_tokens", None)
+        if num_prompt is None:
+            num_prompt = request.num_tokens
         found = (None, None) if num_local is None else (num_local, num_external)
         self.recorder.begin(
             request.request_id, keys[self._recorded], num_prompt, *found
@@ -1015,7 +1053,12 @@ class OffloadScheduler:
                 _MANY_REQUESTS,
             )
 
-    def _part_with(self, request: Request) -> None:
+    def _check_kept_keys(self, request: Request) -> None:
+        """Refuse wrong keys of a request that is known: they are about to be read."""
+        if request.request_id in self._keys.by_request:
+            self._keys.checked(request, is_admission=False)
+
+    def _part_with(self, request: Request, limits: tuple[int, int]) -> None:
         """Let go of a request's load, and store what it leaves behind."""
         name = request.request_id
         if name in self._loads.by_request:
@@ -1025,9 +1068,9 @@ class OffloadScheduler:
         self._asked.pop(name, None)
         if self._eager is not None:
             if self._shadows is not None:
-                self._eager.finish_beside(self._pool, name)
+                self._eager.finish_beside(self._pool, request, limits)
             else:
-                self._eager.finish(self._pool, name)
+                self._eager.finish(self._pool, request, limits)
 
     def _resume(self, path: str) -> PolicyStateFile:
         """Go on with what was learned before, if that is known."""

@@ -39,7 +39,7 @@ from jaxkv.policies import get_policy_maker, policy_names
 from jaxkv.policies.reuse import ReuseTable, from_counts
 from jaxkv.scheduling.key_sample import NUM_GROUPS, KeySample
 from jaxkv.tiers.bare import BareTier, Course, those_of
-from jaxkv.tiers.change_over import resume
+from jaxkv.tiers.change_over import emptied, resume
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.tiers.executors import (
     Executor,
@@ -242,8 +242,8 @@ class _Tier(BareTier):
             self.executor.complete_step(ids, 0)
 
     def clear(self) -> None:
-        """Forget all blocks, but not what was counted."""
-        self.executor = make_executor(self.policy, self._executor_name)
+        """Forget all blocks, but not what was counted and learned."""
+        self.executor = emptied(self.executor, self.policy, self._executor_name)
 
 
 class Shadows:
@@ -593,7 +593,7 @@ class Shadows:
             self.release(name)
 
     def clear(self) -> None:
-        """Forget all blocks, as the tier that serves does, but not what was counted."""
+        """Forget all blocks, as the tier that serves does."""
         self._held.clear()
         for tier in self._tiers:
             tier.clear()

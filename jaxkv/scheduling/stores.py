@@ -58,30 +58,29 @@ class StoreSteps:
         self._num_tokens = 0
         self._steps_left = self._max_wait_steps
 
-    def begin(
-        self, num_tokens: int, pool: DeviceBlockPool, *, must_store: bool
-    ) -> bool:
-        """Begin a step; tell whether blocks are stored in it.
+    def is_due(self, pool: DeviceBlockPool, *, must_store: bool) -> bool:
+        """Whether blocks are stored in the step that begins.
 
         Args:
-            num_tokens: How many the step computes.
             pool: The device's blocks. Where a batch of them is not free, nothing waits:
                 what is held could be let go of at any time.
             must_store: Whether to store in this step without waiting for a batch.
         """
-        is_due = (
+        return (
             must_store
             or self._num_tokens >= self._batch_tokens
             or not self._steps_left
             or pool.num_free < self.batch_blocks
         )
+
+    def begin(self, num_tokens: int, *, is_due: bool) -> None:
+        """Begin a step that computes some tokens."""
         if is_due:
             self._num_tokens = 0
             self._steps_left = self._max_wait_steps
         elif self._num_tokens:
             self._steps_left -= 1
         self.note_tokens(num_tokens)
-        return is_due
 
     def note_tokens(self, num_tokens: int) -> None:
         """Take note of tokens for which the device has allocated blocks."""

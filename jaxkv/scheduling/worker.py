@@ -13,13 +13,15 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jaxkv._util import strict_class
+from jaxkv._util import shown, strict_class
 from jaxkv.scheduling.agreement import Agreement, Batch, EventName, Transfer
 from jaxkv.scheduling.agreement import PlanMismatchError as PlanMismatchError
+from jaxkv.scheduling.checks import check_plan
 from jaxkv.scheduling.exchange import AgreementError as AgreementError
 from jaxkv.scheduling.exchange import open_exchanges
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
+    NO_MOVES,
     NO_REPORTS,
     ConnectorOutput,
     Mover,
@@ -36,6 +38,7 @@ from jaxkv.transfer import (
     StepLoads,
     Ticket,
 )
+from jaxkv.transfer.ids import copy_pairs
 from jaxkv.types import PyTree
 
 _RATE_WEIGHT = 0.25
@@ -227,6 +230,8 @@ class OffloadWorker:
             The pool to run the model on.
 
         Raises:
+            TypeError: If `meta` is not a plan. Then nothing is started.
+            ValueError: If a part of it cannot be started. Then nothing is started.
             RuntimeError: If the last step was not started, or its loads not taken.
             PlanMismatchError: If another process has another plan: with `check_plans`
                 before anything of it is started, else when a transfer is due.
@@ -238,6 +243,13 @@ class OffloadWorker:
                 "nobody took the loads of the last step: with load_in_step, call "
                 "take_step_loads() after start(), and step_started()."
             )
+        if not isinstance(meta, OffloadMetadata):
+            raise TypeError(
+                f"meta={shown(meta)} must be an OffloadMetadata, such as "
+                "OffloadScheduler.build_connector_meta() returns."
+            )
+        if meta is not NO_MOVES:
+            self._check_moves(meta, pool)
         if meta.is_nothing and self.start_nothing():
             return pool
         self._step += 1
@@ -257,6 +269,26 @@ class OffloadWorker:
             return False
         self._step += 1
         return True
+
+    def _check_moves(self, meta: OffloadMetadata, pool: PyTree) -> None:
+        """Refuse a plan of which a part could not be started, before any of it is."""
+        check_plan(meta)
+        has_store = meta.store_event != NO_EVENT
+        has_copies = bool(meta.copy_from_blocks or meta.copy_to_blocks)
+        has_loads = meta.load_event != NO_EVENT
+        if has_store + has_copies + has_loads < 2 and not self._num_pending["load"]:
+            return  # The engine refuses it before it has done anything else.
+        engine, rows = self._engine, self._engine.blocks_per_host_block
+        if has_store:
+            device_blocks = _rows(meta.store_device_blocks, rows)
+            engine.check_save(device_blocks, meta.store_host_blocks)
+        if has_copies:
+            ids = meta.copy_from_blocks, meta.copy_to_blocks
+            copy_pairs(*ids, engine.num_device_blocks)
+        if has_loads:
+            device_blocks = _rows(meta.load_device_blocks, rows)
+            _, sizes = _each_load(meta)
+            engine.check_load(pool, meta.load_host_blocks, device_blocks, sizes)
 
     def _start(self, meta: OffloadMetadata, pool: PyTree) -> PyTree:
         if self._check_plans:
@@ -586,4 +618,9 @@ def _rows(block_ids: tuple[int, ...], blocks_per_row: int) -> PyTree:
     """Lay the device blocks out as the engine wants them."""
     if blocks_per_row == 1:
         return block_ids
-    return np.array(block_ids, np.int32).reshape(-1, blocks_per_row)
+    if len(block_ids) % blocks_per_row:
+        raise ValueError(
+            f"{len(block_ids)} device blocks of a plan must be rows of "
+            f"{blocks_per_row}, one for each host block."
+        )
+    return np.array(block_ids).reshape(-1, blocks_per_row)

@@ -7,13 +7,14 @@ all the blocks that follow. Here a block counts wherever it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv.search.groups import GroupSpec
+from jaxkv._util import check_whole, shown
+from jaxkv.search.groups import GroupSpec, as_groups
 from jaxkv.search.hits import find_longest_hit
 from jaxkv.tiers.base import Tier
 from jaxkv.tiers.device import DeviceBlockPool
@@ -85,7 +86,17 @@ def find_cached_prefix(
     Returns:
         Its length in tokens, and for each group its blocks in order, NULL_BLOCK for
         one that the next token does not read. They are not held until `pool.touch`.
+
+    Raises:
+        TypeError: If the keys are not a list of keys for each group, or `max_tokens` is
+            not an int.
+        ValueError: If the lists are not as many as the groups, or the keys or the pool
+            are known to have blocks of other sizes.
     """
+    groups = as_groups(groups)
+    check_keys_by_group(groups, keys_by_group)
+    check_whole(None, max_tokens=max_tokens)
+    check_pool(pool, groups)
     match = search(groups, keys_by_group, max_tokens, [source_of(pool)])
     block_ids = []
     for group, ids, needed in zip(
@@ -94,6 +105,85 @@ def find_cached_prefix(
         end = match.num_tokens // group.block_size
         block_ids.append(np.where(needed, ids, NULL_BLOCK)[:end].tolist())
     return match.num_tokens, block_ids
+
+
+def check_keys_by_group(
+    groups: tuple[GroupSpec, ...],
+    keys_by_group: Sequence[Keys],
+    name: str = "keys_by_group",
+    request_id: str | None = None,
+) -> None:
+    """Refuse what is not a list of keys for each group, in constant time.
+
+    Args:
+        groups: The groups of the model's layers.
+        keys_by_group: The keys.
+        name: What the caller calls them.
+        request_id: Whose they are, for the message.
+
+    Raises:
+        TypeError: As `check_keys`, or it is not a list.
+        ValueError: As `check_keys`, or there is not a list for each group.
+    """
+    if not _is_list(keys_by_group) or len(keys_by_group) != len(groups):
+        wrong: type[Exception] = ValueError if _is_list(keys_by_group) else TypeError
+        raise wrong(
+            f"{name}={shown(keys_by_group)}{_of(request_id)} must have a list for each "
+            f"of the {len(groups)} groups, such as [request.block_keys] for one."
+        )
+    for group, (spec, own) in enumerate(zip(groups, keys_by_group, strict=True)):
+        check_keys(spec, own, f"{name}[{group}]", request_id)
+
+
+def check_keys(group: GroupSpec, keys: Keys, name: str, request_id: str | None) -> None:
+    """Refuse what is not a list of keys of a group, in constant time.
+
+    Raises:
+        TypeError: It is not a list, or its first item is not of bytes.
+        ValueError: A `KeyChain` made it for blocks of another size.
+    """
+    if not _is_list(keys) or (len(keys) and not isinstance(keys[0], bytes)):
+        raise TypeError(
+            f"{name}={shown(keys)}{_of(request_id)} must be a list of keys, which are "
+            "bytes."
+        )
+    size = getattr(keys, "block_size", group.block_size)
+    if size != group.block_size:
+        raise ValueError(
+            f"{name}{_of(request_id)} has keys of blocks of {size} tokens, and {group} "
+            f"has {group.block_size}: Namespace, groups and pool must have one block "
+            "size."
+        )
+
+
+def _of(request_id: str | None) -> str:
+    return "" if request_id is None else f" of request {shown(request_id)}"
+
+
+def check_pool(pool: DeviceBlockPool, groups: tuple[GroupSpec, ...]) -> None:
+    """Refuse what is not a pool, or is known to have blocks of other sizes.
+
+    Raises:
+        TypeError: It is not a pool.
+        ValueError: It has blocks of other sizes than the groups.
+    """
+    if not hasattr(pool, "num_blocks"):
+        raise TypeError(f"pool={shown(pool)} must be a DeviceBlockPool.")
+    size = getattr(pool, "block_size", 0)  # 0 where it is not known.
+    if size and size not in [group.block_size for group in groups]:
+        raise ValueError(
+            f"block_size={shown(size)} of the DeviceBlockPool must be that of {groups}."
+        )
+
+
+def _is_list(value: object) -> bool:
+    """Whether a value has items in an order; strings count as one item."""
+    cls = type(value)
+    if cls is list:  # It takes long to look for subclasses of abstract ones.
+        return True
+    if isinstance(value, str | bytes | bytearray | Mapping):
+        return False
+    return hasattr(cls, "__getitem__") and hasattr(cls, "__len__")
 
 
 def search(

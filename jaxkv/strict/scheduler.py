@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxkv._util import shown
 from jaxkv.keys.mark import KeyMark
+from jaxkv.scheduling.checks import checked_step
 from jaxkv.scheduling.protocol import (
     BlockTable,
     ConnectorOutput,
@@ -102,8 +103,8 @@ class StrictOffloadScheduler(OffloadScheduler):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Ask how much more of a request can be had; see `OffloadScheduler`."""
+        self._keys.check_lookup(request)
         known = self._requests.get(request.request_id)
-        self._check_keys(request)
         if known is not None:
             self._check_same(request, known)
             is_running = known.phase == "running" and not known.may_ask
@@ -131,9 +132,9 @@ class StrictOffloadScheduler(OffloadScheduler):
         self, request: Request, block_ids: BlockTable, num_external_tokens: int
     ) -> list[list[int]]:
         """Note the device blocks of a request; see `OffloadScheduler`."""
+        self._keys.check_stores(request)
         name = request.request_id
         known = self._requests.get(name)
-        self._check_keys(request)
         if known is not None and known.phase != "preempted":
             self._check_same(request, known)
         else:
@@ -174,6 +175,7 @@ class StrictOffloadScheduler(OffloadScheduler):
     def build_connector_meta(self, output: SchedulerOutput) -> OffloadMetadata:
         """List the transfers to start in this step; see `OffloadScheduler`."""
         self._check_reports()
+        checked_step(output)
         self._check_not_freed(output)
         for name, num_tokens in output.num_scheduled_tokens.items():
             if num_tokens > 0:
@@ -222,8 +224,11 @@ class StrictOffloadScheduler(OffloadScheduler):
         self, request: Request, block_ids: BlockTable | None = None
     ) -> tuple[bool, None]:
         """Note that a request is over; see `OffloadScheduler`."""
+        self._keys.check_stores(request)
         name = request.request_id
-        tables = tables_by_group(block_ids or [], len(self.groups))
+        tables = tables_by_group(
+            [] if block_ids is None else block_ids, len(self.groups)
+        )
         if any(tables):
             self._check_held("request_finished", name, tables)
             num = _num_computed(request)
@@ -246,20 +251,6 @@ class StrictOffloadScheduler(OffloadScheduler):
     def _marks(self, request: Request) -> list[KeyMark]:
         keys = keys_by_group(request, len(self.groups))
         return [KeyMark.of(own, len(own)) for own in keys]
-
-    def _check_keys(self, request: Request) -> None:
-        """Refuse more keys than a request has full blocks."""
-        keys = keys_by_group(request, len(self.groups))
-        for group, (spec, own) in enumerate(zip(self.groups, keys, strict=True)):
-            most = request.num_tokens // spec.block_size
-            if len(own) > most:
-                raise StrictError(
-                    f"request {shown(request.request_id)} of {request.num_tokens} "
-                    f"tokens has {len(own)} keys in group {group}, whose blocks have "
-                    f"{spec.block_size} tokens, so that {most} are full: the groups "
-                    "that OffloadScheduler() was given are not of the block size of "
-                    "the pool and of the keys."
-                )
 
     def _check_same(self, request: Request, known: _Known) -> None:
         """Refuse another request under the id of one that is not over."""

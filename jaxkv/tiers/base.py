@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,7 +20,7 @@ HOST_MEDIUM = "CPU"
 DEVICE_MEDIUM = "GPU"
 """The medium in events of the device tier, whatever the device, as in vLLM."""
 
-BlockIds: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
+BlockIds: TypeAlias = Sequence[int] | NDArray[np.integer[Any]] | jax.Array
 """Ids of blocks of one tier."""
 
 
@@ -31,6 +32,8 @@ def as_ids(block_ids: BlockIds, name: str = "block_id") -> NDArray[Any]:
         ValueError: If one needs more than 64 bits.
     """
     flat = "must be a flat list of ints"
+    if isinstance(block_ids, jax.Array):
+        block_ids = np.asarray(block_ids)
     if isinstance(block_ids, np.ndarray):
         if block_ids.dtype.kind not in "iu" or block_ids.ndim != 1:
             raise TypeError(f"{name}s={shown(block_ids)} {flat}.")
@@ -41,6 +44,8 @@ def as_ids(block_ids: BlockIds, name: str = "block_id") -> NDArray[Any]:
                 block_ids, 1 << 63, name=name
             )  # Else they would become negative.
         return np.ascontiguousarray(block_ids, np.int64)
+    if isinstance(block_ids, str | bytes | bytearray):  # Which `array` would unpack.
+        raise TypeError(f"{name}s={shown(block_ids)} {flat}.")
     try:
         # Takes a third of the time that NumPy takes for a list.
         return np.frombuffer(array("q", block_ids), np.int64)

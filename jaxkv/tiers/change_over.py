@@ -13,6 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxkv.policies.base import Held, Learned, Policy
+from jaxkv.policies.hazard import HazardState
+from jaxkv.policies.retained import RetainedState
 from jaxkv.policies.reuse import ReuseTable
 from jaxkv.tiers.executors import Executor, ExecutorName, make_executor
 from jaxkv.types import NO_BLOCK
@@ -67,8 +69,30 @@ def resume(
         learned: What was learned before.
     """
     state = executor.state
-    own = dataclasses.replace(state.policy, reuse=learned)
+    own = state.policy
+    if isinstance(own, RetainedState):
+        inner = dataclasses.replace(own.inner, reuse=learned)
+        own = dataclasses.replace(own, inner=inner)
+    else:
+        own = dataclasses.replace(own, reuse=learned)
     return make_executor(policy, name, dataclasses.replace(state, policy=own))
+
+
+def emptied(executor: Executor, policy: Policy, name: ExecutorName) -> Executor:
+    """Make an executor without blocks that keeps what its policy has learned.
+
+    Args:
+        executor: Has the state; it is not changed.
+        policy: Its policy.
+        name: As of `make_executor`.
+    """
+    own = executor.state.policy
+    if isinstance(own, RetainedState):
+        own = own.inner
+    empty = make_executor(policy, name)
+    if not isinstance(own, HazardState):
+        return empty
+    return resume(empty, policy, name, own.reuse)
 
 
 def _find(learned: Executor, held: Held) -> NDArray[np.int32]:

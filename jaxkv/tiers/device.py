@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv._util import shown
+from jaxkv._util import check_whole, shown
 from jaxkv.compiling import Bound, EntryPoints, own
 from jaxkv.keys.packed import (
     UnlistedKeys,
@@ -205,6 +205,7 @@ class DeviceBlockPool:
     def __init__(
         self, num_blocks: int, *, enable_events: bool = False, block_size: int = 0
     ) -> None:
+        check_whole(0, num_blocks=num_blocks, block_size=block_size)
         if num_blocks < 2:
             raise ValueError(
                 f"{num_blocks=} must be at least 2: the null block and one to use."
@@ -329,8 +330,8 @@ class DeviceBlockPool:
         Raises:
             ValueError: If fewer are free, or `num` is negative; then none is taken.
         """
-        if num < 0:
-            raise ValueError(f"{num=} must be at least 0.")
+        if type(num) is not int or num < 0:
+            check_whole(0, num=num)
         if num > self.num_free:
             raise ValueError(
                 f"{num=} blocks wanted, but only {self.num_free} of "
@@ -353,9 +354,7 @@ class DeviceBlockPool:
         Returns:
             Their ids in its order, and the key that each would lose, None if none.
         """
-        block_ids, keys = self._take(
-            self._native.next_free, max(min(num, self.num_free), 0)
-        )
+        block_ids, keys = self._take(self._native.next_free, self._most_free(num))
         return block_ids, keys()
 
     def next_keys(self, num: int) -> NDArray[np.uint32]:
@@ -367,7 +366,7 @@ class DeviceBlockPool:
         Returns:
             u32[n, 8], read-only. In their order, those of blocks without one left out.
         """
-        num = max(min(num, self.num_free), 0)
+        num = self._most_free(num)
         _, has_key, words = self._shown(self._native.next_free, num)
         return UnlistedKeys(words[has_key]).words
 
@@ -380,7 +379,7 @@ class DeviceBlockPool:
             num: How many blocks to look at; if fewer are free, these.
             find: What does so natively, and may know of more copies.
         """
-        num = max(min(num, self.num_free), 0)
+        num = self._most_free(num)
         if len(self._victims[0]) < num:
             self._victims = *np.empty((3, num), np.int64), _empty_words(num)
         block_ids, copies, rows, words = self._victims
@@ -587,6 +586,11 @@ class DeviceBlockPool:
         """Raise AssertionError if something is not as it should be. For tests."""
         check(self.state)
         assert all(self.state.has_key[list(self._names)])
+
+    def _most_free(self, num: int) -> int:
+        """Cut a number of blocks to those that are free."""
+        check_whole(None, num=num)
+        return max(min(num, self.num_free), 0)
 
     def _take(
         self, function: Callable[..., None], num: int

@@ -8,8 +8,9 @@ from itertools import islice
 import numpy as np
 
 from jaxkv._util import shown
-from jaxkv.keys.packed import pack
+from jaxkv.keys.packed import check_are_bytes, pack
 from jaxkv.tiers.base import (
+    BlockIds,
     LoadStoreSpec,
     Placement,
     PrepareStoreOutput,
@@ -148,6 +149,11 @@ class OffloadingManager(BlockIndex):
         loads = LoadStoreSpec(block_ids[:num_hits])
         return RequestStepOutput(num_hits, loads, store, (self.executor, block_ids))
 
+    def publish(self, block_ids: BlockIds, keys: list[bytes]) -> None:
+        """Have blocks be found, as their bytes have arrived; see `BlockIndex`."""
+        check_are_bytes(keys)
+        super().publish(block_ids, keys)
+
     def complete_step(self, step: RequestStepOutput) -> None:
         """End the loads and stores of a request step, all of them arrived.
 
@@ -158,11 +164,12 @@ class OffloadingManager(BlockIndex):
             ValueError: If it is none of this manager's, or it, or a part of it, was
                 ended before. Then nothing changes.
         """
-        executor, block_ids = step.pending or (None, NO_IDS)
+        pending = step.pending if isinstance(step, RequestStepOutput) else None
+        executor, block_ids = pending or (None, NO_IDS)
         if executor is not self.executor:  # As it was before `clear`.
             raise ValueError(
-                f"{step=} must be an output of request_step() of this manager, and be "
-                "completed once."
+                f"step={shown(step)} must be an output of request_step() of this "
+                "manager, and be completed once."
             )
         if not self.executor.complete_step(block_ids, step.num_hits):
             raise ValueError(

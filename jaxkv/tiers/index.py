@@ -13,6 +13,7 @@ from jaxkv._util import check_whole, shown
 from jaxkv.keys.packed import (
     PackedKeys,
     UnlistedKeys,
+    check_are_bytes,
     has_foreign,
     is_foreign,
     key_from_foreign,
@@ -32,7 +33,7 @@ from jaxkv.tiers.base import (
     as_ids,
     refuse_outside,
 )
-from jaxkv.tiers.change_over import can_change, change_over, resume
+from jaxkv.tiers.change_over import can_change, change_over, emptied, resume
 from jaxkv.tiers.device import DeviceBlockPool, Victims
 from jaxkv.tiers.executors import (
     Executor,
@@ -253,6 +254,7 @@ class BlockIndex:
                 "blocks have no priorities here: make the manager with retention=True."
             )
         check_retention(retention)
+        check_whole(None, now_ms=now_ms)
         names, _ = pack(block_hashes)
         if not names:
             return
@@ -294,6 +296,7 @@ class BlockIndex:
             >>> index.finish_request([b"a", b"b"], mark, 1000, 200, "end_turn")
         """
         check_whole(0, _MOST_COUNT, num_tokens=num_tokens)
+        check_whole(None, now_ms=now_ms)
         told = self._rows_told(block_hashes, positions)
         if told is None:
             return 0
@@ -325,10 +328,11 @@ class BlockIndex:
                 the mark, is negative. Then nothing changes.
         """
         check_whole(-_MOST_COUNT - 1, _MOST_COUNT, mark=mark)
+        check_whole(None, now_ms=now_ms)
         if num_output_tokens is not None:
             check_whole(0, _MOST_COUNT, num_output_tokens=num_output_tokens)
-        if stop not in STOPS:
-            raise ValueError(f"{stop=} must be one of {STOPS}.")
+        if not isinstance(stop, str | None) or stop not in STOPS:
+            raise ValueError(f"stop={shown(stop)} must be one of {STOPS}.")
         told = self._rows_told(block_hashes, positions)
         if told is not None:
             self._pass_time(int(now_ms))
@@ -345,13 +349,18 @@ class BlockIndex:
             block_hashes: Keys of blocks that could be stored.
             pinned: Blocks that would be pinned besides; none of them is being stored.
         """
-        names, words = pack(dict.fromkeys(block_hashes))
+        listed, words = pack(block_hashes)
+        names = dict.fromkeys(listed)
+        if len(names) < len(listed):
+            _, words = pack(names)
+        ids = as_ids(pinned)
+        refuse_outside(ids, self.num_blocks)
         if len(names) <= self.num_blocks - self.num_held_blocks:
             return True
         if len(names) > self.policy.max_batch:
             return False
         scratch = make_executor(self.policy, self._executor_name, self.executor.state)
-        scratch.pin(np.asarray(pinned, np.int64))
+        scratch.pin(ids)
         return scratch.prepare_store(words) is not None
 
     def place_beside(
@@ -534,6 +543,7 @@ class BlockIndex:
         """Tell for each key whether it was looked up often enough to be stored."""
         if self._reuse is None:
             return [True] * len(keys)
+        check_are_bytes(keys)
         return self._reuse.passes(keys)
 
     def passes_of(self, keys: Sequence[BlockKey] | Words) -> NDArray[np.bool_] | None:
@@ -543,9 +553,10 @@ class BlockIndex:
         names = words_to_keys(keys) if isinstance(keys, np.ndarray) else keys
         return np.array(self._reuse.passes(names), np.bool_)
 
-    def count_lookup(self, keys: Iterable[BlockKey]) -> None:
+    def count_lookup(self, keys: Sequence[BlockKey]) -> None:
         """Count keys as looked up."""
         if self._reuse is not None:
+            check_are_bytes(keys)
             self._reuse.count(keys)
 
     def pin(self, block_ids: BlockIds) -> None:
@@ -605,8 +616,11 @@ class BlockIndex:
         self.drops.note(gone, "load failed")
 
     def clear(self) -> None:
-        """Forget everything at once, loads and stores in progress included."""
-        self.executor = make_executor(self.policy, self._executor_name)
+        """Forget all blocks at once, loads and stores in progress included.
+
+        What a policy has learned of requests stays, such as "hazard".
+        """
+        self.executor = emptied(self.executor, self.policy, self._executor_name)
         self.num_lost += self.num_held_blocks
         if self.lost is not None:
             self.lost.clear()
@@ -641,9 +655,11 @@ class BlockIndex:
             >>> index.place([b"c"]).evicted_keys
             [b'b']
         """
-        if name not in self._alternatives:
+        if not isinstance(name, str) or name not in self._alternatives:
             names = sorted(self._alternatives)
-            raise ValueError(f"{name=} must be one of the alternatives, {names}.")
+            raise ValueError(
+                f"name={shown(name)} must be one of the alternatives, {names}."
+            )
         policy = self._alternatives[name]
         self.executor = change_over(
             self.executor, self.policy, policy, self._executor_name, learned, scale
@@ -796,17 +812,17 @@ class BlockIndex:
         if not self._tells_keys:  # The time is all that priorities want to know.
             block_hashes, positions = list(islice(block_hashes, 1)), None
         names, words = pack(block_hashes)
-        if positions is not None and len(positions) != len(names):
+        told = NO_IDS if positions is None else as_ids(positions, "position")
+        refuse_outside(told, _MOST_COUNT, name="position")
+        if positions is not None and len(told) != len(names):
             raise ValueError(
-                f"{len(positions)} positions must be {len(names)}, one for each key."
+                f"{len(told)} positions must be {len(names)}, one for each key."
             )
         if not names:
             return None
         most = self.policy.max_batch
         if positions is None:
             return words[:most], np.arange(min(len(names), most), dtype=np.int32)
-        told = as_ids(positions, "position")
-        refuse_outside(told, _MOST_COUNT, name="position")
         return words[:most], told[:most].astype(np.int32)
 
     def _pass_time(self, now_ms: int) -> None:

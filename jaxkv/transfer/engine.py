@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxkv._util import strict_class
+from jaxkv._util import check_whole, shown, strict_class
 from jaxkv.transfer import limits, memory, probe
 from jaxkv.transfer.codecs import Compression
 from jaxkv.transfer.extent_table import ExtentTable, SharedMemory
@@ -26,6 +26,7 @@ from jaxkv.transfer.host_memory import (
 from jaxkv.transfer.ids import (
     BlockIdsLike,
     check_distinct,
+    check_sizes,
     copy_pairs,
     host_ids_of,
     transfer_pairs,
@@ -161,9 +162,8 @@ class TransferEngine:
         probe.check_client(platform)
         probe.check_jit()
         mode = choose_mode(mode, platform)
+        check_whole(1, blocks_per_host_block=blocks_per_host_block)
         blocks_per_host_block = operator.index(blocks_per_host_block)
-        if blocks_per_host_block < 1:
-            raise ValueError(f"{blocks_per_host_block=} must be at least 1.")
 
         def extents_of(num_blocks: int) -> ExtentLayout:
             return ExtentLayout.of(
@@ -252,6 +252,11 @@ class TransferEngine:
         return self._table.num_blocks
 
     @property
+    def num_device_blocks(self) -> int:
+        """Number of blocks of the pool."""
+        return self._layout.num_blocks
+
+    @property
     def blocks_per_host_block(self) -> int:
         """Number of device blocks that a host block holds."""
         return self._plans.blocks_per_host_block
@@ -328,10 +333,26 @@ class TransferEngine:
                 the engine.
         """
         leaves = self._leaves(pool)
+        ids = self._checked_save(device_block_ids, host_block_ids)
+        return self._queue.save(leaves, *ids)
+
+    def check_save(
+        self, device_block_ids: BlockIdsLike, host_block_ids: BlockIdsLike
+    ) -> None:
+        """Refuse ids that `save` would refuse.
+
+        Raises:
+            ValueError: As there.
+        """
+        self._checked_save(device_block_ids, host_block_ids)
+
+    def _checked_save(
+        self, device_block_ids: BlockIdsLike, host_block_ids: BlockIdsLike
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         device_ids, host_ids = self._pairs(device_block_ids, host_block_ids, True)
         check_distinct("host_block_ids", host_ids)
         self._plans.shards(device_ids)
-        return self._queue.save(leaves, device_ids, host_ids)
+        return device_ids, host_ids
 
     def load(
         self,
@@ -398,6 +419,7 @@ class TransferEngine:
             ValueError: As `load`, or the sizes do not add up.
             RuntimeError: As `load`.
         """
+        sizes = () if sizes is None else sizes
         return self._load(pool, host_block_ids, device_block_ids, sizes, in_step)
 
     def _load(
@@ -439,11 +461,8 @@ class TransferEngine:
         device_ids, host_ids = self._pairs(device_block_ids, host_block_ids, False)
         if sizes is None:
             sizes = [len(host_ids)]
-        elif min(sizes, default=0) < 0 or sum(sizes) != len(host_ids):
-            raise ValueError(
-                f"sizes={list(sizes)[:8]} must be numbers of blocks, and the "
-                f"{len(host_ids)} of host_block_ids in all."
-            )
+        else:
+            check_sizes(sizes, len(host_ids))
         extents, places = self._table.find(host_ids, device_ids != NOTHING)
         self._plans.check_shards(device_ids, places)
         return _CheckedLoad(leaves, device_ids, host_ids, extents, places, sizes)
@@ -477,8 +496,7 @@ class TransferEngine:
             RuntimeError: See `load`.
         """
         leaves = self._leaves(pool)
-        if num_extents < 0:
-            raise ValueError(f"{num_extents=} must be at least 0.")
+        check_whole(0, num_extents=num_extents)
         loads = self._queue.take_step_loads(leaves, num_extents)
         return self._layout.unflatten(leaves), loads
 
@@ -489,6 +507,7 @@ class TransferEngine:
             num_extents: As for `take_step_loads`.
         """
         self._check_thread()
+        check_whole(0, num_extents=num_extents)
         return self._queue.idle_step_loads(num_extents)
 
     def step_started(self, result: jax.Array) -> None:
@@ -584,10 +603,10 @@ class TransferEngine:
             ValueError: No such transfer is in flight.
         """
         self._check_thread()
-        if not self._queue.abandon(ticket):
+        if not (isinstance(ticket, Ticket) and self._queue.abandon(ticket)):
             raise ValueError(
-                f"{ticket} is not in flight: it was reported or abandoned before, or "
-                "another engine gave it."
+                f"{shown(ticket)} is not in flight: it was reported or abandoned "
+                "before, or another engine gave it."
             )
 
     def forget(self, host_block_ids: BlockIdsLike) -> NDArray[np.int32]:
@@ -664,11 +683,12 @@ class TransferEngine:
         if self.num_shards > 1:
             raise ValueError("write_host needs a pool whose block axis is not sharded.")
         num_bytes = self.host_payload_bytes
-        sizes = {payload.nbytes for payload in payloads}
-        if len(payloads) != len(host_ids) or sizes - {num_bytes}:
+        is_listed = isinstance(payloads, Sequence)
+        sizes = [getattr(own, "nbytes", None) for own in payloads] if is_listed else []
+        if sizes != [num_bytes] * len(host_ids):
             raise ValueError(
                 f"payloads must be {len(host_ids)} of {num_bytes} bytes, and are "
-                f"{len(payloads)} of {sorted(sizes)}."
+                f"{shown(payloads)}."
             )
         number = self._queue.next_number()
         return self._queue.host_bytes.write(number, host_ids, list(payloads))

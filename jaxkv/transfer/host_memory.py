@@ -7,7 +7,7 @@ from typing import NamedTuple, SupportsIndex
 
 import jax
 
-from jaxkv._util import parse_bytes
+from jaxkv._util import check_whole, parse_bytes
 from jaxkv.transfer import memory
 from jaxkv.transfer.extents import Extent
 from jaxkv.transfer.kernels import Copier
@@ -103,15 +103,14 @@ def parse_size(
 
     Raises:
         ValueError: None or both of the first two are given, or one is no size.
-        TypeError: The number of blocks is no int.
     """
     if (num_host_blocks is None) == (host_bytes is None):
         raise ValueError(
             f"one of {num_host_blocks=} and {host_bytes=} must be given: the size of "
             "the host tier, in blocks or in bytes."
         )
-    if num_host_blocks is not None and operator.index(num_host_blocks) < 1:
-        raise ValueError(f"{num_host_blocks=} must be at least 1.")
+    if num_host_blocks is not None:
+        check_whole(1, num_host_blocks=num_host_blocks)
     return (
         None if num_host_blocks is None else operator.index(num_host_blocks),
         None if host_bytes is None else parse_argument("host_bytes", host_bytes),

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxkv._util import shown, whole
 from jaxkv.transfer.plans import NOTHING
 
 # So few ids are looked at faster as Python's own ints.
@@ -135,6 +136,22 @@ def copy_pairs(
             "must not be both read and written."
         )
     return each[0], each[1]
+
+
+def check_sizes(sizes: Sequence[int], num_host_blocks: int) -> None:
+    """Check how many host blocks each of several loads has.
+
+    Raises:
+        ValueError: They are not numbers of blocks, or not those blocks in all.
+    """
+    is_listed = isinstance(sizes, Sequence | np.ndarray) and not isinstance(sizes, str)
+    numbers = list(map(whole, sizes)) if is_listed else [None]
+    counts = [number for number in numbers if number is not None and number >= 0]
+    if len(counts) < len(numbers) or sum(counts) != num_host_blocks:
+        raise ValueError(
+            f"sizes={shown(sizes)} must be numbers of blocks, and the "
+            f"{num_host_blocks} of host_block_ids in all."
+        )
 
 
 def check_distinct(name: str, ids: NDArray[np.int32]) -> None:

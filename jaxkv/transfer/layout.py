@@ -404,7 +404,11 @@ def _leaf(name: str, array: object, axis: object) -> Leaf:
             f"{name} has shape {array.shape}; it must have a block axis and at least "
             "one element."
         )
-    if not isinstance(axis, int) or not -array.ndim <= axis < array.ndim:
+    if (
+        not isinstance(axis, int)
+        or isinstance(axis, bool)
+        or not -array.ndim <= axis < array.ndim
+    ):
         raise ValueError(
             f"block_axis {axis!r} of {name} must be an int in "
             f"[{-array.ndim}, {array.ndim}): the array is {list(array.shape)}."

@@ -23,6 +23,7 @@ from jaxkv.transfer.host_memory import parse_argument
 from jaxkv.transfer.ids import (
     BlockIdsLike,
     check_distinct,
+    check_sizes,
     copy_pairs,
     host_ids_of,
     transfer_pairs,
@@ -210,6 +211,11 @@ class MultiPoolEngine:
         return self.engines[0].mode
 
     @property
+    def num_device_blocks(self) -> int:
+        """Number of blocks of all pools together."""
+        return int(self.first_blocks[-1])
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of a block of the pool with the largest ones."""
         return max(engine.block_bytes for engine in self.engines)
@@ -258,8 +264,7 @@ class MultiPoolEngine:
         host_block_ids: BlockIdsLike,
     ) -> Ticket:
         """Copy device blocks to host blocks; see `TransferEngine.save`."""
-        device_ids, host_ids = self._pairs(device_block_ids, host_block_ids, True)
-        check_distinct("host_block_ids", host_ids)
+        device_ids, host_ids = self._checked_save(device_block_ids, host_block_ids)
         self._check_pools(pools)
         joint = self._begin("save", host_ids)
         of_block = self._pools_of(device_ids)
@@ -273,6 +278,19 @@ class MultiPoolEngine:
         self._pool_of[host_ids] = of_block
         self._saved_by[host_ids] = joint.ticket.number
         return joint.ticket
+
+    def check_save(
+        self, device_block_ids: BlockIdsLike, host_block_ids: BlockIdsLike
+    ) -> None:
+        """Refuse ids that `save` would refuse; see `TransferEngine.check_save`."""
+        self._checked_save(device_block_ids, host_block_ids)
+
+    def _checked_save(
+        self, device_block_ids: BlockIdsLike, host_block_ids: BlockIdsLike
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        device_ids, host_ids = self._pairs(device_block_ids, host_block_ids, True)
+        check_distinct("host_block_ids", host_ids)
+        return device_ids, host_ids
 
     def load_each(
         self,
@@ -291,12 +309,41 @@ class MultiPoolEngine:
         """
         if in_step:
             raise ValueError("in_step=True needs an engine of one pool.")
+        host_ids, parts = self._checked_load(
+            pools, host_block_ids, device_block_ids, sizes
+        )
+        ends = np.cumsum(sizes)
+        joints = [
+            self._begin("load", host_ids[end - size : end])
+            for size, end in zip(sizes, ends.tolist(), strict=True)
+        ]
+        new = list(pools)
+        for number, part in parts:
+            new[number], tickets = self.engines[number].load_each(new[number], *part)
+            for joint, ticket in zip(joints, tickets, strict=True):
+                self._join(joint, number, ticket)
+        return _like(pools, new), [joint.ticket for joint in joints]
+
+    def check_load(
+        self,
+        pools: Sequence[PyTree],
+        host_block_ids: BlockIdsLike,
+        device_block_ids: BlockIdsLike,
+        sizes: Sequence[int],
+    ) -> None:
+        """Refuse what `load_each` would refuse; see `TransferEngine.check_load`."""
+        self._checked_load(pools, host_block_ids, device_block_ids, sizes)
+
+    def _checked_load(
+        self,
+        pools: Sequence[PyTree],
+        host_block_ids: BlockIdsLike,
+        device_block_ids: BlockIdsLike,
+        sizes: Sequence[int],
+    ) -> tuple[NDArray[np.int32], list[tuple[int, Any]]]:
+        """Give a load's host blocks, and what the engine of each pool gets of it."""
         device_ids, host_ids = self._pairs(device_block_ids, host_block_ids, False)
-        if min(sizes, default=0) < 0 or sum(sizes) != len(host_ids):
-            raise ValueError(
-                f"sizes={list(sizes)[:8]} must be numbers of blocks, and the "
-                f"{len(host_ids)} of host_block_ids in all."
-            )
+        check_sizes(sizes, len(host_ids))
         of_block = self._pools_of(device_ids)
         wrong = host_ids[self._pool_of[host_ids] != of_block].tolist()
         if wrong:
@@ -313,17 +360,7 @@ class MultiPoolEngine:
                 counts = np.bincount(of_load[own], minlength=len(sizes)).tolist()
                 parts.append((number, (host_ids[own], ids, counts)))
                 engine.check_load(pools[number], *parts[-1][1])
-        ends = np.cumsum(sizes)
-        joints = [
-            self._begin("load", host_ids[end - size : end])
-            for size, end in zip(sizes, ends.tolist(), strict=True)
-        ]
-        new = list(pools)
-        for number, part in parts:
-            new[number], tickets = self.engines[number].load_each(new[number], *part)
-            for joint, ticket in zip(joints, tickets, strict=True):
-                self._join(joint, number, ticket)
-        return _like(pools, new), [joint.ticket for joint in joints]
+        return host_ids, parts
 
     def copy(
         self,

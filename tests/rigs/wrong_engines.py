@@ -234,10 +234,6 @@ WRONG = {
         right_but(schedules_the_unknown),
         "'who' is in SchedulerOutput.num_scheduled_tokens, but is not known",
     ),
-    "has larger groups than blocks": (
-        TakesBlocksForLarger,
-        "groups that OffloadScheduler.. was given are not of the block size",
-    ),
     "writes what is being loaded": (
         WritesWhatIsLoaded,
         "was written while a load .* DeviceBlockPool.allocate",

@@ -74,17 +74,41 @@ def test_with_auto_its_shadow_learns_while_another_serves_and_goes_on_too(path):
         )
 
 
-@pytest.mark.parametrize("policy", ["hazard", "auto"])
-def test_a_reset_forgets_blocks_and_not_what_was_learned(path, policy):
-    traffic = Traffic(1, policy=policy, policy_state=path)
+@pytest.mark.parametrize("has_file", [True, False])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"policy": "hazard"},
+        {"policy": "hazard", "retention": True},
+        {"policy": "hazard", "shadow": "hazard*2"},
+        {"policy": "auto"},
+        {"policy": "lru", "shadow": "hazard*1"},
+    ],
+    ids=str,
+)
+def test_a_reset_forgets_blocks_and_not_what_was_learned(path, rules, has_file):
+    """With a file and without, in the tier that serves and in its shadows."""
+    if has_file and (rules["policy"] == "lru" or "retention" in rules):
+        return  # It would have nothing to keep.
+    traffic = Traffic(1, policy_state=path if has_file else None, **rules)
     scheduler = traffic.run(300)
     traffic.rig.settle()
-    before = scheduler._policy_state.learned()
-    assert before.touches.any()
+    before = tables_of(scheduler)
+    assert before
+    assert all(own.touches.any() for own in before)
     assert scheduler.reset()
     assert scheduler.num_host_blocks_held == 0
-    after = scheduler._policy_state.learned()
-    np.testing.assert_array_equal(before.touches, after.touches)
+    for old, new in zip(before, tables_of(scheduler), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, old, new)
+
+
+def tables_of(scheduler):
+    """What each policy has learned that learns."""
+    tiers = [] if scheduler._shadows is None else scheduler._shadows._tiers
+    states = [own.executor.state.policy for own in (scheduler._manager, *tiers)]
+    states = [getattr(own, "inner", own) for own in states]
+    learned = [own.reuse for own in states if hasattr(own, "reuse")]
+    return jax.tree.map(np.array, learned)
 
 
 def test_it_is_written_now_and_then_and_when_the_engine_ends(path, monkeypatch):

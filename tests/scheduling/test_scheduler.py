@@ -3,10 +3,17 @@
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv import DeviceBlockPool
+from jaxkv import (
+    DeviceBlockPool,
+    KeyChain,
+    Namespace,
+    OffloadConfig,
+    find_cached_prefix,
+)
 from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, SchedulerOutput
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.search.groups import FullAttention, Mamba
@@ -16,6 +23,7 @@ from tests.rigs.offload_rig import (
     BLOCK_SIZE,
     HYBRID,
     NUM_BLOCKS,
+    FakeRequest,
     Rig,
     check_refused,
     make_keys,
@@ -247,15 +255,143 @@ def test_a_request_that_declines_and_stays_in_the_queue_is_counted_when_it_begin
     assert after.num_host_hit_tokens - before.num_host_hit_tokens == 2 * BLOCK_SIZE
 
 
-@pytest.mark.parametrize("make_table", [list, np.array, lambda ids: [np.array(ids)]])
-def test_a_block_table_may_be_of_numpy_even_of_one_block(make_table):
+@pytest.mark.parametrize(
+    "make_table",
+    [
+        list,
+        tuple,
+        np.array,
+        lambda ids: np.array(ids, np.uint8),
+        lambda ids: np.array([ids]),
+        lambda ids: [np.array(ids)],
+        lambda ids: list(np.array(ids)),
+        jnp.asarray,
+        lambda ids: [jnp.asarray(ids)],
+        lambda ids: list(jnp.asarray(ids)),
+    ],
+)
+@pytest.mark.parametrize("num", [1, 3])
+def test_a_block_table_may_be_any_array_of_ints(make_table, num):
     rig = Rig()
-    request = make_request("one", 1, extra_tokens=0)
-    (block,) = rig.pool.allocate(1)
+    request = make_request("one", *range(num), extra_tokens=0)
+    blocks = rig.pool.allocate(num)
     rig.scheduler.get_num_new_matched_tokens(request, 0)
-    table = make_table([block])
-    assert rig.scheduler.update_state_after_alloc(request, table, 0) == [[block]]
+    table = make_table(blocks)
+    answer = rig.scheduler.update_state_after_alloc(request, table, 0)
+    assert answer == [blocks]
+    assert {type(block) for block in answer[0]} == {int}
+    rig.pool.touch(jnp.asarray(blocks))
+    rig.pool.free(jnp.asarray(blocks))
+    step = SchedulerOutput({"one": 1}, new_block_ids={"one": table})
+    rig.scheduler.build_connector_meta(step)
     assert rig.scheduler.request_finished(request, table) == (False, None)
+
+
+def test_block_tables_of_groups_may_be_an_array_with_a_row_for_each():
+    rig = Rig(groups=HYBRID)
+    request = rig.request("one", 1, 2)
+    rig.scheduler.get_num_new_matched_tokens(request, 0)
+    tables = np.array(rig.pool.allocate(6)).reshape(2, 3)
+    answer = rig.scheduler.update_state_after_alloc(request, jnp.asarray(tables), 0)
+    assert answer == tables.tolist()
+
+
+@pytest.mark.parametrize("table", ["12", "", b"\x01\x02", b"", {1: 2}, 7, jnp.ones(3)])
+def test_text_where_a_block_table_is_due_is_refused(table):
+    rig = Rig()
+    request = make_request("one", 1)
+    rig.scheduler.get_num_new_matched_tokens(request, 0)
+    with pytest.raises(TypeError, match=r"the block table .* must be a list"):
+        rig.scheduler.update_state_after_alloc(request, table, 0)
+
+
+def _of_keys(num_tokens, *sizes):
+    """A request of some tokens, with the keys of all blocks of these sizes."""
+    numbers = [range(num_tokens // size) for size in sizes]
+    keys = [make_keys(*own, group=group) for group, own in enumerate(numbers)]
+    return FakeRequest("one", keys, num_tokens, num_tokens)
+
+
+@pytest.mark.parametrize("num_tokens", [8, 9, 31, 400])
+@pytest.mark.parametrize("size", [BLOCK_SIZE // 2, 2 * BLOCK_SIZE, 3 * BLOCK_SIZE])
+@pytest.mark.parametrize("call", ["get_num_new_matched_tokens", "explain", "alloc"])
+def test_keys_of_another_block_size_are_refused_when_a_request_comes(
+    call, size, num_tokens
+):
+    rig = Rig()
+    request = _of_keys(num_tokens, size)
+    if not request.block_keys or (call == "explain" and size > BLOCK_SIZE):
+        return  # Without keys nothing is shared; what is explained may lag behind.
+    what = f"has {num_tokens // size} keys in group 0, whose blocks have 4 tokens"
+    calls = {
+        "get_num_new_matched_tokens": lambda: rig.offer(request),
+        "explain": lambda: rig.scheduler.explain(request),
+        "alloc": lambda: rig.scheduler.update_state_after_alloc(request, [1], 0),
+    }
+    check_refused(rig, what, calls[call])
+    assert not rig.scheduler._keys.by_request
+
+
+def test_keys_of_another_block_size_in_one_group_are_refused():
+    rig = Rig(groups=HYBRID)
+    request = _of_keys(24, BLOCK_SIZE, 2 * BLOCK_SIZE)
+    check_refused(rig, "has 3 keys in group 1", rig.offer, request)
+
+
+def test_a_chain_of_another_block_size_is_refused_even_if_it_has_as_many_keys():
+    rig = Rig()
+    chain = KeyChain(Namespace("m", "0", "int8", "flat", BLOCK_SIZE + 1))
+    chain.extend(range(2 * BLOCK_SIZE + 2))
+    request = FakeRequest("one", [chain.keys], 2 * BLOCK_SIZE + 2, 0)
+    what = "block_keys of request 'one' has keys of blocks of 5 tokens"
+    query = rig.scheduler.get_num_new_matched_tokens
+    check_refused(rig, what, query, request, 0)
+    with pytest.raises(ValueError, match=r"keys_by_group\[0\] has keys of blocks of 5"):
+        find_cached_prefix(rig.pool, rig.groups, [chain.keys], 9)
+
+
+def test_a_request_without_keys_is_served_and_keys_may_lag_while_it_runs():
+    rig = Rig()
+    keyless = make_request("keyless", extra_tokens=3 * BLOCK_SIZE)
+    assert rig.offer(keyless) == (0, False)
+    request = make_request("one", 1, 2)
+    rig.admit(request)
+    request.num_tokens += 3 * BLOCK_SIZE
+    table = [*request.block_ids, *rig.pool.allocate(3)]
+    rig.scheduler.update_state_after_alloc(request, table, 0)
+    rig.scheduler.explain(request)
+    rig.scheduler.request_preempted(request)
+    assert rig.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
+def test_keys_for_one_group_in_place_of_a_list_for_each_are_refused():
+    keys, pool = make_keys(1, 2), DeviceBlockPool(4)
+    for groups in (FullAttention(BLOCK_SIZE),), HYBRID:
+        with pytest.raises((TypeError, ValueError), match=r"keys_by_group.*a list"):
+            find_cached_prefix(pool, groups, keys, 8)
+
+
+def test_a_pool_of_another_size_than_the_arrays_is_refused_when_it_is_bound():
+    """Their block axis may be another: blocks would be taken from other places."""
+    pool = jnp.zeros((2, NUM_BLOCKS, 1))  # Its blocks are along the second axis.
+    _, scheduler, _ = OffloadConfig(num_host_blocks=4).connect(pool, BLOCK_SIZE)
+    with pytest.raises(ValueError, match=r"num_blocks=16 .* must be 2.*block_axis"):
+        scheduler.bind_device_block_pool(DeviceBlockPool(NUM_BLOCKS))
+    config = OffloadConfig(num_host_blocks=4)
+    _, scheduler, _ = config.connect(pool, BLOCK_SIZE, block_axis=1)
+    for num_blocks in (NUM_BLOCKS - 1, NUM_BLOCKS + 1):
+        with pytest.raises(ValueError, match=f"num_blocks={num_blocks} .* must be 16"):
+            scheduler.bind_device_block_pool(DeviceBlockPool(num_blocks))
+    scheduler.bind_device_block_pool(DeviceBlockPool(NUM_BLOCKS))
+
+
+def test_a_pool_of_another_block_size_than_the_groups_is_refused():
+    pool = DeviceBlockPool(NUM_BLOCKS, block_size=2 * BLOCK_SIZE)
+    what = "block_size=8 of the DeviceBlockPool must be that of"
+    with pytest.raises(ValueError, match=what):
+        OffloadScheduler(BLOCK_SIZE, 4).bind_device_block_pool(pool)
+    with pytest.raises(ValueError, match=what):
+        find_cached_prefix(pool, (FullAttention(BLOCK_SIZE),), [make_keys(1)], 8)
 
 
 @pytest.mark.parametrize("table", [[], (), [[]]])

@@ -11,6 +11,7 @@ from tests.rigs.wrong_engines import (
     BLOCK,
     WRONG,
     Right,
+    TakesBlocksForLarger,
     serve_twice,
     takes_loads_that_failed,
 )
@@ -49,6 +50,16 @@ def test_a_wrong_engine_ends_with_an_error_that_names_the_call(setup, name):
     make, message = WRONG[name]
     engine = make(size.device_blocks, size.host_blocks)
     with pytest.raises(StrictError, match=message):
+        serve_twice(engine, prompts, size.num_new)
+
+
+def test_an_engine_with_larger_groups_than_blocks_is_refused_without_strict_parts(
+    setup, monkeypatch
+):
+    monkeypatch.delenv("JAXKV_STRICT")
+    size, prompts = setup
+    engine = TakesBlocksForLarger(size.device_blocks, size.host_blocks)
+    with pytest.raises(ValueError, match=r"keys of blocks of 4 tokens.*has 8"):
         serve_twice(engine, prompts, size.num_new)
 
 
