@@ -33,11 +33,14 @@ MOST_ALIVE = 12
 PARAMS = (None, None, {"retention": {"priority": 80, "half_life_s": 0.1}})
 
 
-def reference(prompt, num_tokens):
-    """The tokens that a request gets without a host tier."""
+def reference(prompt, num_output, updates):
+    """The tokens that a request gets without a host tier, its last turn's."""
     tokens = list(prompt)
-    while len(tokens) < num_tokens:
-        tokens.append(next_token(tokens))
+    for more, num in ([], num_output), *updates:
+        if more:  # The last token of a turn has no KV: it is dropped.
+            tokens = [*tokens[:-1], *more]
+        for _ in range(num):
+            tokens.append(next_token(tokens))
     return tokens
 
 
@@ -63,11 +66,22 @@ def serve(engine, rng, counts, note, num_steps):
         if rng.random() < 0.2 and len(scheduler.requests) < MOST_ALIVE:
             prompt = rng.choice(stories)[: rng.randint(1, 30)]
             prompt += [rng.randrange(50) for _ in range(rng.randint(0, 4))]
-            request = Request(f"r{len(served)}", prompt, rng.randint(1, 12))
+            num_output, updates = rng.randint(1, 12), []
+            if rng.random() < 0.2:
+                prompt, num_output = prompt[:12], rng.randint(2, 6)
+                updates = [
+                    ([rng.randrange(50) for _ in range(rng.randint(1, 6))], 4)
+                    for _ in range(rng.randint(1, 2))
+                ]
+                # Others ask about all of a turn, its last token included, too.
+                said = reference(prompt, num_output, [])
+                stories[rng.randrange(len(stories))] = said + stories[0][len(said) :]
+            request = Request(f"r{len(served)}", prompt, num_output)
             request.kv_transfer_params = rng.choice(PARAMS)
-            served.append((request, prompt))
+            request.inputs.extend(updates)
+            served.append((request, (prompt, num_output, updates)))
             scheduler.add(request)
-            note(f"{request.request_id}: {prompt}")
+            note(f"{request.request_id}: {prompt}, then {num_output}, {updates}")
         if rng.random() < 0.01:
             scheduler.reset_running()
             counts["preemptions"] += 1
@@ -79,11 +93,12 @@ def serve(engine, rng, counts, note, num_steps):
             counts["aborts"] += 1
             note(f"{victim.request_id}: aborted")
         engine.step()
-    engine.run(max_steps=2000)
+    engine.run(max_steps=20_000)
     engine.check_nothing_leaked()
-    for request, prompt in served:
+    for request, turns in served:
         if request.status != "ABORTED":
             counts["requests served"] += 1
-            wanted = reference(prompt, request.max_tokens)
+            wanted = reference(*turns)
             assert request.tokens == wanted, f"{request.request_id}: other tokens"
+    counts["block reads compared"] += engine.runner.num_reads
     counts["tokens that vLLM took from the host"] += scheduler.num_external_tokens

@@ -3,17 +3,20 @@
 import collections
 import os
 import random
+import sys
 from types import SimpleNamespace
 
 import pytest
 
-from tests.campaign import campaign, corruptions
+from jaxkv.keys.mark import KeyMark
+from tests.campaign import campaign, connector, corruptions
 from tests.campaign.by_hand import ByHand
 from tests.campaign.model import WrongBytesError
 from tests.campaign.paged import PagedEngine, no_notes
 from tests.campaign.prefixes import PrefixUser
 from tests.campaign.processes import run_processes
 from tests.campaign.setups import random_setup
+from tests.rigs import fake_engine
 
 MINUTES = float(os.environ.get("JAXKV_TEST_CAMPAIGN_MINUTES", "5"))
 SEED = int(os.environ.get("JAXKV_TEST_CAMPAIGN_SEED", "0"))
@@ -128,6 +131,44 @@ def test_kv_of_older_weights_that_is_kept_is_noticed():
     user = Forgetful(random.Random("control"), collections.Counter(), no_notes)
     with pytest.raises(AssertionError, match="wrong bytes in key"):
         user.run(600)
+
+
+@pytest.mark.long
+def test_keys_of_a_history_that_was_rewritten_are_noticed(monkeypatch):
+    """Whoever copies keys only appends what is new."""
+    monkeypatch.setattr(KeyMark, "is_in", lambda mark, keys: mark.num <= len(keys))
+    _, failure = campaign.run("control", engines=30, kinds=("paged",), steps=250)
+    assert isinstance(failure.error, AssertionError), failure
+
+
+class CopiedHashes:
+    """A copy of vLLM's hashes to which what is new is appended."""
+
+    def __init__(self, request):
+        self._request, self._copied = request, []
+
+    @property
+    def block_hashes(self):
+        self._copied += self._request.block_hashes[len(self._copied) :]
+        return self._copied
+
+
+@pytest.mark.long
+def test_hashes_that_vllm_rewrites_and_a_connector_copies_are_noticed(monkeypatch):
+    create = fake_engine.create_connector
+
+    def create_copying(*args):
+        own = create(*args)
+        half = sys.modules["jaxkv.integrations.vllm.scheduler"]
+        keys = half._Keys
+        half._Keys = lambda request, suffix: keys(CopiedHashes(request), suffix)
+        return own
+
+    monkeypatch.setattr(fake_engine, "create_connector", create_copying)
+    # Where there is one group of layers, nothing is copied.
+    monkeypatch.setattr(connector, "WAYS", connector.WAYS[3:])
+    _, failure = campaign.run("control", engines=60, kinds=("connector",))
+    assert isinstance(failure.error, AssertionError), failure
 
 
 @pytest.mark.long

@@ -121,6 +121,7 @@ class Scheduler:
             while self.waiting and self.budget and len(self.running) < self.max_running:
                 answer = self.admit(self.waiting[0])
                 if answer == "no room":
+                    self.preempt_a_session()
                     break
                 request = self.waiting.popleft()
                 if answer == "skipped":
@@ -333,6 +334,17 @@ class Scheduler:
         self.was_preempted.discard(name)
         self.waiting.append(request)
 
+    def preempt_a_session(self):
+        """Preempt the last session that waits with its blocks, if nobody runs.
+
+        In a pool as small as these, sessions may hold all of it.
+        """
+        held = [r for r in self.waiting if r.has_streamed and r.status == "WAITING"]
+        held = [r for r in held if r.request_id in self.tables]
+        if held and not self.running:
+            self.waiting.remove(held[-1])
+            self.preempt(held[-1])
+
     def note_failures(self, request, connector_output):
         name = request.request_id
         if request.status != "WAITING_FOR_REMOTE_KVS":
@@ -423,6 +435,8 @@ class Runner:
         self.tokens = {}
         self.rng = np.random.default_rng(0)
         self.weights = 0
+        # Blocks of all groups that were compared.
+        self.num_reads = 0
         # How far what was loaded may be from what was computed, of its largest value.
         self.tolerance = 0.0
         self.kv_cache_manager = KVCacheManager(self)
@@ -521,6 +535,7 @@ class Runner:
             for group, table in enumerate(tables):
                 window = self.windows[group]
                 first = max(start - window + 1, 0) if window else 0
+                self.num_reads += (start + num - first) // BLOCK_SIZE
                 for place in range(first, start + num):
                     block = table[place // BLOCK_SIZE]
                     for layer, cache in enumerate(content):
