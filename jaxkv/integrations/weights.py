@@ -128,17 +128,30 @@ def process_started_s() -> float | None:
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot_s)
 
 
-def _commit_of(
+def snapshot_of(
     model: str, revision: str, folders: tuple[str | os.PathLike[str], ...]
-) -> str:
+) -> Path | None:
+    """Return the folder of a snapshot of the Hub; None if there is none here."""
+    if not _REPOSITORY.fullmatch(model):
+        return None
     for folder in folders:
         own = Path(folder, "models--" + model.replace("/", "--"))
         try:
             commit = own.joinpath("refs", revision).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError, ValueError):
             continue
-        if _COMMIT.fullmatch(commit) and own.joinpath("snapshots", commit).is_dir():
-            return commit
+        snapshot = own.joinpath("snapshots", commit)
+        if _COMMIT.fullmatch(commit) and snapshot.is_dir():
+            return snapshot
+    return None
+
+
+def _commit_of(
+    model: str, revision: str, folders: tuple[str | os.PathLike[str], ...]
+) -> str:
+    snapshot = snapshot_of(model, revision, folders)
+    if snapshot is not None:
+        return snapshot.name
     raise UnknownWeightsError(
         f"there is no snapshot of model={shown(model)}, revision={shown(revision)}, in "
         f"{', '.join(map(str, folders)) or 'any folder'} that would name its commit: "

@@ -215,7 +215,11 @@ def test_an_eviction_that_takes_marks_away_is_found(monkeypatch):
 
 def test_a_step_that_drops_what_was_taken_after_a_preemption_is_found(monkeypatch):
     """The explorer found it."""
-    part_with = OffloadScheduler._part_with
+
+
+    def part_with(self, request):
+        self._part_with(request, self._keys.check_stores(request))
+
     monkeypatch.setattr(OffloadScheduler, "request_preempted", part_with)
     setup = Setup((("ab", 2), ("ab", 2)), num_device_blocks=3, served=(0,))
     actions, error = found(dataclasses.replace(setup, acts=("preempt",)))
@@ -262,7 +266,7 @@ def test_a_digest_knows_all_that_the_scheduler_keeps(part):
         "_notifier recorder _policy_name _recorded _pool _view "
         # `_num_ended` counts towards a warning, and no more.
         "_is_all_read _least_tokens _num_ended _shadows _look _choice "
-        "_policy_state",
+        "_policy_state _num_device_blocks",
         "loads": "_groups _host _rules _stats _keys in_flight _step _num_readers "
         "shadows",
         "stores": "stats _on_arrival _host _rules _factor _is_plain in_flight shadows",

@@ -414,14 +414,14 @@ class World:
     @contextlib.contextmanager
     def _same_executors(self):
         """Have tiers that are emptied keep their arrays, which others know."""
-        emptied, executors = object(), [tier.executor for tier in self._tiers]
-        with mock.patch.object(index_lib, "make_executor", return_value=emptied):
+        blank, executors = object(), [tier.executor for tier in self._tiers]
+        with mock.patch.object(index_lib, "emptied", return_value=blank):
             yield
         for tier, executor in zip(self._tiers, executors, strict=True):
-            if tier.executor is emptied:
+            if tier.executor is blank:
                 tier.executor = executor
-                for array, blank in self._blanks[executor]:
-                    array[...] = blank
+                for array, content in self._blanks[executor]:
+                    array[...] = content
 
     # What may happen.
 

@@ -28,12 +28,18 @@ from jaxkv.tools.replay.traces import read_trace
 from jaxkv.transfer import limits
 from tests.rigs import fake_vllm
 from tests.rigs.fake_engine import (
+    CHANGES,
     LOSSES,
     Engine,
     drop_by_runner,
     next_token,
     register_again,
+    replace_arrays,
+    reset_connector,
+    reset_device,
     unregister,
+    update_in_place,
+    write_arrays,
 )
 from tests.rigs.fake_vllm import (
     BLOCK_SIZE,
@@ -777,7 +783,7 @@ def refill_by_runner(engine):
     engine.runner.kv_cache_manager.reinitialize_kv_cache()
 
 
-ROUTES = [*LOSSES, refill_by_runner]
+ROUTES = [*LOSSES, refill_by_runner, replace_arrays, write_arrays]
 
 
 @pytest.fixture(params=["one process", "two processes"])
@@ -787,6 +793,7 @@ def apart(request, monkeypatch, newest):
         import jaxkv.integrations.vllm.scheduler as scheduler
 
         monkeypatch.setattr(scheduler, "LOST_POOLS", {})
+        monkeypatch.setattr(scheduler, "WORKERS", {})
     return request.param == "two processes"
 
 
@@ -820,7 +827,8 @@ def drop_without_a_word(engine):
 
 
 @pytest.mark.parametrize(
-    "route", [drop_by_runner, unregister, register_again, drop_without_a_word]
+    "route",
+    [*CHANGES, drop_by_runner, unregister, register_again, drop_without_a_word],
 )
 def test_a_load_in_flight_when_weights_change_is_not_served(apart, route):
     engine = make_warm_engine(num_blocks=40)
@@ -840,23 +848,171 @@ def test_a_load_in_flight_when_weights_change_is_not_served(apart, route):
     engine.check_nothing_leaked()
 
 
-def test_a_reset_that_a_load_delays_is_done_when_the_load_is_over(newest):
+@pytest.mark.parametrize("route", [reset_connector, reset_device])
+def test_a_load_that_delays_a_reset_fails_and_is_computed(newest, route):
     engine = make_warm_engine()
-    worker = engine.runner.connector._worker._worker
-    poll = worker.poll
-    worker.poll = ConnectorOutput
+    hold_reports(engine)
     request = Request("again", range(18), 3)
     engine.scheduler.add(request)
     engine.step()
     connector = engine.scheduler.connector
-    assert connector.reset_cache() is False
+    with pytest.raises(AssertionError):
+        route(engine)
     assert connector.get_num_new_matched_tokens(Request("b", range(18), 1), 0)[0] == 0
-    worker.poll = poll
+    release_reports(engine)
+    engine.runner.weights = 1
     engine.run()
     assert request.tokens == reference(range(18), 3)
     removed = [event for event in engine.events if isinstance(event, BlockRemoved)]
     assert len(removed[-1].block_hashes) == 4
     assert not connector._scheduler._must_reset
+
+
+def hold_reports(engine):
+    """Let all transfers be reported late, until `release_reports`."""
+    engine.runner.connector._worker._worker.poll = ConnectorOutput
+
+
+def release_reports(engine):
+    del engine.runner.connector._worker._worker.poll
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+def test_a_device_reset_succeeds_while_stores_are_in_flight(newest, windows):
+    """As right after an answer, where no step ends them."""
+    engine = Engine(windows=windows, num_blocks=40)
+    hold_reports(engine)
+    engine.scheduler.add(Request("first", range(18), 1))
+    while engine.scheduler.requests:
+        engine.step()
+    assert engine.offload_scheduler.has_pending_stores()
+    reset_device(engine)
+    engine.runner.weights = 1
+    other = Request("other", range(100, 118), 3)  # In the blocks that are read.
+    engine.scheduler.add(other)
+    engine.step()
+    release_reports(engine)
+    engine.run(again := Request("again", range(18), 3))
+    assert again.tokens == reference(range(18), 3)
+    assert engine.scheduler.num_external_tokens == 0
+    engine.check_nothing_leaked()
+    forget_device(engine)
+    engine.run(Request("last", range(18), 3), Request("others", range(100, 118), 3))
+    assert engine.scheduler.num_external_tokens == 8 * BLOCK_SIZE
+    engine.check_nothing_leaked()
+
+
+def test_after_a_refused_device_reset_no_old_kv_is_stored_or_loaded(newest):
+    engine = make_warm_engine(num_blocks=40)
+    running = Request("running", range(20, 38), 12)
+    engine.scheduler.add(running)
+    for _ in range(4):
+        engine.step()
+    assert engine.scheduler.pool.reset_prefix_cache() is False
+    engine.run()
+    # Its blocks are on the device still, and what goes on from them is as old.
+    engine.run(Request("goes on", [*running.tokens, *range(5)], 3))
+    engine.scheduler.pool.overwrite_all()
+    engine.runner.weights = 1
+    for prompt in (range(18), running.tokens, [*running.tokens, *range(5)]):
+        name = f"{len(prompt)} tokens"
+        engine.run(again := Request(name, prompt, 1))
+        assert again.tokens == reference(prompt, 1)
+        forget_device(engine)
+    # Of those only what the last two have in common, which the new weights computed.
+    shared = len(running.tokens) // BLOCK_SIZE * BLOCK_SIZE
+    assert engine.scheduler.num_external_tokens == shared
+    engine.check_nothing_leaked()
+
+
+def test_blocks_that_a_request_with_old_kv_gets_later_are_old_too(newest):
+    engine = Engine(num_blocks=40)
+    running = Request("running", range(18), 12)
+    engine.scheduler.add(running)
+    while len(running.tokens) < 20:
+        engine.step()
+    pool = engine.scheduler.pool
+    assert pool.reset_prefix_cache() is False
+    engine.run()
+    for block in list(pool.free_queue):
+        if block.block_hash and block.block_hash[:32] in running.block_hashes[:5]:
+            pool.forget(block)
+    # They are computed anew, and the tail is not.
+    engine.run(Request("head", running.tokens[:21], 1))
+    engine.run(Request("goes on", running.tokens, 1))
+    forget_device(engine)
+    engine.run(Request("again", running.tokens, 1))
+    assert engine.scheduler.num_external_tokens == 5 * BLOCK_SIZE
+
+
+def test_old_kv_of_a_device_that_is_not_reset_does_not_come_back_to_the_host(apart):
+    """Requests that go on from it are as old; who preempts them computes anew."""
+    engine = make_warm_engine(num_blocks=40)
+    engine.run(Request("on the device", range(18), 1))
+    found = engine.scheduler.num_external_tokens
+    update_in_place(engine)
+    engine.run(Request("goes on", range(30), 1))
+    forget_device(engine)
+    engine.runner.weights = 1
+    engine.run(Request("again", range(30), 1))
+    assert engine.scheduler.num_external_tokens == found
+    forget_device(engine)
+    engine.run(Request("last", range(30), 1))
+    assert engine.scheduler.num_external_tokens == found + 7 * BLOCK_SIZE
+
+
+def test_who_knows_better_keeps_the_host_when_the_device_is_reset(newest):
+    engine = make_warm_engine(extra={"keep_on_device_reset": True})
+    reset_device(engine)
+    engine.run(Request("again", range(18), 1))
+    assert engine.scheduler.num_external_tokens == 4 * BLOCK_SIZE
+
+
+def test_what_is_noticed_of_new_weights_is_logged_once(newest, caplog):
+    caplog.set_level(logging.INFO, "jaxkv")
+    for route, reason in {
+        reset_device: "vLLM's prefix cache is reset",
+        replace_arrays: "arrays of the weights were replaced",
+        update_in_place: r"start_weight_update() was called",
+        drop_by_runner: "the KV caches were dropped",
+    }.items():
+        engine = make_warm_engine()
+        caplog.clear()
+        reset_connector(engine)
+        route(engine)
+        engine.run(Request("again", range(18), 1))
+        (line,) = re.findall(".*: the host tier forgets its blocks.*", caplog.text)
+        assert reason in line
+
+
+def test_an_adapter_that_is_loaded_leaves_what_others_have_on_the_host(newest):
+    engine = make_warm_engine()
+    state = engine.runner.state
+    engine.runner.state = state | {"q.lora_a_stacked": np.ones(4)}
+    engine.run(Request("again", range(18), 1))
+    assert engine.scheduler.num_external_tokens == 4 * BLOCK_SIZE
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"skip_reading_prefix_cache": True},
+        {"sampling_params": SimpleNamespace(skip_reading_prefix_cache=True)},
+        {"sampling_params": SimpleNamespace(prompt_logprobs=0)},
+    ],
+)
+def test_a_request_that_must_compute_its_whole_prompt_is_offered_nothing(
+    generation, attributes
+):
+    engine = make_warm_engine(generation=generation)
+    request = Request("again", range(18), 1)
+    vars(request).update(attributes)
+    connector = engine.scheduler.connector
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    vars(request).update(skip_reading_prefix_cache=False)
+    connector.request_finished(request, [])
+    offer = connector.get_num_new_matched_tokens(request, 0)
+    assert offer == (4 * BLOCK_SIZE, True)
 
 
 def test_a_step_without_a_pool_starts_nothing(newest):

@@ -40,6 +40,16 @@ SERVED = {
     },
     "bfloat16": {"model": "llama-bfloat16"},
 }
+ADAPTER_LOADS = (
+    "first",
+    "unchanged",
+    "rewritten, not loaded",
+    "loaded in place",
+    "unchanged since",
+    "loaded by the request",
+    "removed and added",
+    "an id that is taken",
+)
 TOLERANCE = {"bfloat16": 0.1}
 
 
@@ -191,7 +201,41 @@ def test_resets_and_pools_made_anew_leave_the_answers_as_they_are(lab):
 def test_new_weights_are_never_served_the_kv_of_old_ones(lab):
     expected, found = lab.run_both("new_weights", model="llama-float32")
     check_same_answers(found, expected)
-    assert "the KV caches were dropped" in found["log"]
+    # Right after answers, whose last blocks are on their way to the host.
+    assert found["noted"]["resets"] == [True] * 3
+    for reason in (
+        "vLLM's prefix cache is reset",
+        "start_weight_update() was called",
+        "arrays of the weights were replaced",
+    ):
+        assert f"{reason}: the host tier forgets its blocks" in found["log"]
+
+
+def test_the_comparison_fails_where_new_weights_are_not_noticed(lab):
+    """The control: each way has its KV on the host."""
+    expected = lab.run("new_weights", model="llama-float32")
+    found = lab.run("new_weights", model="llama-float32", extra={}, fault="blind")
+    ways = [slice(n, n + 6) for n in range(0, 36, 6)]
+    is_right = [tokens_of(found)[way] == tokens_of(expected)[way] for way in ways]
+    assert is_right == [True, True, False, False, False, False]
+
+
+def test_an_adapter_that_is_loaded_again_is_never_served_kv_of_its_old_weights(lab):
+    options = {"model": "llama-float32", "engine": LORA, "extra": {}}
+    found = lab.run("new_adapters", **options)
+    assert found["noted"]["wrong"] == []
+    cached = dict(zip(ADAPTER_LOADS, found["noted"]["cached"], strict=True))
+    assert [name for name, num in cached.items() if num] == [
+        "unchanged",
+        "unchanged since",
+    ]
+
+
+@pytest.mark.long
+def test_the_comparison_fails_where_new_adapters_are_not_noticed(lab):
+    options = {"model": "llama-float32", "engine": LORA, "extra": {}}
+    with pytest.raises(AssertionError):
+        lab.run("new_adapters", fault="blind", **options)
 
 
 @pytest.mark.long

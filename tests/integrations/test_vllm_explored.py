@@ -225,7 +225,7 @@ class World:
         elif self.left:
             # In a plain run the last one comes when all is over, and the device has
             # nothing any more.
-            options = ["a step", "comes", "comes after a reset"]
+            options = ["a step", "comes", "comes after evictions"]
             if not alive:
                 options.reverse()
         if alive:
@@ -234,8 +234,11 @@ class World:
             options.append("preempted")
         event = self.choices(options)
         self.seen["aborted" if event in alive else event] += 1
-        if event in ("device reset", "comes after a reset"):
+        if event == "device reset":
             scheduler.reset_prefix_cache()
+        elif event == "comes after evictions":
+            pool = scheduler.kv_cache_manager.block_pool
+            type(pool).reset_prefix_cache(pool)  # The host is not told.
         elif event == "both reset":
             scheduler.reset_prefix_cache(reset_connector=True)
         elif event == "preempted":

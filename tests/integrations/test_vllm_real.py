@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxkv import ConnectorOutput
 from jaxkv.integrations.vllm.config import ConnectorConfig
 from tests.rigs.fake_engine import Unreliable
 from tests.rigs.real_vllm import (
@@ -43,8 +44,12 @@ def test_the_platform_admits_the_connector_by_the_name_in_the_docs(make_engine):
     assert type(connector).__module__ == "jaxkv.integrations.vllm.connector"
 
 
+# A reset of the device's prefix cache then shows what the host has.
+KEEP = {"keep_on_device_reset": True}
+
+
 def test_a_prompt_comes_back_from_the_host_in_vllm(make_engine):
-    engine = make_engine()
+    engine = make_engine(extra=KEEP)
     engine.add("one", range(18), 3)
     engine.run()
     engine.scheduler.reset_prefix_cache()
@@ -53,6 +58,35 @@ def test_a_prompt_comes_back_from_the_host_in_vllm(make_engine):
     engine.run()
     assert list(again.all_token_ids) == reference(range(18), 3)
     assert engine.num_external_tokens == 4 * BLOCK_SIZE
+
+
+@pytest.mark.parametrize(
+    "layers", [{}, {"windows": (None, 6)}, {"num_state_groups": 2}]
+)
+def test_a_device_reset_right_after_an_answer_resets_the_host_in_vllm(
+    make_engine, layers
+):
+    """One pool, and two of which each is reset by itself."""
+    if layers and refuses_windows():
+        pytest.skip("this vLLM has no windows beside a connector")
+    engine = make_engine(num_blocks=40, **layers)
+    worker = engine.runner.connector._worker._worker
+    worker.poll = ConnectorOutput  # No store is reported.
+    for weights in range(3):
+        request = engine.add(f"r{weights}", range(18), 3)
+        while engine.scheduler.has_unfinished_requests():
+            engine.step()
+        assert list(request.all_token_ids) == reference(range(18), 3)
+        assert engine.scheduler.connector.has_pending_push_work()
+        assert engine.scheduler.reset_prefix_cache()
+        # The runner compares all that it reads with these weights'.
+        engine.runner.weights = weights + 1
+    assert engine.num_external_tokens == 0
+    del worker.poll
+    engine.run()
+    assert engine.scheduler.reset_prefix_cache(reset_connector=True)
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
 
 def refuses_windows():
@@ -134,7 +168,7 @@ def test_a_prompt_that_another_vllm_computes_is_loaded_as_it_is_written(
 def test_requests_that_wait_for_loads_leave_states_to_compute_in(make_engine):
     """vLLM counts blocks of attention alone before it admits a load."""
     engine = make_engine(
-        num_state_groups=2, num_blocks=400, extra={"num_cpu_blocks": 400}
+        num_state_groups=2, num_blocks=400, extra={"num_cpu_blocks": 400} | KEEP
     )
     prompts = [[number, *range(11)] for number in range(20)]
     for turn in range(2):
@@ -169,7 +203,7 @@ def test_every_token_read_in_vllm_equals_the_computed_one(make_engine, seed, nam
         with pytest.raises(ValueError, match="--disable-hybrid-kv-cache-manager"):
             make_engine(**SERVED[name])
         return
-    engine = make_engine(**SERVED[name])
+    engine = make_engine(extra=KEEP, **SERVED[name])
     half = engine.runner.connector._worker
     half._worker = Unreliable(half, engine.runner, rng)
     is_reset = name != "asynchronous drafts" or not loses_drafts_in_resets()

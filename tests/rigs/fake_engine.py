@@ -422,6 +422,42 @@ class KVCacheManager:
         )
 
 
+class Worker:
+    """tpu-inference's worker: opens and ends updates of its runner's weights."""
+
+    def __init__(self, runner):
+        self.model_runner = runner
+
+    def initialize_from_config(self):
+        self.model_runner.connector.register_runner(self.model_runner)
+
+    def start_weight_update(self, free_kv_cache=True):
+        self.has_freed = free_kv_cache
+        if free_kv_cache:
+            self.model_runner.kv_cache_manager.delete_kv_cache()
+
+    def update_weights(self, update_info):
+        """Do nothing: they are written by others."""
+
+    def finish_weight_update(self):
+        if self.has_freed:
+            self.model_runner.kv_cache_manager.reinitialize_kv_cache()
+
+
+class LoRAManager:
+    """vLLM's manager of adapters, by their ids."""
+
+    def __init__(self):
+        self.loaded = {}
+
+    def add_adapter(self, lora):
+        if lora.lora_int_id not in self.loaded or lora.load_inplace:
+            self.loaded[lora.lora_int_id] = self._load_adapter(lora)
+
+    def _load_adapter(self, lora):
+        return lora.lora_name
+
+
 class Runner:
     """tpu-inference's runner: a list with a cache for each layer, donated."""
 
@@ -434,13 +470,21 @@ class Runner:
         self.newer = newer
         self.tokens = {}
         self.rng = np.random.default_rng(0)
+        # What the content of caches depends on, and arrays that stand for it.
         self.weights = 0
         # Blocks of all groups that were compared.
         self.num_reads = 0
+        # What the content of caches depends on, and arrays that stand for it.
+        self.weights = 0
+        self.state = {"model.weight": np.zeros(4), "q.lora_a_stacked": np.zeros(4)}
+        self.lora_manager = LoRAManager()
+        # The weights of requests' adapters.
+        self.adapters = {}
         # How far what was loaded may be from what was computed, of its largest value.
         self.tolerance = 0.0
         self.kv_cache_manager = KVCacheManager(self)
-        connector.register_runner(self)
+        self.worker = Worker(self)
+        self.worker.initialize_from_config()
 
     def more_caches(self):
         """Caches of other layers, which `forward` knows."""
@@ -487,13 +531,14 @@ class Runner:
             name: (*self.with_drafts(name, start, output.drafts.get(name, 0)), *rest)
             for name, (start, *rest) in output.work.items()
         }
-        for tokens, start, num, tables in work.values():
+        for name, (tokens, start, num, tables) in work.items():
             for group, table in enumerate(tables):
                 for place in range(start, start + num):
                     blocks[row] = table[place // BLOCK_SIZE]
                     offsets[row] = place % BLOCK_SIZE
+                    about = name, tokens, place, group
                     for layer in range(num_layers):
-                        values[layer, row] = self.content(tokens, place, group, layer)
+                        values[layer, row] = self.content(*about, layer)
                     row += 1
         assert blocks.all(), "a token is to be written to the null block"
         self.kv_caches = write(self.kv_caches, blocks, offsets, list(values))
@@ -521,9 +566,10 @@ class Runner:
             tokens.append(next_token(tokens) if is_right else 50)
         return tuple(tokens), start
 
-    def content(self, tokens, place, group, layer):
-        """What a layer has for a token; other weights have other layers."""
-        return slot(tokens[: place + 1], group, (self.weights, layer))
+    def content(self, name, tokens, place, group, layer):
+        """What a layer has for a request's token; other weights have other layers."""
+        weights = self.weights, self.adapters.get(name)
+        return slot(tokens[: place + 1], group, (weights, layer))
 
     def check_what_is_read(self, work):
         """Compare all that the step's attention reads with the computed values.
@@ -540,7 +586,7 @@ class Runner:
                     block = table[place // BLOCK_SIZE]
                     for layer, cache in enumerate(content):
                         found = cache[block, place % BLOCK_SIZE]
-                        computed = self.content(tokens, place, group, layer)
+                        computed = self.content(name, tokens, place, group, layer)
                         about = f"{name}, token {place}, {block=}, {group=}, {layer=}"
                         if self.tolerance:
                             error = np.abs(np.float32(found) - np.float32(computed))
@@ -672,9 +718,37 @@ def register_again(engine):
     engine.runner.connector.register_runner(engine.runner)
 
 
+def replace_arrays(engine):
+    engine.runner.state = {name: own + 1 for name, own in engine.runner.state.items()}
+
+
+def write_arrays(engine):
+    engine.runner.state["model.weight"] = np.ones(4)
+
+
+def update_in_place(engine):
+    """As where the weights are written into the arrays that are there."""
+    engine.runner.worker.start_weight_update(free_kv_cache=False)
+    engine.runner.worker.update_weights({})
+    engine.runner.worker.finish_weight_update()
+
+
 def reset_connector(engine):
     assert engine.scheduler.connector.reset_cache() is True
 
 
+def reset_device(engine):
+    assert engine.scheduler.pool.reset_prefix_cache() is True
+
+
+# The ways in which weights change while the KV caches stay.
+CHANGES = [replace_arrays, write_arrays, update_in_place]
 # The ways in which an engine loses what its caches and the host hold.
-LOSSES = [drop_by_runner, unregister, register_again, reset_connector]
+LOSSES = [
+    update_in_place,
+    drop_by_runner,
+    unregister,
+    register_again,
+    reset_connector,
+    reset_device,
+]

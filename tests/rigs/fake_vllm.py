@@ -386,6 +386,13 @@ class BlockPool:
         self.free_queue.extendleft(reversed(first))
         self.free_queue.extend(b for b in freed if b not in first)
 
+    def reset_prefix_cache(self):
+        """Forget all hashes; refused while blocks are in use."""
+        if self.get_num_free_blocks() != len(self.blocks) - 1:
+            return False
+        self.overwrite_all()
+        return True
+
     def overwrite_all(self):
         """Overwrite all blocks that no request holds."""
         for block in list(self.free_queue):

@@ -59,7 +59,7 @@ def test_blocks_of_a_preempted_load_are_pending_until_it_ends(load_in_step):
     rig.run(rig.request("a", 1, 2, 3))
     rig.forget_device()
     for name, path in (("b", (1, 2, 3, 4)), ("c", (1, 2, 3, 5)), ("d", (1, 2, 3, 6))):
-        rig.admit(rig.request(name, *path, extra_tokens=4))
+        rig.admit(rig.request(name, *path, extra_tokens=3))
     assert rig.pool.num_free == 0
     rig.step()
     assert rig.loads

@@ -9,6 +9,7 @@ from jaxkv.keys.mark import KeyMark
 from jaxkv.keys.packed import PackedKeys, key_from_foreign, keys_to_words
 from jaxkv.scheduling.protocol import ConnectorOutput, TierReport
 from jaxkv.scheduling.request_keys import RequestKeys
+from jaxkv.scheduling.rules import OffloadRules
 from tests.rigs.offload_rig import (
     BLOCK_SIZE,
     FULL,
@@ -76,7 +77,7 @@ def test_packed_keys_are_those_of_a_request_after_any_rewriting(suffix, num_grou
         ]
 
     request = make_request("r", groups=groups)
-    keys, path, seen = RequestKeys(num_groups), [], []
+    keys, path, seen = RequestKeys(groups, OffloadRules()), [], []
     for _ in range(300):
         if rng.random() < 0.3:
             del path[rng.randrange(len(path) + 1) :]

@@ -130,6 +130,12 @@ class VllmSettings(Settings):
         "Use the store after a [reset](#when-weights-change), as the weights never "
         "change while the engine runs.",
     )
+    keep_on_device_reset: bool = settings.flag(
+        False,
+        "scheduler",
+        "Keep the host tier when vLLM's prefix cache alone is [reset]"
+        "(#when-weights-change), as the weights stay the same then.",
+    )
     restore_tokens: bool = settings.flag(
         True,
         "worker",
@@ -217,6 +223,8 @@ class ConnectorConfig:
         enable_events: Whether vLLM publishes events of its KV caches.
         storage: The store behind the host; None for none.
         restore_tokens: Whether the runner has to be kept from dropping tokens.
+        keep_on_device_reset: Whether a reset of vLLM's prefix cache alone leaves the
+            host tier as it is.
         layers: Names of the layers of each group.
     """
 
@@ -228,6 +236,7 @@ class ConnectorConfig:
     enable_events: bool
     storage: StorageConfig | None = None
     restore_tokens: bool = False
+    keep_on_device_reset: bool = False
     layers: tuple[tuple[str, ...], ...] = ()
 
     @property
@@ -283,6 +292,7 @@ class ConnectorConfig:
             bool(events and events.enable_kv_cache_events),
             _storage_of(vllm_config, kv_cache_config, offload, own, host_block_bytes),
             _restores_tokens(vllm_config, own.restore_tokens),
+            own.keep_on_device_reset,
             tuple(
                 tuple(getattr(group, "layer_names", ()))
                 for group in kv_cache_config.kv_cache_groups

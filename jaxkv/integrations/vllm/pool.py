@@ -8,6 +8,7 @@ of `jaxkv.transfer.MultiPoolEngine`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,13 +20,13 @@ from jaxkv.types import BlockKey
 
 _GROUP_BYTES = 4
 
-# What follows in keys of blocks that an adapter computed, where there is a store.
-ADAPTER_BYTES = 32
+# The mark at the end of the keys of blocks that an adapter computed.
+MARK_BYTES = 32
 # The longest key without: a SHA-256 and the group.
 _MOST_PLAIN_BYTES = 32 + _GROUP_BYTES
 
-PRIVATE = bytes(ADAPTER_BYTES)
-"""What follows if it is not known which weights the adapter has."""
+PRIVATE_END = bytes(16)
+"""The end of a mark that means nothing to other processes."""
 
 
 def key_in_group(block_hash: bytes, group: int) -> BlockKey:
@@ -44,17 +45,17 @@ def split_key(key: BlockKey) -> tuple[bytes, int]:
 
 
 def plain_key(key: BlockKey) -> BlockKey:
-    """Return a key without what is known of the adapter.
+    """Return a key without the adapter's mark.
 
-    >>> plain_key(b"k" * 32 + PRIVATE) == plain_key(b"k" * 32) == b"k" * 32
+    >>> plain_key(b"k" * 32 + b"m" * 32) == plain_key(b"k" * 32) == b"k" * 32
     True
     """
-    return key[:-ADAPTER_BYTES] if len(key) > _MOST_PLAIN_BYTES else key
+    return key[:-MARK_BYTES] if len(key) > _MOST_PLAIN_BYTES else key
 
 
 def is_private(key: BlockKey) -> bool:
     """Whether a block must not leave the process."""
-    return len(key) > _MOST_PLAIN_BYTES and key.endswith(PRIVATE)
+    return len(key) > _MOST_PLAIN_BYTES and key.endswith(PRIVATE_END)
 
 
 class VllmBlockPool:
@@ -74,6 +75,7 @@ class VllmBlockPool:
         num_states: Blocks of states that requests can have; 0 if there are none.
         unwritten: See `DeviceBlockPool`. It stays empty: vLLM's tables have the null
             block for skipped tokens, which vLLM does not cache.
+        old: Identities of the blocks whose KV may be that of old weights.
     """
 
     def __init__(self, pool: Any, num_groups: int) -> None:
@@ -84,6 +86,11 @@ class VllmBlockPool:
         # Blocks that are pinned, by their identity, and how often.
         self._pinned: dict[int, Any] = {}
         self._num_pins: dict[int, int] = {}
+        # Pins that `release` has undone.
+        self._num_void_pins: Counter[int] = Counter()
+        self.old: set[int] = set()
+        # The adapters that have written blocks, by the blocks' identity.
+        self._marks: dict[int, bytes] = {}
         self.num_blocks = len(pool.blocks)
         self.num_states = 0
         self.unwritten: set[int] = set()
@@ -93,6 +100,11 @@ class VllmBlockPool:
         """Blocks that vLLM may allocate."""
         num: int = self._pool.get_num_free_blocks()
         return num
+
+    @property
+    def pools(self) -> Sequence[Any]:
+        """The pools of vLLM, each of which may be reset by itself."""
+        return (self._pool,)
 
     def numbered(self, block_ids: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """Return the numbers of a request's blocks, from vLLM's ids, for each group."""
@@ -126,11 +138,70 @@ class VllmBlockPool:
     def unpin(self, block_ids: BlockIds) -> None:
         """Undo `pin`; the last block is allocated first."""
         blocks, pins = self._blocks(block_ids)[::-1], self._num_pins
+        if self._num_void_pins:
+            blocks = [block for block in blocks if not self._was_released(block)]
         for block in blocks:
             pins[id(block)] -= 1
             if not pins[id(block)]:
                 del pins[id(block)], self._pinned[id(block)]
         self._pool.free_blocks(blocks)
+
+    def release(self) -> None:
+        """Free all pinned blocks, whose content nothing needs; their pins are void."""
+        for number, block in self._pinned.items():
+            num_pins = self._num_pins[number]
+            self._num_void_pins[number] += num_pins
+            for _ in range(num_pins):
+                self._pool.free_blocks([block])
+        self._pinned.clear()
+        self._num_pins.clear()
+
+    def _was_released(self, block: Any) -> bool:
+        """Use up a void pin of a block, if it has one."""
+        num_pins = self._num_void_pins.get(id(block), 0)
+        if num_pins > 1:
+            self._num_void_pins[id(block)] = num_pins - 1
+        elif num_pins:
+            del self._num_void_pins[id(block)]
+        return num_pins > 0
+
+    def mark_old(self) -> None:
+        """Remember the blocks with KV: those in use and those with a hash."""
+        self.old.update(
+            id(block)
+            for block in self._all_blocks
+            if not block.is_null and (block.ref_cnt or block.block_hash is not None)
+        )
+
+    def note_written(
+        self, block_ids: BlockIds, *, is_old: bool, mark: bytes = b""
+    ) -> None:
+        """Remember by whom blocks are written from now on.
+
+        Args:
+            block_ids: n blocks.
+            is_old: Whether it goes on from KV of old weights.
+            mark: The mark of its adapter; b"" for none.
+        """
+        written = [id(block) for block in self._blocks(block_ids)]
+        if is_old:
+            self.old.update(written)
+        else:
+            self.old.difference_update(written)
+        if mark:
+            self._marks.update(dict.fromkeys(written, mark))
+
+    def has_old(self, block_ids: BlockIds, mark: bytes = b"") -> bool:
+        """Whether one of some blocks may have KV of other weights.
+
+        Args:
+            block_ids: Blocks that vLLM has found for a request.
+            mark: The mark of the request's adapter. vLLM's hashes do not have it.
+        """
+        found = [id(block) for block in self._blocks(block_ids)]
+        if mark and any(self._marks.get(number) != mark for number in found):
+            return True
+        return not self.old.isdisjoint(found)
 
     def has_only_pinned(self) -> bool:
         """Whether a block is kept by pins alone, so that it is free without them."""
@@ -175,7 +246,7 @@ class StatesBlockPool(VllmBlockPool):
             )
         super().__init__(pool, num_groups=1 + len(state_groups))
         attention, states = pool.attention_pool.blocks, pool.mamba_pool.blocks
-        self._state_pool = pool.mamba_pool
+        self._attention_pool, self._state_pool = pool.attention_pool, pool.mamba_pool
         self.num_states = len(states) - 1  # One is the null block's.
         self._all_blocks = [*attention, *list(states) * len(state_groups)]
         self.num_blocks = len(self._all_blocks)
@@ -192,6 +263,11 @@ class StatesBlockPool(VllmBlockPool):
         """Blocks that vLLM may allocate, of the pool that has fewer."""
         num_states: int = self._state_pool.get_num_free_blocks()
         return min(super().num_free, num_states)
+
+    @property
+    def pools(self) -> Sequence[Any]:
+        """The pools of vLLM, each of which may be reset by itself."""
+        return (self._pool, self._attention_pool, self._state_pool)
 
     def numbered(self, block_ids: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """Return the numbers of a request's blocks; the null block's is 0."""

@@ -7,7 +7,8 @@ import logging
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any, TypeVar, cast, overload
 
@@ -22,13 +23,21 @@ from jaxkv.integrations.vllm.adapters import Adapters
 from jaxkv.integrations.vllm.config import ConnectorConfig
 from jaxkv.integrations.vllm.events import HostEvents
 from jaxkv.integrations.vllm.pool import (
+    MARK_BYTES,
+    PRIVATE_END,
     StatesBlockPool,
     VllmBlockPool,
     is_private,
     key_in_group,
 )
 from jaxkv.integrations.vllm.stats import OffloadConnectorStats, StatsReader
-from jaxkv.integrations.vllm.worker import LOST_POOLS, StepMetadata, WorkerReport
+from jaxkv.integrations.vllm.worker import (
+    ALL_LOST,
+    LOST_POOLS,
+    WORKERS,
+    StepMetadata,
+    WorkerReport,
+)
 from jaxkv.keys.mark import KeyMark
 from jaxkv.scheduling.protocol import NO_MOVES
 from jaxkv.types import BlockKey, Stop
@@ -77,14 +86,22 @@ class VllmRequest:
         request: vLLM's `Request`.
         num_groups: Groups of the model's layers.
         events: Gets each block with a hash first; None without events.
-        adapter: What follows in its blocks' keys, where there is a store.
+        adapter: The mark of its adapter, which follows in its blocks' keys.
 
     Attributes:
         request: As given.
+        adapter: As given.
+        has_old_kv: Whether its blocks may have KV of old weights, so that they must not
+            be stored.
+        has_unknown_weights: Whether it is unknown which weights its adapter has, so
+            that nothing of it is stored or loaded.
+        num_local_tokens: Tokens that vLLM found on the device when it last asked; None
+            since it got blocks.
+        skips_prefix_cache: Whether all of its prompt must be computed, as for
+            log-probabilities of the prompt.
         retention: How long to keep its blocks, by
             ``kv_transfer_params["retention"]`` or else a hint ``kv.retain``; None where
             both are missing or wrong.
-        max_offload_tokens: How many of its tokens may be stored, likewise.
         max_load_tokens: How many may be loaded, likewise.
         remote_prefill: Whether another engine computes its prompt and stores it,
             likewise, as ``do_remote_prefill``.
@@ -98,18 +115,22 @@ class VllmRequest:
         adapter: bytes = b"",
     ) -> None:
         self.request = request
-        self._adapter = adapter
+        self.adapter = adapter
+        self.has_old_kv = False
+        self.has_unknown_weights = False
+        self.num_local_tokens: int | None = None
+        self.skips_prefix_cache = _skips_prefix_cache(request)
         self._keys = [
             _Keys(request, key_in_group(b"", group) + adapter)
             for group in range(num_groups)
         ]
         self._keys_of_all = _Keys(request, adapter)
-        self.max_offload_tokens: int | None = None
+        self._max_offload_tokens: int | None = None
         self.max_load_tokens: int | None = None
         self.retention: Retention | None = None
         self.remote_prefill = False
         if getattr(request, "kv_transfer_params", None):
-            self.max_offload_tokens = _asked_for(
+            self._max_offload_tokens = _asked_for(
                 request, "max_offload_tokens", _num_tokens
             )
             self.max_load_tokens = _asked_for(request, "max_load_tokens", _num_tokens)
@@ -121,10 +142,17 @@ class VllmRequest:
         self._recorded = KeyMark()
 
     @property
+    def max_offload_tokens(self) -> int | None:
+        """How many of its tokens may be stored; None for all."""
+        if self.has_old_kv or self.has_unknown_weights:
+            return 0
+        return self._max_offload_tokens
+
+    @property
     def block_keys(self) -> Sequence[BlockKey]:
         """Keys of the full blocks of all tokens so far: their hashes."""
         hashes = self._record_hashes()
-        return self._keys_of_all if self._adapter else hashes
+        return self._keys_of_all if self.adapter else hashes
 
     @property
     def block_keys_by_group(self) -> Sequence[Sequence[BlockKey]]:
@@ -138,7 +166,7 @@ class VllmRequest:
         if self._events is not None:
             first = self._recorded.num if self._recorded.is_in(hashes) else 0
             if first < len(hashes):
-                self._events.record(self.request, first, self._adapter)
+                self._events.record(self.request, first, self.adapter)
             self._recorded = KeyMark.of(hashes, len(hashes))
         return hashes
 
@@ -240,7 +268,12 @@ class SchedulerHalf:
             policy_state=config.offload.policy_state,
         )
         self._config = config
-        self._adapters = Adapters() if config.storage else None
+        self._adapter_marks = Adapters(has_storage=config.storage is not None)
+        # What the worker has loaded, by vLLM's integer id.
+        self._loaded_adapters: Mapping[int, bytes] = {}
+        # Names of adapters that were logged, and marks of requests with such.
+        self._unknown_adapters: set[str] = set()
+        self._num_unknown_marks = 0
         # Whether it is not known yet what the store has.
         self._awaits_listing = config.storage is not None
         self._has_left_storage = False
@@ -257,6 +290,9 @@ class SchedulerHalf:
         self._num_forgotten_pools = LOST_POOLS.get(engine_id, 0)
         self._num_lost_pools = self._num_forgotten_pools
         self._must_reset = False
+        # Whether a load is perhaps of another adapter than its request now has.
+        self._must_abandon = False
+        self._has_logged = False  # A reset, since the last step.
         self._pool: VllmBlockPool | None = None
         self._requests: dict[str, VllmRequest] = {}
         # Requests that got blocks since the metadata of the last step.
@@ -281,6 +317,9 @@ class SchedulerHalf:
         # It has the methods that the scheduler calls without copies on the device.
         self.scheduler.bind_device_block_pool(cast(DeviceBlockPool, held))
         self._pool = held
+        if not getattr(config, "keep_on_device_reset", False):
+            for vllm_pool in held.pools:
+                self._reset_with(vllm_pool)
         _LOG.info(
             "host tier of %d blocks, %s: compiling its decisions, which takes up to "
             "half a minute the first time, and about a second once they are on disk",
@@ -291,10 +330,36 @@ class SchedulerHalf:
         self.scheduler.warm_up()
         _LOG.info("compiled in %.1f s", time.monotonic() - began_s)
 
+    def _reset_with(self, pool: Any) -> None:
+        """Have the host tier be reset with a pool of vLLM's, which tells no connector.
+
+        The host is reset first: vLLM's pool refuses to be while blocks are held, and
+        what is stored from them must not be published.
+        """
+        reset = getattr(pool, "reset_prefix_cache", None)
+        if reset is None:
+            return
+
+        @functools.wraps(reset)
+        def reset_both(*args: Any, **named: Any) -> Any:
+            if not self._has_logged:
+                self._has_logged = True
+                _LOG.info(
+                    "vLLM's prefix cache is reset: the host tier forgets its blocks, "
+                    "too (keep_on_device_reset=true keeps them)"
+                )
+            self.reset()
+            return reset(*args, **named)
+
+        pool.reset_prefix_cache = reset_both
+
     def query(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many more tokens the host has than the device.
 
-        That is 0 for a request whose load has failed: it is computed. vLLM 0.32 admits
+        That is 0 for a request that must compute all of its prompt, which older vLLMs
+        do not see to themselves, and for one whose adapter has unknown weights.
+
+        It is 0 for a request whose load has failed: it is computed. vLLM 0.32 admits
         a load only beside what it holds back for loads under way, and counts the failed
         one among them: a request that needs more than half of the free blocks, and all
         behind it, would wait forever.
@@ -304,7 +369,12 @@ class SchedulerHalf:
                 "bind_gpu_block_pool() was not called: this vLLM, or its scheduler "
                 "for data parallelism, does not share its block pool with connectors."
             )
-        if not self._is_reset():
+        is_reset = self._is_reset()
+        known = self._request(request)
+        known.num_local_tokens = num_computed_tokens
+        if not is_reset:
+            return 0, False
+        if known.skips_prefix_cache or known.has_unknown_weights:
             return 0, False
         if request.request_id in self._must_compute:
             return 0, False
@@ -317,7 +387,6 @@ class SchedulerHalf:
             return None, False
         if self._awaits_listing:
             return None, False
-        known = self._request(request)
         answer = self.scheduler.get_num_new_matched_tokens(known, num_computed_tokens)
         if answer[0] and not self._may_load():
             return None, False
@@ -344,6 +413,7 @@ class SchedulerHalf:
         """Record all blocks of a request and the tokens to load into them."""
         known = self._request(request)
         numbers = self._numbered(block_ids)
+        self._note_age(known, numbers)
         self.scheduler.update_state_after_alloc(known, numbers, num_external_tokens)
         self._allocated.add(known.request_id)
         self._must_wait.discard(known.request_id)
@@ -351,9 +421,28 @@ class SchedulerHalf:
         if num_external_tokens and self._config.state_groups:
             self._loading.add(known.request_id)
 
+    def _note_age(self, known: VllmRequest, tables: Sequence[Sequence[int]]) -> None:
+        """Find out whether a request that gets blocks goes on from old KV."""
+        num_local, known.num_local_tokens = known.num_local_tokens, None
+        pool = self._pool
+        if pool is None or not (pool.old or known.adapter):
+            known.has_old_kv &= num_local is None
+            return
+        written = [*chain.from_iterable(tables)]
+        if num_local is not None:  # Else it keeps what it has.
+            found: list[int] = []
+            written = []
+            for group, table in zip(self._config.groups, tables, strict=True):
+                num_found = num_local // group.block_size
+                found += table[:num_found]
+                written += table[num_found:]
+            known.has_old_kv = pool.has_old(found, known.adapter)
+        pool.note_written(written, is_old=known.has_old_kv, mark=known.adapter)
+
     def build_metadata(self, output: Any) -> StepMetadata:
         """Return the transfers to start in a step, from vLLM's `SchedulerOutput`."""
         self._is_reset()
+        self._has_logged = False
         if self._loading:
             self._loading.difference_update(output.num_scheduled_tokens)
         cached = output.scheduled_cached_reqs
@@ -362,6 +451,8 @@ class SchedulerHalf:
         for name, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if block_ids is not None and name not in self._allocated:
                 new_block_ids[name] = self._numbered(block_ids)
+                if name in self._requests:
+                    self._note_age(self._requests[name], new_block_ids[name])
         # vLLM also preempts between steps. A request that was resumed before this step
         # does not count as preempted: its recorded blocks are the new ones.
         preempted = output.preempted_req_ids or ()
@@ -374,9 +465,12 @@ class SchedulerHalf:
         if self._prefill is not None:
             self._prefill.begin_step(sum(output.num_scheduled_tokens.values()))
         is_idle = not output.num_scheduled_tokens
+        num_lost = self._num_forgotten_pools
+        if self._must_reset or self._must_abandon:
+            num_lost, self._must_abandon = ALL_LOST, False
         if transfers is NO_MOVES:
-            return _no_moves(self._num_forgotten_pools, is_idle)
-        return StepMetadata(transfers, self._num_forgotten_pools, is_idle)
+            return _no_moves(num_lost, is_idle)
+        return StepMetadata(transfers, num_lost, is_idle)
 
     def note_report(self, report: WorkerReport) -> None:
         """Release the blocks of transfers that the worker reports as over."""
@@ -386,6 +480,8 @@ class SchedulerHalf:
             self._loading.difference_update(over.failed_recving)
         if report.num_lost_pools > self._num_lost_pools:
             self._note_lost_pools(report.num_lost_pools)
+        if report.adapters is not None:
+            self._must_abandon |= self._note_adapters(report.adapters)
         self._awaits_listing &= not report.is_listed
         if self._prefill is not None:
             rate = self._prefill.tokens_per_s
@@ -449,7 +545,8 @@ class SchedulerHalf:
     def reset(self) -> bool:
         """Clear the host tier; return whether that was done.
 
-        If not, as a load is under way, nothing is offered until it is done.
+        If not, as a load is under way or offered, that load fails, and nothing is
+        offered until the host is cleared.
         """
         self._begin_reset()
         return self._try_reset()
@@ -458,15 +555,22 @@ class SchedulerHalf:
         """Have the host tier be cleared as soon as that can be.
 
         The store is left at once: what is computed until then may be of other weights.
+        What the device has now may be old, and is not stored later.
         """
         self._must_reset = True
         self._disable_storage()
+        if self._pool is not None:
+            self._pool.mark_old()
+        for known in self._requests.values():
+            known.has_old_kv = True
 
     def _try_reset(self) -> bool:
         """Clear the host tier if it has to be; return whether it is as it has to be."""
         if self._must_reset and self.scheduler.reset():
             self._must_reset = False
             self._num_forgotten_pools = self._num_lost_pools
+            if self._pool is not None:
+                self._pool.release()  # What stores in flight read is never published.
         return not self._must_reset
 
     def _disable_storage(self) -> None:
@@ -485,6 +589,10 @@ class SchedulerHalf:
 
     def _is_reset(self) -> bool:
         """Look for lost pools; do as `_try_reset` does."""
+        worker = WORKERS.get(self._engine_id)
+        if worker is not None:
+            worker.look()
+            self._must_abandon |= self._note_adapters(worker.adapters)
         num_lost_pools = LOST_POOLS.get(self._engine_id, 0)
         if num_lost_pools > self._num_lost_pools:
             self._note_lost_pools(num_lost_pools)
@@ -494,7 +602,46 @@ class SchedulerHalf:
         """Note that there are more than were known of."""
         self._num_lost_pools = num_lost_pools
         self._begin_reset()
-        _LOG.info("the KV caches were dropped: the host tier forgets its blocks")
+
+    def _note_adapters(self, loaded: Mapping[int, bytes]) -> bool:
+        """Record what the worker has loaded.
+
+        Returns:
+            Whether a request has got other weights than the mark in its keys says.
+        """
+        before, self._loaded_adapters = self._loaded_adapters, loaded
+        changed = dict(loaded.items() - before.items()) if loaded is not before else {}
+        is_wrong = False
+        for known in self._requests.values() if changed else ():
+            lora = getattr(known.request, "lora_request", None)
+            mark = changed.get(getattr(lora, "lora_int_id", 0))
+            if mark is not None and mark != known.adapter:
+                is_wrong |= not known.has_unknown_weights
+                known.has_unknown_weights = True
+        return is_wrong
+
+    def _mark_of(self, lora: Any) -> bytes | None:
+        """Return the mark of an adapter; None if it is unknown which weights it has."""
+        mark = self._adapter_marks.mark(lora)
+        loaded = self._loaded_adapters.get(getattr(lora, "lora_int_id", 0))
+        if loaded in (None, mark) or getattr(lora, "load_inplace", False):
+            return mark
+        return None  # Its files have changed since they were loaded.
+
+    def _unknown_mark(self, lora: Any) -> bytes:
+        """Make a mark that no other request has."""
+        name = str(getattr(lora, "lora_name", ""))
+        if name not in self._unknown_adapters:
+            self._unknown_adapters.add(name)
+            _LOG.warning(
+                "adapter %s: its files cannot be read, or have changed since they were "
+                "loaded: KV of it is neither stored nor loaded until they are loaded "
+                "again",
+                shown(name),
+            )
+        self._num_unknown_marks += 1
+        number = self._num_unknown_marks
+        return number.to_bytes(MARK_BYTES - len(PRIVATE_END), "big") + PRIVATE_END
 
     def shut_down(self) -> None:
         """Close the file that requests are recorded in."""
@@ -503,21 +650,34 @@ class SchedulerHalf:
 
     def _request(self, request: Any) -> VllmRequest:
         known = self._requests.get(request.request_id)
-        if known is None or known.request is not request:
-            adapter = b""
-            if self._adapters is not None:
-                adapter = self._adapters.suffix(getattr(request, "lora_request", None))
-            known = VllmRequest(
-                request, len(self._config.groups), self._events, adapter
-            )
-            self._requests[request.request_id] = known
-        return known
+        if known is not None and known.request is request:
+            return known
+        lora = getattr(request, "lora_request", None)
+        mark = b"" if lora is None else self._mark_of(lora)
+        adapter = self._unknown_mark(lora) if mark is None else mark
+        new = VllmRequest(request, len(self._config.groups), self._events, adapter)
+        new.has_unknown_weights = mark is None
+        if known is not None:
+            new.has_old_kv = known.has_old_kv
+            new.has_unknown_weights |= known.has_unknown_weights
+        self._requests[request.request_id] = new
+        return new
 
 
 @functools.cache
 def _no_moves(num_lost_pools: int, is_idle: bool) -> StepMetadata:
     """Make the metadata of most steps, once."""
     return StepMetadata(NO_MOVES, num_lost_pools, is_idle)
+
+
+def _skips_prefix_cache(request: Any) -> bool:
+    """Whether vLLM may not read a request's KV from caches."""
+    for owner in (request, getattr(request, "sampling_params", None)):
+        skips = getattr(owner, "skip_reading_prefix_cache", None)
+        if skips is not None:
+            return bool(skips)
+    params = getattr(request, "sampling_params", None)
+    return getattr(params, "prompt_logprobs", None) is not None
 
 
 def _asked_for(request: Any, name: str, read: Callable[[Any], Value]) -> Value | None:

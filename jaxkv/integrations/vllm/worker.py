@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -15,9 +16,11 @@ import numpy as np
 
 from jaxkv import ConnectorOutput, OffloadMetadata, OffloadWorker, TransferEngine
 from jaxkv._util import gib
+from jaxkv.integrations.vllm.adapters import Adapters
 from jaxkv.integrations.vllm.config import ConnectorConfig
 from jaxkv.integrations.vllm.stats import OffloadConnectorStats, StatsReader
 from jaxkv.integrations.vllm.tokens import TokenRestorer
+from jaxkv.integrations.vllm.weights_watch import PHASES, WeightsWatch, worker_of
 from jaxkv.observe.start import log_start
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
@@ -54,7 +57,10 @@ class WorkerReport:
 
     Attributes:
         output: The report for jaxkv's scheduler.
-        num_lost_pools: Pools of KV that the worker has lost so far.
+        num_lost_pools: How often the KV so far was lost: its pool was dropped, or the
+            weights have changed.
+        adapters: The marks of the adapters loaded so far, by vLLM's integer id; None
+            if they are the same as in the last report.
         is_listed: Whether it is known what the store has, or took too long to say.
         load_bytes_per_s: How fast loads are, of several workers the slowest ones; 0 if
             unknown.
@@ -63,6 +69,7 @@ class WorkerReport:
 
     output: ConnectorOutput
     num_lost_pools: int = 0
+    adapters: Mapping[int, bytes] | None = None
     is_listed: bool = False
     load_bytes_per_s: float = 0.0
     storage_bytes_per_s: float = 0.0
@@ -72,6 +79,7 @@ class WorkerReport:
         return WorkerReport(
             ConnectorOutput.aggregate([self.output, other.output]),
             max(self.num_lost_pools, other.num_lost_pools),
+            other.adapters if self.adapters is None else self.adapters,
             self.is_listed or other.is_listed,
             min(self.load_bytes_per_s, other.load_bytes_per_s),
             min(self.storage_bytes_per_s, other.storage_bytes_per_s),
@@ -85,7 +93,8 @@ class StepMetadata:
     Attributes:
         transfers: The transfers.
         num_lost_pools: Lost pools that the scheduler knew of when it planned them. The
-            KV of those before may be that of other weights.
+            KV of those before may be that of other weights. `ALL_LOST` while a reset
+            waits for loads.
         is_idle: Whether the model computes nothing in the step.
     """
 
@@ -94,11 +103,17 @@ class StepMetadata:
     is_idle: bool = False
 
 
+ALL_LOST = -1
+"""Stands in a step for lost pools: no transfer may go on that was planned until now."""
+
 LOST_POOLS: dict[str, int] = {}
 """Pools lost by the worker of each engine in this process, by vLLM's engine id.
 
 A scheduler in the same process sees here at once what a report tells a step later.
 """
+
+WORKERS: weakref.WeakValueDictionary[str, WorkerHalf] = weakref.WeakValueDictionary()
+"""The worker's half of each engine in this process, by vLLM's engine id."""
 
 
 class WorkerHalf:
@@ -107,12 +122,16 @@ class WorkerHalf:
     A runner donates its caches to the model in every step, so none is kept here: each
     call reads the runner's current caches and replaces them.
 
-    Where vLLM drops the KV caches, as for other weights, all that was planned before is
-    refused, and reported as failed, until the scheduler has forgotten the host tier.
+    Where vLLM drops the KV caches or changes the weights, all that was planned before
+    is refused, and reported as failed, until the scheduler has forgotten the host tier.
 
     Args:
         config: Configuration of the connector.
         engine_id: vLLM's id of the engine.
+
+    Attributes:
+        adapters: The marks of the adapters loaded so far, by vLLM's integer id; b"" if
+            unknown. Replaced by each change.
     """
 
     def __init__(self, config: ConnectorConfig, engine_id: str = "") -> None:
@@ -120,6 +139,14 @@ class WorkerHalf:
         self._engine_id = engine_id
         self._num_lost_pools = LOST_POOLS.get(engine_id, 0)
         self._is_loss_reported = True
+        self._weights: WeightsWatch | None = None
+        # Whether a scheduler in this process has looked at them for this step.
+        self._has_looked = False
+        self._must_abandon = False
+        self._adapter_marks = Adapters(has_storage=config.storage is not None)
+        self.adapters: Mapping[int, bytes] = {}
+        self._reported_adapters: Mapping[int, bytes] = self.adapters
+        WORKERS[engine_id] = self
         # What was refused since the last poll.
         self._refused = NO_REPORTS
         self._runner: Any = None
@@ -252,9 +279,7 @@ class WorkerHalf:
 
         Waits for the transfers in flight, and reports them as failed.
         """
-        self._num_lost_pools += 1
-        LOST_POOLS[self._engine_id] = self._num_lost_pools
-        self._is_loss_reported = False
+        self._note_loss("the KV caches were dropped")
         runner, worker = self._runner, self._worker
         if worker is None or not worker.num_in_flight:
             return
@@ -262,6 +287,27 @@ class WorkerHalf:
             self._refuse(worker.abandon())  # They are gone already.
             return
         self._refuse(self._drain(runner, worker))
+
+    def look(self) -> None:
+        """Compare the weights with those of the last call."""
+        self._has_looked = True
+        if self._weights is not None and self._weights.has_changed():
+            self._note_weights("arrays of the weights were replaced")
+
+    def _note_weights(self, reason: str) -> None:
+        """Have the transfers in flight fail, whose KV is that of old weights.
+
+        The next step sees to it: any thread may write weights.
+        """
+        self._note_loss(reason)
+        self._must_abandon = True
+
+    def _note_loss(self, reason: str) -> None:
+        if self._is_loss_reported:
+            _LOG.info("%s: the host tier forgets its blocks", reason)
+        self._num_lost_pools += 1
+        LOST_POOLS[self._engine_id] = self._num_lost_pools
+        self._is_loss_reported = False
 
     def start(self, step: StepMetadata) -> None:
         """Start the transfers of a step; returns before they are done."""
@@ -272,6 +318,13 @@ class WorkerHalf:
                 "pass its KV caches to connectors as tpu-inference's does."
             )
         self._is_idle = step.is_idle
+        if not self._has_looked:
+            self.look()
+        self._has_looked = False
+        if self._must_abandon or step.num_lost_pools == ALL_LOST:
+            self._must_abandon = False
+            if worker.num_in_flight:
+                self._refuse(worker.abandon())
         meta = step.transfers
         if (meta is NO_MOVES or meta.is_nothing) and worker.start_nothing():
             return
@@ -369,16 +422,18 @@ class WorkerHalf:
         """Return the report for the scheduler; None if it is empty."""
         report, self._report = self._report, NO_REPORTS
         is_listed = not self._is_listing_reported and self._is_listed()
-        is_known = self._is_loss_reported and not is_listed
+        adapters = None if self.adapters is self._reported_adapters else self.adapters
+        is_known = self._is_loss_reported and adapters is None and not is_listed
         if report is NO_REPORTS and is_known:
             return None
         self._is_loss_reported = True
+        self._reported_adapters = self.adapters
         self._is_listing_reported |= is_listed
         worker = self._worker
         rates = 0.0, 0.0
         if worker is not None:
             rates = worker.load_bytes_per_s, worker.storage_bytes_per_s
-        return WorkerReport(report, self._num_lost_pools, is_listed, *rates)
+        return WorkerReport(report, self._num_lost_pools, adapters, is_listed, *rates)
 
     def _refuse(self, output: ConnectorOutput) -> None:
         """Report transfers as failed, however they ended."""
@@ -391,23 +446,44 @@ class WorkerHalf:
         self._refused = ConnectorOutput.aggregate([self._refused, failed])
 
     def _watch(self, runner: Any) -> None:
-        """Learn of it when the runner drops its KV caches: it tells no connector.
+        """Notice when KV caches are dropped, weights written, and adapters loaded.
 
-        All ways lead through its manager of KV caches, a weight update's too.
+        tpu-inference tells no connector. All ways to drop caches lead through the
+        manager of KV caches.
         """
+        self._weights = WeightsWatch(runner)
         owner = getattr(runner, "kv_cache_manager", runner)
         for name in ("delete_kv_cache", "reinitialize_kv_cache"):
-            method = getattr(owner, name, None)
-            if method is not None:
-                setattr(owner, name, self._before(method))
+            _call_before(owner, name, self.lose_pool)
+        worker = worker_of(runner)
+        for name in PHASES:
+            notice = functools.partial(self._note_weights, f"{name}() was called")
+            _call_before(worker, name, notice)
+        manager = getattr(runner, "lora_manager", None)
+        load = getattr(manager, "_load_adapter", None)
+        if load is not None:
 
-    def _before(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def call(*args: Any, **named: Any) -> Any:
-            self.lose_pool()
-            return method(*args, **named)
+            @functools.wraps(load)
+            def load_and_note(lora: Any, *args: Any, **named: Any) -> Any:
+                before = self._adapter_marks.mark(lora)
+                adapter = load(lora, *args, **named)
+                self._note_adapter(lora, before)
+                return adapter
 
-        return call
+            manager._load_adapter = load_and_note  # type: ignore[union-attr]
+
+    def _note_adapter(self, lora: Any, before: bytes | None) -> None:
+        """Keep the mark of an adapter that was loaded.
+
+        Args:
+            lora: vLLM's `LoRARequest`.
+            before: The mark before it was read; None if it was perhaps downloaded.
+        """
+        mark = self._adapter_marks.mark(lora)
+        if mark is None or (before is not None and before != mark):
+            mark = b""
+        if self.adapters.get(lora.lora_int_id) != mark:
+            self.adapters = {**self.adapters, lora.lora_int_id: mark}
 
     def shut_down(self) -> None:
         """Wait for what is in flight, and release the runner and the store."""
@@ -418,6 +494,20 @@ class WorkerHalf:
         if worker.num_in_flight and _are_there(runner.kv_caches):
             self._drain(runner, worker)
         self._close_storage(worker.storage)
+
+
+def _call_before(owner: Any, name: str, notice: Callable[[], None]) -> None:
+    """Have a method of an object call `notice` first, if it has that method."""
+    method = getattr(owner, name, None)
+    if method is None:
+        return
+
+    @functools.wraps(method)
+    def call(*args: Any, **named: Any) -> Any:
+        notice()
+        return method(*args, **named)
+
+    setattr(owner, name, call)
 
 
 def _parts_of(config: ConnectorConfig, runner: Any) -> list[list[int]]:

@@ -94,6 +94,7 @@ def spoil_loads_if_asked():
     "failures": every second load fails, and its blocks are zero.
     "lost tokens": what tpu-inference drops is not restored.
     "no ids": the scheduler does not send what it is restored from.
+    "blind": nothing is noticed of weights that change, but for dropped caches.
     """
     import os
 
@@ -116,6 +117,14 @@ def spoil_loads_if_asked():
             return made
 
         Scheduler._make_cached_request_data = make_without_ids
+        return
+    if fault == "blind":
+        from jaxkv.integrations.vllm import adapters, scheduler, worker
+
+        scheduler.SchedulerHalf._reset_with = lambda half, pool: None
+        worker.WeightsWatch.has_changed = lambda watch: False
+        worker.PHASES = ()
+        adapters.Adapters.mark = lambda marks, lora: bytes(32)
         return
     from jaxkv.integrations.vllm.worker import WorkerHalf
     from jaxkv.scheduling.worker import OffloadWorker

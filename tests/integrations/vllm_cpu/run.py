@@ -125,6 +125,12 @@ class Run:
         """tpu-inference's worker, where it is in this process."""
         return self.core.model_executor.driver_worker.worker
 
+    def evict(self):
+        """Have the device lose all its blocks, of which the host is not told."""
+        self.settle()
+        pool = self.core.scheduler.kv_cache_manager.block_pool
+        assert type(pool).reset_prefix_cache(pool)
+
     def settle(self):
         """Step until no store is on its way."""
         while self.has_connector and self.core.scheduler.has_requests():
@@ -321,7 +327,6 @@ def resets(run):
     cached = []
 
     def again(*calls):
-        run.settle()
         for call in calls:
             assert call() in (None, True)
         assert run.ask(prompts) == first
@@ -329,40 +334,118 @@ def resets(run):
 
     reset = run.llm.reset_prefix_cache
     worker = run.worker
+    again(run.evict)
     again(reset)
+    again(run.evict)
     again(lambda: reset(reset_connector=True))
-    again(reset)
-    again(reset, worker.delete_kv_cache, worker.reinitialize_kv_cache)
-    again(reset)
-    again(reset, worker.start_weight_update, worker.finish_weight_update)
-    again(reset)
+    again(run.evict)
+    again(run.evict, worker.delete_kv_cache, worker.reinitialize_kv_cache)
+    again(run.evict)
+    again(run.evict, worker.start_weight_update, worker.finish_weight_update)
+    again(run.evict)
     assert not run.has_connector or [bool(num) for num in cached] == [
         True,
-        False,
-        True,
-        False,
-        True,
-        False,
-        True,
+        *(False, True) * 4,
     ], cached
 
 
 def new_weights(run):
-    """Weights that change while the pool is dropped: answers are the new model's."""
+    """Weights that change by each way that there is: answers are the new model's."""
     import jax
+    import jax.numpy as jnp
+    from flax import nnx
 
-    prompts = prompts_of(0)
-    first = run.ask(prompts)
-    run.settle()
-    assert run.llm.reset_prefix_cache()
-    run.worker.start_weight_update()
-    runner = run.worker.model_runner
-    runner.state = jax.tree.map(
-        lambda leaf: leaf[::-1] if leaf.ndim >= 2 else leaf, runner.state
-    )
-    runner.refresh_state_leaves()
-    run.worker.finish_weight_update()
-    assert run.ask(prompts) != first
+    prompts, worker = prompts_of(0), run.worker
+    runner = worker.model_runner
+    answers = [run.ask(prompts)]
+    run.noted["resets"] = []
+
+    def reset():
+        run.noted["resets"].append(run.llm.reset_prefix_cache())
+        run.evict()
+
+    def rolled(leaf):
+        return jnp.roll(leaf, 1, 0) if leaf.ndim >= 2 else leaf
+
+    def replace():
+        runner.state = jax.tree.map(rolled, runner.state)
+        worker.refresh_model_state_leaves()
+
+    def write():
+        is_leaf = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
+        for variable in jax.tree.leaves(worker.get_weights_state(), is_leaf=is_leaf):
+            variable.value = rolled(variable.value)
+        worker.refresh_model_state_leaves()
+
+    def update(**options):
+        worker.start_weight_update(**options)
+        write()
+        worker.update_weights({})
+        worker.finish_weight_update()
+
+    for calls in (
+        (reset, update),
+        (reset, write),
+        (write, reset),
+        # The device's blocks are evicted; the host is told nothing.
+        (run.evict, replace),
+        (run.evict, lambda: update(free_kv_cache=False)),
+    ):
+        for call in calls:
+            call()
+        answers.append(run.ask(prompts))
+    assert run.has_connector or all(map(list.__ne__, answers, answers[1:]))
+
+
+def new_adapters(run):
+    """An adapter that is loaded again, by each way: answers are those of its weights.
+
+    They are compared with those under a salt of their own, which are computed.
+    """
+    import os
+    import shutil
+
+    from vllm.lora.request import LoRARequest
+
+    prompts, path = prompts_of(0)[:3], run.folder / "policy"
+    engine = run.llm.llm_engine
+    shutil.copytree(run.folder / "adapter1", path)
+    lora = LoRARequest("policy", 1, str(path))
+    in_place = LoRARequest("policy", 1, str(path), load_inplace=True)
+    noted, wrong = run.noted, []
+    noted["cached"], noted["wrong"] = [], wrong
+
+    def rewrite(number):
+        """Write other bytes, of the same size and with the same time."""
+        target = path / "adapter_model.safetensors"
+        status = target.stat()
+        source = run.folder / f"adapter{number}" / target.name
+        target.write_bytes(source.read_bytes())
+        os.utime(target, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    def compare(name, lora=lora):
+        run.evict()
+        found = run.ask(prompts, lora=lora)
+        noted["cached"].append(sum(own["cached"] for own in run.answers[-3:]))
+        if found != run.ask(prompts, lora=lora, salt=name):
+            wrong.append(name)
+        return found
+
+    first = compare("first")
+    compare("unchanged")
+    rewrite(2)
+    assert compare("rewritten, not loaded") == first
+    engine.add_lora(in_place)
+    second = compare("loaded in place")
+    assert second != first
+    compare("unchanged since")
+    rewrite(1)
+    assert compare("loaded by the request", in_place) == first
+    engine.remove_lora(1)
+    rewrite(2)
+    assert compare("removed and added") == second
+    other = LoRARequest("other", 1, str(run.folder / "adapter1"))
+    assert compare("an id that is taken", other) == second
 
 
 def wishes(run):
@@ -386,8 +469,7 @@ def wishes(run):
     connector.take_events = listen
 
     def cached(prompt, **params):
-        run.settle()
-        assert run.llm.reset_prefix_cache()
+        run.evict()
         run.ask([prompt], params=params)
         return run.answers[-1]["cached"]
 
@@ -454,6 +536,7 @@ SCENARIOS = {
         aborts,
         resets,
         new_weights,
+        new_adapters,
         wishes,
         frees,
     )

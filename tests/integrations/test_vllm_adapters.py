@@ -1,0 +1,324 @@
+"""Adapters that are loaded again, under the name and the path that they had."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from jaxkv.integrations.vllm import adapters
+from jaxkv.integrations.vllm.adapters import Adapters
+from jaxkv.integrations.vllm.pool import MARK_BYTES, is_private
+from tests.integrations.test_vllm import (
+    forget_device,
+    hold_reports,
+    reference,
+    release_reports,
+)
+from tests.rigs import fake_vllm
+from tests.rigs.fake_engine import Engine
+from tests.rigs.fake_vllm import BLOCK_SIZE, Request
+
+WEIGHTS = "adapter_model.safetensors"
+TOKENS = 4 * BLOCK_SIZE
+
+
+def write(folder, content=b"1" * 100):
+    """Write an adapter, of a size and at a time that stay."""
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / WEIGHTS).write_bytes(content)
+    os.utime(folder / WEIGHTS, ns=(10**18, 10**18))
+    return folder
+
+
+def lora_of(folder, number=1, name="policy", **more):
+    fields = {"load_inplace": False} | more
+    return SimpleNamespace(
+        adapter_id=number,
+        lora_int_id=number,
+        name=name,
+        lora_name=name,
+        lora_path=str(folder),
+        **fields,
+    )
+
+
+@pytest.fixture(params=[False, True], ids=["host alone", "with a store"])
+def marks(request):
+    return Adapters(has_storage=request.param)
+
+
+@pytest.fixture
+def settled(monkeypatch):
+    """Have the files' clock be so fine that what was just written is settled."""
+    monkeypatch.setattr(adapters, "_TICK_NS", -(10**15))
+
+
+@pytest.mark.parametrize("content", [b"2" * 100, b"1" * 101])
+def test_other_weights_at_the_same_path_have_another_mark(marks, tmp_path, content):
+    lora = lora_of(write(tmp_path / "one"))
+    first = marks.mark(lora)
+    assert len(first) == MARK_BYTES
+    assert marks.mark(lora) == first
+    write(tmp_path / "one", content)
+    assert marks.mark(lora) not in (None, first)
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_rewrite_of_the_same_size_and_time_has_another_mark(marks, tmp_path):
+    """Of long files only samples are read."""
+    lora = lora_of(write(tmp_path / "one", bytes(1 << 21)))
+    first = marks.mark(lora)
+    content = bytearray(1 << 21)
+    content[6000] = 1  # Between two samples.
+    write(tmp_path / "one", content)
+    assert marks.mark(lora) not in (None, first)
+
+
+def test_a_rewrite_within_a_tick_of_the_files_clock_has_another_mark(
+    marks, tmp_path, monkeypatch
+):
+    lora = lora_of(write(tmp_path / "one"))
+    stamp = adapters._stamp(tmp_path / "one")
+    monkeypatch.setattr(adapters, "_stamp", lambda path: stamp)
+    first = marks.mark(lora)
+    write(tmp_path / "one", b"2" * 100)
+    assert marks.mark(lora) not in (None, first)
+
+
+@pytest.mark.usefixtures("settled")
+def test_files_that_stay_are_read_once(marks, tmp_path, monkeypatch):
+    lora = lora_of(write(tmp_path / "one"))
+    first = marks.mark(lora)
+    monkeypatch.delattr(adapters, "describe_weights")
+    assert marks.mark(lora) == first
+
+
+def test_a_link_to_other_weights_has_another_mark(marks, tmp_path):
+    link = tmp_path / "latest"
+    link.symlink_to(write(tmp_path / "one"))
+    first = marks.mark(lora_of(link))
+    link.unlink()
+    link.symlink_to(write(tmp_path / "two", b"2" * 100))
+    assert marks.mark(lora_of(link)) not in (None, first)
+
+
+def test_weights_of_the_hub_are_known_by_their_commit(marks, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    lora = lora_of("org/policy")
+    assert marks.mark(lora) is None
+    repository, found = tmp_path / "models--org--policy", []
+    (repository / "refs").mkdir(parents=True)
+    (repository / "snapshots").mkdir()
+    for commit in ("a" * 40, "b" * 40, "a" * 40):
+        (repository / "refs" / "main").write_text(commit)
+        write(repository / "snapshots" / commit)
+        found.append(marks.mark(lora))
+    assert None not in found
+    assert found[0] != found[1]
+    assert not marks._has_storage or found[0] == found[2]
+
+
+def nothing(folder):
+    return folder / "missing"
+
+
+def no_weights(folder):
+    (folder / "empty").mkdir()
+    return folder / "empty"
+
+
+@pytest.mark.parametrize("make", [nothing, no_weights])
+def test_weights_that_cannot_be_read_have_no_mark(marks, tmp_path, make):
+    assert marks.mark(lora_of(make(tmp_path))) is None
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    fake_vllm.install(monkeypatch, "0.32")
+    return Engine(num_blocks=40)
+
+
+def load(engine, lora, weights):
+    """Load an adapter; the runner compares what it reads with its weights."""
+    lora.load_inplace = True
+    engine.runner.lora_manager.add_adapter(lora)
+    lora.load_inplace = False
+    engine.runner.weights = weights
+
+
+def ask(engine, lora, prompt=range(18)):
+    """Serve a request; return how many tokens came from the host."""
+    before = engine.scheduler.num_external_tokens
+    request = Request(f"r{before}-{engine.runner.weights}", prompt, 2, lora=lora)
+    engine.run(request)
+    assert request.tokens == reference(prompt, 2)
+    engine.check_nothing_leaked()
+    return engine.scheduler.num_external_tokens - before
+
+
+def ask_twice(engine, lora):
+    """Ask where the device has nothing."""
+    found = []
+    for _ in range(2):
+        forget_device(engine)
+        found.append(ask(engine, lora))
+    return found
+
+
+def test_an_adapter_loaded_again_finds_what_its_new_weights_have_computed(
+    engine, tmp_path
+):
+    lora = lora_of(write(tmp_path / "one"))
+    load(engine, lora, 1)
+    assert ask_twice(engine, lora) == [0, TOKENS]
+    for weights in (2, 3):
+        write(tmp_path / "one", bytes([weights]) * 100)
+        load(engine, lora, weights)
+        assert ask_twice(engine, lora) == [0, TOKENS]
+
+
+def test_files_rewritten_and_not_loaded_leave_an_adapter_without_offers(
+    engine, tmp_path, caplog
+):
+    lora = lora_of(write(tmp_path / "one"))
+    load(engine, lora, 1)
+    assert ask_twice(engine, lora) == [0, TOKENS]
+    write(tmp_path / "one", b"2" * 100)
+    assert ask_twice(engine, lora) == [0, 0]  # By the old weights.
+    assert caplog.text.count("adapter 'policy': its files cannot be read, or") == 1
+    load(engine, lora, 2)
+    assert ask_twice(engine, lora) == [0, TOKENS]
+
+
+def test_files_rewritten_before_the_first_request_are_not_what_was_loaded(
+    engine, tmp_path
+):
+    lora = lora_of(write(tmp_path / "one"))
+    load(engine, lora, 1)
+    write(tmp_path / "one", b"2" * 100)
+    assert ask_twice(engine, lora) == [0, 0]
+    load(engine, lora, 2)
+    assert ask_twice(engine, lora) == [0, TOKENS]
+
+
+def test_adapters_that_cannot_be_read_are_not_stored(engine, tmp_path):
+    lora = lora_of(tmp_path / "missing")
+    assert ask_twice(engine, lora) == [0, 0]
+    assert engine.offload_scheduler.stats.num_stored == 0
+
+
+def test_an_id_that_another_adapter_has_is_not_offered_its_kv(engine, tmp_path):
+    """VLLM keeps what is loaded under an id, whatever the name and the path."""
+    first = lora_of(write(tmp_path / "one"))
+    second = lora_of(write(tmp_path / "two", b"2" * 100), name="other")
+    load(engine, first, 1)
+    assert ask_twice(engine, second) == [0, 0]
+    load(engine, second, 2)
+    assert ask_twice(engine, second) == [0, TOKENS]
+
+
+def test_kv_of_an_adapters_old_weights_does_not_come_back_from_the_device(
+    engine, tmp_path
+):
+    """VLLM's own prefix cache has one hash for both."""
+    lora = lora_of(write(tmp_path / "one"))
+    load(engine, lora, 1)
+    ask(engine, lora)
+    write(tmp_path / "one", b"2" * 100)
+    load(engine, lora, 1)  # So that the runner lets old blocks pass.
+    ask(engine, lora, range(30))
+    engine.runner.weights = 2
+    forget_device(engine)
+    assert ask(engine, lora, range(30)) == 0
+    forget_device(engine)
+    assert ask(engine, lora, range(30)) == 7 * BLOCK_SIZE
+
+
+def test_a_load_in_flight_when_its_adapter_is_loaded_again_fails(engine, tmp_path):
+    lora = lora_of(write(tmp_path / "one"))
+    load(engine, lora, 1)
+    ask_twice(engine, lora)
+    forget_device(engine)
+    hold_reports(engine)
+    loading = Request("loading", range(18), 3, lora=lora)
+    engine.scheduler.add(loading)
+    engine.step()
+    write(tmp_path / "one", b"2" * 100)
+    load(engine, lora, 2)
+    engine.step()
+    release_reports(engine)
+    engine.run()
+    assert loading.tokens == reference(range(18), 3)
+    engine.check_nothing_leaked()
+    assert ask_twice(engine, lora) == [0, TOKENS]
+
+
+def test_kv_of_an_adapter_that_is_loaded_again_meanwhile_is_not_stored(
+    engine, tmp_path
+):
+    """The request goes on by the new weights, with keys of the old ones."""
+    lora = lora_of(write(tmp_path / "one"))
+    load(engine, lora, 1)
+    running = Request("running", range(18), 12, lora=lora)
+    engine.scheduler.add(running)
+    while len(running.tokens) < 22:
+        engine.step()
+    num_offered = engine.offload_scheduler.stats.num_offered
+    write(tmp_path / "one", b"2" * 100)
+    load(engine, lora, 1)
+    engine.run()
+    assert engine.offload_scheduler.stats.num_offered == num_offered > 0
+    # Nor is it loaded, where such a request is preempted.
+    engine.runner.weights = 2
+    assert ask_twice(engine, lora) == [0, TOKENS]
+    running = Request("preempted", range(18), 12, lora=lora)
+    engine.scheduler.add(running)
+    engine.step()
+    write(tmp_path / "one", b"3" * 100)
+    load(engine, lora, 2)
+    engine.step()
+    engine.scheduler.reset_running()
+    forget_device(engine)
+    engine.runner.weights = 3
+    engine.run()
+    assert running.tokens == reference(range(18), 12)
+    assert ask_twice(engine, lora) == [0, TOKENS]
+
+
+def test_a_scheduler_in_another_process_learns_what_was_loaded(monkeypatch, tmp_path):
+    fake_vllm.install(monkeypatch, "0.32")
+    engine = Engine(num_blocks=40)
+    import jaxkv.integrations.vllm.scheduler as scheduler
+
+    monkeypatch.setattr(scheduler, "WORKERS", {})
+    lora = lora_of(write(tmp_path / "one"))
+    load(engine, lora, 1)
+    assert ask_twice(engine, lora) == [0, TOKENS]
+    write(tmp_path / "one", b"2" * 100)
+    load(engine, lora, 2)
+    # The first request comes before the report.
+    assert ask_twice(engine, lora)[0] == 0
+    assert ask_twice(engine, lora) == [TOKENS, TOKENS]
+    # The files have changed again when an adapter is loaded for a request.
+    write(tmp_path / "one", b"3" * 100)
+    reloading = lora_of(tmp_path / "one", load_inplace=True)
+    request = Request("reloading", range(18), 3, lora=reloading)
+    engine.scheduler.add(request)
+    engine.scheduler.connector.get_num_new_matched_tokens(request, 0)
+    write(tmp_path / "one", b"4" * 100)
+    load(engine, lora, 4)
+    engine.run()
+    assert request.tokens == reference(range(18), 3)
+    assert ask_twice(engine, lora) == [0, TOKENS]
+
+
+def test_keys_of_adapters_are_private_once_their_files_have_changed(
+    tmp_path, monkeypatch
+):
+    now_s = os.path.getmtime(tmp_path) + 3600
+    monkeypatch.setattr(adapters, "process_started_s", lambda: now_s)
+    marks, lora = Adapters(has_storage=True), lora_of(write(tmp_path / "one"))
+    assert not is_private(b"h" * 32 + marks.mark(lora))
+    monkeypatch.setattr(adapters, "process_started_s", lambda: 0.0)
+    assert is_private(b"h" * 32 + Adapters(has_storage=True).mark(lora))

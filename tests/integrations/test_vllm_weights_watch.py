@@ -1,0 +1,112 @@
+"""Whether arrays of a runner's weights were replaced."""
+
+import weakref
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxkv.integrations.vllm.weights_watch import WeightsWatch
+
+
+def arrays(*names):
+    return {name: np.zeros(2) for name in names}
+
+
+def replace_the_state(runner):
+    runner.state = arrays(*runner.state)
+
+
+def replace_an_array(runner):
+    runner.state["b"] = np.zeros(2)
+
+
+def replace_an_array_at_its_address(runner):
+    del runner.state["b"]
+    runner.state["b"] = np.zeros(2)
+
+
+def replace_the_leaves(runner):
+    runner.state_leaves = tuple(map(np.copy, runner.state.values()))
+
+
+def add_an_array(runner):
+    runner.state["c"] = np.zeros(2)
+
+
+def replace_the_drafters(runner):
+    runner.drafter.state_leaves = (np.zeros(2),)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        replace_the_state,
+        replace_an_array,
+        replace_an_array_at_its_address,
+        replace_the_leaves,
+        add_an_array,
+        replace_the_drafters,
+    ],
+)
+def test_replaced_arrays_are_noticed_once(change):
+    runner = SimpleNamespace(state=arrays("a", "b"), drafter=SimpleNamespace())
+    runner.state_leaves = runner.state
+    watch = WeightsWatch(runner)
+    assert not watch.has_changed()
+    change(runner)
+    assert watch.has_changed()
+    assert not watch.has_changed()
+
+
+def test_nested_arrays_are_noticed():
+    runner = SimpleNamespace(state={"layers": [arrays("a"), arrays("a")]})
+    watch = WeightsWatch(runner)
+    assert not watch.has_changed()
+    runner.state["layers"][1]["a"] = np.zeros(2)
+    assert watch.has_changed()
+
+
+def test_a_state_of_flax_is_noticed_where_the_model_reads_other_leaves():
+    """Written in place it makes no difference until the leaves are refreshed."""
+    state = nnx.State({"a": nnx.Param(np.zeros(2))})
+    runner = SimpleNamespace(state=state, state_leaves=(state["a"].get_value(),))
+    watch = WeightsWatch(runner)
+    state["a"].set_value(np.ones(2))
+    assert not watch.has_changed()
+    runner.state_leaves = (state["a"].get_value(),)
+    assert watch.has_changed()
+
+
+def test_an_older_runner_reads_the_state_of_flax_itself():
+    state = nnx.State({"a": nnx.Param(np.zeros(2))})
+    watch = WeightsWatch(SimpleNamespace(state=state))
+    assert not watch.has_changed()
+    state["a"].set_value(np.ones(2))
+    assert watch.has_changed()
+
+
+def test_arrays_of_adapters_do_not_count():
+    runner = SimpleNamespace(state=arrays("a", "q.lora_a_stacked.0"))
+    watch = WeightsWatch(runner)
+    for _ in range(2):
+        runner.state = {**runner.state, "q.lora_a_stacked.0": np.zeros(2)}
+        assert not watch.has_changed()
+    runner.state = {**runner.state, "a": np.zeros(2)}
+    assert watch.has_changed()
+
+
+def test_old_arrays_are_not_kept():
+    runner = SimpleNamespace(state=arrays("a"))
+    watch = WeightsWatch(runner)
+    old = weakref.ref(runner.state["a"])
+    runner.state = {}
+    assert old() is None
+    assert watch.has_changed()
+
+
+@pytest.mark.parametrize("attributes", [{}, {"state": None}, {"state": 5}])
+def test_a_runner_without_weights_never_changes(attributes):
+    watch = WeightsWatch(SimpleNamespace(**attributes))
+    assert not watch.has_changed()
