@@ -8,6 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxkv.integrations.vllm.adapters import Adapters
+from jaxkv.integrations.vllm.pool import MARK_BYTES
+from jaxkv.integrations.vllm.weights_watch import WeightsWatch
 from jaxkv.keys.mark import KeyMark
 from tests.campaign import campaign, connector, corruptions
 from tests.campaign.by_hand import ByHand
@@ -153,22 +156,54 @@ class CopiedHashes:
         return self._copied
 
 
+def hashes_are_copied(patch, connector):
+    half = sys.modules["jaxkv.integrations.vllm.scheduler"]
+    keys = half._Keys
+    patch.setattr(half, "_Keys", lambda request, end: keys(CopiedHashes(request), end))
+
+
+def a_reset_of_the_device_is_not_noticed(patch, connector):
+    if connector._scheduler is not None:
+        patch.setattr(connector._scheduler, "_reset_with", lambda pool: None)
+
+
+def replaced_weights_are_not_noticed(patch, connector):
+    patch.setattr(WeightsWatch, "has_changed", lambda watch: False)
+
+
+def updates_of_weights_are_not_noticed(patch, connector):
+    patch.setattr(sys.modules["jaxkv.integrations.vllm.worker"], "PHASES", ())
+
+
+def adapters_have_one_mark(patch, connector):
+    patch.setattr(Adapters, "mark", lambda adapters, lora: b"m" * MARK_BYTES)
+
+
 @pytest.mark.long
-def test_hashes_that_vllm_rewrites_and_a_connector_copies_are_noticed(monkeypatch):
+@pytest.mark.parametrize(
+    "fault",
+    [
+        hashes_are_copied,
+        a_reset_of_the_device_is_not_noticed,
+        replaced_weights_are_not_noticed,
+        updates_of_weights_are_not_noticed,
+        adapters_have_one_mark,
+    ],
+)
+def test_old_kv_that_a_connector_serves_is_noticed(monkeypatch, fault):
     create = fake_engine.create_connector
 
-    def create_copying(*args):
+    def create_broken(*args):
         own = create(*args)
-        half = sys.modules["jaxkv.integrations.vllm.scheduler"]
-        keys = half._Keys
-        half._Keys = lambda request, suffix: keys(CopiedHashes(request), suffix)
+        fault(monkeypatch, own)
         return own
 
-    monkeypatch.setattr(fake_engine, "create_connector", create_copying)
-    # Where there is one group of layers, nothing is copied.
-    monkeypatch.setattr(connector, "WAYS", connector.WAYS[3:])
+    monkeypatch.setattr(fake_engine, "create_connector", create_broken)
+    if fault is hashes_are_copied:  # Where there is one group, nothing is copied.
+        monkeypatch.setattr(connector, "WAYS", connector.WAYS[3:])
     _, failure = campaign.run("control", engines=60, kinds=("connector",))
     assert isinstance(failure.error, AssertionError), failure
+    assert "Arrays are not equal" in str(failure.error)
 
 
 @pytest.mark.long

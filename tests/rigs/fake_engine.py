@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.scheduling.protocol import ConnectorOutput
+from jaxkv.scheduling.protocol import NO_REPORTS, ConnectorOutput
 from tests.rigs.fake_vllm import (
     BLOCK_SIZE,
     BlockPool,
@@ -185,6 +185,7 @@ class Scheduler:
         computed = request.num_computed_tokens
         if computed == 0:
             hits = self.find_hits(request)
+            request.num_hits = len(hits)
             computed = len(hits) * BLOCK_SIZE
             external, is_async = self.connector.get_num_new_matched_tokens(
                 request, computed
@@ -608,12 +609,28 @@ class Unreliable:
     def __getattr__(self, name):
         return getattr(self._worker, name)
 
-    def poll(self):
-        self._late.append(self._worker.poll())
-        if self._rng.random() < 0.5:
-            return ConnectorOutput()
-        output = ConnectorOutput.aggregate(list(self._late))
+    @property
+    def num_in_flight(self):
+        return self._worker.num_in_flight + len(self._late)
+
+    def abandon(self):
+        return self._with_late(self._worker.abandon())
+
+    def drain(self, pool):
+        pool, output = self._worker.drain(pool)
+        return pool, self._with_late(output)
+
+    def _with_late(self, *outputs):
+        late = [*self._late, *outputs]
         self._late.clear()
+        return ConnectorOutput.aggregate(late)
+
+    def poll(self):
+        if (output := self._worker.poll()) != NO_REPORTS:
+            self._late.append(output)
+        if not self._late or self._rng.random() < 0.5:
+            return ConnectorOutput()
+        output = self._with_late()
         if self._rng.random() > self._failure_rate:
             return output
         lost = [self._half._targets[name] for name in output.finished_recving]

@@ -421,6 +421,7 @@ class Request:
         self.max_tokens = len(prompt) + num_output
         self.num_computed_tokens = 0
         self.num_output_placeholders = 0
+        self.num_hits = 0  # Blocks that the device had when it was looked up.
         self.status = "WAITING"
         self.kv_transfer_params = None
         # Of a request whose input streams: more tokens, and how many to answer each.
