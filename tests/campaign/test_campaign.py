@@ -12,7 +12,7 @@ from jaxkv.integrations.vllm.adapters import Adapters
 from jaxkv.integrations.vllm.pool import MARK_BYTES
 from jaxkv.integrations.vllm.weights_watch import WeightsWatch
 from jaxkv.keys.mark import KeyMark
-from tests.campaign import campaign, connector, corruptions
+from tests.campaign import campaign, corruptions
 from tests.campaign.by_hand import ByHand
 from tests.campaign.model import WrongBytesError
 from tests.campaign.paged import PagedEngine, no_notes
@@ -144,24 +144,6 @@ def test_keys_of_a_history_that_was_rewritten_are_noticed(monkeypatch):
     assert isinstance(failure.error, AssertionError), failure
 
 
-class CopiedHashes:
-    """A copy of vLLM's hashes to which what is new is appended."""
-
-    def __init__(self, request):
-        self._request, self._copied = request, []
-
-    @property
-    def block_hashes(self):
-        self._copied += self._request.block_hashes[len(self._copied) :]
-        return self._copied
-
-
-def hashes_are_copied(patch, connector):
-    half = sys.modules["jaxkv.integrations.vllm.scheduler"]
-    keys = half._Keys
-    patch.setattr(half, "_Keys", lambda request, end: keys(CopiedHashes(request), end))
-
-
 def a_reset_of_the_device_is_not_noticed(patch, connector):
     if connector._scheduler is not None:
         patch.setattr(connector._scheduler, "_reset_with", lambda pool: None)
@@ -183,7 +165,6 @@ def adapters_have_one_mark(patch, connector):
 @pytest.mark.parametrize(
     "fault",
     [
-        hashes_are_copied,
         a_reset_of_the_device_is_not_noticed,
         replaced_weights_are_not_noticed,
         updates_of_weights_are_not_noticed,
@@ -199,8 +180,6 @@ def test_old_kv_that_a_connector_serves_is_noticed(monkeypatch, fault):
         return own
 
     monkeypatch.setattr(fake_engine, "create_connector", create_broken)
-    if fault is hashes_are_copied:  # Where there is one group, nothing is copied.
-        monkeypatch.setattr(connector, "WAYS", connector.WAYS[3:])
     _, failure = campaign.run("control", engines=60, kinds=("connector",))
     assert isinstance(failure.error, AssertionError), failure
     assert "Arrays are not equal" in str(failure.error)
