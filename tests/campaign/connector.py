@@ -4,10 +4,14 @@ The stand-ins of `tests/rigs` compare all that a model reads with what it comput
 is chosen what is asked of them.
 """
 
+import pathlib
+import tempfile
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from tests.rigs import fake_vllm
+from tests.rigs import fake_engine, fake_vllm
 from tests.rigs.fake_engine import Engine, next_token
 from tests.rigs.fake_vllm import Request
 
@@ -30,14 +34,26 @@ EXTRA = (
     {"offload_prompt_only": True},
 )
 MOST_ALIVE = 12
+# How weights change. Only the last two tell the scheduler's half, and in its process.
+ROUTES = (
+    fake_engine.replace_arrays,
+    fake_engine.write_arrays,
+    fake_engine.update_in_place,
+    fake_engine.drop_by_runner,
+    lambda engine: engine.scheduler.connector.reset_cache(),
+    lambda engine: engine.scheduler.pool.reset_prefix_cache(),
+)
 PARAMS = (None, None, {"retention": {"priority": 80, "half_life_s": 0.1}})
 
 
-def reference(prompt, num_tokens):
-    """The tokens that a request gets without a host tier."""
+def reference(prompt, num_output, updates):
+    """The tokens that a request gets without a host tier, its last turn's."""
     tokens = list(prompt)
-    while len(tokens) < num_tokens:
-        tokens.append(next_token(tokens))
+    for more, num in ([], num_output), *updates:
+        if more:  # The last token of a turn has no KV: it is dropped.
+            tokens = [*tokens[:-1], *more]
+        for _ in range(num):
+            tokens.append(next_token(tokens))
     return tokens
 
 
@@ -48,12 +64,90 @@ def run_connector(rng, counts, note, steps):
     note(str(options))
     with pytest.MonkeyPatch.context() as patch:
         fake_vllm.install(patch, options["generation"])
+        if rng.random() < 0.3:  # The halves are in two processes.
+            for name in ("LOST_POOLS", "WORKERS"):
+                patch.setattr(f"jaxkv.integrations.vllm.scheduler.{name}", {})
         engine = Engine(**options)
         engine.make_unreliable(np.random.default_rng(rng.randrange(1 << 32)))
-        serve(engine, rng, counts, note, steps)
+        with tempfile.TemporaryDirectory() as folder:
+            serve(engine, Adapter(folder), rng, counts, note, steps)
 
 
-def serve(engine, rng, counts, note, num_steps):
+class Adapter:
+    """An adapter that is trained: written again and loaded in place."""
+
+    def __init__(self, folder):
+        self.path = pathlib.Path(folder)
+        self.weights = 0
+        self.lora = SimpleNamespace(
+            adapter_id=1,
+            lora_int_id=1,
+            name="policy",
+            lora_name="policy",
+            lora_path=folder,
+            load_inplace=True,
+        )
+        (self.path / "adapter_config.json").write_text("{}")
+        self.write()
+
+    def write(self):
+        """Write other weights, which take as many bytes."""
+        self.weights += 1
+        (self.path / "adapter_model.safetensors").write_bytes(b"%9d" % self.weights)
+
+
+def change_weights(engine, rng, note):
+    """Change the model's weights; only requests whose loads are under way stay."""
+    scheduler = engine.scheduler
+    while engine.in_flight:
+        engine.take_output()
+    scheduler.reset_running()
+    for request in holders(scheduler):
+        scheduler.abort(request.request_id)
+    route = rng.randrange(len(ROUTES))
+    note(f"new weights, by route {route}")
+    ROUTES[route](engine)
+    engine.runner.weights += 1
+    forget_device(scheduler.pool)
+
+
+def train(engine, adapter, note):
+    """Load an adapter's new weights; nobody else stops for it."""
+    scheduler = engine.scheduler
+    while engine.in_flight:
+        engine.take_output()
+    for request in list(scheduler.requests.values()):
+        if request.lora_request is not None and request.status != "ABORTED":
+            scheduler.abort(request.request_id)
+    adapter.write()
+    engine.runner.lora_manager.add_adapter(adapter.lora)
+    note(f"weights {adapter.weights} of the adapter")
+    # vLLM's own prefix cache takes the weights of before for these.
+    forget_device(scheduler.pool)
+
+
+def holders(scheduler):
+    """Requests that wait with KV in their blocks."""
+    return [
+        request
+        for request in scheduler.requests.values()
+        if request.request_id in scheduler.tables
+        and request.status != "ABORTED"
+        and (
+            request.status != "WAITING_FOR_REMOTE_KVS"
+            or request.request_id in scheduler.finished_recving
+            or request.num_hits
+        )
+    ]
+
+
+def forget_device(pool):
+    """Evict all that the device has, what is being stored as well."""
+    for block in pool.blocks:
+        pool.forget(block)
+
+
+def serve(engine, adapter, rng, counts, note, num_steps):
     """Submit, abort and preempt at random; then let all be served."""
     scheduler = engine.scheduler
     stories = [[rng.randrange(50) for _ in range(30)] for _ in range(4)]
@@ -63,15 +157,35 @@ def serve(engine, rng, counts, note, num_steps):
         if rng.random() < 0.2 and len(scheduler.requests) < MOST_ALIVE:
             prompt = rng.choice(stories)[: rng.randint(1, 30)]
             prompt += [rng.randrange(50) for _ in range(rng.randint(0, 4))]
-            request = Request(f"r{len(served)}", prompt, rng.randint(1, 12))
+            num_output, updates = rng.randint(1, 12), []
+            if rng.random() < 0.2:
+                prompt, num_output = prompt[:12], rng.randint(2, 6)
+                updates = [
+                    ([rng.randrange(50) for _ in range(rng.randint(1, 6))], 4)
+                    for _ in range(rng.randint(1, 2))
+                ]
+                # Others ask about all of a turn, its last token included, too.
+                said = reference(prompt, num_output, [])
+                stories[rng.randrange(len(stories))] = said + stories[0][len(said) :]
+            lora = adapter.lora if rng.random() < 0.3 else None
+            request = Request(f"r{len(served)}", prompt, num_output, lora)
+            if lora is not None:
+                engine.runner.adapters[request.request_id] = adapter.weights
             request.kv_transfer_params = rng.choice(PARAMS)
-            served.append((request, prompt))
+            request.inputs.extend(updates)
+            served.append((request, (prompt, num_output, updates)))
             scheduler.add(request)
-            note(f"{request.request_id}: {prompt}")
+            note(f"{request.request_id}: {prompt}, then {num_output}, {updates}")
         if rng.random() < 0.01:
             scheduler.reset_running()
             counts["preemptions"] += 1
             note("all that run are preempted")
+        if rng.random() < 0.01:
+            change_weights(engine, rng, note)
+            counts["weights changed"] += 1
+        if rng.random() < 0.01:
+            train(engine, adapter, note)
+            counts["adapters changed"] += 1
         alive = [r for r in scheduler.requests.values() if r.status != "ABORTED"]
         if alive and rng.random() < 0.02:
             victim = rng.choice(alive)
@@ -79,11 +193,12 @@ def serve(engine, rng, counts, note, num_steps):
             counts["aborts"] += 1
             note(f"{victim.request_id}: aborted")
         engine.step()
-    engine.run(max_steps=2000)
+    engine.run(max_steps=20_000)
     engine.check_nothing_leaked()
-    for request, prompt in served:
+    for request, turns in served:
         if request.status != "ABORTED":
             counts["requests served"] += 1
-            wanted = reference(prompt, request.max_tokens)
+            wanted = reference(*turns)
             assert request.tokens == wanted, f"{request.request_id}: other tokens"
+    counts["block reads compared"] += engine.runner.num_reads
     counts["tokens that vLLM took from the host"] += scheduler.num_external_tokens

@@ -12,7 +12,13 @@ import time
 
 import numpy as np
 
-from jaxkv import ConnectorOutput, DeviceBlockPool, SchedulerOutput, find_cached_prefix
+from jaxkv import (
+    ConnectorOutput,
+    DeviceBlockPool,
+    FullAttention,
+    SchedulerOutput,
+    find_cached_prefix,
+)
 from jaxkv.types import NULL_BLOCK
 from tests.campaign import truth
 from tests.campaign.contract import Contract
@@ -20,7 +26,7 @@ from tests.campaign.model import BLOCK_AXIS, BLOCK_BYTES, Model, new_pool
 from tests.campaign.overlaps import Overlaps
 from tests.campaign.setups import GROUPS
 from tests.campaign.unreliable import UnreliableEngine
-from tests.campaign.users import User, random_prompt
+from tests.campaign.users import ALPHABET, User, random_prompt
 from tests.transfer import faults
 
 MOST_ACTIVE, MOST_WAITING = 6, 4
@@ -198,6 +204,8 @@ class PagedEngine(Contract):
             self.counts["aborts"] += 1
         if self.active and rng.random() < 0.05:
             self.preempt(rng.choice(self.active))
+        if self.users and rng.random() < 0.03:
+            self.rewrite(self.users[rng.choice(list(self.users))])
         if rng.random() < 0.01:
             self.reset_host()
         if rng.random() < 0.006:
@@ -225,6 +233,41 @@ class PagedEngine(Contract):
         self.users[name] = user
         self.waiting.append(user)
         self.note(f"{name}: submitted, {len(tokens)} tokens, {extras}")
+
+    def rewrite(self, user):
+        """Change a request's history, as a session does that goes on elsewhere."""
+        rng = self.rng
+        least = 0
+        if user.phase == "loading":
+            least = user.num_computed_tokens
+        elif user.phase == "running":
+            if rng.random() < 0.3:
+                self.preempt(user)
+            elif not all(isinstance(spec, FullAttention) for spec in self.groups):
+                least = user.num_computed_tokens
+        most = min(user.num_tokens, user.max_tokens - 2)
+        if least > most:
+            return
+        num_kept = rng.randint(least, most)
+        most_new = min(user.max_tokens - 1 - num_kept, 12)
+        tokens = [rng.randrange(ALPHABET) for _ in range(rng.randint(1, most_new))]
+        if user.phase == "running" and num_kept < user.num_computed_tokens:
+            self.rewind(user, num_kept)
+        user.rewrite(num_kept, tokens)
+        self.counts["histories rewritten"] += 1
+        self.note(f"{user.request_id}: {num_kept} tokens kept, then {tokens}")
+
+    def rewind(self, user, num_kept):
+        """Free a running request's blocks from the first rewritten one on."""
+        size = max(spec.block_size for spec in self.groups)
+        user.num_computed_tokens = num_kept // size * size
+        for group, spec in enumerate(self.groups):
+            first = user.num_computed_tokens // spec.block_size
+            table = user.tables[group]
+            self.blocks.free(table[first:][::-1])
+            user.tables[group] = table[:first]
+            user.num_cached[group] = min(user.num_cached[group], first)
+        self.scheduler.update_state_after_alloc(user, user.table, 0)
 
     def reset_host(self):
         """Forget the host tier, which is refused while loads are under way."""

@@ -3,10 +3,15 @@
 import collections
 import os
 import random
+import sys
 from types import SimpleNamespace
 
 import pytest
 
+from jaxkv.integrations.vllm.adapters import Adapters
+from jaxkv.integrations.vllm.pool import MARK_BYTES
+from jaxkv.integrations.vllm.weights_watch import WeightsWatch
+from jaxkv.keys.mark import KeyMark
 from tests.campaign import campaign, corruptions
 from tests.campaign.by_hand import ByHand
 from tests.campaign.model import WrongBytesError
@@ -14,6 +19,7 @@ from tests.campaign.paged import PagedEngine, no_notes
 from tests.campaign.prefixes import PrefixUser
 from tests.campaign.processes import run_processes
 from tests.campaign.setups import random_setup
+from tests.rigs import fake_engine
 
 MINUTES = float(os.environ.get("JAXKV_TEST_CAMPAIGN_MINUTES", "5"))
 SEED = int(os.environ.get("JAXKV_TEST_CAMPAIGN_SEED", "0"))
@@ -128,6 +134,55 @@ def test_kv_of_older_weights_that_is_kept_is_noticed():
     user = Forgetful(random.Random("control"), collections.Counter(), no_notes)
     with pytest.raises(AssertionError, match="wrong bytes in key"):
         user.run(600)
+
+
+@pytest.mark.long
+def test_keys_of_a_history_that_was_rewritten_are_noticed(monkeypatch):
+    """Whoever copies keys only appends what is new."""
+    monkeypatch.setattr(KeyMark, "is_in", lambda mark, keys: mark.num <= len(keys))
+    _, failure = campaign.run("control", engines=30, kinds=("paged",), steps=250)
+    assert isinstance(failure.error, AssertionError), failure
+
+
+def a_reset_of_the_device_is_not_noticed(patch, connector):
+    if connector._scheduler is not None:
+        patch.setattr(connector._scheduler, "_reset_with", lambda pool: None)
+
+
+def replaced_weights_are_not_noticed(patch, connector):
+    patch.setattr(WeightsWatch, "has_changed", lambda watch: False)
+
+
+def updates_of_weights_are_not_noticed(patch, connector):
+    patch.setattr(sys.modules["jaxkv.integrations.vllm.worker"], "PHASES", ())
+
+
+def adapters_have_one_mark(patch, connector):
+    patch.setattr(Adapters, "mark", lambda adapters, lora: b"m" * MARK_BYTES)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "fault",
+    [
+        a_reset_of_the_device_is_not_noticed,
+        replaced_weights_are_not_noticed,
+        updates_of_weights_are_not_noticed,
+        adapters_have_one_mark,
+    ],
+)
+def test_old_kv_that_a_connector_serves_is_noticed(monkeypatch, fault):
+    create = fake_engine.create_connector
+
+    def create_broken(*args):
+        own = create(*args)
+        fault(monkeypatch, own)
+        return own
+
+    monkeypatch.setattr(fake_engine, "create_connector", create_broken)
+    _, failure = campaign.run("control", engines=60, kinds=("connector",))
+    assert isinstance(failure.error, AssertionError), failure
+    assert "Arrays are not equal" in str(failure.error)
 
 
 @pytest.mark.long

@@ -52,14 +52,11 @@ class User:
         self.phase = "waiting"
         self.has_offer = False
         self.digests = [truth.start(weights, extras)]
-        self._chains = [
-            KeyChain(
-                Namespace("campaign", epoch, "bytes", "rows", spec.block_size),
-                extras,
-                group=group,
-            )
-            for group, spec in enumerate(groups)
+        self._namespaces = [
+            Namespace("campaign", epoch, "bytes", "rows", spec.block_size)
+            for spec in groups
         ]
+        self._chains = self._new_chains()
         self._num_groups = len(groups)
         self.lose_blocks()
         for token in tokens:
@@ -88,6 +85,21 @@ class User:
         self.digests.append(truth.extend(self.digests[-1], token, items))
         for chain in self._chains:
             chain.extend([token])
+
+    def rewrite(self, num_kept, tokens):
+        """Replace the tokens after the first `num_kept`, as a session that goes on."""
+        kept = self.tokens[:num_kept]
+        self.tokens, self.digests = [], self.digests[:1]
+        self._chains = self._new_chains()
+        for token in (*kept, *tokens):
+            self.append(token)
+        self.num_prompt_tokens = len(self.tokens)
+
+    def _new_chains(self):
+        return [
+            KeyChain(namespace, self.extras, group=group)
+            for group, namespace in enumerate(self._namespaces)
+        ]
 
     def lose_blocks(self):
         """Forget the device blocks, which the engine has freed."""

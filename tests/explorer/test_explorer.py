@@ -216,7 +216,6 @@ def test_an_eviction_that_takes_marks_away_is_found(monkeypatch):
 def test_a_step_that_drops_what_was_taken_after_a_preemption_is_found(monkeypatch):
     """The explorer found it."""
 
-
     def part_with(self, request):
         self._part_with(request, self._keys.check_stores(request))
 

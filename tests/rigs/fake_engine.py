@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv.scheduling.protocol import ConnectorOutput
+from jaxkv.scheduling.protocol import NO_REPORTS, ConnectorOutput
 from tests.rigs.fake_vllm import (
     BLOCK_SIZE,
     BlockPool,
@@ -121,6 +121,7 @@ class Scheduler:
             while self.waiting and self.budget and len(self.running) < self.max_running:
                 answer = self.admit(self.waiting[0])
                 if answer == "no room":
+                    self.preempt_a_session()
                     break
                 request = self.waiting.popleft()
                 if answer == "skipped":
@@ -184,6 +185,7 @@ class Scheduler:
         computed = request.num_computed_tokens
         if computed == 0:
             hits = self.find_hits(request)
+            request.num_hits = len(hits)
             computed = len(hits) * BLOCK_SIZE
             external, is_async = self.connector.get_num_new_matched_tokens(
                 request, computed
@@ -333,6 +335,17 @@ class Scheduler:
         self.was_preempted.discard(name)
         self.waiting.append(request)
 
+    def preempt_a_session(self):
+        """Preempt the last session that waits with its blocks, if nobody runs.
+
+        In a pool as small as these, sessions may hold all of it.
+        """
+        held = [r for r in self.waiting if r.has_streamed and r.status == "WAITING"]
+        held = [r for r in held if r.request_id in self.tables]
+        if held and not self.running:
+            self.waiting.remove(held[-1])
+            self.preempt(held[-1])
+
     def note_failures(self, request, connector_output):
         name = request.request_id
         if request.status != "WAITING_FOR_REMOTE_KVS":
@@ -460,8 +473,14 @@ class Runner:
         self.rng = np.random.default_rng(0)
         # What the content of caches depends on, and arrays that stand for it.
         self.weights = 0
+        # Blocks of all groups that were compared.
+        self.num_reads = 0
+        # What the content of caches depends on, and arrays that stand for it.
+        self.weights = 0
         self.state = {"model.weight": np.zeros(4), "q.lora_a_stacked": np.zeros(4)}
         self.lora_manager = LoRAManager()
+        # The weights of requests' adapters.
+        self.adapters = {}
         # How far what was loaded may be from what was computed, of its largest value.
         self.tolerance = 0.0
         self.kv_cache_manager = KVCacheManager(self)
@@ -513,13 +532,14 @@ class Runner:
             name: (*self.with_drafts(name, start, output.drafts.get(name, 0)), *rest)
             for name, (start, *rest) in output.work.items()
         }
-        for tokens, start, num, tables in work.values():
+        for name, (tokens, start, num, tables) in work.items():
             for group, table in enumerate(tables):
                 for place in range(start, start + num):
                     blocks[row] = table[place // BLOCK_SIZE]
                     offsets[row] = place % BLOCK_SIZE
+                    about = name, tokens, place, group
                     for layer in range(num_layers):
-                        values[layer, row] = self.content(tokens, place, group, layer)
+                        values[layer, row] = self.content(*about, layer)
                     row += 1
         assert blocks.all(), "a token is to be written to the null block"
         self.kv_caches = write(self.kv_caches, blocks, offsets, list(values))
@@ -547,9 +567,10 @@ class Runner:
             tokens.append(next_token(tokens) if is_right else 50)
         return tuple(tokens), start
 
-    def content(self, tokens, place, group, layer):
-        """What a layer has for a token; other weights have other layers."""
-        return slot(tokens[: place + 1], group, (self.weights, layer))
+    def content(self, name, tokens, place, group, layer):
+        """What a layer has for a request's token; other weights have other layers."""
+        weights = self.weights, self.adapters.get(name)
+        return slot(tokens[: place + 1], group, (weights, layer))
 
     def check_what_is_read(self, work):
         """Compare all that the step's attention reads with the computed values.
@@ -561,11 +582,12 @@ class Runner:
             for group, table in enumerate(tables):
                 window = self.windows[group]
                 first = max(start - window + 1, 0) if window else 0
+                self.num_reads += (start + num - first) // BLOCK_SIZE
                 for place in range(first, start + num):
                     block = table[place // BLOCK_SIZE]
                     for layer, cache in enumerate(content):
                         found = cache[block, place % BLOCK_SIZE]
-                        computed = self.content(tokens, place, group, layer)
+                        computed = self.content(name, tokens, place, group, layer)
                         about = f"{name}, token {place}, {block=}, {group=}, {layer=}"
                         if self.tolerance:
                             error = np.abs(np.float32(found) - np.float32(computed))
@@ -587,12 +609,28 @@ class Unreliable:
     def __getattr__(self, name):
         return getattr(self._worker, name)
 
-    def poll(self):
-        self._late.append(self._worker.poll())
-        if self._rng.random() < 0.5:
-            return ConnectorOutput()
-        output = ConnectorOutput.aggregate(list(self._late))
+    @property
+    def num_in_flight(self):
+        return self._worker.num_in_flight + len(self._late)
+
+    def abandon(self):
+        return self._with_late(self._worker.abandon())
+
+    def drain(self, pool):
+        pool, output = self._worker.drain(pool)
+        return pool, self._with_late(output)
+
+    def _with_late(self, *outputs):
+        late = [*self._late, *outputs]
         self._late.clear()
+        return ConnectorOutput.aggregate(late)
+
+    def poll(self):
+        if (output := self._worker.poll()) != NO_REPORTS:
+            self._late.append(output)
+        if not self._late or self._rng.random() < 0.5:
+            return ConnectorOutput()
+        output = self._with_late()
         if self._rng.random() > self._failure_rate:
             return output
         lost = [self._half._targets[name] for name in output.finished_recving]

@@ -421,10 +421,12 @@ class Request:
         self.max_tokens = len(prompt) + num_output
         self.num_computed_tokens = 0
         self.num_output_placeholders = 0
+        self.num_hits = 0  # Blocks that the device had when it was looked up.
         self.status = "WAITING"
         self.kv_transfer_params = None
         # Of a request whose input streams: more tokens, and how many to answer each.
         self.inputs = deque()
+        self.has_streamed = False
 
     @property
     def all_token_ids(self):
@@ -446,6 +448,7 @@ class Request:
 
     def stream(self, tokens, num_output):
         """Go on with more input; what was sampled and not computed is dropped."""
+        self.has_streamed = True
         num_computed = self.num_computed_tokens
         del self.tokens[num_computed:]
         del self.block_hashes[num_computed // BLOCK_SIZE :]
