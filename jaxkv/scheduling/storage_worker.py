@@ -32,7 +32,7 @@ _KEPT_BYTES = 64 << 20
 _BYTES_AT_ONCE = 1 << 20
 # Keys of a listing that are told at a time: the index takes about 1 us for each.
 _KEYS_AT_ONCE = 2048
-# For how long a block that was not there is not asked for again.
+# How long a block is not asked for again that was missing or refused.
 _ABSENT_S = 0.5
 # No probe is sent while this many have passed their deadlines without an answer.
 _MOST_UNANSWERED = 16
@@ -494,6 +494,9 @@ class StorageWorker:
             fetch.missing.append(index)
             return
         fetch.num_open -= 1
+        if done.outcome == "refused":
+            # Until it is deleted, a probe would find it, and it would be read again.
+            self._note_absent(done.key)
         if done.payload is not None:
             fetch.payloads[index] = np.frombuffer(done.payload, np.uint8)
             if fetch.batch.is_awaited:
@@ -514,8 +517,6 @@ class StorageWorker:
     def _start_probe(self, probe: TierProbe) -> None:
         """Ask the store for what it was not asked for just now."""
         now_s = self._clock()
-        while self._absent and next(iter(self._absent.values())) <= now_s:
-            self._absent.popitem(last=False)
         own = _Probe(probe, now_s + probe.wait_s, [0] * len(probe.runs))
         self._probes[probe.event] = own
         num_unanswered = sum(each.is_reported for each in self._probe_of.values())
@@ -533,8 +534,9 @@ class StorageWorker:
     def _unknown(self, run: Sequence[BlockKey]) -> Sequence[BlockKey]:
         """Cut a run where it is known to end."""
         if self._absent:
+            now_s = self._clock()
             for index, key in enumerate(run):
-                if key in self._absent:
+                if self._absent.get(key, now_s) > now_s:
                     return run[:index]
         return run
 
@@ -546,10 +548,16 @@ class StorageWorker:
         if done.outcome == "failed":
             own.has_failed = True
         elif done.outcome != "late" and num < len(run):
-            self._absent[run[num]] = self._clock() + _ABSENT_S
-            self._absent.move_to_end(run[num])
+            self._note_absent(run[num])
         if own.is_reported and self._lists and self._io.objects.num_shards == 1:
             self._found += run[:num]  # For the next one who asks.
+
+    def _note_absent(self, key: BlockKey) -> None:
+        now_s = self._clock()
+        while self._absent and next(iter(self._absent.values())) <= now_s:
+            self._absent.popitem(last=False)
+        self._absent[key] = now_s + _ABSENT_S
+        self._absent.move_to_end(key)
 
     def _end_probes(self) -> None:
         """Report the probes that are answered or past their deadlines."""

@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 
 from jaxkv import DeviceBlockPool, OffloadConfig
-from jaxkv.scheduling.protocol import SchedulerOutput, TierMoves, TierProbe, TierReport
+from jaxkv.scheduling.protocol import (
+    SchedulerOutput,
+    TierBatch,
+    TierMoves,
+    TierProbe,
+    TierReport,
+)
 from jaxkv.scheduling.storage_worker import StorageWorker
 from jaxkv.transfer.storage import LocalStore, MemoryStore, ObjectFormat, StorageIO
 from jaxkv.transfer.storage.run_search import RunSearch
@@ -329,6 +335,18 @@ def test_what_was_not_there_is_not_asked_for_again_for_half_a_second(store):
     assert store.oks(run) == [1]
     store.now_s += 0.03
     assert store.oks(run) == [3]
+
+
+def test_a_refused_block_is_not_asked_for_again_for_half_a_second(store):
+    """Its deletion may take a while, and nothing deletes what others have written."""
+    run = make_keys(1, 2)
+    store.inner.put([(store.objects.name(key), [b"others' bytes"]) for key in run])
+    store.worker.start(TierMoves(fetches=(TierBatch(0, tuple(run), (0, 1), (0, 1)),)))
+    assert store.reports() == (TierReport(fetched=((0, (False, False)),)),)
+    assert store.oks(run) == [0]
+    assert store.num_requests == 0
+    store.now_s += 0.51
+    assert store.oks(run) == [2]
 
 
 def test_a_late_answer_keeps_nobody_waiting_and_is_found_by_the_next(store):
