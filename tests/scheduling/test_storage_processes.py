@@ -16,7 +16,7 @@ def run_case(folder, num_processes, store, seed, num_steps):
     """Run an engine twice on a store; return what each of its processes reports."""
     arguments = str(seed), str(num_steps), str(store)
     case = "tests.scheduling.storage_cases"
-    said = run(folder, num_processes, case, *arguments, timeout_s=500)
+    said = run(folder, num_processes, case, *arguments, max_cpu_s=1000.0)
     return [json.loads(text.splitlines()[-1]) for text in said]
 
 

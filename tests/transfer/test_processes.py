@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.rigs.waiting import Patience, wait_for
 from tests.transfer.process_cases import SPECS
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 120
+TIMEOUT_S = 120  # Of what the processes wait for from one another.
+MAX_CPU_S = 300.0
 LONG = pytest.mark.long
 
 
@@ -31,12 +33,12 @@ def run(
     *arguments,
     lost=(),
     ends=(0,),
-    timeout_s=TIMEOUT_S,
+    max_cpu_s=MAX_CPU_S,
 ):
     """Run the processes of a module; return what each has printed.
 
     The `lost` ones are not waited for, and may exit in any way; the others exit with
-    one of the statuses `ends`.
+    one of the statuses `ends`, and are waited for as `Patience` says.
     """
     address = f"127.0.0.1:{free_port()}"
     environ = {**os.environ, "JAX_PLATFORMS": "cpu"}
@@ -57,11 +59,11 @@ def run(
                     )
                 )
         awaited = [child for n, child in enumerate(children) if n not in lost]
-        end_s = time.monotonic() + timeout_s
+        patience = Patience([child.pid for child in awaited], max_cpu_s)
         while any(child.poll() is None for child in awaited):
             # One that has failed leaves the others waiting for it.
             failed = any(child.poll() not in (None, *ends) for child in awaited)
-            if failed or time.monotonic() > end_s:
+            if failed or patience.is_over:
                 break
             time.sleep(0.05)
     finally:
@@ -99,6 +101,22 @@ def test_processes_report_alike_until_they_plan_differently_and_say_in_which_ste
     check_digests(said)
     for number, text in enumerate(said):
         assert f"in step 5 processes [{1 - number}] planned other transfers" in text
+
+
+@pytest.mark.parametrize(
+    ("code", "max_cpu_s"),
+    [("while True: pass", 0.2), ("import time; time.sleep(600)", 300.0)],
+)
+def test_processes_that_spin_or_hang_are_not_waited_for(monkeypatch, code, max_cpu_s):
+    monkeypatch.setattr(Patience, "IDLE_S", 0.5)
+    monkeypatch.setattr(Patience, "MIN_CPU_S", 0.1)
+    with subprocess.Popen([sys.executable, "-c", code]) as child:
+        try:
+            patience = Patience([child.pid], max_cpu_s)
+            wait_for(lambda: patience.is_over)
+            assert child.poll() is None
+        finally:
+            child.kill()
 
 
 @LONG
