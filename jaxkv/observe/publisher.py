@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from jaxkv._util import Resource, shown
+from jaxkv._util.outage import OutageLog
 from jaxkv.observe.catalog import BlockCatalog
 from jaxkv.observe.describe import count_unknown, describe, describe_all
 from jaxkv.observe.kv_events import KVEvent, KVEventBatch, encode_batch
@@ -22,6 +25,10 @@ END_OF_REPLAY = (-1).to_bytes(SEQ_BYTES, "big", signed=True)
 
 # Larger than any replay request, which is a number.
 _MAX_REQUEST_BYTES = 1024
+_MAX_WAIT_MS = 1000  # Until the thread looks by itself, should no bell have rung.
+_RETRY_S = 0.1
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,15 +157,26 @@ class EventPublisher(Resource):
 
         # A separate context: destroying it closes only these sockets.
         self._context = zmq.Context()
-        try:
-            self._open(hwm, buffer_steps, connect)
-        except BaseException:
-            self._context.destroy(linger=0)
-            raise
         self._thread = threading.Thread(
             target=self._run, name="jaxkv-events", daemon=True
         )
-        self._thread.start()
+        try:
+            self._open(hwm, buffer_steps, connect)
+            self._outage = OutageLog(
+                _log,
+                f"events are not published to {self.endpoint}",
+                f"events are published to {self.endpoint}",
+            )
+            self._thread.start()
+        except BaseException as error:
+            self._context.destroy(linger=0)
+            if isinstance(error, zmq.ZMQError | RuntimeError):
+                raise OSError(
+                    getattr(error, "errno", errno.EAGAIN),
+                    f"endpoint={shown(self.endpoint)} cannot be opened ({error}); free "
+                    "files or threads, or raise their limits",
+                ) from error
+            raise
 
     def publish(self, events: Iterable[OffloadingEvent]) -> None:
         """Queue the events of `take_events`, from one or more tiers, as one batch.
@@ -256,35 +274,53 @@ class EventPublisher(Resource):
     def _ring(self) -> None:
         """Wake the thread, unless it is about to check; with the lock held."""
         if not self._is_ringing:
-            self._is_ringing = True
-            self._bell.send(b"")
+            try:
+                self._bell.send(b"")
+            except zmq.ZMQError as error:
+                self._outage.begin(error)
+            else:
+                self._is_ringing = True
 
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._heard, zmq.POLLIN)
         if self._replay is not None:
             poller.register(self._replay, zmq.POLLIN)
-        while True:
-            ready = dict(poller.poll())
-            if self._heard in ready:
-                self._heard.recv()
-            with self._lock:
-                self._is_ringing &= self._heard not in ready
-                num_queued, is_last = len(self._queue), self._is_closed
-            # Always, so that a replay has every batch queued before its request.
-            for _ in range(num_queued):
-                self._send(*self._queue.popleft())
-            if is_last:
-                return
-            if self._replay is not None and self._replay in ready:
-                self._answer(self._replay)
+        is_last = False
+        while not is_last:
+            try:
+                is_last = self._serve(dict(poller.poll(_MAX_WAIT_MS)))
+            except zmq.ZMQError as error:
+                self._outage.begin(error)
+                time.sleep(_RETRY_S)
+
+    def _serve(self, ready: dict[object, int]) -> bool:
+        """Send what is queued, and answer a request; return whether that was all."""
+        if self._heard in ready:
+            self._heard.recv()
+        with self._lock:
+            self._is_ringing &= self._heard not in ready
+            num_queued, is_last = len(self._queue), self._is_closed
+        # Always, so that a replay has every batch queued before its request.
+        for _ in range(num_queued):
+            self._send(*self._queue.popleft())
+        if self._replay is not None and self._replay in ready and not is_last:
+            self._answer(self._replay)
+        return is_last
 
     def _send(self, seq: int, batch: KVEventBatch) -> None:
         number = seq.to_bytes(SEQ_BYTES, "big")
         payload = encode_batch(batch, array_like=self._array_like)
-        self._pub.send_multipart((self._topic, number, payload))
         self._buffer.append((number, payload))
-        self._num_published += 1
+        try:
+            self._pub.send_multipart((self._topic, number, payload))
+        except zmq.ZMQError as error:
+            self._outage.begin(error)
+            with self._lock:
+                self._is_short = True
+        else:
+            self._num_published += 1
+            self._outage.end()
 
     def _answer(self, replay: zmq.Socket[bytes]) -> None:
         """Answer a replay request: ``(client, b"", sequence number)``."""

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv._util import read_file, shown
+from jaxkv._util.outage import OutageLog
 from jaxkv.policies import reuse
 from jaxkv.policies.hazard import NUM_CLASSES
 from jaxkv.policies.reuse import MOST, NUM_BINS, UNIT, ReuseTable
@@ -60,7 +61,10 @@ class PolicyStateFile:
         }
         self.learned = learned
         self._next_ms: int | None = None
-        self._has_failed = False
+        name = f"policy_state={shown(self._path)}"
+        self._outage = OutageLog(
+            _LOG, f"{name} cannot be written", f"{name} is written"
+        )
 
     def read(self) -> ReuseTable | None:
         """Read what was learned before; None if there is no file yet.
@@ -73,6 +77,9 @@ class PolicyStateFile:
             content = read_file(self._path, _MOST_BYTES)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            why = f"policy_state={shown(self._path)} cannot be read ({error.strerror})"
+            raise OSError(error.errno, f"{why}; name another file") from None
         if content is None:
             raise self._error("is not a plain file")
         try:
@@ -113,19 +120,15 @@ class PolicyStateFile:
             fd = os.open(draft, is_new, 0o600)
             try:
                 with os.fdopen(fd, "w", encoding="ascii") as file:
-                    json.dump(self._facts | counts, file)
+                    file.write(json.dumps(self._facts | counts))
                 os.replace(draft, self._path)
             except BaseException:
                 os.unlink(draft)
                 raise
         except OSError as error:
-            if not self._has_failed:
-                _LOG.warning(
-                    "policy_state=%s cannot be written: %s. This is said once.",
-                    shown(self._path),
-                    error,
-                )
-            self._has_failed = True
+            self._outage.begin(error)
+        else:
+            self._outage.end()
 
     def _error(self, why: str) -> ValueError:
         return ValueError(

@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, SupportsIndex
 
 from jaxkv._util import Resource, check_whole, parse_bytes, read_file, shown
+from jaxkv._util.outage import OutageLog
 from jaxkv.keys.keyed import SECRET_BYTES, hash_keys
 from jaxkv.keys.packed import pack
 from jaxkv.scheduling.trace_file import TraceFile
@@ -303,7 +304,11 @@ class _Writer:
         self._is_closed = False
         # Of the thread alone: what the file does not say yet that it lacks.
         self._num_unsaid = 0
-        self._has_warned = False
+        self._outage = OutageLog(
+            _log,
+            f"requests are not recorded to {path}",
+            f"requests are recorded to {path}",
+        )
 
     def start(self, facts: dict[str, str | int]) -> None:
         """Start the thread, now that it is known what the files begin with.
@@ -311,10 +316,22 @@ class _Writer:
         Not with the first request, whose step would wait for it.
         """
         self.facts = facts
-        self._thread = threading.Thread(
-            target=self._run, name="jaxkv record", daemon=True
-        )
-        self._thread.start()
+        self._has_thread()
+
+    def _has_thread(self) -> bool:
+        """Start the thread, unless it runs; the next call tries again."""
+        with self._changed:
+            if self._thread is None and self.facts:
+                thread = threading.Thread(
+                    target=self._run, name="jaxkv record", daemon=True
+                )
+                try:
+                    thread.start()
+                except RuntimeError as error:  # Such as at the limit of a container.
+                    self._outage.begin(error)
+                else:
+                    self._thread = thread
+            return self._thread is not None
 
     def put(self, request: _Request, *, is_last: bool = False) -> None:
         """Hand a request over; it is dropped if the thread cannot keep up.
@@ -342,10 +359,11 @@ class _Writer:
             self._hurries |= 2 * self._num_blocks > _MOST_QUEUED_BLOCKS
             if self._hurries or len(self._queue) == 1:
                 self._changed.notify_all()
+        self._has_thread()
 
     def flush(self) -> None:
         """Wait until all that was put has been written or dropped."""
-        if os.getpid() != self._pid or self._thread is None:
+        if os.getpid() != self._pid or not self._has_thread():
             return
         with self._changed:
             num_put = self._num_put
@@ -361,24 +379,31 @@ class _Writer:
             self._is_closed = True
             self._changed.notify_all()
         if self._thread is None:
-            self._file.close()
+            self._end()
         elif self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_TIMEOUT_S)
             if self._thread.is_alive():
                 _log.warning("%s: the disk is too slow to close it.", self._path)
 
     def _run(self) -> None:
-        is_closed = False
-        while not is_closed:
+        while not self._is_closed:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._is_closed)
                 self._changed.wait_for(
                     lambda: self._hurries or self._is_closed, _WRITE_EVERY_S
                 )
                 self._hurries = False
-                is_closed = self._is_closed
             self._write_queue()
-        self._file.close()
+        self._end()
+
+    def _end(self) -> None:
+        """Write what is left, and close the file."""
+        if self.facts:
+            self._write_queue()
+        try:
+            self._file.close()
+        except OSError as error:
+            self._outage.begin(error.strerror)
 
     def _write_queue(self) -> None:
         """Write what there is now."""
@@ -428,18 +453,12 @@ class _Writer:
         else:
             self.num_written += len(texts)
             self._num_unsaid = 0
+            self._outage.end()
 
     def _drop(self, num: int, why: str) -> None:
         self.num_dropped += num
         self._num_unsaid += num
-        if not self._has_warned:
-            self._has_warned = True
-            _log.warning(
-                "requests are not recorded to %s (%s); how many, TraceRecorder.stats "
-                "says. This is not said again.",
-                self._path,
-                why,
-            )
+        self._outage.begin(why)
 
     def _header(self, num_before: int) -> bytes:
         key_id = hashlib.blake2b(

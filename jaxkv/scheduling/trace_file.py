@@ -76,6 +76,8 @@ class TraceFile:
             OSError: They could not be written, or are too many for a file.
         """
         if self._fd < 0:
+            # The last file could not be closed, moved away or followed by another.
+            self._move_old_away()
             self._begin()
         piece = self._pack(data)
         head = self._pack(self._header(self._num_begun))
@@ -92,8 +94,8 @@ class TraceFile:
     def close(self) -> None:
         """Close the file, which lets others have it."""
         if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+            fd, self._fd = self._fd, -1  # Closed even if that fails.
+            os.close(fd)
 
     def _pack(self, data: bytes) -> bytes:
         return gzip.compress(data, _LEVEL, mtime=0) if self._is_zipped else data
@@ -104,12 +106,20 @@ class TraceFile:
             while done < len(piece):
                 done += os.write(self._fd, piece[done:])
         except OSError:
-            os.ftruncate(self._fd, self._num_bytes)
-            os.lseek(self._fd, self._num_bytes, os.SEEK_SET)
+            self._take_back()
             raise
         if not self._num_bytes:
             self._num_begun += 1
         self._num_bytes += done
+
+    def _take_back(self) -> None:
+        """Cut the file behind its last whole line; if that fails, leave the file."""
+        try:
+            os.ftruncate(self._fd, self._num_bytes)
+            os.lseek(self._fd, self._num_bytes, os.SEEK_SET)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.close()
 
     def _begin(self) -> None:
         """Begin a file that is not there yet."""
@@ -148,7 +158,8 @@ class TraceFile:
             with contextlib.suppress(FileNotFoundError):
                 os.replace(newer, older)
         if self._max_files == 1:
-            os.unlink(self.path)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
 
 
 def _lock(fd: int) -> None:

@@ -1,7 +1,9 @@
 """Publishers and subscribers over real sockets."""
 
 import contextlib
+import errno
 import itertools
+import logging
 import socket
 import struct
 import subprocess
@@ -21,6 +23,7 @@ from jaxkv.observe.subscriber import EventSubscriber
 from jaxkv.search.groups import FullAttention, SlidingWindow
 from jaxkv.tiers.base import DEVICE_MEDIUM, HOST_MEDIUM, OffloadingEvent
 from tests.rigs.listening import DECODER, WAIT_MS, Listener, Picture
+from tests.rigs.servers import free_port
 from tests.rigs.waiting import wait_for
 
 ANY = "tcp://127.0.0.1:*"
@@ -195,6 +198,56 @@ def test_after_a_drop_the_next_batch_lists_all_blocks(monkeypatch):
 
 
 # Addresses, start and close.
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (zmq.Socket, "send_multipart"),
+        (zmq.Socket, "send"),
+        (zmq.Socket, "recv"),
+        (zmq.Poller, "poll"),
+    ],
+)
+def test_a_call_of_the_thread_that_fails_once_costs_no_event(
+    monkeypatch, caplog, owner, name
+):
+    call, failing = getattr(owner, name), []
+
+    def fail_once(*args, **named):
+        if failing:
+            raise zmq.ZMQError(failing.pop())
+        return call(*args, **named)
+
+    with (
+        caplog.at_level(logging.INFO, "jaxkv"),
+        EventPublisher(ANY) as publisher,
+        Listener(publisher.endpoint) as listener,
+    ):
+        listener.await_subscription(lambda: publisher.publish([removed()]))
+        monkeypatch.setattr(owner, name, fail_once)
+        chain = KeyChain(SPACE, record=publisher.catalog.record)
+        keys = chain.extend([1, 2, 3, 4])
+        failing.append(errno.ENOMEM)
+        publisher.publish([stored(keys[0])])
+        wait_for(lambda: not failing)
+        publisher.publish([stored(keys[1])])
+        picture = Picture()
+        while picture.held("CPU") != Counter(keys):
+            picture.learn(DECODER.decode(listener.hear()[2]))
+    assert [each.levelname for each in caplog.records] == ["WARNING", "INFO"]
+
+
+def test_a_publisher_without_a_thread_is_refused_and_leaves_nothing_open(monkeypatch):
+    def no_thread(thread):
+        raise RuntimeError("can't start new thread")
+
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(OSError, match=r"endpoint=.* \(can't start new thread\)"):
+        EventPublisher(endpoint)
+    monkeypatch.undo()
+    EventPublisher(endpoint).close()
 
 
 def test_ranks_have_different_ports_and_send_their_rank():

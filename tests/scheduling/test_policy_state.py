@@ -139,6 +139,23 @@ def test_a_disk_that_takes_nothing_is_a_line_in_the_log(tmp_path, caplog):
     assert "cannot be written" in line
 
 
+def test_a_disk_that_takes_it_again_is_a_line_in_the_log(tmp_path, caplog):
+    folder = tmp_path / "folder"
+    scheduler = make(str(folder / "file"))
+    with caplog.at_level(logging.INFO, "jaxkv"):
+        scheduler._policy_state.save()
+        folder.mkdir()
+        scheduler._policy_state.save()
+        scheduler._policy_state.save()
+    assert [each.levelname for each in caplog.records] == ["WARNING", "INFO"]
+    assert "file' is written again after 0 s." in caplog.messages[1]
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(OSError, match=r"policy_state='/.*' cannot be read \(Is a dir"):
+        make(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [

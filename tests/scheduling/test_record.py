@@ -2,6 +2,7 @@
 
 import contextlib
 import gzip
+import itertools
 import json
 import logging
 import os
@@ -467,6 +468,94 @@ def test_a_full_disk_costs_requests_and_no_more(path, monkeypatch, caplog):
     (warning,) = caplog.records
     assert warning.levelno == logging.WARNING
     assert "No space left on device" in warning.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("name", "failing", "max_files"),
+    [
+        *(("close", 0, 1), ("close", 0, 3), ("unlink", 0, 1), ("replace", 0, 3)),
+        *(("open", 0, 3), ("fstat", 0, 3), ("write", 2, 3)),
+    ],
+)
+def test_a_rotation_that_fails_once_costs_a_request_and_no_more(
+    path, monkeypatch, caplog, name, failing, max_files
+):
+    monkeypatch.setattr(record_module, "LEAST_MAX_BYTES", 1)
+    call, numbers = getattr(os, name), itertools.count()
+
+    def fail_once(*args, **named):
+        if name == "close":
+            call(*args)  # As Linux does before it fails.
+        if next(numbers) == failing:
+            raise OSError(5, "Input/output error")
+        return None if name == "close" else call(*args, **named)
+
+    with TraceRecorder(path, max_bytes=1000, max_files=max_files) as recorder:
+        recorder.describe(1)
+        monkeypatch.setattr(os, name, fail_once)
+        with caplog.at_level(logging.INFO, "jaxkv"):
+            for number in range(12):
+                recorder.begin(str(number), make_keys(*range(5)), number)
+                recorder.finish(str(number))
+                recorder.flush()
+        monkeypatch.setattr(os, name, call)
+    assert recorder.stats == RecordStats(11, 1)
+    assert requests_of(path)[-1]["in"] == 11
+    assert [each.levelname for each in caplog.records] == ["WARNING", "INFO"]
+
+
+def test_a_line_that_cannot_be_taken_back_is_left_behind(path, monkeypatch):
+    with TraceRecorder(path) as recorder:
+        recorder.describe(1)
+        for number in range(3):
+            if number == 1:
+                for name in ("write", "ftruncate"):
+                    monkeypatch.setattr(os, name, refuse)
+            recorder.begin(str(number), [], number)
+            recorder.finish(str(number))
+            recorder.flush()
+            monkeypatch.undo()
+    assert recorder.stats == RecordStats(2, 1)
+    assert [line.get("in") for line in requests_of(path)] == [None, 2]
+    assert [line["in"] for line in requests_of(path.with_name(f"{path.name}.1"))] == [0]
+
+
+def refuse(*_):
+    raise OSError(5, "Input/output error")
+
+
+def test_a_thread_that_cannot_be_started_once_costs_no_request(
+    path, monkeypatch, caplog
+):
+    def no_thread(thread):
+        raise RuntimeError("can't start new thread")
+
+    with caplog.at_level(logging.INFO, "jaxkv"):
+        recorder = TraceRecorder(path)
+        monkeypatch.setattr(threading.Thread, "start", no_thread)
+        rig = Rig(recorder=recorder)  # Nor does the engine fail.
+        rig.run(make_request("a", 1))
+        recorder.flush()
+        assert recorder.stats == RecordStats()
+        monkeypatch.undo()
+        rig.run(make_request("b", 1, 2))
+        recorder.close()
+    assert recorder.stats == RecordStats(2, 0)
+    assert len(requests_of(path)) == 2
+    warning, info = caplog.messages
+    assert warning == f"requests are not recorded to {path} (can't start new thread)."
+    assert info.startswith(f"requests are recorded to {path} again after ")
+
+
+def test_without_any_thread_a_recorder_writes_when_it_is_closed(path, monkeypatch):
+    def no_thread(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with TraceRecorder(path) as recorder:
+        Rig(recorder=recorder).run(make_request("a", 1))
+    assert recorder.stats == RecordStats(1, 0)
+    assert len(requests_of(path)) == 1
 
 
 def test_what_cannot_be_written_as_a_line_is_dropped(path, caplog):

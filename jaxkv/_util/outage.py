@@ -1,0 +1,51 @@
+"""The two lines that a log gets about something that fails for a while."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+_EVERY_S = 60.0  # Between two warnings, however often it fails.
+
+
+class OutageLog:
+    """Logs when something begins to fail, and when it works again.
+
+    An outage that begins within a minute of the last warning is not logged.
+
+    Args:
+        log: Where the lines go.
+        fails: What is wrong while it fails.
+        works: What is right again.
+        clock: Seconds since some moment.
+
+    Example:
+        >>> outage = OutageLog(logging.getLogger(), "x is not written", "x is written")
+        >>> outage.end()  # Nothing has failed.
+    """
+
+    def __init__(
+        self,
+        log: logging.Logger,
+        fails: str,
+        works: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._log, self._fails, self._works, self._clock = log, fails, works, clock
+        self._warned_s = float("-inf")
+        self._is_open = False  # It was warned of this outage.
+
+    def begin(self, why: object) -> None:
+        """Note a failure."""
+        now_s = self._clock()
+        if not self._is_open and now_s >= self._warned_s + _EVERY_S:
+            self._is_open, self._warned_s = True, now_s
+            self._log.warning("%s (%s).", self._fails, why)
+
+    def end(self) -> None:
+        """Note a success."""
+        if self._is_open:
+            self._is_open = False
+            after_s = self._clock() - self._warned_s
+            self._log.info("%s again after %.0f s.", self._works, after_s)
