@@ -1,0 +1,185 @@
+"""Each call to the system fails once, and costs an engine a computation at most."""
+
+import errno
+import itertools
+import os
+import shutil
+import threading
+
+import pytest
+
+from jaxkv.scheduling import trace_file
+from jaxkv.transfer.storage import StoreError, local, storage_io, workers
+from tests.campaign.sweep import (
+    EventsLife,
+    PolicyStateLife,
+    RecordLife,
+    StoreLife,
+    sweep,
+)
+from tests.rigs.failing_calls import HANGS, NO_THREAD, SHORT, FailingCalls
+
+
+@pytest.fixture
+def calls(tmp_path):
+    with FailingCalls(tmp_path).installed() as calls:
+        yield calls
+        calls.let_go()
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Paths of folders that are not there yet."""
+    return map(tmp_path.joinpath, map(str, itertools.count()))
+
+
+def check(num_lives, num_failed, complaints):
+    assert not complaints, "\n".join(complaints[:5])
+    assert num_failed > 0.7 * num_lives
+    return num_lives
+
+
+def live_with_a_folder(calls, folders, begins):
+    """Return what lives with an empty folder, or with one that an engine has filled."""
+    filled = next(folders)
+
+    def count(folder):
+        return len(list(folder.rglob("*.0")))
+
+    if not begins:
+        StoreLife(calls, None, str(filled), lambda: count(filled)).begin()
+
+    def live(fault):
+        folder = next(folders)
+        if not begins:
+            shutil.copytree(filled, folder)
+        life = StoreLife(calls, fault, str(folder), lambda: count(folder))
+        life.begin() if begins else life.go_on()
+        shutil.rmtree(folder)
+        return life
+
+    return live
+
+
+of_folders = pytest.mark.parametrize("begins", [True, False], ids=["empty", "filled"])
+
+
+@of_folders
+def test_a_call_about_a_folder_that_fails_once_costs_a_computation_at_most(
+    calls, folders, begins
+):
+    live = live_with_a_folder(calls, folders, begins)
+    assert check(*sweep(live)) > 80
+
+
+@of_folders
+@pytest.mark.long
+def test_a_call_about_a_folder_may_fail_in_any_way(calls, folders, begins):
+    live = live_with_a_folder(calls, folders, begins)
+    check(*sweep(live, all_errors=True))
+
+
+@of_folders
+@pytest.mark.long
+def test_a_call_about_a_folder_that_hangs_keeps_nobody_waiting(calls, folders, begins):
+    live = live_with_a_folder(calls, folders, begins)
+    check(*sweep(live, HANGS))
+
+
+def record_life(calls, folders, name, max_files):
+    def live(fault):
+        folder = next(folders)
+        folder.mkdir()
+        life = RecordLife(calls, fault, folder, name, max_files)
+        life.begin()
+        return life
+
+    return live
+
+
+@pytest.mark.parametrize(
+    ("name", "max_files"),
+    [
+        ("requests.jsonl", 3),
+        pytest.param("requests.jsonl", 1, marks=pytest.mark.long),
+        pytest.param("requests.jsonl.gz", 3, marks=pytest.mark.long),
+    ],
+)
+def test_a_call_of_a_recording_that_fails_once_costs_a_request_at_most(
+    calls, folders, name, max_files
+):
+    live = record_life(calls, folders, name, max_files)
+    assert check(*sweep(live, all_errors=True)) > 80
+
+
+def test_a_call_about_a_policy_state_that_fails_once_costs_a_save_at_most(
+    calls, folders
+):
+    def live(fault):
+        folder = next(folders)
+        folder.mkdir()
+        life = PolicyStateLife(calls, fault, folder)
+        life.begin()
+        return life
+
+    assert check(*sweep(live)) > 20
+
+
+@pytest.mark.parametrize("has_replay", [True, False])
+@pytest.mark.long
+def test_a_call_of_a_publisher_that_fails_once_costs_no_event(
+    calls, tmp_path, has_replay
+):
+    def live(fault):
+        life = EventsLife(calls, fault, tmp_path, has_replay)
+        life.begin()
+        return life
+
+    check(*sweep(live, all_errors=True))
+
+
+# What the sweep would find.
+
+
+def test_it_finds_a_partial_write_that_is_taken_for_a_whole_one(
+    calls, folders, monkeypatch
+):
+    monkeypatch.setattr(local, "_write_all", lambda file, blob: os.writev(file, blob))
+    live = live_with_a_folder(calls, folders, begins=True)
+    _, _, complaints = sweep(live, {"writev": (SHORT,)})
+    assert any("objects that are not right (torn)" in each for each in complaints)
+
+
+def test_it_finds_a_thread_that_is_booked_as_started(calls, folders, monkeypatch):
+    start = workers.start_thread
+
+    def start_thread(name, *what):
+        try:
+            return start(name, *what)
+        except StoreError:
+            return threading.Thread()
+
+    for module in (workers, storage_io):
+        monkeypatch.setattr(module, "start_thread", start_thread)
+    monkeypatch.setattr("tests.campaign.sweep.MAX_WAIT_S", 0.3)
+    live = live_with_a_folder(calls, folders, begins=True)
+    _, _, complaints = sweep(live, {"thread": (NO_THREAD,)})
+    assert any("StuckError: a listing" in each for each in complaints)
+
+
+def test_it_finds_an_error_that_is_taken_for_no(calls, folders, monkeypatch):
+    monkeypatch.setattr(local, "_exists", os.path.exists)
+    live = live_with_a_folder(calls, folders, begins=True)
+    _, _, complaints = sweep(live, {"stat": (errno.EIO,)})
+    assert any("Workers.submit" in each for each in complaints)
+
+
+def test_it_finds_a_rotation_that_is_booked_as_done(calls, folders, monkeypatch):
+    move = trace_file.TraceFile._move_old_away
+    monkeypatch.setattr(
+        *(trace_file.TraceFile, "_move_old_away"),
+        lambda file: None if file._num_begun else move(file),
+    )
+    live = record_life(calls, folders, "requests.jsonl", 3)
+    _, _, complaints = sweep(live, {"replace": (errno.EIO,)})
+    assert any("_rotate" in each for each in complaints)
