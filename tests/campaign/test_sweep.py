@@ -5,6 +5,7 @@ import itertools
 import os
 import shutil
 import threading
+import urllib.parse
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.campaign.sweep import (
     sweep,
 )
 from tests.rigs.failing_calls import HANGS, NO_THREAD, SHORT, FailingCalls
+from tests.rigs.servers import redis_server
 
 
 @pytest.fixture
@@ -136,6 +138,35 @@ def test_a_call_of_a_publisher_that_fails_once_costs_no_event(
         return life
 
     check(*sweep(live, all_errors=True))
+
+
+@pytest.mark.parametrize("num_times", [1, 2])
+@of_folders
+@pytest.mark.long
+def test_a_call_to_redis_that_fails_costs_a_computation_at_most(
+    tmp_path, begins, num_times
+):
+    redis = pytest.importorskip("redis")
+    with redis_server(tmp_path) as (url, _):
+        client = redis.Redis.from_url(url)
+
+        def count():
+            return len(client.keys("*.0"))
+
+        def live(fault):
+            client.flushall()
+            if not begins:
+                StoreLife(calls, None, url, count).begin()
+            life = StoreLife(calls, fault, url, count)
+            life.begin() if begins else life.go_on()
+            num_said.append(len(life.log.warnings))
+            return life
+
+        num_said = []
+        port = urllib.parse.urlsplit(url).port
+        with FailingCalls(tmp_path, port, num_times).installed() as calls:
+            check(*sweep(live, all_errors=True))
+        assert sum(num_said) > 0.5 * (num_times - 1) * len(num_said)
 
 
 # What the sweep would find.

@@ -18,6 +18,7 @@ import pathlib
 import socket
 import sys
 import threading
+import weakref
 from typing import NamedTuple
 from unittest import mock
 
@@ -149,6 +150,7 @@ class FailingCalls:
     Args:
         folder: Calls about files below it count.
         port: Calls about connections to this port of any host count, too.
+        num_times: How many calls fail, one after the other in one place.
 
     Attributes:
         counts: How many calls there were while armed, by call and place.
@@ -156,11 +158,13 @@ class FailingCalls:
         is_hanging: Whether the call has not returned.
     """
 
-    def __init__(self, folder, port=None):
+    def __init__(self, folder, port=None, num_times=1):
         self._folder = os.path.realpath(folder)
+        self._num_times = num_times
         self._port = port
         self._lock = threading.Lock()
         self._files = set()
+        self._sockets = weakref.WeakSet()
         self._is_armed = False
         self._fault = None
         self._goes_on = threading.Event()
@@ -207,7 +211,9 @@ class FailingCalls:
             number = self.counts[call, place]
             self.counts[call, place] += 1
             fault = self._fault
-            if fault is None or fault[:3] != (call, place, number):
+            if fault is None or fault[:2] != (call, place):
+                return None
+            if not 0 <= number - fault.number < self._num_times:
                 return None
             self.has_failed = True
             return fault.error
@@ -336,8 +342,8 @@ class FailingCalls:
 
     def _connect(self, call):
         def wrapper(own, address):
-            own._is_failing = isinstance(address, tuple) and address[1] == self._port
-            if own._is_failing:
+            if isinstance(address, tuple) and address[1] == self._port:
+                self._sockets.add(own)
                 self._raise("connect", address)
             return call(own, address)
 
@@ -345,7 +351,7 @@ class FailingCalls:
 
     def _send(self, call):
         def wrapper(own, data, *args):
-            if getattr(own, "_is_failing", False):
+            if own in self._sockets:
                 error = self._fails("send")
                 if error is not None:
                     call(own, data[: len(data) // 2], *args)
@@ -356,7 +362,7 @@ class FailingCalls:
 
     def _recv(self, call):
         def wrapper(own, *args):
-            if getattr(own, "_is_failing", False):
+            if own in self._sockets:
                 error = self._fails("recv")
                 if error is not None:
                     self._break(own, error)
