@@ -6,6 +6,7 @@ restarted. One call of its life fails; then all must be as if nothing had.
 """
 
 import contextlib
+import errno
 import functools
 import gzip
 import hashlib
@@ -579,6 +580,8 @@ HARMLESS = {
     ("flock", "scheduling.trace_file._lock"),  # Some file systems have no locks.
 }
 
+# A subfolder that an engine must not read is others'.
+SKIPPED = ("transfer.storage.local._Listing.pages", errno.EACCES)
 RETRIED = ("connect", "send", "recv")  # By redis-py, once.
 
 
@@ -588,7 +591,12 @@ def complaint(life):
     wanted = {(1, 1)}
     if not life.has_failed or life.refusal is not None or fault.error == SHORT:
         wanted = {(0, 0)}
-    elif fault.error == HANG or fault[:2] in HARMLESS or fault.call in RETRIED:
+    elif (
+        fault.error == HANG
+        or fault[:2] in HARMLESS
+        or fault.call in RETRIED
+        or (fault.place, fault.error) == SKIPPED
+    ):
         wanted.add((0, 0))
     if tuple(map(len, lines)) in wanted:
         return None

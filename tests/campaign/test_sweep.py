@@ -48,14 +48,17 @@ def live_with_a_folder(calls, folders, begins):
     def count(folder):
         return len(list(folder.rglob("*.0")))
 
+    def url(folder):
+        return f"file://{folder}?mode=660"  # Which takes calls of its own.
+
     if not begins:
-        StoreLife(calls, None, str(filled), lambda: count(filled)).begin()
+        StoreLife(calls, None, url(filled), lambda: count(filled)).begin()
 
     def live(fault):
         folder = next(folders)
         if not begins:
             shutil.copytree(filled, folder)
-        life = StoreLife(calls, fault, str(folder), lambda: count(folder))
+        life = StoreLife(calls, fault, url(folder), lambda: count(folder))
         life.begin() if begins else life.go_on()
         shutil.rmtree(folder)
         return life

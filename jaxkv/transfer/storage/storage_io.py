@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import heapq
@@ -1152,8 +1151,11 @@ class StorageIO(Resource):
         A store that evicts what was not used for long evicts records first, unless they
         are read. Without the record of a large engine, a small one would delete blocks.
         """
-        with contextlib.suppress(StoreError):
+        try:
             wait_for(self._store.get(list(map(self.objects.bound_name, recorded)), 1))
+        except StoreError as error:
+            with self._lock:
+                self._note_error("list", error)
         has_owner = own.is_owners or any(each.is_owners for each in recorded)
         lost = (
             each
