@@ -14,6 +14,7 @@ from jaxkv.transfer.storage import StoreError, local, storage_io, workers
 from tests.campaign.sweep import (
     EventsLife,
     PolicyStateLife,
+    PrefixLife,
     RecordLife,
     StoreLife,
     sweep,
@@ -141,6 +142,19 @@ def test_a_call_of_a_publisher_that_fails_once_costs_no_event(
         return life
 
     check(*sweep(live, all_errors=True))
+
+
+@pytest.mark.long
+def test_a_call_of_a_prefix_store_that_fails_once_costs_a_computation_at_most(
+    calls, folders
+):
+    def live(fault):
+        life = PrefixLife(calls, fault, next(folders))
+        life.begin()
+        return life
+
+    live(None)  # It compiles.
+    check(*sweep(live))
 
 
 @pytest.mark.parametrize("num_times", [1, 2])

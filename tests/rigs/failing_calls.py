@@ -25,6 +25,7 @@ from unittest import mock
 import zmq
 
 import jaxkv
+from tests.rigs.waiting import wait_for
 
 _PACKAGE = str(pathlib.Path(jaxkv.__file__).parent) + os.sep
 _MAX_FRAMES = 40
@@ -197,8 +198,9 @@ class FailingCalls:
             self._goes_on.clear()
 
     def let_go(self):
-        """Let a call return that hangs."""
+        """Let a call return that hangs, and wait until it does."""
         self._goes_on.set()
+        wait_for(lambda: not self.is_hanging)
 
     def _fails(self, call):
         """Count a call; return the error that it must fail with, or None."""
