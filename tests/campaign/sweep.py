@@ -310,7 +310,7 @@ class Life:
             is_armed = self.fault is None or self.fault.error != HANG
             with self.calls.armed() if is_armed else contextlib.nullcontext():
                 return make()
-        except (StoreError, OSError) as error:
+        except (StoreError, OSError, RuntimeError) as error:
             if not self.has_failed:
                 raise
             self.refusal = str(error)
@@ -657,6 +657,7 @@ HARMLESS = {
     # Another thread does the work, or the caller itself.
     ("thread", "transfer.storage.workers.start_thread"),
     ("thread", "integrations.prefix_copier.TaskThread.run"),
+    ("thread", "integrations.prefix_copier.call_apart"),
     ("stat", "scheduling.record._read_secret"),
     ("lstat", "scheduling.trace_file.TraceFile.__init__"),
     ("lstat", "scheduling.policy_state.PolicyStateFile.__init__"),
