@@ -154,6 +154,9 @@ class TraceFile:
 
     def _rotate(self) -> None:
         names = [self.path, *(f"{self.path}.{n}" for n in range(1, self._max_files))]
+        # Up to the first free name: a rotation that failed halfway has left a gap.
+        free = (n for n, name in enumerate(names) if not os.path.lexists(name))
+        names = names[: next(free, len(names)) + 1]
         for older, newer in zip(names[:0:-1], names[-2::-1], strict=True):
             with contextlib.suppress(FileNotFoundError):
                 os.replace(newer, older)

@@ -660,6 +660,7 @@ HARMLESS = {
     ("thread", "integrations.prefix_copier.call_apart"),
     ("stat", "scheduling.record._read_secret"),
     ("lstat", "scheduling.trace_file.TraceFile.__init__"),
+    ("lstat", "scheduling.trace_file.TraceFile._rotate.<locals>.<genexpr>"),
     ("lstat", "scheduling.policy_state.PolicyStateFile.__init__"),
     ("flock", "scheduling.trace_file._lock"),  # Some file systems have no locks.
 }

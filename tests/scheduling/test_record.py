@@ -504,6 +504,28 @@ def test_a_rotation_that_fails_once_costs_a_request_and_no_more(
     assert [each.levelname for each in caplog.records] == ["WARNING", "INFO"]
 
 
+def test_a_rotation_that_fails_halfway_loses_no_older_file(path, monkeypatch):
+    replace = os.replace
+
+    def fail_once(source, target):
+        if source == str(path):
+            monkeypatch.undo()
+            raise OSError(5, "Input/output error")
+        replace(source, target)
+
+    for number in range(3):
+        path.with_name(f"{path.name}.{number}" if number else path.name).write_text(
+            f"file {number}\n"
+        )
+    monkeypatch.setattr(os, "replace", fail_once)
+    for _ in range(2):
+        with contextlib.suppress(OSError):
+            TraceRecorder(path, max_files=4).close()
+    names = [f"{path.name}.{number}" for number in range(1, 4)]
+    texts = [path.with_name(name).read_text() for name in names]
+    assert texts == ["file 0\n", "file 1\n", "file 2\n"]
+
+
 def test_a_line_that_cannot_be_taken_back_is_left_behind(path, monkeypatch):
     with TraceRecorder(path) as recorder:
         recorder.describe(1)
