@@ -201,6 +201,7 @@ ROWS = {
         f"device_native.{name}": of_pool(name)
         for name in ("touch", "free", "pin", "unpin", "evict")
     },
+    "device_native.add_pins": INNER,
     "device_native.note_copies": of_pool("note_copies", [0, 0]),
     "device_native.forget_copies": refuse_words,
     "device_native.next_free": clamps,

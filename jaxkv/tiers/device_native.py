@@ -163,7 +163,7 @@ def touch(tier: Any, block_ids: Any) -> Any:
         if block > NULL_BLOCK:
             if tier.ref_cnt[block] == 0:
                 _unqueue(tier, block)
-                tally(tier, block, -1)
+                _tally(tier, block, -1)
             tier.ref_cnt[block] += 1
     return -1
 
@@ -183,7 +183,7 @@ def free(tier: Any, block_ids: Any) -> Any:
             is_new = block > NULL_BLOCK and tier.newer[block] == NO_LINK
             if is_new and tier.ref_cnt[block] == 0:
                 _queue(tier, block)
-                tally(tier, block, 1)
+                _tally(tier, block, 1)
     return bad
 
 
@@ -223,16 +223,16 @@ def unpin(tier: Any, block_ids: Any, is_offer: bool) -> Any:
 def add_pins(tier: Any, block: int, num: int, is_offer: bool) -> None:
     """Pin a block, which may be held, once more or less."""
     if tier.ref_cnt[block] == 0:
-        tally(tier, block, -1)
+        _tally(tier, block, -1)
     tier.pins[block] += num
     if is_offer:
         tier.offers[block] += num
     if tier.ref_cnt[block] == 0:
-        tally(tier, block, 1)
+        _tally(tier, block, 1)
 
 
 @inlined
-def tally(tier: Any, block: int, num: int) -> None:
+def _tally(tier: Any, block: int, num: int) -> None:
     """Count a block that nobody holds as free or pending, once more or less."""
     if tier.pins[block] == 0:
         tier.num_free[()] += num

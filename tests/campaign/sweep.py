@@ -249,7 +249,8 @@ class Log(logging.Handler):
         self.records = []
 
     def emit(self, record):
-        if record.name != "jaxkv.observe.start":  # A line about each engine.
+        # A line about each engine, and one about an engine of before that is dropped.
+        if record.name not in ("jaxkv.observe.start", "jaxkv.scheduling.outlook"):
             self.records.append(record)
 
     @property

@@ -152,8 +152,9 @@ def test_a_disk_that_takes_it_again_is_a_line_in_the_log(tmp_path, caplog):
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    with pytest.raises(OSError, match=r"policy_state='/.*' cannot be read \(Is a dir"):
-        make(str(tmp_path))
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"policy_state='/.*' cannot be read \(Not a dir"):
+        make(str(tmp_path / "file" / "state"))
 
 
 @pytest.mark.parametrize(

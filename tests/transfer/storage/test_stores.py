@@ -671,7 +671,6 @@ def test_listings_of_redis_leave_no_connections(tmp_path):
             thread = threading.Thread(target=listed, args=(store, "f"))
             thread.start()
             thread.join()
-        gc.collect()
         with redis.Redis.from_url(url) as client:
             assert client.info("clients")["connected_clients"] <= 4
 
