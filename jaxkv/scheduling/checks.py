@@ -49,7 +49,7 @@ def checked_step(output: SchedulerOutput) -> tuple[Mapping[str, int], int]:
         TypeError: A field is missing or of another type, or a number is not whole.
         ValueError: A number is negative.
     """
-    if type(output) is not SchedulerOutput:
+    if not isinstance(output, SchedulerOutput):
         raise TypeError(f"output={shown(output)} must be a SchedulerOutput.")
     scheduled, preempted = output.num_scheduled_tokens, output.preempted_req_ids
     for name in "num_scheduled_tokens", "new_block_ids":
