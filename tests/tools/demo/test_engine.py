@@ -253,7 +253,7 @@ def test_preempted_requests_generate_the_right_tokens(
     documents = [random_tokens(i, 70) for i in range(3)]
     unborn, requests = 16, []
     for _ in range(5000):
-        while unborn and rng.random() < 0.2:
+        while unborn and rng.random() < 0.5:
             unborn -= 1
             prompt = rng.choice(documents)[: rng.randrange(1, 71)]
             prompt += random_tokens(unborn, rng.randrange(8))
