@@ -580,6 +580,9 @@ class OffloadScheduler:
     ) -> Explanation:
         """Say of each block of a request where it is or why not; nothing changes.
 
+        If keys were rewritten since the request last asked, its next look-up first
+        drops what it waits for below the host. The explanation does not foresee that.
+
         Args:
             request: A request, whether it is known or not.
             num_computed_tokens: Tokens found on the device, whole blocks; None to look

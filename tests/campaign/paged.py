@@ -355,6 +355,7 @@ class PagedEngine(Contract):
         held = [block for table in tables for block in reversed(table)]
         foretold = self.foretell(user, local)
         offer, takes_time = self.scheduler.get_num_new_matched_tokens(user, local)
+        user.is_rewritten = False
         if self.storage is not None and foretold == (None, False):
             foretold = None  # The host may have no room for what is to be fetched.
         if foretold is not None and foretold != (offer, takes_time):

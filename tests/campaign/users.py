@@ -37,6 +37,7 @@ class User:
         has_offer: Whether it has left an offer unanswered.
         num_cached: Blocks of each group that were made findable.
         new_blocks: Blocks that the scheduler has not been told of.
+        is_rewritten: Whether its tokens have changed since it last asked.
     """
 
     def __init__(self, request_id, groups, tokens, extras, max_tokens, weights, epoch):
@@ -50,6 +51,7 @@ class User:
         self.remote_prefill = not len(tokens) % 7
         self.num_computed_tokens = 0
         self.phase = "waiting"
+        self.is_rewritten = False
         self.has_offer = False
         self.digests = [truth.start(weights, extras)]
         self._namespaces = [
@@ -88,6 +90,7 @@ class User:
 
     def rewrite(self, num_kept, tokens):
         """Replace the tokens after the first `num_kept`, as a session that goes on."""
+        self.is_rewritten = True
         kept = self.tokens[:num_kept]
         self.tokens, self.digests = [], self.digests[:1]
         self._chains = self._new_chains()
