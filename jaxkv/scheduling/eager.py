@@ -209,11 +209,15 @@ class EagerStores:
             check, keys_of = self._keys.check_stores, self._keys.of
             return [(own, check(own.request), keys_of(own.request)) for own in late]
         except (TypeError, ValueError):  # The latter of arrays.
-            for progress in map(self._progress.get, names):
-                if progress is not None:
-                    self._keys.check_stores(progress.request)
-                    self._keys.checked(progress.request, is_admission=False)
+            self._check_all(names)
             raise
+
+    def _check_all(self, names: Iterable[str]) -> None:
+        """Raise a better error, if a request has an attribute of another type."""
+        for progress in map(self._progress.get, names):
+            if progress is not None:
+                self._keys.check_stores(progress.request)
+                self._keys.checked(progress.request, is_admission=False)
 
     def offer_step(self, pool: DeviceBlockPool, ready: Sequence[Ready]) -> None:
         """Offer what `find_ready` has just found."""

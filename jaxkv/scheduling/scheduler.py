@@ -523,8 +523,7 @@ class OffloadScheduler:
             found = plan(view, request, num_computed_tokens)
             name = request.request_id  # Only now known to be there.
             if self.below and self._is_rewritten(request):
-                for own in self.below:  # What it waited for, it does not want any more.
-                    own.forget(name)
+                self._forget_below(name)  # It waits for what it wanted before.
                 continue
             if found.queue is not None:
                 found.queue.queue(name)
@@ -990,6 +989,10 @@ class OffloadScheduler:
         before = self._asked.get(request.request_id)
         self._asked[request.request_id] = [KeyMark.of(own, len(own)) for own in keys]
         return before is not None and not all(map(KeyMark.is_in, before, keys))
+
+    def _forget_below(self, name: str) -> None:
+        for own in self.below:
+            own.forget(name)
 
     def _record(
         self,

@@ -31,10 +31,13 @@ FILES_OUTSIDE = {
     "key_sample.py": "chooses what shadows see",
     "outlook.py": "says what shadows have found",
     "speeds.py": "what that saves",
+    "checks.py": "refuses what an engine says wrongly",
 }
 
 # Functions of the other files that no order of events reaches, and why.
 FUNCTIONS_OUTSIDE = {
+    "eager.py EagerStores._check_all": "refuses what an engine says wrongly",
+    "eager.py EagerStores._follow": "a request of a world keeps its history",
     "eager.py EagerStores.finish_beside": "offers to shadows",
     "eager.py EagerStores._offer_beside": "offers to shadows",
     "eager.py EagerStores._passes": "offers to shadows",
@@ -42,12 +45,31 @@ FUNCTIONS_OUTSIDE = {
     "explain.py Explanation._rows": "text",
     "explain.py _span": "text",
     "protocol.py OffloadMetadata.digest": "compared between processes",
+    "protocol.py _listed": "takes arrays for lists",
+    **{
+        f"request_keys.py {name}": "refuses what an engine says wrongly"
+        for name in (
+            "keys_by_group",
+            "RequestKeys.check",
+            "RequestKeys.check_lookup",
+            "RequestKeys.check_stores",
+            "RequestKeys.checked",
+            "RequestKeys._check_lists",
+            "RequestKeys._check_number",
+            "RequestKeys._lacks",
+        )
+    },
+    "request_keys.py _Growing.updated": "a request of a world keeps its history",
     "rules.py _check_shadow": "refuses settings",
     "rules.py RuleSettings._contradictions": "refuses settings",
     "rules.py OffloadRules._contradictions": "refuses settings",
     "rules.py check_groups": "refuses settings",
     "rules.py check_victims": "refuses settings",
     "scheduler.py OffloadScheduler.__init__": "refuses settings",
+    "scheduler.py OffloadScheduler.bind_device_block_pool": "before any event",
+    "scheduler.py OffloadScheduler.note_rates": "takes rates of several tiers",
+    "scheduler.py OffloadScheduler._forget_below": "a request keeps its history",
+    "scheduler.py OffloadScheduler._record": "writes down a request for later",
     "scheduler.py OffloadScheduler.outlook": "says what shadows have found",
     "scheduler.py OffloadScheduler._make_shadows": "refuses settings",
     "scheduler.py OffloadScheduler._resume": "before any event",
