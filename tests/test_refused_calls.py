@@ -527,6 +527,18 @@ def test_a_plan_of_which_a_part_is_wrong_is_not_started_in_part():
         for field, values in wrong.items()
         for value in values
     ]
+    nothing = dict(copy_from_blocks=(), copy_to_blocks=())
+    no_load = dict(load_event=-1, load_device_blocks=(), load_host_blocks=())
+    no_store = dict(store_event=-1, store_device_blocks=(), store_host_blocks=())
+    alone = [
+        right | nothing | no_load | dict(store_host_blocks=(2, 8)),
+        right | nothing | no_store | dict(load_host_blocks=(0, 7)),
+        right | no_load | no_store | dict(copy_to_blocks=(8,)),
+    ]
+    cases += [
+        (f"alone, {fields}", worker.start, (OffloadMetadata(**fields), pool))
+        for fields in alone
+    ]
     plan = OffloadMetadata(**right)
     cases += [
         (f"meta={value!r}", worker.start, (value, pool)) for value in (None, 7, {})

@@ -254,7 +254,11 @@ class OffloadWorker:
             return pool
         self._step += 1
         if self._agreement is None:
-            return self._start(meta, pool)
+            try:
+                return self._start(meta, pool)
+            except (TypeError, ValueError):
+                self._step -= 1  # It was refused.
+                raise
         with self._agreement.watch(f"OffloadWorker.start in step {self._step}"):
             return self._start(meta, pool)
 
@@ -273,19 +277,21 @@ class OffloadWorker:
     def _check_moves(self, meta: OffloadMetadata, pool: PyTree) -> None:
         """Refuse a plan of which a part could not be started, before any of it is."""
         check_plan(meta)
-        has_store = meta.store_event != NO_EVENT
-        has_copies = bool(meta.copy_from_blocks or meta.copy_to_blocks)
-        has_loads = meta.load_event != NO_EVENT
-        if has_store + has_copies + has_loads < 2 and not self._num_pending["load"]:
-            return  # The engine refuses it before it has done anything else.
         engine, rows = self._engine, self._engine.blocks_per_host_block
-        if has_store:
-            device_blocks = _rows(meta.store_device_blocks, rows)
-            engine.check_save(device_blocks, meta.store_host_blocks)
-        if has_copies:
-            ids = meta.copy_from_blocks, meta.copy_to_blocks
-            copy_pairs(*ids, engine.num_device_blocks)
-        if has_loads:
+        # The engine itself refuses what comes first, if nothing is done before it.
+        is_shared = self._agreement is not None or self._check_plans
+        is_first = not (self._num_pending["load"] or is_shared)
+        if meta.store_event != NO_EVENT:
+            if not is_first:
+                device_blocks = _rows(meta.store_device_blocks, rows)
+                engine.check_save(device_blocks, meta.store_host_blocks)
+            is_first = False
+        if meta.copy_from_blocks or meta.copy_to_blocks:
+            if not is_first:
+                ids = meta.copy_from_blocks, meta.copy_to_blocks
+                copy_pairs(*ids, engine.num_device_blocks)
+            is_first = False
+        if meta.load_event != NO_EVENT and not is_first:
             device_blocks = _rows(meta.load_device_blocks, rows)
             _, sizes = _each_load(meta)
             engine.check_load(pool, meta.load_host_blocks, device_blocks, sizes)
