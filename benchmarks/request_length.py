@@ -1,7 +1,7 @@
 """Does a step that fills a block cost more for a longer request?
 
 Two requests decode, one ten times as long as the other, each in an engine of its own,
-and take turns block by block. It tells the processor time of `build_connector_meta` in
+and take turns block by block. It prints the processor time of `build_connector_meta` in
 the step that stores the block: medians, and the ratio of the longer request's to the
 shorter one's with its quartiles, for
 

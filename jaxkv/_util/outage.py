@@ -37,14 +37,14 @@ class OutageLog:
         self._is_open = False  # It was warned of this outage.
 
     def begin(self, why: object) -> None:
-        """Note a failure."""
+        """Record a failure; log it if it begins an outage."""
         now_s = self._clock()
         if not self._is_open and now_s >= self._warned_s + _EVERY_S:
             self._is_open, self._warned_s = True, now_s
             self._log.warning("%s (%s).", self._fails, why)
 
     def end(self) -> None:
-        """Note a success."""
+        """Record a success; log it if it ends an outage."""
         if self._is_open:
             self._is_open = False
             after_s = self._clock() - self._warned_s

@@ -4,8 +4,8 @@ What a request finds only in the lower tier is fetched to the upper one while th
 request waits; then it is a hit there like any other, and is held until the request has
 device blocks: others that wait with it would evict it, and it would be read again. No
 more is fetched than can be held. What no tier is known to have the lower one may be
-asked for first (a probe). What is worth keeping is written behind the
-upper tier's back. All end when every worker has reported them; nothing here waits.
+asked for first (a probe). Blocks worth keeping are written down in the background. All
+end when every worker has reported them; nothing here waits.
 """
 
 from __future__ import annotations

@@ -39,11 +39,11 @@ def check_count(
 
 
 def checked_step(output: SchedulerOutput) -> tuple[Mapping[str, int], int]:
-    """Check what an engine is about to compute, but for its block tables.
+    """Check what an engine is about to compute, except its block tables.
 
     Returns:
-        How many tokens of each request it computes, without those of which it computes
-        none; and how many in all.
+        How many tokens it computes per request, without requests that have none; and
+        how many in all.
 
     Raises:
         TypeError: A field is missing or of another type, or a number is not whole.

@@ -213,7 +213,7 @@ class EagerStores:
             raise
 
     def _check_all(self, names: Iterable[str]) -> None:
-        """Raise a better error, if a request has an attribute of another type."""
+        """Raise an error that names the attribute which has another type."""
         for progress in map(self._progress.get, names):
             if progress is not None:
                 self._keys.check_stores(progress.request)
