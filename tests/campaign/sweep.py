@@ -250,7 +250,7 @@ class Log(logging.Handler):
 
     def emit(self, record):
         # A line about each engine, and one about an engine of before that is dropped.
-        if record.name not in ("jaxkv.observe.start", "jaxkv.scheduling.outlook"):
+        if record.module not in ("start", "outlook"):
             self.records.append(record)
 
     @property
