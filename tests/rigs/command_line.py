@@ -13,13 +13,13 @@ LAUNCHER = [
 
 
 def run_command(line, /, **more):
-    """Run a command to its end; give what it wrote, as bytes."""
+    """Run a command to its end; its output is bytes."""
     return run_python(*LAUNCHER[2:], *line.split(), **more)
 
 
 def run_python(text, /, *words, **more):
-    """Run Python to its end; give what it wrote, as bytes."""
-    kept = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "timeout": 120}
-    return subprocess.run(
-        [sys.executable, "-c", text, *words], cwd=ROOT, check=False, **kept | more
-    )
+    """Run Python to its end; its output is bytes."""
+    options = {"capture_output": True, "timeout": 120, "cwd": ROOT, "check": False}
+    if "stdout" in more:
+        options |= {"capture_output": False, "stderr": subprocess.PIPE}
+    return subprocess.run([sys.executable, "-c", text, *words], **options | more)
