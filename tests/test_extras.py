@@ -1,7 +1,6 @@
 """What messages say to install is what pyproject.toml declares."""
 
 import importlib
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxkv._util.extras import EXTRAS, PLATFORMS, pip_install
+from tests.rigs.command_line import run_python
 
 ROOT = Path(__file__).parents[1]
 OF_DEVELOPERS = {"test", "dev", "docs", "mutants"}
@@ -31,35 +31,23 @@ def test_no_message_names_an_extra_to_pip():
         assert 'install "jaxkv[' not in path.read_text(), path
 
 
-@pytest.mark.parametrize(
-    ("missing", "module", "extra", "message"),
-    [
+def test_without_an_extra_the_error_says_how_to_install_it(monkeypatch):
+    for missing, module, extra, message in (
         ("zmq", "sockets", "events", "Events over the network need pyzmq"),
         ("msgspec", "kv_events", "events", "Events on the wire need msgspec"),
         ("prometheus_client", "metrics", "metrics", "jaxkv.observe.metrics needs prom"),
-    ],
-)
-def test_without_an_extra_the_error_says_how_to_install_it(
-    monkeypatch, missing, module, extra, message
-):
-    monkeypatch.setitem(sys.modules, missing, None)
-    monkeypatch.delitem(sys.modules, f"jaxkv.observe.{module}", raising=False)
-    with pytest.raises(ImportError, match=message) as raised:
-        importlib.import_module(f"jaxkv.observe.{module}")
-    assert pip_install(extra) in str(raised.value)
+    ):
+        with monkeypatch.context() as context:
+            context.setitem(sys.modules, missing, None)
+            context.delitem(sys.modules, f"jaxkv.observe.{module}", raising=False)
+            with pytest.raises(ImportError, match=message) as raised:
+                importlib.import_module(f"jaxkv.observe.{module}")
+        assert pip_install(extra) in str(raised.value)
 
 
 def test_the_library_imports_no_extra_of_the_events_and_metrics():
-    names = "{'zmq', 'msgspec', 'prometheus_client'}"
-    program = (
+    done = run_python(
         "import sys, jaxkv, jaxkv.tools.main, jaxkv.observe.catalog\n"
-        f"print({names} & set(sys.modules))"
+        "print({'zmq', 'msgspec', 'prometheus_client'} & set(sys.modules))"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.stdout == "set()\n", done.stderr
+    assert done.stdout == b"set()\n", done.stderr

@@ -9,51 +9,35 @@ from jaxkv import _util as units
 from jaxkv.tools import options
 
 
-@pytest.mark.parametrize(
-    ("size", "num_bytes"),
-    [
-        ("8GiB", 8 << 30),
-        (" 64mib ", 64 << 20),
-        ("1.5 KiB", 1536),
-        ("2GB", 2 * 10**9),
-        ("1TiB", 1 << 40),
-        ("7", 7),
-        ("1.9B", 1),
-        ("9007199254740993", 2**53 + 1),
-        ("0.000000001GB", 1),
-        (1, 1),
-        (1 << 70, 1 << 70),
-        (np.int64(5), 5),
-    ],
-)
-def test_a_size_in_bytes(size, num_bytes):
-    parsed = units.parse_bytes(size)
-    assert parsed == num_bytes
-    assert type(parsed) is int
+def test_a_size_in_bytes_is_read():
+    for size, num_bytes in (
+        *(("8GiB", 8 << 30), (" 64mib ", 64 << 20), ("1.5 KiB", 1536)),
+        *(("2GB", 2 * 10**9), ("3TB", 3 * 10**12), ("1TiB", 1 << 40), ("7", 7)),
+        *(("1.9B", 1), ("9007199254740993", 2**53 + 1), ("0.000000001GB", 1)),
+        *((1, 1), (1 << 70, 1 << 70), (np.int64(5), 5)),
+    ):
+        parsed = units.parse_bytes(size)
+        assert (parsed, type(parsed)) == (num_bytes, int), size
+        if isinstance(size, str):
+            assert options.parse_bytes(size) == num_bytes
 
 
-@pytest.mark.parametrize(
-    "size",
-    [
+def test_what_is_no_size_is_refused_by_name():
+    for size in (
         *("", "GiB", "-1", "+1", "1e9", "0", "0.5", "1 M", "1  MiB", "nan", "1GiB/s"),
         *("٣", "9" * 400, 0, -1, True, 1.0, None, b"1GiB"),
-    ],
-)
-def test_what_is_no_size_is_refused_by_name(size):
-    with pytest.raises(ValueError, match="must be a size such as 64MiB") as caught:
-        units.parse_bytes(size)
-    assert str(caught.value).startswith(units.shown(size))
+    ):
+        with pytest.raises(ValueError, match="must be a size such as 64MiB") as caught:
+            units.parse_bytes(size)
+        assert str(caught.value).startswith(units.shown(size))
+        if isinstance(size, str):
+            with pytest.raises(argparse.ArgumentTypeError, match="must be a size such"):
+                options.parse_bytes(size)
 
 
-def test_the_command_line_reads_and_refuses_the_same():
-    assert options.parse_bytes("8GiB") == units.parse_bytes("8GiB")
-    with pytest.raises(argparse.ArgumentTypeError, match="'8 parsecs' must be a size"):
-        options.parse_bytes("8 parsecs")
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [(0, "0.00 GiB"), (1 << 30, "1.00 GiB"), (10**12, "931.32 GiB")],
-)
-def test_bytes_for_messages(num_bytes, text):
-    assert units.gib(num_bytes) == text
+def test_bytes_are_shown_in_the_unit_of_their_size():
+    sizes = [(0, "0.00 GiB"), (1 << 30, "1.00 GiB"), (10**12, "931.32 GiB")]
+    assert [units.gib(num_bytes) for num_bytes, _ in sizes] == [x for _, x in sizes]
+    texts = {3 << 40: "3 TiB", 1 << 30: "1 GiB", 3 << 19: "1536 KiB"}
+    texts |= {3 << 9: "1536 bytes"}
+    assert {num: units.size_text(num) for num in texts} == texts

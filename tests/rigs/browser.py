@@ -19,13 +19,8 @@ import time
 import numpy as np
 
 VARIABLE = "JAXKV_TEST_BROWSER"
-NAMES = (
-    "chromium-headless-shell",
-    "chromium",
-    "chromium-browser",
-    "google-chrome",
-    "google-chrome-stable",
-)
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser")
+NAMES += ("google-chrome", "google-chrome-stable")
 CACHED = (
     "chromium_headless_shell-*/*/headless_shell",
     "chromium_headless_shell-*/*/chrome-headless-shell",
@@ -39,35 +34,25 @@ LAUNCH = (
 )
 # It waits for disks, GPUs and other machines as little as can be.
 FLAGS = (
-    "--headless",
-    "--remote-debugging-pipe",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--force-color-profile=srgb",
+    *("--headless", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu"),
+    *("--disable-dev-shm-usage", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--force-color-profile=srgb"),
     "--hide-scrollbars",
 )
 
 
 def find_browser():
-    """Find the program of a browser; None if there is none."""
-    given = os.environ.get(VARIABLE)
-    if given:
-        return given
+    """Return the program of a browser, or None."""
+    if program := os.environ.get(VARIABLE):
+        return program
     for name in NAMES:
-        found = shutil.which(name)
-        if found:
-            return found
-    cache = pathlib.Path(
-        os.environ.get("PLAYWRIGHT_BROWSERS_PATH", "~/.cache/ms-playwright")
-    ).expanduser()
+        if program := shutil.which(name):
+            return program
+    folder = os.environ.get("PLAYWRIGHT_BROWSERS_PATH", "~/.cache/ms-playwright")
+    cache = pathlib.Path(folder).expanduser()
     for pattern in CACHED:
-        for found in sorted(cache.glob(pattern)):
-            return str(found)
+        for program in sorted(cache.glob(pattern)):
+            return str(program)
     return None
 
 
@@ -141,6 +126,14 @@ class Browser:
         while not any(e.get("method") == "Page.loadEventFired" for e in self.events):
             assert time.monotonic() < deadline, "the page was not loaded"
             self.events.append(self._receive())
+
+    def requested_urls(self):
+        """Return what the page has requested since it was opened."""
+        return [
+            event["params"]["request"]["url"]
+            for event in self.events
+            if event["method"] == "Network.requestWillBeSent"
+        ]
 
     def resize(self, width, height=900):
         self.call(

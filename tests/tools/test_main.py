@@ -1,6 +1,5 @@
 """The command line: one-line errors and exit codes."""
 
-import argparse
 import dataclasses
 import importlib.util
 import json
@@ -10,7 +9,6 @@ import pytest
 
 from jaxkv._util.extras import pip_install
 from jaxkv.tools import main as cli
-from jaxkv.tools import options
 from jaxkv.tools.demo import run
 from jaxkv.tools.demo.records import (
     BandwidthRecord,
@@ -83,23 +81,23 @@ def test_a_port_that_is_taken_is_a_one_line_error_before_the_run(capsys, fake):
     )
 
 
-def test_without_a_command_it_prints_help(capsys):
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main([])
-    assert exit_info.value.code == 0
-    assert "demo " in capsys.readouterr().out
-
-
-def test_version_is_printed(capsys):
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main(["--version"])
-    assert exit_info.value.code == 0
-    assert capsys.readouterr().out.startswith("jaxkv 0.")
-
-
-def test_defaults_are_those_of_the_config(fake):
-    assert cli.main(["demo"]) == 0
-    assert fake == [DemoConfig()]
+def test_help_of_every_command_names_its_options_and_its_parts(capsys):
+    for words, expected in (
+        ("", "demo "),
+        ("--version", "jaxkv 0."),
+        ("--help", "doctor"),
+        ("bench --help", "compile"),
+        *(
+            (f"{name} --help", "--json")
+            for name in ("demo", "replay", "plan", "doctor")
+        ),
+        *((f"bench {name} --help", "--json") for name in ("transfer", "storage")),
+        ("bench compile --help", "--markdown"),
+    ):
+        with pytest.raises(SystemExit) as exit_info:
+            cli.main(words.split())
+        assert exit_info.value.code == 0
+        assert expected in capsys.readouterr().out, words
 
 
 def test_options_reach_the_run(fake, capsys, tmp_path):
@@ -113,12 +111,8 @@ def test_options_reach_the_run(fake, capsys, tmp_path):
     assert fake == [
         dataclasses.replace(
             DemoConfig(),
-            conversations=3,
-            turns=2,
-            document_tokens=500,
-            answer_tokens=4,
-            device_blocks=40,
-            host_bytes=3 << 19,
+            **{"conversations": 3, "turns": 2, "document_tokens": 500},
+            **{"answer_tokens": 4, "device_blocks": 40, "host_bytes": 3 << 19},
             seed=5,
         )
     ]
@@ -133,6 +127,9 @@ def test_options_reach_the_run(fake, capsys, tmp_path):
 
 
 def test_a_pool_that_holds_everything_is_pointed_out(fake, capsys):
+    assert cli.main(["demo"]) == 0
+    assert fake == [DemoConfig()]
+    capsys.readouterr()
     assert cli.main(["demo", "--conversations", "1"]) == 0
     assert "enough for all of it" in capsys.readouterr().out
 
@@ -145,35 +142,32 @@ def test_different_tokens_are_exit_1_with_the_report(monkeypatch, capsys):
     assert "The answers differ: conversation 0, turn 1, from token 1" in out
 
 
-def test_an_interrupt_is_one_line_and_exit_130(monkeypatch, capsys):
-    def interrupted(*_):
-        raise KeyboardInterrupt
+def test_an_error_of_the_run_is_one_line_and_a_bug_keeps_its_traceback(
+    monkeypatch, capsys
+):
+    errors = []
 
-    monkeypatch.setattr(run, "run_demo", interrupted)
-    assert cli.main(["demo"]) == 130
-    assert capsys.readouterr().err == "jaxkv demo: interrupted\n"
+    def run_demo(*_):
+        raise errors.pop()
 
-
-def test_a_bug_in_the_run_keeps_its_traceback(monkeypatch):
-    def broken(*_):
-        raise ValueError("a fault of ours")
-
-    monkeypatch.setattr(run, "run_demo", broken)
+    monkeypatch.setattr(run, "run_demo", run_demo)
+    full = "9.00 GiB of pinned host memory were asked for"
+    for error, code, message in (
+        (KeyboardInterrupt(), 130, "jaxkv demo: interrupted\n"),
+        (
+            MemoryError(full),
+            2,
+            f"ask for fewer --device-blocks or --host-bytes: {full}",
+        ),
+    ):
+        errors.append(error)
+        assert cli.main(["demo"]) == code
+        err = capsys.readouterr().err
+        assert message in err
+        assert err.count("\n") == 1
+    errors.append(ValueError("a fault of ours"))
     with pytest.raises(ValueError, match="a fault of ours"):
         cli.main(["demo"])
-
-
-def test_existing_files_are_kept_until_the_end(monkeypatch, tmp_path):
-    figures = tmp_path / "a.json"
-    figures.write_text("of last time")
-
-    def check(config, on_progress, on_engine, recorder):
-        assert figures.read_text() == "of last time"
-        return fake_run(config, on_progress)
-
-    monkeypatch.setattr(run, "run_demo", check)
-    assert cli.main(["demo", "--json", str(figures)]) == 0
-    assert json.loads(figures.read_text())
 
 
 def test_a_terminal_gets_a_bar(fake, capsys, monkeypatch):
@@ -183,38 +177,3 @@ def test_a_terminal_gets_a_bar(fake, capsys, monkeypatch):
     assert "measuring transfers" in err
     assert "━" in err
     assert "..." not in err
-
-
-@pytest.mark.parametrize(
-    ("text", "num_bytes"),
-    [
-        ("4096", 4096),
-        ("64MiB", 64 << 20),
-        ("1gib", 1 << 30),
-        ("1.5 KiB", 1536),
-        ("2GB", 2 * 10**9),
-        ("3TB", 3 * 10**12),
-        ("7B", 7),
-    ],
-)
-def test_sizes_are_parsed(text, num_bytes):
-    assert options.parse_bytes(text) == num_bytes
-
-
-@pytest.mark.parametrize(
-    "text", ["", "MiB", "-1", "1e9", "0.5", "1 M", "nan", "9" * 400]
-)
-def test_malformed_sizes_are_refused(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="must be a size such as"):
-        options.parse_bytes(text)
-
-
-def test_too_little_host_memory_for_the_demo_is_a_one_line_error(monkeypatch, capsys):
-    def too_much(*_):
-        raise MemoryError("9.00 GiB of pinned host memory were asked for")
-
-    monkeypatch.setattr(run, "run_demo", too_much)
-    assert cli.main(["demo"]) == 2
-    error = capsys.readouterr().err
-    assert "ask for fewer --device-blocks or --host-bytes: 9.00 GiB of" in error
-    assert "Traceback" not in error

@@ -2,8 +2,6 @@
 
 import dataclasses
 
-import pytest
-
 from jaxkv.tools.bench.compiled.bounds import KNOWN_BREAKS, bounds_of, broken_bounds
 from jaxkv.tools.bench.compiled.pools import default_pools
 from jaxkv.tools.bench.compiled.run import judge
@@ -19,106 +17,49 @@ def broken(changes, **of):
     return list(broken_bounds(program(**of), dataclasses.replace(GOOD, **changes)))
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
-@pytest.mark.parametrize("kind", ["gather", "write", "merge", "load", "copy"])
-def test_good_figures_break_nothing(target, kind):
-    kernel = "dma" if target.backend == "tpu" else "xla"
-    assert broken({"kernel": kernel}, target=target.name, kind=kind) == []
+def test_good_figures_break_nothing():
+    for target in TARGETS:
+        kernel = "dma" if target.backend == "tpu" else "xla"
+        for kind in ("gather", "write", "merge", "load", "copy"):
+            case = {"target": target.name, "kind": kind}
+            assert broken({"kernel": kernel}, **case) == [], case
 
 
-@pytest.mark.parametrize(
-    ("of", "within", "beyond", "line"),
-    [
-        pytest.param(
-            {},
-            {"accessed_bytes": 3 * MOVED},
-            {"accessed_bytes": 4 * MOVED},
-            "bytes 2.00x of the ideal, at most 1.5x",
-            id="bytes, asynchronous copies",
-        ),
-        pytest.param(
-            {},
-            {"kernel": "xla", "accessed_bytes": 8 * MOVED},
-            {"kernel": "xla", "accessed_bytes": 10 * MOVED},
-            "bytes 5.00x of the ideal, at most 4x",
-            id="bytes, XLA",
-        ),
-        pytest.param(
-            {},
-            {"temp_bytes": int(1.09 * MOVED)},
-            {"temp_bytes": 2 * MOVED},
-            "temp 2.00x of what is moved, at most 1.1x",
-            id="temp",
-        ),
-        pytest.param(
-            {"kind": "merge"},
-            {"temp_bytes": int(1.29 * MOVED)},
-            {"temp_bytes": int(1.5 * MOVED)},
-            "temp 1.50x of what is moved, at most 1.3x",
-            id="temp of a merge",
-        ),
-        pytest.param(
-            {"kind": "merge", "mode": "fused"},
-            {"temp_bytes": int(2.09 * MOVED)},
-            {"temp_bytes": int(2.5 * MOVED)},
-            "temp 2.50x of what is moved, at most 2.1x",
-            id="temp of a fused merge",
-        ),
-        pytest.param(
-            {"kind": "load", "mode": "fused"},
-            {"kernel": "xla", "accessed_bytes": 10 * MOVED},
-            {"kernel": "xla", "accessed_bytes": 12 * MOVED},
-            "bytes 6.00x of the ideal, at most 5x",
-            id="bytes of a fused load",
-        ),
-        pytest.param(
-            {"kind": "load"},
-            # The figure of the pool has the plan in it.
-            {"alias_bytes": POOL - 512},
-            {"alias_bytes": POOL // 2},
-            "alias 0.50 of the pool, not all of it",
-            id="alias",
-        ),
-        pytest.param(
-            {},
-            {"kernels": 4},
-            {"kernels": 5},
-            "5 kernels, at most 4",
-            id="kernels",
-        ),
-        pytest.param(
-            {"target": "h200"},
-            {"kernel": "xla", "kernels": 6},
-            {"kernel": "xla", "kernels": 7},
-            "7 kernels, at most 6",
-            id="kernels, GPU: leaves + 2",
-        ),
-        pytest.param(
-            {},
-            {"collectives": ()},
-            {"collectives": ("all-gather", "all-gather")},
-            "collectives: 2 x all-gather",
-            id="collectives",
-        ),
-        pytest.param(
-            {},
-            {"whole_leaf": ()},
-            {"whole_leaf": ("copy", "prefetch")},
-            "not in place on a whole leaf: copy, prefetch",
-            id="whole leaf",
-        ),
-        pytest.param(
-            {"target": "h200"},
-            {"kernel": "xla", "loops": 2},
-            {"kernel": "xla", "loops": 2, "unknown_loops": 1},
-            "loops without a known trip count: 1",
-            id="trip counts, GPU",
-        ),
-    ],
-)
-def test_a_broken_bound_is_reported(of, within, beyond, line):
-    assert broken(within, **of) == []
-    assert broken(beyond, **of) == [line]
+XLA = {"kernel": "xla"}
+GPU, FUSED = {"target": "h200"}, {"mode": "fused"}
+MERGE, LOAD = {"kind": "merge"}, {"kind": "load"}
+BYTES, TEMP = "accessed_bytes", "temp_bytes"  # As shares of what is moved.
+# A program, its figures, the name of one, values of it that keep and break the bound.
+BOUNDS = [
+    ({}, {}, BYTES, 3, 4, "bytes 2.00x of the ideal, at most 1.5x"),
+    ({}, XLA, BYTES, 8, 10, "bytes 5.00x of the ideal, at most 4x"),
+    (LOAD | FUSED, XLA, BYTES, 10, 12, "bytes 6.00x of the ideal, at most 5x"),
+    ({}, {}, TEMP, 1.09, 2, "temp 2.00x of what is moved, at most 1.1x"),
+    (MERGE, {}, TEMP, 1.29, 1.5, "temp 1.50x of what is moved, at most 1.3x"),
+    (MERGE | FUSED, {}, TEMP, 2.09, 2.5, "temp 2.50x of what is moved, at most 2.1x"),
+    # The figure of the pool has the plan in it.
+    (
+        LOAD,
+        {},
+        "alias_bytes",
+        POOL - 512,
+        POOL // 2,
+        "alias 0.50 of the pool, not all of it",
+    ),
+    ({}, {}, "kernels", 4, 5, "5 kernels, at most 4"),
+    (GPU, XLA, "kernels", 6, 7, "7 kernels, at most 6"),
+    ({}, {}, "collectives", (), ("all-gather",) * 2, "collectives: 2 x all-gather"),
+    ({}, {}, "whole_leaf", (), ("copy",), "not in place on a whole leaf: copy"),
+    (GPU, XLA, "unknown_loops", 0, 1, "loops without a known trip count: 1"),
+]
+
+
+def test_a_broken_bound_is_reported():
+    for case, figures, name, within, beyond, line in BOUNDS:
+        if name in (BYTES, TEMP):
+            within, beyond = int(within * MOVED), int(beyond * MOVED)
+        assert broken(figures | {name: within}, **case) == [], line
+        assert broken(figures | {name: beyond}, **case) == [line]
 
 
 def test_several_broken_bounds_are_all_reported():
@@ -126,30 +67,19 @@ def test_several_broken_bounds_are_all_reported():
     assert [line.split()[0] for line in lines] == ["bytes", "temp", "99"]
 
 
-def test_few_blocks_are_not_held_to_the_bytes_of_the_plan():
-    wasteful = {"accessed_bytes": 10 * MOVED}
-    assert broken(wasteful, num_blocks=7) == []
-    assert broken(wasteful, num_blocks=8) != []
-
-
-def test_a_mebibyte_of_temp_is_free():
-    """What a compiler sets aside for semaphores and the plan, however little moves."""
+def test_what_does_not_grow_with_the_blocks_is_free():
+    # A mebibyte of temp, for semaphores and the plan.
     small = {"moved_bytes": 4096, "accessed_bytes": None}
     assert broken({**small, "temp_bytes": MIB + 4096}) == []
     assert len(broken({**small, "temp_bytes": MIB + 2 * 4096})) == 1
-
-
-def test_the_plan_and_the_token_are_free():
-    exactly = 3 * MOVED
-    assert broken({"accessed_bytes": exactly + (64 << 10)}) == []
-    assert len(broken({"accessed_bytes": exactly + (64 << 10) + 2})) == 1
-
-
-def test_a_compiler_that_tells_no_bytes_is_not_held_to_them():
+    # The bytes of the plan and the token.
+    assert broken({"accessed_bytes": 3 * MOVED + (64 << 10)}) == []
+    assert len(broken({"accessed_bytes": 3 * MOVED + (64 << 10) + 2})) == 1
+    wasteful = {"accessed_bytes": 10 * MOVED}
+    assert broken(wasteful, num_blocks=7) == []
+    assert broken(wasteful, num_blocks=8) != []
+    # A GPU's compiler reports no bytes, and a save need not write into the pool.
     assert broken({"kernel": "xla", "accessed_bytes": None}, target="h200") == []
-
-
-def test_saves_need_not_write_into_the_pool():
     assert broken({"alias_bytes": 0}) == []
     assert not bounds_of("tpu", "dma", "staged", "gather").alias_whole_pool
 
@@ -158,6 +88,8 @@ def test_pools_for_comparison_have_no_bounds():
     bad = dataclasses.replace(GOOD, kernels=99)
     assert judge(program(), bad, None).broken == ("99 kernels, at most 4",)
     assert judge(program(example=True), bad, None).broken == ()
+    result = judge(program(), None, "ValueError: no")
+    assert result.broken == ("did not compile: ValueError: no",)
 
 
 def test_a_known_break_fails_no_run():
@@ -177,8 +109,3 @@ def test_a_known_break_fails_no_run():
     assert {name for each in KNOWN_BREAKS for name in each.pools} <= {
         pool.name for pool in default_pools()
     }
-
-
-def test_what_does_not_compile_breaks_a_bound():
-    result = judge(program(), None, "ValueError: no")
-    assert result.broken == ("did not compile: ValueError: no",)

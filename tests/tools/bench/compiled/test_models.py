@@ -31,42 +31,28 @@ def shapes(config, **kwargs):
     ]
 
 
-def test_grouped_heads():
+def test_pools_have_the_layouts_of_tpu_inference_and_of_separate_arrays():
     assert shapes(LLAMA) == [
         ((2048, 16, 8, 2, 128), 32, "bfloat16"),
         ((2048, 16, 8, 128), 64, "bfloat16"),
     ]
-
-
-def test_heads_of_64_share_the_lanes():
-    packed, apart = shapes({**LLAMA, "head_dim": 64})
-    assert packed[0] == (2048, 16, 4, 2, 128)
-    assert apart[0] == (2048, 16, 8, 64)
-
-
-def test_other_heads_are_padded_in_the_layout_of_tpu_inference():
-    packed, apart = shapes({**LLAMA, "head_dim": 80})
-    assert packed[0] == (2048, 16, 8, 2, 128)
-    assert apart[0] == (2048, 16, 8, 80)
-
-
-def test_every_query_head_is_a_kv_head_unless_the_model_says_otherwise():
+    # Heads of 64 share the lanes; other heads are padded.
+    for head_dim, packed, apart in (
+        (64, (2048, 16, 4, 2, 128), (2048, 16, 8, 64)),
+        (80, (2048, 16, 8, 2, 128), (2048, 16, 8, 80)),
+    ):
+        pools = shapes({**LLAMA, "head_dim": head_dim})
+        assert [shape for shape, *_ in pools] == [packed, apart]
+    # Every query head is a KV head unless the model says otherwise.
     config = {key: LLAMA[key] for key in LLAMA if key != "num_key_value_heads"}
     assert shapes(config)[1][0] == (2048, 16, 32, 128)
-
-
-def test_a_latent_cache_is_one_leaf_a_layer():
+    # A latent cache is one leaf a layer; small elements are packed more.
     assert shapes(DEEPSEEK) == [
         ((2048, 8, 2, 640), 61, "bfloat16"),
         ((2048, 16, 576), 61, "bfloat16"),
     ]
-
-
-def test_small_elements_are_packed_more():
-    packed, _ = shapes(LLAMA, dtype="float8_e4m3fn")
-    assert packed[0] == (2048, 16, 4, 4, 128)
-    latent, _ = shapes(DEEPSEEK, dtype="float32")
-    assert latent[0] == (2048, 16, 1, 640)
+    assert shapes(LLAMA, dtype="float8_e4m3fn")[0][0] == (2048, 16, 4, 4, 128)
+    assert shapes(DEEPSEEK, dtype="float32")[0][0] == (2048, 16, 1, 640)
 
 
 def test_the_dtype_is_the_models_unless_given():
@@ -75,9 +61,8 @@ def test_the_dtype_is_the_models_unless_given():
     assert shapes(LLAMA, dtype="int8")[0][2] == "int8"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_a_configuration_that_does_not_do_is_refused():
+    for changes, message in (
         ({"num_hidden_layers": None}, "configuration has no 'num_hidden_layers'$"),
         (
             {"num_key_value_heads": None, "num_attention_heads": None},
@@ -90,30 +75,15 @@ def test_the_dtype_is_the_models_unless_given():
         ({"kv_lora_rank": 512}, "has no 'qk_rope_head_dim'$"),
         ({"torch_dtype": "fast"}, "'fast' is no dtype, such as bfloat16"),
         ({"torch_dtype": "int4"}, "'int4' is no dtype of numbers of whole bytes"),
-    ],
-)
-def test_a_configuration_that_does_not_do_is_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        shapes({**LLAMA, **changes})
+    ):
+        with pytest.raises(ValueError, match=message):
+            shapes({**LLAMA, **changes})
 
 
 def test_a_file_or_its_folder_can_be_named(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))
     assert read_config(path) == read_config(tmp_path) == LLAMA
-
-
-def test_the_language_model_of_a_larger_one_is_found(tmp_path):
-    path = tmp_path / "config.json"
+    # Of a larger model the language model is read.
     path.write_text(json.dumps({"vision_config": {}, "text_config": LLAMA}))
     assert shapes(read_config(path)) == shapes(LLAMA)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"), [("{", "is no JSON"), ("[]", "must hold a JSON object")]
-)
-def test_a_file_that_is_no_configuration_is_refused(tmp_path, text, message):
-    path = tmp_path / "config.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        read_config(path)

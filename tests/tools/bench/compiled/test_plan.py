@@ -22,13 +22,8 @@ from jaxkv.tools.bench.compiled.targets import (
 )
 
 SAVES_AND_LOADS = {
-    ("fused", "gather"),
-    ("fused", "write"),
-    ("fused", "merge"),
-    ("fused", "load"),
-    ("staged", "gather"),
-    ("staged", "merge"),
-    ("staged", "load"),
+    *(("fused", kind) for kind in ("gather", "write", "merge", "load")),
+    *(("staged", kind) for kind in ("gather", "merge", "load")),
 }
 
 
@@ -42,6 +37,10 @@ def test_every_program_is_compiled_for_every_target_and_number_of_blocks():
             for size in sizes:
                 for move in SAVES_AND_LOADS:
                     assert (target, pool, size, *move) in moves
+    # The pool in one array is 32 layers deep in any case.
+    for layers in (4, 32):
+        (pool,) = (p for p in default_pools(layers) if p.name == "one array")
+        assert pool.shape == (32, 2, 2048, 16, 8, 128)
     # Copies are padded, and only within one shard.
     copies = [p for p in plan if p.kind == "copy" and p.target.name == "v5e"]
     assert {p.num_blocks for p in copies if p.pool.name == "one array"} == {
@@ -80,12 +79,6 @@ def test_the_quick_part_has_every_layout_program_and_target():
     assert len(plan) < len(every) / 8
 
 
-def test_the_pool_in_one_array_is_32_layers_deep_in_any_case():
-    for layers in (4, 32):
-        (pool,) = (p for p in default_pools(layers) if p.name == "one array")
-        assert pool.shape == (32, 2, 2048, 16, 8, 128)
-
-
 def test_a_program_is_told_in_one_line():
     pool = default_pools()[0]
     target = parse_target("v5e")
@@ -102,25 +95,19 @@ def test_a_program_is_told_in_one_line():
     )
 
 
-@pytest.mark.parametrize("pool", [*default_pools(), *costly_pools()])
-def test_the_pools_can_be(pool):
-    check_pool(pool)
-    assert pool.shard_blocks in (128, 2048)
-
-
-@pytest.mark.parametrize(
-    ("pool", "message"),
-    [
+def test_a_pool_that_cannot_be_is_refused():
+    for pool in (*default_pools(), *costly_pools()):
+        check_pool(pool)
+        assert pool.shard_blocks in (128, 2048)
+    for pool, message in (
         (PoolShape("x", (), 1), "must have sizes from 1"),
         (PoolShape("x", (4, 0), 1), "must have sizes from 1"),
         (PoolShape("x", (4, 2), 1, 2), "block axis 2 must be from 0 to 1"),
         (PoolShape("x", (4, 2), 1, sharded_axis=2), "sharded axis 2 must be from"),
         (PoolShape("x", (4, 2), 1, sharded_axis=1), "axis 1 has 2, which 4 devices"),
-    ],
-)
-def test_a_pool_that_cannot_be_is_refused(pool, message):
-    with pytest.raises(ValueError, match=message):
-        check_pool(pool)
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_pool(pool)
 
 
 def test_targets_go_by_name_or_topology():
@@ -131,8 +118,5 @@ def test_targets_go_by_name_or_topology():
         parse_target("v5ee:2x2")
     with pytest.raises(ValueError, match="'h200:2' names a topology, which only a TPU"):
         parse_target("h200:2")
-
-
-@pytest.mark.parametrize("backend", ["tpu", "gpu", "cpu"])
-def test_a_compiling_process_finds_no_accelerator(backend):
-    assert environment(backend)["JAX_PLATFORMS"] == "cpu"
+    for backend in ("tpu", "gpu", "cpu"):  # A compiling process finds no accelerator.
+        assert environment(backend)["JAX_PLATFORMS"] == "cpu"
