@@ -15,11 +15,13 @@ from jaxkv.tools.replay.device import fit_device
 from jaxkv.tools.replay.fleet import Fleet
 from jaxkv.tools.replay.run import replay
 from jaxkv.tools.replay.synthetic import make_synthetic_trace
+from tests.tools.plan.test_plan import choose_plainly
 
 pytestmark = pytest.mark.usefixtures("plain_output")
 
 MODEL = "llama-3.1-8b"
 BLOCK = 512 * 128 << 10
+SMALL = ["synthetic:60", "--model", MODEL, "--host-bytes", "1GiB", "--policy", "lru"]
 
 
 def made_up_trace(tmp_path, requests, every_ms=1000, name="made-up"):
@@ -34,33 +36,10 @@ def made_up_trace(tmp_path, requests, every_ms=1000, name="made-up"):
 
 
 def rule_of_the_docs(figures):
-    """Choose from a plan's written rows, in plain Python: (reason, bytes, policy)."""
-    demand, rows = figures["demand"], figures["rows"]
-    carried = [row for row in rows if not (row["store_use"] or 0) > 1]
-    shares = {
-        (row["host_bytes"], row["policy"]): row["saved_s"] / row["prefill_s"]
-        for row in carried
-    }
-    if shares and max(shares.values()) >= 0.01:
-        enough = 0.9 * max(shares.values())
-        size = min(size for (size, _), share in shares.items() if share >= enough)
-        here = {policy: share for (of, policy), share in shares.items() if of == size}
-        alike = [p for p, share in here.items() if share >= 0.98 * max(here.values())]
-        order = [row["policy"] for row in rows]
-        return "pays", size, min(alike, key=order.index)
-    tokens = demand["input_tokens"]
-    if demand["returning_tokens"] < 0.01 * tokens:
-        on_device = (
-            demand["device_tokens"] + demand["returning_tokens"] >= 0.01 * tokens
-        )
-        return "device suffices" if on_device else "nothing returns", None, None
-    if all(row["host_tokens"] < 0.01 * tokens for row in rows):
-        return "too small", None, None
-    if all(row["found_s"] < 0.01 * row["prefill_s"] for row in rows):
-        return "cheap prefill", None, None
-    if any(row["saved_s"] >= 0.01 * row["prefill_s"] for row in rows):
-        return "slow stores", None, None
-    return "slow loads", None, None
+    """Choose from a plan's written rows by the rule in plain Python."""
+    demand = types.SimpleNamespace(**figures["demand"])
+    rows = [types.SimpleNamespace(**row) for row in figures["rows"]]
+    return choose_plainly(demand, rows)
 
 
 def plan(capsys, tmp_path, line):
@@ -95,18 +74,10 @@ def plan(capsys, tmp_path, line):
 
 def test_it_prints_draws_and_writes(capsys, tmp_path):
     picture, report = tmp_path / "a.png", tmp_path / "a.html"
-    line = [
-        "synthetic:200",
-        "--model",
-        MODEL,
-        "--policy",
-        "lru,slru",
-        "--plot",
-        picture,
-        "--html",
-        report,
-    ]
-    figures, out = plan(capsys, tmp_path, [*line, "--host-bytes", "2GiB,512MiB"])
+    line = f"synthetic:200 --model {MODEL} --policy lru,slru --host-bytes 2GiB,512MiB"
+    figures, out = plan(
+        capsys, tmp_path, [*line.split(), "--plot", picture, "--html", report]
+    )
     assert picture.read_bytes().startswith(b"\x89PNG")
     page = report.read_text()
     # The recommendation, what to set, what it rests on; then the figures.
@@ -134,9 +105,8 @@ def test_it_prints_draws_and_writes(capsys, tmp_path):
     assert figures["speeds"]["prefill_flops_per_s"]["value"] == 989e12 * 0.4
 
 
-@pytest.mark.parametrize("route", ["sticky", "prefix"])
-def test_it_says_what_a_store_would_add_to_engines(capsys, tmp_path, route):
-    report = tmp_path / "a.html"
+def test_it_says_what_a_store_would_add_to_engines(capsys, tmp_path):
+    report, route = tmp_path / "a.html", "prefix"
     options = f"--host-bytes 3GiB,1GiB --policy lru --device-blocks 60 --model {MODEL}"
     fleet = f"--engines 3 --route {route} --storage-bytes 20GiB,4GiB --html {report}"
     line = ["synthetic:200", *options.split(), *fleet.split()]
@@ -184,11 +154,10 @@ def test_a_store_that_adds_nothing_is_not_praised(capsys, tmp_path):
 
 def test_what_is_given_counts(capsys, tmp_path):
     options = "--load-gb-per-s 10 --store-gb-per-s 5 --load-latency-ms 0 --mfu 0.5"
-    line = ["synthetic:60", "--model", MODEL, "--host-bytes", "1GiB", "--policy", "lru"]
     figures, out = plan(
         capsys,
         tmp_path,
-        [*line, *options.split(), "--flops-per-s", "2e14", "--tensor-parallel", "4"],
+        [*SMALL, *options.split(), "--flops-per-s", "2e14", "--tensor-parallel", "4"],
     )
     assert {name: each["value"] for name, each in figures["speeds"].items()} == {
         "load_bytes_per_s": 10e9,
@@ -223,8 +192,7 @@ def test_speeds_are_measured_if_asked(capsys, tmp_path, monkeypatch):
         )
 
     monkeypatch.setattr("jaxkv.tools.plan.command.measure_bandwidth", measure)
-    line = ["synthetic:60", "--model", MODEL, "--host-bytes", "1GiB", "--policy", "lru"]
-    figures, out = plan(capsys, tmp_path, [*line, "--measure"])
+    figures, out = plan(capsys, tmp_path, [*SMALL, "--measure"])
     assert figures["speeds"]["load_bytes_per_s"]["value"] == 6e9
     assert figures["speeds"]["store_bytes_per_s"]["value"] == 3e9
     assert "6 GB/s (measured here, on " in out
@@ -233,7 +201,7 @@ def test_speeds_are_measured_if_asked(capsys, tmp_path, monkeypatch):
         raise MemoryError("too little")
 
     monkeypatch.setattr("jaxkv.tools.plan.command.measure_bandwidth", fail)
-    assert cli.main(["plan", *map(str, line), "--measure"]) == 2
+    assert cli.main(["plan", *SMALL, "--measure"]) == 2
     assert capsys.readouterr().err == "jaxkv plan: error: --measure: too little\n"
 
 
@@ -306,32 +274,20 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize("reason", REASONS)
-def test_a_made_up_trace_gets_the_reason_that_its_table_supports(
-    reason, capsys, tmp_path
-):
-    requests, options, words = REASONS[reason]
-    trace = made_up_trace(tmp_path, requests)
-    line = [
-        trace,
-        "--model",
-        MODEL,
-        "--host-bytes",
-        "1GiB,4GiB",
-        "--policy",
-        "lru,hazard",
-    ]
-    figures, _ = plan(capsys, tmp_path, [*line, *options.split()])
-    assert figures["recommendation"]["reason"] == reason
-    assert words in figures["recommendation"]["sentence"]
+def test_a_made_up_trace_gets_the_reason_that_its_table_supports(capsys, tmp_path):
+    for reason, (requests, options, words) in REASONS.items():
+        trace = made_up_trace(tmp_path, requests)
+        line = f"--model {MODEL} --host-bytes 1GiB,4GiB --policy lru,hazard {options}"
+        figures, _ = plan(capsys, tmp_path, [trace, *line.split()])
+        assert figures["recommendation"]["reason"] == reason
+        assert words in figures["recommendation"]["sentence"], reason
 
 
 def test_an_admission_is_planned_with_and_recommended(capsys, tmp_path):
     # A trace that stores too much for its link, though little of it returns.
     requests, options, words = REASONS["slow stores"]
     trace = made_up_trace(tmp_path, requests)
-    line = [trace, "--model", MODEL, "--host-bytes", "1GiB", "--policy", "lru"]
-    line += options.split()
+    line = [trace, *SMALL[1:], *options.split()]
     without, out = plan(capsys, tmp_path, line)
     assert without["admission"] is None
     assert f"{words} (try --store-threshold 2, to store" in out
@@ -352,27 +308,23 @@ def test_an_admission_is_planned_with_and_recommended(capsys, tmp_path):
 
 
 def test_the_device_in_front_is_counted_in_bytes_too(capsys, tmp_path):
-    line = ["synthetic:60", "--model", MODEL, "--host-bytes", "1GiB", "--policy", "lru"]
-    of_bytes, out = plan(capsys, tmp_path, [*line, "--device-bytes", "2500MiB"])
-    of_blocks, _ = plan(capsys, tmp_path, [*line, "--device-blocks", "39"])
+    of_bytes, out = plan(capsys, tmp_path, [*SMALL, "--device-bytes", "2500MiB"])
+    of_blocks, _ = plan(capsys, tmp_path, [*SMALL, "--device-blocks", "39"])
     assert of_bytes["rows"] == of_blocks["rows"]
     assert of_bytes["demand"]["device_tokens"] > 0
     assert "keeps 39 blocks (2.44 GiB)" in out
     assert "Tokens found beyond the device" in out
-
-
-def test_a_device_may_be_larger_than_the_trace(capsys, tmp_path):
+    # It may be larger than the trace.
     trace = made_up_trace(tmp_path, [range(9), range(9)], name="[red]a:smile:")
-    line = [trace, "--model", MODEL, "--host-bytes", "1GiB", "--policy", "lru"]
-    figures, out = plan(capsys, tmp_path, [*line, "--device-bytes", "900TiB"])
+    line = [trace, *SMALL[1:], "--device-bytes", "900TiB"]
+    figures, out = plan(capsys, tmp_path, line)
     assert figures["recommendation"]["reason"] == "device suffices"
     assert "Trace    [red]a:smile:: 2 requests in 1 s" in out
 
 
 def test_a_terminal_gets_a_bar_and_the_plan(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich see a terminal
-    line = ["synthetic:60", "--model", MODEL, "--host-bytes", "1GiB", "--policy", "lru"]
-    assert cli.main(["plan", *map(str, line)]) == 0
+    assert cli.main(["plan", *SMALL]) == 0
     out, err = capsys.readouterr()
     assert "llama-3.1-8b: 128 KiB of KV a token" in out
     assert "Take 1 GiB with lru" in out
@@ -382,45 +334,19 @@ def test_a_terminal_gets_a_bar_and_the_plan(capsys, tmp_path, monkeypatch):
 
 def test_without_times_figures_per_second_are_left_out(capsys, tmp_path):
     trace = made_up_trace(tmp_path, [range(9)] * 30, every_ms=0)
-    line = [trace, "--model", MODEL, "--host-bytes", "1GiB", "--policy", "lru"]
-    figures, out = plan(capsys, tmp_path, line)
+    figures, out = plan(capsys, tmp_path, [trace, *SMALL[1:]])
     assert "The trace has no times" in out
     assert "Link busy" not in out
     assert figures["rows"][0]["store_use"] is None
     assert figures["rows"][0]["saved_s_per_hour"] is None
 
 
-def test_a_load_that_is_declined_is_to_be_set_so(capsys, tmp_path):
-    # Short prefixes take longer to load, for the latency; long ones do not.
-    requests = [[0]] * 10 + [range(30)] * 10
-    trace = made_up_trace(tmp_path, requests)
-    line = [trace, "--model", MODEL, "--host-bytes", "4GiB", "--policy", "lru"]
-    figures, _ = plan(capsys, tmp_path, [*line, "--load-latency-ms", "100"])
-    assert figures["rows"][0]["num_declined"] == 10
-    assert figures["recommendation"]["settings"] == {
-        "JAXKV_HOST_BYTES": "4GiB",
-        "JAXKV_CACHE_POLICY": "lru",
-        "JAXKV_SKIP_SLOW_LOADS": "true",
-    }
-
-
-def test_many_sizes_are_shown_below_one_another(capsys, tmp_path):
-    line = ["synthetic:60", "--model", MODEL, "--policy", "arc_fixed"]
-    sizes = ",".join(f"{1024 * n + 13}MiB" for n in range(1, 9))
-    options = ["--host-bytes", sizes, "--device-blocks", "20"]
-    figures, out = plan(capsys, tmp_path, [*line, *options])
-    assert out.count("Host memory") == 2
-    assert len(figures["rows"]) == 8
-    assert max(len(line) for line in out.splitlines() if "  " in line) <= 80
-
-
-@pytest.mark.parametrize("name", ["mooncake_conversation", "cc_agentic_a"])
 def test_the_plan_of_a_recorded_trace_is_what_its_table_supports(
-    name, capsys, tmp_path, shared_traces
+    capsys, tmp_path, shared_traces
 ):
-    trace = shared_traces / f"{name}.jsonl.gz"
-    line = [trace, "--model", MODEL, "--policy", "lru,hazard"]
-    figures, out = plan(capsys, tmp_path, [*line, "--host-bytes", "64GiB,256GiB"])
+    trace = shared_traces / "cc_agentic_a.jsonl.gz"
+    line = f"--model {MODEL} --policy lru,hazard --host-bytes 64GiB,256GiB"
+    figures, out = plan(capsys, tmp_path, [trace, *line.split()])
     assert figures["recommendation"]["pays"]
     requests = figures["trace"]["num_requests"]
     assert f"{requests:,} requests" in out
@@ -434,6 +360,13 @@ def test_all_policies_are_planned_for_by_default(capsys, tmp_path):
     names = [row["policy"] for row in figures["rows"]]
     assert names[0] == "slru"
     assert sorted(names) == sorted(policy_names())
+    # Many sizes are shown below one another.
+    sizes = ",".join(f"{1024 * n + 13}MiB" for n in range(1, 9))
+    options = f"--model {MODEL} --policy arc_fixed --host-bytes {sizes}"
+    figures, out = plan(capsys, tmp_path, ["synthetic:60", *options.split()])
+    assert out.count("Host memory") == 2
+    assert len(figures["rows"]) == 8
+    assert max(len(line) for line in out.splitlines() if "  " in line) <= 80
 
 
 def test_more_memory_is_spoken_of_only_where_there_is_more_to_find(capsys, tmp_path):
@@ -455,9 +388,8 @@ def test_more_memory_is_spoken_of_only_where_there_is_more_to_find(capsys, tmp_p
 def test_percentiles_are_those_of_the_requests(capsys, tmp_path):
     # Of 30 requests, 29 find 9 blocks: 4,608 tokens, the last of which is not needed.
     trace = made_up_trace(tmp_path, [range(9)] * 30)
-    line = [trace, "--model", MODEL, "--host-bytes", "1GiB", "--policy", "lru"]
     options = "--prefill-tokens-per-s 4608 --load-gb-per-s 1 --load-latency-ms 0"
-    figures, _ = plan(capsys, tmp_path, [*line, *options.split()])
+    figures, _ = plan(capsys, tmp_path, [trace, *SMALL[1:], *options.split()])
     (row,) = figures["rows"]
     each_s = 1 - 9 * BLOCK / 1e9
     assert row["saved_p50_s"] == pytest.approx(each_s)
@@ -465,3 +397,13 @@ def test_percentiles_are_those_of_the_requests(capsys, tmp_path):
     assert row["saved_s"] == pytest.approx(29 * each_s)
     assert row["saved_s_per_hour"] == pytest.approx(29 * each_s / (29 / 3600))
     assert math.isclose(row["found_share"], 29 * 4608 / (30 * 4708))
+    # Short prefixes take longer to load, for the latency; long ones do not.
+    trace = made_up_trace(tmp_path, [[0]] * 10 + [range(30)] * 10)
+    options = f"--model {MODEL} --host-bytes 4GiB --policy lru --load-latency-ms 100"
+    figures, _ = plan(capsys, tmp_path, [trace, *options.split()])
+    assert figures["rows"][0]["num_declined"] == 10
+    assert figures["recommendation"]["settings"] == {
+        "JAXKV_HOST_BYTES": "4GiB",
+        "JAXKV_CACHE_POLICY": "lru",
+        "JAXKV_SKIP_SLOW_LOADS": "true",
+    }

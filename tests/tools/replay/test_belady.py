@@ -6,26 +6,28 @@ import random
 import pytest
 
 from jaxkv.tools.replay.belady import find_optimum
+from jaxkv.tools.replay.device import find_on_device
 from jaxkv.tools.replay.run import OPTIMUM, sweep
 from jaxkv.tools.replay.traces import make_trace, read_trace
 
 
-def best_of_all(requests, capacity):
-    """Try every choice of victims."""
+def best_of_all(requests, capacity, local):
+    """Try every choice of victims: the most that a cache finds beyond the device."""
 
-    def best(held, rest):
-        if not rest:
+    def best(held, at):
+        if at == len(requests):
             return 0
-        own = rest[0]
-        num_hits = next((i for i, b in enumerate(own) if b not in held), len(own))
-        others = sorted(held - set(own))
-        num_kept = min(len(others), capacity - len(own))
+        prompt = requests[at]
+        rest = prompt[local[at] :]
+        num_hits = next((i for i, b in enumerate(rest) if b not in held), len(rest))
+        others = sorted(held - set(prompt))
+        num_kept = min(len(others), capacity - len(prompt))
         return num_hits + max(
-            best(frozenset(own) | set(kept), rest[1:])
+            best(frozenset(prompt) | set(kept), at + 1)
             for kept in itertools.combinations(others, num_kept)
         )
 
-    return best(frozenset(), requests)
+    return best(frozenset(), 0)
 
 
 def make_requests(rng):
@@ -34,13 +36,19 @@ def make_requests(rng):
     return [rng.choice(paths)[: rng.randint(1, 3)] for _ in range(7)]
 
 
-@pytest.mark.parametrize("capacity", [3, 4, 5])
-def test_no_other_choice_of_victims_finds_more(capacity):
-    rng = random.Random(capacity)
-    for _ in range(25):
-        requests = make_requests(rng)
-        found = find_optimum(make_trace("tree", requests), capacity)
-        assert found.sum() == best_of_all(requests, capacity), requests
+def test_no_other_choice_of_victims_finds_more():
+    for capacity in (3, 4, 5):
+        rng = random.Random(capacity)
+        for _ in range(25):
+            requests = make_requests(rng)
+            trace = make_trace("tree", requests)
+            best = best_of_all(requests, capacity, [0] * len(requests))
+            assert find_optimum(trace, capacity).sum() == best, requests
+            # Behind a device, too.
+            device = find_on_device(trace, rng.randint(4, 6))
+            best = best_of_all(requests, capacity, device.hits.tolist())
+            hits = find_optimum(trace, capacity, device=device)
+            assert (hits - device.hits).sum() == best, requests
 
 
 def test_of_blocks_with_one_next_use_the_deepest_is_evicted_first():

@@ -34,12 +34,8 @@ def test_it_prints_draws_and_writes(capsys, tmp_path):
     assert "Stores refused" not in out
     results = {(r["policy"], r["capacity_blocks"]): r for r in written["results"]}
     few = unique // 5
-    assert list(results) == [
-        ("lru", few),
-        ("lru", unique),
-        ("optimum", few),
-        ("optimum", unique),
-    ]
+    sizes = (few, unique)
+    assert list(results) == [(name, n) for name in ("lru", "optimum") for n in sizes]
     for row, policy in (("lru", "lru"), ("optimum (ceiling)", "optimum")):
         cells = [
             f"{100 * results[policy, c]['block_hit_ratio']:.2f}%" for c in (few, unique)
@@ -78,13 +74,6 @@ def fake(monkeypatch):
         ]
 
     monkeypatch.setattr("jaxkv.tools.replay.command.sweep", sweep)
-
-
-def test_all_stands_for_every_policy(fake, capsys):
-    assert cli.main(["replay", "synthetic:60", "--policy", "lru,all"]) == 0
-    found = capsys.readouterr().out.split("of 1,430")[1].partition("Prefix")[0]
-    rows = [line.split()[0] for line in found.splitlines() if line.strip()]
-    assert rows == [*policy_names(), "optimum"]
 
 
 def test_a_device_and_a_model_add_their_sections(capsys, tmp_path):
@@ -155,12 +144,19 @@ def test_engines_are_compared_with_and_without_a_store(capsys, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_one_engine_is_none_that_is_named(capsys):
-    outs = []
-    for options in ("", " --engines 1", " --engines 1 --route prefix"):
-        assert cli.main(f"{SMALL}{options}".split()) == 0
-        outs.append(capsys.readouterr().out)
-    assert outs[0] == outs[1] == outs[2]
+def test_options_that_change_nothing_are_not_named(fake, capsys, tmp_path):
+    path = tmp_path / "a.json"
+    assert cli.main(f"{SMALL} --json {path}".split()) == 0
+    out, written = capsys.readouterr().out, json.loads(path.read_text())
+    assert "Admission" not in out
+    assert "admission" not in written
+    for options in (
+        *("--engines 1", "--engines 1 --route prefix"),
+        *("--store-threshold 0", "--store-threshold 1"),
+    ):
+        assert cli.main(f"{SMALL} {options} --json {path}".split()) == 0
+        assert capsys.readouterr().out == out
+        assert json.loads(path.read_text()) == written, options
 
 
 def test_admission_is_applied_to_every_policy_and_named(capsys, tmp_path):
@@ -194,14 +190,6 @@ def test_admission_is_applied_to_every_policy_and_named(capsys, tmp_path):
         assert own["num_hit_blocks"] != stored[False][policy]["num_hit_blocks"]
     for figure in ("num_hit_blocks", "hit_tokens"):
         assert stored[True]["optimum"][figure] == stored[False]["optimum"][figure]
-
-
-@pytest.mark.parametrize("number", ["0", "1"])
-def test_a_threshold_that_all_pass_is_no_admission(fake, capsys, tmp_path, number):
-    path = tmp_path / "a.json"
-    assert cli.main(f"{SMALL} --store-threshold {number} --json {path}".split()) == 0
-    assert "Admission" not in capsys.readouterr().out
-    assert "admission" not in json.loads(path.read_text())
 
 
 def test_prompt_only_leaves_out_what_outputs_filled(capsys, tmp_path):
@@ -251,40 +239,31 @@ def test_a_model_may_be_a_file(capsys, tmp_path):
         assert "Model         tiny, 0.0 billion" in capsys.readouterr().out
 
 
-def test_devices_may_be_written_twice(fake):
-    assert cli.main(f"{SMALL} --json /dev/null --html /dev/null".split()) == 0
-
-
-@pytest.mark.parametrize("option", ["--html", "--json"])
-def test_a_full_device_is_one_line(fake, capsys, option):
-    assert cli.main(f"{SMALL} {option} /dev/full".split()) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert f"{option}: cannot write '/dev/full' (No space left on device)" in err
-
-
-@pytest.mark.parametrize("before", [None, b"what was there"])
-@pytest.mark.parametrize("option", ["--html", "--json", "--plot"])
-def test_what_cannot_be_written_whole_is_not_written(
-    fake, capsys, tmp_path, option, before
-):
+def test_what_cannot_be_written_whole_is_not_written(fake, capsys, tmp_path):
     path = tmp_path / "a.png"
-    if before is not None:
-        path.write_bytes(before)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     on_limit = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         # No file of this process may grow beyond, as if the disk were full.
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-        assert cli.main(f"{SMALL} {option} {path}".split()) == 2
+        for option in ("--html", "--json", "--plot"):
+            for before in ([], [b"what was there"]):
+                for data in before:
+                    path.write_bytes(data)
+                assert cli.main(f"{SMALL} {option} {path}".split()) == 2
+                message = f"{option}: cannot write '{path}' (File too large)"
+                assert message in capsys.readouterr().err
+                assert [file.read_bytes() for file in tmp_path.iterdir()] == before
+            path.unlink()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, on_limit)
-    message = f"{option}: cannot write '{path}' (File too large)"
-    assert message in capsys.readouterr().err
-    assert os.listdir(tmp_path) == ["a.png"] * (before is not None)
-    if before is not None:
-        assert path.read_bytes() == before
+    for option in ("--html", "--json"):
+        assert cli.main(f"{SMALL} {option} /dev/full".split()) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1
+        assert f"{option}: cannot write '/dev/full' (No space left on device)" in err
+    assert cli.main(f"{SMALL} --json /dev/null --html /dev/null".split()) == 0
 
 
 def test_a_file_is_replaced_and_a_link_is_followed(fake, tmp_path):
@@ -300,14 +279,20 @@ def test_a_file_is_replaced_and_a_link_is_followed(fake, tmp_path):
 
 
 def test_options_may_be_repeated_and_the_optimum_left_out(fake, capsys):
-    line = (
-        "replay synthetic:60 --capacity 30 --capacity 20,30 --policy lru --no-optimum"
-    )
-    assert cli.main(line.split()) == 0
-    out, _ = capsys.readouterr()
+    line = "replay synthetic:60 --capacity 30 --capacity 20,30 --no-optimum"
+    assert cli.main(f"{line} --policy lru".split()) == 0
+    out = capsys.readouterr().out
     assert out.split("Capacity, blocks")[1].split()[:2] == ["20", "30"]
-    found = out.split("of 1,430")[1].partition("Prefix")[0]
-    assert found.split() == ["lru", "10.00%", "10.00%"]
+    assert rows_of(out) == [["lru", "10.00%", "10.00%"]]
+    assert cli.main(f"{line} --policy lru,all".split()) == 0
+    names = [row[0] for row in rows_of(capsys.readouterr().out)]
+    assert names == policy_names()
+
+
+def rows_of(out):
+    """Return the cells of the table of prefix blocks that were found."""
+    table = out.split("of 1,430")[1].partition("Prefix")[0].partition("Stores")[0]
+    return [line.split() for line in table.splitlines() if line.strip()]
 
 
 def test_by_default_every_policy_runs_at_three_capacities(fake, capsys):
@@ -315,10 +300,9 @@ def test_by_default_every_policy_runs_at_three_capacities(fake, capsys):
     out, _ = capsys.readouterr()
     assert "Warning       capacity 6, 19" in out
     _, _, refused = out.partition("Stores refused, of 60 requests")
-    shown = out.split("of 1,430")[1].partition("Prefix")[0]
-    rows = [line.split() for line in shown.splitlines() if line]
-    assert [row[0] for row in rows if row] == [*policy_names(), "optimum"]
-    assert {len(row) for row in rows if row and row[0] != "optimum"} == {4}
+    rows = rows_of(out)
+    assert [row[0] for row in rows] == [*policy_names(), "optimum"]
+    assert {len(row) for row in rows if row[0] != "optimum"} == {4}
     assert refused.split() == ["arc", "7", "7", "7"]
 
 

@@ -1,5 +1,7 @@
 """Several engines in a replay, and the store that they share."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -79,37 +81,38 @@ def serve_plainly(trace, capacity, fleet):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("storage_blocks", [0, 90, 300])
-def test_a_fleet_finds_what_plain_lists_do(route, storage_blocks, trace):
-    fleet = Fleet(4, route, storage_blocks)
-    for capacity in (20, 60):
+def test_a_fleet_finds_what_plain_lists_do(route, trace):
+    for storage_blocks, capacity in itertools.product((0, 90, 300), (20, 60)):
+        fleet = Fleet(4, route, storage_blocks)
         result = replay("lru", trace, capacity, fleet=fleet)
         hits, engines = serve_plainly(trace, capacity, fleet)
-        assert result.hits_by_request.tolist() == hits
-        assert result.engines.tolist() == engines
+        assert result.hits_by_request.tolist() == hits, fleet
+        assert result.engines.tolist() == engines, fleet
         assert 0 < sum(hits) < trace.num_block_refs
         assert len(set(engines)) > 1
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_without_hosts_a_store_is_one_lru(route, trace, shared_traces):
+def test_without_hosts_a_store_is_one_lru(trace, shared_traces):
     real = read_trace(shared_traces / "mooncake_conversation_1k.jsonl.gz")
-    for each, storage_blocks in ((trace, 90), (real, 6000)):
-        one = replay("lru", each, storage_blocks)
-        alone = replay(STORE_ALONE, each, 1, fleet=Fleet(4, route, storage_blocks))
+    for requests, storage_blocks in ((trace, 90), (real, 6000)):
+        one = replay("lru", requests, storage_blocks)
+        fleet = Fleet(4, "prefix", storage_blocks)
+        alone = replay(STORE_ALONE, requests, 1, fleet=fleet)
         assert (alone.hits_by_request == one.hits_by_request).all()
         assert (alone.stores_by_request == one.stores_by_request).all()
-        assert 0 < one.num_hit_blocks < each.num_block_refs
+        assert 0 < one.num_hit_blocks < requests.num_block_refs
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("policy", ["lru", "hazard"])
-def test_hosts_take_nothing_from_a_store_that_evicts_nothing(route, policy, trace):
+def test_hosts_take_nothing_from_a_store_that_evicts_nothing(trace):
     largest = int(trace.num_blocks.max())
-    fleet = Fleet(4, route, trace.num_unique_blocks)
-    result = replay(policy, trace, 2 * largest, fleet=fleet)
-    assert (result.hits_by_request == find_returning(trace)).all()
-    assert result.fetches_by_request.sum() > 0
+    for route, policy in (
+        *(("round-robin", "lru"), ("sticky", "hazard")),
+        ("prefix", "lru"),
+    ):
+        fleet = Fleet(4, route, trace.num_unique_blocks)
+        result = replay(policy, trace, 2 * largest, fleet=fleet)
+        assert (result.hits_by_request == find_returning(trace)).all(), route
+        assert result.fetches_by_request.sum() > 0
 
 
 def test_a_store_that_evicts_lacks_what_a_host_alone_holds():
@@ -146,14 +149,6 @@ def test_a_fleet_finds_what_real_schedulers_over_one_store_do(policy, seed):
     assert result.fetches_by_request.sum() == fetched > 0
 
 
-def test_one_engine_finds_what_it_finds_without_a_route(trace):
-    device = find_on_device(trace, 20)
-    before = replay("lru", trace, 40, device=device)
-    for route in ROUTES:
-        result = replay("lru", trace, 40, device=device, fleet=Fleet(1, route))
-        assert (result.hits_by_request == before.hits_by_request).all()
-
-
 def test_each_engine_has_a_device_and_an_admission_of_its_own(trace):
     requests = [part.tolist() for part in np.split(trace.ids, trace.offsets[1:-1])]
     twice = make_trace("twice", [own for own in requests for _ in range(2)])
@@ -178,6 +173,11 @@ def test_the_engine_with_the_longest_prefix_serves_on_device_or_host(trace):
     requests = [[1, 2], [3], [1, 2, 4], [5], [3, 6], [1]]
     few = make_trace("few", requests)
     device = fit_device(few, 6)
+    # One engine finds what it finds without a route.
+    alone = replay("lru", few, 8, device=device)
+    for route in ROUTES:
+        one = replay("lru", few, 8, device=device, fleet=Fleet(1, route))
+        assert (one.hits_by_request == alone.hits_by_request).all()
     routed = replay("lru", few, 8, device=device, fleet=Fleet(3, "prefix"))
     assert routed.engines.tolist() == [0, 1, 0, 2, 1, 0]
 

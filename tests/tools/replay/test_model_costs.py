@@ -140,29 +140,22 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_all_parameters_but_norms_and_biases_are_those_of_the_weights_files(name):
-    config, published, in_layer, once = PUBLISHED[name]
-    costs = make_model_costs(config)
-    vectors = config["num_hidden_layers"] * in_layer + once
-    assert costs.num_parameters == published - vectors
-    assert vectors < 0.0005 * published
-    assert costs.notes == ()
+def test_all_parameters_but_norms_and_biases_are_those_of_the_weights_files():
+    for name, (config, published, in_layer, once) in PUBLISHED.items():
+        costs = make_model_costs(config)
+        vectors = config["num_hidden_layers"] * in_layer + once
+        assert costs.num_parameters == published - vectors, name
+        assert vectors < 0.0005 * published, name
+        assert costs.notes == (), name
 
 
-@pytest.mark.parametrize(
-    ("config", "published"),
-    [
-        (MIXTRAL_8X7B, 12.9e9),
-        (QWEN3_30B_A3B, 3.3e9),
-        (QWEN3_235B_A22B, 22e9),
-        (LLAMA_8B, 8.03e9),
-    ],
-    ids=["Mixtral", "Qwen3 30B", "Qwen3 235B", "Llama"],
-)
-def test_active_parameters_are_the_published_ones(config, published):
-    costs = make_model_costs(config)
-    assert costs.num_active_parameters == pytest.approx(published, rel=0.02)
+def test_active_parameters_are_the_published_ones():
+    for config, published in (
+        *((MIXTRAL_8X7B, 12.9e9), (QWEN3_30B_A3B, 3.3e9)),
+        *((QWEN3_235B_A22B, 22e9), (LLAMA_8B, 8.03e9)),
+    ):
+        costs = make_model_costs(config)
+        assert costs.num_active_parameters == pytest.approx(published, rel=0.02)
 
 
 def test_active_parameters_of_deepseek_are_published_without_the_embedding():
@@ -194,9 +187,7 @@ def test_devices_share_the_heads_but_not_less_than_one_and_not_a_latent():
     assert of_llama == [128, 64, 48, 16, 16]
     assert deepseek.kv_bytes_per_token_on(8) == deepseek.kv_bytes_per_token
     assert llama.load_bytes(0, 1000, 8) == 1000 * (16 << 10)
-
-
-def test_a_model_of_which_only_the_kv_is_known():
+    # Of some models only the bytes of a token's KV are known.
     costs = plain_costs(1000)
     assert costs.kv_bytes_per_token == costs.kv_bytes_per_token_on(1) == 1000
     assert costs.load_bytes([0, 5], [7, 7]).tolist() == [7000, 2000]
@@ -223,48 +214,36 @@ SMALL = {
     "intermediate_size": 40,
     "vocab_size": 100,
 }
-WINDOWS = {
-    "llama": ({}, [None] * 6),
-    "mistral": ({"sliding_window": 5}, [5] * 6),
-    "mistral without": ({"model_type": "mistral", "sliding_window": None}, [None] * 6),
-    "gemma2": ({"model_type": "gemma2", "sliding_window": 5}, [5, None] * 3),
-    "gemma3": (
-        {"model_type": "gemma3_text", "sliding_window": 5},
-        [5, 5, 5, 5, 5, None],
-    ),
-    "a pattern": (
-        {"sliding_window": 5, "sliding_window_pattern": 3},
-        [5, 5, None, 5, 5, None],
-    ),
-    "qwen2": (
-        {
-            "model_type": "qwen2",
-            "sliding_window": 5,
-            "use_sliding_window": True,
-            "max_window_layers": 4,
-        },
+# What changes SMALL, and the window of each layer.
+WINDOWS = [
+    ({}, [None] * 6),
+    ({"sliding_window": 5}, [5] * 6),
+    ({"model_type": "mistral", "sliding_window": None}, [None] * 6),
+    ({"model_type": "gemma2", "sliding_window": 5}, [5, None] * 3),
+    ({"model_type": "gemma3_text", "sliding_window": 5}, [5] * 5 + [None]),
+    ({"sliding_window": 5, "sliding_window_pattern": 3}, [5, 5, None] * 2),
+    (
+        {"model_type": "qwen2", "sliding_window": 5, "use_sliding_window": True}
+        | {"max_window_layers": 4},
         [None] * 4 + [5] * 2,
     ),
-    "a list": (
-        {
-            "sliding_window": 5,
-            "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 4,
-        },
-        [5, 5, None, None, None, None],
+    (
+        {"sliding_window": 5}
+        | {"layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 4},
+        [5, 5] + [None] * 4,
     ),
-    "gpt_oss": ({"model_type": "gpt_oss", "sliding_window": 5}, [5, None] * 3),
-    "llama4": (
+    ({"model_type": "gpt_oss", "sliding_window": 5}, [5, None] * 3),
+    (
         {"model_type": "llama4_text", "attention_chunk_size": 5},
         [5, 5, 5, None, 5, 5],
     ),
-}
+]
 
 
-@pytest.mark.parametrize("case", WINDOWS)
-def test_flops_and_loads_are_those_of_each_token_and_layer_together(case):
-    changes, windows = WINDOWS[case]
+@pytest.mark.parametrize(("changes", "windows"), WINDOWS)
+def test_flops_and_loads_are_those_of_each_token_and_layer_together(changes, windows):
     costs = make_model_costs({**SMALL, **changes})
-    is_chunked = case == "llama4"
+    is_chunked = "attention_chunk_size" in changes
     matrices = 24 * 8 * 4 * 2 + 24 * 8 * 2 * 2 + 3 * 24 * 40
 
     def flops(start, stop):
@@ -332,9 +311,6 @@ def test_a_vision_models_language_part_is_read_and_named_by_its_folder(tmp_path)
     assert costs.num_parameters == make_model_costs(GEMMA3_27B).num_parameters
     (tmp_path / "llama.json").write_text(json.dumps(LLAMA_8B))
     assert find_model_costs(str(tmp_path / "llama.json")).name == "llama"
-
-
-def test_an_unknown_architecture_is_taken_for_llama_and_that_is_said():
     costs = make_model_costs({**LLAMA_8B, "model_type": "novel"})
     assert costs.num_parameters == make_model_costs(LLAMA_8B).num_parameters
     assert costs.notes == (
@@ -342,45 +318,41 @@ def test_an_unknown_architecture_is_taken_for_llama_and_that_is_said():
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_hidden_layers": None}, r"has no 'num_hidden_layers'; .*--kv-bytes-per"),
-        ({"intermediate_size": None}, "has no 'intermediate_size'; add what is miss"),
-        ({"num_attention_heads": None}, "has no 'num_attention_heads'"),
-        ({"hidden_size": "4096"}, "hidden_size='4096' must be a whole number"),
-        ({"layer_types": ["full_attention"]}, "must have an entry for each of the 32"),
-        (
-            {"layer_types": ["linear_attention"] * 32},
-            "layer of type 'linear_attention' is not known here; jaxkv plan takes",
-        ),
-        ({"mamba_d_state": 16}, "mamba_d_state=16: a model with layers that keep a st"),
-        ({"num_kv_shared_layers": 10}, "layers that keep different KV is not known"),
-        ({"kv_lora_rank": 512}, "has no 'qk_rope_head_dim'"),
-        ({"sliding_window": 0}, "sliding_window=0 must be a whole number from 1"),
-        (
-            {"num_experts": 4, "num_experts_per_tok": 5},
-            "num_experts_per_tok=5 must be at most the 4 experts",
-        ),
-        ({"num_experts": 4}, "has no 'num_experts_per_tok' or 'experts_per_token'"),
-        ({"torch_dtype": "fast"}, "'fast' is no dtype"),
-        (
-            {
-                "num_experts": 4,
-                "num_experts_per_tok": 1,
-                "decoder_sparse_step": 1,
-                "mlp_only_layers": 3,
-            },
-            "mlp_only_layers=3 must be a list of layers",
-        ),
-        ({"num_hidden_layers": 10**6}, "num_layers=1000000 must be at most 10000"),
-        ({"vocab_size": 10**400}, "vocab_size=1000.*0 must be a whole number"),
-        (
-            {"num_experts": 4, "num_experts_per_tok": 1, "first_k_dense_replace": "3"},
-            "first_k_dense_replace='3' must be a whole number",
-        ),
-    ],
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 1}
+REFUSED = (
+    ({"num_hidden_layers": None}, r"has no 'num_hidden_layers'; .*--kv-bytes-per"),
+    ({"intermediate_size": None}, "has no 'intermediate_size'; add what is miss"),
+    ({"num_attention_heads": None}, "has no 'num_attention_heads'"),
+    ({"hidden_size": "4096"}, "hidden_size='4096' must be a whole number"),
+    ({"layer_types": ["full_attention"]}, "must have an entry for each of the 32"),
+    (
+        {"layer_types": ["linear_attention"] * 32},
+        "layer of type 'linear_attention' is not known here; jaxkv plan takes",
+    ),
+    ({"mamba_d_state": 16}, "mamba_d_state=16: a model with layers that keep a st"),
+    ({"num_kv_shared_layers": 10}, "layers that keep different KV is not known"),
+    ({"kv_lora_rank": 512}, "has no 'qk_rope_head_dim'"),
+    ({"sliding_window": 0}, "sliding_window=0 must be a whole number from 1"),
+    (
+        {"num_experts": 4, "num_experts_per_tok": 5},
+        "num_experts_per_tok=5 must be at most the 4 experts",
+    ),
+    ({"num_experts": 4}, "has no 'num_experts_per_tok' or 'experts_per_token'"),
+    ({"torch_dtype": "fast"}, "'fast' is no dtype"),
+    (
+        EXPERTS | {"decoder_sparse_step": 1, "mlp_only_layers": 3},
+        "mlp_only_layers=3 must be a list of layers",
+    ),
+    ({"num_hidden_layers": 10**6}, "num_layers=1000000 must be at most 10000"),
+    ({"vocab_size": 10**400}, "vocab_size=1000.*0 must be a whole number"),
+    (
+        EXPERTS | {"first_k_dense_replace": "3"},
+        "first_k_dense_replace='3' must be a whole number",
+    ),
 )
-def test_a_configuration_that_does_not_do_is_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        make_model_costs({**LLAMA_8B, **changes})
+
+
+def test_a_configuration_that_does_not_do_is_refused():
+    for changes, message in REFUSED:
+        with pytest.raises(ValueError, match=message):
+            make_model_costs({**LLAMA_8B, **changes})

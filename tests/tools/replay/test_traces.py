@@ -1,6 +1,7 @@
 """Traces in both formats, and errors with file, line and reason."""
 
 import gzip
+import itertools
 import json
 import tracemalloc
 
@@ -40,21 +41,21 @@ def write(path, lines):
     return path
 
 
-@pytest.mark.parametrize("lines", [MOONCAKE, NORMALISED], ids=["mooncake", "own"])
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_both_formats_are_read(tmp_path, lines, name):
-    trace = read_trace(write(tmp_path / name, lines))
-    assert trace.name == "a"
-    # Partial last blocks are left out, the others are renumbered.
-    assert trace.ids.tolist() == [0, 1, 0, 0, 2]
-    assert trace.ids.dtype == np.int32
-    assert trace.offsets.tolist() == [0, 2, 3, 5]
-    assert trace.time_ms.tolist() == [0, 9, 9]
-    assert trace.input_tokens.tolist() == [1100, 600, 1024]
-    assert trace.block_size == 512
-    assert trace.num_requests == 3
-    assert trace.num_unique_blocks == 3
-    assert trace.num_block_refs == 5
+def test_both_formats_are_read(tmp_path):
+    for lines, name in itertools.product(
+        (MOONCAKE, NORMALISED), ("a.jsonl", "a.jsonl.gz")
+    ):
+        trace = read_trace(write(tmp_path / name, lines))
+        assert trace.name == "a"
+        # Partial last blocks are left out, the others are renumbered.
+        assert trace.ids.tolist() == [0, 1, 0, 0, 2]
+        assert trace.ids.dtype == np.int32
+        assert trace.offsets.tolist() == [0, 2, 3, 5]
+        assert trace.time_ms.tolist() == [0, 9, 9]
+        assert trace.input_tokens.tolist() == [1100, 600, 1024]
+        assert trace.block_size == 512
+        assert trace.num_requests == trace.num_unique_blocks == 3
+        assert trace.num_block_refs == 5
 
 
 def test_gzip_is_recognised_by_content_not_by_name(tmp_path):
@@ -63,78 +64,65 @@ def test_gzip_is_recognised_by_content_not_by_name(tmp_path):
     assert read_trace(path).ids.tolist() == [0, 1]
 
 
-def test_empty_lines_are_skipped_and_empty_requests_kept(tmp_path):
+def test_fields_lines_and_requests_may_be_left_out_or_empty(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(
         '\n{"t": 0, "in": 9, "out": 1, "ids": []}\n\n'
-        '{"t": 0, "in": 512, "out": 1, "ids": [3]}\n'
+        '{"t": 0, "in": 512, "ids": [3]}\n'
+        '{"t": 1, "in": 512, "out": 7, "ids": [3], "stop": "tool_use"}\n'
+        '{"t": 2, "in": 512, "out": 0, "ids": [3], "stop": "end_turn"}\n'
     )
-    assert read_trace(path).num_blocks.tolist() == [0, 1]
-
-
-def test_the_block_size_can_be_set(tmp_path):
-    path = tmp_path / "a.jsonl"
+    trace = read_trace(path)
+    assert trace.num_blocks.tolist() == [0, 1, 1, 1]
+    assert trace.output_tokens.tolist() == [1, -1, 7, 0]
+    stops = [STOPS[stop] for stop in trace.stops]
+    assert stops == [None, None, "tool_use", "end_turn"]
     path.write_text('{"t": 0, "in": 50, "out": 1, "ids": [1, 2, 3]}\n')
     assert read_trace(path, block_size=16).num_block_refs == 3
     with pytest.raises(ValueError, match="block_size=0 must be at least 1"):
         read_trace(path, block_size=0)
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("{", "is not JSON (Expecting property name"),
-        ("[" * 100_000, "is not JSON (maximum recursion"),
-        ("[1, 2]", "must be a JSON object, not [1, 2]"),
-        ('{"t": 1, "out": 9, "ids": []}', "'in' is missing"),
-        (
-            '{"t": 1, "in": 9, "ids": [], "stop": "eos"}',
-            "'stop' must be 'tool_use' or 'end_turn', not \"eos\"",
-        ),
-        ('{"t": 1, "in": 9, "out": 1}', "'ids' is missing"),
-        ('{"t": "1", "in": 9, "out": 1, "ids": []}', "'t' must be a number of milli"),
-        (
-            '{"t": -1, "in": 9, "out": 1, "ids": []}',
-            "from 0 to 9007199254740991, not -1",
-        ),
-        (
-            '{"t": NaN, "in": 9, "out": 1, "ids": []}',
-            "from 0 to 9007199254740991, not NaN",
-        ),
-        ('{"t": 1, "in": -9, "out": 1, "ids": []}', "'in' must be a number of tokens"),
-        ('{"t": 1, "in": 9.5, "out": 1, "ids": []}', "from 0 to 1073741824, not 9.5"),
-        ('{"t": 1, "in": true, "out": 1, "ids": []}', "from 0 to 1073741824, not true"),
-        (
-            '{"t": 1, "in": 1073741825, "out": 1, "ids": []}',
-            "'in' must be a number of tokens from 0 to 1073741824, not 1073741825",
-        ),
-        (
-            '{"t": 1, "in": 9, "out": 9007199254740991, "ids": []}',
-            "'out' must be a number of tokens from 0 to 1073741824, not 90071992547",
-        ),
-        ('{"t": 1, "in": 9, "out": null, "ids": []}', "'out' must be a number of"),
-        (
-            '{"t": 1, "in": 9, "out": 1, "ids": 7}',
-            "'ids' must be a list of ints, not 7",
-        ),
-        ('{"t": 1, "in": 9, "out": 1, "ids": [1.0]}', "list of ints, not [1.0]"),
-        ('{"t": 1, "in": 9, "out": 1, "ids": [true]}', "list of ints, not [true]"),
-        (
-            '{"t": 1, "in": 1000, "out": 1, "ids": [1, 2, 3]}',
-            "'ids' has 3 blocks, too many for 1000 tokens in blocks of 512; is the",
-        ),
-    ],
+# Fields that replace those of a good line, or a whole line, and the fault.
+BAD_LINES = (
+    ("{", "is not JSON (Expecting property name"),
+    ("[" * 100_000, "is not JSON (maximum recursion"),
+    ("[1, 2]", "must be a JSON object, not [1, 2]"),
+    ('{"t": 1, "out": 9, "ids": []}', "'in' is missing"),
+    ('{"t": 1, "in": 9, "out": 1}', "'ids' is missing"),
+    ({"stop": "eos"}, "'stop' must be 'tool_use' or 'end_turn', not \"eos\""),
+    ({"t": "1"}, "'t' must be a number of milli"),
+    ({"t": -1}, "from 0 to 9007199254740991, not -1"),
+    ({"t": float("nan")}, "from 0 to 9007199254740991, not NaN"),
+    ({"in": -9}, "'in' must be a number of tokens"),
+    ({"in": 9.5}, "from 0 to 1073741824, not 9.5"),
+    ({"in": True}, "from 0 to 1073741824, not true"),
+    ({"in": 1073741825}, "'in' must be a number of tokens from 0 to 1073741824, not 1"),
+    ({"out": 9007199254740991}, "'out' must be a number of tokens from 0 to 107374182"),
+    ({"out": None}, "'out' must be a number of"),
+    ({"ids": 7}, "'ids' must be a list of ints, not 7"),
+    ({"ids": [1.0]}, "list of ints, not [1.0]"),
+    ({"ids": [True]}, "list of ints, not [true]"),
+    (
+        {"in": 1000, "ids": [1, 2, 3]},
+        "'ids' has 3 blocks, too many for 1000 tokens in blocks of 512; is the",
+    ),
 )
-def test_a_bad_line_is_named(tmp_path, line, reason):
+
+
+def test_a_bad_line_is_named(tmp_path):
     path = tmp_path / "a.jsonl"
-    good = '{"t": 0, "in": 512, "out": 1, "ids": [3]}'
-    path.write_text(f"{good}\n\n{line}\n{good}\n")
-    with pytest.raises(TraceError) as caught:
-        read_trace(path)
-    message = str(caught.value)
-    assert message.startswith(f"{path}:3: ")
-    assert reason in message
-    assert len(message) < len(str(path)) + 150
+    good = {"t": 0, "in": 512, "out": 1, "ids": [3]}
+    for line, reason in BAD_LINES:
+        if isinstance(line, dict):
+            line = json.dumps({"t": 1, "in": 9, "out": 1, "ids": []} | line)
+        path.write_text(f"{json.dumps(good)}\n\n{line}\n{json.dumps(good)}\n")
+        with pytest.raises(TraceError) as caught:
+            read_trace(path)
+        message = str(caught.value)
+        assert message.startswith(f"{path}:3: ")
+        assert reason in message
+        assert len(message) < len(str(path)) + 150
 
 
 def test_a_line_without_end_in_a_small_gzip_file_is_not_read_as_a_whole(tmp_path):
@@ -150,40 +138,26 @@ def test_a_line_without_end_in_a_small_gzip_file_is_not_read_as_a_whole(tmp_path
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "reason"),
-    [
+def test_a_bad_file_is_named(tmp_path):
+    no_block = b'{"t": 0, "in": 9, "out": 1, "ids": []}'
+    for name, data, reason in (
         ("a.jsonl", b"", ": the file has no request"),
         ("a.jsonl.gz", b"", ": the file has no request"),
         ("a.jsonl", b"\n\n", ": the file has no request"),
-        (
-            "a.jsonl",
-            b'{"t": 0, "in": 9, "out": 1, "ids": []}',
-            ": no request has a full block of 512 tokens",
-        ),
+        ("a.jsonl", no_block, ": no request has a full block of 512 tokens"),
         ("a.jsonl", b'{"a": 1}', ":1: no known format: the fields must be timestamp,"),
         ("a.jsonl", b"\xff\xfe\n", ":1: is not UTF-8 text"),
         ("a.gz", b"{}\n", ": is not gzip data, though its name ends in .gz"),
         ("a.gz", gzip.compress(b"{}" * 999, mtime=0)[:20], ":1: broken gzip data ("),
         ("a.gz", b"\x1f\x8bxxxxxxxxxxxxxxxxxx", ":1: broken gzip data ("),
-    ],
-)
-def test_a_bad_file_is_named(tmp_path, name, data, reason):
-    path = tmp_path / name
-    path.write_bytes(data)
-    with pytest.raises(TraceError) as caught:
-        read_trace(path)
-    assert str(caught.value).startswith(f"{path}{reason}")
-
-
-def test_a_missing_file_is_an_os_error(tmp_path):
+    ):
+        path = tmp_path / name
+        path.write_bytes(data)
+        with pytest.raises(TraceError) as caught:
+            read_trace(path)
+        assert str(caught.value).startswith(f"{path}{reason}")
     with pytest.raises(FileNotFoundError):
         read_trace(tmp_path / "none")
-
-
-def test_a_trace_without_blocks_is_refused():
-    with pytest.raises(ValueError, match="'empty' must have a request with a full"):
-        make_trace("empty", [[], []])
 
 
 def test_synthetic_traces_are_deterministic_and_conversations():
@@ -198,12 +172,11 @@ def test_synthetic_traces_are_deterministic_and_conversations():
             assert before.setdefault(block, previous) == previous
     assert np.all(np.diff(one.time_ms) >= 0)
     np.testing.assert_array_equal(one.input_tokens // 512, one.num_blocks)
-
-
-@pytest.mark.parametrize("name", ["num_requests", "turns", "system_blocks"])
-def test_synthetic_sizes_are_checked(name):
-    with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
-        make_synthetic_trace(**({"num_requests": 3} | {name: 0}))
+    for name in ("num_requests", "turns", "system_blocks"):
+        with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):
+            make_synthetic_trace(**({"num_requests": 3} | {name: 0}))
+    with pytest.raises(ValueError, match="'empty' must have a request with a full"):
+        make_trace("empty", [[], []])
 
 
 def test_recorded_traces_match_their_description(shared_traces):
@@ -212,15 +185,3 @@ def test_recorded_traces_match_their_description(shared_traces):
     assert trace.num_unique_blocks == 20_527
     assert trace.num_block_refs == 26_307
     np.testing.assert_array_equal(trace.num_blocks, trace.input_tokens // 512)
-
-
-def test_what_a_request_generated_may_be_left_out_and_why_it_stopped_added(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text(
-        '{"t": 0, "in": 512, "ids": [3]}\n'
-        '{"t": 1, "in": 512, "out": 7, "ids": [3], "stop": "tool_use"}\n'
-        '{"t": 2, "in": 512, "out": 0, "ids": [3], "stop": "end_turn"}\n'
-    )
-    trace = read_trace(path)
-    assert trace.output_tokens.tolist() == [-1, 7, 0]
-    assert [STOPS[stop] for stop in trace.stops] == [None, "tool_use", "end_turn"]
