@@ -188,14 +188,12 @@ def test_none_and_nothing_in_the_environment():
                 assert config == OffloadConfig(**values), (name, text)
 
 
-def test_the_environment_is_that_of_the_process(monkeypatch):
+def test_an_explicit_value_takes_the_place_of_the_environment(monkeypatch):
     monkeypatch.setenv("JAXKV_MODE", "lazy")
     assert OffloadConfig.from_env().mode == "lazy"
     assert OffloadConfig.from_env({"mode": "eager"}).mode == "eager"
     assert OffloadConfig().mode == OffloadConfig.from_dict({}).mode == "eager"
-
-
-def test_one_size_takes_the_place_of_the_other():
+    # One size takes the place of the other.
     environ = {"JAXKV_NUM_HOST_BLOCKS": "7"}
     config = OffloadConfig.from_env({"host_bytes": "1GiB"}, environ)
     assert (config.host_bytes, config.num_host_blocks) == (1 << 30, None)
@@ -340,6 +338,11 @@ def test_a_refusal_names_the_key_and_what_would_be_right():
         assert refuse(OffloadConfig.from_env, explicit, environ) == message
     fault = refuse(OffloadConfig.from_env, {}, {"JAXKV_XYZ": "1"})
     assert "JAXKV_XYZ: choose from JAXKV_HOST_BYTES" in fault
+    # Another name is not taken for a misspelt one.
+    for key, name in {"cache_policy": "lfu", "compression": "int4"}.items():
+        fault = refuse(OffloadConfig.from_dict, {key: name})
+        assert f"{key}='{name}' must be one of " in fault
+        assert "did you mean" not in fault
     # The environment may have a dash or another case.
     for variable in (
         "jaxkv_mode",
@@ -366,16 +369,6 @@ def test_all_faults_are_told_at_once():
         f"JAXKV_HOST_BYTES='8 GB!' {SIZE}",
         "JAXKV_SKIP_SLOW_LOADS='maybe' must be true or false",
     ]
-
-
-def test_another_name_is_not_taken_for_a_misspelt_one():
-    for key, name in (
-        *(("cache_policy", "lfu"), ("compression", "int4")),
-        ("compression", "int16"),
-    ):
-        fault = refuse(OffloadConfig.from_dict, {key: name})
-        assert f"{key}='{name}' must be one of " in fault
-        assert "did you mean" not in fault
 
 
 def test_what_is_no_json_object_is_refused(tmp_path):
@@ -514,6 +507,15 @@ def test_a_secret_is_shown_to_nobody():
     fault = refuse(OffloadConfig.from_dict, values)
     assert "0123456789" not in fault
     assert fault.endswith("must be a text of at least 16 bytes, or None")
+    # White space around it counts in no way of giving it.
+    spaced = {"storage": "kv", "storage_secret": " 0123456789abcdef\n"}
+    environ = {"JAXKV_STORAGE_SECRET": spaced["storage_secret"]}
+    for config in (
+        OffloadConfig.from_dict(spaced),
+        OffloadConfig.from_json(json.dumps(spaced)),
+        OffloadConfig.from_env({"storage": "kv"}, environ),
+    ):
+        assert config.storage_secret == "0123456789abcdef"
     url = "redis://:hunter2@host"
     for name in ("storage", "storage_secret"):
         for value in (url.encode(), [url], {"url": url}, {url}, Path(url)):
@@ -533,18 +535,6 @@ def test_an_empty_secret_is_refused_where_it_would_leave_a_store_unsealed():
             assert OffloadConfig.from_env(chosen, environ).storage_secret == secret
             chosen["storage_secret"] = text
             assert "must be a text of at" in refuse(OffloadConfig.from_dict, chosen)
-
-
-def test_white_space_around_a_secret_counts_in_no_way_of_giving_it():
-    secret, values = " 0123456789abcdef\n", {"storage": "kv"}
-    given = values | {"storage_secret": secret}
-    for config in (
-        OffloadConfig(**given),
-        OffloadConfig.from_dict(given),
-        OffloadConfig.from_json(json.dumps(given)),
-        OffloadConfig.from_env(values, {"JAXKV_STORAGE_SECRET": secret}),
-    ):
-        assert config.storage_secret == "0123456789abcdef"
 
 
 def test_text_that_is_nearly_a_file_or_an_address_is_refused():
@@ -600,9 +590,6 @@ def test_a_password_in_a_url_is_shown_to_nobody():
         assert "storage='" in texts[2] or "storage='" in texts[3], line
     url = "redis://me:hunter2@host:6379/0"
     assert OffloadConfig(storage=url).to_dict()["storage"] == url
-
-
-def test_what_is_no_secret_is_shown():
     config = OffloadConfig(host_bytes="1GiB", storage="s3://bucket/kv?region=eu")
     assert "host_bytes=1073741824, " in repr(config)
     assert "storage='s3://bucket/kv?region=eu', " in repr(config)
@@ -614,18 +601,10 @@ def make_pool(num_blocks=16, block_size=4):
 
 
 def test_the_parts_are_made_as_it_says():
-    config = OffloadConfig.from_dict(
-        {
-            "host_bytes": "1MiB",
-            "cache_policy": "arc",
-            "skip_slow_loads": True,
-            "max_blocks_in_flight": 8,
-            "transfer_mode": "staged",
-            "transfer_kernel": "dma",
-            "extent_bytes": "32KiB",
-            "deadline_s": 1,
-            "enable_events": True,
-        }
+    config = OffloadConfig(
+        **{"host_bytes": "1MiB", "cache_policy": "arc", "skip_slow_loads": True},
+        **{"max_blocks_in_flight": 8, "transfer_mode": "staged", "deadline_s": 1},
+        **{"transfer_kernel": "dma", "extent_bytes": "32KiB", "enable_events": True},
     )
     engine, scheduler, worker = config.connect(make_pool(), 4)
     assert (engine.mode, engine.kernel) == ("staged", "dma")
@@ -659,28 +638,10 @@ def test_several_processes_can_give_their_policy_a_clock(monkeypatch):
         assert scheduler._notifier._clock is clock
 
 
-def test_blocks_of_several_and_compression():
-    config = OffloadConfig(
-        num_host_blocks=6,
-        blocks_per_host_block=2,
-        compression="int8",
-        skip_slow_loads=True,
-    )
-    engine, scheduler, _ = config.connect(make_pool(), 4, head_axis={"k": 2, "v": None})
-    assert engine.num_host_blocks == scheduler.num_host_blocks == 6
-    assert engine.blocks_per_host_block == scheduler.rules.blocks_per_host_block == 2
-    assert scheduler.rules.block_bytes * 2 == engine.block_bytes
-    plain = OffloadConfig(num_host_blocks=6, blocks_per_host_block=2).make_engine(
-        make_pool()
-    )
-    assert engine.host_bytes < plain.host_bytes
-
-
-def test_parts_by_themselves():
+def test_parts_are_made_by_themselves_and_with_large_compressed_blocks():
     config = OffloadConfig(num_host_blocks=5, mode="lazy", max_num_batched_tokens=64)
     scheduler = config.make_scheduler([FullAttention(4), SlidingWindow(4, 16)])
-    assert scheduler.num_host_blocks == 5
-    assert scheduler.rules.mode == "lazy"
+    assert (scheduler.num_host_blocks, scheduler.rules.mode) == (5, "lazy")
     assert config.make_scheduler(4, 9).num_host_blocks == 9
     with pytest.raises(ValueError, match="num_host_blocks=None must be given where"):
         OffloadConfig().make_scheduler(4)
@@ -688,6 +649,15 @@ def test_parts_by_themselves():
         OffloadConfig().make_engine(make_pool())
     with pytest.raises(ValueError, match="skip_slow_loads=True needs block_bytes"):
         OffloadConfig(skip_slow_loads=True).make_scheduler(4, 9)
+    large = {"num_host_blocks": 6, "blocks_per_host_block": 2}
+    config = OffloadConfig(**large, compression="int8", skip_slow_loads=True)
+    engine, scheduler, _ = config.connect(make_pool(), 4, head_axis={"k": 2, "v": None})
+    assert engine.num_host_blocks == scheduler.num_host_blocks == 6
+    assert engine.blocks_per_host_block == scheduler.rules.blocks_per_host_block == 2
+    assert scheduler.rules.block_bytes * 2 == engine.block_bytes
+    assert (
+        engine.host_bytes < OffloadConfig(**large).make_engine(make_pool()).host_bytes
+    )
 
 
 def test_what_does_not_suit_the_model_is_refused_before_memory_is_taken(monkeypatch):

@@ -15,6 +15,7 @@ GROUPS = {
     "two windows": (SlidingWindow(BLOCK, 13), SlidingWindow(BLOCK, 1)),
 }
 of_each_kind = pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+of_some = pytest.mark.parametrize("groups", [GROUPS["full"], GROUPS["full and window"]])
 
 
 def serve_turns(engine, num_turns):
@@ -51,7 +52,7 @@ def test_blocks_outside_a_window_that_nobody_wrote_are_not_cached(groups):
     assert skipped == []
 
 
-@of_each_kind
+@of_some
 def test_an_engine_that_ignores_the_returned_tables_is_right_too(groups):
     """`DeviceBlockPool.cache` skips what was not written, and says so."""
 
@@ -69,7 +70,7 @@ def test_an_engine_that_ignores_the_returned_tables_is_right_too(groups):
     assert bool(skipped) == has_window
 
 
-@of_each_kind
+@of_some
 def test_what_could_not_be_loaded_is_computed(groups, monkeypatch):
     """And cached: the blocks outside the window, too, are written then."""
     engine = Right(12 * len(groups) + 4, 100, groups)

@@ -1,7 +1,5 @@
 """Refusals of every public entry point are one short printable line."""
 
-import gzip
-import json
 import os
 from types import SimpleNamespace
 
@@ -31,11 +29,9 @@ from jaxkv.observe.metrics import OffloadMetrics
 from jaxkv.observe.subscriber import EventSubscriber
 from jaxkv.policies import registry
 from jaxkv.tools import main as cli
-from jaxkv.tools.replay.traces import TraceError, read_trace
 from tests.rigs.command_line import run_command
 
 LONG = "x" * 100_000
-DEEP = "[" * 100_000
 SURROGATE = "\ud800"
 SPACE = Namespace("model", "0", "int8", "flat", 2)
 
@@ -52,46 +48,6 @@ def check_line(text):
     text = text.removesuffix("\n")
     assert text.isprintable(), text[:500]
     assert len(text) < 1000, text[:500]
-
-
-def line(**fields):
-    request = {"timestamp": 0, "input_length": 1024, "output_length": 1}
-    return json.dumps({**request, "hash_ids": [0, 1], **fields})
-
-
-TRACES = (
-    *(line(timestamp=10**400), line(timestamp=7).replace("7", "7" * 5000)),
-    *(line(timestamp=float("inf")), line(timestamp=1e308), line(input_length=10**400)),
-    *(DEEP, line(hash_ids=7).replace("7", DEEP), line(hash_ids=LONG)),
-    *(line(timestamp=LONG), json.dumps({LONG: 0}), line(timestamp=SURROGATE)),
-    *("null", '{"\x1b[31m": 0}'),
-)
-
-
-def test_a_line_that_is_no_request_of_a_trace_is_refused(tmp_path, capsys):
-    path = tmp_path / "trace.jsonl"
-    for text in TRACES:
-        path.write_text(text + "\n", encoding="utf-8")
-        with pytest.raises(TraceError) as caught:
-            read_trace(path)
-        check_line(str(caught.value))
-        assert cli.main(["replay", str(path)]) == 2
-        out, err = capsys.readouterr()
-        check_line(err)
-        assert out == ""
-
-
-def test_a_trace_is_read_as_utf_8_alone(tmp_path):
-    path = tmp_path / "trace.jsonl"
-    for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32"):
-        data = (line() + "\n").encode(encoding)
-        for written in (data, gzip.compress(data)):
-            path.write_bytes(written)
-            with pytest.raises(TraceError, match="is not UTF-8 text") as caught:
-                read_trace(path)
-            check_line(str(caught.value))
-    path.write_text(line() + "\n", encoding="utf-8-sig")  # A byte order mark is fine.
-    assert read_trace(path).num_requests == 1
 
 
 def test_the_name_of_a_file_of_two_lines_is_shown_in_one(tmp_path, capsys):

@@ -15,7 +15,8 @@ from jaxkv.observe.kv_events import (
     encode_batch,
 )
 from jaxkv.search.groups import ChunkedLocal, FullAttention, Mamba, SlidingWindow
-from jaxkv.tiers.base import DEVICE_MEDIUM, HOST_MEDIUM, OffloadingEvent
+from jaxkv.tiers.base import DEVICE_MEDIUM, HOST_MEDIUM
+from tests.rigs.listening import removed, stored
 
 SPACE = Namespace("model", "weights", "float32", "NHD", 2)
 GROUPS = FullAttention(2), SlidingWindow(2, 9), ChunkedLocal(2, 4), Mamba(2)
@@ -31,20 +32,12 @@ def chain(catalog, tokens, extras=None, group=0):
     return made.extend(tokens)
 
 
-def stored(*keys, medium=HOST_MEDIUM, block_size=2):
-    return OffloadingEvent(list(keys), block_size, medium, removed=False)
-
-
-def removed(*keys, medium=HOST_MEDIUM):
-    return OffloadingEvent(list(keys), 2, medium, removed=True)
-
-
-def tell(catalog, *events, **how):
-    told = []
+def tell(catalog, *events, **options):
+    described = []
     for event in events:
-        told.append(describe(event, catalog, **how))
+        described.append(describe(event, catalog, **options))
         catalog.note(event)
-    return told
+    return described
 
 
 def test_consecutive_blocks_are_one_event(catalog):
@@ -109,13 +102,6 @@ def test_groups_have_separate_events_with_their_kinds(catalog):
         BlockRemoved([keys[0][0]], "CPU", 0),
         BlockRemoved([keys[3][1], keys[3][0]], "CPU", 3),
     ]
-
-
-def test_an_event_has_the_block_size_of_its_group(catalog):
-    large = Namespace("model", "weights", "float32", "NHD", 4)
-    keys = KeyChain(large, group=1, record=catalog.record).extend(range(8))
-    [[event]] = tell(catalog, stored(*keys, block_size=2))
-    assert (event.block_size, event.token_ids) == (4, list(range(8)))
 
 
 def test_extra_keys_are_in_vllms_order(catalog):
@@ -184,6 +170,11 @@ def test_a_host_block_is_described_as_its_device_blocks(catalog):
         (keys[:4], list(range(8)), 2)
     ]
     assert gone == [BlockRemoved(keys[2:4], "CPU", 0)]
+    # An event has the block size of its group.
+    large = Namespace("model", "weights", "float32", "NHD", 4)
+    keys = KeyChain(large, group=1, record=catalog.record).extend(range(8))
+    [[event]] = tell(catalog, stored(*keys, block_size=2))
+    assert (event.block_size, event.token_ids) == (4, list(range(8)))
 
 
 def test_describe_all_lists_every_held_block(catalog):
@@ -226,37 +217,17 @@ BATCH = KVEventBatch(
 
 
 def test_the_wire_format_is_vllms():
+    stored = {"type": "BlockStored", "block_size": 1, "lora_id": None}
+    first = {"block_hashes": [b"k" * 32, 2**64 - 1], "parent_block_hash": b"p" * 32}
+    first |= {"token_ids": [7, 8], "medium": "CPU", "lora_name": None}
+    second = {"block_hashes": [5], "parent_block_hash": None, "token_ids": [7]}
+    second |= {"medium": "GPU", "lora_name": "lora"}
+    second |= {"extra_keys": [["lora", ["ab", 0]]], "group_idx": 0}
+    gone = {"type": "BlockRemoved", "block_hashes": [5], "medium": "GPU"}
     assert msgspec.msgpack.decode(encode_batch(BATCH)) == [
         1.5,
         [
-            {
-                "type": "BlockStored",
-                "block_hashes": [b"k" * 32, 2**64 - 1],
-                "parent_block_hash": b"p" * 32,
-                "token_ids": [7, 8],
-                "block_size": 1,
-                "lora_id": None,
-                "medium": "CPU",
-                "lora_name": None,
-            },
-            {
-                "type": "BlockStored",
-                "block_hashes": [5],
-                "parent_block_hash": None,
-                "token_ids": [7],
-                "block_size": 1,
-                "lora_id": None,
-                "medium": "GPU",
-                "lora_name": "lora",
-                "extra_keys": [["lora", ["ab", 0]]],
-                "group_idx": 0,
-            },
-            {
-                "type": "BlockRemoved",
-                "block_hashes": [5],
-                "medium": "GPU",
-                "group_idx": 1,
-            },
+            *(stored | first, stored | second, gone | {"group_idx": 1}),
             {"type": "AllBlocksCleared"},
         ],
         3,
@@ -277,19 +248,17 @@ def test_the_array_format_begins_each_event_with_its_name():
     assert events[2:] == [["BlockRemoved", [5], "GPU", 1], ["AllBlocksCleared"]]
 
 
-@pytest.mark.parametrize("array_like", [False, True])
-def test_a_batch_survives_encoding_and_decoding(array_like):
-    payload = encode_batch(BATCH, array_like=array_like)
-    batch = decode_batch(payload, array_like=array_like)
-    assert batch.events[0] == BATCH.events[0]
-    assert batch.events[2:] == BATCH.events[2:]
-    # Tuples in extra_keys come back as lists; encoded again they are the same.
-    assert encode_batch(batch, array_like=array_like) == payload
-    with pytest.raises(msgspec.DecodeError):
-        decode_batch(payload, array_like=not array_like)
-
-
-def test_unknown_fields_are_ignored():
+def test_a_batch_survives_encoding_and_decoding():
+    for array_like in (False, True):
+        payload = encode_batch(BATCH, array_like=array_like)
+        batch = decode_batch(payload, array_like=array_like)
+        assert batch.events[0] == BATCH.events[0]
+        assert batch.events[2:] == BATCH.events[2:]
+        # Tuples in extra_keys come back as lists; encoded again they are the same.
+        assert encode_batch(batch, array_like=array_like) == payload
+        with pytest.raises(msgspec.DecodeError):
+            decode_batch(payload, array_like=not array_like)
+    # Unknown fields are ignored.
     event = {"type": "BlockRemoved", "block_hashes": [1], "medium": "CPU", "new": 7}
     payload = msgspec.msgpack.encode([0.5, [event], None, "newer"])
     assert decode_batch(payload).events == [BlockRemoved([1], "CPU")]

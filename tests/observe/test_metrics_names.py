@@ -20,26 +20,22 @@ LOOKUPS = "1e-5 5e-5 1e-4 5e-4 1e-3 5e-3 0.01 0.05 0.1 0.5 1"
 DELAYS = "1e-4 5e-4 1e-3 5e-3 0.01 0.05 0.1 0.5 1 5 10"
 # From vLLM 0.27: names, kinds, and bounds of buckets.
 OF_VLLM = {
-    "vllm:kv_offload_store_bytes": ("counter", ""),
-    "vllm:kv_offload_load_bytes": ("counter", ""),
-    "vllm:kv_offload_store_time": ("counter", ""),
-    "vllm:kv_offload_load_time": ("counter", ""),
-    "vllm:kv_offload_store_size": ("histogram", SIZES),
-    "vllm:kv_offload_load_size": ("histogram", SIZES),
-    "vllm:kv_offload_lookup_sync_delay_seconds": ("histogram", LOOKUPS),
-    "vllm:kv_offload_lookup_async_delay_seconds": ("histogram", DELAYS),
-    "vllm:kv_offload_allocation_failure": ("counter", ""),
-    "vllm:kv_offload_stores_skipped": ("counter", ""),
-    "vllm:kv_offload_cpu_cache_usage_perc": ("gauge", ""),
-    "vllm:kv_offload_cpu_cache_write_usage_perc": ("gauge", ""),
-    "vllm:kv_offload_cpu_cache_read_usage_perc": ("gauge", ""),
-    "vllm:kv_offload_config_info": ("gauge", ""),  # Of a later one.
-    "vllm:external_prefix_cache_queries": ("counter", ""),
-    "vllm:external_prefix_cache_hits": ("counter", ""),
-    "vllm:prefix_cache_queries": ("counter", ""),
-    "vllm:prefix_cache_hits": ("counter", ""),
-    "vllm:kv_cache_usage_perc": ("gauge", ""),
+    name: (kind, bounds)
+    for kind, bounds, names in (
+        ("counter", "", "store_bytes load_bytes store_time load_time"),
+        ("counter", "", "allocation_failure stores_skipped"),
+        ("histogram", SIZES, "store_size load_size"),
+        ("histogram", LOOKUPS, "lookup_sync_delay_seconds"),
+        ("histogram", DELAYS, "lookup_async_delay_seconds"),
+        ("gauge", "", "cpu_cache_usage_perc cpu_cache_write_usage_perc"),
+        ("gauge", "", "cpu_cache_read_usage_perc"),
+        ("gauge", "", "config_info"),  # Of a later version.
+    )
+    for name in (f"vllm:kv_offload_{word}" for word in names.split())
 }
+for word in ("external_prefix_cache", "prefix_cache"):
+    OF_VLLM[f"vllm:{word}_queries"] = OF_VLLM[f"vllm:{word}_hits"] = ("counter", "")
+OF_VLLM["vllm:kv_cache_usage_perc"] = ("gauge", "")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A subscriber written from vLLM's schema alone, without jaxkv.
+"""Events of a tier, and a subscriber written from vLLM's schema alone.
 
 What it reads, any reader of vLLM's events can read.
 """
@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from jaxkv.tiers.base import HOST_MEDIUM, OffloadingEvent
 from tests.rigs.waiting import WAIT_S
 
 WAIT_MS = 1000 * WAIT_S  # for expected messages
@@ -49,6 +50,14 @@ class Batch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 DECODER = msgspec.msgpack.Decoder(Batch)
+
+
+def stored(*keys, medium=HOST_MEDIUM, block_size=2):
+    return OffloadingEvent(list(keys), block_size, medium, removed=False)
+
+
+def removed(*keys, medium=HOST_MEDIUM):
+    return OffloadingEvent(list(keys), 2, medium, removed=True)
 
 
 class Picture:

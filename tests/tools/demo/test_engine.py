@@ -14,7 +14,7 @@ from jaxkv.tools.demo.engine import Engine, EngineConfig
 from jaxkv.tools.demo.model import ModelConfig
 from jaxkv.tools.demo.records import DemoConfig
 from jaxkv.tools.demo.request import Phase
-from jaxkv.tools.demo.run import check_config, measure_bandwidth, run_demo
+from jaxkv.tools.demo.run import check_config
 from jaxkv.tools.demo.steps import make_steps
 from tests.reference.transformer import reference_forward
 
@@ -22,12 +22,8 @@ MODEL = ModelConfig(
     num_layers=2, d_model=64, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=128
 )
 CONFIG = EngineConfig(
-    block_size=16,
-    device_blocks=48,
-    host_blocks=200,
-    concurrency=3,
-    max_seq_tokens=640,
-    weights_epoch="test",
+    **{"block_size": 16, "device_blocks": 48, "host_blocks": 200},
+    **{"concurrency": 3, "max_seq_tokens": 640, "weights_epoch": "test"},
 )
 
 
@@ -79,15 +75,6 @@ def check_tokens(steps, request, config=CONFIG):
 jitted_forward = nnx.jit(reference_forward)
 
 
-def test_generates_what_the_dense_model_generates(steps):
-    engine = make_engine(steps, host_blocks=0)
-    request = engine.submit(random_tokens(1, 300), 5)
-    finish(engine, request)
-    assert len(request.generated) == 5
-    check_tokens(steps, request)
-    check_at_rest(engine)
-
-
 def converse(engine, num_conversations, num_turns):
     """Run conversations in turn in an engine that cannot hold them all."""
     transcripts = [random_tokens(i, 250 + 7 * i) for i in range(num_conversations)]
@@ -102,20 +89,19 @@ def converse(engine, num_conversations, num_turns):
     return transcripts, requests
 
 
-@pytest.mark.parametrize(
-    ("host_blocks", "load_in_step"), [(200, False), (30, True), (1, False)]
-)
-def test_tokens_are_the_same_with_offloading(steps, host_blocks, load_in_step):
-    plain, _ = converse(make_engine(steps, host_blocks=0), 5, 3)
-    engine = make_engine(steps, host_blocks=host_blocks, load_in_step=load_in_step)
-    offloaded, last = converse(engine, 5, 3)
-    assert offloaded == plain
-    check_at_rest(engine)
-    assert engine.worker.blocks_stored > 0
-    if host_blocks == 200:
-        hits = [(r.device_hit_tokens, r.host_hit_tokens) for r in last]
-        assert all(device + host > 250 for device, host in hits)
-        assert sum(host for _, host in hits) > 1000
+def test_tokens_are_the_same_with_offloading(steps):
+    plain, requests = converse(make_engine(steps, host_blocks=0), 5, 3)
+    check_tokens(steps, requests[0])
+    for host_blocks, load_in_step in ((200, False), (30, True), (1, False)):
+        engine = make_engine(steps, host_blocks=host_blocks, load_in_step=load_in_step)
+        offloaded, last = converse(engine, 5, 3)
+        assert offloaded == plain, host_blocks
+        check_at_rest(engine)
+        assert engine.worker.blocks_stored > 0
+        if host_blocks == 200:
+            hits = [(r.device_hit_tokens, r.host_hit_tokens) for r in last]
+            assert all(device + host > 250 for device, host in hits)
+            assert sum(host for _, host in hits) > 1000
 
 
 def test_wrong_blocks_from_the_host_change_the_tokens(steps, monkeypatch):
@@ -143,64 +129,9 @@ def flush_device(engine):
     engine.blocks.free(engine.blocks.allocate(engine.blocks.num_free))
 
 
-def test_a_common_prefix_is_stored_once(steps):
-    engine = make_engine(steps)
-    prefix = random_tokens(4, 320)
-    requests = [engine.submit(prefix + random_tokens(i, 20), 2) for i in range(4)]
-    finish(engine, *requests)
-    assert engine.worker.blocks_stored == 320 // 16 + 4  # and one of each tail
-    assert requests[-1].device_hit_tokens == 320
-
-
-def test_requests_can_be_aborted_at_any_time(steps):
-    engine = make_engine(steps)
-    rng = random.Random(5)
-    prompts = [random_tokens(i, 300) for i in range(4)]
-    warm = [engine.submit(prompt, 2) for prompt in prompts]
-    finish(engine, *warm)
-    for _ in range(12):
-        flush_device(engine)
-        requests = [engine.submit(prompt, 4) for prompt in prompts]
-        for _ in range(rng.randrange(4)):
-            engine.step()
-        for request in rng.sample(requests, 2):
-            engine.abort(request)
-            engine.abort(request)  # a second time does nothing
-        finish(engine, *requests)
-        check_at_rest(engine)
-    assert engine.worker.blocks_loaded > 0
-
-
-def test_a_failed_load_is_computed_instead(steps, monkeypatch):
-    prompt = random_tokens(6, 300)
-    engine = make_engine(steps)
-    first = engine.submit(prompt, 4)
-    finish(engine, first)
-    flush_device(engine)
-    poll = engine.worker.poll
-
-    def poll_failing():
-        output = poll()
-        return dataclasses.replace(
-            output, finished_recving=(), failed_recving=output.finished_recving
-        )
-
-    monkeypatch.setattr(engine.worker, "poll", poll_failing)
-    again = engine.submit(prompt, 4)
-    finish(engine, again)
-    assert again.host_hit_tokens == 0
-    assert again.generated == first.generated
-    check_at_rest(engine)
-
-
-TIGHT = EngineConfig(
-    block_size=4,
-    device_blocks=0,  # by variant
-    host_blocks=0,
-    concurrency=4,
-    max_seq_tokens=96,
-    weights_epoch="test",
-    chunk_sizes=(16,),
+TIGHT = EngineConfig(  # The number of device blocks depends on the variant.
+    **{"block_size": 4, "device_blocks": 0, "host_blocks": 0, "concurrency": 4},
+    **{"max_seq_tokens": 96, "weights_epoch": "test", "chunk_sizes": (16,)},
 )
 HOST_BLOCKS = 40
 VARIANTS = {
@@ -228,8 +159,6 @@ def make_tight_engine(steps, num_tokens=96, **changes):
 @pytest.mark.parametrize(
     ("variant", "host_blocks", "offload_mode", "seed"),
     [
-        ("full", 0, "eager", 0),
-        ("full", HOST_BLOCKS, "eager", 1),
         ("window", 0, "eager", 2),
         ("hybrid", HOST_BLOCKS, "eager", 3),
         *(
@@ -270,82 +199,46 @@ def test_preempted_requests_generate_the_right_tokens(
     assert phases.count(Phase.FINISHED) > 5
     assert engine.num_preemptions == sum(r.num_preemptions for r in requests) > 0
     assert requests[0].num_preemptions == 0  # no request is older
+    assert bool(host_blocks) == (engine.offload is not None)
+    assert not host_blocks or engine.worker.blocks_loaded > 0
     for request in requests:
         if request.phase is Phase.FINISHED:
             assert len(request.generated) == request.max_new_tokens
         check_tokens(steps, request, TIGHT)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_request_never_holds_more_than_most_blocks(all_steps, variant, monkeypatch):
-    steps = all_steps[variant]
-    engine = make_tight_engine(steps)
-    usable = engine.blocks.num_free
-    assert usable == {"full": 24, "window": 14, "hybrid": 24 + 11}[variant]
-    allocate, num_free = engine.blocks.allocate, []
-
-    def allocate_and_look(num):
-        block_ids = allocate(num)
-        num_free.append(engine.blocks.num_free)
-        return block_ids
-
-    monkeypatch.setattr(engine.blocks, "allocate", allocate_and_look)
-    request = engine.submit(random_tokens(0, 70), 26)
-    while engine.has_work:
-        engine.step()
-    check_tokens(steps, request, TIGHT)
-    check_at_rest(engine)
-    # The bound is close; when the window's table is longest, the other is short.
-    assert min(num_free) == {"full": 0, "window": 1, "hybrid": 7}[variant]
-    with pytest.raises(ValueError, match=f"needs {usable} blocks .* {usable - 1}"):
-        Engine(steps, dataclasses.replace(TIGHT, device_blocks=usable)).submit(
-            [1] * 90, 6
-        )
+# Usable blocks of a tight engine; the fewest that one request leaves free.
+MOST_BLOCKS = {"full": (24, 0), "window": (14, 1), "hybrid": (24 + 11, 7)}
 
 
-def test_a_preempted_request_keeps_its_tokens_and_loads_from_the_host(all_steps):
-    engine = make_tight_engine(all_steps["full"], host_blocks=HOST_BLOCKS)
-    old = engine.submit(random_tokens(0, 40), 50)
-    new = engine.submit(random_tokens(1, 40), 20)
-    while not new.num_preemptions:
-        engine.step()
-    generated = new.generated
-    assert generated
-    assert new.phase is Phase.WAITING
-    assert not any(new.block_ids_by_group)
-    while old.phase is not Phase.FINISHED:
-        engine.step()
-    finish(engine, new)
-    assert new.generated[: len(generated)] == generated
-    assert old.num_preemptions == 0
-    assert engine.worker.blocks_loaded > 0
-    # Hits are counted on arrival.
-    assert new.device_hit_tokens == new.host_hit_tokens == 0
-    for request in (old, new):
-        check_tokens(all_steps["full"], request, TIGHT)
-    check_at_rest(engine)
+def test_a_request_never_holds_more_than_most_blocks(all_steps, monkeypatch):
+    for variant, (usable, least_free) in MOST_BLOCKS.items():
+        steps = all_steps[variant]
+        engine = make_tight_engine(steps)
+        assert engine.blocks.num_free == usable
+        allocate, num_free = engine.blocks.allocate, []
+
+        def allocate_and_look(
+            num, allocate=allocate, num_free=num_free, blocks=engine.blocks
+        ):
+            block_ids = allocate(num)
+            num_free.append(blocks.num_free)
+            return block_ids
+
+        monkeypatch.setattr(engine.blocks, "allocate", allocate_and_look)
+        request = engine.submit(random_tokens(0, 70), 26)
+        while engine.has_work:
+            engine.step()
+        check_tokens(steps, request, TIGHT)
+        check_at_rest(engine)
+        # The bound is close; when the window's table is longest, the other is short.
+        assert min(num_free) == least_free, variant
+        small = Engine(steps, dataclasses.replace(TIGHT, device_blocks=usable))
+        with pytest.raises(ValueError, match=f"needs {usable} blocks .* {usable - 1}"):
+            small.submit([1] * 90, 6)
 
 
-def test_blocks_that_stores_hold_are_waited_for(all_steps, monkeypatch):
-    engine = make_tight_engine(all_steps["full"], host_blocks=HOST_BLOCKS)
-    poll = engine.worker.poll
-    monkeypatch.setattr(engine.worker, "poll", ConnectorOutput)  # nothing arrives
-    first = engine.submit(random_tokens(0, 90), 5)
-    while first.phase is not Phase.FINISHED:
-        engine.step()
-    second = engine.submit(random_tokens(1, 90), 5)
-    for _ in range(20):
-        engine.step()
-    assert second.phase is not Phase.FINISHED
-    monkeypatch.setattr(engine.worker, "poll", poll)
-    finish(engine, second)
-    check_tokens(all_steps["full"], second, TIGHT)
-    check_at_rest(engine)
-
-
-def test_a_request_that_waits_for_the_hosts_answer_delays_no_other(
-    all_steps, monkeypatch
-):
+def test_what_is_waited_for_delays_no_other_request(all_steps, monkeypatch):
     engine = make_tight_engine(all_steps["full"], host_blocks=HOST_BLOCKS)
     ask = engine.offload.get_num_new_matched_tokens
     slow = engine.submit(random_tokens(0, 50), 4)
@@ -362,7 +255,19 @@ def test_a_request_that_waits_for_the_hosts_answer_delays_no_other(
         assert slow.phase is Phase.WAITING
         engine.step()
     finish(engine, slow)
-    check_tokens(all_steps["full"], slow, TIGHT)
+    # Blocks that stores hold are waited for; here no store arrives.
+    with monkeypatch.context() as context:
+        context.setattr(engine.worker, "poll", ConnectorOutput)
+        first = engine.submit(random_tokens(2, 90), 5)
+        while first.phase is not Phase.FINISHED:
+            engine.step()
+        second = engine.submit(random_tokens(3, 90), 5)
+        for _ in range(20):
+            engine.step()
+        assert second.phase is not Phase.FINISHED
+    finish(engine, second)
+    for request in (slow, second):
+        check_tokens(all_steps["full"], request, TIGHT)
     check_at_rest(engine)
 
 
@@ -417,22 +322,26 @@ def test_a_request_that_does_not_fit_holds_nothing(all_steps):
     check_at_rest(engine)
 
 
-@pytest.mark.parametrize(
-    ("prompt_tokens", "new_tokens", "match"),
-    [
+def test_invalid_requests_are_refused(steps):
+    engine = make_engine(steps, host_blocks=0)
+    for prompt_tokens, new_tokens, match in (
         (0, 4, r"len\(prompt\)=0 and max_new_tokens=4 must both be at least 1"),
         (5, 0, "max_new_tokens=0 must both"),
         (700, 1, "701 tokens is longer than max_seq_tokens=640"),
-    ],
-)
-def test_invalid_requests_are_refused(steps, prompt_tokens, new_tokens, match):
-    engine = make_engine(steps, host_blocks=0)
-    with pytest.raises(ValueError, match=match):
-        engine.submit([1] * prompt_tokens, new_tokens)
-    assert not engine.has_work
+    ):
+        with pytest.raises(ValueError, match=match):
+            engine.submit([1] * prompt_tokens, new_tokens)
+        assert not engine.has_work
     small = make_engine(steps, host_blocks=0, device_blocks=10)
     with pytest.raises(ValueError, match=r"needs 13 blocks of the device pool, .* 9"):
         small.submit([1] * 190, 10)
+    for changes, match in (
+        ({"turns": 99}, "the last turn would have 14160 tokens, but the model takes"),
+        ({"device_blocks": 20}, "20 device blocks cannot hold one conversation of 35"),
+        ({"host_bytes": 100}, "100 bytes of host memory cannot hold one KV block of"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            check_config(dataclasses.replace(DemoConfig(), **changes))
 
 
 def test_each_step_is_compiled_once_per_table_size(steps):
@@ -441,59 +350,11 @@ def test_each_step_is_compiled_once_per_table_size(steps):
     sizes = [f.func._cache_size() for f in (steps.prefill_chunk, steps.decode)]
     converse(engine, 3, 2)
     assert [f.func._cache_size() for f in (steps.prefill_chunk, steps.decode)] == sizes
-
-
-def test_a_small_demo_runs_with_consistent_figures():
-    config = DemoConfig(
-        conversations=3,
-        turns=2,
-        document_tokens=320,
-        question_tokens=60,
-        answer_tokens=4,
-        device_blocks=17,
-        host_bytes=16 << 20,
-    )
-    told = []
-    record = run_demo(config, lambda *args: told.append(args))
-    assert record.tokens_identical
-    assert record.off.blocks_stored == record.off.blocks_loaded == 0
-    assert record.on.blocks_stored > 0
-    assert record.on.blocks_loaded > 0
-    assert record.on.bytes_loaded % record.on.blocks_loaded == 0
-    block_bytes = record.on.bytes_stored // record.on.blocks_stored
-    assert record.on.peak_host_bytes == record.on.blocks_stored * block_bytes
-    assert sum(t.host_hit_tokens for t in record.on.turns) == (
-        record.on.blocks_loaded * config.block_size
-    )
-    for run in (record.off, record.on):
-        assert [(t.turn, t.conversation) for t in run.turns] == [
-            (turn, who) for turn in (1, 2) for who in range(3)
-        ]
-        for turn in run.turns:
-            hits = turn.device_hit_tokens + turn.host_hit_tokens
-            assert turn.prefilled_tokens == turn.prompt_tokens - hits > 0
-            assert turn.ttft_s > 0
-            assert len(turn.generated) == 4
-    assert [args[1:] for args in told if args[0] == "asking"] == [
-        (done, 12) for done in range(13)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        ({"turns": 99}, "the last turn would have 14160 tokens, but the model takes"),
-        ({"device_blocks": 20}, "20 device blocks cannot hold one conversation of 35"),
-        ({"host_bytes": 100}, "100 bytes of host memory cannot hold one KV block of"),
-    ],
-)
-def test_a_demo_that_cannot_run_is_refused(changes, match):
-    with pytest.raises(ValueError, match=match):
-        check_config(dataclasses.replace(DemoConfig(), **changes))
-
-
-def test_bandwidth_is_measured(steps):
-    record = measure_bandwidth(steps, DemoConfig())
-    assert record.num_bytes == 16 << 20
-    speeds = (record.store_gb_per_s, record.load_gb_per_s, record.copyto_gb_per_s)
-    assert all(0 < speed < 1000 for speed in speeds)
+    # A common prefix is stored once.
+    prefix, before = random_tokens(4, 320), engine.worker.blocks_stored
+    requests = [engine.submit(prefix + random_tokens(i, 20), 2) for i in range(4)]
+    finish(engine, *requests)
+    assert (
+        engine.worker.blocks_stored - before == 320 // 16 + 4
+    )  # And one of each tail.
+    assert requests[-1].device_hit_tokens == 320

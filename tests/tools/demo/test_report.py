@@ -4,7 +4,6 @@ import dataclasses
 import json
 import struct
 
-import pytest
 from rich.console import Console
 
 from jaxkv.tools.demo import report
@@ -39,11 +38,8 @@ OFF = RunRecord(
         make_turn(1, 2, 100, 0, 3.0),
     ),
     wall_s=10.0,
-    blocks_stored=0,
-    blocks_loaded=0,
-    bytes_stored=0,
-    bytes_loaded=0,
-    peak_host_bytes=0,
+    **dict.fromkeys(["blocks_stored", "blocks_loaded", "bytes_stored"], 0),
+    **dict.fromkeys(["bytes_loaded", "peak_host_bytes"], 0),
 )
 ON = RunRecord(
     turns=(
@@ -53,11 +49,8 @@ ON = RunRecord(
         make_turn(1, 2, 100, 800, 0.75),
     ),
     wall_s=6.0,
-    blocks_stored=50,
-    blocks_loaded=1500,
-    bytes_stored=50 << 16,
-    bytes_loaded=1500 << 16,
-    peak_host_bytes=3 << 20,
+    **{"blocks_stored": 50, "blocks_loaded": 1500, "bytes_stored": 50 << 16},
+    **{"bytes_loaded": 1500 << 16, "peak_host_bytes": 3 << 20},
 )
 RECORD = DemoRecord(
     config=DemoConfig(conversations=2, turns=2),
@@ -131,34 +124,31 @@ def test_without_a_returning_turn_there_is_no_speedup():
     assert line.split() == ["turns", "2", "and", "later", "-", "-"]
 
 
-@pytest.mark.parametrize(
-    ("label", "cells"),
-    [
-        ("  all turns", "2.000 / 2.850 s 0.875 / 1.425 s"),
-        ("  turn 1", "1.500 / 1.950 s 1.250 / 1.475 s"),
-        ("  turns 2 and later", "2.500 / 2.950 s 0.500 / 0.725 s"),
-        ("Prompt tokens", "4,000 4,000"),
-        ("  found on the device", "300 400"),
-        ("  brought back from host", "0 1,500"),
-        ("  prefilled", "3,700 2,100"),
-        ("Device hits, of prompt", "7.5% of 4,000 10.0% of 4,000"),
-        ("Host hits, of device misses", "- 41.7% of 3,600"),
-        ("Blocks stored", "- 50 = 3.12 MiB"),
-        ("Blocks loaded", "- 1,500 = 93.8 MiB"),
-        ("Store alone, GB/s", "- 2.00 = 0.25 x np.copyto"),
-        ("Load alone, GB/s", "- 3.00 = 0.38 x np.copyto"),
-        ("Host memory, peak", "- 37.5% of 8 MiB"),
-        ("Wall time", "10.0 s 6.0 s"),
-    ],
-)
-def test_the_table_has_the_figures(label, cells):
-    (line,) = (x for x in printed(RECORD).splitlines() if x.startswith(f"{label}  "))
-    assert line.removeprefix(label).split() == cells.split()
+TABLE = """
+  all turns               | 2.000 / 2.850 s 0.875 / 1.425 s
+  turn 1                  | 1.500 / 1.950 s 1.250 / 1.475 s
+  turns 2 and later       | 2.500 / 2.950 s 0.500 / 0.725 s
+Prompt tokens             | 4,000 4,000
+  found on the device     | 300 400
+  brought back from host  | 0 1,500
+  prefilled               | 3,700 2,100
+Device hits, of prompt    | 7.5% of 4,000 10.0% of 4,000
+Host hits, of device misses | - 41.7% of 3,600
+Blocks stored             | - 50 = 3.12 MiB
+Blocks loaded             | - 1,500 = 93.8 MiB
+Store alone, GB/s         | - 2.00 = 0.25 x np.copyto
+Load alone, GB/s          | - 3.00 = 0.38 x np.copyto
+Host memory, peak         | - 37.5% of 8 MiB
+Wall time                 | 10.0 s 6.0 s
+"""
 
 
-def test_the_report_fits_a_terminal_of_80_columns():
-    for record in (RECORD, with_answer(RECORD, 3, (7,))):
-        assert max(len(line) for line in printed(record).splitlines()) <= 80
+def test_the_table_has_the_figures():
+    lines = printed(RECORD).splitlines()
+    for row in TABLE.strip("\n").splitlines():
+        label, cells = (part.rstrip() for part in row.split("|"))
+        (line,) = (line for line in lines if line.startswith(f"{label}  "))
+        assert line.removeprefix(label).split() == cells.split(), label
 
 
 def test_the_verdict_on_equal_answers():
@@ -166,44 +156,37 @@ def test_the_verdict_on_equal_answers():
     assert "From turn 2 on the first token comes 5.00 times as fast (p50)." in text
     assert "All 12 generated tokens are identical with offloading off and on." in text
     assert "\x1b[32m" in printed(RECORD, colour=True)
+    for record in (RECORD, with_answer(RECORD, 3, (7,))):
+        assert max(len(line) for line in printed(record).splitlines()) <= 80
 
 
-@pytest.mark.parametrize(
-    ("index", "generated", "difference"),
-    [
-        (3, (7, 0, 9), Difference(1, 2, 1)),
-        (0, (7, 8), Difference(0, 1, 2)),
-        (2, (), Difference(0, 2, 0)),
-        (2, (7, 8, 9, 9), Difference(0, 2, 3)),
-    ],
-)
-def test_the_verdict_names_the_first_difference(index, generated, difference):
-    record = with_answer(RECORD, index, generated)
-    assert report.first_difference(record) == difference
-    assert not report.to_json(record)["tokens_identical"]
-    text = " ".join(printed(record).split())
-    assert (
-        f"The answers differ: conversation {difference.conversation}, turn "
-        f"{difference.turn}, from token {difference.position} of the answer on."
-    ) in text
-    assert "\x1b[31m" in printed(record, colour=True)
-
-
-def test_a_turn_that_only_one_run_has_is_a_difference():
+def test_the_verdict_names_the_first_difference():
+    for index, generated, difference in (
+        *((3, (7, 0, 9), Difference(1, 2, 1)), (0, (7, 8), Difference(0, 1, 2))),
+        *((2, (), Difference(0, 2, 0)), (2, (7, 8, 9, 9), Difference(0, 2, 3))),
+    ):
+        record = with_answer(RECORD, index, generated)
+        assert report.first_difference(record) == difference
+        assert not report.to_json(record)["tokens_identical"]
+        text = " ".join(printed(record).split())
+        assert (
+            f"The answers differ: conversation {difference.conversation}, turn "
+            f"{difference.turn}, from token {difference.position} of the answer on."
+        ) in text
+        assert "\x1b[31m" in printed(record, colour=True)
+    # A turn that only one run has is a difference.
     shorter = dataclasses.replace(RECORD.off, turns=RECORD.off.turns[:3])
-    record = dataclasses.replace(RECORD, off=shorter)
-    assert report.first_difference(record) == Difference(1, 2, 0)
-    record = dataclasses.replace(RECORD, on=shorter)
-    assert report.first_difference(record) == Difference(1, 2, 0)
+    for name in ("off", "on"):
+        record = dataclasses.replace(RECORD, **{name: shorter})
+        assert report.first_difference(record) == Difference(1, 2, 0)
 
 
-@pytest.mark.parametrize("record", [RECORD, first_turns(RECORD)])
-def test_plot_is_a_picture_of_sensible_size(record, tmp_path):
+def test_plot_is_a_picture_of_sensible_size(tmp_path):
     path = tmp_path / "ttft.png"
-    with path.open("wb") as file:
-        report.plot_ttft(record, file)
-    data = path.read_bytes()
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    width, height = struct.unpack(">II", data[16:24])
-    assert (width, height) == (1080, 660)
-    assert len(data) > 10_000
+    for record in (RECORD, first_turns(RECORD)):
+        with path.open("wb") as file:
+            report.plot_ttft(record, file)
+        data = path.read_bytes()
+        assert data[:8] == b"\x89PNG\r\n\x1a\n"
+        assert struct.unpack(">II", data[16:24]) == (1080, 660)
+        assert len(data) > 10_000

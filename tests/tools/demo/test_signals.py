@@ -20,27 +20,21 @@ ROOT = pathlib.Path(__file__).resolve().parents[3]
 TIMEOUT_S = 300
 OPTIONS = ["--conversations", "4", "--turns", "2", "--json", "figures.json"]
 SHORT = ["--document-tokens", "300", "--answer-tokens", "4"]
-LONG = pytest.mark.long
 PROGRESS = re.compile(r"[\w ,:/()%.-]+ \.\.\.")
 
 
 def cases(num):
-    """Random moments, each with what happens then; the first two by default."""
+    """Yield random moments, each with what happens then; two by default."""
     rng = random.Random(0)
-    ways = (signal.SIGINT, signal.SIGTERM, None)
+    ends = (signal.SIGINT, signal.SIGTERM, None)
     for number in range(num):
-        end = ways[number % len(ways)]
+        end = ends[number % len(ends)]
         # Some early, while modules are imported.
-        most_s = 2.0 if number % 4 == 3 else 12.0 if end and number > 1 else 6.0
-        moment_s = round(rng.uniform(0, most_s), 2)
+        max_s = 2.0 if number % 4 == 3 else 12.0 if end and number > 1 else 6.0
+        moment_s = round(rng.uniform(0, max_s), 2)
         is_stopped = end is None or rng.random() < 0.5
-        name = end.name if end else "to the end"
-        how = "stopped, " if is_stopped else ""
-        yield pytest.param(
-            *(end, moment_s, is_stopped),
-            id=f"{number}: {how}{name} after {moment_s} s",
-            marks=() if number < 2 else LONG,
-        )
+        marks = () if number < 2 else pytest.mark.long
+        yield pytest.param(end, moment_s, is_stopped, id=f"case {number}", marks=marks)
 
 
 def command(options):
@@ -53,15 +47,15 @@ def command(options):
 
 def processes_of(session):
     """The processes of a session that have not ended."""
-    found = []
+    pids = []
     for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, _, its_session = stat.read_text().rpartition(") ")[2].split()[:4]
         except (FileNotFoundError, ProcessLookupError):
             continue
         if int(its_session) == session and state != "Z":
-            found.append(int(stat.parent.name))
-    return found
+            pids.append(int(stat.parent.name))
+    return pids
 
 
 def files_mapped_by(pid):

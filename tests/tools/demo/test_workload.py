@@ -13,25 +13,24 @@ from jaxkv.tools.demo.records import DemoConfig
 from jaxkv.tools.demo.workload import PREAMBLE, make_conversations, read_sources
 
 
-@pytest.mark.parametrize(
-    ("conversations", "document_tokens"), [(12, 2048), (150, 200), (2, 300_000)]
-)
-def test_documents_are_exact_and_distinct(conversations, document_tokens):
-    config = DemoConfig(conversations=conversations, document_tokens=document_tokens)
-    made = make_conversations(config)
-    assert len(made) == conversations
-    assert len({c.document for c in made}) == conversations
-    for conversation in made:
-        assert len(conversation.document) == document_tokens
-        assert bytes(conversation.document).startswith(PREAMBLE)
-        assert len(conversation.questions) == config.turns
-        assert all(0 < len(q) <= config.question_tokens for q in conversation.questions)
-
-
-def test_documents_differ_right_after_the_preamble():
+def test_documents_are_exact_and_distinct():
+    for conversations, document_tokens in ((12, 2048), (150, 200), (2, 300_000)):
+        config = DemoConfig(
+            conversations=conversations, document_tokens=document_tokens
+        )
+        made = make_conversations(config)
+        assert len(made) == len({c.document for c in made}) == conversations
+        for conversation in made:
+            assert len(conversation.document) == document_tokens
+            assert bytes(conversation.document).startswith(PREAMBLE)
+            lengths = [len(question) for question in conversation.questions]
+            assert len(lengths) == config.turns
+            assert 0 < min(lengths) <= max(lengths) <= config.question_tokens
+    # They differ right after the preamble.
     made = make_conversations(DemoConfig(conversations=30))
-    heads = {c.document[: len(PREAMBLE) + 96] for c in made}
-    assert len(heads) == len(made)
+    assert len({c.document[: len(PREAMBLE) + 96] for c in made}) == len(made)
+    made = make_conversations(DemoConfig(question_tokens=20))
+    assert {len(q) for c in made for q in c.questions} == {20}
 
 
 def test_text_and_names_are_from_the_library():
@@ -47,16 +46,8 @@ def test_text_and_names_are_from_the_library():
             (name,) = re.findall("`(.+?)`", words)
             assert name.encode() in text
         assert len(set(conversation.questions)) == len(conversation.questions)
-
-
-def test_questions_are_about_functions_where_there_are_some():
     questions = [q for c in make_conversations(DemoConfig()) for q in c.questions]
-    assert any(b"the function `" in bytes(q) for q in questions)
-
-
-def test_questions_are_cut_to_length():
-    made = make_conversations(DemoConfig(question_tokens=20))
-    assert {len(q) for c in made for q in c.questions} == {20}
+    assert any(b"the function `" in bytes(question) for question in questions)
 
 
 def test_the_seed_determines_the_conversations():
@@ -100,13 +91,9 @@ def test_a_text_without_words_has_a_question(monkeypatch):
     assert b"what does numbers say about `it`?" in bytes(conversation.questions[0])
 
 
-def test_documents_shorter_than_the_preamble_are_refused():
+def test_documents_that_are_too_short_are_refused():
+    size = len(PREAMBLE)
     with pytest.raises(ValueError, match=r"document_tokens=\d+ must be more than"):
-        make_conversations(DemoConfig(document_tokens=len(PREAMBLE)))
-
-
-def test_too_many_conversations_for_their_length_are_refused():
+        make_conversations(DemoConfig(document_tokens=size))
     with pytest.raises(ValueError, match="conversations=500 different documents"):
-        make_conversations(
-            DemoConfig(conversations=500, document_tokens=len(PREAMBLE) + 1)
-        )
+        make_conversations(DemoConfig(conversations=500, document_tokens=size + 1))

@@ -1,7 +1,6 @@
 """A replay with a device in front finds what an engine with the real scheduler does."""
 
 import dataclasses
-import itertools
 import random
 from fractions import Fraction
 
@@ -17,12 +16,10 @@ from jaxkv.scheduling.protocol import (
     SchedulerOutput,
     TierReport,
 )
-from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.scheduling.stores import StorePause
 from jaxkv.search.tiers import find_cached_prefix
 from jaxkv.tiers.device import DeviceBlockPool
-from jaxkv.tools.replay.admission import Admission, find_admitted
 from jaxkv.tools.replay.device import DeviceHits, find_on_device
 from jaxkv.tools.replay.run import OPTIMUM, replay, sweep
 from jaxkv.tools.replay.synthetic import make_synthetic_trace
@@ -196,35 +193,6 @@ def test_auto_finds_what_it_finds_in_a_real_engine(monkeypatch):
         assert (result.hits_by_request - device.hits).tolist() == host
         num_changes += engine.scheduler.num_policy_changes
     assert num_changes > 2
-
-
-def test_with_an_admission_too_every_request_finds_what_it_finds_in_a_real_engine():
-    for (policy, admission), (seed, device_blocks, capacity) in itertools.product(
-        (
-            ("lru", Admission(store_threshold=2)),
-            ("arc", Admission(max_unseen_blocks=3)),
-            ("hazard", Admission(store_threshold=2, max_unseen_blocks=1)),
-            ("lru", Admission(max_offload_tokens=7 * SIZE + 3)),
-            ("hazard", Admission(max_unseen_blocks=4, max_offload_tokens=9 * SIZE)),
-        ),
-        ((0, 40, 120), (1, 25, 60)),
-    ):
-        trace = make_mixed_trace(seed)
-        rules = OffloadRules(**dataclasses.asdict(admission))
-        engine = Engine(trace, policy, capacity, device_blocks, rules)
-        served = [engine.serve(number) for number in range(trace.num_requests)]
-        local, host = np.array(served).T
-        device = find_on_device(trace, device_blocks)
-        admitted = find_admitted(trace, admission, device=device)
-        result = replay(policy, trace, capacity, device=device, admitted=admitted)
-        case = f"{policy}, {admission.text}, seed {seed}"
-        assert result.num_device_hit_blocks == local.sum(), case
-        assert (result.hits_by_request - device.hits).tolist() == host.tolist(), case
-        num_stored = result.stores_by_request.sum()
-        assert num_stored == engine.scheduler.stats.num_stored, case
-        everything = replay(policy, trace, capacity, device=device)
-        assert num_stored < everything.stores_by_request.sum(), case
-        assert host.any(), case
 
 
 def test_the_device_keeps_what_was_used_last_and_of_that_the_head():

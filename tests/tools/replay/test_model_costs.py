@@ -15,12 +15,6 @@ from jaxkv.tools.replay.model_costs import (
 LLAMA_8B, LLAMA_70B, DEEPSEEK_V3 = (
     NAMED_MODELS[name] for name in ("llama-3.1-8b", "llama-3.1-70b", "deepseek-v3")
 )
-MISTRAL_7B = {
-    **LLAMA_8B,
-    "model_type": "mistral",
-    "vocab_size": 32000,
-    "sliding_window": 4096,
-}
 MIXTRAL_8X7B = {
     **LLAMA_8B,
     "model_type": "mixtral",
@@ -58,24 +52,6 @@ QWEN3_30B_A3B = {
     "vocab_size": 151936,
     "sliding_window": None,
     "use_sliding_window": False,
-}
-QWEN3_235B_A22B = {
-    **QWEN3_30B_A3B,
-    "num_hidden_layers": 94,
-    "hidden_size": 4096,
-    "num_attention_heads": 64,
-    "moe_intermediate_size": 1536,
-}
-GEMMA2_9B = {
-    "model_type": "gemma2",
-    "num_hidden_layers": 42,
-    "hidden_size": 3584,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 256,
-    "intermediate_size": 14336,
-    "vocab_size": 256000,
-    "sliding_window": 4096,
 }
 GEMMA3_27B = {  # its text_config leaves the vocabulary out
     "model_type": "gemma3_text",
@@ -120,13 +96,9 @@ DEEPSEEK_V2_LITE = {
 # which are no matrices: in each layer, and once.
 PUBLISHED = {
     "Llama 3.1 8B": (LLAMA_8B, 8_030_261_248, 2 * 4096, 4096),
-    "Llama 3.1 70B": (LLAMA_70B, 70_553_706_496, 2 * 8192, 8192),
-    "Mistral 7B": (MISTRAL_7B, 7_241_732_096, 2 * 4096, 4096),
     "Mixtral 8x7B": (MIXTRAL_8X7B, 46_702_792_704, 2 * 4096, 4096),
     "Qwen2.5 7B": (QWEN2_5_7B, 7_615_616_512, 2 * 3584 + 36 * 128, 3584),
     "Qwen3 30B A3B": (QWEN3_30B_A3B, 30_532_122_624, 2 * 2048 + 2 * 128, 2048),
-    "Qwen3 235B A22B": (QWEN3_235B_A22B, 235_093_634_560, 2 * 4096 + 2 * 128, 4096),
-    "Gemma 2 9B": (GEMMA2_9B, 9_241_705_984, 4 * 3584, 3584),
     "Gemma 3 1B": (GEMMA3_1B, 999_885_952, 4 * 1152 + 2 * 256, 1152),
     "Gemma 3 27B": (GEMMA3_27B, 27_009_346_304, 4 * 5376 + 2 * 128, 5376),
     # 256 biases of the router in each of 58 layers.
@@ -152,7 +124,7 @@ def test_all_parameters_but_norms_and_biases_are_those_of_the_weights_files():
 def test_active_parameters_are_the_published_ones():
     for config, published in (
         *((MIXTRAL_8X7B, 12.9e9), (QWEN3_30B_A3B, 3.3e9)),
-        *((QWEN3_235B_A22B, 22e9), (LLAMA_8B, 8.03e9)),
+        (LLAMA_8B, 8.03e9),
     ):
         costs = make_model_costs(config)
         assert costs.num_active_parameters == pytest.approx(published, rel=0.02)

@@ -74,22 +74,14 @@ def ratio_of(figures, key, policy, capacity):
         if (r["policy"], r["capacity_blocks"]) == (policy, capacity)
     )
     kind, _, where = key.partition("_")
-    total = {
-        "blocks": figures["trace"]["num_block_refs"],
-        "tokens": result["input_tokens"],
-        "flops": figures["model"]["prefill_flops"],
+    total, name = {
+        "blocks": (figures["trace"]["num_block_refs"], "num_{}hit_blocks"),
+        "tokens": (result["input_tokens"], "{}hit_tokens"),
+        "flops": (figures["model"]["prefill_flops"], "{}saved_prefill_flops"),
     }[kind]
-    host, device, both = {
-        "blocks": ("num_host_hit_blocks", "num_device_hit_blocks", "num_hit_blocks"),
-        "tokens": ("host_hit_tokens", "device_hit_tokens", "hit_tokens"),
-        "flops": (
-            "host_saved_prefill_flops",
-            "device_saved_prefill_flops",
-            "saved_prefill_flops",
-        ),
-    }[kind]
-    assert result[host] + result[device] == pytest.approx(result[both], rel=1e-12)
-    return result[host if where == "host" else both] / total
+    host, device, both = (result[name.format(x)] for x in ("host_", "device_", ""))
+    assert host + device == pytest.approx(both, rel=1e-12)
+    return (host if where == "host" else both) / total
 
 
 READ_TABLES = """
@@ -138,17 +130,11 @@ def test_the_tables_have_the_figures_of_the_json_and_name_the_best(
                 )
                 assert mark in ([], ["best"])
     share = figures["device"]["num_hit_blocks"] / figures["trace"]["num_block_refs"]
-    assert tables["blocks_both-t"]["rows"][0] == [
-        "device alone",
-        *[format_percent(share)] * len(capacities),
-    ]
-
-
-def test_the_gains_are_differences_from_lru(browser, page, comparison, figures):
-    browser.open(page, 1280)
-    (gains,) = (t for t in browser.evaluate(READ_TABLES) if t["id"] == "gain-t")
-    for name, *cells in gains["rows"]:
-        for text, capacity in zip(cells, comparison.capacities, strict=True):
+    row = ["device alone", *[format_percent(share)] * len(capacities)]
+    assert tables["blocks_both-t"]["rows"][0] == row
+    # The gains are differences from LRU.
+    for name, *cells in tables["gain-t"]["rows"]:
+        for text, capacity in zip(cells, capacities, strict=True):
             ours, lru = (
                 ratio_of(figures, "tokens_both", policy, capacity)
                 for policy in (name, "lru")
@@ -198,31 +184,21 @@ def test_the_marks_of_the_charts_lie_where_their_values_are(
         assert np.polyfit(values, ys, 1)[0] < 0
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_light_and_dark_are_drawn_and_differ(browser, page, width):
-    pictures = []
-    for scheme in SCHEMES:
-        browser.open(page, width, 900, scheme)
-        pixels, _ = browser.screenshot(whole=False)
-        assert pixels.shape == (900, width, 3)
-        colours, counts = np.unique(pixels.reshape(-1, 3), axis=0, return_counts=True)
-        assert len(colours) > 50
-        assert counts.max() < 0.97 * counts.sum(), "blank"
-        pictures.append(colours[counts.argmax()].astype(float).mean())
-    light, dark = pictures
-    assert light > 240
-    assert dark < 40
+READ_LINES = """
+[...document.querySelectorAll('#tokens_both svg.wide [id*="-line-"]')].map(line => {
+  const mark = line.querySelector('.mark');
+  return [mark.textContent.split(',')[0],
+          document.querySelector(mark.getAttribute('href')).getAttribute('d'),
+          getComputedStyle(line.querySelector(':scope > path')).stroke];
+})
+"""
 
 
-def test_the_charts_are_drawn_in_at_least_eight_colours(browser, page):
+def test_eight_lines_differ_by_shape_and_by_colour(browser, page):
     for scheme in SCHEMES:
         browser.open(page, 1280, 900, scheme)
-        strokes = browser.evaluate(
-            "[...new Set([...document.querySelectorAll("
-            "'#tokens_both svg.wide [id*=\"-line-\"] > path')]"
-            ".map(line => getComputedStyle(line).stroke))]"
-        )
-        assert len(strokes) == 8
+        names, shapes, strokes = zip(*browser.evaluate(READ_LINES), strict=True)
+        assert len(set(names)) == len(set(shapes)) == len(set(strokes)) == 8, shapes
         browser.evaluate(
             "document.querySelector('#tokens_both figure').scrollIntoView()"
         )
@@ -280,35 +256,6 @@ def background(colours):
     return next(c for c in map(rgb, colours) if c[3] == 1)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("width", WIDTHS)
-def test_all_text_stands_out_from_its_background(browser, page, scheme, width):
-    browser.open(page, width, 900, scheme)
-    texts = browser.evaluate(READ_TEXTS)
-    assert len(texts) > 300
-    for text, colour, behind, size in texts:
-        assert contrast(rgb(colour), background(behind)) >= 4.5, (text, colour, behind)
-        assert size >= 11, text
-    paper = rgb(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
-    for stroke in set(browser.evaluate(READ_STROKES)):
-        assert contrast(rgb(stroke), paper) >= 3, stroke
-
-
-READ_SHAPES = """
-[...document.querySelectorAll('#tokens_both svg.wide [id*="-line-"]')].map(line => {
-  const mark = line.querySelector('.mark');
-  return [mark.textContent.split(',')[0],
-          document.querySelector(mark.getAttribute('href')).getAttribute('d')];
-})
-"""
-
-
-def test_no_two_lines_differ_by_colour_alone(browser, page):
-    browser.open(page, 1280)
-    names, shapes = zip(*browser.evaluate(READ_SHAPES), strict=True)
-    assert len(set(names)) == len(set(shapes)) == 8, shapes
-
-
 READ_BOXES = """
 [...document.querySelectorAll('svg')].filter(svg => svg.clientWidth > 0).map(svg => {
   const box = e => { const b = e.getBoundingClientRect();
@@ -319,48 +266,81 @@ READ_BOXES = """
 """
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_no_letters_of_a_chart_are_cut_off_or_overlap(browser, page, width):
-    browser.open(page, width)
+def check_picture(browser, width, scheme):
+    """Check that the page is drawn, on light or dark paper."""
+    pixels, _ = browser.screenshot(whole=False)
+    assert pixels.shape == (900, width, 3)
+    colours, counts = np.unique(pixels.reshape(-1, 3), axis=0, return_counts=True)
+    assert len(colours) > 50
+    assert counts.max() < 0.97 * counts.sum(), "blank"
+    paper = colours[counts.argmax()].astype(float).mean()
+    assert paper > 240 if scheme == "light" else paper < 40
+
+
+def check_contrast(browser):
+    """Check that all text stands out from its background, and lines from the paper."""
+    texts = browser.evaluate(READ_TEXTS)
+    assert len(texts) > 300
+    for text, colour, behind, size in texts:
+        assert contrast(rgb(colour), background(behind)) >= 4.5, (text, colour, behind)
+        assert size >= 11, text
+    paper = rgb(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
+    for stroke in set(browser.evaluate(READ_STROKES)):
+        assert contrast(rgb(stroke), paper) >= 3, stroke
+
+
+def check_letters(browser):
+    """Check that no letters of a chart are cut off or overlap."""
     for chart in browser.evaluate(READ_BOXES):
         left, top, right, bottom = chart["drawing"]
         for text, *box in chart["texts"]:
-            assert left <= box[0], text
-            assert top <= box[1], text
-            assert box[2] <= right + 0.5, text
-            assert box[3] <= bottom + 0.5, text
+            assert left <= box[0] < box[2] <= right + 0.5, text
+            assert top <= box[1] < box[3] <= bottom + 0.5, text
         for (one, *a), (other, *b) in itertools.combinations(chart["texts"], 2):
             # The lines of letters touch, the letters do not.
             apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] + 4 or b[3] <= a[1] + 4
             assert apart, (one, other)
 
 
-@pytest.mark.parametrize("width", [320, 360, 1280])
-def test_no_window_scrolls_sideways(browser, page, width):
-    browser.open(page, width)
+def check_width(browser, width):
+    """Check that no window scrolls sideways; what is too wide scrolls by itself."""
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
     browser.evaluate("scrollTo(500, 0)")
     assert browser.evaluate("scrollX") == 0
-    # What is too wide scrolls by itself, and can be focused for it.
     wide = browser.evaluate(
         "[...document.querySelectorAll('.scroll')].map(e => ["
         "e.scrollWidth > e.clientWidth, e.tabIndex, getComputedStyle(e).overflowX])"
     )
+    # It can be focused for it.
     assert all(index == 0 and overflow == "auto" for _, index, overflow in wide)
     assert any(is_wide for is_wide, *_ in wide) == (width < 1280)
-    # Names are not broken into letters to make room.
-    assert (
-        browser.evaluate(
-            "Math.max(...[...document.querySelectorAll('tr')].map(e => e.clientHeight))"
-        )
-        < 80
-    )
-    # The captions stay readable.
+    # Names are not broken into letters to make room; the captions stay readable.
+    heights = "[...document.querySelectorAll('tr')].map(e => e.clientHeight)"
+    assert max(browser.evaluate(heights)) < 80
     for left, right in browser.evaluate(
         "[...document.querySelectorAll('caption span')].map(e => {"
         "const b = e.getBoundingClientRect(); return [b.left, b.right]; })"
     ):
         assert 0 <= left < right <= width
+
+
+COMPLAINTS = ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("width", [320, *WIDTHS])
+def test_the_page_is_readable_in_any_window_and_fetches_nothing(
+    browser, page, scheme, width
+):
+    browser.open(page, width, 900, scheme)
+    check_picture(browser, width, scheme)
+    check_contrast(browser)
+    if width in WIDTHS:
+        check_letters(browser)
+    check_width(browser, width)
+    urls = [url for url in browser.requested_urls() if not url.startswith("data:")]
+    assert urls == [page.as_uri()]
+    assert [event for event in browser.events if event["method"] in COMPLAINTS] == []
 
 
 def test_tab_goes_to_every_chart_and_table_in_order_and_is_seen(browser, page):
@@ -387,21 +367,13 @@ def test_tab_goes_to_every_chart_and_table_in_order_and_is_seen(browser, page):
     ids = re.findall(r'<figure id="([\w-]+)"', "\n".join(seen))
     assert ids == [f"{key}-f" for key in CHARTS]
     # Six measures, the gains, the stores refused.
-    assert sum("scroll" in each for each in seen) == 8
-
-
-def test_the_skip_link_leads_to_the_results(browser, page):
+    assert sum("scroll" in element for element in seen) == 8
+    # The first link leads to the results.
     browser.open(page, 1280)
     browser.press("Tab", 9)
     assert browser.evaluate("document.activeElement.className") == "skip"
-    browser.call(
-        "Input.dispatchKeyEvent",
-        type="keyDown",
-        key="Enter",
-        code="Enter",
-        windowsVirtualKeyCode=13,
-        text="\r",
-    )
+    enter = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
+    browser.call("Input.dispatchKeyEvent", type="keyDown", **enter)
     assert browser.evaluate("document.activeElement.id") == "main"
 
 
@@ -434,20 +406,6 @@ def test_what_is_read_aloud_has_names(browser, page):
         "e => e.getAttribute(name).split(' ')))"
         ".every(id => document.getElementById(id) !== null)"
     )
-
-
-def test_nothing_is_fetched_and_nothing_complains(browser, page):
-    for scheme, width in itertools.product(SCHEMES, WIDTHS):
-        browser.open(page, width, 900, scheme)
-        browser.screenshot()
-        asked = [
-            event["params"]["request"]["url"]
-            for event in browser.events
-            if event["method"] == "Network.requestWillBeSent"
-        ]
-        assert [url for url in asked if not url.startswith("data:")] == [page.as_uri()]
-        bad = ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
-        assert [e for e in browser.events if e["method"] in bad] == []
 
 
 def test_the_command_is_on_the_page_and_strange_names_stay_text(browser, tmp_path):

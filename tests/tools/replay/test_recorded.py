@@ -263,10 +263,10 @@ def serve(rig, request):
 SIZES = ((14, 16), (16, 24), (12, 40))  # Blocks on the device and on the host.
 
 
-@pytest.mark.parametrize("policy", ["lru", "slru", "arc"])
-def test_a_replay_finds_what_the_scheduler_found_request_by_request(tmp_path, policy):
+def test_a_replay_finds_what_the_scheduler_found_request_by_request(tmp_path):
     path = tmp_path / "requests.jsonl"
-    for seed, (device_blocks, host_blocks) in enumerate(SIZES):
+    for seed, policy in enumerate(("lru", "slru", "arc")):
+        device_blocks, host_blocks = SIZES[seed]
         options = {"device_blocks": device_blocks, "host_blocks": host_blocks}
         rig = run_random(path, seed, policy=policy, **options)
         trace = read_trace(path)

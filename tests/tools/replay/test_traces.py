@@ -77,14 +77,27 @@ def test_fields_lines_and_requests_may_be_left_out_or_empty(tmp_path):
     assert trace.output_tokens.tolist() == [1, -1, 7, 0]
     stops = [STOPS[stop] for stop in trace.stops]
     assert stops == [None, None, "tool_use", "end_turn"]
-    path.write_text('{"t": 0, "in": 50, "out": 1, "ids": [1, 2, 3]}\n')
+    line = '{"t": 0, "in": 50, "out": 1, "ids": [1, 2, 3]}\n'
+    path.write_text(line, encoding="utf-8-sig")  # A byte order mark is fine.
     assert read_trace(path, block_size=16).num_block_refs == 3
     with pytest.raises(ValueError, match="block_size=0 must be at least 1"):
         read_trace(path, block_size=0)
 
 
 # Fields that replace those of a good line, or a whole line, and the fault.
+LONG, DEEP = "x" * 100_000, "[" * 100_000
 BAD_LINES = (
+    ({"t": 10**400}, "'t' must be"),
+    ('{"t": ' + "7" * 5000 + "}", "is not JSON ("),
+    ({"t": float("inf")}, "not Infinity"),
+    ({"in": 10**400}, "'in' must be a number of tokens"),
+    ('{"t": 0, "in": 9, "ids": ' + DEEP + "}", "is not JSON ("),
+    ({"t": LONG}, "'t' must be"),
+    ({"t": "\ud800"}, "'t' must be"),
+    (json.dumps({LONG: 0}), ""),
+    ('{"\x1b[31m": 0}', ""),
+    ({"ids": LONG}, "'ids' must be a list of ints"),
+    ("null", "must be a JSON object, not null"),
     ("{", "is not JSON (Expecting property name"),
     ("[" * 100_000, "is not JSON (maximum recursion"),
     ("[1, 2]", "must be a JSON object, not [1, 2]"),
@@ -122,6 +135,7 @@ def test_a_bad_line_is_named(tmp_path):
         message = str(caught.value)
         assert message.startswith(f"{path}:3: ")
         assert reason in message
+        assert message.isprintable()
         assert len(message) < len(str(path)) + 150
 
 
@@ -140,6 +154,7 @@ def test_a_line_without_end_in_a_small_gzip_file_is_not_read_as_a_whole(tmp_path
 
 def test_a_bad_file_is_named(tmp_path):
     no_block = b'{"t": 0, "in": 9, "out": 1, "ids": []}'
+    utf_16 = (no_block + b"\n").decode().encode("utf-16")
     for name, data, reason in (
         ("a.jsonl", b"", ": the file has no request"),
         ("a.jsonl.gz", b"", ": the file has no request"),
@@ -147,6 +162,8 @@ def test_a_bad_file_is_named(tmp_path):
         ("a.jsonl", no_block, ": no request has a full block of 512 tokens"),
         ("a.jsonl", b'{"a": 1}', ":1: no known format: the fields must be timestamp,"),
         ("a.jsonl", b"\xff\xfe\n", ":1: is not UTF-8 text"),
+        ("a.jsonl", utf_16, ":1: is not UTF-8 text"),
+        ("a.gz", gzip.compress(utf_16, mtime=0), ":1: is not UTF-8 text"),
         ("a.gz", b"{}\n", ": is not gzip data, though its name ends in .gz"),
         ("a.gz", gzip.compress(b"{}" * 999, mtime=0)[:20], ":1: broken gzip data ("),
         ("a.gz", b"\x1f\x8bxxxxxxxxxxxxxxxxxx", ":1: broken gzip data ("),
