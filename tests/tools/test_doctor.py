@@ -455,6 +455,7 @@ def real_cgroup(num_bytes):
         folder.rmdir()
 
 
+@pytest.mark.long
 def test_a_real_cgroup_limits_the_recommendation(tmp_path):
     figures = tmp_path / "a.json"
     words = ["doctor", "--no-probe", "--host-bytes", "2GiB", "--json", str(figures)]

@@ -74,13 +74,11 @@ def test_the_end_is_reported_and_capacity_0_is_refused():
 @pytest.mark.parametrize(
     ("name", "percents"),
     [
-        (
+        ("cc_agentic_a", {394: 22.2, 1184: 70.7}),
+        pytest.param("cc_agentic_a", {1973: 86.6, 3947: 95.2}, marks=pytest.mark.long),
+        pytest.param(
             "mooncake_conversation",
             {1708: 24.3, 5126: 35.6, 8544: 38.2, 17089: 38.2, 51269: 38.2},
-        ),
-        pytest.param(
-            "cc_agentic_a",
-            {394: 22.2, 1184: 70.7, 1973: 86.6, 3947: 95.2},
             marks=pytest.mark.long,
         ),
     ],
@@ -88,5 +86,5 @@ def test_the_end_is_reported_and_capacity_0_is_refused():
 def test_published_figures_are_reproduced(shared_traces, name, percents):
     trace = read_trace(shared_traces / f"{name}.jsonl.gz")
     results = sweep(trace, [OPTIMUM], list(percents))
-    found = {r.capacity_blocks: round(100 * r.block_hit_ratio, 1) for r in results}
-    assert found == percents
+    ratios = {r.capacity_blocks: round(100 * r.block_hit_ratio, 1) for r in results}
+    assert ratios == percents

@@ -28,20 +28,20 @@ def test_programs_are_compiled_for_this_cpu():
     seen = []
     heads = PoolShape("heads", (64, 4, 8, 8), 2, sharded_axis=2)
     blocks = PoolShape("blocks", (64, 4, 8, 8), 2, sharded_axis=0)
-    config = CompileConfig(
-        (THIS_CPU,), (SMALL, heads, blocks), (), blocks=(4,), modes=("staged",)
-    )
+    # A pool with as many blocks as are moved has no leaf to be told from them.
+    whole = PoolShape("whole", (4, 4, 2, 16), 2, dtype="float32")
+    pools = [SMALL, heads, blocks, whole]
+    scales = {"blocks_per_host_block": 4, "scales": ((64, 2),) * 3}
+    pools.append(PoolShape("together", (64, 4, 16), 2, **scales))
+    config = CompileConfig((THIS_CPU,), pools, (), blocks=(4,), modes=("staged",))
     record = run.run_compile(config, lambda *args: seen.append(args))
-    assert seen[0] == ("this machine's CPU", 0, 11)
-    assert seen[-1] == ("this machine's CPU", 11, 11)
+    num = len(record.results)
+    assert seen[0] == ("this machine's CPU", 0, num)
+    assert seen[-1] == ("this machine's CPU", num, num)
     assert record.broken == ()
     figures = figures_of(record)
-    assert [kind for pool, kind in figures if pool == "small"] == [
-        "gather",
-        "merge",
-        "load",
-        "copy",
-    ]
+    kinds = [kind for pool, kind in figures if pool == "small"]
+    assert kinds == ["gather", "merge", "load", "copy"]
     small = figures["small", "load"]
     assert (small.leaves, small.kernel) == (2, "xla")
     assert small.block_bytes == 2 * 4 * 2 * 16 * 4
@@ -51,47 +51,30 @@ def test_programs_are_compiled_for_this_cpu():
     assert small.accessed_bytes >= 2 * small.moved_bytes
     assert small.kernels > 0
     assert small.compile_s > 0
-    # A pool with as many blocks as are moved has no leaf to be told from them.
-    assert compile_all(THIS_CPU, SMALL, blocks=(64,)).broken == ()
     # Of a sharded pool the figures are one device's.
     assert figures["heads", "gather"].pool_bytes == 64 * 4 * 8 * 8 * 2 * 2 // 4
     assert figures["blocks", "gather"].moved_bytes == 4 * 4 * 8 * 8 * 2 * 2
     assert ("blocks", "copy") not in figures
-
-
-def test_blocks_that_move_together_and_scales_are_counted():
-    pool = PoolShape(
-        "both", (64, 4, 16), 2, blocks_per_host_block=4, scales=((64, 2),) * 3
-    )
-    figures = figures_of(compile_all(THIS_CPU, pool, blocks=(2,)))
+    # Blocks that move together, and their scales, are counted.
     block_bytes = 4 * (2 * 4 * 16 * 2 + 3 * 2 * 4)
     for kind in ("gather", "merge", "load"):
-        assert figures["both", kind].leaves == 5
-        assert figures["both", kind].block_bytes == block_bytes
-        assert figures["both", kind].pool_bytes == 16 * block_bytes
-        assert figures["both", kind].moved_bytes == 2 * block_bytes
+        assert figures["together", kind].leaves == 5
+        assert figures["together", kind].block_bytes == block_bytes
+        assert figures["together", kind].pool_bytes == 16 * block_bytes
+        assert figures["together", kind].moved_bytes == 4 * block_bytes
 
 
 def test_a_compiler_that_ends_its_process_costs_one_program(monkeypatch):
     monkeypatch.setattr(run, "_WORKER", "tests.rigs.dying_compiler")
-    record = compile_all(THIS_CPU, SMALL, modes=("fused", "staged"))
+    record = compile_all(THIS_CPU, SMALL)
     died = "the process ended with 3: F0000 compiler.cc:1] Check failed: no merges"
-    errors = {(r.program.mode, r.program.kind): r.error for r in record.results}
-    assert errors == {
-        ("fused", "gather"): "refused gather",
-        ("fused", "write"): "refused write",
-        ("fused", "merge"): died,
-        ("fused", "load"): "refused load",
-        ("staged", "gather"): "refused gather",
-        ("staged", "merge"): died,
-        ("staged", "load"): "refused load",
-        ("fused", "copy"): "refused copy",
-    }
+    errors = {result.program.kind: result.error for result in record.results}
+    refused = {kind: f"refused {kind}" for kind in ("gather", "load", "copy")}
+    assert errors == refused | {"merge": died}
     assert all(r.broken == (f"did not compile: {r.error}",) for r in record.results)
 
 
 def test_one_process_compiles_all_programs_of_a_target(monkeypatch):
-    """It had been started anew for the second half, and for the half of that."""
     started = []
     popen = run.subprocess.Popen
     monkeypatch.setattr(
