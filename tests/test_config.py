@@ -262,6 +262,7 @@ REFUSED = """
 {"host_bytes": 1024, "num_host_blocks": 5}    | =1024 and num_host_blocks=5 exclude one
 {"mode": "lazy", "prompt_only": true}         | prompt_only=True and mode='lazy' exclude
 {"mode": "lazy", "blocks_per_host_block": 2} | blocks_per_host_block=2 and mode='lazy'
+{"storage": "kv", "world_size": 2} | storage='kv' and world_size=2 exclude one another
 {"storage": "kv", "storage_write": "on_evict", "retention": true}     | ON_EVICT
 {"storage": "kv", "storage_write": "on_evict", "cache_policy": "arc"} | ON_EVICT
 JAXKV_HOST_BYTE=8   | unknown variable JAXKV_HOST_BYTE: did you mean JAXKV_HOST_BYTES?

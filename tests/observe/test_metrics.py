@@ -1,5 +1,6 @@
 """Metrics of real engine runs, scraped over HTTP during and after them."""
 
+import itertools
 import threading
 
 import pytest
@@ -114,7 +115,10 @@ def test_a_scrape_has_the_engines_counts(served):
 
 def test_counters_never_shrink_during_a_run(served):
     *_, scrapes, last, _ = served
-    for page, before in pairs(scrapes, last):
+    first = dict.fromkeys(last, 0.0)
+    for before, page in itertools.chain(
+        *(itertools.pairwise([first, *pages, last]) for pages in scrapes)
+    ):
         assert page.keys() == last.keys()
         for kind in ("prefix_cache", "external_prefix_cache"):
             hits = page[f"vllm:{kind}_hits_total"]
@@ -130,13 +134,6 @@ def test_counters_never_shrink_during_a_run(served):
     assert ("jaxkv:kv_offload_blocks_in_flight", "load") in seen
     assert "vllm:kv_offload_cpu_cache_write_usage_perc" in seen
     assert "vllm:kv_cache_usage_perc" in seen
-
-
-def pairs(scrapes, last):
-    """Each scrape and the one before it."""
-    for each in scrapes:
-        pages = [dict.fromkeys(last, 0.0), *each, last]
-        yield from zip(pages[1:], pages, strict=False)
 
 
 def test_offered_blocks_are_stored_dropped_waiting_or_in_flight():

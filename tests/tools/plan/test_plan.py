@@ -289,52 +289,6 @@ def test_the_choice_is_the_rules_on_random_rows():
     assert len(seen) == 7
 
 
-def test_the_choice_is_the_same_in_other_units():
-    rng = random.Random(4)
-    for _ in range(300):
-        demand, rows = random_case(rng)
-        choice = recommend(demand, rows)
-        in_ms = [
-            dataclasses.replace(row, found_s=8 * row.found_s, saved_s=8 * row.saved_s)
-            for row in rows
-        ]
-        of_ms = dataclasses.replace(demand, prefill_s=8 * demand.prefill_s)
-        doubled = [dataclasses.replace(r, host_bytes=2 * r.host_bytes) for r in rows]
-        for other, factor in (
-            (recommend(of_ms, in_ms), 1),
-            (recommend(demand, doubled), 2),
-        ):
-            assert other.reason == choice.reason
-            if choice.row is not None:
-                assert other.row.policy == choice.row.policy
-                assert other.row.host_bytes == factor * choice.row.host_bytes
-
-
-def test_what_pays_pays_the_more_the_slower_prefill_is_and_the_faster_the_link():
-    trace = conversations(60)
-    sizes = [n * block_bytes(GQA) for n in (30, 100)]
-    results = sweep(trace, ["lru"], [30, 100])
-    outcomes = set()
-    for tokens_per_s in (1e2, 1e3, 1e4, 1e5):
-        pays, shares = [], []
-        for rate in (1e4, 1e5, 1e6, 1e7):
-            speeds = Speeds(rate, rate, 0.001, prefill_tokens_per_s=tokens_per_s)
-            plan = make_plan(trace, GQA, speeds, sizes, results)
-            pays.append(plan.recommendation.pays)
-            shares.append(max(row.saved_s for row in plan.rows) / plan.demand.prefill_s)
-        assert pays == sorted(pays)
-        assert shares == sorted(shares)
-        outcomes |= set(pays)
-    assert outcomes == {True, False}
-    for rate in (1e5, 1e6, 1e7):
-        shares = []
-        for tokens_per_s in (1e5, 1e4, 1e3, 1e2):
-            speeds = Speeds(rate, rate, 0.001, prefill_tokens_per_s=tokens_per_s)
-            rows = make_plan(trace, GQA, speeds, sizes, results).rows
-            shares.append(max(row.saved_s for row in rows) * tokens_per_s)
-        assert shares == sorted(shares)
-
-
 FAST = Speeds(1e9, 1e9, prefill_tokens_per_s=1000.0)
 PLAIN = plain_costs(1000)
 

@@ -164,12 +164,7 @@ def test_each_engine_has_a_device_and_an_admission_of_its_own(trace):
     assert (halves.device.hits[::2] == once.device.hits).all()
 
 
-def test_the_engine_with_the_longest_prefix_serves_on_device_or_host(trace):
-    device = fit_device(trace, 30)
-    result = replay("lru", trace, 40, device=device, fleet=Fleet(3, "prefix"))
-    again = replay("lru", trace, 40, device=device, fleet=Fleet(3, "prefix"))
-    assert result == again
-    assert (result.engines == again.engines).all()
+def test_the_engine_with_the_longest_prefix_serves_on_device_or_host():
     requests = [[1, 2], [3], [1, 2, 4], [5], [3, 6], [1]]
     few = make_trace("few", requests)
     device = fit_device(few, 6)

@@ -117,7 +117,6 @@ def test_ids_are_the_same_in_every_process_and_new_every_round():
     assert len({tuple(ids) for ids in rounds}) == 9
     # 10 are left after three, and not mixed with the next order's.
     assert all(len(set(ids)) == 30 for ids in rounds)
-    assert Cycle(100, 1, seed=0).next(100).dtype == np.int32
 
 
 def runs(ids):
@@ -227,16 +226,8 @@ def test_the_limit_of_an_accelerator_moves_both_ways():
     for _ in range(2):
         for direction in records.DIRECTIONS:
             limit.copy(direction)
-    assert isinstance(designs.make_limit(10, 10), designs.CopyLimit) == (
-        jax.devices()[0].platform == "cpu"
-    )
-
-
-def test_machine_has_the_versions_of_the_figures():
-    where = machine.machine()
-    assert {"device", "cpu", "num_cpus", "jax", "jaxlib", "numpy", "jaxkv"} <= set(
-        where
-    )
+    on_cpu = jax.devices()[0].platform == "cpu"
+    assert isinstance(designs.make_limit(10, 10), designs.CopyLimit) == on_cpu
     cache, memory = machine.last_level_cache_bytes(), machine.available_memory_bytes()
     assert cache is None or cache >= 64 * KIB
     assert memory is None or memory > 0
