@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 import json
 import logging
 import os
@@ -9,7 +10,6 @@ import re
 import shutil
 import threading
 import typing
-import urllib.request
 from pathlib import Path
 
 import jax
@@ -19,6 +19,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from jaxkv import ConfigError, OffloadConfig
+from jaxkv import config as config_module
 from jaxkv._util import parse_bytes
 from jaxkv.config import KEYS, table_of_keys, variable_of
 from jaxkv.observe.subscriber import EventSubscriber
@@ -31,6 +32,8 @@ from jaxkv.tools.demo.records import DemoConfig
 from jaxkv.transfer import TransferEngine
 from jaxkv.transfer.storage import StoreError, open_store
 from tests.rigs.command_line import run_python
+from tests.rigs.listening import stored
+from tests.rigs.scraping import get
 from tests.rigs.servers import free_port
 from tests.rigs.waiting import wait_for
 
@@ -556,13 +559,29 @@ def make_pool(num_blocks=16, block_size=4):
     return {"k": jnp.zeros((num_blocks, block_size, 2, 8)), "v": jnp.zeros((16, 4, 2))}
 
 
-def test_the_parts_are_made_as_it_says():
+@pytest.fixture
+def arguments(monkeypatch):
+    """The arguments of the scheduler and the worker that were made last."""
+    arguments = {}
+    for name in ("OffloadScheduler", "OffloadWorker"):
+        part = getattr(config_module, name)
+
+        def make(*args, name=name, part=part, **options):
+            bound = inspect.signature(part.__init__).bind(None, *args, **options)
+            arguments[name] = bound.arguments
+            return part(*args, **options)
+
+        monkeypatch.setattr(config_module, name, make)
+    return arguments
+
+
+def test_the_parts_are_made_as_it_says(arguments):
     config = OffloadConfig(
         **{"host_bytes": "1MiB", "cache_policy": "arc", "skip_slow_loads": True},
         **{"max_blocks_in_flight": 8, "transfer_mode": "staged", "deadline_s": 1},
         **{"transfer_kernel": "dma", "extent_bytes": "32KiB", "enable_events": True},
     )
-    engine, scheduler, worker = config.connect(make_pool(), 4)
+    engine, scheduler, _ = config.connect(make_pool(), 4)
     assert (engine.mode, engine.kernel) == ("staged", "dma")
     assert 31 << 15 <= engine.host_bytes <= 1 << 20
     assert scheduler.num_host_blocks == engine.num_host_blocks
@@ -570,12 +589,12 @@ def test_the_parts_are_made_as_it_says():
     assert scheduler.rules == OffloadRules(
         max_blocks_in_flight=8, skip_slow_loads=True, block_bytes=engine.block_bytes
     )
-    assert "t1" in scheduler._manager.snapshot().policy
-    assert scheduler._manager.events == []
-    assert worker._deadline_s == 1.0
+    given = arguments["OffloadScheduler"]
+    assert (given["cache_policy"], given["enable_events"]) == ("arc", True)
+    assert arguments["OffloadWorker"]["deadline_s"] == 1.0
 
 
-def test_several_processes_can_give_their_policy_a_clock(monkeypatch):
+def test_several_processes_can_give_their_policy_a_clock(monkeypatch, arguments):
     def clock():
         return 1.0
 
@@ -590,8 +609,8 @@ def test_several_processes_can_give_their_policy_a_clock(monkeypatch):
             with pytest.raises(ValueError, match="decides by the time"):
                 config.make_scheduler(4)
             config.make_scheduler(4, policy_clock=clock)
-        _, scheduler, _ = config.connect(make_pool(), 4, policy_clock=clock)
-        assert scheduler._notifier._clock is clock
+        config.connect(make_pool(), 4, policy_clock=clock)
+        assert arguments["OffloadScheduler"]["policy_clock"] is clock
 
 
 def test_parts_are_made_by_themselves_and_with_large_compressed_blocks():
@@ -653,7 +672,7 @@ def test_the_worker_moves_blocks_with_the_engine_beside_it():
     np.testing.assert_array_equal(pool[jnp.array([1, 3])], values[[2, 5]])
 
 
-def test_events_are_published_where_it_says():
+def test_events_and_metrics_are_served_where_it_says(arguments):
     config = OffloadConfig(
         num_host_blocks=8,
         events_endpoint="tcp://127.0.0.1:*",
@@ -661,37 +680,27 @@ def test_events_are_published_where_it_says():
         events_topic="kv@pod@model",
     )
     scheduler = config.make_scheduler(4)
-    blocks = scheduler._manager.place([b"a"]).block_ids
-    scheduler._manager.publish(blocks, [b"a"])
+    assert arguments["OffloadScheduler"]["enable_events"]
     with config.make_publisher(4) as publisher:
         address = publisher.endpoint, publisher.replay_endpoint
         with EventSubscriber(*address, "kv@pod@model", start_seq=0) as subscriber:
-            publisher.publish(scheduler.take_events())
+            publisher.publish([stored(b"a")])
             subscriber.catch_up()
             _, batch = subscriber.receive(timeout_s=10.0)
     assert [event.medium for event in batch.events] == ["CPU"]
     assert OffloadConfig().make_publisher(4) is None
 
-
-def test_metrics_are_served_where_it_says():
-    scheduler = OffloadConfig(num_host_blocks=8).make_scheduler(4)
-    registered = set(REGISTRY._collector_to_names)
-    metrics = OffloadConfig(metrics_port=0).serve_metrics(scheduler)
-    try:
-        port = metrics._server.server_port
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
-            text = page.read().decode()
-        assert "kv_offload_host_blocks" in text
+    port = free_port()
+    with contextlib.closing(OffloadConfig(metrics_port=port).serve_metrics(scheduler)):
+        assert "kv_offload_host_blocks" in get(port)
         # A port that is taken leaves nothing behind.
+        another, labels = config.make_scheduler(4), {"engine": "1"}
         with pytest.raises(OSError, match=f"cannot serve metrics at 127.0.0.1:{port}"):
-            OffloadConfig(metrics_port=port).serve_metrics(
-                OffloadConfig(num_host_blocks=8).make_scheduler(4),
-                labels={"engine": "1"},
-            )
-    finally:
-        metrics.close()
+            OffloadConfig(metrics_port=port).serve_metrics(another, labels=labels)
     assert OffloadConfig().serve_metrics(scheduler) is None
-    assert set(REGISTRY._collector_to_names) <= registered
+    for number in ("0", "1"):  # Of the closed ones the registry has no sample.
+        name, labels = "jaxkv:kv_offload_host_blocks", {"engine": number}
+        assert REGISTRY.get_sample_value(name, labels) is None
 
 
 def test_one_line_says_at_the_start_what_there_is_without_secrets(caplog, tmp_path):
