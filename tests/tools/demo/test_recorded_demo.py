@@ -8,12 +8,12 @@ from jaxkv.tools import main as cli
 from jaxkv.tools.demo.records import DemoConfig
 from jaxkv.tools.demo.run import block_bytes
 
-DEVICE_BLOCKS = 48
-HOST_BLOCKS = 112  # The conversations fill about 150.
+DEVICE_BLOCKS = 30
+HOST_BLOCKS = 64
 CONFIG = DemoConfig(
     conversations=6,
     turns=3,
-    document_tokens=600,
+    document_tokens=300,
     answer_tokens=8,
     concurrency=1,
     device_blocks=DEVICE_BLOCKS,
