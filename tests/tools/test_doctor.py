@@ -185,6 +185,8 @@ def test_the_reserve_is_an_eighth_and_at_least_2_gib_or_half(tmp_path):
     (fault,) = wrong(facts)
     assert fault.what.startswith("there is no room for a host tier: the machine has")
     assert fault.advice == "free some memory"
+    # A size that is too small for a tier is not recommended.
+    assert wrong(facts, host_bytes=GIB)[0].advice == "free some memory"
 
 
 def test_a_size_fits_exactly_if_the_engine_accepts_it(tmp_path):
