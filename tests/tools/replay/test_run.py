@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 
+from jaxkv import OffloadingManager
 from jaxkv.policies import make_lru
 from jaxkv.tools.replay.admission import Admission, find_admitted
 from jaxkv.tools.replay.run import OPTIMUM, replay, sweep
@@ -56,6 +57,27 @@ def trace():
     requests = [part.tolist() for part in np.split(made.ids, made.offsets[1:-1])]
     requests[200:202] = [[], [5, 6, 5, 99_999, 6, 99_999]]
     return make_trace("synthetic", requests, made.time_ms, made.input_tokens, 512)
+
+
+def test_a_replay_with_an_admission_refuses_what_a_manager_with_it_refuses(trace):
+    capacity, num_hits, num_refused = 60, 0, 0
+    cache = OffloadingManager(16, capacity, "arc", store_threshold=2)
+    for request in np.split(trace.ids, trace.offsets[1:-1]):
+        keys = [b"%d" % block for block in request[:capacity]]
+        hits = cache.lookup(keys)
+        cache.touch(keys)
+        cache.prepare_load(keys[:hits])
+        if cache.prepare_store(keys) is None:
+            num_refused += 1
+        else:
+            cache.touch(keys)
+            cache.complete_store(keys)
+        cache.complete_load(keys[:hits])
+        num_hits += hits
+    admitted = find_admitted(trace, Admission(store_threshold=2))
+    result = replay("arc", trace, capacity, admitted=admitted)
+    assert (result.num_hit_blocks, result.num_refused) == (num_hits, num_refused)
+    assert num_hits * num_refused > 0
 
 
 def make_answered_trace(seed):
