@@ -19,6 +19,9 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = ",".join(
     dict.fromkeys([os.environ.get("JAXKV_TEST_PLATFORM", "cpu"), "cpu"])
 )
+if os.environ.get("JAXKV_TEST_PLATFORM", "cpu") != "cpu":
+    # Children and the test of the mode "fused" need memory beside this process.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import hypothesis
 import jax

@@ -35,6 +35,7 @@ def whole_pool_converts(program):
     return re.findall(rf".*\[{NUM_BLOCKS},64\]\S* convert\(.*", program.as_text())
 
 
+@only_on_cpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2"])
 def test_no_program_converts_the_pool(mode, dtype):
     copier = TransferEngine(new_pool(dtype), 4, mode=mode)._copier
