@@ -19,6 +19,8 @@ from tests.transfer.numbered import NUM_BLOCKS, Moves
 from tests.transfer.shadow import Shadow, exercise, random_array, to_device
 
 pytestmark = only_on_cpu
+# With one extent in flight there are programs for one only: they take long to compile.
+ONE_EXTENT = 4 * (2 * 128 + 16 + 6)
 MIXED = {
     "kv": [((NUM_BLOCKS, 4, 2, 8), "bfloat16")] * 2,
     "scale": [((NUM_BLOCKS, 4), "float32")],
@@ -62,7 +64,7 @@ def kinds_of_saves(own_programs, monkeypatch):
 
 def test_leaves_are_copied_by_whichever_kernel_can(kinds_of_saves):
     pool, shadow = mixed()
-    moves = Moves("staged", pool, kernel="dma")
+    moves = Moves("staged", pool, kernel="dma", staging_bytes=ONE_EXTENT)
     assert moves.engine.kernel == "dma"
     assert sorted(moves.engine._copier._by_dma) == [1, 2]  # Not "flags", nor "scale".
     check_moves(moves, shadow, rounds=4)
@@ -80,7 +82,8 @@ def test_no_copy_races_with_another_and_each_is_waited_for(
     monkeypatch.setattr(dma, "_COPIES_IN_FLIGHT", in_flight)
     rng = np.random.default_rng(2)
     arrays = [random_array(rng, (NUM_BLOCKS, 2, 8), "int32") for _ in range(2)]
-    moves = Moves("staged", to_device(arrays), kernel="dma")
+    options = {"kernel": "dma", "staging_bytes": 4 * 2 * 64}
+    moves = Moves("staged", to_device(arrays), **options)
     assert moves.engine._copier.extents.rows == 4
     check_moves(moves, Shadow(arrays))
     assert not interpret_pallas_call.races.races_found
@@ -139,7 +142,7 @@ def test_a_refused_kernel_is_replaced_and_the_log_says_so(
     # As on TPU, where no kernel is asked for.
     monkeypatch.setattr(kernels, "_DMA_PLATFORMS", ("cpu",))
     pool, shadow = mixed()
-    moves = Moves("staged", pool)
+    moves = Moves("staged", pool, staging_bytes=ONE_EXTENT)
     assert moves.engine.kernel == "dma"
     with caplog.at_level(logging.WARNING, "jaxkv"):
         moves.engine.warm_up()
@@ -215,7 +218,7 @@ def test_wide_rows_are_copied_one_by_one_in_loops_of_known_length(
 ):
     monkeypatch.setattr(rows, "_is_wide", lambda leaf, axis, platform: True)
     pool, shadow = mixed()
-    moves = Moves(mode, pool)
+    moves = Moves(mode, pool, staging_bytes=ONE_EXTENT)
     check_moves(moves, shadow)
     copier = moves.engine._copier
     for program in (copier.save_program("gather"), copier.load_program(0)):

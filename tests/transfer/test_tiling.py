@@ -220,7 +220,8 @@ def test_a_row_major_pool_is_not_warned_of():
 def test_a_pool_keeps_its_own_layout_and_every_bit(mode, kernel, order):
     pool, array = pool_of(order, (12, 2, 4, 8), "bfloat16")
     shadow, rng = Shadow(array, 0), np.random.default_rng(0)
-    moves = Moves(mode, pool, kernel=kernel)
+    options = {"kernel": kernel, "staging_bytes": 4 * 128}  # One extent at a time.
+    moves = Moves(mode, pool, **options)
     where, layout = pool.unsafe_buffer_pointer(), pool.format
     exercise(moves, shadow, rng, rounds=2)
     assert moves.pool.format == layout
@@ -233,7 +234,7 @@ def test_leaves_of_different_layouts_are_not_stacked():
         *(pool_of((n, 1 - n, 2, 3), (12, 2, 4, 8), seed=n) for n in range(2)),
         strict=True,
     )
-    moves = Moves("staged", list(pool))
+    moves = Moves("staged", list(pool), staging_bytes=4 * 2 * 256)
     assert len(moves.engine._copier.extents.bundles) == 2
     exercise(moves, Shadow(list(arrays)), np.random.default_rng(0), rounds=2)
 
