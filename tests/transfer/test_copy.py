@@ -28,10 +28,11 @@ def test_asynchronous_copies_copy_any_layout_bit_for_bit(make, mode):
     shadow.check(moves.pool)
 
 
-@pytest.mark.parametrize("kernel", [None, "dma"])
-def test_sharded_heads_are_copied_where_they_are(mode, make, kernel):
-    if kernel and mode == "fused":
-        return
+@only_on_cpu
+@pytest.mark.parametrize(
+    ("mode", "kernel"), [("fused", None), ("staged", None), ("staged", "dma")]
+)
+def test_sharded_heads_are_copied_where_they_are(make, kernel):
     array = np.arange(NUM_BLOCKS * 8, dtype=np.int32).reshape(NUM_BLOCKS, 4, 2)
     moves = make(spread(array, 2, None, "x"), kernel=kernel)
     place = moves.pool.sharding

@@ -171,11 +171,8 @@ def test_a_staged_load_that_fails_leaves_the_other_blocks_unchanged(
     moves = make(staging_bytes=EXTENT_BYTES, layer_groups=layer_groups)
     moves.save_now(range(12), range(12))
     stage = moves.engine._copier.stage
-    failing = refuse
-    if fails_late:
-        broken = request.getfixturevalue("broken")
-        failing = lambda *args: broken(stage(*args))  # noqa: E731
-    call, calls = only_call(2, stage, failing)
+    broken = request.getfixturevalue("broken") if fails_late else refuse
+    call, calls = only_call(2, stage, lambda *args: broken(stage(*args)))
     with monkeypatch.context() as patch:
         patch.setattr(moves.engine._copier, "stage", call)
         ticket = moves.load(range(12), range(12, 24))
