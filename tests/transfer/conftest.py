@@ -37,7 +37,7 @@ def make(mode):
 
 
 @pytest.fixture
-def own_programs():
+def fresh_programs():
     """Let a test that patches what is traced share its programs with no other test."""
     kernels.shared_copier.cache_clear()
     yield

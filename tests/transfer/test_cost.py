@@ -46,7 +46,7 @@ def test_no_program_converts_the_pool(mode, dtype):
 
 @only_on_cpu
 def test_without_the_compiler_options_a_load_converts_the_pool(
-    own_programs, monkeypatch
+    fresh_programs, monkeypatch
 ):
     # If this fails, XLA has fixed it: the options may go, with their test above.
     monkeypatch.setattr(memory, "compiler_options", lambda platform: None)
@@ -104,7 +104,7 @@ def test_extents_are_pinned_and_stacked_where_they_travel_alone(make, mode):
 
 
 @pytest.fixture
-def traced(own_programs, monkeypatch):
+def traced(fresh_programs, monkeypatch):
     """The functions of `rows` that were traced, in order."""
     names = []
 
@@ -184,7 +184,7 @@ def test_a_transfer_takes_one_program_for_up_to_four_extents(make, mode, monkeyp
 
 
 @only_on_cpu
-def test_programs_run_in_the_background(mode, own_programs, monkeypatch):
+def test_programs_run_in_the_background(mode, fresh_programs, monkeypatch):
     # XLA:CPU runs a program of less than 1,000 operations in the thread that calls.
     def num_operations():
         copier = TransferEngine(new_pool(), 16, mode=mode)._copier

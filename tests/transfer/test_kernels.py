@@ -48,7 +48,7 @@ def check_moves(moves, shadow, rounds=2):
 
 
 @pytest.fixture
-def kinds_of_saves(own_programs, monkeypatch):
+def kinds_of_saves(fresh_programs, monkeypatch):
     """The kinds of the save programs that were taken."""
     kinds = []
     compile_save = Copier._compile_save
@@ -74,7 +74,7 @@ def test_leaves_are_copied_by_whichever_kernel_can(kinds_of_saves):
 # Of two leaves: two rows, also where there are more leaves than copies.
 @pytest.mark.parametrize("in_flight", [4, 1])
 def test_no_copy_races_with_another_and_each_is_waited_for(
-    in_flight, own_programs, monkeypatch
+    in_flight, fresh_programs, monkeypatch
 ):
     # This interpreter copies only when a copy is waited for, and sees what overlaps.
     interpreter = pltpu.InterpretParams(detect_races=True, dma_execution_mode="on_wait")
@@ -120,7 +120,7 @@ class Refusal(Exception):
 
 @pytest.mark.parametrize("when", ["it is traced", "it is compiled"])
 def test_a_refused_kernel_is_replaced_and_the_log_says_so(
-    when, own_programs, monkeypatch, caplog
+    when, fresh_programs, monkeypatch, caplog
 ):
     compile_program, traced = kernels.memory.compile_program, []
     pallas_call = pallas.pallas_call
@@ -156,7 +156,7 @@ def test_a_refused_kernel_is_replaced_and_the_log_says_so(
         Moves("staged", mixed()[0], kernel="dma").engine.warm_up()
 
 
-def test_an_error_that_is_not_the_kernels_is_raised(own_programs, monkeypatch):
+def test_an_error_that_is_not_the_kernels_is_raised(fresh_programs, monkeypatch):
     def refuse(lowered, platform):
         raise MemoryError("no memory to compile in")
 
@@ -214,7 +214,7 @@ def test_on_cpu_a_short_fused_save_writes_single_rows():
 
 
 def test_wide_rows_are_copied_one_by_one_in_loops_of_known_length(
-    mode, own_programs, monkeypatch
+    mode, fresh_programs, monkeypatch
 ):
     monkeypatch.setattr(rows, "_is_wide", lambda leaf, axis, platform: True)
     pool, shadow = mixed()

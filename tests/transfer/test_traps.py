@@ -71,7 +71,7 @@ def kinds(shardings):
 
 
 @only_on_cpu
-def test_without_the_compiler_options_bits_change(make, own_programs, monkeypatch):
+def test_without_the_compiler_options_bits_change(make, fresh_programs, monkeypatch):
     # Of bfloat16 jax 0.10 changes 252 patterns, 0.12 none.
     raw = np.arange(1 << 8, dtype=np.uint8).reshape(32, -1)
 
@@ -156,7 +156,7 @@ def test_plans_have_their_own_memory(make, mode, monkeypatch):
 
 @pytest.mark.parametrize("is_guarded", [True, False])
 def test_rows_that_are_not_wanted_are_dropped(
-    make, is_guarded, own_programs, monkeypatch
+    make, is_guarded, fresh_programs, monkeypatch
 ):
     if not is_guarded:  # NOTHING is -1: the last block.
         monkeypatch.setattr(rows, "_past_the_end", lambda targets, num_blocks: targets)

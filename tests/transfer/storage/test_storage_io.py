@@ -143,11 +143,16 @@ def test_whatever_goes_wrong_no_wrong_byte_arrives_and_each_ticket_ends_once(
     chosen = rng.sample([field.name for field in dataclasses.fields(Faults)], 6)
     faults = {name: rng.choice([0.05, 0.2]) for name in chosen if name != "late_s"}
     store = kind_of_store(MemoryStore(), seed, Faults(**faults))
-    most = 40 * OBJECT
+    max_bytes = 40 * OBJECT
     open_tickets: dict[int, str] = {}
     outcomes = collections.Counter()
     with StorageIO(
-        store, BLOCKS, write_bytes=most, read_bytes=most, num_in_flight=4, clock=clock
+        store,
+        BLOCKS,
+        write_bytes=max_bytes,
+        read_bytes=max_bytes,
+        num_in_flight=4,
+        clock=clock,
     ) as storage:
 
         def take(completions):
@@ -181,8 +186,8 @@ def test_whatever_goes_wrong_no_wrong_byte_arrives_and_each_ticket_ends_once(
                         del open_tickets[ticket]
                     tickets = []
             open_tickets |= {t: kind for t in tickets if t is not None}
-            assert storage.stats.queued_write_bytes <= most
-            assert storage.stats.open_read_bytes <= most
+            assert storage.stats.queued_write_bytes <= max_bytes
+            assert storage.stats.open_read_bytes <= max_bytes
             if rng.random() < 0.02:
                 store.let_go()
             clock.now_s += rng.random() / 4
