@@ -130,8 +130,7 @@ def test_values_that_are_not_finite_leave_the_others_intact(send, dtype, leaf):
     assert (bits(found) == bits(expected)).all()
 
 
-@dtypes
-def test_other_leaves_than_wide_floats_come_back_bit_for_bit(send, mode, dtype):
+def test_other_leaves_than_wide_floats_come_back_bit_for_bit(send, mode):
     rng = np.random.default_rng(0)
     pool = {
         "ids": random_array(rng, (6, 5), "int32"),
@@ -141,7 +140,7 @@ def test_other_leaves_than_wide_floats_come_back_bit_for_bit(send, mode, dtype):
         "scale": random_array(rng, (6, 8, 2), "float32"),
     }
     head_axis = {"ids": None, "kv": -2, "quantised": -2, "small": -2, "scale": None}
-    found = send(pool, dtype, mode, head_axis)
+    found = send(pool, "int8", mode, head_axis)
     for name in ("ids", "quantised", "small", "scale"):
         assert (bits(found[name]) == bits(pool[name])).all(), name
     assert (bits(found["kv"][1]) != bits(pool["kv"][1])).any()
