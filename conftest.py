@@ -19,6 +19,9 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = ",".join(
     dict.fromkeys([os.environ.get("JAXKV_TEST_PLATFORM", "cpu"), "cpu"])
 )
+if os.environ.get("JAXKV_TEST_PLATFORM", "cpu") != "cpu":
+    # Children and the test of the mode "fused" need memory beside this process.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import hypothesis
 import jax
@@ -132,22 +135,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Begin with what takes longest; leave out long tests unless `-m` names them.
-
-    GPU tests are skipped where there is no GPU.
-    """
+    """Begin with what takes longest; leave out long tests unless `-m` names them."""
     rank = {name: number for number, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: rank.get(item.nodeid.split("::")[0], len(rank)))
     if "long" not in config.option.markexpr:
         long = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=long)
         items[:] = [item for item in items if not item.get_closest_marker("long")]
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    # Ask for a GPU only where a test wants one: the question starts the backends.
-    if gpu and not any(device.platform == "gpu" for device in jax.devices()):
-        reason = "no GPU (JAXKV_TEST_PLATFORM=cuda runs the tests on one)"
-        for item in gpu:
-            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_collection_finish() -> None:

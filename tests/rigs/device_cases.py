@@ -1,4 +1,6 @@
-"""Cases that need more devices than the suite has, in a separate process.
+"""Which devices a test runs on; and cases that need more, in a separate process.
+
+`JAXKV_TEST_PLATFORM` chooses the platform of all tests, the CPU by default.
 
 A module of cases ends with ``main(CASES, num_devices)``; its test calls `run` with the
 module's name.
@@ -12,8 +14,33 @@ import traceback
 from pathlib import Path
 
 import jax
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+ON_CPU = os.environ.get("JAXKV_TEST_PLATFORM", "cpu") == "cpu"
+only_on_cpu = pytest.mark.skipif(not ON_CPU, reason="it is about the CPU backend")
+
+
+def devices(num=1):
+    """List the first devices of the platform; skip the test if there are fewer."""
+    found = jax.devices()
+    if len(found) < num:
+        pytest.skip(f"needs {num} devices and finds {len(found)}")
+    return found[:num]
+
+
+def mesh_of(num_devices, axis="x", axis_type=jax.sharding.AxisType.Auto):
+    """Make a mesh of one axis."""
+    return jax.make_mesh(
+        (num_devices,), (axis,), (axis_type,), devices=devices(num_devices)
+    )
+
+
+def spread(pool, num_devices, *spec, **options):
+    """Spread a pool over a mesh whose axis is "x"."""
+    mesh = mesh_of(num_devices, **options)
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    return jax.device_put(pool, place)
 
 
 def run(module, timeout_s):

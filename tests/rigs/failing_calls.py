@@ -40,58 +40,20 @@ _WRITE = errno.EIO, errno.ENOSPC, errno.ESTALE
 _READ = errno.EIO, errno.ESTALE, errno.ETIMEDOUT
 _NAME = errno.EACCES, errno.EIO, errno.ENOSPC, errno.ESTALE
 _LOOK = errno.EACCES, errno.EIO, errno.ESTALE
+_SYNC = errno.EIO, errno.ENOSPC
 
 # Per call, what it may fail with.
 ERRORS = {
     "open": (*_OPEN, errno.ENOSPC),
     "read": _READ,
-    "readv": (*_READ, SHORT),
-    "pread": (*_READ, SHORT),
-    "preadv": (*_READ, SHORT),
-    "write": (*_WRITE, SHORT),
-    "writev": (*_WRITE, SHORT),
-    "pwrite": (*_WRITE, SHORT),
-    "pwritev": (*_WRITE, SHORT),
     "flush": _WRITE,
-    "close": (errno.EIO, errno.ENOSPC),
-    "fsync": (errno.EIO, errno.ENOSPC),
-    "fdatasync": (errno.EIO, errno.ENOSPC),
-    "ftruncate": (errno.EIO,),
-    "truncate": (errno.EIO,),
-    "lseek": (errno.EIO,),
-    "rename": _NAME,
-    "replace": _NAME,
-    "link": _NAME,
-    "symlink": _NAME,
-    "mkdir": _NAME,
-    "rmdir": (errno.EACCES, errno.EIO, errno.ESTALE),
-    "unlink": (errno.EACCES, errno.EIO, errno.ESTALE),
-    "remove": (errno.EACCES, errno.EIO, errno.ESTALE),
-    "chmod": (errno.EACCES, errno.EIO),
-    "fchmod": (errno.EACCES, errno.EIO),
-    "chown": (errno.EPERM, errno.EIO),
-    "fchown": (errno.EPERM, errno.EIO),
-    "utime": (errno.EACCES, errno.EIO),
-    "stat": _LOOK,
-    "lstat": _LOOK,
     "fstat": (errno.EIO, errno.ESTALE),
-    "statvfs": _LOOK,
-    "fstatvfs": (errno.EIO,),
-    "access": _LOOK,
-    "readlink": _LOOK,
-    "scandir": (errno.EACCES, errno.EIO, errno.ESTALE, errno.EMFILE),
     "scandir.next": (errno.EIO, errno.ESTALE),
-    "listdir": (errno.EACCES, errno.EIO, errno.ESTALE, errno.EMFILE),
-    "entry.is_file": (errno.EACCES, errno.EIO),
-    "entry.is_dir": (errno.EACCES, errno.EIO),
-    "entry.stat": _LOOK,
     "flock": (errno.EAGAIN, errno.ENOLCK),
     "thread": (NO_THREAD,),
     "connect": (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.EMFILE, TIMED_OUT),
     "send": (errno.EPIPE, errno.ECONNRESET, TIMED_OUT),
     "recv": (errno.ECONNRESET, errno.EIO, TIMED_OUT),
-}
-ERRORS |= {
     "zmq.socket": (errno.EMFILE, errno.ENOMEM),
     "zmq.bind": (errno.EADDRINUSE, errno.EACCES),
     "zmq.connect": (errno.EMFILE,),
@@ -101,6 +63,19 @@ ERRORS |= {
     "zmq.recv_multipart": (errno.EAGAIN, errno.ENOMEM),
     "zmq.poll": (errno.EINTR, errno.ENOMEM),
 }
+for _names, _errors in (
+    ("readv pread preadv", (*_READ, SHORT)),
+    ("write writev pwrite pwritev", (*_WRITE, SHORT)),
+    ("close fsync fdatasync", _SYNC),
+    ("ftruncate truncate lseek fstatvfs", (errno.EIO,)),
+    ("rename replace link symlink mkdir", _NAME),
+    ("rmdir unlink remove", _LOOK),
+    ("stat lstat statvfs access readlink entry.stat", _LOOK),
+    ("chmod fchmod utime entry.is_file entry.is_dir", (errno.EACCES, errno.EIO)),
+    ("chown fchown", (errno.EPERM, errno.EIO)),
+    ("scandir listdir", _OPEN),
+):
+    ERRORS |= dict.fromkeys(_names.split(), _errors)
 # ZeroMQ makes its calls to the system in C.
 _ZMQ = (
     (zmq.Context, "socket"),
@@ -380,14 +355,14 @@ class FailingCalls:
         raise _error(error)
 
 
-class _File:
-    """A file object, of which some calls fail."""
+class _Wrapped:
+    """An object of the system, of which some calls fail."""
 
-    def __init__(self, calls, file):
-        self._calls, self._file = calls, file
+    def __init__(self, calls, real):
+        self._calls, self._real = calls, real
 
     def __getattr__(self, name):
-        return getattr(self._file, name)
+        return getattr(self._real, name)
 
     def __enter__(self):
         return self
@@ -395,78 +370,61 @@ class _File:
     def __exit__(self, *_):
         self.close()
 
+
+class _File(_Wrapped):
     def __iter__(self):
         self._calls._raise("read")
-        return iter(self._file)
+        return iter(self._real)
 
     def read(self, *args):
         self._calls._raise("read")
-        return self._file.read(*args)
+        return self._real.read(*args)
 
     def write(self, data):
         error = self._calls._fails("write")
         if error not in (None, SHORT):  # A file object writes all, or fails.
             raise _error(error)
-        return self._file.write(data)
+        return self._real.write(data)
 
     def flush(self):
         self._calls._raise("flush")
-        return self._file.flush()
+        return self._real.flush()
 
     def close(self):
-        is_open = not self._file.closed
-        self._file.close()
+        is_open = not self._real.closed
+        self._real.close()
         if is_open:
             self._calls._raise("close")
 
 
-class _Entries:
+class _Entries(_Wrapped):
     """The entries of a folder."""
-
-    def __init__(self, calls, entries):
-        self._calls, self._entries = calls, entries
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
 
     def __iter__(self):
         return self
 
     def __next__(self):
         self._calls._raise("scandir.next")
-        return _Entry(self._calls, next(self._entries))
-
-    def close(self):
-        self._entries.close()
+        return _Entry(self._calls, next(self._real))
 
 
-class _Entry:
+class _Entry(_Wrapped):
     """An entry, whose type a file system may have to look up."""
-
-    def __init__(self, calls, entry):
-        self._calls, self._entry = calls, entry
-        self.name, self.path = entry.name, entry.path
 
     def __fspath__(self):
         return self.path
 
     def is_file(self, **named):
         self._calls._raise("entry.is_file", self.path)
-        return self._entry.is_file(**named)
+        return self._real.is_file(**named)
 
     def is_dir(self, **named):
         self._calls._raise("entry.is_dir", self.path)
-        return self._entry.is_dir(**named)
-
-    def is_symlink(self):
-        return self._entry.is_symlink()
+        return self._real.is_dir(**named)
 
     def stat(self, **named):
         self._calls._raise("entry.stat", self.path)
-        return self._entry.stat(**named)
+        return self._real.stat(**named)
 
 
 def _call_for_less(name, call, file, data, *args):

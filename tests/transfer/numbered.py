@@ -6,23 +6,21 @@ import numpy as np
 import pytest
 
 from jaxkv.transfer import TransferEngine
+from tests.rigs.device_cases import devices
 
-CPU = jax.devices("cpu")[0]
-MODES = ("fused", "staged")
+[DEVICE] = devices(1)
 NUM_BLOCKS, NUM_HOST_BLOCKS = 24, 32
 # These follow: host blocks per extent, and extents with the spare one.
 EXTENT_BLOCKS, NUM_EXTENTS = 4, 9
 BLOCK_BYTES = 8 * 4 + 8 * 2
 EXTENT_BYTES = EXTENT_BLOCKS * BLOCK_BYTES
 
-modes = pytest.mark.parametrize("mode", MODES)
-
 
 def numbered_pool(offset=0):
     """Blocks that hold their numbers: n in leaf k, -n in leaf v."""
     numbers = jnp.arange(offset, offset + NUM_BLOCKS, dtype=jnp.float32)
     k = jnp.broadcast_to(numbers[:, None], (NUM_BLOCKS, 8))
-    return jax.device_put({"k": k, "v": -k.astype(jnp.bfloat16)}, CPU)
+    return jax.device_put({"k": k, "v": -k.astype(jnp.bfloat16)}, DEVICE)
 
 
 def numbers_in(pool):
@@ -33,32 +31,62 @@ def numbers_in(pool):
     return k[:, 0].astype(int).tolist()
 
 
-def make_engine(mode, **arguments):
-    pool = numbered_pool()
-    return TransferEngine(pool, NUM_HOST_BLOCKS, mode=mode, **arguments), pool
-
-
-def save_and_wait(engine, pool, device_ids, host_ids):
-    """Save blocks and wait until they can be loaded."""
-    ticket = engine.save(pool, device_ids, host_ids)
-    pool, done = engine.drain(pool)
-    assert [(each.ticket, each.error) for each in done] == [(ticket, None)]
-    return pool
-
-
-def load_numbers(engine, pool, host_ids):
-    """Load `host_ids` into the first blocks of `pool` and read them."""
-    pool, ticket = engine.load(pool, host_ids, list(range(len(host_ids))))
-    pool, done = engine.drain(pool)
-    assert [(each.ticket, each.error) for each in done] == [(ticket, None)]
-    return numbers_in(pool)[: len(host_ids)], pool
-
-
 def check_at_rest(engine):
     """Check that nothing is in flight, pinned or held."""
     assert engine.num_in_flight == engine.num_waiting == engine.bytes_in_flight == 0
-    queue = engine._queue
-    assert not [*queue._landing, *queue._saving, *queue._loading]
-    assert queue.table.num_pins == 0
-    assert not queue.table._held.any()
-    queue.table.check()
+    assert engine._table.num_pins == 0
+    assert not engine._table._held.any()
+    engine._table.check()
+
+
+class Moves:
+    """An engine, and the pool that it returned last.
+
+    Args:
+        mode: The engine's.
+        pool: The pool; None for one of numbers.
+        options: Of the engine.
+    """
+
+    def __init__(self, mode, pool=None, num_host_blocks=NUM_HOST_BLOCKS, **options):
+        self.pool = numbered_pool() if pool is None else pool
+        self.engine = TransferEngine(self.pool, num_host_blocks, mode=mode, **options)
+
+    def save(self, device_ids, host_ids):
+        return self.engine.save(self.pool, device_ids, host_ids)
+
+    def load(self, host_ids, device_ids, **options):
+        self.pool, ticket = self.engine.load(self.pool, host_ids, device_ids, **options)
+        return ticket
+
+    def drain(self):
+        self.pool, done = self.engine.drain(self.pool)
+        return done
+
+    def advance(self):
+        self.pool = self.engine.advance(self.pool)
+        return self.engine.poll()
+
+    def save_now(self, device_ids, host_ids):
+        """Save blocks and wait until they can be loaded."""
+        ticket = self.save(device_ids, host_ids)
+        assert [(each.ticket, each.error) for each in self.drain()] == [(ticket, None)]
+
+    def load_now(self, host_ids, device_ids):
+        ticket = self.load(host_ids, device_ids)
+        assert [(each.ticket, each.error) for each in self.drain()] == [(ticket, None)]
+
+    def read(self, host_ids):
+        """Load host blocks into the first blocks of the pool; return their numbers."""
+        self.load_now(host_ids, range(len(host_ids)))
+        return self.numbers[: len(host_ids)]
+
+    @property
+    def numbers(self):
+        return numbers_in(self.pool)
+
+    def check_empty(self, host_ids):
+        """Check that host blocks cannot be loaded."""
+        for host_id in host_ids:
+            with pytest.raises(ValueError, match=rf"\[{host_id}\] have no bytes"):
+                self.engine.read_host([host_id])

@@ -60,12 +60,44 @@ class Shadow:
                 for leaf, block in zip(self.leaves, blocks, strict=True):
                     leaf[device_id] = block
 
-    def check(self, pool, unknown=()):
-        """Compare all blocks but the `unknown` with those of `pool`."""
-        known = np.setdiff1d(np.arange(len(self.leaves[0])), list(unknown))
+    def copy(self, source_ids, target_ids):
+        for leaf in self.leaves:
+            leaf[target_ids] = leaf[source_ids]
+
+    def check(self, pool):
+        """Compare all blocks with those of `pool`."""
         found = jax.tree.leaves(pool)
         for mine, leaf, axis in zip(self.leaves, found, self.axes, strict=True):
             its = np.moveaxis(np.array(leaf), axis, 0)
             assert its.dtype == mine.dtype
-            wrong = (bits(its[known]) != bits(mine[known])).reshape(len(known), -1)
-            assert not wrong.any(), f"blocks {known[wrong.any(axis=1)]} differ"
+            wrong = (bits(its) != bits(mine)).reshape(len(mine), -1).any(axis=1)
+            assert not wrong.any(), f"blocks {np.flatnonzero(wrong)} differ"
+
+
+def exercise(moves, shadow, rng, rounds=4):
+    """Save, load elsewhere and copy random blocks; compare every byte each time.
+
+    Args:
+        moves: A `numbered.Moves` over any pool.
+    """
+    engine, m = moves.engine, moves.engine.blocks_per_host_block
+    num_rows = engine.num_device_blocks // m
+
+    def random_rows(num):
+        ids = rng.permutation(engine.num_device_blocks)[: num * m]
+        return ids if m == 1 else ids.reshape(num, m)
+
+    for _ in range(rounds):
+        device_ids = random_rows(int(rng.integers(1, num_rows + 1)))
+        host_ids = rng.permutation(engine.num_host_blocks)[: len(device_ids)]
+        moves.save_now(device_ids, host_ids)
+        shadow.save(device_ids, host_ids)
+        # Some of these and of the earlier ones, one of them twice.
+        known = rng.permutation(sorted(shadow.host))[: num_rows - 1].tolist()
+        device_ids = random_rows(len(known) + 1)
+        moves.load_now([*known, known[0]], device_ids)
+        shadow.load([*known, known[0]], device_ids)
+        ids = rng.permutation(engine.num_device_blocks)[[0, 0, 1, 2, 3, 4]]
+        moves.pool = engine.copy(moves.pool, ids[:3], ids[3:])
+        shadow.copy(ids[:3], ids[3:])
+        shadow.check(moves.pool)

@@ -112,22 +112,6 @@ def test_float32_patterns_survive(mode, kernel):
     assert np.array_equal(loaded, raw)
 
 
-@pytest.mark.gpu
-def test_every_bfloat16_pattern_survives_on_a_gpu():
-    raw = every_pattern("bfloat16")
-    pool = jnp.array(raw.view(jnp.bfloat16))
-    engine = TransferEngine(pool, len(raw))
-    assert engine.mode == "staged"
-    ids = np.random.default_rng(1).permutation(len(raw))
-    engine.save(pool, ids, ids)
-    pool, done = engine.drain(pool)
-    assert [each.error for each in done] == [None]
-    loaded, _ = engine.load(jnp.zeros_like(pool), ids, ids)
-    loaded, done = engine.drain(loaded)
-    assert [each.error for each in done] == [None]
-    assert np.array_equal(bits(loaded), raw)
-
-
 # Leaves of one group apart from each other, scales beside what they scale, a block
 # that is a scalar, and a tuple and a dict of lists around it all.
 MIXED = (

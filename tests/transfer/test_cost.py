@@ -8,17 +8,22 @@ import numpy as np
 import pytest
 
 from jaxkv.transfer import TransferEngine, kernels, memory, rows
+from tests.rigs.device_cases import only_on_cpu, spread
+from tests.rigs.waiting import wait_for
+from tests.transfer.numbered import DEVICE
 
-CPU = jax.devices("cpu")[0]
-MODES = ("fused", "staged")
 NUM_BLOCKS = 40
 
-modes = pytest.mark.parametrize("mode", MODES)
 
-
-def make_pool(dtype="bfloat16"):
+def new_pool(dtype="bfloat16"):
     pool = [jnp.ones((NUM_BLOCKS, 64), dtype), jnp.ones((NUM_BLOCKS, 64), dtype)]
-    return jax.device_put([*pool, jnp.zeros((NUM_BLOCKS, 8))], CPU)
+    return jax.device_put([*pool, jnp.zeros((NUM_BLOCKS, 8))], DEVICE)
+
+
+def move(moves, ids):
+    """Save and load blocks."""
+    moves.save_now(ids, ids)
+    moves.load_now(ids, ids)
 
 
 def pointers(arrays):
@@ -30,105 +35,88 @@ def whole_pool_converts(program):
     return re.findall(rf".*\[{NUM_BLOCKS},64\]\S* convert\(.*", program.as_text())
 
 
-@modes
+@only_on_cpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2"])
 def test_no_program_converts_the_pool(mode, dtype):
-    copier = TransferEngine(make_pool(dtype), 4, mode=mode)._copier
+    copier = TransferEngine(new_pool(dtype), 4, mode=mode)._copier
     for kind in kernels.SAVE_KINDS[mode]:
         assert whole_pool_converts(copier.save_program(kind)) == []
     assert whole_pool_converts(copier.load_program(0)) == []
 
 
-def test_without_the_compiler_options_a_load_converts_the_pool(monkeypatch):
+@only_on_cpu
+def test_without_the_compiler_options_a_load_converts_the_pool(
+    fresh_programs, monkeypatch
+):
     # If this fails, XLA has fixed it: the options may go, with their test above.
     monkeypatch.setattr(memory, "compiler_options", lambda platform: None)
-    copier = TransferEngine(make_pool("float8_e5m2"), 4)._copier
+    copier = TransferEngine(new_pool("float8_e5m2"), 4)._copier
     assert whole_pool_converts(copier.load_program(0))
 
 
-@modes
-def test_a_load_updates_the_pool_in_place(mode):
-    pool = make_pool()
-    engine = TransferEngine(pool, 30, mode=mode)
-    ids = np.arange(21)
-    engine.save(pool, ids, ids)
-    pool, _ = engine.drain(pool)
-    pool, _ = engine.load(pool, ids, ids)
-    pool, _ = engine.drain(pool)  # From here on XLA owns the memory.
-    before = pointers(pool)
-    pool, _ = engine.load(pool, ids, ids + 3)
-    pool, _ = engine.drain(pool)
-    assert pointers(pool) == before
+def test_a_load_updates_the_pool_in_place(make):
+    moves, ids = make(new_pool()), np.arange(21)
+    move(moves, ids)  # From here on XLA owns the memory.
+    before = pointers(moves.pool)
+    moves.load_now(ids, ids + 3)
+    assert pointers(moves.pool) == before
 
 
-@modes
-def test_a_load_keeps_the_sharding_of_the_pool(mode):
+def test_a_load_keeps_the_sharding_of_the_pool(make):
     # One device, as a mesh whose axis shards the block axis.
-    explicit = (jax.sharding.AxisType.Explicit,)
-    mesh = jax.make_mesh((1,), ("x",), explicit, devices=[CPU])
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-    pool = jax.device_put(make_pool(), sharding)
-    engine = TransferEngine(pool, 30, mode=mode)
-    ids = np.arange(21)
-    engine.save(pool, ids, ids)
-    pool, _ = engine.drain(pool)
-    pool, _ = engine.load(pool, ids, ids)
-    engine.save(pool, ids, ids)
-    pool, done = engine.drain(pool)
-    assert [each.error for each in done] == [None, None]
-    assert [leaf.sharding for leaf in pool] == [sharding] * 3
+    explicit = jax.sharding.AxisType.Explicit
+    pool = spread(new_pool(), 1, "x", axis_type=explicit)
+    sharding = pool[0].sharding
+    moves = make(pool)
+    move(moves, np.arange(21))
+    assert [leaf.sharding for leaf in moves.pool] == [sharding] * 3
 
 
-def test_a_fused_save_recycles_the_host_memory_in_place():
-    pool = make_pool()
-    engine = TransferEngine(pool, 30, mode="fused")
-    extents = engine._queue._memory._extents
+@pytest.mark.parametrize("mode", ["fused"])
+def test_a_fused_save_recycles_the_host_memory_in_place(make, mode):
+    moves = make(new_pool(), num_host_blocks=30)
+    extents = moves.engine._queue._memory._extents
     before = pointers(extents)
     # 30 blocks are 10 extents of 3, and one is spare; each has an array per leaf.
     assert len(set(before)) == 11 * 3
     carried = 0
     for start in (5, 0, 9, 2, 7):  # Runs that cut extents in two, so that rows move.
-        engine.save(pool, np.arange(21), np.arange(21) + start)
-        carried += sum(piece.placement.carry >= 0 for piece in engine._queue._saving)
-        pool, done = engine.drain(pool)
-        assert [each.error for each in done] == [None]
+        moves.save(np.arange(21), np.arange(21) + start)
+        pieces = moves.engine._queue._saving
+        carried += sum(piece.placement.carry >= 0 for piece in pieces)
+        assert [each.error for each in moves.drain()] == [None]
         assert sorted(pointers(extents)) == sorted(before)
     assert carried
 
 
-def test_extents_are_pinned_and_stacked_where_they_travel_alone():
-    pool = make_pool()
+def test_extents_are_pinned_and_stacked_where_they_travel_alone(make, mode):
     shapes = {
         "fused": [(3, 64), (3, 64), (3, 8)],  # One leaf each: a stack would be copied.
         "staged": [(2, 3, 64), (1, 3, 8)],  # Equal leaves share one array.
     }
-    for mode in MODES:
-        engine = TransferEngine(pool, 30, mode=mode)
-        engine.save(pool, [0], [1])
-        engine.drain(pool)
-        extents = [extent for extent in engine._queue._memory._extents if extent]
-        assert len(extents) == {"fused": 11, "staged": 1}[mode]
-        for extent in extents:
-            assert [array.shape for array in extent] == shapes[mode]
-            assert {array.sharding.memory_kind for array in extent} == {"pinned_host"}
+    moves = make(new_pool(), num_host_blocks=30)
+    moves.save_now([0], [1])
+    extents = [extent for extent in moves.engine._queue._memory._extents if extent]
+    assert len(extents) == {"fused": 11, "staged": 1}[mode]
+    for extent in extents:
+        assert [array.shape for array in extent] == shapes[mode]
+        assert {array.sharding.memory_kind for array in extent} == {"pinned_host"}
 
 
 @pytest.fixture
-def traced(monkeypatch):
+def traced(fresh_programs, monkeypatch):
     """The functions of `rows` that were traced, in order."""
     names = []
 
-    def count(name):
-        function = getattr(rows, name)
-
-        def counting(*args):
+    def counting(name, function):
+        def count(*args):
             names.append(name)
             return function(*args)
 
-        monkeypatch.setattr(rows, name, counting)
+        return count
 
     for name in ("write_rows", "gather_rows", "scatter_rows"):
-        count(name)
+        monkeypatch.setattr(rows, name, counting(name, getattr(rows, name)))
     return names
 
 
@@ -140,79 +128,42 @@ PROGRAMS = {
 }
 
 
-@modes
-@pytest.mark.parametrize("seed", [5])
-def test_each_kind_of_program_is_traced_once(mode, seed, traced):
-    rng = np.random.default_rng(seed)
-    pool = make_pool()
-    engine = TransferEngine(pool, NUM_BLOCKS, mode=mode)
-    engine.warm_up()
+def test_each_kind_of_program_is_traced_once_by_warm_up(make, mode, traced):
+    rng = np.random.default_rng(5)
+    moves = make(new_pool(), num_host_blocks=NUM_BLOCKS)
+    moves.engine.warm_up()
+    assert sorted(traced) == PROGRAMS[mode]
+    make(new_pool(), num_host_blocks=NUM_BLOCKS).engine.warm_up()  # Of an equal pool.
     for num_blocks in (3, *rng.integers(1, NUM_BLOCKS, 24)):
-        ids = rng.permutation(NUM_BLOCKS)[:num_blocks]
-        engine.save(pool, ids, ids)
-        pool, _ = engine.drain(pool)
-        pool, _ = engine.load(pool, ids, ids)
-        pool, done = engine.drain(pool)
-        assert [each.error for each in done] == [None]
-    with jax.default_device(CPU):
+        move(moves, rng.permutation(NUM_BLOCKS)[:num_blocks])
+    moves.save_now(range(NUM_BLOCKS), range(NUM_BLOCKS))
+    moves.save_now(range(0, NUM_BLOCKS, 3), range(0, NUM_BLOCKS, 3))  # Carries rows.
+    with jax.default_device(DEVICE):
         uncommitted = [jnp.ones((NUM_BLOCKS, 64), jnp.bfloat16) for _ in range(2)]
         uncommitted.append(jnp.full((NUM_BLOCKS, 8), 1.0))
     assert not uncommitted[0].committed
     assert uncommitted[2].weak_type
-    engine.save(uncommitted, range(21), range(21))
-    pool, _ = engine.drain(uncommitted)
-    pool, _ = engine.load(pool, range(21), range(21))
-    assert [done.error for done in engine.drain(pool)[1]] == [None]
+    moves.pool = uncommitted
+    move(moves, range(21))
     assert sorted(traced) == PROGRAMS[mode]
 
 
-@modes
-def test_each_layer_group_has_one_load_program(mode, traced):
-    pool = make_pool()
-    engine = TransferEngine(pool, NUM_BLOCKS, mode=mode, layer_groups=3)
-    engine.warm_up()
+def test_each_layer_group_has_one_load_program(make, mode, traced):
+    moves = make(new_pool(), num_host_blocks=NUM_BLOCKS, layer_groups=3)
+    moves.engine.warm_up()
     for num in (3, 21, 40):
-        engine.save(pool, range(num), range(num))
-        pool, _ = engine.drain(pool)
-        pool, _ = engine.load(pool, range(num), range(num))
-        pool, _ = engine.drain(pool)
+        move(moves, range(num))
     # Of one, two and four extents, each traced extent by extent.
     extents_traced = 1 + 2 + 4 if mode == "staged" else 1
     assert traced.count("scatter_rows") == 3 * extents_traced
 
 
-@modes
-def test_engines_of_equal_pools_compile_once(mode, traced):
-    for dtype in ("float32", "float32", "int32"):
-        TransferEngine(make_pool(dtype), NUM_BLOCKS, mode=mode).warm_up()
-    assert sorted(traced) == sorted(2 * PROGRAMS[mode])
-
-
-@modes
-def test_warm_up_compiles_every_program(mode, traced, monkeypatch):
-    pool = make_pool()
-    engine = TransferEngine(pool, NUM_BLOCKS, mode=mode)
-    engine.warm_up()
-    assert sorted(traced) == PROGRAMS[mode]
-    for name in ("write_rows", "gather_rows", "scatter_rows"):
-        monkeypatch.setattr(rows, name, None)
-    for ids in (range(40), range(0, 40, 3)):  # The second carries rows over.
-        engine.save(pool, ids, ids)
-        pool, done = engine.drain(pool)
-        assert [each.error for each in done] == [None]
-    pool, _ = engine.load(pool, range(21), range(21))
-    assert [done.error for done in engine.drain(pool)[1]] == [None]
-
-
-@modes
-def test_a_transfer_takes_one_program_for_up_to_four_extents(mode, monkeypatch):
-    pool = make_pool()
-    engine = TransferEngine(pool, NUM_BLOCKS, mode=mode)  # Five blocks an extent.
-    engine.warm_up()
-    run, calls = engine._copier._run, []
-    monkeypatch.setattr(
-        engine._copier, "_run", lambda *args: calls.append(args) or run(*args)
-    )
+def test_a_transfer_takes_one_program_for_up_to_four_extents(make, mode, monkeypatch):
+    moves = make(new_pool(), num_host_blocks=NUM_BLOCKS)  # Five blocks an extent.
+    copier, calls = moves.engine._copier, []
+    moves.engine.warm_up()
+    run = copier._run
+    monkeypatch.setattr(copier, "_run", lambda *args: calls.append(args) or run(*args))
     for num_blocks, num_extents, together in [
         (0, 0, 0),
         (1, 1, 1),
@@ -222,22 +173,21 @@ def test_a_transfer_takes_one_program_for_up_to_four_extents(mode, monkeypatch):
     ]:
         num_programs = together if mode == "staged" else num_extents
         calls.clear()
-        engine.save(pool, range(num_blocks), range(num_blocks))
-        pool, _ = engine.drain(pool)
+        moves.save_now(range(num_blocks), range(num_blocks))
         assert len(calls) == num_programs
         calls.clear()
-        pool, _ = engine.load(pool, range(num_blocks), range(num_blocks))
-        while not all(piece.is_ready() for piece in engine._queue._landing):
-            pass
-        pool, _ = engine.drain(pool)
+        moves.load(range(num_blocks), range(num_blocks))
+        landing = moves.engine._queue._landing
+        wait_for(lambda landing=landing: all(piece.is_ready() for piece in landing))
+        moves.drain()
         assert len(calls) == num_programs
 
 
-@modes
-def test_programs_run_in_the_background(mode, monkeypatch):
+@only_on_cpu
+def test_programs_run_in_the_background(mode, fresh_programs, monkeypatch):
     # XLA:CPU runs a program of less than 1,000 operations in the thread that calls.
     def num_operations():
-        copier = TransferEngine(make_pool(), 16, mode=mode)._copier
+        copier = TransferEngine(new_pool(), 16, mode=mode)._copier
         programs = [copier.save_program(kind) for kind in kernels.SAVE_KINDS[mode]]
         programs.append(copier.load_program(0))
         return [program.cost_analysis()["flops"] for program in programs]

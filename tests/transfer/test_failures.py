@@ -5,322 +5,256 @@ import numpy as np
 import pytest
 
 from jaxkv.transfer import TransferEngine
-from tests.transfer.conftest import callback, fault
+from tests.rigs.device_cases import spread
+from tests.transfer.faults import FAULT
 from tests.transfer.numbered import (
     EXTENT_BYTES,
     NUM_BLOCKS,
-    check_at_rest,
-    load_numbers,
-    make_engine,
-    modes,
+    NUM_HOST_BLOCKS,
     numbered_pool,
-    numbers_in,
-    save_and_wait,
 )
 
-
-@modes
-def test_a_failed_save_is_reported_and_leaves_its_blocks_unreadable(mode, broken):
-    engine, pool = make_engine(mode)
-    save_and_wait(engine, pool, [7, 8], [1, 2])
-    bad = broken(pool)
-    ticket = engine.save(bad, [0, 1, 3], [2, 3, 4])
-    _, [done] = engine.drain(bad)
-    assert done.ticket == ticket
-    assert isinstance(done.error, jax.errors.JaxRuntimeError)
-    assert "a fault of the device" in str(done.error)
-    # A failed array says that it is ready, which must not count as success.
-    with pytest.raises(jax.errors.JaxRuntimeError):
-        bad["k"].block_until_ready()
-    assert bad["k"].is_ready()
-    with pytest.raises(ValueError, match=r"host blocks \[2, 3, 4\] have no bytes"):
-        engine.load(pool, [2, 3, 4], [0, 1, 2])
-    check_at_rest(engine)
-    pool = save_and_wait(engine, pool, [9, 10, 11], [2, 3, 4])
-    assert load_numbers(engine, pool, [1, 2, 3, 4])[0] == [7, 9, 10, 11]
+REFUSAL = "RESOURCE_EXHAUSTED: no staging memory"
 
 
-@modes
-def test_a_late_failure_keeps_the_bytes_of_a_later_save(mode, monkeypatch):
-    engine, pool = make_engine(mode)
-    with monkeypatch.context() as patch:
-        patch.setattr(engine._copier, "save_program", dispatch_failure)
-        engine.save(pool, [0], [5])  # Fails, but is not reported yet.
-    engine.save(pool, [6], [5])
-    pool, done = engine.drain(pool)
-    assert [each.error is None for each in done] == [False, True]
-    assert load_numbers(engine, pool, [5])[0] == [6]
+def refuse(*_):
+    raise jax.errors.JaxRuntimeError(REFUSAL)
 
 
-def dispatch_failure(*_):
-    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no staging memory")
+def only_call(number, real, failing=refuse):
+    """A function of which one call fails, and the calls so far."""
+    calls = []
+
+    def call(*args):
+        calls.append(args)
+        return (failing if len(calls) == number else real)(*args)
+
+    return call, calls
 
 
-@modes
-def test_a_save_that_fails_at_dispatch_is_reported_not_raised(mode, monkeypatch):
-    engine, pool = make_engine(mode)
-    ids = list(range(21))  # Six pieces; the second fails.
-    real, calls = engine._copier.save_program, []
-
-    def second_fails(*program):
-        calls.append(program)
-        return dispatch_failure() if len(calls) == 2 else real(*program)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine._copier, "save_program", second_fails)
-        engine.save(pool, ids, ids)
-    assert len(calls) > 1
-    pool, [done] = engine.drain(pool)
-    assert "no staging memory" in str(done.error)
-    assert done.error.__traceback__ is None  # Its frames would keep the pool alive.
-    for host_id in (0, 16, 20):
-        with pytest.raises(ValueError, match="no bytes to load"):
-            engine.load(pool, [host_id], [0])
-    check_at_rest(engine)
-    pool = save_and_wait(engine, pool, ids, ids)
-    assert load_numbers(engine, pool, ids)[0] == ids
+def fail_at_dispatch(moves, request, monkeypatch):
+    monkeypatch.setattr(moves.engine._copier, "save_program", refuse)
+    return moves.pool
 
 
-@modes
-def test_a_load_that_fails_at_dispatch_returns_the_pool_as_it_was(mode, monkeypatch):
-    engine, pool = make_engine(mode)
-    pool = save_and_wait(engine, pool, [7], [1])
-    with monkeypatch.context() as patch:
-        patch.setattr(engine._copier, "load_program", dispatch_failure)
-        pool, ticket = engine.load(pool, [1], [0])
-        pool, [done] = engine.drain(pool)
-    assert (done.ticket, done.direction) == (ticket, "load")
-    assert "no staging memory" in str(done.error)
-    check_at_rest(engine)
-    assert numbers_in(pool) == list(range(NUM_BLOCKS))
-    assert load_numbers(engine, pool, [1])[0] == [7]
+def fail_in_flight(moves, request, monkeypatch):
+    return request.getfixturevalue("broken")(moves.pool)
 
 
-@modes
-def test_a_load_that_fails_in_flight_keeps_the_host_blocks(mode, broken):
-    engine, pool = make_engine(mode)
-    pool = save_and_wait(engine, pool, [7], [1])
-    pool, ticket = engine.load(broken(pool), [1], [0])
-    pool, [done] = engine.drain(pool)
-    check_at_rest(engine)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="a fault of the device"):
-        pool["k"].block_until_ready()
-    assert done.ticket == ticket
-    assert "a fault of the device" in str(done.error)
-    assert load_numbers(engine, numbered_pool(100), [1])[0] == [7]
-
-
-@modes
-def test_pieces_that_were_dispatched_with_a_failed_pool_fail_the_save(
-    mode, broken, gate
-):
-    engine, pool = make_engine(mode, staging_bytes=EXTENT_BYTES)
-    gate.shut = True
-    ticket = engine.save(pool, range(12), range(12))
-    assert engine.is_waiting(ticket)  # Two pieces of three.
-    gate.shut = False
-    _, [done] = engine.drain(broken(pool))
-    assert done.ticket == ticket
-    assert "a fault of the device" in str(done.error)
-    check_at_rest(engine)
-    for host_id in range(12):
-        with pytest.raises(ValueError, match="have no bytes"):
-            engine.load(pool, [host_id], [0])
-    pool = save_and_wait(engine, pool, range(12), range(12))
-    assert load_numbers(engine, pool, range(12))[0] == list(range(12))
-
-
-def fail_at_dispatch(engine, pool, broken, monkeypatch):
-    monkeypatch.setattr(engine._copier, "save_program", dispatch_failure)
-    return pool
-
-
-def fail_on_its_way(engine, pool, broken, monkeypatch):
-    return broken(pool)
-
-
-def fail_for_want_of_memory(engine, pool, broken, monkeypatch):
+def fail_for_want_of_memory(moves, request, monkeypatch):
     def take(index):
-        engine._queue._memory._extents[index] = None
+        moves.engine._queue._memory._extents[index] = None
         raise MemoryError("no pinned memory")
 
-    monkeypatch.setattr(engine._queue._memory, "take", take)
-    return pool
+    monkeypatch.setattr(moves.engine._queue._memory, "take", take)
+    return moves.pool
 
 
-@modes
-@pytest.mark.parametrize(
-    "fail", [fail_at_dispatch, fail_on_its_way, fail_for_want_of_memory]
-)
-def test_a_failed_save_keeps_the_other_blocks_of_its_extents(
-    mode, fail, broken, monkeypatch
+FAILURES = {
+    fail_at_dispatch: (jax.errors.JaxRuntimeError, "no staging memory"),
+    fail_in_flight: (jax.errors.JaxRuntimeError, FAULT),
+    fail_for_want_of_memory: (MemoryError, "no pinned memory"),
+}
+
+
+@pytest.mark.parametrize("fail", FAILURES)
+def test_a_failed_save_is_reported_and_loses_only_its_blocks(
+    make, fail, request, monkeypatch
 ):
-    engine, pool = make_engine(mode)
-    pool = save_and_wait(engine, pool, range(24), range(24))
-    pool = save_and_wait(engine, pool, range(8), range(24, 32))
+    moves = make()
+    engine, pool = moves.engine, moves.pool
+    moves.save_now(range(24), range(24))
+    moves.save_now(range(8), range(24, 32))
     expected = [*range(24), *range(8)]
+    lost = (1, 6, 30)
     # The host is full, so each save carries over the rest of an extent.
     with monkeypatch.context() as patch:
-        bad = fail(engine, pool, broken, patch)
-        engine.save(bad, [20, 21, 22], [1, 6, 30])
+        bad = fail(moves, request, patch)
+        ticket = engine.save(bad, [20, 21, 22], lost)
         carried = [piece.placement.carry for piece in engine._queue._saving]
         assert min(carried) >= 0
-        _, [done] = engine.drain(bad)
-    assert done.error is not None
-    check_at_rest(engine)
-    lost = (1, 6, 30)
-    for host_id in lost:
-        with pytest.raises(ValueError, match="have no bytes"):
-            engine.load(pool, [host_id], [0])
-    others = [host_id for host_id in range(32) if host_id not in lost]
+        bad, [done] = engine.drain(bad)
+    assert done.ticket == ticket
+    error, text = FAILURES[fail]
+    assert isinstance(done.error, error)
+    assert text in str(done.error)
+    assert done.error.__traceback__ is None  # Its frames would keep the pool alive.
+    if fail is fail_in_flight:
+        # A failed array says that it is ready, which must not count as success.
+        with pytest.raises(error, match=FAULT):
+            bad["k"].block_until_ready()
+        assert bad["k"].is_ready()
+    moves.pool = pool
+    moves.check_empty(lost)
+    others = [host_id for host_id in range(NUM_HOST_BLOCKS) if host_id not in lost]
     for ids in (others[:16], others[16:]):
-        found, pool = load_numbers(engine, pool, ids)
-        assert found == [expected[host_id] for host_id in ids]
-    pool = save_and_wait(engine, numbered_pool(), [20, 21, 22], lost)
-    assert load_numbers(engine, pool, [0, 1, 5, 6, 31, 30])[0] == [0, 20, 5, 21, 7, 22]
-    check_at_rest(engine)
+        assert moves.read(ids) == [expected[host_id] for host_id in ids]
+    moves.pool = numbered_pool()
+    moves.save_now([20, 21, 22], lost)
+    assert moves.read([0, 1, 5, 6, 31, 30]) == [0, 20, 5, 21, 7, 22]
 
 
-def stage_refuses(real, engine):
-    def stage(*args):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no staging memory")
-
-    return stage
-
-
-def stage_fails_later(real, engine):
-    def stage(*args):
-        arrays = real(*args)
-        zero = jax.jit(lambda: callback(fault))()
-        return tuple(array + zero.astype(array.dtype) for array in arrays)
-
-    return stage
-
-
-@pytest.mark.parametrize("stage", [stage_refuses, stage_fails_later])
-@pytest.mark.parametrize("layer_groups", [1, 2])
-def test_a_staged_load_that_fails_leaves_the_pool_unchanged(
-    stage, layer_groups, broken, monkeypatch
-):
-    del broken  # Only for its teardown.
-    engine, pool = make_engine(
-        "staged", staging_bytes=EXTENT_BYTES, layer_groups=layer_groups
-    )
-    pool = save_and_wait(engine, pool, range(12), range(12))
-    real, calls = engine._copier.stage, []
-
-    def second_fails(*args):
-        calls.append(args)
-        failing = stage(real, engine) if len(calls) == 2 else real
-        return failing(*args)
-
+def test_a_late_failure_keeps_the_bytes_of_a_later_save(make, monkeypatch):
+    moves = make()
     with monkeypatch.context() as patch:
-        patch.setattr(engine._copier, "stage", second_fails)
-        pool, ticket = engine.load(pool, range(12), range(12, 24))
-        pool, [done] = engine.drain(pool)
+        patch.setattr(moves.engine._copier, "save_program", refuse)
+        moves.save([0], [5])  # Fails, but is not reported yet.
+    moves.save([6], [5])
+    assert [each.error is None for each in moves.drain()] == [False, True]
+    assert moves.read([5]) == [6]
+
+
+def test_a_save_of_which_one_piece_fails_has_failed(make, monkeypatch):
+    moves, ids = make(), list(range(21))
+    call, calls = only_call(2, moves.engine._copier.save_program)
+    with monkeypatch.context() as patch:
+        patch.setattr(moves.engine._copier, "save_program", call)
+        moves.save(ids, ids)
+    assert len(calls) > 1
+    [done] = moves.drain()
+    assert REFUSAL in str(done.error)
+    moves.check_empty((0, 16, 20))
+    moves.save_now(ids, ids)
+    assert moves.read(ids) == ids
+
+
+def test_pieces_that_were_dispatched_with_a_failed_pool_fail_the_save(
+    make, broken, gate
+):
+    moves = make(staging_bytes=EXTENT_BYTES)
+    pool = moves.pool
+    gate.shut = True
+    ticket = moves.save(range(12), range(12))
+    assert moves.engine.is_waiting(ticket)  # Two pieces of three.
+    gate.shut = False
+    moves.pool = broken(pool)
+    [done] = moves.drain()
+    assert done.ticket == ticket
+    assert FAULT in str(done.error)
+    moves.pool = pool
+    moves.check_empty(range(12))
+
+
+def test_a_load_that_fails_at_dispatch_returns_the_pool_as_it_was(make, monkeypatch):
+    moves = make()
+    moves.save_now([7], [1])
+    with monkeypatch.context() as patch:
+        patch.setattr(moves.engine._copier, "load_program", refuse)
+        ticket = moves.load([1], [0])
+        [done] = moves.drain()
+    assert done.ticket == ticket
+    assert REFUSAL in str(done.error)
+    assert moves.numbers == list(range(NUM_BLOCKS))
+    assert moves.read([1]) == [7]
+
+
+def test_a_load_that_fails_in_flight_keeps_the_host_blocks(make, broken):
+    moves = make()
+    moves.save_now([7], [1])
+    moves.pool = broken(moves.pool)
+    ticket = moves.load([1], [0])
+    [done] = moves.drain()
+    with pytest.raises(jax.errors.JaxRuntimeError, match=FAULT):
+        moves.pool["k"].block_until_ready()
+    assert done.ticket == ticket
+    assert FAULT in str(done.error)
+    moves.pool = numbered_pool(100)
+    assert moves.read([1]) == [7]
+
+
+@pytest.mark.parametrize("mode", ["staged"])
+@pytest.mark.parametrize("fails_late", [False, True])
+@pytest.mark.parametrize("layer_groups", [1, 2])
+def test_a_staged_load_that_fails_leaves_the_other_blocks_unchanged(
+    make, mode, fails_late, layer_groups, request, monkeypatch
+):
+    moves = make(staging_bytes=EXTENT_BYTES, layer_groups=layer_groups)
+    moves.save_now(range(12), range(12))
+    stage = moves.engine._copier.stage
+    broken = request.getfixturevalue("broken") if fails_late else refuse
+    call, calls = only_call(2, stage, lambda *args: broken(stage(*args)))
+    with monkeypatch.context() as patch:
+        patch.setattr(moves.engine._copier, "stage", call)
+        ticket = moves.load(range(12), range(12, 24))
+        [done] = moves.drain()
     assert done.ticket == ticket
     assert isinstance(done.error, jax.errors.JaxRuntimeError)
     assert done.error.__traceback__ is None
     assert len(calls) < 3 * layer_groups  # The rest was dropped.
-    check_at_rest(engine)
-    k = np.array(pool["k"])[:, 0].astype(int).tolist()
-    assert k[:12] == list(range(12))  # Blocks that were not loaded.
-    pool, _ = engine.load(pool, range(12), range(12, 24))
-    pool, [done] = engine.drain(pool)
-    assert done.error is None
-    assert numbers_in(pool) == [*range(12), *range(12)]
+    assert np.array(moves.pool["k"])[:12, 0].tolist() == list(range(12))
+    moves.load_now(range(12), range(12, 24))
+    assert moves.numbers == [*range(12), *range(12)]
 
 
-def test_landed_pieces_of_a_failed_load_are_not_written(monkeypatch):
-    engine, pool = make_engine("staged")
-    pool = save_and_wait(engine, pool, range(12), range(12))
-    real, calls = engine._copier.stage, []
+@pytest.mark.parametrize("mode", ["staged"])
+def test_landed_pieces_of_a_failed_load_are_not_written(make, mode, monkeypatch):
+    moves = make()
+    moves.save_now(range(12), range(12))
+    real, calls = moves.engine._copier.stage, []
 
     def first_fails(extents, group):  # Three together, then each by itself.
         calls.append(len(extents))
-        return dispatch_failure() if len(calls) <= 2 else real(extents, group)
+        return refuse() if len(calls) <= 2 else real(extents, group)
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._copier, "stage", first_fails)
-        pool, _ = engine.load(pool, range(12), range(12, 24))
-        pool, [done] = engine.drain(pool)
+        patch.setattr(moves.engine._copier, "stage", first_fails)
+        moves.load(range(12), range(12, 24))
+        [done] = moves.drain()
     assert calls == [3, 1, 1, 1]
-    assert "no staging memory" in str(done.error)
-    assert numbers_in(pool) == list(range(NUM_BLOCKS))
-    check_at_rest(engine)
+    assert REFUSAL in str(done.error)
+    assert moves.numbers == list(range(NUM_BLOCKS))
 
 
-@modes
-def test_a_failed_load_does_not_stop_the_others(mode, monkeypatch, gate):
-    engine, pool = make_engine(mode, staging_bytes=EXTENT_BYTES)
-    pool = save_and_wait(engine, pool, range(8), range(8))
-    real, calls = engine._copier.load_program, []
-
-    def first_fails(*program):
-        calls.append(program)
-        return dispatch_failure() if len(calls) == 1 else real(*program)
-
+def test_a_failed_load_does_not_stop_the_others(make, monkeypatch, gate):
+    moves = make(staging_bytes=EXTENT_BYTES)
+    moves.save_now(range(8), range(8))
+    call, _ = only_call(1, moves.engine._copier.load_program)
     with monkeypatch.context() as patch:
-        patch.setattr(engine._copier, "load_program", first_fails)
+        patch.setattr(moves.engine._copier, "load_program", call)
         gate.shut = True
-        pool, failed = engine.load(pool, range(8), range(8, 16))
-        pool, loaded = engine.load(pool, [5], [20])
-        saved = engine.save(pool, [20], [20])  # Waits for the load before it.
+        failed, loaded = moves.load(range(8), range(8, 16)), moves.load([5], [20])
+        saved = moves.save([20], [20])  # Waits for the load before it.
         gate.shut = False
-        pool, done = engine.drain(pool)
+        done = moves.drain()
     assert [each.ticket for each in done] == [failed, loaded, saved]
     assert [each.error is None for each in done] == [False, True, True]
-    check_at_rest(engine)
-    assert load_numbers(engine, pool, [5, 20])[0] == [5, 5]
+    assert moves.read([5, 20]) == [5, 5]
 
 
-@modes
-def test_a_shard_without_room_fails_one_save_only(mode):
+def test_a_shard_without_room_fails_one_save_only(make):
     # Two shards: blocks 0 to 11 on one device, the others on a second.
-    devices = jax.devices("cpu")[:2]
-    mesh = jax.sharding.Mesh(np.array(devices), ("x",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-    pool = jax.device_put(numbered_pool(), sharding)
-    engine = TransferEngine(pool, 8, mode=mode)
-    first = engine.save(pool, range(8), range(8))  # Twice what a shard holds.
-    second = engine.save(pool, [12, 13], [2, 3])
-    third = engine.save(pool, [14], [4])
-    pool, done = engine.drain(pool)
+    moves = make(spread(numbered_pool(), 2, "x"), num_host_blocks=8)
+    first = moves.save(range(8), range(8))  # Twice what a shard holds.
+    second = moves.save([12, 13], [2, 3])
+    third = moves.save([14], [4])
+    done = moves.drain()
     assert [each.ticket for each in done] == [first, second, third]
     assert "the extents of the shards [0] are full" in str(done[0].error)
     assert [each.error for each in done[1:]] == [None, None]
-    check_at_rest(engine)
-    pool, _ = engine.load(pool, [4, 2, 3], [20, 21, 22])
-    pool, [done] = engine.drain(pool)
-    assert done.error is None
-    assert numbers_in(pool)[20:23] == [14, 12, 13]
+    moves.load_now([4, 2, 3], [20, 21, 22])
+    assert moves.numbers[20:23] == [14, 12, 13]
 
 
-@modes
 @pytest.mark.parametrize("error", [KeyboardInterrupt, FloatingPointError])
-def test_an_interrupted_call_is_not_reported_as_done(mode, error, monkeypatch):
-    engine, pool = make_engine(mode)
-    pool = save_and_wait(engine, pool, [3], [0])
+def test_an_interrupted_call_is_not_reported_as_done(make, error, monkeypatch):
+    moves = make()
+    moves.save_now([3], [0])
 
     def stop(*args):
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._copier, "_run", stop)
-        patch.setattr(engine._copier, "stage", stop)
+        patch.setattr(moves.engine._copier, "_run", stop)
+        patch.setattr(moves.engine._copier, "stage", stop)
         with pytest.raises(error):
-            engine.save(pool, [5], [1])
+            moves.save([5], [1])
         with pytest.raises(error):
-            engine.load(pool, [0], [9])
-    pool, done = engine.drain(pool)
-    assert [error.__name__ in str(each.error) for each in done] == [True, True]
-    with pytest.raises(ValueError, match=r"\[1\] have no bytes"):
-        engine.load(pool, [1], [0])
-    check_at_rest(engine)
-    assert load_numbers(engine, pool, [0])[0] == [3]
+            moves.load([0], [9])
+    assert [error.__name__ in str(each.error) for each in moves.drain()] == [True] * 2
+    moves.check_empty([1])
+    assert moves.read([0]) == [3]
 
 
-@modes
 def test_nans_are_moved_under_jax_debug_nans(mode):
     pool = {"k": jax.numpy.full((8, 4), np.nan)}
     engine = TransferEngine(pool, 4, mode=mode)

@@ -1,4 +1,4 @@
-"""Tests that need a GPU: `JAXKV_TEST_PLATFORM=cuda pytest -m gpu`."""
+"""What only a GPU shows; `JAXKV_TEST_PLATFORM=cuda pytest -m gpu` has all that runs."""
 
 import jax
 import jax.numpy as jnp
@@ -6,108 +6,63 @@ import numpy as np
 import pytest
 
 from jaxkv.transfer import TransferEngine, probe_fused
-
-pytestmark = pytest.mark.gpu
-
-NUM_BLOCKS = 512
-ROWS = (64, 1024)  # A block of one leaf: 128 KiB in bfloat16.
+from tests.rigs.device_cases import spread
 
 
-def random_pool(seed, num_leaves=4):
-    """Leaves of random bits, NaNs included, and the same on the host."""
-    rng = np.random.default_rng(seed)
-    shape = (NUM_BLOCKS, *ROWS)
-    raw = [rng.integers(0, 1 << 16, shape, np.uint16) for _ in range(num_leaves)]
-    return [jnp.array(bits.view(jnp.bfloat16)) for bits in raw], raw
+@pytest.fixture(autouse=True)
+def needs_gpu():
+    if jax.default_backend() != "gpu":
+        pytest.skip("no GPU (JAXKV_TEST_PLATFORM=cuda runs the tests on one)")
 
 
-def bits_of(leaf):
-    return np.asarray(leaf).view(np.uint16)
+def random_bits():
+    """u16[leaves, blocks, ...]: blocks of 128 KiB a leaf, NaNs of bfloat16 included."""
+    return np.random.default_rng(1).integers(0, 1 << 16, (4, 512, 64, 1024), np.uint16)
 
 
-@jax.jit
-def long_step(x):
-    """Some tenths of a second of products."""
-    return jax.lax.fori_loop(0, 400, lambda _, y: (y @ x) * 1e-4, x)
+def as_pool(raw, dtype=jnp.bfloat16):
+    return [jnp.array(bits.view(dtype)) for bits in raw]
 
 
-def round_trip(mode):
-    pool, raw = random_pool(1)
-    engine = TransferEngine(pool, NUM_BLOCKS, mode=mode)
+def round_trip(pool, raw, mode=None):
+    num_blocks = raw.shape[1]
+    engine = TransferEngine(pool, num_blocks, mode=mode)
     order = np.random.default_rng(2)
-    source, host, target = (order.permutation(NUM_BLOCKS) for _ in range(3))
+    source, host, target = (order.permutation(num_blocks) for _ in range(3))
     engine.save(pool, source, host)
     pool, done = engine.drain(pool)
     assert [each.error for each in done] == [None]
-    pool = jax.tree.map(jnp.zeros_like, pool)
-    pool, _ = engine.load(pool, host, target)
+    pool, _ = engine.load(jax.tree.map(jnp.zeros_like, pool), host, target)
     pool, done = engine.drain(pool)
     assert [each.error for each in done] == [None]
     for leaf, bits in zip(pool, raw, strict=True):
-        assert np.array_equal(bits_of(leaf)[target], bits[source])
+        assert np.array_equal(np.asarray(leaf).view(bits.dtype)[target], bits[source])
 
 
-def test_blocks_survive_a_round_trip():
-    round_trip("staged")
+def test_large_blocks_survive_a_round_trip():
+    raw = random_bits()
+    round_trip(as_pool(raw), raw)
 
 
-def test_the_default_is_staged():
-    pool, _ = random_pool(0, num_leaves=1)
-    assert TransferEngine(pool, 8).mode == "staged"
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"]
+)
+def test_every_bit_pattern_survives(dtype):
+    raw = np.arange(1 << 16, dtype=np.uint16).reshape(1, 64, -1)
+    round_trip(as_pool(raw, jnp.dtype(dtype)), raw)
 
 
 def test_the_probe_is_right_about_fused():
-    result = probe_fused("gpu")
-    print(result)
-    if result.ok:
-        round_trip("fused")
+    raw = random_bits()
+    pool = as_pool(raw)
+    if probe_fused("gpu").ok:
+        round_trip(pool, raw, mode="fused")
     else:
-        pool, _ = random_pool(0, num_leaves=1)
         with pytest.raises(ValueError, match="cannot be used here"):
             TransferEngine(pool, 8, mode="fused")
 
 
-def test_host_blocks_are_pinned():
-    pool, _ = random_pool(0)
-    engine = TransferEngine(pool, NUM_BLOCKS)
-    engine.save(pool, range(64), range(64))
-    engine.drain(pool)
-    extents = [extent for extent in engine._queue._memory._extents if extent]
-    assert extents
-    kinds = {array.sharding.memory_kind for array in jax.tree.leaves(extents)}
-    assert kinds == {"pinned_host"}
-
-
-def test_neither_direction_waits_for_the_step_before():
-    pool, raw = random_pool(3)
-    engine = TransferEngine(pool, NUM_BLOCKS)
-    engine.warm_up()
-    engine.save(pool, range(16), range(16))
-    pool, _ = engine.drain(pool)
-    x = jnp.ones((4096, 4096), jnp.float32)
-    jax.block_until_ready(long_step(x))
-    output = long_step(x)
-    engine.save(pool, range(32, 64), range(32, 64))
-    pool, _ = engine.load(pool, range(16), range(100, 116))
-    assert engine.poll() == []
-    assert not output.is_ready()
-    pool, done = engine.drain(pool)
-    assert [each.error for each in done] == [None, None]
-    assert np.array_equal(bits_of(pool[0])[100:116], raw[0][:16])
-
-
 def test_a_pool_over_all_gpus_round_trips():
-    devices = [device for device in jax.devices() if device.platform == "gpu"]
-    if len(devices) < 2:
-        pytest.skip("one GPU")
-    mesh = jax.make_mesh((len(devices),), ("x",), devices=devices)
-    spec = jax.sharding.PartitionSpec(None, None, "x")
-    pool, raw = random_pool(4)
-    pool = jax.device_put(pool, jax.sharding.NamedSharding(mesh, spec))
-    engine = TransferEngine(pool, NUM_BLOCKS)
-    engine.save(pool, range(NUM_BLOCKS), range(NUM_BLOCKS))
-    pool, _ = engine.drain(pool)
-    pool, _ = engine.load(pool, range(NUM_BLOCKS), range(NUM_BLOCKS)[::-1])
-    pool, done = engine.drain(pool)
-    assert [each.error for each in done] == [None]
-    assert np.array_equal(bits_of(pool[0])[::-1], raw[0])
+    raw = random_bits()
+    num_devices = max(2, len(jax.devices()))
+    round_trip(spread(as_pool(raw), num_devices, None, None, "x"), raw)

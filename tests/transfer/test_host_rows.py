@@ -3,16 +3,10 @@
 import random
 
 import numpy as np
-import pytest
 
 from jaxkv.transfer.host_rows import copy_in, copy_out
 
-SHAPES = [
-    ((6, 5), 0),
-    ((3, 8, 2), 1),
-    ((2, 3, 12), 2),
-    ((1, 4, 7, 2), 1),
-]
+SHAPES = [((6, 5), 0), ((3, 8, 2), 1), ((2, 3, 12), 2), ((1, 4, 7, 2), 1)]
 
 
 def table_of(arrays, axes, num_rows):
@@ -26,33 +20,33 @@ def table_of(arrays, axes, num_rows):
     return np.array(rows, np.int64)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_block_is_copied_out_and_in_as_slices_are(seed):
-    print(f"seed {seed}")
-    rng, random_bytes = random.Random(seed), np.random.default_rng(seed)
-    chosen = rng.choices(SHAPES, k=rng.randrange(1, 5))
-    axes = [axis for _, axis in chosen]
-    arrays = [random_bytes.integers(0, 256, shape, np.uint8) for shape, _ in chosen]
-    num_rows = rng.choice((1, 2))
-    table = table_of(arrays, axes, num_rows)
-    most = min(shape[axis] for shape, axis in chosen) // num_rows
-    place = rng.randrange(most)
-
-    def rows_of(array, axis):
+def test_a_block_is_copied_out_and_in_as_slices_are():
+    for seed in range(8):
+        rng, random_bytes = random.Random(seed), np.random.default_rng(seed)
+        chosen = rng.choices(SHAPES, k=rng.randrange(1, 5))
+        axes = [axis for _, axis in chosen]
+        arrays = [random_bytes.integers(0, 256, shape, np.uint8) for shape, _ in chosen]
+        num_rows = rng.choice((1, 2))
+        table = table_of(arrays, axes, num_rows)
+        place = rng.randrange(min(shape[a] for shape, a in chosen) // num_rows)
         rows = slice(place * num_rows, (place + 1) * num_rows)
-        return array[(slice(None),) * axis + (rows,)]
 
-    own = [rows_of(*pair) for pair in zip(arrays, axes, strict=True)]
-    expected = np.concatenate([rows.reshape(-1) for rows in own])
-    payload = np.zeros(len(expected), np.uint8)
-    copy_out(table, place, payload)
-    np.testing.assert_array_equal(payload, expected)
+        def views(arrays, axes=axes, rows=rows):
+            pairs = zip(arrays, axes, strict=True)
+            return [array[(slice(None),) * axis + (rows,)] for array, axis in pairs]
 
-    before = [array.copy() for array in arrays]
-    payload = ~payload
-    copy_in(table, place, payload)
-    written = np.concatenate([rows.reshape(-1) for rows in own])
-    np.testing.assert_array_equal(written, payload)
-    for array, old, axis in zip(arrays, before, axes, strict=True):
-        rows_of(array, axis)[...] = rows_of(old, axis)
-        np.testing.assert_array_equal(array, old)  # All else is as it was.
+        def bytes_in(arrays, views=views):
+            return np.concatenate([view.reshape(-1) for view in views(arrays)])
+
+        payload = np.zeros(len(bytes_in(arrays)), np.uint8)
+        copy_out(table, place, payload)
+        np.testing.assert_array_equal(payload, bytes_in(arrays), f"{seed=}")
+
+        before = [array.copy() for array in arrays]
+        payload = ~payload
+        copy_in(table, place, payload)
+        np.testing.assert_array_equal(bytes_in(arrays), payload, f"{seed=}")
+        for view, old in zip(views(arrays), views(before), strict=True):
+            view[...] = old
+        for array, old in zip(arrays, before, strict=True):  # All else is as it was.
+            np.testing.assert_array_equal(array, old, f"{seed=}")

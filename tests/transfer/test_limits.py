@@ -52,105 +52,76 @@ class Machine:
         )
 
 
-def test_without_cgroups_the_machine_sets_the_limit(tmp_path):
-    machine = Machine(tmp_path, 3 * GIB)
-    assert machine.available().num_bytes == 3 * GIB
-    assert machine.available().source == "the machine"
-    (machine.proc / "self/cgroup").unlink()
-    assert machine.available().num_bytes == 3 * GIB
-
-
-def test_a_tighter_parent_cgroup_sets_the_limit(tmp_path):
-    machine = Machine(tmp_path, cgroup="0::/pod/server\n")
-    machine.v2("pod/server", 16 * GIB, 2 * GIB)
-    machine.v2("pod", 8 * GIB, 3 * GIB)
-    found = machine.available()
-    assert found.num_bytes == 5 * GIB
-    assert str(machine.cgroup / "pod") + " (memory.max is 8.00 GiB)" in found.source
-
-
-def test_a_cgroup_tighter_than_its_parent_sets_the_limit(tmp_path):
-    machine = Machine(tmp_path, cgroup="0::/pod/server\n")
-    machine.v2("pod/server", 4 * GIB, 1 * GIB)
-    machine.v2("pod", 32 * GIB, 20 * GIB)
-    assert machine.available().num_bytes == 3 * GIB
-
-
-def test_a_cgroup_without_a_limit_is_ignored(tmp_path):
-    machine = Machine(tmp_path, 3 * GIB, cgroup="0::/pod/server\n")
-    machine.v2("pod/server", "max", 2 * GIB)
-    machine.v2("pod", "max", 2 * GIB)
-    assert machine.available().source == "the machine"
-
-
-def test_a_cgroup_above_the_machines_memory_is_ignored(tmp_path):
-    machine = Machine(tmp_path, 3 * GIB)
-    machine.v2("", 32 * GIB, 2 * GIB)
-    assert machine.available().source == "the machine"
-
-
-def test_file_pages_do_not_count_as_usage(tmp_path):
-    machine = Machine(tmp_path)
-    stat = f"anon {GIB}\nfile {9 * GIB}\nactive_file {2 * GIB}\ninactive_file {5 * GIB}"
-    machine.v2("", 10 * GIB, 10 * GIB, stat)
-    assert machine.available().num_bytes == 7 * GIB
-
-
-def test_more_file_pages_than_usage_add_nothing(tmp_path):
-    machine = Machine(tmp_path)
-    machine.v2("", 10 * GIB, 1 * GIB, f"inactive_file {5 * GIB}\n")
-    assert machine.available().num_bytes == 10 * GIB
-
-
-def test_a_cgroup_over_its_limit_has_nothing_left(tmp_path):
-    machine = Machine(tmp_path)
-    machine.v2("", 1 * GIB, 2 * GIB)
-    assert machine.available().num_bytes == 0
-
-
 V1 = "11:cpu,cpuacct:/x\n4:memory:/docker/abc\n1:name=systemd:/x\n0::/x\n"
+V2 = "0::/pod/server\n"
+PAGES = f"anon {GIB}\nfile {9 * GIB}\nactive_file {2 * GIB}\ninactive_file {5 * GIB}"
+MACHINE = "the machine"
+
+# The membership, the limits of cgroups, and what is available in GiB and why. The
+# machine has 20 GiB.
+CGROUPS = {
+    "no cgroups": ("0::/\n", {}, 20, MACHINE),
+    "a tighter parent": (
+        V2,
+        {"pod/server": (16 * GIB, 2 * GIB), "pod": (8 * GIB, 3 * GIB)},
+        5,
+        "cgroup/pod (memory.max is 8.00 GiB)",
+    ),
+    "a looser parent": (
+        V2,
+        {"pod/server": (4 * GIB, GIB), "pod": (32 * GIB, 20 * GIB)},
+        3,
+        "pod/server",
+    ),
+    "no limit": (
+        V2,
+        {"pod/server": ("max", 2 * GIB), "pod": ("max", 2 * GIB)},
+        20,
+        MACHINE,
+    ),
+    "above the machine": ("0::/\n", {"": (32 * GIB, 2 * GIB)}, 20, MACHINE),
+    "file pages": ("0::/\n", {"": (10 * GIB, 10 * GIB, PAGES)}, 7, "memory.max"),
+    "more file pages than usage": ("0::/\n", {"": (10 * GIB, GIB, PAGES)}, 10, "max"),
+    "over its limit": ("0::/\n", {"": (GIB, 2 * GIB)}, 0, "memory.max"),
+    "a malformed usage": (
+        "0::/\n",
+        {"": (2 * GIB, "much", "inactive_file\nx y z\ninactive_file many\n")},
+        2,
+        "memory.max",
+    ),
+    "version 1": (
+        V1,
+        {
+            "docker/abc": (8 * GIB, 4 * GIB, f"total_inactive_file {GIB}\n"),
+            "docker": (2**63 - 4096, 4 * GIB),
+        },
+        5,
+        "docker/abc (memory.limit_in_bytes is 8.00 GiB)",
+    ),
+    "version 1, no limit": (V1, {"docker/abc": (2**63 - 4096, GIB)}, 20, MACHINE),
+    # A container sees its own cgroup at the root.
+    "a container": ("4:memory:/docker/abc\n", {"": (8 * GIB, 6 * GIB)}, 2, "memory"),
+    "kubepods": ("4:memory:/../../pods/7\n", {"": (8 * GIB, 6 * GIB)}, 2, "memory"),
+    **{
+        f"a membership of {text!r}": (text, {}, 20, MACHINE)
+        for text in ("", "0", "::", "nonsense\n0:\n", "\xff\x00:a\n")
+    },
+    **{
+        f"a limit of {limit!r}": ("0::/\n", {"": (limit, 0)}, 20, MACHINE)
+        for limit in ("", "lots", "-1", "1e9", "9" * 99, "٣")
+    },
+}
 
 
-def test_cgroups_of_version_1_set_the_limit(tmp_path):
-    machine = Machine(tmp_path, cgroup=V1)
-    stat = f"inactive_file 1\ntotal_inactive_file {GIB}\n"
-    machine.v1("docker/abc", 8 * GIB, 4 * GIB, stat)
-    machine.v1("docker", 2**63 - 4096, 4 * GIB)
+@pytest.mark.parametrize("case", CGROUPS)
+def test_the_tightest_of_machine_and_cgroups_sets_the_limit(tmp_path, case):
+    membership, cgroups, num_gib, source = CGROUPS[case]
+    machine = Machine(tmp_path, 20 * GIB, membership)
+    for path, limit in cgroups.items():
+        (machine.v1 if ":memory:" in membership else machine.v2)(path, *limit)
     found = machine.available()
-    assert found.num_bytes == 5 * GIB
-    assert "docker/abc (memory.limit_in_bytes is 8.00 GiB)" in found.source
-
-
-def test_cgroups_of_version_1_without_a_limit_are_ignored(tmp_path):
-    machine = Machine(tmp_path, 3 * GIB, cgroup=V1)
-    machine.v1("docker/abc", 2**63 - 4096, 4 * GIB)
-    assert machine.available().source == "the machine"
-
-
-@pytest.mark.parametrize("path", ["/docker/abc", "/../../kubepods/pod7"])
-def test_a_container_reads_its_own_cgroup(tmp_path, path):
-    machine = Machine(tmp_path, cgroup=f"4:memory:{path}\n")
-    machine.v1("", 8 * GIB, 6 * GIB)
-    assert machine.available().num_bytes == 2 * GIB
-
-
-@pytest.mark.parametrize("text", ["", "0", "::", "nonsense\n0:\n", "\xff\x00:a\n"])
-def test_malformed_cgroup_membership_is_ignored(tmp_path, text):
-    machine = Machine(tmp_path, 3 * GIB, cgroup=text)
-    assert machine.available().num_bytes == 3 * GIB
-
-
-@pytest.mark.parametrize("limit", ["", "lots", "-1", "1e9", "9" * 99, "٣"])
-def test_a_malformed_limit_is_ignored(tmp_path, limit):
-    machine = Machine(tmp_path, 3 * GIB)
-    machine.v2("", limit, 0)
-    assert machine.available().source == "the machine"
-
-
-def test_a_malformed_usage_counts_as_none(tmp_path):
-    machine = Machine(tmp_path, 3 * GIB)
-    machine.v2("", 2 * GIB, "much", "inactive_file\nx y z\ninactive_file many\n")
-    assert machine.available().num_bytes == 2 * GIB
+    assert found.num_bytes == num_gib * GIB
+    assert source in found.source
 
 
 def test_unreadable_files_are_ignored(tmp_path):
@@ -158,6 +129,8 @@ def test_unreadable_files_are_ignored(tmp_path):
     (machine.cgroup / "memory.max").mkdir(parents=True)  # cannot be read, even by root
     assert machine.available().num_bytes == 3 * GIB
     (machine.proc / "self/cgroup").write_bytes(b"\xff\xfe")
+    assert machine.available().num_bytes == 3 * GIB
+    (machine.proc / "self/cgroup").unlink()
     assert machine.available().num_bytes == 3 * GIB
 
 
@@ -225,9 +198,9 @@ LIMIT, PREALLOCATE = (
 PREMAPPED = "TPU_PREMAPPED_BUFFER_SIZE"
 
 
-@pytest.mark.parametrize(
-    ("platform", "environ", "num_gib", "message"),
-    [
+def test_the_pool_of_the_runtime_has_its_configured_size(tmp_path):
+    machine = Machine(tmp_path, 1 << 50)
+    for platform, environ, num_gib, message in (
         ("gpu", {}, 64, f"{LIMIT} is not set, which means 64.* set {LIMIT} to 65 or"),
         ("gpu", {LIMIT: " 200 "}, 200, f"{LIMIT} is 200.* set {LIMIT} to 201 or"),
         ("gpu", {LIMIT: "+2"}, 2, f"{LIMIT} is 2"),
@@ -236,65 +209,47 @@ PREMAPPED = "TPU_PREMAPPED_BUFFER_SIZE"
         ("gpu", {PREALLOCATE: "1", LIMIT: "8"}, 8, f"{LIMIT} is 8"),
         ("tpu", {}, 4, f"{PREMAPPED} is not set, which means 4294967296"),
         ("tpu", {PREMAPPED: str(GIB)}, 1, f"set {PREMAPPED} to 1073745920 or more"),
-    ],
-)
-def test_the_runtimes_pool_has_its_configured_size(
-    tmp_path, platform, environ, num_gib, message
-):
-    machine = Machine(tmp_path, 1 << 50)
-    machine.check(num_gib * GIB, platform, environ)
-    with pytest.raises(MemoryError, match=message):
-        machine.check(num_gib * GIB + 1, platform, environ)
+    ):
+        machine.check(num_gib * GIB, platform, environ)
+        with pytest.raises(MemoryError, match=message):
+            machine.check(num_gib * GIB + 1, platform, environ)
+    machine.check(1 << 49, "cpu", {LIMIT: "x", PREMAPPED: "x"})  # It has none.
 
 
-def test_the_cpu_has_no_pool(tmp_path):
-    Machine(tmp_path, 1 << 50).check(1 << 49, "cpu", {LIMIT: "x", PREMAPPED: "x"})
-
-
-@pytest.mark.parametrize(
-    ("platform", "environ"), [("gpu", {PREALLOCATE: "true"}), ("tpu", {})]
-)
-def test_a_preallocated_pool_is_not_counted_twice(tmp_path, platform, environ):
+def test_a_preallocated_pool_is_not_counted_twice(tmp_path):
     machine = Machine(tmp_path, 1 * GIB)
     machine.v2("", 20 * GIB, 20 * GIB)
-    machine.check(4 * GIB, platform, environ)
+    machine.check(4 * GIB, "gpu", {PREALLOCATE: "true"})
+    machine.check(4 * GIB, "tpu")
 
 
-@pytest.mark.parametrize(
-    ("platform", "environ", "message"),
-    [
-        ("gpu", {LIMIT: "64GiB"}, f"{LIMIT}='64GiB' must be a whole number of GiB"),
-        ("gpu", {LIMIT: ""}, f"{LIMIT}='' must be a whole number of GiB from 1"),
-        ("gpu", {LIMIT: "0"}, f"{LIMIT}='0' must be"),
-        ("gpu", {LIMIT: "-4"}, f"{LIMIT}='-4' must be"),
-        ("gpu", {LIMIT: "9" * 99}, "must be a whole number"),
-        ("gpu", {PREALLOCATE: "yes"}, f"{PREALLOCATE}='yes' must be true or false"),
-        ("tpu", {PREMAPPED: "4GiB"}, f"{PREMAPPED}='4GiB' must be a number of bytes"),
-        ("tpu", {PREMAPPED: "5000"}, f"{PREMAPPED}='5000' .* a multiple of 4096"),
-        ("tpu", {PREMAPPED: "0"}, f"{PREMAPPED}='0' must be a number of bytes"),
-    ],
-)
-def test_a_malformed_variable_is_refused(tmp_path, platform, environ, message):
-    with pytest.raises(ValueError, match=message):
-        Machine(tmp_path).check(1, platform, environ)
+def test_a_malformed_variable_is_refused(tmp_path):
+    machine = Machine(tmp_path)
+    for platform, name, value, message in (
+        ("gpu", LIMIT, "64GiB", "must be a whole number of GiB"),
+        ("gpu", LIMIT, "", "must be a whole number of GiB from 1"),
+        ("gpu", LIMIT, "0", "must be a whole number"),
+        ("gpu", LIMIT, "-4", "must be a whole number"),
+        ("gpu", LIMIT, "9" * 99, "must be a whole number"),
+        ("gpu", PREALLOCATE, "yes", "must be true or false"),
+        ("tpu", PREMAPPED, "4GiB", "must be a number of bytes"),
+        ("tpu", PREMAPPED, "5000", ".* a multiple of 4096"),
+        ("tpu", PREMAPPED, "0", "must be a number of bytes"),
+    ):
+        with pytest.raises(ValueError, match=f"{name}='{value[:9]}.*' {message}"):
+            machine.check(1, platform, {name: value})
 
 
-@pytest.mark.parametrize(
-    ("platform", "remedy"),
-    [
-        (
-            "gpu",
-            f"num_host_blocks or host_bytes, or raise {LIMIT} before jax is imported.",
-        ),
-        ("tpu", f"or host_bytes, or raise {PREMAPPED} before jax is imported."),
-        ("cpu", "lower num_host_blocks or host_bytes."),
-    ],
-)
-def test_a_failed_allocation_says_what_to_change(platform, remedy):
-    error = limits.host_memory_error(3 << 30, platform)
-    assert isinstance(error, MemoryError)
-    assert "3221225472 bytes (3.00 GiB) of pinned_host memory for host" in str(error)
-    assert str(error).endswith(remedy)
+def test_a_failed_allocation_says_what_to_change():
+    for platform, remedy in {
+        "gpu": f"or host_bytes, or raise {LIMIT} before jax is imported.",
+        "tpu": f"or host_bytes, or raise {PREMAPPED} before jax is imported.",
+        "cpu": "lower num_host_blocks or host_bytes.",
+    }.items():
+        error = limits.host_memory_error(3 << 30, platform)
+        assert isinstance(error, MemoryError)
+        assert "3221225472 bytes (3.00 GiB) of pinned_host memory for" in str(error)
+        assert str(error).endswith(remedy)
 
 
 def test_the_fullest_device_tells_what_is_left():

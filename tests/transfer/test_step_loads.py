@@ -10,20 +10,17 @@ import numpy as np
 import pytest
 
 from jaxkv.transfer import Compression, TransferEngine
+from tests.rigs.waiting import wait_for
+from tests.transfer.faults import FAULT
 from tests.transfer.numbered import (
+    EXTENT_BYTES,
     NUM_BLOCKS,
     NUM_HOST_BLOCKS,
-    check_at_rest,
-    make_engine,
-    modes,
     numbered_pool,
-    numbers_in,
-    save_and_wait,
 )
 
-KEPT = [100 + number for number in range(NUM_BLOCKS)]
 
-
+@functools.cache
 def make_step(num_groups=1):
     """A program that writes its loads group by group and reads every leaf."""
 
@@ -40,301 +37,199 @@ def make_step(num_groups=1):
     return step
 
 
-def loaded_in_step(engine, step, pool, num_extents=2):
-    pool, loads = engine.take_step_loads(pool, num_extents)
-    pool, result = step(pool, loads)
-    engine.step_started(result)
-    return pool, loads
+def run_step(moves, num_extents=2, num_groups=1):
+    """Take the loads, and run a step that writes them."""
+    moves.pool, loads = moves.engine.take_step_loads(moves.pool, num_extents)
+    moves.pool, result = make_step(num_groups)(moves.pool, loads)
+    moves.engine.step_started(result)
+    return loads
 
 
-@modes
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("num_extents", [0, 1, 2, 9])
-def test_blocks_are_there_after_the_step(mode, num_groups, num_extents):
-    engine, pool = make_engine(mode, layer_groups=num_groups)
-    pool = save_and_wait(engine, pool, range(NUM_BLOCKS), range(NUM_BLOCKS))
-    pool = numbered_pool(offset=100)
-    wanted = [1, 2, 6, 11, 23]
-    step = make_step(num_groups)
-    pool, ticket = engine.load(pool, wanted, [3, 4, 0, 9, 7], in_step=True)
-    assert engine.is_waiting(ticket)
-    assert engine.num_waiting == 1
-    pool, loads = loaded_in_step(engine, step, pool, num_extents)
+def test_blocks_are_there_after_the_step(make, num_groups, num_extents):
+    moves = make(layer_groups=num_groups)
+    moves.save_now(range(NUM_BLOCKS), range(NUM_BLOCKS))
+    moves.pool = numbered_pool(offset=100)
+    expected, wanted, targets = moves.numbers, [1, 2, 6, 11, 23], [3, 4, 0, 9, 7]
+    ticket = moves.load(wanted, targets, in_step=True)
+    assert moves.engine.is_waiting(ticket)
+    assert moves.engine.num_waiting == 1
+    loads = run_step(moves, num_extents, num_groups)
     assert len(loads.extents) == num_extents  # Of four, or the rest by the engine.
-    assert not engine.is_waiting(ticket)
-    expected = list(KEPT)
-    for host, device in zip(wanted, [3, 4, 0, 9, 7], strict=True):
+    assert not moves.engine.is_waiting(ticket)
+    for host, device in zip(wanted, targets, strict=True):
         expected[device] = host
-    assert numbers_in(pool) == expected
-    pool, [done] = engine.drain(pool)
+    assert moves.numbers == expected
+    [done] = moves.drain()
     assert (done.ticket, done.error, done.num_blocks) == (ticket, None, 5)
-    check_at_rest(engine)
 
 
-@modes
-def test_a_step_is_traced_once_with_loads_and_once_without(mode):
-    engine, pool = make_engine(mode, layer_groups=2)
-    pool = save_and_wait(engine, pool, range(NUM_BLOCKS), range(NUM_BLOCKS))
-    step, rng = make_step(2), random.Random(0)
+def test_a_step_is_traced_once_with_loads_and_once_without(make):
+    moves = make(layer_groups=2)
+    moves.save_now(range(NUM_BLOCKS), range(NUM_BLOCKS))
+    make_step.cache_clear()
+    rng = random.Random(0)
     for turn in range(8):
         if turn % 3:
             num = rng.randint(1, 9)
-            hosts = rng.sample(range(NUM_BLOCKS), num)
-            pool, _ = engine.load(pool, hosts, range(num), in_step=True)
-        pool, _ = loaded_in_step(engine, step, pool, 3)
-    assert step.num_traces == 2
-    pool, _ = engine.drain(pool)
-    check_at_rest(engine)
+            moves.load(rng.sample(range(NUM_BLOCKS), num), range(num), in_step=True)
+        run_step(moves, 3, 2)
+    assert make_step(2).num_traces == 2
 
 
-@modes
-def test_loads_of_several_requests_are_taken_together(mode):
-    engine, pool = make_engine(mode)
-    pool = save_and_wait(engine, pool, range(NUM_BLOCKS), range(NUM_BLOCKS))
-    pool, first = engine.load(pool, [1, 2], [10, 11], in_step=True)
-    pool, second = engine.load(pool, [2, 9], [12, 13], in_step=True)
-    pool, _ = loaded_in_step(engine, make_step(), pool, 4)
-    pool, done = engine.drain(pool)
-    assert [each.ticket for each in done] == [first, second]
-    assert numbers_in(pool)[10:14] == [1, 2, 2, 9]
-    check_at_rest(engine)
+def test_loads_of_several_requests_are_taken_together(make):
+    moves = make()
+    moves.save_now(range(NUM_BLOCKS), range(NUM_BLOCKS))
+    tickets = [
+        moves.load([1, 2], [10, 11], in_step=True),
+        moves.load([2, 9, 9], [12, 13, 14], in_step=True),
+    ]
+    run_step(moves, 4)
+    assert [each.ticket for each in moves.drain()] == tickets
+    assert moves.numbers[10:15] == [1, 2, 2, 9, 9]
 
 
-@modes
-def test_a_repeated_host_block_is_loaded_twice(mode):
-    engine, pool = make_engine(mode)
-    pool = save_and_wait(engine, pool, range(8), range(8))
-    pool, _ = engine.load(pool, [5, 5, 5], [20, 21, 22], in_step=True)
-    pool, _ = loaded_in_step(engine, make_step(), pool, 4)
-    assert numbers_in(pool)[20:23] == [5, 5, 5]
-    pool, _ = engine.drain(pool)
-    check_at_rest(engine)
+def test_what_nobody_takes_is_written_by_drain(make):
+    moves = make()
+    moves.save_now([4], [4])
+    ticket = moves.load([4], [8], in_step=True)
+    assert moves.advance() == []
+    assert moves.engine.is_waiting(ticket)
+    assert [each.ticket for each in moves.drain()] == [ticket]
+    assert moves.numbers[8] == 4
 
 
-@modes
-def test_what_nobody_takes_is_written_by_drain(mode):
-    engine, pool = make_engine(mode)
-    pool = save_and_wait(engine, pool, [4], [4])
-    pool, ticket = engine.load(pool, [4], [8], in_step=True)
-    pool = engine.advance(pool)
-    assert engine.poll() == []
-    assert engine.is_waiting(ticket)
-    pool, [done] = engine.drain(pool)
-    assert done.ticket == ticket
-    assert numbers_in(pool)[8] == 4
-    check_at_rest(engine)
+def test_an_abandoned_load_is_not_handed_out(make):
+    moves = make()
+    moves.save_now([4, 5], [4, 5])
+    dropped = moves.load([4], [8], in_step=True)
+    kept = moves.load([5], [9], in_step=True)
+    moves.engine.abandon(dropped)
+    run_step(moves)
+    assert [each.ticket for each in moves.drain()] == [kept]
+    assert moves.numbers[8:10] == [8, 5]
 
 
-@modes
-def test_an_abandoned_load_is_not_handed_out(mode):
-    engine, pool = make_engine(mode)
-    pool = save_and_wait(engine, pool, [4, 5], [4, 5])
-    pool, dropped = engine.load(pool, [4], [8], in_step=True)
-    pool, kept = engine.load(pool, [5], [9], in_step=True)
-    engine.abandon(dropped)
-    pool, _ = loaded_in_step(engine, make_step(), pool)
-    pool, [done] = engine.drain(pool)
-    assert done.ticket == kept
-    assert numbers_in(pool)[8:10] == [8, 5]
-    check_at_rest(engine)
+def test_nothing_to_load_gives_a_step_nothing_to_write(make):
+    moves = make()
+    assert run_step(moves).extents == ()
+    assert moves.numbers == list(range(NUM_BLOCKS))
 
 
-@modes
-def test_older_saves_read_before_the_step_writes(mode, delayed):
+def test_older_saves_read_before_the_step_writes(make, held):
     # One extent at a time may be in flight: the second save waits for the first.
-    engine, pool = make_engine(mode, staging_bytes=4 * 48, extent_bytes=4 * 48)
-    pool = save_and_wait(engine, pool, [1], [1])
-    # So that none of the time is taken to compile.
-    pool = save_and_wait(engine, pool, range(4), range(16, 20))
-    late = delayed(pool, 0.3)
-    engine.save(late, range(4), range(8, 12))
-    waiting = engine.save(late, range(4, 8), range(12, 16))
-    assert engine.is_waiting(waiting)
-    pool, _ = engine.load(late, [1], [5], in_step=True)
-    pool, loads = engine.take_step_loads(pool, 1)
-    assert not engine.is_waiting(waiting)
-    pool, result = make_step()(pool, loads)
-    engine.step_started(result)
-    assert numbers_in(pool)[5] == 1
-    pool, _ = engine.drain(pool)
-    pool, _ = engine.load(pool, range(8, 16), range(8, 16))
-    pool, _ = engine.drain(pool)
-    assert numbers_in(pool)[8:16] == list(range(8))
-    check_at_rest(engine)
+    moves = make(staging_bytes=EXTENT_BYTES, extent_bytes=EXTENT_BYTES)
+    moves.engine.warm_up()
+    moves.save_now([1], [1])
+    moves.pool = held.pool(moves.pool)
+    moves.save(range(4), range(8, 12))
+    waiting = moves.save(range(4, 8), range(12, 16))
+    assert moves.engine.is_waiting(waiting)
+    moves.load([1], [5], in_step=True)
+    held.release()
+    run_step(moves, 1)
+    assert not moves.engine.is_waiting(waiting)
+    assert moves.numbers[5] == 1
+    moves.drain()
+    assert moves.read(range(8, 16)) == list(range(8))
 
 
-@modes
-def test_later_saves_read_what_the_step_writes(mode):
-    engine, pool = make_engine(mode)
-    pool = save_and_wait(engine, pool, [4], [4])
-    pool, _ = engine.load(pool, [4], [8], in_step=True)
-    later = engine.save(pool, [8], [20])
-    assert engine.is_waiting(later)
-    pool, _ = loaded_in_step(engine, make_step(), pool)
-    pool, _ = engine.drain(pool)
-    pool, _ = engine.load(pool, [20], [0])
-    pool, _ = engine.drain(pool)
-    assert numbers_in(pool)[0] == 4
-    check_at_rest(engine)
+def test_later_saves_read_what_the_step_writes(make):
+    moves = make()
+    moves.save_now([4, 5], [4, 5])
+    moves.load([4], [8], in_step=True)
+    between = moves.save([8], [20])
+    assert moves.engine.is_waiting(between)
+    moves.load([5], [8], in_step=True)
+    moves.save([8], [21])
+    run_step(moves)
+    assert moves.numbers[8] == 5
+    moves.drain()
+    assert moves.read([20, 21]) == [4, 5]
 
 
-@modes
-def test_calls_between_the_taking_and_the_start_are_refused(mode):
-    engine, pool = make_engine(mode)
-    pool = save_and_wait(engine, pool, [4], [4])
-    pool, ticket = engine.load(pool, [4], [8], in_step=True)
-    pool, loads = engine.take_step_loads(pool, 1)
-    for call in (
-        lambda: engine.save(pool, [1], [1]),
-        lambda: engine.load(pool, [4], [1]),
-        lambda: engine.copy(pool, [1], [2]),
-        lambda: engine.advance(pool),
-        lambda: engine.drain(pool),
-        lambda: engine.take_step_loads(pool, 1),
-    ):
-        with pytest.raises(RuntimeError, match="call step_started"):
-            call()
-    assert engine.poll() == []
-    assert engine.is_waiting(ticket)
-    pool, result = make_step()(pool, loads)
-    engine.step_started(result)
-    pool, [done] = engine.drain(pool)
+def test_a_save_that_waits_for_a_host_read_goes_before_the_step_writes(make):
+    """The host read ends while `take_step_loads` waits."""
+    moves = make(num_host_blocks=2)  # Two extents, one of them spare.
+    moves.save_now([5, 6], [0, 1])
+    read = moves.engine.read_host([0])
+    waiting = moves.save([8], [0])
+    assert moves.engine.is_waiting(waiting)
+    moves.load([1], [8], in_step=True)
+    ender = threading.Timer(0.05, read.close)
+    ender.start()
+    run_step(moves, 1)
+    ender.join()
+    assert moves.numbers[8] == 6
+    moves.drain()
+    assert moves.read([0]) == [8]
+
+
+def test_a_step_that_fails_fails_its_loads(make, broken):
+    moves = make()
+    moves.save_now([4], [4])
+    ticket = moves.load([4], [8], in_step=True)
+    moves.pool, loads = moves.engine.take_step_loads(moves.pool, 1)
+    moves.pool, _ = make_step()(moves.pool, loads)
+    moves.engine.step_started(broken(jnp.zeros(1)))
+    [done] = wait_for(moves.engine.poll)
     assert done.ticket == ticket
-    check_at_rest(engine)
+    assert FAULT in str(done.error)
 
 
-@modes
-def test_wrong_arguments_are_refused(mode):
-    engine, pool = make_engine(mode, layer_groups=2)
-    with pytest.raises(ValueError, match="num_extents=-1 must be at least 0"):
-        engine.take_step_loads(pool, -1)
-    pool, loads = engine.take_step_loads(pool, 1)
-    assert loads.extents == ()
-    with pytest.raises(ValueError, match=r"layer_group=2 must be in \[0, 2\)"):
-        loads.write(pool, 2)
-    with pytest.raises(ValueError, match="must have the structure"):
-        loads.write([pool["k"]])
-    assert numbers_in(engine.advance(pool)) == list(range(NUM_BLOCKS))
-
-
-@modes
-def test_a_step_that_fails_fails_its_loads(mode, broken):
-    engine, pool = make_engine(mode)
-    pool = save_and_wait(engine, pool, [4], [4])
-    pool, ticket = engine.load(pool, [4], [8], in_step=True)
-    pool, loads = engine.take_step_loads(pool, 1)
-    pool, _ = make_step()(pool, loads)
-    result = broken(jnp.zeros(1))
-    engine.step_started(result)
-    while not (done := engine.poll()):
-        pass
-    assert done[0].ticket == ticket
-    assert "a fault of the device" in str(done[0].error)
-    check_at_rest(engine)
-
-
-@modes
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
-def test_bits_are_kept(mode, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "compression"),
+    [(None, "int8"), ("float32", None), ("bfloat16", None), ("float8_e4m3fn", None)],
+)
+def test_a_step_writes_the_bytes_that_a_load_writes(mode, dtype, compression):
     rng = np.random.default_rng(3)
-    shape = (NUM_BLOCKS, 4, 8)
-    data = rng.standard_normal((2, *shape)).astype(dtype)
+    data = rng.standard_normal((2, NUM_BLOCKS, 4, 8)).astype(dtype or "float32")
     pool = {"a": jnp.array(data[0]), "b": jnp.array(data[1]).swapaxes(0, 1)}
-    axes = {"a": 0, "b": 1}
-    engine = TransferEngine(pool, 32, mode=mode, block_axis=axes, layer_groups=2)
-    pool = save_and_wait(engine, pool, range(NUM_BLOCKS), range(NUM_BLOCKS))
+    engine = TransferEngine(
+        pool,
+        NUM_HOST_BLOCKS,
+        mode=mode,
+        block_axis={"a": 0, "b": 1},
+        layer_groups=2,
+        compression=compression and Compression(compression, head_axis=-1),
+    )
+    ids, order = range(NUM_BLOCKS), rng.permutation(NUM_BLOCKS)
+    engine.save(pool, ids, ids)
+    pool, _ = engine.drain(pool)
+    if compression:
+        pool, _ = engine.load(pool, ids, ids)
+        pool, _ = engine.drain(pool)
+    expected = jax.tree.map(np.array, pool)
+    assert abs(expected["a"].astype(float) - data[0].astype(float)).max() < 0.1
     pool = jax.tree.map(jnp.zeros_like, pool)
-    order = rng.permutation(NUM_BLOCKS)
     pool, _ = engine.load(pool, order, order, in_step=True)
-    pool, _ = loaded_in_step(engine, make_step(2), pool, 3)
-    np.testing.assert_array_equal(np.array(pool["a"]), data[0])
-    np.testing.assert_array_equal(np.array(pool["b"].swapaxes(0, 1)), data[1])
+    pool, loads = engine.take_step_loads(pool, 3)
+    pool, result = make_step(2)(pool, loads)
+    engine.step_started(result)
+    for name, leaf in pool.items():
+        np.testing.assert_array_equal(leaf, expected[name])
     engine.drain(pool)
 
 
-@modes
-def test_compressed_blocks_are_expanded_in_the_step(mode):
-    data = np.random.default_rng(3).standard_normal((NUM_BLOCKS, 4, 8))
-    pool = {"a": jnp.array(data, jnp.float32)}
-    engine = TransferEngine(pool, 32, mode=mode, compression=Compression("int8"))
-    pool = save_and_wait(engine, pool, range(NUM_BLOCKS), range(NUM_BLOCKS))
-    expected, _ = engine.load(pool, range(NUM_BLOCKS), range(NUM_BLOCKS))
-    expected, _ = engine.drain(expected)
-    expected = np.array(expected["a"])
-    pool = {"a": jnp.zeros_like(expected)}
-    pool, _ = engine.load(pool, range(NUM_BLOCKS), range(NUM_BLOCKS), in_step=True)
-    pool, _ = loaded_in_step(engine, make_step(), pool, 3)
-    np.testing.assert_array_equal(np.array(pool["a"]), expected)
-    assert abs(expected - data).max() < 0.1
-    engine.drain(pool)
-
-
-@modes
-def test_random_calls_leave_every_block_where_it_belongs(mode):
-    seed = 11
-    print(f"seed {seed}")
-    rng = random.Random(f"{seed} {mode}")
-    engine, pool = make_engine(mode, layer_groups=2, staging_bytes=4 * 48 * 2)
-    step = make_step(2)
-    host = {}
-    device = list(range(NUM_BLOCKS))
-    for turn in range(150):
+def test_random_calls_leave_every_block_where_it_belongs(make, mode):
+    rng = random.Random(f"11 {mode}")
+    moves = make(layer_groups=2, staging_bytes=2 * EXTENT_BYTES)
+    host, device = {}, list(range(NUM_BLOCKS))
+    for turn in range(100):
         for _ in range(rng.randrange(3)):
             num = rng.randint(1, 6)
             blocks = rng.sample(range(NUM_BLOCKS), num)
             hosts = rng.sample(range(NUM_HOST_BLOCKS), num)
-            engine.save(pool, blocks, hosts)
-            pool, _ = engine.drain(pool)
+            moves.save(blocks, hosts)
+            moves.drain()
             host |= {h: device[b] for h, b in zip(hosts, blocks, strict=True)}
-        for _ in range(rng.randrange(3)):
-            if not host:
-                continue
+        for _ in range(rng.randrange(3) if host else 0):
             hosts = rng.choices(sorted(host), k=rng.randint(1, 5))
             blocks = rng.sample(range(NUM_BLOCKS), len(hosts))
-            pool, _ = engine.load(pool, hosts, blocks, in_step=True)
+            moves.load(hosts, blocks, in_step=True)
             for h, b in zip(hosts, blocks, strict=True):
                 device[b] = host[h]
-        pool, _ = loaded_in_step(engine, step, pool, rng.choice([0, 2, 4]))
-        if turn % 10 == 0:
-            assert numbers_in(pool) == device
-    assert numbers_in(pool) == device
-    pool, _ = engine.drain(pool)
-    check_at_rest(engine)
-
-
-@modes
-def test_a_save_that_waits_for_a_host_read_goes_before_the_step_writes(mode):
-    """The host read ends while `take_step_loads` waits."""
-    pool = numbered_pool()
-    engine = TransferEngine(pool, 2, mode=mode)  # Two extents, one of them spare.
-    pool = save_and_wait(engine, pool, [5, 6], [0, 1])
-    read = engine.read_host([0])
-    waiting = engine.save(pool, [8], [0])
-    assert engine.is_waiting(waiting)
-    pool, _ = engine.load(pool, [1], [8], in_step=True)
-    ender = threading.Timer(0.05, read.close)
-    ender.start()
-    pool, _ = loaded_in_step(engine, make_step(), pool, 1)
-    ender.join()
-    assert numbers_in(pool)[8] == 6
-    pool, _ = engine.drain(pool)
-    pool, _ = engine.load(pool, [0], [4])
-    pool, _ = engine.drain(pool)
-    assert numbers_in(pool)[4] == 8
-    check_at_rest(engine)
-
-
-@modes
-def test_a_save_between_two_loads_of_a_step_reads_what_the_first_writes(mode):
-    engine, pool = make_engine(mode)
-    pool = save_and_wait(engine, pool, [4, 5], [4, 5])
-    pool, _ = engine.load(pool, [4], [8], in_step=True)
-    engine.save(pool, [8], [20])
-    pool, _ = engine.load(pool, [5], [8], in_step=True)
-    pool, _ = loaded_in_step(engine, make_step(), pool)
-    assert numbers_in(pool)[8] == 5
-    pool, _ = engine.drain(pool)
-    pool, _ = engine.load(pool, [20], [0])
-    pool, _ = engine.drain(pool)
-    assert numbers_in(pool)[0] == 4
-    check_at_rest(engine)
+        run_step(moves, rng.choice([0, 2, 4]), 2)
+        if turn % 10 == 9:
+            assert moves.numbers == device, turn

@@ -25,15 +25,12 @@ from jaxkv.transfer.tiling import (
     pads_rows,
     warn_of_costly_layouts,
 )
-from tests.transfer.shadow import Shadow, bits, random_array
+from tests.rigs.device_cases import only_on_cpu
+from tests.transfer.numbered import DEVICE, Moves
+from tests.transfer.shadow import Shadow, exercise, random_array
 
-CPU = jax.devices("cpu")[0]
-HERE = jax.sharding.SingleDeviceSharding(CPU)
+HERE = jax.sharding.SingleDeviceSharding(DEVICE)
 MIB = 1 << 20
-
-ways = pytest.mark.parametrize(
-    ("mode", "kernel"), [("fused", None), ("staged", None), ("staged", "dma")]
-)
 
 
 # What libtpu 0.0.52 says of arrays in host memory, on each of four generations.
@@ -85,6 +82,7 @@ def test_blocks_lie_apart_if_their_axis_is_the_minor_one(order, block_axis, apar
     assert bool(costly_leaves(layout)) == (apart and block_axis == 0)
 
 
+@only_on_cpu
 def test_a_small_leaf_may_lie_as_it_likes():
     pool, _ = pool_of((1, 0), (64, 32))
     layout = PoolLayout.of(pool)
@@ -104,6 +102,29 @@ def test_a_costly_layout_is_warned_of_with_the_cure_and_the_cost():
     assert "Extents take 1.00 times their bytes on the host" in text
 
 
+def described_for_tpu(monkeypatch, leaves, order_of=None, block_axis=0):
+    """A pool on a TPU that is not there; `order_of` says how a shape lies in memory."""
+
+    def lies(shape, *_):
+        return Layout(order_of or tuple(range(len(shape))), ((8, 128),))
+
+    monkeypatch.setattr(layout, "default_layout", lies)
+    specs = [
+        jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=HERE)
+        for shape, dtype in leaves
+    ]
+    return PoolLayout.of(specs, block_axis, compiled_for="tpu")
+
+
+def warnings_of(described):
+    """The texts of the warnings of a layout's costs."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_costly_layouts(described, 16, 1.0)
+    assert {each.category for each in caught} <= {CostlyLayoutWarning}
+    return [str(each.message) for each in caught]
+
+
 @pytest.mark.parametrize(
     ("shape", "block_axis", "order", "is_costly"),
     [
@@ -118,75 +139,50 @@ def test_a_costly_layout_is_warned_of_with_the_cure_and_the_cost():
 def test_blocks_along_the_second_minor_axis_on_tpu_are_warned_of(
     shape, block_axis, order, is_costly, monkeypatch
 ):
-    spec = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=HERE)
-    monkeypatch.setattr(
-        layout, "default_layout", lambda *array: Layout(order, ((8, 128),))
-    )
-    described = PoolLayout.of(spec, block_axis, compiled_for="tpu")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warn_of_costly_layouts(described, 16, 1.0)
-    assert [each.category for each in caught] == [CostlyLayoutWarning] * is_costly
-    for each in caught:
-        assert "blocks along the second-minor axis" in str(each.message)
-        assert "as [blocks, 2, 128]" in str(each.message)
+    leaves = [(shape, "bfloat16")]
+    described = described_for_tpu(monkeypatch, leaves, order, block_axis)
+    texts = warnings_of(described)
+    assert len(texts) == is_costly
+    for text in texts:
+        assert "blocks along the second-minor axis" in text
+        assert "as [blocks, 2, 128]" in text
     # Where the kernels take a large leaf, nothing is said, and the other way round.
     assert dma.accepts(described.leaves[0]) != is_costly or shape == (512, 8)
+    spec = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=HERE)
     assert costly_leaves(PoolLayout.of(spec, block_axis)) == []
 
 
-def described_for_tpu(monkeypatch, leaves, order_of):
-    """A pool on a TPU that is not there; `order_of` says how a shape lies in memory."""
-    monkeypatch.setattr(
-        layout,
-        "default_layout",
-        lambda shape, *_: Layout(order_of(shape), ((8, 128),)),
-    )
-    specs = [
-        jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=HERE)
-        for shape, dtype in leaves
-    ]
-    return PoolLayout.of(specs, compiled_for="tpu")
+# Scales are small leaves: of 32 layers, they cost 3.3 and 7.4 times the bytes.
+BIG = ((2048, 16, 8, 2, 128), "int8")
+SCALES = "pool[32] and 31 more are small leaves.*as [blocks, 2, 128]"
+COSTLY = [
+    ([BIG] * 32 + [((2048, 8), "float32")] * 32, SCALES),
+    ([BIG] * 32 + [((2048, 8), "float32")] * 4, None),
+    ([BIG] * 32 + [((2048, 2, 128), "float32")], None),  # All layers' in one.
+    *(
+        (
+            [((2048, 16, 8, 128), dtype), ((2048, 2, 1, 8), "float16")],
+            f"pool[0] has the dtype {dtype}" if is_refused else None,
+        )
+        for dtype, is_refused in [
+            *(("float16", True), ("bool", True)),
+            *(("bfloat16", False), ("uint16", False)),
+        ]
+    ),
+]
 
 
-def in_order(shape):
-    return tuple(range(len(shape)))
-
-
-@pytest.mark.parametrize(
-    ("scales", "is_costly"),
-    [
-        ([((2048, 8), "float32")] * 32, True),  # 3.3 and 7.4 times the bytes.
-        ([((2048, 8), "float32")] * 4, False),
-        ([((2048, 2, 128), "float32")], False),  # All layers' in one: 1.0 times.
-    ],
-)
-def test_scales_of_each_layer_are_warned_of_on_tpu(scales, is_costly, monkeypatch):
-    leaves = [((2048, 16, 8, 2, 128), "int8")] * 32 + scales
-    described = described_for_tpu(monkeypatch, leaves, in_order)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warn_of_costly_layouts(described, 16, 1.0)
-    assert [each.category for each in caught] == [CostlyLayoutWarning] * is_costly
-    for each in caught:
-        assert str(each.message).startswith("pool[32] and 31 more are small leaves")
-        assert "as [blocks, 2, 128]" in str(each.message)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "is_costly"),
-    [("float16", True), ("bool", True), ("bfloat16", False), ("uint16", False)],
-)
-def test_a_dtype_that_the_kernel_refuses_is_warned_of(dtype, is_costly, monkeypatch):
-    leaves = [((2048, 16, 8, 128), dtype), ((2048, 2, 1, 8), "float16")]
-    described = described_for_tpu(monkeypatch, leaves, in_order)
-    assert dma.accepts(described.leaves[0]) != is_costly
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warn_of_costly_layouts(described, 16, 1.0)
-    assert [each.category for each in caught] == [CostlyLayoutWarning] * is_costly
-    for each in caught:
-        assert f"pool[0] has the dtype {dtype}" in str(each.message)
+def test_small_leaves_and_dtypes_that_the_kernel_refuses_are_warned_of(monkeypatch):
+    for leaves, expected in COSTLY:
+        described = described_for_tpu(monkeypatch, leaves)
+        texts = warnings_of(described)
+        assert len(texts) == (expected is not None), leaves
+        for text in texts:
+            start, _, end = expected.partition(".*")
+            assert text.startswith(start)
+            assert end in text
+        if len(leaves) == 2:
+            assert dma.accepts(described.leaves[0]) != bool(texts)
 
 
 def test_padded_rows_are_counted_in_device_rows(monkeypatch):
@@ -211,43 +207,36 @@ def test_a_row_major_pool_is_not_warned_of():
         TransferEngine(jnp.zeros((4, 64, 4096)), 16, block_axis=-1)
 
 
-@ways
-@pytest.mark.parametrize("order", [(1, 0, 2, 3), (0, 2, 1, 3)])
-def test_a_pool_keeps_its_own_layout_and_every_bit(order, mode, kernel):
+@only_on_cpu
+@pytest.mark.parametrize(
+    ("mode", "kernel", "order"),
+    [
+        ("fused", None, (1, 0, 2, 3)),
+        ("fused", None, (0, 2, 1, 3)),
+        ("staged", None, (1, 0, 2, 3)),
+        ("staged", "dma", (0, 2, 1, 3)),
+    ],
+)
+def test_a_pool_keeps_its_own_layout_and_every_bit(mode, kernel, order):
     pool, array = pool_of(order, (12, 2, 4, 8), "bfloat16")
-    shadow = Shadow(array, 0)
-    engine = TransferEngine(pool, 15, mode=mode, kernel=kernel)
+    shadow, rng = Shadow(array, 0), np.random.default_rng(0)
+    options = {"kernel": kernel, "staging_bytes": 4 * 128}  # One extent at a time.
+    moves = Moves(mode, pool, **options)
     where, layout = pool.unsafe_buffer_pointer(), pool.format
-    for ids in ([3, 9, 1, 7, 2], [0, 11]):
-        engine.save(pool, ids, ids)
-        shadow.save(np.array(ids), np.array(ids))
-        pool, [done] = engine.drain(pool)
-        assert done.error is None
-        pool, _ = engine.load(pool, ids, ids[::-1])
-        shadow.load(np.array(ids), np.array(ids[::-1]))
-        pool, [done] = engine.drain(pool)
-        assert done.error is None
-        pool = engine.copy(pool, [5], [4])
-        shadow.leaves[0][4] = shadow.leaves[0][5]
-        shadow.check(pool)
-        assert pool.format == layout
-        assert pool.unsafe_buffer_pointer() == where, "the pool has moved"
+    exercise(moves, shadow, rng, rounds=2)
+    assert moves.pool.format == layout
+    assert moves.pool.unsafe_buffer_pointer() == where, "the pool has moved"
 
 
+@only_on_cpu
 def test_leaves_of_different_layouts_are_not_stacked():
-    first, one = pool_of((0, 1, 2, 3), (12, 2, 4, 8), seed=1)
-    second, two = pool_of((1, 0, 2, 3), (12, 2, 4, 8), seed=2)
-    engine = TransferEngine([first, second], 15, mode="staged", kernel="dma")
-    assert len(engine._copier.extents.bundles) == 2
-    pool = [first, second]
-    engine.save(pool, [3, 4], [0, 1])
-    pool, _ = engine.drain(pool)
-    pool, _ = engine.load(pool, [0, 1], [7, 8])
-    pool, _ = engine.drain(pool)
-    for leaf, array in zip(pool, (one, two), strict=True):
-        expected = array.copy()
-        expected[[7, 8]] = array[[3, 4]]
-        assert (bits(np.array(leaf)) == bits(expected)).all()
+    pool, arrays = zip(
+        *(pool_of((n, 1 - n, 2, 3), (12, 2, 4, 8), seed=n) for n in range(2)),
+        strict=True,
+    )
+    moves = Moves("staged", list(pool), staging_bytes=4 * 2 * 256)
+    assert len(moves.engine._copier.extents.bundles) == 2
+    exercise(moves, Shadow(list(arrays)), np.random.default_rng(0), rounds=2)
 
 
 def test_a_pool_in_another_layout_is_refused_and_nothing_happens():

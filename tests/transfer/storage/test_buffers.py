@@ -34,15 +34,12 @@ def test_no_more_is_kept_than_was_asked_for_and_nothing_of_another_size():
 
 
 def test_threads_never_share_memory():
-    buffers = Buffers(1 << 20)
-    wrong = []
+    buffers, wrong = Buffers(1 << 20), []
 
     def work(number):
-        rng = random.Random(number)
-        held = []
+        rng, held = random.Random(number), []
         for _ in range(2000):
-            view = buffers.take(64)
-            mark = rng.randrange(256)
+            view, mark = buffers.take(64), rng.randrange(256)
             view[:] = bytes([mark]) * 64
             held.append((view, mark))
             if len(held) > rng.randrange(8):

@@ -3,11 +3,11 @@
 import itertools
 import logging
 import random
-import time
 
 from jaxkv.transfer.storage import MemoryStore, ObjectFormat, StorageIO
 from jaxkv.transfer.storage.health import StoreHealth
 from tests.rigs.faulty_store import Faults, FaultyStore
+from tests.rigs.waiting import wait_for
 
 KEY = b"k" * 32
 
@@ -142,8 +142,7 @@ def test_a_store_that_answers_nothing_is_down_and_up_when_it_does(caplog):
     with StorageIO(faulty, blocks, clock=lambda: now_s) as storage:
         storage.submit_reads([KEY], deadline_s=5.0)
         written = storage.submit_writes([(KEY, [b"body"])])
-        while faulty.num_faults["hang"] < 2:  # Until the store has both.
-            time.sleep(1e-3)
+        wait_for(lambda: faulty.num_faults["hang"] == 2)  # The store has both.
         storage.log_health()
         assert storage.is_up
         now_s = 6.0
@@ -167,9 +166,6 @@ def test_the_time_of_each_answer_is_handed_out_once():
         storage.wait()
         storage.submit_reads([KEY, b"n" * 32], deadline_s=float("inf"))
         storage.wait(least=2)
-        taken = storage.take_latencies()
-        assert {kind: len(each) for kind, each in taken.items()} == {
-            "read": 2,
-            "write": 1,
-        }
+        taken = storage.take_latencies().items()
+        assert {kind: len(each) for kind, each in taken} == {"read": 2, "write": 1}
         assert storage.take_latencies() == {}
