@@ -138,6 +138,9 @@ def pytest_collection_modifyitems(
     """
     rank = {name: number for number, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: rank.get(item.nodeid.split("::")[0], len(rank)))
+    for item in items:
+        if item.nodeid.split("::")[0] in rank:
+            item.add_marker("slow")
     if "long" not in config.option.markexpr:
         long = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=long)
