@@ -65,6 +65,7 @@ _LONGEST = (
     "tests/explorer/test_explorer.py",
     "tests/scheduling/test_storage_processes.py",
     "tests/transfer/test_sharded.py",
+    "tests/transfer/test_cost.py",
     "tests/integrations/test_prefix_storage.py",
     "tests/tools/demo/test_engine.py",
     "tests/scheduling/test_record_processes.py",
@@ -138,6 +139,9 @@ def pytest_collection_modifyitems(
     """Begin with what takes longest; leave out long tests unless `-m` names them."""
     rank = {name: number for number, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: rank.get(item.nodeid.split("::")[0], len(rank)))
+    for item in items:
+        if item.nodeid.split("::")[0] in rank:
+            item.add_marker("slow")
     if "long" not in config.option.markexpr:
         long = [item for item in items if item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=long)
