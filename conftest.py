@@ -121,6 +121,8 @@ def pytest_configure(config: pytest.Config) -> None:
         ("jax_compilation_cache_dir", str(folder)),
         ("jax_persistent_cache_min_compile_time_secs", 0),
         ("jax_persistent_cache_min_entry_size_bytes", -1),
+        # It has XLA be told the folder, which is another in each run: a part of names.
+        ("jax_persistent_cache_enable_xla_caches", "none"),
     ):
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)
