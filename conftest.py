@@ -5,8 +5,9 @@ CPU backend, which every machine has. There XLA optimizes little, for it compile
 quarter of the time then, and the suite compiles thousands of programs; with
 JAX_DISABLE_MOST_OPTIMIZATIONS=0, and in long tests, it compiles as it does for users.
 
-Machine code is kept from run to run in the user's cache folder, for all checkouts. Its
-files are named by what they are made of, so that none is out of date.
+Machine code is kept between runs in the user's cache folder, for all checkouts: its
+files are named by what they are made of, so that none is out of date. XDG_CACHE_HOME
+names another folder, such as an empty one.
 """
 
 import contextlib
@@ -80,7 +81,7 @@ _LONGEST = (
 )
 _KEPT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jaxkv-tests")
 _COMPILED = pytest.StashKey[Path]()
-_MAX_KEPT_BYTES = 1 << 30
+_MAX_KEPT_BYTES = 512 << 20
 _MAX_RUN_S = 24 * 3600
 _MANY_MAPS = 15_000
 
@@ -95,10 +96,9 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse a platform that is not there; keep what is compiled for this run.
+    """Refuse a platform that is not there; share what is compiled with other processes.
 
-    What one process has compiled the others find, and so does the process itself once
-    it has dropped it (`few_programs`).
+    A process that has dropped its programs (`few_programs`) finds them there, too.
     """
     if PLATFORM != "cpu" and jax.default_backend() == "cpu":
         # JAX would quietly take the CPU.
@@ -114,14 +114,14 @@ def pytest_configure(config: pytest.Config) -> None:
         _optimize_little()
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return  # Such as in the processes that share the tests.
-    # Before numba is imported.
-    os.environ.setdefault("NUMBA_CACHE_DIR", str(_KEPT))
     config.stash[_COMPILED] = folder = _folder_of_programs()
+    if folder.parent == _KEPT:  # Numba is not imported yet.
+        os.environ.setdefault("NUMBA_CACHE_DIR", str(_KEPT))
     for name, value in (
         ("jax_compilation_cache_dir", str(folder)),
         ("jax_persistent_cache_min_compile_time_secs", 0),
         ("jax_persistent_cache_min_entry_size_bytes", -1),
-        # It has XLA be told the folder, which is another in each run: a part of names.
+        # By default XLA gets the run's folder as a flag, and flags are part of a name.
         ("jax_persistent_cache_enable_xla_caches", "none"),
     ):
         jax.config.update(name, value)
@@ -166,9 +166,9 @@ def _folder_of_programs() -> Path:
 
 
 def _kept_programs() -> Path:
-    """Name the folder of XLA programs that this processor can run.
+    """Return the folder of XLA programs for this processor.
 
-    The rest is part of the names that jax gives to files.
+    Versions and flags are part of the names that jax gives to files.
     """
     try:
         cpu = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
@@ -182,7 +182,7 @@ def _kept_programs() -> Path:
 def _keep_programs(folder: Path) -> None:
     """Keep the new programs of a folder, and delete the oldest if there are too many.
 
-    jax writes files in place: that of a process that was killed may be cut off.
+    jax writes files in place, so that a process that is killed may leave a part of one.
     """
     from jax._src.compilation_cache import decompress_executable
 

@@ -114,7 +114,7 @@ def run(*command, timeout=300, **options):
 
 
 class _Call:
-    """What a child does."""
+    """The work of a child: its streams, folder and environment, then its program."""
 
     def __init__(self, ends, command, cwd, environ):
         self._ends, self._command = ends, command
