@@ -19,8 +19,9 @@ from multiprocessing.reduction import DupFd
 from subprocess import DEVNULL, PIPE
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(
+# A process has one parent of forks, so all tests use this one.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
     ["jax.numpy", "jax.experimental.pallas", "numba", "pytest", "xxhash"]
 )
 
@@ -64,7 +65,7 @@ class Child:
             ]
             environ = dict(os.environ if env is None else env)
             call = _Call(ends, [*map(str, command)], str(cwd), environ)
-            self._process = _FORKS.Process(target=call, daemon=True)
+            self._process = FORKS.Process(target=call, daemon=True)
             self._process.start()
         self.pid = self._process.pid
 
