@@ -4,14 +4,24 @@ JAXKV_TEST_PLATFORM=cuda (or tpu) runs the tests there; without it they run on t
 CPU backend, which every machine has. There XLA optimizes little, for it compiles in a
 quarter of the time then, and the suite compiles thousands of programs; with
 JAX_DISABLE_MOST_OPTIMIZATIONS=0, and in long tests, it compiles as it does for users.
+
+Machine code is kept between runs in the user's cache folder, for all checkouts: its
+files are named by what they are made of, so that none is out of date. XDG_CACHE_HOME
+names another folder, such as an empty one.
 """
 
+import contextlib
 import gc
+import hashlib
+import itertools
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,7 +43,7 @@ _QUICK_TO_COMPILE = (
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 )
 
-jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -48,6 +58,8 @@ hypothesis.settings.load_profile("jaxkv")
 gc.set_threshold(50_000, 20, 20)
 
 _GIB_PER_WORKER = 4
+# For pytest-timeout: a test that takes longer hangs, however busy the machine is.
+_MAX_TEST_S, _MAX_LONG_TEST_S = 600, 7200
 
 # The files that take longest, begun first: one that begins late has a process work long
 # after the others have nothing left.
@@ -71,7 +83,10 @@ _LONGEST = (
     "tests/scheduling/test_record_processes.py",
     "tests/integrations/test_vllm.py",
 )
-_COMPILED = pytest.StashKey[str]()
+_KEPT = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jaxkv-tests")
+_COMPILED = pytest.StashKey[Path]()
+_MAX_KEPT_BYTES = 512 << 20
+_MAX_RUN_S = 24 * 3600
 _MANY_MAPS = 15_000
 
 
@@ -85,10 +100,9 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse a platform that is not there; keep what is compiled for this run.
+    """Refuse a platform that is not there; share what is compiled with other processes.
 
-    What one process has compiled the others find, and so does the process itself once
-    it has dropped it (`few_programs`).
+    A process that has dropped its programs (`few_programs`) finds them there, too.
     """
     if PLATFORM != "cpu" and jax.default_backend() == "cpu":
         # JAX would quietly take the CPU.
@@ -97,15 +111,22 @@ def pytest_configure(config: pytest.Config) -> None:
         # pytest-xdist would begin with the files of the most tests, the quickest.
         config.option.loadscopereorder = False
     is_long = "long" in config.option.markexpr
+    os.environ.setdefault(
+        "PYTEST_TIMEOUT", str(_MAX_LONG_TEST_S if is_long else _MAX_TEST_S)
+    )
     if PLATFORM == "cpu" and not is_long and _OPTIMIZES_LITTLE not in os.environ:
         _optimize_little()
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return  # Such as in the processes that share the tests.
-    config.stash[_COMPILED] = folder = tempfile.mkdtemp(prefix="jaxkv-tests-")
+    config.stash[_COMPILED] = folder = _folder_of_programs()
+    if folder.parent == _KEPT:  # Numba is not imported yet.
+        os.environ.setdefault("NUMBA_CACHE_DIR", str(_KEPT))
     for name, value in (
-        ("jax_compilation_cache_dir", folder),
+        ("jax_compilation_cache_dir", str(folder)),
         ("jax_persistent_cache_min_compile_time_secs", 0),
         ("jax_persistent_cache_min_entry_size_bytes", -1),
+        # By default XLA gets the run's folder as a flag, and flags are part of a name.
+        ("jax_persistent_cache_enable_xla_caches", "none"),
     ):
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)
@@ -128,9 +149,62 @@ def _optimize_little() -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Remove what was compiled."""
+    """Keep what was compiled for the next run."""
     if _COMPILED in config.stash:
-        shutil.rmtree(config.stash[_COMPILED], ignore_errors=True)
+        folder = config.stash[_COMPILED]
+        with contextlib.suppress(ImportError, OSError):
+            _keep_programs(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder_of_programs() -> Path:
+    """Make a folder for this run's XLA programs, with those of earlier runs."""
+    try:
+        _kept_programs().mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="run-", dir=_KEPT))
+        for path in _kept_programs().iterdir():
+            os.link(path, folder / path.name)
+    except OSError:
+        folder = Path(tempfile.mkdtemp(prefix="jaxkv-tests-"))
+    return folder
+
+
+def _kept_programs() -> Path:
+    """Return the folder of XLA programs for this processor.
+
+    Versions and flags are part of the names that jax gives to files.
+    """
+    try:
+        cpu = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    except OSError:
+        cpu = platform.processor()
+    features = [line for line in cpu.split("\n") if re.match("model name|flags", line)]
+    digest = hashlib.sha256("\n".join(features or [cpu]).encode())
+    return _KEPT / f"xla-{digest.hexdigest()[:16]}"
+
+
+def _keep_programs(folder: Path) -> None:
+    """Keep the new programs of a folder, and delete the oldest if there are too many.
+
+    jax writes files in place, so that a process that is killed may leave a part of one.
+    """
+    from jax._src.compilation_cache import decompress_executable
+
+    kept = _kept_programs()
+    for path in folder.iterdir():
+        if not (kept / path.name).exists():
+            with contextlib.suppress(Exception):
+                decompress_executable(path.read_bytes())
+                os.link(path, kept / path.name)
+    files = [(path.stat(), path) for path in kept.iterdir()]
+    files.sort(key=lambda file: file[0].st_mtime_ns, reverse=True)
+    sizes = itertools.accumulate(stat.st_size for stat, _ in files)
+    for total, (_, path) in zip(sizes, files, strict=True):
+        if total > _MAX_KEPT_BYTES:
+            path.unlink(missing_ok=True)
+    for path in _KEPT.glob("run-*"):  # Such as of a run that was killed.
+        if path.stat().st_mtime < time.time() - _MAX_RUN_S:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(

@@ -5,8 +5,6 @@ import os
 import pathlib
 import re
 import shutil
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -14,6 +12,7 @@ import pytest
 from jaxkv import compiling
 from jaxkv.compiling import compiled, digest_of, inlined
 from tests.campaign.store_faults import StoreFault, disk_of
+from tests.rigs.children import PIPE, Child
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -107,23 +106,19 @@ os.replace = replace_together
 
 
 def start(program, cwd, **environ):
-    """Start a program in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", str(program)],
-        cwd=cwd,
-        # A file of one size and second as the one before is the same for Python.
-        env=os.environ
-        | {"JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": "1"}
-        | environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    """Start a program in a process of its own, which keeps code beside the package."""
+    # A file of one size and second as the one before is the same for Python.
+    environ = (
+        os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "NUMBA_CACHE_DIR": ""} | environ
     )
+    return Child(program, cwd=cwd, env=environ, stdout=PIPE, stderr=PIPE)
 
 
 def result(process):
     """Give the words that a process writes, and what it complains about."""
-    out, complaints = process.communicate(timeout=300)
+    with process:
+        process.wait(timeout=300)
+        out, complaints = process.stdout.read(), process.stderr.read()
     assert process.returncode == 0, complaints
     return out.split(), complaints
 

@@ -1,7 +1,6 @@
 """Each fault of a store by itself: a few steps by default, 10,000 with -m long."""
 
 import gc
-import multiprocessing
 import os
 import pathlib
 import random
@@ -13,6 +12,7 @@ import pytest
 from jaxkv.transfer.storage.objects import HEADER_BYTES, ObjectFormat
 from tests.campaign import campaign, storage_child, store_faults
 from tests.campaign.model import WrongBytesError
+from tests.rigs.children import FORKS
 from tests.rigs.servers import (
     leaves_sockets,
     mooncake_lending_process,
@@ -82,14 +82,6 @@ def test_a_store_that_is_believed_is_noticed(fault, monkeypatch):
     assert isinstance(failure.error, WrongBytesError)
 
 
-@pytest.fixture(scope="module")
-def forks():
-    """Makes processes from one that has imported all, and has started no thread."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.campaign.storage_child"])
-    return context
-
-
 def numbers_of(log):
     """The last numbers of a life: steps, reads compared, blocks stored and loaded."""
     if not log.exists():
@@ -120,12 +112,12 @@ def urls(request, tmp_path):
 
 
 @pytest.mark.long
-def test_engines_that_are_killed_while_they_write_harm_no_other(forks, tmp_path, urls):
+def test_engines_that_are_killed_while_they_write_harm_no_other(tmp_path, urls):
     rng, (url, url_of_others) = random.Random(7), urls
 
     def start(url, life, log, *num_steps):
         arguments = url, tmp_path / "cache", log, 5, life, *num_steps
-        child = forks.Process(target=storage_child.live, args=arguments)
+        child = FORKS.Process(target=storage_child.live, args=arguments)
         child.start()
         return child
 

@@ -1,7 +1,6 @@
 """The worker's half of the connector in a process of its own, under a runner."""
 
-import multiprocessing
-
+from tests.rigs.children import FORKS
 from tests.rigs.fake_vllm import KVConnectorRole, create_connector, make_configs
 
 
@@ -33,9 +32,8 @@ class RemoteRunner:
     """Has the rig's runner in another process, which gets only what is sent here."""
 
     def __init__(self, **options):
-        context = multiprocessing.get_context("spawn")
-        self._pipe, other = context.Pipe()
-        self._process = context.Process(target=serve, args=(other, options))
+        self._pipe, other = FORKS.Pipe()
+        self._process = FORKS.Process(target=serve, args=(other, options))
         self._process.start()
         other.close()
         assert self._pipe.recv() == "ready"

@@ -1,43 +1,31 @@
 """Recording where processes are killed, disks are full and files are shared."""
 
+import json
 import os
-import re
 import signal
 import subprocess
 import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
 from jaxkv.scheduling.record import TraceRecorder
 from jaxkv.tools.replay.traces import read_trace
+from tests.rigs import children, recording_engine
+from tests.rigs.children import PIPE, ROOT, Child
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-
-
-def start(path, mode, *arguments, **options):
-    command = [sys.executable, "-m", "tests.rigs.recording_engine", path, mode]
-    return subprocess.Popen(
-        [*command, *arguments],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **options,
-    )
+RIG = ("-m", "tests.rigs.recording_engine")
 
 
-def run(path, mode, *arguments, **options):
-    with start(path, mode, *arguments, **options) as process:
-        out, err = process.communicate(timeout=240)
-    return process.returncode, out, err
+def run(path, mode, *arguments):
+    done = children.run(*RIG, path, mode, *arguments)
+    return done.returncode, done.stdout, done.stderr
 
 
 @contextmanager
 def endless(path):
     """An engine that records for ever, of which some requests have been written."""
-    with start(path, "endless") as process:
+    with Child(*RIG, path, "endless", stdout=PIPE) as process:
         try:
             process.stdout.readline()
             yield process
@@ -71,36 +59,36 @@ def test_who_is_killed_leaves_what_was_written(tmp_path, name):
     TraceRecorder(path).close()
 
 
+def check_interpreter(path, mode, lengths, words=()):
+    """Check what an engine leaves that ends with its interpreter."""
+    command = [*words, sys.executable, *RIG, path, mode]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=240)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+    _, *lines = path.read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["in"] for line in lines] == lengths
+
+
 def test_the_interpreters_end_writes_what_there_is(tmp_path):
-    path = tmp_path / "requests.jsonl"
-    assert run(path, "exit") == (0, "", "")
-    assert read_trace(path).input_tokens.tolist() == [51, 9]
+    check_interpreter(tmp_path / "requests.jsonl", "exit at once", [9])
 
 
 def test_a_process_without_standard_input_records_all(tmp_path):
     """The file has the number 0 then."""
-    path = tmp_path / "requests.jsonl"
-    engine = [sys.executable, "-m", "tests.rigs.recording_engine", path, "exit"]
-    shell = ["sh", "-c", 'exec "$@" <&-', "sh", *engine]
-    done = subprocess.run(shell, cwd=ROOT, capture_output=True, timeout=240, check=True)
-    assert (done.stdout, done.stderr) == (b"", b"")
-    assert read_trace(path).input_tokens.tolist() == [51, 9]
+    words = ("sh", "-c", 'exec "$@" <&-', "sh")
+    check_interpreter(tmp_path / "requests.jsonl", "exit", [51, 9], words)
 
 
-def test_it_does_so_if_nothing_was_written_before(tmp_path):
-    path = tmp_path / "requests.jsonl"
-    assert run(path, "exit at once") == (0, "", "")
-    assert path.read_text().count('"in": 9') == 1
-
-
-def test_the_collector_of_garbage_closes_files(tmp_path):
-    assert run(tmp_path / "requests.jsonl", "garbage") == (0, "3\n", "")
+def test_the_collector_of_garbage_closes_files(tmp_path, capsys):
+    recording_engine.main(tmp_path / "requests.jsonl", "garbage")
+    assert capsys.readouterr().out == "3\n"
 
 
 def test_a_process_that_was_forked_writes_nothing(tmp_path):
     path = tmp_path / "requests.jsonl"
-    code, out, _ = run(path, "fork")  # Python 3.12 warns of threads.
-    assert (code, out) == (0, "")
+    command = [sys.executable, *RIG, path, "fork"]
+    # Python 3.12 warns of threads.
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=240)
+    assert (done.returncode, done.stdout) == (0, b"")
     assert numbers_of(read_trace(path)) == [1, 3]
 
 
@@ -168,22 +156,20 @@ def test_a_full_disk_costs_requests_and_no_more(small_disk):
 
 def test_a_folder_that_only_others_write_is_refused_at_the_start(others_folder):
     path = others_folder / "requests.jsonl"
-    code, out, err = run(path, "exit")
-    assert (code, out) == (1, "")
-    assert re.fullmatch(
-        rf"(Permission|OS)Error: \[Errno \d+\] cannot record to '{path}' "
+    message = (
+        rf"\[Errno \d+\] cannot record to '{path}' "
         r"\((Permission denied|Read-only file system)\); name a file in a folder that "
-        "exists and that you may write to, and one that nobody else writes",
-        err.splitlines()[-1],
+        "exists and that you may write to, and one that nobody else writes"
     )
+    with pytest.raises(OSError, match=message):
+        TraceRecorder(path)
 
 
 def test_two_processes_do_not_record_to_one_file(tmp_path):
     path = tmp_path / "requests.jsonl"
-    with endless(path):
-        code, out, err = run(path, "exit")
-        assert (code, out) == (1, "")
-        assert "another engine or process records to it" in err.splitlines()[-1]
+    message = "another engine or process records to it"
+    with endless(path), pytest.raises(OSError, match=message):
+        TraceRecorder(path)
     check_whole(read_trace(path))
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import multiprocessing
 import pathlib
 import random
 import signal
@@ -22,6 +21,7 @@ from jaxkv.transfer.storage import (
     StoreError,
 )
 from jaxkv.transfer.storage.census import Bound, Census
+from tests.rigs.children import FORKS
 from tests.rigs.offload_rig import make_keys
 
 BLOCK_SIZE = 4
@@ -116,11 +116,9 @@ def write_without_end(folder, start):
 @pytest.mark.long
 def test_engines_that_are_killed_in_turn_leave_no_more_than_the_bound(tmp_path):
     rng = random.Random(7)
-    forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload([__name__])
     for life in range(6):
         start = 1_000_000 * life
-        child = forks.Process(target=write_without_end, args=(tmp_path, start))
+        child = FORKS.Process(target=write_without_end, args=(tmp_path, start))
         before = set(tmp_path.rglob("*.0"))
         child.start()
         try:

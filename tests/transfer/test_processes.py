@@ -1,20 +1,18 @@
 """A pool that is spread over processes, each of which moves its own shards."""
 
-import os
 import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
+from tests.rigs.children import Child
 from tests.rigs.waiting import Patience, wait_for
-from tests.transfer.process_cases import SPECS
+from tests.transfer.process_cases import CASES
 
-ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120  # Of what the processes wait for from one another.
 MAX_CPU_S = 300.0
 LONG = pytest.mark.long
@@ -41,23 +39,13 @@ def run(
     one of the statuses `ends`, and are waited for as `Patience` says.
     """
     address = f"127.0.0.1:{free_port()}"
-    environ = {**os.environ, "JAX_PLATFORMS": "cpu"}
     children, logs = [], []
     try:
         for number in range(num_processes):
             logs.append(folder / f"{number}.log")
-            command = [sys.executable, "-W", "error", "-m", module, address]
-            command += [str(num_processes), str(number), *arguments]
+            words = module, address, num_processes, number, *arguments
             with logs[-1].open("w") as log:
-                children.append(
-                    subprocess.Popen(
-                        command,
-                        cwd=ROOT,
-                        env=environ,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+                children.append(Child("-m", *words, stdout=log, stderr=log))
         awaited = [child for n, child in enumerate(children) if n not in lost]
         patience = Patience([child.pid for child in awaited], max_cpu_s)
         while any(child.poll() is None for child in awaited):
@@ -81,11 +69,9 @@ def run_two(folder, module, *arguments):
 
 
 def test_two_processes_round_trip_their_shards(tmp_path):
-    modes = ("fused", "staged")
-    for text in run_two(tmp_path, "tests.transfer.process_cases", *modes):
-        for mode in modes:
-            for name in (*SPECS, "int8"):
-                assert f"{mode}, {name}: as it should be\n" in text
+    for text in run_two(tmp_path, "tests.transfer.process_cases"):
+        for mode, name in CASES:
+            assert f"{mode}, {name}: as it should be\n" in text
 
 
 def check_digests(said):
@@ -166,5 +152,4 @@ def test_processes_agree_on_failures_and_end_when_one_is_lost(
         error = re.search(r"^AgreementError after ([\d.]+) s: (.*)$", text, re.M)
         assert error, text
         assert f"processes [{lost}] have not said how store event 1" in error[2]
-        # The timeout, and some time for a busy machine.
-        assert 3.5 < float(error[1]) < 4 + 10
+        assert float(error[1]) > 3.5  # The timeout, however busy the machine is.

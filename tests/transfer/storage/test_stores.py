@@ -37,6 +37,7 @@ from jaxkv.transfer.storage import (
 from jaxkv.transfer.storage.buffers import Buffers
 from jaxkv.transfer.storage.store import can_list
 from jaxkv.transfer.storage.tensor_store import TensorStoreStore
+from tests.rigs.children import PIPE, Child
 from tests.rigs.refused_threads import refused_threads
 from tests.rigs.servers import (
     OF_CLUSTER,
@@ -1048,10 +1049,7 @@ for number in range(10**9):
     storage.submit_writes([(key, [payload])])
     storage.wait(60)
 """
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
-    )
-    with process:
+    with Child("-c", code, stdout=PIPE) as process:
         assert process.stdout.readline() == "ready\n"
         threading.Event().wait(random.Random(seed).uniform(0.05, 0.5))
         process.kill()
