@@ -418,13 +418,7 @@ def test_a_prefix_store_that_no_thread_can_serve_is_refused_and_closes_its_store
 
 
 class SmallDisk:
-    """Has folders take no more files than there is room for.
-
-    Attributes:
-        room: Files that fit.
-        num_tried: Files that were to be written.
-        num_files: Files that there are.
-    """
+    """Has folders take no more files than there is room for."""
 
     def __init__(self, monkeypatch, room):
         self.room = room

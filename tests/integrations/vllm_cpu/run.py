@@ -198,13 +198,7 @@ def conversations(run):
 
 
 def under_pressure(seed, ask, is_fixed=False):
-    """Have 20 users ask three times, who leave others out of steps and preempt them.
-
-    Args:
-        seed: Of what they ask.
-        ask: Takes prompts, and how many tokens each answer has; returns the answers.
-        is_fixed: Whether what they ask does not depend on the answers.
-    """
+    """Have 20 users ask three times, who leave others out of steps and preempt them."""
     rng = np.random.default_rng(seed)
     users = range(20)
     prompts = [rng.integers(0, 256, rng.integers(100, 220)).tolist() for _ in users]
