@@ -81,7 +81,7 @@ class Run:
                 temperature=0,
                 ignore_eos=True,
                 detokenize=False,
-                logprobs=None if has_drafts else 2,
+                logprobs=None if has_drafts else 1,
                 extra_args={"kv_transfer_params": params} if params else None,
             )
             for number in num_tokens or [ANSWER_TOKENS] * len(prompts)
@@ -100,15 +100,6 @@ class Run:
                 {
                     "tokens": tokens,
                     "logprobs": [own[token].logprob for own, token in pairs],
-                    # What else was likely there, and how likely.
-                    "rivals": [
-                        max(
-                            (other.logprob, number)
-                            for number, other in own.items()
-                            if number != token
-                        )
-                        for own, token in pairs
-                    ],
                     "cached": output.num_cached_tokens,
                 }
             )
@@ -197,30 +188,22 @@ def conversations(run):
         ]
 
 
-def under_pressure(seed, ask, is_fixed=False):
-    """Have 20 users ask three times, who leave others out of steps and preempt them."""
-    rng = np.random.default_rng(seed)
-    users = range(20)
-    prompts = [rng.integers(0, 256, rng.integers(100, 220)).tolist() for _ in users]
-    for _ in range(3):
-        num_tokens = rng.integers(10, 60, len(users)).tolist()
-        answers = ask(prompts, num_tokens)
-        if is_fixed:
-            answers = [[0] * number for number in num_tokens]
-        prompts = [
-            [*prompt, *answer, *rng.integers(0, 256, 9).tolist()]
-            for prompt, answer in zip(prompts, answers, strict=True)
-        ]
-
-
 def pressure(run):
-    """The same for each of "seeds" seeds."""
+    """Have 20 users ask three times, who leave others out of steps and preempt them.
+
+    The same for each of "seeds" seeds.
+    """
     for seed in range(run.options["seeds"]):
-        under_pressure(
-            seed,
-            lambda prompts, num_tokens: run.ask(prompts, num_tokens=num_tokens),
-            run.options.get("is_fixed", False),
-        )
+        rng = np.random.default_rng(seed)
+        users = range(20)
+        prompts = [rng.integers(0, 256, rng.integers(100, 220)).tolist() for _ in users]
+        for _ in range(3):
+            num_tokens = rng.integers(10, 60, len(users)).tolist()
+            answers = run.ask(prompts, num_tokens=num_tokens)
+            prompts = [
+                [*prompt, *answer, *rng.integers(0, 256, 9).tolist()]
+                for prompt, answer in zip(prompts, answers, strict=True)
+            ]
         run.count()
 
 
