@@ -90,7 +90,7 @@ def make(closing, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("block_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("block_size", [3, 8])
 def test_only_new_tokens_are_computed(make, block_size):
     engine, offload = make("mixed", block_size)
     rng = random.Random(block_size)
@@ -106,6 +106,12 @@ def test_only_new_tokens_are_computed(make, block_size):
         assert (done.num_tokens, engine.num_computed) == (kept, 11 - kept)
         assert done.result == longer
         offload.store.clear()
+    # The last token is always computed.
+    offload.prefill("params", range(1, 9))
+    offload.store.flush()
+    engine.num_computed = 0
+    assert offload.prefill("params", range(1, 9)).num_tokens == 4
+    assert engine.num_computed == 4
 
 
 def test_a_clear_in_the_middle_of_a_prefill_keeps_nothing_of_it(make):
@@ -145,7 +151,7 @@ def test_prompts_that_began_before_clear_are_not_kept(make):
     assert offload.save_prefix(prompt, prefix) == 8
 
 
-@pytest.mark.parametrize("num_prompt", [2, 4, 6])
+@pytest.mark.parametrize("num_prompt", [2, 6])
 def test_a_slot_belongs_to_the_epoch_of_its_prefill(make, num_prompt):
     """Also that of a prompt that is too short to be resumed."""
     _, offload = make("mixed")
@@ -162,10 +168,9 @@ def test_a_slot_belongs_to_the_epoch_of_its_prefill(make, num_prompt):
     assert offload.save_slot(tokens, engine.state(), 0) == 0
 
 
-@pytest.mark.parametrize("layout", ["scanned", "unscanned"])
-def test_a_request_resumes_from_its_generated_tokens(make, layout):
-    prefill_engine, offload = make(layout)
-    engine = Engine(layout)
+def test_a_request_resumes_from_its_generated_tokens(make):
+    prefill_engine, offload = make("mixed")
+    engine = Engine("mixed")
     engine.insert(0, 2)
     for _ in range(4):
         engine.step()
@@ -190,15 +195,6 @@ def test_a_slot_of_other_lengths_keeps_nothing_and_is_counted(make):
     offload.store.flush()
     assert offload.store.stats.failed_saves == 1
     assert offload.resume(range(1, 10)) == (None, 0)
-
-
-def test_the_last_token_is_always_computed(make):
-    engine, offload = make("scanned")
-    offload.prefill("params", range(1, 9))
-    offload.store.flush()
-    engine.num_computed = 0
-    assert offload.prefill("params", range(1, 9)).num_tokens == 4
-    assert engine.num_computed == 4
 
 
 def test_cache_like_replaces_the_engines_shapes(make):
