@@ -106,12 +106,6 @@ def test_only_new_tokens_are_computed(make, block_size):
         assert (done.num_tokens, engine.num_computed) == (kept, 11 - kept)
         assert done.result == longer
         offload.store.clear()
-    # The last token is always computed.
-    offload.prefill("params", range(1, 9))
-    offload.store.flush()
-    engine.num_computed = 0
-    assert offload.prefill("params", range(1, 9)).num_tokens == 4
-    assert engine.num_computed == 4
 
 
 def test_a_clear_in_the_middle_of_a_prefill_keeps_nothing_of_it(make):
@@ -195,6 +189,15 @@ def test_a_slot_of_other_lengths_keeps_nothing_and_is_counted(make):
     offload.store.flush()
     assert offload.store.stats.failed_saves == 1
     assert offload.resume(range(1, 10)) == (None, 0)
+
+
+def test_the_last_token_is_always_computed(make):
+    engine, offload = make("scanned")
+    offload.prefill("params", range(1, 9))
+    offload.store.flush()
+    engine.num_computed = 0
+    assert offload.prefill("params", range(1, 9)).num_tokens == 4
+    assert engine.num_computed == 4
 
 
 def test_cache_like_replaces_the_engines_shapes(make):

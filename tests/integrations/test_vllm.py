@@ -298,16 +298,6 @@ def test_who_asks_to_decode_elsewhere_is_answered_with_what_to_send_there(newest
         assert connector.request_finished(request, []) == (False, told), params
 
 
-def test_in_hybrid_models_failed_loads_are_reported_by_request(newest):
-    engine = make_warm_engine(windows=(None, 6))
-    fail_loads(engine)
-    request = Request("again", range(18), 3)
-    engine.run(request)  # the engine asserts that no blocks are reported
-    assert engine.scheduler.num_external_tokens == 4 * BLOCK_SIZE
-    assert request.tokens == reference(range(18), 3)
-    engine.check_nothing_leaked()
-
-
 def test_hybrid_models_are_refused_on_vllm_019(monkeypatch):
     fake_vllm.install(monkeypatch, "0.19")
     with pytest.raises(ValueError, match="2 KV cache groups need a vLLM that calls"):
@@ -649,17 +639,6 @@ def test_the_halves_in_two_processes_share_only_what_they_send(newest):
     options = {"num_blocks": 40}
     engine = Engine(**options)
     engine.runner = RemoteRunner(**options)
-    sent = []
-    execute = engine.runner.execute
-
-    def measure(output):
-        meta = output.kv_connector_metadata
-        transfers = meta.transfers
-        blocks = len(transfers.store_host_blocks) + len(transfers.load_host_blocks)
-        sent.append((blocks, len(pickle.dumps(meta))))
-        return execute(output)
-
-    engine.runner.execute = measure
     try:
         first = Request("first", range(18), 3)
         engine.run(first)
@@ -676,11 +655,6 @@ def test_the_halves_in_two_processes_share_only_what_they_send(newest):
         engine.check_nothing_leaked()
     finally:
         engine.runner.close()
-    empty = max(size for blocks, size in sent if not blocks)
-    assert empty < 400
-    per_block = [(size - empty) / blocks for blocks, size in sent if blocks]
-    assert max(per_block) < 40, "of which most names the request"
-    assert sum(blocks for blocks, _ in sent) > 8
 
 
 def test_a_block_told_takes_a_few_bytes():
@@ -693,6 +667,7 @@ def test_a_block_told_takes_a_few_bytes():
         )
         return len(pickle.dumps(StepMetadata(meta, 0)))
 
+    assert size(0) < 400
     assert (size(3000) - size(1000)) / (2 * 2000) < 8
 
 
@@ -1008,25 +983,14 @@ def test_vllm_serves_what_both_halves_count(newest, options):
     assert sum(line["blocks loaded"] for line in lines) > 0
     assert {"stored MiB", "loaded MiB", "failed loads"} <= lines[0].keys()
     assert {line["host blocks"] for line in lines if "host blocks" in line} == {32}
-    # Another engine of the process may register the same names.
-    type(scheduler).build_prom_metrics(
-        *(None, {kind: kind for kind in kinds}, ["engine"], {0: ["0"]})
-    )
-    type(scheduler).build_prom_metrics(
-        *(None, {kind: kind for kind in kinds}, ["engine"], {0: ["0"]})
-    )
+    for _ in range(2):  # Another engine of the process may register the same names.
+        type(scheduler).build_prom_metrics(
+            *(None, {kind: kind for kind in kinds}, ["engine"], {0: ["0"]})
+        )
     for metric in sys.modules[
         "jaxkv.integrations.vllm.stats"
     ].OffloadPromMetrics._registered:
         prometheus_client.REGISTRY.unregister(metric)
-
-
-def test_external_hits_come_from_the_host(newest):
-    connector = Engine().scheduler.connector
-    request = Request("one", range(18), 1)
-    found = connector.get_external_cache_hit_sources(request, 8)
-    assert found == {fake_vllm.CacheHitSource.HOST: 8}
-    assert connector.get_external_cache_hit_sources(request, 0) == {}
 
 
 @pytest.fixture
@@ -1106,9 +1070,7 @@ def test_a_log_that_is_set_up_already_stays_as_it_is(newest, vllm_log):
     assert vllm_log == []
 
 
-def test_the_class_is_created_by_path_under_both_names(
-    newest,
-):
+def test_the_class_is_created_by_path_under_both_names(newest):
     for name in ("OffloadConnector", "TPUOffloadConnector"):
         config, cache_config = make_configs(kv_transfer_config__kv_connector=name)
         for role in KVConnectorRole:

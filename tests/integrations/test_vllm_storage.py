@@ -542,6 +542,8 @@ def test_hits_are_told_by_where_they_came_from(newest, make):
         SimpleNamespace(request_id="r"), 20
     )
     assert found == {sources.EXTERNAL_UNSPECIFIED: 8, sources.HOST: 12}
+    request = SimpleNamespace(request_id="r")
+    assert connector.get_external_cache_hit_sources(request, 0) == {}
 
 
 @pytest.mark.parametrize(
