@@ -202,11 +202,6 @@ def test_the_comparison_fails_where_new_adapters_are_not_noticed(lab):
         lab.run("new_adapters", fault="blind", **options)
 
 
-def test_the_kernels_of_the_plugin_are_those_of_tpu_inference(lab):
-    printed = lab.run_code("from vllm_cpu import check_kernels as c; c.main()")
-    assert "11 batches alike" in printed
-
-
 def test_vllm_serve_has_the_hits_and_what_jaxkv_counts_in_its_metrics(lab, tmp_path):
     config = {
         "kv_connector": "TPUOffloadConnector",

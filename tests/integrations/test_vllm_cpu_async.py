@@ -95,22 +95,6 @@ def test_states_are_the_same_under_pressure(lab):
 
 
 @pytest.mark.long
-def test_requests_that_are_preempted_by_a_reset_keep_their_tokens(lab):
-    """Without the cure this ends in an assertion of tpu-inference's."""
-    options = {"model": "llama-float32", "num_blocks": 64}
-    expected = lab.run("interruptions", interrupts=False, **options)
-    found = lab.run(
-        "interruptions",
-        interrupts=True,
-        engine={"async_scheduling": True},
-        extra={"store_threshold": 9},  # A load would put a step in between.
-        **options,
-    )
-    assert tokens_of(found) == tokens_of(expected)
-    assert sum(found["preemptions"]) >= 5
-
-
-@pytest.mark.long
 def test_the_engine_ends_rather_than_answer_wrongly_where_ids_stop(lab):
     with pytest.raises(AssertionError, match="runs again after a step without it"):
         run_pressure(lab, "llama", 1, is_async=True, extra={}, fault="no ids")

@@ -9,7 +9,6 @@ for each scenario: the tokens and log-probabilities of each request, and what wa
 counted.
 """
 
-import contextlib
 import json
 import sys
 from pathlib import Path
@@ -205,34 +204,6 @@ def pressure(run):
                 for prompt, answer in zip(prompts, answers, strict=True)
             ]
         run.count()
-
-
-def interruptions(run):
-    """Running requests that are preempted while their last results are on their way."""
-    from vllm import SamplingParams
-
-    engine = run.llm.llm_engine
-    sampling = SamplingParams(
-        max_tokens=40, temperature=0, ignore_eos=True, detokenize=False
-    )
-    prompts = prompts_of(0)
-    for user, prompt in enumerate(prompts):
-        engine.add_request(str(user), {"prompt_token_ids": prompt}, sampling)
-    done = {}
-    num_steps = 0
-    while len(done) < len(prompts):
-        done |= {
-            int(output.request_id): list(output.outputs[0].token_ids)
-            for output in engine.step()
-            if output.finished
-        }
-        num_steps += 1
-        if num_steps % 25 == 0 and run.options["interrupts"]:
-            # It says that it failed where blocks were on their way; all are preempted.
-            with contextlib.suppress(RuntimeError):
-                engine.reset_prefix_cache(reset_running_requests=True)
-    run.answers += [{"tokens": done[user], "logprobs": []} for user in sorted(done)]
-    run.count()
 
 
 def salts(run):
@@ -464,7 +435,6 @@ SCENARIOS = {
     for scenario in (
         conversations,
         pressure,
-        interruptions,
         salts,
         adapters,
         resets,
