@@ -78,7 +78,7 @@ def test_fifty_prompts_get_the_same_tokens_from_one_copy_of_each_block(make):
 
 
 def test_four_prefill_threads_get_the_same_tokens_from_a_small_store(make):
-    prompts = shared_prompts(50, seed=1)
+    prompts = shared_prompts(24, seed=1)
     expected, _ = serve(prompts, None)
     cache = make(num_host_blocks=24, cache_policy="arc", max_pending_saves=2)
     for _ in range(2):

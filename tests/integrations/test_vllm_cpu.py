@@ -20,6 +20,7 @@ from tests.integrations.vllm_cpu.comparison import (
     server,
     tokens_of,
 )
+from tests.integrations.vllm_cpu.run import transfer_config
 
 LONG = pytest.mark.long
 # Each group of layers has blocks of its own.
@@ -203,17 +204,12 @@ def test_the_comparison_fails_where_new_adapters_are_not_noticed(lab):
 
 
 def test_vllm_serve_has_the_hits_and_what_jaxkv_counts_in_its_metrics(lab, tmp_path):
-    config = {
-        "kv_connector": "TPUOffloadConnector",
-        "kv_connector_module_path": "jaxkv.integrations.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"num_cpu_blocks": 400},
-    }
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, 256, (6, 160)).tolist()
     log = tmp_path / "log"
-    with server(lab, log, "--kv-transfer-config", json.dumps(config)) as ask:
+    with server(
+        lab, log, "--kv-transfer-config", json.dumps(transfer_config({}))
+    ) as ask:
 
         def answers():
             return [
