@@ -58,18 +58,11 @@ def main():
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    kinds = tuple(args.engines)
+    options = {"kinds": args.engines, "steps": args.steps, "fault": args.fault}
     try:
         if args.only is not None:
             counts = collections.Counter()
-            failure = campaign.run_one(
-                args.seed,
-                args.only,
-                counts,
-                kinds=kinds,
-                steps=args.steps,
-                fault=args.fault,
-            )
+            failure = campaign.run_one(args.seed, args.only, counts, **options)
             print(summary(counts))
             if failure is not None:
                 print(failure.report)
@@ -82,10 +75,8 @@ def main():
                 minutes=minutes,
                 engines=args.num_engines,
                 total_steps=args.total_steps,
-                kinds=kinds,
-                steps=args.steps,
-                fault=args.fault,
                 say=lambda line: print(line, flush=True),
+                **options,
             )
     except pytest.skip.Exception as error:
         print(f"error: {error}", file=sys.stderr)

@@ -18,13 +18,7 @@ SPEC = FullAttention(4)
 
 @dataclasses.dataclass
 class Flight:
-    """A transfer in flight.
-
-    Attributes:
-        keys: Of its blocks.
-        blocks: Device blocks of a load.
-        parts: What they have to contain.
-    """
+    """A transfer in flight."""
 
     keys: list
     blocks: list

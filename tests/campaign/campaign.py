@@ -29,13 +29,7 @@ ENGINES_PER_CLEARING = 12
 
 @dataclasses.dataclass
 class Failure:
-    """A run that has failed.
-
-    Attributes:
-        number: Of the engine.
-        error: What it raised.
-        report: How to repeat it, what it was made of, and what it did last.
-    """
+    """A run that has failed."""
 
     number: int
     error: BaseException
@@ -80,20 +74,7 @@ SHARES = {
 
 
 def run_one(seed, number, counts, *, kinds=tuple(KINDS), steps=STEPS, fault=None):
-    """Run the engine of a number, if it is of one of the kinds.
-
-    Args:
-        seed: Of the campaign.
-        number: Of the engine.
-        counts: Where it counts.
-        kinds: Those to run.
-        steps: Of the engine.
-        fault: Run engines whose store has this fault, and no others; a name in
-            `tests.campaign.store_faults.FAULTS`.
-
-    Returns:
-        None if all was right, or if it is of another kind.
-    """
+    """Run the engine of a number, if it is of one of the kinds."""
     rng = random.Random(f"{seed}/{number}")
     [kind] = rng.choices(list(SHARES), SHARES.values())
     options = ""
@@ -142,21 +123,7 @@ def run(
     fault=None,
     say=print,
 ):
-    """Run engines until the time is over or there were enough, or one fails.
-
-    Args:
-        seed: Of all of them.
-        minutes: When to stop.
-        engines: After how many engines to stop.
-        total_steps: After how many steps of all engines to stop.
-        kinds: As of `run_one`, and so are `steps` and `fault`.
-        steps: See `kinds`.
-        fault: See `kinds`.
-        say: Called with each line of the report.
-
-    Returns:
-        The counters, and the failure or None.
-    """
+    """Run engines until the time is over or there were enough, or one fails."""
     counts, start_s, number, failure = collections.Counter(), time.monotonic(), 0, None
     while failure is None:
         passed_s = time.monotonic() - start_s

@@ -19,12 +19,7 @@ MEDIUM = "MEMORY"
 
 
 class Memory:
-    """The bytes of blocks; to the store's mover they are what an engine's host has.
-
-    Args:
-        num_blocks: How many there are.
-        engine: The engine whose host blocks they are like.
-    """
+    """The bytes of blocks; to the store's mover they are what an engine's host has."""
 
     def __init__(self, num_blocks, engine):
         self.host_payload_bytes = engine.host_payload_bytes
@@ -51,13 +46,7 @@ class Memory:
 
 
 class MemoryMover:
-    """Moves blocks between an engine's host and a memory.
-
-    Args:
-        engine: The engine.
-        memory: The memory.
-        fails: Whether the next block does not arrive; for tests.
-    """
+    """Moves blocks between an engine's host and a memory."""
 
     def __init__(self, engine, memory, fails=lambda: False):
         self._engine, self._memory, self._fails = engine, memory, fails

@@ -109,26 +109,14 @@ def new_pool(num_blocks, number, mesh=None):
 
 
 class Model:
-    """Runs steps, and keeps what they found until `check`.
-
-    Attributes:
-        num_reads: Blocks that were compared.
-    """
+    """Runs steps, and keeps what they found until `check`."""
 
     def __init__(self):
         self.num_reads = 0
         self._unchecked = []
 
     def run(self, pool, reads, writes, late):
-        """Compare blocks, then write blocks; returns before that is done.
-
-        Args:
-            pool: Donated.
-            reads: (block, rows, bytes, what it is) of each block, as `truth.part` has
-                rows and bytes.
-            writes: (block, rows, bytes) of each block; no block twice.
-            late: Products of matrices to compute first.
-        """
+        """Compare blocks, then write blocks; returns before that is done."""
         self.num_reads += len(reads)
         while True:
             now, reads = reads[:READS], reads[READS:]
@@ -143,11 +131,7 @@ class Model:
                 return pool
 
     def check(self):
-        """Wait for the steps so far.
-
-        Raises:
-            WrongBytesError: Something that was read was wrong.
-        """
+        """Wait for the steps so far."""
         unchecked, self._unchecked = self._unchecked, []
         for wrong, names in unchecked:
             found = np.asarray(wrong.addressable_data(0))[: len(names)]

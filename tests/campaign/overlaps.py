@@ -16,12 +16,7 @@ class Overlaps:
         self._loads = {}  # request -> (device blocks, host blocks)
 
     def start(self, meta, owner_of):
-        """Note the transfers of a step.
-
-        Args:
-            meta: The plan.
-            owner_of: The request that each device block is loaded for.
-        """
+        """Note the transfers of a step."""
         read = {h for _, hosts in self._loads.values() for h in hosts}
         written = {h for _, hosts in self._stores.values() for h in hosts}
         loaded = {b for blocks, _ in self._loads.values() for b in blocks}

@@ -37,17 +37,7 @@ class StuckError(AssertionError):
 
 
 class PagedEngine(Contract):
-    """An engine, its requests and its pools, one for each worker.
-
-    Args:
-        setup: What it is made of.
-        rng: Chooses all that it does.
-        counts: Where it counts.
-        note: Called with a line about each thing that it does.
-        mesh: The devices over which the pool's heads are spread.
-        local_rng: Chooses the faults, which may differ from process to process; then
-            transfers are reported as `OffloadWorker` sees them. None for `rng`.
-    """
+    """An engine, its requests and its pools, one for each worker."""
 
     def __init__(self, setup, rng, counts, note, mesh=None, local_rng=None):
         self.setup, self.rng, self.counts, self.note = setup, rng, counts, note
@@ -342,11 +332,7 @@ class PagedEngine(Contract):
                 break
 
     def admit(self, user):
-        """Look for a request in both tiers, and give it blocks.
-
-        Returns:
-            Whether the next request may be tried.
-        """
+        """Look for a request in both tiers, and give it blocks."""
         rng, most = self.rng, user.num_tokens - 1
         keys = user.block_keys_by_group
         local, tables = find_cached_prefix(self.blocks, self.groups, keys, most)

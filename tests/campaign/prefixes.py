@@ -66,26 +66,13 @@ class FailingLoads:
 class Store:
     """`PrefixStore`, with the calls that both have here."""
 
-    def __init__(
-        self,
-        block_size,
-        num_host_blocks,
-        policy,
-        mode,
-        extent_bytes,
-        weights,
-        **storage,
-    ):
+    def __init__(self, block_size, weights, **options):
         like = jax.tree.map(jnp.asarray, kv_of([], PLAIN, 0, 0))
         self.store = PrefixStore(
             like,
             namespace=Namespace("campaign", weights, "bytes", "rows", block_size),
-            num_host_blocks=num_host_blocks,
-            cache_policy=policy,
             sequence_axis=SEQUENCE_AXES,
-            mode=mode,
-            extent_bytes=extent_bytes,
-            **storage,
+            **options,
         )
         self.extras = (PLAIN, *EXTRAS)
         self.clear, self.flush = self.store.clear, self.store.flush
@@ -105,27 +92,14 @@ class Store:
 class JetStream:
     """`PrefixCache`, likewise; a view of it for each adapter and salt."""
 
-    def __init__(
-        self,
-        block_size,
-        num_host_blocks,
-        policy,
-        mode,
-        extent_bytes,
-        weights,
-        **storage,
-    ):
+    def __init__(self, block_size, weights, **options):
         self.cache = PrefixCache(
             block_size=block_size,
             model="campaign",
             weights_epoch=weights,
-            num_host_blocks=num_host_blocks,
-            cache_policy=policy,
             extras_of=None,
             sequence_axes={"key": 0, "layers": 1, "index": None},
-            mode=mode,
-            extent_bytes=extent_bytes,
-            **storage,
+            **options,
         )
         self.cache.learn(self._prefix(kv_of([], PLAIN, 0, 0)), LENGTH)
         self.store = self.cache.store
@@ -169,24 +143,27 @@ class PrefixUser:
         self.is_roomy = rng.random() < 0.5
         make = rng.choice((Store, JetStream))
         policy, mode = rng.choice(POLICIES), rng.choice(("fused", "staged"))
-        num_host_blocks = 4000 if self.is_roomy else rng.choice((5, 20, 60))
-        extent_bytes = rng.choice((None, self.block_size * 28 * 3))
-        sizes = self.block_size, num_host_blocks, policy, mode, extent_bytes
-        storage = {}
+        options = {
+            "cache_policy": policy,
+            "mode": mode,
+            "num_host_blocks": 4000 if self.is_roomy else rng.choice((5, 20, 60)),
+            "extent_bytes": rng.choice((None, self.block_size * 28 * 3)),
+        }
         self.blobs = MemoryStore() if rng.random() < 0.5 else None
         if self.blobs is not None:
             writes = "on_reuse", "through", "on_evict"
-            storage = {
+            object_bytes = 192 + self.block_size * 28
+            options |= {
                 "storage": "memory://replaced",
-                "storage_bytes": rng.choice((9, 40, 4000)) * (192 + sizes[0] * 28),
+                "storage_bytes": rng.choice((9, 40, 4000)) * object_bytes,
                 "storage_write": rng.choice(writes[: 2 + (policy == "lru")]),
                 "max_storage_blocks": rng.choice((1, 3, 128)),
                 "storage_deadline_s": 1.0,
                 "storage_list_s": rng.choice((0.02, 60.0)),
                 "storage_probe_s": rng.choice((0.0, 0.005, 0.5)),
             }
-        note(f"{make.__name__} {sizes=} {storage=}")
-        self.make = lambda weights: make(*sizes, str(weights), **storage)
+        note(f"{make.__name__} {self.block_size=} {options=}")
+        self.make = lambda weights: make(self.block_size, str(weights), **options)
         self.weights = 0
         self.stories, self.saved, self.unsure = [], [], False
         self.computing = []  # Prompts, with the weights and the epoch of their begin.

@@ -34,20 +34,7 @@ SHADOWED = ("full", "full of 8")
 
 @dataclasses.dataclass(frozen=True)
 class Habits:
-    """What an engine may do in one way or another.
-
-    Attributes:
-        names_new_blocks: It names them in `SchedulerOutput.new_block_ids`.
-        gives_tables_at_end: It gives `request_finished` the block tables.
-        takes_answers: It goes on with the tables that `update_state_after_alloc`
-            returned, rather than with its own.
-        leaves_holes: It passes the null block for what the next token does not read.
-        trims: It frees the blocks that no later token reads.
-        says_preempted: It calls `request_preempted`.
-        keeps_offers: It leaves an offer unanswered if it has no room, and asks again.
-        renames_weights: It changes the keys' weights epoch with the weights, as it
-            should; else it relies on resetting both tiers.
-    """
+    """What an engine may do in one way or another."""
 
     names_new_blocks: bool
     gives_tables_at_end: bool
@@ -61,18 +48,7 @@ class Habits:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A random engine.
-
-    Attributes:
-        groups: A name in `GROUPS`.
-        config: All that can be chosen about offloading.
-        num_device_blocks: Blocks of the device pool.
-        max_tokens: Most tokens of a request.
-        failures: Share of the transfers that fail.
-        stuck: Share that is never reported.
-        most_steps: Most steps that a transfer takes.
-        habits: Of the engine.
-    """
+    """A random engine."""
 
     groups: str
     config: OffloadConfig

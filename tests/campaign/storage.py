@@ -33,15 +33,7 @@ MIXED = (
 
 
 def run_storage(rng, counts, note, steps, fault=None):
-    """Run engines that share a store, one after another, or two in turns.
-
-    Args:
-        rng: Chooses all that they do.
-        counts: Where they count.
-        note: Called with a line about each thing that they do.
-        steps: Of all of them together, but for those at the end of each.
-        fault: What goes wrong; a name in `store_faults.FAULTS`, None for any.
-    """
+    """Run engines that share a store, one after another, or two in turns."""
     with tempfile.TemporaryDirectory(prefix="jaxkv-campaign-") as folder:
         if fault is None:
             # The same model in all of them: other groups have other keys.

@@ -28,17 +28,7 @@ BEGUN, ENDED = b"(", b")"
 
 
 def live(url, cache, log, seed, life, num_steps=None):
-    """Be one of the engines that share a store.
-
-    Args:
-        url: The store.
-        cache: Where compiled programs are kept from life to life.
-        log: The file for its lines, or for what went wrong; beside it, with `.writes`
-            at its end, is one that has `BEGUN` and `ENDED` for each write.
-        seed: Of the model and of the prompts.
-        life: Its number.
-        num_steps: When to end, and to look for leaks; None to go on for ever.
-    """
+    """Be one of the engines that share a store."""
     with open(log, "w", buffering=1, encoding="utf-8") as out:
         sys.stderr = out
         jax.config.update("jax_platforms", "cpu")

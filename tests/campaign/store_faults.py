@@ -31,29 +31,18 @@ MOST_MISHAPS = 4
 
 @dataclasses.dataclass(frozen=True)
 class StoreFault:
-    """Something that goes wrong.
-
-    Attributes:
-        faults: What the store does wrong when it is called.
-        num_engines: Engines that use the store at once.
-        share: How often something happens between two steps, from 0 to 1.
-        happens: What happens then; called with a random generator and the folder, it
-            tells how often it has done so.
-        disk: Options of the file system to mount for the folder; None for no other.
-        servers: Runs the servers of the store, with files in the folder: their URL and
-            what happens to them; None for a store that is the folder.
-        storage_blocks: Blocks that an engine takes the store to have room for.
-        sign: What counts it, so that it is known to have happened.
-    """
+    """Something that goes wrong with the store of `num_engines` engines."""
 
     faults: Faults = dataclasses.field(default_factory=Faults)
     num_engines: int = 1
+    # Between so many of the steps, from 0 to 1, `happens(rng, folder)` is called; it
+    # returns how often it has done something.
     share: float = 0.0
     happens: Callable | None = None
-    disk: Callable | None = None
-    servers: Callable | None = None
+    disk: Callable | None = None  # Options of a file system to mount for the folder.
+    servers: Callable | None = None  # Their context gives a URL and what happens.
     storage_blocks: int = 4000
-    sign: str = "mishaps"
+    sign: str = "mishaps"  # The counter that shows that the fault has occurred.
 
 
 def empty(rng, folder):
@@ -136,12 +125,7 @@ def mooncake(folder):
 
 
 class _Deaths:
-    """Kills one process of several, and starts it again when it is called next.
-
-    Args:
-        running: The processes, by a name.
-        start: Starts the process of a name.
-    """
+    """Kills one process of several, and starts it again when it is called next."""
 
     def __init__(self, running, start):
         self.running, self.start = running, start

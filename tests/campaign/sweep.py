@@ -83,13 +83,7 @@ class StuckError(AssertionError):
 
 
 class SmallEngine:
-    """A scheduler, a worker and a pool.
-
-    Args:
-        calls: Of the system, one of which may hang.
-        clock: Of the worker and the store.
-        keys: Of its configuration.
-    """
+    """A scheduler, a worker and a pool."""
 
     def __init__(self, calls, clock, **keys):
         config = OffloadConfig(
@@ -126,13 +120,7 @@ class SmallEngine:
         return self.scheduler.update_connector_output(self.worker.poll())
 
     def until(self, condition, what, *, may_hang=False):
-        """Step until something is so; while a call hangs, time passes quickly.
-
-        Args:
-            condition: What is to be so.
-            what: Its name.
-            may_hang: Whether it may take until the call goes on.
-        """
+        """Step until something is so; while a call hangs, time passes quickly."""
         end_s = time.monotonic() + MAX_WAIT_S
         end_hanging_s = self.clock() + MAX_HANG_S
         while not condition():
@@ -277,17 +265,7 @@ class Log(logging.Handler):
 
 
 class Life:
-    """A life in which one call fails.
-
-    Args:
-        calls: The calls, installed.
-        fault: Which call fails, and how; None for none.
-
-    Attributes:
-        fault: As given.
-        refusal: The error with which a part refused to start at first, if it did.
-        log: What was logged.
-    """
+    """A life in which one call fails."""
 
     def __init__(self, calls, fault):
         self.calls, self.fault = calls, fault
@@ -319,15 +297,7 @@ class Life:
 
 
 class StoreLife(Life):
-    """The life of an engine with a store.
-
-    Args:
-        calls: As of `Life`.
-        fault: As of `Life`.
-        url: The store: empty to `begin`, or as `begin` has left it to `go_on`.
-        count: Tells how many blocks the store has.
-        keys: More of the engine's configuration.
-    """
+    """The life of an engine with a store."""
 
     def __init__(self, calls, fault, url, count, **keys):
         super().__init__(calls, fault)
@@ -381,15 +351,7 @@ class StoreLife(Life):
 
 
 class RecordLife(Life):
-    """The life of an engine whose requests are recorded, in files that rotate.
-
-    Args:
-        calls: As of `Life`.
-        fault: As of `Life`.
-        folder: Where the files are.
-        name: The name of the file.
-        max_files: How many are kept.
-    """
+    """The life of an engine whose requests are recorded, in files that rotate."""
 
     NUM_REQUESTS, NUM_AFTER = 8, 3
     MAX_BYTES = 600
@@ -458,13 +420,7 @@ class RecordLife(Life):
 
 
 class PolicyStateLife(Life):
-    """The life of an engine that keeps what its policy has learned, and of the next.
-
-    Args:
-        calls: As of `Life`.
-        fault: As of `Life`.
-        folder: Where the file is.
-    """
+    """The life of an engine that keeps what its policy has learned, and of the next."""
 
     def __init__(self, calls, fault, folder):
         super().__init__(calls, fault)
@@ -497,14 +453,7 @@ class PolicyStateLife(Life):
 
 
 class EventsLife(Life):
-    """The life of an engine whose events a router follows.
-
-    Args:
-        calls: As of `Life`.
-        fault: As of `Life`.
-        folder: Not used.
-        has_replay: Whether the router may ask for what it has missed.
-    """
+    """The life of an engine whose events a router follows."""
 
     def __init__(self, calls, fault, folder, has_replay=True):
         super().__init__(calls, fault)
@@ -578,13 +527,7 @@ class EventsLife(Life):
 
 
 class PrefixLife(Life):
-    """The life of a prefix store with storage behind it, by the clock on the wall.
-
-    Args:
-        calls: As of `Life`.
-        fault: As of `Life`.
-        folder: Where the blocks are.
-    """
+    """The life of a prefix store with storage behind it, by the clock on the wall."""
 
     LIST_S = 0.1
 
@@ -690,17 +633,7 @@ def complaint(life):
 
 
 def sweep(live, errors=ERRORS, *, all_errors=False):
-    """Have each call of a life fail once, one in each life.
-
-    Args:
-        live: Lives a life with a fault, or with None, and returns it.
-        errors: Per call, what it may fail with.
-        all_errors: As of `failing_calls.faults`.
-
-    Returns:
-        How many lives there were; how many of them had their fault, as the order of
-        threads may spare a call; and what went wrong.
-    """
+    """Have each call of a life fail once, one in each life."""
     crashes, complaints = [], []
     num_lives = num_failed = 0
     with mock.patch.object(threading, "excepthook", crashes.append):

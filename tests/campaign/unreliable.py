@@ -17,14 +17,7 @@ NEVER = 1 << 60
 
 @dataclasses.dataclass(eq=False)
 class _Flight:
-    """A transfer that was not reported yet.
-
-    Attributes:
-        due: When it is to be reported, counted in calls of `settle`.
-        fails: Whether it is to fail.
-        device_ids: Blocks that a load writes.
-        done: What the real engine has reported.
-    """
+    """A transfer that was not reported yet."""
 
     due: int
     fails: bool
@@ -37,16 +30,6 @@ class UnreliableEngine:
 
     A save that fails has mostly stored garbage; a load that fails leaves garbage in its
     device blocks. A stuck one is never reported, so that somebody has to abandon it.
-
-    Args:
-        engine: The real one.
-        rng: Chooses what fails, and how long things take.
-        garbage: A pool of garbage.
-        failures: Share of the transfers that fail.
-        stuck: Share of the transfers that are stuck.
-        most_steps: Most steps that another one takes; None to report each as soon as
-            it is done.
-        counts: Where faults are counted.
     """
 
     def __init__(self, engine, rng, garbage, failures, stuck, most_steps, counts):

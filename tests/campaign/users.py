@@ -23,22 +23,7 @@ RETENTIONS = (
 
 
 class User:
-    """A request, with the attributes that the scheduler reads.
-
-    Attributes:
-        tokens: So far.
-        extras: Its salt, adapter and items.
-        max_tokens: When it is over.
-        digests: What the KV depends on after 0, 1, 2, ... tokens.
-        phase: "waiting", "loading" or "running".
-        tables: Its device blocks, a list for each group.
-        after: The tables to go on with once its load is there.
-        num_loading: Tokens that it waits for.
-        has_offer: Whether it has left an offer unanswered.
-        num_cached: Blocks of each group that were made findable.
-        new_blocks: Blocks that the scheduler has not been told of.
-        is_rewritten: Whether its tokens have changed since it last asked.
-    """
+    """A request, with the attributes that the scheduler reads."""
 
     def __init__(self, request_id, groups, tokens, extras, max_tokens, weights, epoch):
         self.request_id = request_id

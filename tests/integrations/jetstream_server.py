@@ -99,12 +99,7 @@ def break_cache(cache):
 
 
 def start(which, folder):
-    """Start the server as its users do.
-
-    Returns:
-        It, which serves as long as it is referred to; its port; jaxkv's cache, or None;
-        the engines.
-    """
+    """Start the server as its users do."""
     import grpc
     from jetstream.core import config_lib, prefix_cache, server_lib
 

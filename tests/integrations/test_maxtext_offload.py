@@ -90,7 +90,7 @@ def make(closing, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("block_size", [2, 3, 4, 8])
+@pytest.mark.parametrize("block_size", [3, 8])
 def test_only_new_tokens_are_computed(make, block_size):
     engine, offload = make("mixed", block_size)
     rng = random.Random(block_size)
@@ -145,7 +145,7 @@ def test_prompts_that_began_before_clear_are_not_kept(make):
     assert offload.save_prefix(prompt, prefix) == 8
 
 
-@pytest.mark.parametrize("num_prompt", [2, 4, 6])
+@pytest.mark.parametrize("num_prompt", [2, 6])
 def test_a_slot_belongs_to_the_epoch_of_its_prefill(make, num_prompt):
     """Also that of a prompt that is too short to be resumed."""
     _, offload = make("mixed")
@@ -162,10 +162,9 @@ def test_a_slot_belongs_to_the_epoch_of_its_prefill(make, num_prompt):
     assert offload.save_slot(tokens, engine.state(), 0) == 0
 
 
-@pytest.mark.parametrize("layout", ["scanned", "unscanned"])
-def test_a_request_resumes_from_its_generated_tokens(make, layout):
-    prefill_engine, offload = make(layout)
-    engine = Engine(layout)
+def test_a_request_resumes_from_its_generated_tokens(make):
+    prefill_engine, offload = make("mixed")
+    engine = Engine("mixed")
     engine.insert(0, 2)
     for _ in range(4):
         engine.step()

@@ -6,7 +6,6 @@ what has to come back.
 
 import concurrent.futures
 import contextlib
-import errno
 import gc
 import math
 import os
@@ -27,7 +26,7 @@ from jaxkv import ConfigError, Extras, Namespace, OffloadConfig
 from jaxkv.config import KEYS
 from jaxkv.integrations.prefix_storage import StorageKeys
 from jaxkv.keys.hashing import NO_EXTRAS
-from jaxkv.transfer.storage import LocalStore, StoreError, open_store
+from jaxkv.transfer.storage import StoreError, open_store
 from tests.integrations.test_prefix_store import (
     BLOCK,
     LENGTH,
@@ -177,8 +176,7 @@ def flip(path):
     path.write_bytes(raw)
 
 
-@pytest.mark.parametrize("damage", [flip, Path.unlink])
-@pytest.mark.parametrize("num", [1, NUM_BLOCKS])
+@pytest.mark.parametrize(("damage", "num"), [(flip, 1), (Path.unlink, NUM_BLOCKS)])
 def test_objects_that_are_not_right_are_misses(make, tmp_path, damage, num):
     filled(make)
     files = files_of(tmp_path)
@@ -222,15 +220,15 @@ OF_OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OF_OTHERS)
-def test_what_others_have_written_is_not_found_and_stays(make, tmp_path, name):
+def test_what_others_have_written_is_not_found_and_stays(make, tmp_path):
     filled(make)
     before = {path: path.read_bytes() for path in files_of(tmp_path)}
-    store = listed(make, **OF_OTHERS[name])
-    assert store.load(PROMPT) is None
-    assert store.stats.storage_fetched_blocks == 0
-    store.close()
-    assert {path: path.read_bytes() for path in files_of(tmp_path)} == before
+    for name, options in OF_OTHERS.items():
+        with listed(make, **options) as store:
+            assert store.load(PROMPT) is None, name
+            assert store.stats.storage_fetched_blocks == 0, name
+        after = {path: path.read_bytes() for path in files_of(tmp_path)}
+        assert after == before, name
 
 
 def test_arrays_of_another_length_share_what_is_stored(make):
@@ -240,15 +238,14 @@ def test_arrays_of_another_length_share_what_is_stored(make):
     check_hit(hit, PROMPT)
 
 
-@pytest.mark.parametrize(("num_host_blocks", "least"), [(24, NUM_TOKENS), (5, BLOCK)])
-def test_a_long_prompt_comes_in_parts_as_far_as_the_host_has_room(
-    make, num_host_blocks, least
-):
-    store = restarted(make, num_host_blocks=num_host_blocks, max_storage_blocks=2)
-    hit = store.load(PROMPT)
-    assert least <= hit.num_tokens <= num_host_blocks * BLOCK
-    check_hit(hit, PROMPT)
-    check_at_rest(store)
+def test_a_long_prompt_comes_in_parts_as_far_as_the_host_has_room(make):
+    filled(make)
+    for num_host_blocks, least in ((24, NUM_TOKENS), (5, BLOCK)):
+        store = listed(make, num_host_blocks=num_host_blocks, max_storage_blocks=2)
+        hit = store.load(PROMPT)
+        assert least <= hit.num_tokens <= num_host_blocks * BLOCK
+        check_hit(hit, PROMPT)
+        check_at_rest(store)
 
 
 def test_nothing_is_fetched_for_a_prefix_that_is_too_short(make):
@@ -302,74 +299,6 @@ def test_only_what_is_asked_for_again_is_written_by_default(make):
     assert store.stats.storage_written_blocks == 3
 
 
-def test_what_the_host_is_about_to_evict_is_written(make):
-    prompts = [[who] * 9 for who in range(40)]
-    store = make(num_host_blocks=24, storage_write="on_evict", cache_policy="lru")
-    for tokens in prompts:
-        save(store, tokens)
-        assert store.wait_for_storage(60)
-    assert store.stats.evicted_blocks >= 50
-    assert store.stats.storage_written_blocks >= 40
-    assert sum(store.load(tokens) is not None for tokens in prompts) > 12 + 20
-    for policy in ({"cache_policy": "arc"}, {"retention": True}):
-        with pytest.raises(ValueError, match="on_evict' needs cache_policy='lru'"):
-            make(storage_write="on_evict", **policy)
-
-
-def test_a_full_store_deletes_what_was_used_least_recently(make, tmp_path):
-    object_bytes = 192 + BLOCK * 60
-    store = make(storage_bytes=8 * object_bytes)
-    assert store.num_storage_blocks == 8
-    for tokens in (PROMPT, OTHER):
-        save(store, tokens)
-        assert store.wait_for_storage(60)
-    assert store.stats.storage_evicted_blocks == 6
-    store.close()
-    assert len(files_of(tmp_path)) == 8
-    store = listed(make)
-    check_hit(store.load(OTHER), OTHER)
-
-
-def test_a_disk_that_is_too_small_keeps_what_is_used_now(make, monkeypatch, caplog):
-    disk = SmallDisk(monkeypatch, 3 * NUM_BLOCKS)
-    prompts = [list(range(1000 * n, 1000 * n + 30)) for n in range(12)]
-    with make(storage_list_s=None) as store:
-        assert store.wait_for_storage(60)
-        for _ in range(2):
-            for tokens in prompts:
-                save(store, tokens)
-                store.wait_for_storage(60)
-        stats = store.storage_stats
-        assert stats.failed["write full"] < 24 * NUM_BLOCKS / 4
-        assert disk.num_files > 1.5 * NUM_BLOCKS
-    [told] = [one for one in caplog.records if one.levelname == "WARNING"]
-    assert "blocks used least recently are deleted to make room" in told.message
-    store = listed(make)
-    hits = [store.load(tokens) is not None for tokens in prompts]
-    assert any(hits[-3:])
-    assert not any(hits[:6])
-
-
-def test_a_disk_that_others_have_filled_is_tried_at_a_bounded_rate(make, monkeypatch):
-    disk = SmallDisk(monkeypatch, 0)
-    store = listed(make)
-    for n in range(20):
-        save(store, list(range(1000 * n, 1000 * n + 30)))
-        store.wait_for_storage(60)
-    assert 0 < disk.num_tried < 4 * NUM_BLOCKS
-    disk.room = 100
-    end_s = time.monotonic() + 60
-
-    def is_written():
-        store.clear("again")
-        save(store, PROMPT)
-        return store.wait_for_storage(60)
-
-    wait_for(is_written)
-    assert time.monotonic() < end_s
-    assert disk.num_files >= NUM_BLOCKS
-
-
 @pytest.mark.parametrize("error", [RuntimeError, MemoryError])
 def test_a_machine_without_threads_costs_misses_and_the_store_recovers(make, error):
     store = listed(make, storage_list_s=0.01)
@@ -415,44 +344,6 @@ def test_a_prefix_store_that_no_thread_can_serve_is_refused_and_closes_its_store
     assert len(refused) == 2
     gc.collect()
     wait_for(lambda: set(threading.enumerate()) <= before)
-
-
-class SmallDisk:
-    """Has folders take no more files than there is room for.
-
-    Attributes:
-        room: Files that fit.
-        num_tried: Files that were to be written.
-        num_files: Files that there are.
-    """
-
-    def __init__(self, monkeypatch, room):
-        self.room = room
-        self.num_tried = 0
-        self._lock = threading.Lock()
-        self._paths = set()
-        write, unlink = LocalStore._write, os.unlink
-
-        def write_if_it_fits(store, path, blob):
-            with self._lock:
-                self.num_tried += 1
-                if len(self._paths | {path}) > self.room and path.endswith(".0"):
-                    raise OSError(errno.ENOSPC, "No space left on device")
-                self._paths.add(path)
-            write(store, path, blob)
-
-        def unlink_and_count(path):
-            unlink(path)
-            with self._lock:
-                self._paths.discard(path)
-
-        monkeypatch.setattr(LocalStore, "_write", write_if_it_fits)
-        monkeypatch.setattr(os, "unlink", unlink_and_count)
-
-    @property
-    def num_files(self):
-        with self._lock:
-            return sum(path.endswith(".0") for path in self._paths)
 
 
 def test_clearing_needs_a_name_for_the_weights_and_their_kv_is_not_found(make):
@@ -645,17 +536,6 @@ def is_at_rest(store):
     return True
 
 
-def test_failures_are_logged_once_and_told(make, faulty, caplog):
-    store = restarted(make)
-    faulty.error = 1.0
-    assert store.load(PROMPT) is None
-    assert store.storage_stats.failed["read other"] == NUM_BLOCKS
-    store.close()
-    told = [one.message for one in caplog.records if "read other" in one.message]
-    assert len(told) == 1
-    assert "injected" in told[0]
-
-
 def test_waiting_for_the_store_tells_that_it_does_not_have_it_all(make, faulty):
     filled(make, OTHER)
     faulty.error = 1.0
@@ -730,43 +610,43 @@ def named(**names):
     return Namespace(**(fields | names), block_size=BLOCK)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"namespace": named(model="")}, ConfigError, "needs a model, which is ''"),
-        (
-            {"namespace": named(weights_epoch="")},
-            ConfigError,
-            "needs a weights_epoch, which is ''",
-        ),
-        ({"storage_bytes": 100}, ValueError, "must be at least 432, what one host"),
-        ({"storage_bytes": "much"}, ConfigError, "storage_bytes='much' must be a size"),
-        ({"storage_write": "never"}, ConfigError, "must be one of on_reuse"),
-        ({"storage_deadline_s": 0}, ConfigError, "a number of seconds above 0"),
-        ({"storage_secret": "short"}, ConfigError, "at least 16 bytes"),
-        (
-            {"storage_byte": 5},
-            TypeError,
-            "unexpected keyword argument 'storage_byte': did you mean storage_bytes?",
-        ),
-        ({"metrics_port": 5}, TypeError, "unexpected keyword argument 'metrics_port'"),
-        ({"storage": "ftp://host"}, ValueError, "unknown 'ftp'"),
-        ({"storage": "/proc/kv"}, StoreError, "name a folder that can be made"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_line(make, arguments, error, message):
+EVICTING = {"storage_write": "on_evict"}
+REFUSED = [
+    ({"namespace": named(model="")}, ConfigError, "needs a model, which is ''"),
+    (
+        {"namespace": named(weights_epoch="")},
+        ConfigError,
+        "needs a weights_epoch, which is ''",
+    ),
+    ({"storage_bytes": 100}, ValueError, "must be at least 432, what one host"),
+    ({"storage_bytes": "much"}, ConfigError, "storage_bytes='much' must be a size"),
+    ({"storage_write": "never"}, ConfigError, "must be one of on_reuse"),
+    (EVICTING | {"cache_policy": "arc"}, ValueError, "'on_evict' needs cache_policy="),
+    (EVICTING | {"retention": True}, ValueError, "'on_evict' needs cache_policy="),
+    ({"storage_deadline_s": 0}, ConfigError, "a number of seconds above 0"),
+    ({"storage_secret": "short"}, ConfigError, "at least 16 bytes"),
+    (
+        {"storage_byte": 5},
+        TypeError,
+        "unexpected keyword argument 'storage_byte': did you mean storage_bytes?",
+    ),
+    ({"metrics_port": 5}, TypeError, "unexpected keyword argument 'metrics_port'"),
+    ({"storage": "ftp://host"}, ValueError, "unknown 'ftp'"),
+    ({"storage": "/proc/kv"}, StoreError, "name a folder that can be made"),
+]
+
+
+def test_what_cannot_be_is_refused_in_one_line(make, monkeypatch):
     num_threads = threading.active_count()
-    with pytest.raises(error) as raised:
-        make(**arguments)
-    assert message in str(raised.value)
-    assert "\n" not in str(raised.value)
-    wait_for(lambda: threading.active_count() <= num_threads)
-
-
-def test_several_processes_of_one_model_are_refused(make, monkeypatch):
+    for arguments, error, message in REFUSED:
+        with pytest.raises(error) as raised:
+            make(**arguments)
+        assert message in str(raised.value)
+        assert "\n" not in str(raised.value)
     monkeypatch.setattr("jax.process_count", lambda: 2)
     with pytest.raises(ValueError, match="a model that one process serves, not 2"):
         make()
+    wait_for(lambda: threading.active_count() <= num_threads)
 
 
 UNCLOSED = """

@@ -306,15 +306,15 @@ def fail():
     raise KeyError("a mistake of the caller's")
 
 
-@pytest.mark.parametrize("only_if", [lambda: False, fail])
-def test_a_save_that_only_if_refuses_costs_no_other(make, only_if, caplog):
+def test_a_save_that_only_if_refuses_costs_no_other(make, caplog):
     store = make()
     prompt, other = list(range(30)), list(range(50, 80))
-    assert save(store, prompt, only_if=only_if) == 28
-    store.flush()
-    assert (store.load(prompt), store.held_bytes) == (None, 0)
-    assert store.stats.failed_saves == 1
-    assert ("a mistake of the caller's" in caplog.text) == (only_if is fail)
+    for number, only_if in enumerate((lambda: False, fail)):
+        assert save(store, prompt, only_if=only_if) == 28
+        store.flush()
+        assert (store.load(prompt), store.held_bytes) == (None, 0)
+        assert store.stats.failed_saves == 1 + number
+        assert ("a mistake of the caller's" in caplog.text) == (only_if is fail)
     save(store, other, only_if=lambda: True)
     store.flush()
     check_hit(store.load(other), other)
@@ -380,28 +380,26 @@ SEQUENCES = {
 }
 
 
-@pytest.mark.parametrize("name", SEQUENCES)
-def test_a_save_belongs_to_the_epoch_in_which_its_prompt_was_loaded(make, name):
-    calls, num_kept = SEQUENCES[name]
-    weights_epoch = (None, "1")[len(name) % 2]
+def test_a_save_belongs_to_the_epoch_in_which_its_prompt_was_loaded(make):
     parts = {"P": P, "Q": Q, "R": R, "p": P[:3]}
-    store = make()
     kv = to_device(known_kv([*P, *Q], LENGTH))
-    for call in calls:
-        method, _, names = call.partition(" ")
-        tokens = [token for part in names for token in parts[part]]
-        if method == "clear":
-            store.clear(weights_epoch)
-        elif method == "save":
-            num_saved = store.save(tokens, kv)
-            store.flush()
-        else:
-            getattr(store, method)(tokens)
-    assert num_saved == num_kept
-    assert store.held_bytes == num_kept // BLOCK * store.block_bytes
-    assert store.contains(tokens) == bool(num_kept)
-    assert store.stats.outdated_saves == (num_kept == 0)
-    check_at_rest(store)
+    for name, (calls, num_kept) in SEQUENCES.items():
+        store = make()
+        for call in calls:
+            method, _, names = call.partition(" ")
+            tokens = [token for part in names for token in parts[part]]
+            if method == "clear":
+                store.clear((None, "1")[len(name) % 2])
+            elif method == "save":
+                num_saved = store.save(tokens, kv)
+                store.flush()
+            else:
+                getattr(store, method)(tokens)
+        assert num_saved == num_kept, name
+        assert store.held_bytes == num_kept // BLOCK * store.block_bytes, name
+        assert store.contains(tokens) == bool(num_kept), name
+        assert store.stats.outdated_saves == (num_kept == 0), name
+        check_at_rest(store)
 
 
 def test_adapters_have_epochs_of_their_own(make):
@@ -727,38 +725,30 @@ def test_invalid_calls_are_refused_and_change_nothing(make):
         store.save(prompt, kv)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"sequence_axis": 0}, ValueError, "room for 3 tokens along axis 0 and 'key'"),
-        (
-            {"sequence_axis": {"key": 0}},
-            ValueError,
-            "must be an int, or a tree of ints",
-        ),
-        (
-            {"sequence_axis": 3},
-            ValueError,
-            r"sequence_axis 3 of 'key' must be",
-        ),
-        ({"num_host_blocks": 0}, ValueError, "num_host_blocks=0 must be at least 1"),
-        ({"num_host_blocks": None}, ValueError, "one of"),
-        ({"max_pending_saves": 0}, ValueError, "max_pending_saves=0 must be at least"),
-        ({"cache_policy": "nonesuch"}, ValueError, "nonesuch"),
-        ({"namespace": Namespace("m", "0", "d", "l", 64)}, ValueError, "than a block"),
-        ({"namespace": "m"}, TypeError, "namespace='m' must be a jaxkv.Namespace"),
-        (
-            {"like": {"key": np.zeros((8, 2))}},
-            TypeError,
-            "'key' must be a jax.Array or",
-        ),
-        ({"like": [3]}, TypeError, "'0' must be a jax.Array or .* not <class 'int'>"),
-        ({"like": []}, ValueError, "kv has no leaves"),
-    ],
-)
-def test_invalid_arguments_are_refused(make, arguments, error, message):
-    with pytest.raises(error, match=message):
-        make(**{"sequence_axis": 0} | arguments if "like" in arguments else arguments)
+def of_leaves(like):
+    return {"sequence_axis": 0, "like": like}
+
+
+REFUSED = [
+    ({"sequence_axis": 0}, ValueError, "room for 3 tokens along axis 0 and 'key'"),
+    ({"sequence_axis": {"key": 0}}, ValueError, "must be an int, or a tree of ints"),
+    ({"sequence_axis": 3}, ValueError, r"sequence_axis 3 of 'key' must be"),
+    ({"num_host_blocks": 0}, ValueError, "num_host_blocks=0 must be at least 1"),
+    ({"num_host_blocks": None}, ValueError, "one of"),
+    ({"max_pending_saves": 0}, ValueError, "max_pending_saves=0 must be at least"),
+    ({"cache_policy": "nonesuch"}, ValueError, "nonesuch"),
+    ({"namespace": Namespace("m", "0", "d", "l", 64)}, ValueError, "than a block"),
+    ({"namespace": "m"}, TypeError, "namespace='m' must be a jaxkv.Namespace"),
+    (of_leaves({"key": np.zeros((8, 2))}), TypeError, "'key' must be a jax.Array or"),
+    (of_leaves([3]), TypeError, "'0' must be a jax.Array or .* not <class 'int'>"),
+    (of_leaves([]), ValueError, "kv has no leaves"),
+]
+
+
+def test_invalid_arguments_are_refused(make):
+    for arguments, error, message in REFUSED:
+        with pytest.raises(error, match=message):
+            make(**arguments)
 
 
 def test_another_number_of_blocks_compiles_nothing(make):

@@ -71,29 +71,19 @@ def reference(prompt, num_output):
     return tokens
 
 
-@pytest.mark.parametrize("role", KVConnectorRole)
 def test_neither_half_starts_where_async_scheduling_loses_tokens(
-    generation, role, monkeypatch
+    generation, monkeypatch
 ):
     monkeypatch.setattr(tokens, "has_tpu_inference", lambda: True)
     monkeypatch.setattr(tokens, "missing_features", lambda: ["what it needs"])
     configs = make_configs(scheduler_config__async_scheduling=True)
-    with pytest.raises(ValueError, match=r"needs is missing\. Add --no-async-schedul"):
-        create_connector(configs[0], role, configs[1])
-
-
-@pytest.mark.usefixtures("newest")
-def test_a_worker_does_not_start_with_a_runner_whose_tokens_it_cannot_restore(
-    monkeypatch,
-):
-    monkeypatch.setattr(tokens, "has_tpu_inference", lambda: True)
+    for role in KVConnectorRole:
+        with pytest.raises(ValueError, match=r"is missing\. Add --no-async-schedul"):
+            create_connector(configs[0], role, configs[1])
     monkeypatch.setattr(tokens, "missing_features", lambda: [])
-    configs = make_configs(scheduler_config__async_scheduling=True)
     worker = create_connector(configs[0], KVConnectorRole.WORKER, configs[1])
     runner = SimpleNamespace(kv_caches=[])
-    with pytest.raises(
-        ValueError, match=r"SimpleNamespace\._pre_async_results is miss"
-    ):
+    with pytest.raises(ValueError, match=r"SimpleNamespace\._pre_async_results is m"):
         worker.register_runner(runner)
     assert vars(runner) == {"kv_caches": []}
 
@@ -109,16 +99,6 @@ def make_warm_engine(**options):
     engine.run(Request("first", range(18), 1))
     forget_device(engine)
     return engine
-
-
-def test_a_prompt_comes_back_from_the_host(generation):
-    engine = make_warm_engine(generation=generation)
-    again = Request("again", range(18), 3)
-    engine.run(again)
-    # The runner has compared all it read with the computed values.
-    assert engine.scheduler.num_external_tokens == 4 * BLOCK_SIZE
-    assert again.tokens == reference(range(18), 3)
-    engine.check_nothing_leaked()
 
 
 @pytest.mark.parametrize("compression", ["int8", "fp8"])
@@ -262,30 +242,22 @@ def test_the_blocks_of_a_failed_load_are_reported_and_computed_again(generation)
     assert engine.scheduler.num_external_tokens == 4 * BLOCK_SIZE
 
 
-def test_a_request_whose_load_has_failed_is_computed_and_not_offered_another(newest):
-    """vLLM could wait for room beside the failed one's reservation forever."""
+def test_a_request_whose_load_has_failed_gives_up_its_place_and_is_computed(newest):
+    """vLLM 0.32 could wait forever for blocks of requests behind it in the queue."""
     engine = make_warm_engine()
     fail_loads(engine)
-    offload, asked = engine.offload_scheduler, []
-    find = offload.get_num_new_matched_tokens
+    connector, offload = engine.scheduler.connector, engine.offload_scheduler
+    offers, asked = [], []
+    ask, find = (half.get_num_new_matched_tokens for half in (connector, offload))
+    connector.get_num_new_matched_tokens = lambda *arguments: (
+        offers.append(ask(*arguments)) or offers[-1]
+    )
     offload.get_num_new_matched_tokens = lambda request, num_computed_tokens: (
         asked.append(request.request_id) or find(request, num_computed_tokens)
     )
     engine.run(Request("again", range(18), 3))
-    assert asked == ["again"]
-
-
-def test_a_request_whose_load_has_failed_gives_up_its_place_in_the_queue(newest):
-    """Where vLLM 0.32 leaves it, it may wait forever for blocks of those behind it."""
-    engine = make_warm_engine()
-    fail_loads(engine)
-    connector, told = engine.scheduler.connector, []
-    ask = connector.get_num_new_matched_tokens
-    connector.get_num_new_matched_tokens = lambda *arguments: (
-        told.append(ask(*arguments)) or told[-1]
-    )
-    engine.run(Request("again", range(18), 3))
-    assert told == [(4 * BLOCK_SIZE, True), (None, False), (0, False)]
+    assert offers == [(4 * BLOCK_SIZE, True), (None, False), (0, False)]
+    assert asked == ["again"], "it is not offered another load"
 
 
 def test_a_load_waits_for_those_whose_load_has_failed(newest):
@@ -310,9 +282,9 @@ def test_a_load_waits_for_those_whose_load_has_failed(newest):
     assert ask(Request("other", range(20, 38), 3), 0) == offer
 
 
-@pytest.mark.parametrize(
-    ("params", "told"),
-    [
+def test_who_asks_to_decode_elsewhere_is_answered_with_what_to_send_there(newest):
+    connector = Engine().scheduler.connector
+    for params, told in [
         (None, None),
         ({}, None),
         ({"do_remote_decode": False}, None),
@@ -320,42 +292,10 @@ def test_a_load_waits_for_those_whose_load_has_failed(newest):
             {"do_remote_decode": True, "do_remote_prefill": False},
             {"do_remote_prefill": True, "do_remote_decode": False},
         ),
-    ],
-)
-def test_who_asks_to_decode_elsewhere_is_answered_with_what_to_send_there(
-    newest, params, told
-):
-    engine = Engine()
-    connector = engine.scheduler.connector
-    request = Request("one", range(9), 1)
-    request.kv_transfer_params = params
-    assert connector.request_finished(request, []) == (False, told)
-
-
-@pytest.mark.parametrize(
-    ("given", "is_expected", "warns"),
-    [
-        (True, True, False),
-        (False, False, False),
-        (None, False, False),
-        (1, False, True),
-    ],
-)
-def test_a_prompt_may_be_computed_elsewhere(given, is_expected, warns, caplog):
-    request = Request("one", range(9), 1)
-    request.kv_transfer_params = {"do_remote_prefill": given}
-    assert VllmRequest(request, 1).remote_prefill == is_expected
-    assert warns == ("1 must be true or false" in caplog.text)
-
-
-def test_in_hybrid_models_failed_loads_are_reported_by_request(newest):
-    engine = make_warm_engine(windows=(None, 6))
-    fail_loads(engine)
-    request = Request("again", range(18), 3)
-    engine.run(request)  # the engine asserts that no blocks are reported
-    assert engine.scheduler.num_external_tokens == 4 * BLOCK_SIZE
-    assert request.tokens == reference(range(18), 3)
-    engine.check_nothing_leaked()
+    ]:
+        request = Request("one", range(9), 1)
+        request.kv_transfer_params = params
+        assert connector.request_finished(request, []) == (False, told), params
 
 
 def test_hybrid_models_are_refused_on_vllm_019(monkeypatch):
@@ -406,118 +346,102 @@ def test_an_idle_engine_steps_until_its_stores_have_arrived(newest):
     assert engine.offload_scheduler.num_host_blocks_held == 2
 
 
-@pytest.mark.parametrize(
-    ("status", "stop_reason", "stop"),
-    [
+def test_a_policy_is_told_why_a_request_stopped():
+    for status, stop_reason, stop in [
         ("FINISHED_STOPPED", None, "end_turn"),
         ("FINISHED_STOPPED", 128008, "tool_use"),
         ("FINISHED_STOPPED", "</call>", "tool_use"),
         ("FINISHED_LENGTH_CAPPED", None, None),
         ("FINISHED_ABORTED", None, None),
+    ]:
+        status = SimpleNamespace(name=status)
+        own = SimpleNamespace(status=status, stop_reason=stop_reason)
+        assert VllmRequest(own, 1).stop == stop, (status, stop_reason)
+
+
+RIGHT = {"retention": {"priority": 80, "half_life_s": 600}}
+KEPT = Retention(80, half_life_s=600)
+LIMITS = ("max_offload_tokens", "max_load_tokens")
+# A client's parameters, what is read of them, and what is logged.
+WISHES = [
+    (RIGHT, "retention", KEPT, None),
+    ({"retention": {"priority": 100, "ttl_s": 1}}, "retention", None, "from 0"),
+    ({"retention": {"prio": 1}}, "retention", None, "did you mean priority"),
+    ({"retention": 80}, "retention", None, "80 must have keys, of"),
+    ({"retention": None}, "retention", None, None),
+    ({}, "retention", None, None),
+    (None, "retention", None, None),
+    ("unlike what vLLM passes", "retention", None, None),
+    *[({name: num}, name, num, None) for name in LIMITS for num in (0, 16, None)],
+    *[
+        ({name: given}, name, None, f"['{name}'] is ignored")
+        for name in LIMITS
+        for given in (-1, True, "16", 1.5)
     ],
-)
-def test_a_policy_is_told_why_a_request_stopped(status, stop_reason, stop):
-    own = SimpleNamespace(status=SimpleNamespace(name=status), stop_reason=stop_reason)
-    assert VllmRequest(own, 1).stop == stop
+    ({"do_remote_prefill": True}, "remote_prefill", True, None),
+    ({"do_remote_prefill": False}, "remote_prefill", False, None),
+    ({"do_remote_prefill": None}, "remote_prefill", False, None),
+    ({"do_remote_prefill": 1}, "remote_prefill", False, "1 must be true or false"),
+]
 
 
-@pytest.mark.parametrize(
-    ("given", "warning"),
-    [
-        ({"priority": 80, "half_life_s": 600}, None),
-        ({"priority": 100, "ttl_s": 1}, "priority=100 must be a whole number from 0"),
-        ({"prio": 1}, "'prio' must be one of .* did you mean priority"),
-        (80, "80 must have keys, of"),
-    ],
-)
-def test_a_client_says_how_long_blocks_are_to_be_kept(given, warning, caplog):
-    own = SimpleNamespace(request_id="r0", kv_transfer_params={"retention": given})
-    retention = VllmRequest(own, 1).retention
-    if warning is None:
-        assert retention == Retention(80, half_life_s=600)
-        assert not caplog.records
-    else:  # A client's mistake must not end the engine.
-        assert retention is None
-        assert re.search(warning, caplog.text)
-
-
-@pytest.mark.parametrize(
-    ("actions", "retention"),
-    [
-        ([("kv.fetch", "1.0", {}), ("kv.retain", "1.2", {"ttl_s": 9})], {"ttl_s": 9}),
-        ([("kv.retain", "2.0", {"ttl_s": 9})], None),
-        ([("kv.retain", "1.0", {"seconds": 9})], None),
-        ([], None),
-    ],
-)
-def test_a_router_hints_how_long_blocks_are_to_be_kept(actions, retention, caplog):
-    names = "action_type", "action_version", "payload"
-    actions = [SimpleNamespace(**dict(zip(names, own, strict=True))) for own in actions]
-    own = SimpleNamespace(request_id="r0", kv_hints=SimpleNamespace(actions=actions))
-    wanted = None if retention is None else Retention.of(retention)
-    assert VllmRequest(own, 1).retention == wanted
-    is_wrong = "the hint kv.retain is ignored: 'seconds' must be one" in caplog.text
-    assert is_wrong == any("seconds" in own.payload for own in actions)
-
-
-def test_what_a_client_says_goes_before_a_routers_hint():
-    action = SimpleNamespace(
-        action_type="kv.retain", action_version="1.0", payload={"ttl_s": 9}
-    )
-    own = SimpleNamespace(
-        request_id="r0",
-        kv_transfer_params={"retention": {"ttl_s": 7}},
-        kv_hints=SimpleNamespace(actions=[action]),
-    )
-    assert VllmRequest(own, 1).retention == Retention(ttl_s=7)
-
-
-def test_a_client_need_not_say_it():
-    for params in (None, {}, {"retention": None}, "unlike what vLLM passes"):
+def test_a_client_says_what_to_store_load_and_keep(caplog):
+    """A client's mistake is logged, and does not end the engine."""
+    for params, name, value, warning in WISHES:
         own = SimpleNamespace(request_id="r0", kv_transfer_params=params)
-        assert VllmRequest(own, 1).retention is None
+        caplog.clear()
+        assert getattr(VllmRequest(own, 1), name) == value, params
+        assert (warning or "") in caplog.text, params
+        assert bool(caplog.records) == (warning is not None), params
 
 
-@pytest.mark.parametrize("name", ["max_offload_tokens", "max_load_tokens"])
-@pytest.mark.parametrize("given", [0, 16, -1, True, "16", 1.5, None])
-def test_a_client_limits_what_is_stored_and_loaded(name, given, caplog):
-    own = SimpleNamespace(request_id="r0", kv_transfer_params={name: given})
-    is_right = given in (0, 16) and given is not True
-    assert getattr(VllmRequest(own, 1), name) == (given if is_right else None)
-    is_wrong = not is_right and given is not None
-    assert (f"['{name}'] is ignored" in caplog.text) == is_wrong
+def test_a_router_hints_how_long_blocks_are_to_be_kept(caplog):
+    """What a client says goes before it."""
+
+    def retention(*actions, **more):
+        names = "action_type", "action_version", "payload"
+        named = [SimpleNamespace(**dict(zip(names, a, strict=True))) for a in actions]
+        hints = SimpleNamespace(actions=named)
+        own = SimpleNamespace(request_id="r0", kv_hints=hints, **more)
+        return VllmRequest(own, 1).retention
+
+    kept = ("kv.retain", "1.2", {"ttl_s": 9})
+    assert retention(("kv.fetch", "1.0", {}), kept) == Retention(ttl_s=9)
+    assert retention(kept, kv_transfer_params=RIGHT) == KEPT
+    assert retention(("kv.retain", "2.0", {"ttl_s": 9})) is None
+    assert retention() is None
+    assert not caplog.records
+    assert retention(("kv.retain", "1.0", {"seconds": 9})) is None
+    assert "the hint kv.retain is ignored: 'seconds' must be one" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("of_first", "of_again", "num_found"),
-    [
-        ({}, {}, 16),
+def test_a_clients_limits_hold(newest):
+    for of_first, of_again, num_found in [
         ({"max_offload_tokens": 8}, {}, 8),
         ({"max_offload_tokens": 0}, {}, 0),
         ({}, {"max_load_tokens": 9}, 8),
         ({}, {"max_load_tokens": 0}, 0),
-    ],
-)
-def test_a_clients_limits_hold(newest, of_first, of_again, num_found):
-    engine = Engine(extra={"num_cpu_blocks": 32})
-    first, again = Request("first", range(18), 1), Request("again", range(18), 1)
-    first.kv_transfer_params, again.kv_transfer_params = of_first, of_again
-    engine.run(first)
-    forget_device(engine)
-    engine.run(again)
-    assert engine.scheduler.num_external_tokens == num_found
+    ]:
+        engine = Engine()
+        first, again = Request("first", range(18), 1), Request("again", range(18), 1)
+        first.kv_transfer_params, again.kv_transfer_params = of_first, of_again
+        engine.run(first)
+        forget_device(engine)
+        engine.run(again)
+        assert engine.scheduler.num_external_tokens == num_found, (of_first, of_again)
 
 
 def test_the_prefix_of_a_client_who_asks_for_it_stays_on_the_host(newest):
-    for retention, num_found in ((None, 0), ({"ttl_s": 600}, 16)):
-        engine = Engine(extra={"num_cpu_blocks": 8, "retention": True})
-        first = Request("first", range(18), 1)
-        first.kv_transfer_params = {"retention": retention}
-        engine.run(first)
-        for number in range(1, 6):
-            engine.run(Request(f"r{number}", range(100 * number, 100 * number + 18), 1))
+    engine = Engine(extra={"num_cpu_blocks": 12, "retention": True})
+    kept, plain = Request("kept", range(18), 1), Request("plain", range(50, 68), 1)
+    kept.kv_transfer_params = {"retention": {"ttl_s": 600}}
+    engine.run(kept)
+    engine.run(plain)
+    for number in range(1, 6):
+        engine.run(Request(f"r{number}", range(100 * number, 100 * number + 18), 1))
+    for prompt, num_found in ((range(50, 68), 0), (range(18), 16)):
         forget_device(engine)
-        engine.run(Request("again", range(18), 1))
+        engine.run(Request(f"again {prompt}", prompt, 1))
         assert engine.scheduler.num_external_tokens == num_found
 
 
@@ -540,23 +464,6 @@ def test_blocks_that_a_store_is_about_to_free_are_waited_for(newest):
     assert other.tokens == reference(range(100, 118), 16)
     assert not engine.scheduler.was_preempted
     assert not engine.scheduler.connector.has_pending_block_frees()
-
-
-@pytest.mark.parametrize("windows", [(None,), (None, 6)])
-def test_events_are_vllms_classes(newest, windows):
-    engine = Engine(windows=windows, extra={"num_cpu_blocks": 32})
-    request = Request("one", range(18), 1)
-    engine.run(request)
-    stored = [event for event in engine.events if isinstance(event, BlockStored)]
-    hashes = {(event.group_idx, own) for event in stored for own in event.block_hashes}
-    groups = range(len(windows))
-    # Blocks out of the window were never offered.
-    assert hashes <= {(group, own) for group in groups for own in request.block_hashes}
-    assert {own for _, own in hashes} == set(request.block_hashes[:4])
-    assert {(event.medium, event.locality) for event in stored} == {("CPU", "LOCAL")}
-    assert {event.block_size for event in stored} == {BLOCK_SIZE}
-    engine.run(*(Request(f"r{n}", range(n, n + 30), 1) for n in range(5)))
-    assert any(isinstance(event, BlockRemoved) for event in engine.events)
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6)])
@@ -617,6 +524,9 @@ def test_a_router_can_place_the_host_events_by_tokens_parents_and_groups(
     picture, num_groups = {}, len(options.get("windows", (None,)))
     stored = [event for event in engine.events if isinstance(event, BlockStored)]
     learn(picture, stored)
+    assert {(e.medium, e.locality, e.block_size) for e in stored} == {
+        ("CPU", "LOCAL", BLOCK_SIZE)
+    }
     assert {group for group, _ in picture} == set(range(num_groups))
     for request in requests:
         hashes = request.block_hashes
@@ -730,17 +640,6 @@ def test_the_halves_in_two_processes_share_only_what_they_send(newest):
     options = {"num_blocks": 40}
     engine = Engine(**options)
     engine.runner = RemoteRunner(**options)
-    sent = []
-    execute = engine.runner.execute
-
-    def measure(output):
-        meta = output.kv_connector_metadata
-        transfers = meta.transfers
-        blocks = len(transfers.store_host_blocks) + len(transfers.load_host_blocks)
-        sent.append((blocks, len(pickle.dumps(meta))))
-        return execute(output)
-
-    engine.runner.execute = measure
     try:
         first = Request("first", range(18), 3)
         engine.run(first)
@@ -757,11 +656,6 @@ def test_the_halves_in_two_processes_share_only_what_they_send(newest):
         engine.check_nothing_leaked()
     finally:
         engine.runner.close()
-    empty = max(size for blocks, size in sent if not blocks)
-    assert empty < 400
-    per_block = [(size - empty) / blocks for blocks, size in sent if blocks]
-    assert max(per_block) < 40, "of which most names the request"
-    assert sum(blocks for blocks, _ in sent) > 8
 
 
 def test_a_block_told_takes_a_few_bytes():
@@ -774,6 +668,7 @@ def test_a_block_told_takes_a_few_bytes():
         )
         return len(pickle.dumps(StepMetadata(meta, 0)))
 
+    assert size(0) < 400
     assert (size(3000) - size(1000)) / (2 * 2000) < 8
 
 
@@ -798,8 +693,8 @@ def apart(request, monkeypatch, newest):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("windows", [(None,), (None, 6)])
-def test_the_kv_of_other_weights_is_never_served(apart, route, windows):
+def test_the_kv_of_other_weights_is_never_served(apart, route):
+    windows = [(None,), (None, 6)][ROUTES.index(route) % 2]
     engine = make_warm_engine(windows=windows, num_blocks=40)
     engine.scheduler.pool.overwrite_all()  # reset_prefix_cache()
     route(engine)
@@ -1089,25 +984,14 @@ def test_vllm_serves_what_both_halves_count(newest, options):
     assert sum(line["blocks loaded"] for line in lines) > 0
     assert {"stored MiB", "loaded MiB", "failed loads"} <= lines[0].keys()
     assert {line["host blocks"] for line in lines if "host blocks" in line} == {32}
-    # Another engine of the process may register the same names.
-    type(scheduler).build_prom_metrics(
-        *(None, {kind: kind for kind in kinds}, ["engine"], {0: ["0"]})
-    )
-    type(scheduler).build_prom_metrics(
-        *(None, {kind: kind for kind in kinds}, ["engine"], {0: ["0"]})
-    )
+    for _ in range(2):  # Another engine of the process may register the same names.
+        type(scheduler).build_prom_metrics(
+            *(None, {kind: kind for kind in kinds}, ["engine"], {0: ["0"]})
+        )
     for metric in sys.modules[
         "jaxkv.integrations.vllm.stats"
     ].OffloadPromMetrics._registered:
         prometheus_client.REGISTRY.unregister(metric)
-
-
-def test_external_hits_come_from_the_host(newest):
-    connector = Engine().scheduler.connector
-    request = Request("one", range(18), 1)
-    found = connector.get_external_cache_hit_sources(request, 8)
-    assert found == {fake_vllm.CacheHitSource.HOST: 8}
-    assert connector.get_external_cache_hit_sources(request, 0) == {}
 
 
 @pytest.fixture
@@ -1187,9 +1071,7 @@ def test_a_log_that_is_set_up_already_stays_as_it_is(newest, vllm_log):
     assert vllm_log == []
 
 
-def test_the_class_is_created_by_path_under_both_names(
-    newest,
-):
+def test_the_class_is_created_by_path_under_both_names(newest):
     for name in ("OffloadConnector", "TPUOffloadConnector"):
         config, cache_config = make_configs(kv_transfer_config__kv_connector=name)
         for role in KVConnectorRole:

@@ -39,29 +39,24 @@ def own_policies(tmp_path, monkeypatch):
     sys.modules.pop("own_policies", None)
 
 
-@pytest.mark.parametrize("name", ["newest_last", "by_itself", "arc"])
-def test_a_policy_may_come_from_a_module(own_policies, name):
-    extra = {"cache_policy_module_path": "own_policies", "eviction_policy": name}
-    for _ in range(2):  # Each half of the connector reads it.
-        assert read(extra=extra).offload.cache_policy == name
-
-
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
+def test_a_policy_may_come_from_a_module_that_has_it(own_policies):
+    module = {"cache_policy_module_path": "own_policies"}
+    for extra, message in [
         ({"cache_policy_module_path": "no.such_module"}, "No module named 'no'"),
         ({"cache_policy_module_path": "not a path"}, "must be the path of a module"),
         (
-            {"cache_policy_module_path": "own_policies", "eviction_policy": "number"},
+            module | {"eviction_policy": "number"},
             "eviction_policy='number' must be a function of cache_policy_module_path=",
         ),
-        ({"cache_policy_module_path": "own_policies"}, "eviction_policy=None must be"),
+        (module, "eviction_policy=None must be"),
         ({"eviction_policy": "newest_last"}, "must be one of lru, arc, "),
-    ],
-)
-def test_a_module_without_the_policy_is_refused(own_policies, extra, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        read(extra=extra)
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            read(extra=extra)
+    for name in ("newest_last", "by_itself", "arc"):
+        for _ in range(2):  # Each half of the connector reads it.
+            config = read(extra=module | {"eviction_policy": name})
+            assert config.offload.cache_policy == name
 
 
 def test_the_keys_set_rules_and_sizes(monkeypatch):
@@ -135,19 +130,16 @@ def test_null_is_no_choice_of_a_size():
 
 
 def test_a_secret_may_come_from_the_environment(monkeypatch):
-    monkeypatch.setenv("JAXKV_STORAGE_SECRET", "0123456789abcdef")
-    assert read_extra_config({"storage": "/kv"})[0].storage_secret == "0123456789abcdef"
-    assert read_extra_config({})[0].storage_secret is None
-    monkeypatch.setenv("JAXKV_STORAGE_SECRET", "0123456789abcdef\n")
-    given = read_extra_config({"storage": "/kv", "storage_secret": "0123456789abcdef"})
-    assert read_extra_config({"storage": "/kv"})[0] == given[0]
-
-
-def test_an_empty_secret_in_the_environment_is_refused(monkeypatch):
+    secret, store = "0123456789abcdef", {"storage": "/kv"}
+    given = read_extra_config(store | {"storage_secret": secret})[0]
+    for text in (secret, secret + "\n"):
+        monkeypatch.setenv("JAXKV_STORAGE_SECRET", text)
+        assert read_extra_config(store)[0] == given
+        assert read_extra_config({})[0].storage_secret is None
     monkeypatch.setenv("JAXKV_STORAGE_SECRET", "")
     assert read_extra_config({})[0].storage_secret is None
     with pytest.raises(ValueError, match="JAXKV_STORAGE_SECRET is set but has no"):
-        read_extra_config({"storage": "/kv"})
+        read_extra_config(store)
 
 
 def test_cpu_bytes_become_blocks_of_all_layers():
@@ -171,142 +163,78 @@ def test_cpu_bytes_become_blocks_of_all_layers():
     assert ConnectorConfig.of(config, cache_config).num_host_blocks == (1 << 20) // 2048
 
 
-BAD_KEYS = {
-    "a slip": (
-        {"cpu_byte_to_use": 1},
-        "has no key 'cpu_byte_to_use': did you mean cpu_bytes_to_use",
-    ),
-    "nothing like it": ({"zzz": 1}, "has no key 'zzz': choose from cpu_bytes_to_use, "),
-    "no size": (
-        {"num_cpu_blocks": None, "cpu_bytes_to_use": "much"},
-        "cpu_bytes_to_use='much' must be a size such as",
-    ),
-    "too small": (
+STORE = {"storage": "/kv"}
+BAD_KEYS = [
+    ({"cpu_byte_to_use": 1}, "no key 'cpu_byte_to_use': did you mean cpu_bytes_to_use"),
+    ({"zzz": 1}, "has no key 'zzz': choose from cpu_bytes_to_use, "),
+    ({"cpu_bytes_to_use": "much"}, "cpu_bytes_to_use='much' must be a size such as"),
+    ({"num_cpu_blocks": 0}, "num_cpu_blocks=0 must be a whole number from 1"),
+    (
         {"num_cpu_blocks": None, "cpu_bytes_to_use": 2047, "blocks_per_chunk": 4},
         "cpu_bytes_to_use=2047 must be at least 2048, the",
     ),
-    "no block": (
-        {"num_cpu_blocks": 0},
-        "num_cpu_blocks=0 must be a whole number from 1",
-    ),
-    "both": (
+    (
         {"cpu_bytes_to_use": 1 << 20},
         "cpu_bytes_to_use=1048576 and num_cpu_blocks=32 exclude one another",
     ),
-    "no number": (
-        {"store_threshold": "2"},
-        "store_threshold='2' must be a whole number",
-    ),
-    "negative": ({"store_threshold": -1}, "store_threshold=-1 must be a whole number"),
-    "no flag": ({"offload_prompt_only": "no"}, "'no' must be true or false"),
-    "lazy": (
-        {"lazy_offload": True},
-        "lazy_offload=true is not supported: vLLM's block pool",
-    ),
-    "no chunk": (
-        {"blocks_per_chunk": 0},
-        "blocks_per_chunk=0 must be a whole number from 1",
-    ),
-    "no time": ({"transfer_deadline_s": 0}, "must be a number of seconds above 0"),
-    "no file": ({"record": ""}, "record='' must be the name of a file"),
-    "a small file": (
-        {"record_max_bytes": "1KiB"},
-        "record_max_bytes='1KiB' must be a size such as .*, at least 1048576",
-    ),
-    "no files": (
-        {"record_max_files": 0},
-        "record_max_files=0 must be a whole number from 1",
-    ),
-    "no store": (
-        {"storage": ""},
-        "storage='' must be a folder or a URL such as file:///var/cache/kv",
-    ),
-    "a small store": (
-        {"storage": "/kv", "storage_bytes": 703},
-        "storage_bytes=703 must be at least 704, what one host block takes",
-    ),
-    "no such write": (
-        {"storage": "/kv", "storage_write": "on_reus"},
+    ({"store_threshold": "2"}, "store_threshold='2' must be a whole number"),
+    ({"store_threshold": -1}, "store_threshold=-1 must be a whole number"),
+    ({"offload_prompt_only": "no"}, "'no' must be true or false"),
+    ({"lazy_offload": True}, "lazy_offload=true is not supported: vLLM's block pool"),
+    ({"blocks_per_chunk": 0}, "blocks_per_chunk=0 must be a whole number from 1"),
+    ({"transfer_deadline_s": 0}, "must be a number of seconds above 0"),
+    ({"record": ""}, "record='' must be the name of a file"),
+    ({"record_max_bytes": "1KiB"}, "='1KiB' must be a size such as .*, at least 10485"),
+    ({"record_max_files": 0}, "record_max_files=0 must be a whole number from 1"),
+    ({"storage": ""}, "storage='' must be a folder or a URL such as file:///var/cache"),
+    ({"storage_bytes": "1GiB"}, "storage_bytes needs a storage, such as storage='file"),
+    (STORE | {"storage_bytes": 703}, "=703 must be at least 704, what one host block"),
+    (
+        STORE | {"storage_write": "on_reus"},
         "storage_write='on_reus' must be one of .* did you mean on_reuse",
     ),
-    "a short secret": (
-        {"storage": "/kv", "storage_secret": "short"},
-        r"storage_secret=\.\.\. must be a text of at least 16 bytes",
+    (
+        STORE | {"storage_secret": "short"},
+        r"secret=\.\.\. must be a text of at least 16",
     ),
-    "no namespace": (
-        {"storage": "/kv", "storage_namespace": " "},
-        "storage_namespace=' ' must be a text that is not empty",
-    ),
-    "a store that is missing": (
-        {"storage_bytes": "1GiB"},
-        "storage_bytes needs a storage, such as storage='file:///var/cache/kv'",
-    ),
-    "no victims": (
-        {"storage": "/kv", "storage_write": "on_evict", "eviction_policy": "arc"},
+    (STORE | {"storage_namespace": " "}, "=' ' must be a text that is not empty"),
+    (
+        STORE | {"storage_write": "on_evict", "eviction_policy": "arc"},
         "storage_write='on_evict' needs eviction_policy='lru'",
     ),
-    "no such compression": (
-        {"compression": "int4"},
-        "compression='int4' must be one of int8, fp8",
-    ),
-    "no name": (
-        {"eviction_policy": 3},
-        "eviction_policy=3 must be one of lru, arc, ",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD_KEYS)
-def test_invalid_keys_are_refused(case):
-    extra, message = BAD_KEYS[case]
-    with pytest.raises(ValueError, match=message):
-        read(extra=extra)
-
-
-BAD_ENGINES = {
-    "pipelines": (
-        "parallel_config__pipeline_parallel_size",
-        2,
-        "parallel_size=2 must be",
-    ),
-    "data": (
-        "parallel_config__data_parallel_size",
-        2,
-        "data_parallel_size=2 must be 1",
-    ),
-    "context": ("parallel_config__decode_context_parallel_size", 2, "must be 1"),
-    "executor": (
-        "parallel_config__distributed_executor_backend",
+    ({"compression": "int4"}, "compression='int4' must be one of int8, fp8"),
+    ({"eviction_policy": 3}, "eviction_policy=3 must be one of lru, arc, "),
+]
+PARALLEL = "parallel_config__{}".format
+BAD_ENGINES = [
+    (PARALLEL("pipeline_parallel_size"), 2, "parallel_size=2 must be"),
+    (PARALLEL("data_parallel_size"), 2, "data_parallel_size=2 must be 1"),
+    (PARALLEL("decode_context_parallel_size"), 2, "must be 1"),
+    (
+        PARALLEL("distributed_executor_backend"),
         type("RayDistributedExecutorV2", (), {}),
         "backend='RayDistributedExecutorV2' must be 'uni', which TPU_MULTIHOST",
     ),
-    "ranks": ("sharding_config", SimpleNamespace(total_dp_size=2), "total_dp_size=2"),
-    "no hashes": (
-        "cache_config__enable_prefix_caching",
-        False,
-        "must be true: blocks have",
-    ),
-    "finer hashes": ("cache_config__prefix_match_unit", 2, r"\[4\] tokens .* of \[2\]"),
-    "drafts": (
+    ("sharding_config", SimpleNamespace(total_dp_size=2), "total_dp_size=2"),
+    ("cache_config__enable_prefix_caching", False, "must be true: blocks have"),
+    ("cache_config__prefix_match_unit", 2, r"\[4\] tokens .* of \[2\]"),
+    (
         "speculative_config",
         SimpleNamespace(method="mtp"),
         "speculative_config: method='mtp' must be 'ngram'",
     ),
-    "pooling": ("model_config__runner_type", "pooling", "has no KV cache to load"),
-    "its loop": (
-        "additional_config",
-        {"enable_continue_decode": True},
-        "must be false",
-    ),
-    "role": ("kv_transfer_config__kv_role", "kv_producer", "must be 'kv_both'"),
-}
+    ("model_config__runner_type", "pooling", "has no KV cache to load"),
+    ("additional_config", {"enable_continue_decode": True}, "must be false"),
+    ("kv_transfer_config__kv_role", "kv_producer", "must be 'kv_both'"),
+]
 
 
-@pytest.mark.parametrize("case", BAD_ENGINES)
-def test_unsupported_engines_are_refused(case):
-    name, value, message = BAD_ENGINES[case]
-    with pytest.raises(ValueError, match=message):
-        read(**{name: value})
+def test_invalid_keys_and_unsupported_engines_are_refused():
+    cases = [({"extra": extra}, message) for extra, message in BAD_KEYS]
+    cases += [({name: value}, message) for name, value, message in BAD_ENGINES]
+    for options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            read(**options)
 
 
 TPU_INFERENCE = {
@@ -454,19 +382,11 @@ def test_a_host_block_has_a_block_of_one_group_beside_states():
     assert (found.block_bytes, found.planned_bytes) == (600, 6000)
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "shown"),
-    [
-        ("compression", "int8", "'int8'"),
-        ("blocks_per_chunk", 2, "2"),
-    ],
-)
-def test_what_cannot_be_done_with_states_is_refused(key, value, shown):
-    with pytest.raises(ValueError, match=f"^{key}={shown} cannot be used .* states"):
-        ConnectorConfig.of(*with_states(**{key: value}))
-
-
-def test_states_that_no_other_request_could_use_are_refused():
+def test_what_cannot_be_done_with_states_is_refused():
+    for key, value in (("compression", "int8"), ("blocks_per_chunk", 2)):
+        message = f"^{key}={value!r} cannot be used .* states"
+        with pytest.raises(ValueError, match=message):
+            ConnectorConfig.of(*with_states(**{key: value}))
     config, cache_config = with_states()
     cache_config.kv_cache_groups[0].kv_cache_spec.mamba_cache_mode = "none"
     with pytest.raises(ValueError, match="mamba_cache_mode=none must be 'align'"):

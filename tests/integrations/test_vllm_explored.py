@@ -44,11 +44,7 @@ GARBAGE = ["garbage"] * BLOCK_SIZE
 
 
 class Choices:
-    """The choices of one run: the plain one, the first, unless another is given.
-
-    Args:
-        given: By the place of a choice in the run, the number of its option.
-    """
+    """The choices of one run: the plain one, the first, unless another is given."""
 
     def __init__(self, given):
         self.given = given
@@ -278,11 +274,7 @@ class World:
 
 
 def explore(make_engine, num_others, most_runs=None):
-    """Try all runs with at most so many choices other than the plain ones.
-
-    Returns:
-        How often what has happened, over all runs; "runs" among it.
-    """
+    """Try all runs with at most so many choices other than the plain ones."""
     seen, ahead = Counter(), [{}]
     while ahead and seen["runs"] != most_runs:
         given = ahead.pop()

@@ -48,18 +48,6 @@ def test_the_platform_admits_the_connector_by_the_name_in_the_docs(make_engine):
 KEEP = {"keep_on_device_reset": True}
 
 
-def test_a_prompt_comes_back_from_the_host_in_vllm(make_engine):
-    engine = make_engine(extra=KEEP)
-    engine.add("one", range(18), 3)
-    engine.run()
-    engine.scheduler.reset_prefix_cache()
-    engine.runner.kv_caches = [cache * 0 for cache in engine.runner.kv_caches]
-    again = engine.add("two", range(18), 3)
-    engine.run()
-    assert list(again.all_token_ids) == reference(range(18), 3)
-    assert engine.num_external_tokens == 4 * BLOCK_SIZE
-
-
 @pytest.mark.parametrize(
     "layers", [{}, {"windows": (None, 6)}, {"num_state_groups": 2}]
 )

@@ -79,24 +79,19 @@ def test_a_request_that_is_added_again_has_the_tokens_of_the_scheduler():
     assert restorer.num_restored == 1
 
 
-@pytest.mark.parametrize(
-    ("ids", "said"),
-    [
-        ({}, "sent 0 token ids instead of those of its 2 prompt and 2 output tokens"),
-        ({"b": [1, 2, 3]}, "sent 3 token ids instead of those of its 2 prompt and 2"),
-    ],
-)
-def test_ids_that_stop_coming_end_the_step_before_anything_changes(ids, said):
-    runner = make_runner(State("a", [1], [0]), State("b", [1, 2], [3, 0]))
-    restorer = TokenRestorer.install(runner)
-    with pytest.raises(RuntimeError, match=said) as caught:
-        update(runner, make_step({"a": 1, "b": 2}, {"a": [1, 9], **ids}))
-    assert "request 'b'" in str(caught.value)
-    assert "--no-async-scheduling" in str(caught.value)
-    manager = runner.persistent_batch_manager
-    assert manager.seen == []
-    assert manager.requests["a"].output_token_ids == [0]
-    assert restorer.num_restored == 0
+def test_ids_that_stop_coming_end_the_step_before_anything_changes():
+    for ids, num in (({}, 0), ({"b": [1, 2, 3]}, 3)):
+        runner = make_runner(State("a", [1], [0]), State("b", [1, 2], [3, 0]))
+        restorer = TokenRestorer.install(runner)
+        said = f"sent {num} token ids instead of those of its 2 prompt and 2 output"
+        with pytest.raises(RuntimeError, match=said) as caught:
+            update(runner, make_step({"a": 1, "b": 2}, {"a": [1, 9], **ids}))
+        assert "request 'b'" in str(caught.value)
+        assert "--no-async-scheduling" in str(caught.value)
+        manager = runner.persistent_batch_manager
+        assert manager.seen == []
+        assert manager.requests["a"].output_token_ids == [0]
+        assert restorer.num_restored == 0
 
 
 def test_results_of_before_a_forced_preemption_are_withdrawn():
@@ -137,24 +132,19 @@ def test_installing_twice_wraps_once_and_is_logged_once(caplog):
     assert "restore_tokens=false" in record.getMessage()
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "said"),
-    [
-        ("", "_pre_async_results", "SimpleNamespace._pre_async_results is missing"),
-        ("persistent_batch_manager", "requests", "batch_manager.requests is missing"),
-        (
-            "persistent_batch_manager.input_batch",
-            "req_id_to_index",
-            "input_batch.req_id_to_index is missing",
-        ),
-    ],
-)
-def test_a_runner_that_lacks_what_is_needed_is_refused(owner, name, said):
-    runner = make_runner()
-    holder = runner
-    for part in filter(None, owner.split(".")):
-        holder = getattr(holder, part)
-    delattr(holder, name)
-    with pytest.raises(ValueError, match=said):
-        TokenRestorer.install(runner)
-    assert not isinstance(runner.persistent_batch_manager.update_states, TokenRestorer)
+def test_a_runner_that_lacks_what_is_needed_is_refused():
+    manager = "persistent_batch_manager"
+    for path in (
+        "_pre_async_results",
+        f"{manager}.requests",
+        f"{manager}.input_batch.req_id_to_index",
+    ):
+        runner = holder = make_runner()
+        *owner, name = path.split(".")
+        for part in owner:
+            holder = getattr(holder, part)
+        delattr(holder, name)
+        with pytest.raises(ValueError, match=rf"{name} is missing"):
+            TokenRestorer.install(runner)
+        update_states = runner.persistent_batch_manager.update_states
+        assert not isinstance(update_states, TokenRestorer)

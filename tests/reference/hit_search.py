@@ -20,12 +20,7 @@ def is_full(spec):
 
 
 def find_longest_cache_hit(specs, keys_by_group, cached, max_length):
-    """Find how many tokens of a prefix are cached for all groups.
-
-    Returns:
-        The number of tokens, and for each group the blocks of that many tokens, None
-        where the group needs none.
-    """
+    """Find how many tokens of a prefix are cached for all groups."""
     parts = {}  # Groups of equal description are searched together.
     for group, spec in enumerate(specs):
         parts.setdefault(spec, []).append(group)

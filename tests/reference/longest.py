@@ -17,15 +17,7 @@ def first_read(spec, num_tokens):
 
 
 def longest_prefix(specs, counts, has, max_tokens, step):
-    """The longest prefix for which every group has what the next token reads.
-
-    Args:
-        specs: The groups.
-        counts: Full blocks of each.
-        has: Whether a block of a group is available.
-        max_tokens: Maximum tokens of the prefix.
-        step: Its length is a multiple of this.
-    """
+    """The longest prefix for which every group has what the next token reads."""
     for num_tokens in range(max(max_tokens, 0) // step * step, 0, -step):
         if all(
             num_tokens // spec.block_size <= counts[g]

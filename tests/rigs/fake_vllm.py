@@ -66,9 +66,6 @@ class KVConnectorBase_V1(abc.ABC):  # noqa: N801
     def get_kv_connector_stats(self):
         return None
 
-    def get_kv_connector_kv_cache_events(self):
-        return None
-
 
 @dataclasses.dataclass
 class KVConnectorTransferResults:
