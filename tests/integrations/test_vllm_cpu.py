@@ -20,7 +20,6 @@ from tests.integrations.vllm_cpu.comparison import (
     server,
     tokens_of,
 )
-from tests.integrations.vllm_cpu.run import transfer_config
 
 LONG = pytest.mark.long
 # Each group of layers has blocks of its own.
@@ -79,6 +78,23 @@ def test_answers_are_the_same_with_async_scheduling(lab):
     assert hit_tokens(found) > 500
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"blocks_per_chunk": 4},
+        {"eviction_policy": "arc", "num_cpu_blocks": 40},
+        {"eviction_policy": "auto", "num_cpu_blocks": 40, "shadow": "lru*2"},
+        {"store_threshold": 2, "delay_shared_loads": True},
+        {"staging_bytes": "2MiB"},
+    ],
+)
+@pytest.mark.long
+def test_answers_are_the_same_under_other_rules(lab, extra):
+    found = lab.run("conversations", model="llama-float32", extra=extra)
+    check_same_answers(found, lab.run("conversations", model="llama-float32"))
+    assert hit_tokens(found) > 0
+
+
 def test_the_comparison_fails_where_loaded_blocks_are_zero(lab):
     """The control: what is loaded is read, and wrong bytes show."""
     expected = lab.run("conversations", model="llama-float32")
@@ -101,6 +117,14 @@ def test_compressed_blocks_change_answers_a_little(lab):
     assert 8 <= len(alike) < 18
     for own, other in alike:
         np.testing.assert_allclose(own["logprobs"], other["logprobs"], atol=0.3)
+
+
+@pytest.mark.long
+def test_the_comparison_fails_where_loaded_latents_are_zero(lab):
+    expected = lab.run("conversations", **SERVED["latents"])
+    found = lab.run("conversations", extra={}, fault="zeros", **SERVED["latents"])
+    assert hit_tokens(found) > 500
+    assert tokens_of(found) != tokens_of(expected)
 
 
 def test_answers_are_the_same_where_every_second_load_fails(lab):
@@ -129,6 +153,17 @@ def test_salts_are_kept_apart(lab):
     # Under a new salt nothing is found; under the old one it is.
     assert per_round[:3] == [0, 0, 0]
     assert per_round[3] >= 3 * 128
+
+
+@pytest.mark.long
+def test_adapters_are_kept_apart(lab):
+    options = {"model": "llama-float32", "engine": LORA}
+    expected, found = lab.run_both("adapters", **options)
+    check_same_answers(found, expected)
+    assert hit_tokens(found) > 1000
+    rounds = [tokens_of(expected)[9 * n : 9 * n + 3] for n in range(6)]
+    assert rounds[:3] == rounds[3:]
+    assert rounds[0] != rounds[1] != rounds[2] != rounds[0], "adapters that do nothing"
 
 
 def test_what_a_request_asks_for_and_where_blocks_are(lab):
@@ -203,13 +238,47 @@ def test_the_comparison_fails_where_new_adapters_are_not_noticed(lab):
         lab.run("new_adapters", fault="blind", **options)
 
 
+@pytest.mark.long
+def test_aborts_leave_nothing_behind(lab):
+    """The scenario itself counts free blocks."""
+    expected, found = lab.run_both("aborts", model="llama-float32")
+    check_same_answers(found, expected)
+    assert hit_tokens(found) > 1000
+
+
+@pytest.mark.long
+def test_lazy_stores_are_refused_with_the_reason(lab):
+    with pytest.raises(AssertionError, match="lazy_offload=true is not supported"):
+        lab.run("conversations", model="llama-float32", extra={"lazy_offload": True})
+
+
+def test_the_kernels_of_the_plugin_are_those_of_tpu_inference(lab):
+    printed = lab.run_code("from vllm_cpu import check_kernels as c; c.main()")
+    assert "11 batches alike" in printed
+
+
+@pytest.mark.long
+def test_answers_are_the_same_from_cached_states(lab):
+    """Without a connector: the lab's model and kernel, and tpu-inference's blocks."""
+    options = {"model": "deltas-float32", "num_blocks": 200}
+    expected = lab.run("prefixes", engine={"enable_prefix_caching": False}, **options)
+    found = lab.run("prefixes", **options)
+    check_same_answers(found, expected)
+    assert sum(answer["cached"] for answer in found["answers"]) > 2000
+
+
 def test_vllm_serve_has_the_hits_and_what_jaxkv_counts_in_its_metrics(lab, tmp_path):
+    config = {
+        "kv_connector": "TPUOffloadConnector",
+        "kv_connector_module_path": "jaxkv.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"num_cpu_blocks": 400},
+    }
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, 256, (6, 160)).tolist()
     log = tmp_path / "log"
-    with server(
-        lab, log, "--kv-transfer-config", json.dumps(transfer_config({}))
-    ) as ask:
+    with server(lab, log, "--kv-transfer-config", json.dumps(config)) as ask:
 
         def answers():
             return [

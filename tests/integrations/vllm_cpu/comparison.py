@@ -45,7 +45,12 @@ LATENTS = {
 
 
 class Lab:
-    """A folder with models, and runs in processes, each done once."""
+    """A folder with models, and runs in processes, each done once.
+
+    Args:
+        folder: Where the models are made.
+        results: Where what runs answer is kept, for all processes that share the tests.
+    """
 
     def __init__(self, folder, results):
         self.folder = folder

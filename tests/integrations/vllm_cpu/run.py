@@ -9,6 +9,7 @@ for each scenario: the tokens and log-probabilities of each request, and what wa
 counted.
 """
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -80,7 +81,7 @@ class Run:
                 temperature=0,
                 ignore_eos=True,
                 detokenize=False,
-                logprobs=None if has_drafts else 1,
+                logprobs=None if has_drafts else 2,
                 extra_args={"kv_transfer_params": params} if params else None,
             )
             for number in num_tokens or [ANSWER_TOKENS] * len(prompts)
@@ -99,6 +100,15 @@ class Run:
                 {
                     "tokens": tokens,
                     "logprobs": [own[token].logprob for own, token in pairs],
+                    # What else was likely there, and how likely.
+                    "rivals": [
+                        max(
+                            (other.logprob, number)
+                            for number, other in own.items()
+                            if number != token
+                        )
+                        for own, token in pairs
+                    ],
                     "cached": output.num_cached_tokens,
                 }
             )
@@ -187,23 +197,85 @@ def conversations(run):
         ]
 
 
-def pressure(run):
-    """Have 20 users ask three times, who leave others out of steps and preempt them.
-
-    The same for each of "seeds" seeds.
-    """
-    for seed in range(run.options["seeds"]):
-        rng = np.random.default_rng(seed)
-        users = range(20)
-        prompts = [rng.integers(0, 256, rng.integers(100, 220)).tolist() for _ in users]
-        for _ in range(3):
-            num_tokens = rng.integers(10, 60, len(users)).tolist()
-            answers = run.ask(prompts, num_tokens=num_tokens)
-            prompts = [
-                [*prompt, *answer, *rng.integers(0, 256, 9).tolist()]
+def prefixes(run):
+    """Prompts that share a part, or go on from an answer, asked twice."""
+    rng = np.random.default_rng(2)
+    shared = [rng.integers(0, 256, 90).tolist() for _ in range(2)]
+    prompts = [
+        [*beginning, *rng.integers(0, 256, rng.integers(5, 120)).tolist()]
+        for beginning in shared
+        for _ in range(3)
+    ]
+    for _ in range(2):
+        answers = run.ask(prompts, num_tokens=[40] * len(prompts))
+    for _ in range(2):
+        run.ask(
+            [
+                [*prompt, *answer, *rng.integers(0, 256, 5).tolist()]
                 for prompt, answer in zip(prompts, answers, strict=True)
             ]
+        )
+
+
+def under_pressure(seed, ask, is_fixed=False):
+    """Have 20 users ask three times, who leave others out of steps and preempt them.
+
+    Args:
+        seed: Of what they ask.
+        ask: Takes prompts, and how many tokens each answer has; returns the answers.
+        is_fixed: Whether what they ask does not depend on the answers.
+    """
+    rng = np.random.default_rng(seed)
+    users = range(20)
+    prompts = [rng.integers(0, 256, rng.integers(100, 220)).tolist() for _ in users]
+    for _ in range(3):
+        num_tokens = rng.integers(10, 60, len(users)).tolist()
+        answers = ask(prompts, num_tokens)
+        if is_fixed:
+            answers = [[0] * number for number in num_tokens]
+        prompts = [
+            [*prompt, *answer, *rng.integers(0, 256, 9).tolist()]
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+
+
+def pressure(run):
+    """The same for each of "seeds" seeds."""
+    for seed in range(run.options["seeds"]):
+        under_pressure(
+            seed,
+            lambda prompts, num_tokens: run.ask(prompts, num_tokens=num_tokens),
+            run.options.get("is_fixed", False),
+        )
         run.count()
+
+
+def interruptions(run):
+    """Running requests that are preempted while their last results are on their way."""
+    from vllm import SamplingParams
+
+    engine = run.llm.llm_engine
+    sampling = SamplingParams(
+        max_tokens=40, temperature=0, ignore_eos=True, detokenize=False
+    )
+    prompts = prompts_of(0)
+    for user, prompt in enumerate(prompts):
+        engine.add_request(str(user), {"prompt_token_ids": prompt}, sampling)
+    done = {}
+    num_steps = 0
+    while len(done) < len(prompts):
+        done |= {
+            int(output.request_id): list(output.outputs[0].token_ids)
+            for output in engine.step()
+            if output.finished
+        }
+        num_steps += 1
+        if num_steps % 25 == 0 and run.options["interrupts"]:
+            # It says that it failed where blocks were on their way; all are preempted.
+            with contextlib.suppress(RuntimeError):
+                engine.reset_prefix_cache(reset_running_requests=True)
+    run.answers += [{"tokens": done[user], "logprobs": []} for user in sorted(done)]
+    run.count()
 
 
 def salts(run):
@@ -224,6 +296,28 @@ def adapters(run):
     for lora in (None, *loras, None, *loras):
         run.ask(prompts_of(0)[:3], lora=lora)
         run.ask(prompts_of(1), lora=lora)
+
+
+def aborts(run):
+    """Requests that are aborted while blocks are stored and loaded for them."""
+    from vllm import SamplingParams
+
+    engine = run.llm.llm_engine
+    sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    run.ask(prompts_of(0))
+    for number in range(4):
+        for user, prompt in enumerate(prompts_of(0)):
+            inputs = {"prompt_token_ids": [*prompt, number]}
+            engine.add_request(f"{number}-{user}", inputs, sampling)
+        for _ in range(1 + number):
+            engine.step()
+        engine.abort_request([f"{number}-{user}" for user in (0, 2, 4)])
+        while engine.has_unfinished_requests():
+            engine.step()
+    run.ask(prompts_of(0))
+    run.settle()
+    pool = run.core.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
 
 def resets(run):
@@ -434,9 +528,12 @@ SCENARIOS = {
     scenario.__name__: scenario
     for scenario in (
         conversations,
+        prefixes,
         pressure,
+        interruptions,
         salts,
         adapters,
+        aborts,
         resets,
         new_weights,
         new_adapters,
