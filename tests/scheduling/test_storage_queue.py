@@ -4,11 +4,9 @@ import random
 
 import pytest
 
-from jaxkv.scheduling.protocol import TierReport
 from jaxkv.types import NULL_BLOCK
 from tests.reference.longest import first_read
-from tests.rigs.offload_rig import BLOCK_SIZE, FULL, HYBRID
-from tests.scheduling.test_storage import StoreRig
+from tests.rigs.offload_rig import BLOCK_SIZE, FULL, HYBRID, StoreRig
 
 NUM_REQUESTS, PREFIX_BLOCKS = 50, 4
 RUN_STEPS = 4
@@ -39,7 +37,7 @@ class QueueRig(StoreRig):
         """Queue requests whose prefixes the store has."""
         for request in requests:
             keys = [key for own in request.block_keys_by_group for key in own]
-            self.report(TierReport(found=tuple(keys)))
+            self.has(*keys)
             self.num_prefix_blocks += len(keys)
         self.waiting += requests
 
@@ -91,8 +89,7 @@ class QueueRig(StoreRig):
         num_local, tables = self.find(request)
         found = [block for table in tables for block in table[::-1]]
         self.pool.touch(found)
-        query = self.scheduler.get_num_new_matched_tokens
-        offer, _ = query(request, num_local)
+        offer, _ = self.ask(request, num_local)
         if offer is None:
             self.pool.free(found)
             return "ask again"
@@ -103,14 +100,14 @@ class QueueRig(StoreRig):
         if sum(wanted) > self.pool.num_free:
             self.pool.free(found)
             if self.after_offer[0] == "decline":
-                self.scheduler.update_state_after_alloc(request, [], 0)
+                self.take(request, [], 0)
             elif self.after_offer[0] == "preempted":
                 self.scheduler.request_preempted(request)
             return "no room"
         pairs = zip(tables, wanted, strict=True)
         request.tables = [table + self.pool.allocate(num) for table, num in pairs]
         request.num_computed_tokens = num_local
-        self.scheduler.update_state_after_alloc(request, request.table, offer)
+        self.take(request, request.table, offer)
         request.loading_tokens = offer
         self.requests[request.request_id] = request
         self.waiting.remove(request)
@@ -210,7 +207,7 @@ def offers(rig, request, num_asks):
 
 def late(rig):
     late = rig.request("late", 7, 8, 9)
-    rig.report(TierReport(found=tuple(late.block_keys)))
+    rig.has(*late.block_keys)
     return late
 
 
@@ -285,7 +282,7 @@ def test_reset_is_done_while_queued_requests_hold_what_was_fetched():
     rig = QueueRig(*ASKS_ALL)
     requests = fill(rig)
     for request in requests:
-        rig.scheduler.update_state_after_alloc(request, [], 0)
+        rig.take(request, [], 0)
     assert not rig.scheduler.has_pending_loads()
     assert rig.scheduler.reset()
     assert not rig.scheduler.below[0].holds
@@ -310,7 +307,7 @@ def test_a_prefix_longer_than_the_limit_is_fetched_in_part_and_not_queued_for():
     rig.step()
     rig.answer()
     assert offers(rig, request, 3) == [4 * BLOCK_SIZE] * 3
-    rig.scheduler.update_state_after_alloc(request, [], 0)
+    rig.take(request, [], 0)
     assert offers(rig, request, 1) == [4 * BLOCK_SIZE], "it holds what it has"
     rig.scheduler.request_finished(request)
     rig.check_nothing_leaked()
