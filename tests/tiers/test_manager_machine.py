@@ -131,6 +131,29 @@ class ManagerMachine(RuleBasedStateMachine):
         assume(any(keys.count(key) > reading.count(key) for key in keys))
         assert self.both("complete_load", keys) is None
 
+    @rule(keys=BATCHES)
+    def pin_and_unpin(self, keys):
+        keys = [key for key in keys if self.twin.lookup([key])]
+        rows = self.manager.find(keys)
+        self.manager.pin(rows)
+        for key in keys:
+            self.twin.blocks[key].ref_cnt += 1
+        self.both_are_alike()
+        self.manager.unpin(rows)
+        for key in keys:
+            self.twin.blocks[key].ref_cnt -= 1
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), max_size=3, unique=True))
+    def discard(self, keys):
+        blocks = self.twin.blocks
+        keys = [key for key in keys if key in blocks and blocks[key].ref_cnt == 0]
+        assume(keys)
+        self.manager.discard(keys)
+        self.twin.freed += [blocks[key].block_id for key in keys]
+        for key in keys:
+            self.twin.policy.remove(key)
+        self.twin.events.append((keys, True))
+
     @rule(keys=PREFIXES)
     def request_step(self, keys):
         """A step does what its parts do, and is completed once."""
