@@ -28,7 +28,7 @@ from tests.reference.retained import ReferenceRetained
 from tests.reference.slru import ReferenceSLRU
 
 NUM_BLOCKS = 7
-MAX_BATCH = 4096
+MAX_BATCH = 16  # So that the logs of use are often compacted.
 TWINS = {
     "lru": ReferenceLRU,
     "arc": ReferenceARC,
