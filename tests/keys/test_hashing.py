@@ -106,9 +106,10 @@ def test_each_input_changes_the_key():
     assert len(made) == 3 + len(CHANGES)
 
 
-def test_multimodal_items_are_sorted():
-    one, other = MultimodalItem(b"b", 3), MultimodalItem(b"a", 3)
-    assert Extras(multimodal=(one, other)) == Extras(multimodal=(other, one))
+def test_multimodal_items_are_sorted_by_offset_and_then_by_content():
+    items = MultimodalItem(b"c", 1), MultimodalItem(b"a", 3), MultimodalItem(b"b", 3)
+    for order in itertools.permutations(items):
+        assert Extras(multimodal=order).multimodal == items
 
 
 # Pinned: a change here orphans every block that anybody has stored.

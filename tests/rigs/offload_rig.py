@@ -68,8 +68,8 @@ class FakeRequest:
 
 def make_keys(*path, group=0):
     """Keys of a prefix: a block's key depends on all blocks before it."""
-    parts = range(1, len(path) + 1)
-    return [repr((group, path[:n])).encode().ljust(32, b".")[-32:] for n in parts]
+    ends = range(1, len(path) + 1)
+    return [repr((group, path[:n])).encode().ljust(32, b".")[-32:] for n in ends]
 
 
 def make_request(name, *path, extra_tokens=1, groups=FULL):
@@ -79,8 +79,8 @@ def make_request(name, *path, extra_tokens=1, groups=FULL):
     for number, spec in enumerate(groups):
         # Each block of any group has the number of its block in the first group.
         blocks = range(len(path) * groups[0].block_size // spec.block_size)
-        own = [path[n * spec.block_size // groups[0].block_size] for n in blocks]
-        keys.append(make_keys(*own, group=number))
+        numbers = [path[n * spec.block_size // groups[0].block_size] for n in blocks]
+        keys.append(make_keys(*numbers, group=number))
     return FakeRequest(name, keys, num_tokens, num_tokens)
 
 
@@ -133,21 +133,22 @@ class Rig:
 
     def find(self, request):
         """The prefix of a request on the device."""
-        most = request.num_tokens - 1
+        max_tokens = request.num_tokens - 1
         if len(self.groups) > 1 or not isinstance(self.groups[0], FullAttention):
             return find_cached_prefix(
-                self.pool, self.groups, request.block_keys_by_group, most
+                self.pool, self.groups, request.block_keys_by_group, max_tokens
             )
         (spec,) = self.groups
-        found = self.pool.find_prefix(request.block_keys[: most // spec.block_size])
-        return len(found) * spec.block_size, [found]
+        keys = request.block_keys[: max_tokens // spec.block_size]
+        prefix = self.pool.find_prefix(keys)
+        return len(prefix) * spec.block_size, [prefix]
 
-    def ask(self, request, num_computed_tokens=0):
+    def query(self, request, num_computed_tokens=0):
         return self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def offer(self, request):
         """The tokens that the scheduler offers; nothing is held on the device."""
-        return self.ask(request, self.find(request)[0])
+        return self.query(request, self.find(request)[0])
 
     def take(self, request, tables, num_tokens):
         update = self.scheduler.update_state_after_alloc
@@ -157,7 +158,7 @@ class Rig:
         """The number of prefix blocks on both tiers together."""
         request = self.request("?", *path)
         num_tokens, _ = self.find(request)
-        more, _ = self.ask(request, num_tokens)
+        more, _ = self.query(request, num_tokens)
         self.scheduler.request_finished(request)
         return (num_tokens + more) // self.groups[0].block_size
 
@@ -170,7 +171,7 @@ class Rig:
         num_local, tables = self.find(request)
         for table in tables:
             self.pool.touch(table)
-        offer, takes_time = self.ask(request, num_local)
+        offer, takes_time = self.query(request, num_local)
         if offer is None:
             for table in tables:
                 self.pool.free(table[::-1])
@@ -208,8 +209,8 @@ class Rig:
         if meta.store_event != NO_EVENT:
             blocks = np.array(meta.store_device_blocks).reshape(-1, rows).tolist()
             copies = {}
-            for host, parts in zip(meta.store_host_blocks, blocks, strict=True):
-                copies[host] = [self.device[part] for part in parts]
+            for host, row in zip(meta.store_host_blocks, blocks, strict=True):
+                copies[host] = [self.device[block] for block in row]
                 self.host.pop(host, None)  # Unreadable until the bytes have arrived.
             self.stores.append((meta.store_event, copies))
         for source, target in zip(
@@ -220,11 +221,11 @@ class Rig:
         if meta.load_event != NO_EVENT:
             blocks = np.array(meta.load_device_blocks).reshape(-1, rows).tolist()
             copies = {}
-            for host, parts in zip(meta.load_host_blocks, blocks, strict=True):
-                for part, key in zip(parts, self.host[host], strict=True):
-                    if part != NO_BLOCK:
-                        assert part not in copies
-                        copies[part] = key
+            for host, row in zip(meta.load_host_blocks, blocks, strict=True):
+                for block, key in zip(row, self.host[host], strict=True):
+                    if block != NO_BLOCK:
+                        assert block not in copies
+                        copies[block] = key
             if meta.load_in_step:
                 self.device |= copies  # By the program of this step.
             names = meta.load_event_to_reqs[meta.load_event]
@@ -435,7 +436,7 @@ class StoreRig(Rig):
             oks = tuple(ok and key in self.there for run in probe.runs for key in run)
             self.report_below(probed=((probe.event, oks),))
         for moves in self.asked:
-            told = [
+            fetched, written = [
                 tuple((batch.event, (ok,) * len(batch.keys)) for batch in batches)
                 for batches in (moves.fetches, moves.writes)
             ]
@@ -443,8 +444,8 @@ class StoreRig(Rig):
                 pairs = zip(batch.keys, batch.upper_blocks, strict=True)
                 self.host |= {row: [key] for key, row in pairs}
             self.written += [key for batch in moves.writes for key in batch.keys]
-            if any(told):
-                self.report_below(fetched=told[0], written=told[1])
+            if fetched or written:
+                self.report_below(fetched=fetched, written=written)
         self.asked.clear()
 
     def report_below(self, **fields):
@@ -546,9 +547,9 @@ class StoredEngine:
         """The bytes that the host has of each key."""
         read = self.engine.read_host(self.scheduler._manager.find(keys).tolist())
         payload = np.empty(self.engine.host_payload_bytes, np.uint8)
-        found = []
+        payloads = []
         for index in range(len(keys)):
             read.copy(index, payload)
-            found.append(payload.tobytes())
+            payloads.append(payload.tobytes())
         read.close()
-        return found
+        return payloads

@@ -157,7 +157,7 @@ def test_blocks_found_when_an_offer_was_declined_are_stored_if_computed_after_al
     rig.run(rig.request("before", 1, 2, 3))
     rig.pool.evict(rig.pool.find(make_keys(1, 2, 3)[2:]))
     request = rig.request("one", 1, 2, 3)
-    assert rig.ask(request, 8) == (4, True)
+    assert rig.query(request, 8) == (4, True)
     rig.take(request, [], 0)
     rig.store(*range(10, 14))  # Both tiers evict all of it.
     assert rig.admit(request) == 0
@@ -270,7 +270,7 @@ def test_lazy_stores_do_not_pass_over_what_a_load_copied_or_an_offer_held():
         rig.pool.free(rig.pool.allocate(9))  # The two are the next to go.
         request = rig.request("one", 1, 2)
         plan = rig.scheduler.build_connector_meta
-        assert rig.ask(request) == (8, False)
+        assert rig.query(request) == (8, False)
         if is_admitted:
             rig.take(request, rig.pool.allocate(3), 8)
             meta = plan(SchedulerOutput({}))
@@ -322,7 +322,7 @@ def test_blocks_that_only_the_device_has_are_copied_and_there_in_the_same_step()
     request = rig.request("next", 1, 2, 3, 4)
     num_tokens, [blocks] = rig.find(request)
     assert num_tokens == 3 * BLOCK_SIZE
-    assert rig.ask(request, BLOCK_SIZE) == (2 * BLOCK_SIZE, False)
+    assert rig.query(request, BLOCK_SIZE) == (2 * BLOCK_SIZE, False)
     rig.pool.touch(blocks[:1])
     table = blocks[:1] + rig.pool.allocate(4)
     rig.take(request, table, 2 * BLOCK_SIZE)
@@ -369,7 +369,7 @@ def test_a_part_of_an_offer_that_is_all_copies_is_reported_too():
     rig.pool.evict(blocks[2:])
     request = rig.request("one", 1, 2, 3)
     # The engine does not make use of what the device has: two copies, then a load.
-    assert rig.ask(request) == (12, True)
+    assert rig.query(request) == (12, True)
     rig.take(request, rig.pool.allocate(4), 8)
     meta = rig.step()
     assert meta.copy_from_blocks == tuple(blocks[:2])

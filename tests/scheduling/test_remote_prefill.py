@@ -166,15 +166,17 @@ def test_blocks_are_read_until_the_last_has_come_or_the_deadline():
             assert store.worker.num_in_flight == 0
 
 
-def test_a_writer_that_is_gone_is_waited_for_once(store):
+def test_a_writer_that_is_gone_is_waited_for_once():
     run = make_keys(*range(3))
-    store.write(run[0])
-    store.fetch(run, is_awaited=True)
-    assert oks(store) is None
-    wait(store, 0.99 * AWAIT_S)
-    assert oks(store) is None
-    wait(store, 0.02 * AWAIT_S + 0.08)
-    assert oks(store) == (True, False, False)
+    for num_written in (0, 1):
+        with Store(await_s=AWAIT_S) as store:
+            store.write(*run[:num_written])
+            store.fetch(run, is_awaited=True)
+            assert oks(store) is None
+            wait(store, 0.99 * AWAIT_S)
+            assert oks(store) is None
+            wait(store, 0.02 * AWAIT_S + 0.08)
+            assert oks(store) == (True,) * num_written + (False,) * (3 - num_written)
 
 
 def test_the_longer_nothing_comes_the_less_often_it_is_looked_for(store):

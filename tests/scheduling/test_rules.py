@@ -80,7 +80,7 @@ def test_a_request_is_offered_no_more_than_it_may_load():
         rig.store(1, 2, 3, 4)
         request = rig.request("two", 1, 2, 3, 4)
         request.max_load_tokens = limit
-        assert rig.ask(request)[0] == num * BLOCK_SIZE, (groups, limit)
+        assert rig.query(request)[0] == num * BLOCK_SIZE, (groups, limit)
         verdicts = [
             (block.verdict, block.reason)
             for block in rig.scheduler.explain(request).blocks
@@ -93,7 +93,7 @@ def test_a_request_is_offered_no_more_than_it_may_load():
     rig.run(rig.request("one", 1, 2, 3, 4))
     request = rig.request("two", 1, 2, 3, 4)
     request.max_load_tokens = BLOCK_SIZE
-    assert rig.ask(request, 2 * BLOCK_SIZE)[0] == BLOCK_SIZE
+    assert rig.query(request, 2 * BLOCK_SIZE)[0] == BLOCK_SIZE
 
 
 def test_so_many_blocks_may_be_in_flight_and_loads_come_first():
@@ -371,7 +371,7 @@ def test_copies_on_the_device_pass_the_gate():
     rig.scheduler.note_rates(1.0, 1e9)
     rig.admit(rig.request("one", 1, 2))
     rig.step(one=2)
-    assert rig.ask(rig.request("two", 1, 2, 3)) == (2 * BLOCK_SIZE, False)
+    assert rig.query(rig.request("two", 1, 2, 3)) == (2 * BLOCK_SIZE, False)
 
 
 def test_stats_count_what_was_too_much_at_once():

@@ -52,10 +52,10 @@ def test_a_block_is_findable_only_after_its_bytes_arrived():
     rig.step()
     rig.forget_device()  # but for what is being stored
     early = make_request("early", 1, 2, 3)
-    assert rig.ask(early, 2 * BLOCK_SIZE) == (0, False)
+    assert rig.query(early, 2 * BLOCK_SIZE) == (0, False)
     rig.store_arrives()
     rig.forget_device()
-    assert rig.ask(make_request("late", 1, 2, 3)) == (2 * BLOCK_SIZE, True)
+    assert rig.query(make_request("late", 1, 2, 3)) == (2 * BLOCK_SIZE, True)
 
 
 def test_a_failed_store_is_not_findable():
@@ -77,7 +77,7 @@ def test_what_was_offered_stays_until_it_is_loaded():
     rig = Rig(host_blocks=2)
     rig.store(1, 2)
     waiting = make_request("two", 1, 2, 3)
-    assert rig.ask(waiting) == (8, True)
+    assert rig.query(waiting) == (8, True)
     rig.run(make_request("other", 7, 8))  # finds no room on the host
     assert rig.scheduler.stats.num_store_refusals > 0
     assert rig.scheduler.stats.num_dropped_full == 2
@@ -294,7 +294,7 @@ def test_a_request_without_keys_is_served_and_keys_may_lag_while_it_runs():
     rig.take(request, [*request.block_ids, *rig.pool.allocate(3)], 0)
     rig.scheduler.explain(request)
     rig.scheduler.request_preempted(request)
-    assert rig.ask(request) == (0, False)
+    assert rig.query(request) == (0, False)
 
 
 def test_request_finished_all_groups_takes_the_tables_as_they_are_then():
@@ -313,7 +313,7 @@ def test_request_finished_all_groups_takes_the_tables_as_they_are_then():
         rig.end()
         for table in ([], (), [[] for _ in rig.groups]):
             request = make_request("without blocks", groups=rig.groups)
-            rig.ask(request)
+            rig.query(request)
             assert finished(request, table) == (False, None)
         rig.end()
 
@@ -331,7 +331,7 @@ def test_a_block_table_may_be_any_array_of_ints():
         rig = Rig()
         request = make_request("one", *range(num), extra_tokens=0)
         blocks = rig.pool.allocate(num)
-        rig.ask(request)
+        rig.query(request)
         table = make_table(blocks)
         answer = rig.take(request, table, 0)
         assert answer == [blocks], table
@@ -343,7 +343,7 @@ def test_a_block_table_may_be_any_array_of_ints():
         assert rig.scheduler.request_finished(request, table) == (False, None)
     rig = Rig(groups=HYBRID)
     request = rig.request("one", 1, 2)
-    rig.ask(request)
+    rig.query(request)
     tables = np.array(rig.pool.allocate(6)).reshape(2, 3)
     assert rig.take(request, jnp.asarray(tables), 0) == tables.tolist()
 
@@ -522,7 +522,7 @@ def test_a_block_table_with_a_wrong_id_is_refused_and_changes_nothing():
     rig = Rig()
     rig.store(1, 2, 3)
     request = make_request("two", 1, 2, 3, 4)
-    assert rig.ask(request) == (12, True)
+    assert rig.query(request) == (12, True)
     own = rig.pool.allocate(4)
     for table, num_tokens, what in (
         (own, 3, "num_external_tokens=3 of req"),
@@ -588,7 +588,7 @@ def test_tokens_at_hand_that_are_no_whole_blocks_are_refused():
     request = make_request("two", 1, 2, 3)
     for num in (-4, 3, 5, 4.5):
         what = f"num_computed_tokens={num} of request 'two' must be of whole blocks"
-        check_refused(rig, what, rig.ask, request, num)
+        check_refused(rig, what, rig.query, request, num)
         check_refused(rig, what, rig.scheduler.explain, request, num)
     # It does not count as having asked.
     rig.take(request, rig.pool.allocate(3), 0)
@@ -625,7 +625,7 @@ def test_a_chain_of_another_block_size_is_refused_even_if_it_has_as_many_keys():
     chain.extend(range(2 * BLOCK_SIZE + 2))
     request = FakeRequest("one", [chain.keys], 2 * BLOCK_SIZE + 2, 0)
     what = "block_keys of request 'one' has keys of blocks of 5 tokens"
-    check_refused(rig, what, rig.ask, request)
+    check_refused(rig, what, rig.query, request)
     with pytest.raises(ValueError, match=r"keys_by_group\[0\] has keys of blocks of 5"):
         find_cached_prefix(rig.pool, rig.groups, [chain.keys], 9)
 

@@ -118,14 +118,14 @@ def test_a_query_that_is_refused_for_its_keys_leaves_no_trace():
     rig.has(*(key for own in request.block_keys_by_group for key in own))
     keyless = dataclasses.replace(request, block_keys_by_group=[])
     with pytest.raises(ValueError, match="a list for each of the 2 groups"):
-        rig.ask(keyless)
-    assert rig.ask(request) == (None, False)
+        rig.query(keyless)
+    assert rig.query(request) == (None, False)
     rig.step()
     rig.answer()
-    assert rig.ask(request) == (2 * BLOCK_SIZE, True)
+    assert rig.query(request) == (2 * BLOCK_SIZE, True)
     # Nor does it take back what has been offered.
     with pytest.raises(ValueError, match="a list for each of the 2 groups"):
-        rig.ask(keyless)
+        rig.query(keyless)
     assert rig.scheduler.in_transit.host_blocks_read > 0
 
 

@@ -154,14 +154,14 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.holds(ids, [KEYS[0]] * len(ids)).tolist() == of_key
         assert [self.pool.ref_cnt(b) for b in ids] == self.ref_cnt[1:]
         self.pool.check()
-        told = [
+        expected = [
             (key, event.removed)
             for event in self.twin.take_events()
             for key in event.keys or (None,)
         ]
         events = self.pool.take_events()
         assert {(e.block_size, e.medium) for e in events} <= {(16, DEVICE_MEDIUM)}
-        assert told == [
+        assert expected == [
             (key, event.removed)
             for event in events
             for key in event.block_hashes or (None,)

@@ -90,8 +90,8 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(keys=BATCHES)
     def lookup(self, keys):
-        found, expected = self.both("lookup", keys)
-        assert found == expected
+        num_hits, expected = self.both("lookup", keys)
+        assert num_hits == expected
 
     @rule(keys=BATCHES)
     def touch(self, keys):
@@ -127,7 +127,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(keys=BATCHES)
     def complete_loads_that_were_not_begun(self, keys):
-        reading = [key for own in self.loading for key in own]
+        reading = [key for keys in self.loading for key in keys]
         assume(any(keys.count(key) > reading.count(key) for key in keys))
         assert self.both("complete_load", keys) is None
 
@@ -197,8 +197,8 @@ class ManagerMachine(RuleBasedStateMachine):
         keys = keys + more
         self.now_ms += passed_ms
         positions = list(range(len(keys)))
-        told = keys, mark, self.now_ms, num_output, stop, positions
-        self.both("finish_request", *told)
+        arguments = keys, mark, self.now_ms, num_output, stop, positions
+        self.both("finish_request", *arguments)
 
     @rule(keys=BATCHES, retention=RETENTIONS, passed_ms=st.integers(0, 10**4))
     def retain(self, keys, retention, passed_ms):
@@ -213,8 +213,9 @@ class ManagerMachine(RuleBasedStateMachine):
         events = [(e.block_hashes, e.removed) for e in self.manager.take_events()]
         assert events == self.twin.take_events()
         shown, blocks = self.manager.snapshot(), self.twin.blocks
-        assert shown.ref_cnt == {key: own.ref_cnt for key, own in blocks.items()}
-        assert shown.block_ids == {key: own.block_id for key, own in blocks.items()}
+        assert shown.ref_cnt == {key: block.ref_cnt for key, block in blocks.items()}
+        ids = {key: block.block_id for key, block in blocks.items()}
+        assert shown.block_ids == ids
         assert sorted([*shown.block_ids.values(), *shown.free_ids]) == list(
             range(NUM_BLOCKS)
         )
@@ -223,8 +224,10 @@ class ManagerMachine(RuleBasedStateMachine):
         assert self.manager.num_held_blocks == len(blocks)
         policy = self.manager.policy.snapshot(self.manager.executor.state.policy)
         assert policy == {
-            name: [ON_ARRAYS[key] for key in own] if isinstance(own, list) else own
-            for name, own in self.twin.policy.snapshot().items()
+            name: [ON_ARRAYS[key] for key in value]
+            if isinstance(value, list)
+            else value
+            for name, value in self.twin.policy.snapshot().items()
         }
 
 

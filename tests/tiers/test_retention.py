@@ -72,20 +72,10 @@ def test_a_key_stored_after_its_time_is_ordinary():
 DAY_MS = 24 * 60 * MINUTE_MS
 
 
-@pytest.mark.parametrize(
-    ("half_life_s", "executor"),
-    [
-        (300_000, "native"),
-        (700_000, "native"),
-        (2_000_000, "native"),
-        (2_000_000, "xla"),
-    ],
-)
-def test_even_the_longest_half_life_ends_and_does_not_begin_again(
-    half_life_s, executor
-):
+@pytest.mark.parametrize("half_life_s", [300_000, 700_000, 2_000_000])
+def test_even_the_longest_half_life_ends_and_does_not_begin_again(half_life_s):
     """Times have 32 bits: after 49 days of evictions it was as on the first."""
-    manager = full(b"a", b"b", b"c", executor=executor)
+    manager = full(b"a", b"b", b"c")
     keep = Retention(priority=99, half_life_s=half_life_s)
     manager.retain([b"a"], keep, now_ms=0)
     lasting = []
