@@ -1,8 +1,9 @@
-"""Both ARC policies: small scenarios worked out by hand, and twins under pressure."""
+"""Both ARC policies: small scenarios worked out by hand.
+
+`tests/tiers/test_manager_machine.py` has both beside their twins, through compactions.
+"""
 
 import functools
-import random
-from types import SimpleNamespace
 
 import chex
 import jax
@@ -10,12 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.keys import words_to_keys
 from jaxkv.policies.arc import make_arc, make_arc_fixed, snapshot
-from tests.reference.arc import ReferenceARC, ReferenceARCFixed
 
 MAKERS = {"arc": make_arc, "arc_fixed": make_arc_fixed}
-TWINS = {"arc": ReferenceARC, "arc_fixed": ReferenceARCFixed}
 WIDTH = 8
 # So many that a request may move the target by 2.
 ENOUGH = {"arc": 8, "arc_fixed": 32}
@@ -197,72 +195,3 @@ def test_scenarios_worked_out_by_hand(name, what):
             if not expected:
                 expected = lists.split("/")[0].split()[:-1]
             assert (shown.split(), target) == (expected, float(number)), step
-
-
-@pytest.mark.parametrize("name", sorted(MAKERS))
-@pytest.mark.parametrize("num_blocks", [4, 8])
-def test_equals_its_twin_through_compactions(name, num_blocks):
-    rng = random.Random(num_blocks)
-    policy, twin = jitted(name, num_blocks), TWINS[name](num_blocks)
-    state, free = policy.init(), set(range(num_blocks))
-    ref_cnt = np.zeros(num_blocks, np.int32)
-    universe = np.arange(8 * 4 * (num_blocks + 1), dtype=np.uint32).reshape(-1, 8)
-    numbers = {key: number for number, key in enumerate(words_to_keys(universe))}
-    num_compactions = 0
-
-    def batch(numbers):
-        keys = np.zeros((WIDTH, 8), np.uint32)
-        keys[: len(numbers)] = universe[numbers]
-        return keys
-
-    for _ in range(500):
-        ref_cnt[:] = rng.choices((-1, 0, 0, 0, 1), k=num_blocks)
-        for block in twin.blocks.values():
-            block.ref_cnt = ref_cnt[block.block_id]
-        some = rng.choices(range(len(universe)), k=rng.randint(1, WIDTH))
-        action = rng.choice(("touch", "touch", "insert", "insert", "evict", "remove"))
-        tail = int(state.order.tail)
-        if action == "touch":
-            ids = policy.find(state, batch(some), np.int32(len(some)))
-            ready = (ids >= 0) & (ref_cnt[ids] >= 0)
-            state = policy.touch(state, batch(some), np.int32(len(some)), ready)
-            twin.touch(some)
-        elif action == "evict":
-            num = rng.randint(0, min(WIDTH, num_blocks))
-            victims = twin.evict(num, protected=())
-            out = policy.evict(state, np.int32(num), ref_cnt, WIDTH)
-            assert bool(out.ok) == (victims is not None)
-            expected = [block.block_id for _, block in victims or []]
-            assert out.block_ids.tolist() == (expected + [-1] * WIDTH)[:WIDTH]
-            free.update(expected)
-            state = out.state
-        else:
-            known = action == "remove"
-            some = [
-                n for n in dict.fromkeys(some) if (twin.get(n) is not None) == known
-            ]
-            block_ids = [twin.get(n).block_id for n in some] if known else sorted(free)
-            some = some[: len(block_ids)]
-            block_ids = block_ids[: len(some)]
-            padded = np.array((block_ids + [-1] * WIDTH)[:WIDTH], np.int32)
-            if known:
-                state = policy.remove(state, batch(some), padded)
-                free.update(block_ids)
-            else:
-                state = policy.insert(state, batch(some), padded).state
-                free.difference_update(block_ids)
-            for number, block_id in zip(some, block_ids, strict=True):
-                if known:
-                    twin.remove(number)
-                else:
-                    ref = ref_cnt[block_id]
-                    twin.insert(number, SimpleNamespace(block_id=block_id, ref_cnt=ref))
-        num_compactions += int(state.order.tail) < tail
-        shown = {
-            key: [numbers[k] for k in value] if isinstance(value, list) else value
-            for key, value in snapshot(state).items()
-        }
-        assert shown == twin.snapshot()
-        sizes = [len(shown[key]) for key in ("b1", "b2", "t1", "t2")]
-        assert state.sizes.tolist() == sizes
-    assert num_compactions > 2

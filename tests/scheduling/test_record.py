@@ -539,6 +539,11 @@ def test_what_no_reader_takes_is_dropped_and_the_rest_can_be_read(path, caplog):
         assert why in caplog.text
         trace = read_trace(path)
         assert (trace.num_requests, trace.recording.num_lost) == (1, 1), why
+    with described(path) as recorder:  # A piece that has nothing else.
+        recorder.begin("wrong", ["no bytes"], 1)
+        recorder.finish("wrong")
+        recorder.flush()
+        assert recorder.stats == RecordStats(0, 1)
 
 
 def test_numbers_may_be_of_numpy(path):

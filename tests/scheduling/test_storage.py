@@ -18,6 +18,7 @@ from tests.rigs.offload_rig import (
     StoreRig,
     make_keys,
     make_request,
+    on_host,
 )
 
 
@@ -39,6 +40,16 @@ def test_private_blocks_are_not_written():
         assert not secret & set(rig.written), write
         assert rig.hit(7, 8) == 2, "the host has them all the same"
         assert rig.scheduler.stats.num_storage_dropped == 0
+
+
+def test_a_host_block_is_not_evicted_while_it_is_written():
+    rig = StoreRig(host_blocks=2)
+    rig.run(make_request("a", 1, 2))
+    batches = [batch for moves in rig.asked for batch in moves.writes]
+    keys = {key for batch in batches for key in batch.keys}
+    assert keys
+    rig.run(make_request("b", 7, 8))
+    assert keys <= on_host(rig)
 
 
 def test_blocks_that_are_not_written_are_counted_by_reason_and_in_all():

@@ -316,20 +316,6 @@ def test_events_name_keys_as_they_were_given(pool):
     assert pool.take_events() == []
 
 
-def test_duplicates_of_one_batch_serve_in_its_order():
-    pool = DeviceBlockPool(NUM_BLOCKS, enable_events=True)
-    ids = pool.allocate(12)
-    order = ids[::-1]
-    pool.cache(order, [b"same"] * 12)
-    pool.evict([*order[:3], order[5], order[4], order[11]])
-    served = []
-    while found := pool.find_prefix([b"same"]):
-        served += found
-        pool.evict(found)
-        pool.check()
-    assert served == [order[row] for row in (3, 6, 7, 8, 9, 10)]
-
-
 def test_ids_of_any_kind_and_packed_keys_are_taken():
     pool = DeviceBlockPool(NUM_BLOCKS)
     ids = pool.allocate(4)

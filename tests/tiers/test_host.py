@@ -85,18 +85,6 @@ def test_specs_are_int64_and_name_their_medium():
         assert spec.medium() == "CPU"
 
 
-def test_nothing_asked_is_nothing_done():
-    manager = OffloadingManager(16, num_blocks=1, enable_events=True)
-    assert manager.lookup([]) == 0
-    manager.touch([])
-    manager.complete_load([])
-    manager.complete_store([])
-    check(manager.prepare_store([]), (), [])
-    stored(manager, 1)
-    check(manager.prepare_store(keys(1)), (), [])
-    assert [event.removed for event in manager.take_events()] == [False]
-
-
 def test_misuse_names_the_key_and_changes_nothing():
     manager = OffloadingManager(16, num_blocks=4, enable_events=True)
     stored(manager, 1, 2)
