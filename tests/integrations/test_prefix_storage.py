@@ -610,6 +610,17 @@ def named(**names):
     return Namespace(**(fields | names), block_size=BLOCK)
 
 
+def test_what_the_host_is_about_to_evict_is_written(make):
+    prompts = [[who] * 9 for who in range(40)]
+    store = make(num_host_blocks=24, storage_write="on_evict", cache_policy="lru")
+    for tokens in prompts:
+        save(store, tokens)
+        assert store.wait_for_storage(60)
+    assert store.stats.evicted_blocks >= 50
+    assert store.stats.storage_written_blocks >= 40
+    assert sum(store.load(tokens) is not None for tokens in prompts) > 12 + 20
+
+
 EVICTING = {"storage_write": "on_evict"}
 REFUSED = [
     ({"namespace": named(model="")}, ConfigError, "needs a model, which is ''"),

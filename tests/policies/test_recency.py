@@ -2,16 +2,13 @@
 
 import dataclasses
 
-import chex
 import jax
 import numpy as np
-import pytest
 
 from jaxkv.compiling import own
 from jaxkv.policies import recency
 
 append = jax.jit(recency.append)
-remove = jax.jit(recency.remove)
 pop_oldest = jax.jit(
     lambda log, num, ref_cnt, width: recency.pop_oldest(
         log, num, lambda entries: ref_cnt[entries] == 0, width
@@ -33,48 +30,6 @@ def padded(entries, num_entries):
     out = np.full(WIDTH, num_entries, np.int32)
     out[: len(entries)] = entries
     return out
-
-
-@pytest.mark.parametrize("num_entries", [1, 5, 40, 100])
-def test_follows_a_list_through_compactions(num_entries):
-    rng = np.random.default_rng(num_entries)
-    log = recency.init(num_entries, max_batch=WIDTH)
-    order = []
-    compactions = 0
-    for _ in range(600):
-        ref_cnt = (rng.random(num_entries) < 0.3).astype(np.int32)
-        action = rng.random()
-        tail = int(log.tail)
-        if action < 0.7:
-            used = rng.integers(0, num_entries, rng.integers(0, WIDTH + 1)).tolist()
-            ranks = np.arange(WIDTH, dtype=np.int32)
-            log = append(log, padded(used, num_entries), ranks, np.int32(len(used)))
-            for entry in used:
-                order = [e for e in order if e != entry] + [entry]
-            compactions += int(log.tail) < tail + len(used)
-        elif action < 0.8:
-            gone = list(dict.fromkeys(order))[: rng.integers(0, 3)]
-            log = remove(log, padded(gone, num_entries))
-            order = [e for e in order if e not in gone]
-        else:
-            num = int(rng.integers(0, WIDTH + 1))
-            eligible = [e for e in order if ref_cnt[e] == 0]
-            before = log
-            log, taken, ok = pop_oldest(log, np.int32(num), ref_cnt, WIDTH)
-            if len(eligible) < num:
-                assert not ok
-                assert taken.tolist() == [num_entries] * WIDTH
-                chex.assert_trees_all_equal(log, before)
-            else:
-                assert ok
-                assert taken.tolist() == padded(eligible[:num], num_entries).tolist()
-                order = [e for e in order if e not in eligible[:num]]
-    assert compactions > 2
-    if order:
-        count = min(len(order), WIDTH)
-        zeros = np.zeros(num_entries, np.int32)
-        _, taken, _ = pop_oldest(log, np.int32(count), zeros, WIDTH)
-        assert taken[:count].tolist() == order[:count]
 
 
 def test_highest_rank_of_a_repeated_entry_counts():

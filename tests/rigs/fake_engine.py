@@ -471,8 +471,6 @@ class Runner:
         self.newer = newer
         self.tokens = {}
         self.rng = np.random.default_rng(0)
-        # What the content of caches depends on, and arrays that stand for it.
-        self.weights = 0
         # Blocks of all groups that were compared.
         self.num_reads = 0
         # What the content of caches depends on, and arrays that stand for it.

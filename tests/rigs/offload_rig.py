@@ -8,12 +8,21 @@ prefix in its blocks.
 import dataclasses
 import time
 from collections import deque
+from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput, SchedulerOutput
+from jaxkv import OffloadConfig
+from jaxkv.scheduling import storage_worker
+from jaxkv.scheduling.protocol import (
+    NO_EVENT,
+    ConnectorOutput,
+    SchedulerOutput,
+    TierReport,
+)
 from jaxkv.scheduling.rules import OffloadRules
 from jaxkv.scheduling.scheduler import OffloadScheduler
 from jaxkv.search.groups import FullAttention, SlidingWindow, as_groups
@@ -21,6 +30,7 @@ from jaxkv.search.tiers import find_cached_prefix
 from jaxkv.tiers.device import DeviceBlockPool
 from jaxkv.types import NO_BLOCK, NULL_BLOCK
 from tests.reference.longest import first_read
+from tests.rigs.waiting import wait_for
 
 BLOCK_SIZE = 4
 # The same for both tiers and nearly all tests, since each size compiles again.
@@ -58,8 +68,8 @@ class FakeRequest:
 
 def make_keys(*path, group=0):
     """Keys of a prefix: a block's key depends on all blocks before it."""
-    parts = range(1, len(path) + 1)
-    return [repr((group, path[:n])).encode().ljust(32, b".")[-32:] for n in parts]
+    ends = range(1, len(path) + 1)
+    return [repr((group, path[:n])).encode().ljust(32, b".")[-32:] for n in ends]
 
 
 def make_request(name, *path, extra_tokens=1, groups=FULL):
@@ -69,8 +79,8 @@ def make_request(name, *path, extra_tokens=1, groups=FULL):
     for number, spec in enumerate(groups):
         # Each block of any group has the number of its block in the first group.
         blocks = range(len(path) * groups[0].block_size // spec.block_size)
-        own = [path[n * spec.block_size // groups[0].block_size] for n in blocks]
-        keys.append(make_keys(*own, group=number))
+        numbers = [path[n * spec.block_size // groups[0].block_size] for n in blocks]
+        keys.append(make_keys(*numbers, group=number))
     return FakeRequest(name, keys, num_tokens, num_tokens)
 
 
@@ -113,30 +123,42 @@ class Rig:
         self.loads = deque()
         self.requests = {}
 
+    @property
+    def host_tier(self):
+        """The index of the host, to prepare a state; the only private name used."""
+        return self.scheduler._manager
+
     def request(self, name, *path, **more):
         return make_request(name, *path, groups=self.groups, **more)
 
     def find(self, request):
         """The prefix of a request on the device."""
-        most = request.num_tokens - 1
+        max_tokens = request.num_tokens - 1
         if len(self.groups) > 1 or not isinstance(self.groups[0], FullAttention):
             return find_cached_prefix(
-                self.pool, self.groups, request.block_keys_by_group, most
+                self.pool, self.groups, request.block_keys_by_group, max_tokens
             )
         (spec,) = self.groups
-        found = self.pool.find_prefix(request.block_keys[: most // spec.block_size])
-        return len(found) * spec.block_size, [found]
+        keys = request.block_keys[: max_tokens // spec.block_size]
+        prefix = self.pool.find_prefix(keys)
+        return len(prefix) * spec.block_size, [prefix]
+
+    def query(self, request, num_computed_tokens=0):
+        return self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def offer(self, request):
         """The tokens that the scheduler offers; nothing is held on the device."""
-        num_tokens, _ = self.find(request)
-        return self.scheduler.get_num_new_matched_tokens(request, num_tokens)
+        return self.query(request, self.find(request)[0])
+
+    def take(self, request, tables, num_tokens):
+        update = self.scheduler.update_state_after_alloc
+        return update(request, tables, num_tokens)
 
     def hit(self, *path):
         """The number of prefix blocks on both tiers together."""
         request = self.request("?", *path)
         num_tokens, _ = self.find(request)
-        more, _ = self.scheduler.get_num_new_matched_tokens(request, num_tokens)
+        more, _ = self.query(request, num_tokens)
         self.scheduler.request_finished(request)
         return (num_tokens + more) // self.groups[0].block_size
 
@@ -149,9 +171,7 @@ class Rig:
         num_local, tables = self.find(request)
         for table in tables:
             self.pool.touch(table)
-        offer, takes_time = self.scheduler.get_num_new_matched_tokens(
-            request, num_local
-        )
+        offer, takes_time = self.query(request, num_local)
         if offer is None:
             for table in tables:
                 self.pool.free(table[::-1])
@@ -189,8 +209,8 @@ class Rig:
         if meta.store_event != NO_EVENT:
             blocks = np.array(meta.store_device_blocks).reshape(-1, rows).tolist()
             copies = {}
-            for host, parts in zip(meta.store_host_blocks, blocks, strict=True):
-                copies[host] = [self.device[part] for part in parts]
+            for host, row in zip(meta.store_host_blocks, blocks, strict=True):
+                copies[host] = [self.device[block] for block in row]
                 self.host.pop(host, None)  # Unreadable until the bytes have arrived.
             self.stores.append((meta.store_event, copies))
         for source, target in zip(
@@ -201,11 +221,11 @@ class Rig:
         if meta.load_event != NO_EVENT:
             blocks = np.array(meta.load_device_blocks).reshape(-1, rows).tolist()
             copies = {}
-            for host, parts in zip(meta.load_host_blocks, blocks, strict=True):
-                for part, key in zip(parts, self.host[host], strict=True):
-                    if part != NO_BLOCK:
-                        assert part not in copies
-                        copies[part] = key
+            for host, row in zip(meta.load_host_blocks, blocks, strict=True):
+                for block, key in zip(row, self.host[host], strict=True):
+                    if block != NO_BLOCK:
+                        assert block not in copies
+                        copies[block] = key
             if meta.load_in_step:
                 self.device |= copies  # By the program of this step.
             names = meta.load_event_to_reqs[meta.load_event]
@@ -246,27 +266,25 @@ class Rig:
             held.pop(NULL_BLOCK, None)
             self.pool.cache(list(held), list(held.values()))
 
+    def report(self, **fields):
+        """Pass a report of the worker on; `below` may be a single tier's."""
+        if isinstance(fields.get("below"), TierReport):
+            fields["below"] = (fields["below"],)
+        return self.scheduler.update_connector_output(ConnectorOutput(**fields))
+
     def store_arrives(self, ok=True):
         event, copies = self.stores.popleft()
         if ok:
             self.host |= copies
-        events = (event,) * self.rules.world_size
-        self.scheduler.update_connector_output(
-            ConnectorOutput(completed_store_events=events)
-            if ok
-            else ConnectorOutput(failed_store_events=events)
-        )
+        field = "completed_store_events" if ok else "failed_store_events"
+        self.report(**{field: (event,) * self.rules.world_size})
 
     def load_arrives(self, ok=True):
         names, copies = self.loads.popleft()
         if ok:
             self.device |= copies
-        names_of_all = tuple(names) * self.rules.world_size
-        self.scheduler.update_connector_output(
-            ConnectorOutput(finished_recving=names_of_all)
-            if ok
-            else ConnectorOutput(failed_recving=names_of_all)
-        )
+        field = "finished_recving" if ok else "failed_recving"
+        self.report(**{field: tuple(names) * self.rules.world_size})
         for name in names:
             request = self.requests.get(name)
             if request is not None:
@@ -274,6 +292,13 @@ class Rig:
                 request.loading_tokens = 0
                 self.check_prefix(request)
                 self.cache(request)
+
+    def load(self, request, ok=True):
+        """Admit a request, and have its load arrive or fail."""
+        self.admit(request)
+        meta = self.step()
+        self.load_arrives(ok)
+        return meta
 
     def free(self, request):
         for table in request.tables:
@@ -317,6 +342,11 @@ class Rig:
         self.finish(name)
         self.settle()
 
+    def store(self, *path, name="stored"):
+        """Have the host hold a prefix, and the device nothing."""
+        self.run(self.request(f"{name} {path}", *path))
+        self.forget_device()
+
     def fill_host(self, num_blocks):
         """Store new blocks, four at a time."""
         while num_blocks:
@@ -330,6 +360,12 @@ class Rig:
         """Evict all cached device blocks."""
         self.pool.free(self.pool.allocate(self.pool.num_free))
 
+    def end(self):
+        """Finish all requests; nothing is held any more."""
+        for name in list(self.requests):
+            self.finish(name)
+        self.check_nothing_leaked()
+
     def check_nothing_leaked(self):
         assert not self.requests
         self.settle()
@@ -337,8 +373,7 @@ class Rig:
         assert not self.scheduler.has_pending_loads()
         assert self.pool.num_free == self.pool.num_blocks - 1
         self.pool.check()
-        ref_cnt = np.asarray(self.scheduler._manager.executor.state.ref_cnt)
-        assert not ref_cnt.any()
+        assert not any(self.host_tier.snapshot().ref_cnt.values())
 
 
 def make_rig(mode="eager", **more):
@@ -347,9 +382,10 @@ def make_rig(mode="eager", **more):
 
 
 def state_of(rig):
-    """All that the two tiers know."""
-    states = rig.pool.state, rig.scheduler._manager.executor.state
-    return jax.tree.map(np.array, states), rig.scheduler.stats
+    """All that the two tiers know, and what is counted and on its way."""
+    states = rig.pool.state, rig.host_tier.executor.state
+    leaves = [leaf.tolist() for leaf in jax.tree.leaves(states)]
+    return leaves, rig.scheduler.stats, rig.scheduler.in_transit
 
 
 def on_host(rig):
@@ -359,9 +395,161 @@ def on_host(rig):
     return set(rows)
 
 
-def check_refused(rig, match, function, *arguments):
+def check_refused(rig, match, function, *arguments, error=ValueError):
+    """Check that a call is refused, and changes nothing."""
     before = state_of(rig)
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(error, match=match):
         function(*arguments)
-    jax.tree.map(np.testing.assert_array_equal, before[0], state_of(rig)[0])
-    assert before[1] == rig.scheduler.stats
+    assert state_of(rig) == before, match
+
+
+class StoreRig(Rig):
+    """An engine over a store, for which a test answers.
+
+    Args:
+        there: Keys that the store has and nobody has told the engine of.
+    """
+
+    def __init__(self, *there, **options):
+        named = {"num_storage_blocks": 16, "storage_write": "through"}
+        super().__init__(**named | options)
+        self.there = set(there)
+        self.asked, self.written = [], []
+
+    def step(self, *args, **blocks):
+        meta = super().step(*args, **blocks)
+        self.asked += meta.below
+        return meta
+
+    def fetches(self):
+        """Make a step; give what it asks of the store."""
+        return [batch for moves in self.step().below for batch in moves.fetches]
+
+    def probes(self):
+        """The probes that were sent out and not answered."""
+        assert not any(moves.fetches and moves.probes for moves in self.asked)
+        return [probe for moves in self.asked for probe in moves.probes]
+
+    def answer(self, ok=True):
+        """Report all that was asked as over."""
+        for probe in self.probes():
+            oks = tuple(ok and key in self.there for run in probe.runs for key in run)
+            self.report_below(probed=((probe.event, oks),))
+        for moves in self.asked:
+            fetched, written = [
+                tuple((batch.event, (ok,) * len(batch.keys)) for batch in batches)
+                for batches in (moves.fetches, moves.writes)
+            ]
+            for batch in moves.fetches:
+                pairs = zip(batch.keys, batch.upper_blocks, strict=True)
+                self.host |= {row: [key] for key, row in pairs}
+            self.written += [key for batch in moves.writes for key in batch.keys]
+            if fetched or written:
+                self.report_below(fetched=fetched, written=written)
+        self.asked.clear()
+
+    def report_below(self, **fields):
+        self.report(below=TierReport(**fields))
+
+    def has(self, *keys):
+        """Have a listing find blocks in the store."""
+        self.report_below(found=keys)
+
+    def found(self, request):
+        """Ask until there is an answer: how many blocks, and how many new probes."""
+        num = 0
+        while (offer := self.offer(request))[0] is None:
+            num += sum(len(moves.probes) for moves in self.step().below)
+            assert num < 9, "it asks without end"
+            self.answer()
+        return offer[0] // BLOCK_SIZE, num
+
+    def serve(self, name, *path):
+        """Serve a request, and write what is to be written."""
+        self.run(make_request(name, *path))
+        for _ in range(20):
+            self.answer()
+            self.step()
+        assert not self.scheduler.has_pending_stores()
+
+
+class StoredEngine:
+    """The parts of an engine with bytes, over a store.
+
+    Args:
+        url: Of the store.
+        store: A store to be used in place of what the URL names.
+        clock: Of the worker.
+        config: Fields of `OffloadConfig`.
+    """
+
+    OBJECT_BYTES = 192 + BLOCK_SIZE * 4
+
+    def __init__(self, url, *, store=None, clock=time.monotonic, **config):
+        named = {"storage_bytes": "1MiB", "storage_write": "through"}
+        config = OffloadConfig(num_host_blocks=256, storage=str(url), **named | config)
+        self.pool = [jnp.arange(32.0 * BLOCK_SIZE).reshape(32, BLOCK_SIZE, 1, 1)]
+        self.engine = config.make_engine(self.pool)
+        opened = storage_worker.open_store
+        with mock.patch.object(
+            storage_worker, "open_store", lambda url: store or opened(url)
+        ):
+            self.worker = config.make_worker(self.engine, clock=clock)
+        self.storage = self.worker.storage
+        num = self.storage.num_blocks(config.storage_bytes)
+        self.scheduler = config.make_scheduler(BLOCK_SIZE, 256, num_storage_blocks=num)
+        self.scheduler.bind_device_block_pool(DeviceBlockPool(32))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.storage.close(5.0)
+
+    def step(self):
+        meta = self.scheduler.build_connector_meta(SchedulerOutput({}))
+        self.pool = self.worker.start(meta, self.pool)
+        self.scheduler.update_connector_output(self.worker.poll())
+
+    def write(self, keys):
+        """Write blocks as if it had computed them."""
+        host = self.scheduler._manager
+        blocks = host.place(keys).block_ids
+        self.engine.save(self.pool, range(1, 1 + len(keys)), blocks)
+        self.pool, _ = self.engine.drain(self.pool)
+        host.complete_store(keys)
+        self.scheduler.below[0].note_stored(keys)
+        while self.scheduler.has_pending_stores():
+            self.step()
+            time.sleep(1e-4)
+
+    def list(self):
+        """List the store, and have deleted what is too much."""
+        self.scheduler.below[0].tier._is_listed = False
+        self.storage._next_list_s = 0.0
+        assert self.scheduler.wait_for_storage(self.worker, 60.0)
+        self.step()
+        storage_io = self.storage.storage_io
+        wait_for(lambda: not storage_io._deletes and not storage_io._num_out["delete"])
+
+    def num_found(self, request, between=lambda: time.sleep(1e-4)):
+        """Ask until there is an answer; return how many blocks are offered."""
+        end_s = time.monotonic() + 60
+        while True:
+            num_tokens, _ = self.scheduler.get_num_new_matched_tokens(request, 0)
+            if num_tokens is not None:
+                return num_tokens // BLOCK_SIZE
+            assert time.monotonic() < end_s
+            self.step()
+            between()
+
+    def bytes_of(self, keys):
+        """The bytes that the host has of each key."""
+        read = self.engine.read_host(self.scheduler._manager.find(keys).tolist())
+        payload = np.empty(self.engine.host_payload_bytes, np.uint8)
+        payloads = []
+        for index in range(len(keys)):
+            read.copy(index, payload)
+            payloads.append(payload.tobytes())
+        read.close()
+        return payloads

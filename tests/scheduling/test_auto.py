@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from jaxkv import ConfigError, OffloadConfig, OffloadingManager
+from jaxkv import OffloadConfig, OffloadingManager
 from jaxkv.scheduling import auto, shadows
 from jaxkv.scheduling.auto import CANDIDATES, PolicyChoice
 from jaxkv.scheduling.key_sample import NUM_GROUPS, KeySample
@@ -122,19 +122,16 @@ def test_an_engine_finds_what_is_right_through_all_changes(
         max_num_batched_tokens=16,
     )
     traffic.rig.scheduler.warm_up()
-    scheduler = traffic.run(4000)
-    assert scheduler.num_policy_changes > 200
+    scheduler = traffic.run(1500)
+    assert scheduler.num_policy_changes > 70
     outlook = scheduler.outlook()
     assert outlook.policy == scheduler.serving_policy
     told = f"with {outlook.policy} (auto, {outlook.num_changes} change"
     assert told in outlook.sentence
     assert {own.policy for own in outlook.shadows} == set(CANDIDATES)
-    assert scheduler.stats.num_host_hit_tokens > 200
-    rig = traffic.rig
-    rig.settle()
-    for name in list(rig.requests):
-        rig.finish(name)
-    rig.check_nothing_leaked()
+    assert scheduler.stats.num_host_hit_tokens > 70
+    traffic.rig.settle()
+    traffic.rig.end()
 
 
 def test_engines_that_are_told_the_same_times_change_at_the_same_request(hasty):
@@ -180,35 +177,39 @@ def test_stores_pause_while_no_shadow_finds_anything_and_go_on_when_one_does():
     assert not scheduler.is_storing_paused
 
 
-@pytest.mark.parametrize(
-    ("rules", "match"),
-    [
-        ({"retention": True}, "cache_policy='auto' and retention=True exclude"),
+def test_what_auto_cannot_serve_is_refused():
+    on_evict = "on_evict' needs cache_policy='lru'"
+    rows = {"blocks_per_host_block": 2}
+    for make, match in (
         (
-            {"blocks_per_host_block": 2},
-            "cache_policy='auto' and blocks_per_host_block=2 exclude",
+            lambda: Rig(policy="auto", retention=True),
+            "cache_policy='auto' and retention=True exclude",
         ),
-    ],
-)
-def test_what_shadows_do_not_see_is_refused(rules, match):
-    with pytest.raises(ConfigError, match=match):
-        Rig(policy="auto", **rules)
-    with pytest.raises(ConfigError, match=match):
-        OffloadConfig(cache_policy="auto", **rules)
-
-
-def test_models_of_which_shadows_do_not_see_all_are_refused():
-    with pytest.raises(ValueError, match="'auto' needs a model with one group"):
-        Rig(policy="auto", groups=HYBRID)
-
-
-def test_on_evict_is_refused():
-    with pytest.raises(ConfigError, match="on_evict' needs cache_policy='lru'"):
-        Rig(policy="auto", num_storage_blocks=8, storage_write="on_evict")
-    with pytest.raises(ConfigError, match="on_evict' needs cache_policy='lru'"):
-        OffloadConfig(cache_policy="auto", storage="kv", storage_write="on_evict")
-
-
-def test_a_tier_without_requests_refuses_it():
-    with pytest.raises(ValueError, match="'auto' needs an OffloadScheduler"):
-        OffloadingManager(BLOCK_SIZE, 8, cache_policy="auto")
+        (
+            lambda: OffloadConfig(cache_policy="auto", retention=True),
+            "cache_policy='auto' and retention=True exclude",
+        ),
+        (lambda: Rig(policy="auto", **rows), "and blocks_per_host_block=2 exclude"),
+        (
+            lambda: OffloadConfig(cache_policy="auto", **rows),
+            "and blocks_per_host_block=2 exclude",
+        ),
+        (
+            lambda: Rig(policy="auto", num_storage_blocks=8, storage_write="on_evict"),
+            on_evict,
+        ),
+        (
+            lambda: OffloadConfig(
+                cache_policy="auto", storage="kv", storage_write="on_evict"
+            ),
+            on_evict,
+        ),
+        # Shadows do not see all of such a model; a tier has no requests.
+        (lambda: Rig(policy="auto", groups=HYBRID), "'auto' needs a model with one gr"),
+        (
+            lambda: OffloadingManager(BLOCK_SIZE, 8, cache_policy="auto"),
+            "'auto' needs an OffloadScheduler",
+        ),
+    ):
+        with pytest.raises(ValueError, match=match):
+            make()

@@ -7,22 +7,19 @@ import pytest
 
 from jaxkv import OffloadWorker, TransferEngine
 from jaxkv.scheduling.protocol import NO_EVENT, ConnectorOutput
-from jaxkv.search.groups import FullAttention, SlidingWindow
-from tests.rigs.offload_rig import BLOCK_SIZE, NUM_BLOCKS, Rig
-
-HYBRID = (FullAttention(BLOCK_SIZE), SlidingWindow(BLOCK_SIZE, 2 * BLOCK_SIZE))
+from tests.rigs.offload_rig import BLOCK_SIZE, HYBRID, NUM_BLOCKS, Rig
 
 
-def stored(rig, *path):
-    """Have the host hold a prefix, and the device nothing."""
-    rig.run(rig.request("before", *path))
-    rig.forget_device()
+def stored(*path, **options):
+    """An engine whose host has a prefix, and whose device has nothing."""
+    rig = Rig(load_in_step=True, **options)
+    rig.store(*path)
+    return rig
 
 
 @pytest.mark.parametrize("groups", [BLOCK_SIZE, HYBRID], ids=["full", "hybrid"])
 def test_what_is_offered_counts_as_there_in_the_step(groups):
-    rig = Rig(load_in_step=True, groups=groups)
-    stored(rig, 1, 2, 3)
+    rig = stored(1, 2, 3, groups=groups)
     request = rig.request("one", 1, 2, 3, 4)
     assert rig.offer(request) == (3 * BLOCK_SIZE, False)
     explained = rig.scheduler.explain(request)
@@ -33,20 +30,14 @@ def test_what_is_offered_counts_as_there_in_the_step(groups):
     assert meta.load_in_step
     assert meta.load_event_to_reqs == {meta.load_event: ("one",)}
     assert rig.scheduler.has_pending_loads()
-    rig.finish("one")
-    rig.check_nothing_leaked()
-
-
-def test_a_step_without_loads_says_so():
-    rig = Rig(load_in_step=True)
-    rig.admit(rig.request("one", 1))
-    meta = rig.step(one=1)
+    rig.end()
+    rig.admit(rig.request("two", 7))
+    meta = rig.step(two=1)
     assert (meta.load_event, meta.load_in_step) == (NO_EVENT, False)
 
 
 def test_blocks_are_held_until_the_step_is_reported():
-    rig = Rig(load_in_step=True)
-    stored(rig, 1, 2)
+    rig = stored(1, 2)
     request = rig.request("one", 1, 2, 3)
     rig.admit(request)
     rig.step(one=1)
@@ -56,32 +47,28 @@ def test_blocks_are_held_until_the_step_is_reported():
     assert not set(free) & set(written)
     rig.pool.free(free)
     names, _ = rig.loads.popleft()
-    answer = rig.scheduler.update_connector_output(ConnectorOutput(names))
-    assert answer == ConnectorOutput()
+    assert rig.report(finished_recving=names) == ConnectorOutput()
     rig.check_nothing_leaked()
 
 
 def test_the_engine_hears_of_a_running_requests_load_only_if_it_failed():
     for ok in (True, False):
-        rig = Rig(load_in_step=True)
-        stored(rig, 1, 2)
+        rig = stored(1, 2)
         rig.admit(rig.request("one", 1, 2, 3))
         rig.step(one=1)
         names, _ = rig.loads.popleft()
-        output = ConnectorOutput(names) if ok else ConnectorOutput(failed_recving=names)
-        answer = rig.scheduler.update_connector_output(output)
+        field = "finished_recving" if ok else "failed_recving"
+        answer = rig.report(**{field: names})
         assert answer.finished_recving == ()
         assert answer.failed_recving == (() if ok else ("one",))
         assert not rig.scheduler.has_pending_loads()
         # What could not be read is forgotten; the request is to be preempted then.
         assert rig.scheduler.num_host_blocks_held == 2 * ok
-        rig.finish("one")
-        rig.check_nothing_leaked()
+        rig.end()
 
 
 def test_a_preempted_request_asks_again_when_its_step_is_over():
-    rig = Rig(load_in_step=True)
-    stored(rig, 1, 2)
+    rig = stored(1, 2)
     request = rig.request("one", 1, 2, 3)
     rig.admit(request)
     rig.step(one=1)
@@ -89,23 +76,19 @@ def test_a_preempted_request_asks_again_when_its_step_is_over():
     rig.step(preempted=("one",))
     assert rig.admit(request) is None
     names, _ = rig.loads.popleft()
-    rig.scheduler.update_connector_output(ConnectorOutput(names))
+    rig.report(finished_recving=names)
     assert rig.admit(request) is not None
     rig.step(one=1)
-    rig.finish("one")
-    rig.check_nothing_leaked()
+    rig.end()
 
 
 def test_loads_in_the_step_are_not_held_up_by_the_bound():
-    rig = Rig(load_in_step=True, max_blocks_in_flight=1)
-    stored(rig, 1, 2, 3)
+    rig = stored(1, 2, 3, max_blocks_in_flight=1)
     rig.admit(rig.request("one", 1, 2, 3, 4))
     rig.admit(rig.request("two", 1, 2, 3, 5))
     meta = rig.step(one=1, two=1)
     assert len(meta.load_device_blocks) == 6
-    rig.finish("one")
-    rig.finish("two")
-    rig.check_nothing_leaked()
+    rig.end()
 
 
 class WorkerRig:
@@ -119,8 +102,7 @@ class WorkerRig:
         self.pool, _ = engine.drain(self.pool)
         clock = lambda: self.now_s  # noqa: E731
         self.worker = OffloadWorker(engine, clock=clock, **more)
-        self.rig = Rig(load_in_step=True)
-        stored(self.rig, 1, 2)
+        self.rig = stored(1, 2)
         self.request = self.rig.request("one", 1, 2, 3)
         self.rig.admit(self.request)
         self.meta = self.rig.step(one=1)

@@ -32,24 +32,19 @@ def test_moves_that_leave_together_have_one_event():
     assert (ledger.issue(moves), moves[0].event, moves[1].event) == (1, 1, 1)
 
 
-@pytest.mark.parametrize(
-    ("reports", "error"),
-    [
+def test_a_report_that_is_not_due_is_refused():
+    ledger, moves = make_ledger(1, 2)
+    for reports, error in (
         ([(7, True)], "1 reports of move 7, of which 0 are due; in flight are .0, 1"),
         ([(1, True)] * 3, "3 reports of move 1, of which 2 are due"),
         ([(0, True), (1, (True,))], "1 blocks of move 1, which has 2"),
-    ],
-)
-def test_a_report_that_is_not_due_is_refused(reports, error):
-    ledger, moves = make_ledger(1, 2)
-    with pytest.raises(ValueError, match=error):
-        ledger.check(reports)
-    assert [move.num_reports for move in moves] == [0, 0]
-
-
-@pytest.mark.parametrize(("num", "end"), [(8, "6, 7]."), (9, "6, 7] and 1 more.")])
-def test_an_error_names_eight_moves_in_flight_and_counts_the_others(num, end):
-    ledger, _ = make_ledger(*[1] * num)
-    with pytest.raises(ValueError, match="in flight are") as raised:
-        ledger.check([(99, True)])
-    assert str(raised.value).endswith(end)
+    ):
+        with pytest.raises(ValueError, match=error):
+            ledger.check(reports)
+        assert [move.num_reports for move in moves] == [0, 0]
+    # Eight moves in flight are named, and the others counted.
+    for num, end in ((8, "6, 7]."), (9, "6, 7] and 1 more.")):
+        ledger, _ = make_ledger(*[1] * num)
+        with pytest.raises(ValueError, match="in flight are") as raised:
+            ledger.check([(99, True)])
+        assert str(raised.value).endswith(end)

@@ -17,7 +17,7 @@ SHARE_ALL_NEW = 3  # of a first turn of which all blocks are new
 
 def classes_of(rig):
     """The classes that blocks were used in, and how many blocks."""
-    touches = rig.scheduler._manager.snapshot().policy["touches"]
+    touches = rig.host_tier.snapshot().policy["touches"]
     return {number: count // UNIT for number, count in enumerate(touches) if count}
 
 
@@ -29,7 +29,7 @@ def test_a_request_is_told_with_its_time_its_output_and_why_it_stopped():
     rig.run(request)
     of_class = (1 * NUM_OUTPUTS + 1) * NUM_ASKED + SHARE_ALL_NEW
     assert classes_of(rig) == {of_class: 3}
-    assert rig.scheduler._manager.snapshot().policy["now_ms"] == 12_500
+    assert rig.host_tier.snapshot().policy["now_ms"] == 12_500
 
 
 def test_a_request_that_comes_back_is_a_second_turn():
@@ -47,7 +47,7 @@ def test_groups_are_told_as_prefixes_of_their_own():
     rig = Rig(groups=groups, policy="hazard", clock=lambda: 0.0)
     rig.run(rig.request("one", 1, 2, 3))
     assert sum(classes_of(rig).values()) == 2 * 3
-    state = rig.scheduler._manager.executor.state.policy
+    state = rig.host_tier.executor.state.policy
     assert max(state.depths.tolist()) == 2
 
 
@@ -68,8 +68,10 @@ def test_a_policy_that_does_not_listen_costs_no_look_at_the_clock():
     def clock():
         raise AssertionError("nobody wants to know")
 
+    scheduler = OffloadScheduler(BLOCK_SIZE, 8, policy_clock=clock)
     rig = Rig()
-    rig.scheduler._notifier._clock = clock
+    rig.scheduler = scheduler
+    scheduler.bind_device_block_pool(rig.pool)
     rig.run(make_request("one", 1, 2, 3))
 
 
@@ -81,35 +83,25 @@ def test_positions_must_be_one_for_each_key():
         manager.finish_request([b"a", b"b"], 0, 0, 7, "eos")
 
 
-def test_a_request_says_how_long_its_blocks_are_to_be_kept():
+def test_a_request_says_how_long_its_blocks_are_kept_and_how_many():
     now_s = [0.0]
-    rig = Rig(host_blocks=8, retention=True, clock=lambda: now_s[0])
-    request = make_request("one", 1, 2, 3)
-    request.retention = Retention(priority=80, ttl_s=60)
-    rig.run(request)
-    rig.fill_host(20)
-    assert rig.hit(1, 2, 3) == 3
-    now_s[0] = 61.0
-    rig.fill_host(20)
-    assert rig.hit(1, 2, 3) == 0
-
-
-def test_only_the_head_of_a_request_is_kept_if_it_says_so():
-    rig = Rig(host_blocks=8, retention=True, clock=lambda: 0.0)
-    request = make_request("one", 1, 2, 3)
-    request.retention = Retention(ttl_s=60, num_tokens=2 * BLOCK_SIZE + 1)
-    rig.run(request)
-    rig.fill_host(20)
-    assert rig.hit(1, 2, 3) == 2
-
-
-def test_without_the_rule_what_requests_say_is_ignored():
-    rig = Rig(host_blocks=8)
-    request = make_request("one", 1, 2, 3)
-    request.retention = Retention(ttl_s=60)
-    rig.run(request)
-    rig.fill_host(20)
-    assert rig.hit(1, 2, 3) == 0
+    clock = lambda: now_s[0]  # noqa: E731
+    two_blocks = 2 * BLOCK_SIZE + 1
+    for retains, retention, num_kept in (
+        (True, Retention(priority=80, ttl_s=60), 3),
+        (True, Retention(ttl_s=60, num_tokens=two_blocks), 2),
+        (False, Retention(ttl_s=60), 0),  # Without the rule it is ignored.
+    ):
+        now_s[0] = 0.0
+        rig = Rig(host_blocks=8, retention=retains, clock=clock)
+        request = make_request("one", 1, 2, 3)
+        request.retention = retention
+        rig.run(request)
+        rig.fill_host(20)
+        assert rig.hit(1, 2, 3) == num_kept, retention
+        now_s[0] = 61.0
+        rig.fill_host(20)
+        assert rig.hit(1, 2, 3) == 0
 
 
 def test_a_retention_that_is_none_is_refused_and_changes_nothing():
@@ -127,32 +119,19 @@ def test_a_retention_that_is_none_is_refused_and_changes_nothing():
     rig.scheduler.request_finished(request)
 
 
-def test_several_processes_need_a_clock_for_retention(monkeypatch):
-    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    rules = OffloadRules(retention=True)
-    with pytest.raises(ValueError, match="retention=True decides by the time"):
-        OffloadScheduler(BLOCK_SIZE, 8, rules=rules)
-    OffloadScheduler(BLOCK_SIZE, 8, rules=rules, policy_clock=lambda: 1.0)
-
-
-@pytest.mark.parametrize("policy", ["hazard", "lru"])
-@pytest.mark.parametrize("policy_clock", [None, lambda: 1.0], ids=["none", "given"])
-def test_several_processes_need_a_clock_that_they_agree_on(
-    monkeypatch, policy, policy_clock
-):
+def test_several_processes_need_a_clock_that_they_agree_on(monkeypatch):
     """Each process has a clock of its own, and would evict other blocks by it."""
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-
-    def make():
-        return OffloadScheduler(BLOCK_SIZE, 8, policy, policy_clock=policy_clock)
-
-    if policy == "hazard" and policy_clock is None:
-        with pytest.raises(ValueError, match="'hazard' decides by the time"):
-            make()
-    else:
-        make()
+    for policy, retains, what in (
+        ("hazard", False, "'hazard' decides by the time"),
+        ("lru", True, "retention=True decides by the time"),
+    ):
+        rules = OffloadRules(retention=retains)
+        with pytest.raises(ValueError, match=what):
+            OffloadScheduler(BLOCK_SIZE, 8, policy, rules=rules)
+        OffloadScheduler(BLOCK_SIZE, 8, policy, rules=rules, policy_clock=lambda: 1.0)
+    OffloadScheduler(BLOCK_SIZE, 8, "lru")
 
 
 def test_the_policys_clock_is_not_that_of_the_delays():
@@ -162,4 +141,4 @@ def test_the_policys_clock_is_not_that_of_the_delays():
     )
     rig.scheduler.bind_device_block_pool(rig.pool)
     rig.run(make_request("one", 1, 2))
-    assert rig.scheduler._manager.snapshot().policy["now_ms"] == 2_000
+    assert rig.host_tier.snapshot().policy["now_ms"] == 2_000

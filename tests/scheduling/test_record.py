@@ -18,20 +18,11 @@ from jaxkv import OffloadConfig, TraceRecorder
 from jaxkv.keys.keyed import ID_BITS, hash_keys
 from jaxkv.keys.packed import pack
 from jaxkv.scheduling import record as record_module
-from jaxkv.scheduling.record import LEAST_MAX_BYTES, RecordStats
+from jaxkv.scheduling.record import LEAST_MAX_BYTES as MIN_BYTES
+from jaxkv.scheduling.record import RecordStats
 from jaxkv.search.groups import FullAttention, SlidingWindow
 from jaxkv.tools.replay.traces import read_trace
 from tests.rigs.offload_rig import BLOCK_SIZE, Rig, make_keys, make_request
-
-
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self):
-        self.now_s = 100.0
-
-    def __call__(self):
-        return self.now_s
 
 
 def lines_of(path):
@@ -52,6 +43,21 @@ def path(tmp_path):
     return tmp_path / "requests.jsonl"
 
 
+def serve(recorder, *names, num_blocks=0, rng=None):
+    """Record requests whose lengths are their numbers, and flush after each."""
+    for name in names:
+        keys = [rng.randbytes(32) for _ in range(num_blocks)] if rng else []
+        recorder.begin(str(name), keys, num_blocks or int(name))
+        recorder.finish(str(name))
+        recorder.flush()
+
+
+def described(path, block_size=1, **arguments):
+    recorder = TraceRecorder(path, **arguments)
+    recorder.describe(block_size)
+    return recorder
+
+
 @pytest.fixture
 def secret(monkeypatch):
     """The secret of recorders without a key file."""
@@ -66,13 +72,12 @@ def secret(monkeypatch):
 def test_a_request_is_a_line_with_what_it_found_and_what_its_output_filled(
     path, secret
 ):
-    clock = Clock()
-    with TraceRecorder(path, clock=clock) as recorder:
+    now_s = [100.0]
+    with TraceRecorder(path, clock=lambda: now_s[0]) as recorder:
         rig = Rig(recorder=recorder)
-        rig.run(make_request("first", 1, 2, 3))
-        rig.forget_device()
+        rig.store(1, 2, 3)
         rig.run(make_request("second", 1))
-        clock.now_s += 1.5
+        now_s[0] += 1.5
         request = make_request("third", 1, 2, 3, 4, 5, 6)
         request.num_prompt_tokens = 3 * BLOCK_SIZE + 2
         request.stop = "tool_use"
@@ -80,25 +85,12 @@ def test_a_request_is_a_line_with_what_it_found_and_what_its_output_filled(
     assert recorder.stats == RecordStats(3, 0)
     first, _, third = requests_of(path)
     keys = make_keys(1, 2, 3, 4, 5, 6)
-    assert first == {
-        "t": 0.001,
-        "in": 13,
-        "out": 0,
-        "device": 0,
-        "host": 0,
-        "ids": secret(keys[:3]),
-    }
+    found = {"in": 13, "out": 0, "device": 0, "host": 0}
+    assert first == {"t": 0.001, "ids": secret(keys[:3])} | found
     # The second has brought the first block to the device.
-    assert third == {
-        "t": 1500.0,
-        "in": 14,
-        "out": 11,
-        "device": 4,
-        "host": 8,
-        "stop": "tool_use",
-        "ids": secret(keys[:3]),
-        "out_ids": secret(keys[3:]),
-    }
+    found = {"in": 14, "out": 11, "device": 4, "host": 8, "stop": "tool_use"}
+    ids = {"ids": secret(keys[:3]), "out_ids": secret(keys[3:])}
+    assert third == {"t": 1500.0} | found | ids
 
 
 def test_a_file_says_what_it_is_and_of_what_engine(path):
@@ -124,10 +116,9 @@ def test_a_file_says_what_it_is_and_of_what_engine(path):
 def test_only_its_owner_reads_a_file(path, tmp_path):
     os.umask(os.umask(0o022))
     key_file = tmp_path / "key"
-    with TraceRecorder(path, key_file=key_file) as recorder:
-        Rig(recorder=recorder).run(make_request("a", 1))
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
+    described(path, key_file=key_file).close()
+    for own in (path, key_file):
+        assert stat.S_IMODE(own.stat().st_mode) == 0o600
 
 
 def test_neither_keys_nor_names_are_written(path):
@@ -138,9 +129,8 @@ def test_neither_keys_nor_names_are_written(path):
     assert secret not in text
     for key in make_keys(1, 2):
         assert key.hex() not in text
-        for size in (4, 7, 8):
-            for order in ("little", "big"):
-                assert str(int.from_bytes(key[:size], order)) not in text
+        for size, order in itertools.product((4, 7, 8), ("little", "big")):
+            assert str(int.from_bytes(key[:size], order)) not in text
 
 
 def test_another_recorder_has_other_ids_unless_both_have_one_key_file(tmp_path):
@@ -158,19 +148,20 @@ def test_another_recorder_has_other_ids_unless_both_have_one_key_file(tmp_path):
     assert joined == ids("d.jsonl", key_file=key_file)
     assert joined[1] not in (one[1], other[1])
     assert len(key_file.read_text()) == 65
-    assert sorted(each.name for each in tmp_path.iterdir()) == [
-        "a.jsonl",
-        "b.jsonl",
-        "c.jsonl",
-        "d.jsonl",
-        "key",
-    ]
+    assert sorted(os.listdir(tmp_path)) == [*(f"{n}.jsonl" for n in "abcd"), "key"]
 
 
-def test_a_key_file_that_is_a_pipe_is_not_waited_for(path, tmp_path):
-    os.mkfifo(tmp_path / "key")
-    with pytest.raises(OSError, match=r"recorded ids from .*it is not a plain file"):
-        TraceRecorder(path, key_file=tmp_path / "key")
+def test_a_key_file_that_cannot_be_read_or_guessed_is_refused(path, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "short").write_text("0123456789abcde\n")
+    for name, error, match in (
+        ("pipe", OSError, r"recorded ids from .*it is not a plain file"),
+        ("short", ValueError, r"short' has 15 bytes, and must have at least"),
+        ("nowhere/key", OSError, r"cannot read the key .*nowhere.*No such file"),
+    ):
+        with pytest.raises(error, match=match):
+            TraceRecorder(path, key_file=tmp_path / name)
+        assert not path.exists()
 
 
 def test_a_link_that_others_planted_beside_a_key_file_is_not_followed(
@@ -186,29 +177,19 @@ def test_a_link_that_others_planted_beside_a_key_file_is_not_followed(
     assert victim.read_text() == "mine"
 
 
-def test_a_key_that_can_be_guessed_is_refused(path, tmp_path):
-    key_file = tmp_path / "key"
-    key_file.write_text("0123456789abcde\n")
-    with pytest.raises(ValueError, match=r"key' has 15 bytes, and must have at least"):
-        TraceRecorder(path, key_file=key_file)
-    assert not path.exists()
-    with pytest.raises(OSError, match=r"cannot read the key .*nowhere.*No such file"):
-        TraceRecorder(path, key_file=tmp_path / "nowhere" / "key")
-    assert not path.exists()
-
-
 def test_ids_and_blocks_of_long_prompts_are_all_there(path, secret):
     rng = random.Random(3)
     keys = [rng.randbytes(32) for _ in range(8200)]
-    with TraceRecorder(path) as recorder:
-        recorder.describe(16)
+    with described(path, 16) as recorder:
         recorder.begin("long", keys[:8192], 16 * 8192 + 3)
         recorder.finish("long", keys, 16 * 8200 + 3, 16 * 8200 + 2)
     (line,) = requests_of(path)
-    assert line["ids"] == secret(keys[:8192])
+    ids = line["ids"]
+    assert ids == secret(keys[:8192])
     assert line["out_ids"] == secret(keys[8192:])
-    assert min(line["ids"]) >= 0
-    assert max(line["ids"]) < 1 << ID_BITS
+    assert 0 <= min(ids) <= max(ids) < 1 << ID_BITS
+    # Every reader of JSON can take them.
+    assert np.array(ids, np.float64).astype(np.int64).tolist() == ids
 
 
 def test_keys_of_any_length_are_recorded(path, secret):
@@ -220,7 +201,15 @@ def test_keys_of_any_length_are_recorded(path, secret):
     assert requests_of(path)[0]["ids"] == secret(request.block_keys)
 
 
-def test_what_is_not_computed_at_the_end_is_not_said_to_be_filled(path):
+def test_what_is_not_computed_or_stored_is_not_said_to_be_filled(path):
+    with TraceRecorder(path) as recorder:
+        rig = Rig(recorder=recorder, prompt_only=True)
+        request = make_request("prompt only", 1, 2, 3)
+        request.num_prompt_tokens = 5
+        rig.run(request)
+    (line,) = requests_of(path)
+    assert len(line["ids"]) == 1
+    assert "out_ids" not in line
     with TraceRecorder(path) as recorder:
         rig = Rig(recorder=recorder)
         request = make_request("a", 1, 2, 3, extra_tokens=0)
@@ -228,19 +217,8 @@ def test_what_is_not_computed_at_the_end_is_not_said_to_be_filled(path):
         rig.admit(request)
         rig.step(tokens={"a": 11})  # The last token that is generated has no KV.
         rig.finish("a")
-    assert requests_of(path)[0]["in"] == 5
-    assert len(requests_of(path)[0]["out_ids"]) == 1
-
-
-def test_blocks_that_may_not_be_stored_are_not_said_to_be_filled(path):
-    with TraceRecorder(path) as recorder:
-        rig = Rig(recorder=recorder, prompt_only=True)
-        request = make_request("a", 1, 2, 3)
-        request.num_prompt_tokens = 5
-        rig.run(request)
     (line,) = requests_of(path)
-    assert len(line["ids"]) == 1
-    assert "out_ids" not in line
+    assert (line["in"], len(line["out_ids"])) == (5, 1)
 
 
 def test_the_group_with_full_attention_is_recorded(path, secret):
@@ -318,8 +296,7 @@ def test_requests_that_run_at_the_end_are_written_with_what_is_known(path):
 
 
 def test_times_never_repeat_and_lines_come_as_requests_end(path):
-    with TraceRecorder(path, clock=lambda: 5.0) as recorder:
-        recorder.describe(4)
+    with described(path, clock=lambda: 5.0) as recorder:
         for name in "abc":
             recorder.begin(name, [], 1)
         for name in "cab":
@@ -329,23 +306,16 @@ def test_times_never_repeat_and_lines_come_as_requests_end(path):
 
 def test_files_are_rotated_and_bounded(path):
     rng = random.Random(6)
-    keys = [rng.randbytes(32) for _ in range(2000)]
-    with TraceRecorder(path, max_bytes=LEAST_MAX_BYTES, max_files=3) as recorder:
-        recorder.describe(1)
-        for number in range(150):
-            recorder.begin(str(number), keys, 2000)
-            recorder.finish(str(number))
-            if number % 20 == 0:
-                recorder.flush()
+    with described(path, max_bytes=MIN_BYTES, max_files=3) as recorder:
+        serve(recorder, *range(150), num_blocks=2000, rng=rng)
     assert recorder.stats == RecordStats(150, 0)
     names = ["requests.jsonl", "requests.jsonl.1", "requests.jsonl.2"]
     assert sorted(os.listdir(path.parent)) == names
-    lines = []
-    parts = []
+    lines, parts = [], []
     for name in reversed(names):
-        own = path.parent / name
-        assert own.stat().st_size <= LEAST_MAX_BYTES
-        header, *rest = lines_of(own)
+        file = path.with_name(name)
+        assert file.stat().st_size <= MIN_BYTES
+        header, *rest = lines_of(file)
         parts.append(header["part"])
         lines += rest
     assert parts == list(range(parts[0], parts[0] + 3))
@@ -358,13 +328,8 @@ def test_files_are_rotated_and_bounded(path):
 
 def test_one_file_is_enough(path):
     rng = random.Random(6)
-    keys = [rng.randbytes(32) for _ in range(20_000)]
-    with TraceRecorder(path, max_bytes=LEAST_MAX_BYTES, max_files=1) as recorder:
-        recorder.describe(1)
-        for number in range(5):
-            recorder.begin(str(number), keys, 20_000)
-            recorder.finish(str(number))
-            recorder.flush()
+    with described(path, max_bytes=MIN_BYTES, max_files=1) as recorder:
+        serve(recorder, *range(5), num_blocks=20_000, rng=rng)
     assert os.listdir(path.parent) == ["requests.jsonl"]
     header, last = lines_of(path)
     assert header["part"] == 2
@@ -372,41 +337,30 @@ def test_one_file_is_enough(path):
     assert recorder.stats == RecordStats(5, 0)
 
 
-def test_a_file_of_an_earlier_run_is_kept(path):
-    for _ in range(2):
-        with TraceRecorder(path) as recorder:
-            recorder.describe(4)
-            recorder.begin("a", [], 1)
-    assert sorted(os.listdir(path.parent)) == ["requests.jsonl", "requests.jsonl.1"]
-    one, other = (lines_of(each)[0] for each in sorted(path.parent.iterdir()))
-    assert one["key_id"] != other["key_id"]
-
-
-def test_a_link_stays_a_link(path, tmp_path):
+def test_a_file_of_an_earlier_run_is_kept_and_a_link_stays_a_link(path, tmp_path):
     target = tmp_path / "elsewhere"
     target.mkdir()
     path.symlink_to(target / "real.jsonl")
-    with TraceRecorder(path) as recorder:
-        recorder.describe(4)
-        recorder.begin("a", [], 1)
+    for _ in range(2):
+        with described(path) as recorder:
+            recorder.begin("a", [], 1)
     assert path.is_symlink()
+    assert sorted(os.listdir(target)) == ["real.jsonl", "real.jsonl.1"]
+    one, other = (lines_of(file)[0] for file in target.iterdir())
+    assert one["key_id"] != other["key_id"]
     assert len(requests_of(target / "real.jsonl")) == 1
 
 
 def test_a_request_that_no_file_has_room_for_is_dropped_and_counted(path, caplog):
     rng = random.Random(6)
-    keys = [rng.randbytes(32) for _ in range(70_000)]
-    with TraceRecorder(path, max_bytes=LEAST_MAX_BYTES) as recorder:
-        recorder.describe(1)
+    with described(path, max_bytes=MIN_BYTES) as recorder:
         for number, num in enumerate([70_000, 10, 70_000, 10]):
-            recorder.begin(str(number), keys[:num], num)
-            recorder.finish(str(number))
-            recorder.flush()
+            serve(recorder, number, num_blocks=num, rng=rng)
     assert recorder.stats == RecordStats(2, 2)
     assert [line.get("dropped") for line in requests_of(path)] == [1, None, 1, None]
-    (warning,) = caplog.records
-    assert "one request is larger than a file may be" in warning.getMessage()
-    assert str(path) in warning.getMessage()
+    (warning,) = caplog.messages
+    assert "one request is larger than a file may be" in warning
+    assert str(path) in warning
 
 
 def test_what_the_queue_has_no_room_for_is_dropped_and_nobody_waits(
@@ -414,16 +368,14 @@ def test_what_the_queue_has_no_room_for_is_dropped_and_nobody_waits(
 ):
     monkeypatch.setattr(record_module, "_MOST_QUEUED_BLOCKS", 100)
     is_blocked, goes_on = threading.Event(), threading.Event()
-    recorder = TraceRecorder(path)
-    recorder.describe(1)
-    append = recorder._writer._file.append
+    recorder, write = described(path), os.write
 
-    def wait_for_the_disk(data):
+    def wait_for_the_disk(fd, data):
         is_blocked.set()
         assert goes_on.wait(60)
-        append(data)
+        return write(fd, data)
 
-    monkeypatch.setattr(recorder._writer._file, "append", wait_for_the_disk)
+    monkeypatch.setattr(os, "write", wait_for_the_disk)
 
     def put(name, num):
         recorder.begin(name, [b"k" * 32] * num, num)
@@ -445,22 +397,19 @@ def test_what_the_queue_has_no_room_for_is_dropped_and_nobody_waits(
 
 
 def test_a_full_disk_costs_requests_and_no_more(path, monkeypatch, caplog):
-    with TraceRecorder(path) as recorder:
-        recorder.describe(1)
-        write, failing = os.write, []
+    write, failing = os.write, []
 
-        def part_of(fd, data):
-            if failing:
-                write(fd, data[:5])
-                raise OSError(28, "No space left on device")
-            return write(fd, data)
+    def part_of(fd, data):
+        if failing:
+            write(fd, data[:5])
+            raise OSError(28, "No space left on device")
+        return write(fd, data)
 
+    with described(path) as recorder:
         monkeypatch.setattr(os, "write", part_of)
         for number, is_full in enumerate([False, True, True, False, False]):
             failing[:] = [True] * is_full
-            recorder.begin(str(number), [], number)
-            recorder.finish(str(number))
-            recorder.flush()
+            serve(recorder, number)
     assert recorder.stats == RecordStats(3, 2)
     lines = requests_of(path)
     assert [line.get("in") for line in lines] == [0, None, 3, 4]
@@ -490,8 +439,7 @@ def test_a_rotation_that_fails_once_costs_a_request_and_no_more(
             raise OSError(5, "Input/output error")
         return None if name == "close" else call(*args, **named)
 
-    with TraceRecorder(path, max_bytes=1000, max_files=max_files) as recorder:
-        recorder.describe(1)
+    with described(path, max_bytes=1000, max_files=max_files) as recorder:
         monkeypatch.setattr(os, name, fail_once)
         with caplog.at_level(logging.INFO, "jaxkv"):
             for number in range(12):
@@ -527,31 +475,28 @@ def test_a_rotation_that_fails_halfway_loses_no_older_file(path, monkeypatch):
 
 
 def test_a_line_that_cannot_be_taken_back_is_left_behind(path, monkeypatch):
-    with TraceRecorder(path) as recorder:
-        recorder.describe(1)
-        for number in range(3):
-            if number == 1:
-                for name in ("write", "ftruncate"):
-                    monkeypatch.setattr(os, name, refuse)
-            recorder.begin(str(number), [], number)
-            recorder.finish(str(number))
-            recorder.flush()
-            monkeypatch.undo()
+    def refuse(*_):
+        raise OSError(5, "Input/output error")
+
+    with described(path) as recorder:
+        serve(recorder, 0)
+        for name in ("write", "ftruncate"):
+            monkeypatch.setattr(os, name, refuse)
+        serve(recorder, 1)
+        monkeypatch.undo()
+        serve(recorder, 2)
     assert recorder.stats == RecordStats(2, 1)
     assert [line.get("in") for line in requests_of(path)] == [None, 2]
     assert [line["in"] for line in requests_of(path.with_name(f"{path.name}.1"))] == [0]
 
 
-def refuse(*_):
-    raise OSError(5, "Input/output error")
+def no_thread(thread):
+    raise RuntimeError("can't start new thread")
 
 
 def test_a_thread_that_cannot_be_started_once_costs_no_request(
     path, monkeypatch, caplog
 ):
-    def no_thread(thread):
-        raise RuntimeError("can't start new thread")
-
     with caplog.at_level(logging.INFO, "jaxkv"):
         recorder = TraceRecorder(path)
         monkeypatch.setattr(threading.Thread, "start", no_thread)
@@ -570,9 +515,6 @@ def test_a_thread_that_cannot_be_started_once_costs_no_request(
 
 
 def test_without_any_thread_a_recorder_writes_when_it_is_closed(path, monkeypatch):
-    def no_thread(thread):
-        raise RuntimeError("can't start new thread")
-
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     with TraceRecorder(path) as recorder:
         Rig(recorder=recorder).run(make_request("a", 1))
@@ -580,19 +522,32 @@ def test_without_any_thread_a_recorder_writes_when_it_is_closed(path, monkeypatc
     assert len(requests_of(path)) == 1
 
 
-def test_what_cannot_be_written_as_a_line_is_dropped(path, caplog):
-    with TraceRecorder(path) as recorder:
-        recorder.describe(1)
-        recorder.begin("a", ["no bytes"], 1)
-        recorder.finish("a")
+def test_what_no_reader_takes_is_dropped_and_the_rest_can_be_read(path, caplog):
+    wrong = {
+        "input_tokens=-7 must be at least 0": (b"k" * 32, -7, None),
+        "input_tokens=7.5 must be a whole number from 0 on": (b"k" * 32, 7.5, None),
+        "stop='length' must be one of": (b"k" * 32, 7, "length"),
+        "must be of type bytes": ("no bytes", 7, None),
+    }
+    for why, (key, num_tokens, stop) in wrong.items():
+        with described(path, 4) as recorder:
+            recorder.begin("right", [b"k" * 32], 9)
+            recorder.finish("right", None, 9, 9)
+            recorder.begin("wrong", [key], num_tokens)
+            recorder.finish("wrong", None, 9, 9, stop)
+        assert recorder.stats == RecordStats(1, 1)
+        assert why in caplog.text
+        trace = read_trace(path)
+        assert (trace.num_requests, trace.recording.num_lost) == (1, 1), why
+    with described(path) as recorder:  # A piece that has nothing else.
+        recorder.begin("wrong", ["no bytes"], 1)
+        recorder.finish("wrong")
         recorder.flush()
-    assert recorder.stats == RecordStats(0, 1)
-    assert "must be of type bytes" in caplog.text
+        assert recorder.stats == RecordStats(0, 1)
 
 
 def test_numbers_may_be_of_numpy(path):
-    with TraceRecorder(path) as recorder:
-        recorder.describe(4)
+    with described(path, 4) as recorder:
         num_tokens, num_hits = np.int64(9), np.int32(4)
         recorder.begin("a", [b"k" * 32], num_tokens, num_hits, num_hits)
         recorder.finish("a", None, num_tokens + 2, num_tokens + 1)
@@ -601,96 +556,57 @@ def test_numbers_may_be_of_numpy(path):
     assert trace.recording.host_tokens.tolist() == [4]
 
 
-@pytest.mark.parametrize(
-    ("input_tokens", "stop", "why"),
-    [
-        (-7, None, "input_tokens=-7 must be at least 0"),
-        (7.5, None, "input_tokens=7.5 must be a whole number from 0 on"),
-        (7, "length", "stop='length' must be one of"),
-    ],
-)
-def test_what_no_reader_takes_is_dropped_and_the_rest_can_be_read(
-    path, caplog, input_tokens, stop, why
-):
-    with TraceRecorder(path) as recorder:
-        recorder.describe(4)
-        for number, (own, reason) in enumerate([(9, None), (input_tokens, stop)]):
-            recorder.begin(str(number), [b"k" * 32], own)
-            recorder.finish(str(number), None, 9, 9, reason)
-    assert recorder.stats == RecordStats(1, 1)
-    assert why in caplog.text
-    trace = read_trace(path)
-    assert trace.num_requests == 1
-    assert trace.recording.num_lost == 1
-
-
 def test_gzip_is_written_where_the_name_says_so(tmp_path):
     path = tmp_path / "requests.jsonl.gz"
-    with TraceRecorder(path) as recorder:
-        recorder.describe(4)
-        for name in "ab":
-            recorder.begin(name, [], 1)
-            recorder.finish(name)
-            recorder.flush()
+    with described(path) as recorder:
+        serve(recorder, 1, 2)
     assert path.read_bytes()[:2] == b"\x1f\x8b"
     assert len(requests_of(path)) == 2
 
 
-def test_a_recorder_serves_one_engine(path):
+def test_a_recorder_serves_one_engine_and_a_file_one_recorder(path):
     with TraceRecorder(path) as recorder:
         rig = Rig(recorder=recorder)
         rig.scheduler.bind_device_block_pool(rig.pool)  # The same engine, again.
-        with pytest.raises(
-            ValueError, match=r"requests.jsonl' serves an engine already"
-        ):
+        with pytest.raises(ValueError, match=r".jsonl' serves an engine already"):
             Rig(recorder=recorder)
-
-
-def test_a_file_that_is_being_recorded_to_is_refused_to_others(path):
-    with TraceRecorder(path) as recorder:
         with pytest.raises(OSError, match="another engine or process records to it"):
             TraceRecorder(path)
-        Rig(recorder=recorder).run(make_request("a", 1))
+        rig.run(make_request("a", 1))
     assert len(requests_of(path)) == 1
     assert os.listdir(path.parent) == ["requests.jsonl"]
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
+def test_what_cannot_be_recorded_to_is_refused_in_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for name, reason in (
         ("nowhere/requests.jsonl", "No such file or directory"),
         ("file/requests.jsonl", "Not a directory"),
         ("folder", "Is a directory"),
         ("pipe", "No such device or address"),
         ("/dev/null", "it is no plain file"),
         ("nul\0l", "embedded null byte"),
-    ],
-)
-def test_what_cannot_be_recorded_to_is_refused_in_one_line(tmp_path, name, reason):
-    (tmp_path / "file").touch()
-    (tmp_path / "folder").mkdir()
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises((OSError, ValueError), match=reason) as refusal:
-        TraceRecorder(os.path.join(tmp_path, name))
-    text = str(refusal.value)
-    assert "\n" not in text
-    assert name.rpartition("/")[2].partition("\0")[0] in text
-    assert "name a file in a folder that exists" in text
+    ):
+        with pytest.raises((OSError, ValueError), match=reason) as refusal:
+            TraceRecorder(os.path.join(tmp_path, name))
+        text = str(refusal.value)
+        assert "\n" not in text
+        assert name.rpartition("/")[2].partition("\0")[0] in text
+        assert "name a file in a folder that exists" in text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_numbers_that_cannot_be_right_are_refused(path):
+    for arguments, message in (
         ({"max_bytes": "1000KB"}, "max_bytes=1000000 must be at least 1048576"),
         ({"max_bytes": "much"}, "'much' must be a size such as 64MiB"),
         ({"max_files": 0}, "max_files=0 must be at least 1"),
         ({"max_files": 1.5}, "max_files=1.5 must be a whole number from 1 on"),
-    ],
-)
-def test_numbers_that_cannot_be_right_are_refused(path, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        TraceRecorder(path, **arguments)
-    assert not path.exists()
+    ):
+        with pytest.raises(ValueError, match=message):
+            TraceRecorder(path, **arguments)
+        assert not path.exists()
 
 
 def test_without_a_recorder_requests_leave_nothing_behind():
@@ -702,11 +618,9 @@ def test_without_a_recorder_requests_leave_nothing_behind():
 
 
 def test_a_recorder_that_nobody_has_any_more_closes_its_file(path):
-    recorder = TraceRecorder(path)
-    recorder.describe(4)
-    recorder.begin("a", [], 1)
-    recorder.finish("a")
-    recorder.begin("b", [], 2)
+    recorder = described(path)
+    serve(recorder, 1)
+    recorder.begin("runs", [], 2)
     del recorder
     assert [line["in"] for line in requests_of(path)] == [1, 2]
     TraceRecorder(path).close()  # The lock is gone.
@@ -716,18 +630,19 @@ def test_a_configuration_makes_the_recorder_of_its_scheduler(path):
     config = OffloadConfig(
         num_host_blocks=8, record=str(path), record_max_bytes="2MiB", record_max_files=2
     )
-    scheduler = config.make_scheduler(BLOCK_SIZE)
-    assert scheduler.recorder.path == str(path)
     assert (config.record_max_bytes, config.record_max_files) == (2 << 20, 2)
-    scheduler.recorder.close()
-    assert OffloadConfig(num_host_blocks=8).make_scheduler(4).recorder is None
-
-
-def test_a_scheduler_that_is_refused_leaves_no_file_locked(path):
-    config = OffloadConfig(num_host_blocks=8, record=str(path))
     with pytest.raises(ValueError, match="blocks"):
         config.make_scheduler(BLOCK_SIZE, num_host_blocks=0)
-    TraceRecorder(path).close()
+    scheduler = config.make_scheduler(BLOCK_SIZE)  # The file is not locked.
+    assert scheduler.recorder.path == str(path)
+    scheduler.recorder.close()
+    assert OffloadConfig(num_host_blocks=8).make_scheduler(4).recorder is None
+    for wrong, match in (
+        ({"record_key_file": str(path)}, "record_key_file must be two files"),
+        ({"record_max_bytes": "1KiB"}, "'1KiB' must be a size .*, at least 1048576"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            OffloadConfig(record=str(path), **wrong)
 
 
 def test_the_first_of_several_processes_records(path, monkeypatch):
@@ -738,22 +653,3 @@ def test_the_first_of_several_processes_records(path, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 0)
     config.make_recorder().close()
     assert path.exists()
-
-
-def test_a_secret_beside_what_it_hides_is_refused(path):
-    with pytest.raises(ValueError, match="record_key_file must be two files"):
-        OffloadConfig(record=str(path), record_key_file=str(path))
-
-
-def test_a_file_of_a_megabyte_is_the_least(path):
-    message = r"record_max_bytes='1KiB' must be a size .*, at least 1048576"
-    with pytest.raises(ValueError, match=message):
-        OffloadConfig(record=str(path), record_max_bytes="1KiB")
-
-
-def test_ids_survive_every_reader_of_json(path):
-    with TraceRecorder(path) as recorder:
-        recorder.describe(1)
-        recorder.begin("a", [bytes([n]) * 32 for n in range(200)], 200)
-    (line,) = requests_of(path)
-    assert np.array(line["ids"], np.float64).astype(np.int64).tolist() == line["ids"]

@@ -1,17 +1,20 @@
 """A request waits for what another engine computes for it and writes to the store."""
 
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from jaxkv.scheduling.protocol import TierBatch, TierMoves, TierReport
-from jaxkv.scheduling.storage_worker import StorageWorker
-from jaxkv.transfer.storage import MemoryStore, ObjectFormat, StorageIO
-from tests.rigs.offload_rig import BLOCK_SIZE, HYBRID, make_keys, make_request
-from tests.scheduling.test_storage import StoreRig
-from tests.scheduling.test_storage_probes import Engine, ProbedRig
+from tests.rigs.offload_rig import (
+    BLOCK_SIZE,
+    HYBRID,
+    StoredEngine,
+    StoreRig,
+    make_keys,
+    make_request,
+)
+from tests.rigs.waiting import wait_for
+from tests.scheduling.test_storage_probes import Store, probed
 
 AWAIT_S = 1.0
 
@@ -25,10 +28,10 @@ def expecting(request):
 
 
 def test_a_request_reads_what_nobody_has_told_of():
-    rig = ProbedRig()
+    rig = probed()
     request = expecting(make_request("a", 1, 2, 3, 4))
     assert rig.offer(request) == (None, False)
-    ((batch,),) = [moves.fetches for moves in rig.step().below]
+    (batch,) = rig.fetches()
     assert batch.keys == tuple(make_keys(1, 2, 3, 4))
     assert batch.is_awaited
     assert rig.probes() == []
@@ -40,11 +43,11 @@ def test_a_request_reads_what_nobody_has_told_of():
 
 
 def test_what_does_not_come_is_computed_and_expected_no_more():
-    rig = ProbedRig()
+    rig = probed()
     request = expecting(make_request("a", 1, 2, 3))
     rig.offer(request)
-    ((batch,),) = [moves.fetches for moves in rig.step().below]
-    rig.report(TierReport(((batch.event, (True, False, False)),)))
+    (batch,) = rig.fetches()
+    rig.report_below(fetched=((batch.event, (True, False, False)),))
     rig.asked.clear()
     rig.host[batch.upper_blocks[0]] = [batch.keys[0]]
     for _ in range(2):  # As where there is no room for it yet.
@@ -63,12 +66,12 @@ def test_only_what_is_neither_on_the_device_nor_on_the_host_is_awaited():
     rig.forget_device()
     request = expecting(make_request("b", 1, 2, 3))
     rig.offer(request)
-    ((batch,),) = [moves.fetches for moves in rig.step().below if moves.fetches]
+    (batch,) = rig.fetches()
     assert batch.keys == tuple(make_keys(1, 2, 3)[2:])
 
 
 def test_requests_with_one_prompt_await_it_together():
-    rig = ProbedRig()
+    rig = probed()
     one, two = (expecting(make_request(name, 1, 2)) for name in "ab")
     assert rig.offer(one) == rig.offer(two) == (None, False)
     rig.step()
@@ -78,15 +81,15 @@ def test_requests_with_one_prompt_await_it_together():
 
 
 def test_where_not_all_is_read_a_part_of_what_is_awaited_is_no_prefix():
-    rig = ProbedRig(groups=HYBRID)
+    rig = probed(groups=HYBRID)
     request = expecting(rig.request("a", 1, 2, 3, 4, 5))
     full, windows = request.block_keys_by_group
     rig.offer(request)
-    ((batch,),) = [moves.fetches for moves in rig.step().below]
+    (batch,) = rig.fetches()
     assert set(batch.keys) == {*full, *windows[3:]}
     rig.asked.clear()
     oks = tuple(key != windows[4] for key in batch.keys)
-    rig.report(TierReport(((batch.event, oks),)))
+    rig.report_below(fetched=((batch.event, oks),))
     rig.host |= dict(
         zip(batch.upper_blocks, ([key] for key in batch.keys), strict=True)
     )
@@ -94,36 +97,29 @@ def test_where_not_all_is_read_a_part_of_what_is_awaited_is_no_prefix():
     assert (num < 5, num_probes) == (True, 0)
 
 
-@pytest.mark.parametrize("storage", ["none", "left"])
-def test_without_a_store_nothing_is_awaited(storage):
-    rig = StoreRig(**({"num_storage_blocks": 0} if storage == "none" else {}))
-    if storage == "left":
-        rig.scheduler.disable_storage()
-        rig.step()
-    assert rig.offer(expecting(make_request("a", 1, 2))) == (0, False)
-
-
-def test_the_host_can_be_cleared_when_a_store_is_left_after_a_wait_in_vain():
-    rig = StoreRig()
-    rig.offer(expecting(make_request("a", 1, 2)))
-    rig.step()
-    rig.answer(ok=False)
-    rig.scheduler.disable_storage()
-    rig.step()
-    assert rig.scheduler.reset()
+def test_without_a_store_nothing_is_awaited():
+    never, left = StoreRig(num_storage_blocks=0), StoreRig()
+    left.offer(expecting(make_request("in vain", 1, 2)))
+    left.step()
+    left.answer(ok=False)
+    left.scheduler.disable_storage()
+    left.step()
+    assert left.scheduler.reset()
+    for rig in (never, left):
+        assert rig.offer(expecting(make_request("a", 1, 2))) == (0, False)
 
 
 def test_what_is_never_written_is_not_awaited():
     private = make_keys(1, 2, 3)[1:]
     rig = StoreRig(is_private=private.__contains__)
     rig.offer(expecting(make_request("a", 1, 2, 3)))
-    ((batch,),) = [moves.fetches for moves in rig.step().below]
+    (batch,) = rig.fetches()
     assert batch.keys == (make_keys(1)[0],)
 
 
 def test_where_the_index_has_no_room_nothing_is_awaited():
     rig = StoreRig(num_storage_blocks=4)
-    rig.report(TierReport(found=tuple(make_keys(50, 51, 52, 53))))
+    rig.has(*make_keys(50, 51, 52, 53))
     rig.scheduler.below[0].tier.pin(range(2))
     assert rig.offer(expecting(make_request("a", 1, 2, 3))) == (0, False)
     assert rig.offer(expecting(make_request("b", 1, 2))) == (None, False)
@@ -131,7 +127,7 @@ def test_where_the_index_has_no_room_nothing_is_awaited():
 
 def test_where_the_host_has_no_room_the_index_does_not_say_that_they_are_there():
     rig = StoreRig(host_blocks=4)
-    rig.scheduler._manager.place(make_keys(5, 6, 7, 8))
+    rig.host_tier.place(make_keys(5, 6, 7, 8))
     assert rig.offer(expecting(make_request("a", 1, 2))) == (0, False)
     assert rig.scheduler.num_storage_blocks_held == 0
 
@@ -139,149 +135,98 @@ def test_where_the_host_has_no_room_the_index_does_not_say_that_they_are_there()
 # What the worker reads, with a clock of its own.
 
 
-class Store:
-    """A worker over a store that another engine writes to."""
-
-    def __init__(self):
-        self.inner = MemoryStore()
-        self.now_s = 100.0
-        self.objects = ObjectFormat(b"m", "u8", 4)
-        storage_io = StorageIO(self.inner, self.objects, clock=lambda: self.now_s)
-        done = SimpleNamespace(is_over=True, error=None)
-        engine = SimpleNamespace(
-            host_payload_bytes=4,
-            advance_host=lambda run: None,
-            write_host=lambda blocks, payloads: done,
-        )
-        self.worker = StorageWorker(
-            *(engine, storage_io),
-            await_s=AWAIT_S,
-            list_every_s=0.0,
-            clock=lambda: self.now_s,
-        )
-        self.worker.take_reports()
-
-    def write(self, *keys):
-        self.inner.put(
-            [
-                (self.objects.name(key), self.objects.encode(key, [b"kv__"]))
-                for key in keys
-            ]
-        )
-
-    def fetch(self, keys, is_awaited=True):
-        ids = tuple(range(len(keys)))
-        batch = TierBatch(0, tuple(keys), ids, ids, is_awaited)
-        self.worker.start(TierMoves((batch,)))
-
-    def oks(self):
-        """What has come of the fetch; None if it is not over."""
-        end_s = time.monotonic() + 60
-        while self.worker._read_of:  # The store answers in threads.
-            assert time.monotonic() < end_s
-            time.sleep(1e-4)
-            self.worker.advance()
-        ended = [each for own in self.worker.take_reports() for each in own.fetched]
-        return ended[0][1] if ended else None
-
-    def wait(self, wait_s):
-        self.now_s += wait_s
-        self.worker.advance()
-
-    @property
-    def num_read(self):
-        stats = self.worker.storage_io.stats
-        return stats.num_read + stats.num_missing
-
-
 @pytest.fixture
 def store():
-    own = Store()
-    yield own
-    own.worker.close()
+    with Store(await_s=AWAIT_S) as made:
+        yield made
 
 
-def test_blocks_are_read_until_the_last_has_come(store):
-    run = make_keys(*range(4))
-    store.fetch(run)
-    for number in range(4):
-        assert store.oks() is None
-        store.write(run[number])
-        store.wait(0.9 * AWAIT_S)  # Each may take as long.
-    assert store.oks() == (True,) * 4
-    assert store.worker.num_in_flight == 0
+def oks(store):
+    """What has come of the fetch; None if it is not over."""
+    wait_for(lambda: not store.worker._read_of or store.worker.advance())
+    ended = [each for own in store.worker.take_reports() for each in own.fetched]
+    return ended[0][1] if ended else None
 
 
-def test_a_writer_that_is_gone_is_waited_for_once(store):
+def wait(store, wait_s):
+    store.now_s += wait_s
+    store.worker.advance()
+
+
+def test_blocks_are_read_until_the_last_has_come_or_the_deadline():
+    for num, num_found in ((4, 4), (9, 5)):
+        run = make_keys(*range(num))
+        with Store(await_s=AWAIT_S) as store:
+            store.fetch(run, is_awaited=True)
+            for number in range(num_found + num // 9):
+                assert oks(store) is None
+                store.write(run[number])
+                wait(store, 0.9 * AWAIT_S)  # Each may take as long.
+            assert oks(store) == (True,) * num_found + (False,) * (num - num_found)
+            assert store.worker.num_in_flight == 0
+
+
+def test_a_writer_that_is_gone_is_waited_for_once():
     run = make_keys(*range(3))
-    store.write(run[0])
-    store.fetch(run)
-    assert store.oks() is None
-    store.wait(0.99 * AWAIT_S)
-    assert store.oks() is None
-    store.wait(0.02 * AWAIT_S + 0.08)
-    assert store.oks() == (True, False, False)
-
-
-def test_a_writer_that_is_slow_is_waited_for_until_the_deadline(store):
-    run = make_keys(*range(9))
-    store.fetch(run)
-    for number in range(6):
-        assert store.oks() is None
-        store.write(run[number])
-        store.wait(0.9 * AWAIT_S)
-    assert store.oks() == (True,) * 5 + (False,) * 4
+    for num_written in (0, 1):
+        with Store(await_s=AWAIT_S) as store:
+            store.write(*run[:num_written])
+            store.fetch(run, is_awaited=True)
+            assert oks(store) is None
+            wait(store, 0.99 * AWAIT_S)
+            assert oks(store) is None
+            wait(store, 0.02 * AWAIT_S + 0.08)
+            assert oks(store) == (True,) * num_written + (False,) * (3 - num_written)
 
 
 def test_the_longer_nothing_comes_the_less_often_it_is_looked_for(store):
-    store.fetch(make_keys(1))
+    store.fetch(make_keys(1), is_awaited=True)
     nums = []
     for _ in range(40):
-        store.oks()
-        nums.append(store.num_read)
-        store.wait(0.01)
+        oks(store)
+        stats = store.worker.storage_io.stats
+        nums.append(stats.num_read + stats.num_missing)
+        wait(store, 0.01)
     assert nums[4] >= 3
     assert nums[-1] <= 10
 
 
 def test_what_nobody_writes_is_missing_at_once(store):
     store.fetch(make_keys(1), is_awaited=False)
-    assert store.oks() == (False,)
+    assert oks(store) == (False,)
 
 
 # Two engines on one store.
 
 
 def test_a_consumer_gets_all_blocks_that_are_written_while_it_waits(tmp_path):
-    keys = {"storage_deadline_s": 60.0, "storage_await_s": 60.0}
-    producer, consumer = (Engine(str(tmp_path), **keys) for _ in range(2))
+    options = {
+        "storage_list_s": 0.0,
+        "storage_deadline_s": 60.0,
+        "storage_await_s": 60.0,
+    }
     path = range(1, 25)
-    blocks = make_keys(*path)
-    parts = [blocks[:5], blocks[5:20], blocks[20:]]
+    keys = make_keys(*path)
+    parts = [keys[:5], keys[5:20], keys[20:]]
+    with (
+        StoredEngine(tmp_path, **options) as producer,
+        StoredEngine(tmp_path, **options) as consumer,
+    ):
 
-    def write():
-        if parts:
-            producer.write(parts.pop(0))
-        time.sleep(1e-3)
+        def write():
+            if parts:
+                producer.write(parts.pop(0))
+            time.sleep(1e-3)
 
-    request = expecting(make_request("prompt", *path))
-    assert consumer.num_found(request, write) == 24
-    assert not parts
-    found = consumer.scheduler._manager.find(blocks)
-    fetched = consumer.engine.read_host(found.tolist())
-    payload = np.empty(consumer.engine.host_payload_bytes, np.uint8)
-    pools = np.asarray(producer.pool[0])
-    rows = [*range(1, 6), *range(1, 16), *range(1, 5)]  # Each part from block 1 on.
-    for index, row in enumerate(rows):
-        fetched.copy(index, payload)
-        assert payload.tobytes() == pools[row].tobytes()
-    fetched.close()
-    producer.close()
-    consumer.close()
+        request = expecting(make_request("prompt", *path))
+        assert consumer.num_found(request, write) == 24
+        assert not parts
+        pools = np.asarray(producer.pool[0])
+        rows = [*range(1, 6), *range(1, 16), *range(1, 5)]  # Each part from block 1 on.
+        assert consumer.bytes_of(keys) == [pools[row].tobytes() for row in rows]
 
 
 def test_a_producer_that_dies_costs_computing(tmp_path):
-    consumer = Engine(str(tmp_path), storage_await_s=0.05)
-    request = expecting(make_request("prompt", 1, 2, 3))
-    assert consumer.num_found(request) == 0
-    consumer.close()
+    options = {"storage_list_s": 0.0, "storage_await_s": 0.05}
+    with StoredEngine(tmp_path, **options) as consumer:
+        assert consumer.num_found(expecting(make_request("prompt", 1, 2, 3))) == 0

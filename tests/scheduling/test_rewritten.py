@@ -7,7 +7,6 @@ import pytest
 
 from jaxkv.keys.mark import KeyMark
 from jaxkv.keys.packed import PackedKeys, key_from_foreign, keys_to_words
-from jaxkv.scheduling.protocol import ConnectorOutput, TierReport
 from jaxkv.scheduling.request_keys import RequestKeys
 from jaxkv.scheduling.rules import OffloadRules
 from tests.rigs.offload_rig import (
@@ -15,12 +14,12 @@ from tests.rigs.offload_rig import (
     FULL,
     HYBRID,
     Rig,
+    StoreRig,
     check_refused,
     make_keys,
     make_request,
     on_host,
 )
-from tests.scheduling.test_storage import StoreRig
 
 
 def rewrite(request, num_kept, *path, extra_tokens=1):
@@ -44,7 +43,7 @@ def replace_blocks(rig, request, num_kept):
     for table in request.tables:
         rig.pool.free(table[num_kept:][::-1])
         table[num_kept:] = rig.pool.allocate(num - num_kept)
-    rig.scheduler.update_state_after_alloc(request, request.table, 0)
+    rig.take(request, request.table, 0)
 
 
 # Copies of keys.
@@ -64,87 +63,77 @@ def test_a_mark_is_in_lists_that_begin_with_its_keys():
     assert KeyMark().is_in([])
 
 
-@pytest.mark.parametrize("suffix", [b"", b"....", bytes(32)])
-@pytest.mark.parametrize("num_groups", [1, 2])
-def test_packed_keys_are_those_of_a_request_after_any_rewriting(suffix, num_groups):
-    rng = random.Random(7)
-    groups = (FULL * 2)[:num_groups]
-
-    def keys_of(path):
-        return [
-            [key + suffix for key in own]
-            for own in make_request("r", *path, groups=groups).block_keys_by_group
-        ]
-
-    request = make_request("r", groups=groups)
-    keys, path, seen = RequestKeys(groups, OffloadRules()), [], []
-    for _ in range(300):
-        if rng.random() < 0.3:
-            del path[rng.randrange(len(path) + 1) :]
-        path += rng.choices(range(3), k=rng.randrange(3))
-        now = keys_of(path)
-        if rng.random() < 0.5:
-            request.block_keys_by_group = now
-        else:
-            for own, other in zip(request.block_keys_by_group, now, strict=True):
-                own[:] = other
-        before, packed = seen[-1:], keys.of(request)
-        assert packed == now
-        for own in packed:
-            words = keys_to_words([key_from_foreign(key) for key in own])
-            assert own.words.tolist() == words.tolist()
-            assert not own.words.flags.writeable
-            assert type(own[1:]) is PackedKeys
-        # Who holds a list from before sees it grow, and nothing else.
-        for lists, copies in before:
-            for own, copy, new in zip(lists, copies, packed, strict=True):
-                assert own[: len(copy)] == copy
-                assert (own is new) == (new[: len(copy)] == copy)
-        seen.append((packed, [list(own) for own in packed]))
-    assert len({id(lists[0]) for lists, _ in seen}) > 30
+def test_packed_keys_are_those_of_a_request_after_any_rewriting():
+    for suffix, num_groups in itertools.product((b"", b"....", bytes(32)), (1, 2)):
+        rng = random.Random(7)
+        groups = (FULL * 2)[:num_groups]
+        request = make_request("r", groups=groups)
+        keys, path, seen = RequestKeys(groups, OffloadRules()), [], []
+        for _ in range(150):
+            if rng.random() < 0.3:
+                del path[rng.randrange(len(path) + 1) :]
+            path += rng.choices(range(3), k=rng.randrange(3))
+            now = [
+                [key + suffix for key in own]
+                for own in make_request("r", *path, groups=groups).block_keys_by_group
+            ]
+            if rng.random() < 0.5:
+                request.block_keys_by_group = now
+            else:
+                for own, other in zip(request.block_keys_by_group, now, strict=True):
+                    own[:] = other
+            before, packed = seen[-1:], keys.of(request)
+            assert packed == now
+            for own in packed:
+                words = keys_to_words([key_from_foreign(key) for key in own])
+                assert own.words.tolist() == words.tolist()
+                assert not own.words.flags.writeable
+                assert type(own[1:]) is PackedKeys
+            # Who holds a list from before sees it grow, and nothing else.
+            for lists, copies in before:
+                for own, copy, new in zip(lists, copies, packed, strict=True):
+                    assert own[: len(copy)] == copy
+                    assert (own is new) == (new[: len(copy)] == copy)
+            seen.append((packed, [list(own) for own in packed]))
+        assert len({id(lists[0]) for lists, _ in seen}) > 15
 
 
 # Stores.
 
 
-@pytest.mark.parametrize("options", [{}, {"groups": HYBRID}, {"shadow": "lru*1"}])
-@pytest.mark.parametrize("num_more", [0, 1, 2])
-def test_a_rewritten_history_is_stored_under_its_keys(options, num_more):
-    """Counts of what was stored were of the history before: the rest was left out."""
-    rig = Rig(device_blocks=32, host_blocks=32, **options)
+def serve_and_rewrite(rig, num_kept, *path):
+    """Store a request of blocks 1 to 4, rewrite its history, and store that too."""
     request = rig.request("r", 1, 2, 3, 4)
     rig.admit(request)
     rig.step(r=4)
     rig.step(tokens={"r": 1})
-    rig.store_arrives()
-    path = 1, 2, 8, 9, *range(10, 10 + num_more)
-    rewrite(request, 2, *path)
-    replace_blocks(rig, request, 2)
-    rig.step(r=2 + num_more)
+    rewrite(request, num_kept, *path)
+    replace_blocks(rig, request, num_kept)
+    rig.step(r=len(path) - num_kept)
     rig.step(tokens={"r": 1})
     rig.finish("r")
     rig.settle()
-    keys = rig.request("?", *path).block_keys_by_group
-    assert set(itertools.chain(*keys)) <= on_host(rig)
-    rig.forget_device()
-    assert rig.hit(*path) == len(path)
-    assert rig.hit(1, 2, 3, 4) == 4
-    rig.check_nothing_leaked()
+
+
+@pytest.mark.parametrize("options", [{}, {"groups": HYBRID}, {"shadow": "lru*1"}])
+def test_a_rewritten_history_is_stored_under_its_keys(options):
+    """Counts of what was stored were of the history before: the rest was left out."""
+    for num_more in range(3):
+        rig = Rig(device_blocks=32, host_blocks=32, **options)
+        path = 1, 2, 8, 9, *range(10, 10 + num_more)
+        serve_and_rewrite(rig, 2, *path)
+        keys = rig.request("?", *path).block_keys_by_group
+        assert set(itertools.chain(*keys)) <= on_host(rig)
+        rig.forget_device()
+        assert rig.hit(*path) == len(path)
+        assert rig.hit(1, 2, 3, 4) == 4
+        rig.end()
 
 
 def test_shadows_are_offered_a_rewritten_history():
     """One of the same length was taken for the one before."""
     rig = Rig(device_blocks=32, host_blocks=32, shadow="lru*1")
-    request = rig.request("r", 1, 2, 3, 4)
-    rig.admit(request)
-    rig.step(r=4)
-    rig.step(tokens={"r": 1})
-    rewrite(request, 2, 1, 2, 8, 9)
-    replace_blocks(rig, request, 2)
-    rig.step(r=2)
-    rig.step(tokens={"r": 1})
-    rig.finish("r")
-    rig.settle()
+    serve_and_rewrite(rig, 2, 1, 2, 8, 9)
     for path in ((1, 2, 8, 9), (1, 2, 3, 4)):
         rig.forget_device()
         rig.run(rig.request("again", *path))
@@ -163,7 +152,7 @@ def test_a_shortened_history_stores_no_block_behind_its_end():
     rig.finish("r")
     rig.settle()
     assert on_host(rig) == set(make_keys(1, 2))
-    rig.check_nothing_leaked()
+    rig.end()
 
 
 def test_a_store_under_way_keeps_the_key_of_its_bytes():
@@ -189,47 +178,27 @@ def test_a_store_under_way_keeps_the_key_of_its_bytes():
 
 def test_a_prompt_that_grows_is_stored_as_a_prompt():
     """With prompt_only, what was appended to the prompt was never stored."""
-    rig = Rig(prompt_only=True)
-    request = rig.request("r", 1, 2)
-    rig.admit(request)
-    rig.step(r=2)
-    rig.step(tokens={"r": 1})
-    rewrite(request, 2, 1, 2, 3, 4)
-    replace_blocks(rig, request, 2)
-    rig.step(r=2)
-    rig.step(tokens={"r": 1})
-    rig.finish("r")
-    rig.settle()
-    assert on_host(rig) == set(make_keys(1, 2, 3, 4))
+    rig = Rig(prompt_only=True, device_blocks=32)
+    serve_and_rewrite(rig, 4, *range(1, 7))
+    assert on_host(rig) == set(make_keys(*range(1, 7)))
 
 
 # Loads.
 
 
-def test_an_offer_is_not_taken_by_a_history_rewritten_since():
+def test_an_offer_is_taken_only_by_a_history_rewritten_behind_it():
     rig = Rig()
-    rig.run(rig.request("first", 1, 2, 3, 4))
-    rig.forget_device()
+    rig.store(1, 2, 3, 4)
     request = rig.request("r", 1, 2, 3, 4)
     assert rig.offer(request) == (4 * BLOCK_SIZE, True)
     rewrite(request, 2, 1, 2, 8, 9)
     table = rig.pool.allocate(5)
     match = r"num_external_tokens=16 of request 'r' cannot be loaded: its block keys we"
-    take = rig.scheduler.update_state_after_alloc
-    check_refused(rig, match, take, request, table, 4 * BLOCK_SIZE)
+    check_refused(rig, match, rig.take, request, table, 4 * BLOCK_SIZE)
     rig.pool.free(table)
-    assert rig.admit(request) == 2 * BLOCK_SIZE
-
-
-def test_an_offer_is_taken_by_a_history_rewritten_behind_it():
-    rig = Rig()
-    rig.run(rig.request("first", 1, 2))
-    rig.forget_device()
-    request = rig.request("r", 1, 2, 3, 4)
     assert rig.offer(request) == (2 * BLOCK_SIZE, True)
-    rewrite(request, 2, 1, 2, 8)
-    table = rig.pool.allocate(4)
-    rig.scheduler.update_state_after_alloc(request, table, 2 * BLOCK_SIZE)
+    rewrite(request, 2, 1, 2, 7)
+    rig.take(request, rig.pool.allocate(4), 2 * BLOCK_SIZE)
     assert rig.step().load_event_to_reqs
 
 
@@ -238,16 +207,13 @@ def test_an_offer_is_taken_by_a_history_rewritten_behind_it():
 def test_a_load_fails_if_its_history_is_rewritten_meanwhile(groups, num_kept):
     """The bytes that arrive are of the history before."""
     rig = Rig(groups=groups, device_blocks=32, host_blocks=32)
-    rig.run(rig.request("first", 1, 2, 3))
-    rig.forget_device()
+    rig.store(1, 2, 3)
     request = rig.request("r", 1, 2, 3, 4)
     rig.admit(request)
     rig.step()
     rewrite(request, num_kept, *[1, 2, 3][:num_kept], 8, 9)
     names, _ = rig.loads.popleft()
-    over = rig.scheduler.update_connector_output(
-        ConnectorOutput(finished_recving=tuple(names))
-    )
+    over = rig.report(finished_recving=tuple(names))
     is_kept = num_kept == 3
     assert over.finished_recving == ("r",) * is_kept
     assert over.failed_recving == ("r",) * (not is_kept)
@@ -259,7 +225,7 @@ def test_a_load_fails_if_its_history_is_rewritten_meanwhile(groups, num_kept):
 def test_a_rewritten_request_asks_the_tiers_below_anew():
     """It was looked up there, and what it waits for is of the history before."""
     rig = StoreRig()
-    rig.report(TierReport(found=tuple(make_keys(1, 2, 3) + make_keys(1, 8))))
+    rig.has(*make_keys(1, 2, 3), *make_keys(1, 8))
     request = make_request("r", 1, 2, 3)
     assert rig.offer(request) == (None, False)
     rig.step()
@@ -270,4 +236,4 @@ def test_a_rewritten_request_asks_the_tiers_below_anew():
     assert rig.offer(request) == (2 * BLOCK_SIZE, True)
     rig.scheduler.request_finished(request)
     rig.settle()
-    rig.check_nothing_leaked()
+    rig.end()

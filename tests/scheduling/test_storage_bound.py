@@ -1,6 +1,5 @@
 """How many blocks a store has that engines share: as many as it may hold."""
 
-import contextlib
 import itertools
 import pathlib
 import random
@@ -8,11 +7,8 @@ import signal
 import threading
 import time
 
-import jax.numpy as jnp
 import pytest
 
-from jaxkv import DeviceBlockPool, OffloadConfig
-from jaxkv.scheduling.protocol import SchedulerOutput
 from jaxkv.transfer.storage import (
     LocalStore,
     MemoryStore,
@@ -22,95 +18,41 @@ from jaxkv.transfer.storage import (
 )
 from jaxkv.transfer.storage.census import Bound, Census
 from tests.rigs.children import FORKS
-from tests.rigs.offload_rig import make_keys
+from tests.rigs.offload_rig import StoredEngine, make_keys
+from tests.rigs.waiting import wait_for
 
-BLOCK_SIZE = 4
-OBJECT_BYTES = 192 + BLOCK_SIZE * 8
 BLOCKS = ObjectFormat(b"m", "u8[8]", 8)
-
-
-def eventually(condition):
-    end_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(1e-3)
-
-
-class Writer:
-    """An engine that writes blocks as if it had computed them."""
-
-    def __init__(self, folder, num_blocks=40, **keys):
-        config = OffloadConfig(
-            num_host_blocks=256,
-            storage=str(folder),
-            storage_bytes=num_blocks * OBJECT_BYTES,
-            storage_write="through",
-            storage_list_s=None,
-            **keys,
-        )
-        self.folder = folder
-        pool = [jnp.zeros((8, BLOCK_SIZE, 1, 2))]
-        parts = config.connect(pool, BLOCK_SIZE)
-        self.engine, self.scheduler, self.worker = parts
-        self.scheduler.bind_device_block_pool(DeviceBlockPool(8))
-        self.pool = pool
-        self.storage = self.worker.storage
-
-    def step(self):
-        meta = self.scheduler.build_connector_meta(SchedulerOutput({}))
-        self.pool = self.worker.start(meta, self.pool)
-        self.scheduler.update_connector_output(self.worker.poll())
-
-    def write(self, *numbers):
-        host = self.scheduler._manager
-        for number in numbers:
-            keys = make_keys(number)
-            blocks = host.place(keys).block_ids
-            self.engine.save(self.pool, [1], blocks)
-            self.pool, _ = self.engine.drain(self.pool)
-            host.complete_store(keys)
-            self.scheduler.below[0].note_stored(keys)
-            while self.scheduler.has_pending_stores():
-                self.step()
-                time.sleep(1e-4)
-
-    def list(self):
-        """List the store, and have deleted what is too much."""
-        self.scheduler.below[0].tier._is_listed = False
-        self.storage._next_list_s = 0.0
-        assert self.scheduler.wait_for_storage(self.worker, 60.0)
-        self.step()
-        eventually(lambda: not self.storage.storage_io._deletes)
-        eventually(lambda: not self.storage.storage_io._num_out["delete"])
-
-    def close(self):
-        self.storage.close(5.0)
 
 
 def files(folder):
     return len(list(folder.rglob("*.0")))
 
 
-@contextlib.contextmanager
-def writer(*args, **keys):
-    engine = Writer(*args, **keys)
-    yield engine
-    engine.close()
+def writer(folder, num_blocks=40, **options):
+    """An engine whose store may hold so many blocks, and is listed when a test says."""
+    num_bytes = num_blocks * StoredEngine.OBJECT_BYTES
+    return StoredEngine(folder, storage_bytes=num_bytes, storage_list_s=None, **options)
+
+
+def write(engine, *numbers):
+    """Write blocks, one after the other."""
+    for number in numbers:
+        engine.write(make_keys(number))
 
 
 def test_engines_in_turn_leave_no_more_than_the_bound(tmp_path):
     for turn in range(5):
         with writer(tmp_path) as engine:
-            engine.write(*range(100 * turn, 100 * turn + 15))  # Before it is listed.
+            write(engine, *range(100 * turn, 100 * turn + 15))  # Before it is listed.
             engine.list()
-            engine.write(*range(100 * turn + 15, 100 * turn + 30))
+            write(engine, *range(100 * turn + 15, 100 * turn + 30))
         assert files(tmp_path) <= 40 * 1.1
 
 
 def write_without_end(folder, start):
-    engine = Writer(folder)
+    engine = writer(folder)
     for number in itertools.count(start):
-        engine.write(number)
+        write(engine, number)
 
 
 @pytest.mark.long
@@ -122,9 +64,7 @@ def test_engines_that_are_killed_in_turn_leave_no_more_than_the_bound(tmp_path):
         before = set(tmp_path.rglob("*.0"))
         child.start()
         try:
-            eventually(
-                lambda before=before: len({*tmp_path.rglob("*.0")} - before) > 15
-            )
+            wait_for(lambda before=before: len({*tmp_path.rglob("*.0")} - before) > 15)
             time.sleep(rng.uniform(0, 0.05))
         finally:
             child.kill()
@@ -133,31 +73,31 @@ def test_engines_that_are_killed_in_turn_leave_no_more_than_the_bound(tmp_path):
     with writer(tmp_path) as engine:
         engine.list()
         assert files(tmp_path) <= 40 * 1.1
-        engine.write(*range(30))
+        write(engine, *range(30))
         assert files(tmp_path) <= 40 * 1.1
 
 
 def test_three_engines_at_once_keep_the_bound_after_each_listing(tmp_path):
-    engines = [Writer(tmp_path) for _ in range(3)]
+    engines = [writer(tmp_path) for _ in range(3)]
     for rounds in range(2):
         for number, engine in enumerate(engines):
             start = 1000 * number + 100 * rounds
-            engine.write(*range(start, start + 30))
+            write(engine, *range(start, start + 30))
         for engine in engines:
             engine.list()
             assert files(tmp_path) <= 40 * 1.25
     for engine in engines:
-        engine.close()
+        engine.storage.close(5.0)
 
 
 def test_a_small_engine_that_joins_a_large_store_deletes_nothing_of_others(tmp_path):
     with writer(tmp_path, num_blocks=200) as large:
         large.list()
-        large.write(*range(100))
+        write(large, *range(100))
     with writer(tmp_path, num_blocks=40) as small:
         small.list()
         assert small.scheduler.num_storage_blocks_left_out == 60
-        small.write(*range(100, 120))
+        write(small, *range(100, 120))
         assert files(tmp_path) == 120
         assert small.scheduler.num_storage_blocks_left_out == 80
     with writer(tmp_path, num_blocks=40, storage_owner=True) as owner:
@@ -165,8 +105,8 @@ def test_a_small_engine_that_joins_a_large_store_deletes_nothing_of_others(tmp_p
         assert files(tmp_path) == 40
     with writer(tmp_path, num_blocks=200) as large:
         large.list()
-        large.write(*range(200, 210))
-        eventually(lambda: files(tmp_path) == 40)  # Deletes follow the writes.
+        write(large, *range(200, 210))
+        wait_for(lambda: files(tmp_path) == 40)  # Deletes follow the writes.
 
 
 class Timeless:
@@ -178,30 +118,29 @@ class Timeless:
             setattr(self, name, getattr(inner, name))
 
 
+def listed(storage, bound):
+    storage.list_all(bound)
+    ended = None
+    while ended is None:
+        _, ended = storage.take_pages(100)
+    return ended
+
+
 @pytest.mark.parametrize("make_store", [MemoryStore, Timeless])
 def test_what_is_too_much_goes_the_oldest_first(make_store):
     keys = [bytes([200 - number]) * 32 for number in range(9)]
     with StorageIO(make_store(), BLOCKS) as storage:
-
-        def list_all():
-            storage.list_all(Bound(5))
-            ended = None
-            while ended is None:
-                _, ended = storage.take_pages(100)
-            return ended
-
-        for key in keys[:5]:
+        for number, key in enumerate(keys):
             storage.submit_writes([(key, [bytes(8)])])
             storage.wait(60)
-            time.sleep(1e-3)
-            assert list_all().gone == ()  # Which records the order of what is there.
-        for key in keys[5:]:
-            storage.submit_writes([(key, [bytes(8)])])
-            storage.wait(60)
-        ended = list_all()
+            if number < 5:
+                time.sleep(1e-3)
+                # Which records the order of what is there.
+                assert listed(storage, Bound(5)).gone == ()
+        ended = listed(storage, Bound(5))
         assert (ended.bound, ended.num_blocks) == (5, 5)
         assert set(ended.gone) == set(keys[:4])
-        eventually(lambda: storage.stats.num_deleted == 4)
+        wait_for(lambda: storage.stats.num_deleted == 4)
 
 
 class Evicting(MemoryStore):
@@ -217,14 +156,6 @@ class Evicting(MemoryStore):
 
     def lose(self, name):
         self.delete([name])[0].result()
-
-
-def listed(storage, bound):
-    storage.list_all(bound)
-    ended = None
-    while ended is None:
-        _, ended = storage.take_pages(100)
-    return ended
 
 
 @pytest.mark.parametrize("bound", [Bound(40), Bound(4, True)])
@@ -301,18 +232,18 @@ def test_engines_on_a_full_disk_keep_what_is_used_now_and_delete_no_more_than_ne
     full_beyond(monkeypatch, 40)
     with writer(tmp_path, num_blocks=1000) as engine:
         engine.list()
-        engine.write(*range(60))
+        write(engine, *range(60))
         assert files(tmp_path) > 40 - 8
         yesterday = numbers_in(tmp_path, range(60))
         assert min(yesterday) > 15  # The oldest went first.
-    engines = [Writer(tmp_path, num_blocks=1000) for _ in range(num_engines)]
+    engines = [writer(tmp_path, num_blocks=1000) for _ in range(num_engines)]
     for engine in engines:
         engine.list()
     for number in range(100, 190):
-        engines[number % num_engines].write(number)
+        write(engines[number % num_engines], number)
     stats = [engine.storage.storage_io.stats for engine in engines]
     for engine in engines:
-        engine.close()
+        engine.storage.close(5.0)
     # One goes for each that came or found no room.
     num_failed = sum(each.failed.get("write full", 0) for each in stats)
     assert sum(each.num_deleted for each in stats) <= 90 + num_failed
@@ -330,7 +261,7 @@ def test_a_full_disk_without_a_block_of_ours_is_tried_again_and_then_used(
     full_beyond(monkeypatch, 0)
     with writer(tmp_path, num_blocks=1000) as engine:
         engine.list()
-        engine.write(*range(30))
+        write(engine, *range(30))
         stats = engine.storage.storage_io.stats
         assert 0 < stats.failed["write full"] < 30
         assert (stats.num_written, stats.num_deleted) == (0, 0)
@@ -338,5 +269,5 @@ def test_a_full_disk_without_a_block_of_ours_is_tried_again_and_then_used(
         monkeypatch.undo()
         engine.list()
         engine.storage.storage_io._full_until_s = 0.0
-        engine.write(*range(30, 60))
+        write(engine, *range(30, 60))
         assert files(tmp_path) == 30

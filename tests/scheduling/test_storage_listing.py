@@ -2,40 +2,29 @@
 
 import contextlib
 import threading
-from unittest import mock
 
 import jax.numpy as jnp
 import pytest
 
-from jaxkv import DeviceBlockPool, OffloadConfig, TransferEngine
+from jaxkv import OffloadConfig, TransferEngine
 from jaxkv.scheduling import storage_worker
 from jaxkv.transfer.storage import LocalStore, MemoryStore, ObjectFormat, StorageIO
 from tests.rigs.faulty_store import Faults, FaultyStore
-from tests.rigs.offload_rig import make_keys, make_request
+from tests.rigs.offload_rig import (
+    BLOCK_SIZE,
+    StoredEngine,
+    make_keys,
+    make_request,
+)
 from tests.rigs.refused_threads import refused_threads
 from tests.rigs.waiting import wait_for
 
-BLOCK_SIZE = 4
-
 
 @contextlib.contextmanager
-def engine(folder, *, store=None, **keys):
-    """The parts of an engine whose store is a folder, or is reached through `store`."""
-    config = OffloadConfig(
-        num_host_blocks=16,
-        storage=str(folder),
-        storage_bytes="1MiB",
-        storage_deadline_s=60.0,
-        **keys,
-    )
-    pool = [jnp.zeros((8, BLOCK_SIZE, 1, 2))]
-    with mock.patch.object(
-        storage_worker, "open_store", lambda url: store or LocalStore(url)
-    ):
-        _, scheduler, worker = config.connect(pool, BLOCK_SIZE)
-    scheduler.bind_device_block_pool(DeviceBlockPool(8))
-    yield scheduler, worker
-    worker.storage.close()
+def engine(folder, **options):
+    """The scheduler and the worker of an engine whose store is a folder."""
+    with StoredEngine(folder, storage_deadline_s=60.0, **options) as parts:
+        yield parts.scheduler, parts.worker
 
 
 def fill(folder, worker, num_blocks):

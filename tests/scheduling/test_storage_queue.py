@@ -4,15 +4,13 @@ import random
 
 import pytest
 
-from jaxkv.scheduling.protocol import TierReport
 from jaxkv.types import NULL_BLOCK
 from tests.reference.longest import first_read
-from tests.rigs.offload_rig import BLOCK_SIZE, FULL, HYBRID
-from tests.scheduling.test_storage import StoreRig
+from tests.rigs.offload_rig import BLOCK_SIZE, FULL, HYBRID, StoreRig
 
 NUM_REQUESTS, PREFIX_BLOCKS = 50, 4
 RUN_STEPS = 4
-_MOST_STEPS = 2000
+_MAX_STEPS = 2000
 
 
 class QueueRig(StoreRig):
@@ -33,20 +31,20 @@ class QueueRig(StoreRig):
         self.order, self.after_none, self.after_offer = order, after_none, after_offer
         self.rng, self.fetch_steps = random.Random(3), fetch_steps
         self.number, self.waiting, self.due, self.ages = 0, [], [], {}
-        self.num_prefix_blocks = self.num_read = self.num_used = self.most_held = 0
+        self.num_prefix_blocks = self.num_read = self.num_used = self.max_held = 0
 
     def submit(self, *requests):
         """Queue requests whose prefixes the store has."""
         for request in requests:
             keys = [key for own in request.block_keys_by_group for key in own]
-            self.report(TierReport(found=tuple(keys)))
+            self.has(*keys)
             self.num_prefix_blocks += len(keys)
         self.waiting += requests
 
     def run_all(self):
         while self.waiting or self.requests:
             self.run_step()
-            assert self.number < _MOST_STEPS, f"{len(self.waiting)} still wait"
+            assert self.number < _MAX_STEPS, f"{len(self.waiting)} still wait"
 
     def run_step(self):
         self.number += 1
@@ -65,10 +63,12 @@ class QueueRig(StoreRig):
             n: not request.loading_tokens for n, request in self.requests.items()
         }
         ready = [name for name, ready in is_ready.items() if ready]
-        self.step(tokens={name: self.requests[name].num_tokens for name in ready})
+        tokens = {name: self.requests[name].num_tokens for name in ready}
+        self.num_used += len(self.step(tokens=tokens).load_host_blocks)
         boundary = self.scheduler.below[0]
-        num_held = len(boundary._num_holders) + boundary.fetches.num_blocks
-        self.most_held = max(self.most_held, num_held)
+        held = {row for rows in boundary.holds.values() for row in rows}
+        num_held = len(held) + boundary.fetches.num_blocks
+        self.max_held = max(self.max_held, num_held)
         for name in ready:
             self.ages[name] = self.ages.get(name, 0) + 1
             if self.ages[name] == RUN_STEPS:
@@ -91,8 +91,7 @@ class QueueRig(StoreRig):
         num_local, tables = self.find(request)
         found = [block for table in tables for block in table[::-1]]
         self.pool.touch(found)
-        query = self.scheduler.get_num_new_matched_tokens
-        offer, _ = query(request, num_local)
+        offer, _ = self.query(request, num_local)
         if offer is None:
             self.pool.free(found)
             return "ask again"
@@ -103,19 +102,17 @@ class QueueRig(StoreRig):
         if sum(wanted) > self.pool.num_free:
             self.pool.free(found)
             if self.after_offer[0] == "decline":
-                self.scheduler.update_state_after_alloc(request, [], 0)
+                self.take(request, [], 0)
             elif self.after_offer[0] == "preempted":
                 self.scheduler.request_preempted(request)
             return "no room"
         pairs = zip(tables, wanted, strict=True)
         request.tables = [table + self.pool.allocate(num) for table, num in pairs]
         request.num_computed_tokens = num_local
-        self.scheduler.update_state_after_alloc(request, request.table, offer)
+        self.take(request, request.table, offer)
         request.loading_tokens = offer
         self.requests[request.request_id] = request
         self.waiting.remove(request)
-        load = self.scheduler._loads.by_request.get(request.request_id)
-        self.num_used += 0 if load is None else len(load.sources)
         return "admitted"
 
 
@@ -183,7 +180,7 @@ def test_fifty_requests_that_queue_read_each_block_once():
     queued(rig, paths())
     rig.run_all()
     assert rig.num_read == rig.num_used == rig.num_prefix_blocks == 200
-    assert rig.most_held <= 16, "half of the host"
+    assert rig.max_held <= 16, "half of the host"
 
 
 def test_a_prefix_that_requests_share_is_fetched_and_held_once():
@@ -210,7 +207,7 @@ def offers(rig, request, num_asks):
 
 def late(rig):
     late = rig.request("late", 7, 8, 9)
-    rig.report(TierReport(found=tuple(late.block_keys)))
+    rig.has(*late.block_keys)
     return late
 
 
@@ -285,7 +282,7 @@ def test_reset_is_done_while_queued_requests_hold_what_was_fetched():
     rig = QueueRig(*ASKS_ALL)
     requests = fill(rig)
     for request in requests:
-        rig.scheduler.update_state_after_alloc(request, [], 0)
+        rig.take(request, [], 0)
     assert not rig.scheduler.has_pending_loads()
     assert rig.scheduler.reset()
     assert not rig.scheduler.below[0].holds
@@ -310,7 +307,7 @@ def test_a_prefix_longer_than_the_limit_is_fetched_in_part_and_not_queued_for():
     rig.step()
     rig.answer()
     assert offers(rig, request, 3) == [4 * BLOCK_SIZE] * 3
-    rig.scheduler.update_state_after_alloc(request, [], 0)
+    rig.take(request, [], 0)
     assert offers(rig, request, 1) == [4 * BLOCK_SIZE], "it holds what it has"
     rig.scheduler.request_finished(request)
     rig.check_nothing_leaked()

@@ -6,12 +6,10 @@ marks them in the pool, which then does not cache them.
 
 import pytest
 
-from jaxkv.scheduling.protocol import ConnectorOutput
-from jaxkv.search.groups import FullAttention, Mamba, SlidingWindow
+from jaxkv.search.groups import FullAttention, Mamba
 from jaxkv.types import NULL_BLOCK
-from tests.rigs.offload_rig import BLOCK_SIZE, Rig
+from tests.rigs.offload_rig import BLOCK_SIZE, HYBRID, Rig
 
-HYBRID = (FullAttention(BLOCK_SIZE), SlidingWindow(BLOCK_SIZE, 2 * BLOCK_SIZE))
 PROMPT = 1, 2, 3, 4
 OFFER = len(PROMPT) * BLOCK_SIZE
 
@@ -19,9 +17,12 @@ OFFER = len(PROMPT) * BLOCK_SIZE
 @pytest.fixture
 def rig():
     """An engine whose host has a prompt, and whose device has it no longer."""
-    rig = Rig(groups=HYBRID, device_blocks=32)
-    rig.run(rig.request("before", *PROMPT))
-    rig.forget_device()
+    return stored(HYBRID)
+
+
+def stored(groups):
+    rig = Rig(groups=groups, device_blocks=32)
+    rig.store(*PROMPT)
     return rig
 
 
@@ -33,8 +34,7 @@ def take_offer(rig, name):
     request = rig.request(name, *PROMPT, 5)
     assert rig.offer(request) == (OFFER, True)
     request.tables = [rig.pool.allocate(6) for _ in HYBRID]
-    update = rig.scheduler.update_state_after_alloc
-    return request, update(request, request.tables, OFFER)
+    return request, rig.take(request, request.tables, OFFER)
 
 
 def cache_all(rig, request):
@@ -51,8 +51,7 @@ def test_the_tables_are_returned_without_what_an_offer_leaves_out(rig):
     assert rig.step().load_device_blocks == (*full[:4], *window[2:4])
     rig.load_arrives()
     # Who replaces a table later gets it as it was given.
-    update = rig.scheduler.update_state_after_alloc
-    assert update(request, request.tables, 0) == request.tables
+    assert rig.take(request, request.tables, 0) == request.tables
     assert cache_all(rig, request) == [[], request.tables[1][:2]]
     keys = request.block_keys_by_group
     assert rig.pool.find_prefix(keys[0][:4]) == full[:4]
@@ -60,22 +59,14 @@ def test_the_tables_are_returned_without_what_an_offer_leaves_out(rig):
     assert rig.pool.find_prefix(keys[1][2:4]) == window[2:4]
 
 
-def test_one_group_has_one_table():
-    groups = SlidingWindow(BLOCK_SIZE, 2 * BLOCK_SIZE)
-    rig = Rig(groups=groups)
-    rig.run(rig.request("before", *PROMPT))
-    rig.forget_device()
+def test_one_group_has_one_table_and_older_states_are_left_out_too():
+    rig = stored(HYBRID[1:])
     request = rig.request("one", *PROMPT, 5)
     assert rig.offer(request) == (OFFER, True)
     table = rig.pool.allocate(6)
-    (after,) = rig.scheduler.update_state_after_alloc(request, table, OFFER)
+    (after,) = rig.take(request, table, OFFER)
     assert after == [NULL_BLOCK, NULL_BLOCK, *table[2:]]
-
-
-def test_older_states_are_left_out_too():
-    rig = Rig(groups=(FullAttention(BLOCK_SIZE), Mamba(BLOCK_SIZE)), device_blocks=32)
-    rig.run(rig.request("before", *PROMPT))
-    rig.forget_device()
+    rig = stored((FullAttention(BLOCK_SIZE), Mamba(BLOCK_SIZE)))
     request, (_, states) = take_offer(rig, "one")
     assert states == [NULL_BLOCK] * 3 + request.tables[1][3:]
     assert rig.pool.unwritten == {*request.tables[1][:3]}
@@ -112,9 +103,9 @@ def test_an_abandoned_load_that_fails_leaves_the_marks_of_others(rig):
     rest = rig.pool.allocate(rig.pool.num_free)
     assert {*skipped} <= {*rest}
     other.tables[1] = skipped + [b for b in rest if b not in skipped][:4]
-    rig.scheduler.update_state_after_alloc(other, other.tables, OFFER)
+    rig.take(other, other.tables, OFFER)
     assert rig.pool.unwritten == {*skipped}
-    rig.scheduler.update_connector_output(ConnectorOutput((), ("aborted",)))
+    rig.report(failed_recving=("aborted",))
     assert rig.pool.unwritten == {*skipped}
 
 
@@ -122,8 +113,7 @@ def test_who_asks_again_has_other_blocks_unwritten(rig):
     request, _ = take_offer(rig, "one")
     assert rig.pool.unwritten
     assert rig.offer(request) == (OFFER, True)
-    update = rig.scheduler.update_state_after_alloc
-    assert update(request, request.tables, 0) == request.tables
+    assert rig.take(request, request.tables, 0) == request.tables
     assert rig.pool.unwritten == set()
 
 
@@ -133,7 +123,7 @@ def test_a_block_at_a_second_place_is_written_there(rig):
     assert rig.offer(request) == (OFFER, True)
     full, window = rig.pool.allocate(6), rig.pool.allocate(4)
     tables = [full, [*window, *window[:2]]]
-    assert rig.scheduler.update_state_after_alloc(request, tables, OFFER) == tables
+    assert rig.take(request, tables, OFFER) == tables
     assert rig.pool.unwritten == set()
 
 
@@ -151,8 +141,7 @@ def test_blocks_in_place_of_null_blocks_are_not_cached():
     for table in request.tables:
         table += rig.pool.allocate(2)
     request.tables[1][:2] = own = rig.pool.allocate(2)
-    update = rig.scheduler.update_state_after_alloc
-    assert update(request, request.tables, 0) == request.tables
+    assert rig.take(request, request.tables, 0) == request.tables
     assert rig.pool.unwritten == {*own}
     assert cache_all(rig, request) == [[], own]
 
@@ -161,8 +150,7 @@ def test_an_offer_to_a_hybrid_is_declined_without_a_table(rig):
     """As docs/integrate.md says; it was refused, after the offer had been dropped."""
     request = rig.request("one", *PROMPT, 5)
     assert rig.offer(request) == (OFFER, True)
-    update = rig.scheduler.update_state_after_alloc
-    assert update(request, [], 0) == [[], []]
+    assert rig.take(request, [], 0) == [[], []]
     assert not rig.scheduler.has_pending_loads()
     rig.scheduler.request_finished(request)
-    rig.check_nothing_leaked()
+    rig.end()

@@ -23,50 +23,57 @@ def test_groups_of_equal_sizes_and_kind_are_equal_keys():
     assert FullAttention(16) != Mamba(16)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: FullAttention(0), "block_size=0 of FullAttention(block_size=0)"),
-        (lambda: Mamba(-4), "block_size=-4 of"),
-        (lambda: SlidingWindow(16, 0), "window=0 of"),
-        (lambda: ChunkedLocal(16, 0), "chunk=0 of"),
-        (lambda: ChunkedLocal(16, 24), "ChunkedLocal(block_size=16, chunk=24) must"),
-        (lambda: as_groups(0), "block_size=0 of"),
-        (lambda: SlidingWindow(16, 1 << 31), "window=2147483648 of"),
-        (
-            lambda: as_groups([Mamba((1 << 30) - 1), Mamba(4)]),
-            "4294967292, the least common multiple",
-        ),
-        (lambda: as_groups([]), "groups=() must hold at least one group"),
-        (lambda: check_groups(()), "groups=() must hold at least one group"),
-        (lambda: lazy_target_blocks(as_groups(16), 0), "max_num_batched_tokens=0"),
-        (lambda: num_host_blocks(0, 1, 1), "host_bytes=0 must be at least 1"),
-        (lambda: num_host_blocks(1, 0, 1), "device_bytes=0 must be at least 1"),
-        (lambda: num_host_blocks(1, 1, 0), "num_device_blocks=0 must be at least 1"),
-        (lambda: num_host_blocks(1, 1, 1, 0), "world_size=0 must be at least 1"),
-    ],
-)
-def test_what_is_out_of_range_is_named(make, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        make()
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: FullAttention(True), "block_size=True of"),
-        (lambda: SlidingWindow(16, 2.5), "window=2.5 of"),
-        (lambda: Mamba(np.int32(16)), "must be an int"),
-        (lambda: as_groups(True), "groups=True must be a block size"),
-        (lambda: as_groups("full"), "groups='full' must be a block size"),
-        (lambda: as_groups(None), "groups=None must be a block size"),
-        (lambda: as_groups([Mamba(4), 16]), "groups[1]=16 must be one of"),
-        (lambda: as_groups([Mamba]), "must be one of FullAttention"),
-    ],
-)
-def test_what_is_of_the_wrong_type_is_named(make, message):
-    with pytest.raises(TypeError, match=re.escape(message)):
-        make()
+def test_what_is_out_of_range_or_of_the_wrong_type_is_named():
+    for make, error, message in (
+        *[
+            (make, ValueError, message)
+            for make, message in (
+                (lambda: FullAttention(0), "block_size=0 of FullAttention(block_size"),
+                (lambda: Mamba(-4), "block_size=-4 of"),
+                (lambda: SlidingWindow(16, 0), "window=0 of"),
+                (lambda: SlidingWindow(16, 1 << 31), "window=2147483648 of"),
+                (lambda: ChunkedLocal(16, 0), "chunk=0 of"),
+                (lambda: ChunkedLocal(16, 24), "ChunkedLocal(block_size=16, chunk=24)"),
+                (lambda: as_groups(0), "block_size=0 of"),
+                (lambda: as_groups([]), "groups=() must hold at least one group"),
+                (lambda: check_groups(()), "groups=() must hold at least one group"),
+                (
+                    lambda: as_groups([Mamba((1 << 30) - 1), Mamba(4)]),
+                    "4294967292, the least common multiple",
+                ),
+                (
+                    lambda: as_groups([ChunkedLocal(16, 64), FullAttention(32)]),
+                    "must have a block_size of 32",
+                ),
+                (
+                    lambda: as_groups([ChunkedLocal(16, 64), Mamba(24)]),
+                    "must have a block_size of 48",
+                ),
+                (
+                    lambda: lazy_target_blocks(as_groups(16), 0),
+                    "max_num_batched_tokens",
+                ),
+                (lambda: num_host_blocks(0, 1, 1), "host_bytes=0 must be at least 1"),
+                (lambda: num_host_blocks(1, 0, 1), "device_bytes=0 must be at least 1"),
+                (lambda: num_host_blocks(1, 1, 0), "num_device_blocks=0 must be at"),
+                (
+                    lambda: num_host_blocks(1, 1, 1, 0),
+                    "world_size=0 must be at least 1",
+                ),
+            )
+        ],
+        (lambda: FullAttention(True), TypeError, "block_size=True of"),
+        (lambda: SlidingWindow(16, 2.5), TypeError, "window=2.5 of"),
+        (lambda: Mamba(np.int32(16)), TypeError, "must be an int"),
+        (lambda: as_groups(True), TypeError, "groups=True must be a block size"),
+        (lambda: as_groups("full"), TypeError, "groups='full' must be a block size"),
+        (lambda: as_groups(None), TypeError, "groups=None must be a block size"),
+        (lambda: as_groups([Mamba(4), 16]), TypeError, "groups[1]=16 must be one of"),
+        (lambda: as_groups([Mamba]), TypeError, "must be one of FullAttention"),
+    ):
+        with pytest.raises(error, match=re.escape(message)):
+            make()
+    as_groups([ChunkedLocal(16, 64), FullAttention(16), SlidingWindow(8, 20)])
 
 
 def test_an_int_or_a_group_alone_is_one_group():
@@ -78,14 +85,6 @@ def test_an_int_or_a_group_alone_is_one_group():
 def test_the_alignment_is_the_least_common_multiple():
     assert alignment((FullAttention(16),)) == 16
     assert alignment((FullAttention(4), SlidingWindow(6, 9), Mamba(8))) == 24
-
-
-def test_chunked_local_attention_refuses_coarser_neighbours():
-    as_groups([ChunkedLocal(16, 64), FullAttention(16), SlidingWindow(8, 20)])
-    with pytest.raises(ValueError, match="must have a block_size of 32"):
-        as_groups([ChunkedLocal(16, 64), FullAttention(32)])
-    with pytest.raises(ValueError, match="must have a block_size of 48"):
-        as_groups([ChunkedLocal(16, 64), Mamba(24)])
 
 
 def test_the_lazy_target_is_twice_what_a_step_of_one_request_takes():

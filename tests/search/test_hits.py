@@ -48,68 +48,107 @@ def expect(groups, masks, max_tokens: int) -> tuple:
     return length, *(text.ljust(len(mask), "0") for text, mask in pairs)
 
 
-# One kind.
+WINDOW, CHUNKS, STATE = SlidingWindow(4, 9), ChunkedLocal(4, 8), Mamba(4)
+LONG_CHUNKS, HALVES = ChunkedLocal(4, 16), [FullAttention(4), FullAttention(8)]
+COARSE = [FullAttention(4), Mamba(8), SlidingWindow(12, 13)]
+COARSE_MASKS = "111111111111 010111 1111"
+THREE = [FullAttention(4), SlidingWindow(4, 5), STATE]
+# Groups, masks, the most tokens; tokens of the hit, and the blocks that it needs.
+CASES = {
+    "full attention takes the leading run": [
+        (4, "11101111", 32, 12, "11100000"),
+        (4, "01111111", 32, 0, "00000000"),
+        (4, "11111111", 32, 32, "11111111"),
+    ],
+    "the hit is cut to whole blocks of the most tokens": [
+        *[(4, "1111", tokens, 12, "1110") for tokens in (15, 14, 13, 12)],
+        *[(4, "111", tokens, 0, "000") for tokens in (0, -1, -(1 << 31))],
+        *[(kind, "111", -1, 0, "000") for kind in (WINDOW, CHUNKS, STATE)],
+    ],
+    # A window of 9 is the next token and 8 before it, which are 2 blocks; 10 are 3.
+    "a window needs the blocks that the next token looks back on": [
+        (WINDOW, "10110110", 32, 28, "00000110"),
+        (SlidingWindow(4, 10), "10110110", 32, 4, "10000000"),
+        (SlidingWindow(4, 10), "01110110", 32, 16, "01110000"),
+    ],
+    "a window takes the last run that is long enough": [
+        (WINDOW, "11110111", 32, 32, "00000011"),
+        (WINDOW, "11110111", 31, 28, "00000110"),
+        (WINDOW, "11110111", 27, 16, "00110000"),
+    ],
+    "a run shorter than the window counts from block 0 on": [
+        (SlidingWindow(4, 99), "11101111", 32, 12, "11100000"),
+        (SlidingWindow(4, 99), "01101111", 32, 0, "00000000"),
+    ],
+    "a window of one token still needs a block": [
+        (SlidingWindow(4, 1), "01010", 20, 16, "00010"),
+        (SlidingWindow(4, 1), "00000", 20, 0, "00000"),
+    ],
+    # Where the hit ends with a chunk, not even that one is needed.
+    "chunks before that of the next token are not needed": [
+        *[(CHUNKS, "00001100", tokens, 20, "00001000") for tokens in (22, 23)],
+        *[(CHUNKS, "00001100", tokens, 24, "00000000") for tokens in (24, 31)],
+    ],
+    "in the chunk of the next token the leading run counts": [
+        (LONG_CHUNKS, "00001101", 31, 24, "00001100"),
+        (LONG_CHUNKS, "00000111", 31, 16, "00000000"),
+        (LONG_CHUNKS, "11010000", 15, 8, "11000000"),
+    ],
+    "mamba needs the last state alone": [
+        (STATE, "01101000", 32, 20, "00001000"),
+        (STATE, "01101000", 19, 12, "00100000"),
+        (STATE, "00000000", 32, 0, "00000000"),
+    ],
+    "the hit ends where blocks of all groups end": [
+        (HALVES, "11111111 1111", 31, 24, "11111100 1110"),
+        (HALVES, "11111011 1111", 31, 16, "11110000 1100"),
+        (COARSE, COARSE_MASKS, 48, 48, "111111111111 000001 0001"),
+        (COARSE, COARSE_MASKS, 47, 0, "000000000000 000000 0000"),
+        (COARSE, "111111111111 001000 1111", 47, 24, "111111000000 001000 0100"),
+        # Block 4 ends a run of 2, but not a block of 12 tokens.
+        ([WINDOW, FullAttention(12)], "011110 11", 24, 12, "011000 10"),
+    ],
+    "groups of equal kind need the same blocks together": [
+        ([STATE] * 2, "0111 1010", 16, 12, "0010 0010"),
+        ([WINDOW] * 2, "0111 1110", 16, 12, "0110 0110"),
+        ([WINDOW] * 2, "0111 1100", 16, 0, "0000 0000"),
+    ],
+    "one group shortens what another needs": [
+        (THREE[1::-1], "1011 1110", 16, 12, "0010 1110"),
+        (THREE[1::-1], "1011 1100", 16, 4, "1000 1000"),
+        # Window: 7, 4, 2; states: 6, 3, 2. Only 2 is among both.
+        (THREE, "11111111 01010010 01100100", 32, 8, "11000000 01000000 01000000"),
+    ],
+    # From 28 tokens on, block 6 would do; but only 20 are there, and these need 4. A
+    # third kind leaves 12 of them, which need the chunk before.
+    "the start of the chunk moves as the hit shrinks": [
+        ([THREE[0], CHUNKS], "11111000 00001010", 30, 20, "11111000 00001000"),
+        ([THREE[0], CHUNKS], "11111000 00000010", 30, 16, "11110000 00000000"),
+        (
+            *([THREE[0], CHUNKS, STATE], "11111000 00101010 00100000", 30, 12),
+            "11100000 00100000 00100000",
+        ),
+    ],
+    "the hit ends within the shortest mask, and padding changes nothing": [
+        (4, "1111", 99, 16, "1111"),
+        ([THREE[0], STATE], "1111 11", 16, 8, "1100 01"),
+        ([THREE[0], STATE], "11 1111", 16, 8, "11 0100"),
+        ([THREE[0], SlidingWindow(8, 17)], "111111 111", 24, 24, "111111 011"),
+        ([THREE[0], SlidingWindow(8, 17)], "1111110 11100", 24, 24, "1111110 01100"),
+    ],
+}
 
 
-def test_full_attention_takes_the_leading_run():
-    assert search(4, "11101111", max_tokens=32) == (12, "11100000")
-    assert search(4, "01111111", max_tokens=32) == (0, "00000000")
-    assert search(4, "11111111", max_tokens=32) == (32, "11111111")
-
-
-@pytest.mark.parametrize("tokens", [15, 14, 13, 12])
-def test_the_hit_is_cut_to_whole_blocks_of_the_most_tokens(tokens):
-    assert search(4, "1111", max_tokens=tokens) == (12, "1110")
-
-
-def test_below_one_token_there_is_no_hit():
-    for kind in (4, SlidingWindow(4, 8), ChunkedLocal(4, 8), Mamba(4)):
-        for tokens in (0, -1, -(1 << 31)):
-            assert search(kind, "111", max_tokens=tokens) == (0, "000")
+@pytest.mark.parametrize("what", CASES)
+def test_hits_worked_out_by_hand(what):
+    for groups, masks, max_tokens, num_tokens, needed in CASES[what]:
+        found = search(groups, *masks.split(), max_tokens=max_tokens)
+        assert found == (num_tokens, *needed.split()), (groups, masks, max_tokens)
 
 
 def test_no_block_at_all_is_no_hit():
     assert search(4, "", max_tokens=99) == (0, "")
     assert search([FullAttention(4), Mamba(8)], "1", "", max_tokens=9) == (0, "0", "")
-
-
-def test_a_window_needs_the_blocks_that_the_next_token_looks_back_on():
-    # A window of 9 is the next token and 8 before it, which are 2 blocks; 10 are 3.
-    assert search(SlidingWindow(4, 9), "10110110", max_tokens=32) == (28, "00000110")
-    assert search(SlidingWindow(4, 10), "10110110", max_tokens=32) == (4, "10000000")
-    assert search(SlidingWindow(4, 10), "01110110", max_tokens=32) == (16, "01110000")
-
-
-def test_a_window_takes_the_last_run_that_is_long_enough():
-    assert search(SlidingWindow(4, 9), "11110111", max_tokens=32) == (32, "00000011")
-    assert search(SlidingWindow(4, 9), "11110111", max_tokens=31) == (28, "00000110")
-    assert search(SlidingWindow(4, 9), "11110111", max_tokens=27) == (16, "00110000")
-
-
-def test_a_run_shorter_than_the_window_counts_from_block_0_on():
-    assert search(SlidingWindow(4, 99), "11101111", max_tokens=32) == (12, "11100000")
-    assert search(SlidingWindow(4, 99), "01101111", max_tokens=32) == (0, "00000000")
-
-
-def test_a_window_of_one_token_still_needs_a_block():
-    assert search(SlidingWindow(4, 1), "01010", max_tokens=20) == (16, "00010")
-    assert search(SlidingWindow(4, 1), "00000", max_tokens=20) == (0, "00000")
-
-
-def test_chunks_before_that_of_the_next_token_are_not_needed():
-    chunks = ChunkedLocal(4, 8)
-    assert search(chunks, "00001100", max_tokens=23) == (20, "00001000")
-    assert search(chunks, "00001100", max_tokens=22) == (20, "00001000")
-    # The hit ends with a chunk: not even that one is needed.
-    assert search(chunks, "00001100", max_tokens=24) == (24, "00000000")
-    assert search(chunks, "00001100", max_tokens=31) == (24, "00000000")
-
-
-def test_in_the_chunk_of_the_next_token_the_leading_run_counts():
-    chunks = ChunkedLocal(4, 16)
-    assert search(chunks, "00001101", max_tokens=31) == (24, "00001100")
-    assert search(chunks, "00000111", max_tokens=31) == (16, "00000000")
-    assert search(chunks, "11010000", max_tokens=15) == (8, "11000000")
 
 
 def test_a_chunk_in_parts_of_blocks_is_refused_as_vllm_hits_without_its_blocks():
@@ -124,87 +163,6 @@ def test_a_chunk_in_parts_of_blocks_is_refused_as_vllm_hits_without_its_blocks()
     assert hit_search.find_longest_cache_hit(groups, keys, full.get, 4)[0] == 0
     with pytest.raises(ValueError, match="must have a chunk that is a multiple"):
         ChunkedLocal(4, 6)
-
-
-def test_mamba_needs_the_last_state_alone():
-    assert search(Mamba(4), "01101000", max_tokens=32) == (20, "00001000")
-    assert search(Mamba(4), "01101000", max_tokens=19) == (12, "00100000")
-    assert search(Mamba(4), "00000000", max_tokens=32) == (0, "00000000")
-
-
-# Several kinds.
-
-
-def test_the_hit_ends_where_blocks_of_all_groups_end():
-    groups = [FullAttention(4), FullAttention(8)]
-    assert search(groups, "11111111", "1111", max_tokens=31) == (24, "11111100", "1110")
-    assert search(groups, "11111011", "1111", max_tokens=31) == (16, "11110000", "1100")
-    groups = [FullAttention(4), Mamba(8), SlidingWindow(12, 13)]
-    masks = ["111111111111", "010111", "1111"]
-    answer = (24, "111111000000", "001000", "0100")
-    assert search(groups, *masks, max_tokens=48) == (48, "1" * 12, "000001", "0001")
-    assert search(groups, *masks, max_tokens=47) == (0, "0" * 12, "000000", "0000")
-    assert search(groups, masks[0], "001000", masks[2], max_tokens=47) == answer
-
-
-def test_a_window_begins_at_an_aligned_end_though_the_run_goes_on():
-    groups = [SlidingWindow(4, 9), FullAttention(12)]
-    # Block 4 ends a run of 2, but not a block of 12 tokens.
-    assert search(groups, "011110", "11", max_tokens=24) == (12, "011000", "10")
-
-
-def test_groups_of_equal_kind_need_the_same_blocks_together():
-    groups = [Mamba(4), Mamba(4)]
-    assert search(groups, "0111", "1010", max_tokens=16) == (12, "0010", "0010")
-    groups = [SlidingWindow(4, 9)] * 2
-    assert search(groups, "0111", "1110", max_tokens=16) == (12, "0110", "0110")
-    assert search(groups, "0111", "1100", max_tokens=16) == (0, "0000", "0000")
-
-
-def test_one_group_shortens_what_another_needs():
-    groups = [SlidingWindow(4, 5), FullAttention(4)]
-    assert search(groups, "1011", "1110", max_tokens=16) == (12, "0010", "1110")
-    assert search(groups, "1011", "1100", max_tokens=16) == (4, "1000", "1000")
-
-
-def test_groups_that_shorten_each_other_in_turn_end_at_what_all_can_use():
-    # Window: 7, 4, 2; states: 6, 3, 2. Only 2 is among both.
-    groups = [FullAttention(4), SlidingWindow(4, 5), Mamba(4)]
-    masks = ["11111111", "01010010", "01100100"]
-    assert search(groups, *masks, max_tokens=32) == (
-        8,
-        "11000000",
-        "01000000",
-        "01000000",
-    )
-
-
-def test_the_start_of_the_chunk_moves_as_the_hit_shrinks():
-    groups = [FullAttention(4), ChunkedLocal(4, 8)]
-    # From 28 tokens on, block 6 would do; but only 20 are there, and these need 4.
-    assert search(groups, "11111000", "00001010", max_tokens=30)[0] == 20
-    assert search(groups, "11111000", "00000010", max_tokens=30)[0] == 16
-    # A third kind leaves 12 of them, which need the chunk before.
-    groups.append(Mamba(4))
-    masks = ["11111000", "00101010", "00100000"]
-    answer = (12, "11100000", "00100000", "00100000")
-    assert search(groups, *masks, max_tokens=30) == answer
-
-
-def test_the_hit_ends_within_the_shortest_mask():
-    assert search(4, "1111", max_tokens=99) == (16, "1111")
-    groups = [FullAttention(4), Mamba(4)]
-    assert search(groups, "1111", "11", max_tokens=16) == (8, "1100", "01")
-    assert search(groups, "11", "1111", max_tokens=16) == (8, "11", "0100")
-
-
-def test_padding_changes_nothing():
-    groups = [FullAttention(4), SlidingWindow(8, 17)]
-    plain = search(groups, "111111", "111", max_tokens=24)
-    padded = search(groups, "11111100000", "111" + "0" * 29, max_tokens=24)
-    assert plain[0] == padded[0] == 24
-    assert plain[1:] == (padded[1][:6], padded[2][:3])
-    assert "1" not in padded[1][6:] + padded[2][3:]
 
 
 # Any kinds.
@@ -287,29 +245,15 @@ def test_long_sequences(num_blocks):
     assert (int(hit.num_tokens), *map(text_of, hit.needed)) == answer
 
 
-# What is refused.
-
-
-@pytest.mark.parametrize(
-    ("error", "masks", "message"),
-    [
-        (ValueError, ["1"], "len(masks)=1 must be 2, one for each group."),
-        (ValueError, ["1", "1", "1"], "len(masks)=3 must be 2"),
-    ],
-)
-def test_masks_that_do_not_belong_to_the_groups_are_refused(error, masks, message):
-    with pytest.raises(error, match=re.escape(message)):
-        search([FullAttention(4), Mamba(4)], *masks, max_tokens=4)
-
-
-def test_masks_of_another_shape_or_dtype_are_refused():
-    with pytest.raises(ValueError, match=re.escape("masks[0].shape=(2, 3) must be")):
-        find_longest_hit((Mamba(4),), [np.zeros((2, 3), np.bool_)], 4)
-    with pytest.raises(TypeError, match=re.escape("masks[0].dtype=int32 must be bool")):
-        find_longest_hit((Mamba(4),), [np.zeros(3, np.int32)], 4)
-
-
-def test_groups_that_cannot_be_searched_together_are_refused():
-    masks = [np.ones(4, np.bool_)] * 2
-    with pytest.raises(ValueError, match="must have a block_size of 8"):
-        find_longest_hit((ChunkedLocal(4, 8), Mamba(8)), masks, 4)
+def test_masks_and_groups_that_do_not_belong_together_are_refused():
+    one, four = [np.ones(1, np.bool_)], np.ones(4, np.bool_)
+    pair = FullAttention(4), Mamba(4)
+    for groups, masks, message in (
+        (pair, one, "len(masks)=1 must be 2, one for each group."),
+        (pair, one * 3, "len(masks)=3 must be 2"),
+        ((Mamba(4),), [np.zeros((2, 3), np.bool_)], "masks[0].shape=(2, 3) must be"),
+        ((Mamba(4),), [np.zeros(3, np.int32)], "masks[0].dtype=int32 must be bool"),
+        ((CHUNKS, Mamba(8)), [four] * 2, "must have a block_size of 8"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+            find_longest_hit(groups, masks, 4)

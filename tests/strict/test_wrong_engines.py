@@ -44,6 +44,7 @@ def setup(request, monkeypatch):
     return size, size.prompts(seed)
 
 
+@pytest.mark.parametrize("setup", SIZES[:1], ids=["small"], indirect=True)
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_engine_ends_with_an_error_that_names_the_call(setup, name):
     size, prompts = setup

@@ -90,14 +90,13 @@ class Pair:
         jax.tree.map(np.testing.assert_array_equal, *states)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_every_block_stays_through_any_changes_by_either_executor(seed):
-    pair = Pair("hazard", seed)
+def test_every_block_stays_through_any_changes_by_either_executor():
+    pair = Pair("hazard", 0)
     learned = {
         name: make_executor(get_policy_maker(name)(NUM_BLOCKS, 4096))
         for name in CANDIDATES
     }
-    for number, (_, policy) in enumerate(pair.rng.choices(PAIRS, k=40)):
+    for number, (_, policy) in enumerate(pair.rng.sample(PAIRS * 4, 24)):
         for _ in range(30):
             pair.act()
         # As a shadow, of which not all keys are the host's.
@@ -110,7 +109,7 @@ def test_every_block_stays_through_any_changes_by_either_executor(seed):
         pair.check()
         pair.all("change_policy", policy, learned[policy] if number % 3 else None)
         pair.check()
-    assert pair.hosts[0].num_evicted > 100
+    assert pair.hosts[0].num_evicted > 60
 
 
 def filled(policy):
@@ -127,12 +126,13 @@ def filled(policy):
     return host
 
 
-@pytest.mark.parametrize(("before", "after"), PAIRS)
-def test_the_order_of_use_is_taken_over(before, after):
-    host = filled(before)
-    host.change_policy(after)
+def test_the_order_of_use_is_taken_over():
     expected = [KEYS[n] for n in (5, 4, 2, 0, 3, 1)]
-    assert [host.place([key]).evicted_keys[0] for key in KEYS[10:16]] == expected
+    for before, after in PAIRS:
+        host = filled(before)
+        host.change_policy(after)
+        evicted = [host.place([key]).evicted_keys[0] for key in KEYS[10:16]]
+        assert evicted == expected, (before, after)
 
 
 def test_a_block_in_flight_is_not_evicted_after_a_change_either():
@@ -162,20 +162,14 @@ def test_the_nearest_key_stands_for_one_that_is_not_known():
     assert _nearest(blocks[:1]) is None
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"cache_policy": "arc"}, "cache_policy='arc'.* no other policy can take over"),
+def test_what_cannot_be_taken_over_is_refused():
+    for options, match in (
+        ({"cache_policy": "arc"}, "'arc'.* no other policy can take over"),
         ({"retention": True}, "or retention, keeps what no other policy"),
         ({"alternatives": ("arc",)}, r"alternatives=\('arc',\)"),
-    ],
-)
-def test_what_cannot_be_taken_over_is_refused(options, match):
-    with pytest.raises(ValueError, match=match):
-        OffloadingManager(16, 6, **({"alternatives": CANDIDATES} | options))
-
-
-def test_a_policy_that_is_no_alternative_is_refused_and_nothing_changes():
+    ):
+        with pytest.raises(ValueError, match=match):
+            OffloadingManager(16, 6, **({"alternatives": CANDIDATES} | options))
     host = filled("lru")
     before = host.snapshot()
     with pytest.raises(ValueError, match="name='arc' must be one of the alternatives"):

@@ -54,16 +54,6 @@ def test_a_policy_with_native_functions_alone_is_refused_where_it_is_jitted():
         jitted.lookup([b"a"])
 
 
-def test_no_block_is_passed_over_when_a_step_ends():
-    policy = get_policy_maker("lru")(4, 16)
-    for kind in (NativeExecutor, XlaExecutor):
-        executor = kind(policy, make_executor(policy).state)
-        step = executor.request_step(np.ones((3, 8), np.uint32))
-        assert step.block_ids.tolist() == [0, NO_BLOCK, NO_BLOCK]
-        assert executor.complete_step(step.block_ids, 0)
-        assert not executor.complete_step(step.block_ids, 0)
-
-
 def test_xla_programs_are_traced_once_for_each_padded_size():
     policy = get_policy_maker("lru")(40, 64)
     executor = XlaExecutor(policy, make_executor(policy).state)

@@ -1,5 +1,7 @@
 """`OffloadingManager`: vLLM's own scenario, misuse, events, batch sizes."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -64,80 +66,54 @@ def test_life_of_a_small_tier():
 
 
 def test_touch_makes_the_first_key_the_most_recent():
-    manager = OffloadingManager(16, num_blocks=4)
-    stored(manager, 1, 2, 3, 4)
-    manager.touch(keys(1, 2, 77, 4))
-    assert stored(manager, 5, 6, 7).block_hashes_evicted == keys(3, 4, 2)
+    for policy in ("lru", make_lru(4, 5)):  # A policy is as good as its name.
+        manager = OffloadingManager(16, 4, policy)
+        stored(manager, 1, 2, 3, 4)
+        # In parts, where a batch has more keys than the policy takes.
+        manager.touch([*keys(1, 2), *keys(*range(50, 67)), *keys(4)])
+        assert stored(manager, 5, 6, 7).block_hashes_evicted == keys(3, 4, 2)
+        assert manager.prepare_store(keys(*range(6))) is None  # more than fit
 
 
 def test_specs_are_int64_and_name_their_medium():
     manager = OffloadingManager(16, num_blocks=4)
-    stored = manager.prepare_store(keys(1)).store_spec
-    manager.complete_store(keys(1))
-    for spec in (stored, manager.prepare_load(keys(1)), manager.prepare_load([])):
+    store = manager.prepare_store(iter(keys(1))).store_spec  # Iterators serve, too.
+    manager.complete_store(iter(keys(1)))
+    for spec in (store, manager.prepare_load(keys(1)), manager.prepare_load(iter([]))):
         assert isinstance(spec.block_ids, np.ndarray)
         assert spec.block_ids.dtype == np.int64
         assert spec.medium() == "CPU"
 
 
-def test_nothing_asked_is_nothing_done():
-    manager = OffloadingManager(16, num_blocks=1, enable_events=True)
-    assert manager.lookup([]) == 0
-    manager.touch([])
-    manager.complete_load([])
-    manager.complete_store([])
-    check(manager.prepare_store([]), (), [])
-    stored(manager, 1)
-    check(manager.prepare_store(keys(1)), (), [])
-    assert [event.removed for event in manager.take_events()] == [False]
-
-
-def test_iterators_serve_as_well_as_lists():
-    manager = OffloadingManager(16, num_blocks=4)
-    manager.prepare_store(iter(keys(1, 2)))
-    manager.complete_store(iter(keys(1, 2)))
-    manager.touch(iter(keys(1, 2)))
-    assert manager.lookup(iter(keys(1, 2))) == 2
-    assert manager.prepare_load(iter(keys(2))).block_ids.tolist() == [1]
-    manager.complete_load(iter(keys(2)))
-
-
-@pytest.mark.parametrize(
-    ("method", "numbers", "match"),
-    [
+def test_misuse_names_the_key_and_changes_nothing():
+    manager = OffloadingManager(16, num_blocks=4, enable_events=True)
+    stored(manager, 1, 2)
+    manager.prepare_store(keys(3))
+    manager.prepare_load(keys(2))
+    assert list(manager.take_events())
+    before = state_of(manager)
+    for method, numbers, match in (
         ("prepare_load", (1, 9), "0009' is not on the host"),
         ("prepare_load", (1, 3), "0003' is not ready"),
         ("complete_load", (9,), "0009' is not on the host"),
         ("complete_load", (1,), "0001' has fewer loads in progress"),
         ("complete_load", (2, 2), "0002' has fewer loads in progress"),
         ("complete_load", (3,), "0003' has fewer loads in progress"),
-    ],
-)
-def test_misuse_names_the_key_and_changes_nothing(method, numbers, match):
-    manager = OffloadingManager(16, num_blocks=4, enable_events=True)
-    stored(manager, 1, 2)
-    manager.prepare_store(keys(3))
-    manager.prepare_load(keys(2))
-    events = list(manager.take_events())
-    assert events
-    before = jax.tree.map(np.array, manager.executor.state)
-    with pytest.raises(ValueError, match=match):
-        getattr(manager, method)(keys(*numbers))
-    after = jax.tree.map(np.array, manager.executor.state)
-    jax.tree.map(np.testing.assert_array_equal, after, before)
-    assert list(manager.take_events()) == []
+    ):
+        with pytest.raises(ValueError, match=match):
+            getattr(manager, method)(keys(*numbers))
+        assert state_of(manager) == before
+        assert list(manager.take_events()) == []
+    with pytest.raises(TypeError, match="'a' must be of type bytes"):
+        manager.lookup(["a"])
 
 
-def test_half_drained_events_are_kept():
+def test_half_drained_events_are_kept_and_none_where_nobody_asked_for_them():
     manager = OffloadingManager(16, num_blocks=4, enable_events=True)
     stored(manager, 1)
     stored(manager, 2)
-    first = next(manager.take_events())
-    assert first.block_hashes == keys(1)
+    assert next(manager.take_events()).block_hashes == keys(1)
     assert len(list(manager.take_events())) == 2
-
-
-def test_without_events_nothing_is_kept():
     manager = OffloadingManager(16, num_blocks=1)
     stored(manager, 1)
     assert list(manager.take_events()) == []
@@ -155,87 +131,37 @@ def test_foreign_keys_come_back_as_they_were_given():
     assert list(manager._names.values()) == [b"x"]  # and no other is remembered
 
 
-def test_keys_that_are_not_bytes_are_refused():
-    manager = OffloadingManager(16, num_blocks=2)
-    with pytest.raises(TypeError, match="'a' must be of type bytes"):
-        manager.lookup(["a"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"),
-    [
-        ({"block_size": 0, "num_blocks": 4}, "block_size=0 must be at least 1"),
-        ({"block_size": 16, "num_blocks": -1}, "num_blocks=-1 must be at least 1"),
+def test_refuses_bad_arguments(monkeypatch):
+    monkeypatch.setattr(registry, "_makers", dict(registry._makers))
+    register_policy("broken", lambda num_blocks, max_batch: None)
+    for arguments, match in (
+        ({"block_size": 0}, "block_size=0 must be at least 1"),
+        ({"num_blocks": -1}, "num_blocks=-1 must be at least 1"),
+        ({"num_blocks": 4.0}, "num_blocks=4.0 must be a whole number from 1 on"),
+        ({"cache_policy": "mru"}, r"Unknown cache policy: 'mru'. Supported: \['lru', "),
+        ({"cache_policy": "broken"}, "cache_policy='broken' must be, or name"),
+        *[
+            ({"cache_policy": wrong}, r"must be, or name, a jaxkv\.Policy")
+            for wrong in (None, make_lru, 7)
+        ],
         (
-            {"block_size": 16, "num_blocks": 4, "cache_policy": "mru"},
-            r"Unknown cache policy: 'mru'. Supported: \['lru', ",
-        ),
-        (
-            {"block_size": 16, "num_blocks": 4, "store_threshold": -1},
-            "store_threshold=-1 must be at least 0",
-        ),
-        (
-            {"block_size": 16, "num_blocks": 4.0},
-            "num_blocks=4.0 must be a whole number from 1 on",
-        ),
-        (
-            {"block_size": 16, "num_blocks": 4, "store_threshold": 1.5},
-            "store_threshold=1.5 must be a whole number from 0 on",
-        ),
-        (
-            {"block_size": 16, "num_blocks": 4, "store_threshold": None},
-            "store_threshold=None must be a whole number from 0 on",
-        ),
-        (
-            {"block_size": 16, "num_blocks": 4, "max_unseen_blocks": "2"},
-            "max_unseen_blocks='2' must be a whole number from 0 on",
-        ),
-        (
-            {"block_size": 16, "num_blocks": 4, "max_tracker_size": 0},
-            "max_tracker_size=0 must be at least 1",
-        ),
-        (
-            {"block_size": 16, "num_blocks": 4, "remember_drops": -1},
-            "remember_drops=-1 must be at least 0",
-        ),
-        (
-            {"block_size": 16, "num_blocks": 4, "executor": "numba"},
-            "executor='numba' must be 'native' or 'xla'",
-        ),
-        (
-            {"block_size": 16, "num_blocks": 4, "cache_policy": make_lru(5, 64)},
+            {"cache_policy": make_lru(5, 64)},
             "policy.num_blocks=5, policy.max_batch=64 of .* must be 4 and at least 4",
         ),
         (
-            {"block_size": 16, "num_blocks": 40, "cache_policy": make_lru(40, 39)},
+            {"num_blocks": 40, "cache_policy": make_lru(40, 39)},
             "policy.max_batch=39 of the cache policy must be 40 and at least 40",
         ),
-    ],
-)
-def test_refuses_bad_arguments(arguments, match):
-    with pytest.raises(ValueError, match=match):
-        OffloadingManager(**arguments)
-
-
-@pytest.mark.parametrize("policy", [None, make_lru, 7])
-def test_refuses_what_is_no_policy(policy):
-    with pytest.raises(TypeError, match=r"must be, or name, a jaxkv\.Policy"):
-        OffloadingManager(16, 4, cache_policy=policy)
-
-
-def test_refuses_a_registered_maker_of_something_else(monkeypatch):
-    monkeypatch.setattr(registry, "_makers", dict(registry._makers))
-    register_policy("broken", lambda num_blocks, max_batch: None)
-    with pytest.raises(TypeError, match="cache_policy='broken' must be, or name"):
-        OffloadingManager(16, 4, cache_policy="broken")
-
-
-def test_a_policy_is_as_good_as_its_name():
-    manager = OffloadingManager(16, 4, cache_policy=make_lru(4, 5))
-    stored(manager, 1, 2, 3, 4)
-    manager.touch([*keys(2), *keys(*range(50, 67)), *keys(1)])  # in parts of 5
-    assert manager.prepare_store(keys(5, 6)).block_hashes_evicted == keys(3, 4)
-    assert manager.prepare_store(keys(*range(6))) is None  # more than fit
+        ({"store_threshold": -1}, "store_threshold=-1 must be at least 0"),
+        ({"store_threshold": 1.5}, "store_threshold=1.5 must be a whole number from 0"),
+        ({"store_threshold": None}, "store_threshold=None must be a whole number"),
+        ({"max_unseen_blocks": "2"}, "max_unseen_blocks='2' must be a whole number"),
+        ({"max_tracker_size": 0}, "max_tracker_size=0 must be at least 1"),
+        ({"remember_drops": -1}, "remember_drops=-1 must be at least 0"),
+        ({"executor": "numba"}, "executor='numba' must be 'native' or 'xla'"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=match):
+            OffloadingManager(**{"block_size": 16, "num_blocks": 4} | arguments)
 
 
 def test_snapshot_shows_keys_as_they_were_given():
@@ -256,16 +182,11 @@ def test_snapshot_shows_keys_as_they_were_given():
     manager.touch(names)
     assert manager.snapshot().policy == {"order": names[::-1]}
     assert shown.policy == {"order": names}  # no view of what goes on
-
-
-def test_snapshot_lists_free_ids_as_they_will_be_handed_out():
-    manager = OffloadingManager(16, num_blocks=6)
-    manager.prepare_store(keys(1, 2, 3, 4))
-    manager.complete_store(keys(3, 1), success=False)
+    manager.complete_store(names[2:], success=False)
+    # Free ids are listed as they will be handed out.
     free_ids = manager.snapshot().free_ids
-    assert len(free_ids) == 4
-    handed_out = manager.prepare_store(keys(5, 6, 7, 8)).store_spec.block_ids
-    assert handed_out.tolist() == free_ids
+    output = manager.prepare_store(keys(5, 6, 7))
+    assert output.store_spec.block_ids.tolist() == free_ids == [3, 4, 2]
     assert manager.snapshot().free_ids == []
 
 
@@ -288,21 +209,21 @@ def test_snapshot_of_arc_has_ghosts_in_full_length():
 def test_only_what_was_looked_up_often_enough_is_stored():
     manager = OffloadingManager(16, num_blocks=4, store_threshold=2)
     foreign = b"foreign"
-    nothing = manager.prepare_store([*keys(1, 2), foreign])
-    check(nothing, (), [])
+    check(manager.prepare_store([*keys(1, 2), foreign]), (), [])
     manager.lookup([*keys(1, 2), foreign])
+    with pytest.raises(TypeError, match="'a' must be of type bytes"):
+        manager.lookup([*keys(2), "a"])  # It counts nothing.
     manager.lookup([*keys(3, 1), foreign])  # all are counted, beyond the first miss
     output = manager.prepare_store([*keys(1, 2, 3), foreign])
     assert output.block_hashes_to_store == [*keys(1), foreign]
     manager.complete_store(output.block_hashes_to_store)
     assert list(manager.snapshot().block_ids) == [*keys(1), foreign]
-    assert manager.lookup([*keys(1), foreign]) == 2
-
-
-@pytest.mark.parametrize("store_threshold", [0, 1])
-def test_without_a_threshold_everything_is_stored(store_threshold):
-    manager = OffloadingManager(16, num_blocks=4, store_threshold=store_threshold)
-    check(manager.prepare_store(keys(1, 2)), (1, 2), [0, 1])
+    # A step counts as a look-up.
+    step = manager.request_step(keys(3))
+    assert plain(step) == (0, [], (keys(3), [2], []))
+    for store_threshold in (0, 1):
+        manager = OffloadingManager(16, 4, store_threshold=store_threshold)
+        check(manager.prepare_store(keys(1, 2)), (1, 2), [0, 1])
 
 
 def test_the_tail_of_a_prompt_that_nobody_knows_is_stored_the_next_time():
@@ -313,14 +234,6 @@ def test_the_tail_of_a_prompt_that_nobody_knows_is_stored_the_next_time():
     assert manager.num_skipped == 2
     step = manager.request_step(keys(1, 2, 3, 4, 5))
     assert (step.num_hits, step.store.block_hashes_to_store) == (2, keys(3, 4, 5))
-
-
-def test_a_refused_lookup_counts_nothing():
-    manager = OffloadingManager(16, num_blocks=4, store_threshold=2)
-    manager.lookup(keys(1))
-    with pytest.raises(TypeError, match="'a' must be of type bytes"):
-        manager.lookup([*keys(1), "a"])
-    check(manager.prepare_store(keys(1)), (), [])
 
 
 def test_the_tracker_forgets_keys_beyond_its_size():
@@ -366,15 +279,18 @@ def plain(output):
     )
 
 
+def state_of(manager):
+    return [leaf.tolist() for leaf in jax.tree.leaves(manager.executor.state)]
+
+
 def assert_refused(manager, step, match):
-    before = jax.tree.map(np.array, manager.executor.state)
+    before = state_of(manager)
     with pytest.raises(ValueError, match=match):
         manager.complete_step(step)
-    after = jax.tree.map(np.array, manager.executor.state)
-    jax.tree.map(np.testing.assert_array_equal, after, before)
+    assert state_of(manager) == before
 
 
-def test_a_step_is_completed_once():
+def test_a_step_is_completed_once_and_by_the_manager_that_made_it():
     manager = OffloadingManager(16, 4)
     step = manager.request_step(keys(1, 2))
     other = OffloadingManager(16, 4).request_step(keys(1))
@@ -382,16 +298,12 @@ def test_a_step_is_completed_once():
     manager.complete_step(step)
     assert_refused(manager, step, "be completed once")
     assert manager.lookup(keys(1, 2)) == 2
-
-
-def test_a_step_from_before_clear_is_not_completed():
-    manager = OffloadingManager(16, 4)
     step = manager.request_step(keys(1))
     manager.clear()
     assert_refused(manager, step, r"output of request_step\(\) of this")
 
 
-def test_steps_that_share_a_block_do_not_end_it_more_often_than_they_pinned_it():
+def test_a_step_of_which_a_part_has_ended_is_not_completed():
     manager = OffloadingManager(16, 4)
     manager.complete_step(manager.request_step(keys(1)))
     first, second = (manager.request_step(keys(1)) for _ in range(2))
@@ -399,34 +311,12 @@ def test_steps_that_share_a_block_do_not_end_it_more_often_than_they_pinned_it()
     manager.complete_step(first)
     assert_refused(manager, second, "was ended before")
     assert manager.snapshot().ref_cnt == {keys(1)[0]: 0}
-
-
-def test_a_step_whose_store_failed_is_ended_by_its_parts():
-    manager = OffloadingManager(16, 4)
-    manager.complete_step(manager.request_step(keys(1)))
+    # One whose store has failed is ended by its parts.
     step = manager.request_step(keys(1, 2))
     manager.complete_store(keys(2), success=False)
     assert_refused(manager, step, "was ended before")
     manager.complete_load(keys(1))
     assert manager.snapshot().ref_cnt == {keys(1)[0]: 0}
-
-
-def test_a_step_that_finds_no_room_still_loads():
-    manager = OffloadingManager(16, 2)
-    manager.complete_step(manager.request_step(keys(1)))
-    step = manager.request_step(keys(1, 2, 3))
-    assert plain(step) == (1, [0], None)
-    manager.complete_step(step)
-    assert manager.snapshot().ref_cnt == {keys(1)[0]: 0}
-
-
-def test_a_step_stores_only_what_was_looked_up_often_enough():
-    manager = OffloadingManager(16, 4, store_threshold=2)
-    assert plain(manager.request_step(keys(1, 2))) == (0, [], ([], [], []))
-    step = manager.request_step(keys(1, 3))
-    assert plain(step) == (0, [], (keys(1), [0], []))
-    manager.complete_step(step)
-    assert manager.lookup(keys(1)) == 1
 
 
 def test_a_step_longer_than_the_policy_takes_is_served_in_parts():
@@ -438,32 +328,12 @@ def test_a_step_longer_than_the_policy_takes_is_served_in_parts():
     assert plain(step) == (0, [], (keys(3), [2], []))
 
 
-def test_a_step_about_nothing_does_nothing():
-    manager = OffloadingManager(16, 4)
-    before = jax.tree.map(np.array, manager.executor.state)
-    step = manager.request_step([])
-    assert plain(step) == (0, [], ([], [], []))
-    manager.complete_step(step)
-    after = jax.tree.map(np.array, manager.executor.state)
-    jax.tree.map(np.testing.assert_array_equal, after, before)
-
-
 def test_a_request_step_is_one_call_of_the_executor(monkeypatch):
     manager = OffloadingManager(16, 4)
     for name in ("lookup", "touch", "prepare_load", "prepare_store"):
         monkeypatch.setattr(manager.executor, name, None)
     step = manager.request_step(keys(1, 2))
     assert step.store.block_hashes_to_store == keys(1, 2)
-
-
-def test_packed_keys_are_served_like_others():
-    managers = [OffloadingManager(16, 8) for _ in range(2)]
-    plain_keys = keys(*range(6))
-    packed = PackedKeys(plain_keys, keys_to_words(plain_keys))
-    for manager, own in zip(managers, (plain_keys, packed), strict=True):
-        manager.complete_step(manager.request_step(own[:4]))
-        manager.complete_step(manager.request_step(own[1:]))
-    assert managers[0].snapshot() == managers[1].snapshot()
 
 
 def test_drops_say_why_a_block_is_not_here():
@@ -475,46 +345,52 @@ def test_drops_say_why_a_block_is_not_here():
     assert reasons == ["evicted", "load failed", None]
 
 
-@pytest.mark.parametrize("store_threshold", [0, 2])
-@pytest.mark.parametrize("num_given", [6, 5000])
-def test_rows_say_which_of_the_keys_given_are_stored(store_threshold, num_given):
-    manager = OffloadingManager(16, 8, store_threshold=store_threshold)
-    known, wanted, other = ([f"{name}{i}".encode() for i in range(2)] for name in "kwo")
-    for keys_of_two in (known, wanted):
-        for _ in range(2):
-            manager.lookup(keys_of_two)
-            manager.lookup(keys_of_two[1:])
-    manager.complete_store(manager.prepare_store(known).block_hashes_to_store)
-    given = [wanted[0], known[0], other[0], wanted[0], known[1], wanted[1]]
-    given = (given * num_given)[:num_given]
-    answer = manager.prepare_store(given)
-    expected = wanted if store_threshold else [wanted[0], other[0], wanted[1]]
-    assert answer.block_hashes_to_store == expected
-    assert answer.rows.tolist() == [given.index(key) for key in expected]
+def test_rows_say_which_of_the_keys_given_are_stored():
+    for store_threshold, num_given in itertools.product((0, 2), (6, 5000)):
+        manager = OffloadingManager(16, 8, store_threshold=store_threshold)
+        known, wanted, other = ([b"%c%d" % (c, i) for i in range(2)] for c in b"kwo")
+        for keys_of_two in (known, wanted):
+            for _ in range(2):
+                manager.lookup(keys_of_two)
+        manager.complete_store(manager.prepare_store(known).block_hashes_to_store)
+        given = [wanted[0], known[0], other[0], wanted[0], known[1], wanted[1]]
+        given = (given * num_given)[:num_given]
+        answer = manager.prepare_store(given)
+        expected = wanted if store_threshold else [wanted[0], other[0], wanted[1]]
+        assert answer.block_hashes_to_store == expected
+        assert answer.rows.tolist() == [given.index(key) for key in expected]
 
 
-@pytest.mark.parametrize("threshold", [0, 2])
-def test_unlisted_keys_are_placed_as_listed_ones_are(threshold):
-    rng = np.random.default_rng(threshold)
-    listed, unlisted = (
-        OffloadingManager(16, 12, store_threshold=threshold) for _ in range(2)
-    )
-    num_evicted = 0
-    for _ in range(60):
-        some = keys(*rng.integers(0, 30, rng.integers(0, 9)))
-        for manager in (listed, unlisted):
-            manager.lookup(some)
-        output = listed.prepare_store(some)
-        placement = unlisted.place(UnlistedKeys(keys_to_words(some)))
-        rows = placement.rows
-        if rows is None:
-            rows = np.arange(len(some))
-        assert list(placement.keys) == output.block_hashes_to_store
-        assert rows.tolist() == output.rows.tolist()
-        assert placement.block_ids.tolist() == output.store_spec.block_ids.tolist()
-        assert list(placement.evicted_keys) == output.block_hashes_evicted
-        num_evicted += len(placement.evicted_keys)
-        for manager in (listed, unlisted):
-            manager.complete_store(some)
-    assert num_evicted > 20
-    assert listed.snapshot() == unlisted.snapshot()
+def test_unlisted_and_packed_keys_are_placed_as_listed_ones_are():
+    for threshold in (0, 2):
+        rng = np.random.default_rng(threshold)
+        managers = [
+            OffloadingManager(16, 12, store_threshold=threshold) for _ in range(3)
+        ]
+        num_evicted = 0
+        for _ in range(60):
+            some = keys(*rng.integers(0, 30, rng.integers(0, 9)))
+            words = keys_to_words(some)
+            placements = []
+            for manager, own in zip(
+                managers,
+                (some, UnlistedKeys(words), PackedKeys(some, words)),
+                strict=True,
+            ):
+                manager.lookup(some)
+                placements.append(manager.place(own))
+                manager.complete_store(some)
+            told = [
+                (
+                    list(keys),
+                    list(range(len(some))) if rows is None else rows.tolist(),
+                    block_ids.tolist(),
+                    list(evicted),
+                )
+                for keys, rows, block_ids, evicted in placements
+            ]
+            assert told[0] == told[1] == told[2]
+            num_evicted += len(told[0][3])
+        assert num_evicted > 20
+        shown = [manager.snapshot() for manager in managers]
+        assert shown[0] == shown[1] == shown[2]

@@ -48,7 +48,7 @@ def compile_with(function, policy):
     ("function", "policy"),
     [
         *[(host_state.request_step, policy) for policy in POLICIES],
-        *[(host_state.complete_store, policy) for policy in POLICIES],
+        *[(host_state.complete_store, policy) for policy in ("arc", "hazard")],
         (host_state.touch, "lru"),
         (host_state.prepare_store, "lru"),
         (host_state.complete_load, "lru"),
