@@ -565,6 +565,7 @@ class World:
         local, tables = find_cached_prefix(pool, self.groups, keys, most)
         for table in tables:
             pool.touch(table)
+        r.tables = tables
         told = own.explain(r, local)
         offers = self._offers(r, local, is_blind)
         self._check_verdicts(r, told)
@@ -584,6 +585,7 @@ class World:
             self.holds.pop(name, None)
             if num:
                 self.holds[name] = self._offered(r, local, num)
+        self._check_holds()
         needed = [
             -(-r.num_tokens // spec.block_size) - len(table)
             for spec, table in zip(self.groups, tables, strict=True)
@@ -597,13 +599,12 @@ class World:
             self.fetched = {}
         if num is None or sum(needed) > pool.num_free:
             self.seen["asks again" if num is None else "no room"] += 1
-            for table in tables:
-                pool.free(table[::-1])
+            self._leave(r, WAITING)
             return
         taken = max(num - less, 0)
         for table, lacking in zip(tables, needed, strict=True):
             table += pool.allocate(lacking)
-        r.tables, r.num_computed_tokens = tables, local
+        r.num_computed_tokens = local
         after = own.update_state_after_alloc(r, r.table, taken)
         self.asked.remove(name)
         self._begin_request(r, has_asked=True)
