@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import SupportsIndex, cast, overload
+from typing import Any, SupportsIndex, cast, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -98,6 +98,9 @@ class PackedKeys(list[bytes]):
             words.flags.writeable = False
         self.words = words
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _repacked, (list(self), self.words, self.has_foreign)
+
     @overload
     def __getitem__(self, index: SupportsIndex, /) -> BlockKey: ...
     @overload
@@ -110,6 +113,12 @@ class PackedKeys(list[bytes]):
             part.words = np.ascontiguousarray(self.words[index])
             return part
         return super().__getitem__(index)
+
+
+def _repacked(
+    keys: list[BlockKey], words: NDArray[np.uint32], has_foreign: bool
+) -> PackedKeys:
+    return PackedKeys(keys, words, has_foreign=has_foreign)
 
 
 class UnlistedKeys(Sequence[bytes]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
@@ -47,6 +48,8 @@ class RequestKeys:
     Attributes:
         by_request: What is kept of each request, for each group.
     """
+
+    _NOT_STATE = ("_has_keys",)
 
     def __init__(
         self,
@@ -236,6 +239,10 @@ class _Growing(PackedKeys):
     """The keys of one group of a request, with room for more."""
 
     __slots__ = ("_mark", "_room")
+    _NOT_DIGESTED = True  # Whatever reads a request may make it up to date.
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Growing, (list(self),)
 
     def __init__(self, keys: Sequence[BlockKey]) -> None:
         names, words, some_foreign = lay_out(keys)

@@ -30,6 +30,7 @@ import numpy as np
 
 from jaxkv._util import shown, strict_class
 from jaxkv._util.settings import ConfigError
+from jaxkv._util.state import State, restore, snapshot
 from jaxkv.keys.mark import KeyMark
 from jaxkv.policies.base import Policy
 from jaxkv.policies.hazard import HazardState
@@ -147,6 +148,8 @@ class OffloadScheduler:
         recorder: Records the requests; None if there is none.
         delays: How long look-ups took, and loads from the look-up to their arrival.
     """
+
+    _NOT_STATE = "recorder", "_view", "_look", "_outlooks", "_policy_state"
 
     def __new__(cls, *_args: Any, **_named: Any) -> Self:
         """Make a strict one where `JAXKV_STRICT` asks for it."""
@@ -896,6 +899,59 @@ class OffloadScheduler:
     ) -> tuple[bool, None]:
         """Do as `request_finished` does, for an engine whose tables have groups."""
         return self.request_finished(request, block_ids)
+
+    def snapshot(self) -> State:
+        """Copy all that decisions depend on, also of the tiers and the device's pool.
+
+        Returns:
+            The state, as plain values. It refers to the engine's requests.
+
+        Example:
+            >>> scheduler = OffloadScheduler(16, num_host_blocks=4)
+            >>> scheduler.bind_device_block_pool(DeviceBlockPool(8))
+            >>> before = scheduler.snapshot()
+            >>> before.entries["scheduler._loads.in_flight"].fields["moves"]
+            {}
+            >>> _ = scheduler.reset()
+            >>> scheduler.restore(before)
+            >>> scheduler.digest() == before.digest
+            True
+        """
+        return snapshot(self, "scheduler")
+
+    def digest(self) -> str:
+        """Return a digest of `snapshot`; equal in all processes that decide alike."""
+        return self.snapshot().digest
+
+    def restore(self, state: State) -> None:
+        """Go back to a state of this scheduler, or of one of the same configuration.
+
+        The bound pool is put back, too. Files, recordings and measured times are not.
+
+        Args:
+            state: What `snapshot` returned. It refers to the engine's requests, which
+                the engine must put back.
+
+        Raises:
+            ValueError: The state is of another configuration, or there is another pool
+                than a `DeviceBlockPool`. Then nothing changes.
+        """
+        entry, pool = state.entries["scheduler"], self._pool
+        names = "groups", "rules", "num_host_blocks", "num_storage_blocks"
+        facts = {name: (entry.fields[name], getattr(self, name)) for name in names}
+        if isinstance(pool, DeviceBlockPool):
+            saved = state.entries.get("scheduler._pool")
+            num = None if saved is None else saved.fields.get("num_blocks")
+            facts["num_blocks of the bound DeviceBlockPool"] = num, pool.num_blocks
+        else:
+            facts["class of the bound pool"] = type(pool), DeviceBlockPool
+        for name, (saved_value, value) in facts.items():
+            if saved_value != value:
+                raise ValueError(
+                    f"the {name} must be as in the state, {shown(saved_value)}, to "
+                    f"restore it, and is {shown(value)}."
+                )
+        restore(self, state)
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Hand out the events of the host tier, and of those below, since last time."""

@@ -245,6 +245,9 @@ class Delays:
             have arrived, whatever it had to wait for.
     """
 
+    _NOT_STATE = "lookups", "deferrals", "loads"
+    _NOT_DIGESTED = True  # The times since when requests wait.
+
     def __init__(self, clock: Callable[[], float]) -> None:
         self.lookups = Histogram(LOOKUP_BUCKETS)
         self.deferrals = Histogram(DELAY_BUCKETS)

@@ -112,6 +112,7 @@ class NativeExecutor:
     def __init__(self, policy: Policy, state: HostState) -> None:
         assert policy.native is not None
         self.state: HostState = own(state)
+        self._policy = policy
         self._variant = policy.native.variant
         self._bound = Bound(self.state)
         self._ref_cnt = self.state.ref_cnt
@@ -140,6 +141,9 @@ class NativeExecutor:
                 "request_step": (bound, variant, _SOME_KEYS, _SOME_IDS, evicted),
             },
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return make_executor, (self._policy, "native", self.state)
 
     def find(self, keys: Words) -> NDArray[np.int32]:
         """Find the block of each key, one that is being stored included: i32[n]."""
@@ -357,6 +361,9 @@ class XlaExecutor:
     def __init__(self, policy: Policy, state: HostState) -> None:
         self._policy = policy
         self.state: HostState = jax.device_put(own(state), cpu_device())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return make_executor, (self._policy, "xla", self.state)
 
     def find(self, keys: Words) -> NDArray[np.int32]:
         found: NDArray[np.int32] = self._run(_reading(_find), keys)

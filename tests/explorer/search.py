@@ -4,11 +4,10 @@ import dataclasses
 import itertools
 import json
 import time
-import zlib
 from array import array
 from collections import Counter, deque
 
-from tests.explorer.world import World, WrongError
+from tests.explorer.world import World, WrongError, pack, unpack
 
 _NONE = 2**32 - 1
 # Far more actions than a calm engine takes to serve all requests.
@@ -112,7 +111,7 @@ def explore(
     end_s = None if minutes is None else start_s + 60 * minutes
     world, graph, result = World(setup), _Graph(), Result()
     saved = world.save()
-    frontier = deque([(graph.add(world.digest(), _NONE, None), _packed(saved))])
+    frontier = deque([(graph.add(world.digest(), _NONE, None), pack(saved))])
 
     def note():
         result.num_states = len(graph.parents)
@@ -134,7 +133,7 @@ def explore(
             if max_depth is not None and graph.depths[number] >= max_depth:
                 break
             frontier.popleft()
-            saved = _unpacked(packed)
+            saved = unpack(packed)
             world.restore(saved)
             if number % refuse_every == 0:
                 world.try_refused()
@@ -155,7 +154,7 @@ def explore(
                 found = graph.numbers.get(digest)
                 if found is None:
                     found = graph.add(digest, number, action)
-                    frontier.append((found, _packed(world.save())))
+                    frontier.append((found, pack(world.save())))
                 if action == calm:
                     graph.calm[number] = found
                 trial = None
@@ -177,14 +176,6 @@ def explore(
             result.actions.append(trial)
     note()
     return result
-
-
-def _packed(saved):
-    return zlib.compress(saved[0], 1), saved[1]
-
-
-def _unpacked(packed):
-    return zlib.decompress(packed[0]), packed[1]
 
 
 def _check_over(world):
@@ -221,7 +212,7 @@ def _check_live(world, graph, frontier, end_s):
 
 def _follow(world, graph, saved, number, is_live):
     """Let a calm engine go on from a state that was not tried."""
-    world.restore(_unpacked(saved[number]))
+    world.restore(unpack(saved[number]))
     at = number
     for _ in range(_MOST_CALM):
         calm = world.calm()
@@ -375,7 +366,7 @@ def compare_futures(setup, num_states):
             if digest not in known:
                 known[digest] = after
                 frontier.append(after)
-            elif known[digest] is not None and known[digest] != after:
+            elif known[digest] is not None and pack(known[digest]) != pack(after):
                 again.append((known[digest], after))
     for first, second in itertools.islice(again, num_states):
         if future(first) != future(second):

@@ -6,13 +6,13 @@ none. A world can be left and come back to (`save`, `restore`). In its digest bl
 events and counters have canonical names: worlds with equal digests have equal futures.
 """
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
 import io
 import marshal
 import pickle
+import zlib
 from collections import Counter
 from itertools import compress
 from types import SimpleNamespace
@@ -20,11 +20,10 @@ from unittest import mock
 
 import numpy as np
 
+from jaxkv._util.state import Ref
 from jaxkv.keys.packed import PackedKeys, lay_out
-from jaxkv.policies import get_policy_maker, make_hazard
-from jaxkv.policies.lru import LRUState
+from jaxkv.policies import Policy, get_policy_maker, make_hazard
 from jaxkv.scheduling import scheduler as scheduler_lib
-from jaxkv.scheduling.loads import NO_IDS
 from jaxkv.scheduling.plan import _PROBE_INTERVAL
 from jaxkv.scheduling.protocol import (
     NO_EVENT,
@@ -38,7 +37,6 @@ from jaxkv.search.groups import FullAttention, alignment
 from jaxkv.search.tiers import find_cached_prefix
 from jaxkv.tiers import index as index_lib
 from jaxkv.tiers.device import DeviceBlockPool
-from jaxkv.tiers.executors import make_executor
 from jaxkv.tiers.retention import Retention
 from jaxkv.types import NO_BLOCK, NULL_BLOCK
 from tests.reference.longest import first_read, longest_prefix
@@ -48,6 +46,8 @@ WAITING, LOADING, RUNNING, DONE = "waiting", "loading", "running", "done"
 # Long enough for the batches here; the longer a log, the more there is to copy.
 _LEAST_MAX_BATCH = 8
 _NUM_GHOSTS = 16
+# Asks in vain after which a request may take the room of others that have stopped.
+_MAX_VAIN_ASKS = 8
 
 
 class WrongError(Exception):
@@ -181,6 +181,7 @@ class Transfer:
         is_owner: Whether the places of the host are still its own.
         is_flushed: Whether a flush has waited for it.
         is_written: Whether the step that began it has written its blocks.
+        is_forgotten: Whether a reset has made the tiers forget it.
     """
 
     kind: str
@@ -192,6 +193,28 @@ class Transfer:
     is_owner: bool = True
     is_flushed: bool = False
     is_written: bool = False
+    is_forgotten: bool = False
+
+
+@dataclasses.dataclass
+class Hold:
+    """What must be held for a request: what it was offered, takes, and loads.
+
+    Attributes:
+        rows: Host blocks, by the place of their first part in the request.
+        parts: For each of them the places that are loaded: group and number.
+        copies: Device blocks that are copied, by the place of their copy.
+        num_tokens: How many tokens were offered.
+        targets: Device blocks that are written; None until the request has taken it.
+        has_left: Whether a step has begun it.
+    """
+
+    rows: dict
+    parts: dict
+    copies: dict
+    num_tokens: int
+    targets: list | None = None
+    has_left: bool = False
 
 
 def _small_policy_maker(name):
@@ -201,8 +224,48 @@ def _small_policy_maker(name):
     return get_policy_maker(name)
 
 
-def _reduce_keys(keys):
-    return packed_keys, (tuple(keys),)
+_LIVE: list = []  # Objects that states refer to, by number, ...
+_NUMBERS: dict = {}  # ... and their numbers by id.
+
+
+def _by_reference(thing):
+    """Pickle an object as a number."""
+    number = _NUMBERS.setdefault(id(thing), len(_LIVE))
+    if number == len(_LIVE):
+        _LIVE.append(thing)
+    return _live, (number,)
+
+
+def _live(number):
+    return _LIVE[number]
+
+
+class _Pickler(pickle.Pickler):
+    dispatch_table = {Request: _by_reference, Policy: _by_reference}  # noqa: RUF012
+
+
+def pack(saved):
+    """Compress what `World.save` returned."""
+    out = io.BytesIO()
+    _Pickler(out, 5).dump(saved)
+    return zlib.compress(out.getvalue(), 1)
+
+
+def unpack(packed):
+    """Undo `pack`, in the same process."""
+    return pickle.loads(zlib.decompress(packed))
+
+
+# What changes of a request, and of the engine around the scheduler.
+_OF_REQUEST = (
+    *("phase", "num_tokens", "num_computed_tokens", "num_output_placeholders"),
+    *("tables", "offer", "after", "needs"),
+)
+_OF_ENGINE = (
+    *("device", "host", "objects", "transfers", "preempted", "lost", "is_listed"),
+    *("is_left", "is_to_reset", "rates", "serving", "told", "holds", "asked"),
+    *("begun", "num_asked_tokens", "fetched", "num_vain", "marks", "starts"),
+)
 
 
 class World:
@@ -222,8 +285,10 @@ class World:
         self.pool = DeviceBlockPool(setup.num_device_blocks + 1)
 
         def make_index(*args, **others):
-            others["alternatives"] = setup.policies
-            return index_lib.BlockIndex(*args, **others)
+            if setup.policies:
+                others["alternatives"] = setup.policies
+            self.host_tier = index_lib.BlockIndex(*args, **others)
+            return self.host_tier
 
         with (
             mock.patch.object(index_lib, "_LEAST_MAX_BATCH", _LEAST_MAX_BATCH),
@@ -264,6 +329,15 @@ class World:
         self.is_left = False
         self.serving = setup.policy
         self.is_to_reset = False  # Before anything is asked for again.
+        self.holds = {}  # What is held for each request, by its name.
+        self.asked = []  # Who has asked since it had blocks.
+        self.begun = []  # Who has had blocks.
+        self.num_asked_tokens = 0  # Tokens of these.
+        self.failed = []  # Keys and host blocks of loads that have just failed.
+        self.fetched = {}  # Host blocks that were fetched for requests in the queue.
+        self.num_vain = {}  # How often each has asked in vain in a row.
+        self.marks = {}  # `_num_not_stored` when each got its blocks, ...
+        self.starts = {}  # ... and the tokens that it had then.
         self._contents = {
             key: content(g, text, (n + 1) * spec.block_size)
             for text, _ in setup.requests
@@ -271,7 +345,6 @@ class World:
             for n, key in enumerate(make_keys(g, text, spec.block_size, len(text)))
         }
         self._all_keys = packed_keys(tuple(self._contents))
-        self._key_ids = {key: n for n, key in enumerate(self._contents)}
         self._listed_keys = tuple(
             dict.fromkeys(
                 key
@@ -283,12 +356,9 @@ class World:
             )
         )
         self.objects = {key: self._contents[key] for key in self._listed_keys}
-        self._tiers = [own._manager, *[boundary.tier for boundary in own.below]]
+        self._tiers = [self.host_tier, *[boundary.tier for boundary in own.below]]
         # What events say that the tiers hold.
         self.told = {tier.medium: {} for tier in self._tiers}
-        self._parts = list(self._mutable_parts())
-        self._find_arrays()
-        self._growing = {}
         for name in (f"r{n}" for n in setup.served):
             self.do(("admit", name))
             while not self._is_served(self._named(name)):
@@ -303,125 +373,22 @@ class World:
 
     # Leaving a world, and coming back to it.
 
-    def _mutable_parts(self):
-        """Objects and those of their attributes that change, but for arrays."""
-        own = self.scheduler
-        yield (
-            self,
-            "requests device host objects transfers preempted lost is_listed is_left "
-            "is_to_reset rates serving told",
-        )
-        yield self.pool, "num_changes unwritten"
-        yield own, "_num_local _asked _known _preempted"
-        yield own.delays, "_deferred_s _offered_s"
-        yield own._stats, " ".join(vars(own._stats))
-        yield own._gate, " ".join(vars(own._gate).keys() - {"_stats"})
-        yield own._notifier, "_marks"
-        yield own._loads, "by_request _waiting _copying _num_blocks_waiting"
-        yield own._loads.in_flight, "moves num_blocks _next_event"
-        yield own._stores, "num_changes waiting _num_known_in_flight"
-        yield own._store_steps, "_num_tokens _steps_left"
-        yield own._stores.in_flight, "moves num_blocks _next_event"
-        if own._eager is not None:
-            yield own._eager, "_progress _scheduled"
-            yield own._eager.pause, "is_on _num_offered _num_found"
-        if own._lazy is not None:
-            yield own._lazy, "_seen _is_refused"
-        for tier in self._tiers:
-            yield tier, "num_held_blocks num_evicted num_skipped _now_ms _is_told"
-            yield tier, "num_lost lost"
-            yield tier.drops, "_reasons"
-            yield tier._notes, "_notes"
-            if tier._reuse is not None:
-                yield tier._reuse, "_held_back _counts"
-        for boundary in own.below:
-            yield boundary.tier, "num_found num_left_out bound _is_listed"
-            yield (
-                boundary,
-                "num_fetched_tokens num_lost _is_disabled _must_send_last fetch_of "
-                "waits holds _num_holders _num_asks _last_ask _queued _num_released "
-                "_num_vain_asks _overdue "
-                "_is_bringing looked_up _to_write _to_fetch _to_delete _seen "
-                "bytes_per_s probing _probe_of _to_probe _absent probe_s "
-                "has_other_writers _awaited",
-            )
-            yield boundary.counts, " ".join(vars(boundary.counts))
-            for ledger in (boundary.fetches, boundary._writes, boundary.probes):
-                yield ledger, "moves num_blocks _next_event"
-            if boundary._asked is not None:
-                yield boundary._asked, "_held_back _counts"
-
-    def _find_arrays(self):
-        """Find the memory of all arrays that change."""
-
-        arrays = [*_leaves(self.pool.state), self.scheduler._loads._num_readers]
-        host = self._tiers[0]
-        # With each policy of the host, the executor that has its arrays.
-        self._policies = {
-            name: (host._alternatives[name], make_executor(host._alternatives[name]))
-            for name in self.setup.policies[1:]
-        }
-        self._policies[self.serving] = host.policy, host.executor
-        executors = [own for _, own in self._policies.values()]
-        executors += [tier.executor for tier in self._tiers[1:]]
-        self._blanks = {}
-        for executor in executors:
-            own = _leaves(executor.state)
-            self._blanks[executor] = [(a, a.copy()) for a in own]
-            arrays += own
-        self._memory, start = [], 0
-        for array in arrays:
-            end = start + array.nbytes
-            self._memory.append((memoryview(array.reshape(-1)).cast("B"), start, end))
-            start = end
-        self._parts = [(part, names.split()) for part, names in self._parts]
-
     def save(self):
         """Write down all that may change."""
-        arrays = b"".join([memory for memory, _, _ in self._memory])
-        values = [[getattr(o, name) for name in names] for o, names in self._parts]
-        values.append(list(self.scheduler._keys.by_request))
-        out = io.BytesIO()
-        pickler = pickle.Pickler(out, 5)
-        pickler.dispatch_table = {PackedKeys: _reduce_keys}
-        pickler.dump(values)
-        return arrays, out.getvalue()
+        requests = [[getattr(r, name) for name in _OF_REQUEST] for r in self.requests]
+        engine = [getattr(self, name) for name in _OF_ENGINE]
+        return self.scheduler.snapshot(), pickle.dumps((requests, engine), 5)
 
     def restore(self, saved):
         """Come back to what was written down."""
-        arrays, rest = saved
-        for memory, start, end in self._memory:
-            memory[:] = arrays[start:end]
-        values = pickle.loads(rest)
-        names = values.pop()
-        for (part, attributes), own in zip(self._parts, values, strict=True):
-            for attribute, value in zip(attributes, own, strict=True):
-                setattr(part, attribute, value)
-        packed = self.scheduler._keys.by_request
-        self._growing.update(packed)
-        packed.clear()
-        # What is kept of keys depends on the request's alone, and is made up to date
-        # when it is asked for.
-        packed.update((name, self._growing[name]) for name in names)
-        self._serve()
-
-    def _serve(self):
-        """Have the host go by the policy that serves, in the arrays that are saved."""
-        host = self._tiers[0]
-        host.policy, host.executor = self._policies[self.serving]
-        host._tells_keys = host.policy.listens
-
-    @contextlib.contextmanager
-    def _same_executors(self):
-        """Have tiers that are emptied keep their arrays, which others know."""
-        blank, executors = object(), [tier.executor for tier in self._tiers]
-        with mock.patch.object(index_lib, "emptied", return_value=blank):
-            yield
-        for tier, executor in zip(self._tiers, executors, strict=True):
-            if tier.executor is blank:
-                tier.executor = executor
-                for array, content in self._blanks[executor]:
-                    array[...] = content
+        state, rest = saved
+        self.scheduler.restore(state)
+        requests, engine = pickle.loads(rest)
+        for r, values in zip(self.requests, requests, strict=True):
+            for name, value in zip(_OF_REQUEST, values, strict=True):
+                setattr(r, name, value)
+        for name, value in zip(_OF_ENGINE, engine, strict=True):
+            setattr(self, name, value)
 
     # What may happen.
 
@@ -459,7 +426,6 @@ class World:
             actions += [("step", name) for name in running]
         if running:
             actions.append(("step",))
-        loads = self.scheduler._loads.by_request
         for r in self.requests:
             name = r.request_id
             if r.phase == DONE:
@@ -468,10 +434,10 @@ class World:
                 if not self.is_to_reset:
                     hows = [how for how in ("less", "blind") if how in acts]
                     actions += [(how, name) for how in ("admit", *hows)]
-                if "unasked" in acts and name not in self.scheduler._num_local:
+                if "unasked" in acts and name not in self.asked:
                     actions.append(("unasked", name))
-                load = loads.get(name)
-                if load is not None and not load.is_taken:
+                hold = self.holds.get(name)
+                if hold is not None and hold.targets is None:
                     actions.append(("decline", name))
             elif r.phase == RUNNING and self._is_served(r):
                 actions.append(("finish", name))
@@ -520,7 +486,7 @@ class World:
         if running or self.preempted or self._is_to_leave():
             return ("step", *running)
         waiting = [r for r in self.requests if r.phase == WAITING]
-        asked = [r for r in waiting if r.request_id in own._loads.by_request]
+        asked = [r for r in waiting if r.request_id in self.holds]
         if self.is_to_reset:
             return ("decline", asked[-1].request_id) if asked else ("reset",)
         for r in waiting:
@@ -538,24 +504,21 @@ class World:
         return None
 
     def _is_to_leave(self):
-        """Whether a step would send something out."""
+        """Whether a step would send something out, where nothing is in flight."""
         own = self.scheduler
-        if own._loads.has_waiting or own._stores.waiting.keys:
+        holds = self.holds.values()
+        if any(hold.targets is not None and not hold.has_left for hold in holds):
             return True
-        return any(
-            boundary._to_fetch
-            or boundary._to_delete
-            or boundary._must_send_last
-            or boundary._to_probe
-            or (boundary._to_write and not boundary._writes.moves)
+        return own.in_transit.stores_waiting or any(
+            boundary.fetches.moves or boundary.probes.moves or boundary.has_writes
             for boundary in own.below
         )
 
     def _fits(self, r):
         """Whether there is room for a request that finds nothing on the device."""
-        load = self.scheduler._loads.by_request.get(r.request_id)
-        own = len(load.copy_sources) if load is not None else 0
-        return self._num_needed(r) <= self.pool.num_free + own
+        hold = self.holds.get(r.request_id)
+        num_own = len(hold.copies) if hold is not None else 0
+        return self._num_needed(r) <= self.pool.num_free + num_own
 
     def _num_needed(self, r):
         return sum(-(-r.num_tokens // spec.block_size) for spec in self.groups)
@@ -602,10 +565,12 @@ class World:
         local, tables = find_cached_prefix(pool, self.groups, keys, most)
         for table in tables:
             pool.touch(table)
+        r.tables = tables
         told = own.explain(r, local)
         offers = self._offers(r, local, is_blind)
         self._check_verdicts(r, told)
         offer = own.get_num_new_matched_tokens(r, local)
+        self.asked = sorted({*self.asked, name})
         expect(
             offer == (told.num_offered_tokens, told.is_awaited),
             lambda: f"explain says {told}, and the query {offer}",
@@ -615,6 +580,12 @@ class World:
             num is None or num in offers,
             lambda: f"{num} tokens are offered, and there are {offers} to offer",
         )
+        hold = self.holds.get(name)
+        if hold is None or not hold.has_left:
+            self.holds.pop(name, None)
+            if num:
+                self.holds[name] = self._offered(r, local, num)
+        self._check_holds()
         needed = [
             -(-r.num_tokens // spec.block_size) - len(table)
             for spec, table in zip(self.groups, tables, strict=True)
@@ -622,16 +593,25 @@ class World:
         if self.setup.holds_waiting and num:
             # As many as the load takes; the others when it is there.
             needed = [local + num - len(table) for table in tables]
+        self.num_vain[name] = self.num_vain.get(name, 0) + 1 if num is None else 0
+        if self.num_vain[name] == _MAX_VAIN_ASKS:
+            # The room of those that have stopped asking may be taken.
+            self.fetched = {}
         if num is None or sum(needed) > pool.num_free:
             self.seen["asks again" if num is None else "no room"] += 1
-            for table in tables:
-                pool.free(table[::-1])
+            self._leave(r, WAITING)
             return
         taken = max(num - less, 0)
         for table, lacking in zip(tables, needed, strict=True):
             table += pool.allocate(lacking)
-        r.tables, r.num_computed_tokens = tables, local
+        r.num_computed_tokens = local
         after = own.update_state_after_alloc(r, r.table, taken)
+        self.asked.remove(name)
+        self._begin_request(r, has_asked=True)
+        if taken:
+            self._take_hold(r, local + taken)
+        elif num:
+            del self.holds[name]
         if taken and is_awaited:
             r.phase, r.offer, r.after = LOADING, taken, after
             self.seen["loads"] += 1
@@ -652,6 +632,80 @@ class World:
             for i in range(len(keys)):
                 row = i // factor * factor + factor - 1
                 yield (g, i), on_device[i], row < len(keys) and on_host[row]
+
+    def _offered(self, r, local, num):
+        """Say which blocks an offer must hold."""
+        factor, end = self.setup.rules.blocks_per_host_block, local + num
+        found = [
+            (self.pool.find(keys).tolist(), self.host_tier.find(keys).tolist())
+            for keys in r.block_keys_by_group
+        ]
+        num_offers = self.pool.state.offers.sum() - sum(
+            len(hold.copies) for hold in self.holds.values() if hold.targets is None
+        )
+        for is_copying in (True, False):
+            hold = Hold({}, {}, {}, num)
+            for g, spec in enumerate(self.groups):
+                on_device, on_host = found[g]
+                start = local // spec.block_size
+                for i in range(
+                    max(first_read(spec, end), start), end // spec.block_size
+                ):
+                    if is_copying and on_device[i] != NO_BLOCK:
+                        hold.copies[g, i] = on_device[i]
+                    else:
+                        row = i // factor
+                        hold.rows[g, row] = on_host[row * factor + factor - 1]
+                        hold.parts.setdefault((g, row), []).append(i)
+            # Without room for all copies nothing is copied.
+            if len(hold.copies) == num_offers:
+                break
+        return hold
+
+    def _row_key(self, name, at):
+        """The key of a host block of a request, by its group and place there."""
+        group, row = at
+        factor, spec = self.setup.rules.blocks_per_host_block, self.groups[group]
+        text = self._named(name).text
+        return make_keys(group, text, spec.block_size, len(text))[
+            row * factor + factor - 1
+        ]
+
+    def _begin_request(self, r, has_asked):
+        """Note that a request uses its blocks, for the first time or again."""
+        name = r.request_id
+        self.fetched.pop(name, None)
+        self.num_vain.pop(name, None)
+        self.marks[name] = self._num_not_stored()
+        self.starts[name] = r.num_computed_tokens
+        if name not in self.begun:
+            self.begun = sorted([*self.begun, name])
+            self.num_asked_tokens += r.num_tokens if has_asked else 0
+
+    def _take_hold(self, r, end):
+        """Note which blocks a request has taken of its offer."""
+        hold = self.holds[r.request_id]
+        ends = [end // spec.block_size for spec in self.groups]
+        hold.copies = {at: b for at, b in hold.copies.items() if at[1] < ends[at[0]]}
+        parts = {
+            at: [i for i in places if i < ends[at[0]]]
+            for at, places in hold.parts.items()
+        }
+        hold.parts = {at: places for at, places in parts.items() if places}
+        hold.rows = {at: hold.rows[at] for at in hold.parts}
+        loaded = [(g, i) for (g, _), places in hold.parts.items() for i in places]
+        hold.targets = [r.tables[g][i] for g, i in [*loaded, *hold.copies]]
+
+    def _drop_hold(self, name, *, is_put_back=False):
+        """Note that a request abandons what it was offered and what has not left."""
+        hold = self.holds.get(name)
+        if hold is not None and not hold.has_left:
+            del self.holds[name]
+        if name in self.asked:
+            self.asked.remove(name)
+        if not is_put_back:
+            self.fetched.pop(name, None)
+            self.num_vain.pop(name, None)
 
     def _offers(self, r, local, is_blind):
         """How many tokens may be offered beyond those that the device has.
@@ -724,6 +778,10 @@ class World:
     def _do_again(self, name):
         r = self._named(name)
         tables = self.scheduler.update_state_after_alloc(r, r.table, 0)
+        self._begin_request(r, has_asked=False)
+        hold = self.holds.get(name)
+        if hold is not None and hold.targets is None:
+            del self.holds[name]
         expect(tables == r.tables, lambda: f"{tables} instead of {r.tables}")
 
     def _take(self, r, num, after):
@@ -733,12 +791,14 @@ class World:
                 self.pool.free([block for block in table if block not in new])
             r.tables = after
         r.num_computed_tokens += num
+        self.starts[r.request_id] = r.num_computed_tokens
         r.offer, r.after = 0, None
         if self.setup.holds_waiting:
             r.needs = sum(self._num_lacking(r))
 
     def _do_decline(self, name):
         self.scheduler.update_state_after_alloc(self._named(name), [], 0)
+        self._drop_hold(name, is_put_back=True)
 
     def _do_step(self, *names):
         pool, scheduled, new_blocks = self.pool, {}, {}
@@ -754,10 +814,17 @@ class World:
             r.needs = 0
             left = r.num_tokens - r.num_computed_tokens
             scheduled[r.request_id] = min(left, self.setup.chunk)
-        preempted, self.preempted, self.lost = self.preempted, [], []
+        preempted, self.preempted = self.preempted, []
+        for name in self.lost:
+            self._drop_hold(name)
+        self.lost = []
         output = SchedulerOutput(scheduled, new_blocks, preempted)
         meta = self.scheduler.build_connector_meta(output)
         self._start(meta)
+        for name in scheduled:
+            if self.marks.get(name) == self._num_not_stored():
+                r = self._named(name)
+                self._check_stored(name, self._rows_to_store(r, self.starts[name]))
         for name, num in scheduled.items():
             self._compute(self._named(name), num)
         for name in scheduled:
@@ -821,7 +888,7 @@ class World:
         if meta.need_flush:
             for transfer in self.transfers:
                 transfer.is_flushed = True
-        factor = self.setup.rules.blocks_per_host_block
+        factor, copied = self.setup.rules.blocks_per_host_block, []
         if meta.store_event != NO_EVENT:
             blocks = meta.store_device_blocks
             hosts = [host for host in meta.store_host_blocks for _ in range(factor)]
@@ -834,8 +901,11 @@ class World:
         ):
             self._write(target, self._read(source))
             self.seen["copies"] += 1
+            copied.append((source, target))
         if meta.load_event != NO_EVENT:
             start, names = 0, meta.load_event_to_reqs[meta.load_event]
+            for name in names:
+                self.holds[name].has_left = True
             for name, size in zip(names, meta.load_sizes, strict=True):
                 hosts = meta.load_host_blocks[start : start + size]
                 targets = meta.load_device_blocks[start * factor :][: size * factor]
@@ -861,6 +931,18 @@ class World:
                 self.transfers[-1].is_written = meta.load_in_step
         for moves in meta.below:
             self._start_below(moves)
+        for name, hold in list(self.holds.items()):
+            # What is copied is there when the step's model has run.
+            targets = hold.targets or [NO_BLOCK]
+            num = len(hold.copies)
+            pairs = list(
+                zip(hold.copies.values(), targets[len(targets) - num :], strict=True)
+            )
+            if num and hold.targets is not None and set(pairs) <= set(copied):
+                if hold.has_left:
+                    hold.copies = {}
+                elif not hold.rows:
+                    del self.holds[name]
 
     def _start_below(self, moves):
         """Start what a step asks of the store."""
@@ -869,6 +951,14 @@ class World:
         for key in moves.deletes:
             self.objects.pop(key, None)
         for probe in moves.probes:
+            asked = {
+                key for t in self.transfers if t.kind == "probe" for key, _ in t.pairs
+            }
+            new = {key for run in probe.runs for key in run}
+            is_new = new.isdisjoint(asked) or self.seen["reset done"]
+            expect(
+                is_new, lambda: "the store is asked for what it is asked for already"
+            )
             pairs = [(key, NO_BLOCK) for run in probe.runs for key in run]
             self._begin("probe", probe.event, pairs, [GARBAGE] * len(pairs))
         for kind, batches in (("fetch", moves.fetches), ("write", moves.writes)):
@@ -899,20 +989,12 @@ class World:
             if own & set(hosts):
                 # What a reset has made the tiers forget may still be under way.
                 expect(
-                    self._is_forgotten(transfer),
+                    transfer.is_forgotten and transfer.kind != "fetch",
                     lambda t=transfer: f"a {kind} is given a block of a {t.kind}",
                 )
                 transfer.is_owner = False
         for host in hosts:
             self.host[host] = GARBAGE
-
-    def _is_forgotten(self, transfer):
-        own = self.scheduler
-        if transfer.kind == "store":
-            return own._stores.in_flight.moves[transfer.name].is_stale
-        if transfer.kind == "write":
-            return own.below[0]._writes.moves[transfer.name].is_stale
-        return False
 
     def _do_land(self, n):
         self._report([self._end(n, True)])
@@ -975,6 +1057,13 @@ class World:
         if t.num_reports == self.setup.rules.world_size:
             del self.transfers[n]
             self._arrive(t)
+            if t.kind == "load":
+                hold = self.holds.pop(t.name)
+                if not all(t.oks):
+                    self.failed += [
+                        (self._row_key(t.name, at), row)
+                        for at, row in hold.rows.items()
+                    ]
         if t.kind == "store":
             if ok:
                 return ConnectorOutput(completed_store_events=(t.name,))
@@ -1026,13 +1115,32 @@ class World:
                 self.device[target] = what if ok else GARBAGE
             elif t.kind == "fetch" and t.is_owner:
                 self.host[target] = what if ok else GARBAGE
+                if ok and not t.is_forgotten:
+                    self._note_fetched(source, target)
             elif t.kind == "write" and ok:
                 self.objects[source] = what
+
+    def _note_fetched(self, key, row):
+        """Note that a block has come for those that wait for it."""
+        for r in self.requests:
+            keys = [key for own in r.block_keys_by_group for key in own]
+            wait = self.scheduler.below[0].waits.get(r.request_id)
+            if wait is not None and wait.events and key in keys:
+                self.fetched.setdefault(r.request_id, []).append(row)
 
     def _report(self, outputs):
         answer = self.scheduler.update_connector_output(
             ConnectorOutput.aggregate(outputs)
         )
+        failed, self.failed = self.failed, []
+        refs = self.host_tier.executor.state.ref_cnt
+        for key, row in failed:
+            # Others may still read the block, whose bytes may be right for them.
+            is_found = self.host_tier.find([key])[0] == row
+            expect(
+                refs[row] > 0 or not is_found,
+                lambda row=row: f"host block {row} is found after its load failed",
+            )
         for name in answer.finished_recving:
             if name in self.lost:  # The scheduler does not know that yet.
                 continue
@@ -1063,6 +1171,8 @@ class World:
             self.scheduler.request_preempted(r)
         else:
             self.lost = sorted({*self.lost, name})
+        if is_told:
+            self._drop_hold(name)
         self._leave(r, WAITING)
         r.num_computed_tokens = 0
         self.preempted = sorted({*self.preempted, name})
@@ -1072,12 +1182,63 @@ class World:
 
     def _do_finish(self, name):
         r = self._named(name)
+        rows, num_dropped = self._rows_to_store(r), self._num_dropped()
         self.scheduler.request_finished(r, r.table)
+        if num_dropped == self._num_dropped():
+            self._check_stored(name, rows)
+        self._drop_hold(name)
         self._leave(r, DONE)
+
+    def _rows_to_store(self, r, start=0):
+        """List the keys of the host blocks that a request must leave behind.
+
+        Args:
+            r: The request.
+            start: From which of its tokens on.
+        """
+        rules = self.setup.rules
+        if rules != OffloadRules(
+            world_size=rules.world_size,
+            blocks_per_host_block=rules.blocks_per_host_block,
+            storage_write=rules.storage_write,
+            flush_on_preemption=rules.flush_on_preemption,
+            delay_shared_loads=rules.delay_shared_loads,
+        ):
+            return []  # Others store less, or later.
+        factor, rows = rules.blocks_per_host_block, []
+        num_tokens = r.num_computed_tokens - r.num_output_placeholders
+        groups = zip(self.groups, r.block_keys_by_group, r.tables, strict=True)
+        for spec, keys, table in groups:
+            num = num_tokens // spec.block_size // factor * factor
+            first = -(-start // spec.block_size // factor) * factor
+            is_held = self.pool.holds(table[first:num], keys[first:num])
+            held_rows = is_held.reshape(-1, factor).all(axis=1)
+            rows += compress(keys[first + factor - 1 : num : factor], held_rows)
+        return rows
+
+    def _check_stored(self, name, rows):
+        expect(
+            not rows or self.host_tier.contains(rows).all(),
+            lambda: f"not all that {name} has computed is stored or on its way",
+        )
+
+    def _num_not_stored(self):
+        """Count whatever has kept blocks from the host, or taken them from it."""
+        stats = self.scheduler.stats
+        return (
+            *(stats.num_store_refusals, stats.num_evicted, self._num_dropped()),
+            *(stats.num_dropped_failed, stats.num_dropped_reset),
+            *(self.seen[kind] for kind in ("reset", "forget", "gap")),
+        )
+
+    def _num_dropped(self):
+        stats = self.scheduler.stats
+        return stats.num_dropped_full + stats.num_dropped_slow
 
     def _do_abort(self, name):
         r = self._named(name)
         self.scheduler.request_finished(r)
+        self._drop_hold(name)
         self._leave(r, DONE)
         if name in self.preempted:
             self.preempted.remove(name)
@@ -1086,19 +1247,26 @@ class World:
 
     def _do_reset(self):
         is_held = self.scheduler.has_pending_loads()
-        with self._same_executors():
-            is_done = self.scheduler.reset()
+        is_done = self.scheduler.reset()
         expect(is_done != is_held, lambda: "a reset under a load")
         self.seen["reset done"] += is_done
         self.is_to_reset &= not is_done
+        if is_done:
+            self._forget_transfers("store", "fetch", "write")
+            self.fetched = {}
 
     def _do_leave(self):
         # If it cannot be done now, it is before anything is asked for again.
         self.is_to_reset = True
         self._do_reset()
-        with self._same_executors():
-            self.scheduler.disable_storage()
+        self.scheduler.disable_storage()
         self.is_left = True
+        self._forget_transfers("fetch", "write")
+        self.fetched = {}
+
+    def _forget_transfers(self, *kinds):
+        for transfer in self.transfers:
+            transfer.is_forgotten |= transfer.kind in kinds
 
     def _do_forget(self):
         self.pool.evict(range(1, self.pool.num_blocks))
@@ -1109,14 +1277,10 @@ class World:
 
     def _do_change(self):
         """Have the next policy take over, as `auto` does; every block stays."""
-        names, host = self.setup.policies, self._tiers[0]
+        names, host = self.setup.policies, self.host_tier
         before = self._kept(host)
         self.serving = names[(names.index(self.serving) + 1) % len(names)]
         host.change_policy(self.serving)
-        changed = _leaves(host.executor.state)
-        self._serve()
-        for array, new in zip(_leaves(host.executor.state), changed, strict=True):
-            array[...] = new
         expect(
             self._kept(host) == before,
             lambda: f"{before} became {self._kept(host)} with another policy",
@@ -1175,7 +1339,19 @@ class World:
             self.setup.private and any(map(self._is_private, self.objects))
         )
         expect(is_public, lambda: "a private block is in the store")
-        stats = own._stats
+        stats = own.stats
+        expect(
+            stats.num_device_query_tokens == self.num_asked_tokens,
+            lambda: (
+                f"{stats} counts a request again, of {self.num_asked_tokens} tokens"
+            ),
+        )
+        if own.below:
+            (storage,) = own.below
+            found = compress(keys, storage.tier.contains(keys).tolist())
+            moving = {key for t in self.transfers for key, _ in t.pairs}
+            absent = {*found} - self.objects.keys() - moving - storage.fetch_of.keys()
+            expect(not absent, lambda: "the store is said to have what nobody wrote")
         dropped = stats.num_dropped_full + stats.num_dropped_slow
         dropped += stats.num_dropped_failed + stats.num_dropped_reset
         transit = own.in_transit
@@ -1188,45 +1364,95 @@ class World:
             self._check_end()
 
     def _check_holds(self):
-        """Look whether each block is held as often as it is used, and no more."""
-        own, is_live = self.scheduler, lambda move: not move.is_stale
-        stores = own._stores.in_flight.moves.values()
-        used = [block for r in self.requests for table in r.tables for block in table]
-        moved = [own._stores.waiting.sources, *(store.sources for store in stores)]
-        read, offered = [NO_IDS], [NO_IDS]
-        for load in own._loads.by_request.values():
-            moved += [load.written_blocks, load.copy_targets]
-            moved += [load.copy_sources] * (load.event == NO_EVENT)
-            offered += [load.copy_sources] * (not load.is_taken)
-            read.append(load.sources)
-        written = [own._stores.waiting.targets]
-        written += [store.targets for store in filter(is_live, stores)]
-        for boundary in own.below:
-            read += [wait.rows for wait in boundary.waits.values()]
-            read += boundary.holds.values()
-            writes = filter(is_live, boundary._writes.moves.values())
-            read += [write.sources for write in writes]
-            written += [move.targets for move in boundary.fetches.moves.values()]
+        """Look whether each block is held as often as it is used, and no more.
 
-        def count(ids, num):
-            return np.bincount(np.concatenate(ids).astype(int), minlength=num)
-
-        held = count([used], self.pool.num_blocks)
-        held[NULL_BLOCK] = 0
-        pinned = count(moved, self.pool.num_blocks)
-        rows = count(read, self._tiers[0].num_blocks)
-        rows[np.concatenate(written).astype(int)] = -1
-        state = self.pool.state
-        for what, found, right in (
-            ("held", state.ref_cnt, held),
-            ("pinned", state.pins, pinned),
-            ("offered", state.offers, count(offered, self.pool.num_blocks)),
-            ("held on the host", self._tiers[0].executor.state.ref_cnt, rows),
-        ):
-            if what == "held on the host" and self.is_left:
-                continue  # A store that was left still holds what it moves.
+        What uses it is what the engine, its requests and its transfers have done.
+        """
+        device, host = self.pool.state, self.host_tier.executor.state
+        used, pinned = [0] * self.pool.num_blocks, [0] * self.pool.num_blocks
+        offered, read = [0] * self.pool.num_blocks, [0] * self.host_tier.num_blocks
+        for r in self.requests:
+            for table in r.tables:
+                for block in table:
+                    used[block] += block != NULL_BLOCK
+        for hold in self.holds.values():
+            for block in [*hold.copies.values(), *(hold.targets or ())]:
+                pinned[block] += 1
+            if hold.targets is None:
+                for block in hold.copies.values():
+                    offered[block] += 1
+            for row in hold.rows.values():
+                read[row] += 1
+        written = set()
+        for t in self.transfers:
+            for source, target in t.pairs:
+                if t.kind == "store":
+                    pinned[source] += 1
+                if t.is_forgotten:
+                    continue
+                if t.kind in ("store", "fetch"):
+                    written.add(target)
+                elif t.kind == "write":
+                    read[target] += 1
+        for boundary in self.scheduler.below:
+            of_requests = [*(wait.rows for wait in boundary.waits.values())]
+            for rows in (*of_requests, *boundary.holds.values()):
+                for row in rows:
+                    read[row] += 1
+        transit = self.scheduler.in_transit
+        # Blocks that wait for their store, of which nobody outside knows.
+        found = device.pins.tolist()
+        waiting = [num - right for num, right in zip(found, pinned, strict=True)]
+        is_right = min(waiting) >= 0 and sum(waiting) == transit.stores_waiting
+        expect(
+            is_right,
+            lambda: (
+                f"blocks are pinned {found} times, and used {pinned} times beside the "
+                f"{transit.stores_waiting} that wait to be stored"
+            ),
+        )
+        refs, num_waiting = host.ref_cnt.tolist(), 0
+        for name, rows in self.fetched.items():
             expect(
-                np.array_equal(found, right),
+                all(refs[row] > 0 for row in rows),
+                lambda name=name, rows=rows: (
+                    f"host blocks {rows} were fetched for {name} and are held {refs}"
+                ),
+            )
+        for row, ref in enumerate(refs):
+            if row in written:
+                read[row] = -1
+            elif ref == -1 and not read[row] and not self.is_left:
+                num_waiting += 1
+                read[row] = -1
+        factor = self.setup.rules.blocks_per_host_block
+        fetching = [m for b in self.scheduler.below for m in b.fetches.moves.values()]
+        num_unsent = sum(len(move.targets) for move in fetching) - sum(
+            len(t.pairs) for t in self.transfers if t.kind == "fetch"
+        )
+        unheld = [
+            pinned[block] + waiting[block] > 0
+            for block in range(1, self.pool.num_blocks)
+            if not used[block] and not offered[block]
+        ]
+        checks = [
+            ("pending", self.pool.num_pending_free, sum(unheld)),
+            ("free", self.pool.num_free, len(unheld) - sum(unheld)),
+            ("held", device.ref_cnt.tolist(), used),
+            ("offered", device.offers.tolist(), offered),
+        ]
+        if not self.is_left:  # A store that was left still holds what it moves.
+            checks += [
+                ("held on the host", refs, read),
+                (
+                    "waiting on the host",
+                    num_waiting,
+                    transit.stores_waiting // factor + num_unsent,
+                ),
+            ]
+        for what, found, right in checks:
+            expect(
+                found == right,
                 lambda what=what, found=found, right=right: (
                     f"blocks are {what} {found} times, and used {right} times"
                 ),
@@ -1243,26 +1469,17 @@ class World:
         for tier in self._tiers:
             pins = np.asarray(tier.executor.state.ref_cnt)
             expect(not pins.any(), lambda pins=pins: f"pinned at the end: {pins}")
-        kept = {
-            "known": own._known,
-            "num_local": own._num_local,
-            "keys": own._keys.by_request,
-            "fetched": [
-                r for r in self.requests if own.num_fetched_tokens(r.request_id)
-            ],
-            "offered": own.delays._offered_s,
-            "deferred": own.delays._deferred_s,
-            "in transit": any(own.in_transit),
+        left = {
+            f"{name}.{field}": value
+            for name, (_, fields) in own.snapshot().entries.items()
+            for field, value in fields.items()
+            if field not in _REMEMBERED
+            and isinstance(value, dict | list | set)
+            and value
         }
-        if own._eager is not None:
-            kept["progress"] = own._eager._progress
-        for boundary in own.below:
-            kept["looked up"] = boundary.looked_up
-            kept["probing"] = boundary.probing
-            kept["held"] = boundary.holds | boundary._num_holders
-            kept["queued"] = boundary._queued | boundary._last_ask
-        left = {name: value for name, value in kept.items() if value}
         expect(not left, lambda: f"left at the end: {left}")
+        expect(not any(own.in_transit), lambda: f"in transit: {own.in_transit}")
+        expect(not self.holds, lambda: f"held at the end: {self.holds}")
 
     def try_refused(self):
         """Call what is refused; nothing may change.
@@ -1270,10 +1487,11 @@ class World:
         Raises:
             WrongError: Something was not refused, or changed something.
         """
-        before, own, pool = self.save(), self.scheduler, self.pool
+        own, pool = self.scheduler, self.pool
+        before = own.digest()
         r = self.requests[0]
         size = r.groups[0].block_size
-        event = own._stores.in_flight._next_event
+        event = 10**6
         nobody = Request("nobody", r.text, r.num_prompt_tokens, r.groups)
         far = [[pool.num_blocks]] * len(self.groups)
         far = far if len(far) > 1 else far[0]
@@ -1306,30 +1524,30 @@ class World:
             refused.append(lambda: own.get_num_new_matched_tokens(keyless, 0))
         if not own.below:
             refused.append(lambda: report(output(below=(TierReport(),))))
-        if own._manager.retains:
+        if self.host_tier.retains:
             stopped.stop, stopped.retention = None, "long"
             refused.append(lambda: own.update_state_after_alloc(stopped, [], 0))
         allocated = own.update_state_after_alloc
         for other in self.requests:
-            load = own._loads.by_request.get(other.request_id)
-            if load is None:
+            hold = self.holds.get(other.request_id)
+            if hold is None:
                 continue
-            if load.is_taken:
+            if hold.targets is not None:
                 if other.phase != WAITING:
                     refused.append(lambda o=other: allocated(o, o.table, size))
                 continue
-            num = -(-(load.num_computed_tokens + load.num_tokens) // size)
+            num = other.num_tokens // size
             tables = [[], [NULL_BLOCK] * num]
-            if len(load.sources) + len(load.copy_sources) > 1:
+            if len(hold.rows) + len(hold.copies) > 1:
                 tables.append([1] * num)
             if len(self.groups) > 1:
                 tables = [[own] * len(self.groups) for own in tables]
             refused += [
-                lambda o=other, n=load.num_tokens, table=table: allocated(o, table, n)
+                lambda o=other, n=hold.num_tokens, table=table: allocated(o, table, n)
                 for table in tables
             ]
             refused.append(
-                lambda o=other, n=load.num_tokens: allocated(o, [], n + size)
+                lambda o=other, n=hold.num_tokens: allocated(o, [], n + size)
             )
         for t in self.transfers:
             events = (t.name,) * (1 + self.setup.rules.world_size - t.num_reports)
@@ -1346,7 +1564,7 @@ class World:
             if other.phase == WAITING:
                 own.explain(other)
         expect(
-            self.save() == before,
+            own.digest() == before,
             lambda: "a refused call, or explain, has changed something",
         )
 
@@ -1360,344 +1578,303 @@ class World:
 
     def canonical(self):
         """Say all that the future depends on, in canonical names."""
-        own, state = self.scheduler, self.pool.state
-        newer = state.newer.tolist()
-        order, block = [], newer[NULL_BLOCK]
-        while block != NULL_BLOCK:
-            order.append(block)
-            block = newer[block]
-        seen = {NULL_BLOCK, *order}
-        num_queued = len(order)
-        for r in self.requests:
-            for table in r.tables:
-                for block in table:
-                    if block not in seen:
-                        seen.add(block)
-                        order.append(block)
-        order += [b for b in range(self.pool.num_blocks) if b not in seen]
-        dev = {NULL_BLOCK: 0, NO_BLOCK: -1}
-        for n, block in enumerate(order):
-            dev[block] = n + 1
-        has_key, refs = state.has_key.tolist(), state.ref_cnt.tolist()
-        pins = state.pins.tolist()
-        following, preceding = state.following.tolist(), state.preceding.tolist()
-        raw, key_ids = state.directory.keys.tobytes(), self._key_ids
-        device = []
-        for b in order:
-            chain = ()
-            if has_key[b]:
-                link = preceding[b]
-                link = dev[link] if link >= 0 else -1 - dev[~link]
-                chain = key_ids[raw[32 * b : 32 * b + 32]], dev[following[b]], link
-            device.append(
-                (chain, refs[b], pins[b], self.device[b], b in self.pool.unwritten)
-            )
-        hosts, host = self._canonical_tier(self._tiers[0])
-        copies = tuple([hosts[b] for b in state.copies[order].tolist()])
-        lost = b"".join(words.tobytes() for words in self._tiers[0].lost or ())
-        gone = tuple([key_ids[lost[n : n + 32]] for n in range(0, len(lost), 32)])
-        host = (
-            host,
-            copies,
-            gone,
-            tuple(self.host[b] for b in hosts if b >= 0),
-            tuple(own._loads._num_readers[[b for b in hosts if b >= 0]].tolist()),
-        )
-
-        def rows(ids):
-            return tuple([hosts[b] for b in _listed(ids)])
-
-        def blocks(ids):
-            return tuple([dev[b] for b in _listed(ids)])
-
-        def keys(names):
-            return tuple([key_ids[key] for key in names])
-
-        loads = tuple(
-            (
-                name,
-                load.num_computed_tokens,
-                load.num_tokens,
-                rows(load.sources),
-                tuple(load.row_groups.tolist()),
-                tuple(load.row_indices.ravel().tolist()),
-                blocks(load.copy_sources),
-                tuple(load.copy_groups.tolist()),
-                tuple(load.copy_indices.tolist()),
-                load.is_awaited,
-                load.is_taken,
-                blocks(load.targets.ravel()),
-                blocks(load.copy_targets),
-                load.event != NO_EVENT,
-                load.num_reports,
-                load.ok,
-                load.is_stale,
-                blocks(load.skipped),
-                blocks(load.written_blocks),
-            )
-            for name, load in sorted(own._loads.by_request.items())
-        )
-        all_loads = own._loads
-        queue = tuple(all_loads._waiting), tuple(all_loads._copying)
-
-        def batch(sent):
-            return (
-                keys(sent.keys),
-                blocks(sent.sources),
-                rows(sent.targets),
-                sent.num_reports,
-                sent.ok,
-                sent.is_stale,
-            )
-
-        stores = own._stores
-        moving = (
-            batch(stores.waiting),
-            own._store_steps._num_tokens,
-            own._store_steps._steps_left,
-            tuple(batch(sent) for _, sent in sorted(stores.in_flight.moves.items())),
-            stores.in_flight.num_blocks,
-            stores._num_known_in_flight,
-            all_loads.in_flight.num_blocks,
-        )
-        chosen = ()
-        if own._eager is not None:
-            chosen = tuple(
+        self._entries = entries = self.scheduler.snapshot().entries
+        names = {None: {}, "device": self._device_names()}
+        tiers = [self._canonical_tier(tier) for tier in self._tiers]
+        for of_tier, (tier_names, _) in zip(("host", "store"), tiers, strict=False):
+            names[of_tier] = tier_names
+        for ledger in ("fetches", "probes"):
+            moves = self._fields(f"below[0].{ledger}").get("moves", ())
+            names[ledger] = {event: n for n, event in enumerate(sorted(moves))}
+        self._names = names
+        of_parts = [
+            self._canonical_entry(name)
+            for name, entry in entries.items()
+            if entry.kind.__name__ in _SHOWN
+        ]
+        hosts = [block for block in names["host"] if block >= 0]
+        engine = [
+            [
                 (
-                    name,
-                    tuple(map(blocks, p.tables)),
-                    tuple(p.num_offered),
-                    p.next_tokens,
-                    p.refused_at == stores.num_changes,
-                    p.is_ordered,
-                    p.num_lost == self._tiers[0].num_lost,
-                    p.is_left_out,
-                )
-                for name, p in sorted(own._eager._progress.items())
-            )
-            chosen += tuple(own._eager._scheduled)
-            pause, stats = own._eager.pause, own._stats
-            if own.rules.pause_unused_stores:
-                num_unused = stats.num_offered - pause._num_offered
-                has_found = stats.num_host_hit_tokens != pause._num_found
-                chosen += pause.is_on, min(num_unused, pause._most_unused), has_found
-        elif own._lazy._seen is not None:
-            changes, free, refused_at = own._lazy._seen
-            _, free_now, refused_now = own._lazy._look(self.pool)
-            is_same = (changes, refused_at) == (self.pool.num_changes, refused_now)
-            chosen = (free - free_now, own._lazy._is_refused) if is_same else ()
-        gate = own._gate
-        told = (
-            tuple(sorted(own._num_local.items())),
-            tuple(sorted(own._known)),
-            tuple(sorted(own._preempted)),
-            gate._num_slow % _PROBE_INTERVAL,
-            gate._num_slow_fetches % _PROBE_INTERVAL,
-            self._canonical_reuse(self._tiers[0]._reuse),
-        )
-        engine = (
-            tuple(
-                (
-                    r.phase,
-                    r.num_tokens,
-                    r.num_computed_tokens,
+                    *(r.phase, r.num_tokens, r.num_computed_tokens, r.offer, r.needs),
                     r.num_output_placeholders,
-                    tuple(map(blocks, r.tables)),
-                    r.offer,
-                    None if r.after is None else tuple(map(blocks, r.after)),
-                    r.needs,
+                    self._show(r.tables, "device"),
+                    self._show(r.after, "device"),
                 )
                 for r in self.requests
-            ),
-            tuple(self.preempted),
-            tuple(self.lost),
-            self.is_listed,
-            self.is_left,
-            self.is_to_reset,
-            self.rates,
-            self.serving,
-        )
+            ],
+            *(self.preempted, self.lost, self.is_listed, self.is_left, self.serving),
+            *(self.is_to_reset, self.rates, self.asked),
+            [self.host[block] for block in hosts],
+            sorted(self.objects.items()),
+        ]
         transfers = []
         for t in self.transfers:
             sources, targets = zip(*t.pairs, strict=True)
-            if t.kind == "load":
-                ids = rows(sources), blocks(targets)
-            else:
-                named = blocks if t.kind == "store" else keys
-                ids = named(sources), rows(targets)
-            name = t.name if t.kind == "load" else ""
+            of_sources, of_targets = _ENDS[t.kind]
             transfers.append(
                 (
-                    t.kind,
-                    name,
-                    ids,
-                    tuple(t.contents),
-                    tuple(t.oks),
-                    t.num_reports,
-                    t.is_owner,
-                    t.is_flushed,
-                    t.is_written,
+                    *(t.kind, t.name if t.kind == "load" else "", t.num_reports),
+                    self._show(sources, of_sources),
+                    self._show(targets, of_targets),
+                    *(t.contents, t.oks, t.is_owner, t.is_flushed, t.is_written),
                 )
             )
-        return (
-            num_queued,
-            tuple(device),
-            host,
-            loads,
-            queue,
-            moving,
-            chosen,
-            told,
-            engine,
-            tuple(transfers),
-            self._canonical_storage(rows, keys),
+        readers = self._fields("_loads")["_num_readers"][hosts].tolist()
+        device = self._canonical_device()
+        return device, [what for _, what in tiers], of_parts, engine, transfers, readers
+
+    def _fields(self, name):
+        entry = self._entries.get(f"scheduler.{name}")
+        return {} if entry is None else entry.fields
+
+    def _device_names(self):
+        """Name device blocks by the order in which they go, and that of the tables."""
+        newer = self.pool.state.newer.tolist()
+        order, block = {NULL_BLOCK: 0}, newer[NULL_BLOCK]
+        while block != NULL_BLOCK:
+            order[block] = len(order)
+            block = newer[block]
+        for r in self.requests:
+            for table in r.tables:
+                for block in table:
+                    order.setdefault(block, len(order))
+        for block in range(self.pool.num_blocks):
+            order.setdefault(block, len(order))
+        return order
+
+    def _canonical_device(self):
+        """Say what each device block has, and who has it."""
+        state, names = self.pool.state, self._names["device"]
+        hosts, keys = self._names["host"], state.directory.keys.tobytes()
+        refs, pins, copies = (
+            ids.tolist() for ids in (state.ref_cnt, state.pins, state.copies)
         )
+        has_key = state.has_key.tolist()
+        following, preceding = state.following.tolist(), state.preceding.tolist()
+        blocks = []
+        for block in names:
+            chain = ()
+            if has_key[block]:
+                link = preceding[block]
+                link = names[link] if link >= 0 else -1 - names[~link]
+                after = following[block]
+                after = names[after] if after >= 0 else -1
+                chain = keys[32 * block : 32 * block + 32], after, link
+            is_unwritten = block in self.pool.unwritten
+            held = refs[block], pins[block], hosts[copies[block]]
+            blocks.append((chain, held, self.device[block], is_unwritten))
+        return sum(ref == 0 for ref in refs), blocks
 
     def _canonical_tier(self, tier):
-        """Name a tier's blocks in the order in which they go; say what they hold."""
-        state, key_ids = tier.executor.state, self._key_ids
-        memory = tuple((key_ids[key], why) for key, why in tier.drops._reasons.items())
-        notes = self.scheduler._notifier._marks, tier._notes._notes
-        memory += (repr(notes),) * tier.listens
-        num_fresh = tier.num_blocks - int(state.pool.num_allocated)
-        memory += num_fresh, tier.num_held_blocks
-        if not isinstance(state.policy, LRUState):
-            shot = tier.snapshot()
-            named = sorted(shot.block_ids.items())
-            order = [block for _, block in named] + shot.free_ids
-            names = {block: n for n, block in enumerate(order)}
-            names[NO_BLOCK] = -1
-            return names, (repr((shot.policy, shot.ref_cnt)), memory)
-        places = state.policy.order.places.tolist()
-        held = sorted((place, b) for b, place in enumerate(places) if place >= 0)
-        pool = state.pool
-        order = [b for _, b in held]
-        order += range(int(pool.num_allocated), tier.num_blocks)
-        order += pool.freed[: int(pool.num_freed)].tolist()[::-1]
-        names = {b: n for n, b in enumerate(order)}
+        """Name a tier's blocks; say what they hold, and in which order they go."""
+        shot = tier.snapshot()
+        order = [block for _, block in sorted(shot.block_ids.items())] + shot.free_ids
+        names = {block: n for n, block in enumerate(order)}
         names[NO_BLOCK] = -1
-        refs = state.ref_cnt.tolist()
-        raw = state.policy.directory.keys.tobytes()
-        what = tuple((key_ids[raw[32 * b : 32 * b + 32]], refs[b]) for _, b in held)
-        return names, (what, memory)
+        num_fresh = tier.num_blocks - int(tier.executor.state.pool.num_allocated)
+        lost = [words.tobytes() for words in tier.lost or ()]
+        # What has no room in the store counts once a listing has told its bound.
+        bound = getattr(tier, "bound", None)
+        bounds = tier.is_listed, bound, bound is not None and tier.num_left_out
+        held = repr((shot.policy, shot.ref_cnt)), num_fresh, tier.num_held_blocks
+        return names, (held, lost, bounds)
 
-    def _canonical_reuse(self, reuse):
-        if reuse is None:
-            return ()
-        counts = sorted(
-            (self._key_ids[key], min(num, max(reuse.threshold, 1)))
-            for key, num in reuse._counts.items()
+    def _canonical_entry(self, name):
+        """Say what an object of the scheduler has, but for counters and constants."""
+        kind, fields = self._entries[name]
+        owner = kind.__name__
+        if owner == "Move" or owner == "Load":
+            ledger = name.partition("below[0].")[2].partition(".")[0]
+            of_sources, of_targets = _ENDS[
+                "load" if owner == "Load" else _LEDGERS.get(ledger, "store")
+            ]
+        shown = []
+        for field, value in fields.items():
+            if field in _IGNORED or (owner, field) in _IGNORED:
+                continue
+            if (relative := _RELATIVE.get((owner, field))) is not None:
+                shown.append(relative(self, value, fields))
+            elif field in ("sources", "targets") and owner in ("Move", "Load"):
+                of_tier = of_sources if field == "sources" else of_targets
+                shown.append(self._show(value, of_tier))
+            else:
+                shown.append(self._show(value, _IDS.get(field), field in _ORDERED))
+        return shown
+
+    def _show(self, value, of_tier=None, is_ordered=False):
+        """Say a value, in which numbers are ids of a tier, or of a ledger."""
+        kind = type(value)
+        if kind is int and of_tier is not None:
+            return self._names[of_tier][value]
+        if kind in (int, bool, str, bytes, float, type(None)):
+            return value
+        if kind is Ref:
+            is_held = "[" in value.name.removeprefix("scheduler.below[0]")
+            return self._canonical_entry(value.name) if is_held else None
+        if isinstance(value, np.ndarray):
+            return self._show(value.tolist(), of_tier)
+        if isinstance(value, dict):
+            items = [(key, self._show(item, of_tier)) for key, item in value.items()]
+            return items if is_ordered else sorted(items)
+        if isinstance(value, set | frozenset):
+            return sorted(self._show(item, of_tier) for item in value)
+        if isinstance(value, list | tuple):
+            return [self._show(item, of_tier) for item in value]
+        return None  # Rules, groups, requests.
+
+
+# The parts of the scheduler that decide by what they keep.
+_SHOWN = frozenset(
+    (
+        *("OffloadScheduler", "Gate", "Loads", "Stores", "StoreSteps", "EagerStores"),
+        *("StorePause", "LazyStores", "RequestNotifier", "Boundary", "ReuseFilter"),
+        *("DropReasons", "RetentionNotes", "Ledger"),
+    )
+)
+# Where transfers go: of which tier their sources and targets are ids.
+_ENDS = {
+    "store": ("device", "host"),
+    "load": ("host", "device"),
+    "fetch": (None, "host"),
+    "write": (None, "host"),
+    "probe": (None, None),
+    "fetches": ("store", "host"),
+    "writes": ("host", "store"),
+}
+_LEDGERS = {"fetches": "fetches", "_writes": "writes", "probes": "probe"}
+# What is remembered when all requests have ended, and constants.
+_REMEMBERED = {
+    *("_counts", "_held_back", "_reasons", "_notes", "_absent", "unwritten", "lost"),
+    *("_alternatives", "_block_sizes", "_preempted"),
+}
+# Fields of ids, and of whose.
+_IDS = {
+    **dict.fromkeys(
+        ("tables", "copy_sources", "copy_targets", "skipped", "written_blocks"),
+        "device",
+    ),
+    **dict.fromkeys(("rows", "holds"), "host"),
+    "_awaited": "fetches",
+}
+_ORDERED = {"_overdue", "waiters", "_to_write", "_reasons"}
+# What no decision depends on, or what follows from the rest.
+_IGNORED = {
+    *("shadows", "request", "limits", "marks", "fetch_of", "_probe_of", "_num_ended"),
+    *("_asked", "_next_event", "num_fetched_tokens", "_num_holders", "_last_ask"),
+    *("_num_asks", "_num_released", "_num_readers", "num_changes", "_num_found"),
+    *("bytes_per_s", "load_bytes_per_s", "prefill_tokens_per_s", "_is_refused"),
+    *(("Boundary", "num_lost"), ("Load", "keys")),
+}
+
+
+def _queued(world, queued, fields):
+    """Say who waits for room, how often it has asked, and who has asked before."""
+    asks, entries = fields["_last_ask"], world._entries
+    others = {*fields["holds"], *fields["waits"]}
+    return [
+        (name, own["num_asks"], sorted(o for o in others if asks[o] < own["first_ask"]))
+        for name, own in sorted(
+            (n, entries[ref.name].fields) for n, ref in queued.items()
         )
-        held = sorted(self._key_ids[key] for key in reuse._held_back)
-        return tuple(counts), tuple(held)
-
-    def _canonical_storage(self, rows, keys):
-        if not self.scheduler.below:
-            return ()
-        (storage,) = self.scheduler.below
-        places, tier = self._canonical_tier(storage.tier)
-        fetches = sorted(storage.fetches.moves)
-        ranks = {event: n for n, event in enumerate(fetches)}
-        probes = sorted(storage.probes.moves)
-
-        def batch(own, host_blocks, of_store):
-            return (
-                keys(own.keys),
-                rows(host_blocks.tolist()),
-                tuple([places[b] for b in of_store.tolist()]),
-                tuple(own.ok.tolist()) if own.num_reports else (),
-                own.num_reports,
-                tuple(own.waiters),
-                own.is_stale,
-            )
-
-        look = storage._seen
-        if look is not None:
-            evicted, *others = look
-            is_now = evicted == self._tiers[0].num_evicted
-            look = tuple(others) if is_now else None
-        num_found, bound = storage.tier.num_found, storage.tier.bound
-        return (
-            tier,
-            (-1, -1) if bound is None else (bound, storage.tier.num_left_out),
-            tuple(sorted((keys([k])[0], what) for k, what in self.objects.items())),
-            tuple(
-                batch(own, own.targets, own.sources)
-                for _, own in sorted(storage.fetches.moves.items())
-            ),
-            tuple(
-                batch(own, own.sources, own.targets)
-                for _, own in sorted(storage._writes.moves.items())
-            ),
-            tuple(
-                (
-                    name,
-                    tuple(sorted(ranks[event] for event in wait.events)),
-                    rows(wait.rows),
-                    tuple(sorted((keys([k])[0], n) for k, n in wait.ends.items())),
-                    tuple(sorted(wait.arrived_ends)),
-                )
-                for name, wait in sorted(storage.waits.items())
-            ),
-            tuple((name, rows(ids)) for name, ids in sorted(storage.holds.items())),
-            tuple(
-                (
-                    name,
-                    own.num_asks,
-                    tuple(
-                        sorted(
-                            other
-                            for other in {*storage.holds, *storage.waits}
-                            if storage._last_ask[other] < own.first_ask
-                        )
-                    ),
-                )
-                for name, own in sorted(storage._queued.items())
-                if own.num_released == storage._num_released
-            ),
-            tuple(sorted(storage._num_vain_asks.items())),
-            tuple(storage._overdue),
-            storage._is_bringing,
-            tuple(
-                (
-                    name,
-                    tuple(sorted(probes.index(event) for event in own.events)),
-                    own.num,
-                    keys(sorted(own.absent)),
-                )
-                for name, own in sorted(storage.probing.items())
-            ),
-            tuple(
-                batch(own, own.targets, own.sources)
-                for _, own in sorted(storage.probes.moves.items())
-            ),
-            tuple(probes.index(own.event) for own in storage._to_probe),
-            keys(sorted(storage._absent)),
-            tuple(sorted(n for n, at in storage.looked_up.items() if at == num_found)),
-            keys(storage._to_write),
-            tuple(ranks[own.event] for own in storage._to_fetch),
-            keys(storage._to_delete),
-            tuple(sorted(ranks[event] for event in storage._awaited)),
-            storage.fetches.num_blocks,
-            storage._writes.num_blocks,
-            storage._is_disabled,
-            storage.tier.is_listed,
-            storage._must_send_last,
-            look,
-            self._canonical_reuse(storage._asked),
-        )
+        if own["num_released"] == fields["_num_released"]
+    ]
 
 
-def _leaves(state):
-    """List the arrays of a state."""
-    if not dataclasses.is_dataclass(state):
-        return [state]
-    fields = dataclasses.fields(state)
-    return [a for f in fields for a in _leaves(getattr(state, f.name))]
+def _lazy_look(world, seen, fields):
+    """Say what has become free since the last look, if that is all that is new."""
+    stores = world._fields("_stores")
+    changes = world.pool.num_changes
+    if seen is None or seen[0] != changes:
+        return None
+    refused_at = stores["num_changes"] if fields["_is_refused"] else -1
+    if seen[2] != refused_at:
+        return None
+    num_free = world.pool.num_free + world._fields("_stores.in_flight")["num_blocks"]
+    num_free += len(world._fields("_stores.waiting")["sources"])
+    return seen[1] - num_free, fields["_is_refused"]
 
 
-def _listed(ids):
-    return ids.tolist() if isinstance(ids, np.ndarray) else ids
+def _pause(world, num_offered, fields):
+    """Say how much was stored in vain, and whether anything was found since."""
+    if not world.setup.rules.pause_unused_stores:
+        return None
+    stats = world.scheduler.stats
+    num_unused = min(stats.num_offered - num_offered, fields["_most_unused"])
+    return num_unused, stats.num_host_hit_tokens != fields["_num_found"]
+
+
+def _boundary_look(world, seen, _):
+    is_now = seen is not None and seen[0] == world.host_tier.num_evicted
+    return seen[1:] if is_now else None
+
+
+def _moves(world, moves, fields):
+    """Say what is in flight; loads are said with their requests."""
+    refs = [ref for _, ref in sorted(moves.items())]
+    return [
+        world._canonical_entry(ref.name)
+        for ref in refs
+        if world._entries[ref.name].kind.__name__ != "Load"
+    ]
+
+
+def _counts(world, counts, fields):
+    most = max(fields["threshold"], 1)
+    return sorted((key, min(num, most)) for key, num in counts.items())
+
+
+def _ranks(ledger):
+    return lambda world, events, _: sorted(map(world._names[ledger].get, events))
+
+
+def _events(ledger):
+    """Say the events of moves that have not left."""
+
+    def show(world, moves, _):
+        entries = world._entries
+        events = [
+            entries[own.name].fields["event"] if type(own) is Ref else own.event
+            for own in moves
+        ]
+        return [world._names[ledger][event] for event in events]
+
+    return show
+
+
+def _probes_in(world, num, _):
+    return num % _PROBE_INTERVAL
+
+
+# Counters and events as the future depends on them.
+_RELATIVE = {
+    ("_Progress", "refused_at"): lambda world, at, _: (
+        at == world._fields("_stores")["num_changes"]
+    ),
+    ("_Progress", "num_lost"): lambda world, num, _: num == world.host_tier.num_lost,
+    ("Gate", "_num_slow"): _probes_in,
+    ("Gate", "_num_slow_fetches"): _probes_in,
+    ("LazyStores", "_seen"): _lazy_look,
+    ("StorePause", "_num_offered"): _pause,
+    ("Stores", "waiting"): lambda world, ref, _: world._canonical_entry(ref.name),
+    ("EagerStores", "_scheduled"): lambda world, names, _: list(names),
+    ("Loads", "_waiting"): lambda world, names, _: list(names),
+    ("Loads", "_copying"): lambda world, names, _: list(names),
+    ("Load", "event"): lambda world, event, _: event != NO_EVENT,
+    ("Move", "event"): lambda world, event, _: None,
+    ("Ledger", "moves"): _moves,
+    ("_Wait", "events"): _ranks("fetches"),
+    ("Probing", "events"): _ranks("probes"),
+    ("Boundary", "_to_fetch"): _events("fetches"),
+    ("Boundary", "_to_probe"): _events("probes"),
+    ("Boundary", "looked_up"): lambda world, looks, _: sorted(
+        name for name, at in looks.items() if at == world._tiers[1].num_found
+    ),
+    ("Boundary", "_queued"): _queued,
+    ("Boundary", "_seen"): _boundary_look,
+    ("ReuseFilter", "_counts"): _counts,
+    ("RetentionNotes", "_notes"): lambda world, notes, _: repr(notes),
+}
 
 
 def expect(is_right, say):

@@ -92,6 +92,15 @@ WORLDS = {
         *("part", "together", "leave"),
         storage_probe_s=0.005,
     ),
+    "store, queue": _with(
+        replace(
+            _STORE,
+            requests=(("aab", 3), ("cdb", 3), ("eef", 3)),
+            num_host_blocks=4,
+            num_storage_blocks=6,
+            listed=(0, 1),
+        )
+    ),
     "hybrid": _HYBRID,
     "hybrid, lazy": replace(_HYBRID, rules=LAZY),
     "hybrid, store": replace(_HYBRID, rules=THROUGH, num_storage_blocks=4, listed=(0,)),

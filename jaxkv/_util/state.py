@@ -1,0 +1,303 @@
+"""Snapshots of an object and all that it holds, as plain values.
+
+A walk over attributes finds what an object holds: a new attribute needs no line here.
+Objects of jaxkv become `Entry` records, which refer to one another by name; arrays and
+containers are copied. Left out are callables and what a class lists in `_NOT_STATE`:
+caches, scratch memory, open files. Objects of other packages, such as an engine's
+requests, are kept by reference. An object whose class defines `__reduce__` is rebuilt
+by that.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import hashlib
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+
+class Ref(NamedTuple):
+    """A reference to an entry of the snapshot.
+
+    Attributes:
+        name: The entry's name.
+    """
+
+    name: str
+
+
+class Rebuilt(NamedTuple):
+    """An object that a call makes anew.
+
+    Attributes:
+        make: What to call.
+        args: The copied arguments.
+    """
+
+    make: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+class Entry(NamedTuple):
+    """The state of one object.
+
+    Attributes:
+        kind: Its class.
+        fields: Its attributes, copied.
+    """
+
+    kind: type
+    fields: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class State:
+    """The state of an object and of all that it holds.
+
+    Attributes:
+        entries: The state of each object, by the path of attributes that leads to it.
+            The first one is the object itself.
+    """
+
+    entries: Mapping[str, Entry]
+
+    @property
+    def digest(self) -> str:
+        """A digest that is equal for equal states, in every process."""
+        hasher = hashlib.blake2b(digest_size=16)
+        for name, (kind, fields) in self.entries.items():
+            if not getattr(kind, "_NOT_DIGESTED", False):
+                for data in _encoded((name, kind.__name__)):
+                    hasher.update(data)
+                for pair in sorted(fields.items()):
+                    for data in _encoded(pair):
+                        hasher.update(data)
+        return hasher.hexdigest()
+
+
+def snapshot(root: object, name: str) -> State:
+    """Copy the state of an object.
+
+    Args:
+        root: The object.
+        name: What its entry is called.
+    """
+    entries: dict[str, Entry] = {}
+    refs: dict[int, Ref] = {}
+
+    def read(value: Any, name: str) -> Any:
+        if _form(value) == "object":
+            return refs.get(id(value)) or read_object(value, name)
+        return _copied(value, lambda item, key: read(item, f"{name}[{key!r}]"))
+
+    def read_object(value: Any, name: str) -> Ref:
+        ref = refs[id(value)] = Ref(name)
+        fields: dict[str, Any] = {}
+        kind: Any = type(value)
+        entries[name] = Entry(kind, fields)
+        slots, left_out = _attributes(kind)
+        for attribute in (*getattr(value, "__dict__", ()), *slots):
+            if attribute in left_out:
+                continue
+            held = getattr(value, attribute)
+            if type(held) in _PLAIN:
+                fields[attribute] = held
+            elif not callable(held):
+                fields[attribute] = read(held, f"{name}.{attribute}")
+        return ref
+
+    read(root, name)
+    return State(entries)
+
+
+def restore(root: object, state: State) -> None:
+    """Put an object back into a state of an object like it.
+
+    Objects that attributes lead to are changed, so that others may go on referring to
+    them. Objects in lists and dicts are made anew.
+    """
+    entries = state.entries
+    objects = {next(iter(entries)): root}
+    known = {id(root)}
+
+    def match(held: Any, saved: Any) -> None:
+        """Find the objects that entries are to change."""
+        if type(saved) is Ref:
+            is_free = saved.name not in objects and id(held) not in known
+            if is_free and type(held) is entries[saved.name].kind:
+                objects[saved.name] = held
+                known.add(id(held))
+        elif type(saved) is type(held) is tuple:
+            for held_item, saved_item in zip(held, saved, strict=False):
+                match(held_item, saved_item)
+
+    for name, (kind, fields) in entries.items():
+        if name not in objects:
+            objects[name] = object.__new__(kind)
+            continue
+        for attribute, saved in fields.items():
+            if type(saved) is Ref or type(saved) is tuple:
+                match(getattr(objects[name], attribute, None), saved)
+
+    def write(saved: Any, _key: object = None) -> Any:
+        if type(saved) is Ref:
+            return objects[saved.name]
+        copied = _copied(saved, write)
+        return copied.make(*copied.args) if type(copied) is Rebuilt else copied
+
+    for name, (_, fields) in entries.items():
+        target = objects[name]
+        for attribute, saved in fields.items():
+            if type(saved) in _PLAIN:
+                setattr(target, attribute, saved)
+            elif not _is_overwritten(getattr(target, attribute, None), saved):
+                setattr(target, attribute, write(saved))
+
+
+def _is_overwritten(held: Any, saved: Any) -> bool:
+    """Write arrays over those of an object like it, whose addresses others know."""
+    if isinstance(saved, np.ndarray):
+        is_alike = isinstance(held, np.ndarray) and held.shape == saved.shape
+        if is_alike := is_alike and held.flags.writeable:
+            held[...] = saved
+        return is_alike
+    if type(saved) is Rebuilt and _form(held) == "rebuilt":
+        make, args = held.__reduce__()
+        pairs = zip(args, saved.args, strict=True) if make is saved.make else ()
+        return bool(pairs) and all(
+            one is other
+            or (type(one) is str and one == other)
+            or _is_overwritten(one, other)
+            for one, other in pairs
+        )
+    if type(held) is not type(saved) or _form(saved) != "arrays":
+        return False
+    kind: Any = type(saved)
+    return all(
+        _is_overwritten(getattr(held, name), getattr(saved, name))
+        for name in _field_names(kind)
+    )
+
+
+# Values that need no copy.
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes, type})
+
+
+def _copied(value: Any, visit: Callable[[Any, Any], Any]) -> Any:
+    """Copy a value; what a container holds is visited with its index or key."""
+    kind: Any = type(value)
+    form = _form(value)
+    if form == "plain":
+        return value
+    if form == "array":
+        return np.array(value)
+    if form == "mapping":
+        if _PLAIN.issuperset(map(type, value.values())):
+            return value.copy()
+        return kind([(key, visit(item, key)) for key, item in value.items()])
+    if form in ("sequence", "deque") and _PLAIN.issuperset(map(type, value)):
+        return copy.copy(value)
+    names: Iterable[Any] = itertools.count()
+    items: Iterable[Any] = value
+    if form == "arrays":
+        names = _field_names(kind)
+        items = [getattr(value, name) for name in names]
+    elif form == "rebuilt":
+        make, items = value.__reduce__()
+    copied = [visit(item, name) for name, item in zip(names, items, strict=False)]
+    if form == "rebuilt":
+        return Rebuilt(make, tuple(copied))
+    if form == "deque":
+        return deque(copied, value.maxlen)
+    return kind(copied) if form == "sequence" else kind(*copied)
+
+
+_FORMS: dict[type, str] = {}
+
+
+def _form(value: Any) -> str:
+    """Choose how to copy a value, by its class."""
+    kind = type(value)
+    if kind not in _FORMS:
+        _FORMS[kind] = _choose_form(kind, value)
+    return _FORMS[kind]
+
+
+def _choose_form(kind: Any, value: Any) -> str:
+    if kind in _PLAIN:
+        return "plain"
+    bases = [base for base in kind.__mro__ if base.__module__.startswith("jaxkv.")]
+    if any("__reduce__" in vars(base) for base in bases):
+        return "rebuilt"
+    if kind in (list, tuple, set, frozenset):
+        return "sequence"
+    if callable(value):
+        return "plain"
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return "plain" if any(map(callable, value)) else "named tuple"
+    if isinstance(value, np.ndarray | jax.Array):
+        return "array"
+    if isinstance(value, dict):
+        return "mapping"
+    if isinstance(value, deque):
+        return "deque"
+    if not bases:
+        return "plain"
+    parameters = getattr(kind, "__dataclass_params__", None)
+    if parameters is None or not parameters.frozen:
+        return "object"
+    # A frozen object that is no pytree of arrays never changes.
+    return "plain" if jax.tree_util.all_leaves([value]) else "arrays"
+
+
+@functools.cache
+def _field_names(kind: Any) -> tuple[str, ...]:
+    return tuple([field.name for field in dataclasses.fields(kind)])
+
+
+@functools.cache
+def _attributes(kind: Any) -> tuple[tuple[str, ...], frozenset[str]]:
+    """List the slots of a class, and the attributes that are no state."""
+    slots: list[str] = []
+    left_out: set[str] = set()
+    for base in kind.__mro__:
+        slots += vars(base).get("__slots__", ())
+        left_out.update(vars(base).get("_NOT_STATE", ()))
+    return tuple(slots), frozenset(left_out)
+
+
+def _encoded(value: Any) -> Iterator[bytes]:
+    """Encode a value of a state; different values have different encodings."""
+    kind: Any = type(value)
+    if isinstance(value, np.ndarray):
+        yield f"{value.dtype}{value.shape}".encode() + value.tobytes()
+    elif kind in (set, frozenset):
+        items = sorted(b"".join(_encoded(item)) for item in value)
+        yield from (f"set{len(items)}(".encode(), *items)
+    elif kind in (list, tuple) and _PLAIN.issuperset(map(type, value)):
+        yield f"{value!r};".encode()
+    elif isinstance(value, dict):
+        yield from _encoded([item for pair in value.items() for item in pair])
+    elif kind is Rebuilt and getattr(value.make, "_NOT_DIGESTED", False):
+        yield b"cache;"
+    elif isinstance(value, list | tuple | deque):
+        yield f"{kind.__name__}{len(value)}(".encode()
+        for item in value:
+            yield from _encoded(item)
+    elif _form(value) == "arrays":
+        yield from _encoded([getattr(value, name) for name in _field_names(kind)])
+    elif (
+        kind in _PLAIN
+        or dataclasses.is_dataclass(kind)
+        or isinstance(value, np.generic)
+    ):
+        yield f"{kind.__name__} {value!r};".encode()
+    else:
+        yield b"other;"  # Of another package, or a function.

@@ -1,0 +1,135 @@
+"""A scheduler's state is one value, and can be put back, also in another scheduler."""
+
+import dataclasses
+import random
+
+import pytest
+
+from jaxkv import DeviceBlockPool, OffloadRules, OffloadScheduler
+from jaxkv._util import state as state_lib
+from jaxkv.keys import key_from_int
+from jaxkv.tiers.index import BlockIndex
+from tests.explorer.world import World
+from tests.explorer.worlds import WORLDS
+
+_CALLS = (
+    *("get_num_new_matched_tokens", "explain", "update_state_after_alloc"),
+    *("build_connector_meta", "update_connector_output", "request_finished"),
+)
+_SERVED = dataclasses.replace(WORLDS["arc"], has_events=False)
+SETUPS = {
+    **{
+        name: WORLDS[name]
+        for name in (
+            *("lazy", "store", "store, asked", "hybrid", "together", "paused", "rows"),
+            *("gate", "arc", "changes", "kept", "bound"),
+        )
+    },
+    "auto": dataclasses.replace(_SERVED, policy="auto"),
+    "shadows": dataclasses.replace(
+        _SERVED, policy="hazard", rules=OffloadRules(shadow="slru*0.5,2; off")
+    ),
+}
+
+
+class Recorded(World):
+    """A world that records what its scheduler answers."""
+
+    def __init__(self, setup):
+        super().__init__(setup)
+        self.answers = []
+        for name in _CALLS:
+            setattr(self.scheduler, name, self._recorded(getattr(self.scheduler, name)))
+
+    def _recorded(self, call):
+        def recorded(*args):
+            answer = call(*args)
+            self.answers.append(repr(answer))
+            return answer
+
+        return recorded
+
+    def play(self, actions):
+        """Do what may happen; return the answers and the digest after each action."""
+        trail = []
+        for action in actions:
+            self.answers.clear()
+            self.do(action)
+            trail.append((action, tuple(self.answers), self.scheduler.digest()))
+        return trail
+
+
+def choices(world, rng, num):
+    """Choose what happens next, `num` times."""
+    for _ in range(num):
+        yield rng.choice(world.actions())
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_a_restored_scheduler_answers_as_it_did_before(name):
+    rng, world = random.Random(name), Recorded(SETUPS[name])
+    other = Recorded(SETUPS[name])
+    for num in (5, 15):
+        world.play(choices(world, rng, num))
+        saved, digest = world.save(), world.scheduler.digest()
+        trail = world.play(choices(world, rng, 20))
+        actions = [action for action, *_ in trail]
+        other.requests = world.requests  # The state refers to them.
+        for restored in (world, world, other):
+            restored.restore(saved)
+            assert restored.scheduler.digest() == digest == saved[0].digest
+            assert restored.play(actions) == trail
+
+
+@pytest.mark.parametrize("name", ["store", "hybrid", "lazy", "changes"])
+def test_the_digest_differs_after_whatever_changes_what_may_follow(name):
+    rng, world = random.Random(name), World(SETUPS[name])
+    num_changes = 0
+    for _ in range(60):
+        before, digest = world.canonical()[:3], world.scheduler.digest()
+        world.do(rng.choice(world.actions()))
+        if world.canonical()[:3] != before:
+            num_changes += 1
+            assert world.scheduler.digest() != digest
+    assert num_changes > 20
+
+
+def make(*, num_host_blocks=4, num_device_blocks=8, **rules):
+    scheduler = OffloadScheduler(16, num_host_blocks, rules=OffloadRules(**rules))
+    scheduler.bind_device_block_pool(DeviceBlockPool(num_device_blocks))
+    return scheduler
+
+
+def test_a_state_of_another_configuration_is_refused_and_changes_nothing():
+    scheduler = make()
+    scheduler.note_rates(1.0, 1.0)
+    before = scheduler.digest()
+    unbound = OffloadScheduler(16, 4)
+    for other, match in (
+        (make(num_host_blocks=5), "num_host_blocks must be as in the state, 5"),
+        (make(num_device_blocks=9), "num_blocks of the bound DeviceBlockPool must be"),
+        (make(prompt_only=True), "rules must be as in the state"),
+        (unbound, "num_blocks of the bound DeviceBlockPool must be .* None"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            scheduler.restore(other.snapshot())
+        assert scheduler.digest() == before
+    with pytest.raises(ValueError, match="class of the bound pool must be"):
+        unbound.restore(scheduler.snapshot())
+
+
+@pytest.mark.parametrize("executor", ["native", "xla"])
+def test_a_tier_goes_back_to_an_earlier_policy_and_its_order(executor):
+    keys = [key_from_int(number) for number in range(4)]
+    index = BlockIndex(16, 2, executor=executor, alternatives=["lru", "slru"])
+    index.publish(index.place(keys[:2]).block_ids, keys[:2])
+    saved = state_lib.snapshot(index, "index")
+    for _ in range(2):
+        index.touch(keys[:1])
+        index.change_policy("slru")
+        assert index.place(keys[2:3]).evicted_keys == keys[1:2]
+        index.clear()
+        assert state_lib.snapshot(index, "index").digest != saved.digest
+        state_lib.restore(index, saved)
+        assert state_lib.snapshot(index, "index").digest == saved.digest
+        assert index.snapshot().policy == {"order": keys[1::-1]}
