@@ -135,4 +135,4 @@ def test_a_tier_goes_back_to_an_earlier_policy_and_its_order(executor):
         assert state_lib.snapshot(index, "index").digest != saved.digest
         state_lib.restore(index, saved)
         assert state_lib.snapshot(index, "index").digest == saved.digest
-        assert index.snapshot().policy == {"order": keys[1::-1]}
+        assert index.snapshot().policy == {"order": keys[:2]}
