@@ -940,8 +940,8 @@ class OffloadScheduler:
         names = "groups", "rules", "num_host_blocks", "num_storage_blocks"
         facts = {name: (entry.fields[name], getattr(self, name)) for name in names}
         if isinstance(pool, DeviceBlockPool):
-            saved = state.entries.get("scheduler._pool")
-            num = None if saved is None else saved.fields.get("num_blocks")
+            saved_pool = state.entries[entry.fields["_pool"].name]
+            num = saved_pool.fields.get("num_blocks")
             facts["num_blocks of the bound DeviceBlockPool"] = num, pool.num_blocks
         else:
             facts["class of the bound pool"] = type(pool), DeviceBlockPool

@@ -585,6 +585,10 @@ class World:
             self.holds.pop(name, None)
             if num:
                 self.holds[name] = self._offered(r, local, num)
+        self.num_vain[name] = self.num_vain.get(name, 0) + 1 if num is None else 0
+        if self.num_vain[name] >= _MAX_VAIN_ASKS:
+            # The room of those that have stopped asking may be taken.
+            self.fetched = {}
         self._check_holds()
         needed = [
             -(-r.num_tokens // spec.block_size) - len(table)
@@ -593,10 +597,6 @@ class World:
         if self.setup.holds_waiting and num:
             # As many as the load takes; the others when it is there.
             needed = [local + num - len(table) for table in tables]
-        self.num_vain[name] = self.num_vain.get(name, 0) + 1 if num is None else 0
-        if self.num_vain[name] == _MAX_VAIN_ASKS:
-            # The room of those that have stopped asking may be taken.
-            self.fetched = {}
         if num is None or sum(needed) > pool.num_free:
             self.seen["asks again" if num is None else "no room"] += 1
             self._leave(r, WAITING)
@@ -1705,7 +1705,7 @@ class World:
     def _show(self, value, of_tier=None, is_ordered=False):
         """Say a value, in which numbers are ids of a tier, or of a ledger."""
         kind = type(value)
-        if kind is int and of_tier is not None:
+        if kind is int and of_tier is not None and value != NO_BLOCK:
             return self._names[of_tier][value]
         if kind in (int, bool, str, bytes, float, type(None)):
             return value
@@ -1746,7 +1746,7 @@ _LEDGERS = {"fetches": "fetches", "_writes": "writes", "probes": "probe"}
 # What is remembered when all requests have ended, and constants.
 _REMEMBERED = {
     *("_counts", "_held_back", "_reasons", "_notes", "_absent", "unwritten", "lost"),
-    *("_alternatives", "_block_sizes", "_preempted"),
+    *("_alternatives", "_block_sizes", "_preempted", "_scheduled"),
 }
 # Fields of ids, and of whose.
 _IDS = {
