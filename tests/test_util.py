@@ -57,3 +57,12 @@ def test_the_command_line_reads_and_refuses_the_same():
 )
 def test_bytes_for_messages(num_bytes, text):
     assert units.gib(num_bytes) == text
+
+
+@pytest.mark.parametrize("number", [0, 1, 8, 9])
+def test_a_whole_number_is_accepted_between_its_bounds_alone(number):
+    if number in (1, 8):
+        units.check_whole(1, 8, blocks=number)
+    else:
+        with pytest.raises(ValueError, match=f"blocks={number} must be at"):
+            units.check_whole(1, 8, blocks=number)

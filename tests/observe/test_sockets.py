@@ -11,5 +11,5 @@ def test_an_ipc_address_whose_owner_has_a_full_queue_is_in_use(tmp_path):
         owner.bind(path)
         owner.listen(0)
         other.connect(path)  # The owner never accepts it.
-        with pytest.raises(OSError, match=f"'ipc://{path}' is in use"):
+        with pytest.raises(OSError, match="events' is in use"):
             EventPublisher(f"ipc://{path}")
