@@ -229,8 +229,8 @@ WINDOWS = {
     "mistral without": ({"model_type": "mistral", "sliding_window": None}, [None] * 6),
     "gemma2": ({"model_type": "gemma2", "sliding_window": 5}, [5, None] * 3),
     "cohere2": (
-        {"model_type": "cohere2", "sliding_window": 5},
-        [5, 5, 5, None, 5, 5],
+        {"model_type": "cohere2", "sliding_window": 5, "num_hidden_layers": 8},
+        [5, 5, 5, None] * 2,
     ),
     "gemma3": (
         {"model_type": "gemma3_text", "sliding_window": 5},
