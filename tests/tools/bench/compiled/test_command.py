@@ -143,14 +143,14 @@ def test_what_did_not_compile_is_listed(compilers, capsys):
 def test_an_own_pool_is_compiled_as_described(compilers):
     asked, _ = compilers
     line = (
-        "bench compile --shape 8,64,16,128 --block-axis 1 --leaves 3 --dtype int8 "
+        "bench compile --shape 8,64,16,128 --block-axis 1 --leaves 1 --dtype int8 "
         "--shard 0 --row-major --target v5p,tpu7x --target v5p --blocks 2,4 --quick"
     )
     assert cli.main(line.split()) == 2
     assert cli.main(line.removesuffix(" --quick").split()) == 0
     (config,) = asked
     (pool,) = config.pools
-    assert (pool.shape, pool.block_axis, pool.num_leaves) == ((8, 64, 16, 128), 1, 3)
+    assert (pool.shape, pool.block_axis, pool.num_leaves) == ((8, 64, 16, 128), 1, 1)
     assert (pool.dtype, pool.sharded_axis, pool.row_major) == ("int8", 0, True)
     assert [target.name for target in config.targets] == ["v5p", "tpu7x"]
     assert (config.blocks, config.examples) == ((2, 4), ())
