@@ -1,0 +1,37 @@
+from types import SimpleNamespace
+
+from jaxkv import config
+from jaxkv.config import OffloadConfig
+
+
+def test_the_store_gets_its_own_settings_and_no_others(monkeypatch):
+    asked = {}
+
+    def open_storage(engine, url, **named):
+        asked.update(named, url=url)
+        return SimpleNamespace()
+
+    monkeypatch.setattr(config, "open_storage", open_storage)
+    settings = OffloadConfig(
+        storage="kv",
+        storage_owner=True,
+        deadline_s=1.0,
+        storage_deadline_s=2.0,
+        storage_await_s=3.0,
+        storage_list_s=4.0,
+        max_storage_blocks=5,
+    )
+    storage = settings.open_storage(None, namespace=b"model", num_blocks=6)
+    assert storage.bound == (6, True)
+    asked.pop("clock")
+    assert asked == {
+        "url": "kv",
+        "namespace": b"model",
+        "secret": None,
+        "shard": 0,
+        "num_shards": 1,
+        "deadline_s": 2.0,
+        "await_s": 3.0,
+        "list_every_s": 4.0,
+        "max_blocks": 5,
+    }
