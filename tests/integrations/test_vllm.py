@@ -119,6 +119,7 @@ def test_a_prompt_comes_back_from_the_host(generation):
     assert engine.scheduler.num_external_tokens == 4 * BLOCK_SIZE
     assert again.tokens == reference(range(18), 3)
     engine.check_nothing_leaked()
+    assert not engine.runner.connector._worker._targets
 
 
 @pytest.mark.parametrize("compression", ["int8", "fp8"])
