@@ -1,5 +1,7 @@
 from types import SimpleNamespace
 
+import jax
+
 from jaxkv import config
 from jaxkv.config import OffloadConfig
 
@@ -35,3 +37,14 @@ def test_the_store_gets_its_own_settings_and_no_others(monkeypatch):
         "list_every_s": 4.0,
         "max_blocks": 5,
     }
+
+
+def test_of_several_processes_the_first_records(monkeypatch, tmp_path):
+    settings = OffloadConfig(record=str(tmp_path / "trace.jsonl"))
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    for process, records in ((1, False), (0, True)):
+        monkeypatch.setattr(jax, "process_index", lambda number=process: number)
+        recorder = settings.make_recorder()
+        assert (recorder is not None) == records
+        if recorder is not None:
+            recorder.close()
