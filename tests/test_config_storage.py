@@ -1,6 +1,7 @@
 from types import SimpleNamespace
 
 import jax
+import pytest
 
 from jaxkv import config
 from jaxkv.config import OffloadConfig
@@ -48,3 +49,16 @@ def test_of_several_processes_the_first_records(monkeypatch, tmp_path):
         assert (recorder is not None) == records
         if recorder is not None:
             recorder.close()
+
+
+def test_a_store_is_closed_where_its_worker_is_refused(monkeypatch):
+    closed = []
+
+    def refuse(*_, **__):
+        raise ValueError("refused")
+
+    monkeypatch.setattr(config, "OffloadWorker", refuse)
+    storage = SimpleNamespace(close=lambda: closed.append(True))
+    with pytest.raises(ValueError, match="refused"):
+        OffloadConfig().make_worker(None, storage=storage)
+    assert closed

@@ -89,3 +89,11 @@ def test_stores_and_loads_in_flight_add_up_to_the_blocks_without_a_report(make):
         rig.step()
     with pytest.raises(StrictError, match=f"with {num} blocks in flight"):
         rig.step()
+
+
+def test_negative_blocks_are_refused_as_without_strict_mode(make):
+    rig = make()
+    request = rig.request("two", *range(4, 8))
+    rig.offer(request)
+    with pytest.raises(ValueError, match="-1 in the block table of request 'two'"):
+        rig.scheduler.update_state_after_alloc(request, [-1, 2], 0)
